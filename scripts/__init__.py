@@ -1,1 +1,1 @@
-"""What stands beside the package: the bench, emulated servers, and scripts for the shell."""
+"""Tools for developers: the bench, emulated servers, and shell scripts."""

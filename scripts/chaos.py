@@ -83,20 +83,20 @@ class Run:
 
     def processes(self) -> dict[str, list[psutil.Process]]:
         """Return the live processes by kind."""
-        found: dict[str, list[psutil.Process]] = {RANK: [], LAUNCHER: [], WORKER: []}
+        by_kind: dict[str, list[psutil.Process]] = {RANK: [], LAUNCHER: [], WORKER: []}
         with suppress(psutil.Error):
             assert self.process is not None
             head = psutil.Process(self.process.pid)
-            for one in [head, *head.children(recursive=True)]:
+            for process in [head, *head.children(recursive=True)]:
                 with suppress(psutil.Error):
-                    words = one.cmdline()
+                    words = process.cmdline()
                     # Forks of the launcher have its first environment, and a name.
-                    is_rank = "RANK" in one.environ() or one.name().startswith("dglx-rank-")
+                    is_rank = "RANK" in process.environ() or process.name().startswith("dglx-rank-")
                     kind = RANK if is_rank else WORKER if "-I" in words else LAUNCHER
-                    found[kind].append(one)
-        return found
+                    by_kind[kind].append(process)
+        return by_kind
 
-    def ended(self) -> bool:
+    def is_over(self) -> bool:
         """Return whether the run is complete; start it again where it ended before."""
         assert self.process is not None
         code = self.process.poll()
@@ -106,9 +106,9 @@ class Run:
 
     def kill(self) -> None:
         for of_kind in self.processes().values():
-            for one in of_kind:
+            for process in of_kind:
                 with suppress(psutil.Error):
-                    one.kill()
+                    process.kill()
 
     def weights(self) -> dict[str, bytes]:
         """Return the bytes of every tensor of the last checkpoint: weights and the optimizer's moments."""
@@ -125,7 +125,7 @@ def _read(path: Path, first: int, num_bytes: int) -> bytes:
 
 @dataclass
 class Row:
-    """What happened to one kind of disturbance under one strategy."""
+    """Outcome of one kind of disturbance under one strategy."""
 
     done: int = 0
     survived: int = 0
@@ -146,31 +146,31 @@ def strike(run: Run, kind: str, draw: random.Random) -> float | None:
 
     None: there was no such process, as the run is complete.
     """
-    found = run.processes()
-    while not found[kind if kind != PREEMPTION else LAUNCHER]:
-        if run.ended():
+    by_kind = run.processes()
+    while not by_kind[kind if kind != PREEMPTION else LAUNCHER]:
+        if run.is_over():
             return None
         time.sleep(0.01)
-        found = run.processes()
+        by_kind = run.processes()
     before, begin = run.epoch(), time.monotonic()
     assert run.process is not None
     if kind == PREEMPTION:
         run.process.terminate()
     else:
         with suppress(psutil.NoSuchProcess):
-            draw.choice(found[kind]).kill()
+            draw.choice(by_kind[kind]).kill()
     if kind in (LAUNCHER, PREEMPTION):
         launcher = run.process
         wait_until(lambda: launcher.poll() is not None, run, "the end of the launcher")
-        left = [one for of_kind in found.values() for one in of_kind]
+        left = [process for of_kind in by_kind.values() for process in of_kind]
         _, left = psutil.wait_procs(left, timeout=OUTLIVE_S)
         if left:
-            for one in left:
-                one.kill()
+            for process in left:
+                process.kill()
             raise Stuck(f"{len(left)} processes outlived their launcher by {OUTLIVE_S:.0f} s")
         # Ranks may have gone on before they ended.
         before = run.epoch()
-    wait_until(lambda: run.ended() or run.epoch() > before, run, f"going on after the end of a {kind}")
+    wait_until(lambda: run.is_over() or run.epoch() > before, run, f"going on after the end of a {kind}")
     return time.monotonic() - begin
 
 
@@ -182,14 +182,14 @@ def disturb(run: Run, kinds: Sequence[str], draw: random.Random) -> Iterator[tup
         # Also while ranks start, before they have done another epoch.
         target = run.epoch() + draw.randint(0, stride)
         if target > run.epoch():
-            wait_until(lambda target=target: run.ended() or run.epoch() >= target, run, f"epoch {target}")  # type: ignore[misc]
+            wait_until(lambda target=target: run.is_over() or run.epoch() >= target, run, f"epoch {target}")  # type: ignore[misc]
             time.sleep(draw.uniform(0, 0.1))
         else:
             time.sleep(draw.uniform(0, 6))
         seconds = strike(run, kind, draw)
         if seconds is not None:
             yield kind, seconds
-    wait_until(run.ended, run, "the last epoch")
+    wait_until(run.is_over, run, "the last epoch")
 
 
 def plan(
@@ -218,45 +218,45 @@ def plan(
     ]
 
 
-def campaign(given: argparse.Namespace, folder: Path) -> dict[tuple[str, str], Row]:
-    data, draw, rows = folder / "data", random.Random(given.seed), dict[tuple[str, str], Row]()
+def campaign(options: argparse.Namespace, folder: Path) -> dict[tuple[str, str], Row]:
+    data, draw, rows = folder / "data", random.Random(options.seed), dict[tuple[str, str], Row]()
     cut = [sys.executable, "-m", "dglx_dist.cli", "partition", GRAPH, "--parts", "2", "--out", str(data)]
     subprocess.run(cut, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    end, expected = time.monotonic() + 60 * given.minutes, dict[str, dict[str, bytes]]()
+    end, expected = time.monotonic() + 60 * options.minutes, dict[str, dict[str, bytes]]()
     for number, (strategy, kinds) in enumerate(
-        plan(given.only or STRATEGIES, given.kills, given.preemptions, draw)
+        plan(options.only or STRATEGIES, options.kills, options.preemptions, draw)
     ):
         if time.monotonic() > end:
             print("the time is over", file=sys.stderr)
             break
         if strategy not in expected:
-            whole = Run(data, folder / strategy, strategy, given.epochs)
-            for _ in disturb(whole, (), draw):
+            undisturbed = Run(data, folder / strategy, strategy, options.epochs)
+            for _ in disturb(undisturbed, (), draw):
                 pass
-            expected[strategy] = whole.weights()
-        run = Run(data, folder / f"{strategy}-{number}", strategy, given.epochs)
+            expected[strategy] = undisturbed.weights()
+        run = Run(data, folder / f"{strategy}-{number}", strategy, options.epochs)
         run.launcher = draw.choice(["dglx", "torchrun"])
         struck: list[Row] = []
-        said = ""
+        message = ""
         try:
             for kind, seconds in disturb(run, kinds, draw):
                 struck.append(rows.setdefault((strategy, kind), Row()))
                 struck[-1].done += 1
                 struck[-1].seconds.append(seconds)
         except Stuck as error:
-            said = str(error)
+            message = str(error)
         except KeyboardInterrupt:
             break
         finally:
             run.kill()
-        equal = not said and run.weights() == expected[strategy]
+        equal = not message and run.weights() == expected[strategy]
         for row in struck:
-            row.survived += not said
+            row.survived += not message
             row.bitwise += equal
-        if said:
+        if message:
             # The one that was under way.
             rows.setdefault((strategy, kinds[min(len(struck), len(kinds) - 1)]), Row()).done += 1
-        verdict = said or ("bitwise" if equal else f"other weights, see {run.out}")
+        verdict = message or ("bitwise" if equal else f"other weights, see {run.out}")
         print(
             f"{run.out.name} ({run.launcher}): {', '.join(kinds)}: {len(struck)} done, {verdict}",
             file=sys.stderr,
@@ -286,9 +286,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--epochs", type=int, default=30)
     parser.add_argument("--minutes", type=float, default=600.0, help="begin no run after that time")
     parser.add_argument("--folder", type=Path, help="keep runs here that did not end as they should")
-    given = parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory(prefix="dglx-chaos-") as scratch:
-        rows = campaign(given, (given.folder or Path(scratch)).absolute())
+        rows = campaign(options, (options.folder or Path(scratch)).absolute())
     print(table(rows))
     return 0 if all(row.done == row.bitwise for row in rows.values()) else 1
 

@@ -55,13 +55,13 @@ EXTREMES: Sequence[Any] = (
 
 
 def files_below(folder: Path, suffixes: str | tuple[str, ...] = "") -> list[Path]:
-    found = (path for path in sorted(folder.rglob("*")) if path.is_file() and path.stat().st_size)
+    paths = (path for path in sorted(folder.rglob("*")) if path.is_file() and path.stat().st_size)
     return [
-        path for path in found if not path.name.endswith((".lock", ".png")) and path.name.endswith(suffixes)
+        path for path in paths if not path.name.endswith((".lock", ".png")) and path.name.endswith(suffixes)
     ]
 
 
-def damaged(content: bytes, draw: random.Random) -> bytes:
+def damage(content: bytes, draw: random.Random) -> bytes:
     """Flip bits, cut, put an extreme number or a block of others, repeat, or append."""
     at, way = draw.randrange(len(content)), draw.randrange(7)
     if way <= 1:
@@ -86,7 +86,7 @@ def damaged(content: bytes, draw: random.Random) -> bytes:
 def change_bytes(folder: Path, draw: random.Random) -> None:
     path = draw.choice(files_below(folder))
     status = path.stat()
-    path.write_bytes(damaged(path.read_bytes(), draw))
+    path.write_bytes(damage(path.read_bytes(), draw))
     if draw.random() < 0.5:  # as a disk does that fails
         os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
 
@@ -96,11 +96,11 @@ def change_files(folder: Path, draw: random.Random) -> None:
     files = files_below(folder)
     path, way = draw.choice(files), draw.randrange(6)
     if way <= 1:
-        others = [one for one in files if one.suffix == path.suffix]
-        other = draw.choice(others)
-        one, two = path.read_bytes(), other.read_bytes()
-        path.write_bytes(two)
-        other.write_bytes(one)
+        siblings = [file for file in files if file.suffix == path.suffix]
+        sibling = draw.choice(siblings)
+        content, sibling_content = path.read_bytes(), sibling.read_bytes()
+        path.write_bytes(sibling_content)
+        sibling.write_bytes(content)
         return
     path.unlink()
     if way == 2:
@@ -203,21 +203,21 @@ def read_dataset(folder: Path) -> str:
     from dglx_dist.data.storage.reader import open_dataset
 
     dataset = open_dataset(folder, verify="full")
-    manifest, found = dataset.manifest, list[Any]()
+    manifest, arrays = dataset.manifest, list[Any]()
     for number in range(manifest.num_parts):
         part = dataset.part(number)
         for etype in manifest.edge_types:
-            found += [part.indptr(etype), part.indices(etype), part.original_edge_ids(etype)]
-            found += [part.edge_data(etype, name) for name in manifest.edge_columns[etype]]
+            arrays += [part.indptr(etype), part.indices(etype), part.original_edge_ids(etype)]
+            arrays += [part.edge_data(etype, name) for name in manifest.edge_columns[etype]]
         for ntype in manifest.node_types:
-            found += [part.original_node_ids(ntype), part.user_ids(ntype)]
-            found += [part.node_data(ntype, name) for name in manifest.node_columns[ntype]]
+            arrays += [part.original_node_ids(ntype), part.user_ids(ntype)]
+            arrays += [part.node_data(ntype, name) for name in manifest.node_columns[ntype]]
         assert part_arrays(manifest, number)
-    return digest(json.dumps(to_json(manifest), sort_keys=True), *found, use(dataset))
+    return digest(json.dumps(to_json(manifest), sort_keys=True), *arrays, use(dataset))
 
 
 def use(dataset: Any) -> str:
-    """What compiled code makes of the structure of the whole graph."""
+    """Run compiled code on the structure of the graph, and return a digest of its results."""
     from dglx_dist.data.storage.reader import open_structure
     from dglx_dist.graph.analysis import measure_expansion
 
@@ -227,7 +227,7 @@ def use(dataset: Any) -> str:
         if len(structures) == 1
         else np.zeros(1)
     )
-    return digest(*(one for csc in structures for one in (csc.indptr, csc.indices)), factors)
+    return digest(*(array for csc in structures for array in (csc.indptr, csc.indices)), factors)
 
 
 def renew_dataset(folder: Path, draw: random.Random) -> None:
@@ -238,7 +238,7 @@ def renew_dataset(folder: Path, draw: random.Random) -> None:
     if draw.random() < 0.5:
         file = draw.choice(files_below(folder, ".arrow"))
         if draw.random() < 0.3:
-            file.write_bytes(damaged(file.read_bytes(), draw))
+            file.write_bytes(damage(file.read_bytes(), draw))
         else:
             change_numbers(file, draw)
         info = checksum(file)
@@ -296,13 +296,13 @@ def read_rows_of(folder: Path) -> str:
     from dglx_dist.data.storage.columns import numpy_dtype
     from dglx_dist.data.storage.row_files import check_rows, read_index, read_rows
 
-    index, found = read_index(folder), []
+    index, rows = read_index(folder), []
     for name in ("emb", "step"):
         saved = index.tensor(name, folder)
         check_rows(folder, saved, 0, saved.num_rows)
-        found.append(np.zeros((20, *((4,) if name == "emb" else ())), numpy_dtype(saved.info.dtype)))
-        read_rows(folder, saved, 0, 20, found[-1])
-    return digest(*found, sorted(index.facts.items()))
+        rows.append(np.zeros((20, *((4,) if name == "emb" else ())), numpy_dtype(saved.info.dtype)))
+        read_rows(folder, saved, 0, 20, rows[-1])
+    return digest(*rows, sorted(index.facts.items()))
 
 
 def renew_rows(folder: Path, draw: random.Random) -> None:
@@ -346,13 +346,13 @@ def read_checkpoint(folder: Path) -> str:
     for parameter in net.parameters():
         parameter.data.zero_()
     with start_session():
-        found = checkpoint.load(folder, model=net, optimizer=optimizer)
+        state = checkpoint.load(folder, model=net, optimizer=optimizer)
     # Their bytes: a text of tensors has few digits.
-    states = chain.from_iterable(one.values() for one in optimizer.state.values())
+    states = chain.from_iterable(tensor.values() for tensor in optimizer.state.values())
     tensors = [*net.state_dict().values(), *states, torch.get_rng_state()]
     settings = optimizer.state_dict()["param_groups"]
-    values = (one.numpy() for one in tensors)
-    return digest(found.epoch, found.step, dict(found.extra), settings, *values)
+    values = (tensor.numpy() for tensor in tensors)
+    return digest(state.epoch, state.step, dict(state.extra), settings, *values)
 
 
 def make_run(folder: Path) -> None:
@@ -464,7 +464,7 @@ def read_source(name: str) -> Callable[[Path], str]:
         graph = load_graph(str(folder / name / "g.npz" if name == "npz" else folder / name))
         data = [*graph.node_data.values(), *graph.edge_data.values(), graph.user_ids]
         ends = [end for both in graph.edges.values() for end in both]
-        return digest(graph.num_nodes, *ends, *(one for columns in data for one in columns.values()))
+        return digest(graph.num_nodes, *ends, *(values for columns in data for values in columns.values()))
 
     return read
 
@@ -511,13 +511,13 @@ def read_wire(folder: Path) -> str:
         stranger.send_multipart(frames or [b""])
         with socket.create_connection(("127.0.0.1", int(endpoint.rsplit(":", 1)[1]))) as connection:
             connection.sendall(raw)
-        one, two = socket.socketpair()
-        with one, two:
-            one.settimeout(5)
-            two.sendall(raw[: 1 << 16])
-            two.shutdown(socket.SHUT_WR)
+        sender, receiver = socket.socketpair()
+        with sender, receiver:
+            sender.settimeout(5)
+            receiver.sendall(raw[: 1 << 16])
+            receiver.shutdown(socket.SHUT_WR)
             with contextlib.suppress(ConnectionError, TimeoutError):
-                admit(one, {0: b"s"})
+                admit(sender, {0: b"s"})
                 return "a stranger was admitted"
         with contextlib.suppress(wire.WireError):
             wire.decode(raw)
@@ -612,10 +612,10 @@ def serve(pipe: Connection, home: Path, number: int) -> None:
 class Worker:
     def __init__(self, home: Path, number: int) -> None:
         context = multiprocessing.get_context("forkserver")
-        self.pipe, theirs = context.Pipe()
-        self.process = context.Process(target=serve, args=(theirs, home, number), daemon=True)
+        self.pipe, worker_end = context.Pipe()
+        self.process = context.Process(target=serve, args=(worker_end, home, number), daemon=True)
         self.process.start()
-        theirs.close()
+        worker_end.close()
         self.case: tuple[str, int] | None = None
         self.deadline = 0.0
 
@@ -627,10 +627,10 @@ class Worker:
         """Return what the case ended in, if it has."""
         try:
             if self.pipe.poll():
-                found: tuple[str, str] | None = self.pipe.recv()
-                if found is None:
+                message: tuple[str, str] | None = self.pipe.recv()
+                if message is None:
                     self.deadline = time.monotonic() + LIMIT_S
-                return found
+                return message
         except (EOFError, ConnectionError):
             self.process.join()
             return "crash", f"the process ended with {self.process.exitcode}"
@@ -657,8 +657,8 @@ def run(
             return
         wait([worker.pipe for worker in busy], timeout=1.0)
         for worker in busy:
-            if (found := worker.answer()) is not None and worker.case is not None:
-                yield (*worker.case, *found)
+            if (answer := worker.answer()) is not None and worker.case is not None:
+                yield (*worker.case, *answer)
                 worker.case = None
 
 
@@ -666,10 +666,15 @@ def table(counts: Counter[tuple[str, str]]) -> str:
     lines = [f"| reader | cases | {' | '.join(OUTCOMES)} |", "|---|" + "---:|" * (len(OUTCOMES) + 1)]
     for name in (*READERS, "all"):
         ends = Counter(
-            {one: sum(counts[of, one] for of in READERS if name in (of, "all")) for one in OUTCOMES}
+            {
+                outcome: sum(counts[of, outcome] for of in READERS if name in (of, "all"))
+                for outcome in OUTCOMES
+            }
         )
         if ends.total():
-            lines.append(f"| {name} | {ends.total()} | {' | '.join(str(ends[one]) for one in OUTCOMES)} |")
+            lines.append(
+                f"| {name} | {ends.total()} | {' | '.join(str(ends[outcome]) for outcome in OUTCOMES)} |"
+            )
     return "\n".join(lines)
 
 
@@ -681,18 +686,18 @@ def main() -> int:
     parser.add_argument("--only", choices=list(READERS), action="append")
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--show", action="store_true", help="print every case")
-    given = parser.parse_args()
-    names, counts = given.only or list(READERS), Counter[tuple[str, str]]()
+    options = parser.parse_args()
+    names, counts = options.only or list(READERS), Counter[tuple[str, str]]()
     cycle = [name for name in names for _ in range(READERS[name].share)]
-    number = {name: itertools.count(given.seed * 10**9 + given.first) for name in names}
-    cases = ((name, next(number[name])) for name in itertools.islice(itertools.cycle(cycle), given.cases))
+    number = {name: itertools.count(options.seed * 10**9 + options.first) for name in names}
+    cases = ((name, next(number[name])) for name in itertools.islice(itertools.cycle(cycle), options.cases))
     with tempfile.TemporaryDirectory(prefix="fuzz-") as home:
         for name in names:
             READERS[name].make(Path(home, name))
         with contextlib.suppress(KeyboardInterrupt):  # the table is of those so far
-            for name, case, end, reason in run(Path(home), cases, given.workers):
+            for name, case, end, reason in run(Path(home), cases, options.workers):
                 counts[name, end] += 1
-                if given.show or end not in GOOD:
+                if options.show or end not in GOOD:
                     print(f"{end}: --only {name} --first {case}: {reason[:300]!r}", flush=True)
     print(table(counts))
     return int(any(count for (_, end), count in counts.items() if end not in GOOD))

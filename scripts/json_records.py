@@ -29,33 +29,33 @@ def read_record(hint: Any, value: Any, name: str = "it") -> Any:
             raise TypeError(f"{name} is {value!r}, none of {', '.join(map(str, inner))}")
         return value
     if is_dataclass(hint):
-        hints, given = get_type_hints(hint), _checked(value, Mapping, name)
-        found = {
-            one.name: read_record(hints[one.name], given[one.name], one.name)
-            for one in fields(hint)
-            if one.name in given
+        hints, fields_by_name = get_type_hints(hint), _check(value, Mapping, name)
+        values = {
+            field.name: read_record(hints[field.name], fields_by_name[field.name], field.name)
+            for field in fields(hint)
+            if field.name in fields_by_name
         }
-        return hint(**found)  # type: ignore[operator]  # the class, no instance of it
+        return hint(**values)  # type: ignore[operator]  # the class, no instance of it
     if kind is tuple:
-        items = _checked(value, list | tuple, name)
+        items = _check(value, list | tuple, name)
         of = inner[:1] * len(items) if inner[-1] is Ellipsis else inner
-        return tuple(read_record(one, each, name) for one, each in zip(of, items, strict=True))
+        return tuple(read_record(field, each, name) for field, each in zip(of, items, strict=True))
     if hint is float:
-        return math.nan if value is None else float(_checked(value, int | float, name))
+        return math.nan if value is None else float(_check(value, int | float, name))
     if hint is int and isinstance(value, bool):
         raise TypeError(f"{name} is no whole number")
-    return _checked(value, kind or hint, name)
+    return _check(value, kind or hint, name)
 
 
 def _fitting(kinds: tuple[Any, ...], value: Any) -> Any:
-    kinds = tuple(one for one in kinds if one is not NoneType)
+    kinds = tuple(option for option in kinds if option is not NoneType)
     for kind in filter(is_dataclass, kinds):
-        if isinstance(value, Mapping) and set(value) <= {one.name for one in fields(kind)}:
+        if isinstance(value, Mapping) and set(value) <= {option.name for option in fields(kind)}:
             return kind
     return kinds[0]
 
 
-def _checked(value: Any, kind: Any, name: str) -> Any:
+def _check(value: Any, kind: Any, name: str) -> Any:
     if not isinstance(value, kind):
         raise TypeError(f"{name} is a {type(value).__name__}, not what is expected")
     return value

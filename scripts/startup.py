@@ -1,4 +1,4 @@
-"""Where the time goes from ``dglx train`` to its first step: a table for docs/troubleshooting.md.
+"""Measures the time from ``dglx train`` to its first step: a table for docs/troubleshooting.md.
 
     python scripts/startup.py data/demo             the kernels are in Numba's cache
     python scripts/startup.py data/demo --cold      the kernels are compiled
@@ -75,7 +75,7 @@ def main() -> None:
                 ):
                     if line.startswith(start):
                         root = psutil.Process(run.pid)
-                        times = [one.cpu_times() for one in (root, *root.children(recursive=True))]
+                        times = [process.cpu_times() for process in (root, *root.children(recursive=True))]
                         show(name, time.monotonic() - begin, sum(map(sum, times)))
 
 

@@ -35,38 +35,45 @@ app = typer.Typer(
 @app.command(no_args_is_help=True)
 def bench(  # noqa: PLR0913  # one argument per option
     ids: Annotated[
-        list[str] | None, typer.Argument(metavar="[ID]...", help="The same as --only.", show_default=False)
+        list[str] | None,
+        typer.Argument(metavar="[ID]...", help="Experiments to run, as with --only.", show_default=False),
     ] = None,
     out: Annotated[
         Path | None,
-        typer.Option(metavar="DIR", help="Results go here: `ID.json` each, `README.md`, pictures."),
+        typer.Option(
+            metavar="DIR", help="Folder for the results: one `ID.json` each, `README.md`, pictures."
+        ),
     ] = None,
     suite: Annotated[
-        str, typer.Option(help="quick: minutes; papers: all published claims; peers: others; large: A1's.")
+        str,
+        typer.Option(
+            help="Suite to run: quick (minutes), papers (claims), peers (other packages), large (A1)."
+        ),
     ] = "quick",
     only: Annotated[
         list[str] | None,
-        typer.Option(metavar="ID,ID", help="These experiments of whatever suite; repeatable."),
+        typer.Option(metavar="ID,ID", help="Experiments to run, from any suite. Repeatable."),
     ] = None,
     repetitions: Annotated[
-        int, typer.Option(help="Of each variant, in turn. With fewer than 5 the results are labelled so.")
+        int,
+        typer.Option(help="Number of repetitions of each variant. Results with fewer than 5 are labelled."),
     ] = 5,
     work: Annotated[
         Path | None,
         typer.Option(
-            metavar="DIR", help="Datasets are made here once. Default: `work` in the folder of results."
+            metavar="DIR", help="Folder for generated datasets. Default: `work` in the folder of results."
         ),
     ] = None,
-    seed: Annotated[int, typer.Option(help="Of datasets, weights and draws.")] = 0,
+    seed: Annotated[int, typer.Option(help="Random seed for datasets, weights and sampling.")] = 0,
     list_: Annotated[
-        bool, typer.Option("--list", help="Show all experiments, and which can run here; measure nothing.")
+        bool, typer.Option("--list", help="List all experiments and whether they can run here, then exit.")
     ] = False,
     report: Annotated[
         list[Path] | None,
-        typer.Option(metavar="DIR", help="Write README.md and pictures of earlier results anew; repeatable."),
+        typer.Option(metavar="DIR", help="Rewrite README.md and pictures of earlier results. Repeatable."),
     ] = None,
 ) -> None:
-    """Measure what papers claim, side by side on emulated servers of this machine, and say what holds.
+    """Reproduce published claims side by side on emulated servers, and report which of them hold.
 
     `python scripts/bench --list`
 
@@ -74,10 +81,11 @@ def bench(  # noqa: PLR0913  # one argument per option
 
     `python scripts/bench D1 --out results`
 
-    `python scripts/bench NAME --help`: programs that measure one part each; `--list` has their names.
+    `python scripts/bench NAME --help` shows a program that measures one component. `--list` prints all names.
 
-    What is compared runs in turn (A B A B) on servers that are all up at once. Without root, ip and tc the
-    servers share plain loopback, and no claim about a network is judged. Exit code 1: an experiment failed.
+    Variants run in turn (A B A B) on servers that are all up at once. Without root, ip and tc the servers
+    share plain loopback, and claims about the network are not judged. The exit code is 1 if an experiment
+    failed.
     """
     for table in list_tables() if list_ else ():
         show(table)
@@ -86,7 +94,7 @@ def bench(  # noqa: PLR0913  # one argument per option
     if list_ or report:
         return
     if out is None:
-        raise ConfigError("say with --out DIR where results go, or use --list to see what can be measured")
+        raise ConfigError("no folder for the results. Give --out DIR, or use --list to see all experiments")
     from scripts.bench.records import BenchPlan
 
     if repetitions < 1 or seed < 0:
@@ -99,12 +107,12 @@ def bench(  # noqa: PLR0913  # one argument per option
         repetitions=repetitions,
         seed=seed,
     )
-    # As Ctrl-C does: what was started is ended on the way out.
+    # SIGTERM acts like Ctrl-C, so that started jobs are stopped on the way out.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         outcomes = measure(chosen, plan)
     except KeyboardInterrupt:
-        warn(f"interrupted; what was measured is in {out}, and `{PROGRAM} --report {out}` makes a page of it")
+        warn(f"interrupted. Finished measurements are in {out}. Use `{PROGRAM} --report {out}` to see them")
         raise typer.Exit(INTERRUPTED) from None
     write_pages(out)
     from scripts.bench.figures import figures_of
@@ -112,28 +120,32 @@ def bench(  # noqa: PLR0913  # one argument per option
 
     for experiment, outcome in zip(chosen, outcomes, strict=True):
         print(f"{experiment.id}: {summary(figures_of(experiment, outcome))}")
-    if any(one.status == "failed" for one in outcomes):
+    if any(outcome.status == "failed" for outcome in outcomes):
         raise typer.Exit(1)
 
 
 def choose(suite: str, only: Sequence[str]) -> list[Experiment]:
-    """Return the experiments that are asked for, each once; UnknownNameError for an unknown suite or id."""
+    """Return the requested experiments without duplicates.
+
+    Raises:
+        UnknownNameError: the suite or an id does not exist.
+    """
     from scripts.bench import suites
 
-    of_suite = suites.suite(suite)
-    asked = [name for words in only for name in parse_names(words)]
-    found = [suites.find(name) for name in asked] if asked else of_suite
-    return list({one.id: one for one in found}.values())
+    experiments = suites.suite(suite)
+    ids = [name for words in only for name in names(words)]
+    chosen = [suites.find(name) for name in ids] if ids else experiments
+    return list({experiment.id: experiment for experiment in chosen}.values())
 
 
 def measure(experiments: Sequence[Experiment], plan: BenchPlan) -> list[Outcome]:
-    """Run one after the other and tell what happens; one that fails does not stop the next."""
+    """Run the experiments one after the other. A failed experiment does not stop the next one."""
     from scripts.bench import driver
     from scripts.netlab.labs import what_is_missing
 
     missing = what_is_missing()
     if missing:
-        warn(f"{missing}. The servers share plain loopback: no claim about a network is judged")
+        warn(f"{missing}. The servers share plain loopback, so claims about the network are not judged")
     if plan.repetitions < driver.FEWEST:
         warn(driver.QUICK_LOOK)
     outcomes = []
@@ -153,21 +165,23 @@ def write_pages(folder: Path) -> None:
 
 
 def list_tables() -> tuple[Table, Table]:
-    """Return all experiments (suites, claim, prediction, whether they can run here), and all programs."""
+    """Return a table of all experiments and a table of all programs."""
     from scripts.bench import suites
 
     experiments = Table("id", "suites", "claim", "prediction", "can run", show_lines=True)
-    for one in suites.everything():
-        reason = suites.why_absent(one)
-        claim = f"{one.title}\n{one.claim.paper}: {one.claim.says}"
-        experiments.add_row(one.id, ", ".join(one.suites), claim, one.prediction, reason or "yes")
+    for experiment in suites.everything():
+        reason = suites.why_absent(experiment)
+        claim = f"{experiment.title}\n{experiment.claim.paper}: {experiment.claim.says}"
+        experiments.add_row(
+            experiment.id, ", ".join(experiment.suites), claim, experiment.prediction, reason or "yes"
+        )
     programs = Table("program", "what it measures")
-    for name, (_, what) in suites.PROGRAMS.items():
-        if what:
-            programs.add_row(name, what)
+    for name, (_, purpose) in suites.PROGRAMS.items():
+        if purpose:
+            programs.add_row(name, purpose)
     return experiments, programs
 
 
 def main() -> None:
-    """Run the command that the arguments of this process ask for, and end the process."""
+    """Run the command line of this process, and exit."""
     run_command_line(app, PROGRAM)

@@ -1,4 +1,4 @@
-"""The bench's datasets, made once by recipe and found again by its key, and what is counted on them."""
+"""Datasets of the bench. Each one is generated once and found again by a key of its recipe."""
 
 from __future__ import annotations
 
@@ -32,10 +32,13 @@ log = logging.getLogger(__name__)
 
 
 def prepare(graph: SyntheticConfig, cuts: Mapping[str, PartitionPlan], work: Path) -> dict[str, Path]:
-    """Return the folder of ``graph`` cut in each way, making those that are not there; one process calls it.
+    """Return the folders of ``graph``, partitioned by each plan of ``cuts``. Missing ones are generated.
 
-    A folder appears whole or not at all. Of several processes that prepare the same ones the first to finish
-    wins. StorageError: ``work`` cannot be written, or what lies there is damaged.
+    A folder appears complete or not at all. If several processes prepare the same folder, the first one to
+    finish wins.
+
+    Raises:
+        StorageError: ``work`` cannot be written, or a dataset in it is damaged.
     """
     folders = {name: work / f"synthetic-{recipe_key(graph, cut)}" for name, cut in cuts.items()}
     missing = [name for name, folder in folders.items() if not (folder / MANIFEST).is_file()]
@@ -47,28 +50,28 @@ def prepare(graph: SyntheticConfig, cuts: Mapping[str, PartitionPlan], work: Pat
                 _cut(raw, folders[name], cuts[name])
                 advance(1)
     for folder in folders.values():
-        # Reads the manifest and the sizes of all files: a dataset that somebody cut short is told here.
+        # Opening reads the manifest and all file sizes, so that truncated datasets are detected here.
         open_dataset(folder)
     return folders
 
 
 def recipe_key(graph: SyntheticConfig, cut: PartitionPlan) -> str:
-    """Return 16 hexadecimal digits that name the content by what gives it: recipe, version of the package."""
-    told = (dglx_dist.__version__, graph, cut.partitioner, cut)
-    return hashlib.sha256(repr(told).encode()).hexdigest()[:16]
+    """Return 16 hexadecimal digits that identify the recipe and the version of the package."""
+    recipe = (dglx_dist.__version__, graph, cut.partitioner, cut)
+    return hashlib.sha256(repr(recipe).encode()).hexdigest()[:16]
 
 
 def facts(folder: Path) -> dict[str, object]:
-    """Return what a report shows of a dataset, JSON values, and what making it took if it was made here."""
+    """Return the JSON values that a report shows for a dataset, with its cost if it was generated here."""
     manifest = open_dataset(folder).manifest
     quality = dict(manifest.quality)
-    kept = ("edge_cut", "balance", "missed", "replication_factor")
+    shown = ("edge_cut", "balance", "missed", "replication_factor")
     return {
         "nodes": sum(manifest.num_nodes(ntype) for ntype in manifest.node_types),
         "edges": sum(manifest.num_edges(etype) for etype in manifest.edge_types),
         "parts": manifest.num_parts,
         "partitioned_by": manifest.method,
-        **{name: quality[name] for name in kept if name in quality},
+        **{name: quality[name] for name in shown if name in quality},
         **(read_json(_cost_path(folder)) or {}),
     }
 
@@ -84,20 +87,20 @@ def _cut(raw: RawGraph, folder: Path, cut: PartitionPlan) -> None:
         cost = {"seconds_to_cut_and_write": time.perf_counter() - begin}
         write_text(_cost_path(folder), json.dumps(cost))
     except StorageError:
-        # Another process that made the same one was quicker.
+        # Another process may have finished the same folder first.
         if not (folder / MANIFEST).is_file():
             raise
         log.info("%s was made by another process meanwhile", folder)
 
 
 def survey(jobs: Mapping[str, Mapping[str, Any]], servers: Mapping[str, int] | int) -> dict[str, Survey]:
-    """Count what runs of the job ``train`` (name to parameters) move on so many servers of one rank."""
-    by_name = dict.fromkeys(jobs, servers) if isinstance(servers, int) else servers
-    asked = {name: {"train": dict(job), "servers": by_name[name]} for name, job in jobs.items()}
-    return {name: Survey(**one) for name, one in do_alone(Job(kind="survey", params=asked)).items()}
+    """Count the bytes that each ``train`` job moves on the given number of servers with one rank each."""
+    server_counts = dict.fromkeys(jobs, servers) if isinstance(servers, int) else servers
+    params = {name: {"train": dict(job), "servers": server_counts[name]} for name, job in jobs.items()}
+    return {name: Survey(**fields) for name, fields in do_alone(Job(kind="survey", params=params)).items()}
 
 
-def calibrated(params: Mapping[str, Any]) -> ComputeCost:
-    """Measure on one core what the job ``train`` with ``params`` computes; nothing else should run."""
-    found: ComputeCost = read_record(ComputeCost, do_alone(Job(kind="calibrate", params=params)))
-    return found
+def measure_compute_cost(params: Mapping[str, Any]) -> ComputeCost:
+    """Measure the computation of the job ``train`` with ``params`` on one core. The machine must be idle."""
+    cost: ComputeCost = read_record(ComputeCost, do_alone(Job(kind="calibrate", params=params)))
+    return cost

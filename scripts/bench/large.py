@@ -24,7 +24,7 @@ import psutil
 
 from dglx_dist.data.synthetic import SyntheticConfig, write_streamed
 from dglx_dist.memory import machine_memory
-from scripts.bench.micro.timing import parser, table, timed, write_json
+from scripts.bench.micro.timing import parser, table, time_call, write_json
 
 SIZES = {
     "1M/25M": (1_000_000, 25.0, "1GB"),
@@ -36,7 +36,7 @@ _IN_MEMORY = 40
 """Bytes of partitioning in memory, an edge."""
 
 
-def watched(work: Path, *arguments: object) -> tuple[float, int, int]:
+def run_and_watch(work: Path, *arguments: object) -> tuple[float, int, int]:
     """Run a ``dglx`` command with its scratch in ``work``.
 
     Returns seconds, and peak bytes of all its processes and of the largest.
@@ -49,24 +49,24 @@ def watched(work: Path, *arguments: object) -> tuple[float, int, int]:
     ) as process:
         root = psutil.Process(process.pid)
         while process.poll() is None:
-            held = [_held(one.pid) for one in (root, *root.children(recursive=True))]
-            # Shared memory is one for all processes.
-            total = max(total, sum(own for own, _ in held) + max(shared for _, shared in held))
-            largest = max(largest, *(own + shared for own, shared in held))
+            usage = [_read_memory(child.pid) for child in (root, *root.children(recursive=True))]
+            # All processes see the same shared memory.
+            total = max(total, sum(own for own, _ in usage) + max(shared for _, shared in usage))
+            largest = max(largest, *(own + shared for own, shared in usage))
             time.sleep(0.05)
     if process.returncode:
         sys.exit(f"{' '.join(command)} ended with {process.returncode}")
     return time.perf_counter() - begin, total, largest
 
 
-def _held(process: int) -> tuple[int, int]:
+def _read_memory(process: int) -> tuple[int, int]:
     # Private and shared bytes; nothing once the process has ended.
     try:
         text = Path(f"/proc/{process}/status").read_text(encoding="ascii", errors="replace")
     except OSError:
         return 0, 0
-    found = [re.search(rf"{name}:\s*(\d+) kB", text) for name in ("RssAnon", "RssShmem")]
-    own, shared = (int(one[1]) << 10 if one else 0 for one in found)
+    matches = [re.search(rf"{name}:\s*(\d+) kB", text) for name in ("RssAnon", "RssShmem")]
+    own, shared = (int(match[1]) << 10 if match else 0 for match in matches)
     return own, shared
 
 
@@ -75,7 +75,7 @@ def measure(size: str, work: Path, train: bool) -> list[dict[str, Any]]:
     graph = work / size.replace("/", "-")
     if not graph.exists():
         config = SyntheticConfig(nodes=nodes, degree=degree, features=32)
-        seconds, _ = timed(lambda: write_streamed(config, graph, feature_dtype="float16"))
+        seconds, _ = time_call(lambda: write_streamed(config, graph, feature_dtype="float16"))
         print(f"{graph}: written in {seconds:.0f} s", file=sys.stderr)
     rows = []
     ways = {"in memory": (), f"--memory {memory}": ("--memory", memory, "--scratch", work)}
@@ -84,13 +84,13 @@ def measure(size: str, work: Path, train: bool) -> list[dict[str, Any]]:
     for way, options in ways.items():
         out = work / f"{graph.name}-4"
         shutil.rmtree(out, ignore_errors=True)
-        seconds, peak, _ = watched(work, "partition", graph, "--parts", 4, "--out", out, *options)
+        seconds, peak, _ = run_and_watch(work, "partition", graph, "--parts", 4, "--out", out, *options)
         cut = json.loads((out / "manifest.json").read_text())["quality"]["edge_cut"]
         cells = {"graph": size, "partitioned": way, "s": round(seconds), "peak MB": peak // 10**6, "cut": cut}
         rows.append({**cells, "trained s": "", "rank MB": ""})
     if train:
         how = ("--layers", 2, "--hidden", 64, "--fanout", "10,5", "--epochs", 2, "--eval-every", 0)
-        seconds, _, peak = watched(
+        seconds, _, peak = run_and_watch(
             work, "train", out, "--ranks", 2, *how, "--out", work / "run", "--overwrite"
         )
         rows[-1] |= {"trained s": round(seconds), "rank MB": peak // 10**6}

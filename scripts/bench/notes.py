@@ -12,7 +12,7 @@ from dglx_dist.errors import StorageError
 DOCS = Path(__file__).parents[2] / "docs"
 NOTES = DOCS / "results" / "notes.md"
 _TOLD = ("Title", "Suites", "Paper", "Claim", "Setting", "Predicted")
-"""What every experiment has."""
+"""Fields that every experiment must have."""
 _FIELDS = "|".join((*_TOLD, "Strategies", "Needs", "Here", "Lesson", "Overview"))
 _FIELD = re.compile(rf"(?ms)^({_FIELDS}): (.*?)(?=\n(?:{_FIELDS}): |\n\n|\Z)")
 

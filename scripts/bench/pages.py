@@ -1,4 +1,4 @@
-"""Pages in Markdown from figures and notes: the README.md of a folder of results, and docs/performance.md."""
+"""Writes Markdown pages from figures and notes: README.md of a folder of results, and docs/performance.md."""
 
 from __future__ import annotations
 
@@ -28,35 +28,35 @@ out. phi is the share of its time that the baseline spends on the network at the
 ranks. What is simulated is marked so. On plain loopback nothing limits the links, and no claim is judged."""
 _OVERVIEW = ("experiment", "claim of, or aim", "measured here", "verdict")
 _DETAILS = ("variants", "ratios", "cells", "bytes", "closed form", "done once")
-"""Figures that are tables of a detailed section."""
+"""Keys of the figures that a detailed section shows as tables."""
 
 
 def write_page(out: Path) -> Path:
-    """Write ``out/README.md`` from the results in ``out``; link the pictures that lie there."""
-    outcomes = {find(one.experiment).id: one for one in results.read(out)}
+    """Write ``out/README.md`` from the results in ``out``, with links to the pictures there."""
+    outcomes = {find(outcome.experiment).id: outcome for outcome in results.read(out)}
     notes = read_notes()
     rows, sections = [], []
     for experiment in everything():
         if experiment.id in outcomes:
-            found = figures_of(experiment, outcomes[experiment.id])
-            rows.append(_overview_row(experiment, found))
+            figures = figures_of(experiment, outcomes[experiment.id])
+            rows.append(_overview_row(experiment, figures))
             note = notes.experiments.get(experiment.id, {})
-            sections.append(_section(experiment, found, note, pictures_of(experiment, out), detailed=True))
+            sections.append(_section(experiment, figures, note, pictures_of(experiment, out), detailed=True))
     overview = markdown_table(_OVERVIEW, rows)
     return write_text(out / "README.md", "\n\n".join(["# Results", overview, _LEGEND, *sections]) + "\n")
 
 
 def render(figures: Mapping[str, Mapping[str, Any]], notes: Notes, folder: Path) -> str:
-    """Return docs/performance.md from figures by id, notes, and the pictures in ``folder`` beside it."""
+    """Return the text of docs/performance.md from figures by id, notes, and the pictures in ``folder``."""
     rows, sections = [], []
     for experiment in everything():
-        found = figures.get(experiment.id)
-        shown = bool(found and (found["variants"] or found["cells"]))
-        rows.append(_overview_row(experiment, found))
-        if found and shown:
+        experiment_figures = figures.get(experiment.id)
+        shown = bool(experiment_figures and (experiment_figures["variants"] or experiment_figures["cells"]))
+        rows.append(_overview_row(experiment, experiment_figures))
+        if experiment_figures and shown:
             note = notes.experiments.get(experiment.id, {})
             pictures = [f"{folder.name}/{name}" for name in pictures_of(experiment, folder)]
-            sections.append(_section(experiment, found, note, pictures))
+            sections.append(_section(experiment, experiment_figures, note, pictures))
     for title, part in notes.parts.items():
         if part["Overview"]:
             rows.append((_link(title), *(cell.strip() for cell in part["Overview"].split("|"))))
@@ -68,7 +68,7 @@ def render(figures: Mapping[str, Mapping[str, Any]], notes: Notes, folder: Path)
 
 def pictures_of(experiment: Experiment, folder: Path) -> list[str]:
     """Return the names of the pictures of ``experiment`` in ``folder``."""
-    names = [f"{experiment.id}-{what}.png" for what in WHAT]
+    names = [f"{experiment.id}-{kind}.png" for kind in WHAT]
     return [name for name in names if (folder / name).is_file()]
 
 
@@ -76,13 +76,15 @@ def _overview_row(experiment: Experiment, figures: Mapping[str, Any] | None) -> 
     paper = experiment.claim.paper
     if figures is None:
         return (_title(experiment), paper, "-", str(judge_experiment(experiment, None)))
-    bounded = [one for one in figures["ratios"] if one["bound"]]
-    met = sum(one["verdict"].startswith("reproduced") for one in bounded)
-    shown = [f"{one['name']}: {_measured(one)}" for one in (bounded or figures["ratios"])[:1]]
+    bounded = [ratio for ratio in figures["ratios"] if ratio["bound"]]
+    met = sum(ratio["verdict"].startswith("reproduced") for ratio in bounded)
+    ratios_shown = [
+        f"{ratio['name']}: {_format_measured(ratio)}" for ratio in (bounded or figures["ratios"])[:1]
+    ]
     verdict = _verdict(figures)
     count = f" ({met} of {len(bounded)} bounds)" if verdict.startswith("partly") else ""
     link = _link(_title(experiment), experiment.id)
-    return f"{link}: {experiment.title}", paper, " ".join(shown) or "-", verdict + count
+    return f"{link}: {experiment.title}", paper, " ".join(ratios_shown) or "-", verdict + count
 
 
 def _verdict(figures: Mapping[str, Any]) -> str:
@@ -90,10 +92,12 @@ def _verdict(figures: Mapping[str, Any]) -> str:
 
 
 def summary(figures: Mapping[str, Any]) -> str:
-    """Say in a line how an experiment ended, and what its ratios came to."""
+    """Return one line with the verdict of an experiment and its ratios."""
     verdict = _verdict(figures)
     why = "" if figures["ratios"] else figures["why"].splitlines()[0]
-    return ": ".join(text for text in (verdict, why, "; ".join(map(_in_words, figures["ratios"]))) if text)
+    return ": ".join(
+        text for text in (verdict, why, "; ".join(map(_format_ratio, figures["ratios"]))) if text
+    )
 
 
 def _section(
@@ -106,25 +110,25 @@ def _section(
 ) -> str:
     claim = experiment.claim
     verdict = _verdict(figures)
-    # The lesson is that of the result on the page, which a new one need not teach.
-    told = f"{figures['why']}." if detailed else note.get("Lesson", "")
-    shown = [one for one in figures["ratios"] if one["bound"] or not _is_formula(one)]
-    result = ["; ".join(map(_in_words, shown)), _bytes_in_words(figures["bytes"])]
+    # The lesson was written for the published result, so a new result shows its verdict instead.
+    lesson = f"{figures['why']}." if detailed else note.get("Lesson", "")
+    ratios = [ratio for ratio in figures["ratios"] if ratio["bound"] or not _is_formula(ratio)]
+    result = ["; ".join(map(_format_ratio, ratios)), _format_bytes(figures["bytes"])]
     result += [figures["nearness"], figures["accuracy"]]
     result += [f"Simulated: {text}" for text in figures["simulated"]]
     bullets = {
         "Claim": f"{claim.says} ({claim.paper}; {claim.setting}).",
         "Predicted": experiment.prediction if detailed else "",
-        "Here": _capitalised(note.get("Here", "")),
-        "Result": " ".join(f"{_capitalised(text).rstrip('.')}." for text in result if text),
-        "Verdict": f"**{verdict}**. {_capitalised(told)}",
+        "Here": _capitalize(note.get("Here", "")),
+        "Result": " ".join(f"{_capitalize(text).rstrip('.')}." for text in result if text),
+        "Verdict": f"**{verdict}**. {_capitalize(lesson)}",
     }
-    what = f"`{figures['command']}`, {figures['repetitions']} repetitions, {figures['date'][:10]}"
+    source = f"`{figures['command']}`, {figures['repetitions']} repetitions, {figures['date'][:10]}"
     parts = [
         f"## {_title(experiment)}",
-        "\n".join(_filled(f"- **{name}**: {text}", "  ") for name, text in bullets.items() if text),
+        "\n".join(_fill(f"- **{name}**: {text}", "  ") for name, text in bullets.items() if text),
         *(_details(figures) if detailed else ()),
-        " ".join([what, *(f"![{experiment.id}]({picture})" for picture in pictures)]),
+        " ".join([source, *(f"![{experiment.id}]({picture})" for picture in pictures)]),
     ]
     return "\n\n".join(parts)
 
@@ -143,21 +147,21 @@ def _table(rows: Sequence[Mapping[str, Any]]) -> str:
 
 def _cell(value: object) -> str:
     if isinstance(value, list):
-        return _spread(value)
+        return _format_spread(value)
     if value is None:
         return "-"
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
-def _spread(value: Sequence[float] | None, mark: str = "") -> str:
-    """Write e.g. "2.10 (2.05 to 2.15)"; "-" for None."""
+def _format_spread(value: Sequence[float] | None, mark: str = "") -> str:
+    """Format a spread as "2.10 (2.05 to 2.15)", or "-" for None."""
     if value is None:
         return "-"
     middle, low, high = (f"{number:.2f}" for number in value)
     return f"{mark}{middle}{mark}" if low == high else f"{mark}{middle}{mark} ({low} to {high})"
 
 
-def _capitalised(text: str) -> str:
+def _capitalize(text: str) -> str:
     return text[:1].upper() + text[1:]
 
 
@@ -170,8 +174,8 @@ def _link(title: str, text: str = "") -> str:
     return f"[{text or title}](#{anchor})"
 
 
-def _measured(ratio: Mapping[str, Any], mark: str = "") -> str:
-    words = _spread(ratio["measured"], mark)
+def _format_measured(ratio: Mapping[str, Any], mark: str = "") -> str:
+    words = _format_spread(ratio["measured"], mark)
     return f"{words} simulated" if "simulated" in ratio["verdict"] and ratio["measured"] else words
 
 
@@ -181,15 +185,15 @@ def _is_formula(ratio: Mapping[str, Any]) -> bool:
     return of_bytes and abs(measured[0] / predicted - 1) < 0.005
 
 
-def _in_words(ratio: Mapping[str, Any]) -> str:
-    words = [_measured(ratio, "**")]
+def _format_ratio(ratio: Mapping[str, Any]) -> str:
+    words = [_format_measured(ratio, "**")]
     words += [] if ratio["predicted"] is None else [f"predicted {ratio['predicted']:.2f}"]
     met = "met" if ratio["verdict"].startswith("reproduced") else "missed"
     words += [f"bound {ratio['bound']} {met}"] if ratio["bound"] else []
     return f"`{ratio['name']}` {', '.join(words)}"
 
 
-def _bytes_in_words(rows: Sequence[Mapping[str, str]]) -> str:
+def _format_bytes(rows: Sequence[Mapping[str, str]]) -> str:
     if not rows:
         return ""
     differences = [abs(int(row["difference, bytes"])) for row in rows]
@@ -199,20 +203,20 @@ def _bytes_in_words(rows: Sequence[Mapping[str, str]]) -> str:
     return f"Bytes by phase differ from the formulas in {differ} of {len(rows)} variants, by at most {most}."
 
 
-def _filled(text: str, indent: str = "") -> str:
+def _fill(text: str, indent: str = "") -> str:
     words = " ".join(text.split())
     return textwrap.fill(
         words, _WIDTH, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
     )
 
 
-def _machines(found: Sequence[Mapping[str, Any]]) -> str:
+def _machines(all_figures: Sequence[Mapping[str, Any]]) -> str:
     machines: dict[str, list[str]] = {}
-    for figures in found:
+    for figures in all_figures:
         machines.setdefault(figures["machine"], []).append(figures["date"][:10])
     lines = [
         f"Experiments measured {min(dates)} to {max(dates)} on: {machine}."
         for machine, dates in machines.items()
         if machine
     ]
-    return "\n\n".join(map(_filled, lines)) or "No experiment has been measured yet."
+    return "\n\n".join(map(_fill, lines)) or "No experiment has been measured yet."

@@ -37,8 +37,13 @@ def main(arguments: Sequence[str] | None = None) -> int | str:
     options = parser.parse_args(arguments)
     if options.add:
         add(options.add, options.results)
-    figures = {one.experiment: figures_of(find(one.experiment), one) for one in read(options.results / "raw")}
-    texts = {result_path(options.results, name): dump_figures(found) for name, found in figures.items()}
+    figures = {
+        outcome.experiment: figures_of(find(outcome.experiment), outcome)
+        for outcome in read(options.results / "raw")
+    }
+    texts = {
+        result_path(options.results, name): dump_figures(one_figures) for name, one_figures in figures.items()
+    }
     texts[options.to] = render(figures, read_notes(options.results / "notes.md"), options.results)
     stale = [path for path, text in texts.items() if not path.is_file() or path.read_text("utf-8") != text]
     for path in () if options.check else stale:

@@ -38,8 +38,8 @@ class WorkerPool:
         self._ranks = range(len(lab.servers) * ranks_per_server)
         self._folder, self._number, self._broken = folder, 0, ""
         folder.mkdir(parents=True, exist_ok=True)
-        told = {"devices": [one.device for one in lab.servers], "ranks_per_server": ranks_per_server}
-        (folder / worker.POOL).write_text(json.dumps(told), encoding="utf-8")
+        setup = {"devices": [server.device for server in lab.servers], "ranks_per_server": ranks_per_server}
+        (folder / worker.POOL).write_text(json.dumps(setup), encoding="utf-8")
         command = [str(Path(__file__).parent), "worker", str(folder)]
         self._started = torchrun(
             lab, command, ranks_per_server=ranks_per_server, log_folder=folder, show=False
@@ -56,18 +56,18 @@ class WorkerPool:
             raise JobError(
                 f"this worker pool takes no job after one that failed ({self._broken}); make a new one"
             )
-        number, what = self._number, f"job {self._number} ({job.kind})"
+        number, description = self._number, f"job {self._number} ({job.kind})"
         self._number += 1
         worker.write_job(self._folder, number, job, timeout_s)
         reports = [worker.report_path(self._folder, number, rank) for rank in self._ranks]
         deadline = time.monotonic() + timeout_s
         while missing := [rank for rank in self._ranks if not reports[rank].is_file()]:
             if (code := self._started.poll()) is not None:
-                self._fail(f"{what} failed: {self._started.failure or f'exit code {code}'}")
+                self._fail(f"{description} failed: {self._started.failure or f'exit code {code}'}")
             if time.monotonic() > deadline:
                 late = f"rank{'s' if len(missing) > 1 else ''} {', '.join(map(str, missing))}"
-                others = "the others did" if len(missing) < len(reports) else "nobody did"
-                self._fail(f"{late} did not finish {what} in {timeout_s:g} s; {others}")
+                progress_of_others = "the others did" if len(missing) < len(reports) else "nobody did"
+                self._fail(f"{late} did not finish {description} in {timeout_s:g} s; {progress_of_others}")
             time.sleep(POLL_S)
         return [json.loads(report.read_text(encoding="utf-8")) for report in reports]
 
@@ -106,7 +106,7 @@ def do_alone(job: Job, *, timeout_s: float = 600.0) -> Mapping[str, Any]:
 
 
 class Stage:
-    """Where jobs are done; one at a time, so that what waits costs the others nothing.
+    """Runs jobs on the servers, one job at a time, so that waiting ranks cost the others nothing.
 
     ``labs`` are up; ``closing`` ends the worker pools, which are started when a job first wants one.
     """
@@ -126,8 +126,8 @@ class Stage:
         if job.kind == launch.KIND:
             self._launched += 1
             folder = self._folder / f"launch-{self._launched:03d}"
-            told = read_record(Launch, job.params)
-            return launch.run_once(lab, told, folder, ranks_per_server=ranks, timeout_s=JOB_TIMEOUT_S)
+            program = read_record(Launch, job.params)
+            return launch.run_once(lab, program, folder, ranks_per_server=ranks, timeout_s=JOB_TIMEOUT_S)
         if shape not in self._pools:
             pool = WorkerPool(lab, ranks, self._folder / f"pool-{len(self._pools)}")
             self._pools[shape] = self._closing.enter_context(pool)

@@ -1,4 +1,4 @@
-"""The frozen records in which experiments, their runs and their results meet."""
+"""Frozen records of experiments, their plans and their results."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ from dglx_dist.records import EpochRecord
 
 Suite = Literal["quick", "papers", "peers", "large"]
 
-# Facts of an experiment that stand in tables of their own, by variant.
+# Names of facts that reports show in tables of their own, by variant.
 KAPPA = "kappa: work of the server with most, by the baseline's"
-"""The computing of each variant by that of the baseline of its rate."""
+"""Computation of each variant, divided by the computation of its baseline."""
 PREDICTED_BYTES = "predicted bytes of an epoch"
 """Bytes between servers by phase of the ledger."""
 PREDICTED_ONCE = "predicted bytes of preloading"
 """Bytes of features between servers that a variant moves once."""
 COUNTED_BYTES = "predicted bytes of the first measured epoch"
-"""Between servers and inside of them, of variants that were counted to the byte."""
+"""Exact bytes of a variant, between and inside servers."""
 
 
 class JobError(DglxError):
-    """A benchmark job failed or hung on a rank; the message names the rank and ends with its log."""
+    """A benchmark job failed or hung. The message names the rank and ends with its log."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Claim:
-    """What was published."""
+    """A published claim."""
 
     paper: str
     """E.g. "DistDGL (2020), section 5.3"."""
@@ -41,12 +41,12 @@ class Claim:
 
 @dataclass(frozen=True, kw_only=True)
 class BenchPlan:
-    """What the user asked of the whole bench."""
+    """Options of a run of the bench."""
 
     suite: Suite
     out: Path
     work: Path
-    """Datasets are made here once and found again."""
+    """Folder of generated datasets, which later runs reuse."""
     repetitions: int = 5
     seed: int = 0
 
@@ -58,21 +58,21 @@ class Shape:
     servers: int
     ranks_per_server: int = 1
     cpus: float | None = None
-    """Cores per server; None: this machine's cores / servers."""
+    """Cores per server. None divides the cores of this machine by the number of servers."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """One thing that all ranks of a worker pool do together."""
+    """A task that all ranks of a worker pool run together."""
 
     kind: str
     """A name of ``worker.KINDS``."""
     params: Mapping[str, Any] = field(default_factory=dict)
     """JSON values."""
     warm: Mapping[str, Any] = field(default_factory=dict)
-    """What of ``params`` is different in the one run that only warms up, e.g. fewer epochs."""
+    """Parameters that replace ``params`` in the warm-up run, for example fewer epochs."""
     turns: tuple[Mapping[str, Any], ...] = ()
-    """What of ``params`` is different in repetition 0, 1, ..., as the seed; begins anew after its end."""
+    """Parameters that replace ``params`` in repetition 0, 1 and so on, in a cycle. An example is the seed."""
 
     def turn(self, repetition: int) -> Job:
         """Return the job of this repetition."""
@@ -82,7 +82,7 @@ class Job:
 
 @dataclass(frozen=True, kw_only=True)
 class MatchedPhi:
-    """The rate at which the variant ``baseline`` spends the share ``phi`` of its time on the network."""
+    """A rate at which the variant ``baseline`` spends the share ``phi`` of its time on the network."""
 
     phi: float
     baseline: str
@@ -96,97 +96,99 @@ class Variant:
     shape: Shape
     job: Job
     rate: Rate | MatchedPhi | None = None
-    """Between servers; None: not limited."""
+    """Rate between servers. None means unlimited."""
     simulated: str = ""
-    """What of it is simulated, in words; empty: nothing."""
+    """Description of the simulated components. Empty if nothing is simulated."""
     curve: Job | None = None
-    """Run once more, on the same servers at the same rate, for ``Measurement.accuracy``; None: no curve."""
+    """Additional job that records ``Measurement.accuracy`` on the same servers. None records no curve."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Cell:
-    """One place of a grid in which something was chosen: variants that do the same."""
+    """A cell of a grid in which the planner chose among variants of the same task."""
 
     name: str
     chosen: str
     ways: tuple[str, ...]
-    """Variants, the chosen one among them, of which the one that turns out fastest is the measure."""
+    """Names of all variants of the cell, including the chosen one. Regret is measured by the fastest."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Ratio:
-    """A quotient of medians that the experiment is about."""
+    """A quotient of medians that decides about the claim."""
 
     name: str
     over: str
     under: str
-    """Variants above and below the line."""
+    """Names of the variants in the numerator (``over``) and in the denominator (``under``)."""
     quantity: Literal[
         "seconds", "bytes_outside", "samples_per_second", "epochs_to_target", "dollars", "value"
     ] = "seconds"
-    """Of an epoch; the last three as reports have them in ``extra``."""
+    """Quantity of an epoch. Reports hold the last three quantities in ``extra``."""
     predicted: float | None = None
     low: float | None = None
-    """Least value with which the claim counts as reproduced; None: no such bound."""
+    """Smallest value at which the claim counts as reproduced. None sets no lower bound."""
     high: float | None = None
     cells: tuple[Cell, ...] = ()
-    """In place of ``over`` and ``under``: each cell's chosen variant over the fastest of its ways."""
+    """Cells that replace ``over`` and ``under``. Each divides its chosen variant by its fastest one."""
     of_cells: Literal["median", "worst"] = "median"
-    """Which of the cells' quotients counts."""
+    """Statistic over the quotients of all cells."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Line:
-    """One line of a picture of bytes and seconds over what variants differ by."""
+    """A line of a plot of bytes and seconds over a parameter of the variants."""
 
     what: Literal["alpha", "rate"]
-    """Cache by the rows of a server; Mbit/s between servers."""
+    """Parameter on the axis: the cached share of a server's rows, or Mbit/s between servers."""
     name: str
     points: tuple[tuple[float, str], ...]
-    """Place on the axis, and the variant there."""
+    """Positions on the axis with the variant at each."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExperimentPlan:
-    """What an experiment wants done."""
+    """Variants, ratios and lines of an experiment."""
 
     variants: tuple[Variant, ...]
     ratios: tuple[Ratio, ...] = ()
     lines: tuple[Line, ...] = ()
     facts: Mapping[str, Any] = field(default_factory=dict)
-    """What the prediction rests on, e.g. the edge cut; JSON values, shown in the report."""
+    """JSON values behind the prediction, such as the edge cut. The report shows them."""
 
 
 def check_plan(experiment: str, plan: ExperimentPlan) -> None:
-    """Raise ConfigError where names in ``plan`` are double or belong to nobody."""
+    """Raise ConfigError if names in ``plan`` are duplicated or unknown."""
     names = [variant.name for variant in plan.variants]
     if not names or len(set(names)) != len(names):
-        why = "give it at least one, each with its own name"
-        raise ConfigError(f"{experiment}: its variants are {names}; {why}")
-    asked = {variant.rate.baseline for variant in plan.variants if isinstance(variant.rate, MatchedPhi)}
-    asked |= {name for ratio in plan.ratios for name in (ratio.over, ratio.under)}
-    asked |= {name for ratio in plan.ratios for cell in ratio.cells for name in (cell.chosen, *cell.ways)}
-    asked |= {name for line in plan.lines for _, name in line.points}
-    if unknown := ", ".join(sorted(asked - set(names))):
-        raise ConfigError(f"{experiment}: no variant is called {unknown} (there are: {', '.join(names)})")
+        remedy = "Give it at least one variant, each with its own name"
+        raise ConfigError(f"{experiment}: the variants are {names}. {remedy}")
+    mentioned = {variant.rate.baseline for variant in plan.variants if isinstance(variant.rate, MatchedPhi)}
+    mentioned |= {name for ratio in plan.ratios for name in (ratio.over, ratio.under)}
+    mentioned |= {name for ratio in plan.ratios for cell in ratio.cells for name in (cell.chosen, *cell.ways)}
+    mentioned |= {name for line in plan.lines for _, name in line.points}
+    if unknown := ", ".join(sorted(mentioned - set(names))):
+        raise ConfigError(
+            f"{experiment}: no variant is called {unknown}. The variants are {', '.join(names)}"
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
 class Experiment:
-    """One experiment, as its section of docs/results/notes.md says, and what builds it."""
+    """An experiment, as described in its section of docs/results/notes.md."""
 
     id: str
     title: str
     suites: tuple[Suite, ...]
     claim: Claim
     prediction: str
-    """In words and numbers, written before the measurement."""
+    """Prediction in words and numbers, written before the measurement."""
     strategies: tuple[str, ...] = ("data_parallel",)
-    """It is absent while the package lacks one of them."""
+    """Strategies that the experiment needs. It is absent if the package lacks one of them."""
     build: Callable[[BenchPlan], ExperimentPlan] | None = None
-    """Makes or finds its datasets and says what to run; None: not written yet, reported as absent."""
+    """Function that prepares the datasets and returns the plan. None reports the experiment as absent."""
     needs: tuple[str, ...] = ()
-    """Importable modules besides the package's own, "a|b" for either; absent without them."""
+    """Additional modules that the experiment imports. "a|b" means either of them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -196,13 +198,13 @@ class Measurement:
     variant: str
     repetition: int
     epochs: tuple[EpochRecord, ...]
-    """The measured ones."""
+    """Measured epochs, without the warm-up."""
     bytes_outside_wire: int | None = None
-    """By the cards, for the measured epochs; None on plain loopback."""
+    """Bytes of the measured epochs by the counters of the network cards. None on plain loopback."""
     peak_bytes: int = 0
     """Largest resident memory of a rank."""
     accuracy: tuple[tuple[float, float], ...] = ()
-    """(seconds of training so far, validation accuracy) after each epoch, when asked for."""
+    """Pairs of training seconds and validation accuracy after each epoch, if the variant records a curve."""
     extra: Mapping[str, Any] = field(default_factory=dict)
 
     @property
@@ -213,23 +215,23 @@ class Measurement:
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """What became of an experiment."""
+    """Result of an experiment."""
 
     experiment: str
     status: Literal["measured", "absent", "failed"]
     reason: str = ""
     network: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    """``Lab.describe()`` by variant, and the rates found by calibration with their phi."""
+    """``Lab.describe()`` by variant, with the calibrated rate and its phi."""
     plan: ExperimentPlan | None = None
     measurements: tuple[Measurement, ...] = ()
     machine: Mapping[str, Any] = field(default_factory=dict)
     label: str = ""
-    """What a reader must know beside every figure, e.g. that there were few repetitions; empty: nothing."""
+    """Caveat that is shown beside every figure, such as too few repetitions. Empty if there is none."""
     command: str = ""
-    """Repeats it."""
+    """Command that repeats the experiment."""
     date: str = ""
 
     def fact(self, name: str) -> Mapping[str, Any]:
-        """Return a fact of the plan by variant; empty where it has none."""
-        found: Mapping[str, Any] = {} if self.plan is None else self.plan.facts.get(name, {})
-        return found
+        """Return a fact of the plan by variant, or an empty mapping."""
+        values: Mapping[str, Any] = {} if self.plan is None else self.plan.facts.get(name, {})
+        return values

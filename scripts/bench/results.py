@@ -29,7 +29,7 @@ _DAMAGES = (
 
 
 def result_path(folder: Path, experiment: str) -> Path:
-    """Where the outcome of ``experiment`` (its id) is kept."""
+    """Return the path of the outcome of the experiment with id ``experiment``."""
     return folder / f"{experiment}.json"
 
 
@@ -51,8 +51,12 @@ def read(folder: Path) -> tuple[Outcome, ...]:
             f"there is no folder {folder}; results are what `python scripts/bench --out FOLDER` writes"
         )
     paths = sorted((*folder.glob("*.json"), *folder.glob("*.json.gz")))
-    found = (read_one(path) for path in paths if not path.name.startswith("."))
-    return tuple(sorted((one for one in found if one is not None), key=lambda one: one.experiment))
+    outcomes = (read_one(path) for path in paths if not path.name.startswith("."))
+    return tuple(
+        sorted(
+            (outcome for outcome in outcomes if outcome is not None), key=lambda outcome: outcome.experiment
+        )
+    )
 
 
 def read_one(path: Path) -> Outcome | None:

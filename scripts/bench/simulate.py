@@ -45,12 +45,12 @@ class Line:
 
 @dataclass(frozen=True)
 class ComputeCost:
-    """What a batch costs on one free core."""
+    """Cost of a batch on one idle core."""
 
     forward: Line
     backward: Line
 
-    def scaled(self, factor: float) -> ComputeCost:
+    def scale(self, factor: float) -> ComputeCost:
         """Return the cost on a core that takes ``factor`` times as long."""
         lines = (self.forward, self.backward)
         return ComputeCost(*(Line(factor * line.base_s, factor * line.per_edge_s) for line in lines))
@@ -71,12 +71,12 @@ def calibrate(
     edges = [sum(block.num_edges() for block in blocks) for blocks in batches]
     if len(set(edges)) < 2:
         raise ConfigError(f"batches of {edges} edges tell no cost per edge; give at least two sizes")
-    runs = [[_timed(model, blocks, clock) for _ in range(repetitions + 1)][1:] for blocks in batches]
+    runs = [[_time(model, blocks, clock) for _ in range(repetitions + 1)][1:] for blocks in batches]
     forward, backward = ([median(run[phase] for run in of) for of in runs] for phase in (0, 1))
-    return ComputeCost(forward=_fitted(edges, forward), backward=_fitted(edges, backward))
+    return ComputeCost(forward=_fit(edges, forward), backward=_fit(edges, backward))
 
 
-def _timed(model: nn.Module, blocks: Sequence[Any], clock: Callable[[], float]) -> tuple[float, float]:
+def _time(model: nn.Module, blocks: Sequence[Any], clock: Callable[[], float]) -> tuple[float, float]:
     features, labels = blocks[0].srcdata[FEATURE], blocks[-1].dstdata[LABEL]
     start = clock()
     loss = cross_entropy(model(blocks, features), labels)
@@ -87,7 +87,7 @@ def _timed(model: nn.Module, blocks: Sequence[Any], clock: Callable[[], float]) 
     return between - start, end - between
 
 
-def _fitted(edges: Sequence[int], seconds: Sequence[float]) -> Line:
+def _fit(edges: Sequence[int], seconds: Sequence[float]) -> Line:
     x, y = np.asarray(edges, dtype=np.float64), np.asarray(seconds, dtype=np.float64)
     slope, base = np.polyfit(x, y, 1)
     if base < 0 or slope < 0:

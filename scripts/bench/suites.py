@@ -42,21 +42,21 @@ def everything() -> list[Experiment]:
     builds: dict[str, Build] = {}
     for name in FAMILIES:
         builds |= importlib.import_module(f"scripts.bench.experiments.{name}").BUILDS
-    return [experiment_of(name, told, builds.get(name)) for name, told in read_notes().experiments.items()]
+    return [experiment_of(name, note, builds.get(name)) for name, note in read_notes().experiments.items()]
 
 
-def experiment_of(name: str, told: Mapping[str, str], build: Build | None) -> Experiment:
+def experiment_of(name: str, note: Mapping[str, str], build: Build | None) -> Experiment:
     """Return the experiment ``name`` from its fields in the notes."""
 
     def names(field: str, default: str = "") -> Any:
-        return tuple(one.strip() for one in told.get(field, default).split(",") if one.strip())
+        return tuple(name.strip() for name in note.get(field, default).split(",") if name.strip())
 
     return Experiment(
         id=name,
-        title=told["Title"],
+        title=note["Title"],
         suites=names("Suites"),
-        claim=Claim(paper=told["Paper"], says=told["Claim"], setting=told["Setting"]),
-        prediction=told["Predicted"],
+        claim=Claim(paper=note["Paper"], says=note["Claim"], setting=note["Setting"]),
+        prediction=note["Predicted"],
         strategies=names("Strategies", "data_parallel"),
         needs=names("Needs"),
         build=build,
@@ -70,12 +70,12 @@ def suite(name: str) -> list[Experiment]:
         raise UnknownNameError(
             f"there is no suite {name!r}{suggest_name(name, known)} (known: {', '.join(known)})"
         )
-    return [one for one in everything() if name in one.suites]
+    return [experiment for experiment in everything() if name in experiment.suites]
 
 
 def find(name: str) -> Experiment:
     """Return the experiment with this id, in capitals or not; UnknownNameError has the nearest one."""
-    known = {one.id: one for one in everything()}
+    known = {experiment.id: experiment for experiment in everything()}
     if name.upper() not in known:
         raise UnknownNameError(
             f"there is no experiment {name!r}{suggest_name(name.upper(), known)}; "
@@ -87,8 +87,8 @@ def find(name: str) -> Experiment:
 def program(name: str) -> Callable[[list[str]], int | None]:
     """Return the program of that name: called with its arguments, it returns its exit code."""
     module, _, function = PROGRAMS[name][0].partition(":")
-    found = getattr(importlib.import_module(f"scripts.bench.{module}"), function)
-    return cast("Callable[[list[str]], int | None]", found)
+    main = getattr(importlib.import_module(f"scripts.bench.{module}"), function)
+    return cast("Callable[[list[str]], int | None]", main)
 
 
 def why_absent(experiment: Experiment, *, installed: bool = True) -> str:
@@ -104,12 +104,12 @@ def why_absent(experiment: Experiment, *, installed: bool = True) -> str:
     return f"not installed here: {', '.join(missing)}" if missing else ""
 
 
-def installed(packages: Sequence[str]) -> dict[str, str]:
+def find_versions(packages: Sequence[str]) -> dict[str, str]:
     """Return name to version of those that are installed."""
-    found = {}
+    versions = {}
     for name in packages:
         try:
-            found[name] = version(name)
+            versions[name] = version(name)
         except PackageNotFoundError:
             continue
-    return found
+    return versions

@@ -46,7 +46,7 @@ def read_job(folder: Path, number: int) -> tuple[Job, float] | None:
 
 
 def report_path(folder: Path, number: int, rank: int) -> Path:
-    """Where ``rank`` reports what it found in job ``number``, JSON values; it is there at once."""
+    """Return the path of the report of ``rank`` for job ``number``. Reports are written atomically."""
     return folder / f"job-{number:05d}.rank-{rank}.json"
 
 
@@ -60,7 +60,7 @@ def read_json(path: Path) -> dict[str, Any] | None:
 
 @dataclass(frozen=True, kw_only=True)
 class JobContext:
-    """Where and as whom a job runs; torchrun's environment is set, and no session is open."""
+    """Context of a job on one rank. torchrun's environment is set, and no session is open."""
 
     rank: int
     server: int
@@ -69,7 +69,7 @@ class JobContext:
     folder: Path
     """Shared by all ranks and jobs of the pool; gone when the pool is."""
     number: int
-    """Of the job in this worker pool, from 0: the same on all ranks."""
+    """Number of the job in this worker pool, starting at 0. It is the same on all ranks."""
     timeout_s: float
     """Seconds after which the pool gives the job up."""
 
@@ -116,8 +116,8 @@ def serve(argv: list[str]) -> int:
     Whoever ends the driver ends this too: the launcher's guard does.
     """
     folder, rank, number = Path(argv[0]), read_topology().rank, 0
-    while found := wait_for_job(folder, number):
-        job, timeout_s = found
+    while job_and_timeout := wait_for_job(folder, number):
+        job, timeout_s = job_and_timeout
         if job.kind == END:
             return 0
         do(job, _context(folder, rank, number, timeout_s))
@@ -129,12 +129,12 @@ def serve(argv: list[str]) -> int:
 def wait_for_job(folder: Path, number: int, *, silent_s: float = SILENT_S) -> tuple[Job, float] | None:
     """Wait for job ``number``; None when none came in ``silent_s`` seconds, or the folder is gone."""
     start = time.monotonic()
-    while (found := read_job(folder, number)) is None:
+    while (job := read_job(folder, number)) is None:
         waited_s = time.monotonic() - start
         if waited_s > silent_s or not folder.is_dir():
             return None
         time.sleep(POLL_S if waited_s < IDLE_S else IDLE_POLL_S)
-    return found
+    return job
 
 
 def do(job: Job, context: JobContext) -> None:

@@ -1,4 +1,4 @@
-"""What a lab is: emulated servers of one machine, their cores, and the plain loopback in their place."""
+"""Labs: emulated servers on one machine with their cores, or plain loopback in their place."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ HeldBy = Literal["affinity", "quota", "affinity and quota", "nothing"]
 
 
 class LabError(DglxError):
-    """What emulated servers were asked for failed; the message has the answer of the host or the command."""
+    """An operation on emulated servers failed. The message holds the answer of the host or the command."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LabSpec:
-    """What the user asked for."""
+    """Options of a lab."""
 
     servers: int
     external: Rate | None = None
@@ -130,7 +130,7 @@ _EXACT = 1e-9
 
 @dataclass(frozen=True, kw_only=True)
 class CpuShare:
-    """What one server gets: its processes run on ``cores`` only, for ``share`` cores' worth of time."""
+    """CPU share of one server. Its processes run on ``cores`` only, for at most ``share`` cores of time."""
 
     cores: tuple[int, ...]
     share: float
@@ -175,7 +175,7 @@ def deal_out(cores: tuple[int, ...], servers: int, cpus: float | None) -> tuple[
         own = [(cores[server % len(cores)],) for server in range(servers)]
     else:
         own = [cores] * servers
-    return tuple(CpuShare(cores=these, share=cpus) for these in own)
+    return tuple(CpuShare(cores=server_cores, share=cpus) for server_cores in own)
 
 
 @final
@@ -224,6 +224,6 @@ class LoopbackLab(Lab):
         return ()
 
     def describe(self) -> dict[str, object]:
-        asked = {"external": self.spec.external, "internal": self.spec.internal}
-        not_held = {name: str(rate) for name, rate in asked.items() if rate is not None}
+        requested = {"external": self.spec.external, "internal": self.spec.internal}
+        not_held = {name: str(rate) for name, rate in requested.items() if rate is not None}
         return {**super().describe(), "external": None, "internal": None, "rates_not_held": not_held}

@@ -33,12 +33,12 @@ _NO_COST = 1.02
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """What one measurement gave."""
+    """Result of one measurement."""
 
     seconds: float
-    """Of one unit of work, e.g. an epoch."""
+    """Seconds of one unit of work, such as an epoch."""
     bytes_per_server: float
-    """What the busiest card sent, or received, in that time."""
+    """Bytes that the busiest card sent or received in that time."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,7 +69,7 @@ class Calibration:
 
     def to_json(self) -> dict[str, Any]:
         """Return JSON values, rates in words."""
-        tries = [asdict(one) | {"rate": str(one.rate)} for one in self.tries]
+        tries = [asdict(attempt) | {"rate": str(attempt.rate)} for attempt in self.tries]
         return asdict(self) | {"rate": str(self.rate), "tries": tries}
 
 
@@ -95,16 +95,16 @@ def find_rate(
             "work; at no rate does the network take its time. Does it run on more than one server?"
         )
     tries: list[Try] = []
-    rate = _rounded(free.bytes_per_server * 8 / (phi / (1 - phi) * free.seconds))
+    rate = _round(free.bytes_per_server * 8 / (phi / (1 - phi) * free.seconds))
     while True:
         seconds = measure(rate).seconds
         tries.append(Try(rate=rate, seconds=seconds, phi=1 - free.seconds / seconds))
         if abs(tries[-1].phi - phi) <= tolerance or len(tries) == max_tries:
             break
         rate = _next_rate(tries, free, phi)
-        if any(one.rate == rate for one in tries):
+        if any(attempt.rate == rate for attempt in tries):
             break  # at the end of what is possible, or no finer step is left
-    best = min(tries, key=lambda one: abs(one.phi - phi))
+    best = min(tries, key=lambda attempt: abs(attempt.phi - phi))
     return Calibration(
         rate=best.rate,
         phi=best.phi,
@@ -130,22 +130,22 @@ def check_arguments(phi: float, tolerance: float, max_tries: int) -> None:
 def _next_rate(tries: Sequence[Try], free: Measured, phi: float) -> Rate:
     wanted_s = free.seconds / (1 - phi)
     # Points (1 / rate, seconds), the rate in bits per second.
-    points = sorted((1 / one.rate.bits_per_s, one.seconds) for one in tries)
+    points = sorted((1 / attempt.rate.bits_per_s, attempt.seconds) for attempt in tries)
     quick = [point for point in points if point[1] <= wanted_s]
     slow = [point for point in points if point[1] > wanted_s]
     if quick and slow and quick[-1][0] < slow[0][0]:
         share = (wanted_s - quick[-1][1]) / (slow[0][1] - quick[-1][1])
-        return _rounded(1 / (quick[-1][0] + min(max(share, 0.1), 0.9) * (slow[0][0] - quick[-1][0])))
+        return _round(1 / (quick[-1][0] + min(max(share, 0.1), 0.9) * (slow[0][0] - quick[-1][0])))
     # The outermost; where noise has made a slow link quicker than a fast one, whichever is nearest.
     ends = [*quick[-1:], *slow[:1]]
     nearest = min(ends, key=lambda point: abs(point[1] - wanted_s))
-    factor = _extrapolated(points, free, wanted_s) / nearest[0]
+    factor = _extrapolate(points, free, wanted_s) / nearest[0]
     # Away from what was too quick, or too slow, whatever noise makes of the line.
     least, most = (1.02, _FARTHEST) if nearest[1] <= wanted_s else (1 / _FARTHEST, 1 / 1.02)
-    return _rounded(1 / (nearest[0] * min(max(factor, least), most)))
+    return _round(1 / (nearest[0] * min(max(factor, least), most)))
 
 
-def _extrapolated(points: Sequence[tuple[float, float]], free: Measured, wanted_s: float) -> float:
+def _extrapolate(points: Sequence[tuple[float, float]], free: Measured, wanted_s: float) -> float:
     telling = [point for point in points if point[1] > _NO_COST * free.seconds]
     if not telling:
         # The wire was hidden behind computing: at this rate it alone takes as long as wanted.
@@ -161,7 +161,7 @@ def _extrapolated(points: Sequence[tuple[float, float]], free: Measured, wanted_
     return inverse * wanted_s / seconds
 
 
-def _rounded(bits_per_s: float) -> Rate:
+def _round(bits_per_s: float) -> Rate:
     inside = min(max(bits_per_s, LEAST_RATE.bits_per_s), MOST_RATE.bits_per_s)
     return Rate(int(float(f"{inside:.{_ROUNDED_TO}g}")))
 

@@ -72,14 +72,14 @@ def parents(mounts: str, own: str) -> list[Path]:
     for line in own.splitlines():
         _, controllers, path = line.split(":", 2)
         paths.update(dict.fromkeys(controllers.split(","), path.lstrip("/")))
-    found: list[Path] = []
+    folders: list[Path] = []
     for line in mounts.splitlines():
         _, point, kind, options = line.split()[:4]
         if kind == "cgroup2":
-            found += [Path(point, paths.get("", "")), Path(point)]
+            folders += [Path(point, paths.get("", "")), Path(point)]
         elif kind == "cgroup" and "cpu" in options.split(","):
-            found += [Path(point, paths.get("cpu", "")), Path(point)]
-    return [folder for folder in dict.fromkeys(found) if folder.is_dir()]
+            folders += [Path(point, paths.get("cpu", "")), Path(point)]
+    return [folder for folder in dict.fromkeys(folders) if folder.is_dir()]
 
 
 def _parents() -> list[Path]:

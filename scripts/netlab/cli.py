@@ -23,11 +23,16 @@ from dglx_dist.memory import format_bytes
 from dglx_dist.options import ABOVE_ZERO, at_least, check_ranges, option, prefix_errors
 from dglx_dist.planner.records import Rate
 from dglx_dist.progress import say
-from dglx_dist.report.tables import format_seconds, plural
-from scripts.netlab import calibrate as calibration
+from dglx_dist.report.tables import plural, readable_seconds
 from scripts.netlab import labs, state
 from scripts.netlab.base import Card, LabSpec, label
-from scripts.netlab.calibrate import Calibration, CommandMeasure, check_arguments, find_rate
+from scripts.netlab.calibrate import (
+    Calibration,
+    CommandMeasure,
+    check_arguments,
+    find_rate,
+    write_calibration,
+)
 from scripts.netlab.labs import attach, open_lab
 from scripts.netlab.launch import run as run_on
 from scripts.netlab.launch import torchrun_arguments
@@ -247,11 +252,11 @@ def outcome_table(outcome: LabOutcome) -> Table:
     )
     for column in ("server", "card sent", "card received", "ledger sent", "ledger received", "ratio", ""):
         table.add_column(column, justify="left" if column in ("server", "") else "right", no_wrap=True)
-    for one in outcome.witnesses:
-        ratio = "" if one.ratio is None or one.verdict.startswith("too") else f"{one.ratio:.3f}"
-        server = "all" if one.server is None else str(one.server)
-        ledger = (*_both(one.ledger), ratio, one.verdict) if counted else ()
-        table.add_row(server, *_both(one.card), *ledger)
+    for witness in outcome.witnesses:
+        ratio = "" if witness.ratio is None or witness.verdict.startswith("too") else f"{witness.ratio:.3f}"
+        server = "all" if witness.server is None else str(witness.server)
+        ledger = (*_both(witness.ledger), ratio, witness.verdict) if counted else ()
+        table.add_row(server, *_both(witness.card), *ledger)
     if not outcome.witnesses:
         for number, (sent, received) in outcome.trace.ledger_outside_by_server().items():
             table.add_row(str(number), "", "", *_both(Card(sent=sent, received=received)), "", "no card here")
@@ -297,26 +302,26 @@ def calibrate(config: CalibrateConfig) -> None:
             ranks_per_server=config.ranks_per_server,
             timeout_s=config.timeout,
         )
-        found = find_rate(measure, *search)
-        written = None if out is None else calibration.write_calibration(out, found, measure)
-    show(tries_table(found))
-    if not found.within_tolerance:
+        calibration = find_rate(measure, *search)
+        written = None if out is None else write_calibration(out, calibration, measure)
+    show(tries_table(calibration))
+    if not calibration.within_tolerance:
         warn(
-            f"phi {found.phi:.2f} is the nearest to {config.phi:g} of {len(found.tries)} tries; more epochs "
-            "per run make it less noisy, --tries allows more rates"
+            f"phi {calibration.phi:.2f} is the nearest to {config.phi:g} in {len(calibration.tries)} tries. "
+            "Use more epochs per run to reduce the noise, or raise --tries"
         )
-    say(f"use --external {found.rate}" + ("" if written is None else f"; written to {written}"))
+    say(f"use --external {calibration.rate}" + ("" if written is None else f"; written to {written}"))
 
 
-def tries_table(found: Calibration) -> Table:
+def tries_table(calibration: Calibration) -> Table:
     """Return one row per rate that was tried, after the one without a limit."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for column in ("rate", "seconds per epoch", "phi", ""):
         table.add_column(column, justify="right" if column else "left", no_wrap=True)
-    table.add_row("not limited", format_seconds(found.seconds_free), "", "")
-    for one in found.tries:
-        chosen = "use this" if one.rate == found.rate else ""
-        table.add_row(str(one.rate), format_seconds(one.seconds), f"{one.phi:.3f}", chosen)
+    table.add_row("not limited", readable_seconds(calibration.seconds_free), "", "")
+    for attempt in calibration.tries:
+        chosen = "use this" if attempt.rate == calibration.rate else ""
+        table.add_row(str(attempt.rate), readable_seconds(attempt.seconds), f"{attempt.phi:.3f}", chosen)
     return table
 
 
@@ -368,17 +373,17 @@ def status() -> None:
         write("no lab is up")
         return
     table = Table("lab", "servers", "external", "internal", "cores each", "held by", "state", "created")
-    for one in noted:
-        spec, first = one.spec, next(iter(one.servers), None)
+    for lab in noted:
+        spec, first = lab.spec, next(iter(lab.servers), None)
         table.add_row(
-            one.name,
+            lab.name,
             str(spec.servers),
             str(spec.external or "unlimited"),
             str(spec.internal or "unlimited"),
             f"{first.cpu_share:.3g}" if first else "",
             first.cpu_held_by if first else "",
-            state.describe_life(one),
-            one.created,
+            state.describe_life(lab),
+            lab.created,
         )
     show(table)
 

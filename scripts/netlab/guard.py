@@ -23,23 +23,23 @@ _PR_SET_CHILD_SUBREAPER = 36
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run ``arguments``, which are GRACE and COMMAND; return the exit code."""
+    """Run ``arguments``, which are GRACE and COMMAND, and return the exit code."""
     grace_s, command = float(arguments[0]), arguments[1:]
-    # Ranks are in sessions of their own: what their launcher leaves behind becomes a child of this process.
+    # Ranks run in sessions of their own. Processes that outlive their launcher become children of this one.
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-    asked, started = False, None
+    is_stopping, started = False, None
 
     def end() -> None:
-        """Send SIGTERM now and SIGKILL after the grace; once there is a process."""
-        nonlocal asked
-        asked = True
+        """Send SIGTERM to the command, if it has started, and SIGKILL after the grace period."""
+        nonlocal is_stopping
+        is_stopping = True
         if started is not None:
             started.terminate()
             timer = threading.Timer(grace_s, started.kill)
             timer.daemon = True
             timer.start()
 
-    # Before the command starts: whoever sees its first line may ask for its end at once.
+    # The handlers are set first, because a signal may arrive as soon as the command prints its first line.
     signal.signal(signal.SIGTERM, lambda *_: end())
     signal.signal(signal.SIGINT, lambda *_: end())
     try:
@@ -47,7 +47,7 @@ def main(arguments: Sequence[str]) -> int:
     except OSError as error:
         sys.stderr.write(f"{command[0]}: {error.strerror}\n")
         return 127
-    if asked:
+    if is_stopping:
         end()
     threading.Thread(target=_call_at_end_of_input, args=(end,), daemon=True).start()
     code = process.wait()
@@ -57,8 +57,8 @@ def main(arguments: Sequence[str]) -> int:
 
 def kill_descendants() -> None:
     """Kill all processes that descend from this one, until there are none."""
-    while found := descendants(os.getpid()):
-        for pid in found:
+    while processes := descendants(os.getpid()):
+        for pid in processes:
             try:
                 os.kill(pid, signal.SIGKILL)
             except ProcessLookupError:
@@ -79,11 +79,11 @@ def descendants(ancestor: int) -> list[int]:
             parents[int(stat.parent.name)] = int(stat.read_text().rpartition(")")[2].split()[1])
         except (FileNotFoundError, ProcessLookupError):
             continue  # just ended
-    found, last = [], {ancestor}
+    children, last = [], {ancestor}
     while last:
         last = {pid for pid, parent in parents.items() if parent in last}
-        found += sorted(last)
-    return found
+        children += sorted(last)
+    return children
 
 
 def _call_at_end_of_input(end: Callable[[], None]) -> None:

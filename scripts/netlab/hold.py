@@ -25,8 +25,8 @@ def main(number: str) -> None:
     nowhere = os.open(os.devnull, os.O_RDWR)
     os.dup2(nowhere, 1)
     os.dup2(nowhere, 2)
-    said = os.read(0, len(STAY))
-    while said == STAY:
+    command = os.read(0, len(STAY))
+    while command == STAY:
         signal.pause()
 
 

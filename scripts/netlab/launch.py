@@ -40,12 +40,12 @@ def torchrun_arguments(command: Sequence[str]) -> list[str]:
     """
     if not command:
         raise ConfigError(f"there is no command to run; {_FORMS}")
-    first, rest = command[0], list(command[1:])
+    first, arguments = command[0], list(command[1:])
     program = Path(first).name
     if program == "dglx":
-        return _dglx(rest)
+        return _dglx(arguments)
     if re.fullmatch(r"python(\d(\.\d+)?)?", program):
-        return _python(command, rest)
+        return _python(command, arguments)
     if first == "-m" or first.endswith(".py") or _is_program(first):
         return _python(command, list(command))
     if program in ("torchrun", "accelerate", "mpirun", "sh", "bash"):
@@ -69,8 +69,8 @@ def _python(command: Sequence[str], arguments: list[str]) -> list[str]:
     if arguments[:1] == ["-m"] and len(arguments) > 1:
         return _without_ranks(arguments) if arguments[1] == "dglx_dist.cli" else arguments
     if not arguments or arguments[0].startswith("-"):
-        what = "torchrun starts a script or a module, without options of Python"
-        raise ConfigError(f"{' '.join(command)!r}: {what}; {_FORMS}")
+        allowed = "torchrun starts a script or a module, without options of Python"
+        raise ConfigError(f"{' '.join(command)!r}: {allowed}; {_FORMS}")
     if not Path(arguments[0]).is_file() and not _is_program(arguments[0]):
         raise ConfigError(
             f"the script {arguments[0]!r} does not exist in {Path.cwd()}; give its path from "
@@ -142,7 +142,7 @@ def relay(
 
 
 GRACE_S = 8.0
-"""What a launcher has for ending its ranks before all of them are killed."""
+"""Seconds that a launcher has to end its ranks before they are killed."""
 
 
 class Launcher:
@@ -225,15 +225,15 @@ class Launcher:
         JSON values: message, exit_code, lost_a_peer (whether it failed because another rank had) and second.
         """
         code = self._process.returncode
-        told: dict[str, Any] = {
+        report: dict[str, Any] = {
             "message": f"its launcher ended with code {code}; see its output",
             "exit_code": code if code >= 0 else 128 - code,
             "lost_a_peer": False,
             "second": int(seen),
         }
         with suppress(FileNotFoundError):
-            told = json.loads(self._failure_file.read_text())
-        return told | {"message": f"server {self.server.number}: {told['message']}"}
+            report = json.loads(self._failure_file.read_text())
+        return report | {"message": f"server {self.server.number}: {report['message']}"}
 
 
 _SETTLE_S = 2.0
@@ -253,9 +253,9 @@ class LabRun:
     cards_after: tuple[Card, ...]
     """(S,) read just after."""
     trace_folder: Path | None
-    """What the sessions of the ranks wrote, if it was asked for."""
+    """Folder of the traces that sessions wrote, if tracing was requested."""
     failure: str | None
-    """What to tell the user; None when all is well."""
+    """Error message for the user, or None on success."""
 
 
 class Started:
@@ -271,7 +271,7 @@ class Started:
         self._stop_at: float | None = None
         self._code: int | None = None
         self.failure: str | None = None
-        """What to tell the user once it has ended; None when all is well."""
+        """Error message for the user after the end of the command, or None on success."""
 
     def poll(self) -> int | None:
         """Return the exit code once the launchers of all servers have ended, None before; never waits long.

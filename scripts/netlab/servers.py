@@ -141,11 +141,11 @@ class Holder:
         self._output.close()
 
     def _wait_until_ready(self, what: str) -> Process:
-        said = _read_until_ready(self._output)
-        found = re.search(r"^ready (\d+)$", said, flags=re.MULTILINE)
-        if not found:
-            raise LabError(f"{what} could not be made: {' '.join(said.split()) or 'no answer'}")
-        return find_process(int(found[1]))
+        output = _read_until_ready(self._output)
+        match = re.search(r"^ready (\d+)$", output, flags=re.MULTILINE)
+        if not match:
+            raise LabError(f"{what} could not be made: {' '.join(output.split()) or 'no answer'}")
+        return find_process(int(match[1]))
 
 
 def wait_until_ended(processes: Sequence[Process]) -> None:
@@ -159,16 +159,16 @@ def wait_until_ended(processes: Sequence[Process]) -> None:
 
 def _read_until_ready(stream: IO[bytes]) -> str:
     deadline = time.monotonic() + _START_S
-    said = b""
-    while not re.search(rb"^ready \d+\n", said, flags=re.MULTILINE):
+    output = b""
+    while not re.search(rb"^ready \d+\n", output, flags=re.MULTILINE):
         readable, _, _ = select.select([stream], [], [], max(deadline - time.monotonic(), 0))
         if not readable:
-            return f"{said.decode(errors='replace')} no answer within {_START_S:.0f} s"
+            return f"{output.decode(errors='replace')} no answer within {_START_S:.0f} s"
         piece = stream.read(4096)  # not buffered: what there is
         if not piece:
             break
-        said += piece
-    return said.decode(errors="replace")
+        output += piece
+    return output.decode(errors="replace")
 
 
 CARD = "eth0"
@@ -264,7 +264,7 @@ def read_card(device: str, *, pid: int | None = None) -> Card:
 
 
 def run_inside(pid: int, commands: Sequence[Sequence[str]]) -> str:
-    """As :func:`run_command`, of one after another in the network namespace of process ``pid``."""
+    """Run commands one after another in the network namespace of process ``pid``, see :func:`run_command`."""
     script = "\n".join(shlex.join(command) for command in commands)
     return run_command(["nsenter", "-t", str(pid), "-n", "sh", "-ec", script])
 
@@ -281,7 +281,7 @@ def run_command(command: Sequence[str]) -> str:
     )
     with process:
         try:
-            said, complained = process.communicate(timeout=_COMMAND_TIMEOUT_S)
+            output, errors = process.communicate(timeout=_COMMAND_TIMEOUT_S)
         except subprocess.TimeoutExpired:
             late = f"no end of this within {_COMMAND_TIMEOUT_S:.0f} s: {shlex.join(command)}"
             raise LabError(late) from None
@@ -290,8 +290,8 @@ def run_command(command: Sequence[str]) -> str:
                 # With all that it started: what hangs is a child of the shell.
                 os.killpg(process.pid, signal.SIGKILL)
     if process.returncode:
-        raise LabError(f"{shlex.join(command)}: {complained.strip() or f'exit code {process.returncode}'}")
-    return said
+        raise LabError(f"{shlex.join(command)}: {errors.strip() or f'exit code {process.returncode}'}")
+    return output
 
 
 NAMESPACES = ("--net", "--mount", "--ipc", "--uts")
@@ -352,7 +352,7 @@ class NamespaceServer(Server):
 
 def call_it(server: int, servers: int) -> list[str]:
     # Programs find each other and themselves by name: that of this machine has no address in there.
-    hosts = ["127.0.0.1 localhost", *(f"{address_of(one)} server-{one}" for one in range(servers))]
+    hosts = ["127.0.0.1 localhost", *(f"{address_of(index)} server-{index}" for index in range(servers))]
     return ["sh", "-ec", _CALL, "call", f"server-{server}", "\n".join(hosts)]
 
 

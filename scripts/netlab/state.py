@@ -26,12 +26,12 @@ _FORMAT = 2
 _HOLDER = str(Path(*Path(hold.__file__).parts[-3:]))
 """Stands in the command line of every process that holds namespaces, of whatever installation."""
 _DAMAGE = (ArithmeticError, AttributeError, LookupError, OSError, RecursionError, TypeError, ValueError)
-"""What comes of reading a file that anything may have been written to."""
+"""Errors that reading a damaged file can raise."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LabState:
-    """What is noted of one lab."""
+    """Persistent state of one lab."""
 
     name: str
     spec: LabSpec
@@ -39,9 +39,9 @@ class LabState:
     held: Literal["process", "detached"]
     """Whether it ends with its owner."""
     owner: Process
-    """Who made it."""
+    """Process that created the lab."""
     boot: str
-    """Which start of this machine it belongs to; process numbers of another mean nothing."""
+    """Boot id of the machine. Process numbers of an earlier boot are meaningless."""
     created: str
     """ISO, UTC."""
     complete: bool = False
@@ -75,9 +75,9 @@ def notes_folder() -> Path:
     if not place.is_dir() and not (run.is_dir() and os.access(run, os.W_OK)):
         place = Path(tempfile.gettempdir()) / _FOLDER
     if os.path.lexists(place) and os.geteuid() == 0:
-        found = place.lstat()
+        status = place.lstat()
         # Processes that are named in there would be killed as root.
-        if not stat.S_ISDIR(found.st_mode) or found.st_uid != 0 or found.st_mode & 0o022:
+        if not stat.S_ISDIR(status.st_mode) or status.st_uid != 0 or status.st_mode & 0o022:
             raise LabError(
                 f"{place} is no folder that only root can write to; remove it first: rm -r {place}"
             )
@@ -151,13 +151,13 @@ def lab_names() -> list[str]:
 
 def list_labs() -> list[LabState]:
     """Return the notes of all labs, dead ones included, by name; LabError: which are damaged."""
-    found = []
+    labs = []
     for name in lab_names():
         try:
-            found.append(read_notes(name))
+            labs.append(read_notes(name))
         except ConfigError:
             continue  # taken down since the folder was listed
-    return found
+    return labs
 
 
 def describe_life(found: LabState) -> str:
@@ -176,15 +176,15 @@ def _path(name: str) -> Path:
 def _from_json(name: str, values: Any) -> LabState:
     if values["format"] != _FORMAT:
         raise ValueError(f"format {values['format']!r}, not {_FORMAT}")
-    found: LabState = read_record(LabState, {**values, "name": name})
-    for process in (found.owner, *found.processes):
+    state: LabState = read_record(LabState, {**values, "name": name})
+    for process in (state.owner, *state.processes):
         if process.pid < 2:
             raise ValueError(f"process number {process.pid}")
-    for holder in found.processes:
+    for holder in state.processes:
         line = command_line(holder.pid)
         if line and _HOLDER not in line and holder.alive():
             raise ValueError(f"process {holder.pid} holds no lab")
-    return found
+    return state
 
 
 def clean_stale() -> list[str]:
@@ -192,11 +192,11 @@ def clean_stale() -> list[str]:
     removed = []
     for name in lab_names():
         try:
-            found = read_notes(name)
+            state = read_notes(name)
         except (ConfigError, LabError):
             continue
-        if not found.alive:
-            remove_lab(found)
+        if not state.alive:
+            remove_lab(state)
             removed.append(name)
     return removed
 
@@ -207,11 +207,11 @@ def take_down(name: str) -> list[str]:
     if name in lab_names() and not os.access(notes_folder(), os.W_OK):
         raise LabError(f"the lab {name!r} is root's: sudo python scripts/netlab down {name}")
     try:
-        found = read_notes(name)
+        state = read_notes(name)
     except LabError:
         _remove_groups(name)
     else:
-        remove_lab(found)
+        remove_lab(state)
     return [name]
 
 

@@ -1,4 +1,4 @@
-"""What a command left: traces of its ranks (``comm/trace.py``), the cards as witness of the ledger.
+"""Reads the traces of a command's ranks, and compares the ledger with the counters of network cards.
 
 All bytes of a server's card are compared with all payload that the ledger has between this server and others,
 both directions together, as acknowledgements go the other way. docs/netlab.md, "Validation", says what the
@@ -29,7 +29,7 @@ _NAME = re.compile(r"rank-(\d+)(?:\.(\d+))?\.json")
 
 @dataclass(frozen=True, kw_only=True)
 class RankTrace:
-    """What one rank left of one session."""
+    """Trace of one rank for one session."""
 
     job: str
     """Equal on all ranks of the session."""
@@ -38,14 +38,14 @@ class RankTrace:
     server_of_rank: tuple[int, ...]
     failed: bool
     ledger: tuple[LedgerRow, ...]
-    """What this rank counted: what it sent in collectives, and both directions of its one-sided calls."""
+    """Rows that this rank counted: data sent in collectives, and both directions of one-sided calls."""
     passes: tuple[Pass, ...]
     epochs: tuple[EpochRecord, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Trace:
-    """What all ranks of a command left, session by session."""
+    """Traces of all ranks of a command, by session."""
 
     sessions: tuple[tuple[RankTrace, ...], ...]
     """In their order on rank 0; each has all its ranks, by rank. None: the command opened no session."""
@@ -82,7 +82,7 @@ def read_trace(folder: str | Path) -> Trace:
     Raises:
         StorageError: a file is damaged, or a rank is missing or did not end; the message names it.
     """
-    found: dict[tuple[int, int], RankTrace] = {}
+    ranks: dict[tuple[int, int], RankTrace] = {}
     for path in sorted(Path(folder).glob("rank-*")):
         if path.name.endswith(UNFINISHED):
             raise StorageError(
@@ -91,21 +91,21 @@ def read_trace(folder: str | Path) -> Trace:
             )
         name = _NAME.fullmatch(path.name)
         if name is not None:
-            found[int(name[2] or 0), int(name[1])] = _read_rank(path, int(name[1]))
-    jobs = dict.fromkeys(found[key].job for key in sorted(found))
-    return Trace(sessions=tuple(_complete(folder, job, list(found.values())) for job in jobs))
+            ranks[int(name[2] or 0), int(name[1])] = _read_rank(path, int(name[1]))
+    jobs = dict.fromkeys(ranks[key].job for key in sorted(ranks))
+    return Trace(sessions=tuple(_complete(folder, job, list(ranks.values())) for job in jobs))
 
 
 def _complete(folder: str | Path, job: str, found: Sequence[RankTrace]) -> tuple[RankTrace, ...]:
-    ranks = tuple(sorted((rank for rank in found if rank.job == job), key=lambda one: one.rank))
+    ranks = tuple(sorted((rank for rank in found if rank.job == job), key=lambda rank: rank.rank))
     first = ranks[0]
-    missing = sorted(set(range(first.world_size)) - {one.rank for one in ranks})
+    missing = sorted(set(range(first.world_size)) - {rank.rank for rank in ranks})
     if missing:
         raise StorageError(
             f"{folder} has no trace of rank {', '.join(map(str, missing))} of {first.world_size}; do all "
             "servers see this folder, and did the rank end?"
         )
-    if len(ranks) > first.world_size or any(one.server_of_rank != first.server_of_rank for one in ranks):
+    if len(ranks) > first.world_size or any(rank.server_of_rank != first.server_of_rank for rank in ranks):
         raise StorageError(f"{folder}: the ranks of session {job} do not fit together; use an empty folder")
     return ranks
 
@@ -114,22 +114,22 @@ def _epoch_seconds(ranks: Sequence[RankTrace]) -> list[float]:
     if ranks[0].epochs:
         return [record.seconds for record in ranks[0].epochs]
     loader = min((done.loader for done in ranks[0].passes), default=0)
-    by_rank = [[done.seconds for done in one.passes if done.loader == loader] for one in ranks]
+    by_rank = [[done.seconds for done in rank.passes if done.loader == loader] for rank in ranks]
     # A rank that was interrupted in a pass has not noted it.
     return [max(seconds) for seconds in zip(*by_rank, strict=False)]
 
 
 def _read_rank(path: Path, rank: int) -> RankTrace:
     try:
-        found: RankTrace = read_record(RankTrace, json.loads(path.read_text(encoding="utf-8")))
-        ranks = (WORKER, *range(found.world_size))
-        if found.rank != rank or len(found.server_of_rank) != found.world_size or not ranks[1:]:
-            raise ValueError(f"rank {found.rank} of {found.world_size} on servers {found.server_of_rank}")
-        if any(row.source not in ranks or row.destination not in ranks for row in found.ledger):
+        trace: RankTrace = read_record(RankTrace, json.loads(path.read_text(encoding="utf-8")))
+        ranks = (WORKER, *range(trace.world_size))
+        if trace.rank != rank or len(trace.server_of_rank) != trace.world_size or not ranks[1:]:
+            raise ValueError(f"rank {trace.rank} of {trace.world_size} on servers {trace.server_of_rank}")
+        if any(row.source not in ranks or row.destination not in ranks for row in trace.ledger):
             raise ValueError("its ledger has a rank that there is not")
     except (OSError, ValueError, TypeError, OverflowError, RecursionError) as error:
         raise StorageError(f"{path} is damaged ({error}); run the command again") from error
-    return found
+    return trace
 
 
 TOLERANCE = 0.08
@@ -141,7 +141,7 @@ Verdict = Literal["agrees", "differs", "too little traffic to compare"]
 
 @dataclass(frozen=True, kw_only=True)
 class Witness:
-    """What the card of one server counted, and what the ledger says of it."""
+    """Bytes of one server by its network card and by the ledger."""
 
     server: int | None
     """None: the sum over all servers."""
@@ -194,12 +194,12 @@ class LabOutcome:
     """One command on one lab."""
 
     lab: dict[str, object]
-    """What :meth:`Lab.describe` said; its ``label`` is for headings."""
+    """Result of :meth:`Lab.describe`. Its ``label`` is for headings."""
     command: tuple[str, ...]
     ranks_per_server: int
     run: LabRun
     trace: Trace
-    """Of no session when the command opened none or did not end well."""
+    """Traces of the sessions. Empty if the command opened none or failed."""
     trace_missing: str | None
     """Why the ranks' own counts are not there; None: they are, or no session was opened."""
     witnesses: tuple[Witness, ...]
@@ -215,7 +215,10 @@ class LabOutcome:
         """Return JSON values."""
         done = asdict(self.run)
         done.pop("trace_folder")
-        told = [{**asdict(one), "ratio": one.ratio, "verdict": one.verdict} for one in self.witnesses]
+        witnesses = [
+            {**asdict(witness), "ratio": witness.ratio, "verdict": witness.verdict}
+            for witness in self.witnesses
+        ]
         return {
             "label": self.lab["label"],
             "lab": self.lab,
@@ -224,8 +227,8 @@ class LabOutcome:
             **done,
             "epoch_seconds": self.trace.epoch_seconds(),
             "trace_missing": self.trace_missing,
-            "servers": told[:-1],
-            "sum": told[-1] if told else None,
+            "servers": witnesses[:-1],
+            "sum": witnesses[-1] if witnesses else None,
             "ledger_outside": {
                 str(server): {"sent": sent, "received": received}
                 for server, (sent, received) in self.trace.ledger_outside_by_server().items()

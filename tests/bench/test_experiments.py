@@ -58,7 +58,7 @@ def test_d2_is_uneven_without_constraints(bench: BenchPlan) -> None:
 
 @pytest.mark.wide
 def test_d3_gives_every_server_the_same(bench: BenchPlan, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(data_parallel, "calibrated", lambda _: COST)
+    monkeypatch.setattr(data_parallel, "measure_compute_cost", lambda _: COST)
     size = data_parallel.Size(nodes=4000, degree=8, train_rate=0.08, hidden=8, batch_size=8, steps=8)
     plan = data_parallel.scaling(bench, size)
     jobs_of("D3", plan)
@@ -76,7 +76,7 @@ def test_d3_gives_every_server_the_same(bench: BenchPlan, monkeypatch: pytest.Mo
 
 @pytest.mark.wide
 def test_b1_compares_policies_at_equal_memory_and_b2_ways_of_one_graph(bench: BenchPlan) -> None:
-    size = fewer_bytes.Size(nodes=3000, whole_nodes=2500, batch_size=8)
+    size = fewer_bytes.Size(nodes=3000, full_graph_nodes=2500, batch_size=8)
     plan = fewer_bytes.caches(bench, size)
     jobs_of("B1", plan)
     by_name = {one.name: one for one in plan.variants}

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from scripts.bench.driver import differing
+from scripts.bench.driver import find_distinct
 from scripts.bench.experiments import choice
 from scripts.bench.figures import (
     Spread,
@@ -53,7 +53,7 @@ def test_what_was_not_measured_has_no_figures() -> None:
     assert variant_rows(replace(given, measurements=(*given.measurements, curve))) == variant_rows(given)
     half = replace(given, measurements=measurements("random", [1.0, 2.0]))
     assert [one.value for one in ratio_figures(half)] == [None]
-    assert "no measurement" in judge_experiment(EXPERIMENT, half).why
+    assert "measurement is missing" in judge_experiment(EXPERIMENT, half).why
     silent = replace(
         outcome(ratio=Ratio(name="r", over="random", under="metis", quantity="bytes_outside")),
         measurements=(*measurements("random", [1.0]), *measurements("metis", [1.0], outside=0)),
@@ -210,7 +210,7 @@ def test_regret_is_of_all_cells_and_predictions_are_judged_beside_it() -> None:
 
 @pytest.mark.wide
 def test_a_grid_is_planned_by_real_dry_runs(tmp_path: Path) -> None:
-    size = choice.Size(nodes=800, batch_size=40, whole_nodes=600, deep_nodes=600, hidden=(8,))
+    size = choice.Size(nodes=800, batch_size=40, full_graph_nodes=600, deep_nodes=600, hidden=(8,))
     families, rates = choice.families_of(size)[:2], ("100mbit", "10gbit")
     asked = BenchPlan(suite="papers", out=tmp_path, work=tmp_path / "work")
     plan = choice.plan_of(asked, families, ("random",), rates)
@@ -230,4 +230,4 @@ def test_a_grid_is_planned_by_real_dry_runs(tmp_path: Path) -> None:
         assert (told.strategy in ("data_parallel", "push_pull")) == (list(told.fanouts) == [10, 25])
         assert plan.facts[COUNTED_BYTES][one.name] > 0
     # At another bandwidth the same is done.
-    assert len(differing(plan.variants)) == len(plan.variants) / 2
+    assert len(find_distinct(plan.variants)) == len(plan.variants) / 2

@@ -11,7 +11,7 @@ import pytest
 from dglx_dist.data.synthetic import SyntheticConfig, generate
 from dglx_dist.records import NODE_TYPE
 from dglx_dist.strategies.serverless.options import read_lambda_options
-from scripts.bench.experiments.serverless import BUILDS, Case, Size, plan_at, plan_of, projected
+from scripts.bench.experiments.serverless import BUILDS, Case, Size, plan_at, plan_of, project_features
 from scripts.bench.jobs import bounded as job
 from scripts.bench.jobs.params import IntervalParams, read_params
 from scripts.bench.records import PREDICTED_BYTES, BenchPlan, check_plan
@@ -84,7 +84,7 @@ def test_epochs_are_counted_to_the_first_that_is_good_enough() -> None:
 
 def test_projections_keep_directions_and_splits_cover_all_nodes() -> None:
     graph = generate(SyntheticConfig(nodes=600, degree=8, features=40, communities=10))
-    found = projected(graph, 32).node_data[NODE_TYPE]
+    found = project_features(graph, 32).node_data[NODE_TYPE]
     assert found["feat"].shape == (600, 32)
     masks = [np.asarray(found[name]) for name in ("train_mask", "val_mask", "test_mask")]
     assert [int(mask.sum()) for mask in masks] == [396, 60, 144]

@@ -43,7 +43,7 @@ def test_forward_and_backward_sleep_as_calibrated() -> None:
     assert slept == [0.5 + 0.01 * 40, 0.25 + 0.02 * 40]
     model([block(0, 0)], torch.ones(0, 3))
     assert slept[2:] == [0.0]
-    assert COST.scaled(2.0).backward == Line(base_s=2 * 0.25, per_edge_s=2 * 0.02)
+    assert COST.scale(2.0).backward == Line(base_s=2 * 0.25, per_edge_s=2 * 0.02)
 
 
 def test_calibration_finds_the_line() -> None:

@@ -17,7 +17,7 @@ from dglx_dist.errors import ConfigError
 from dglx_dist.planner.records import Rate
 from dglx_dist.registry import AUTO
 from scripts.bench import data
-from scripts.bench.experiments.common import builds, trained
+from scripts.bench.experiments.common import builds, training_variant
 from scripts.bench.pool import do_alone
 from scripts.bench.records import COUNTED_BYTES, BenchPlan, Cell, ExperimentPlan, Job, Ratio, Shape, Variant
 
@@ -25,12 +25,12 @@ SHAPE = Shape(servers=2, ranks_per_server=1)
 MEDIAN, WORST = 1.03, 1.25
 """The aim: regret in the median and at worst."""
 CUTS, RATES = ("random", "metis"), ("100mbit", "1gbit", "10gbit")
-"""Of every family of cells."""
+"""Partitioners and link rates of every family of cells."""
 _PLANNED_S = 1800.0
 _EPOCHS = range(2, 21)
 """Measured ones of a job; the first is the one whose bytes are predicted."""
 _MEASURED_S = 0.6
-"""Of the epochs of a job together: of 2 epochs of 20 ms, the same way differed by 1.6 x from itself."""
+"""Minimum seconds of all epochs of a job. Two epochs of 20 ms differed by a factor of 1.6 between runs."""
 _MOST_SEEDS = 1000
 
 
@@ -45,7 +45,7 @@ class Family:
     layers: int = 2
     hidden: tuple[int, ...]
     fanouts: tuple[int, ...] | None = None
-    """Of mini-batches, input-most first."""
+    """Fan-outs of mini-batches, starting at the input layer."""
     batch_size: int | None = None
 
 
@@ -54,10 +54,10 @@ class Size:
     """How large a grid is."""
 
     nodes: int
-    """Of the graph of mini-batches."""
+    """Number of nodes of the graph for mini-batches."""
     batch_size: int
-    whole_nodes: int
-    """Of the one that is trained on whole, with 2 layers."""
+    full_graph_nodes: int
+    """Number of nodes of the graph for full-graph training with 2 layers."""
     deep_nodes: int
     """The same with 14."""
     hidden: tuple[int, ...]
@@ -66,10 +66,12 @@ class Size:
 
 SIZES: Mapping[str, Size] = {
     "quick": Size(
-        nodes=15_000, batch_size=250, whole_nodes=5_000, deep_nodes=1_500, hidden=(8,), deep_hidden=(16,)
+        nodes=15_000, batch_size=250, full_graph_nodes=5_000, deep_nodes=1_500, hidden=(8,), deep_hidden=(16,)
     ),
-    "papers": Size(nodes=24_000, batch_size=300, whole_nodes=10_000, deep_nodes=4_000, hidden=(8, 256)),
-    "large": Size(nodes=60_000, batch_size=500, whole_nodes=20_000, deep_nodes=6_000, hidden=(8, 64, 256)),
+    "papers": Size(nodes=24_000, batch_size=300, full_graph_nodes=10_000, deep_nodes=4_000, hidden=(8, 256)),
+    "large": Size(
+        nodes=60_000, batch_size=500, full_graph_nodes=20_000, deep_nodes=6_000, hidden=(8, 64, 256)
+    ),
 }
 
 
@@ -82,12 +84,12 @@ def families_of(size: Size) -> tuple[Family, ...]:
         nodes=size.deep_nodes, degree=12, features=128, homophily=0.95, locality=0.98, train_rate=0.5, seed=2
     )
     sampled: dict[str, Any] = {"fanouts": (10, 25), "batch_size": size.batch_size}
-    whole = replace(wide, nodes=size.whole_nodes, train_rate=0.5)
+    full = replace(wide, nodes=size.full_graph_nodes, train_rate=0.5)
     shape: dict[str, Any] = {"model": "resgcn", "layers": 14, "hidden": size.deep_hidden}
     flat: dict[str, Any] = {"hidden": size.hidden}
     return (
         Family(name="mini-batches, 2 layers", graph=wide, unit="mini_batch", **flat, **sampled),
-        Family(name="whole graph, 2 layers", graph=whole, unit="full_graph", **flat),
+        Family(name="whole graph, 2 layers", graph=full, unit="full_graph", **flat),
         Family(name="whole graph, 14 layers", graph=deep, unit="full_graph", **shape),
     )
 
@@ -96,18 +98,18 @@ def plan_of(
     plan: BenchPlan, families: Sequence[Family], cuts: Sequence[str] = CUTS, rates: Sequence[str] = RATES
 ) -> ExperimentPlan:
     """Return the experiment; makes datasets and counts every cell, which takes a minute or more."""
-    asked = {
-        f"{family.name}, {cut}, {hidden}": (family, _asked(plan, family, hidden, folder))
+    settings = {
+        f"{family.name}, {cut}, {hidden}": (family, _plan_params(plan, family, hidden, folder))
         for family in families
         for cut, folder in _folders(plan, family, cuts).items()
         for hidden in family.hidden
     }
-    params = {name: {"plan": one, "rates": list(rates)} for name, (_, one) in asked.items()}
+    params = {name: {"plan": setting, "rates": list(rates)} for name, (_, setting) in settings.items()}
     ways_of = do_alone(Job(kind="plan", params=params), timeout_s=_PLANNED_S)
     variants: list[Variant] = []
     cells: list[Cell] = []
     counted: dict[str, int] = {}
-    for (name, (family, one)), rate in product(asked.items(), rates):
+    for (name, (family, setting)), rate in product(settings.items(), rates):
         ways = ways_of[name][rate]
         if not ways:
             raise ConfigError(f"{name}: no way to train fits the memory of this machine; take a smaller grid")
@@ -115,8 +117,8 @@ def plan_of(
         ways = {**ways, AUTO: _automatic(family, fastest)}
         named = {way: f"{name}, {rate}: {way}" for way in ways}
         for way, params in ways.items():
-            job, folder, limit = _params(family, one, params), Path(one["data"]), Rate.parse(rate)
-            variants.append(trained(named[way], folder, job, shape=SHAPE, rate=limit))
+            job, folder, limit = _params(family, setting, params), Path(setting["data"]), Rate.parse(rate)
+            variants.append(training_variant(named[way], folder, job, shape=SHAPE, rate=limit))
             if params["bytes"] is not None:
                 counted[named[way]] = params["bytes"]
         cells.append(Cell(name=f"{name}, {rate}", chosen=named[AUTO], ways=tuple(named.values())))
@@ -132,9 +134,9 @@ def plan_of(
 
 
 def _automatic(family: Family, seconds: float) -> dict[str, Any]:
-    whole = family.unit == "full_graph"
+    is_full_graph = family.unit == "full_graph"
     options = {"unit": family.unit, "caches": False}
-    return {"strategy": AUTO, "options": options, "whole": whole, "seconds": seconds, "bytes": None}
+    return {"strategy": AUTO, "options": options, "whole": is_full_graph, "seconds": seconds, "bytes": None}
 
 
 def _folders(plan: BenchPlan, family: Family, cuts: Sequence[str]) -> dict[str, Path]:
@@ -142,7 +144,7 @@ def _folders(plan: BenchPlan, family: Family, cuts: Sequence[str]) -> dict[str, 
     return data.prepare(family.graph, parts, plan.work)
 
 
-def _asked(plan: BenchPlan, family: Family, hidden: int, folder: Path) -> dict[str, Any]:
+def _plan_params(plan: BenchPlan, family: Family, hidden: int, folder: Path) -> dict[str, Any]:
     # Fields of the planner's PlanConfig.
     names = ("model", "layers", "fanouts", "batch_size", "unit")
     return {name: getattr(family, name) for name in names} | {
@@ -158,14 +160,14 @@ def _asked(plan: BenchPlan, family: Family, hidden: int, folder: Path) -> dict[s
 
 
 def _params(family: Family, asked: Mapping[str, Any], way: Mapping[str, Any]) -> dict[str, Any]:
-    whole = way["whole"]
+    is_full_graph = way["whole"]
     epochs = min(max(round(_MEASURED_S / way["seconds"]), _EPOCHS[0]), _EPOCHS[-1])
     return {name: asked[name] for name in ("model", "hidden", "structure", "seed")} | {
         "strategy": way["strategy"],
         "options": way["options"],
         "dropout": 0.5,
-        "fanouts": [-1] * family.layers if whole else list(family.fanouts or ()),
-        "batch_size": _MOST_SEEDS if whole else family.batch_size,
+        "fanouts": [-1] * family.layers if is_full_graph else list(family.fanouts or ()),
+        "batch_size": _MOST_SEEDS if is_full_graph else family.batch_size,
         "warmup": 1,
         "epochs": epochs,
     }

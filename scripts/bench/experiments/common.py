@@ -1,4 +1,4 @@
-"""What families of experiments share: the built-in graph, and variants that train on it."""
+"""Helpers of several experiments: the built-in graph, and variants that train on it."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ def builds(
     return {name: partial(build, name) for name in names}
 
 
-def clustered(plan: BenchPlan, **more: Any) -> SyntheticConfig:
+def clustered_graph(plan: BenchPlan, **more: Any) -> SyntheticConfig:
     """Return the built-in graph with communities that METIS finds; ``more``: nodes, degree, ..."""
     return SyntheticConfig(**{"homophily": 0.95, "locality": 0.98, "seed": plan.seed + 1, **more})
 
 
-def trained(
+def training_variant(
     name: str,
     folder: Path,
     params: Mapping[str, Any],
@@ -38,9 +38,9 @@ def trained(
     curve: Mapping[str, Any] | None = None,
     **where: Any,
 ) -> Variant:
-    """Return a variant of the job "train" on the dataset in ``folder``; ``where``: as of :func:`of_job`.
+    """Return a variant of the job "train" on the dataset in ``folder``.
 
-    ``params``: see ``jobs.params.TrainParams``.
+    ``params`` are fields of ``jobs.params.TrainParams``, ``where`` are arguments of :func:`of_job`.
     """
     drawn = None if curve is None else {"accuracy": True, **curve}
     return of_job(name, "train", {"data": str(folder), **params}, curve=drawn, **where)

@@ -13,8 +13,8 @@ from dglx_dist.data.partition.base import PartitionOptions, PartitionPlan
 from dglx_dist.planner.costs.base import Survey
 from dglx_dist.planner.records import Rate
 from scripts.bench import data
-from scripts.bench.data import calibrated, survey
-from scripts.bench.experiments.common import GIGABIT, clustered, predicted_time, trained
+from scripts.bench.data import measure_compute_cost, survey
+from scripts.bench.experiments.common import GIGABIT, clustered_graph, predicted_time, training_variant
 from scripts.bench.records import BenchPlan, ExperimentPlan, MatchedPhi, Ratio, Shape
 
 SERVERS = 4
@@ -44,14 +44,14 @@ class Size:
     batch_size: int = 64
     epochs: int = 1
     curve_epochs: int = 5
-    """Of D1."""
+    """Number of epochs of the accuracy curves of D1."""
     with_unskewed: bool = False
     """Whether D2 measures the same where training nodes are spread evenly."""
     steps: int | None = None
-    """Of an epoch of D3, on any number of servers; 4 have seeds for at least as many."""
+    """Number of steps of an epoch of D3, on any number of servers. 4 servers have enough seeds for them."""
 
     def graph(self, plan: BenchPlan, **more: Any) -> Any:
-        return clustered(plan, nodes=self.nodes, degree=self.degree, train_rate=self.train_rate, **more)
+        return clustered_graph(plan, nodes=self.nodes, degree=self.degree, train_rate=self.train_rate, **more)
 
     def params(self, seed: int, **more: Any) -> dict[str, Any]:
         same = {"hidden": self.hidden, "batch_size": self.batch_size, "epochs": self.epochs}
@@ -69,7 +69,7 @@ SIZES: Mapping[str, Mapping[str, Size]] = {
 
 
 def _of_each(found: Mapping[str, Survey], value: Callable[[Survey], Any]) -> dict[str, Any]:
-    return {name: value(one) for name, one in found.items()}
+    return {name: value(survey) for name, survey in found.items()}
 
 
 def _payload(found: Survey) -> int:
@@ -81,13 +81,16 @@ def partition(plan: BenchPlan, size: Size) -> ExperimentPlan:
     cuts = {name: PartitionPlan(num_parts=SERVERS, method=name) for name in ("random", "metis")}
     folders = data.prepare(size.graph(plan), cuts, plan.work)
     params = size.params(plan.seed)
-    found = survey({name: {"data": str(folder), **params} for name, folder in folders.items()}, SERVERS)
-    bytes_ratio = _payload(found["metis"]) / _payload(found["random"])
+    surveys = survey({name: {"data": str(folder), **params} for name, folder in folders.items()}, SERVERS)
+    bytes_ratio = _payload(surveys["metis"]) / _payload(surveys["random"])
     curve = {"warmup": 0, "epochs": size.curve_epochs}
     matched = MatchedPhi(phi=PHI, baseline="random")
-    variants = [trained(*one, params, shape=SHAPE, rate=matched, curve=curve) for one in folders.items()]
+    variants = [
+        training_variant(*dataset, params, shape=SHAPE, rate=matched, curve=curve)
+        for dataset in folders.items()
+    ]
     variants += [
-        trained(f"{name}, {GIGABIT}", folder, params, shape=SHAPE, rate=GIGABIT)
+        training_variant(f"{name}, {GIGABIT}", folder, params, shape=SHAPE, rate=GIGABIT)
         for name, folder in folders.items()
     ]
     # One after the other, and with a network that is always busy while computing overlaps with it.
@@ -106,9 +109,9 @@ def partition(plan: BenchPlan, size: Size) -> ExperimentPlan:
         facts={
             "datasets": {name: data.facts(folder) for name, folder in folders.items()},
             "remote share of input rows": _of_each(
-                found, lambda one: round(one.remote_rows / one.input_rows, 3)
+                surveys, lambda dataset: round(dataset.remote_rows / dataset.input_rows, 3)
             ),
-            "payload bytes of an epoch": _of_each(found, _payload),
+            "payload bytes of an epoch": _of_each(surveys, _payload),
             "bytes ratio metis / random": round(bytes_ratio, 3),
             "predicted at phi 0.65, nothing overlapped": round(added, 2),
             "predicted at phi 0.65, all overlapped": round(hidden, 2),
@@ -133,12 +136,13 @@ def balance(plan: BenchPlan, size: Size) -> ExperimentPlan:
         for suffix, _, seeds, cut in kinds
         for name, folder in cut.items()
     }
-    found = survey(jobs, SERVERS)
-    uneven = _of_each(found, lambda one: max(one.seeds_per_rank) / fmean(one.seeds_per_rank))
+    surveys = survey(jobs, SERVERS)
+    uneven = _of_each(surveys, lambda one: max(one.seeds_per_rank) / fmean(one.seeds_per_rank))
     plain, balanced = _CUTS
     return ExperimentPlan(
         variants=tuple(
-            trained(name, params["data"], params, shape=SHAPE, rate=GIGABIT) for name, params in jobs.items()
+            training_variant(name, params["data"], params, shape=SHAPE, rate=GIGABIT)
+            for name, params in jobs.items()
         ),
         ratios=tuple(
             Ratio(
@@ -154,8 +158,8 @@ def balance(plan: BenchPlan, size: Size) -> ExperimentPlan:
         facts={
             "datasets": {name: data.facts(folder) for name, folder in folders.items()},
             "max / mean seeds of a server": {name: round(value, 2) for name, value in uneven.items()},
-            "steps of an epoch": _of_each(found, lambda one: one.steps),
-            "payload bytes of an epoch": _of_each(found, _payload),
+            "steps of an epoch": _of_each(surveys, lambda one: one.steps),
+            "payload bytes of an epoch": _of_each(surveys, _payload),
         },
     )
 
@@ -168,20 +172,20 @@ def scaling(plan: BenchPlan, size: Size) -> ExperimentPlan:
     folder = data.prepare(size.graph(plan), cut, plan.work)["metis"]
     params = {"data": str(folder), **size.params(plan.seed, max_steps=size.steps)}
     servers = {f"{count} server" + ("s" if count > 1 else ""): count for count in _COUNTS}
-    found = survey(dict.fromkeys(servers, params), servers)
+    surveys = survey(dict.fromkeys(servers, params), servers)
     # The same for each, so that what is real is not slower on more servers because they share the cores.
     cpus = len(os.sched_getaffinity(0)) / max(_COUNTS)
-    on_a_core = calibrated(params)
-    cost = on_a_core.scaled(1.0 / min(cpus, 1.0))
+    on_a_core = measure_compute_cost(params)
+    cost = on_a_core.scale(1.0 / min(cpus, 1.0))
     params["simulated"] = asdict(cost)
-    edges = _of_each(found, lambda one: one.edges // (one.steps * one.ranks))
+    edges = _of_each(surveys, lambda survey_: survey_.edges // (survey_.steps * survey_.ranks))
     step_s = {name: cost.forward.seconds(many) + cost.backward.seconds(many) for name, many in edges.items()}
-    expected = {name: weak_scaling(step_s[name], one, GIGABIT) for name, one in found.items()}
+    expected = {name: weak_scaling(step_s[name], survey_, GIGABIT) for name, survey_ in surveys.items()}
     one_server, *more = servers
     shapes = {name: Shape(servers=count, cpus=cpus) for name, count in servers.items()}
     return ExperimentPlan(
         variants=tuple(
-            trained(name, folder, params, shape=shape, rate=GIGABIT, simulated=_SIMULATED)
+            training_variant(name, folder, params, shape=shape, rate=GIGABIT, simulated=_SIMULATED)
             for name, shape in shapes.items()
         ),
         ratios=tuple(
@@ -203,9 +207,9 @@ def scaling(plan: BenchPlan, size: Size) -> ExperimentPlan:
             "edges of a batch": edges,
             "compute slept for a step, s": {name: round(seconds, 4) for name, seconds in step_s.items()},
             "payload bytes of a step and server": _of_each(
-                found, lambda one: _payload(one) // (one.steps * one.ranks)
+                surveys, lambda survey_: _payload(survey_) // (survey_.steps * survey_.ranks)
             ),
-            "steps of an epoch": _of_each(found, lambda one: one.steps),
+            "steps of an epoch": _of_each(surveys, lambda survey_: survey_.steps),
         },
     )
 

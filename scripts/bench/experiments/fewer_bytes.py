@@ -10,7 +10,14 @@ from dglx_dist.data.partition.base import PartitionPlan
 from dglx_dist.data.synthetic import SyntheticConfig
 from dglx_dist.planner.records import Rate
 from scripts.bench import data
-from scripts.bench.experiments.common import GIGABIT, builds, bytes_quotient, clustered, quotient, trained
+from scripts.bench.experiments.common import (
+    GIGABIT,
+    builds,
+    bytes_quotient,
+    clustered_graph,
+    quotient,
+    training_variant,
+)
 from scripts.bench.records import BenchPlan, ExperimentPlan, Line, MatchedPhi, Shape, Variant
 
 NONE, AHEAD = "no cache", "lookahead"
@@ -29,7 +36,7 @@ WAYS: Mapping[str, Mapping[str, Any]] = {
     "cover, int8": {"aggregate": "cover", "wire_dtype": "int8"},
     "stale": {"staleness": 1},
 }
-"""Of full_graph -> its options."""
+"""Option of full_graph by the name of its variant."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,17 +44,17 @@ class Size:
     """How large, by suite."""
 
     nodes: int
-    """Of the graph of mini-batches."""
-    whole_nodes: int
-    """Of the one that is trained on whole."""
+    """Number of nodes of the graph for mini-batches."""
+    full_graph_nodes: int
+    """Number of nodes of the graph for full-graph training."""
     batch_size: int = 1000
     epochs: int = 1
     curve_epochs: int = 30
 
 
 SIZES: Mapping[str, Size] = {
-    "quick": Size(nodes=50_000, whole_nodes=5_000, batch_size=250, curve_epochs=5),
-    "papers": Size(nodes=1_000_000, whole_nodes=20_000),
+    "quick": Size(nodes=50_000, full_graph_nodes=5_000, batch_size=250, curve_epochs=5),
+    "papers": Size(nodes=1_000_000, full_graph_nodes=20_000),
 }
 
 
@@ -71,7 +78,7 @@ def caches(plan: BenchPlan, size: Size) -> ExperimentPlan:
             **({} if policy == NONE else {"cache": policy, "alpha": alpha}),
         }
         name = ", ".join(words)
-        variants[name] = trained(name, folders[cut], params, shape=shapes[cut], rate=rate)
+        variants[name] = training_variant(name, folders[cut], params, shape=shapes[cut], rate=rate)
         return name
 
     lines = [Line(what="alpha", name=NONE, points=tuple((alpha, add("metis", NONE)) for alpha in ALPHAS))]
@@ -88,9 +95,9 @@ def caches(plan: BenchPlan, size: Size) -> ExperimentPlan:
         ratios=(
             bytes_quotient(ahead, none, predicted=0.5, high=0.5),
             *(
-                bytes_quotient(add("metis", AHEAD, alpha), add("metis", other, alpha), high=1.0)
+                bytes_quotient(add("metis", AHEAD, alpha), add("metis", baseline_policy, alpha), high=1.0)
                 for alpha in ALPHAS[:2]
-                for other in POLICIES[:-1]
+                for baseline_policy in POLICIES[:-1]
             ),
             quotient(over=ahead, under=none, predicted=0.6, high=0.6),
             bytes_quotient(scattered[-1], scattered[0]),
@@ -104,7 +111,7 @@ def caches(plan: BenchPlan, size: Size) -> ExperimentPlan:
 def whole_graphs(plan: BenchPlan, size: Size) -> ExperimentPlan:
     """Return B2: ways to send fewer border rows, or to send them later, at a matched rate."""
     # A power law with hubs, as of the web: there covers are much smaller than borders.
-    graph = clustered(plan, nodes=size.whole_nodes, features=64, exponent=2.1, train_rate=0.5)
+    graph = clustered_graph(plan, nodes=size.full_graph_nodes, features=64, exponent=2.1, train_rate=0.5)
     cuts = {name: PartitionPlan(num_parts=4, method=name) for name in ("random", "metis")}
     folders = data.prepare(graph, cuts, plan.work)
     rate, shape = MatchedPhi(phi=PHI, baseline="sources, random"), Shape(servers=4)
@@ -112,7 +119,7 @@ def whole_graphs(plan: BenchPlan, size: Size) -> ExperimentPlan:
     params |= {"structure": "replicated", "dropout": 0.0, "seed": plan.seed}
     curve = {"epochs": size.curve_epochs, "accuracy_every": 5}
     variants = [
-        trained(
+        training_variant(
             f"{name}, {cut}",
             folders[cut],
             {**params, "options": options},

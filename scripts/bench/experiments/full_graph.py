@@ -22,8 +22,15 @@ from dglx_dist.records import EDGE_TYPE, NODE_TYPE
 from dglx_dist.strategies.full_graph.expansion import EasOptions, compose, eas_rule
 from dglx_dist.strategies.full_graph.plan_builder import PartitionContext, plan_all, seeds_by_server
 from scripts.bench import data
-from scripts.bench.experiments.common import GIGABIT, builds, clustered, predicted_time, quotient, trained
-from scripts.bench.peers.data import launch_of, launched
+from scripts.bench.experiments.common import (
+    GIGABIT,
+    builds,
+    clustered_graph,
+    predicted_time,
+    quotient,
+    training_variant,
+)
+from scripts.bench.peers.data import launch_of, launch_variant
 from scripts.bench.records import (
     KAPPA,
     PREDICTED_BYTES,
@@ -47,7 +54,7 @@ STOCK = "stock DistDGL, mini-batches"
 BATCHES = 2
 """Cooperative batches of an epoch."""
 LEARNING = (BASE_PP, PRELOAD_PP, EAS, COOPERATIVE)
-"""Whose accuracy is drawn: without pp the same numbers come later."""
+"""Variants with accuracy curves. Without pp, the same accuracies come later."""
 _CLASSES = SyntheticConfig().classes
 EVERY = 5
 """Epochs from one evaluation to the next."""
@@ -58,7 +65,7 @@ class Size:
     """How large, by suite."""
 
     nodes: int = 8_000
-    """Of a setting whose ``scale`` is 1."""
+    """Number of nodes of a setting with ``scale`` 1."""
     train_rate: float = 0.5
     epochs: int = 2
     curve_epochs: int = 30
@@ -73,10 +80,10 @@ SIZES: Mapping[str, Size] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """What all variants of one comparison train."""
+    """Graph, model and links that all variants of one comparison share."""
 
     phi: float
-    """Of the baseline: the share of its time that the paper's spent on the network."""
+    """Share of time that the paper's baseline spent on the network."""
     features: int
     scale: float = 1.0
     """Nodes, by those that the size says."""
@@ -95,16 +102,16 @@ class Setting:
     bounded: bool = True
     """Whether the claim's bounds are of it."""
     label: str = ""
-    """What the names of its variants end with; empty where an experiment has one setting only."""
+    """Suffix of the names of its variants. Empty if the experiment has only one setting."""
 
-    def named(self, name: str) -> str:
+    def variant_name(self, name: str) -> str:
         """Return the name of a variant."""
         return f"{name}, {self.label}" if self.label else name
 
     @property
-    def matched(self) -> MatchedPhi:
-        """Return the rate at which the baseline has phi."""
-        return MatchedPhi(phi=self.phi, baseline=self.named(BASE))
+    def rate(self) -> MatchedPhi:
+        """Rate at which the baseline reaches ``phi``."""
+        return MatchedPhi(phi=self.phi, baseline=self.variant_name(BASE))
 
 
 SCHEMES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
@@ -128,8 +135,8 @@ def _settings(name: str, size: Size) -> list[Setting]:
         # What deep ones cost differs by their bytes and work alone, and each takes long on two cores.
         return [replace(deep, layers=3, curve=True, raw=(), bounded=False, label="3 layers"), deep]
     if name == "G5":
-        one = Setting(phi=0.87, features=100, layers=3, raw=(), curve=False)
-        return [replace(one, cut=cut, label=cut) for cut in ("random", "metis")]
+        setting = Setting(phi=0.87, features=100, layers=3, raw=(), curve=False)
+        return [replace(setting, cut=cut, label=cut) for cut in ("random", "metis")]
     flat = {
         "G1": Setting(phi=0.94, features=602, scale=0.5, degree=50.0),
         "G2": Setting(phi=0.87, features=100),
@@ -171,7 +178,7 @@ def plan_at(name: str, plan: BenchPlan, size: Size) -> ExperimentPlan:
     )
     # An epoch has many steps, so fewer of them reach an accuracy.
     drawn = {"epochs": max(size.curve_epochs // EVERY, 1), "options": {"accuracy_every": 1}}
-    stock = launched(STOCK, launch, shape=SHAPE, rate=setting.matched, curve=drawn)
+    stock = launch_variant(STOCK, launch, shape=SHAPE, rate=setting.rate, curve=drawn)
     return replace(
         made, variants=(*made.variants, stock), ratios=(*made.ratios, quotient(over=STOCK, under=EAS))
     )
@@ -188,53 +195,57 @@ def plan_of(
 
     ``bounds``: ratios of schemes, compared in every setting.
     """
-    counted = {one.label: count_setting(plan, size, one) for one in settings}
-    pairs = [(one, scheme) for one in settings for scheme in schemes]
+    counted = {setting.label: count_setting(plan, size, setting) for setting in settings}
+    pairs = [(setting, scheme) for setting in settings for scheme in schemes]
 
     def of_all(value: Callable[[str, Counted], Any]) -> dict[str, Any]:
-        return {one.named(scheme): value(scheme, counted[one.label]) for one, scheme in pairs}
+        return {
+            setting.variant_name(scheme): value(scheme, counted[setting.label]) for setting, scheme in pairs
+        }
 
     def facts_of(value: Callable[[Counted], Any]) -> dict[str, Any]:
-        return {one.label or one.cut: value(counted[one.label]) for one in settings}
+        return {setting.label or setting.cut: value(counted[setting.label]) for setting in settings}
 
     phases = of_all(lambda name, found: dict(found.phases[name]))
     kappas = of_all(lambda name, found: found.kappa(name))
-    variants = [_variant(plan, size, one, scheme, counted[one.label]) for one, scheme in pairs]
+    variants = [_variant(plan, size, setting, scheme, counted[setting.label]) for setting, scheme in pairs]
     fast = [scheme for scheme in schemes if scheme in (BASE_PP, PRELOAD_PP)]
     ratios: list[Ratio] = []
-    for one in settings:
-        base = sum(phases[one.named(BASE)].values())
+    for setting in settings:
+        base = sum(phases[setting.variant_name(BASE)].values())
         took = {
-            scheme: predicted_time(one.phi, kappas[name], sum(phases[name].values()) / base)
+            scheme: predicted_time(setting.phi, kappas[name], sum(phases[name].values()) / base)
             for scheme in schemes
-            if (name := one.named(scheme))
+            if (name := setting.variant_name(scheme))
         }
         ratios += [
             quotient(
-                over=one.named(bound.over),
-                under=one.named(bound.under),
+                over=setting.variant_name(bound.over),
+                under=setting.variant_name(bound.under),
                 predicted=took[bound.over] / took[bound.under],
-                low=bound.low if one.bounded else None,
+                low=bound.low if setting.bounded else None,
             )
             for bound in bounds
         ]
-        for rate in one.raw:
-            variants += [_variant(plan, size, one, scheme, counted[one.label], rate) for scheme in fast]
-            names = [f"{one.named(scheme)}, {rate}" for scheme in fast]
+        for rate in setting.raw:
+            variants += [
+                _variant(plan, size, setting, scheme, counted[setting.label], rate) for scheme in fast
+            ]
+            names = [f"{setting.variant_name(scheme)}, {rate}" for scheme in fast]
             ratios += [quotient(over=names[0], under=names[1])] if len(names) > 1 else []
     return ExperimentPlan(
         variants=tuple(variants),
         ratios=tuple(ratios),
         facts={
-            "datasets": facts_of(lambda one: data.facts(one.folder)),
-            "halo pairs between servers, by layer": facts_of(lambda one: list(one.pairs)),
-            "expansion factor of the servers": facts_of(lambda one: one.expansion),
+            "datasets": facts_of(lambda setting: data.facts(setting.folder)),
+            "halo pairs between servers, by layer": facts_of(lambda setting: list(setting.pairs)),
+            "expansion factor of the servers": facts_of(lambda setting: setting.expansion),
             KAPPA: kappas,
             PREDICTED_BYTES: phases,
             # Features of co-batches are fetched by the run that makes them, here the one that warms up.
             PREDICTED_ONCE: {
-                one.named(scheme): counted[one.label].once[scheme]
-                for one, scheme in pairs
+                setting.variant_name(scheme): counted[setting.label].once[scheme]
+                for setting, scheme in pairs
                 if scheme != COOPERATIVE
             },
         },
@@ -243,10 +254,10 @@ def plan_of(
 
 @dataclass(frozen=True, kw_only=True)
 class Counted:
-    """What one setting's graph, partition and model come to, by scheme."""
+    """Counts for the graph, partition and model of one setting, by scheme."""
 
     folder: Path
-    """Of the dataset."""
+    """Folder of the dataset."""
     pairs: tuple[int, ...]
     """By layer, halo rows between servers."""
     expansion: list[float]
@@ -279,7 +290,7 @@ def count_setting(plan: BenchPlan, size: Size, setting: Setting) -> Counted:
     context = PartitionContext(structure=structure, bounds=bounds, topology=topology, seed=plan.seed)
     masks = [dataset.part(part).node_data(NODE_TYPE, "train_mask") for part in range(manifest.num_parts)]
     own = seeds_by_server(context, np.flatnonzero(np.concatenate(masks)))
-    pieces = zip(*(compose(mine, BATCHES, "random", seed=plan.seed) for mine in own), strict=True)
+    pieces = zip(*(compose(part_nodes, BATCHES, "random", seed=plan.seed) for part_nodes in own), strict=True)
 
     layers, eas = setting.layers, eas_rule(EasOptions(hops=1, fanout=15), seed=plan.seed)
     exchanging, preloading = ([plan_all(context, own, layers, hops)] for hops in (0, layers))
@@ -291,8 +302,8 @@ def count_setting(plan: BenchPlan, size: Size, setting: Setting) -> Counted:
     }
     ranks = [topology.ranks_of_server(server) for server in range(SERVERS)]
     work = {
-        name: decode_work(
-            np.array([[sizes_of(one, topology.world_size) for one in step] for step in made]), topology
+        name: full_work_of(
+            np.array([[sizes_of(piece, topology.world_size) for piece in step] for step in made]), topology
         )
         for name, made in steps.items()
     }
@@ -321,7 +332,7 @@ def count_setting(plan: BenchPlan, size: Size, setting: Setting) -> Counted:
             COOPERATIVE: {"gradients": BATCHES * gradients},
         },
         once={
-            **{name: one.external_rows * (ID_BYTES + row) for name, one in work.items()},
+            **{name: total.external_rows * (ID_BYTES + row) for name, total in work.items()},
             **{BASE: 0, BASE_PP: pairs[0] * row},
         },
     )
@@ -330,7 +341,7 @@ def count_setting(plan: BenchPlan, size: Size, setting: Setting) -> Counted:
 def _graph_of(plan: BenchPlan, size: Size, setting: Setting) -> SyntheticConfig:
     nodes = int(size.nodes * setting.scale)
     graph = {"nodes": nodes, "degree": setting.degree, "features": setting.features}
-    return clustered(plan, **graph, train_rate=size.train_rate)
+    return clustered_graph(plan, **graph, train_rate=size.train_rate)
 
 
 def _shape(setting: Setting) -> ModelShape:
@@ -357,12 +368,12 @@ def _variant(
     }
     has_curve = setting.curve and rate is None and scheme in LEARNING
     drawn = {"warmup": 0, "epochs": size.curve_epochs, "accuracy_every": EVERY}
-    return trained(
-        setting.named(scheme) + ("" if rate is None else f", {rate}"),
+    return training_variant(
+        setting.variant_name(scheme) + ("" if rate is None else f", {rate}"),
         counted.folder,
         params,
         shape=SHAPE,
-        rate=rate or setting.matched,
+        rate=rate or setting.rate,
         curve=drawn if has_curve else None,
     )
 

@@ -11,7 +11,7 @@ from dglx_dist.data.partition.base import PartitionOptions, PartitionPlan
 from dglx_dist.data.synthetic import SyntheticConfig
 from scripts.bench import data
 from scripts.bench.experiments.common import GIGABIT, bytes_quotient
-from scripts.bench.peers.data import copy_of, launch_of, launched
+from scripts.bench.peers.data import copy_of, launch_of, launch_variant
 from scripts.bench.peers.launch import versions
 from scripts.bench.records import BenchPlan, ExperimentPlan, Ratio, Shape
 
@@ -29,7 +29,7 @@ _BOTH_SLOW: _Variants = (("stock, 1 Gbit/s", "stock", _SLOW), ("ours, 1 Gbit/s",
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """What one experiment launches."""
+    """Programs and options that one experiment launches."""
 
     nodes: int
     features: int = 100
@@ -121,21 +121,21 @@ COMPARISONS: Mapping[str, Comparison] = {
 }
 
 
-def plan_of(one: Comparison, plan: BenchPlan) -> ExperimentPlan:
-    """Cut the graph and write it in the format of each system; launch each variant anew for a repetition."""
+def plan_of(comparison: Comparison, plan: BenchPlan) -> ExperimentPlan:
+    """Partition the graph for each system. Each repetition launches a new program."""
     graph = SyntheticConfig(
-        nodes=one.nodes, degree=25, features=one.features, classes=47, train_rate=0.1, seed=0
+        nodes=comparison.nodes, degree=25, features=comparison.features, classes=47, train_rate=0.1, seed=0
     )
     options = PartitionOptions(balance=("train",))
-    cut = PartitionPlan(num_parts=one.shape.servers, seed=0, options=options)
+    cut = PartitionPlan(num_parts=comparison.shape.servers, seed=0, options=options)
     variants = []
-    for name, system, settings in one.variants:
-        told = dict(settings)
-        rate = told.pop("rate", None)
-        launch = launch_of(system, graph, cut, plan.work, one.training, **told)
-        variants.append(launched(name, launch, shape=one.shape, rate=rate))
+    for name, system, settings in comparison.variants:
+        launch_options = dict(settings)
+        rate = launch_options.pop("rate", None)
+        launch = launch_of(system, graph, cut, plan.work, comparison.training, **launch_options)
+        variants.append(launch_variant(name, launch, shape=comparison.shape, rate=rate))
     facts = {**data.facts(copy_of("ours", graph, cut, plan.work)), "versions": versions()}
-    return ExperimentPlan(variants=tuple(variants), ratios=one.ratios, facts=facts)
+    return ExperimentPlan(variants=tuple(variants), ratios=comparison.ratios, facts=facts)
 
 
-BUILDS = {name: partial(plan_of, one) for name, one in COMPARISONS.items()}
+BUILDS = {name: partial(plan_of, comparison) for name, comparison in COMPARISONS.items()}

@@ -19,8 +19,15 @@ from dglx_dist.planner.costs.push_pull import column_bytes, structure_bytes
 from dglx_dist.planner.records import Rate
 from scripts.bench import data
 from scripts.bench.data import survey
-from scripts.bench.experiments.common import GIGABIT, builds, bytes_quotient, clustered, quotient, trained
-from scripts.bench.peers.data import launch_of, launched
+from scripts.bench.experiments.common import (
+    GIGABIT,
+    builds,
+    bytes_quotient,
+    clustered_graph,
+    quotient,
+    training_variant,
+)
+from scripts.bench.peers.data import launch_of, launch_variant
 from scripts.bench.records import (
     PREDICTED_BYTES,
     BenchPlan,
@@ -32,7 +39,7 @@ from scripts.bench.records import (
 )
 
 PHI = 0.8
-"""Of hashed data parallelism: the share of its time that P3's baseline spent on the network."""
+"""Share of time that P3's baseline, hashed data parallelism, spent on the network."""
 SERVERS = 4
 WIDTHS = (16, 32, 64, 100)
 """Hidden widths of P1."""
@@ -47,7 +54,7 @@ class Size:
     degree: float = 25.0
     batch_size: int = 64
     steps: int = 8
-    """Of an epoch."""
+    """Number of steps of an epoch."""
     epochs: int = 1
 
 
@@ -72,14 +79,14 @@ class Case:
     """Seeds per rank and step; 0: as the size says."""
     servers: int = SERVERS
     structure: str = "replicated"
-    """Where the graph's structure is: with every server, or "partitioned"."""
+    """Placement of the graph's structure: "replicated" on every server, or "partitioned"."""
     strategy: str = "data_parallel"
     options: Mapping[str, Any] = field(default_factory=dict)
     """The strategy's own."""
 
     @property
     def params(self) -> dict[str, Any]:
-        """Of the job, as far as the case tells them."""
+        """Parameters of the job that the case determines."""
         names = ("strategy", "options", "model", "hidden", "heads", "fanouts", "structure")
         return {name: getattr(self, name) for name in names} | {"fanouts": list(self.fanouts)}
 
@@ -92,7 +99,7 @@ def push_pull(depth: int = 1, *, structure: str = "push", **more: Any) -> dict[s
     return {"strategy": "push_pull", "options": {"depth": depth, "structure": structure, **more}}
 
 
-def matched(name: str) -> MatchedPhi:
+def matched_rate(name: str) -> MatchedPhi:
     """Return the rate at which the case ``name`` has phi 0.8."""
     return MatchedPhi(phi=PHI, baseline=name)
 
@@ -107,22 +114,22 @@ def _p1(size: Size) -> Table:
         cases += _pair(hashed, ours, width)
         compared += [quotient(over=hashed, under=ours, low=low, high=high), bytes_quotient(ours, hashed)]
     resampled = "push_pull, 16, resampled"
-    cases.append(Case(name=resampled, rate=matched("hash, 16"), **push_pull(structure="resample")))
+    cases.append(Case(name=resampled, rate=matched_rate("hash, 16"), **push_pull(structure="resample")))
     compared.append(quotient(over="hash, 16", under=resampled))
     more: tuple[tuple[int, str, dict[str, Any]], ...] = (
         *((width, str(GIGABIT), {"rate": GIGABIT}) for width in (WIDTHS[0], WIDTHS[-1])),
         (16, "structure apart", {"structure": "partitioned"}),
         (16, "2 servers", {"servers": 2}),
     )
-    for width, what, fields in more:
-        hashed, ours = f"hash, {width}, {what}", f"push_pull, {width}, {what}"
+    for width, label, fields in more:
+        hashed, ours = f"hash, {width}, {label}", f"push_pull, {width}, {label}"
         cases += _pair(hashed, ours, width, **fields)
         compared.append(quotient(over=hashed, under=ours))
     return cases, compared
 
 
 def _pair(hashed: str, ours: str, width: int, **fields: Any) -> list[Case]:
-    shared = {"rate": matched(hashed), "hidden": width, **fields}
+    shared = {"rate": matched_rate(hashed), "hidden": width, **fields}
     return [Case(name=hashed, **shared), Case(name=ours, **shared, **push_pull())]
 
 
@@ -132,21 +139,23 @@ def _p2(size: Size) -> Table:
     # First where push-pull itself waits half its time: there is most to hide.
     for width, own in ((16, True), (16, False), (64, False)):
         after = f"{width}, own phi 0.5" if own else str(width)
-        one, three, split = (f"{name}, {after}" for name in ("depth 1", "depth 3", "depth 3, split"))
+        depth_1, depth_3, depth_3_split = (
+            f"{name}, {after}" for name in ("depth 1", "depth 3", "depth 3, split")
+        )
         hashed = f"hash, {width}"
-        rate = MatchedPhi(phi=0.5, baseline=one) if own else matched(hashed)
+        rate = MatchedPhi(phi=0.5, baseline=depth_1) if own else matched_rate(hashed)
         cases += [] if own else [Case(name=hashed, rate=rate, hidden=width)]
         cases += [
-            Case(name=one, rate=rate, hidden=width, **push_pull()),
-            Case(name=three, rate=rate, hidden=width, **push_pull(3)),
-            Case(name=split, rate=rate, hidden=width, **push_pull(3, weights="split")),
+            Case(name=depth_1, rate=rate, hidden=width, **push_pull()),
+            Case(name=depth_3, rate=rate, hidden=width, **push_pull(3)),
+            Case(name=depth_3_split, rate=rate, hidden=width, **push_pull(3, weights="split")),
         ]
-        compared += [quotient(over=one, under=name, low=1.25) for name in (three, split)]
+        compared += [quotient(over=depth_1, under=name, low=1.25) for name in (depth_3, depth_3_split)]
         if not own:
-            what = f"bytes, depth 3 / depth 1, {width}"
+            label = f"bytes, depth 3 / depth 1, {width}"
             compared += [
-                quotient(over=hashed, under=three),
-                bytes_quotient(three, one, what, low=0.999, high=1.001),
+                quotient(over=hashed, under=depth_3),
+                bytes_quotient(depth_3, depth_1, label, low=0.999, high=1.001),
             ]
     return cases, compared
 
@@ -154,7 +163,7 @@ def _p2(size: Size) -> Table:
 def _p4(size: Size) -> Table:
     columns = (16, 64, 128, 512)
     # The columns at which the baseline has phi 0.8; the rate is the same for all.
-    rate = matched("hash, F 128")
+    rate = matched_rate("hash, F 128")
     cases: list[Case] = []
     compared: list[Ratio] = []
     for number in columns:
@@ -171,9 +180,9 @@ def _p4(size: Size) -> Table:
 
 
 def _p5(size: Size) -> Table:
-    rate = matched("hash")
+    rate = matched_rate("hash")
     cases = [Case(name="hash", rate=rate)]
-    cases += [Case(name=f"groups of {one}", rate=rate, **push_pull(group_size=one)) for one in (4, 2, 1)]
+    cases += [Case(name=f"groups of {size}", rate=rate, **push_pull(group_size=size)) for size in (4, 2, 1)]
     compared = [
         quotient(over="groups of 4", under="groups of 2", low=1.3),
         quotient(over="groups of 4", under="groups of 1"),
@@ -190,7 +199,7 @@ def _p6(size: Size) -> Table:
     for width in (16, 32):
         hashed, metis = f"hash, {width}", f"metis, {width}"
         depth_1, depth_3 = f"push_pull, {width}", f"push_pull, depth 3, {width}"
-        rate = matched(hashed)
+        rate = matched_rate(hashed)
         cases += [
             Case(name=hashed, rate=rate, hidden=width),
             Case(name=metis, rate=rate, hidden=width, cut="metis"),
@@ -219,7 +228,7 @@ def trios(named: Mapping[str, Mapping[str, Any]]) -> Table:
         hashed, ours, deep = f"hash, {name}", f"push_pull, {name}", f"push_pull, depth 3, {name}"
         cases += [
             *_pair(hashed, ours, 32, **shared),
-            Case(name=deep, rate=matched(hashed), hidden=32, **push_pull(3), **shared),
+            Case(name=deep, rate=matched_rate(hashed), hidden=32, **push_pull(3), **shared),
         ]
         compared += [
             quotient(over=hashed, under=ours, low=low),
@@ -275,7 +284,7 @@ def plan_at(name: str, plan: BenchPlan, size: Size) -> ExperimentPlan:
         {"hidden": 16, "fanouts": (10, 25), "batch_size": size.batch_size},
         epochs=size.epochs,
     )
-    stock = launched(STOCK, launch, shape=Shape(servers=SERVERS), rate=matched("hash, 16"))
+    stock = launch_variant(STOCK, launch, shape=Shape(servers=SERVERS), rate=matched_rate("hash, 16"))
     beside = Ratio(name="stock DistDGL, hash, 16 / push_pull, 16", over=STOCK, under="push_pull, 16")
     return replace(made, variants=(*made.variants, stock), ratios=(*made.ratios, beside))
 
@@ -285,67 +294,67 @@ def plan_of(plan: BenchPlan, size: Size, cases: Sequence[Case], compared: Sequen
     folders = _folders(plan, size, cases)
     variants = {case.name: _variant(plan, size, case, folders) for case in cases}
     # Counted from the draws of data parallelism: push-pull trains on the same blocks.
-    params = {name: one.job.params for name, one in variants.items()}
-    found = survey(params, {case.name: case.servers for case in cases})
-    phases = {case.name: _phases(case, found[case.name]) for case in cases}
+    params = {name: item.job.params for name, item in variants.items()}
+    surveys = survey(params, {case.name: case.servers for case in cases})
+    phases = {case.name: _phases(case, surveys[case.name]) for case in cases}
     by_name = {case.name: case for case in cases}
-    first = {(case.cut, case.servers): found[case.name] for case in reversed(cases) if case.model == "sage"}
+    first = {(case.cut, case.servers): surveys[case.name] for case in reversed(cases) if case.model == "sage"}
 
     def by_blocks(value: Callable[[Survey], float]) -> dict[str, float]:
         return {
-            f"{one.cut}, fan-out {','.join(map(str, one.fanouts))}, {one.servers} servers": round(
-                value(found[one.name]), 3
+            f"{item.cut}, fan-out {','.join(map(str, item.fanouts))}, {item.servers} servers": round(
+                value(surveys[item.name]), 3
             )
-            for one in cases
+            for item in cases
         }
 
     return ExperimentPlan(
         variants=tuple(variants.values()),
-        ratios=tuple(_predicted(one, by_name, phases) for one in compared),
+        ratios=tuple(_with_prediction(item, by_name, phases) for item in compared),
         facts={
             "datasets": {
-                f"{cut}, {width} columns": data.facts(one) for (cut, width, _), one in folders.items()
+                f"{cut}, {width} columns": data.facts(item) for (cut, width, _), item in folders.items()
             },
             "input rows for each row of layer 1": by_blocks(
-                lambda one: one.input_rows / max(one.first_targets, 1)
+                lambda item: item.input_rows / max(item.first_targets, 1)
             ),
-            "remote share of input rows": by_blocks(lambda one: one.remote_rows / max(one.input_rows, 1)),
+            "remote share of input rows": by_blocks(lambda item: item.remote_rows / max(item.input_rows, 1)),
             "break-even width, by the formula": {
                 f"{cut}, {servers} servers": {
-                    "structure pushed": round(break_even_width(one, structure_bytes(one)), 1),
-                    "no structure": round(break_even_width(one, 0), 1),
+                    "structure pushed": round(break_even_width(item, structure_bytes(item)), 1),
+                    "no structure": round(break_even_width(item, 0), 1),
                 }
-                for (cut, servers), one in first.items()
+                for (cut, servers), item in first.items()
             },
             PREDICTED_BYTES: phases,
         },
     )
 
 
-def break_even_width(found: Survey, structure: int) -> float:
+def break_even_width(survey: Survey, structure: int) -> float:
     """Return the hidden width at which push-pull moves as much as data parallelism; on 2 or more ranks.
 
     From feature rows, the bytes of ``structure`` that each rank is sent by every other, and sums alone;
     gradients and what both move are left out. See docs/strategies/push_pull.md, "When it pays".
     """
-    others = found.ranks - 1
-    return (found.feature_bytes - others * structure) / (2 * others * found.first_targets * 4)
+    peers = survey.ranks - 1
+    return (survey.feature_bytes - peers * structure) / (2 * peers * survey.first_targets * 4)
 
 
 def graph_of(plan: BenchPlan, size: Size, features: int) -> SyntheticConfig:
     """Return the graph of all experiments with push-pull, with this many columns of features."""
     rate = SERVERS * size.steps * size.batch_size / size.nodes
-    return clustered(plan, nodes=size.nodes, degree=size.degree, features=features, train_rate=rate)
+    return clustered_graph(plan, nodes=size.nodes, degree=size.degree, features=features, train_rate=rate)
 
 
 def _folders(plan: BenchPlan, size: Size, cases: Sequence[Case]) -> dict[tuple[str, int, int], Path]:
-    found: dict[tuple[str, int, int], Path] = {}
+    folders: dict[tuple[str, int, int], Path] = {}
     for features in dict.fromkeys(case.features for case in cases):
-        wanted = sorted({(case.cut, case.servers) for case in cases if case.features == features})
-        cuts = {f"{cut} {parts}": PartitionPlan(num_parts=parts, method=cut) for cut, parts in wanted}
+        needed = sorted({(case.cut, case.servers) for case in cases if case.features == features})
+        cuts = {f"{cut} {parts}": PartitionPlan(num_parts=parts, method=cut) for cut, parts in needed}
         made = data.prepare(graph_of(plan, size, features), cuts, plan.work)
-        found |= {(cut, features, parts): made[f"{cut} {parts}"] for cut, parts in wanted}
-    return found
+        folders |= {(cut, features, parts): made[f"{cut} {parts}"] for cut, parts in needed}
+    return folders
 
 
 def _variant(
@@ -360,7 +369,7 @@ def _variant(
         "seed": plan.seed,
     }
     folder = folders[case.cut, case.features, case.servers]
-    return trained(case.name, folder, params, shape=Shape(servers=case.servers), rate=case.rate)
+    return training_variant(case.name, folder, params, shape=Shape(servers=case.servers), rate=case.rate)
 
 
 def _phases(case: Case, found: Survey) -> dict[str, int]:
@@ -380,13 +389,15 @@ def _phases(case: Case, found: Survey) -> dict[str, int]:
     )
 
 
-def _predicted(one: Ratio, cases: Mapping[str, Case], phases: Mapping[str, Mapping[str, int]]) -> Ratio:
+def _with_prediction(
+    ratio: Ratio, cases: Mapping[str, Case], phases: Mapping[str, Mapping[str, int]]
+) -> Ratio:
     total = {name: sum(phases[name].values()) for name in phases}
     over, under = (
-        float(total[name]) if one.quantity == "bytes_outside" else _predicted_time(cases[name], total)
-        for name in (one.over, one.under)
+        float(total[name]) if ratio.quantity == "bytes_outside" else _predicted_time(cases[name], total)
+        for name in (ratio.over, ratio.under)
     )
-    return replace(one, predicted=over / under if over and under else None)
+    return replace(ratio, predicted=over / under if over and under else None)
 
 
 def _predicted_time(case: Case, total: Mapping[str, int]) -> float:

@@ -19,7 +19,7 @@ from dglx_dist.planner.costs.serverless import serverless_bytes
 from dglx_dist.records import FEATURE, LABEL, NODE_TYPE, Array, NodeColumn, RawGraph, SparseRows
 from dglx_dist.serverless.cost import prices
 from scripts.bench import data
-from scripts.bench.experiments.common import builds, bytes_quotient, clustered, quotient
+from scripts.bench.experiments.common import builds, bytes_quotient, clustered_graph, quotient
 from scripts.bench.records import PREDICTED_BYTES, BenchPlan, ExperimentPlan, Job, Ratio, Shape, Variant
 
 SERVERS = 2
@@ -31,7 +31,7 @@ ON, ALONE = "all on", "servers alone"
 EMULATED = "workers are processes of this machine, their latency is slept"
 MEGABIT = 1e6 / 8
 LAMBDA_BYTES_PER_S = 200 * MEGABIT
-"""Of a function, when there are 100 of them (Dorylus, section 6)."""
+"""Bandwidth of one function when 100 of them run (Dorylus, section 6)."""
 _ASYNC = {f"async, S={number}": {"mode": "async", "staleness": number} for number in (0, 1)}
 _MODES: Mapping[str, Mapping[str, Any]] = {"pipe": {"mode": "pipe"}, **_ASYNC}
 
@@ -65,11 +65,11 @@ class Case:
 
     name: str
     options: Mapping[str, Any]
-    """Of the strategy, beside intervals and workers."""
+    """Options of the strategy besides intervals and workers."""
     params: Mapping[str, Any] = field(default_factory=dict)
-    """Of the job, beside what the size says."""
+    """Parameters of the job besides those of the size."""
     turns: tuple[Mapping[str, Any], ...] = ()
-    """Of the job's params, by repetition."""
+    """Parameters that change with the repetition."""
     simulated: str = EMULATED
     counted: bool = True
     """Whether its bytes are predicted: not of threads, whose tasks send none."""
@@ -89,8 +89,8 @@ _GOALS: Mapping[str, Mapping[str, float]] = {
     "built-in": {"target": 0.88, "lr": 0.003, "epochs": 80},
     "coauthor_physics": {"target": 0.9, "lr": 0.02, "epochs": 80},
 }
-"""What Y1 trains for: a training accuracy that the synchronous runs come to in about half of the epochs, at a
-rate that takes tens of epochs, so that one epoch is a few percent."""
+"""Target accuracies of Y1 with learning rate and epochs. Synchronous runs reach the target after about half
+of the epochs. The learning rate is small, so that one epoch is a few percent of the time."""
 _SEEDS = 5
 
 
@@ -193,8 +193,8 @@ def _y5(plan: BenchPlan, size: Size) -> ExperimentPlan:
     from dglx_dist.strategies.serverless.options import DEFAULT_SERVER
 
     table = prices()
-    told = f"{table.name} of {table.date}, a graph server is a {DEFAULT_SERVER}"
-    return plan_of(plan, size, cases, ratios, prices=told)
+    price_line = f"{table.name} of {table.date}, a graph server is a {DEFAULT_SERVER}"
+    return plan_of(plan, size, cases, ratios, prices=price_line)
 
 
 _BALANCED: Mapping[str, Any] = {
@@ -209,13 +209,13 @@ _BALANCED: Mapping[str, Any] = {
     "latency_s": 0.01,
     "latency_sigma": 0.0,
 }
-"""So that a graph server computes about as long as its worker waits, and all else is small beside it: many
-edges, few rows, short tasks, and no more processes that compute than cores. A second worker halves the waits
-and lengthens what fills and empties the pipeline."""
+"""Size at which a graph server computes about as long as its worker waits, and other costs are small: many
+edges, few rows, short tasks, and at most one computing process per core. A second worker would halve the
+waits and take longer to fill and empty the pipeline."""
 _PLANS: Mapping[str, tuple[Callable[[BenchPlan, Size], ExperimentPlan], Mapping[str, Any]]] = {
-    # Epochs are counted, not timed: short ones will do.
+    # Y1 counts epochs and does not time them, so short epochs are enough.
     "Y1": (_y1, {"nodes": 8000, "features": 64, "latency_s": 0.004}),
-    # So that pauses, which vary, take most of an epoch, and computing on shared cores little.
+    # Random pauses take most of an epoch, and computing on shared cores takes little.
     "Y2": (_y2, {"nodes": 8000, "features": 64, "latency_s": 0.06}),
     "Y3": (_y3, _BALANCED),
     "Y4": (_y4, {"hidden": 64, "workers": 4, "epochs": 4}),
@@ -241,7 +241,9 @@ def plan_of(
         ratios=tuple(ratios),
         facts={
             "dataset": data.facts(folder),
-            PREDICTED_BYTES: {case.name: _predicted(case, folder, size, graph.classes) for case in counted},
+            PREDICTED_BYTES: {
+                case.name: _predict_bytes(case, folder, size, graph.classes) for case in counted
+            },
             **facts,
         },
     )
@@ -250,8 +252,8 @@ def plan_of(
 def graph_of(plan: BenchPlan, size: Size) -> SyntheticConfig:
     """Return the built-in graph of these experiments: communities, half of the nodes to train on."""
     names = ("nodes", "degree", "classes", "features")
-    told = {name: getattr(size, name) for name in names}
-    return clustered(plan, **told, train_rate=0.5, homophily=0.9, locality=0.95)
+    fields = {name: getattr(size, name) for name in names}
+    return clustered_graph(plan, **fields, train_rate=0.5, homophily=0.9, locality=0.95)
 
 
 def variant_of(case: Case, folder: Path, size: Size, seed: int) -> Variant:
@@ -269,7 +271,7 @@ def variant_of(case: Case, folder: Path, size: Size, seed: int) -> Variant:
     return Variant(name=case.name, shape=Shape(servers=SERVERS), job=job, simulated=case.simulated)
 
 
-def _predicted(case: Case, folder: Path, size: Size, classes: int) -> dict[str, int]:
+def _predict_bytes(case: Case, folder: Path, size: Size, classes: int) -> dict[str, int]:
     manifest = open_dataset(folder).manifest
     halo = manifest.quality["halo_nodes"]
     assert isinstance(halo, Sequence)
@@ -284,7 +286,7 @@ def _predicted(case: Case, folder: Path, size: Size, classes: int) -> dict[str, 
 
 
 _SHARES = (0.66, 0.10)
-"""Of training and validation nodes, as in Dorylus; the others are test nodes."""
+"""Shares of training and validation nodes, as in Dorylus. The remaining nodes are test nodes."""
 _ROWS_AT_ONCE = 1024
 
 
@@ -292,11 +294,11 @@ def cut_coauthors(work: Path, columns: int) -> Path:
     """Return the folder of coauthor_physics with ``columns`` random projections of its 8415 features."""
     folder = work / f"coauthor_physics-{columns}-{CUT.partitioner}-{CUT.num_parts}"
     if not (folder / MANIFEST).is_file():
-        partition_to_disk(projected(load_dataset(work / COAUTHORS), columns), folder, CUT)
+        partition_to_disk(project_features(load_dataset(work / COAUTHORS), columns), folder, CUT)
     return folder
 
 
-def projected(graph: RawGraph, columns: int, seed: int = 0) -> RawGraph:
+def project_features(graph: RawGraph, columns: int, seed: int = 0) -> RawGraph:
     """Return ``graph`` with Gaussian projections of its features, (N, columns) float32, and random splits."""
     draw = np.random.default_rng(seed)
     columns_of: dict[str, NodeColumn] = dict(graph.node_data[NODE_TYPE])
@@ -320,10 +322,10 @@ def projected(graph: RawGraph, columns: int, seed: int = 0) -> RawGraph:
 
 
 def _unit_rows(features: NodeColumn, rows: Array) -> Array:
-    found: Array = features.dense(rows) if isinstance(features, SparseRows) else features[rows]
+    dense: Array = features.dense(rows) if isinstance(features, SparseRows) else features[rows]
     # Rows of unit length: papers of busy authors would drown the others.
-    norms = np.linalg.norm(found, axis=1, keepdims=True)
-    return found.astype(np.float32) / np.maximum(norms, 1e-12)
+    norms = np.linalg.norm(dense, axis=1, keepdims=True)
+    return dense.astype(np.float32) / np.maximum(norms, 1e-12)
 
 
 BUILDS = builds(_PLANS, lambda name, plan, size: plan_at(name, plan, replace(size, **_PLANS[name][1])), SIZES)

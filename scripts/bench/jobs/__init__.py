@@ -1,1 +1,1 @@
-"""What the resident ranks of a bench can be asked to do."""
+"""Jobs that the resident ranks of a bench can run."""

@@ -30,50 +30,50 @@ from scripts.bench.worker import JobContext
 
 _LONGEST_WAIT_S = 300.0
 _COUNTED = ("invocations", "relaunched", "gb_s", "server_seconds", "dollars", "dollars_functions")
-"""Of an account; sums since the beginning."""
+"""Fields of an account, which are sums since the start of the run."""
 
 
 def run(params: Mapping[str, Any], context: JobContext) -> dict[str, Any]:
     """Train as ``params`` (fields of :class:`IntervalParams`) say; ConfigError where a loop is needed."""
-    told = read_params(IntervalParams, params)
+    job = read_params(IntervalParams, params)
     timeout_s = min(_LONGEST_WAIT_S, context.timeout_s)
-    with init(told.strategy, timeout=timeout_s, seed=told.seed, **dict(told.options)) as session:
-        g = DistGraph(told.data, structure="partitioned", session=session)
-        report = _trained(g, told) | {"peak_bytes": peak_bytes()}
+    with init(job.strategy, timeout=timeout_s, seed=job.seed, **dict(job.options)) as session:
+        g = DistGraph(job.data, structure="partitioned", session=session)
+        report = _train(g, job) | {"peak_bytes": peak()}
         g.close()
         return report
 
 
-def _trained(g: DistGraph, told: IntervalParams) -> dict[str, Any]:
+def _train(g: DistGraph, job: IntervalParams) -> dict[str, Any]:
     session = g.session
-    torch.manual_seed(told.seed)
+    torch.manual_seed(job.seed)
     classes = int(g.num_classes(NODE_TYPE) or 0)
     width = g.ndata[FEATURE].shape[1]
-    model = build_model(told.model, width, told.hidden, classes, told.layers, 0.0, graph=g)
+    model = build_model(job.model, width, job.hidden, classes, job.layers, 0.0, graph=g)
     nodes = node_split(g.ndata["train_mask"], g.get_partition_book(), force_even=True)
-    loader = DataLoader(g, nodes, dgl.dataloading.MultiLayerFullNeighborSampler(told.layers))
+    loader = DataLoader(g, nodes, dgl.dataloading.MultiLayerFullNeighborSampler(job.layers))
     wrapped = wrap(model, g)
-    optimizer = torch.optim.Adam(wrapped.parameters(), lr=told.lr)
+    optimizer = torch.optim.Adam(wrapped.parameters(), lr=job.lr)
     trainer = wrapped.trainer(loader, optimizer, Objective(loss=F.cross_entropy))
     if trainer is None:
-        raise ConfigError(f"strategy {told.strategy!r} trains in a loop; use the job 'train' for it")
+        raise ConfigError(f"strategy {job.strategy!r} trains in a loop; use the job 'train' for it")
     with ExitStack() as closing:
         closing.push(lambda kind, *_: trainer.close(failed=kind is not None))
-        if told.warmup:
-            trainer.run(0, told.warmup)
+        if job.warmup:
+            trainer.run(0, job.warmup)
         before: Mapping[str, Any] = trainer.account()
-        records, moved = trainer.run(told.warmup, told.epochs)
+        records, moved = trainer.run(job.warmup, job.epochs)
         after: Mapping[str, Any] = trainer.account()
-    spent = {name: (after[name] - before[name]) / told.epochs for name in _COUNTED if name in before}
-    worth = spent["dollars"] * sum(record.seconds for record in records) / told.epochs
-    accuracy = {"test_accuracy": evaluate(wrapped, g, ["test_mask"])["test_mask"]} if told.accuracy else {}
+    spent = {name: (after[name] - before[name]) / job.epochs for name in _COUNTED if name in before}
+    worth = spent["dollars"] * sum(record.seconds for record in records) / job.epochs
+    accuracy = {"test_accuracy": evaluate(wrapped, g, ["test_mask"])["test_mask"]} if job.accuracy else {}
     return {
         "epochs": [asdict(record) for record in records],
         "bytes_outside_wire": None,
         "extra": {
             # What brings the weights to the user's model, once at the end, is of no epoch.
             "bytes_outside_by_phase": bytes_by_phase(moved, session, without=frozenset({READ})),
-            "epochs_to_target": epochs_to(records, told.target),
+            "epochs_to_target": epochs_to(records, job.target),
             "losses": [record.loss for record in records],
             "train_accuracy": [record.train_accuracy for record in records],
             **accuracy,
@@ -88,5 +88,5 @@ def epochs_to(records: Sequence[EpochRecord], target: float | None) -> int | Non
     """Return after how many of these epochs the training accuracy was ``target``; None: it never was."""
     if target is None:
         return None
-    reached = (number for number, one in enumerate(records, start=1) if one.train_accuracy >= target)
+    reached = (count for count, record in enumerate(records, start=1) if record.train_accuracy >= target)
     return next(reached, None)

@@ -28,75 +28,85 @@ from scripts.bench.worker import JobContext
 _PARTS_OF_A_BATCH = (1, 2, 4)
 """Sizes measured: the whole batch, a half and a quarter."""
 _BATCHES = 2
-"""Of each size."""
+"""Number of batches of each size."""
 
 
 def calibrate_compute(params: Mapping[str, Any], context: JobContext) -> dict[str, Any]:
     """Return the fields of the :class:`ComputeCost` of the job ``train``; one process with one thread."""
-    told = read_params(TrainParams, params)
-    with init(timeout=context.timeout_s, seed=told.seed) as session:
-        g = DistGraph(told.data, session=session)
-        seeds, sampler = node_split(g.ndata["train_mask"], g.get_partition_book()), sampler_of(told)
+    job = read_params(TrainParams, params)
+    with init(timeout=context.timeout_s, seed=job.seed) as session:
+        g = DistGraph(job.data, session=session)
+        seeds, sampler = node_split(g.ndata["train_mask"], g.get_partition_book()), sampler_of(job)
         batches = []
         for part in _PARTS_OF_A_BATCH:
-            size = max(told.batch_size // part, 1)
+            size = max(job.batch_size // part, 1)
             loader = DataLoader(g, seeds[: size * _BATCHES], sampler, batch_size=size, num_threads=0)
             batches += [blocks for _, _, blocks in loader]
-        cost = calibrate(model_of(told, g).to(g.session.device), batches)
+        cost = calibrate(model_of(job, g).to(g.session.device), batches)
         g.close()
     return asdict(cost)
 
 
 def survey(params: Mapping[str, Any], context: JobContext) -> dict[str, Any]:
     """Return the fields of a :class:`Survey` by name of a run: of the job ``train``, on ``servers``."""
-    return {name: asdict(_survey(one, context)) for name, one in params.items()}
+    return {name: asdict(_survey(query, context)) for name, query in params.items()}
 
 
 def _survey(params: Mapping[str, Any], context: JobContext) -> Survey:
-    told, servers = read_params(TrainParams, params["train"]), int(params["servers"])
+    job, servers = read_params(TrainParams, params["train"]), int(params["servers"])
     draws = Draws(
-        fanouts=told.fanouts,
-        batch_size=told.batch_size,
-        epoch=told.warmup,
-        force_even=told.seeds == "even",
-        most_seeds=told.max_seeds,
+        fanouts=job.fanouts,
+        batch_size=job.batch_size,
+        epoch=job.warmup,
+        force_even=job.seeds == "even",
+        most_seeds=job.max_seeds,
     )
-    with init(timeout=context.timeout_s, seed=told.seed) as session:
-        g = DistGraph(told.data, session=session)
+    with init(timeout=context.timeout_s, seed=job.seed) as session:
+        g = DistGraph(job.data, session=session)
         manifest = g.dataset.manifest
         ranks = [Topology(rank, servers, tuple(range(servers))) for rank in range(servers)]
         bounds = Placement(manifest.num_parts, ranks[0]).server_offsets(manifest.node_offsets[NODE_TYPE])
-        seeds = read_marked_ids(g.ndata["train_mask"], g.num_nodes())
-        found = summed(
+        seeds = marked_ids(g.ndata["train_mask"], g.num_nodes())
+        totals = summed(
             [count_rank(g, draws, seeds, (topology, bounds)) for topology in ranks],
             # With each tensor goes a flag of one element, that somebody has its gradient.
             read_row_sizes(
                 g,
-                sum((one.numel() + 1) * one.element_size() for one in model_of(told, g).parameters()),
-                partitioned=told.structure == "partitioned",
+                sum(
+                    (parameter.numel() + 1) * parameter.element_size()
+                    for parameter in model_of(job, g).parameters()
+                ),
+                partitioned=job.structure == "partitioned",
             ),
         )
         g.close()
-    return found
+    return totals
 
 
 def plan(params: Mapping[str, Any], _context: JobContext) -> dict[str, Any]:
     """Return by name and rate the ways to train that fit: options, exact bytes, and seconds to expect."""
-    return {name: _list_ways(one) for name, one in params.items()}
+    return {name: _list_ways(query) for name, query in params.items()}
 
 
 def _list_ways(params: Mapping[str, Any]) -> dict[str, Any]:
     fanouts = params["plan"].get("fanouts")
-    asked = PlanConfig(**params["plan"] | {"fanouts": fanouts and tuple(fanouts)})
-    counted, predictions = measure(asked)
-    unit = read_constraints(asked).unit
-    compared = [one for one in predictions if one.feasible and _is_compared(one.candidate, unit)]
+    config = PlanConfig(**params["plan"] | {"fanouts": fanouts and tuple(fanouts)})
+    counted, predictions = measure(config)
+    unit = constraints_of(config).unit
+    compared = [
+        prediction
+        for prediction in predictions
+        if prediction.feasible and _is_compared(prediction.candidate, unit)
+    ]
     ways = {}
     for rate in params["rates"]:
-        cluster = build_cluster(replace(asked, external=Rate.parse(rate)))
+        cluster = cluster_of(replace(config, external=Rate.parse(rate)))
         of_rate = replace(counted, cluster=cluster)
-        costs = [replace(predict(one.candidate, of_rate), compute_s=one.compute_s) for one in compared]
-        ways[rate] = {one.candidate.name: _in_json(one) for one in costs}
+        costs = [
+            replace(predict(prediction.candidate, of_rate), compute_s=prediction.compute_s)
+            for prediction in compared
+        ]
+        ways[rate] = {prediction.candidate.name: _in_json(prediction) for prediction in costs}
     return ways
 
 

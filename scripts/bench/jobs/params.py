@@ -1,4 +1,4 @@
-"""What training jobs are told, checked before anything is opened."""
+"""Parameters of training jobs. They are checked before anything is opened."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def read_params(kind: type[Params], params: Mapping[str, Any]) -> Params:
     Raises:
         ConfigError: a name is unknown, ``data`` is missing or a value out of range.
     """
-    known = [one.name for one in fields(kind)]
+    known = [field_.name for field_ in fields(kind)]
     for name in params:
         if name not in known:
             hint = suggest_name(name, known)
@@ -125,7 +125,7 @@ def read_params(kind: type[Params], params: Mapping[str, Any]) -> Params:
     if "data" not in params:
         raise ConfigError(f"a {kind.what} job needs the parameter data, the folder of a partitioned dataset")
     try:
-        told: Params = read_record(kind, params)
+        record: Params = read_record(kind, params)
     except TypeError as error:
         raise ConfigError(f"parameters of a {kind.what} job: {error}") from None
-    return told
+    return record

@@ -43,63 +43,63 @@ def run(params: Mapping[str, Any], context: JobContext) -> dict[str, Any]:
 
     The same seed gives the same weights at the start and the same sampled blocks, whatever the strategy.
     """
-    told = read_params(TrainParams, params)
+    job = read_params(TrainParams, params)
     timeout_s, began = min(_LONGEST_WAIT_S, context.timeout_s), time.perf_counter()
-    with init(told.strategy, timeout=timeout_s, seed=told.seed, **dict(told.options)) as session:
-        g = DistGraph(told.data, structure=told.structure, session=session)
-        if told.strategy == AUTO:
-            _choose(told, g)
-        report = _measured(_make(told, g), told, context, began)
+    with init(job.strategy, timeout=timeout_s, seed=job.seed, **dict(job.options)) as session:
+        g = DistGraph(job.data, structure=job.structure, session=session)
+        if job.strategy == AUTO:
+            _choose(job, g)
+        report = _measure(_make(job, g), job, context, began)
         g.close()
         return report
 
 
-def _choose(told: TrainParams, g: DistGraph) -> None:
-    """Let the ranks choose a strategy for the mini-batches, or whole graphs, that ``told`` asks for."""
-    whole = told.options.get("unit") == "full_graph"
-    batches: dict[str, Any] = {} if whole else {"fanouts": told.fanouts, "batch_size": told.batch_size}
-    choose_strategy(model_of(told, g).to(g.session.device), g, **batches)
+def _choose(job: TrainParams, g: DistGraph) -> None:
+    """Let the ranks choose a strategy for the mini-batches, or whole graphs, that ``job`` asks for."""
+    is_full_graph = job.options.get("unit") == "full_graph"
+    batches: dict[str, Any] = {} if is_full_graph else {"fanouts": job.fanouts, "batch_size": job.batch_size}
+    choose_strategy(model_of(job, g).to(g.session.device), g, **batches)
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Training:
-    """What is trained."""
+    """Graph, loader, model and optimizer of a training job."""
 
     g: DistGraph
     loader: CountingLoader
     step: Step
 
 
-def model_of(told: TrainParams, g: DistGraph) -> nn.Module:
-    """Return the model that ``told`` asks for on ``g``, never simulated."""
+def model_of(job: TrainParams, g: DistGraph) -> nn.Module:
+    """Return the model that ``job`` asks for on ``g``, never simulated."""
     classes, width = int(g.num_classes(NODE_TYPE) or 0), g.ndata[FEATURE].shape[1]
-    graph = g if told.norm == "graph" else None
+    graph = g if job.norm == "graph" else None
     model: nn.Module = build_model(
-        told.model, width, told.hidden, classes, len(told.fanouts), told.dropout, told.heads, graph=graph
+        job.model, width, job.hidden, classes, len(job.fanouts), job.dropout, job.heads, graph=graph
     )
     return model
 
 
-def sampler_of(told: TrainParams) -> dgl.dataloading.NeighborSampler:
-    """Return the sampler that ``told`` asks for."""
+def sampler_of(job: TrainParams) -> dgl.dataloading.NeighborSampler:
+    """Return the sampler that ``job`` asks for."""
     return dgl.dataloading.NeighborSampler(
-        list(told.fanouts), prefetch_node_feats=[FEATURE], prefetch_labels=[LABEL]
+        list(job.fanouts), prefetch_node_feats=[FEATURE], prefetch_labels=[LABEL]
     )
 
 
-def _make(told: TrainParams, g: DistGraph) -> _Training:
-    nodes = node_split(g.ndata["train_mask"], g.get_partition_book(), force_even=told.seeds == "even")
-    sampler, nodes = sampler_of(told), nodes[: told.max_seeds]
-    if told.cache:
-        vip = {"seeds": nodes, "fanouts": list(told.fanouts), "batch_size": told.batch_size}
-        more: dict[str, Any] = vip if told.cache == "vip" else {}
-        g.cache_rows(FEATURE, alpha=told.alpha, policy=told.cache, **more)
-    loader = DataLoader(g, nodes, sampler, batch_size=told.batch_size, shuffle=True, **dict(told.loader))
-    model = model_of(told, g).to(g.session.device)
-    if told.simulated is not None:
-        model = SleepingModel(model, told.simulated, int(g.num_classes(NODE_TYPE) or 0))
+def _make(job: TrainParams, g: DistGraph) -> _Training:
+    nodes = node_split(g.ndata["train_mask"], g.get_partition_book(), force_even=job.seeds == "even")
+    sampler, nodes = sampler_of(job), nodes[: job.max_seeds]
+    if job.cache:
+        vip = {"seeds": nodes, "fanouts": list(job.fanouts), "batch_size": job.batch_size}
+        more: dict[str, Any] = vip if job.cache == "vip" else {}
+        g.cache_rows(FEATURE, alpha=job.alpha, policy=job.cache, **more)
+    loader = DataLoader(g, nodes, sampler, batch_size=job.batch_size, shuffle=True, **dict(job.loader))
+    model = model_of(job, g).to(g.session.device)
+    if job.simulated is not None:
+        model = SleepingModel(model, job.simulated, int(g.num_classes(NODE_TYPE) or 0))
     wrapped = wrap(model, g)
-    optimizer = torch.optim.Adam(wrapped.parameters(), lr=told.lr)
+    optimizer = torch.optim.Adam(wrapped.parameters(), lr=job.lr)
     bounds = g.get_node_partition_policy(NODE_TYPE).bounds
     first, last = bounds[g.session.topology.server :][:2]
     return _Training(
@@ -114,13 +114,13 @@ def _make(told: TrainParams, g: DistGraph) -> _Training:
     )
 
 
-def _measured(training: _Training, told: TrainParams, context: JobContext, began: float) -> dict[str, Any]:
+def _measure(training: _Training, job: TrainParams, context: JobContext, began: float) -> dict[str, Any]:
     session, g = training.g.session, training.g
     curve: list[tuple[float, float]] = []
     trained_s = 0.0
-    for epoch in range(told.warmup):
-        trained_s += _epoch(training, told, epoch).seconds
-        _follow(curve, training, told, epoch, trained_s)
+    for epoch in range(job.warmup):
+        trained_s += _epoch(training, job, epoch).seconds
+        _follow(curve, training, job, epoch, trained_s)
     training.loader.reset()
     g.barrier()
     # What is done once: all since the job began, without the epochs that warmed up.
@@ -128,17 +128,17 @@ def _measured(training: _Training, told: TrainParams, context: JobContext, began
     card, ledger = context.card_sent(), session.ledger.snapshot()
     g.barrier()
     records = []
-    for epoch in range(told.warmup, told.warmup + told.epochs):
-        records.append(_epoch(training, told, epoch))
+    for epoch in range(job.warmup, job.warmup + job.epochs):
+        records.append(_epoch(training, job, epoch))
         trained_s += records[-1].seconds
-        _follow(curve, training, told, epoch, trained_s)
+        _follow(curve, training, job, epoch, trained_s)
     g.barrier()
     sent = session.ledger.since(ledger)
     return {
         "epochs": [asdict(record) for record in records],
         # What evaluation sends is not of the epochs.
-        "bytes_outside_wire": None if told.accuracy else _sent_by_cards(card, context, session),
-        "peak_bytes": peak_bytes(),
+        "bytes_outside_wire": None if job.accuracy else _sent_by_cards(card, context, session),
+        "peak_bytes": peak(),
         "accuracy": curve,
         "extra": {
             **_facts(training, session),
@@ -150,32 +150,32 @@ def _measured(training: _Training, told: TrainParams, context: JobContext, began
 
 
 def _follow(
-    curve: list[tuple[float, float]], training: _Training, told: TrainParams, epoch: int, seconds: float
+    curve: list[tuple[float, float]], training: _Training, job: TrainParams, epoch: int, seconds: float
 ) -> None:
     # Collective. Adds (seconds of training so far, validation accuracy) after epochs for which it is asked.
-    is_due = (epoch + 1) % told.accuracy_every == 0 or epoch + 1 == told.warmup + told.epochs
-    if told.accuracy and is_due:
+    is_due = (epoch + 1) % job.accuracy_every == 0 or epoch + 1 == job.warmup + job.epochs
+    if job.accuracy and is_due:
         # Each rank's nodes at once: what several batches of them need is then pulled once, not by each.
         g = training.g
-        found = evaluate(training.step.model, g, [_VALIDATION], batch_size=g.num_nodes())
-        curve.append((seconds, found[_VALIDATION]))
+        scores = evaluate(training.step.model, g, [_VALIDATION], batch_size=g.num_nodes())
+        curve.append((seconds, scores[_VALIDATION]))
 
 
-def _epoch(training: _Training, told: TrainParams, epoch: int) -> EpochRecord:
+def _epoch(training: _Training, job: TrainParams, epoch: int) -> EpochRecord:
     # So that a rank that was late does not lengthen what the others measure.
     training.g.barrier()
     loader, session = cast("TrainingLoader", training.loader), training.g.session
     figures, _ = train_pass(training.step, loader, session, lambda: None, {})
-    record = gather_figures(gather_json(figures, session), epoch)
-    if told.simulated is None:
+    record = over_ranks(gather_json(figures, session), epoch)
+    if job.simulated is None:
         return record
     return replace(record, loss=math.nan, train_accuracy=math.nan)
 
 
 def _sent_by_cards(before: int | None, context: JobContext, session: Session) -> int | None:
     now = context.card_sent()
-    mine = -1 if now is None or before is None else now - before
-    return sum_by_server(gather_int64([context.server, mine], session).tolist())
+    sent = -1 if now is None or before is None else now - before
+    return sum_by_server(gather_int64([context.server, sent], session).tolist())
 
 
 def sum_by_server(rows: Iterable[tuple[int, int]]) -> int | None:
@@ -210,14 +210,14 @@ def bytes_by_phase(
     sent: Iterable[LedgerRow], session: Session, *, without: frozenset[str] = frozenset()
 ) -> dict[str, int]:
     """Return payload bytes between servers, to and from workers too, by phase; of all ranks, collective."""
-    mine = Counter[str]()
+    counts = Counter[str]()
     for row in sent:
         if not row.inside and row.phase not in without:
-            mine[row.phase] += row.num_bytes
+            counts[row.phase] += row.num_bytes
     total = Counter[str]()
-    for one in gather_json(dict(mine), session):
-        assert isinstance(one, dict)
-        total.update(one)
+    for rank_counts in gather_json(dict(counts), session):
+        assert isinstance(rank_counts, dict)
+        total.update(rank_counts)
     return dict(sorted(total.items()))
 
 

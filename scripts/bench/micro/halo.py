@@ -36,7 +36,7 @@ from dglx_dist.graph.split import node_split
 from dglx_dist.planner.records import Rate
 from dglx_dist.strategies.full_graph.halo_exchange import HaloExchange
 from dglx_dist.strategies.full_graph.halo_plan import HaloLayer
-from scripts.bench.micro.timing import parser, table, timed, write_json
+from scripts.bench.micro.timing import parser, table, time_call, write_json
 
 WIDTH = 64
 FEATURE, FANOUTS, BATCH = "feat", [25, 10], 1000
@@ -45,9 +45,11 @@ FEATURE, FANOUTS, BATCH = "feat", [25, 10], 1000
 def make_layer(session: Session, server_bytes: int) -> HaloLayer:
     """Rows to and from every rank of the other servers, ``server_bytes`` out of each server in all."""
     topology = session.topology
-    others = [rank for rank in range(topology.world_size) if topology.server_of_rank[rank] != topology.server]
+    remote_ranks = [
+        rank for rank in range(topology.world_size) if topology.server_of_rank[rank] != topology.server
+    ]
     per_server = len(topology.ranks_of_server(topology.server))
-    count = max(server_bytes // (per_server * len(others) * WIDTH * 4), 1)
+    count = max(server_bytes // (per_server * len(remote_ranks) * WIDTH * 4), 1)
     random = np.random.default_rng(topology.rank)
     own_rows = 2 * count
     return HaloLayer(
@@ -56,9 +58,9 @@ def make_layer(session: Session, server_bytes: int) -> HaloLayer:
         indptr=np.zeros(1, dtype=np.int64),
         indices=np.zeros(0, dtype=np.int64),
         edge_ids=np.zeros(0, dtype=np.int64),
-        halo_nodes=np.arange(count * len(others)),
-        receive=tuple((rank, count) for rank in others),
-        send=tuple((rank, random.permutation(own_rows)[:count]) for rank in others),
+        halo_nodes=np.arange(count * len(remote_ranks)),
+        receive=tuple((rank, count) for rank in remote_ranks),
+        send=tuple((rank, random.permutation(own_rows)[:count]) for rank in remote_ranks),
     )
 
 
@@ -101,13 +103,13 @@ class Gloo:
 
 def seconds_of(session: Session, action: Callable[[], object], rounds: int) -> list[float]:
     """Seconds of each round on the slowest rank."""
-    found = []
+    seconds = []
     for _ in range(rounds):
         dist.barrier()
-        found.append(timed(action)[0])
-    told = gather_json(found, session)
-    assert all(isinstance(one, list) for one in told)
-    return [max(times) for times in zip(*told, strict=True)][1:]
+        seconds.append(time_call(action)[0])
+    seconds_by_rank = gather_json(seconds, session)
+    assert all(isinstance(values, list) for values in seconds_by_rank)
+    return [max(times) for times in zip(*seconds_by_rank, strict=True)][1:]
 
 
 def shares_of(session: Session, megabytes: float, rounds: int, rate: Rate) -> dict[str, float]:
@@ -139,7 +141,7 @@ def shares_of(session: Session, megabytes: float, rounds: int, rate: Rate) -> di
 
 
 def epochs_of(session: Session, g: DistGraph, policy: str, alpha: float) -> dict[str, object]:
-    """What two epochs of batches move with a cache of remote rows."""
+    """Count the rows that two epochs of batches move with a cache of remote rows."""
     column = g.kvstore.column(g.ndata[FEATURE].kvstore_key)
     how: dict[str, object] = {"fanouts": FANOUTS, "batch_size": BATCH} if policy == "vip" else {}
     g.cache_rows(FEATURE, alpha=alpha, policy=policy if alpha else "degree", **how)  # type: ignore[arg-type]
@@ -151,12 +153,14 @@ def epochs_of(session: Session, g: DistGraph, policy: str, alpha: float) -> dict
         seen = np.zeros(column.num_rows, bool)
         before, counted = session.ledger.total(phase="features"), g.kvstore.cache_counts(column.name)
         dist.barrier()
-        seconds, _ = timed(lambda seen=seen: [seen.__setitem__(inputs, True) for inputs, _, _ in loader])
+        seconds, _ = time_call(lambda seen=seen: [seen.__setitem__(inputs, True) for inputs, _, _ in loader])
         seen[first:end] = False
-        found = g.kvstore.cache_counts(column.name) - counted
+        counts_now = g.kvstore.cache_counts(column.name) - counted
         sent = session.ledger.total(phase="features") - before
-        counts.append([sent, np.count_nonzero(seen), found.hits, found.misses, round(seconds * 1e6)])
-    every = gather_int64([int(one) for epoch in counts for one in epoch], session).reshape(-1, 2, 5)
+        counts.append(
+            [sent, np.count_nonzero(seen), counts_now.hits, counts_now.misses, round(seconds * 1e6)]
+        )
+    every = gather_int64([int(count) for epoch in counts for count in epoch], session).reshape(-1, 2, 5)
     total, distinct = every.sum(0), (8 + column.row_bytes) / 1e6
     return {
         "policy": policy,
@@ -170,7 +174,7 @@ def epochs_of(session: Session, g: DistGraph, policy: str, alpha: float) -> dict
 
 
 def main(argv: list[str]) -> int:
-    """What each rank does; rank 0 prints the shares."""
+    """Measure on each rank. Rank 0 prints the shares."""
     arguments = parser("halo", __doc__)
     arguments.add_argument("--megabytes", type=float, nargs="+", default=[1.0, 4.0, 8.0, 16.0, 32.0, 64.0])
     arguments.add_argument("--rounds", type=int, default=9)
@@ -188,8 +192,8 @@ def main(argv: list[str]) -> int:
             arguments.error("one server has no link to another: python scripts/netlab run --servers 2 -- ...")
         if options.dataset:
             g = DistGraph(options.dataset, structure="replicated")
-            caches = [(policy, one) for one in options.alphas for policy in options.policies]
-            epochs = [epochs_of(session, g, *one) for one in [("none", 0.0), *caches]]
+            caches = [(policy, alpha) for alpha in options.alphas for policy in options.policies]
+            epochs = [epochs_of(session, g, *alpha) for alpha in [("none", 0.0), *caches]]
             if session.topology.rank == 0:
                 print(table(epochs), flush=True)
                 write_json(options.json, epochs)

@@ -41,8 +41,8 @@ WARM_UP = 3
 
 
 def loader_of(g: DistGraph, name: str, options: argparse.Namespace, **more: Any) -> DataLoader:
-    kind, given = SAMPLERS[name]
-    sampler = kind(options.fanouts, prefetch_node_feats=more.pop("prefetch", []), **given)
+    kind, arguments = SAMPLERS[name]
+    sampler = kind(options.fanouts, prefetch_node_feats=more.pop("prefetch", []), **arguments)
     seeds = node_split(g.ndata["train_mask"])
     return DataLoader(g, seeds, sampler, batch_size=options.batch_size, shuffle=True, **more)
 
@@ -84,12 +84,12 @@ def seconds_of(g: DistGraph, options: argparse.Namespace) -> dict[str, float]:
 
         return one
 
-    taken = in_turn({name: next_of(name) for name in SAMPLERS}, options.steps, WARM_UP)
-    return {name: statistics.median(seconds) for name, seconds in taken.items()}
+    seconds_by_name = in_turn({name: next_of(name) for name in SAMPLERS}, options.steps, WARM_UP)
+    return {name: statistics.median(seconds) for name, seconds in seconds_by_name.items()}
 
 
 def main(argv: list[str]) -> int:
-    """What each rank does; rank 0 prints the table."""
+    """Measure on each rank. Rank 0 prints the table."""
     arguments = parser("labor", __doc__)
     arguments.add_argument("dataset", type=Path)
     arguments.add_argument("--fanouts", type=int, nargs="+", default=[10, 10], help="input-most first")

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from dglx_dist.comm.devices import synchronize
 from dglx_dist.internals.graphs import build_block
 from dglx_dist.internals.message_passing import place
-from scripts.bench.micro.timing import in_turn, parser, table, timed, write_json
+from scripts.bench.micro.timing import in_turn, parser, table, time_call, write_json
 
 HEADS, WARM_UP = 4, 1
 
@@ -57,7 +57,7 @@ def milliseconds(compute: Callable[[Any], Tensor], block: Any) -> float:
         compute(block).sum().backward()  # type: ignore[no-untyped-call]  # torch leaves it bare
         synchronize(block.device)
 
-    return 1e3 * timed(work)[0]
+    return 1e3 * time_call(work)[0]
 
 
 def main(argv: list[str]) -> None:

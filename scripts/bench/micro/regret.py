@@ -23,7 +23,7 @@ from scripts.bench.micro.timing import dglx, parser, table, write_json
 
 _SPIN = "while True: pass"
 _RUN_S = 3.0
-"""Of the epochs of a run."""
+"""Seconds of all epochs of a run."""
 _NEAR = 1.3
 """Ways that took at most so many times as long as the fastest, and chosen ones, run in every round."""
 
@@ -47,12 +47,12 @@ def train(data: Path, out: Path, *options: object) -> dict[str, Any]:
 
 def options_of(way: Mapping[str, Any]) -> list[object]:
     """Return the options of ``dglx train`` for a candidate of ``plan.json``."""
-    found: list[object] = ["--strategy", way["strategy"]]
+    arguments: list[object] = ["--strategy", way["strategy"]]
     for name, value in way["options"].items():
-        found += ["--option", f"{name}={value}"]
+        arguments += ["--option", f"{name}={value}"]
     if way["cache"]:
-        found += ["--cache", way["cache"], "--cache-alpha", way["cache_alpha"]]
-    return found
+        arguments += ["--cache", way["cache"], "--cache-alpha", way["cache_alpha"]]
+    return arguments
 
 
 def compare(data: Path, out: Path, rounds: int, load: int, unit: str) -> dict[str, Any]:
@@ -66,7 +66,7 @@ def compare(data: Path, out: Path, rounds: int, load: int, unit: str) -> dict[st
             with busy(processes):
                 names.append(train(data, out / "auto", *auto)["auto"]["chosen"])
             plan = json.loads((out / "auto" / "plan.json").read_text())["predictions"]
-            ways |= {one["name"]: one for one in plan if one["feasible"] and not one["barred"]}
+            ways |= {entry["name"]: entry for entry in plan if entry["feasible"] and not entry["barred"]}
         best = min(map(median, runs.values()), default=0.0)
         for name, way in ways.items():
             if not runs.get(name) or median(runs[name]) <= _NEAR * best or name in chosen[0] + chosen[load]:
@@ -81,7 +81,7 @@ def row(graph: str, found: Mapping[str, Any]) -> dict[str, object]:
     took = {name: median(runs) for name, runs in found["runs"].items()}
     best = min(took, key=lambda name: took[name])
 
-    def told(chosen: list[str]) -> str:
+    def describe_choices(chosen: list[str]) -> str:
         return ", ".join(f"{name} {took[name] / took[best]:.2f}" for name in sorted(set(chosen)))
 
     repeats = max(max(runs) / min(runs) for runs in found["runs"].values())
@@ -91,8 +91,8 @@ def row(graph: str, found: Mapping[str, Any]) -> dict[str, object]:
         "fastest": f"{best}, {1e3 * took[best]:.1f} ms",
         "slowest": f"{max(took.values()) / took[best]:.2f}",
         "rounds apart": f"{repeats:.2f}",
-        "chosen": told(found["idle"]),
-        "under load": told(found["loaded"]),
+        "chosen": describe_choices(found["idle"]),
+        "under load": describe_choices(found["loaded"]),
     }
 
 

@@ -29,7 +29,7 @@ from dglx_dist.dataloading.loader import DataLoader
 from dglx_dist.graph.dist_graph import DistGraph
 from dglx_dist.graph.row_kernels import gather_rows
 from dglx_dist.records import Assignment, RawGraph
-from scripts.bench.micro.timing import in_turn, parser, table, timed, write_json
+from scripts.bench.micro.timing import in_turn, parser, table, time_call, write_json
 
 BATCH, WARM_UP = 1000, 3
 FANOUTS, RELATIONAL_FANOUTS = ([15, 10, 5], [25, 10]), ([5, 5], [10, 5, 3])
@@ -48,7 +48,7 @@ def relational(nodes: int, degree: float) -> RawGraph:
     return RawGraph(name="relational", num_nodes=counts, edges=edges)
 
 
-def opened(raw: RawGraph, folder: Path) -> tuple[DistGraph, dgl.DGLGraph]:
+def open_both(raw: RawGraph, folder: Path) -> tuple[DistGraph, dgl.DGLGraph]:
     """Store ``raw`` in one part; return it as both systems have it, for DGL with int64 ids and in-edges."""
     owner = {ntype: np.zeros(count, np.int32) for ntype, count in raw.num_nodes.items()}
     write_dataset(raw, Assignment(num_parts=1, part_of=owner, method="file", seed=0), folder)
@@ -67,19 +67,23 @@ def compare_sampling(g: DistGraph, whole: dgl.DGLGraph, fanouts: list[int], step
     seeds: Any = torch.randperm(g.num_nodes(last), generator=draw)[: BATCH * steps]
     seeds = seeds if len(g.ntypes) == 1 else {last: seeds}
     ours = DataLoader(g, seeds, NeighborSampler(fanouts), batch_size=BATCH, num_threads=0)
-    theirs = dgl.dataloading.DataLoader(whole, seeds, NeighborSampler(fanouts), batch_size=BATCH)
-    contestants = {"dgl": loader_rates(iter(theirs)), "ours": loader_rates(iter(ours))}
+    dgl_loader = dgl.dataloading.DataLoader(whole, seeds, NeighborSampler(fanouts), batch_size=BATCH)
+    contestants = {"dgl": loader_rates(iter(dgl_loader)), "ours": loader_rates(iter(ours))}
     named = {name: rates.__next__ for name, rates in contestants.items()}
     rates = in_turn(named, min(steps, len(ours)), WARM_UP)
     medians = {f"{name}_m_edges_s": statistics.median(values) for name, values in rates.items()}
     pairs = zip(rates["ours"], rates["dgl"], strict=True)
-    return {"fanouts": fanouts, **medians, "ratio": statistics.median(mine / other for mine, other in pairs)}
+    return {
+        "fanouts": fanouts,
+        **medians,
+        "ratio": statistics.median(ours_s / dgl_s for ours_s, dgl_s in pairs),
+    }
 
 
 def loader_rates(loader: Iterator[tuple[object, object, list[dgl.DGLGraph]]]) -> Iterator[float]:
     """Million edges per second of a loader, blocks included, batch by batch."""
     while True:
-        took, batch = timed(lambda: next(loader, None))
+        took, batch = time_call(lambda: next(loader, None))
         if batch is None:
             return
         yield sum(block.num_edges() for block in batch[2]) / took / 1e6
@@ -93,7 +97,7 @@ def compare_slicing(g: DistGraph, steps: int, rows_of_batch: int) -> Row:
 
     def rate(copy: Callable[[np.ndarray], object]) -> float:
         ids = rng.integers(0, len(rows), rows_of_batch)
-        return out.nbytes / timed(lambda: copy(ids))[0] / 1e9
+        return out.nbytes / time_call(lambda: copy(ids))[0] / 1e9
 
     contestants = {
         "ours": lambda: rate(lambda ids: gather_rows(rows, 0, ids, out)),
@@ -118,13 +122,15 @@ def main(argv: list[str]) -> None:
         "relational": (relational(options.nodes, options.degree), RELATIONAL_FANOUTS),
     }
     with tempfile.TemporaryDirectory() as folder, start_session():
-        found: dict[str, list[Row]] = {}
+        rows_by_topic: dict[str, list[Row]] = {}
         for name, (raw, all_fanouts) in graphs.items():
-            g, whole = opened(raw, Path(folder) / name)
-            found[name] = [compare_sampling(g, whole, fanouts, options.steps) for fanouts in all_fanouts]
+            g, dgl_graph = open_both(raw, Path(folder) / name)
+            rows_by_topic[name] = [
+                compare_sampling(g, dgl_graph, fanouts, options.steps) for fanouts in all_fanouts
+            ]
             if name == "sampling":
-                found["slicing"] = [compare_slicing(g, options.steps, options.nodes // 2)]
-    for name, rows in found.items():
+                rows_by_topic["slicing"] = [compare_slicing(g, options.steps, options.nodes // 2)]
+    for name, rows in rows_by_topic.items():
         target = SLICING_TARGET if name == "slicing" else SPEED_TARGET
         print(table([{**row, f"at least {target}": row["ratio"] >= target} for row in rows]), end="\n\n")
-    write_json(options.json, found)
+    write_json(options.json, rows_by_topic)

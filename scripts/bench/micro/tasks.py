@@ -80,29 +80,29 @@ def read_graph(path: Path) -> Any:
     if path.suffix == ".bin":
         return dgl.load_graphs(str(path))[0][0]
     with np.load(path) as file:
-        found: dict[str, Any] = {name: file[name] for name in file}
-    kinds = found.get("etype", found.get("rel", np.zeros(len(found.get("src", ())))))
+        arrays: dict[str, Any] = {name: file[name] for name in file}
+    kinds = arrays.get("etype", arrays.get("rel", np.zeros(len(arrays.get("src", ())))))
     ends = [
-        torch.from_numpy(found.get(a, found.get(b))).long() for a, b in (("src", "head"), ("dst", "tail"))
+        torch.from_numpy(arrays.get(a, arrays.get(b))).long() for a, b in (("src", "head"), ("dst", "tail"))
     ]
     masks = [torch.from_numpy(kinds == kind) for kind in range(int(kinds.max()) + 1)]
     names = [("_N", f"r{kind}", "_N") for kind in range(len(masks))]
     edges = {name: tuple(end[mask] for end in ends) for name, mask in zip(names, masks, strict=True)}
-    g = dgl.heterograph(edges, {"_N": int(found["num_nodes"])})
-    if "triple_split" in found:
+    g = dgl.heterograph(edges, {"_N": int(arrays["num_nodes"])})
+    if "triple_split" in arrays:
         for name, mask in zip(names, masks, strict=True):
             g.edges[name].data.update(
                 {
-                    key: torch.from_numpy(found["triple_split"] == side)[mask]
+                    key: torch.from_numpy(arrays["triple_split"] == side)[mask]
                     for side, key in enumerate(SPLITS)
                 }
             )
         return g
-    g.ndata.update({key: torch.from_numpy(found[key]) for key in SPLITS})
-    g.ndata["label"] = torch.from_numpy(found["labels"]).long()
-    if "feat_indptr" in found:
-        parts = tuple(found[f"feat_{name}"] for name in ("data", "indices", "indptr"))
-        rows = csr_matrix(parts, shape=(g.num_nodes(), int(found["feat_dim"]))).toarray()
+    g.ndata.update({key: torch.from_numpy(arrays[key]) for key in SPLITS})
+    g.ndata["label"] = torch.from_numpy(arrays["labels"]).long()
+    if "feat_indptr" in arrays:
+        parts = tuple(arrays[f"feat_{name}"] for name in ("data", "indices", "indptr"))
+        rows = csr_matrix(parts, shape=(g.num_nodes(), int(arrays["feat_dim"]))).toarray()
         g.ndata["feat"] = torch.from_numpy(rows).float()
     return g
 
@@ -156,11 +156,11 @@ class Trainer:
 
     def step(self, loss: Tensor) -> None:
         """Take a step of all optimizers."""
-        for one in self.steps:
-            one.zero_grad()
+        for optimizer in self.steps:
+            optimizer.zero_grad()
         loss.backward()
-        for one in self.steps:
-            one.step()
+        for optimizer in self.steps:
+            optimizer.step()
 
 
 def sampler_of(o: argparse.Namespace) -> Any:
@@ -194,21 +194,26 @@ def learn_nodes(o: argparse.Namespace, g: Any) -> dict[str, float]:
                 trainer.step(F.cross_entropy(scores, truth))
     model.eval()
     with torch.no_grad():
-        return measured(model([g] * 2, rows(everything))[test] * spread + middle, label[test])
+        return compute_metrics(model([g] * 2, rows(everything))[test] * spread + middle, label[test])
 
 
-def measured(scores: Tensor, label: Tensor) -> dict[str, float]:
+def compute_metrics(scores: Tensor, label: Tensor) -> dict[str, float]:
     """Return the metrics by their textbook formulas."""
     if label.dtype.is_floating_point:
         error = scores[:, 0] - label
         return {"mae": float(error.abs().mean()), "rmse": float(error.square().mean().sqrt())}
-    said, truth = scores > 0, label.bool()
+    predicted, truth = scores > 0, label.bool()
     if label.dim() == 1:
-        said, truth = (F.one_hot(one, scores.shape[1]).bool() for one in (scores.argmax(1), label))
-    right, marked = (said & truth).sum(0).double(), (said.long() + truth.long()).sum(0)
-    found = {"accuracy": (said == truth).all(1).double().mean(), "f1_micro": 2 * right.sum() / marked.sum()}
-    found["f1_macro"] = (2 * right / marked.clamp(min=1)).mean()
-    return {name: float(one) for name, one in found.items()}
+        predicted, truth = (
+            F.one_hot(classes, scores.shape[1]).bool() for classes in (scores.argmax(1), label)
+        )
+    right, marked = (predicted & truth).sum(0).double(), (predicted.long() + truth.long()).sum(0)
+    metrics = {
+        "accuracy": (predicted == truth).all(1).double().mean(),
+        "f1_micro": 2 * right.sum() / marked.sum(),
+    }
+    metrics["f1_macro"] = (2 * right / marked.clamp(min=1)).mean()
+    return {name: float(value) for name, value in metrics.items()}
 
 
 class Score(nn.Module):
@@ -228,7 +233,7 @@ class Score(nn.Module):
         if self.kind == "transe":
             return 12 - (s + r - o).abs().sum(-1) + self.bias
         if self.kind == "complex":
-            a, b, c = (torch.view_as_complex(torch.stack(one.chunk(2, -1), -1)) for one in (s, r, o))
+            a, b, c = (torch.view_as_complex(torch.stack(vector.chunk(2, -1), -1)) for vector in (s, r, o))
             return (a * b * c.conj()).real.sum(-1) + self.bias
         return (s * r * o if self.kind == "distmult" else s * o).sum(-1) + self.bias
 
@@ -243,29 +248,31 @@ def link_loss(name: str | None, positive: Tensor, negative: Tensor) -> Tensor:
 
 
 def triples(g: Any, target: str | None) -> tuple[Tensor, list[range]]:
-    """Return (4, E) source, relation, destination, split of the edges, and the candidates of both ends."""
+    """Return (4, E) source, relation, destination and split of the edges, and the candidates of both ends."""
     first = dict(zip(g.ntypes, np.cumsum([0, *map(g.num_nodes, g.ntypes)]), strict=False))
-    etypes, found = [e for e in g.canonical_etypes if target in (None, e[1])], []
-    for number, etype in enumerate(etypes):
+    etypes, parts = [e for e in g.canonical_etypes if target in (None, e[1])], []
+    for index, etype in enumerate(etypes):
         u, v = g.edges(etype=etype)
         side = torch.stack([g.edges[etype].data[mask].long() for mask in SPLITS]).argmax(0)
-        found.append(torch.stack([u + first[etype[0]], u * 0 + number, v + first[etype[2]], side]))
+        parts.append(torch.stack([u + first[etype[0]], u * 0 + index, v + first[etype[2]], side]))
     ends = (etypes[0][0], etypes[0][2])
-    return torch.cat(found, 1), [range(first[end], first[end] + g.num_nodes(end)) for end in ends]
+    return torch.cat(parts, 1), [range(first[end], first[end] + g.num_nodes(end)) for end in ends]
 
 
-def with_negatives(of: Tensor, candidates: list[range], count: int) -> Tensor:
+def with_negatives(positives: Tensor, candidates: list[range], count: int) -> Tensor:
     """Return (3, P, K) triples with a random destination, and source if both ends are of one type."""
-    made = []
+    corrupted = []
     for end in (2, 0)[: 1 + (candidates[0] == candidates[1])]:
-        made.append(of[:, :, None].repeat(1, 1, count))
-        among = candidates[end // 2]
-        made[-1][end] = torch.randint(among.start, among.stop, (of.shape[1], count))
-    return torch.cat(made, 2)
+        corrupted.append(positives[:, :, None].repeat(1, 1, count))
+        candidate_range = candidates[end // 2]
+        corrupted[-1][end] = torch.randint(
+            candidate_range.start, candidate_range.stop, (positives.shape[1], count)
+        )
+    return torch.cat(corrupted, 2)
 
 
 def learn_links(o: argparse.Namespace, g: Any) -> dict[str, float]:
-    """Train on edges, with an encoder or trainable rows; return the metrics of the test edges."""
+    """Train on edges with an encoder or embeddings, and return the metrics of the test edges."""
     edges, candidates = triples(g, o.target)
     train, test = (edges[:3, edges[3] == side] for side in (0, 2))
     score = Score(o, int(edges[1].max()) + 1, o.embeddings or o.hidden)
@@ -277,41 +284,47 @@ def learn_links(o: argparse.Namespace, g: Any) -> dict[str, float]:
 
     def batches() -> Iterator[tuple[Tensor, Tensor, Any]]:
         if o.embeddings:
-            for some in ids[torch.randperm(len(ids))].split(2 * o.batch_size):
-                of = train[:, some]
-                yield of, with_negatives(of, candidates, negatives), trainer.rows
+            for batch in ids[torch.randperm(len(ids))].split(2 * o.batch_size):
+                positives = train[:, batch]
+                yield positives, with_negatives(positives, candidates, negatives), trainer.rows
             return
         sampler = dgl.dataloading.as_edge_prediction_sampler(
             sampler_of(o),
             exclude="reverse_id",
             reverse_eids=known.edge_ids(train[2], train[0]),
-            negative_sampler=lambda _, at: (
-                *with_negatives(train[:, at], candidates, negatives)[[0, 2]].flatten(1),
+            negative_sampler=lambda _, positive_ids: (
+                *with_negatives(train[:, positive_ids], candidates, negatives)[[0, 2]].flatten(1),
             ),
         )
-        whole = 2 * o.batch_size
+        batch_size = 2 * o.batch_size
         for inputs, *pairs, blocks in dgl.dataloading.DataLoader(
-            known, ids, sampler, batch_size=whole, shuffle=True
+            known, ids, sampler, batch_size=batch_size, shuffle=True
         ):
-            h, (of, other) = (
+            h, (positives, negative_edges) = (
                 model(blocks, g.ndata["feat"][inputs]),
-                (torch.stack(one.edges()) for one in pairs),
+                (torch.stack(pair.edges()) for pair in pairs),
             )
-            of, other = (one[[0, 0, 1]] * torch.tensor([[1], [0], [1]]) for one in (of, other))
-            yield of, other.view(3, of.shape[1], -1), h.__getitem__
+            positives, negative_edges = (
+                ends[[0, 0, 1]] * torch.tensor([[1], [0], [1]]) for ends in (positives, negative_edges)
+            )
+            yield positives, negative_edges.view(3, positives.shape[1], -1), h.__getitem__
 
     for _ in range(o.epochs):
-        for of, other, look in batches():
-            positive, negative = (score(look(one[0]), one[1], look(one[2])) for one in (of, other))
+        for positives, corrupted, lookup in batches():
+            positive, negative = (
+                score(lookup(triple[0]), triple[1], lookup(triple[2])) for triple in (positives, corrupted)
+            )
             trainer.step(link_loss(o.loss, positive, negative))
     model.eval()
     with torch.no_grad():
         h = trainer.rows.weight if o.embeddings else model([known] * 2, g.ndata["feat"])
-        return ranked(score, h, edges[:3], test, candidates)
+        return rank_metrics(score, h, edges[:3], test, candidates)
 
 
-def ranked(score: Score, h: Tensor, edges: Tensor, test: Tensor, candidates: list[range]) -> dict[str, float]:
-    """Return the metrics of edges by brute force: true edges are no candidates, ties count half."""
+def rank_metrics(
+    score: Score, h: Tensor, edges: Tensor, test: Tensor, candidates: list[range]
+) -> dict[str, float]:
+    """Return the metrics of edges by brute force. True edges are not candidates, and ties count half."""
     places = []
     for end in (2, 0)[: 1 + (candidates[0] == candidates[1])]:
         among, true = candidates[end // 2], dict[tuple[int, int], list[int]]()
@@ -338,24 +351,33 @@ def plain(o: argparse.Namespace, path: Path, seed: int) -> dict[str, float]:
     return (learn_links if o.task == LINK else learn_nodes)(o, read_graph(path))
 
 
-def distributed(o: argparse.Namespace, path: Path, out: Path, seeds: str) -> list[dict[str, float]]:
-    """Partition (once) and train on 2 ranks; return the test metrics of each seed."""
+def train_distributed(o: argparse.Namespace, path: Path, out: Path, seeds: str) -> list[dict[str, float]]:
+    """Partition the graph once, train on 2 ranks, and return the test metrics of each seed."""
     data, run = out / f"{path.stem}-2", out / f"{path.stem}-run"
     if not data.exists():
         dglx("partition", path, "--parts", 2, "--out", data)
-    options = {name.replace("_", "-"): one for name, one in vars(o).items() if one is not None}
+    options = {name.replace("_", "-"): value for name, value in vars(o).items() if value is not None}
     options |= {"ranks": 2, "seeds": seeds, "eval-every": o.epochs}
     del options["graph"]
-    dglx("train", data, "--out", run, *(part for name, one in options.items() for part in (f"--{name}", one)))
+    dglx(
+        "train",
+        data,
+        "--out",
+        run,
+        *(part for name, value in options.items() for part in (f"--{name}", value)),
+    )
     runs = json.loads((run / "summary.json").read_text())["runs"].values()
-    return [{name.removeprefix("test_"): one for name, one in each.items()} for each in runs]
+    return [{name.removeprefix("test_"): value for name, value in each.items()} for each in runs]
 
 
-def compared(o: argparse.Namespace, ours: Any, theirs: Any) -> Iterator[dict[str, Any]]:
+def compare(o: argparse.Namespace, dglx_metrics: Any, plain_metrics: Any) -> Iterator[dict[str, Any]]:
     """Yield a line of the table for each metric."""
     for name in o.metric.split(","):
         is_error = name in ERRORS
-        a, b = ([(1 if is_error else 100) * one[name] for one in side] for side in (ours, theirs))
+        a, b = (
+            [(1 if is_error else 100) * metrics[name] for metrics in side]
+            for side in (dglx_metrics, plain_metrics)
+        )
         unit = 100 / fmean(b) if is_error else 1.0
         apart = unit * (fmean(a) - fmean(b))
         error = unit * ((stdev(a) ** 2 + stdev(b) ** 2) / len(a)) ** 0.5
@@ -375,24 +397,26 @@ def compared(o: argparse.Namespace, ours: Any, theirs: Any) -> Iterator[dict[str
 
 
 def main(argv: list[str]) -> int:
-    """Measure and print the table; return 1 where a difference is above its bound."""
+    """Measure and print the table. Return 1 if a difference exceeds its bound."""
     options = parser("tasks", __doc__)
     options.add_argument("--data", type=Path, nargs="*", default=[Path("../shared/data")], help="folders")
     options.add_argument("--out", type=Path, default=Path("runs/tasks"), help="partitions, runs, results")
     options.add_argument("--seeds", default="0,1,2")
-    options.add_argument("--graphs", nargs="*", help="rows to measure, also again; none: print what there is")
+    options.add_argument(
+        "--graphs", nargs="*", help="rows to measure again; without it, only missing rows are measured"
+    )
     chosen = options.parse_args(argv)
     chosen.out.mkdir(parents=True, exist_ok=True)
     lines = []
     for o in map(setting, ROWS.strip().splitlines()):
         result = chosen.out / f"{o.graph}.json"
-        paths = [one for folder in chosen.data for one in folder.glob(f"{o.graph}.*")]
-        is_wanted = not result.exists() if chosen.graphs is None else o.graph in chosen.graphs
-        if paths and is_wanted:
-            ours = distributed(o, paths[0], chosen.out, chosen.seeds)
-            theirs = [plain(o, paths[0], int(seed)) for seed in chosen.seeds.split(",")]
-            write_json(result, [ours, theirs])
+        paths = [path for folder in chosen.data for path in folder.glob(f"{o.graph}.*")]
+        is_requested = not result.exists() if chosen.graphs is None else o.graph in chosen.graphs
+        if paths and is_requested:
+            dglx_metrics = train_distributed(o, paths[0], chosen.out, chosen.seeds)
+            plain_metrics = [plain(o, paths[0], int(seed)) for seed in chosen.seeds.split(",")]
+            write_json(result, [dglx_metrics, plain_metrics])
         if result.exists():
-            lines += compared(o, *json.loads(result.read_text()))
+            lines += compare(o, *json.loads(result.read_text()))
     print(table(lines))
     return int(any(line["within"] == "no" for line in lines))

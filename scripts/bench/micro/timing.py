@@ -1,4 +1,4 @@
-"""What the programs share: options, the timing loop, commands, tables and JSON."""
+"""Helpers of the programs: options, the timing loop, commands, tables and JSON."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def parser(name: str, description: str | None) -> argparse.ArgumentParser:
     )
 
 
-def timed(work: Callable[[], T]) -> tuple[float, T]:
+def time_call(work: Callable[[], T]) -> tuple[float, T]:
     """Seconds that ``work`` takes, and what it returns."""
     begin = time.perf_counter()
     result = work()
@@ -36,12 +36,15 @@ def timed(work: Callable[[], T]) -> tuple[float, T]:
 def in_turn(
     contestants: Mapping[str, Callable[[], float]], rounds: int, warm_up: int = 0
 ) -> dict[str, list[float]]:
-    """What each returns, taken in turn, so that a slow moment hits all; without ``warm_up`` rounds."""
-    found: dict[str, list[float]] = {name: [] for name in contestants}
+    """Return the results of each contestant. They run in turn, so that a slow moment affects all of them.
+
+    The first ``warm_up`` rounds are left out.
+    """
+    results: dict[str, list[float]] = {name: [] for name in contestants}
     for _ in range(rounds):
         for name, contestant in contestants.items():
-            found[name].append(contestant())
-    return {name: values[warm_up:] for name, values in found.items()}
+            results[name].append(contestant())
+    return {name: values[warm_up:] for name, values in results.items()}
 
 
 def dglx(
@@ -57,7 +60,9 @@ def dglx(
 
 def table(rows: Sequence[Mapping[str, object]]) -> str:
     """Rows as Markdown, floats with two digits."""
-    cells = [[f"{one:.2f}" if isinstance(one, float) else str(one) for one in row.values()] for row in rows]
+    cells = [
+        [f"{value:.2f}" if isinstance(value, float) else str(value) for value in row.values()] for row in rows
+    ]
     return markdown_table(list(rows[0]), cells)
 
 

@@ -36,7 +36,7 @@ def launch_of(
     )
 
 
-def launched(name: str, launch: Launch, **where: Any) -> Variant:
+def launch_variant(name: str, launch: Launch, **where: Any) -> Variant:
     """Return a variant that is launched anew for every repetition; ``where``: as of ``common.of_job``."""
     return of_job(name, KIND, asdict(launch), **where)
 

@@ -20,7 +20,7 @@ from dglx_dist.errors import ConfigError
 from dglx_dist.records import EpochRecord
 from scripts.bench.peers.workload import TOLD, TRAINERS, Launch
 from scripts.bench.records import JobError
-from scripts.bench.suites import installed
+from scripts.bench.suites import find_versions
 from scripts.netlab.base import Lab
 from scripts.netlab.launch import Launcher, Started, server_environment, start, with_changes
 from scripts.out_files import last_lines
@@ -28,7 +28,7 @@ from scripts.out_files import last_lines
 
 def versions() -> dict[str, str]:
     """Return name to version of what the peers are made of, as far as it is installed."""
-    return installed(("torch", "dgl", "torch_geometric", "pyg_lib", "torch_sparse"))
+    return find_versions(("torch", "dgl", "torch_geometric", "pyg_lib", "torch_sparse"))
 
 
 PARTS: Mapping[str, tuple[str, ...]] = {
@@ -59,13 +59,13 @@ def as_record(rows: Sequence[Mapping[str, Any]], wire: int | None) -> EpochRecor
     times = dict.fromkeys(_TIMES, 0.0)
     for row in rows:
         counts.update(row["counts"])
-        found = dict.fromkeys(_TIMES, 0.0)
+        totals = dict.fromkeys(_TIMES, 0.0)
         for part, seconds in row["parts"].items():
             for name in PARTS[part]:
-                found[name] += seconds
+                totals[name] += seconds
         # A model's exchange is within its backward: what is told apart is not counted twice.
-        found["compute_s"] = max(found["compute_s"] - row["parts"].get("exchange", 0.0), 0.0)
-        times = {name: times[name] + found[name] for name in _TIMES}
+        totals["compute_s"] = max(totals["compute_s"] - row["parts"].get("exchange", 0.0), 0.0)
+        times = {name: times[name] + totals[name] for name in _TIMES}
     targets = max(counts["targets"], 1)
     means: Any = {name: total / len(rows) for name, total in times.items()}
     return EpochRecord(
@@ -114,7 +114,7 @@ class MemoryWatch:
 
     @property
     def peak_bytes(self) -> int | None:
-        """Of the server that used most; None when no server was seen."""
+        """Peak memory in bytes of the server that used most, or None if no server was seen."""
         return max(self._peaks.values(), default=None)
 
 
@@ -147,8 +147,8 @@ def run_once(
     if not Path(launch.data).exists():
         raise ConfigError(f"{launch.data} does not exist; make it with bench.peers.data.copy_of")
     folder.mkdir(parents=True)
-    told = {"launch": asdict(launch), "device": lab.servers[0].device, "ip_config": str(_ip_config(folder))}
-    (folder / TOLD).write_text(json.dumps(told))
+    config = {"launch": asdict(launch), "device": lab.servers[0].device, "ip_config": str(_ip_config(folder))}
+    (folder / TOLD).write_text(json.dumps(config))
     world_size = len(lab.servers) * ranks_per_server
     watch = MemoryWatch()
     with ExitStack() as stack:
@@ -253,9 +253,9 @@ def _reports(
     missing = [rank for rank, path in enumerate(paths) if not path.exists()]
     if missing:
         raise JobError(f"{launch.system}: no report of ranks {missing}{_logs(folder)}")
-    found = [json.loads(path.read_text()) for path in paths]
+    reports = [json.loads(path.read_text()) for path in paths]
     chosen = range(launch.warmup, launch.warmup + launch.epochs)
-    rows = [[rank["epochs"][number] for rank in found] for number in chosen]
+    rows = [[rank["epochs"][number] for rank in reports] for number in chosen]
     # Ranks of one server read the same card.
     wire = [_total([rank["card_sent"] for rank in row[::ranks_per_server]]) for row in rows]
     epochs = [as_record(row, sent) for row, sent in zip(rows, wire, strict=True)]
@@ -263,20 +263,20 @@ def _reports(
         "system": launch.system,
         "allocator": launch.allocator,
         "versions": versions(),
-        "rank_peak_bytes": max(rank["peak_bytes"] for rank in found),
+        "rank_peak_bytes": max(rank["peak_bytes"] for rank in reports),
         "parts_s": _means(rows, "parts", max),
         "counts": _means(rows, "counts", sum),
-        "seed_sum_of_rank": [rank["epochs"][launch.warmup]["counts"].get("seed_sum") for rank in found],
+        "seed_sum_of_rank": [rank["epochs"][launch.warmup]["counts"].get("seed_sum") for rank in reports],
     }
     return [
         {
             "epochs": [asdict(epoch) for epoch in epochs],
             "bytes_outside_wire": _total(wire),
             "peak_bytes": server_peak // ranks_per_server if server_peak else rank["peak_bytes"],
-            "accuracy": _curve([rank["epochs"] for rank in found]),
+            "accuracy": _curve([rank["epochs"] for rank in reports]),
             "extra": extra,
         }
-        for rank in found
+        for rank in reports
     ]
 
 

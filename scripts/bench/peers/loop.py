@@ -1,4 +1,4 @@
-"""What the programs of all systems share: arguments, clock, report of a rank, loss, counts and model."""
+"""Code that the programs of all systems share: arguments, clock, report, loss, counts and model."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from scripts.out_files import write_text
 
 
 @dataclass(frozen=True, kw_only=True)
-class Told:
-    """What a launch tells its ranks."""
+class LaunchArguments:
+    """Arguments that a launch passes to its ranks."""
 
     launch: Launch
     device: str | None
@@ -38,11 +38,11 @@ class Told:
     """Folder of the reports."""
 
 
-def read_arguments() -> Told:
+def read_arguments() -> LaunchArguments:
     """Read what the launch told this rank in the folder that is its one argument."""
     value = json.loads((Path(sys.argv[1]) / TOLD).read_text())
-    told: Told = read_record(Told, {**value, "out": sys.argv[1]})
-    return told
+    arguments: LaunchArguments = read_record(LaunchArguments, {**value, "out": sys.argv[1]})
+    return arguments
 
 
 class Clock:
@@ -70,7 +70,7 @@ class Trainer(ABC):
     """One rank on its share of the training nodes: every system's loop, its parts told apart by a clock."""
 
     sampled = "wait"
-    """What the time of ``next`` of the loader is called."""
+    """Name of the phase that ``next(loader)`` belongs to."""
     loader: Any
     model: Any
     optimizers: Sequence[Any]
@@ -79,7 +79,7 @@ class Trainer(ABC):
 
     @property
     def num_steps(self) -> int:
-        """Of an epoch."""
+        """Number of steps of an epoch."""
         return len(self.loader)
 
     @abstractmethod
@@ -127,26 +127,26 @@ class Trainer(ABC):
             self.note(clock, batch)
 
 
-def train(trainer: Trainer, told: Told) -> None:
+def train(trainer: Trainer, arguments: LaunchArguments) -> None:
     """Train, each epoch between two barriers of all ranks, and write what this rank measured."""
     epochs: list[dict[str, Any]] = []
-    for number in range(1, told.launch.warmup + told.launch.epochs + 1):
+    for number in range(1, arguments.launch.warmup + arguments.launch.epochs + 1):
         clock = Clock()
         dist.barrier()
-        sent, begin = _sent(told.device), time.perf_counter()
+        sent, begin = _read_sent_bytes(arguments.device), time.perf_counter()
         trainer.epoch(clock)
         dist.barrier()
-        seconds, after = time.perf_counter() - begin, _sent(told.device)
+        seconds, after = time.perf_counter() - begin, _read_sent_bytes(arguments.device)
         measured = {"epoch": number - 1, "seconds": seconds, "parts": clock.seconds, "counts": clock.counts}
         measured["card_sent"] = None if sent is None or after is None else after - sent
-        if (found := trainer.validate(number)) is not None:
-            measured["validation"] = found
+        if (validation := trainer.validate(number)) is not None:
+            measured["validation"] = validation
         epochs.append(measured)
-    report = {"epochs": epochs, "peak_bytes": peak_bytes()}
-    write_text(Path(told.out) / f"rank-{dist.get_rank()}.json", json.dumps(report))
+    report = {"epochs": epochs, "peak_bytes": peak()}
+    write_text(Path(arguments.out) / f"rank-{dist.get_rank()}.json", json.dumps(report))
 
 
-def _sent(device: str | None) -> int | None:
+def _read_sent_bytes(device: str | None) -> int | None:
     return None if device is None else read_card(device).sent
 
 

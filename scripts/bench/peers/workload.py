@@ -1,4 +1,4 @@
-"""What every system is asked to train: one graph, one model, one kind of batch."""
+"""Workload that every system trains: one graph, one model, one kind of batch."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Workload:
     classes: int
     hidden: int = 16
     fanouts: tuple[int, ...] = (25, 10)
-    """As DGL has them: the last is the hop at the seeds."""
+    """Fan-outs in DGL's order. The last one is the hop at the seeds."""
     batch_size: int = 1000
     """Seeds per trainer and step."""
     embedding: int = 0
@@ -35,7 +35,7 @@ class Workload:
 
 @dataclass(frozen=True, kw_only=True)
 class Launch:
-    """What one launch is told; the params of a job of the kind "program"."""
+    """Parameters of a job of the kind "program"."""
 
     system: Literal["stock", "ours", "dense", "pyg"]
     workload: Workload

@@ -97,11 +97,11 @@ class Table(nn.Module):
 
 
 def main() -> None:
-    told = read_arguments()
+    arguments = read_arguments()
     torch.set_num_threads(1)
     with dx.init(strategy="data_parallel") as session:
-        system = DenseRows if told.launch.system == "dense" else Ours
-        train(system(told.launch, session), told)
+        system = DenseRows if arguments.launch.system == "dense" else Ours
+        train(system(arguments.launch, session), arguments)
 
 
 if __name__ == "__main__":

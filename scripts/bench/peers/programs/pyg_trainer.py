@@ -82,10 +82,10 @@ class PyG(Trainer):
 
 
 def main() -> None:
-    told = read_arguments()
+    arguments = read_arguments()
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    train(PyG(told.launch.workload, Path(told.launch.data), told.launch.options), told)
+    train(PyG(arguments.launch.workload, Path(arguments.launch.data), arguments.launch.options), arguments)
     dist.destroy_process_group()
 
 

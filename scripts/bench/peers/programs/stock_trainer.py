@@ -82,11 +82,11 @@ class Stock(Trainer):
 
 
 def main() -> None:
-    told = read_arguments()
+    arguments = read_arguments()
     torch.set_num_threads(1)
-    dgl.distributed.initialize(told.ip_config, net_type="socket")
+    dgl.distributed.initialize(arguments.ip_config, net_type="socket")
     dist.init_process_group("gloo")
-    train(Stock(told.launch), told)
+    train(Stock(arguments.launch), arguments)
 
 
 if __name__ == "__main__":
