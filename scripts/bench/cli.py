@@ -133,7 +133,7 @@ def choose(suite: str, only: Sequence[str]) -> list[Experiment]:
     from scripts.bench import suites
 
     experiments = suites.suite(suite)
-    ids = [name for words in only for name in names(words)]
+    ids = [name for words in only for name in parse_names(words)]
     chosen = [suites.find(name) for name in ids] if ids else experiments
     return list({experiment.id: experiment for experiment in chosen}.values())
 

@@ -521,7 +521,7 @@ def accuracy_in_words(outcome: Outcome) -> str:
         return ""
     marks = {variant.name: " simulated" if variant.simulated else "" for variant in outcome.plan.variants}
     entries = (f"{name} {value:.3g} s{marks[name]}" for name, value in times[1].items())
-    reached = readable_percent(times[0])
+    reached = format_percent(times[0])
     return f"Time to a validation accuracy of {reached}, which all reach: {', '.join(entries)}."
 
 

@@ -23,7 +23,7 @@ from dglx_dist.memory import format_bytes
 from dglx_dist.options import ABOVE_ZERO, at_least, check_ranges, option, prefix_errors
 from dglx_dist.planner.records import Rate
 from dglx_dist.progress import say
-from dglx_dist.report.tables import plural, readable_seconds
+from dglx_dist.report.tables import format_seconds, plural
 from scripts.netlab import labs, state
 from scripts.netlab.base import Card, LabSpec, label
 from scripts.netlab.calibrate import (
@@ -318,10 +318,10 @@ def tries_table(calibration: Calibration) -> Table:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for column in ("rate", "seconds per epoch", "phi", ""):
         table.add_column(column, justify="right" if column else "left", no_wrap=True)
-    table.add_row("not limited", readable_seconds(calibration.seconds_free), "", "")
+    table.add_row("not limited", format_seconds(calibration.seconds_free), "", "")
     for attempt in calibration.tries:
         chosen = "use this" if attempt.rate == calibration.rate else ""
-        table.add_row(str(attempt.rate), readable_seconds(attempt.seconds), f"{attempt.phi:.3f}", chosen)
+        table.add_row(str(attempt.rate), format_seconds(attempt.seconds), f"{attempt.phi:.3f}", chosen)
     return table
 
 

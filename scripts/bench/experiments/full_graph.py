@@ -302,7 +302,7 @@ def count_setting(plan: BenchPlan, size: Size, setting: Setting) -> Counted:
     }
     ranks = [topology.ranks_of_server(server) for server in range(SERVERS)]
     work = {
-        name: full_work_of(
+        name: decode_work(
             np.array([[sizes_of(piece, topology.world_size) for piece in step] for step in made]), topology
         )
         for name, made in steps.items()

@@ -39,7 +39,7 @@ def run(params: Mapping[str, Any], context: JobContext) -> dict[str, Any]:
     timeout_s = min(_LONGEST_WAIT_S, context.timeout_s)
     with init(job.strategy, timeout=timeout_s, seed=job.seed, **dict(job.options)) as session:
         g = DistGraph(job.data, structure="partitioned", session=session)
-        report = _train(g, job) | {"peak_bytes": peak()}
+        report = _train(g, job) | {"peak_bytes": peak_bytes()}
         g.close()
         return report
 

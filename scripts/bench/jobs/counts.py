@@ -66,7 +66,7 @@ def _survey(params: Mapping[str, Any], context: JobContext) -> Survey:
         manifest = g.dataset.manifest
         ranks = [Topology(rank, servers, tuple(range(servers))) for rank in range(servers)]
         bounds = Placement(manifest.num_parts, ranks[0]).server_offsets(manifest.node_offsets[NODE_TYPE])
-        seeds = marked_ids(g.ndata["train_mask"], g.num_nodes())
+        seeds = read_marked_ids(g.ndata["train_mask"], g.num_nodes())
         totals = summed(
             [count_rank(g, draws, seeds, (topology, bounds)) for topology in ranks],
             # With each tensor goes a flag of one element, that somebody has its gradient.
@@ -92,7 +92,7 @@ def _list_ways(params: Mapping[str, Any]) -> dict[str, Any]:
     fanouts = params["plan"].get("fanouts")
     config = PlanConfig(**params["plan"] | {"fanouts": fanouts and tuple(fanouts)})
     counted, predictions = measure(config)
-    unit = constraints_of(config).unit
+    unit = read_constraints(config).unit
     compared = [
         prediction
         for prediction in predictions
@@ -100,7 +100,7 @@ def _list_ways(params: Mapping[str, Any]) -> dict[str, Any]:
     ]
     ways = {}
     for rate in params["rates"]:
-        cluster = cluster_of(replace(config, external=Rate.parse(rate)))
+        cluster = build_cluster(replace(config, external=Rate.parse(rate)))
         of_rate = replace(counted, cluster=cluster)
         costs = [
             replace(predict(prediction.candidate, of_rate), compute_s=prediction.compute_s)

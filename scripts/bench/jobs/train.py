@@ -138,7 +138,7 @@ def _measure(training: _Training, job: TrainParams, context: JobContext, began: 
         "epochs": [asdict(record) for record in records],
         # What evaluation sends is not of the epochs.
         "bytes_outside_wire": None if job.accuracy else _sent_by_cards(card, context, session),
-        "peak_bytes": peak(),
+        "peak_bytes": peak_bytes(),
         "accuracy": curve,
         "extra": {
             **_facts(training, session),
@@ -166,7 +166,7 @@ def _epoch(training: _Training, job: TrainParams, epoch: int) -> EpochRecord:
     training.g.barrier()
     loader, session = cast("TrainingLoader", training.loader), training.g.session
     figures, _ = train_pass(training.step, loader, session, lambda: None, {})
-    record = over_ranks(gather_json(figures, session), epoch)
+    record = gather_figures(gather_json(figures, session), epoch)
     if job.simulated is None:
         return record
     return replace(record, loss=math.nan, train_accuracy=math.nan)

@@ -142,7 +142,7 @@ def train(trainer: Trainer, arguments: LaunchArguments) -> None:
         if (validation := trainer.validate(number)) is not None:
             measured["validation"] = validation
         epochs.append(measured)
-    report = {"epochs": epochs, "peak_bytes": peak()}
+    report = {"epochs": epochs, "peak_bytes": peak_bytes()}
     write_text(Path(arguments.out) / f"rank-{dist.get_rank()}.json", json.dumps(report))
 
 
