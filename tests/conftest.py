@@ -36,7 +36,7 @@ def _place(names: dict[str, Any]) -> int:
         return 0
     if not _STARTERS.isdisjoint(names):
         return 1
-    return 0 if any(isinstance(one, Dispatcher) for one in names.values()) else 2
+    return 0 if any(isinstance(name, Dispatcher) for name in names.values()) else 2
 
 
 @pytest.fixture(scope="session")

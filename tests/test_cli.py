@@ -47,18 +47,18 @@ def refused(*arguments: str) -> str:
 
 def refused_here(*arguments: str, folder: Path) -> str:
     """The same of what no process is started for: in this one, which has imported everything."""
-    said = io.StringIO()
+    message = io.StringIO()
     with (
         mock.patch.object(sys, "argv", ["dglx", *arguments]),
         mock.patch.object(subprocess, "Popen", side_effect=AssertionError("a process was started")),
         contextlib.chdir(folder),
-        contextlib.redirect_stderr(said),
+        contextlib.redirect_stderr(message),
         pytest.raises(SystemExit) as ended,
     ):
         main()
-    assert ended.value.code == 2, said.getvalue()
-    assert "Traceback" not in said.getvalue()
-    return said.getvalue()
+    assert ended.value.code == 2, message.getvalue()
+    assert "Traceback" not in message.getvalue()
+    return message.getvalue()
 
 
 @pytest.fixture(scope="module")
@@ -144,12 +144,12 @@ def test_ids_out_of_range_are_one_error(dataset: Path, tmp_path: Path) -> None:
     wrong, path = tmp_path / "wrong", "part1/edges/_N._E._N/indptr.arrow"
     shutil.copytree(dataset, wrong)
     put_value(wrong, path, 3, 2**50)
-    said = f"part 1 is wrong: in {path}, indptr[3] is {2**50}, expected numbers that never fall"
-    assert said in refused("inspect", str(wrong), "--verify", "full")
+    message = f"part 1 is wrong: in {path}, indptr[3] is {2**50}, expected numbers that never fall"
+    assert message in refused("inspect", str(wrong), "--verify", "full")
     few = ("--ranks", "2", "--epochs", "1", "--fanout", "5,5")
     done = dglx("train", str(wrong), *few, "--out", str(tmp_path / "out"))
     assert done.returncode > 0
-    assert said in done.stderr
+    assert message in done.stderr
     assert "Traceback" not in done.stderr
 
 
@@ -209,11 +209,11 @@ def test_a_folder_that_holds_something_is_not_replaced(dataset: Path, tmp_path: 
 def test_partition_names_what_tables_lack(tmp_path: Path) -> None:
     write(tmp_path, {"nodes.csv": "id,label,age\n0,0,30\n1,1,40\n", "edges.csv": "src,dst\n0,1\n"})
     arguments = [str(tmp_path), "--parts", "1", "--add-reverse-edges", "--out", str(tmp_path / "out")]
-    said = " ".join(succeeded("partition", *arguments).split())
-    assert "no features (feat_0, feat_1 ... or 'feat'; others: age)" in said
-    assert "labels, but no 'split', which `dglx train` needs" in said
-    assert "0.0% of the edges (2 stored)" in said
-    assert said.endswith(f"next: dglx inspect {tmp_path / 'out'}")
+    text = " ".join(succeeded("partition", *arguments).split())
+    assert "no features (feat_0, feat_1 ... or 'feat'; others: age)" in text
+    assert "labels, but no 'split', which `dglx train` needs" in text
+    assert "0.0% of the edges (2 stored)" in text
+    assert text.endswith(f"next: dglx inspect {tmp_path / 'out'}")
 
 
 @pytest.mark.parametrize(
@@ -281,11 +281,11 @@ def test_ingest_names_the_command_for_several_types(tmp_path: Path) -> None:
     description = {"version": "gconstruct-v0.1", "nodes": [nodes], "edges": [ends]}
     write(tmp_path, {"nodes.csv": "id\n0\n1\n", "edges.csv": "src,dst\n0,1\n"})
     (tmp_path / "g.json").write_text(json.dumps(description))
-    said = succeeded("ingest", f"{tmp_path}/g.json", "--add-reverse-edges", "--out", str(tmp_path / "out"))
+    line = succeeded("ingest", f"{tmp_path}/g.json", "--add-reverse-edges", "--out", str(tmp_path / "out"))
     command = (
         f"next: dglx train {tmp_path / 'out'} --task link --model none --embeddings 64 or dglx partition"
     )
-    assert command in " ".join(said.split())
+    assert command in " ".join(line.split())
 
 
 def test_the_traceback_is_there_for_who_asks() -> None:
@@ -293,12 +293,12 @@ def test_the_traceback_is_there_for_who_asks() -> None:
 
 
 def rank_processes(launcher: int) -> dict[int, int]:
-    found = {}
-    for one in (one for agent in psutil.Process(launcher).children() for one in agent.children()):
+    results = {}
+    for process in (child for agent in psutil.Process(launcher).children() for child in agent.children()):
         # Or it has just ended.
         with contextlib.suppress(psutil.Error, ValueError):
-            found[int(one.name().removeprefix("dglx-rank-"))] = one.pid
-    return found
+            results[int(process.name().removeprefix("dglx-rank-"))] = process.pid
+    return results
 
 
 @contextlib.contextmanager
@@ -327,10 +327,10 @@ def test_a_killed_rank_ends_the_other_and_is_named(dataset: Path, tmp_path: Path
         ranks = rank_processes(process.pid)
         assert set(ranks) == {0, 1}
         os.kill(ranks[1], signal.SIGKILL)
-        _, said = process.communicate(timeout=30)
+        _, message = process.communicate(timeout=30)
     assert process.returncode == 128 + signal.SIGKILL
-    assert "rank 1" in said
-    assert "SIGKILL" in said
+    assert "rank 1" in message
+    assert "SIGKILL" in message
     assert not psutil.pid_exists(ranks[0])
 
 
@@ -338,12 +338,12 @@ def test_a_job_of_one_machine_listens_on_loopback_only(dataset: Path, tmp_path: 
     # A rank left to itself takes the interface of the machine's name.
     environment = {name: value for name, value in ENVIRONMENT.items() if "SOCKET_IFNAME" not in name}
     with training(dataset, tmp_path, "--servers", "2", env=environment) as process:
-        job = {one.pid for one in psutil.Process(process.pid).children(recursive=True)}
+        job = {child.pid for child in psutil.Process(process.pid).children(recursive=True)}
         assert set(rank_processes(process.pid).values()) < job
         listening = [
-            (one.pid, one.laddr.ip)
-            for one in psutil.net_connections("tcp")
-            if one.status == psutil.CONN_LISTEN and one.pid in job
+            (net_connection.pid, net_connection.laddr.ip)
+            for net_connection in psutil.net_connections("tcp")
+            if net_connection.status == psutil.CONN_LISTEN and net_connection.pid in job
         ]
     # The launcher's store, and of each rank what serves its rows and gloo.
     assert {pid for pid, _ in listening} == job
@@ -370,8 +370,8 @@ def test_a_command_that_is_told_to_end_saves_and_goes_on(dataset: Path, tmp_path
     """With the code and the line that users look for; and a killed torchrun takes its ranks along."""
     with training(dataset, tmp_path) as process:
         process.send_signal(signal.SIGUSR1)
-        _, said = process.communicate(timeout=60)
-    (line,) = [line for line in said.splitlines() if not line.startswith(("epoch ", "training "))]
+        _, message = process.communicate(timeout=60)
+    (line,) = [line for line in message.splitlines() if not line.startswith(("epoch ", "training "))]
     assert (process.returncode, line[:14]) == (75, "stopped after ")
     assert line.endswith(f" is saved in {tmp_path}/checkpoints, and the same command goes on from it")
     # Started by another launcher, which is then killed.
@@ -380,19 +380,19 @@ def test_a_command_that_is_told_to_end_saves_and_goes_on(dataset: Path, tmp_path
     with subprocess.Popen(
         [*command, "--out", str(tmp_path)], stderr=subprocess.PIPE, text=True, env=ENVIRONMENT
     ) as torchrun:
-        while not (said := torchrun.stderr.readline()).startswith("epoch "):
-            assert said, "it ended"
-            if "going on" in said:
-                assert f"going on from {tmp_path}/checkpoints/epoch-" in said
-        ranks = {one.pid for one in psutil.Process(torchrun.pid).children()}
+        while not (message := torchrun.stderr.readline()).startswith("epoch "):
+            assert message, "it ended"
+            if "going on" in message:
+                assert f"going on from {tmp_path}/checkpoints/epoch-" in message
+        ranks = {child.pid for child in psutil.Process(torchrun.pid).children()}
         assert len(ranks) == 2
         torchrun.kill()
         assert killed_within(ranks, 15)
-        said = torchrun.stderr.read()
+        message = torchrun.stderr.read()
     # Whichever notices first: the signal, a collective at the step where they stop, the lost store.
     ended = ("the process that started it has ended", "stopped after", "the launcher or rank 0 has ended")
-    assert any(words in said for words in ended), said
-    assert "Traceback" not in said
+    assert any(words in message for words in ended), message
+    assert "Traceback" not in message
 
 
 @pytest.mark.wide
@@ -404,7 +404,7 @@ def test_an_interrupt_is_told_once(dataset: Path, tmp_path: Path, ignored: bool)
     with training(dataset, tmp_path, **group) as process:
         # As a terminal does: to the command, its launcher and all ranks.
         os.killpg(process.pid, signal.SIGINT)
-        _, said = process.communicate(timeout=60)
+        _, message = process.communicate(timeout=60)
     assert process.returncode == 75
-    (line,) = [line for line in said.splitlines() if not line.startswith("epoch ")]
+    (line,) = [line for line in message.splitlines() if not line.startswith("epoch ")]
     assert line.startswith("stopped after ")

@@ -34,8 +34,8 @@ def test_help_ends_wherever_it_is_asked_for(copy: Path) -> None:
 
 
 def test_a_path_is_meant_from_where_it_was_typed(copy: Path) -> None:
-    asked = demo(copy.parent, "copy/scripts/demo.sh", "--data", "my graph.npz")
-    assert f"partition|{copy.parent}/my graph.npz|--parts|2|" in asked
+    request = demo(copy.parent, "copy/scripts/demo.sh", "--data", "my graph.npz")
+    assert f"partition|{copy.parent}/my graph.npz|--parts|2|" in request
 
 
 def test_a_file_that_changed_is_cut_again(copy: Path) -> None:

@@ -28,7 +28,7 @@ def said(folder: Path, init: str, graphbolt: str | None, *asked: str, first: str
     else:
         (package / "base.py").unlink()
         package.rmdir()
-    code = f"{first}\nimport dgl\n" + "".join(ASK.format(one) for one in asked)
+    code = f"{first}\nimport dgl\n" + "".join(ASK.format(query) for query in asked)
     command = [sys.executable, "-W", "always::ImportWarning", "-c", code]
     done = subprocess.run(
         command,

@@ -39,10 +39,10 @@ def members() -> dict[str, set[str] | None]:
     classes = {n.name: n for s in sources() for n in s.nodes if isinstance(n, ast.ClassDef)}
 
     def inside(node: ast.ClassDef) -> set[str] | None:
-        names = {one.name for one in ast.walk(node) if isinstance(one, ast.FunctionDef)}
-        for one in ast.walk(node):
-            if isinstance(one, ast.Name | ast.Attribute) and isinstance(one.ctx, ast.Store):
-                names.add(one.id if isinstance(one, ast.Name) else one.attr)
+        names = {item.name for item in ast.walk(node) if isinstance(item, ast.FunctionDef)}
+        for item in ast.walk(node):
+            if isinstance(item, ast.Name | ast.Attribute) and isinstance(item.ctx, ast.Store):
+                names.add(item.id if isinstance(item, ast.Name) else item.attr)
         for base in node.bases:
             name = base.value if isinstance(base, ast.Subscript) else base
             known = classes.get(name.id) if isinstance(name, ast.Name) else None
@@ -63,7 +63,7 @@ def test_every_named_member_of_a_class_is_there() -> None:
     named = {(page, *pair) for page, text in quoted() for pair in pattern.findall(text)}
     ours = {(page, name, member) for page, name, member in named if known.get(name) is not None}
     assert len(ours) > 15
-    assert [one for one in sorted(ours) if one[2] not in (known[one[1]] or ())] == []
+    assert [value for value in sorted(ours) if value[2] not in (known[value[1]] or ())] == []
 
 
 def test_every_named_file_is_there() -> None:
@@ -77,7 +77,7 @@ def test_every_named_file_is_there() -> None:
         if name not in EXAMPLES and not name.startswith("/")
     }
     assert len(named) > 50
-    assert [one for one in sorted(named) if not any(path.endswith(f"/{one[1]}") for path in files)] == []
+    assert [item for item in sorted(named) if not any(path.endswith(f"/{item[1]}") for path in files)] == []
 
 
 def test_every_phase_of_the_ledger_is_there() -> None:
@@ -124,11 +124,11 @@ def is_shown(value: Any, shown: str) -> bool:
 )
 def test_tables_of_options_are_those_of_the_record(name: str, record: Any, taken: tuple[str, ...]) -> None:
     page = (STRATEGIES / name).read_text()
-    defaults = {one.name: one.default for one in fields(record) if one.name != "executor_options"}
+    defaults = {field.name: field.default for field in fields(record) if field.name != "executor_options"}
     rows = option_rows(page)
     assert len(rows) >= 5
-    assert {one for one in taken or defaults if f"`{one}`" not in page} == set()
-    assert {one: shown for one, shown in rows.items() if not is_shown(defaults.get(one, ...), shown)} == {}
+    assert {item for item in taken or defaults if f"`{item}`" not in page} == set()
+    assert {item: shown for item, shown in rows.items() if not is_shown(defaults.get(item, ...), shown)} == {}
 
 
 def evaluate(formula: str, **values: float) -> float:
@@ -189,7 +189,7 @@ def test_bytes_of_lambda_are_those_of_its_page() -> None:
 
     def summed(formula: str, *, layers: range) -> float:
         values = {"n": nodes, "s": 4, "G": halo}
-        return sum(evaluate(formula, i=widths[one - 1], d_l=widths[one], **values) for one in layers)
+        return sum(evaluate(formula, i=widths[layer - 1], d_l=widths[layer], **values) for layer in layers)
 
     down, up = cells("AV l ")
     back_down, back_up = cells("gradAV l ")
@@ -213,5 +213,5 @@ def test_the_checks_see_what_they_look_for() -> None:
         "a": "1",
         "b": "`c`",
     }
-    assert [is_shown(*one) for one in ((2, "1"), ("a", "`b`"), (True, "off"), (3, "never"))] == [False] * 4
+    assert [is_shown(*item) for item in ((2, "1"), ("a", "`b`"), (True, "off"), (3, "never"))] == [False] * 4
     assert evaluate("2 (N-1) D1 [a + 4 b] / 2", N=3, D1=5, a=1, b=2) == 90

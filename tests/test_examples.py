@@ -73,16 +73,17 @@ RUNS = [
 @pytest.mark.parametrize(("script", "printing", "least", "said"), RUNS)
 def test_ranks_agree(tmp_path: Path, script: str, printing: int, least: float, said: str) -> None:
     shown = on_ranks(tmp_path, *script.split())
-    found = accuracies(shown)
-    assert (len(found), len(set(found))) == (printing, 1)
-    assert found[0] > least
+    result = accuracies(shown)
+    assert (len(result), len(set(result))) == (printing, 1)
+    assert result[0] > least
     assert re.search(said, shown)
 
 
 def test_hgt_differs_from_rgcn_by_the_model_only() -> None:
-    one, two = ((EXAMPLES / name).read_text() for name in ("07_rgcn.py", "08_hgt.py"))
+    first, second = ((EXAMPLES / name).read_text() for name in ("07_rgcn.py", "08_hgt.py"))
     assert all(
-        re.search(r"RGCN|HGT|Unchanged dgl.nn", line) or len(line.strip()) < 30 for line in changed(one, two)
+        re.search(r"RGCN|HGT|Unchanged dgl.nn", line) or len(line.strip()) < 30
+        for line in changed(first, second)
     )
 
 
@@ -104,18 +105,18 @@ def changed(before: str, after: str) -> list[str]:
     ],
 )
 def test_the_lines_that_differ_are_the_documented_ones(before: str, after: str) -> None:
-    one, two = EXAMPLES / before, EXAMPLES / after
+    first, second = EXAMPLES / before, EXAMPLES / after
     documented = [
-        line[4:] for line in two.read_text().split('"""')[1].splitlines() if re.match(r" {4}[+-] ", line)
+        line[4:] for line in second.read_text().split('"""')[1].splitlines() if re.match(r" {4}[+-] ", line)
     ]
-    assert documented == changed(one.read_text(), two.read_text())
+    assert documented == changed(first.read_text(), second.read_text())
 
 
 def test_the_readme_shows_the_same_lines() -> None:
-    one, two = (EXAMPLES / name for name in ("01_one_process.py", "02_data_parallel.py"))
+    first, second = (EXAMPLES / name for name in ("01_one_process.py", "02_data_parallel.py"))
     (block,) = re.findall(r"```diff\n(.*?)```", (ROOT / "README.md").read_text(), flags=re.DOTALL)
     shown = [line for line in block.splitlines() if line]
-    actual = [f"{line[0]}{line[2:]}" for line in changed(one.read_text(), two.read_text())]
+    actual = [f"{line[0]}{line[2:]}" for line in changed(first.read_text(), second.read_text())]
     assert shown == actual
 
 

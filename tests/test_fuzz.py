@@ -19,6 +19,6 @@ def test_damage_ends_in_an_error_of_ours_or_in_equal_values() -> None:
     ]
     command = [sys.executable, str(ROOT / "scripts" / "fuzz.py"), "--cases", "300", "--seed", "7", *quick]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    found = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
-    assert found.returncode == 0, found.stdout + found.stderr
-    assert "| all | 300 |" in found.stdout
+    process = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    assert process.returncode == 0, process.stdout + process.stderr
+    assert "| all | 300 |" in process.stdout

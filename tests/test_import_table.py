@@ -78,13 +78,13 @@ def test_nothing_forbidden_is_imported() -> None:
 def test_only_pictures_load_matplotlib() -> None:
     # It would cost every rank half a second at start.
     drawing = ("matplotlib", "dglx_dist.report.pictures")
-    found = {
+    results = {
         source.name
         for source in sources()
         for node in source.nodes
         if isinstance(node, ast.ImportFrom) and node.col_offset == 0 and str(node.module).startswith(drawing)
     }
-    assert found == {"report/pictures.py"}
+    assert results == {"report/pictures.py"}
 
 
 @pytest.mark.parametrize(
@@ -102,8 +102,10 @@ def test_only_pictures_load_matplotlib() -> None:
     ],
 )
 def test_a_wrong_import_would_be_seen(name: str, text: str, said: list[str]) -> None:
-    found = sorted(wrongly_imported(source_of(name, text), order()))
-    assert all(one.startswith(f"{name}:{start}") for one, start in zip(found, said, strict=True)), found
+    results = sorted(wrongly_imported(source_of(name, text), order()))
+    assert all(result.startswith(f"{name}:{start}") for result, start in zip(results, said, strict=True)), (
+        results
+    )
 
 
 def test_a_forbidden_import_would_be_seen() -> None:
@@ -118,17 +120,17 @@ def test_a_forbidden_import_would_be_seen() -> None:
 
 def imported_modules(inside: list[Source]) -> dict[str, set[str]]:
     names = {
-        "dglx_dist." + one.name.removesuffix(".py").removesuffix("/__init__").replace("/", "."): one
-        for one in inside
-        if one.name != "__init__.py"  # imports the public names when they are asked for
+        "dglx_dist." + item.name.removesuffix(".py").removesuffix("/__init__").replace("/", "."): item
+        for item in inside
+        if item.name != "__init__.py"  # imports the public names when they are asked for
     }
-    found = {}
+    results = {}
     for name, source in names.items():
-        wanted = {imported for _, imported in imports_of(source)}
-        found[name] = ({one if one in names else one.rpartition(".")[0] for one in wanted} & {*names}) - {
-            name
-        }
-    return found
+        expected = {imported for _, imported in imports_of(source)}
+        results[name] = (
+            {item if item in names else item.rpartition(".")[0] for item in expected} & {*names}
+        ) - {name}
+    return results
 
 
 def test_no_module_imports_itself_by_way_of_others() -> None:

@@ -25,8 +25,8 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> Path:
         copy(ROOT / name, source / name)
     run(sys.executable, "-m", "venv", "--without-pip", str(environment), folder=folder)
     python = environment / "bin" / "python"
-    told = run(str(python), "-c", "import sysconfig; print(sysconfig.get_path('purelib'))", folder=folder)
-    purelib = Path(told.strip())
+    line = run(str(python), "-c", "import sysconfig; print(sysconfig.get_path('purelib'))", folder=folder)
+    purelib = Path(line.strip())
     # A path in a .pth file is searched, but .pth files there (as of an editable install) are not read.
     (purelib / "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
     pip = (sys.executable, "-m", "pip", "--python", str(python), "install", "-q")

@@ -107,16 +107,16 @@ def test_exclusion_leaves_other_nodes_as_they_were() -> None:
 
 
 def test_a_piece_of_the_graph_draws_what_the_whole_draws() -> None:
-    whole = csc_from([list(range(30)), list(range(90)), list(range(40))])
-    piece = Csc(whole.indptr[1:] - 30, whole.indices[30:], whole.weights, 1, 30)
-    weighted = whole._replace(weights=np.arange(160, dtype=np.float32))
+    full = csc_from([list(range(30)), list(range(90)), list(range(40))])
+    piece = Csc(full.indptr[1:] - 30, full.indices[30:], full.weights, 1, 30)
+    weighted = full._replace(weights=np.arange(160, dtype=np.float32))
     cut = piece._replace(weights=weighted.weights[30:])
     for node in (1, 2):
         for seed in range(5):
-            assert draw(piece, node, 7, seed=seed) == draw(whole, node, 7, seed=seed)
+            assert draw(piece, node, 7, seed=seed) == draw(full, node, 7, seed=seed)
             assert draw(cut, node, 7, seed=seed) == draw(weighted, node, 7, seed=seed)
             assert draw(piece, node, 7, seed=seed, exclude=[31, 130]) == draw(
-                whole, node, 7, seed=seed, exclude=[31, 130]
+                full, node, 7, seed=seed, exclude=[31, 130]
             )
 
 
@@ -139,12 +139,12 @@ def test_a_node_draws_the_same_among_its_edges_whatever_else_is_asked(replace: b
     second = csc_from([[4, 4], [5, 6, 7, 8]], [1.0, 0.0, *weights])
     for seed in range(50):
         stream = stream_key(seed, 0, 0)
-        _, one = draw_among(alone, np.array([9]), 2, stream, replace)
+        _, item = draw_among(alone, np.array([9]), 2, stream, replace)
         indptr, both = draw_among(second, np.array([3, 9]), 2, stream, replace)
-        assert both[indptr[1] :].tolist() == (one + 2).tolist()
+        assert both[indptr[1] :].tolist() == (item + 2).tolist()
 
 
 def test_all_with_a_weight_are_taken_once_even_with_replacement() -> None:
     csc = csc_from([[5, 6, 7], [8]], [1.0, 0.0, 2.0, 0.0])
-    indptr, taken = draw_among(csc, np.array([4, 2]), -1, stream_key(0, 0, 0), True)
-    assert (indptr.tolist(), taken.tolist()) == ([0, 2, 2], [0, 2])
+    indptr, chosen = draw_among(csc, np.array([4, 2]), -1, stream_key(0, 0, 0), True)
+    assert (indptr.tolist(), chosen.tolist()) == ([0, 2, 2], [0, 2])

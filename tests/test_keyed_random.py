@@ -67,12 +67,12 @@ def test_a_device_has_the_same_words() -> None:
     """Where int64 has a sign and products overflow, too."""
     ids, numbers = [0, 1, 2**31, 2**40 + 7, 2**63 - 1], [0, 1, 5, 2**32 + 3, 2**62]
     for stream in (stream_key(1, 2, 3), stream_key(7, 0, 1 << 33), np.uint64(2**64 - 1)):
-        keys = [np.uint64(item_key(stream, one)) for one in ids]
+        keys = [np.uint64(item_key(stream, item)) for item in ids]
         words = np.array([[full_word(key, number) for number in numbers] for key in keys], np.uint64)
-        found = words_on_device(stream, torch.tensor(ids), torch.tensor(numbers))
-        assert found.numpy().view(np.uint64).tolist() == words.tolist()
-        assert shift_right(found, 32).tolist() == (words >> np.uint64(32)).tolist()
-        assert (found < 0).any()
+        result = words_on_device(stream, torch.tensor(ids), torch.tensor(numbers))
+        assert result.numpy().view(np.uint64).tolist() == words.tolist()
+        assert shift_right(result, 32).tolist() == (words >> np.uint64(32)).tolist()
+        assert (result < 0).any()
 
 
 def test_edge_types_have_keys_of_their_own_and_the_first_has_the_hops() -> None:

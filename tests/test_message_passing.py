@@ -80,7 +80,7 @@ def outcome(
     loss = sum((out * torch.randn(out.shape, dtype=out.dtype, device="cpu").to(out)).sum() for out in outputs)
     if isinstance(loss, Tensor) and loss.requires_grad:
         loss.backward()
-    return [None if one is None else one.cpu() for one in (*outputs, *(leaf.grad for leaf in leaves))]
+    return [None if item is None else item.cpu() for item in (*outputs, *(leaf.grad for leaf in leaves))]
 
 
 def operator(name: str) -> Callable[[Any, list[Tensor]], Tensor]:
@@ -96,7 +96,7 @@ def operator(name: str) -> Callable[[Any, list[Tensor]], Tensor]:
 def difference(some: list[Tensor | None], others: list[Tensor | None]) -> float:
     def between(a: Tensor | None, b: Tensor | None) -> float:
         if a is None or b is None:  # one path may leave out what the other one sets to zero
-            return float(sum(one.abs().sum() for one in (a, b) if one is not None))
+            return float(sum(case.abs().sum() for case in (a, b) if case is not None))
         assert a.shape == b.shape
         same = (a == b) | (a.isnan() & b.isnan())
         return float(torch.where(same, 0, (a - b).abs()).detach().max()) if a.numel() else 0.0
@@ -105,8 +105,8 @@ def difference(some: list[Tensor | None], others: list[Tensor | None]) -> float:
 
 
 def moved(leaves: list[Tensor], device: torch.device | str) -> None:
-    for one in leaves:
-        one.grad, one.data = None, one.data.to(device)
+    for item in leaves:
+        item.grad, item.data = None, item.data.to(device)
 
 
 def assert_alike(
@@ -284,11 +284,11 @@ def test_operators_on_segments(monkeypatch: pytest.MonkeyPatch) -> None:
             for of in (None, of_rows)
         ),
     ]
-    for ours, theirs in pairs:
-        found, expected = (
-            outcome(None, lambda _, x, one=one: one(*x), [rows, matrices]) for one in (ours, theirs)
+    for ours, pair in pairs:
+        result, expected = (
+            outcome(None, lambda _, x, case=case: case(*x), [rows, matrices]) for case in (ours, pair)
         )
-        assert difference(found, expected) <= TOLERANCE
+        assert difference(result, expected) <= TOLERANCE
     monkeypatch.delenv("DGLX_MESSAGE_PASSING")
     stock = dgl.ops.segment_reduce(LENGTHS, rows, "sum")
     assert difference([stock], [plain_segments(rows, how="sum")]) <= TOLERANCE
@@ -363,8 +363,8 @@ def test_update_of_all_edge_types_at_once(op: str, empty: bool) -> None:
         expected = outcome(
             graph, lambda g, _, how=how: tuple(plain_update(g, rows, weights, op, how)), leaves
         )
-        found = outcome(place(graph, "cpu"), lambda g, _, how=how: ours(g, _, how), leaves)
-        assert difference(found, expected) <= TOLERANCE
+        result = outcome(place(graph, "cpu"), lambda g, _, how=how: ours(g, _, how), leaves)
+        assert difference(result, expected) <= TOLERANCE
 
 
 def test_operators_on_edges_of_all_types() -> None:
@@ -425,8 +425,8 @@ def test_update_by_edge_type(cross: str) -> None:
     def update(g: Any, _: Any) -> dict[str, Tensor]:
         g = g.local_var()
         g.srcdata["h"] = rows
-        one = (fn.copy_u("h", "m"), fn.mean("m", "out"))
-        g.multi_update_all(dict.fromkeys(g.canonical_etypes, one), cross)
+        single = (fn.copy_u("h", "m"), fn.mean("m", "out"))
+        g.multi_update_all(dict.fromkeys(g.canonical_etypes, single), cross)
         return g.dstdata["out"]
 
     assert_alike(graph, update, [*rows.values()])
@@ -467,8 +467,8 @@ def test_structure(kind: str) -> None:
         "edges": lambda g: g.edges(form="all", order="eid"),
         "sorted edges": lambda g: g.edges(form="all", order="srcdst")[:2],
         "find_edges": lambda g: g.find_edges(some),
-        "in_edges": lambda g: tuple(one.sort()[0] for one in g.in_edges(nodes, form="all")),
-        "out_edges": lambda g: tuple(one.sort()[0] for one in g.out_edges(nodes, form="all")),
+        "in_edges": lambda g: tuple(in_edge.sort()[0] for in_edge in g.in_edges(nodes, form="all")),
+        "out_edges": lambda g: tuple(out_edge.sort()[0] for out_edge in g.out_edges(nodes, form="all")),
         "in_degrees": lambda g: (g.in_degrees(), g.in_degrees(nodes), g.in_degrees(v=nodes)),
         "out_degrees": lambda g: (g.out_degrees(), g.out_degrees(nodes), g.out_degrees(u=nodes, etype="_E")),
         "offsets": lambda g: g.adj_tensors("csc")[:1],

@@ -79,10 +79,10 @@ def test_names_that_are_not_utf_8(tmp_path: Path) -> None:
         pyarrow.parquet.write_table(table, file)
     plan = PartitionPlan(num_parts=2, method="hash")
     partition_to_disk(load_dataset(folder / "tables"), folder / "g", plan)
-    asked = {"epochs": 1, "fanouts": (3, 3), "checkpoint_every": 1, "predictions": str(folder / "rows")}
+    request = {"epochs": 1, "fanouts": (3, 3), "checkpoint_every": 1, "predictions": str(folder / "rows")}
     out = str(folder / "run")
-    trained = train_dataset(TrainConfig(data=str(folder / "g"), out=out, **asked))  # type: ignore[arg-type]
-    assert [one.num_samples for one in trained.epochs] == [20]
+    trained = train_dataset(TrainConfig(data=str(folder / "g"), out=out, **request))  # type: ignore[arg-type]
+    assert [epoch.num_samples for epoch in trained.epochs] == [20]
     with next((folder / "rows").rglob("*.parquet")).open("rb") as file:
         assert pyarrow.parquet.read_table(file).num_rows == 30
     command = [sys.executable, "-m", "dglx_dist.cli", "report", out]
@@ -103,9 +103,9 @@ def test_a_part_that_this_user_may_not_read_is_named() -> None:
         # Root may read everything.
         os.seteuid(user or 65534)
         try:
-            said = refusal(lambda: open_dataset(folder / "d"), StorageError)
+            message = refusal(lambda: open_dataset(folder / "d"), StorageError)
         finally:
             os.seteuid(user)
             (folder / "d" / "part1").chmod(0o755)
-    assert said.startswith(f"{folder}/d/part1/")
-    assert "cannot be read by this user" in said
+    assert message.startswith(f"{folder}/d/part1/")
+    assert "cannot be read by this user" in message

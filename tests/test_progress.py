@@ -38,11 +38,11 @@ def test_text_of_the_user_is_shown_as_it_is(
     with progress(ODD, 1) as advance:
         advance.say(ODD)
     say(f"{ODD}\nnext line", "red")
-    printed, said = capfd.readouterr()
+    printed, message = capfd.readouterr()
     assert printed.startswith(f"{SHOWN}\\n\n")
     assert printed.count(SHOWN) == 4
     assert r"a\nb" in printed
-    assert said == f"{SHOWN} ...\n{SHOWN}\n{SHOWN}\nnext line\n"
+    assert message == f"{SHOWN} ...\n{SHOWN}\n{SHOWN}\nnext line\n"
     record = logging.LogRecord("a", logging.WARNING, "", 0, "%s\nnext", (ODD,), None)
     assert VisibleFormatter().format(record) == f"{SHOWN}\nnext"
     screen = io.StringIO()

@@ -60,9 +60,9 @@ def test_a_decorated_class_is_known_and_a_taken_name_is_refused() -> None:
 
     assert registry.get("square") is Box
     assert (registry.name_of(Box), registry.name_of(Circle)) == ("square", "circle")
-    for taken in ("square", "circle", "disc"):
-        with pytest.raises(ConfigError, match=f"{taken}' is taken"):
-            registry.register(taken)(Box)
+    for name in ("square", "circle", "disc"):
+        with pytest.raises(ConfigError, match=f"{name}' is taken"):
+            registry.register(name)(Box)
 
 
 def test_a_plugin_of_another_kind_is_refused() -> None:

@@ -72,14 +72,14 @@ def setup(copy: Path, found: dict[str, str], python: str | None = None) -> tuple
 def test_the_versions_are_those_of_the_python(
     copy: Path, found: dict[str, str], python: str | None, version: str
 ) -> None:
-    code, told, asked = setup(copy, found, python)
-    assert code == 0, told
+    code, message, line = setup(copy, found, python)
+    assert code == 0, message
     (torch,) = re.findall(r"^torch==.*", (ROOT / "constraints" / f"{version}.txt").read_text(), re.MULTILINE)
-    assert asked.splitlines() == [
+    assert line.splitlines() == [
         f"-m pip install -qq --constraint constraints/{version}.txt {torch}+cpu",
         f"-m pip install -qq --constraint constraints/{version}.txt setuptools>=68 wheel -e .[dev]",
     ]
-    assert setup(copy, found, python) == (0, "", asked), "nothing has changed since"
+    assert setup(copy, found, python) == (0, "", line), "nothing has changed since"
 
 
 @pytest.mark.parametrize(
@@ -95,15 +95,15 @@ def test_the_versions_are_those_of_the_python(
 def test_other_pythons_are_refused(
     copy: Path, found: dict[str, str], python: str | None, message: str
 ) -> None:
-    code, told, asked = setup(copy, found, python)
-    assert (code, asked) == (1, "")
-    assert message in told
+    code, output, request = setup(copy, found, python)
+    assert (code, request) == (1, "")
+    assert message in output
 
 
 def test_an_environment_of_another_python_is_not_changed(copy: Path) -> None:
     setup(copy, ALL)
-    code, told, _ = setup(copy, ALL, "python3.12")
-    assert (code, told) == (
+    code, message, _ = setup(copy, ALL, "python3.12")
+    assert (code, message) == (
         1,
         "setup.sh: .venv has Python 3.11, not that of PYTHON=python3.12; remove the folder .venv first\n",
     )
@@ -117,7 +117,11 @@ def pins(version: str) -> dict[str, str]:
 def test_declared_versions_are_those_of_the_environments() -> None:
     declared = run_setup(str(ROOT / "setup.py"), stop_after="init")
     pythons = [path.stem for path in (ROOT / "constraints").iterdir()]
-    named = [one.rpartition(" ")[2] for one in declared.get_classifiers() if re.search(r"Python :: \d", one)]
+    named = [
+        classifier.rpartition(" ")[2]
+        for classifier in declared.get_classifiers()
+        if re.search(r"Python :: \d", classifier)
+    ]
     assert sorted(named) == sorted(pythons)
     assert set(str(declared.python_requires).split(",")) == {">=3.10", "<3.13"}
     oldest = pins("3.10")

@@ -39,7 +39,7 @@ from tests.strategies import equality
 
 
 def plan_of(data: str, out: Path, **changes: Any) -> TrainConfig:
-    told: dict[str, Any] = {
+    message: dict[str, Any] = {
         "strategy": AUTO,
         "fanouts": (3, 2),
         "batch_size": 20,
@@ -48,7 +48,7 @@ def plan_of(data: str, out: Path, **changes: Any) -> TrainConfig:
         "eval_every": 0,
         "strategy_options": {"dry_batches": 0},
     }
-    return TrainConfig(data=data, out=str(out), **{**told, **changes})
+    return TrainConfig(data=data, out=str(out), **{**message, **changes})
 
 
 def out_of_luck(*_: Any) -> None:
@@ -63,18 +63,18 @@ def choose_and_train(data: str, out: str) -> dict[str, Any]:
     """On every rank: what auto came to, stopped and resumed, and the same strategy by its name."""
     train_dataset(plan_of(data, Path(out) / "auto", epochs=2, checkpoint_every=1))
     # What is asked for now would be another strategy.
-    whole = {"unit": "full_graph"}
-    chosen = train_dataset(plan_of(data, Path(out) / "auto", resume=True, strategy_options=whole))
-    taken = json.loads((Path(out) / "auto" / "plan.json").read_text())
-    one = next(one for one in taken["predictions"] if one["name"] == taken["chosen"])["candidate"]
+    full = {"unit": "full_graph"}
+    chosen = train_dataset(plan_of(data, Path(out) / "auto", resume=True, strategy_options=full))
+    record = json.loads((Path(out) / "auto" / "plan.json").read_text())
+    single = next(epoch for epoch in record["predictions"] if epoch["name"] == record["chosen"])["candidate"]
     named = train_dataset(
         plan_of(
             data,
             Path(out) / "named",
-            strategy=one["strategy"],
-            strategy_options=one["options"],
-            cache=one["cache"],
-            cache_alpha=one["cache_alpha"],
+            strategy=single["strategy"],
+            strategy_options=single["options"],
+            cache=single["cache"],
+            cache_alpha=single["cache_alpha"],
         )
     )
     with init(AUTO, seed=0) as session:
@@ -84,9 +84,9 @@ def choose_and_train(data: str, out: str) -> dict[str, Any]:
         model = build_model("sage", equality.WIDTH, 8, equality.CLASSES).double()
         with pytest.raises(ConfigError, match=r"call dx\.choose_strategy"):
             DataLoader(g, [], None)
-        told = FitConfig(epochs=1, eval_every=0)
+        message = FitConfig(epochs=1, eval_every=0)
         with pytest.raises(ConfigError, match=r"supports node classification by 'feat', not config\.feature"):
-            fit(model, g, config=replace(told, feature="label"))
+            fit(model, g, config=replace(message, feature="label"))
         with pytest.raises(ConfigError, match=r"rank 0 has batch_size=2\d, rank \d has batch_size=2\d"):
             choose_strategy(model, g, fanouts=(3, 2), batch_size=20 + session.topology.rank)
         model = build_model("sage", equality.WIDTH, 8, equality.CLASSES).double()
@@ -102,21 +102,21 @@ def choose_and_train(data: str, out: str) -> dict[str, Any]:
             fails.register_forward_pre_hook(out_of_luck)
         with pytest.raises(ConfigError, match="RuntimeError: out of luck"):
             choose_strategy(fails, g, fanouts=(3, 2), batch_size=20)
-        _, result = fit(model, g, config=told, fanouts=(3, 2), batch_size=20)
+        _, result = fit(model, g, config=message, fanouts=(3, 2), batch_size=20)
         by_fit = session.strategy
         with pytest.raises(ConfigError, match="nothing to choose"):
             choose_strategy(model, g)
         g.close()
     return {
         "summary": dict(chosen.summary),
-        "losses": [one.loss for one in chosen.epochs],
-        "named": [one.loss for one in named.epochs],
+        "losses": [epoch.loss for epoch in chosen.epochs],
+        "named": [epoch.loss for epoch in named.epochs],
         "by_fit": [by_fit, result.choice.chosen_prediction.candidate.strategy, result.choice.outcome.epoch],
         "probed": probed,
         "links": [links.external_bytes_per_s, links.internal_bytes_per_s],
-        "plan": taken,
-        "strategy": one["strategy"],
-        "cache": one["cache"],
+        "plan": record,
+        "strategy": single["strategy"],
+        "cache": single["cache"],
     }
 
 
@@ -126,23 +126,23 @@ def test_auto_trains_as_the_strategy_that_it_chose(dataset: str, tmp_path: Path)
     assert first["losses"] == first["named"]
     assert len(first["losses"]) == 3
     for name in ("losses", "by_fit", "links"):
-        assert [one[name] for one in ranks] == [first[name]] * 2
+        assert [rank[name] for rank in ranks] == [first[name]] * 2
     assert all(value > 0 for value in first["links"])
     # Each rank sends the rounds of the probe to the other, 256 KiB at least, and they are counted.
     assert first["probed"] == ranks[1]["probed"] > 2**18
-    told = first["summary"][AUTO]
-    assert told["chosen"] == first["plan"]["chosen"]
-    assert told["bytes_are_counted"]
-    assert told["bytes_outside"] == told["predicted_bytes_outside"] > 0
-    assert told["bytes_inside"] == told["predicted_bytes_inside"] == 0
-    assert told["predicted_epoch_seconds"] > 0
-    assert first["plan"]["outcome"]["bytes_outside"] == told["bytes_outside"]
+    record = first["summary"][AUTO]
+    assert record["chosen"] == first["plan"]["chosen"]
+    assert record["bytes_are_counted"]
+    assert record["bytes_outside"] == record["predicted_bytes_outside"] > 0
+    assert record["bytes_inside"] == record["predicted_bytes_inside"] == 0
+    assert record["predicted_epoch_seconds"] > 0
+    assert first["plan"]["outcome"]["bytes_outside"] == record["bytes_outside"]
     assert first["by_fit"][0] == first["by_fit"][1]
     config = json.loads((tmp_path / "auto" / "config.json").read_text())
     assert (config["strategy"], config["cache"]) == (first["strategy"], first["cache"])
     # Nothing that trains another estimator, and no whole graphs, unless they are asked for.
-    assert {one["candidate"]["unit"] for one in first["plan"]["predictions"]} == {"mini_batch"}
-    assert all(one["candidate"]["exact"] for one in first["plan"]["predictions"])
+    assert {record["candidate"]["unit"] for record in first["plan"]["predictions"]} == {"mini_batch"}
+    assert all(record["candidate"]["exact"] for record in first["plan"]["predictions"])
 
 
 def test_the_device_is_that_of_the_model_not_of_the_session(dataset: str) -> None:
@@ -151,13 +151,13 @@ def test_the_device_is_that_of_the_model_not_of_the_session(dataset: str) -> Non
         g = DistGraph(dataset, session=session)
         session.device = torch.device("cuda", 0)
         choice = choose_strategy(model, g, fanouts=(3, 2), batch_size=20)
-        told = [collect_facts(model, session, FitResult())]
+        message = [collect_facts(model, session, FitResult())]
         session.device = torch.device("cpu")
-        told.append(collect_facts(model.to("meta"), session, FitResult()))
+        message.append(collect_facts(model.to("meta"), session, FitResult()))
         g.close()
     assert choice.cluster.device_memory_bytes == 0
-    assert [one["device"] for one in told] == ["cpu", "meta"]
-    assert [one["peak_device_memory_bytes"] for one in told] == [None, None]
+    assert [message["device"] for message in message] == ["cpu", "meta"]
+    assert [message["peak_device_memory_bytes"] for message in message] == [None, None]
 
 
 def test_servers_of_unequal_size_are_not_counted_for() -> None:
@@ -175,7 +175,9 @@ def test_a_graph_needs_training_nodes_and_no_labels(tmp_path: Path) -> None:
     with init(AUTO, unit="full_graph") as session:
         g = DistGraph(tmp_path / "some", session=session)
         # No loop can own a step of lambda.
-        assert {one.candidate.strategy for one in choose_strategy(model, g).predictions} == {"full_graph"}
+        assert {prediction.candidate.strategy for prediction in choose_strategy(model, g).predictions} == {
+            "full_graph"
+        }
         g.close()
     with init(AUTO, allow_estimators=True) as session:
         g = DistGraph(tmp_path / "none", session=session)
@@ -191,7 +193,7 @@ def test_a_graph_needs_training_nodes_and_no_labels(tmp_path: Path) -> None:
 
 def test_options_of_auto() -> None:
     assert read_auto_options({"full_graph_epochs": 3, "memory": 1000}).memory == "1000"
-    for wrong, said in (
+    for wrong, message in (
         ({"dept": 1}, "'auto' has no option 'dept'"),
         ({"unit": "batch"}, "unit='batch'"),
         ({"dry_batches": -1}, "dry_batches=-1 must be at least 0"),
@@ -200,12 +202,12 @@ def test_options_of_auto() -> None:
         ({"memory": "much"}, "option memory: 'much' is not a size in bytes"),
         ({"memory": 0}, "option memory: a size of '0'"),
     ):
-        with pytest.raises(ConfigError, match=said):
+        with pytest.raises(ConfigError, match=message):
             read_auto_options(wrong)
 
 
 def test_what_is_told_of_training_is_checked_when_it_arrives() -> None:
-    for wrong, said in (
+    for wrong, message in (
         ({"fanouts": []}, r"fanouts=\[\] must be a list"),
         ({"fanouts": 10}, "fanouts=10 must be a list"),
         ({"fanouts": [10, -2]}, r"fanouts\[1\]=-2"),
@@ -214,7 +216,7 @@ def test_what_is_told_of_training_is_checked_when_it_arrives() -> None:
         ({"batch_size": float("nan")}, "batch_size=nan"),
         ({"epochs": 0}, "epochs=0"),
     ):
-        with pytest.raises(ConfigError, match=said):
+        with pytest.raises(ConfigError, match=message):
             Training(**wrong)
 
 
@@ -235,10 +237,10 @@ def test_one_process_has_a_choice_too(dataset: str, tmp_path: Path) -> None:
     # Fan-outs are of the mini-batches that whole graphs are weighed against; nothing warns of them.
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
-        whole = plan_of(dataset, tmp_path / "whole", epochs=1, strategy_options={"unit": "full_graph"})
-        assert train_dataset(whole).summary["strategy"] == "full_graph"
-    taken, *_, workers = json.loads((tmp_path / "whole" / "plan.json").read_text())["predictions"]
-    assert (taken["name"], taken["candidate"]["unit"]) == ("full_graph", "full_graph")
+        full = plan_of(dataset, tmp_path / "whole", epochs=1, strategy_options={"unit": "full_graph"})
+        assert train_dataset(full).summary["strategy"] == "full_graph"
+    record, *_, workers = json.loads((tmp_path / "whole" / "plan.json").read_text())["predictions"]
+    assert (record["name"], record["candidate"]["unit"]) == ("full_graph", "full_graph")
     assert (workers["name"], workers["feasible"], workers["trial"]["steps"] > 0) == ("lambda", True, True)
     with pytest.raises(ConfigError, match="--cache vip must be left out with --strategy auto"):
         plan_of(dataset, tmp_path / "alone", cache="vip")

@@ -158,7 +158,7 @@ def trained_state(strategy: str, parts: int, is_converted: bool) -> dict[str, An
                 optimizer.step()
         state = {name: value.numpy().copy() for name, value in model.state_dict().items()}
         sent = g.session.ledger.total(phase="batch_norm")
-        warned = [str(one.message) for one in caught if "batch norm" in str(one.message)]
+        warned = [str(warning.message) for warning in caught if "batch norm" in str(warning.message)]
         return {"state": state, "warned": len(warned), "sent": sent}
 
 
@@ -169,25 +169,25 @@ def distance(first: dict[str, Any], other: dict[str, Any]) -> float:
 @pytest.mark.parametrize("strategy", ["data_parallel", "push_pull"])
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_ranks_train_with_the_statistics_of_one_process(strategy: str, ranks: int) -> None:
-    one = run_ranks(trained_state, 1, args=("data_parallel", ranks, False))[0]
+    single = run_ranks(trained_state, 1, args=("data_parallel", ranks, False))[0]
     for of_rank in run_ranks(trained_state, ranks, args=(strategy, ranks, True)):
-        assert distance(one, of_rank) < 1e-10
+        assert distance(single, of_rank) < 1e-10
         assert of_rank["warned"] == 0
 
 
 @pytest.mark.parametrize("strategy", ["full_graph", "shared_preload", "cooperative"])
 def test_whole_graphs_have_the_statistics_of_one_process(strategy: str) -> None:
-    one = run_ranks(trained_state, 1, args=(strategy, 2, True))[0]
+    single = run_ranks(trained_state, 1, args=(strategy, 2, True))[0]
     for of_rank in run_ranks(trained_state, 2, args=(strategy, 2, True)):
-        assert distance(one, of_rank) < 1e-10
+        assert distance(single, of_rank) < 1e-10
 
 
 def test_statistics_of_each_rank_differ_and_are_warned_of() -> None:
-    one = run_ranks(trained_state, 1, args=("data_parallel", 2, False))[0]
+    single = run_ranks(trained_state, 1, args=("data_parallel", 2, False))[0]
     of_ranks = run_ranks(trained_state, 2, args=("data_parallel", 2, False))
-    assert distance(one, of_ranks[0]) > 1e-3
+    assert distance(single, of_ranks[0]) > 1e-3
     assert [of_rank["warned"] for of_rank in of_ranks] == [1, 0]
-    assert one["warned"] == 0
+    assert single["warned"] == 0
 
 
 def test_alone_it_is_the_batch_norm_of_torch() -> None:

@@ -34,20 +34,20 @@ def dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def trained(folder: Path, scratch: Path) -> dict[str | None, tuple[list[float], list[int], float | None]]:
-    found = {}
+    results = {}
     options: dict[str, Any] = {"fanouts": (4, 3), "batch_size": 20, "epochs": 2, "hidden": 8}
     for cache in (None, "halo", "degree", "vip", "lookahead"):
         plan = TrainConfig(data=str(folder), out=str(scratch / str(cache)), cache=cache, **options)
         result = train_dataset(plan)
         losses, moved = zip(*((epoch.loss, epoch.bytes_outside) for epoch in result.epochs), strict=True)
-        found[cache] = losses, moved, result.summary.get("cache_hit_rate")
-    return found
+        results[cache] = losses, moved, result.summary.get("cache_hit_rate")
+    return results
 
 
 def test_training_is_the_same_to_the_last_bit(dataset: Path, tmp_path: Path) -> None:
     for rank in run_ranks(trained, 2, args=(dataset, tmp_path), ranks_per_server=1):
         losses, moved, rates = zip(*rank.values(), strict=True)
-        assert all(found == losses[0] for found in losses)
+        assert all(loss == losses[0] for loss in losses)
         assert all(max(cached) < plain for plain, *cached in zip(*moved, strict=True))
         # The others were filled before the first epoch.
         *static, ahead = (of_epochs[-1] for of_epochs in moved)

@@ -79,10 +79,10 @@ def test_training_is_the_same_to_the_last_bit(tmp_path: Path, kind: str) -> None
     graph = generate(SyntheticConfig(nodes=300, degree=6, features=8, classes=4, seed=1))
     folder = tmp_path / "graph"
     write_dataset(graph, PARTITIONERS.get("random")(PartitionOptions()).assign(graph, 2, 0), folder)
-    found = run_ranks(
+    results = run_ranks(
         with_flipped_bits, 2, args=(folder, tmp_path, kind), ranks_per_server=1, timeout_s=400.0
     )
-    for losses, flipped in found:
+    for losses, flipped in results:
         assert all(again == losses[0] for again in losses[1:])
         arrays = flipped[0] + flipped[1]
         assert arrays >= flipped[2] > 0
@@ -103,10 +103,10 @@ def refuse(*_: object, **_options: object) -> None:
 
 def test_what_is_there_is_not_cut_again(tmp_path: Path, instead: Callable[..., None]) -> None:
     folder = partition_cached(two_triangles(), PLAN, tmp_path)
-    whole = contents(folder)
+    full = contents(folder)
     instead(refuse)
     assert partition_cached(two_triangles(), PLAN, tmp_path) == folder
-    assert contents(folder) == whole
+    assert contents(folder) == full
 
 
 def contents(folder: Path) -> dict[Path, bytes]:
@@ -116,14 +116,14 @@ def contents(folder: Path) -> dict[Path, bytes]:
 
 def test_a_cut_with_a_flipped_bit_is_made_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     folder = partition_cached(two_triangles(), PLAN, tmp_path)
-    whole = contents(folder)
-    for path in whole:
+    full = contents(folder)
+    for path in full:
         # Once as the user of an earlier run left it: found whole.
         open_dataset(folder)
         flip(path, path.stat().st_size // 2)
         caplog.clear()
         assert partition_cached(two_triangles(), PLAN, tmp_path) == folder
-        assert contents(folder) == whole
+        assert contents(folder) == full
         assert caplog.text.count("is partitioned again") == 1
     assert list(tmp_path.iterdir()) == [folder]
 
@@ -136,15 +136,15 @@ def test_of_two_runs_that_cut_at_once_the_first_counts(
         partition_to_disk(*arguments, **options)
         # Meanwhile another run finishes the same cut, and maps its files.
         instead(partition_to_disk)
-        others.append(partition_cached(two_triangles(), PLAN, tmp_path))
-        others.append((others[0] / MANIFEST).stat().st_ino)
+        remaining.append(partition_cached(two_triangles(), PLAN, tmp_path))
+        remaining.append((remaining[0] / MANIFEST).stat().st_ino)
 
-    others: list[Any] = []
+    remaining: list[Any] = []
     if is_damaged:
         flip(partition_cached(two_triangles(), PLAN, tmp_path) / MANIFEST, 50)
     instead(cut)
     folder = partition_cached(two_triangles(), PLAN, tmp_path)
-    assert [folder, (folder / MANIFEST).stat().st_ino] == others
+    assert [folder, (folder / MANIFEST).stat().st_ino] == remaining
     open_dataset(folder, verify="full")
     assert list(tmp_path.iterdir()) == [folder]
 
@@ -170,10 +170,10 @@ def test_what_is_no_cut_stays(tmp_path: Path) -> None:
 
 
 def test_what_a_killed_run_left_goes(tmp_path: Path) -> None:
-    with partial_folder(tmp_path / "graph") as mine:
+    with partial_folder(tmp_path / "graph") as own:
         done = subprocess.Popen(["true"])
         done.wait()
-        left = mine.rename(mine.with_name(mine.name.replace(f"-{os.getpid()}-", f"-{done.pid}-")))
+        left = own.rename(own.with_name(own.name.replace(f"-{os.getpid()}-", f"-{done.pid}-")))
         (left / "part0").mkdir()
         (tmp_path / "other" / left.name).mkdir(parents=True)
         folder = partition_cached(two_triangles(), PLAN, tmp_path)

@@ -25,7 +25,7 @@ from tests.strategies import equality
 
 def half_on(device: str, g: DistGraph) -> torch.nn.Module:
     model = equality.model_of("sage", g)
-    own = [one for one in model.modules() if any(True for _ in one.parameters(recurse=False))]
+    own = [module for module in model.modules() if any(True for _ in module.parameters(recurse=False))]
     own[-1].to(device)
     return model
 
@@ -46,14 +46,14 @@ def _refusals(folder: str) -> list[str]:
     session = start_session(timeout_s=60)
     g, odd = DistGraph(folder), os.environ["RANK"] == "1"
     session.device = torch.device("meta")
-    found = []
+    results = []
     for name in STRATEGIES.names():
         wrap = STRATEGIES.get(name)(session, {}).open(g).wrap
-        found.append(refusal(lambda wrap=wrap: wrap(half_on("meta", g)), ConfigError))  # type: ignore[misc]
-        one = half_on("meta" if odd else "cpu", g)
-        found.append(refusal(lambda wrap=wrap, one=one: wrap(one), ConfigError))  # type: ignore[misc]
+        results.append(refusal(lambda wrap=wrap: wrap(half_on("meta", g)), ConfigError))  # type: ignore[misc]
+        single = half_on("meta" if odd else "cpu", g)
+        results.append(refusal(lambda wrap=wrap, single=single: wrap(single), ConfigError))  # type: ignore[misc]
     spread = on_gpus([0, int(odd)])
-    return [*found, refusal(lambda: check_same_model(spread, session), ConfigError)]
+    return [*results, refusal(lambda: check_same_model(spread, session), ConfigError)]
 
 
 def test_a_model_in_halves_is_refused_on_all_ranks_by_every_strategy(dataset: str) -> None:
@@ -78,8 +78,8 @@ def test_batches_on_another_device_are_an_error_with_the_remedy(dataset: str) ->
         _, _, blocks = next(iter(dx.DataLoader(g, torch.arange(5), sampler, batch_size=5)))
         session.device = torch.device("meta")
         model = dx.wrap(equality.model_of("sage", g).to("meta"), g)
-        said = refusal(lambda: model(blocks, blocks[0].srcdata["feat"]), ConfigError)
-    assert said == (
+        message = refusal(lambda: model(blocks, blocks[0].srcdata["feat"]), ConfigError)
+    assert message == (
         "the model is on meta, its inputs on cpu; wrap model.to(dx.local_device()), or give the loader "
         "device='meta'"
     )

@@ -146,10 +146,10 @@ def weights_after_two_steps(strategy: str, model_name: str, parts: int) -> dict[
 
 
 def distance(strategy: str, model_name: str) -> float:
-    first, *others = (
+    first, *remaining = (
         run_ranks(weights_after_two_steps, ranks, args=(strategy, model_name, 2))[0] for ranks in (1, 2)
     )
-    return max(abs(first[name] - other[name]).max() for other in others for name in first)
+    return max(abs(first[name] - second[name]).max() for second in remaining for name in first)
 
 
 @pytest.mark.parametrize("model_name", ONE_TYPE)
@@ -225,14 +225,14 @@ def masks_of_epochs(anew: bool) -> list[Any]:
         held.p, kept = 0.5, list(inner.kept)
         copied = pickle.loads(pickle.dumps(inner)).train()
         assert copied(blocks, blocks[0].srcdata["feat"]) is not None
-        return [one.numpy() for one in kept]
+        return [tensor.numpy() for tensor in kept]
 
 
 @pytest.mark.parametrize("anew", [False, True])
 def test_masks_differ_in_each_step_and_epoch_and_drop_their_share(anew: bool) -> None:
     kept = run_ranks(masks_of_epochs, 1, args=(anew,))[0]
     steps = len(kept) // 3
-    assert abs(sum(one.sum() for one in kept) / sum(one.size for one in kept) - 0.5) < 0.05
+    assert abs(sum(tensor.sum() for tensor in kept) / sum(tensor.size for tensor in kept) - 0.5) < 0.05
     for step in range(steps):
         first, second, third = (kept[epoch * steps + step] for epoch in range(3))
         assert first.shape != second.shape or (first != second).any()
@@ -274,5 +274,5 @@ def weights_after_links() -> dict[str, Any]:
 
 
 def test_two_ranks_drop_and_normalize_rows_of_nodes_as_one_in_models_of_pairs() -> None:
-    one, two = (run_ranks(weights_after_links, ranks)[0] for ranks in (1, 2))
-    assert max(abs(one[name] - two[name]).max() for name in one) < 1e-10
+    first, second = (run_ranks(weights_after_links, ranks)[0] for ranks in (1, 2))
+    assert max(abs(first[name] - second[name]).max() for name in first) < 1e-10

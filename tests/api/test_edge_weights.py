@@ -58,9 +58,9 @@ def _evaluate(folder: str, strategy: str) -> None:
     module = model.module
     features, weights = g.ndata["feat"][torch.arange(3)], g.edata["w"][torch.arange(4)]
     source, destination = g.find_edges(torch.arange(4))
-    whole = dgl.graph((source, destination), num_nodes=3)
+    full = dgl.graph((source, destination), num_nodes=3)
     with torch.no_grad():
-        expected = module.conv(whole, features, edge_weight=weights)
+        expected = module.conv(full, features, edge_weight=weights)
     torch.testing.assert_close(rows[torch.arange(3)], expected)
     named = dx.FitConfig(epochs=1, show_progress=False, edge_feats=["w"])
     dx.fit(Weighted(), g, config=named, fanouts=[-1])

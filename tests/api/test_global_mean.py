@@ -154,8 +154,10 @@ def step_with_gaps(strategy: str, way: str) -> tuple[list[str], list[str]]:
                 optimizer.zero_grad()
                 loss.backward()
                 optimizer.step()
-        warned = [str(one.message) for one in caught if "global_mean" in str(one.message)]
-        assert all(one.filename == __file__ for one in caught if "global_mean" in str(one.message))
+        warned = [str(warning.message) for warning in caught if "global_mean" in str(warning.message)]
+        assert all(
+            warning.filename == __file__ for warning in caught if "global_mean" in str(warning.message)
+        )
         return warned, [record.getMessage() for record in handler.buffer]
 
 

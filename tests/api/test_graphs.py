@@ -163,9 +163,9 @@ def _shares(cache: str) -> list[Any]:
 
 
 def test_a_dataset_gives_each_rank_its_share_of_a_split(tmp_path: Path) -> None:
-    found = run_ranks(_shares, 2, args=(str(tmp_path),))
-    assert [classes for classes, _ in found] == [7, 7]
-    assert sorted(ids for _, ids in found) == [[0], [3]]
+    results = run_ranks(_shares, 2, args=(str(tmp_path),))
+    assert [classes for classes, _ in results] == [7, 7]
+    assert sorted(ids for _, ids in results) == [[0], [3]]
 
 
 def test_partitioning_options_are_never_ignored(tmp_path: Path) -> None:
@@ -238,8 +238,8 @@ def _authors(folder: str) -> tuple[int, list[int]]:
         g = dx.DistGraph(folder)
         trainers = g.nodes["author"].data["trainer_id"]
         everybody = torch.ones(100, dtype=torch.bool)
-        mine = dx.node_split(everybody, ntype="author", force_even=False, node_trainer_ids=trainers)
-        return len(mine), sorted(set(trainers[:].tolist()))
+        own = dx.node_split(everybody, ntype="author", force_even=False, node_trainer_ids=trainers)
+        return len(own), sorted(set(trainers[:].tolist()))
 
 
 def test_trainers_without_a_node_of_a_type_count_all_the_same(tmp_path: Path) -> None:

@@ -25,11 +25,11 @@ def _batches(folder: str, structure: Any) -> None:
         sampler = dgl.dataloading.NeighborSampler(
             [-1], prefetch_node_feats=["feat", "wide"], prefetch_edge_feats=["e"]
         )
-        for asked, given in GIVEN.items():
-            loader = dx.DataLoader(g, g.local_nodes()[:2], sampler, batch_size=1, feature_dtype=asked)
+        for name, value in GIVEN.items():
+            loader = dx.DataLoader(g, g.local_nodes()[:2], sampler, batch_size=1, feature_dtype=name)
             for inputs, _, (block,) in loader:
                 feat, wide = block.srcdata["feat"], block.srcdata["wide"]
-                assert (feat.dtype, wide.dtype, block.edata["e"].dtype) == given
+                assert (feat.dtype, wide.dtype, block.edata["e"].dtype) == value
                 assert torch.equal(feat, stored[inputs].to(feat.dtype))
                 assert torch.equal(feat, wide[:, :2].to(feat.dtype))
 
@@ -46,11 +46,11 @@ def _fitted(folder: str) -> None:
     for strategy in ("data_parallel", "push_pull", "full_graph", "cooperative"):
         with dx.init(strategy, timeout=30):
             g = dx.DistGraph(folder)
-            for precision, given in (("bf16", F16), ("float32", F32)):
+            for precision, inputs in (("bf16", F16), ("float32", F32)):
                 model = Seen([dgl.nn.SAGEConv(2, 4, "mean"), dgl.nn.SAGEConv(4, 2, "mean")], torch.relu, 0.0)
                 config = FitConfig(epochs=2, eval_every=0, show_progress=False)
                 wrapped, _ = dx.fit(model, g, config=config, precision=precision)
-                assert wrapped.module.seen == given, strategy
+                assert wrapped.module.seen == inputs, strategy
 
 
 def test_rows_stored_in_bfloat16_are_trained_on_as_they_are(tmp_path: Path) -> None:

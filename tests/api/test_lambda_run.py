@@ -28,9 +28,9 @@ def test_a_run_its_bill_and_its_resume(dataset: str, tmp_path: Path) -> None:
     first = train_dataset(plan_of(dataset, out, epochs=2, eval_every=2, checkpoint_every=1))
     again = train_dataset(plan_of(dataset, out, eval_every=2, checkpoint_every=2, resume=True))
     assert first.epochs + again.epochs[2:] == again.epochs
-    for one, other in zip(straight.epochs, again.epochs, strict=True):
-        assert (one.epoch, one.loss, one.train_accuracy) == (other.epoch, other.loss, other.train_accuracy)
-        assert one.val_accuracy == other.val_accuracy
+    for left, right in zip(straight.epochs, again.epochs, strict=True):
+        assert (left.epoch, left.loss, left.train_accuracy) == (right.epoch, right.loss, right.train_accuracy)
+        assert left.val_accuracy == right.val_accuracy
     summary = json.loads((out / "summary.json").read_text())
     assert summary["strategy"] == "lambda"
     assert summary["account"]["epochs"] == 2
@@ -38,11 +38,11 @@ def test_a_run_its_bill_and_its_resume(dataset: str, tmp_path: Path) -> None:
     assert summary["account"]["label"].startswith("simulated")
     assert "text" not in summary["account"]
     moved = sum(row[2] for rows in summary["traffic"].values() for row in rows)
-    assert moved == sum(one.bytes_inside + one.bytes_outside for one in again.epochs)
+    assert moved == sum(epoch.bytes_inside + epoch.bytes_outside for epoch in again.epochs)
     config = json.loads((out / "config.json").read_text())
     # Nothing of mini-batches was in force, and all in-neighbours.
-    told = [config[name] for name in ("fanouts", "batch_size", "depth", "loader_threads")]
-    assert told == [[-1, -1], None, None, None]
+    message = [config[name] for name in ("fanouts", "batch_size", "depth", "loader_threads")]
+    assert message == [[-1, -1], None, None, None]
     rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     assert [row["epoch"] for row in rows] == [0, 1, 2, 3]
 
@@ -67,9 +67,9 @@ def test_the_run_folder_holds_no_key(dataset: str, tmp_path: Path) -> None:
     options = {"executor": "http", "url": "https://a.host/f?code=k3y", "headers": {"Authorization": "k3y"}}
     plan = plan_of(dataset, tmp_path, strategy_options=options)
     with init(plan.strategy, **options) as session:
-        told = build_run_config(plan, DistGraph(dataset, session=session), session)
-    assert "k3y" not in json.dumps(told)
-    assert told["strategy_options"]["url"] == "https://a.host/f"  # type: ignore[index]
+        run_config = build_run_config(plan, DistGraph(dataset, session=session), session)
+    assert "k3y" not in json.dumps(run_config)
+    assert run_config["strategy_options"]["url"] == "https://a.host/f"  # type: ignore[index]
 
 
 def test_a_batch_size_is_told_to_be_without_effect(dataset: str, tmp_path: Path) -> None:

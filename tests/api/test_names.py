@@ -27,9 +27,9 @@ def test_evaluate_takes_one_name_and_a_list(g: Any) -> None:
     model = Layers()
     expected = dx.evaluate(model, g, ["train_mask"])
     assert dx.evaluate(model, g, "train_mask") == expected
-    found = dx.evaluate(model, g, "other_mask", metrics="f1_macro")
-    assert found.keys() == {"other_mask", "other_f1_macro"}
-    assert found == dx.evaluate(model, g, ("other_mask",), metrics=["f1_macro"])
+    result = dx.evaluate(model, g, "other_mask", metrics="f1_macro")
+    assert result.keys() == {"other_mask", "other_f1_macro"}
+    assert result == dx.evaluate(model, g, ("other_mask",), metrics=["f1_macro"])
 
 
 @pytest.mark.parametrize(

@@ -49,7 +49,7 @@ def labels_of(habit: str, g: Any, plain: dgl.DGLGraph, inputs: Tensor, nodes: Te
 
 
 def outcomes(habits: tuple[str, ...], parts: int) -> dict[str, str]:
-    plain, found = plain_graph(), {}
+    plain, result = plain_graph(), {}
     with dx.init(seed=0) as session:
         dx.distribute(plain if session.topology.rank == 0 else None, parts=parts)
         g = dx.distribute(plain, parts=parts)
@@ -62,10 +62,10 @@ def outcomes(habits: tuple[str, ...], parts: int) -> dict[str, str]:
                     assert type(pickle.loads(pickle.dumps((nodes, blocks[0].edata[dgl.EID])))[0]) is Tensor
                     if habit in ("own ids", "the distributed graph"):
                         assert torch.equal(values, plain.ndata["label"][g.orig_ids(nodes)])
-                found[habit] = "passes"
+                result[habit] = "passes"
             except dx.ConfigError as error:
-                found[habit] = str(error)
-    return found
+                result[habit] = str(error)
+    return result
 
 
 WRONG = ("taken before", "converted", "index_select", "features")
@@ -86,7 +86,7 @@ def test_one_part_keeps_the_order() -> None:
 
 
 def seeds_outcomes() -> dict[str, str]:
-    plain, found = plain_graph(), {}
+    plain, result = plain_graph(), {}
     with dx.init(seed=0):
         g = dx.distribute(plain, parts=2)
         rank = g.session.topology.rank
@@ -104,10 +104,10 @@ def seeds_outcomes() -> dict[str, str]:
         for name, (ids, sampler) in cases.items():
             try:
                 dx.DataLoader(g, ids, sampler, batch_size=16)
-                found[name] = "passes"
+                result[name] = "passes"
             except dx.ConfigError as error:
-                found[name] = str(error)
-    return found
+                result[name] = str(error)
+    return result
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

@@ -159,10 +159,10 @@ def failing(data: Path, out: Path) -> None:
 
 
 def test_what_a_failed_rank_removes_is_not_the_reason(data: Path, tmp_path: Path) -> None:
-    first, other = start_ranks(failing, 2, args=(data, tmp_path / "out"))
+    first, second = start_ranks(failing, 2, args=(data, tmp_path / "out"))
     assert first.error.startswith("ConfigError: the reason")
-    assert other.error.startswith("PeerError")
-    assert "rank 0 failed first: ConfigError: the reason" in other.error
+    assert second.error.startswith("PeerError")
+    assert "rank 0 failed first: ConfigError: the reason" in second.error
     assert list(tmp_path.iterdir()) == []
 
 
@@ -200,7 +200,7 @@ def test_ranks_that_see_other_data_under_its_name_are_refused(tmp_path: Path) ->
 
 class Second(Several):
     def of_all(self, value: Any) -> list[Any]:
-        return [value, [one or {"num_bytes": 0, "checksum": ""} for one in value]]
+        return [value, [item or {"num_bytes": 0, "checksum": ""} for item in value]]
 
 
 @pytest.mark.parametrize("rank", [0, 1])

@@ -114,14 +114,14 @@ def test_the_same_bytes_within_any_memory(
 
 @pytest.mark.parametrize("method", PARTITIONERS.names())
 def test_every_method_gives_the_same_bytes_where_it_fits(method: str, tmp_path: Path) -> None:
-    data, given = one_part(communities(), tmp_path / "data"), PartitionOptions()
+    data, inputs = one_part(communities(), tmp_path / "data"), PartitionOptions()
     trainers = 1 if method in ("file", "hierarchical") else 2
     if method == "hierarchical":
-        given = PartitionOptions(servers=2)
+        inputs = PartitionOptions(servers=2)
     if method == "file":
-        given = PartitionOptions(file=tmp_path / "parts.npy")
+        inputs = PartitionOptions(file=tmp_path / "parts.npy")
         np.save(tmp_path / "parts.npy", np.arange(2000) % 4)
-    options = {"num_parts": 4, "method": method, "options": given, "trainers_per_part": trainers}
+    options = {"num_parts": 4, "method": method, "options": inputs, "trainers_per_part": trainers}
     partition(data, tmp_path / "in memory", **options)
     partition(data, tmp_path / "limited", memory=PLENTY, **options)
     assert content(tmp_path / "limited") == content(tmp_path / "in memory")
@@ -219,11 +219,11 @@ def test_a_kill_in_any_stage_costs_no_bit(options: str, stages: set[str], when: 
     done = subprocess.run(
         [sys.executable, "-c", KILLED, *command], capture_output=True, text=True, timeout=500
     )
-    whole, *killed, last = re.findall(r"status (\d+)", done.stdout)
-    assert (whole, {*killed}, last) == ("0", {"9"}, "0"), done.stderr
-    found = stages_of(done.stderr)
-    assert stages | {"edges", "owners", "order0"} <= found
-    assert len(killed) > len(found) - (when == "after")
+    full, *killed, last = re.findall(r"status (\d+)", done.stdout)
+    assert (full, {*killed}, last) == ("0", {"9"}, "0"), done.stderr
+    result = stages_of(done.stderr)
+    assert stages | {"edges", "owners", "order0"} <= result
+    assert len(killed) > len(result) - (when == "after")
     assert content(tmp_path / "out") == content(tmp_path / "whole")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["data", "out", "whole"]
 
@@ -244,8 +244,8 @@ def test_a_full_disk_is_one_message_and_the_work_resumes(
     data, out = one_part(random_homogeneous(0, num_edges=20_000), tmp_path / "data"), tmp_path / "out"
     partition(data, tmp_path / "whole")
     with files_of_at_most(90_000):
-        said = refusal(lambda: partition(data, out, memory=PLENTY), StorageError)
-    assert re.search(r"out.work cannot be written: .*File too large", said)
+        message = refusal(lambda: partition(data, out, memory=PLENTY), StorageError)
+    assert re.search(r"out.work cannot be written: .*File too large", message)
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith("out")] == ["out.work"]
     assert "finished stages are kept in" in capsys.readouterr().err
     partition(data, out, memory=PLENTY)
@@ -288,14 +288,14 @@ def test_a_disk_that_fills_up_in_any_stage_costs_no_bit(
     monkeypatch.setattr(writer, "MIN_WORK_BYTES", 0)
     options: dict[str, Any] = {"method": "kaminpar", "memory": "300KB"}
     partition(data, tmp_path / "whole", **options)
-    met, num_bytes, said = set[str](), 1 << 14, "full"
-    while said:
+    met, num_bytes, message = set[str](), 1 << 14, "full"
+    while message:
         disk = small_disk(num_bytes)
-        said = refusal(lambda disk=disk: partition(data, disk / "out", **options), StorageError)
+        message = refusal(lambda disk=disk: partition(data, disk / "out", **options), StorageError)
         left = [path.name for path in disk.iterdir()]
         shown = capsys.readouterr().err
-        if said:
-            assert re.search(r"disk/out\S* cannot be written: .*No space left on device", said)
+        if message:
+            assert re.search(r"disk/out\S* cannot be written: .*No space left on device", message)
             assert left in ([], ["out.work"]), left
             assert not left or "finished stages are kept in" in shown
             met.add(", ".join(external_memory._stages(disk / "out.work") if left else []))
@@ -309,8 +309,8 @@ def test_a_disk_that_fills_up_in_any_stage_costs_no_bit(
 def test_two_processes_do_not_share_one_workspace(tmp_path: Path) -> None:
     data, out = one_part(random_homogeneous(0), tmp_path / "data"), tmp_path / "out"
     with open_work(data, out, PartitionPlan(num_parts=3, method="hash", memory=PLENTY)):
-        said = refusal(lambda: partition(data, out, memory=PLENTY), StorageError)
-    assert "out.work is in use by another process" in said
+        message = refusal(lambda: partition(data, out, memory=PLENTY), StorageError)
+    assert "out.work is in use by another process" in message
     assert [path.name for path in tmp_path.iterdir()] == ["data"]
 
 
@@ -347,8 +347,8 @@ def test_a_folder_of_something_else_is_refused(tmp_path: Path, names: list[str])
     work.mkdir()
     for name in names:
         (work / name).write_text("")
-    said = refusal(lambda: partition(data, tmp_path / "out", memory=PLENTY), StorageError)
-    assert "holds something else than unfinished work" in said
+    message = refusal(lambda: partition(data, tmp_path / "out", memory=PLENTY), StorageError)
+    assert "holds something else than unfinished work" in message
     assert content(work) == dict.fromkeys(names, b"")
 
 
@@ -377,12 +377,12 @@ def test_a_damaged_stage_is_made_again(
         with pytest.raises(ZeroDivisionError):
             partition(data, out, memory=PLENTY)
     (path,) = (tmp_path / "out.work").glob(file)
-    whole = bytearray(path.read_bytes())
-    whole[-len(whole) // 3] ^= 1
+    full = bytearray(path.read_bytes())
+    full[-len(full) // 3] ^= 1
     if damage == "flip":
-        path.write_bytes(whole)
+        path.write_bytes(full)
     elif damage == "truncate":
-        path.write_bytes(whole[:-8])
+        path.write_bytes(full[:-8])
     elif damage == "remove":
         path.unlink()
     else:
@@ -409,8 +409,8 @@ def test_a_symbolic_link_is_not_replaced(tmp_path: Path) -> None:
     (tmp_path / "disk").mkdir()
     link.symlink_to(tmp_path / "disk")
     for options in ({}, {"memory": PLENTY}, {"overwrite": True}):
-        said = refusal(lambda options=options: partition(data, link, **options), StorageError)
-        assert f"link is a symbolic link; give the folder itself, {tmp_path / 'disk'}" in said
+        message = refusal(lambda options=options: partition(data, link, **options), StorageError)
+        assert f"link is a symbolic link; give the folder itself, {tmp_path / 'disk'}" in message
     assert link.is_symlink()
     assert not content(tmp_path / "disk")
 
@@ -438,10 +438,10 @@ def test_wrong_limits_are_refused(tmp_path: Path, options: dict[str, Any], said:
 def test_a_scratch_inside_of_the_dataset_is_refused(tmp_path: Path) -> None:
     data, out = one_part(random_homogeneous(0), tmp_path / "data"), tmp_path / "out"
     for scratch in (out, out / "x", tmp_path / "data" / ".." / "out"):
-        said = refusal(
+        message = refusal(
             lambda scratch=scratch: partition(data, out, memory=PLENTY, scratch=scratch), ConfigError
         )
-        assert f"scratch {scratch} is in {out}, which is to be written" in said
+        assert f"scratch {scratch} is in {out}, which is to be written" in message
     assert not out.exists()
 
 
@@ -462,8 +462,8 @@ def test_a_scratch_in_memory_is_told(
 def test_no_more_than_the_machine_has_is_used(capsys: pytest.CaptureFixture[str]) -> None:
     budget, (most, _) = open_budget(10**16), machine_memory()
     assert 0 < budget.work < most
-    said = f"--memory 10 PB is more than there is here; {format_bytes(most)} are used\n"
-    assert capsys.readouterr().err == said
+    message = f"--memory 10 PB is more than there is here; {format_bytes(most)} are used\n"
+    assert capsys.readouterr().err == message
 
 
 def test_what_the_nodes_take_is_said() -> None:
@@ -529,18 +529,18 @@ def test_no_method_exceeds_the_memory(gate: bool, tmp_path: Path) -> None:
     data = one_part(graph, tmp_path / "data")
     small = one_part(communities(), tmp_path / "small")
     np.save(parts, np.arange(20_000) % 2)
-    given = {"file": f"--file {parts}", "hierarchical": "--servers 2", "ldg": "--passes 2"}
-    methods = [f"{name} {given.get(name, '')}".strip() for name in PARTITIONERS.names()]
+    inputs = {"file": f"--file {parts}", "hierarchical": "--servers 2", "ldg": "--passes 2"}
+    methods = [f"{name} {inputs.get(name, '')}".strip() for name in PARTITIONERS.names()]
     methods += [IN_GATE[1], "metis --balance train,degree", "ldg --balance train"]
     methods = [method for method in methods if (method in IN_GATE) == gate]
     command = [sys.executable, "-c", LIMITED, str(small), str(data), f"{tmp_path}/", str(40 << 20), *methods]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
-    for method, said in zip(methods, done.stdout.split("> ")[1:], strict=True):
-        assert re.findall(r"limited (\d+)", said) == ["0"], (said, done.stderr)
+    for method, message in zip(methods, done.stdout.split("> ")[1:], strict=True):
+        assert re.findall(r"limited (\d+)", message) == ["0"], (message, done.stderr)
         # An error of this package, or the end of KaMinPar.
-        assert re.findall(r"in memory (\d+)", said)[0] in (str(3 << 8), str(signal.SIGABRT.value)), said
-        cut = float(re.findall(r"cut ([\d.]+)% of the edges", said)[0])
+        assert re.findall(r"in memory (\d+)", message)[0] in (str(3 << 8), str(signal.SIGABRT.value)), message
+        cut = float(re.findall(r"cut ([\d.]+)% of the edges", message)[0])
         name = method.split()[0]
         assert cut < (48 if name == "ldg" else 30) or name in (
             "file",
@@ -563,14 +563,14 @@ def test_arrays_of_a_npz_are_unpacked_into_files(tmp_path: Path, save: Any) -> N
     partition(path, tmp_path / "in memory")
     partition(path, tmp_path / "in files", memory=PLENTY)
     assert content(tmp_path / "in files") == content(tmp_path / "in memory")
-    whole = path.read_bytes()
-    for damaged in (whole[: len(whole) // 2], whole.replace(src.tobytes()[:64], bytes(64))):
-        if damaged == whole:  # compressed
+    full = path.read_bytes()
+    for damaged in (full[: len(full) // 2], full.replace(src.tobytes()[:64], bytes(64))):
+        if damaged == full:  # compressed
             continue
         path.write_bytes(damaged)
         with pytest.raises(DatasetError, match=r"g.npz: not a readable .npz file"):
             partition(path, tmp_path / "other", memory=PLENTY)
-    assert sorted(one.name for one in tmp_path.iterdir()) == ["g.npz", "in files", "in memory"]
+    assert sorted(item.name for item in tmp_path.iterdir()) == ["g.npz", "in files", "in memory"]
 
 
 def test_sources_that_are_read_at_once_say_what_to_do(tmp_path: Path) -> None:
@@ -579,8 +579,8 @@ def test_sources_that_are_read_at_once_say_what_to_do(tmp_path: Path) -> None:
     np.savez(tmp_path / "g.npz", head=[0, 1], rel=[0, 0], tail=[1, 0])
     few = Workspace(folder=tmp_path / "work", budget=Budget(work=300))
     enough = Workspace(folder=tmp_path / "work", budget=Budget(work=10**6))
-    for name, said in (("tables", "first `dglx ingest` them"), ("g.npz", "rel are converted in memory")):
-        with pytest.raises(ConfigError, match=f"{name}.* {said}.* or grant more --memory"):
+    for name, message in (("tables", "first `dglx ingest` them"), ("g.npz", "rel are converted in memory")):
+        with pytest.raises(ConfigError, match=f"{name}.* {message}.* or grant more --memory"):
             load_graph(tmp_path / name, workspace=few)
         assert load_graph(tmp_path / name, workspace=enough).total_nodes == 2
 
@@ -652,8 +652,8 @@ def test_owners_are_kept_by_type_in_any_order(tmp_path: Path, monkeypatch: pytes
     graph, place = shop(), Hash.assign
 
     def turned(self: Hash, graph: RawGraph, num_parts: int, seed: int) -> Assignment:
-        found = place(self, graph, num_parts, seed)
-        return replace(found, part_of=dict(reversed(found.part_of.items())))
+        result = place(self, graph, num_parts, seed)
+        return replace(result, part_of=dict(reversed(result.part_of.items())))
 
     partition_to_disk(graph, tmp_path / "expected", PartitionPlan(num_parts=3, method="hash"))
     monkeypatch.setattr(Hash, "assign", turned)

@@ -77,9 +77,13 @@ def test_the_key_changes_with_every_thing_that_matters() -> None:
 
     (source, destination) = graph.edges[EDGE_TYPE]
     rows = SparseRows(indptr=np.arange(7), indices=np.zeros(6, np.int32), values=np.ones(6), num_columns=2)
-    others = {"num_columns": 3}, {"indices": np.ones(6, np.int32)}, {"indptr": np.array([0, 0, *range(2, 7)])}
+    remaining = (
+        {"num_columns": 3},
+        {"indices": np.ones(6, np.int32)},
+        {"indptr": np.array([0, 0, *range(2, 7)])},
+    )
     keys = {
-        *(content_key(with_feat(replace(rows, **other)), plan) for other in ({}, *others)),
+        *(content_key(with_feat(replace(rows, **second)), plan) for second in ({}, *remaining)),
         content_key(graph, plan),
         content_key(with_feat(np.zeros((6, 2), np.float32)), plan),
         content_key(with_feat(feat), plan),
@@ -121,27 +125,27 @@ def test_each_edge_without_an_opposite_one_gets_it_as_in_dgl(tmp_path: Path, mem
     mask = np.array([True, False, True, False, True, False, True, False])
     twice = np.append(SOURCE[:7], 1), np.append(DESTINATION[:7], 0)  # 0 -> 1 has its opposite edge
     graph = weighted(replace(two_triangles(), edges={EDGE_TYPE: twice}), train_mask=mask)
-    found = stored(graph, tmp_path / "x", memory=memory, add_reverse_edges=True)
-    ends = [ids.tolist() for ids in found.edges[EDGE_TYPE]]
+    result = stored(graph, tmp_path / "x", memory=memory, add_reverse_edges=True)
+    ends = [ids.tolist() for ids in result.edges[EDGE_TYPE]]
     expected = dgl.to_bidirected(dgl.graph((torch.from_numpy(twice[0]), torch.from_numpy(twice[1]))))
     assert sorted(zip(*ends, strict=True)) == sorted(
         zip(*(e.tolist() for e in expected.edges()), strict=True)
     )
-    columns = {name: np.asarray(column) for name, column in found.edge_data[EDGE_TYPE].items()}
+    columns = {name: np.asarray(column) for name, column in result.edge_data[EDGE_TYPE].items()}
     weight = dict(zip(zip(*ends, strict=True), columns["weight"].tolist(), strict=True))
     assert weight[1, 0] == 7.5
     assert all(weight[v, u] == weight[u, v] for u, v in PAIRS[1:])
     # An edge is a target once.
     assert columns["train_mask"].sum() == mask.sum()
-    assert sorted(found.edge_ids[EDGE_TYPE].tolist()) == list(range(14))
+    assert sorted(result.edge_ids[EDGE_TYPE].tolist()) == list(range(14))
 
 
 @LIMITED
 def test_each_node_without_a_loop_gets_one(tmp_path: Path, memory: str | None) -> None:
     graph = weighted(replace(two_triangles(), edges={EDGE_TYPE: (np.array([0, 2]), np.array([0, 3]))}))
-    found = stored(graph, tmp_path / "x", memory=memory, add_self_loops=True)
-    ends = zip(*(ids.tolist() for ids in found.edges[EDGE_TYPE]), strict=True)
-    weight = dict(zip(ends, found.edge_data[EDGE_TYPE]["weight"].tolist(), strict=True))
+    result = stored(graph, tmp_path / "x", memory=memory, add_self_loops=True)
+    ends = zip(*(ids.tolist() for ids in result.edges[EDGE_TYPE]), strict=True)
+    weight = dict(zip(ends, result.edge_data[EDGE_TYPE]["weight"].tolist(), strict=True))
     assert weight == {(0, 0): 0.5, (2, 3): 1.5, **{(node, node): 1.0 for node in range(1, 6)}}
 
 
@@ -156,10 +160,10 @@ def test_rows_of_features_sum_to_one(tmp_path: Path, memory: str | None) -> None
     for number, column in enumerate((dense, rows, dense.astype(np.float16), dense.astype(np.int8))):
         graph = replace(two_triangles(), node_data={NODE_TYPE: {"feat": column, "age": np.arange(6)}})
         folder = tmp_path / str(number)
-        found = stored(graph, folder, memory=memory, normalize_features="row").node_data[NODE_TYPE]
-        assert np.asarray(found["feat"]).tolist() == expected
-        assert found["feat"].dtype == (column.dtype if column.dtype.kind == "f" else np.float32)
-        assert np.asarray(found["age"]).tolist() == list(range(6))
+        record = stored(graph, folder, memory=memory, normalize_features="row").node_data[NODE_TYPE]
+        assert np.asarray(record["feat"]).tolist() == expected
+        assert record["feat"].dtype == (column.dtype if column.dtype.kind == "f" else np.float32)
+        assert np.asarray(record["age"]).tolist() == list(range(6))
         assert open_dataset(folder).manifest.parameters["normalize_features"] == "row"
 
 
@@ -175,14 +179,14 @@ def shop() -> RawGraph:
 
 @LIMITED
 def test_edge_types_get_reverse_types_as_ingest_makes_them(tmp_path: Path, memory: str | None) -> None:
-    found = stored(shop(), tmp_path / "x", memory=memory, add_reverse_edges=True)
+    result = stored(shop(), tmp_path / "x", memory=memory, add_reverse_edges=True)
     back = ("item", "buys-rev", "user")
-    assert list(found.edges)[2:] == [back, ("item", "likes-rev", "user")]
-    assert sorted(zip(*(ids.tolist() for ids in found.edges[back]), strict=True)) == [(0, 1), (1, 0), (1, 2)]
-    assert found.edge_data[back] == {}
+    assert list(result.edges)[2:] == [back, ("item", "likes-rev", "user")]
+    assert sorted(zip(*(ids.tolist() for ids in result.edges[back]), strict=True)) == [(0, 1), (1, 0), (1, 2)]
+    assert result.edge_data[back] == {}
     # The dataset of one part, again: its reverse edges are there.
     with pytest.raises(ConfigError, match=r"reverse edges of .*buys.* exist already, as .*buys-rev"):
-        stored(found, tmp_path / "y", memory=memory, add_reverse_edges=True)
+        stored(result, tmp_path / "y", memory=memory, add_reverse_edges=True)
     assert not (tmp_path / "y").exists()
 
 
@@ -207,15 +211,15 @@ def test_what_a_graph_cannot_get_is_refused(
 
 
 def test_edges_in_one_direction_only_are_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    told = "most edges of"
+    message = "most edges of"
     stored(two_triangles(), tmp_path / "both")
     stored(shop(), tmp_path / "types")
     stored(replace(two_triangles(), edges=ONE_WAY), tmp_path / "added", add_reverse_edges=True)
     none = np.empty(0, np.int64)
     stored(replace(two_triangles(), edges={EDGE_TYPE: (none, none)}), tmp_path / "none")
-    assert told not in caplog.text
+    assert message not in caplog.text
     stored(replace(two_triangles(), edges=ONE_WAY), tmp_path / "once")
-    assert told in caplog.text
+    assert message in caplog.text
     assert "add --add-reverse-edges" in caplog.text
 
 
@@ -277,9 +281,9 @@ def test_each_file_of_a_dataset_is_synchronised_once(
     ends = (np.array([0, 1]), np.array([1, 2]))
     types = {(NODE_TYPE, f"r{number}", NODE_TYPE): ends for number in range(num_types)}
     stored(replace(two_triangles(), edges=types), tmp_path / "x")
-    found = Counter(Path(*Path(name).parts[-4:]) for name in synchronised if name.endswith(".arrow"))
+    result = Counter(Path(*Path(name).parts[-4:]) for name in synchronised if name.endswith(".arrow"))
     expected = Counter(Path(*path.parts[-4:]) for path in (tmp_path / "x").rglob("*.arrow"))
-    assert found == expected
+    assert result == expected
     assert len(expected) > 3 * num_types
 
 
@@ -300,9 +304,9 @@ def test_nothing_is_kept_for_a_command_without_what_was_refused(tmp_path: Path) 
 @pytest.mark.parametrize("wrong", [-1, 6])
 def test_an_end_that_is_no_node_is_named_before_edges_are_added(tmp_path: Path, wrong: int) -> None:
     edges = {EDGE_TYPE: (np.array([0, wrong]), np.array([1, wrong]))}
-    for asked in ("add_reverse_edges", "add_self_loops"):
+    for name in ("add_reverse_edges", "add_self_loops"):
         with pytest.raises(DatasetError, match=rf"column 'src', row 1: node id {wrong} is outside 0\.\.5"):
-            stored(replace(two_triangles(), edges=edges), tmp_path / "x", **{asked: True})
+            stored(replace(two_triangles(), edges=edges), tmp_path / "x", **{name: True})
 
 
 def test_keys_of_edges_do_not_overflow() -> None:
@@ -337,8 +341,8 @@ def test_the_first_placement_is_kept_where_the_second_is_no_better(
         max_constraints = None
 
         def assign(self, graph: RawGraph, num_parts: int, seed: int) -> Assignment:
-            found = first(PartitionOptions()).assign(graph, num_parts, seed)
-            return replace(found, parameters={"balance": list(self.options.balance)})
+            result = first(PartitionOptions()).assign(graph, num_parts, seed)
+            return replace(result, parameters={"balance": list(self.options.balance)})
 
     monkeypatch.setattr(type(PARTITIONERS), "get", lambda *_: Same)
     partition_to_disk(labelled_at_one_end(), tmp_path / "x", PartitionPlan(num_parts=2, method="metis"))

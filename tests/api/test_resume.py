@@ -27,10 +27,10 @@ def test_fit_goes_on_with_what_its_checkpoint_was_trained_with(tmp_path: Path) -
     partition_to_disk(
         equality.raw_graph(), tmp_path / "data", PartitionPlan(num_parts=2, method="contiguous")
     )
-    told = {"checkpoint_folder": tmp_path / "saved", "eval_every": 0, "show_progress": False}
-    strategy, first = trained(tmp_path / "data", FitConfig(epochs=1, **told), "mini_batch")
+    message = {"checkpoint_folder": tmp_path / "saved", "eval_every": 0, "show_progress": False}
+    strategy, first = trained(tmp_path / "data", FitConfig(epochs=1, **message), "mini_batch")
     assert strategy == "data_parallel"
     assert first.choice.outcome.epoch == 0
     # Nothing but whole graphs may be chosen now, and nothing is chosen.
-    strategy, second = trained(tmp_path / "data", FitConfig(epochs=2, resume=True, **told), "full_graph")
+    strategy, second = trained(tmp_path / "data", FitConfig(epochs=2, resume=True, **message), "full_graph")
     assert (strategy, second.choice, second.first_epoch) == ("data_parallel", None, 1)

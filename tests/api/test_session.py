@@ -124,8 +124,8 @@ def test_both_names_lead_to_batches_of_edges(session: None, tmp_path: Path) -> N
     wrapped = as_edge_prediction_sampler(node_sampler, exclude="self")
     ids = dx.edge_split(torch.arange(100, 110), g.get_partition_book())
     direct = dx.DistEdgeDataLoader(g, ids, node_sampler, exclude="self", batch_size=4)
-    for one, other in zip(dx.DataLoader(g, ids, wrapped, batch_size=4), direct, strict=True):
-        assert torch.equal(one[1].edata[dgl.EID], other[1].edata[dgl.EID])
-        assert torch.equal(one[2][0].edata[dgl.EID], other[2][0].edata[dgl.EID])
+    for left, right in zip(dx.DataLoader(g, ids, wrapped, batch_size=4), direct, strict=True):
+        assert torch.equal(left[1].edata[dgl.EID], right[1].edata[dgl.EID])
+        assert torch.equal(left[2][0].edata[dgl.EID], right[2][0].edata[dgl.EID])
     nodes, _, blocks = next(iter(dx.DataLoader(g, [1, 2], node_sampler)))
     assert len(nodes) == blocks[0].num_src_nodes()

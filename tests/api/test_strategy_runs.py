@@ -40,26 +40,26 @@ def train_each_way(dataset: str, folder: str) -> None:
         batch_size = equality.NUM_NODES if name in ("data_parallel", "push_pull") else None
         way = {"strategy": strategy, "strategy_options": options, "batch_size": batch_size}
         trained = train_dataset(plan_of(dataset, out, **SMALL, **way, model="gcn"))
-        assert [one.num_samples for one in trained.epochs] == [167] * EPOCHS
+        assert [epoch.num_samples for epoch in trained.epochs] == [167] * EPOCHS
         half = train_dataset(plan_of(dataset, out / "bf16", **SMALL, **way, model="gcn", precision="bf16"))
         assert half.summary["precision"] == "bf16"
-        for one, other in zip(trained.epochs, half.epochs, strict=True):
-            assert 0 < abs(one.loss - other.loss) < 2e-3 * one.loss
+        for left, right in zip(trained.epochs, half.epochs, strict=True):
+            assert 0 < abs(left.loss - right.loss) < 2e-3 * left.loss
     check_resuming(dataset, Path(folder))
 
 
 def check_resuming(dataset: str, folder: Path) -> None:
     """A run that is broken off goes on to the same weights, also under other strategies."""
-    whole, parts = folder / "whole", folder / "parts"
+    full, parts = folder / "whole", folder / "parts"
     options = {"strategy": "full_graph", "dropout": 0.5, "checkpoint_every": 1, "save_embeddings": None}
     options["precision"] = "bf16"
-    plan = plan_of(dataset, whole, **SMALL, **options)
+    plan = plan_of(dataset, full, **SMALL, **options)
     train_dataset(plan)
     again = replace(plan, out=str(parts), predictions=str(parts / "classes"))
     train_dataset(replace(again, epochs=2, predictions=None))
     again = replace(again, resume=True, precision=None)
     assert train_dataset(again).summary["precision"] == "bf16"
-    lines = [(one / "metrics.jsonl").read_text().splitlines() for one in (whole, parts)]
+    lines = [(case / "metrics.jsonl").read_text().splitlines() for case in (full, parts)]
     losses = [[json.loads(line)["loss"] for line in of_run] for of_run in lines]
     assert losses[0] == losses[1]
     # Weights and Adam's moments, cut or not, are of one kind.
@@ -84,11 +84,11 @@ def test_results_are_those_of_data_parallel(
         classes, rows = written(tmp_path / name)
         np.testing.assert_allclose(rows, expected_rows, rtol=2e-3, atol=2e-4, err_msg=name)
         assert (classes == expected_classes).mean() > 0.99
-        told = json.loads((tmp_path / name / "config.json").read_text())["strategy"]
-        assert name in (told, "one_hop", "closed")
+        message = json.loads((tmp_path / name / "config.json").read_text())["strategy"]
+        assert name in (message, "one_hop", "closed")
     records = [json.loads(line) for line in (tmp_path / "closed" / "metrics.jsonl").read_text().splitlines()]
     # Between servers nothing but the gradients of parameters crosses.
-    assert len({one["bytes_outside"] for one in records}) == 1
+    assert len({record["bytes_outside"] for record in records}) == 1
 
 
 def fit_on_rank(dataset: str, trace: str) -> list[Any]:
@@ -104,18 +104,18 @@ def fit_on_rank(dataset: str, trace: str) -> list[Any]:
         dx.fit(model, g, config=FitConfig(epochs=1))
         g.barrier()
         assert session.step_share is None
-        return [(one.loss, one.num_samples, one.bytes_inside + one.bytes_outside) for one in seen]
+        return [(epoch.loss, epoch.num_samples, epoch.bytes_inside + epoch.bytes_outside) for epoch in seen]
 
 
 def test_fit_tells_what_an_epoch_was(dataset: str, tmp_path: Path) -> None:
     trace = tmp_path / "trace.json"
-    mine, other = run_ranks(fit_on_rank, 2, args=(dataset, str(trace)), ranks_per_server=1)
-    assert mine == other
-    losses = [loss for loss, _, _ in mine]
+    own, second = run_ranks(fit_on_rank, 2, args=(dataset, str(trace)), ranks_per_server=1)
+    assert own == second
+    losses = [loss for loss, _, _ in own]
     assert losses == sorted(losses, reverse=True)
-    assert all(samples == 167 for _, samples, _ in mine)
+    assert all(samples == 167 for _, samples, _ in own)
     # Nothing is fetched in an epoch, so all move the same.
-    assert len({moved for _, _, moved in mine}) == 1
+    assert len({moved for _, _, moved in own}) == 1
     names = {event["name"] for event in json.loads(trace.read_text())["traceEvents"] if "name" in event}
     assert {"forward", "backward", "step"} <= names
     assert any(name.startswith("halo of") for name in names)
@@ -177,19 +177,19 @@ def train_stacks(dataset: str, folder: str) -> object:
         del options["batch_size"]
         train_dataset(plan_of(dataset, out / "full_graph", **options, strategy="full_graph", scores=True))
     options |= {"strategy": "auto", "predictions": None, "save_embeddings": None}
-    taken = train_dataset(plan_of(dataset, out / "auto", **options)).summary["strategy"]
+    chosen = train_dataset(plan_of(dataset, out / "auto", **options)).summary["strategy"]
     with pytest.raises(ConfigError, match=r"push_pull found no layer that takes the 7 columns"):
         train_dataset(plan_of(dataset, Path(folder) / "wrong", **STACKS["appnp"], strategy="push_pull"))
-    return taken
+    return chosen
 
 
 def test_what_is_between_layers_under_strategies(dataset: str, tmp_path: Path) -> None:
     """Rows of several layers travel together; a node's embedding is the last of them."""
-    for taken in run_ranks(train_stacks, 2, args=(dataset, str(tmp_path)), timeout_s=240):
-        assert taken not in ("lambda", "push_pull")
+    for result in run_ranks(train_stacks, 2, args=(dataset, str(tmp_path)), timeout_s=240):
+        assert result not in ("lambda", "push_pull")
     for name, width in {"cat": 8, "appnp": equality.CLASSES, "gatv2": 8}.items():
         classes, rows = written(tmp_path / name / "data_parallel")
-        same, others = written(tmp_path / name / "full_graph")
+        same, remaining = written(tmp_path / name / "full_graph")
         assert rows.shape == (equality.NUM_NODES, width)
-        np.testing.assert_allclose(others, rows, rtol=2e-3, atol=2e-4)
+        np.testing.assert_allclose(remaining, rows, rtol=2e-3, atol=2e-4)
         assert (classes == same).mean() > 0.99

@@ -51,8 +51,10 @@ def test_a_run_that_replaces_another_says_so_and_leaves_no_checkpoint_of_it(
     assert any((out / CHECKPOINTS).iterdir())
     assert json.loads((out / "config.json").read_text())["recompute"] == "exchange"
     before = sorted(path.name for path in out.rglob("*"))
-    said = r"model: resgcn -> sage, layers: 3 -> 2, fanouts: .* -> .*; give another folder, or .*--overwrite"
-    with pytest.raises(ConfigError, match=said):
+    message = (
+        r"model: resgcn -> sage, layers: 3 -> 2, fanouts: .* -> .*; give another folder, or .*--overwrite"
+    )
+    with pytest.raises(ConfigError, match=message):
         train_dataset(TrainConfig(data=dataset, out=str(out), epochs=1))
     assert sorted(path.name for path in out.rglob("*")) == before
     train_dataset(TrainConfig(data=dataset, out=str(out), epochs=1, overwrite=True))
@@ -69,7 +71,7 @@ def test_checkpoints_are_lost_by_overwrite_alone_and_not_to_a_restart(
     def made(launch: str, restarts: int, *, overwrite: bool = False) -> int:
         monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", f"/tmp/x/{launch}/attempt_{restarts}/0/error.json")
         monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", str(restarts))
-        assert [one.epoch for one in train_dataset(replace(plan, overwrite=overwrite)).epochs] == [0, 1]
+        assert [epoch.epoch for epoch in train_dataset(replace(plan, overwrite=overwrite)).epochs] == [0, 1]
         return first.stat().st_mtime_ns
 
     before = made("job_a", 0)
@@ -95,22 +97,22 @@ def test_a_run_that_is_done_says_so_and_a_resumed_one_what_it_keeps(
     train_dataset(plan)
     assert caplog.messages[-1] == "nothing to train: 1 epochs are done"
     (tensors,) = (tmp_path / "run").rglob("tensors-0.bin")
-    whole = tensors.read_bytes()
-    tensors.write_bytes(bytes([whole[0] ^ 1]) + whole[1:])
+    full = tensors.read_bytes()
+    tensors.write_bytes(bytes([full[0] ^ 1]) + full[1:])
     with pytest.raises(CheckpointError, match="damaged"):
         train_dataset(replace(plan, epochs=2))
-    tensors.write_bytes(whole)
+    tensors.write_bytes(full)
     assert all(path.stat().st_mtime_ns == made for path, made in files.items() if path.suffix == ".json")
     train_dataset(replace(plan, epochs=2, resume=True, lr=0.5))
-    said = caplog.messages[-1]
-    assert "epoch-000001-step-000000000 of another configuration" in said
-    assert "lr: 0.01 -> 0.5" in said
+    message = caplog.messages[-1]
+    assert "epoch-000001-step-000000000 of another configuration" in message
+    assert "lr: 0.01 -> 0.5" in message
 
 
 def test_a_restart_by_torchrun_keeps_the_checkpoints_and_ends_with_the_same_weights(
     dataset: str, tmp_path: Path
 ) -> None:
-    said, found = {}, {}
+    record, result = {}, {}
     for name, killed in (("killed", True), ("whole", False)):
         plan = {"data": dataset, "out": str(tmp_path / name), "epochs": 4, "checkpoint_every": 1}
         command = [sys.executable, "-m", "dglx_dist.cli.torchrun", "--standalone", "--nproc-per-node", "2"]
@@ -119,20 +121,20 @@ def test_a_restart_by_torchrun_keeps_the_checkpoints_and_ends_with_the_same_weig
             command, cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=300, check=False
         )
         assert done.returncode == 0, done.stderr
-        said[name] = done.stderr
+        record[name] = done.stderr
         last = tmp_path / name / CHECKPOINTS / "epoch-000004-step-000000000"
         # The order in which tensors lie in the files may differ.
-        found[name] = {
+        result[name] = {
             tensor: (last / saved["file"]).read_bytes()[saved["first_byte"] :][: saved["num_bytes"]]
             for tensor, saved in json.loads((last / "state.json").read_text())["tensors"].items()
         }
-    assert said["killed"].count("going on from ") == 1
-    assert "training epochs 2 to 3" in said["killed"]
-    assert "going on" not in said["whole"]
+    assert record["killed"].count("going on from ") == 1
+    assert "training epochs 2 to 3" in record["killed"]
+    assert "going on" not in record["whole"]
     before = json.loads((tmp_path / "killed" / "before.json").read_text())
     assert len(before) == 2
     assert before.items() <= _times_of(tmp_path / "killed").items()
-    assert found["killed"] == found["whole"]
+    assert result["killed"] == result["whole"]
     epochs = (tmp_path / "killed" / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(line)["epoch"] for line in epochs] == [0, 1, 2, 3]
 
@@ -233,10 +235,10 @@ def test_a_run_on_two_servers_is_that_of_one_process(model: str, tmp_path: Path)
 
 def test_a_resumed_run_goes_on_with_its_rows(tmp_path: Path) -> None:
     """With the state of both optimizers and of dropout."""
-    data, whole, parts = str(hetero.write_parts(tmp_path)), str(tmp_path / "whole"), str(tmp_path / "run")
+    data, full, parts = str(hetero.write_parts(tmp_path)), str(tmp_path / "whole"), str(tmp_path / "run")
 
     def losses(out: str, **options: Any) -> list[Any]:
-        given = {
+        inputs = {
             "model": "rgcn",
             "layers": 3,
             "fanouts": (-1, -1, -1),
@@ -246,9 +248,9 @@ def test_a_resumed_run_goes_on_with_its_rows(tmp_path: Path) -> None:
             "precision": None if "resume" in options else "bf16",
             **options,
         }
-        return run_ranks(_train_model, 2, args=(data, out, given), ranks_per_server=1)
+        return run_ranks(_train_model, 2, args=(data, out, inputs), ranks_per_server=1)
 
-    expected = losses(whole, epochs=4)
+    expected = losses(full, epochs=4)
     losses(parts, epochs=2, checkpoint_every=1)
     assert losses(parts, epochs=4, resume=True) == expected
 

@@ -27,8 +27,8 @@ def refuse(*_: object) -> None:
 
 
 def embedding(**wrong: Any) -> dx.DistEmbedding:
-    given: dict[str, Any] = {"num_embeddings": small.NUM_NODES, "embedding_dim": 3, "name": "new"}
-    return dx.DistEmbedding(**(given | wrong))
+    inputs: dict[str, Any] = {"num_embeddings": small.NUM_NODES, "embedding_dim": 3, "name": "new"}
+    return dx.DistEmbedding(**(inputs | wrong))
 
 
 def calls(g: DistGraph, folder: str) -> Calls:
@@ -73,14 +73,14 @@ def calls(g: DistGraph, folder: str) -> Calls:
         (written, {"folder": None}),
         (written, {"name": "\ud800"}),
     ]
-    found: Calls = {f"{call}, {wrong}": (call, partial(call, **wrong)) for call, wrong in wrongly}
-    found |= {
+    results: Calls = {f"{call}, {wrong}": (call, partial(call, **wrong)) for call, wrong in wrongly}
+    results |= {
         "export: a push that failed": (written, unheard(written)),
         "a push that failed before a barrier": (g.barrier, unheard(g.barrier)),
         "a push that failed before closing": (g.close, unheard(g.close)),
         **{
-            f"{what}: folder": (partial(call, f"{saved}/{name}"), partial(call, None))
-            for what, name, call in (
+            f"{label}: folder": (partial(call, f"{saved}/{name}"), partial(call, None))
+            for label, name, call in (
                 ("saving a tensor", "rows", rows.save),
                 ("loading a tensor", "rows", rows.load),
                 ("saving an optimiser", "adam", optimizer.save),
@@ -98,8 +98,8 @@ def calls(g: DistGraph, folder: str) -> Calls:
         (metrics.rmse, (ones, ones), (ones, ones[:, None])),
         (metrics.accuracy, (ones, ones), (ones, torch.ones(4))),
     ):
-        found[str(metric)] = partial(metric, *right, session), partial(metric, *wrong_one, session)
-    return found
+        results[str(metric)] = partial(metric, *right, session), partial(metric, *wrong_one, session)
+    return results
 
 
 def call_all(folder: str) -> list[str]:

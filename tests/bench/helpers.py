@@ -106,14 +106,14 @@ def outcome(
     """random and metis, measured five times; by default exactly twice as fast, 40 MB and 10 MB outside."""
     loopback = {"kind": "loopback", "missing": "needs root; start it with sudo"}
     link = {"kind": kind, "external": "96mbit", "phi": 0.65} if kind == "namespaces" else loopback
-    wanted = ratio or Ratio(name="speed-up", over="random", under="metis", predicted=1.9, low=1.5)
+    expected = ratio or Ratio(name="speed-up", over="random", under="metis", predicted=1.9, low=1.5)
     return Outcome(
         experiment="D1",
         status="measured",
         network={"random": link, "metis": link},
         plan=ExperimentPlan(
             variants=(variant("random", simulated=simulated), variant("metis", simulated=simulated)),
-            ratios=(wanted,),
+            ratios=(expected,),
             facts={"edge cut": {"random": 0.75, "metis": 0.125}},
         ),
         measurements=(
@@ -129,7 +129,10 @@ def outcome(
 def with_curves(given: Outcome) -> Outcome:
     """The same with an accuracy curve in the first repetition of each variant."""
     curve = ((1.0, 0.5), (2.0, 0.75), (3.0, 0.875))
-    curved = tuple(replace(one, accuracy=curve) if one.repetition == 0 else one for one in given.measurements)
+    curved = tuple(
+        replace(measurement, accuracy=curve) if measurement.repetition == 0 else measurement
+        for measurement in given.measurements
+    )
     return replace(given, measurements=curved)
 
 
@@ -151,14 +154,18 @@ def scaling() -> tuple[Experiment, Outcome]:
         ),
     )
     link = {"kind": "namespaces", "external": "1gbit"}
-    measured = [one for n, value in seconds.items() for one in measurements(f"{n} servers", [value] * 5)]
+    measured = [
+        measurement
+        for n, value in seconds.items()
+        for measurement in measurements(f"{n} servers", [value] * 5)
+    ]
     experiment = replace(EXPERIMENT, id="D3", title="weak scaling on 1, 2 and 4 servers")
     return experiment, replace(
         outcome(),
         experiment="D3",
         plan=plan,
         measurements=tuple(measured),
-        network={one.name: link for one in plan.variants},
+        network={item.name: link for item in plan.variants},
     )
 
 
@@ -213,7 +220,7 @@ def jobs_of(name: str, plan: ExperimentPlan) -> list[tuple[Variant, TrainParams]
     check_plan(name, plan)
     assert plan.ratios
     assert plan.facts
-    found = []
+    results = []
     for variant in plan.variants:
         if variant.job.kind == PROGRAM:
             # A peer, whose data is a file of its own format.
@@ -221,8 +228,8 @@ def jobs_of(name: str, plan: ExperimentPlan) -> list[tuple[Variant, TrainParams]
             continue
         for job in filter(None, (variant.job, variant.curve)):
             assert job.kind in KINDS
-            told = read_params(TrainParams, {**job.params, **job.warm})
-            assert Path(told.data).is_dir()
-            assert bool(variant.simulated) == (told.simulated is not None)
-            found.append((variant, told))
-    return found
+            params = read_params(TrainParams, {**job.params, **job.warm})
+            assert Path(params.data).is_dir()
+            assert bool(variant.simulated) == (params.simulated is not None)
+            results.append((variant, params))
+    return results

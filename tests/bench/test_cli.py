@@ -34,15 +34,15 @@ def ends_with(status: Any, reason: str = "") -> Callable[..., Outcome]:
 @pytest.fixture
 def no_push_pull(monkeypatch: pytest.MonkeyPatch) -> None:
     """As in an installation without that strategy."""
-    others = [name for name in suites.STRATEGIES.names() if name != "push_pull"]
-    monkeypatch.setattr(suites.STRATEGIES, "names", lambda: others)
+    remaining = [name for name in suites.STRATEGIES.names() if name != "push_pull"]
+    monkeypatch.setattr(suites.STRATEGIES, "names", lambda: remaining)
 
 
 def test_the_list_has_every_experiment_and_says_which_cannot_run(no_push_pull: None) -> None:
     shown = bench("--list")
     assert shown.exit_code == 0
-    for one in suites.everything():
-        assert f" {one.id} " in shown.output
+    for experiment in suites.everything():
+        assert f" {experiment.id} " in shown.output
     assert "this release has no strategy push_pull" in " ".join(shown.output.split())
 
 
@@ -60,7 +60,7 @@ def test_a_failure_does_not_stop_the_next_and_ends_with_1(
     shown = bench("--only", "D1,D2", "--out", str(tmp_path))
     assert shown.exit_code == 1
     assert shown.stdout.count(": failed: rank 1 died") == 2
-    assert {one.experiment for one in results.read(tmp_path)} == {"D1", "D2"}
+    assert {item.experiment for item in results.read(tmp_path)} == {"D1", "D2"}
 
 
 def test_an_interrupt_says_where_the_results_so_far_are(
@@ -96,8 +96,8 @@ def test_the_plan_is_what_was_asked_for(tmp_path: Path, monkeypatch: pytest.Monk
     assert [plan.work for plan in plans] == [tmp_path / "work", tmp_path / "w"]
     assert [plan.repetitions for plan in plans] == [7, 5]
     assert [plan.seed for plan in plans] == [3, 0]
-    assert [one.id for one in choose("quick", [])] == [one.id for one in suites.suite("quick")]
-    assert [one.id for one in choose("quick", ["d2", "D1,D2"])] == ["D2", "D1"]
+    assert [item.id for item in choose("quick", [])] == [item.id for item in suites.suite("quick")]
+    assert [item.id for item in choose("quick", ["d2", "D1,D2"])] == ["D2", "D1"]
 
 
 @pytest.mark.parametrize(
@@ -120,7 +120,7 @@ def test_mistakes_are_told_before_anything_runs(
 
 
 def test_the_last_lines_say_what_came_out() -> None:
-    given = replace(outcome(kind="loopback", fast=SLOW), label="quick look")
-    assert summary(figures_of(suites.find("D1"), given)) == (
+    inputs = replace(outcome(kind="loopback", fast=SLOW), label="quick look")
+    assert summary(figures_of(suites.find("D1"), inputs)) == (
         "links not limited; quick look: `speed-up` **1.00**, predicted 1.90, bound at least 1.5 missed"
     )

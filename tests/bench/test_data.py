@@ -17,8 +17,8 @@ def test_a_dataset_is_made_once_and_found_again(tmp_path: Path, monkeypatch: pyt
     first = data.prepare(SMALL, {"halves": HALVES}, tmp_path)["halves"]
     manifest = open_dataset(first).manifest
     assert (manifest.num_parts, manifest.num_nodes("_N")) == (2, 600)
-    other = data.prepare(SMALL, {"halves": replace(HALVES, seed=1)}, tmp_path)["halves"]
-    assert other != first
+    second = data.prepare(SMALL, {"halves": replace(HALVES, seed=1)}, tmp_path)["halves"]
+    assert second != first
     cost_s = data.facts(first)["seconds_to_cut_and_write"]
     monkeypatch.setattr(data, "generate", lambda _: pytest.fail("it was drawn again"))
     assert data.prepare(SMALL, {"another name": HALVES}, tmp_path) == {"another name": first}

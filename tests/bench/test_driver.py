@@ -33,15 +33,15 @@ from tests.bench.helpers import TWO, epoch, experiment_of, plan_of
 
 
 def test_the_machine_is_described_without_naming_host_or_user() -> None:
-    found = driver.describe_machine()
-    assert found["cores_usable"] == len(os.sched_getaffinity(0))
-    told = json.dumps(found)
-    assert f'"torch": "{torch.__version__}"' in told
-    assert str(Path.home()) + "/" not in told
-    assert str(Path.cwd()) not in told
+    record = driver.describe_machine()
+    assert record["cores_usable"] == len(os.sched_getaffinity(0))
+    message = json.dumps(record)
+    assert f'"torch": "{torch.__version__}"' in message
+    assert str(Path.home()) + "/" not in message
+    assert str(Path.cwd()) not in message
     name = socket.gethostname()
     # A name like "linux" may be part of a word of the kernel's version.
-    assert name not in told or len(name) < 6
+    assert name not in message or len(name) < 6
 
 
 (A, _) = plan_of("a", "b").variants
@@ -101,15 +101,15 @@ def run(
 
 
 def test_what_is_compared_takes_turns_at_the_rate_that_gives_the_phi(tmp_path: Path) -> None:
-    stage, told = Played(), list[str]()
-    outcome = run(plan_of("a", "b", "c"), stage, tmp_path, tell=told.append)
+    stage, message = Played(), list[str]()
+    outcome = run(plan_of("a", "b", "c"), stage, tmp_path, tell=message.append)
     assert outcome.status == "measured"
     assert results.read(tmp_path) == (outcome,)
     assert outcome.label == ""
     assert outcome.command == "python scripts/bench --suite quick --only T1 --repetitions 5 --out DIR"
-    assert told[:2] == ["T1: making its datasets", "T1: warming up: a (0 of 18 jobs)"]
+    assert message[:2] == ["T1: making its datasets", "T1: warming up: a (0 of 18 jobs)"]
     # Three jobs are expected of a calibration, and two were enough.
-    assert told[-1].startswith("T1: repetition 5 of 5: a (19 of 20 jobs, about")
+    assert message[-1].startswith("T1: repetition 5 of 5: a (19 of 20 jobs, about")
     assert stage.shapes == [TWO]
     assert stage.closed
     # phi 0.5: as long on the wire as without it, 16e6 bit in 1 s. The first guess is exact here.
@@ -118,7 +118,7 @@ def test_what_is_compared_takes_turns_at_the_rate_that_gives_the_phi(tmp_path: P
     assert calibration == [("a", "free"), ("a", "16mbit")]
     assert "".join(name for name, _ in measured) == "abc" + "bca" + "cab" + "abc" + "bca"
     assert {rate for _, rate in measured} == {"16mbit"}
-    assert [(one.variant, one.repetition) for one in outcome.measurements[:4]] == [
+    assert [(measurement.variant, measurement.repetition) for measurement in outcome.measurements[:4]] == [
         ("a", 0), ("b", 0), ("c", 0), ("b", 1),
     ]  # fmt: skip
     assert (outcome.measurements[0].seconds, outcome.measurements[0].peak_bytes) == (2.0, 9)
@@ -139,19 +139,19 @@ def test_no_path_of_the_user_is_kept(tmp_path: Path) -> None:
 
 def test_each_variant_has_its_servers_rate_warm_up_and_a_curve_that_is_no_repetition(tmp_path: Path) -> None:
     warmed = Job(kind="echo", params={"as": "one"}, warm={"as": "one, once"})
-    one = Variant(name="one", shape=Shape(servers=1), job=warmed)
+    variant = Variant(name="one", shape=Shape(servers=1), job=warmed)
     curve = Job(kind="echo", params={"as": "curve of two", "curve": True})
     job = Job(kind="echo", params={"as": "two"})
     two = Variant(name="two", shape=TWO, rate=Rate(100 * MEGABIT), job=job, curve=curve)
     stage = Played()
-    outcome = run(ExperimentPlan(variants=(one, two)), stage, tmp_path, repetitions=1)
+    outcome = run(ExperimentPlan(variants=(variant, two)), stage, tmp_path, repetitions=1)
     assert stage.shapes == [Shape(servers=1), TWO]
     assert stage.done == [
         ("one, once", "free"), ("two", "free"),
         ("one", "free"), ("two", "100mbit"), ("curve of two", "100mbit"),
     ]  # fmt: skip
     assert (outcome.network["one"]["external"], outcome.network["two"]["external"]) == (None, "100mbit")
-    assert [bool(one.epochs) for one in outcome.measurements] == [True, True, False]
+    assert [bool(measurement.epochs) for measurement in outcome.measurements] == [True, True, False]
     assert outcome.measurements[-1].accuracy == ((1.0, 0.5),)
 
 

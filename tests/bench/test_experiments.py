@@ -79,18 +79,18 @@ def test_b1_compares_policies_at_equal_memory_and_b2_ways_of_one_graph(bench: Be
     size = fewer_bytes.Size(nodes=3000, full_graph_nodes=2500, batch_size=8)
     plan = fewer_bytes.caches(bench, size)
     jobs_of("B1", plan)
-    by_name = {one.name: one for one in plan.variants}
-    for what, places in (("alpha", fewer_bytes.ALPHAS), ("rate", (300, 1000, 10_000))):
-        lines = [line for line in plan.lines if line.what == what]
+    by_name = {variant.name: variant for variant in plan.variants}
+    for label, places in (("alpha", fewer_bytes.ALPHAS), ("rate", (300, 1000, 10_000))):
+        lines = [line for line in plan.lines if line.what == label]
         assert [tuple(place for place, _ in line.points) for line in lines] == [places] * len(lines)
     params = {name: by_name[name].job.params for name in by_name}
     assert [params[name]["alpha"] for name in ("vip 0.05", "lookahead 0.2")] == [0.05, 0.2]
     assert "cache" not in params["no cache"]
     assert by_name["lookahead 0.1, 300mbit"].rate == Rate.parse("300mbit")
     assert by_name["vip 0.1, 4 servers at random"].shape.servers == 4
-    whole = fewer_bytes.whole_graphs(bench, size)
-    jobs_of("B2", whole)
-    assert {one.rate for one in whole.variants} == {MatchedPhi(phi=0.8, baseline="sources, random")}
+    full = fewer_bytes.whole_graphs(bench, size)
+    jobs_of("B2", full)
+    assert {variant.rate for variant in full.variants} == {MatchedPhi(phi=0.8, baseline="sources, random")}
 
 
 def test_weak_scaling_by_hand() -> None:
@@ -106,13 +106,13 @@ def test_weak_scaling_by_hand() -> None:
 def test_the_experiment_of_the_docs_can_be_copied(bench: BenchPlan, tmp_path: Path) -> None:
     page = (Path(__file__).parents[2] / "docs" / "bench.md").read_text()
     (code,) = re.findall(r"```python\n(\"\"\".*?)```", page, flags=re.DOTALL)
-    found: dict[str, Any] = {}
-    exec(compile(code, "x1.py", "exec"), found)
-    jobs_of("X1", found["BUILDS"]["X1"](bench))
+    results: dict[str, Any] = {}
+    exec(compile(code, "x1.py", "exec"), results)
+    jobs_of("X1", results["BUILDS"]["X1"](bench))
     (section,) = re.findall(r"```\n## X1\n(.*?)```", page, flags=re.DOTALL)
     (tmp_path / "notes.md").write_text(f"## X1\n{section}")
-    told = read_notes(tmp_path / "notes.md").experiments["X1"]
-    experiment = suites.experiment_of("X1", told, found["BUILDS"]["X1"])
+    message = read_notes(tmp_path / "notes.md").experiments["X1"]
+    experiment = suites.experiment_of("X1", message, results["BUILDS"]["X1"])
     assert suites.why_absent(experiment) == ""
     assert (experiment.suites, experiment.title) == (("papers",), "a larger fan-out")
 
@@ -122,13 +122,19 @@ PLAN = plan_of("a", "b")
 
 def test_every_experiment_has_one_id_a_suite_and_what_is_claimed_and_predicted() -> None:
     everything = suites.everything()
-    assert [suites.find(one.id.lower()) for one in everything] == everything
-    for one in everything:
-        assert one.suites
-        assert one.build is not None
-        for text in (one.title, one.claim.paper, one.claim.says, one.claim.setting, one.prediction):
+    assert [suites.find(experiment.id.lower()) for experiment in everything] == everything
+    for experiment in everything:
+        assert experiment.suites
+        assert experiment.build is not None
+        for text in (
+            experiment.title,
+            experiment.claim.paper,
+            experiment.claim.says,
+            experiment.claim.setting,
+            experiment.prediction,
+        ):
             assert text.strip()
-    assert {"D1", "D2", "D3"} <= {one.id for one in suites.suite("quick")}
+    assert {"D1", "D2", "D3"} <= {experiment.id for experiment in suites.suite("quick")}
 
 
 def test_an_experiment_is_absent_without_its_strategies_its_modules_or_its_code() -> None:

@@ -41,32 +41,35 @@ from tests.bench.helpers import EXPERIMENT, epoch_of, measurements, outcome, var
 
 
 def test_what_was_not_measured_has_no_figures() -> None:
-    given = outcome()
+    inputs = outcome()
     for fields in ({"wire": None}, {"outside": 0, "wire": 0}):
-        bare = replace(given, measurements=measurements("random", [1.0], **fields))
-        assert [one["wire_by_ledger"] for one in variant_rows(bare)] == [None]
-    for nothing in (replace(given, plan=None), replace(given, measurements=())):
+        bare = replace(inputs, measurements=measurements("random", [1.0], **fields))
+        assert [variant_row["wire_by_ledger"] for variant_row in variant_rows(bare)] == [None]
+    for nothing in (replace(inputs, plan=None), replace(inputs, measurements=())):
         assert variant_rows(nothing) == []
-    assert ratio_figures(replace(given, plan=None)) == ()
+    assert ratio_figures(replace(inputs, plan=None)) == ()
     # A curve without epochs is no measurement of time.
-    curve = replace(given.measurements[0], repetition=5, epochs=(), accuracy=((1.0, 0.5),))
-    assert variant_rows(replace(given, measurements=(*given.measurements, curve))) == variant_rows(given)
-    half = replace(given, measurements=measurements("random", [1.0, 2.0]))
-    assert [one.value for one in ratio_figures(half)] == [None]
+    curve = replace(inputs.measurements[0], repetition=5, epochs=(), accuracy=((1.0, 0.5),))
+    assert variant_rows(replace(inputs, measurements=(*inputs.measurements, curve))) == variant_rows(inputs)
+    half = replace(inputs, measurements=measurements("random", [1.0, 2.0]))
+    assert [ratio_figure.value for ratio_figure in ratio_figures(half)] == [None]
     assert "measurement is missing" in judge_experiment(EXPERIMENT, half).why
     silent = replace(
         outcome(ratio=Ratio(name="r", over="random", under="metis", quantity="bytes_outside")),
         measurements=(*measurements("random", [1.0]), *measurements("metis", [1.0], outside=0)),
     )
-    assert [one.value for one in ratio_figures(silent)] == [None]
+    assert [ratio_figure.value for ratio_figure in ratio_figures(silent)] == [None]
 
 
 def test_a_target_that_one_repetition_did_not_reach_leaves_no_ratio() -> None:
     def reached(*epochs: int | None) -> list[Spread | None]:
-        given = outcome(ratio=Ratio(name="R", over="random", under="metis", quantity="epochs_to_target"))
-        told = iter((*epochs, *(10,) * 5))
-        measured = tuple(replace(one, extra={"epochs_to_target": next(told)}) for one in given.measurements)
-        return [one.value for one in ratio_figures(replace(given, measurements=measured))]
+        inputs = outcome(ratio=Ratio(name="R", over="random", under="metis", quantity="epochs_to_target"))
+        message = iter((*epochs, *(10,) * 5))
+        measured = tuple(
+            replace(measurement, extra={"epochs_to_target": next(message)})
+            for measurement in inputs.measurements
+        )
+        return [ratio_figure.value for ratio_figure in ratio_figures(replace(inputs, measurements=measured))]
 
     assert reached(10, 11, 12, 13, 14) == [Spread(median=1.2, low=1.1, high=1.3)]
     # Of those that came there the median would be 1.15, though two of five took longer than was looked at.
@@ -74,14 +77,14 @@ def test_a_target_that_one_repetition_did_not_reach_leaves_no_ratio() -> None:
 
 
 def test_time_to_the_best_accuracy_that_all_reach() -> None:
-    given = outcome()
-    assert (time_to_accuracy(given), accuracy_in_words(given)) == (None, "")
-    slow, fast = (next(m for m in given.measurements if m.variant == name) for name in ("random", "metis"))
+    inputs = outcome()
+    assert (time_to_accuracy(inputs), accuracy_in_words(inputs)) == (None, "")
+    slow, fast = (next(m for m in inputs.measurements if m.variant == name) for name in ("random", "metis"))
     curves = (
         replace(slow, accuracy=((2.0, 0.5), (4.0, 0.75), (6.0, 0.8))),
         replace(fast, accuracy=((1.0, float("nan")), (2.0, 0.7), (3.0, 0.75))),
     )
-    assert time_to_accuracy(replace(given, measurements=curves)) == (0.75, {"random": 4.0, "metis": 3.0})
+    assert time_to_accuracy(replace(inputs, measurements=curves)) == (0.75, {"random": 4.0, "metis": 3.0})
     assert accuracy_in_words(with_curves(outcome(simulated="slept"))) == (
         "Time to a validation accuracy of 87.5 %, which all reach: random 3 s simulated, metis 3 s simulated."
     )
@@ -120,19 +123,19 @@ def test_a_ratio_is_judged_by_its_bounds(
 
 
 def test_nothing_is_judged_without_limited_links_or_at_a_phi_that_was_not_reached() -> None:
-    given = outcome(ratio=ratio(1.5))
-    for loopback in (outcome(kind="loopback", ratio=ratio(1.5)), replace(given, network={})):
+    inputs = outcome(ratio=ratio(1.5))
+    for loopback in (outcome(kind="loopback", ratio=ratio(1.5)), replace(inputs, network={})):
         assert judge_experiment(EXPERIMENT, loopback).word == "links not limited"
     # One server has no link to limit.
-    alone = tuple(replace(one, shape=replace(one.shape, servers=1)) for one in given.plan.variants)
-    on_one = replace(given, plan=replace(given.plan, variants=alone), network={})
+    alone = tuple(replace(item, shape=replace(item.shape, servers=1)) for item in inputs.plan.variants)
+    on_one = replace(inputs, plan=replace(inputs.plan, variants=alone), network={})
     assert judge_experiment(EXPERIMENT, on_one).word == "reproduced"
     for phi, reached in ((0.8, False), (0.64, True)):
         note = {"phi": phi, "calibration": {"wanted": 0.65, "within_tolerance": reached}}
-        network = {name: {**one, **note} for name, one in given.network.items()}
-        found = judge_experiment(EXPERIMENT, replace(given, network=network))
-        assert found.word == ("reproduced" if reached else "phi not matched")
-        assert ("phi is 0.80, not 0.65" in found.why) is not reached
+        network = {name: {**value, **note} for name, value in inputs.network.items()}
+        result = judge_experiment(EXPERIMENT, replace(inputs, network=network))
+        assert result.word == ("reproduced" if reached else "phi not matched")
+        assert ("phi is 0.80, not 0.65" in result.why) is not reached
 
 
 def test_absent_failed_and_not_measured_yet_give_the_reason() -> None:
@@ -144,9 +147,9 @@ def test_absent_failed_and_not_measured_yet_give_the_reason() -> None:
     # What is installed here does not decide about a page.
     ready = replace(EXPERIMENT, needs=("no_such_module",), build=lambda _: ExperimentPlan(variants=()))
     assert judge_experiment(ready, None).word == "not measured yet"
-    found = judge_experiment(replace(ready, strategies=("teleport",)), None)
-    assert found.word == "absent"
-    assert "teleport" in found.why
+    result = judge_experiment(replace(ready, strategies=("teleport",)), None)
+    assert result.word == "absent"
+    assert "teleport" in result.why
 
 
 def with_phases(name: str, phases: dict[str, int], **drawn: int) -> Measurement:
@@ -156,7 +159,7 @@ def with_phases(name: str, phases: dict[str, int], **drawn: int) -> Measurement:
 
 def test_bytes_of_an_epoch_stand_beside_the_formula() -> None:
     facts = {PREDICTED_BYTES: {"random": {"features": 4_000_000}, "columns": {"activations": 1_000_000}}}
-    given = Outcome(
+    inputs = Outcome(
         experiment="D1",
         status="measured",
         plan=ExperimentPlan(variants=(variant("random"), variant("columns")), facts=facts),
@@ -172,37 +175,44 @@ def test_bytes_of_an_epoch_stand_beside_the_formula() -> None:
         ["random", "0.000", "4.000", "4.000", "4.000", "0"],
         ["columns", "1.000", "0.000", *["1.000"] * 2, "+1"],
     ]
-    assert phase_rows(given) == [dict(zip(heads, row, strict=True)) for row in cells]
+    assert phase_rows(inputs) == [dict(zip(heads, row, strict=True)) for row in cells]
     # They are in a table of their own.
-    assert figures_of(EXPERIMENT, given)["facts"] == []
+    assert figures_of(EXPERIMENT, inputs)["facts"] == []
 
 
-CELLS = tuple(Cell(name=one, chosen=f"{one}: a", ways=(f"{one}: a", f"{one}: b")) for one in ("1", "2", "3"))
+CELLS = tuple(
+    Cell(name=name, chosen=f"{name}: a", ways=(f"{name}: a", f"{name}: b")) for name in ("1", "2", "3")
+)
 SECONDS = {"1: a": 1.0, "1: b": 2.0, "2: a": 1.2, "2: b": 1.0, "3: a": 1.6, "3: b": 1.0}
 
 
 def judged(of: str, high: float, *, counted: int = 2) -> Outcome:
     """The chosen ways take 1, 1.2 and 1.6 of the fastest, 50 MB an epoch each."""
-    given = outcome()
+    inputs = outcome()
     chosen = ("1: a", "1: a")
     regret = Ratio(name="regret", over=chosen[0], under=chosen[1], high=high, cells=CELLS, of_cells=of)  # type: ignore[arg-type]
     counts = {"1: a": 50_000_000, "2: a": 49_999_999}
     plan = replace(
-        given.plan,
+        inputs.plan,
         variants=tuple(replace(variant(name), rate=None) for name in SECONDS),
         ratios=(regret,),
         facts={COUNTED_BYTES: dict(list(counts.items())[:counted])},
     )
-    found = tuple(one for name, value in SECONDS.items() for one in measurements(name, [value, value]))
+    result = tuple(
+        measurement for name, value in SECONDS.items() for measurement in measurements(name, [value, value])
+    )
     network = {name: {"kind": "namespaces", "external": "1gbit"} for name in SECONDS}
-    return replace(given, plan=plan, measurements=found, network=network)
+    return replace(inputs, plan=plan, measurements=result, network=network)
 
 
 def test_regret_is_of_all_cells_and_predictions_are_judged_beside_it() -> None:
     """Of two ways whose bytes were counted one moved others, then none."""
-    whole = judged("median", 1.15)
-    without = replace(whole, measurements=tuple(one for one in whole.measurements if one.variant != "2: b"))
-    assert judge(ratio_figures(whole)[0]).word == "not reproduced"
+    full = judged("median", 1.15)
+    without = replace(
+        full,
+        measurements=tuple(measurement for measurement in full.measurements if measurement.variant != "2: b"),
+    )
+    assert judge(ratio_figures(full)[0]).word == "not reproduced"
     assert judge(ratio_figures(without)[0]).why.startswith("a cell could not")
     assert judge_experiment(EXPERIMENT, judged("median", 1.25)).word == "partly reproduced"
     assert judge_experiment(EXPERIMENT, judged("median", 1.25, counted=1)).word == "reproduced"
@@ -212,22 +222,22 @@ def test_regret_is_of_all_cells_and_predictions_are_judged_beside_it() -> None:
 def test_a_grid_is_planned_by_real_dry_runs(tmp_path: Path) -> None:
     size = choice.Size(nodes=800, batch_size=40, full_graph_nodes=600, deep_nodes=600, hidden=(8,))
     families, rates = choice.families_of(size)[:2], ("100mbit", "10gbit")
-    asked = BenchPlan(suite="papers", out=tmp_path, work=tmp_path / "work")
-    plan = choice.plan_of(asked, families, ("random",), rates)
+    request = BenchPlan(suite="papers", out=tmp_path, work=tmp_path / "work")
+    plan = choice.plan_of(request, families, ("random",), rates)
     check_plan("A1", plan)
     cells = plan.ratios[0].cells
     assert [cell.name for cell in cells] == [
         f"{family.name}, random, 8, {rate}" for family in families for rate in rates
     ]
     assert all(cell.chosen in cell.ways for cell in cells)
-    assert {one.job.params["strategy"] for one in plan.variants} == {
+    assert {item.job.params["strategy"] for item in plan.variants} == {
         "auto", "data_parallel", "push_pull", "full_graph", "shared_preload", "cooperative",
     }  # fmt: skip
-    for one in plan.variants:
-        told = read_params(TrainParams, {**one.job.params, **one.job.warm})
-        if told.strategy == "auto":
+    for item in plan.variants:
+        params = read_params(TrainParams, {**item.job.params, **item.job.warm})
+        if params.strategy == "auto":
             continue
-        assert (told.strategy in ("data_parallel", "push_pull")) == (list(told.fanouts) == [10, 25])
-        assert plan.facts[COUNTED_BYTES][one.name] > 0
+        assert (params.strategy in ("data_parallel", "push_pull")) == (list(params.fanouts) == [10, 25])
+        assert plan.facts[COUNTED_BYTES][item.name] > 0
     # At another bandwidth the same is done.
     assert len(find_distinct(plan.variants)) == len(plan.variants) / 2

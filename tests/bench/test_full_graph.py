@@ -35,7 +35,7 @@ def test_every_experiment_builds_its_jobs(name: str, bench: BenchPlan) -> None:
         assert variant.shape.servers * variant.shape.ranks_per_server == 4
         if isinstance(variant.rate, MatchedPhi):
             assert sum(predicted[variant.name].values()) > 0
-    unpredicted = [one.name for one in plan.ratios if one.predicted is None]
+    unpredicted = [ratio.name for ratio in plan.ratios if ratio.predicted is None]
     assert all("gbit" in name or name.startswith(STOCK) for name in unpredicted)
 
 
@@ -52,24 +52,24 @@ def test_bytes_and_work_are_those_that_are_predicted(bench: BenchPlan) -> None:
     # Others of deep models are as the flat ones.
     plans.append(full_graph.plan_of(bench, size, [deep], [], (BASE, BASE_PP, PRELOAD)))
     jobs = {variant.name: dict(variant.job.params) for plan in plans for variant in plan.variants}
-    found = run_ranks(
+    result = run_ranks(
         train_all,
         SERVERS * RANKS_PER_SERVER,
         args=(jobs,),
         ranks_per_server=RANKS_PER_SERVER,
         timeout_s=240.0,
     )[0]
-    sent = {name: dict(extra["bytes_outside_by_phase"]) for name, extra in found.items()}
+    sent = {name: dict(extra["bytes_outside_by_phase"]) for name, extra in result.items()}
     for phases in sent.values():
         # How the ranks agree is nobody's payload.
         phases.pop("control", None)
-    assert sent == {name: one for plan in plans for name, one in plan.facts[PREDICTED_BYTES].items()}
-    once = {name: one for plan in plans for name, one in plan.facts[PREDICTED_ONCE].items()}
+    assert sent == {name: fact for plan in plans for name, fact in plan.facts[PREDICTED_BYTES].items()}
+    once = {name: fact for plan in plans for name, fact in plan.facts[PREDICTED_ONCE].items()}
     assert set(once) == set(jobs) - {COOPERATIVE}
     assert once[PRELOAD] >= once[EAS] > 0
-    assert once == {name: found[name]["bytes_outside_before"].get("preload", 0) for name in once}
+    assert once == {name: result[name]["bytes_outside_before"].get("preload", 0) for name in once}
     counted = full_graph.count_setting(bench, size, flat)
-    assert found[COOPERATIVE]["bytes_outside_before"]["preload"] == counted.once[COOPERATIVE] > 0
-    assert {name: found[name]["edges"] for name in counted.edges} == {
+    assert result[COOPERATIVE]["bytes_outside_before"]["preload"] == counted.once[COOPERATIVE] > 0
+    assert {name: result[name]["edges"] for name in counted.edges} == {
         name: sum(of_servers) for name, of_servers in counted.edges.items()
     }

@@ -49,20 +49,20 @@ text
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    found = tmp_path / "results"
-    found.mkdir()
-    (found / "notes.md").write_text(NOTES)
-    return found
+    result = tmp_path / "results"
+    result.mkdir()
+    (result / "notes.md").write_text(NOTES)
+    return result
 
 
 def page_of(folder: Path, *outcomes: Outcome) -> str:
-    figures = {one.experiment: figures_of(find(one.experiment), one) for one in outcomes}
+    figures = {item.experiment: figures_of(find(item.experiment), item) for item in outcomes}
     return render(figures, read_notes(folder / "notes.md"), folder)
 
 
 def row(page: str, experiment: str) -> str:
-    (found,) = re.findall(rf"(?m)^\| \[?{experiment}(?:\]\([^)]*\))?: .*$", page)
-    return str(found)
+    (result,) = re.findall(rf"(?m)^\| \[?{experiment}(?:\]\([^)]*\))?: .*$", page)
+    return str(result)
 
 
 def test_figures_and_page_are_what_raw_results_and_notes_give() -> None:
@@ -98,16 +98,16 @@ def test_results_are_taken_over_gzipped_and_found_out_of_date_when_they_change(
 ) -> None:
     out, page = tmp_path / "out", tmp_path / "page.md"
     results.write(out, replace(outcome(), experiment="P1"))
-    wanted = ["--results", str(folder), "--to", str(page)]
-    assert main([*wanted, "--add", str(out)]) == 0
+    expected = ["--results", str(folder), "--to", str(page)]
+    assert main([*expected, "--add", str(out)]) == 0
     packed = folder / "raw" / "P1.json.gz"
     assert gzip.decompress(packed.read_bytes()) == (out / "P1.json").read_bytes()
     assert "speed-up: 2.00" in page.read_text(encoding="utf-8")
     before = packed.read_bytes()
-    assert main([*wanted, "--add", str(out), "--check"]) == 0
+    assert main([*expected, "--add", str(out), "--check"]) == 0
     assert packed.read_bytes() == before
     results.write(out, replace(outcome(fast=(0.5,) * 5), experiment="P1"))
-    assert main([*wanted, "--add", str(out), "--check"]) == f"out of date: {folder / 'P1.json'}, {page}"
+    assert main([*expected, "--add", str(out), "--check"]) == f"out of date: {folder / 'P1.json'}, {page}"
 
 
 def test_missing_and_misshapen_sources_are_refused(folder: Path) -> None:
@@ -122,8 +122,8 @@ def test_missing_and_misshapen_sources_are_refused(folder: Path) -> None:
 
 
 def readme(folder: Path, *outcomes: Outcome) -> str:
-    for one in outcomes:
-        results.write(folder, one)
+    for item in outcomes:
+        results.write(folder, item)
     return write_page(folder).read_text()
 
 
@@ -181,8 +181,8 @@ def test_bad_folders_are_refused_and_leave_nothing(tmp_path: Path) -> None:
 
 
 def test_an_experiment_gets_the_pictures_that_it_has_figures_for(tmp_path: Path) -> None:
-    for one in (replace(outcome(), experiment="P1"), Outcome(experiment="P2", status="absent", reason="no")):
-        results.write(tmp_path, one)
+    for case in (replace(outcome(), experiment="P1"), Outcome(experiment="P2", status="absent", reason="no")):
+        results.write(tmp_path, case)
     drawn = plots.draw(tmp_path)
     assert [path.name for path in drawn] == ["P1-phases.png", "P1-bytes.png"]
     for path in drawn:
@@ -195,21 +195,23 @@ def test_an_experiment_gets_the_pictures_that_it_has_figures_for(tmp_path: Path)
     assert [path.name for path in drawn][2:] == ["D3-scaling.png"]
     assert plots.draw_experiment(EXPERIMENT, replace(outcome(), measurements=()), tmp_path) == ()
     assert not plots.is_scaling(outcome())
-    given = outcome()
-    assert given.plan is not None
+    inputs = outcome()
+    assert inputs.plan is not None
     lines = (
         Line(what="alpha", name="ours", points=((0.1, "random"), (0.2, "metis"))),
         Line(what="rate", name="ours", points=((1000, "metis"),)),
     )
-    drawn = plots.draw_experiment(EXPERIMENT, replace(given, plan=replace(given.plan, lines=lines)), tmp_path)
+    drawn = plots.draw_experiment(
+        EXPERIMENT, replace(inputs, plan=replace(inputs.plan, lines=lines)), tmp_path
+    )
     assert [path.name for path in drawn][2:] == ["D1-alpha.png", "D1-rate.png"]
     sent, seconds = Figure().subplots(1, 2)
-    plots.draw_lines(variant_rows(given), lines[:1], sent, seconds)
+    plots.draw_lines(variant_rows(inputs), lines[:1], sent, seconds)
     assert sent.lines[0].get_xydata().tolist() == [[0.1, 40], [0.2, 10]]
     assert seconds.lines[0].get_xydata().tolist() == [[0.1, 2.1], [0.2, 1.05]]
     with pytest.raises(ConfigError, match="no variant is called elsewhere"):
         check_plan(
-            "D1", replace(given.plan, lines=(Line(what="rate", name="x", points=((1, "elsewhere"),)),))
+            "D1", replace(inputs.plan, lines=(Line(what="rate", name="x", points=((1, "elsewhere"),)),))
         )
 
 
@@ -218,11 +220,11 @@ def test_bars_are_the_medians_of_phases_and_bytes() -> None:
     rows = variant_rows(outcome())
     plots.draw_phases(axes, rows)
     bars = {bars.get_label(): [bar.get_height() for bar in bars] for bars in axes.containers[:5]}
-    assert bars["compute"] == pytest.approx([one["compute_s"] for one in rows])
-    assert bars["fetch (threads)"] == pytest.approx([one["fetch_s"] for one in rows])
+    assert bars["compute"] == pytest.approx([item["compute_s"] for item in rows])
+    assert bars["fetch (threads)"] == pytest.approx([item["fetch_s"] for item in rows])
     # What stands on top of the others ends where the epoch does: nothing is stacked that runs beside it.
     tops = [bar.get_y() + bar.get_height() for bar in axes.containers[2]]
-    assert tops == pytest.approx([one["seconds"][0] for one in rows])
+    assert tops == pytest.approx([item["seconds"][0] for item in rows])
     assert [text.get_text() for text in axes.texts] == ["2.1 s", "1.05 s"]
     axes = Figure().subplots()
     plots.draw_phases(axes, variant_rows(outcome(simulated="compute is slept")))

@@ -40,21 +40,21 @@ def test_stock_and_ours_train_the_same_seeds_of_the_same_partition(
     }
     with open_lab(LabSpec(servers=2)) as lab:
         stock, ours = (
-            run_once(lab, one, tmp_path / system, timeout_s=120.0) for system, one in launches.items()
+            run_once(lab, item, tmp_path / system, timeout_s=120.0) for system, item in launches.items()
         )
     assert len(stock) == len(ours) == 2
     # Ids in both formats are the same, so equal sums of the seeds' ids are equal shares.
     assert stock[0]["extra"]["seed_sum_of_rank"] == ours[0]["extra"]["seed_sum_of_rank"]
-    (theirs,), (mine,) = stock[0]["epochs"], ours[0]["epochs"]
-    assert theirs["num_samples"] == mine["num_samples"] == 400
+    (record,), (own,) = stock[0]["epochs"], ours[0]["epochs"]
+    assert record["num_samples"] == own["num_samples"] == 400
     # Other draws of the same neighbourhoods, from the same weights.
-    assert mine["loss"] == pytest.approx(theirs["loss"], rel=0.1)
+    assert own["loss"] == pytest.approx(record["loss"], rel=0.1)
     counts = [report[0]["extra"]["counts"] for report in (stock, ours)]
     assert counts[1]["input_rows"] == pytest.approx(counts[0]["input_rows"], rel=0.1)
     # What we count goes over the wire, and headers and acknowledgements are all that we do not count.
-    assert mine["bytes_outside"] < ours[0]["bytes_outside_wire"] < 1.3 * mine["bytes_outside"]
+    assert own["bytes_outside"] < ours[0]["bytes_outside_wire"] < 1.3 * own["bytes_outside"]
     # Nobody counts for stock DGL but the cards.
-    assert theirs["bytes_outside"] == stock[0]["bytes_outside_wire"] > 0
+    assert record["bytes_outside"] == stock[0]["bytes_outside_wire"] > 0
     # A server of stock DGL is more than its trainer.
     assert stock[0]["peak_bytes"] > stock[0]["extra"]["rank_peak_bytes"]
 
@@ -82,9 +82,9 @@ def test_a_graph_server_that_fails_ends_the_launch_and_is_told(needs_lab: None, 
 
 def test_all_formats_are_of_one_cut_and_what_is_written_is_found_again(work: Path) -> None:
     paths = {system: copy_of(system, GRAPH, CUT, work) for system in ("ours", "stock", "pyg")}
-    ours, theirs = open_dataset(paths["ours"]), json.loads(paths["stock"].read_text())
+    ours, record = open_dataset(paths["ours"]), json.loads(paths["stock"].read_text())
     offsets = ours.manifest.node_offsets["_N"]
-    assert theirs["node_map"]["_N"] == [[int(offsets[part]), int(offsets[part + 1])] for part in (0, 1)]
+    assert record["node_map"]["_N"] == [[int(offsets[part]), int(offsets[part + 1])] for part in (0, 1)]
     part_of = assignment_of(ours).part_of["_N"]
     assert [int((part_of == part).sum()) for part in (0, 1)] == [int(offsets[1]), 4000 - int(offsets[1])]
     assert {path.stem for path in paths["pyg"].iterdir()} == {"edge_index", "feat", "label", "train_mask"}

@@ -88,15 +88,15 @@ with open_stage([shape]) as stage:
 
 @pytest.mark.wide
 def test_each_shape_has_servers_and_ranks_of_its_own() -> None:
-    one, two, echo = Shape(servers=1), Shape(servers=2), Job(kind="echo")
-    with open_stage([one, two]) as stage:
-        assert [report["server"] for report in stage.do(two, echo, Rate.parse("100mbit"))] == [0, 1]
-        assert [report["server"] for report in stage.do(one, echo, None)] == [0]
-        described = stage.describe(two, Rate.parse("50mbit"))
+    first, second, echo = Shape(servers=1), Shape(servers=2), Job(kind="echo")
+    with open_stage([first, second]) as stage:
+        assert [report["server"] for report in stage.do(second, echo, Rate.parse("100mbit"))] == [0, 1]
+        assert [report["server"] for report in stage.do(first, echo, None)] == [0]
+        described = stage.describe(second, Rate.parse("50mbit"))
         assert described["servers"] == 2
         if described["kind"] == "namespaces":
             assert described["external"] == "50mbit"
-        assert stage.limits(two) == (described["kind"] == "namespaces")
+        assert stage.limits(second) == (described["kind"] == "namespaces")
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, *wide(signal.SIGTERM)])

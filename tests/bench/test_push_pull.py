@@ -43,8 +43,8 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_every_experiment_builds_its_jobs(name: str, bench: BenchPlan) -> None:
     plan = push_pull.plan_at(name, bench, TINY)
     predicted = plan.facts[PREDICTED_BYTES]
-    for variant, told in jobs_of(name, plan):
-        assert (told.strategy == "push_pull") is ("features" not in predicted[variant.name])
+    for variant, message in jobs_of(name, plan):
+        assert (message.strategy == "push_pull") is ("features" not in predicted[variant.name])
         assert sum(predicted[variant.name].values()) > 0
     assert any(ratio.predicted is not None for ratio in plan.ratios)
 
@@ -64,14 +64,14 @@ def test_stock_distdgl_trains_on_the_same_cut(bench: BenchPlan) -> None:
 
 def train_all(jobs: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
     """On every rank: what each job moved by phase, and which blocks it drew."""
-    found = {}
+    results = {}
     for name, params in jobs.items():
         extra = train.run(params, context())["extra"]
         # How the ranks agree (barriers, counts) is nobody's payload.
         extra["bytes_outside_by_phase"].pop("control", None)
         drawn = {key: extra[key] for key in ("input_rows", "edges", "input_ids", "seeds_per_server")}
-        found[name] = {"phases": extra["bytes_outside_by_phase"], "drawn": drawn}
-    return found
+        results[name] = {"phases": extra["bytes_outside_by_phase"], "drawn": drawn}
+    return results
 
 
 def cases() -> list[Case]:
@@ -106,14 +106,14 @@ def cases() -> list[Case]:
 def test_bytes_are_those_that_the_formulas_predict(bench: BenchPlan) -> None:
     plan = push_pull.plan_of(bench, TINY, cases(), [])
     jobs = {variant.name: dict(variant.job.params) for variant in plan.variants}
-    found = run_ranks(train_all, 2, args=(jobs,), ranks_per_server=1)[0]
+    record = run_ranks(train_all, 2, args=(jobs,), ranks_per_server=1)[0]
     predicted = plan.facts[PREDICTED_BYTES]
-    assert {name: one["phases"] for name, one in found.items()} == predicted
+    assert {name: value["phases"] for name, value in record.items()} == predicted
     assert predicted["sage"].keys() == {"features", "gradients", "labels"}
     # The same seeds and blocks, by whatever strategy.
-    for name in found:
+    for name in record:
         if not {"apart", "3 layers", "all neighbours"} & set(re.split(", | of ", name)):
-            assert found[name]["drawn"] == found["sage"]["drawn"]
+            assert record[name]["drawn"] == record["sage"]["drawn"]
 
 
 @pytest.mark.wide
@@ -130,7 +130,7 @@ def test_push_pull_moves_less_below_the_break_even_width_and_more_above(bench: B
         ],
         [],
     )
-    (width,) = {one["structure pushed"] for one in plan.facts["break-even width, by the formula"].values()}
+    (width,) = {fact["structure pushed"] for fact in plan.facts["break-even width, by the formula"].values()}
     assert 16 < width < 200
     moved = {
         name: sum(count for phase, count in phases.items() if phase not in ("gradients", "labels"))

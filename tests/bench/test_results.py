@@ -19,14 +19,16 @@ MEASURED = Path(__file__).parents[2] / "docs" / "results" / "raw"
 
 def test_what_is_read_is_what_was_written(tmp_path: Path) -> None:
     plain = Outcome(experiment="", status="measured")
-    assert not [one for one in fields(Outcome) if getattr(PLAYED, one.name) == getattr(plain, one.name)]
+    assert not [
+        field for field in fields(Outcome) if getattr(PLAYED, field.name) == getattr(plain, field.name)
+    ]
     # Of real ones: a curve and fixed rates, a share of the cores, turns of a job.
-    found = {name: results.read_one(MEASURED / f"{name}.json.gz") for name in ("D1", "D3", "Y1")}
-    for one in (PLAYED, *filter(None, found.values())):
-        path = results.write(tmp_path / "new", one)
-        assert path == tmp_path / "new" / f"{one.experiment}.json"
-        assert results.read_one(path) == one
-    assert results.read(tmp_path / "new") == tuple(found.values())
+    result = {name: results.read_one(MEASURED / f"{name}.json.gz") for name in ("D1", "D3", "Y1")}
+    for item in (PLAYED, *filter(None, result.values())):
+        path = results.write(tmp_path / "new", item)
+        assert path == tmp_path / "new" / f"{item.experiment}.json"
+        assert results.read_one(path) == item
+    assert results.read(tmp_path / "new") == tuple(result.values())
     assert len(list((tmp_path / "new").iterdir())) == 3
 
 
@@ -44,7 +46,7 @@ def test_other_files_are_left_alone_and_results_come_by_id(tmp_path: Path) -> No
         results.write(tmp_path, replace(PLAYED, experiment=name))
     (tmp_path / "other.json").write_text('{"format": "something else"}')
     (tmp_path / "list.json").write_text("[]")
-    assert [one.experiment for one in results.read(tmp_path)] == ["D1", "Y1"]
+    assert [item.experiment for item in results.read(tmp_path)] == ["D1", "Y1"]
 
 
 def _lacking_a_field(value: Any) -> str:

@@ -17,7 +17,7 @@ BENCH = Path(__file__).parents[2] / "scripts" / "bench"
 def test_every_program_is_there_and_every_script_is_one() -> None:
     for name in suites.PROGRAMS:
         assert callable(suites.program(name))
-        assert name.upper() not in {one.id for one in suites.everything()}
+        assert name.upper() not in {experiment.id for experiment in suites.everything()}
     named = {place.partition(":")[0] for place, _ in suites.PROGRAMS.values()}
     assert {f"micro.{path.stem}" for path in (BENCH / "micro").glob("*.py")} - named == {
         "micro.timing", "micro.__init__",

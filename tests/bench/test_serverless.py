@@ -27,9 +27,9 @@ def test_every_experiment_builds_its_jobs(name: str, bench: BenchPlan) -> None:
     check_plan(name, plan)
     for variant in plan.variants:
         for turn in range(2):
-            told = read_params(IntervalParams, variant.job.turn(turn).params)
-            assert Path(told.data).is_dir()
-            read_lambda_options(told.options)
+            params = read_params(IntervalParams, variant.job.turn(turn).params)
+            assert Path(params.data).is_dir()
+            read_lambda_options(params.options)
         read_params(IntervalParams, {**variant.job.params, **variant.job.warm})
     assert plan.ratios
 
@@ -38,7 +38,7 @@ def test_repetitions_of_y1_differ_by_their_seed_alone(bench: BenchPlan) -> None:
     jobs = [variant.job for variant in plan_at("Y1", bench, TINY).variants]
     assert [jobs[0].turn(number).params["seed"] for number in range(6)] == [0, 1, 2, 3, 4, 0]
     assert {**jobs[0].turn(1).params, "seed": 0} == jobs[0].params
-    modes = [one.params["options"].get("mode") for one in jobs]
+    modes = [item.params["options"].get("mode") for item in jobs]
     assert modes == ["pipe", "async", "async"]
 
 
@@ -59,7 +59,9 @@ def test_what_a_run_moves_is_predicted_to_the_byte(bench: BenchPlan) -> None:
         }.items()
     ]
     plan = plan_of(bench, TINY, cases, ())
-    jobs = {one.name: {**one.job.params, "target": 0.01, "accuracy": True} for one in plan.variants}
+    jobs = {
+        variant.name: {**variant.job.params, "target": 0.01, "accuracy": True} for variant in plan.variants
+    }
     reports = run_ranks(run_all, 2, args=(jobs,), ranks_per_server=1)[0]
     for name, predicted in plan.facts[PREDICTED_BYTES].items():
         extra = reports[name]["extra"]
@@ -84,10 +86,10 @@ def test_epochs_are_counted_to_the_first_that_is_good_enough() -> None:
 
 def test_projections_keep_directions_and_splits_cover_all_nodes() -> None:
     graph = generate(SyntheticConfig(nodes=600, degree=8, features=40, communities=10))
-    found = project_features(graph, 32).node_data[NODE_TYPE]
-    assert found["feat"].shape == (600, 32)
-    masks = [np.asarray(found[name]) for name in ("train_mask", "val_mask", "test_mask")]
+    record = project_features(graph, 32).node_data[NODE_TYPE]
+    assert record["feat"].shape == (600, 32)
+    masks = [np.asarray(record[name]) for name in ("train_mask", "val_mask", "test_mask")]
     assert [int(mask.sum()) for mask in masks] == [396, 60, 144]
     assert (sum(mask.astype(int) for mask in masks) == 1).all()
     # Rows have unit length before, and nearly so after.
-    assert np.linalg.norm(np.asarray(found["feat"]), axis=1).mean() == pytest.approx(1.0, abs=0.05)
+    assert np.linalg.norm(np.asarray(record["feat"]), axis=1).mean() == pytest.approx(1.0, abs=0.05)

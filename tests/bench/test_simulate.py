@@ -29,7 +29,7 @@ class Linear(nn.Module):
         self.layer, self.now = nn.Linear(3, 2), 0.0
 
     def forward(self, blocks: list[Any], h: torch.Tensor) -> torch.Tensor:
-        self.now += 1.0 + 0.1 * sum(one.num_edges() for one in blocks)
+        self.now += 1.0 + 0.1 * sum(item.num_edges() for item in blocks)
         return self.layer(h)[: blocks[-1].num_dst_nodes()]
 
 

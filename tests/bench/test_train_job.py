@@ -41,10 +41,10 @@ def two_ranks(folder: Path) -> list[list[dict[str, Any]]]:
 
 
 def test_caches_send_fewer_rows_for_the_same_losses(two_ranks: list[list[dict[str, Any]]]) -> None:
-    plain, whole, ahead = (two_ranks[0][number] for number in (0, 5, 6))
-    assert payload(whole, "features") == 0 < payload(ahead, "features") < payload(plain, "features")
-    for one in (whole, ahead):
-        assert [epoch["loss"] for epoch in one["epochs"]] == [epoch["loss"] for epoch in plain["epochs"]]
+    plain, full, ahead = (two_ranks[0][number] for number in (0, 5, 6))
+    assert payload(full, "features") == 0 < payload(ahead, "features") < payload(plain, "features")
+    for case in (full, ahead):
+        assert [epoch["loss"] for epoch in case["epochs"]] == [epoch["loss"] for epoch in plain["epochs"]]
 
 
 def payload(report: dict[str, Any], *phases: str) -> int:
@@ -52,8 +52,8 @@ def payload(report: dict[str, Any], *phases: str) -> int:
 
 
 def counted(folder: Path, **changed: Any) -> counts.Survey:
-    (found,) = run_ranks(surveyed, 1, args=(params_of(folder, **changed),))
-    return counts.Survey(**found)
+    (result,) = run_ranks(surveyed, 1, args=(params_of(folder, **changed),))
+    return counts.Survey(**result)
 
 
 def surveyed(params: dict[str, Any]) -> Any:
@@ -100,13 +100,15 @@ def test_slept_compute_moves_the_bytes_of_real_compute(two_ranks: list[list[dict
 
 
 def test_reports_of_the_ranks_agree_and_can_be_read(two_ranks: list[list[dict[str, Any]]]) -> None:
-    for one, other in zip(*two_ranks, strict=True):
-        assert set(one) == set(KEYS)
-        assert one["bytes_outside_wire"] is None  # plain loopback counts nothing of its own
-        told = [str({key: report[key] for key in KEYS if key != "peak_bytes"}) for report in (one, other)]
-        assert told[0] == told[1]  # as text: what learned nothing has no number for its loss
+    for rank, second in zip(*two_ranks, strict=True):
+        assert set(rank) == set(KEYS)
+        assert rank["bytes_outside_wire"] is None  # plain loopback counts nothing of its own
+        message = [
+            str({key: report[key] for key in KEYS if key != "peak_bytes"}) for report in (rank, second)
+        ]
+        assert message[0] == message[1]  # as text: what learned nothing has no number for its loss
         variant = Variant(name="a", shape=Shape(servers=2), job=Job(kind="train"))
-        measurement = read_measurement(variant, 0, [one, other])
+        measurement = read_measurement(variant, 0, [rank, second])
         assert measurement.seconds > 0
         assert measurement.peak_bytes > 10**7
 
@@ -123,10 +125,10 @@ def test_a_curve_has_a_point_for_each_epoch(two_ranks: list[list[dict[str, Any]]
 
 def test_phases_of_the_loop_come_to_the_epoch(two_ranks: list[list[dict[str, Any]]]) -> None:
     for report in two_ranks[0]:
-        for told in report["epochs"]:
-            phases = told["wait_s"] + told["compute_s"] + told["exchange_s"]
-            assert phases == pytest.approx(told["seconds"])
-            assert min(told["wait_s"], told["compute_s"], told["exchange_s"]) > 0
+        for record in report["epochs"]:
+            phases = record["wait_s"] + record["compute_s"] + record["exchange_s"]
+            assert phases == pytest.approx(record["seconds"])
+            assert min(record["wait_s"], record["compute_s"], record["exchange_s"]) > 0
 
 
 def test_steps_can_be_limited_and_one_process_moves_nothing(folder: Path) -> None:
@@ -142,7 +144,7 @@ def test_steps_can_be_limited_and_one_process_moves_nothing(folder: Path) -> Non
 
 
 def test_wrong_parameters_are_told() -> None:
-    for params, told in (
+    for params, message in (
         ({"data": "x", "target": 2.0}, r"target=2\.0 of a bounded job must be a fraction"),
         ({"data": "d", "fanout": [3]}, "did you mean 'fanouts'"),
         ({}, "needs the parameter data"),
@@ -152,7 +154,7 @@ def test_wrong_parameters_are_told() -> None:
         ({"data": "d", "simulated": {"forward": COST["forward"]}}, "missing .* 'backward'"),
         ({"data": "d", "accuracy": True, "simulated": COST}, "learns nothing"),
     ):
-        with pytest.raises(ConfigError, match=told):
+        with pytest.raises(ConfigError, match=message):
             read_params(IntervalParams if "target" in params else TrainParams, params)
     with pytest.raises(UnknownNameError, match="sage"):
         read_params(TrainParams, {"data": "d", "model": "sagee"})

@@ -32,9 +32,11 @@ def test_trains_on_a_graph_without_edges(
     tmp_path: Path, more: list[str], num_edges: int, options: list[str]
 ) -> None:
     write(tmp_path / "raw", {"nodes.csv": NODES, "edges.csv": "src,dst\n"})
-    said = succeeded("partition", str(tmp_path / "raw"), "--parts", "2", "--out", f"{tmp_path}/parts", *more)
-    assert "12 nodes, 0 edges" in said
-    assert f"({num_edges} stored)" in said
+    message = succeeded(
+        "partition", str(tmp_path / "raw"), "--parts", "2", "--out", f"{tmp_path}/parts", *more
+    )
+    assert "12 nodes, 0 edges" in message
+    assert f"({num_edges} stored)" in message
     assert "test_accuracy" in train(tmp_path, *options)
 
 
@@ -47,6 +49,6 @@ def test_trains_beside_types_without_rows(tmp_path: Path) -> None:
         "edges/shop__serves__user.csv": "src,dst\n",
     }
     write(tmp_path / "raw", files)
-    said = succeeded("partition", str(tmp_path / "raw"), "--parts", "2", "--out", f"{tmp_path}/parts")
-    assert "12 nodes, 12 edges" in said
+    message = succeeded("partition", str(tmp_path / "raw"), "--parts", "2", "--out", f"{tmp_path}/parts")
+    assert "12 nodes, 12 edges" in message
     assert "test_accuracy" in train(tmp_path, "--model", "rgcn", "--ranks", "2")

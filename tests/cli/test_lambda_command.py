@@ -25,8 +25,8 @@ def functions(*arguments: str) -> Result:
 def test_deploy_try_and_remove(worker_package: Path) -> None:
     with FunctionsService() as service:
         where = ("--endpoint-url", service.url)
-        given = f"--package {worker_package} --role {ROLE} --memory 256".split()
-        command = ("deploy", "ours", *given, *where)
+        inputs = f"--package {worker_package} --role {ROLE} --memory 256".split()
+        command = ("deploy", "ours", *inputs, *where)
         planned = functions(*command, "--dry-run")
         assert planned.exit_code == 0, planned.output
         assert "would create the function ours: memory 256 MB" in planned.output
@@ -48,9 +48,9 @@ def test_deploy_try_and_remove(worker_package: Path) -> None:
 def test_package_writes_the_same_file_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(package, "LIBRARIES", {})  # 15 MB, which test_package.py packs
     target = tmp_path / "worker.zip"
-    said = [functions("package", str(target)).output for _ in range(2)]
-    assert said[0] == said[1]
-    assert str(target) in said[0]
+    message = [functions("package", str(target)).output for _ in range(2)]
+    assert message[0] == message[1]
+    assert str(target) in message[0]
 
 
 @pytest.mark.parametrize(
@@ -69,7 +69,7 @@ def test_what_would_have_no_effect_is_refused(given: tuple[str, ...], told: str,
 def test_prices_can_be_changed_and_given_back(tmp_path: Path) -> None:
     table = json.loads(functions("prices").output)
     assert table["per_gb_second"] == pytest.approx(1.66667e-5)
-    mine = tmp_path / "mine.json"
-    mine.write_text(json.dumps({**table, "name": "mine", "per_request": 0}))
-    assert json.loads(functions("prices", str(mine)).output)["name"] == "mine"
+    own = tmp_path / "mine.json"
+    own.write_text(json.dumps({**table, "name": "mine", "per_request": 0}))
+    assert json.loads(functions("prices", str(own)).output)["name"] == "mine"
     assert isinstance(functions("prices", "nowhere").exception, ConfigError)

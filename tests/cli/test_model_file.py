@@ -71,25 +71,25 @@ def train_both(dataset: str, folder: str) -> list[Any]:
     """The file with and without layers, and the same as a ready-made model."""
     out = Path(folder)
     losses = [
-        [one.loss for one in train_dataset(plan).epochs]
+        [epoch.loss for epoch in train_dataset(plan).epochs]
         for plan in (
             plan_of(dataset, out / "sage", model="sage", fanouts=(-1, -1), epochs=2),
             own(dataset, out / "own", SAGE + LAYERS, "plain"),
             own(dataset, out / "full", SAGE + LAYERS, strategy="full_graph", **{"predictions": None}),
         )
     ]
-    losses.append([one.loss for one in train_dataset(own(dataset, out / "bare", SAGE, **WITHOUT)).epochs])
+    losses.append([epoch.loss for epoch in train_dataset(own(dataset, out / "bare", SAGE, **WITHOUT)).epochs])
     return losses
 
 
 def test_a_file_trains_as_the_ready_made_model(dataset: str, tmp_path: Path) -> None:
     """Also evaluated: by its layers, or without them by whole neighbourhoods."""
     for result in run_ranks(train_both, 2, args=(dataset, str(tmp_path))):
-        sage, mine, full, bare = result
-        np.testing.assert_allclose([mine, bare], [sage, sage], rtol=1e-6)
+        sage, local, full, bare = result
+        np.testing.assert_allclose([local, bare], [sage, sage], rtol=1e-6)
         np.testing.assert_allclose(full, sage, rtol=1e-5)
-    for one, other in zip(written(tmp_path / "own"), written(tmp_path / "sage"), strict=True):
-        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
+    for left, right in zip(written(tmp_path / "own"), written(tmp_path / "sage"), strict=True):
+        np.testing.assert_allclose(left, right, rtol=1e-5, atol=1e-6)
     of_full, of_own = (rows_of(tmp_path / name) for name in ("full", "own"))
     np.testing.assert_allclose(of_full, of_own, rtol=1e-4, atol=1e-5)
     accuracies = [json.loads((tmp_path / name / "summary.json").read_text()) for name in ("sage", "bare")]
@@ -102,7 +102,7 @@ def test_a_file_trains_as_the_ready_made_model(dataset: str, tmp_path: Path) -> 
 def test_the_model_of_the_docs(dataset: str, tmp_path: Path) -> None:
     """Its layers give the predictions."""
     page = (Path(__file__).parents[2] / "docs" / "quickstart.md").read_text()
-    (text,) = (one for one in re.findall(r"```python\n(.*?)```", page, re.S) if "class Model" in one)
+    (text,) = (item for item in re.findall(r"```python\n(.*?)```", page, re.S) if "class Model" in item)
     trained = train_dataset(own(dataset, tmp_path / "run", text))
     assert trained.epochs[1].loss < trained.epochs[0].loss
     classes, rows = written(tmp_path / "run")
@@ -127,14 +127,14 @@ def faults_of(dataset: str, folder: str) -> list[str]:
     """What each rank says of a file that is wrong on rank 1."""
     from dglx_dist.comm.topology import read_topology
 
-    rank, said = read_topology().rank, []
+    rank, message = read_topology().rank, []
     for number, text in enumerate(FAULTS):
         out = Path(folder) / f"{rank}-{number}" / "run"
         out.parent.mkdir(exist_ok=True)
         with pytest.raises(ConfigError) as error:
             train_dataset(own(dataset, out, text if rank == 1 else SAGE, **WITHOUT))
-        said.append(str(error.value))
-    return said
+        message.append(str(error.value))
+    return message
 
 
 def differ(dataset: str, folder: str) -> str:
@@ -148,15 +148,15 @@ def differ(dataset: str, folder: str) -> str:
 
 
 def test_files_that_differ_between_ranks_are_refused(dataset: str, tmp_path: Path) -> None:
-    for said in run_ranks(differ, 2, args=(dataset, str(tmp_path))):
-        assert said.startswith("ranks disagree on the content of --model-file")
+    for result in run_ranks(differ, 2, args=(dataset, str(tmp_path))):
+        assert result.startswith("ranks disagree on the content of --model-file")
 
 
 def test_a_wrong_file_ends_all_ranks_with_the_reason(dataset: str, tmp_path: Path) -> None:
-    for said in run_ranks(faults_of, 2, args=(dataset, str(tmp_path))):
-        for text, expected in zip(said, FAULTS.values(), strict=True):
+    for result in run_ranks(faults_of, 2, args=(dataset, str(tmp_path))):
+        for text, expected in zip(result, FAULTS.values(), strict=True):
             assert re.search(expected, text)
-    assert said[0].startswith("--model-file /")
+    assert result[0].startswith("--model-file /")
 
 
 def test_what_is_refused_before_a_start(dataset: str, tmp_path: Path) -> None:

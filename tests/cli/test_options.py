@@ -93,8 +93,8 @@ def test_a_record_is_a_command() -> None:
     }  # fmt: skip
     assert json.loads(bake("here/").output) == [plain, ["place"]]
     words = ("--num-layers", "3", "--widths", "5,-1", "--extra", "a=1", "--extra", "b=x", "--iced")
-    asked = {"num_layers": 3, "sizes": [5, -1], "extras": {"a": 1, "b": "x"}, "iced": True}
-    assert json.loads(bake("here", *words).output) == [plain | asked, sorted([*asked, "place"])]
+    request = {"num_layers": 3, "sizes": [5, -1], "extras": {"a": 1, "b": "x"}, "iced": True}
+    assert json.loads(bake("here", *words).output) == [plain | request, sorted([*request, "place"])]
 
 
 def test_its_help_has_every_option_with_default_and_heading() -> None:
@@ -121,5 +121,5 @@ def test_a_value_out_of_range_names_its_option(words: tuple[str, str], said: str
 
 @pytest.mark.parametrize("config", [TrainConfig, PlanConfig])
 def test_no_two_options_of_a_command_have_the_same_flag(config: Any) -> None:
-    flags = [options.find_flag(config, one.name) for one in fields(config) if one.metadata]
+    flags = [options.find_flag(config, field.name) for field in fields(config) if field.metadata]
     assert len(flags) == len(set(flags))

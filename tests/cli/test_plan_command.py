@@ -25,8 +25,8 @@ def refused(*arguments: str) -> str:
 
 
 def test_a_dataset_has_a_table_and_a_choice(dataset: str) -> None:
-    told = (dataset, "--hidden", "8", "--fanout", "3,2", "--batch-size", "20", "--servers", "2")
-    shown = plan(*told, "--bandwidth-external", "100mbit")
+    message = (dataset, "--hidden", "8", "--fanout", "3,2", "--batch-size", "20", "--servers", "2")
+    shown = plan(*message, "--bandwidth-external", "100mbit")
     assert shown.exit_code == 0, shown.output
     for part in ("data_parallel", "push_pull", "full_graph", "cooperative", "chosen: ", "assumed:", "exact"):
         assert part in shown.output
@@ -37,9 +37,21 @@ def test_a_dataset_has_a_table_and_a_choice(dataset: str) -> None:
 
 
 def test_servers_that_are_not_here_are_described(dataset: str) -> None:
-    told = (dataset, "--hidden", "8", "--fanout", "3,2", "--servers", "2", "--ranks", "8", "--memory", "80GB")
+    message = (
+        dataset,
+        "--hidden",
+        "8",
+        "--fanout",
+        "3,2",
+        "--servers",
+        "2",
+        "--ranks",
+        "8",
+        "--memory",
+        "80GB",
+    )
     # What accelerators of a server have between them is more than the lab could emulate.
-    value = json.loads(plan(*told, "--bandwidth-internal", "28800gbit", "--json").output)
+    value = json.loads(plan(*message, "--bandwidth-internal", "28800gbit", "--json").output)
     assert value["cluster"]["internal_bytes_per_s"] > 3e12
     assert value["cluster"]["memory_bytes"] == 80 * 10**9
     assert value["chosen"] == value["predictions"][value["picked"]]["name"]
@@ -63,14 +75,14 @@ def test_mistakes_are_named(dataset: str) -> None:
     assert "--ranks 3 cannot be divided among --servers 2" in refused("--data", dataset, "--ranks", "3")
     assert "give one of the two" in refused("--data", dataset, "--ranks", "4", "--ranks-per-server", "1")
     assert "--structure split must be" in refused("--data", dataset, "--structure", "split")
-    told = refused("--data", dataset, "--bandwidth-external", "1 lightyear")
-    assert "--bandwidth-external: rate '1 lightyear'" in told
+    message = refused("--data", dataset, "--bandwidth-external", "1 lightyear")
+    assert "--bandwidth-external: rate '1 lightyear'" in message
     assert "--memory: 'much' is not a size in bytes" in refused("--data", dataset, "--memory", "much")
     assert "timed on the CPU" in refused(dataset, "--device-memory", "80GB")
     assert "device='cuda:9'" in refused(dataset, "--device", "cuda:9")
     assert "--cores 0.0 must be" in refused("--data", dataset, "--cores", "0")
-    told = refused("--data", dataset, "--model", "gat", "--heads", "0")
-    assert "--heads 0 must be a divisor of --hidden 64" in told
+    message = refused("--data", dataset, "--model", "gat", "--heads", "0")
+    assert "--heads 0 must be a divisor of --hidden 64" in message
     assert "--seed -1" in refused("--data", dataset, "--seed", "-1")
 
 

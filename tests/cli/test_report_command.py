@@ -33,7 +33,7 @@ def test_types_columns_balance_and_trainers_are_shown(tmp_path: Path) -> None:
     manifest = read_manifest(folder)
     quality: Any = manifest.quality
     trainers = quality["trainers"]
-    for told in (
+    for message in (
         "nodes paper 60: feat float64[6], label int64, ",
         "nodes author 40: trainer_id int32",
         "edges author:writes:paper 120: trainer_id int32",
@@ -42,19 +42,19 @@ def test_types_columns_balance_and_trainers_are_shown(tmp_path: Path) -> None:
         f"trainers 4, edge cut {trainers['edge_cut']:.4f}",
         f"balance train of trainers {trainers['balance']['train']:.4f}",
     ):
-        assert any(line.startswith(told) for line in lines), told
+        assert any(line.startswith(message) for line in lines), message
     sizes = [(path.split("/")[0], info.num_bytes) for path, info in manifest.files.items()]
     assert part_bytes(manifest) == [sum(size for part, size in sizes if part == f"part{n}") for n in (0, 1)]
 
 
 def test_options_without_closure_are_told_what_they_are_for() -> None:
-    for options, said in (
+    for options, message in (
         ({"hops": 3}, "--hops 3 is for --closure"),
         ({"closure": True, "servers": 0}, "--servers 0 must be at least 1"),
         ({"closure": True, "hops": -1}, "--hops -1"),
         ({"verify": "some"}, "--verify some must be auto, full or never"),
     ):
-        with pytest.raises(ConfigError, match=said):
+        with pytest.raises(ConfigError, match=message):
             InspectCommand(folder=Path("d"), **options)  # type: ignore[arg-type]
 
 
@@ -144,8 +144,8 @@ DAMAGE = [
 
 @pytest.mark.parametrize(("name", "text"), DAMAGE)
 def test_a_damaged_run_is_one_message_or_shown(tmp_path: Path, name: str, text: str | None) -> None:
-    for file, whole in (("config.json", "{}"), ("metrics.jsonl", LINE), ("summary.json", "{}")):
-        (tmp_path / file).write_text(whole)
+    for file, full in (("config.json", "{}"), ("metrics.jsonl", LINE), ("summary.json", "{}")):
+        (tmp_path / file).write_text(full)
     path = tmp_path / name
     if text is None:
         path.mkdir()
@@ -157,8 +157,8 @@ def test_a_damaged_run_is_one_message_or_shown(tmp_path: Path, name: str, text: 
 @pytest.mark.parametrize("name", ["config.json", "metrics.jsonl", "summary.json"])
 @pytest.mark.parametrize("kind", ["folder", "pipe", "device", "huge"])
 def test_what_is_no_file_of_a_run_is_not_read(tmp_path: Path, name: str, kind: str) -> None:
-    for file, whole in (("config.json", "{}"), ("metrics.jsonl", LINE), ("summary.json", "{}")):
-        (tmp_path / file).write_text(whole)
+    for file, full in (("config.json", "{}"), ("metrics.jsonl", LINE), ("summary.json", "{}")):
+        (tmp_path / file).write_text(full)
     path = tmp_path / name
     path.unlink()
     if kind == "folder":
@@ -175,8 +175,8 @@ def test_what_is_no_file_of_a_run_is_not_read(tmp_path: Path, name: str, kind: s
 
 def shown_or_refused(path: Path) -> None:
     page = [] if path.is_file() or find_spec("plotly") is None else ["--html", str(path / "page.html")]
-    found = CliRunner().invoke(app, ["report", str(path), *page])
-    if found.exit_code:
-        assert isinstance(found.exception, DglxError), found.exception
-        assert str(path) in str(found.exception)
-    assert not page or found.exit_code or (path / "page.html").is_file()
+    result = CliRunner().invoke(app, ["report", str(path), *page])
+    if result.exit_code:
+        assert isinstance(result.exception, DglxError), result.exception
+        assert str(path) in str(result.exception)
+    assert not page or result.exit_code or (path / "page.html").is_file()

@@ -132,7 +132,7 @@ def test_a_killed_launcher_is_told_and_ends_as_in_a_shell(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
-    killed, before = tmp_path / "python", [signal.getsignal(one) for one in numbers]
+    killed, before = tmp_path / "python", [signal.getsignal(number) for number in numbers]
     monkeypatch.setenv("DGLX_PARENT", "")
     killed.write_text("#!/bin/sh\nkill -KILL $$\n")
     killed.chmod(0o755)
@@ -140,8 +140,8 @@ def test_a_killed_launcher_is_told_and_ends_as_in_a_shell(
     try:
         assert start_ranks(["train"], ranks=1, servers=None) == 128 + signal.SIGKILL
     finally:
-        for one, handler in zip(numbers, before, strict=True):
-            signal.signal(one, handler)
+        for number, handler in zip(numbers, before, strict=True):
+            signal.signal(number, handler)
     assert "SIGKILL" in capsys.readouterr().err
     with pytest.raises(ConfigError, match="--ranks 3 cannot be divided among --servers 2"):
         start_ranks(["train"], ranks=3, servers=2)

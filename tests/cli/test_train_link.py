@@ -84,7 +84,7 @@ def with_ids(shop: RawGraph) -> RawGraph:
     user, item = shop.edges[BUYS]
     test, val = (user == item) & (user < 2), (user == item) & (user > 8)
     masks = {"train_mask": ~test & ~val, "val_mask": val, "test_mask": test}
-    ids = {"user": np.array([f"user {one}" for one in range(USERS)]), "item": 1000 + np.arange(ITEMS)}
+    ids = {"user": np.array([f"user {index}" for index in range(USERS)]), "item": 1000 + np.arange(ITEMS)}
     return replace(shop, edge_data={BUYS: masks}, user_ids=ids)
 
 
@@ -106,13 +106,13 @@ def test_rows_of_links_learn_in_few_epochs(
 ) -> None:
     """Ten steps; at almost no rate there is no learning, and that is said."""
     options: dict[str, Any] = {"model": "none", "embeddings": 32, "target": ("buys",)}
-    found = run(str(folders["shop"]), str(tmp_path / "a"), {**options, "epochs": 10, "lr": 0.01})
-    assert found["test_mrr"] > 0.9
+    record = run(str(folders["shop"]), str(tmp_path / "a"), {**options, "epochs": 10, "lr": 0.01})
+    assert record["test_mrr"] > 0.9
     caplog.clear()
-    found = run(str(folders["shop"]), str(tmp_path / "b"), {**options, "epochs": 1, "lr": 1e-9})
-    assert found["test_auc"] < 0.55
-    (warning,) = (one for one in caplog.messages if "test auc" in one)
-    how = "hardly" if found["test_auc"] > 0.5 else "not"
+    record = run(str(folders["shop"]), str(tmp_path / "b"), {**options, "epochs": 1, "lr": 1e-9})
+    assert record["test_auc"] < 0.55
+    (warning,) = (message for message in caplog.messages if "test auc" in message)
+    how = "hardly" if record["test_auc"] > 0.5 else "not"
     assert f"is {how} better than 0.5, that of guesses; train longer, or with another --lr or" in warning
 
 
@@ -159,10 +159,10 @@ def predicted(folders: dict[str, Path], tmp: Path, name: str, ranks: int, **opti
     summary = run_ranks(run, ranks, args=args, ranks_per_server=ranks)[0]
     assert len(list((tmp / f"said-{ranks}").rglob("*.parquet"))) % ranks == 0
     rows = dataset(tmp / f"said-{ranks}").to_table().to_pydict()
-    found = np.array([*rows["rank"], *rows.get("source_rank", [])])
-    assert summary["test_mrr"] == pytest.approx((1 / found).mean(), abs=1e-12)
+    result = np.array([*rows["rank"], *rows.get("source_rank", [])])
+    assert summary["test_mrr"] == pytest.approx((1 / result).mean(), abs=1e-12)
     for k in (1, 3, 10):
-        assert summary[f"test_hits@{k}"] == pytest.approx((found <= k).mean(), abs=1e-12)
+        assert summary[f"test_hits@{k}"] == pytest.approx((result <= k).mean(), abs=1e-12)
     for at, scores in enumerate(rows["best_scores"]):
         assert scores == sorted(scores, reverse=True)
         above = sum(score > rows["score"][at] for score in scores)
@@ -187,15 +187,15 @@ def test_predictions_have_the_users_ids_and_give_the_metrics(
         assert rows["relation"] == ["buys", "buys"]
         assert rows["destination"] == [1000, 1001]
         assert [set(best) for best in rows["best"]] == [
-            {1001 + 2 * one for one in range(6)},
-            {1000 + 2 * one for one in range(6)},
+            {1001 + 2 * item for item in range(6)},
+            {1000 + 2 * item for item in range(6)},
         ]
         alone = alone or rows
         if encoder["model"] == "none":
             assert rows["score"] == pytest.approx(alone["score"], abs=1e-4)
             assert rows["rank"] == alone["rank"]
     index = json.loads((tmp_path / "said-3" / "_index.json").read_text())
-    assert sorted(one["num_rows"] for one in index["files"])[0] == 0
+    assert sorted(record["num_rows"] for record in index["files"])[0] == 0
 
 
 @pytest.mark.parametrize("name", ["ring", "plain"])
@@ -210,7 +210,7 @@ def test_predictions_of_one_node_type_have_both_ranks(
     assert len(rows["source_rank"]) == len(rows["rank"]) > 0
     for source, best in zip(rows["source"], rows["best"], strict=True):
         assert len(set(best)) == 10
-        assert not {(one - source) % 40 for one in best} & {0, 1, 2, 38, 39}
+        assert not {(item - source) % 40 for item in best} & {0, 1, 2, 38, 39}
 
 
 def test_targets_between_other_types_have_folders_of_their_own(
@@ -223,10 +223,10 @@ def test_targets_between_other_types_have_folders_of_their_own(
         "predictions": str(tmp_path / "said"),
     }
     run(str(folders["shop"]), str(tmp_path / "run"), {**options, "target": ("buys", "item:buys-rev:user")})
-    found = {one: dataset(tmp_path / "said" / one).to_table() for one in ("user.item", "item.user")}
-    assert set(found["user.item"]["relation"].to_pylist()) == {"buys"}
-    assert set(found["item.user"]["relation"].to_pylist()) == {"buys-rev"}
-    assert "best_scores" not in found["item.user"].column_names
+    results = {name: dataset(tmp_path / "said" / name).to_table() for name in ("user.item", "item.user")}
+    assert set(results["user.item"]["relation"].to_pylist()) == {"buys"}
+    assert set(results["item.user"]["relation"].to_pylist()) == {"buys-rev"}
+    assert "best_scores" not in results["item.user"].column_names
 
 
 def test_what_a_run_writes_is_by_its_evaluation_and_by_rows_made_once(
@@ -325,10 +325,10 @@ def test_relations_of_a_decoder_are_written_beside_the_rows(folders: dict[str, P
     options = {"model": "none", "embeddings": 6, "target": ("buys",), "decoder": "rotate", "epochs": 1}
     rows = tmp_path / "rows"
     run(str(folders["shop"]), str(tmp_path / "run"), {**options, "save_embeddings": str(rows)})
-    found = pq.read_table(rows / "_relations.parquet").to_pydict()
-    assert found["etype"] == ["user:buys:item", "item:buys-rev:user"]
-    assert np.shape(found["angles"]) == (2, 3)
-    assert np.abs(found["angles"]).max() > 0.1
+    record = pq.read_table(rows / "_relations.parquet").to_pydict()
+    assert record["etype"] == ["user:buys:item", "item:buys-rev:user"]
+    assert np.shape(record["angles"]) == (2, 3)
+    assert np.abs(record["angles"]).max() > 0.1
     item = dataset(rows / "item").to_table().to_pydict()
     # Those that are scored: RotatE's start within 2 (12 + 2) / 6.
     assert 1.5 < np.abs(item["embedding"]).max() < 2 * 14 / 6 + 0.1
@@ -347,8 +347,8 @@ def test_a_target_is_known_before_ranks_start(folders: dict[str, Path]) -> None:
 
 def test_a_relation_may_have_colons() -> None:
     known = [("_N", "a:b", "_N"), ("_N", "a", "_N"), ("_N", "http://x/p", "_N")]
-    for text, found in (("a:b", 0), ("_N:a:b:_N", 0), ("a", 1), ("_N:http://x/p:_N", 2), ("http://x/p", 2)):
-        assert canonical_etype(text, known) == known[found]
+    for text, result in (("a:b", 0), ("_N:a:b:_N", 0), ("a", 1), ("_N:http://x/p:_N", 2), ("http://x/p", 2)):
+        assert canonical_etype(text, known) == known[result]
 
 
 def test_strategies_without_batches_of_edges_are_refused_before_ranks_start() -> None:

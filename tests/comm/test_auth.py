@@ -64,6 +64,6 @@ def test_a_session_of_one_rank_encrypts_with_curve(session: Session, monkeypatch
     assert ask(access, access.credentials) == [42]
     public, secret = zmq.curve_keypair()
     stranger = Credentials(secret=access.credentials.secret, public_key=public, secret_key=secret)
-    for other in (stranger, Credentials(secret=access.credentials.secret)):
+    for case in (stranger, Credentials(secret=access.credentials.secret)):
         with pytest.raises(PeerError, match="refused"):
-            ask(access, other)
+            ask(access, case)

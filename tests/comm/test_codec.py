@@ -18,9 +18,9 @@ STEPS = {"int8": (127, 255), "int4": (7, 15)}
 
 
 def codec_of(wire: WireDtype, rows: Tensor, seed: int = 0) -> RowCodec:
-    found = row_codec(wire, rows, (seed, 0, 0))
-    assert found is not None
-    return found
+    result = row_codec(wire, rows, (seed, 0, 0))
+    assert result is not None
+    return result
 
 
 def sent(rows: Tensor, of: RowCodec, first: int = 0) -> Tensor:
@@ -53,11 +53,11 @@ def step_of(wire: WireDtype, rows: Tensor) -> Tensor:
 @pytest.mark.parametrize("width", [2, 3, 7, 64])
 def test_errors_are_below_a_step(wire: WireDtype, width: int) -> None:
     rows = some_rows(width)
-    found, exact = sent(rows, codec_of(wire, rows)).double(), rows.double()
-    assert ((found - exact).abs() <= step_of(wire, exact) * (1 + 1e-6)).all()
-    assert (found[2] == 0).all()
-    assert (found[5] != exact[5]).any()  # small numbers are rounded, too, and not to zero
-    assert (found[5].abs().max() / exact[5].abs().max() - 1).abs() < 0.01
+    result, exact = sent(rows, codec_of(wire, rows)).double(), rows.double()
+    assert ((result - exact).abs() <= step_of(wire, exact) * (1 + 1e-6)).all()
+    assert (result[2] == 0).all()
+    assert (result[5] != exact[5]).any()  # small numbers are rounded, too, and not to zero
+    assert (result[5].abs().max() / exact[5].abs().max() - 1).abs() < 0.01
 
 
 NUM_KEYS = 2_000
@@ -81,9 +81,9 @@ def test_the_mean_over_keys_is_the_row(wire: WireDtype) -> None:
 @pytest.mark.parametrize("wire", INTEGERS)
 def test_zeros_have_no_sign(wire: WireDtype) -> None:
     rows = torch.zeros(2, 3)
-    found = sent(rows, codec_of(wire, rows))
-    assert torch.equal(found, rows)
-    assert not found.signbit().any()
+    result = sent(rows, codec_of(wire, rows))
+    assert torch.equal(result, rows)
+    assert not result.signbit().any()
 
 
 @pytest.mark.parametrize("wire", INTEGERS)
@@ -104,9 +104,9 @@ def test_draws_depend_on_the_key_the_row_and_the_column() -> None:
     # Pieces are those of the whole.
     assert torch.equal(torch.cat([sent(rows[:1], base, 0), sent(rows[1:], base, 1)]), first)
     for keys in [(1, 0, 0), (0, 1, 0), (0, 0, 1)]:
-        other = row_codec("int4", rows, keys)
-        assert other is not None
-        assert not torch.equal(sent(rows, other), first)
+        second = row_codec("int4", rows, keys)
+        assert second is not None
+        assert not torch.equal(sent(rows, second), first)
 
 
 @pytest.mark.parametrize("wire", WIRES)
@@ -114,9 +114,9 @@ def test_draws_depend_on_the_key_the_row_and_the_column() -> None:
 def test_what_is_not_finite_stays_visible(wire: WireDtype, bad: float) -> None:
     rows = torch.ones(3, 5)
     rows[1, 2] = bad
-    found = sent(rows, codec_of(wire, rows))
-    assert not found[1, 2].isfinite()
-    assert torch.equal(found[[0, 2]], rows[[0, 2]])
+    result = sent(rows, codec_of(wire, rows))
+    assert not result[1, 2].isfinite()
+    assert torch.equal(result[[0, 2]], rows[[0, 2]])
 
 
 def test_numbers_beyond_float32_stay_visible() -> None:
@@ -150,11 +150,11 @@ def test_other_floats_and_shapes(dtype: torch.dtype) -> None:
     rows = torch.randn(4, 3, 5).to(dtype)
     of = codec_of("int8", rows)
     assert of.row_bytes == wire_bytes("int8", 15, rows.element_size()) == 19
-    found = sent(rows, of)
-    assert found.shape == rows.shape
-    assert ((found - rows.float()).abs() <= rows.float().abs().amax((1, 2), keepdim=True) / 127).all()
+    tensor = sent(rows, of)
+    assert tensor.shape == rows.shape
+    assert ((tensor - rows.float()).abs() <= rows.float().abs().amax((1, 2), keepdim=True) / 127).all()
     assert sent(rows[:0], of).shape == (0, 3, 5)
-    assert torch.equal(sent(rows[:1], of), found[:1])
+    assert torch.equal(sent(rows[:1], of), tensor[:1])
 
 
 @pytest.mark.parametrize("wire", ["same", *WIRES])

@@ -102,14 +102,14 @@ def test_a_rank_takes_the_gpu_of_its_number_or_says_why_not(
         mock.patch.object(devices, "count_gpus", return_value=count),
         mock.patch.object(devices, "use_gpu", side_effect=lambda number: f"card {number}"),
     ):
-        taken = take_device(device, local_rank=3)
-        assert (taken.problem == "") == bool(name)
-        assert taken.name == (name or "cpu")
-        assert taken.card == (f"card {name[-1]}" if name.startswith("cuda") else "")
+        chosen = take_device(device, local_rank=3)
+        assert (chosen.problem == "") == bool(name)
+        assert chosen.name == (name or "cpu")
+        assert chosen.card == (f"card {name[-1]}" if name.startswith("cuda") else "")
         # The same is refused to a loader, which may have other devices than a session.
         refused = refusal(lambda: read_loader_options({"device": device}), ConfigError)
         assert bool(refused) == (device == "auto" or (not name and device != "meta"))
-    assert re.search(said, taken.problem or taken.why)
+    assert re.search(said, chosen.problem or chosen.why)
 
 
 def test_a_gpu_that_cannot_compute_is_left_alone_or_an_error() -> None:
@@ -119,17 +119,17 @@ def test_a_gpu_that_cannot_compute_is_left_alone_or_an_error() -> None:
         mock.patch.object(devices, "use_gpu", side_effect=RuntimeError("no kernel image\nand more")),
     ):
         assert take_device("auto", 0) == RankDevice(why="cuda:0 cannot be used (no kernel image)")
-        for asked, name in (("cuda", "device"), ("auto", "DGLX_DEVICE")):
-            said = f"{name}='cuda': cuda:0 cannot be used (no kernel image); see nvidia-smi"
-            assert said in take_device(asked, 0, "cuda").problem
+        for request, name in (("cuda", "device"), ("auto", "DGLX_DEVICE")):
+            message = f"{name}='cuda': cuda:0 cannot be used (no kernel image); see nvidia-smi"
+            assert message in take_device(request, 0, "cuda").problem
         assert check_device("cuda:0") == torch.device("cuda", 0)
 
 
 def _starting(device: str, counts: list[int]) -> list[Any]:
     """Start with as many GPUs as ``counts`` says of this rank; those of one number are one card."""
-    said: list[str] = []
+    message: list[str] = []
     handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    handler.emit = lambda record: message.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("dglx_dist.comm.session").addHandler(handler)
     with (
         mock.patch.object(devices, "count_gpus", return_value=counts[int(os.environ["RANK"])]),
@@ -140,12 +140,12 @@ def _starting(device: str, counts: list[int]) -> list[Any]:
             str(session.device),
             session.ranks_of_device,
             gather_json(session.topology.rank, session),
-            said,
+            message,
         ]
 
 
 def test_two_ranks_share_a_gpu_by_gloo_and_rank_0_says_so() -> None:
-    first, second = (one.result for one in start_ranks(_starting, 2, args=("auto", [1, 1])))
+    first, second = (result.result for result in start_ranks(_starting, 2, args=("auto", [1, 1])))
     assert first == [
         *("cuda:0", 2, [0, 1]),
         ["2 ranks share cuda:0: rows go through host memory by gloo"],
@@ -161,8 +161,8 @@ def test_two_ranks_share_a_gpu_by_gloo_and_rank_0_says_so() -> None:
     ],
 )
 def test_all_ranks_refuse_what_one_lacks(device: str, counts: list[int], said: str) -> None:
-    for one in start_ranks(_starting, 2, args=(device, counts)):
-        assert re.search(f"ConfigError: {said}", one.error), one.error
+    for result in start_ranks(_starting, 2, args=(device, counts)):
+        assert re.search(f"ConfigError: {said}", result.error), result.error
 
 
 def test_the_environment_stands_for_auto(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,48 +22,48 @@ SECRET = bytes(range(32))
 
 @contextlib.contextmanager
 def pair(timeout_s: float = 10.0) -> Iterator[tuple[socket.socket, socket.socket]]:
-    one, two = socket.socketpair()
-    with one, two:
-        one.settimeout(timeout_s)
-        two.settimeout(timeout_s)
-        yield one, two
+    first, second = socket.socketpair()
+    with first, second:
+        first.settimeout(timeout_s)
+        second.settimeout(timeout_s)
+        yield first, second
 
 
 def both(connects: Callable[[], object], listens: Callable[[], object]) -> tuple[object, object]:
-    found: list[object] = [None, None]
+    results: list[object] = [None, None]
 
     def run(place: int, action: Callable[[], object]) -> None:
         try:
-            found[place] = action()
+            results[place] = action()
         except OSError as error:
-            found[place] = error
+            results[place] = error
 
-    other = threading.Thread(target=run, args=(0, connects))
-    other.start()
+    thread = threading.Thread(target=run, args=(0, connects))
+    thread.start()
     run(1, listens)
-    other.join()
-    return found[0], found[1]
+    thread.join()
+    return results[0], results[1]
 
 
 def test_an_end_that_does_not_know_it_is_refused_by_the_other() -> None:
-    with pair(0.5) as (one, two):
-        shown, admitted = both(lambda: show(one, 3, SECRET), lambda: admit(two, {3: b"x" * 32}))
+    with pair(0.5) as (first, second):
+        shown, admitted = both(lambda: show(first, 3, SECRET), lambda: admit(second, {3: b"x" * 32}))
         assert isinstance(shown, ConnectionRefusedError)
         assert isinstance(admitted, OSError)  # nobody proves anything to it
 
 
 def test_a_proof_cannot_be_sent_back() -> None:
     """Whoever connects without the secret and returns what the other end said is not admitted."""
-    with pair() as (one, two):
+    with pair() as (first, second):
 
         def mirror() -> None:
-            one.sendall(b"dglxstr1" + (3).to_bytes(4, "big") + bytes(32))
+            first.sendall(b"dglxstr1" + (3).to_bytes(4, "big") + bytes(32))
             answer = b""
             while len(answer) < 64:
-                answer += one.recv(64)
-            one.sendall(answer[32:])
+                answer += first.recv(64)
+            first.sendall(answer[32:])
 
-        _, admitted = both(mirror, lambda: admit(two, {3: SECRET}))
+        _, admitted = both(mirror, lambda: admit(second, {3: SECRET}))
         assert isinstance(admitted, ConnectionRefusedError)
         assert "secret" in str(admitted)
 
@@ -72,10 +72,10 @@ def test_a_proof_cannot_be_sent_back() -> None:
     "said", [b"GET / HTTP/1.1\r\n" + bytes(60), b"dglxstr1" + (9).to_bytes(4, "big") + bytes(32)]
 )
 def test_strangers_are_refused(said: bytes) -> None:
-    with pair() as (one, two):
-        one.sendall(said)
+    with pair() as (first, second):
+        first.sendall(said)
         with pytest.raises(ConnectionRefusedError, match="protocol"):
-            admit(two, {3: SECRET})
+            admit(second, {3: SECRET})
 
 
 def test_silence_ends_by_the_time_limit() -> None:
@@ -87,13 +87,13 @@ def test_who_speaks_byte_by_byte_gets_no_more_time() -> None:
     def dribble() -> None:
         with contextlib.suppress(OSError):
             for byte in b"GET / HTTP/1.1\r\n" + bytes(60):
-                one.send(bytes([byte]))
+                first.send(bytes([byte]))
                 time.sleep(0.05)
 
-    with pair(0.5) as (one, two):
+    with pair(0.5) as (first, second):
         threading.Thread(target=dribble, daemon=True).start()
         with pytest.raises(TimeoutError):
-            admit(two, {3: SECRET})
+            admit(second, {3: SECRET})
 
 
 def swap_with_all(curve: bool) -> None:
@@ -102,18 +102,20 @@ def swap_with_all(curve: bool) -> None:
         streams = row_exchanges(session).streams
         # With Curve, rows go by calls, which it encrypts.
         assert isinstance(streams, CallExchange if curve and world_size > 1 else StreamExchange)
-        others = [peer for peer in range(world_size) if peer != rank]
+        remaining = [peer for peer in range(world_size) if peer != rank]
 
         def work(incoming: list[Incoming]) -> Iterator[bool]:
             yield True
-            while any(one.num_arrived < one.rows.nbytes for one in incoming):
+            while any(item.num_arrived < item.rows.nbytes for item in incoming):
                 yield False
 
         for number in range(3):
-            incoming = [Incoming(rank=peer, rows=torch.zeros(300_000, dtype=torch.int64)) for peer in others]
-            outgoing = [Outgoing(rank=peer, rows=torch.full((300_000,), rank + number)) for peer in others]
+            incoming = [
+                Incoming(rank=peer, rows=torch.zeros(300_000, dtype=torch.int64)) for peer in remaining
+            ]
+            outgoing = [Outgoing(rank=peer, rows=torch.full((300_000,), rank + number)) for peer in remaining]
             streams.post(outgoing, incoming, "swap", phase=None)(work(incoming))
-            assert all((one.rows == one.rank + number).all() for one in incoming)
+            assert all((item.rows == item.rank + number).all() for item in incoming)
         assert session.ledger.total() == session.ledger.total(phase="control")
     late = [Outgoing(rank=(rank + 1) % max(world_size, 2), rows=torch.zeros(1))]
     with pytest.raises(PeerError, match=r"the session is (over|closed)|there is no rank"):

@@ -92,11 +92,11 @@ def test_one_rank_exchanges_nothing_on_accelerators(device: str) -> None:
 
 @contextlib.contextmanager
 def pair() -> Iterator[tuple[socket.socket, socket.socket]]:
-    one, two = socket.socketpair()
-    with one, two:
-        one.setblocking(False)
-        two.setblocking(False)
-        yield one, two
+    first, second = socket.socketpair()
+    with first, second:
+        first.setblocking(False)
+        second.setblocking(False)
+        yield first, second
 
 
 def filled(byte: int, size: int) -> Tensor:
@@ -120,23 +120,23 @@ def test_more_than_fits_goes_both_ways() -> None:
     size = 3_000_000
     received = [filled(0, size), filled(0, size)]
     with pair() as sockets:
-        left = [sending(one, 1, filled(number, size)) for number, one in enumerate(sockets)]
-        assert all(next(one, "done") is None for one in left)
-        left += [receiving(one, 1, rows) for one, rows in zip(sockets, received, strict=True)]
+        left = [sending(item, 1, filled(number, size)) for number, item in enumerate(sockets)]
+        assert all(next(item, "done") is None for item in left)
+        left += [receiving(item, 1, rows) for item, rows in zip(sockets, received, strict=True)]
         while left:
-            left = [one for one in left if next(one, "done") is None]
+            left = [item for item in left if next(item, "done") is None]
     assert torch.equal(received[0], filled(1, size))
     assert torch.equal(received[1], filled(0, size))
 
 
 def test_a_message_ends_where_it_ends() -> None:
     """What a peer that is ahead sends next stays in the connection."""
-    with pair() as (one, two):
+    with pair() as (first, second):
         for number in (1, 2):
-            assert list(sending(one, number, filled(number, 4))) == []
+            assert list(sending(first, number, filled(number, 4))) == []
         for number in (1, 2):
             rows = filled(0, 4)
-            list(receiving(two, number, rows))
+            list(receiving(second, number, rows))
             assert rows.tolist() == [number] * 4
 
 
@@ -150,17 +150,17 @@ def test_a_message_ends_where_it_ends() -> None:
     ],
 )
 def test_anything_else_is_refused(sent: bytes, message: str) -> None:
-    with pair() as (one, two):
-        one.send(sent)
+    with pair() as (first, second):
+        first.send(sent)
         with pytest.raises(PeerError, match=message):
-            list(receiving(two, 1, filled(0, 8), "halo of layer 1", rank=5))
+            list(receiving(second, 1, filled(0, 8), "halo of layer 1", rank=5))
 
 
 def test_closed_end_is_an_error() -> None:
-    with pair() as (one, two):
-        one.close()
+    with pair() as (first, second):
+        first.close()
         with pytest.raises(ConnectionResetError, match="the peer closed it"):
-            list(receiving(two, 1, filled(0, 8)))
+            list(receiving(second, 1, filled(0, 8)))
 
 
 def send_ahead_and_another_size() -> list[Any]:
@@ -174,37 +174,37 @@ def send_ahead_and_another_size() -> list[Any]:
             received = calls.post([], [Incoming(rank=1, rows=torch.zeros(2))], "rows", phase="forward")()
             assert torch.equal(received[0], rows)
         (span,) = session.timeline.spans
-        found = [span.end_s >= span.begin_s, session.ledger.total(phase="forward"), len(calls._inbox)]
+        results = [span.end_s >= span.begin_s, session.ledger.total(phase="forward"), len(calls._inbox)]
         barrier(session, "counted")
         outgoing = [Outgoing(rank=1 - rank, rows=torch.zeros(2 + rank))]
         incoming = [Incoming(rank=1 - rank, rows=torch.zeros(2))]
-        said = refusal(calls.post(outgoing, incoming, "rows", phase=None), PeerError)
+        message = refusal(calls.post(outgoing, incoming, "rows", phase=None), PeerError)
         barrier(session, "both have seen it")
-        return [*found, said]
+        return [*results, message]
 
 
 def test_rows_of_a_rank_that_is_ahead_are_kept_and_those_of_another_size_refused() -> None:
-    zero, one = run_ranks(send_ahead_and_another_size, 2)
-    assert (zero[:3], one) == ([True, 0, 0], [True, 8, 0, ""])
+    zero, item = run_ranks(send_ahead_and_another_size, 2)
+    assert (zero[:3], item) == ([True, 0, 0], [True, 8, 0, ""])
     assert "rank 1 sends 12 bytes of 'rows' where this rank expects 8" in zero[3]
 
 
 def swap_in_pairs() -> list[float]:
     """Ranks 0 and 1 swap rows twice, of which rank 2 does not hear; then all of them do."""
     with start_session(timeout_s=20) as session:
-        calls, rank, found = CallExchange(session), session.topology.rank, []
+        calls, rank, result = CallExchange(session), session.topology.rank, []
         for number, members in enumerate([(0, 1), (0, 1), (0, 1, 2), (1, 2)]):
-            others = [peer for peer in members if peer != rank]
+            remaining = [peer for peer in members if peer != rank]
             if rank in members:
                 outgoing = [
-                    Outgoing(rank=peer, rows=torch.full((2,), 10.0 * number + rank)) for peer in others
+                    Outgoing(rank=peer, rows=torch.full((2,), 10.0 * number + rank)) for peer in remaining
                 ]
-                incoming = [Incoming(rank=peer, rows=torch.zeros(2)) for peer in others]
+                incoming = [Incoming(rank=peer, rows=torch.zeros(2)) for peer in remaining]
                 rows = calls.post(outgoing, incoming, f"swap {number}", phase=None)()
-                found += [float(one[1]) for one in rows]
+                result += [float(row[1]) for row in rows]
         barrier(session, "all is there")
         assert not len(calls._inbox)
-        return found
+        return result
 
 
 def test_ranks_take_part_in_different_numbers_of_exchanges() -> None:
@@ -222,11 +222,14 @@ def lose_the_other_rank() -> list[str]:
         # Posted only after the failure of the first one: a rank that still lives may take the rows.
         ([Outgoing(rank=1, rows=rows)], []),
     ]
-    said = [refusal(lambda one=one: calls.post(*one, "rows", phase=None)(), PeerError) for one in messages]
+    message = [
+        refusal(lambda message=message: calls.post(*message, "rows", phase=None)(), PeerError)
+        for message in messages
+    ]
     session.close(failed=True)
-    return said
+    return message
 
 
 def test_a_dead_rank_is_named_to_who_expects_its_rows_and_to_who_only_sends() -> None:
     survivor, _ = start_ranks(lose_the_other_rank, 2)
-    assert ["rank 1" in said for said in survivor.result] == [True, True]
+    assert ["rank 1" in message for message in survivor.result] == [True, True]

@@ -49,8 +49,8 @@ def test_all_reduce_with_a_killed_rank_names_it() -> None:
     outcomes = start_ranks(_reduce_until_killed, 3)
     assert outcomes[1].exitcode == -signal.SIGKILL
     # Rank 0 and 2 may each see the other leave too, but the dead one is always named.
-    for one in (outcomes[0], outcomes[2]):
-        at_s, _, text = one.result.partition(" ")
+    for item in (outcomes[0], outcomes[2]):
+        at_s, _, text = item.result.partition(" ")
         assert "all-reduce (dense)" in text
         assert re.search(r"rank 1 on \S+", text)
         assert float(at_s) - started < LIMIT_S + 15  # the start of the ranks included
@@ -61,9 +61,9 @@ def _wait_for_killed() -> str:
     barrier(session, "ready")
     if session.topology.rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
-    said = refusal(lambda: barrier(session, "the epoch"), PeerError)
+    message = refusal(lambda: barrier(session, "the epoch"), PeerError)
     session.close(failed=True)
-    return said
+    return message
 
 
 def test_barrier_with_a_killed_rank_names_it() -> None:
@@ -84,17 +84,17 @@ def _outlive_a_killed_rank() -> list[str]:
         return []
     while not (store.have_ended(1) and store.have_ended(2)):
         time.sleep(0.01)
-    said = [session.describe_failure("the sum")]
+    message = [session.describe_failure("the sum")]
     session.close(failed=True)
-    return [*said, session.describe_failure("the sum")]
+    return [*message, session.describe_failure("the sum")]
 
 
 def test_only_the_killed_rank_is_accused_not_those_that_ended_because_of_it() -> None:
-    said, after = start_ranks(_outlive_a_killed_rank, 4)[0].result
+    message, after = start_ranks(_outlive_a_killed_rank, 4)[0].result
     assert re.fullmatch(
         r"the sum: rank [12] failed first: PeerError: rank 3 did not answer; "
         r"rank 3 on \S+ did not answer within 5 s and is probably dead",
-        said,
+        message,
     )
     # What this rank cannot ask for any more, nobody failed to answer.
     assert re.fullmatch("the sum: rank [12] failed first: PeerError: rank 3 did not answer", after)
@@ -109,31 +109,31 @@ def _outlive_a_rank_that_was_told_to_end() -> str:
     while session.store is not None and not session.store.have_ended(1):
         time.sleep(0.01)
     time.sleep(0.2)
-    said = session.describe_failure("the sum")
+    message = session.describe_failure("the sum")
     session.close(failed=True)
-    return said
+    return message
 
 
 def test_a_rank_that_was_told_to_end_alone_is_named() -> None:
-    said = start_ranks(_outlive_a_rank_that_was_told_to_end, 2)[0].result
-    assert re.fullmatch(r"the sum: rank 1 on \S+ has ended", said)
+    message = start_ranks(_outlive_a_rank_that_was_told_to_end, 2)[0].result
+    assert re.fullmatch(r"the sum: rank 1 on \S+ has ended", message)
 
 
 def _part_ways() -> str:
     session = start_session(timeout_s=4)
     if session.topology.rank == 2:
-        said = refusal(lambda: barrier(session, "another place"), PeerError)
+        message = refusal(lambda: barrier(session, "another place"), PeerError)
     else:
-        said = refusal(lambda: sum_over_ranks(torch.ones(3), session, phase="dense"), PeerError)
+        message = refusal(lambda: sum_over_ranks(torch.ones(3), session, phase="dense"), PeerError)
     session.close()
-    return said
+    return message
 
 
 def test_a_rank_that_lives_but_is_elsewhere_is_named() -> None:
     first, second, third = run_ranks(_part_ways, 3)
     elsewhere = r"rank 2 on \S+ is not in it, but waits at '(another place|the end of the session)'"
-    for said in (first, second):
-        assert re.search(elsewhere, said)
+    for case in (first, second):
+        assert re.search(elsewhere, case)
     # The others gave up the sum and went to the end, or one of them was not there yet.
     assert re.search("rank [01] is at 'the end of the session'|ranks missing: [01]", third)
 
@@ -145,9 +145,9 @@ def _come_late() -> str:
 
 
 def test_missing_ranks_are_listed_at_the_start() -> None:
-    said = run_ranks(_come_late, 4)
-    assert "ranks missing: 1, 3 (of 4) at 'start' after 1.5 s" in said[0]
-    assert "ranks missing: 1, 3 (of 4)" in said[2]
+    results = run_ranks(_come_late, 4)
+    assert "ranks missing: 1, 3 (of 4) at 'start' after 1.5 s" in results[0]
+    assert "ranks missing: 1, 3 (of 4)" in results[2]
 
 
 def _raise_on_two() -> None:
@@ -263,7 +263,7 @@ def _has_default_sigterm() -> bool:
 def _fork() -> list[object]:
     session = start_session(timeout_s=60)
     with multiprocessing.get_context("fork").Pool(2) as pool:
-        found = pool.apply(_has_default_sigterm)
+        result = pool.apply(_has_default_sigterm)
     # Leaving the pool sent SIGTERM to its processes, which must have ended them and not this one.
     child = os.fork()
     if child == 0:
@@ -279,7 +279,7 @@ def _fork() -> list[object]:
         os._exit(7)
     _, status = os.waitpid(child, 0)
     barrier(session, "after the child")
-    return [found, os.waitstatus_to_exitcode(status), session.scratch.is_dir()]
+    return [result, os.waitstatus_to_exitcode(status), session.scratch.is_dir()]
 
 
 def test_forked_processes_end_alone_and_let_go_of_the_session() -> None:
@@ -288,17 +288,17 @@ def test_forked_processes_end_alone_and_let_go_of_the_session() -> None:
 
 def _own_handler_later() -> list[bool]:
     session = start_session(timeout_s=60)
-    told = threading.Event()
+    message = threading.Event()
 
     def mine(_number: int, _frame: object) -> None:
-        told.set()
+        message.set()
 
     signal.signal(signal.SIGTERM, mine)
     os.kill(os.getpid(), signal.SIGTERM)
-    assert told.wait(20)
+    assert message.wait(20)
     barrier(session, "after the signal")
     session.close()
-    return [told.is_set(), signal.getsignal(signal.SIGTERM) is mine]
+    return [message.is_set(), signal.getsignal(signal.SIGTERM) is mine]
 
 
 def test_handler_that_the_user_sets_later_is_left_alone() -> None:
@@ -318,7 +318,7 @@ def _taken_wakeup() -> None:
 
 def test_sigterm_ends_a_rank_whose_wakeup_descriptor_is_somebody_elses() -> None:
     outcomes = start_ranks(_taken_wakeup, 2)
-    assert [one.exitcode for one in outcomes] == [128 + signal.SIGTERM] * 2
+    assert [outcome.exitcode for outcome in outcomes] == [128 + signal.SIGTERM] * 2
 
 
 def _wait_for_sigterm(folder: str) -> None:
@@ -335,5 +335,5 @@ def _wait_for_sigterm(folder: str) -> None:
 
 def test_a_rank_ended_by_sigterm_leaves_no_folder_behind(tmp_path: Path) -> None:
     outcomes = start_ranks(_wait_for_sigterm, 2, args=(str(tmp_path),))
-    assert [one.exitcode for one in outcomes] == [128 + signal.SIGTERM, -signal.SIGKILL]
+    assert [outcome.exitcode for outcome in outcomes] == [128 + signal.SIGTERM, -signal.SIGKILL]
     assert not Path((tmp_path / "0").read_text()).exists()

@@ -26,16 +26,16 @@ def store(monkeypatch: pytest.MonkeyPatch) -> JobStore:
 
 
 def test_a_rank_that_came_and_ended_while_it_was_asked_is_not_missing(store: JobStore) -> None:
-    asked = []
+    request = []
 
     def ended_meanwhile(missing: list[int]) -> None:
-        asked.append(missing)
+        request.append(missing)
         for rank in missing:
             store.raw.set(KEYS[rank], "the end")
         raise PeerError(f"rank {missing[0]} does not answer")
 
     store.barrier("the end", check=ended_meanwhile)
-    assert asked == [[0, 2]]
+    assert request == [[0, 2]]
 
 
 def test_the_one_that_is_still_missing_is_accused(store: JobStore) -> None:
@@ -53,15 +53,15 @@ def test_a_rank_that_failed_after_it_came_has_not_failed_before(store: JobStore)
     """Its last word is found by the ranks that still wait for others."""
 
     def failed_meanwhile(missing: list[int]) -> None:
-        asked.append(missing)
+        request.append(missing)
         store.raw.set(KEYS[0], "the end")
         JobStore(store.raw, 0, 3, timeout_s=30).report_failure("no room")
-        if len(asked) > 1:
+        if len(request) > 1:
             store.raw.set(KEYS[2], "the end")
 
-    asked: list[list[int]] = []
+    request: list[list[int]] = []
     store.barrier("the end", check=failed_meanwhile)
-    assert asked == [[0, 2], [2]]
+    assert request == [[0, 2], [2]]
 
 
 def rendezvous_at(port: int, host: str = "127.0.0.1") -> Rendezvous:
@@ -79,9 +79,9 @@ def test_a_store_that_rank_0_hosts_listens_on_loopback_only_and_serves_all_its_s
     first = module.open_store(rendezvous_at(port), 0, 1, 30.0)
     first.set("session", "first")
     listening = [
-        one.laddr.ip
-        for one in psutil.net_connections("tcp")
-        if one.status == psutil.CONN_LISTEN and one.laddr.port == port
+        net_connection.laddr.ip
+        for net_connection in psutil.net_connections("tcp")
+        if net_connection.status == psutil.CONN_LISTEN and net_connection.laddr.port == port
     ]
     assert listening == ["127.0.0.1"]
     second = module.open_store(rendezvous_at(port), 0, 1, 30.0)
@@ -106,8 +106,8 @@ def test_a_launcher_of_this_machine_that_is_gone_is_not_waited_for(monkeypatch: 
 
 
 def test_what_else_listens_there_is_no_rendezvous() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
+    with socket.create_server(("127.0.0.1", 0)) as chosen:
+        port = chosen.getsockname()[1]
         with pytest.raises(PeerError, match=rf"cannot serve the rendezvous at 127\.0\.0\.1:{port}: .*in use"):
             module.open_store(rendezvous_at(port), 0, 1, 30.0)
         with pytest.raises(PeerError, match=rf"rank 1 found no rendezvous .*:{port}.*something else"):

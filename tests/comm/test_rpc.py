@@ -33,11 +33,11 @@ def pair(
     *, mine: Credentials | None = None, theirs: Credentials | None = None, timeout_s: float = 20.0
 ) -> Iterator[tuple[Rpc, Rpc]]:
     """Ranks 0 and 1 in this process; rank 0 can call rank 1."""
-    own, other = (credentials or Credentials(secret=b"s") for credentials in (mine, theirs))
+    own, second = (credentials or Credentials(secret=b"s") for credentials in (mine, theirs))
     caller, server = (Rpc(rank, Ledger(Topology(rank, 2, (0, 1))), timeout_s) for rank in range(2))
     caller.listen("127.0.0.1", own)
-    endpoint = server.listen("127.0.0.1", other)
-    caller.connect({1: PeerAddress(rank=1, host="there", endpoint=endpoint, public_key=other.public_key)})
+    endpoint = server.listen("127.0.0.1", second)
+    caller.connect({1: PeerAddress(rank=1, host="there", endpoint=endpoint, public_key=second.public_key)})
     try:
         yield caller, server
     finally:
@@ -62,13 +62,13 @@ def pair(
 def test_arrays_arrive_as_they_left(array: np.ndarray) -> None:
     with pair() as (caller, server):
         server.register("echo", lambda _name, arrays: arrays)
-        one, two = caller.call(1, "echo", "x", [array, TABLE], phase="p")
-    assert one.shape == array.shape
-    assert one.dtype == array.dtype.newbyteorder("=")
-    assert np.array_equal(one, array)
-    assert np.array_equal(two, TABLE)
-    assert one.flags.writeable
-    assert one.flags.aligned
+        first, second = caller.call(1, "echo", "x", [array, TABLE], phase="p")
+    assert first.shape == array.shape
+    assert first.dtype == array.dtype.newbyteorder("=")
+    assert np.array_equal(first, array)
+    assert np.array_equal(second, TABLE)
+    assert first.flags.writeable
+    assert first.flags.aligned
 
 
 def test_caller_counts_both_directions_and_payload_only() -> None:
@@ -221,12 +221,12 @@ def test_closing_under_calls_of_other_threads_ends_them_with_an_error_that_says_
             while True:
                 caller.call(1, "rows", "", [TABLE], phase="p")
 
-        asked = [pool.submit(ask_for_ever) for _ in range(3)]
+        request = [pool.submit(ask_for_ever) for _ in range(3)]
         under_way.wait(20)
         caller.close()
-        for one in asked:
+        for query in request:
             with pytest.raises(PeerError, match="session"):
-                one.result(20)
+                query.result(20)
 
 
 def test_reply_that_came_in_time_counts_however_late_it_is_asked_for() -> None:
@@ -238,8 +238,8 @@ def test_reply_that_came_in_time_counts_however_late_it_is_asked_for() -> None:
         assert late._link.pump(20_000)
         third = caller.submit(1, "echo", "", [TABLE], phase="p")
         assert late._link._socket.poll(20_000)  # has come, but was not taken in
-        for one in (early, late, third):
-            assert np.array_equal(one.result(1e-9)[0], TABLE)
+        for case in (early, late, third):
+            assert np.array_equal(case.result(1e-9)[0], TABLE)
 
 
 def test_handler_that_ends_its_thread_ends_only_the_call() -> None:
@@ -363,22 +363,22 @@ def _everyone_asks_everyone() -> list[list[float]]:
         session.rpc.register("mine", lambda _name, arrays: [arrays[0] * 10 + rank])
         session.store and session.store.barrier("registered")
         return [
-            session.rpc.call(other, "mine", "", [np.array([1.0])], phase="p")[0].tolist()
-            for other in range(session.topology.world_size)
+            session.rpc.call(index, "mine", "", [np.array([1.0])], phase="p")[0].tolist()
+            for index in range(session.topology.world_size)
         ]
 
 
 @pytest.mark.parametrize(("world_size", "curve"), [(1, "0"), (3, "0"), (3, "1")])
 def test_ranks_call_each_other(world_size: int, curve: str) -> None:
     for row in run_ranks(_everyone_asks_everyone, world_size, environment={"DGLX_CURVE": curve}):
-        assert row == [[10.0 + other] for other in range(world_size)]
+        assert row == [[10.0 + index] for index in range(world_size)]
 
 
 @contextlib.contextmanager
 def recorded(endpoint: str) -> Iterator[tuple[str, bytearray]]:
     """Pass the connections to another port on to ``endpoint``; yield that port, and what callers send."""
     host, port = endpoint.removeprefix("tcp://").rsplit(":", 1)
-    said = bytearray()
+    message = bytearray()
 
     def carry(source: socket.socket, target: socket.socket, copy: bytearray) -> None:
         with contextlib.suppress(OSError):
@@ -391,11 +391,11 @@ def recorded(endpoint: str) -> Iterator[tuple[str, bytearray]]:
             inside = opened.enter_context(listener.accept()[0])
             outside = opened.enter_context(socket.create_connection((host, int(port))))
             threading.Thread(target=carry, args=(outside, inside, bytearray()), daemon=True).start()
-            carry(inside, outside, said)
+            carry(inside, outside, message)
 
     with contextlib.ExitStack() as opened, socket.create_server(("127.0.0.1", 0)) as listener:
         threading.Thread(target=serve, daemon=True).start()
-        yield f"tcp://127.0.0.1:{listener.getsockname()[1]}", said
+        yield f"tcp://127.0.0.1:{listener.getsockname()[1]}", message
 
 
 def test_a_recorded_handshake_is_worth_nothing_at_any_rank(caplog: pytest.LogCaptureFixture) -> None:
@@ -404,12 +404,12 @@ def test_a_recorded_handshake_is_worth_nothing_at_any_rank(caplog: pytest.LogCap
     third = Rpc(2, Ledger(Topology(0, 1, (0,))), 20.0)
     with caplog.at_level(logging.WARNING), pair(mine=credentials, theirs=credentials) as (caller, server):
         endpoints = [server._servers[0].endpoint, third.listen("127.0.0.1", credentials)]
-        for one in (server, third):
-            one.register("rows", lambda _name, arrays: served.append("rows") or arrays)
-        with recorded(endpoints[0]) as (proxy, said):
+        for case in (server, third):
+            case.register("rows", lambda _name, arrays: served.append("rows") or arrays)
+        with recorded(endpoints[0]) as (proxy, message):
             caller.connect({1: PeerAddress(rank=1, host="there", endpoint=proxy)})
             caller.call(1, "rows", "", [TABLE], phase="p")
-            heard = bytes(said)
+            heard = bytes(message)
         assert b"rows" in heard
         assert b"the job's key" not in heard
         for endpoint in endpoints:

@@ -82,7 +82,7 @@ def test_there_is_one_at_a_time() -> None:
 
 
 def _three_sessions() -> list[list[int]]:
-    rank, found = int(os.environ["RANK"]), []
+    rank, result = int(os.environ["RANK"]), []
     for number in range(3):
         if rank == 0 and number:
             threading.Event().wait(0.3)  # the other is far ahead and finds what the last session left
@@ -90,8 +90,8 @@ def _three_sessions() -> list[list[int]]:
             session.rpc.register("number", lambda _name, _arrays, number=number: [np.array([number])])
             barrier(session, "registered")
             answer = session.rpc.call(1 - rank, "number", "", [], phase="p")[0]
-            found.append([int(answer[0]), int(gather_int64([number], session).sum())])
-    return found
+            result.append([int(answer[0]), int(gather_int64([number], session).sum())])
+    return result
 
 
 def test_sessions_follow_each_other_in_a_process() -> None:
@@ -176,7 +176,7 @@ def test_only_while_the_object_lives() -> None:
 
 def test_the_last_one_to_leave_removes_the_folder_and_nobody_elses() -> None:
     job = uuid.uuid4().hex[:12]
-    first, second, other = Scratch(job, 0), Scratch(job, 0), Scratch(uuid.uuid4().hex[:12], 0)
+    first, second, connection = Scratch(job, 0), Scratch(job, 0), Scratch(uuid.uuid4().hex[:12], 0)
     assert first.path == second.path
     (first.path / "rows").write_text("x")
     first.close()
@@ -184,8 +184,8 @@ def test_the_last_one_to_leave_removes_the_folder_and_nobody_elses() -> None:
     assert (second.path / "rows").read_text() == "x"
     second.close()
     assert not second.path.exists()
-    assert other.path.is_dir()
-    other.close()
+    assert connection.path.is_dir()
+    connection.close()
 
 
 def test_rows_that_ranks_share_are_in_a_folder_on_disk_where_one_is_named(
@@ -210,32 +210,32 @@ def _open_and_die(job: str) -> None:
 @pytest.mark.parametrize("is_open_before", [True, False])
 def test_folder_of_a_killed_process_is_removed_by_who_survives_it_or_comes_next(is_open_before: bool) -> None:
     job = uuid.uuid4().hex[:12]
-    mine = Scratch(f"other{job}", 0) if is_open_before else None
+    connection = Scratch(f"other{job}", 0) if is_open_before else None
     (outcome,) = start_ranks(_open_and_die, 1, args=(job,))
     assert outcome.exitcode == -signal.SIGKILL
-    mine = mine or Scratch(f"other{job}", 0)
-    mine.close()
-    assert list(mine.path.parent.glob(f"*{job}-s3")) == []
+    connection = connection or Scratch(f"other{job}", 0)
+    connection.close()
+    assert list(connection.path.parent.glob(f"*{job}-s3")) == []
 
 
 def test_a_folder_taken_away_before_it_was_locked_is_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
     job = uuid.uuid4().hex[:12]
     real = fcntl.flock
-    taken: list[Path] = []
+    chosen: list[Path] = []
 
     def lock(descriptor: int, kind: int) -> None:
-        if kind == fcntl.LOCK_SH and not taken:
+        if kind == fcntl.LOCK_SH and not chosen:
             # What a job does that starts at this moment and finds nobody's lock on the folder.
-            taken.extend(Path("/dev/shm").glob(f"*{job}-s0"))
-            shutil.rmtree(taken[0])
+            chosen.extend(Path("/dev/shm").glob(f"*{job}-s0"))
+            shutil.rmtree(chosen[0])
         real(descriptor, kind)
 
     monkeypatch.setattr(fcntl, "flock", lock)
-    mine = Scratch(job, 0)
-    assert taken == [mine.path]
-    (mine.path / "rows").write_text("x")
-    mine.close()
-    assert not mine.path.exists()
+    connection = Scratch(job, 0)
+    assert chosen == [connection.path]
+    (connection.path / "rows").write_text("x")
+    connection.close()
+    assert not connection.path.exists()
 
 
 def rendezvous(**variables: str) -> object:

@@ -20,7 +20,7 @@ ROUNDS, MOST_POINTS = 10, 10_000
 
 def stop_again_and_again() -> list[list[int]]:
     """By round: the points that each rank has passed, none of which waits for another rank."""
-    found = []
+    results = []
     with start_session(timeout_s=60) as session:
         stop, rank = session.stop_point, session.topology.rank
         for number in range(ROUNDS):
@@ -46,19 +46,19 @@ def stop_again_and_again() -> list[list[int]]:
                 if stop.should_stop():
                     break
             stop.close()
-            found.append(gather_int64([stop._passed - before, stop.is_over], session).ravel().tolist())
+            results.append(gather_int64([stop._passed - before, stop.is_over], session).ravel().tolist())
             if at and asking.ident is not None:
                 asking.join()
         # Rank 1 is not in training: nobody stops, and who asks is told so.
         if rank != 1:
             stop.open()
         barrier(session, "not all are open")
-        asked = stop.ask() if rank == 2 else False
+        request = stop.ask() if rank == 2 else False
         barrier(session, "asked")
-        assert not asked
+        assert not request
         assert not stop.should_stop()
         stop.close()
-    return found
+    return results
 
 
 SECOND = """

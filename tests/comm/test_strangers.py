@@ -45,9 +45,9 @@ def test_a_value_opens_under_its_own_key_alone() -> None:
             with pytest.raises(PeerError, match=f"'keys/0' .*{SEAL}"):
                 read("keys/0")
     raw.set("keys/0", good)
-    for other in (store.renewed(["fresh"]), SealedStore(raw, b"a guess")):
+    for case in (store.renewed(["fresh"]), SealedStore(raw, b"a guess")):
         with pytest.raises(PeerError, match=SEAL):
-            other.get("keys/0")
+            case.get("keys/0")
 
 
 def job_of_strangers() -> Store:
@@ -76,11 +76,11 @@ open_endpoints = session_module.open_endpoints
 
 
 def meet_beside_a_stranger() -> list[str]:
-    rank, said = int(os.environ["RANK"]), []
+    rank, message = int(os.environ["RANK"]), []
     with start_session(timeout_s=20) as session:
         barrier(session, "all is written")
         first = stranger_at(1)
-        shown = first.multi_get(["secret", *(f"{what}/{rank}" for what in ("start", "settings"))])
+        shown = first.multi_get(["secret", *(f"{name}/{rank}" for name in ("start", "settings"))])
         assert session.store is not None
         for secret in (
             os.environ["DGLX_SECRET"].encode(),
@@ -88,7 +88,7 @@ def meet_beside_a_stranger() -> list[str]:
             session.store.raw._secret,
             session.rpc.credentials.secret,
         ):
-            assert not any(secret in one for one in shown)
+            assert not any(secret in result for result in shown)
     attacks = [
         lambda: overwrite("start/0", lambda: '"ab"', 2),
         lambda: overwrite("start/0", lambda: stranger_at(1).get("start/0"), 3),
@@ -99,20 +99,22 @@ def meet_beside_a_stranger() -> list[str]:
             attack()
         with pytest.raises(PeerError) as caught:
             start_session(timeout_s=20)
-        said.append(str(caught.value))
-    return said
+        message.append(str(caught.value))
+    return message
 
 
 def test_who_writes_to_the_store_ends_the_start_and_is_no_rank() -> None:
-    zero, one = run_ranks(meet_beside_a_stranger, 2, environment={"DGLX_CURVE": "1", "DGLX_SECRET": "s" * 32})
-    for said, key in zip([*zero, *one], 2 * ["start/0", "settings/", "keys of ranks/0"], strict=True):
-        assert SEAL in said
-        assert key in said
+    zero, item = run_ranks(
+        meet_beside_a_stranger, 2, environment={"DGLX_CURVE": "1", "DGLX_SECRET": "s" * 32}
+    )
+    for message, key in zip([*zero, *item], 2 * ["start/0", "settings/", "keys of ranks/0"], strict=True):
+        assert SEAL in message
+        assert key in message
 
 
 def spoil_the_store() -> list[str]:
     """What a stranger writes and deletes beside training changes nothing or is one error."""
-    rank, said = int(os.environ["RANK"]), []
+    rank, message = int(os.environ["RANK"]), []
     with start_session(timeout_s=20) as session:
         total = torch.zeros(3)
         for step in range(4):
@@ -124,22 +126,22 @@ def spoil_the_store() -> list[str]:
                     stranger.delete_key(key)
             total += sum_over_ranks(torch.full((3,), step + 0.1), session, phase="p")
             barrier(session, f"step {step}")
-        said.append(str(total.tolist()))
+        message.append(str(total.tolist()))
     if rank == 1:
         job_of_strangers().set("sessions/1", "no number")
     with pytest.raises(PeerError) as caught:
         start_session(timeout_s=2)
-    return [*said, str(caught.value)]
+    return [*message, str(caught.value)]
 
 
 def test_what_strangers_write_to_the_store_changes_nothing_or_is_one_error() -> None:
-    zero, one = run_ranks(spoil_the_store, 2)
+    zero, item = run_ranks(spoil_the_store, 2)
     sums = torch.zeros(3)
     for step in range(4):
         sums += 2 * torch.full((3,), step + 0.1)
-    assert zero[0] == one[0] == str(sums.tolist())
+    assert zero[0] == item[0] == str(sums.tolist())
     assert "ranks missing: 1 (of 2) at 'start' after 2 s" in zero[1]
-    assert "the rendezvous store does not answer" in one[1]
+    assert "the rendezvous store does not answer" in item[1]
 
 
 def test_a_value_that_is_deleted_while_it_is_read_is_an_error() -> None:
@@ -163,19 +165,19 @@ def meet_with(secrets: list[dict[str, str]]) -> str:
     [("a" * 32, "a" * 32, "met"), ("a" * 32, "b" * 32, SEAL), ("a" * 32, "", SEAL), ("", "b" * 32, SEAL)],
 )
 def test_ranks_meet_with_one_secret(of_rank_0: str, of_rank_1: str, said: str) -> None:
-    found = run_ranks(meet_with, 2, args=[[{"DGLX_SECRET": of_rank_0}, {"DGLX_SECRET": of_rank_1}]])
-    assert said in found[0]
-    assert "rank 0 has a secret and rank 1 has none" in found[1] if not of_rank_1 else said in found[1]
-    assert not any(secret and secret in one for one in found for secret in (of_rank_0, of_rank_1))
+    results = run_ranks(meet_with, 2, args=[[{"DGLX_SECRET": of_rank_0}, {"DGLX_SECRET": of_rank_1}]])
+    assert said in results[0]
+    assert "rank 0 has a secret and rank 1 has none" in results[1] if not of_rank_1 else said in results[1]
+    assert not any(secret and secret in result for result in results for secret in (of_rank_0, of_rank_1))
 
 
 def test_without_a_secret_several_machines_are_warned_or_refused() -> None:
     several = {"GROUP_WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.2"}
     outcomes = start_ranks(meet_with, 2, args=[[{}, {}]], environment=several)
-    assert all(one.result.startswith("met") for one in outcomes)
+    assert all(outcome.result.startswith("met") for outcome in outcomes)
     assert "can read features, change what is trained, and pose as a rank; write one" in outcomes[0].output
     refused = run_ranks(meet_with, 2, args=[[{}, {}]], environment={**several, "DGLX_REQUIRE_SECRET": "1"})
-    assert all(one.startswith("ConfigError DGLX_REQUIRE_SECRET is set") for one in refused)
+    assert all(line.startswith("ConfigError DGLX_REQUIRE_SECRET is set") for line in refused)
 
 
 def test_a_secret_is_long_and_its_file_private(tmp_path: Path) -> None:
@@ -186,13 +188,13 @@ def test_a_secret_is_long_and_its_file_private(tmp_path: Path) -> None:
     assert read_settings({"DGLX_SECRET": ""}).secret is None
     assert "y" * 40 not in repr(read_settings({"DGLX_SECRET": "y" * 40}))
     file.chmod(0o640)
-    for variables, said in (
+    for variables, message in (
         ({"DGLX_SECRET": "short"}, r"DGLX_SECRET has 5 characters, outside \[32, 4096\]"),
         ({"DGLX_SECRET_FILE": str(file)}, "nobody else can read; run `chmod 600"),
         ({"DGLX_SECRET_FILE": "/dev/zero"}, "must be a file that is yours"),
         ({"DGLX_SECRET_FILE": "/nowhere"}, "'/nowhere' cannot be read: No such file"),
     ):
-        with pytest.raises(ConfigError, match=said):
+        with pytest.raises(ConfigError, match=message):
             read_settings(variables)
 
 
@@ -225,8 +227,8 @@ def test_the_watch_of_descriptors_raises_nothing(
     with contextlib.ExitStack() as undo:
         undo.callback(resource.setrlimit, resource.RLIMIT_NOFILE, before)
         for _ in range(8):
-            for one in socket.socketpair():
-                undo.enter_context(one)
+            for item in socket.socketpair():
+                undo.enter_context(item)
         watch = DescriptorWatch()
         resource.setrlimit(resource.RLIMIT_NOFILE, (0, before[1]))
         watch.look()  # no descriptor is left to look with
@@ -244,15 +246,15 @@ def test_of_what_the_store_names_only_memory_of_this_users_processes_is_read(tmp
         number = int(path.rpartition("/")[2])
         with contextlib.ExitStack() as undo:
             pipe = os.pipe()
-            for one in pipe:
-                undo.callback(os.close, one)
-            other = os.memfd_create("other")
-            undo.callback(os.close, other)
+            for item in pipe:
+                undo.callback(os.close, item)
+            second = os.memfd_create("other")
+            undo.callback(os.close, second)
             held = f"/proc/{os.getpid()}/fd"
-            bad = ["/etc/hostname", f"{path}/", f"{held}/{pipe[0]}", f"{held}/{other}", f"{held}/999999", ""]
-            for one in [*bad, f"/proc/self/fd/{number}"]:
+            bad = ["/etc/hostname", f"{path}/", f"{held}/{pipe[0]}", f"{held}/{second}", f"{held}/999999", ""]
+            for item in [*bad, f"/proc/self/fd/{number}"]:
                 with pytest.raises(PeerError, match="the secret of rank 0 cannot be read"):
-                    _read_private_file(one)
+                    _read_private_file(item)
             if os.geteuid() == 0:  # who else could read it
                 nobody = subprocess.Popen(["sleep", "60"], user=65534, pass_fds=[number])
                 undo.callback(nobody.wait)
@@ -278,9 +280,9 @@ def attack(ports: list[int]) -> list[socket.socket]:
     for port in ports:
         for number in range(NUM_STRANGERS):
             with contextlib.suppress(OSError):
-                one = socket.create_connection(("127.0.0.1", port), timeout=20)
-                one.sendall(GARBAGE[number % len(GARBAGE)])
-                kept.append(one) if number % 20 == 0 else one.close()
+                single = socket.create_connection(("127.0.0.1", port), timeout=20)
+                single.sendall(GARBAGE[number % len(GARBAGE)])
+                kept.append(single) if number % 20 == 0 else single.close()
     return kept
 
 
@@ -296,12 +298,18 @@ def train(folder: Path) -> bytes:
         barrier(session, "registered")
         for step in range(40):
             if step == 20:
-                own = [one for one in psutil.net_connections("tcp") if one.pid == os.getpid()]
-                ports = [one.laddr.port for one in own if one.status == psutil.CONN_LISTEN]
+                own = [
+                    net_connection
+                    for net_connection in psutil.net_connections("tcp")
+                    if net_connection.pid == os.getpid()
+                ]
+                ports = [outcome.laddr.port for outcome in own if outcome.status == psutil.CONN_LISTEN]
                 assert len(ports) >= 2  # calls, gloo
                 every = gather_json(ports, session)
                 if rank == 0:
-                    (folder / "ports.part").write_text(" ".join(str(port) for one in every for port in one))
+                    (folder / "ports.part").write_text(
+                        " ".join(str(port) for outcome in every for port in outcome)
+                    )
                     (folder / "ports.part").rename(folder / "ports")
                 while not all(gather_json((folder / "attacked").exists(), session)):
                     threading.Event().wait(0.01)
@@ -333,6 +341,6 @@ def test_training_under_attack_on_all_ports_ends_with_the_same_bits(tmp_path: Pa
     try:
         assert run_ranks(train, 2, args=[loud], after_start=come) == expected
     finally:
-        for one in kept:
-            one.close()
+        for tensor in kept:
+            tensor.close()
     assert len(kept) >= 4 * NUM_STRANGERS // 20

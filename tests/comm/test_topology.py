@@ -127,13 +127,16 @@ def test_gloo_and_nccl_follow_the_ranks_to_loopback_unless_the_user_set_them(
 
 
 def test_cores_are_shared_memory_is_kept_and_what_the_user_set_stays() -> None:
-    found = build_rank_environment(1, environment={"HOME": "/h"})
-    assert (found["OMP_NUM_THREADS"], found["HOME"]) == (str(len(os.sched_getaffinity(0))), "/h")
-    assert found["MALLOC_MMAP_MAX_"] == "0"
+    rank_environment = build_rank_environment(1, environment={"HOME": "/h"})
+    assert (rank_environment["OMP_NUM_THREADS"], rank_environment["HOME"]) == (
+        str(len(os.sched_getaffinity(0))),
+        "/h",
+    )
+    assert rank_environment["MALLOC_MMAP_MAX_"] == "0"
     assert build_rank_environment(10_000, environment={})["OMP_NUM_THREADS"] == "1"
-    given = {"OMP_NUM_THREADS": "7", "MALLOC_MMAP_MAX_": "5"}
-    found = build_rank_environment(2, environment=given)
-    assert {name: found[name] for name in given} == given
-    assert "DGLX_RANKS_PER_SERVER" not in found
+    inputs = {"OMP_NUM_THREADS": "7", "MALLOC_MMAP_MAX_": "5"}
+    rank_environment = build_rank_environment(2, environment=inputs)
+    assert {name: rank_environment[name] for name in inputs} == inputs
+    assert "DGLX_RANKS_PER_SERVER" not in rank_environment
     with pytest.raises(ConfigError, match="at least 1"):
         build_rank_environment(0)

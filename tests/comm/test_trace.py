@@ -60,9 +60,9 @@ def test_sessions_of_one_process_have_a_file_each(tmp_path: Path, monkeypatch: p
             session.trace.note_epoch(_epoch(number))
     names = ["rank-0.json", "rank-0.1.json", "rank-0.2.json"]
     assert sorted(path.name for path in (tmp_path / "new").iterdir()) == sorted(names)
-    found = [_read(tmp_path / "new" / name) for name in names]
-    assert [one["epochs"][0]["loss"] for one in found] == [0, 1, 2]
-    assert len({one["job"] for one in found}) == 3
+    results = [_read(tmp_path / "new" / name) for name in names]
+    assert [result["epochs"][0]["loss"] for result in results] == [0, 1, 2]
+    assert len({result["job"] for result in results}) == 3
 
 
 def test_two_writers_at_once_do_not_meet(tmp_path: Path) -> None:
@@ -108,11 +108,11 @@ def _sum() -> None:
 
 def test_ranks_write_what_each_counted(tmp_path: Path) -> None:
     run_ranks(_sum, 3, ranks_per_server=2, environment={"DGLX_TRACE": str(tmp_path)})
-    found = [_read(tmp_path / f"rank-{rank}.json") for rank in range(3)]
-    assert [one["server"] for one in found] == [0, 0, 1]
-    assert len({one["job"] for one in found}) == 1
+    results = [_read(tmp_path / f"rank-{rank}.json") for rank in range(3)]
+    assert [result["server"] for result in results] == [0, 0, 1]
+    assert len({result["job"] for result in results}) == 1
     # 40 bytes over 3 ranks: 2 x 2/3 of them from each, the first with what is left over.
-    sent = [[(row["destination"], row["num_bytes"]) for row in one["ledger"]] for one in found]
+    sent = [[(row["destination"], row["num_bytes"]) for row in result["ledger"]] for result in results]
     assert sent == [[(1, 54)], [(2, 53)], [(0, 53)]]
 
 
@@ -125,9 +125,9 @@ def _sum_where_one_cannot_write(folder: str) -> None:
 def test_all_ranks_hear_that_one_cannot_write(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     variables = {"DGLX_TRACE": str(tmp_path)}
-    for one in start_ranks(_sum_where_one_cannot_write, 2, args=(str(tmp_path),), environment=variables):
-        assert one.error.startswith("ConfigError: DGLX_TRACE=")
-        assert "rank 1 cannot write" in one.error
+    for result in start_ranks(_sum_where_one_cannot_write, 2, args=(str(tmp_path),), environment=variables):
+        assert result.error.startswith("ConfigError: DGLX_TRACE=")
+        assert "rank 1 cannot write" in result.error
 
 
 SPANS = [
@@ -143,11 +143,11 @@ def test_what_is_written_is_read_again_with_the_first_span_at_zero(tmp_path: Pat
     path = tmp_path / "trace.json"
     write_trace(path, trace_of(SPANS, [span("step", "compute", 10.5, 11.0, 7)]))
     first, second = read_trace(path).ranks
-    told = [
+    message = [
         (s.name, s.row, round(s.begin_s, 6), round(s.end_s, 6), s.batch)
         for s in (*first.spans, *second.spans)
     ]
-    assert told == [
+    assert message == [
         ("forward D", "compute", 0.0, 0.5, 7),
         ("wait for the pull", "compute", 0.1, 0.2, 7),
         ("pull", "network", 0.1, 0.4, 8),
@@ -157,7 +157,7 @@ def test_what_is_written_is_read_again_with_the_first_span_at_zero(tmp_path: Pat
     ]
     assert (second.host, second.clock_error_s) == ("host1", pytest.approx(1e-4))
     assert read_trace(path).facts == {"strategy": "push_pull", "options": {"depth": 3}}
-    assert [one.name for one in tmp_path.iterdir()] == ["trace.json"]
+    assert [item.name for item in tmp_path.iterdir()] == ["trace.json"]
 
 
 def test_the_file_is_what_chrome_calls_the_json_object_format(tmp_path: Path) -> None:
@@ -178,7 +178,7 @@ def test_spans_on_one_row_are_nested_or_apart() -> None:
     spans = [
         span(str(n), "network", *ends) for n, ends in enumerate([(0, 4), (1, 2), (2, 4), (3, 5), (4, 6)])
     ]
-    lanes = [[one.name for one in lane] for lane in assign_tracks(spans)]
+    lanes = [[item.name for item in lane] for lane in assign_tracks(spans)]
     assert lanes == [["0", "1", "2", "4"], ["3"]]
 
 
@@ -203,7 +203,7 @@ def test_only_a_trace_is_replaced_or_removed(tmp_path: Path) -> None:
         check_replaceable(tmp_path / "file" / "trace.json")
     with pytest.raises(StorageError, match="cannot write the trace"):
         write_trace(tmp_path / "new", trace_of(SPANS))
-    assert sorted(one.name for one in tmp_path.iterdir()) == ["file", "new"]
+    assert sorted(item.name for item in tmp_path.iterdir()) == ["file", "new"]
 
 
 @pytest.mark.parametrize(

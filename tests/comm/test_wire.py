@@ -52,9 +52,11 @@ RELAXED = settings(suppress_health_check=list(HealthCheck), deadline=None, max_e
 @RELAXED
 @given(HEADS, ARRAYS)
 def test_heads_come_back(head: Head, arrays: list[Array]) -> None:
-    found = decode(encode(head, arrays)[0])
-    assert found[:4] == head[:4]
-    assert [(spec.dtype, spec.shape) for spec in found.arrays] == [(one.dtype, one.shape) for one in arrays]
+    text = decode(encode(head, arrays)[0])
+    assert text[:4] == head[:4]
+    assert [(spec.dtype, spec.shape) for spec in text.arrays] == [
+        (array.dtype, array.shape) for array in arrays
+    ]
 
 
 @RELAXED
@@ -68,11 +70,11 @@ def test_damaged_heads_are_refused_or_read_within_the_limits(
     cut = data.draw(st.integers(0, len(raw)))
     for message in (bytes(raw), bytes(raw[:cut])):
         try:
-            found = decode(message)
+            text = decode(message)
         except WireError:
             continue
-        assert len(found.arrays) <= MAX_ARRAYS
-        for spec in found.arrays:
+        assert len(text.arrays) <= MAX_ARRAYS
+        for spec in text.arrays:
             assert 0 <= spec.num_bytes <= MAX_ARRAY_BYTES
             assert min(spec.shape, default=0) >= 0
 
@@ -104,8 +106,8 @@ def test_limits() -> None:
     for shape in ((2**40, 2**40), (-1, 1), (-1, -1)):
         with pytest.raises(WireError, match="negative or of more than"):
             decode(bytes(raw[:-16]) + np.array(shape, "<i8").tobytes())
-    for start, said in ((b"HTTP\1", "b'HTTP' version 1, not"), (b"DGLX\xff", "version 255, not")):
-        with pytest.raises(WireError, match=f"starts with .*{said}"):
+    for start, message in ((b"HTTP\1", "b'HTTP' version 1, not"), (b"DGLX\xff", "version 255, not")):
+        with pytest.raises(WireError, match=f"starts with .*{message}"):
             decode(start + bytes(raw[5:]))
 
 
@@ -119,11 +121,11 @@ SENT = [
 
 @pytest.fixture
 def wire() -> Iterator[tuple[zmq.Socket[bytes], zmq.Socket[bytes]]]:
-    with zmq.Context() as context, context.socket(zmq.PAIR) as one, context.socket(zmq.PAIR) as other:
-        one.bind("inproc://test")
-        other.connect("inproc://test")
-        other.setsockopt(zmq.RCVTIMEO, 10_000)
-        yield one, other
+    with zmq.Context() as context, context.socket(zmq.PAIR) as item, context.socket(zmq.PAIR) as second:
+        item.bind("inproc://test")
+        second.connect("inproc://test")
+        second.setsockopt(zmq.RCVTIMEO, 10_000)
+        yield item, second
 
 
 def receive(socket: zmq.Socket[bytes]) -> list[Array]:

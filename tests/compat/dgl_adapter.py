@@ -73,12 +73,14 @@ class Process:
     def _launch_all(cls) -> None:
         with socket.create_server(("127.0.0.1", 0)) as free:
             port = free.getsockname()[1]
-        for rank, one in enumerate(cls.waiting):
+        for rank, item in enumerate(cls.waiting):
             variables = _environment(rank, len(cls.waiting), port, None)
             # Rank 0 hosts the store, as where scripts create the process group themselves.
             variables = {key: value for key, value in variables.items() if "ELASTIC" not in key}
-            one._real = _SPAWN.Process(target=_rank, args=(variables, pickle.dumps((one._target, one._args))))
-            one._real.start()
+            item._real = _SPAWN.Process(
+                target=_rank, args=(variables, pickle.dumps((item._target, item._args)))
+            )
+            item._real.start()
         cls.waiting.clear()
 
 
@@ -124,8 +126,8 @@ def pytest_generate_tests(metafunc: Any) -> None:
     marks = metafunc.definition.own_markers
     for at, mark in enumerate(marks):
         if mark.name == "parametrize" and str(mark.args[0]).endswith(","):
-            names, *rest = mark.args
-            marks[at] = pytest.mark.parametrize(names.rstrip(","), *rest, **mark.kwargs).mark
+            names, *remaining = mark.args
+            marks[at] = pytest.mark.parametrize(names.rstrip(","), *remaining, **mark.kwargs).mark
 
 
 if "graphbolt" in vars(dgl) and not hasattr(dgl.graphbolt, "FusedCSCSamplingGraph"):

@@ -46,13 +46,13 @@ def test_what_passes_is_what_the_page_says(file: str, counts: str, why: str, tmp
         capture_output=True,
         text=True,
     )
-    found = [
-        one
-        for one in ElementTree.parse(tmp_path / "report.xml").iter("testcase")
-        if not one.findall("skipped")
+    results = [
+        item
+        for item in ElementTree.parse(tmp_path / "report.xml").iter("testcase")
+        if not item.findall("skipped")
     ]
-    failed = [one for one in found if [*one.findall("failure"), *one.findall("error")]]
-    assert {re.match(r"[\w.]*", one.get("name", ""))[0].split(".")[-1] for one in failed} <= set(
+    failed = [result for result in results if [*result.findall("failure"), *result.findall("error")]]
+    assert {re.match(r"[\w.]*", item.get("name", ""))[0].split(".")[-1] for item in failed} <= set(
         re.findall(r"`(test_\w+)`", why)
     ), done.stdout[-8000:]
-    assert (len(found) - len(failed), len(found)) == (int(passed), int(count))
+    assert (len(results) - len(failed), len(results)) == (int(passed), int(count))

@@ -82,8 +82,8 @@ def test_handlers_and_unions(g: DistGraph) -> None:
 
 
 def test_functions_of_submodules_ask_this_run(g: DistGraph) -> None:
-    found = SUPPORTED_SUBMODULES["kvstore"]["get_kvstore"]()
-    assert found.data_name_list() == g._client.data_name_list()
+    result = SUPPORTED_SUBMODULES["kvstore"]["get_kvstore"]()
+    assert result.data_name_list() == g._client.data_name_list()
     assert SUPPORTED_SUBMODULES["dist_context"]["is_initialized"]()
 
 
@@ -113,12 +113,12 @@ def test_the_local_partition_has_the_types_and_ids_of_the_book(g: DistGraph) -> 
     assert (kinds == local.edata[dgl.ETYPE]).all()
     assert sorted(local.ndata[dgl.NID].tolist()) == list(range(39))
     source, destination = (local.ndata[dgl.NID][ends] for ends in local.edges())
-    for found, ends in zip(find_edges(g, local.edata[dgl.EID]), (source, destination), strict=True):
-        assert (found == ends).all()
+    for edge, ends in zip(find_edges(g, local.edata[dgl.EID]), (source, destination), strict=True):
+        assert (edge == ends).all()
     for number, etype in enumerate(book.canonical_etypes):
-        found = g.find_edges(typed[kinds == number], etype)
-        assert (book.map_to_homo_nid(found[0], etype[0]) == source[kinds == number]).all()
-        assert (book.map_to_homo_nid(found[1], etype[2]) == destination[kinds == number]).all()
+        edge = g.find_edges(typed[kinds == number], etype)
+        assert (book.map_to_homo_nid(edge[0], etype[0]) == source[kinds == number]).all()
+        assert (book.map_to_homo_nid(edge[1], etype[2]) == destination[kinds == number]).all()
 
 
 @pytest.mark.parametrize("kind", [SparseAdagrad, SparseAdam])
@@ -134,14 +134,14 @@ def test_state_of_optimizers_goes_out_and_in(g: DistGraph, tmp_path: Path, kind:
 
     first = step()
     optimizer.save(tmp_path / "state")
-    told = optimizer.local_state_dict()
+    record = optimizer.local_state_dict()
     second = step()
     optimizer.load(tmp_path / "state")
     assert (embedding.weight[torch.arange(15)] == first).all()
     assert (step() == second).all()
-    optimizer.load_local_state_dict(told)
+    optimizer.load_local_state_dict(record)
     assert len(embedding.optm_state) == (1 if kind is SparseAdagrad else 2)
-    assert told["emb_states"][embedding.name]["ids"].tolist() == list(range(15))
+    assert record["emb_states"][embedding.name]["ids"].tolist() == list(range(15))
     # A script reads the state by DGL's name of it.
     name = "sum" if kind is SparseAdagrad else "power"
     state = DistTensor((15, 2), torch.float32, f"{embedding.name}_{name}", part_policy=policy)
@@ -171,10 +171,10 @@ def test_types_of_which_nothing_is_drawn_are_left_out(g: DistGraph) -> None:
     assert last.step_share.num_global == 5
     assert (last.dstnodes["paper"].data["labels"] == g.nodes["paper"].data["labels"][papers["paper"]]).all()
     assert (last.srcnodes["author"].data[dgl.NID] == batch[-1][0].dstnodes["author"].data[dgl.NID]).all()
-    found = g.find_edges(last.edges["writes"].data[dgl.EID], "writes")
+    edges = g.find_edges(last.edges["writes"].data[dgl.EID], "writes")
     ends = last.edges(etype="writes", order="eid")
-    assert (last.srcnodes["author"].data[dgl.NID][ends[0]] == found[0]).all()
-    assert (last.dstnodes["paper"].data[dgl.NID][ends[1]] == found[1]).all()
+    assert (last.srcnodes["author"].data[dgl.NID][ends[0]] == edges[0]).all()
+    assert (last.dstnodes["paper"].data[dgl.NID][ends[1]] == edges[1]).all()
 
 
 def test_weights_that_the_script_hung_on_the_edges(g: DistGraph) -> None:
@@ -188,7 +188,9 @@ def test_weights_that_the_script_hung_on_the_edges(g: DistGraph) -> None:
     sampler = dgl.dataloading.NeighborSampler([-1], prob="chance")
     ((*_, blocks),) = DistNodeDataLoader(g, papers, sampler, batch_size=24)
     for drawn in (blocks[0], sampling.sample_neighbors(g, papers, -1, prob="chance")):
-        assert sorted(drawn.edges["writes"].data[dgl.EID].tolist()) == [one for one in range(72) if one % 3]
+        assert sorted(drawn.edges["writes"].data[dgl.EID].tolist()) == [
+            index for index in range(72) if index % 3
+        ]
 
 
 def test_what_scripts_index_by_and_edges_that_need_no_graphbolt(g: DistGraph) -> None:
@@ -229,14 +231,14 @@ def test_reverse_edges_of_another_type_are_kept_out(g: DistGraph) -> None:
 
 
 def pairs(ends: Sequence[torch.Tensor]) -> list[tuple[int, int]]:
-    return list(zip(*(one.tolist() for one in ends), strict=True))
+    return list(zip(*(end.tolist() for end in ends), strict=True))
 
 
 def test_batches_without_data_keep_their_ids(g: DistGraph, stock_parts: Mapping[str, Path]) -> None:
     """On the device `meta` whatever reads a value fails: ids of edges in one part, types without edges."""
     sampler = dgl.dataloading.NeighborSampler([2, 2])
-    one = DistGraph("one", part_config=stock_parts["one"])  # now the graph that was opened last
-    for graph, papers in ((one, torch.arange(24)), (g, {"paper": torch.arange(24)})):
+    item = DistGraph("one", part_config=stock_parts["one"])  # now the graph that was opened last
+    for graph, papers in ((item, torch.arange(24)), (g, {"paper": torch.arange(24)})):
         for _, _, blocks in DistNodeDataLoader(graph, papers, sampler, batch_size=24, device="meta"):
             for block in blocks:
                 for etype in block.canonical_etypes:

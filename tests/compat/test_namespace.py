@@ -51,9 +51,9 @@ def test_refused_names_raise_the_reason(name: str) -> None:
     ],
 )
 def test_classes_have_every_public_attribute(name: str) -> None:
-    mine = vars(SUPPORTED["optim"]).get(name) or SUPPORTED[name.replace("GraphP", "RangeP")]
+    own = vars(SUPPORTED["optim"]).get(name) or SUPPORTED[name.replace("GraphP", "RangeP")]
     # An optimizer's update() is what DGL's own step() calls.
-    assert public(stock_of(name)) - {"update"} <= public(mine)
+    assert public(stock_of(name)) - {"update"} <= public(own)
 
 
 def test_names_of_later_versions_are_there() -> None:
@@ -66,7 +66,11 @@ def test_names_of_later_versions_are_there() -> None:
 
 
 CALLED = {
-    **{name: one for name, one in SUPPORTED.items() if name not in ("optim", "DistConnectError", "KVClient")},
+    **{
+        name: value
+        for name, value in SUPPORTED.items()
+        if name not in ("optim", "DistConnectError", "KVClient")
+    },
     **{name: getattr(SUPPORTED["optim"], name) for name in ("SparseAdagrad", "SparseAdam")},
     **{
         f"{owner}.{name}": getattr(SUPPORTED[owner], name)
@@ -85,8 +89,8 @@ def stock_of(name: str) -> Any:
     owner, _, method = name.partition(".")
     for module in (dgl.distributed, dgl.dataloading, dgl.distributed.optim, graph_partition_book):
         if hasattr(module, owner):
-            found = getattr(module, owner)
-            return getattr(found, method, None) if method else found
+            result = getattr(module, owner)
+            return getattr(result, method, None) if method else result
     return None
 
 
@@ -95,19 +99,19 @@ def test_arguments_have_dgls_names_order_and_defaults(name: str) -> None:
     stock = stock_of(name)
     if stock is None:
         return
-    theirs, ours = inspect.signature(stock).parameters, inspect.signature(CALLED[name]).parameters
-    assert [one for one in ours if one in theirs] == list(theirs)
-    first = [*theirs][: [*theirs].index(INSERTED[name]) if name in INSERTED else None]
-    first = [one for one in first if theirs[one].kind is not inspect.Parameter.VAR_KEYWORD]
+    reference, ours = inspect.signature(stock).parameters, inspect.signature(CALLED[name]).parameters
+    assert [value for value in ours if value in reference] == list(reference)
+    first = [*reference][: [*reference].index(INSERTED[name]) if name in INSERTED else None]
+    first = [item for item in first if reference[item].kind is not inspect.Parameter.VAR_KEYWORD]
     assert [*ours][: len(first)] == first
-    for argument, one in theirs.items():
+    for argument, their in reference.items():
         default = ours[argument].default
-        if one.default is one.empty:
-            assert ours[argument].kind is one.kind
+        if their.default is their.empty:
+            assert ours[argument].kind is their.kind
         elif (name, argument) == ("initialize", "net_type"):
             # From 2.x on; "socket", as in 1.1.3, is the same.
             assert default is None
-        elif one.default == dgl.ALL:
+        elif their.default == dgl.ALL:
             assert default is None
         else:
-            assert str(default) == str(one.default)
+            assert str(default) == str(their.default)

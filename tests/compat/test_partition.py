@@ -17,7 +17,7 @@ from tests.compat.graphs import paper_graph, typed_graph
 def whole(config: Path, parts: int, ntype: str, name: str) -> torch.Tensor:
     """A column of all parts, as stock DGL reads it."""
     read = [dgl.distributed.load_partition_feats(str(config), part)[0] for part in range(parts)]
-    return torch.cat([one[f"{ntype}/{name}"] for one in read])
+    return torch.cat([item[f"{ntype}/{name}"] for item in read])
 
 
 @pytest.mark.parametrize("formats", [None, ["csc", "coo"]])
@@ -35,7 +35,7 @@ def test_stock_dgl_loads_what_was_cut(tmp_path: Path, formats: Any) -> None:
         assert (name, ntypes, book.num_partitions()) == ("mine", ["_N"], 2)
         source, destination = local.edges()
         inner = local.edata["inner_edge"].bool()
-        ends = [nodes[local.ndata[dgl.NID][one[inner]]] for one in (source, destination)]
+        ends = [nodes[local.ndata[dgl.NID][case[inner]]] for case in (source, destination)]
         assert (graph.edge_ids(*ends) == edge_data["_N:_E:_N/mark"]).all()
         structures.append(local.edata[dgl.EID][inner])
     assert sorted(torch.cat(structures).tolist()) == list(range(graph.num_edges()))
@@ -51,9 +51,9 @@ def test_edges_of_dgls_parts_have_new_ids_that_lead_back(tmp_path: Path) -> None
     every = torch.arange(graph.num_edges())
     with dx.init():
         g = dx.DistGraph(part_config=tmp_path / "theirs.json")
-        theirs = g.orig_edge_ids(every)
-        assert not torch.equal(theirs, every)
-        assert torch.equal(g.orig_edge_ids(theirs.argsort()[every]), every)
+        reference = g.orig_edge_ids(every)
+        assert not torch.equal(reference, every)
+        assert torch.equal(g.orig_edge_ids(reference.argsort()[every]), every)
         loader = dx.DataLoader(g, torch.arange(60), dgl.dataloading.NeighborSampler([-1]), batch_size=60)
         ((_, _, (block,)),) = loader
         drawn = block.edata[dgl.EID]
@@ -63,14 +63,14 @@ def test_edges_of_dgls_parts_have_new_ids_that_lead_back(tmp_path: Path) -> None
             for ids, end in zip((block.srcdata[dgl.NID], block.dstdata[dgl.NID]), block.edges(), strict=True)
         ]
         # DGL's ids are what orig_edge_ids says, and its mapping leads from these to the graph's.
-        assert torch.equal(graph.edge_ids(*ends), edges[theirs[drawn]])
-        assert torch.equal(g.edata["mark"][drawn], edges[theirs[drawn]])
+        assert torch.equal(graph.edge_ids(*ends), edges[reference[drawn]])
+        assert torch.equal(g.edata["mark"][drawn], edges[reference[drawn]])
         for part in range(2):
             local, *_ = dgl.distributed.load_partition(str(tmp_path / "theirs.json"), part)
             inner = local.edata["inner_edge"].bool()
-            found = g.find_edges(theirs.argsort()[local.edata[dgl.EID][inner]])
-            for mine, own in zip(found, local.edges(), strict=True):
-                assert torch.equal(mine, local.ndata[dgl.NID][own[inner]])
+            result = g.find_edges(reference.argsort()[local.edata[dgl.EID][inner]])
+            for own_rows, own in zip(result, local.edges(), strict=True):
+                assert torch.equal(own_rows, local.ndata[dgl.NID][own[inner]])
 
 
 @pytest.mark.parametrize("graph", [paper_graph(), typed_graph()], ids=["one type", "typed"])
@@ -78,23 +78,25 @@ def test_one_part_keeps_the_ids_of_nodes_and_edges(tmp_path: Path, graph: dgl.DG
     for write in (dgl.distributed.partition_graph, partition_graph):
         mapped = write(graph, "whole", 1, str(tmp_path / write.__module__), return_mapping=True)
         for ids in mapped:
-            for one in ids.values() if isinstance(ids, dict) else [ids]:
-                assert torch.equal(one, torch.arange(len(one)))
+            for first in ids.values() if isinstance(ids, dict) else [ids]:
+                assert torch.equal(first, torch.arange(len(first)))
     stock, ours = (
         tmp_path / write.__module__ / "whole.json"
         for write in (dgl.distributed.partition_graph, partition_graph)
     )
     # Stock DGL reads the same from both.
     (graph_1, nodes_1, edges_1, *_), (graph_2, nodes_2, edges_2, *_) = (
-        dgl.distributed.load_partition(str(one), 0) for one in (stock, ours)
+        dgl.distributed.load_partition(str(case), 0) for case in (stock, ours)
     )
-    for one, two in ((nodes_1, nodes_2), (edges_1, edges_2), (graph_1.edata, graph_2.edata)):
+    for first, second in ((nodes_1, nodes_2), (edges_1, edges_2), (graph_1.edata, graph_2.edata)):
         # Of one type DGL writes its number, too.
-        assert two.keys() <= one.keys() <= {*two.keys(), dgl.ETYPE}
-        assert {name: rows.tolist() for name, rows in two.items()} == {
-            name: one[name].tolist() for name in two
+        assert second.keys() <= first.keys() <= {*second.keys(), dgl.ETYPE}
+        assert {name: rows.tolist() for name, rows in second.items()} == {
+            name: first[name].tolist() for name in second
         }
-    assert all(torch.equal(one, two) for one, two in zip(graph_1.edges(), graph_2.edges(), strict=True))
+    assert all(
+        torch.equal(edge, second) for edge, second in zip(graph_1.edges(), graph_2.edges(), strict=True)
+    )
 
 
 def test_types_are_balanced_each_by_itself_and_trainers_are_told(tmp_path: Path) -> None:
@@ -122,8 +124,8 @@ def test_structure_in_csc_alone_and_graphbolts_options(tmp_path: Path) -> None:
     with pytest.warns(UserWarning, match="use_graphbolt, store_eids: not used"):
         partition_graph(kept, "mine", 1, tmp_path, use_graphbolt=True, store_eids=True)
     local, *_ = load_partition(tmp_path / "mine.json", 0)
-    for mine, given in zip(local.edges(order="eid"), paper_graph().edges(order="eid"), strict=True):
-        assert mine.equal(given)
+    for edge, inputs in zip(local.edges(order="eid"), paper_graph().edges(order="eid"), strict=True):
+        assert edge.equal(inputs)
 
 
 def test_files_of_an_earlier_partition_are_replaced(tmp_path: Path) -> None:
@@ -153,9 +155,9 @@ def test_files_of_an_earlier_partition_are_replaced(tmp_path: Path) -> None:
     ],
 )
 def test_what_cannot_be_honoured_is_refused(tmp_path: Path, arguments: Any, reason: str) -> None:
-    given: dict[str, Any] = {"num_parts": 2, "out_path": tmp_path, **arguments}
+    inputs: dict[str, Any] = {"num_parts": 2, "out_path": tmp_path, **arguments}
     with pytest.raises(ConfigError, match=reason):
-        partition_graph(paper_graph(), "mine", **given)
+        partition_graph(paper_graph(), "mine", **inputs)
 
 
 def test_a_method_that_does_not_balance_is_accepted_with_a_warning_as_by_dgl(tmp_path: Path) -> None:

@@ -47,7 +47,7 @@ def test_with_other_numberings_ids_of_a_type_are_as_with_dgl(nodes: Any, edges: 
         )
         for kind in (RangePartitionBook, dgl.distributed.graph_partition_book.RangePartitionBook)
     ]
-    told = [
+    message = [
         [
             *(book.partid2nids(part, ntype).tolist() for ntype in nodes for part in range(2)),
             *(book.nid2partid(torch.arange(3), ntype).tolist() for ntype in nodes),
@@ -58,7 +58,7 @@ def test_with_other_numberings_ids_of_a_type_are_as_with_dgl(nodes: Any, edges: 
         ]
         for book in books
     ]
-    assert told[0] == told[1]
+    assert message[0] == message[1]
     for homogeneous in (
         lambda book: book.map_to_per_ntype([0]),
         lambda book: book.map_to_homo_eid([0], LIKES),

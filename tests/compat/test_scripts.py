@@ -110,9 +110,9 @@ def launch(stock_parts: Mapping[str, Path], tmp_path_factory: pytest.TempPathFac
     ],
 )
 def test_two_ranks_train_as_stock_dgl_does_alone(launch: Any, stock: Path, name: str, like: str) -> None:
-    found = losses([launch[0] / f"{name}-{rank}.json" for rank in range(2)])
+    result = losses([launch[0] / f"{name}-{rank}.json" for rank in range(2)])
     expected = losses([stock / f"{like}-0.json"])
-    assert found == pytest.approx(expected, rel=2e-5)
+    assert result == pytest.approx(expected, rel=2e-5)
     assert expected[-1] < expected[0]
 
 
@@ -121,12 +121,12 @@ def test_inference_of_the_script_is_right_under_every_strategy(launch: Any, stoc
     alone = told(stock / "node_classification-0.json")
     answers = [told(launch[0] / f"{name}-{rank}.json") for rank in range(2)]
     for count in ("tested", "right"):
-        assert sum(one[count] for one in answers) == alone[count]
+        assert sum(answer[count] for answer in answers) == alone[count]
 
 
 def test_no_batch_of_edges_sees_its_own_edges(launch: Any) -> None:
     answers = [told(launch[0] / f"edges-{rank}.json") for rank in range(2)]
-    assert all(one["overlaps"] == 0 and len(one["losses"]) == 3 for one in answers)
+    assert all(answer["overlaps"] == 0 and len(answer["losses"]) == 3 for answer in answers)
 
 
 def test_ranks_without_seeds_tensors_that_one_rank_keeps_and_shares(launch: Any) -> None:

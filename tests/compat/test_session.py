@@ -60,10 +60,12 @@ def test_nothing_is_opened_before_it_is_needed() -> None:
 
 
 def test_what_is_not_used_is_said_once() -> None:
-    told = "ip_config='hosts', max_queue_size=10, net_type='tensorpipe', num_worker_threads=3, num_servers=2"
-    with pytest.warns(UserWarning, match=told) as said:
+    message = (
+        "ip_config='hosts', max_queue_size=10, net_type='tensorpipe', num_worker_threads=3, num_servers=2"
+    )
+    with pytest.warns(UserWarning, match=message) as output:
         session.initialize("hosts", 10, "tensorpipe", 3, num_servers=2)
-    assert len(said) == 1
+    assert len(output) == 1
     start_later(None)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -73,9 +75,9 @@ def test_what_is_not_used_is_said_once() -> None:
 def test_dgls_launcher_is_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DGL_ROLE", "client")
     monkeypatch.setenv("DGL_NUM_SAMPLER", "4")
-    with pytest.warns(UserWarning, match="DGL_ROLE='client', DGL_NUM_SAMPLER='4': not used") as said:
+    with pytest.warns(UserWarning, match="DGL_ROLE='client', DGL_NUM_SAMPLER='4': not used") as message:
         session.initialize()
-    assert len(said) == 1
+    assert len(message) == 1
     start_later(None)
     monkeypatch.setenv("DGL_ROLE", "server")
     with pytest.raises(ConfigError, match="start the script with torchrun"):
@@ -116,14 +118,14 @@ def test_ids_in_the_place_of_a_mask_are_all_rows(g: DistGraph) -> None:
 
 def test_of_two_graphs_the_one_whose_book_is_given(g: DistGraph, stock_parts: Mapping[str, Path]) -> None:
     book, mask, policy = g.get_partition_book(), g.ndata["train_mask"], g.get_node_partition_policy("_N")
-    mine = DistTensor((60,), torch.int64, "mine")
+    own = DistTensor((60,), torch.int64, "mine")
     typed = DistGraph("typed", part_config=stock_parts["typed"])
     last = typed.get_partition_book()
     every = np.ones(60, dtype=bool)
-    for given in (book, load_partition_book(stock_parts["two"], 1)[0]):
-        assert len(node_split(every, given)) == 60
-        assert len(edge_split(np.ones(g.num_edges(), dtype=bool), given)) == g.num_edges()
-        assert len(node_split(mask, given)) == len(node_split(mask)) == 36
+    for inputs in (book, load_partition_book(stock_parts["two"], 1)[0]):
+        assert len(node_split(every, inputs)) == 60
+        assert len(edge_split(np.ones(g.num_edges(), dtype=bool), inputs)) == g.num_edges()
+        assert len(node_split(mask, inputs)) == len(node_split(mask)) == 36
     assert len(node_split(np.ones(24, dtype=bool), last, "paper")) == 24
     with pytest.raises(ConfigError, match=r"several graphs are open \('two', 'typed'\)"):
         node_split(every)
@@ -134,14 +136,14 @@ def test_of_two_graphs_the_one_whose_book_is_given(g: DistGraph, stock_parts: Ma
     with pytest.raises(ConfigError, match="partition_book is a str"):
         node_split(every, "two")  # type: ignore[arg-type]  # what is wrong
     # Tensors too go with the graph of their policy, and names of one are not those of the other.
-    other = DistTensor((60,), torch.float32, "other", part_policy=policy)
+    tensor = DistTensor((60,), torch.float32, "other", part_policy=policy)
     papers = typed.get_node_partition_policy("paper")
-    theirs = DistTensor((24,), torch.int64, "mine", part_policy=papers, persistent=True)
+    reference = DistTensor((24,), torch.int64, "mine", part_policy=papers, persistent=True)
     assert {"mine", "other"} <= set(g.ndata)
     assert "other" not in typed.nodes["paper"].data
-    assert g._client.pull(other.kvstore_key, [3]).tolist() == [0]
+    assert g._client.pull(tensor.kvstore_key, [3]).tolist() == [0]
     assert g._client.all_possible_part_policy.keys() == {"node~_N", "edge~_N:_E:_N"}
-    del mine, theirs
+    del own, reference
     DistTensor((60,), torch.int64, "next", part_policy=policy)
     assert ("mine" in g.ndata, "mine" in typed.nodes["paper"].data) == (False, True)
 
@@ -149,7 +151,7 @@ def test_of_two_graphs_the_one_whose_book_is_given(g: DistGraph, stock_parts: Ma
 def test_rows_of_a_batch_are_those_on_its_blocks_and_not_those_of_another_graph(
     g: DistGraph, stock_parts: Mapping[str, Path]
 ) -> None:
-    other = DistGraph("one", part_config=stock_parts["one"])
+    graph = DistGraph("one", part_config=stock_parts["one"])
     sampler = dgl.dataloading.NeighborSampler([2], prefetch_node_feats=["features"])
     (batch,) = DistNodeDataLoader(g, torch.arange(60), sampler, batch_size=60)
     nodes, blocks = batch[0], [block.int() for block in batch[-1]]
@@ -158,8 +160,8 @@ def test_rows_of_a_batch_are_those_on_its_blocks_and_not_those_of_another_graph(
     assert features[nodes].data_ptr() == drawn.data_ptr() != features[nodes.clone()].data_ptr()
     assert torch.equal(features[nodes.clone()], drawn)
     assert attached_rows(g.ndata["labels"].inner, nodes) is None
-    assert torch.equal(other.ndata["features"][nodes], other.ndata["features"][nodes.clone()])
-    assert not torch.equal(other.ndata["features"][nodes], drawn)
+    assert torch.equal(graph.ndata["features"][nodes], graph.ndata["features"][nodes.clone()])
+    assert not torch.equal(graph.ndata["features"][nodes], drawn)
     # They are not kept for that.
     del blocks, drawn
     assert attached_rows(features.inner, nodes) is None
@@ -249,15 +251,15 @@ def test_loaders_say_what_they_do_not_do(g: DistGraph) -> None:
             exclude="reverse_id",
             reverse_eids=torch.arange(g.num_edges()),
         )
-    asked = []
+    request = []
 
     def negative(graph: object, edges: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        asked.append(graph)
+        request.append(graph)
         return graph.find_edges(edges)  # type: ignore[attr-defined]
 
     for batch in DistEdgeDataLoader(g, torch.arange(4), sampler, batch_size=4, negative_sampler=negative):
         assert batch[2].num_edges() == 4
-    assert asked == [g]
+    assert request == [g]
 
 
 def test_a_plain_loader_makes_batches_ahead_and_says_how_many_there_are(g: DistGraph) -> None:
@@ -289,20 +291,20 @@ def test_edges_of_one_part_have_the_scripts_ids_wherever_they_come_or_go(tmp_pat
     partition_graph(graph, "ring", 1, tmp_path)
     session.initialize()
     g = DistGraph("ring", part_config=tmp_path / "ring.json")
-    asked = []
+    request = []
 
     def excluded(edges: torch.Tensor) -> torch.Tensor:
-        asked.append(edges.tolist())
+        request.append(edges.tolist())
         return torch.cat([edges, reverse[edges]])
 
     def are_right(drawn: dgl.DGLGraph) -> bool:
         nodes = drawn.srcdata[dgl.NID], drawn.dstdata[dgl.NID]
-        mine = [of[at] for of, at in zip(nodes, drawn.edges(), strict=True)]
-        return torch.equal(torch.stack(mine), torch.stack(graph.find_edges(drawn.edata[dgl.EID])))
+        own = [of[at] for of, at in zip(nodes, drawn.edges(), strict=True)]
+        return torch.equal(torch.stack(own), torch.stack(graph.find_edges(drawn.edata[dgl.EID])))
 
     sampler = dgl.dataloading.MultiLayerFullNeighborSampler(2)
-    found = dx.reverse_edge_ids(g.inner)
-    for how in ({"reverse_eids": reverse}, {"reverse_eids": found}, {"exclude": excluded}):
+    result = dx.reverse_edge_ids(g.inner)
+    for how in ({"reverse_eids": reverse}, {"reverse_eids": result}, {"exclude": excluded}):
         options = {"batch_size": 2, "exclude": "reverse_id", **how}
         for _ in range(2):
             ((_, pairs, blocks),) = DistEdgeDataLoader(g, torch.tensor([3, 12]), sampler, **options)
@@ -310,7 +312,7 @@ def test_edges_of_one_part_have_the_scripts_ids_wherever_they_come_or_go(tmp_pat
             for block in blocks:
                 assert are_right(block)
                 assert {3, 11, 12, 4}.isdisjoint(block.edata[dgl.EID].tolist())
-    assert asked == [[3, 12], [3, 12]]
+    assert request == [[3, 12], [3, 12]]
     some = g.sample_neighbors([0, 5], -1, exclude_edges=[3])
     assert sorted(some.edata[dgl.EID].tolist()) == sorted({*graph.in_edges([0, 5], "eid").tolist()} - {3})
     rows = DistEmbedding(16, 1, "rows", part_policy=g.get_edge_partition_policy("_E"))

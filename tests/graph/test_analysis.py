@@ -42,33 +42,33 @@ def line(tmp_path: Path) -> StoredDataset:
 
 
 def test_a_line_by_hand(line: StoredDataset) -> None:
-    found = measure_expansion(line, 3, 4)
+    result = measure_expansion(line, 3, 4)
     # Server 0 has the start of the line; the others take one node more with every hop.
-    assert found.nodes.T.tolist() == [[3, 3, 3, 3, 3], [3, 4, 5, 6, 6], [3, 4, 5, 6, 7]]
+    assert result.nodes.T.tolist() == [[3, 3, 3, 3, 3], [3, 4, 5, 6, 6], [3, 4, 5, 6, 7]]
     # Node 0 has no in-edge, every other one has one.
-    assert found.edges.T.tolist() == [[2, 2, 2, 2, 2], [3, 4, 5, 5, 5], [3, 4, 5, 6, 7]]
-    assert found.factors[2].tolist() == pytest.approx([1, 5 / 3, 5 / 3])
-    assert found.foreign[3].tolist() == [0, 3, 3]
+    assert result.edges.T.tolist() == [[2, 2, 2, 2, 2], [3, 4, 5, 5, 5], [3, 4, 5, 6, 7]]
+    assert result.factors[2].tolist() == pytest.approx([1, 5 / 3, 5 / 3])
+    assert result.foreign[3].tolist() == [0, 3, 3]
     # Three layers compute 3, 4 and 5 rows where 3 each would do.
-    assert found.work[3].tolist() == pytest.approx([1, 12 / 9, 12 / 9])
-    assert found.work[0].tolist() == [1, 1, 1]
-    assert found.hops == 4
+    assert result.work[3].tolist() == pytest.approx([1, 12 / 9, 12 / 9])
+    assert result.work[0].tolist() == [1, 1, 1]
+    assert result.hops == 4
 
 
 def test_servers_of_several_parts(line: StoredDataset) -> None:
-    found = measure_expansion(line, 2, 1)
+    result = measure_expansion(line, 2, 1)
     # Parts 0 and 1 are one server's.
-    assert found.nodes.tolist() == [[6, 3], [6, 4]]
+    assert result.nodes.tolist() == [[6, 3], [6, 4]]
     assert measure_expansion(line, 1, 5).nodes.tolist() == [[9]] * 6
 
 
 def reached(indptr: Array, indices: Array, own: range, hops: int) -> list[tuple[int, int]]:
     """Nodes and in-edges within 0 to ``hops`` hops, the plain way."""
-    nodes, found = set(own), []
+    nodes, result = set(own), []
     for _ in range(hops + 1):
-        found.append((len(nodes), sum(int(indptr[node + 1] - indptr[node]) for node in nodes)))
+        result.append((len(nodes), sum(int(indptr[node + 1] - indptr[node]) for node in nodes)))
         nodes |= {int(u) for node in nodes for u in indices[indptr[node] : indptr[node + 1]]}
-    return found
+    return result
 
 
 @pytest.mark.parametrize("parts", [1, 4, 20, *wide(70)])
@@ -77,23 +77,23 @@ def test_it_is_breadth_first_search(tmp_path: Path, parts: int) -> None:
     random = np.random.default_rng(5)
     edges = tuple(random.integers(300, size=(2, 400)))
     dataset = write(tmp_path / "random", (edges[0], edges[1]), random.integers(parts, size=300), parts)
-    found = measure_expansion(dataset, parts, 3)
-    whole = open_structure(dataset, EDGE_TYPE)
+    result = measure_expansion(dataset, parts, 3)
+    structure = open_structure(dataset, EDGE_TYPE)
     bounds = Placement(parts, Topology(0, parts, tuple(range(parts)))).server_offsets(
         dataset.manifest.node_offsets[NODE_TYPE]
     )
     for server in range(parts):
         own = range(int(bounds[server]), int(bounds[server + 1]))
-        got = list(zip(found.nodes[:, server].tolist(), found.edges[:, server].tolist(), strict=True))
-        assert got == reached(whole.indptr, whole.indices, own, 3)
+        got = list(zip(result.nodes[:, server].tolist(), result.edges[:, server].tolist(), strict=True))
+        assert got == reached(structure.indptr, structure.indices, own, 3)
 
 
 def test_a_server_without_nodes_or_edges_has_figures(tmp_path: Path) -> None:
     none = np.zeros(0, dtype=np.int64)
-    found = measure_expansion(write(tmp_path / "none", (none, none), np.zeros(4), 2), 2, 2)
-    assert found.nodes.tolist() == [[4, 0]] * 3
-    assert found.factors.tolist() == [[1, 0]] * 3
-    assert found.work.tolist() == [[1, 1]] * 3
+    result = measure_expansion(write(tmp_path / "none", (none, none), np.zeros(4), 2), 2, 2)
+    assert result.nodes.tolist() == [[4, 0]] * 3
+    assert result.factors.tolist() == [[1, 0]] * 3
+    assert result.work.tolist() == [[1, 1]] * 3
 
 
 def test_refusals(line: StoredDataset, tmp_path: Path) -> None:
@@ -133,12 +133,12 @@ def find(ring: str, shop: str, structure: Any) -> None:
     with start_session(timeout_s=60):
         g = DistGraph(ring, structure=structure)
         ids = torch.arange(g.num_edges())
-        found = reverse_edge_ids(g)
-        assert torch.equal(found[:], reverse_edge_ids(g, by="half")[:])
-        assert torch.equal(g.orig_edge_ids(found[:]), (g.orig_edge_ids(ids) + HALF) % (2 * HALF))
-        assert not torch.equal(found[:], (ids + HALF) % (2 * HALF))
+        result = reverse_edge_ids(g)
+        assert torch.equal(result[:], reverse_edge_ids(g, by="half")[:])
+        assert torch.equal(g.orig_edge_ids(result[:]), (g.orig_edge_ids(ids) + HALF) % (2 * HALF))
+        assert not torch.equal(result[:], (ids + HALF) % (2 * HALF))
         assert "reverse" not in str(sorted(g.edata))
-        assert reverse_edge_ids(g).kvstore_key == found.kvstore_key
+        assert reverse_edge_ids(g).kvstore_key == result.kvstore_key
         g = DistGraph(shop, structure=structure)
         there = reverse_edge_ids(g, "buys", reverse_etype="bought_by", by="position")[:]
         assert torch.equal(there, reverse_edge_ids(g, BUYS, reverse_etype=BOUGHT)[:])
@@ -152,8 +152,8 @@ def find(ring: str, shop: str, structure: Any) -> None:
         ]
         assert 0 < has.sum() < len(has)
         etype = BUYS if g.rank() else KNOWS
-        said = refusal(lambda: reverse_edge_ids(g, etype, reverse_etype=BOUGHT if g.rank() else KNOWS))
-        assert g.session.topology.world_size == 1 or "ask alike on all ranks" in said
+        message = refusal(lambda: reverse_edge_ids(g, etype, reverse_etype=BOUGHT if g.rank() else KNOWS))
+        assert g.session.topology.world_size == 1 or "ask alike on all ranks" in message
         g.barrier()
 
 

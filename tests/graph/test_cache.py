@@ -38,8 +38,8 @@ def pulls(g: DistGraph) -> tuple[bytes, int]:
     """All sorts of pulls: their bits, and the bytes they moved."""
     random, key = np.random.default_rng(7), g.ndata["feat"].kvstore_key
     before = g.session.ledger.total(phase="features")
-    asked = [random.integers(0, NUM_NODES, 60), np.arange(NUM_NODES), np.empty(0, np.int64)]
-    rows = b"".join(g.kvstore.pull(key, ids).numpy().tobytes() for ids in asked)
+    request = [random.integers(0, NUM_NODES, 60), np.arange(NUM_NODES), np.empty(0, np.int64)]
+    rows = b"".join(g.kvstore.pull(key, ids).numpy().tobytes() for ids in request)
     shuffled = random.permutation(NUM_NODES)[:25]
     rows += g.kvstore.pull(key, shuffled, distinct=True).numpy().tobytes()
     return rows, g.session.ledger.total(phase="features") - before
@@ -119,11 +119,11 @@ def cached_on_device(folder: Path, structure: Any) -> None:
             # Others than batches read as before.
             assert pulls(g) == plain_pulls
             before, counted = session.ledger.total(phase="features"), g.kvstore.cache_counts(key)
-            found = batches(g)
-            assert found == plain
-            ids = [np.frombuffer(one[: len(one) * 8 // (8 + ROW)], np.int64) for one in found]
-            asked = np.concatenate(ids)
-            local, hit = (asked >= first) & (asked < end), np.isin(asked, kept)
+            result = batches(g)
+            assert result == plain
+            ids = [np.frombuffer(result[: len(result) * 8 // (8 + ROW)], np.int64) for result in result]
+            request = np.concatenate(ids)
+            local, hit = (request >= first) & (request < end), np.isin(request, kept)
             counts, missed = g.kvstore.cache_counts(key) - counted, np.count_nonzero(~local & ~hit)
             assert counts.on_device == np.count_nonzero(hit)
             assert (counts.local, counts.misses) == (np.count_nonzero(local), missed)
@@ -154,9 +154,9 @@ def test_each_rank_of_a_server_keeps_what_it_needs_itself(small_dataset: Path) -
         g = DistGraph(small_dataset)
         new_of = np.argsort(g.orig_ids(np.arange(NUM_NODES)).numpy())
         # Nodes 7 and 9 have the in-neighbours 6 and 8: four inputs, of which three fit.
-        found, rate = kept(g, new_of[[7, 9]].tolist())
-        assert set(found) < {6, 7, 8, 9}
-        assert (len(found), rate) == (3, 0.75)
+        result, rate = kept(g, new_of[[7, 9]].tolist())
+        assert set(result) < {6, 7, 8, 9}
+        assert (len(result), rate) == (3, 0.75)
 
 
 def test_former_rows_on_a_device_are_freed_first(
@@ -197,17 +197,19 @@ def test_any_column_of_any_split_is_put_together(dtype: torch.dtype, row: tuple[
             fill_table(table, np.array(kept))
         cached = DeviceRows(table=table, rows=rows[kept])
         for ids in ([], [4, 4], [11, 0, 4, 3, 4], list(range(12))):
-            asked = np.array(ids, np.int64)
-            missing, hits, slots = split_cached(asked, 0, 0, cached.table)
-            assert set(asked[hits]) <= set(kept)
-            assert not set(asked[missing]) & set(kept)
-            places = [torch.from_numpy(one) for one in (hits, slots, missing)]
-            found = cached.join_rows(*places, rows[asked[missing]])
-            assert found.dtype == dtype
-            assert torch.equal(found, rows[asked])
+            request = np.array(ids, np.int64)
+            missing, hits, slots = split_cached(request, 0, 0, cached.table)
+            assert set(request[hits]) <= set(kept)
+            assert not set(request[missing]) & set(kept)
+            places = [torch.from_numpy(case) for case in (hits, slots, missing)]
+            tensor = cached.join_rows(*places, rows[request[missing]])
+            assert tensor.dtype == dtype
+            assert torch.equal(tensor, rows[request])
             there = DeviceRows(table=table, rows=cached.rows.to("meta"))
-            shape = there.join_rows(*(one.to("meta") for one in places), rows[asked[missing]].to("meta"))
-            assert (shape.device.type, shape.shape, shape.dtype) == ("meta", found.shape, dtype)
+            shape = there.join_rows(
+                *(place.to("meta") for place in places), rows[request[missing]].to("meta")
+            )
+            assert (shape.device.type, shape.shape, shape.dtype) == ("meta", tensor.shape, dtype)
 
 
 def chosen_by(folder: Path) -> None:
@@ -215,7 +217,7 @@ def chosen_by(folder: Path) -> None:
     with start_session() as session:
         g = DistGraph(folder, structure="replicated")
         key, (first, end) = g.ndata["feat"].kvstore_key, own_range(g)
-        found = []
+        results = []
         for policy in ("degree", "halo"):
             # What an earlier cache has would not be asked for again.
             g.cache_rows("feat", alpha=0, policy="halo")
@@ -231,7 +233,7 @@ def chosen_by(folder: Path) -> None:
                 if session.ledger.total(phase="features") == cost and not first <= node < end:
                     kept.append(node)
             assert plan.rows == len(kept) > 0
-            found.append(kept)
+            results.append(kept)
         source, destination = edges()
         # Ids of the dataset in the source's order: new_of[original] = new.
         new_of = np.argsort(g.orig_ids(np.arange(NUM_NODES)).numpy())
@@ -239,7 +241,9 @@ def chosen_by(folder: Path) -> None:
         inside = (new_of[destination] >= first) & (new_of[destination] < end)
         halo = np.bincount(new_of[source[inside]], minlength=NUM_NODES)
         budget = int(0.3 * (end - first))
-        assert found == [select_top_rows(scores, (first, end), budget).tolist() for scores in (degrees, halo)]
+        assert results == [
+            select_top_rows(scores, (first, end), budget).tolist() for scores in (degrees, halo)
+        ]
         with pytest.raises(ConfigError, match="same arguments on all ranks"):
             g.cache_rows("feat", alpha=0.25 * (1 + g.rank()), policy="degree")
         g.close()

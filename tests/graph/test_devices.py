@@ -17,8 +17,8 @@ from tests.helpers.elsewhere import DEVICE, Elsewhere
 @pytest.mark.parametrize("kind", KINDS)
 def test_embeddings_train_on_a_device_to_the_same_bits(graph: DistGraph, kind: str) -> None:
     here, there = embeddings(graph, kind), embeddings(graph, f"{kind} there")
-    for mine, theirs in zip(here, there, strict=True):
-        mine.weight[:] = theirs.weight.to_local()
+    for own, reference in zip(here, there, strict=True):
+        own.weight[:] = reference.weight.to_local()
     train(graph, here, make_optimizer(kind, here), range(STEPS))
     optimizer = make_optimizer(kind, there)
     with Elsewhere():
@@ -28,8 +28,8 @@ def test_embeddings_train_on_a_device_to_the_same_bits(graph: DistGraph, kind: s
             assert loss.device == DEVICE
             loss.backward()
             optimizer.step()
-    for mine, theirs in zip(here, there, strict=True):
-        assert torch.equal(mine.weight.to_local(), theirs.weight.to_local())
+    for own, reference in zip(here, there, strict=True):
+        assert torch.equal(own.weight.to_local(), reference.weight.to_local())
 
 
 def mask_of(g: DistGraph) -> torch.Tensor:
@@ -43,9 +43,9 @@ def test_rows_are_read_and_written_where_the_ids_are(graph: DistGraph) -> None:
         there = ids.to(DEVICE)
         tensor[there] = rows.to(DEVICE)
         tensor.push(ids, rows.to(DEVICE), accumulate=True)
-        found = tensor[there]
-        assert found.device == tensor.to(DEVICE)[[3]].device == DEVICE
-        assert found.cpu().tolist() == [[8.0, 11.0], [4.0, 6.0], [8.0, 11.0]]
+        result = tensor[there]
+        assert result.device == tensor.to(DEVICE)[[3]].device == DEVICE
+        assert result.cpu().tolist() == [[8.0, 11.0], [4.0, 6.0], [8.0, 11.0]]
         mask = (torch.arange(NUM_NODES) == 3).to(DEVICE)
         assert tensor[mask].cpu().tolist() == [[4.0, 6.0]]
         train = graph.ndata["train_mask"].to(DEVICE)

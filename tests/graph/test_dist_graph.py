@@ -41,12 +41,12 @@ def look(folder: Path, mode: Any) -> None:
         new, (given_source, given_destination) = old.argsort(), edges()
         assert old[new].tolist() == list(range(NUM_NODES))
         source, destination = g.find_edges(torch.arange(g.num_edges()))
-        found = zip(old[source].tolist(), old[destination].tolist(), strict=True)
-        assert sorted(found) == sorted(zip(given_source.tolist(), given_destination.tolist(), strict=True))
-        whole = g.sample_neighbors(torch.arange(NUM_NODES), -1)
-        assert whole.num_edges() == g.num_edges()
-        for ends, known in zip(whole.edges(), (source, destination), strict=True):
-            assert torch.equal(ends, known[whole.edata[dgl.EID]])
+        result = zip(old[source].tolist(), old[destination].tolist(), strict=True)
+        assert sorted(result) == sorted(zip(given_source.tolist(), given_destination.tolist(), strict=True))
+        block = g.sample_neighbors(torch.arange(NUM_NODES), -1)
+        assert block.num_edges() == g.num_edges()
+        for ends, known in zip(block.edges(), (source, destination), strict=True):
+            assert torch.equal(ends, known[block.edata[dgl.EID]])
         assert (g.ndata["feat"][:].numpy() == features()[old]).all()
         assert g.in_degrees()[new].tolist() == np.bincount(given_destination, minlength=NUM_NODES).tolist()
         degrees = g.out_degrees(torch.arange(NUM_NODES))[new]
@@ -116,9 +116,9 @@ def test_mistakes_are_named(graph: DistGraph, ask: Callable[[DistGraph], object]
 
 
 def test_two_graphs_may_be_open(graph: DistGraph, small_dataset: Path) -> None:
-    other = DistGraph(small_dataset, structure="partitioned")
-    assert torch.equal(other.ndata["feat"][[5]], graph.ndata["feat"][[5]])
-    other.close()
+    second = DistGraph(small_dataset, structure="partitioned")
+    assert torch.equal(second.ndata["feat"][[5]], graph.ndata["feat"][[5]])
+    second.close()
     assert graph.in_degrees().sum() == 45
 
 
@@ -210,24 +210,24 @@ def test_dgls_own_files_are_imported_once_and_a_dataset_may_be_in_a_folder_of_ea
     copy = shutil.copytree(small_dataset, tmp_path / "elsewhere")
     args = (part_config, [small_dataset, copy])
     run_ranks(open_dgl_format_and_own_copy, 2, args=args, ranks_per_server=1)
-    assert [one.name for one in part_config.parent.glob("*.dglx")] == [f"{part_config.stem}.dglx"]
+    assert [path.name for path in part_config.parent.glob("*.dglx")] == [f"{part_config.stem}.dglx"]
 
 
 def wrong_for_one_rank(dataset: Path, wrong: Path, part_config: Path) -> list[str]:
     with start_session(timeout_s=20) as session:
-        opened, one = StoredPart.indptr, session.topology.rank == 1
+        opened, item = StoredPart.indptr, session.topology.rank == 1
 
         def read(part: StoredPart, etype: EdgeType) -> Array:
-            if one:
+            if item:
                 raise StorageError("indptr is damaged")
             return opened(part, etype)
 
         StoredPart.indptr = read  # type: ignore[method-assign]
-        said = [refusal(partial(DistGraph, dataset, structure=mode), StorageError) for mode in MODES]
+        message = [refusal(partial(DistGraph, dataset, structure=mode), StorageError) for mode in MODES]
         StoredPart.indptr = opened  # type: ignore[method-assign]
-        said.append(refusal(partial(DistGraph, wrong), DglxError))
-        config = part_config.with_name("elsewhere.json") if one else part_config
-        return [*said, refusal(lambda: DistGraph(part_config=config), StorageError)]
+        message.append(refusal(partial(DistGraph, wrong), DglxError))
+        config = part_config.with_name("elsewhere.json") if item else part_config
+        return [*message, refusal(lambda: DistGraph(part_config=config), StorageError)]
 
 
 def test_what_one_rank_finds_damaged_or_not_at_all_is_an_error_on_all(
@@ -238,12 +238,12 @@ def test_what_one_rank_finds_damaged_or_not_at_all_is_an_error_on_all(
     shutil.copytree(small_dataset, wrong)
     put_value(wrong, "part0/edges/_N._E._N/indices.arrow", 2, 10**6)
     args = (small_dataset, wrong, part_config)
-    zero, one = run_ranks(wrong_for_one_rank, 2, args=args, ranks_per_server=1)
+    zero, item = run_ranks(wrong_for_one_rank, 2, args=args, ranks_per_server=1)
     text = f"{wrong}: part 0 is wrong: in part0/edges/_N._E._N/indices.arrow, indices[2] is 1000000, "
-    assert one[1] == "indptr is damaged"
+    assert item[1] == "indptr is damaged"
     assert zero[2].startswith(text)
-    assert text in one[2]
-    assert "elsewhere.json does not exist" in one[3]
-    for said, own in ((zero[1], one[1]), (zero[3], one[3])):
-        assert said.startswith("rank 1 on ")
-        assert said.endswith(f": {own}")
+    assert text in item[2]
+    assert "elsewhere.json does not exist" in item[3]
+    for line, own in ((zero[1], item[1]), (zero[3], item[3])):
+        assert line.startswith("rank 1 on ")
+        assert line.endswith(f": {own}")

@@ -58,12 +58,12 @@ def ones(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
 )
 def test_every_kind_of_index_reads_as_numpy_does(graph: DistGraph, index: Any) -> None:
     tensor = graph.ndata["feat"]
-    whole = tensor.to_local().numpy()
+    full = tensor.to_local().numpy()
     plain = index.numpy() if isinstance(index, torch.Tensor) else index
     expected = (
-        whole[np.array(plain, dtype=np.int64) if plain == [] else plain]
+        full[np.array(plain, dtype=np.int64) if plain == [] else plain]
         if isinstance(plain, list)
-        else whole[plain]
+        else full[plain]
     )
     assert np.array_equal(tensor[index].numpy(), expected)
 
@@ -235,16 +235,16 @@ def write_each_others_rows(g: DistGraph, session: Session) -> None:
 def differ_on_one_rank(folder: Path) -> None:
     with start_session(timeout_s=30) as session:
         g = DistGraph(folder)
-        one = g.rank() == 1
+        single = g.rank() == 1
 
         def out_of_luck(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-            if one:
+            if single:
                 raise ValueError("no luck")
             return torch.zeros(shape, dtype=dtype)
 
         right: dict[str, Any] = {"shape": (NUM_NODES,), "dtype": torch.float32, "name": "h"}
         own = {"shape": (5,), "part_policy": g.new_policy("r", 5)}
-        for given, wrong, message in (
+        for inputs, wrong, message in (
             ({}, {"shape": (39,)}, "no type has 39 rows"),
             (
                 {},
@@ -259,7 +259,7 @@ def differ_on_one_rank(folder: Path) -> None:
             ({"init_func": out_of_luck}, {}, "init_func raised ValueError: no luck"),
         ):
             with pytest.raises(ConfigError, match=message):
-                DistTensor(**{**right, **given, **(wrong if one else {})})
+                DistTensor(**{**right, **inputs, **(wrong if single else {})})
         assert [name for name in os.listdir(session.scratch) if "tensor" in name] == []
         # Numbers are still in step, and no name is taken.
         assert len(set(gather_json(DistTensor((NUM_NODES,), torch.float32).name, session))) == 1
@@ -272,10 +272,10 @@ def differ_on_one_rank(folder: Path) -> None:
             ({"attach": False}, "already"),
             ({"shape": (39,)}, "no type has 39 rows"),
         ):
-            if one:
+            if single:
                 with pytest.raises(ConfigError, match=message):
                     DistTensor(**{**right, **wrong})
-        if one:
+        if single:
             DistTensor(**right)[[3]] = torch.tensor([4.0])
         g.barrier()
         assert made[3] == 4.0

@@ -167,12 +167,12 @@ def test_the_gradient_counts_as_much_as_the_rank_has_targets(graph: DistGraph) -
 
 def test_embeddings_whose_gradients_lie_in_one_memory_are_weighed_once(graph: DistGraph) -> None:
     # Of a sum of views, autograd gives both leaves the same memory.
-    one, other = (DistEmbedding(NUM_NODES, 2, name, init_func=zeros) for name in ("one", "other"))
-    optimizer = optim.SparseSGD([one, other], lr=1.0)
+    item, second = (DistEmbedding(NUM_NODES, 2, name, init_func=zeros) for name in ("one", "other"))
+    optimizer = optim.SparseSGD([item, second], lr=1.0)
     graph.session.step_share = StepShare(num_local=1, num_global=4)
-    (one([3]).view(-1) + other([5]).view(-1) - 0.5).pow(2).sum().backward()
+    (item([3]).view(-1) + second([5]).view(-1) - 0.5).pow(2).sum().backward()
     optimizer.step()
-    assert one.weight[[3]].tolist() == other.weight[[5]].tolist() == [[0.25, 0.25]]
+    assert item.weight[[3]].tolist() == second.weight[[5]].tolist() == [[0.25, 0.25]]
 
 
 def first_values(folder: Path) -> list[Any]:
@@ -193,8 +193,8 @@ def test_first_values_depend_on_the_seed_the_name_and_the_row_alone(small_datase
     for ranks, per_server in ((3, 3), (4, 2)):
         for result in run_ranks(first_values, ranks, args=(small_dataset,), ranks_per_server=per_server):
             assert result == alone
-    wide, other, _ = (torch.tensor(values) for values in alone)
-    assert not torch.equal(wide.float(), other.float())
+    wide, second, _ = (torch.tensor(values) for values in alone)
+    assert not torch.equal(wide.float(), second.float())
     assert len(wide.unique()) == NUM_NODES * 3
     assert bool((wide >= -1).all())
     assert bool((wide < 1).all())
@@ -202,7 +202,7 @@ def test_first_values_depend_on_the_seed_the_name_and_the_row_alone(small_datase
 
 
 def train_all_kinds(folder: Path) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     with start_session(seed=3) as session:
         g = DistGraph(folder)
         alone = session.topology.world_size == 1
@@ -216,14 +216,14 @@ def train_all_kinds(folder: Path) -> dict[str, Any]:
             train(g, embed, optimizer, range(STEPS))
             sent = [row for row in session.ledger.since(snapshot) if row.phase == "sparse_gradients"]
             untouched = [state[30:] for e in embed for state in e.optm_state]
-            found[kind] = {
+            results[kind] = {
                 "before": [rows.tolist() for rows in before],
                 "after": [e.weight.to_local().tolist() for e in embed],
                 "untouched_state": sum(float(rows.abs().sum()) for rows in untouched),
                 "sent": sum(row.num_bytes for row in sent),
             }
             g.barrier()
-    return found
+    return results
 
 
 @pytest.mark.parametrize(("ranks", "per_server"), [(1, 1), (2, 1), (4, 2), *wide((2, 2), (3, 3))])
@@ -233,9 +233,9 @@ def test_equal_to_torch_on_one_process(small_dataset: Path, ranks: int, per_serv
         before = [torch.tensor(rows, dtype=torch.float64) for rows in results[0][kind]["before"]]
         reference = expected("sgd" if kind == "async" else kind, before, ranks)
         for result in results:
-            for first, wanted, rows in zip(before, reference, result[kind]["after"], strict=True):
+            for first, target, rows in zip(before, reference, result[kind]["after"], strict=True):
                 after = torch.tensor(rows, dtype=torch.float64)
-                torch.testing.assert_close(after, wanted, rtol=0, atol=1e-10)
+                torch.testing.assert_close(after, target, rtol=0, atol=1e-10)
                 assert torch.equal(after[30:], first[30:])
                 assert not torch.equal(after[:30], first[:30])
             assert result[kind]["untouched_state"] == 0.0
@@ -250,9 +250,9 @@ def filled(first: int, count: int, dtype: torch.dtype = torch.float32) -> torch.
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
 def test_a_row_is_the_same_whoever_makes_it(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = filled(0, 50, dtype)
-    assert torch.equal(torch.cat([filled(0, 7, dtype), filled(7, 0, dtype), filled(7, 43, dtype)]), whole)
-    assert torch.equal(whole, filled(0, 50).to(dtype))
+    full = filled(0, 50, dtype)
+    assert torch.equal(torch.cat([filled(0, 7, dtype), filled(7, 0, dtype), filled(7, 43, dtype)]), full)
+    assert torch.equal(full, filled(0, 50).to(dtype))
     # Four rows at a time: short rows are made through a buffer.
     monkeypatch.setattr(row_init, "_CHUNK_BYTES", 4 * 4 * 3)
-    assert torch.equal(filled(0, 50, dtype), whole)
+    assert torch.equal(filled(0, 50, dtype), full)

@@ -71,8 +71,8 @@ def each(*functions: Callable[[], None]) -> None:
 @pytest.mark.parametrize(("ranks", "per_server"), CASES)
 def test_on_ranks_and_servers(ranks: int, per_server: int | None) -> None:
     # The last one makes messages small, also for those that followed it.
-    asked = (pull_all, pull_with_private_cache, add_from_threads, write_without_waiting, use_handlers)
-    run_ranks(each, ranks, args=(*asked, add_together), ranks_per_server=per_server)
+    request = (pull_all, pull_with_private_cache, add_from_threads, write_without_waiting, use_handlers)
+    run_ranks(each, ranks, args=(*request, add_together), ranks_per_server=per_server)
 
 
 def test_what_each_of_two_servers_hears() -> None:
@@ -236,8 +236,8 @@ def test_every_cached_id_has_its_slot_and_no_other_has_one(direct_limit: int) ->
     made = pulled(ids, 100_000, direct_limit)
     assert (len(made.keys) == 0) == (direct_limit > 0)
     assert [find_slot(made, int(key)) for key in ids] == list(range(700))
-    others = np.setdiff1d(random.integers(0, 100_000, 2000), ids)
-    assert {find_slot(made, int(key)) for key in others} == {-1}
+    remaining = np.setdiff1d(random.integers(0, 100_000, 2000), ids)
+    assert {find_slot(made, int(key)) for key in remaining} == {-1}
     assert find_slot(NO_SLOTS, 5) == -1
 
 
@@ -259,14 +259,14 @@ def pull_with_private_cache() -> None:
         if len(cached):
             store.set_cache("feat", cache=RowCache(table=pulled(cached, 31), rows=rows[cached]))
         ids = np.random.default_rng(session.topology.rank).integers(0, 31, 80)
-        for asked, distinct in ((ids, False), (np.unique(ids)[::-1].copy(), True)):
+        for request, distinct in ((ids, False), (np.unique(ids)[::-1].copy(), True)):
             sent, counts = session.ledger.total(phase="features"), store.cache_counts("feat")
-            assert (store.pull("feat", asked, distinct=distinct).numpy() == rows[asked]).all()
-            missed = np.setdiff1d(np.intersect1d(asked, remote), cached)
+            assert (store.pull("feat", request, distinct=distinct).numpy() == rows[request]).all()
+            missed = np.setdiff1d(np.intersect1d(request, remote), cached)
             assert session.ledger.total(phase="features") - sent == (8 + 20) * len(missed)
             counts = store.cache_counts("feat") - counts
-            assert counts.hits == np.isin(asked, cached).sum()
-            assert counts.local + counts.hits + counts.misses == len(asked)
+            assert counts.hits == np.isin(request, cached).sum()
+            assert counts.local + counts.hits + counts.misses == len(request)
         barrier(session, "pulling")
 
 

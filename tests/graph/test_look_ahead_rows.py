@@ -155,7 +155,7 @@ def pulls(info: ColumnInfo, batches: list[np.ndarray], late: set[int], sent: Sen
 def test_a_batch_does_not_wait_for_a_much_larger_one() -> None:
     sent: Sent = []
     wide = ColumnInfo(dtype="int64", row_shape=(1 << 17,))  # of which two make a request full
-    batches = [np.array(one) for one in ([3], [4], [5, 6, 7])]
+    batches = [np.array(item) for item in ([3], [4], [5, 6, 7])]
     assert len(list(pulls(wide, batches, {3}, sent))) == 3
     assert sent == [[(8, [3])], [(8, [4])], [(8, [5, 6]), (8, [7])]]
 
@@ -163,7 +163,7 @@ def test_a_batch_does_not_wait_for_a_much_larger_one() -> None:
 def test_pulls_share_sorted_messages_while_the_last_one_is_not_answered() -> None:
     sent: Sent = []
     late = {9}
-    batches = [np.array(one, np.int64) for one in ([9, 1, 12], [15, 0, 4, 9], [2, 13, 9, 3], [], [11, 5])]
+    batches = [np.array(item, np.int64) for item in ([9, 1, 12], [15, 0, 4, 9], [2, 13, 9, 3], [], [11, 5])]
     requests = pulls(INFO, batches, late, sent)
     # Nothing was asked before the first.
     copies = [next(requests) for _ in range(3)]
@@ -174,9 +174,9 @@ def test_pulls_share_sorted_messages_while_the_last_one_is_not_answered() -> Non
     late.add(4)
     copies.append(next(requests))
     assert len(sent) == 2
-    found = [np.zeros(len(ids), np.int64) for ids in batches]
-    for copy, out in zip(copies, found, strict=True):
+    results = [np.zeros(len(ids), np.int64) for ids in batches]
+    for copy, out in zip(copies, results, strict=True):
         copy(out)
     # What is waited for leaves.
     assert sent[2:] == [[(8, [5]), (9, [11])]]
-    assert [out.tolist() for out in found] == [[10 * id if id > 2 else 0 for id in ids] for ids in batches]
+    assert [out.tolist() for out in results] == [[10 * id if id > 2 else 0 for id in ids] for ids in batches]

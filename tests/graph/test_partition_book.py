@@ -101,6 +101,6 @@ def test_five_parts_on_two_servers() -> None:
 
 def test_requests_spread_over_the_ranks_of_a_server() -> None:
     servers = (0, 0, 0, 1, 1)
-    asked = [Placement(2, topology(rank, *servers)).serving_ranks[1] for rank in range(3)]
-    assert asked == [3, 4, 3]
+    request = [Placement(2, topology(rank, *servers)).serving_ranks[1] for rank in range(3)]
+    assert request == [3, 4, 3]
     assert Placement(2, topology(4, *servers)).serving_ranks == (1, 4)

@@ -138,10 +138,10 @@ def test_an_answer_of_other_rows_is_refused(rows: Array) -> None:
 def _resident(rows: Array) -> set[int]:
     """Numbers of the 4 KiB pages of a mapped array that are in memory."""
     count = -(-rows.nbytes // mmap.PAGESIZE)
-    found = (ctypes.c_ubyte * count)()
+    result = (ctypes.c_ubyte * count)()
     address = ctypes.c_void_p(rows.ctypes.data)
-    assert ctypes.CDLL(None).mincore(address, ctypes.c_size_t(rows.nbytes), found) == 0
-    return {page for page, state in enumerate(found) if state & 1}
+    assert ctypes.CDLL(None).mincore(address, ctypes.c_size_t(rows.nbytes), result) == 0
+    return {page for page, state in enumerate(result) if state & 1}
 
 
 def test_rows_larger_than_memory_are_read_page_by_page_and_ahead(
@@ -167,12 +167,12 @@ def test_rows_larger_than_memory_are_read_page_by_page_and_ahead(
     assert row_kernels.read_from_disk([rows[:0], rows])
     row_kernels.request_rows(rows, 0, ids)
     # Asked for, and on their way; nothing has waited for them.
-    wanted, deadline = {17, 18, 1000, 3000}, time.monotonic() + 30
-    while _resident(rows) != wanted and time.monotonic() < deadline:
+    expected, deadline = {17, 18, 1000, 3000}, time.monotonic() + 30
+    while _resident(rows) != expected and time.monotonic() < deadline:
         time.sleep(0.01)
-    assert _resident(rows) == wanted
+    assert _resident(rows) == expected
     row_kernels.gather_rows(rows, 0, ids, out)
     assert out[:, 0].tolist() == [512 * row if row < len(rows) else 0 for row in ids]
-    assert _resident(rows) == wanted
+    assert _resident(rows) == expected
     row_kernels.request_rows(rows[:0], 0, ids)
     row_kernels.request_rows(rows, 5000, ids[:4])

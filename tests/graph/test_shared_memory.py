@@ -76,12 +76,12 @@ def fail_on_one(folder: Path) -> str:
 @pytest.mark.parametrize("victim", [1, *wide(0)])
 def test_the_saved_rows_stay_when_a_rank_is_killed_while_it_saves(tmp_path: Path, victim: int) -> None:
     folder = tmp_path / "rows"
-    whole = [20] * PER_RANK + [21] * PER_RANK
-    assert run_ranks(save_twice, 2, args=(folder,)) == [whole, whole]
+    full = [20] * PER_RANK + [21] * PER_RANK
+    assert run_ranks(save_twice, 2, args=(folder,)) == [full, full]
     outcomes = start_ranks(die_while_saving, 2, args=(folder, victim))
     assert outcomes[victim].exitcode == -signal.SIGKILL
     assert outcomes[1 - victim].result.startswith("PeerError")
-    assert load(folder) == whole
+    assert load(folder) == full
     # What the dead left over is gone after the next save.
     run_ranks(save_twice, 2, args=(folder,))
     assert os.listdir(tmp_path) == ["rows"]
@@ -90,8 +90,8 @@ def test_the_saved_rows_stay_when_a_rank_is_killed_while_it_saves(tmp_path: Path
 def test_a_failure_of_one_rank_is_one_of_all_and_leaves_nothing(tmp_path: Path) -> None:
     folder = tmp_path / "rows"
     run_ranks(save_twice, 2, args=(folder,))
-    for said in run_ranks(fail_on_one, 2, args=(folder,)):
-        assert "No space left" in said
+    for result in run_ranks(fail_on_one, 2, args=(folder,)):
+        assert "No space left" in result
     assert os.listdir(tmp_path) == ["rows"]
     assert load(folder) == [20] * PER_RANK + [21] * PER_RANK
 

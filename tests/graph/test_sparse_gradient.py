@@ -47,28 +47,28 @@ def test_another_number_of_embeddings_is_refused(graph: DistGraph) -> None:
 def count_bytes(folder: Path) -> None:
     with start_session() as session:
         g = DistGraph(folder)
-        one = DistEmbedding(NUM_NODES, DIM, "one", dtype=torch.float64)
+        embedding = DistEmbedding(NUM_NODES, DIM, "one", dtype=torch.float64)
         two = DistEmbedding(NUM_NODES, 5, "two", dtype=torch.bfloat16)
-        optimizer = optim.SparseSGD([one, two], lr=0.1)
+        optimizer = optim.SparseSGD([embedding, two], lr=0.1)
         rank, world = g.rank(), session.topology.world_size
         session.step_share = WHOLE
         before = session.ledger.snapshot()
         # Rows 4 to 35 with repeats in and between the calls; the second embedding on rank 0 only.
         ids = torch.tensor([4, 9, 9, 35, 20 + rank])
-        (one(ids).sum() + one(ids + 1).sum()).backward()
+        (embedding(ids).sum() + embedding(ids + 1).sum()).backward()
         if rank == 0:
             two(ids).sum().backward()
         optimizer.step()
         sent = np.zeros(world, np.int64)
         for row in session.ledger.since(before):
             sent[row.destination] += row.num_bytes * (row.phase == "sparse_gradients")
-        owners = RowOwners(one.part_policy.bounds, session.topology)
+        owners = RowOwners(embedding.part_policy.bounds, session.topology)
         distinct = np.unique(torch.cat([ids, ids + 1]).numpy())
         rows = np.bincount(owners.find_rank(distinct), minlength=world)
         short_rows = np.bincount(owners.find_rank(np.unique(ids.numpy())), minlength=world) * (rank == 0)
-        wanted = rows * (8 + DIM * 8) + short_rows * (8 + 5 * 4)
-        wanted[rank] = 0
-        assert sent.tolist() == wanted.tolist()
+        expected = rows * (8 + DIM * 8) + short_rows * (8 + 5 * 4)
+        expected[rank] = 0
+        assert sent.tolist() == expected.tolist()
         assert sent.any()
         g.barrier()
 
@@ -88,8 +88,8 @@ def step_with_one_bad_rank(folder: Path) -> None:
         if g.rank() == 0:
             session.step_share = StepShare(num_local=1, num_global=2)
         embedding([g.rank()]).sum().backward()
-        said = "^rank 1 on .*set session.step_share" if g.rank() == 0 else "^an embedding was called"
-        with pytest.raises(ConfigError, match=said):
+        message = "^rank 1 on .*set session.step_share" if g.rank() == 0 else "^an embedding was called"
+        with pytest.raises(ConfigError, match=message):
             optimizer.step()
         session.step_share = StepShare(num_local=1, num_global=2)
         embedding([g.rank()]).sum().backward()
@@ -114,10 +114,10 @@ def only_rank_0_steps(folder: Path) -> str:
 
 
 def test_who_does_not_step_is_named_and_where_it_is(small_dataset: Path) -> None:
-    text, other = run_ranks(only_rank_0_steps, 2, args=(small_dataset,))
+    text, second = run_ranks(only_rank_0_steps, 2, args=(small_dataset,))
     for part in ("rank 1 on", "every rank must call step()", "somewhere else"):
         assert part in text
-    assert other
+    assert second
 
 
 class SlowOwner:

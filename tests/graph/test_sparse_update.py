@@ -56,17 +56,17 @@ def test_a_state_of_others_is_refused_before_anything_changes(graph: DistGraph) 
     with pytest.raises(ConfigError, match=r"this optimiser has no embedding 'c'; build it as it was"):
         optimizer.load_local_state_dict(state)
     after = [tensor.to_local() for tensor in optimizer.tables[0].states]
-    assert all(torch.equal(one, other) for one, other in zip(before, after, strict=True))
+    assert all(torch.equal(left, right) for left, right in zip(before, after, strict=True))
 
 
 def test_the_first_of_two_optimisers_takes_the_gradients(graph: DistGraph) -> None:
     (param,) = params = [DistEmbedding(NUM_NODES, 2, "a")]
-    one, other = (optim.SparseAdam(params, lr=0.1) for _ in range(2))
+    item, second = (optim.SparseAdam(params, lr=0.1) for _ in range(2))
     param([3]).sum().backward()
-    other.step()
-    one.step()
-    assert (one.tables[0].steps, other.tables[0].steps) == (0, 1)
-    assert one.tables[0].states[0].name != other.tables[0].states[0].name
+    second.step()
+    item.step()
+    assert (item.tables[0].steps, second.tables[0].steps) == (0, 1)
+    assert item.tables[0].states[0].name != second.tables[0].states[0].name
 
 
 def test_a_closed_optimiser_frees_its_state_and_leaves_the_rows(graph: DistGraph) -> None:

@@ -39,16 +39,16 @@ def shares(
 def test_even_shares_are_disjoint_whole_and_differ_by_one(servers: tuple[int, ...], num_ids: int) -> None:
     ids = np.sort(np.random.default_rng(0).permutation(100)[:num_ids])
     bounds = [0, 100] if max(servers) == 0 else [0, 10, 100]
-    found = shares(ids, bounds, servers)
-    assert sorted(np.concatenate(found).tolist()) == ids.tolist()
-    sizes = [len(share) for share in found]
+    result = shares(ids, bounds, servers)
+    assert sorted(np.concatenate(result).tolist()) == ids.tolist()
+    sizes = [len(share) for share in result]
     assert max(sizes) - min(sizes) <= 1
-    assert all(np.all(np.diff(share) > 0) for share in found)
+    assert all(np.all(np.diff(share) > 0) for share in result)
 
 
 def test_ranks_of_a_server_get_a_random_deal_that_repeats() -> None:
     first, again = (shares(np.arange(40), [0, 40], (0, 0)) for _ in range(2))
-    assert [one.tolist() for one in first] == [one.tolist() for one in again]
+    assert [item.tolist() for item in first] == [item.tolist() for item in again]
     assert first[0].tolist() != list(range(20))
 
 
@@ -76,13 +76,13 @@ PREFERRED, OWN = np.array([1, 0, 1, 0, 3, 2, 3, 2]), {"force_even": False}
 def test_shares_by_hand(
     ids: range, bounds: list[int], servers: tuple[int, ...], options: Any, expected: list[list[int]]
 ) -> None:
-    found = shares(np.array(ids), bounds, servers, **options)
-    assert [share.tolist() for share in found] == expected
+    result = shares(np.array(ids), bounds, servers, **options)
+    assert [share.tolist() for share in result] == expected
 
 
 def test_even_comes_before_preferred() -> None:
-    found = shares(np.arange(6), [0, 6], (0, 0), trainer_of=np.zeros(6, np.int64))
-    assert [len(share) for share in found] == [3, 3]
+    result = shares(np.arange(6), [0, 6], (0, 0), trainer_of=np.zeros(6, np.int64))
+    assert [len(share) for share in result] == [3, 3]
 
 
 @pytest.mark.parametrize(
@@ -159,19 +159,19 @@ def split_in_rank(folder: str) -> None:
         ids = torch.tensor([4, 0, 11])
         assert torch.equal(g.new_ids(g.orig_ids(ids, "user"), "user"), ids)
         preferred = torch.arange(BUYING) % topology.world_size
-        found = edge_split(mask, book, etype="buys", edge_trainer_ids=preferred)
+        result = edge_split(mask, book, etype="buys", edge_trainer_ids=preferred)
         # On one server: 30 marked edges each, and each rank prefers exactly half of them.
-        assert topology.num_servers > 1 or (preferred[found] == topology.rank).all()
+        assert topology.num_servers > 1 or (preferred[result] == topology.rank).all()
         every, marked = torch.ones(KNOWING, dtype=torch.bool), marks.nonzero()[:, 0].tolist()
-        for share, wanted, is_even in (
+        for share, expected, is_even in (
             (own, marked, False),
             (edge_split(mask, book, etype="buys"), marked, True),
-            (found, marked, True),
+            (result, marked, True),
             (edge_split(every, book, etype=KNOWS), list(range(KNOWING)), True),
             (edge_split([7], book, etype="knows"), [7], True),
         ):
             shares = gather_json(share.tolist(), session)
-            assert sorted(chain(*shares)) == wanted
+            assert sorted(chain(*shares)) == expected
             assert not is_even or max(map(len, shares)) - min(map(len, shares)) <= 1
 
 

@@ -55,10 +55,12 @@ def test_several_types() -> None:
         employs: CSCShard(indptr=np.array([0, 0, 1]), indices=np.array([0]), first_node=0, first_edge=0),
     }
     hops = [{writes: 0, cites: 0, employs: 3}, {writes: 1, cites: 1, employs: 0}]
-    found = compute_access_probability(shards, {"a": 2, "p": 2, "i": 1}, {"p": np.array([0])}, hops, 1)
-    assert found["p"].tolist() == pytest.approx([1, 1])
-    assert found["a"].tolist() == pytest.approx([0.5, 0.5])
-    assert found["i"].tolist() == pytest.approx([0.5])
+    access_probability = compute_access_probability(
+        shards, {"a": 2, "p": 2, "i": 1}, {"p": np.array([0])}, hops, 1
+    )
+    assert access_probability["p"].tolist() == pytest.approx([1, 1])
+    assert access_probability["a"].tolist() == pytest.approx([0.5, 0.5])
+    assert access_probability["i"].tolist() == pytest.approx([0.5])
 
 
 def random_graph(num_nodes: int, degree: int) -> CSCShard:

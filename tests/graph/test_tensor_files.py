@@ -54,11 +54,11 @@ def load_all(dataset: Path, folder: Path) -> None:
             copied = DistTensor(saved.shape, saved.dtype, f"{name} again", part_policy=saved.part_policy)
             copied.load(folder / name)
             assert torch.equal(copied.to_local(), saved.to_local())
-        other = g.new_tensor((NUM_NODES, 3), torch.float32)
+        second = g.new_tensor((NUM_NODES, 3), torch.float32)
         with pytest.raises(
             StorageError, match=r"'h' as bfloat16 of shape \(40, 3\), and the tensor to fill is fl"
         ):
-            other.load(folder / "h")
+            second.load(folder / "h")
 
 
 @pytest.mark.parametrize(
@@ -103,8 +103,8 @@ def test_a_flipped_byte_in_the_share_of_one_rank_is_an_error_on_all_and_changes_
 def test_rows_of_another_dataset_or_type_are_refused(graph: DistGraph, tmp_path: Path) -> None:
     graph.new_tensor((NUM_NODES,), torch.int64, "h").save(tmp_path / "h")
     part_of = {NODE_TYPE: (np.arange(NUM_NODES) % 3).astype(np.int32)}
-    other = Assignment(num_parts=3, part_of=part_of, method="hand", seed=0)
-    write_dataset(build(), other, tmp_path / "other")
+    assignment = Assignment(num_parts=3, part_of=part_of, method="hand", seed=0)
+    write_dataset(build(), assignment, tmp_path / "other")
     elsewhere = DistGraph(tmp_path / "other")
     with pytest.raises(StorageError, match=r"of the dataset .* which numbers rows differently"):
         elsewhere.new_tensor((NUM_NODES,), torch.int64, "h").load(tmp_path / "h")
@@ -127,12 +127,12 @@ def test_what_cannot_be_loaded_is_named(graph: DistGraph, tmp_path: Path) -> Non
 
 
 def train_and_save(folder: Path, saved: Path) -> dict[str, Any]:
-    found = {}
+    results = {}
     with start_session(seed=3):
         g = DistGraph(folder)
         for kind in KINDS:
             embed = embeddings(g, kind)
-            found[kind] = [e.weight.to_local().tolist() for e in embed]
+            results[kind] = [e.weight.to_local().tolist() for e in embed]
             optimizer = make_optimizer(kind, embed)
             g.barrier()
             train(g, embed, optimizer, range(2))
@@ -142,11 +142,11 @@ def train_and_save(folder: Path, saved: Path) -> dict[str, Any]:
             optimizer.lr /= 2
             optimizer.save(saved / kind)
             g.barrier()
-    return found
+    return results
 
 
 def load_elsewhere(folder: Path, saved: Path) -> dict[str, Any]:
-    found = {}
+    results = {}
     with start_session(seed=4):
         g = DistGraph(folder)
         for kind in KINDS:
@@ -154,14 +154,14 @@ def load_elsewhere(folder: Path, saved: Path) -> dict[str, Any]:
             optimizer = make_optimizer(kind, embed)
             optimizer.load(saved / kind)
             state = optimizer.local_state_dict()
-            found[kind] = (
+            results[kind] = (
                 [e.weight.to_local().tolist() for e in embed],
                 [tensor.to_local().tolist() for e in embed for tensor in e.optm_state],
                 [state["emb_states"][e.name]["steps"] for e in embed],
                 optimizer.lr,
             )
             g.barrier()
-    return found
+    return results
 
 
 def test_another_number_of_ranks_and_servers_goes_on_with_the_same_rows(
@@ -173,9 +173,9 @@ def test_another_number_of_ranks_and_servers_goes_on_with_the_same_rows(
     for kind, rate in zip(KINDS, (0.25, 0.05, 0.025), strict=True):
         rows, states, steps, lr = loaded[0][kind]
         assert (steps, lr) == ([4, 4], rate)
-        wanted = expected(kind, [torch.tensor(r, dtype=torch.float64) for r in first[kind]], 3, steps=4)
-        for mine, other in zip(rows, wanted, strict=True):
-            torch.testing.assert_close(torch.tensor(mine, dtype=torch.float64), other, rtol=0, atol=1e-10)
+        target = expected(kind, [torch.tensor(r, dtype=torch.float64) for r in first[kind]], 3, steps=4)
+        for row, second in zip(rows, target, strict=True):
+            torch.testing.assert_close(torch.tensor(row, dtype=torch.float64), second, rtol=0, atol=1e-10)
         assert loaded[1][kind] == alone[0][kind] == (rows, states, steps, lr)
     assert sorted(os.listdir(tmp_path)) == sorted(KINDS)
 
@@ -183,15 +183,15 @@ def test_another_number_of_ranks_and_servers_goes_on_with_the_same_rows(
 def test_what_was_saved_elsewhere_is_refused_and_changes_nothing(graph: DistGraph, tmp_path: Path) -> None:
     optimizer = optim.SparseAdagrad([DistEmbedding(NUM_NODES, 2, "e")], lr=0.1)
     optimizer.save(tmp_path / "saved")
-    other = DistEmbedding(NUM_NODES, 3, "other")
-    before = other.weight.to_local()
+    embedding = DistEmbedding(NUM_NODES, 3, "other")
+    before = embedding.weight.to_local()
     with pytest.raises(StorageError, match="kind 'SparseAdagrad', this run has 'SparseAdam'"):
-        optim.SparseAdam([other], lr=0.1).load(tmp_path / "saved")
+        optim.SparseAdam([embedding], lr=0.1).load(tmp_path / "saved")
     with pytest.raises(StorageError, match=r"embeddings .*'e'.* this optimiser has .*'other'"):
-        optim.SparseAdagrad([other], lr=0.1).load(tmp_path / "saved")
+        optim.SparseAdagrad([embedding], lr=0.1).load(tmp_path / "saved")
     with pytest.raises(StorageError, match="nothing was saved there"):
         optimizer.load(tmp_path / "elsewhere")
-    assert torch.equal(other.weight.to_local(), before)
+    assert torch.equal(embedding.weight.to_local(), before)
     graph.close()
     changed = build()
     changed.node_data[NODE_TYPE]["feat"][0] += 1

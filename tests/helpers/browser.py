@@ -33,7 +33,7 @@ def open_page(page: Path, script: str, *, size: tuple[int, int] = (1280, 900)) -
     """
     text = page.read_text(encoding="utf-8")
     # Not at once: the figures are drawn in promises.
-    told = f"""
+    message = f"""
     addEventListener('error', event => console.error('uncaught: ' + event.message));
     addEventListener('unhandledrejection', event => console.error('unhandled: ' + event.reason));
     setTimeout(async () => {{
@@ -43,17 +43,17 @@ def open_page(page: Path, script: str, *, size: tuple[int, int] = (1280, 900)) -
       place.textContent = JSON.stringify(found);
       document.body.append(place);
     }}, 1500);"""
-    digest = base64.b64encode(hashlib.sha256(told.encode()).digest()).decode()
+    digest = base64.b64encode(hashlib.sha256(message.encode()).digest()).decode()
     policy = re.compile("script-src ")
     assert policy.search(text), "the page has no policy for scripts"
     text = policy.sub(f"script-src 'sha256-{digest}' ", text, count=1)
     copy = page.with_name(f"{page.stem}-asked.html")
-    copy.write_text(text.replace("</body>", f"<script>{told}</script></body>"), encoding="utf-8")
+    copy.write_text(text.replace("</body>", f"<script>{message}</script></body>"), encoding="utf-8")
     done = _run(copy, size)
     console = [line for line in done.stderr.splitlines() if "CONSOLE" in line]
-    found = re.search(r'<pre id="answers">(.*?)</pre>', done.stdout, flags=re.DOTALL)
-    assert found, f"the script has not ended\n{done.stderr[-4000:]}"
-    return Opened(answers=json.loads(unescape(found[1])), console=console)
+    match = re.search(r'<pre id="answers">(.*?)</pre>', done.stdout, flags=re.DOTALL)
+    assert match, f"the script has not ended\n{done.stderr[-4000:]}"
+    return Opened(answers=json.loads(unescape(match[1])), console=console)
 
 
 def _run(page: Path, size: tuple[int, int]) -> subprocess.CompletedProcess[str]:

@@ -10,5 +10,5 @@ def quota_of(folder: Path) -> float:
     if (folder / "cpu.max").exists():
         quota, period = (folder / "cpu.max").read_text().split()
     else:
-        quota, period = ((folder / f"cpu.cfs_{what}_us").read_text() for what in ("quota", "period"))
+        quota, period = ((folder / f"cpu.cfs_{name}_us").read_text() for name in ("quota", "period"))
     return int(quota) / int(period)

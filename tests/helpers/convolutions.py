@@ -51,8 +51,8 @@ class Case:
     """Why it cannot run without data."""
 
     def call(self, layer: Any, g: Any, x: Tensor, e: Tensor) -> Any:
-        given = GIVEN[self.given] if isinstance(self.given, str) else self.given
-        return layer(g, *given(g, x, e))
+        inputs = GIVEN[self.given] if isinstance(self.given, str) else self.given
+        return layer(g, *inputs(g, x, e))
 
 
 on_graphs = partial(Case, blocks=False)
@@ -68,7 +68,7 @@ statistics = ["mean", "max", "min", "std", "var", "sum", "moment3"]
 def each(
     name: str, make: Callable[[str], nn.Module], options: str, given: str | Given = "rows"
 ) -> dict[str, Case]:
-    return {f"{name} {one}": Case(partial(make, one), given) for one in options.split()}
+    return {f"{name} {word}": Case(partial(make, word), given) for word in options.split()}
 
 
 CASES: dict[str, Case] = {

@@ -61,13 +61,13 @@ class Elsewhere(TorchDispatchMode):
 def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
     there = [tensor for tensor in tensors if isinstance(tensor, There)]
-    asked = kwargs.get("device")
-    ends_there = bool(there) if asked is None else torch.device(asked).type == DEVICE.type
-    if func not in _COPIES and there and any(one.dim() for one in tensors if not isinstance(one, There)):
+    request = kwargs.get("device")
+    ends_there = bool(there) if request is None else torch.device(request).type == DEVICE.type
+    if func not in _COPIES and there and any(item.dim() for item in tensors if not isinstance(item, There)):
         raise RuntimeError(f"{func} got tensors of the host and of {DEVICE}")
     if func in _READS and there:
         raise RuntimeError(f"{func} waits for {DEVICE}")
-    if asked is not None:
+    if request is not None:
         kwargs = {**kwargs, "device": torch.device("cpu")}
 
     def host_of(leaf: Any) -> Any:

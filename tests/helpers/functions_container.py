@@ -162,11 +162,11 @@ class _RuntimeApi(Answering):
 
     def do_GET(self) -> None:
         assert self.path == f"{API}/invocation/next"
-        found = self.owner.next()
-        if found is None:
+        result = self.owner.next()
+        if result is None:
             self.close_connection = True
             return
-        request, event, deadline = found
+        request, event, deadline = result
         headers = {
             "Lambda-Runtime-Aws-Request-Id": request,
             "Lambda-Runtime-Deadline-Ms": str(int(deadline * 1e3)),

@@ -140,8 +140,8 @@ class FunctionsService(AbstractContextManager["FunctionsService"]):
     def _container(self, function: Function, *, waits: bool) -> Container | None:
         with self._changed:
             while not self._closed:
-                function.containers = [one for one in function.containers if one.alive]
-                idle = [one for one in function.containers if one not in function.busy]
+                function.containers = [item for item in function.containers if item.alive]
+                idle = [item for item in function.containers if item not in function.busy]
                 if idle or len(function.containers) < function.concurrency:
                     container = idle[-1] if idle else Container(function.task, function.configuration)
                     if not idle:
@@ -177,8 +177,8 @@ class _Handler(Answering):
             else:
                 self._function(request, body)
         except Refused as error:
-            told = {"Type": "User", "Message": str(error), "message": str(error), "__type": error.kind}
-            self._send(error.status, told, request, {"x-amzn-ErrorType": error.kind})
+            message = {"Type": "User", "Message": str(error), "message": str(error), "__type": error.kind}
+            self._send(error.status, message, request, {"x-amzn-ErrorType": error.kind})
 
     do_GET = do_PUT = do_DELETE = do_POST
 
@@ -192,15 +192,15 @@ class _Handler(Answering):
             )
             self._send(404, text.encode(), request)
             return
-        asked = json.loads(body)
-        groups = {f"/aws/lambda/{name}": one for name, one in self.owner.functions.items()}
+        record = json.loads(body)
+        groups = {f"/aws/lambda/{name}": function for name, function in self.owner.functions.items()}
         if target.endswith("DescribeLogGroups"):
             self._send(200, {"logGroups": [{"logGroupName": name} for name in groups]}, request)
         elif target.endswith("FilterLogEvents"):
-            lines = groups[asked["logGroupName"]].lines
+            lines = groups[record["logGroupName"]].lines
             # Two to a page: whoever reads one page only reads too little.
-            start = int(asked.get("nextToken", 0))
-            chosen = [line for line in lines if line[0] >= asked["startTime"]]
+            start = int(record.get("nextToken", 0))
+            chosen = [line for line in lines if line[0] >= record["startTime"]]
             page = [{"timestamp": at, "message": text} for at, text in chosen[start : start + 2]]
             more = {"nextToken": str(start + 2)} if start + 2 < len(chosen) else {}
             self._send(200, {"events": page, **more}, request)
@@ -211,17 +211,17 @@ class _Handler(Answering):
         if self.command == "POST" and self.path.rstrip("/") == "/2015-03-31/functions":
             self._create(request, json.loads(body))
             return
-        found = _FUNCTION.fullmatch(self.path.split("?")[0])
-        function = self.owner.functions.get(found[1]) if found else None
-        if found is None or function is None:
+        match = _FUNCTION.fullmatch(self.path.split("?")[0])
+        function = self.owner.functions.get(match[1]) if match else None
+        if match is None or function is None:
             raise Refused(404, "ResourceNotFoundException", f"Function not found: {self.path}")
-        kind, what = (self.command, found[2] or ""), function
+        kind, label = (self.command, match[2] or ""), function
         routes: dict[tuple[str, str], Callable[[], object]] = {
-            ("GET", ""): lambda: {"Configuration": what.configuration, "Tags": what.tags, "Code": {}},
-            ("GET", "/configuration"): lambda: what.configuration,
-            ("PUT", "/event-invoke-config"): lambda: self._put_event_config(what, json.loads(body)),
-            ("GET", "/event-invoke-config"): lambda: self._event_config(what),
-            ("DELETE", ""): lambda: self._delete(what),
+            ("GET", ""): lambda: {"Configuration": label.configuration, "Tags": label.tags, "Code": {}},
+            ("GET", "/configuration"): lambda: label.configuration,
+            ("PUT", "/event-invoke-config"): lambda: self._put_event_config(label, json.loads(body)),
+            ("GET", "/event-invoke-config"): lambda: self._event_config(label),
+            ("DELETE", ""): lambda: self._delete(label),
         }
         if kind == ("POST", "/invocations"):
             self._invoke(function, request, body)

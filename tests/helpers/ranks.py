@@ -67,12 +67,12 @@ def run_ranks(function: Callable[..., Any], world_size: int, **how: Any) -> list
     """
     outcomes = start_ranks(function, world_size, **how)
     failures = sorted(
-        (one for one in outcomes if one.error or one.exitcode != 0),
+        (outcome for outcome in outcomes if outcome.error or outcome.exitcode != 0),
         key=lambda one: (one.exitcode is None, one.failed_at_ns or time.monotonic_ns()),
     )
     if failures:
-        raise RankError("\n\n".join(_describe(one, world_size) for one in failures))
-    return [one.result for one in outcomes]
+        raise RankError("\n\n".join(_describe(failure, world_size) for failure in failures))
+    return [outcome.result for outcome in outcomes]
 
 
 def start_ranks(

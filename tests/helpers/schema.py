@@ -26,11 +26,11 @@ def check_every_field(value: Any, read: Callable[[Any], Any], error: type[DglxEr
     refused = []
     for place, changed in _changes(value):
         try:
-            found = read(changed)
+            result = read(changed)
         except error as caught:
             refused.append(str(caught))
         else:
-            assert _text(found) == _text(changed), place
+            assert _text(result) == _text(changed), place
     assert refused
     assert [text for text in refused if not re.search(message, text)] == []
 
@@ -50,7 +50,7 @@ def _places(value: Any) -> Iterator[tuple[str | int, ...]]:
     items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     for key, inner in items:
         yield (key,)
-        yield from ((key, *rest) for rest in _places(inner))
+        yield from ((key, *place) for place in _places(inner))
 
 
 def _holder(value: Any, place: tuple[str | int, ...]) -> Any:

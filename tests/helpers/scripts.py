@@ -17,9 +17,9 @@ def run_script(path: Path, folder: Path, *arguments: str, ranks: int = 2, timeou
         AssertionError: a rank raised, died or hung; its error and what all wrote are shown.
     """
     outcomes = start_ranks(_main, ranks, args=(path, folder, arguments), timeout_s=timeout_s)
-    shown = "".join(one.output for one in outcomes)
-    failed = [one for one in outcomes if one.error or one.exitcode != 0]
-    assert not failed, "\n".join([*(one.error or f"exit code {one.exitcode}" for one in failed), shown])
+    shown = "".join(outcome.output for outcome in outcomes)
+    failed = [outcome for outcome in outcomes if outcome.error or outcome.exitcode != 0]
+    assert not failed, "\n".join([*(item.error or f"exit code {item.exitcode}" for item in failed), shown])
     return shown
 
 

@@ -97,7 +97,7 @@ def part_of(layer: SplittableConv, runs: Sequence[ColumnRange]) -> SplittableCon
 
 
 def add_up(parts: list[PartialSums]) -> PartialSums:
-    return tuple(sum(rest, first) for first, *rest in zip(*parts, strict=True))
+    return tuple(sum(remaining, first) for first, *remaining in zip(*parts, strict=True))
 
 
 def run_parts(
@@ -108,29 +108,34 @@ def run_parts(
     ``drops`` gives the draws of a part's columns.
     """
     handed = {} if layers[0].edges_after_sync else edges
-    given = [
-        StageInput(block=block, x=x[:, one.cut], edges=handed, draws=None if drops is None else drops(one))
-        for one in deal_out_columns(x.shape[1], len(layers))
+    inputs = [
+        StageInput(
+            block=block,
+            x=x[:, deal_out_column.cut],
+            edges=handed,
+            draws=None if drops is None else drops(deal_out_column),
+        )
+        for deal_out_column in deal_out_columns(x.shape[1], len(layers))
     ]
-    transformed = [layer.transform(one) for layer, one in zip(layers, given, strict=True)]
+    transformed = [layer.transform(item) for layer, item in zip(layers, inputs, strict=True)]
     scattered = add_up(
-        [layer.scatter(*pair) for layer, *pair in zip(layers, given, transformed, strict=True)]
+        [layer.scatter(*pair) for layer, *pair in zip(layers, inputs, transformed, strict=True)]
     )
     gathered = [
-        layer.gather(one, rows, scattered)
-        for layer, one, rows in zip(layers, given, transformed, strict=True)
+        layer.gather(item, rows, scattered)
+        for layer, item, rows in zip(layers, inputs, transformed, strict=True)
     ]
-    return layers[0].apply_edges(replace(given[0], edges=edges), add_up(gathered))
+    return layers[0].apply_edges(replace(inputs[0], edges=edges), add_up(gathered))
 
 
 def summed_gradient(layers: list[SplittableConv], name: str) -> Tensor | None:
-    found = [layer.get_parameter(name).grad for layer in layers]
+    results = [layer.get_parameter(name).grad for layer in layers]
     if name in layers[0].cut:
-        return torch.cat([grad for grad in found if grad is not None], dim=layers[0].cut[name])
+        return torch.cat([grad for grad in results if grad is not None], dim=layers[0].cut[name])
     if name in layers[0].shared:
-        return torch.stack([grad for grad in found if grad is not None]).sum(0)
-    assert all(grad is None for grad in found[1:]), f"{name} is used before the sum and not declared"
-    return found[0]
+        return torch.stack([grad for grad in results if grad is not None]).sum(0)
+    assert all(grad is None for grad in results[1:]), f"{name} is used before the sum and not declared"
+    return results[0]
 
 
 @pytest.mark.parametrize("name", [*CONVS, *BY_ROWS])
@@ -145,9 +150,9 @@ def test_parts_add_up_to_dgls_layer(name: str, width: int) -> None:
         close(staged(block, x, **edges), expected)
         for parts in PARTS:
             layers = [part_of(staged, [columns]) for columns in deal_out_columns(width, parts)]
-            found = run_parts(layers, block, x, **edges)
-            close(found, expected)
-            found.cos().sum().backward()
+            result = run_parts(layers, block, x, **edges)
+            close(result, expected)
+            result.cos().sum().backward()
             for parameter, values in conv.named_parameters():
                 close(summed_gradient(layers, parameter), values.grad)
 
@@ -230,9 +235,9 @@ def test_one_hop_of_sgc_is_dgls_on_a_whole_graph(out: int, weighted: bool) -> No
     expected = conv(graph, x, *edges)
     close(staged(graph, x, *edges), expected)
     parts = [part_of(staged, [columns]) for columns in deal_out_columns(5, 3)]
-    found = run_parts(parts, graph, x, **({"edge_weight": edges[0]} if weighted else {}))
-    close(found, expected)
-    for output in (expected, found):
+    result = run_parts(parts, graph, x, **({"edge_weight": edges[0]} if weighted else {}))
+    close(result, expected)
+    for output in (expected, result):
         output.cos().sum().backward()
     close(summed_gradient(parts, "fc.weight"), conv.fc.weight.grad)
     close(summed_gradient(parts, "fc.bias"), conv.fc.bias.grad)
@@ -247,8 +252,8 @@ def test_one_hop_of_sgc_on_a_block_weighs_as_dgls_norm_of_edges_does() -> None:
         conv(block, x)
     plain = GraphConv(7, 4, norm="none", bias=False).double()
     plain.weight = nn.Parameter(conv.fc.weight.detach().T)
-    for given in (weight, torch.ones_like(weight)):
-        close(staged(block, x, given), plain(block, x, edge_weight=EdgeWeightNorm("both")(block, given)))
+    for case in (weight, torch.ones_like(weight)):
+        close(staged(block, x, case), plain(block, x, edge_weight=EdgeWeightNorm("both")(block, case)))
     close(staged(block, x), staged(block, x, torch.ones_like(weight)))
 
 
@@ -259,10 +264,10 @@ def test_the_layer_of_the_page_adds_up() -> None:
     (code,) = re.findall(
         r"```python\n(import torch\n.*?class HalfSelf.*?)```", PAGE.read_text(), flags=re.DOTALL
     )
-    found: dict[str, Any] = {}
-    exec(code, found)
+    results: dict[str, Any] = {}
+    exec(code, results)
     torch.manual_seed(0)
-    layer = found["HalfSelf"](7, 4).double()
+    layer = results["HalfSelf"](7, 4).double()
     torch.nn.init.uniform_(layer.bias)
     block, x, weight = block_and_rows(7)
     expected = layer(block, x, weight)

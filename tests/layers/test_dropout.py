@@ -43,11 +43,11 @@ def mask(runs: tuple[ColumnRange, ...], number: int = 3, **other: int) -> Tensor
 
 @pytest.mark.parametrize("parts", [1, 2, 3, 4])
 def test_parts_have_the_columns_of_the_whole_mask(parts: int) -> None:
-    whole = mask(all_columns(9))
+    full = mask(all_columns(9))
     cut = [mask((columns,)) for columns in deal_out_columns(9, parts)]
-    assert torch.equal(torch.cat(cut, 1), whole)
+    assert torch.equal(torch.cat(cut, 1), full)
     for runs in deal_out_concatenated([5, 4], parts):
-        assert torch.equal(mask(runs), torch.cat([whole[:, run.cut] for run in runs], 1))
+        assert torch.equal(mask(runs), torch.cat([full[:, run.cut] for run in runs], 1))
 
 
 @pytest.mark.parametrize("other", [{"number": 4}, {"seed": 8}, {"stream": 1 << 33}])
@@ -95,17 +95,17 @@ def test_parts_drop_what_one_part_drops(conv: nn.Module, sync: Sync) -> None:
     def drops(columns: ColumnRange) -> DropDraws:
         return DropDraws(seed=1, number=2, nodes=NODES[: len(x)], runs=(columns,))
 
-    found = []
+    results = []
     for parts in (1, 2, 3, 4):
         layers = [part_of(staged, [columns]) for columns in deal_out_columns(7, parts)]
         out = run_parts(layers, block, x, drops)
         out.cos().sum().backward()
-        found.append((out, summed_gradient(layers, next(iter(staged.cut)))))
-    for out, gradient in found[1:]:
-        close(out, found[0][0])
-        close(gradient, found[0][1])
+        results.append((out, summed_gradient(layers, next(iter(staged.cut)))))
+    for out, gradient in results[1:]:
+        close(out, results[0][0])
+        close(gradient, results[0][1])
     undropped = staged.eval()(block, x)
-    assert (undropped - found[0][0]).abs().max() > 1e-2
+    assert (undropped - results[0][0]).abs().max() > 1e-2
     close(run_parts([staged], block, x, drops), undropped)
 
 
@@ -135,7 +135,7 @@ def test_attention_is_dropped_by_destination_and_place_not_by_number_of_the_edge
     assert not torch.equal(edge_ids, torch.arange(len(edge_ids)))
     part = dgl.create_block(("csc", (indptr, indices, [])), block.num_src_nodes(), block.num_dst_nodes())
     draws, ones = DropDraws(seed=0, number=0, nodes=NODES, runs=()), torch.ones(len(indices), 2, 1)
-    owners, parts = (drop_attention(one, ones, 0.5, draws) for one in (block, part))
+    owners, parts = (drop_attention(case, ones, 0.5, draws) for case in (block, part))
     assert torch.equal(parts, owners[edge_ids])
 
 
@@ -160,9 +160,9 @@ def test_a_device_drops_the_same_entries(monkeypatch: pytest.MonkeyPatch) -> Non
     expected = drawn()
     monkeypatch.setattr(dropout, "is_on_host", lambda tensor: False)
     monkeypatch.setattr(dropout, "_WORDS_AT_ONCE", 100)
-    for found, wanted in zip(drawn(), expected, strict=True):
-        assert torch.equal(found, wanted)
-    assert not found.any()
+    for result, target in zip(drawn(), expected, strict=True):
+        assert torch.equal(result, target)
+    assert not result.any()
 
 
 # The ring 0 -> 1 -> ... -> 11 -> 0 with chords v -> v + 5.
@@ -173,14 +173,14 @@ TARGETS = torch.cat([(torch.arange(RING) + 1) % RING, (torch.arange(RING) + 5) %
 
 def block_of(targets: list[int]) -> Any:
     """The in-edges of ``targets``, whose sources come after them in descending order, with global ids."""
-    wanted = torch.tensor(targets)
-    edges = torch.isin(TARGETS, wanted).nonzero()[:, 0].flip(0)
-    others = sorted(set(SOURCES[edges].tolist()) - set(targets), reverse=True)
-    nodes = torch.tensor([*targets, *others])
+    expected = torch.tensor(targets)
+    edges = torch.isin(TARGETS, expected).nonzero()[:, 0].flip(0)
+    remaining = sorted(set(SOURCES[edges].tolist()) - set(targets), reverse=True)
+    nodes = torch.tensor([*targets, *remaining])
     place = {int(node): position for position, node in enumerate(nodes)}
     ends = [torch.tensor([place[int(node)] for node in ids[edges]]) for ids in (SOURCES, TARGETS)]
     block = dgl.create_block((ends[0], ends[1]), num_src_nodes=len(nodes), num_dst_nodes=len(targets))
-    block.srcdata[dgl.NID], block.dstdata[dgl.NID] = nodes, wanted
+    block.srcdata[dgl.NID], block.dstdata[dgl.NID] = nodes, expected
     block.edata[dgl.EID] = edges
     return block
 
@@ -215,35 +215,35 @@ def scores(targets: list[int]) -> Tensor:
 
 
 def test_a_node_gets_the_same_on_whichever_rank() -> None:
-    whole = scores(list(range(RING)))
+    full = scores(list(range(RING)))
     for targets in ([3, 0, 7], [11], [9, 8, 10, 1, 2]):
-        torch.testing.assert_close(scores(targets), whole[targets], rtol=0, atol=1e-13)
+        torch.testing.assert_close(scores(targets), full[targets], rtol=0, atol=1e-13)
 
 
 def test_calls_passes_and_steps_drop_other_entries() -> None:
     model = nn.Sequential(nn.Dropout(0.5))
     dropouts = install_node_dropouts(model, seed=0)
-    x, found = torch.ones(200, 8), []
+    x, actual = torch.ones(200, 8), []
     for step, calls in ((0, 2), (0, 1), (1, 1)):
         dropouts.begin(step, torch.arange(200))
-        found += [model(x) for _ in range(calls)]
-    for number, one in enumerate(found):
-        assert torch.equal(one.unique(), torch.tensor([0.0, 2.0]))
-        for other in found[:number]:
+        actual += [model(x) for _ in range(calls)]
+    for number, result in enumerate(actual):
+        assert torch.equal(result.unique(), torch.tensor([0.0, 2.0]))
+        for second in actual[:number]:
             # 1600 independent entries agree in half of the cases; 5 standard deviations are 0.0625.
-            assert abs(((one != 0) == (other != 0)).double().mean() - 0.5) < 0.0625
+            assert abs(((result != 0) == (second != 0)).double().mean() - 0.5) < 0.0625
 
 
 @pytest.mark.parametrize("shape", [(6,), (6, 4), (6, 2, 3)])
 def test_rows_of_any_shape(shape: tuple[int, ...]) -> None:
-    ids, some, found = torch.tensor([5, 3, 1, 0, 9, 8]), [2, 4], []
+    ids, some, result = torch.tensor([5, 3, 1, 0, 9, 8]), [2, 4], []
     for places in (list(range(6)), some, []):
         model = nn.Sequential(nn.Dropout(0.5))
         install_node_dropouts(model, seed=0).begin(0, ids[places])
-        found.append(model(torch.ones(shape)[places]))
-    assert found[0].shape == shape
-    assert torch.equal(found[1], found[0][some])
-    assert found[2].shape == (0, *shape[1:])
+        result.append(model(torch.ones(shape)[places]))
+    assert result[0].shape == shape
+    assert torch.equal(result[1], result[0][some])
+    assert result[2].shape == (0, *shape[1:])
     model = nn.Sequential(nn.Dropout(1.0))
     install_node_dropouts(model, seed=0).begin(0, ids)
     assert not model(torch.ones(shape)).any()
@@ -343,13 +343,13 @@ def test_a_layer_may_have_its_block_anywhere_and_compute_a_part_of_itself_again(
     block = block_of([3, 0, 7])
     x = torch.ones(block.num_src_nodes(), 6, dtype=torch.float64)
     out, gradient = of_a_layer(Layer(), block, x)
-    for found in (
+    for case in (
         of_a_layer(Layer(again=True), block, x),
         of_a_layer(LayerOfRows(), x, block),
         of_a_layer(Layer(), h=x, block=block),
     ):
-        close(found[0], out)
-        close(found[1], gradient)
+        close(case[0], out)
+        close(case[1], gradient)
 
 
 def test_a_block_that_is_gone_before_its_layer_is_computed_again_is_told() -> None:
@@ -402,8 +402,8 @@ def test_dropouts_of_a_copy_are_replaced_in_the_copy_alone() -> None:
     assert torch.equal(copied[0](rows), plain)
     assert not torch.equal(model[0](rows), plain)
     install_node_dropouts(copied, seed=0)
-    for one in (model, copied):
-        assert [len(module._forward_hooks) for module in one.modules()] == [1, 0, 1]
+    for case in (model, copied):
+        assert [len(module._forward_hooks) for module in case.modules()] == [1, 0, 1]
 
 
 def test_a_graph_of_unknown_nodes_is_dropped_as_torch_does() -> None:

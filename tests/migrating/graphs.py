@@ -65,12 +65,12 @@ def _partners(label, degree, random):
     by_class = [(label == c).nonzero().squeeze(1) for c in range(CLASSES)]
     of_node = label.repeat_interleave(degree)
     away = torch.rand(len(of_node), generator=random) < 0.2
-    wanted = torch.where(away, torch.randint(0, CLASSES, of_node.shape, generator=random), of_node)
+    expected = torch.where(away, torch.randint(0, CLASSES, of_node.shape, generator=random), of_node)
     drawn = torch.randint(0, 1 << 30, of_node.shape, generator=random)
-    found = torch.empty_like(of_node)
+    result = torch.empty_like(of_node)
     for c, members in enumerate(by_class):
-        found[wanted == c] = members[drawn[wanted == c] % len(members)]
-    return found
+        result[expected == c] = members[drawn[expected == c] % len(members)]
+    return result
 
 
 def _split(g, draw):

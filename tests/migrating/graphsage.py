@@ -75,8 +75,8 @@ def train(args, device, g, dataset, model):
             loss.backward()
             optimizer.step()
             total += loss.item()
-        found = evaluate(model, val_loader)
-        print(f"epoch {epoch}: loss {total / len(train_loader):.4f}, accuracy {found:.4f}")
+        result = evaluate(model, val_loader)
+        print(f"epoch {epoch}: loss {total / len(train_loader):.4f}, accuracy {result:.4f}")
 
 
 if __name__ == "__main__":

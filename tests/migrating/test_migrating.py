@@ -31,11 +31,11 @@ def changed(name: str) -> str:
 
     An import goes above the others. Of more new than removed lines the last go above what is removed next.
     """
-    told = re.search(rf"`{name}\.py`: {ADDED[name]} lines.*?```diff\n(.*?)```", PAGE.read_text(), re.DOTALL)
-    assert told is not None
-    assert len(re.findall(r"(?m)^\+", told[1])) == ADDED[name]
+    match = re.search(rf"`{name}\.py`: {ADDED[name]} lines.*?```diff\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    assert match is not None
+    assert len(re.findall(r"(?m)^\+", match[1])) == ADDED[name]
     text, waiting = (HERE / f"{name}.py").read_text(), list[str]()
-    for shown in re.findall(r"((?:^-.*\n)*)((?:^\+.*\n)+)", told[1], re.MULTILINE):
+    for shown in re.findall(r"((?:^-.*\n)*)((?:^\+.*\n)+)", match[1], re.MULTILINE):
         removed, new = ([line[1:] for line in lines.splitlines(keepends=True)] for lines in shown)
         if not removed:
             place = text.index("\nimport ") + 1
@@ -51,7 +51,7 @@ def changed(name: str) -> str:
 def run_scripts(folder: str, names: list[str], arguments: list[str]) -> dict[str, float]:
     os.chdir(folder)
     sys.path.insert(0, folder)
-    found = {}
+    results = {}
     for name in names:
         shown = io.StringIO()
         torch.manual_seed(0)
@@ -60,16 +60,16 @@ def run_scripts(folder: str, names: list[str], arguments: list[str]) -> dict[str
             runpy.run_path(f"{name}.py", run_name="__main__")
         while session._CURRENT:
             session.current_session().close()
-        (found[name],) = (float(text) for text in re.findall(r"test accuracy (\d\.\d+)", shown.getvalue()))
-    return found
+        (results[name],) = (float(text) for text in re.findall(r"test accuracy (\d\.\d+)", shown.getvalue()))
+    return results
 
 
 @pytest.mark.wide
 def test_plain_scripts_run_in_plain_dgl(tmp_path: Path) -> None:
     for path in HERE.glob("*.py"):
         shutil.copy(path, tmp_path)
-    (found,) = run_ranks(run_scripts, 1, args=(str(tmp_path), list(ADDED), ["--epochs", "1"]))
-    assert found.keys() == ADDED.keys()
+    (result,) = run_ranks(run_scripts, 1, args=(str(tmp_path), list(ADDED), ["--epochs", "1"]))
+    assert result.keys() == ADDED.keys()
 
 
 @pytest.mark.parametrize("ranks", [2, *wide(1)])
@@ -78,10 +78,10 @@ def test_changed_scripts_learn_on_any_number_of_ranks(tmp_path: Path, ranks: int
     for name in ADDED:
         (tmp_path / f"{name}.py").write_text(changed(name))
     # A server for each rank, so that two ranks share no part.
-    found = run_ranks(run_scripts, ranks, args=(str(tmp_path), list(ADDED), []), ranks_per_server=1)
-    assert all(one == found[0] for one in found), "every rank prints the accuracy over all of them"
-    assert found[0].keys() == ADDED.keys()
-    assert all(accuracy > LEAST.get(name, 0.9) for name, accuracy in found[0].items())
+    results = run_ranks(run_scripts, ranks, args=(str(tmp_path), list(ADDED), []), ranks_per_server=1)
+    assert all(result == results[0] for result in results), "every rank prints the accuracy over all of them"
+    assert results[0].keys() == ADDED.keys()
+    assert all(accuracy > LEAST.get(name, 0.9) for name, accuracy in results[0].items())
     # One cut of each graph; gat's is that of graphsage.
     assert len(list((tmp_path / "data").iterdir())) == 3
 

@@ -57,7 +57,7 @@ def script(folder: Path, text: str) -> str:
 
 
 def processes_with(word: str) -> list[str]:
-    lines = (" ".join(one.info["cmdline"] or ()) for one in psutil.process_iter(["cmdline"]))
+    lines = (" ".join(item.info["cmdline"] or ()) for item in psutil.process_iter(["cmdline"]))
     return [line for line in lines if word in line]
 
 

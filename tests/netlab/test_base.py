@@ -30,9 +30,9 @@ def test_servers_have_whole_cores_or_share_what_there_is(
     available: tuple[int, ...], servers: int, cpus: float | None, cores: list[tuple[int, ...]], share: float
 ) -> None:
     dealt = deal_out(available, servers, cpus)
-    assert [one.cores for one in dealt] == cores
-    assert [one.share for one in dealt] == pytest.approx([share] * servers)
-    assert {one.needs_quota for one in dealt} == {share != 2.0}
+    assert [item.cores for item in dealt] == cores
+    assert [item.share for item in dealt] == pytest.approx([share] * servers)
+    assert {item.needs_quota for item in dealt} == {share != 2.0}
 
 
 @pytest.mark.parametrize(("servers", "cpus"), [(4, 0.1), (4, 0.3), (7, 2 / 7), (3, 0.5)])
@@ -66,11 +66,11 @@ def test_a_fraction_of_a_core_is_not_held_without_a_quota() -> None:
 
 def test_a_rate_that_was_asked_for_is_reported_as_not_held() -> None:
     lab = LoopbackLab(LabSpec(servers=2, external=RATE), "tc: not installed, apt-get install iproute2")
-    said = json.loads(json.dumps(lab.describe()))
-    assert said["rates_not_held"] == {"external": "100mbit"}
-    assert (said["external"], said["internal"], said["servers"]) == (None, None, 2)
-    assert said["missing"] == "tc: not installed, apt-get install iproute2"
-    assert said["label"] == label(lab) == f"loopback, links not limited: {lab.missing}"
+    record = json.loads(json.dumps(lab.describe()))
+    assert record["rates_not_held"] == {"external": "100mbit"}
+    assert (record["external"], record["internal"], record["servers"]) == (None, None, 2)
+    assert record["missing"] == "tc: not installed, apt-get install iproute2"
+    assert record["label"] == label(lab) == f"loopback, links not limited: {lab.missing}"
 
 
 def test_a_rate_that_is_set_is_refused() -> None:

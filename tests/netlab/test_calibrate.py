@@ -49,13 +49,13 @@ def at_most(limit: Rate) -> Network:
 
 @pytest.mark.parametrize("phi", PHIS)
 def test_where_wire_and_computing_are_added_the_first_guess_is_right(phi: float) -> None:
-    found = find_rate(added, phi)
-    assert len(found.tries) == 1
-    assert found.phi == pytest.approx(phi, abs=0.002)  # the rate has three digits
+    rate = find_rate(added, phi)
+    assert len(rate.tries) == 1
+    assert rate.phi == pytest.approx(phi, abs=0.002)  # the rate has three digits
     # 6.1 of the specification: b = bytes x 8 / (phi / (1 - phi) x compute).
     expected = SENT * 8 / (phi / (1 - phi) * COMPUTE_S)
-    assert found.rate.bits_per_s == pytest.approx(expected, rel=0.005)
-    assert found.seconds_at_rate == pytest.approx(COMPUTE_S / (1 - phi), rel=0.01)
+    assert rate.rate.bits_per_s == pytest.approx(expected, rel=0.005)
+    assert rate.seconds_at_rate == pytest.approx(COMPUTE_S / (1 - phi), rel=0.01)
 
 
 @pytest.mark.parametrize("phi", PHIS)
@@ -65,14 +65,14 @@ def test_where_wire_and_computing_are_added_the_first_guess_is_right(phi: float)
     ids=["overlapped", "half overlapped", "headers and waits", "slow at best"],
 )
 def test_the_rate_is_found_on_other_networks(measure: Network, phi: float) -> None:
-    found = find_rate(measure, phi)
-    assert found.within_tolerance
-    assert abs(found.phi - phi) <= 0.03
-    again, free = measure(found.rate), measure(None)
-    assert found.phi == pytest.approx(1 - free.seconds / again.seconds)
-    assert (found.seconds_free, found.seconds_at_rate) == (free.seconds, again.seconds)
-    assert len(found.tries) <= 6
-    assert found.tries[-1].rate == found.rate
+    rate = find_rate(measure, phi)
+    assert rate.within_tolerance
+    assert abs(rate.phi - phi) <= 0.03
+    again, free = measure(rate.rate), measure(None)
+    assert rate.phi == pytest.approx(1 - free.seconds / again.seconds)
+    assert (rate.seconds_free, rate.seconds_at_rate) == (free.seconds, again.seconds)
+    assert len(rate.tries) <= 6
+    assert rate.tries[-1].rate == rate.rate
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -83,21 +83,21 @@ def test_noise_of_five_percent_is_borne(seed: int) -> None:
         noise = 1 + 0.05 * float(np.clip(draw.standard_normal(), -2, 2))
         return Measured(seconds=(COMPUTE_S + wire_s(rate)) * noise, bytes_per_server=SENT)
 
-    found = find_rate(measure, 0.65)
+    result = find_rate(measure, 0.65)
     # Seconds are off by 10 % at most, so 1 - phi = 0.35 by 20 %.
-    assert 1 - COMPUTE_S / (COMPUTE_S + wire_s(found.rate)) == pytest.approx(0.65, abs=0.1)
+    assert 1 - COMPUTE_S / (COMPUTE_S + wire_s(result.rate)) == pytest.approx(0.65, abs=0.1)
 
 
 def test_what_is_not_reached_is_said() -> None:
     """Where the wire costs nothing at any rate, the least rate is tried last."""
-    found = find_rate(network(lambda _wire: COMPUTE_S), 0.5, max_tries=40)
-    assert not found.within_tolerance
-    assert found.wanted == 0.5
-    assert found.phi == 0.0
-    assert min(one.rate for one in found.tries) == LEAST_RATE
-    found = find_rate(half_overlapped, 0.3, max_tries=2, tolerance=0.001)
-    assert (len(found.tries), found.within_tolerance) == (2, False)
-    assert abs(found.phi - 0.3) == min(abs(one.phi - 0.3) for one in found.tries)
+    rate = find_rate(network(lambda _wire: COMPUTE_S), 0.5, max_tries=40)
+    assert not rate.within_tolerance
+    assert rate.wanted == 0.5
+    assert rate.phi == 0.0
+    assert min(attempt.rate for attempt in rate.tries) == LEAST_RATE
+    rate = find_rate(half_overlapped, 0.3, max_tries=2, tolerance=0.001)
+    assert (len(rate.tries), rate.within_tolerance) == (2, False)
+    assert abs(rate.phi - 0.3) == min(abs(attempt.phi - 0.3) for attempt in rate.tries)
 
 
 def test_a_command_that_sends_nothing_is_told_so() -> None:

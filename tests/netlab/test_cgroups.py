@@ -50,8 +50,8 @@ def test_groups_are_made_below_our_own_or_at_the_top(
     for folder in ("cpu/jobs/one", "memory", "unified/session"):
         (tmp_path / folder).mkdir(parents=True)
     own = "4:cpu,cpuacct:/jobs/one\n3:memory:/\n0::/session\n"
-    found = cgroups.parents(mounts.format(root=tmp_path), own)
-    assert found == [tmp_path / folder for folder in expected]
+    result = cgroups.parents(mounts.format(root=tmp_path), own)
+    assert result == [tmp_path / folder for folder in expected]
 
 
 def test_no_group_where_there_is_no_controller(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

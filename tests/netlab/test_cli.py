@@ -75,10 +75,14 @@ def test_training_on_two_emulated_servers_is_counted_by_cards_and_ledger(tmp_pat
     assert "test_accuracy" in done.stdout
     assert done.stdout.count("agrees") == 3
     assert "s per epoch after the first" in done.stdout
-    said = json.loads((out / "lab.json").read_text())
-    assert (said["lab"]["kind"], said["lab"]["external"], said["exit_code"]) == ("namespaces", "200mbit", 0)
-    assert [abs(one["ratio"] - 1) < 0.08 for one in said["servers"]] == [True, True]
-    assert len(said["epoch_seconds"]) == 4
+    record = json.loads((out / "lab.json").read_text())
+    assert (record["lab"]["kind"], record["lab"]["external"], record["exit_code"]) == (
+        "namespaces",
+        "200mbit",
+        0,
+    )
+    assert [abs(message["ratio"] - 1) < 0.08 for message in record["servers"]] == [True, True]
+    assert len(record["epoch_seconds"]) == 4
     assert "test_accuracy" in (out / "server-0.log").read_text()
 
 
@@ -153,9 +157,9 @@ def test_what_is_missing_is_told_and_the_command_runs_on_loopback(tmp_path: Path
     programs = tmp_path / "bin"
     programs.mkdir()
     for name in ("sh", "taskset", "unshare", "nsenter", "mount"):
-        found = [folder for folder in ("/usr/bin", "/bin") if Path(folder, name).exists()]
-        if found:
-            (programs / name).symlink_to(Path(found[0], name))
+        results = [folder for folder in ("/usr/bin", "/bin") if Path(folder, name).exists()]
+        if results:
+            (programs / name).symlink_to(Path(results[0], name))
     (tmp_path / "who.py").write_text("import os; print('rank', os.environ['RANK'])")
     done = netlab("run", "--external", "1gbit", "--", str(tmp_path / "who.py"), PATH=str(programs))
     assert done.returncode == 0, done.stderr
@@ -222,8 +226,8 @@ def test_down_wants_one_lab_that_there_is_or_all(own_notes: Path) -> None:
 
 def test_up_and_status_say_what_is_missing(own_notes: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(labs, "what_is_missing", lambda: "tc: not installed, apt-get install iproute2")
-    refused, told = lab("up", "slow").exception, lab("status")
+    refused, message = lab("up", "slow").exception, lab("status")
     assert isinstance(refused, LabError)
     assert "apt-get install iproute2" in str(refused)
-    assert told.exit_code == 0
-    assert "apt-get install iproute2" in told.output
+    assert message.exit_code == 0
+    assert "apt-get install iproute2" in message.output

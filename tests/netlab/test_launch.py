@@ -52,16 +52,20 @@ def test_each_server_is_a_node_of_torchrun(
         timeout_s=120,
     )
     assert (done.exit_code, done.failure, done.cards_before, done.cards_after) == (0, None, (), ())
-    said = [
+    message = [
         f"who {rank} 4 {rank // 2} 2 1 lo {sorted(lab.servers[rank // 2].cores)} --rate 3"
         for rank in range(4)
     ]
     shown = capfd.readouterr()
-    assert sorted(shown.out.splitlines()) == sorted([*said[:2], *(f"server 1 | {line}" for line in said[2:])])
+    assert sorted(shown.out.splitlines()) == sorted(
+        [*message[:2], *(f"server 1 | {line}" for line in message[2:])]
+    )
     assert "server 1 | error of 3" in shown.err.splitlines()
     for server in range(2):
         logged = (logs / f"server-{server}.log").read_text().splitlines()
-        assert {line for line in logged if line.startswith("who")} == set(said[2 * server : 2 * server + 2])
+        assert {line for line in logged if line.startswith("who")} == set(
+            message[2 * server : 2 * server + 2]
+        )
 
 
 def test_a_command_that_takes_too_long_is_ended_and_who_it_waited_for_is_named(
@@ -197,12 +201,12 @@ def test_every_line_comes_whole_behind_its_prefix_and_as_it_was_in_the_file(tmp_
     for thread in (*writers, *relays):
         thread.join(30)
     log.close()
-    found = shown.getvalue().splitlines()
+    result = shown.getvalue().splitlines()
     for number in range(3):
-        own = [line for line in found if line.startswith(f"server {number} | ")]
-        said = [*(f"{number} {line}" for line in range(lines)), "x" * 200_000 + "\ufffd"]
-        assert own == [f"server {number} | {line}" for line in said]
-    assert len(found) == 3 * (lines + 1)
+        own = [line for line in result if line.startswith(f"server {number} | ")]
+        message = [*(f"{number} {line}" for line in range(lines)), "x" * 200_000 + "\ufffd"]
+        assert own == [f"server {number} | {line}" for line in message]
+    assert len(result) == 3 * (lines + 1)
     logged = (tmp_path / "server-1.log").stat().st_size
     assert logged == sum(len(f"{n} {line}\n") for n in range(3) for line in range(lines)) + 600_003
 
@@ -219,10 +223,10 @@ def test_a_screen_that_is_gone_and_a_full_disk_stop_nobody() -> None:
 
 
 def test_a_port_that_somebody_listens_at_is_not_taken(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
-    with socket.socket() as other:
-        other.bind(("127.0.0.1", 0))
-        other.listen()
-        number = other.getsockname()[1]
+    with socket.socket() as second:
+        second.bind(("127.0.0.1", 0))
+        second.listen()
+        number = second.getsockname()[1]
         monkeypatch.setattr(launch, "_PORTS", range(number, number + 1))
         with pytest.raises(LabError, match="no free port between"):
             free_port(lab)
@@ -238,8 +242,8 @@ def servers() -> Sequence[Server]:
 
 
 def launcher(server: Server, script: str, folder: Path, **options: object) -> Launcher:
-    given = {"screen": None, "log": None, "failure_file": folder / f"server-{server.number}.json", **options}
-    return Launcher(server, ["sh", "-c", script], ENVIRONMENT, **given)  # type: ignore[arg-type]
+    inputs = {"screen": None, "log": None, "failure_file": folder / f"server-{server.number}.json", **options}
+    return Launcher(server, ["sh", "-c", script], ENVIRONMENT, **inputs)  # type: ignore[arg-type]
 
 
 def ends(one: Launcher) -> int | None:
@@ -256,8 +260,8 @@ def test_server_0_has_the_terminal_itself_and_only_that(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
-    one = launcher(servers[0], "echo direct; echo relayed >&2", tmp_path, screen=threading.Lock())
-    ends(one)
+    single = launcher(servers[0], "echo direct; echo relayed >&2", tmp_path, screen=threading.Lock())
+    ends(single)
     assert capfd.readouterr().out == "direct\n"
 
 
@@ -266,12 +270,12 @@ def test_ranks_in_sessions_of_their_own_end_with_a_guard_that_does_not_answer(
 ) -> None:
     monkeypatch.setattr(launch, "GRACE_S", -4.9)
     rank = f"trap '' TERM; echo up > {tmp_path}/up; while true; do sleep 0.1; done"
-    one = launcher(servers[1], f'setsid sh -c "{rank}" & wait', tmp_path)
+    single = launcher(servers[1], f'setsid sh -c "{rank}" & wait', tmp_path)
     while not (tmp_path / "up").exists():
         time.sleep(0.01)
-    (found,) = [pid for pid in guard.descendants(os.getpid()) if _is_guard_of(pid, tmp_path)]
-    os.kill(found, signal.SIGSTOP)
-    one.stop()
+    (result,) = [pid for pid in guard.descendants(os.getpid()) if _is_guard_of(pid, tmp_path)]
+    os.kill(result, signal.SIGSTOP)
+    single.stop()
     # Not a moment later: whoever waited may use the cores, or the port, again.
     assert processes_with(str(tmp_path)) == []
 

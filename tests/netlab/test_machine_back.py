@@ -48,8 +48,8 @@ def started(lab: NamespaceLab, number: int, data: Path, out: Path) -> subprocess
 
 
 def kill(process: subprocess.Popen[bytes]) -> None:
-    for one in [*psutil.Process(process.pid).children(recursive=True), psutil.Process(process.pid)]:
-        one.send_signal(signal.SIGKILL)
+    for item in [*psutil.Process(process.pid).children(recursive=True), psutil.Process(process.pid)]:
+        item.send_signal(signal.SIGKILL)
     process.wait()
 
 
@@ -67,8 +67,8 @@ def test_a_machine_that_comes_back_costs_no_bit(pair: NamespaceLab, tmp_path: Pa
             kill(ranks[1])
             time.sleep(5)
             ranks[1] = started(pair, 1, data, out)
-        said = [(tmp_path / f"{name}-{number}.log").read_text for number in range(2)]
-        assert [one.wait(LIMIT_S) for one in ranks] == [0, 0], [read() for read in said]
+        message = [(tmp_path / f"{name}-{number}.log").read_text for number in range(2)]
+        assert [rank.wait(LIMIT_S) for rank in ranks] == [0, 0], [read() for read in message]
         last = out / "checkpoints" / f"epoch-{EPOCHS:06d}-step-000000000"
         weights[name] = {
             tensor: (last / saved["file"]).read_bytes()[saved["first_byte"] :][: saved["num_bytes"]]

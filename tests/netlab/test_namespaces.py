@@ -52,9 +52,9 @@ def test_servers_have_names_that_all_of_them_know(pair: NamespaceLab) -> None:
         "socket.gethostbyname('server-1'), socket.gethostbyaddr('10.77.0.1')[0], "
         "socket.gethostbyname('localhost'))"
     )
-    said = [python(server, code) for server in pair.servers]
-    assert said[0] == "server-0 server-0 10.77.0.1 10.77.0.2 server-0 127.0.0.1"
-    assert said[1] == "server-1 server-1 10.77.0.2 10.77.0.2 server-0 127.0.0.1"
+    message = [python(server, code) for server in pair.servers]
+    assert message[0] == "server-0 server-0 10.77.0.1 10.77.0.2 server-0 127.0.0.1"
+    assert message[1] == "server-1 server-1 10.77.0.2 10.77.0.2 server-0 127.0.0.1"
     assert socket.gethostname() == ours
     assert "server-0" not in Path("/etc/hosts").read_text()
 
@@ -93,7 +93,7 @@ def test_orphans_leave_no_zombies(pair: NamespaceLab) -> None:
     output(pair.servers[0], "sh", "-c", "(sleep 0.01 &) ; sleep 0.2")
     assert pair.servers[0].init.alive()
     children = psutil.Process(pair.servers[0].init.pid).children()
-    assert psutil.STATUS_ZOMBIE not in {one.status() for one in children}
+    assert psutil.STATUS_ZOMBIE not in {child.status() for child in children}
 
 
 SLOW, FAST = Rate.parse("20mbit"), Rate.parse("300mbit")
@@ -103,7 +103,7 @@ pytestmark = pytest.mark.usefixtures("needs_lab")
 
 def rate_of(pid: int, device: str) -> int | None:
     answer = servers.run_inside(pid, [["tc", "-j", "qdisc", "show", "dev", device]])
-    (root,) = [one for one in json.loads(answer) if one.get("root")]
+    (root,) = [load for load in json.loads(answer) if load.get("root")]
     return int(root["options"]["rate"]) * 8 if root["kind"] == "tbf" else None
 
 
@@ -122,12 +122,14 @@ def test_servers_reach_each_other_and_nobody_else(pair: NamespaceLab) -> None:
 
 def test_two_labs_at_once_do_not_see_each_other(pair: NamespaceLab) -> None:
     """The other lab has our addresses and a third one, which stays out of our reach."""
-    with lab_of(3, cpus=0.1) as other:
-        assert [server.address for server in other.servers[:2]] == [server.address for server in pair.servers]
-        assert reaches(other.servers[0], "10.77.0.3")
+    with lab_of(3, cpus=0.1) as second:
+        assert [server.address for server in second.servers[:2]] == [
+            server.address for server in pair.servers
+        ]
+        assert reaches(second.servers[0], "10.77.0.3")
         assert not reaches(pair.servers[0], "10.77.0.3")
         cards = pair.cards()
-        assert reaches(other.servers[0], "10.77.0.2")
+        assert reaches(second.servers[0], "10.77.0.2")
         assert pair.cards()[1].received - cards[1].received < 1000
 
 

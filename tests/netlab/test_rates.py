@@ -73,8 +73,8 @@ def streams(lab: Lab, pairs: list[tuple[int, int]], *, seconds: float) -> Iterat
 
 def measure_program(lab: Lab, server: int, *, seconds: float = 1.0) -> float:
     """Return the Mbit/s that a program on ``server`` receives from another there or on the server before."""
-    with streams(lab, [(max(server - 1, 0), server)], seconds=seconds) as (said,):
-        return float(said.readline()) * 8e-6
+    with streams(lab, [(max(server - 1, 0), server)], seconds=seconds) as (message,):
+        return float(message.readline()) * 8e-6
 
 
 def measure_cards(lab: Lab, pairs: list[tuple[int, int]]) -> list[float]:
@@ -114,12 +114,12 @@ def test_streams_between_servers_have_the_rate(
     lab: Lab, rate: int, pairs: list[tuple[int, int]], total: int
 ) -> None:
     lab.set_rates(Rate.parse(f"{rate}mbit"), None)
-    wanted = pytest.approx(total, rel=TOLERANCE)
+    expected = pytest.approx(total, rel=TOLERANCE)
     for _ in range(4):
         # Again when other processes kept the streams from the cores: a limit that fails to hold would fail
         # to hold then.
         measured = measure_cards(lab, pairs)
-        if sum(measured) == wanted and max(measured) <= rate * (1 + TOLERANCE):
+        if sum(measured) == expected and max(measured) <= rate * (1 + TOLERANCE):
             return
     pytest.fail(f"{measured} Mbit/s in place of {total}")
 

@@ -34,10 +34,12 @@ SERVER = NamespaceServer(
 
 def test_is_read_as_it_was_written(own_notes: Path) -> None:
     spec = LabSpec(servers=2, external=Rate.parse("1gbit"), cpus=0.5)
-    one = noted("a", spec=spec, complete=True, switch=(NOBODY,), servers=(SERVER, replace(SERVER, number=1)))
-    state.write_notes(one, new=True)
-    assert state.read_notes("a") == one
-    lifted = replace(one, spec=LabSpec(servers=2, internal=Rate.parse("40gbit")), held="detached")
+    single = noted(
+        "a", spec=spec, complete=True, switch=(NOBODY,), servers=(SERVER, replace(SERVER, number=1))
+    )
+    state.write_notes(single, new=True)
+    assert state.read_notes("a") == single
+    lifted = replace(single, spec=LabSpec(servers=2, internal=Rate.parse("40gbit")), held="detached")
     state.write_notes(lifted)
     assert state.read_notes("a") == lifted
     assert [path.name for path in own_notes.iterdir()] == ["a.json"]
@@ -167,14 +169,14 @@ def test_says_whether_it_lives() -> None:
 
 
 def test_a_lab_lives_with_its_owner(own_notes: Path) -> None:
-    mine, dead = noted("mine", complete=True), noted("dead", owner=NOBODY, complete=True)
-    assert mine.alive
+    own, dead = noted("mine", complete=True), noted("dead", owner=NOBODY, complete=True)
+    assert own.alive
     assert not dead.alive
-    assert not replace(mine, boot="another").alive
-    for one in (mine, dead):
-        state.write_notes(one, new=True)
+    assert not replace(own, boot="another").alive
+    for case in (own, dead):
+        state.write_notes(case, new=True)
     assert state.clean_stale() == ["dead"]
-    assert [one.name for one in state.list_labs()] == ["mine"]
+    assert [lab.name for lab in state.list_labs()] == ["mine"]
 
 
 def test_a_lab_that_stays_up_lives_with_its_servers(own_notes: Path) -> None:
@@ -187,8 +189,8 @@ def test_a_lab_that_stays_up_lives_with_its_servers(own_notes: Path) -> None:
         assert up.alive
         assert state.describe_life(up) == "up"
         assert not half_made.alive
-        for one in (up, half_made):
-            state.write_notes(one, new=True)
+        for case in (up, half_made):
+            state.write_notes(case, new=True)
         assert state.clean_stale() == ["half-made"]
         assert child.poll() is None
         state.take_down("up")

@@ -38,7 +38,7 @@ def test_what_was_written_is_read(tmp_path: Path) -> None:
         _write(tmp_path, rank)
     trace = read_trace(tmp_path)
     ((*ranks,),) = trace.sessions
-    assert [one.rank for one in ranks] == [0, 1, 2]
+    assert [item.rank for item in ranks] == [0, 1, 2]
     assert ranks[1].server_of_rank == SERVERS
     assert ranks[1].epochs == (epoch(0, 1.5), epoch(1, 2.5))
     assert ranks[1].passes == (Pass(loader=0, steps=4, seconds=2.0, wait_s=0.5),)
@@ -141,10 +141,10 @@ def test_within_eight_percent_agrees() -> None:
     assert second.ledger == Card(sent=20 * MB, received=10 * MB)
     assert total.card == Card(sent=31_500_000, received=31_500_000)
     assert first.ratio == second.ratio == total.ratio == pytest.approx(1.05)
-    assert {one.verdict for one in (first, second, total)} == {"agrees"}
+    assert {case.verdict for case in (first, second, total)} == {"agrees"}
     for factor, verdict in ((1.079, "agrees"), (1.081, "differs"), (0.919, "differs")):
         after = _after((10 * factor, 10 * factor), (10 * factor, 10 * factor))
-        assert [one.verdict for one in compare(BEFORE, after, _trace(10, 10))] == [verdict] * 3
+        assert [witness.verdict for witness in compare(BEFORE, after, _trace(10, 10))] == [verdict] * 3
 
 
 def test_below_four_megabytes_nothing_is_said() -> None:
@@ -152,8 +152,8 @@ def test_below_four_megabytes_nothing_is_said() -> None:
     assert first.verdict == second.verdict == "too little traffic to compare"
     assert total.ledger == Card(sent=3 * MB, received=3 * MB)
     assert total.verdict == "differs"
-    found = compare(BEFORE, _after((50, 50), (50, 50)), Trace(sessions=()))
-    assert {(one.ratio, one.verdict) for one in found} == {(None, "too little traffic to compare")}
+    result = compare(BEFORE, _after((50, 50), (50, 50)), Trace(sessions=()))
+    assert {(result.ratio, result.verdict) for result in result} == {(None, "too little traffic to compare")}
 
 
 def test_more_servers_than_cards_is_an_error() -> None:
@@ -173,14 +173,14 @@ def test_cards_without_a_session_are_told_and_nothing_is_compared(lab: LoopbackL
     outcome = find_outcome(
         lab, ["a.py"], 1, ended(0, None, trace_folder=tmp_path, cards_before=before, cards_after=after)
     )
-    said = json.loads(json.dumps(outcome.to_json()))
-    assert said["cards_after"] == [{"sent": 11, "received": 22}, {"sent": 33, "received": 44}]
-    assert [one["card"] for one in said["servers"]] == [
+    record = json.loads(json.dumps(outcome.to_json()))
+    assert record["cards_after"] == [{"sent": 11, "received": 22}, {"sent": 33, "received": 44}]
+    assert [message["card"] for message in record["servers"]] == [
         {"sent": 10, "received": 20},
         {"sent": 30, "received": 40},
     ]
-    assert said["sum"]["card"] == {"sent": 40, "received": 60}
-    assert said["sum"]["ratio"] is None
+    assert record["sum"]["card"] == {"sent": 40, "received": 60}
+    assert record["sum"]["ratio"] is None
     assert outcome.epoch_seconds is None
 
 
@@ -188,7 +188,7 @@ def test_cards_without_a_session_are_told_and_nothing_is_compared(lab: LoopbackL
 def test_the_first_epoch_compiles_and_does_not_count(
     lab: LoopbackLab, seconds: tuple[float, ...], shown: float | None
 ) -> None:
-    epochs = [epoch(number, one) for number, one in enumerate(seconds)]
+    epochs = [epoch(number, second) for number, second in enumerate(seconds)]
     outcome = replace(
         find_outcome(lab, ["a.py"], 1, ended(0, None)),
         trace=Trace(sessions=((rank_trace(0, [0], epochs=epochs),),)),

@@ -20,9 +20,9 @@ from tests.helpers.sources import Source, source_of, sources
 
 def option_names() -> set[str]:
     """Names of strategies' options, but those that ``auto`` or ``dglx plan`` have too."""
-    found = {*COOPERATIVE, *PRELOADING, *(name for names in list_choosable().values() for name in names)}
-    found |= {one.name for options in (PushPullOptions, LambdaOptions) for one in fields(options)}
-    return found - {one.name for options in (AutoOptions, PlanConfig) for one in fields(options)}
+    results = {*COOPERATIVE, *PRELOADING, *(name for names in list_choosable().values() for name in names)}
+    results |= {field.name for options in (PushPullOptions, LambdaOptions) for field in fields(options)}
+    return results - {field.name for options in (AutoOptions, PlanConfig) for field in fields(options)}
 
 
 def named(source: Source) -> list[str]:

@@ -65,10 +65,14 @@ def predict_each(data: str) -> tuple[list[Prediction], list[Prediction]]:
         )
     )
     shape = shape_on(data, "gcn")
-    (chain,) = (one for one in predictions if one.candidate.name == "lambda")
+    (chain,) = (prediction for prediction in predictions if prediction.candidate.name == "lambda")
     by_workers = [predict(chain.candidate, replace(counts, shape=shape)), chain]
-    others = [one for one in predictions if STRATEGIES.get(one.candidate.strategy).traits.own_loop]
-    return others, by_workers
+    remaining = [
+        prediction
+        for prediction in predictions
+        if STRATEGIES.get(prediction.candidate.strategy).traits.own_loop
+    ]
+    return remaining, by_workers
 
 
 def train_each(data: str, cases: list[dict[str, Any]]) -> list[dict[str, dict[str, int]]]:
@@ -120,41 +124,49 @@ def as_cases(model: str, compared: list[Prediction], **options: Any) -> list[dic
     return [
         {
             "model": model,
-            "strategy": one.candidate.strategy,
-            "options": {**one.candidate.options, **options},
-            "cache": one.candidate.cache,
-            "alpha": one.candidate.cache_alpha,
+            "strategy": prediction.candidate.strategy,
+            "options": {**prediction.candidate.options, **options},
+            "cache": prediction.candidate.cache,
+            "alpha": prediction.candidate.cache_alpha,
         }
-        for one in compared
+        for prediction in compared
     ]
 
 
 def test_bytes_by_phase_are_those_of_real_runs(data: str) -> None:
     compared, chains = predict_each(data)
     # All but cooperative batches on several ranks of a server, whose features are sent inside anew.
-    assert {one.candidate.strategy for one in compared if not one.bytes_exact} == {"cooperative"}
+    assert {prediction.candidate.strategy for prediction in compared if not prediction.bytes_exact} == {
+        "cooperative"
+    }
     caches = {(None, 0.0), *((policy, size) for policy in ("vip", "lookahead") for size in CACHE_SIZES)}
-    assert {(one.candidate.cache, one.candidate.cache_alpha) for one in compared} == caches
+    assert {
+        (prediction.candidate.cache, prediction.candidate.cache_alpha) for prediction in compared
+    } == caches
     # By covers fewer rows, and columns: layer 2 projects before its sum.
-    bytes_of = {one.candidate.name: one.inter_server_bytes for one in compared if one.feasible}
+    bytes_of = {
+        prediction.candidate.name: prediction.inter_server_bytes
+        for prediction in compared
+        if prediction.feasible
+    }
     for name in ("full_graph", "shared_preload hops=1"):
         assert bytes_of[f"{name} aggregate=cover"] < bytes_of[name]
     # What workers are sent is counted for convolutions that map sums, alone or beside own rows.
-    assert [one.bytes_exact for one in chains] == [True, True]
+    assert [chain.bytes_exact for chain in chains] == [True, True]
     # One worker: on a slow machine another may fetch its program in the second epoch only.
     of_workers = [*as_cases("gcn", chains[:1], workers=1), *as_cases("sage", chains[1:], workers=1)]
     cases = [*as_cases("sage", compared), *of_workers]
     ranks = run_ranks(train_each, 4, args=(data, cases), ranks_per_server=2, timeout_s=240)
-    for place, one in enumerate([*compared, *chains]):
+    for place, prediction in enumerate([*compared, *chains]):
         outside, inside = (summed(ranks, place, side) for side in ("outside", "inside"))
         # Between servers, cooperative batches are counted to the byte as well.
-        assert outside == dict(one.outside), one.candidate.name
-        assert inside == dict(one.inside) or not one.bytes_exact, one.candidate.name
+        assert outside == dict(prediction.outside), prediction.candidate.name
+        assert inside == dict(prediction.inside) or not prediction.bytes_exact, prediction.candidate.name
 
 
 def epochs_of_workers(data: str) -> dict[str, tuple[int, int]]:
     """Bytes outside and inside of the second epoch in the records of a run."""
-    found = {}
+    results = {}
     for kind in ("sage", "gcn"):
         with init("lambda", seed=0, workers=1) as session:
             g = DistGraph(data, session=session)
@@ -162,9 +174,9 @@ def epochs_of_workers(data: str) -> dict[str, tuple[int, int]]:
             result = fit(module, g, config=FitConfig(epochs=3))[1]
             g.close()
         sent = sum(row[-1] for rows in result.traffic.values() for row in rows)
-        assert sent == sum(one.bytes_outside + one.bytes_inside for one in result.epochs)
-        found[kind] = result.epochs[1].bytes_outside, result.epochs[1].bytes_inside
-    return found
+        assert sent == sum(epoch.bytes_outside + epoch.bytes_inside for epoch in result.epochs)
+        results[kind] = result.epochs[1].bytes_outside, result.epochs[1].bytes_inside
+    return results
 
 
 @pytest.mark.parametrize("servers", [1, 2])
@@ -176,10 +188,10 @@ def test_records_of_workers_have_the_bytes_of_the_plan(tmp_path: Path, servers: 
         data=data, hidden=HIDDEN, servers=servers, ranks_per_server=2, dry_batches=0, unit="full_graph"
     )
     counts, predictions = measure(plan)
-    (workers,) = (one.candidate for one in predictions if one.candidate.name == "lambda")
-    (found, *_) = run_ranks(epochs_of_workers, ranks, args=(data,), ranks_per_server=2)
-    for kind, moved in found.items():
-        one = predict(workers, replace(counts, shape=shape_on(data, kind)))
-        assert one.bytes_exact
-        assert moved == (one.inter_server_bytes, sum(one.inside.values()))
-        assert one.inside["weights_read"] > 0
+    (workers,) = (prediction.candidate for prediction in predictions if prediction.candidate.name == "lambda")
+    (result, *_) = run_ranks(epochs_of_workers, ranks, args=(data,), ranks_per_server=2)
+    for kind, moved in result.items():
+        single = predict(workers, replace(counts, shape=shape_on(data, kind)))
+        assert single.bytes_exact
+        assert moved == (single.inter_server_bytes, sum(single.inside.values()))
+        assert single.inside["weights_read"] > 0

@@ -35,14 +35,18 @@ PROGRAM, STRUCTURE, OWN_FEATURES = 10**8, hand_made.GRAPH.structure_bytes, 500 *
 )
 def test_memory_of_gpus_is_a_limit_of_its_own(candidate: Candidate, mapped: int) -> None:
     """On the GPU is what is not the program, the features, the columns or the structure as it is mapped."""
-    whole = predict(candidate, make_counts())
-    on_gpu = whole.memory_bytes - mapped
-    for host, gpu, said in ((0, 1, ""), (-1, 1, "GB a rank, of 0"), (0, 0, "GB a rank on its GPU, of 0.0")):
+    full = predict(candidate, make_counts())
+    on_gpu = full.memory_bytes - mapped
+    for host, gpu, message in (
+        (0, 1, ""),
+        (-1, 1, "GB a rank, of 0"),
+        (0, 0, "GB a rank on its GPU, of 0.0"),
+    ):
         limits = {"memory_bytes": mapped + host, "device_memory_bytes": max(on_gpu - 1 + gpu, 1)}
-        found = predict(candidate, make_counts(cluster=replace(CLUSTER, **limits)))
-        assert (found.memory_bytes, found.device_memory_bytes) == (whole.memory_bytes, on_gpu)
-        assert (said in found.why_not) if said else found.feasible
-    assert whole.device_memory_bytes == 0
+        prediction = predict(candidate, make_counts(cluster=replace(CLUSTER, **limits)))
+        assert (prediction.memory_bytes, prediction.device_memory_bytes) == (full.memory_bytes, on_gpu)
+        assert (message in prediction.why_not) if message else prediction.feasible
+    assert full.device_memory_bytes == 0
 
 
 def test_what_computes_on_cpus_is_no_choice_for_gpus() -> None:
@@ -70,8 +74,8 @@ def test_a_cache_saves_its_hits_and_takes_memory() -> None:
 
 def test_network_seconds_are_bytes_by_bandwidth() -> None:
     """Each server has 1 MB/s outside and 1 GB/s inside to itself."""
-    one = predict(COLUMNS, make_counts())
-    assert one.network_s == pytest.approx(one.inter_server_bytes / 2e6)
+    single = predict(COLUMNS, make_counts())
+    assert single.network_s == pytest.approx(single.inter_server_bytes / 2e6)
     traffic = Traffic(outside={"halo": 4_000_000}, inside={"halo": 2_000_000_000})
     assert traffic.seconds(CLUSTER) == pytest.approx(2.0)
 
@@ -84,9 +88,9 @@ def test_covers_move_sums_of_fewer_rows() -> None:
     cover = replace(hand_made.WHOLE, outside=(400, 50))
     known = make_counts(works={FullGraphScheme(0): replace(hand_made.WHOLE, cover=cover)})
     plain, covered = predict(WHOLE, known), predict(COVERS, known)
-    for one, rows, columns in ((plain, 200, 16), (covered, 50, 10)):
-        assert {one.outside[phase] for phase in ("halo", "halo_gradients")} == {rows * columns * 4}
-        assert one.bytes_exact
+    for item, rows, columns in ((plain, 200, 16), (covered, 50, 10)):
+        assert {item.outside[phase] for phase in ("halo", "halo_gradients")} == {rows * columns * 4}
+        assert item.bytes_exact
     # Features are fetched once either way.
     assert covered.once_bytes == plain.once_bytes == 400 * 400
     assert covered.memory_bytes > plain.memory_bytes
@@ -106,14 +110,14 @@ def tried(candidate: Candidate, seconds: float) -> Prediction:
 
 
 def test_the_fastest_that_is_exact_and_fits_is_taken() -> None:
-    every = [timed(one, 0.1) for one in (ROWS, COLUMNS, LATE, WHOLE, PRELOADED)]
+    every = [timed(case, 0.1) for case in (ROWS, COLUMNS, LATE, WHOLE, PRELOADED)]
     choice = choose(every, make_counts(), ChoiceOptions())
     assert choice.chosen_prediction.candidate == COLUMNS
     assert any("data_parallel takes" in line and "more between servers" in line for line in choice.why)
     # What was asked for is above what would be faster, and that says what it takes to have it.
-    assert [one.barred for one in choice.predictions[:2]] == ["", ""]
+    assert [prediction.barred for prediction in choice.predictions[:2]] == ["", ""]
     assert choice.picked == 0
-    barred = {one.candidate.name: one.barred for one in choice.predictions}
+    barred = {prediction.candidate.name: prediction.barred for prediction in choice.predictions}
     assert (barred[LATE.name], barred[WHOLE.name]) == ("--allow-estimators", "--unit full_graph")
     assert (
         choose(every, make_counts(), ChoiceOptions(unit="full_graph")).chosen_prediction.candidate
@@ -147,19 +151,19 @@ def test_a_strategy_without_a_cost_model_is_feasible_and_its_bytes_are_unknown(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.delitem(COSTS._paths, "push_pull")
-    one = predict(COLUMNS, make_counts())
-    assert (one.feasible, one.outside, one.bytes_exact, one.memory_bytes) == (True, {}, False, 0)
+    single = predict(COLUMNS, make_counts())
+    assert (single.feasible, single.outside, single.bytes_exact, single.memory_bytes) == (True, {}, False, 0)
 
 
 def test_what_does_not_fit_says_so() -> None:
     small = replace(CLUSTER, memory_bytes=1000)
     limited = make_counts(cluster=small)
-    found = choose([predict(one, limited) for one in (ROWS, COLUMNS)], limited, ChoiceOptions())
-    assert found.chosen_prediction is None
-    assert found.picked == -1
-    assert all("GB a rank" in one.why_not for one in found.predictions)
-    assert "nearest is" in found.why[0]
-    assert "--memory" in found.why[0]
+    result = choose([predict(case, limited) for case in (ROWS, COLUMNS)], limited, ChoiceOptions())
+    assert result.chosen_prediction is None
+    assert result.picked == -1
+    assert all("GB a rank" in prediction.why_not for prediction in result.predictions)
+    assert "nearest is" in result.why[0]
+    assert "--memory" in result.why[0]
     uncounted = Candidate(strategy="shared_preload", unit="full_graph", options={"hops": 1})
     assert (
         predict(uncounted, make_counts()).why_not
@@ -176,20 +180,27 @@ def test_gradients_go_around_a_ring() -> None:
 
 def test_candidates_follow_the_servers() -> None:
     alone = enumerate_candidates(CandidateContext(ranks=1, servers=1, num_layers=2, steps=3))
-    assert {one.strategy for one in alone} == {"data_parallel", "full_graph", "lambda"}
+    assert {item.strategy for item in alone} == {"data_parallel", "full_graph", "lambda"}
     context = CandidateContext(ranks=4, servers=2, num_layers=3, steps=3)
     many = enumerate_candidates(context)
-    assert {one.options.get("hops") for one in many if one.strategy == "shared_preload"} == {None, 1, 2}
-    assert {one.options.get("group_size") for one in many if one.strategy == "push_pull"} == {None, 1, 2}
+    assert {item.options.get("hops") for item in many if item.strategy == "shared_preload"} == {None, 1, 2}
+    assert {item.options.get("group_size") for item in many if item.strategy == "push_pull"} == {None, 1, 2}
     assert FullGraphScheme(3, cooperative_batches=3) in list_works(many, context)
     # Sixteen cooperative batches are no epoch of a hundred steps.
     long = enumerate_candidates(CandidateContext(ranks=4, servers=2, num_layers=3, steps=100))
-    assert {one.unit for one in long if one.strategy == "cooperative"} == {"full_graph"}
+    assert {item.unit for item in long if item.strategy == "cooperative"} == {"full_graph"}
     wide = enumerate_candidates(CandidateContext(ranks=32, servers=4, num_layers=2, steps=3))
-    assert {one.options.get("group_size") for one in wide if one.strategy == "push_pull"} == {None, 1, 8, 16}
+    assert {item.options.get("group_size") for item in wide if item.strategy == "push_pull"} == {
+        None,
+        1,
+        8,
+        16,
+    }
     assert not any(
-        one.unit == "mini_batch"
-        for one in enumerate_candidates(CandidateContext(ranks=4, servers=2, num_layers=9, steps=0))
+        enumerate_candidate.unit == "mini_batch"
+        for enumerate_candidate in enumerate_candidates(
+            CandidateContext(ranks=4, servers=2, num_layers=9, steps=0)
+        )
     )
 
 
@@ -197,8 +208,8 @@ def test_candidates_follow_the_servers() -> None:
 def test_what_a_model_cannot_be_is_no_choice(candidate: Candidate) -> None:
     assert predict(candidate, make_counts()).feasible
     refused = make_counts(shape=replace(SHAPE, refusals={candidate.strategy: "'norm' is a BatchNorm1d"}))
-    found = predict(candidate, refused)
-    assert (found.why_not, found.epoch_seconds) == ("'norm' is a BatchNorm1d", 0.0)
+    result = predict(candidate, refused)
+    assert (result.why_not, result.epoch_seconds) == ("'norm' is a BatchNorm1d", 0.0)
     assert predict(ROWS, refused).feasible
 
 

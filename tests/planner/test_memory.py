@@ -61,6 +61,6 @@ def peak_of(data: str, out: Path, strategy: str, *options: str) -> int:
 def test_the_peak_is_near_what_was_foretold(
     data: str, choice: Choice, tmp_path: Path, name: str, options: tuple[str, ...]
 ) -> None:
-    (predicted,) = (one for one in choice.predictions if one.candidate.name == name)
+    (predicted,) = (prediction for prediction in choice.predictions if prediction.candidate.name == name)
     peak = peak_of(data, tmp_path / "run", predicted.candidate.strategy, *options)
     assert predicted.memory_bytes == pytest.approx(peak, rel=0.15)

@@ -54,11 +54,11 @@ PARTS = {
 
 @pytest.mark.parametrize("kind", PARTS)
 def test_layers_are_read_from_a_call_of_the_model(kind: str) -> None:
-    found = shape_of_kind(kind, 100, 16, 10, 3)
-    read = [(o.inputs, o.outputs, o.summed) for o in found.layers]
+    result = shape_of_kind(kind, 100, 16, 10, 3)
+    read = [(o.inputs, o.outputs, o.summed) for o in result.layers]
     assert read == PARTS[kind]
-    assert found.first_learns == (kind == "resgcn")
-    assert ("push_pull" in found.refusals) == (kind in ("mlp", "resgcn"))
+    assert result.first_learns == (kind == "resgcn")
+    assert ("push_pull" in result.refusals) == (kind in ("mlp", "resgcn"))
 
 
 class One(nn.Module):
@@ -69,8 +69,8 @@ class One(nn.Module):
         self.conv, self._given = conv, given
 
     def forward(self, blocks: Any, x: torch.Tensor) -> Any:
-        given = {name: value.expand(blocks[0].num_edges()) for name, value in self._given.items()}
-        return self.conv(blocks[0], x, **given)
+        inputs = {name: value.expand(blocks[0].num_edges()) for name, value in self._given.items()}
+        return self.conv(blocks[0], x, **inputs)
 
 
 RELATION = torch.zeros(1, dtype=torch.int64)
@@ -87,10 +87,10 @@ RELATIONAL = dgl.nn.RelGraphConv(100, 16, 5, "basis", 4)
     ],
 )
 def test_layers_with_more_than_one_product_have_one_width(model: One, expected: tuple[int, ...]) -> None:
-    found = infer_shape(model, 100, 16, 1)
-    (layer,) = found.layers
+    result = infer_shape(model, 100, 16, 1)
+    (layer,) = result.layers
     assert (layer.inputs, layer.outputs, layer.summed) == expected
-    assert found.hidden == 16
+    assert result.hidden == 16
     # The same where the model cannot be called.
     assert infer_shape(Loops(model.conv), 100, 16, 1).layers == (layer,)
 
@@ -111,7 +111,7 @@ def test_columns_that_push_pull_sums_are_those_of_a_call(conv: nn.Module, width:
     edges = {"etypes": RELATION.expand(block.num_edges())} if "Rel" in type(conv).__name__ else {}
     stages = make_stages(conv)
     sums = stages.sync(StageInput(block=block, x=torch.ones(7, 8), edges=edges))
-    assert stages.sum_width == width == sum(one.shape[1] for one in sums)
+    assert stages.sum_width == width == sum(item.shape[1] for item in sums)
     first = COSTS.get("push_pull").inspect(Loops(conv), 8)
     assert (first.sum_width, first.known) == (width, known)
 
@@ -128,21 +128,21 @@ class Loops(nn.Module):
 
 def test_layers_of_a_model_that_cannot_be_called_are_those_that_it_has() -> None:
     two = Loops(dgl.nn.GraphConv(100, 16), dgl.nn.SAGEConv(16, 10, "mean"))
-    found = infer_shape(two, 100, 10)
-    assert [(one.inputs, one.outputs) for one in found.layers] == [(100, 16), (16, 10)]
-    assert found.kind == "gcn"
+    result = infer_shape(two, 100, 10)
+    assert [(layer.inputs, layer.outputs) for layer in result.layers] == [(100, 16), (16, 10)]
+    assert result.kind == "gcn"
     three = infer_shape(two, 100, 10, 3, hidden=8)
-    assert [(one.inputs, one.outputs) for one in three.layers] == [(100, 8), (8, 8), (8, 10)]
+    assert [(layer.inputs, layer.outputs) for layer in three.layers] == [(100, 8), (8, 8), (8, 10)]
 
 
 def test_a_module_tells_what_refuses_it() -> None:
     plain = infer_shape(build_model("gcn", 100, 16, 10, 2, 0.5), 100, 10, 2)
     assert plain.refusals == {}
     mixing = torch.nn.Sequential(torch.nn.BatchNorm1d(100), torch.nn.Linear(100, 10))
-    found = infer_shape(mixing, 100, 10, 1)
-    assert found.refusals["full_graph"] == "'0' is a BatchNorm1d"
-    assert found.refusals["lambda"].startswith("'0', BatchNorm1d, takes means over all nodes")
-    assert "push_pull" in found.refusals
+    result = infer_shape(mixing, 100, 10, 1)
+    assert result.refusals["full_graph"] == "'0' is a BatchNorm1d"
+    assert result.refusals["lambda"].startswith("'0', BatchNorm1d, takes means over all nodes")
+    assert "push_pull" in result.refusals
 
 
 def test_an_error_in_a_strategys_inspection_refuses_that_strategy_alone(
@@ -152,6 +152,6 @@ def test_an_error_in_a_strategys_inspection_refuses_that_strategy_alone(
         raise KeyError("no such layer")
 
     monkeypatch.setattr(COSTS.get("lambda"), "inspect", fails)
-    found = infer_shape(build_model("gcn", 100, 16, 10, 2), 100, 10)
-    assert found.refusals == {"lambda": "its inspection of the model failed: KeyError: 'no such layer'"}
-    assert "full_graph" in found.inspected
+    result = infer_shape(build_model("gcn", 100, 16, 10, 2), 100, 10)
+    assert result.refusals == {"lambda": "its inspection of the model failed: KeyError: 'no such layer'"}
+    assert "full_graph" in result.inspected

@@ -63,12 +63,12 @@ def sent_by(session: Session) -> list[LedgerRow]:
 def train(data: str, name: str, *, chosen: bool) -> dict[str, Any]:
     """Train with the candidate ``name``, which ``auto`` has chosen or which is named."""
     strategy, *options = name.split()
-    given: dict[str, Any] = dict(option.split("=") for option in options)
-    cache = given.pop("cache", None)
-    given = {key: int(value) if value.isdigit() else value for key, value in given.items()}
-    whole = STRATEGIES.get(strategy).traits.unit == "full_graph"
+    inputs: dict[str, Any] = dict(option.split("=") for option in options)
+    cache = inputs.pop("cache", None)
+    inputs = {key: int(value) if value.isdigit() else value for key, value in inputs.items()}
+    full = STRATEGIES.get(strategy).traits.unit == "full_graph"
     model, state = model_of(), {}
-    with init(AUTO, unit="any", seed=5) if chosen else init(strategy, seed=5, **given) as session:
+    with init(AUTO, unit="any", seed=5) if chosen else init(strategy, seed=5, **inputs) as session:
         g = DistGraph(data, session=session)
         batches: dict[str, Any] = {"fanouts": FANOUTS, "batch_size": BATCH}
         if chosen:
@@ -77,7 +77,7 @@ def train(data: str, name: str, *, chosen: bool) -> dict[str, Any]:
             weights = [parameter.detach().clone() for parameter in model.parameters()]
 
             def pick(finalists: Any, _: Any) -> Any:
-                return next(one for one in finalists if one.candidate.name == name)
+                return next(finalist for finalist in finalists if finalist.candidate.name == name)
 
             with (
                 mock.patch.object(choose, "_pick", pick),
@@ -85,7 +85,9 @@ def train(data: str, name: str, *, chosen: bool) -> dict[str, Any]:
                 mock.patch.object(trials, "_MOST_ROUNDS", 1),
             ):
                 choice = choose_strategy(model, g, epochs=2, **batches)
-            state["tried"] = [one.candidate.name for one in choice.predictions if one.trial]
+            state["tried"] = [
+                prediction.candidate.name for prediction in choice.predictions if prediction.trial
+            ]
             shares = session.step_share, session.model_share
             after = [sent_by(session), torch.get_rng_state().tolist(), files_of(data), shares]
             state["changed"] = [(a, b) for a, b in zip(before, after, strict=True) if a != b]
@@ -97,13 +99,13 @@ def train(data: str, name: str, *, chosen: bool) -> dict[str, Any]:
             model,
             g,
             config=FitConfig(epochs=2),
-            fanouts=None if whole else FANOUTS,
-            batch_size=None if whole else BATCH,
+            fanouts=None if full else FANOUTS,
+            batch_size=None if full else BATCH,
         )
         g.close()
         sent = [row for row in session.ledger.rows() if row.phase != CONTROL]
         trained = [parameter.tolist() for parameter in model.parameters()]
-    losses = [one.loss for one in result.epochs]
+    losses = [epoch.loss for epoch in result.epochs]
     return state | {"run": [losses, trained, result.accuracy, sent]}
 
 
@@ -145,7 +147,7 @@ def choose_beside(data: str, failure: str) -> dict[str, str]:
         assert choice.chosen_prediction.candidate.strategy != "push_pull"
         fit(model_of(), g, config=FitConfig(epochs=1), fanouts=FANOUTS, batch_size=BATCH)
         g.close()
-    return {one.candidate.name: one.why_not for one in choice.predictions}
+    return {prediction.candidate.name: prediction.why_not for prediction in choice.predictions}
 
 
 def test_a_candidate_that_a_strategy_refuses_is_no_choice(data: str) -> None:
@@ -178,14 +180,14 @@ def choose_in_no_time(data: str) -> list[dict[str, str]]:
         limits = {"LEAST_S": 0.0, "MOST_SHARE": 0.0}
         with mock.patch.multiple(trials, **limits):
             choice = choose_strategy(model_of(), g, fanouts=FANOUTS, batch_size=BATCH, epochs=2)
-        reasons.append({one.candidate.name: one.not_tried for one in choice.predictions})
+        reasons.append({prediction.candidate.name: prediction.not_tried for prediction in choice.predictions})
         assert g.kvstore.has_cache == cached
         g.close()
     slow = Links(external_bytes_per_s=1e3, internal_bytes_per_s=1e3)
     with init(AUTO, seed=5) as session, mock.patch.object(auto, "probe", return_value=slow):
         g = DistGraph(data, session=session)
         choice = choose_strategy(model_of(), g, fanouts=FANOUTS, batch_size=BATCH, epochs=2)
-        reasons.append({one.candidate.name: one.not_tried for one in choice.predictions})
+        reasons.append({prediction.candidate.name: prediction.not_tried for prediction in choice.predictions})
         g.close()
     return reasons
 
@@ -206,7 +208,11 @@ def choose_with_memory_for_one(data: str) -> list[str]:
         with mock.patch.object(trials._Race, "_make_room", close_all):
             choice = choose_strategy(model_of(), g, fanouts=FANOUTS, batch_size=BATCH, epochs=2)
         g.close()
-    seconds = {one.candidate.name: one.epoch_seconds for one in choice.predictions if one.trial}
+    seconds = {
+        prediction.candidate.name: prediction.epoch_seconds
+        for prediction in choice.predictions
+        if prediction.trial
+    }
     assert choice.chosen_prediction is not None
     return [
         choice.chosen_prediction.candidate.name,

@@ -46,13 +46,13 @@ IDLE = RankCount(**{name: (0 * np.array(value)).tolist() for name, value in vars
 
 def test_some_batches_stand_for_as_many_seeds_as_there_are() -> None:
     """2 of 5 batches have 20 of the 45 seeds, for the last batch has 5; a rank without seeds adds nothing."""
-    found = combine_counts([BUSY, IDLE], build_topology(2, 1), SIZES)
-    assert not found.is_complete
-    assert found.steps == 5
-    assert found.survey.remote_rows == 60 * 45 / 20
-    assert found.survey.feature_bytes == 48 * 135
-    assert found.survey.label_bytes == 16 * 9
-    assert found.largest == ((110, 30), (30, 10), (210, 55))
+    result = combine_counts([BUSY, IDLE], build_topology(2, 1), SIZES)
+    assert not result.is_complete
+    assert result.steps == 5
+    assert result.survey.remote_rows == 60 * 45 / 20
+    assert result.survey.feature_bytes == 48 * 135
+    assert result.survey.label_bytes == 16 * 9
+    assert result.largest == ((110, 30), (30, 10), (210, 55))
     without = combine_counts([BUSY, IDLE], build_topology(2, 1), replace(SIZES, label=None))
     assert without.survey.label_bytes == 0
 
@@ -64,8 +64,8 @@ def test_hits_of_ranks_are_summed_and_a_cache_is_as_large_as_the_largest() -> No
         replace(BUSY, caches=[{**cache, "hits": 40, "once_rows": 7, "server_bytes": 70, "rank_bytes": 1}]),
         replace(IDLE, caches=[{**cache, "hits": 0, "once_rows": 5, "server_bytes": 50, "rank_bytes": 3}]),
     ]
-    found = combine_counts(ranks, build_topology(2, 1), SIZES).caches
-    assert found == (CacheHits(**cache, hits=90, once_rows=12, server_bytes=70, rank_bytes=3),)  # type: ignore[arg-type]
+    result = combine_counts(ranks, build_topology(2, 1), SIZES).caches
+    assert result == (CacheHits(**cache, hits=90, once_rows=12, server_bytes=70, rank_bytes=3),)  # type: ignore[arg-type]
 
 
 def measure_some(data: str) -> BatchWork:
@@ -89,7 +89,7 @@ def test_ranks_count_the_same_epochs_if_only_one_has_seeds_left(tmp_path: Path) 
     )
     assert first == second
     assert (sorted(first.survey.seeds_per_rank), first.steps, first.is_complete) == ([8, 9], 3, False)
-    assert {one.policy for one in first.caches} == {"vip", "lookahead"}
+    assert {cache.policy for cache in first.caches} == {"vip", "lookahead"}
 
 
 def test_options_that_make_no_sense_are_refused() -> None:
@@ -108,6 +108,8 @@ def test_plans_that_the_memory_cannot_hold_are_no_choice(
     for free, expected in ((100 * raw.total_edges, False), (100 * raw.total_edges - 1, True)):
         monkeypatch.setattr(full_graph, "machine_memory", lambda free=free: (free, free))
         predictions = make_plan(plan).predictions
-        (whole,) = (one for one in predictions if one.candidate.name == "full_graph")
-        assert whole.feasible is not expected
-        assert ("too large to be counted" in whole.why_not) is expected
+        (prediction,) = (
+            prediction for prediction in predictions if prediction.candidate.name == "full_graph"
+        )
+        assert prediction.feasible is not expected
+        assert ("too large to be counted" in prediction.why_not) is expected

@@ -40,7 +40,7 @@ PLAN = {
 
 
 def run_in(folder: Path, number: float = 0, text: str = "cora") -> Run:
-    epochs = [epoch(one, loss=2.0 / (1 + one), seconds=1.0 + number) for one in range(6)]
+    epochs = [epoch(index, loss=2.0 / (1 + index), seconds=1.0 + number) for index in range(6)]
     facts = {"graph": text, "strategy": text, "ranks": 2, "rank_memory_bytes": [5, 7], "test_accuracy": 0.5}
     facts |= {"late": 3} if number == 8.5 else {}
     summary = {**summarise(facts, epochs), "traffic": {**TRAFFIC, text: [[0, 1, 1]]}}
@@ -50,8 +50,8 @@ def run_in(folder: Path, number: float = 0, text: str = "cora") -> Run:
 
 
 def data_of(page: str) -> list[Any]:
-    (found,) = re.findall(r'<script type="application/json" id="data">(.*?)</script>', page, flags=re.DOTALL)
-    return json.loads(found)
+    (result,) = re.findall(r'<script type="application/json" id="data">(.*?)</script>', page, flags=re.DOTALL)
+    return json.loads(result)
 
 
 def titles(page: str) -> list[str]:
@@ -66,8 +66,8 @@ def test_curves_cost_bytes_memory_and_the_plan_are_figures(tmp_path: Path) -> No
         "one: bytes between ranks in training since the last start", "peak memory of each rank",
         "seconds of an epoch of each candidate",
     ]  # fmt: skip
-    assert figures["loss"]["data"][0]["y"] == [2.0 / (1 + one) for one in range(6)]
-    assert [one["name"] for one in figures["accuracy"]["data"]] == ["train", "val"]
+    assert figures["loss"]["data"][0]["y"] == [2.0 / (1 + index) for index in range(6)]
+    assert [figure["name"] for figure in figures["accuracy"]["data"]] == ["train", "val"]
     bytes_between = figures["one: bytes between ranks in training since the last start"]
     assert bytes_between["data"][0]["x"] == ["rank 0", "rank 1", "workers"]
     assert bytes_between["data"][0]["z"] == [[None, 1001, None], [30, None, 5], [None, None, None]]
@@ -80,7 +80,7 @@ def test_several_runs_share_curves_and_what_differs_is_marked(tmp_path: Path) ->
     runs = {name: run_in(tmp_path / name, number) for number, name in enumerate(("a", "b"))}
     page = render_page(runs, "PLOTLY")
     loss = data_of(page)[0]["data"]
-    assert [one["name"] for one in loss] == ["a", "b"]
+    assert [record["name"] for record in loss] == ["a", "b"]
     marked = re.findall('<tr class="marked"><th>(.*?)</th>', page)
     assert marked == ["hidden"]
 
@@ -92,12 +92,12 @@ class Measured(EpochRecord):
 
 def test_any_metric_of_an_epoch_is_a_curve_by_split(tmp_path: Path) -> None:
     scores = {"val_accuracy": 0.5, "val_f1_micro": 0.25, "test_f1_micro": 0.125, "val_mae": math.nan}
-    epochs = tuple(Measured(**asdict(epoch(one)), scores=scores) for one in range(3))
+    epochs = tuple(Measured(**asdict(epoch(index)), scores=scores) for index in range(3))
     page = render_page({"run": replace(run_in(tmp_path), epochs=epochs)}, "PLOTLY")
     drawn = dict(zip(titles(page), data_of(page), strict=True))
     assert [*drawn][:4] == ["loss", "accuracy", "f1 micro", "samples per second"]
     curves = drawn["f1 micro"]["data"]
-    assert [(one["name"], one["y"]) for one in curves] == [("val", [0.25] * 3), ("test", [0.125] * 3)]
+    assert [(curve["name"], curve["y"]) for curve in curves] == [("val", [0.25] * 3), ("test", [0.125] * 3)]
 
 
 def test_runs_of_one_name_have_their_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -139,14 +139,14 @@ def test_an_unfinished_run_says_so(tmp_path: Path) -> None:
     page = render_page({"run": read_run(tmp_path)}, "PLOTLY")
     assert "did not finish" in page
     assert "loss" in titles(page)
-    assert not any("memory" in one for one in titles(page))
-    one = {"run": read_run(tmp_path), "other": run_in(tmp_path / "other")}
-    assert re.search('<th>run</th>.*?<td data-value="">-</td>', render_page(one, "PLOTLY"))
+    assert not any("memory" in title for title in titles(page))
+    single = {"run": read_run(tmp_path), "other": run_in(tmp_path / "other")}
+    assert re.search('<th>run</th>.*?<td data-value="">-</td>', render_page(single, "PLOTLY"))
 
 
 def test_labels_are_cut_in_their_middle(tmp_path: Path) -> None:
     runs = {f"{'x' * 60}-seed{seed}": run_in(tmp_path / str(seed)) for seed in (1, 2)}
-    names = [one["name"] for one in data_of(render_page(runs, "PLOTLY"))[0]["data"]]
+    names = [record["name"] for record in data_of(render_page(runs, "PLOTLY"))[0]["data"]]
     assert [(name[-6:], len(name)) for name in names] == [("-seed1", 36), ("-seed2", 36)]
 
 
@@ -262,14 +262,14 @@ def test_a_browser_draws_every_figure_and_complains_of_nothing(tmp_path: Path, s
     write_page(runs, page)
     opened = open_page(page, DRAWN, size=size)
     assert opened.console == []
-    found = opened.answers
-    assert len(found["marks"]) == 4 + 2 * 3 + 2
-    assert all(found["marks"]), found["marks"]
-    assert (found["stolen"], found["images"], found["loaded"]) == (None, 0, [])
-    assert found["width"] == [size[0], size[0]]
-    assert found["rising"] == ["9.250 s", "9.500 s"]
-    assert found["falling"] == ["9.500 s", "9.250 s"]
+    record = opened.answers
+    assert len(record["marks"]) == 4 + 2 * 3 + 2
+    assert all(record["marks"]), record["marks"]
+    assert (record["stolen"], record["images"], record["loaded"]) == (None, 0, [])
+    assert record["width"] == [size[0], size[0]]
+    assert record["rising"] == ["9.250 s", "9.500 s"]
+    assert record["falling"] == ["9.500 s", "9.250 s"]
     # Absent is last, up or down.
-    assert found["late"] == [["3", "-"], ["3", "-"]]
-    assert all(one != other for one, other in zip(found["before"], found["after"], strict=True))
-    assert found["smooth"] == [1.0, 1.5]
+    assert record["late"] == [["3", "-"], ["3", "-"]]
+    assert all(left != right for left, right in zip(record["before"], record["after"], strict=True))
+    assert record["smooth"] == [1.0, 1.5]

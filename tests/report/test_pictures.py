@@ -104,7 +104,7 @@ def test_waiting_workers_are_no_work_and_intervals_survive_the_file(tmp_path: Pa
     write_trace(tmp_path / "t.json", trace())
     back = read_trace(tmp_path / "t.json")
     assert overlap_text(back) == overlap_text(trace())
-    assert {one.interval for one in back.ranks[0].spans} == {0, 1, None}
+    assert {item.interval for item in back.ranks[0].spans} == {0, 1, None}
     assert has_intervals(back)
     assert not has_intervals(trace_of([span("forward", "compute", 0, 1, 0)]))
 
@@ -115,7 +115,7 @@ def batches(number: int) -> list[Span]:
         [span("forward D", "compute", b, b + 0.9, b), span("pull", "network", b, b + 0.45, b)]
         for b in range(number)
     ]
-    return [one for both in of_each for one in both]
+    return [case for both in of_each for case in both]
 
 
 @pytest.mark.parametrize(
@@ -167,5 +167,5 @@ def test_the_overlap_is_told_in_words() -> None:
 def test_titles_are_no_formulas(tmp_path: Path, title: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(rcParams, "svg.fonttype", "none")
     draw_parts({title: [1, 2]}, tmp_path / "a.svg", title=title)
-    texts = [one.text for one in ElementTree.parse(tmp_path / "a.svg").iter() if one.tag.endswith("text")]
+    texts = [item.text for item in ElementTree.parse(tmp_path / "a.svg").iter() if item.tag.endswith("text")]
     assert texts.count(visible(title)) == 2

@@ -38,7 +38,7 @@ def test_the_hit_rate_is_over_all_rows_of_the_epochs_that_count() -> None:
     epochs = [replace(epoch(i), cache_hits=hit, cache_misses=miss) for i, (hit, miss) in enumerate(hits)]
     assert summarise(FACTS, epochs)["cache_hit_rate"] == 0.4
     assert "cache_hit_rate" not in summarise(FACTS, [epoch(0), epoch(1)])
-    saved = [replace(one, checkpoint_s=0.25) for one in epochs]
+    saved = [replace(item, checkpoint_s=0.25) for item in epochs]
     assert summarise(FACTS, saved)["checkpoint_seconds"] == 0.75
     assert "checkpoint_seconds" not in summarise(FACTS, epochs)
     assert "0.250" in text(build_epoch_table(saved))
@@ -96,5 +96,5 @@ def test_a_narrow_table_keeps_metrics_and_says_what_it_leaves_out() -> None:
     assert shown.count("0.2500") == 15
     assert " ".join(shown.split()).endswith("saving")
     assert "no room for" not in text(build_epoch_table(epochs))
-    free = [replace(one, checkpoint_s=0.0) for one in epochs]
+    free = [replace(item, checkpoint_s=0.0) for item in epochs]
     assert len(build_epoch_table(epochs).columns) == len(build_epoch_table(free).columns) + 1

@@ -167,25 +167,25 @@ class TorchStage(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, stage: VertexStage, num_weights: int, *given: Tensor) -> tuple[Tensor, ...]:
-        arrays = [one.detach().numpy() for one in given]
+        arrays = [tensor.detach().numpy() for tensor in given]
         ctx.stage, ctx.given = stage, (arrays[:num_weights], arrays[num_weights:])
         return tuple(map(torch.tensor, stage.forward(*ctx.given).outputs))
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        found = ctx.stage.backward(*ctx.given, [one.contiguous().numpy() for one in gradients])
-        return None, None, *map(torch.tensor, (*found.weights, *found.inputs))
+        result = ctx.stage.backward(*ctx.given, [gradient.contiguous().numpy() for gradient in gradients])
+        return None, None, *map(torch.tensor, (*result.weights, *result.inputs))
 
 
 def exchange(servers: Sequence[ParameterServer]) -> int | None:
     """Exchange sums between the servers of one process and update once; None while gradients are missing."""
     ready = [server.own_sums() for server in servers]
-    found = [one for one in ready if one is not None]
-    if len(found) < len(servers):
+    results = [item for item in ready if item is not None]
+    if len(results) < len(servers):
         return None
     for server in servers:
-        for other, (epoch, vector) in zip(servers, found, strict=True):
-            if other is not server:
-                server.receive_sums(other.index, epoch, vector)
+        for second, (epoch, vector) in zip(servers, results, strict=True):
+            if second is not server:
+                server.receive_sums(second.index, epoch, vector)
     updates = [server.advance() for server in servers]
     return updates[0]

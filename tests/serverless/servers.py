@@ -57,11 +57,13 @@ def other_core() -> str:
 
 
 def keys_of(program: Program, interval: int = 0, epoch: int = 0) -> list[TaskKey]:
-    found = []
+    results = []
     for index, step in enumerate(program.steps):
         if isinstance(step, Vertex | Edge):
-            found += [TaskKey(epoch, index, interval, way) for way in (Direction.FORWARD, Direction.BACKWARD)]
-    return [*found, TaskKey(epoch, program.last, interval, Direction.FUSED)]
+            results += [
+                TaskKey(epoch, index, interval, way) for way in (Direction.FORWARD, Direction.BACKWARD)
+            ]
+    return [*results, TaskKey(epoch, program.last, interval, Direction.FUSED)]
 
 
 class Bench:
@@ -120,16 +122,16 @@ class Bench:
 
     def check(self, key: TaskKey) -> None:
         work = self.work(key)
-        wanted = work.compute_halves(
+        expected = work.compute_halves(
             [self.weights[name] for name in work.weights], self.arrays(key), self.task(key).rows
         )
         halves = self.given[key]
         assert sorted(halves) == [0, 1]
-        for one, other in zip([*halves[0], *halves[1]], wanted.rows, strict=True):
-            assert one.dtype == other.dtype
-            np.testing.assert_array_equal(one, other)
-        for one, other in zip(self.pushed.get(key, []), wanted.gradients, strict=True):
-            np.testing.assert_array_equal(one, other)
+        for left, right in zip([*halves[0], *halves[1]], expected.rows, strict=True):
+            assert left.dtype == right.dtype
+            np.testing.assert_array_equal(left, right)
+        for left, right in zip(self.pushed.get(key, []), expected.gradients, strict=True):
+            np.testing.assert_array_equal(left, right)
 
     def wait_for(self, executor: Executor, keys: Sequence[TaskKey]) -> list[Lost]:
         """Wait until all halves of ``keys`` are here; return what was lost meanwhile."""
@@ -159,8 +161,8 @@ class Bench:
             is_late = self.late > 0
             self.late -= is_late
         rows = self.rows[key.interval]
-        found = [] if is_late else take_half(self.work(key).pulled, self.arrays(key), rows, half)
-        return self._note("pull", name, found)
+        result = [] if is_late else take_half(self.work(key).pulled, self.arrays(key), rows, half)
+        return self._note("pull", name, result)
 
     def _take(self, name: str, arrays: Sequence[Array]) -> list[Array]:
         key, half, _attempt = parse_attempt(name)

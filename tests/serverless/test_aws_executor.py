@@ -52,15 +52,15 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FunctionsServi
 
 
 def executor(service: FunctionsService, **options: object) -> AwsExecutor:
-    given = {"function": NAME, "endpoint_url": service.url, "read_log_every_s": 0.05}
-    return AwsExecutor(ExecutorContext(), {**given, **options})
+    inputs = {"function": NAME, "endpoint_url": service.url, "read_log_every_s": 0.05}
+    return AwsExecutor(ExecutorContext(), {**inputs, **options})
 
 
 def function(service: FunctionsService) -> Function:
-    found = service.functions[NAME]
-    found.outcomes.clear()
-    found.lines.clear()
-    return found
+    result = service.functions[NAME]
+    result.outcomes.clear()
+    result.lines.clear()
+    return result
 
 
 def test_tasks_come_back_with_their_bill(service: FunctionsService) -> None:
@@ -77,9 +77,9 @@ def test_tasks_come_back_with_their_bill(service: FunctionsService) -> None:
     for key in keys:
         bench.check(key)
     assert len(ours.containers) <= 2
-    assert 1 <= sum(one.cold for one in billed) <= 2
-    assert {one.memory_mb for one in billed} == {192}
-    seconds = [sum(one.duration_s for one in some) for some in (billed, ours.outcomes)]
+    assert 1 <= sum(item.cold for item in billed) <= 2
+    assert {item.memory_mb for item in billed} == {192}
+    seconds = [sum(item.duration_s for item in some) for some in (billed, ours.outcomes)]
     assert seconds[0] == pytest.approx(seconds[1], abs=0.002 * len(keys))
     assert running.simulated
 

@@ -42,12 +42,12 @@ class Noted(Executor):
         self.sizes.append(workers)
 
     def lost(self) -> list[Lost]:
-        told, self.dead = self.dead, []
-        return told
+        message, self.dead = self.dead, []
+        return message
 
     def billed(self) -> list[Invocation]:
-        told, self.ended = self.ended, []
-        return told
+        message, self.ended = self.ended, []
+        return message
 
     def close(self) -> None: ...
 
@@ -161,12 +161,12 @@ def test_the_time_out_is_five_times_the_usual_of_its_step_and_doubles_up_to_eigh
         assert scene.wait(5 * usual * factor - 0.01) == []
         assert scene.wait(0.02) == [f"{late}/{attempt}"]
     for interval, limit in enumerate((10.0, 0.5)):
-        other = make_task(interval, step=2)
-        scene.controller.launch(other, ready=True)
+        task = make_task(interval, step=2)
+        scene.controller.launch(task, ready=True)
         assert scene.wait(limit - 0.01) == []
-        assert scene.wait(0.02) == [f"{other.key}/1"]
+        assert scene.wait(0.02) == [f"{task.key}/1"]
         scene.clock.now += 0.01
-        assert scene.controller.finished(other.key, 1)
+        assert scene.controller.finished(task.key, 1)
 
 
 def test_the_dead_are_replaced_at_once_and_once() -> None:
@@ -292,11 +292,11 @@ def test_a_task_is_launched_once() -> None:
 
 def settle(start: int, best: float, steps: int) -> list[int]:
     """Numbers of workers where ``best`` workers give as much in one step as the server's cores take."""
-    tuner, queue, found = Autotuner(start), 0.0, []
+    tuner, queue, result = Autotuner(start), 0.0, []
     for _ in range(steps):
         queue = max(0.0, queue + tuner.workers - best)
-        found.append(tuner.observe(queue))
-    return found
+        result.append(tuner.observe(queue))
+    return result
 
 
 @pytest.mark.parametrize("best", [50, 30, 12, 5, 77])

@@ -60,15 +60,15 @@ def client(service: str) -> Any:
 
 
 def do(deployment: Deployment, *, dry_run: bool = False) -> list[str]:
-    said: list[str] = []
-    made.deploy(deployment, Changes(said.append, dry_run=dry_run))
-    return [text.removeprefix("would ") for text in said]
+    message: list[str] = []
+    made.deploy(deployment, Changes(message.append, dry_run=dry_run))
+    return [text.removeprefix("would ") for text in message]
 
 
 def remove(*, dry_run: bool = False) -> list[str]:
-    said: list[str] = []
-    made.remove(NAME, PLACE, Changes(said.append, dry_run=dry_run))
-    return [text.removeprefix("would ") for text in said]
+    message: list[str] = []
+    made.remove(NAME, PLACE, Changes(message.append, dry_run=dry_run))
+    return [text.removeprefix("would ") for text in message]
 
 
 plan, plan_removal = functools.partial(do, dry_run=True), functools.partial(remove, dry_run=True)
@@ -82,15 +82,15 @@ def test_a_function_is_made_with_its_role_and_the_second_time_nothing_is_done(wa
     plan(wanted)
     assert client("lambda").list_functions()["Functions"] == []
     assert client("iam").list_roles()["Roles"] == []
-    said = do(wanted)
-    assert said[0] == "create the role dglx-worker-role"
-    assert said[1] == "let the role dglx-worker-role use AWSLambdaBasicExecutionRole"
-    assert said[2].startswith(
+    message = do(wanted)
+    assert message[0] == "create the role dglx-worker-role"
+    assert message[1] == "let the role dglx-worker-role use AWSLambdaBasicExecutionRole"
+    assert message[2].startswith(
         f"create the function dglx-worker: memory 192 MB, time-out 60 s, runtime {RUNTIME}"
     )
-    found = settings()
-    assert (found["Handler"], found["MemorySize"], found["Timeout"]) == (HANDLER, 192, 60)
-    assert found["Role"].endswith(":role/dglx-worker-role")
+    record = settings()
+    assert (record["Handler"], record["MemorySize"], record["Timeout"]) == (HANDLER, 192, 60)
+    assert record["Role"].endswith(":role/dglx-worker-role")
     events = client("lambda").get_function_event_invoke_config(FunctionName=NAME)
     assert events["MaximumRetryAttempts"] == 0
     (policy,) = client("iam").list_attached_role_policies(RoleName="dglx-worker-role")["AttachedPolicies"]
@@ -101,12 +101,12 @@ def test_a_function_is_made_with_its_role_and_the_second_time_nothing_is_done(wa
 def test_only_what_differs_is_updated(wanted: Deployment, tmp_path: Path) -> None:
     do(wanted)
     first = settings()["CodeSha256"]
-    said = do(replace(wanted, memory_mb=512, timeout_s=30))
-    assert said == ["update MemorySize, Timeout of dglx-worker", "wait until dglx-worker is updated"]
+    message = do(replace(wanted, memory_mb=512, timeout_s=30))
+    assert message == ["update MemorySize, Timeout of dglx-worker", "wait until dglx-worker is updated"]
     assert (settings()["MemorySize"], settings()["Timeout"], settings()["CodeSha256"]) == (512, 30, first)
     zipped(tmp_path, "second")
-    said = do(replace(wanted, memory_mb=512, timeout_s=30))
-    assert [text.split(" (")[0] for text in said] == NEW_CODE
+    message = do(replace(wanted, memory_mb=512, timeout_s=30))
+    assert [text.split(" (")[0] for text in message] == NEW_CODE
     assert settings()["CodeSha256"] != first
 
 
@@ -122,16 +122,16 @@ def test_a_function_in_a_vpc_may_have_network_cards_there(wanted: Deployment) ->
 
 
 def test_it_goes_on_where_it_stopped(wanted: Deployment) -> None:
-    said: list[str] = []
+    message: list[str] = []
 
     def stop_at_function(text: str) -> None:
-        said.append(text)
+        message.append(text)
         if text.startswith("create the function"):
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
         made.deploy(wanted, Changes(stop_at_function))
-    assert len(said) == 3
+    assert len(message) == 3
     assert do(wanted)[0].startswith("create the function")
 
 
@@ -144,7 +144,7 @@ def test_a_given_role_is_used_and_never_touched(wanted: Deployment) -> None:
     with pytest.raises(ConfigError, match="there is no role 'yours'"):
         plan(replace(wanted, role="yours"))
     remove()
-    assert [one["RoleName"] for one in client("iam").list_roles()["Roles"]] == ["mine"]
+    assert [list_role["RoleName"] for list_role in client("iam").list_roles()["Roles"]] == ["mine"]
 
 
 def test_a_package_larger_than_aws_accepts_is_refused(
@@ -160,14 +160,16 @@ def test_everything_that_was_made_is_removed_and_nothing_else(wanted: Deployment
     client("logs").create_log_group(logGroupName=f"/aws/lambda/{NAME}")
     client("logs").create_log_group(logGroupName=f"/aws/lambda/{NAME}-2")
     made_before = [
-        f"delete the {what}" for what in (f"function {NAME}", f"log /aws/lambda/{NAME}", f"role {NAME}-role")
+        f"delete the {label}"
+        for label in (f"function {NAME}", f"log /aws/lambda/{NAME}", f"role {NAME}-role")
     ]
     assert plan_removal() == remove() == made_before
     assert client("lambda").list_functions()["Functions"] == []
     assert client("iam").list_roles()["Roles"] == []
-    assert [one["logGroupName"] for one in client("logs").describe_log_groups()["logGroups"]] == [
-        f"/aws/lambda/{NAME}-2"
-    ]
+    assert [
+        describe_log_group["logGroupName"]
+        for describe_log_group in client("logs").describe_log_groups()["logGroups"]
+    ] == [f"/aws/lambda/{NAME}-2"]
     assert remove() == []
 
 
@@ -294,5 +296,5 @@ def test_boto3_is_asked_for_when_it_is_needed_and_nowhere_else(monkeypatch: pyte
         text = file.read_text()
         for node in ast.parse(text).body if "boto" in text else ():
             names = [node.module or ""] if isinstance(node, ast.ImportFrom) else []
-            names += [one.name for one in node.names] if isinstance(node, ast.Import) else []
+            names += [item.name for item in node.names] if isinstance(node, ast.Import) else []
             assert not any(name.startswith(("boto3", "botocore")) for name in names), file

@@ -118,15 +118,15 @@ def test_every_task_is_the_direct_call(name: str) -> None:
     done = sum(len(keys_of(bench.program)) * len(ROWS) for bench in benches)
     # What closing interrupts is the word of the last one or two, not their work.
     assert done - 2 <= len(billed) <= done
-    assert name == "http" or 1 <= sum(one.cold for one in billed) <= 2
-    assert all(one.duration_s > 0 and one.memory_mb == 192 for one in billed)
+    assert name == "http" or 1 <= sum(item.cold for item in billed) <= 2
+    assert all(item.duration_s > 0 and item.memory_mb == 192 for item in billed)
 
 
 def lost_of(name: str, bench: Bench, key: TaskKey) -> Lost:
-    told, billed = threading.Event(), list[Invocation]()
-    with served(bench), executor_of(name, bench.handlers(), told.set) as executor:
+    message, billed = threading.Event(), list[Invocation]()
+    with served(bench), executor_of(name, bench.handlers(), message.set) as executor:
         executor.invoke(bench.task(key).again().to_event())
-        assert told.wait(30)
+        assert message.wait(30)
         (lost,) = executor.lost()
         assert executor.lost() == []
         # The next one is done all the same.
@@ -210,10 +210,10 @@ def test_options_of_http_are_checked(options: dict[str, object], message: str) -
 
 
 def posted(bench: Bench, **options: object) -> list[Lost]:
-    told = threading.Event()
-    with EXECUTORS.get("http")(ExecutorContext(notice=told.set), options) as executor:
+    message = threading.Event()
+    with EXECUTORS.get("http")(ExecutorContext(notice=message.set), options) as executor:
         executor.invoke(bench.task(keys_of(bench.program)[0]).to_event())
-        assert told.wait(30)
+        assert message.wait(30)
         return executor.lost()
 
 
@@ -249,9 +249,9 @@ def test_a_service_that_only_takes_events_bills_nothing_here() -> None:
 def test_closing_waits_for_no_service() -> None:
     bench = Bench(gcn(), ROWS)
     bench.late = 1 << 60
-    told = threading.Event()
+    message = threading.Event()
     with served(bench), functions_service() as (url, seen):
-        executor = EXECUTORS.get("http")(ExecutorContext(notice=told.set), {"url": url, "timeout_s": 60})
+        executor = EXECUTORS.get("http")(ExecutorContext(notice=message.set), {"url": url, "timeout_s": 60})
         for key in keys_of(bench.program)[:2]:
             executor.invoke(bench.task(key, timeout_s=2).to_event())
         until(lambda: seen)
@@ -310,8 +310,8 @@ KEYS = [TaskKey(epoch=n, step=1, interval=3, direction=Direction.FORWARD) for n 
 
 def seconds(latency: Latency, attempt: int = 0) -> list[float]:
     pauses = [pause for key in KEYS if (pause := latency.draw(key, attempt)) is not None]
-    assert {one.place for one in pauses} == {TaskPhase.COMPUTED}
-    return [one.seconds or 0.0 for one in pauses]
+    assert {item.place for item in pauses} == {TaskPhase.COMPUTED}
+    return [item.seconds or 0.0 for item in pauses]
 
 
 def test_the_logarithm_is_normal_around_the_median() -> None:

@@ -53,7 +53,7 @@ class Scaled(VertexStage):
 
 
 def children(of: int) -> list[int]:
-    return [one.pid for one in psutil.Process(of).children()]
+    return [child.pid for child in psutil.Process(of).children()]
 
 
 def workers() -> list[int]:
@@ -166,8 +166,8 @@ def test_a_users_own_stage_goes_along(tmp_path: Path, monkeypatch: pytest.Monkey
     bench = Bench(scaled(tmp_path, monkeypatch), [4])
     stages = stages_of(bench.program.steps)
     assert stages == {"my_scaled": "my_scaled:Scaled"}
-    told = threading.Event()
-    context = ExecutorContext(stages=stages, notice=told.set)
+    message = threading.Event()
+    context = ExecutorContext(stages=stages, notice=message.set)
     with served(bench), LocalExecutor(context, {}) as executor:
         keys = keys_of(bench.program)
         for key in keys:
@@ -178,7 +178,7 @@ def test_a_users_own_stage_goes_along(tmp_path: Path, monkeypatch: pytest.Monkey
         # Asked by a number that the stage knows, it tells what it sees: the folder and the standard library.
         bench.arrays = lambda key: [np.full((4, 5), 0.125)]  # type: ignore[method-assign]
         executor.invoke(bench.task(replace(keys[0], epoch=1)).to_event())
-        assert told.wait(30)
+        assert message.wait(30)
         (lost,) = executor.lost()
         assert "ValueError: sees ['/tmp" in lost.reason.replace(str(tmp_path.parent.parent.parent), "/tmp")
         assert "site-packages" not in lost.reason
@@ -199,11 +199,11 @@ def test_a_stage_that_cannot_go_along_is_refused_at_once(tmp_path: Path) -> None
 def test_a_package_that_does_not_start_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "my_broken.py").write_text("import no_such_library\n")
     monkeypatch.syspath_prepend(str(tmp_path))
-    bench, told = Bench(gcn(), [7]), threading.Event()
-    context = ExecutorContext(stages={"broken": "my_broken:Stage"}, notice=told.set)
+    bench, message = Bench(gcn(), [7]), threading.Event()
+    context = ExecutorContext(stages={"broken": "my_broken:Stage"}, notice=message.set)
     with served(bench), LocalExecutor(context, {}) as executor:
         executor.invoke(bench.task(FORWARD).to_event())
-        assert told.wait(30)
+        assert message.wait(30)
         (lost,) = executor.lost()
     assert "no_such_library" in lost.reason
     assert "ended with exit code 1" in lost.reason
@@ -218,6 +218,6 @@ def test_bandwidth_and_processor_are_those_of_a_small_function() -> None:
             executor.invoke(bench.task(key).to_event())
         assert bench.wait_for(executor, keys) == []
         until(lambda: billed.extend(executor.billed()) or len(billed) == 2, "billed")
-    assert all(one.duration_s > 0.2 for one in billed)
+    assert all(item.duration_s > 0.2 for item in billed)
     for key in keys:
         bench.check(key)

@@ -99,13 +99,13 @@ def test_equal_contents_are_equal_bytes_and_others_are_not(
         (tmp_path / "mine" / name).write_text("KEY = 1\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setattr(libraries, "LIBRARIES", {})
-    first, other = tmp_path / "1.zip", tmp_path / "2.zip"
-    for path in (first, other):
+    first, second = tmp_path / "1.zip", tmp_path / "2.zip"
+    for path in (first, second):
         write_zip(path)
-    assert first.read_bytes() == other.read_bytes()
-    write_zip(other, {"mine": "mine.stages:Stage"})
-    assert first.read_bytes() != other.read_bytes()
-    with zipfile.ZipFile(other) as archive:
+    assert first.read_bytes() == second.read_bytes()
+    write_zip(second, {"mine": "mine.stages:Stage"})
+    assert first.read_bytes() != second.read_bytes()
+    with zipfile.ZipFile(second) as archive:
         names = archive.namelist()
         assert names == sorted(names)
         assert [name for name in names if name.startswith("mine")] == ["mine/__init__.py", "mine/stages.py"]
@@ -135,8 +135,8 @@ def test_wheels_take_the_place_of_what_is_installed(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="0 wheels of pyzmq"):
         dict(wheel_files(tmp_path))
     wheel(tmp_path, "pyzmq-27.0-cp312-abi3-manylinux2014_aarch64.whl", {"zmq/__init__.py": "z"})
-    found = dict(wheel_files(tmp_path))
-    assert found == {
+    results = dict(wheel_files(tmp_path))
+    assert results == {
         "numpy/__init__.py": b"n",
         "numpy.libs/a.so": b"a",
         "numpy-2.0.dist-info/licenses/LICENSE.txt": b"l",
@@ -144,17 +144,17 @@ def test_wheels_take_the_place_of_what_is_installed(tmp_path: Path) -> None:
     }
     write_zip(tmp_path / "w.zip", wheels=tmp_path)
     with zipfile.ZipFile(tmp_path / "w.zip") as archive:
-        assert set(found) <= set(archive.namelist())
+        assert set(results) <= set(archive.namelist())
 
 
 def test_wheels_are_asked_for_by_version_and_platform(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked: list[list[str]] = []
+    request: list[list[str]] = []
 
     def run(command: list[str], **_: object) -> subprocess.CompletedProcess[str]:
-        asked.append(command)
-        return subprocess.CompletedProcess(command, len(asked) - 1, "", "no such wheel")
+        request.append(command)
+        return subprocess.CompletedProcess(command, len(request) - 1, "", "no such wheel")
 
     monkeypatch.setattr(libraries.subprocess, "run", run)
     download_wheels(tmp_path, python="3.12", architecture="aarch64")
@@ -164,6 +164,6 @@ def test_wheels_are_asked_for_by_version_and_platform(
         "--python-version=3.12",
         "--only-binary=:all:",
         f"--dest={tmp_path}",
-    } <= set(asked[0])
+    } <= set(request[0])
     with pytest.raises(ConfigError, match=r"failed; put wheels of both into .* pip says: no such wheel"):
         download_wheels(tmp_path, python="3.12", architecture="aarch64")

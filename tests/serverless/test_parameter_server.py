@@ -50,10 +50,10 @@ def answer_for(server_of: tuple[int, ...], num_servers: int, epochs: int) -> lis
     for epoch in range(epochs):
         of_servers = []
         for server in range(num_servers):
-            intervals = [at for at, one in enumerate(server_of) if one == server]
+            intervals = [at for at, item in enumerate(server_of) if item == server]
             parts = [gradients_of(at, epoch, 0) + gradients_of(at, epoch, 2) for at in intervals]
-            of_servers.append([functools.reduce(np.add, one) for one in zip(*parts, strict=True)])
-        total = [functools.reduce(np.add, one) for one in zip(*of_servers, strict=True)]
+            of_servers.append([functools.reduce(np.add, item) for item in zip(*parts, strict=True)])
+        total = [functools.reduce(np.add, item) for item in zip(*of_servers, strict=True)]
         weights = update.apply(weights, total)
     return bits(weights)
 
@@ -89,11 +89,11 @@ def test_hundreds_of_orders_leave_the_same_bits_and_nothing_behind() -> None:
         servers, draw = servers_of(plan), np.random.default_rng(seed)
         under_way = [go_through(servers, interval, 3, draw) for interval in range(plan.num_intervals)]
         while under_way:
-            one = under_way[int(draw.integers(len(under_way)))]
+            single = under_way[int(draw.integers(len(under_way)))]
             try:
-                next(one)
+                next(single)
             except StopIteration:
-                under_way.remove(one)
+                under_way.remove(single)
             if draw.random() < 0.2:
                 exchange(servers)
             for server in servers:
@@ -121,13 +121,13 @@ def finish(server: ParameterServer, epoch: int) -> None:
 def test_a_duplicate_with_other_bits_is_an_error() -> None:
     (server,) = servers_of(plan_of())
     server.gradients(0, 0, 2, gradients_of(0, 0, 2))
-    other = [value + 1e-6 for value in gradients_of(0, 0, 2)]
+    second = [value + 1e-6 for value in gradients_of(0, 0, 2)]
     with pytest.raises(ConfigError, match="interval 0, epoch 0, step 2 came twice with different bits"):
-        server.gradients(0, 0, 2, other)
+        server.gradients(0, 0, 2, second)
     finish(server, 0)
     assert exchange([server]) == 1
     with pytest.raises(ConfigError, match="twice with different bits"):
-        server.gradients(0, 0, 2, other)
+        server.gradients(0, 0, 2, second)
     assert bits(server.latest()) == plain_answer(server.plan, 1)
 
 
@@ -135,21 +135,23 @@ def test_what_is_of_another_server_or_epoch_is_refused() -> None:
     """More of it, and other shapes, in test_worker_access.py."""
     plan = plan_of(num_servers=2, staleness=1)
     first, second = servers_of(plan)
-    mine, other = plan.intervals_of(0)[0], plan.intervals_of(1)[0]
-    with pytest.raises(ConfigError, match=f"interval {other} is of parameter server 1, not of 0"):
-        first.gradients(other, 0, 2, gradients_of(other, 0, 2))
+    own, second_one = plan.intervals_of(0)[0], plan.intervals_of(1)[0]
+    with pytest.raises(ConfigError, match=f"interval {second_one} is of parameter server 1, not of 0"):
+        first.gradients(second_one, 0, 2, gradients_of(second_one, 0, 2))
     with pytest.raises(ConfigError, match="beyond staleness 1"):
-        first.weights(mine, 2, 2)
+        first.weights(own, 2, 2)
     vector = np.zeros(plan.size)
     for sender, epoch, sums in ((0, 0, vector), (2, 0, vector), (1, 3, vector), (1, 0, vector[:1])):
         with pytest.raises(ConfigError, match="server"):
             first.receive_sums(sender, epoch, sums)
-    assert first.missing() == second.missing().replace(str(other), str(mine)) or "step 0" in first.missing()
+    assert (
+        first.missing() == second.missing().replace(str(second_one), str(own)) or "step 0" in first.missing()
+    )
     finish(first, 0)
     assert exchange([first, second]) is None
     assert first.servers_missing() == [1]
     assert first.missing() == ""
-    assert f"epoch 0, step 0: gradients of intervals {other}" in second.missing()
+    assert f"epoch 0, step 0: gradients of intervals {second_one}" in second.missing()
 
 
 def test_weights_of_an_epoch_that_is_over_are_gone() -> None:
@@ -195,9 +197,9 @@ def test_many_threads_may_push_and_pull() -> None:
 
     with ThreadPoolExecutor(8) as pool:
         done = [pool.submit(work, interval) for interval in reversed(range(32))]
-        while server.updates < 3 and not all(one.done() for one in done):
+        while server.updates < 3 and not all(item.done() for item in done):
             exchange([server])
-        assert [one.result() for one in done] == list(reversed(range(32)))
+        assert [item.result() for item in done] == list(reversed(range(32)))
     while exchange([server]) is not None:
         pass
     assert bits(server.latest()) == plain_answer(plan, 3)
@@ -240,8 +242,8 @@ def start(dtype: str, seed: int = 0) -> dict[str, Array]:
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.parametrize(("kind", "settings"), CASES, ids=str)
 def test_twenty_steps_are_torchs_to_the_last_bit(kind: str, settings: dict[str, Any], dtype: str) -> None:
-    theirs = {name: torch.tensor(value) for name, value in start(dtype).items()}
-    optimizer = TORCH_UPDATES[kind](list(theirs.values()), **settings)
+    reference = {name: torch.tensor(value) for name, value in start(dtype).items()}
+    optimizer = TORCH_UPDATES[kind](list(reference.values()), **settings)
     groups, names = [{**settings, "params": list(UPDATE_SHAPES)}], list(UPDATE_SHAPES)
     update = Update(kind, groups, names)
     weights: Sequence[Array] = tuple(start(dtype).values())
@@ -250,11 +252,11 @@ def test_twenty_steps_are_torchs_to_the_last_bit(kind: str, settings: dict[str, 
             update = Update(kind, groups, names, update.state)
         scale = 10.0 ** (step % 7 - 5)
         gradients = [(value * scale).astype(dtype) for value in start(dtype, step + 1).values()]
-        for weight, gradient in zip(theirs.values(), gradients, strict=True):
+        for weight, gradient in zip(reference.values(), gradients, strict=True):
             weight.grad = torch.tensor(gradient)
         optimizer.step()
         weights = update.apply(weights, gradients)
-        assert bits(weights) == bits(one.numpy() for one in theirs.values())
+        assert bits(weights) == bits(their.numpy() for their in reference.values())
     assert {(str(weight.dtype), weight.flags.writeable) for weight in weights} == {(dtype, False)}
     state = optimizer.state_dict()["state"]
     for position, name in enumerate(UPDATE_SHAPES):

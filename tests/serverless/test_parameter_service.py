@@ -45,7 +45,7 @@ def plain_answer() -> tuple[Sequence[Array], dict[str, Array]]:
             [array for step in STEPS for array in gradients_of(interval, epoch, step)]
             for interval in range(len(SIZES))
         ]
-        weights = update.apply(weights, [np.sum(one, axis=0) for one in zip(*each, strict=True)])
+        weights = update.apply(weights, [np.sum(item, axis=0) for item in zip(*each, strict=True)])
     return weights, update.state
 
 
@@ -121,49 +121,55 @@ def train(session: Session, num_servers: int, *, as_worker: bool) -> dict[str, A
             for interval in range(rpc.rank, len(SIZES), num_ranks):
                 train_interval(rpc, client, interval, epoch, as_worker=as_worker)
             wait_for(client, epoch + 1)
-        found = {"latest": client.latest(), "state": client.state()}
+        results = {"latest": client.latest(), "state": client.state()}
         barrier(session, "all read")
         if service is not None:
             service.server.drain()
-            found["alive"] = tuple(service.server._versions)
+            results["alive"] = tuple(service.server._versions)
     rows = session.ledger.since(before)
-    found["bytes"] = [(row.phase, row.layer, row.source, row.destination, row.num_bytes) for row in rows]
-    return found
+    results["bytes"] = [(row.phase, row.layer, row.source, row.destination, row.num_bytes) for row in rows]
+    return results
 
 
 def train_with_one_two_and_three_servers() -> list[dict[str, Any]]:
     with start_session() as session:
-        found = [train(session, num_servers, as_worker=num_servers == 3) for num_servers in (1, 2, 3)]
+        results = [train(session, num_servers, as_worker=num_servers == 3) for num_servers in (1, 2, 3)]
         barrier(session, "done")
-        return found
+        return results
 
 
 def expected_bytes(num_servers: int) -> Counter[tuple[str, int, int]]:
     """Weights |W| a pull, gradients |W| a push, sums |theta| s (P - 1) per server, direction and epoch."""
     num_bytes, each = EPOCHS * SIZE * 8, range(num_servers)
-    found = Counter({(ops.BETWEEN, one, other): num_bytes for one in each for other in each if one != other})
+    result = Counter(
+        {(ops.BETWEEN, item, second): num_bytes for item in each for second in each if item != second}
+    )
     for interval, server in enumerate(assign(SIZES, num_servers).tolist()):
         asker = WORKER if num_servers == 3 else interval % 3
         if asker != server:  # what a rank asks of itself is no traffic
-            found[ops.DOWN, server, asker] += num_bytes
-            found[ops.UP, asker, server] += num_bytes * (2 if interval == 3 else 1)
-    return found
+            result[ops.DOWN, server, asker] += num_bytes
+            result[ops.UP, asker, server] += num_bytes * (2 if interval == 3 else 1)
+    return result
 
 
 def test_one_two_and_three_servers_train_as_one_process_does() -> None:
     by_rank = run_ranks(train_with_one_two_and_three_servers, 3)
     expected, state = plain_answer()
     for at, num_servers in enumerate((1, 2, 3)):
-        found = [rank[at] for rank in by_rank]
-        for one in found:
+        results = [rank[at] for rank in by_rank]
+        for result in results:
             for position, name in enumerate(SHAPES):
-                np.testing.assert_allclose(one["latest"][name], expected[position], rtol=1e-12)
-                assert one["latest"][name].tobytes() == found[0]["latest"][name].tobytes()
+                np.testing.assert_allclose(result["latest"][name], expected[position], rtol=1e-12)
+                assert result["latest"][name].tobytes() == results[0]["latest"][name].tobytes()
             for path, value in state.items():
-                np.testing.assert_allclose(one["state"][path], value, rtol=1e-12)
-        assert [one.get("alive") for one in found] == [(EPOCHS,)] * num_servers + [None] * (3 - num_servers)
+                np.testing.assert_allclose(result["state"][path], value, rtol=1e-12)
+        assert [result.get("alive") for result in results] == [(EPOCHS,)] * num_servers + [None] * (
+            3 - num_servers
+        )
         moved = Counter[tuple[str, int, int]]()
-        for phase, layer, source, destination, num_bytes in (row for one in found for row in one["bytes"]):
+        for phase, layer, source, destination, num_bytes in (
+            row for result in results for row in result["bytes"]
+        ):
             if phase in (ops.BETWEEN, ops.DOWN, ops.UP):
                 moved[phase, source, destination] += num_bytes
                 assert phase == ops.BETWEEN or layer in STEPS
@@ -254,9 +260,9 @@ def broken(_weights: Sequence[Array], _gradients: Sequence[Array]) -> tuple[Arra
 def test_a_state_comes_back_and_others_are_refused() -> None:
     state = {"w/step": np.array(3, np.float32), "w/exp_avg": np.ones((3, 2)), "b/exp_avg": np.zeros(2)}
     table, numbers = ops.pack_state(state)
-    found = ops.unpack_state(plan_of(1), [table, numbers])
-    assert list(found) == list(state)
-    assert all(np.array_equal(found[path], value) for path, value in state.items())
+    result = ops.unpack_state(plan_of(1), [table, numbers])
+    assert list(result) == list(state)
+    assert all(np.array_equal(result[path], value) for path, value in state.items())
     for bad in (
         [],
         [table],

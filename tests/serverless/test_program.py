@@ -55,10 +55,10 @@ def test_a_program_comes_back_from_its_text(name: str) -> None:
 def test_a_digest_is_the_programs_and_nothing_elses() -> None:
     """Other processes, orders of fields and hash seeds give the same one; any other program another."""
     command = "from tests.serverless.programs import gat; print(gat().digest)"
-    found = subprocess.run([sys.executable, "-c", command], capture_output=True, text=True, check=True)
-    assert found.stdout.strip() == gat().digest
-    others = [gat(), gcn(), sage(), gcn((5, 4, 4, 3)), gcn(num_train=7), replace(gcn(), dtype="float32")]
-    assert len({program.digest for program in others}) == len(others)
+    process = subprocess.run([sys.executable, "-c", command], capture_output=True, text=True, check=True)
+    assert process.stdout.strip() == gat().digest
+    remaining = [gat(), gcn(), sage(), gcn((5, 4, 4, 3)), gcn(num_train=7), replace(gcn(), dtype="float32")]
+    assert len({program.digest for program in remaining}) == len(remaining)
 
 
 def changed(index: int, **fields: Any) -> Callable[[], Program]:
@@ -155,7 +155,7 @@ def test_drops_are_checked_too() -> None:
     program = dropping()
     assert program.edge_slots == {"att2", "d3"}
     assert program.trained == set(program.slots) - {"x", "d1", "a1"}
-    first, rest = program.steps[0], program.steps[1:]
+    first, remaining = program.steps[0], program.steps[1:]
     for change, message in (
         ({"source": "h1"}, "no earlier step makes for nodes"),
         ({"output": Slot("d1", 4)}, "makes 4 columns from 5"),
@@ -163,7 +163,7 @@ def test_drops_are_checked_too() -> None:
         ({"output": Slot("x", 5)}, "already exists"),
     ):
         with pytest.raises(ConfigError, match=message):
-            replace(program, steps=(replace(first, **change), *rest))
+            replace(program, steps=(replace(first, **change), *remaining))
     with pytest.raises(ConfigError, match="put a Scatter of it before"):
         replace(program, steps=(*program.steps[:11], *program.steps[12:]))
     with pytest.raises(ConfigError, match="no earlier step makes for nodes"):

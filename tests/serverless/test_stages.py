@@ -72,24 +72,24 @@ def test_a_vertex_stage_differentiates_what_it_computes(name: str, config: Confi
         assert all(map(np.array_equal, arrays, before))
     leaves = [torch.tensor(array, requires_grad=True) for array in (*weights, *inputs)]
     torch.autograd.gradcheck(lambda *some: TorchStage.apply(stage, len(weights), *some), leaves)
-    narrow = [[one.astype("float32") for one in some] for some in (weights, inputs, gradients)]
+    narrow = [[tensor.astype("float32") for tensor in some] for some in (weights, inputs, gradients)]
     outputs, saved = stage.forward(*narrow[:2])
     unwanted = stage.backward(*narrow, wanted=[False] * len(inputs))
     assert unwanted.inputs == (None,) * len(inputs)
-    assert {str(one.dtype) for one in (*outputs, *saved, *unwanted.weights)} <= {"float32"}
+    assert {str(tensor.dtype) for tensor in (*outputs, *saved, *unwanted.weights)} <= {"float32"}
     close(unwanted.weights, backward.weights, 2e-5)
 
 
 def close(found: Sequence[Array | None], wanted: Sequence[Array], tolerance: float = F64) -> None:
     assert len(found) == len(wanted)
-    for one, other in zip(found, wanted, strict=True):
-        assert one is not None
-        np.testing.assert_allclose(one, other, rtol=tolerance, atol=tolerance)
+    for left, right in zip(found, wanted, strict=True):
+        assert left is not None
+        np.testing.assert_allclose(left, right, rtol=tolerance, atol=tolerance)
 
 
 def test_derivatives_at_kinks_and_far_out_are_torchs() -> None:
     z = np.array([[-800.0, -40.0, -5.0, -1e-9, 0.0, 1e-9, 5.0, 40.0, 800.0, -2.03125]])
-    eye, one = np.eye(10), np.ones((1, 10))
+    eye, item = np.eye(10), np.ones((1, 10))
     more = dict(ACTIVATIONS)
     for slope in (-0.5, 1.0, 1.7):
         config = {"name": "leaky_relu", "slope": slope}
@@ -98,7 +98,7 @@ def test_derivatives_at_kinks_and_far_out_are_torchs() -> None:
     for config, act in more.values():
         stage = vertex_stage("dense", {"in": 10, "out": 10, "bias": False, "activation": config})
         (h,), _ = stage.forward([eye], [z])
-        (slope,), _ = stage.backward([eye], [z], [one])
+        (slope,), _ = stage.backward([eye], [z], [item])
         x = torch.tensor(z, requires_grad=True)
         out = act(x)
         out.sum().backward()

@@ -90,19 +90,19 @@ def test_a_key_is_checked_against_the_program() -> None:
 
 
 def test_a_task_comes_back_from_its_event() -> None:
-    for one in (task(), task(secrets=Secrets(secret="s"), attempt=0, streaming=True)):
-        event = one.to_event()
-        assert Task.from_event(event) == one
-        assert Task.from_event(event.decode()) == one
-        assert Task.from_event(json.loads(event)) == one
+    for case in (task(), task(secrets=Secrets(secret="s"), attempt=0, streaming=True)):
+        event = case.to_event()
+        assert Task.from_event(event) == case
+        assert Task.from_event(event.decode()) == case
+        assert Task.from_event(json.loads(event)) == case
     assert len(task().to_event()) < 1000
     assert task().again() == task(attempt=5)
 
 
 def test_nothing_secret_is_shown() -> None:
-    one = task(secrets=Secrets(secret="open sesame", public_key=KEY, secret_key="k" * 40))
-    assert "sesame" not in repr(one)
-    assert "kkk" not in repr(one)
+    single = task(secrets=Secrets(secret="open sesame", public_key=KEY, secret_key="k" * 40))
+    assert "sesame" not in repr(single)
+    assert "kkk" not in repr(single)
     with pytest.raises(ConfigError, match="secret") as caught:
         task(secrets=Secrets(secret="open sesame\n")).to_event()
     assert "sesame" not in str(caught.value)

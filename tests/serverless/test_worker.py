@@ -64,7 +64,7 @@ def test_bytes_are_those_of_the_paper() -> None:
     assert moved(grad2, rematerialise=False)[:2] == (n * (4 + 3 + 3) * s, n * 4 * s)
     assert together == (n * 4 * s + n * 4, n * 4 * s + statistics, second, second)
     # Fusion saves the outputs up, the gradient down with the inputs a second time, and the weights once.
-    saved = [one - other for one, other in zip(apart, together, strict=True)]
+    saved = [left - right for left, right in zip(apart, together, strict=True)]
     assert saved == [n * (4 + 3) * s - n * 4, n * 3 * s - statistics, second, 0]
     for key in (av1, grad1, fused):
         assert moved(key, streaming=False) == moved(key)
@@ -74,7 +74,7 @@ def test_gradients_arrive_before_rows_and_forward_rows_leave_half_by_half() -> N
     bench = Bench(gcn(), [7])
     worker = Worker(DirectCaller(bench.handlers()))
     worker.handle(bench.task(TaskKey(0, 4, 0, Direction.FUSED)).to_event())
-    done = [what for what, _ in bench.calls]
+    done = [call for call, _ in bench.calls]
     assert done == ["program", "weights", "pull", "pull", "gradients", "give", "give"]
     bench.calls.clear()
     places: list[str] = []
@@ -82,7 +82,7 @@ def test_gradients_arrive_before_rows_and_forward_rows_leave_half_by_half() -> N
     def at(place: TaskPhase) -> None:
         places.append(place.value)
         if place is TaskPhase.HALF:
-            places.append(f"{sum(what == 'give' for what, _ in bench.calls)} given")
+            places.append(f"{sum(call == 'give' for call, _ in bench.calls)} given")
 
     worker = Worker(DirectCaller(bench.handlers()), at)
     worker.handle(bench.task(AV1).to_event())
@@ -97,7 +97,7 @@ def test_rows_that_are_late_are_asked_for_again_and_counted_once() -> None:
     bench.late = 3
     with served(bench), remote() as caller:
         Worker(caller).handle(bench.task(key).to_event())
-        assert [name for what, name in bench.calls if what == "pull"] == ["r0.e0.s1.i0.f/0"] * 4 + [
+        assert [name for call, name in bench.calls if call == "pull"] == ["r0.e0.s1.i0.f/0"] * 4 + [
             "r0.e0.s1.i0.f/1"
         ]
         assert bench.bytes["pull"] == 7 * 5 * 8
@@ -160,11 +160,11 @@ def test_connections_and_program_are_kept_for_the_next_task_and_renewed_after_a_
         monkeypatch.setattr(caller_module, "_IDLE_S", -1.0)
         worker.handle(bench.task(keys[2]).to_event())
         assert caller._client is not client
-        assert [name for what, name in bench.calls if what == "program"] == [kernels()]
+        assert [name for call, name in bench.calls if call == "program"] == [kernels()]
         # Each run hears which kernels a worker computes with.
         for epoch in range(2):
             worker.handle(bench.task(replace(keys[0], run=1, epoch=epoch)).to_event())
-    assert [name for what, name in bench.calls if what == "program"] == [kernels(), kernels()]
+    assert [name for call, name in bench.calls if call == "program"] == [kernels(), kernels()]
 
 
 def test_a_function_takes_tasks_as_events_and_as_requests() -> None:

@@ -89,7 +89,7 @@ def test_as_many_workers_as_there_is_work_for_warm_ones_first() -> None:
     until(lambda: len(made.done) == 9)
     until(lambda: len(pool._billed) == 9)
     assert sorted(made.done[4:]) == sorted(POOL_KEYS[:5])
-    assert sum(one.cold for one in pool.billed()) == len(made.workers) == 5
+    assert sum(item.cold for item in pool.billed()) == len(made.workers) == 5
     pool.size(2)
     until(lambda: pool._num_up == 2)
     pool.close()
@@ -157,10 +157,10 @@ def connect(endpoint: str) -> socket.socket:
 
 def there_and_back(one: socket.socket, data: bytes) -> bytes:
     threading.Thread(target=one.sendall, args=(data,), daemon=True).start()
-    found = b""
-    while len(found) < len(data):
-        found += one.recv(1 << 16)
-    return found
+    result = b""
+    while len(result) < len(data):
+        result += one.recv(1 << 16)
+    return result
 
 
 def test_a_relay_passes_everything_on_and_not_faster_than_it_may() -> None:
@@ -168,15 +168,15 @@ def test_a_relay_passes_everything_on_and_not_faster_than_it_may() -> None:
     with echo() as endpoint:
         relay = Relay(1e6)
         assert relay.endpoint(endpoint) == relay.endpoint(endpoint) != endpoint
-        with connect(relay.endpoint(endpoint)) as one, connect(relay.endpoint(endpoint)) as other:
+        with connect(relay.endpoint(endpoint)) as item, connect(relay.endpoint(endpoint)) as second:
             started = time.monotonic()
-            assert there_and_back(one, data) == data
+            assert there_and_back(item, data) == data
             assert time.monotonic() - started > 0.9 * len(data) / 1e6
             # Both directions have the whole rate, both connections share it.
             started = time.monotonic()
-            thread = threading.Thread(target=there_and_back, args=(one, data))
+            thread = threading.Thread(target=there_and_back, args=(item, data))
             thread.start()
-            assert there_and_back(other, data) == data
+            assert there_and_back(second, data) == data
             thread.join()
             assert time.monotonic() - started > 0.9 * 2 * len(data) / 1e6
 
@@ -185,20 +185,20 @@ def test_the_end_of_one_side_is_the_end_of_the_other() -> None:
     with echo() as endpoint:
         relay = Relay(1e9)
         near = relay.endpoint(endpoint)
-        with connect(near) as one:
-            assert there_and_back(one, b"abc") == b"abc"
-            one.shutdown(socket.SHUT_WR)
-            assert one.recv(1) == b""
-    with connect(near) as one:  # nobody is there any more
-        assert one.recv(1) == b""
+        with connect(near) as connection:
+            assert there_and_back(connection, b"abc") == b"abc"
+            connection.shutdown(socket.SHUT_WR)
+            assert connection.recv(1) == b""
+    with connect(near) as connection:  # nobody is there any more
+        assert connection.recv(1) == b""
 
 
 def test_the_cpu_throttle_sleeps_in_proportion(monkeypatch: pytest.MonkeyPatch) -> None:
     used, slept = iter([0.25, 1.25, 1.25]), []
     monkeypatch.setattr(worker_process.time, "process_time", lambda: next(used))
     monkeypatch.setattr(worker_process.time, "sleep", slept.append)
-    one = CpuThrottle(0.2)
+    throttle = CpuThrottle(0.2)
     for _ in range(3):
-        one.rest()
+        throttle.rest()
     assert slept == pytest.approx([1.0, 4.0, 0.0])
     assert 1.25 / (1.25 + sum(slept)) == pytest.approx(0.2)

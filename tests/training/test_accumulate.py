@@ -125,8 +125,12 @@ def through_pipeline(strategy: str) -> str:
 
 
 def test_refuses_steps_that_overlap() -> None:
-    assert all("accumulate=2 needs" in one for one in run_ranks(through_pipeline, 2, args=("push_pull",)))
-    assert all("accumulate 2: strategy" in one for one in run_ranks(through_pipeline, 2, args=("lambda",)))
+    assert all(
+        "accumulate=2 needs" in result for result in run_ranks(through_pipeline, 2, args=("push_pull",))
+    )
+    assert all(
+        "accumulate 2: strategy" in result for result in run_ranks(through_pipeline, 2, args=("lambda",))
+    )
 
 
 def logged_without_effect(strategy: str, accumulate: int, **of_strategy: int) -> list[str]:

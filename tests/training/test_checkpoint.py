@@ -72,7 +72,7 @@ def _fail_on_one_rank(folder: str) -> None:
     session.store.barrier("the file")  # type: ignore[union-attr]
     of_first, of_second = ("rank 0 on .*", "") if odd else ("", "rank 1 on .*")
     strange = Stateful(2, 2) if odd else nn.Linear(2, 2)
-    for said, action in (
+    for message, action in (
         ("no complete checkpoint", lambda: checkpoint.load(folder, model=net())),
         (
             f"^{of_second}extra cannot be saved",
@@ -81,7 +81,7 @@ def _fail_on_one_rank(folder: str) -> None:
         (f"^{of_second}'_extra_state' of .* dict", lambda: checkpoint.save(folder, model=strange)),
         (f"^{of_first}.*a file", lambda: checkpoint.save(Path(folder, "a file"), model=net())),
     ):
-        with pytest.raises(CheckpointError, match=said):
+        with pytest.raises(CheckpointError, match=message):
             action()
     checkpoint.save(folder, model=net(), epoch=1)
     with pytest.raises(CheckpointError, match=r"'0.weight' is \(4, 3\)"):
@@ -94,7 +94,7 @@ def test_what_fails_on_one_rank_fails_on_all_and_the_run_goes_on(tmp_path: Path)
 
 def test_names_a_checkpoint_by_the_position_of_its_loader(tmp_path: Path) -> None:
     with start_session():
-        for loader, given in (
+        for loader, inputs in (
             (Position(epoch=2, step=3), {}),
             (Position(epoch=2, step=4), {"epoch": 2}),
             # After the last step, in the body of the loop or behind it.
@@ -103,7 +103,7 @@ def test_names_a_checkpoint_by_the_position_of_its_loader(tmp_path: Path) -> Non
             (Position(epoch=4, step=5), {"epoch": 5}),
             (Position(epoch=6, step=0), {"epoch": 6, "step": 0}),
         ):
-            checkpoint.save(tmp_path, model=net(), loader=loader, **given)
+            checkpoint.save(tmp_path, model=net(), loader=loader, **inputs)
     names = [(2, 3), (2, 4), (3, 0), (4, 0), (5, 0), (6, 0)]
     assert sorted(path.name for path in tmp_path.glob("epoch*")) == [folder_name(*name) for name in names]
     state = json.loads((tmp_path / folder_name(3) / "state.json").read_text())
@@ -113,7 +113,7 @@ def test_names_a_checkpoint_by_the_position_of_its_loader(tmp_path: Path) -> Non
 def _save_elsewhere(folder: str) -> None:
     odd = start_session().topology.rank == 1
     loader = Position(epoch=2, step=3)
-    for given, problem in (
+    for inputs, problem in (
         ({"loader": loader, "epoch": 0}, "^epoch=0 would name .* step 3 of epoch 2; leave"),
         ({"loader": loader, "epoch": 2, "step": 1}, "^epoch=2 and step=1 would"),
         ({"loader": loader, "epoch": 2 + odd}, "epoch=3 would" if odd else "rank 1 .*epoch=3"),
@@ -123,7 +123,7 @@ def _save_elsewhere(folder: str) -> None:
         ({"loader": Unnumbered()}, "position {'batches': 3} without epoch and step; its"),
     ):
         with pytest.raises(ConfigError, match=problem):
-            checkpoint.save(folder, model=net(), **given)
+            checkpoint.save(folder, model=net(), **inputs)
     assert not list(Path(folder).iterdir())
 
 
@@ -182,8 +182,8 @@ def test_continues_with_the_dtypes_of_an_optimizer_that_keeps_others_than_its_pa
         checkpoint.load(tmp_path, model=models[1], optimizer=optimizers[1])
         for model, optimizer in zip(models, optimizers, strict=True):
             step(model, optimizer)
-    for one, other in zip(models[0].parameters(), models[1].parameters(), strict=True):
-        assert torch.equal(one, other)
+    for left, right in zip(models[0].parameters(), models[1].parameters(), strict=True):
+        assert torch.equal(left, right)
 
 
 def test_mismatches_name_the_first_difference(saved: Path, tmp_path: Path) -> None:
@@ -201,9 +201,9 @@ def test_mismatches_name_the_first_difference(saved: Path, tmp_path: Path) -> No
             (bare, {"optimizer": torch.optim.Adam(model.parameters())}, "has no optimizer"),
             (bare, {"loader": Position()}, "no loader position"),
         ]
-        for path, given, said in cases:
-            with pytest.raises(CheckpointError, match=said):
-                checkpoint.load(path, **{"model": model, **given})
+        for path, case, message in cases:
+            with pytest.raises(CheckpointError, match=message):
+                checkpoint.load(path, **{"model": model, **case})
         optimizer: Any = torch.optim.SGD(model.parameters(), lr=1.0)
         optimizer.param_groups[0]["schedule"] = lambda step: step
         with pytest.raises(CheckpointError, match="'schedule' of type function"):
@@ -434,8 +434,8 @@ def test_saving_again_replaces_and_the_newest_wins(tmp_path: Path) -> None:
             checkpoint.latest(tmp_path / "nowhere")
         for epoch, note in ((2, "first"), (10, "a"), (10, "b")):
             checkpoint.save(tmp_path, model=net(), epoch=epoch, extra={"note": note})
-        found = checkpoint.load(tmp_path, model=net())
-        assert (found.epoch, found.extra) == (10, {"note": "b"})
+        result = checkpoint.load(tmp_path, model=net())
+        assert (result.epoch, result.extra) == (10, {"note": "b"})
         assert sorted(path.name for path in tmp_path.iterdir()) == [
             "epoch-000002-step-000000000",
             "epoch-000010-step-000000000",
@@ -495,14 +495,14 @@ def test_several_optimisers_are_saved_in_their_order(tmp_path: Path) -> None:
         ):
             with pytest.raises(CheckpointError, match=message):
                 checkpoint.load(path, model=model, sparse=wrong)
-        other = checkpoint.save(tmp_path / "saved", model=model, sparse=both, epoch=1)
-        (other / "sparse" / "1").rename(tmp_path / "rows")
-        shutil.copytree(path / "sparse" / "1", other / "sparse" / "1")
+        second = checkpoint.save(tmp_path / "saved", model=model, sparse=both, epoch=1)
+        (second / "sparse" / "1").rename(tmp_path / "rows")
+        shutil.copytree(path / "sparse" / "1", second / "sparse" / "1")
         with pytest.raises(CheckpointError, match=r"sparse/1 is damaged, or of another checkpoint"):
-            checkpoint.load(other, model=model, sparse=both)
-        os.truncate(other / "sparse" / "0" / "index.json", 1 << 29)
+            checkpoint.load(second, model=model, sparse=both)
+        os.truncate(second / "sparse" / "0" / "index.json", 1 << 29)
         with pytest.raises(CheckpointError, match="it has more than 268 MB"):
-            checkpoint.load(other, model=model, sparse=both)
+            checkpoint.load(second, model=model, sparse=both)
         checkpoint.load(path, model=model, sparse=both)
         assert [optimizer.lr for optimizer in both] == [0.1, 0.2]
         assert all(torch.equal(e.weight.to_local(), then) for e, then in zip(rows, saved, strict=True))
@@ -555,7 +555,7 @@ def on_rank(data: str, folder: str, size: int, resume: bool) -> dict[str, Any]:
 
     ``size`` 0: a plain module, uncut.
     """
-    found = {}
+    results = {}
     with start_session(timeout_s=30) as session:
         g = DistGraph(data)
         for name, make in OPTIMIZERS.items():
@@ -573,8 +573,8 @@ def on_rank(data: str, folder: str, size: int, resume: bool) -> dict[str, Any]:
                 loader = Position(step=SAVE_AT, steps=STEPS)
                 checkpoint.save(place, model=model, optimizer=optimizer, loader=loader)
             step_alike(model, optimizer, range(SAVE_AT, STEPS))
-            found[name] = {key: value.tolist() for key, value in model.state_dict().items()}
-    return found
+            results[name] = {key: value.tolist() for key, value in model.state_dict().items()}
+    return results
 
 
 def on_four(data: str, by_parts: str, uncut: str) -> list[dict[str, Any]]:

@@ -58,21 +58,21 @@ def plain_losses(kind: str, weight: str | None) -> tuple[list[float], torch.Tens
     rows, truth = g.ndata["train_mask"], g.ndata["label"]
     g.ndata[dgl.NID] = g.nodes()
     torch.manual_seed(0)
-    whole: Any = Whole(g)
+    full: Any = Whole(g)
     model: Any = (
         ResGCN(8, 8, 2, 2, 0.0)
         if kind == "resgcn"
-        else build_model(kind, 8, 8, 2, dropout=0.0, heads=4, graph=whole)
+        else build_model(kind, 8, 8, 2, dropout=0.0, heads=4, graph=full)
     )
     model.edge_weight = weight
-    adam, found = torch.optim.Adam(model.parameters(), lr=0.01), []
+    adam, result = torch.optim.Adam(model.parameters(), lr=0.01), []
     for _ in range(3):
         loss = F.cross_entropy(model([g, g], g.ndata["feat"])[rows], truth[rows])
         adam.zero_grad()
         loss.backward()
         adam.step()
-        found.append(float(loss.detach()))
-    return found, model([g, g], g.ndata["feat"]).argmax(1)
+        result.append(float(loss.detach()))
+    return result, model([g, g], g.ndata["feat"]).argmax(1)
 
 
 @pytest.mark.parametrize("kind", MODELS)
@@ -93,8 +93,8 @@ def test_ready_made_models_weigh_edges_as_the_layers_of_dgl(kind: str) -> None:
     if kind == "resgcn":
         return
     g.ndata[dgl.NID] = g.nodes()
-    whole: Any = Whole(g)
-    model: Any = build_model(kind, 8, 8, 2, 1, 0.0, graph=whole)
+    full: Any = Whole(g)
+    model: Any = build_model(kind, 8, 8, 2, 1, 0.0, graph=full)
     plain = model(g, g.ndata["feat"])
     model.edge_weight = "weight"
     torch.testing.assert_close(model(g, g.ndata["feat"]), convs[kind](model, g.ndata["feat"]))

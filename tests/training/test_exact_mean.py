@@ -172,4 +172,4 @@ def test_warns_once_where_the_training_loss_is_nan() -> None:
         config = FitConfig(**options, evaluate=lambda _: {}, show_progress=False)
         with pytest.warns(UserWarning, match=r"loss of epoch 0 is NaN.*without a target") as caught:
             dx.fit(Layers(), g, config=config, loader=loader)
-        assert [one.filename for one in caught] == [__file__]
+        assert [warning.filename for warning in caught] == [__file__]

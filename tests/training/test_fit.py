@@ -46,9 +46,9 @@ def prepared(
 ) -> tuple[Any, Any]:
     """A loader of data_parallel, over all training nodes unless ``ids`` are given, and the wrapped model."""
     strategy = STRATEGIES.get("data_parallel")(g.session, {}).open(g)
-    told = {"prefetch_node_feats": ["feat"], "prefetch_labels": ["label"]}
+    message = {"prefetch_node_feats": ["feat"], "prefetch_labels": ["label"]}
     nodes = equality.new_ids_of_training(g) if ids is None else ids
-    loader = strategy.loader(nodes, dgl.dataloading.NeighborSampler(fanouts, **told), **options)
+    loader = strategy.loader(nodes, dgl.dataloading.NeighborSampler(fanouts, **message), **options)
     return loader, strategy.wrap(model)
 
 
@@ -70,18 +70,18 @@ def _fit(g: DistGraph, dropout: float = 0.5, **config: Any) -> tuple[FitResult, 
 def resumed(folder: str, saved: str) -> None:
     start_session(timeout_s=60)
     g, options = DistGraph(folder), {"eval_every": 2, "checkpoint_folder": saved}
-    whole, weights = _fit(g, epochs=4, eval_every=2)
+    measurement, weights = _fit(g, epochs=4, eval_every=2)
     _fit(g, epochs=2, **options)
-    rest, other = _fit(g, epochs=4, checkpoint_every=5, resume=True, **options)
-    assert all(np.array_equal(x, y) for x, y in zip(weights, other, strict=True))
-    assert (rest.first_epoch, [record.epoch for record in rest.epochs]) == (2, [2, 3])
-    assert [record.loss for record in rest.epochs] == [record.loss for record in whole.epochs[2:]]
+    remaining, second = _fit(g, epochs=4, checkpoint_every=5, resume=True, **options)
+    assert all(np.array_equal(x, y) for x, y in zip(weights, second, strict=True))
+    assert (remaining.first_epoch, [record.epoch for record in remaining.epochs]) == (2, [2, 3])
+    assert [record.loss for record in remaining.epochs] == [record.loss for record in measurement.epochs[2:]]
     for name in ("accuracy", "best_epoch", "best_val_accuracy"):
-        assert getattr(rest, name) == getattr(whole, name)
-    for result in (whole, rest):
-        assert bytes_of(result) == sum(one.bytes_inside + one.bytes_outside for one in result.epochs)
+        assert getattr(remaining, name) == getattr(measurement, name)
+    for result in (measurement, remaining):
+        assert bytes_of(result) == sum(item.bytes_inside + item.bytes_outside for item in result.epochs)
         assert "control" not in result.traffic
-    assert bool(whole.traffic) == (g.session.topology.world_size > 1)
+    assert bool(measurement.traffic) == (g.session.topology.world_size > 1)
 
 
 def bytes_of(result: FitResult) -> int:
@@ -122,22 +122,22 @@ def resumed_inside(folder: str, saved: str) -> None:
                 wrapped, result = dx.fit(plain, g, config=config, make_optimizer=make, **loading)
                 assert result.first_epoch == first, (strategy, result)
                 ends.append(
-                    (wrapped.state_dict(), [[getattr(one, n) for n in SAME] for one in result.epochs])
+                    (wrapped.state_dict(), [[getattr(item, n) for n in SAME] for item in result.epochs])
                 )
                 moved.append(bytes_of(result))
                 g.barrier()
                 # As if the run had been killed in its second epoch.
-                inside = [one for one in place.iterdir() if one.name > "epoch-000002"]
+                inside = [path for path in place.iterdir() if path.name > "epoch-000002"]
                 if session.topology.rank == 0:
                     assert (place / "epoch-000001-step-000000001").is_dir()
-                    for one in inside:
-                        shutil.rmtree(one)
+                    for item in inside:
+                        shutil.rmtree(item)
                 g.barrier()
-        (whole, figures), (again, rest) = ends
-        assert all(torch.equal(whole[name], again[name]) for name in whole), strategy
-        assert rest == figures[1:], (strategy, rest, figures)
+        (full, figures), (again, remaining) = ends
+        assert all(torch.equal(full[name], again[name]) for name in full), strategy
+        assert remaining == figures[1:], (strategy, remaining, figures)
         assert 0 < moved[1] < moved[0]
-        assert moved[0] == sum(one[-1] + one[-2] for one in figures)
+        assert moved[0] == sum(figure[-1] + figure[-2] for figure in figures)
 
 
 def test_a_run_that_resumes_inside_an_epoch_is_the_uninterrupted_one(folder: Path, tmp_path: Path) -> None:
@@ -162,16 +162,17 @@ def test_figures_for_tensorboard_are_those_of_the_epochs(folder: Path, tmp_path:
     assert {"features", "gradients"} <= phases.keys()
     events = EventAccumulator(str(tmp_path / "tb"))
     events.Reload()
-    found = {
-        name: [(one.step, one.value) for one in events.Scalars(name)] for name in events.Tags()["scalars"]
+    results = {
+        name: [(Scalar.step, Scalar.value) for Scalar in events.Scalars(name)]
+        for name in events.Tags()["scalars"]
     }
     names = {name for of_epoch in first["scalars"] for name in of_epoch}
-    assert found.keys() == names
+    assert results.keys() == names
     assert {"loss", "val_accuracy", "samples_per_second", "bytes_outside"} <= names
     for name in names:
         expected = [(at, of[name]) for at, of in enumerate(first["scalars"]) if name in of]
-        assert [step for step, _ in found[name]] == [step for step, _ in expected]
-        assert [value for _, value in found[name]] == pytest.approx(
+        assert [step for step, _ in results[name]] == [step for step, _ in expected]
+        assert [value for _, value in results[name]] == pytest.approx(
             [value for _, value in expected], rel=1e-6
         )
 
@@ -207,14 +208,14 @@ def _loop(folder: Path, place: Path, most: int) -> tuple[int, dict[str, Any]]:
 
 
 def test_a_loop_of_ones_own_resumes(folder: Path, tmp_path: Path) -> None:
-    steps, whole = _loop(folder, tmp_path / "whole", 99)
+    steps, full = _loop(folder, tmp_path / "whole", 99)
     assert steps == 10
     with pytest.raises(Stopped, match=r"stopped after . steps of epoch 1"):
         _loop(folder, tmp_path / "killed", 6)
     (left,) = (tmp_path / "killed").iterdir()
-    rest, again = _loop(folder, tmp_path / "killed", 99)
-    assert rest == 5 - int(left.name[-1]) > 0
-    assert all(torch.equal(whole[name], again[name]) for name in whole)
+    remaining, again = _loop(folder, tmp_path / "killed", 99)
+    assert remaining == 5 - int(left.name[-1]) > 0
+    assert all(torch.equal(full[name], again[name]) for name in full)
     with start_session(), pytest.raises(ConfigError, match=r"every='often' must be .* like 200steps"):
         dx.checkpoints(tmp_path, torch.nn.Linear(1, 1), None, [], every="often")  # type: ignore[arg-type]
 
@@ -362,17 +363,17 @@ def _hopeless(folder: str, checkpoints: str) -> list[dict[str, Any]]:
 def _disagreeing(folder: str) -> list[str]:
     with start_session(timeout_s=30) as session:
         g, rank = DistGraph(folder), session.topology.rank
-        one = [{"precision": ["float32", "bf16"][rank]}, {"epochs": 2 + rank}, {"eval_every": rank}]
-        found = [refusal(partial(_fit, g, **config), ConfigError) for config in one]
+        single = [{"precision": ["float32", "bf16"][rank]}, {"epochs": 2 + rank}, {"eval_every": rank}]
+        results = [refusal(partial(_fit, g, **config), ConfigError) for config in single]
         resumed = FitConfig(checkpoint_folder=Path(folder).parent / "none", resume=bool(rank))
         model = equality.model_of("sage", g)
-        return [*found, refusal(partial(dx.fit, model, g, config=resumed), ConfigError)]
+        return [*results, refusal(partial(dx.fit, model, g, config=resumed), ConfigError)]
 
 
 def test_ranks_train_with_equal_settings(folder: Path) -> None:
     expected = "precision=float32", "epochs=2", "eval_every=0", "resume=False"
-    for said in run_ranks(_disagreeing, 2, args=(str(folder),)):
-        for text, settings in zip(said, expected, strict=True):
+    for result in run_ranks(_disagreeing, 2, args=(str(folder),)):
+        for text, settings in zip(result, expected, strict=True):
             assert text.startswith(
                 f"ranks disagree on the settings of training: rank 0 has {settings}, rank 1"
             )

@@ -98,8 +98,8 @@ def of_several_types(folder: str) -> None:
     g = DistGraph(folder)
     policy = g.get_node_partition_policy("author")
     authors = g.new_tensor((40, HIDDEN), torch.float64, "rows", part_policy=policy)
-    mine = g.local_nodes("author")
-    authors[mine] = author_rows()[g.orig_ids(mine, "author")]
+    own = g.local_nodes("author")
+    authors[own] = author_rows()[g.orig_ids(own, "author")]
     g.barrier()
     inputs = {"author": authors} | {ntype: g.nodes[ntype].data["feat"] for ntype in hetero.WIDTHS}
     plain = {kind: plain_scores(kind) for kind in ("rgcn", "hgt", "both")}
@@ -113,9 +113,9 @@ def of_several_types(folder: str) -> None:
     _same(g, rows, plain["rgcn"], hetero.NUM_NODES)
     rows = layerwise_inference(model_of("both"), g, inputs=inputs, batch_size=7, ntypes=["author", "paper"])
     assert set(rows) == {"hidden", "scores"}
-    found = rows["hidden"], *rows["scores"]
-    for one, expected in zip(found, (plain["both"]["hidden"], *plain["both"]["scores"]), strict=True):
-        _same(g, one, expected, ("author", "paper"))
+    result = rows["hidden"], *rows["scores"]
+    for item, expected in zip(result, (plain["both"]["hidden"], *plain["both"]["scores"]), strict=True):
+        _same(g, item, expected, ("author", "paper"))
     labels = hetero.plain_graph().nodes["paper"].data
     assert evaluate(model_of("rgcn"), g, inputs=inputs) == accuracy_of(plain["rgcn"]["paper"], labels)
     kept = len(g.kvstore.names())
@@ -166,8 +166,8 @@ def test_layers_are_named_and_what_stands_between_them_is_told(folder: Path) -> 
     expected = convs[1](graph, convs[0](graph, graph.ndata["feat"]).relu()).detach()
     with start_session():
         g = DistGraph(folder)
-        found = layerwise_inference(model, g, layers="layers", between=torch.relu, batch_size=90)
-        np.testing.assert_allclose(equality.in_original_order(found, g), expected, rtol=0, atol=1e-12)
+        result = layerwise_inference(model, g, layers="layers", between=torch.relu, batch_size=90)
+        np.testing.assert_allclose(equality.in_original_order(result, g), expected, rtol=0, atol=1e-12)
 
 
 def test_one_type_and_a_pair_of_results(folder: Path) -> None:
@@ -187,12 +187,12 @@ def test_one_type_and_a_pair_of_results(folder: Path) -> None:
         expected = conv(graph, graph.ndata["feat"]).sum(1).detach()
         np.testing.assert_allclose(equality.in_original_order(out["sum"], g), expected, rtol=0, atol=1e-12)
         assert torch.equal(equality.in_original_order(out["input"], g), graph.ndata["feat"])
-        other = layerwise_inference(
+        second_one = layerwise_inference(
             conv, g, inputs=out["input"], layers=[lambda block, h: 2 * h[: block.num_dst_nodes()]]
         )
-        assert torch.equal(equality.in_original_order(other, g), 2 * graph.ndata["feat"])
+        assert torch.equal(equality.in_original_order(second_one, g), 2 * graph.ndata["feat"])
         with pytest.raises(ConfigError, match="unknown node type 'user'"):
-            read_first_rows(g, "feat", {"user": other})
+            read_first_rows(g, "feat", {"user": second_one})
 
 
 @pytest.mark.parametrize(
@@ -271,9 +271,11 @@ def of_one_type(folder: str) -> None:
     check(minibatch_inference(Untold(own_model()), g, 2, batch_size=90), own_model())
     assert len(g.kvstore.names()) == tensors + 2  # the two that were not deleted, and no layer in between
     with torch.no_grad():
-        scores, told = own_model().eval()([graph, graph], features), ["val_mask"]
+        scores, message = own_model().eval()([graph, graph], features), ["val_mask"]
     assert evaluate(own_model(), g) == accuracy_of(scores, graph.ndata)
-    assert evaluate(Untold(own_model()), g, told, num_layers=2) == accuracy_of(scores, graph.ndata, told)
+    assert evaluate(Untold(own_model()), g, message, num_layers=2) == accuracy_of(
+        scores, graph.ndata, message
+    )
     with pytest.raises(ConfigError, match=r"inference_layers\(\).*num_layers="):
         evaluate(Untold(own_model()), g)
     with pytest.raises(ConfigError, match=r"no tensor 'tset_mask'.*known: 'feat', 'label', 'train_mask'"):
@@ -287,12 +289,12 @@ def test_scores_and_accuracy(folder: Path, ranks: int, ranks_per_server: int) ->
 
 
 def test_scores_of_all_nodes_are_never_in_memory(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    read, taken = DistTensor.__getitem__, []
+    read, chosen = DistTensor.__getitem__, []
 
     def noted(tensor: DistTensor, rows: Any) -> Tensor:
-        found: Tensor = read(tensor, rows)
-        taken.append(len(found))
-        return found
+        result: Tensor = read(tensor, rows)
+        chosen.append(len(result))
+        return result
 
     with start_session():
         g = DistGraph(str(folder))
@@ -300,4 +302,4 @@ def test_scores_of_all_nodes_are_never_in_memory(folder: Path, monkeypatch: pyte
         monkeypatch.setattr(tasks, "_ROWS_AT_ONCE", 50)
         monkeypatch.setattr(DistTensor, "__getitem__", noted)
         assert evaluate(own_model(), g, batch_size=40) == expected
-    assert max(taken) < g.num_nodes()
+    assert max(chosen) < g.num_nodes()

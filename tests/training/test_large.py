@@ -121,7 +121,7 @@ def looked_at(folders: list[str]) -> str:
 
     def run(folder: str) -> str:
         shown = [CliRunner().invoke(app, [*command, folder], catch_exceptions=False) for command in commands]
-        return "".join(one.output for one in shown)
+        return "".join(result.output for result in shown)
 
     run(folders[0])
     with less_memory():
@@ -141,8 +141,8 @@ def test_evaluation_takes_fewer_nodes_at_once_where_they_have_many_edges(
     with start_session():
         g = DistGraph(folders[0])
         # 8 nodes have 80 in-edges, of which 32 are a batch: the 4th node has edges 30 to 39.
-        found = [*inference._batches_of(g, NODE_TYPE, (0, 16), 8)]
-        assert found == [(0, 3), (3, 6), (6, 8), (8, 11), (11, 14), (14, 16)]
+        results = [*inference._batches_of(g, NODE_TYPE, (0, 16), 8)]
+        assert results == [(0, 3), (3, 6), (6, 8), (8, 11), (11, 14), (14, 16)]
         assert [*inference._batches_of(g, NODE_TYPE, (5, 5), 8)] == []
         edges: list[int] = []
 
@@ -165,11 +165,13 @@ def test_strategies_that_hold_edges_say_so_before_they_read_any(
         sampler = dgl.dataloading.NeighborSampler(
             [-1, -1], prefetch_node_feats=["feat"], prefetch_labels=["label"]
         )
-        for free, said in ((10**9, 0), (10**6, 1)):
+        for free, message in ((10**9, 0), (10**6, 1)):
             monkeypatch.setattr(shared_memory, "machine_memory", lambda free=free: (free, free))
             dx.DataLoader(g, nodes, sampler)
-            warned = [one.getMessage() for one in caplog.records if "edges in memory" in one.getMessage()]
-            assert len(warned) == said
+            warned = [
+                record.getMessage() for record in caplog.records if "edges in memory" in record.getMessage()
+            ]
+            assert len(warned) == message
         assert f"strategy '{strategy}'" in warned[0]
         assert "for 200000 of them, where 0.001 GB are free" in warned[0]
 

@@ -67,7 +67,7 @@ class OfMore(Net):
 def outcomes(folder: str) -> dict[str, str]:
     plain = dgl.add_self_loop(graph())
     plain.edata["w"] = torch.rand(plain.num_edges())
-    found = {}
+    results = {}
     cases: dict[str, tuple[nn.Module, Any, Any]] = {
         "none": (Net(), "layers", None),
         "elu": (Net("elu"), "layers", F.relu),
@@ -91,19 +91,19 @@ def outcomes(folder: str) -> dict[str, str]:
             before = torch.get_rng_state()
             try:
                 rows = dx.layerwise_inference(model, g, layers=layers, between=between, edge_feats=edge_feats)
-                found[name] = ""
+                results[name] = ""
                 assert torch.equal(before, torch.get_rng_state())
                 rows.delete()
             except ConfigError as error:
-                found[name] = str(error)
-    return found
+                results[name] = str(error)
+    return results
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_refuses_layers_that_are_not_what_forward_computes(ranks: int, tmp_path: Path) -> None:
-    for found in run_ranks(outcomes, ranks, args=(str(tmp_path),)):
-        for name, message in found.items():
+    for result in run_ranks(outcomes, ranks, args=(str(tmp_path),)):
+        for name, message in result.items():
             assert bool(message) != name.startswith("right"), (name, message)
             assert not message or "give between= what forward()" in message
-        assert "layer 0 gets other rows" in found["encoder"]
-        assert "layer 1 gets other rows" in found["none"]
+        assert "layer 0 gets other rows" in result["encoder"]
+        assert "layer 1 gets other rows" in result["none"]

@@ -47,8 +47,8 @@ def test_targets_are_found_by_names_with_colons() -> None:
     odd, even = ("_N", "/a.b/c:d:e", "_N"), ("u", "buys", "v")
     known = {"canonical_etypes": [odd, even], "ntypes": ["_N", "u", "v"]}
     graph: Any = SimpleNamespace(**known, to_canonical_etype=lambda name: canonical_etype(name, [odd, even]))
-    found = link_targets(graph, ["/a.b/c:d:e", "buys", "_N:/a.b/c:d:e:_N", "u:buys:v"])
-    assert found == [odd, even, odd, even]
+    result = link_targets(graph, ["/a.b/c:d:e", "buys", "_N:/a.b/c:d:e:_N", "u:buys:v"])
+    assert result == [odd, even, odd, even]
     with pytest.raises(ConfigError, match="u:buys:_N"):
         link_targets(graph, ["u:buys:_N"])
 
@@ -80,7 +80,7 @@ def test_decoders_are_their_formulas(name: str) -> None:
     with torch.no_grad():
         pairs = decoder(rows, relation, candidates[:5])
         objects, subjects = (
-            one(rows, relation, candidates) for one in (decoder.all_objects, decoder.all_subjects)
+            case(rows, relation, candidates) for case in (decoder.all_objects, decoder.all_subjects)
         )
         assert objects.shape == subjects.shape == (5, 7)
         for b, r in enumerate(relation.tolist()):
@@ -96,10 +96,10 @@ def test_decoders_are_their_formulas(name: str) -> None:
 
 
 def test_rotate_scores_pieces_alike(monkeypatch: pytest.MonkeyPatch) -> None:
-    decoder, rows, others = RotatE(R, D), torch.randn(5, D), torch.randn(4, D)
-    whole = decoder.all_objects(rows, torch.tensor([0, 1, 2, 0, 1]), others)
-    monkeypatch.setattr("dglx_dist.training.link._MAX_DIFFERENCES", 2 * others.numel())
-    assert torch.equal(decoder.all_objects(rows, torch.tensor([0, 1, 2, 0, 1]), others), whole)
+    decoder, rows, tensor = RotatE(R, D), torch.randn(5, D), torch.randn(4, D)
+    full = decoder.all_objects(rows, torch.tensor([0, 1, 2, 0, 1]), tensor)
+    monkeypatch.setattr("dglx_dist.training.link._MAX_DIFFERENCES", 2 * tensor.numel())
+    assert torch.equal(decoder.all_objects(rows, torch.tensor([0, 1, 2, 0, 1]), tensor), full)
 
 
 def test_gradient_is_finite_where_ends_meet() -> None:
@@ -127,9 +127,9 @@ def test_losses_by_hand() -> None:
 
 def pairs_of(*scores: list[float]) -> Any:
     """A pair graph with an edge type for each list of scores."""
-    zeros = [torch.zeros(len(one), dtype=torch.int64) for one in scores]
+    zeros = [torch.zeros(len(item), dtype=torch.int64) for item in scores]
     graph = dgl.heterograph({("_N", f"r{k}", "_N"): (ids, ids) for k, ids in enumerate(zeros)}, {"_N": 1})
-    graph.scores = torch.tensor([score for one in scores for score in one])
+    graph.scores = torch.tensor([score for item in scores for score in item])
     return graph
 
 
@@ -146,9 +146,9 @@ def step_of(positive: Any, negative: Any) -> Any:
 
 
 def test_edges_above_all_their_negatives_are_correct() -> None:
-    found = step_of(pairs_of([1.0, 2.0]), pairs_of([0.0, 0.5, 1.0, 3.0]))
-    assert int(found.num_correct) == 1
-    assert found.num_targets == 2
+    result = step_of(pairs_of([1.0, 2.0]), pairs_of([0.0, 0.5, 1.0, 3.0]))
+    assert int(result.num_correct) == 1
+    assert result.num_targets == 2
     nothing = step_of(pairs_of([]), pairs_of([]))
     assert nothing.num_targets == 0
     with pytest.raises(ConfigError, match=r"3 negatives of 2 edges of .* pair_loss needs as many of each"):
@@ -162,8 +162,8 @@ def test_scores_take_the_rows_of_each_type() -> None:
     etype = ("a", "r", "b")
     graph = dgl.heterograph({etype: (torch.tensor([0, 1]), torch.tensor([1, 0]))}, {"a": 2, "b": 2})
     rows = {"a": torch.randn(5, D), "b": torch.randn(3, D)}
-    found = edge_scores(DotProduct(), graph, rows, [etype])[etype]
-    assert torch.allclose(found, (rows["a"][:2] * rows["b"][[1, 0]]).sum(1))
+    result = edge_scores(DotProduct(), graph, rows, [etype])[etype]
+    assert torch.allclose(result, (rows["a"][:2] * rows["b"][[1, 0]]).sum(1))
     with pytest.raises(ConfigError, match="1 rows for the 2 nodes of type 'a'"):
         edge_scores(DotProduct(), graph, {**rows, "a": rows["a"][:1]}, [etype])
 
@@ -173,8 +173,8 @@ def test_scores_are_those_of_edges_added_to_a_pair_graph() -> None:
     _, (graph,) = build_pairs(["_N"], {etype: np.arange(2)}, {etype: ends}, None)
     rows = torch.randn(3, D)
     graph.add_edges([2], [0])
-    found = edge_scores(DotProduct(), graph, rows, [etype])[etype]
-    assert torch.allclose(found, (rows * rows[[1, 2, 0]]).sum(1))
+    result = edge_scores(DotProduct(), graph, rows, [etype])[etype]
+    assert torch.allclose(result, (rows * rows[[1, 2, 0]]).sum(1))
 
 
 def test_degrees_of_the_whole_graph_are_refused() -> None:
@@ -244,9 +244,9 @@ def test_split_does_not_depend_on_parts_and_ranks(folders: dict[str, str]) -> No
         assert rank == alone
     assert alone["made"]
     sides = alone["sides"]
-    assert {sum(one) for one in sides["next"].values()} == {1}
+    assert {sum(item) for item in sides["next"].values()} == {1}
     assert all(sides["back"][v, u] == side for (u, v), side in sides["next"].items())
-    train, validation, test = (sum(one[k] for one in sides["next"].values()) for k in range(3))
+    train, validation, test = (sum(item[k] for item in sides["next"].values()) for k in range(3))
     assert train > 4 * max(validation, test)
     assert min(validation, test) > 0
 
@@ -258,16 +258,16 @@ def brute_force(triples: Any, side: Any, rows: Any, decoder: Any) -> list[float]
     """Filtered ranks of the (Q,) ``side`` of triples, of both ends, candidate by candidate."""
     known, ranks = set(map(tuple, triples.tolist())), []
     for s, r, o in triples[side].tolist():
-        for asked in ("object", "subject"):
-            found = []
+        for name in ("object", "subject"):
+            results = []
             for candidate in range(NUM_NODES):
-                triple = (s, r, candidate) if asked == "object" else (candidate, r, o)
+                triple = (s, r, candidate) if name == "object" else (candidate, r, o)
                 if triple == (s, r, o) or triple not in known:
                     score = decoder(rows[triple[0]][None], torch.tensor([r]), rows[triple[2]][None])
-                    found.append((float(score), triple == (s, r, o)))
-            (own,) = (score for score, is_own in found if is_own)
-            others = [score for score, is_own in found if not is_own]
-            ranks.append(1 + sum(x > own for x in others) + 0.5 * sum(x == own for x in others))
+                    results.append((float(score), triple == (s, r, o)))
+            (own,) = (score for score, is_own in results if is_own)
+            remaining = [score for score, is_own in results if not is_own]
+            ranks.append(1 + sum(x > own for x in remaining) + 0.5 * sum(x == own for x in remaining))
     return ranks
 
 
@@ -286,7 +286,7 @@ def evaluated(folder: str, name: str) -> dict[str, Any]:
         model = LinkModel(
             None, DECODERS[name](len(g.canonical_etypes), D).double(), g.canonical_etypes
         ).double()
-        found = LinkEvaluation(g=g, targets=g.canonical_etypes, inputs=inputs, metrics=METRICS)(
+        result = LinkEvaluation(g=g, targets=g.canonical_etypes, inputs=inputs, metrics=METRICS)(
             dx.wrap(model, g)
         )
         triples, masks = [], []
@@ -296,27 +296,27 @@ def evaluated(folder: str, name: str) -> dict[str, Any]:
             masks.append(g.edges[etype].data["test_mask"][:].bool())
         with torch.no_grad():
             ranks = np.array(brute_force(torch.cat(triples), torch.cat(masks), start, model.decoder))
-        return {"found": found, "expected": [(1 / ranks).mean(), (ranks <= 1).mean(), (ranks <= 3).mean()]}
+        return {"found": result, "expected": [(1 / ranks).mean(), (ranks <= 1).mean(), (ranks <= 3).mean()]}
 
 
 @pytest.mark.parametrize("name", ["complex", "transe"])
 def test_ranks_are_those_of_brute_force(name: str, folders: dict[str, str]) -> None:
     """Both ends, filtered by the edges of all splits; the same on two ranks with other ids."""
     (alone,) = run_ranks(evaluated, 1, args=(folders["masked1"], name))
-    found = alone["found"]
-    assert [found[f"test_{m}"] for m in ("mrr", "hits@1", "hits@3")] == pytest.approx(
+    record = alone["found"]
+    assert [record[f"test_{m}"] for m in ("mrr", "hits@1", "hits@3")] == pytest.approx(
         alone["expected"], abs=1e-12
     )
-    assert set(found) == {f"{split}_{m}" for split in ("val", "test") for m in METRICS}
-    assert 0 < found["test_auc"] < 1
-    assert found["test_roc_auc"] == found["test_auc"]
+    assert set(record) == {f"{split}_{m}" for split in ("val", "test") for m in METRICS}
+    assert 0 < record["test_auc"] < 1
+    assert record["test_roc_auc"] == record["test_auc"]
     # Half of the pairs are edges, so that the precision of guesses is one half, too.
-    assert abs(found["test_average_precision"] - found["test_auc"]) < 0.2
+    assert abs(record["test_average_precision"] - record["test_auc"]) < 0.2
     for rank in run_ranks(evaluated, 2, args=(folders["masked1"], name), ranks_per_server=2):
-        assert rank["found"] == pytest.approx(found, abs=1e-12)
+        assert rank["found"] == pytest.approx(record, abs=1e-12)
     for rank in run_ranks(evaluated, 3, args=(folders["masked2"], name), ranks_per_server=2):
         ranked = {key: value for key, value in rank["found"].items() if "mrr" in key or "hits" in key}
-        assert ranked == pytest.approx({key: found[key] for key in ranked}, abs=1e-12)
+        assert ranked == pytest.approx({key: record[key] for key in ranked}, abs=1e-12)
 
 
 def fitted(folder: str, kind: str) -> list[float]:
@@ -378,9 +378,9 @@ def judged(folder: str, broken: int) -> Any:
 
 def test_equal_scores_have_the_mean_rank_and_nan_is_an_error_on_all_ranks(folders: dict[str, str]) -> None:
     """One other answer of each query does not count, so 39 candidates have the rank 20."""
-    (found,) = run_ranks(judged, 1, args=(folders["masked1"], -1))
-    assert found["test_mrr"] == found["val_mrr"] == pytest.approx(1 / 20)
-    assert found["test_auc"] == 0.5
+    (record,) = run_ranks(judged, 1, args=(folders["masked1"], -1))
+    assert record["test_mrr"] == record["val_mrr"] == pytest.approx(1 / 20)
+    assert record["test_auc"] == 0.5
     for message in run_ranks(judged, 2, args=(folders["masked2"], 1), ranks_per_server=2):
         assert "a score is nan" in message
 
@@ -428,8 +428,8 @@ def encoded(folder: str, kind: str) -> Any:
             build_model("sage", D, 8, 8, 2) if kind == "sage" else RGCN(g, inputs.feature_widths, 8, 8)
         )
         model = LinkModel(encoder, DotProduct(), g.canonical_etypes).eval()
-        with compute_rows(model, g, inputs) as found:
-            rows = {ntype: one[:][g.new_ids(torch.arange(30), ntype)] for ntype, one in found.items()}
+        with compute_rows(model, g, inputs) as result:
+            rows = {ntype: value[:][g.new_ids(torch.arange(30), ntype)] for ntype, value in result.items()}
         drop = {}
         for etype in g.canonical_etypes:
             hidden = ~g.edges[etype].data["train_mask"][:].bool().numpy()
@@ -438,14 +438,14 @@ def encoded(folder: str, kind: str) -> Any:
         leaks, loader = 0, link_loader(g, targets, fanouts=[-1], batch_size=40, inputs=inputs)
         for _, pairs, _, (block,) in loader:
             batch = {etype: set(zip(*ends_of(pairs, etype), strict=True)) for etype in targets}
-            taken = {KNOWS: batch[KNOWS] | {(b, a) for a, b in batch[KNOWS]}}
+            chosen = {KNOWS: batch[KNOWS] | {(b, a) for a, b in batch[KNOWS]}}
             if kind == "rgcn":
-                taken |= {BUYS: batch[BUYS], BOUGHT: {(v, u) for u, v in batch[BUYS]}}
-            for etype in taken:
+                chosen |= {BUYS: batch[BUYS], BOUGHT: {(v, u) for u, v in batch[BUYS]}}
+            for etype in chosen:
                 seen = set(zip(*ends_of(block, etype), strict=True))
                 # Of parallel edges, one is the reverse.
                 count = Counter(zip(*(e.tolist() for e in g.find_edges(every(g, etype), etype)), strict=True))
-                leaks += sum(count[ends] == 1 for ends in taken[etype] & seen)
+                leaks += sum(count[ends] == 1 for ends in chosen[etype] & seen)
         return rows, drop, leaks
 
 
@@ -465,8 +465,8 @@ def ends_of(graph: Any, etype: Any) -> list[list[int]]:
 def test_rows_do_not_see_validation_and_test_edges(kind: str, tmp_path: Path) -> None:
     """They are bit-equal without these edges in the graph, whatever their reverse edges are called."""
     raw = friends if kind == "sage" else shop
-    (whole,) = run_ranks(encoded, 1, args=(written(tmp_path / "whole", raw(), 1), kind))
-    rows, drop, leaks = whole
+    (full,) = run_ranks(encoded, 1, args=(written(tmp_path / "whole", raw(), 1), kind))
+    rows, drop, leaks = full
     none = {etype: np.zeros(len(ends[0]), np.bool_) for etype, ends in shop().edges.items()}
     assert all(hidden.any() for hidden in drop.values())
     assert leaks == 0

@@ -86,10 +86,10 @@ def figures(g: dx.DistGraph, rows: Any, decoder: DistMult) -> list[float]:
     """Filtered MRR and Hits@3 of what was held out, each rank its share."""
     topology = g.session.topology
     triples, train = triples_of(g)
-    asked = triples[:, ~train][:, topology.rank :: topology.world_size]
+    request = triples[:, ~train][:, topology.rank :: topology.world_size]
     everyone = rows.weight[:]
     ranks = rank_of_answer(
-        lambda s, r: decoder.all_objects(everyone[s], r, everyone), *asked, known=KnownEdges(*triples)
+        lambda s, r: decoder.all_objects(everyone[s], r, everyone), *request, known=KnownEdges(*triples)
     )
     return [mrr(ranks, g.session), hits_at(3, ranks, g.session)]
 

@@ -27,19 +27,19 @@ def _figures(cut: tuple[int, ...]) -> dict[str, Any]:
     session = start_session()
     rank = session.topology.rank
     rows = slice(cut[rank], cut[rank + 1])
-    label, said = torch.tensor(LABEL)[rows], torch.tensor(SAID)[rows]
+    label, message = torch.tensor(LABEL)[rows], torch.tensor(SAID)[rows]
     score = torch.tensor(SCORE, dtype=torch.float64)[rows]
     positive = torch.tensor(POSITIVE)[rows]
     none = torch.zeros(0, dtype=torch.int64)
     return {
-        "accuracy": metrics.accuracy(said, label, session),
-        "scores": metrics.accuracy(torch.nn.functional.one_hot(said, 5).float(), label, session),
-        "macro": metrics.f1(said, label, 5, session),
-        "micro": metrics.f1(said, label, 5, session, average="micro"),
+        "accuracy": metrics.accuracy(message, label, session),
+        "scores": metrics.accuracy(torch.nn.functional.one_hot(message, 5).float(), label, session),
+        "macro": metrics.f1(message, label, 5, session),
+        "micro": metrics.f1(message, label, 5, session, average="micro"),
         "auc": metrics.roc_auc(score, positive, session),
         "auc of a loop that trains": metrics.roc_auc(score.clone().requires_grad_(), positive, session),
-        "rmse": metrics.rmse(said.float(), label.float(), session),
-        "mae": metrics.mae(said[:, None].float(), label[:, None].float(), session),
+        "rmse": metrics.rmse(message.float(), label.float(), session),
+        "mae": metrics.mae(message[:, None].float(), label[:, None].float(), session),
         "no rows rmse": metrics.rmse(none.float(), none.float(), session),
         "no rows": metrics.accuracy(none, none, session),
         "no rows f1": metrics.f1(none, none, 5, session),
@@ -76,9 +76,9 @@ def test_figures(ranks: int) -> None:
         # Off by 1, 3, 1, 2 and 1.
         assert result["rmse"] == pytest.approx(math.sqrt((1 + 9 + 1 + 4 + 1) / 12), abs=1e-15)
         assert result["mae"] == pytest.approx((1 + 3 + 1 + 2 + 1) / 12, abs=1e-15)
-        whole = ranks_of()
-        assert result["mrr"] == pytest.approx(float((1 / whole).mean()), abs=1e-14)
-        assert result["hits"] == [float((whole <= k).double().mean()) for k in (1, 3, 10)]
+        full = ranks_of()
+        assert result["mrr"] == pytest.approx(float((1 / full).mean()), abs=1e-14)
+        assert result["hits"] == [float((full <= k).double().mean()) for k in (1, 3, 10)]
         undefined = {name for name, value in result.items() if isinstance(value, float) and math.isnan(value)}
         assert undefined == {"one class", *(name for name in result if name.startswith("no rows"))}
 
@@ -98,8 +98,8 @@ def random_case(seed: int, queries: int = 40, candidates: int = 17) -> tuple[Ten
 def ranks_of(rows: slice = slice(None)) -> Tensor:
     scores, (subject, relation, answer) = random_case(2, len(LABEL))
     known = KnownEdges(subject, relation, answer)
-    asked = (subject[rows], relation[rows], answer[rows])
-    return rank_of_answer(lambda s, r: scores[s * 3 + r].clone(), *asked, known=known)
+    request = (subject[rows], relation[rows], answer[rows])
+    return rank_of_answer(lambda s, r: scores[s * 3 + r].clone(), *request, known=known)
 
 
 def naive_rank(row: list[float], answer: int, left_out: set[int]) -> float:
@@ -109,8 +109,8 @@ def naive_rank(row: list[float], answer: int, left_out: set[int]) -> float:
 
 
 def test_ranks_by_hand() -> None:
-    others = torch.tensor([[1.0, 2.0, 3.0], [1.0, 2.0, 3.0], [2.0, 2.0, 2.0], [9.0, 9.0, 9.0]])
-    ranks = rank_of_positive(torch.tensor([4.0, 2.0, 2.0, 1.0]), others)
+    remaining = torch.tensor([[1.0, 2.0, 3.0], [1.0, 2.0, 3.0], [2.0, 2.0, 2.0], [9.0, 9.0, 9.0]])
+    ranks = rank_of_positive(torch.tensor([4.0, 2.0, 2.0, 1.0]), remaining)
     assert ranks.tolist() == [1.0, 2.5, 2.5, 4.0]
     assert rank_of_positive(torch.tensor([0.5]), torch.empty(1, 0)).tolist() == [1.0]
 
@@ -122,7 +122,7 @@ def test_known_answers_are_found() -> None:
     assert rows.tolist() == [0, 1, 1, 3]
     assert answers.tolist() == [0, 1, 3, 2]
     none = torch.zeros(0, dtype=torch.int64)
-    rows, answers = KnownEdges(none, none, none).answers(torch.tensor([0]), torch.tensor([0]))
+    rows, answers = KnownEdges(none, none, none).find_answers(torch.tensor([0]), torch.tensor([0]))
     assert len(rows) == len(answers) == 0
 
 
@@ -145,7 +145,7 @@ def test_ranks_are_those_of_a_naive_loop(max_scores: int, filtered: bool) -> Non
         naive_rank(
             scores[s * 3 + r].tolist(),
             a,
-            {other for s2, r2, other in triples if filtered and (s2, r2) == (s, r)},
+            {triple for s2, r2, triple in triples if filtered and (s2, r2) == (s, r)},
         )
         for s, r, a in triples
     ]

@@ -62,11 +62,11 @@ def test_symmetric_norm_splits_by_columns(width: int) -> None:
     weight = torch.tensor([2 / 16, 2 / 36, 3 / 16, 3 / 4], dtype=torch.float64).sqrt()
     expected = conv.conv(block, h, edge_weight=weight)
     torch.testing.assert_close(conv(block, h), expected, rtol=1e-12, atol=1e-12)
-    given = conv.own_edges(block)
+    inputs = conv.own_edges(block)
     total = 0
     for columns in deal_out_columns(width, 3):
         part = part_of(conv, [columns])
-        (share,) = part.sync(StageInput(block=block, x=h[:, columns.cut], edges=given))
+        (share,) = part.sync(StageInput(block=block, x=h[:, columns.cut], edges=inputs))
         total = total + share
     torch.testing.assert_close(conv.apply_nodes(block, (total,)), expected, rtol=1e-12, atol=1e-12)
 
@@ -92,9 +92,9 @@ def test_refusals(arguments: Any, kind: type[Exception], message: str) -> None:
 
 
 def test_words_between_layers_are_refused() -> None:
-    for given in {"norm": "batch"}, {"jk": "last"}:
+    for inputs in {"norm": "batch"}, {"jk": "last"}:
         with pytest.raises(ConfigError, match=r"norm='.*' and jk='.*' must be none or layer"):
-            build_model("sage", 3, 8, 2, **given)
+            build_model("sage", 3, 8, 2, **inputs)
     for kind in ("sgc", "appnp", "resgcn"):
         with pytest.raises(ConfigError, match="norm, residual and jk are of sage, gcn"):
             build_model(kind, 3, 8, 2, residual=True)
@@ -128,11 +128,11 @@ def test_layers_one_by_one_are_the_whole_model(dataset: str, kind: str) -> None:
     with start_session() as session, torch.no_grad():
         g = DistGraph(dataset, session=session)
         model = equality.model_of(kind, g)
-        for one, other in zip(model.parameters(), plain.parameters(), strict=True):
-            one.copy_(other)
+        for left, right in zip(model.parameters(), plain.parameters(), strict=True):
+            left.copy_(right)
         expected = plain([graph, graph], graph.ndata["feat"])
-        found = equality.in_original_order(layerwise_inference(model, g, batch_size=37), g)
-        torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
+        result = equality.in_original_order(layerwise_inference(model, g, batch_size=37), g)
+        torch.testing.assert_close(result, expected, rtol=0, atol=1e-12)
         sampler = dgl.dataloading.NeighborSampler([-1, -1], prefetch_node_feats=["feat"])
         for _, seeds, made in dx.DataLoader(g, torch.arange(60), sampler, batch_size=20):
             rows = expected[g.orig_ids(seeds)]
@@ -191,8 +191,8 @@ def test_all_candidates_are_scored_as_one_by_one(kind: str) -> None:
         objects = decoder.all_objects(rows, relation, candidates)
         for b in range(5):
             for c in range(7):
-                one, other, number = rows[b : b + 1], candidates[c : c + 1], relation[b : b + 1]
-                assert float(objects[b, c]) == pytest.approx(float(decoder(one, number, other)), abs=1e-12)
+                item, second, number = rows[b : b + 1], candidates[c : c + 1], relation[b : b + 1]
+                assert float(objects[b, c]) == pytest.approx(float(decoder(item, number, second)), abs=1e-12)
 
 
 def test_pair_graphs_of_several_types() -> None:

@@ -110,13 +110,13 @@ def test_refuses_state_that_differs_or_cannot_be_saved(tmp_path: Path) -> None:
             with pytest.raises(CheckpointError, match=message):
                 checkpoint.save(tmp_path, model=model, state=state)  # type: ignore[arg-type]
         checkpoint.save(tmp_path, model=model, optimizer=optimizer, state={"mine": _Holder(1)})
-        for given, message in (
+        for inputs, message in (
             ({}, r"has state of \['mine'\], but state= has \[\]"),
             ({"state": {"mine": _Holder(0), "other": _Holder(0)}}, r"state= has \['mine', 'other'\]"),
             ({"state": {"mine": nn.Linear(1, 1)}}, "is a _Holder, not a Linear"),
         ):
             with pytest.raises(CheckpointError, match=message):
-                checkpoint.load(tmp_path, model=model, optimizer=optimizer, **given)
+                checkpoint.load(tmp_path, model=model, optimizer=optimizer, **inputs)
         checkpoint.load(tmp_path, model=model)
 
 

@@ -67,12 +67,12 @@ def test_a_step_reads_no_value(dataset: str, of_edges: bool) -> None:
             task=task,
             accumulation=Accumulation(1, g.session),
         )
-        found = [_train_step(step, batch, (1, 1), lambda _: nullcontext()) for batch in loader]
-        assert [one.num_targets for one in found] == [20, 20]
-        for one in found:
-            assert one.loss.is_meta
-            assert isinstance(one.num_correct, torch.Tensor)
-            assert one.num_correct.is_meta
+        results = [_train_step(step, batch, (1, 1), lambda _: nullcontext()) for batch in loader]
+        assert [result.num_targets for result in results] == [20, 20]
+        for result in results:
+            assert result.loss.is_meta
+            assert isinstance(result.num_correct, torch.Tensor)
+            assert result.num_correct.is_meta
         assert all(p.grad is not None and p.grad.is_meta for p in model.parameters())
 
 
@@ -164,7 +164,7 @@ def test_the_planner_measures_where_the_model_is(dataset: str) -> None:
         config = measure.CountConfig(cluster=CLUSTER, draws=draws)
         counts, candidates = measure.count(g, shape, config)
         predictions = measure.predict_and_time(g, model, counts, candidates)
-    feasible = [one for one in predictions if one.feasible]
-    assert {one.candidate.unit for one in feasible} == {"mini_batch", "full_graph"}
-    assert all(one.compute_s > 0 for one in feasible)
+    feasible = [prediction for prediction in predictions if prediction.feasible]
+    assert {prediction.candidate.unit for prediction in feasible} == {"mini_batch", "full_graph"}
+    assert all(prediction.compute_s > 0 for prediction in feasible)
     assert choose(predictions, counts, ChoiceOptions(unit="any")).taken is not None

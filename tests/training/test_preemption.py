@@ -82,17 +82,17 @@ def fit(dataset: str, case: str, checkpoints: Path, told: Told | None) -> tuple[
 
 def preempted(dataset: str, folder: str) -> dict[str, Any]:
     """By case: what it gives undisturbed, what it says when it is stopped, and what it gives then."""
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     rank, draws = int(os.environ["RANK"]), np.random.default_rng(11)
     for number, (case, (strategy, _, _)) in enumerate(CASES.items()):
         calls = {"lambda": 1, "full_graph": EPOCHS, "cooperative": 3 * EPOCHS}.get(strategy, 5 * EPOCHS)
         at = int(draws.integers(1, max(calls - 2, 2)))
-        told = Told(at, [signal.SIGTERM, signal.SIGUSR1][number % 2]) if number % 2 == rank else None
+        message = Told(at, [signal.SIGTERM, signal.SIGUSR1][number % 2]) if number % 2 == rank else None
         places = [Path(folder) / f"{number}-{name}" for name in ("whole", "parts")]
-        whole = fit(dataset, case, places[0], None)
-        said, first = fit(dataset, case, places[1], told)
-        weights, rest = fit(dataset, case, places[1], None)
-        found[case] = {"at": at, "whole": whole, "said": said, "again": (weights, first + rest)}
+        full = fit(dataset, case, places[0], None)
+        output, first = fit(dataset, case, places[1], message)
+        weights, remaining = fit(dataset, case, places[1], None)
+        results[case] = {"at": at, "whole": full, "said": output, "again": (weights, first + remaining)}
         if case == "data_parallel":
             # All epochs are done now: nothing is lost, and other settings are not mixed in.
             assert fit(dataset, case, places[1], None) == (weights, [])
@@ -104,14 +104,14 @@ def preempted(dataset: str, folder: str) -> dict[str, Any]:
             saved = json.loads((checkpoint.latest(places[1]) / checkpoint.STATE_NAME).read_text())
             checksum = read_manifest(Path(dataset)).checksum
             assert saved["extra"]["configuration"]["dataset"] == checksum
-    return found
+    return results
 
 
 def test_a_run_that_was_told_to_end_goes_on_to_the_same_bits(dataset: str, tmp_path: Path) -> None:
     first, second = run_ranks(preempted, 2, args=(dataset, str(tmp_path)), ranks_per_server=1)
     assert first.keys() == CASES.keys()
-    for case, found in first.items():
-        assert found["said"] == second[case]["said"]
-        assert "and the same command goes on from it" in found["said"], (case, found["at"])
-        assert (" 0 steps" not in found["said"]) <= (case in INSIDE), (case, found["at"], found["said"])
-        assert found["again"] == found["whole"] == second[case]["again"], case
+    for case, value in first.items():
+        assert value["said"] == second[case]["said"]
+        assert "and the same command goes on from it" in value["said"], (case, value["at"])
+        assert (" 0 steps" not in value["said"]) <= (case in INSIDE), (case, value["at"], value["said"])
+        assert value["again"] == value["whole"] == second[case]["again"], case

@@ -33,5 +33,5 @@ def test_rgcn_on_aifb(tmp_path: Path) -> None:
     reverse = {(v, f"rev_{r}", u): (ends[1], ends[0]) for (u, r, v), ends in raw.edges.items()}
     graph = replace(raw, edges={**raw.edges, **reverse})
     partition_to_disk(graph, tmp_path / "aifb", PartitionPlan(num_parts=2, method="metis"))
-    found = run_ranks(_accuracy, 2, args=(str(tmp_path / "aifb"), str(tmp_path / "run")), timeout_s=800.0)
-    assert found[0] >= 0.85
+    results = run_ranks(_accuracy, 2, args=(str(tmp_path / "aifb"), str(tmp_path / "run")), timeout_s=800.0)
+    assert results[0] >= 0.85

@@ -79,11 +79,11 @@ def test_rgcn_is_its_formula(kind: str, more: dict[str, Any]) -> None:
     with torch.no_grad():
         for norm in model.norms.parameters():
             norm.uniform_(-1, 1, generator=torch.Generator().manual_seed(4))
-        found = model([block] * model.num_layers, inputs())
+        result = model([block] * model.num_layers, inputs())
         expected = rgcn_by_formula(model, inputs(), residual="residual" in more)
-    assert set(found) == set(hetero.NUM_NODES)
+    assert set(result) == set(hetero.NUM_NODES)
     for ntype, rows in expected.items():
-        np.testing.assert_allclose(found[ntype], rows, rtol=0, atol=1e-12, err_msg=ntype)
+        np.testing.assert_allclose(result[ntype], rows, rtol=0, atol=1e-12, err_msg=ntype)
 
 
 def test_hgt_is_that_of_dgl_on_the_homogeneous_graph() -> None:
@@ -92,14 +92,14 @@ def test_hgt_is_that_of_dgl_on_the_homogeneous_graph() -> None:
     graph, block = hetero.plain_graph(), hetero.whole_block()
     merged = dgl.to_homogeneous(graph)
     with torch.no_grad():
-        found = model([block, block], inputs())
+        result = model([block, block], inputs())
         projected = {nt: model.project[nt](x) if nt in model.project else x for nt, x in inputs().items()}
         rows = torch.nn.functional.gelu(torch.cat([projected[ntype] for ntype in graph.ntypes]))
         for conv in model.convs:
             rows = conv(merged, rows, merged.ndata[dgl.NTYPE], merged.edata[dgl.ETYPE])
         expected = model.head(rows).split([graph.num_nodes(ntype) for ntype in graph.ntypes])
     for ntype, of_type in zip(graph.ntypes, expected, strict=True):
-        np.testing.assert_allclose(found[ntype], of_type, rtol=0, atol=1e-12, err_msg=ntype)
+        np.testing.assert_allclose(result[ntype], of_type, rtol=0, atol=1e-12, err_msg=ntype)
 
 
 @pytest.mark.parametrize("kind", ["rgcn", "rgcn_bases", "hgt"])
@@ -204,7 +204,7 @@ def test_input_rows_are_the_same_whether_the_loader_attached_them_or_not(tmp_pat
             )
             assert torch.equal(rows, fetched[ntype])
         wrong: Any = SimpleNamespace(weight=g.nodes["paper"].data["feat"])
-        for given, said in (
+        for arguments, message in (
             ({}, r"type 'author' have no tensor 'feat'; give them a DistEmb"),
             ({"embeddings": {"author": wrong}}, "has 60 rows for 40 nodes"),
             (
@@ -212,5 +212,5 @@ def test_input_rows_are_the_same_whether_the_loader_attached_them_or_not(tmp_pat
                 r"'flat' .* 'paper' has shape \(60,\)",
             ),
         ):
-            with pytest.raises(ConfigError, match=said):
-                EntityInputs(g, **given)
+            with pytest.raises(ConfigError, match=message):
+                EntityInputs(g, **arguments)

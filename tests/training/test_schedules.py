@@ -45,9 +45,9 @@ def test_rates() -> None:
     steps = RunOptions(epochs=8, schedule="step")
     assert [compute_rate_factor(steps, step, 1) for step in range(8)] == [1, 1, 1, 1, 0.1, 0.1, 0.01, 0.01]
     cosine = RunOptions(epochs=6, schedule="cosine", warmup=2)
-    found = [compute_rate_factor(cosine, step, 2) for step in range(12)]
-    assert found[:4] == [0.25, 0.5, 0.75, 1.0]
-    assert found[4:] == pytest.approx([(1 + math.cos(math.pi * k / 8)) / 2 for k in range(8)])
+    results = [compute_rate_factor(cosine, step, 2) for step in range(12)]
+    assert results[:4] == [0.25, 0.5, 0.75, 1.0]
+    assert results[4:] == pytest.approx([(1 + math.cos(math.pi * k / 8)) / 2 for k in range(8)])
     with pytest.raises(ConfigError, match="a warmup of 3 epochs leaves none of 3"):
         TrainConfig(data="x", epochs=3, warmup=3)
 
@@ -68,12 +68,12 @@ def test_a_resumed_schedule_goes_on_with_the_same_bits(data: Path, tmp_path: Pat
     options = plan(data, "regression", tmp_path, schedule="cosine", warmup=1, epochs=5, batch_size=7)
     options |= {"checkpoint_every": "2steps", "dropout": 0.5}
     _train(options)
-    whole = [record.loss for record in read_epochs(tmp_path)]
+    full = [record.loss for record in read_epochs(tmp_path)]
     folders = sorted((tmp_path / "checkpoints").glob("epoch-*"))
     for folder in folders[len(folders) // 2 :]:
         shutil.rmtree(folder)
     _train(options)
-    assert [record.loss for record in read_epochs(tmp_path)] == whole
+    assert [record.loss for record in read_epochs(tmp_path)] == full
     with pytest.raises(ConfigError, match="epochs: 5 -> 6"):
         _train({**options, "epochs": 6})
 
@@ -97,7 +97,7 @@ def test_predictions_are_those_of_the_best_epoch(strategy: str, data: Path, tmp_
         assert summary[f"{split}_mae"] == best.metrics[f"{split}_mae"]
         assert error[inside].mean() == pytest.approx(best.metrics[f"{split}_mae"], rel=1e-5)
     assert summary["best_epoch"] == best.epoch
-    kept = sorted(one.name for one in (tmp_path / "checkpoints").iterdir())
+    kept = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
     assert kept == [folder_name(best.epoch + 1), folder_name(len(records))]
 
 
@@ -127,12 +127,12 @@ def _fitted(folder: str) -> tuple[dict[str, float], dict[str, float], float]:
             made.append(torch.optim.Adam(parameters, lr=0.1))
             return made[0]
 
-        model, found = dx.fit(
+        model, measurement = dx.fit(
             build_model("sage", 8, 8, 1, dropout=0.0), g, config=config, make_optimizer=make
         )
         assert made[0].param_groups[0]["lr"] == 0.1  # a second training begins with the same rate
         again = dx.evaluate(model, g, task="regression", metrics=["rmse"])
-        return found.metrics, again, min(record.metrics["val_rmse"] for record in found.epochs)
+        return measurement.metrics, again, min(record.metrics["val_rmse"] for record in measurement.epochs)
 
 
 def test_without_checkpoints_the_best_weights_are_in_memory(data: Path) -> None:
@@ -143,17 +143,17 @@ def test_without_checkpoints_the_best_weights_are_in_memory(data: Path) -> None:
 
 def test_mean_and_spread_of_seeds(data: Path, tmp_path: Path) -> None:
     options = plan(data, "regression", tmp_path, seeds=(3, 5, 8))
-    found = train_seeds(TrainConfig(**options))
+    result = train_seeds(TrainConfig(**options))
     runs = [json.loads((tmp_path / f"seed-{seed}" / "summary.json").read_text()) for seed in (3, 5, 8)]
     summary = json.loads((tmp_path / "summary.json").read_text())
-    assert summary == json.loads(json.dumps(found.summary))
+    assert summary == json.loads(json.dumps(result.summary))
     for name in ("val_mae", "test_mae", "test_rmse"):
         values = [run[name] for run in runs]
         assert len(set(values)) == 3
         assert summary["mean"][name] == pytest.approx(np.mean(values))
         assert summary["std"][name] == pytest.approx(np.std(values, ddof=1))
-    said = pyarrow.dataset.dataset(tmp_path / "said" / "seed-5").to_table()
-    assert said.num_rows == NODES
+    message = pyarrow.dataset.dataset(tmp_path / "said" / "seed-5").to_table()
+    assert message.num_rows == NODES
     (tmp_path / "said" / "_index.json").write_text("{}")  # as a run without --seeds leaves it
     with pytest.raises(ConfigError, match=r"--seeds 3,5,8 must be left out, or .*said removed"):
         TrainConfig(**options)
@@ -161,17 +161,20 @@ def test_mean_and_spread_of_seeds(data: Path, tmp_path: Path) -> None:
     assert "seed-5" in shown
     assert "mean ± std" in shown
     page = tmp_path / "page.html"
-    found = CliRunner().invoke(app, ["report", str(tmp_path), "--html", str(page)], env={"COLUMNS": "200"})
-    assert "seed-8" in found.output
+    result = CliRunner().invoke(app, ["report", str(tmp_path), "--html", str(page)], env={"COLUMNS": "200"})
+    assert "seed-8" in result.output
     assert find_spec("plotly") is None or "seed-5" in page.read_text()
 
 
 def test_seeds_are_different_and_one_has_no_deviation() -> None:
-    for options, said in (({"seeds": (0, 0)}, "different numbers"), ({"seeds": (0,), "seed": 1}, "--seed 1")):
-        with pytest.raises(ConfigError, match=said):
+    for options, message in (
+        ({"seeds": (0, 0)}, "different numbers"),
+        ({"seeds": (0,), "seed": 1}, "--seed 1"),
+    ):
+        with pytest.raises(ConfigError, match=message):
             TrainConfig(data="x", **options)
-    one = spread({"seed-7": {"test_mae": 1.0, "val_mae": 2.0}})
-    assert one["std"] == {"test_mae": None, "val_mae": None}
+    single = spread({"seed-7": {"test_mae": 1.0, "val_mae": 2.0}})
+    assert single["std"] == {"test_mae": None, "val_mae": None}
     assert spread({"a": {"test_mae": 1.0, "test_f1": 2.0}, "b": {"test_mae": 2.0}})["mean"] == {
         "test_mae": 1.5
     }
@@ -212,4 +215,4 @@ def test_scores_and_names_of_classes(tmp_path: Path) -> None:
     assert scores.shape == (NODES, 2)
     assert scores.sum(1) == pytest.approx(np.ones(NODES), abs=1e-6)
     assert scores.argmax(1).tolist() == table["prediction"]
-    assert table["class"] == [words[one] for one in table["prediction"]]
+    assert table["class"] == [words[item] for item in table["prediction"]]

@@ -65,13 +65,13 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def average_precision(score: np.ndarray, truth: np.ndarray) -> float:
-    found, recall = 0.0, 0.0
+    result, recall = 0.0, 0.0
     for threshold in sorted(set(score.tolist()), reverse=True):
-        said = score >= threshold
-        hits = (said & truth).sum()
-        found += (hits / truth.sum() - recall) * hits / said.sum()
+        array = score >= threshold
+        hits = (array & truth).sum()
+        result += (hits / truth.sum() - recall) * hits / array.sum()
         recall = hits / truth.sum()
-    return float(found)
+    return float(result)
 
 
 def roc_auc(score: np.ndarray, truth: np.ndarray) -> float:
@@ -87,14 +87,14 @@ def _of_columns(cut: tuple[int, ...]) -> dict[str, float]:
     session = start_session()
     rows = slice(*cut[session.topology.rank : session.topology.rank + 2])
     score, truth = drawn_scores()
-    mine, true = torch.from_numpy(score)[rows], torch.from_numpy(truth)[rows]
+    own, true = torch.from_numpy(score)[rows], torch.from_numpy(truth)[rows]
     return {
-        "ap": metrics.average_precision(mine, true, session),
-        "ap of one": metrics.average_precision(mine[:, 0], true[:, 0], session),
-        "auc": metrics.roc_auc(mine, true, session),
-        "micro": metrics.f1(mine > 0, true, 4, session, average="micro"),
-        "macro": metrics.f1(mine > 0, true, 4, session),
-        "no positives": metrics.average_precision(mine[:, 3], true[:, 3], session),
+        "ap": metrics.average_precision(own, true, session),
+        "ap of one": metrics.average_precision(own[:, 0], true[:, 0], session),
+        "auc": metrics.roc_auc(own, true, session),
+        "micro": metrics.f1(own > 0, true, 4, session, average="micro"),
+        "macro": metrics.f1(own > 0, true, 4, session),
+        "no positives": metrics.average_precision(own[:, 3], true[:, 3], session),
     }
 
 
@@ -110,14 +110,16 @@ def drawn_scores() -> tuple[np.ndarray, np.ndarray]:
 def test_metrics_of_several_columns(cut: tuple[int, ...]) -> None:
     score, truth = drawn_scores()
     columns = [(score[:, c], truth[:, c]) for c in range(3)]
-    for found in run_ranks(_of_columns, len(cut) - 1, args=(cut,)):
-        assert found["ap of one"] == pytest.approx(average_precision(*columns[0]), abs=1e-12)
-        assert found["ap"] == pytest.approx(np.mean([average_precision(*one) for one in columns]), abs=1e-12)
-        assert found["auc"] == pytest.approx(np.mean([roc_auc(*one) for one in columns]), abs=1e-12)
-        assert found["micro"] == pytest.approx(f1(score > 0, truth), abs=1e-12)
+    for result in run_ranks(_of_columns, len(cut) - 1, args=(cut,)):
+        assert result["ap of one"] == pytest.approx(average_precision(*columns[0]), abs=1e-12)
+        assert result["ap"] == pytest.approx(
+            np.mean([average_precision(*column) for column in columns]), abs=1e-12
+        )
+        assert result["auc"] == pytest.approx(np.mean([roc_auc(*column) for column in columns]), abs=1e-12)
+        assert result["micro"] == pytest.approx(f1(score > 0, truth), abs=1e-12)
         # Column 3 is said, though never true: it counts as 0.
-        assert found["macro"] == pytest.approx(sum(f1(s > 0, t) for s, t in columns) / 4, abs=1e-12)
-        assert math.isnan(found["no positives"])
+        assert result["macro"] == pytest.approx(sum(f1(s > 0, t) for s, t in columns) / 4, abs=1e-12)
+        assert math.isnan(result["no positives"])
 
 
 def _train(values: dict[str, Any]) -> None:
@@ -139,7 +141,7 @@ def plain_losses(
     model = build_model(
         "sage", 8, 8, {"multilabel": LABELS, "regression": 1, "classification": 2}[task], dropout=0.0
     )
-    adam, found = torch.optim.Adam(model.parameters(), lr=0.01), []
+    adam, result = torch.optim.Adam(model.parameters(), lr=0.01), []
     for rate in rates:
         adam.param_groups[0]["lr"] = 0.01 * rate
         scores = model([g, g], g.ndata["feat"])[rows]
@@ -154,8 +156,8 @@ def plain_losses(
         adam.zero_grad()
         loss.backward()
         adam.step()
-        found.append(loss.item())
-    return found
+        result.append(loss.item())
+    return result
 
 
 @pytest.mark.parametrize("task", ["multilabel", "regression"])
@@ -177,11 +179,11 @@ def test_metrics_are_those_of_the_written_predictions(ranks: int, data: Path, tm
     test = graph().ndata["test_mask"].numpy()
     out = tmp_path / "several"
     run_ranks(_train, ranks, args=(plan(data, "multilabel", out, metric=("f1_micro", "accuracy")),))
-    said, truth = said_of(out, "multilabel")[test], labels("multilabel").numpy()[test] > 0
+    message, truth = said_of(out, "multilabel")[test], labels("multilabel").numpy()[test] > 0
     summary = json.loads((out / "summary.json").read_text())
     assert summary["task"] == "multilabel"
-    assert summary["test_f1_micro"] == pytest.approx(f1(said, truth), abs=1e-12)
-    assert summary["test_accuracy"] == pytest.approx((said == truth).all(1).mean(), abs=1e-12)
+    assert summary["test_f1_micro"] == pytest.approx(f1(message, truth), abs=1e-12)
+    assert summary["test_accuracy"] == pytest.approx((message == truth).all(1).mean(), abs=1e-12)
     record = read_epochs(out)[-1]
     assert math.isnan(record.train_accuracy)
     assert record.val_accuracy == record.metrics["val_accuracy"]
@@ -201,12 +203,12 @@ def test_targets_far_from_0_are_learnt_as_well(strategy: str, data: Path, tmp_pa
         run_ranks(_train, 2, args=(plan(data, task, tmp_path / task, strategy=strategy),))
     near, far = (read_epochs(tmp_path / task) for task in ("regression", "far"))
     # Scores of 1e6 are float32, whose last bit is 1/16.
-    assert [one.loss for one in far] == pytest.approx([one.loss for one in near], rel=1e-3)
-    found, expected = far[-1].metrics["test_rmse"], 1e3 * near[-1].metrics["test_rmse"]
-    assert found == pytest.approx(expected, rel=1e-3)
+    assert [epoch.loss for epoch in far] == pytest.approx([epoch.loss for epoch in near], rel=1e-3)
+    result, expected = far[-1].metrics["test_rmse"], 1e3 * near[-1].metrics["test_rmse"]
+    assert result == pytest.approx(expected, rel=1e-3)
     error = said_of(tmp_path / "far", "far") - labels("far").numpy()
     assert math.sqrt((error[graph().ndata["test_mask"].numpy()] ** 2).mean()) == pytest.approx(
-        found, rel=1e-4
+        result, rel=1e-4
     )
 
 
@@ -221,10 +223,10 @@ def _fitted_far(folder: str) -> tuple[list[float], float, float]:
             return {"val_error": dx.reduce_mean(error.mean(), len(error))}
 
         config = dx.FitConfig(epochs=2, evaluate=error, metric=("error",), show_progress=False)
-        model, found = dx.fit(build_model("sage", 8, 8, 1, dropout=0.0), g, config=config)
+        model, result = dx.fit(build_model("sage", 8, 8, 1, dropout=0.0), g, config=config)
         mean, deviation = compute_moments(g, "_N", "label", "train_mask")
         again = dx.evaluate(model, g, task="regression", metrics=["mae"])["val_mae"]
-        return [float(mean), float(deviation)], found.metrics["val_error"], again
+        return [float(mean), float(deviation)], result.metrics["val_error"], again
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
@@ -267,8 +269,8 @@ def test_the_task_of_a_run_is_said(task: str, said: str, data: Path, tmp_path: P
         config = TrainConfig(**{**plan(data, task, tmp_path), "task": task})
         assert describe_target(config, dx.DistGraph(data / task), "_N") == said
         g, links = dx.DistGraph(data / task), [("_N", name, "_N") for name in ("a", "b", "c", "d")]
-        one, four = (LinkEvaluation(g=g, targets=targets) for targets in (links[:1], links))
-        assert describe_target(config, g, one).endswith("on a, decoder dot")
+        item, four = (LinkEvaluation(g=g, targets=targets) for targets in (links[:1], links))
+        assert describe_target(config, g, item).endswith("on a, decoder dot")
         assert describe_target(config, g, four).endswith("4 edge types, decoder distmult")
 
 
@@ -309,9 +311,9 @@ def _weights_of_another_column(folder: str) -> list[float]:
     """Of three classes, the last of which one rank has alone, where the column of labels has two."""
     with dx.init("data_parallel") as session:
         g = dx.DistGraph(folder)
-        mine = dx.node_split(g.ndata["train_mask"])
+        own = dx.node_split(g.ndata["train_mask"])
         g.ndata["y"] = g.new_tensor((NODES,), torch.int64, "y")
-        g.ndata["y"][mine[:2]] = torch.tensor([1, 2 if session.topology.rank == 0 else 1])
+        g.ndata["y"][own[:2]] = torch.tensor([1, 2 if session.topology.rank == 0 else 1])
         g.barrier()
         weights: list[float] = (1 / compute_class_weights(g, "_N", "y", "classification")).tolist()
         return weights
@@ -327,11 +329,11 @@ def test_balances_the_classes_of_a_column_that_has_more_than_the_labels(data: Pa
 def _wrong_on_one_rank(folder: str) -> list[str]:
     """Errors that only rank 0's rows show, of labels -1 and of scores of another width."""
     with dx.init("data_parallel") as session:
-        g, said = dx.DistGraph(folder), []
-        mine = dx.node_split(g.ndata["train_mask"])
+        g, message = dx.DistGraph(folder), []
+        own = dx.node_split(g.ndata["train_mask"])
         g.ndata["broken"] = g.new_tensor((NODES,), torch.int64, "broken")
         if session.topology.rank == 0:
-            g.ndata["broken"][mine[:1]] = torch.tensor([-1])
+            g.ndata["broken"][own[:1]] = torch.tensor([-1])
         scores = dx.DistTensor((NODES, 2), torch.float32, "scores")
         for wrong in (
             lambda: compute_class_weights(g, "_N", "broken", "classification"),
@@ -339,8 +341,8 @@ def _wrong_on_one_rank(folder: str) -> list[str]:
         ):
             with pytest.raises(ConfigError) as error:
                 wrong()
-            said.append(str(error.value))
-        return said
+            message.append(str(error.value))
+        return message
 
 
 def test_labels_that_are_wrong_on_one_rank_are_refused_on_all(data: Path) -> None:
@@ -362,20 +364,22 @@ def test_an_accuracy_of_the_majority_is_said(
     test = graph().ndata["test_mask"]
     share = float((truth[test] == 0).float().mean())
     _train(plan(data, "classification", tmp_path, epochs=1, lr=1e-9, metric=("accuracy", "f1_macro")))
-    found = json.loads((tmp_path / "summary.json").read_text())["test_accuracy"]
+    result = json.loads((tmp_path / "summary.json").read_text())["test_accuracy"]
     warned = [text for text in caplog.messages if "share of the largest class" in text]
-    assert len(warned) == (found <= share)
+    assert len(warned) == (result <= share)
     assert all(f"is not better than {share:.4g}, the share" in text for text in warned)
-    assert found <= share, "an untrained model is not better"
+    assert result <= share, "an untrained model is not better"
 
 
 def test_a_regression_no_better_than_the_mean_is_said(
     data: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    for lr, said in ((1e-9, 1), (0.05, 0)):
+    for lr, message in ((1e-9, 1), (0.05, 0)):
         caplog.clear()
         _train(plan(data, "regression", tmp_path / str(lr), model="mlp", epochs=40, lr=lr))
-        assert len([text for text in caplog.messages if "standard deviation of the labels" in text]) == said
+        assert (
+            len([text for text in caplog.messages if "standard deviation of the labels" in text]) == message
+        )
 
 
 def test_a_constant_column_does_not_hide_the_error_of_another(

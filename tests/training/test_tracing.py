@@ -58,16 +58,16 @@ def _traced(folder: str, out: str) -> dict[str, Any]:
     """What a rank sees of a good run, a short one, a refused one and one that fails."""
     session = start_session(timeout_s=60)
     g = DistGraph(folder)
-    told: dict[str, Any] = {"clock": measure_clock(session)}
-    told["steps"], told["weights"] = _fit(g, Path(out) / "good.json")
-    told["on after"] = session.timeline.on
-    _, told["weights of the short one"] = _fit(g, Path(out) / "short.json", trace_steps=1)
+    record: dict[str, Any] = {"clock": measure_clock(session)}
+    record["steps"], record["weights"] = _fit(g, Path(out) / "good.json")
+    record["on after"] = session.timeline.on
+    _, record["weights of the short one"] = _fit(g, Path(out) / "short.json", trace_steps=1)
     for name in ("mine.json", "failed.json"):
         try:
             _fit(g, Path(out) / name, stop_after=0, trained=3)
         except (StorageError, RuntimeError) as error:
-            told[name] = f"{type(error).__name__}: {error}"
-    return told
+            record[name] = f"{type(error).__name__}: {error}"
+    return record
 
 
 Traced: TypeAlias = tuple[Path, list[dict[str, Any]]]
@@ -87,10 +87,10 @@ def names_of(rank: RankSpans, row: str) -> set[str]:
 
 
 def test_every_rank_is_in_the_file_with_every_step(traced: Traced) -> None:
-    out, told = traced
+    out, message = traced
     trace = read_trace(out / "good.json")
-    assert len(trace.ranks) == len(told)
-    steps = list(range(2 * told[0]["steps"]))
+    assert len(trace.ranks) == len(message)
+    steps = list(range(2 * message[0]["steps"]))
     for rank in trace.ranks:
         for name in ("forward", "backward", "step"):
             spans = [span for span in rank.spans if span.name == name]
@@ -99,7 +99,7 @@ def test_every_rank_is_in_the_file_with_every_step(traced: Traced) -> None:
         assert sorted(s.batch for s in rank.spans if s.name == "sample" and s.batch is not None) == steps
         assert "wait for a batch" in names_of(rank, COMPUTE)
         assert names_of(rank, LOADER) == {"sample"}
-        assert names_of(rank, NETWORK) == ({"all-reduce D"} if len(told) > 1 else set())
+        assert names_of(rank, NETWORK) == ({"all-reduce D"} if len(message) > 1 else set())
     assert trace.facts["strategy"] == "data_parallel"
     assert trace.facts["steps_recorded"] == len(steps)
     assert set(trace.facts["versions"]) == {"dglx_dist", "torch", "dgl"}
@@ -107,7 +107,7 @@ def test_every_rank_is_in_the_file_with_every_step(traced: Traced) -> None:
 
 def test_a_trace_follows_the_schema_of_chromes_trace_events(traced: Traced) -> None:
     """What Perfetto reads: https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU."""
-    out, told = traced
+    out, message = traced
     content = json.loads((out / "good.json").read_text(), parse_float=Decimal)
     assert content["displayTimeUnit"] == "ms"
     events = content["traceEvents"]
@@ -124,13 +124,13 @@ def test_a_trace_follows_the_schema_of_chromes_trace_events(traced: Traced) -> N
         assert set(event) == {"name", "cat", "ph", "ts", "dur", "pid", "tid", "args"}
         assert min(event["ts"], event["dur"]) >= 0
         threads.setdefault((event["pid"], event["tid"]), []).append(event)
-    assert {pid for pid, _ in threads} == set(range(len(told)))
+    assert {pid for pid, _ in threads} == set(range(len(message)))
     for (pid, tid), spans in threads.items():
         assert str(names["process_name", pid, 0]).startswith(f"rank {pid} on ")
         assert str(names["thread_name", pid, tid]).split()[0] == spans[0]["cat"].split()[0]
         assert names["thread_sort_index", pid, tid] == tid
         # Timestamps rise, and spans of a thread are disjoint or one within the other, to the last nanosecond.
-        assert all(one["ts"] <= other["ts"] for one, other in pairwise(spans))
+        assert all(before["ts"] <= after["ts"] for before, after in pairwise(spans))
         open_until: list[Decimal | int] = []
         for event in spans:
             while open_until and open_until[-1] <= event["ts"]:
@@ -144,7 +144,9 @@ def test_rounding_of_a_trace_keeps_spans_within_others(tmp_path: Path) -> None:
     spans = [span("outer", COMPUTE, 0.0, 1.4e-9), span("inner", COMPUTE, 0.6e-9, 1.4e-9)]
     write_trace(tmp_path / "trace.json", trace_of(spans))
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
-    ends = {one["name"]: round(1e3 * (one["ts"] + one["dur"])) for one in events if one["ph"] == "X"}
+    ends = {
+        event["name"]: round(1e3 * (event["ts"] + event["dur"])) for event in events if event["ph"] == "X"
+    }
     assert ends == {"outer": 1, "inner": 1}
 
 
@@ -158,51 +160,51 @@ def test_sums_of_gradients_end_on_all_ranks_only_after_all_began(traced: Traced)
 
 
 def test_recording_changes_no_weight_and_stops_when_asked(traced: Traced) -> None:
-    out, told = traced
-    for rank in told:
-        assert rank["weights"] == rank["weights of the short one"] == told[0]["weights"]
+    out, message = traced
+    for rank in message:
+        assert rank["weights"] == rank["weights of the short one"] == message[0]["weights"]
         assert not rank["on after"]
     short = read_trace(out / "short.json")
-    assert (short.facts["steps"], short.facts["steps_recorded"]) == (2 * told[0]["steps"], 1)
+    assert (short.facts["steps"], short.facts["steps_recorded"]) == (2 * message[0]["steps"], 1)
     assert [span.batch for span in short.ranks[0].spans if span.name == "step"] == [0]
 
 
 def test_what_is_no_trace_is_not_overwritten_and_all_ranks_hear_it(traced: Traced) -> None:
-    out, told = traced
+    out, message = traced
     assert (out / "mine.json").read_text() == "of somebody else"
-    for rank in told:
+    for rank in message:
         assert "something other than a trace" in rank["mine.json"]
 
 
 def test_ranks_that_fail_leave_what_they_have(traced: Traced) -> None:
-    out, told = traced
+    out, message = traced
     assert not (out / "failed.json").exists()
-    for rank, seen in enumerate(told):
+    for rank, seen in enumerate(message):
         assert seen["failed.json"] == "RuntimeError: stopped by the test"
         (own,) = read_trace(out / f"failed.rank-{rank}.json").ranks
         assert own.rank == rank
         numbers = list(range(3 * seen["steps"], 4 * seen["steps"]))
         for name in ("sample", "step"):
             assert sorted(s.batch for s in own.spans if s.name == name and s.batch is not None) == numbers
-    failed = {f"failed.rank-{rank}.json" for rank in range(len(told))}
+    failed = {f"failed.rank-{rank}.json" for rank in range(len(message))}
     assert {path.name for path in out.iterdir()} == {"good.json", "short.json", "mine.json"} | failed
 
 
 def test_a_trace_tells_no_key_of_an_endpoint() -> None:
     options = {"url": "https://me:word@host:8443/run?code=key#key", "headers": {"x-key": "key"}, "workers": 4}
-    told = hide_credentials(options)
-    assert told == {"url": "https://host:8443/run", "headers": ["x-key"], "workers": 4}
+    message = hide_credentials(options)
+    assert message == {"url": "https://host:8443/run", "headers": ["x-key"], "workers": 4}
 
 
 def test_live_figures_have_speed_memory_and_bytes() -> None:
     with start_session() as session:
         session.ledger.add("features", 0, 0, WORKER, 3000)
-        found = format_live_figures(13, 153, 4, 2.0, [epoch(2)], session)
+        result = format_live_figures(13, 153, 4, 2.0, [epoch(2)], session)
         first = format_live_figures(0, 153, 4, 0.0, [], session)
-    assert re.fullmatch(r"[\d.]+ [MG]B", found.pop("memory (rank 0)"))
+    assert re.fullmatch(r"[\d.]+ [MG]B", result.pop("memory (rank 0)"))
     # 100 samples in the four steps of an epoch.
     expected = ("3", "1/4", "2", "50", "0:01:10", "3 KB")
-    assert tuple(found.items()) == tuple(
+    assert tuple(result.items()) == tuple(
         zip(("epoch", "step", "steps/s", "samples/s", "time left", "bytes (rank 0)"), expected, strict=True)
     )
     assert (first["samples/s"], first["time left"]) == ("-", "-")
@@ -225,6 +227,6 @@ def test_a_full_disk_ends_figures_for_tensorboard_and_not_the_run(
             write(epoch(2))
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    (said,) = [one.getMessage() for one in caplog.records]
-    assert "no more from epoch 1 on" in said
+    (message,) = [record.getMessage() for record in caplog.records]
+    assert "no more from epoch 1 on" in message
     assert size > 100

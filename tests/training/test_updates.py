@@ -65,12 +65,12 @@ def test_resumes_the_scheduler_of_fit(tmp_path: Path) -> None:
 
     with dx.init(timeout=30):
         g = dx.distribute(_graph(), parts=1, cache=tmp_path)
-        whole, _ = _fit(g, make_scheduler=schedule)
+        full, _ = _fit(g, make_scheduler=schedule)
         folder = {"checkpoint_folder": tmp_path / "run"}
         _fit(g, epochs=2, make_scheduler=schedule, config=folder)
-        rest, _ = _fit(g, make_scheduler=schedule, config=folder)
-    for name, value in whole.state_dict().items():
-        assert torch.equal(value, rest.state_dict()[name])
+        remaining, _ = _fit(g, make_scheduler=schedule, config=folder)
+    for name, value in full.state_dict().items():
+        assert torch.equal(value, remaining.state_dict()[name])
 
 
 def test_feeds_the_validation_metric_to_a_plateau(tmp_path: Path) -> None:

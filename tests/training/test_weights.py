@@ -67,12 +67,12 @@ def _predict(folder: str, run: str, how: dict[str, Any]) -> list[float]:
 def test_load_takes_the_best_epoch_of_a_run(strategy: str, data: Path, tmp_path: Path) -> None:
     options = plan(data, "regression", tmp_path, strategy=strategy, epochs=40, lr=0.1, patience=3)
     run_ranks(_train, 2, args=(options,))
-    said, where = said_of(tmp_path).tolist(), str(data / "regression")
+    message, where = said_of(tmp_path).tolist(), str(data / "regression")
     for folder in (tmp_path, tmp_path / "checkpoints"):
-        (found,) = run_ranks(_predict, 1, args=(where, str(folder), {}))
-        assert found == said
+        (result,) = run_ranks(_predict, 1, args=(where, str(folder), {}))
+        assert result == message
     (newest,) = run_ranks(_predict, 1, args=(where, str(tmp_path), {"which": "newest"}))
-    assert newest != said
+    assert newest != message
 
 
 def test_load_says_which_checkpoint_it_takes(
@@ -145,9 +145,9 @@ def test_a_run_leaves_its_best_and_its_final_weights(strategy: str, data: Path, 
 
 def test_the_last_line_of_a_run_says_where_its_weights_are(data: Path, tmp_path: Path) -> None:
     run, command = tmp_path / "run", ["train", str(data / "classification"), "--epochs", "1", "--out"]
-    said = CliRunner().invoke(app, [*command, str(run)])
-    assert said.exit_code == 0
-    last = said.output.replace("\n", "").rpartition("written to")[2]
+    message = CliRunner().invoke(app, [*command, str(run)])
+    assert message.exit_code == 0
+    last = message.output.replace("\n", "").rpartition("written to")[2]
     assert f"{run}/model.safetensors" in last
     assert f"{run}/final.safetensors" in last
     assert CliRunner().invoke(app, [*command, str(run), "--seeds", "0,1", "--overwrite"]).exit_code == 0

@@ -30,11 +30,11 @@ def main(args):
 
     def sample(seeds):
         seeds = th.tensor(seeds)
-        blocks, wanted = [], seeds
+        blocks, expected = [], seeds
         for _ in range(2):
-            frontier = dgl.distributed.sample_neighbors(g, wanted, -1)
-            block = dgl.to_block(frontier, wanted)
-            wanted = block.srcdata[dgl.NID]
+            frontier = dgl.distributed.sample_neighbors(g, expected, -1)
+            block = dgl.to_block(frontier, expected)
+            expected = block.srcdata[dgl.NID]
             blocks.insert(0, block)
         return seeds, blocks
 

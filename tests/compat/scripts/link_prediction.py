@@ -41,12 +41,12 @@ def main(args):
     for _ in range(3):
         with model.join():
             for inputs, positive, negative, blocks in loader:
-                taken = positive.edata[dgl.EID]
-                overlaps += sum(int(th.isin(block.edata[dgl.EID], taken).sum()) for block in blocks)
+                chosen = positive.edata[dgl.EID]
+                overlaps += sum(int(th.isin(block.edata[dgl.EID], chosen).sum()) for block in blocks)
                 h = model(blocks, g.ndata["features"][inputs])
                 scores = th.cat([score(positive, h), score(negative, h)])
-                wanted = th.cat([th.ones(positive.num_edges(), 1), th.zeros(negative.num_edges(), 1)])
-                loss = th.nn.functional.binary_cross_entropy_with_logits(scores, wanted)
+                expected = th.cat([th.ones(positive.num_edges(), 1), th.zeros(negative.num_edges(), 1)])
+                loss = th.nn.functional.binary_cross_entropy_with_logits(scores, expected)
                 optimizer.zero_grad()
                 loss.backward()
                 optimizer.step()

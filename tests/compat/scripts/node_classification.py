@@ -29,13 +29,13 @@ class SAGE(th.nn.Module):
 
     def infer(self, g, x, batch_size):
         every = th.ones(g.num_nodes(), dtype=th.bool)
-        mine = dgl.distributed.node_split(every, g.get_partition_book(), force_even=True)
+        own = dgl.distributed.node_split(every, g.get_partition_book(), force_even=True)
         sampler = dgl.dataloading.MultiLayerFullNeighborSampler(1)
         for depth, layer in enumerate(self.layers):
             y = dgl.distributed.DistTensor(
                 (g.num_nodes(), self.widths[depth + 1]), th.float32, f"h{depth}", persistent=True
             )
-            for inputs, outputs, blocks in DistNodeDataLoader(g, mine, sampler, batch_size=batch_size):
+            for inputs, outputs, blocks in DistNodeDataLoader(g, own, sampler, batch_size=batch_size):
                 rows = x[inputs]
                 h = layer(blocks[0], (rows, rows[: blocks[0].num_dst_nodes()]))
                 y[outputs] = th.relu(h) if depth + 1 < len(self.layers) else h

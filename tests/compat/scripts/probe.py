@@ -30,9 +30,9 @@ def numbers(value):
     if isinstance(value, np.ndarray | np.generic):
         return value.tolist()
     if isinstance(value, list | tuple):
-        return [numbers(one) for one in value]
+        return [numbers(item) for item in value]
     if isinstance(value, dict):
-        return {str(key): numbers(one) for key, one in value.items()}
+        return {str(key): numbers(item) for key, item in value.items()}
     return value
 
 
@@ -41,12 +41,15 @@ def ends(graph, etype=None):
     if etype not in (None, *graph.etypes):
         return []
     columns = [*graph.edges(etype=etype), graph.edges[etype or "_E"].data[dgl.EID]]
-    return sorted(zip(*(one.tolist() for one in columns), strict=True))
+    return sorted(zip(*(column.tolist() for column in columns), strict=True))
 
 
 def about_graph(g):
     nodes = th.tensor([3, 0, 7])
-    schemes = {name: [list(one.shape), str(one.dtype)] for name, one in g.node_attr_schemes().items()}
+    schemes = {
+        name: [list(node_attr_scheme.shape), str(node_attr_scheme.dtype)]
+        for name, node_attr_scheme in g.node_attr_schemes().items()
+    }
     return {
         "sizes": [g.num_nodes(), g.num_edges(), g.number_of_nodes(), g.number_of_edges()],
         "of one type": [g.num_nodes("_N"), g.num_edges("_E"), g.num_edges(("_N", "_E", "_N"))],
@@ -54,7 +57,7 @@ def about_graph(g):
         "type ids": [g.get_ntype_id(None), g.get_ntype_id("_N"), g.get_etype_id("_E")],
         "dtypes": [str(g.idtype), str(g.device), g.is_pinned(), g.rank()],
         "names": [sorted(g.ndata), sorted(g.edata), "features" in g.ndata, "nothing" in g.ndata],
-        "schemes": {name: one for name, one in schemes.items() if not name.endswith("mask")},
+        "schemes": {name: scheme for name, scheme in schemes.items() if not name.endswith("mask")},
         "edge schemes": list(g.edge_attr_schemes()["mark"].shape),
         "in degrees": [g.in_degrees(), g.in_degrees(nodes), g.in_degrees(nodes[:1])],
         "out degrees": [g.out_degrees(), g.out_degrees(nodes)],
@@ -74,7 +77,7 @@ def about_edges(g):
         (g.num_edges(),), th.int64, "written", part_policy=g.get_edge_partition_policy("_E")
     )
     written[some] = th.arange(9)
-    induced, whole = g.edge_subgraph(some), g.edge_subgraph(some, relabel_nodes=False)
+    induced, block = g.edge_subgraph(some), g.edge_subgraph(some, relabel_nodes=False)
     source, destination = induced.edges()
     return {
         "ends": g.find_edges(order),
@@ -83,7 +86,7 @@ def about_edges(g):
         "written": [written[order], written.local_partition, g._client.pull(written.kvstore_key, some)],
         "local": sorted(
             zip(
-                *(one.tolist() for one in (*g.local_partition.edges(), g.local_partition.edata[dgl.EID])),
+                *(item.tolist() for item in (*g.local_partition.edges(), g.local_partition.edata[dgl.EID])),
                 strict=True,
             )
         ),
@@ -94,8 +97,8 @@ def about_edges(g):
                 strict=True,
             )
         ),
-        "induced nodes": [induced.num_nodes(), whole.num_nodes(), sorted(induced.ndata[dgl.NID].tolist())],
-        "whole": ends(whole),
+        "induced nodes": [induced.num_nodes(), block.num_nodes(), sorted(induced.ndata[dgl.NID].tolist())],
+        "whole": ends(block),
     }
 
 
@@ -106,7 +109,7 @@ def about_sampling(g):
     many = dist.sample_neighbors(g, nodes, 4, replace=True)
     weighed = dist.sample_neighbors(g, nodes, -1, prob="weight")
     source, destination = few.edges()
-    found = g.find_edges(few.edata[dgl.EID])
+    edges = g.find_edges(few.edata[dgl.EID])
     return {
         "all": ends(every),
         "all by method": ends(g.sample_neighbors(nodes, -1)),
@@ -114,7 +117,7 @@ def about_sampling(g):
         "in subgraph": ends(dist.in_subgraph(g, nodes)),
         "of a dict": ends(dist.sample_neighbors(g, {"_N": nodes}, -1)),
         "few": [few.in_degrees().tolist(), few.num_nodes()],
-        "ids are right": bool((found[0] == source).all() and (found[1] == destination).all()),
+        "ids are right": bool((edges[0] == source).all() and (edges[1] == destination).all()),
         "with replacement": many.in_degrees().tolist(),
         "weight 0 is never drawn": ends(weighed),
     }
@@ -234,13 +237,13 @@ def about_loaders(g):
 def about_embeddings(g):
     number = g.num_nodes()
     embedding = dist.DistEmbedding(number, 3, "embedding")
-    other = dist.DistEmbedding(number, 3, "other", lambda shape, dtype: th.full(shape, 0.5, dtype=dtype))
+    second = dist.DistEmbedding(number, 3, "other", lambda shape, dtype: th.full(shape, 0.5, dtype=dtype))
     adagrad = dist.optim.SparseAdagrad([embedding], lr=0.1)
-    adam = dist.optim.SparseAdam([other], lr=0.1, betas=(0.8, 0.9))
+    adam = dist.optim.SparseAdam([second], lr=0.1, betas=(0.8, 0.9))
     optimizers = [adagrad, adam]
     ids, weights = th.tensor([4, 0, 9]), th.tensor([1.0, -2.0, 3.0])
     for _ in range(3):
-        loss = ((embedding(ids) + other(ids)) * weights).sum()
+        loss = ((embedding(ids) + second(ids)) * weights).sum()
         for optimizer in optimizers:
             optimizer.zero_grad()
         loss.backward()
@@ -252,8 +255,8 @@ def about_embeddings(g):
     with th.no_grad():
         rows = embedding(th.arange(11))
     return {
-        "adagrad": [[round(one, 5) for one in row] for row in rows.tolist()],
-        "adam": [[round(one, 5) for one in row] for row in other.weight[th.arange(11)].tolist()],
+        "adagrad": [[round(item, 5) for item in row] for row in rows.tolist()],
+        "adam": [[round(item, 5) for item in row] for row in second.weight[th.arange(11)].tolist()],
         "facts": [embedding.name, embedding.num_embeddings, embedding.embedding_dim, embedding.weight.shape],
         "requires grad": [embedding(ids).requires_grad, rows.requires_grad],
     }
@@ -272,26 +275,26 @@ def about_store(g):
 
 
 def about_files(config):
-    found = {}
+    results = {}
     for part in range(2):
         graph, nodes, edges, _, name, ntypes, etypes = dist.load_partition(config, part)
         inner = graph.ndata["inner_node"].bool()
-        found[f"part {part}"] = [
+        results[f"part {part}"] = [
             [graph.num_nodes(), graph.num_edges(), graph.ndata[dgl.NID][inner], name, ntypes, etypes],
             {key: rows.double() for key, rows in sorted(nodes.items())},
             {key: rows.double() for key, rows in sorted(edges.items())},
         ]
-        found[f"feats {part}"] = [sorted(dist.load_partition_feats(config, part, load_edges=False)[0])]
-        found[f"book {part}"] = about_book(dist.load_partition_book(config, part))
-    found["wrong"] = refuses(lambda: dist.load_partition(config, 2))
-    return found
+        results[f"feats {part}"] = [sorted(dist.load_partition_feats(config, part, load_edges=False)[0])]
+        results[f"book {part}"] = about_book(dist.load_partition_book(config, part))
+    results["wrong"] = refuses(lambda: dist.load_partition(config, 2))
+    return results
 
 
 def about_book(loaded):
     book, name, ntypes, etypes = loaded
     nodes = [book.partid2nids(part, ntype) for part in range(2) for ntype in ntypes]
     edges = [book.partid2eids(part, etype) for part in range(2) for etype in etypes]
-    every = th.arange(sum(len(one) for one in nodes))
+    every = th.arange(sum(len(node) for node in nodes))
     kinds = [[ntype, th.arange(book.partid2nids(1, ntype)[-1] + 1)] for ntype in ntypes]
     own = [[ntype, book.partid2nids(book.partid, ntype)] for ntype in ntypes]
     return {
@@ -326,11 +329,11 @@ def about_types(g):
         "sizes": [g.num_nodes(), g.num_nodes("paper"), g.num_edges(), g.num_edges("writes")],
         "names": [sorted(g.nodes[ntype].data) for ntype in g.ntypes],
         "ends": g.find_edges(order, "writes"),
-        "sampled": {name: [ends(one, name) for one in (every, more, by_id)] for name in g.etypes},
+        "sampled": {name: [ends(case, name) for case in (every, more, by_id)] for name in g.etypes},
         "sampled of some": {
             name: ends(
                 dist.sample_etype_neighbors(
-                    g, seeds, {one: -1 if one == "writes" else 0 for one in g.etypes}
+                    g, seeds, {etype: -1 if etype == "writes" else 0 for etype in g.etypes}
                 ),
                 name,
             )
@@ -359,16 +362,16 @@ def main(args):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         dist.initialize("no such file")
-    asked = (about_graph, about_edges, about_sampling, about_tensors, about_splits, about_loaders)
+    request = (about_graph, about_edges, about_sampling, about_tensors, about_splits, about_loaders)
     g = dist.DistGraph("one", part_config=args.one)
-    found = {ask.__name__: ask(g) for ask in (*asked, about_embeddings, about_store)}
+    results = {ask.__name__: ask(g) for ask in (*request, about_embeddings, about_store)}
     dist.exit_client()
     dist.initialize(None)
-    found["about_types"] = about_types(dist.DistGraph("typed", part_config=args.typed))
-    found["about_files"] = about_files(args.two)
-    found["about_typed_files"] = about_files(args.typed_two)
+    results["about_types"] = about_types(dist.DistGraph("typed", part_config=args.typed))
+    results["about_files"] = about_files(args.two)
+    results["about_typed_files"] = about_files(args.typed_two)
     with open(args.out, "w") as file:
-        json.dump(numbers(found), file)
+        json.dump(numbers(results), file)
     dist.exit_client()
 
 
