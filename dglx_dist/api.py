@@ -1,4 +1,4 @@
-"""The public functions: init, partition_graph, distribute, DataLoader, wrap, fit."""
+"""Public functions: init, partition_graph, distribute, DataLoader, wrap and fit."""
 
 from __future__ import annotations
 
@@ -80,35 +80,38 @@ log = logging.getLogger(__name__)
 
 
 def partition_cached(graph: RawGraph, plan: PartitionPlan, cache: Path) -> Path:
-    """Return the folder in ``cache`` with the partitions of ``graph``; partition it unless they are intact.
+    """Return the folder in ``cache`` with the partitions of ``graph``. Partition the graph unless they are
+    intact.
 
-    One process calls it. If another run partitions the same graph into the same cache meanwhile, the first
-    to finish counts. Incomplete folders of killed runs are removed. StorageError before the partitioning if
-    the cache cannot be written.
+    One process calls this function. If another run partitions the same graph into the same cache at the same
+    time, the result of the first one is used. Incomplete folders of killed runs are removed.
+
+    Raises:
+        StorageError: the cache cannot be written. This is checked before the graph is partitioned.
     """
     folder = (cache / f"{Path(graph.name).name}-{content_key(graph, plan)}").absolute()
     if not (folder / MANIFEST).is_file():
         check_target(folder, overwrite=None)
-    elif not (damage := _damage(folder)):
+    elif not (damage := _find_damage(folder)):
         return folder
     else:
         log.warning("%s is partitioned again: %s", folder, damage)
     with ExitStack() as stack:
         with named_failures(cache):
-            made = stack.enter_context(partial_folder(folder)) / "dataset"
+            partitioned = stack.enter_context(partial_folder(folder)) / "dataset"
             remove_abandoned(folder.parent, below=False)
-        partition_to_disk(graph, made, plan, write_columns=write_slices)
+        partition_to_disk(graph, partitioned, plan, write_columns=write_slices)
         with named_failures(cache):
-            # Another run may have put an intact one there meanwhile, and trains on it.
-            if not publish(made, folder) and _damage(folder):
-                replace_folder(made, folder)
+            # Another run may have published an intact folder in the meantime, and may train on it.
+            if not publish(partitioned, folder) and _find_damage(folder):
+                replace_folder(partitioned, folder)
     return folder
 
 
-def _damage(folder: Path) -> str:
+def _find_damage(folder: Path) -> str:
     try:
-        # "full" costs little here: the key of the folder has read every byte of the graph, too. Not opened:
-        # that cleans the cache.
+        # The key of the folder has read every byte of the graph too, so "full" costs little. The dataset is
+        # not opened, because opening it cleans the cache.
         verify_files(folder, read_manifest(folder), "full")
     except (DatasetError, StorageError) as problem:
         return str(problem)
@@ -142,51 +145,52 @@ def partition_graph(  # noqa: PLR0913  # the signature is DGL's
     overwrite: bool = False,
     feature_dtype: torch.dtype | str | Mapping[str, torch.dtype | str] | None = None,
 ) -> tuple[OriginalIds, OriginalIds] | None:
-    """Partition ``g`` into ``out_path/graph_name``, with the arguments of DGL's function and ours.
+    """Partition ``g`` into ``out_path/graph_name``. The arguments are those of DGL's function and our own.
 
     One process calls it, without :func:`init`. Open the result with ``DistGraph(out_path/graph_name)``.
 
     Args:
-        g: Homogeneous or heterogeneous; nodes and edges with their data.
+        g: Homogeneous or heterogeneous graph with its node and edge data.
         graph_name: Name of the graph and of its folder.
-        num_parts: P; independent of the number of ranks and servers that train later.
+        num_parts: Number of parts P. It does not depend on the number of ranks and servers that train later.
         out_path: Parent of the graph's folder.
-        num_hops: 1: in-edges of owned nodes are stored, and nothing beyond is needed.
+        num_hops: Must be 1. The in-edges of owned nodes are stored, and nothing beyond them is needed.
         part_method: Name of any partitioner.
-        balance_ntypes: (N,) integers; each value is balanced separately. Homogeneous graphs only.
-        balance_edges: Balance the in-edges too: of each edge type where there are several, as
-            ``balance=["etype"]`` does, else as ``balance=["degree"]``.
+        balance_ntypes: (N,) integers. Each value is balanced separately. For homogeneous graphs only.
+        balance_edges: Balance the in-edges too. With several edge types, this is ``balance=["etype"]``,
+            otherwise ``balance=["degree"]``.
         return_mapping: Whether to return the original ids.
-        num_trainers_per_machine: t above 1: each part is partitioned once more by the same method. Node
-            data ``trainer_id`` in [0, P x t) is the trainer nearest to a node, and edge data of that name
-            that of an edge's destination; :func:`node_split` takes it as ``node_trainer_ids``.
-        objtype: Minimise cut edges (``cut``) or communicated nodes (``vol``).
-        graph_formats: None or ``csc``, the only one that is stored.
-        use_graphbolt: False.
+        num_trainers_per_machine: If it is t > 1, each part is partitioned once more by the same method. The
+            node data ``trainer_id`` in [0, P x t) is the trainer nearest to a node. The edge data of that
+            name is the trainer of an edge's destination. :func:`node_split` takes it as ``node_trainer_ids``.
+        objtype: ``cut`` minimises cut edges, ``vol`` minimises communicated nodes.
+        graph_formats: None or ``csc``, the only stored format.
+        use_graphbolt: Must be False.
         balance: Weights to balance: nodes, degree, train, val, test, ntype, etype or a node column.
-        tolerance: How much the heaviest part may exceed its share; one for all, or by constraint.
+        tolerance: How much the heaviest part may exceed its share, for all constraints or by constraint.
         target_weights: (P,) shares for unequal machines.
-        fast: The cheap variant of kaminpar (less time) or metis (less memory, as DistDGL), for a worse cut.
-        seed: The same seed gives the same parts.
+        fast: Use the cheap variant of kaminpar (less time) or metis (less memory, as in DistDGL). The cut is
+            worse.
+        seed: Random seed. The same seed gives the same parts.
         format: ``dgl`` writes files that DGL's own ``load_partition`` reads, into ``out_path`` itself.
-        overwrite: Replace what is there.
-        feature_dtype: float16, bfloat16 or float32: stored type of all features, or by the name of the
-            column. Blocks get half-precision features as float32.
+        overwrite: Replace an existing dataset.
+        feature_dtype: Stored dtype of the features, for all columns or by the name of a column: float16,
+            bfloat16 or float32. Blocks get half-precision features as float32.
 
     Returns:
-        With ``return_mapping``: original node and edge ids in the new order, int64 tensors, by type for
-        a heterogeneous graph.
+        With ``return_mapping``, the original node and edge ids in the new order. They are int64 tensors, or
+        dicts of them by type for a heterogeneous graph.
 
     Raises:
-        ConfigError: a combination that cannot be honoured; nothing is ignored silently.
+        ConfigError: a combination of arguments is not supported. No argument is ignored silently.
         DatasetError: ``g`` is not sound.
         StorageError: the folder exists and ``overwrite`` is not set.
     """
-    _refuse(num_hops, graph_formats, use_graphbolt, return_mapping and format == "dgl")
-    edges = (("etype",) if len(g.canonical_etypes) > 1 else ("degree",)) if balance_edges else ()
-    weights = _type_weights(balance_ntypes)
+    _check_dgl_arguments(num_hops, graph_formats, use_graphbolt, return_mapping and format == "dgl")
+    edge_weights = (("etype",) if len(g.canonical_etypes) > 1 else ("degree",)) if balance_edges else ()
+    type_weights = _type_weights(balance_ntypes)
     options = PartitionOptions(
-        balance=tuple(dict.fromkeys((*list_names(balance), *weights, *edges))),
+        balance=tuple(dict.fromkeys((*list_names(balance), *type_weights, *edge_weights))),
         tolerance={} if tolerance is None else tolerance,
         target_weights=None if target_weights is None else tuple(target_weights),
         objective=objtype,
@@ -200,27 +204,29 @@ def partition_graph(  # noqa: PLR0913  # the signature is DGL's
         format=format,
         overwrite=overwrite,
         trainers_per_part=num_trainers_per_machine,
-        feature_dtype=_by_name(feature_dtype),
+        feature_dtype=_format_dtypes(feature_dtype),
     )
     folder = Path(out_path) if format == "dgl" else Path(out_path) / graph_name
     graph = load_dataset(g, name=graph_name)
-    partition_to_disk(graph, folder, plan, weights=weights, write_columns=write_slices)
+    partition_to_disk(graph, folder, plan, weights=type_weights, write_columns=write_slices)
     return original_ids(folder) if return_mapping else None
 
 
 def original_ids(folder: str | Path) -> tuple[OriginalIds, OriginalIds]:
     """Return the original id of every node and edge of a dataset, in the order of the new ids.
 
-    Any process may call it alone. Returns (nodes, edges): int64 tensors (N,) and (E,), or dicts of them
-    by type for a heterogeneous graph.
+    Any process may call it alone.
+
+    Returns:
+        (nodes, edges): int64 tensors (N,) and (E,), or dicts of them by type for a heterogeneous graph.
 
     Raises:
         StorageError: the dataset is missing or damaged, or a part is on another machine.
     """
     dataset = open_dataset(folder)
     parts = [dataset.part(part) for part in range(dataset.manifest.num_parts)]
-    nodes = {t: _joined([p.original_node_ids(t) for p in parts]) for t in dataset.manifest.node_types}
-    edges = {t: _joined([p.original_edge_ids(t) for p in parts]) for t in dataset.manifest.edge_types}
+    nodes = {t: _concatenate([p.original_node_ids(t) for p in parts]) for t in dataset.manifest.node_types}
+    edges = {t: _concatenate([p.original_edge_ids(t) for p in parts]) for t in dataset.manifest.edge_types}
     if len(nodes) == 1 and len(edges) == 1:
         return next(iter(nodes.values())), next(iter(edges.values()))
     return dict(nodes), dict(edges)
@@ -237,75 +243,80 @@ def distribute(
     cache: str | PathLike[str] = "data",
     structure: Literal["auto", "replicated", "partitioned"] = "auto",
 ) -> DistGraph:
-    """Return ``graph`` as one that all ranks share; every rank must call it.
+    """Return ``graph`` as a graph that all ranks share. Every rank must call it.
 
-    Without a session it opens one first, as :func:`init` without arguments does, but leaves torch's
-    generator as the script seeded it.
+    Without a session it first opens one, as :func:`init` without arguments does. It then leaves torch's
+    generator as the script has seeded it.
 
-    Rank 0 partitions the graph once, into a folder in ``cache`` that is named by the content of the graph
-    and the options, and later runs reuse it. The other ranks wait as long as the session's time-out; raise
-    that, or partition beforehand, for graphs that take longer. Several machines need ``cache`` on a shared
-    disk.
+    Rank 0 partitions the graph once, into a folder in ``cache`` that is named by the content of the graph and
+    the options. Later runs reuse the folder. The other ranks wait for at most the session's time-out. For
+    graphs that take longer, raise the time-out or partition the graph beforehand. Several machines need
+    ``cache`` on a shared disk.
 
     Args:
-        graph: A DGLGraph (rank 0's counts), anything ``load_dataset`` knows, the folder of a partitioned
-            dataset, or the JSON file of a partition in DGL's format. The columns of a DGLGraph keep their
-            names, dtypes and shapes, but for masks of splits (bool), integers in ``label`` (int64, (N,)) and
-            bfloat16 (float32); others get our names (``feat``, ``label``), see ``load_dataset``.
-        strategy: Name or alias of a strategy; None: that of the session, or what :func:`init` takes.
-        parts: P; None: one per server. Like the next three refused for a partitioned dataset.
-        method: Name of a partitioner; None: the default one.
+        graph: A DGLGraph (only rank 0's is used), anything that ``load_dataset`` accepts, the folder of a
+            partitioned dataset, or the JSON file of a partition in DGL's format. The columns of a DGLGraph
+            keep their names, dtypes and shapes. Exceptions are masks of splits (bool), integers in ``label``
+            (int64, (N,)) and bfloat16 (float32). Columns of other sources get our names (``feat``,
+            ``label``), see ``load_dataset``.
+        strategy: Name or alias of a strategy. None: the strategy of the session, or the default of
+            :func:`init`.
+        parts: Number of parts P. None: one per server. A partitioned dataset refuses it, like the next three.
+        method: Name of a partitioner. None: the default one.
         balance: Weights to balance, see :func:`partition_graph`.
-        seed: Of the partitioner; None: 0.
+        seed: Seed of the partitioner. None: 0.
         cache: Folder for partitions. Incomplete folders of killed runs in it are removed.
         structure: Whether each server maps the whole structure, see :class:`DistGraph`.
 
     Raises:
         DatasetError: the graph is not sound.
         UnknownNameError: there is no such strategy.
-        ConfigError: an argument cannot be honoured, or the session is open for another strategy.
+        ConfigError: an argument is not supported, or the session is open for another strategy.
         PeerError: ranks are missing after the time-out.
-        StorageError: a dataset is damaged, or the cache cannot be written (ConfigError on the others).
+        StorageError: a dataset is damaged, or the cache cannot be written (ConfigError on the other ranks).
     """
     session = _session_for(strategy)
 
-    def located() -> dict[str, str] | None:
+    def locate() -> dict[str, str] | None:
         if session.topology.rank != 0:
             return None
-        if isinstance(graph, (str, PathLike)) and (found := _partitioned_as(Path(graph).expanduser())):
-            _refuse_partitioning(graph, parts=parts, method=method, balance=list_names(balance), seed=seed)
-            return {found: str(graph)}
+        if isinstance(graph, (str, PathLike)):
+            argument = _find_dataset_argument(Path(graph).expanduser())
+            if argument is not None:
+                balanced = list_names(balance)
+                _refuse_partitioning(graph, parts=parts, method=method, balance=balanced, seed=seed)
+                return {argument: str(graph)}
         plan = PartitionPlan(
             num_parts=session.topology.num_servers if parts is None else parts,
             method=method,
             seed=seed or 0,
             options=PartitionOptions(balance=list_names(balance)),
         )
-        # Scripts ask for columns by the names that they gave.
+        # Scripts use the names of their own columns.
         raw = load_dataset(graph) if isinstance(graph, (str, PathLike)) else load_dataset(graph, rename=False)
         return {"folder": str(partition_cached(raw, plan, Path(cache).expanduser()))}
 
-    # Rank 0 decides: another machine may not see yet what is on its disk.
-    with _explained_timeout(session):
-        location = broadcast_json(run_on_all_ranks(session, located, ConfigError), session)
-    where: dict[str, Any] = {argument: Path(path).expanduser() for argument, path in location.items()}
-    g = DistGraph(**where, structure=structure, session=session)
+    # Rank 0 decides, because another machine may not see the new files on a shared disk yet.
+    with _explain_timeout(session):
+        location = broadcast_json(run_on_all_ranks(session, locate, ConfigError), session)
+    paths: dict[str, Any] = {argument: Path(path).expanduser() for argument, path in location.items()}
+    g = DistGraph(**paths, structure=structure, session=session)
     if isinstance(graph, dgl.DGLGraph) and g.dataset.manifest.num_parts > 1:
         g.user_columns = UserColumns(graph)
     return g
 
 
 @contextmanager
-def _explained_timeout(session: Session) -> Iterator[None]:
-    """Add to a time-out of other ranks that rank 0 may still partition the graph."""
+def _explain_timeout(session: Session) -> Iterator[None]:
+    """Add a hint to the time-out of other ranks: rank 0 may still partition the graph."""
     try:
         yield
     except PeerError as error:
         if session.topology.rank == 0:
             raise
         raise PeerError(
-            f"waiting for rank 0, which partitions the graph: {error}. If that takes longer than the "
-            "time-out, use `dglx partition` or dx.partition_graph beforehand, or raise dx.init(timeout=)"
+            f"waiting for rank 0 to partition the graph failed: {error}. If this takes longer than the "
+            "time-out, run `dglx partition` or dx.partition_graph beforehand, or raise dx.init(timeout=)."
         ) from error
 
 
@@ -315,39 +326,39 @@ def _session_for(strategy: str | None) -> Session:
     )
     if strategy is not None and session.strategy != resolve_strategy(strategy, auto=True):
         raise ConfigError(
-            f"strategy={strategy!r} but the session is open for {session.strategy!r}; name the strategy "
-            "once: in dx.init, or where the graph is distributed"
+            f"strategy={strategy!r} differs from {session.strategy!r}, the strategy of the open session. "
+            "Name the strategy once, either in dx.init or in dx.distribute."
         )
     return session
 
 
-def _partitioned_as(path: Path) -> Literal["folder", "part_config"] | None:
+def _find_dataset_argument(path: Path) -> Literal["folder", "part_config"] | None:
     if (path / MANIFEST).is_file():
         return "folder"
     return "part_config" if path.suffix == ".json" and is_dgl_config(path) else None
 
 
 def _refuse_partitioning(path: str | PathLike[str], **options: object) -> None:
-    given = [name for name, value in options.items() if value not in (None, ())]
-    if given:
+    names = [name for name, value in options.items() if value not in (None, ())]
+    if names:
         raise ConfigError(
-            f"{path} is partitioned already, so {', '.join(given)} would have no effect; leave that out, or "
-            "give the graph that it was made from"
+            f"{path} is partitioned already, so {', '.join(names)} would have no effect. Leave that out, or "
+            "pass the original graph."
         )
 
 
-def _refuse(
+def _check_dgl_arguments(
     num_hops: int, graph_formats: str | Sequence[str] | None, use_graphbolt: bool, mapping_of_dgl_format: bool
 ) -> None:
     formats = [graph_formats] if isinstance(graph_formats, str) else list(graph_formats or ["csc"])
-    for wrong, message in (
-        (num_hops != 1, f"num_hops is {num_hops}; leave it at 1, farther neighbours are fetched on demand"),
-        (formats != ["csc"], f"graph_formats is {graph_formats!r}; leave it out, only csc is stored"),
-        (use_graphbolt, "use_graphbolt is True; leave it out, there is one format for all strategies"),
-        (mapping_of_dgl_format, "return_mapping goes with format='dglx' only; DGL's files hold orig_id"),
-    ):
-        if wrong:
-            raise ConfigError(message)
+    if num_hops != 1:
+        raise ConfigError(f"num_hops is {num_hops}, but farther neighbours are fetched on demand. Use 1.")
+    if formats != ["csc"]:
+        raise ConfigError(f"graph_formats is {graph_formats!r}, but only csc is stored. Leave it out.")
+    if use_graphbolt:
+        raise ConfigError("use_graphbolt is True, but all strategies share one format. Leave it out.")
+    if mapping_of_dgl_format:
+        raise ConfigError("return_mapping needs format='dglx'. The files of DGL's format hold orig_id.")
 
 
 def _type_weights(balance_ntypes: Tensor | None) -> dict[str, Array]:
@@ -357,30 +368,30 @@ def _type_weights(balance_ntypes: Tensor | None) -> dict[str, Array]:
     return {f"balance_ntypes={value}": (types == value).astype(np.int64) for value in np.unique(types)}
 
 
-def _by_name(dtype: torch.dtype | str | Mapping[str, torch.dtype | str] | None) -> FeatureDtype | None:
+def _format_dtypes(dtype: torch.dtype | str | Mapping[str, torch.dtype | str] | None) -> FeatureDtype | None:
     if isinstance(dtype, Mapping):
         return {name: str(value).removeprefix("torch.") for name, value in dtype.items()}
     return None if dtype is None else str(dtype).removeprefix("torch.")
 
 
-def _joined(arrays: Sequence[Array]) -> Tensor:
+def _concatenate(arrays: Sequence[Array]) -> Tensor:
     return torch.from_numpy(np.concatenate(arrays))
 
 
 @final
 class DistDataset:
-    """The one graph of a dataset of DGL, distributed, and this rank's share of each of its splits.
+    """The distributed graph of a DGL dataset, with this rank's share of each split.
 
     Args:
-        g: The graph; a split is the mask of that name in the data of its nodes.
-        num_classes: Of the dataset; None: it has no such attribute.
+        g: The graph. A split is the mask of that name in the data of its nodes.
+        num_classes: Number of classes of the dataset. None: the dataset has no such attribute.
     """
 
     def __init__(self, g: DistGraph, num_classes: int | None) -> None:
         self._g, self._num_classes = g, num_classes
 
     def __getitem__(self, index: int) -> DistGraph:
-        """Return the graph; IndexError if ``index`` is not 0."""
+        """Return the graph. Raise IndexError if ``index`` is not 0."""
         if index not in (0, -1):
             raise IndexError(f"the dataset has one graph, but index {index} was requested")
         return self._g
@@ -390,74 +401,75 @@ class DistDataset:
 
     @property
     def num_classes(self) -> int:
-        """Classes of the labels; ConfigError if neither the dataset nor its labels have them."""
+        """Number of classes of the labels. ConfigError if neither the dataset nor its labels have it."""
         return self._g.num_classes() if self._num_classes is None else self._num_classes
 
     @property
     def train_idx(self) -> Tensor:
-        """(n,) int64 ids of the nodes of ``train_mask`` that this rank works on, see :func:`node_split`."""
+        """(n,) int64 ids of this rank's nodes of ``train_mask``, see :func:`node_split`."""
         return self._share("train_mask")
 
     @property
     def val_idx(self) -> Tensor:
-        """(n,) int64, of ``val_mask``, as :attr:`train_idx`."""
+        """(n,) int64 ids of this rank's nodes of ``val_mask``."""
         return self._share("val_mask")
 
     @property
     def test_idx(self) -> Tensor:
-        """(n,) int64, of ``test_mask``, as :attr:`train_idx`."""
+        """(n,) int64 ids of this rank's nodes of ``test_mask``."""
         return self._share("test_mask")
 
     def __getattr__(self, name: str) -> NoReturn:
-        # Attributes of the original dataset have old ids, or are unknown here.
+        # Attributes of the original dataset are not copied, because they refer to the old ids.
         raise AttributeError(
-            f"a distributed dataset has no {name!r}, only [0], num_classes, train_idx, val_idx and test_idx: "
-            "nodes have new ids; ask the dataset that you distributed, and g.orig_ids(ids) for its ids"
+            f"a distributed dataset has no {name!r}, only [0], num_classes, train_idx, val_idx and test_idx, "
+            "because its nodes have new ids. Use the original dataset, and g.orig_ids(ids) for its ids."
         )
 
     def _share(self, mask: str) -> Tensor:
-        having = [ntype for ntype in self._g.ntypes if mask in self._g.nodes[ntype].data]
-        if len(having) != 1:
+        ntypes = [ntype for ntype in self._g.ntypes if mask in self._g.nodes[ntype].data]
+        if len(ntypes) != 1:
             raise ConfigError(
-                f"the node types with {mask!r} are {', '.join(having) or 'none'}, but one is needed; use "
-                "dx.node_split(g.nodes[ntype].data[mask], ntype=ntype)"
+                f"exactly one node type must have {mask!r}, but it is {', '.join(ntypes) or 'none'}. Use "
+                "dx.node_split(g.nodes[ntype].data[mask], ntype=ntype)."
             )
-        return node_split(self._g.nodes[having[0]].data[mask], ntype=having[0])
+        return node_split(self._g.nodes[ntypes[0]].data[mask], ntype=ntypes[0])
 
 
 def distribute_dataset(dataset: dgl.data.DGLDataset, **options: Any) -> DistDataset:
-    """Return a DGL dataset with its graph distributed by :func:`distribute`; every rank must call it.
+    """Return a DGL dataset with its graph distributed by :func:`distribute`. Every rank must call it.
 
     Args:
-        dataset: Of one graph, like ``AsNodePredDataset(...)`` or ``CoraGraphDataset()``; rank 0's counts.
-        options: Of :func:`distribute`.
+        dataset: Dataset of one graph, like ``AsNodePredDataset(...)`` or ``CoraGraphDataset()``. Only rank
+            0's is used.
+        options: Options of :func:`distribute`.
 
     Raises:
-        ConfigError: ``dataset`` is no dataset, or has several graphs, or an argument cannot be honoured.
+        ConfigError: ``dataset`` is no dataset or has several graphs, or an argument is not supported.
         DatasetError: the graph is not sound.
         StorageError: the cache cannot be written.
     """
     count = len(dataset) if isinstance(dataset, Sized) else None
     if count is None:
         raise ConfigError(
-            f"distribute_dataset takes a dataset of DGL, not a {type(dataset).__name__}; give a graph to "
-            "dx.distribute"
+            f"distribute_dataset takes a dataset of DGL, not a {type(dataset).__name__}. Pass a graph to "
+            "dx.distribute."
         )
     if count != 1:
         raise ConfigError(
-            f"{type(dataset).__name__} has {count} graphs, but only one can be distributed; choose it: "
-            "dx.distribute(dataset[i])"
+            f"{type(dataset).__name__} has {count} graphs, but only one can be distributed. Choose one with "
+            "dx.distribute(dataset[i])."
         )
     graph = dataset[0]
     if isinstance(graph, tuple):
         raise ConfigError(
-            f"{type(dataset).__name__}[0] is a tuple of a graph and other data; store that in columns of the "
-            "graph, as dgl.data.AsNodePredDataset(dataset) does"
+            f"{type(dataset).__name__}[0] is a tuple of a graph and more data. Store the data in columns of "
+            "the graph, as dgl.data.AsNodePredDataset(dataset) does."
         )
     num_classes = getattr(dataset, "num_classes", None)
     g = distribute(graph, **options)
-    known = int(num_classes) if isinstance(num_classes, (int, np.integer)) else None
-    return DistDataset(g, broadcast_json(known, g.session))
+    class_count = int(num_classes) if isinstance(num_classes, (int, np.integer)) else None
+    return DistDataset(g, broadcast_json(class_count, g.session))
 
 
 def init(
@@ -469,28 +481,30 @@ def init(
     device: torch.device | str = "auto",
     **options: object,
 ) -> Session:
-    """Join the other ranks that torchrun started; every rank calls it first. One process without torchrun.
+    """Join the other ranks that torchrun started. Every rank calls it first. Without torchrun there is one
+    process.
 
     Args:
-        strategy: Name or alias of a strategy, or ``auto``; None: DGLX_STRATEGY, else ``data_parallel``.
-        timeout: Seconds that a rank may be silent before the others raise an error that names it.
-        seed: Of all random numbers, which are the same on any number of ranks.
-        backend: Of ``torch.distributed``; None: gloo, with nccl where every rank has a GPU to itself.
-        device: Of this rank: ``cpu``, ``cuda`` (by ``LOCAL_RANK``; ranks share where there are more), or
-            ``cuda:N``; ``auto``: DGLX_DEVICE, else a GPU where one can be used. Rank 0 logs what it is.
-        options: The strategy's own options; those in DGLX_OPTIONS, which is JSON, are added.
+        strategy: Name or alias of a strategy, or ``auto``. None: DGLX_STRATEGY, otherwise ``data_parallel``.
+        timeout: Seconds that a rank may be silent before the other ranks raise an error that names it.
+        seed: Seed of all random numbers. They are the same on any number of ranks.
+        backend: Backend of ``torch.distributed``. None: nccl if every rank has its own GPU, otherwise gloo.
+        device: Device of this rank: ``cpu``, ``cuda`` or ``cuda:N``. ``cuda`` chooses a GPU by
+            ``LOCAL_RANK``, and ranks share GPUs if there are more ranks. ``auto``: DGLX_DEVICE, otherwise a
+            GPU if one can be used. Rank 0 logs the choice.
+        options: Options of the strategy. Those in the JSON text DGLX_OPTIONS are added.
 
     Returns:
-        The session; closed at the end of the process, by :func:`shutdown`, or as a context manager.
+        The session. It is closed by :func:`shutdown`, at the end of the process, or as a context manager.
 
     Raises:
-        UnknownNameError: there is no such strategy; the message has the nearest name.
-        ConfigError: the strategy does not know an option, ``seed`` is no seed, the ranks' arguments or kinds
-            of devices differ, a rank lacks ``device``, or a session is open already.
-        PeerError: ranks are missing after ``timeout``; the message lists them.
+        UnknownNameError: there is no such strategy. The message suggests the nearest name.
+        ConfigError: the strategy does not know an option, ``seed`` is no seed, the ranks differ in arguments
+            or kinds of devices, a rank lacks ``device``, or a session is open already.
+        PeerError: ranks are missing after ``timeout``. The message lists them.
     """
     show_briefly()
-    # Checked first: a wrong name must not cost a rendezvous.
+    # This is checked first, so that a wrong name does not cost a rendezvous.
     seed = check_integer("seed", seed, least=0)
     name = resolve_strategy(strategy, auto=True)
     joining: dict[str, Any] = {"timeout_s": timeout, "seed": seed, "backend": backend, "device": device}
@@ -500,7 +514,7 @@ def init(
 
 
 def shutdown() -> None:
-    """Close the current session on all ranks; every rank calls it, or none."""
+    """Close the current session on all ranks. Either every rank calls it, or none."""
     current_session().close()
 
 
@@ -509,26 +523,27 @@ def DataLoader(g: DistGraph, indices: Any, graph_sampler: Any, **options: Any) -
 
     With ``dgl.dataloading.as_edge_prediction_sampler(...)`` it is a :func:`DistEdgeDataLoader`.
 
-    Every rank must call it, and all get the same number of steps; a rank without seeds left gets blocks
-    without destinations.
+    Every rank must call it, and all ranks get the same number of steps. A rank without remaining seeds gets
+    blocks without destinations.
 
     Args:
         g: The distributed graph.
-        indices: (K,) this rank's seeds, as :func:`node_split` gives them; may be empty.
+        indices: (K,) seeds of this rank, as :func:`node_split` returns them. May be empty.
         graph_sampler: A sampler of ``dgl.dataloading``, such as ``NeighborSampler([10, 25])``.
-        options: ``batch_size``, ``shuffle``, ``drop_last``, ``seed``, ``depth`` and others; see
+        options: ``batch_size``, ``shuffle``, ``drop_last``, ``seed``, ``depth`` and others, see
             :class:`dglx_dist.dataloading.loader.DataLoader`.
 
     Raises:
-        ConfigError: an option or sampler that cannot be honoured, or ``g`` is in this process only.
+        ConfigError: an option or sampler is not supported, or ``g`` exists in this process only.
     """
-    inner = _distributed(g)
+    inner = _check_distributed(g)
     opened = open_strategy(inner)
-    of_edges = isinstance(graph_sampler, dgl.dataloading.EdgePredictionSampler)
-    loader = (opened.edge_loader if of_edges else opened.loader)(indices, graph_sampler, **options)
+    predicts_edges = isinstance(graph_sampler, dgl.dataloading.EdgePredictionSampler)
+    make_loader = opened.edge_loader if predicts_edges else opened.loader
+    loader = make_loader(indices, graph_sampler, **options)
     _number_steps(loader, inner.session)
-    check_order(inner, loader, indices, "edge" if of_edges else "node")
-    # Read by fit(), as the attribute of DGL's own loader.
+    check_order(inner, loader, indices, "edge" if predicts_edges else "node")
+    # fit() reads it. DGL's own loader has the same attribute.
     loader.graph_sampler = graph_sampler
     return loader
 
@@ -536,21 +551,21 @@ def DataLoader(g: DistGraph, indices: Any, graph_sampler: Any, **options: Any) -
 def DistEdgeDataLoader(g: DistGraph, eids: Any, graph_sampler: Any, **options: Any) -> Any:
     """Return a loader of edge batches: ``(input_nodes, pair_graph, [negative_pair_graph,] blocks)``.
 
-    Every rank must call it, and all get the same number of steps; a rank without edges left gets pair
-    graphs without edges.
+    Every rank must call it, and all ranks get the same number of steps. A rank without remaining edges gets
+    pair graphs without edges.
 
     Args:
         g: The distributed graph.
-        eids: This rank's edges, as :func:`edge_split` gives them, or a dict of them by edge type.
-        graph_sampler: As of :func:`DataLoader`.
+        eids: Edges of this rank, as :func:`edge_split` returns them, or a dict of them by edge type.
+        graph_sampler: Sampler, see :func:`DataLoader`.
         options: ``exclude``, ``reverse_eids``, ``reverse_etypes``, ``negative_sampler`` and those of
-            :func:`DataLoader`; see :class:`dglx_dist.dataloading.edge_loader.DistEdgeDataLoader`.
+            :func:`DataLoader`, see :class:`dglx_dist.dataloading.edge_loader.DistEdgeDataLoader`.
 
     Raises:
-        ConfigError: an option or sampler that cannot be honoured, also by the strategy, or ``g`` is in this
+        ConfigError: an option or sampler is not supported by us or by the strategy, or ``g`` exists in this
             process only.
     """
-    inner = _distributed(g)
+    inner = _check_distributed(g)
     loader = open_strategy(inner).edge_loader(eids, graph_sampler, **options)
     _number_steps(loader, inner.session)
     check_order(inner, loader, eids, "edge")
@@ -558,7 +573,7 @@ def DistEdgeDataLoader(g: DistGraph, eids: Any, graph_sampler: Any, **options: A
 
 
 def _number_steps(loader: Any, session: Session) -> None:
-    """Number the steps of ``loader`` apart from those of the loaders that the script made before."""
+    """Give the steps of ``loader`` numbers that no earlier loader of the script has."""
     loader.first_number = session.next_number("loader") << 32
 
 
@@ -567,67 +582,68 @@ DistNodeDataLoader = DataLoader
 
 
 def wrap(model: nn.Module, g: DistGraph | ScriptGraph, reduction: Reduction = "mean") -> WrappedModel:
-    """Wrap ``model`` for training with the other ranks, like DistributedDataParallel; collective.
+    """Wrap ``model`` for training with the other ranks, like DistributedDataParallel. Collective.
 
     Build the optimizer afterwards, from the parameters of the result.
 
     Args:
-        model: The same on all ranks; rank 0's weights are used.
+        model: The same module on all ranks. Rank 0's weights are used.
         g: The distributed graph of its inputs. For a script's ``dgl.distributed.DistGraph``, ``.module`` of
-            the result is always uncut, for the script's own inference.
-        reduction: Whether the loop's loss is the mean or the sum over its own targets.
+            the result is always uncut, so that the script's own inference works.
+        reduction: Whether the loop's loss is the mean or the sum over this rank's targets.
 
     Raises:
-        ConfigError: the strategy cannot train this model exactly, the ranks built different ones, or ``g``
-            is in this process only.
+        ConfigError: the strategy cannot train this model exactly, the ranks built different models, or ``g``
+            exists in this process only.
     """
     if not isinstance(model, nn.Module):
         raise ConfigError(f"wrap takes a torch.nn.Module, not a {type(model).__name__}")
     if isinstance(model, WrappedModel):
-        raise ConfigError("the model is wrapped already; call wrap once, with the module that you built")
-    # fully_shard() replaces the parameters. FSDP is told by its module, because importing it takes a second.
+        raise ConfigError("the model is wrapped already. Call wrap once, with the module that you built.")
+    # fully_shard() replaces the parameters. FSDP is recognised by its module's name, because importing it
+    # takes a second.
     sharded = any(type(parameter).__name__ == "DTensor" for parameter in model.parameters())
     sharded |= any(kind.__module__.startswith("torch.distributed.fsdp") for kind in type(model).__mro__)
     if sharded or isinstance(model, nn.parallel.DistributedDataParallel):
         raise ConfigError(
-            f"wrap takes the module itself, not one that torch distributes ({type(model).__name__}); call "
-            "dx.wrap before, and without, DistributedDataParallel and FSDP"
+            f"wrap takes the module itself, but torch already distributes this one ({type(model).__name__}). "
+            "Call dx.wrap without DistributedDataParallel and FSDP."
         )
     lazy = next((name for name, p in model.named_parameters() if is_lazy(p)), None)
     if lazy is not None:
         raise ConfigError(
-            f"parameter {lazy!r} is of a lazy module and has no shape yet; run one forward pass of the model "
-            "on a batch (under torch.no_grad()) before dx.wrap, or give the layer its input size"
+            f"parameter {lazy!r} belongs to a lazy module and has no shape yet. Run one forward pass of the "
+            "model on a batch (under torch.no_grad()) before dx.wrap, or give the layer its input size."
         )
-    inner = _distributed(g)
+    inner = _check_distributed(g)
     wrapped = open_strategy(inner).wrap(model, reduction)
     inner.session.has_wrapped_model = True
-    # Scripts of DistDGL evaluate model.module with their own code.
+    # Scripts for DistDGL evaluate model.module with their own code.
     return ScriptModel(wrapped) if g is not inner and wrapped.parts.local else wrapped
 
 
 def local_device() -> torch.device:
-    """Return the device of this rank: its GPU where there is one, else the CPU."""
+    """Return the device of this rank: its GPU, or the CPU if it has none."""
     return current_session().device
 
 
-def _distributed(g: object) -> DistGraph:
+def _check_distributed(g: object) -> DistGraph:
     if isinstance(g, ScriptGraph):
         return g.inner
     if not isinstance(g, DistGraph):
         raise ConfigError(
-            f"the graph is a {type(g).__name__} of this process, not one that all ranks share; "
-            "pass g = dx.distribute(graph), or dx.DistGraph(folder)"
+            f"the graph is a {type(g).__name__} that only this process has. Pass g = dx.distribute(graph) or "
+            "dx.DistGraph(folder)."
         )
     return g
 
 
 strategy_names = STRATEGIES.names
-"""The names that :func:`init` takes; ``auto`` chooses among them."""
+"""Return the names of the strategies that :func:`init` accepts. ``auto`` chooses among them."""
 register_strategy = STRATEGIES.register
-"""Decorator that makes a subclass of Strategy known by a name in this process."""
+"""Decorator that registers a subclass of Strategy under a name in this process."""
 register_partitioner = PARTITIONERS.register
-"""Decorator that makes a subclass of Partitioner known by a name in this process."""
+"""Decorator that registers a subclass of Partitioner under a name in this process."""
 
 
 def choose_strategy(
@@ -638,32 +654,32 @@ def choose_strategy(
     batch_size: int | None = None,
     epochs: int = 20,
 ) -> Choice:
-    """Choose the strategy that trains ``model`` on ``g`` fastest, in a session with ``auto``; collective.
+    """Choose the strategy that trains ``model`` on ``g`` fastest, in a session with ``auto``. Collective.
 
-    Call it before the first loader is created and before :func:`wrap`; :func:`fit` calls it itself. It counts
-    batches and plans, and takes real steps with every candidate, in turns, for about 15 seconds or 2 % of
-    the training. The job is afterwards as it was before.
+    Call it before the first loader is created and before :func:`wrap`. :func:`fit` calls it itself. It counts
+    bytes and takes real steps with every candidate, in turns, for about 15 seconds or 2 % of the training.
+    Afterwards the state of the job is as it was before.
 
     Args:
-        model: As it will be wrapped; not changed.
+        model: The model as it will be wrapped. It is not changed.
         g: The distributed graph, of one node and edge type.
-        fanouts: Of the later loader, input-most first. None: 25, then 10, as in ``fit``.
-        batch_size: Of the later loader. None: 512.
+        fanouts: Fan-outs of the later loader, input-most first. None: 25, then 10, as in ``fit``.
+        batch_size: Batch size of the later loader. None: 512.
         epochs: Length of the training.
 
     Returns:
-        The measured seconds, bytes and memory of every candidate, the choice and its reason; equal on every
-        rank.
+        The measured seconds, bytes and memory of every candidate, the choice and its reason. They are equal
+        on every rank.
 
     Raises:
-        ConfigError: the session has a strategy already, a value cannot be honoured or differs between ranks,
-            the graph has several types, the model fails on a batch, or nothing fits.
+        ConfigError: the session has a strategy already, a value is not supported or differs between ranks,
+            the graph has several types, the model fails on a batch, or no candidate fits.
         PeerError: a rank is dead or silent.
     """
     if not isinstance(model, nn.Module):
         raise ConfigError(f"choose_strategy takes a torch.nn.Module, not a {type(model).__name__}")
-    inner = _distributed(g)
-    # A strategy that only fit() supports is excluded.
+    inner = _check_distributed(g)
+    # own_loop=True excludes strategies that only fit() supports.
     training = partial(Training, fanouts=fanouts, batch_size=batch_size, epochs=epochs, own_loop=True)
     return choose_in_job(model, inner, run_on_all_ranks(inner.session, training, ConfigError))
 
@@ -689,65 +705,65 @@ def fit(  # noqa: PLR0913 - all but two have defaults
     state: Mapping[str, Stateful] | None = None,
     **loader_options: Any,
 ) -> tuple[WrappedModel, FitResult]:
-    """Train ``model`` with the current strategy, which ``auto`` chooses here; every rank must call it.
+    """Train ``model`` with the current strategy. ``auto`` chooses one here. Every rank must call it.
 
     A resumed run keeps the strategy of its checkpoint.
 
-    It trains on the nodes of ``train_mask``; with several node types, of the type that has labels. Or on the
-    batches of a ``loader`` of your own, edges for instance, with ``config.task``.
+    It trains on the nodes of ``train_mask``. With several node types, these are the nodes of the type that
+    has labels. With ``loader`` and ``config.task`` it trains on your own batches, for instance of edges.
 
     Args:
-        model: Called as ``model(blocks, features)``; one block for each fan-out. With several node types, or
+        model: Called as ``model(blocks, features)`` with one block per fan-out. With several node types, or
             ``config.inputs``, features and results are ``{node type: rows}``.
-        g: With the node data that ``config`` names (``feat`` and ``label``), and ``train_mask``. Types
-            without features need ``config.inputs``.
-        config: Epochs, evaluation, checkpoints; None: the defaults.
-        fanouts: Neighbours sampled per node and layer, input-most layer first; -1: all. None: two layers, 25
-            and 10; all where steps take the whole graph.
-        batch_size: Targets per rank and step. None: 512, where the strategy has mini-batches.
-        lr: Of Adam.
-        make_optimizer: Builds another optimizer from the parameters; ``lr`` is then unused.
+        g: The distributed graph, with ``train_mask`` and the node data that ``config`` names (``feat`` and
+            ``label``). Types without features need ``config.inputs``.
+        config: Epochs, evaluation and checkpoints. None: the defaults.
+        fanouts: Neighbours sampled per node and layer, input-most layer first. -1 means all. None: two
+            layers, 25 and 10, or all neighbours if steps take the whole graph.
+        batch_size: Targets per rank and step. None: 512, if the strategy has mini-batches.
+        lr: Learning rate of Adam.
+        make_optimizer: Builds another optimizer from the parameters. ``lr`` is then unused.
         callbacks: Called after each epoch with its record.
-        sparse: Optimizer of the embeddings in ``config.inputs``; or several.
-        loader: A :func:`DistEdgeDataLoader` or :func:`DataLoader` in place of ``fanouts``, ``batch_size``
-            and ``loader_options``.
-        trace: File for a trace of the first ``config.trace_steps`` steps of all ranks, as ``config.trace``;
-            open it in Perfetto, or draw it with `dglx report FILE`.
-        precision: As ``config.precision``: ``bf16`` trains under torch's autocast in bfloat16.
-        make_scheduler: Builds a scheduler of ``torch.optim.lr_scheduler`` from the optimizer; it is stepped
+        sparse: Optimizer of the embeddings in ``config.inputs``, or several.
+        loader: A :func:`DistEdgeDataLoader` or :func:`DataLoader`, instead of ``fanouts``, ``batch_size`` and
+            ``loader_options``.
+        trace: File for a trace of the first ``config.trace_steps`` steps of all ranks, like ``config.trace``.
+            Open it in Perfetto, or draw it with `dglx report FILE`.
+        precision: Like ``config.precision``. ``bf16`` trains under torch's autocast in bfloat16.
+        make_scheduler: Builds a scheduler of ``torch.optim.lr_scheduler`` from the optimizer. It is stepped
             after each epoch, a ``ReduceLROnPlateau`` with the validation metric, and resumed.
-        state: More objects that checkpoints save, by name, as of :func:`save`.
-        loader_options: More for :func:`DataLoader`.
+        state: More objects that checkpoints save, by name, see :func:`save`.
+        loader_options: More options for :func:`DataLoader`.
 
     Returns:
-        The wrapped model (``.module`` is yours) and the results, equal on all ranks; under ``auto`` with the
-        choice, its prediction and its outcome.
+        The wrapped model (``.module`` is yours) and the results, which are equal on all ranks. Under ``auto``
+        the results include the choice, its prediction and its outcome.
 
     Raises:
-        ConfigError: node data is missing, an option cannot be honoured, such as ``loader_options`` beside
+        ConfigError: node data is missing, an option is not supported, such as ``loader_options`` beside
             ``loader``, or ``auto`` does not support this training.
         CheckpointError: the checkpoint to resume from does not match.
         StorageError: the trace cannot be written.
-        Stopped: a rank was told to end, and all have saved a checkpoint.
+        Stopped: a rank received a signal to stop, and all ranks have saved a checkpoint.
     """
-    given: dict[str, Any] = {"trace": trace, "precision": precision}
-    config = replace(config or FitConfig(), **{k: value for k, value in given.items() if value is not None})
+    overrides: dict[str, Any] = {"trace": trace, "precision": precision}
+    config = replace(config or FitConfig(), **{k: v for k, v in overrides.items() if v is not None})
     config = resolve_resume(config, config.checkpoint_folder, g.session)
     if loader is not None and loader_options:
         raise ConfigError(
-            f"{', '.join(loader_options)} cannot be changed in a given loader; make it with them"
+            f"{', '.join(loader_options)} cannot be changed in an existing loader; pass them when you make it"
         )
     choice = None
     if g.session.strategy == AUTO:
         _check_auto(config)
-        # Strategies that compute steps themselves know plain classification. Collective.
+        # Strategies that compute steps themselves support only plain classification. Collective.
         task = read_task(g, find_labelled_type(g, config.label), config.label, str(config.task))[0]
         own_loop = needs_own_loop(replace(config, task=task)) is not None
-        plan: dict[str, Any] = {"fanouts": fanouts, "batch_size": batch_size, "epochs": config.epochs}
-        read = run_on_all_ranks(g.session, partial(Training, own_loop=own_loop, **plan), ConfigError)
-        _, choice = resolve(model, g, read, config.checkpoint_folder if config.resume else None)
+        batches: dict[str, Any] = {"fanouts": fanouts, "batch_size": batch_size, "epochs": config.epochs}
+        training = run_on_all_ranks(g.session, partial(Training, own_loop=own_loop, **batches), ConfigError)
+        _, choice = resolve(model, g, training, config.checkpoint_folder if config.resume else None)
         if default_batch_size(g.session.strategy) is None:
-            # Steps on the whole graph: these options were for the mini-batches in the comparison.
+            # Steps take the whole graph. These options were for the mini-batches in the comparison.
             fanouts, batch_size = None if fanouts is None else [-1] * len(fanouts), None
     if config.inputs is None and config.own_task is None and len(g.ntypes) > 1:
         config = replace(config, inputs=EntityInputs(g, feature=config.feature))
@@ -756,7 +772,7 @@ def fit(  # noqa: PLR0913 - all but two have defaults
         fanouts = default_fanouts(g.session.strategy, 2) if fanouts is None else fanouts
         default = default_batch_size(g.session.strategy)
         batch_size = default if batch_size is None else batch_size
-        # Loaders of whole graphs warn about shuffle, which has no effect there.
+        # A loader of whole graphs would warn that shuffle has no effect.
         options = {"shuffle": True, **loader_options} if default is not None else loader_options
         if batch_size is not None:
             options["batch_size"] = batch_size
@@ -767,8 +783,8 @@ def fit(  # noqa: PLR0913 - all but two have defaults
     if sampler is not None and not config.edge_feats and config.own_task is None:
         config = replace(config, edge_feats=getattr(sampler, "prefetch_edge_feats", ()) or ())
     wrapped = wrap(model, g)
-    make: MakeOptimizer = make_optimizer or partial(torch.optim.Adam, lr=lr)
-    optimizer = make(wrapped.parameters())
+    build_optimizer: MakeOptimizer = make_optimizer or partial(torch.optim.Adam, lr=lr)
+    optimizer = build_optimizer(wrapped.parameters())
     objects: dict[str, Any] = {"scheduler": make_scheduler and make_scheduler(optimizer), "state": state}
     result = train(wrapped, loader, optimizer, g, config, callbacks=callbacks, sparse=sparse, **objects)
     if choice is not None and result.epochs:
@@ -778,12 +794,14 @@ def fit(  # noqa: PLR0913 - all but two have defaults
 
 
 def _check_auto(config: FitConfig) -> None:
-    given = {"task": config.own_task, "inputs": config.inputs, "feature": config.feature != FEATURE or None}
-    for name in (name for name, value in given.items() if value is not None):
-        raise ConfigError(
-            f"strategy 'auto' supports node classification by {FEATURE!r}, not config.{name}; name a "
-            "strategy in dx.init"
-        )
+    has_feature = config.feature != FEATURE or None
+    settings = {"task": config.own_task, "inputs": config.inputs, "feature": has_feature}
+    for name, value in settings.items():
+        if value is not None:
+            raise ConfigError(
+                f"strategy 'auto' supports node classification by {FEATURE!r}, but not config.{name}. Name a "
+                "strategy in dx.init."
+            )
 
 
 def _check_inputs(g: DistGraph, inputs: EntityInputs | None) -> None:
@@ -792,9 +810,9 @@ def _check_inputs(g: DistGraph, inputs: EntityInputs | None) -> None:
     embedded = [ntype for ntype in g.ntypes if ntype not in inputs.feature_widths]
     if embedded:
         raise ConfigError(
-            f"config.inputs has a DistEmbedding of the nodes {embedded[0]!r}, whose rows strategy "
-            f"{g.session.strategy!r} does not fetch; put nn.Embedding(g.num_nodes(), width, sparse=True) "
-            "into the model, which is cut by column, or use strategy='data_parallel'"
+            f"config.inputs has a DistEmbedding of the nodes {embedded[0]!r}, but strategy "
+            f"{g.session.strategy!r} does not fetch its rows. Put nn.Embedding(g.num_nodes(), width, "
+            "sparse=True) into the model, which is cut by column, or use strategy='data_parallel'."
         )
 
 

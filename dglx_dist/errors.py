@@ -5,14 +5,16 @@ from collections.abc import Iterable
 
 
 class DglxError(Exception):
-    """Base of all deliberate errors; the message has value, name and remedy."""
+    """Base of all errors that this package raises deliberately. The message has the name, the value and the
+    remedy.
+    """
 
     is_shown_elsewhere = False
-    """Whether another rank shows it, where it is not caught."""
+    """Whether another rank shows the error if it is not caught."""
 
 
 def shorten_list(names: Iterable[object], most: int = 3) -> str:
-    """Return ``names`` with commas, as "a, b, c and 42 more" where there are many."""
+    """Join ``names`` with commas. A long list is cut, as in "a, b, c and 42 more"."""
     shown = [str(name) for name in names]
     more = f" and {len(shown) - most} more" if len(shown) > most + 1 else ""
     return ", ".join(shown[:most] if more else shown) + more
@@ -20,7 +22,7 @@ def shorten_list(names: Iterable[object], most: int = 3) -> str:
 
 def first_sentence(error: BaseException) -> str:
     """Return the message of ``error`` without the reasons and the remedy that follow."""
-    return re.split(r"[;:] ", str(error), maxsplit=1)[0]
+    return re.split(r"[;:] |\. (?=[A-Z])", str(error), maxsplit=1)[0].removesuffix(".")
 
 
 class ConfigError(DglxError, ValueError):
@@ -28,11 +30,11 @@ class ConfigError(DglxError, ValueError):
 
 
 class UnknownNameError(ConfigError):
-    """A plugin name is not registered; the message lists the known names and the nearest one."""
+    """A plugin name is not registered. The message lists the known names and suggests the nearest one."""
 
 
 class DatasetError(DglxError, ValueError):
-    """Input data is wrong; the message names the file, the column and the first wrong row."""
+    """Input data is wrong. The message names the file, the column and the first wrong row."""
 
 
 class StorageError(DglxError):
@@ -40,21 +42,21 @@ class StorageError(DglxError):
 
 
 class PeerError(DglxError, ConnectionError):
-    """Another rank has ended or does not answer; the message names it and the request."""
+    """Another rank has ended or does not answer. The message names it and the request."""
 
 
 class RemoteError(DglxError):
-    """The handler of a remote call raised; the message has its text."""
+    """The handler of a remote call raised an error. The message contains its text."""
 
 
 class CheckpointError(DglxError):
-    """A checkpoint is missing, incomplete, or of a model, optimizer or dataset that does not match."""
+    """A checkpoint is missing or damaged, or its model, optimizer or dataset does not match."""
 
 
 class Stopped(SystemExit):
-    """Training has stopped on all ranks because one was told to end; a checkpoint is saved.
+    """Training has stopped on all ranks because one of them received a signal. A checkpoint is saved.
 
-    Uncaught it ends Python without a traceback, with the exit code 75 (EX_TEMPFAIL: start it again).
+    If it is not caught, Python ends without a traceback and with exit code 75 (EX_TEMPFAIL: start it again).
     """
 
     EXIT_CODE = 75
@@ -62,6 +64,6 @@ class Stopped(SystemExit):
     def __init__(self, epoch: int, step: int, folder: object) -> None:
         super().__init__(self.EXIT_CODE)
         self.args = (
-            f"stopped after {step} steps of epoch {epoch}, as asked; a checkpoint is saved in {folder}, and "
-            "the same command goes on from it",
+            f"stopped on request after {step} steps of epoch {epoch}. A checkpoint is saved in {folder}. Run "
+            "the same command again to resume.",
         )

@@ -1,4 +1,4 @@
-"""Keyed random numbers and the sampling kernels built on them: draws depend on ids, not on ranks or order."""
+"""Keyed random numbers, and sampling kernels built on them. Draws depend on ids, not on ranks or order."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _TO_UNIT = 2.0**-53
 
 @njit(cache=True, nogil=True)
 def mix(state: np.uint64) -> np.uint64:
-    """Return splitmix64's output for ``state``, a bijection of 64-bit words."""
+    """Return the output of splitmix64 for ``state``. The function is a bijection of 64-bit words."""
     word = np.uint64(state) + _GOLDEN
     word = (word ^ (word >> np.uint64(30))) * _MIX_1
     word = (word ^ (word >> np.uint64(27))) * _MIX_2
@@ -32,7 +32,7 @@ def mix(state: np.uint64) -> np.uint64:
 
 @njit(cache=True, nogil=True)
 def splitmix64(values: Array) -> Array:
-    """Return (N,) uint64, :func:`mix` of each of ``values`` ((N,) uint64)."""
+    """Return :func:`mix` of each of ``values``; both are (N,) uint64."""
     out = np.empty(len(values), np.uint64)
     for i in range(len(values)):
         out[i] = mix(values[i])
@@ -40,8 +40,8 @@ def splitmix64(values: Array) -> Array:
 
 
 def stream_key(seed: int, epoch: int, hop: int) -> np.uint64:
-    """Return the key of all draws of one hop (0 is at the seeds) of one epoch."""
-    # Compiled code returns 64-bit words as Python integers, which it does not accept as uint64 again.
+    """Return the key of all draws of one hop of one epoch. Hop 0 is at the seeds."""
+    # Compiled code returns 64-bit words as Python integers, but does not accept those as uint64.
     return np.uint64(_stream_key(seed, epoch, hop))
 
 
@@ -52,7 +52,7 @@ def _stream_key(seed: int, epoch: int, hop: int) -> np.uint64:
 
 @njit(cache=True, nogil=True)
 def relation_keys(seed: int, epoch: int, num_hops: int, num_relations: int) -> Array:
-    """Return (L, R) uint64 keys of all draws of each hop and edge type; type 0 has the key of the hop."""
+    """Return (L, R) uint64 keys of the draws of each hop and edge type. Type 0 has the key of the hop."""
     keys = np.empty((num_hops, num_relations), np.uint64)
     for hop in range(num_hops):
         stream = _stream_key(seed, epoch, hop)
@@ -63,28 +63,28 @@ def relation_keys(seed: int, epoch: int, num_hops: int, num_relations: int) -> A
 
 @njit(cache=True, nogil=True)
 def item_key(stream: np.uint64, global_id: int) -> np.uint64:
-    """Return the key of all draws made for one node or edge within ``stream``."""
+    """Return the key of all draws for one node or edge within ``stream``."""
     return mix(stream ^ mix(np.uint64(global_id)))
 
 
 @njit(cache=True, nogil=True)
 def full_word(key: np.uint64, number: int) -> np.uint64:
-    """Return 64 random bits, the ``number``-th of ``key``."""
+    """Return the ``number``-th word of ``key``, 64 random bits."""
     return mix(key + np.uint64(number) * _GOLDEN)
 
 
 @njit(cache=True, nogil=True)
 def half_word(key: np.uint64, number: int) -> np.uint64:
-    """Return 32 random bits, the ``number``-th of ``key``; two consecutive ones share a hash."""
+    """Return the ``number``-th half word of ``key``, 32 random bits. Two consecutive ones share a hash."""
     word = full_word(key, number >> 1)
     return word >> np.uint64(32) if number & 1 else word & _LOW_32
 
 
 @njit(cache=True, nogil=True)
 def draw_below(key: np.uint64, number: int, bound: int) -> tuple[np.int64, int]:
-    """Return (a draw uniform in [0, bound), the number of the next draw); ``bound`` is in [1, 2**32).
+    """Return a uniform draw in [0, bound) and the number of the next draw; ``bound`` is in [1, 2**32).
 
-    Lemire's multiply and shift; draws that would make some values more likely are rejected.
+    This is Lemire's multiply and shift. Draws that would make some values more likely are rejected.
     """
     product = half_word(key, number) * np.uint64(bound)
     number += 1
@@ -98,13 +98,13 @@ def draw_below(key: np.uint64, number: int, bound: int) -> tuple[np.int64, int]:
 
 @njit(cache=True, nogil=True)
 def draw_unit(key: np.uint64, number: int) -> float:
-    """Return a draw uniform in the open interval (0, 1), the ``number``-th of ``key``."""
+    """Return the ``number``-th draw of ``key``, uniform in the open interval (0, 1)."""
     return (np.float64(full_word(key, number) >> np.uint64(11)) + 0.5) * _TO_UNIT
 
 
 @njit(cache=True, nogil=True)
 def hash_ids(ids: Array, stream: np.uint64) -> Array:
-    """Return (K,) uint64 keys of ``ids`` ((K,) int64); sorting by them is a reproducible shuffle."""
+    """Return (K,) uint64 keys of the (K,) int64 ``ids``. Sorting by them is a reproducible shuffle."""
     out = np.empty(len(ids), np.uint64)
     for i in range(len(ids)):
         out[i] = item_key(stream, ids[i])
@@ -112,16 +112,17 @@ def hash_ids(ids: Array, stream: np.uint64) -> Array:
 
 
 def words_on_device(stream: np.uint64, ids: Tensor, numbers: Tensor) -> Tensor:
-    """Return (n, k) int64, the bits of :func:`full_word` of the :func:`item_key` of each id and each number.
+    """Return (n, k) int64 with the bits of :func:`full_word` for the :func:`item_key` of each id and each
+    number.
 
-    ``ids`` are (n,) int64, ``numbers`` (k,) or (n, k) int64, both on the device that computes.
+    ``ids`` are (n,) int64, and ``numbers`` (k,) or (n, k) int64. Both are on the device that computes.
     """
     keys = _mix_on_device(_mix_on_device(ids.long()) ^ _as_int64(stream))
     return _mix_on_device(keys.unsqueeze(1) + numbers * _as_int64(_GOLDEN))
 
 
 def _mix_on_device(words: Tensor) -> Tensor:
-    # int64 wraps around, so sums and products have the bits of unsigned ones.
+    # int64 wraps around, so sums and products have the same bits as unsigned ones.
     words = words + _as_int64(_GOLDEN)
     for shift, factor in ((30, _MIX_1), (27, _MIX_2)):
         words = (words ^ shift_right(words, shift)) * _as_int64(factor)
@@ -129,7 +130,7 @@ def _mix_on_device(words: Tensor) -> Tensor:
 
 
 def shift_right(words: Tensor, count: int) -> Tensor:
-    """Return the 64 bits of int64 ``words`` shifted right by ``count``; torch's own repeats the sign."""
+    """Shift the 64 bits of int64 ``words`` right by ``count``. Torch's own shift repeats the sign."""
     return (words >> count) & ((1 << (64 - count)) - 1)
 
 
@@ -138,14 +139,14 @@ def _as_int64(word: np.uint64) -> int:
 
 
 class Csc(NamedTuple):
-    """In-edges of the nodes ``first_node ... first_node + n``; a named tuple, which compiled code accepts."""
+    """In-edges of the nodes ``first_node ... first_node + n``. Compiled code accepts named tuples."""
 
     indptr: Array
     """(n + 1,) int64, starting at 0."""
     indices: Array
     """(E,) int32 or int64 global source ids."""
     weights: Array
-    """(E,) float32 non-negative weights; length 0 if all are equal."""
+    """(E,) float32 non-negative weights. Their length is 0 if all are equal."""
     first_node: int
     """Global id of the first destination."""
     first_edge: int
@@ -153,21 +154,21 @@ class Csc(NamedTuple):
 
 
 class Rule(NamedTuple):
-    """Sampling rule of a hop."""
+    """Sampling rule of one hop."""
 
     replace: bool
     """Whether an edge may be drawn more than once."""
     exclude: Array
     """(X,) int64 ascending global ids of edges to exclude; usually empty."""
     by_source: bool = False
-    """Whether :func:`draw_by_source` draws; then weights and ``replace`` are not read."""
+    """Whether :func:`draw_by_source` draws. It ignores weights and ``replace``."""
 
 
-def merge_ids(always: Array, once: Array) -> Array:
+def merge_ids(a: Array, b: Array) -> Array:
     """Return the union of two arrays of ascending distinct ids ((X,) int64)."""
-    if not len(once):
-        return always
-    return np.union1d(always, once) if len(always) else once
+    if not len(b):
+        return a
+    return np.union1d(a, b) if len(a) else b
 
 
 @njit(cache=True, nogil=True)
@@ -181,8 +182,8 @@ def _is_plain(csc: Csc, exclude: Array, start: int, end: int) -> bool:
 
 
 @njit(cache=True, nogil=True)
-def _candidates(csc: Csc, exclude: Array, start: int, end: int, out: Array) -> int:
-    """Write the candidate positions in [start, end) to ``out`` (if long enough); return their number."""
+def _list_candidates(csc: Csc, exclude: Array, start: int, end: int, out: Array) -> int:
+    """Write the candidate positions in [start, end) to ``out`` and return their number."""
     weighted = len(csc.weights) > 0
     cursor = np.searchsorted(exclude, start + csc.first_edge)
     count = 0
@@ -206,14 +207,14 @@ def count_hop(csc: Csc, nodes: Array, fanout: int, rule: Rule, indptr: Array, st
     Args:
         csc: Structure that contains all of ``nodes``.
         nodes: (K,) int64 global ids.
-        fanout: Edges per destination; -1 for all.
+        fanout: Edges per destination, or -1 for all.
         indptr: (K + 1,) output.
         starts: (K,) int64 output.
 
     Returns:
         The largest in-degree among ``nodes``.
     """
-    # Arrays are taken out of their tuple before the loops: each access there would count a reference.
+    # Arrays are read from their tuple before the loops, because each access would count a reference.
     ends = csc.indptr
     nothing = np.empty(0, np.int64)
     largest = 0
@@ -238,7 +239,7 @@ def count_hop(csc: Csc, nodes: Array, fanout: int, rule: Rule, indptr: Array, st
         starts[i] = start
         largest = max(largest, degree)
         if not _is_plain(csc, rule.exclude, start, end):
-            degree = _candidates(csc, rule.exclude, start, end, nothing)
+            degree = _list_candidates(csc, rule.exclude, start, end, nothing)
         if fanout >= 0:
             degree = (fanout if degree > 0 else 0) if rule.replace else min(degree, fanout)
         total += degree
@@ -247,23 +248,23 @@ def count_hop(csc: Csc, nodes: Array, fanout: int, rule: Rule, indptr: Array, st
 
 
 @njit(cache=True, nogil=True)
-def _distinct_small(key: np.uint64, degree: int, out: Array) -> None:
-    """Floyd's choice of len(out) distinct numbers in [0, degree), degree <= 64, with one word as the set."""
-    taken = np.uint64(0)
+def _draw_distinct_small(key: np.uint64, degree: int, out: Array) -> None:
+    """Draw len(out) distinct numbers in [0, degree) by Floyd's algorithm. The degree is at most 64."""
+    bits = np.uint64(0)
     number = 0
     count = len(out)
     for i in range(count):
         last = degree - count + i
         chosen, number = draw_below(key, number, last + 1)
-        if (taken >> np.uint64(chosen)) & np.uint64(1):
+        if (bits >> np.uint64(chosen)) & np.uint64(1):
             chosen = last
-        taken |= np.uint64(1) << np.uint64(chosen)
+        bits |= np.uint64(1) << np.uint64(chosen)
         out[i] = chosen
 
 
 @njit(cache=True, nogil=True)
-def _distinct_large(key: np.uint64, degree: int, out: Array, bits: Array) -> None:
-    """:func:`_distinct_small` for any degree; ``bits`` is a bit set, zero before and after the call."""
+def _draw_distinct_large(key: np.uint64, degree: int, out: Array, bits: Array) -> None:
+    """Draw like :func:`_draw_distinct_small` for any degree. ``bits`` is zero before and after the call."""
     number = 0
     count = len(out)
     for i in range(count):
@@ -278,10 +279,10 @@ def _distinct_large(key: np.uint64, degree: int, out: Array, bits: Array) -> Non
 
 
 @njit(cache=True, nogil=True)
-def _lightest(csc: Csc, stream: np.uint64, among: Array, out: Array, ages: Array) -> None:
-    """Weighted choice without replacement (Efraimidis and Spirakis), one keyed draw per edge.
+def _draw_weighted(csc: Csc, stream: np.uint64, among: Array, out: Array, ages: Array) -> None:
+    """Draw by weight without replacement (Efraimidis and Spirakis), with one keyed draw per edge.
 
-    Takes the len(out) candidates with the smallest -log(u) / weight.
+    The result has the len(out) candidates with the smallest -log(u) / weight.
     """
     count = 0
     for position in among:
@@ -303,7 +304,7 @@ def _lightest(csc: Csc, stream: np.uint64, among: Array, out: Array, ages: Array
 
 
 @njit(cache=True, nogil=True)
-def _weighted_repeats(csc: Csc, key: np.uint64, among: Array, out: Array, sums: Array) -> None:
+def _draw_weighted_with_replacement(csc: Csc, key: np.uint64, among: Array, out: Array, sums: Array) -> None:
     total = 0.0
     for i in range(len(among)):
         total += csc.weights[among[i]]
@@ -320,12 +321,12 @@ def _draw_unequal(
     if len(out) == 0:
         return
     if len(out) == len(among) and not rule.replace:
-        for i in range(len(among)):  # a slice that is assigned compiles for 2 s longer
+        for i in range(len(among)):  # assigning a slice would compile for 2 s longer
             out[i] = among[i]
     elif len(csc.weights) > 0 and rule.replace:
-        _weighted_repeats(csc, key, among, out, scratch)
+        _draw_weighted_with_replacement(csc, key, among, out, scratch)
     elif len(csc.weights) > 0:
-        _lightest(csc, stream, among, out, scratch)
+        _draw_weighted(csc, stream, among, out, scratch)
     else:
         _draw_uniform(key, len(among), rule.replace, out, np.zeros((len(among) >> 6) + 1, np.uint64))
         for i in range(len(out)):
@@ -339,9 +340,9 @@ def _draw_uniform(key: np.uint64, degree: int, replace: bool, out: Array, bits: 
         for i in range(len(out)):
             out[i], number = draw_below(key, number, degree)
     elif degree <= 64:
-        _distinct_small(key, degree, out)
+        _draw_distinct_small(key, degree, out)
     else:
-        _distinct_large(key, degree, out, bits)
+        _draw_distinct_large(key, degree, out, bits)
 
 
 @njit(cache=True, nogil=True)
@@ -378,9 +379,9 @@ def draw_hop(
                 _draw_uniform(item_key(stream, nodes[i]), degree, rule.replace, out, bits)
             first = start + csc.first_edge
         else:
-            found = _candidates(csc, rule.exclude, start, end, among)
-            how = Rule(rule.replace and not take_all, rule.exclude, False)
-            _draw_unequal(csc, stream, item_key(stream, nodes[i]), how, among[:found], out, scratch)
+            count = _list_candidates(csc, rule.exclude, start, end, among)
+            node_rule = Rule(rule.replace and not take_all, rule.exclude, False)
+            _draw_unequal(csc, stream, item_key(stream, nodes[i]), node_rule, among[:count], out, scratch)
             first = np.int64(csc.first_edge)
         for j in range(len(out)):
             out[j] += first
@@ -399,20 +400,20 @@ def draw_by_source(
 ) -> Array:
     """Append the global ids of in-edges of ``nodes`` that the draws of their sources keep.
 
-    LABOR-0 (Balin and Catalyurek, "Layer-Neighbor Sampling", NeurIPS 2023): every source has one draw, and an
-    edge is kept if that is below fan-out / in-degree of its destination. Destinations that share sources thus
-    keep the same ones. The number of edges of a destination is random, and the fan-out is its mean.
+    This is LABOR-0 (Balin and Catalyurek, "Layer-Neighbor Sampling", NeurIPS 2023). Every source has one
+    draw, and an edge is kept if the draw is below fan-out / in-degree of its destination. Destinations with
+    common sources therefore keep the same ones. The fan-out is the mean number of edges of a destination.
 
     Args:
         csc: Structure that contains all of ``nodes``.
         nodes: (K,) int64 global ids.
         fanout: Mean number of edges per destination; -1 for all.
-        exclude: (X,) int64 ascending global ids of edges to exclude; the in-degree does not count them.
+        exclude: (X,) int64 ascending global ids of edges to exclude. The in-degree does not count them.
         indptr: (K + 1,) output.
-        edges, used: int64 ids, of which the first ``used`` are kept.
+        edges: int64 ids. The first ``used`` of them are kept.
 
     Returns:
-        ``edges``, or a longer copy: ``used + indptr[-1]`` entries are set.
+        ``edges``, or a longer copy. Its first ``used + indptr[-1]`` entries are set.
     """
     ends, indices, first_edge = csc.indptr, csc.indices, csc.first_edge
     total = used
@@ -428,10 +429,10 @@ def draw_by_source(
         last_excluded = np.searchsorted(exclude, end + first_edge)
         degree = end - start - (last_excluded - excluded)
         keep_all = fanout < 0 or fanout >= degree
-        # Of 2**64; the rounding error is below degree / 2**64.
+        # The limit is a share of 2**64. Its rounding error is below degree / 2**64.
         limit = _LARGEST if keep_all else _LARGEST // np.uint64(degree) * np.uint64(fanout)
         own, keys = indices[start:end], edges[total : total + end - start].view(np.uint64)
-        # In a loop of its own: vector instructions. An edge is written over its own key, or an earlier one.
+        # A separate loop uses vector instructions. An edge overwrites its own key or an earlier one.
         for j in range(len(own)):
             keys[j] = item_key(stream, own[j])
         for j in range(len(own)):
@@ -439,10 +440,11 @@ def draw_by_source(
             if excluded < last_excluded and exclude[excluded] == edge:
                 excluded += 1
                 continue
-            kept = keep_all or keys[j] < limit
-            # An unconditional store costs less than an unpredictable branch.
+            # The key is read first, because the store may overwrite it. An unconditional store costs less
+            # than an unpredictable branch.
+            is_kept = keep_all or keys[j] < limit
             edges[np.uint64(total)] = edge
-            total += int(kept)
+            total += int(is_kept)
         indptr[i + 1] = total - used
     return edges
 
@@ -477,12 +479,12 @@ def draw_edges(
 def draw_among(csc: Csc, nodes: Array, fanout: int, stream: np.uint64, replace: bool) -> tuple[Array, Array]:
     """Return the (K + 1,) indptr and positions in ``csc``, both int64, of edges sampled by weight.
 
-    The draws of a node depend on its id and its edges only, not on other nodes of the call.
+    The draws of a node depend only on its id and its edges, not on other nodes of the call.
 
     Args:
-        csc: Candidates: row i has those of ``nodes[i]``; ``first_node`` and ``first_edge`` are 0.
+        csc: Candidate edges. Row i has those of ``nodes[i]``. ``first_node`` and ``first_edge`` are 0.
         nodes: (K,) int64 global ids.
-        fanout: Edges per node; -1 for all with a weight above 0.
+        fanout: Edges per node, or -1 for all with a weight above 0.
         replace: Whether an edge may be drawn more than once.
     """
     rule = Rule(replace and fanout >= 0, np.empty(0, np.int64), False)
@@ -494,7 +496,7 @@ def draw_among(csc: Csc, nodes: Array, fanout: int, stream: np.uint64, replace: 
         start, end = csc.indptr[i], csc.indptr[i + 1]
         key = item_key(stream, nodes[i])
         # The key of an edge is its position among the node's edges.
-        of_node = Csc(csc.indptr, csc.indices, csc.weights, 0, -start)
-        found = _candidates(csc, rule.exclude, start, end, among)
-        _draw_unequal(of_node, key, key, rule, among[:found], out[indptr[i] : indptr[i + 1]], scratch)
+        node_csc = Csc(csc.indptr, csc.indices, csc.weights, 0, -start)
+        count = _list_candidates(csc, rule.exclude, start, end, among)
+        _draw_unequal(node_csc, key, key, rule, among[:count], out[indptr[i] : indptr[i + 1]], scratch)
     return indptr, out

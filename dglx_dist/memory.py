@@ -1,4 +1,4 @@
-"""The memory of the machine and of the process: limits, use, the allocator, and sizes as text."""
+"""Memory of the machine and of the process: limits, use, the allocator, and sizes as text."""
 
 import ctypes
 import logging
@@ -16,14 +16,14 @@ _LOG = logging.getLogger(__name__)
 
 
 def resident_bytes() -> int:
-    """Return the resident bytes of this process, shared pages included."""
+    """Return the resident memory of this process in bytes, shared pages included."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
 
 
 def peak_bytes() -> int:
-    """Return the peak resident bytes of this process since its program started, shared pages included.
+    """Return the peak resident memory of this process in bytes, shared pages included.
 
-    Not from ``getrusage``, whose peak includes the process that started this one.
+    ``getrusage`` is not used, because its peak includes the process that started this one.
     """
     status = Path("/proc/self/status").read_text(encoding="utf-8")
     return int(status.partition("VmHWM:")[2].split()[0]) * 1024
@@ -33,32 +33,36 @@ _GROUPS = (
     ("", "memory.max", "memory.current", "inactive_file"),
     ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
 )
-"""Mount point, limit, use and droppable use of control groups, version 2 and 1."""
+"""Mount point, limit, use and reclaimable use of control groups, for version 2 and 1."""
 
 
 def machine_memory(
     groups: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")
 ) -> tuple[int, int]:
-    """Return the bytes that this process can have at most, and now: of its limits, control group and machine.
+    """Return the bytes that this process can have at most, and the bytes that it can still get.
 
-    ``groups`` is where control groups are mounted, ``own`` names this process's.
+    Limits of the process, of its control group and of the machine are considered.
+
+    Args:
+        groups: Folder where control groups are mounted.
+        own: File that names the control groups of this process.
     """
     machine, process = psutil.virtual_memory(), psutil.Process().memory_info()
     total, free = machine.total, machine.available
-    for kind, held in ((resource.RLIMIT_AS, process.vms), (resource.RLIMIT_DATA, process.data)):
-        if (most := resource.getrlimit(kind)[0]) != resource.RLIM_INFINITY:
-            total, free = min(total, most), max(0, min(free, most - held))
+    for kind, in_use in ((resource.RLIMIT_AS, process.vms), (resource.RLIMIT_DATA, process.data)):
+        if (bound := resource.getrlimit(kind)[0]) != resource.RLIM_INFINITY:
+            total, free = min(total, bound), max(0, min(free, bound - in_use))
     for line in own.read_text().splitlines() if own.is_file() else ():
         _, controllers, path = line.split(":", 2)
-        # In a container the mounted tree may begin with its own group, whatever the path says.
-        below = Path(path.lstrip("/")) if controllers in ("", "memory") else Path()
-        for (mount, limit, used, droppable), place in product(_GROUPS, (below, *below.parents)):
+        # In a container the mounted tree may start at the container's own group, whatever the path says.
+        subfolder = Path(path.lstrip("/")) if controllers in ("", "memory") else Path()
+        for (mount, limit, used, droppable), place in product(_GROUPS, (subfolder, *subfolder.parents)):
             folder = groups / mount / place
-            with suppress(OSError, ValueError, KeyError):  # not this version, or no limit
-                most = int((folder / limit).read_text())
-                kept = dict(one.split() for one in (folder / "memory.stat").read_text().splitlines())
-                use = int((folder / used).read_text()) - int(kept[droppable])
-                total, free = min(total, most), max(0, min(free, most - use))
+            with suppress(OSError, ValueError, KeyError):  # another version, or no limit
+                bound = int((folder / limit).read_text())
+                stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+                group_use = int((folder / used).read_text()) - int(stat[droppable])
+                total, free = min(total, bound), max(0, min(free, bound - group_use))
     return total, free
 
 
@@ -71,59 +75,61 @@ _DEFAULT_MMAP_MAX = 65536
 
 
 def keep_memory() -> bool:
-    """Make glibc keep freed memory for the next allocation of this process; False with another C library.
+    """Make glibc keep freed memory for the next allocation. Return False with another C library.
 
-    By default each tensor of more than 32 MiB is mapped anew, and its pages are faulted in and cleared at
-    every step: 37 % of the processor time of forward and backward of GraphSAGE 3 x 256 on sampled blocks.
-    The cost is memory: a process keeps its peak, which was 12 % more there.
+    By default glibc maps each tensor above 32 MiB anew, so its pages are faulted in and cleared in every
+    step. This took 37 % of the processor time of GraphSAGE 3 x 256 on sampled blocks. The cost is memory: a
+    process keeps its peak, which was 12 % higher in that run.
     """
-    done = _set_allocator((_MMAP_MAX, 0), (_TRIM_THRESHOLD, _NEVER))
-    if done:
+    is_set = _set_allocator((_MMAP_MAX, 0), (_TRIM_THRESHOLD, _NEVER))
+    if is_set:
         _LOG.info(
-            "glibc keeps freed memory for the next step; set any MALLOC_ variable or GLIBC_TUNABLES to choose"
+            "glibc keeps freed memory for the next step. To choose, set a MALLOC_ variable or GLIBC_TUNABLES."
         )
-    return done
+    return is_set
 
 
 def return_memory(large: int = 1 << 20) -> bool:
-    """Make glibc return freed memory of this process to the system; False with another C library.
+    """Make glibc return freed memory to the system. Return False with another C library.
 
-    What has ``large`` bytes or more is mapped separately from then on; smaller pieces that are free by now
-    are returned once. Kept memory is fragmented: full-graph training of GraphSAGE held 1.4 to 1.6 times the
-    memory that it used at any time.
+    Allocations of ``large`` bytes or more are mapped separately from then on. Smaller free pieces are
+    returned once. Kept memory is fragmented: full-graph training of GraphSAGE held 1.4 to 1.6 times the
+    memory in use.
     """
-    # Setting the threshold also keeps glibc from raising it to what was freed last.
-    done = _set_allocator((_MMAP_MAX, _DEFAULT_MMAP_MAX), (_MMAP_THRESHOLD, large), (_TRIM_THRESHOLD, large))
-    if done:
+    # A threshold that is set is not raised by glibc when a large block is freed.
+    is_set = _set_allocator(
+        (_MMAP_MAX, _DEFAULT_MMAP_MAX), (_MMAP_THRESHOLD, large), (_TRIM_THRESHOLD, large)
+    )
+    if is_set:
         ctypes.CDLL(None).malloc_trim(0)
-    return done
+    return is_set
 
 
 def _set_allocator(*settings: tuple[int, int]) -> bool:
-    """Apply ``settings`` in their order, up to the first that is refused; return whether none was."""
+    """Apply ``settings`` in order, up to the first refused one. Return whether all were accepted."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     return mallopt is not None and all(mallopt(name, value) == 1 for name, value in settings)
 
 
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "PB": 10**15}
-"""As :func:`format_bytes` writes them."""
+"""Units that :func:`format_bytes` writes."""
 
 
 def read_size(text: str) -> int:
-    """Return the bytes of "4GB", "512MB" or "1000"; ConfigError if it is not a size."""
+    """Return the bytes of "4GB", "512MB" or "1000". Raise ConfigError if it is not a size."""
     digits = text.strip().upper().rstrip("BKMGTP")
     unit = text.strip().upper()[len(digits) :]
     try:
         size = int(float(digits) * _UNITS[unit])
     except (ValueError, KeyError, OverflowError):
-        raise ConfigError(f"{text!r} is not a size in bytes; write it as '4GB', '512MB' or '1000'") from None
+        raise ConfigError(f"{text!r} is not a size in bytes. Write it as '4GB', '512MB' or '1000'.") from None
     if size < 1:
-        raise ConfigError(f"a size of {text!r} leaves no room; write it as '4GB' or '512MB'")
+        raise ConfigError(f"the size {text!r} is less than one byte. Write it as '4GB' or '512MB'.")
     return size
 
 
 def format_bytes(num_bytes: float) -> str:
-    """Format a number of bytes with three digits and a decimal unit: 1536 -> ``1.54 KB``."""
+    """Format a number of bytes with three digits and a decimal unit: 1536 gives ``1.54 KB``."""
     value, units = float(num_bytes), ["PB", "TB", "GB", "MB", "KB", "B"]
     while abs(value) >= 999.5 and len(units) > 1:  # 999.5 would be written as 1e+03
         value, _ = value / 1000, units.pop()

@@ -1,4 +1,4 @@
-"""Progress of long operations: a bar on terminals, elsewhere a line now and then."""
+"""Progress of long operations: a bar on terminals, otherwise a line now and then."""
 
 import logging
 import re
@@ -15,22 +15,23 @@ from rich.table import Table
 from rich.text import Text
 
 Figures: TypeAlias = Callable[[float, float], Mapping[str, str]]
-"""Maps units done and units per second to what a table shows, by column; called from another thread."""
+"""Maps the finished units and the units per second to the cells of a table by column. Called from another
+thread.
+"""
 _CODES = re.compile("[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ufeff\ud800-\udfff]")
 
 
 def visible(text: str) -> str:
-    """Return ``text`` with its control codes, line ends and marks of direction written as ``\\x1b``."""
+    """Return ``text`` with its control codes, line ends and marks of direction escaped, like ``\\x1b``."""
     return _CODES.sub(lambda code: code[0].encode("unicode_escape").decode(), text)
 
 
 def escape_lines(text: str) -> str:
-    """Return :func:`visible` lines of ``text``."""
     return "\n".join(map(visible, text.split("\n")))
 
 
 class VisibleFormatter(logging.Formatter):
-    """Formatter of messages without control codes, which may stand in names of the user."""
+    """Log formatter that escapes control codes, which names of the user may contain."""
 
     def format(self, record: logging.LogRecord) -> str:
         return escape_lines(super().format(record))
@@ -38,7 +39,7 @@ class VisibleFormatter(logging.Formatter):
 
 @final
 class PlainConsole(Console):
-    """Console that shows texts as they are, also in cells of tables, and their control codes as escapes."""
+    """Console that prints texts literally, also in cells of tables, and escapes their control codes."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(highlight=False, markup=False, emoji=False, **options)
@@ -49,13 +50,13 @@ class PlainConsole(Console):
 
 @dataclass(frozen=True)
 class Advance:
-    """Handle of a progress bar; call it with the number of units done since the last call."""
+    """Handle of a progress bar. Call it with the number of units finished since the last call."""
 
     move: Callable[[int], None]
     say: Callable[[str], None]
-    """Prints a line of text, above the bar if there is one; does nothing if progress is not enabled."""
+    """Prints a line of text, above the bar if there is one. Does nothing if progress is not enabled."""
     show: Callable[[str], None]
-    """Shows the current state behind the description; does nothing without a bar."""
+    """Shows the current state behind the description. Does nothing without a bar."""
 
     def __call__(self, units: int) -> None:
         self.move(units)
@@ -71,15 +72,15 @@ def progress(
 ) -> Iterator[Advance]:
     """Show the progress of ``total`` units on standard error and yield its handle.
 
-    On a terminal, a table of ``figures`` is below the bar, renewed a few times a second.
+    On a terminal, a table of ``figures`` below the bar is updated a few times a second.
     """
     if not enabled:
-        yield Advance(_nothing, _nothing, _nothing)
+        yield Advance(_do_nothing, _do_nothing, _do_nothing)
         return
     console = PlainConsole(stderr=True, soft_wrap=True)
     if not console.is_terminal:
         console.print(f"{description} ...")
-        yield Advance(_lines(description, total, console.print), console.print, _nothing)
+        yield Advance(_report_lines(description, total, console.print), console.print, _do_nothing)
         return
     columns = (
         TextColumn("{task.description}", markup=False),
@@ -106,24 +107,25 @@ class _Bar(Progress):
         yield from super().get_renderables()
         for task in self.tasks:
             if self.figures is not None:
-                shown = self.figures(task.completed, task.speed or 0.0)
-                table = Table(*shown)
-                table.add_row(*shown.values())
+                cells = self.figures(task.completed, task.speed or 0.0)
+                table = Table(*cells)
+                table.add_row(*cells.values())
                 yield table
 
 
 _LINE_S = 30.0
 
 
-def _lines(description: str, total: int, say: Callable[[str], None]) -> Callable[[int], None]:
-    begin = said = time.monotonic()
+def _report_lines(description: str, total: int, say: Callable[[str], None]) -> Callable[[int], None]:
+    begin = last_report = time.monotonic()
     done = 0
 
     def move(units: int) -> None:
-        nonlocal said, done
+        nonlocal last_report, done
         done, now = min(done + units, total), time.monotonic()
-        if now - said >= _LINE_S and done:
-            said, left = now, timedelta(seconds=round((now - begin) * (total - done) / done))
+        if now - last_report >= _LINE_S and done:
+            left = timedelta(seconds=round((now - begin) * (total - done) / done))
+            last_report = now
             say(f"{description} ... {100 * done / total:.0f} %, {left} left")
 
     return move
@@ -134,5 +136,5 @@ def say(text: str, style: str = "") -> None:
     PlainConsole(stderr=True, soft_wrap=True).print(Text(escape_lines(text)), style=style)
 
 
-def _nothing(_: object) -> None:
+def _do_nothing(_: object) -> None:
     pass

@@ -1,7 +1,7 @@
-"""Frozen records that are shared by all packages.
+"""Frozen records that all packages share.
 
-Shape letters used in docstrings: N nodes, E edges, F feature columns, K asked rows, P parts,
-W ranks, S servers, B seeds of a batch.
+Shape letters in docstrings: N nodes, E edges, F feature columns, K requested rows, P parts, W ranks, S
+servers, B seeds of a batch.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ EDGE_TYPE: EdgeType = ("_N", "_E", "_N")
 
 
 def format_type(kind: str | EdgeType) -> str:
-    """Return a node type as it is, an edge type as ``source:relation:destination``."""
+    """Return a node type unchanged, and an edge type as ``source:relation:destination``."""
     return kind if isinstance(kind, str) else ":".join(kind)
 
 
@@ -39,14 +39,14 @@ SPLITS = TRAIN, VALIDATION, TEST = ("train_mask", "val_mask", "test_mask")
 
 @dataclass(frozen=True, kw_only=True)
 class SparseRows:
-    """A (N, F) matrix as compressed rows, for features that are mostly zero."""
+    """An (N, F) matrix in compressed rows, for features that are mostly zero."""
 
     indptr: Array
     """(N + 1,) int64: row n is at ``indptr[n]:indptr[n + 1]``."""
     indices: Array
     """(nnz,) int32 columns in [0, F)."""
     values: Array
-    """(nnz,) of any numeric dtype."""
+    """(nnz,) values of any numeric dtype."""
     num_columns: int
 
     @property
@@ -74,7 +74,7 @@ NodeColumn: TypeAlias = Array | SparseRows
 
 @dataclass(frozen=True, kw_only=True)
 class RawGraph:
-    """A whole graph in memory (or memory-mapped), as a dataset source returns it.
+    """A graph in memory or memory-mapped, as a dataset source returns it.
 
     Ids are 0..N-1 per node type, in the order of the source. A homogeneous graph has the node type ``_N`` and
     the edge type ``("_N", "_E", "_N")``.
@@ -83,19 +83,20 @@ class RawGraph:
     name: str
     num_nodes: Mapping[str, int]
     edges: Mapping[EdgeType, tuple[Array, Array]]
-    """Per edge type (source ids, destination ids), both (E,) int32 or int64; direction is kept."""
+    """Edge type to (source ids, destination ids), both (E,) int32 or int64. The direction is kept."""
     node_data: Mapping[str, Mapping[str, NodeColumn]] = field(default_factory=dict)
-    """node type -> name -> (N, ...) array. Usual names: feat, label, train_mask, val_mask, test_mask."""
+    """Node type to name to (N, ...) array. Usual names: feat, label, train_mask, val_mask, test_mask."""
     edge_data: Mapping[EdgeType, Mapping[str, Array]] = field(default_factory=dict)
-    """edge type -> name -> (E, ...) array in the order of ``edges``."""
+    """Edge type to name to (E, ...) array in the order of ``edges``."""
     edge_ids: Mapping[EdgeType, Array] = field(default_factory=dict)
-    """edge type -> (E,) ids in the source, where ``edges`` are in another order: each of 0..E-1 once."""
+    """Edge type to (E,) ids in the source, a permutation of 0..E-1, if ``edges`` are in another order."""
     num_classes: Mapping[str, int] = field(default_factory=dict)
-    """node type -> number of classes of its ``label``; labels are -1 where there is none."""
+    """Node type to the number of classes of its ``label``. A node without a label has -1."""
     class_names: Mapping[str, Sequence[str]] = field(default_factory=dict)
-    """Node type, or edge type as SOURCE:RELATION:DESTINATION -> names of the classes of its ``label``."""
+    """Node type, or edge type as SOURCE:RELATION:DESTINATION, to the names of the classes of its
+    ``label``."""
     user_ids: Mapping[str, Array] = field(default_factory=dict)
-    """node type -> (N,) int64 or unicode ids of the user, if they are not 0..N-1."""
+    """Node type to (N,) int64 or unicode ids of the user, if they are not 0..N-1."""
 
     @property
     def is_homogeneous(self) -> bool:
@@ -104,36 +105,36 @@ class RawGraph:
 
     @property
     def total_nodes(self) -> int:
-        """Nodes of all types."""
+        """Number of nodes of all types."""
         return sum(self.num_nodes.values())
 
     @property
     def total_edges(self) -> int:
-        """Edges of all types."""
+        """Number of edges of all types."""
         return sum(len(src) for src, _ in self.edges.values())
 
 
 @dataclass(frozen=True, kw_only=True)
 class Assignment:
-    """The owner of every node."""
+    """Assignment of every node to a part."""
 
     num_parts: int
     part_of: Mapping[str, Array]
-    """node type -> (N,) int32 in [0, P)."""
+    """Node type to (N,) int32 parts in [0, P)."""
     method: str
     seed: int
     parameters: Mapping[str, object] = field(default_factory=dict)
-    """Options and promises of the partitioner, JSON values only."""
+    """Options and promises of the partitioner. JSON values only."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ColumnInfo:
-    """Dtype and row shape of one named node or edge tensor."""
+    """Dtype and row shape of a named node or edge tensor."""
 
     dtype: str
     """Torch's name without the prefix: float32, bfloat16, int64, bool, ..."""
     row_shape: tuple[int, ...]
-    """Shape of one row; () for a scalar per node."""
+    """Shape of one row. () for a scalar per node."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,14 +147,14 @@ class StepShare:
     num_local: int
     num_global: int
     step_number: int | None = field(default=None, compare=False)
-    """The number of the step in the run, equal on all ranks; it keys dropout. None if it is unknown."""
+    """Number of the step in the run, equal on all ranks. It keys dropout. None: unknown."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class EpochRecord:
-    """Figures of one epoch over all ranks: counts and bytes are sums, times are means over the ranks.
+    """Figures of one epoch over all ranks. Counts and bytes are sums, times are means over the ranks.
 
-    ``wait_s``, ``compute_s`` and ``exchange_s`` sum to ``seconds``; the times of the loader's threads overlap
+    ``wait_s``, ``compute_s`` and ``exchange_s`` sum to ``seconds``. The times of the loader's threads overlap
     with them.
     """
 
@@ -161,34 +162,34 @@ class EpochRecord:
     loss: float
     """Mean over the targets of the epoch."""
     train_accuracy: float
-    """Nan where a task has no classes."""
+    """Accuracy in training. NaN if a task has no classes."""
     val_accuracy: float | None
-    """None if this epoch was not evaluated, or a task has no classes."""
+    """Validation accuracy. None if this epoch was not evaluated or a task has no classes."""
     seconds: float
     """Wall-clock time of training on the slowest rank, without evaluation."""
     num_samples: int
     sample_s: float = 0.0
-    """Sampling neighbours and building blocks, on the loader's threads."""
+    """Time of sampling neighbours and building blocks, on the loader's threads."""
     fetch_s: float = 0.0
-    """Reading feature and label rows, local and remote, on the loader's threads."""
+    """Time of reading feature and label rows, local and remote, on the loader's threads."""
     wait_s: float = 0.0
-    """Training loop waiting for the loader."""
+    """Time that the training loop waited for the loader."""
     compute_s: float
-    """Forward, backward and optimizer, without exchange."""
+    """Time of forward, backward and optimizer, without exchange."""
     exchange_s: float = 0.0
-    """Exchanging gradients (or activations)."""
+    """Time of exchanging gradients or activations."""
     bytes_inside: int = 0
-    """Payload between ranks of one server."""
+    """Payload between ranks of one server, in bytes."""
     bytes_outside: int = 0
-    """Payload between servers."""
+    """Payload between servers, in bytes."""
     cache_hits: int = 0
     """Rows of other servers found in a cache of remote rows."""
     cache_misses: int = 0
     """Rows of cached tensors that had to be fetched."""
     checkpoint_s: float = 0.0
-    """Training stood still for checkpoints, on the slowest rank; not part of ``seconds``."""
+    """Time that training stood still for checkpoints on the slowest rank. Not part of ``seconds``."""
     metrics: Mapping[str, float] = field(default_factory=dict)
-    """Exact metrics of the validation and test targets, as ``val_f1_micro``; empty if not evaluated."""
+    """Exact metrics of the validation and test targets, like ``val_f1_micro``. Empty if not evaluated."""
 
     @property
     def samples_per_second(self) -> float:
@@ -196,27 +197,25 @@ class EpochRecord:
         return self.num_samples / self.seconds if self.seconds > 0 else 0.0
 
     def scalars(self) -> dict[str, float]:
-        """Return the finite numbers of ``metrics.jsonl`` but the epoch, nested ones by their inner names."""
-        found: dict[str, Any] = {}
+        """Return the finite numbers of ``metrics.jsonl`` except the epoch. Nested ones keep their names."""
+        figures: dict[str, Any] = {}
         for name, value in (asdict(self) | {"samples_per_second": self.samples_per_second}).items():
-            found |= value if isinstance(value, Mapping) else {name: value}
-        del found["epoch"]
-        return {
-            name: one for name, one in found.items() if isinstance(one, (int, float)) and math.isfinite(one)
-        }
+            figures |= value if isinstance(value, Mapping) else {name: value}
+        del figures["epoch"]
+        return {k: v for k, v in figures.items() if isinstance(v, (int, float)) and math.isfinite(v)}
 
     @property
     def cache_hit_rate(self) -> float | None:
-        """Hits / remote rows of cached tensors; None without a cache, or without remote rows."""
+        """Share of hits among remote rows of cached tensors. None without a cache or without remote rows."""
         total = self.cache_hits + self.cache_misses
         return self.cache_hits / total if total else None
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class IdRanges:
-    """Homogeneous ids of nodes or edges, as DGL numbers them: part by part, in each type by type.
+    """Homogeneous ids of nodes or edges as DGL numbers them: part by part, and type by type within a part.
 
-    T types, P parts.
+    T is the number of types, P the number of parts.
     """
 
     starts: Array
@@ -227,7 +226,7 @@ class IdRanges:
     @staticmethod
     def from_offsets(offsets: Sequence[Array]) -> IdRanges:
         """Return the ranges for T arrays (P + 1,) of per-type offsets."""
-        counts = np.stack([np.diff(one) for one in offsets]).astype(np.int64)
+        counts = np.stack([np.diff(type_offsets) for type_offsets in offsets]).astype(np.int64)
         flat = np.concatenate([[0], np.cumsum(counts.T.ravel())])[:-1]
         return IdRanges(starts=np.ascontiguousarray(flat.reshape(counts.T.shape).T), counts=counts)
 
@@ -237,7 +236,7 @@ class IdRanges:
         return np.pad(np.cumsum(self.counts, axis=1), ((0, 0), (1, 0)))
 
     def part_range(self, part: int) -> tuple[int, int]:
-        """Return the first id of one part and the first one after it."""
+        """Return the first id of a part and the first id after it."""
         first = int(self.starts[0, part])
         return first, first + int(self.counts[:, part].sum())
 

@@ -15,25 +15,26 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 AUTO = "auto"
-"""In place of a strategy's name: the planner chooses by graph, model and network (``planner/``)."""
+"""Name that stands for the strategy that the planner chooses by graph, model and network (``planner/``)."""
 
 
 def suggest_name(name: str, known: Iterable[str]) -> str:
-    """Return ``; did you mean 'NEAREST'?`` to append to a message, or "" if no known name is near."""
-    by_lower = {one.lower(): one for one in known}
-    near = [by_lower[one] for one in difflib.get_close_matches(name.lower(), by_lower, n=1)]
-    near = near or [one for low, one in by_lower.items() if len(name) > 1 and low.startswith(name.lower())]
-    return f"; did you mean {near[0]!r}?" if near else ""
+    """Return ``; did you mean 'NEAREST'?`` for a message, or "" if no known name is similar."""
+    by_lower = {candidate.lower(): candidate for candidate in known}
+    similar = difflib.get_close_matches(name.lower(), by_lower, n=1)
+    if not similar and len(name) > 1:
+        similar = [lower for lower in by_lower if lower.startswith(name.lower())]
+    return f"; did you mean {by_lower[similar[0]]!r}?" if similar else ""
 
 
 class Registry(Generic[T]):
-    """Plugins of one kind: built in, from entry points of other packages, or added by decorator.
+    """Plugins of one kind: built in, from entry points of other packages, or added by a decorator.
 
     Args:
-        kind: In messages, e.g. ``"partitioner"``.
+        kind: Word for messages, like ``"partitioner"``.
         base: Base class of all plugins.
-        builtin: Name -> ``"module:Class"``; the module is imported on first use.
-        aliases: Other names for built-in ones.
+        builtin: Name to ``"module:Class"``. The module is imported on first use.
+        aliases: Other names for built-in plugins.
         group: Entry-point group of other packages' plugins.
     """
 
@@ -55,7 +56,7 @@ class Registry(Generic[T]):
         self._name_of: dict[type[T], str] = {}
 
     def names(self) -> tuple[str, ...]:
-        """Return all names, without aliases, sorted."""
+        """Return all names without aliases, sorted."""
         external = {point.name for point in _entry_points(self._group)}
         return tuple(sorted({*self._paths, *self._added, *external}))
 
@@ -63,13 +64,13 @@ class Registry(Generic[T]):
         """Return the name behind ``name``, which may be an alias.
 
         Args:
-            also: Names that the caller accepts besides, for the message.
+            also: More names that the caller accepts, for the message.
 
         Raises:
-            UnknownNameError: no plugin has that name; the message lists those that are known.
+            UnknownNameError: no plugin has that name. The message lists the known names.
         """
         resolved = self._aliases.get(name, name)
-        # Entry points come last, since finding them reads the metadata of all installed packages.
+        # Entry points come last, because finding them reads the metadata of all installed packages.
         if resolved in self._added or resolved in self._paths:
             return resolved
         known = self.names()
@@ -94,10 +95,10 @@ class Registry(Generic[T]):
             return self._added[resolved]
         if resolved in self._paths:
             module, _, attribute = self._paths[resolved].partition(":")
-            found = getattr(importlib.import_module(module), attribute)
+            plugin = getattr(importlib.import_module(module), attribute)
         else:
-            found = next(point for point in _entry_points(self._group) if point.name == resolved).load()
-        return self._checked(resolved, found)
+            plugin = next(point for point in _entry_points(self._group) if point.name == resolved).load()
+        return self._check(resolved, plugin)
 
     def register(self, name: str) -> Callable[[type[T]], type[T]]:
         """Return a class decorator that registers ``name``.
@@ -108,28 +109,28 @@ class Registry(Generic[T]):
 
         def add(plugin: type[T]) -> type[T]:
             if name in self.names() or name in self._aliases:
-                raise ConfigError(f"the {self._kind} name {name!r} is taken; choose another one")
-            self._added[name] = self._checked(name, plugin)
+                raise ConfigError(f"the {self._kind} name {name!r} is taken. Choose another one.")
+            self._added[name] = self._check(name, plugin)
             return plugin
 
         return add
 
     def name_of(self, plugin: type[T]) -> str:
-        """Return the name that ``plugin`` was got or registered by; else that of the class in lower case."""
+        """Return the name that ``plugin`` is registered by, or the name of the class in lower case."""
         return self._name_of.get(plugin, plugin.__name__.lower())
 
-    def _checked(self, name: str, found: object) -> type[T]:
-        if isinstance(found, type) and issubclass(found, self._base):
-            self._name_of[found] = name
-            return found
+    def _check(self, name: str, plugin: object) -> type[T]:
+        if isinstance(plugin, type) and issubclass(plugin, self._base):
+            self._name_of[plugin] = name
+            return plugin
         raise ConfigError(
-            f"the {self._kind} {name!r} is {found!r}, which is not a subclass of "
+            f"the {self._kind} {name!r} is {plugin!r}, which is not a subclass of "
             f"{self._base.__module__}.{self._base.__qualname__}"
         )
 
 
 def _entry_points(group: str) -> Iterable[EntryPoint]:
-    # A slow import that built-in names do not need.
+    # This import is slow, and built-in names do not need it.
     from importlib.metadata import entry_points
 
     return entry_points(group=group)

@@ -16,29 +16,30 @@ from dglx_dist.strategies.base import resolve_strategy
 def main(arguments: Sequence[str]) -> None:
     """Run a script with this package in place of ``dgl.distributed``.
 
-    ``arguments`` are ``[--strategy S] [--option NAME=VALUE]... [--] script.py ARGS``; else ConfigError.
+    ``arguments`` are ``[--strategy S] [--option NAME=VALUE]... [--] script.py ARGS``. Raise ConfigError for
+    others.
     """
     parser = argparse.ArgumentParser(prog="python -m dglx_dist.run", description=__doc__)
-    parser.add_argument("--strategy", help="name of a strategy; default: DGLX_STRATEGY, else data_parallel")
+    parser.add_argument("--strategy", help="Name of a strategy. Default: DGLX_STRATEGY or data_parallel.")
     parser.add_argument(
-        "--option", action="append", default=[], help="NAME=VALUE of the strategy, beside DGLX_OPTIONS"
+        "--option", action="append", default=[], help="Option of the strategy as NAME=VALUE. Repeatable."
     )
     parser.add_argument(
-        *("--local-rank", "--local_rank"), help="from torch.distributed.launch; not used, LOCAL_RANK has it"
+        *("--local-rank", "--local_rank"), help="Ignored. torch.distributed.launch also sets LOCAL_RANK."
     )
-    parser.add_argument("script", help="a Python file")
-    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="its arguments")
+    parser.add_argument("script", help="Python file to run.")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="Arguments of the script.")
     parsed = parser.parse_args(arguments)
     script = Path(parsed.script)
     if not script.is_file():
-        raise ConfigError(f"there is no script {parsed.script!r}; give the path of a Python file")
+        raise ConfigError(f"there is no script {parsed.script!r}. Pass the path of a Python file.")
     options = {**read_settings().options, **parse_literals(parsed.option, "--option")}
     tell_settings(resolve_strategy(parsed.strategy), options)
-    # Imported here: DGL reads the environment when it is imported.
+    # DGL reads the environment when it is imported, so it is imported here.
     from dglx_dist.compat import install
 
     install()
-    # As under `python script.py`: its folder first, its name as argv[0].
+    # `python script.py` also puts the script's folder first and sets argv[0] to its name.
     sys.argv = [parsed.script, *parsed.arguments]
     sys.path[0] = str(script.resolve().parent)
     try:
@@ -46,7 +47,7 @@ def main(arguments: Sequence[str]) -> None:
     except BaseException as error:
         session = get_open_session()
         if session is not None and not (isinstance(error, SystemExit) and error.code in (None, 0)):
-            # The other ranks would wait for this one.
+            # Otherwise the other ranks would wait for this one.
             session.fail(error)
             session.close(failed=True)
         raise

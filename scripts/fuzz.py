@@ -370,13 +370,13 @@ def make_run(folder: Path) -> None:
 
 
 def read_run_folder(folder: Path) -> str:
-    from dglx_dist.cli.report import _damage_named, report
+    from dglx_dist.cli.report import _explain_damage, report
     from dglx_dist.report.page import render_page
     from dglx_dist.report.run_folder import read_plan, read_run
 
     with contextlib.redirect_stdout(io.StringIO()) as shown:
         report([folder])
-    with _damage_named(folder):
+    with _explain_damage(folder):
         page = render_page({"run": read_run(folder)}, "")
     return digest(shown.getvalue(), read_plan(folder), page)
 

@@ -210,8 +210,8 @@ def test_partition_names_what_tables_lack(tmp_path: Path) -> None:
     write(tmp_path, {"nodes.csv": "id,label,age\n0,0,30\n1,1,40\n", "edges.csv": "src,dst\n0,1\n"})
     arguments = [str(tmp_path), "--parts", "1", "--add-reverse-edges", "--out", str(tmp_path / "out")]
     text = " ".join(succeeded("partition", *arguments).split())
-    assert "no features (feat_0, feat_1 ... or 'feat'; others: age)" in text
-    assert "labels, but no 'split', which `dglx train` needs" in text
+    assert "no features (feat_0, feat_1 ... or 'feat'; other columns: age)" in text
+    assert "labels, but not the 'split' that `dglx train` needs" in text
     assert "0.0% of the edges (2 stored)" in text
     assert text.endswith(f"next: dglx inspect {tmp_path / 'out'}")
 
@@ -223,7 +223,7 @@ def test_partition_names_what_tables_lack(tmp_path: Path) -> None:
         ({"nodes.csv": "id,feat_0,label,split\n0,0,0,train\n1,1,1,val\n"}, "", ""),
         (
             {"nodes.csv": "id,feat_0,visits\n0,0,0\n1,1,1\n"},
-            "no labels (column 'label'); to learn one of visits, rename it to that",
+            "no labels (column 'label'); to learn one of visits, rename it to 'label'",
             "--task link",
         ),
         ({"edges.csv": "src,dst\n0,1\n"}, "no labels", "--task link --model none --embeddings 64"),
@@ -254,7 +254,9 @@ def test_partition_takes_the_column_of_ids(tmp_path: Path) -> None:
     arguments = ["partition", str(tmp_path), "--parts", "1", "--out", str(tmp_path / "o")]
     assert "looks like the ids that edges use; if it is, add --id uid" in refused(*arguments)
     assert "3 nodes, 2 edges" in succeeded(*arguments, "--id", "uid")
-    assert "others: uid" in succeeded(*arguments, "--id", "", "--overwrite", "--option", "ignore=feat_0")
+    assert "other columns: uid" in succeeded(
+        *arguments, "--id", "", "--overwrite", "--option", "ignore=feat_0"
+    )
 
 
 def test_partition_takes_how_lines_are_read(tmp_path: Path) -> None:
@@ -262,7 +264,7 @@ def test_partition_takes_how_lines_are_read(tmp_path: Path) -> None:
     arguments = ["partition", str(tmp_path / "a.txt"), "--parts", "1", "--out", str(tmp_path / "o")]
     assert "say which: --format edges, triples or interactions" in refused(*arguments)
     assert "a: 3 nodes, 2 edges" in succeeded(*arguments, "--format", "triples")
-    message = "format is 'nothing'; it is 'dglx' or 'dgl', or of a text of edges one of triples, edges, inter"
+    message = "format is 'nothing', but must be 'dglx' or 'dgl', or for a text file of edges one of triples"
     assert message in refused(*arguments, "--format", "nothing")
 
 
@@ -272,7 +274,7 @@ def test_a_regression_of_classes_is_warned_of(tmp_path: Path) -> None:
     succeeded("partition", str(tmp_path), "--parts", "1", "--out", str(tmp_path / "o"))
     run = ("--task", "regression", "--hidden", "4", "--epochs", "1", "--out", str(tmp_path / "run"))
     done = dglx("train", str(tmp_path / "o"), *run)
-    assert done.stderr.count("warning: all labels are 0 or 1; as classes, leave --task out") == 1
+    assert done.stderr.count("warning: all labels are 0 or 1. Leave --task out to classify") == 1
 
 
 def test_ingest_names_the_command_for_several_types(tmp_path: Path) -> None:
@@ -373,7 +375,7 @@ def test_a_command_that_is_told_to_end_saves_and_goes_on(dataset: Path, tmp_path
         _, message = process.communicate(timeout=60)
     (line,) = [line for line in message.splitlines() if not line.startswith(("epoch ", "training "))]
     assert (process.returncode, line[:14]) == (75, "stopped after ")
-    assert line.endswith(f" is saved in {tmp_path}/checkpoints, and the same command goes on from it")
+    assert line.endswith(f" is saved in {tmp_path}/checkpoints. Run the same command again to resume.")
     # Started by another launcher, which is then killed.
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     command += ["-m", "dglx_dist.cli", "train", str(dataset), "--epochs", "100000", "--fanout", "3,3"]
@@ -383,7 +385,7 @@ def test_a_command_that_is_told_to_end_saves_and_goes_on(dataset: Path, tmp_path
         while not (message := torchrun.stderr.readline()).startswith("epoch "):
             assert message, "it ended"
             if "going on" in message:
-                assert f"going on from {tmp_path}/checkpoints/epoch-" in message
+                assert f"resuming from {tmp_path}/checkpoints/epoch-" in message
         ranks = {child.pid for child in psutil.Process(torchrun.pid).children()}
         assert len(ranks) == 2
         torchrun.kill()

@@ -14,25 +14,26 @@ __all__ = ["main", "run_command_line"]
 
 
 def main() -> None:
-    """Run ``dglx`` on the arguments of this process, and end the process."""
+    """Run ``dglx`` with the arguments of this process, and end the process."""
     from dglx_dist.cli.app import app
 
     run_command_line(app, "dglx")
 
 
 def run_command_line(app: Callable[..., Any], program: str) -> None:
-    """Run ``app``, a ``typer.Typer``, on the arguments of this process, and end the process.
+    """Run ``app``, a ``typer.Typer``, with the arguments of this process, and end the process.
 
-    Exit codes: 0; 2 for what the user can correct (one message, no traceback); 1 for everything else.
+    The exit code is 0, 2 for errors that the user can correct (one message, no traceback), or 1 for all
+    others.
     """
-    # Words after -- belong to another command, or are no options.
+    # Words after -- belong to another command or are not options.
     end = sys.argv.index("--") if "--" in sys.argv else len(sys.argv)
-    own, others = sys.argv[1:end], sys.argv[end:]
+    own, positional = sys.argv[1:end], sys.argv[end:]
     debug = "--debug" in own
-    arguments = [argument for argument in own if argument not in ("--debug", LAUNCHER, LAUNCHED)] + others
+    arguments = [argument for argument in own if argument not in ("--debug", LAUNCHER, LAUNCHED)] + positional
     for stream in sys.stdout, sys.stderr:
         if isinstance(stream, TextIOWrapper):
-            # Names of files may hold what the locale cannot show.
+            # File names may contain characters that the locale cannot show.
             stream.reconfigure(errors="backslashreplace")
     if logging.lastResort is not None:
         logging.lastResort.setFormatter(VisibleFormatter())
@@ -43,6 +44,6 @@ def run_command_line(app: Callable[..., Any], program: str) -> None:
         raise SystemExit(2) from None
     except Exception as error:
         report_error(error, debug=debug)
-        # The error has been shown: Python ends with exit code 1 without showing it again.
+        # The error has been shown. Python ends with exit code 1 without showing it again.
         sys.excepthook = lambda *_: None
         raise

@@ -1,4 +1,4 @@
-"""The commands of ``dglx`` and their help."""
+"""Commands of ``dglx`` and their help."""
 
 from typing import Annotated
 
@@ -32,20 +32,20 @@ app = typer.Typer(
 On several machines, torchrun starts the ranks: `torchrun --nnodes 2 --nproc-per-node 4
 --rdzv-backend c10d --rdzv-endpoint HOST:29500 -m dglx_dist.cli train data/demo --out runs/demo`
 
-Exit codes: 0; 75 where the run was told to end and has saved a checkpoint, from which the same command goes
-on; 2 for what you can correct, with one message that says how; 128 + signal where a rank was
-killed; 1 for everything else.
+Exit codes: 0 for success. 75 if the run received a signal to stop and has saved a checkpoint. The same
+command then resumes it. 2 for an error that you can correct, with one message that says how. 128 + signal
+if a rank was killed. 1 for everything else.
 """
 )
 def root(
     debug: Annotated[
-        bool, typer.Option("--debug", help="Show tracebacks; goes anywhere in the line.")
+        bool, typer.Option("--debug", help="Show tracebacks. May stand anywhere in the line.")
     ] = False,
 ) -> None:
     """Partition a graph, train a model on it with many processes, and report the cost."""
 
 
-# As --early-stop was called.
+# The former name --patience of --early-stop still works.
 _RENAMED = {"token_normalize_func": lambda name: "early-stop" if name == "patience" else name}
 for command in (partition, ingest, inspect, plan, train, report):
     app.command(no_args_is_help=True, context_settings=_RENAMED if command is train else None)(command)

@@ -25,16 +25,17 @@ from dglx_dist.records import FEATURE, LABEL, SPLITS, EdgeType, format_type
 C = TypeVar("C")
 
 LAUNCHER, LAUNCHED = "--launcher", "--launched"
-"""Hidden flags of the launcher, and of ranks whose error it shows, so that they need not."""
+"""Hidden flags of the launcher, and of ranks that leave showing their error to the launcher."""
 
 
 def report_error(error: Exception, *, debug: bool) -> None:
-    """Show one message on standard error; with ``debug`` a traceback instead.
+    """Show one message on standard error, or a traceback with ``debug``.
 
-    A rank also leaves its message where torchrun collects it; the launcher of ``dglx train`` shows the first.
+    A rank also leaves its message where torchrun collects it. The launcher of ``dglx train`` shows the first
+    one.
     """
     if is_launched_by_torchrun():
-        # Imported here: it loads torch, which torchrun's ranks have loaded anyway.
+        # This import loads torch, which torchrun's ranks have loaded anyway.
         from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
         get_error_handler().record_exception(error)
@@ -59,7 +60,8 @@ def warn(text: str) -> None:
 
 
 def show(table: Table | Callable[[int], Table]) -> None:
-    """Print a table, or that of the width; at least 150 columns wide where the output is no terminal."""
+    """Print a table, or a table for the available width. Without a terminal it is at least 150 columns
+    wide."""
     console = PlainConsole()
     if not console.is_terminal:
         console = PlainConsole(width=max(console.width, 150))
@@ -67,9 +69,9 @@ def show(table: Table | Callable[[int], Table]) -> None:
 
 
 def draw_or_warn(draw: Callable[[], object], target: Path, remedy: str = "") -> None:
-    """Call ``draw``, which writes ``target``, and print its path; warn if it cannot be done.
+    """Call ``draw``, which writes ``target``, and print its path. Warn if the picture cannot be written.
 
-    ``remedy`` ends the warning, e.g. ``; say where with --picture FILE``.
+    ``remedy`` ends the warning, for instance ``; choose a file with --picture FILE``.
     """
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -81,100 +83,103 @@ def draw_or_warn(draw: Callable[[], object], target: Path, remedy: str = "") -> 
 
 
 def check_picture(picture: Path, option: str, example: str) -> None:
-    """Create the folder of ``picture``, the value of ``option``; ConfigError unless it can be written."""
+    """Create the folder of ``picture``, the value of ``option``. Raise ConfigError unless it can be
+    written."""
     try:
         picture.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=picture.parent):
             is_folder = picture.is_dir()
     except OSError as error:
         raise ConfigError(
-            f"{option} {picture} cannot be written ({error.strerror}); give a file in a folder that can be"
+            f"{option} {picture} cannot be written ({error.strerror}). Choose a file in a writable folder."
         ) from error
     if is_folder:
-        raise ConfigError(f"{option} {picture} is a folder; give the name of a file in it, such as {example}")
+        raise ConfigError(f"{option} {picture} is a folder. Choose a file in it, such as {example}.")
 
 
 def command(config: type[C]) -> Callable[[Callable[[C], None]], Callable[..., None]]:
-    """Make a function of a record of options a command of ``typer``, whose help is the docstring.
+    """Turn a function of a record of options into a command of ``typer``. Its help is the docstring.
 
-    A field ``given`` of the record gets the names of the fields whose options stood on the command line.
+    A field ``given`` of the record gets the names of the fields whose options are on the command line.
     """
 
     def decorate(run: Callable[[C], None]) -> Callable[..., None]:
         def call(context: typer.Context, **values: Any) -> None:
             parsed: dict[str, Any] = {}
-            # The record has the defaults of the options that are None.
-            for one, declared in list_options(config):
-                if (value := values[one.name]) is not None:
-                    parse, flag = declared.parse, find_flag(config, one.name)
-                    parsed[one.name] = value if parse is None else parse(value, flag)
+            # An option that is None gets the default of the record.
+            for field, option in list_options(config):
+                if (value := values[field.name]) is not None:
+                    parse, flag = option.parse, find_flag(config, field.name)
+                    parsed[field.name] = value if parse is None else parse(value, flag)
             if "given" in hints:
                 sources = {name: context.get_parameter_source(name) for name in values}
-                given = (name for name, source in sources.items() if source and source.name == "COMMANDLINE")
-                parsed["given"] = frozenset(given)
+                names = (name for name, source in sources.items() if source and source.name == "COMMANDLINE")
+                parsed["given"] = frozenset(names)
             run(config(**parsed))
 
         hints = get_type_hints(config)
         parameters = [inspect.Parameter("context", inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context)]
         parameters += [
-            _parameter(one, declared, hints[one.name], find_flag(config, one.name))
-            for one, declared in list_options(config)
+            _make_parameter(field, option, hints[field.name], find_flag(config, field.name))
+            for field, option in list_options(config)
         ]
         call.__name__, call.__doc__ = run.__name__, run.__doc__
-        call.__annotations__ = {one.name: one.annotation for one in parameters}
+        call.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
         call.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]  # read by inspect
         return call
 
     return decorate
 
 
-def _parameter(one: Field[Any], declared: Option, hint: Any, flag: str) -> inspect.Parameter:
-    kind = declared.kind or (str if declared.parse or get_origin(hint) is Literal else hint)
+def _make_parameter(field: Field[Any], option: Option, hint: Any, flag: str) -> inspect.Parameter:
+    kind = option.kind or (str if option.parse or get_origin(hint) is Literal else hint)
     default: Any = inspect.Parameter.empty
-    if one.default is not MISSING or one.default_factory is not MISSING:
-        default = None if one.default in (MISSING, "", ()) else one.default
+    if field.default is not MISSING or field.default_factory is not MISSING:
+        default = None if field.default in (MISSING, "", ()) else field.default
         kind = kind | None if default is None else kind
-    is_option = flag.startswith("-") and (default is not inspect.Parameter.empty or declared.flag is not None)
-    info = typer.Option(flag, **declared.shown) if is_option else typer.Argument(**declared.shown)
+    is_option = flag.startswith("-") and (default is not inspect.Parameter.empty or option.flag is not None)
+    info = typer.Option(flag, **option.shown) if is_option else typer.Argument(**option.shown)
     return inspect.Parameter(
-        one.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, info]
+        field.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, info]
     )
 
 
-def can_be_labels(of_nodes: Mapping[str, Mapping[str, Any]]) -> str:
-    """Return the names of the columns of one number per node, with commas."""
-    found = [name for columns in of_nodes.values() for name, one in columns.items() if len(one.shape) == 1]
-    return ", ".join(name for name in found if not name.endswith(("_mask", "_id")))
+def list_possible_labels(node_columns: Mapping[str, Mapping[str, Any]]) -> str:
+    """Return the names of the columns with one number per node, separated by commas."""
+    names = []
+    for columns in node_columns.values():
+        names += [name for name, column in columns.items() if len(column.shape) == 1]
+    return ", ".join(name for name in names if not name.endswith(("_mask", "_id")))
 
 
-def training_command(
-    folder: object, of_nodes: Mapping[str, Mapping[str, Any]], etypes: Iterable[EdgeType]
+def suggest_training_command(
+    folder: object, node_columns: Mapping[str, Mapping[str, Any]], etypes: Iterable[EdgeType]
 ) -> str:
-    """Return how to train on a dataset with these columns; "" if there is a label, but no split of it."""
-    labelled = [columns for columns in of_nodes.values() if LABEL in columns]
+    """Return the command that trains on a dataset with these columns, "" if it has labels but no split."""
+    labelled = [columns for columns in node_columns.values() if LABEL in columns]
     if len(labelled) > 1 or any(SPLITS[0] not in columns for columns in labelled):
         return ""
     targets = [format_type(etype) for etype in etypes]
-    is_several = max(len(of_nodes), len(targets)) > 1
-    rows = "" if all(FEATURE in columns for columns in of_nodes.values()) else " --embeddings 64"
+    is_several = max(len(node_columns), len(targets)) > 1
+    rows = "" if all(FEATURE in columns for columns in node_columns.values()) else " --embeddings 64"
     if labelled:
         options = " --model rgcn" if is_several else rows
     else:
         options = " --task link" + (" --model none --embeddings 64" if rows or is_several else "")
-        options += f" --target {shlex.quote(targets[0])}" if min(len(of_nodes), len(targets)) > 1 else ""
+        options += f" --target {shlex.quote(targets[0])}" if min(len(node_columns), len(targets)) > 1 else ""
     return f"dglx train {shlex.quote(str(folder))}{options}"
 
 
 @contextmanager
-def libraries_on_stderr() -> Iterator[None]:
-    """Redirect what C libraries print to standard error: METIS complains about tiny graphs."""
+def redirect_libraries_to_stderr() -> Iterator[None]:
+    """Redirect the output of C libraries to standard error. METIS complains about tiny graphs."""
     sys.stdout.flush()
-    kept = os.dup(1)
+    stdout_copy = os.dup(1)
     os.dup2(2, 1)
     try:
         yield
     finally:
         # Their output may still be in the C library's buffer.
         ctypes.CDLL(None).fflush(None)
-        os.dup2(kept, 1)
-        os.close(kept)
+        os.dup2(stdout_copy, 1)
+        os.close(stdout_copy)

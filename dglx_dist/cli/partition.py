@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dglx_dist.cli.common import can_be_labels, command, training_command, write
+from dglx_dist.cli.common import command, list_possible_labels, suggest_training_command, write
 from dglx_dist.comm.topology import is_launched_by_torchrun, read_topology
 from dglx_dist.data.external_memory import Ranks
 from dglx_dist.data.ingest.config import IngestPlan, read_config
@@ -26,16 +26,16 @@ class IngestCommand(IngestPlan):
 
     config: Path = option(
         ...,
-        "Tables of the graph, in the format of GraphStorm's gconstruct (docs/ingest.md).",
+        "Configuration of the graph's tables, in the format of GraphStorm's gconstruct (docs/ingest.md).",
         metavar="CONFIG.json",
     )
 
 
 @command(IngestCommand)
 def ingest(config: IngestCommand) -> None:
-    """Build a dataset from CSV and Parquet tables larger than memory; ids may be strings.
+    """Build a dataset from CSV and Parquet tables larger than memory. Ids may be strings.
 
-    It has one part, ready for `dglx train`; `dglx partition` makes more.
+    The dataset has one part and is ready for `dglx train`. `dglx partition` makes more parts.
 
     Example: `dglx ingest shop.json --out data/shop --memory 500MB --add-reverse-edges`
     """
@@ -56,11 +56,11 @@ def ingest(config: IngestCommand) -> None:
     write(f"peak memory {done.peak_bytes / 10**6:.0f} MB of {config.memory}")
     if config.output_description is not None:
         write_description(done, config.output_description)
-        write(f"settings found are in {config.output_description}")
+        write(f"detected settings: {config.output_description}")
     folder = shlex.quote(str(config.out))
-    train = training_command(config.out, done.manifest.node_columns, done.manifest.edge_columns)
-    following = " or ".join(filter(None, [train, f"dglx partition {folder} --parts 4 --out DIR"]))
-    write(f"written to {config.out}; next: {following}")
+    train = suggest_training_command(config.out, done.manifest.node_columns, done.manifest.edge_columns)
+    commands = " or ".join(filter(None, [train, f"dglx partition {folder} --parts 4 --out DIR"]))
+    write(f"written to {config.out}; next: {commands}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,27 +69,29 @@ class PartitionCommand(PartitionOptions, PartitionPlan):
 
     data: str = option(
         ...,
-        f"`synthetic`, `synthetic:nodes=20000,degree=25,seed=0`, {FORMATS}, `dgl:CoraGraphDataset`, "
-        "`ogb:ogbn-arxiv`, a dataset of one part, as `dglx ingest` writes it.",
+        "Graph to partition: `synthetic`, `synthetic:nodes=20000,degree=25,seed=0`, "
+        f"{FORMATS}, `dgl:CoraGraphDataset`, `ogb:ogbn-arxiv`, or a dataset of one part from `dglx ingest`.",
         metavar="DATA",
     )
     out: Path = option(
-        Path("data/partitioned"), "Folder to write; must not hold anything yet.", metavar="DIR"
+        Path("data/partitioned"), "Output folder. Must be empty or not exist yet.", metavar="DIR"
     )
-    num_parts: int = option(2, "Number of parts; independent of ranks and servers.", flag="--parts")
+    num_parts: int = option(
+        2, "Number of parts. It does not depend on the number of ranks and servers.", flag="--parts"
+    )
     id: str | None = option(
         None,
-        "Name of the column of ids in tables of nodes; several, with commas, where tables differ. '' numbers "
-        "all nodes by row, and 'COLUMN,' those of tables without the column. Usual names are known.",
+        "Name of the id column in node tables, or several names separated by commas if tables differ. '' "
+        "numbers all nodes by row, and 'COLUMN,' those of tables without the column. Common names are found.",
         metavar="COLUMN",
     )
     format: Any = option(
         "dglx",
-        "dglx, or dgl: what DGL's own load_partition reads. Or how to read a text of edges: "
-        "triples, edges or interactions.",
+        "Output format: dglx, or dgl for DGL's own load_partition. Or the input format of a text file of "
+        "edges: triples, edges or interactions.",
         kind=str,
     )
-    source_options: Mapping[str, object] = named_values("Option of the dataset source; repeatable.")
+    source_options: Mapping[str, object] = named_values("Option of the dataset source. Repeatable.")
 
     def __post_init__(self) -> None:
         added = {} if self.id is None else {"id": self.id}
@@ -97,27 +99,30 @@ class PartitionCommand(PartitionOptions, PartitionPlan):
             added["format"] = self.format
             object.__setattr__(self, "format", "dglx")
         elif self.format not in ("dglx", "dgl"):
-            lines = f"of a text of edges one of {', '.join(LINE_FORMATS)}"
-            raise ConfigError(f"format is {self.format!r}; it is 'dglx' or 'dgl', or {lines}")
+            raise ConfigError(
+                f"format is {self.format!r}, but must be 'dglx' or 'dgl', or for a text file of edges one of "
+                f"{', '.join(LINE_FORMATS)}"
+            )
         object.__setattr__(self, "source_options", {**self.source_options, **added})
         super().__post_init__()
 
 
 _LONGEST_WAIT_S = 6 * 3600.0
-"""For rank 0, which places the nodes of the smallest graph alone; a rank that ends is noticed at once."""
+"""Time-out of waiting for rank 0, which assigns the nodes of the smallest graph alone. A rank that ends is
+noticed at once."""
 
 
 @contextmanager
-def _started_ranks(config: PartitionCommand) -> Iterator[Ranks]:
+def _join_ranks(config: PartitionCommand) -> Iterator[Ranks]:
     if not is_launched_by_torchrun() or read_topology().world_size == 1:
         yield Ranks()
         return
     if config.memory is None:
         raise ConfigError(
-            "several ranks share work on files, within a limit of memory; add --memory SIZE, for each rank, "
-            "or start one process"
+            "several ranks partition files within a memory limit per rank. Add --memory SIZE, or start one "
+            "process."
         )
-    # Import torch.
+    # These modules import torch, which a single process does not need.
     from dglx_dist.comm.collectives import SessionRanks
     from dglx_dist.comm.session import start_session
 
@@ -129,7 +134,7 @@ def _started_ranks(config: PartitionCommand) -> Iterator[Ranks]:
 
 
 def _write_columns(dataset: StoredDataset, num_parts: int) -> None:
-    # Imports torch, which other partitioners do not need.
+    # This module imports torch, which partitioners do not need.
     from dglx_dist.strategies.push_pull.feature_columns import write_slices
 
     write_slices(dataset, num_parts)
@@ -137,7 +142,7 @@ def _write_columns(dataset: StoredDataset, num_parts: int) -> None:
 
 @command(PartitionCommand)
 def partition(config: PartitionCommand) -> None:
-    """Partition a graph into a folder that every strategy trains on.
+    """Partition a graph into a folder that every strategy can train on.
 
     Example: `dglx partition ogb:ogbn-arxiv --parts 4 --method metis --balance train,degree --out data/arxiv`
     """
@@ -149,9 +154,9 @@ def partition(config: PartitionCommand) -> None:
     plan = PartitionPlan(**select_common_fields(config, PartitionPlan) | {"options": options})
     out, trainers = config.out, plan.trainers_per_part
     check_target(out, plan.overwrite)
-    # A wrong name is an error before minutes of loading.
-    chosen = plan.partitioner
-    with _started_ranks(config) as ranks:
+    # This comes first, so that a wrong name fails before minutes of loading.
+    method = plan.partitioner
+    with _join_ranks(config) as ranks:
         if plan.memory is not None:
             return_memory()
         with open_work(config.data, out, plan, ranks, **config.source_options) as workspace:
@@ -159,21 +164,22 @@ def partition(config: PartitionCommand) -> None:
             tell: Callable[..., None] = write if ranks.is_first else lambda *_, **_style: None
             tell(
                 f"{graph.name}: {graph.total_nodes} nodes, {graph.total_edges} edges; "
-                f"{plural(plan.num_parts, 'part')} by {chosen}"
+                f"{plural(plan.num_parts, 'part')} by {method}"
                 + (f", each for {trainers} trainers" if trainers > 1 else "")
             )
-            of_nodes = {ntype: graph.node_data.get(ntype, {}) for ntype in graph.num_nodes}
-            if not any(LABEL in data for data in of_nodes.values()):
-                could = can_be_labels(of_nodes)
-                could = could and f"; to learn one of {could}, rename it to that"
-                tell(f"note: there are no labels (column {LABEL!r}){could}")
-            for ntype, data in of_nodes.items():
+            node_columns = {ntype: graph.node_data.get(ntype, {}) for ntype in graph.num_nodes}
+            if not any(LABEL in data for data in node_columns.values()):
+                names = list_possible_labels(node_columns)
+                hint = names and f"; to learn one of {names}, rename it to {LABEL!r}"
+                tell(f"note: there are no labels (column {LABEL!r}){hint}")
+            for ntype, data in node_columns.items():
                 # Models of several types have trainable rows of their own.
                 if graph.is_homogeneous and FEATURE not in data:
-                    others = ", ".join(sorted(data.keys() - {LABEL, *SPLITS})) or "none"
-                    tell(f"note: there are no features (feat_0, feat_1 ... or {FEATURE!r}; others: {others})")
+                    names = ", ".join(sorted(data.keys() - {LABEL, *SPLITS})) or "none"
+                    columns = f"feat_0, feat_1 ... or {FEATURE!r}; other columns: {names}"
+                    tell(f"note: there are no features ({columns})")
                 if LABEL in data and not data.keys() & {*SPLITS}:
-                    tell(f"note: nodes {ntype!r} have labels, but no 'split', which `dglx train` needs")
+                    tell(f"note: nodes {ntype!r} have labels, but not the 'split' that `dglx train` needs")
             quality = partition_to_disk(graph, out, plan, workspace=workspace, write_columns=_write_columns)
     tell(
         f"cut {quality.edge_cut:.1%} of the edges ({sum(quality.num_edges)} stored); "
@@ -181,7 +187,7 @@ def partition(config: PartitionCommand) -> None:
         f"balance {', '.join(f'{name} {ratio:.3f}' for name, ratio in quality.balance.items())}"
     )
     for name, reached in quality.missed.items():
-        tell(f"warning: {name} reached {reached:.3f}, more than asked for", style="yellow")
-    commands = [f"dglx inspect {shlex.quote(str(out))}", training_command(out, of_nodes, graph.edges)]
-    following = f"; next: {', '.join(filter(None, commands))}" if plan.format == "dglx" else ""
-    tell(f"written to {out}{following}")
+        tell(f"warning: {name} reached {reached:.3f}, more than requested", style="yellow")
+    train = suggest_training_command(out, node_columns, graph.edges)
+    commands = ", ".join(filter(None, [f"dglx inspect {shlex.quote(str(out))}", train]))
+    tell(f"written to {out}" + (f"; next: {commands}" if plan.format == "dglx" else ""))

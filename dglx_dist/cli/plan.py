@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from dglx_dist.cli.common import command, libraries_on_stderr, show, write
+from dglx_dist.cli.common import command, redirect_libraries_to_stderr, show, write
 from dglx_dist.comm.topology import is_launched_by_torchrun
 from dglx_dist.errors import ConfigError
 from dglx_dist.options import find_flag
@@ -16,12 +16,12 @@ _BATCH_OPTIONS = ("fanouts", "batch_size")
 
 @command(PlanConfig)
 def plan(config: PlanConfig) -> None:
-    """Report bytes, memory and computing of an epoch under every strategy, and choose one.
+    """Report bytes, memory and compute time of an epoch under every strategy, and choose one.
 
     For example: `dglx plan data/demo --hidden 16 --servers 2 --ranks 4 --bandwidth-external 1gbit`
 
-    Nothing is trained: one process counts batches and plans of all ranks, and times the model on a few of
-    them. Seconds are those of computing here, and bytes divided by the given bandwidth. `dglx train
+    Nothing is trained. One process counts the batches and plans of all ranks, and times the model on a few of
+    them. The reported seconds are computing time here, and bytes divided by the given bandwidth. `dglx train
     --strategy auto` times real steps of every strategy, and trains.
     """
     from dglx_dist.cli.plan_job import make_plan
@@ -30,7 +30,7 @@ def plan(config: PlanConfig) -> None:
     _check_no_unused_options(config)
     as_json = config.as_json
     notify = None if as_json else lambda text: say(f"counting: {text}", "dim")
-    with libraries_on_stderr():
+    with redirect_libraries_to_stderr():
         choice = make_plan(config, notify)
     if as_json:
         write(json.dumps(choice.to_json()))
@@ -44,13 +44,15 @@ def plan(config: PlanConfig) -> None:
 
 def _check_no_unused_options(config: PlanConfig) -> None:
     if is_launched_by_torchrun():
-        raise ConfigError("dglx plan is one process, and torchrun has started this one; leave torchrun out")
+        raise ConfigError(
+            "dglx plan runs in one process, but torchrun has started this one. Run it directly."
+        )
     unit = config.unit
     no_effect = {
-        "is for mini-batches, and --unit full_graph has none; leave it out, or take --unit any": (
+        "is for mini-batches, but --unit full_graph has none. Leave it out, or use --unit any.": (
             _BATCH_OPTIONS * (unit == "full_graph")
         ),
-        f"compares whole graphs with mini-batches, and --unit is {unit}; add --unit any": (
+        f"compares whole graphs with mini-batches, but --unit is {unit}. Add --unit any.": (
             ("full_graph_epochs",) * (unit != "any")
         ),
     }

@@ -29,43 +29,44 @@ from dglx_dist.training.models import build_model
 Notify = Callable[[str], None]
 
 _PAYLOAD = 0.94
-"""Share of a link's rate; the rest are headers and acknowledgements."""
+"""Share of a link's rate that carries payload. The rest are headers and acknowledgements."""
 _LOOPBACK_BYTES_PER_S = 1.2e9
 """Rate of sockets between the processes of a server."""
 _DEFAULT_RATE = "1gbit"
 _EPOCH = 1
-"""The counted epoch: the first one warms caches."""
+"""Number of the counted epoch. The first one only warms the caches."""
 
 
 def read_constraints(plan: PlanConfig) -> ChoiceOptions:
-    """Return the constraints of the choice: whole graphs where there are no mini-batches."""
-    only_whole = plan.unit == "mini_batch" and _draws_of(plan) is None
-    return replace(plan, unit="full_graph") if only_whole else plan
+    """Return the constraints of the choice. Without mini-batches, it is among whole graphs."""
+    has_no_batches = plan.unit == "mini_batch" and _plan_draws(plan) is None
+    return replace(plan, unit="full_graph") if has_no_batches else plan
 
 
-def _draws_of(plan: PlanConfig) -> Draws | None:
+def _plan_draws(plan: PlanConfig) -> Draws | None:
     return plan_draws(plan, plan.layers, plan.fanouts, plan.batch_size, epoch=_EPOCH)
 
 
 def make_plan(plan: PlanConfig, notify: Notify | None = None) -> Choice:
-    """Count and time every way to train, and choose one; one process calls it.
+    """Count and time every way to train, and choose one. One process calls it. ``notify`` gets each next
+    step.
 
-    ``notify`` gets each next step.
-
-    ConfigError: the dataset lacks what training needs, or parts for the servers. StorageError: it is damaged.
+    Raises:
+        ConfigError: the dataset lacks data for training, or parts for the servers.
+        StorageError: the dataset is damaged.
     """
     counts, predictions = measure(plan, notify)
     return choose(predictions, counts, read_constraints(plan))
 
 
 def measure(plan: PlanConfig, notify: Notify | None = None) -> tuple[EpochCounts, list[Prediction]]:
-    """Count and time for ``plan``, as :func:`make_plan` does, and return all candidates' costs."""
+    """Count and time like :func:`make_plan`, and return the costs of all candidates."""
     folder = plan.data
     assert folder is not None, "a PlanConfig has a dataset"
     check_plannable(read_manifest(Path(folder)), folder)
     cluster = build_cluster(plan)
-    threads, here = torch.get_num_threads(), len(os.sched_getaffinity(0))
-    torch.set_num_threads(min(max(int(cluster.cores), 1), here))
+    threads, cores = torch.get_num_threads(), len(os.sched_getaffinity(0))
+    torch.set_num_threads(min(max(int(cluster.cores), 1), cores))
     try:
         with init(DEFAULT_STRATEGY, seed=plan.seed, device=plan.device) as session:
             cluster = _with_gpus(plan, cluster, session.device)
@@ -81,16 +82,16 @@ def _with_gpus(plan: PlanConfig, cluster: Cluster, device: torch.device) -> Clus
     if device.type != "cuda":
         if plan.device_memory_bytes is not None:
             raise ConfigError(
-                "--device-memory is of GPUs, but the model is timed on the CPU here; leave it out, or plan "
-                "on a machine with a GPU"
+                "--device-memory is for GPUs, but the model is timed on the CPU here. Leave it out, or plan "
+                "on a machine with a GPU."
             )
         return cluster
     limit = plan.device_memory_bytes
     if limit is not None:
         return replace(cluster, device_memory_bytes=limit)
     limit = get_device_memory(device) // -(-plan.ranks_of_machine // count_gpus())
-    said = f"{limit / 1e9:.1f} GB of GPU memory a rank: as here (--device-memory)"
-    return replace(cluster, device_memory_bytes=limit, assumptions=(*cluster.assumptions, said))
+    assumption = f"{limit / 1e9:.1f} GB of GPU memory per rank, as on this machine (--device-memory)"
+    return replace(cluster, device_memory_bytes=limit, assumptions=(*cluster.assumptions, assumption))
 
 
 def _measure_on(
@@ -105,10 +106,10 @@ def _measure_on(
     here, assumptions = len(os.sched_getaffinity(0)), []
     if cluster.cores > here:
         cores = plural(cluster.cores, "core")
-        assumptions = [f"a rank of {cores} computes as fast as the {here} here, on which it was timed"]
+        assumptions = [f"a rank with {cores} computes as fast as the {here} cores here that timed it"]
     requested = CountConfig(
         cluster=cluster,
-        draws=_draws_of(plan),
+        draws=_plan_draws(plan),
         partitioned=_is_partitioned(plan, 8 * g.num_nodes() + 4 * g.num_edges()),
         epoch=_EPOCH,
         assumptions=(*batch_assumptions(plan.unit, plan.layers, plan.fanouts), *assumptions),
@@ -120,7 +121,7 @@ def _measure_on(
 
 
 def build_cluster(plan: PlanConfig) -> Cluster:
-    """Return the servers of the plan; defaults are listed as assumptions."""
+    """Return the servers of the plan. Default values are listed as assumptions."""
     assumptions = []
     rate = plan.external or Rate.parse(_DEFAULT_RATE)
     if plan.external is None and plan.servers > 1:
@@ -129,15 +130,15 @@ def build_cluster(plan: PlanConfig) -> Cluster:
     if plan.internal is None and plan.per_server > 1:
         assumptions.append(f"{inside / 1e9:g} GB/s between the ranks of a server (--bandwidth-internal)")
     sharing = plan.ranks_of_machine
-    where = "all servers share this machine" if plan.here else "each server is as this machine"
+    where = "all servers share this machine" if plan.here else "each server is like this machine"
     cores = plan.cores
     if cores is None:
         cores = len(os.sched_getaffinity(0)) / sharing
-        assumptions.append(f"{cores:g} cores a rank: {where} (--cores, --here)")
+        assumptions.append(f"{cores:g} cores per rank: {where} (--cores, --here)")
     memory = plan.memory_bytes
     if memory is None:
         memory = machine_memory()[0] // sharing
-        assumptions.append(f"{memory / 1e9:.1f} GB of memory a rank: {where} (--memory)")
+        assumptions.append(f"{memory / 1e9:.1f} GB of memory per rank: {where} (--memory)")
     return Cluster(
         servers=plan.servers,
         ranks_per_server=plan.per_server,

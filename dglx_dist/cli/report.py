@@ -26,46 +26,47 @@ if TYPE_CHECKING:
     from dglx_dist.report.run_folder import Run
 
 PICTURE = "partition.png"
-_ELSEWHERE = "; say where with --picture FILE"
+_ELSEWHERE = "; choose a file with --picture FILE"
 HOPS = 4
-"""Default of ``--hops``."""
+"""Default value of ``--hops``."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class InspectCommand:
     """Options of ``dglx inspect``."""
 
-    folder: Path = option(..., "What `dglx partition` wrote.", metavar="DIR")
+    folder: Path = option(..., "Folder that `dglx partition` wrote.", metavar="DIR")
     picture: Path | None = option(
-        None, "File of the picture; default: cache/partition.png in DIR.", metavar="FILE"
+        None, "File for the picture. Default: cache/partition.png in DIR.", metavar="FILE"
     )
     verify: Literal["auto", "full", "never"] = option(
-        "auto", "auto: read files not read before, full: read all, never: trust them."
+        "auto", "Verification of files: auto for new files, full for all files, or never."
     )
     closure: bool = option(
-        False, "Show the number of nodes of a server that preloads its neighbourhood, by hop."
+        False, "Show how many nodes a server needs if it preloads its neighbourhood, by hop."
     )
     hops: int | None = option(
-        None, f"With --closure: number of the model's layers. Default: {HOPS}.", check=at_least(0)
+        None, f"Number of the model's layers for --closure. Default: {HOPS}.", check=at_least(0)
     )
     servers: int | None = option(
-        None, "With --closure: number that will train. Default: one per part.", check=at_least(1)
+        None, "Number of servers for --closure. Default: one per part.", check=at_least(1)
     )
 
     def __post_init__(self) -> None:
         check_ranges(self)
         for name, value in (("hops", self.hops), ("servers", self.servers)):
             if value is not None and not self.closure:
-                raise ConfigError(f"--{name} {value} is for --closure; add that")
+                raise ConfigError(f"--{name} {value} needs --closure. Add it.")
 
 
 @command(InspectCommand)
 def inspect(config: InspectCommand) -> None:
     """Show a partitioned dataset: edge cut, balance, halo and replication factors, sizes on disk, a picture.
 
-    Balance is the largest part over the mean; the halo factor is how many foreign nodes a part reads per
-    node that it owns; the replication factor is how many copies of a node there would be if all parts
-    kept theirs. With --closure also the rows that full_graph sends between servers for a layer.
+    Balance is the largest part divided by the mean. The halo factor is the number of nodes of other parts
+    that a part reads, per node that it owns. The replication factor is the number of copies of a node if
+    every part stored its halo. With --closure, the rows that full_graph sends between servers for a layer are
+    shown too.
 
     Examples: `dglx inspect data/demo --verify full`, `dglx inspect data/demo --closure --hops 3`
     """
@@ -78,11 +79,11 @@ def inspect(config: InspectCommand) -> None:
     if config.picture is not None:
         check_picture(config.picture, "--picture", PICTURE)
     manifest, quality = dataset.manifest, dict(dataset.manifest.quality)
-    sizes = part_bytes(manifest)
+    sizes = count_part_bytes(manifest)
     cut = f"{plural(manifest.num_parts, 'part')} by {manifest.method}"
     write(f"{manifest.name}, cut into {cut}, seed {manifest.seed}")
-    PlainConsole().print(build_summary_table(overview(manifest)))
-    per_part = part_columns(quality)
+    PlainConsole().print(build_summary_table(summarize_dataset(manifest)))
+    per_part = list_part_columns(quality)
     shown: dict[str, Any] = {
         name: [value if isinstance(value, int) else f"{value:.4f}" for value in values]
         for name, values in per_part.items()
@@ -97,36 +98,36 @@ def inspect(config: InspectCommand) -> None:
     draw_or_warn(lambda: draw_parts(columns, target, title=title), target, _ELSEWHERE)
 
 
-def overview(manifest: Manifest) -> dict[str, object]:
+def summarize_dataset(manifest: Manifest) -> dict[str, object]:
     quality = manifest.quality
-    found: dict[str, object] = {}
+    rows: dict[str, object] = {}
     for ntype, columns in manifest.node_columns.items():
         name = "nodes" if ntype == NODE_TYPE else f"nodes {ntype}"
-        found[name] = f"{manifest.num_nodes(ntype)}: {_tensors(columns)}"
+        rows[name] = f"{manifest.num_nodes(ntype)}: {_describe_columns(columns)}"
     for etype, columns in manifest.edge_columns.items():
         name = "edges" if etype == EDGE_TYPE else f"edges {format_type(etype)}"
-        found[name] = f"{manifest.num_edges(etype)}: {_tensors(columns)}"
+        rows[name] = f"{manifest.num_edges(etype)}: {_describe_columns(columns)}"
     for name in ("edge_cut", "replication_factor"):
         if isinstance(value := quality.get(name), float):
-            found[name.replace("_", " ")] = f"{value:.4f}"
+            rows[name.replace("_", " ")] = f"{value:.4f}"
     balance = quality.get("balance")
     if isinstance(balance, dict):
-        found |= {f"balance {name} (max/mean)": f"{ratio:.4f}" for name, ratio in balance.items()}
+        rows |= {f"balance {name} (max/mean)": f"{ratio:.4f}" for name, ratio in balance.items()}
     trainers = quality.get("trainers")
     if isinstance(trainers, dict):
-        found["trainers"] = f"{trainers['num_parts']}, edge cut {trainers['edge_cut']:.4f}"
-        found |= {f"balance {name} of trainers": f"{r:.4f}" for name, r in trainers["balance"].items()}
-    found["bytes on disk"] = sum(info.num_bytes for info in manifest.files.values())
-    return found
+        rows["trainers"] = f"{trainers['num_parts']}, edge cut {trainers['edge_cut']:.4f}"
+        rows |= {f"balance {name} of trainers": f"{r:.4f}" for name, r in trainers["balance"].items()}
+    rows["bytes on disk"] = sum(info.num_bytes for info in manifest.files.values())
+    return rows
 
 
-def _tensors(columns: Mapping[str, ColumnInfo]) -> str:
-    # Dtype and shape of one row: float32[5], or int64 for a number.
+def _describe_columns(columns: Mapping[str, ColumnInfo]) -> str:
+    # A type is the dtype and shape of one row, like float32[5], or int64 for a number.
     types = {name: f"{info.dtype}{list(info.row_shape) or ''}" for name, info in columns.items()}
     return ", ".join(f"{name} {row}" for name, row in types.items()) or "no tensors"
 
 
-def part_columns(quality: dict[str, Any]) -> dict[str, list[float]]:
+def list_part_columns(quality: dict[str, Any]) -> dict[str, list[float]]:
     headings = {
         "nodes": "num_nodes", "edges": "num_edges", "halo nodes": "halo_nodes",
         "halo factor": "halo_factor", "remote in-edges": "remote_fraction",
@@ -134,7 +135,7 @@ def part_columns(quality: dict[str, Any]) -> dict[str, list[float]]:
     return {heading: list(quality[name]) for heading, name in headings.items() if name in quality}
 
 
-def part_bytes(manifest: Manifest) -> list[int]:
+def count_part_bytes(manifest: Manifest) -> list[int]:
     sizes = [0] * manifest.num_parts
     for path, info in manifest.files.items():
         part = path.split("/")[0].removeprefix("part")
@@ -144,7 +145,7 @@ def part_bytes(manifest: Manifest) -> list[int]:
 
 
 _CUT_EDGE_BYTES = 100
-"""Memory to count the rows between servers, for each cut edge."""
+"""Memory for counting the rows between servers, in bytes per cut edge."""
 
 
 def _show_closure(dataset: StoredDataset, picture: Path, config: InspectCommand) -> None:
@@ -156,17 +157,19 @@ def _show_closure(dataset: StoredDataset, picture: Path, config: InspectCommand)
 
     manifest = dataset.manifest
     hops = HOPS if config.hops is None else config.hops
-    found = measure_expansion(dataset, config.servers or manifest.num_parts, hops)
-    factors, foreign = found.factors.tolist(), found.foreign.max(axis=1).tolist()
-    show(build_expansion_table(factors, foreign, feature_bytes(manifest), found.work.max(axis=1).tolist()))
+    expansion = measure_expansion(dataset, config.servers or manifest.num_parts, hops)
+    factors, foreign = expansion.factors.tolist(), expansion.foreign.max(axis=1).tolist()
+    show(
+        build_expansion_table(factors, foreign, feature_bytes(manifest), expansion.work.max(axis=1).tolist())
+    )
     target = picture.with_name(f"{picture.stem}-closure.png")
     cut = manifest.quality.get("cut_edges")
-    num_edges = cut if isinstance(cut, int) else sum(manifest.num_edges(one) for one in manifest.edge_types)
+    num_edges = cut if isinstance(cut, int) else sum(map(manifest.num_edges, manifest.edge_types))
     if _CUT_EDGE_BYTES * num_edges <= machine_memory()[1]:
         sources, rows = border_rows(dataset, len(factors[0]))
         text = f"for a layer of all nodes: {sources}; {rows} with aggregate=cover"
     else:
-        text = f"are not counted: {num_edges} cut edges do not fit the memory"
+        text = f"were not counted, because {num_edges} cut edges do not fit in memory"
     write(f"rows between servers {text}")
     title = f"{manifest.name}, {len(factors[0])} servers"
     draw_or_warn(lambda: draw_expansion(factors, target, title=title), target, _ELSEWHERE)
@@ -182,38 +185,42 @@ def feature_bytes(manifest: Manifest) -> int:
 def report(
     folders: Annotated[
         list[Path],
-        typer.Argument(metavar="RUNDIR...|TRACE", help="What `dglx train --out` or `--trace` wrote."),
+        typer.Argument(
+            metavar="RUNDIR...|TRACE", help="Folders of `dglx train --out`, or a file of `--trace`."
+        ),
     ],
     batches: Annotated[
         str | None,
         typer.Option(
             metavar="FIRST:LAST",
-            help="Of a trace: batches to draw; epochs, of strategy lambda. Default: some in the middle.",
+            help="Batches of a trace to draw, or epochs for strategy lambda. Default: some in the middle.",
         ),
     ] = None,
     html: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Of runs: write a page of figures, for any browser.")
+        Path | None, typer.Option(metavar="FILE", help="File for an HTML page with figures of the runs.")
     ] = None,
 ) -> None:
-    """Print the tables of a run and draw its picture again; of an unfinished run, the finished epochs.
+    """Print the tables of a run and draw its picture again. An unfinished run shows its finished epochs.
 
-    Of several runs, print their figures side by side; of one with --seeds, mean and deviation,
-    and with others or on the page also the run of each seed. The page of
-    --html needs no network, but Plotly here: `pip install 'dglx_dist[report]'`. It has curves, cost, bytes
-    between ranks, and why auto chose.
+    Several runs are printed side by side. A run with --seeds shows mean and deviation, and beside other runs
+    or on the page also the run of each seed. The page of --html needs no network, but Plotly on this machine:
+    `pip install 'dglx_dist[report]'`. It has curves, cost, bytes between ranks, and the reason for the choice
+    of auto.
 
-    Of a trace, draw the timeline of the ranks, and print how much of the network time overlaps with compute.
+    For a trace, draw the timeline of the ranks, and print how much of the network time overlaps with compute.
 
-    Examples: `dglx report runs/demo`, `dglx report runs/a runs/b --html both.html` and
-    `dglx report trace.json --batches 20:23`
+    Examples: `dglx report runs/demo`, `dglx report runs/a runs/b --html both.html` and `dglx report
+    trace.json --batches 20:23`
     """
-    # The same folder twice is one run.
-    folder, *more = folders = list({one.resolve(): one for one in folders}.values())
+    # A folder that is listed twice is one run.
+    folder, *more = folders = list({path.resolve(): path for path in folders}.values())
     if folder.is_file() and not more and html is None:
         report_trace(folder, read_batches(batches))
         return
     if batches is not None:
-        raise ConfigError(f"--batches {batches} is for a trace, and {folder} is none; give the trace's file")
+        raise ConfigError(
+            f"--batches {batches} is for a trace, but {folder} is not one. Pass the trace's file."
+        )
     if html is not None:
         from dglx_dist.report.page import check_page
 
@@ -229,14 +236,14 @@ def report(
     )
 
     spreads = dict[Path, Mapping[str, Any]]()
-    for one in folders:
-        with _damage_named(one):
-            if (seeds := read_spread(one)) is not None:
-                spreads[one] = seeds
+    for path in folders:
+        with _explain_damage(path):
+            if (seeds := read_spread(path)) is not None:
+                spreads[path] = seeds
     runs = _report_runs(folders, spreads, html) if more or html is not None else []
     if more:
         return
-    with _damage_named(folder):
+    with _explain_damage(folder):
         if folder in spreads:
             show(build_spread_table(spreads[folder]))
             return
@@ -253,29 +260,29 @@ def report(
 def _report_runs(
     folders: Sequence[Path], spreads: Mapping[Path, Mapping[str, Any]], html: Path | None
 ) -> list[Run]:
-    """Print the figures of runs, and of each seed in ``spreads``, side by side, and write their page."""
+    """Print the figures of runs side by side, with each seed of ``spreads``, and write their page."""
     from dglx_dist.report.page import render_page, write_page
     from dglx_dist.report.run_folder import read_run
     from dglx_dist.report.tables import build_runs_table, spread_cells, summarise
 
     places, means = list[Path](), dict[str, Mapping[str, tuple[object, str]]]()
     for folder in folders:
-        with _damage_named(folder):
+        with _explain_damage(folder):
             if folder in spreads:
                 places += [folder / run for run in spreads[folder]["runs"]]
                 means[f"{folder}: mean ± std"] = spread_cells(spreads[folder])
             else:
                 places.append(folder)
-    names = [one.resolve().name for one in places]
+    names = [place.resolve().name for place in places]
     runs: dict[str, Run] = {}
     summaries = dict[str, Mapping[str, object]]()
     for name, folder in zip(names, places, strict=True):
-        shown = str(folder) if names.count(name) > 1 else name
-        with _damage_named(folder):
-            run = runs[shown] = read_run(folder)
-            summaries[shown] = run.summary or summarise({}, run.epochs)
-            # Of each alone, so that the message names the damaged one.
-            _ = build_runs_table({shown: summaries[shown]}) if html is None else render_page({shown: run}, "")
+        title = str(folder) if names.count(name) > 1 else name
+        with _explain_damage(folder):
+            run = runs[title] = read_run(folder)
+            summaries[title] = run.summary or summarise({}, run.epochs)
+            # Each run is tried alone, so that the message names the damaged one.
+            _ = build_runs_table({title: summaries[title]}) if html is None else render_page({title: run}, "")
     if len(runs) > 1:
         show(build_runs_table(summaries))
     if html is not None:
@@ -285,31 +292,33 @@ def _report_runs(
 
 
 @contextmanager
-def _damage_named(path: Path) -> Iterator[None]:
+def _explain_damage(path: Path) -> Iterator[None]:
     try:
         yield
     except DglxError:
         raise
     except (LookupError, TypeError, ValueError, ArithmeticError, AttributeError, RuntimeError) as problem:
-        what = f"{type(problem).__name__}: {str(problem)[:200]}"
-        raise StorageError(f"{path} is damaged ({what}); repeat the run") from problem
+        reason = f"{type(problem).__name__}: {str(problem)[:200]}"
+        raise StorageError(f"{path} is damaged ({reason}). Repeat the run.") from problem
 
 
 def report_trace(path: Path, batches: tuple[int, int] | None) -> None:
-    """Draw the trace ``path`` as a PNG file beside it, and print how much of the traffic was hidden.
+    """Draw the trace ``path`` to a PNG file beside it, and print how much of the traffic was hidden.
 
-    StorageError: the file is no trace, or damaged. ConfigError: it has no such ``batches``.
+    Raises:
+        StorageError: the file is not a trace, or is damaged.
+        ConfigError: it has no such ``batches``.
     """
     from dglx_dist.comm.trace import read_trace
-    from dglx_dist.report.pictures import draw_trace, overlap_text
+    from dglx_dist.report.pictures import describe_overlap, draw_trace
 
-    with _damage_named(path):
+    with _explain_damage(path):
         trace, target = read_trace(path), path.with_suffix(".png")
         title = " ".join(
             [str(trace.facts.get("strategy", path.stem))]
             + [f"{name}={value}" for name, value in dict(trace.facts.get("options", {})).items()]
         )
-        write(f"{title}: {overlap_text(trace)}")
+        write(f"{title}: {describe_overlap(trace)}")
         draw_or_warn(lambda: draw_trace(trace, target, title=title, batches=batches), target)
 
 
@@ -318,14 +327,14 @@ def read_batches(text: str | None) -> tuple[int, int] | None:
         return None
     first, _, last = text.partition(":")
     if not (first.isdecimal() and last.isdecimal() and int(first) <= int(last)):
-        raise ConfigError(f"--batches {text} must be two numbers of batches, such as 20:23")
+        raise ConfigError(f"--batches {text} must be two batch numbers, like 20:23")
     return int(first), int(last)
 
 
 def _how_to_resume(folder: Path, config: Mapping[str, Any]) -> str:
     data = shlex.quote(str(config.get("data", "DIR")))
     return (
-        "the run did not finish, or is still running; it goes on from its newest checkpoint, if any: "
-        f"`dglx train {data} --out {shlex.quote(str(folder))}`, with the options that it had "
+        "the run did not finish, or is still running. It can be resumed from its newest checkpoint, if any: "
+        f"`dglx train {data} --out {shlex.quote(str(folder))}`, with the same options "
         f"({folder / 'config.json'})"
     )

@@ -20,9 +20,9 @@ lambda_app = typer.Typer(
 )
 
 Name = Annotated[str, typer.Argument(metavar="NAME", help="Name of the function.", show_default=False)]
-REGION = "Region of AWS. Default: as the AWS command line has it."
-ENDPOINT_URL = "Another service with AWS's interface."
-DRY_RUN = "Print what would be done, and do nothing."
+REGION = "Region of AWS. Default: the region of the AWS command line."
+ENDPOINT_URL = "URL of another service with AWS's interface."
+DRY_RUN = "Print the changes, but do not make them."
 Region = Annotated[str | None, typer.Option(help=REGION, show_default=False)]
 EndpointUrl = Annotated[str | None, typer.Option(metavar="URL", help=ENDPOINT_URL, show_default=False)]
 DryRun = Annotated[bool, typer.Option("--dry-run", help=DRY_RUN)]
@@ -39,34 +39,34 @@ DryRun = Annotated[bool, typer.Option("--dry-run", help=DRY_RUN)]
 
         --option function=dglx-worker --option interface=eth0
 
-Credentials come from where the AWS command line looks, and from nowhere else. Each command prints what it
-changes beforehand, and leaves alone what it did not create. `dglx lambda remove dglx-worker` removes all of
-it.
+Credentials come from the same places as for the AWS command line. Each command prints its changes beforehand,
+and does not touch anything that it did not create. `dglx lambda remove dglx-worker` removes all of it.
 """
 )
 def functions() -> None:
-    """Deploy workers as a function of AWS Lambda, test or remove it; needs `pip install 'dglx_dist[aws]'`."""
+    """Deploy workers as a function of AWS Lambda, test or remove it. Needs `pip install 'dglx_dist[aws]'`."""
 
 
 @lambda_app.command()
 def package(
-    target: Annotated[Path, typer.Argument(metavar="FILE", help="The zip to write.", show_default=False)],
+    target: Annotated[Path, typer.Argument(metavar="FILE", help="Zip file to write.", show_default=False)],
     stage: Annotated[
         list[str] | None,
-        typer.Option(metavar="NAME=MODULE:CLASS", help="A stage of your own; may be given several times."),
+        typer.Option(metavar="NAME=MODULE:CLASS", help="Stage of your own. Repeatable."),
     ] = None,
     python: Annotated[
         str | None,
-        typer.Option(help="Fetch numpy and pyzmq for this Python, such as 3.12. Default: this one's."),
+        typer.Option(help="Python version of numpy and pyzmq, like 3.12. Default: that of this Python."),
     ] = None,
     architecture: Annotated[
         str | None,
-        typer.Option(help="Processor, with --python: x86_64 or arm64. Default: x86_64.", show_default=False),
+        typer.Option(help="Processor for --python: x86_64 or arm64. Default: x86_64.", show_default=False),
     ] = None,
 ) -> None:
-    """Write the package of a worker: what it imports of dglx_dist, numpy, pyzmq, and your own stages.
+    """Write the package of a worker: the modules of dglx_dist that it imports, numpy, pyzmq, and your own
+    stages.
 
-    Equal contents give equal files, so a function is updated only when something has changed.
+    Equal contents give equal files, so a function is updated only if something has changed.
 
     Example: `dglx lambda package worker.zip --python 3.12`
     """
@@ -78,10 +78,10 @@ def package(
 
     if architecture is not None and python is None:
         raise ConfigError(
-            f"--architecture {architecture} says which wheels --python fetches; give --python as well"
+            f"--architecture {architecture} selects the wheels that --python fetches. Add --python."
         )
     if architecture is not None and architecture not in ARCHITECTURES:
-        raise ConfigError(f"--architecture {architecture}; give one of {', '.join(ARCHITECTURES)}")
+        raise ConfigError(f"--architecture {architecture} must be one of {', '.join(ARCHITECTURES)}")
     with TemporaryDirectory(prefix="dglx-wheels-") as folder:
         wheels = None
         if python is not None:
@@ -106,9 +106,9 @@ class DeployCommand(Deployment):
 @lambda_app.command()
 @command(DeployCommand)
 def deploy(config: DeployCommand) -> None:
-    """Create the function, or update it; wait until it can be used.
+    """Create or update the function, and wait until it can be used.
 
-    Parts that are up to date are left alone, so a repeated call continues where the last one stopped.
+    Parts that are up to date are not touched, so a repeated call continues where the last one stopped.
 
     Example: `dglx lambda deploy dglx-worker --package worker.zip --memory 512 --dry-run`
     """
@@ -125,14 +125,16 @@ def invoke_test(
     name: Name,
     address: Annotated[
         str | None,
-        typer.Option(help="Address of this machine that the function reaches. Default: the way to AWS."),
+        typer.Option(
+            help="Address at which the function reaches this machine. Default: the one towards AWS."
+        ),
     ] = None,
     region: Region = None,
     endpoint_url: EndpointUrl = None,
 ) -> None:
     """Run two small tasks in the function for this machine, and check their results.
 
-    The function connects back to this machine, so this tests network, secret and package. Costs two
+    The function connects back to this machine, so this tests network, secret and package. It costs two
     invocations.
 
     Example: `dglx lambda invoke-test dglx-worker --address 10.0.0.5`
@@ -142,14 +144,14 @@ def invoke_test(
     place = Place(region=region, endpoint_url=endpoint_url)
     for seconds, answer in try_function(name, place, write, address=address):
         kind = "cold" if answer.cold else "warm"
-        write(f"{kind}: right after {seconds:.3f} s, of which {answer.seconds:.3f} s in the worker")
+        write(f"{kind}: correct after {seconds:.3f} s, including {answer.seconds:.3f} s in the worker")
 
 
 @lambda_app.command()
 def remove(
     name: Name, region: Region = None, endpoint_url: EndpointUrl = None, dry_run: DryRun = False
 ) -> None:
-    """Delete the function, its log, and the role that was made for it.
+    """Delete the function, its log, and the role that was created for it.
 
     Example: `dglx lambda remove dglx-worker --dry-run`
     """
@@ -166,11 +168,11 @@ def prices(
     name: Annotated[
         str,
         typer.Argument(
-            metavar="NAME", help="A table: aws, dorylus (the paper's), or the path of a JSON file."
+            metavar="NAME", help="Price table: aws, dorylus (from the paper), or the path of a JSON file."
         ),
     ] = "aws",
 ) -> None:
-    """Print a price table as JSON: edit a copy and give it to `--option prices=FILE`.
+    """Print a price table as JSON. Edit a copy and pass it with `--option prices=FILE`.
 
     Example: `dglx lambda prices > mine.json`
     """

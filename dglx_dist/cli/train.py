@@ -25,58 +25,64 @@ from dglx_dist.report.tables import plural
 from dglx_dist.training.config import LINK, TrainConfig, count_ranks_per_server
 
 INTERRUPTED = 128 + signal.SIGINT
-_TOLD = (INTERRUPTED, 128 + signal.SIGTERM, 128 + signal.SIGUSR1)
+_SIGNAL_CODES = (INTERRUPTED, 128 + signal.SIGTERM, 128 + signal.SIGUSR1)
 
 
 def start_ranks(arguments: Sequence[str], *, ranks: int, servers: int | None) -> int:
     """Run ``dglx ARGUMENTS`` on W ``ranks`` of this machine, as S virtual servers, and wait for them.
 
-    A process of the same command launches them: libraries read variables of the environment when they are
-    loaded. SIGTERM, SIGUSR1 and Ctrl-C are passed on. Returns the exit code: 0; 75 where ranks have saved a
-    checkpoint, 128 + the signal where they could not; that of the rank that failed first, or 128 + the signal
-    that ended the launcher. Unless it is 0, a message has been shown. ConfigError: uneven servers, or no
-    ranks.
+    A process of the same command launches them, because libraries read environment variables when they are
+    loaded. SIGTERM, SIGUSR1 and Ctrl-C are passed on.
+
+    Returns:
+        The exit code. 75 if the ranks have saved a checkpoint after a signal, 128 + signal if they could not.
+        Otherwise that of the rank that failed first, or 128 + the signal that ended the launcher. Unless it
+        is 0, a message has been shown.
+
+    Raises:
+        ConfigError: the servers are uneven, or there are no ranks.
     """
     mark_as_parent()
     environment = add_secret(
         build_rank_environment(ranks, ranks_per_server=count_ranks_per_server(ranks, servers))
     )
     command = [sys.executable, "-m", "dglx_dist.cli", LAUNCHER, *arguments]
-    process, told = subprocess.Popen(command, env=environment), set[int]()
+    process, received = subprocess.Popen(command, env=environment), set[int]()
 
     def pass_on(number: int, _: object) -> None:
-        told.add(number)
+        received.add(number)
         process.send_signal(number)
 
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
-        # A shell starts commands in the background with SIGINT ignored, and then it stays so.
+        # A shell starts background commands with SIGINT ignored. It must stay ignored then.
         if signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, pass_on)
     code = process.wait()
-    # Before it has a handler of its own the signal ends the launcher.
-    code = 128 - code if -code in told else code
-    if code in _TOLD:
+    # The signal ends a launcher that has not installed its handler yet.
+    code = 128 - code if -code in received else code
+    if code in _SIGNAL_CODES:
         name = "interrupted" if code == INTERRUPTED else f"ended by {signal.Signals(code - 128).name}"
         say(
-            f"{name}; the ranks have ended. The same command goes on from the newest checkpoint, if any",
+            f"{name}; the ranks have ended. The same command resumes from the newest checkpoint, if any",
             "red",
         )
     if code < 0:
         name = signal.Signals(-code).name
-        say(f"the launcher of the ranks was ended by {name}; the ranks end with it", "red")
+        say(f"the launcher of the ranks was ended by {name}. The ranks end with it.", "red")
         return 128 - code
     return code
 
 
 def become_launcher(config: TrainConfig, arguments: Sequence[str]) -> None:
-    """Check ``config``, fork the ranks of ``dglx ARGUMENTS`` and wait for them; returns in the ranks only.
+    """Check ``config``, fork the ranks of ``dglx ARGUMENTS`` and wait for them.
 
-    Ends this process otherwise. ConfigError and StorageError as of :func:`check_before_launch`.
+    Only the ranks return from this function. It ends this process otherwise. See :func:`check_before_launch`
+    for ConfigError and StorageError.
     """
     from dglx_dist.comm.stopping import end_with_parent
 
     end_with_parent()
-    # Collections take a quarter of the time of imports, which make no garbage.
+    # Garbage collection takes a quarter of the time of imports, which produce no garbage.
     gc.disable()
     check_before_launch(config)
     from dglx_dist.cli.torchrun import launch
@@ -91,23 +97,23 @@ def become_launcher(config: TrainConfig, arguments: Sequence[str]) -> None:
 def train(config: TrainConfig) -> None:
     """Train a model on a partitioned dataset, evaluate it exactly, and write results and cost to a folder.
 
-    Two processes here: `dglx train data/demo --ranks 2 --epochs 5 --out runs/demo`
+    Two processes on this machine: `dglx train data/demo --ranks 2 --epochs 5 --out runs/demo`
 
-    Under torchrun: `torchrun --nproc-per-node 4 -m dglx_dist.cli train data/demo --out runs/demo`
+    With torchrun: `torchrun --nproc-per-node 4 -m dglx_dist.cli train data/demo --out runs/demo`
 
-    RUNDIR gets `summary.json`, `metrics.jsonl`, `config.json`, `picture.png` and the weights:
-    `model.safetensors` of the best epoch by validation, or of the last without validation, and
-    `final.safetensors` of the last. `dglx report RUNDIR` shows the results again.
+    RUNDIR gets `summary.json`, `metrics.jsonl`, `config.json`, `picture.png` and the weights.
+    `model.safetensors` has those of the best epoch by validation, or of the last epoch without validation,
+    and `final.safetensors` those of the last epoch. `dglx report RUNDIR` shows the results again.
     """
     ranks, servers = config.ranks, config.servers
     if is_launched_by_torchrun():
         check_launched(ranks, servers)
     elif LAUNCHER in sys.argv:
-        become_launcher(config, [one for one in sys.argv[1:] if one != LAUNCHER])
+        become_launcher(config, [argument for argument in sys.argv[1:] if argument != LAUNCHER])
     elif ranks is not None:
         raise typer.Exit(start_ranks(sys.argv[1:], ranks=ranks, servers=servers))
     elif servers not in (None, 1):
-        raise ConfigError(f"--servers {servers} divides ranks among servers; give their number with --ranks")
+        raise ConfigError(f"--servers {servers} divides ranks among servers. Set their number with --ranks.")
     from dglx_dist.cli.train_job import train_dataset, train_seeds
 
     trained = train_seeds(config) if config.seeds else train_dataset(config)
@@ -121,7 +127,7 @@ def train(config: TrainConfig) -> None:
         written = "".join(f", {name} to {folder}" for name, folder in outputs.items() if folder)
         if config.seeds:
             show(build_spread_table(trained.summary))
-            again = f"dglx report {config.out}, of one seed: {config.out}/seed-{config.seeds[0]}"
+            again = f"dglx report {config.out}, for one seed: {config.out}/seed-{config.seeds[0]}"
             write(f"written to {config.out}{written}; again: {again}; {weights}")
             return
         show(partial(build_epoch_table, trained.epochs))
@@ -130,22 +136,22 @@ def train(config: TrainConfig) -> None:
 
 
 def check_launched(ranks: int | None, servers: int | None) -> None:
-    """Raise ConfigError when torchrun has started other ranks or servers than the options ask for."""
+    """Raise ConfigError if torchrun has started other ranks or servers than the options request."""
     topology = read_topology()
     if ranks not in (None, topology.world_size):
         raise ConfigError(
-            f"--ranks {ranks}, but torchrun has started {topology.world_size}; leave --ranks out, or "
-            "leave torchrun out"
+            f"--ranks {ranks}, but torchrun has started {topology.world_size}. Leave --ranks out, or run it "
+            "without torchrun."
         )
     if servers not in (None, topology.num_servers):
         raise ConfigError(
-            f"--servers {servers}, but torchrun's ranks are on {topology.num_servers}; leave --servers out, "
-            "and set DGLX_RANKS_PER_SERVER for virtual servers"
+            f"--servers {servers}, but torchrun's ranks are on {topology.num_servers}. Leave --servers out, "
+            "and set DGLX_RANKS_PER_SERVER for virtual servers."
         )
 
 
 def check_before_launch(config: TrainConfig) -> None:
-    """Check options and device (ConfigError) and the dataset (StorageError) before a process is started."""
+    """Check options and device (ConfigError) and the dataset (StorageError) before any process is started."""
     from dglx_dist.comm.devices import check_request
     from dglx_dist.data.storage.manifest import read_manifest
     from dglx_dist.graph.partition_book import canonical_etype
@@ -160,16 +166,15 @@ def check_before_launch(config: TrainConfig) -> None:
     read_options = read_auto_options if is_auto else STRATEGIES.get(strategy).read_options
     read_options({**read_settings().options, **config.strategy_options})
     if config.task == LINK and not STRATEGIES.get(strategy).traits.on_edges:
-        known = STRATEGIES.names()
-        others = [one for one in known if STRATEGIES.get(one).traits.on_edges]
+        names = [name for name in STRATEGIES.names() if STRATEGIES.get(name).traits.on_edges]
         raise ConfigError(
-            f"--task link needs batches of edges, which strategy {strategy!r} does not have; use "
-            f"--strategy {' or '.join(others)}"
+            f"--task link needs batches of edges, but strategy {strategy!r} has none. Use "
+            f"--strategy {' or '.join(names)}."
         )
     if config.embeddings and not is_auto and STRATEGIES.get(strategy).traits.features != "rows":
         raise ConfigError(
-            f"--embeddings are rows on the servers, which strategy {strategy!r} does not fetch; use "
-            "--strategy data_parallel"
+            f"--embeddings are rows on the servers, but strategy {strategy!r} does not fetch them. Use "
+            "--strategy data_parallel."
         )
     if not is_auto:
         check_loop(config, STRATEGIES.get(strategy).traits, strategy)
@@ -182,6 +187,6 @@ def check_before_launch(config: TrainConfig) -> None:
     parts, servers = manifest.num_parts, config.servers or 1
     if parts < servers:
         raise ConfigError(
-            f"{config.data} has {plural(parts, 'part')}, too few for --servers {servers}; start {parts} at "
-            f"most, or partition again with `dglx partition DATA --parts {servers} --out DIR`"
+            f"{config.data} has {plural(parts, 'part')}, too few for --servers {servers}. Use at most "
+            f"{parts} servers, or partition again with `dglx partition DATA --parts {servers} --out DIR`."
         )

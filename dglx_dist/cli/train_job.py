@@ -1,4 +1,4 @@
-"""One rank of ``dglx train``: open, train, evaluate, write the run folder."""
+"""One rank of ``dglx train``: open the dataset, train, evaluate, write the run folder."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 import dglx_dist
 from dglx_dist.api import fit, init, training_nodes
-from dglx_dist.cli.common import can_be_labels, training_command
+from dglx_dist.cli.common import list_possible_labels, suggest_training_command
 from dglx_dist.comm.collectives import check_equal, run_on_all_ranks
 from dglx_dist.comm.session import Session
 from dglx_dist.errors import ConfigError, StorageError
@@ -39,7 +39,7 @@ from dglx_dist.progress import say
 from dglx_dist.records import FEATURE, LABEL, SPLITS, EdgeType, EpochRecord
 from dglx_dist.registry import AUTO
 from dglx_dist.report import run_folder
-from dglx_dist.report.outcome import build_outcome, collect_facts, plan_summary, read_run_plan
+from dglx_dist.report.outcome import build_outcome, collect_facts, read_run_plan, summarize_plan
 from dglx_dist.report.run_folder import PICTURE, SUMMARY, append_epoch, read_epochs, start_run, write_run
 from dglx_dist.report.tables import format_run_title, plural, spread, summarise
 from dglx_dist.strategies.base import WrappedModel, float_of, strategy_of
@@ -78,17 +78,17 @@ from dglx_dist.training.tasks import LinkPrediction, read_task, to_predictions, 
 from dglx_dist.training.tracing import check_trace, hide_credentials
 
 CHECKPOINTS = "checkpoints"
-"""Folder inside a run folder."""
+"""Folder of checkpoints inside a run folder."""
 PREDICTION, EMBEDDING, SCORES = "prediction", "embedding", "scores"
-"""Names of the columns of written results."""
+"""Column names of written results."""
 
 
 def _resolve_auto(
     plan: TrainConfig, g: DistGraph, module: nn.Module
 ) -> tuple[TrainConfig, dict[str, Any] | None]:
-    """Choose a strategy in place of ``auto``, or resume with that of the checkpoint; collective.
+    """Choose a strategy for ``auto``, or resume with that of the checkpoint. Collective.
 
-    Returns the plan with the session's strategy, and ``Choice.to_json()`` if there was a choice.
+    Return the plan with the session's strategy, and ``Choice.to_json()`` if there was a choice.
     """
     if plan.strategy != AUTO:
         return plan, None
@@ -97,40 +97,40 @@ def _resolve_auto(
     training = Training(
         num_layers=plan.layers, kind=kind, own_loop=own_loop, **select_common_fields(plan, Training)
     )
-    taken, chosen = resolve(module, g, training, folder / CHECKPOINTS if plan.resume else None)
-    choice = read_run_plan(folder, g.session) if chosen is None else chosen.to_json()
-    plan = replace(plan, strategy=taken.strategy, strategy_options=dict(taken.options))
-    if taken.cache is not None:
-        plan = replace(plan, cache=taken.cache, cache_alpha=taken.cache_alpha)
-    if default_batch_size(taken.strategy) is None:
-        # Steps on the whole graph: these options were for the mini-batches in the comparison.
+    candidate, choice = resolve(module, g, training, folder / CHECKPOINTS if plan.resume else None)
+    choice_json = read_run_plan(folder, g.session) if choice is None else choice.to_json()
+    plan = replace(plan, strategy=candidate.strategy, strategy_options=dict(candidate.options))
+    if candidate.cache is not None:
+        plan = replace(plan, cache=candidate.cache, cache_alpha=candidate.cache_alpha)
+    if default_batch_size(candidate.strategy) is None:
+        # Steps take the whole graph. These options were for the mini-batches in the comparison.
         plan = replace(plan, fanouts=None, batch_size=None)
-    return plan, choice
+    return plan, choice_json
 
 
 Built: TypeAlias = tuple[nn.Module, EntityInputs | None, SparseOptimizer | None]
-"""A model, its inputs (None: the features of the only node type), and the optimizer of its trainable rows."""
+"""Model, its inputs (None: the features of the only node type), and the optimizer of its trainable rows."""
 
 
 def build(plan: TrainConfig, g: DistGraph, ntype: str | None, width: int) -> Built:
-    """Build a model with results of ``width`` for ``ntype``, None: all types; collective.
+    """Build a model with results of ``width`` for ``ntype``, or for all types if it is None. Collective.
 
     Nodes without features get trainable rows.
     """
     sizes = (plan.hidden, width, plan.layers, plan.dropout)
-    inputs, sparse = _inputs_of(plan, g)
+    inputs, sparse = _build_inputs(plan, g)
     if plan.model not in RELATIONAL_KINDS:
         columns = plan.embeddings if inputs else g.nodes[g.ntypes[0]].data[FEATURE].shape[1]
-        assert columns is not None  # checked
+        assert columns is not None, "the configuration checks it"
         if plan.model_file is not None:
-            given = dict(zip(OWN_ARGUMENTS, (columns, *sizes, plan.heads, g), strict=True))
-            module = run_on_all_ranks(g.session, partial(_own_model, plan, given), ConfigError)
+            arguments = dict(zip(OWN_ARGUMENTS, (columns, *sizes, plan.heads, g), strict=True))
+            module = run_on_all_ranks(g.session, partial(_load_own_model, plan, arguments), ConfigError)
             check_equal(g.session, f"the content of --model-file {plan.model_file}", plan.model_sha256)
             return module, inputs, sparse
         own: dict[str, Any] = {"teleport": plan.teleport, "recompute": plan.recompute, **plan.between}
-        made: Any = build_model(plan.model, columns, *sizes, plan.heads, g, **own)
-        made.edge_weight = plan.edge_weight
-        return made, inputs, sparse
+        model: Any = build_model(plan.model, columns, *sizes, plan.heads, g, **own)
+        model.edge_weight = plan.edge_weight
+        return model, inputs, sparse
     assert inputs is not None
     widths = inputs.feature_widths
     if plan.embeddings not in (None, plan.hidden):
@@ -142,53 +142,54 @@ def build(plan: TrainConfig, g: DistGraph, ntype: str | None, width: int) -> Bui
     return kind.build(g, widths, plan.hidden, width, **options), inputs, sparse
 
 
-def _own_model(plan: TrainConfig, given: Mapping[str, Any]) -> nn.Module:
-    """Return the model of ``--model-file``, tried on small blocks; ConfigError whatever it raises."""
+def _load_own_model(plan: TrainConfig, arguments: Mapping[str, Any]) -> nn.Module:
+    """Return the model of ``--model-file`` after a test on small blocks. Its errors become ConfigError."""
     path, _, name = str(plan.model_file).rpartition(":")
     if hashlib.sha256(Path(path).read_bytes()).hexdigest() != plan.model_sha256:
-        raise ConfigError(f"{path} differs from the file that the run began with; start it again")
+        raise ConfigError(f"{path} differs from the file at the start of the run. Start it again.")
     try:
         make = runpy.run_path(path, run_name="model_file").get(name)
         if make is None:
             raise ConfigError(f"there is no {name!r} in it")
         parameters = inspect.signature(make).parameters
-        takes_all = any(one.kind is one.VAR_KEYWORD for one in parameters.values())
-        model = make(**{key: given[key] for key in given if takes_all or key in parameters})
+        takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+        model = make(**{key: arguments[key] for key in arguments if takes_all or key in parameters})
         if not isinstance(model, nn.Module):
             raise ConfigError(f"{name} returns {type(model).__name__}, not an nn.Module")
         sizes = range(2 * plan.layers + 2, 0, -2)
         blocks = [random_block(b, a, 3 * b, torch.Generator()) for a, b in pairwise(sizes)]
         for block in blocks if plan.edge_weight else ():
-            column = given["graph"].edges[given["graph"].canonical_etypes[0]].data[plan.edge_weight]
+            column = arguments["graph"].edges[arguments["graph"].canonical_etypes[0]].data[plan.edge_weight]
             block.edata[plan.edge_weight] = torch.ones(
                 block.num_edges(), *column.shape[1:], dtype=column.dtype
             )
         with preserve_state(model, training=False), torch.random.fork_rng(devices=[]), torch.no_grad():
-            out = model(blocks, torch.zeros(sizes[0], given["in_dim"], dtype=float_of(model).dtype))
-        found = tuple(out.shape) if isinstance(out, Tensor) else type(out).__name__
-        if found != (2, given["classes"]):
-            raise ConfigError(f"for 2 targets of {given['classes']} classes it returns {found}")
+            out = model(blocks, torch.zeros(sizes[0], arguments["in_dim"], dtype=float_of(model).dtype))
+        shape = tuple(out.shape) if isinstance(out, Tensor) else type(out).__name__
+        if shape != (2, arguments["classes"]):
+            raise ConfigError(f"for 2 targets of {arguments['classes']} classes it returns {shape}")
     except (Exception, SystemExit) as error:
-        what = str(error) if isinstance(error, ConfigError) else f"{type(error).__name__}: {error}"
-        lines = [one.lineno for one in traceback.extract_tb(error.__traceback__) if one.filename == path]
-        what = f"line {lines[-1]}: {what}" if lines else what
+        reason = str(error) if isinstance(error, ConfigError) else f"{type(error).__name__}: {error}"
+        frames = traceback.extract_tb(error.__traceback__)
+        lines = [frame.lineno for frame in frames if frame.filename == path]
+        reason = f"line {lines[-1]}: {reason}" if lines else reason
         raise ConfigError(
-            f"--model-file {plan.model_file}: {what}; it is called with those of {', '.join(given)} that it "
-            f"names, and its forward with {plan.layers} blocks and h (docs/quickstart.md, Models)"
+            f"--model-file {plan.model_file}: {reason}. It is called with those of {', '.join(arguments)} "
+            f"that it names, and its forward with {plan.layers} blocks and h (docs/quickstart.md, Models)."
         ) from error
     needs_layers = plan.predictions or plan.save_embeddings or plan.task == LINK
     if needs_layers and not hasattr(model, "inference_layers"):
         raise ConfigError(
-            f"{plan.model} has no inference_layers() (dglx_dist.training.models), which --predictions, "
-            "--save-embeddings and --task link need; add it, or leave these out"
+            f"{plan.model} has no inference_layers() (dglx_dist.training.models), but --predictions, "
+            "--save-embeddings and --task link need it. Add it, or leave these options out."
         )
     return model
 
 
-def _inputs_of(
+def _build_inputs(
     plan: TrainConfig, g: DistGraph, scale: float = 1.0
 ) -> tuple[EntityInputs | None, SparseOptimizer | None]:
-    """Return the inputs, None: the features of the only type, and the optimizer of trainable rows."""
+    """Return the inputs (None: the features of the only type) and the optimizer of trainable rows."""
     embeddings = {}
     for name in g.ntypes:
         if plan.model == NO_ENCODER or FEATURE not in g.nodes[name].data:
@@ -196,23 +197,23 @@ def _inputs_of(
             width = plan.embeddings or plan.hidden
             options: dict[str, Any] = {"part_policy": policy, "graph": g, "scale": scale}
             embeddings[name] = DistEmbedding(count, width, f"{name}-rows", **options)
-    several = plan.model in RELATIONAL_KINDS or plan.model == NO_ENCODER
-    if not several and not embeddings:
+    is_relational = plan.model in RELATIONAL_KINDS or plan.model == NO_ENCODER
+    if not is_relational and not embeddings:
         return None, None
-    inputs = EntityInputs(g, embeddings=embeddings, as_tensor=not several)
+    inputs = EntityInputs(g, embeddings=embeddings, as_tensor=not is_relational)
     return inputs, SparseAdam([*embeddings.values()], lr=plan.lr) if embeddings else None
 
 
-def _decoder_of(plan: TrainConfig, targets: Sequence[EdgeType]) -> str:
+def _choose_decoder(plan: TrainConfig, targets: Sequence[EdgeType]) -> str:
     return plan.decoder or ("distmult" if len(targets) > 1 else "dot")
 
 
 def _build_link(plan: TrainConfig, g: DistGraph, targets: Sequence[EdgeType]) -> Built:
-    decoder, etypes = _decoder_of(plan, targets), g.canonical_etypes
+    decoder, etypes = _choose_decoder(plan, targets), g.canonical_etypes
     if plan.model == NO_ENCODER:
-        assert plan.embeddings is not None  # checked
+        assert plan.embeddings is not None, "the configuration checks it"
         module = LinkModel(None, DECODERS[decoder](len(etypes), plan.embeddings), etypes)
-        return module, *_inputs_of(plan, g, module.decoder.row_scale)
+        return module, *_build_inputs(plan, g, module.decoder.row_scale)
     encoder, inputs, sparse = build(plan, g, None, plan.hidden)
     return LinkModel(encoder, DECODERS[decoder](len(etypes), plan.hidden), etypes), inputs, sparse
 
@@ -237,24 +238,26 @@ def _write_outputs(
     if not isinstance(target, str):
         with compute_rows(wrapped, g, inputs) as rows:
             if plan.save_embeddings is not None:
-                shown = rows if len(rows) > 1 else rows[g.ntypes[0]]
-                write_embeddings(shown, g, plan.save_embeddings, name=EMBEDDING, overwrite=True)
+                tables = rows if len(rows) > 1 else rows[g.ntypes[0]]
+                write_embeddings(tables, g, plan.save_embeddings, name=EMBEDDING, overwrite=True)
                 write_relations(wrapped.whole().decoder, g, plan.save_embeddings)  # type: ignore[arg-type]
-            if (said := plan.predictions) is not None:
-                write_edges(target.test_edges(wrapped, rows), g, said, scores=plan.scores, overwrite=True)
+            if plan.predictions is not None:
+                edges = target.test_edges(wrapped, rows)
+                write_edges(edges, g, plan.predictions, scores=plan.scores, overwrite=True)
         return
     module = wrapped.whole()
     *hidden, last = module.inference_layers()  # type: ignore[operator]  # all models of build() have it
 
-    def of_scores(scores: Tensor) -> tuple[Tensor, ...]:
-        answers = to_predictions(plan.task, scores)
-        return (answers, to_probabilities(plan.task, scores)) if plan.scores else (answers,)
+    def interpret(scores: Tensor) -> tuple[Tensor, ...]:
+        predictions = to_predictions(plan.task, scores)
+        return (predictions, to_probabilities(plan.task, scores)) if plan.scores else (predictions,)
 
-    def answers(block: Any, h: Any) -> Any:
+    def predict(block: Any, h: Any) -> Any:
         scores = last(block, h)
-        # Relational models give a dictionary, also of one node type.
-        several = isinstance(scores, dict)
-        return {name: of_scores(rows) for name, rows in scores.items()} if several else of_scores(scores)
+        # Relational models return a dictionary even for one node type.
+        if isinstance(scores, dict):
+            return {name: interpret(rows) for name, rows in scores.items()}
+        return interpret(scores)
 
     for name, folder in outputs:
         if folder is None:
@@ -263,41 +266,41 @@ def _write_outputs(
             module,
             g,
             inputs=None if inputs is None else inputs.tensors,
-            layers=hidden if name == EMBEDDING else [*hidden, answers],
+            layers=hidden if name == EMBEDDING else [*hidden, predict],
             ntypes=None if name == EMBEDDING else [target],
             edge_feats=_edge_columns(plan),
         )
         tensors = list(flatten(rows).values())
         several = name == EMBEDDING and len(g.ntypes) > 1
-        beside: dict[str, Any] = {"more": {SCORES: tensors[1]}} if name == PREDICTION and tensors[1:] else {}
+        columns: dict[str, Any] = {"more": {SCORES: tensors[1]}} if name == PREDICTION and tensors[1:] else {}
         if name == PREDICTION and plan.task == CLASSIFICATION:
-            beside["classes"] = g.dataset.manifest.class_names.get(target, ())
-        # Of a tuple of rows that a layer passes on, the last ones are its own.
+            columns["classes"] = g.dataset.manifest.class_names.get(target, ())
+        # If a layer passes on a tuple of rows, the last ones are its own.
         own = tensors[-1 if name == EMBEDDING else 0]
-        write_embeddings(rows if several else own, g, folder, name=name, overwrite=True, **beside)
+        write_embeddings(rows if several else own, g, folder, name=name, overwrite=True, **columns)
         for tensor in tensors:
             tensor.delete()
 
 
 @dataclass(frozen=True, kw_only=True)
 class Trained:
-    """Results of a run, equal on every rank but for ``rank``."""
+    """Results of a run, equal on every rank except for ``rank``."""
 
     rank: int
     epochs: tuple[EpochRecord, ...]
-    """Includes those before a resume."""
+    """Records of all epochs, including those before a resume."""
     summary: Mapping[str, object]
 
 
 def train_dataset(plan: TrainConfig) -> Trained:
-    """Train, evaluate and write the run folder; every rank that torchrun started must call it."""
+    """Train, evaluate and write the run folder. Every rank that torchrun started must call it."""
     folder = Path(plan.out)
     options: dict[str, Any] = dict(plan.strategy_options)
     joining: dict[str, Any] = {"timeout": plan.timeout_s, "seed": plan.seed, "device": plan.device}
     with init(plan.strategy, **joining, **options) as session:
         plan = resolve_resume(plan, folder / CHECKPOINTS, session)
         g = DistGraph(plan.data, structure=plan.structure, verify=plan.verify, session=session)
-        plan, target, built, notes = _prepared(plan, g)
+        plan, target, built, notes = _prepare(plan, g)
         module, inputs, _ = built
         module.to(session.device)
         plan, choice = _resolve_auto(plan, g, module)
@@ -311,26 +314,26 @@ def train_dataset(plan: TrainConfig) -> Trained:
         before = read_epochs(folder) if plan.resume else None
 
         def start() -> None:
-            # Once the checkpoint is loaded: one that is damaged must not cost the results of the run.
+            # This runs after the checkpoint is loaded, so that a damaged one does not cost earlier results.
             if writes:
                 start_run(folder, config, before, plan=choice)
                 say(f"learning {describe_target(plan, g, target)}")
                 if plan.task == REGRESSION and g.dataset.manifest.num_classes.get(str(target)) == 2:
-                    say("warning: all labels are 0 or 1; as classes, leave --task out", style="yellow")
+                    say("warning: all labels are 0 or 1. Leave --task out to classify.", style="yellow")
 
         append = partial(append_epoch, folder) if writes else lambda _record: None
         wrapped, result = _fit(plan, g, target, built, facts, start, append)
         epochs = (*(e for e in before or () if e.epoch < result.first_epoch), *result.epochs)
-        # Without patience the figures are those of the last epoch.
+        # Without patience the figures belong to the last epoch.
         costs = collect_facts(wrapped, session, result if plan.patience else replace(result, best_epoch=None))
         summary = summarise(costs, epochs) | {"traffic": result.traffic} | notes
         if choice is not None:
             choice["outcome"] = asdict(build_outcome(choice["epoch"], epochs, costs))
-            summary[AUTO] = plan_summary(choice)
+            summary[AUTO] = summarize_plan(choice)
         if result.account:
-            shown = {name: value for name, value in result.account.items() if name != "text"}
+            account = {name: value for name, value in result.account.items() if name != "text"}
             # A resumed run has no account of its earlier epochs.
-            summary["account"] = {"epochs": len(result.epochs), **shown}
+            summary["account"] = {"epochs": len(result.epochs), **account}
         if writes and (result.epochs or not (folder / SUMMARY).is_file()):
             write_run(folder, config, epochs, summary, plan=choice)
             _draw(epochs, folder, format_run_title(summary, config))
@@ -339,11 +342,11 @@ def train_dataset(plan: TrainConfig) -> Trained:
 
 
 Target: TypeAlias = str | LinkEvaluation
-"""The node type to predict, or the evaluation of the edge types to predict."""
+"""Node type to predict, or the evaluation of the edge types to predict."""
 
 
-def _prepared(plan: TrainConfig, g: DistGraph) -> tuple[TrainConfig, Target, Built, dict[str, object]]:
-    """Return the plan with task and metrics, its target, the model, notes for the summary; collective."""
+def _prepare(plan: TrainConfig, g: DistGraph) -> tuple[TrainConfig, Target, Built, dict[str, object]]:
+    """Return the plan with task and metrics, its target, the model, and notes for the summary. Collective."""
     if plan.task != LINK:
         ntype = _check_trainable(plan, g)
         _check_edge_weight(plan, g)
@@ -354,29 +357,29 @@ def _prepared(plan: TrainConfig, g: DistGraph) -> tuple[TrainConfig, Target, Bui
         _check_inputs(plan, g)
     targets = run_on_all_ranks(g.session, lambda: link_targets(g, plan.target), ConfigError)
     if not sum(map(g.num_edges, targets)):
-        raise ConfigError(f"{g.dataset.folder} has no edges of {targets[0]}; name others with --target")
-    made = split_edges(g, targets)
+        raise ConfigError(f"{g.dataset.folder} has no edges of {targets[0]}. Name others with --target.")
+    is_new_split = split_edges(g, targets)
     if plan.predictions and not count_marked(g, targets, SPLITS[2]):
         raise ConfigError(
-            f"--predictions {plan.predictions} ranks test edges, and {g.dataset.folder} has none of "
-            f"{', '.join(relation for _, relation, _ in targets[:3])}; mark some with test_mask, name others "
-            "with --target, or leave --predictions out"
+            f"--predictions {plan.predictions} ranks test edges, but {g.dataset.folder} has none of "
+            f"{', '.join(relation for _, relation, _ in targets[:3])}. Mark some with test_mask, name others "
+            "with --target, or leave --predictions out."
         )
     notes: dict[str, object] = {
         "task": LINK,
         "target": ",".join(relation for _, relation, _ in targets),
-        "edge_split": "80 / 10 / 10, keyed by the ends" if made else "masks of the dataset",
+        "edge_split": "80 / 10 / 10, keyed by the ends" if is_new_split else "masks of the dataset",
     }
     plan, built = replace(plan, metric=list_metrics(LINK, plan.metric)), _build_link(plan, g, targets)
     return plan, LinkEvaluation(g=g, targets=targets, inputs=built[1], metrics=plan.metric), built, notes
 
 
 def describe_target(plan: TrainConfig, g: DistGraph, target: Target) -> str:
-    """Return the task with its size, as ``classification, 7 classes``."""
+    """Return the task with its size, like ``classification, 7 classes``."""
     if not isinstance(target, str):
         names = ", ".join(relation for _, relation, _ in target.targets[:3])
         names = names if len(target.targets) <= 3 else f"{len(target.targets)} edge types"
-        return f"link prediction on {names}, decoder {_decoder_of(plan, target.targets)}"
+        return f"link prediction on {names}, decoder {_choose_decoder(plan, target.targets)}"
     if plan.task == CLASSIFICATION:
         return f"{plan.task}, {plural(g.num_classes(target), 'class')}"
     width = math.prod(g.nodes[target].data[LABEL].shape[1:])
@@ -386,22 +389,22 @@ def describe_target(plan: TrainConfig, g: DistGraph, target: Target) -> str:
 
 
 def train_seeds(plan: TrainConfig) -> Trained:
-    """Train once with each of the seeds, and write ``summary.json`` of all; every rank must call it."""
-    folder, found = Path(plan.out), []
+    """Train once with each of the seeds, and write ``summary.json`` for all. Every rank must call it."""
+    folder, runs = Path(plan.out), []
     for seed in plan.seeds:
         name = f"seed-{seed}"
         paths = {"out": plan.out, "predictions": plan.predictions, "save_embeddings": plan.save_embeddings}
-        of_seed: dict[str, Any] = {key: str(Path(path) / name) for key, path in paths.items() if path}
-        found.append(train_dataset(replace(plan, seed=seed, seeds=(), **of_seed)))
-    last = found[-1]
-    summary = spread({f"seed-{seed}": one.summary for seed, one in zip(plan.seeds, found, strict=True)})
+        seed_paths: dict[str, Any] = {key: str(Path(path) / name) for key, path in paths.items() if path}
+        runs.append(train_dataset(replace(plan, seed=seed, seeds=(), **seed_paths)))
+    last = runs[-1]
+    summary = spread({f"seed-{seed}": run.summary for seed, run in zip(plan.seeds, runs, strict=True)})
     if last.rank == 0:
         run_folder.write_json(folder / SUMMARY, summary)
     return replace(last, summary=summary)
 
 
 def _configuration(plan: TrainConfig, g: DistGraph, folder: Path) -> dict[str, object]:
-    """Return what a resumed run must have in common; ConfigError if it differs. Collective."""
+    """Return the facts that a resumed run must share. Raise ConfigError if they differ. Collective."""
     facts = collect_configuration(plan, g.dataset.manifest.checksum)
     facts["strategy_options"] = hide_credentials(plan.strategy_options)
     saved = read_extra(folder / CHECKPOINTS) if plan.goes_on else None
@@ -425,49 +428,51 @@ def fill_defaults(plan: TrainConfig) -> TrainConfig:
 
 
 def _check_trainable(plan: TrainConfig, g: DistGraph) -> str:
-    """Check that ``g`` has the types and data that the model needs; return the node type to classify."""
+    """Check that ``g`` has the types and data that the model needs. Return the node type to classify."""
     if plan.strategy == AUTO:
         check_plannable(g.dataset.manifest, plan.data)
-    ntype, of_nodes = find_labelled_type(g), {name: g.nodes[name].data for name in g.ntypes}
-    data = of_nodes[ntype]
-    lacks = f"{g.dataset.folder} has no node data {{!r}} (known: {', '.join(data) or 'none'}); "
+    ntype, columns = find_labelled_type(g), {name: g.nodes[name].data for name in g.ntypes}
+    data = columns[ntype]
+    missing = f"{g.dataset.folder} has no node data {{!r}} (known: {', '.join(data) or 'none'}). "
     if LABEL not in data:
-        others = can_be_labels(of_nodes)
-        remedy = f"rename one of {others} to {LABEL!r} in nodes.csv or the .npz, and partition again"
-        remedy = remedy if others else "partition a graph that has it (docs/quickstart.md names the columns)"
+        remedy = "Partition a graph that has it (docs/quickstart.md names the columns)"
+        if names := list_possible_labels(columns):
+            remedy = f"Rename one of {names} to {LABEL!r} in nodes.csv or the .npz, and partition again"
         if plan.task == AUTO_TASK:
-            remedy += f", or predict edges: {training_command(plan.data, of_nodes, g.canonical_etypes)}"
-        raise ConfigError(lacks.format(LABEL) + remedy)
+            command = suggest_training_command(plan.data, columns, g.canonical_etypes)
+            remedy += f", or predict edges: {command}"
+        raise ConfigError(missing.format(LABEL) + remedy)
     if SPLITS[0] not in data:
         raise ConfigError(
-            lacks.format(SPLITS[0]) + "add a column 'split' (train, val, test) to nodes.csv, or train_mask, "
-            "val_mask and test_mask to the .npz, and partition again"
+            missing.format(SPLITS[0])
+            + "Add a column 'split' (train, val, test) to nodes.csv, or train_mask, "
+            "val_mask and test_mask to the .npz, and partition again."
         )
     _check_inputs(plan, g)
     return ntype
 
 
 def _check_inputs(plan: TrainConfig, g: DistGraph) -> None:
-    """Raise ConfigError unless the model takes the types of ``g`` and has rows for all nodes."""
+    """Raise ConfigError unless the model supports the types of ``g`` and has rows for all nodes."""
     where, relational = g.dataset.folder, plan.model in RELATIONAL_KINDS
     if not relational and (len(g.ntypes) != 1 or len(g.canonical_etypes) != 1):
-        others = ", or --model none --embeddings 64, which scores trainable rows" if plan.task == LINK else ""
+        link = ", or --model none --embeddings 64, which scores trainable rows" if plan.task == LINK else ""
         raise ConfigError(
-            f"{where} has {len(g.ntypes)} node and {len(g.canonical_etypes)} edge types, and --model "
-            f"{plan.model} is for one of each; use --model {' or '.join(RELATIONAL_KINDS)}{others}, or write "
-            "a loop as in examples/07_rgcn.py"
+            f"{where} has {len(g.ntypes)} node and {len(g.canonical_etypes)} edge types, but --model "
+            f"{plan.model} supports one of each. Use --model {' or '.join(RELATIONAL_KINDS)}{link}, or write "
+            "a loop like examples/07_rgcn.py."
         )
-    # A relational model has trainable rows where there are no features.
+    # A relational model has trainable rows for nodes without features.
     if not relational and plan.embeddings is None and FEATURE not in g.nodes[g.ntypes[0]].data:
         known = ", ".join(g.nodes[g.ntypes[0]].data) or "none"
         raise ConfigError(
-            f"{where} has no node data {FEATURE!r} (known: {known}); give the nodes trainable rows with "
-            "--embeddings 64, or partition a graph that has it (docs/quickstart.md names the columns)"
+            f"{where} has no node data {FEATURE!r} (known: {known}). Add trainable rows with --embeddings "
+            "64, or partition a graph that has it (docs/quickstart.md names the columns)."
         )
     for name in g.ntypes:
         shape = g.nodes[name].data[FEATURE].shape if FEATURE in g.nodes[name].data else (0, 0)
         if len(shape) != 2:
-            raise ConfigError(f"{FEATURE!r} of {where} has shape {shape}; it must be (N, F)")
+            raise ConfigError(f"{FEATURE!r} of {where} has shape {shape}, but must be (N, F)")
 
 
 def _edge_columns(plan: TrainConfig) -> tuple[str, ...]:
@@ -475,7 +480,7 @@ def _edge_columns(plan: TrainConfig) -> tuple[str, ...]:
 
 
 def _check_edge_weight(plan: TrainConfig, g: DistGraph) -> None:
-    """Raise ConfigError unless the edges have the column; say once if one of the usual name is not used."""
+    """Raise ConfigError unless the edges have the column. Report an unused column with a usual name."""
     where, name, etype = g.dataset.folder, plan.edge_weight, g.canonical_etypes[0]
     shapes = {key: tuple(column.shape[1:]) for key, column in g.edges[etype].data.items()}
     fitting = [key for key, shape in shapes.items() if shape in ((), (1,))]
@@ -483,17 +488,17 @@ def _check_edge_weight(plan: TrainConfig, g: DistGraph) -> None:
         unused = next((key for key in _USUAL_WEIGHTS if key in fitting), None)
         if unused is not None and plan.model_file is None and g.session.topology.rank == 0:
             models = list_kinds(WEIGHTED)
-            say(f"edge column {unused!r} is not used; --edge-weight {unused} multiplies messages ({models})")
+            say(f"edge column {unused!r} is not used. --edge-weight {unused} multiplies messages ({models}).")
         return
     if name not in fitting:
         raise ConfigError(
             f"--edge-weight {name}: {where} has no edge column of that name with one number per edge (known: "
-            f"{', '.join(fitting) or 'none'}); give one of these, or partition a graph that has it"
+            f"{', '.join(fitting) or 'none'}). Use one of these, or partition a graph that has it."
         )
     if not strategy_of(g.session).traits.own_loop:
         raise ConfigError(
-            f"--edge-weight {name}: the workers of strategy {g.session.strategy!r} do not read edge columns; "
-            "leave it out, or use --strategy data_parallel"
+            f"--edge-weight {name}: the workers of strategy {g.session.strategy!r} do not read edge columns. "
+            "Leave it out, or use --strategy data_parallel."
         )
 
 
@@ -505,13 +510,13 @@ def _check_cache(plan: TrainConfig, session: Session) -> None:
     has_rows = traits.features == "rows" and traits.unit != "full_graph"
     if plan.cache and not has_rows and (plan.cache, traits.features) != (LOOK_AHEAD, "columns"):
         raise ConfigError(
-            f"--cache {plan.cache} keeps feature rows of other servers, and strategy {session.strategy!r} "
-            "moves none in training; leave --cache out, or use strategy data_parallel"
+            f"--cache {plan.cache} keeps feature rows of other servers, but strategy {session.strategy!r} "
+            "moves none in training. Leave --cache out, or use strategy data_parallel."
         )
 
 
 def build_run_config(plan: TrainConfig, g: DistGraph, session: Session) -> dict[str, object]:
-    """Return the content of ``config.json``: effective options without secrets, ranks, graph, versions."""
+    """Return the content of ``config.json``: effective options without secrets, ranks, graph and versions."""
     return {
         **asdict(plan),
         "strategy": session.strategy,
@@ -524,7 +529,7 @@ def build_run_config(plan: TrainConfig, g: DistGraph, session: Session) -> dict[
         "edges": g.num_edges(),
         "parts": g.dataset.manifest.num_parts,
         "partitioned_by": g.dataset.manifest.method,
-        "versions": {one.__name__: one.__version__ for one in (dglx_dist, torch, dgl)},
+        "versions": {module.__name__: module.__version__ for module in (dglx_dist, torch, dgl)},
         "environment": {
             "python": platform.python_version(),
             "system": platform.platform(),
@@ -545,7 +550,7 @@ def _fit(
     after_epoch: Callback,
 ) -> tuple[WrappedModel, FitResult]:
     module, inputs, sparse = built
-    # A cache that auto chose is filled already.
+    # A cache that auto chose has been filled already.
     if plan.cache is not None and not g.kvstore.has_cache:
         _cache_features(plan, g, target, plan.cache)
     folder, options = Path(plan.out) / CHECKPOINTS, select_common_fields(plan, FitConfig)
@@ -564,7 +569,7 @@ def _fit(
         loading = {"loader": link_loader(g, target.targets, **loading)}
     settings: dict[str, Any] = {"lr": plan.lr, "weight_decay": plan.weight_decay}
     settings |= {"momentum": plan.momentum} if plan.momentum else {}
-    # Of --task link; the library takes a function.
+    # The option is the name of a loss for --task link, but the field is a function.
     del options["loss"]
     return fit(
         module,
@@ -589,7 +594,7 @@ def _cache_features(plan: TrainConfig, g: DistGraph, target: Target, policy: str
     sampling: dict[str, Any] = {}
     if policy == "vip":
         if not isinstance(target, str):
-            raise ConfigError("--cache vip counts the batches of nodes; use lookahead with --task link")
+            raise ConfigError("--cache vip counts batches of nodes. Use lookahead with --task link.")
         sampling = {"fanouts": list(plan.fanouts or ()), "batch_size": plan.batch_size}
         sampling["seeds"] = {target: training_nodes(g, target)}
     for name in g.ntypes:
@@ -598,13 +603,13 @@ def _cache_features(plan: TrainConfig, g: DistGraph, target: Target, policy: str
 
 
 def _draw(epochs: Sequence[EpochRecord], folder: Path, title: str) -> None:
-    # Imported here: Matplotlib costs every other rank half a second.
+    # Importing Matplotlib would cost every other rank half a second.
     from dglx_dist.report.pictures import draw
 
     try:
         draw(epochs, folder / PICTURE, title=title)
     except OSError as error:
         raise StorageError(
-            f"the run is in {folder}, but its picture cannot be written: {error}; `dglx report {folder}` "
-            "shows the run and draws it again"
+            f"the run is in {folder}, but its picture cannot be written: {error}. `dglx report {folder}` "
+            "shows the run and draws it again."
         ) from error

@@ -1,4 +1,4 @@
-"""DGL's ``DistGraph`` around ours."""
+"""DGL's ``DistGraph`` on top of ours."""
 
 import warnings
 from collections.abc import Iterator, Mapping, MutableMapping
@@ -10,15 +10,15 @@ import torch
 from torch import Tensor
 
 from dglx_dist.comm.topology import read_settings, read_topology
-from dglx_dist.compat.dist_tensor import DistTensor, KVClient, inner_tensor, use
+from dglx_dist.compat.dist_tensor import DistTensor, KVClient, add_user, inner_tensor
 from dglx_dist.compat.partition_book import (
-    edge_ids,
-    edge_type,
-    node_type,
-    of_each_type,
-    our_edges,
+    find_our_edges,
+    find_shown_edges,
+    get_edge_ids,
+    map_each_type,
     remember_graph,
-    shown_edges,
+    resolve_edge_type,
+    resolve_node_type,
 )
 from dglx_dist.compat.wrappers import UnknownTypeError, Wrapper
 from dglx_dist.data.storage.columns import MANIFEST
@@ -34,16 +34,16 @@ from dglx_dist.records import EdgeType, IdRanges
 
 
 def show_ids(g: InnerDistGraph, graph: dgl.DGLGraph) -> dgl.DGLGraph:
-    """Return a graph or block of edges of ``g``, now with the ids that scripts know."""
+    """Give a graph or block of edges of ``g`` the edge ids that scripts know, and return it."""
     for etype in graph.canonical_etypes:
-        if edge_ids(g.kvstore, etype) is not None and dgl.EID in (data := graph.edges[etype].data):
-            data[dgl.EID] = shown_edges(g.kvstore, etype, data[dgl.EID])
+        if get_edge_ids(g.kvstore, etype) is not None and dgl.EID in (data := graph.edges[etype].data):
+            data[dgl.EID] = find_shown_edges(g.kvstore, etype, data[dgl.EID])
     return graph
 
 
 @final
 class DataView(Wrapper, MutableMapping[str, DistTensor], of=InnerDataView):
-    """The named tensors of the nodes or edges of one type."""
+    """Named tensors of the nodes or edges of one type."""
 
     def __getitem__(self, key: str) -> DistTensor:
         return DistTensor.over(self.inner[key])
@@ -51,7 +51,7 @@ class DataView(Wrapper, MutableMapping[str, DistTensor], of=InnerDataView):
     def __setitem__(self, key: str, val: DistTensor) -> None:
         self.inner[key] = cast("InnerTensor", inner_tensor(val))
         # The view holds a reference to the tensor, so that it outlives the script's variable.
-        use(self.inner[key], self.inner[key])
+        add_user(self.inner[key], self.inner[key])
 
     def __delitem__(self, key: str) -> None:
         del self.inner[key]
@@ -68,29 +68,31 @@ class DataView(Wrapper, MutableMapping[str, DistTensor], of=InnerDataView):
 
 @final
 class DistGraph(Wrapper, of=InnerDistGraph):
-    """A partitioned graph with DGL's methods; other attributes are those of ``.inner``, which is ours.
+    """A partitioned graph with DGL's methods. Other attributes are those of ``.inner``, our graph.
 
-    Opening one is collective, and opens the session if there is none. ``gpb`` is ignored with a warning;
-    ``part_config`` is DGL's JSON file or the folder of a dataset of ours, None: what DGL_CONF_PATH names.
-    A warning: it holds a graph of another name. ConfigError: no partition is named.
+    Opening one is collective, and opens the session if there is none. ``gpb`` is ignored with a warning.
+    ``part_config`` is DGL's JSON file or the folder of one of our datasets. None: the value of DGL_CONF_PATH.
+    There is a warning if it holds a graph of another name, and a ConfigError if there is no partition.
 
-    Edges of a graph in one part have the ids of the source, as with DGL, which does not number them anew.
+    Edges of a graph in one part have the ids of the source. DGL does not number them anew either.
     """
 
     def __init__(self, graph_name: str, gpb: object = None, part_config: str | Path | None = None) -> None:
         if gpb is not None and read_topology().rank == 0:
-            warnings.warn("gpb is not used: the partition has its book", stacklevel=2)
+            warnings.warn("gpb is not used, because the partition has its own book", stacklevel=2)
         path = Path(part_config) if part_config is not None else read_settings().part_config
         if path is None:
-            what = "the JSON file that partition_graph wrote: there are no servers to ask for it"
-            raise ConfigError(f"give DistGraph(..., part_config=), {what}")
+            raise ConfigError(
+                "part_config is missing, and there are no servers to ask for it. Pass the JSON file that "
+                "partition_graph wrote: DistGraph(..., part_config=)."
+            )
         is_ours = (path / MANIFEST).is_file()
         self.inner = InnerDistGraph(path) if is_ours else InnerDistGraph(part_config=path)
         remember_graph(self.inner)
         self.graph_name = graph_name
         if not path.is_dir() and self.inner.name != graph_name and self.inner.rank() == 0:
-            what = f"{path} is of the graph {self.inner.name!r}, not {graph_name!r}"
-            warnings.warn(f"{what}; it is opened, as with DGL", stacklevel=2)
+            message = f"{path} holds the graph {self.inner.name!r}, not {graph_name!r}; it is opened anyway"
+            warnings.warn(message, stacklevel=2)
 
     inner: InnerDistGraph
 
@@ -100,11 +102,11 @@ class DistGraph(Wrapper, of=InnerDistGraph):
 
     @property
     def local_partition(self) -> dgl.DGLGraph:
-        """Build the graph of the own server's nodes, their in-edges, and the remote sources of these.
+        """Graph of the own server's nodes, their in-edges, and the remote sources of these edges.
 
-        Own nodes come first. Ids are homogeneous. ``ndata`` has ``dgl.NID``, ``part_id`` and ``inner_node``;
-        ``edata`` has ``dgl.EID`` and ``inner_edge``, which is 1; with several types also ``dgl.NTYPE`` and
-        ``dgl.ETYPE``.
+        Own nodes come first. Ids are homogeneous. ``ndata`` has ``dgl.NID``, ``part_id`` and ``inner_node``.
+        ``edata`` has ``dgl.EID`` and ``inner_edge``, which is 1. With several types there are ``dgl.NTYPE``
+        and ``dgl.ETYPE`` too.
         """
         book = self.inner.get_partition_book()
         nodes = IdRanges.from_offsets([*map(book.node_bounds, book.ntypes)])
@@ -124,42 +126,42 @@ class DistGraph(Wrapper, of=InnerDistGraph):
         return False
 
     def num_nodes(self, ntype: str | None = None) -> int:
-        return self.inner.num_nodes(None if ntype is None else node_type(self.inner, ntype))
+        return self.inner.num_nodes(None if ntype is None else resolve_node_type(self.inner, ntype))
 
     def num_edges(self, etype: str | EdgeType | None = None) -> int:
-        return self.inner.num_edges(None if etype is None else edge_type(self.inner, etype))
+        return self.inner.num_edges(None if etype is None else resolve_edge_type(self.inner, etype))
 
     number_of_nodes, number_of_edges = num_nodes, num_edges
 
     def get_ntype_id(self, ntype: str | None) -> int:
-        """Return the number of a node type; None: of the only one, else a ConfigError."""
+        """Return the number of a node type. None stands for the only type, otherwise it is a ConfigError."""
         known = self.ntypes
         if ntype not in (known if len(known) > 1 else (*known, None)):
             raise ConfigError(f"there is no node type {ntype!r} (known: {', '.join(known)})")
         return 0 if ntype is None else known.index(ntype)
 
     def get_etype_id(self, etype: str | EdgeType | None) -> int:
-        """Return the number of an edge type; None: of the only one, else a ConfigError."""
+        """Return the number of an edge type. None stands for the only type, otherwise it is a ConfigError."""
         return self.canonical_etypes.index(self.to_canonical_etype(etype))
 
     def node_attr_schemes(self) -> dict[str, Scheme]:
-        return {name: Scheme(one.shape[1:], one.dtype) for name, one in self.ndata.items()}
+        return {name: Scheme(column.shape[1:], column.dtype) for name, column in self.ndata.items()}
 
     def edge_attr_schemes(self) -> dict[str, Scheme]:
-        return {name: Scheme(one.shape[1:], one.dtype) for name, one in self.edata.items()}
+        return {name: Scheme(column.shape[1:], column.dtype) for name, column in self.edata.items()}
 
     def edge_subgraph(
         self, edges: Tensor | Mapping[Any, Tensor], relabel_nodes: bool = True, store_ids: bool = True
     ) -> dgl.DGLGraph:
-        """Return the graph of some edges, with ``dgl.EID``, and ``dgl.NID`` when nodes are relabelled."""
+        """Return the graph of some edges, with ``dgl.EID``, and with ``dgl.NID`` if nodes are relabelled."""
         if not store_ids:
-            raise ConfigError("edge_subgraph always stores the ids; leave store_ids out")
+            raise ConfigError("edge_subgraph always stores the ids. Leave store_ids out.")
         by_type = edges if isinstance(edges, Mapping) else {None: edges}
-        ids = {self.to_canonical_etype(etype): torch.as_tensor(given) for etype, given in by_type.items()}
-        ends = {etype: self.find_edges(given, etype) for etype, given in ids.items()}
+        ids = {self.to_canonical_etype(etype): torch.as_tensor(eids) for etype, eids in by_type.items()}
+        ends = {etype: self.find_edges(eids, etype) for etype, eids in ids.items()}
         graph = dgl.heterograph(ends, {ntype: self.num_nodes(ntype) for ntype in self.ntypes})
-        for etype, given in ids.items():
-            graph.edges[etype].data[dgl.EID] = given
+        for etype, eids in ids.items():
+            graph.edges[etype].data[dgl.EID] = eids
         return dgl.compact_graphs(graph) if relabel_nodes else graph
 
     def sample_neighbors(
@@ -173,36 +175,36 @@ class DistGraph(Wrapper, of=InnerDistGraph):
         etype_sorted: bool = True,
         output_device: torch.device | str | None = None,
     ) -> dgl.DGLGraph:
-        """Sample in-edges of nodes, without ``exclude_edges``, which DGL 1.1.3 ignores."""
+        """Sample in-edges of nodes without ``exclude_edges``, which DGL 1.1.3 ignores."""
         if exclude_edges is not None:
-            exclude_edges = of_each_type(our_edges, self.inner, exclude_edges)
+            exclude_edges = map_each_type(find_our_edges, self.inner, exclude_edges)
         options = (edge_dir, prob, exclude_edges, replace, etype_sorted, output_device)
         drawn = self.inner.sample_neighbors(seed_nodes, fanout, *options)
         return show_ids(self.inner, remove_empty_types(drawn))
 
     def find_edges(self, edges: Ids, etype: str | EdgeType | None = None) -> tuple[Tensor, Tensor]:
         kind = self.to_canonical_etype(etype)
-        return self.inner.find_edges(our_edges(self.inner.kvstore, kind, edges), kind)
+        return self.inner.find_edges(find_our_edges(self.inner.kvstore, kind, edges), kind)
 
     def orig_edge_ids(self, ids: Ids, etype: str | EdgeType | None = None) -> Tensor:
         kind = self.to_canonical_etype(etype)
-        return self.inner.orig_edge_ids(our_edges(self.inner.kvstore, kind, ids), kind)
+        return self.inner.orig_edge_ids(find_our_edges(self.inner.kvstore, kind, ids), kind)
 
     def add_edge_attribute(self, name: str, padding: Any = None) -> None:
         """Do nothing: every edge tensor can be used as ``prob=`` or ``mask=``."""
 
 
 def inner_graph(g: object) -> InnerDistGraph:
-    """Return our graph behind DGL's view of it, or itself; ConfigError when ``g`` is neither."""
+    """Return our graph behind DGL's view of it, or our graph itself. ConfigError for anything else."""
     if isinstance(g, DistGraph):
         return g.inner
     if isinstance(g, InnerDistGraph):
         return g
-    raise ConfigError(f"the graph is a {type(g).__name__}; give a dgl.distributed.DistGraph")
+    raise ConfigError(f"the graph is a {type(g).__name__}. Pass a dgl.distributed.DistGraph.")
 
 
 def find_edges(g: object, edge_ids: Ids) -> tuple[Tensor, Tensor]:
-    """Return (sources, destinations) of edges; with several types all ids are homogeneous."""
+    """Return (sources, destinations) of edges. With several types all ids are homogeneous."""
     inner: Any = g if isinstance(g, DistGraph) else inner_graph(g)
     book = inner.get_partition_book()
     if len(book.etypes) == len(book.ntypes) == 1:
@@ -211,7 +213,7 @@ def find_edges(g: object, edge_ids: Ids) -> tuple[Tensor, Tensor]:
     sources, destinations = torch.empty_like(typed), torch.empty_like(typed)
     for number, etype in enumerate(book.canonical_etypes):
         chosen = kinds == number
-        found = inner.find_edges(typed[chosen], etype)
-        sources[chosen] = book.map_to_homo_nid(found[0], etype[0])
-        destinations[chosen] = book.map_to_homo_nid(found[1], etype[2])
+        u, v = inner.find_edges(typed[chosen], etype)
+        sources[chosen] = book.map_to_homo_nid(u, etype[0])
+        destinations[chosen] = book.map_to_homo_nid(v, etype[2])
     return sources, destinations

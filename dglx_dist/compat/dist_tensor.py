@@ -1,4 +1,4 @@
-"""DGL's ``DistTensor``, ``DistEmbedding`` with its optimizers, and ``KVClient`` around ours."""
+"""DGL's ``DistTensor``, ``DistEmbedding`` with its optimizers, and ``KVClient`` on top of ours."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from dglx_dist.comm.collectives import barrier, gather_json, run_on_all_ranks
 from dglx_dist.comm.session import SessionField
 from dglx_dist.compat.partition_book import (
     PartitionPolicy,
-    edge_ids,
-    graph_of_store,
+    find_our_edges,
+    find_shown_edges,
+    find_store_graph,
+    get_edge_ids,
     inner_policy,
-    our_edges,
-    shown_edges,
 )
 from dglx_dist.compat.wrappers import InnerAttribute, Wrapper
 from dglx_dist.errors import ConfigError
@@ -39,22 +39,23 @@ from dglx_dist.records import Array
 
 _Rows: TypeAlias = Mapping[tuple[KVStore, str], Callable[[], Any]]
 _BATCH: SessionField[tuple[Callable[[], Any], _Rows]] = SessionField(lambda _: (lambda: None, {}))
-"""Weak references to the input nodes of the last batch, and to the rows on its first block by store and key:
-not to the block, since copies that a script makes (``block.int()``) hold the same rows."""
+"""Weak references to the input nodes of the last batch, and to the rows on its first block by store and key.
+There is no reference to the block, because copies that a script makes (``block.int()``) hold the same rows.
+"""
 
 
-def remember(g: DistGraph, input_nodes: object, blocks: Any) -> None:
-    """Keep the batch that is yielded now; ids by type are not needed, as column-wise strategies have one."""
+def remember_batch(g: DistGraph, input_nodes: object, blocks: Any) -> None:
+    """Keep the batch that is yielded now. Ids by type are not needed by strategies that cut columns."""
     if isinstance(input_nodes, Tensor):
         policy = g.get_node_partition_policy(g.ntypes[0])
         rows = {(g.kvstore, policy.key(name)): weakref.ref(x) for name, x in blocks[0].srcdata.items()}
         _BATCH.set(g.session, (weakref.ref(input_nodes), rows))
 
 
-def attached_rows(tensor: InnerDistTensor, index: object) -> Tensor | None:
-    """Return the rows of ``tensor`` on the last batch's first block if ``index`` is its input nodes, or None.
+def find_attached_rows(tensor: InnerDistTensor, index: object) -> Tensor | None:
+    """Return the rows of ``tensor`` on the last batch's first block if ``index`` is its input nodes.
 
-    Where features are cut by column these are this rank's columns, which the wrapped model takes.
+    If features are cut by column, these are this rank's columns, which the wrapped model expects.
     """
     input_nodes, rows = _BATCH.get(tensor.kvstore.session)
     key = tensor.kvstore, tensor.kvstore_key
@@ -66,18 +67,18 @@ _HIDDEN, _KINDS = "hidden~", ("node~", "edge~")
 
 @final
 class KVClient(Wrapper, of=KVStore):
-    """Named tensors of a graph; ``g._client`` and ``tensor.kvstore`` are one of these."""
+    """Named tensors of a graph. ``g._client`` and ``tensor.kvstore`` are clients."""
 
     def __init__(self, *_: object, **__: object) -> None:
-        raise ConfigError("there are no servers to connect to; the store of a graph is g._client")
+        raise ConfigError("there are no servers to connect to. Use g._client, the store of a graph.")
 
     inner: KVStore
     group_count, role = 1, "default"
-    """DGL's server processes per machine, and its role of trainers."""
+    """DGL's number of server processes per machine, and its role of trainers."""
 
     @property
     def all_possible_part_policy(self) -> dict[str, PartitionPolicy]:
-        g = graph_of_store(self.inner)
+        g = find_store_graph(self.inner)
         policies = [*map(g.get_node_partition_policy, g.ntypes)]
         policies += map(g.get_edge_partition_policy, g.canonical_etypes)
         return {policy.policy_str: PartitionPolicy.over(policy) for policy in policies}
@@ -88,11 +89,11 @@ class KVClient(Wrapper, of=KVStore):
 
     @property
     def data_store(self) -> Mapping[str, Tensor]:
-        """The own server's rows by name; a copy, made on access, for tensors of the dataset."""
+        """Rows of this server by name. For tensors of the dataset, each access makes a copy."""
         return _LocalRows(self)
 
     def barrier(self) -> None:
-        """Wait for all ranks; afterwards every rank sees what was pushed before."""
+        """Wait for all ranks. Afterwards every rank sees all earlier pushes."""
         run_on_all_ranks(self.inner.session, self.inner.fence)
         barrier(self.inner.session, "client.barrier()")
 
@@ -105,7 +106,7 @@ class KVClient(Wrapper, of=KVStore):
         init_func: InitRows | None = None,
         is_gdata: bool = True,
     ) -> None:
-        """Create a tensor called ``<policy>~<tensor>``; every rank must call it."""
+        """Create a tensor called ``<policy>~<tensor>``. Every rank must call it."""
         short = name.removeprefix(part_policy.get_data_name(""))
         if short in ("", name):
             raise ConfigError(f"the name {name!r} must be {part_policy.get_data_name('<tensor>')!r}")
@@ -113,24 +114,24 @@ class KVClient(Wrapper, of=KVStore):
         InnerDistTensor(tuple(shape), dtype, short, init_func, policy, True, is_gdata, False)
 
     def delete_data(self, name: str) -> None:
-        """Free a tensor; every rank must call it."""
+        """Free a tensor. Every rank must call it."""
         self._tensor(name).delete()
 
     def push(self, name: str, id_tensor: Ids, data_tensor: Tensor) -> None:
-        """Overwrite rows and wait until their owners have them; DGL does not wait."""
+        """Overwrite rows and wait until their owners have them. DGL does not wait."""
         DistTensor.over(self._tensor(name))[id_tensor] = data_tensor
 
     def pull(self, name: str, id_tensor: Ids) -> Tensor:
         return DistTensor.over(self._tensor(name))[id_tensor]
 
     def register_push_handler(self, name: str, func: Callable[..., None]) -> None:
-        """Apply pushes with ``func(store, name, local ids, rows)`` on the owner; all ranks must call it."""
+        """Apply pushes with ``func(store, name, local ids, rows)`` on the owner. All ranks must call it."""
         self.inner.register_push_handler(
             self._key(name), lambda rows, ids, values: func({name: rows}, name, ids, values)
         )
 
     def register_pull_handler(self, name: str, func: Callable[..., Tensor]) -> None:
-        """Answer pulls with ``func(store, name, local ids)``; all ranks must call it."""
+        """Answer pulls with ``func(store, name, local ids)``. All ranks must call it."""
         self.inner.register_pull_handler(self._key(name), lambda rows, ids: func({name: rows}, name, ids))
 
     def get_partid(self, name: str, id_tensor: Ids) -> Tensor:
@@ -139,21 +140,21 @@ class KVClient(Wrapper, of=KVStore):
     def data_name_list(self) -> list[str]:
         """Return the names of all tensors, including those created with ``is_gdata=False``."""
         hidden = [key for key in self.inner.names() if key.removeprefix(_HIDDEN).startswith(_KINDS)]
-        # Hidden columns of the dataset, which are read-only, are none of the script's tensors.
+        # Hidden columns of the dataset are read-only and do not belong to the script.
         created = [key for key in hidden if key.startswith(_HIDDEN) and self.inner.column(key).writable]
         return [*self.gdata_name_list(), *(key.removeprefix(_HIDDEN) for key in created)]
 
     def gdata_name_list(self) -> list[str]:
-        # Without those that no object of this rank refers to: DGL would have freed them.
-        gone = {name for name, users in users_of(self.inner).items() if not users}
-        return [name for name in self.inner.names() if name.startswith(_KINDS) and name not in gone]
+        # Tensors without a reference on this rank are left out, because DGL would have freed them.
+        unused = {name for name, users in get_users(self.inner).items() if not users}
+        return [name for name in self.inner.names() if name.startswith(_KINDS) and name not in unused]
 
     def get_data_meta(self, name: str) -> tuple[torch.dtype, tuple[int, ...], PartitionPolicy]:
         tensor = self._tensor(name)
         return tensor.dtype, tensor.shape, PartitionPolicy.over(tensor.part_policy)
 
     def union(self, operand1_name: str, operand2_name: str, output_name: str) -> None:
-        """Write the bitwise or of two tensors into a third; every rank must call it."""
+        """Write the bitwise or of two tensors to a third one. Every rank must call it."""
         joined = self._tensor(operand1_name) | self._tensor(operand2_name)
         output = self._tensor(output_name)
         first, last = output.local_range
@@ -166,7 +167,7 @@ class KVClient(Wrapper, of=KVStore):
         return self.inner.count_nonzero(self._key(name))
 
     def map_shared_data(self, partition_book: object) -> None:
-        raise ConfigError("the ranks of a server share their rows already; leave map_shared_data() out")
+        raise ConfigError("the ranks of a server share their rows already. Leave map_shared_data() out.")
 
     def _key(self, name: str) -> str:
         # The store prefixes the names of tensors that the graph does not show.
@@ -176,7 +177,7 @@ class KVClient(Wrapper, of=KVStore):
         key = self.inner.column(self._key(name)).name
         shown = key.removeprefix(_HIDDEN)
         if not shown.startswith(_KINDS):
-            raise ConfigError(f"{name!r} is not laid out by nodes or edges of a type; use its own tensor")
+            raise ConfigError(f"{name!r} is not partitioned by nodes or edges of a type. Use its own tensor.")
         kind, type_name, short = shown.split("~", 2)
         policy = self.all_possible_part_policy[f"{kind}~{type_name}"]
         return InnerDistTensor.from_existing(policy.inner, short, key)
@@ -202,42 +203,42 @@ class _LocalRows(Mapping[str, Tensor]):
 _USERS: SessionField[dict[str, dict[str, WeakSet[object]]]] = SessionField(lambda _: {})
 
 
-def users_of(store: KVStore) -> dict[str, WeakSet[object]]:
-    """Return who refers to each tensor of ``store`` on this rank that is freed once nobody does, by key."""
-    # By label of the store: two graphs may have tensors of the same name.
+def get_users(store: KVStore) -> dict[str, WeakSet[object]]:
+    """Return the objects of this rank that refer to each tensor that may be freed, by key."""
+    # Users are kept by the label of the store, because two graphs may have tensors of the same name.
     return _USERS.get(store.session).setdefault(store.label, {})
 
 
-def use(tensor: InnerDistTensor, user: object) -> None:
+def add_user(tensor: InnerDistTensor, user: object) -> None:
     """Keep ``tensor``, if it may be freed, as long as ``user`` exists."""
-    users_of(tensor.kvstore).get(tensor.kvstore_key, WeakSet()).add(user)
+    get_users(tensor.kvstore).get(tensor.kvstore_key, WeakSet()).add(user)
 
 
-def _free_unused(store: KVStore, wanted: Sequence[str]) -> list[int]:
-    """Free the tensors that no rank refers to any more; return who refers to ``wanted``. Collective."""
-    users = users_of(store)
-    if any(users.get(key) for key in wanted):
-        gc.collect()  # a cycle may be all that refers to it here
-    unused = [key for key, of in users.items() if not of and store.has(key)]
+def _free_unused(store: KVStore, keys: Sequence[str]) -> list[int]:
+    """Free tensors without a reference on any rank, and return the ranks that use ``keys``. Collective."""
+    users = get_users(store)
+    if any(users.get(key) for key in keys):
+        gc.collect()  # the last reference may be part of a cycle
+    unused = [key for key, references in users.items() if not references and store.has(key)]
     # The gather ends after every rank has entered it, so no rank still reads these rows.
     run_on_all_ranks(store.session, store.fence)
     unused_by_rank = gather_json(unused, store.session)
     for key in sorted(set.intersection(*map(set, unused_by_rank))):
         store.remove(key)
         del users[key]
-    kept = {key for key in wanted if key in users}
-    return [rank for rank, of_rank in enumerate(unused_by_rank) if kept - set(of_rank)]
+    kept = {key for key in keys if key in users}
+    return [rank for rank, rank_unused in enumerate(unused_by_rank) if kept - set(rank_unused)]
 
 
 @final
 class DistTensor(Wrapper, of=InnerDistTensor):
-    """Rows on the servers, with DGL's arguments; ``.inner`` is ours.
+    """Rows on the servers, with DGL's arguments. ``.inner`` is ours.
 
-    Creating one is collective. Writing waits until the owners have the rows, unlike DGL's. A tensor that is
-    not persistent is freed when a later one is created and no rank refers to it any more, and its name is
-    then free for any shape; as long as one rank refers to it, all attach to it. Attaching to others, which
-    are never freed, is not collective. ``attach`` has no effect: DGL appends the number of a group of
-    clients, of which there is one here.
+    Creating one is collective. Writing waits until the owners have the rows, unlike in DGL. A tensor that is
+    not persistent is freed when a later one is created and no rank refers to it any more. Its name is then
+    free for any shape. As long as one rank refers to it, all attach to it. Attaching to persistent tensors,
+    which are never freed, is not collective. ``attach`` has no effect. In DGL it appends the number of a
+    group of clients, but there is one group here.
     """
 
     inner: InnerDistTensor
@@ -255,17 +256,17 @@ class DistTensor(Wrapper, of=InnerDistTensor):
         attach: bool = True,
     ) -> None:
         if name is None and persistent:
-            raise ConfigError("a tensor without a name cannot be persistent; give it a name")
+            raise ConfigError("a tensor without a name cannot be persistent. Give it a name.")
         policy = inner_policy(part_policy)
         store = get_opened_graph().kvstore if policy is None else policy.store
-        taken = [key for key in store.names() if name is not None and key.endswith(f"~{name}")]
-        # Decided by the arguments and the store, which are alike on all ranks.
+        existing = [key for key in store.names() if name is not None and key.endswith(f"~{name}")]
+        # The decision depends on the arguments and the store, which are equal on all ranks.
         holders = []
-        if not taken or not users_of(store).keys().isdisjoint(taken):
-            holders = _free_unused(store, taken)
+        if not existing or not get_users(store).keys().isdisjoint(existing):
+            holders = _free_unused(store, existing)
         known = set(store.names())
-        if taken and name is not None:
-            # The state of an optimizer, and what else the graph does not show.
+        if existing and name is not None:
+            # The graph does not show the state of an optimizer and some other tensors.
             place = policy or get_opened_graph().find_policy_of_length(next(iter(shape)))
             is_gdata = is_gdata and (place.key(name) in known or place.hidden_key(name) not in known)
         try:
@@ -274,36 +275,36 @@ class DistTensor(Wrapper, of=InnerDistTensor):
         except ConfigError as error:
             raise ConfigError(f"{error}, or delete it on the ranks {holders}") if holders else error from None
         if not persistent and self.inner.kvstore_key not in known:
-            users_of(store)[self.inner.kvstore_key] = WeakSet()
-        use(self.inner, self)
+            get_users(store)[self.inner.kvstore_key] = WeakSet()
+        add_user(self.inner, self)
 
     @classmethod
     def over(cls, inner: InnerDistTensor) -> DistTensor:
-        made = super().over(inner)
-        use(inner, made)
-        return made
+        tensor = super().over(inner)
+        add_user(inner, tensor)
+        return tensor
 
     def __getitem__(self, idx: Ids) -> Tensor:
-        """Return the rows of ``idx``, (K, *row); of one integer, (1, *row)."""
-        found = attached_rows(self.inner, idx)
-        return self.inner[_rows(self.inner, idx)] if found is None else found
+        """Return the rows of ``idx``, (K, *row), or (1, *row) for one integer."""
+        rows = find_attached_rows(self.inner, idx)
+        return self.inner[_convert_ids(self.inner, idx)] if rows is None else rows
 
     def __setitem__(self, idx: Ids, val: Tensor) -> None:
-        self.inner[_rows(self.inner, idx)] = val
+        self.inner[_convert_ids(self.inner, idx)] = val
 
     def __or__(self, other: DistTensor) -> DistTensor:
-        """Return the bitwise or as a new tensor, such as the union of two masks; collective."""
+        """Return the bitwise or as a new tensor, for instance the union of two masks. Collective."""
         if not isinstance(other, DistTensor):
             return NotImplemented
-        made = DistTensor.over(self.inner | other.inner)
-        users_of(made.inner.kvstore)[made.inner.kvstore_key] = WeakSet([made])
-        return made
+        union = DistTensor.over(self.inner | other.inner)
+        get_users(union.inner.kvstore)[union.inner.kvstore_key] = WeakSet([union])
+        return union
 
     def __len__(self) -> int:
         return len(self.inner)
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Array:
-        """Return all rows; without this method NumPy would read them one by one."""
+        """Return all rows. Without this method NumPy would read them one by one."""
         return np.asarray(as_array(self.to_local()), dtype=dtype)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -318,19 +319,19 @@ class DistTensor(Wrapper, of=InnerDistTensor):
 
     def to_local(self) -> Tensor:
         """Return all rows as one tensor."""
-        return self._by_id(self.inner.to_local())
+        return self._order_by_id(self.inner.to_local())
 
     @property
     def local_partition(self) -> Tensor:
-        return self._by_id(self.inner.local_rows())
+        return self._order_by_id(self.inner.local_rows())
 
     def nonzero(self, *, as_tuple: bool = False) -> Any:
         ids = self.inner.nonzero()
-        share = shown_edges(self.inner.kvstore, self.inner.part_policy.type_name, ids)
+        share = find_shown_edges(self.inner.kvstore, self.inner.part_policy.type_name, ids)
         return (share[:, 0],) if as_tuple else share
 
-    def _by_id(self, rows: Tensor) -> Tensor:
-        ids = edge_ids(self.inner.kvstore, self.inner.part_policy.type_name)
+    def _order_by_id(self, rows: Tensor) -> Tensor:
+        ids = get_edge_ids(self.inner.kvstore, self.inner.part_policy.type_name)
         return rows if ids is None else rows[torch.from_numpy(ids.ours)]
 
     @property
@@ -342,27 +343,27 @@ class DistTensor(Wrapper, of=InnerDistTensor):
 
 
 def inner_tensor(value: object) -> object:
-    """Return our tensor behind DGL's view of it; any other ``value`` as it is."""
+    """Return our tensor behind DGL's view of it. Any other ``value`` is unchanged."""
     return value.inner if isinstance(value, DistTensor) else value
 
 
 def _by_our_ids(init: InitRows, policy: InnerPolicy | None, shape: Sequence[int]) -> InitRows:
-    def rows(local_shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        place, made = policy or get_opened_graph().find_policy_of_length(shape[0]), init(local_shape, dtype)
-        ids = edge_ids(place.store, place.type_name)
-        return made if ids is None else made[torch.from_numpy(ids.source.copy())]
+    def init_rows(local_shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        place, rows = policy or get_opened_graph().find_policy_of_length(shape[0]), init(local_shape, dtype)
+        ids = get_edge_ids(place.store, place.type_name)
+        return rows if ids is None else rows[torch.from_numpy(ids.source.copy())]
 
-    return rows
+    return init_rows
 
 
-def _rows(tensor: InnerDistTensor, idx: Ids) -> Ids:
+def _convert_ids(tensor: InnerDistTensor, idx: Ids) -> Ids:
     many: Ids = [int(idx)] if isinstance(idx, int | np.integer) else idx
-    return our_edges(tensor.kvstore, tensor.part_policy.type_name, many)
+    return find_our_edges(tensor.kvstore, tensor.part_policy.type_name, many)
 
 
 @final
 class DistEmbedding(Wrapper, of=InnerDistEmbedding):
-    """Trainable rows, zero at first, with DGL's arguments; ``.inner`` is ours. Creation is collective."""
+    """Trainable rows, initially zero, with DGL's arguments. ``.inner`` is ours. Creation is collective."""
 
     inner: InnerDistEmbedding
 
@@ -375,26 +376,26 @@ class DistEmbedding(Wrapper, of=InnerDistEmbedding):
         part_policy: PartitionPolicy | None = None,
     ) -> None:
         policy = inner_policy(part_policy)
-        graph = get_opened_graph() if policy is None else graph_of_store(policy.store)
+        graph = get_opened_graph() if policy is None else find_store_graph(policy.store)
         init = init_func or (lambda shape, dtype: torch.zeros(shape, dtype=dtype))
         init = _by_our_ids(init, policy, (num_embeddings,))
         self.inner = InnerDistEmbedding(num_embeddings, embedding_dim, name, init, policy, graph=graph)
 
     def __call__(self, idx: Ids, device: torch.device | str = "cpu") -> Tensor:
-        """Return rows; an optimizer of ``dgl.distributed.optim`` takes their gradients."""
-        return self.inner(our_edges(self.inner.kvstore, self.inner.part_policy.type_name, idx), device)
+        """Return rows. An optimizer of ``dgl.distributed.optim`` uses their gradients."""
+        return self.inner(find_our_edges(self.inner.kvstore, self.inner.part_policy.type_name, idx), device)
 
     weight: Any = InnerAttribute(InnerDistEmbedding, "weight")
     optm_state: Any = InnerAttribute(InnerDistEmbedding, "optm_state")
-    """The optimizer's tensors; empty without an optimizer."""
+    """Tensors of the optimizer. Empty without an optimizer."""
     data_name = property(attrgetter("inner.weight.kvstore_key"))
 
 
 class _Optimizer(SparseOptimizer):
     """A sparse optimizer with DGL's arguments.
 
-    :meth:`save` writes embeddings and state to a folder on a shared disk, where DGL writes one pickle per
-    rank, with the state alone; every rank must call it, and :meth:`load`, on any number of ranks.
+    :meth:`save` writes embeddings and state to a folder on a shared disk. DGL writes one pickle per rank with
+    the state alone. Every rank must call it, and :meth:`load`, which works on any number of ranks.
     """
 
     def __init__(self, params: Sequence[DistEmbedding], rule: Callable[[], UpdateRule]) -> None:
@@ -404,7 +405,7 @@ class _Optimizer(SparseOptimizer):
 
 @final
 class SparseAdagrad(_Optimizer):
-    """Adagrad on the rows used in a step; see ``dglx_dist.optim.SparseAdagrad``."""
+    """Adagrad on the rows used in a step, see ``dglx_dist.optim.SparseAdagrad``."""
 
     def __init__(self, params: Sequence[DistEmbedding], lr: float, eps: float = 1e-10) -> None:
         super().__init__(params, lambda: adagrad_rule(lr, eps))
@@ -412,7 +413,7 @@ class SparseAdagrad(_Optimizer):
 
 @final
 class SparseAdam(_Optimizer):
-    """Adam on the rows used in a step, with one step count per embedding; ``eps`` as in DGL."""
+    """Adam on the rows used in a step, with one step count per embedding and ``eps`` as in DGL."""
 
     saved_as = "AdamAsDgl"  # states of dglx_dist.optim.SparseAdam, which has another eps, must not load here
 

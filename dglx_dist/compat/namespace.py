@@ -1,4 +1,4 @@
-"""The names of ``dgl.distributed``, and :func:`install`, which puts them in its place."""
+"""The names of ``dgl.distributed``, and :func:`install`, which replaces them."""
 
 import inspect
 import sys
@@ -42,44 +42,48 @@ def initialize(
     seed: int = 0,
     **options: object,
 ) -> None:
-    """Set how to train; the ranks connect when the first graph is opened.
+    """Set the training options. The ranks connect when the first graph is opened.
 
-    It creates no process group, so that the script may call ``init_process_group`` next. If there is none
-    when the graph is opened, one is created then.
+    It creates no process group, so the script may call ``init_process_group`` next. Otherwise one is created
+    when the graph is opened.
 
-    The arguments before ``strategy`` are ignored. One warning on rank 0 names those that differ from
-    DGL's defaults, and the variables of DGL's launcher. ``strategy`` None: that of ``python -m
-    dglx_dist.run``, else ``data_parallel``; ``timeout``: seconds that a rank may be silent before the others
-    raise an error that names it; ``options``: of the strategy.
+    The arguments before ``strategy`` are ignored. One warning on rank 0 names those that differ from DGL's
+    defaults, and the variables of DGL's launcher.
+
+    Args:
+        strategy: Name of the strategy. None: that of ``python -m dglx_dist.run``, otherwise
+            ``data_parallel``.
+        timeout: Seconds that a rank may be silent before the others raise an error that names it.
+        options: Options of the strategy.
     """
     if get_open_session() is not None:
-        raise ConfigError("initialize was called before; call dgl.distributed.exit_client() between the two")
+        raise ConfigError("initialize was called before. Call dgl.distributed.exit_client() between the two.")
     name, seed = resolve_strategy(strategy), check_integer("seed", seed, least=0)
     launcher = read_settings().dgl_processes
     if launcher.get("DGL_ROLE", "client") != "client":
-        remedy = "every rank serves its share; start the script with torchrun, not with DGL's launcher"
         raise ConfigError(
-            f"DGL_ROLE is {launcher['DGL_ROLE']!r}, but there are no such processes here: {remedy}"
+            f"DGL_ROLE is {launcher['DGL_ROLE']!r}, but there are no such processes here, because every rank "
+            "serves its share. Start the script with torchrun, not with DGL's launcher."
         )
-    given = {
+    values = {
         "ip_config": (ip_config, None),
         "max_queue_size": (max_queue_size, MAX_QUEUE_SIZE),
-        # None is the default of newer versions.
+        # None is the default value of newer versions.
         "net_type": ("socket" if net_type is None else net_type, "socket"),
         "num_worker_threads": (num_worker_threads, 1),
         "use_graphbolt": (use_graphbolt, False),
         **{key: (options.pop(key), None) for key in _SERVER_OPTIONS if key in options},
     }
-    ignored = [f"{key}={value!r}" for key, (value, usual) in given.items() if value != usual]
+    ignored = [f"{key}={value!r}" for key, (value, usual) in values.items() if value != usual]
     ignored += [f"{key}={value!r}" for key, value in launcher.items()]
-    why = "not used: torchrun starts the ranks, and there are no servers, no sampler processes, no GraphBolt"
+    reason = "torchrun starts the ranks, and there are no servers, no sampler processes and no GraphBolt"
     if ignored and read_topology().rank == 0:
-        warnings.warn(f"{', '.join(ignored)}: {why}", stacklevel=2)
+        warnings.warn(f"{', '.join(ignored)}: not used, because {reason}", stacklevel=2)
     start_later(lambda: begin(name, options, timeout_s=timeout, seed=seed))
 
 
 def exit_client() -> None:
-    """Close the session, on all ranks or none; ``initialize`` may then be called again."""
+    """Close the session, on all ranks or none. ``initialize`` may then be called again."""
     start_later(None)
     if (session := get_open_session()) is not None:
         session.close()
@@ -110,13 +114,13 @@ def get_group_id() -> int:
     return 0
 
 
-def refused(name: str, reason: str) -> type[Any]:
-    """Return a class in place of an unsupported name: calling it or deriving from it raises ConfigError."""
+def make_refusal(name: str, reason: str) -> type[Any]:
+    """Return a class for an unsupported name. Calling it or deriving from it raises ConfigError."""
 
-    def raise_it(*_: object, **__: object) -> Any:
+    def refuse(*_: object, **__: object) -> Any:
         raise ConfigError(f"dgl.distributed.{name} is not available: {reason}")
 
-    return type(name, (), {"__new__": raise_it, "__init_subclass__": raise_it, "__doc__": reason})
+    return type(name, (), {"__new__": refuse, "__init_subclass__": refuse, "__doc__": reason})
 
 
 def _topology() -> Topology:
@@ -138,7 +142,7 @@ _REASONS: Mapping[str, str] = {
     "there is one format for all strategies, and no GraphBolt; leave it out": (
         "dgl_partition_to_graphbolt gb_convert_single_dgl_partition"
     ),
-    "the distributed loaders make their batches themselves; use these": "NodeCollator EdgeCollator",
+    "the distributed loaders build their batches themselves; use them": "NodeCollator EdgeCollator",
 }
 
 REFUSED: Mapping[str, str] = {name: why for why, names in _REASONS.items() for name in names.split()}
@@ -156,9 +160,9 @@ _REPLACEMENTS: tuple[Any, ...] = (
     *(partition_book.GraphPartitionBook, partition_book.RangePartitionBook, partition_book.PartitionPolicy),
     *(partition_book.NodePartitionPolicy, partition_book.EdgePartitionPolicy),
 )
-_OPTIMIZERS = {one.__name__: one for one in (SparseAdagrad, SparseAdam)}
+_OPTIMIZERS = {optimizer.__name__: optimizer for optimizer in (SparseAdagrad, SparseAdam)}
 SUPPORTED: Mapping[str, Any] = {
-    **{one.__name__: one for one in _REPLACEMENTS},
+    **{replacement.__name__: replacement for replacement in _REPLACEMENTS},
     "DistConnectError": PeerError,
     "optim": SimpleNamespace(**_OPTIMIZERS),
 }
@@ -170,25 +174,30 @@ CONSTANTS: Mapping[str, Any] = {
     "MAX_QUEUE_SIZE": MAX_QUEUE_SIZE,
     "SERVER_EXIT": "server_exit",
 }
-"""Names in ``dgl.distributed.constants``; from DGL 2.0 on also in the package."""
+"""Names in ``dgl.distributed.constants``. From DGL 2.0 on they are also in the package."""
 
-# Names that modules of ``dgl.dataloading`` have as well.
+# Names that modules of ``dgl.dataloading`` have too.
 _LOADER_NAMES = ("DistGraph", "DistDataLoader", "DistNodeDataLoader", "DistEdgeDataLoader")
 
 
-def offered() -> dict[str, Any]:
-    """Return every name of the package to its replacement; unsupported ones raise when they are used."""
-    return {**SUPPORTED, **CONSTANTS, **{name: refused(name, reason) for name, reason in REFUSED.items()}}
+def build_replacements() -> dict[str, Any]:
+    """Return the replacement of every name of the package. Unsupported ones raise when they are used."""
+    return {
+        **SUPPORTED,
+        **CONSTANTS,
+        **{name: make_refusal(name, reason) for name, reason in REFUSED.items()},
+    }
 
 
-_NO_PROCESSES = "there are no server and no sampler processes; docs/compat.md has what replaces them"
+_NO_PROCESSES = "there are no server and no sampler processes; see their replacements in docs/compat.md"
 _PROCESS_MODULES = ("role", "rpc", "rpc_client", "rpc_server", "dist_context", "graph_services")
 
 
 def get_kvstore() -> KVClient | None:
-    """Return the store of the graph opened last; None if there is none, as in DGL."""
-    opened = get_open_session()
-    return None if opened is None or OPENED.get(opened) is None else KVClient.over(get_opened_graph().kvstore)
+    """Return the store of the graph opened last, or None if there is none, as in DGL."""
+    session = get_open_session()
+    has_graph = session is not None and OPENED.get(session) is not None
+    return KVClient.over(get_opened_graph().kvstore) if has_graph else None
 
 
 SUPPORTED_SUBMODULES: Mapping[str, Mapping[str, Any]] = {
@@ -209,24 +218,23 @@ SUPPORTED_SUBMODULES: Mapping[str, Mapping[str, Any]] = {
         "out_degrees": lambda g, u: inner_graph(g).out_degrees(u),
     },
 }
-"""Submodule and name to its replacement, for names that the package lacks."""
+"""Submodule to name to replacement, for names that the package lacks."""
 
-_KEPT, _GONE = ("merge_graphs",), ("init_kvstore", "close_kvstore")
-"""A function about processes that only computes; functions of ``kvstore`` that are about processes."""
+_KEPT, _REMOVED = ("merge_graphs",), ("init_kvstore", "close_kvstore")
+"""A function of the process modules that only computes, and functions of ``kvstore`` about processes."""
 
 
-def _replacements(submodule: ModuleType) -> dict[str, Any]:
-    _, _, name = submodule.__name__.rpartition(".")
-    gone = [
-        one
-        for one, value in vars(submodule).items()
-        if not one.startswith("_")
-        and inspect.isfunction(value)
-        and value.__module__ == submodule.__name__
-        and (one in _GONE if name == "kvstore" else name in _PROCESS_MODULES and one not in _KEPT)
-    ]
-    refusals = {one: refused(f"{name}.{one}", _NO_PROCESSES) for one in gone}
-    return {**refusals, **SUPPORTED_SUBMODULES.get(name, {})}
+def _find_replacements(submodule: ModuleType) -> dict[str, Any]:
+    module = submodule.__name__.rpartition(".")[2]
+    refusals = {}
+    for name, value in vars(submodule).items():
+        is_own = inspect.isfunction(value) and value.__module__ == submodule.__name__
+        is_removed = module in _PROCESS_MODULES and name not in _KEPT
+        if module == "kvstore":
+            is_removed = name in _REMOVED
+        if is_own and is_removed and not name.startswith("_"):
+            refusals[name] = make_refusal(f"{module}.{name}", _NO_PROCESSES)
+    return {**refusals, **SUPPORTED_SUBMODULES.get(module, {})}
 
 
 NAME = "dgl.distributed"
@@ -235,17 +243,18 @@ _MARK = "__dglx_dist__"
 
 @final
 class Installed(ExitStack):
-    """Handle of :func:`install`: :meth:`undo`, or the end of its ``with`` block, reverts it."""
+    """Handle of :func:`install`. :meth:`undo`, or the end of its ``with`` block, reverts the installation."""
 
     undo = ExitStack.close
 
 
 def install() -> Installed:
-    """Make ``dgl.distributed`` and the distributed loaders of ``dgl.dataloading`` those of this package.
+    """Replace ``dgl.distributed`` and the distributed loaders of ``dgl.dataloading`` by those of this
+    package.
 
-    Call it before the script imports names from there. Where ``import dgl`` has loaded DGL's own module
-    already (up to DGL 2.3), its names are rebound, also in its submodules; else a module takes its place
-    before its first import, and DGL's own is never loaded. A second call does nothing.
+    Call it before the script imports names from there. If ``import dgl`` has already loaded DGL's own module
+    (up to DGL 2.3), its names are rebound, also in its submodules. Otherwise a module takes its place before
+    its first import, and DGL's own is never loaded. A second call does nothing.
     """
     installed = Installed()
     loaded = sys.modules.get(NAME)
@@ -255,7 +264,7 @@ def install() -> Installed:
         _register_modules(installed)
     else:
         _rebind(loaded, installed)
-    # Where DGL has loaded its own package, its single-machine loaders have the name DistGraph too.
+    # If DGL has loaded its own package, its single-machine loaders also have the name DistGraph.
     for name in _LOADER_NAMES if loaded else _LOADER_NAMES[1:]:
         _set(dgl.dataloading, name, SUPPORTED[name], installed)
     return installed
@@ -263,7 +272,7 @@ def install() -> Installed:
 
 def _rebind(package: ModuleType, undo: ExitStack) -> None:
     stock = dict(vars(package))
-    names = {name: value for name, value in offered().items() if not isinstance(value, ModuleType)}
+    names = {name: value for name, value in build_replacements().items() if not isinstance(value, ModuleType)}
     for name, value in names.items():
         _set(package, name, value, undo)
     inside, outside = {**names, **_OPTIMIZERS}, {name: SUPPORTED[name] for name in _LOADER_NAMES}
@@ -276,15 +285,15 @@ def _rebind(package: ModuleType, undo: ExitStack) -> None:
                 for name in known.keys() & vars(module).keys()
                 if name not in stock or vars(module)[name] is stock[name]
             }
-            own = _replacements(module) if path.startswith(f"{NAME}.") else {}
+            own = _find_replacements(module) if path.startswith(f"{NAME}.") else {}
             for name, value in {**own, **shared}.items():
                 _set(module, name, value, undo)
     _set(package, _MARK, True, undo)
 
 
 def _register_modules(undo: ExitStack) -> None:
-    package = _module(NAME, "dgl.distributed of dglx_dist.", {**offered(), _MARK: True})
-    # A package, so that the ImportError of a missing submodule names it.
+    package = _module(NAME, "dgl.distributed of dglx_dist.", {**build_replacements(), _MARK: True})
+    # A path makes it a package, so that the ImportError of a missing submodule names it.
     package.__path__ = []
     optimizers = _module(f"{NAME}.optim", "Optimizers of embeddings.", _OPTIMIZERS)
     nn = _module(f"{NAME}.nn", "Embeddings.", {"DistEmbedding": SUPPORTED["DistEmbedding"]})
@@ -312,10 +321,10 @@ def _set(owner: ModuleType, name: str, value: object, undo: ExitStack) -> None:
 
 @final
 class ScriptModel(WrappedModel):
-    """Wrapper around a strategy's model whose ``.module`` is a copy of the user's module with uncut weights.
+    """Wrapper around a strategy's model. Its ``.module`` is a copy of the user's module with uncut weights.
 
-    DistDGL scripts evaluate with ``model.module``. Under a strategy that cuts weights, that must be another
-    module than the one that trains. Every rank must read it.
+    DistDGL scripts evaluate with ``model.module``. If a strategy cuts weights, that must be another module
+    than the one that trains. Every rank must read it.
     """
 
     def __init__(self, inner: WrappedModel) -> None:
@@ -323,7 +332,7 @@ class ScriptModel(WrappedModel):
         self.inner = inner
 
     @property
-    def module(self) -> nn.Module:  # type: ignore[override]  # an attribute where nothing is cut
+    def module(self) -> nn.Module:  # type: ignore[override]  # an attribute if nothing is cut
         return self.inner.whole()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:

@@ -14,7 +14,13 @@ from torch import Tensor
 
 from dglx_dist.comm.session import warn_user
 from dglx_dist.compat.dist_tensor import DistTensor, inner_tensor
-from dglx_dist.compat.partition_book import RangePartitionBook, edge_ids, edge_type, graph_of_book, node_type
+from dglx_dist.compat.partition_book import (
+    RangePartitionBook,
+    find_book_graph,
+    get_edge_ids,
+    resolve_edge_type,
+    resolve_node_type,
+)
 from dglx_dist.data.dgl_files import check_files, load_graphs, load_tensors
 from dglx_dist.data.partition.base import PARTITIONERS, PartitionOptions
 from dglx_dist.data.partition.hierarchical import TRAINER_ID, assign_two_levels, with_trainer_ids
@@ -35,8 +41,8 @@ def raw_graph(
 ) -> tuple[RawGraph, frozenset[tuple[str | EdgeType, str]]]:
     """Return the graph, and the names of its uint16 columns that hold bfloat16 bits.
 
-    Unlike ``load_dataset``, it keeps all names and dtypes, as scripts ask for the names that they gave, but
-    the columns that DGL adds to partitions, and those ``without``.
+    Unlike ``load_dataset``, it keeps all names and dtypes, because scripts use the names of their own
+    columns. The columns that DGL adds to partitions are left out, and so are those in ``without``.
     """
     if not isinstance(graph, dgl.DGLGraph):
         raise ConfigError(f"partition_graph takes a DGLGraph, not a {type(graph).__name__}")
@@ -58,7 +64,7 @@ def raw_graph(
     return raw, frozenset(bfloat16)
 
 
-_OF_GRAPHBOLT = {"store_eids", "store_inner_node", "store_inner_edge", "n_jobs"}
+_GRAPHBOLT_OPTIONS = {"store_eids", "store_inner_node", "store_inner_edge", "n_jobs"}
 Ids: TypeAlias = Tensor | dict[Any, Tensor]
 Loaded: TypeAlias = tuple[
     dgl.DGLGraph, dict[str, Tensor], dict[str, Tensor], RangePartitionBook, str, list[str], list[EdgeType]
@@ -83,39 +89,41 @@ def partition_graph(  # noqa: PLR0913 - DGL's signature
     seed: int = 0,
     **kwargs: object,
 ) -> tuple[Ids, Ids] | None:
-    """Partition ``g`` and write DGL's files, which DGL and this package read; one process calls it.
+    """Partition ``g`` and write DGL's files, which DGL and this package can read. One process calls it.
 
-    Nodes are numbered as DGL does: part by part, in the order they had. Edges are numbered by part, then
-    destination, then source; with one part they keep their ids, as with DGL.
+    Nodes are numbered as in DGL: part by part, in their original order. Edges are numbered by part, then
+    destination, then source. With one part they keep their ids, as in DGL.
 
-    Args are DGL's, but:
+    The arguments are DGL's, except:
         out_path: Files of an earlier partition in this folder are replaced.
         part_method: ``metis``, ``random``, or another partitioner of this package.
-        balance_ntypes: (N,) integers, or a dict of them by node type; each value is balanced separately. Of
-            several node types each is balanced anyway, where the method can.
+        balance_ntypes: (N,) integers, or a dict of them by node type. Each value is balanced separately.
+            Several node types are balanced anyway if the method supports it.
         num_trainers_per_machine: Above 1, each part is partitioned once more, and nodes and edges get
-            ``trainer_id`` in the files and in ``g``, replacing columns of that name.
-        seed: The same seed gives the same parts.
+            ``trainer_id`` in the files and in ``g``. Columns of that name are replaced.
+        seed: Random seed. The same seed gives the same parts.
 
-    With ``return_mapping`` return original node and edge ids in the new order, by type if there are several.
+    With ``return_mapping``, return original node and edge ids in the new order, by type if there are several.
     """
     if num_hops != 1:
-        warn_user(f"num_hops={num_hops}: parts get 1, and fetch farther ones on demand")
-    if unknown := sorted(kwargs.keys() - _OF_GRAPHBOLT):
-        raise ConfigError(f"partition_graph has no argument {', '.join(unknown)}; leave it out")
+        warn_user(f"num_hops={num_hops}: parts store 1 hop and fetch farther nodes on demand")
+    if unknown := sorted(kwargs.keys() - _GRAPHBOLT_OPTIONS):
+        raise ConfigError(f"partition_graph has no argument {', '.join(unknown)}. Leave it out.")
     if use_graphbolt or kwargs:
-        why = "not used: GraphBolt's files are not written. Nothing here needs them, but DGL's GraphBolt does"
-        warn_user(f"{', '.join(['use_graphbolt'] * use_graphbolt + [*kwargs])}: {why}")
+        names = ", ".join(["use_graphbolt"] * use_graphbolt + [*kwargs])
+        warn_user(
+            f"{names}: not used, because GraphBolt's files are not written. Only DGL's GraphBolt needs them."
+        )
     check_integer("num_parts", num_parts, least=1)
     check_integer("num_trainers_per_machine", num_trainers_per_machine, least=1)
     check_integer("seed", seed, least=0)
-    # DGL overwrites the trainer ids of an earlier partition.
+    # DGL overwrites the trainer ids of an earlier partition too.
     raw, bfloat16 = raw_graph(g, graph_name, {TRAINER_ID} if num_trainers_per_machine > 1 else set())
     method = PARTITIONERS.resolve(part_method)
     if method == "random" and (balance_edges or balance_ntypes is not None):
         warn_user(f"balance_ntypes and balance_edges have no effect with part_method={part_method!r}")
         balance_ntypes, balance_edges = None, False
-    weighted, balance = _with_weights(raw, balance_ntypes)
+    weighted, balance = _add_weights(raw, balance_ntypes)
     balance += (("etype",) if len(raw.edges) > 1 else ("degree",)) if balance_edges else ()
     if not balance and len(raw.num_nodes) > 1 and "balance" in PARTITIONERS.get(method).honours:
         balance = ("ntype",)
@@ -139,7 +147,7 @@ def load_partition(
 ) -> Loaded:
     """Return (structure, node data, edge data, book, graph name, node types, edge types) of one part."""
     if use_graphbolt:
-        raise ConfigError("use_graphbolt=True cannot be honoured: there is one format; leave it out")
+        raise ConfigError("use_graphbolt=True is not supported, because there is one format. Leave it out.")
     book, name, ntypes, etypes = load_partition_book(part_config, part_id)
     graph = load_graphs(_file(part_config, part_id, "part_graph"))[0]
     nodes, edges = load_partition_feats(part_config, part_id) if load_feats else ({}, {})
@@ -149,7 +157,7 @@ def load_partition(
 def load_partition_feats(
     part_config: str | Path, part_id: int, load_nodes: bool = True, load_edges: bool = True
 ) -> tuple[dict[str, Tensor] | None, dict[str, Tensor] | None]:
-    """Return the data of the part's nodes by ``type/name``, of its edges by ``src:rel:dst/name``, or None."""
+    """Return the part's node data by ``type/name`` and its edge data by ``src:rel:dst/name``, or None."""
     nodes = _tensors(part_config, part_id, "node_feats", NODE_TYPE) if load_nodes else None
     edges = _tensors(part_config, part_id, "edge_feats", ":".join(EDGE_TYPE)) if load_edges else None
     return nodes, edges
@@ -158,12 +166,12 @@ def load_partition_feats(
 def load_partition_book(
     part_config: str | Path, part_id: int, part_metadata: None = None
 ) -> tuple[RangePartitionBook, str, dict[str, int], dict[EdgeType, int]]:
-    """Return (book, graph name, node types by number, edge types by number); partitions are the file's.
+    """Return (book, graph name, node types by number, edge types by number) of the partition in the file.
 
-    ``part_metadata``, for which newer versions take the file's content, is refused.
+    ``part_metadata``, the file's content in newer versions of DGL, is refused.
     """
     if part_metadata is not None:
-        raise ConfigError("part_metadata cannot be honoured: part_config is read again; leave it out")
+        raise ConfigError("part_metadata is not supported, because part_config is read again. Leave it out.")
     config = read_part_config(Path(part_config).absolute())
     ntypes = {ntype: number for number, ntype in enumerate(config.ntypes)}
     etypes = {etype: number for number, etype in enumerate(config.etypes)}
@@ -173,29 +181,37 @@ def load_partition_book(
 
 
 def _set_trainer_ids(g: dgl.DGLGraph, raw: RawGraph) -> None:
-    # int64, as DGL has them.
+    # DGL has int64 ids of trainers.
     for view, columns in ((g.nodes, raw.node_data), (g.edges, raw.edge_data)):
         for key, data in columns.items():
             view[key].data[TRAINER_ID] = torch.as_tensor(data[TRAINER_ID]).long()
 
 
-def _with_weights(
-    graph: RawGraph, given: Tensor | Mapping[str, Tensor] | None
+def _add_weights(
+    graph: RawGraph, balance_ntypes: Tensor | Mapping[str, Tensor] | None
 ) -> tuple[RawGraph, tuple[str, ...]]:
     """Return the graph with a 0/1 column for each value to balance, and the names of these columns."""
-    if given is None:
+    if balance_ntypes is None:
         return graph, ()
-    if not isinstance(given, Mapping):
+    if not isinstance(balance_ntypes, Mapping):
         if len(graph.num_nodes) > 1:
-            raise ConfigError("balance_ntypes is one tensor, for several node types; give a dict by type")
-        given = {next(iter(graph.num_nodes)): given}
-    unknown = sorted(given.keys() - graph.num_nodes.keys())
+            raise ConfigError(
+                "balance_ntypes is one tensor, but there are several node types. Pass a dict by type."
+            )
+        balance_ntypes = {next(iter(graph.num_nodes)): balance_ntypes}
+    unknown = sorted(balance_ntypes.keys() - graph.num_nodes.keys())
     if unknown:
-        raise ConfigError(f"balance_ntypes has {unknown}; the node types are {', '.join(graph.num_nodes)}")
+        raise ConfigError(
+            f"balance_ntypes has {unknown}, but the node types are {', '.join(graph.num_nodes)}"
+        )
     node_data = {ntype: dict(columns) for ntype, columns in graph.node_data.items()}
     names = []
     for ntype, count in graph.num_nodes.items():
-        kinds = torch.as_tensor(given[ntype]).numpy() if ntype in given else np.zeros(count, np.int64)
+        kinds = (
+            torch.as_tensor(balance_ntypes[ntype]).numpy()
+            if ntype in balance_ntypes
+            else np.zeros(count, np.int64)
+        )
         if kinds.shape != (count,):
             raise ConfigError(f"balance_ntypes has shape {kinds.shape} for the {count} nodes of {ntype!r}")
         for value in np.unique(kinds):
@@ -208,9 +224,9 @@ def _replace_files(out: Path, write: Callable[[Path], Path]) -> Path:
     out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".partition-", dir=out) as scratch:
         config = write(Path(scratch) / "parts")
-        # The JSON file, which names the others, is removed first and written last.
+        # The JSON file lists the other files, so it is removed first and written last.
         (out / config.name).unlink(missing_ok=True)
-        for path in sorted(config.parent.iterdir(), key=lambda one: one == config):
+        for path in sorted(config.parent.iterdir(), key=lambda path: path == config):
             target = out / path.name
             if target.is_dir():
                 shutil.rmtree(target)
@@ -242,7 +258,7 @@ def _file(part_config: str | Path, part: int, kind: str) -> Path:
 
 
 def _tensors(part_config: str | Path, part: int, kind: str, only: str) -> dict[str, Tensor]:
-    # Files of old versions leave out the only type.
+    # Files of old versions do not name the type if there is only one.
     tensors = load_tensors(_file(part_config, part, kind))
     return {name if "/" in name else f"{only}/{name}": tensor for name, tensor in tensors.items()}
 
@@ -257,11 +273,12 @@ def node_split(
 ) -> Tensor:
     """Return the (n,) int64 ids of a rank's share of the marked nodes, ascending.
 
-    Every value but 0 of ``nodes``, an (N,) DistTensor, tensor or array, marks its node. The book is of one
-    of the open graphs, also as read from its file; None: of a DistTensor's graph, or the only open one.
+    Every non-zero value of ``nodes``, an (N,) DistTensor, tensor or array, marks its node. The book belongs
+    to an open graph, or was read from its file. None: the book of a DistTensor's graph, or of the only open
+    one.
     """
-    g = _graph(nodes, partition_book)
-    kind, how = node_type(g, ntype), (rank, force_even, cast("Any", inner_tensor(node_trainer_ids)))
+    g = _find_graph(nodes, partition_book)
+    kind, how = resolve_node_type(g, ntype), (rank, force_even, cast("Any", inner_tensor(node_trainer_ids)))
     return split_nodes(_mask(nodes, g, g.num_nodes(kind), kind), g.get_partition_book(), kind, *how)
 
 
@@ -273,39 +290,43 @@ def edge_split(
     force_even: bool = True,
     edge_trainer_ids: Any = None,
 ) -> Tensor:
-    """Return a rank's share of the marked edges; as :func:`node_split`."""
-    g = _graph(edges, partition_book)
-    kind = edge_type(g, etype)
-    if edge_ids(g.kvstore, g.to_canonical_etype(kind)) is not None:
+    """Return a rank's share of the marked edges, see :func:`node_split`."""
+    g = _find_graph(edges, partition_book)
+    kind = resolve_edge_type(g, etype)
+    if get_edge_ids(g.kvstore, g.to_canonical_etype(kind)) is not None:
         edges, edge_trainer_ids = (
-            one.to_local() if isinstance(one, DistTensor) else one for one in (edges, edge_trainer_ids)
+            column.to_local() if isinstance(column, DistTensor) else column
+            for column in (edges, edge_trainer_ids)
         )
     how = rank, force_even, cast("Any", inner_tensor(edge_trainer_ids))
     return split_edges(_mask(edges, g, g.num_edges(kind), kind), g.get_partition_book(), kind, *how)
 
 
-def _mask(marked: Any, g: DistGraph, count: int, what: object) -> Any:
+def _mask(marked: Any, g: DistGraph, count: int, kind: object) -> Any:
     if len(marked) != count:
-        raise ConfigError(f"the mask has {len(marked)} values for {count} rows of {what!r}; give one a row")
+        raise ConfigError(
+            f"the mask has {len(marked)} values for {count} rows of {kind!r}. Pass one per row."
+        )
     if isinstance(marked, DistTensor):
         if marked.dtype == torch.bool:
             return marked.inner
         marked = marked.inner.to_local()
     values = as_array(marked)
     if values.dtype.kind in "iu" and count > 1 and np.array_equal(np.sort(values), np.arange(count)):
-        why = "all ids were given where a mask is expected; all rows are taken (DGL would leave out row 0)"
-        warn_user(why)
+        warn_user("the mask contains all ids, so all rows are taken (DGL would leave out row 0)")
         return np.ones(count, dtype=np.bool_)
     return values != 0
 
 
-def _graph(marked: Any, given: RangePartitionBook | None) -> DistGraph:
-    if not isinstance(given, RangePartitionBook | None):
-        raise ConfigError(f"partition_book is a {type(given).__name__}; give g.get_partition_book()")
-    book = given and given.inner
+def _find_graph(marked: Any, partition_book: RangePartitionBook | None) -> DistGraph:
+    if not isinstance(partition_book, RangePartitionBook | None):
+        raise ConfigError(
+            f"partition_book is a {type(partition_book).__name__}. Pass g.get_partition_book()."
+        )
+    book = partition_book and partition_book.inner
     if not isinstance(marked, DistTensor):
-        return graph_of_book(book)
-    g = graph_of_book(marked.inner.part_policy.partition_book)
-    if book is not None and graph_of_book(book) is not g:
+        return find_book_graph(book)
+    g = find_book_graph(marked.inner.part_policy.partition_book)
+    if book is not None and find_book_graph(book) is not g:
         raise ConfigError(f"the mask {marked.name!r} belongs to the graph {g.name!r}, the book to another")
     return g

@@ -1,4 +1,4 @@
-"""DGL's partition books and policies around ours."""
+"""DGL's partition books and policies on top of ours."""
 
 import functools
 import inspect
@@ -26,7 +26,7 @@ K = TypeVar("K", str, EdgeType)
 
 
 class GraphPartitionBook(Wrapper):
-    """Base class of partition books, as scripts name it in ``isinstance``; there is one kind."""
+    """Base class of partition books, for ``isinstance`` in scripts. There is one kind."""
 
     inner: PartitionBook
 
@@ -36,13 +36,12 @@ class RangePartitionBook(GraphPartitionBook, of=PartitionBook):
     """Contiguous ids per type and partition, with DGL's arguments and methods.
 
     Without a type, ids of a graph of several types are *homogeneous*: one numbering for all types. The maps
-    have (P, 2) homogeneous ranges by type; ConfigError if they do not fit. If they overlap, or number ids in
-    another way than DGL, homogeneous ids are a ConfigError, and all else works.
+    have (P, 2) homogeneous ranges by type. ConfigError if they do not fit. If they overlap, or number ids in
+    another way than DGL, homogeneous ids raise ConfigError and all other methods work.
     """
 
     _unusual = ""
     global_nid_dtype = global_eid_dtype = torch.int64
-    """Of newer versions of DGL."""
 
     def __init__(
         self,
@@ -54,9 +53,9 @@ class RangePartitionBook(GraphPartitionBook, of=PartitionBook):
         etypes: Mapping[EdgeType, int],
     ) -> None:
         if not 0 <= part_id < num_parts:
-            raise ConfigError(f"part_id is {part_id}; there are {num_parts} parts, numbered from 0")
+            raise ConfigError(f"part_id is {part_id}, but there are {num_parts} parts, numbered from 0")
         if not ntypes or not etypes:
-            raise ConfigError("a book needs node types and edge types; give ntypes and etypes")
+            raise ConfigError("a book needs node types and edge types. Pass ntypes and etypes.")
         nodes, nodes_unusual = _bounds(node_map, ntypes, num_parts)
         edges, edges_unusual = _bounds(edge_map, etypes, num_parts)
         self.inner, self._unusual = PartitionBook(nodes, edges, part_id), nodes_unusual or edges_unusual
@@ -65,10 +64,10 @@ class RangePartitionBook(GraphPartitionBook, of=PartitionBook):
             vars(self).update(dict.fromkeys(names, self._refuse_homogeneous))
 
     def _refuse_homogeneous(self, *_: object, **__: object) -> NoReturn:
-        raise ConfigError(f"these ids are homogeneous, and {self._unusual}; name a type")
+        raise ConfigError(f"these ids are homogeneous, but {self._unusual}. Name a type.")
 
     partid: Any = InnerAttribute(PartitionBook, "partid")
-    """The partition of this rank."""
+    """Partition of this rank."""
 
     @property
     def is_homogeneous(self) -> bool:
@@ -76,7 +75,7 @@ class RangePartitionBook(GraphPartitionBook, of=PartitionBook):
 
     @property
     def local_ntype_offset(self) -> list[int]:
-        """(types + 1) offsets of the node types among the own partition's nodes."""
+        """(types + 1) offsets of the node types among the nodes of this rank's partition."""
         return self._offsets(map(self.inner.node_bounds, self.ntypes))
 
     @property
@@ -84,16 +83,16 @@ class RangePartitionBook(GraphPartitionBook, of=PartitionBook):
         return self._offsets(map(self.inner.edge_bounds, self.canonical_etypes))
 
     def _offsets(self, bounds: Iterable[Array]) -> list[int]:
-        return [0, *np.cumsum([int(np.diff(one)[self.partid]) for one in bounds]).tolist()]
+        return [0, *np.cumsum([int(np.diff(type_bounds)[self.partid]) for type_bounds in bounds]).tolist()]
 
     _num_nodes: Any = InnerAttribute(PartitionBook, "num_nodes")
     _num_edges: Any = InnerAttribute(PartitionBook, "num_edges")
 
     def shared_memory(self, graph_name: str) -> None:
-        raise ConfigError("every rank has the book, which is a few numbers; leave shared_memory() out")
+        raise ConfigError("every rank has the book, which is a few numbers. Leave shared_memory() out.")
 
-    def _of(self, kind: str | EdgeType | None) -> PartitionBook:
-        """Return the book of ids of ``kind``: DGL's defaults stand for homogeneous ids, unless they exist."""
+    def _find_book(self, kind: str | EdgeType | None) -> PartitionBook:
+        """Return the book for ids of ``kind``. DGL's defaults usually mean homogeneous ids."""
         book = self.inner
         known = kind in book.ntypes or kind in (*book.canonical_etypes, *book.etypes)
         if known or kind not in (NODE_TYPE, EDGE_TYPE, EDGE_TYPE[1]):
@@ -103,39 +102,39 @@ class RangePartitionBook(GraphPartitionBook, of=PartitionBook):
         return book.homogeneous()
 
 
-def _by_kind(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a method of the core's book, whose last argument is a type, for both kinds of ids."""
+def _adapt_method(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Extend a method of our book, with a type as its last argument, to both kinds of ids."""
     signature = inspect.signature(method)
 
     @functools.wraps(method)
-    def of_book(self: RangePartitionBook, *args: Any, **kwargs: Any) -> Any:
-        given = signature.bind(self, *args, **kwargs)
-        given.apply_defaults()
-        _, *ids, kind = given.args
-        return method(self._of(kind), *ids, kind)
+    def call(self: RangePartitionBook, *args: Any, **kwargs: Any) -> Any:
+        bound = signature.bind(self, *args, **kwargs)
+        bound.apply_defaults()
+        _, *ids, kind = bound.args
+        return method(self._find_book(kind), *ids, kind)
 
-    return of_book
+    return call
 
 
 for _name in ("nid2partid", "partid2nids", "nid2localnid", "eid2partid", "partid2eids", "eid2localeid"):
-    setattr(RangePartitionBook, _name, _by_kind(getattr(PartitionBook, _name)))
+    setattr(RangePartitionBook, _name, _adapt_method(getattr(PartitionBook, _name)))
 
 
 def _bounds(ranges: Mapping[K, Any], kinds: Mapping[K, int], num_parts: int) -> tuple[dict[K, Array], str]:
-    """Return (P + 1,) first ids by type, and which ids do not run through the parts and then the types."""
-    given: dict[K, Array] = {}
+    """Return (P + 1,) first ids by type, and a text if ids are not ordered by part and then by type."""
+    arrays: dict[K, Array] = {}
     bounds: dict[K, Array] = {}
     for key in sorted(kinds, key=kinds.__getitem__):
-        given[key] = np.asarray(ranges.get(key, []), dtype=np.int64)
-        if given[key].shape != (num_parts, 2):
-            what = f"the map of {key!r} has shape {given[key].shape}"
-            raise ConfigError(f"{what}; give ({num_parts}, 2) ranges")
-        bounds[key] = np.concatenate([[0], np.cumsum(np.diff(given[key]))])
-    for (key, found), starts in zip(
-        given.items(), IdRanges.from_offsets([*bounds.values()]).starts, strict=True
-    ):
-        if (found[:, 0] != starts)[found[:, 1] > found[:, 0]].any():
-            return bounds, f"the map of {key!r} is {found.tolist()}, which is not in order of the types"
+        arrays[key] = np.asarray(ranges.get(key, []), dtype=np.int64)
+        if arrays[key].shape != (num_parts, 2):
+            raise ConfigError(
+                f"the map of {key!r} has shape {arrays[key].shape}. Pass ({num_parts}, 2) ranges."
+            )
+        bounds[key] = np.concatenate([[0], np.cumsum(np.diff(arrays[key]))])
+    starts_by_type = IdRanges.from_offsets([*bounds.values()]).starts
+    for (key, array), starts in zip(arrays.items(), starts_by_type, strict=True):
+        if (array[:, 0] != starts)[array[:, 1] > array[:, 0]].any():
+            return bounds, f"the map of {key!r} is {array.tolist()}, which is not in order of the types"
     return bounds, ""
 
 
@@ -143,7 +142,7 @@ _GRAPHS: SessionField[list[DistGraph]] = SessionField(lambda _: [])
 
 
 def remember_graph(g: DistGraph) -> None:
-    """Register ``g`` as open, until it is closed or the session ends."""
+    """Register ``g`` as open until it is closed or the session ends."""
     graphs = _GRAPHS.get(g.session)
     graphs.append(g)
     g.on_close.append(lambda: graphs.remove(g))
@@ -156,14 +155,14 @@ def remember_graph(g: DistGraph) -> None:
 
 @dataclass(frozen=True)
 class EdgeIds:
-    """Both numberings of the edges of one type in a graph in one part."""
+    """Both numberings of the edges of one type, for a graph in one part."""
 
     source: Array
-    """(E,) int64: DGL's id, which is that of the source, of each of our edges."""
+    """(E,) int64 id in DGL, which is that of the source, for each of our edges."""
 
     @cached_property
     def ours(self) -> Array:
-        """(E,) int64: our id, by destination and source, of each of DGL's edges."""
+        """(E,) int64 id in our order, by destination and source, for each of DGL's edges."""
         ours = np.empty_like(self.source)
         ours[self.source] = np.arange(len(ours))
         return ours
@@ -172,63 +171,63 @@ class EdgeIds:
 _EDGE_IDS: SessionField[dict[tuple[str, object], EdgeIds]] = SessionField(lambda _: {})
 
 
-def edge_ids(store: KVStore, etype: object) -> EdgeIds | None:
-    """Return the ids of the edges of a type in the graph of ``store``; None where ours are DGL's."""
+def get_edge_ids(store: KVStore, etype: object) -> EdgeIds | None:
+    """Return the ids of the edges of a type in the graph of ``store``, or None if our ids equal DGL's."""
     return _EDGE_IDS.get(store.session).get((store.label, etype))
 
 
-def our_edges(store: KVStore, etype: object, ids: Ids) -> Ids:
-    """Return our ids of edges that a script names."""
-    if (known := edge_ids(store, etype)) is None:
+def find_our_edges(store: KVStore, etype: object, ids: Ids) -> Ids:
+    """Return our ids for a script's ids of edges."""
+    if (known := get_edge_ids(store, etype)) is None:
         return ids
-    found = torch.from_numpy(known.ours[as_ids(ids, len(known.ours), f"the edges {etype}")])
-    return ids_to_device(found, ids.device) if isinstance(ids, Tensor) else found
+    our_ids = torch.from_numpy(known.ours[as_ids(ids, len(known.ours), f"the edges {etype}")])
+    return ids_to_device(our_ids, ids.device) if isinstance(ids, Tensor) else our_ids
 
 
-def of_each_type(number: Callable[..., Any], g: DistGraph, edges: Any) -> Any:
-    """Apply :func:`our_edges` or :func:`shown_edges` to ids of the only type, or to a dict by type."""
+def map_each_type(convert: Callable[..., Any], g: DistGraph, edges: Any) -> Any:
+    """Apply :func:`find_our_edges` or :func:`find_shown_edges` to ids of the only type, or by type."""
     if isinstance(edges, Mapping):
-        return {key: number(g.kvstore, g.to_canonical_etype(key), ids) for key, ids in edges.items()}
-    only = len(g.canonical_etypes) == 1
-    return number(g.kvstore, g.canonical_etypes[0], edges) if only else edges
+        return {key: convert(g.kvstore, g.to_canonical_etype(key), ids) for key, ids in edges.items()}
+    has_one_type = len(g.canonical_etypes) == 1
+    return convert(g.kvstore, g.canonical_etypes[0], edges) if has_one_type else edges
 
 
-def shown_edges(store: KVStore, etype: object, ids: Tensor) -> Tensor:
-    """Return the ids under which a script knows our edges."""
-    known = edge_ids(store, etype)
+def find_shown_edges(store: KVStore, etype: object, ids: Tensor) -> Tensor:
+    """Return a script's ids for our ids of edges."""
+    known = get_edge_ids(store, etype)
     if known is None:
         return ids
     return ids_to_device(torch.from_numpy(known.source[as_array(ids)]), ids.device)
 
 
-def graph_of_book(book: PartitionBook | None) -> DistGraph:
-    """Return the open graph to which ``book``, perhaps read from a file, belongs; None: the only one."""
+def find_book_graph(book: PartitionBook | None) -> DistGraph:
+    """Return the open graph of ``book``, which may be read from a file. None stands for the only graph."""
     books = {g: g.get_partition_book() for g in _open_graphs()}
     own = [g for g in books if books[g] is book]
-    matching = own or [g for g in books if book is None or _rows(books[g]) == _rows(book)]
-    names, remedy = ", ".join(repr(g.name) for g in books), "give g.get_partition_book()"
+    matching = own or [g for g in books if book is None or _count_rows(books[g]) == _count_rows(book)]
+    names, remedy = ", ".join(repr(g.name) for g in books), "Pass g.get_partition_book()."
     if not matching:
-        raise ConfigError(f"the partition book is of none of the open graphs ({names}); {remedy}")
+        raise ConfigError(f"the partition book belongs to none of the open graphs ({names}). {remedy}")
     if len({g.dataset.manifest.checksum for g in matching}) > 1:
-        raise ConfigError(f"several graphs are open ({names}); say which: {remedy}")
+        raise ConfigError(f"several graphs are open ({names}). {remedy}")
     return matching[-1]
 
 
-def graph_of_store(store: KVStore) -> DistGraph:
-    """Return the open graph whose tensors are in ``store``; ConfigError when it is closed."""
+def find_store_graph(store: KVStore) -> DistGraph:
+    """Return the open graph with its tensors in ``store``. Raise ConfigError if it is closed."""
     for g in _open_graphs():
         if g.kvstore is store:
             return g
-    raise ConfigError("the graph of this store is closed; ask the store of one that is open, g._client")
+    raise ConfigError("the graph of this store is closed. Use g._client of an open graph.")
 
 
-def node_type(g: DistGraph, ntype: str) -> str:
-    """Return ``ntype``; DGL's default stands for the only node type, whatever its name."""
+def resolve_node_type(g: DistGraph, ntype: str) -> str:
+    """Return ``ntype``. DGL's default stands for the only node type, whatever its name."""
     return g.ntypes[0] if ntype == NODE_TYPE and len(g.ntypes) == 1 else ntype
 
 
-def edge_type(g: DistGraph, etype: str | EdgeType) -> str | EdgeType:
-    """Return ``etype``; DGL's default stands for the only edge type, whatever its name."""
+def resolve_edge_type(g: DistGraph, etype: str | EdgeType) -> str | EdgeType:
+    """Return ``etype``. DGL's default stands for the only edge type, whatever its name."""
     is_default = etype in (EDGE_TYPE, EDGE_TYPE[1])
     return g.canonical_etypes[0] if is_default and len(g.canonical_etypes) == 1 else etype
 
@@ -238,16 +237,16 @@ def _open_graphs() -> Sequence[DistGraph]:
     return [*(g for g in _GRAPHS.get(current_session()) if g is not last), last]
 
 
-def _rows(book: PartitionBook) -> dict[str | EdgeType, int]:
+def _count_rows(book: PartitionBook) -> dict[str | EdgeType, int]:
     nodes: dict[str | EdgeType, int] = {ntype: book.num_nodes(ntype) for ntype in book.ntypes}
     return {**nodes, **{etype: book.num_edges(etype) for etype in book.canonical_etypes}}
 
 
 class PartitionPolicy(Wrapper, of=InnerPartitionPolicy):
-    """Assignment of the rows of a tensor to partitions, under DGL's names.
+    """Assignment of the rows of a tensor to partitions, with DGL's names.
 
-    ``policy_str``: ``node~<type>`` or ``edge~<source>:<relation>:<destination>``; ``node`` and ``edge`` mean
-    those of a graph of one type.
+    ``policy_str`` is ``node~<type>`` or ``edge~<source>:<relation>:<destination>``. ``node`` and ``edge``
+    mean the only type of a graph.
     """
 
     inner: InnerPartitionPolicy
@@ -255,7 +254,7 @@ class PartitionPolicy(Wrapper, of=InnerPartitionPolicy):
     def __init__(self, policy_str: str, partition_book: RangePartitionBook) -> None:
         kind, _, name = policy_str.partition("~")
         if kind not in ("node", "edge"):
-            raise ConfigError(f"policy_str is {policy_str!r}; it must begin with 'node' or 'edge'")
+            raise ConfigError(f"policy_str is {policy_str!r}, but must begin with 'node' or 'edge'")
         book = partition_book.inner
         is_node, etype = kind == "node", name or format_type(EDGE_TYPE)
         known: Any = name or NODE_TYPE if is_node else canonical_etype(etype, book.canonical_etypes)
@@ -264,12 +263,12 @@ class PartitionPolicy(Wrapper, of=InnerPartitionPolicy):
             type_name=known,
             bounds=book.node_bounds(known) if is_node else book.edge_bounds(known),
             partition_book=book,
-            # Only the policies of an open graph have one; inner_policy() finds that of this book.
+            # Only the policies of an open graph have a store. inner_policy() finds that of this book.
             store=cast("KVStore", None),
         )
 
     type_name: Any = InnerAttribute(InnerPartitionPolicy, "type_name")
-    """The node type, or the edge type as a triple."""
+    """Node type, or edge type as a triple."""
     partition_book: Any = InnerAttribute(InnerPartitionPolicy, "partition_book")
 
     @property
@@ -283,7 +282,7 @@ class PartitionPolicy(Wrapper, of=InnerPartitionPolicy):
 
 @final
 class NodePartitionPolicy(PartitionPolicy):
-    """The policy of the nodes of a type."""
+    """Policy of the nodes of a type."""
 
     def __init__(self, partition_book: RangePartitionBook, ntype: str = NODE_TYPE) -> None:
         super().__init__(f"node~{ntype}", partition_book)
@@ -291,17 +290,17 @@ class NodePartitionPolicy(PartitionPolicy):
 
 @final
 class EdgePartitionPolicy(PartitionPolicy):
-    """The policy of the edges of a type, given as a triple."""
+    """Policy of the edges of a type, which is a triple."""
 
     def __init__(self, partition_book: RangePartitionBook, etype: EdgeType = EDGE_TYPE) -> None:
         super().__init__(f"edge~{format_type(etype)}", partition_book)
 
 
 def inner_policy(policy: PartitionPolicy | InnerPartitionPolicy | None) -> InnerPartitionPolicy | None:
-    """Return our policy for one of DGL's, from the open graph whose book it has; ConfigError without one."""
+    """Return our policy for one of DGL's, from the open graph of its book. Raise ConfigError without one."""
     if policy is None or isinstance(policy, InnerPartitionPolicy):
         return policy
     if not isinstance(policy, PartitionPolicy):
-        raise ConfigError(f"part_policy is {policy!r}; give what g.get_node_partition_policy(ntype) returns")
-    g, key = graph_of_book(policy.inner.partition_book), policy.inner.type_name
+        raise ConfigError(f"part_policy is {policy!r}. Pass g.get_node_partition_policy(ntype).")
+    g, key = find_book_graph(policy.inner.partition_book), policy.inner.type_name
     return g.get_node_partition_policy(key) if isinstance(key, str) else g.get_edge_partition_policy(key)

@@ -1,4 +1,4 @@
-"""The base of the classes that give our objects DGL's names."""
+"""Base of the classes that show our objects with DGL's names."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ W = TypeVar("W", bound="Wrapper")
 
 @final
 class InnerAttribute:
-    """The attribute ``name`` of a wrapper's ``inner`` object; objects of ours that it has become DGL's views.
+    """The attribute ``name`` of a wrapper's ``inner`` object. Objects of ours become DGL's views.
 
-    The wrapper's class shows that of ``owner``, the class of ``inner``, with its signature and docstring.
+    The wrapper's class shows the attribute of ``owner``, the class of ``inner``, with its signature and
+    docstring.
     """
 
     def __init__(self, owner: type[Any], name: str) -> None:
@@ -31,13 +32,14 @@ class InnerAttribute:
 
 
 class Wrapper(Shared):
-    """An object of ours, ``inner``, under DGL's names; its other attributes are those of ``inner``.
+    """Base of DGL's views. A view shows an object of ours, ``inner``, under DGL's names.
 
-    A subclass gives the class of ``inner`` as ``of``, whose public methods and properties it then shows.
+    A subclass passes the class of ``inner`` as ``of``. It then shows the public methods and properties of
+    that class. All other attributes are those of ``inner``.
     """
 
     views: ClassVar[dict[type[Any], type[Wrapper]]] = {}
-    """Class of ours to DGL's."""
+    """Class of ours to the class of its view."""
     inner: Any
 
     def __init_subclass__(cls, of: type[Any] = object) -> None:
@@ -49,9 +51,9 @@ class Wrapper(Shared):
     @classmethod
     def over(cls: type[W], inner: Any) -> W:
         """Return DGL's view of one of our objects."""
-        made = cls.__new__(cls)
-        made.inner = inner
-        return made
+        wrapper = cls.__new__(cls)
+        wrapper.inner = inner
+        return wrapper
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or name == "inner":
@@ -60,7 +62,8 @@ class Wrapper(Shared):
 
 
 def view(value: Any) -> Any:
-    """Return DGL's view of an object of ours, of several, or of what a method returns; others as they are."""
+    """Return DGL's view of one or several of our objects or of a method's result. Other values are
+    unchanged."""
     if type(value) in Wrapper.views:
         return Wrapper.views[type(value)].over(value)
     if type(value) is tuple:
@@ -71,4 +74,4 @@ def view(value: Any) -> Any:
 
 
 class UnknownTypeError(ConfigError, dgl.DGLError):
-    """There is no such node or edge type; scripts expect a DGLError."""
+    """There is no such node or edge type. Scripts expect a DGLError."""

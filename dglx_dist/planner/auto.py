@@ -39,20 +39,20 @@ from dglx_dist.training import checkpoint
 from dglx_dist.training.resume import TRAINED_WITH
 
 _DEEP = 4
-"""Layers from which on mini-batches are not considered without explicit fan-outs."""
+"""Number of layers from which mini-batches are only considered with explicit fan-outs."""
 _CHECKED_SEEDS = 64
 _NO_BATCHES = (
-    f"mini-batches of {_DEEP} layers and more are not considered unless fan-outs are given, so ways to train "
-    "on whole graphs are compared (--fanout, --unit)"
+    f"models of {_DEEP} or more layers use mini-batches only with explicit fan-outs, so only training on "
+    "whole graphs is compared (--fanout, --unit)"
 )
 
 
 @dataclass(frozen=True, kw_only=True)
 class AutoOptions(ChoiceOptions):
-    """Options of ``auto``; ConfigError if a value cannot be honoured."""
+    """Options of ``auto``. ConfigError if a value is invalid."""
 
     memory: str = ""
-    """Limit of a rank, as "4GB"; empty: its share of the machine's."""
+    """Memory limit of a rank, like "4GB". Empty: its share of the machine's memory."""
     caches: bool = True
     """Whether caches of remote rows may be chosen."""
 
@@ -67,30 +67,32 @@ class AutoOptions(ChoiceOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class Training:
-    """Model and batches of the training to plan for; ConfigError if a value cannot be honoured."""
+    """Model and batches of the training to plan for. ConfigError if a value is invalid."""
 
     fanouts: Sequence[int] | None = None
-    """Input-most first; None: the defaults."""
+    """Fan-outs, input-most first. None: the defaults."""
     batch_size: int | None = None
     epochs: int = 20
     num_layers: int = 0
-    """0: the number of fan-outs, or 2."""
+    """Number of layers. 0: the number of fan-outs, or 2."""
     kind: str | None = None
-    """Of a ready-made model; None: derived from its convolutions."""
+    """Name of a ready-made model. None: derived from its convolutions."""
     hidden: int | None = None
     own_loop: bool = False
-    """Whether the user's loop or torch's autocast takes the steps, which not every strategy supports."""
+    """Whether steps need the user's loop or torch's autocast. Not every strategy supports that."""
 
     def __post_init__(self) -> None:
         if self.fanouts is not None:
             if isinstance(self.fanouts, str) or not isinstance(self.fanouts, Sequence) or not self.fanouts:
                 raise ConfigError(
                     f"fanouts={self.fanouts!r} must be a list of one whole number for each layer, input-most "
-                    "first; -1: all"
+                    "first, where -1 means all"
                 )
-            # As int: JSON does not take NumPy's.
-            read = [check_integer(f"fanouts[{at}]", one, least=-1) for at, one in enumerate(self.fanouts)]
-            object.__setattr__(self, "fanouts", read)
+            # They become int, because JSON does not accept integers of NumPy.
+            fanouts = [
+                check_integer(f"fanouts[{at}]", fanout, least=-1) for at, fanout in enumerate(self.fanouts)
+            ]
+            object.__setattr__(self, "fanouts", fanouts)
         if self.batch_size is not None:
             object.__setattr__(self, "batch_size", check_integer("batch_size", self.batch_size, least=1))
         check_integer("epochs", self.epochs, least=1)
@@ -99,12 +101,13 @@ class Training:
 
 
 def read_auto_options(options: Mapping[str, object]) -> AutoOptions:
-    """Return the options of ``auto``; ConfigError if one is unknown, of another type, or out of range."""
+    """Return the options of ``auto``. Raise ConfigError if one is unknown, out of range or of another
+    type."""
     return read_options(f"strategy {AUTO!r}", AutoOptions, options)
 
 
 def check_session_options(session: Session) -> None:
-    """Raise ConfigError for an option that the strategy, or ``auto``, does not know."""
+    """Raise ConfigError if the strategy, or ``auto``, does not know an option."""
     if session.strategy == AUTO:
         read_auto_options(session.options)
     else:
@@ -116,7 +119,7 @@ def _is_deep(unit: str, num_layers: int, fanouts: Sequence[int] | None) -> bool:
 
 
 def batch_assumptions(unit: str, num_layers: int, fanouts: Sequence[int] | None) -> tuple[str, ...]:
-    """Return a line if the depth alone excludes mini-batches."""
+    """Return a line if mini-batches are excluded because of the depth alone."""
     return (_NO_BATCHES,) if _is_deep(unit, num_layers, fanouts) else ()
 
 
@@ -128,7 +131,7 @@ def plan_draws(
     *,
     epoch: int,
 ) -> Draws | None:
-    """Return the mini-batches of ``epoch`` to count, or None; fan-outs and batch size have defaults."""
+    """Return the mini-batches of ``epoch`` to count, or None. Fan-outs and batch size have defaults."""
     if choice.unit == "full_graph" or _is_deep(choice.unit, num_layers, fanouts):
         return None
     if fanouts is None:
@@ -141,41 +144,44 @@ def plan_draws(
 
 
 def default_fanouts(strategy: str, num_layers: int) -> tuple[int, ...]:
-    """Return the default fan-out of each layer: 25, then 10s; all where steps take whole graphs."""
+    """Return the default fan-out of each layer: 25, then 10s, or all if steps take whole graphs."""
     if STRATEGIES.get(strategy).traits.unit == "full_graph":
         return (-1,) * num_layers
     return (25, *[10] * (num_layers - 1))
 
 
 def default_batch_size(strategy: str) -> int | None:
-    """Return the default targets per rank and step: 512; None where steps take whole graphs."""
+    """Return the default number of targets per rank and step: 512, or None if steps take whole graphs."""
     return None if STRATEGIES.get(strategy).traits.unit == "full_graph" else 512
 
 
 def resolve(
     model: nn.Module, g: DistGraph, training: Training, checkpoints: str | Path | None
 ) -> tuple[Candidate, Choice | None]:
-    """Give the session the strategy of the newest checkpoint in ``checkpoints``, else choose one; collective.
+    """Give the session the strategy of the newest checkpoint in ``checkpoints``, or choose one. Collective.
 
-    A resumed run is not planned again: another strategy may be another estimator with other steps.
-    ConfigError: the checkpoint names no strategy, or none that ``auto`` chooses, or these ranks cannot run
-    it. CheckpointError: it is damaged.
+    A resumed run is not planned again, because another strategy may be another estimator with other steps.
+
+    Raises:
+        ConfigError: the checkpoint names no strategy, or none that ``auto`` chooses, or these ranks cannot
+            run it.
+        CheckpointError: the checkpoint is damaged.
     """
     extra = None if checkpoints is None else checkpoint.read_extra(checkpoints)
     if extra is None:
         choice = choose_in_job(model, g, training)
         return choice.predictions[choice.picked].candidate, choice
-    found = _read_checkpointed(extra.get(TRAINED_WITH), checkpoints)
-    g.session.adopt(found.strategy, found.options)
+    candidate = _read_checkpointed(extra.get(TRAINED_WITH), checkpoints)
+    g.session.adopt(candidate.strategy, candidate.options)
     strategy_of(g.session)
-    if found.cache is not None:
+    if candidate.cache is not None:
         fanouts = training.fanouts or default_fanouts(DEFAULT_STRATEGY, training.num_layers)
         batch_size = training.batch_size or default_batch_size(DEFAULT_STRATEGY)
-        _use_cache(g, found, fanouts, batch_size)
+        _use_cache(g, candidate, fanouts, batch_size)
     with progress("choosing a strategy", 1, enabled=g.session.topology.rank == 0) as advance:
         advance(1)
-        advance.say(f"resuming with {found.name}, the strategy of the checkpoint")
-    return found, None
+        advance.say(f"resuming with {candidate.name}, the strategy of the checkpoint")
+    return candidate, None
 
 
 def _use_cache(g: DistGraph, candidate: Candidate, fanouts: Sequence[int], batch_size: int | None) -> None:
@@ -186,7 +192,7 @@ def _use_cache(g: DistGraph, candidate: Candidate, fanouts: Sequence[int], batch
 def _read_checkpointed(value: object, folder: str | Path | None) -> Candidate:
     """Return the strategy that a checkpoint names, if ``auto`` could have chosen it.
 
-    Checkpoints are untrusted files: options that lead to files or addresses are not taken from them.
+    Checkpoints are untrusted files, so options that lead to files or addresses are not read from them.
     """
     values: Mapping[str, Any] = value if isinstance(value, dict) else {}
     name, options, cache = values.get("name"), values.get("options"), values.get("cache")
@@ -194,26 +200,26 @@ def _read_checkpointed(value: object, folder: str | Path | None) -> Candidate:
     if known is None or not isinstance(options, dict) or not options.keys() <= known:
         raise ConfigError(
             f"the checkpoint in {folder} was not trained with a strategy and options that 'auto' chooses "
-            f"(found: {name!r}); name the strategy that it was trained with, and its options"
+            f"(found: {name!r}). Name the strategy that it was trained with, and its options."
         )
-    found = Candidate(unit=STRATEGIES.get(str(name)).traits.unit, strategy=str(name), options=options)
+    candidate = Candidate(unit=STRATEGIES.get(str(name)).traits.unit, strategy=str(name), options=options)
     if not isinstance(cache, dict):
-        return found
+        return candidate
     policy, alpha = cache.get("policy"), cache.get("alpha")
     check_budget(policy, alpha)  # type: ignore[arg-type]  # checked there
-    return replace(found, cache=policy, cache_alpha=alpha or 0.0)
+    return replace(candidate, cache=policy, cache_alpha=alpha or 0.0)
 
 
 def choose_in_job(model: nn.Module, g: DistGraph, training: Training) -> Choice:
-    """Choose as :func:`dglx_dist.choose_strategy` does, and give the strategy to the session; collective.
+    """Choose like :func:`dglx_dist.choose_strategy`, and give the strategy to the session. Collective.
 
     Rank 0 prints the choice and its reason.
     """
     session = g.session
     if session.strategy != AUTO:
         raise ConfigError(
-            f"the session was opened with strategy {session.strategy!r}, so there is nothing to choose; "
-            f"open it with strategy={AUTO!r}"
+            f"the session was opened with strategy {session.strategy!r}, so there is nothing to choose. "
+            f"Open it with strategy={AUTO!r}."
         )
     options = read_auto_options(session.options)
     remedy = "strategy 'auto' needs the same options on every rank"
@@ -227,10 +233,10 @@ def choose_in_job(model: nn.Module, g: DistGraph, training: Training) -> Choice:
         advance(1)
         for line in choice.lines():
             advance.say(line)
-    taken = choice.chosen_prediction
-    if taken is None:
-        raise ConfigError(f"{choice.why[0]}, under auto the option memory=")
-    candidate = taken.candidate
+    chosen = choice.chosen_prediction
+    if chosen is None:
+        raise ConfigError(f"{choice.why[0]} With auto, use the option memory=.")
+    candidate = chosen.candidate
     session.adopt(candidate.strategy, candidate.options)
     if candidate.cache is not None and draws is not None:
         _use_cache(g, candidate, draws.fanouts, draws.batch_size)
@@ -241,20 +247,20 @@ def _choose(
     model: nn.Module, g: DistGraph, training: Training, options: AutoOptions, notify: Callable[[str], None]
 ) -> tuple[Choice, Draws | None]:
     begin = time.perf_counter()
-    # A user's loop may have targets that are no labels; the width of the last layer is then unknown.
+    # The targets of a user's loop may be no labels. The width of the last layer is then unknown.
     features, classes = g.ndata[FEATURE].shape[1], g.dataset.manifest.num_classes.get(g.ntypes[0], 1)
-    given: dict[str, Any] = {"kind": training.kind or "", "hidden": training.hidden or 0}
-    given["is_guessed"] = training.kind is None
-    shape = infer_shape(model, features, classes, training.num_layers, **given)
+    known: dict[str, Any] = {"kind": training.kind or "", "hidden": training.hidden or 0}
+    known["is_guessed"] = training.kind is None
+    shape = infer_shape(model, features, classes, training.num_layers, **known)
     notify("probing the links")
     cluster = _cluster(g.session, options, float_of(model).device)
     layers, epoch = len(shape.layers), min(1, training.epochs - 1)
     draws = plan_draws(options, layers, training.fanouts, training.batch_size, epoch=epoch)
     constraints = options if draws is not None else replace(options, unit="full_graph")
 
-    def is_offered(one: Candidate) -> bool:
-        own_loop = not training.own_loop or STRATEGIES.get(one.strategy).traits.own_loop
-        return own_loop and not find_bar(one, constraints)
+    def is_offered(candidate: Candidate) -> bool:
+        fits_loop = not training.own_loop or STRATEGIES.get(candidate.strategy).traits.own_loop
+        return fits_loop and not find_bar(candidate, constraints)
 
     requested = CountConfig(
         cluster=cluster,
@@ -282,7 +288,7 @@ def _choose(
     predictions = [predict(candidate, counts) for candidate in candidates]
     predictions, finalists = run_trials(predictions, race, notify)
     choice = choose(predictions, counts, constraints, finalists=finalists)
-    # Clocks differ, and the choice is the same on every rank.
+    # Clocks differ, but the choice must be the same on every rank.
     took_s = broadcast_json(time.perf_counter() - begin, g.session)
     return replace(choice, took_s=float(took_s)), draws
 
@@ -291,19 +297,19 @@ def _check_inputs(model: nn.Module, g: DistGraph) -> None:
     columns = g.ndata[FEATURE].shape[1:]
     if len(columns) != 1:
         raise ConfigError(
-            f"node data {FEATURE!r} has rows of shape {tuple(columns)}, and strategy {AUTO!r} tries models "
-            "of one row of columns per node; name a strategy"
+            f"node data {FEATURE!r} has rows of shape {tuple(columns)}, but strategy {AUTO!r} supports only "
+            "one row of columns per node. Name a strategy."
         )
     parts = (part for module in model.modules() for part in vars(module).values())
     if any(isinstance(part, DistEmbedding) for part in parts):
         raise ConfigError(
-            f"the model holds a DistEmbedding, whose rows the trials of strategy {AUTO!r} would train; name "
-            "a strategy"
+            f"the model holds a DistEmbedding, and the trials of strategy {AUTO!r} would train its rows. "
+            "Name a strategy."
         )
 
 
 def _check_model(model: nn.Module, g: DistGraph, counts: EpochCounts) -> None:
-    """Raise ConfigError on all ranks if the model fails on a few nodes of this graph on one of them."""
+    """Raise ConfigError on all ranks if the model fails on a few nodes of this graph on any of them."""
     layers, topology = len(counts.shape.layers), g.session.topology
     fanouts = (2,) * layers if counts.draws is None else counts.draws.fanouts
     seeds = read_marked_ids(g.ndata[TRAIN_MASK], g.num_nodes())
@@ -315,11 +321,11 @@ def _check_model(model: nn.Module, g: DistGraph, counts: EpochCounts) -> None:
 
 def check_equal_servers(topology: Topology) -> None:
     """Raise ConfigError unless every server has the same number of ranks."""
-    found = sorted({len(topology.ranks_of_server(server)) for server in range(topology.num_servers)})
-    if len(found) > 1:
+    counts = sorted({len(topology.ranks_of_server(server)) for server in range(topology.num_servers)})
+    if len(counts) > 1:
         raise ConfigError(
-            f"servers have {' or '.join(map(str, found))} ranks, but strategy 'auto' needs the same number "
-            "on each; start as many on each, or name a strategy"
+            f"servers have {' or '.join(map(str, counts))} ranks, but strategy 'auto' needs the same number "
+            "on each. Start as many on each, or name a strategy."
         )
 
 
@@ -337,7 +343,7 @@ def _cluster(session: Session, options: AutoOptions, device: torch.device) -> Cl
         ranks_per_server=len(topology.ranks_of_server(0)),
         external_bytes_per_s=links.external_bytes_per_s,
         internal_bytes_per_s=links.internal_bytes_per_s,
-        cores=min(of_rank[0] for of_rank in resources),
-        memory_bytes=min(of_rank[1] for of_rank in resources),
-        device_memory_bytes=min(of_rank[2] for of_rank in resources),
+        cores=min(cores for cores, _, _ in resources),
+        memory_bytes=min(memory for _, memory, _ in resources),
+        device_memory_bytes=min(on_device for _, _, on_device in resources),
     )

@@ -12,11 +12,11 @@ from dglx_dist.strategies.base import STRATEGIES
 from dglx_dist.strategies.candidate import Candidate, CandidateContext
 
 NEAR = 1.03
-"""A candidate within this factor of the fastest is a tie, which the earlier, simpler candidate wins."""
+"""Candidates within this factor of the fastest are tied with it. The earlier, simpler one wins."""
 
 
 def enumerate_candidates(context: CandidateContext) -> tuple[Candidate, ...]:
-    """Return the candidates of all strategies: mini-batches first, the simplest first."""
+    """Return the candidates of all strategies: mini-batches first, and the simplest first."""
     ordered: list[tuple[bool, int, Candidate]] = []
     for name in STRATEGIES.names():
         strategy = STRATEGIES.get(name)
@@ -32,13 +32,16 @@ def has_costs(candidate: Candidate) -> bool:
 
 
 def list_works(candidates: Iterable[Candidate], context: CandidateContext) -> tuple[Work, ...]:
-    """Return what is to be counted for ``candidates``, each once."""
-    costs = (COSTS.get(one.strategy).works(one, context) for one in candidates if has_costs(one))
-    return tuple(dict.fromkeys(work for works in costs for work in works))
+    """Return the works to count for ``candidates``, each once."""
+    works: list[Work] = []
+    for candidate in candidates:
+        if has_costs(candidate):
+            works += COSTS.get(candidate.strategy).works(candidate, context)
+    return tuple(dict.fromkeys(works))
 
 
 def list_choosable() -> Mapping[str, frozenset[str]]:
-    """Return every strategy that may be chosen, with its option names."""
+    """Return every strategy that may be chosen, with the names of its options."""
     names: dict[str, frozenset[str]] = {}
     for candidate in enumerate_candidates(CandidateContext(ranks=4, servers=2, num_layers=3, steps=3)):
         names[candidate.strategy] = names.get(candidate.strategy, frozenset()) | candidate.options.keys()
@@ -46,7 +49,7 @@ def list_choosable() -> Mapping[str, frozenset[str]]:
 
 
 def predict(candidate: Candidate, counts: EpochCounts) -> Prediction:
-    """Return bytes and memory of an epoch of ``candidate``. If it is not feasible, the reason and zeros."""
+    """Return bytes and memory of an epoch of ``candidate``, or the reason why it is not feasible."""
     cluster, strategy = counts.cluster, STRATEGIES.get(candidate.strategy)
     why_not = counts.shape.refusals.get(candidate.strategy) or _find_uncounted(candidate, counts)
     if cluster.device_memory_bytes and not strategy.traits.on_gpus:
@@ -77,10 +80,10 @@ def _find_shortage(cost: Cost, on_device: int, counts: EpochCounts) -> str:
     cluster = counts.cluster
     needed = cost.memory - on_device - cost.shared + cost.shared // cluster.ranks_per_server
     if needed > cluster.memory_bytes:
-        return f"needs {needed / 1e9:.1f} GB a rank, of {cluster.memory_bytes / 1e9:.1f}"
+        return f"needs {needed / 1e9:.1f} GB a rank, but there are {cluster.memory_bytes / 1e9:.1f}"
     if on_device > cluster.device_memory_bytes:
         limit = cluster.device_memory_bytes
-        return f"needs {on_device / 1e9:.1f} GB a rank on its GPU, of {limit / 1e9:.1f}"
+        return f"needs {on_device / 1e9:.1f} GB a rank on its GPU, but there are {limit / 1e9:.1f}"
     return ""
 
 
@@ -95,7 +98,7 @@ def _find_uncounted(candidate: Candidate, counts: EpochCounts) -> str:
 
 
 def find_bar(candidate: Candidate, constraints: ChoiceOptions) -> str:
-    """Return what would allow ``candidate``, such as an option. Empty: it is allowed."""
+    """Return the options that would allow ``candidate``, or "" if it is allowed."""
     unit = f"--unit {candidate.unit}" if constraints.unit not in ("any", candidate.unit) else ""
     is_allowed = candidate.exact or constraints.allow_estimators
     return " ".join(option for option in (unit, "" if is_allowed else "--allow-estimators") if option)
@@ -110,18 +113,19 @@ def choose(
 ) -> Choice:
     """Choose the fastest prediction that is allowed and feasible.
 
-    ``finalists`` are the names of the candidates among which trials did not decide. None: there were none.
+    ``finalists`` are the names of the candidates among which trials did not decide. None: there were no
+    trials.
     """
-    every = [replace(one, barred=find_bar(one.candidate, constraints)) for one in predictions]
-    allowed = [one for one in every if one.feasible and not one.barred and not one.not_tried]
-    ranked = sorted(every, key=lambda one: (*_rank(one), constraints.comparable_seconds(one)))
-    finalist = [one for one in allowed if finalists is None or one.candidate.name in finalists]
-    picked = _pick(finalist, constraints)
+    every = [replace(p, barred=find_bar(p.candidate, constraints)) for p in predictions]
+    allowed = [p for p in every if not any(_rank(p))]
+    ranked = sorted(every, key=lambda p: (*_rank(p), constraints.comparable_seconds(p)))
+    undecided = [p for p in allowed if finalists is None or p.candidate.name in finalists]
+    picked = _pick(undecided, constraints)
     assumptions = [*counts.cluster.assumptions, *counts.assumptions]
     if constraints.unit == "any":
         assumptions.append(
-            f"{constraints.full_graph_epochs:g} epochs of whole graphs, a step each, "
-            "are worth one of mini-batches"
+            f"{constraints.full_graph_epochs:g} epochs of whole graphs, with one step each, "
+            "are worth one epoch of mini-batches"
         )
     return Choice(
         graph=counts.graph,
@@ -129,14 +133,14 @@ def choose(
         cluster=counts.cluster,
         predictions=tuple(ranked),
         picked=-1 if picked is None else ranked.index(picked),
-        why=tuple(_explain(picked, finalist, every, constraints)),
+        why=tuple(_explain(picked, undecided, every, constraints)),
         assumptions=tuple(assumptions),
         epoch=counts.epoch,
     )
 
 
-def _rank(one: Prediction) -> tuple[bool, bool, bool]:
-    return not one.feasible, bool(one.barred), bool(one.not_tried)
+def _rank(prediction: Prediction) -> tuple[bool, bool, bool]:
+    return not prediction.feasible, bool(prediction.barred), bool(prediction.not_tried)
 
 
 def _pick(allowed: Sequence[Prediction], constraints: ChoiceOptions) -> Prediction | None:
@@ -144,7 +148,7 @@ def _pick(allowed: Sequence[Prediction], constraints: ChoiceOptions) -> Predicti
     if fastest is None:
         return None
     limit = NEAR * constraints.comparable_seconds(fastest)
-    return next(one for one in allowed if constraints.comparable_seconds(one) <= limit)
+    return next(p for p in allowed if constraints.comparable_seconds(p) <= limit)
 
 
 def _explain(
@@ -154,74 +158,75 @@ def _explain(
     constraints: ChoiceOptions,
 ) -> list[str]:
     if picked is None:
-        return [_find_nearest([one for one in every if not one.barred])]
+        return [_find_nearest([p for p in every if not p.barred])]
     reasons = [_describe(picked)]
     fastest = min(finalists, key=constraints.comparable_seconds)
     if fastest is not picked:
         reasons.append(
             f"{fastest.candidate.name} takes {_ratio(fastest, picked, constraints):.2f} x as long, "
-            f"but of candidates within {100 * (NEAR - 1):.0f} % of the fastest the simplest is taken"
+            f"but among candidates within {100 * (NEAR - 1):.0f} % of the fastest the simplest is taken"
         )
     strategy = picked.candidate.strategy
-    allowed = [one for one in every if not any(_rank(one)) and one.epoch_seconds]
-    others = [one for one in allowed if one != fastest and one.candidate.strategy != strategy]
-    others.sort(key=constraints.comparable_seconds)
-    reasons += [_compare(one, picked, constraints) for one in others[:2]]
+    allowed = [p for p in every if not any(_rank(p)) and p.epoch_seconds]
+    alternatives = [p for p in allowed if p != fastest and p.candidate.strategy != strategy]
+    alternatives.sort(key=constraints.comparable_seconds)
+    reasons += [_compare(p, picked, constraints) for p in alternatives[:2]]
     better = [
-        one
-        for one in every
-        if one.feasible and one.barred and one.candidate.unit == picked.candidate.unit and one.epoch_seconds
-        if constraints.comparable_seconds(one) < constraints.comparable_seconds(picked)
+        p
+        for p in every
+        if p.feasible and p.barred and p.candidate.unit == picked.candidate.unit and p.epoch_seconds
+        if constraints.comparable_seconds(p) < constraints.comparable_seconds(picked)
     ]
     if better and picked.trial is None:
-        other = min(better, key=constraints.comparable_seconds)
+        barred = min(better, key=constraints.comparable_seconds)
         reasons.append(
-            f"{other.candidate.name} would take {_seconds(other.epoch_seconds)}, but is another estimator, "
-            f"only with {other.barred}"
+            f"{barred.candidate.name} would take {_format_seconds(barred.epoch_seconds)}, but is another "
+            f"estimator, only with {barred.barred}"
         )
-    too_large = [one.candidate.name for one in every if "GB a rank" in one.why_not]
+    too_large = [p.candidate.name for p in every if "GB a rank" in p.why_not]
     if too_large:
-        reasons.append(f"does not fit the memory: {', '.join(too_large)}")
+        reasons.append(f"these do not fit the memory: {', '.join(too_large)}")
     return reasons
 
 
 def _find_nearest(allowed: Sequence[Prediction]) -> str:
-    large = [one for one in allowed if one.memory_bytes and one.why_not]
+    large = [p for p in allowed if p.memory_bytes and p.why_not]
     if large:
-        one = min(large, key=lambda one: one.memory_bytes)
+        nearest = min(large, key=lambda p: p.memory_bytes)
         return (
-            f"no allowed candidate fits; nearest is {one.candidate.name}, which {one.why_not}: take "
+            f"no allowed candidate fits; nearest is {nearest.candidate.name}, which {nearest.why_not}. Use "
             "smaller batches or fan-outs, more servers, or ranks with more memory (--memory, "
-            "--device-memory)"
+            "--device-memory)."
         )
-    refused = "; ".join(f"{one.candidate.name}: {one.why_not}" for one in allowed[:3])
-    return f"no requested strategy can train this ({refused or 'there is none'}); try --unit any"
+    reasons = "; ".join(f"{p.candidate.name}: {p.why_not}" for p in allowed[:3])
+    return f"no requested strategy can train this ({reasons or 'there is none'}). Try --unit any."
 
 
-def _ratio(one: Prediction, picked: Prediction, constraints: ChoiceOptions) -> float:
-    return constraints.comparable_seconds(one) / max(constraints.comparable_seconds(picked), 1e-12)
+def _ratio(prediction: Prediction, picked: Prediction, constraints: ChoiceOptions) -> float:
+    return constraints.comparable_seconds(prediction) / max(constraints.comparable_seconds(picked), 1e-12)
 
 
-def _describe(one: Prediction) -> str:
-    moved = f"moves {format_bytes(one.inter_server_bytes)} between servers"
-    if one.trial is not None:
-        return f"{one.candidate.name} took {_seconds(one.epoch_seconds)} an epoch here, and {moved}"
+def _describe(prediction: Prediction) -> str:
+    name, moved = prediction.candidate.name, format_bytes(prediction.inter_server_bytes)
+    if prediction.trial is not None:
+        seconds = _format_seconds(prediction.epoch_seconds)
+        return f"{name} took {seconds} an epoch here, and moves {moved} between servers"
     return (
-        f"{one.candidate.name} computes {_seconds(one.compute_s)} an epoch, as measured here, and {moved}, "
-        f"{_seconds(one.network_s)} at the given bandwidth"
+        f"{name} computes for {_format_seconds(prediction.compute_s)} an epoch, as measured here, and moves "
+        f"{moved} between servers, {_format_seconds(prediction.network_s)} at the given bandwidth"
     )
 
 
-def _seconds(seconds: float) -> str:
+def _format_seconds(seconds: float) -> str:
     # 999.5 would be written as 1e+03.
     return f"{seconds:.3g} s" if seconds < 999.5 else f"{seconds:.0f} s"
 
 
-def _compare(other: Prediction, picked: Prediction, constraints: ChoiceOptions) -> str:
-    ratio = _ratio(other, picked, constraints)
-    if other.candidate.unit != picked.candidate.unit:
+def _compare(prediction: Prediction, picked: Prediction, constraints: ChoiceOptions) -> str:
+    name, ratio = prediction.candidate.name, _ratio(prediction, picked, constraints)
+    if prediction.candidate.unit != picked.candidate.unit:
         # Their epochs are different work, so their bytes are not comparable.
-        return f"{other.candidate.name} takes {ratio:.2f} x as long to learn as much"
-    more = other.inter_server_bytes - picked.inter_server_bytes
+        return f"{name} takes {ratio:.2f} x as long to learn as much"
+    more = prediction.inter_server_bytes - picked.inter_server_bytes
     moved = f", and moves {format_bytes(more)} more between servers" if more > 0 else ""
-    return f"{other.candidate.name} takes {ratio:.2f} x as long{moved}"
+    return f"{name} takes {ratio:.2f} x as long{moved}"

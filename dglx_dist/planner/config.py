@@ -12,7 +12,7 @@ from dglx_dist.training.model_kinds import MODEL_KINDS, check_kind
 
 _of_servers = partial(option, panel="Servers")
 _MAX_BITS_PER_S = 10**14
-"""Above the limit of tc, for links between accelerators inside of a server."""
+"""Largest rate. It is above the limit of tc, for links between accelerators inside a server."""
 _rate = partial(
     _of_servers, None, metavar="RATE", parse=prefix_errors(partial(Rate.parse, most=_MAX_BITS_PER_S))
 )
@@ -21,37 +21,39 @@ _size = partial(_of_servers, None, metavar="SIZE", parse=prefix_errors(read_size
 
 @dataclass(frozen=True, kw_only=True)
 class PlanConfig(ChoiceOptions, ModelConfig):
-    """Options of ``dglx plan``: graph, model and servers; a wrong value is a ConfigError."""
+    """Options of ``dglx plan``: graph, model and servers. A wrong value raises ConfigError."""
 
-    folder: str | None = path_option(None, "What `dglx partition` wrote.", flag="DIR", metavar="DIR")
-    data: str | None = path_option(None, "The same as an option.", metavar="DIR")
-    """The dataset, however it was given."""
-    servers: int = _of_servers(2, "How many.", check=at_least(1))
+    folder: str | None = path_option(None, "Folder that `dglx partition` wrote.", flag="DIR", metavar="DIR")
+    data: str | None = path_option(None, "The same folder as an option.", metavar="DIR")
+    """Folder of the dataset, from either option."""
+    servers: int = _of_servers(2, "Number of servers.", check=at_least(1))
     ranks: int | None = _of_servers(
-        None, "Processes on all servers together, as for `dglx train`. Default: one on each."
+        None, "Number of processes on all servers together, like in `dglx train`. Default: one per server."
     )
     ranks_per_server: int | None = _of_servers(
-        None, "Processes on each, in place of --ranks.", check=at_least(1)
+        None, "Number of processes per server, instead of --ranks.", check=at_least(1)
     )
     external: Rate | None = _rate(
-        "Of a server's card, e.g. 10gbit. Default: 1gbit.", flag="--bandwidth-external"
+        "Rate of a server's network card, e.g. 10gbit. Default: 1gbit.", flag="--bandwidth-external"
     )
-    internal: Rate | None = _rate("Between the ranks of a server, together.", flag="--bandwidth-internal")
-    cores: float | None = _of_servers(None, "Of a rank. Default: as this machine's.", check=ABOVE_ZERO)
-    """Of a rank; None: this machine's, divided by the ranks that share it."""
+    internal: Rate | None = _rate("Total rate between the ranks of a server.", flag="--bandwidth-internal")
+    cores: float | None = _of_servers(
+        None, "Number of cores per rank. Default: a rank's share of this machine.", check=ABOVE_ZERO
+    )
     memory_bytes: int | None = _size(
-        "Of a rank, e.g. 16GB (10^9 bytes each). Default: as here.", flag="--memory"
+        "Memory per rank, e.g. 16GB (10^9 bytes each). Default: a rank's share of this machine.",
+        flag="--memory",
     )
     device_memory_bytes: int | None = _size(
-        "Of a rank's GPU, e.g. 80GB (10^9 bytes each). Default: as here, if the model is timed on a GPU.",
+        "GPU memory per rank, e.g. 80GB (10^9 bytes each). Default: as here, if the model is timed on a GPU.",
         flag="--device-memory",
     )
-    here: bool = _of_servers(False, "All servers are this machine.")
-    """As under ``dglx train --servers`` and scripts/netlab."""
-    seed: int = option(0, "Of the planned run.", check=at_least(0))
+    here: bool = _of_servers(False, "Assume that all servers share this machine.")
+    """This is the case for ``dglx train --servers`` and scripts/netlab."""
+    seed: int = option(0, "Random seed of the planned run.", check=at_least(0))
     as_json: bool = option(False, "Write JSON and nothing else.", flag="--json")
     given: frozenset[str] = frozenset()
-    """Fields whose options stood on the command line."""
+    """Fields whose options are on the command line."""
 
     def __post_init__(self) -> None:
         check_kind(self.model, MODEL_KINDS)
@@ -59,16 +61,18 @@ class PlanConfig(ChoiceOptions, ModelConfig):
         if self.folder is not None:
             if self.data not in (None, self.folder):
                 raise ConfigError(
-                    f"the dataset is {self.folder}, and --data is {self.data}; give one of them"
+                    f"the dataset is {self.folder}, but --data is {self.data}. Use one of them."
                 )
             object.__setattr__(self, "data", self.folder)
         if self.data is None:
-            raise ConfigError("give the folder DIR of a partitioned dataset, which `dglx partition` wrote")
+            raise ConfigError(
+                "the folder DIR of a dataset is missing. Pass a folder that `dglx partition` wrote."
+            )
         each = self.per_server
         if self.ranks_per_server not in (None, each):
             raise ConfigError(
-                f"--ranks {self.ranks} on --servers {self.servers} are {each} on each, and "
-                f"--ranks-per-server is {self.ranks_per_server}; give one of the two"
+                f"--ranks {self.ranks} on --servers {self.servers} are {each} on each, but "
+                f"--ranks-per-server is {self.ranks_per_server}. Use one of the two."
             )
 
     @property
@@ -79,5 +83,5 @@ class PlanConfig(ChoiceOptions, ModelConfig):
 
     @property
     def ranks_of_machine(self) -> int:
-        """Ranks that share the cores and the memory of one machine."""
+        """Number of ranks that share the cores and the memory of one machine."""
         return self.per_server * (self.servers if self.here else 1)

@@ -1,4 +1,4 @@
-"""Counts of an epoch, by one process or by the ranks of a job; times of the model, and of a job's links."""
+"""Counts of an epoch, by one process or by the ranks of a job, and times of the model and of the links."""
 
 from __future__ import annotations
 
@@ -42,12 +42,12 @@ if TYPE_CHECKING:
 
 PROGRAM_BYTES = 690 * 10**6
 """Memory of a rank that has imported everything and evaluated once (torch 2.13, Linux)."""
-_WITHOUT_COSTS = "it has no cost model: its bytes are known in a running job only, under strategy auto"
+_WITHOUT_COSTS = "it has no cost model, so only a running job with strategy auto can measure it"
 _REPETITIONS = 3
 _TIMED_BATCHES = 3
 _FIRST_BYTES, _MOST_BYTES = 32 * 1024, 64 * 2**20
 _LONG_ENOUGH_S = 0.1
-"""A round of this duration shows the rate. The first one is not counted, as it begins with a burst."""
+"""Duration of a round that shows the rate. The first round is ignored, because it begins with a burst."""
 _ROUNDS = 3
 _EXCHANGE_NAME = "probe of the links"
 PROBE_PHASE = "link_probe"
@@ -56,22 +56,25 @@ PROBE_PHASE = "link_probe"
 
 @dataclass(frozen=True, kw_only=True)
 class CountConfig:
-    """What to count."""
+    """Description of the counts that are requested."""
 
     cluster: Cluster
     draws: Draws | None
     """Mini-batches. None: they were not requested."""
     is_offered: Callable[[Candidate], bool] = lambda _: True
-    """Which candidates are counted."""
+    """Tells whether a candidate is counted."""
     caches: bool = True
-    """Whether caches of remote rows are offered, if servers have the whole structure, which ``vip`` needs."""
+    """Whether caches of remote rows are offered. This needs servers with the whole structure, because of
+    ``vip``.
+    """
     partitioned: bool = False
-    """Whether servers will ask each other for in-edges."""
+    """Whether servers ask each other for in-edges."""
     in_job: bool = False
-    """Whether the ranks of the session are those of the cluster and count together. False: this process
-    counts for all of them."""
+    """Whether the ranks of the session are those of the cluster and count together. Otherwise this process
+    counts for all of them.
+    """
     program_bytes: int = PROGRAM_BYTES
-    """Memory of a rank before it opens a graph. Larger if this process is a rank and uses more."""
+    """Memory of a rank before it opens a graph. It is larger if this process is a rank and uses more."""
     epoch: int = 1
     assumptions: tuple[str, ...] = ()
 
@@ -79,12 +82,13 @@ class CountConfig:
 def count(
     g: DistGraph, shape: ModelShape, config: CountConfig, notify: Callable[[str], None] | None = None
 ) -> tuple[EpochCounts, tuple[Candidate, ...]]:
-    """Count an epoch and return the candidates; in a job collective, and all ranks get the same.
+    """Count an epoch and return the counts and the candidates. In a job it is collective, with equal results.
 
-    Outside of a job the session of ``g`` has one rank, and it has the whole graph's structure.
+    Outside of a job the session of ``g`` has one rank, and it has the structure of the whole graph.
 
     Raises:
-        ConfigError: the graph lacks data, has fewer parts than servers, or the ranks know other candidates.
+        ConfigError: the graph lacks data or has fewer parts than servers, or the ranks know different
+            candidates.
         PeerError: a rank is dead or silent.
     """
     notify = notify or (lambda _: None)
@@ -92,21 +96,21 @@ def count(
     run = _plan_run(g, len(shape.layers), config)
     if not len(run.seeds):
         raise ConfigError(
-            f"node data {TRAIN_MASK!r} of {g.dataset.folder} marks no node: there is nothing to plan for; "
-            "partition a graph with training nodes"
+            f"node data {TRAIN_MASK!r} of {g.dataset.folder} marks no node, so there is nothing to plan for. "
+            "Partition a graph with training nodes."
         )
     context = _make_context(run, config)
-    candidates = tuple(one for one in enumerate_candidates(context) if config.is_offered(one))
-    # Each rank has its own registry, and counting is collective.
-    offered = [f"{one.name} {list_works([one], context)}" for one in candidates]
+    candidates = tuple(filter(config.is_offered, enumerate_candidates(context)))
+    # Counting is collective, but each rank has its own registry.
+    offered = [f"{candidate.name} {list_works([candidate], context)}" for candidate in candidates]
     check_equal(run.g.session, "a candidate of strategy", offered, "load the same plugins on every rank")
     batches = None
     if config.draws is not None:
         notify("batches of all ranks")
         sizes = read_row_sizes(g, shape.gradient_bytes, partitioned=config.partitioned)
-        caches = tuple(dict.fromkeys((one.cache, one.cache_alpha) for one in candidates if one.cache))
+        caches = tuple(dict.fromkeys((c.cache, c.cache_alpha) for c in candidates if c.cache))
         batches = count_batches(run, config.draws, caches, sizes)
-    for work in list_works((one for one in candidates if one.strategy not in shape.refusals), context):
+    for work in list_works((c for c in candidates if c.strategy not in shape.refusals), context):
         notify(work.describe(run.num_layers))
         run.works[work] = work.count(run)
     counts = EpochCounts(
@@ -166,30 +170,30 @@ def predict_and_time(
 ) -> list[Prediction]:
     """Return the costs of an epoch of each candidate, with the seconds that its steps compute here.
 
-    The steps of mini-batches are timed on some drawn batches, those of whole graphs on the plan of the rank
+    Steps of mini-batches are timed on a few drawn batches, and steps of whole graphs on the plan of the rank
     with the largest step. Ranks with less than a core each take turns, so their steps take longer.
     """
     predictions = [predict(candidate, counts) for candidate in candidates]
     features = counts.shape.features
     slower = 1.0 / min(counts.cluster.cores, 1.0)
-    of_batches = _time_mini_batches(g, model, counts) * slower
-    of_works: dict[object, float] = {}
-    timed = []
-    for one in predictions:
-        if one.feasible and not has_costs(one.candidate):
-            timed.append(replace(one, why_not=_WITHOUT_COSTS))
+    batch_seconds = _time_mini_batches(g, model, counts) * slower
+    work_seconds: dict[object, float] = {}
+    results = []
+    for prediction in predictions:
+        if prediction.feasible and not has_costs(prediction.candidate):
+            results.append(replace(prediction, why_not=_WITHOUT_COSTS))
             continue
-        seconds = of_batches if one.feasible else 0.0
-        work = next(iter(list_works([one.candidate], counts.context)), None)
-        if work is not None and one.feasible:
-            if work not in of_works:
+        seconds = batch_seconds if prediction.feasible else 0.0
+        work = next(iter(list_works([prediction.candidate], counts.context)), None)
+        if work is not None and prediction.feasible:
+            if work not in work_seconds:
                 step = work.blocks(counts.works[work])
-                of_works[work] = (
+                work_seconds[work] = (
                     0.0 if step is None else step[1] * time_step(model, step[0], features) * slower
                 )
-            seconds = of_works[work]
-        timed.append(replace(one, compute_s=seconds))
-    return timed
+            seconds = work_seconds[work]
+        results.append(replace(prediction, compute_s=seconds))
+    return results
 
 
 def _time_mini_batches(g: DistGraph, model: nn.Module, counts: EpochCounts) -> float:
@@ -205,7 +209,7 @@ def _time_mini_batches(g: DistGraph, model: nn.Module, counts: EpochCounts) -> f
 
 
 def sample_blocks(g: DistGraph, seeds: Array, size: int, fanouts: Sequence[int]) -> list[Any]:
-    """Return the blocks of one batch of ``size`` of the (K,) ``seeds``, from all over the graph."""
+    """Return the blocks of one batch of ``size`` of the (K,) ``seeds``, spread over the graph."""
     chosen = seeds[np.unique(np.linspace(0, len(seeds) - 1, min(size, len(seeds))).astype(np.int64))]
     sampler = dgl.dataloading.NeighborSampler(list(fanouts))
     loader = DataLoader(g, chosen, sampler, batch_size=len(chosen), num_threads=0, device="cpu")
@@ -216,43 +220,42 @@ def sample_blocks(g: DistGraph, seeds: Array, size: int, fanouts: Sequence[int])
 def time_step(model: nn.Module, blocks: Sequence[Any], features: int) -> float:
     """Return the seconds of a training step of a copy of ``model`` on ``blocks``, on its device.
 
-    The rows of the input have ``features`` columns.
-
-    The median of three steps after one that is not timed. Dropout is keyed by node, as under the strategies.
+    The input rows have ``features`` columns. The result is the median of three steps after one that is not
+    timed. Dropout is keyed by node, like under the strategies.
 
     Raises:
         ConfigError: the model fails on the blocks.
     """
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise ConfigError(
-            f"the {type(model).__name__} has no parameters to train; there is nothing to choose"
+            f"the {type(model).__name__} has no parameters to train, so there is nothing to choose"
         )
     like = float_of(model)
     placed = [place(block, like.device) for block in blocks]
     try:
-        copied = copy.deepcopy(model).train()
-        dropouts = install_node_dropouts(copied, 0)
+        model_copy = copy.deepcopy(model).train()
+        dropouts = install_node_dropouts(model_copy, 0)
         dropouts.begin(0, find_pass_ids(placed[0]))
-        optimizer = make_optimizer(copied)
+        optimizer = make_optimizer(model_copy)
         rows = like.new_ones(placed[0].num_src_nodes(), features)
         seconds = []
         for _ in range(1 + _REPETITIONS):
             synchronize(like.device)
             begin = time.perf_counter()
-            take_step(copied, optimizer, placed, rows)
+            take_step(model_copy, optimizer, placed, rows)
             synchronize(like.device)
             seconds.append(time.perf_counter() - begin)
     except MODEL_ERRORS as problem:
         raise ConfigError(
-            f"the model could not be timed on a batch ({type(problem).__name__}: {problem}); it "
-            f"is called as model(blocks, features) with {len(blocks)} blocks, one for each fan-out, and must "
-            "return a row of scores for each target"
+            f"the model could not be timed on a batch ({type(problem).__name__}: {problem}). It is called as "
+            f"model(blocks, features) with {len(blocks)} blocks, one per fan-out, and must return a row of "
+            "scores for each target."
         ) from problem
     return statistics.median(seconds[1:])
 
 
 def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
-    """Return an optimizer that hardly changes ``model``: Adam, or SGD where gradients of rows are sparse."""
+    """Return an optimizer that hardly changes ``model``: Adam, or SGD if gradients of rows are sparse."""
     is_sparse = any(getattr(module, "sparse", False) for module in model.modules())
     kind = torch.optim.SGD if is_sparse else torch.optim.Adam
     return kind(model.parameters(), lr=1e-9)
@@ -285,8 +288,8 @@ class Links:
 def probe(session: Session, *, seconds: float = 2.0) -> Links:
     """Time messages around rings of ranks, first between servers and then within them, for about ``seconds``.
 
-    Collective, and the same on all ranks; without limits for one rank. The session should be idle.
-    The ledger counts the messages as :data:`PROBE_PHASE`.
+    It is collective, and the result is the same on all ranks. There are no limits for one rank. The session
+    should be idle. The ledger counts the messages as :data:`PROBE_PHASE`.
     """
     topology = session.topology
     if topology.world_size == 1:
@@ -312,7 +315,7 @@ def _ring_neighbours(members: Sequence[int], rank: int) -> tuple[int, int] | Non
 
 
 def _measure_bandwidth(session: Session, neighbors: tuple[int, int] | None, seconds: float) -> float:
-    """Return the median rate of rounds, for about ``seconds``."""
+    """Return the median rate of rounds over about ``seconds``."""
     num_bytes, spent, rounds = _FIRST_BYTES, 0.0, list[float]()
     while len(rounds) <= _ROUNDS and (spent < seconds or not rounds):
         took = max(map(float, gather_json(_time_swap(session, neighbors, num_bytes), session)))
@@ -320,7 +323,7 @@ def _measure_bandwidth(session: Session, neighbors: tuple[int, int] | None, seco
         if rounds or took >= _LONG_ENOUGH_S or spent >= seconds / 2 or num_bytes >= _MOST_BYTES:
             rounds.append(took)
             continue
-        # Large enough to last, but at most eight times larger, because bursts look too fast.
+        # The next round should last long enough, but grow at most eightfold, because bursts look too fast.
         enough = num_bytes * 1.2 * _LONG_ENOUGH_S / max(took, 1e-9)
         num_bytes = int(min(max(enough, 2 * num_bytes), 8 * num_bytes, _MOST_BYTES))
     return num_bytes / max(statistics.median(rounds[1:] or rounds), 1e-9)

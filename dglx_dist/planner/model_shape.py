@@ -43,31 +43,35 @@ def infer_shape(
     hidden: int = 0,
     is_guessed: bool = False,
 ) -> ModelShape:
-    """Return the shape of a model, traced in a call as ``module(blocks, x)``; it does not change.
+    """Return the shape of a model. It is traced in a call ``module(blocks, x)`` and does not change.
 
-    Layers of a model that cannot be called so are those that it has registered; unknown ones count as those
-    of GraphSAGE. ``num_layers``, ``kind`` and ``hidden`` of a ready-made model are known; 0 and "" stand for
-    the number of its convolutions, or 2, and kind and width of the first one. ``guessed``: it is not a
-    ready-made one.
+    If the model cannot be called like this, its layers are the ones that it has registered. Unknown layers
+    count as those of GraphSAGE.
+
+    Args:
+        num_layers: Number of layers. 0: the number of its convolutions, or 2.
+        kind: Name of a ready-made model. Empty: that of its first convolution.
+        hidden: Width of the hidden layers. 0: that of its first layer.
+        is_guessed: Whether it is not a ready-made model.
     """
-    known = [one for _, one in find_convolutions(module) if _find_kind(one)]
+    known = [conv for _, conv in find_convolutions(module) if _find_kind(conv)]
     num_layers = num_layers or len(known) or 2
     try:
         layers, first_learns = _trace_layers(module, features, num_layers)
     except MODEL_ERRORS:
         layers, first_learns = _list_registered(known, features, hidden, classes, num_layers), False
-    inspected, refused = _inspect(module, features)
-    parameters = [one for one in module.parameters() if one.requires_grad]
+    inspected, refusals = _inspect(module, features)
+    parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
     return ModelShape(
         kind=kind or (_find_kind(known[0]) if known else "mlp" if not layers[0].summed else "sage"),
         layers=layers,
         features=features,
         hidden=hidden or layers[0].outputs,
         classes=classes,
-        parameters=sum(one.numel() for one in parameters),
+        parameters=sum(parameter.numel() for parameter in parameters),
         tensors=len(parameters),
         inspected=inspected,
-        refusals=refused,
+        refusals=refusals,
         first_learns=first_learns,
         itemsize=parameters[0].element_size() if parameters else 4,
         is_guessed=is_guessed,
@@ -86,21 +90,21 @@ def _find_kind(module: nn.Module) -> str:
 
 def _find_widths(module: nn.Module, inputs: int, outputs: int) -> LayerWidths:
     try:
-        found = replace(make_stages(module, "inputs").widths(), outputs=outputs)
+        widths = replace(make_stages(module, "inputs").widths(), outputs=outputs)
     except ConfigError:
         uses_edges = not isinstance(module, Declares) or module.vertex_stage().around is not None
         summed = min(inputs, outputs) if uses_edges else 0
-        found = LayerWidths(inputs=inputs, outputs=outputs, summed=summed)
-    return replace(found, sums_sources=sums_sources(module))
+        widths = LayerWidths(inputs=inputs, outputs=outputs, summed=summed)
+    return replace(widths, sums_sources=sums_sources(module))
 
 
 def _trace_layers(module: nn.Module, features: int, num_layers: int) -> tuple[tuple[LayerWidths, ...], bool]:
-    """Return the layers as ``module`` calls them, and whether what comes before the first one is trained.
+    """Return the layers as ``module`` calls them, and whether the rows before the first layer are trained.
 
     Raises:
         MODEL_ERRORS: it cannot be called with ``num_layers`` blocks, or does not use them one after another.
     """
-    # Levels of different sizes, so that the number of rows tells the level.
+    # Levels have different sizes, so that the number of rows identifies the level.
     sizes = [8 + 5 * (num_layers - level) for level in range(num_layers + 1)]
     generator = torch.Generator().manual_seed(0)
     like = float_of(module)
@@ -110,13 +114,13 @@ def _trace_layers(module: nn.Module, features: int, num_layers: int) -> tuple[tu
     ]
     x = torch.randn(sizes[0], features, generator=generator).to(like)
     # Layers that read the distributed graph would ask other ranks.
-    reading = [one for one in module.modules() if isinstance(one, SplittableConv)]
-    with replace_forwards({one: partial(_zeros, one.widths().outputs) for one in reading}):
+    readers = [conv for conv in module.modules() if isinstance(conv, SplittableConv)]
+    with replace_forwards({conv: partial(_zeros, conv.widths().outputs) for conv in readers}):
         calls = trace_calls(module, blocks, x)
-    layers = [one for one in calls if one.block is not None and one.inside is None]
-    if [one.block for one in layers] != list(range(num_layers)):
+    layers = [call for call in calls if call.block is not None and call.inside is None]
+    if [call.block for call in layers] != list(range(num_layers)):
         raise ValueError(f"{len(layers)} calls with {num_layers} blocks")
-    shapes = [_find_widths(one.module, one.rows.shape[1], one.result[0].numel()) for one in layers]
+    shapes = [_find_widths(call.module, call.rows.shape[1], call.result[0].numel()) for call in layers]
     return tuple(shapes), layers[0].rows.requires_grad
 
 
@@ -128,33 +132,27 @@ def _zeros(outputs: int, block: Any, x: Any, *_edges: Any) -> Tensor:
 def _list_registered(
     known: Sequence[nn.Module], features: int, hidden: int, classes: int, num_layers: int
 ) -> tuple[LayerWidths, ...]:
-    """Return the layers that a model has registered, if it is that many; otherwise those of GraphSAGE."""
+    """Return the layers that a model has registered if their number matches, otherwise those of GraphSAGE."""
     try:
-        found = tuple(
-            replace(make_stages(one, "inputs").widths(), sums_sources=sums_sources(one)) for one in known
+        layers = tuple(
+            replace(make_stages(conv, "inputs").widths(), sums_sources=sums_sources(conv)) for conv in known
         )
     except ConfigError:
-        found = ()
-    if len(found) == num_layers:
-        return found
-    # Sums are of projected rows where these are narrower.
-    return tuple(
-        LayerWidths(
-            inputs=a,
-            outputs=b,
-            summed=min(a, b),
-        )
-        for a, b in pairwise([features, *[hidden or _USUAL_WIDTH] * (num_layers - 1), classes])
-    )
+        layers = ()
+    if len(layers) == num_layers:
+        return layers
+    # Rows are projected before they are summed if that makes them narrower.
+    widths = [features, *[hidden or _USUAL_WIDTH] * (num_layers - 1), classes]
+    return tuple(LayerWidths(inputs=a, outputs=b, summed=min(a, b)) for a, b in pairwise(widths))
 
 
 def _inspect(module: nn.Module, features: int) -> tuple[dict[str, Any], dict[str, str]]:
-    inspected, refused = {}, {}
+    inspected, refusals = {}, {}
     for name in sorted({*STRATEGIES.names()} & {*COSTS.names()}):
         try:
             inspected[name] = COSTS.get(name).inspect(module, features)
         except ConfigError as error:
-            refused[name] = first_sentence(error)
+            refusals[name] = first_sentence(error)
         except MODEL_ERRORS as error:
-            refused[name] = f"its inspection of the model failed: {type(error).__name__}: {error}"
-    return inspected, refused
+            refusals[name] = f"its inspection of the model failed: {type(error).__name__}: {error}"
+    return inspected, refusals

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 _of_choice = partial(option, panel="Choice")
 _UNITS = {"gbit": 10**9, "mbit": 10**6, "kbit": 10**3, "bit": 1}
 _LEAST_RATE, _MOST_RATE = 8_000, 10**12
-"""tc rejects rates above what the kernel counts, with an unhelpful message."""
+"""Limits of rates. tc rejects rates above the kernel's limit with an unhelpful message."""
 
 
 @dataclass(frozen=True, order=True)
@@ -32,19 +32,19 @@ class Rate:
 
     @classmethod
     def parse(cls, text: str, *, most: int = _MOST_RATE) -> Rate:
-        """Parse e.g. "1gbit", "2.5gbit", "100mbit", "800kbit".
+        """Parse a rate like "1gbit", "2.5gbit", "100mbit" or "800kbit".
 
         Args:
-            most: Largest rate in bits per second; by default what the kernel counts.
+            most: Largest rate in bits per second. By default the limit of the kernel.
 
         Raises:
             ConfigError: it is not a rate, or not from 8 kbit to ``most``.
         """
-        found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(gbit|mbit|kbit|bit)\s*", text.lower())
-        bits = float(found[1]) * _UNITS[found[2]] if found else 0.0
+        match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(gbit|mbit|kbit|bit)\s*", text.lower())
+        bits = float(match[1]) * _UNITS[match[2]] if match else 0.0
         if not _LEAST_RATE <= bits <= most:
             raise ConfigError(
-                f"rate {text!r} must be a number and gbit, mbit or kbit, from 8kbit to {cls(most)}; "
+                f"rate {text!r} must be a number and gbit, mbit or kbit, from 8kbit to {cls(most)}, "
                 "e.g. 100mbit"
             )
         return cls(int(bits))
@@ -58,21 +58,21 @@ class Rate:
 
 @dataclass(frozen=True, kw_only=True)
 class Cluster:
-    """Servers of a run: configured, probed or assumed; see :attr:`assumptions`."""
+    """Servers of a run: configured, probed or assumed, see :attr:`assumptions`."""
 
     servers: int
     ranks_per_server: int
     external_bytes_per_s: float
-    """Payload that a server's card sends, and as much that it receives."""
+    """Payload per second that a server's card sends. It receives as much at the same time."""
     internal_bytes_per_s: float
-    """Payload between the ranks of a server, in total."""
+    """Total payload per second between the ranks of a server."""
     cores: float
-    """Per rank; may be fractional."""
+    """Number of cores per rank. May be fractional."""
     memory_bytes: int
     device_memory_bytes: int = 0
-    """Of a rank on its GPU; 0: ranks compute on CPUs."""
+    """GPU memory per rank. 0: ranks compute on CPUs."""
     assumptions: tuple[str, ...] = ()
-    """What was neither configured nor measured, a sentence each."""
+    """Values that were neither configured nor measured, one sentence each."""
 
     @property
     def ranks(self) -> int:
@@ -80,7 +80,7 @@ class Cluster:
 
     @property
     def server_of_rank(self) -> tuple[int, ...]:
-        """(W,) server of each rank: consecutive ranks share a server."""
+        """(W,) server of each rank. Consecutive ranks share a server."""
         return tuple(rank // self.ranks_per_server for rank in range(self.ranks))
 
 
@@ -92,18 +92,18 @@ class GraphStats:
     nodes: int
     edges: int
     features: int
-    """F, columns."""
+    """Number of feature columns F."""
     feature_bytes: int
-    """Of one node's features, as they are stored."""
+    """Bytes of one node's features as they are stored."""
     classes: int
     train_nodes: int
     edge_cut: float
-    """Fraction of the edges between different servers: rho of an edge."""
+    """Fraction of the edges between different servers."""
     method: str
 
     @property
     def structure_bytes(self) -> int:
-        """Of the in-edges of the whole graph, as they are mapped."""
+        """Bytes of the in-edges of the whole graph as they are mapped."""
         return 8 * self.nodes + (4 if self.nodes < 2**31 else 8) * self.edges
 
 
@@ -117,7 +117,7 @@ class ModelShape:
     hidden: int
     classes: int
     parameters: int
-    """Number of scalars in all of them."""
+    """Number of scalars in all parameters."""
     tensors: int
     inspected: Mapping[str, Any] = field(default_factory=dict)
     """Strategy to the result of ``CostModel.inspect``."""
@@ -135,7 +135,7 @@ class ModelShape:
 
     @property
     def gradient_bytes(self) -> int:
-        """Sent in each step: every gradient, and a flag of one element for each tensor."""
+        """Bytes sent in each step: every gradient, and a flag of one element for each tensor."""
         return (self.parameters + self.tensors) * self.itemsize
 
 
@@ -144,40 +144,42 @@ class Draws:
     """Parameters of the counted mini-batches."""
 
     fanouts: tuple[int, ...]
-    """Input-most first; -1: all."""
+    """Fan-outs, input-most first. -1 means all."""
     batch_size: int
     """Seeds per rank and step."""
     epoch: int = 1
     force_even: bool = True
     most_seeds: int | None = None
-    """Per rank; others are left out."""
+    """Maximum number of seeds per rank. The rest is left out."""
     most_batches: int | None = None
-    """Per rank; None: all of the epoch."""
+    """Maximum number of batches per rank. None: all batches of the epoch."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ChoiceOptions:
-    """Which candidates may be chosen: options of ``dglx plan``, and of strategy ``auto``."""
+    """Options of ``dglx plan`` and of strategy ``auto`` that decide which candidates may be chosen."""
 
     unit: Literal["mini_batch", "full_graph", "any"] = _of_choice(
-        "mini_batch", "mini_batch, full_graph, or any: an epoch of one is not an epoch of the other."
+        "mini_batch", "Kind of training: mini_batch, full_graph or any. Their epochs are not comparable."
     )
     full_graph_epochs: float = _of_choice(
-        5.0, "With --unit any: epochs of whole graphs equivalent to one of mini-batches.", check=ABOVE_ZERO
+        5.0,
+        "Number of epochs on whole graphs that are worth one of mini-batches, for --unit any.",
+        check=ABOVE_ZERO,
     )
-    allow_estimators: bool = _of_choice(False, "Also choose among strategies that do not train exactly.")
+    allow_estimators: bool = _of_choice(False, "Also allow strategies that do not train exactly.")
     dry_batches: int = option(
-        20, "EpochCounts batches of each rank; 0: all of an epoch, exactly.", check=at_least(0)
+        20, "Number of batches to count per rank. 0: all of an epoch, exactly.", check=at_least(0)
     )
 
-    def comparable_seconds(self, one: Prediction) -> float:
-        """Return the seconds to compare, of as many epochs as are worth an exact one of mini-batches."""
-        return one.epoch_seconds * self.weight(one.candidate)
+    def comparable_seconds(self, prediction: Prediction) -> float:
+        """Return the seconds of as many epochs as are worth an exact epoch of mini-batches."""
+        return prediction.epoch_seconds * self.weight(prediction.candidate)
 
     def weight(self, candidate: Candidate) -> float:
-        """Return how many epochs of ``candidate`` are worth an exact one of mini-batches."""
-        of_graphs = candidate.unit == "full_graph" and self.unit == "any"
-        return candidate.epochs_factor * (self.full_graph_epochs if of_graphs else 1.0)
+        """Return how many epochs of ``candidate`` are worth an exact epoch of mini-batches."""
+        is_full_graph = candidate.unit == "full_graph" and self.unit == "any"
+        return candidate.epochs_factor * (self.full_graph_epochs if is_full_graph else 1.0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -185,7 +187,7 @@ class Trial:
     """Seconds of an epoch of a candidate, measured in the running job."""
 
     seconds: float
-    """Median of the turns, in which all candidates alternated."""
+    """Median over the turns of the candidate."""
     low: float
     """Fastest turn."""
     high: float
@@ -206,7 +208,7 @@ class Prediction:
     trial: Trial | None = None
     """Measurement in a running job. None: the candidate was not tried."""
     outside: Mapping[str, int] = field(default_factory=dict)
-    """Payload between servers in one epoch, by ledger phase, of all ranks."""
+    """Payload between servers in one epoch of all ranks, by ledger phase."""
     inside: Mapping[str, int] = field(default_factory=dict)
     """Payload within servers in one epoch."""
     bytes_exact: bool = False
@@ -214,15 +216,15 @@ class Prediction:
     once_bytes: int = 0
     """Bytes between servers before the first epoch: preloaded features and structure, columns, caches."""
     memory_bytes: int = 0
-    """Peak memory of one rank, including the program, of the host and of its GPU together. 0: unknown."""
+    """Peak memory of one rank, including the program. It is the sum of host and GPU. 0: unknown."""
     device_memory_bytes: int = 0
-    """Part of it on the GPU. 0 where ranks compute on CPUs."""
+    """Part of that memory on the GPU. 0 if ranks compute on CPUs."""
     why_not: str = ""
     """Reason why the candidate is not feasible. Empty: it is."""
     not_tried: str = ""
     """Reason why a running job did not try the candidate. Empty: it was tried, or there were no trials."""
     barred: str = ""
-    """What would allow the candidate, an option or another sampler. Empty: it is allowed."""
+    """Option or sampler that would allow the candidate. Empty: it is allowed."""
     note: str = ""
 
     @property
@@ -239,13 +241,13 @@ class Prediction:
 
     @property
     def epoch_seconds(self) -> float:
-        """Measured seconds of an epoch. Without a trial: computing here, and the bytes on the wire."""
+        """Measured seconds of an epoch. Without a trial: computing time here, plus the bytes on the wire."""
         return self.compute_s + self.network_s if self.trial is None else self.trial.seconds
 
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """Measured result of the chosen run, beside the prediction."""
+    """Measured result of the chosen run, to compare with the prediction."""
 
     epoch: int
     epoch_seconds: float
@@ -257,18 +259,18 @@ class Outcome:
 
 @dataclass(frozen=True, kw_only=True)
 class Choice:
-    """All predictions, the one that is chosen, and the reasons."""
+    """All predictions, the chosen one, and the reasons."""
 
     graph: GraphStats
     trained: str
     """Description of model and mini-batches."""
     cluster: Cluster
     predictions: tuple[Prediction, ...]
-    """Fastest first among those that may be chosen, then those not requested, then infeasible ones."""
+    """Predictions, fastest first among those that may be chosen. Barred ones and infeasible ones follow."""
     picked: int
     """Index of the chosen prediction. -1: none is feasible."""
     why: tuple[str, ...]
-    """Reasons, a sentence each."""
+    """Reasons, one sentence each."""
     assumptions: tuple[str, ...]
     """Assumptions behind the numbers that were neither counted nor measured."""
     epoch: int
@@ -281,7 +283,7 @@ class Choice:
         return None if self.picked < 0 else self.predictions[self.picked]
 
     def lines(self) -> Sequence[str]:
-        """Describe the choice, its reasons and its assumptions, a line each."""
+        """Describe the choice, its reasons and its assumptions, one line each."""
         head = (
             "nothing can be chosen"
             if self.chosen_prediction is None
@@ -299,10 +301,10 @@ class Choice:
     def to_json(self) -> dict[str, Any]:
         """Return JSON values, including derived ones."""
         value = asdict(self)
-        for written, one in zip(value["predictions"], self.predictions, strict=True):
-            written["name"], written["feasible"] = one.candidate.name, one.feasible
-            written["epoch_seconds"] = one.epoch_seconds
-            written["bytes_outside"] = one.inter_server_bytes
-            written["bytes_inside"] = one.intra_server_bytes
+        for entry, prediction in zip(value["predictions"], self.predictions, strict=True):
+            entry["name"], entry["feasible"] = prediction.candidate.name, prediction.feasible
+            entry["epoch_seconds"] = prediction.epoch_seconds
+            entry["bytes_outside"] = prediction.inter_server_bytes
+            entry["bytes_inside"] = prediction.intra_server_bytes
         value["chosen"] = None if self.chosen_prediction is None else self.chosen_prediction.candidate.name
         return value

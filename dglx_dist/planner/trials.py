@@ -1,4 +1,4 @@
-"""Timed trials of candidates in a running job: real steps in turns, and the slower half is dropped."""
+"""Timed trials of candidates in a running job: real steps in turns, while the slower half is dropped."""
 
 from __future__ import annotations
 
@@ -40,16 +40,18 @@ if TYPE_CHECKING:
     from dglx_dist.graph.dist_graph import DistGraph
 
 LEAST_S, MOST_SHARE = 15.0, 0.02
-"""Candidates are opened for so many seconds, or for this share of the training, whichever is more. The rounds
-take as long again."""
+"""Minimum time for opening candidates, and its share of the training, whichever is longer. The rounds take as
+long again.
+"""
 _TURN_S, _LEAST_STEPS, _WARM_STEPS = 0.1, 3, 2
-"""Duration and steps of a first turn at least, and steps before a turn that begins within an epoch."""
+"""Minimum duration and steps of a first turn, and steps before a turn that begins within an epoch."""
 _TURNS_OF_ROUND, _MOST_ROUNDS = 3, 4
 _CLEARLY = 1.2
 """A candidate whose fastest turn is slower by this factor is dropped at once. Short epochs of the same run
-differ by a tenth."""
+differ by a tenth.
+"""
 _LEAST_TRIED = 2
-"""Candidates that are tried however long that takes."""
+"""Number of candidates that are tried however long that takes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,9 +67,9 @@ class TrialConfig:
     epochs: int
     constraints: ChoiceOptions
     memory_bytes: int
-    """Memory of a rank, for all candidates that are open at a time."""
+    """Memory of a rank for all candidates that are open at a time."""
     base_bytes: int
-    """Part of it that every candidate needs once: the program, the structure and the features."""
+    """Part of that memory that every candidate needs once: the program, the structure and the features."""
 
 
 @final
@@ -82,7 +84,7 @@ class _Contestant:
 
     @property
     def steps_of_turn(self) -> int:
-        """Steps that last long enough, the same on all ranks."""
+        """Number of steps that last long enough. It is the same on all ranks."""
         return max(_WARM_STEPS, math.ceil(_TURN_S * self.run.num_steps / self.seconds[0]))
 
     @property
@@ -106,7 +108,7 @@ def run_trials(
         among which the trials did not decide.
 
     Raises:
-        ConfigError: a candidate failed on this rank alone, as where memory is short.
+        ConfigError: a candidate failed on this rank alone, for instance because memory is short.
         PeerError: a rank ended or stayed silent in a trial.
     """
     with ExitStack() as stack:
@@ -140,25 +142,25 @@ class _Race:
     @property
     def finalists(self) -> list[int]:
         """Places of the candidates that no turn has shown to be slower."""
-        return [*(one.place for one in self.running), *self._closed_for_memory]
+        return [*(contestant.place for contestant in self.running), *self._closed_for_memory]
 
     def open_all(self) -> None:
         """Open every candidate and give it a first turn: the simplest, then those with the fewest bytes."""
-        first, *others = [place for place, one in enumerate(self.predictions) if one.feasible] or [-1]
-        others.sort(key=lambda place: self.predictions[place].network_s)
-        for place in [first, *others] if first >= 0 else ():
-            one = self.predictions[place]
-            if reason := self._find_obstacle(one):
-                self.predictions[place] = replace(one, not_tried=reason)
+        places = [place for place, prediction in enumerate(self.predictions) if prediction.feasible]
+        places[1:] = sorted(places[1:], key=lambda place: self.predictions[place].network_s)
+        for place in places:
+            prediction = self.predictions[place]
+            if reason := self._find_obstacle(prediction):
+                self.predictions[place] = replace(prediction, not_tried=reason)
                 continue
-            self._make_room(one)
-            self._notify(f"trying {one.candidate.name}")
+            self._make_room(prediction)
+            self._notify(f"trying {prediction.candidate.name}")
             if problem := self._open(place):
-                self.predictions[place] = replace(one, why_not=problem)
+                self.predictions[place] = replace(prediction, why_not=problem)
 
     def halve(self) -> None:
-        """Let the candidates alternate, and drop the slower half, until those that are left are equal."""
-        # Opening read files and allocated memory, so that first turns tell little.
+        """Let the candidates alternate, and drop the slower half, until the remaining ones are equal."""
+        # First turns say little, because opening has read files and allocated memory.
         longest, self._begin, self._elapsed = 1, time.perf_counter(), 0.0
         for number in range(_MOST_ROUNDS):
             if self._are_equal() or self._is_over():
@@ -176,14 +178,14 @@ class _Race:
 
     def _drop_slower(self) -> None:
         ordered = sorted(self.running, key=self._worth)
-        if not ordered:  # strategies have refused all of them in this round
+        if not ordered:  # the strategies have refused all candidates in this round
             return
         half, best = -(-len(ordered) // 2), ordered[0]
         high = _CLEARLY * best.trial.high * self._weight(best)
         limit = NEAR * self._worth(best)
         for place, contestant in enumerate(ordered):
             is_slower = contestant.trial.low * self._weight(contestant) > high
-            # Of candidates that are about equal the simplest is taken, so they stay.
+            # The simplest of several equal candidates will win, so all of them stay.
             if is_slower or (place >= half and self._worth(contestant) > limit):
                 self._drop(contestant)
 
@@ -214,21 +216,21 @@ class _Race:
         fastest = min((contestant.trial.seconds for contestant in self.running), default=0.0)
         return self._elapsed > max(LEAST_S, MOST_SHARE * self._config.epochs * fastest)
 
-    def _find_obstacle(self, one: Prediction) -> str:
+    def _find_obstacle(self, prediction: Prediction) -> str:
         best = min(map(self._worth, self.running), default=math.inf)
-        # Between accelerators rows do not take the links that were measured.
-        is_bound = one.bytes_exact and self._config.g.session.device.type == "cpu"
-        if is_bound and one.network_s * self._config.constraints.weight(one.candidate) > best:
-            return f"its bytes alone take {one.network_s:.3g} s, longer than the fastest candidate"
-        return "the choice has taken its time" if self._is_over() else ""
+        # Rows between accelerators do not use the measured links.
+        is_bound = prediction.bytes_exact and self._config.g.session.device.type == "cpu"
+        if is_bound and prediction.network_s * self._config.constraints.weight(prediction.candidate) > best:
+            return f"its bytes alone take {prediction.network_s:.3g} s, longer than the fastest candidate"
+        return "the time for the choice is over" if self._is_over() else ""
 
-    def _make_room(self, one: Prediction) -> None:
-        # What every candidate needs is there once.
+    def _make_room(self, prediction: Prediction) -> None:
+        # The memory that every candidate needs exists once.
         config = self._config
         free = config.memory_bytes - config.base_bytes
 
         def sum_needs() -> int:
-            candidates = (one, *(self.predictions[each.place] for each in self.running))
+            candidates = (prediction, *(self.predictions[each.place] for each in self.running))
             return sum(max(each.memory_bytes - config.base_bytes, 0) for each in candidates)
 
         while self.running and sum_needs() > free:
@@ -237,7 +239,7 @@ class _Race:
             self._closed_for_memory.append(slowest.place)
 
     def _open(self, place: int) -> str:
-        """Open a candidate and time its first turn; return the reason if a rank refuses it."""
+        """Open a candidate and time its first turn. Return the reason if a rank refuses it."""
         opened: list[CandidateRun] = []
 
         def begin() -> tuple[float, int]:
@@ -255,13 +257,13 @@ class _Race:
 
     def _take_turn(self, contestant: _Contestant, steps: int) -> None:
         place = contestant.place
-        seconds, taken, problem = self._on_all_ranks(place, lambda: contestant.run.take_turn(steps))
+        seconds, steps_taken, problem = self._on_all_ranks(place, lambda: contestant.run.take_turn(steps))
         if problem:
             self._drop(contestant)
             self.predictions[place] = replace(self.predictions[place], why_not=problem)
             return
         contestant.seconds.append(seconds)
-        contestant.steps += taken
+        contestant.steps += steps_taken
 
     def _on_all_ranks(self, place: int, turn: Callable[[], tuple[float, int]]) -> tuple[float, int, str]:
         """Return the seconds of the slowest rank, the steps, and the reason if the strategy refuses them."""
@@ -272,25 +274,25 @@ class _Race:
             # Strategies raise it on all ranks alike.
             problem = first_sentence(error)
         except (MemoryError, RuntimeError) as error:
-            # Other ranks may be in an exchange with this one, so that the job ends here.
+            # Other ranks may be in an exchange with this one, so the job must end.
             name = self.predictions[place].candidate.name
             raise ConfigError(
-                f"the trial of {name} failed: {type(error).__name__}: {error}; name a strategy in place of "
-                f"{AUTO!r}, or leave candidates out by its option memory"
+                f"the trial of {name} failed: {type(error).__name__}: {error}. Name a strategy instead of "
+                f"{AUTO!r}, or exclude candidates with its option memory."
             ) from error
         elapsed = time.perf_counter() - self._begin
-        of_ranks = gather_json([seconds, steps, problem, elapsed], self._session)
-        # The clock of rank 0 decides on all ranks when time is over.
-        self._elapsed = float(of_ranks[0][3])
-        problem = next((str(of_rank[2]) for of_rank in of_ranks if of_rank[2]), "")
-        return max(float(of_rank[0]) for of_rank in of_ranks), int(of_ranks[0][1]), problem
+        turns = gather_json([seconds, steps, problem, elapsed], self._session)
+        # The clock of rank 0 decides for all ranks when the time is over.
+        self._elapsed = float(turns[0][3])
+        problem = next((str(turn[2]) for turn in turns if turn[2]), "")
+        return max(float(turn[0]) for turn in turns), int(turns[0][1]), problem
 
 
 @final
 class CandidateRun:
-    """A candidate that is open in the job, with a copy of the model, a loader and a cache of its own.
+    """A candidate that is open in the job, with its own copy of the model, loader and cache.
 
-    Every rank must make it, use it and close it. ConfigError: the strategy refuses the model or the graph.
+    Every rank must create, use and close it. ConfigError if the strategy refuses the model or the graph.
     """
 
     def __init__(self, candidate: Candidate, config: TrialConfig) -> None:
@@ -307,16 +309,16 @@ class CandidateRun:
             if not strategy.traits.own_loop:
                 objective = Objective(loss=cross_entropy)
                 self._trainer = self._model.trainer(self._loader, self._optimizer, objective)
-                assert self._trainer is not None, "a strategy that takes no steps of a loop has a trainer"
+                assert self._trainer is not None, "a strategy without support for own loops has a trainer"
                 stack.callback(self._trainer.close)
-            # Memory is allocated, kernels are compiled, and files are read for the first time.
+            # The first steps allocate memory, compile kernels and read files.
             with self._cache_in_use():
                 self._take_epochs(1) if self._trainer or len(self._loader) == 1 else self._take_steps(1)
             self._stack = stack.pop_all()
 
     @property
     def num_steps(self) -> int:
-        """Steps of an epoch."""
+        """Number of steps of an epoch."""
         return len(self._loader)
 
     def close(self) -> None:
@@ -325,7 +327,8 @@ class CandidateRun:
         self._cache = None
 
     def take_turn(self, steps: int) -> tuple[float, int]:
-        """Return the seconds of an epoch by ``steps`` steps or whole epochs, and the timed steps."""
+        """Return the seconds of an epoch, measured over ``steps`` steps or whole epochs, and the timed
+        steps."""
         num_steps = self.num_steps
         with self._cache_in_use():
             if self._trainer is not None or num_steps <= steps:
@@ -378,7 +381,7 @@ class CandidateRun:
 
     @contextmanager
     def _cache_in_use(self) -> Iterator[None]:
-        # The columns are those of all candidates, whose turns alternate.
+        # All candidates use the same columns in their turns.
         if self._cache is None:
             yield
             return
@@ -391,7 +394,7 @@ class CandidateRun:
 
 
 def fill_cache(g: DistGraph, candidate: Candidate, fanouts: Sequence[int], batch_size: int | None) -> None:
-    """Fill the cache that ``candidate`` names for batches of a neighbour sampler; every rank must call it."""
+    """Fill the cache that ``candidate`` names for batches of a neighbour sampler. Every rank must call it."""
     assert candidate.cache is not None
     options: dict[str, Any] = {}
     if candidate.cache == "vip":
@@ -415,10 +418,10 @@ def _open_loader(opened: OpenedStrategy, candidate: Candidate, config: TrialConf
 
 @contextmanager
 def leave_unchanged(g: DistGraph, device: torch.device) -> Iterator[None]:
-    """Leave random state, ledger, counters and files as they are before; every rank must enter it.
+    """Restore random state, ledger, counters and files after the block. Every rank must enter it.
 
-    Training draws the same random numbers as if no trial had happened. What strategies store beside the
-    dataset goes to a folder of its own there, which is removed.
+    Training draws the same random numbers as without trials. Files that strategies store beside the dataset
+    go to a separate folder, which is removed.
     """
     session, cache = g.session, g.dataset.cache
     sent, trace = session.ledger.snapshot(), session.trace

@@ -1,7 +1,7 @@
-"""Bytes and work of an epoch of mini-batches, counted; statistics of graphs.
+"""Counted bytes and work of an epoch of mini-batches, and statistics of graphs.
 
-Counts are of the draws of training, which are keyed by seed, epoch and global id, so one process can make the
-batches of every rank, and the bytes that follow from them are exactly those of the run.
+The draws of training are keyed by seed, epoch and global id, so one process can build the batches of every
+rank. The bytes that follow from them are exactly those of the run.
 """
 
 from __future__ import annotations
@@ -47,10 +47,10 @@ if TYPE_CHECKING:
 
 
 Inputs: TypeAlias = tuple[Array, int]
-"""A batch's remote input rows, and the bytes of the batch without columns."""
+"""Remote input rows of a batch, and the bytes of the batch without columns."""
 
 EDGE_BYTES = 24
-"""Of a returned edge: source, destination and id."""
+"""Bytes of a returned edge: source, destination and id."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,26 +59,26 @@ class RankCount:
 
     seeds: int
     steps: int
-    """Batches that its loader yields, counted or not: in a job as many on all ranks."""
+    """Number of batches that its loader yields, counted or not. In a job it is equal on all ranks."""
     counted_steps: int
     remote_rows: int
-    """Input rows that other servers own."""
+    """Number of input rows that other servers own."""
     remote_seeds: int
-    """Targets of the last layer whose labels another server has."""
+    """Number of targets of the last layer with labels on another server."""
     sources: list[int]
     """(L,) input rows of each layer, input-most first."""
     targets: list[int]
     """(L,) output rows of each layer."""
     edges: list[int]
-    """(L,)."""
+    """(L,) edges of each layer."""
     requested: int
-    """Nodes of other servers whose in-edges were drawn."""
+    """Number of nodes of other servers for which in-edges were drawn."""
     returned: int
-    """In-edges drawn for them."""
+    """Number of in-edges drawn for them."""
     largest: list[list[int]]
-    """(3, L) sources, targets and edges of the batch with most input rows."""
+    """(3, L) sources, targets and edges of the batch with the most input rows."""
     caches: list[dict[str, Any]] = field(default_factory=list)
-    """The :class:`CacheHits` of this rank, of each counted cache."""
+    """The :class:`CacheHits` of this rank for each counted cache."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,20 +87,20 @@ class RowSizes:
 
     feature: int
     label: int | None
-    """None: labels are not sent."""
+    """Bytes of a label. None: labels are not sent."""
     gradients: int
-    """Of all gradients of a step, with a flag of one element for each tensor."""
+    """Bytes of all gradients of a step, with a flag of one element for each tensor."""
     partitioned: bool
     """Whether servers ask each other for in-edges."""
 
 
 def read_row_sizes(g: DistGraph, gradients: int, *, partitioned: bool) -> RowSizes:
-    def of(name: str) -> int:
+    def read_size(name: str) -> int:
         column = g.ndata[name]
         return math.prod(column.shape[1:]) * column.dtype.itemsize
 
-    label = of(LABEL) if LABEL in g.ndata else None
-    return RowSizes(feature=of(FEATURE), label=label, gradients=gradients, partitioned=partitioned)
+    label = read_size(LABEL) if LABEL in g.ndata else None
+    return RowSizes(feature=read_size(FEATURE), label=label, gradients=gradients, partitioned=partitioned)
 
 
 def count_rank(
@@ -111,11 +111,12 @@ def count_rank(
     *,
     inputs_of: list[Inputs] | None = None,
 ) -> RankCount:
-    """Make the batches of one rank and count them; the session of ``g`` may have one rank. Collective.
+    """Build the batches of one rank and count them. The session of ``g`` may have one rank. Collective.
 
-    ``seeds`` are (K,) int64 all marked nodes, ascending, of which the rank's share is taken; ``place`` is its
-    topology, and the (S + 1,) int64 first node of each server. The remote inputs of each batch are appended
-    to ``inputs_of``.
+    Args:
+        seeds: (K,) int64 marked nodes of all ranks, ascending. The rank counts its share.
+        place: Topology of the rank, and the (S + 1,) int64 first node of each server.
+        inputs_of: The remote inputs of each batch are appended to this list.
     """
     topology, bounds = place
     own_seeds = split_ids(seeds, bounds, topology, force_even=draws.force_even)[: draws.most_seeds]
@@ -135,12 +136,12 @@ def count_rank(
         remote = inputs.numpy()[_outside(inputs.numpy(), own)]
         remote_rows += len(remote)
         remote_seeds += int(_outside(targets.numpy(), own).sum())
-        found = np.array(sizes_of(blocks))
+        block_sizes = np.array(count_block_sizes(blocks))
         if inputs_of is not None:
-            offsets, edges = int(found[1].sum()) + layers, int(found[2].sum())
+            offsets, edges = int(block_sizes[1].sum()) + layers, int(block_sizes[2].sum())
             inputs_of.append((remote, count_batch_bytes(len(inputs), offsets, edges)))
-        sizes += found
-        largest = max(largest, found, key=lambda one: int(one[0, 0]))
+        sizes += block_sizes
+        largest = max(largest, block_sizes, key=lambda sizes: int(sizes[0, 0]))
         for block in blocks:
             away = _outside(block.dstdata[dgl.NID], own)
             requested += int(away.sum())
@@ -163,9 +164,9 @@ def count_rank(
 def simulate_look_ahead(
     epochs: Sequence[Sequence[Inputs]], alpha: float, place: tuple[Topology, Array], row_bytes: int
 ) -> tuple[int, int]:
-    """Return (hits in the last of the epochs, bytes) of a rank's look-ahead cache of size ``alpha``.
+    """Return (hits in the last epoch, bytes) of a rank's look-ahead cache of size ``alpha``.
 
-    Goes over the batches as its loader does, by the same code; no row is fetched.
+    It goes over the batches with the code of the loader, but fetches no rows.
     """
     (topology, bounds), server = place, place[0].server
     own, num_rows = (int(bounds[server]), int(bounds[server + 1])), int(bounds[-1])
@@ -205,7 +206,7 @@ def _outside(nodes: Any, own: tuple[int, int]) -> Any:
     return (nodes < own[0]) | (nodes >= own[1])
 
 
-def sizes_of(blocks: Sequence[Any]) -> tuple[list[int], list[int], list[int]]:
+def count_block_sizes(blocks: Sequence[Any]) -> tuple[list[int], list[int], list[int]]:
     """Return (L,) sources, targets and edges."""
     return (
         [int(block.num_src_nodes()) for block in blocks],
@@ -214,62 +215,62 @@ def sizes_of(blocks: Sequence[Any]) -> tuple[list[int], list[int], list[int]]:
     )
 
 
-def summed(ranks: Sequence[RankCount], sizes: RowSizes, *, ranks_per_server: int = 1) -> Survey:
+def sum_counts(ranks: Sequence[RankCount], sizes: RowSizes, *, ranks_per_server: int = 1) -> Survey:
     """Return the sum over the (W,) ranks."""
-    steps, world_size = max(one.steps for one in ranks), len(ranks)
-    remote = sum(one.remote_rows for one in ranks)
-    sampling = sum(ID_BYTES * one.requested + EDGE_BYTES * one.returned for one in ranks)
-    of_a_label = 0 if sizes.label is None else ID_BYTES + sizes.label
+    steps, world_size = max(rank.steps for rank in ranks), len(ranks)
+    remote = sum(rank.remote_rows for rank in ranks)
+    sampling = sum(ID_BYTES * rank.requested + EDGE_BYTES * rank.returned for rank in ranks)
+    label_bytes = 0 if sizes.label is None else ID_BYTES + sizes.label
     return Survey(
         steps=steps,
-        input_rows=sum(one.sources[0] for one in ranks),
+        input_rows=sum(rank.sources[0] for rank in ranks),
         remote_rows=remote,
-        edges=sum(sum(one.edges) for one in ranks),
-        seeds_per_rank=[one.seeds for one in ranks],
+        edges=sum(sum(rank.edges) for rank in ranks),
+        seeds_per_rank=[rank.seeds for rank in ranks],
         feature_bytes=(ID_BYTES + sizes.feature) * remote,
         sampling_bytes=sampling if sizes.partitioned and world_size > ranks_per_server else 0,
-        label_bytes=of_a_label * sum(one.remote_seeds for one in ranks),
+        label_bytes=label_bytes * sum(rank.remote_seeds for rank in ranks),
         gradient_bytes=2 * (world_size - 1) * sizes.gradients * steps,
-        first_targets=sum(one.targets[0] for one in ranks),
-        first_edges=sum(one.edges[0] for one in ranks),
+        first_targets=sum(rank.targets[0] for rank in ranks),
+        first_edges=sum(rank.edges[0] for rank in ranks),
     )
 
 
 def combine_counts(ranks: Sequence[RankCount], topology: Topology, sizes: RowSizes) -> BatchWork:
-    """Return the work of the ranks' counts, scaled to the epoch if only part of it was counted."""
-    scaled = [_scale_to_epoch(one) for one in ranks]
-    largest = max(scaled, key=lambda one: one.largest[0][0]).largest
+    """Return the work of the ranks' counts. It is scaled to the epoch if only a part was counted."""
+    scaled = [_scale_to_epoch(rank) for rank in ranks]
+    largest = max(scaled, key=lambda rank: rank.largest[0][0]).largest
     return BatchWork(
-        survey=summed(scaled, sizes, ranks_per_server=len(topology.ranks_of_server(0))),
+        survey=sum_counts(scaled, sizes, ranks_per_server=len(topology.ranks_of_server(0))),
         largest=(tuple(largest[0]), tuple(largest[1]), tuple(largest[2])),
-        caches=tuple(map(_joined, zip(*(one.caches for one in scaled), strict=True))),
-        is_complete=all(one.counted_steps >= one.steps for one in ranks),
+        caches=tuple(map(_join_cache_hits, zip(*(rank.caches for rank in scaled), strict=True))),
+        is_complete=all(rank.counted_steps >= rank.steps for rank in ranks),
     )
 
 
-def _joined(cache: Sequence[Mapping[str, Any]]) -> CacheHits:
-    sums = {name: sum(one[name] for one in cache) for name in ("hits", "once_rows")}
-    most = {name: max(one[name] for one in cache) for name in ("server_bytes", "rank_bytes")}
-    return CacheHits(**{**cache[0], **sums, **most})
+def _join_cache_hits(ranks: Sequence[Mapping[str, Any]]) -> CacheHits:
+    sums = {name: sum(rank[name] for rank in ranks) for name in ("hits", "once_rows")}
+    most = {name: max(rank[name] for rank in ranks) for name in ("server_bytes", "rank_bytes")}
+    return CacheHits(**{**ranks[0], **sums, **most})
 
 
-def _scale_to_epoch(one: RankCount) -> RankCount:
-    if one.counted_steps >= one.steps or not one.counted_steps:
-        return one
-    # By targets rather than batches, because the last batch of an epoch may be smaller.
-    factor = one.seeds / max(one.targets[-1], 1)
+def _scale_to_epoch(count: RankCount) -> RankCount:
+    if count.counted_steps >= count.steps or not count.counted_steps:
+        return count
+    # The factor is that of targets, because the last batch of an epoch may be smaller.
+    factor = count.seeds / max(count.targets[-1], 1)
 
-    def scaled(value: Any) -> Any:
+    def scale(value: Any) -> Any:
         return [round(factor * each) for each in value] if isinstance(value, list) else round(factor * value)
 
     unscaled = ("seeds", "steps", "counted_steps", "largest", "caches")
-    values = {name: value if name in unscaled else scaled(value) for name, value in vars(one).items()}
-    values["caches"] = [{**cache, "hits": scaled(cache["hits"])} for cache in one.caches]
+    values = {name: value if name in unscaled else scale(value) for name, value in vars(count).items()}
+    values["caches"] = [{**cache, "hits": scale(cache["hits"])} for cache in count.caches]
     return RankCount(**values)
 
 
 _MOST_EDGES = 2_000_000_000
-"""Largest number of edges to follow, over ranks and hops; above it ``vip`` is not counted."""
+"""Largest number of edges to follow, over ranks and hops. Above it ``vip`` is not counted."""
 
 
 def count_batches(
@@ -278,31 +279,30 @@ def count_batches(
     caches: Sequence[tuple[str, float]],
     sizes: RowSizes,
 ) -> BatchWork:
-    """Count an epoch of mini-batches, and the hits of caches of several policies and sizes; collective.
+    """Count an epoch of mini-batches, and the hits of caches of several policies and sizes. Collective.
 
-    A cache that looks ahead begins with rows of the epoch before, if all batches are counted.
+    If all batches are counted, a cache that looks ahead begins with rows of the previous epoch.
     """
     partition = run.partition
     edges = run.g.num_edges() * len(draws.fanouts) * partition.topology.world_size
-    counted = (LOOK_AHEAD, "vip") if run.in_job or edges <= _MOST_EDGES else (LOOK_AHEAD,)
-    caches = [one for one in caches if one[0] in counted]
-    held = _cached_rows(run, draws, [alpha for policy, alpha in caches if policy == "vip"])
+    policies = (LOOK_AHEAD, "vip") if run.in_job or edges <= _MOST_EDGES else (LOOK_AHEAD,)
+    caches = [cache for cache in caches if cache[0] in policies]
+    looks_ahead = any(policy == LOOK_AHEAD for policy, _ in caches)
+    cached_rows = _cached_rows(run, draws, [alpha for policy, alpha in caches if policy == "vip"])
     counts = []
     for rank in run.ranks_here:
         place, inputs = (partition.of_rank(rank), partition.bounds), list[Inputs]()
-        one = count_rank(run.g, draws, run.seeds, place, inputs_of=inputs if caches else None)
-        before: list[Inputs] = []
-        # Collective: what decides is equal on all ranks.
-        if (
-            draws.epoch
-            and one.counted_steps >= one.steps
-            and any(policy == LOOK_AHEAD for policy, _ in caches)
-        ):
-            count_rank(run.g, replace(draws, epoch=draws.epoch - 1), run.seeds, place, inputs_of=before)
-        found = [_count_cache(cache, place, [before, inputs], held, sizes.feature) for cache in caches]
-        counts.append(replace(one, caches=list(map(asdict, found))))
-    gathered = gather_json([asdict(one) for one in counts], run.g.session)
-    ranks = [RankCount(**one) for counts_here in gathered for one in counts_here]
+        count = count_rank(run.g, draws, run.seeds, place, inputs_of=inputs if caches else None)
+        previous: list[Inputs] = []
+        # Counting is collective, and the condition is equal on all ranks.
+        if draws.epoch and count.counted_steps >= count.steps and looks_ahead:
+            count_rank(run.g, replace(draws, epoch=draws.epoch - 1), run.seeds, place, inputs_of=previous)
+        cache_hits = [
+            _count_cache(cache, place, [previous, inputs], cached_rows, sizes.feature) for cache in caches
+        ]
+        counts.append(replace(count, caches=list(map(asdict, cache_hits))))
+    gathered = gather_json([asdict(count) for count in counts], run.g.session)
+    ranks = [RankCount(**count) for counts_here in gathered for count in counts_here]
     return combine_counts(ranks, partition.topology, sizes)
 
 
@@ -310,35 +310,35 @@ def _count_cache(
     cache: tuple[str, float],
     place: tuple[Topology, Array],
     epochs: Sequence[Sequence[Inputs]],
-    held: Mapping[tuple[int, float], Array],
+    cached_rows: Mapping[tuple[int, float], Array],
     row_bytes: int,
 ) -> CacheHits:
     (policy, alpha), (topology, _) = cache, place
     if policy == LOOK_AHEAD:
         hits, rank_bytes = simulate_look_ahead(epochs, alpha, place, row_bytes)
         return CacheHits(policy=policy, alpha=alpha, hits=hits, rank_bytes=rank_bytes)
-    mask = held[topology.server, alpha]
+    mask = cached_rows[topology.server, alpha]
     rows = int(mask.sum())
     return CacheHits(
         policy=policy,
         alpha=alpha,
         hits=sum(int(mask[remote].sum()) for remote, _ in epochs[-1]),
-        # The first rank of a server fetches for all; a slot of the table takes 4 bytes.
+        # The first rank of a server fetches for all. A slot of the table takes 4 bytes.
         once_rows=0 if topology.local_rank else rows,
         server_bytes=rows * (row_bytes + 4),
     )
 
 
 def _cached_rows(run: PlannedRun, draws: Draws, alphas: Sequence[float]) -> dict[tuple[int, float], Array]:
-    """Return the rows in caches of ``vip`` by (server counted here, size), as (N,) masks; collective."""
-    g, topology, found = run.g, run.partition.topology, {}
+    """Return the rows in caches of ``vip`` by (server counted here, size), as (N,) masks. Collective."""
+    g, topology, masks = run.g, run.partition.topology, {}
     for server in dict.fromkeys(topology.server_of_rank[rank] for rank in run.ranks_here) if alphas else ():
         scores = _scores_in_job(g, draws) if run.in_job else _scores_alone(run, draws, server)
         own = run.partition.own_range(server)
         for alpha in alphas:
-            found[server, alpha] = mask = np.zeros(g.num_nodes(), np.bool_)
+            masks[server, alpha] = mask = np.zeros(g.num_nodes(), np.bool_)
             mask[select_top_rows(scores, own, int(alpha * (own[1] - own[0])))] = True
-    return found
+    return masks
 
 
 def _scores_in_job(g: DistGraph, draws: Draws) -> Array:
@@ -371,7 +371,7 @@ _EDGES_AT_ONCE = 1 << 20
 
 
 def read_graph_stats(dataset: StoredDataset, servers: int) -> GraphStats:
-    """Return the statistics of a dataset on ``servers`` servers; reads all its edges once.
+    """Return the statistics of a dataset on ``servers`` servers. All its edges are read once.
 
     Raises:
         ConfigError: several types, missing columns, or fewer parts than servers.
@@ -387,8 +387,8 @@ def read_graph_stats(dataset: StoredDataset, servers: int) -> GraphStats:
         part, server = dataset.part(number), int(placement.server_of_part[number])
         indices = part.indices(etype)
         for at in range(0, len(indices), _EDGES_AT_ONCE):
-            some = indices[at : at + _EDGES_AT_ONCE]
-            cut += int(np.count_nonzero((some < bounds[server]) | (some >= bounds[server + 1])))
+            piece = indices[at : at + _EDGES_AT_ONCE]
+            cut += int(np.count_nonzero((piece < bounds[server]) | (piece >= bounds[server + 1])))
         train += int(np.count_nonzero(part.node_data(ntype, TRAIN_MASK)))
     edge_cut = cut / max(manifest.num_edges(etype), 1)
     return replace(estimate_graph_stats(manifest, servers, train), edge_cut=edge_cut)
@@ -399,7 +399,7 @@ def estimate_graph_stats(manifest: Manifest, servers: int, train_nodes: int) -> 
     ntype, etype = manifest.node_types[0], manifest.edge_types[0]
     info = manifest.node_columns[ntype][FEATURE]
     cut, parts = float(str(manifest.quality.get("edge_cut", 0.0))), manifest.num_parts
-    # With P parts on fewer servers, edges between parts of one server are not cut.
+    # If P parts are on fewer servers, edges between parts of one server are not cut.
     fewer = (servers - 1) / servers * parts / max(parts - 1, 1)
     return GraphStats(
         name=manifest.name,
@@ -418,14 +418,14 @@ def check_plannable(manifest: Manifest, where: str) -> None:
     """Raise ConfigError unless a plan can be made for the dataset."""
     if len(manifest.node_types) != 1 or len(manifest.edge_types) != 1:
         raise ConfigError(
-            f"{where} has {len(manifest.node_types)} node and {len(manifest.edge_types)} edge types, and "
-            f"only {DEFAULT_STRATEGY} trains on several: there is nothing to choose; use --strategy "
-            f"{DEFAULT_STRATEGY}"
+            f"{where} has {len(manifest.node_types)} node and {len(manifest.edge_types)} edge types, but "
+            f"only {DEFAULT_STRATEGY} supports several, so there is nothing to choose. Use --strategy "
+            f"{DEFAULT_STRATEGY}."
         )
     columns = manifest.node_columns[manifest.node_types[0]]
     for name in (FEATURE, TRAIN_MASK):
         if name not in columns:
             raise ConfigError(
-                f"{where} has no node data {name!r} (known: {', '.join(columns) or 'none'}); partition a "
-                "graph that has it"
+                f"{where} has no node data {name!r} (known: {', '.join(columns) or 'none'}). Partition a "
+                "graph that has it."
             )

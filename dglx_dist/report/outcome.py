@@ -1,4 +1,4 @@
-"""Costs of a finished run beside what was predicted for it: entries of ``summary.json``."""
+"""Costs of a finished run beside its prediction, as entries of ``summary.json``."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -20,25 +20,26 @@ from dglx_dist.training.fit_config import FitResult
 
 
 def read_run_plan(folder: Path, session: Session) -> dict[str, Any] | None:
-    """Return ``plan.json`` of the run in ``folder`` on rank 0; None: its strategy was named. Collective."""
+    """Return ``plan.json`` of the run in ``folder`` on rank 0, or None if its strategy was named.
+    Collective."""
 
     def read() -> dict[str, Any] | None:
         value = read_plan(folder) if session.topology.rank == 0 else None
         try:
             if value is not None:
-                plan_summary(value)
+                summarize_plan(value)
         except (KeyError, IndexError, TypeError) as error:
             raise StorageError(
-                f"{folder / PLAN} is damaged ({type(error).__name__}: {error}); delete it, and resume again"
+                f"{folder / PLAN} is damaged ({type(error).__name__}: {error}). Delete it, and resume again."
             ) from error
         return value
 
     return broadcast_json(run_on_all_ranks(session, read, StorageError), session)
 
 
-def build_outcome(counted: int, epochs: Sequence[EpochRecord], facts: Mapping[str, Any]) -> Outcome:
-    """Return the measured cost: bytes of epoch ``counted``, else of the last; the rest of the whole run."""
-    record = next((one for one in epochs if one.epoch == counted), epochs[-1])
+def build_outcome(epoch: int, epochs: Sequence[EpochRecord], facts: Mapping[str, Any]) -> Outcome:
+    """Return the measured cost. Bytes are those of ``epoch``, or of the last one if it is missing."""
+    record = next((record for record in epochs if record.epoch == epoch), epochs[-1])
     seconds = summarise(facts, epochs)["epoch_seconds"]
     return Outcome(
         epoch=record.epoch,
@@ -49,35 +50,39 @@ def build_outcome(counted: int, epochs: Sequence[EpochRecord], facts: Mapping[st
     )
 
 
-def plan_summary(value: Mapping[str, Any]) -> dict[str, object]:
-    """Return the entry of ``summary.json`` for ``Choice.to_json()``: prediction, and outcome if any."""
-    taken, outcome = value["predictions"][value["picked"]], value["outcome"]
-    found: dict[str, object] = {
-        "chosen": taken["name"],
+def summarize_plan(value: Mapping[str, Any]) -> dict[str, object]:
+    """Return the entry of ``summary.json`` for ``Choice.to_json()``: the prediction, and the outcome if
+    any."""
+    chosen, outcome = value["predictions"][value["picked"]], value["outcome"]
+    entry: dict[str, object] = {
+        "chosen": chosen["name"],
         "why": "; ".join(value["why"]),
-        "predicted_epoch_seconds": taken["epoch_seconds"],
-        "predicted_bytes_outside": taken["bytes_outside"],
-        "predicted_bytes_inside": taken["bytes_inside"],
-        "predicted_peak_memory_bytes": taken["memory_bytes"],
-        "bytes_are_counted": taken["bytes_exact"],
+        "predicted_epoch_seconds": chosen["epoch_seconds"],
+        "predicted_bytes_outside": chosen["bytes_outside"],
+        "predicted_bytes_inside": chosen["bytes_inside"],
+        "predicted_peak_memory_bytes": chosen["memory_bytes"],
+        "bytes_are_counted": chosen["bytes_exact"],
     }
     if outcome is None:
-        return found
+        return entry
     for name in ("epoch_seconds", "bytes_outside", "bytes_inside", "peak_memory_bytes"):
-        found[name] = outcome[name]
-    found["of_epoch"] = outcome["epoch"]
+        entry[name] = outcome[name]
+    entry["of_epoch"] = outcome["epoch"]
     if outcome["epoch_seconds"] > 0:
-        found["predicted_by_measured"] = taken["epoch_seconds"] / outcome["epoch_seconds"]
-    return found
+        entry["predicted_by_measured"] = chosen["epoch_seconds"] / outcome["epoch_seconds"]
+    return entry
 
 
 def collect_facts(model: nn.Module, session: Session, result: FitResult) -> dict[str, Any]:
-    """Return strategy, ranks, exact accuracies, the model's device, most memory of any rank; collective."""
+    """Return strategy, ranks, exact accuracies, the model's device and the peak memory of any rank.
+    Collective.
+    """
     device = float_of(model).device
     on_gpu = device.type == "cuda"
-    held = torch.cuda.max_memory_reserved(device) if on_gpu else None
-    peaks = gather_json([peak_bytes(), held], session)
-    on_device = [of_rank for _, of_rank in peaks if of_rank is not None]
+    reserved = torch.cuda.max_memory_reserved(device) if on_gpu else None
+    peaks = gather_json([peak_bytes(), reserved], session)
+    host_peaks = [host for host, _ in peaks]
+    device_peaks = [on_device for _, on_device in peaks if on_device is not None]
     accuracies = {"val_accuracy": result.val_accuracy, "test_accuracy": result.test_accuracy}
     return {
         "strategy": session.strategy,
@@ -89,8 +94,8 @@ def collect_facts(model: nn.Module, session: Session, result: FitResult) -> dict
         **result.metrics,
         **({} if result.best_epoch is None else {"best_epoch": result.best_epoch}),
         **({"stopped_early": True} if result.stopped_early else {}),
-        "peak_memory_bytes": max(in_all for in_all, _ in peaks),
-        "rank_memory_bytes": [in_all for in_all, _ in peaks],
+        "peak_memory_bytes": max(host_peaks),
+        "rank_memory_bytes": host_peaks,
         "device": f"cuda ({torch.cuda.get_device_name(device)})" if on_gpu else str(device),
-        "peak_device_memory_bytes": max(on_device, default=None),
+        "peak_device_memory_bytes": max(device_peaks, default=None),
     }

@@ -1,4 +1,4 @@
-"""One self-contained HTML page of one or several runs: figures by Plotly, sortable tables."""
+"""One self-contained HTML page of one or several runs, with figures by Plotly and sortable tables."""
 
 import hashlib
 import json
@@ -33,31 +33,30 @@ def escape(text: str, quote: bool = True) -> str:
 
 
 def check_page(path: Path) -> None:
-    """Raise ConfigError unless ``path`` ends in .html and is new, or a page of :func:`write_page`."""
+    """Raise ConfigError unless ``path`` ends in .html and is new, or is a page of :func:`write_page`."""
     try:
-        ours = not path.exists()
+        may_replace = not path.exists()
         if path.is_file():
             with path.open("rb") as file:
-                ours = file.read(len(_BEGIN)) == _BEGIN.encode()
+                may_replace = file.read(len(_BEGIN)) == _BEGIN.encode()
     except OSError as error:
-        raise ConfigError(f"--html {path} cannot be read: {error}; name another file") from error
-    if path.suffix != ".html" or not ours:
+        raise ConfigError(f"--html {path} cannot be read: {error}. Name another file.") from error
+    if path.suffix != ".html" or not may_replace:
         raise ConfigError(
-            f"--html {path} must end in .html, and a file that is no page of a report is not replaced; name "
-            "another"
+            f"--html {path} must end in .html, and may only replace a page of a report. Name another file."
         )
 
 
 def write_page(runs: Mapping[str, Run], path: Path, means: Mapping[str, Cells] | None = None) -> None:
-    """Write the page of named ``runs`` to ``path`` atomically. ConfigError: Plotly is not installed.
+    """Write the page of named ``runs`` to ``path`` atomically. Raise ConfigError if Plotly is not installed.
 
-    ``means`` over seeds (:func:`dglx_dist.report.tables.spread_cells`) are further rows of its first table.
+    ``means`` over seeds (:func:`dglx_dist.report.tables.spread_cells`) are added to its first table.
     """
     try:
         from plotly.offline import get_plotlyjs
     except ImportError as error:
         raise ConfigError(
-            f"--html {path} needs Plotly: `pip install 'dglx_dist[report]'`, or leave it out for tables alone"
+            f"--html {path} needs Plotly. Run `pip install 'dglx_dist[report]'`, or leave it out for tables."
         ) from error
     text = render_page(runs, get_plotlyjs(), means)
     with replaced_file(path) as partial:
@@ -65,21 +64,22 @@ def write_page(runs: Mapping[str, Run], path: Path, means: Mapping[str, Cells] |
 
 
 def render_page(runs: Mapping[str, Run], plotly: str, means: Mapping[str, Cells] | None = None) -> str:
-    """Return the page; ``plotly`` is the text of plotly.js. Only that and the page's own script can run."""
+    """Return the page. ``plotly`` is the text of plotly.js. Only that and the page's own script can run."""
     figures, title = _Figures(), escape(", ".join(runs))
     summaries = {name: run.summary or summarise({}, run.epochs) for name, run in runs.items()}
-    rows = {name: flat_cells({**one, "auto": {}}) for name, one in summaries.items()}
-    # In the order of the page: the script finds the places of figures by their number.
+    rows = {name: flat_cells({**summary, "auto": {}}) for name, summary in summaries.items()}
+    # The figures are in the order of the page, because the script finds their places by number.
     learning = _curves(figures, runs)
     costs = [_cost(figures, name, runs[name]) + _traffic(figures, name, summaries[name]) for name in runs]
     costs.append(_memory(figures, summaries))
     plans = [_plan(figures, name, plan) for name, run in runs.items() if (plan := read_plan(run.folder))]
-    digests = [b64encode(hashlib.sha256(one.encode()).digest()).decode() for one in (plotly, _SCRIPT)]
+    scripts = (plotly, _SCRIPT)
+    digests = [b64encode(hashlib.sha256(script.encode()).digest()).decode() for script in scripts]
     data = json.dumps(figures, allow_nan=False).replace("<", "\\u003c")
     return f"""{_BEGIN}<title>{title}</title>
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <meta http-equiv="Content-Security-Policy" content="default-src 'none'; img-src data: blob:;
-style-src 'unsafe-inline'; script-src {" ".join(f"'sha256-{one}'" for one in digests)}">
+style-src 'unsafe-inline'; script-src {" ".join(f"'sha256-{digest}'" for digest in digests)}">
 <style>{_STYLE}</style></head><body><header><h1>{title}</h1>
 <label>smoothing <input id="smooth" type="range" max="0.95" step="0.05" value="0"></label>
 <button id="theme" type="button">light / dark</button></header><main>
@@ -100,7 +100,7 @@ class _Figures(list[Values]):
 
 
 def _label(text: str, most: int = 36) -> str:
-    # Plotly reads tags in texts. Names of runs often differ at their end only.
+    # Plotly interprets tags in texts. The middle is cut, because names often differ only at their end.
     middle = most // 2
     return escape(text if len(text) <= most else f"{text[: middle - 1]}…{text[-middle:]}", quote=False)
 
@@ -117,11 +117,11 @@ def _bar(name: str, x: Sequence[object], y: Sequence[float], color: str) -> dict
 def _curves(figures: _Figures, runs: Mapping[str, Run]) -> str:
     panels: dict[str, list[Values]] = {}
     for number, (run_name, run) in enumerate(runs.items()):
-        scalars = [(one.epoch, one.scalars()) for one in run.epochs]
-        names = dict.fromkeys(name for _, found in scalars for name in found if not _COST.fullmatch(name))
+        scalars = [(record.epoch, record.scalars()) for record in run.epochs]
+        names = dict.fromkeys(name for _, figure in scalars for name in figure if not _COST.fullmatch(name))
         for name in names:
             split = match[1] if (match := _SPLIT.search(name)) else ""
-            points = [(epoch, found[name]) for epoch, found in scalars if name in found]
+            points = [(epoch, figure[name]) for epoch, figure in scalars if name in figure]
             label = f"{_label(run_name)} {split}".strip() if len(runs) > 1 else split
             line = {"color": COLORS[number % len(COLORS)], "dash": _DASHES[split]}
             trace = {"name": label, "line": line, "mode": "lines+markers", "marker": {"size": 4}}
@@ -137,39 +137,40 @@ def _memory(figures: _Figures, summaries: Mapping[str, Values]) -> str:
         held = summary.get("rank_memory_bytes") or ([peak] if peak else [])
         color, ranks = COLORS[number % len(COLORS)], [f"rank {rank}" for rank in range(len(held))]
         if held:
-            bars.append(_bar(_label(name), ranks, [one / 1e6 for one in held], color))
+            bars.append(_bar(_label(name), ranks, [num_bytes / 1e6 for num_bytes in held], color))
     layout = _axes("", "MB", showlegend=len(bars) > 1)
     return figures.place("peak memory of each rank", bars, layout) if bars else ""
 
 
 def _cost(figures: _Figures, name: str, run: Run) -> str:
-    epochs = [one.epoch for one in run.epochs]
+    epochs = [record.epoch for record in run.epochs]
 
-    def bars(*parts: tuple[str, str, str], unit: float = 1.0) -> list[dict[str, Any]]:
-        columns = {part: [getattr(one, part) / unit for one in run.epochs] for _, part, _ in parts}
+    def make_bars(*parts: tuple[str, str, str], unit: float = 1.0) -> list[dict[str, Any]]:
+        columns = {part: [getattr(record, part) / unit for record in run.epochs] for _, part, _ in parts}
         return [_bar(label, epochs, columns[part], color) for label, part, color in parts]
 
-    lines = [{**one, "type": "scatter", "mode": "lines", "line": {"dash": "dash"}} for one in bars(*HIDDEN)]
+    line_style = {"type": "scatter", "mode": "lines", "line": {"dash": "dash"}}
+    lines = [bar | line_style for bar in make_bars(*HIDDEN)]
     moved = (("inside a server", "bytes_inside", INSIDE), ("between servers", "bytes_outside", OUTSIDE))
     times, sizes = _axes("epoch", "s", barmode="stack"), _axes("epoch", "MB", barmode="stack")
-    drawn = figures.place(f"{name}: seconds of an epoch", bars(*PHASES) + lines, times)
-    return drawn + figures.place(f"{name}: payload of an epoch", bars(*moved, unit=1e6), sizes)
+    drawn = figures.place(f"{name}: seconds of an epoch", make_bars(*PHASES) + lines, times)
+    return drawn + figures.place(f"{name}: payload of an epoch", make_bars(*moved, unit=1e6), sizes)
 
 
 def _traffic(figures: _Figures, name: str, summary: Values) -> str:
     phases: Mapping[str, Sequence[Sequence[int]]] = summary.get("traffic") or {}
-    # Workers, -1, come last.
+    # Workers have the rank -1 and come last.
     ends = {end for rows in phases.values() for row in rows for end in row[:2]}
-    ranks = sorted(ends, key=lambda one: (one < 0, one))
-    labels = [f"rank {one}" if one >= 0 else "workers" for one in ranks]
+    ranks = sorted(ends, key=lambda rank: (rank < 0, rank))
+    labels = [f"rank {rank}" if rank >= 0 else "workers" for rank in ranks]
     sums: list[list[int | None]] = [[None] * len(ranks) for _ in ranks]
-    parts = [[f"{one} to {other}" for other in labels] for one in labels]
+    parts = [[f"{source} to {destination}" for destination in labels] for source in labels]
     for phase, rows in phases.items():
         for source, destination, num_bytes in rows:
             row, column = ranks.index(source), ranks.index(destination)
             sums[row][column] = (sums[row][column] or 0) + num_bytes
             parts[row][column] += f"<br>{_label(phase)}: {format_bytes(num_bytes)}"
-    texts = [["" if one is None else format_bytes(one) for one in row] for row in sums]
+    texts = [["" if total is None else format_bytes(total) for total in row] for row in sums]
     trace = {"type": "heatmap", "x": labels, "y": labels, "xgap": 2, "ygap": 2, "zmin": 0, "showscale": False}
     trace |= {"colorscale": [[0, "#e4eefb"], [1, "#2b5c9e"]], "texttemplate": "%{text}" * (len(ranks) <= 12)}
     trace |= {"z": sums, "text": texts, "hovertext": parts, "hoverinfo": "text"}
@@ -180,22 +181,28 @@ def _traffic(figures: _Figures, name: str, summary: Values) -> str:
 
 
 def _plan(figures: _Figures, name: str, plan: Values) -> str:
-    named = {f"{number}. {one['name']}": one for number, one in enumerate(plan["predictions"], 1)}
-    timed = {place: one for place, one in named.items() if one["feasible"] and one["epoch_seconds"]}
-    seconds = [one["epoch_seconds"] for one in timed.values()][:12]
+    named = {
+        f"{number}. {candidate['name']}": candidate for number, candidate in enumerate(plan["predictions"], 1)
+    }
+    timed = {
+        place: candidate
+        for place, candidate in named.items()
+        if candidate["feasible"] and candidate["epoch_seconds"]
+    }
+    seconds = [candidate["epoch_seconds"] for candidate in timed.values()][:12]
     places = [_label(place, 28) for place in timed][:12]
     bars = [_bar("epoch", seconds, [], COLORS[0]) | {"orientation": "h", "y": places}]
     rows = {}
-    for place, one in named.items():
+    for place, candidate in named.items():
         remark = (
             "chosen"
-            if one["name"] == plan["chosen"]
-            else one["why_not"] or one["not_tried"] or one["barred"] or one["note"]
+            if candidate["name"] == plan["chosen"]
+            else candidate["why_not"] or candidate["not_tried"] or candidate["barred"] or candidate["note"]
         )
-        rows[place] = flat_cells({key: one[key] for key in _PLANNED} | {"remark": remark})
+        rows[place] = flat_cells({key: candidate[key] for key in _PLANNED} | {"remark": remark})
     outcome = flat_cells(plan["outcome"] or {})
     reasons = [*plan["why"], *(f"measured {key}: {text}" for key, (_, text) in outcome.items())]
-    listed = "".join(f"<li>{escape(str(one))}</li>" for one in (*reasons, *plan["assumptions"]))
+    listed = "".join(f"<li>{escape(str(candidate))}</li>" for candidate in (*reasons, *plan["assumptions"]))
     layout = _axes("s")
     layout["yaxis"]["autorange"] = "reversed"
     drawn = figures.place("seconds of an epoch of each candidate", bars, layout)

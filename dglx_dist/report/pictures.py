@@ -34,29 +34,29 @@ from dglx_dist.report.tables import COLORS, HIDDEN, INSIDE, OUTSIDE, PHASES, for
 def overlap(trace: TraceFile, row: str = NETWORK) -> float | None:
     """Return the share of the time of transfers, or of a worker's tasks, in which their rank computed too.
 
-    The time of a rank in which at least one span of ``row`` runs, summed over the ranks; waiting is not
-    computing. None without such spans.
+    The time of a rank is that in which at least one span of ``row`` runs, summed over the ranks. Waiting is
+    not computing. None without such spans.
     """
     busy_s = beside_s = 0.0
     for rank in trace.ranks:
-        busy = [one for one in rank.spans if one.row == row and not is_wait(one)]
-        work = [one for one in rank.spans if one.row in (COMPUTE, GRAPH_SERVER)]
-        waits = [one for one in work if is_wait(one)]
-        busy_s += _covered(busy)
-        # Computing without the part that no span of the row is beside.
-        alone_s = _covered([*busy, *work]) - _covered([*busy, *waits])
-        beside_s += _covered(work) - _covered(waits) - alone_s
+        busy = [span for span in rank.spans if span.row == row and not is_wait(span)]
+        work = [span for span in rank.spans if span.row in (COMPUTE, GRAPH_SERVER)]
+        waits = [span for span in work if is_wait(span)]
+        busy_s += _sum_covered(busy)
+        # Computing time that no span of the row overlaps is subtracted.
+        alone_s = _sum_covered([*busy, *work]) - _sum_covered([*busy, *waits])
+        beside_s += _sum_covered(work) - _sum_covered(waits) - alone_s
     return beside_s / busy_s if busy_s > 0 else None
 
 
 def is_wait(span: Span) -> bool:
-    """Whether the row of ``span`` waits."""
+    """Return whether the row of ``span`` waits."""
     return span.name.startswith(WAIT)
 
 
-def _covered(spans: Iterable[Span]) -> float:
+def _sum_covered(spans: Iterable[Span]) -> float:
     total, until = 0.0, -math.inf
-    for begin, end in sorted((one.begin_s, one.end_s) for one in spans):
+    for begin, end in sorted((span.begin_s, span.end_s) for span in spans):
         total += max(end - max(begin, until), 0.0)
         until = max(until, end)
     return total
@@ -65,19 +65,19 @@ def _covered(spans: Iterable[Span]) -> float:
 def _choose(
     trace: TraceFile, row: str, requested: tuple[int, int] | None, *, unit: str, usual: int, early: int = 0
 ) -> tuple[int, int]:
-    # `usual` numbers in the middle unless requested, `early` more left out before than after them.
+    """Return the range of batches to draw: by default ``usual`` in the middle, moved by ``early`` / 2."""
     spans = (span for rank in trace.ranks for span in rank.spans)
     known = sorted({span.batch for span in spans if span.row == row and span.batch is not None})
     if not known:
-        raise ConfigError(f"the trace has no {unit} to draw; record more with --trace-steps")
+        raise ConfigError(f"the trace has no {unit} to draw. Record more with --trace-steps.")
     if requested is None:
         middle = max((len(known) - usual + early) // 2, 0)
         return known[middle], known[min(middle + usual, len(known)) - 1]
     first, last = requested
     if not any(first <= number <= last for number in known):
         raise ConfigError(
-            f"the trace has no {unit} from {first} to {last}; it has {known[0]} to {known[-1]}; choose "
-            "others with --batches FIRST:LAST"
+            f"the trace has no {unit} from {first} to {last}, only {known[0]} to {known[-1]}. Choose others "
+            "with --batches FIRST:LAST."
         )
     return max(first, known[0]), min(last, known[-1])
 
@@ -100,28 +100,30 @@ def _window(
 
 
 _MAX_LEGEND = 8
-"""Largest number of servers with a legend."""
+"""Maximum number of servers with a legend."""
 
 
 @contextmanager
 def _picture(
     path: str | Path, size: tuple[float, float], title: str, panels: tuple[int, int] = (1, 1)
 ) -> Iterator[Any]:
-    """Yield the axes of the panels, row by row; then replace ``path``, by suffix a PDF or SVG, else a PNG."""
+    """Yield the axes of the panels row by row, then write ``path``. The suffix decides: PDF, SVG, otherwise
+    PNG.
+    """
     figure = Figure(figsize=size, layout="constrained")
     yield figure.subplots(*panels, squeeze=False).ravel()
     figure.suptitle(visible(title), fontsize=10)
     for text in figure.findobj(Text):
-        # Names of the user may have signs of formulas.
+        # Names of the user may contain formula characters.
         text.set(text=escape_lines(text.get_text()), parse_math=False)
     kind = Path(path).suffix[1:]
-    # An interruption leaves an earlier picture intact.
+    # An interruption does not damage an earlier picture.
     with replaced_file(Path(path)) as partial:
         figure.savefig(partial, dpi=100, format=kind if kind in ("pdf", "svg") else "png")
 
 
 def draw(epochs: Sequence[EpochRecord], path: str | Path, *, title: str) -> None:
-    """Draw loss, accuracy, phases and bytes of each epoch into a PNG file."""
+    """Draw loss, accuracy, phases and bytes of each epoch to a PNG file."""
     with _picture(path, (13, 4), title, (1, 3)) as (learning, phases, traffic):
         _draw_learning(learning, epochs)
         _draw_phases(phases, epochs)
@@ -135,18 +137,18 @@ def _draw_learning(axes: Any, epochs: Sequence[EpochRecord]) -> None:
     trained = [(e.epoch, e.train_accuracy) for e in epochs if not math.isnan(e.train_accuracy)]
     if trained:
         right.plot(*zip(*trained, strict=True), color="#4c72b0", label="train accuracy")
-    # The first metric is the one that decides.
+    # The first metric decides which epoch is the best.
     name = next((name for e in epochs for name in e.metrics if name.startswith("val_")), "val_accuracy")
     scores = [(e.epoch, e.metrics.get(name, e.val_accuracy)) for e in epochs]
     measured = [(epoch, score) for epoch, score in scores if score is not None]
     label = name.replace("_", " ", 1)
     if measured:
         right.plot(*zip(*measured, strict=True), color="#c44e52", marker="o", markersize=3, label=label)
-    what = label.removeprefix("val ")
-    axes.set(title=f"loss and {what}", xlabel="epoch", ylabel="loss")
+    metric = label.removeprefix("val ")
+    axes.set(title=f"loss and {metric}", xlabel="epoch", ylabel="loss")
     if trained or all(0 <= score <= 1 for _, score in measured):
         right.set(ylim=(0, 1))
-    right.set(ylabel=what)
+    right.set(ylabel=metric)
     handles = [*axes.get_lines(), *right.get_lines()]
     axes.legend(handles=handles, loc="center right", fontsize=8)
 
@@ -161,7 +163,7 @@ def _draw_phases(axes: Any, epochs: Sequence[EpochRecord]) -> None:
     for name, field, color in HIDDEN:
         axes.plot(numbers, [getattr(e, field) for e in epochs], color=color, linestyle="--", label=name)
     axes.set(title="seconds per epoch", xlabel="epoch", ylabel="s")
-    # The first epoch compiles kernels; at full height, it would flatten all others.
+    # The first epoch compiles kernels. At full height it would flatten all others.
     warm = max((sum(getattr(e, field) for _, field, _ in PHASES) for e in epochs[1:]), default=0.0)
     if bottom and bottom[0] > 2 * warm > 0:
         axes.set_ylim(0, 1.6 * warm)
@@ -181,7 +183,8 @@ def _draw_traffic(axes: Any, epochs: Sequence[EpochRecord]) -> None:
 
 
 def draw_parts(columns: Mapping[str, Sequence[float]], path: str | Path, *, title: str) -> None:
-    """Draw a panel per column (nodes, edges, ...) into a PNG file: a bar per part, a line at the mean."""
+    """Draw a panel per column (nodes, edges, ...) to a PNG file, with a bar per part and a line at the
+    mean."""
     across = min(max(len(columns), 1), 2)
     down = max(-(-len(columns) // across), 1)
     with _picture(path, (6 * across, 3.5 * down), title, (down, across)) as panels:
@@ -190,15 +193,15 @@ def draw_parts(columns: Mapping[str, Sequence[float]], path: str | Path, *, titl
             axes.axhline(sum(values) / max(len(values), 1), color="#444444", linestyle="--", linewidth=1)
             axes.set(title=name, xlabel="part")
             axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-        # Two panels per row: an odd number leaves the last one empty.
+        # There are two panels per row, so an odd number leaves the last one empty.
         for axes in panels[len(columns) :]:
             axes.set_axis_off()
 
 
 def draw_expansion(factors: Sequence[Sequence[float]], path: str | Path, *, title: str) -> None:
-    """Draw the growth of servers' neighbourhoods into a PNG file, a line per server.
+    """Draw the growth of servers' neighbourhoods to a PNG file, with a line per server.
 
-    ``factors`` are the (K + 1, S) nodes within h hops of a server's own, relative to its own.
+    ``factors`` are the (K + 1, S) numbers of nodes within h hops of a server's own nodes, relative to these.
     """
     hops, servers = range(len(factors)), len(factors[0])
     with _picture(path, (6, 3.5), title) as (axes,):
@@ -214,12 +217,12 @@ def draw_expansion(factors: Sequence[Sequence[float]], path: str | Path, *, titl
 
 WAITING, UNNUMBERED = "#eeeeee", "#888888"
 _CHAR_WIDTH = 0.008
-"""Width of a letter relative to the picture; labels that do not fit are left out."""
+"""Width of a letter relative to the picture. Labels that do not fit are left out."""
 
 
-def _clipped(span: Span, shown: tuple[float, float]) -> tuple[float, float]:
-    """Return begin and end of ``span`` in milliseconds from the begin of what is ``shown``, in seconds."""
-    begin, end = shown
+def _clip(span: Span, window: tuple[float, float]) -> tuple[float, float]:
+    """Return begin and end of ``span`` within the ``window`` (in seconds), in milliseconds from its begin."""
+    begin, end = window
     return 1e3 * (max(span.begin_s, begin) - begin), 1e3 * (min(span.end_s, end) - begin)
 
 
@@ -233,7 +236,7 @@ def _draw_box(
 
 
 def has_intervals(trace: TraceFile) -> bool:
-    """Whether the trace is of a strategy that trains in intervals."""
+    """Return whether the trace is from a strategy that trains in intervals."""
     return any(span.row == GRAPH_SERVER for rank in trace.ranks for span in rank.spans)
 
 
@@ -250,9 +253,9 @@ SHORT = {
     "push gradient": "push",
     "push structure": "structure",
 }
-"""Labels of spans; others have their names."""
+"""Labels of spans. Other spans have their names."""
 SPLIT = {"forward": "fD", "backward": "bD"}
-"""Labels if the first layer has its own spans on top: the rest is the owner's side."""
+"""Labels if the first layer has its own spans on top, so that the rest is the owner's side."""
 _BACKWARD_PREFIXES = ("grad", "publish", "collect")
 """Prefixes of the names of backward spans of intervals, which are hatched."""
 
@@ -260,10 +263,10 @@ _BACKWARD_PREFIXES = ("grad", "publish", "collect")
 def draw_trace(
     trace: TraceFile, path: str | Path, *, title: str, batches: tuple[int, int] | None = None
 ) -> tuple[int, int]:
-    """Draw ``batches`` (first and last; None: some in the middle) of each rank into a PNG file.
+    """Draw ``batches`` (first and last, or some in the middle by default) of each rank to a PNG file.
 
-    Each batch has a colour, waiting is grey. Of a strategy that trains in intervals they are epochs, each
-    interval has a colour, and backward is hatched. Returns the first and the last batch or epoch.
+    Each batch has a colour, and waiting is grey. For a strategy that trains in intervals, the batches are
+    epochs, each interval has a colour, and backward is hatched. Return the first and the last batch or epoch.
 
     Raises:
         ConfigError: the trace has no such batch or epoch.
@@ -272,46 +275,48 @@ def draw_trace(
     if by_epoch:
         # The first epoch compiles kernels and starts workers.
         first, last = _choose(trace, GRAPH_SERVER, batches, unit="epoch", usual=2, early=1)
-        shown, units, names = _window(trace, first, last), "epochs", {}
+        window, units, names = _window(trace, first, last), "epochs", {}
     else:
-        # The first batches compile kernels and open connections; the last ones are drained.
+        # The first batches compile kernels and open connections, and the last ones are drained.
         first, last = _choose(trace, COMPUTE, batches, unit="batch", usual=4)
-        shown, units = _window(trace, first, last, (COMPUTE,)), "batches"
+        window, units = _window(trace, first, last, (COMPUTE,)), "batches"
         if any(span.name == "forward M" for rank in trace.ranks for span in rank.spans):
             names = SHORT | SPLIT
-    rows = [row for rank in trace.ranks for row in _rows_of(rank, shown, by_epoch)]
-    heading = f"{title}: {units} {first} to {last}, {overlap_text(trace)}"
+    rows = [row for rank in trace.ranks for row in _list_rows(rank, window, by_epoch)]
+    heading = f"{title}: {units} {first} to {last}, {describe_overlap(trace)}"
     with _picture(path, (13, 1.4 + 0.38 * len(rows)), heading) as (axes,):
         for height, (_, spans) in enumerate(rows):
             for place, span in enumerate(spans):
                 number, mark = (span.interval, " i") if by_epoch else (span.batch, "")
                 is_backward = by_epoch and span.name.startswith(_BACKWARD_PREFIXES)
                 color = UNNUMBERED if number is None else COLORS[number % len(COLORS)]
-                ends, waits = _clipped(span, shown), is_wait(span)
+                ends, waits = _clip(span, window), is_wait(span)
                 _draw_box(axes, height, ends, color, waits=waits, hatched=is_backward)
                 label = names.get(span.name, span.name) + ("" if number is None else f"{mark}{number}")
                 # Nested spans come later and lie on top.
-                left, right = _clipped(_longest_part(span, spans[place + 1 :]), shown)
-                if not waits and right - left > _CHAR_WIDTH * len(label) * 1e3 * (shown[1] - shown[0]):
+                left, right = _clip(_longest_part(span, spans[place + 1 :]), window)
+                if not waits and right - left > _CHAR_WIDTH * len(label) * 1e3 * (window[1] - window[0]):
                     style = {"ha": "center", "va": "center", "fontsize": 6, "color": "white"}
                     axes.text((left + right) / 2, height, label, **style)
-        axes.set(xlim=(0, 1e3 * (shown[1] - shown[0])), ylim=(len(rows) - 0.4, -0.6), xlabel="milliseconds")
+        axes.set(xlim=(0, 1e3 * (window[1] - window[0])), ylim=(len(rows) - 0.4, -0.6), xlabel="milliseconds")
         axes.set_yticks(range(len(rows)), [name for name, _ in rows], fontsize=8)
     return first, last
 
 
-def _rows_of(rank: RankSpans, shown: tuple[float, float], by_epoch: bool) -> Iterator[tuple[str, list[Span]]]:
+def _list_rows(
+    rank: RankSpans, window: tuple[float, float], by_epoch: bool
+) -> Iterator[tuple[str, list[Span]]]:
     kinds = (GRAPH_SERVER, WORKER, PARAMETER_SERVER, NETWORK) if by_epoch else (COMPUTE, NETWORK, LOADER)
-    within = [one for one in rank.spans if one.end_s > shown[0] and one.begin_s < shown[1]]
+    within = [span for span in rank.spans if span.end_s > window[0] and span.begin_s < window[1]]
     for kind in kinds:
-        tracks = assign_tracks([one for one in within if one.row == kind], nested=kind == COMPUTE)
+        tracks = assign_tracks([span for span in within if span.row == kind], nested=kind == COMPUTE)
         for number, spans in enumerate(tracks or [[]]):
             name = f"{kind} {number + 1}" if kind == WORKER else kind
             yield f"rank {rank.rank}\n{name}" if number == 0 or kind == WORKER else "", spans
 
 
-def overlap_text(trace: TraceFile) -> str:
-    """Return ``82.0 % of the network's time beside compute``, of a pipeline that of its workers."""
+def describe_overlap(trace: TraceFile) -> str:
+    """Return ``82.0 % of the network's time beside compute``, or the time of workers for a pipeline."""
     row, nothing, beside = NETWORK, "nothing on the network", "the network's time beside compute"
     if has_intervals(trace):
         row, nothing, beside = WORKER, "no task of a worker", "the workers' time beside graph servers"
@@ -322,11 +327,11 @@ def overlap_text(trace: TraceFile) -> str:
 def _longest_part(span: Span, later: Sequence[Span]) -> Span:
     """Return the longest part of ``span`` that no span of ``later`` (in order) covers."""
     free, begin = [(span.begin_s, span.begin_s)], span.begin_s
-    for other in later:
-        if other.begin_s >= span.end_s:
+    for cover in later:
+        if cover.begin_s >= span.end_s:
             break
-        free.append((begin, other.begin_s))
-        begin = max(begin, other.end_s)
+        free.append((begin, cover.begin_s))
+        begin = max(begin, cover.end_s)
     free.append((begin, span.end_s))
     left, right = max(free, key=lambda part: part[1] - part[0])
     return replace(span, begin_s=left, end_s=right)

@@ -16,7 +16,7 @@ from dglx_dist.records import EpochRecord
 
 CONFIG, METRICS, SUMMARY, PICTURE = "config.json", "metrics.jsonl", "summary.json", "picture.png"
 PLAN = "plan.json"
-"""The candidates of ``auto``, if it chose the strategy."""
+"""File with the candidates of ``auto``, if it chose the strategy."""
 
 log = logging.getLogger(__name__)
 
@@ -29,7 +29,7 @@ class Run:
     config: Mapping[str, Any]
     epochs: tuple[EpochRecord, ...]
     summary: Mapping[str, Any] | None
-    """None: the run did not finish."""
+    """Contents of ``summary.json``. None: the run did not finish."""
 
 
 def start_run(
@@ -41,17 +41,21 @@ def start_run(
 ) -> Path:
     """Create and return ``folder``, write the configuration and remove files of an earlier run. For one rank.
 
-    ``kept`` are the epochs of :func:`read_epochs` of a run that is resumed, else None; ``plan`` the
-    candidates of ``auto``, None if the strategy was given. StorageError: the folder cannot be written.
+    Args:
+        kept: Epochs of :func:`read_epochs` if the run is resumed, otherwise None.
+        plan: Candidates of ``auto``. None: the strategy was named.
+
+    Raises:
+        StorageError: the folder cannot be written.
     """
     target = Path(folder)
     with _writing(target, "choose another folder with --out"):
         target.mkdir(parents=True, exist_ok=True)
         if kept is not None:
-            # Rewritten, so that later epochs are not appended to an incomplete line.
+            # The file is rewritten, so that later epochs are not appended to an incomplete line.
             _write_atomically(target / METRICS, "".join(map(_epoch_line, kept)))
         elif (target / SUMMARY).is_file():
-            log.warning("replacing the finished run in %s: no checkpoints, or --overwrite", target)
+            log.warning("replacing the finished run in %s (no checkpoints, or --overwrite)", target)
         stale = [SUMMARY, PICTURE] + ([] if kept else [METRICS]) + ([PLAN] if plan is None else [])
         for name in stale:
             (target / name).unlink(missing_ok=True)
@@ -75,22 +79,24 @@ def write_run(
     *,
     plan: Mapping[str, object] | None = None,
 ) -> None:
-    """Write a finished run, each file atomically and the summary last; as :func:`start_run`. For one rank."""
+    """Write a finished run. Each file is written atomically, the summary last. See :func:`start_run`. For one
+    rank.
+    """
     target = start_run(folder, config, epochs, plan=plan)
     with _writing(target):
         write_json(target / SUMMARY, summary)
 
 
 def read_plan(folder: Path) -> dict[str, Any] | None:
-    """Read the candidates of ``auto``; None: the strategy was given."""
+    """Read the candidates of ``auto``. Return None if the strategy was named."""
     return _read_object(folder / PLAN) if (folder / PLAN).is_file() else None
 
 
 def read_run(folder: str | Path) -> Run:
-    """Read a finished run, or one that was stopped after an epoch or more.
+    """Read a finished run, or one that was stopped after at least one epoch.
 
     Raises:
-        StorageError: the folder is no run, or a file in it is damaged.
+        StorageError: the folder is not a run, or a file in it is damaged.
     """
     source = Path(folder)
     if not source.is_dir():
@@ -98,8 +104,8 @@ def read_run(folder: str | Path) -> Run:
     for name in (CONFIG, METRICS):
         if not (source / name).is_file():
             raise StorageError(
-                f"{source} has no {name}: it is no run, or one that stopped before its first epoch ended; "
-                f"repeat `dglx train DIR --out {source}`"
+                f"{source} has no {name}. It is not a run, or the run stopped before its first epoch ended. "
+                f"Repeat `dglx train DIR --out {source}`."
             )
     return Run(
         folder=source,
@@ -110,7 +116,9 @@ def read_run(folder: str | Path) -> Run:
 
 
 def read_spread(folder: Path) -> dict[str, Any] | None:
-    """Return the summary of runs with several seeds, None if ``folder`` has none; StorageError: damaged."""
+    """Return the summary of runs with several seeds, or None if ``folder`` has none. StorageError if it is
+    damaged.
+    """
     if (folder / CONFIG).is_file() or not (folder / SUMMARY).is_file():
         return None
     return _read_object(folder / SUMMARY)
@@ -135,26 +143,26 @@ def _read_object(path: Path) -> dict[str, Any]:
     except (OSError, ValueError, RecursionError) as error:
         raise StorageError(f"{path} is damaged ({error}); repeat the run") from error
     if not isinstance(value, dict):
-        raise StorageError(f"{path} holds {type(value).__name__} where an object is expected; repeat the run")
+        raise StorageError(f"{path} holds {type(value).__name__}, but must be an object; repeat the run")
     return value
 
 
 def read_epochs(folder: Path) -> tuple[EpochRecord, ...]:
-    """Read the epochs of a run, finished or not; none if the folder does not exist.
+    """Read the epochs of a run, finished or not. There are none if the folder does not exist.
 
-    A resumed run repeats epochs: a later line replaces all lines from its epoch on. An incomplete last line
-    of a killed run is ignored.
+    A resumed run repeats epochs, so a later line replaces all lines from its epoch on. An incomplete last
+    line of a killed run is ignored.
 
     Raises:
-        StorageError: a line is damaged; the message names it.
+        StorageError: a line is damaged. The message names it.
     """
     path = folder / METRICS
     if not path.is_file():
         return ()
     epochs: list[EpochRecord] = []
     try:
-        whole_lines = read_small(path).split(b"\n")[:-1]
-        for number, line in enumerate(whole_lines, start=1):
+        complete_lines = read_small(path).split(b"\n")[:-1]
+        for number, line in enumerate(complete_lines, start=1):
             record = _read_epoch(line, f"line {number}")
             while epochs and epochs[-1].epoch >= record.epoch:
                 epochs.pop()
@@ -166,12 +174,12 @@ def read_epochs(folder: Path) -> tuple[EpochRecord, ...]:
 
 def _read_epoch(line: bytes, where: str) -> EpochRecord:
     values = Fields.parse(line, where)
-    # nan is written as null.
+    # NaN is written as null.
     nulls = [name for name, value in values.given.items() if value is None and name != "val_accuracy"]
     readers: dict[str, Any] = dict.fromkeys(nulls, lambda _: math.nan)
     readers["metrics"] = lambda name: _read_metrics(values.inner(name)) if values.has(name) else {}
     record = values.record(EpochRecord, **readers)
-    if max(map(abs, (one for one in astuple(record) if isinstance(one, int)))) >= 1 << 63:
+    if max(map(abs, (value for value in astuple(record) if isinstance(value, int)))) >= 1 << 63:
         raise ConfigError(f"{where} has a count beyond 63 bits")
     return record
 
@@ -193,7 +201,7 @@ def _plain(value: object) -> object:
 
 
 def write_json(path: Path, value: Mapping[str, object]) -> None:
-    """Write JSON atomically, nan as null; OSError if it cannot be written."""
+    """Write JSON atomically, with NaN as null. OSError if it cannot be written."""
     _write_atomically(path, json.dumps(_plain(value), indent=2) + "\n")
 
 

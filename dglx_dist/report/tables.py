@@ -21,35 +21,35 @@ PHASES = (
 )
 """Label, field of EpochRecord and colour of the consecutive phases of the training loop."""
 HIDDEN = (("sample (threads)", "sample_s", "#55a868"), ("fetch (threads)", "fetch_s", "#8172b3"))
-"""The same for the loader's threads, which run beside it."""
+"""The same for the loader's threads, which run beside the training loop."""
 INSIDE, OUTSIDE = "#9ecae1", "#d62728"
 COLORS = ("#4c72b0", "#dd8452", "#55a868", "#c44e52", "#8172b3", "#937860", "#da8bc3", "#64b5cd")
-"""Run, batch or interval i has colour i modulo their number."""
+"""Colours of runs, batches or intervals, which take them in turn."""
 
 
 def format_count(count: float) -> str:
-    """Format a count with a space between thousands: 12345.6 -> ``12 346``."""
+    """Format a count with a space between thousands: 12345.6 gives ``12 346``."""
     return f"{count:,.0f}".replace(",", " ")
 
 
 def plural(count: object, noun: str) -> str:
-    """Format a number of things: (1, "rank") -> ``1 rank``, (2, "class") -> ``2 classes``, (1.0, ...)."""
+    """Format a count with its noun: (1, "rank") gives ``1 rank``, (2, "class") gives ``2 classes``."""
     shown = f"{count:g}" if isinstance(count, float) else count
     return f"{shown} {noun}" if count == 1 else f"{shown} {noun}{'es' if noun.endswith('s') else 's'}"
 
 
 def format_seconds(seconds: float) -> str:
-    """Format seconds: 0.0123 -> ``0.012``, 75.3 -> ``75.3``."""
+    """Format seconds: 0.0123 gives ``0.012``, 75.3 gives ``75.3``."""
     return f"{seconds:.3f}" if abs(seconds) < 10 else f"{seconds:.1f}"
 
 
 def format_percent(fraction: float | None) -> str:
-    """Format a fraction as a percentage: 0.8123 -> ``81.2 %``, None -> ``""``."""
+    """Format a fraction as a percentage: 0.8123 gives ``81.2 %``, None gives ``""``."""
     return "" if fraction is None else f"{100 * fraction:.1f} %"
 
 
 def format_score(value: float | None) -> str:
-    """Format a metric: 0.81234 -> ``0.8123``, None -> ``""``."""
+    """Format a metric: 0.81234 gives ``0.8123``, None gives ``""``."""
     return "" if value is None else f"{value:.4g}" if abs(value) >= 10 else f"{value:.4f}"
 
 
@@ -66,18 +66,18 @@ _PLAN_COLUMNS = (
 )  # fmt: skip
 _OF_TRIALS, _OF_PLANS = ("from", "to"), ("compute", "network")
 _PLAN_LEGEND = (
-    "s: seconds of an epoch. {seconds}. Then payload of an epoch between servers and inside of them, ~: "
-    "expected, else counted; and the peak memory of a rank, beside that on its GPU. exact: same "
-    "weights as one process on the same batches. group_size: N_f of P3; hops: k, external_hops: m, "
-    "batches: R of GraNNDis; staleness: S of Dorylus; cache: policy and alpha"
+    "s: seconds of an epoch. {seconds}. bytes: payload of an epoch between servers and inside of them, "
+    "counted, or expected with ~. memory: peak of a rank on the host, and on its GPU. exact: the same "
+    "weights as one process on the same batches. group_size: N_f of P3. hops: k, external_hops: m, "
+    "batches: R of GraNNDis. staleness: S of Dorylus. cache: policy and alpha."
 )
-_SECONDS_OF_TRIALS = "Median of the timed turns, and the fastest and slowest one"
-_SECONDS_OF_PLANS = "Computing, timed in one process here, and bytes divided by the bandwidth of the links"
+_SECONDS_OF_TRIALS = "They are the median of the timed turns, and the fastest and slowest one"
+_SECONDS_OF_PLANS = "They are computing time of one process here, and bytes divided by the links' bandwidth"
 
 
 def build_plan_table(choice: Choice) -> Table:
-    """Return one row per candidate in the order of ``choice``, with the chosen one marked."""
-    is_tried = any(one.trial for one in choice.predictions)
+    """Return a table with one row per candidate in the order of ``choice``. The chosen one is marked."""
+    is_tried = any(prediction.trial for prediction in choice.predictions)
     hidden = {*(_OF_PLANS if is_tried else _OF_TRIALS)}
     if not choice.cluster.device_memory_bytes:
         hidden.add("GPU")
@@ -86,42 +86,42 @@ def build_plan_table(choice: Choice) -> Table:
     table = _table(names, _PLAN_LEGEND.format(seconds=seconds))
     for column, wraps in ((1, True), (-2, False), (-1, True)):
         table.columns[column].justify, table.columns[column].no_wrap = "left", not wraps
-    for row, one in enumerate(choice.predictions):
-        eligible = one.feasible and not one.barred
+    for row, prediction in enumerate(choice.predictions):
+        eligible = prediction.feasible and not prediction.barred
         style = "bold" if row == choice.picked else ("" if eligible else "dim")
         following = choice.predictions[row + 1 : row + 2]
-        last = eligible and any(other.barred or not other.feasible for other in following)
-        cells = zip(_PLAN_COLUMNS, _plan_cells(one, chosen=row == choice.picked), strict=True)
+        last = eligible and any(successor.barred or not successor.feasible for successor in following)
+        cells = zip(_PLAN_COLUMNS, _plan_cells(prediction, chosen=row == choice.picked), strict=True)
         table.add_row(*(cell for name, cell in cells if name not in hidden), style=style, end_section=last)
     return table
 
 
-def _plan_cells(one: Prediction, *, chosen: bool) -> tuple[str, ...]:
-    only = f"only with {one.barred}" if one.barred else ""
-    remark = one.why_not or "; ".join(filter(None, (one.not_tried, only, one.note)))
-    kind = "exact" if one.candidate.exact else "estimate"
-    about = "" if one.bytes_exact else "~"
-    trial = one.trial
+def _plan_cells(prediction: Prediction, *, chosen: bool) -> tuple[str, ...]:
+    only = f"only with {prediction.barred}" if prediction.barred else ""
+    remark = prediction.why_not or "; ".join(filter(None, (prediction.not_tried, only, prediction.note)))
+    kind = "exact" if prediction.candidate.exact else "estimate"
+    about = "" if prediction.bytes_exact else "~"
+    trial = prediction.trial
     numbers = (
         [""] * 5
-        if not one.epoch_seconds
+        if not prediction.epoch_seconds
         else [
-            format_seconds(one.epoch_seconds),
+            format_seconds(prediction.epoch_seconds),
             *(["", ""] if trial is None else map(format_seconds, (trial.low, trial.high))),
-            *map(format_seconds, (one.compute_s, one.network_s)),
+            *map(format_seconds, (prediction.compute_s, prediction.network_s)),
         ]
     )
     sizes = (
         [""] * 4
-        if not one.memory_bytes
+        if not prediction.memory_bytes
         else [
-            about + format_bytes(one.inter_server_bytes),
-            about + format_bytes(one.intra_server_bytes),
-            format_bytes(one.memory_bytes - one.device_memory_bytes),
-            format_bytes(one.device_memory_bytes),
+            about + format_bytes(prediction.inter_server_bytes),
+            about + format_bytes(prediction.intra_server_bytes),
+            format_bytes(prediction.memory_bytes - prediction.device_memory_bytes),
+            format_bytes(prediction.device_memory_bytes),
         ]
     )
-    return ("->" if chosen else "", one.candidate.name, *numbers, *sizes, kind, remark)
+    return ("->" if chosen else "", prediction.candidate.name, *numbers, *sizes, kind, remark)
 
 
 def format_plan_head(choice: Choice) -> str:
@@ -143,9 +143,9 @@ def format_plan_head(choice: Choice) -> str:
 def summarise(facts: Mapping[str, object], epochs: Sequence[EpochRecord]) -> dict[str, object]:
     """Return the content of ``summary.json``: the ``facts`` of the run, and figures of its epochs.
 
-    The first epoch warms caches and compiles kernels, so it is left out if there are others:
-    ``epoch_seconds`` and ``samples_per_second`` are medians, ``bytes_*`` and ``phase_seconds`` means.
-    ``checkpoint_seconds`` are those in which training stood still for checkpoints, of all epochs.
+    The first epoch warms caches and compiles kernels, so it is left out if there are others.
+    ``epoch_seconds`` and ``samples_per_second`` are medians, ``bytes_*`` and ``phase_seconds`` are means.
+    ``checkpoint_seconds`` is the time that training stood still for checkpoints in all epochs.
     """
     warm = list(epochs[1:]) or list(epochs)
     hits, misses = sum(e.cache_hits for e in warm), sum(e.cache_misses for e in warm)
@@ -156,10 +156,10 @@ def summarise(facts: Mapping[str, object], epochs: Sequence[EpochRecord]) -> dic
         "samples_per_second": median(e.samples_per_second for e in warm) if warm else None,
         "bytes_inside": round(fmean(e.bytes_inside for e in warm)) if warm else 0,
         "bytes_outside": round(fmean(e.bytes_outside for e in warm)) if warm else 0,
-        # No rate if no row of a cached tensor was remote.
+        # There is no rate if no row of a cached tensor was remote.
         **({"cache_hit_rate": hits / (hits + misses)} if hits + misses else {}),
         **({"checkpoint_seconds": pauses} if (pauses := sum(e.checkpoint_s for e in epochs)) else {}),
-        "phase_seconds": phase_seconds(warm),
+        "phase_seconds": average_phases(warm),
     }
 
 
@@ -172,10 +172,10 @@ def format_run_title(summary: Mapping[str, object], config: Mapping[str, object]
     )
 
 
-def phase_seconds(epochs: Sequence[EpochRecord]) -> dict[str, float]:
+def average_phases(epochs: Sequence[EpochRecord]) -> dict[str, float]:
     """Return the mean seconds per epoch of each phase, empty without epochs."""
     phases = ("sample", "fetch", "wait", "compute", "exchange") if epochs else ()
-    return {phase: fmean(getattr(one, f"{phase}_s") for one in epochs) for phase in phases}
+    return {phase: fmean(getattr(record, f"{phase}_s") for record in epochs) for phase in phases}
 
 
 _EPOCH_COLUMNS = (
@@ -184,16 +184,16 @@ _EPOCH_COLUMNS = (
 
 
 def build_epoch_table(epochs: Iterable[EpochRecord], width: int = 1000) -> Table:
-    """Return one row per epoch: loss, metrics, seconds, samples/s, the phases in seconds, and bytes.
+    """Return a table with one row per epoch: loss, metrics, seconds, samples/s, phases in seconds, and bytes.
 
-    Costs that are all 0 are left out, and as many of the last ones as ``width`` characters have no room for.
+    ``train`` is the accuracy during training, ``val`` the exact one of validation, and other validation
+    metrics have their own columns. ``sample`` and ``fetch`` run on the loader's threads beside the other
+    phases, so the columns do not sum to ``seconds``. ``wait`` is the part of them that is not hidden.
+    ``hits`` is the hit rate of a cache of remote rows, and ``saving`` the time that training stood still for
+    checkpoints.
 
-    ``train`` is the accuracy while training, ``val`` the exact one of validation, and other metrics of
-    validation have columns of their own names.
-
-    ``sample`` and ``fetch`` run on the loader's threads beside the other phases, so the columns do not sum to
-    ``seconds``; ``wait`` is the part of them that is not hidden. With a cache of remote rows, ``hits`` is its
-    hit rate; with checkpoints, ``saving`` is how long training stood still for them.
+    Cost columns with only zeros are left out, and so are the last ones that do not fit in ``width``
+    characters.
     """
     epochs = list(epochs)
     scores: dict[str, list[str]] = {}
@@ -203,22 +203,22 @@ def build_epoch_table(epochs: Iterable[EpochRecord], width: int = 1000) -> Table
         scores["val"] = [format_percent(record.val_accuracy) for record in epochs]
     for name in dict.fromkeys(name for record in epochs for name in record.metrics):
         if name.startswith("val_") and name != "val_accuracy":
-            # On two lines: link prediction has five of them.
+            # The heading has two lines, because link prediction has five metrics.
             scores[name.replace("_", "\n", 1)] = [format_score(record.metrics.get(name)) for record in epochs]
     costs = dict(zip(_EPOCH_COLUMNS, map(list, zip(*map(_epoch_cells, epochs), strict=True)), strict=False))
     if any(record.cache_hit_rate is not None for record in epochs):
         costs["hits"] = [format_percent(record.cache_hit_rate) for record in epochs]
     costs["saving"] = [format_seconds(record.checkpoint_s) for record in epochs]
-    before = {
+    required = {
         "epoch": [str(record.epoch) for record in epochs],
         "loss": [f"{record.loss:.4f}" for record in epochs],
         **scores,
     }
-    shown = before | {name: cells for name, cells in costs.items() if not _ZEROS.issuperset(cells)}
-    while len(shown) > len(before) and _width_of(shown) > width:
+    shown = required | {name: cells for name, cells in costs.items() if not _ZEROS.issuperset(cells)}
+    while len(shown) > len(required) and _measure_width(shown) > width:
         shown.popitem()
-    without = [name for name in costs if name not in shown and not _ZEROS.issuperset(costs[name])]
-    table = _table(shown, _EPOCH_LEGEND + (f"; no room for {', '.join(without)}" if without else ""))
+    dropped = [name for name in costs if name not in shown and not _ZEROS.issuperset(costs[name])]
+    table = _table(shown, _EPOCH_LEGEND + (f"; no room for {', '.join(dropped)}" if dropped else ""))
     for cells in zip(*shown.values(), strict=True):
         table.add_row(*cells)
     return table
@@ -227,13 +227,13 @@ def build_epoch_table(epochs: Iterable[EpochRecord], width: int = 1000) -> Table
 _ZEROS = frozenset(("0.000", "0 B"))
 
 
-def _width_of(columns: Mapping[str, Sequence[str]]) -> int:
+def _measure_width(columns: Mapping[str, Sequence[str]]) -> int:
     return -1 + sum(3 + max(map(len, (*name.split("\n"), *cells))) for name, cells in columns.items())
 
 
 _EPOCH_LEGEND = (
-    "phases are means over ranks: sample and fetch on the loader's threads, wait is what training waited "
-    "for them; bytes inside / outside the server, all ranks; saving: training stood still for checkpoints"
+    "phases are means over ranks: sample and fetch run on the loader's threads, and wait is the time that "
+    "training waited for them; bytes inside / outside the servers, all ranks; saving: time for checkpoints"
 )
 
 
@@ -249,7 +249,7 @@ def _epoch_cells(record: EpochRecord) -> tuple[str, ...]:
 
 
 def build_summary_table(summary: Mapping[str, object]) -> Table:
-    """Return the figures of ``summary.json``, one per row, nested ones as ``outer.inner``."""
+    """Return a table of the figures of ``summary.json``, one per row. Nested ones are ``outer.inner``."""
     table = Table(box=None, show_header=False, pad_edge=False)
     table.add_column(style="bold", no_wrap=True)
     table.add_column(overflow="fold")
@@ -259,42 +259,46 @@ def build_summary_table(summary: Mapping[str, object]) -> Table:
 
 
 def spread(summaries: Mapping[str, Mapping[str, object]]) -> dict[str, object]:
-    """Return mean and sample standard deviation of the metrics that all runs have, and those of each by name.
+    """Return mean and sample standard deviation of the metrics that all runs have, and the metrics of each
+    run.
 
-    The deviation of one run is None.
+    The deviation of a single run is None.
     """
     metrics: dict[str, dict[str, float]] = {run: {} for run in summaries}
     for run, summary in summaries.items():
-        found = {name: value for name, value in summary.items() if name.startswith(("val_", "test_"))}
-        metrics[run] = {name: value for name, value in found.items() if isinstance(value, float)}
-    # A run that was done before may have other metrics.
-    shared = [name for name in next(iter(metrics.values())) if all(name in one for one in metrics.values())]
-    columns = {name: [one[name] for one in metrics.values()] for name in shared}
+        scores = {name: value for name, value in summary.items() if name.startswith(("val_", "test_"))}
+        metrics[run] = {name: value for name, value in scores.items() if isinstance(value, float)}
+    # An earlier run may have other metrics.
+    runs = list(metrics.values())
+    shared = [name for name in runs[0] if all(name in run_metrics for run_metrics in runs)]
+    columns = {name: [run_metrics[name] for run_metrics in runs] for name in shared}
     means = {name: fmean(column) for name, column in columns.items()}
     deviations = {name: stdev(column) if len(column) > 1 else None for name, column in columns.items()}
     return {"runs": metrics, "mean": means, "std": deviations}
 
 
 def build_spread_table(summary: Mapping[str, Any]) -> Table:
-    """Return one row per run of :func:`spread`, then their mean and standard deviation."""
+    """Return a table with one row per run of :func:`spread`, followed by mean and standard deviation."""
     cells = spread_cells(summary)
     table = _table(("run", *cells))
     for run, values in summary["runs"].items():
-        table.add_row(run, *(_cell(values.get(name), name) for name in cells))
+        table.add_row(run, *(_format_cell(values.get(name), name) for name in cells))
     table.add_row("mean ± std", *(text for _, text in cells.values()), style="bold")
     return table
 
 
 def spread_cells(summary: Mapping[str, Any]) -> dict[str, tuple[object, str]]:
     """Return (mean, text of mean and standard deviation) of each metric of :func:`spread`."""
-    deviations = {name: _cell(summary["std"][name], name) for name in summary["mean"]}
+    deviations = {name: _format_cell(summary["std"][name], name) for name in summary["mean"]}
     return {
-        name: (mean, f"{_cell(mean, name)} ± {deviations[name]}") for name, mean in summary["mean"].items()
+        name: (mean, f"{_format_cell(mean, name)} ± {deviations[name]}")
+        for name, mean in summary["mean"].items()
     }
 
 
 def build_runs_table(summaries: Mapping[str, Mapping[str, object]]) -> Table:
-    """Return the figures of several runs side by side: one per row, a column per name of a run."""
+    """Return a table with the figures of several runs side by side: one figure per row, one column per
+    run."""
     table = Table("", *summaries, box=box.SIMPLE_HEAD, pad_edge=False)
     columns = [flat_cells(summary) for summary in summaries.values()]
     for row in dict.fromkeys(name for cells in columns for name in cells):
@@ -303,18 +307,19 @@ def build_runs_table(summaries: Mapping[str, Mapping[str, object]]) -> Table:
 
 
 def flat_cells(values: Mapping[str, object]) -> dict[str, tuple[object, str]]:
-    """Return (value, text) of each figure, nested ones as ``outer.inner``, without those that are drawn."""
-    found: dict[str, tuple[object, str]] = {}
+    """Return (value, text) of each figure that is not drawn. Nested ones are ``outer.inner``."""
+    cells: dict[str, tuple[object, str]] = {}
     for name, value in values.items():
         if name in ("traffic", "rank_memory_bytes"):
             continue
         nested = value if isinstance(value, Mapping) else {"": value}
-        for inner, one in nested.items():
-            found[f"{name}.{inner}" if nested is value else name] = (one, _cell(one, str(inner), name))
-    return found
+        for inner, figure in nested.items():
+            key = f"{name}.{inner}" if nested is value else name
+            cells[key] = (figure, _format_cell(figure, str(inner), name))
+    return cells
 
 
-def _cell(value: object, *names: str) -> str:
+def _format_cell(value: object, *names: str) -> str:
     # The unit follows from the names.
     if value is None:
         return "-"
@@ -332,7 +337,7 @@ def _cell(value: object, *names: str) -> str:
 
 
 def build_parts_table(columns: Mapping[str, Sequence[object]]) -> Table:
-    """Return one row per part with the given columns of one value per part."""
+    """Return a table with one row per part and the given columns of one value per part."""
     table = _table(["part", *columns])
     for part, values in enumerate(zip(*columns.values(), strict=True)):
         table.add_row(str(part), *(str(value) for value in values))
@@ -342,23 +347,26 @@ def build_parts_table(columns: Mapping[str, Sequence[object]]) -> Table:
 def build_expansion_table(
     factors: Sequence[Sequence[float]], foreign: Sequence[int], row_bytes: int, work: Sequence[float]
 ) -> Table:
-    """Return one row per hop: nodes held by each server relative to its own, and the largest cost.
+    """Return a table with one row per hop: nodes held by each server relative to its own, and the largest
+    cost.
 
     Args:
         factors: (K + 1, S) nodes within h hops relative to own nodes.
-        foreign: (K + 1,) nodes of other servers, on the server with most.
+        foreign: (K + 1,) nodes of other servers, on the server with the most.
         work: (K + 1,) edges aggregated by a model of h layers, relative to those without replicas.
     """
     servers = len(factors[0])
     heads = (
-        [f"server {number}" for number in range(servers)] if servers <= _SHOWN else ["least", "mean", "most"]
+        [f"server {number}" for number in range(servers)]
+        if servers <= _MAX_COLUMNS
+        else ["least", "mean", "most"]
     )
     table = _table(("hops", *heads, "foreign nodes", "features", "work"), _EXPANSION_LEGEND)
     for hop, (row, nodes, times) in enumerate(zip(factors, foreign, work, strict=True)):
-        shown = row if servers <= _SHOWN else [min(row), sum(row) / servers, max(row)]
+        figures = row if servers <= _MAX_COLUMNS else [min(row), sum(row) / servers, max(row)]
         table.add_row(
             str(hop),
-            *(f"{factor:.2f}" for factor in shown),
+            *(f"{factor:.2f}" for factor in figures),
             format_count(nodes),
             format_bytes(nodes * row_bytes),
             f"{times:.2f}",
@@ -366,9 +374,9 @@ def build_expansion_table(
     return table
 
 
-_SHOWN = 8
+_MAX_COLUMNS = 8
 _EXPANSION_LEGEND = (
-    "nodes within so many hops of a server's own, relative to its own: those held under shared_preload for a "
-    "model of as many layers. Foreign nodes and features, loaded once, and work of an epoch, relative to "
-    "full_graph, are those of the server with most"
+    "nodes within this number of hops, relative to the server's own nodes. shared_preload holds them for a "
+    "model with this number of layers. Foreign nodes and features (loaded once) and work of an epoch "
+    "(relative to full_graph) are those of the server with the most."
 )

@@ -1,4 +1,4 @@
-"""The best epoch by validation: early stopping, and weights of that epoch in files and in memory."""
+"""Best epoch by validation: early stopping, and the weights of that epoch in files and in memory."""
 
 import logging
 import math
@@ -17,13 +17,14 @@ from dglx_dist.graph.optim import SparseOptimizer
 log = logging.getLogger(__name__)
 
 BEST_WEIGHTS, FINAL_WEIGHTS = "model.safetensors", "final.safetensors"
-"""Of the best epoch by validation, of the last one without validation; and of the last one."""
+"""Files of the best epoch by validation (without validation: of the last epoch) and of the last epoch."""
 
 
 def write_safetensors(state: Mapping[str, Tensor], path: Path, **facts: object) -> None:
-    """Write a state dict as a safetensors file, with texts about it; replaces ``path``.
+    """Write a state dict to a safetensors file with ``facts`` about it. Replace ``path`` if it exists.
 
-    Tied tensors are written under each of their names, so that a strict ``load_state_dict`` finds all.
+    Tied tensors are written under each of their names, so that a strict ``load_state_dict`` finds all of
+    them.
     """
     tensors, storages = dict(state), set[int]()
     for name, value in state.items():
@@ -33,17 +34,18 @@ def write_safetensors(state: Mapping[str, Tensor], path: Path, **facts: object) 
             tensors[name] = tensor.clone() if storage in storages else tensor
             storages.add(storage)
     try:
-        # Not its save_file, which makes files that only their owner can read.
+        # save_file() of safetensors would make files that only their owner can read.
         raw = save(tensors, {"format": "pt"} | {key: str(fact) for key, fact in facts.items()})
     except (KeyError, ValueError) as error:
-        log.warning("%s is not written, as safetensors cannot hold it (%s); use dx.save", path, error)
+        log.warning("%s is not written, because safetensors cannot hold it (%s). Use dx.save.", path, error)
         return
     with named_failures(path), replaced_file(path) as partial:
         partial.write_bytes(raw)
 
 
 class WeightFiles:
-    """The two files of weights of a run in ``folder``; None: there are none. All ranks call it alike."""
+    """The two files of weights of a run in ``folder``. None: no files are written. All ranks call it
+    alike."""
 
     def __init__(self, folder: str | Path | None, model: nn.Module) -> None:
         self._folder, self._model = None if folder is None else Path(folder), model
@@ -56,7 +58,7 @@ class WeightFiles:
                 (self._folder / name).unlink(missing_ok=True)
 
     def write(self, name: str, epoch: int) -> None:
-        """Write the model's current weights, those after ``epoch``."""
+        """Write the model's current weights, the ones after ``epoch``."""
         if (folder := self._folder) is None:
             return
         state = self._model.state_dict()
@@ -75,40 +77,40 @@ class WeightFiles:
             return
         if self._is_first and best_epoch not in (None, epoch):
             log.warning(
-                "%s has the weights of epoch %d: those of the best, %s, are gone", folder, epoch, best_epoch
+                "%s gets the weights of epoch %d, because those of the best epoch, %s, no longer exist",
+                *(folder, epoch, best_epoch),
             )
         self.write(BEST_WEIGHTS, epoch)
 
 
 class BestWeights:
-    """A copy of the weights of the best epoch in memory, of a run without checkpoints; collective."""
+    """A copy of the weights of the best epoch in memory, for a run without checkpoints. Collective."""
 
     def __init__(self, model: nn.Module, sparse: Sequence[SparseOptimizer]) -> None:
-        self._model, self._own = model, [rows for one in sparse for rows in one.own_rows]
+        self._model, self._rows = model, [rows for optimizer in sparse for rows in optimizer.own_rows]
         self._weights = {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
-        self._rows = [rows.clone() for rows in self._own]
+        self._best_rows = [rows.clone() for rows in self._rows]
 
     def load(self) -> None:
         self._model.load_state_dict(self._weights)
-        for rows, kept in zip(self._own, self._rows, strict=True):
-            rows.copy_(kept)
-        barrier(current_session(), "taking the weights of the best epoch")
+        for rows, best_rows in zip(self._rows, self._best_rows, strict=True):
+            rows.copy_(best_rows)
+        barrier(current_session(), "loading the weights of the best epoch")
 
 
 class EarlyStopping:
-    """The best score of validation so far, and when there is nothing more to expect.
+    """Tracks the best validation score and when to stop.
 
     Args:
-        patience: Evaluations without a better score after which training stops; None: it does not.
+        patience: Number of evaluations without a better score after which training stops. None: never.
         less_is_better: Whether the best score is the smallest one.
     """
 
     def __init__(self, patience: int | None, less_is_better: bool) -> None:
         self._patience, self._sign = patience, -1 if less_is_better else 1
         self.epoch: int | None = None
-        """The best epoch; None before the first evaluation."""
+        """Best epoch. None before the first evaluation."""
         self.score: float | None = None
-        """The score of that epoch."""
         self.evaluations_since = 0
 
     @property
@@ -116,7 +118,7 @@ class EarlyStopping:
         return self._patience is not None and self.evaluations_since >= self._patience
 
     def note(self, epoch: int, score: float) -> bool:
-        """Return whether ``score`` is the best so far; NaN is only before any number."""
+        """Record a score and return whether it is the best so far. Any number is better than NaN."""
         best = self.score
         was_nan = best is not None and math.isnan(best) and not math.isnan(score)
         if best is None or was_nan or self._sign * score > self._sign * best:
@@ -126,5 +128,5 @@ class EarlyStopping:
         return False
 
     def resume(self, best: tuple[int | None, float | None], evaluations_since: int) -> None:
-        """Go on from the best epoch and its score in a checkpoint."""
+        """Continue from the best epoch and its score in a checkpoint."""
         (self.epoch, self.score), self.evaluations_since = best, evaluations_since

@@ -1,9 +1,9 @@
-"""Checkpoints of a run: model, optimizer, loader position, random state; loading executes no saved code.
+"""Checkpoints of a run: model, optimizer, loader position and random state. Loading executes no saved code.
 
-A checkpoint is a folder ``<folder>/epoch-<e>-step-<s>``. It is written under another name and renamed when
-complete, so an interrupted save does not affect earlier checkpoints. It has ``tensors-<rank>.bin`` (the bytes
-of one tensor after another) and ``state.json``: the state, position, dtype, shape and CRC-32 of each tensor,
-a CRC-32 of the index of each folder of rows, and a CRC-32 of these values: one sum over all that it is.
+A checkpoint is a folder ``<folder>/epoch-<e>-step-<s>``. It is written under another name and renamed when it
+is complete, so an interrupted save does not affect earlier checkpoints. It has ``tensors-<rank>.bin`` (the
+bytes of one tensor after another) and ``state.json``. That file has the state, the position, dtype, shape and
+CRC-32 of each tensor, a CRC-32 of the index of each folder of rows, and a CRC-32 of all these values.
 """
 
 import json
@@ -64,6 +64,7 @@ from dglx_dist.training.checkpoint_folder import write_json as write_json
 from dglx_dist.training.config import EVERY, Every, count_steps_between
 from dglx_dist.training.object_state import (
     Stateful,
+    build_optimizer_state,
     check_optimizer,
     cut_optimizer,
     decode,
@@ -72,7 +73,6 @@ from dglx_dist.training.object_state import (
     format_dtype,
     join_optimizer,
     load_optimizer,
-    optimizer_state,
     parse_dtype,
     select_values,
     split_objects,
@@ -84,7 +84,7 @@ log = logging.getLogger(__name__)
 
 @contextmanager
 def _storage_errors() -> Iterator[None]:
-    """Raise a StorageError inside as CheckpointError."""
+    """Convert a StorageError inside the block to a CheckpointError."""
     try:
         yield
     except StorageError as error:
@@ -102,7 +102,7 @@ class SavedTensor:
     crc32: int
 
     def read(self, name: str) -> Tensor:
-        """Read the tensor; raise CheckpointError if its file is too short or its bytes have changed."""
+        """Read the tensor. Raise CheckpointError if its file is too short or its bytes have changed."""
         tensor = torch.empty(self.shape, dtype=self.dtype)
         raw = view_bytes(tensor)
         with self.path.open("rb") as file:
@@ -115,7 +115,7 @@ class SavedTensor:
 
 
 def write_tensors(tensors: Mapping[str, Tensor], path: Path) -> dict[str, dict[str, Any]]:
-    """Write ``tensors`` into a new file, flushed to disk; return their entries of ``state.json``."""
+    """Write ``tensors`` to a new file and flush it to disk. Return their entries of ``state.json``."""
     entries = {}
     with path.open("wb") as file:
         for name, tensor in tensors.items():
@@ -135,12 +135,17 @@ def write_tensors(tensors: Mapping[str, Tensor], path: Path) -> dict[str, dict[s
 
 
 def _read_entry(folder: Path, name: str, entry: Mapping[str, Any]) -> SavedTensor:
-    """Check an entry of ``state.json``. Nothing is allocated, since an untrusted one may have any size."""
-    file, dtype = entry["file"], parse_dtype(entry["dtype"])
+    """Check an entry of ``state.json``. Nothing is allocated, because an untrusted entry may have any
+    size."""
+    file_name, dtype = entry["file"], parse_dtype(entry["dtype"])
     shape = tuple(read_count(size) for size in entry["shape"])
-    path, first, num_bytes = folder / file, read_count(entry["first_byte"]), read_count(entry["num_bytes"])
-    if path.name != file:
-        raise CheckpointError(f"{folder} refers to {file!r} outside of it; load another checkpoint")
+    path, first, num_bytes = (
+        folder / file_name,
+        read_count(entry["first_byte"]),
+        read_count(entry["num_bytes"]),
+    )
+    if path.name != file_name:
+        raise CheckpointError(f"{folder} refers to {file_name!r} outside of it. Load another checkpoint.")
     if not path.is_file():
         raise CheckpointError(f"{path} is missing; {REMEDY}")
     if path.stat().st_size < first + num_bytes:
@@ -157,19 +162,19 @@ def _select_prefix(prefix: str, tensors: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _check_model(path: Path, saved_tensors: Mapping[str, SavedTensor], model: Mapping[str, Tensor]) -> None:
-    saved_model = _select_prefix("model/", saved_tensors)
-    for name in dict.fromkeys([*model, *saved_model]):
-        tensor, saved = model.get(name), saved_model.get(name)
+    saved_entries = _select_prefix("model/", saved_tensors)
+    for name in dict.fromkeys([*model, *saved_entries]):
+        tensor, saved = model.get(name), saved_entries.get(name)
         if tensor is None or saved is None:
-            has, lacks = (path, "this model") if tensor is None else ("this model", path)
-            remedy = "build the model as it was"
+            owner, other_side = (path, "this model") if tensor is None else ("this model", path)
+            remedy = "Build the model as it was."
             if tensor is None and name.endswith("target_scale"):
-                remedy = "for a regression, call model.standardise(torch.zeros(K), torch.ones(K)) before"
-            raise CheckpointError(f"{has} has {name!r}, which {lacks} lacks; {remedy}")
+                remedy = "For a regression, call model.standardise(torch.zeros(K), torch.ones(K)) before."
+            raise CheckpointError(f"{owner} has {name!r}, but {other_side} does not. {remedy}")
         if tensor.shape != saved.shape or tensor.dtype != saved.dtype:
             raise CheckpointError(
                 f"{name!r} is {saved.shape} {saved.dtype} in {path} but "
-                f"{tuple(tensor.shape)} {tensor.dtype} in this model; build the model as it was"
+                f"{tuple(tensor.shape)} {tensor.dtype} in this model. Build the model as it was."
             )
 
 
@@ -187,24 +192,24 @@ def _check_run(
         if state["dataset"].get(name, value) != value:
             raise CheckpointError(
                 f"{path} was trained on a dataset with {name}={state['dataset'][name]!r}, but this one has "
-                f"{value!r}; use the same dataset"
+                f"{value!r}. Use the same dataset."
             )
     if loader is not None and state["world_size"] != topology.world_size and state["step"] != 0:
         raise CheckpointError(
-            f"{path} is inside epoch {state['epoch']} of a run on {state['world_size']} ranks; load it on as "
-            "many, or load one that was saved at the end of an epoch"
+            f"{path} is inside epoch {state['epoch']} of a run on {state['world_size']} ranks. Load it on "
+            "the same number of ranks, or load a checkpoint that was saved at the end of an epoch."
         )
     if loader is not None and state["loader"][0] is None:
-        raise CheckpointError(f"{path} has no loader position; load it without ``loader``")
+        raise CheckpointError(f"{path} has no loader position. Load it without ``loader``.")
     saved, current = tensors.get(f"random/{topology.rank}/cpu"), torch.get_rng_state()
     if random_state and saved is not None and (saved.shape, saved.dtype) != (current.shape, current.dtype):
         raise CheckpointError(
-            f"{path} has the random state of another torch; load it with random_state=False"
+            f"{path} has the random state of another version of torch. Load it with random_state=False."
         )
 
 
 Sparse: TypeAlias = SparseOptimizer | Sequence[SparseOptimizer] | None
-"""One optimiser of embeddings, several in a fixed order, or none."""
+"""An optimizer of embeddings, several in a fixed order, or none."""
 
 
 def list_optimizers(sparse: Sparse) -> Sequence[SparseOptimizer]:
@@ -217,18 +222,18 @@ def _check_sparse(checkpoint: Path, indices: Sequence[int], sparse: Sparse) -> N
     optimizers, saved = list_optimizers(sparse), len(indices)
     if len(optimizers) != saved:
         raise CheckpointError(
-            f"{checkpoint} has {saved} optimisers of embeddings, but sparse= has {len(optimizers)}; pass "
-            "those that it was saved with, in that order"
+            f"{checkpoint} has {saved} optimizers of embeddings, but sparse= has {len(optimizers)}. Pass the "
+            "ones that it was saved with, in that order."
         )
     for number, (optimizer, index) in enumerate(zip(optimizers, indices, strict=True)):
         folder = _sparse_folder(checkpoint, number)
         if _checksum_index(folder) != index:
-            raise CheckpointError(f"{folder} is damaged, or of another checkpoint; {REMEDY}")
+            raise CheckpointError(f"{folder} is damaged or belongs to another checkpoint; {REMEDY}")
         optimizer.check_saved(folder)
 
 
 def _checksum_index(folder: Path) -> int:
-    """Return the CRC-32 of the index of saved rows, which has those of their files."""
+    """Return the CRC-32 of the index of saved rows. The index has the checksums of their files."""
     try:
         return zlib.crc32(read_small(folder / INDEX))
     except OSError as error:
@@ -240,9 +245,9 @@ def _sparse_folder(checkpoint: Path, number: int) -> Path:
 
 
 class ResumableLoader(Protocol):
-    """A loader with a number of steps in an epoch.
+    """Interface of a loader with a number of steps per epoch.
 
-    Its position has ``epoch`` and ``step``, the completed steps of it, and more JSON values.
+    Its state has ``epoch``, ``step`` (completed steps of that epoch) and more JSON values.
     """
 
     def __len__(self) -> int: ...
@@ -251,7 +256,7 @@ class ResumableLoader(Protocol):
 
 
 def _find_next_position(loader: ResumableLoader) -> Any:
-    """Return a loader's position; after the last step of an epoch it is the begin of the next one."""
+    """Return the position of a loader. After the last step of an epoch, that is the start of the next one."""
     position = loader.state_dict()
     is_over = position["step"] == len(loader)
     return position | {"epoch": position["epoch"] + 1, "step": 0} if is_over else position
@@ -259,13 +264,13 @@ def _find_next_position(loader: ResumableLoader) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class LoadedCheckpoint:
-    """The position of a loaded checkpoint."""
+    """Position of a loaded checkpoint."""
 
     path: Path
     epoch: int
     step: int
     world_size: int
-    """Ranks of the run that saved it."""
+    """Number of ranks of the run that saved it."""
     extra: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -287,23 +292,23 @@ def save(  # noqa: PLR0913 - one for each thing that can be saved
     Names and shapes are those of the user's module, whatever the strategy.
 
     Args:
-        folder: The run's checkpoints, on a disk that all ranks share.
-        model: Wrapped or plain.
-        optimizer: Any of torch's, over the model's parameters.
-        loader: Its position is saved, and names the checkpoint. After the last step of an epoch, that is the
-            begin of the next one.
-        sparse: Optimiser of embeddings, which are saved with its state; or several.
-        epoch: Next epoch to run if ``step`` is 0, else the current one. None: that of ``loader``, else 0.
-        step: Completed steps of that epoch. None: those of ``loader``, else 0.
-        extra: The user's own JSON values.
-        dataset: Facts that must be equal on load, JSON values only.
+        folder: Folder of the run's checkpoints, on a disk that all ranks share.
+        model: Wrapped or plain model.
+        optimizer: Any optimizer of torch, over the model's parameters.
+        loader: Loader whose position is saved. The position also names the checkpoint. After the last step of
+            an epoch, it is the start of the next one.
+        sparse: Optimizer of embeddings, or several. The embeddings are saved with its state.
+        epoch: Next epoch to run if ``step`` is 0, otherwise the current one. None: that of ``loader``, or 0.
+        step: Completed steps of that epoch. None: those of ``loader``, or 0.
+        extra: JSON values of your own.
+        dataset: Facts that must be equal on load. JSON values only.
         state: More objects with ``state_dict`` and ``load_state_dict``, by name: schedulers, further
             optimizers, a GradScaler, averaged weights. Their states may differ between ranks.
 
     Raises:
-        ConfigError: on all ranks, when ``epoch`` or ``step`` is not as in ``loader`` or on another rank.
-        CheckpointError: on all ranks, when model, optimizer, ``extra``, ``dataset`` or ``state`` has a value
-            that cannot be saved, or writing failed on one.
+        ConfigError: on all ranks, if ``epoch`` or ``step`` differs from ``loader`` or from another rank.
+        CheckpointError: on all ranks, if model, optimizer, ``extra``, ``dataset`` or ``state`` has a value
+            that cannot be saved, or writing failed on one rank.
         PeerError: a rank is dead or silent.
     """
     session = current_session()
@@ -311,7 +316,9 @@ def save(  # noqa: PLR0913 - one for each thing that can be saved
     check_equal(session, "epoch and step of a checkpoint", position)
     final = Path(folder) / folder_name(**position)
     if loader is None and epoch is None and (final / STATE_NAME).is_file():
-        warn_user(f"{final} is replaced: saves without epoch= have one name; give epoch= to keep both")
+        warn_user(
+            f"{final} is replaced, because saves without epoch= share one name. Pass epoch= to keep both."
+        )
     saved = RunState(
         model=model, optimizer=optimizer, loader=loader, sparse=sparse, dataset=dataset or {}, state=state
     )
@@ -319,28 +326,31 @@ def save(  # noqa: PLR0913 - one for each thing that can be saved
 
 
 def _position_to_save(loader: ResumableLoader | None, epoch: int | None, step: int | None) -> dict[str, int]:
-    """Return the epoch and step of a checkpoint; ConfigError if they are not those of the loader."""
+    """Return the epoch and step of a checkpoint. Raise ConfigError if they differ from the loader's."""
     values = {"epoch": epoch, "step": step}
-    given = {name: check_integer(name, value, least=0) for name, value in values.items() if value is not None}
+    explicit = {
+        name: check_integer(name, value, least=0) for name, value in values.items() if value is not None
+    }
     if loader is None:
-        return {"epoch": 0, "step": 0, **given}
-    now = loader.state_dict()
-    if not isinstance(now, Mapping) or not values.keys() <= now.keys():
+        return {"epoch": 0, "step": 0, **explicit}
+    state = loader.state_dict()
+    if not isinstance(state, Mapping) or not values.keys() <= state.keys():
         raise ConfigError(
-            f"the loader has a position {now!r} without epoch and step; its state_dict() needs both"
+            f"the position {state!r} of the loader has no epoch and step. Its state_dict() needs both."
         )
     position = _find_next_position(loader)
-    if not (given.items() <= position.items() or given.items() <= now.items()):
+    if not (explicit.items() <= position.items() or explicit.items() <= state.items()):
         raise ConfigError(
-            f"{' and '.join(f'{name}={value}' for name, value in given.items())} would name the checkpoint, "
-            f"but its loader is at step {position['step']} of epoch {position['epoch']}; leave them out"
+            f"{' and '.join(f'{name}={value}' for name, value in explicit.items())} would name the "
+            f"checkpoint, but its loader is at step {position['step']} of epoch {position['epoch']}. Leave "
+            "them out."
         )
     return {name: position[name] for name in values}
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunState:
-    """What checkpoints of a run save, as of :func:`save`."""
+    """Objects that the checkpoints of a run save, see :func:`save`."""
 
     model: nn.Module
     optimizer: torch.optim.Optimizer | None = None
@@ -352,7 +362,7 @@ class RunState:
 
 @dataclass(frozen=True, kw_only=True)
 class _Snapshot:
-    """One rank's share of a checkpoint, and ``state.json`` without the entries of its tensors."""
+    """Share of one rank in a checkpoint, and ``state.json`` without the entries of its tensors."""
 
     own: Mapping[str, Tensor]
     rows: Sequence[tuple[WriteOwn, Mapping[str, object]]]
@@ -363,32 +373,32 @@ _WRITTEN = "written"
 
 
 class CheckpointWriter:
-    """Saves the checkpoints of a run, from a copy and on a thread while training goes on.
+    """Saves the checkpoints of a run from a copy, on a thread, while training continues.
 
-    All ranks make it alike. The thread calls no collective: each rank reports its share to rank 0, which then
-    publishes the whole.
+    All ranks create it alike. The thread calls no collective: each rank reports its share to rank 0, which
+    then publishes the checkpoint.
 
     Args:
-        keep: Number of newest checkpoints that stay; older ones are removed after a new one is complete.
-            None: all.
+        keep: Number of newest checkpoints to keep. Older ones are removed after a new one is complete. None:
+            all.
     """
 
-    def __init__(self, folder: str | Path, state: RunState, keep: int | None = None) -> None:
-        self._session, self._folder, self._run, self._keep = current_session(), Path(folder), state, keep
+    def __init__(self, folder: str | Path, run: RunState, keep: int | None = None) -> None:
+        self._session, self._folder, self._run, self._keep = current_session(), Path(folder), run, keep
         op = f"checkpoints-{self._session.next_number('checkpoints')}"
         self._reports = OneSidedExchange(self._session, op, "start again from the checkpoint before")
         self._buffers: dict[str, Tensor] = {}
-        """Kept for the next copy, since new memory is slow to fill."""
+        """Buffers that the next copy reuses, because new memory is slow to fill."""
         self._thread: Thread | None = None
         self._number, self._problem = 0, ""
         self.protected: Path | None = None
-        """A checkpoint that stays, however many newer ones there are."""
+        """Checkpoint that is kept, however many newer ones there are."""
 
     @_storage_errors()
     def save(self, *, epoch: int, step: int, extra: Mapping[str, object], wait: bool = False) -> Path:
-        """Save as :func:`save`; without ``wait`` it returns when all is copied. Collective.
+        """Save like :func:`save`. Without ``wait``, return when everything is copied. Collective.
 
-        It waits first for the checkpoint before, and raises its error. Where memory for a copy is short on a
+        It first waits for the previous checkpoint and raises its error. If memory for a copy is short on a
         rank, all ranks write at once.
         """
         self.wait()
@@ -410,7 +420,9 @@ class CheckpointWriter:
     def wait(self) -> None:
         """Wait until the last checkpoint is complete. Collective.
 
-        CheckpointError: on all ranks, with one message, when one could not write; those before are unchanged.
+        Raises:
+            CheckpointError: a rank could not write. All ranks raise the same message. Earlier checkpoints are
+                unchanged.
         """
         thread, self._thread = self._thread, None
         if thread is None:
@@ -423,46 +435,47 @@ class CheckpointWriter:
             raise CheckpointError(problems[0])
 
     def abandon(self) -> None:
-        """Give up a checkpoint that is being written, after a failure; waits for nobody."""
+        """Give up a checkpoint that is being written, after a failure. Waits for nobody."""
         self._reports.mailbox.begin(self._number + 1)
 
     def _snapshot(self, facts: Mapping[str, object], *, wait: bool) -> tuple[_Snapshot, bool]:
         """Return this rank's share, and whether it is a copy. Collective."""
         session, model, optimizer = self._session, self._run.model, self._run.optimizer
         module, loader, dataset = _plain_module(model), self._run.loader, self._run.dataset
-        # First: this completes the steps that a pipeline has in flight, which change the optimizer, too.
-        of_model = model.state_dict()
-        check_replicas({n: of_model[n] for n, _ in module.named_parameters() if n in of_model}, session)
+        # This comes first, because it completes the steps that a pipeline has in flight. They change the
+        # optimizer too.
+        weights = model.state_dict()
+        check_replicas({n: weights[n] for n, _ in module.named_parameters() if n in weights}, session)
 
         def prepare() -> tuple[dict[str, Tensor], dict[str, Any] | None, dict[str, Tensor], dict[str, Any]]:
-            _check_values({"extra": facts["extra"], "dataset": dataset}, of_model)
-            of_optimizer = split_optimizer(optimizer, module) if optimizer is not None else ({}, None)
-            return *of_optimizer, *split_objects(self._run.state or {})
+            _check_values({"extra": facts["extra"], "dataset": dataset}, weights)
+            split = split_optimizer(optimizer, module) if optimizer is not None else ({}, None)
+            return *split, *split_objects(self._run.state or {})
 
-        of_optimizer, plain, of_objects, values = run_on_all_ranks(session, prepare, CheckpointError)
-        objects = describe_objects(values, of_objects, session)
+        moments, plain, object_tensors, values = run_on_all_ranks(session, prepare, CheckpointError)
+        objects = describe_objects(values, object_tensors, session)
         if plain is not None:
-            of_optimizer, plain = join_optimizer(model, of_optimizer, plain, session)
-        tensors = {f"model/{name}": value for name, value in of_model.items()}
-        tensors |= {f"optimizer/{name}": value for name, value in of_optimizer.items()}
-        of_objects = {
-            f"{find_prefix(objects, session.topology.rank)}{name}": value
-            for name, value in of_objects.items()
-        }
-        own = _own_share(tensors | of_objects, session)
+            moments, plain = join_optimizer(model, moments, plain, session)
+        tensors = {f"model/{name}": value for name, value in weights.items()}
+        tensors |= {f"optimizer/{name}": value for name, value in moments.items()}
+        prefix = find_prefix(objects, session.topology.rank)
+        tensors |= {f"{prefix}{name}": value for name, value in object_tensors.items()}
+        own = _select_own_tensors(tensors, session)
         own[f"random/{session.topology.rank}/cpu"] = torch.get_rng_state()
         if isinstance(model, WrappedModel):
             own |= {f"rank/{session.topology.rank}/{name}": rows for name, rows in model.rank_state().items()}
         if session.device.type == "cuda":
             own[f"random/{session.topology.rank}/cuda"] = torch.cuda.get_rng_state(session.device)
         sparse = list_optimizers(self._run.sparse)
-        copies = not wait and self._has_memory(
-            [*own.values(), *chain.from_iterable(s.own_rows for s in sparse)]
-        )
-        copied = self._copy_to_buffer if copies else lambda _place, _name, tensor: tensor
-        rows = [one.rows_to_save(partial(copied, f"sparse/{place}")) for place, one in enumerate(sparse)]
+        all_rows = chain.from_iterable(optimizer.own_rows for optimizer in sparse)
+        is_copy = not wait and self._has_memory([*own.values(), *all_rows])
+        keep = self._copy_to_buffer if is_copy else lambda _place, _name, tensor: tensor
+        rows = [
+            optimizer.rows_to_save(partial(keep, f"sparse/{number}"))
+            for number, optimizer in enumerate(sparse)
+        ]
         snapshot = _Snapshot(
-            own={name: copied("", name, tensor) for name, tensor in own.items()},
+            own={name: keep("", name, tensor) for name, tensor in own.items()},
             rows=rows,
             state={
                 **facts,
@@ -473,16 +486,16 @@ class CheckpointWriter:
                 "objects": objects,
             },
         )
-        return snapshot, copies
+        return snapshot, is_copy
 
     def _has_memory(self, tensors: Sequence[Tensor]) -> bool:
-        """Whether every rank can hold a copy of its ``tensors``. Collective."""
+        """Return whether every rank can hold a copy of its ``tensors``. Collective."""
         session = self._session
-        held = sum(one.nbytes for one in self._buffers.values())
-        needed = max(0, sum(one.nbytes for one in tensors) - held)
-        on_host = session.hosts.count(session.hosts[session.topology.rank])
-        enough = needed * on_host < machine_memory()[1]
-        return bool(gather_int64([enough], session).all())
+        buffer_bytes = sum(buffer.nbytes for buffer in self._buffers.values())
+        needed = max(0, sum(tensor.nbytes for tensor in tensors) - buffer_bytes)
+        ranks_on_host = session.hosts.count(session.hosts[session.topology.rank])
+        is_enough = needed * ranks_on_host < machine_memory()[1]
+        return bool(gather_int64([is_enough], session).all())
 
     def _copy_to_buffer(self, place: str, name: str, tensor: Tensor) -> Tensor:
         buffer = self._buffers.get(name := f"{place}/{name}")
@@ -491,7 +504,7 @@ class CheckpointWriter:
         return buffer.copy_(tensor.detach())
 
     def _write(self, snapshot: _Snapshot, folder: Path, final: Path, stack: ExitStack) -> None:
-        """Write and report this rank's share; on rank 0 publish those of all. Calls no collective."""
+        """Write and report this rank's share. Rank 0 publishes all shares. Calls no collective."""
         session, rank = self._session, self._session.topology.rank
         try:
             with stack:
@@ -500,12 +513,12 @@ class CheckpointWriter:
                     raw = np.frombuffer(json.dumps(report).encode(), np.uint8)
                     self._reports.post(self._number, _WRITTEN, {0: [raw]}, phase=None)
                     return
-                others = range(1, session.topology.world_size)
-                what = f"its share of {final.name}"
-                sent = self._reports.mailbox.take(self._number, _WRITTEN, others, what)
-                reports = [report, *(json.loads(sent[other][0].tobytes()) for other in others)]
+                sources = range(1, session.topology.world_size)
+                request = f"its share of {final.name}"
+                received = self._reports.mailbox.take(self._number, _WRITTEN, sources, request)
+                reports = [report, *(json.loads(received[source][0].tobytes()) for source in sources)]
                 self._publish(reports, snapshot, folder, final)
-        except Exception as error:  # noqa: BLE001 - the training loop raises it, on all ranks
+        except Exception as error:  # noqa: BLE001 - the training loop raises it on all ranks
             self._problem = str(error) if isinstance(error, DglxError) else f"{type(error).__name__}: {error}"
 
     def _write_own_files(self, snapshot: _Snapshot, folder: Path, final: Path) -> dict[str, Any]:
@@ -524,13 +537,14 @@ class CheckpointWriter:
     def _publish(
         self, reports: Sequence[dict[str, Any]], snapshot: _Snapshot, folder: Path, final: Path
     ) -> None:
-        """Complete and rename the checkpoint; a complete one that it replaces exists at every moment."""
+        """Complete and rename the checkpoint. If it replaces one, a complete one exists at every moment."""
         for report in reports:
             if report["problem"]:
                 raise CheckpointError(report["problem"])
         for number, (_, facts) in enumerate(snapshot.rows):
-            index_shares(_sparse_folder(folder, number), [one["rows"][number] for one in reports], facts)
-        tensors = dict(chain.from_iterable(one["tensors"].items() for one in reports))
+            lines = [report["rows"][number] for report in reports]
+            index_shares(_sparse_folder(folder, number), lines, facts)
+        tensors = dict(chain.from_iterable(report["tensors"].items() for report in reports))
         indices = [_checksum_index(_sparse_folder(folder, number)) for number in range(len(snapshot.rows))]
         with named_failures(final):
             state = {**snapshot.state, "sparse": indices, "tensors": tensors}
@@ -541,9 +555,11 @@ class CheckpointWriter:
 
 
 class Checkpoints:
-    """Checkpoints of a loop of one's own: resumes from the newest in ``folder``, and saves while it trains.
+    """Checkpoints for your own training loop. Resumes from the newest one in ``folder`` and saves during
+    training.
 
-    All ranks make it alike, after model, optimizer and loader. The session's end waits for the last one::
+    All ranks create it alike, after model, optimizer and loader. The end of the session waits for the last
+    one::
 
         saved = dx.checkpoints("run", model, optimizer, loader, every="200steps", keep=2)
         for epoch in range(saved.epoch, 10):
@@ -552,16 +568,17 @@ class Checkpoints:
                 saved.step()
 
     Args:
-        folder: On a disk that all ranks share.
-        model: As for :func:`save`, which ``optimizer`` and ``sparse`` are, too.
-        loader: Its position is saved, and set when it resumes: the next iteration has the rest of its epoch.
+        folder: Folder on a disk that all ranks share.
+        model: Model, see :func:`save`. The same holds for ``optimizer`` and ``sparse``.
+        loader: Loader whose position is saved. A resumed loader first yields the remaining batches of its
+            epoch.
         every: Epochs between checkpoints, or steps: ``"200steps"``.
-        keep: Number of newest checkpoints that stay; None: all.
+        keep: Number of newest checkpoints to keep. None: all.
         state: Schedulers and other objects by name, see :func:`save`.
 
     Raises:
-        ConfigError: ``every`` is neither.
-        CheckpointError: as of :func:`load`.
+        ConfigError: ``every`` is neither a number of epochs nor of steps.
+        CheckpointError: see :func:`load`.
     """
 
     def __init__(
@@ -579,32 +596,33 @@ class Checkpoints:
         if not EVERY.holds(every):
             raise ConfigError(f"every={every!r} must be {EVERY.allowed}")
         self._loader = loader
-        saved = RunState(model=model, optimizer=optimizer, loader=loader, sparse=sparse, state=state or {})
-        self._writer, self._steps_of_epoch = CheckpointWriter(folder, saved, keep), len(loader)
+        run = RunState(model=model, optimizer=optimizer, loader=loader, sparse=sparse, state=state or {})
+        self._writer, self._steps_of_epoch = CheckpointWriter(folder, run, keep), len(loader)
         self._steps_between = max(1, count_steps_between(every, len(loader)))
         lock_folder(folder)
         self.epoch = 0
-        """First epoch of the loop; above 0, or inside of it, if a checkpoint was loaded."""
+        """First epoch of the loop. It is the epoch of the checkpoint if one was loaded."""
         self.extra: dict[str, Any] = {}
-        """The user's own JSON values: saved with each checkpoint, and loaded."""
+        """JSON values of your own, saved with each checkpoint and loaded."""
         if read_extra(folder) is not None:
-            resumed = load(folder, **vars(saved), which=NEWEST)
+            resumed = load(folder, **vars(run), which=NEWEST)
             self.epoch, self.extra = resumed.epoch, dict(resumed.extra)
         self._folder, self._open = folder, ExitStack()
         self._stop_point = self._open.enter_context(current_session().stoppable())
         current_session().before_close.append(self.close)
 
     def close(self) -> None:
-        """Wait for the last checkpoint; signals end ranks at once from now on. The session's end calls it."""
+        """Wait for the last checkpoint. From now on signals end ranks at once. The session's end calls it."""
         self._open.close()
         self._writer.wait()
 
     def step(self) -> None:
-        """Save if it is time; called after each step, on all ranks.
+        """Save if a checkpoint is due. Call it after each step, on all ranks.
 
         Raises:
-            CheckpointError: as of :func:`save`; also of the checkpoint before, which is written meanwhile.
-            Stopped: a rank was told to end by SIGTERM, SIGUSR1 or Ctrl-C; a checkpoint of this step is saved.
+            CheckpointError: see :func:`save`. The error may be that of the previous checkpoint, which is
+                written meanwhile.
+            Stopped: a rank received SIGTERM, SIGUSR1 or Ctrl-C. A checkpoint of this step is saved.
         """
         position = _find_next_position(self._loader)
         epoch, step = int(position["epoch"]), int(position["step"])
@@ -619,25 +637,26 @@ class Checkpoints:
 checkpoints = Checkpoints
 
 
-def _remove_older(newest: Path, keep: int, spared: Path | None) -> None:
+def _remove_older(newest: Path, keep: int, protected: Path | None) -> None:
     older = sorted(
-        found for found in list_complete(newest.parent) if found < (parse_key(newest.name), newest)
+        entry for entry in list_complete(newest.parent) if entry < (parse_key(newest.name), newest)
     )
     for _, path in older[: max(0, len(older) + 1 - keep)]:
         try:
-            if path != spared:
+            if path != protected:
                 discard(path)
         except OSError as error:
-            log.warning("an old checkpoint cannot be removed: %s", error)
+            log.warning("failed to remove an old checkpoint: %s", error)
 
 
-def _own_share(tensors: Mapping[str, Tensor], session: Session) -> dict[str, Tensor]:
-    """Return the tensors that this rank writes of those that all ranks have. Collective."""
+def _select_own_tensors(tensors: Mapping[str, Tensor], session: Session) -> dict[str, Tensor]:
+    """Return the tensors that this rank writes, of those that several ranks have. Collective."""
     names = gather_json(list(tensors), session)
     # A rank may lack the optimizer's state of a parameter that had no gradient there.
     holders: dict[str, list[int]] = {}
-    for rank, name in ((rank, name) for rank, own in enumerate(names) for name in own):
-        holders.setdefault(name, []).append(rank)
+    for rank, rank_names in enumerate(names):
+        for name in rank_names:
+            holders.setdefault(name, []).append(rank)
     return {
         name: tensors[name]
         for place, (name, ranks) in enumerate(holders.items())
@@ -660,43 +679,42 @@ def load(  # noqa: PLR0913 - one for each thing that can be loaded
 ) -> LoadedCheckpoint:
     """Resume from a checkpoint. Collective.
 
-    Any number of ranks may load it. With as many as saved it, the resumed run is bit-equal to one that was
-    never interrupted. With another number, the ranks' random state is not restored, and a position inside an
-    epoch is rejected, because its steps have other seeds.
+    Any number of ranks may load it. With the number of ranks that saved it, the resumed run is bit-equal to
+    one that was never interrupted. Otherwise the ranks' random state is not restored, and a position inside
+    an epoch is rejected, because its steps have other seeds.
 
     Args:
-        folder: A checkpoint, or a folder of checkpoints or a run folder of ``dglx train``. Rank 0 logs which
-            one of these is loaded.
-        model: Wrapped or plain; loaded in place.
-        optimizer: Of the same kind and over the same parameters as the saved one.
-        loader: Set to the saved position.
-        sparse: Of the same kind and over the same embeddings as the saved ones, in the same order.
-        dataset: Facts to compare with the saved ones, where both exist.
+        folder: A checkpoint, a folder of checkpoints, or a run folder of ``dglx train``. Rank 0 logs which
+            checkpoint is loaded.
+        model: Wrapped or plain model, loaded in place.
+        optimizer: Optimizer of the same kind and over the same parameters as the saved one.
+        loader: Loader that is set to the saved position.
+        sparse: Optimizers of the same kind and over the same embeddings as the saved ones, in the same order.
+        dataset: Facts to compare with the saved ones, as far as both exist.
         random_state: Whether to restore torch's generators.
-        state: Objects under the names that they were saved with. May be left out only where no optimizer is
+        state: Objects under the names that they were saved with. May be left out only if no optimizer is
             loaded, as for predictions.
-        which: The checkpoint to load of several: ``best`` by validation, as ``dx.fit`` and ``dglx train``
-            record it, or ``newest``. None: the best where there is one; the newest with ``optimizer`` or
-            ``loader``, to go on with training.
+        which: Checkpoint to load: ``best`` by validation, as ``dx.fit`` and ``dglx train`` record it, or
+            ``newest``. None: the newest with ``optimizer`` or ``loader``, otherwise the best if there is one.
 
     Raises:
-        CheckpointError: on all ranks, when there is no checkpoint, it is damaged, or it is of another model,
-            optimizer, dataset or ``state``; the message names the first difference. Nothing has been changed
+        CheckpointError: on all ranks, if there is no checkpoint, it is damaged, or its model, optimizer,
+            dataset or ``state`` differs. The message names the first difference. Nothing has been changed
             then.
         PeerError: a rank is dead or silent.
     """
     kind = NEWEST if which is None and not (optimizer is None and loader is None) else which
-    session, module, of_model = current_session(), _plain_module(model), model.state_dict()
+    session, module, weights = current_session(), _plain_module(model), model.state_dict()
     rank = session.topology.rank
-    first = run_on_all_ranks(session, lambda: choose(folder, kind) if rank == 0 else None, CheckpointError)
-    path = Path(broadcast_json(first and str(first[0]), session))
-    if first is not None and first[1] and which != NEWEST:
-        log.warning("loading %s, %s", path, first[1])
+    choice = run_on_all_ranks(session, lambda: choose(folder, kind) if rank == 0 else None, CheckpointError)
+    path = Path(broadcast_json(choice and str(choice[0]), session))
+    if choice is not None and choice[1] and which != NEWEST:
+        log.warning("loading %s, %s", path, choice[1])
 
     def read() -> tuple[dict[str, Any], dict[str, Tensor], Mapping[str, Any], dict[str, Any]]:
         with read_state(path) as contents:
             tensors = {name: _read_entry(path, name, entry) for name, entry in contents["tensors"].items()}
-            _check_model(path, tensors, of_model)
+            _check_model(path, tensors, weights)
             _check_run(path, contents, tensors, dataset or {}, loader=loader, random_state=random_state)
             saved_tensors = _select_prefix("optimizer/", tensors)
             check_optimizer(path, contents["optimizer"], optimizer, module, saved_tensors)
@@ -704,28 +722,28 @@ def load(  # noqa: PLR0913 - one for each thing that can be loaded
             is_alike = contents["world_size"] == session.topology.world_size
             needs = {"model/": True, "optimizer/": optimizer is not None, f"rank/{rank}/": is_alike}
             prefixes = tuple(filter(needs.get, needs)) + (f"random/{rank}/",) * (is_alike and random_state)
-            wanted = {name: saved.read(name) for name, saved in tensors.items() if name.startswith(prefixes)}
+            values = {name: entry.read(name) for name, entry in tensors.items() if name.startswith(prefixes)}
             needs_state = state is not None or optimizer is not None
             objects = _read_objects(path, contents, tensors, state or {}) if needs_state else {}
-            of_optimizer = cut_optimizer(model, _select_prefix("optimizer/", wanted))
+            moments = cut_optimizer(model, _select_prefix("optimizer/", values))
             if optimizer is not None:
-                of_optimizer = optimizer_state(optimizer, module, of_optimizer, contents["optimizer"])
-            return contents, wanted, of_optimizer, objects
+                moments = build_optimizer_state(optimizer, module, moments, contents["optimizer"])
+            return contents, values, moments, objects
 
-    # All that may fail on one rank precedes the first change.
-    contents, wanted, of_optimizer, objects = run_on_all_ranks(session, read, CheckpointError)
+    # Everything that may fail on one rank comes before the first change.
+    contents, values, moments, objects = run_on_all_ranks(session, read, CheckpointError)
     if loader is not None:
         position = contents["loader"][rank if contents["world_size"] == session.topology.world_size else 0]
         run_on_all_ranks(session, lambda: loader.load_state_dict(position), CheckpointError)
-    model.load_state_dict(_select_prefix("model/", wanted))
+    model.load_state_dict(_select_prefix("model/", values))
     if optimizer is not None:
-        load_optimizer(optimizer, dict(of_optimizer))
-    for name, values in objects.items():
-        (state or {})[name].load_state_dict(values)
+        load_optimizer(optimizer, dict(moments))
+    for name, object_state in objects.items():
+        (state or {})[name].load_state_dict(object_state)
     for number, rows in enumerate(list_optimizers(sparse)):
         rows.flush()
         rows.read_saved(_sparse_folder(path, number))
-    _load_rank_state(model, wanted, session)
+    _load_rank_state(model, values, session)
     return LoadedCheckpoint(
         path=path, **{name: contents[name] for name in ("epoch", "step", "world_size", "extra")}
     )
@@ -737,7 +755,7 @@ def _read_objects(
     tensors: Mapping[str, SavedTensor],
     objects: Mapping[str, Stateful],
 ) -> dict[str, Any]:
-    """Return the saved states of ``objects`` by name; earlier versions saved none."""
+    """Return the saved states of ``objects`` by name. Earlier versions saved none."""
     session, entry = current_session(), contents.get("objects", {})
     values = select_values(path, entry, objects, session)
     prefix = find_prefix(entry, session.topology.rank)
@@ -756,7 +774,7 @@ def _load_rank_state(model: nn.Module, tensors: Mapping[str, Tensor], session: S
     random = _select_prefix(f"random/{rank}/", tensors)
     if "cpu" in random:
         torch.set_rng_state(random["cpu"])
-    # A checkpoint of GPUs may be resumed on CPUs, and the other way round.
+    # A checkpoint of GPUs may be resumed on CPUs, and vice versa.
     if "cuda" in random and device.type == "cuda":
         torch.cuda.set_rng_state(random["cuda"], device)
 
@@ -764,9 +782,10 @@ def _load_rank_state(model: nn.Module, tensors: Mapping[str, Tensor], session: S
 def read_extra(
     folder: str | Path, check: Callable[[dict[str, Any]], object] | None = None
 ) -> Mapping[str, Any] | None:
-    """Return ``extra`` of a run's newest checkpoint on rank 0's disk, None if there is none. Collective.
+    """Return ``extra`` of a run's newest checkpoint on rank 0's disk, or None if there is none. Collective.
 
-    CheckpointError: it is damaged, or ``check`` raised a ValueError or the like.
+    Raises:
+        CheckpointError: the checkpoint is damaged, or ``check`` raised a ValueError or a similar error.
     """
     session = current_session()
 
@@ -782,22 +801,23 @@ def read_extra(
     return broadcast_json(run_on_all_ranks(session, read, CheckpointError), session)
 
 
-_HELD: SessionField[set[Path]] = SessionField(lambda _session: set())
+_LOCKS: SessionField[set[Path]] = SessionField(lambda _session: set())
 
 
 def lock_folder(folder: str | Path) -> None:
     """Keep other jobs from saving to ``folder`` until the session ends. Collective.
 
-    StorageError: another one does, and has not ended within half the time-out.
+    Raises:
+        StorageError: another job saves to it and has not ended within half the time-out.
     """
     session, target = current_session(), Path(folder).absolute()
-    lock, held = target.with_name(f".{target.name}.lock"), _HELD.get(session)
+    lock, locks = target.with_name(f".{target.name}.lock"), _LOCKS.get(session)
 
     def take() -> None:
-        if session.topology.rank == 0 and lock not in held:
-            with suppress(OSError):  # what is written later says why it cannot be
+        if session.topology.rank == 0 and lock not in locks:
+            with suppress(OSError):  # a later write will report the reason
                 session.on_close.append(partial(os.close, hold_alone(lock, session.timeout_s / 2)))
-                held.add(lock)
+                locks.add(lock)
 
     run_on_all_ranks(session, take)
 
@@ -809,25 +829,26 @@ def remove_all(folder: str | Path) -> None:
     def remove() -> None:
         paths = Path(folder).glob("epoch-*") if session.topology.rank == 0 else ()
         try:
-            for path in filter(lambda path: FOLDER_NAME.fullmatch(path.name), paths):
-                shutil.rmtree(path)
+            for path in paths:
+                if FOLDER_NAME.fullmatch(path.name):
+                    shutil.rmtree(path)
         except OSError as error:
             raise CheckpointError(f"cannot remove the checkpoints in {folder}: {error}") from error
 
     run_on_all_ranks(session, remove, CheckpointError)
 
 
-def _check_values(plain: Mapping[str, object], of_model: Mapping[str, object]) -> None:
+def _check_values(plain: Mapping[str, object], weights: Mapping[str, object]) -> None:
     for name, value in plain.items():
         try:
             json.dumps(value)
         except (TypeError, ValueError) as error:
-            raise CheckpointError(f"{name} cannot be saved ({error}); give JSON values only") from error
-    for name, value in of_model.items():
+            raise CheckpointError(f"{name} cannot be saved ({error}). Use JSON values only.") from error
+    for name, value in weights.items():
         if not isinstance(value, Tensor):
             raise CheckpointError(
-                f"{name!r} of the model is of type {type(value).__name__}, not a tensor, and cannot be saved "
-                "without running code on load; save it yourself through ``extra``"
+                f"{name!r} of the model is a {type(value).__name__}, not a tensor, and cannot be saved "
+                "without running code on load. Save it yourself through ``extra``."
             )
 
 

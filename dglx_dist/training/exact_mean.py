@@ -1,4 +1,4 @@
-"""Means of losses over the terms of all ranks, where these are fewer than the seeds or have weights."""
+"""Means of losses over the terms of all ranks, for losses that leave out seeds or weigh them."""
 
 from __future__ import annotations
 
@@ -25,37 +25,37 @@ from dglx_dist.training.tasks import LossFunction, split_owned_rows
 if TYPE_CHECKING:
     from dglx_dist.graph.dist_graph import DistGraph
 
-_OF_CLASSES = (F.cross_entropy, F.nll_loss)
-_OF_NUMBERS = (
+_CLASS_LOSSES = (F.cross_entropy, F.nll_loss)
+_NUMBER_LOSSES = (
     *(F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.huber_loss),
     *(F.binary_cross_entropy, F.binary_cross_entropy_with_logits),
 )
 _MOST_MEANS = 8
-"""Maximum number of means that one loss is made of."""
+"""Maximum number of means in one loss."""
 NUM_TERMS: SessionField[deque[float]] = SessionField(lambda _: deque(maxlen=_MOST_MEANS))
 """Numbers of terms of all ranks in the latest means."""
 _Replace: TypeAlias = Callable[[Tensor, Tensor], Tensor]
 
 
 def global_mean(total: Tensor, count: float | Tensor, reduction: Reduction = "mean") -> Tensor:
-    """Return the mean of a loss over ``count`` terms of all ranks; every rank must call it after its model.
+    """Return the mean of a loss over ``count`` terms of all ranks. Every rank must call it after its model.
 
     The wrapped model weighs a rank's mean loss by its number of seeds. A loss that leaves out seeds
-    (``ignore_index``, unknown targets) or weighs them (class weights) is divided by another number. Its exact
-    gradient over all ranks comes from here: ``dx.global_mean(losses.sum(), number_of_terms)``.
+    (``ignore_index``, unknown targets) or weighs them (class weights) is divided by another number. This
+    function gives its exact gradient over all ranks: ``dx.global_mean(losses.sum(), number_of_terms)``.
 
     Args:
-        total: () sum of the loss terms of this rank, 0 if it has none, connected to the model's output.
-        count: Number of terms of this rank, or the sum of their weights, at least 0.
-        reduction: As given to :func:`wrap`.
+        total: () sum of this rank's loss terms, connected to the model's output. 0 if there are none.
+        count: Number of this rank's terms, or the sum of their weights, at least 0.
+        reduction: The value passed to :func:`wrap`.
 
     Returns:
-        () the mean over the terms of all ranks, equal on all of them; 0 if no rank has a term. Call
-        ``backward`` on it once.
+        () mean over the terms of all ranks, equal on all of them. 0 if no rank has a term. Call ``backward``
+        on it once.
 
     Raises:
-        ConfigError: the number of seeds of this step is unknown, because no batch of a loader went through
-            the wrapped model; or a value is wrong on some rank, on all ranks.
+        ConfigError: on all ranks, if the number of seeds of this step is unknown, because no batch of a
+            loader went through the wrapped model, or if a value of some rank is wrong.
     """
     session, problem = current_session(), _find_problem("count", count, least=0.0)
     if not isinstance(total, Tensor) or total.dim() or not total.is_floating_point():
@@ -67,17 +67,17 @@ def global_mean(total: Tensor, count: float | Tensor, reduction: Reduction = "me
 
 
 def reduce_mean(value: float | Tensor, count: int) -> float:
-    """Return the mean over all ranks, weighted by ``count``; every rank must call it.
+    """Return the mean over all ranks, weighted by ``count``. Every rank must call it.
 
     Args:
-        value: This rank's mean; ignored where ``count`` is 0.
+        value: Mean of this rank. Ignored if ``count`` is 0.
         count: Number of values in this rank's mean, at least 0.
 
     Returns:
-        The mean over the values of all ranks; NaN when there are none.
+        The mean over the values of all ranks. NaN if there are none.
 
     Raises:
-        ConfigError: on all ranks, if a value of some rank is no number or its count is below 0.
+        ConfigError: on all ranks, if a value of some rank is not a number or its count is below 0.
     """
     problem = _find_problem("count", count, least=0.0) or (_find_problem("value", value) if count else "")
     total = float(value) * float(count) if not problem and count else 0.0
@@ -86,17 +86,21 @@ def reduce_mean(value: float | Tensor, count: int) -> float:
 
 
 def _sum_terms(total: Any, count: Any, problem: str, session: Session) -> Tensor:
-    """Return both summed over the ranks, (2,) float64; raise ConfigError on all if one has a ``problem``."""
-    # Its NaN needs no message of its own.
+    """Return the sums of both over the ranks, (2,) float64. Raise ConfigError on all if one has a
+    ``problem``.
+    """
+    # NaN tells the other ranks that this one has a problem.
     values = [math.nan] * 2 if problem else [float(total), float(count)]
     sums = sum_over_ranks(torch.tensor(values, dtype=torch.float64), session, phase=PHASE)
     if sums[1].isnan():
-        raise ConfigError(problem or "another rank has a wrong value for this mean; its own error says which")
+        raise ConfigError(
+            problem or "another rank has a wrong value for this mean. See the error of that rank."
+        )
     return sums
 
 
 def _find_problem(name: str, value: Any, least: float | None = None) -> str:
-    """Return a sentence if ``value`` is not one number, finite and at least ``least`` if that is given."""
+    """Return a sentence if ``value`` is not one number, or not finite and at least ``least``."""
     try:
         number = float(value) if isinstance(value, SupportsFloat) else None
     except (TypeError, ValueError, RuntimeError):
@@ -124,9 +128,9 @@ def _divide_sums(total: Tensor, sums: Tensor, session: Session, reduction: Reduc
 
 
 def _complete_arguments(func: Any, kwargs: dict[str, Any] | None) -> dict[str, Any]:
-    """Return the keyword arguments of a call, for ``__torch_function__`` of a mode to call first.
+    """Return the keyword arguments of a call. ``__torch_function__`` of a mode must call this first.
 
-    Torch's ``l1_loss`` does not tell a mode of its ``weight``, and would compute without it.
+    Torch's ``l1_loss`` does not pass ``weight`` to a mode, which would then compute without it.
     """
     if func is not F.l1_loss:
         return kwargs or {}
@@ -145,7 +149,7 @@ class _Means(TorchFunctionMode):
         """Whether a mean has weights, or another number of rows than ``num_seeds``."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func not in (*_OF_CLASSES, *_OF_NUMBERS):
+        if func not in (*_CLASS_LOSSES, *_NUMBER_LOSSES):
             return func(*args, **(kwargs or {}))
         call = signature(func).bind(*args, **_complete_arguments(func, kwargs))
         call.apply_defaults()
@@ -155,25 +159,25 @@ class _Means(TorchFunctionMode):
             return func(**options)
         terms = func(**{**options, "reduction": "none"})
         if terms.dim() == 0:
-            return func(**options)  # A penalty, say, is no mean over targets.
+            return func(**options)  # It is no mean over targets, but for example a penalty.
         target, weight, known = options["target"], options.get("weight"), terms
-        if func in _OF_CLASSES and not target.is_floating_point():
+        if func in _CLASS_LOSSES and not target.is_floating_point():
             known = target[target != options["ignore_index"]]
             weight = None if weight is None else weight[known]
         elif func not in (F.mse_loss, F.l1_loss):
-            weight = None  # Torch divides such losses by the number of terms, with weights too.
+            weight = None  # Torch divides such losses by the number of terms, even with weights.
         self.is_odd |= weight is not None or known.numel() != terms.numel() or len(terms) != self._num_seeds
         count = torch.tensor(float(known.numel())) if weight is None else weight.sum()
         return self._replace(terms.sum(), count)
 
 
 class ExactMean:
-    """A loss, of which every mean that torch computes in it is that over the terms of all ranks.
+    """A loss in which every mean that torch computes is the mean over the terms of all ranks.
 
-    All ranks call it alike, after the wrapped model. Where each seed is one term, it is the loss itself.
+    All ranks call it alike, after the wrapped model. If each seed is one term, it is the loss itself.
 
     Args:
-        has_gaps: Whether a label of any rank may be left out; else the first step shows whether terms are
+        has_gaps: Whether any rank may leave out a label. Otherwise the first step shows whether terms are
             weighed or left out.
     """
 
@@ -193,23 +197,25 @@ class ExactMean:
         with torch.no_grad(), _Means(note, len(labels)) as means:
             self._loss(scores.detach(), labels)
         if len(sums) > _MOST_MEANS:
-            raise ConfigError(f"the loss has {len(sums)} means over terms; combine at most {_MOST_MEANS}")
+            raise ConfigError(
+                f"the loss has {len(sums)} means over terms, but at most {_MOST_MEANS} can be combined"
+            )
         if self._is_needed is None:
             self._is_needed = bool(gather_int64([means.is_odd], self._session).any())
             return self(scores, labels)
-        # Of equal size on all ranks, some of which may compute fewer means.
+        # Some ranks may compute fewer means, but the tensors must have the same size on all.
         local = torch.tensor([*sums, *[[0.0, 0.0]] * (_MOST_MEANS - len(sums))], dtype=torch.float64)
-        of_ranks = iter(sum_over_ranks(local, self._session, phase=PHASE))
-        with _Means(lambda total, _: _divide_sums(total, next(of_ranks), self._session)):
+        global_sums = iter(sum_over_ranks(local, self._session, phase=PHASE))
+        with _Means(lambda total, _: _divide_sums(total, next(global_sums), self._session)):
             return self._loss(scores, labels)
 
 
 def make_exact(
     loss: LossFunction | None, g: DistGraph, ntype: str, label: str, *, is_own: bool
 ) -> LossFunction | None:
-    """Return ``loss`` with exact means; the task's own one as it is, if all labels count; collective.
+    """Return ``loss`` with exact means, or the task's own loss unchanged if all labels count. Collective.
 
-    The task's own cross-entropy leaves out nodes whose label is below 0, as :func:`evaluate` does.
+    The task's own cross-entropy leaves out nodes with a label below 0, like :func:`evaluate`.
     """
     data = g.nodes[ntype].data
     if loss is None or label not in data or (label == LABEL and not is_own):

@@ -1,4 +1,4 @@
-"""``train``: what a run needs before its first step, and the loop over its epochs."""
+"""``train``: preparation of a run, and the loop over its epochs."""
 
 from __future__ import annotations
 
@@ -64,39 +64,39 @@ def train(  # noqa: PLR0913 - all but four have defaults
 ) -> FitResult:
     """Train ``model`` and evaluate it exactly. Collective.
 
-    Resumes from the newest checkpoint in ``config.checkpoint_folder``, if there is one. On as many ranks,
-    that ends with bit-equal weights to a run that was never interrupted. With the folder, SIGTERM, SIGUSR1
-    and Ctrl-C save a checkpoint after the step and raise :class:`Stopped` on all ranks.
+    Resume from the newest checkpoint in ``config.checkpoint_folder`` if there is one. On the same number of
+    ranks, the weights are then bit-equal to those of a run that was never interrupted. With that folder,
+    SIGTERM, SIGUSR1 and Ctrl-C save a checkpoint after the step and raise :class:`Stopped` on all ranks.
 
     Args:
-        model: Of :func:`dglx_dist.wrap`.
+        model: Result of :func:`dglx_dist.wrap`.
         loader: Yields ``(input_nodes, output_nodes, blocks)`` with features and labels attached, or batches
             for ``config.task``.
-        optimizer: Over the parameters of ``model``.
-        g: The graph that the loader samples; evaluated on its masks.
-        config, callbacks: As of :func:`dglx_dist.fit`.
-        sparse: Optimisers of embeddings, stepped and saved with ``optimizer``.
-        scheduler: Of ``optimizer``, stepped after each epoch; a ``ReduceLROnPlateau`` after each evaluation,
-            with the first metric of validation. Saved and resumed.
-        state: More objects that checkpoints save, as of :func:`dglx_dist.save`.
+        optimizer: Optimizer over the parameters of ``model``.
+        g: The graph that the loader samples. It is evaluated on its masks.
+        config: See :func:`dglx_dist.fit`, also for ``callbacks``.
+        sparse: Optimizers of embeddings, stepped and saved with ``optimizer``.
+        scheduler: Scheduler of ``optimizer``, stepped after each epoch. A ``ReduceLROnPlateau`` is stepped
+            after each evaluation with the first validation metric. It is saved and resumed.
+        state: More objects that checkpoints save, see :func:`dglx_dist.save`.
 
     Raises:
         ConfigError: the loader attaches no features or labels, or (before training) the model cannot be
             evaluated exactly, or the checkpoints are of another configuration.
         CheckpointError: the checkpoint to resume from does not match.
-        StorageError: the trace cannot be written; before training if possible.
-        Stopped: a rank was told to end.
+        StorageError: the trace cannot be written. This is raised before training if possible.
+        Stopped: a rank received a signal to stop.
     """
     config = config or FitConfig()
     device = float_of(model).device.type
     if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
         raise ConfigError(
-            "inside torch.autocast, the evaluation would not be exact, and what was trained be recorded as "
-            "float32; end its block before, and give precision='bf16' instead"
+            "inside torch.autocast the evaluation would not be exact, and the run would be recorded as "
+            "float32. Call it outside of that block, with precision='bf16'."
         )
     config = resolve_resume(config, config.checkpoint_folder, g.session)
-    of_groups = [{**group, "params": len(group["params"])} for group in optimizer.param_groups]
-    check_equal(g.session, "the settings of the optimizer", of_groups)
+    groups = [{**group, "params": len(group["params"])} for group in optimizer.param_groups]
+    check_equal(g.session, "the settings of the optimizer", groups)
     config = _use_exact_loss(_resolve_task(config, g, model.module), g, is_own=config.loss is not None)
     check_loop(config, strategy_of(g.session).traits, g.session.strategy, scheduler)
     facts = describe_run(g, config, optimizer)
@@ -141,20 +141,23 @@ def train(  # noqa: PLR0913 - all but four have defaults
             advance.say(f"cost {account['text']}")
     if run.is_stopped:
         raise run.make_stop_error()
-    of_test = {"test_accuracy": run.result.accuracy[TEST]} if TEST in run.result.accuracy else {}
-    warn_of_guesses(run.result.task, run.result.metrics | of_test, g, str(config.ntype), config.label)
+    test = {"test_accuracy": run.result.accuracy[TEST]} if TEST in run.result.accuracy else {}
+    warn_of_guesses(run.result.task, run.result.metrics | test, g, str(config.ntype), config.label)
     return replace(run.result, account=account, traffic=tracing.list_traffic(run.sent, g.session))
 
 
 def _resolve_task(config: FitConfig, g: DistGraph, module: nn.Module) -> FitConfig:
-    """Return ``config`` with task, loss, metrics, node type; standardise a regression's model. Collective."""
+    """Return ``config`` with task, loss, metrics and node type. Standardise the model of a regression.
+
+    Collective.
+    """
     if not isinstance(config.task, str):
         return config
     ntype = find_labelled_type(g, config.label) if config.ntype is None else config.ntype
     if config.class_weight != "none" and config.loss is not None:
-        raise ConfigError("class_weight is for the task's own loss; leave loss or class_weight out")
+        raise ConfigError("class_weight applies to the task's own loss only. Leave loss or class_weight out.")
     if config.loss is not None and config.evaluate is not None:
-        return replace(config, ntype=ntype)  # They take any labels.
+        return replace(config, ntype=ntype)  # Both are the user's, so that any labels are fine.
     task, _ = read_task(g, ntype, config.label, config.task)
     weights = None if config.class_weight == "none" else compute_class_weights(g, ntype, config.label, task)
     has_targets = {config.label, TRAIN} <= g.nodes[ntype].data.keys()
@@ -176,7 +179,7 @@ def _use_exact_loss(config: FitConfig, g: DistGraph, *, is_own: bool) -> FitConf
 
 @contextmanager
 def _begin_run(session: Session, config: FitConfig, *, is_over: bool) -> Iterator[None]:
-    # What rank 0 says after this, such as that training starts, is true of all ranks: they can be stopped.
+    # Once rank 0 reports that training starts, all ranks can be stopped.
     with nullcontext() if config.checkpoint_folder is None else session.stoppable():
         run_on_all_ranks(session, (lambda: None) if is_over or not config.on_begin else config.on_begin)
         yield
@@ -201,13 +204,16 @@ def _make_step(
 ) -> Step:
     options = select_common_fields(config, NodeClassification) | {"loss": config.loss or cross_entropy}
     task = config.own_task or NodeClassification(**options)
-    rows = list_optimizers(sparse)
+    sparse_optimizers = list_optimizers(sparse)
     return Step(
         model=model,
         optimizer=optimizer,
         task=task,
-        sparse=rows,
-        rates=[*(group["lr"] for group in optimizer.param_groups), *(one.lr for one in rows)],
+        sparse=sparse_optimizers,
+        rates=[
+            *(group["lr"] for group in optimizer.param_groups),
+            *(sparse_optimizer.lr for sparse_optimizer in sparse_optimizers),
+        ],
         precision=config.precision or FLOAT32,
         accumulation=Accumulation(config.accumulate, current_session()),
         clip_norm=config.clip_norm,
@@ -216,22 +222,22 @@ def _make_step(
 
 
 def _make_objective(config: FitConfig, sparse: Sparse) -> Objective:
-    beside = {"config.task": config.own_task, "config.inputs": config.inputs, "sparse": sparse}
+    additions = {"config.task": config.own_task, "config.inputs": config.inputs, "sparse": sparse}
     return Objective(
         loss=(config.loss or cross_entropy) if config.own_task is None else None,
         feature=config.feature,
         label=config.label,
-        beside=tuple(name for name, value in beside.items() if value is not None),
+        beside=tuple(name for name, value in additions.items() if value is not None),
     )
 
 
 @contextmanager
-def _closing(open_one: EpochTrainer | TrainingRun | None) -> Iterator[None]:
+def _closing(resource: EpochTrainer | TrainingRun | None) -> Iterator[None]:
     # After an error, `close` must not wait for the other ranks.
     failed = True
     try:
         yield
         failed = False
     finally:
-        if open_one is not None:
-            open_one.close(failed=failed)
+        if resource is not None:
+            resource.close(failed=failed)

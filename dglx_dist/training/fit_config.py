@@ -1,4 +1,4 @@
-"""Configuration and result of ``train``, and checks that the strategy allows the updates asked for."""
+"""Configuration and result of ``train``, and checks that the strategy supports the requested updates."""
 
 from __future__ import annotations
 
@@ -33,46 +33,54 @@ Callback = Callable[[EpochRecord], None]
 """Called on every rank after each epoch, with the same record."""
 
 Evaluate = Callable[[WrappedModel], Mapping[str, float]]
-"""The wrapped model to metrics by name, equal on all ranks. Collective.
+"""Maps the wrapped model to metrics by name, equal on all ranks. Collective.
 
-``val_mask`` and ``test_mask`` are accuracies, or another score of which more is better; others are recorded
-under their names, as ``val_mrr``.
+``val_mask`` and ``test_mask`` are accuracies or other scores where more is better. Other metrics are recorded
+under their names, like ``val_mrr``.
 """
 
 
 @dataclass(frozen=True, kw_only=True)
 class FitConfig(RunOptions):
-    """Configuration of ``fit.train``, beside the options that ``dglx train`` has too; wrong: ConfigError."""
+    """Configuration of ``fit.train``, in addition to the options that ``dglx train`` has too. ConfigError if
+    invalid.
+    """
 
     checkpoint_folder: str | Path | None = None
-    """Folder of checkpoints, shared by all ranks; None: none are saved."""
+    """Folder of checkpoints, shared by all ranks. None: no checkpoints are saved."""
     weights_folder: str | Path | None = None
-    """Folder for ``model.safetensors``, the weights of the best epoch by validation (without it of the last),
-    and ``final.safetensors``, those of the last; None: none are written."""
+    """Folder for ``model.safetensors`` (weights of the best epoch by validation, or of the last epoch without
+    validation) and ``final.safetensors`` (weights of the last epoch). None: no files are written.
+    """
     feature: str = FEATURE
     label: str = LABEL
     edge_feats: EdgeNames = ()
-    """Edge data of the blocks in training and evaluation; (): that of the loader, if one is given."""
+    """Edge data of the blocks in training and evaluation. (): that of the loader, if you pass one."""
     loss: LossFunction | None = None
-    """None: that of the task; cross-entropy, binary cross-entropy or squared error."""
+    """Loss function. None: cross-entropy, binary cross-entropy or squared error, according to the task."""
     ntype: str | None = None
-    """Type of the classified nodes; required if several node types have labels."""
+    """Type of the classified nodes. Required if several node types have labels."""
     inputs: EntityInputs | None = None
-    """Input rows by node type, from features and embeddings; None: ``feature`` of the only type."""
+    """Input rows by node type, from features and embeddings. None: ``feature`` of the only type."""
     task: Task | str | None = AUTO_TASK
-    """``auto``, ``classification``, ``multilabel`` or ``regression``. Or a function, which replaces the node
-    task defined by the fields above; ``metric`` are then names of ``evaluate``."""
+    """``auto``, ``classification``, ``multilabel`` or ``regression``. Or a function that replaces the node
+    task defined by the fields above. ``metric`` then has names that ``evaluate`` returns.
+    """
     evaluate: Evaluate | None = None
-    """Replaces exact accuracy; a custom ``task`` is evaluated only by this."""
+    """Function that replaces exact accuracy. A custom ``task`` is evaluated only by this."""
     eval_batch_size: int = 4096
     configuration: Mapping[str, object] = field(default_factory=dict)
-    """More facts, JSON values, that must be the same where a run is resumed from a checkpoint found."""
+    """More facts (JSON values) that must be equal if a run is resumed from an existing checkpoint."""
     on_begin: Callable[[], None] | None = None
-    """Called on all ranks once the checkpoint is loaded, before the first step; not without epochs to do."""
+    """Called on all ranks after the checkpoint is loaded and before the first step. Not called if no epochs
+    remain.
+    """
     num_layers: int | None = None
-    """For models without ``inference_layers()``: see :func:`dglx_dist.training.inference.evaluate`."""
+    """Number of blocks for models without ``inference_layers()``, see
+    :func:`dglx_dist.training.inference.evaluate`.
+    """
     show_progress: bool = True
-    """Progress bar of rank 0 on standard error."""
+    """Whether rank 0 shows a progress bar on standard error."""
 
     def __post_init__(self) -> None:
         if self.task is None:
@@ -80,51 +88,53 @@ class FitConfig(RunOptions):
         check_ranges(self, "{name}={value}")
         check_run(self)
         if self.resume and self.checkpoint_folder is None:
-            raise ConfigError("resume needs checkpoint_folder; give the folder of the checkpoints")
+            raise ConfigError("resume needs checkpoint_folder. Set it to the folder of the checkpoints.")
 
     @property
     def own_task(self) -> Task | None:
-        """The function that replaces the node task."""
+        """Function that replaces the node task."""
         return None if isinstance(self.task, str) else self.task
 
 
 @dataclass(frozen=True, kw_only=True)
 class FitResult:
-    """Result of ``fit.train``, equal on every rank."""
+    """Result of ``fit.train``, equal on all ranks."""
 
     epochs: list[EpochRecord] = field(default_factory=list)
-    """Epochs of this call, without those before a resume."""
+    """Records of the epochs of this call, without those before a resume."""
     accuracy: dict[str, float] = field(default_factory=dict)
-    """Mask to exact accuracy after the last epoch; of the best one, if there is ``patience``."""
+    """Mask to exact accuracy after the last epoch. With ``patience``, of the best epoch."""
     metrics: dict[str, float] = field(default_factory=dict)
-    """Exact metrics of the same epoch, as ``test_f1_micro``."""
+    """Exact metrics of the same epoch, like ``test_f1_micro``."""
     task: str = "own"
-    """Of nodes; ``own``: a function of the user."""
+    """Task of the nodes. ``own``: a function of the user."""
     best_epoch: int | None = None
-    """Epoch of the best first metric of validation; None without evaluation."""
+    """Epoch with the best first validation metric. None without evaluation."""
     best_val_accuracy: float | None = None
-    """That metric, whichever it is."""
+    """Value of that metric, whichever it is."""
     first_epoch: int = 0
-    """Above 0 after a resume."""
+    """First epoch of this call. Above 0 after a resume."""
     stopped_early: bool = False
     precision: str = FLOAT32
-    """Of forward passes."""
+    """Precision of forward passes."""
     account: dict[str, object] = field(default_factory=dict)
-    """Cost of the run, as ``dollars`` with a ``label``; empty if nothing is paid by use."""
+    """Cost of the run, as ``dollars`` with a ``label``. Empty if nothing is paid by use."""
     traffic: dict[str, list[list[int]]] = field(default_factory=dict)
-    """Payload of training in this call: phase -> [source rank, destination rank, bytes], where a rank -1 is a
-    worker. Its sum is that of ``bytes_inside`` and ``bytes_outside``; of an epoch begun earlier, the rest."""
+    """Payload of training in this call: phase to [source rank, destination rank, bytes]. Rank -1 is a worker.
+    Its sum is that of ``bytes_inside`` and ``bytes_outside``, but without the part of an epoch before a
+    resume.
+    """
     choice: Any = None
-    """The ``planner.records.Choice`` of strategy ``auto``, with outcome. None: the strategy was given."""
+    """The ``planner.records.Choice`` of strategy ``auto``, with outcome. None: you named the strategy."""
 
     @property
     def val_accuracy(self) -> float | None:
-        """Validation accuracy, of the epoch of ``accuracy``."""
+        """Validation accuracy of the epoch of ``accuracy``."""
         return self.accuracy.get(VALIDATION)
 
     @property
     def test_accuracy(self) -> float | None:
-        """Test accuracy, of the epoch of ``accuracy``."""
+        """Test accuracy of the epoch of ``accuracy``."""
         return self.accuracy.get(TEST)
 
 
@@ -137,7 +147,7 @@ SCHEDULER = "scheduler"
 
 
 def needs_own_loop(config: RunOptions) -> str | None:
-    """Return an option that only a training loop in torch has, as ``schedule cosine``, else None."""
+    """Return the first option that needs a training loop in torch, like ``schedule cosine``, or None."""
     plain = {
         "precision": (None, FLOAT32),
         "task": (AUTO_TASK, CLASSIFICATION),
@@ -147,9 +157,11 @@ def needs_own_loop(config: RunOptions) -> str | None:
         "schedule": ("constant",),
         "warmup": (0,),
     }
-    given = {name: getattr(config, name) for name in plain}
-    asked = (name for name in plain if not callable(given[name]) and given[name] not in plain[name])
-    return next((f"{name.replace('_', '-')} {given[name]}" for name in asked), None)
+    for name, plain_values in plain.items():
+        value = getattr(config, name)
+        if not callable(value) and value not in plain_values:
+            return f"{name.replace('_', '-')} {value}"
+    return None
 
 
 def check_loop(config: RunOptions, traits: Traits, strategy: str, scheduler: object = None) -> None:
@@ -158,13 +170,14 @@ def check_loop(config: RunOptions, traits: Traits, strategy: str, scheduler: obj
         return
     if option := needs_own_loop(config):
         raise ConfigError(
-            f"{option}: strategy {strategy!r} does not compute in torch but on workers, plain cross-entropy "
-            "at a constant rate, in the dtype of the weights; leave it out, or use strategy='data_parallel'"
+            f"{option}: strategy {strategy!r} computes without torch on workers. They support only plain "
+            "cross-entropy at a constant learning rate in the dtype of the weights. Leave it out, or use "
+            "strategy='data_parallel'."
         )
     if scheduler is not None:
         raise ConfigError(
-            f"{type(scheduler).__name__}: strategy {strategy!r} trains at a constant rate on workers; leave "
-            "the scheduler out, or use strategy='data_parallel'"
+            f"{type(scheduler).__name__}: strategy {strategy!r} trains at a constant learning rate on "
+            "workers. Leave the scheduler out, or use strategy='data_parallel'."
         )
 
 
@@ -178,43 +191,45 @@ def check_updates(
     has_own_evaluation: bool,
     steps_of_epoch: int,
 ) -> None:
-    """Raise ConfigError if the gradients cannot be clipped exactly, or the scheduler has no effect.
+    """Raise ConfigError if gradients cannot be clipped or accumulated exactly, or the scheduler has no
+    effect.
 
-    Logs a warning on rank 0 if batches have nothing to be accumulated with.
+    Log a warning on rank 0 if there is only one batch to accumulate.
     """
     if config.accumulate > 1 and steps_of_epoch == 1 and current_session().topology.rank == 0:
         log.warning(
-            "accumulate=%d has no effect, because an epoch has one step here (strategy %r); leave it out, or "
-            "use smaller batches where the strategy has any",
+            "accumulate=%d has no effect, because an epoch has one step here (strategy %r). Leave it out, or "
+            "use smaller batches if the strategy has any.",
             config.accumulate,
             current_session().strategy,
         )
     uses = {"clip_norm": config.clip_norm, "accumulate": config.accumulate if config.accumulate > 1 else None}
     name = next((name for name, value in uses.items() if value is not None), None)
     if name and (model.overlaps_steps or sparse):
-        what = (
-            "embeddings have gradients of their own" if sparse else "steps overlap (pipeline depth above 1)"
+        obstacle = (
+            "embeddings have separate gradients" if sparse else "steps overlap (pipeline depth above 1)"
         )
         raise ConfigError(
-            f"{name}={uses[name]} needs all gradients of a step at once, but {what}; leave it out"
+            f"{name}={uses[name]} needs all gradients of a step at once, but {obstacle}. Leave it out."
         )
     if SCHEDULER in state:
-        raise ConfigError(f"state has the name {SCHEDULER!r}, which is that of scheduler=; give another name")
+        raise ConfigError(f"state has the name {SCHEDULER!r}, which scheduler= uses. Choose another name.")
     if scheduler is None:
         return
     if is_scheduled(config):
         raise ConfigError(
             f"a {type(scheduler).__name__} and schedule={config.schedule!r} with warmup={config.warmup} both "
-            "set the learning rate; give one of them"
+            "set the learning rate. Use one of them."
         )
     if isinstance(scheduler, ReduceLROnPlateau):
         metric = config.metric[0] if config.metric else "accuracy"
         mode = "min" if metric in LESS_IS_BETTER else "max"
         if config.eval_every == 0:
-            raise ConfigError("ReduceLROnPlateau needs evaluations, but eval_every=0; set at least 1")
+            raise ConfigError("ReduceLROnPlateau needs evaluations, but eval_every=0. Set it to at least 1.")
         if not has_own_evaluation and scheduler.mode != mode:
             raise ConfigError(
-                f"ReduceLROnPlateau(mode={scheduler.mode!r}) gets {metric} of validation; use mode={mode!r}"
+                f"ReduceLROnPlateau(mode={scheduler.mode!r}) gets the validation metric {metric}. "
+                f"Use mode={mode!r}."
             )
 
 

@@ -44,16 +44,17 @@ def _place_with_degrees(block: Any, g: DistGraph, device: torch.device) -> Any:
 
 
 class _FullBlock(DGLBlock):
-    """A block that has the out-degrees of the graph, as have its slices by edge type.
+    """A block with the out-degrees of the graph. Its slices by edge type have them too.
 
-    Those of DGL's blocks are others. So a convolution that divides by the sources' degrees
-    (``GraphConv(norm="both")``, ``norm="left"``) has the same result as on the whole graph.
+    DGL's blocks have the degrees inside the block. With this class, a convolution that divides by the
+    sources' degrees (``GraphConv(norm="both")``, ``norm="left"``) has the same result as on the whole graph.
     """
 
     graph: DistGraph | None = None
-    """Set after construction, since DGL constructs slices and copies with the same class."""
+    """The graph. It is set after construction, because DGL constructs slices and copies with the same
+    class."""
     on_host: Any = None
-    """The block with the ids of its sources on the CPU, where degrees are read."""
+    """The block with the ids of its sources on the CPU, for reading degrees."""
 
     def __getitem__(self, key: Any) -> Any:
         part = super().__getitem__(key)
@@ -61,9 +62,9 @@ class _FullBlock(DGLBlock):
         return part
 
     def out_degrees(self, u: Any = "__ALL__", etype: Any = None) -> Tensor:
-        """Return the degrees, which are read only when a convolution asks for them."""
+        """Return the degrees. They are only read if a convolution asks for them."""
         assert self.graph is not None
-        etype = self.to_canonical_etype(etype)  # an error without a type where there are several
+        etype = self.to_canonical_etype(etype)  # raises an error if there are several types
         ids = self.on_host.srcnodes[etype[0]].data[dgl.NID]
         ids = ids if isinstance(u, str) else ids[torch.as_tensor(u).cpu()]
         return self.graph.out_degrees(ids, etype).to(self.device)
@@ -74,38 +75,38 @@ def list_layers(
     layers: Sequence[InferenceLayer] | str | None,
     between: Callable[[Tensor], Tensor] | None,
 ) -> list[InferenceLayer]:
-    """Return ``(block, h) -> h`` for each layer of the user's module, the input-most first.
+    """Return ``(block, h) -> h`` for each layer of the user's module, input-most first.
 
-    See :func:`layerwise_inference` for the arguments. Raises ConfigError if the model defines no layers.
+    See :func:`layerwise_inference` for the arguments. Raise ConfigError if the model defines no layers.
     """
     kind = type(module).__name__
     if layers is None:
         defined = getattr(module, "inference_layers", None)
         if defined is None:
             raise ConfigError(
-                f"{kind} does not define its layers; give it a method inference_layers() that returns one "
-                "callable (block, h) -> h per layer (see dglx_dist.training.models), or name its list of "
-                "them with layers=, or pass num_layers= to evaluate(), which computes each batch's whole "
-                "neighbourhood"
+                f"{kind} does not define its layers. Add a method inference_layers() that returns one "
+                "callable (block, h) -> h per layer (see dglx_dist.training.models), name the list with "
+                "layers=, or pass num_layers= to evaluate(), which computes each batch's whole neighbourhood."
             )
         layers = defined()
     elif isinstance(layers, str):
         name, layers = layers, getattr(module, layers, None)
         if not isinstance(layers, (nn.ModuleList, nn.Sequential, list, tuple)):
             raise ConfigError(
-                f"layers={name!r}, but {kind} has no list of layers of that name; give the name of its "
-                "nn.ModuleList, or one callable (block, h) -> h per layer"
+                f"layers={name!r}, but {kind} has no list of layers of that name. Pass the name of its "
+                "nn.ModuleList, or one callable (block, h) -> h per layer."
             )
     steps = list(layers)
     if not steps:
-        raise ConfigError(f"{kind} has no layers to compute; give one callable per layer")
+        raise ConfigError(f"{kind} has no layers to compute. Pass one callable per layer.")
     if between is None:
         return steps
-    return [*(lambda block, h, one=one: between(one(block, h)) for one in steps[:-1]), *steps[-1:]]
+    inner = [lambda block, h, layer=layer: between(layer(block, h)) for layer in steps[:-1]]
+    return [*inner, steps[-1]]
 
 
 Path: TypeAlias = tuple[str | int, ...]
-"""Keys of dictionaries and positions in tuples, outermost first; () for a bare tensor."""
+"""Keys of dictionaries and positions in tuples, outermost first. () for a bare tensor."""
 T = TypeVar("T")
 
 
@@ -114,51 +115,57 @@ def flatten(value: Any, path: Path = ()) -> dict[Path, Any]:
     if isinstance(value, Mapping):
         for key in value:
             if not isinstance(key, str):
-                raise ConfigError(f"a layer returned a dictionary with the key {key!r}; use strings")
+                raise ConfigError(f"a layer returned a dictionary with the key {key!r}. Use strings as keys.")
         items: list[tuple[str | int, Any]] = list(value.items())
     elif isinstance(value, tuple | list):
         items = list(enumerate(value))
     else:
         return {path: value}
-    return {where: leaf for key, inner in items for where, leaf in flatten(inner, (*path, key)).items()}
+    leaves: dict[Path, Any] = {}
+    for key, inner in items:
+        leaves |= flatten(inner, (*path, key))
+    return leaves
 
 
 def nest(leaves: Mapping[Path, T]) -> Any:
-    """Undo :func:`flatten`; lists become tuples. Raises ConfigError if a tuple lacks a position."""
+    """Undo :func:`flatten`, except that lists become tuples. Raise ConfigError if a tuple lacks a
+    position."""
     if list(leaves) == [()]:
         return leaves[()]
     inner: dict[str | int, dict[Path, T]] = {}
-    for (key, *rest), leaf in leaves.items():
-        inner.setdefault(key, {})[tuple(rest)] = leaf
+    for (key, *subpath), leaf in leaves.items():
+        inner.setdefault(key, {})[tuple(subpath)] = leaf
     if inner and all(isinstance(key, int) for key in inner):
         if set(inner) != set(range(len(inner))):
             raise ConfigError(
-                f"of a tuple of outputs only the positions {sorted(inner, key=str)} belong to the requested "
-                "node types; return a dictionary, or request all types"
+                f"only the positions {sorted(inner, key=str)} of a tuple of outputs belong to the requested "
+                "node types. Return a dictionary, or request all types."
             )
         return tuple(nest(inner[place]) for place in range(len(inner)))
     return {key: nest(below) for key, below in inner.items()}
 
 
 Inputs: TypeAlias = DistTensor | Mapping[str, DistTensor]
-"""Rows of all nodes: of the only node type, or by node type."""
+"""Rows of all nodes, of the only node type or by node type."""
 
 EdgeNames: TypeAlias = Sequence[str] | Mapping[Any, Sequence[str]]
-"""Columns of edges: of the only edge type, or by edge type."""
+"""Columns of edges, of the only edge type or by edge type."""
 
 _NO_EDGE_DATA = (
-    "blocks of an exact evaluation have the edge columns that edge_feats=[{name}] names, as an argument or "
-    "in FitConfig; else evaluate the model yourself, as with FitConfig(evaluate=...)"
+    "blocks of an exact evaluation only have the edge columns that edge_feats=[{name}] names, as an argument "
+    "or in FitConfig. Or evaluate the model yourself with FitConfig(evaluate=...)."
 )
 
 _BATCH_DEGREE = 512
-"""Mean in-degree of a batch, above which it has fewer nodes: its edges are in memory."""
+"""Maximum mean in-degree of a full batch. Above it, batches have fewer nodes, because their edges are in
+memory.
+"""
 
 _Rows: TypeAlias = dict[Path, DistTensor]
 _Pass: TypeAlias = Callable[[list[Any], Any], Any]
-"""(blocks, rows of their sources) to results of their destinations."""
+"""Maps (blocks, rows of their sources) to results of their destinations."""
 _Compute: TypeAlias = Callable[[str, Array], dict[Path, Tensor]]
-"""(node type, (K,) ids) to the (K, ...) results of these nodes."""
+"""Maps (node type, (K,) ids) to the (K, ...) results of these nodes."""
 
 
 def layerwise_inference(  # noqa: PLR0913 - all but two have defaults
@@ -180,25 +187,26 @@ def layerwise_inference(  # noqa: PLR0913 - all but two have defaults
     memory holds two layers of activations. Convolutions see the degrees of the whole graph.
 
     A layer may return several results, as a tuple or a dictionary of tensors, each with a row per
-    destination; with several node types, dictionaries by node type. The next layer gets the same structure,
-    with the rows of its sources. Batches hold destinations of one type at a time, so a layer that returns
-    rows for a type must do so for every destination of it.
+    destination. With several node types, it returns dictionaries by node type. The next layer gets the same
+    structure, with the rows of its sources. The destinations of a batch have one type, so a layer that
+    returns rows for a type must do so for every destination of it.
 
     Args:
-        model: Wrapped or plain, equal on all ranks; in evaluation mode during the call.
+        model: Wrapped or plain model, equal on all ranks. It is in evaluation mode during the call.
         g: The distributed graph.
-        feature: Node data of the first layer; every node type must have it.
+        feature: Node data of the first layer. Every node type must have it.
         inputs: Replaces ``feature``: a tensor (features, or ``embedding.weight``) for a graph of one node
-            type, else one per node type. The first layer gets a dictionary if this is one.
-        batch_size: Most destinations computed at once; fewer where they have over 512 in-edges each.
-        layers: ``(block, h) -> h`` per layer; by default the model's ``inference_layers()``. For a wrapped
-            model, take them from ``model.whole()`` and pass that as ``model``; or give the name of the
-            attribute that holds them, like ``"layers"`` for an ``nn.ModuleList``.
-        between: Applied to the result of each layer but the last, like ``F.relu``, if the model does that
-            outside its layers. Each result must then be a tensor.
-        ntypes: Node types for which the last layer is computed; all by default.
-        mask: Edge data of every edge type that marks the edges to take; None: all. Degrees are of all.
-        edge_feats: Names of edge data that the blocks get, or by edge type, as a sampler's
+            type, otherwise one per node type. The first layer gets a dictionary if this is one.
+        batch_size: Maximum number of destinations computed at once. It is less if they have over 512 in-edges
+            each.
+        layers: ``(block, h) -> h`` per layer, by default the model's ``inference_layers()``. Or the name of
+            the attribute that holds them, like ``"layers"`` for an ``nn.ModuleList``. For a wrapped model,
+            take them from ``model.whole()`` and pass that as ``model``.
+        between: Function applied to the result of each layer except the last, like ``F.relu``, if the model
+            does that outside its layers. Each result must then be a tensor.
+        ntypes: Node types for which the last layer is computed. By default all.
+        mask: Edge data of every edge type that marks the edges to use. None: all. Degrees count all edges.
+        edge_feats: Names of edge data for the blocks, or names by edge type, as a sampler's
             ``prefetch_edge_feats``.
 
     Returns:
@@ -206,8 +214,8 @@ def layerwise_inference(  # noqa: PLR0913 - all but two have defaults
         layer's result. Call ``delete()`` on them when done.
 
     Raises:
-        ConfigError: on all ranks: the model does not define its layers, a type has no input, or a layer does
-            not return one row for each destination.
+        ConfigError: on all ranks, if the model does not define its layers, a type has no input, or a layer
+            does not return one row for each destination.
     """
     module = gather_module(model)
     steps, rows = list_layers(module, layers, between), read_first_rows(g, feature, inputs)
@@ -217,9 +225,8 @@ def layerwise_inference(  # noqa: PLR0913 - all but two have defaults
         names = chain(*named.values()) if isinstance(named, Mapping) else named
         columns = {str(name): data[name] for name in names if name in data}
         check_layers(module, list_layers(module, layers, None), steps, rows[()].shape[1], columns)
-    return _infer(
-        module, g, 1, [_make_pass(one) for one in steps], rows, batch_size, ntypes, mask, edge_feats
-    )
+    passes = [_make_pass(step) for step in steps]
+    return _infer(module, g, 1, passes, rows, batch_size, ntypes, mask, edge_feats)
 
 
 def _make_pass(layer: InferenceLayer) -> _Pass:
@@ -239,9 +246,9 @@ def minibatch_inference(
 ) -> Any:
     """Compute every node's results from its whole neighbourhood of ``num_layers`` hops. Collective.
 
-    Exact for any model that is called as ``model(blocks, h)`` with ``num_layers`` blocks, but each batch
-    recomputes shared neighbours: prefer :func:`layerwise_inference`, with the same other arguments, result
-    and errors, if the model defines its layers.
+    It is exact for any model that is called as ``model(blocks, h)`` with ``num_layers`` blocks, but each
+    batch recomputes shared neighbours. If the model defines its layers, prefer :func:`layerwise_inference`,
+    which has the same other arguments, result and errors.
     """
     _check_num_layers(num_layers)
     module = gather_module(model)
@@ -249,7 +256,7 @@ def minibatch_inference(
     return _infer(module, g, num_layers, [module], rows, batch_size, ntypes, edge_feats=edge_feats)
 
 
-def _infer(  # noqa: PLR0913 - of two functions with more
+def _infer(  # noqa: PLR0913 - the arguments of two public functions
     module: nn.Module,
     g: DistGraph,
     num_layers: int,
@@ -260,17 +267,17 @@ def _infer(  # noqa: PLR0913 - of two functions with more
     mask: str | None = None,
     edge_feats: EdgeNames = (),
 ) -> Any:
-    """Compute the passes one after the other for all nodes, the last for those of ``ntypes``. Collective.
+    """Compute the passes in turn for all nodes, the last one for those of ``ntypes``. Collective.
 
     Each pass takes ``num_layers`` blocks.
     """
     check_replicas(dict(module.named_parameters()), g.session)
     target, maker = float_of(module), open_neighborhood_maker(g, num_layers, mask, edge_feats)
     with evaluating(module):
-        for depth, one in enumerate(passes):
-            # Later ones read what the one before has computed.
+        for depth, run_pass in enumerate(passes):
+            # Later passes read the results of the previous one.
             compute = _make_compute(
-                one, g, maker, rows, (target.device, target.dtype if depth == 0 else None)
+                run_pass, g, maker, rows, (target.device, target.dtype if depth == 0 else None)
             )
             out_types = g.ntypes if ntypes is None or depth < len(passes) - 1 else list_names(ntypes)
             computed = _compute_all(g, compute, batch_size, out_types, f"pass {depth} over all nodes")
@@ -282,7 +289,11 @@ def _infer(  # noqa: PLR0913 - of two functions with more
 
 
 def _make_compute(
-    one: _Pass, g: DistGraph, maker: NodeMaker, rows: _Rows, target: tuple[torch.device, torch.dtype | None]
+    run_pass: _Pass,
+    g: DistGraph,
+    maker: NodeMaker,
+    rows: _Rows,
+    target: tuple[torch.device, torch.dtype | None],
 ) -> _Compute:
     def compute(ntype: str, ids: Array) -> dict[Path, Tensor]:
         blocks = maker.complete(maker.sample_items({ntype: ids}, 0, step=0)).blocks
@@ -291,10 +302,10 @@ def _make_compute(
             path: tensor[sources[find_type(path, g)].data[dgl.NID]].to(*target)
             for path, tensor in rows.items()
         }
-        made = [_place_with_degrees(block, g, target[0]) for block in blocks]
-        for block in made:
+        graph_blocks = [_place_with_degrees(block, g, target[0]) for block in blocks]
+        for block in graph_blocks:
             note_edge_order(block, g.orig_edge_ids)
-        return _select_leaves(ntype, one(made, nest(h)), g, len(ids))
+        return _select_leaves(ntype, run_pass(graph_blocks, nest(h)), g, len(ids))
 
     return compute
 
@@ -311,12 +322,16 @@ def split_range(share: tuple[int, int], batch_size: int) -> Iterator[tuple[int, 
 def _split_nodes(
     g: DistGraph, ntype: str, share: tuple[int, int], batch_size: int
 ) -> Iterator[tuple[int, int]]:
-    """Cut a rank's ``share`` of the nodes as :func:`batches`, and where a batch has too many in-edges."""
+    """Cut a rank's ``share`` of the nodes like :func:`split_range`, and also where a batch has too many
+    in-edges.
+    """
     structures = [g.structure(etype) for etype in g.canonical_etypes if etype[2] == ntype]
     most = _BATCH_DEGREE * batch_size
     for first, last in split_range(share, batch_size):
         ids = np.arange(first, last)
-        edges = np.cumsum(sum((one.in_degrees(ids) for one in structures), np.zeros(len(ids), np.int64)))
+        edges = np.cumsum(
+            sum((structure.in_degrees(ids) for structure in structures), np.zeros(len(ids), np.int64))
+        )
         starts = first + np.flatnonzero(np.diff(np.maximum(edges - 1, 0) // most, prepend=-1))
         yield from pairwise([*starts.tolist(), last])
 
@@ -327,13 +342,13 @@ def gather_module(model: nn.Module) -> nn.Module:
 
 
 def read_first_rows(g: DistGraph, feature: str, inputs: Inputs | None) -> dict[Path, DistTensor]:
-    """Return the inputs of the first layer by path; see :func:`layerwise_inference`."""
+    """Return the inputs of the first layer by path, see :func:`layerwise_inference`."""
     if inputs is None and len(g.ntypes) == 1:
         return {(): _read_feature(g, g.ntypes[0], feature)}
     if inputs is None:
         return {(ntype,): _read_feature(g, ntype, feature) for ntype in g.ntypes}
-    found: _Rows = flatten(inputs)
-    for path, tensor in found.items():
+    rows: _Rows = flatten(inputs)
+    for path, tensor in rows.items():
         ntype = find_type(path, g)
         if path and path[0] != ntype:
             raise ConfigError(f"inputs has the unknown node type {path[0]!r} (known: {', '.join(g.ntypes)})")
@@ -341,26 +356,26 @@ def read_first_rows(g: DistGraph, feature: str, inputs: Inputs | None) -> dict[P
             raise ConfigError(
                 f"inputs has {len(tensor)} rows for the {g.num_nodes(ntype)} nodes of type {ntype!r}"
             )
-    return found
+    return rows
 
 
 def find_type(path: Path, g: DistGraph) -> str:
-    """Return the node type of the rows at ``path``; raise ConfigError if it is ambiguous."""
+    """Return the node type of the rows at ``path``. Raise ConfigError if it is ambiguous."""
     for key in path:
         if key in g.ntypes:
             return str(key)
     if len(g.ntypes) > 1:
         where = "".join(f"[{key!r}]" for key in path) or "a tensor"
         raise ConfigError(
-            f"the rows in {where} belong to no node type; with several types, use dictionaries by node type "
-            f"({', '.join(g.ntypes)})"
+            f"the rows in {where} belong to no node type. With several types, use dictionaries by node type "
+            f"({', '.join(g.ntypes)})."
         )
     return g.ntypes[0]
 
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Set evaluation mode without gradients inside the block; restore each module's mode afterwards."""
+    """Set evaluation mode without gradients inside the block. Restore each module's mode afterwards."""
     correct_kernels()
     with preserve_state(model, training=False), torch.no_grad(), edge_data_named(_NO_EDGE_DATA):
         yield
@@ -376,10 +391,10 @@ def _select_leaves(ntype: str, output: Any, g: DistGraph, count: int) -> dict[Pa
     return leaves
 
 
-def _compute_all(g: DistGraph, compute: _Compute, batch_size: int, ntypes: Sequence[str], what: str) -> _Rows:
+def _compute_all(g: DistGraph, compute: _Compute, batch_size: int, ntypes: Sequence[str], name: str) -> _Rows:
     owned = {ntype: g.get_node_partition_policy(ntype).owned_range for ntype in ntypes}
     shares = {ntype: list(_split_nodes(g, ntype, share, batch_size)) for ntype, share in owned.items()}
-    # All ranks, even without nodes, must know the shapes of the results before allocation.
+    # All ranks must know the shapes of the results before allocation, even those without nodes.
     firsts = {ntype: share[0] if share else (0, 0) for ntype, share in shares.items()}
     begun = [ntype for ntype, share in shares.items() if share or not g.num_nodes(ntype)]
     started = run_on_all_ranks(
@@ -391,20 +406,19 @@ def _compute_all(g: DistGraph, compute: _Compute, batch_size: int, ntypes: Seque
         for ntype, share in shares.items():
             expected = {path for path in out if find_type(path, g) == ntype}
             for number, (first, last) in enumerate(share):
-                found = started.pop(ntype) if number == 0 else compute(ntype, np.arange(first, last))
-                if set(found) != expected:
+                values = started.pop(ntype) if number == 0 else compute(ntype, np.arange(first, last))
+                if set(values) != expected:
                     raise ConfigError(
                         f"a layer returned rows for some nodes of type {ntype!r} but not for {first} to "
-                        f"{last - 1}; it must return them for every destination, also for those without "
-                        "in-edges"
+                        f"{last - 1}. It must return them for every destination, even without in-edges."
                     )
-                for path, values in found.items():
-                    # Straight into the memory that the ranks of this server share.
+                for path, rows in values.items():
+                    # The rows are written directly to the memory that the ranks of this server share.
                     start = first - out[path].local_range[0]
-                    out[path].local_rows()[start : start + len(values)] = values.cpu()
+                    out[path].local_rows()[start : start + len(rows)] = rows.cpu()
 
     run_on_all_ranks(g.session, fill, ConfigError)
-    barrier(g.session, what)
+    barrier(g.session, name)
     return out
 
 
@@ -414,22 +428,22 @@ def _allocate_rows(g: DistGraph, started: Mapping[str, Mapping[Path, Tensor]]) -
         for ntype, leaves in started.items()
         for path, leaf in leaves.items()
     ]
-    found: dict[Path, Any] = {}
+    layouts: dict[Path, Any] = {}
     for specs in gather_json(local, g.session):
-        for path, *rest in specs:
-            if found.setdefault(tuple(path), rest) != rest:
+        for path, *layout in specs:
+            if layouts.setdefault(tuple(path), layout) != layout:
                 raise ConfigError(
-                    f"a layer returns {rest} at {path} on one rank and {found[tuple(path)]} on another"
+                    f"a layer returns {layout} at {path} on one rank and {layouts[tuple(path)]} on another"
                 )
-    if not found:
-        raise ConfigError("a layer returns no rows for any node; it must return those of its destinations")
-    # In the same order on all ranks.
-    ordered = sorted(found.items(), key=lambda item: g.ntypes.index(item[1][0]))
-    made = {}
+    if not layouts:
+        raise ConfigError("a layer returns no rows for any node. It must return those of its destinations.")
+    # All ranks allocate in the same order.
+    ordered = sorted(layouts.items(), key=lambda item: g.ntypes.index(item[1][0]))
+    tensors = {}
     for path, (ntype, row_shape, dtype) in ordered:
         policy, shape = g.get_node_partition_policy(ntype), (g.num_nodes(ntype), *row_shape)
-        made[path] = DistTensor(shape, torch_dtype(dtype), part_policy=policy, is_gdata=False, graph=g)
-    return made
+        tensors[path] = DistTensor(shape, torch_dtype(dtype), part_policy=policy, is_gdata=False, graph=g)
+    return tensors
 
 
 def _read_feature(g: DistGraph, ntype: str, feature: str) -> DistTensor:
@@ -437,8 +451,8 @@ def _read_feature(g: DistGraph, ntype: str, feature: str) -> DistTensor:
     if feature not in data:
         known = ", ".join(map(repr, data)) or "none"
         raise ConfigError(
-            f"nodes of type {ntype!r} have no tensor {feature!r} (known: {known}); pass inputs=, for "
-            f"instance {{{ntype!r}: embedding.weight}}"
+            f"nodes of type {ntype!r} have no tensor {feature!r} (known: {known}). Pass inputs=, for "
+            f"instance {{{ntype!r}: embedding.weight}}."
         )
     return data[feature]
 
@@ -461,27 +475,27 @@ def evaluate(  # noqa: PLR0913 - all optional
 ) -> dict[str, float]:
     """Return the exact accuracy within each mask, equal on every rank. Collective.
 
-    With ``metrics`` also their values as ``val_f1_micro``, of the masks but that of training.
+    With ``metrics``, their values are added as ``val_f1_micro`` for all masks except that of training.
 
     Args:
-        model: Wrapped or plain, equal on all ranks.
+        model: Wrapped or plain model, equal on all ranks.
         g: The distributed graph.
-        masks: Name or names of boolean node data; by default the existing ones of train, val and test masks.
-        label: (N,) integer node data; rows below 0 have no label and do not count.
-        num_layers: For a model without ``inference_layers()``: the number of blocks that it takes; each batch
-            then computes its whole neighbourhood (:func:`minibatch_inference`).
-        ntype: Type of the classified nodes; optional if only one type has ``label``.
-        feature, batch_size, inputs, edge_feats: As of :func:`layerwise_inference`.
-        output: For a model with several outputs: key or position of the scores.
-        task: ``classification``, or ``multilabel`` or ``regression``, which have no accuracy by mask.
-        metrics: Some of those of the ``task``, as ``f1_macro``.
+        masks: Name or names of boolean node data. By default the existing ones of train, val and test masks.
+        label: (N,) integer node data. Rows below 0 have no label and do not count.
+        num_layers: Number of blocks of a model without ``inference_layers()``. Each batch then computes its
+            whole neighbourhood (:func:`minibatch_inference`).
+        ntype: Type of the classified nodes. Optional if only one type has ``label``.
+        feature: See :func:`layerwise_inference`, also for ``batch_size``, ``inputs`` and ``edge_feats``.
+        output: Key or position of the scores, for a model with several outputs.
+        task: ``classification``, ``multilabel`` or ``regression``. The last two have no accuracy by mask.
+        metrics: Metrics of the ``task``, like ``f1_macro``.
 
     Returns:
-        Mask to accuracy, nan if a mask has no labelled node; and the metrics.
+        Mask to accuracy, NaN if a mask has no labelled node, and the metrics.
 
     Raises:
-        ConfigError: the model does not define its layers and ``num_layers`` is not given; the nodes have no
-            such ``label`` or mask; or type or output is ambiguous.
+        ConfigError: the model does not define its layers and ``num_layers`` is missing, the nodes have no
+            such ``label`` or mask, or type or output is ambiguous.
     """
     ntype = find_labelled_type(g, label) if ntype is None else ntype
     names = _names(g, masks, label, ntype, task)
@@ -494,24 +508,28 @@ def evaluate(  # noqa: PLR0913 - all optional
         results = minibatch_inference(model, g, num_layers, **options, ntypes=[ntype])
     computed = flatten(results)
     try:
-        chosen = [rows for path, rows in computed.items() if output is None or output in path]
-        if len(chosen) != 1:
+        outputs = [rows for path, rows in computed.items() if output is None or output in path]
+        if len(outputs) != 1:
             paths = ", ".join("".join(f"[{key!r}]" for key in path) for path in computed)
-            raise ConfigError(f"the model returns {paths}; choose the scores with output=")
-        found = _accuracy(chosen[0], g, ntype, label, names) if task == CLASSIFICATION else {}
-        for mask in (one for one in names if metrics and one != SPLITS[0]):
-            # The accuracy is counted already.
-            values = {"accuracy": found[mask]} if task == CLASSIFICATION else {}
-            values |= measure(chosen[0], g, ntype, label, mask, task, [m for m in metrics if m not in values])
-            found |= {f"{mask.removesuffix('_mask')}_{name}": values[name] for name in metrics}
-        return found
+            raise ConfigError(f"the model returns {paths}. Choose the scores with output=.")
+        scores = _accuracy(outputs[0], g, ntype, label, names) if task == CLASSIFICATION else {}
+        for mask in names if metrics else ():
+            if mask == SPLITS[0]:
+                continue
+            # The accuracy has been counted already.
+            values = {"accuracy": scores[mask]} if task == CLASSIFICATION else {}
+            values |= measure(
+                outputs[0], g, ntype, label, mask, task, [m for m in metrics if m not in values]
+            )
+            scores |= {f"{mask.removesuffix('_mask')}_{name}": values[name] for name in metrics}
+        return scores
     finally:
         for rows in computed.values():
             rows.delete()
 
 
 def check_evaluable(model: nn.Module, g: DistGraph, options: Mapping[str, Any]) -> None:
-    """Check ``options``, all of a call of :func:`evaluate`, without computing. Collective."""
+    """Check ``options``, all arguments of a call of :func:`evaluate`, without computing. Collective."""
     _names(g, None, options["label"], options["ntype"], options["task"])
     list_metrics(options["task"], options["metrics"])
     read_first_rows(g, options["feature"], options["inputs"])
@@ -531,7 +549,7 @@ def _check_num_layers(num_layers: int) -> None:
 def _names(g: DistGraph, masks: Sequence[str] | None, label: str, ntype: str, task: str) -> list[str]:
     data = g.nodes[ntype].data
     if isinstance(masks, Tensor | DistTensor):
-        raise ConfigError("masks is a tensor; give names of columns of g.ndata, as ['val_mask']")
+        raise ConfigError("masks is a tensor. Pass names of columns of g.ndata, like ['val_mask'].")
     names = [name for name in SPLITS if name in data] if masks is None else [*list_names(masks)]
     for name in (label, *names):
         if name not in data:
@@ -541,23 +559,23 @@ def _names(g: DistGraph, masks: Sequence[str] | None, label: str, ntype: str, ta
         if data[name].dtype not in (torch.bool, torch.uint8) or data[name].ndim != 1:
             raise ConfigError(
                 f"{name!r} is {data[name].dtype} of shape {data[name].shape}, but a mask has a bool per "
-                "node; make it by column.bool() before dx.distribute"
+                "node. Convert it with column.bool() before dx.distribute."
             )
     if task == CLASSIFICATION and (data[label].ndim != 1 or data[label].dtype.is_floating_point):
         raise ConfigError(
             f"{label!r} is {data[label].dtype} of shape {data[label].shape}, but accuracy needs one whole "
-            "number per node; give such a column as label="
+            "number per node. Pass such a column as label=."
         )
     return names
 
 
 def find_labelled_type(g: DistGraph, label: str = LABEL) -> str:
-    """Return the only node type, or the only one that has ``label``, or the first if none has."""
+    """Return the only node type, or the only one that has ``label``, or the first one if none has."""
     labelled = [ntype for ntype in g.ntypes if label in g.nodes[ntype].data]
     if len(g.ntypes) == 1 or not labelled:
         return g.ntypes[0]
     if len(labelled) > 1:
-        raise ConfigError(f"nodes of the types {', '.join(labelled)} have {label!r}; choose one with ntype=")
+        raise ConfigError(f"nodes of the types {', '.join(labelled)} have {label!r}. Choose one with ntype=.")
     return labelled[0]
 
 
@@ -579,8 +597,8 @@ def _accuracy(
 _TARGETS = 4
 
 _REMEDY = (
-    "give between= what forward() applies between its layers, as F.relu, or define inference_layers(), which "
-    "returns one callable (block, h) -> h per layer"
+    "pass the function that forward() applies between its layers as between=, like F.relu, or define "
+    "inference_layers(), which returns one callable (block, h) -> h per layer"
 )
 
 
@@ -596,9 +614,9 @@ def check_layers(
     Both run on a small random batch. A model that does not run on it is not checked.
 
     Args:
-        layers: The user's layers; ``steps`` are they with what is applied between them.
+        layers: The user's layers. ``steps`` are these layers with the function between them.
         width: Columns of the input.
-        edges: Columns of edges by name, of which the batch gets random rows.
+        edges: Edge columns by name. The batch gets random rows of them.
     """
 
     def run_in_turn(blocks: Sequence[Any], h: Any) -> None:
@@ -612,10 +630,10 @@ def check_layers(
     blocks = [random_block(few, many, 3 * few, generator) for many, few in pairwise(sizes)]
     graph = dgl.add_self_loop(dgl.rand_graph(_TARGETS, _TARGETS))
     graph.ndata[dgl.NID] = graph.nodes()
-    for one in (*blocks, graph):
+    for block in (*blocks, graph):
         for name, column in edges.items():
-            rows = torch.rand(one.num_edges(), *column.shape[1:], generator=generator)
-            one.edata[name] = rows.to(column.dtype)
+            rows = torch.rand(block.num_edges(), *column.shape[1:], generator=generator)
+            block.edata[name] = rows.to(column.dtype)
     rows = torch.randn(sizes[0], width, generator=generator).to(weight)
     graphs = [graph.to(weight.device)] * len(steps)
     for forward, batch in (
@@ -644,7 +662,7 @@ def check_layers(
 def _find_rows(
     module: nn.Module, run: Callable[..., object], blocks: Sequence[Any], rows: Tensor
 ) -> Mapping[int, list[Tensor]]:
-    """Return the rows that each module gets in ``run``, by its identity; raise what it raises."""
+    """Return the rows that each module gets in ``run``, by its identity. Its exceptions are passed on."""
     rows_of: defaultdict[int, list[Tensor]] = defaultdict(list)
     with torch.no_grad():
         for call in trace_calls(module, blocks, rows, run):

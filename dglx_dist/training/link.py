@@ -46,22 +46,21 @@ from dglx_dist.training.relational import EntityInputs
 if TYPE_CHECKING:
     from dglx_dist.graph.dist_graph import DistGraph
 
-if TYPE_CHECKING:
-    from dglx_dist.graph.dist_graph import DistGraph
-
 log = logging.getLogger(__name__)
 
 PairLoss: TypeAlias = Callable[[Tensor, Tensor], Tensor]
-"""(P,) scores of edges and (P, K) of their negatives to the mean loss over the edges."""
+"""Maps (P,) scores of edges and (P, K) scores of their negatives to the mean loss over the edges."""
 
 
 def bpr_loss(positive: Tensor, negative: Tensor) -> Tensor:
-    """Mean of ``-log sigmoid(s - s')`` over an edge and each of its negatives (Rendle et al. 2009)."""
+    """Return the mean of ``-log sigmoid(s - s')`` over an edge and each of its negatives (Rendle et al.
+    2009).
+    """
     return F.softplus(negative - positive[:, None]).mean()
 
 
 def softmax_loss(positive: Tensor, negative: Tensor) -> Tensor:
-    """Mean cross-entropy of an edge among itself and its negatives (sampled softmax)."""
+    """Return the mean cross-entropy of an edge among itself and its negatives (sampled softmax)."""
     scores = torch.cat([positive[:, None], negative], 1)
     return F.cross_entropy(scores, torch.zeros(len(scores), dtype=torch.int64, device=scores.device))
 
@@ -70,13 +69,13 @@ PAIR_LOSSES: Mapping[str, PairLoss | None] = {"bce": None, "bpr": bpr_loss, "sof
 """Name to the ``pair_loss`` of :class:`dglx_dist.training.tasks.LinkPrediction`."""
 
 _SHARES = (0.8, 0.9)
-"""Training edges end at the first, validation edges at the second."""
+"""Training edges end at the first share, validation edges at the second."""
 _MADE: WeakKeyDictionary[DistGraph, set[EdgeType]] = WeakKeyDictionary()
-"""Edge types that :func:`split_edges` gave masks."""
+"""Edge types that got their masks from :func:`split_edges`."""
 _TYPE_SHIFT = np.int64(44)
-"""Bits of a node id in the key of a pair."""
+"""Number of bits of a node id in the key of a pair."""
 _REVERSED = ("{}-rev", "rev-{}", "{}_rev", "rev_{}", "reverse_{}")
-"""Names of the edge type that goes the other way."""
+"""Names of an edge type in the opposite direction."""
 
 
 def _has_name_of_reverse(back: EdgeType, etype: EdgeType) -> bool:
@@ -88,51 +87,54 @@ def find_reverse_types(g: DistGraph, targets: Sequence[EdgeType]) -> dict[EdgeTy
     """Return the types of the reverse edges of each target, whatever their names. Collective.
 
     A type between the swapped node types is one if its name says so, such as ``NAME-rev``, or if most edges
-    of the smaller of both types are the reverse of an edge of the other. Two targets of one node type are
-    compared by name only: a knowledge graph has too many pairs. A warning names types with fewer such edges.
+    of the smaller of both types are reverse edges of the other. Two targets of one node type are compared by
+    name only, because a knowledge graph has too many pairs. A warning names types with fewer such edges.
     """
-    found: dict[EdgeType, list[EdgeType]] = {etype: [] for etype in targets}
+    reverse_types: dict[EdgeType, list[EdgeType]] = {etype: [] for etype in targets}
     for etype in targets:
-        for back in g.canonical_etypes:
-            if (back[0], back[2]) != (etype[2], etype[0]) or back == etype:
+        for candidate in g.canonical_etypes:
+            if (candidate[0], candidate[2]) != (etype[2], etype[0]) or candidate == etype:
                 continue
-            if _has_name_of_reverse(back, etype) or _has_name_of_reverse(etype, back):
-                found[etype].append(back)
-            elif back not in targets or back[0] != back[2]:
-                table = reverse_edge_ids(g, etype, reverse_etype=back)
-                own = table[slice(*g.get_edge_partition_policy(etype).owned_range)]
-                matched = int(gather_int64([int((own != NO_REVERSE).sum())], g.session).sum())
-                if 2 * matched > min(g.num_edges(etype), g.num_edges(back)):
-                    found[etype].append(back)
+            if _has_name_of_reverse(candidate, etype) or _has_name_of_reverse(etype, candidate):
+                reverse_types[etype].append(candidate)
+            elif candidate not in targets or candidate[0] != candidate[2]:
+                reverse_ids = reverse_edge_ids(g, etype, reverse_etype=candidate)
+                own_ids = reverse_ids[slice(*g.get_edge_partition_policy(etype).owned_range)]
+                matched = int(gather_int64([int((own_ids != NO_REVERSE).sum())], g.session).sum())
+                if 2 * matched > min(g.num_edges(etype), g.num_edges(candidate)):
+                    reverse_types[etype].append(candidate)
                 elif matched and g.session.topology.rank == 0:
-                    names = map(format_type, (back, etype))
-                    log.warning("%d edges of %s reverse some of %s: too few to leave out", matched, *names)
-    return found
+                    names = map(format_type, (candidate, etype))
+                    log.warning(
+                        "only %d edges of %s reverse edges of %s: they are not left out", matched, *names
+                    )
+    return reverse_types
 
 
 def link_targets(g: DistGraph, names: Sequence[str] = ()) -> list[EdgeType]:
     """Return the edge types to predict, by name or as ``source:name:destination``.
 
-    Without names: all that are not named as the reverse of another, such as ``NAME-rev``, of a graph of one
-    node type, else the only one of them.
+    Without names, these are the types that do not have the name of a reverse type, such as ``NAME-rev``. A
+    graph with several node types must have exactly one such type.
 
     Raises:
-        ConfigError: there is no such edge type, or several node types and more than one such edge type.
+        ConfigError: there is no such edge type, or the graph has several node types and several such edge
+            types.
     """
     known = g.canonical_etypes
     if names:
         return [canonical_etype(name, known) for name in names]
-    found = [one for one in known if not any(_has_name_of_reverse(one, other) for other in known)]
-    if len(g.ntypes) > 1 and len(found) > 1:
-        names = ", ".join(one[1] for one in found)
+    targets = [etype for etype in known if not any(_has_name_of_reverse(etype, peer) for peer in known)]
+    if len(g.ntypes) > 1 and len(targets) > 1:
+        names = ", ".join(etype[1] for etype in targets)
         raise ConfigError(
-            f"{g.dataset.folder} has the edge types {names}; say which to predict: --target {found[0][1]}"
+            f"{g.dataset.folder} has the edge types {names}. Choose some, as with --target {targets[0][1]}."
         )
-    return found
+    return targets
 
 
 def split_edges(g: DistGraph, targets: Sequence[EdgeType]) -> bool:
-    """Give the ``targets`` edge masks of training, validation and test, unless they have them. Collective.
+    """Add training, validation and test masks to the ``targets``, unless they have them. Collective.
 
     The split is 80 / 10 / 10. It is keyed by the original ids of the two ends of an edge, so it does not
     depend on the number of parts and ranks. All edges between two nodes of one type, in both directions, are
@@ -141,33 +143,37 @@ def split_edges(g: DistGraph, targets: Sequence[EdgeType]) -> bool:
     ones.
 
     Returns:
-        Whether masks were made, now or by an earlier call; False: those of the dataset.
+        Whether the masks were made by this or an earlier call. False: they belong to the dataset.
 
     Raises:
-        ConfigError: on all ranks: some targets have a ``train_mask`` and others not.
+        ConfigError: on all ranks, if only some of the targets have a ``train_mask``.
     """
 
-    def check() -> list[EdgeType]:
-        without = [etype for etype in targets if TRAIN not in g.edges[etype].data]
-        if without and len(without) < len(targets):
+    def find_unmasked() -> list[EdgeType]:
+        unmasked = [etype for etype in targets if TRAIN not in g.edges[etype].data]
+        if unmasked and len(unmasked) < len(targets):
             raise ConfigError(
-                f"edges of {without[0]} have no {TRAIN!r}, but those of other targets have; give all of them "
-                "masks or none, or name fewer edge types with --target"
+                f"edges of {unmasked[0]} have no {TRAIN!r}, but those of other targets have. Add masks to "
+                "all of them or to none, or name fewer edge types with --target."
             )
-        return without
+        return unmasked
 
-    without = run_on_all_ranks(g.session, check, ConfigError)
-    for etype in without:
+    unmasked = run_on_all_ranks(g.session, find_unmasked, ConfigError)
+    for etype in unmasked:
         for place, name in enumerate(SPLITS):
             _add_mask(g, etype, name, partial(_is_on_side, g, etype, place))
     if not count_marked(g, targets, TRAIN):
         raise ConfigError(
             f"no edge of {', '.join(etype[1] for etype in targets[:3])} in {g.dataset.folder} is marked by "
-            f"{TRAIN!r}; mark some, or name other edge types with --target"
+            f"{TRAIN!r}. Mark some, or name other edge types with --target."
         )
-    _MADE.setdefault(g, set()).update(without)
+    _MADE.setdefault(g, set()).update(unmasked)
     made = _MADE[g].issuperset(targets)
-    reverse = {back: etype for etype, found in find_reverse_types(g, targets).items() for back in found}
+    reverse = {
+        reverse_type: etype
+        for etype, reverse_types in find_reverse_types(g, targets).items()
+        for reverse_type in reverse_types
+    }
     for etype in g.canonical_etypes:
         if TRAIN in g.edges[etype].data:
             continue
@@ -212,29 +218,29 @@ def _read_reverse_mask(g: DistGraph, etype: EdgeType, target: EdgeType) -> Calla
 
     def mask_of(ids: Array) -> Array:
         targets = table[ids].numpy()
-        found = targets != NO_REVERSE
-        known = np.ones(len(ids), np.bool_)
-        known[found] = mask[targets[found]].bool().numpy()
-        return known
+        is_reverse = targets != NO_REVERSE
+        marked = np.ones(len(ids), np.bool_)
+        marked[is_reverse] = mask[targets[is_reverse]].bool().numpy()
+        return marked
 
     return mask_of
 
 
 class Decoder(nn.Module, ABC):
-    """Scores of (subject, relation, object); relations are numbers, rows are d wide.
+    """Scores of (subject, relation, object). Relations are numbers, and rows have width d.
 
-    A decoder turns a known end and a relation into a query row, and compares that with rows of the other end:
-    by their dot product, unless it overrides :meth:`_score_pairs` and :meth:`_score_candidates`.
+    A decoder turns a known end and a relation into a query row. It compares the query with rows of the other
+    end by their dot product, unless it overrides :meth:`_score_pairs` and :meth:`_score_candidates`.
     """
 
     row_scale = 0.02
-    """Trainable rows that are scored start uniform in +- this: products of larger ones are noise to fit."""
+    """Trainable rows start uniform in [-row_scale, row_scale]. Products of larger rows would be noise."""
 
     @abstractmethod
     def query(self, rows: Tensor, relation: Tensor, *, of_subjects: bool = False) -> Tensor:
         """Return the (E, d) queries of (E, d) known rows under (E,) int64 relations.
 
-        ``rows`` are subjects, whose objects are asked for; objects with ``of_subjects``.
+        ``rows`` are subjects and the candidates are objects. ``of_subjects`` swaps them.
         """
 
     def forward(self, subject: Tensor, relation: Tensor, objects: Tensor) -> Tensor:
@@ -268,7 +274,8 @@ class DotProduct(Decoder):
 
 @final
 class DistMult(Decoder):
-    """``sum_i s_i r_i o_i`` with a row r per relation (Yang et al. 2015); the same in both directions."""
+    """``sum_i s_i r_i o_i`` with a row r per relation (Yang et al. 2015). It is the same in both
+    directions."""
 
     def __init__(self, num_relations: int, width: int) -> None:
         super().__init__()
@@ -283,7 +290,8 @@ class DistMult(Decoder):
 class ComplEx(Decoder):
     """``Re(sum_i s_i r_i conj(o_i))`` of complex rows (Trouillon et al. 2016).
 
-    The first half of a row are real parts, the second half imaginary ones. ConfigError: ``width`` is odd.
+    The first half of a row has the real parts, the second half the imaginary parts. ConfigError if ``width``
+    is odd.
     """
 
     def __init__(self, num_relations: int, width: int) -> None:
@@ -293,14 +301,14 @@ class ComplEx(Decoder):
         nn.init.xavier_uniform_(self.relations)
 
     def query(self, rows: Tensor, relation: Tensor, *, of_subjects: bool = False) -> Tensor:
-        # Re(q conj(o)) is the dot product of (re, im); of subjects, q = conj(r) o.
+        # Re(q conj(o)) is the dot product of (re, im). For subjects, q = conj(r) o.
         real, imaginary = self.relations.index_select(0, relation).chunk(2, -1)
         return _multiply_complex(rows, real, -imaginary if of_subjects else imaginary)
 
 
 @final
 class TransE(Decoder):
-    """``margin - |s + r - o|``, the sum of absolute values (Bordes et al. 2013).
+    """``margin - |s + r - o|``, with the sum of absolute values (Bordes et al. 2013).
 
     Trainable rows and relations start within (margin + 2) / d, as in the code of RotatE's authors.
     """
@@ -326,8 +334,8 @@ class TransE(Decoder):
 class RotatE(Decoder):
     """``margin - sum_i |s_i exp(i theta_i) - o_i|`` of complex rows (Sun et al. 2019).
 
-    The first half of a row are real parts, the second half imaginary ones; a relation has d / 2 angles, at
-    first uniform in [-pi, pi). ConfigError: ``width`` is odd.
+    The first half of a row has the real parts, the second half the imaginary parts. A relation has d / 2
+    angles, initially uniform in [-pi, pi). ConfigError if ``width`` is odd.
     """
 
     def __init__(self, num_relations: int, width: int, margin: float = 12.0) -> None:
@@ -342,19 +350,19 @@ class RotatE(Decoder):
         return _multiply_complex(rows, angle.cos(), -angle.sin() if of_subjects else angle.sin())
 
     def _score_pairs(self, query: Tensor, rows: Tensor) -> Tensor:
-        # The gradient at 0 is 0, as that of torch's norm; sqrt would give nan.
+        # The gradient of torch's norm at 0 is 0, where that of sqrt would be NaN.
         moduli = torch.linalg.vector_norm(torch.stack((query - rows).chunk(2, -1)), 2, 0)
         return self.margin - moduli.sum(-1)
 
     def _score_candidates(self, query: Tensor, candidates: Tensor) -> Tensor:
-        # In pieces: the differences of all pairs would be d times as large as the scores.
-        at_once = max(1, _MAX_DIFFERENCES // max(1, candidates.numel()))
-        pieces = [self._score_pairs(some[:, None], candidates) for some in torch.split(query, at_once)]
-        return torch.cat(pieces) if pieces else query @ candidates.T
+        # The queries are split, because the differences of all pairs would be d times as large as the scores.
+        size = max(1, _MAX_DIFFERENCES // max(1, candidates.numel()))
+        scores = [self._score_pairs(piece[:, None], candidates) for piece in torch.split(query, size)]
+        return torch.cat(scores) if scores else query @ candidates.T
 
 
 _MAX_DIFFERENCES = 2**21
-"""Numbers held at once by :meth:`RotatE.all_objects`, beside the scores."""
+"""Maximum number of differences that :meth:`RotatE.all_objects` holds at once."""
 
 DECODERS: Mapping[str, Callable[[int, int], Decoder]] = {
     "dot": lambda _num_relations, _width: DotProduct(),
@@ -363,13 +371,13 @@ DECODERS: Mapping[str, Callable[[int, int], Decoder]] = {
     "complex": ComplEx,
     "rotate": RotatE,
 }
-"""Name to decoder, made from the number of relations and the width of rows."""
+"""Name to a function of (number of relations, width of rows) that returns a decoder."""
 
 
 def _check_halves(name: str, width: int) -> None:
     if width % 2:
         raise ConfigError(
-            f"{name} takes rows of real and imaginary halves, not of width {width}; make it even"
+            f"{name} needs rows of real and imaginary halves, but the width is {width}. Make it even."
         )
 
 
@@ -382,7 +390,7 @@ def _multiply_complex(rows: Tensor, real: Tensor, imaginary: Tensor) -> Tensor:
 def edge_scores(
     decoder: Decoder, pair_graph: Any, h: Mapping[str, Tensor] | Tensor, etypes: Sequence[EdgeType]
 ) -> dict[EdgeType, Tensor]:
-    """Return {edge type: (E,) scores} of the edges of a pair graph; E may be 0. See :func:`score_pairs`."""
+    """Return {edge type: (E,) scores} of the edges of a pair graph. E may be 0. See :func:`score_pairs`."""
     merged = merge_pairs(pair_graph)
     scores = torch.split(score_pairs(decoder, pair_graph, h, etypes), [*merged.sizes])
     return dict(zip(merged.etypes, scores, strict=True))
@@ -393,12 +401,12 @@ def score_pairs(
 ) -> Tensor:
     """Return the (E,) scores of all edges of a pair graph, in the order of its edge types.
 
-    They are computed in one product, also without edges: such a rank must still take part in backward.
+    One product computes them even without edges, because such a rank must still take part in backward.
 
     Args:
         decoder: Scores the ends.
-        pair_graph: As an edge loader yields it, for positives or for negatives.
-        h: (num_nodes, d) rows of its nodes per node type, or a tensor when there is one node type.
+        pair_graph: Graph of positives or of negatives that an edge loader yields.
+        h: (num_nodes, d) rows of its nodes per node type, or a tensor if there is one node type.
         etypes: Edge types in the decoder's order: ``g.canonical_etypes``.
 
     Raises:
@@ -406,15 +414,15 @@ def score_pairs(
     """
     merged = merge_pairs(pair_graph)
     if not isinstance(h, Tensor):
-        some, pieces = next(iter(h.values())), []
+        like, pieces = next(iter(h.values())), []
         for ntype in pair_graph.ntypes:
             n = pair_graph.num_nodes(ntype)
-            # A type without a target may have no rows; a model may return those of more nodes.
-            pieces.append(h[ntype][:n] if ntype in h else some.new_zeros(n, some.shape[1]))
+            # A type without a target may have no rows. A model may return rows of more nodes.
+            pieces.append(h[ntype][:n] if ntype in h else like.new_zeros(n, like.shape[1]))
             if len(pieces[-1]) < n:
                 raise ConfigError(
-                    f"{len(pieces[-1])} rows for the {n} nodes of type {ntype!r} of the pair graph; give one "
-                    "per node, as the last block has destinations"
+                    f"there are {len(pieces[-1])} rows for the {n} nodes of type {ntype!r} of the pair "
+                    "graph. Return one per node, in the order of the last block's destinations."
                 )
         h = torch.cat(pieces)
     numbers = {etype: number for number, etype in enumerate(etypes)}
@@ -425,11 +433,12 @@ def score_pairs(
 
 @final
 class LinkModel(nn.Module):
-    """Rows of nodes, from an encoder or trainable ones as they are, and the scores of pairs of them.
+    """Rows of nodes, computed by an encoder or trained directly, and the scores of pairs of them.
 
     Args:
-        encoder: Called with blocks and rows; None: scores trainable rows, ``scale=decoder.row_scale`` ones.
-        decoder: Scores pairs; a bias that is trained is added.
+        encoder: Called with blocks and rows. None: trainable rows with ``scale=decoder.row_scale`` are
+            scored.
+        decoder: Scores pairs. A trained bias is added.
         etypes: ``g.canonical_etypes``.
 
     Raises:
@@ -441,14 +450,14 @@ class LinkModel(nn.Module):
         if any(map(_uses_graph_degrees, encoder.modules() if encoder else ())):
             raise ConfigError(
                 "the encoder (model gcn, or GraphConv with norm 'both' or 'left') divides by degrees of the "
-                "whole graph, which count validation and test edges; use --model sage, sgc or gat"
+                "whole graph, which count validation and test edges. Use --model sage, sgc or gat."
             )
         self.encoder, self.decoder, self.etypes = encoder, decoder, list(etypes)
-        # A dot product of trainable rows has no other weight.
+        # Without the bias, a dot product of trainable rows would have no weight.
         self.bias = nn.Parameter(torch.zeros(()))
 
     def forward(self, blocks: Any, h: Any, *pair_graphs: Any) -> list[Tensor]:
-        """Return the (E,) scores of each pair graph as :func:`score_pairs` orders them."""
+        """Return the (E,) scores of each pair graph, ordered like :func:`score_pairs`."""
         if self.encoder is not None:
             rows = self.encoder(blocks, h)
         else:
@@ -468,40 +477,41 @@ def compute_rows(
 ) -> Iterator[dict[str, DistTensor]]:
     """Yield the (N, d) rows of every node type that a :class:`LinkModel` scores. Collective.
 
-    Those that an encoder makes, along edges of ``train_mask``, are deleted at the end.
+    An encoder computes them along edges of ``train_mask``. Its rows are deleted at the end of the block.
     """
     module: Any = gather_module(model)
-    made: Any = None if inputs is None else inputs.tensors
+    results: Any = None if inputs is None else inputs.tensors
     if module.encoder is not None:
-        made = layerwise_inference(module.encoder, g, feature=feature, inputs=made, mask=TRAIN)
-    rows = made if isinstance(made, dict) else {g.ntypes[0]: made}
+        results = layerwise_inference(module.encoder, g, feature=feature, inputs=results, mask=TRAIN)
+    rows = results if isinstance(results, dict) else {g.ntypes[0]: results}
     yield rows
     for tensor in rows.values() if module.encoder is not None else ():
         tensor.delete()
 
 
 SplitEdges: TypeAlias = dict[tuple[str, str], Array]
-"""Node types of the ends to this rank's edges of a split: (4, Q) int64 place of the type in
-``g.canonical_etypes``, source, destination, and a random destination."""
+"""Node types of the ends to this rank's edges of a split: (4, Q) int64 position of the edge type in
+``g.canonical_etypes``, source, destination, and a random destination.
+"""
 RankedEdges: TypeAlias = Mapping[tuple[str, str], Mapping[str, Tensor]]
-"""Node types of the ends to columns of this rank's Q edges, those of :meth:`LinkEvaluation.test_edges`."""
+"""Node types of the ends to columns of this rank's Q edges, see :meth:`LinkEvaluation.test_edges`."""
 _BEST = 10
 
 
 @final
 class LinkEvaluation:
-    """Filtered ranks and AUC of validation and test edges, as ``evaluate`` of ``FitConfig``.
+    """Filtered ranks and AUC of validation and test edges, for ``evaluate`` of ``FitConfig``.
 
-    Every candidate is ranked: the destinations of an edge among all nodes of the type, and if both ends are
-    of one type, the sources too. True edges of the same relation, of any split, do not count as candidates.
-    ``auc`` compares each edge with one whose destination is drawn at random, keyed by the edge. Equal on any
-    number of ranks. A rank holds the rows of all nodes of the ranked types.
+    Every candidate is ranked: the destinations of an edge among all nodes of the type, and if both ends have
+    one type, the sources too. True edges of the same relation, of any split, do not count as candidates.
+    ``auc`` compares each edge with one that has a random destination, keyed by the edge. The results do not
+    depend on the number of ranks. A rank holds the rows of all nodes of the ranked types.
 
     Args:
         g: The graph, with the masks of :func:`split_edges`.
-        inputs: As those of the training.
-        metrics: ``mrr``, ``hits@K``, ``auc`` (or ``roc_auc``), ``average_precision``; none: the usual.
-        feature: Node data, without ``inputs``.
+        inputs: Input rows of the training.
+        metrics: ``mrr``, ``hits@K``, ``auc`` (or ``roc_auc``), ``average_precision``. Empty: the defaults.
+        feature: Node data, used without ``inputs``.
     """
 
     def __init__(
@@ -522,142 +532,151 @@ class LinkEvaluation:
         """Return ``val_mrr``, ``test_mrr`` and so on. Collective.
 
         Raises:
-            ConfigError: on all ranks: a score is nan.
+            ConfigError: on all ranks, if a score is NaN.
         """
         module, rows = self._read(model)
-        found: dict[str, float] = {}
-        for name, of_split in self._edges_by_split.items():
+        metrics: dict[str, float] = {}
+        for name, edges in self._edges_by_split.items():
             with evaluating(module):
-                scores = self._measure_split(module.decoder, rows, of_split)
-            found |= {f"{name.removesuffix('_mask')}_{key}": value for key, value in scores.items()}
-        return found
+                scores = self._measure_split(module.decoder, rows, edges)
+            metrics |= {f"{name.removesuffix('_mask')}_{key}": value for key, value in scores.items()}
+        return metrics
 
     def test_edges(self, model: nn.Module, stored: Mapping[str, DistTensor] | None = None) -> RankedEdges:
-        """Rank this rank's test edges, by the ``stored`` rows of :func:`compute_rows` if given. Collective.
+        """Rank this rank's test edges, with the ``stored`` rows of :func:`compute_rows` if given. Collective.
 
         Returns:
-            By pairs of types, those of all ranks: (Q,) int64 ``relation`` (place in ``g.canonical_etypes``),
-            ``source``, ``destination``; (Q,) ``score``, without the model's bias; (Q,) float64 ``rank`` of
-            the destination, and ``source_rank`` where sources are ranked; (Q, K) ``best``, at most 10
-            destinations, other than the source, that are no known edges, and ``best_scores``, -inf where
-            there are fewer.
+            By pair of node types, which are the same on all ranks: (Q,) int64 ``relation`` (position in
+                ``g.canonical_etypes``), ``source``, ``destination``; (Q,) ``score`` without the model's bias;
+                (Q,) float64 ``rank`` of the destination, and ``source_rank`` if sources are ranked; (Q, K)
+                ``best``, at most 10 destinations other than the source that are no known edges, and
+                ``best_scores``, which are -inf for missing destinations.
 
         Raises:
-            ConfigError: on all ranks: a score is nan.
+            ConfigError: on all ranks, if a score is NaN.
         """
         module, rows = self._read(model, stored)
 
-        def ranked() -> RankedEdges:
-            asked = self._edges_by_split.get(TEST, {}).items()
-            return {ntypes: self._best(module.decoder, rows, ntypes, edges) for ntypes, edges in asked}
+        def rank_edges() -> RankedEdges:
+            test_edges = self._edges_by_split.get(TEST, {}).items()
+            return {
+                ntypes: self._find_best(module.decoder, rows, ntypes, edges) for ntypes, edges in test_edges
+            }
 
         with evaluating(module):
-            return run_on_all_ranks(self.g.session, ranked, ConfigError)
+            return run_on_all_ranks(self.g.session, rank_edges, ConfigError)
 
-    def _best(
+    def _find_best(
         self, decoder: Decoder, rows: Mapping[str, Tensor], ntypes: tuple[str, str], edges: Array
     ) -> Mapping[str, Tensor]:
         source, destination = (rows[ntype] for ntype in ntypes)
         at_most = min(_BEST, len(destination))
         kept = [(torch.empty(0), torch.empty(0, at_most, dtype=torch.int64), torch.empty(0, at_most))]
 
-        def keep(positive: Tensor, others: Tensor) -> None:
-            others.masked_fill_(others.isnan(), -math.inf)
-            if ntypes[0] == ntypes[1]:  # an edge from a node to itself is no proposal
-                first = sum(len(of_batch) for of_batch, *_ in kept)
-                own = torch.from_numpy(edges[1, first : first + len(others)]).to(others.device)
-                others[torch.arange(len(own), device=own.device), own] = -math.inf
-            best = others.topk(at_most)
+        def keep(positive: Tensor, candidates: Tensor) -> None:
+            candidates.masked_fill_(candidates.isnan(), -math.inf)
+            if ntypes[0] == ntypes[1]:  # an edge from a node to itself is not proposed
+                first = sum(len(scores) for scores, *_ in kept)
+                own = torch.from_numpy(edges[1, first : first + len(candidates)]).to(candidates.device)
+                candidates[torch.arange(len(own), device=own.device), own] = -math.inf
+            best = candidates.topk(at_most)
             kept.append((positive.cpu(), best.indices.cpu(), best.values.cpu()))
 
-        ranks = self._ranks(decoder, source, destination, self._queries(ntypes, edges), keep)
-        of_edge = dict(zip(("relation", "source", "destination"), torch.from_numpy(edges), strict=False))
-        of_rank = dict(zip(("rank", "source_rank"), ranks, strict=False))
-        scored = map(torch.cat, zip(*kept, strict=True))
-        return of_edge | of_rank | dict(zip(("score", "best", "best_scores"), scored, strict=True))
+        ranks = self._rank(decoder, source, destination, self._make_queries(ntypes, edges), keep)
+        columns = dict(zip(("relation", "source", "destination"), torch.from_numpy(edges), strict=False))
+        columns |= dict(zip(("rank", "source_rank"), ranks, strict=False))
+        best_columns = map(torch.cat, zip(*kept, strict=True))
+        return columns | dict(zip(("score", "best", "best_scores"), best_columns, strict=True))
 
     def _read(self, model: nn.Module, stored: Any = None) -> tuple[Any, dict[str, Tensor]]:
-        """Return the whole model and all rows of the ranked types, as the questions are known. Collective."""
+        """Return the uncut model and all rows of the ranked types. Collective."""
         if self._true is None:
-            asked = {name: self._share(name) for name in (VALIDATION, TEST)}
-            sizes = [sum(edges.shape[1] for edges in one.values()) for one in asked.values()]
-            of_all = gather_int64(sizes, self.g.session).sum(axis=0)
+            splits = {name: self._read_split(name) for name in (VALIDATION, TEST)}
+            sizes = [sum(edges.shape[1] for edges in split.values()) for split in splits.values()]
+            totals = gather_int64(sizes, self.g.session).sum(axis=0)
             self._edges_by_split = {
-                name: asked[name] for name, size in zip(asked, of_all, strict=True) if size
+                name: splits[name] for name, total in zip(splits, totals, strict=True) if total
             }
-            self._true = self._true_edges(self._edges_by_split.values())
+            self._true = self._find_true_edges(self._edges_by_split.values())
         module: Any = gather_module(model)
         ntypes = {ntype for etype in self.targets for ntype in (etype[0], etype[2])}
-        made = (
-            compute_rows(module, self.g, self.inputs, self.feature) if stored is None else nullcontext(stored)
-        )
-        with made as rows:
+        source: Any = nullcontext(stored)
+        if stored is None:
+            source = compute_rows(module, self.g, self.inputs, self.feature)
+        with source as rows:
             return module, {ntype: rows[ntype][:].to(module.bias) for ntype in ntypes}
 
-    def _share(self, split: str) -> SplitEdges:
-        g, found = self.g, dict[tuple[str, str], list[Array]]()
+    def _read_split(self, split: str) -> SplitEdges:
+        g, pieces = self.g, dict[tuple[str, str], list[Array]]()
         for number, etype in enumerate(g.canonical_etypes):
             if etype in self.targets and split in g.edges[etype].data:
                 ids = edge_split(g.edges[etype].data[split], g.get_partition_book(), etype).numpy()
                 u, v = (ends.numpy() for ends in g.find_edges(ids, etype))
                 random = hash_ids(ids, stream_key(0, 1, number)) % np.uint64(g.num_nodes(etype[2]))
                 columns = [np.full_like(u, number), u, v, random.astype(np.int64)]
-                found.setdefault((etype[0], etype[2]), []).append(np.stack(columns))
-        return {ntypes: np.concatenate(columns, 1) for ntypes, columns in found.items()}
+                pieces.setdefault((etype[0], etype[2]), []).append(np.stack(columns))
+        return {ntypes: np.concatenate(columns, 1) for ntypes, columns in pieces.items()}
 
-    def _queries(self, ntypes: tuple[str, str], edges: Array) -> list[Array]:
-        """Return (3, Q) subjects, relations and answers for each end that is asked for."""
-        # The relation tells the types of the ids, and which end is asked for.
+    def _make_queries(self, ntypes: tuple[str, str], edges: Array) -> list[Array]:
+        """Return (3, Q) subjects, relations and answers for each end that is ranked."""
+        # The number of the relation encodes the types of the ids and the end that is ranked.
         relation, u, v = edges[:3]
-        both = [[u, relation, v], [v, relation + len(self.g.canonical_etypes), u]]
-        return [np.stack(one) for one in both[: 1 + (ntypes[0] == ntypes[1])]]
+        queries = [np.stack([u, relation, v])]
+        if ntypes[0] == ntypes[1]:
+            queries.append(np.stack([v, relation + len(self.g.canonical_etypes), u]))
+        return queries
 
-    def _true_edges(self, asked: Iterable[SplitEdges]) -> KnownEdges:
+    def _find_true_edges(self, splits: Iterable[SplitEdges]) -> KnownEdges:
         """Return the answers of all ranks' queries. Collective."""
         g, width, nothing = self.g, max(map(self.g.num_nodes, self.g.ntypes)), np.empty((3, 0), np.int64)
 
         def make_keys(queries: Array) -> Array:
             return np.asarray(queries[1] * width + queries[0])
 
-        queries = [query for one in asked for item in one.items() for query in self._queries(*item)]
-        keys = np.unique(make_keys(np.concatenate([nothing, *queries], 1)))
-        wanted, kept = np.unique(np.concatenate(gather_arrays(keys, g.session))), [nothing]
+        queries = [nothing]
+        for split in splits:
+            for ntypes, edges in split.items():
+                queries += self._make_queries(ntypes, edges)
+        keys = np.unique(make_keys(np.concatenate(queries, 1)))
+        query_keys, kept = np.unique(np.concatenate(gather_arrays(keys, g.session))), [nothing]
         for number, etype in enumerate(g.canonical_etypes):
-            edges = g.get_edge_partition_policy(etype).owned_range if etype in self.targets else (0, 0)
-            for first, last in split_range(edges, _EDGES_AT_ONCE):
+            owned = g.get_edge_partition_policy(etype).owned_range if etype in self.targets else (0, 0)
+            for first, last in split_range(owned, _EDGES_AT_ONCE):
                 u, v = (ends.numpy() for ends in g.find_edges(np.arange(first, last), etype))
-                for query in self._queries((etype[0], etype[2]), np.stack([np.full_like(u, number), u, v])):
-                    kept.append(query[:, np.isin(make_keys(query), wanted)])
+                own_edges = np.stack([np.full_like(u, number), u, v])
+                for query in self._make_queries((etype[0], etype[2]), own_edges):
+                    kept.append(query[:, np.isin(make_keys(query), query_keys)])
         edges_of_all = np.concatenate(gather_arrays(np.concatenate(kept, 1).T.copy(), g.session))
         return KnownEdges(*torch.from_numpy(edges_of_all.T.copy()))
 
     def _measure_split(
-        self, decoder: Decoder, rows: Mapping[str, Tensor], asked: SplitEdges
+        self, decoder: Decoder, rows: Mapping[str, Tensor], split_edges: SplitEdges
     ) -> dict[str, float]:
-        def scored() -> tuple[Tensor, Tensor]:
+        def score() -> tuple[Tensor, Tensor]:
             ranks, scores = [torch.empty(0)], [torch.empty(2, 0)]
-            for ntypes, edges in asked.items():
+            for ntypes, edges in split_edges.items():
                 source, destination = (rows[ntype] for ntype in ntypes)
-                ranks += self._ranks(decoder, source, destination, self._queries(ntypes, edges))
-                relation, u, *others = torch.from_numpy(edges).to(source.device)
-                pairs = [decoder(source[u], relation, destination[v]).cpu() for v in others]
+                ranks += self._rank(decoder, source, destination, self._make_queries(ntypes, edges))
+                relation, u, *destinations = torch.from_numpy(edges).to(source.device)
+                pairs = [decoder(source[u], relation, destination[v]).cpu() for v in destinations]
                 scores.append(torch.stack(pairs))
             return torch.cat(ranks), torch.cat(scores, 1)
 
         session = self.g.session
-        of_all, compared = run_on_all_ranks(session, scored, ConfigError)
-        label = torch.tensor([[1], [0]]).expand_as(compared).flatten()
-        of_pairs = {"auc": roc_auc, "roc_auc": roc_auc, "average_precision": average_precision}
+        ranks, scores = run_on_all_ranks(session, score, ConfigError)
+        label = torch.tensor([[1], [0]]).expand_as(scores).flatten()
+        pair_metrics = {"auc": roc_auc, "roc_auc": roc_auc, "average_precision": average_precision}
 
-        def measured(name: str) -> float:
-            if name in of_pairs:
-                return of_pairs[name](compared.flatten(), label, session)
-            at = name.removeprefix("hits@")
-            return mrr(of_all, session) if name == "mrr" else hits_at(int(at), of_all, session)
+        def compute_metric(name: str) -> float:
+            if name in pair_metrics:
+                return pair_metrics[name](scores.flatten(), label, session)
+            if name == "mrr":
+                return mrr(ranks, session)
+            return hits_at(int(name.removeprefix("hits@")), ranks, session)
 
-        return {name: measured(name) for name in self.metrics}
+        return {name: compute_metric(name) for name in self.metrics}
 
-    def _ranks(
+    def _rank(
         self,
         decoder: Decoder,
         source: Tensor,
@@ -665,15 +684,17 @@ class LinkEvaluation:
         queries: Sequence[Array],
         after: AfterRanking | None = None,
     ) -> Iterator[Tensor]:
-        def objects(ids: Tensor, relation: Tensor) -> Tensor:
+        def score_objects(ids: Tensor, relation: Tensor) -> Tensor:
             return decoder.all_objects(source[ids], relation.to(source.device), destination)
 
-        def subjects(ids: Tensor, relation: Tensor) -> Tensor:
+        def score_subjects(ids: Tensor, relation: Tensor) -> Tensor:
             relation = relation.to(source.device) - len(self.g.canonical_etypes)
             return decoder.all_subjects(destination[ids], relation, source)
 
-        for score_all, query, then in zip((objects, subjects), queries, (after, None), strict=False):
-            yield rank_of_answer(score_all, *map(torch.from_numpy, query), known=self._true, after=then)
+        for score_all, query, hook in zip(
+            (score_objects, score_subjects), queries, (after, None), strict=False
+        ):
+            yield rank_of_answer(score_all, *map(torch.from_numpy, query), known=self._true, after=hook)
 
 
 _EDGES_AT_ONCE = 1 << 22
@@ -711,11 +732,11 @@ def link_loader(
         types = g.ntypes if inputs is None else inputs.feature_widths
         columns = {ntype: [FEATURE if inputs is None else inputs.feature] for ntype in types}
         sampler = dgl.dataloading.NeighborSampler(list(fanouts), mask=TRAIN, prefetch_node_feats=columns)
-        backs = find_reverse_types(g, targets)
+        reverse_types = find_reverse_types(g, targets)
         tables = {
             etype: {
                 back: reverse_edge_ids(g, etype, reverse_etype=back)
-                for back in [*([etype] if etype[0] == etype[2] else []), *backs[etype]]
+                for back in [*([etype] if etype[0] == etype[2] else []), *reverse_types[etype]]
             }
             for etype in targets
         }

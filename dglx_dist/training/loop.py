@@ -1,4 +1,4 @@
-"""The loop of a run: steps, epochs, evaluation, early stopping, and checkpoints to resume from."""
+"""Loop of a run: steps, epochs, evaluation, early stopping, and checkpoints to resume from."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ log = logging.getLogger(__name__)
 
 
 class TrainingRun:
-    """A run of :func:`~dglx_dist.training.fit.train` between its first epoch and its last. Collective."""
+    """A run of :func:`~dglx_dist.training.fit.train` from its first epoch to its last. Collective."""
 
     def __init__(
         self,
@@ -83,50 +83,51 @@ class TrainingRun:
             optimizer=step.optimizer,
             sparse=step.sparse,
             loader=loader,
-            # Must be equal in the run that loads the checkpoint.
+            # These facts must be equal in the run that loads the checkpoint.
             dataset={"num_nodes": g.num_nodes(), "num_edges": g.num_edges()},
             state=objects,
         )
         self._scheduler = objects.get(SCHEDULER)
         self.files = WeightFiles(config.weights_folder, step.model)
         folder, every = config.checkpoint_folder, count_steps_between(config.checkpoint_every, len(loader))
-        # Of checkpoints that are there for the best epoch alone, the others are of no use.
+        # If checkpoints only serve the best epoch, all other ones are useless.
         keep = config.keep or (1 if config.patience and not every else None)
         self._writer = None if folder is None else checkpoint.CheckpointWriter(folder, self._state, keep)
         self._deciding = config.metric[0] if config.metric else ""
         self._task = config.task if isinstance(config.task, str) else "own"
         self.result = FitResult(precision=step.precision, task=self._task)
-        """Of the epochs so far."""
+        """Result of the epochs so far."""
         self._next = 0
+        """Number of the next or current epoch."""
         self._stopping = EarlyStopping(config.patience, self._deciding in LESS_IS_BETTER)
         self._so_far: dict[str, float] = {}
-        """Of the epoch ``_next``, before the loader's position."""
+        """Figures of the current epoch, before the loader's position."""
         self._best: tuple[BestWeights, FitResult | Progress] | None = None
-        """Where no folder has them: weights of the best epoch, and its results."""
+        """Weights and results of the best epoch, if no folder has them."""
         self.sent = Counter[tracing.Pair]()
         """Bytes of this rank's ledger in training so far."""
         self._steps_between = 0 if folder is None else every
-        """Of regular checkpoints; 0: none."""
+        """Number of steps between regular checkpoints. 0: there are none."""
         self._saved_at: tuple[int, int] | None = None
         """Epoch and step of the newest checkpoint."""
         self._is_warned = False
         self.first_step = 0
-        """Of the first epoch."""
+        """First step of the first epoch."""
 
     def resume(self) -> None:
         config, folder = self._config, self._config.checkpoint_folder
         if folder is not None and config.overwrite:
             checkpoint.remove_all(folder)
-        # Checked before anything is loaded.
+        # Progress checks the values before anything is loaded.
         if not config.resume or folder is None or (extra := checkpoint.read_extra(folder, Progress)) is None:
             return
         if config.goes_on:
             check_same(extra, self._facts, folder)
         resumed = checkpoint.load(folder, **vars(self._state), which="newest")
         if self._session.topology.rank == 0:
-            differ = find_differences(extra, self._facts)
-            kept = f" of another configuration ({differ}); the optimizer's settings are its own"
-            log.warning("going on from %s%s", resumed.path, kept if differ else "")
+            differences = find_differences(extra, self._facts)
+            note = f" of another configuration ({differences}), with its settings of the optimizer"
+            log.warning("resuming from %s%s", resumed.path, note if differences else "")
         saved, self._saved_at = Progress(resumed.extra), (resumed.epoch, resumed.step)
         self._next = resumed.epoch
         if self._is_comparable(saved, folder):
@@ -148,18 +149,18 @@ class TrainingRun:
             log.warning("nothing to train: %d epochs are done", self._next)
 
     def _is_comparable(self, saved: Progress, folder: str | Path) -> bool:
-        """Whether the best epoch so far is by the same metric, and its weights are there. Collective."""
+        """Return whether the saved best epoch has the same metric and its weights exist. Collective."""
         if saved.best[0] is None:
             return True
         problem = ""
         if saved.deciding not in (None, self._deciding):
-            problem = f"by {saved.deciding}, and {self._deciding or 'the accuracy'} decides now"
+            problem = f"by {saved.deciding}, but {self._deciding or 'the accuracy'} decides now"
         elif self._config.patience is not None:
             extra = checkpoint.read_extra(self._checkpoint_path(saved.best[0]), Progress)
             if extra is None or str(Progress(extra).best) != str(saved.best):
-                problem = f"and {folder} does not have its weights"
+                problem = f"but {folder} does not have its weights"
         if problem and self._session.topology.rank == 0:
-            log.warning("epoch %d was the best, %s: the best is now of later ones", saved.best[0], problem)
+            log.warning("epoch %d was the best, %s. Only later epochs are compared.", saved.best[0], problem)
         return not problem
 
     def _checkpoint_path(self, epoch: int) -> Path:
@@ -177,15 +178,17 @@ class TrainingRun:
     def _check_patience(self) -> None:
         if (patience := self._config.patience) is not None:
             is_measured = self._config.own_task is None or self._config.evaluate is not None
-            remedy = "partition with a val_mask" if is_measured else "give evaluate="
-            raise ConfigError(f"--early-stop {patience} lacks validation targets; leave it out, or {remedy}")
+            remedy = "partition with a val_mask" if is_measured else "set evaluate="
+            raise ConfigError(f"--early-stop {patience} needs validation targets. Leave it out, or {remedy}.")
 
     @property
     def is_stopped(self) -> bool:
         return self._config.checkpoint_folder is not None and self._session.stop_point.is_over
 
     def leave(self) -> None:
-        """End training; save it if stopped, else go back to the best epoch if ``patience``; collective."""
+        """End training. Save a checkpoint if it was stopped, otherwise return to the best epoch if
+        ``patience``. Collective.
+        """
         self._session.stop_point.close()
         if not self.is_stopped:
             self.files.write(FINAL_WEIGHTS, self._next - 1)
@@ -206,52 +209,53 @@ class TrainingRun:
         else:
             self._writer.wait()
             model, rows = self._step.model, self._step.sparse
-            found = checkpoint.load(
+            resumed = checkpoint.load(
                 self._checkpoint_path(epoch), model=model, sparse=rows, random_state=False
             )
-            scores = Progress(found.extra)
+            scores = Progress(resumed.extra)
         self.result = replace(self.result, accuracy=scores.accuracy, metrics=scores.metrics)
         return epoch
 
     def make_stop_error(self) -> Stopped:
-        found = Stopped(*(self._saved_at or (self._next, 0)), self._config.checkpoint_folder)
+        error = Stopped(*(self._saved_at or (self._next, 0)), self._config.checkpoint_folder)
         if self._session.topology.rank == 0:
-            log.warning("%s", found)
-        return found
+            log.warning("%s", error)
+        return error
 
     @property
     def has_epochs(self) -> bool:
         return self._next < self._config.epochs and not self.result.stopped_early
 
     def advance(self, trainer: EpochTrainer | None, after_step: Callable[[], None]) -> Sequence[EpochRecord]:
-        """Train one epoch, or with a ``trainer`` those until the next stop; evaluate and save there."""
+        """Train one epoch, or with a ``trainer`` the epochs until the next stop. Evaluate and save there."""
         if trainer is None:
             if (record := self._train_epoch(after_step)) is None:
                 return []
-            found = [record]
+            records = [record]
         else:
-            found, rows = trainer.run(self._next, self._next_stop() - self._next)
+            records, rows = trainer.run(self._next, self._next_stop() - self._next)
             self._count_bytes(rows)
-            for _ in found:
+            for _ in records:
                 after_step()
-        self._next += len(found)
+        self._next += len(records)
         own = dict(self._step.model.module.named_parameters())
         check_replicas({name: own[name] for name in self._step.model.parts.replicated}, self._session)
-        found[-1] = self._finish(found[-1])
-        self.result.epochs.extend(found)
-        if any(math.isnan(record.loss) for record in found) and not self._is_warned:
+        records[-1] = self._finish(records[-1])
+        self.result.epochs.extend(records)
+        if any(math.isnan(record.loss) for record in records) and not self._is_warned:
             self._is_warned = True
             warn_user(
-                f"the training loss of epoch {found[-1].epoch} is NaN: look for seeds without a target, "
-                "features that are not finite, and a learning rate that is too large"
+                f"the training loss of epoch {records[-1].epoch} is NaN. Look for seeds without a target, "
+                "features that are not finite, or a learning rate that is too large."
             )
         if self._session.trace is not None:
-            for record in found:
+            for record in records:
                 self._session.trace.note_epoch(record)
-        return found
+        return records
 
     def _train_epoch(self, after_step: Callable[[], None]) -> EpochRecord | None:
-        """Train the rest of the next epoch, with its checkpoints on the way; None: stopped inside of it."""
+        """Train the remaining steps of the next epoch, with its checkpoints. Return None if it was
+        stopped."""
         stop_point, overlaps = self._session.stop_point, self._step.model.overlaps_steps
 
         def after_each() -> None:
@@ -261,17 +265,17 @@ class TrainingRun:
 
         while True:
             if self._steps_between:
-                done = self._next * len(self._loader) + self._loader.state_dict()["step"]
-                due = (done // self._steps_between + 1) * self._steps_between
-                # A pass that ends there has no batches in flight or made ahead: bits and bytes are those of
-                # the run that resumes.
+                steps_done = self._next * len(self._loader) + self._loader.state_dict()["step"]
+                due = (steps_done // self._steps_between + 1) * self._steps_between
+                # A pass that ends at the checkpoint has no batches in flight or prefetched, so its bits and
+                # bytes equal those of a resumed run.
                 self._end_pass_at(due - self._next * len(self._loader))
             before = self._g.kvstore.cache_counts()
-            found, rows = train_pass(self._step, self._loader, self._session, after_each, self._so_far)
+            figures, rows = train_pass(self._step, self._loader, self._session, after_each, self._so_far)
             self._count_bytes(rows)
             counts = self._g.kvstore.cache_counts() - before
             hits, misses = (self._so_far.get(name, 0) for name in ("hits", "misses"))
-            self._so_far |= {**found, "hits": hits + counts.hits, "misses": misses + counts.misses}
+            self._so_far |= {**figures, "hits": hits + counts.hits, "misses": misses + counts.misses}
             if overlaps:
                 stop_point.should_stop()
             if not (step := self._loader.state_dict()["step"]):
@@ -280,13 +284,13 @@ class TrainingRun:
                 return None
             pause = self._save(step)
             self._so_far = {**self._so_far, "checkpoint_s": self._so_far.get("checkpoint_s", 0) + pause}
-        figures, self._so_far = self._so_far, {}
-        record = tracing.gather_figures(gather_json(figures, self._session), self._next)
+        totals, self._so_far = self._so_far, {}
+        record = tracing.gather_figures(gather_json(totals, self._session), self._next)
         has_classes = self._task == CLASSIFICATION or self._task not in METRICS_OF
         return record if has_classes else replace(record, train_accuracy=math.nan)
 
     def _end_pass_at(self, step: int) -> None:
-        # Checkpoints do not have gradients of batches before the step of the optimizer.
+        # Checkpoints do not contain accumulated gradients, so a pass ends after a step of the optimizer.
         self._loader.end_at(self._step.accumulation.find_last_step(step, len(self._loader)))
 
     def _count_bytes(self, rows: Sequence[LedgerRow]) -> None:
@@ -294,7 +298,7 @@ class TrainingRun:
             self.sent[row.phase, row.source, row.destination] += row.num_bytes
 
     def _next_stop(self) -> int:
-        # The loader of a trainer has one step an epoch.
+        # The loader of a trainer has one step per epoch.
         config = self._config
         every = [number for number in (config.eval_every, self._steps_between) if number]
         return min([config.epochs, *((self._next // number + 1) * number for number in every)])
@@ -308,7 +312,7 @@ class TrainingRun:
         if self._scheduler is not None and not isinstance(self._scheduler, ReduceLROnPlateau):
             self._scheduler.step()
         self._session.stop_point.should_stop()
-        # Else the checkpoint that a resumed run began with would stay its newest one.
+        # Otherwise the checkpoint that a resumed run began with would remain its newest one.
         saves, every = self._steps_between or self._saved_at is not None, self._steps_between or math.inf
         is_best = self._writer is not None and config.patience and self.result.best_epoch == record.epoch
         if is_best or (saves and (last or self._next * len(self._loader) % every == 0)):
@@ -324,11 +328,11 @@ class TrainingRun:
         accuracy, metrics = self.result.accuracy, self.result.metrics
         if config.evaluate is not None or config.own_task is None:
             model, options = self._step.model, self._evaluate_options
-            found = config.evaluate(model) if config.evaluate else evaluate(model, self._g, **options)
-            metrics = {name: value for name, value in found.items() if not name.endswith("_mask")}
-            accuracy = {name: value for name, value in found.items() if name.endswith("_mask")}
-            of_validation = accuracy.get(VALIDATION, metrics.get("val_accuracy"))
-            record = replace(record, metrics=metrics, val_accuracy=of_validation)
+            scores = config.evaluate(model) if config.evaluate else evaluate(model, self._g, **options)
+            metrics = {name: value for name, value in scores.items() if not name.endswith("_mask")}
+            accuracy = {name: value for name, value in scores.items() if name.endswith("_mask")}
+            val_accuracy = accuracy.get(VALIDATION, metrics.get("val_accuracy"))
+            record = replace(record, metrics=metrics, val_accuracy=val_accuracy)
         self.result = replace(self.result, accuracy=accuracy, metrics=metrics)
         validation = metrics.get(f"val_{self._deciding}", accuracy.get(VALIDATION))
         if validation is None:
@@ -356,20 +360,21 @@ class TrainingRun:
         return {**options, "metrics": config.metric}
 
     def close(self, *, failed: bool) -> None:
-        """Wait for the last checkpoint, unless training ``failed``: it may never be complete then."""
+        """Wait for the last checkpoint. After a failure it may never be complete, so it is abandoned."""
         self._step.set_rates(1.0)
         if self._writer is not None:
             self._writer.abandon() if failed else self._writer.wait()
 
     def _save(self, step: int = 0, *, wait: bool = False) -> float:
-        """Save after ``step`` steps of the next epoch, where the loader's pass has ended; collective.
+        """Save after ``step`` steps of the next epoch, where the loader's pass has ended. Collective.
 
-        Returns the seconds for which training stood still. With ``wait`` the checkpoint is then complete.
+        Return the seconds for which training stood still. With ``wait``, the checkpoint is complete on
+        return.
         """
         assert self._writer is not None
         begin = time.perf_counter()
         best = (self._stopping.epoch, self._stopping.score)
-        self._writer.wait()  # It reads what it spares.
+        self._writer.wait()  # The writer thread reads ``protected``.
         self._writer.protected = (
             None if best[0] is None or not self._config.patience else self._checkpoint_path(best[0])
         )
@@ -395,7 +400,7 @@ class TrainingRun:
 
 
 class TrainingLoader(ResumableLoader, Protocol):
-    """The loader interface of :func:`train_pass`."""
+    """Interface of the loader for :func:`train_pass`."""
 
     def __iter__(self) -> Any: ...
     def end_at(self, step: int | None) -> None: ...
@@ -410,16 +415,17 @@ class Step:
     optimizer: torch.optim.Optimizer
     task: Task
     sparse: Sequence[SparseOptimizer] = ()
-    """Optimisers of the model's input embeddings."""
+    """Optimizers of the model's input embeddings."""
     rates: Sequence[float] = ()
-    """Learning rates of the optimizer's groups, then of ``sparse``, of which the schedule gives a part."""
+    """Learning rates of the optimizer's groups, then of ``sparse``. The schedule multiplies them by a
+    factor."""
     precision: str = FLOAT32
-    """Of forward passes."""
+    """Precision of forward passes."""
     accumulation: Accumulation
     clip_norm: float | None = None
-    """Maximum norm of the gradients of a step; None: they are not clipped."""
+    """Maximum norm of the gradients of a step. None: they are not clipped."""
     schedule: RunOptions | None = None
-    """Whose ``schedule`` and ``warmup`` set the learning rate; None: it is constant."""
+    """Options with the ``schedule`` and ``warmup`` of the learning rate. None: it is constant."""
 
     def set_rates(self, factor: float) -> None:
         if self.schedule is None:
@@ -438,33 +444,35 @@ Figures: TypeAlias = Mapping[str, float]
 def train_pass(
     step: Step, loader: TrainingLoader, session: Session, after_step: Callable[[], None], before: Figures
 ) -> tuple[Figures, Sequence[LedgerRow]]:
-    """Train until the loader's pass ends; return figures, with those ``before`` in its epoch, and bytes."""
+    """Train until the loader's pass ends. Return the figures of the epoch, including ``before``, and the
+    bytes.
+    """
     step.model.train()
     loader.times(reset=True)
     step.model.exchange_seconds(reset=True)
-    counted = session.ledger.snapshot()
+    ledger_before = session.ledger.snapshot()
     steps: list[tuple[Tensor, int | Tensor, int]] = []
     begin = time.perf_counter()
     for batch in loader:
-        # Numbered like the loader's batches, so that a trace shows the batch of a step.
+        # Steps are numbered like the loader's batches, so that a trace shows the batch of a step.
         position = loader.state_dict()
         number = position["epoch"] * len(loader) + position["step"] - 1
         if step.schedule is not None:
             step.set_rates(compute_rate_factor(step.schedule, number, len(loader)))
         place = position["step"], step.accumulation.find_last_step(position["step"], len(loader))
-        found = _train_step(step, batch, place, partial(session.timeline.span, row=COMPUTE, batch=number))
-        if found.num_targets:
-            # The mean over no targets is nan, which would spoil the total.
-            steps.append((found.loss.detach(), found.num_correct, found.num_targets))
+        step_loss = _train_step(step, batch, place, partial(session.timeline.span, row=COMPUTE, batch=number))
+        if step_loss.num_targets:
+            # The mean over no targets is NaN, which would spoil the total.
+            steps.append((step_loss.loss.detach(), step_loss.num_correct, step_loss.num_targets))
         after_step()
-    # Read at the end: each step would wait for the device.
+    # The values are read at the end, because reading them in each step would wait for the device.
     loss, correct, targets = before.get("loss", 0.0), 0, 0
-    for of_step, num_correct, num_targets in steps:
-        loss += float(of_step) * num_targets
+    for step_loss_value, num_correct, num_targets in steps:
+        loss += float(step_loss_value) * num_targets
         correct += int(num_correct)
         targets += num_targets
     seconds = time.perf_counter() - begin
-    rows = session.ledger.since(counted, control=False)
+    rows = session.ledger.since(ledger_before, control=False)
     times = loader.times()
     counts = {
         "correct": correct,
@@ -477,31 +485,31 @@ def train_pass(
         "wait_s": times.wait_s,
         "exchange_s": step.model.exchange_seconds(),
     }
-    # The loss is added in the order of the steps, so that a resumed epoch has the same bits.
+    # The losses are added in the order of the steps, so that a resumed epoch has the same bits.
     sums = {name: before.get(name, 0) + value for name, value in counts.items()}
     return {**before, "loss": loss, **sums}, rows
 
 
 def _train_step(
-    step: Step, batch: Any, place: tuple[int, int], span: Callable[[str], AbstractContextManager[None]]
+    step: Step, batch: Any, position: tuple[int, int], span: Callable[[str], AbstractContextManager[None]]
 ) -> StepLoss:
-    """Train on a batch; ``place`` is its number, and that of the last one of the same optimizer step."""
+    """Train on a batch. ``position`` is (its number, the number of the last batch of the optimizer step)."""
     autocast: AbstractContextManager[Any] = nullcontext()
     if step.precision == BF16:
         autocast = torch.autocast(float_of(step.model).device.type, torch.bfloat16)
-    is_last = place[0] == place[1]
+    is_last = position[0] == position[1]
     step.accumulation.begin()
     with nullcontext() if is_last else step.model.no_sync():
         with span("forward"), autocast:
-            found = step.task(step.model, batch)
-        if (place[0] - 1) % step.accumulation.number == 0:
+            step_loss = step.task(step.model, batch)
+        if (position[0] - 1) % step.accumulation.number == 0:
             step.optimizer.zero_grad(set_to_none=True)
             for rows in step.sparse:
                 rows.zero_grad()
         with span("backward"):
-            step.accumulation.weigh(found.loss).backward()  # type: ignore[no-untyped-call]  # torch leaves it bare
+            step.accumulation.weigh(step_loss.loss).backward()  # type: ignore[no-untyped-call]  # torch leaves it bare
     if not is_last:
-        return found
+        return step_loss
     with span("step"):
         step.accumulation.finish(step.model.parameters())
         if step.clip_norm is not None:
@@ -509,39 +517,39 @@ def _train_step(
         step.optimizer.step()
         for rows in step.sparse:
             rows.step()
-    return found
+    return step_loss
 
 
 class Accumulation:
-    """Weighs the mean losses of ``number`` batches by the terms that all ranks have in each."""
+    """Weighs the mean losses of ``number`` batches by the number of terms that all ranks have in each."""
 
     def __init__(self, number: int, session: Session) -> None:
         self.number, self._session, self._sum = number, session, 0.0
 
     def find_last_step(self, step: int, steps_of_epoch: int) -> int:
-        """Return the steps of the epoch after which the gradients of ``step`` are complete."""
+        """Return the step of the epoch after which the gradients of ``step`` are complete."""
         return min(-(-step // self.number) * self.number, steps_of_epoch)
 
     def begin(self) -> None:
-        """Forget the terms of the batch before."""
+        """Forget the terms of the previous batch."""
         NUM_TERMS.get(self._session).clear()
 
     def weigh(self, loss: Tensor) -> Tensor:
-        """Return the loss of a batch times its number of terms."""
+        """Return the loss of a batch multiplied by its number of terms."""
         if self.number == 1:
             return loss
         share, counts = self._session.model_share, set(NUM_TERMS.get(self._session))
         if len(counts) > 1 or share is None:
             raise ConfigError(
                 f"accumulate={self.number} needs a loss that is one mean over a known number of terms, but "
-                f"this one has {sorted(counts) or 'none'}; leave it out"
+                f"this one has {sorted(counts) or 'none'}. Leave it out."
             )
         terms = next(iter(counts), float(share.num_global))
         self._sum += terms
         return loss * terms
 
     def finish(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Divide the gradients by the terms of all batches."""
+        """Divide the gradients by the number of terms of all batches."""
         for parameter in parameters if self._sum else ():
             if parameter.grad is not None:
                 parameter.grad /= self._sum

@@ -1,6 +1,6 @@
-"""Exact metrics over all ranks: counts are summed first and divided once.
+"""Exact metrics over all ranks. Counts are summed first and divided once.
 
-Functions with a ``session`` are collective: every rank calls them with its own rows, possibly none.
+Functions with a ``session`` are collective. Every rank calls them with its own rows, possibly none.
 """
 
 import math
@@ -19,10 +19,10 @@ PHASE = "metrics"
 
 
 def accuracy(predicted: Tensor, label: Tensor, session: Session) -> float:
-    """Share of rows over all ranks where ``predicted`` equals ``label``; nan without rows.
+    """Return the share of rows over all ranks where ``predicted`` equals ``label``. NaN without rows.
 
-    ``predicted`` are (B,) integer classes, or (B, C) scores whose largest is taken; ``label`` (B,) integer
-    classes.
+    ``predicted`` are (B,) integer classes, or (B, C) scores of which the largest counts. ``label`` are (B,)
+    integer classes.
     """
     classes = run_on_all_ranks(session, lambda: _as_classes(predicted, label), ConfigError)
     return _mean((classes == label).to(torch.float64), session)
@@ -36,34 +36,36 @@ def f1(
     *,
     average: Literal["macro", "micro"] = "macro",
 ) -> float:
-    """F1 over all ranks; nan without rows.
+    """Return the F1 score over all ranks. NaN without rows.
 
-    ``micro`` counts all classes together (with one class per row it equals the accuracy). ``macro`` is the
+    ``micro`` counts all classes together. With one class per row it equals the accuracy. ``macro`` is the
     mean over the classes that occur as label or as prediction.
 
     Args:
-        predicted: (B,) integer classes or (B, C) scores; (B, C) bool where a row may have several classes.
-        label: (B,) integer classes in [0, num_classes); (B, C) of 0 and 1 beside bool predictions.
+        predicted: (B,) integer classes or (B, C) scores. (B, C) bool if a row may have several classes.
+        label: (B,) integer classes in [0, num_classes), or (B, C) of 0 and 1 for bool predictions.
 
     Raises:
-        ConfigError: on all ranks: ``average`` is invalid, or shapes do not match.
+        ConfigError: on all ranks, if ``average`` is invalid or shapes do not match.
     """
 
-    def counted() -> Tensor:
+    def count() -> Tensor:
         if average not in ("macro", "micro"):
             raise ConfigError(f"average={average!r} must be 'macro' or 'micro'")
         if predicted.dtype == torch.bool:
             _check_pair(predicted, label, "labels")
             truth = label.to(torch.bool)
-            return torch.stack([one.sum(0) for one in (predicted & truth, predicted, truth)])
+            return torch.stack([rows.sum(0) for rows in (predicted & truth, predicted, truth)])
         classes = _as_classes(predicted, label)
-        rows = (label[classes == label], classes, label)
-        found = [torch.bincount(one, minlength=num_classes) for one in rows]
-        if any(len(one) > num_classes for one in found):
-            raise ConfigError(f"a class is not below num_classes={num_classes}; give the number of all")
-        return torch.stack(found)
+        class_rows = (label[classes == label], classes, label)
+        class_counts = [torch.bincount(rows, minlength=num_classes) for rows in class_rows]
+        if max(map(len, class_counts)) > num_classes:
+            raise ConfigError(
+                f"a class is not below num_classes={num_classes}. Pass the number of all classes."
+            )
+        return torch.stack(class_counts)
 
-    counts = run_on_all_ranks(session, counted, ConfigError)
+    counts = run_on_all_ranks(session, count, ConfigError)
     hit, positive, true = sum_over_ranks(counts, session, phase=PHASE).to(torch.float64)
     if average == "micro":
         hit, positive, true = hit.sum()[None], positive.sum()[None], true.sum()[None]
@@ -74,28 +76,28 @@ def f1(
 
 
 def roc_auc(score: Tensor, label: Tensor, session: Session) -> float:
-    """Exact area under the ROC curve over all ranks: P(score of a positive > of a negative), ties count 1/2.
+    """Return the exact area under the ROC curve over all ranks. Ties count 1/2.
 
     Every rank counts its positives among the negatives of all ranks, so only the scores of the negatives are
-    sent (W-1 copies), and the result is a quotient of integers. nan when one class has no row. Of (B, C)
-    scores, the mean over the columns that have both.
+    sent (W-1 copies), and the result is a quotient of integers. It is NaN if one class has no row. For (B, C)
+    scores, it is the mean over the columns that have both classes.
 
     Args:
-        score: (B,) or (B, C) floating point, finite.
-        label: The same shape, bool or 0 / 1.
+        score: (B,) or (B, C) floating-point scores, finite.
+        label: Labels of the same shape, bool or 0 / 1.
 
     Raises:
-        ConfigError: on all ranks: a score is nan, or shapes differ.
+        ConfigError: on all ranks, if a score is NaN or shapes differ.
     """
     run_on_all_ranks(session, lambda: _check_scores(score, label), ConfigError)
     return _mean_of_columns(_roc_auc, score.detach(), label.to(torch.bool), session)
 
 
 def average_precision(score: Tensor, label: Tensor, session: Session) -> float:
-    """Exact average precision over all ranks: the mean over positives of the precision down to their score.
+    """Return the exact average precision over all ranks: the mean precision at the scores of the positives.
 
-    All scores are sent (W-1 copies). nan without positives. Of (B, C) scores, the mean over the columns that
-    have some. Arguments and errors are those of :func:`roc_auc`.
+    All scores are sent (W-1 copies). It is NaN without positives. For (B, C) scores, it is the mean over the
+    columns that have positives. Arguments and errors are those of :func:`roc_auc`.
     """
     run_on_all_ranks(session, lambda: _check_scores(score, label), ConfigError)
     return _mean_of_columns(_average_precision, score.detach(), label.to(torch.bool), session)
@@ -105,8 +107,9 @@ def _mean_of_columns(
     metric: Callable[[Tensor, Tensor, Session], float], score: Tensor, label: Tensor, session: Session
 ) -> float:
     columns = [(score, label)] if score.dim() == 1 else zip(score.T, label.T, strict=True)
-    found = [value for one, truth in columns if not math.isnan(value := metric(one, truth, session))]
-    return math.fsum(found) / len(found) if found else math.nan
+    values = [metric(column, truth, session) for column, truth in columns]
+    values = [value for value in values if not math.isnan(value)]
+    return math.fsum(values) / len(values) if values else math.nan
 
 
 def _average_precision(score: Tensor, positive: Tensor, session: Session) -> float:
@@ -130,15 +133,15 @@ def _roc_auc(score: Tensor, positive: Tensor, session: Session) -> float:
 
 
 def rmse(predicted: Tensor, target: Tensor, session: Session) -> float:
-    """Root mean squared error over all ranks' values; nan without values.
+    """Return the root mean squared error over the values of all ranks. NaN without values.
 
-    ``predicted`` and ``target`` are (B,) or (B, K) real numbers; ConfigError on all ranks if shapes differ.
+    ``predicted`` and ``target`` are (B,) or (B, K) real numbers. ConfigError on all ranks if shapes differ.
     """
     return math.sqrt(_mean_error(predicted, target, 2, session))
 
 
 def mae(predicted: Tensor, target: Tensor, session: Session) -> float:
-    """Mean absolute error over all ranks' values; nan without values. See :func:`rmse`."""
+    """Return the mean absolute error over the values of all ranks. NaN without values. See :func:`rmse`."""
     return _mean_error(predicted, target, 1, session)
 
 
@@ -148,15 +151,15 @@ def _mean_error(predicted: Tensor, target: Tensor, power: int, session: Session)
 
 
 def _mean(values: Tensor, session: Session) -> float:
-    counted = torch.tensor([float(values.sum()), float(values.numel())], dtype=torch.float64)
-    total, count = sum_over_ranks(counted, session, phase=PHASE).tolist()
+    sums = torch.tensor([float(values.sum()), float(values.numel())], dtype=torch.float64)
+    total, count = sum_over_ranks(sums, session, phase=PHASE).tolist()
     return total / count if count else math.nan
 
 
-def _check_pair(predicted: Tensor, target: Tensor, what: str) -> None:
+def _check_pair(predicted: Tensor, target: Tensor, kind: str) -> None:
     if predicted.shape != target.shape:
         # (B, 1) against (B,) would be broadcast to all pairs of rows.
-        raise ConfigError(f"{tuple(predicted.shape)} predictions do not match {tuple(target.shape)} {what}")
+        raise ConfigError(f"{tuple(predicted.shape)} predictions do not match {tuple(target.shape)} {kind}")
 
 
 def _check_scores(score: Tensor, label: Tensor) -> None:
@@ -176,21 +179,21 @@ def _as_classes(predicted: Tensor, label: Tensor) -> Tensor:
 
 
 MAX_SCORES = 2**24
-"""Default of the scores held at once: 64 MiB in float32."""
+"""Default number of scores held at once: 64 MiB in float32."""
 
 ScoreAll: TypeAlias = Callable[[Tensor, Tensor], Tensor]
-"""(b,) int64 subjects and (b,) int64 relations to the (b, C) scores of all candidate answers."""
+"""Maps (b,) int64 subjects and (b,) int64 relations to the (b, C) scores of all candidate answers."""
 
 AfterRanking: TypeAlias = Callable[[Tensor, Tensor], None]
-"""Takes (b,) scores of answers and (b, C) ones of the other candidates, nan where removed."""
+"""Called with (b,) scores of answers and (b, C) scores of the other candidates, NaN for removed ones."""
 
 
 @final
 class KnownEdges:
-    """The true answers of every (subject, relation), which filtered ranking removes from the candidates.
+    """The true answers of every (subject, relation). Filtered ranking removes them from the candidates.
 
     Args:
-        subject: (E,) integers, at least 0; for tails of triples their heads, for heads their tails.
+        subject: (E,) integers, at least 0. Heads if tails are ranked, tails if heads are ranked.
         relation: (E,) integers, at least 0.
         answer: (E,) integers, at least 0.
 
@@ -204,7 +207,7 @@ class KnownEdges:
         _check_lengths(subjects, relations, answers, "edges")
         self._num_subjects = 1 + int(subjects.max(initial=-1))
         if self._num_subjects * (1 + int(relations.max(initial=-1))) >= 2**63:
-            raise ConfigError("pairs of subject and relation exceed 63 bits; renumber them from 0")
+            raise ConfigError("pairs of subject and relation exceed 63 bits. Renumber them from 0.")
         keys = relations * self._num_subjects + subjects
         order = np.lexsort((answers, keys))
         keys, answers = keys[order], answers[order]
@@ -217,10 +220,10 @@ class KnownEdges:
         return len(self._keys)
 
     def find_answers(self, subject: Tensor, relation: Tensor) -> tuple[Tensor, Tensor]:
-        """Return (row, answer), (M,) int64 each: all known answers of (b,) ``subject`` and ``relation``."""
+        """Return all known answers of (b,) ``subject`` and ``relation`` as (row, answer), each (M,) int64."""
         subjects, relations = _ids(subject, "subject"), _ids(relation, "relation")
         keys = relations * self._num_subjects + subjects
-        # The key of an unknown larger subject would be that of a subject of the next relation.
+        # The key of an unknown larger subject would belong to the next relation.
         keys[subjects >= self._num_subjects] = -1
         first = np.searchsorted(self._keys, keys, side="left")
         counts = np.searchsorted(self._keys, keys, side="right") - first
@@ -229,23 +232,23 @@ class KnownEdges:
         return torch.from_numpy(rows), torch.from_numpy(self._answers[positions])
 
 
-def rank_of_positive(positive: Tensor, others: Tensor) -> Tensor:
+def rank_of_positive(positive: Tensor, negatives: Tensor) -> Tensor:
     """Return the (B,) float64 ranks of positives among their negatives; ties count half.
 
     Args:
         positive: (B,) scores.
-        others: (B, K) scores of the negatives of each; K may be 0.
+        negatives: (B, K) scores of the negatives of each. K may be 0.
 
     Raises:
         ConfigError: shapes do not match, or a score is nan.
     """
-    if positive.dim() != 1 or others.dim() != 2 or len(positive) != len(others):
+    if positive.dim() != 1 or negatives.dim() != 2 or len(positive) != len(negatives):
         raise ConfigError(
-            f"{tuple(positive.shape)} positives do not match {tuple(others.shape)} negatives; pass (B,) and "
-            "(B, K)"
+            f"{tuple(positive.shape)} positives do not match {tuple(negatives.shape)} negatives. Pass (B,) "
+            "and (B, K)."
         )
-    _refuse_nan(positive, others)
-    return _compute_ranks(positive, others)
+    _refuse_nan(positive, negatives)
+    return _compute_ranks(positive, negatives)
 
 
 def rank_of_answer(
@@ -261,98 +264,97 @@ def rank_of_answer(
     """Return the (Q,) float64 ranks of this rank's answers among all candidates. Not collective.
 
     Args:
-        score_all: Returns the scores of all candidates, which are overwritten; answer ``a`` is column ``a``.
-        subject: (Q,) int64; Q may be 0.
+        score_all: Returns the scores of all candidates, which are overwritten. Answer ``a`` is column ``a``.
+        subject: (Q,) int64. Q may be 0.
         answer: (Q,) int64 columns.
-        known: True answers to remove from the candidates (filtered ranking); None: remove none (raw).
-        max_scores: Scores held at once; at least one query is scored at a time.
+        known: True answers to remove from the candidates (filtered ranking). None: remove none (raw).
+        max_scores: Number of scores held at once. At least one query is scored at a time.
         after: Called for each b queries that are scored at once.
 
     Raises:
-        ConfigError: ``max_scores`` is below 1, lengths differ, a score is nan, or an answer has no column.
+        ConfigError: ``max_scores`` is below 1, lengths differ, a score is NaN, or an answer has no column.
     """
     if max_scores < 1:
         raise ConfigError(f"max_scores={max_scores} must be at least 1")
     _check_lengths(subject, relation, answer, "queries")
     if len(answer) and int(answer.min()) < 0:
-        raise ConfigError(f"answer {int(answer.min())} is negative; answers are columns of the scores")
-    out, first, at_once = torch.empty(len(answer), dtype=torch.float64), 0, 1
+        raise ConfigError(f"answer {int(answer.min())} is negative, but answers are columns of the scores")
+    out, first, batch_size = torch.empty(len(answer), dtype=torch.float64), 0, 1
     while first < len(answer):
-        rows = slice(first, first + at_once)
+        rows = slice(first, first + batch_size)
         with torch.no_grad():
             scores = score_all(subject[rows], relation[rows])
         hidden = None if known is None else known.find_answers(subject[rows], relation[rows])
-        positive, others = _without_known(scores.detach(), answer[rows], hidden)
-        out[rows] = _compute_ranks(positive, others).cpu()
+        positive, negatives = _remove_known(scores.detach(), answer[rows], hidden)
+        out[rows] = _compute_ranks(positive, negatives).cpu()
         if after is not None:
-            after(positive, others)
+            after(positive, negatives)
         # The number of candidates is known after the first query.
-        first, at_once = first + at_once, max(1, max_scores // max(1, scores.shape[1]))
+        first, batch_size = first + batch_size, max(1, max_scores // max(1, scores.shape[1]))
     return out
 
 
 def mrr(ranks: Tensor, session: Session) -> float:
-    """Mean reciprocal rank over all ranks' (Q,) ``ranks``; nan without any. Collective."""
+    """Return the mean reciprocal rank over all ranks' (Q,) ``ranks``. NaN without any. Collective."""
     return _mean(1.0 / ranks.to(torch.float64), session)
 
 
 def hits_at(k: int, ranks: Tensor, session: Session) -> float:
-    """Share of all ranks' (Q,) ``ranks`` that are at most ``k``; nan without any. Collective.
+    """Return the share of all ranks' (Q,) ``ranks`` that are at most ``k``. NaN without any. Collective.
 
     Raises:
-        ConfigError: on all ranks: ``k`` is below 1.
+        ConfigError: on all ranks, if ``k`` is below 1.
     """
 
-    def found() -> Tensor:
+    def find_hits() -> Tensor:
         if k < 1:
             raise ConfigError(f"k={k} must be at least 1")
         return (ranks <= k).to(torch.float64)
 
-    return _mean(run_on_all_ranks(session, found, ConfigError), session)
+    return _mean(run_on_all_ranks(session, find_hits, ConfigError), session)
 
 
-def _without_known(
+def _remove_known(
     scores: Tensor, answer: Tensor, hidden: tuple[Tensor, Tensor] | None
 ) -> tuple[Tensor, Tensor]:
     _refuse_nan(scores)
     columns = answer.to(scores.device)
-    largest = max(
-        (int(ids.max()) for ids in (answer, *(hidden[1:] if hidden else ())) if len(ids)), default=-1
-    )
+    id_columns = [answer] if hidden is None else [answer, hidden[1]]
+    largest = max((int(ids.max()) for ids in id_columns if len(ids)), default=-1)
     if largest >= scores.shape[1]:
         raise ConfigError(
-            f"answer {largest} has no column among the {scores.shape[1]} candidates; score all of them"
+            f"answer {largest} has no column among the {scores.shape[1]} candidates. Score all of them."
         )
     rows = torch.arange(len(scores), device=scores.device)
     positive = scores[rows, columns]
-    # nan is neither above nor equal to any score, so these columns do not count.
+    # NaN is neither above nor equal to any score, so these columns do not count.
     if hidden is not None:
         scores[hidden[0].to(scores.device), hidden[1].to(scores.device)] = math.nan
     scores[rows, columns] = math.nan
     return positive, scores
 
 
-def _compute_ranks(positive: Tensor, others: Tensor) -> Tensor:
-    above = (others > positive[:, None]).sum(1)
-    equal = (others == positive[:, None]).sum(1)
+def _compute_ranks(positive: Tensor, negatives: Tensor) -> Tensor:
+    above = (negatives > positive[:, None]).sum(1)
+    equal = (negatives == positive[:, None]).sum(1)
     return 1.0 + above.to(torch.float64) + 0.5 * equal.to(torch.float64)
 
 
-def _check_lengths(subject: Sized, relation: Sized, answer: Sized, what: str) -> None:
+def _check_lengths(subject: Sized, relation: Sized, answer: Sized, kind: str) -> None:
     if not len(subject) == len(relation) == len(answer):
         raise ConfigError(
             f"{len(subject)} subjects, {len(relation)} relations and {len(answer)} answers do not form one "
-            f"list of {what}; give columns of one length"
+            f"list of {kind}. Pass columns of one length."
         )
 
 
 def _refuse_nan(*scores: Tensor) -> None:
-    if any(bool(torch.isnan(one).any()) for one in scores):
-        raise ConfigError("a score is nan and cannot be ranked; check the model for its source")
+    if any(bool(torch.isnan(tensor).any()) for tensor in scores):
+        raise ConfigError("a score is NaN and cannot be ranked. Check the model for its source.")
 
 
 def _ids(ids: Tensor, name: str) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
-    found = torch.as_tensor(ids).cpu().numpy().astype(np.int64).reshape(-1)
-    if len(found) and found.min() < 0:
-        raise ConfigError(f"{name} {found.min()} is negative; ids count from 0")
-    return found
+    array = torch.as_tensor(ids).cpu().numpy().astype(np.int64).reshape(-1)
+    if len(array) and array.min() < 0:
+        raise ConfigError(f"{name} {array.min()} is negative, but ids count from 0")
+    return array

@@ -1,4 +1,4 @@
-"""Ready-made models: one record for each, with the options that it takes and what builds it.
+"""Ready-made models: one record for each, with its options and the function that builds it.
 
 Imports no torch, so that ``dglx --help`` is fast.
 """
@@ -12,7 +12,7 @@ from dglx_dist.errors import UnknownNameError
 from dglx_dist.registry import suggest_name
 
 LAYER_OPTIONS = ("norm", "residual", "jk")
-"""Options of what is between the layers of a stack."""
+"""Options of the operations between the layers of a stack."""
 WEIGHTED = "edge_weight"
 
 
@@ -22,15 +22,15 @@ class ModelKind:
     """One ready-made model."""
 
     builder: str
-    """``module:name`` of a function or class of (in_dim, hidden, classes, layers, dropout), for several types
-    of (graph, feature_widths, hidden, classes); it takes :attr:`options` by name."""
+    """``module:name`` of a function or class that is called with (in_dim, hidden, classes, layers, dropout),
+    or for several types with (graph, feature_widths, hidden, classes), and with :attr:`options` by name."""
     options: tuple[str, ...]
-    """Options that not every model has; ``graph``: its degrees decide the norm."""
+    """Options that not every model has. ``graph``: the norm depends on its degrees."""
     several_types: bool = False
     """Whether it is for graphs of several node or edge types."""
 
     def build(self, *arguments: Any, **options: Any) -> Any:
-        """Return the model, whose module is imported first."""
+        """Import the module of the model and build the model."""
         module, _, name = self.builder.partition(":")
         return getattr(import_module(module), name)(*arguments, **options)
 
@@ -48,23 +48,23 @@ KINDS: Mapping[str, ModelKind] = {
     "rgcn": ModelKind("dglx_dist.training.relational:RGCN", ("norm", "residual"), several_types=True),
     "hgt": ModelKind("dglx_dist.training.relational:HGT", ("heads",), several_types=True),
 }
-"""The ready-made models by name."""
+"""Ready-made models by name."""
 MODEL_KINDS = tuple(name for name, kind in KINDS.items() if not kind.several_types)
 RELATIONAL_KINDS = tuple(name for name, kind in KINDS.items() if kind.several_types)
 
 
 def has_option(model: str, option: str) -> bool:
-    """Return whether ``model`` has an ``option`` that not every model has; your own model has none."""
+    """Return whether ``model`` has an ``option`` that not every model has. Your own model has none."""
     return model in KINDS and option in KINDS[model].options
 
 
 def list_kinds(option: str) -> str:
-    """Return the names of the models that take ``option``, for a text."""
+    """Return the names of the models that have ``option``, for a message."""
     return ", ".join(name for name in KINDS if has_option(name, option))
 
 
 def check_kind(kind: str, known: Iterable[str] = MODEL_KINDS) -> None:
-    """Raise UnknownNameError, with the nearest name, unless ``kind`` is one of ``known``."""
+    """Raise UnknownNameError, which suggests the nearest name, unless ``kind`` is one of ``known``."""
     known = tuple(known)
     if kind not in known:
         raise UnknownNameError(

@@ -1,10 +1,10 @@
 """Ready-made models on unchanged ``dgl.nn``.
 
-A custom model gains exact layer-wise inference by one method: ``inference_layers()`` returns, first layer
-first, one callable per layer that maps ``(block, h)`` to the next ``h``, where ``h`` are (num_src, F) rows of
-the block's sources and the result (num_dst, H) rows of its destinations. Activation, norm and dropout between
+A custom model gains exact layer-wise inference by one method. ``inference_layers()`` returns one callable per
+layer, first layer first. It maps ``(block, h)`` to the next ``h``, where ``h`` are (num_src, F) rows of the
+block's sources and the result is (num_dst, H) rows of its destinations. Activation, norm and dropout between
 two convolutions belong to one of the two callables. ``forward(blocks, h)`` then applies the callables in
-order, as in :class:`Stack`.
+order, like :class:`Stack`.
 """
 
 from __future__ import annotations
@@ -38,11 +38,13 @@ if TYPE_CHECKING:
 
 
 InferenceLayer: TypeAlias = Callable[[Any, Any], Any]
-"""(block, h) to the next h: tensors, or with several types or outputs dictionaries and tuples of them."""
+"""Maps (block, h) to the next h: tensors, or with several types or outputs dictionaries and tuples of
+them."""
 
 RECOMPUTE = ("none", "exchange", "keep")
-"""What is kept of a layer of a deep model for backward: everything; only the layer's input, so that the rest
-is recomputed and rows of other ranks are exchanged again; or the input and those rows.
+"""Values that a layer of a deep model keeps for backward: all (``none``), only its input (``exchange``), or
+its input and the rows of other ranks (``keep``). The rest is recomputed, and ``exchange`` also repeats the
+exchange of rows.
 """
 
 
@@ -54,9 +56,9 @@ class SymmetricConv(SplittableConv):
     """GraphConv with Kipf's symmetric norm from the degrees of the whole graph.
 
     ``GraphConv(norm="both")`` on a block divides by the degrees inside the block, so its result depends on
-    the batches. Here an edge from u of out-degree o_u to v of in-degree d_v has the norm
-    ``sqrt(d_v) / (k_v sqrt(o_u))`` with k_v drawn in-edges of v: the exact norm with the full neighbourhood,
-    and its unbiased estimate with a sample. A degree of 0 counts as 1.
+    the batches. Here an edge from u with out-degree o_u to v with in-degree d_v has the norm ``sqrt(d_v) /
+    (k_v sqrt(o_u))`` with k_v drawn in-edges of v. This is the exact norm for the full neighbourhood, and its
+    unbiased estimate for a sample. A degree of 0 counts as 1.
 
     Blocks need ``dgl.NID`` on both sides. If the layer is split, the owner computes the norms.
     """
@@ -75,10 +77,10 @@ class SymmetricConv(SplittableConv):
         return {_NORM: of_targets[destination] * of_sources[source]}
 
     def _compute_norm_factors(self, block: DGLBlock, num_sources: int) -> tuple[Tensor, Tensor]:
-        # Of the norm: (num_sources,) of the first sources, and (D1,).
+        # Factors of the norm: (num_sources,) for the first sources and (D1,) for the targets.
         g, weight = self._graph, self.conv.weight
         degrees = g.in_degrees(block.dstdata[dgl.NID]), g.out_degrees(block.srcdata[dgl.NID])
-        d, o = (to_device(one.clamp(min=1), weight.device).to(weight) for one in degrees)
+        d, o = (to_device(degree.clamp(min=1), weight.device).to(weight) for degree in degrees)
         return o[:num_sources].rsqrt(), d.sqrt() / block.in_degrees().clamp(min=1).to(d)
 
     def forward(self, block: DGLBlock, x: Any, *edges: Tensor | None, **named: Tensor | None) -> Tensor:
@@ -88,7 +90,7 @@ class SymmetricConv(SplittableConv):
         rows, weight = self._sources(block, x), self.conv.weight
         of_sources, of_targets = self._compute_norm_factors(block, len(rows))
         rows = rows * of_sources.to(rows).unsqueeze(-1)
-        # By widths alone: all ranks must send as many columns.
+        # The order depends on widths only, because all ranks must send the same number of columns.
         first = weight.shape[0] > weight.shape[1]
         total = sum_in_edges(block, rows @ weight if first else rows)
         total = total * of_targets.to(total).unsqueeze(-1)
@@ -118,39 +120,40 @@ class SymmetricConv(SplittableConv):
 
 
 class Layered(nn.Module, ABC):
-    """A model of one layer for each block."""
+    """A model with one layer for each block."""
 
     num_layers: int
     target_scale: Tensor | None
     edge_weight: str | None = None
-    """Edge data of the blocks that multiplies messages; None: they are not weighed."""
+    """Edge data of the blocks that multiplies messages. None: messages are not weighed."""
 
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("target_scale", None)
 
     def standardise(self, mean: Tensor, deviation: Tensor) -> None:
-        """Multiply scores, of C columns, by (C,) ``deviation`` and add (C,) ``mean`` from now on.
+        """From now on, multiply scores with C columns by (C,) ``deviation`` and add (C,) ``mean``.
 
-        So the layers learn standardised targets of a regression, and scores stay in the unit of the labels.
-        ``target_scale`` is (2, C) int64, the bits of both in float64.
+        The layers then learn standardised targets of a regression, and scores keep the unit of the labels.
+        ``target_scale`` is (2, C) int64 with the bits of both in float64.
         """
-        # As bits, which half() leaves as they are, as do the means over ranks of floating-point buffers.
+        # half() and means of floating-point buffers over ranks do not change the bits in an integer buffer.
         bits = torch.stack([mean, deviation]).double().view(torch.int64)
         self.target_scale = bits.to(next(self.parameters()).device)
 
     def forward(self, blocks: Any, h: Any) -> Any:
-        """Map the (num_src, F) rows of the first block to (num_dst, C) scores of the last one's destinations.
+        """Map the (num_src, F) rows of the first block to (num_dst, C) scores of the last block's
+        destinations.
 
-        ``blocks`` are one per layer, input-most first, or one graph for all layers. ConfigError: their number
-        is another.
+        ``blocks`` are one per layer, input-most first, or one graph for all layers. ConfigError for another
+        number.
         """
         if isinstance(blocks, dgl.DGLGraph):
             blocks = [blocks] * self.num_layers
         if len(blocks) != self.num_layers:
             raise ConfigError(
-                f"{self.num_layers} layers need {self.num_layers} blocks, not {len(blocks)}; "
-                "give the sampler one fan-out per layer"
+                f"{self.num_layers} layers need {self.num_layers} blocks, not {len(blocks)}. "
+                "Use one fan-out per layer in the sampler."
             )
         for layer, block in zip(self.inference_layers(), blocks, strict=True):
             h = layer(block, h)
@@ -165,20 +168,20 @@ class Layered(nn.Module, ABC):
         assert self.target_scale is not None
         mean, deviation = self.target_scale.view(torch.float64)
 
-        def scaled(rows: Tensor) -> Tensor:
+        def rescale(rows: Tensor) -> Tensor:
             if rows.shape[1:] != mean.shape:
-                return rows  # which the loss refuses
+                return rows  # the loss will refuse them
             # Under autocast rows are bfloat16, which is too coarse for a large mean.
             wide = rows.to(torch.promote_types(rows.dtype, torch.float32))
             return wide * deviation.to(wide) + mean.to(wide)
 
         scores = last(block, h)
         if isinstance(scores, dict):
-            return {ntype: scaled(rows) for ntype, rows in scores.items()}
-        return scaled(scores)
+            return {ntype: rescale(rows) for ntype, rows in scores.items()}
+        return rescale(scores)
 
     def _weights(self, block: Any, rows: Tensor) -> dict[str, Tensor]:
-        """Return the argument of DGL's layers for weights of edges, if there is one."""
+        """Return the argument of DGL's layers for edge weights, if there is one."""
         name = self.edge_weight
         return {} if name is None else {WEIGHTED: block.edata[name].to(rows).reshape(-1)}
 
@@ -191,10 +194,10 @@ class Layered(nn.Module, ABC):
 class ResGCN(Layered):
     """ResGCN+: linear encoder, ``h <- h + conv(dropout(relu(norm(h))))`` per layer, linear decoder.
 
-    The paper has 28, 56 or 112 ``layers``; here they are SAGE's, with the mean. ``dropout`` is before every
-    convolution and the decoder; ``recompute`` one of :data:`RECOMPUTE`, with the same gradients. Initial
-    weights come from torch's global generator. ConfigError: a number is out of range, or ``recompute``
-    unknown.
+    The paper has 28, 56 or 112 ``layers``. Here they are SAGE layers with the mean. ``dropout`` comes before
+    every convolution and the decoder. ``recompute`` is one of :data:`RECOMPUTE`, with the same gradients.
+    Initial weights come from torch's global generator. ConfigError if a number is out of range or
+    ``recompute`` is unknown.
     """
 
     def __init__(
@@ -238,10 +241,10 @@ class ResGCN(Layered):
 
 
 def _halo_rows(block: Any, *, keep: bool) -> Callable[[Tensor], Tensor]:
-    """Return a function from local rows to those of all sources, whose halo is that of its first call.
+    """Return a function that maps local rows to the rows of all sources. It keeps the halo of its first call.
 
-    Blocks of strategies that exchange rows have a method ``all_rows``; without ``keep`` the convolution calls
-    it, and the function returns its argument.
+    Blocks of strategies that exchange rows have a method ``all_rows``. Without ``keep`` the convolution calls
+    that method, and the function returns its argument.
     """
     exchange = getattr(block, "all_rows", None) if keep else None
     kept: Tensor | None = None
@@ -250,7 +253,7 @@ def _halo_rows(block: Any, *, keep: bool) -> Callable[[Tensor], Tensor]:
         nonlocal kept
         rows: Tensor = h if exchange is None else exchange(h, kept=kept)
         if rows is not h and kept is None:
-            # A view would keep the local rows alive too.
+            # A view would also keep the local rows alive.
             kept = rows[len(h) :].detach().clone()
         return rows
 
@@ -259,15 +262,15 @@ def _halo_rows(block: Any, *, keep: bool) -> Callable[[Tensor], Tensor]:
 
 @final
 class Stack(Layered):
-    """A sequence of convolutions, with norm, activation and dropout after all but the last.
+    """A sequence of convolutions, with norm, activation and dropout after all except the last.
 
-    They are called as ``conv(block, h)`` and return (num_dst, H) or, for attention, (num_dst, heads, H).
+    They are called as ``conv(block, h)`` and return (num_dst, H), or (num_dst, heads, H) for attention.
 
-    ``widths``, of features and of all results, are needed by what follows. ``residual`` adds a layer's input
-    to its result, by a linear map where widths differ; from the second layer on, since the first one may be
-    split by input columns. With ``jk`` (jumping knowledge) a linear map
-    of the results of all layers, side by side (``cat``) or the largest of each column (``max``), gives the
-    scores; a layer then returns a tuple, the rows of all layers so far. ConfigError: an unknown word.
+    ``widths`` of features and of all results are needed by the following options. ``residual`` adds a layer's
+    input to its result, with a linear map if widths differ. It starts at the second layer, because the first
+    one may be split by input columns. With ``jk`` (jumping knowledge), a linear map of the results of all
+    layers gives the scores. They are concatenated (``cat``), or reduced to their maximum (``max``). A layer
+    then returns a tuple with the rows of all layers so far. ConfigError for an unknown word.
     """
 
     def __init__(
@@ -287,7 +290,7 @@ class Stack(Layered):
         self.layers, self.num_layers = nn.ModuleList(convs), len(convs)
         self.dropout = nn.Dropout(dropout)
         self._activation, self._jk = activation, jk
-        # Behind the layers: norms that stand before the first one would be split with it.
+        # Norms follow the layers, because a norm before the first layer would be split with it.
         inner = widths[1:-1] if norm == "layer" else ()
         self.norms = nn.ModuleList(nn.LayerNorm(width) for width in inner)
         pairs = list(pairwise(widths))[1 : len(convs)] if residual else []
@@ -308,7 +311,7 @@ class Stack(Layered):
         if last and self.head is None:
             return out
         out = self.dropout(self._activation(self.norms[depth](out) if self.norms else out))
-        rows = (*(one[:num_dst] for one in before if depth), out)
+        rows = (*(layer_rows[:num_dst] for layer_rows in before if depth), out)
         if not last or self.head is None:
             return out if self.head is None else rows
         return self.head(torch.cat(rows, 1) if self._jk == "cat" else torch.stack(rows).amax(0))
@@ -316,10 +319,10 @@ class Stack(Layered):
 
 @final
 class APPNP(Layered):
-    """APPNP (Gasteiger et al. 2019): scores of two linear maps of a node's own row, then a hop per layer.
+    """APPNP (Gasteiger et al. 2019): two linear maps score a node's own row, and each layer is a hop.
 
     ``h <- (1 - teleport) mean(h) + teleport h_0``, with the mean over in-neighbours and the first scores h_0.
-    Initial weights come from torch's global generator. ConfigError: a number is out of range.
+    Initial weights come from torch's global generator. ConfigError if a number is out of range.
     """
 
     def __init__(
@@ -351,7 +354,7 @@ class OwnRows(nn.Module):
         self.linear = nn.Linear(in_dim, out_dim)
 
     def forward(self, block: Any, h: Tensor) -> Tensor:
-        """Map (num_src, F) to (num_dst, H); destinations come first among a block's sources."""
+        """Map (num_src, F) to (num_dst, H). Destinations come first among a block's sources."""
         return self.linear(h[: block.num_dst_nodes()])
 
     def vertex_stage(self) -> DeclaredStage:
@@ -380,50 +383,50 @@ def build_model(  # noqa: PLR0913 - all but four have defaults
     teleport: float = 0.1,
     **between: Any,
 ) -> Stack | ResGCN | APPNP:
-    """Build a model; initial weights come from torch's global generator.
+    """Build a model. Initial weights come from torch's global generator.
 
     Args:
         kind: ``sage`` (mean), ``gcn``, ``gat``, ``gatv2``, ``gin`` (sum, two linear maps), ``mlp``; ``sgc``
             (one linear map to the classes and a mean per layer, without ``hidden``), ``appnp`` or ``resgcn``.
-        in_dim: Feature columns.
-        hidden: Width between layers; for attention, of all heads together.
+        in_dim: Number of feature columns.
+        hidden: Width between layers. For attention, of all heads together.
         classes: Width of the result.
-        layers: At least 1.
+        layers: Number of layers, at least 1.
         dropout: Probability in [0, 1).
-        heads: Attention heads of ``gat`` and ``gatv2``; must divide ``hidden``.
-        graph: For ``gcn``: the graph whose degrees give the symmetric norm (:class:`SymmetricConv`). Without
+        heads: Number of attention heads of ``gat`` and ``gatv2``. Must divide ``hidden``.
+        graph: For ``gcn``, the graph with the degrees of the symmetric norm (:class:`SymmetricConv`). Without
             it a node takes the mean over its in-neighbours (``GraphConv(norm="right")``).
-        teleport: Of :class:`APPNP`; other kinds ignore it.
-        between: ``norm``, ``residual`` and ``jk`` of :class:`Stack`, for those of the first line.
+        teleport: Share of the first scores in :class:`APPNP`. Other kinds ignore it.
+        between: ``norm``, ``residual`` and ``jk`` of :class:`Stack`, for the first kinds up to ``mlp``.
 
     Raises:
         UnknownNameError: ``kind`` is unknown.
-        ConfigError: a value is out of range, or one of ``between`` has no use with ``kind``.
+        ConfigError: a value is out of range, or ``kind`` does not support one of ``between``.
     """
     check_kind(kind)
     _check_sizes(f"model {kind!r}", in_dim, hidden, classes, layers, dropout)
-    asked = [name for name, value in between.items() if value not in ("none", False)]
-    if useless := [name for name in asked if not has_option(kind, name)]:
+    active = [name for name, value in between.items() if value not in ("none", False)]
+    if unsupported := [name for name in active if not has_option(kind, name)]:
         raise ConfigError(
-            f"model {kind!r} takes no {' and no '.join(useless)}: norm, residual and jk are of "
-            f"{list_kinds('jk')}; leave them out"
+            f"model {kind!r} takes no {' and no '.join(unsupported)}, because only {list_kinds('jk')} have "
+            "norm, residual and jk. Leave them out."
         )
     if has_option(kind, "heads") and (heads < 1 or hidden % heads):
-        raise ConfigError(f"heads={heads} must divide hidden={hidden}; choose another number of heads")
-    own = {"heads": heads, "graph": graph, "teleport": teleport, **between}
-    taken = {name: value for name, value in own.items() if has_option(kind, name)}
-    return KINDS[kind].build(in_dim, hidden, classes, layers, dropout, **taken)
+        raise ConfigError(f"heads={heads} must divide hidden={hidden}. Choose another number of heads.")
+    options = {"heads": heads, "graph": graph, "teleport": teleport, **between}
+    options = {name: value for name, value in options.items() if has_option(kind, name)}
+    return KINDS[kind].build(in_dim, hidden, classes, layers, dropout, **options)
 
 
-def _check_sizes(what: str, in_dim: int, hidden: int, classes: int, layers: int, dropout: float) -> None:
+def _check_sizes(owner: str, in_dim: int, hidden: int, classes: int, layers: int, dropout: float) -> None:
     if layers < 1 or min(in_dim, hidden, classes) < 1 or not 0.0 <= dropout < 1.0:
         raise ConfigError(
-            f"{what} needs widths and layers of at least 1 and a dropout in [0, 1), but got in_dim={in_dim}, "
+            f"{owner} needs widths and layers of at least 1 and a dropout in [0, 1), but in_dim={in_dim}, "
             f"hidden={hidden}, classes={classes}, layers={layers}, dropout={dropout}"
         )
 
 
-# allow_zero_in_degree: nodes without in-neighbours are a property of the graph, not an error.
+# Nodes without in-neighbours are a property of the graph, not an error.
 _MEAN = {"norm": "right", "allow_zero_in_degree": True}
 
 
@@ -432,7 +435,9 @@ def _make_hops(width: int, count: int) -> list[nn.Module]:
 
 
 Conv: TypeAlias = Callable[..., nn.Module]
-"""(columns of sources, columns of results, whether it is the last one; ``heads`` or ``graph``) to a layer."""
+"""Maps (columns of sources, columns of results, whether it is the last one, ``heads`` or ``graph``) to a
+layer.
+"""
 
 
 def _stack(conv: Conv, activation: Callable[[Tensor], Tensor] = torch.relu) -> Callable[..., Stack]:
@@ -450,7 +455,7 @@ def _stack(conv: Conv, activation: Callable[[Tensor], Tensor] = torch.relu) -> C
         jk: str = "none",
         **of_conv: Any,
     ) -> Stack:
-        # With jumping knowledge, the last pair of widths is that of the linear map.
+        # With jumping knowledge, the last pair of widths belongs to the linear map.
         widths = [in_dim, *[hidden] * (layers - 1 + (jk != "none")), classes]
         pairs = list(pairwise(widths))
         last = len(pairs) - 1
@@ -474,7 +479,7 @@ def _make_attention(layer: Callable[..., nn.Module]) -> Conv:
 
 
 def _gin(in_dim: int, out_dim: int, _last: bool) -> nn.Module:
-    # No batch norm: its means would be those of one rank's rows.
+    # There is no batch norm, because its means would cover one rank's rows only.
     maps = nn.Sequential(nn.Linear(in_dim, out_dim), nn.ReLU(), nn.Linear(out_dim, out_dim))
     return dgl.nn.GINConv(maps, "sum")
 
@@ -488,6 +493,6 @@ build_mlp = _stack(lambda in_dim, out_dim, _last: OwnRows(in_dim, out_dim))
 
 
 def build_sgc(in_dim: int, _hidden: int, classes: int, layers: int, dropout: float) -> Stack:
-    """Return one linear map to the classes, then a mean per layer."""
+    """Build one linear map to the classes, followed by a mean per layer."""
     convs = [dgl.nn.GraphConv(in_dim, classes, **_MEAN), *_make_hops(classes, layers - 1)]
     return Stack(convs, torch.nn.Identity(), dropout)

@@ -31,14 +31,14 @@ class Stateful(Protocol):
 
 
 def split_objects(objects: Mapping[str, Stateful]) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Return the tensors of the objects' states by ``<name>/<number>``, and JSON values by name."""
+    """Return the tensors of the objects' states by ``<name>/<number>``, and their JSON values by name."""
     tensors: dict[str, Tensor] = {}
     values: dict[str, Any] = {}
     for name, stateful in objects.items():
         if not isinstance(name, str) or not isinstance(stateful, Stateful) or isinstance(stateful, type):
             raise CheckpointError(
-                f"state[{name!r}] is a {type(stateful).__name__}; give objects with state_dict() and "
-                "load_state_dict() by names of type str"
+                f"state[{name!r}] is a {type(stateful).__name__}. Pass objects with state_dict() and "
+                "load_state_dict() under names of type str."
             )
         values[name] = {
             "kind": type(stateful).__name__,
@@ -60,20 +60,22 @@ def _encode(path: str, name: str, value: object, tensors: dict[str, Tensor]) -> 
     if _MAPPINGS.get(kind) is type(value) and isinstance(value, Mapping):
         for key in value:
             if type(key) not in (bool, int, float, str, type(None)):
-                raise CheckpointError(f"{path} has the key {key!r} of type {type(key).__name__}; use strings")
+                raise CheckpointError(
+                    f"{path} has the key {key!r} of type {type(key).__name__}. Use strings."
+                )
         entries = [[key, _encode(f"{path}[{key!r}]", name, item, tensors)] for key, item in value.items()]
         return {"mapping": kind, "items": entries}
     if isinstance(value, list | tuple | set) and _SEQUENCES.get(kind) is type(value):
         entries = [_encode(f"{path}[{at}]", name, item, tensors) for at, item in enumerate(value)]
         return {"sequence": kind, "items": entries}
     raise CheckpointError(
-        f"{path} is of type {type(value).__name__}, which cannot be saved without running code on load; "
-        "leave it out of state_dict(), and set it again where the object is created"
+        f"{path} is of type {type(value).__name__}, which cannot be saved without running code on load. "
+        "Leave it out of state_dict(), and set it again where the object is created."
     )
 
 
 def describe_objects(values: Mapping[str, Any], tensors: Mapping[str, Tensor], session: Session) -> Any:
-    """Return the entry of ``state.json``; ``per_rank`` where the ranks' states differ. Collective."""
+    """Return the entry of ``state.json``, with ``per_rank`` if the ranks' states differ. Collective."""
     digests = {name: crc32(view_bytes(value.detach().cpu().contiguous())) for name, value in tensors.items()}
     ranks = gather_json({"values": values, "digests": digests}, session)
     if any(rank != ranks[0] for rank in ranks):
@@ -89,32 +91,32 @@ def find_prefix(entry: Mapping[str, Any], rank: int) -> str:
 def select_values(
     path: object, entry: Mapping[str, Any], objects: Mapping[str, Stateful], session: Session
 ) -> Mapping[str, Any]:
-    """Return the saved values of this rank; CheckpointError unless they are of the given ``objects``."""
+    """Return the saved values of this rank. Raise CheckpointError unless they belong to ``objects``."""
     saved = entry["per_rank"] if "per_rank" in entry else [entry.get("values", {})]
     if objects.keys() != saved[0].keys():
         raise CheckpointError(
-            f"{path} has state of {sorted(saved[0]) or 'no objects'}, but state= has {sorted(objects)}; pass "
-            "the objects that it was saved with, under the same names"
+            f"{path} has state of {sorted(saved[0]) or 'no objects'}, but state= has {sorted(objects)}. Pass "
+            "the objects that it was saved with, under the same names."
         )
     if "per_rank" in entry:
         size = session.topology.world_size
         if len(saved) != size or entry["strategy"] != session.strategy:
             raise CheckpointError(
                 f"{path} has different states of {sorted(objects)} on {len(saved)} ranks of strategy "
-                f"{entry['strategy']!r}; load it on as many ranks, with that strategy (not {size} ranks of "
-                f"{session.strategy!r})"
+                f"{entry['strategy']!r}. Load it on as many ranks, with that strategy (not on {size} ranks "
+                f"with {session.strategy!r})."
             )
     values: Mapping[str, Any] = saved[session.topology.rank if "per_rank" in entry else 0]
     for name, stateful in objects.items():
         if (kind := type(stateful).__name__) != values[name]["kind"]:
             raise CheckpointError(
-                f"state[{name!r}] of {path} is a {values[name]['kind']}, not a {kind}; build the same object"
+                f"state[{name!r}] of {path} is a {values[name]['kind']}, not a {kind}. Build the same object."
             )
     return values
 
 
 def decode(value: Any, tensors: Mapping[str, Tensor]) -> Any:
-    """Return the state of :func:`split_objects`; LookupError or TypeError if it is damaged."""
+    """Undo the encoding of :func:`split_objects`. Raise LookupError or TypeError if the value is damaged."""
     if not isinstance(value, dict):
         return value
     if "tensor" in value:
@@ -127,14 +129,14 @@ def decode(value: Any, tensors: Mapping[str, Tensor]) -> Any:
 
 _LARGEST = torch.finfo(torch.float32).max
 
-_DTYPES = {str(one): one for one in vars(torch).values() if isinstance(one, torch.dtype)}
+_DTYPES = {str(dtype): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
 
 
 def parse_dtype(name: object) -> torch.dtype:
-    found = _DTYPES.get(f"torch.{name}")
-    if found is None:
+    dtype = _DTYPES.get(f"torch.{name}")
+    if dtype is None:
         raise CheckpointError(f"the checkpoint has the dtype {name!r}, which this torch does not have")
-    return found
+    return dtype
 
 
 def format_dtype(tensor: Tensor) -> str:
@@ -151,26 +153,26 @@ def check_optimizer(
     if optimizer is None:
         return
     if saved is None:
-        raise CheckpointError(f"{path} has no optimizer; load it without one")
+        raise CheckpointError(f"{path} has no optimizer. Load it without one.")
     kind = type(optimizer).__name__
     if kind != saved["kind"]:
         raise CheckpointError(
-            f"the checkpoint's optimizer is {saved['kind']}, not {kind}; use the same, or load without one"
+            f"the checkpoint's optimizer is {saved['kind']}, not {kind}. Use the same, or load without one."
         )
     names = _names(optimizer, module)
     current = [
         sorted(names[position] for position in group["params"])
         for group in optimizer.state_dict()["param_groups"]
     ]
-    wanted = [sorted(group["params"]) for group in saved["groups"]]
-    if current != wanted:
-        wrong = next(at for at, (a, b) in enumerate(zip_longest(current, wanted)) if a != b)
+    saved_groups = [sorted(group["params"]) for group in saved["groups"]]
+    if current != saved_groups:
+        wrong = next(at for at, (a, b) in enumerate(zip_longest(current, saved_groups)) if a != b)
         raise CheckpointError(
-            f"parameter group {wrong} of the optimizer has other parameters than in the checkpoint; build it "
-            "from the same parameters"
+            f"parameter group {wrong} of the optimizer has other parameters than in the checkpoint. Build it "
+            "from the same parameters."
         )
     unknown = {_parameter_name(tensor) for tensor in tensors}.union(saved["scalars"]) - set(
-        chain.from_iterable(wanted)
+        chain.from_iterable(saved_groups)
     )
     if unknown:
         raise ValueError(f"the optimizer has state of {min(unknown)!r}, which is no parameter")
@@ -181,33 +183,33 @@ def join_optimizer(
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Join the ranks' results of :func:`split_optimizer` to those of the uncut model. Collective.
 
-    A rank without columns, whose piece never had a gradient, may lack a tensor; zeros take its place. Of
-    values that exist once per parameter, such as steps, those of the lowest rank count.
+    A rank without columns, whose piece never had a gradient, may lack a tensor. Zeros replace it. Values that
+    exist once per parameter, such as steps, come from the lowest rank.
     """
     if not isinstance(model, WrappedModel) or not model.parts.local:
         return dict(tensors), dict(plain)
     local = set(model.parts.local)
     pieces = {name: parameter for name, parameter in model.module.named_parameters() if name in local}
-    of_pieces = {path: value for path, value in tensors.items() if _parameter_name(path) in pieces}
+    piece_tensors = {path: value for path, value in tensors.items() if _parameter_name(path) in pieces}
     scalars = {name: values for name, values in plain["scalars"].items() if name in pieces}
-    found = {}
-    for path, value in of_pieces.items():
-        # The values are only needed if they are not split like the parameter.
+    own_tensors = {}
+    for path, value in piece_tensors.items():
+        # The values are only needed if the tensor is not split like the parameter.
         values = None if value.shape == pieces[_parameter_name(path)].shape else value.tolist()
-        found[path] = {"dtype": format_dtype(value), "values": values}
+        own_tensors[path] = {"dtype": format_dtype(value), "values": values}
     described: dict[str, Any] = {}
-    for of_rank in reversed(gather_json({"tensors": found, "scalars": scalars}, session)):
-        assert isinstance(of_rank, dict)
-        described |= of_rank["tensors"]
-        scalars |= of_rank["scalars"]
-    joined = {path: value for path, value in tensors.items() if path not in of_pieces}
-    # In the same order on every rank, since each join is collective.
+    for rank_state in reversed(gather_json({"tensors": own_tensors, "scalars": scalars}, session)):
+        assert isinstance(rank_state, dict)
+        described |= rank_state["tensors"]
+        scalars |= rank_state["scalars"]
+    joined = {path: value for path, value in tensors.items() if path not in piece_tensors}
+    # Each join is collective, so every rank goes through them in the same order.
     for path in sorted(described):
         dtype, values = parse_dtype(described[path]["dtype"]), described[path]["values"]
         if values is not None:
             joined[path] = torch.tensor(values, dtype=dtype)
             continue
-        piece = of_pieces.get(path)
+        piece = piece_tensors.get(path)
         if piece is None:
             piece = torch.zeros_like(pieces[_parameter_name(path)], dtype=dtype, requires_grad=False)
         joined[path] = model.join_state(_parameter_name(path), piece)
@@ -230,7 +232,10 @@ _SCALARS = (int, float, bool, str, type(None))
 def split_optimizer(
     optimizer: torch.optim.Optimizer, model: nn.Module
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    # Tensors by <parameter>/<key> and the rest as JSON values; ``model`` is the user's module, not wrapped.
+    """Return the state of ``optimizer`` as tensors by <parameter>/<key>, and JSON values.
+
+    ``model`` is the user's module, not wrapped.
+    """
     names = _names(optimizer, model)
     state = optimizer.state_dict()
     tensors: dict[str, Tensor] = {}
@@ -250,13 +255,13 @@ def split_optimizer(
     return tensors, {"groups": groups, "scalars": scalars, "kind": type(optimizer).__name__}
 
 
-def optimizer_state(
+def build_optimizer_state(
     optimizer: torch.optim.Optimizer,
     model: nn.Module,
     tensors: Mapping[str, Tensor],
     plain: Mapping[str, Any],
 ) -> dict[str, Any]:
-    # What the optimizer loads; undoes split_optimizer.
+    """Undo :func:`split_optimizer`. Return the state that the optimizer loads."""
     position_of = {name: position for position, name in _names(optimizer, model).items()}
     state: dict[int, dict[str, Any]] = {
         position_of[name]: {key: _from_plain(value) for key, value in scalars.items()}
@@ -268,14 +273,15 @@ def optimizer_state(
     groups = []
     for group, own in zip(plain["groups"], optimizer.state_dict()["param_groups"], strict=True):
         values = {key: _from_plain(value) for key, value in group.items() if key != "params"}
-        # Strategies may list parameters in another order: saved state goes by name, torch's by position.
+        # Strategies may list parameters in another order. The saved state refers to them by name, and torch's
+        # by position.
         groups.append(values | {"params": own["params"]})
         _check_group(optimizer, len(groups) - 1, values, state)
     return {"state": state, "param_groups": groups}
 
 
 def load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
-    """Load ``state`` in its own dtypes; torch alone gives all values those of the parameters."""
+    """Load ``state`` with its own dtypes. Torch alone would convert all values to the parameters' dtype."""
     optimizer.load_state_dict(state)
     parameters = chain.from_iterable(group["params"] for group in optimizer.param_groups)
     for position, parameter in enumerate(parameters):
@@ -288,7 +294,7 @@ def load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> N
 def _check_group(
     optimizer: torch.optim.Optimizer, number: int, values: Mapping[str, Any], state: Mapping[int, Any]
 ) -> None:
-    """Raise ValueError unless the optimizer can go on with these settings and states of a group."""
+    """Raise ValueError unless the optimizer can continue with these settings and states of a group."""
     own, positions = optimizer.param_groups[number], optimizer.state_dict()["param_groups"][number]["params"]
     for key, value in values.items():
         kind = bool if isinstance(own.get(key), bool) else float | int | Tensor
@@ -301,27 +307,25 @@ def _check_group(
         or type(optimizer) is torch.optim.LBFGS
     ):
         return
-    # A step of small parameters, with the settings as arguments, which torch checks: in a group it does not.
-    small = {
-        one.dim(): torch.zeros((2,) * one.dim(), dtype=one.dtype, device=one.device) for one in own["params"]
-    }
-    for one in small.values():
-        ones = torch.ones_like(one)
-        one.grad = ones.to_sparse() if type(optimizer) is torch.optim.SparseAdam else ones
+    # A step of small parameters checks the settings. Torch checks arguments, but not the values of a group.
+    small = {p.dim(): torch.zeros((2,) * p.dim(), dtype=p.dtype, device=p.device) for p in own["params"]}
+    for parameter in small.values():
+        ones = torch.ones_like(parameter)
+        parameter.grad = ones.to_sparse() if type(optimizer) is torch.optim.SparseAdam else ones
     known = inspect.signature(type(optimizer)).parameters
     try:
         settings: Any = {name: value for name, value in values.items() if name in known}
-        tried = type(optimizer)(list(small.values()), **settings)
-        tried.step()
+        probe = type(optimizer)(list(small.values()), **settings)
+        probe.step()
     except Exception as error:
         kind = type(optimizer).__name__
         raise ValueError(f"{kind} does not take the saved settings: {error}") from error
     for position, parameter in zip(positions, own["params"], strict=True):
         saved = state.get(position) or {}
-        for key, like in tried.state[small[parameter.dim()]].items() if saved else ():
-            of_tried, shape = (getattr(one, "shape", None) for one in (like, saved[key]))
-            is_like_parameter = of_tried == (2,) * parameter.dim()
-            if (of_tried is None) != (shape is None) or (is_like_parameter and shape != parameter.shape):
+        for key, example in probe.state[small[parameter.dim()]].items() if saved else ():
+            example_shape, shape = (getattr(value, "shape", None) for value in (example, saved[key]))
+            is_like_parameter = example_shape == (2,) * parameter.dim()
+            if (example_shape is None) != (shape is None) or (is_like_parameter and shape != parameter.shape):
                 raise ValueError(f"{key!r} of the optimizer's state has shape {shape}")
 
 
@@ -340,7 +344,7 @@ def _plain(name: str, value: object) -> Any:
         return value
     raise CheckpointError(
         f"the optimizer has {name!r} of type {type(value).__name__}, which cannot be saved without running "
-        "code on load; save it yourself through ``extra``"
+        "code on load. Save it yourself through ``extra``."
     )
 
 

@@ -1,7 +1,7 @@
 """R-GCN and HGT for graphs of several node or edge types.
 
 Both map ``{node type: (num_src, width)}`` rows of the input-most block's sources to ``{node type: (num_dst,
-out_dim)}``; for a graph of one node type, input and output may be tensors.
+out_dim)}``. For a graph of one node type, input and output may be tensors.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 @final
 class EntityInputs:
-    """The input rows of every node type of a batch. Not collective.
+    """Input rows of every node type of a batch. Not collective.
 
     Args:
         feature: Node data of the types that have it.
@@ -41,8 +41,8 @@ class EntityInputs:
         as_tensor: Whether models get the rows of the only node type as a tensor, not as a dictionary.
 
     Raises:
-        ConfigError: a type has neither, or features that are not (N, F), or an embedding is of an unknown
-            type or has another number of rows than the type has nodes.
+        ConfigError: a type has neither, its features are not (N, F), or an embedding has an unknown type or
+            another number of rows than the type has nodes.
     """
 
     def __init__(
@@ -54,30 +54,29 @@ class EntityInputs:
         as_tensor: bool = False,
     ) -> None:
         self._g, self.feature, self._as_tensor = g, feature, as_tensor
-        """Name of the node data."""
         self._embeddings = dict(embeddings or {})
         for ntype, embedding in self._embeddings.items():
             if len(embedding.weight) != g.get_node_partition_policy(ntype).get_size():
                 raise ConfigError(
                     f"the embedding of {ntype!r} has {len(embedding.weight)} rows for {g.num_nodes(ntype)} "
-                    "nodes; make it with num_embeddings=g.num_nodes(ntype)"
+                    "nodes. Create it with num_embeddings=g.num_nodes(ntype)."
                 )
         for ntype in g.ntypes:
             if ntype not in self._embeddings and feature not in g.nodes[ntype].data:
                 raise ConfigError(
-                    f"nodes of type {ntype!r} have no tensor {feature!r}; give them a DistEmbedding with "
-                    f"embeddings={{{ntype!r}: ...}}"
+                    f"nodes of type {ntype!r} have no tensor {feature!r}. Add a DistEmbedding for them with "
+                    f"embeddings={{{ntype!r}: ...}}."
                 )
         for ntype, tensor in self._tensors().items():
             if len(tensor.shape) != 2:
                 raise ConfigError(
-                    f"{feature!r} of nodes of type {ntype!r} has shape {tuple(tensor.shape)}; "
-                    "it must be (N, F)"
+                    f"{feature!r} of nodes of type {ntype!r} has shape {tuple(tensor.shape)}, "
+                    "but must be (N, F)"
                 )
 
     @property
     def feature_widths(self) -> dict[str, int]:
-        """Feature columns of the types without an embedding."""
+        """Number of feature columns of the types without an embedding."""
         return {
             ntype: self._g.nodes[ntype].data[self.feature].shape[1]
             for ntype in self._g.ntypes
@@ -86,18 +85,23 @@ class EntityInputs:
 
     @property
     def tensors(self) -> Any:
-        """All rows of every type: the ``inputs`` of :func:`layerwise_inference`."""
-        found = self._tensors()
-        return found[self._g.ntypes[0]] if self._as_tensor else found
+        """All rows of every type, for ``inputs`` of :func:`layerwise_inference`."""
+        rows = self._tensors()
+        return rows[self._g.ntypes[0]] if self._as_tensor else rows
 
     def _tensors(self) -> dict[str, DistTensor]:
-        weights, nodes = {name: one.weight for name, one in self._embeddings.items()}, self._g.nodes
-        return {n: weights[n] if n in weights else nodes[n].data[self.feature] for n in self._g.ntypes}
+        return {
+            ntype: self._embeddings[ntype].weight
+            if ntype in self._embeddings
+            else self._g.nodes[ntype].data[self.feature]
+            for ntype in self._g.ntypes
+        }
 
     def __call__(self, block: Any) -> Any:
-        """Return {node type: (num_src, width)} of the input-most block; fetch features not attached."""
-        found = {ntype: self._rows(block, ntype) for ntype in block.srctypes}
-        return found[block.srctypes[0]] if self._as_tensor else found
+        """Return {node type: (num_src, width)} of the input-most block. Fetch features that are not
+        attached."""
+        rows = {ntype: self._rows(block, ntype) for ntype in block.srctypes}
+        return rows[block.srctypes[0]] if self._as_tensor else rows
 
     def _rows(self, block: Any, ntype: str) -> Tensor:
         data = block.srcnodes[ntype].data
@@ -106,32 +110,32 @@ class EntityInputs:
         if self.feature in data:
             return data[self.feature]
         rows = self._g.nodes[ntype].data[self.feature][data[dgl.NID]]
-        # As loaders do.
+        # Loaders convert half-precision rows too.
         return rows.float() if rows.dtype in HALVES else rows
 
 
 def _merge_types(
     block: Any, num_dst: Mapping[str, int], etypes: Sequence[EdgeType]
 ) -> tuple[Any, Tensor, Tensor]:
-    """Merge a block to one node and one edge type; sources begin with the destinations, type by type.
+    """Merge a block to one node type and one edge type. Sources begin with the destinations, type by type.
 
-    Returns it, the (num_src,) int64 position of the sources in the node types, and the (E,) int64 position of
-    the edges in the edge types.
+    Return it, the (num_src,) int64 positions of the sources in the node types, and the (E,) int64 positions
+    of the edges in the edge types.
     """
-    num_rest = {ntype: block.num_src_nodes(ntype) - count for ntype, count in num_dst.items()}
+    num_other = {ntype: block.num_src_nodes(ntype) - count for ntype, count in num_dst.items()}
     first_dst = _accumulate_starts(num_dst, 0)
-    first_rest = _accumulate_starts(num_rest, sum(num_dst.values()))
+    first_other = _accumulate_starts(num_other, sum(num_dst.values()))
     sources, destinations, kinds = [], [], []
     for number, (source, relation, destination) in enumerate(etypes):
         u, v = (ends.long() for ends in block.edges(etype=(source, relation, destination)))
         inside = u < num_dst[source]
-        sources.append(torch.where(inside, u + first_dst[source], u - num_dst[source] + first_rest[source]))
+        sources.append(torch.where(inside, u + first_dst[source], u - num_dst[source] + first_other[source]))
         destinations.append(v + first_dst[destination])
         kinds.append(torch.full_like(u, number))
-    counts, total = [*num_dst.values(), *num_rest.values()], sum(num_dst.values())
+    counts, total = [*num_dst.values(), *num_other.values()], sum(num_dst.values())
     ends = torch.cat(destinations), torch.cat(sources)
     merged = create_block("coo", *ends, num_src=sum(counts), num_dst=total)
-    # Without a tensor of counts, whose copy to a device would be waited for.
+    # A tensor of counts is avoided, because copying it to a device would block.
     kinds_of = (torch.full((count,), k % len(num_dst), device=block.device) for k, count in enumerate(counts))
     return merged, torch.cat([*kinds_of]), torch.cat(kinds)
 
@@ -148,24 +152,24 @@ Rows: TypeAlias = dict[str, Tensor]
 
 
 def make_module_name(kind: str | EdgeType) -> str:
-    """Return a module name for a type, without dots and unlike any attribute of ModuleDict."""
+    """Return a module name for a type, without dots and different from any attribute of ModuleDict."""
     name = str(kind).replace("%", "%25").replace(".", "%2E")
     return f"%{name}" if hasattr(nn.ModuleDict(), name) else name
 
 
 class RelationalModel(Layered):
-    """Input projections, then layers over the blocks.
+    """Input projections, followed by layers over the blocks.
 
     Args:
-        feature_widths: Node type to its feature columns, which a linear layer maps to ``hidden``. Rows of
-            other types (embeddings) are used directly and must be ``hidden`` wide.
+        feature_widths: Node type to its number of feature columns. A linear layer maps them to ``hidden``.
+            Rows of other types (embeddings) are used directly and must have width ``hidden``.
         hidden: Width between the layers.
         layers: Number of blocks.
-        out_types: Node types of the result; None: all.
+        out_types: Node types of the result. None: all.
 
     Raises:
-        ConfigError: a number is below 1, or a type does not exist; in ``forward``, rows of an embedding are
-            not ``hidden`` wide.
+        ConfigError: a number is below 1, or a type does not exist. In ``forward``: rows of an embedding do
+            not have width ``hidden``.
     """
 
     def __init__(
@@ -211,8 +215,8 @@ class RelationalModel(Layered):
             return self.project[make_module_name(ntype)](rows)
         if rows.shape[1] != self.hidden:
             raise ConfigError(
-                f"rows of {ntype!r} are {rows.shape[1]} wide and have no projection; make the embedding "
-                f"{self.hidden} wide, or give the width in feature_widths"
+                f"rows of {ntype!r} have width {rows.shape[1]} and no projection. Use an embedding of width "
+                f"{self.hidden}, or set the width in feature_widths."
             )
         return rows
 
@@ -226,14 +230,14 @@ class RGCN(RelationalModel):
 
     Args beside those of :class:`RelationalModel`:
         out_dim: Width of the result.
-        num_bases: Number of weight matrices that relations share and mix; None: each has its own.
+        num_bases: Number of weight matrices that relations share and mix. None: each relation has its own.
         dropout: Probability, after the activation between layers.
-        norm: ``layer``: LayerNorm of each node type before that activation.
-        residual: Whether layers add their input, but for the first and the last one.
+        norm: ``layer`` adds a LayerNorm of each node type before that activation.
+        residual: Whether layers except the first and the last one add their input.
 
     Raises:
         ConfigError: a number is out of range, ``norm`` is unknown, a type does not exist, or ``num_bases`` is
-            given for a graph in which two edge types have the same relation name.
+            set for a graph with two edge types of the same relation name.
     """
 
     def __init__(  # noqa: PLR0913 - all but four have defaults
@@ -282,12 +286,12 @@ class RGCN(RelationalModel):
     def apply_layer(self, depth: int, block: Any, h: Rows) -> Rows:
         is_last = depth == self.num_layers - 1
         own: Any = self.own[depth]
-        wanted = [ntype for ntype in self.ntypes if ntype in self.out_types or not is_last]
-        num_dst = {ntype: block.num_dst_nodes(ntype) for ntype in wanted}
+        result_types = [ntype for ntype in self.ntypes if ntype in self.out_types or not is_last]
+        num_dst = {ntype: block.num_dst_nodes(ntype) for ntype in result_types}
         rows = torch.cat([own[make_module_name(ntype)](h[ntype][:count]) for ntype, count in num_dst.items()])
-        found = _edges_by_relation(block, self.ntypes, self.etypes, num_dst)
-        if found is not None:
-            merged, sizes, targets = found
+        merged_edges = _merge_relations(block, self.ntypes, self.etypes, num_dst)
+        if merged_edges is not None:
+            merged, sizes, targets = merged_edges
             weight = self.bases[depth]() if len(self.bases) else self.weights[depth]
             means = dgl.ops.copy_u_mean(merged, torch.cat([h[ntype] for ntype in self.ntypes]))
             parts = zip(torch.split(means, list(sizes.values())), sizes, strict=True)
@@ -299,22 +303,22 @@ class RGCN(RelationalModel):
         if self.norms:
             norms: Any = self.norms[depth]
             rows = torch.cat(
-                [norms[make_module_name(one)](x) for one, x in _split_by_type(rows, num_dst).items()]
+                [norms[make_module_name(ntype)](x) for ntype, x in _split_by_type(rows, num_dst).items()]
             )
-        keys = make_type_keys(block.dstnodes, wanted)
+        keys = make_type_keys(block.dstnodes, result_types)
         return _split_by_type(drop_rows(self.dropout, torch.relu(rows), keys), num_dst)
 
 
-def _edges_by_relation(
+def _merge_relations(
     block: Any, ntypes: Sequence[str], etypes: Sequence[EdgeType], num_dst: Mapping[str, int]
 ) -> tuple[Any, dict[int, int], Tensor] | None:
     """Merge the edges of a block, with a destination for each pair of relation and destination.
 
-    Returns a block from all sources, type by type, to the (n,) pairs that have edges, relation by relation;
-    position of the relation to its number of pairs, for relations with edges; and the (n,) int64 destination
-    of each pair among those of the wanted types. None without edges.
+    Return a block from all sources, type by type, to the (n,) pairs that have edges, relation by relation; a
+    mapping from the position of each relation with edges to its number of pairs; and the (n,) int64
+    destination of each pair among those of the requested types. Return None without edges.
     """
-    # One product for all relations; with one each, every relation would touch all sources and destinations.
+    # One product covers all relations. Separate ones would each touch all sources and destinations.
     num_src = {ntype: block.num_src_nodes(ntype) for ntype in ntypes}
     first_src, first_dst = _accumulate_starts(num_src, 0), _accumulate_starts(num_dst, 0)
     sources, degrees, targets, sizes = [], [], [], {}
@@ -337,7 +341,9 @@ def _edges_by_relation(
 
 
 def _find_destinations(degree: Tensor) -> Tensor:
-    """Return the destinations with edges; off the CPU all, since counting them would wait for the device."""
+    """Return the destinations with edges, or all outside of the CPU, where counting would wait for the
+    device.
+    """
     if degree.is_cpu:
         return degree.nonzero(as_tuple=True)[0]
     return torch.arange(len(degree), device=degree.device)
@@ -345,11 +351,12 @@ def _find_destinations(degree: Tensor) -> Tensor:
 
 @final
 class HGT(RelationalModel):
-    """Heterogeneous graph transformer (Hu et al. 2020) of ``dgl.nn.HGTConv``, with a linear layer at the end.
+    """Heterogeneous graph transformer (Hu et al. 2020): ``dgl.nn.HGTConv`` layers and a linear layer at the
+    end.
 
     Args beside those of :class:`RelationalModel`:
-        out_dim: Width of the result; ``hidden`` is that of all heads together.
-        heads: Attention heads; must divide ``hidden``.
+        out_dim: Width of the result. ``hidden`` is the width of all heads together.
+        heads: Number of attention heads. Must divide ``hidden``.
         dropout: Probability inside the convolutions.
     """
 
@@ -367,7 +374,7 @@ class HGT(RelationalModel):
     ) -> None:
         super().__init__(graph, feature_widths, hidden, layers, out_types)
         if heads < 1 or hidden % heads:
-            raise ConfigError(f"heads={heads} must divide hidden={hidden}; choose another number of heads")
+            raise ConfigError(f"heads={heads} must divide hidden={hidden}. Choose another number of heads.")
         self.convs = nn.ModuleList(
             dgl.nn.HGTConv(
                 hidden, hidden // heads, heads, len(self.ntypes), len(self.etypes), dropout, use_norm=True

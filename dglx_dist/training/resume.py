@@ -1,4 +1,4 @@
-"""What a resumed run takes from its checkpoints, and must have in common with them."""
+"""Facts that a resumed run takes from its checkpoints, and facts that must be equal in both."""
 
 from __future__ import annotations
 
@@ -26,21 +26,25 @@ if TYPE_CHECKING:
 
 Options = TypeVar("Options", bound=RunOptions)
 FACTS, LAUNCH, PRECISION = "configuration", "launch", "precision"
-"""Keys in ``extra`` of a checkpoint: the facts that :func:`check_same` compares, the start of torchrun that
-saved it, and the precision of forward passes."""
+"""Keys in ``extra`` of a checkpoint: the facts that :func:`check_same` compares, the torchrun start that
+saved it, and the precision of forward passes.
+"""
 
 
 def resolve_resume(config: Options, checkpoints: str | Path | None, session: Session) -> Options:
-    """Return ``config`` with what the checkpoints decide; collective.
+    """Return ``config`` with the settings that the checkpoints decide. Collective.
 
-    ``resume`` and ``goes_on``, where there are some and ``overwrite`` does not replace them; a precision, as
-    given, else that of the checkpoint.
+    If there are checkpoints and ``overwrite`` does not replace them, ``resume`` and ``goes_on`` are set.
+    Without ``precision``, that of the checkpoint is used.
 
-    ConfigError: the ranks' settings differ. Called before anything else is collective, in which they would
-    wait for each other.
+    This function comes before all other collectives, because ranks with different settings would wait for
+    each other in them.
+
+    Raises:
+        ConfigError: the settings differ between ranks.
     """
-    files = ("trace", "tensorboard")
-    shared = {one.name: getattr(config, one.name) for one in fields(RunOptions) if one.name not in files}
+    names = {field.name for field in fields(RunOptions)} - {"trace", "tensorboard"}
+    shared = {name: getattr(config, name) for name in sorted(names)}
     task = config.task if isinstance(config.task, str) else "own"
     shared |= {"task": task, "checkpoints": checkpoints is not None}
     check_equal(session, "the settings of training", shared)
@@ -49,7 +53,7 @@ def resolve_resume(config: Options, checkpoints: str | Path | None, session: Ses
     if checkpoints is not None:
         checkpoint.lock_folder(checkpoints)
         extra = checkpoint.read_extra(checkpoints) if restarts or not config.overwrite else None
-    # A restart is resumed from what it has saved itself, and only replaces what was there before.
+    # A restart resumes from its own checkpoints. It only replaces those of earlier runs.
     if extra is not None and not config.resume and (not config.overwrite or extra.get(LAUNCH) == launch):
         config = replace(config, resume=True, overwrite=False, goes_on=True)
     if config.precision is not None:
@@ -59,54 +63,58 @@ def resolve_resume(config: Options, checkpoints: str | Path | None, session: Ses
 
 
 def check_same(saved: Mapping[str, Any], facts: Mapping[str, object], where: object) -> None:
-    """Raise ConfigError unless checkpoints ``where``, with ``extra`` ``saved``, are of a run of ``facts``."""
-    if differ := find_differences(saved, facts):
+    """Raise ConfigError unless the checkpoints ``where`` with ``extra`` ``saved`` belong to a run with
+    ``facts``.
+    """
+    if differences := find_differences(saved, facts):
         raise ConfigError(
-            f"{where} has checkpoints of another configuration ({differ}); give another folder, or "
-            "--overwrite (in Python overwrite=True), which begins anew and removes them"
+            f"{where} has checkpoints of another configuration ({differences}). Choose another folder, or "
+            "start over and delete them with --overwrite (in Python overwrite=True)."
         )
 
 
 def find_differences(saved: Mapping[str, Any], facts: Mapping[str, object]) -> str:
-    # What an earlier version did not save is not compared.
+    # Facts that an earlier version did not save are not compared.
     now = json.loads(json.dumps(facts))
     before = {**now, **saved.get(FACTS, {})}
-    differ = [name for name in now if json.dumps(before[name]) != json.dumps(now[name])]
-    return shorten_list((f"{name}: {before[name]} -> {now[name]}" for name in differ), most=4)
+    names = [name for name in now if json.dumps(before[name]) != json.dumps(now[name])]
+    return shorten_list((f"{name}: {before[name]} -> {now[name]}" for name in names), most=4)
 
 
 class Progress:
-    """``extra`` of a checkpoint of ``dx.fit``; TypeError or ValueError: a value is none of ours."""
+    """Contents of ``extra`` in a checkpoint of ``dx.fit``. TypeError or ValueError: a value is invalid."""
 
     def __init__(self, extra: Mapping[str, Any]) -> None:
         best = extra.get("best")
         if best is not None and not (isinstance(best, list) and len(best) == 2):
             raise ValueError(f"'best' is {best!r}")
-        self.best = (None, None) if best is None else (read_count(best[0]), _number(best[1]))
+        self.best = (None, None) if best is None else (read_count(best[0]), _check_number(best[1]))
         self.evaluations_since_best = read_count(extra.get("evaluations_since_best", 0))
-        self.accuracy = {name: _number(value) for name, value in extra.get("accuracy", {}).items()}
-        self.metrics = {name: _number(value) for name, value in extra.get("metrics", {}).items()}
+        self.accuracy = _check_numbers(extra.get("accuracy", {}))
+        self.metrics = _check_numbers(extra.get("metrics", {}))
         self.deciding = extra.get("deciding")
-        self.so_far = [
-            {name: _number(value) for name, value in of_rank.items()} for of_rank in extra.get("so_far", [])
-        ]
-        """By rank: figures of the epoch that the checkpoint is inside of."""
+        self.so_far = [_check_numbers(figures) for figures in extra.get("so_far", [])]
+        """Figures of the unfinished epoch, by rank."""
 
 
-def _number(value: object) -> float:
+def _check_number(value: object) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float):
-        raise TypeError(f"{value!r} is no number")
+        raise TypeError(f"{value!r} is not a number")
     return value
 
 
-_OF_UPDATES = ("class_weight", "schedule", "warmup", "clip_norm", "accumulate")
+def _check_numbers(values: Mapping[str, object]) -> dict[str, float]:
+    return {name: _check_number(value) for name, value in values.items()}
+
+
+_UPDATE_OPTIONS = ("class_weight", "schedule", "warmup", "clip_norm", "accumulate")
 
 TRAINED_WITH = "strategy"
 """Key in ``extra`` of a checkpoint: name and options of the strategy, and the cache that ``auto`` chose."""
 
 
 def describe_run(g: DistGraph, config: FitConfig, optimizer: torch.optim.Optimizer) -> dict[str, object]:
-    """Return what a run must have in common with the one that it resumes, JSON values."""
+    """Return the facts that a run must have in common with the run that it resumes, as JSON values."""
     session = g.session
     options = collect_shared_facts(
         session.strategy, tracing.hide_credentials(session.options), session.seed, curve=False
@@ -124,8 +132,8 @@ def describe_run(g: DistGraph, config: FitConfig, optimizer: torch.optim.Optimiz
         **{name: options[name] for name in ("strategy", "options", "seed")},
         "precision": config.precision,
         "task": config.task if isinstance(config.task, str) else "own",
-        **{name: getattr(config, name) for name in _OF_UPDATES},
-        # A schedule of more epochs has other rates from the first one on.
+        **{name: getattr(config, name) for name in _UPDATE_OPTIONS},
+        # With more epochs, a schedule has other rates from the first epoch on.
         **({"epochs": config.epochs} if is_scheduled(config) else {}),
         "optimizer": type(optimizer).__name__,
         **groups,
@@ -139,7 +147,7 @@ def _plain(value: object) -> object:
 
 
 def describe_strategy(session: Session) -> dict[str, object]:
-    # Options for later runs, but none if they may have credentials or are not JSON.
+    # Later runs read the options. They are left out if they may have credentials or are not JSON.
     options: dict[str, object] | None = dict(session.options)
     try:
         if json.loads(json.dumps(tracing.hide_credentials(session.options))) != options:

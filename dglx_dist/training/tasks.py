@@ -1,4 +1,4 @@
-"""Tasks: what labels are, the loss of a step, and exact metrics."""
+"""Tasks: the meaning of labels, the loss of a step, and exact metrics."""
 
 from __future__ import annotations
 
@@ -30,79 +30,82 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 LossFunction: TypeAlias = Callable[[Tensor, Tensor], Tensor]
-"""(B, C) scores and (B,) or (B, C) labels to the mean loss over the B rows; ignored if B is 0."""
+"""Maps (B, C) scores and (B,) or (B, C) labels to the mean loss over the B rows. Ignored if B is 0."""
 _FEW_CLASSES, _CLASSES_OF_FEW = 1000, 100
-"""Number of classes that any graph may have, however small it is; and however few its training nodes are."""
+"""Number of classes that any graph may have, however small it is, or however few training nodes it has."""
 _ROWS_AT_ONCE = 1 << 16
-"""Scores and labels of own nodes are read in pieces of this size."""
+"""Number of own rows of scores and labels that are read at a time."""
 
 
-def read_task(g: DistGraph, ntype: str, label: str, wanted: str = AUTO_TASK) -> tuple[str, int]:
+def read_task(g: DistGraph, ntype: str, label: str, requested: str = AUTO_TASK) -> tuple[str, int]:
     """Return the task of the labels of ``ntype``, and the width of a model's scores. Collective.
 
-    The width is 0 for classification: see ``g.num_classes``. ConfigError: the labels are of another task.
+    The width is 0 for classification, where ``g.num_classes`` has it. ConfigError if the labels do not fit
+    the task.
     """
     data = g.nodes[ntype].data
     if label not in data:
-        return (CLASSIFICATION if wanted == AUTO_TASK else wanted), 0
+        return (CLASSIFICATION if requested == AUTO_TASK else requested), 0
     column = data[label]
-    shape, real = tuple(column.shape[1:]), column.dtype.is_floating_point
+    shape, is_real = tuple(column.shape[1:]), column.dtype.is_floating_point
     width, is_row = math.prod(shape), len(shape) <= 1
-    binary = is_row and shape != () and (wanted == MULTILABEL or not (real and width == 1))
-    binary = binary and wanted in (AUTO_TASK, MULTILABEL) and _is_binary(column, g, ntype)
+    is_binary = is_row and shape != () and (requested == MULTILABEL or not (is_real and width == 1))
+    is_binary = is_binary and requested in (AUTO_TASK, MULTILABEL) and _is_binary(column, g, ntype)
     fits = {
-        CLASSIFICATION: shape == () and not real,
-        MULTILABEL: binary,
-        REGRESSION: is_row and (real or wanted == REGRESSION),
+        CLASSIFICATION: shape == () and not is_real,
+        MULTILABEL: is_binary,
+        REGRESSION: is_row and (is_real or requested == REGRESSION),
     }
-    found = next((task for task, good in fits.items() if good and wanted in (AUTO_TASK, task)), None)
-    if found is None:
+    candidates = [name for name, is_fit in fits.items() if is_fit and requested in (AUTO_TASK, name)]
+    if not candidates:
         raise ConfigError(
-            f"the labels {label!r} are {column.dtype} of shape {tuple(column.shape)}, which --task {wanted} "
-            "does not take: classification needs one whole number per node, multilabel (N, C) of 0 and 1, "
-            "regression numbers; give another task, or partition with other labels"
+            f"the labels {label!r} are {column.dtype} of shape {tuple(column.shape)}, which do not fit "
+            f"--task {requested}: classification needs one whole number per node, multilabel (N, C) values "
+            "of 0 and 1, regression numbers. Choose another task, or partition with other labels."
         )
-    if found == REGRESSION and g.dataset.manifest.class_names.get(ntype):
+    task = candidates[0]
+    if task == REGRESSION and g.dataset.manifest.class_names.get(ntype):
         raise ConfigError(
-            f"the labels {label!r} number classes with names, which --task regression does not take; leave "
-            "it out, or partition with numbers as labels, written with a decimal as 7.0"
+            f"the labels {label!r} are classes with names, which do not fit --task regression. Leave it out, "
+            "or partition with numbers as labels, written with a decimal point like 7.0."
         )
-    if found == CLASSIFICATION:
-        _check_classes(g, ntype, label, asks=wanted == AUTO_TASK)
-    return found, 0 if found == CLASSIFICATION else width
+    if task == CLASSIFICATION:
+        _check_classes(g, ntype, label, is_guess=requested == AUTO_TASK)
+    return task, 0 if task == CLASSIFICATION else width
 
 
-def _check_classes(g: DistGraph, ntype: str, label: str, *, asks: bool) -> None:
-    """Raise ConfigError if there are too many classes: of nodes, or if the user did not name the task."""
+def _check_classes(g: DistGraph, ntype: str, label: str, *, is_guess: bool) -> None:
+    """Raise ConfigError if there are too many classes. A task that is a guess has a lower limit."""
     manifest, few = g.dataset.manifest, _FEW_CLASSES
-    classes, number, of = manifest.num_classes.get(ntype, 0), g.num_nodes(ntype), "nodes"
-    asks = asks and _CLASSES_OF_FEW < classes <= max(number, few) and not manifest.class_names.get(ntype)
-    if asks and SPLITS[0] in g.nodes[ntype].data:
-        count = torch.tensor([len(_labels_of(g, ntype, label, SPLITS[0]))])
+    classes, number, kind = manifest.num_classes.get(ntype, 0), g.num_nodes(ntype), "nodes"
+    has_names = bool(manifest.class_names.get(ntype))
+    is_guess = is_guess and _CLASSES_OF_FEW < classes <= max(number, few) and not has_names
+    if is_guess and SPLITS[0] in g.nodes[ntype].data:
+        count = torch.tensor([len(_read_labels(g, ntype, label, SPLITS[0]))])
         number, few = int(sum_over_ranks(count, g.session, phase=metrics.PHASE)), _CLASSES_OF_FEW
-        of = "training nodes"
+        kind = "training nodes"
     if classes > max(number, few):
         raise ConfigError(
-            f"the labels {label!r} reach {classes - 1}: {classes} classes of {number} {of}; "
-            "for numbers, such as prices, use --task regression (in Python task='regression'); for codes "
-            "of classes, partition with np.unique(labels, return_inverse=True)[1] as labels"
-            f"{', or give --task classification' if asks else ''}"
+            f"the labels {label!r} reach {classes - 1}: {classes} classes for {number} {kind}. For numbers "
+            "such as prices, use --task regression (in Python task='regression'). For codes of classes, "
+            "partition with np.unique(labels, return_inverse=True)[1] as labels"
+            f"{', or use --task classification' if is_guess else ''}."
         )
 
 
 def split_owned_rows(g: DistGraph, ntype: str) -> Iterator[slice]:
-    """Yield the rows of this rank's nodes, piece by piece."""
+    """Yield the rows of this rank's nodes in pieces."""
     first, last = g.get_node_partition_policy(ntype).owned_range
     for begin in range(first, last, _ROWS_AT_ONCE):
         yield slice(begin, min(begin + _ROWS_AT_ONCE, last))
 
 
 def _is_binary(column: DistTensor, g: DistGraph, ntype: str) -> bool:
-    def odd() -> int:
+    def count_other_values() -> int:
         pieces = (column[rows] for rows in split_owned_rows(g, ntype))
         return sum(int(((rows != 0) & (rows != 1)).sum()) for rows in pieces)
 
-    count = torch.tensor([run_on_all_ranks(g.session, odd)])
+    count = torch.tensor([run_on_all_ranks(g.session, count_other_values)])
     return int(sum_over_ranks(count, g.session, phase=metrics.PHASE)) == 0
 
 
@@ -130,7 +133,7 @@ def _check_columns(labels: Tensor | DistTensor, scores: Tensor | DistTensor) -> 
     if math.prod(labels.shape[1:]) != math.prod(scores.shape[1:]):
         raise ConfigError(
             f"the model returns scores of shape {tuple(scores.shape)} for labels of shape "
-            f"{tuple(labels.shape)}; its last layer must have a column for each of the labels"
+            f"{tuple(labels.shape)}. Its last layer must have a column for each of the labels."
         )
 
 
@@ -152,22 +155,22 @@ def _weighted(weights: Tensor, scores: Tensor, labels: Tensor) -> Tensor:
 def compute_class_weights(g: DistGraph, ntype: str, label: str, task: str) -> Tensor:
     """Return the ``balanced`` weights of the classes, (C,) float32. Collective.
 
-    Of classification, n / (C * n_c) with n_c training nodes of class c out of n, 0 for a class without any;
-    of multilabel, the zeros over the ones of each column, 1 for a column without either. ConfigError on all
-    ranks: a training node has no class.
+    For classification they are n / (C * n_c) with n_c training nodes of class c out of n, and 0 for a class
+    without any. For multilabel they are the zeros over the ones of each column, and 1 for a column without
+    zeros or ones. ConfigError on all ranks if a training node has no class.
     """
     if task == REGRESSION:
-        raise ConfigError("class weights are for classes, and the task is regression; leave them out")
+        raise ConfigError("class weights need classes, but the task is regression. Leave them out.")
     is_class = task == CLASSIFICATION
 
     def read() -> Tensor:
-        labels = _labels_of(g, ntype, label, SPLITS[0])
+        labels = _read_labels(g, ntype, label, SPLITS[0])
         if is_class and bool((labels < 0).any()):
-            raise ConfigError("a training node has no class (-1); leave it out of train_mask")
+            raise ConfigError("a training node has no class (-1). Leave it out of train_mask.")
         return labels
 
     labels = run_on_all_ranks(g.session, read, ConfigError)
-    # The dataset states the number of classes of its own column of labels alone.
+    # The dataset knows the number of classes only for its own column of labels.
     largest = int(gather_int64([int(labels.max()) if is_class and len(labels) else 0], g.session).max())
     classes = max(g.dataset.manifest.num_classes.get(ntype, 0), largest + 1)
     counts = torch.bincount(labels, minlength=classes) if is_class else labels.double().sum(0).long()
@@ -182,9 +185,9 @@ def compute_class_weights(g: DistGraph, ntype: str, label: str, task: str) -> Te
 def compute_moments(g: DistGraph, ntype: str, label: str, mask: str) -> tuple[Tensor, Tensor]:
     """Return the (K,) float64 means and standard deviations of the columns of the targets in ``mask``.
 
-    Collective. The deviation of targets that are equal in float32, or of none, is 0.
+    Collective. The deviation is 0 if the targets are equal in float32 or there are none.
     """
-    targets = _labels_of(g, ntype, label, mask).double()
+    targets = _read_labels(g, ntype, label, mask).double()
     targets = targets.reshape(len(targets), math.prod(targets.shape[1:]))
     count = max(1, int(sum_over_ranks(torch.tensor([len(targets)]), g.session, phase=metrics.PHASE)))
     mean = sum_over_ranks(targets.sum(0), g.session, phase=metrics.PHASE) / count
@@ -194,79 +197,83 @@ def compute_moments(g: DistGraph, ntype: str, label: str, mask: str) -> tuple[Te
 
 
 def to_probabilities(task: str, scores: Tensor) -> Tensor:
-    """Return the probabilities of (B, C) scores of classes or of several labels; other scores as they are."""
+    """Return the probabilities of (B, C) scores of classes or of several labels. Other scores are
+    unchanged."""
     if task == CLASSIFICATION:
         return scores.softmax(1)
     return scores.sigmoid() if task == MULTILABEL else scores
 
 
 def to_predictions(task: str, scores: Tensor) -> Tensor:
-    """Return the answers of (B, C) scores: (B,) int64 classes, (B, C) bool, or the numbers of regression."""
+    """Return the predictions for (B, C) scores: (B,) int64 classes, (B, C) bool, or the numbers of a
+    regression.
+    """
     if task == CLASSIFICATION:
         return scores.argmax(1)
     return scores > 0 if task == MULTILABEL else scores.squeeze(1) if scores.dim() == 2 else scores
 
 
 def measure(
-    scores: DistTensor, g: DistGraph, ntype: str, label: str, mask: str, task: str, wanted: Sequence[str]
+    scores: DistTensor, g: DistGraph, ntype: str, label: str, mask: str, task: str, names: Sequence[str]
 ) -> dict[str, float]:
-    """Return the ``wanted`` metrics of (N, C) scores within a mask by name, nan without rows. Collective."""
-    if not wanted:
+    """Return the metrics ``names`` of (N, C) scores within a mask. They are NaN without rows. Collective."""
+    if not names:
         return {}
-    data, none = g.nodes[ntype].data, slice(0, 0)
+    data, empty = g.nodes[ntype].data, slice(0, 0)
     if task != CLASSIFICATION:
-        _check_columns(data[label], scores)  # on all ranks; some may have no rows
-    pieces = [(scores[none], data[label][none])]
+        _check_columns(data[label], scores)  # on all ranks, because some may have no rows
+    pieces = [(scores[empty], data[label][empty])]
     for rows in split_owned_rows(g, ntype):
         labels, inside = data[label][rows], data[mask][rows].bool()
         if task == CLASSIFICATION:
             inside = inside & (labels >= 0)
         pieces.append((scores[rows][inside], labels[inside]))
-    of_mask, truth = (torch.cat(list(column)) for column in zip(*pieces, strict=True))
-    return {name: _compute_metric(name, of_mask, truth, g.session, task) for name in wanted}
+    mask_scores, truth = (torch.cat(list(column)) for column in zip(*pieces, strict=True))
+    return {name: _compute_metric(name, mask_scores, truth, g.session, task) for name in names}
 
 
 def _compute_metric(name: str, scores: Tensor, labels: Tensor, session: Session, task: str) -> float:
     if task == REGRESSION:
         metric = metrics.mae if name == "mae" else metrics.rmse
         return metric(scores, _match_scores(labels, scores), session)
-    said, classes = to_predictions(task, scores), scores.shape[1]
+    predictions, classes = to_predictions(task, scores), scores.shape[1]
     if name == "accuracy":
-        right = (said == labels.bool()).all(1).long()
-        return metrics.accuracy(right, torch.ones_like(right), session)
+        is_correct = (predictions == labels.bool()).all(1).long()
+        return metrics.accuracy(is_correct, torch.ones_like(is_correct), session)
     if name in ("f1_micro", "f1_macro"):
         average: Literal["micro", "macro"] = "micro" if name == "f1_micro" else "macro"
-        return metrics.f1(said, labels, classes, session, average=average)
+        return metrics.f1(predictions, labels, classes, session, average=average)
     probable, truth = to_probabilities(task, scores.double()), labels
     if task == CLASSIFICATION:
         truth = (labels[:, None] == torch.arange(classes)).long()
-        # Of two classes, the second one is the positive; the first would count the same pairs again.
-        probable, truth = (one[:, 1:] if classes == 2 else one for one in (probable, truth))
-    of_columns = metrics.roc_auc if name == "roc_auc" else metrics.average_precision
-    return of_columns(probable, truth, session)
+        if classes == 2:
+            # The second class is the positive one. The first would count the same pairs again.
+            probable, truth = probable[:, 1:], truth[:, 1:]
+    score_metric = metrics.roc_auc if name == "roc_auc" else metrics.average_precision
+    return score_metric(probable, truth, session)
 
 
-def warn_of_guesses(task: str, found: Mapping[str, float], g: DistGraph, ntype: str, label: str) -> None:
+def warn_of_guesses(task: str, values: Mapping[str, float], g: DistGraph, ntype: str, label: str) -> None:
     """Warn on rank 0 if the metrics ``found`` of the test targets are those of guesses. Collective."""
-    name = "auc" if "test_auc" in found else "roc_auc"
-    guess, is_poor = 0.5, found.get(f"test_{name}", 1.0) < 0.55
-    why = "that of guesses; train longer, or with another --lr or --embeddings, of links another --loss"
-    if task == CLASSIFICATION and "test_accuracy" in found:
+    name = "auc" if "test_auc" in values else "roc_auc"
+    guess, is_poor = 0.5, values.get(f"test_{name}", 1.0) < 0.55
+    why = "that of guesses. Train longer, or with another --lr or --embeddings, or for links another --loss"
+    if task == CLASSIFICATION and "test_accuracy" in values:
         guess = _majority_share(g, ntype, label)
-        name, is_poor = "accuracy", found["test_accuracy"] <= guess
-        why = "the share of the largest class; see --metric f1_macro, --class-weight balanced"
-        why = "as all test targets are of one class" if guess == 1 else why
-    elif task == REGRESSION and "test_rmse" in found:
+        name, is_poor = "accuracy", values["test_accuracy"] <= guess
+        why = "the share of the largest class. See --metric f1_macro and --class-weight balanced"
+        why = "because all test targets have one class" if guess == 1 else why
+    elif task == REGRESSION and "test_rmse" in values:
         guess = float(compute_moments(g, ntype, label, SPLITS[2])[1].square().mean().sqrt())
-        name, is_poor = "rmse", found["test_rmse"] > 0.9 * guess > 0
-        why = "the standard deviation of the labels; train longer, or with another --lr"
+        name, is_poor = "rmse", values["test_rmse"] > 0.9 * guess > 0
+        why = "the standard deviation of the labels. Train longer, or with another --lr"
     if is_poor and g.session.topology.rank == 0:
-        value = found[f"test_{name}"]
+        value = values[f"test_{name}"]
         how = "hardly" if (value < guess if name in LESS_IS_BETTER else value > guess) else "not"
         log.warning("the test %s of %.4g is %s better than %.4g, %s", name, value, how, guess, why)
 
 
-def _labels_of(g: DistGraph, ntype: str, label: str, mask: str) -> Tensor:
+def _read_labels(g: DistGraph, ntype: str, label: str, mask: str) -> Tensor:
     data, pieces = g.nodes[ntype].data, (slice(0, 0), *split_owned_rows(g, ntype))
     return torch.cat([data[label][rows][data[mask][rows].bool()] for rows in pieces])
 
@@ -275,7 +282,7 @@ def _majority_share(g: DistGraph, ntype: str, label: str) -> float:
     """Return the share of the largest class among the test targets, -1 without classes. Collective."""
     if not (classes := g.dataset.manifest.num_classes.get(ntype, 0)):
         return -1.0
-    labels = _labels_of(g, ntype, label, SPLITS[2])
+    labels = _read_labels(g, ntype, label, SPLITS[2])
     counts = torch.bincount(labels[(labels >= 0) & (labels < classes)], minlength=classes)
     counts = sum_over_ranks(counts, g.session, phase=metrics.PHASE)
     return float(counts.max()) / max(1, int(counts.sum()))
@@ -283,18 +290,18 @@ def _majority_share(g: DistGraph, ntype: str, label: str) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class StepLoss:
-    """The loss of one batch on this rank."""
+    """Loss of one batch on this rank."""
 
     loss: Tensor
     """() mean over this rank's targets, with a gradient even without targets."""
     num_targets: int
-    """As the loader counts them: destinations, or positive edges."""
+    """Number of targets as the loader counts them: destinations, or positive edges."""
     num_correct: int | Tensor
-    """Correct targets, for the train accuracy. A () tensor does not wait for the device."""
+    """Number of correct targets, for the train accuracy. A () tensor avoids waiting for the device."""
 
 
 Task: TypeAlias = Callable[[WrappedModel, Any], StepLoss]
-"""(wrapped model, batch of the loader) to its loss; calls the model once and no collective."""
+"""Maps (wrapped model, batch of the loader) to its loss. It calls the model once and no collective."""
 
 
 @final
@@ -306,9 +313,9 @@ class NodeClassification:
     feature: str = FEATURE
     label: str = LABEL
     ntype: str | None = None
-    """Type of the classified nodes; required with several node types."""
+    """Type of the classified nodes. Required with several node types."""
     inputs: EntityInputs | None = None
-    """Input rows by node type; None: ``feature`` of the only type."""
+    """Input rows by node type. None: ``feature`` of the only type."""
 
     def __call__(self, model: WrappedModel, batch: Any) -> StepLoss:
         blocks = batch[2]
@@ -327,17 +334,18 @@ class LinkPrediction:
     """Link prediction on batches ``(input_nodes, pair_graph, negative_pair_graph, blocks)``.
 
     The model is called with (blocks, input rows, pair graph, negative pair graph) and returns the scores of
-    both graphs' edges, (P,) and (Q,), of all edge types together. An edge with a score above 0 is correct.
+    both graphs' edges, (P,) and (Q,), over all edge types. An edge with a score above 0 is correct.
     """
 
     loss: LossFunction = F.binary_cross_entropy_with_logits
     """Loss of (P + Q,) scores and as many float labels: 1 for an edge, 0 for a negative."""
     pair_loss: Callable[[Tensor, Tensor], Tensor] | None = None
-    """In its place, of (P,) scores and (P, Q / P) of each edge's negatives, such as
-    :func:`dglx_dist.training.link.bpr_loss`. An edge above all its negatives is correct."""
+    """Loss that replaces it, of (P,) scores and (P, Q / P) scores of each edge's negatives, such as
+    :func:`dglx_dist.training.link.bpr_loss`. An edge above all its negatives is correct.
+    """
     feature: str = FEATURE
     inputs: EntityInputs | None = None
-    """As in :class:`NodeClassification`."""
+    """Input rows by node type, see :class:`NodeClassification`."""
 
     def __call__(self, model: WrappedModel, batch: Any) -> StepLoss:
         _, pairs, negative_pairs, blocks = batch
@@ -359,9 +367,9 @@ def _group_negatives(negative: Tensor, pairs: Any, negative_pairs: Any) -> Tenso
     for etype, few, many in zip(merged.etypes, merged.sizes, sizes, strict=True):
         if many != each * few:
             raise ConfigError(
-                f"{many} negatives of {few} edges of {etype}, and {sum(sizes)} of {edges} in all: pair_loss "
-                "needs as many of each edge; use dx.negative.Uniform(k), or InBatch(k) with batches above k "
-                "edges of each type"
+                f"there are {many} negatives for {few} edges of {etype}, and {sum(sizes)} for {edges} in "
+                "total, but pair_loss needs as many for each edge. Use dx.negative.Uniform(k), or InBatch(k) "
+                "with batches of more than k edges of each type."
             )
     return negative.view(edges, each)
 
@@ -369,14 +377,14 @@ def _group_negatives(negative: Tensor, pairs: Any, negative_pairs: Any) -> Tenso
 def gather_input_rows(model: nn.Module, block: Any, feature: str, inputs: EntityInputs | None) -> Any:
     weight = float_of(model)
 
-    def converted(rows: Tensor) -> Tensor:
-        # Autocast takes bfloat16 as it is, and would convert it back.
+    def convert(rows: Tensor) -> Tensor:
+        # Autocast uses bfloat16 directly, so a conversion would be undone.
         half = rows.dtype == torch.bfloat16 and torch.is_autocast_enabled(weight.device.type)
         return rows if half else rows.to(weight.dtype)
 
     if inputs is None:
-        return converted(block.srcdata[feature])
-    given = inputs(block)
-    if isinstance(given, Tensor):
-        return converted(given)
-    return {ntype: converted(rows) for ntype, rows in given.items()}
+        return convert(block.srcdata[feature])
+    input_rows = inputs(block)
+    if isinstance(input_rows, Tensor):
+        return convert(input_rows)
+    return {ntype: convert(rows) for ntype, rows in input_rows.items()}

@@ -1,4 +1,4 @@
-"""Records of a training run beside its metrics: trace file, bytes by pair, TensorBoard."""
+"""Records of a training run beside its metrics: trace file, bytes by pair of ranks, TensorBoard."""
 
 import logging
 import math
@@ -35,31 +35,31 @@ Pair: TypeAlias = tuple[str, int, int]
 
 
 def check_trace(path: Path, session: Session) -> None:
-    """Raise StorageError before training, on all ranks, if the trace cannot be written. Collective."""
+    """Raise StorageError on all ranks before training if the trace cannot be written. Collective."""
     run_on_all_ranks(session, lambda: check_replaceable(path) if session.topology.rank == 0 else None)
 
 
 def rank_path(path: Path, rank: int) -> Path:
-    """Return the path of the trace of one ``rank`` after a failure: ``trace.rank-2.json``."""
+    """Return the path for the trace of one ``rank`` after a failure: ``trace.rank-2.json``."""
     return path.with_name(f"{path.stem}.rank-{rank}{path.suffix}")
 
 
 @contextmanager
 def record_steps(file: str | Path | None, num_steps: int, session: Session) -> Iterator[Callable[[], None]]:
-    """Record the first steps of the block, and write the trace at its end. Collective.
+    """Record the first steps of the block and write the trace at its end. Collective.
 
-    Rank 0 writes it, replacing an earlier one; after a failure each rank writes its own part on its own
-    machine, see :func:`rank_path`.
+    Rank 0 writes the trace and replaces an earlier one. After a failure each rank writes its own part on its
+    own machine, see :func:`rank_path`.
 
-    Yields a function to call after each step. Nothing is recorded without ``file``, or while another
-    recording is active. StorageError: the trace cannot be written; before the block if possible.
+    Yield a function to call after each step. Nothing is recorded without ``file``, or while another recording
+    is active. StorageError if the trace cannot be written, before the block if possible.
     """
     if file is None or session.timeline.on:
         yield lambda: None
         return
     path, timeline, steps = Path(file).absolute(), session.timeline, 0
     check_trace(path, session)
-    # The trace of an earlier run that failed would mislead beside the new one.
+    # The traces of an earlier failed run would be misleading beside the new one.
     run_on_all_ranks(session, lambda: remove_trace(rank_path(path, session.topology.rank)))
 
     def step() -> None:
@@ -95,13 +95,15 @@ def _collect_spans(session: Session, clock: Clock) -> RankSpans:
 
 
 def _gather_spans(own: RankSpans, session: Session) -> list[RankSpans]:
-    """Return the spans of all ranks on rank 0, none on the others. Collective."""
+    """Return the spans of all ranks on rank 0, and nothing on the others. Collective."""
     ranks, sent = [], asdict(own)
     for source in range(session.topology.world_size):
-        # One after the other: the spans of a rank may have megabytes.
-        one = broadcast_json(sent, session, source)
+        # The ranks send in turn, because the spans of a rank may have megabytes.
+        rank_spans = broadcast_json(sent, session, source)
         if session.topology.rank == 0:
-            ranks.append(RankSpans(**one | {"spans": tuple(Span(**span) for span in one["spans"])}))
+            ranks.append(
+                RankSpans(**rank_spans | {"spans": tuple(Span(**span) for span in rank_spans["spans"])})
+            )
     return ranks
 
 
@@ -114,7 +116,7 @@ def _write_own(path: Path, trace: TraceFile, session: Session) -> None:
     except StorageError as error:
         log.warning("%s", error)
     else:
-        log.warning("training failed; the trace of this rank is in %s", path)
+        log.warning("training failed. The trace of this rank is in %s", path)
 
 
 def _build_trace(ranks: Sequence[RankSpans], steps: int, num_steps: int, session: Session) -> TraceFile:
@@ -132,37 +134,38 @@ def _build_trace(ranks: Sequence[RankSpans], steps: int, num_steps: int, session
 
 
 def list_traffic(sent: Counter[Pair], session: Session) -> dict[str, list[list[int]]]:
-    """Sum bytes by (phase, source, destination): phase -> [source, destination, bytes]. Collective."""
+    """Sum the bytes of all ranks. Return phase to [source, destination, bytes]. Collective."""
     ranks = gather_json([[*key, num_bytes] for key, num_bytes in sent.items()], session)
     total = Counter[Pair]()
     for phase, source, destination, num_bytes in chain.from_iterable(ranks):
         total[phase, source, destination] += num_bytes
-    found: dict[str, list[list[int]]] = {}
+    traffic: dict[str, list[list[int]]] = {}
     for (phase, source, destination), num_bytes in sorted(total.items()):
-        found.setdefault(phase, []).append([source, destination, num_bytes])
-    return found
+        traffic.setdefault(phase, []).append([source, destination, num_bytes])
+    return traffic
 
 
 @contextmanager
 def open_scalars_writer(
     folder: str | Path | None, epoch: int, session: Session
 ) -> Iterator[Callable[[EpochRecord], None]]:
-    """Yield a callback that writes figures for TensorBoard, in place of earlier ones from ``epoch`` on.
+    """Yield a callback that writes figures for TensorBoard. It replaces earlier ones from ``epoch`` on.
+    Collective.
 
-    It does nothing without ``folder``. If a write fails, it warns and writes no more. Collective.
-    StorageError: the folder cannot be written.
+    It does nothing without ``folder``. If a write fails, it warns and stops writing. StorageError if the
+    folder cannot be written.
     """
 
     def start() -> Any:
         if folder is None or session.topology.rank > 0:
             return None
-        # Imported here: an extra, which takes seconds.
+        # TensorBoard is an optional dependency, and importing it takes seconds.
         from torch.utils.tensorboard import SummaryWriter
 
         try:
             return SummaryWriter(str(folder), purge_step=epoch)
         except OSError as error:
-            raise StorageError(f"cannot write for TensorBoard to {folder}: {error}; name another") from error
+            raise StorageError(f"cannot write for TensorBoard to {folder}: {error}; use another") from error
 
     writer: Any = run_on_all_ranks(session, start)
     failed = writer is None
@@ -177,20 +180,22 @@ def open_scalars_writer(
             writer.flush()
         except OSError as error:
             failed = True
-            log.warning("TensorBoard in %s has no more from epoch %d on: %s", folder, record.epoch, error)
+            log.warning("TensorBoard in %s has no figures from epoch %d on: %s", folder, record.epoch, error)
 
     try:
         yield write
     finally:
         if writer is not None:
-            with suppress(OSError):  # What it may fail to write, `write` has flushed, or warned of.
+            with suppress(OSError):  # `write` has flushed everything, or warned about it.
                 writer.close()
 
 
 def format_live_figures(
     step: int, total: int, of_epoch: int, speed: float, epochs: Sequence[EpochRecord], session: Session
 ) -> dict[str, str]:
-    """Return a run's figures on rank 0, at a ``step`` of ``total``, with ``speed`` steps a second."""
+    """Return the figures of a run on rank 0, after ``step`` of ``total`` steps, at ``speed`` steps per
+    second.
+    """
     return {
         "epoch": str(step // of_epoch),
         "step": f"{step % of_epoch}/{of_epoch}",
@@ -203,7 +208,7 @@ def format_live_figures(
 
 
 def hide_credentials(options: Mapping[str, object]) -> dict[str, object]:
-    """Return options without values that may be credentials: mappings as names, URLs as host and path.
+    """Return options without values that may be credentials. Mappings become names, URLs host and path.
 
     Headers and URLs of a functions endpoint may have keys, and traces are shared.
     """
@@ -220,7 +225,7 @@ def _hide_credentials(value: object) -> object:
 
 
 def gather_figures(ranks: Sequence[Any], epoch: int) -> EpochRecord:
-    """Sum counts and bytes; take the slowest rank's seconds, and phases as means over the ``ranks``.
+    """Sum counts and bytes over the ``ranks``. Seconds are those of the slowest rank, phases are means.
 
     Ranks in lock-step wait and exchange at different times, so the sum of the longest phases would exceed the
     epoch. Compute is the remainder.
@@ -251,9 +256,10 @@ def gather_figures(ranks: Sequence[Any], epoch: int) -> EpochRecord:
 
 
 def format_epoch(record: EpochRecord) -> str:
-    """Return ``epoch 3: loss 1.2345, val 84.1 %, 0.15 s``, without val if not evaluated."""
+    """Return ``epoch 3: loss 1.2345, val 84.1 %, 0.15 s``. There is no val if the epoch was not evaluated."""
     scores = [] if record.val_accuracy is None else [f"val {100 * record.val_accuracy:.1f} %"]
-    others = (one for one in record.metrics.items() if one[0].startswith("val_") and one[0] != "val_accuracy")
-    scores += [f"{name.replace('_', ' ', 1)} {value:.4f}" for name, value in others]
-    shown = "".join(f"{one}, " for one in scores)
-    return f"epoch {record.epoch}: loss {record.loss:.4f}, {shown}{record.seconds:.2f} s"
+    for name, value in record.metrics.items():
+        if name.startswith("val_") and name != "val_accuracy":
+            scores.append(f"{name.replace('_', ' ', 1)} {value:.4f}")
+    figures = [f"loss {record.loss:.4f}", *scores, f"{record.seconds:.2f} s"]
+    return f"epoch {record.epoch}: {', '.join(figures)}"

@@ -85,7 +85,9 @@ def choose_and_train(data: str, out: str) -> dict[str, Any]:
         with pytest.raises(ConfigError, match=r"call dx\.choose_strategy"):
             DataLoader(g, [], None)
         message = FitConfig(epochs=1, eval_every=0)
-        with pytest.raises(ConfigError, match=r"supports node classification by 'feat', not config\.feature"):
+        with pytest.raises(
+            ConfigError, match=r"supports node classification by 'feat', but not config\.feature"
+        ):
             fit(model, g, config=replace(message, feature="label"))
         with pytest.raises(ConfigError, match=r"rank 0 has batch_size=2\d, rank \d has batch_size=2\d"):
             choose_strategy(model, g, fanouts=(3, 2), batch_size=20 + session.topology.rank)

@@ -35,7 +35,7 @@ def test_evaluate_takes_one_name_and_a_list(g: Any) -> None:
 @pytest.mark.parametrize(
     ("masks", "options", "message"),
     [
-        (torch.ones(40, dtype=torch.bool), {}, r"masks is a tensor; give names"),
+        (torch.ones(40, dtype=torch.bool), {}, r"masks is a tensor. Pass names"),
         ("label", {}, r"'label' is torch.int64 of shape .*a mask has a bool per node"),
         (["feat"], {}, r"'feat' is torch.float64 of shape \(40, 5\), but a mask has a bool per node"),
         ("val", {}, r"the nodes have no tensor 'val'"),
@@ -51,7 +51,7 @@ def test_evaluate_refuses_what_is_no_name(g: Any, masks: Any, options: Any, mess
 
 
 def test_evaluate_refuses_a_column_in_place_of_its_name(g: Any) -> None:
-    with pytest.raises(dx.ConfigError, match=r"masks is a tensor; give names"):
+    with pytest.raises(dx.ConfigError, match=r"masks is a tensor. Pass names"):
         dx.evaluate(Layers(), g, g.ndata["train_mask"])
 
 
@@ -61,7 +61,7 @@ def test_inference_takes_one_node_type(g: Any) -> None:
 
 def test_fit_names_the_tuple_that_a_metric_belongs_in() -> None:
     with pytest.raises(
-        dx.ConfigError, match=r"metric is the string 'f1_macro'; give a tuple: \('f1_macro',\)"
+        dx.ConfigError, match=r"metric is the string 'f1_macro', but must be a tuple: \('f1_macro',\)"
     ):
         dx.FitConfig(metric="f1_macro")  # type: ignore[arg-type]
 

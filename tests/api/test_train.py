@@ -52,13 +52,13 @@ def test_a_run_that_replaces_another_says_so_and_leaves_no_checkpoint_of_it(
     assert json.loads((out / "config.json").read_text())["recompute"] == "exchange"
     before = sorted(path.name for path in out.rglob("*"))
     message = (
-        r"model: resgcn -> sage, layers: 3 -> 2, fanouts: .* -> .*; give another folder, or .*--overwrite"
+        r"model: resgcn -> sage, layers: 3 -> 2, fanouts: .* -> .*Choose another folder, or .*--overwrite"
     )
     with pytest.raises(ConfigError, match=message):
         train_dataset(TrainConfig(data=dataset, out=str(out), epochs=1))
     assert sorted(path.name for path in out.rglob("*")) == before
     train_dataset(TrainConfig(data=dataset, out=str(out), epochs=1, overwrite=True))
-    assert caplog.messages == [f"replacing the finished run in {out}: no checkpoints, or --overwrite"]
+    assert caplog.messages == [f"replacing the finished run in {out} (no checkpoints, or --overwrite)"]
     assert list((out / CHECKPOINTS).iterdir()) == []
 
 
@@ -128,7 +128,7 @@ def test_a_restart_by_torchrun_keeps_the_checkpoints_and_ends_with_the_same_weig
             tensor: (last / saved["file"]).read_bytes()[saved["first_byte"] :][: saved["num_bytes"]]
             for tensor, saved in json.loads((last / "state.json").read_text())["tensors"].items()
         }
-    assert record["killed"].count("going on from ") == 1
+    assert record["killed"].count("resuming from ") == 1
     assert "training epochs 2 to 3" in record["killed"]
     assert "going on" not in record["whole"]
     before = json.loads((tmp_path / "killed" / "before.json").read_text())
@@ -257,7 +257,7 @@ def test_a_resumed_run_goes_on_with_its_rows(tmp_path: Path) -> None:
 
 def test_a_model_for_one_type_names_those_for_several(tmp_path: Path) -> None:
     plan = TrainConfig(data=str(hetero.write_parts(tmp_path)), out=str(tmp_path / "run"))
-    with pytest.raises(dx.ConfigError, match=r"3 node and 5 edge types, and --model sage .* --model rgcn or"):
+    with pytest.raises(dx.ConfigError, match=r"3 node and 5 edge types, but --model sage .* --model rgcn or"):
         train_dataset(plan)
 
 

@@ -38,7 +38,7 @@ def test_deploy_try_and_remove(worker_package: Path) -> None:
         tried = functions("invoke-test", "ours", *where)
         assert tried.exit_code == 0, tried.output
         assert [line.split(":")[0] for line in tried.output.splitlines()[1:]] == ["cold", "warm"]
-        assert "right after" in tried.output
+        assert "correct after" in tried.output
         gone = functions("remove", "ours", *where)
         assert gone.output == "delete the function ours\ndelete the log /aws/lambda/ours\n"
         assert service.functions == {}

@@ -43,7 +43,7 @@ FAULTS = {
     "import dataclasses as d\n@d.dataclass\nclass Model:\n    in_dim: int": "returns Model, not an nn.Module",
     "Model = 1": "TypeError: 1 is not a callable object",
     "def Model(in_dim): return in_dim": "Model returns int, not an nn.Module",
-    "def Model(width): pass": "required positional argument: 'width'; it is called with those of in_dim",
+    "def Model(width): pass": "required positional argument: 'width'. It is called with those of in_dim",
     SAGE.replace("blocks[0]", "blocks[5]"): "line 8: IndexError: list index out of range",
     SAGE.replace("(hidden, classes)", "(hidden, 3)"): "for 2 targets of 4 classes it returns \\(2, 3\\)",
     SAGE.replace("return self.two", "return self.one(blocks[0], h) #"): "it returns \\(4, 8\\)",
@@ -119,7 +119,7 @@ def test_a_resumed_run_is_given_the_same_file(dataset: str, tmp_path: Path) -> N
     ):
         with pytest.raises(ConfigError, match=r"checkpoints of another configuration .*model_sha256"):
             train_dataset(replace(changed, epochs=4))
-    with pytest.raises(ConfigError, match="differs from the file that the run began with"):
+    with pytest.raises(ConfigError, match="differs from the file at the start of the run"):
         train_dataset(plan)
 
 
@@ -164,7 +164,7 @@ def test_what_is_refused_before_a_start(dataset: str, tmp_path: Path) -> None:
         plan_of(dataset, tmp_path, model_file="my_model.py")
     with pytest.raises(ConfigError, match="cannot be read: No such file"):
         plan_of(dataset, tmp_path, model_file=f"{tmp_path}/none.py:Model")
-    with pytest.raises(ConfigError, match="replaces --model gat; give one of the two"):
+    with pytest.raises(ConfigError, match=r"replaces --model gat\. Use one of the two"):
         own(dataset, tmp_path / "run", SAGE, model="gat")
     with pytest.raises(ConfigError, match=r"--model my_model\.py:Model has no --norm"):
         own(dataset, tmp_path / "run", SAGE, norm="layer")

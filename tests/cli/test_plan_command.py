@@ -10,7 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from dglx_dist.cli.app import app
-from dglx_dist.cli.common import libraries_on_stderr
+from dglx_dist.cli.common import redirect_libraries_to_stderr
 from dglx_dist.errors import ConfigError
 
 
@@ -60,7 +60,7 @@ def test_servers_that_are_not_here_are_described(dataset: str) -> None:
 
 
 def test_json_is_alone_on_standard_output(capfd: pytest.CaptureFixture[str]) -> None:
-    with libraries_on_stderr():
+    with redirect_libraries_to_stderr():
         ctypes.CDLL(None).puts(b"***Cannot bisect a graph with 0 vertices!")
     shown = capfd.readouterr()
     assert shown.out == ""
@@ -68,12 +68,12 @@ def test_json_is_alone_on_standard_output(capfd: pytest.CaptureFixture[str]) -> 
 
 
 def test_mistakes_are_named(dataset: str) -> None:
-    assert "give the folder DIR of a partitioned dataset" in refused("--servers", "2")
+    assert "the folder DIR of a dataset is missing" in refused("--servers", "2")
     assert f"the dataset is {dataset}, and --data is x; give one" in refused(dataset, "--data", "x")
     assert "--unit graph must be" in refused("--data", dataset, "--unit", "graph")
     assert "4 part" in refused("--data", dataset, "--servers", "9")
     assert "--ranks 3 cannot be divided among --servers 2" in refused("--data", dataset, "--ranks", "3")
-    assert "give one of the two" in refused("--data", dataset, "--ranks", "4", "--ranks-per-server", "1")
+    assert "Use one of the two" in refused("--data", dataset, "--ranks", "4", "--ranks-per-server", "1")
     assert "--structure split must be" in refused("--data", dataset, "--structure", "split")
     message = refused("--data", dataset, "--bandwidth-external", "1 lightyear")
     assert "--bandwidth-external: rate '1 lightyear'" in message
@@ -87,5 +87,5 @@ def test_mistakes_are_named(dataset: str) -> None:
 
 
 def test_options_without_effect_are_refused(dataset: str) -> None:
-    assert "add --unit any" in refused(dataset, "--full-graph-epochs", "2")
+    assert "Add --unit any" in refused(dataset, "--full-graph-epochs", "2")
     assert "--batch-size is for mini-batches" in refused(dataset, "--unit", "full_graph", "--batch-size", "9")

@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from dglx_dist.cli.app import app
 from dglx_dist.cli.common import draw_or_warn, show
-from dglx_dist.cli.report import InspectCommand, part_bytes, read_batches, report
+from dglx_dist.cli.report import InspectCommand, count_part_bytes, read_batches, report
 from dglx_dist.comm.trace import write_trace
 from dglx_dist.data.partition.base import PartitionPlan
 from dglx_dist.data.partition.prepare import partition_to_disk
@@ -44,7 +44,9 @@ def test_types_columns_balance_and_trainers_are_shown(tmp_path: Path) -> None:
     ):
         assert any(line.startswith(message) for line in lines), message
     sizes = [(path.split("/")[0], info.num_bytes) for path, info in manifest.files.items()]
-    assert part_bytes(manifest) == [sum(size for part, size in sizes if part == f"part{n}") for n in (0, 1)]
+    assert count_part_bytes(manifest) == [
+        sum(size for part, size in sizes if part == f"part{n}") for n in (0, 1)
+    ]
 
 
 def test_options_without_closure_are_told_what_they_are_for() -> None:

@@ -17,8 +17,8 @@ from dglx_dist.cli.torchrun import (
     _ForkedRank,
     _Signals,
     describe,
-    exit_code,
-    first_failure,
+    find_first_failure,
+    get_exit_code,
     write_failure,
 )
 
@@ -39,19 +39,19 @@ PEER = "PeerError: rank 1 is gone"
 
 def test_the_earliest_failure_that_is_no_consequence_is_told(tmp_path: Path) -> None:
     late, early = failed(tmp_path, 0, "DatasetError: late", 20), failed(tmp_path, 1, "ConfigError: early", 10)
-    rank, failure = first_failure({0: late, 1: early})
+    rank, failure = find_first_failure({0: late, 1: early})
     assert describe(rank, failure) == "rank 1 failed: ConfigError: early"
-    assert exit_code(failure) == 2
+    assert get_exit_code(failure) == 2
     lost = failed(tmp_path, 0, PEER, int(time.time()))
     bad = failed(tmp_path, 1, "ValueError: bad", int(time.time()))
-    assert first_failure({0: lost, 1: bad})[0] == 1
-    assert describe(*first_failure({0: lost})) == f"rank 0 failed: {PEER}"
-    rank, failure = first_failure({0: lost, 1: killed(1)})
+    assert find_first_failure({0: lost, 1: bad})[0] == 1
+    assert describe(*find_first_failure({0: lost})) == f"rank 0 failed: {PEER}"
+    rank, failure = find_first_failure({0: lost, 1: killed(1)})
     assert rank == 1
     assert "SIGKILL" in describe(rank, failure)
-    assert exit_code(failure) == 137
+    assert get_exit_code(failure) == 137
     stuck_since = failed(tmp_path, 0, PEER, int(time.time()) - 31)
-    assert describe(*first_failure({0: stuck_since, 1: killed(1)})) == f"rank 0 failed: {PEER}"
+    assert describe(*find_first_failure({0: stuck_since, 1: killed(1)})) == f"rank 0 failed: {PEER}"
 
 
 def test_a_rank_that_left_no_message_is_named_with_its_code() -> None:

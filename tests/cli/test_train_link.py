@@ -113,7 +113,7 @@ def test_rows_of_links_learn_in_few_epochs(
     assert record["test_auc"] < 0.55
     (warning,) = (message for message in caplog.messages if "test auc" in message)
     how = "hardly" if record["test_auc"] > 0.5 else "not"
-    assert f"is {how} better than 0.5, that of guesses; train longer, or with another --lr or" in warning
+    assert f"is {how} better than 0.5, that of guesses. Train longer, or with another --lr or" in warning
 
 
 METRICS = [f"{split}_{metric}" for split in ("val", "test") for metric in list_metrics(LINK, ())]
@@ -257,20 +257,20 @@ def refused(folder: str, out: str, options: dict[str, Any]) -> str:
         ("plain", {}, "or predict edges: dglx train "),
         ("plain", {}, "plain --task link --model none --embeddings 64"),
         ("shop", {}, "shop --task link --model none --embeddings 64 --target user:buys:item"),
-        ("plain", {"task": "link"}, "give the nodes trainable rows with --embeddings 64"),
-        ("ring", {}, "has no node data 'label' (known: 'feat'); partition a graph that has it"),
+        ("plain", {"task": "link"}, "Add trainable rows with --embeddings 64"),
+        ("ring", {}, "has no node data 'label' (known: 'feat'). Partition a graph that has it"),
         (
             "priced",
             {},
-            "rename one of price to 'label' in nodes.csv or the .npz, and partition again, or predict",
+            "Rename one of price to 'label' in nodes.csv or the .npz, and partition again, or predict",
         ),
-        ("unsplit", {}, "add a column 'split' (train, val, test) to nodes.csv, or train_mask, val_mask and"),
-        ("named", {"task": "regression"}, "number classes with names, which --task regression does not take"),
-        ("ring", {"task": "link", "model": "gcn"}, "use --model sage, sgc or gat"),
+        ("unsplit", {}, "Add a column 'split' (train, val, test) to nodes.csv, or train_mask, val_mask and"),
+        ("named", {"task": "regression"}, "are classes with names, which do not fit --task regression"),
+        ("ring", {"task": "link", "model": "gcn"}, "Use --model sage, sgc or gat"),
         ("shop", {"task": "link"}, "or --model none --embeddings 64, which scores trainable rows"),
         ("shop", {"task": "link", "model": "rgcn", "target": ("likes",)}, "likes"),
         ("unmarked", NO_ENCODER, "no edge of buys in"),
-        ("untested", {**NO_ENCODER, "predictions": "p"}, "--predictions p ranks test edges, and"),
+        ("untested", {**NO_ENCODER, "predictions": "p"}, "--predictions p ranks test edges, but"),
     ],
 )
 def test_graphs_that_a_task_cannot_use(
@@ -291,7 +291,7 @@ def test_links_are_not_proposed_to_those_who_gave_a_task(folders: dict[str, Path
     [
         ({"target": ("buys",)}, "--target .* must be left out without --task link"),
         ({"decoder": "dot"}, "--decoder dot must be left out without --task link"),
-        ({"model": "none"}, "--model none must be another one without --task link"),
+        ({"model": "none"}, "--model none must be another model without --task link"),
         ({"task": "link", "model": "none"}, "--model none must be with --embeddings"),
         (
             {"task": "link", "decoder": "best"},
@@ -300,8 +300,8 @@ def test_links_are_not_proposed_to_those_who_gave_a_task(folders: dict[str, Path
         ({"predictions": "a", "save_embeddings": "a/b"}, "--save-embeddings .* must be another folder"),
         ({"task": "link", "loss": "mse"}, "--loss mse must be bce, bpr or softmax"),
         ({"task": "link", "negatives": 0}, "--negatives 0 must be at least 1"),
-        ({"task": "link", "metric": ("accuracy",)}, "metric accuracy is not one of link; take some of mrr"),
-        ({"task": "link", "scores": True}, "--scores must be given with --predictions DIR"),
+        ({"task": "link", "metric": ("accuracy",)}, "metric accuracy is not one of link.*Choose some of mrr"),
+        ({"task": "link", "scores": True}, "--scores must be combined with --predictions DIR"),
         ({"task": "link", "metric": ("roc_auc", "f1_micro")}, "metric f1_micro is not one of link"),
         ({"metric": ("acuracy",)}, "--metric acuracy must be some of .*did you mean 'accuracy'"),
         (

@@ -11,7 +11,7 @@ import dgl.distributed
 import pytest
 from dgl.distributed import graph_partition_book
 
-from dglx_dist.compat.namespace import CONSTANTS, REFUSED, SUPPORTED, offered
+from dglx_dist.compat.namespace import CONSTANTS, REFUSED, SUPPORTED, build_replacements
 from dglx_dist.errors import ConfigError
 
 PAGE = (Path(__file__).parents[2] / "docs" / "compat.md").read_text()
@@ -37,7 +37,7 @@ def test_every_name_of_dgl_is_in_the_table_which_says_what_is_so() -> None:
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_refused_names_raise_the_reason(name: str) -> None:
-    refused = offered()[name]
+    refused = build_replacements()[name]
     for use in (lambda: refused(1, two=2), lambda: type("Mine", (refused,), {})):
         with pytest.raises(ConfigError, match=f"dgl.distributed.{name} is not available: "):
             use()
@@ -61,7 +61,7 @@ def test_names_of_later_versions_are_there() -> None:
     later = {"DistNodeDataLoader", "DistEdgeDataLoader", "NodeCollator", "EdgeCollator"}
     later |= {"dgl_partition_to_graphbolt", "gb_convert_single_dgl_partition"}
     later |= {"DEFAULT_NTYPE", "DEFAULT_ETYPE", "MAX_QUEUE_SIZE"}
-    assert later <= offered().keys()
+    assert later <= build_replacements().keys()
     assert {name: getattr(dgl.distributed.constants, name) for name in CONSTANTS} == dict(CONSTANTS)
 
 

@@ -23,7 +23,7 @@ def whole(config: Path, parts: int, ntype: str, name: str) -> torch.Tensor:
 @pytest.mark.parametrize("formats", [None, ["csc", "coo"]])
 def test_stock_dgl_loads_what_was_cut(tmp_path: Path, formats: Any) -> None:
     graph = paper_graph()
-    with pytest.warns(UserWarning, match="num_hops=2: parts get 1"):
+    with pytest.warns(UserWarning, match="num_hops=2: parts store 1 hop"):
         nodes, edges = partition_graph(
             graph, "mine", 2, tmp_path, 2, balance_edges=True, return_mapping=True, graph_formats=formats
         )
@@ -135,7 +135,7 @@ def test_files_of_an_earlier_partition_are_replaced(tmp_path: Path) -> None:
     assert int(local.ndata["inner_node"].sum()) == 30
     with pytest.raises(ConfigError, match="there are 2 parts"):
         load_partition(tmp_path / "again.json", 2)
-    with pytest.raises(ConfigError, match="part_metadata cannot be honoured"):
+    with pytest.raises(ConfigError, match="part_metadata is not supported"):
         load_partition_book(tmp_path / "again.json", 0, {})  # type: ignore[arg-type]  # what is wrong
     assert not [path.name for path in tmp_path.iterdir() if path.name.startswith(".")]
 
@@ -144,10 +144,10 @@ def test_files_of_an_earlier_partition_are_replaced(tmp_path: Path) -> None:
     ("arguments", "reason"),
     [
         ({"store_ids": True}, "partition_graph has no argument store_ids"),
-        ({"num_parts": 0}, "num_parts=0; give a whole number of at least 1"),
-        ({"num_trainers_per_machine": 0}, "num_trainers_per_machine=0; give a whole number of at least 1"),
-        ({"seed": -1}, "seed=-1; give a whole number of at least 0"),
-        ({"balance_ntypes": {"paper": torch.zeros(60)}}, r"has \['paper'\]; the node types are _N"),
+        ({"num_parts": 0}, "num_parts=0 must be a whole number of at least 1"),
+        ({"num_trainers_per_machine": 0}, "num_trainers_per_machine=0 must be a whole number of at least 1"),
+        ({"seed": -1}, "seed=-1 must be a whole number of at least 0"),
+        ({"balance_ntypes": {"paper": torch.zeros(60)}}, r"has \['paper'\], but the node types are _N"),
         ({"balance_ntypes": torch.zeros(7)}, r"has shape \(7,\) for the 60 nodes of '_N'"),
         ({"part_method": "hash", "balance_edges": True}, "honours balance"),
         ({"part_method": "nothing"}, "there is no partitioner 'nothing'"),

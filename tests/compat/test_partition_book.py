@@ -64,5 +64,5 @@ def test_with_other_numberings_ids_of_a_type_are_as_with_dgl(nodes: Any, edges: 
         lambda book: book.map_to_homo_eid([0], LIKES),
         lambda book: book.partid2nids(0),
     ):
-        with pytest.raises(ConfigError, match="homogeneous, and the map of"):
+        with pytest.raises(ConfigError, match="homogeneous, but the map of"):
             homogeneous(books[0])

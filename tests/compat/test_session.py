@@ -21,7 +21,7 @@ from dglx_dist.comm.session import current_session, get_open_session, start_late
 from dglx_dist.compat import namespace as session
 from dglx_dist.compat.dataloading import DistDataLoader, DistEdgeDataLoader, DistNodeDataLoader
 from dglx_dist.compat.dist_graph import DistGraph
-from dglx_dist.compat.dist_tensor import DistEmbedding, DistTensor, attached_rows
+from dglx_dist.compat.dist_tensor import DistEmbedding, DistTensor, find_attached_rows
 from dglx_dist.compat.partition import edge_split, load_partition_book, node_split, partition_graph
 from dglx_dist.compat.partition_book import RangePartitionBook
 from dglx_dist.errors import ConfigError, UnknownNameError
@@ -98,7 +98,7 @@ def test_what_cannot_be_honoured_is_refused() -> None:
 
 def test_a_graph_is_opened_by_its_own_name(stock_parts: Mapping[str, Path]) -> None:
     session.initialize()
-    with pytest.warns(UserWarning, match="is of the graph 'two', not 'other'; it is opened"):
+    with pytest.warns(UserWarning, match="holds the graph 'two', not 'other'; it is opened"):
         assert DistGraph("other", part_config=stock_parts["two"]).num_nodes() == 60
     with pytest.raises(ConfigError, match="part_config"):
         DistGraph("two")
@@ -131,7 +131,7 @@ def test_of_two_graphs_the_one_whose_book_is_given(g: DistGraph, stock_parts: Ma
         node_split(every)
     with pytest.raises(ConfigError, match="'node~_N~train_mask' belongs to the graph 'two', the book to an"):
         node_split(mask, last)
-    with pytest.raises(ConfigError, match="the partition book is of none of the open graphs"):
+    with pytest.raises(ConfigError, match="the partition book belongs to none of the open graphs"):
         node_split(every, RangePartitionBook(0, 1, {"a": [[0, 60]]}, {LOOP: [[0, 9]]}, {"a": 0}, {LOOP: 0}))
     with pytest.raises(ConfigError, match="partition_book is a str"):
         node_split(every, "two")  # type: ignore[arg-type]  # what is wrong
@@ -159,12 +159,12 @@ def test_rows_of_a_batch_are_those_on_its_blocks_and_not_those_of_another_graph(
     del batch
     assert features[nodes].data_ptr() == drawn.data_ptr() != features[nodes.clone()].data_ptr()
     assert torch.equal(features[nodes.clone()], drawn)
-    assert attached_rows(g.ndata["labels"].inner, nodes) is None
+    assert find_attached_rows(g.ndata["labels"].inner, nodes) is None
     assert torch.equal(graph.ndata["features"][nodes], graph.ndata["features"][nodes.clone()])
     assert not torch.equal(graph.ndata["features"][nodes], drawn)
     # They are not kept for that.
     del blocks, drawn
-    assert attached_rows(features.inner, nodes) is None
+    assert find_attached_rows(features.inner, nodes) is None
 
 
 def test_the_only_type_may_have_any_name(tmp_path: Path) -> None:

@@ -137,7 +137,7 @@ def test_several_saved_graphs_need_an_index(tmp_path: Path) -> None:
     for options, message in (
         ({}, r"two\.bin has 2 graphs and no index was given; choose index=0 to 1"),
         ({"index": 2}, "index=2 is not among them"),
-        ({"index": "first"}, "index='first'; give a whole number"),
+        ({"index": "first"}, "index='first' must be a whole number"),
     ):
         with pytest.raises(ConfigError, match=message):
             load_dataset(path, **options)

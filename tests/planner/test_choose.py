@@ -39,8 +39,8 @@ def test_memory_of_gpus_is_a_limit_of_its_own(candidate: Candidate, mapped: int)
     on_gpu = full.memory_bytes - mapped
     for host, gpu, message in (
         (0, 1, ""),
-        (-1, 1, "GB a rank, of 0"),
-        (0, 0, "GB a rank on its GPU, of 0.0"),
+        (-1, 1, "GB a rank, but there are 0"),
+        (0, 0, "GB a rank on its GPU, but there are 0.0"),
     ):
         limits = {"memory_bytes": mapped + host, "device_memory_bytes": max(on_gpu - 1 + gpu, 1)}
         prediction = predict(candidate, make_counts(cluster=replace(CLUSTER, **limits)))

@@ -13,10 +13,10 @@ from torch import nn
 from dglx_dist.comm.session import start_session
 from dglx_dist.data.storage.reader import open_dataset, open_structure
 from dglx_dist.errors import ConfigError
-from dglx_dist.planner.costs.full_graph import FullGraphScheme, StepSizes, blocks_of, decode_work
+from dglx_dist.planner.costs.full_graph import FullGraphScheme, StepSizes, build_blocks, decode_work
 from dglx_dist.planner.measure import time_step
 from dglx_dist.planner.model_shape import build_topology
-from dglx_dist.planner.workload import read_graph_stats, sizes_of
+from dglx_dist.planner.workload import count_block_sizes, read_graph_stats
 from dglx_dist.records import EDGE_TYPE, NODE_TYPE
 from dglx_dist.strategies.full_graph.plan_builder import plan_all, seeds_by_server
 from dglx_dist.training.models import build_model
@@ -30,8 +30,8 @@ def test_blocks_of_a_plan_are_as_large_as_it_is_and_the_model_runs_on_them() -> 
     plan = plan_all(where, seeds_by_server(where, seeds), LAYERS, 1)[1]
     sizes = [[layer.num_sources, layer.targets, len(layer.indices)] for layer in plan.layers]
     sources, targets, edges = zip(*sizes, strict=True)
-    blocks = blocks_of(plan)
-    assert sizes_of(blocks) == ([*sources], [*targets], [*edges])
+    blocks = build_blocks(plan)
+    assert count_block_sizes(blocks) == ([*sources], [*targets], [*edges])
     assert time_step(build_model("sage", 6, 4, 3, LAYERS), blocks, 6) > 0
     with pytest.raises(ConfigError, match="no parameters to train"):
         time_step(nn.Identity(), blocks, 6)

@@ -93,7 +93,7 @@ def test_ranks_count_the_same_epochs_if_only_one_has_seeds_left(tmp_path: Path) 
 
 
 def test_options_that_make_no_sense_are_refused() -> None:
-    with pytest.raises(ConfigError, match="give the folder DIR of a partitioned dataset"):
+    with pytest.raises(ConfigError, match="the folder DIR of a dataset is missing"):
         PlanConfig()
     with pytest.raises(ConfigError, match="--layers is 2"):
         PlanConfig(data="x", fanouts=(1, 2, 3))

@@ -13,7 +13,7 @@ from matplotlib.image import imread
 from dglx_dist.comm.trace import Span, TraceFile, read_trace, write_trace
 from dglx_dist.errors import ConfigError
 from dglx_dist.progress import visible
-from dglx_dist.report.pictures import draw, draw_parts, draw_trace, has_intervals, overlap, overlap_text
+from dglx_dist.report.pictures import describe_overlap, draw, draw_parts, draw_trace, has_intervals, overlap
 from dglx_dist.report.tables import COLORS
 from tests.report.records import epoch
 from tests.report.traces import span, trace_of
@@ -100,10 +100,10 @@ def colors_of(path: Path) -> set[int]:
 
 def test_waiting_workers_are_no_work_and_intervals_survive_the_file(tmp_path: Path) -> None:
     # Workers work 2 s of each epoch, the graph server beside them 1 s of it.
-    assert overlap_text(trace()) == "50.0 % of the workers' time beside graph servers"
+    assert describe_overlap(trace()) == "50.0 % of the workers' time beside graph servers"
     write_trace(tmp_path / "t.json", trace())
     back = read_trace(tmp_path / "t.json")
-    assert overlap_text(back) == overlap_text(trace())
+    assert describe_overlap(back) == describe_overlap(trace())
     assert {item.interval for item in back.ranks[0].spans} == {0, 1, None}
     assert has_intervals(back)
     assert not has_intervals(trace_of([span("forward", "compute", 0, 1, 0)]))
@@ -145,8 +145,8 @@ def test_the_batches_or_epochs_asked_for_are_drawn_in_their_colours(
 @pytest.mark.parametrize(
     ("trace", "said"),
     [
-        (trace_of(batches(6)), "no batch from 7 to 9; it has 0 to 5"),
-        (trace(), "no epoch from 7 to 9; it has 0 to 4"),
+        (trace_of(batches(6)), "no batch from 7 to 9, only 0 to 5"),
+        (trace(), "no epoch from 7 to 9, only 0 to 4"),
         (trace_of([]), "no batch to draw"),
     ],
 )
@@ -159,8 +159,8 @@ def test_batches_that_are_not_there_are_refused_and_nothing_is_written(
 
 
 def test_the_overlap_is_told_in_words() -> None:
-    assert overlap_text(trace_of(batches(3))) == "100.0 % of the network's time beside compute"
-    assert overlap_text(trace_of([])) == "nothing on the network"
+    assert describe_overlap(trace_of(batches(3))) == "100.0 % of the network's time beside compute"
+    assert describe_overlap(trace_of([])) == "nothing on the network"
 
 
 @pytest.mark.parametrize("title", ["$x^2$ <b>", "a $ b", r"$\frac{$ $", "x\x1b[31m\u202e"])

@@ -114,13 +114,13 @@ def _save_elsewhere(folder: str) -> None:
     odd = start_session().topology.rank == 1
     loader = Position(epoch=2, step=3)
     for inputs, problem in (
-        ({"loader": loader, "epoch": 0}, "^epoch=0 would name .* step 3 of epoch 2; leave"),
+        ({"loader": loader, "epoch": 0}, "^epoch=0 would name .* step 3 of epoch 2. Leave"),
         ({"loader": loader, "epoch": 2, "step": 1}, "^epoch=2 and step=1 would"),
         ({"loader": loader, "epoch": 2 + odd}, "epoch=3 would" if odd else "rank 1 .*epoch=3"),
         ({"epoch": 2 + odd}, "epoch and step of a checkpoint"),
         ({"epoch": -1}, "epoch=-1"),
         ({"step": 1.5}, "step=1.5"),
-        ({"loader": Unnumbered()}, "position {'batches': 3} without epoch and step; its"),
+        ({"loader": Unnumbered()}, "position {'batches': 3} of the loader has no epoch and step. Its"),
     ):
         with pytest.raises(ConfigError, match=problem):
             checkpoint.save(folder, model=net(), **inputs)
@@ -139,7 +139,7 @@ def test_warns_when_a_save_without_epoch_replaces_one(tmp_path: Path) -> None:
         assert not shown
         path = checkpoint.save(tmp_path, model=net())
     assert [str(warning.message).partition(";")[0] for warning in shown] == [
-        f"{path} is replaced: saves without epoch= have one name"
+        f"{path} is replaced, because saves without epoch= share one name"
     ]
 
 
@@ -193,7 +193,7 @@ def test_mismatches_name_the_first_difference(saved: Path, tmp_path: Path) -> No
         cases: list[tuple[Path, dict[str, Any], str]] = [
             (saved, {"model": net(9)}, r"'0\.weight' is \(4, 3\).*but \(4, 9\)"),
             (saved, {"model": net().float()}, r"'0\.weight' is .*float64 .* torch\.float32 in this model"),
-            (saved, {"model": nn.Sequential(net()[0])}, r"has '1\.weight', which this model lacks"),
+            (saved, {"model": nn.Sequential(net()[0])}, r"has '1\.weight', but this model does not"),
             (saved, {"model": nn.Sequential(*net(), nn.Linear(2, 2))}, r"this model has '4\.weight'"),
             (saved, {"dataset": {"nodes": 6}}, "nodes=5, but this one has 6"),
             (saved, {"optimizer": torch.optim.SGD(model.parameters(), lr=1.0)}, "is Adam, not SGD"),
@@ -297,12 +297,15 @@ def with_scalars(scalars: object) -> Callable[[State], State]:
             for name in ("step", "exp_avg")
         ),
         ("'exp_avg' of .* shape", with_tensor("optimizer/0.bias/exp_avg", "optimizer/0.weight/exp_avg")),
-        ("it is that of step 2 of epoch 4", lambda state: state | {"epoch": 4}),
+        ("it belongs to step 2 of epoch 4", lambda state: state | {"epoch": 4}),
         ("damaged", with_scalars({"0.bias": 5})),
         ("damaged", with_scalars({})),
         ("of another seed", lambda state: state),
         ("random state", entry(dtype="int8")),
-        ("version 1, this package reads 3; load it with the package", lambda state: state | {"version": 1}),
+        (
+            "version 1, but this package reads 3. Load it with the package",
+            lambda state: state | {"version": 1},
+        ),
         *((rf"state\.json is damaged.*'{name}'", without(name)) for name in ("tensors", "extra", "loader")),
         (r"state\.json is damaged.*'world_size'", without("world_size")),
     ],
@@ -489,7 +492,7 @@ def test_several_optimisers_are_saved_in_their_order(tmp_path: Path) -> None:
             embedding.weight[[3, 4]] = torch.zeros(2, embedding.embedding_dim)
             optimizer.lr = 9.0
         for wrong, message in (
-            (both[:1], "has 2 optimisers of embeddings, but sparse= has 1"),
+            (both[:1], "has 2 optimizers of embeddings, but sparse= has 1"),
             (both[::-1], "'SparseAdam', this run has 'SparseSGD'"),
             ([], "sparse= has 0"),
         ):
@@ -498,7 +501,7 @@ def test_several_optimisers_are_saved_in_their_order(tmp_path: Path) -> None:
         second = checkpoint.save(tmp_path / "saved", model=model, sparse=both, epoch=1)
         (second / "sparse" / "1").rename(tmp_path / "rows")
         shutil.copytree(path / "sparse" / "1", second / "sparse" / "1")
-        with pytest.raises(CheckpointError, match=r"sparse/1 is damaged, or of another checkpoint"):
+        with pytest.raises(CheckpointError, match=r"sparse/1 is damaged or belongs to another checkpoint"):
             checkpoint.load(second, model=model, sparse=both)
         os.truncate(second / "sparse" / "0" / "index.json", 1 << 29)
         with pytest.raises(CheckpointError, match="it has more than 268 MB"):

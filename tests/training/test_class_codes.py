@@ -34,7 +34,7 @@ def test_refuses_more_classes_than_training_nodes_unless_asked_for(tmp_path: Pat
     graph.ndata["train_mask"] = nodes % 2 == 0
     with dx.init(timeout=30):
         g = dx.distribute(graph, parts=2, cache=tmp_path)
-        with pytest.raises(ConfigError, match=r"500 classes of 300 training nodes; .*--task regression"):
+        with pytest.raises(ConfigError, match=r"500 classes for 300 training nodes. .*--task regression"):
             read_task(g, "_N", "label")
         assert read_task(g, "_N", "label", "classification") == ("classification", 0)
         assert read_task(g, "_N", "label", "regression") == ("regression", 1)

@@ -115,7 +115,7 @@ def _refused(data: str, out: str) -> None:
         refused(ConfigError, "rows is a Tensor", papers if rank == 0 else papers[:])
         refused(ConfigError, "has the nodes of type 'author'", {"paper": authors})
         refused(ConfigError, "no rows to write", {})
-        refused(ConfigError, "a name other than 'id'", papers, name="id")
+        refused(ConfigError, "printable text other than 'id'", papers, name="id")
         full = OSError(28, "No space left on device")
         with mock.patch.object(export, "_lists", side_effect=full if rank == 1 else export._lists):
             refused(StorageError, "No space left", papers, "old", overwrite=True)

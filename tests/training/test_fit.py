@@ -210,7 +210,7 @@ def _loop(folder: Path, place: Path, most: int) -> tuple[int, dict[str, Any]]:
 def test_a_loop_of_ones_own_resumes(folder: Path, tmp_path: Path) -> None:
     steps, full = _loop(folder, tmp_path / "whole", 99)
     assert steps == 10
-    with pytest.raises(Stopped, match=r"stopped after . steps of epoch 1"):
+    with pytest.raises(Stopped, match=r"stopped on request after . steps of epoch 1"):
         _loop(folder, tmp_path / "killed", 6)
     (left,) = (tmp_path / "killed").iterdir()
     remaining, again = _loop(folder, tmp_path / "killed", 99)
@@ -275,7 +275,7 @@ def test_what_an_evaluation_lacks_is_told_before_training(
         if strategy == "data_parallel":
             early = replace(config, eval_every=1, patience=1, num_layers=2)
             own: Any = replace(early, task=lambda *_: pytest.fail("trained"))
-            with pytest.raises(ConfigError, match=r"early-stop 1 lacks validation targets.* give evaluate="):
+            with pytest.raises(ConfigError, match=r"early-stop 1 needs validation targets.* set evaluate="):
                 dx.fit(Silent("gcn").double(), g, config=own)
     # Strategy lambda runs the model on a small graph of its own, to see its steps.
     assert strategy == "lambda" or not trained
@@ -386,7 +386,7 @@ def test_ranks_train_with_equal_settings(folder: Path) -> None:
         ({"epochs": 2.5}, "epochs=2.5 must be a whole number"),
         ({"patience": 2, "eval_every": 0}, "early-stop 2"),
         ({"resume": True}, "resume needs checkpoint_folder"),
-        ({"resume": True, "overwrite": True, "checkpoint_folder": "c"}, "give one of the two"),
+        ({"resume": True, "overwrite": True, "checkpoint_folder": "c"}, "Use one of the two"),
         *(
             (
                 {"checkpoint_every": every},

@@ -120,7 +120,7 @@ def of_several_types(folder: str) -> None:
     assert evaluate(model_of("rgcn"), g, inputs=inputs) == accuracy_of(plain["rgcn"]["paper"], labels)
     kept = len(g.kvstore.names())
     assert kept == tensors + 3 + 6  # minibatch's three types, and three results of two types
-    with pytest.raises(ConfigError, match=r"returns \['hidden'\]\['paper'\].*choose the scores with output="):
+    with pytest.raises(ConfigError, match=r"returns \['hidden'\]\['paper'\].*Choose the scores with output="):
         evaluate(model_of("both"), g, inputs=inputs, batch_size=7)
     accuracy = evaluate(model_of("both"), g, inputs=inputs, output=0, batch_size=7)
     assert accuracy == accuracy_of(plain["both"]["scores"][0]["paper"], labels)

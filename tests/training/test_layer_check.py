@@ -104,6 +104,6 @@ def test_refuses_layers_that_are_not_what_forward_computes(ranks: int, tmp_path:
     for result in run_ranks(outcomes, ranks, args=(str(tmp_path),)):
         for name, message in result.items():
             assert bool(message) != name.startswith("right"), (name, message)
-            assert not message or "give between= what forward()" in message
+            assert not message or "applies between its layers as between=" in message
         assert "layer 0 gets other rows" in result["encoder"]
         assert "layer 1 gets other rows" in result["none"]

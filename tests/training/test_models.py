@@ -105,7 +105,7 @@ def test_words_between_layers_are_refused() -> None:
         ),
         ({"jk": "last"}, "--jk last must be none, cat or max"),
         ({"teleport": 1.5}, "--teleport 1.5 must be from 0 to 1"),
-        ({"teleport": 0.3}, "--teleport 0.3 must be left out with --model sage: it is of appnp"),
+        ({"teleport": 0.3}, "--teleport 0.3 must be left out with --model sage: only appnp has it"),
         (
             {"model": "hgt", "residual": True},
             "--model hgt has no --norm and --residual and --jk",

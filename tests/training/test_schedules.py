@@ -48,7 +48,7 @@ def test_rates() -> None:
     results = [compute_rate_factor(cosine, step, 2) for step in range(12)]
     assert results[:4] == [0.25, 0.5, 0.75, 1.0]
     assert results[4:] == pytest.approx([(1 + math.cos(math.pi * k / 8)) / 2 for k in range(8)])
-    with pytest.raises(ConfigError, match="a warmup of 3 epochs leaves none of 3"):
+    with pytest.raises(ConfigError, match="a warmup of 3 epochs does not fit in 3"):
         TrainConfig(data="x", epochs=3, warmup=3)
 
 

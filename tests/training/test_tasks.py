@@ -285,7 +285,7 @@ def test_strategies_that_compute_the_loss_themselves_say_so(data: Path, tmp_path
         ("regression", {"task": "multilabel"}, "regression numbers"),
         ("multilabel", {"task": "classification"}, "one whole number per node"),
         ("multilabel", {"metric": ("mae",)}, "metric mae is not one of multilabel"),
-        ("regression", {"class_weight": "balanced"}, "class weights are for classes"),
+        ("regression", {"class_weight": "balanced"}, "class weights need classes"),
     ],
 )
 def test_labels_of_another_task(
@@ -412,5 +412,5 @@ def test_early_stop_needs_validation_nodes(
     raw.ndata["label"] = labels("classification")
     del raw.ndata["val_mask"]
     dx.partition_graph(raw, "none", 1, folder)
-    with pytest.raises(ConfigError, match=r"early-stop 2 lacks validation targets.* val_mask"):
+    with pytest.raises(ConfigError, match=r"early-stop 2 needs validation targets.* val_mask"):
         _train({**plan(data, "classification", tmp_path, patience=2), "data": str(folder / "none")})

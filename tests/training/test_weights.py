@@ -99,7 +99,7 @@ def test_load_says_which_checkpoint_it_takes(
                 dx.load(run, model=model, optimizer=adam, which=which)  # type: ignore[arg-type]
         (tmp_path / "checkpoints" / folder_name(best + 1)).rename(tmp_path / "moved")
         assert dx.load(run, model=model).epoch == newest
-        assert f"the best, {folder_name(best + 1)}, is not there" in caplog.messages[-1]
+        assert f"the best one, {folder_name(best + 1)}, does not exist" in caplog.messages[-1]
         with pytest.raises(CheckpointError, match="which='newest'"):
             dx.load(run, model=model, which="best")
 
@@ -233,7 +233,7 @@ def test_says_what_safetensors_cannot_hold(
     odd: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     write_safetensors({"fine": torch.ones(2), "odd": odd}, tmp_path / "y")
-    assert "use dx.save" in caplog.messages[-1]
+    assert "Use dx.save" in caplog.messages[-1]
     assert not list(tmp_path.iterdir())
 
 

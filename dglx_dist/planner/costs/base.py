@@ -1,7 +1,7 @@
 """Costs of an epoch without seconds: counts, byte formulas and memory formulas that cost models share.
 
-A cost model belongs to one strategy. It says what has to be counted for a candidate, and returns the bytes
-and the memory that follow from the counts.
+A cost model belongs to one strategy. It names the counts for a candidate, and returns the bytes and the
+memory that follow from them.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ GRADIENTS = "gradients"
 """Ledger phase of summed gradients."""
 ID_BYTES = 8
 OPTIMIZER_COPIES = 2
-"""Adam keeps two tensors of the size of the parameters."""
+"""Number of tensors of the size of the parameters that Adam keeps."""
 _BATCHES_AHEAD = 1
 ALLOCATOR_OVERHEAD = 1.3
-"""Memory that is held, relative to memory in use: each thread keeps what it freed for the next step."""
+"""Held memory relative to memory in use. Each thread keeps freed memory for the next step."""
 _BLOCK_EDGE_BYTES, _BLOCK_ROW_BYTES = 28, 24
 """Bytes of a sampled block per edge and per row: ids, positions and the formats for message passing."""
 
@@ -44,11 +44,11 @@ class Work(ABC):
 
     @abstractmethod
     def describe(self, num_layers: int) -> str:
-        """Return what is counted, for progress."""
+        """Return a description of the count, for progress."""
 
     @abstractmethod
     def count(self, run: PlannedRun) -> Any:
-        """Return the counts of all ranks, or None if counting takes too long; collective."""
+        """Return the counts of all ranks, or None if counting takes too long. Collective."""
 
     def blocks(self, counts: Any) -> tuple[list[Any], int] | None:
         """Return the blocks of a step of the busiest rank, and the steps of an epoch. None by default."""
@@ -57,7 +57,7 @@ class Work(ABC):
 
 @dataclass(frozen=True, kw_only=True)
 class PlannedRun:
-    """A run that is counted: by its own ranks together, or by one process alone."""
+    """A run to count, either by its own ranks together or by one process alone."""
 
     g: DistGraph
     partition: PartitionContext
@@ -67,7 +67,7 @@ class PlannedRun:
     cluster: Cluster
     num_layers: int
     in_job: bool
-    """Whether the ranks of the run count together, each its own; False: this process counts for all."""
+    """Whether the ranks of the run count together, each its own. Otherwise this process counts for all."""
     works: dict[Work, Any] = field(default_factory=dict)
     """Results so far."""
 
@@ -83,21 +83,23 @@ class Survey:
     """Totals of an epoch of mini-batches over all ranks."""
 
     steps: int
-    """Of every rank: as many as the rank with most seeds needs."""
+    """Number of steps of every rank: as many as the rank with the most seeds needs."""
     input_rows: int
     remote_rows: int
-    """Of these, rows of another server."""
+    """Number of input rows that belong to another server."""
     edges: int
     seeds_per_rank: list[int]
     feature_bytes: int
-    """(8 + F s) for each remote row."""
+    """(8 + F s) bytes for each remote row."""
     sampling_bytes: int
-    """8 for each remote node asked for in-edges, 24 for each returned edge; 0 with the whole structure."""
+    """8 bytes for each remote node asked for in-edges, and 24 for each returned edge. 0 with the whole
+    structure.
+    """
     label_bytes: int
     gradient_bytes: int
-    """2 (W - 1) (|theta| s + a flag of s bytes for each parameter tensor) for each step."""
+    """2 (W - 1) (|theta| s + a flag of s bytes for each parameter tensor) bytes for each step."""
     first_targets: int = 0
-    """D1: destinations of the layer-1 blocks; their sources, L0, are ``input_rows``."""
+    """D1, the destinations of the layer-1 blocks. Their sources, L0, are ``input_rows``."""
     first_edges: int = 0
 
     @property
@@ -111,15 +113,15 @@ class CacheHits:
 
     policy: str
     alpha: float
-    """Its size as a fraction of the server's own nodes."""
+    """Size as a fraction of the server's own nodes."""
     hits: int = 0
-    """Remote rows of an epoch found in a cache, of all ranks."""
+    """Remote rows of an epoch found in a cache, over all ranks."""
     once_rows: int = 0
-    """Fetched before the first epoch, by all ranks."""
+    """Rows fetched before the first epoch, by all ranks."""
     server_bytes: int = 0
-    """That the ranks of a server share."""
+    """Bytes of the cache that the ranks of a server share."""
     rank_bytes: int = 0
-    """Of each rank: with the tables and the drawn batches of one that looks ahead."""
+    """Bytes of the cache per rank. They include the tables and drawn batches of a cache that looks ahead."""
 
 
 LayerCounts: TypeAlias = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
@@ -132,7 +134,7 @@ class BatchWork:
 
     survey: Survey
     largest: LayerCounts
-    """Of the largest batch."""
+    """Counts of the largest batch."""
     caches: tuple[CacheHits, ...] = ()
     is_complete: bool = True
     """Whether every batch of the epoch was counted."""
@@ -153,7 +155,7 @@ class EpochCounts:
     """Memory of a rank without a graph and a model."""
     context: CandidateContext
     batches: BatchWork | None
-    """None: mini-batches were not requested."""
+    """Counted mini-batches. None: they were not requested."""
     works: Mapping[Work, Any]
     structure_partitioned: bool
     """Whether servers ask each other for in-edges."""
@@ -170,7 +172,7 @@ class EpochCounts:
 
     @property
     def mini_batches(self) -> BatchWork:
-        """The counted mini-batches, which candidates of that unit always have."""
+        """The counted mini-batches. Candidates of that unit always have them."""
         assert self.batches is not None, "candidates of mini-batches need counted batches"
         return self.batches
 
@@ -194,7 +196,7 @@ class EpochCounts:
         return -(-self.graph.nodes // self.cluster.servers) * self.graph.feature_bytes
 
     def activations(self, targets: Sequence[int], sources: Sequence[int]) -> list[int]:
-        """Return (L,) bytes that forward keeps for backward, of (L,) rows that leave and enter a layer.
+        """Return (L,) bytes that forward keeps for backward, for (L,) target and source rows of a layer.
 
         A layer keeps its sums, three tensors of the width of its result for each target, and one for each
         source.
@@ -205,17 +207,17 @@ class EpochCounts:
         ]
 
     def backward_bytes(self, activations: Sequence[int]) -> int:
-        """Return the bytes of gradients: of the parameters, and of the rows of the largest layer."""
+        """Return the bytes of gradients of the parameters and of the rows of the largest layer."""
         return self.parameter_bytes + 2 * max(activations)
 
     def batch_memory(self, *, held: int, owners: int = 1, in_flight: int = 1) -> int:
-        """Return the peak of a rank that trains on mini-batches.
+        """Return the peak memory of a rank that trains on mini-batches.
 
         Args:
             held: Bytes of features that are mapped or kept.
-            owners: Ranks whose layer-1 blocks belong to a batch (push-pull's N_f). Each brings its part of
-                the columns. Together they are as many as of one row.
-            in_flight: Batches that are trained at a time.
+            owners: Ranks with layer-1 blocks in a batch (push-pull's N_f). Each brings its part of the
+                columns, and together they are as large as one row.
+            in_flight: Number of batches that are trained at a time.
         """
         sources, targets, edges = self.mini_batches.largest
         inputs = sources[0] * self.shape.features * self.shape.itemsize
@@ -224,11 +226,13 @@ class EpochCounts:
         activations = self.activations(targets, sources)
         step = sum(activations) + self.backward_bytes(activations)
         ahead = (_BATCHES_AHEAD + 1 + in_flight) * (inputs + blocks)
-        kept = self.fixed_bytes + OPTIMIZER_COPIES * self.parameter_bytes + held + self.structure_bytes
-        return kept + round(ALLOCATOR_OVERHEAD * (step + ahead))
+        static_bytes = (
+            self.fixed_bytes + OPTIMIZER_COPIES * self.parameter_bytes + held + self.structure_bytes
+        )
+        return static_bytes + round(ALLOCATOR_OVERHEAD * (step + ahead))
 
     def find_cache(self, candidate: Candidate) -> CacheHits | None:
-        """Return the counted cache of ``candidate``. None: it has none, or it was not counted."""
+        """Return the counted cache of ``candidate``, or None if it has none or it was not counted."""
         caches = () if self.batches is None or candidate.cache is None else self.batches.caches
         key = candidate.cache, candidate.cache_alpha
         return next((cache for cache in caches if (cache.policy, cache.alpha) == key), None)
@@ -247,7 +251,7 @@ class Traffic:
     def seconds(self, cluster: Cluster) -> float:
         """Return the bytes of an epoch divided by the bandwidth of the slower links, outside or inside.
 
-        Every server has its links to itself.
+        Every server has its own links.
         """
         outside = sum(self.outside.values()) / cluster.external_bytes_per_s
         inside = sum(self.inside.values()) / cluster.internal_bytes_per_s
@@ -260,13 +264,13 @@ class Cost:
 
     traffic: Traffic = Traffic(exact=False)
     memory: int = 0
-    """Peak bytes of a rank, including the program. 0: unknown."""
+    """Peak memory of a rank in bytes, including the program. 0: unknown."""
     shared: int = 0
-    """Part of it that the ranks of a server map together."""
+    """Part of that memory that the ranks of a server map together."""
     on_host: int = 0
-    """Part of it that is in the host's memory where ranks compute on GPUs. Other memory is on the GPU."""
+    """Part of that memory on the host if ranks compute on GPUs. The rest is on the GPU."""
     note: str = ""
-    """A remark for tables."""
+    """Remark for tables."""
     why_not: str = ""
     """Reason why the candidate is not feasible. Empty: it is."""
 
@@ -276,7 +280,8 @@ class CostModel(ABC):
 
     @staticmethod
     def inspect(model: nn.Module, features: int) -> Any:
-        """Return what :meth:`cost` needs of a model with ``features`` input columns, for ``shape.inspected``.
+        """Return the facts that :meth:`cost` needs of a model with ``features`` input columns, for
+        ``shape.inspected``.
 
         Raises:
             ConfigError: the strategy cannot train the model, as far as that is known without a step.
@@ -285,7 +290,7 @@ class CostModel(ABC):
 
     @staticmethod
     def works(candidate: Candidate, context: CandidateContext) -> tuple[Work, ...]:
-        """Return what is to be counted for ``candidate`` beside mini-batches."""
+        """Return the works to count for ``candidate`` beside mini-batches."""
         return ()
 
     @staticmethod
@@ -293,7 +298,7 @@ class CostModel(ABC):
     def cost(candidate: Candidate, counts: EpochCounts) -> Cost:
         """Return the cost of an epoch of ``candidate`` without I/O.
 
-        Bytes that follow from counts alone must be those of the ledger.
+        Bytes that follow from counts alone must equal those of the ledger.
         """
 
 

@@ -21,14 +21,14 @@ from dglx_dist.strategies.candidate import Candidate
 
 @final
 class DataParallelCosts(CostModel):
-    """Rows of remote input nodes, less those that a cache holds, and sums of all gradients."""
+    """Rows of remote input nodes without those in a cache, and sums of all gradients."""
 
     @staticmethod
     def cost(candidate: Candidate, counts: EpochCounts) -> Cost:
         work, cache = counts.mini_batches, counts.find_cache(candidate) or CacheHits(policy="", alpha=0.0)
         row = ID_BYTES + counts.graph.feature_bytes
         missed = work.survey.feature_bytes - cache.hits * row
-        phases = row_bytes(replace(work.survey, feature_bytes=missed))
+        phases = count_row_bytes(replace(work.survey, feature_bytes=missed))
         sums = ring_split(counts.shape.gradient_bytes, counts.cluster.server_of_rank, work.steps)
         shared = cache.server_bytes + counts.own_feature_bytes
         return Cost(
@@ -39,11 +39,11 @@ class DataParallelCosts(CostModel):
         )
 
 
-def row_bytes(found: Survey) -> dict[str, int]:
-    """Return the bytes by ledger phase, over all ranks; empty phases are left out."""
+def count_row_bytes(survey: Survey) -> dict[str, int]:
+    """Return the bytes of all ranks by ledger phase, without empty phases."""
     return present(
-        features=found.feature_bytes,
-        sampling=found.sampling_bytes,
-        labels=found.label_bytes,
-        gradients=found.gradient_bytes,
+        features=survey.feature_bytes,
+        sampling=survey.sampling_bytes,
+        labels=survey.label_bytes,
+        gradients=survey.gradient_bytes,
     )

@@ -46,11 +46,15 @@ from dglx_dist.strategies.full_graph.options import FullGraphOptions
 from dglx_dist.strategies.full_graph.plan_builder import Planner, PlanRequest, plan_all, seeds_by_server
 
 _MOST_EDGES = 200_000_000
-"""Largest plans to build, over layers and cooperative batches: about a second for each million edges."""
+"""Largest plans to build, in edges over layers and cooperative batches. A million edges take about a
+second."""
 _PLAN_BYTES = 100
-"""Memory of building the plans of all ranks, by edge of the graph: 95 were measured with two layers."""
+"""Memory for building the plans of all ranks, in bytes per edge of the graph. 95 were measured with two
+layers.
+"""
 _COVER_BYTES = 40
-"""Memory of building covers, by edge of the graph: 27 were measured with two layers on 4 servers."""
+"""Memory for building covers, in bytes per edge of the graph. 27 were measured with two layers on 4
+servers."""
 
 
 @final
@@ -59,11 +63,11 @@ class StepSizes:
     """Rows and edges of a step on one rank."""
 
     rows: tuple[int, ...]
-    """(L + 1,) of the levels, features first."""
+    """(L + 1,) rows of the levels, features first."""
     sources: tuple[int, ...]
-    """(L,)."""
+    """(L,) sources of each layer."""
     edges: tuple[int, ...]
-    """(L,)."""
+    """(L,) edges of each layer."""
     sent: tuple[int, ...]
     """(L,) rows that other ranks receive."""
 
@@ -86,14 +90,15 @@ class FullWork:
     """Sizes of the largest step of any rank."""
     outside: tuple[int, ...]
     """(L,) pairs of a node and a rank that reads its row as input of a layer, input-most first, without
-    computing it: a rank of another server computes the node (B_ext). Of all ranks and steps."""
+    computing it, if a rank of another server computes the node (B_ext). Over all ranks and steps.
+    """
     inside: tuple[int, ...]
     """(L,) pairs whose row another rank of the same server computes."""
     external_rows: int
-    """Feature rows preloaded from other servers, of all servers and steps."""
+    """Feature rows preloaded from other servers, over all servers and steps."""
     steps: int = 1
     cover: FullWork | None = None
-    """The same where layers above the first exchange the rows of covers. None: they were not counted."""
+    """The same work if layers above the first exchange the rows of covers. None: they were not counted."""
     plan: RankPlan | None = None
     """Plan of the largest step of any rank. None: another process has it."""
 
@@ -101,10 +106,10 @@ class FullWork:
 @final
 @dataclass(frozen=True)
 class FullGraphScheme(Work):
-    """How a whole graph is trained on."""
+    """The way a whole graph is trained on."""
 
     hops: int
-    """Layers that a server computes without rows of other servers."""
+    """Number of layers that a server computes without rows of other servers."""
     eas: EasOptions | None = None
     """Limit of the external neighbourhood. None: there is none."""
     cooperative_batches: int = 1
@@ -118,7 +123,7 @@ class FullGraphScheme(Work):
     def count(self, run: PlannedRun) -> FullWork | None:
         if run.graph.edges * run.num_layers * self.cooperative_batches > _MOST_EDGES:
             return None
-        # In a job all ranks must count or none, and each has its own memory.
+        # In a job all ranks must count or none of them, and each has its own memory.
         free = machine_memory()[1] if not run.in_job else sys.maxsize
         if run.graph.edges * _PLAN_BYTES > free:
             return None
@@ -131,23 +136,23 @@ class FullGraphScheme(Work):
         ]
         # A server may have fewer seeds than there are batches.
         steps = [step for step in zip(*pieces, strict=True) if any(map(len, step))]
-        topology, make = partition.topology, self._maker(run, covers)
+        topology, make_plans = partition.topology, self._make_planner(run, covers)
         largest = _LargestPlan()
 
         def count_plan(plan: RankPlan) -> list[Array]:
-            largest.see(plan)
+            largest.consider(plan)
             variants = [plan, use_covers(plan)] if covers else [plan]
-            return [sizes_of(variant, topology.world_size) for variant in variants]
+            return [pack_sizes(variant, topology.world_size) for variant in variants]
 
-        sizes = np.array([[count_plan(plan) for plan in make([*step])] for step in steps])
+        sizes = np.array([[count_plan(plan) for plan in make_plans([*step])] for step in steps])
         # (processes, R, ranks of a process, variants, K) to (variants, R, W, K)
         gathered = gather_int64(sizes, run.g.session).reshape(-1, *sizes.shape).transpose(3, 1, 0, 2, 4)
         ordered = gathered.reshape(len(gathered), len(steps), topology.world_size, -1)
-        plain, *others = (decode_work(variant, topology) for variant in ordered)
+        works = [decode_work(variant, topology) for variant in ordered]
         plan = None if run.in_job else largest.plan
-        return replace(plain, cover=others[0] if covers else None, plan=plan)
+        return replace(works[0], cover=works[1] if covers else None, plan=plan)
 
-    def _maker(self, run: PlannedRun, covers: bool) -> Callable[[list[Array]], list[RankPlan]]:
+    def _make_planner(self, run: PlannedRun, covers: bool) -> Callable[[list[Array]], list[RankPlan]]:
         topology = run.partition.topology
         eas = self.eas and eas_rule(self.eas, seed=run.partition.seed)
         options: dict[str, Any] = {"hops": self.hops, "eas": eas, "cover": covers}
@@ -157,14 +162,14 @@ class FullGraphScheme(Work):
         planner = Planner(run.g)
 
         def make(seeds: list[Array]) -> list[RankPlan]:
-            # One rank of a server gives the seeds of all of it.
+            # One rank of a server passes the seeds of the whole server.
             own = seeds[topology.server] if topology.local_rank == 0 else NO_IDS
             return [planner.plan(PlanRequest(seeds=own, show_progress=False, **options))]
 
         return make
 
     def blocks(self, counts: FullWork) -> tuple[list[Any], int] | None:
-        return None if counts.plan is None else (blocks_of(counts.plan), counts.steps)
+        return None if counts.plan is None else (build_blocks(counts.plan), counts.steps)
 
 
 class _LargestPlan:
@@ -172,13 +177,13 @@ class _LargestPlan:
         self.plan: RankPlan | None = None
         self._size = -1
 
-    def see(self, plan: RankPlan) -> None:
+    def consider(self, plan: RankPlan) -> None:
         size = sum(len(layer.indices) + layer.targets for layer in plan.layers) + plan.layers[0].own_rows
         if size > self._size:
             self.plan, self._size = plan, size
 
 
-def sizes_of(plan: RankPlan, world_size: int) -> Array:
+def pack_sizes(plan: RankPlan, world_size: int) -> Array:
     """Return the (K,) int64 sizes of a plan, as :func:`decode_work` reads them.
 
     They are the fields of :func:`read_step_sizes`, the number of feature rows that the server fetches from
@@ -194,16 +199,18 @@ def sizes_of(plan: RankPlan, world_size: int) -> Array:
 
 
 def use_covers(plan: RankPlan) -> RankPlan:
-    """Return ``plan`` in the sizes of its covers; layer 1 keeps its rows, as with ``use_pp``."""
+    """Return ``plan`` with the sizes of its covers. Layer 1 keeps its rows, like with ``use_pp``."""
     first, *above = plan.layers
-    covers = [one.cover for one in above if one.cover is not None]
+    covers = [layer.cover for layer in above if layer.cover is not None]
     assert len(covers) == len(above), "the plan was made without covers"
-    layers = (replace(one.layer, indices=np.concatenate([one.layer.indices, one.indices])) for one in covers)
+    layers = (
+        replace(cover.layer, indices=np.concatenate([cover.layer.indices, cover.indices])) for cover in covers
+    )
     return replace(plan, layers=(first, *layers))
 
 
 def decode_work(sizes: Array, topology: Topology) -> FullWork:
-    """Return the work of an epoch from the (R, W, K) int64 :func:`sizes_of` the plans of its steps."""
+    """Return the work of an epoch from the (R, W, K) int64 :func:`pack_sizes` of the plans of its steps."""
     world_size, num_servers = topology.world_size, topology.num_servers
     layers = (sizes.shape[2] - 2) // (4 + world_size)
     ends = np.cumsum([layers + 1, layers, layers, layers, 1])
@@ -230,19 +237,19 @@ def decode_work(sizes: Array, topology: Topology) -> FullWork:
 
 @final
 class LocalExchange:
-    """Replacement of an exchange with the same allocations, which sends nothing."""
+    """Replacement for an exchange with the same allocations. It sends nothing."""
 
     def __init__(self, num_halo: int) -> None:
         self.num_halo = num_halo
         self.cover: CoverExchange | None = None
 
     def exchange(self, h: Tensor, kept: Tensor | None = None) -> Tensor:
-        # Allocates all rows forward, and the own ones backward, as the exchange does.
+        # Like the exchange, this allocates all rows forward, and the own rows backward.
         return functional.pad(h, [0, 0] * (h.dim() - 1) + [0, self.num_halo]) if self.num_halo else h
 
 
-def blocks_of(plan: RankPlan) -> list[HaloBlock]:
-    """Return the blocks of all layers of ``plan``, which compute without the other ranks."""
+def build_blocks(plan: RankPlan) -> list[HaloBlock]:
+    """Return blocks for all layers of ``plan`` that compute without the other ranks."""
     nodes, blocks = torch.from_numpy(plan.nodes), list[HaloBlock]()
     for depth, layer in enumerate(plan.layers):
         is_same = depth and layer is plan.layers[depth - 1]
@@ -253,7 +260,7 @@ def blocks_of(plan: RankPlan) -> list[HaloBlock]:
 
 @final
 class FullGraphCosts(CostModel):
-    """Border rows of every layer, what is preloaded before the first epoch, and sums of all gradients."""
+    """Border rows of every layer, rows preloaded before the first epoch, and sums of all gradients."""
 
     inspect = staticmethod(check_rows_stay_apart)
 
@@ -268,7 +275,7 @@ class FullGraphCosts(CostModel):
         work: FullWork = counts.works[FullGraphCosts.works(candidate, counts.context)[0]]
         if options.aggregate == "cover":
             return _cost_of_covers(counts, work)
-        # Of several batches, none keeps the features of its halo.
+        # If there are several batches, none of them keeps the features of its halo.
         use_pp = work.steps == 1
         traffic = _traffic(counts, work, use_pp=use_pp, wire=options.wire_dtype)
         memory = estimate_memory(counts, work, ahead=0 if work.steps == 1 else 1)
@@ -295,11 +302,11 @@ def _cost_of_covers(counts: EpochCounts, sources: FullWork) -> Cost:
     if not above or not all(layer.sums_sources for layer in above):
         return Cost(why_not="a layer reads its sources by more than a sum or mean")
     if (work := sources.cover) is None:
-        return Cost(why_not="its covers were not counted: the graph is too large")
-    # Products are applied to own rows, before the exchange where that makes rows narrower.
+        return Cost(why_not="its covers were not counted, because the graph is too large")
+    # Products are applied to own rows, before the exchange if that makes rows narrower.
     narrowed = (first, *(replace(layer, inputs=layer.summed) for layer in above))
     counts = replace(counts, shape=replace(counts.shape, layers=narrowed))
-    # The blocks of source rows are kept beside those of the covers.
+    # The blocks of source rows are kept in addition to those of the covers.
     blocks = sum(_structure_of(sources.largest))
     memory = estimate_memory(counts, work) + round(ALLOCATOR_OVERHEAD * blocks)
     return _cost(counts, _traffic(counts, work, use_pp=True), memory)
@@ -340,9 +347,9 @@ def count_exchanged_bytes(
 ) -> dict[str, int]:
     """Return the bytes of an epoch by ledger phase, for (L,) ``pairs`` outside or inside of servers.
 
-    ``halo`` is b_0 B_1 + b_1 B_2 + ..., b_l the bytes of d_l numbers as ``wire`` sends them, without its
-    first term where layer-1 rows are cached (``use_pp``); ``halo_gradients`` the same without the terms of
-    rows that have no gradient. Empty phases are left out.
+    ``halo`` is b_0 B_1 + b_1 B_2 + ..., where b_l are the bytes of d_l numbers as ``wire`` sends them. Its
+    first term is left out if layer-1 rows are cached (``use_pp``). ``halo_gradients`` is the same without the
+    terms of rows that have no gradient. Empty phases are left out.
     """
     first, *above = (
         wire_bytes(wire, layer.inputs, shape.itemsize) * count

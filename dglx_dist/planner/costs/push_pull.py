@@ -29,28 +29,30 @@ _SUMS = (FORWARD, BACKWARD)
 
 @dataclass(frozen=True, kw_only=True)
 class FirstLayer:
-    """The convolution that takes the features, and the other parameters."""
+    """The convolution on the features, and the other parameters."""
 
     sum_width: int
-    """H: columns of the sum over the parts for each destination, of all heads."""
+    """H, columns of the sum over the parts for each destination, of all heads."""
     logit_width: int
-    """K: columns of the sum that is returned for each source and destination; 0: none."""
+    """K, columns of the sum that is returned for each source and destination. 0: none."""
     itemsize: int
-    """s: bytes of an element."""
+    """s, bytes of an element."""
     cut_bytes: int
-    """Of the split parameters, all parts together."""
+    """Bytes of the split parameters, all parts together."""
     replicated_bytes: int
-    """Of all others, as their gradients are sent: those of the owner side with a flag of one element each."""
+    """Bytes of all other parameters as their gradients are sent, with a flag of one element each on the owner
+    side.
+    """
     known: bool
-    """Whether the sums have just these widths and no values of edges are sent; False: they may differ."""
+    """Whether the sums have exactly these widths and no values of edges are sent."""
 
 
 def inspect(model: nn.Module, features: int) -> FirstLayer:
-    """Return the sizes of ``model`` split where it takes ``features``; ConfigError if it cannot be."""
+    """Return the sizes of ``model`` split at its ``features``. Raise ConfigError if it cannot be split."""
     name, stages = find_first_layer(model, features, "columns")
     cut = [stages.get_parameter(name) for name in stages.cut]
     split = {id(parameter) for parameter in cut}
-    others = [parameter for parameter in model.parameters() if id(parameter) not in split]
+    replicated = [parameter for parameter in model.parameters() if id(parameter) not in split]
     # Parameters used before the sum have a gradient on every rank, and need no flag.
     unflagged = {id(stages.get_parameter(name)) for name in stages.shared}
     return FirstLayer(
@@ -59,9 +61,10 @@ def inspect(model: nn.Module, features: int) -> FirstLayer:
         itemsize=cut[0].element_size(),
         cut_bytes=sum(parameter.numel() * parameter.element_size() for parameter in cut),
         replicated_bytes=sum(
-            (other.numel() + (id(other) not in unflagged)) * other.element_size() for other in others
+            (parameter.numel() + (id(parameter) not in unflagged)) * parameter.element_size()
+            for parameter in replicated
         ),
-        # Edge values are sent with the structure; a layer of the user may sum anything.
+        # Edge values are sent with the structure, and a layer of the user may sum anything.
         known=type(model.get_submodule(name)) in CONVOLUTIONS and not stages.required_edges,
     )
 
@@ -90,8 +93,8 @@ class PushPullCosts(CostModel):
         )
 
 
-def column_bytes(found: Survey, first: FirstLayer, *, group_size: int, pushed: bool) -> dict[str, int]:
-    """Return the bytes by ledger phase, over all ranks; empty phases are left out.
+def column_bytes(survey: Survey, first: FirstLayer, *, group_size: int, pushed: bool) -> dict[str, int]:
+    """Return the bytes of all ranks by ledger phase, without empty phases.
 
     For each batch, with N_f parts in a group (all ranks W where it is 0)::
 
@@ -103,29 +106,29 @@ def column_bytes(found: Survey, first: FirstLayer, *, group_size: int, pushed: b
     Depth and versions of weights change none of it.
 
     Args:
-        found: EpochCounts on the same cut, seeds and fan-outs, one rank per server.
-        group_size: Parts that together hold all columns; a divisor of the ranks, or 0: all of them.
+        survey: Counts on the same cut, seeds and fan-outs, with one rank per server.
+        group_size: Number of parts that together hold all columns: a divisor of the ranks, or 0 for all.
         pushed: Whether owners send the structure of their first blocks.
     """
-    ranks, size = found.ranks, group_size or found.ranks
-    pulled = found.first_targets * first.sum_width
-    pulled += 2 * (found.input_rows + found.first_targets) * first.logit_width
-    # Each part's pieces, summed over the groups that have the same.
+    ranks, size = survey.ranks, group_size or survey.ranks
+    pulled = survey.first_targets * first.sum_width
+    pulled += 2 * (survey.input_rows + survey.first_targets) * first.logit_width
+    # Each part's pieces are summed over the groups.
     cut = 2 * (ranks // size - 1) * first.cut_bytes
     return present(
-        structure=(size - 1) * structure_bytes(found) if pushed else 0,
+        structure=(size - 1) * structure_bytes(survey) if pushed else 0,
         activations=(size - 1) * first.itemsize * pulled,
         activation_gradients=(size - 1) * first.itemsize * pulled,
-        sampling=found.sampling_bytes,
-        labels=found.label_bytes,
-        gradients=found.steps * (2 * (ranks - 1) * first.replicated_bytes + cut),
+        sampling=survey.sampling_bytes,
+        labels=survey.label_bytes,
+        gradients=survey.steps * (2 * (ranks - 1) * first.replicated_bytes + cut),
     )
 
 
-def structure_bytes(found: Survey) -> int:
+def structure_bytes(survey: Survey) -> int:
     """Return the bytes of the first blocks, once each."""
-    batches = found.steps * found.ranks
-    return _SHORT_ID_BYTES * (found.first_targets + batches + found.first_edges + found.input_rows)
+    batches = survey.steps * survey.ranks
+    return _SHORT_ID_BYTES * (survey.first_targets + batches + survey.first_edges + survey.input_rows)
 
 
 def _traffic(counts: EpochCounts, first: FirstLayer, size: int, *, pushed: bool) -> Traffic:
@@ -133,9 +136,9 @@ def _traffic(counts: EpochCounts, first: FirstLayer, size: int, *, pushed: bool)
     phases = column_bytes(work.survey, first, group_size=size, pushed=pushed)
     in_group = {name: phases.get(name, 0) for name in ("structure", *_SUMS)}
     # Ordered pairs of different ranks of a group, and those on different servers.
-    others, groups = cluster.ranks * (size - 1), np.array(cluster.server_of_rank).reshape(-1, size)
+    pairs, groups = cluster.ranks * (size - 1), np.array(cluster.server_of_rank).reshape(-1, size)
     away = int((groups[:, :, None] != groups[:, None, :]).sum())
-    crossing = {name: count * away // others if others else 0 for name, count in in_group.items()}
+    crossing = {name: count * away // pairs if pairs else 0 for name, count in in_group.items()}
     inside = {name: count - crossing[name] for name, count in in_group.items()}
     sums = ring_split(first.replicated_bytes, cluster.server_of_rank, work.steps)
     if len(groups) > 1:

@@ -1,4 +1,4 @@
-"""Bytes and memory of lambda: graph servers, and stateless workers (docs/strategies/lambda.md)."""
+"""Bytes and memory of lambda: graph servers and stateless workers (docs/strategies/lambda.md)."""
 
 from __future__ import annotations
 
@@ -27,8 +27,9 @@ from dglx_dist.strategies.candidate import Candidate, CandidateContext
 from dglx_dist.strategies.serverless.options import LambdaOptions
 
 _SHORT_ID_BYTES, _LABEL_BYTES, _STATISTICS_BYTES = 4, 4, 2 * 2 * 8
-"""Bytes of an id, of a label, and of loss and correct predictions. A label is sent as a number where the
-paper sends one-hot rows. The statistics are two float64 for each half of a fused task."""
+"""Bytes of an id, of a label, and of loss and correct predictions. A label is sent as a number, where the
+paper sends one-hot rows. The statistics are two float64 for each half of a fused task.
+"""
 _GHOSTS = ("ghosts", "ghost_gradients")
 _EXCHANGING = FullGraphScheme(0)
 
@@ -43,7 +44,7 @@ class HaloPairs(Work):
 
     def count(self, run: PlannedRun) -> HaloCounts | None:
         if run.in_job:
-            # Only rows that training needs, mostly in the first layer; intervals compute every node.
+            # These are only rows that training needs, mostly in the first layer. Intervals need all.
             work = run.works[_EXCHANGING]
             return work and HaloCounts(outside=work.outside[0], inside=work.inside[0], is_complete=False)
         shard = run.partition.structure.shards[0]
@@ -57,7 +58,7 @@ class HaloCounts:
     outside: int
     inside: int
     is_complete: bool = True
-    """Whether over all nodes of the graph; False: only of nodes that training needs."""
+    """Whether the counts cover all nodes of the graph, not only nodes that training needs."""
 
 
 _EDGES_AT_ONCE = 1 << 18
@@ -94,9 +95,10 @@ def serverless_bytes(
 ) -> dict[str, int]:
     """Return the bytes of an epoch by ledger phase, over all ranks, with one parameter server.
 
-    For convolutions that map sums, i = d_{l-1} columns, as GCN's, or with ``own_rows`` a sum beside the own
-    row, i = 2 d_{l-1}, as GraphSAGE's. Streaming changes none of them. For each layer l of L, with n nodes,
-    |G| pairs of a node and another graph server that reads it, s bytes a number, K intervals::
+    The formulas hold for convolutions that map sums, with i = d_{l-1} columns, like GCN's. With ``own_rows``
+    they hold for a sum beside the own row, with i = 2 d_{l-1}, like GraphSAGE's. Streaming does not change
+    them. For each layer l of L, with n nodes, |G| pairs of a node and another graph server that reads it, s
+    bytes per number and K intervals::
 
         ghosts            |G| (4 + s d_l)               l < L, and as much back
         AV l              n i s down                    n d_l s up, twice that without rematerialisation
@@ -146,13 +148,13 @@ def _traffic(counts: EpochCounts, ghosts: HaloCounts, read: int) -> Traffic:
         intervals=LambdaOptions().intervals * cluster.ranks,
         own_rows=own_rows,
     )
-    # By all ranks but the one that has the weights, where the pipeline is emptied.
+    # When the pipeline is emptied, all ranks except the one that has the weights read them.
     phases["weights_read"] = read * (cluster.ranks - 1)
     inside = {name: phases[name] * ghosts.inside // max(total, 1) for name in _GHOSTS}
     inside["weights_read"] = read * (cluster.ranks_per_server - 1)
     outside = {name: count - inside.get(name, 0) for name, count in phases.items()}
     once = ghosts.outside * (2 * ID_BYTES + counts.graph.feature_bytes)
-    # Norms between the layers have weights that are not counted.
+    # The weights of norms between the layers are not counted.
     known_weights = shape.kind in ("gcn", "sage") and shape.tensors == (2 + own_rows) * len(shape.layers)
     is_exact = ghosts.is_complete and known_weights and not shape.is_guessed
     return build_traffic(outside, inside, (0, 0), once=once, exact=is_exact)
@@ -164,7 +166,7 @@ class LambdaCosts(CostModel):
 
     @staticmethod
     def inspect(model: nn.Module, features: int) -> int:
-        # Recognising layers imports the workers' code, which other strategies do without.
+        # Recognising layers imports the workers' code, which other strategies do not need.
         from dglx_dist.serverless.parameter_service import bytes_of_read
         from dglx_dist.strategies.serverless.model_to_program import chain_of
 

@@ -15,7 +15,7 @@ from dglx_dist.data.synthetic import SyntheticConfig
 from dglx_dist.graph.partition_book import Placement
 from dglx_dist.graph.structure import ReplicatedStructure
 from dglx_dist.planner.costs.base import ID_BYTES, ring_split
-from dglx_dist.planner.costs.full_graph import count_exchanged_bytes, decode_work, sizes_of
+from dglx_dist.planner.costs.full_graph import count_exchanged_bytes, decode_work, pack_sizes
 from dglx_dist.planner.model_shape import build_topology, infer_shape
 from dglx_dist.planner.records import ModelShape, Rate
 from dglx_dist.records import EDGE_TYPE, NODE_TYPE
@@ -303,7 +303,7 @@ def count_setting(plan: BenchPlan, size: Size, setting: Setting) -> Counted:
     ranks = [topology.ranks_of_server(server) for server in range(SERVERS)]
     work = {
         name: decode_work(
-            np.array([[sizes_of(piece, topology.world_size) for piece in step] for step in made]), topology
+            np.array([[pack_sizes(piece, topology.world_size) for piece in step] for step in made]), topology
         )
         for name, made in steps.items()
     }

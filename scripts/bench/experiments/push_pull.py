@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 from dglx_dist.data.partition.base import PartitionPlan
 from dglx_dist.data.synthetic import SyntheticConfig
 from dglx_dist.planner.costs.base import Survey
-from dglx_dist.planner.costs.data_parallel import row_bytes
+from dglx_dist.planner.costs.data_parallel import count_row_bytes
 from dglx_dist.planner.costs.push_pull import column_bytes, structure_bytes
 from dglx_dist.planner.records import Rate
 from scripts.bench import data
@@ -374,7 +374,7 @@ def _variant(
 
 def _phases(case: Case, found: Survey) -> dict[str, int]:
     if case.strategy != "push_pull":
-        return row_bytes(found)
+        return count_row_bytes(found)
     # Only here: models need DGL, which takes seconds to import, also where experiments are only listed.
     from dglx_dist.planner.costs.push_pull import inspect
     from dglx_dist.training.models import build_model

@@ -16,7 +16,7 @@ from dglx_dist.planner.choose import predict
 from dglx_dist.planner.config import PlanConfig
 from dglx_dist.planner.costs.base import Survey
 from dglx_dist.planner.records import Draws, Prediction, Rate
-from dglx_dist.planner.workload import count_rank, read_row_sizes, summed
+from dglx_dist.planner.workload import count_rank, read_row_sizes, sum_counts
 from dglx_dist.records import NODE_TYPE
 from dglx_dist.strategies.base import STRATEGIES
 from dglx_dist.strategies.candidate import Candidate
@@ -67,7 +67,7 @@ def _survey(params: Mapping[str, Any], context: JobContext) -> Survey:
         ranks = [Topology(rank, servers, tuple(range(servers))) for rank in range(servers)]
         bounds = Placement(manifest.num_parts, ranks[0]).server_offsets(manifest.node_offsets[NODE_TYPE])
         seeds = read_marked_ids(g.ndata["train_mask"], g.num_nodes())
-        totals = summed(
+        totals = sum_counts(
             [count_rank(g, draws, seeds, (topology, bounds)) for topology in ranks],
             # With each tensor goes a flag of one element, that somebody has its gradient.
             read_row_sizes(

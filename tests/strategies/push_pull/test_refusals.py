@@ -112,7 +112,7 @@ CASES: tuple[tuple[Callable[[], nn.Module], dict[str, Any], dict[str, Any], str]
     (Net, {"features": "feat,"}, {}, "has an empty name; as 'feat,extra'"),
     (Net, {"group_size": 3}, {}, r"does not divide the 2 ranks; choose one of 1, 2"),
     (Net, {"depth": 4}, {}, r"depth=4 must be 1, 2 or 3"),
-    (Net, {"memory": "much"}, {}, r"'much' is not a size in bytes; write it as '4GB'"),
+    (Net, {"memory": "much"}, {}, r"'much' is not a size in bytes\. Write it as '4GB'"),
     (Net, {"memory": "1000"}, {}, "take 28000 bytes, and 2 ranks of 1000.*grant more memory, or use more"),
     (Net, {"depth": 1}, {"twice": True}, TWICE),
     (Net, {"depth": 3}, {"twice": True}, TWICE),

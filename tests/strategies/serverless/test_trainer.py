@@ -345,7 +345,7 @@ def test_labels_are_whole_numbers_of_classes(g: Any) -> None:
     too_large, without = labels.clone(), labels.clone()
     too_large[first], without[first] = 2**32, -1
     for name, changed, reason in (
-        ("real", labels.double(), "task regression: strategy 'lambda' does not compute in torch"),
+        ("real", labels.double(), "task regression: strategy 'lambda' computes without torch"),
         ("large", too_large, f"training node {first} has the label 4294967296"),
         ("without", without, f"training node {first} has the label -1"),
     ):
