@@ -5,9 +5,7 @@ from collections.abc import Iterable
 
 
 class DglxError(Exception):
-    """Base of all errors that this package raises deliberately. The message has the name, the value and the
-    remedy.
-    """
+    """Base of all errors that this package raises. The message has the name, the value and the remedy."""
 
     is_shown_elsewhere = False
     """Whether another rank shows the error if it is not caught."""

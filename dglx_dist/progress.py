@@ -15,9 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 Figures: TypeAlias = Callable[[float, float], Mapping[str, str]]
-"""Maps the finished units and the units per second to the cells of a table by column. Called from another
-thread.
-"""
+"""Maps finished units and units per second to the cells of a table. Called from another thread."""
 _CODES = re.compile("[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ufeff\ud800-\udfff]")
 
 

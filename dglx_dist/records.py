@@ -93,8 +93,7 @@ class RawGraph:
     num_classes: Mapping[str, int] = field(default_factory=dict)
     """Node type to the number of classes of its ``label``. A node without a label has -1."""
     class_names: Mapping[str, Sequence[str]] = field(default_factory=dict)
-    """Node type, or edge type as SOURCE:RELATION:DESTINATION, to the names of the classes of its
-    ``label``."""
+    """Node type, or edge type as SOURCE:RELATION:DESTINATION, to the class names of its ``label``."""
     user_ids: Mapping[str, Array] = field(default_factory=dict)
     """Node type to (N,) int64 or unicode ids of the user, if they are not 0..N-1."""
 
@@ -139,10 +138,7 @@ class ColumnInfo:
 
 @dataclass(frozen=True, kw_only=True)
 class StepShare:
-    """Number of targets of this rank and of all ranks in one step.
-
-    See the gradient rule, docs/design/contracts.md.
-    """
+    """Targets of this rank and of all ranks in one step. See the gradient rule, docs/design/contracts.md."""
 
     num_local: int
     num_global: int

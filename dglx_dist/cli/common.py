@@ -60,8 +60,7 @@ def warn(text: str) -> None:
 
 
 def show(table: Table | Callable[[int], Table]) -> None:
-    """Print a table, or a table for the available width. Without a terminal it is at least 150 columns
-    wide."""
+    """Print a table, or a table for the available width. Without a terminal it has at least 150 columns."""
     console = PlainConsole()
     if not console.is_terminal:
         console = PlainConsole(width=max(console.width, 150))
@@ -83,8 +82,7 @@ def draw_or_warn(draw: Callable[[], object], target: Path, remedy: str = "") -> 
 
 
 def check_picture(picture: Path, option: str, example: str) -> None:
-    """Create the folder of ``picture``, the value of ``option``. Raise ConfigError unless it can be
-    written."""
+    """Create the folder of ``picture``, the value of ``option``. Raise ConfigError if it is not writable."""
     try:
         picture.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=picture.parent):

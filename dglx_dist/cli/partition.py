@@ -108,8 +108,8 @@ class PartitionCommand(PartitionOptions, PartitionPlan):
 
 
 _LONGEST_WAIT_S = 6 * 3600.0
-"""Time-out of waiting for rank 0, which assigns the nodes of the smallest graph alone. A rank that ends is
-noticed at once."""
+"""Time-out of waiting for rank 0, which assigns the smallest graph alone. A failed rank is noticed at
+once."""
 
 
 @contextmanager

@@ -62,8 +62,7 @@ class Wrapper(Shared):
 
 
 def view(value: Any) -> Any:
-    """Return DGL's view of one or several of our objects or of a method's result. Other values are
-    unchanged."""
+    """Return DGL's view of one or several of our objects or of a method's result. Keep other values."""
     if type(value) in Wrapper.views:
         return Wrapper.views[type(value)].over(value)
     if type(value) is tuple:

@@ -101,8 +101,7 @@ class Training:
 
 
 def read_auto_options(options: Mapping[str, object]) -> AutoOptions:
-    """Return the options of ``auto``. Raise ConfigError if one is unknown, out of range or of another
-    type."""
+    """Return the options of ``auto``. Raise ConfigError if one is unknown or invalid."""
     return read_options(f"strategy {AUTO!r}", AutoOptions, options)
 
 

@@ -64,15 +64,11 @@ class CountConfig:
     is_offered: Callable[[Candidate], bool] = lambda _: True
     """Tells whether a candidate is counted."""
     caches: bool = True
-    """Whether caches of remote rows are offered. This needs servers with the whole structure, because of
-    ``vip``.
-    """
+    """Whether caches of remote rows are offered. ``vip`` needs the whole structure on each server."""
     partitioned: bool = False
     """Whether servers ask each other for in-edges."""
     in_job: bool = False
-    """Whether the ranks of the session are those of the cluster and count together. Otherwise this process
-    counts for all of them.
-    """
+    """Whether the ranks of the session count together. Otherwise this process counts for all ranks."""
     program_bytes: int = PROGRAM_BYTES
     """Memory of a rank before it opens a graph. It is larger if this process is a rank and uses more."""
     epoch: int = 1

@@ -40,16 +40,12 @@ if TYPE_CHECKING:
     from dglx_dist.graph.dist_graph import DistGraph
 
 LEAST_S, MOST_SHARE = 15.0, 0.02
-"""Minimum time for opening candidates, and its share of the training, whichever is longer. The rounds take as
-long again.
-"""
+"""Minimum time for opening candidates, and its share of the training. The rounds take as long again."""
 _TURN_S, _LEAST_STEPS, _WARM_STEPS = 0.1, 3, 2
 """Minimum duration and steps of a first turn, and steps before a turn that begins within an epoch."""
 _TURNS_OF_ROUND, _MOST_ROUNDS = 3, 4
 _CLEARLY = 1.2
-"""A candidate whose fastest turn is slower by this factor is dropped at once. Short epochs of the same run
-differ by a tenth.
-"""
+"""Candidates slower by this factor are dropped at once. Epochs of the same run differ by a tenth."""
 _LEAST_TRIED = 2
 """Number of candidates that are tried however long that takes."""
 
@@ -327,8 +323,7 @@ class CandidateRun:
         self._cache = None
 
     def take_turn(self, steps: int) -> tuple[float, int]:
-        """Return the seconds of an epoch, measured over ``steps`` steps or whole epochs, and the timed
-        steps."""
+        """Return the seconds of an epoch, measured over ``steps`` steps or epochs, and the timed steps."""
         num_steps = self.num_steps
         with self._cache_in_use():
             if self._trainer is not None or num_steps <= steps:

@@ -20,8 +20,7 @@ from dglx_dist.training.fit_config import FitResult
 
 
 def read_run_plan(folder: Path, session: Session) -> dict[str, Any] | None:
-    """Return ``plan.json`` of the run in ``folder`` on rank 0, or None if its strategy was named.
-    Collective."""
+    """Return ``plan.json`` of the run in ``folder`` on rank 0, or None if there is none. Collective."""
 
     def read() -> dict[str, Any] | None:
         value = read_plan(folder) if session.topology.rank == 0 else None
@@ -51,8 +50,7 @@ def build_outcome(epoch: int, epochs: Sequence[EpochRecord], facts: Mapping[str,
 
 
 def summarize_plan(value: Mapping[str, Any]) -> dict[str, object]:
-    """Return the entry of ``summary.json`` for ``Choice.to_json()``: the prediction, and the outcome if
-    any."""
+    """Return the entry of ``summary.json`` for ``Choice.to_json()``: prediction, and outcome if any."""
     chosen, outcome = value["predictions"][value["picked"]], value["outcome"]
     entry: dict[str, object] = {
         "chosen": chosen["name"],
@@ -74,9 +72,7 @@ def summarize_plan(value: Mapping[str, Any]) -> dict[str, object]:
 
 
 def collect_facts(model: nn.Module, session: Session, result: FitResult) -> dict[str, Any]:
-    """Return strategy, ranks, exact accuracies, the model's device and the peak memory of any rank.
-    Collective.
-    """
+    """Return strategy, ranks, accuracies, the model's device and the peak memory of any rank. Collective."""
     device = float_of(model).device
     on_gpu = device.type == "cuda"
     reserved = torch.cuda.max_memory_reserved(device) if on_gpu else None

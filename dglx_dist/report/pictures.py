@@ -107,9 +107,7 @@ _MAX_LEGEND = 8
 def _picture(
     path: str | Path, size: tuple[float, float], title: str, panels: tuple[int, int] = (1, 1)
 ) -> Iterator[Any]:
-    """Yield the axes of the panels row by row, then write ``path``. The suffix decides: PDF, SVG, otherwise
-    PNG.
-    """
+    """Yield the axes of the panels row by row, then write ``path`` as PDF, SVG or PNG by its suffix."""
     figure = Figure(figsize=size, layout="constrained")
     yield figure.subplots(*panels, squeeze=False).ravel()
     figure.suptitle(visible(title), fontsize=10)
@@ -183,8 +181,7 @@ def _draw_traffic(axes: Any, epochs: Sequence[EpochRecord]) -> None:
 
 
 def draw_parts(columns: Mapping[str, Sequence[float]], path: str | Path, *, title: str) -> None:
-    """Draw a panel per column (nodes, edges, ...) to a PNG file, with a bar per part and a line at the
-    mean."""
+    """Draw a panel per column (nodes, edges, ...) to a PNG file: a bar per part and a line at the mean."""
     across = min(max(len(columns), 1), 2)
     down = max(-(-len(columns) // across), 1)
     with _picture(path, (6 * across, 3.5 * down), title, (down, across)) as panels:

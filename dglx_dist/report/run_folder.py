@@ -79,9 +79,7 @@ def write_run(
     *,
     plan: Mapping[str, object] | None = None,
 ) -> None:
-    """Write a finished run. Each file is written atomically, the summary last. See :func:`start_run`. For one
-    rank.
-    """
+    """Write a finished run like :func:`start_run`, each file atomically, the summary last. For one rank."""
     target = start_run(folder, config, epochs, plan=plan)
     with _writing(target):
         write_json(target / SUMMARY, summary)
@@ -116,9 +114,7 @@ def read_run(folder: str | Path) -> Run:
 
 
 def read_spread(folder: Path) -> dict[str, Any] | None:
-    """Return the summary of runs with several seeds, or None if ``folder`` has none. StorageError if it is
-    damaged.
-    """
+    """Return the summary of runs with several seeds, or None if ``folder`` has none."""
     if (folder / CONFIG).is_file() or not (folder / SUMMARY).is_file():
         return None
     return _read_object(folder / SUMMARY)

@@ -297,8 +297,7 @@ def spread_cells(summary: Mapping[str, Any]) -> dict[str, tuple[object, str]]:
 
 
 def build_runs_table(summaries: Mapping[str, Mapping[str, object]]) -> Table:
-    """Return a table with the figures of several runs side by side: one figure per row, one column per
-    run."""
+    """Return a table with the figures of several runs: one figure per row, one column per run."""
     table = Table("", *summaries, box=box.SIMPLE_HEAD, pad_edge=False)
     columns = [flat_cells(summary) for summary in summaries.values()]
     for row in dict.fromkeys(name for cells in columns for name in cells):

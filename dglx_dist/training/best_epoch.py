@@ -44,8 +44,7 @@ def write_safetensors(state: Mapping[str, Tensor], path: Path, **facts: object) 
 
 
 class WeightFiles:
-    """The two files of weights of a run in ``folder``. None: no files are written. All ranks call it
-    alike."""
+    """The two files of weights of a run in ``folder``. None: there are no files. All ranks call it alike."""
 
     def __init__(self, folder: str | Path | None, model: nn.Module) -> None:
         self._folder, self._model = None if folder is None else Path(folder), model

@@ -135,8 +135,7 @@ def write_tensors(tensors: Mapping[str, Tensor], path: Path) -> dict[str, dict[s
 
 
 def _read_entry(folder: Path, name: str, entry: Mapping[str, Any]) -> SavedTensor:
-    """Check an entry of ``state.json``. Nothing is allocated, because an untrusted entry may have any
-    size."""
+    """Check an entry of ``state.json``. Nothing is allocated, as an untrusted entry may have any size."""
     file_name, dtype = entry["file"], parse_dtype(entry["dtype"])
     shape = tuple(read_count(size) for size in entry["shape"])
     path, first, num_bytes = (

@@ -37,9 +37,7 @@ def _compute_crc(values: Mapping[str, object]) -> int:
 
 @contextmanager
 def read_state(folder: Path) -> Iterator[dict[str, Any]]:
-    """Read and check ``state.json``. Errors of values inside the block become a CheckpointError that names
-    the file.
-    """
+    """Read and check ``state.json``. Errors inside the block become a CheckpointError with the file."""
     path = folder / STATE_NAME
     try:
         state = json.loads(read_small(path))
@@ -145,9 +143,6 @@ def list_complete(folder: Path) -> list[tuple[Key, Path]]:
 
 
 def parse_key(name: str) -> Key | None:
-    """Return (epoch, step, whether it is not being replaced), or None if it is no name of a checkpoint.
-
-    Keys sort by age.
-    """
+    """Return (epoch, step, whether it is not being replaced), or None. Keys sort by age."""
     match = FOLDER_NAME.fullmatch(name)
     return None if match is None else (int(match[1]), int(match[2]), match[3] is None)

@@ -34,9 +34,7 @@ from dglx_dist.registry import AUTO, suggest_name
 from dglx_dist.training.model_kinds import KINDS, LAYER_OPTIONS, WEIGHTED, check_kind, has_option, list_kinds
 
 FLOAT32, BF16 = PRECISIONS = "float32", "bf16"
-"""Precisions of forward passes in training. Weights, gradients, optimizer and evaluation keep the model's
-dtype.
-"""
+"""Precisions of forward passes in training. Weights, gradients and evaluation keep the model's dtype."""
 
 _INIT_ARGUMENTS = ("strategy", "timeout", "seed", "backend", "device")
 AUTO_TASK, CLASSIFICATION, MULTILABEL, REGRESSION, LINK = TASKS = (
@@ -49,13 +47,10 @@ METRICS_OF: Mapping[str, tuple[str, ...]] = {
     REGRESSION: ("mae", "rmse"),
     LINK: ("mrr", "hits@1", "hits@3", "hits@10", "auc", "roc_auc", "average_precision"),
 }
-"""Task to its metrics. The first two are the default, for classification the first one, for link those up to
-``auc``.
-"""
+"""Task to its metrics. Defaults are the first two, for classification the first, for link up to ``auc``."""
 LESS_IS_BETTER = ("mae", "rmse")
 EXPORT_INDEX = "_index.json"
-"""Index file of a folder of predictions or embeddings. Readers of Parquet ignore names that begin with
-``_``."""
+"""Index file of exported rows. Readers of Parquet ignore names that begin with ``_``."""
 NO_ENCODER = "none"
 """Stands for a model that scores trainable rows directly."""
 DECODER_NAMES = ("dot", "distmult", "transe", "complex", "rotate")
@@ -63,9 +58,7 @@ _METRICS = tuple(dict.fromkeys(name for known in METRICS_OF.values() for name in
 
 
 def list_metrics(task: str, metrics: Sequence[str]) -> tuple[str, ...]:
-    """Return ``metrics``, or the defaults of ``task`` if it is empty. Raise ConfigError for a metric of
-    another task.
-    """
+    """Return ``metrics``, or the defaults of ``task``. Raise ConfigError for a metric of another task."""
     known, metrics = METRICS_OF.get(task, ()), list_names(metrics)
     for name in metrics:
         if name not in known:
@@ -97,9 +90,7 @@ _EVERY = re.compile(r"([0-9]{1,12})( ?steps?)?")
 
 
 def count_steps_between(every: Every, steps_of_epoch: int) -> int:
-    """Return the steps between checkpoints, 0 for none. Raise ValueError unless ``every`` is an
-    :data:`Every`.
-    """
+    """Return the steps between checkpoints, 0 for none. Raise ValueError for an invalid ``every``."""
     match = None if isinstance(every, bool) else _EVERY.fullmatch(str(every))
     if match is None:
         raise ValueError(f"{every!r} is not a number of epochs or steps")
@@ -589,9 +580,7 @@ compared by its content. Another number of ranks can resume too, but not with th
 
 
 def collect_configuration(plan: TrainConfig, dataset: str) -> dict[str, object]:
-    """Return the facts that must be equal in a resumed run, as JSON values. ``dataset`` is a checksum of the
-    content.
-    """
+    """Return the JSON values that must be equal in a resumed run. ``dataset`` is a checksum."""
     shared = {
         field.name: getattr(plan, field.name) for field in fields(plan) if field.name not in _NOT_TRAINED
     }
@@ -599,8 +588,7 @@ def collect_configuration(plan: TrainConfig, dataset: str) -> dict[str, object]:
 
 
 def count_ranks_per_server(ranks: int, servers: int | None) -> int | None:
-    """Return the number of ranks on each server, or None without servers. Raise ConfigError if it is
-    uneven."""
+    """Return the number of ranks per server, or None without servers. Raise ConfigError if it is uneven."""
     if ranks < 1:
         raise ConfigError(f"--ranks {ranks} must be at least 1")
     if servers is None:

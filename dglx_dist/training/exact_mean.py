@@ -86,9 +86,7 @@ def reduce_mean(value: float | Tensor, count: int) -> float:
 
 
 def _sum_terms(total: Any, count: Any, problem: str, session: Session) -> Tensor:
-    """Return the sums of both over the ranks, (2,) float64. Raise ConfigError on all if one has a
-    ``problem``.
-    """
+    """Return the sums over the ranks, (2,) float64. Raise ConfigError on all if one has a ``problem``."""
     # NaN tells the other ranks that this one has a problem.
     values = [math.nan] * 2 if problem else [float(total), float(count)]
     sums = sum_over_ranks(torch.tensor(values, dtype=torch.float64), session, phase=PHASE)

@@ -164,8 +164,7 @@ def _write_file(path: Path, schema: pa.Schema, batches: Iterable[pa.RecordBatch]
 
 
 def write_relations(decoder: nn.Module, g: DistGraph, folder: str | Path) -> None:
-    """Write ``_relations.parquet`` with a row of the decoder's parameters per edge type, if any.
-    Collective."""
+    """Write ``_relations.parquet`` with the decoder's parameters per edge type, if any. Collective."""
     columns = {name: pa.array(list(rows.detach().cpu().numpy())) for name, rows in decoder.named_parameters()}
 
     def write() -> None:

@@ -147,10 +147,7 @@ def train(  # noqa: PLR0913 - all but four have defaults
 
 
 def _resolve_task(config: FitConfig, g: DistGraph, module: nn.Module) -> FitConfig:
-    """Return ``config`` with task, loss, metrics and node type. Standardise the model of a regression.
-
-    Collective.
-    """
+    """Return ``config`` with task, loss and metrics. Standardise a model of regression. Collective."""
     if not isinstance(config.task, str):
         return config
     ntype = find_labelled_type(g, config.label) if config.ntype is None else config.ntype

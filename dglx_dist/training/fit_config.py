@@ -42,9 +42,7 @@ under their names, like ``val_mrr``.
 
 @dataclass(frozen=True, kw_only=True)
 class FitConfig(RunOptions):
-    """Configuration of ``fit.train``, in addition to the options that ``dglx train`` has too. ConfigError if
-    invalid.
-    """
+    """Configuration of ``fit.train``, in addition to options of ``dglx train``. ConfigError if invalid."""
 
     checkpoint_folder: str | Path | None = None
     """Folder of checkpoints, shared by all ranks. None: no checkpoints are saved."""
@@ -72,13 +70,9 @@ class FitConfig(RunOptions):
     configuration: Mapping[str, object] = field(default_factory=dict)
     """More facts (JSON values) that must be equal if a run is resumed from an existing checkpoint."""
     on_begin: Callable[[], None] | None = None
-    """Called on all ranks after the checkpoint is loaded and before the first step. Not called if no epochs
-    remain.
-    """
+    """Called on all ranks before the first step, after the checkpoint is loaded, if epochs remain."""
     num_layers: int | None = None
-    """Number of blocks for models without ``inference_layers()``, see
-    :func:`dglx_dist.training.inference.evaluate`.
-    """
+    """Number of blocks, for models without ``inference_layers()``. See :func:`evaluate`."""
     show_progress: bool = True
     """Whether rank 0 shows a progress bar on standard error."""
 

@@ -51,8 +51,7 @@ class _FullBlock(DGLBlock):
     """
 
     graph: DistGraph | None = None
-    """The graph. It is set after construction, because DGL constructs slices and copies with the same
-    class."""
+    """The graph. Set after construction, because DGL constructs slices and copies with this class."""
     on_host: Any = None
     """The block with the ids of its sources on the CPU, for reading degrees."""
 
@@ -128,8 +127,7 @@ def flatten(value: Any, path: Path = ()) -> dict[Path, Any]:
 
 
 def nest(leaves: Mapping[Path, T]) -> Any:
-    """Undo :func:`flatten`, except that lists become tuples. Raise ConfigError if a tuple lacks a
-    position."""
+    """Undo :func:`flatten`, except that lists become tuples. Raise ConfigError for missing positions."""
     if list(leaves) == [()]:
         return leaves[()]
     inner: dict[str | int, dict[Path, T]] = {}
@@ -157,9 +155,7 @@ _NO_EDGE_DATA = (
 )
 
 _BATCH_DEGREE = 512
-"""Maximum mean in-degree of a full batch. Above it, batches have fewer nodes, because their edges are in
-memory.
-"""
+"""Maximum mean in-degree of a full batch. Above it, batches get fewer nodes to save memory."""
 
 _Rows: TypeAlias = dict[Path, DistTensor]
 _Pass: TypeAlias = Callable[[list[Any], Any], Any]
@@ -267,10 +263,7 @@ def _infer(  # noqa: PLR0913 - the arguments of two public functions
     mask: str | None = None,
     edge_feats: EdgeNames = (),
 ) -> Any:
-    """Compute the passes in turn for all nodes, the last one for those of ``ntypes``. Collective.
-
-    Each pass takes ``num_layers`` blocks.
-    """
+    """Compute the passes in turn for all nodes, each on ``num_layers`` blocks. Collective."""
     check_replicas(dict(module.named_parameters()), g.session)
     target, maker = float_of(module), open_neighborhood_maker(g, num_layers, mask, edge_feats)
     with evaluating(module):
@@ -322,9 +315,7 @@ def split_range(share: tuple[int, int], batch_size: int) -> Iterator[tuple[int, 
 def _split_nodes(
     g: DistGraph, ntype: str, share: tuple[int, int], batch_size: int
 ) -> Iterator[tuple[int, int]]:
-    """Cut a rank's ``share`` of the nodes like :func:`split_range`, and also where a batch has too many
-    in-edges.
-    """
+    """Cut a rank's ``share`` of the nodes like :func:`split_range`, and also at too many in-edges."""
     structures = [g.structure(etype) for etype in g.canonical_etypes if etype[2] == ntype]
     most = _BATCH_DEGREE * batch_size
     for first, last in split_range(share, batch_size):

@@ -53,9 +53,7 @@ PairLoss: TypeAlias = Callable[[Tensor, Tensor], Tensor]
 
 
 def bpr_loss(positive: Tensor, negative: Tensor) -> Tensor:
-    """Return the mean of ``-log sigmoid(s - s')`` over an edge and each of its negatives (Rendle et al.
-    2009).
-    """
+    """Return the mean of ``-log sigmoid(s - s')`` over edges and their negatives (Rendle et al. 2009)."""
     return F.softplus(negative - positive[:, None]).mean()
 
 
@@ -274,8 +272,7 @@ class DotProduct(Decoder):
 
 @final
 class DistMult(Decoder):
-    """``sum_i s_i r_i o_i`` with a row r per relation (Yang et al. 2015). It is the same in both
-    directions."""
+    """``sum_i s_i r_i o_i`` with a row r per relation, the same in both directions (Yang et al. 2015)."""
 
     def __init__(self, num_relations: int, width: int) -> None:
         super().__init__()

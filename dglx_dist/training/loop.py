@@ -186,9 +186,7 @@ class TrainingRun:
         return self._config.checkpoint_folder is not None and self._session.stop_point.is_over
 
     def leave(self) -> None:
-        """End training. Save a checkpoint if it was stopped, otherwise return to the best epoch if
-        ``patience``. Collective.
-        """
+        """End training. Save a checkpoint if it was stopped, or return to the best epoch. Collective."""
         self._session.stop_point.close()
         if not self.is_stopped:
             self.files.write(FINAL_WEIGHTS, self._next - 1)
@@ -254,8 +252,7 @@ class TrainingRun:
         return records
 
     def _train_epoch(self, after_step: Callable[[], None]) -> EpochRecord | None:
-        """Train the remaining steps of the next epoch, with its checkpoints. Return None if it was
-        stopped."""
+        """Train the remaining steps of the next epoch, with checkpoints. Return None if it was stopped."""
         stop_point, overlaps = self._session.stop_point, self._step.model.overlaps_steps
 
         def after_each() -> None:
@@ -417,8 +414,7 @@ class Step:
     sparse: Sequence[SparseOptimizer] = ()
     """Optimizers of the model's input embeddings."""
     rates: Sequence[float] = ()
-    """Learning rates of the optimizer's groups, then of ``sparse``. The schedule multiplies them by a
-    factor."""
+    """Learning rates of the optimizer's groups, then of ``sparse``, before the schedule's factor."""
     precision: str = FLOAT32
     """Precision of forward passes."""
     accumulation: Accumulation
@@ -444,9 +440,7 @@ Figures: TypeAlias = Mapping[str, float]
 def train_pass(
     step: Step, loader: TrainingLoader, session: Session, after_step: Callable[[], None], before: Figures
 ) -> tuple[Figures, Sequence[LedgerRow]]:
-    """Train until the loader's pass ends. Return the figures of the epoch, including ``before``, and the
-    bytes.
-    """
+    """Train until the loader's pass ends. Return the epoch's figures, including ``before``, and the bytes."""
     step.model.train()
     loader.times(reset=True)
     step.model.exchange_seconds(reset=True)

@@ -38,8 +38,7 @@ if TYPE_CHECKING:
 
 
 InferenceLayer: TypeAlias = Callable[[Any, Any], Any]
-"""Maps (block, h) to the next h: tensors, or with several types or outputs dictionaries and tuples of
-them."""
+"""Maps (block, h) to the next h: tensors, or dictionaries and tuples for several types or outputs."""
 
 RECOMPUTE = ("none", "exchange", "keep")
 """Values that a layer of a deep model keeps for backward: all (``none``), only its input (``exchange``), or
@@ -435,9 +434,7 @@ def _make_hops(width: int, count: int) -> list[nn.Module]:
 
 
 Conv: TypeAlias = Callable[..., nn.Module]
-"""Maps (columns of sources, columns of results, whether it is the last one, ``heads`` or ``graph``) to a
-layer.
-"""
+"""Maps (source columns, result columns, is last, ``heads`` or ``graph``) to a layer."""
 
 
 def _stack(conv: Conv, activation: Callable[[Tensor], Tensor] = torch.relu) -> Callable[..., Stack]:

@@ -232,10 +232,7 @@ _SCALARS = (int, float, bool, str, type(None))
 def split_optimizer(
     optimizer: torch.optim.Optimizer, model: nn.Module
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Return the state of ``optimizer`` as tensors by <parameter>/<key>, and JSON values.
-
-    ``model`` is the user's module, not wrapped.
-    """
+    """Return the state as tensors by <parameter>/<key> and JSON values. ``model`` is not wrapped."""
     names = _names(optimizer, model)
     state = optimizer.state_dict()
     tensors: dict[str, Tensor] = {}

@@ -98,8 +98,7 @@ class EntityInputs:
         }
 
     def __call__(self, block: Any) -> Any:
-        """Return {node type: (num_src, width)} of the input-most block. Fetch features that are not
-        attached."""
+        """Return {node type: (num_src, width)} of the input-most block. Fetch missing features."""
         rows = {ntype: self._rows(block, ntype) for ntype in block.srctypes}
         return rows[block.srctypes[0]] if self._as_tensor else rows
 
@@ -341,9 +340,7 @@ def _merge_relations(
 
 
 def _find_destinations(degree: Tensor) -> Tensor:
-    """Return the destinations with edges, or all outside of the CPU, where counting would wait for the
-    device.
-    """
+    """Return the destinations with edges, but all on a GPU, where counting would wait."""
     if degree.is_cpu:
         return degree.nonzero(as_tuple=True)[0]
     return torch.arange(len(degree), device=degree.device)

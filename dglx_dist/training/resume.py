@@ -62,11 +62,9 @@ def resolve_resume(config: Options, checkpoints: str | Path | None, session: Ses
     return replace(config, precision=BF16 if is_half else FLOAT32)
 
 
-def check_same(saved: Mapping[str, Any], facts: Mapping[str, object], where: object) -> None:
-    """Raise ConfigError unless the checkpoints ``where`` with ``extra`` ``saved`` belong to a run with
-    ``facts``.
-    """
-    if differences := find_differences(saved, facts):
+def check_same(extra: Mapping[str, Any], facts: Mapping[str, object], where: object) -> None:
+    """Raise ConfigError unless ``extra`` of the checkpoints in ``where`` belongs to a run with ``facts``."""
+    if differences := find_differences(extra, facts):
         raise ConfigError(
             f"{where} has checkpoints of another configuration ({differences}). Choose another folder, or "
             "start over and delete them with --overwrite (in Python overwrite=True)."

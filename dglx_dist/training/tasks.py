@@ -197,17 +197,14 @@ def compute_moments(g: DistGraph, ntype: str, label: str, mask: str) -> tuple[Te
 
 
 def to_probabilities(task: str, scores: Tensor) -> Tensor:
-    """Return the probabilities of (B, C) scores of classes or of several labels. Other scores are
-    unchanged."""
+    """Return the probabilities of (B, C) scores of classes or of labels. Keep other scores."""
     if task == CLASSIFICATION:
         return scores.softmax(1)
     return scores.sigmoid() if task == MULTILABEL else scores
 
 
 def to_predictions(task: str, scores: Tensor) -> Tensor:
-    """Return the predictions for (B, C) scores: (B,) int64 classes, (B, C) bool, or the numbers of a
-    regression.
-    """
+    """Return predictions for (B, C) scores: (B,) int64 classes, (B, C) bool, or numbers."""
     if task == CLASSIFICATION:
         return scores.argmax(1)
     return scores > 0 if task == MULTILABEL else scores.squeeze(1) if scores.dim() == 2 else scores

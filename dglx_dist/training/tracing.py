@@ -193,9 +193,7 @@ def open_scalars_writer(
 def format_live_figures(
     step: int, total: int, of_epoch: int, speed: float, epochs: Sequence[EpochRecord], session: Session
 ) -> dict[str, str]:
-    """Return the figures of a run on rank 0, after ``step`` of ``total`` steps, at ``speed`` steps per
-    second.
-    """
+    """Return the figures of a run on rank 0 after ``step`` of ``total`` steps, at ``speed`` steps/s."""
     return {
         "epoch": str(step // of_epoch),
         "step": f"{step % of_epoch}/{of_epoch}",

@@ -92,9 +92,7 @@ class Survey:
     feature_bytes: int
     """(8 + F s) bytes for each remote row."""
     sampling_bytes: int
-    """8 bytes for each remote node asked for in-edges, and 24 for each returned edge. 0 with the whole
-    structure.
-    """
+    """8 bytes per remote node asked for in-edges, 24 per returned edge. 0 with the whole structure."""
     label_bytes: int
     gradient_bytes: int
     """2 (W - 1) (|theta| s + a flag of s bytes for each parameter tensor) bytes for each step."""
@@ -249,10 +247,7 @@ class Traffic:
     exact: bool = True
 
     def seconds(self, cluster: Cluster) -> float:
-        """Return the bytes of an epoch divided by the bandwidth of the slower links, outside or inside.
-
-        Every server has its own links.
-        """
+        """Return the seconds of an epoch on the slower links, outside or inside. Each server has its own."""
         outside = sum(self.outside.values()) / cluster.external_bytes_per_s
         inside = sum(self.inside.values()) / cluster.internal_bytes_per_s
         return max(outside, inside) / cluster.servers
@@ -296,10 +291,7 @@ class CostModel(ABC):
     @staticmethod
     @abstractmethod
     def cost(candidate: Candidate, counts: EpochCounts) -> Cost:
-        """Return the cost of an epoch of ``candidate`` without I/O.
-
-        Bytes that follow from counts alone must equal those of the ledger.
-        """
+        """Return the cost of an epoch without I/O. Bytes that follow from counts must equal the ledger's."""
 
 
 COSTS: Registry[CostModel] = Registry(

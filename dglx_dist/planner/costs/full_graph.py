@@ -46,15 +46,11 @@ from dglx_dist.strategies.full_graph.options import FullGraphOptions
 from dglx_dist.strategies.full_graph.plan_builder import Planner, PlanRequest, plan_all, seeds_by_server
 
 _MOST_EDGES = 200_000_000
-"""Largest plans to build, in edges over layers and cooperative batches. A million edges take about a
-second."""
+"""Largest plans to build, in edges over layers and cooperative batches. A million edges take a second."""
 _PLAN_BYTES = 100
-"""Memory for building the plans of all ranks, in bytes per edge of the graph. 95 were measured with two
-layers.
-"""
+"""Memory for building the plans of all ranks, in bytes per edge. 95 were measured with two layers."""
 _COVER_BYTES = 40
-"""Memory for building covers, in bytes per edge of the graph. 27 were measured with two layers on 4
-servers."""
+"""Memory for building covers, in bytes per edge. 27 were measured with two layers on 4 servers."""
 
 
 @final

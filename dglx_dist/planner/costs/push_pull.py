@@ -40,9 +40,7 @@ class FirstLayer:
     cut_bytes: int
     """Bytes of the split parameters, all parts together."""
     replicated_bytes: int
-    """Bytes of all other parameters as their gradients are sent, with a flag of one element each on the owner
-    side.
-    """
+    """Bytes of the gradients of all other parameters, with a flag of one element each on the owner side."""
     known: bool
     """Whether the sums have exactly these widths and no values of edges are sent."""
 
