@@ -430,7 +430,7 @@ class DistDataset:
         ntypes = [ntype for ntype in self._g.ntypes if mask in self._g.nodes[ntype].data]
         if len(ntypes) != 1:
             raise ConfigError(
-                f"exactly one node type must have {mask!r}, but it is {', '.join(ntypes) or 'none'}. Use "
+                f"the node types with {mask!r} are {', '.join(ntypes) or 'none'}, but there must be one. Use "
                 "dx.node_split(g.nodes[ntype].data[mask], ntype=ntype)."
             )
         return node_split(self._g.nodes[ntypes[0]].data[mask], ntype=ntypes[0])

@@ -181,7 +181,7 @@ def test_help_reads_like_documentation() -> None:
         (f"partition {GRAPH} --tolerance much --out x", "--tolerance 'much'"),
         (f"partition {GRAPH} --parts 0 --out x", "at least 1"),
         ("inspect nowhere", "nowhere"),
-        ("train nowhere --fanout 5 --layers 2", "one fan-out for each layer"),
+        ("train nowhere --fanout 5 --layers 2", "one fan-out per layer"),
         ("train nowhere --servers 2", "--ranks"),
         ("train nowhere --epochs 0", "--epochs 0"),
         ("train nowhere --model sag", "error: there is no model 'sag'; did you mean 'sage'"),

@@ -202,7 +202,7 @@ def test_options_of_auto() -> None:
         ({"full_graph_epochs": float("inf")}, "full_graph_epochs=inf must be a number above 0"),
         ({"full_graph_epochs": float("nan")}, "full_graph_epochs=nan"),
         ({"memory": "much"}, "option memory: 'much' is not a size in bytes"),
-        ({"memory": 0}, "option memory: a size of '0'"),
+        ({"memory": 0}, "option memory: the size '0'"),
     ):
         with pytest.raises(ConfigError, match=message):
             read_auto_options(wrong)

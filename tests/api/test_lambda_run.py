@@ -51,7 +51,7 @@ def test_a_run_its_bill_and_its_resume(dataset: str, tmp_path: Path) -> None:
     ("changes", "reason"),
     [
         ({"fanouts": (5, 5)}, r"draws \[5, 5\] in-neighbours.*--fanout out"),
-        ({"cache": "vip"}, "strategy 'lambda' moves none in training; leave --cache out"),
+        ({"cache": "vip"}, "strategy 'lambda' moves none in training. Leave --cache out"),
         ({"precision": "bf16"}, "'lambda' computes without torch on workers.*use strategy='data_p"),
         ({"strategy_options": {**OPTIONS, "mode": "pype"}}, "mode='pype'"),
     ],

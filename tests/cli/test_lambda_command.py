@@ -56,7 +56,7 @@ def test_package_writes_the_same_file_twice(tmp_path: Path, monkeypatch: pytest.
 @pytest.mark.parametrize(
     ("given", "told"),
     [
-        (("--architecture", "arm64"), "give --python as well"),
+        (("--architecture", "arm64"), "Add --python"),
         (("--architecture", "sparc", "--python", "3.12"), "x86_64, arm64"),
     ],
 )

@@ -69,7 +69,7 @@ def test_json_is_alone_on_standard_output(capfd: pytest.CaptureFixture[str]) -> 
 
 def test_mistakes_are_named(dataset: str) -> None:
     assert "the folder DIR of a dataset is missing" in refused("--servers", "2")
-    assert f"the dataset is {dataset}, and --data is x; give one" in refused(dataset, "--data", "x")
+    assert f"the dataset is {dataset}, but --data is x. Use one" in refused(dataset, "--data", "x")
     assert "--unit graph must be" in refused("--data", dataset, "--unit", "graph")
     assert "4 part" in refused("--data", dataset, "--servers", "9")
     assert "--ranks 3 cannot be divided among --servers 2" in refused("--data", dataset, "--ranks", "3")

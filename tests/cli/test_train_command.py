@@ -49,7 +49,7 @@ def test_nothing_is_started_where_auto_has_nothing_to_choose_among(tmp_path: Pat
         replace(raw, edges=both), tmp_path / "two", PartitionPlan(num_parts=2, method="contiguous")
     )
     check_before_launch(asked("data_parallel", tmp_path / "two"))
-    with pytest.raises(ConfigError, match=r"2 edge types.*use --strategy data_parallel"):
+    with pytest.raises(ConfigError, match=r"2 edge types.*Use --strategy data_parallel"):
         check_before_launch(asked("auto", tmp_path / "two"))
 
 

@@ -313,7 +313,7 @@ def test_links_are_not_proposed_to_those_who_gave_a_task(folders: dict[str, Path
         ({"model": "GCN"}, "there is no model 'GCN'; did you mean 'gcn'"),
         ({"patience": 5, "eval_every": 0}, "--early-stop 5 counts evaluations, but --eval-every is 0"),
         ({"seeds": (0, 0)}, "--seeds 0,0 must be different"),
-        ({"task": "link", "strategy": "auto"}, "--task link needs a named strategy, like data_parallel"),
+        ({"task": "link", "strategy": "auto"}, "--task link needs a named strategy like data_parallel"),
     ],
 )
 def test_wrong_options_are_refused(options: dict[str, Any], said: str) -> None:
@@ -354,7 +354,7 @@ def test_a_relation_may_have_colons() -> None:
 def test_strategies_without_batches_of_edges_are_refused_before_ranks_start() -> None:
     for strategy in ("full_graph", "shared_preload", "cooperative", "lambda"):
         plan = TrainConfig(data="nowhere", ranks=2, task="link", strategy=strategy)
-        with pytest.raises(ConfigError, match="does not have; use --strategy data_parallel or push_pull"):
+        with pytest.raises(ConfigError, match=r"has none\. Use --strategy data_parallel or push_pull"):
             check_before_launch(plan)
     with pytest.raises(ConfigError, match="--embeddings are rows on the servers"):
         check_before_launch(TrainConfig(data="nowhere", ranks=2, embeddings=8, strategy="push_pull"))

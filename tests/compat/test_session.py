@@ -274,7 +274,7 @@ def test_strategies_inside_the_model_ask_for_wrap(stock_parts: Mapping[str, Path
     g = DistGraph("two", part_config=stock_parts["two"])
     sampler = dgl.dataloading.NeighborSampler([-1])
     loader = DistNodeDataLoader(g, torch.arange(60), sampler, batch_size=100)
-    with pytest.raises(ConfigError, match=r"put model = dglx_dist.wrap\(model, g\)"):
+    with pytest.raises(ConfigError, match=r"model = dglx_dist.wrap\(model, g\)"):
         next(iter(loader))
     with torch.no_grad():
         assert (

@@ -203,7 +203,7 @@ def test_one_type_and_a_pair_of_results(folder: Path) -> None:
         ("forward", "no list of layers of that name"),
         ("norms", "no layers to compute"),
         ([], "no layers to compute"),
-        (None, r"give it a method inference_layers\(\)"),
+        (None, r"Add a method inference_layers\(\)"),
     ],
 )
 def test_who_tells_no_layers_is_asked_for_them(layers: Any, message: str) -> None:

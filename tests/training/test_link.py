@@ -179,7 +179,7 @@ def test_scores_are_those_of_edges_added_to_a_pair_graph() -> None:
 
 def test_degrees_of_the_whole_graph_are_refused() -> None:
     for norm in ("both", "left"):
-        with pytest.raises(ConfigError, match="count validation and test edges; use --model sage"):
+        with pytest.raises(ConfigError, match=r"count validation and test edges\. Use --model sage"):
             LinkModel(dgl.nn.GraphConv(2, 2, norm=norm), DotProduct(), [])
 
 

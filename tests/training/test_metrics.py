@@ -182,7 +182,7 @@ def collective(metric: Any, *given: Any, **options: Any) -> None:
         (lambda: KnownEdges(TWO, ONE, ONE), "2 subjects, 1 relations and 1 answers"),
         (lambda: KnownEdges(ONE.expand(1, 2), ONE, ONE), "2 subjects, 1 relations and 1 answers"),
         (lambda: KnownEdges(ONE + 2**40, ONE + 2**40, ONE), "63 bits"),
-        (lambda: collective(metrics.roc_auc, torch.tensor([0.0, math.nan]), TWO), r"score is nan"),
+        (lambda: collective(metrics.roc_auc, torch.tensor([0.0, math.nan]), TWO), r"score is NaN"),
         (
             lambda: collective(metrics.accuracy, torch.zeros(2, 3), torch.zeros(3)),
             r"\(2,\) predictions do not match \(3,\) labels",

@@ -105,7 +105,7 @@ def test_refuses_state_that_differs_or_cannot_be_saved(tmp_path: Path) -> None:
     with start_session():
         for state, message in (
             ({"mine": _Holder([1, print])}, r"state\['mine'\]\['value'\]\[1\] is of type builtin"),
-            ({"mine": 3}, "is a int; give objects with state_dict"),
+            ({"mine": 3}, "is a int. Pass objects with state_dict"),
         ):
             with pytest.raises(CheckpointError, match=message):
                 checkpoint.save(tmp_path, model=model, state=state)  # type: ignore[arg-type]

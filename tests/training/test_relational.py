@@ -205,7 +205,7 @@ def test_input_rows_are_the_same_whether_the_loader_attached_them_or_not(tmp_pat
             assert torch.equal(rows, fetched[ntype])
         wrong: Any = SimpleNamespace(weight=g.nodes["paper"].data["feat"])
         for arguments, message in (
-            ({}, r"type 'author' have no tensor 'feat'; give them a DistEmb"),
+            ({}, r"type 'author' have no tensor 'feat'. Add a DistEmb"),
             ({"embeddings": {"author": wrong}}, "has 60 rows for 40 nodes"),
             (
                 {"feature": "flat", "embeddings": {"author": authors}},

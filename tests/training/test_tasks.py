@@ -348,7 +348,7 @@ def _wrong_on_one_rank(folder: str) -> list[str]:
 def test_labels_that_are_wrong_on_one_rank_are_refused_on_all(data: Path) -> None:
     for of_labels, of_scores in run_ranks(_wrong_on_one_rank, 2, args=(str(data / "classification"),)):
         assert "no class" in of_labels
-        assert "its last layer must have a column" in of_scores
+        assert "Its last layer must have a column" in of_scores
 
 
 def test_what_needs_a_loop_in_torch() -> None:

@@ -228,5 +228,5 @@ def test_a_full_disk_ends_figures_for_tensorboard_and_not_the_run(
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     (message,) = [record.getMessage() for record in caplog.records]
-    assert "no more from epoch 1 on" in message
+    assert "no figures from epoch 1 on" in message
     assert size > 100
