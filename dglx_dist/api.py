@@ -26,7 +26,7 @@ from dglx_dist.data.partition.prepare import content_key, partition_to_disk
 from dglx_dist.data.sources import load_dataset
 from dglx_dist.data.storage.columns import MANIFEST
 from dglx_dist.data.storage.files import (
-    named_failures,
+    name_write_failures,
     partial_folder,
     publish,
     remove_abandoned,
@@ -56,9 +56,9 @@ from dglx_dist.strategies.base import (
     Reduction,
     WrappedModel,
     begin,
+    get_strategy,
     open_strategy,
     resolve_strategy,
-    strategy_of,
 )
 from dglx_dist.strategies.push_pull.feature_columns import write_slices
 from dglx_dist.training.checkpoint import Sparse
@@ -97,11 +97,11 @@ def partition_cached(graph: RawGraph, plan: PartitionPlan, cache: Path) -> Path:
     else:
         log.warning("%s is partitioned again: %s", folder, damage)
     with ExitStack() as stack:
-        with named_failures(cache):
+        with name_write_failures(cache):
             partitioned = stack.enter_context(partial_folder(folder)) / "dataset"
             remove_abandoned(folder.parent, below=False)
         partition_to_disk(graph, partitioned, plan, write_columns=write_slices)
-        with named_failures(cache):
+        with name_write_failures(cache):
             # Another run may have published an intact folder in the meantime, and may train on it.
             if not publish(partitioned, folder) and _find_damage(folder):
                 replace_folder(partitioned, folder)
@@ -805,7 +805,7 @@ def _check_auto(config: FitConfig) -> None:
 
 
 def _check_inputs(g: DistGraph, inputs: EntityInputs | None) -> None:
-    if inputs is None or strategy_of(g.session).traits.features == "rows":
+    if inputs is None or get_strategy(g.session).traits.features == "rows":
         return
     embedded = [ntype for ntype in g.ntypes if ntype not in inputs.feature_widths]
     if embedded:

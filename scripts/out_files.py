@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from dglx_dist.data.storage.files import partial_folder, replaced_file
+from dglx_dist.data.storage.files import partial_folder, replace_atomically
 from dglx_dist.errors import StorageError
 
 
@@ -29,7 +29,7 @@ def write_text(path: Path, text: str) -> Path:
     Raises:
         StorageError: it cannot be written.
     """
-    with writing_to(path), replaced_file(path) as unfinished:
+    with writing_to(path), replace_atomically(path) as unfinished:
         unfinished.write_text(text, encoding="utf-8")
     return path
 

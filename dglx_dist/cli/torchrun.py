@@ -49,7 +49,7 @@ from dglx_dist.comm.devices import is_built_for_gpus
 from dglx_dist.comm.rendezvous import serve_store
 from dglx_dist.comm.stopping import SAME_KEY_S, end_process, end_with_parent
 from dglx_dist.comm.topology import mark_as_parent, read_settings, set_rank_variables
-from dglx_dist.data.storage.files import replaced_file
+from dglx_dist.data.storage.files import replace_atomically
 from dglx_dist.dataloading.sampler import load_kernels
 from dglx_dist.errors import Stopped
 from dglx_dist.progress import say
@@ -305,7 +305,7 @@ def write_failure(file: Path, rank: int, failure: ProcessFailure) -> None:
         "lost_a_peer": _has_lost_peer(failure),
         "second": failure.timestamp,
     }
-    with replaced_file(file) as partial:
+    with replace_atomically(file) as partial:
         partial.write_text(json.dumps(record))
 
 

@@ -42,7 +42,7 @@ from dglx_dist.report import run_folder
 from dglx_dist.report.outcome import build_outcome, collect_facts, read_run_plan, summarize_plan
 from dglx_dist.report.run_folder import PICTURE, SUMMARY, append_epoch, read_epochs, start_run, write_run
 from dglx_dist.report.tables import format_run_title, plural, spread, summarise
-from dglx_dist.strategies.base import WrappedModel, float_of, strategy_of
+from dglx_dist.strategies.base import WrappedModel, find_float_parameter, get_strategy
 from dglx_dist.training.checkpoint import read_extra
 from dglx_dist.training.config import (
     AUTO_TASK,
@@ -164,7 +164,9 @@ def _load_own_model(plan: TrainConfig, arguments: Mapping[str, Any]) -> nn.Modul
                 block.num_edges(), *column.shape[1:], dtype=column.dtype
             )
         with preserve_state(model, training=False), torch.random.fork_rng(devices=[]), torch.no_grad():
-            out = model(blocks, torch.zeros(sizes[0], arguments["in_dim"], dtype=float_of(model).dtype))
+            out = model(
+                blocks, torch.zeros(sizes[0], arguments["in_dim"], dtype=find_float_parameter(model).dtype)
+            )
         shape = tuple(out.shape) if isinstance(out, Tensor) else type(out).__name__
         if shape != (2, arguments["classes"]):
             raise ConfigError(f"for 2 targets of {arguments['classes']} classes it returns {shape}")
@@ -306,7 +308,7 @@ def train_dataset(plan: TrainConfig) -> Trained:
         plan, choice = _resolve_auto(plan, g, module)
         plan = fill_defaults(plan)
         _check_cache(plan, session)
-        check_loop(plan, strategy_of(session).traits, session.strategy)
+        check_loop(plan, get_strategy(session).traits, session.strategy)
         _check_outputs(plan, session)
         writes = session.topology.rank == 0
         config = build_run_config(plan, g, session)
@@ -495,7 +497,7 @@ def _check_edge_weight(plan: TrainConfig, g: DistGraph) -> None:
             f"--edge-weight {name}: {where} has no edge column of that name with one number per edge (known: "
             f"{', '.join(fitting) or 'none'}). Use one of these, or partition a graph that has it."
         )
-    if not strategy_of(g.session).traits.own_loop:
+    if not get_strategy(g.session).traits.own_loop:
         raise ConfigError(
             f"--edge-weight {name}: the workers of strategy {g.session.strategy!r} do not read edge columns. "
             "Leave it out, or use --strategy data_parallel."
@@ -506,7 +508,7 @@ _USUAL_WEIGHTS = ("weight", "weights", "edge_weight", "edge_weights", "w")
 
 
 def _check_cache(plan: TrainConfig, session: Session) -> None:
-    traits = strategy_of(session).traits
+    traits = get_strategy(session).traits
     has_rows = traits.features == "rows" and traits.unit != "full_graph"
     if plan.cache and not has_rows and (plan.cache, traits.features) != (LOOK_AHEAD, "columns"):
         raise ConfigError(

@@ -111,7 +111,7 @@ class SessionRanks(Ranks):
     def gather(self, local: Array) -> list[Array]:
         return gather_arrays(local, self._session)
 
-    def of_all(self, value: object) -> list[Any]:
+    def gather_objects(self, value: object) -> list[Any]:
         return gather_json(value, self._session)
 
 

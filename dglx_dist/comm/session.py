@@ -52,7 +52,7 @@ from dglx_dist.comm.topology import (
     read_topology,
 )
 from dglx_dist.comm.trace import Timeline, TraceWriter, open_trace
-from dglx_dist.data.storage.files import hold, locked
+from dglx_dist.data.storage.files import lock_shared, try_lock
 from dglx_dist.errors import ConfigError, DglxError, PeerError, Stopped
 from dglx_dist.memory import keep_memory
 from dglx_dist.records import StepShare
@@ -237,7 +237,7 @@ class Scratch:
             raise ConfigError(f"DGLX_SCRATCH={base} is no folder that can be written; make it, or unset it")
         self.path = base / f"{_PREFIX}{os.getuid()}-{job}-s{server}"
         _remove_abandoned(base)
-        self._lock = hold(self.path / _LOCK, mode=0o700)
+        self._lock = lock_shared(self.path / _LOCK, mode=0o700)
 
     def close(self) -> None:
         """Release the folder; the last rank removes it, and abandoned ones. May be called twice."""
@@ -250,7 +250,7 @@ class Scratch:
 
 def _remove_abandoned(base: Path) -> None:
     for folder in base.glob(f"{_PREFIX}{os.getuid()}-*"):
-        with contextlib.suppress(OSError), locked(folder / _LOCK) as is_free:
+        with contextlib.suppress(OSError), try_lock(folder / _LOCK) as is_free:
             if is_free:
                 shutil.rmtree(folder, ignore_errors=True)
 

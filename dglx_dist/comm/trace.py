@@ -22,7 +22,7 @@ from typing import Any, final
 from dglx_dist.comm.ledger import Ledger
 from dglx_dist.comm.topology import Topology
 from dglx_dist.data.json_fields import Fields
-from dglx_dist.data.storage.files import partial_folder, read_small, replaced_file
+from dglx_dist.data.storage.files import partial_folder, read_small_file, replace_atomically
 from dglx_dist.errors import ConfigError, StorageError
 from dglx_dist.records import EpochRecord
 
@@ -260,7 +260,7 @@ def write_trace(path: Path, trace: TraceFile) -> None:
         for one in trace.ranks
     ]
     try:
-        with replaced_file(path) as partial, partial.open("w", encoding="utf-8") as file:
+        with replace_atomically(path) as partial, partial.open("w", encoding="utf-8") as file:
             # The head first, which identifies a trace without reading all of it.
             file.write(_HEAD + ", " + json.dumps({"run": trace.facts, "ranks": ranks}, default=str)[1:])
             file.write(', "displayTimeUnit": "ms", "traceEvents": [\n')
@@ -273,16 +273,16 @@ def write_trace(path: Path, trace: TraceFile) -> None:
 def read_trace(path: str | Path) -> TraceFile:
     """Read what :func:`write_trace` wrote; StorageError if it is missing, damaged or no trace of ours."""
     try:
-        fields = Fields(json.loads(read_small(Path(path), 1 << 30)), str(path), error=StorageError)
+        fields = Fields(json.loads(read_small_file(Path(path), 1 << 30)), str(path), error=StorageError)
     except FileNotFoundError as error:
         raise StorageError(
             f"there is no file {path}; `dglx train --trace FILE` and fit(trace=) write one"
         ) from error
     except (OSError, ValueError, RecursionError) as error:
         raise StorageError(f"{path} is no trace, or damaged ({error}); run the command again") from error
-    facts = fields.inner("otherData")
+    facts = fields.nested("otherData")
     facts.choice("format", [_FORMAT])
-    events = fields.inners("traceEvents")
+    events = fields.nested_list("traceEvents")
     spans: dict[int, list[Span]] = {}
     for event in (one for one in events if one.text("ph") == "X"):
         spans.setdefault(event.integer("pid", 0), []).append(_span(event))
@@ -294,9 +294,9 @@ def read_trace(path: str | Path) -> TraceFile:
             clock_error_s=one.number("clock_error_us", 0, _MAX_US) / 1e6,
             dropped=one.integer("dropped", 0),
         )
-        for one in facts.inners("ranks")
+        for one in facts.nested_list("ranks")
     )
-    return TraceFile(ranks=ranks, facts=facts.inner("run").given)
+    return TraceFile(ranks=ranks, facts=facts.nested("run").mapping)
 
 
 def _is_trace(path: Path) -> bool:
@@ -359,8 +359,8 @@ def assign_tracks(spans: Iterable[Span], *, nested: bool = True) -> list[list[Sp
 
 def _span(event: Fields) -> Span:
     begin, duration = event.number("ts", 0, _MAX_US), event.number("dur", 0, _MAX_US)
-    args = event.inner("args")
-    numbers = {name: args.integer(name) if name in args.given else None for name in _NUMBERS}
+    args = event.nested("args")
+    numbers = {name: args.integer(name) if name in args.mapping else None for name in _NUMBERS}
     name, row = event.text("name"), event.text("cat")
     return Span(name=name, row=row, begin_s=begin / 1e6, end_s=(begin + duration) / 1e6, **numbers)
 

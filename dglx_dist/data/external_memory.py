@@ -19,14 +19,14 @@ from dglx_dist.data.storage.columns import checksum, id_dtype, numpy_dtype
 from dglx_dist.data.storage.files import (
     PARTIAL_SUFFIX,
     discard,
-    locked,
-    named_failures,
+    name_write_failures,
     partial_folder,
     publish,
-    read_small,
+    read_small_file,
     remove_abandoned,
     remove_abandoned_of,
-    replaced_file,
+    replace_atomically,
+    try_lock,
 )
 from dglx_dist.errors import ConfigError, DatasetError, PeerError, StorageError
 from dglx_dist.memory import format_bytes, machine_memory, resident_bytes, return_memory
@@ -51,16 +51,16 @@ class Budget:
     """Memory beside the program itself; steps run one at a time."""
 
     work: int
-    held: int = PROGRAM_BYTES
-    """What is taken already: the program, and what :meth:`beside` is given."""
+    reserved: int = PROGRAM_BYTES
+    """What is taken already: the program, and what :meth:`with_reserved` is given."""
 
-    def beside(self, num_bytes: int) -> Budget:
+    def with_reserved(self, num_bytes: int) -> Budget:
         """Return what is left beside ``num_bytes``, which may be negative."""
-        return Budget(work=self.work - num_bytes, held=self.held + num_bytes)
+        return Budget(work=self.work - num_bytes, reserved=self.reserved + num_bytes)
 
     def remedy(self, num_bytes: int) -> str:
         """Return what to grant for ``num_bytes`` of work; the next process may hold a little more."""
-        return f"grant --memory {(self.held + num_bytes) // 10**6 + _ROUNDING_MB}MB"
+        return f"grant --memory {(self.reserved + num_bytes) // 10**6 + _ROUNDING_MB}MB"
 
     @property
     def batch(self) -> int:
@@ -83,7 +83,7 @@ def open_budget(limit: int) -> Budget:
         say(f"--memory {format_bytes(limit)} is more than there is here; {format_bytes(most)} are used")
         limit = most
     used = resident_bytes() + LIBRARY_BYTES
-    budget = Budget(work=limit - used, held=used)
+    budget = Budget(work=limit - used, reserved=used)
     if budget.work < MIN_WORK_BYTES:
         raise ConfigError(
             f"--memory {limit // 10**6}MB leaves too little beside the {used // 10**6} MB of the program "
@@ -113,7 +113,7 @@ def release_memory() -> None:
     return_memory(1 << 17)
 
 
-def runs(values: Array) -> Iterator[tuple[int, slice]]:
+def iterate_runs(values: Array) -> Iterator[tuple[int, slice]]:
     """Yield each run of equal values in an ascending (K,) integer array: the value and its positions."""
     starts = np.flatnonzero(np.diff(values, prepend=-1))
     for start, end in pairwise([*starts.tolist(), len(values)]):
@@ -134,7 +134,7 @@ class BucketFiles:
         buckets = buckets.astype(np.uint16) if buckets.max(initial=0) < 1 << 16 else buckets
         order = np.argsort(buckets, kind="stable")
         records = records[order]
-        for number, run in runs(buckets[order].astype(np.int64)):
+        for number, run in iterate_runs(buckets[order].astype(np.int64)):
             with (self._folder / str(number)).open("ab") as file:
                 write_array(file, records[run])
 
@@ -218,11 +218,11 @@ class Spill:
 
 
 def spill(folder: Path, name: str, dtype: Any, chunks: Iterable[Array] = ()) -> Spill:
-    """Return a new file of :func:`mapped`; ``dtype`` is part of its name."""
+    """Return a new file of :func:`map_spill`; ``dtype`` is part of its name."""
     return Spill(folder / f"{name}.{np.dtype(dtype).str}", dtype, chunks)
 
 
-def mapped(folder: Path, name: str) -> Array:
+def map_spill(folder: Path, name: str) -> Array:
     """Return the (K,) values of a :func:`spill`, memory-mapped; FileNotFoundError if there is none."""
     for path in folder.glob(f"{name}.*"):
         dtype = np.dtype(path.suffix[1:])
@@ -253,7 +253,7 @@ class Ranks:
         packed = np.bitwise_or.reduce(self.gather(np.packbits(marks)))
         return np.unpackbits(packed, count=len(marks)).view(np.bool_)
 
-    def of_all(self, value: object) -> list[Any]:
+    def gather_objects(self, value: object) -> list[Any]:
         """Return the JSON values of all ranks."""
         return [value]
 
@@ -268,7 +268,7 @@ _HUB_SHARES = 5
 """Memory shares that the edges of a hub may take; nothing else is in memory then."""
 
 
-class Carried(NamedTuple):
+class EdgeColumn(NamedTuple):
     """Rows that belong to the edges."""
 
     info: ColumnInfo
@@ -281,14 +281,14 @@ class EdgeStream:
 
     sources: Chunks
     destinations: Chunks
-    carried: Sequence[Carried]
+    columns: Sequence[EdgeColumn]
     num_sources: int
     num_destinations: int
 
     @property
     def record(self) -> np.dtype[np.void]:
         """One edge in a bucket."""
-        infos = enumerate(one.info for one in self.carried)
+        infos = enumerate(one.info for one in self.columns)
         ends = [("destination", id_dtype(self.num_destinations)), ("source", id_dtype(self.num_sources))]
         return np.dtype([*ends, *((str(i), numpy_dtype(one.dtype), one.row_shape) for i, one in infos)])
 
@@ -301,11 +301,11 @@ class SortedEdges:
     """(N_dst + 1,) int64."""
     indices: Spill
     """(E,) sources; int32 where N_src fits."""
-    carried: Sequence[Spill]
-    """Of each of :attr:`EdgeStream.carried`, all values of a row one after the other."""
+    columns: Sequence[Spill]
+    """Of each of :attr:`EdgeStream.columns`, all values of a row one after the other."""
 
 
-def by_key(destinations: Array, sources: Array) -> Array:
+def argsort_edges(destinations: Array, sources: Array) -> Array:
     """Return (K,) positions that sort edges by (destination, source); of equal ones the first comes first."""
     keys = destinations.astype(np.int64)
     keys *= int(sources.max(initial=0)) + 1
@@ -318,7 +318,7 @@ def sort_edges(
     folder: Path,
     budget: Budget,
     *,
-    order: Callable[[Array, Array], Array] = by_key,
+    order: Callable[[Array, Array], Array] = argsort_edges,
     advance: Callable[[int], None] = lambda _: None,
     ranks: Ranks | None = None,
 ) -> SortedEdges:
@@ -327,10 +327,10 @@ def sort_edges(
     All ``ranks`` (None: this process) call it with the same edges and budget, and each sorts some ranges of
     destinations; what is returned is then this rank's, but the files in ``folder`` have all edges.
 
-    Writes ``indptr``, ``indices``, ``carried0``, ``carried1`` ... for :func:`mapped`. Sorts the in-edges of
-    as many consecutive destinations as fit into ``budget.bucket`` bytes, but at least those of one of 65,536
-    slots of destinations, with up to five times that; ConfigError if that is too little. ``order`` gives the
-    positions of one bucket's edges, and ``advance`` is called with 3 for each edge.
+    Writes ``indptr``, ``indices``, ``carried0``, ``carried1`` ... for :func:`map_spill`. Sorts the in-edges
+    of as many consecutive destinations as fit into ``budget.bucket`` bytes, but at least those of one of
+    65,536 slots of destinations, with up to five times that; ConfigError if that is too little. ``order``
+    gives the positions of one bucket's edges, and ``advance`` is called with 3 for each edge.
     """
     record = edges.record
     each = record.itemsize + _KEY_BYTES + max(record[name].itemsize for name in record.names or ())
@@ -342,12 +342,12 @@ def sort_edges(
     firsts = _first_destinations(counts, width, min(step, -(-total // ranks.count)))
     own = range(*(len(firsts) * rank // ranks.count for rank in (ranks.rank, ranks.rank + 1)))
     ends = [*firsts[1:], edges.num_destinations]
-    with joined_pieces(folder, ranks) as piece:
+    with join_rank_pieces(folder, ranks) as piece:
         buckets = _write_buckets(edges, firsts, own, piece / "buckets", step, advance)
         result = SortedEdges(
             indptr=spill(piece, "indptr", np.int64, [np.zeros(int(ranks.is_first))]),
             indices=spill(piece, "indices", record["source"]),
-            carried=[spill(piece, f"carried{i}", record[str(i)].base) for i in range(len(edges.carried))],
+            columns=[spill(piece, f"carried{i}", record[str(i)].base) for i in range(len(edges.columns))],
         )
         written = 0
         for number in own:
@@ -357,7 +357,7 @@ def sort_edges(
             # The edges of a bucket are in the order of the stream already.
             positions = order(found["destination"], found["source"])
             result.indices.append(found["source"][positions])
-            for i, carried in enumerate(result.carried):
+            for i, carried in enumerate(result.columns):
                 carried.append(found[str(i)][positions])
             result.indptr.append(written + np.cumsum(counts))
             written += len(found)
@@ -403,7 +403,7 @@ def _write_buckets(
     buckets, is_all = BucketFiles(folder, edges.record), len(own) == len(firsts)
     ends = zip(edges.sources(step), edges.destinations(step), strict=True)
     for (sources, destinations), *carried in zip(
-        ends, *(one.rows(step) for one in edges.carried), strict=True
+        ends, *(one.rows(step) for one in edges.columns), strict=True
     ):
         records = np.empty(len(sources), edges.record)
         records["source"], records["destination"] = sources, destinations
@@ -440,19 +440,19 @@ class Workspace:
         target, sums = self.folder / name, self.folder / f"{name}.json"
 
         def place(partial: Path, target: Path) -> None:
-            with replaced_file(sums) as file:
+            with replace_atomically(sums) as file:
                 file.write_text(json.dumps(_checksums(partial)))
             publish(partial, target)
 
-        if not self.ranks.of_all(self.ranks.is_first and self._is_intact(target, sums))[0]:
-            with named_failures(self.folder), shared_folder(target, self.ranks, place) as partial:
+        if not self.ranks.gather_objects(self.ranks.is_first and self._is_intact(target, sums))[0]:
+            with name_write_failures(self.folder), shared_folder(target, self.ranks, place) as partial:
                 if shared or self.ranks.is_first:
                     make(partial)
         self.intact.add(target)
         return target
 
     def _is_intact(self, stage: Path, sums: Path) -> bool:
-        with named_failures(self.folder):
+        with name_write_failures(self.folder):
             if not stage.is_dir() or stage in self.intact or not (problem := _damage(stage, sums)):
                 return stage.is_dir()
             say(f"{stage} is made again: {problem}")
@@ -467,19 +467,19 @@ class Workspace:
             if self.ranks.is_first:
                 spill(folder, "array", values.dtype, [values])
 
-        return np.array(mapped(self.stage(name, save, shared=shared), "array"))
+        return np.array(map_spill(self.stage(name, save, shared=shared), "array"))
 
-    def beside(self, num_bytes: int) -> Workspace:
+    def with_reserved(self, num_bytes: int) -> Workspace:
         """Return this workspace with ``num_bytes`` less of memory."""
-        return replace(self, budget=self.budget.beside(num_bytes))
+        return replace(self, budget=self.budget.with_reserved(num_bytes))
 
-    def holds(self, num_bytes: int) -> bool:
+    def fits(self, num_bytes: int) -> bool:
         """Return whether ``num_bytes`` are within the memory granted."""
         return num_bytes <= self.budget.work
 
     def remaining(self, num_bytes: int, least: int, what: str) -> int:
         """Return the bytes granted beside ``num_bytes``; ConfigError if they are fewer than ``least``."""
-        if not self.holds(num_bytes + least):
+        if not self.fits(num_bytes + least):
             needed = num_bytes + least
             raise ConfigError(
                 f"{what} takes {format_bytes(needed)} of memory at least; {self.budget.remedy(needed)}"
@@ -494,7 +494,7 @@ def _checksums(folder: Path) -> dict[str, object]:
 
 def _damage(stage: Path, sums: Path) -> str | None:
     try:
-        found, noted = _checksums(stage), json.loads(read_small(sums))
+        found, noted = _checksums(stage), json.loads(read_small_file(sums))
         # Others may have been added, such as the cache of a dataset.
         differing = [name for name, file in noted.items() if found.get(name) != file]
     except (OSError, ValueError, AttributeError, RecursionError) as problem:
@@ -510,28 +510,28 @@ def shared_folder(
 ) -> Iterator[Path]:
     """Yield to all ranks the same new folder; when all have filled it, rank 0 puts it in its place."""
     with partial_folder(target) if ranks.is_first else nullcontext(target) as own:
-        partial = Path(ranks.of_all(str(own))[0])
+        partial = Path(ranks.gather_objects(str(own))[0])
         try:
             yield partial
-            ranks.of_all(None)
+            ranks.gather_objects(None)
         except PeerError:
             # Rank 0 may have removed it before this one has made files in it again.
             shutil.rmtree(partial, ignore_errors=True)
             raise
         except FileNotFoundError:
             if not partial.exists():
-                ranks.of_all(None)  # raises the reason of the rank that has failed, and removed it
+                ranks.gather_objects(None)  # raises the reason of the rank that has failed, and removed it
             raise
         if ranks.is_first:
             (place or publish)(partial, target)
-        ranks.of_all(None)
+        ranks.gather_objects(None)
 
 
 _COPIED = 1 << 24  # bytes at a time
 
 
 @contextmanager
-def joined_pieces(folder: Path, ranks: Ranks) -> Iterator[Path]:
+def join_rank_pieces(folder: Path, ranks: Ranks) -> Iterator[Path]:
     """Yield to each rank a folder for its piece of files, which rank 0 then joins in ``folder``, by rank.
 
     Files of the name indptr hold the ends (int64) of rows in the rank's own piece, after a 0 on rank 0.
@@ -541,7 +541,7 @@ def joined_pieces(folder: Path, ranks: Ranks) -> Iterator[Path]:
     else:
         (own := folder / f"rank{ranks.rank}").mkdir()
         yield own
-    ranks.of_all(None)
+    ranks.gather_objects(None)
     for rank in range(1, ranks.count) if ranks.is_first else ():
         for path in sorted((folder / f"rank{rank}").iterdir()):
             target, before = folder / path.name, 0
@@ -554,7 +554,7 @@ def joined_pieces(folder: Path, ranks: Ranks) -> Iterator[Path]:
         shutil.rmtree(folder / f"rank{rank}")
 
 
-def concatenated(
+def concatenate_chunks(
     workspace: Workspace | None, name: str, makers: Sequence[Callable[[], Iterator[Array]]], total: int
 ) -> list[Array]:
     """Return what each of ``makers`` yields (at least one (k,) array), in memory or mapped from a stage.
@@ -575,7 +575,7 @@ def concatenated(
                     advance(len(chunk))
 
     folder = workspace.stage(name, write)
-    return [mapped(folder, str(number)) for number in range(len(makers))]
+    return [map_spill(folder, str(number)) for number in range(len(makers))]
 
 
 SHOWN_FROM = 1_000_000
@@ -605,16 +605,16 @@ def open_workspace(
     folder, ranks = folder.absolute(), ranks or Ranks()
     if folder.resolve().is_relative_to(_IN_MEMORY):
         raise ConfigError(f"{folder} is in memory; choose a folder on a disk (--scratch DIR)")
-    for rank, others in enumerate(ranks.of_all(dict(settings))):
+    for rank, others in enumerate(ranks.gather_objects(dict(settings))):
         for name in (name for name, value in settings.items() if others.get(name) != value):
             raise StorageError(
                 f"rank {rank} has another {name} than rank {ranks.rank}; DATA must be the same for all ranks"
             )
     own = open_budget(limit)
-    work, held = min(ranks.of_all([own.work, own.held]))
-    budget = Budget(work=work, held=held)
+    work, held = min(ranks.gather_objects([own.work, own.reserved]))
+    budget = Budget(work=work, reserved=held)
     with _claimed(folder, settings) if ranks.is_first else nullcontext():
-        ranks.of_all(None)
+        ranks.gather_objects(None)
         if not (folder / _KEY).is_file():
             raise StorageError(
                 f"rank {ranks.rank} does not see {folder}, which rank 0 has made; DATA, --out and --scratch "
@@ -630,7 +630,7 @@ def _claimed(folder: Path, settings: Mapping[str, object]) -> Iterator[None]:
     if kind in _KINDS_IN_MEMORY:
         say(f"{folder} is in memory ({kind}), which --memory does not limit; better choose another --scratch")
     with ExitStack() as stack:
-        with named_failures(folder):
+        with name_write_failures(folder):
             folder.mkdir(parents=True, exist_ok=True)
             remove_abandoned_of(folder)
             names = {path.name for path in folder.iterdir()}
@@ -640,7 +640,7 @@ def _claimed(folder: Path, settings: Mapping[str, object]) -> Iterator[None]:
                     f"{folder} holds something else than unfinished work; choose another --scratch"
                 )
             (folder / _LOCK).touch()
-            if not stack.enter_context(locked(folder / _LOCK)):
+            if not stack.enter_context(try_lock(folder / _LOCK)):
                 raise StorageError(f"{folder} is in use by another process; wait for it")
             _check_key(folder, settings)
             remove_abandoned(folder)
@@ -670,11 +670,11 @@ def _stages(folder: Path) -> list[str]:
 def _check_key(folder: Path, settings: Mapping[str, object]) -> None:
     path, asked = folder / _KEY, json.loads(json.dumps(settings))
     if not path.exists():
-        with replaced_file(path) as partial:
+        with replace_atomically(path) as partial:
             partial.write_text(json.dumps(asked, indent=1))
         return
     try:
-        found = json.loads(read_small(path))
+        found = json.loads(read_small_file(path))
         differing = [name for name in asked.keys() | found.keys() if asked.get(name) != found.get(name)]
     except (OSError, ValueError, AttributeError, RecursionError) as problem:
         raise StorageError(f"{path} is damaged ({problem}); remove {folder}") from problem

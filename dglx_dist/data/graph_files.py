@@ -22,7 +22,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from dglx_dist.data.external_memory import Workspace, mapped, spill
+from dglx_dist.data.external_memory import Workspace, map_spill, spill
 from dglx_dist.data.metis_text import EDGE_VALUES, read_metis
 from dglx_dist.data.sources import (
     LINE_FORMATS,
@@ -35,7 +35,7 @@ from dglx_dist.data.sources import (
     standard_columns,
     suffix_of,
 )
-from dglx_dist.data.storage.files import read_small
+from dglx_dist.data.storage.files import read_small_file
 from dglx_dist.data.table_graphs import graph_of_tables
 from dglx_dist.data.tables import as_numpy, id_column
 from dglx_dist.data.validate import check_ids, check_integers, first_repeat
@@ -168,7 +168,7 @@ def _read(path: Path, workspace: Workspace | None) -> dict[str, Array]:
         with np.load(path, allow_pickle=False) as stored:
             if set(stored.files) >= {"format", "shape", "data"}:
                 num_bytes = 4 * sum(member.file_size for member in stored.zip.infolist())
-                if workspace is not None and not workspace.holds(num_bytes):
+                if workspace is not None and not workspace.fits(num_bytes):
                     raise ConfigError(
                         f"{path}: a matrix is read at once, in {format_bytes(num_bytes)}; grant more "
                         "--memory, or save its rows and columns as src and dst"
@@ -216,7 +216,7 @@ def _unpacked(path: Path, workspace: Workspace) -> dict[str, Array]:
             if _is_converted(name, dtype)
         }
         larger |= {name: num_bytes for name in _IN_ORDER if name in names}
-        if not workspace.holds(sum(larger.values())):
+        if not workspace.fits(sum(larger.values())):
             raise ConfigError(
                 f"{path}: {', '.join(sorted(larger))} are converted in memory, and take up to "
                 f"{format_bytes(sum(larger.values()))}; store them as int32, int64 or float32, make a "
@@ -235,7 +235,7 @@ def _unpacked(path: Path, workspace: Workspace) -> dict[str, Array]:
 
         folder = workspace.stage("arrays", write)
     return {
-        name: mapped(folder, str(number)).reshape(shape)
+        name: map_spill(folder, str(number)).reshape(shape)
         for number, (name, (_, shape)) in enumerate(zip(names, heads.values(), strict=True))
     }
 
@@ -433,7 +433,7 @@ class NetworkxSource(DatasetSource):
     def load(self) -> RawGraph:
         where, kind = str(self._path), suffix_of(self._path)
         try:
-            content = read_small(self._path, _LARGEST)
+            content = read_small_file(self._path, _LARGEST)
             if self._path.suffix == ".gz":
                 with gzip.open(io.BytesIO(content)) as file:
                     content = file.read(_LARGEST + 1)

@@ -42,7 +42,7 @@ def _shown(value: object) -> str:
 
 @final
 class Fields:
-    """The fields of one object; call :meth:`end` after reading all of them.
+    """The fields of one object; call :meth:`reject_unread` after reading all of them.
 
     :meth:`record` reads those of a dataclass by its annotations: bool, an Enum, a dataclass, ``X | None``
     (None if missing or null), and int, float, str, ``tuple[X, ...]`` and ``Mapping[str, X]``, which
@@ -73,7 +73,7 @@ class Fields:
             shown = "(not shown)" if hidden else _shown(given)
             what = f"key {key!r} is {shown}" if key else f"it is {shown}"
             raise error(f"{where}: {what}, expected an object with named fields")
-        self.given: Mapping[str, Any] = given
+        self.mapping: Mapping[str, Any] = given
         self._read: dict[str, None] = {}
 
     @classmethod
@@ -83,45 +83,45 @@ class Fields:
         """Return the fields of the object that is ``text``; raises as :func:`read_json`."""
         return cls(read_json(text, longest, where, error=error), where, error=error)
 
-    def only(self, known: Collection[str]) -> Fields:
+    def reject_unknown(self, known: Collection[str]) -> Fields:
         """Return this object; raise the error if it has another field than the ``known``."""
-        for name in self.given:
+        for name in self.mapping:
             if name not in known:
                 hint = f"{suggest_name(name[:80], known)} (supported: {', '.join(known)})"
                 raise self._error(f"{self.where}: key {self._path(name)!r} is not supported{hint}")
         return self
 
-    def end(self) -> None:
+    def reject_unread(self) -> None:
         """Raise the error if there is a field that was not read."""
-        self.only(self._read)
+        self.reject_unknown(self._read)
 
-    def wrong(self, name: str, expected: str) -> DglxError:
+    def field_error(self, name: str, expected: str) -> DglxError:
         """Return the error that the field must be ``expected``."""
-        shown = "(not shown)" if self._hidden else _shown(self.given.get(name))
-        stated = f"is {shown}" if name in self.given else "is missing"
+        shown = "(not shown)" if self._hidden else _shown(self.mapping.get(name))
+        stated = f"is {shown}" if name in self.mapping else "is missing"
         return self._error(f"{self.where}: key {self._path(name)!r} {stated}, expected {expected}")
 
-    def failure(self, problem: object) -> DglxError:
+    def error(self, problem: object) -> DglxError:
         """Return the error that this object has ``problem``."""
         return self._error(": ".join(filter(None, (self.where, self._key, str(problem)))))
 
     def has(self, name: str) -> bool:
         """Return whether the field has a value other than null."""
         self._read[name] = None
-        return self.given.get(name) is not None
+        return self.mapping.get(name) is not None
 
-    def any(self, name: str) -> Any:
+    def raw_value(self, name: str) -> Any:
         """Return the field unchecked."""
         if (value := self._get(name)) is _MISSING:
-            raise self.wrong(name, "a value")
+            raise self.field_error(name, "a value")
         return value
 
     def _get(self, name: str) -> Any:
         # A missing field is of no type, so that the error says which one is expected.
         self._read[name] = None
-        return self.given.get(name, _MISSING)
+        return self.mapping.get(name, _MISSING)
 
-    def maybe(self, name: str, read: Callable[[str], T], default: T) -> T:
+    def optional(self, name: str, read: Callable[[str], T], default: T) -> T:
         """Return ``read(name)``, or ``default`` if the field is missing or null."""
         return read(name) if self.has(name) else default
 
@@ -129,7 +129,7 @@ class Fields:
         """Return an integer in [``low``, ``high``]."""
         value = self._get(name)
         if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
-            raise self.wrong(name, f"a whole number{_range(low, high, 'from')}")
+            raise self.field_error(name, f"a whole number{_range(low, high, 'from')}")
         return value
 
     def number(self, name: str, low: float = -_LARGEST, high: float = _LARGEST) -> float:
@@ -137,13 +137,13 @@ class Fields:
         value = self._get(name)
         # Bounds before float(): NaN is within none, and a huge integer does not fit a float.
         if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
-            raise self.wrong(name, f"a number{_range(low, high, 'from') if high < _LARGEST else ''}")
+            raise self.field_error(name, f"a number{_range(low, high, 'from') if high < _LARGEST else ''}")
         return float(value)
 
-    def flag(self, name: str) -> bool:
+    def boolean(self, name: str) -> bool:
         value = self._get(name)
         if not isinstance(value, bool):
-            raise self.wrong(name, "true or false")
+            raise self.field_error(name, "true or false")
         return value
 
     def text(self, name: str, least: int = 0, most: float = math.inf) -> str:
@@ -152,10 +152,10 @@ class Fields:
         good = isinstance(value, str) and least <= len(value) <= most
         if not good or (untrusted and not value.isprintable()):
             kind, size = "a printable text" if untrusted else "a text", _range(least, most, "of")
-            raise self.wrong(name, f"{kind}{size}{' characters' if size else ''}")
+            raise self.field_error(name, f"{kind}{size}{' characters' if size else ''}")
         return value
 
-    def word(self, name: str) -> str:
+    def nonempty_text(self, name: str) -> str:
         """Return a text that is not empty."""
         return self.text(name, 1)
 
@@ -167,23 +167,23 @@ class Fields:
                 return one
         known = [one for one in choices if isinstance(one, str)]
         hint = suggest_name(value[:80], known) if isinstance(value, str) else ""
-        raise self.wrong(name, f"one of {', '.join(map(repr, choices))}{hint}")
+        raise self.field_error(name, f"one of {', '.join(map(repr, choices))}{hint}")
 
     def items(self, name: str, least: int = 0, most: float = math.inf) -> Fields:
         """Return the items of a list as fields ``[0]``, ``[1]``, ... of one object."""
         value = self._get(name)
         if not isinstance(value, list | tuple) or not least <= len(value) <= most:
-            raise self.wrong(name, f"a list{_range(least, most, 'of')}")
+            raise self.field_error(name, f"a list{_range(least, most, 'of')}")
         return self._inner(name, {f"[{at}]": item for at, item in enumerate(value)})
 
-    def inner(self, name: str) -> Fields:
+    def nested(self, name: str) -> Fields:
         """Return the object in the field."""
-        return self._inner(name, self.any(name))
+        return self._inner(name, self.raw_value(name))
 
-    def inners(self, name: str, least: int = 0, most: float = math.inf) -> list[Fields]:
+    def nested_list(self, name: str, least: int = 0, most: float = math.inf) -> list[Fields]:
         """Return the objects of the list in the field."""
         items = self.items(name, least, most)
-        return [items.inner(at) for at in items.given]
+        return [items.nested(at) for at in items.mapping]
 
     def record(self, kind: Callable[..., T], *, defaults: bool = False, **readers: Reader) -> T:
         """Read a record of the dataclass ``kind``; messages omit all values if its ``repr`` omits one.
@@ -199,35 +199,35 @@ class Fields:
         for one in declared:
             read = readers.get(one.name) or functools.partial(self.value, hint=hints[one.name])
             optional = defaults and one.default is not dataclasses.MISSING
-            values[one.name] = self.maybe(one.name, read, one.default) if optional else read(one.name)
+            values[one.name] = self.optional(one.name, read, one.default) if optional else read(one.name)
         try:
             return kind(**values)
         except ConfigError as error:
-            raise self.failure(error) from None
+            raise self.error(error) from None
 
     def value(self, name: str, hint: Any) -> Any:
         """Return the field as the type ``hint``; see the class."""
         kind, *rest = get_args(hint) if get_origin(hint) is Annotated else (hint,)
         bounds = rest[0] if rest else ()
         if get_origin(kind) in (Union, types.UnionType):
-            return self.maybe(name, functools.partial(self.value, hint=get_args(kind)[0]), None)
+            return self.optional(name, functools.partial(self.value, hint=get_args(kind)[0]), None)
         if get_origin(kind) is tuple:
             items = self.items(name, *bounds)
-            return tuple(items.value(at, get_args(kind)[0]) for at in items.given)
+            return tuple(items.value(at, get_args(kind)[0]) for at in items.mapping)
         if get_origin(kind) is Mapping:
-            inner = self.inner(name)
-            if bounds and not bounds.low <= len(inner.given) <= bounds.high:
-                raise self.wrong(name, f"an object{_range(bounds.low, bounds.high, 'of')} fields")
-            return {key: inner.value(key, get_args(kind)[1]) for key in inner.given}
+            inner = self.nested(name)
+            if bounds and not bounds.low <= len(inner.mapping) <= bounds.high:
+                raise self.field_error(name, f"an object{_range(bounds.low, bounds.high, 'of')} fields")
+            return {key: inner.value(key, get_args(kind)[1]) for key in inner.mapping}
         if dataclasses.is_dataclass(kind):
-            inner = self._inner(name, self.any(name), hidden=_hides(kind))
+            inner = self._inner(name, self.raw_value(name), hidden=_hides(kind))
             record = inner.record(cast("Callable[..., Any]", kind))
-            inner.end()
+            inner.reject_unread()
             return record
         if issubclass(kind, Enum):
             return kind(self.choice(name, [one.value for one in kind]))
         if kind is bool:
-            return self.flag(name)
+            return self.boolean(name)
         read: Any = {int: self.integer, float: self.number, str: self.text}[kind]
         return read(name, *bounds)
 
@@ -265,7 +265,7 @@ def read_record(
     """Return ``given`` as a record of the dataclass ``kind``; see :class:`Fields`."""
     fields = Fields(given, where, hidden=hidden)
     record = fields.record(kind, defaults=defaults)
-    fields.end()
+    fields.reject_unread()
     return record
 
 

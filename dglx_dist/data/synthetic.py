@@ -25,9 +25,9 @@ from dglx_dist.data.storage.columns import (
     node_folder,
     write_column,
 )
-from dglx_dist.data.storage.files import named_failures, partial_folder
+from dglx_dist.data.storage.files import name_write_failures, partial_folder
 from dglx_dist.data.storage.manifest import Manifest, check_target, put_in_place, write_manifest
-from dglx_dist.data.storage.reader import graph_of, open_dataset
+from dglx_dist.data.storage.reader import load_raw_graph, open_dataset
 from dglx_dist.errors import ConfigError
 from dglx_dist.keyed_random import full_word, mix
 from dglx_dist.options import (
@@ -340,7 +340,7 @@ def write_streamed(config: SyntheticConfig, folder: Path, *, feature_dtype: str 
     communities = assign_communities(config)
     true_classes = communities % config.classes
     columns: dict[str, ColumnInfo] = {}
-    with named_failures(folder), partial_folder(folder) as partial:
+    with name_write_failures(folder), partial_folder(folder) as partial:
 
         def write(path: str, info: ColumnInfo, num_rows: int, chunks: Iterable[Array]) -> None:
             files[path] = write_column(partial / path, info, num_rows, chunks)
@@ -533,12 +533,12 @@ class SyntheticSource(DatasetSource):
         if workspace is None:
             return generate(config)
         # Kept, since it is another graph than the one that a resumed run would make in another memory.
-        is_small = workspace.array("generator", lambda: np.array([workspace.holds(num_bytes)]))
+        is_small = workspace.array("generator", lambda: np.array([workspace.fits(num_bytes)]))
         if is_small[0]:
             return generate(config)
         workspace.remaining(_BYTES_OF_NODE * config.nodes, 0, f"making {config.nodes} nodes")
         folder = workspace.stage("synthetic", lambda partial: write_streamed(config, partial / "dataset"))
-        return graph_of(open_dataset(folder / "dataset"), workspace)
+        return load_raw_graph(open_dataset(folder / "dataset"), workspace)
 
 
 def _generator(config: SyntheticConfig, stage: int) -> np.random.Generator:

@@ -19,7 +19,7 @@ from dglx_dist.data.tables import (
     as_numpy,
     check_column_names,
     column,
-    first_true,
+    find_first_true,
     id_column,
     read_table,
 )
@@ -412,7 +412,7 @@ def _labels(labels: TableColumn) -> Array:
     known = pc.if_else(pc.equal(labels.values, ""), None, labels.values)
     odd = pc.invert(pc.match_substring_regex(known, r"^\s*[-+]?[\d.]+([eE][-+]?\d+)?\s*$"))
     if 0 < (pc.sum(odd).as_py() or 0) < len(known.drop_null()) / 2:
-        at = first_true(pc.fill_null(odd, False))
+        at = find_first_true(pc.fill_null(odd, False))
         _LOG.warning("%s", labels.error(f"{known[at]!s:.40} is no number, most are: all are class names", at))
     codes = pc.index_in(known, value_set=_class_names(labels), skip_nulls=True)
     return as_numpy(pc.fill_null(codes, -1)).astype(np.int64)

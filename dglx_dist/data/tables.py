@@ -66,12 +66,12 @@ class TableColumn:
     def refuse(self, odd: Array, problem: str, what: str = "") -> None:
         """Raise the error that the first of the (K,) ``odd`` values, ``what`` before it, has ``problem``."""
         if odd.any():
-            at = first_true(odd)
+            at = find_first_true(odd)
             raise self.error(f"{what}{self.values[at].as_py()!r} {problem}", at)
 
     def refuse_gaps(self) -> None:
         if self.values.null_count:
-            at = first_true(pc.is_null(self.values))
+            at = find_first_true(pc.is_null(self.values))
             remedy = "; without labels, write 0 and leave 'split' empty" if LABEL in self.name else ""
             raise self.error(
                 f"is empty, or NaN, NA or null ({self.values.null_count} rows in all){remedy}", at
@@ -116,7 +116,7 @@ class TableColumn:
         if not any(holds(flat.type) for holds in (types.is_integer, types.is_floating, types.is_boolean)):
             raise self.error(f"must hold numbers; it holds {kind}. Encode it as numbers or leave it out")
         if flat.null_count:
-            raise self.error("has an empty value", first_true(pc.is_null(flat)) // max(width or 1, 1))
+            raise self.error("has an empty value", find_first_true(pc.is_null(flat)) // max(width or 1, 1))
         array = as_numpy(flat)
         array = array if width is None else array.reshape(len(self.values), width)
         check_finite(array, self.name, self.where, self.first_row)
@@ -125,7 +125,7 @@ class TableColumn:
     def list_width(self, lists: Any) -> int:
         """Return the length of all ``lists``, the values or what is made of them."""
         lengths = as_numpy(pc.list_value_length(lists))
-        odd = first_true(lengths != lengths[:1])
+        odd = find_first_true(lengths != lengths[:1])
         if odd:
             raise self.error(
                 f"a list of {lengths[odd]} values, but row {self.first_row} has {lengths[0]}", odd
@@ -138,7 +138,7 @@ def as_numpy(values: Any) -> Array:
     return np.asarray(values.to_numpy(zero_copy_only=False))
 
 
-def first_true(wrong: Any) -> int:
+def find_first_true(wrong: Any) -> int:
     """Return the place of the first True, 0 if there is none."""
     wrong = wrong if isinstance(wrong, np.ndarray) else as_numpy(wrong)
     return int(np.argmax(wrong)) if len(wrong) else 0
@@ -445,7 +445,7 @@ def numbers_of_text(column: TableColumn, separator: str | None = None) -> Array:
     return numbers
 
 
-def ids_of(column: TableColumn, *, is_text: bool) -> Any:
+def parse_ids(column: TableColumn, *, is_text: bool) -> Any:
     """Return ids as a pyarrow large_string array, or int64 where ``is_text`` is False."""
     column.refuse_non_ids()
     if is_text:

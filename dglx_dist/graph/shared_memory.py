@@ -18,7 +18,12 @@ from torch import Tensor
 from dglx_dist.comm.collectives import barrier, broadcast_json, gather_json, run_on_all_ranks
 from dglx_dist.comm.session import Session
 from dglx_dist.data.storage.columns import numpy_dtype
-from dglx_dist.data.storage.files import named_failures, partial_folder, publish_over, remove_abandoned
+from dglx_dist.data.storage.files import (
+    name_write_failures,
+    partial_folder,
+    publish_or_replace,
+    remove_abandoned,
+)
 from dglx_dist.data.storage.row_files import RowFile, check_replaceable, write_index
 from dglx_dist.errors import ConfigError, DglxError, StorageError
 from dglx_dist.graph.row_kernels import torch_dtype, view_as_numpy
@@ -92,7 +97,7 @@ def open_partial_folder(session: Session, target: Path) -> Iterator[Path]:
         def make() -> str:
             if rank != 0:
                 return ""
-            with named_failures(target):
+            with name_write_failures(target):
                 remove_abandoned(target.parent, below=False)
                 return str(stack.enter_context(partial_folder(target)))
 
@@ -127,10 +132,10 @@ def save_folder(session: Session, target: Path, write_own: WriteOwn, facts: Mapp
 
     def finish(lines: Sequence[object]) -> None:
         index_shares(partial, lines, facts)
-        with named_failures(target):
+        with name_write_failures(target):
             # Checked again, since files may have been added meanwhile.
             check_replaceable(target)
-            publish_over(partial, target)
+            publish_or_replace(partial, target)
 
     run_on_all_ranks(session, lambda: check_replaceable(target) if is_first else None)
     with open_partial_folder(session, target) as partial:
@@ -143,7 +148,7 @@ def write_share(folder: Path, write_own: WriteOwn) -> list[dict[str, Any]]:
 
     StorageError: it cannot be written.
     """
-    with named_failures(folder):
+    with name_write_failures(folder):
         folder.mkdir(parents=True, exist_ok=True)
         return [asdict(file) for file in write_own(folder)]
 
@@ -152,7 +157,7 @@ def index_shares(folder: Path, lines_of_ranks: Sequence[Any], facts: Mapping[str
     """Write the index over what :func:`write_share` returned on all ranks; for one rank."""
     lines = chain.from_iterable(lines_of_ranks)
     files = [RowFile(**line | {"row_shape": tuple(line["row_shape"])}) for line in lines]
-    with named_failures(folder):
+    with name_write_failures(folder):
         write_index(folder, files, facts)
 
 

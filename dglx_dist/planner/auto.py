@@ -32,7 +32,13 @@ from dglx_dist.planner.workload import check_plannable
 from dglx_dist.progress import progress
 from dglx_dist.records import FEATURE
 from dglx_dist.registry import AUTO
-from dglx_dist.strategies.base import CACHE_CHOICE, DEFAULT_STRATEGY, STRATEGIES, float_of, strategy_of
+from dglx_dist.strategies.base import (
+    CACHE_CHOICE,
+    DEFAULT_STRATEGY,
+    STRATEGIES,
+    find_float_parameter,
+    get_strategy,
+)
 from dglx_dist.strategies.candidate import Candidate
 from dglx_dist.strategies.replicated import check_same_model
 from dglx_dist.training import checkpoint
@@ -110,7 +116,7 @@ def check_session_options(session: Session) -> None:
     if session.strategy == AUTO:
         read_auto_options(session.options)
     else:
-        strategy_of(session)
+        get_strategy(session)
 
 
 def _is_deep(unit: str, num_layers: int, fanouts: Sequence[int] | None) -> bool:
@@ -172,7 +178,7 @@ def resolve(
         return choice.predictions[choice.picked].candidate, choice
     candidate = _read_checkpointed(extra.get(TRAINED_WITH), checkpoints)
     g.session.adopt(candidate.strategy, candidate.options)
-    strategy_of(g.session)
+    get_strategy(g.session)
     if candidate.cache is not None:
         fanouts = training.fanouts or default_fanouts(DEFAULT_STRATEGY, training.num_layers)
         batch_size = training.batch_size or default_batch_size(DEFAULT_STRATEGY)
@@ -227,7 +233,7 @@ def choose_in_job(model: nn.Module, g: DistGraph, training: Training) -> Choice:
     check_plannable(g.dataset.manifest, str(g.dataset.folder))
     _check_inputs(model, g)
     with progress("choosing a strategy", 1, enabled=session.topology.rank == 0) as advance:
-        with leave_unchanged(g, float_of(model).device):
+        with leave_unchanged(g, find_float_parameter(model).device):
             choice, draws = _choose(model, g, training, options, advance.show)
         advance(1)
         for line in choice.lines():
@@ -252,7 +258,7 @@ def _choose(
     known["is_guessed"] = training.kind is None
     shape = infer_shape(model, features, classes, training.num_layers, **known)
     notify("probing the links")
-    cluster = _cluster(g.session, options, float_of(model).device)
+    cluster = _cluster(g.session, options, find_float_parameter(model).device)
     layers, epoch = len(shape.layers), min(1, training.epochs - 1)
     draws = plan_draws(options, layers, training.fanouts, training.batch_size, epoch=epoch)
     constraints = options if draws is not None else replace(options, unit="full_graph")

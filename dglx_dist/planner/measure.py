@@ -33,7 +33,7 @@ from dglx_dist.planner.model_shape import build_topology
 from dglx_dist.planner.records import Cluster, Draws, ModelShape, Prediction
 from dglx_dist.planner.workload import count_batches, estimate_graph_stats, read_graph_stats, read_row_sizes
 from dglx_dist.records import Array
-from dglx_dist.strategies.base import float_of
+from dglx_dist.strategies.base import find_float_parameter
 from dglx_dist.strategies.candidate import CACHE_SIZES, Candidate, CandidateContext
 from dglx_dist.strategies.full_graph.plan_builder import PartitionContext
 
@@ -226,7 +226,7 @@ def time_step(model: nn.Module, blocks: Sequence[Any], features: int) -> float:
         raise ConfigError(
             f"the {type(model).__name__} has no parameters to train, so there is nothing to choose"
         )
-    like = float_of(model)
+    like = find_float_parameter(model)
     placed = [place(block, like.device) for block in blocks]
     try:
         model_copy = copy.deepcopy(model).train()

@@ -24,7 +24,7 @@ from dglx_dist.layers.tracer import (
 )
 from dglx_dist.planner.costs.base import COSTS
 from dglx_dist.planner.records import ModelShape
-from dglx_dist.strategies.base import STRATEGIES, float_of
+from dglx_dist.strategies.base import STRATEGIES, find_float_parameter
 
 
 def build_topology(servers: int, ranks_per_server: int) -> Topology:
@@ -107,7 +107,7 @@ def _trace_layers(module: nn.Module, features: int, num_layers: int) -> tuple[tu
     # Levels have different sizes, so that the number of rows identifies the level.
     sizes = [8 + 5 * (num_layers - level) for level in range(num_layers + 1)]
     generator = torch.Generator().manual_seed(0)
-    like = float_of(module)
+    like = find_float_parameter(module)
     blocks = [
         place(random_block(targets, sources, 4 * targets, generator), like.device)
         for sources, targets in pairwise(sizes)

@@ -32,7 +32,7 @@ from dglx_dist.planner.measure import make_optimizer, take_step
 from dglx_dist.planner.records import ChoiceOptions, Draws, Prediction, Trial
 from dglx_dist.records import FEATURE, LABEL
 from dglx_dist.registry import AUTO
-from dglx_dist.strategies.base import STRATEGIES, Objective, OpenedStrategy, float_of
+from dglx_dist.strategies.base import STRATEGIES, Objective, OpenedStrategy, find_float_parameter
 from dglx_dist.strategies.candidate import Candidate
 from dglx_dist.training.tasks import gather_input_rows
 
@@ -292,7 +292,7 @@ class CandidateRun:
     """
 
     def __init__(self, candidate: Candidate, config: TrialConfig) -> None:
-        self._g, self._device = config.g, float_of(config.model).device
+        self._g, self._device = config.g, find_float_parameter(config.model).device
         strategy = STRATEGIES.get(candidate.strategy)
         self._cache = None if candidate.cache is None else self._fill_cache(candidate, config.draws)
         with ExitStack() as stack:
@@ -406,7 +406,7 @@ def _open_loader(opened: OpenedStrategy, candidate: Candidate, config: TrialConf
     options: dict[str, Any] = {}
     if draws is not None and not takes_all:
         options |= {"batch_size": draws.batch_size, "shuffle": True}
-    if (device := float_of(config.model).device) != g.session.device:
+    if (device := find_float_parameter(config.model).device) != g.session.device:
         options["device"] = device
     return opened.loader(node_split(g.ndata[TRAIN_MASK], g.get_partition_book()), sampler, **options)
 

@@ -291,7 +291,7 @@ def count_batches(
     cached_rows = _cached_rows(run, draws, [alpha for policy, alpha in caches if policy == "vip"])
     counts = []
     for rank in run.ranks_here:
-        place, inputs = (partition.of_rank(rank), partition.bounds), list[Inputs]()
+        place, inputs = (partition.for_rank(rank), partition.bounds), list[Inputs]()
         count = count_rank(run.g, draws, run.seeds, place, inputs_of=inputs if caches else None)
         previous: list[Inputs] = []
         # Counting is collective, and the condition is equal on all ranks.
@@ -361,7 +361,7 @@ def _scores_alone(run: PlannedRun, draws: Draws, server: int) -> Array:
     fanouts = [{etype: fanout} for fanout in draws.fanouts]
     shards, counts = {etype: partition.structure.shards[0]}, {ntype: g.num_nodes()}
     for rank in partition.topology.ranks_of_server(server):
-        seeds = split_ids(run.seeds, partition.bounds, partition.of_rank(rank), force_even=draws.force_even)
+        seeds = split_ids(run.seeds, partition.bounds, partition.for_rank(rank), force_even=draws.force_even)
         own = {ntype: seeds[: draws.most_seeds]}
         total += compute_access_probability(shards, counts, own, fanouts, draws.batch_size)[ntype]
     return total

@@ -15,7 +15,7 @@ from dglx_dist.planner.records import Outcome
 from dglx_dist.records import EpochRecord
 from dglx_dist.report.run_folder import PLAN, read_plan
 from dglx_dist.report.tables import summarise
-from dglx_dist.strategies.base import float_of
+from dglx_dist.strategies.base import find_float_parameter
 from dglx_dist.training.fit_config import FitResult
 
 
@@ -73,7 +73,7 @@ def summarize_plan(value: Mapping[str, Any]) -> dict[str, object]:
 
 def collect_facts(model: nn.Module, session: Session, result: FitResult) -> dict[str, Any]:
     """Return strategy, ranks, accuracies, the model's device and the peak memory of any rank. Collective."""
-    device = float_of(model).device
+    device = find_float_parameter(model).device
     on_gpu = device.type == "cuda"
     reserved = torch.cuda.max_memory_reserved(device) if on_gpu else None
     peaks = gather_json([peak_bytes(), reserved], session)

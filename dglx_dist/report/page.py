@@ -9,7 +9,7 @@ from html import escape as escape_markup
 from pathlib import Path
 from typing import Any, TypeAlias, final
 
-from dglx_dist.data.storage.files import replaced_file
+from dglx_dist.data.storage.files import replace_atomically
 from dglx_dist.errors import ConfigError
 from dglx_dist.memory import format_bytes
 from dglx_dist.progress import visible
@@ -59,7 +59,7 @@ def write_page(runs: Mapping[str, Run], path: Path, means: Mapping[str, Cells] |
             f"--html {path} needs Plotly. Run `pip install 'dglx_dist[report]'`, or leave it out for tables."
         ) from error
     text = render_page(runs, get_plotlyjs(), means)
-    with replaced_file(path) as partial:
+    with replace_atomically(path) as partial:
         partial.write_text(text, encoding="utf-8", errors="backslashreplace")
 
 

@@ -24,7 +24,7 @@ from dglx_dist.comm.trace import (
     TraceFile,
     assign_tracks,
 )
-from dglx_dist.data.storage.files import replaced_file
+from dglx_dist.data.storage.files import replace_atomically
 from dglx_dist.errors import ConfigError
 from dglx_dist.progress import escape_lines, visible
 from dglx_dist.records import EpochRecord
@@ -116,7 +116,7 @@ def _picture(
         text.set(text=escape_lines(text.get_text()), parse_math=False)
     kind = Path(path).suffix[1:]
     # An interruption does not damage an earlier picture.
-    with replaced_file(Path(path)) as partial:
+    with replace_atomically(Path(path)) as partial:
         figure.savefig(partial, dpi=100, format=kind if kind in ("pdf", "svg") else "png")
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from dglx_dist.data.json_fields import Fields
-from dglx_dist.data.storage.files import read_small, replaced_file
+from dglx_dist.data.storage.files import read_small_file, replace_atomically
 from dglx_dist.errors import ConfigError, StorageError
 from dglx_dist.records import EpochRecord
 
@@ -135,7 +135,7 @@ def _epoch_line(record: EpochRecord) -> str:
 
 def _read_object(path: Path) -> dict[str, Any]:
     try:
-        value = json.loads(read_small(path))
+        value = json.loads(read_small_file(path))
     except (OSError, ValueError, RecursionError) as error:
         raise StorageError(f"{path} is damaged ({error}); repeat the run") from error
     if not isinstance(value, dict):
@@ -157,7 +157,7 @@ def read_epochs(folder: Path) -> tuple[EpochRecord, ...]:
         return ()
     epochs: list[EpochRecord] = []
     try:
-        complete_lines = read_small(path).split(b"\n")[:-1]
+        complete_lines = read_small_file(path).split(b"\n")[:-1]
         for number, line in enumerate(complete_lines, start=1):
             record = _read_epoch(line, f"line {number}")
             while epochs and epochs[-1].epoch >= record.epoch:
@@ -171,9 +171,9 @@ def read_epochs(folder: Path) -> tuple[EpochRecord, ...]:
 def _read_epoch(line: bytes, where: str) -> EpochRecord:
     values = Fields.parse(line, where)
     # NaN is written as null.
-    nulls = [name for name, value in values.given.items() if value is None and name != "val_accuracy"]
+    nulls = [name for name, value in values.mapping.items() if value is None and name != "val_accuracy"]
     readers: dict[str, Any] = dict.fromkeys(nulls, lambda _: math.nan)
-    readers["metrics"] = lambda name: _read_metrics(values.inner(name)) if values.has(name) else {}
+    readers["metrics"] = lambda name: _read_metrics(values.nested(name)) if values.has(name) else {}
     record = values.record(EpochRecord, **readers)
     if max(map(abs, (value for value in astuple(record) if isinstance(value, int)))) >= 1 << 63:
         raise ConfigError(f"{where} has a count beyond 63 bits")
@@ -181,7 +181,7 @@ def _read_epoch(line: bytes, where: str) -> EpochRecord:
 
 
 def _read_metrics(values: Fields) -> dict[str, float]:
-    return {name: values.maybe(name, values.number, math.nan) for name in values.given}
+    return {name: values.optional(name, values.number, math.nan) for name in values.mapping}
 
 
 def _plain(value: object) -> object:
@@ -202,5 +202,5 @@ def write_json(path: Path, value: Mapping[str, object]) -> None:
 
 
 def _write_atomically(path: Path, text: str) -> None:
-    with replaced_file(path) as partial:
+    with replace_atomically(path) as partial:
         partial.write_text(text, encoding="utf-8")

@@ -279,8 +279,8 @@ _STEPS: Mapping[str, Callable[..., ProgramStep]] = {
 
 def _read_step(fields: Fields) -> ProgramStep:
     kind = _STEPS[fields.choice("kind", tuple(_STEPS))]
-    step = fields.record(kind, config=lambda name: fields.inner(name).given)
-    fields.end()
+    step = fields.record(kind, config=lambda name: fields.nested(name).mapping)
+    fields.reject_unread()
     return step
 
 
@@ -329,9 +329,9 @@ class Program:
         """
         fields = Fields.parse(text, "a program", MAX_PROGRAM_BYTES)
         fields.integer("version", _VERSION, _VERSION)
-        steps = tuple(map(_read_step, fields.inners("steps", 0, MAX_STEPS)))
-        scalars: dict[str, Any] = {name: fields.any(name) for name in _SCALARS}
-        fields.end()
+        steps = tuple(map(_read_step, fields.nested_list("steps", 0, MAX_STEPS)))
+        scalars: dict[str, Any] = {name: fields.raw_value(name) for name in _SCALARS}
+        fields.reject_unread()
         return cls(steps=steps, **scalars)
 
     @cached_property

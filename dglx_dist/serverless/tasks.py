@@ -202,9 +202,9 @@ class Task:
         fields = Fields(given, "a task")
         fields.integer("version", _VERSION, _VERSION)
         task = fields.record(cls, key=lambda name: TaskKey.parse(fields.text(name, 1, 64)))
-        fields.end()
+        fields.reject_unread()
         if not _DIGEST.fullmatch(task.program):
-            raise fields.wrong("program", "a digest of 64 hexadecimal characters")
+            raise fields.field_error("program", "a digest of 64 hexadecimal characters")
         return task
 
 

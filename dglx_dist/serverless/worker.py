@@ -80,7 +80,7 @@ class WorkerAnswer:
             key=lambda name: TaskKey.parse(fields.text(name, 1, 64)),
             error=lambda name: printable(fields.text(name), _LONGEST_ERROR),
         )
-        fields.end()
+        fields.reject_unread()
         return answer
 
 
@@ -379,5 +379,5 @@ def register_packaged_stages() -> None:
     if not file.is_file():
         return
     fields = Fields.parse(file.read_bytes(), STAGES_FILE, _MAX_BYTES)
-    for name in fields.given:
+    for name in fields.mapping:
         register_stage(name, fields.text(name, 1, _MAX_PATH))

@@ -165,9 +165,9 @@ def main() -> None:
 
     def answer(line: bytes) -> bytes:
         fields = Fields.parse(line, "a line of input", _LONGEST_LINE)
-        event = fields.inner("event").given
-        faults.next = fields.maybe("fault", lambda name: fields.value(name, Fault), None)
-        fields.end()
+        event = fields.nested("event").mapping
+        faults.next = fields.optional("fault", lambda name: fields.value(name, Fault), None)
+        fields.reject_unread()
         return write_json(worker.attempt(event)[0].as_json()) + b"\n"
 
     while True:

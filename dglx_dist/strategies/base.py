@@ -33,10 +33,10 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 Reduction: TypeAlias = Literal["mean", "sum"]
-"""The user's loss: the mean over this rank's own targets, or their sum."""
+"""Whether the user's loss is the mean over this rank's targets or their sum."""
 
 CACHE_CHOICE: SessionField[dict[str, object] | None] = SessionField(lambda _: None)
-"""Policy and alpha of the row cache that ``strategy="auto"`` has filled."""
+"""Policy and alpha of the row cache that ``strategy="auto"`` has chosen and filled."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,29 +44,29 @@ class Traits:
     """Properties that a strategy declares, so that no code depends on its name."""
 
     unit: Unit
-    """The data of one step."""
+    """Data that one step trains on."""
     features: Literal["rows", "columns"] = "rows"
-    """The cut of the node features over the servers."""
+    """How node features are cut over the servers."""
     summary: str
-    """The network traffic, in one line."""
+    """Network traffic, in one line."""
     own_loop: bool = True
-    """Whether a user's loop can take the steps; False: only an :class:`EpochTrainer` can."""
+    """Whether users can write their own training loop. If False, only an :class:`EpochTrainer` can train."""
     on_edges: bool = False
-    """Whether it trains on batches of edges, too."""
+    """Whether the strategy also trains on batches of edges."""
     on_gpus: bool = True
-    """Whether it trains models on GPUs."""
+    """Whether the strategy trains models on GPUs."""
     complexity: int = 100
-    """Of candidates that are about equally fast, the planner takes the one with the least."""
+    """Rank of the strategy by simplicity. Among equally fast candidates, the planner takes the smallest."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Parts:
-    """The parameters of a wrapped model by their placement, as uncut names of the user's module."""
+    """Parameter names of the user's module, by their placement."""
 
     replicated: tuple[str, ...]
-    """Equal on every rank, gradients summed over the ranks."""
+    """Parameters that are equal on every rank. Their gradients are summed over the ranks."""
     local: tuple[str, ...]
-    """Each rank holds its own piece; their gradients are not exchanged."""
+    """Parameters of which each rank holds its own piece. Their gradients are not exchanged."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,26 +74,26 @@ class Objective:
     """The training objective of an :class:`EpochTrainer`."""
 
     loss: Callable[[Tensor, Tensor], Tensor] | None
-    """(B, C) scores and (B,) labels to their mean loss; None: a task of the user's own."""
+    """Maps (B, C) scores and (B,) labels to their mean loss. None if the user defined the task."""
     feature: str = FEATURE
-    """The model's input node data."""
+    """Name of the node data that the model takes as input."""
     label: str = LABEL
-    beside: tuple[str, ...] = ()
-    """Names of options that add something else to a step."""
+    extra_terms: tuple[str, ...] = ()
+    """Names of options that add another term to the loss."""
 
 
 class EpochTrainer(ABC):
-    """Trains whole epochs, under a strategy whose epochs overlap so that no user loop can own a step."""
+    """Trains whole epochs, for strategies with overlapping steps that a user's loop cannot run."""
 
     @abstractmethod
     def run(self, first: int, number: int) -> tuple[list[EpochRecord], Sequence[LedgerRow]]:
-        """Train ``number`` epochs from ``first`` on; every rank must call it.
+        """Train ``number`` epochs, starting with epoch ``first``. Every rank must call it.
 
-        Afterwards nothing is in flight, and the model's parameters and the optimizer's state are those of the
-        last epoch on every rank.
+        Afterwards nothing is in flight. Every rank has the model's parameters and the optimizer's state of
+        the last epoch.
 
         Returns:
-            One record per epoch, over all ranks, not evaluated; and the bytes in them that this rank counted.
+            One record per epoch over all ranks, without evaluation, and the bytes that this rank counted.
 
         Raises:
             PeerError: a rank is dead or silent.
@@ -101,41 +101,41 @@ class EpochTrainer(ABC):
 
     @abstractmethod
     def account(self) -> dict[str, object]:
-        """Return the costs of the run beside time, over all ranks, JSON values; every rank must call it.
+        """Return the costs of the run over all ranks, as JSON values. Every rank must call it.
 
-        With ``dollars``, a ``label`` that says how to read them, and both as a ``text``.
+        The key ``dollars`` has the amount, ``label`` says how to read it, and ``text`` has both.
         """
 
     @abstractmethod
     def close(self, *, failed: bool = False) -> None:
-        """Release all resources; every rank must call it. With ``failed`` it waits for no other rank."""
+        """Release all resources. Every rank must call it, and waits for the others unless ``failed``."""
 
 
 _PREFETCH = (
-    "have the sampler bring it, as in NeighborSampler(..., prefetch_edge_feats=[{name}]), or name it in "
+    "let the sampler fetch it with NeighborSampler(..., prefetch_edge_feats=[{name}]), or name it in "
     "dx.local_graph(g, edge_columns=[{name}])"
 )
 
 
 @contextmanager
-def edge_data_named(advice: str = _PREFETCH) -> Iterator[None]:
-    """Replace DGL's KeyError for missing edge data of a block, which has only the name, by a ConfigError.
+def explain_missing_edge_data(advice: str = _PREFETCH) -> Iterator[None]:
+    """Turn DGL's KeyError for missing edge data of a block into a ConfigError with a remedy.
 
     Args:
-        advice: The remedy in the message; ``{name}`` is replaced.
+        advice: The remedy. ``{name}`` is replaced by the name of the edge data.
     """
     try:
         yield
     except KeyError as error:
         from dgl.view import HeteroEdgeDataView
 
-        places = [frame.f_locals.get("self") for frame, _ in traceback.walk_tb(error.__traceback__)]
-        data = next((place for place in places if isinstance(place, HeteroEdgeDataView)), None)
+        owners = [frame.f_locals.get("self") for frame, _ in traceback.walk_tb(error.__traceback__)]
+        data = next((owner for owner in owners if isinstance(owner, HeteroEdgeDataView)), None)
         if data is None:
             raise
         known = ", ".join(map(repr, data)) or "none"
         raise ConfigError(
-            f"the model reads edge data {error} of its block, which has none of that name (known: {known}); "
+            f"the model reads edge data {error}, but its block does not have it (known: {known}); "
             f"{advice.format(name=error)}"
         ) from error
 
@@ -143,15 +143,18 @@ def edge_data_named(advice: str = _PREFETCH) -> Iterator[None]:
 class WrappedModel(nn.Module, ABC):
     """The user's model, wrapped by a strategy to train together with the other ranks.
 
-    Call it like the user's module. Backward is collective, and so is forward under strategies that exchange
-    activations, on the thread of the training loop. Attributes of the user's module can be read through it;
-    what computes (submodules, parameters, methods) only without gradients, as those would stay on this rank.
-    Names and shapes in ``state_dict`` are those of the user's module, uncut, under every strategy, so that a
-    checkpoint of one loads under another.
+    Call it like the user's module, on the thread of the training loop. Backward is collective. Forward is
+    collective too under strategies that exchange activations.
+
+    Attributes of the user's module can be read through the wrapper. Submodules, parameters and methods can be
+    read only without gradients, because their gradients would stay on this rank.
+
+    Under every strategy, ``state_dict`` has the names and uncut shapes of the user's module. So a checkpoint
+    of one strategy loads under another.
     """
 
     module: nn.Module
-    """The user's module. Calling it directly, past the wrapper, leaves its gradients on this rank."""
+    """The user's module. If it is called directly, its gradients stay on this rank."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -164,32 +167,33 @@ class WrappedModel(nn.Module, ABC):
 
         Raises:
             ConfigError: the model reads edge data that its block does not have, or is on another device than
-                its inputs; the message has the remedy.
+                its inputs.
         """
-        # Autocast keeps converted weights until its block ends, over the steps of a loop that lies in it.
+        # Autocast caches converted weights until its block ends. A block around the whole loop would reuse
+        # the weights of the first step.
         torch.clear_autocast_cache()
         try:
-            with edge_data_named():
+            with explain_missing_edge_data():
                 return super().__call__(*args, **kwargs)
         except DglxError:
             raise
         except Exception as error:
-            # Not .module: reading it may be collective, and other ranks may not fail.
+            # Reading .module may be collective, and the other ranks may not fail.
             _raise_for_devices(self.parameters(), (*args, *kwargs.values()), error)
             raise
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Refuse to be pickled, or copied where the strategy has no ``__deepcopy__``."""
+        """Refuse pickling, and copying where the strategy has no ``__deepcopy__``."""
         raise ConfigError(
             f"{type(self).__name__} is connected to the other ranks, so it cannot be pickled or copied here; "
             "call model.state_dict() on all ranks and save that, or copy.deepcopy(model.whole())"
         )
 
-    def _inside(self) -> nn.Module | None:
-        # None while it is made, copied or unpickled.
+    def _get_module(self) -> nn.Module | None:
+        # There is none while the wrapper is constructed, copied or unpickled.
         modules = self.__dict__.get("_modules", {})
-        found: nn.Module | None = modules.get("module", modules.get("inner"))
-        return found
+        module: nn.Module | None = modules.get("module", modules.get("inner"))
+        return module
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -200,66 +204,68 @@ class WrappedModel(nn.Module, ABC):
                     "DistributedDataParallel around a wrapped model would average its gradients again; "
                     "leave it out, as dx.wrap exchanges the gradients"
                 ) from None
-            if name.startswith("_") or (inside := self._inside()) is None:
+            module = self._get_module()
+            if name.startswith("_") or module is None:
                 raise
-        value = getattr(inside, name)
+        value = getattr(module, name)
         if torch.is_grad_enabled() and (isinstance(value, Tensor) or callable(value)):
             raise AttributeError(
-                f"{name!r} is of the wrapped module, and gradients of what it computes would stay on this "
-                f"rank: call it in forward(), or take model.module.{name} where it does not train"
+                f"{name!r} belongs to the wrapped module, so its gradients would stay on this rank; call it "
+                f"in forward(), or use model.module.{name} where it does not train"
             )
         return value
 
     def __setattr__(self, name: str, value: Any) -> None:
-        inside = None if name.startswith("_") or hasattr(type(self), name) else self._inside()
-        if inside is not None and name not in (*vars(self), *self._modules) and hasattr(inside, name):
-            raise AttributeError(f"{name!r} is of the wrapped module; set model.module.{name}")
+        module = None if name.startswith("_") or hasattr(type(self), name) else self._get_module()
+        if module is not None and name not in (*vars(self), *self._modules) and hasattr(module, name):
+            raise AttributeError(f"{name!r} belongs to the wrapped module; set model.module.{name}")
         super().__setattr__(name, value)
 
     @property
     def parts(self) -> Parts:
-        """The replicated and the cut parameters."""
+        """Names of the replicated and of the cut parameters."""
         return Parts(replicated=tuple(name for name, _ in self.module.named_parameters()), local=())
 
     @property
     def overlaps_steps(self) -> bool:
-        """Whether a batch begins before the step of the one before, until its loader's pass ends."""
+        """Whether a batch begins before the optimizer step of the previous batch."""
         return False
 
     @abstractmethod
     def exchange_seconds(self, *, reset: bool = False) -> float:
-        """Seconds this rank stood waiting for exchanges since the start or the last reset."""
+        """Return the seconds that this rank waited for exchanges since the start or the last reset."""
 
     def whole(self) -> nn.Module:
-        """Return the user's module with its current weights, uncut; every rank must call it.
+        """Return the user's module with its current, uncut weights. Every rank must call it.
 
-        For computation without the other ranks, as evaluation; training it does not train the wrapped model.
+        Use it to compute without the other ranks, for example to evaluate. Training the result does not train
+        the wrapped model.
         """
         return self.module
 
     def join_state(self, name: str, piece: Tensor) -> Tensor:
-        """Return the uncut tensor of which each rank has a piece, cut like parameter ``name``; collective.
+        """Join the pieces of all ranks, which are cut like parameter ``name``. Collective.
 
-        For optimizer state. Returns ``piece`` itself where the parameter is replicated.
+        It is used for optimizer state. If the parameter is replicated, ``piece`` itself is returned.
         """
         return piece
 
     def cut_state(self, name: str, uncut: Tensor) -> Tensor:
-        """Return this rank's piece of the result of :meth:`join_state`; sends nothing."""
+        """Return this rank's piece of the result of :meth:`join_state`. Sends nothing."""
         return uncut
 
     def rank_state(self) -> dict[str, Tensor]:
-        """Return what a checkpoint keeps of this rank beside its parameters, by name; collective."""
+        """Return the tensors that a checkpoint stores for this rank in addition to parameters. Collective."""
         return {}
 
     def load_rank_state(self, state: Mapping[str, Tensor]) -> None:
-        """Load what :meth:`rank_state` returned on this rank, {} of another number of ranks; collective."""
+        """Load the result of :meth:`rank_state`. It is {} if the number of ranks has changed. Collective."""
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
-        """Clip the gradients by their norm over the uncut model, as torch's function does; collective.
+        """Clip the gradients by their norm over the uncut model, like torch's function. Collective.
 
         Returns:
-            () the norm before clipping, equal on every rank.
+            The norm before clipping, a scalar that is equal on every rank.
         """
         return nn.utils.clip_grad_norm_(self.parameters(), max_norm, norm_type)
 
@@ -270,11 +276,11 @@ class WrappedModel(nn.Module, ABC):
         objective: Objective,
         show: Callable[[str], None] | None = None,
     ) -> EpochTrainer | None:
-        """Return the trainer that replaces a loop over ``loader``, or None, as here. Collective.
+        """Return the trainer that replaces a loop over ``loader``, or None if there is none. Collective.
 
         Args:
-            optimizer: Over the parameters of this model.
-            show: Called now and then with one line of progress; from any thread.
+            optimizer: An optimizer of this model's parameters.
+            show: Called from any thread with a line of progress.
 
         Raises:
             ConfigError: the strategy cannot train this.
@@ -282,30 +288,31 @@ class WrappedModel(nn.Module, ABC):
         return None
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """Context for accumulation: backward of forward calls inside keeps the gradients on this rank.
+        """Return a context in which forward calls accumulate gradients without exchanging them.
 
-        As in DistributedDataParallel, the next backward of a call outside sends the sum of all, so that k
-        backwards send gradients once. An optimizer's step before that is a ConfigError. Activations are
-        exchanged in each call, and gradients in each backward where mini-batches overlap (push_pull with
-        ``weights="whole"``) or replicas of the first layer are summed.
+        As in DistributedDataParallel, the next backward of a forward call outside of the context sends the
+        sum of all gradients. An optimizer step before that raises ConfigError.
+
+        Activations are still exchanged in each call. Gradients are still exchanged in each backward where
+        mini-batches overlap (push_pull with ``weights="whole"``) or replicas of the first layer are summed.
         """
         return nullcontext()
 
     def join(self) -> AbstractContextManager[None]:
-        """Context for a loop over a loader; does nothing, as loaders give all ranks equal steps."""
+        """Return a context that does nothing, because loaders give all ranks the same number of steps."""
         return nullcontext()
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Return the state of the user's module, without a prefix.
 
-        All ranks must call it when ``parts.local`` is not empty.
+        If ``parts.local`` is not empty, every rank must call it.
         """
         return self.module.state_dict(*args, **kwargs)
 
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
     ) -> Any:
-        """Load the state of an unwrapped module; every rank must load the same.
+        """Load the state of an unwrapped module. Every rank must load the same state.
 
         Raises:
             RuntimeError: names or shapes differ (torch's own error).
@@ -315,10 +322,10 @@ class WrappedModel(nn.Module, ABC):
         return result
 
     def note_buffers(self) -> None:
-        """Called when buffers have changed on all ranks alike: after loading or moving the model."""
+        """Record that buffers have changed equally on all ranks, after the model was loaded or moved."""
 
     def close(self) -> None:
-        """Release what connects the model to the other ranks; it is not called any more."""
+        """Release the connections to other ranks. The model cannot be called afterwards."""
         WRAPPED_MODELS.discard(self)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
@@ -329,24 +336,25 @@ class WrappedModel(nn.Module, ABC):
 
 
 def _raise_for_devices(parameters: Iterable[Tensor], arguments: Iterable[Any], error: Exception) -> None:
-    own = next((one.device for one in parameters), None)
-    flat = unpacked([*one.values()] if isinstance(one, Mapping) else one for one in arguments)
-    other = next((one.device for one in flat if getattr(one, "device", own) != own), None)
-    if own is not None and other is not None:
+    model_device = next((parameter.device for parameter in parameters), None)
+    values = [[*argument.values()] if isinstance(argument, Mapping) else argument for argument in arguments]
+    devices = [getattr(value, "device", model_device) for value in flatten_arguments(values)]
+    input_device = next((device for device in devices if device != model_device), None)
+    if model_device is not None and input_device is not None:
         raise ConfigError(
-            f"the model is on {own}, its inputs on {other}; wrap model.to(dx.local_device()), or give the "
-            f"loader device={str(own)!r}"
+            f"the model is on {model_device}, but its inputs are on {input_device}; wrap "
+            f"model.to(dx.local_device()), or give the loader device={str(model_device)!r}"
         ) from error
 
 
-def float_of(model: nn.Module) -> Tensor:
-    """Return a tensor of the floating-point dtype and the device of the model's parameters."""
+def find_float_parameter(model: nn.Module) -> Tensor:
+    """Return the first floating-point parameter, for its dtype and device. A model without one gets zeros."""
     floats = (p for p in model.parameters() if p.is_floating_point())
     return next(floats, torch.zeros(()))
 
 
 class Strategy(ABC):
-    """One placement of a model's stages over the ranks: its options, checked for one session.
+    """A way to distribute training over the ranks, with its options checked for one session.
 
     Raises:
         ConfigError: an option is unknown or has a value that is not supported.
@@ -356,10 +364,12 @@ class Strategy(ABC):
 
     @staticmethod
     def read_options(options: Mapping[str, object]) -> Any:
-        """Return ``options`` checked, as far as that needs no session; called before any rank is started.
+        """Check ``options`` as far as possible without a session, before any rank is started.
+
+        The default accepts everything.
 
         Raises:
-            ConfigError: see the class. This default accepts everything.
+            ConfigError: an option is unknown or has a value that is not supported.
         """
         return options
 
@@ -371,9 +381,9 @@ class Strategy(ABC):
 
     @abstractmethod
     def open(self, g: DistGraph) -> OpenedStrategy:
-        """Return what makes loaders and models for ``g``; every rank must call it.
+        """Open the strategy on ``g``, to make loaders and models. Every rank must call it.
 
-        Several may be open for one graph, of this strategy or of others: they share nothing.
+        Several strategies may be open on one graph. They share nothing.
 
         Raises:
             ConfigError: the strategy does not train on this graph.
@@ -381,22 +391,22 @@ class Strategy(ABC):
 
     @classmethod
     def candidates(cls, context: CandidateContext) -> Iterator[Candidate]:
-        """Yield what ``dglx plan`` and ``auto`` compare, the simplest first; by default without options.
+        """Yield the candidates that ``dglx plan`` and ``auto`` compare, the simplest first.
 
-        Options must be those of the constructor. A candidate's name in tables and in checkpoints is made of
-        the registered name and its options.
+        The default yields one candidate without options. Tables and checkpoints name a candidate by the
+        registered name of the strategy and the options.
         """
         if context.steps or cls.traits.unit == "full_graph":
             yield Candidate(unit=cls.traits.unit)
 
 
 class OpenedStrategy(ABC):
-    """A strategy on one graph. It makes loaders and models, and holds all that they share."""
+    """A strategy on one graph. It makes loaders and models, and holds the data that they share."""
 
     def __init__(self, strategy: Strategy, g: DistGraph) -> None:
         self.strategy, self.g, self.session, self.options = strategy, g, g.session, strategy.options
         self.on_close: list[Callable[[], None]] = []
-        """Called on all ranks alike when the graph or this is closed, the last one first."""
+        """Functions to call on all ranks when the graph or this object is closed, the last one first."""
         self.is_closed = False
         self._share = g.session.model_share
         self._models: list[weakref.ref[WrappedModel]] = []
@@ -416,20 +426,20 @@ class OpenedStrategy(ABC):
 
     @final
     def loader(self, indices: Tensor, sampler: Any, **loader_options: Any) -> Any:
-        """Return an iterable of ``(input_nodes, output_nodes, blocks)``; every rank must call it.
+        """Return an iterable of ``(input_nodes, output_nodes, blocks)``. Every rank must call it.
 
         Args:
-            indices: (K,) int64, this rank's seeds; may be empty.
+            indices: (K,) int64 seeds of this rank. May be empty.
             sampler: A sampler of ``dgl.dataloading``.
         """
         return self._keep_loader(self.make_loader(indices, sampler, **loader_options))
 
     @final
     def edge_loader(self, eids: Any, sampler: Any, **loader_options: Any) -> Any:
-        """Return an iterable of ``(input_nodes, pair_graph, [negative_pair_graph,] blocks)``; collective.
+        """Return an iterable of ``(input_nodes, pair_graph, [negative_pair_graph,] blocks)``. Collective.
 
-        ``eids`` are this rank's edges, ids or a dict of them by edge type; may be empty. All else is as for
-        :meth:`loader` and ``dglx_dist.DistEdgeDataLoader``.
+        ``eids`` are the edge ids of this rank, or a dict of them by edge type. They may be empty. For the
+        other arguments see :meth:`loader` and ``dglx_dist.DistEdgeDataLoader``.
 
         Raises:
             ConfigError: the strategy trains on nodes only.
@@ -443,10 +453,10 @@ class OpenedStrategy(ABC):
 
     @final
     def wrap(self, model: nn.Module, reduction: Reduction = "mean") -> WrappedModel:
-        """Return ``model``, wrapped to train with the other ranks; every rank must call it.
+        """Wrap ``model`` to train with the other ranks. Every rank must call it.
 
         Args:
-            model: The user's model; all ranks build the same one, rank 0's weights win.
+            model: The user's model. All ranks must build the same one. The weights of rank 0 are used.
 
         Raises:
             ConfigError: the strategy cannot train this model exactly.
@@ -456,17 +466,17 @@ class OpenedStrategy(ABC):
         return wrapped
 
     def _keep_loader(self, loader: T) -> T:
-        # Weakly: what the user drops is gone, also while the graph is open.
+        # The reference is weak, so that loaders that the user drops are freed while the graph is open.
         if isinstance(loader, EpochLoader):
             self.on_close.append(if_alive(loader.close))
         return loader
 
     @final
     def close(self) -> None:
-        """Release the loaders and models, and all that they share; every rank must call it.
+        """Release the loaders and models and the data that they share. Every rank must call it.
 
-        Afterwards the session is as it was before, and the models cannot be trained any more. A second call
-        does nothing. ``g.close()`` does the same but for the models, which may go on with another graph.
+        Afterwards the models cannot be trained. A second call does nothing. ``g.close()`` releases everything
+        but the models, which may continue with another graph.
         """
         for model in [reference() for reference in self._models]:
             if model is not None:
@@ -495,7 +505,7 @@ def check_one_type(strategy: str, g: DistGraph) -> None:
 
 
 DEFAULT_STRATEGY = "data_parallel"
-"""Without a name; its fan-outs and batch size are the defaults of mini-batches."""
+"""Name of the default strategy. Its fan-outs and batch size are the defaults of mini-batches."""
 
 STRATEGIES: Registry[Strategy] = Registry(
     "strategy",
@@ -525,23 +535,23 @@ STRATEGIES: Registry[Strategy] = Registry(
 _OPENED: SessionField[WeakValueDictionary[str, OpenedStrategy]] = SessionField(
     lambda _: WeakValueDictionary()
 )
-"""The session's strategy on each of its graphs, by the label of the graph's store."""
+"""Opened strategies of the session, by the label of the graph's store."""
 
 
 def open_strategy(g: DistGraph) -> OpenedStrategy:
-    """Return the session's strategy on ``g``, the same object at each call; every rank must call it.
+    """Return the session's strategy on ``g``, the same object at each call. Every rank must call it.
 
     Raises:
-        ConfigError: as :func:`strategy_of`, or the strategy does not train on this graph.
+        ConfigError: see :func:`get_strategy`, or the strategy does not train on this graph.
     """
-    strategy, opened = strategy_of(g.session), _OPENED.get(g.session)
-    known = opened.get(g.kvstore.label)
-    if known is None or known.is_closed or not known.strategy.is_same(strategy):
-        known = opened[g.kvstore.label] = strategy.open(g)
-    return known
+    strategy, opened_by_label = get_strategy(g.session), _OPENED.get(g.session)
+    opened = opened_by_label.get(g.kvstore.label)
+    if opened is None or opened.is_closed or not opened.strategy.is_same(strategy):
+        opened = opened_by_label[g.kvstore.label] = strategy.open(g)
+    return opened
 
 
-def strategy_of(session: Session) -> Strategy:
+def get_strategy(session: Session) -> Strategy:
     """Return the strategy of the session.
 
     Raises:
@@ -549,29 +559,29 @@ def strategy_of(session: Session) -> Strategy:
     """
     if session.strategy == AUTO:
         raise ConfigError(
-            "strategy 'auto' chooses once it has seen model and graph: call dx.choose_strategy(model, g, "
-            "fanouts=..., batch_size=...) before the first loader and dx.wrap; dx.fit does it by itself"
+            "strategy 'auto' needs the model and the graph to choose; call dx.choose_strategy(model, g, "
+            "fanouts=..., batch_size=...) before the first loader and dx.wrap, or use dx.fit, which does so"
         )
     return STRATEGIES.get(session.strategy)(session, session.options)
 
 
 def resolve_strategy(strategy: str | None, *, auto: bool = False) -> str:
-    """Return the canonical name of ``strategy``; of None: DGLX_STRATEGY, else the default.
+    """Return the canonical name of ``strategy``. None stands for DGLX_STRATEGY or the default.
 
     Args:
-        auto: Whether ``auto`` is allowed, as a strategy is chosen later.
+        auto: Whether ``auto`` is allowed, because a strategy is chosen later.
 
     Raises:
-        UnknownNameError: there is no such strategy; the message has the nearest name.
-        ConfigError: ``auto`` where it is not allowed.
+        UnknownNameError: there is no such strategy. The message has the nearest name.
+        ConfigError: the name is ``auto``, which is not allowed here.
     """
     name = strategy or read_settings().strategy or DEFAULT_STRATEGY
     if name != AUTO:
         return STRATEGIES.resolve(name, also=(AUTO,) if auto else ())
     if not auto:
         raise ConfigError(
-            "strategy 'auto' chooses in dx.fit or dx.choose_strategy, which a script of dgl.distributed does "
-            "not call; ask `dglx plan` which strategy suits, and name that one"
+            "strategy 'auto' chooses in dx.fit or dx.choose_strategy, which a dgl.distributed script does "
+            "not call; run `dglx plan` to find a strategy, and give its name"
         )
     return AUTO
 
@@ -584,18 +594,18 @@ def begin(
     seed: int = 0,
     backend: str | None = None,
     device: torch.device | str = "auto",
-    check: Callable[[Session], object] = strategy_of,
+    check: Callable[[Session], object] = get_strategy,
 ) -> Session:
-    """Join the other ranks for ``strategy``; every rank must call it.
+    """Join the other ranks and start a session for ``strategy``. Every rank must call it.
 
     Args:
-        options: The strategy's own, merged over those of DGLX_OPTIONS.
-        backend: Of the process group, if there is none yet.
-        check: Raises ConfigError for the session's options.
+        options: Options of the strategy. They override those of DGLX_OPTIONS.
+        backend: Backend of the process group, if there is no group yet.
+        check: Raises ConfigError if the session's options are wrong.
 
     Raises:
-        ConfigError: the strategy does not know an option, ranks disagree or lack the device, or a session is
-            open already.
+        ConfigError: the strategy does not know an option, the ranks disagree, a rank lacks the device, or a
+            session is already open.
         PeerError: ranks are missing after the time-out.
     """
     merged = {**read_settings().options, **options}
@@ -612,37 +622,44 @@ def begin(
 
 
 def count_targets(num_local: int, session: Session) -> StepShare:
-    """Return the share of a rank with ``num_local`` targets; every rank must call it.
+    """Return the share of a rank with ``num_local`` targets. Every rank must call it.
 
-    For loops without ``dglx_dist.DataLoader``: set ``session.step_share`` to the result.
+    In a loop without ``dglx_dist.DataLoader``, assign the result to ``session.step_share``.
     """
     counts = gather_int64([num_local], session)
     return StepShare(num_local=num_local, num_global=int(counts.sum()))
 
 
-def unpacked(arguments: Iterable[object]) -> Iterator[Any]:
-    """Yield ``arguments``, and in place of lists and tuples what is in them, as the blocks of a batch."""
-    for one in arguments:
-        yield from one if isinstance(one, list | tuple) else (one,)
+def flatten_arguments(arguments: Iterable[object]) -> Iterator[Any]:
+    """Yield ``arguments``. A list or tuple, such as the blocks of a batch, is replaced by its items."""
+    for argument in arguments:
+        if isinstance(argument, list | tuple):
+            yield from argument
+        else:
+            yield argument
 
 
 def find_share(arguments: Iterable[object], session: Session) -> StepShare | None:
-    """Return the share stamped on the blocks among ``arguments``, else the session's, else None.
+    """Return the step's share from the blocks among ``arguments``, or else from the session.
 
-    It is kept as ``session.model_share``.
+    The result is also stored as ``session.model_share``.
     """
-    last = (one[-1] if isinstance(one, list | tuple) and one else one for one in arguments)
-    stamped = (getattr(one, "step_share", None) for one in last)
-    session.model_share = next((one for one in stamped if isinstance(one, StepShare)), session.step_share)
+    session.model_share = session.step_share
+    for argument in arguments:
+        block = argument[-1] if isinstance(argument, list | tuple) and argument else argument
+        share = getattr(block, "step_share", None)
+        if isinstance(share, StepShare):
+            session.model_share = share
+            break
     return session.model_share
 
 
 def gradient_weight(share: StepShare | None, reduction: Reduction) -> float:
     """Return the factor of this rank's gradient in the sum over ranks.
 
-    For a mean it is n_local / n_global, so the sum is the mean over all targets; for a sum it is 1, so the
-    sum is the gradient of one process (the gradient rule, docs/design/contracts.md). It is 0 on a rank
-    without targets, whatever its loss.
+    If the loss is a mean, the factor is n_local / n_global, so that the sum is the mean over all targets. If
+    the loss is a sum, the factor is 1. On a rank without targets it is 0. See "the gradient rule" in
+    docs/design/contracts.md.
 
     Raises:
         ConfigError: the loss is a mean and the number of targets is unknown.
@@ -653,8 +670,9 @@ def gradient_weight(share: StepShare | None, reduction: Reduction) -> float:
         return 1.0
     if share is None:
         raise ConfigError(
-            "the wrapped model does not know how many targets this step has, so it cannot weigh this rank's "
-            "mean loss; feed it from dglx_dist.DataLoader, set session.step_share = dglx_dist.strategies."
-            "base.count_targets(len(targets), session) before the forward call, or wrap with reduction='sum'"
+            "the wrapped model does not know how many targets this step has, so it cannot weight this "
+            "rank's mean loss; use the batches of dglx_dist.DataLoader, set session.step_share = "
+            "dglx_dist.strategies.base.count_targets(len(targets), session) before the forward call, or "
+            "wrap with reduction='sum'"
         )
     return share.num_local / share.num_global

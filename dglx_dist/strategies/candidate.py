@@ -1,4 +1,4 @@
-"""Candidates of ``strategy="auto"``: a strategy with its main options, as the strategy itself offers them."""
+"""Candidates that ``strategy="auto"`` compares. Each strategy lists its own."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
 
 Unit: TypeAlias = Literal["mini_batch", "full_graph"]
-"""What one step trains on."""
+"""Data that one step trains on."""
 
 CACHE_SIZES = (0.1, 0.5)
 """Cache sizes to compare, as fractions of the server's own nodes."""
@@ -15,13 +15,13 @@ CACHE_SIZES = (0.1, 0.5)
 
 @dataclass(frozen=True, kw_only=True)
 class CandidateContext:
-    """Properties of model and cluster that define the candidates."""
+    """Properties of the model and the cluster that determine the candidates."""
 
     ranks: int
     servers: int
     num_layers: int
     steps: int
-    """Steps of an epoch of mini-batches. 0: there are no mini-batches."""
+    """Number of mini-batches in an epoch, or 0 if there are none."""
     caches: tuple[float, ...] = CACHE_SIZES
 
 
@@ -34,17 +34,17 @@ class Candidate:
     """Registered name of the strategy. The planner sets it."""
     options: Mapping[str, Any] = field(default_factory=dict)
     cache: str | None = None
-    """Policy of the cache of remote rows. None: no cache."""
+    """Policy of the cache of remote rows, or None for no cache."""
     cache_alpha: float = 0.0
     """Size of the cache as a fraction of the server's own nodes."""
     exact: bool = True
-    """Whether steps give the weights of one process on the same batches. False: another estimator."""
+    """Whether training gives the same weights as one process on the same batches."""
     epochs_factor: float = 1.0
-    """Epochs to the same accuracy relative to exact strategies of the same unit. Assumed, from papers."""
+    """Number of epochs to the same accuracy, relative to exact strategies. Assumed from the papers."""
 
     @property
     def name(self) -> str:
         """Name in tables: the strategy and its options."""
         options = [f"{name}={value}" for name, value in self.options.items()]
-        cached = [f"cache={self.cache}:{self.cache_alpha:g}"] if self.cache else []
-        return " ".join([self.strategy, *options, *cached])
+        cache = [f"cache={self.cache}:{self.cache_alpha:g}"] if self.cache else []
+        return " ".join([self.strategy, *options, *cache])

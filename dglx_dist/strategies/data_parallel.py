@@ -1,4 +1,4 @@
-"""Data parallel training (DistDGL): a mini-batch per rank, feature rows fetched on demand."""
+"""Data parallel training (DistDGL). Each rank trains on its own mini-batches and fetches feature rows."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from dglx_dist.strategies.base import (
     Strategy,
     Traits,
     find_share,
+    flatten_arguments,
     gradient_weight,
-    unpacked,
 )
 from dglx_dist.strategies.candidate import Candidate, CandidateContext
 from dglx_dist.strategies.gradient_sync import BUCKET_BYTES, check_frozen
@@ -39,9 +39,11 @@ if TYPE_CHECKING:
 @final
 @dataclass(frozen=True, kw_only=True)
 class DataParallelOptions:
-    """The strategy's options, checked."""
+    """Options of data_parallel."""
 
-    bucket_bytes: int = option(BUCKET_BYTES, "Gradients that are sent together.", check=at_least(1))
+    bucket_bytes: int = option(
+        BUCKET_BYTES, "Size in bytes of gradients that are sent together.", check=at_least(1)
+    )
 
     def __post_init__(self) -> None:
         check_ranges(self, "option {name}={value!r}")
@@ -63,9 +65,9 @@ class OpenedDataParallel(OpenedStrategy):
 
 @final
 class DataParallel(Strategy):
-    """Every rank holds the whole model and trains on its own seeds; gradients are summed.
+    """Every rank holds a replica of the model and trains on its own seeds. Gradients are summed.
 
-    Options: those of :class:`DataParallelOptions`.
+    See :class:`DataParallelOptions` for the options.
     """
 
     traits = Traits(
@@ -91,16 +93,17 @@ class DataParallel(Strategy):
 
 @final
 class DataParallelModel(ReplicatedModel):
-    """A replicated model whose backward computes the gradient of one process on every rank.
+    """A replicated model that has the gradient of single-process training on every rank.
 
-    Forward never communicates, so one rank may evaluate by itself. Backward is collective: every rank must
-    run it in every step, also without targets (the loader yields empty blocks for that). Several forward
-    calls of one step before one backward, and several backward calls before one optimizer step, give the
-    result of one process. Penalties on the weights belong in the loss when it is a mean; with
+    Forward never communicates, so one rank may evaluate alone. Backward is collective. Every rank must run it
+    in every step, even without targets. The loader yields empty blocks for that.
+
+    Several forward calls before one backward, and several backward calls before one optimizer step, give the
+    result of one process. Penalties on the weights belong in the loss if it is a mean. With
     ``reduction="sum"`` they would be added once per rank.
 
-    Floating-point buffers (running statistics) become their weighted mean over the ranks, like the
-    gradients, after each backward; statistics of a batch itself stay local, except in ``dx.nn.BatchNorm``.
+    After each backward, floating-point buffers (running statistics) become their weighted mean over the
+    ranks. Statistics of a batch stay local, except in ``dx.nn.BatchNorm``.
     """
 
     def _attach(self, model: nn.Module) -> None:
@@ -109,10 +112,10 @@ class DataParallelModel(ReplicatedModel):
         self._statistics = install_batch_norms(model, self._session, self._dropouts)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the user's module; the step's share is read from the blocks among the arguments.
+        """Call the user's module. The step's share is read from the blocks among the arguments.
 
         Raises:
-            ConfigError: in training, the step's number of targets is unknown; or a parameter was unfrozen
+            ConfigError: the step's number of targets is unknown in training, or a parameter was unfrozen
                 after wrapping.
         """
         if not torch.is_grad_enabled() or not self._trained:
@@ -120,9 +123,9 @@ class DataParallelModel(ReplicatedModel):
             return self.module(*args, **kwargs)
         share = find_share((*args, *kwargs.values()), self._session)
         if share is None and self._reduction == "mean" and not self.training:
-            # Evaluating without no_grad is harmless as long as nobody runs backward for training.
+            # Evaluation without no_grad is harmless as long as nobody calls backward.
             return self.module(*args, **kwargs)
-        begin_dropouts(self._dropouts, share, unpacked((*args, *kwargs.values())))
+        begin_dropouts(self._dropouts, share, flatten_arguments((*args, *kwargs.values())))
         if share is not None:
             self._statistics.weight = gradient_weight(share, self._reduction)
         output = self.module(*args, **kwargs)
@@ -131,10 +134,10 @@ class DataParallelModel(ReplicatedModel):
 
 
 def begin_dropouts(dropouts: NodeDropouts, share: StepShare | None, arguments: Iterable[object]) -> None:
-    """Key the dropouts of a pass by the step of ``share`` and the graph among ``arguments``, if known."""
+    """Key the dropouts of a pass by the step of ``share`` and the first graph of ``arguments``, if known."""
     if not dropouts.in_use:
         return
-    blocks = [one for one in arguments if isinstance(one, dgl.DGLGraph) and has_rows(one)]
+    blocks = [argument for argument in arguments if isinstance(argument, dgl.DGLGraph) and has_rows(argument)]
     if not blocks or share is None or share.step_number is None:
         dropouts.end()
     else:

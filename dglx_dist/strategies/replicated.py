@@ -25,9 +25,9 @@ from dglx_dist.strategies.gradient_sync import BufferMeans, GradientExchange
 
 
 class ReplicatedModel(WrappedModel):
-    """A model that is replicated on every rank; its gradients, and the changes of its buffers, are summed.
+    """A model that is replicated on every rank. Its gradients and the changes of its buffers are summed.
 
-    ``options`` are those of its strategy, ``bucket_bytes`` among them.
+    ``options`` are the options of the strategy. They must include ``bucket_bytes``.
     """
 
     def __init__(self, model: nn.Module, session: Session, options: Any, *, reduction: Reduction) -> None:
@@ -39,7 +39,7 @@ class ReplicatedModel(WrappedModel):
         self._attach(model)
 
     def _check(self, model: nn.Module) -> None:
-        """Raise ConfigError, on all ranks alike, for a model that cannot be trained."""
+        """Raise ConfigError on all ranks if the model cannot be trained."""
 
     def _attach(self, model: nn.Module) -> None:
         self.module, session = model, self._session
@@ -51,13 +51,13 @@ class ReplicatedModel(WrappedModel):
         self._exchange.after = self._buffer_means.average
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        """Return a copy that trains with the other ranks by itself; every rank must make it."""
-        copied = memo[id(self)] = type(self).__new__(type(self))
-        WrappedModel.__init__(copied)
-        copied._session, copied._options, copied._reduction = self._session, self._options, self._reduction
-        copied._attach(copy.deepcopy(self.module, memo))
-        copied.training = self.training
-        return copied
+        """Return an independent copy that trains with the other ranks. Every rank must copy the model."""
+        result = memo[id(self)] = type(self).__new__(type(self))
+        WrappedModel.__init__(result)
+        result._session, result._options, result._reduction = self._session, self._options, self._reduction
+        result._attach(copy.deepcopy(self.module, memo))
+        result.training = self.training
+        return result
 
     def exchange_seconds(self, *, reset: bool = False) -> float:
         return self._exchange.seconds(reset=reset)
@@ -74,9 +74,9 @@ class ReplicatedModel(WrappedModel):
 
 
 def broadcast_state(model: nn.Module, session: Session) -> None:
-    """Overwrite parameters and buffers with those of rank 0, in place; every rank must call it.
+    """Overwrite parameters and buffers with those of rank 0, in place. Every rank must call it.
 
-    Counted as one copy from rank 0 to each other rank, phase ``weights``.
+    The ledger counts one copy from rank 0 to each other rank, in phase ``weights``.
     """
     topology = session.topology
     if topology.world_size == 1:
@@ -93,65 +93,69 @@ def broadcast_state(model: nn.Module, session: Session) -> None:
 def check_same_model(
     model: nn.Module, session: Session, settings: str = "", reduction: Reduction = "mean"
 ) -> None:
-    """Raise ConfigError if the models of the ranks differ, or ``reduction`` is unknown; collective.
+    """Raise ConfigError if the models of the ranks differ or ``reduction`` is unknown. Collective.
 
-    Compares names, shapes, dtypes, devices, frozen parameters, ``settings`` and ``reduction``. All of a model
-    must be on one device.
+    The check compares names, shapes, dtypes, devices, frozen parameters, ``settings`` and ``reduction``. Each
+    model must be on one device.
     """
     if reduction not in ("mean", "sum"):
         raise ConfigError(f"reduction={reduction!r} must be 'mean' or 'sum'")
-    places = {one.device: name for name, one in (*model.named_parameters(), *model.named_buffers())}
-    described = [
+    tensors = (*model.named_parameters(), *model.named_buffers())
+    name_by_device = {tensor.device: name for name, tensor in tensors}
+    description = [
         f"reduction={reduction}, {settings}",
         *(f"{name} {_kind(p)}{'' if p.requires_grad else ' frozen'}" for name, p in model.named_parameters()),
         *(f"{name} {_kind(buffer)}" for name, buffer in model.named_buffers()),
-        # Their kinds may be equal. Last: a parameter's is more exact.
+        # Two GPUs have the same kind, so the number of devices is compared too. It comes last because a
+        # difference in a parameter is more precise.
         "all of it on one device"
-        if len(places) < 2
-        else f"parts on {len(places)} devices (wrap model.to(dx.local_device()))",
+        if len(name_by_device) < 2
+        else f"parts on {len(name_by_device)} devices (wrap model.to(dx.local_device()))",
     ]
     remedy = "build the model from the same configuration on every rank"
-    check_equal(session, "the wrapped model", described, remedy)
-    # As many on all ranks by now, and of the same kinds, so that all raise.
-    if session.device.type != "meta" and torch.device("meta") in places:
+    check_equal(session, "the wrapped model", description, remedy)
+    # All ranks have the same devices here, so the following errors are raised on all of them.
+    if session.device.type != "meta" and torch.device("meta") in name_by_device:
         raise ConfigError(
-            f"the model's {places[torch.device('meta')]!r} is on meta, where tensors have no values; before "
-            "it is wrapped, call model.to_empty(device=dx.local_device()), then initialise or load it"
+            f"the model's {name_by_device[torch.device('meta')]!r} is on the meta device, where tensors have "
+            "no values; before wrapping, call model.to_empty(device=dx.local_device()), then initialise or "
+            "load the model"
         )
-    if len(places) > 1:
-        parts = ", ".join(f"{name!r} on {device}" for device, name in places.items())
+    if len(name_by_device) > 1:
+        parts = ", ".join(f"{name!r} on {device}" for device, name in name_by_device.items())
         raise ConfigError(f"the model is on several devices ({parts}); wrap model.to(dx.local_device())")
 
 
 def _kind(tensor: Tensor) -> str:
-    # Ranks have different GPUs, but the same kind of device.
-    place = "" if tensor.device.type == "cpu" else f" on {tensor.device.type}"
-    return f"{tuple(tensor.shape)} {tensor.dtype}{place}".replace("torch.", "")
+    # Ranks have different GPUs, but the same type of device.
+    location = "" if tensor.device.type == "cpu" else f" on {tensor.device.type}"
+    return f"{tuple(tensor.shape)} {tensor.dtype}{location}".replace("torch.", "")
 
 
 _CAUSES = (
-    "in the loop, model.module(...), torch.autograd.grad, or a step that depends on a rank's own loss (a "
-    "scheduler: give it dx.reduce_mean); a second model that is not wrapped; DistributedDataParallel; "
-    "reset_parameters(), or other weights on one rank, after dx.wrap"
+    "the loop calls model.module(...) or torch.autograd.grad; a step depends on the loss of one rank (give a "
+    "scheduler dx.reduce_mean); a second model is not wrapped; DistributedDataParallel is used; "
+    "reset_parameters() is called, or one rank loads other weights, after dx.wrap"
 )
 
 
 def check_replicas(weights: Mapping[str, Tensor], session: Session) -> None:
-    """Raise ConfigError on all ranks unless their uncut ``weights`` are equal to the bit; collective."""
+    """Raise ConfigError on all ranks unless their uncut ``weights`` are equal to the bit. Collective."""
     if session.topology.world_size == 1:
         return
     digests = {name: zlib.crc32(view_bytes(t.detach().cpu().contiguous())) for name, t in weights.items()}
-    ranks = gather_int64([zlib.crc32(repr(digests).encode())], session)[:, 0]
-    if not (ranks != ranks[0]).any():
+    total_digests = gather_int64([zlib.crc32(repr(digests).encode())], session)[:, 0]
+    if not (total_digests != total_digests[0]).any():
         return
-    of_ranks = gather_json(digests, session)
-    differ = [rank for rank, digest in enumerate(of_ranks) if digest != of_ranks[0]]
-    name = next(n for n in {**digests, **of_ranks[differ[0]]} if len({one.get(n) for one in of_ranks}) > 1)
-    message = f"{name!r} differs on ranks {', '.join(map(str, differ))} from that on rank 0"
-    if len(set(session.hosts)) > 1 and all(one.keys() == digests.keys() for one in of_ranks):
+    all_digests = gather_json(digests, session)
+    differing_ranks = [rank for rank, digest in enumerate(all_digests) if digest != all_digests[0]]
+    names = {**digests, **all_digests[differing_ranks[0]]}
+    name = next(name for name in names if len({digest.get(name) for digest in all_digests}) > 1)
+    message = f"{name!r} differs between rank 0 and ranks {', '.join(map(str, differing_ranks))}"
+    if len(set(session.hosts)) > 1 and all(digest.keys() == digests.keys() for digest in all_digests):
         # Processors of different machines may round differently.
         norms = gather_rows(weights[name].detach().double().norm().cpu(), session)
         if float(norms.max() - norms.min()) <= 1e-6 * float(norms.max()):
-            warn_user(f"{message}, by no more than rounding")
+            warn_user(f"{message} by no more than rounding")
             return
-    raise ConfigError(f"{message}, so the ranks train apart. Likely causes: {_CAUSES}")
+    raise ConfigError(f"{message}, so the ranks train different models. Likely causes: {_CAUSES}")

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from dglx_dist.comm.collectives import barrier, broadcast_json, run_on_all_ranks
 from dglx_dist.comm.session import current_session
-from dglx_dist.data.storage.files import named_failures, replaced_file
+from dglx_dist.data.storage.files import name_write_failures, replace_atomically
 from dglx_dist.graph.optim import SparseOptimizer
 
 log = logging.getLogger(__name__)
@@ -39,7 +39,7 @@ def write_safetensors(state: Mapping[str, Tensor], path: Path, **facts: object) 
     except (KeyError, ValueError) as error:
         log.warning("%s is not written, because safetensors cannot hold it (%s). Use dx.save.", path, error)
         return
-    with named_failures(path), replaced_file(path) as partial:
+    with name_write_failures(path), replace_atomically(path) as partial:
         partial.write_bytes(raw)
 
 

@@ -35,7 +35,13 @@ from dglx_dist.comm.collectives import (
 from dglx_dist.comm.exchange import view_bytes
 from dglx_dist.comm.mailbox import OneSidedExchange
 from dglx_dist.comm.session import Session, SessionField, current_session, warn_user
-from dglx_dist.data.storage.files import discard, hold_alone, named_failures, publish_over, read_small
+from dglx_dist.data.storage.files import (
+    discard,
+    lock_exclusive,
+    name_write_failures,
+    publish_or_replace,
+    read_small_file,
+)
 from dglx_dist.data.storage.row_files import INDEX
 from dglx_dist.errors import CheckpointError, ConfigError, DglxError, Stopped, StorageError
 from dglx_dist.graph.optim import SparseOptimizer
@@ -234,7 +240,7 @@ def _check_sparse(checkpoint: Path, indices: Sequence[int], sparse: Sparse) -> N
 def _checksum_index(folder: Path) -> int:
     """Return the CRC-32 of the index of saved rows. The index has the checksums of their files."""
     try:
-        return zlib.crc32(read_small(folder / INDEX))
+        return zlib.crc32(read_small_file(folder / INDEX))
     except OSError as error:
         raise CheckpointError(f"cannot read {folder / INDEX}: {error}; {REMEDY}") from error
 
@@ -523,7 +529,7 @@ class CheckpointWriter:
     def _write_own_files(self, snapshot: _Snapshot, folder: Path, final: Path) -> dict[str, Any]:
         rank = self._session.topology.rank
         try:
-            with named_failures(final):
+            with name_write_failures(final):
                 entries = write_tensors(snapshot.own, folder / f"tensors-{rank}.bin")
                 lines = [
                     write_share(_sparse_folder(folder, number), write_own)
@@ -545,10 +551,10 @@ class CheckpointWriter:
             index_shares(_sparse_folder(folder, number), lines, facts)
         tensors = dict(chain.from_iterable(report["tensors"].items() for report in reports))
         indices = [_checksum_index(_sparse_folder(folder, number)) for number in range(len(snapshot.rows))]
-        with named_failures(final):
+        with name_write_failures(final):
             state = {**snapshot.state, "sparse": indices, "tensors": tensors}
             write_json(folder / STATE_NAME, state)
-            publish_over(folder, final)
+            publish_or_replace(folder, final)
         if self._keep is not None:
             _remove_older(final, self._keep, self.protected)
 
@@ -815,7 +821,7 @@ def lock_folder(folder: str | Path) -> None:
     def take() -> None:
         if session.topology.rank == 0 and lock not in locks:
             with suppress(OSError):  # a later write will report the reason
-                session.on_close.append(partial(os.close, hold_alone(lock, session.timeout_s / 2)))
+                session.on_close.append(partial(os.close, lock_exclusive(lock, session.timeout_s / 2)))
                 locks.add(lock)
 
     run_on_all_ranks(session, take)

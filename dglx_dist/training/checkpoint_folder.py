@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
-from dglx_dist.data.storage.files import read_small
+from dglx_dist.data.storage.files import read_small_file
 from dglx_dist.errors import CheckpointError, ConfigError
 from dglx_dist.training.best_epoch import BEST_WEIGHTS
 
@@ -40,7 +40,7 @@ def read_state(folder: Path) -> Iterator[dict[str, Any]]:
     """Read and check ``state.json``. Errors inside the block become a CheckpointError with the file."""
     path = folder / STATE_NAME
     try:
-        state = json.loads(read_small(path))
+        state = json.loads(read_small_file(path))
     except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"cannot read {path}: {error}; {REMEDY}") from error
     try:

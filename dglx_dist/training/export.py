@@ -18,7 +18,12 @@ from torch import Tensor, nn
 
 from dglx_dist.comm.collectives import gather_json, run_on_all_ranks
 from dglx_dist.data.storage.columns import safe_name
-from dglx_dist.data.storage.files import check_replaceable, named_failures, place_folder, replaced_file
+from dglx_dist.data.storage.files import (
+    check_replaceable,
+    name_write_failures,
+    place_folder,
+    replace_atomically,
+)
 from dglx_dist.errors import ConfigError, StorageError
 from dglx_dist.graph.dist_tensor import DistTensor
 from dglx_dist.graph.shared_memory import open_partial_folder
@@ -116,7 +121,7 @@ def write_edges(
             u, v = ids[source], ids[destination]
             table = _edge_table(columns, {"source": u, "relation": names, "destination": v, "best": v})
             table = table if scores else table.drop(["best_scores"])
-            with named_failures(partial):
+            with name_write_failures(partial):
                 _write_file(partial / path, table.schema, table.to_batches(_EDGES_PER_GROUP))
             entry = {"source": source, "destination": destination}
             files.append({**entry, "path": path.as_posix(), "num_rows": len(table)})
@@ -170,7 +175,7 @@ def write_relations(decoder: nn.Module, g: DistGraph, folder: str | Path) -> Non
     def write() -> None:
         target = Path(folder).absolute() / RELATIONS
         names = [":".join(etype) for etype in g.canonical_etypes]
-        with named_failures(target), replaced_file(target) as partial:
+        with name_write_failures(target), replace_atomically(target) as partial:
             pq.write_table(pa.table({"etype": names, **columns}), partial)
 
     run_on_all_ranks(g.session, write if columns and g.session.topology.rank == 0 else lambda: None)
@@ -236,7 +241,7 @@ def _write_share(
         row_bytes = 8 + sum(widths)
         step = max(ROW_GROUP_BYTES // row_bytes, 1)
         pieces = (np.arange(start, min(start + step, last)) for start in range(first, last, step))
-        with named_failures(partial):
+        with name_write_failures(partial):
             batches = (_make_batch(g, schema, columns, ids, classes) for ids in pieces)
             _write_file(partial / path, schema, batches)
         files.append({"ntype": ntype, "path": path.as_posix(), "num_rows": last - first})
@@ -258,7 +263,7 @@ def _make_batch(
 def _finish(partial: Path, target: Path, files: list[Any], overwrite: bool) -> None:
     entries = list(chain.from_iterable(files))
     text = json.dumps({"format": FORMAT, "version": 1, "files": entries}, indent=1)
-    with named_failures(target):
+    with name_write_failures(target):
         (partial / EXPORT_INDEX).write_text(text, encoding="utf-8")
         place_folder(partial, target, overwrite, _CONTENT, _is_export)
 

@@ -17,7 +17,13 @@ from dglx_dist.errors import ConfigError
 from dglx_dist.options import select_common_fields
 from dglx_dist.progress import Advance, progress
 from dglx_dist.records import TEST, TRAIN
-from dglx_dist.strategies.base import EpochTrainer, Objective, WrappedModel, float_of, strategy_of
+from dglx_dist.strategies.base import (
+    EpochTrainer,
+    Objective,
+    WrappedModel,
+    find_float_parameter,
+    get_strategy,
+)
 from dglx_dist.training import tracing
 from dglx_dist.training.checkpoint import Sparse, list_optimizers
 from dglx_dist.training.config import FLOAT32, REGRESSION, list_metrics
@@ -88,7 +94,7 @@ def train(  # noqa: PLR0913 - all but four have defaults
         Stopped: a rank received a signal to stop.
     """
     config = config or FitConfig()
-    device = float_of(model).device.type
+    device = find_float_parameter(model).device.type
     if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
         raise ConfigError(
             "inside torch.autocast the evaluation would not be exact, and the run would be recorded as "
@@ -98,7 +104,7 @@ def train(  # noqa: PLR0913 - all but four have defaults
     groups = [{**group, "params": len(group["params"])} for group in optimizer.param_groups]
     check_equal(g.session, "the settings of the optimizer", groups)
     config = _use_exact_loss(_resolve_task(config, g, model.module), g, is_own=config.loss is not None)
-    check_loop(config, strategy_of(g.session).traits, g.session.strategy, scheduler)
+    check_loop(config, get_strategy(g.session).traits, g.session.strategy, scheduler)
     facts = describe_run(g, config, optimizer)
     check_updates(
         config,
@@ -160,7 +166,7 @@ def _resolve_task(config: FitConfig, g: DistGraph, module: nn.Module) -> FitConf
     has_targets = {config.label, TRAIN} <= g.nodes[ntype].data.keys()
     if task == REGRESSION and has_targets and config.loss is None and isinstance(module, Layered):
         mean, deviation = compute_moments(g, ntype, config.label, TRAIN)
-        weights = torch.where(deviation > 0, deviation, 1.0).to(float_of(module).device)
+        weights = torch.where(deviation > 0, deviation, 1.0).to(find_float_parameter(module).device)
         module.standardise(mean.to(weights), weights)
     metric = config.metric if config.evaluate else list_metrics(task, config.metric)
     return replace(
@@ -169,7 +175,7 @@ def _resolve_task(config: FitConfig, g: DistGraph, module: nn.Module) -> FitConf
 
 
 def _use_exact_loss(config: FitConfig, g: DistGraph, *, is_own: bool) -> FitConfig:
-    if config.own_task is not None or not strategy_of(g.session).traits.own_loop:
+    if config.own_task is not None or not get_strategy(g.session).traits.own_loop:
         return config
     return replace(config, loss=make_exact(config.loss, g, str(config.ntype), config.label, is_own=is_own))
 
@@ -224,7 +230,7 @@ def _make_objective(config: FitConfig, sparse: Sparse) -> Objective:
         loss=(config.loss or cross_entropy) if config.own_task is None else None,
         feature=config.feature,
         label=config.label,
-        beside=tuple(name for name, value in additions.items() if value is not None),
+        extra_terms=tuple(name for name, value in additions.items() if value is not None),
     )
 
 

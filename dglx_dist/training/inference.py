@@ -27,7 +27,7 @@ from dglx_dist.internals.message_passing import correct_kernels, note_edge_order
 from dglx_dist.layers.tracer import MODEL_ERRORS, preserve_state, random_block, trace_calls
 from dglx_dist.options import list_names
 from dglx_dist.records import FEATURE, LABEL, SPLITS, Array
-from dglx_dist.strategies.base import WrappedModel, edge_data_named, float_of
+from dglx_dist.strategies.base import WrappedModel, explain_missing_edge_data, find_float_parameter
 from dglx_dist.strategies.replicated import check_replicas
 from dglx_dist.training.config import CLASSIFICATION, list_metrics
 from dglx_dist.training.models import InferenceLayer
@@ -265,7 +265,7 @@ def _infer(  # noqa: PLR0913 - the arguments of two public functions
 ) -> Any:
     """Compute the passes in turn for all nodes, each on ``num_layers`` blocks. Collective."""
     check_replicas(dict(module.named_parameters()), g.session)
-    target, maker = float_of(module), open_neighborhood_maker(g, num_layers, mask, edge_feats)
+    target, maker = find_float_parameter(module), open_neighborhood_maker(g, num_layers, mask, edge_feats)
     with evaluating(module):
         for depth, run_pass in enumerate(passes):
             # Later passes read the results of the previous one.
@@ -368,7 +368,7 @@ def find_type(path: Path, g: DistGraph) -> str:
 def evaluating(model: nn.Module) -> Iterator[None]:
     """Set evaluation mode without gradients inside the block. Restore each module's mode afterwards."""
     correct_kernels()
-    with preserve_state(model, training=False), torch.no_grad(), edge_data_named(_NO_EDGE_DATA):
+    with preserve_state(model, training=False), torch.no_grad(), explain_missing_edge_data(_NO_EDGE_DATA):
         yield
 
 
@@ -616,7 +616,7 @@ def check_layers(
 
     if not any(isinstance(layer, nn.Module) for layer in layers):
         return
-    weight, generator = float_of(module), torch.Generator().manual_seed(0)
+    weight, generator = find_float_parameter(module), torch.Generator().manual_seed(0)
     sizes = range(_TARGETS * (len(steps) + 1), 0, -_TARGETS)
     blocks = [random_block(few, many, 3 * few, generator) for many, few in pairwise(sizes)]
     graph = dgl.add_self_loop(dgl.rand_graph(_TARGETS, _TARGETS))

@@ -26,7 +26,7 @@ from dglx_dist.dataloading.step_loader import LoaderTimes
 from dglx_dist.errors import ConfigError, Stopped
 from dglx_dist.graph.optim import SparseOptimizer
 from dglx_dist.records import VALIDATION, EpochRecord
-from dglx_dist.strategies.base import EpochTrainer, WrappedModel, float_of
+from dglx_dist.strategies.base import EpochTrainer, WrappedModel, find_float_parameter
 from dglx_dist.strategies.replicated import check_replicas
 from dglx_dist.training import checkpoint, tracing
 from dglx_dist.training.best_epoch import BEST_WEIGHTS, FINAL_WEIGHTS, BestWeights, EarlyStopping, WeightFiles
@@ -490,7 +490,7 @@ def _train_step(
     """Train on a batch. ``position`` is (its number, the number of the last batch of the optimizer step)."""
     autocast: AbstractContextManager[Any] = nullcontext()
     if step.precision == BF16:
-        autocast = torch.autocast(float_of(step.model).device.type, torch.bfloat16)
+        autocast = torch.autocast(find_float_parameter(step.model).device.type, torch.bfloat16)
     is_last = position[0] == position[1]
     step.accumulation.begin()
     with nullcontext() if is_last else step.model.no_sync():

@@ -19,7 +19,7 @@ from dglx_dist.dataloading.edge_loader import merge_pairs
 from dglx_dist.errors import ConfigError
 from dglx_dist.graph.dist_tensor import DistTensor
 from dglx_dist.records import FEATURE, LABEL, SPLITS
-from dglx_dist.strategies.base import WrappedModel, float_of
+from dglx_dist.strategies.base import WrappedModel, find_float_parameter
 from dglx_dist.training import metrics
 from dglx_dist.training.config import AUTO_TASK, CLASSIFICATION, LESS_IS_BETTER, MULTILABEL, REGRESSION
 from dglx_dist.training.relational import EntityInputs
@@ -372,7 +372,7 @@ def _group_negatives(negative: Tensor, pairs: Any, negative_pairs: Any) -> Tenso
 
 
 def gather_input_rows(model: nn.Module, block: Any, feature: str, inputs: EntityInputs | None) -> Any:
-    weight = float_of(model)
+    weight = find_float_parameter(model)
 
     def convert(rows: Tensor) -> Tensor:
         # Autocast uses bfloat16 directly, so a conversion would be undone.

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from dglx_dist.data.storage.files import replaced_file
+from dglx_dist.data.storage.files import replace_atomically
 from dglx_dist.errors import ConfigError
 from scripts.json_records import read_record
 from scripts.netlab import cgroups, hold
@@ -106,7 +106,7 @@ def write_notes(state: LabState, *, new: bool = False) -> None:
             path.parent.mkdir(mode=0o755, exist_ok=True)
         elif not path.exists():
             raise LabError(f"the lab {state.name!r} was taken down meanwhile by another process")
-        with replaced_file(path) as fresh:
+        with replace_atomically(path) as fresh:
             fresh.write_text(json.dumps({"format": _FORMAT, **asdict(state)}, indent=1) + "\n")
             if new:
                 # A link, unlike a rename, refuses to replace: of two who ask at once, one gets the name.

@@ -80,8 +80,8 @@ def test_batches_on_another_device_are_an_error_with_the_remedy(dataset: str) ->
         model = dx.wrap(equality.model_of("sage", g).to("meta"), g)
         message = refusal(lambda: model(blocks, blocks[0].srcdata["feat"]), ConfigError)
     assert message == (
-        "the model is on meta, its inputs on cpu; wrap model.to(dx.local_device()), or give the loader "
-        "device='meta'"
+        "the model is on meta, but its inputs are on cpu; wrap model.to(dx.local_device()), or give the "
+        "loader device='meta'"
     )
 
 

@@ -17,7 +17,7 @@ import torch
 from dglx_dist.data.partition.balance import PartitionQuality
 from dglx_dist.data.partition.base import PARTITIONERS, PartitionOptions, PartitionPlan
 from dglx_dist.data.partition.prepare import _edge_keys, content_key, partition_to_disk
-from dglx_dist.data.storage.reader import graph_of, open_dataset
+from dglx_dist.data.storage.reader import load_raw_graph, open_dataset
 from dglx_dist.errors import ConfigError, DatasetError, StorageError
 from dglx_dist.records import EDGE_TYPE, NODE_TYPE, Array, Assignment, NodeColumn, RawGraph, SparseRows
 from tests.api.graphs import DESTINATION, PAIRS, SOURCE, two_triangles
@@ -109,7 +109,7 @@ ONE_WAY = {EDGE_TYPE: (SOURCE[:7], DESTINATION[:7])}
 def stored(graph: RawGraph, folder: Path, *, memory: str | None = None, **options: Any) -> RawGraph:
     plan = PartitionPlan(num_parts=1, method="contiguous", memory=memory, **options)
     partition_to_disk(graph, folder, plan)
-    return graph_of(open_dataset(folder))
+    return load_raw_graph(open_dataset(folder))
 
 
 def weighted(graph: RawGraph, **columns: Array) -> RawGraph:

@@ -18,7 +18,7 @@ import torch
 
 import dglx_dist as dx
 from dglx_dist.cli.train_job import CHECKPOINTS, train_dataset
-from dglx_dist.data.storage.files import hold_alone
+from dglx_dist.data.storage.files import lock_exclusive
 from dglx_dist.errors import CheckpointError, ConfigError, StorageError
 from dglx_dist.records import EpochRecord
 from dglx_dist.report.run_folder import append_epoch
@@ -88,7 +88,7 @@ def test_a_run_that_is_done_says_so_and_a_resumed_one_what_it_keeps(
     plan = TrainConfig(data=dataset, out=str(tmp_path / "run"), epochs=1, checkpoint_every=1)
     train_dataset(plan)
     assert caplog.messages == []
-    lock = hold_alone(tmp_path / "run" / f".{CHECKPOINTS}.lock", 0.0)
+    lock = lock_exclusive(tmp_path / "run" / f".{CHECKPOINTS}.lock", 0.0)
     files = {path: path.stat().st_mtime_ns for path in (tmp_path / "run").rglob("*")}
     with pytest.raises(StorageError, match="another job uses"):
         train_dataset(replace(plan, timeout_s=0.5, overwrite=True))

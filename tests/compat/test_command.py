@@ -13,7 +13,7 @@ SCRIPT = str(Path(__file__).parent / "scripts" / "rgcn.py")
 @pytest.mark.parametrize(
     ("words", "reason"),
     [
-        (["--strategy", "auto", "--", SCRIPT], "does not call; ask `dglx plan` which strategy suits"),
+        (["--strategy", "auto", "--", SCRIPT], "run `dglx plan` to find a strategy"),
         (["--option", "depth", "--", SCRIPT], "--option 'depth' must be NAME=VALUE"),
         (["--strategy", "p3", "--", "no.py"], "there is no script 'no.py'"),
     ],

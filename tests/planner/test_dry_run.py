@@ -18,7 +18,7 @@ from dglx_dist.planner.measure import time_step
 from dglx_dist.planner.model_shape import build_topology
 from dglx_dist.planner.workload import count_block_sizes, read_graph_stats
 from dglx_dist.records import EDGE_TYPE, NODE_TYPE
-from dglx_dist.strategies.full_graph.plan_builder import plan_all, seeds_by_server
+from dglx_dist.strategies.full_graph.plan_builder import make_all_plans, split_by_server
 from dglx_dist.training.models import build_model
 from tests.strategies.full_graph.plan_cases import NUM_NODES, plain_context
 
@@ -27,7 +27,7 @@ LAYERS = 3
 
 def test_blocks_of_a_plan_are_as_large_as_it_is_and_the_model_runs_on_them() -> None:
     where, seeds = plain_context(2, 1), np.arange(3, NUM_NODES, 11)
-    plan = plan_all(where, seeds_by_server(where, seeds), LAYERS, 1)[1]
+    plan = make_all_plans(where, split_by_server(where, seeds), LAYERS, 1)[1]
     sizes = [[layer.num_sources, layer.targets, len(layer.indices)] for layer in plan.layers]
     sources, targets, edges = zip(*sizes, strict=True)
     blocks = build_blocks(plan)

@@ -190,8 +190,8 @@ def test_the_page_of_several_seeds_has_their_mean_and_each_file_is_read_once(
     summaries = {f"seed-{seed}": dict(run_in(tmp_path / f"seed-{seed}").summary or {}) for seed in range(2)}
     summaries["seed-1"]["test_accuracy"] = 0.7
     write_json(tmp_path / "summary.json", spread(summaries))
-    read, paths = run_folder.read_small, list[Path]()
-    monkeypatch.setattr(run_folder, "read_small", lambda path: paths.append(path) or read(path))
+    read, paths = run_folder.read_small_file, list[Path]()
+    monkeypatch.setattr(run_folder, "read_small_file", lambda path: paths.append(path) or read(path))
     assert invoke(tmp_path, "--html", tmp_path / "page.html").exit_code == 0
     assert len(paths) == len(set(paths)) + 2, "a run alone is tried on a page of its own, with its plan"
     row = f'<th>{tmp_path}: mean ± std</th>.*?<td data-value="0.6">60.0 % ± 14.1 %</td>'

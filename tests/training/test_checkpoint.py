@@ -21,7 +21,7 @@ from torch import nn
 from dglx_dist.comm.session import start_session
 from dglx_dist.data.partition.base import PartitionPlan
 from dglx_dist.data.partition.prepare import partition_to_disk
-from dglx_dist.data.storage.files import hold_alone
+from dglx_dist.data.storage.files import lock_exclusive
 from dglx_dist.errors import CheckpointError, ConfigError, StorageError
 from dglx_dist.graph import optim
 from dglx_dist.graph.dist_graph import DistGraph
@@ -464,7 +464,7 @@ def test_a_full_disk_is_one_message_and_leaves_nothing(
 
 
 def test_one_job_at_a_time_saves_to_a_folder(tmp_path: Path) -> None:
-    lock = hold_alone(tmp_path / ".run.lock", 0.0)
+    lock = lock_exclusive(tmp_path / ".run.lock", 0.0)
     with start_session(timeout_s=1.0):
         with pytest.raises(StorageError, match=r"another job uses .*\.run\.lock"):
             checkpoint.lock_folder(tmp_path / "run")
@@ -472,8 +472,8 @@ def test_one_job_at_a_time_saves_to_a_folder(tmp_path: Path) -> None:
         for _ in range(2):
             checkpoint.lock_folder(tmp_path / "run")
         with pytest.raises(StorageError, match="another job"):
-            hold_alone(tmp_path / ".run.lock", 0.0)
-    os.close(hold_alone(tmp_path / ".run.lock", 0.0))
+            lock_exclusive(tmp_path / ".run.lock", 0.0)
+    os.close(lock_exclusive(tmp_path / ".run.lock", 0.0))
 
 
 def test_several_optimisers_are_saved_in_their_order(tmp_path: Path) -> None:

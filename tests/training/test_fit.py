@@ -24,7 +24,7 @@ from dglx_dist.data.storage.writer import write_dataset
 from dglx_dist.errors import CheckpointError, ConfigError, Stopped
 from dglx_dist.graph.dist_graph import DistGraph
 from dglx_dist.records import Assignment
-from dglx_dist.strategies.base import STRATEGIES, edge_data_named
+from dglx_dist.strategies.base import STRATEGIES, explain_missing_edge_data
 from dglx_dist.strategies.serverless.trainer import LambdaTrainer
 from dglx_dist.training import checkpoint
 from dglx_dist.training.fit import train
@@ -307,7 +307,7 @@ def test_edge_data_that_a_layer_lacks_is_told_with_what_to_pass(strategy: str, f
 
 
 def test_a_key_error_of_the_users_own_stays() -> None:
-    with pytest.raises(KeyError, match="mine"), edge_data_named():
+    with pytest.raises(KeyError, match="mine"), explain_missing_edge_data():
         dict[str, int]()["mine"]
 
 

@@ -104,7 +104,7 @@ def test_ranks_that_train_apart_are_an_error_with_the_likely_causes(
     first, second = run_ranks(messages_of, 2, args=(strategy, way, tmp_path))
     assert first == second
     for message in first.values():
-        assert "differs on ranks 1 from that on rank 0" in message
+        assert "differs between rank 0 and ranks 1" in message
         assert "model.module(...)" in message
         assert "dx.reduce_mean" in message
     assert not list(tmp_path.iterdir())

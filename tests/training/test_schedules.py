@@ -21,7 +21,7 @@ from dglx_dist.cli.train_job import train_dataset, train_seeds
 from dglx_dist.data.partition.base import PartitionPlan
 from dglx_dist.data.partition.prepare import partition_to_disk
 from dglx_dist.data.sources import load_dataset
-from dglx_dist.data.storage.reader import graph_of, open_dataset
+from dglx_dist.data.storage.reader import load_raw_graph, open_dataset
 from dglx_dist.errors import ConfigError
 from dglx_dist.report.run_folder import read_epochs
 from dglx_dist.report.tables import spread
@@ -194,7 +194,7 @@ def test_scores_and_names_of_classes(tmp_path: Path) -> None:
     folder = tmp_path / "one"
     partition_to_disk(load_dataset(tmp_path / "tables"), folder, PartitionPlan(num_parts=1))
     # A dataset of one part, as `dglx ingest` writes it, is partitioned again.
-    partition_to_disk(graph_of(open_dataset(folder)), tmp_path / "two", PartitionPlan(num_parts=2))
+    partition_to_disk(load_raw_graph(open_dataset(folder)), tmp_path / "two", PartitionPlan(num_parts=2))
     out = str(tmp_path / "said")
     run_ranks(
         _train,

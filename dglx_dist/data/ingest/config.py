@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Annotated, Any, Generic, TypeAlias, TypeVar
 
 from dglx_dist.data.json_fields import Fields, Within
-from dglx_dist.data.storage.files import read_small
+from dglx_dist.data.storage.files import read_small_file
 from dglx_dist.data.tables import FileSet
 from dglx_dist.errors import ConfigError
 from dglx_dist.options import option
@@ -58,7 +58,7 @@ class IngestPlan:
 def read_json(path: Path) -> object:
     """Read a JSON file in which no object repeats a key."""
     try:
-        found: object = json.loads(read_small(path), object_pairs_hook=_once)
+        found: object = json.loads(read_small_file(path), object_pairs_hook=_once)
         # Python accepts NaN and lone surrogates, which cannot be written back.
         json.dumps(found, ensure_ascii=False, allow_nan=False).encode()
     except OSError as error:
@@ -85,14 +85,14 @@ def read_files(entry: Fields) -> FileSet:
     if not entry.has("format"):
         return named_files(entry, "files")
     paths = _paths(entry, "files")
-    form = entry.inner("format").only(("name", "separator"))
-    name, separator = form.choice("name", FORMATS), form.maybe("separator", form.word, None)
+    form = entry.nested("format").reject_unknown(("name", "separator"))
+    name, separator = form.choice("name", FORMATS), form.optional("separator", form.nonempty_text, None)
     if separator is not None and name != "csv":
-        raise form.wrong("separator", f"nothing for {name}")
+        raise form.field_error("separator", f"nothing for {name}")
     if separator is not None and not (
         len(separator) == 1 and separator.isascii() and separator not in '"\r\n\0'
     ):
-        raise form.wrong("separator", "one character of ASCII, and neither a quote nor an end of line")
+        raise form.field_error("separator", "one character of ASCII, and neither a quote nor an end of line")
     return FileSet(paths=paths, format=name, separator=separator or ",")
 
 
@@ -102,28 +102,28 @@ def named_files(entry: Fields, key: str) -> FileSet:
     found = {path.suffix[1:]: path.name for path in paths}
     for suffix, name in found.items():
         if suffix not in FORMATS:
-            raise entry.failure(
+            raise entry.error(
                 f"{name} is of no known format; name it *.csv or *.parquet, or, where it is a table of nodes "
                 'or edges, give format: {"name": ...}, one of csv, parquet'
             )
     if len(found) > 1:
-        raise entry.wrong(key, f"files of one format ({', '.join(FORMATS)})")
+        raise entry.field_error(key, f"files of one format ({', '.join(FORMATS)})")
     return FileSet(paths=paths, format=next(iter(found)))
 
 
 def _paths(entry: Fields, key: str) -> tuple[Path, ...]:
     paths = tuple(path for pattern in _words(entry, key) for path in _matches(pattern, entry))
     if len({path.resolve() for path in paths}) < len(paths):
-        raise entry.wrong(key, "files of which none is named twice")
+        raise entry.field_error(key, "files of which none is named twice")
     return paths
 
 
 def _words(entry: Fields, key: str) -> tuple[str, ...]:
     # One text or a list of texts, none of them empty.
-    if isinstance(entry.given.get(key), str):
-        return (entry.word(key),)
+    if isinstance(entry.mapping.get(key), str):
+        return (entry.nonempty_text(key),)
     words = entry.items(key, 1)
-    return tuple(map(words.word, words.given))
+    return tuple(map(words.nonempty_text, words.mapping))
 
 
 def _matches(pattern: str, entry: Fields) -> list[Path]:
@@ -133,7 +133,7 @@ def _matches(pattern: str, entry: Fields) -> list[Path]:
         found = sorted(folder / name for name in names if (folder / name).is_file())
         if found:
             return found
-    raise entry.failure(f"there is no file {pattern!r}, neither in {folders[0]} nor in {folders[1]}")
+    raise entry.error(f"there is no file {pattern!r}, neither in {folders[0]} nor in {folders[1]}")
 
 
 TRANSFORMS: Mapping[str, tuple[str, ...]] = {
@@ -213,12 +213,12 @@ def read_config(path: Path) -> IngestConfig:
     Raises:
         ConfigError: it is missing, not JSON, has an unsupported key or value, or names no file.
     """
-    top = Fields(read_json(path), str(path)).only(("version", "nodes", "edges"))
+    top = Fields(read_json(path), str(path)).reject_unknown(("version", "nodes", "edges"))
     if top.has("version"):
         top.choice("version", VERSIONS)
-    nodes = tuple(_node(one.only(_NODE_KEYS)) for one in top.inners("nodes", 1))
-    edges = tuple(_edge(one.only(_EDGE_KEYS)) for one in top.inners("edges", 1))
-    config = IngestConfig(path=path, nodes=nodes, edges=edges, raw=top.given)
+    nodes = tuple(_node(one.reject_unknown(_NODE_KEYS)) for one in top.nested_list("nodes", 1))
+    edges = tuple(_edge(one.reject_unknown(_EDGE_KEYS)) for one in top.nested_list("edges", 1))
+    config = IngestConfig(path=path, nodes=nodes, edges=edges, raw=top.mapping)
     _check_types(config)
     return config
 
@@ -226,11 +226,11 @@ def read_config(path: Path) -> IngestConfig:
 def _node(entry: Fields) -> TypeSpec[str]:
     label = _label(entry)
     if label is not None and label.task == "link_prediction":
-        raise entry.failure("link_prediction is a task of edges; move it there")
+        raise entry.error("link_prediction is a task of edges; move it there")
     return TypeSpec(
-        kind=entry.word("node_type"),
+        kind=entry.nonempty_text("node_type"),
         files=read_files(entry),
-        id_columns=(entry.word("node_id_col"),) if entry.has("node_id_col") else (),
+        id_columns=(entry.nonempty_text("node_id_col"),) if entry.has("node_id_col") else (),
         features=_features(entry),
         label=label,
     )
@@ -239,14 +239,14 @@ def _node(entry: Fields) -> TypeSpec[str]:
 def _edge(entry: Fields) -> TypeSpec[EdgeType]:
     relation = _words(entry, "relation")
     if len(relation) != 3:
-        raise entry.wrong("relation", "[source node type, relation, destination node type]")
+        raise entry.field_error("relation", "[source node type, relation, destination node type]")
     label = _label(entry)
     if label is not None and label.files:
-        raise entry.failure("custom_split_filenames is for nodes; give split_pct, or a column of the table")
+        raise entry.error("custom_split_filenames is for nodes; give split_pct, or a column of the table")
     return TypeSpec(
         kind=(relation[0], relation[1], relation[2]),
         files=read_files(entry),
-        id_columns=(entry.word("source_id_col"), entry.word("dest_id_col")),
+        id_columns=(entry.nonempty_text("source_id_col"), entry.nonempty_text("dest_id_col")),
         features=_features(entry),
         label=label,
     )
@@ -255,11 +255,11 @@ def _edge(entry: Fields) -> TypeSpec[EdgeType]:
 def _features(entry: Fields) -> tuple[FeatureSpec, ...]:
     if not entry.has("features"):
         return ()
-    features = tuple(_feature(one.only(_FEATURE_KEYS)) for one in entry.inners("features", 1))
+    features = tuple(_feature(one.reject_unknown(_FEATURE_KEYS)) for one in entry.nested_list("features", 1))
     for name in dict.fromkeys(feature.name for feature in features):
         asked = {feature.dtype for feature in features if feature.name == name} - {None}
         if len(asked) > 1:
-            raise entry.failure(
+            raise entry.error(
                 f"the features {name!r} make one tensor, of one out_dtype, and ask for "
                 f"{', '.join(sorted(map(str, asked)))}"
             )
@@ -268,46 +268,46 @@ def _features(entry: Fields) -> tuple[FeatureSpec, ...]:
 
 def _feature(entry: Fields) -> FeatureSpec:
     columns = _words(entry, "feature_col")
-    name = entry.maybe("feature_name", entry.word, columns[0])
+    name = entry.optional("feature_name", entry.nonempty_text, columns[0])
     if not entry.has("feature_name") and len(columns) > 1:
-        raise entry.failure("several columns need a feature_name")
+        raise entry.error("several columns need a feature_name")
     if name in (LABEL, *SPLITS):
-        raise entry.failure(f"{name!r} is the name of labels or splits; give a feature_name")
+        raise entry.error(f"{name!r} is the name of labels or splits; give a feature_name")
     dtype = entry.choice("out_dtype", OUT_DTYPES) if entry.has("out_dtype") else None
     if not entry.has("transform"):
         return FeatureSpec(columns=columns, name=name, dtype=dtype)
-    form = entry.inner("transform")
-    chosen = form.maybe("name", form.word, "")
+    form = entry.nested("transform")
+    chosen = form.optional("name", form.nonempty_text, "")
     known = TRANSFORMS.get(chosen, ())
     if not known:
-        raise entry.failure(
+        raise entry.error(
             f"transform {chosen!r} is not supported (supported: {', '.join(TRANSFORMS)}); apply it to the "
             "table beforehand"
         )
-    form.only(("name", *known))
-    settings = {key: form.any(key) for key in known if form.has(key)}
+    form.reject_unknown(("name", *known))
+    settings = {key: form.raw_value(key) for key in known if form.has(key)}
     return FeatureSpec(columns=columns, name=name, transform=chosen, settings=settings, dtype=dtype)
 
 
 def _label(parent: Fields) -> LabelSpec | None:
     if not parent.has("labels"):
         return None
-    entries = parent.inners("labels", 1)
+    entries = parent.nested_list("labels", 1)
     if len(entries) > 1:
-        raise parent.failure(f"{len(entries)} labels; one task for each type is supported")
-    entry = entries[0].only(_LABEL_KEYS)
+        raise parent.error(f"{len(entries)} labels; one task for each type is supported")
+    entry = entries[0].reject_unknown(_LABEL_KEYS)
     task = entry.choice("task_type", TASKS)
-    column = entry.maybe("label_col", entry.word, None)
+    column = entry.optional("label_col", entry.nonempty_text, None)
     if (column is None) != (task == "link_prediction"):
-        raise entry.wrong("label_col", f"{'nothing' if column else 'a column'} for {task}")
+        raise entry.field_error("label_col", f"{'nothing' if column else 'a column'} for {task}")
     if not entry.has("custom_split_filenames"):
         return LabelSpec(task=task, column=column, split=_shares(entry))
     if entry.has("split_pct"):
-        raise entry.wrong("split_pct", "nothing where custom_split_filenames says the split")
-    form = entry.inner("custom_split_filenames").only((*SPLIT_FILES, "column"))
+        raise entry.field_error("split_pct", "nothing where custom_split_filenames says the split")
+    form = entry.nested("custom_split_filenames").reject_unknown((*SPLIT_FILES, "column"))
     columns = _words(form, "column") if form.has("column") else (None,)
     if len(columns) > 1:
-        raise form.wrong("column", "the one column of ids")
+        raise form.field_error("column", "the one column of ids")
     files = {
         name: FileSet(paths=_paths(form, name), format="lines")
         if columns[0] is None
@@ -316,7 +316,7 @@ def _label(parent: Fields) -> LabelSpec | None:
         if form.has(name)
     }
     if not files:
-        raise form.failure("it names no file; give train, valid or test")
+        raise form.error("it names no file; give train, valid or test")
     return LabelSpec(task=task, column=column, split=None, files=files, id_column=columns[0])
 
 
@@ -326,7 +326,7 @@ def _shares(entry: Fields) -> tuple[float, float, float]:
     shares = entry.value("split_pct", tuple[_Share, ...])
     # In floating point, 0.8 + 0.1 + 0.1 is slightly above 1.
     if len(shares) != 3 or not 0 < sum(shares) <= 1 + 1e-9:
-        raise entry.wrong("split_pct", "three shares of train, validation and test, together at most 1")
+        raise entry.field_error("split_pct", "three shares of train, validation and test, together at most 1")
     return shares[0], shares[1], shares[2]
 
 

@@ -16,7 +16,7 @@ from dglx_dist.data.tables import (
     TableColumn,
     TablePiece,
     as_numpy,
-    first_true,
+    find_first_true,
     numbers_of_text,
 )
 from dglx_dist.data.validate import column_error
@@ -38,7 +38,7 @@ class Transform(ABC):
 
     def __init__(self, column: str, settings: Fields) -> None:
         self.column = column
-        self.settings = settings.given
+        self.settings = settings.mapping
 
     def scan(self, rows: TableColumn) -> None:  # noqa: B027  # most need not
         """Update the statistics with some rows."""
@@ -106,7 +106,7 @@ class _Scaled(Transform):
         super().__init__(column, settings)
         self._found: dict[str, Array] = {}
         for key in filter(settings.has, self._reductions):
-            kind = _Numbers if isinstance(settings.given[key], list) else _Number
+            kind = _Numbers if isinstance(settings.mapping[key], list) else _Number
             self._found[key] = np.array(settings.value(key, kind), np.float64, ndmin=1)
         self._missing = [key for key in self._reductions if key not in self._found]
 
@@ -187,7 +187,7 @@ class Categorical(Transform):
         self._seen: set[str] = set()
         self._codes: Mapping[str, int] = settings.value("mapping", _Codes | None) or {}
         if self._given and {*self._codes.values()} != {*range(len(self._codes))}:
-            raise settings.wrong("mapping", "a number for each text, from 0 on without gaps")
+            raise settings.field_error("mapping", "a number for each text, from 0 on without gaps")
 
     def scan(self, rows: TableColumn) -> None:
         if not self._given:
@@ -311,7 +311,7 @@ def _cast(rows: Array, info: ColumnInfo, columns: TableColumn) -> Array:
         stored = rows.astype(info.dtype, copy=False)
     beyond = ~np.isfinite(stored).all(axis=1)
     if beyond.any():
-        at = first_true(beyond)
+        at = find_first_true(beyond)
         value = rows[at][~np.isfinite(stored[at])][0]
         raise columns.error(
             f"{value} is beyond {info.dtype}; give a wider out_dtype, or scale the column", at

@@ -14,7 +14,7 @@ import numpy as np
 import pyarrow.compute as pc
 
 from dglx_dist.data.external_memory import (
-    Carried,
+    EdgeColumn,
     EdgeStream,
     ScatteredRows,
     SortedEdges,
@@ -28,10 +28,10 @@ from dglx_dist.data.ingest.features import make_transforms
 from dglx_dist.data.ingest.node_ids import IdMap
 from dglx_dist.data.ingest.tensors import DatasetOutput, Reorder, TypeRows
 from dglx_dist.data.storage.columns import IDS, edge_folder, id_dtype, node_folder, write_strings
-from dglx_dist.data.storage.files import named_failures, partial_folder
+from dglx_dist.data.storage.files import name_write_failures, partial_folder
 from dglx_dist.data.storage.manifest import Manifest, check_target, put_in_place, write_manifest
 from dglx_dist.data.table_graphs import is_node_id
-from dglx_dist.data.tables import PiecewiseTable, ids_of
+from dglx_dist.data.tables import PiecewiseTable, parse_ids
 from dglx_dist.errors import ConfigError
 from dglx_dist.memory import peak_bytes, read_size
 from dglx_dist.progress import progress
@@ -63,7 +63,7 @@ def _ingest_nodes(
     id_bytes, is_range = 0, not is_text
     for piece in rows.scan(*spec.id_columns):
         if column is not None:
-            ids = ids_of(piece.columns[column], is_text=is_text)
+            ids = parse_ids(piece.columns[column], is_text=is_text)
             id_bytes += (pc.sum(pc.binary_length(ids)).as_py() or 0) if is_text else 8 * len(ids)
             is_range = is_range and np.array_equal(ids, np.arange(piece.row, piece.row + len(ids)))
     num_nodes, step = rows.num_rows, output.budget.batch // 8
@@ -121,7 +121,7 @@ def _ingest_edges(
     sizes = ids[spec.kind[0]].num_nodes, ids[spec.kind[2]].num_nodes
     edges = _write_structure(spec.kind, ends, sizes, "forward", output)
     if spec.features or spec.label is not None:
-        rows.write(seed, reorder=_edge_order(edges.carried[0], output))
+        rows.write(seed, reorder=_edge_order(edges.columns[0], output))
     shutil.rmtree(output.work / "forward")
     if reverse is not None:
         _write_structure(reverse, ends[::-1], sizes[::-1], "reverse", output)
@@ -141,7 +141,7 @@ def _write_structure(
     stream = EdgeStream(
         sources=ends[0].chunks,
         destinations=ends[1].chunks,
-        carried=[Carried(IDS, rows)],
+        columns=[EdgeColumn(IDS, rows)],
         num_sources=num_sources,
         num_destinations=num_destinations,
     )
@@ -150,7 +150,7 @@ def _write_structure(
     output.write(f"{folder}/indptr.arrow", IDS, num_destinations + 1, edges.indptr.chunks(at_once))
     info = ColumnInfo(dtype=id_dtype(num_sources).__name__, row_shape=())
     output.write(f"{folder}/indices.arrow", info, edges.indices.num_rows, edges.indices.chunks(at_once))
-    sorted_rows = edges.carried[0]
+    sorted_rows = edges.columns[0]
     output.write(f"{folder}/original_ids.arrow", IDS, sorted_rows.num_rows, sorted_rows.chunks(at_once))
     return edges
 
@@ -201,7 +201,7 @@ def ingest(config: IngestConfig, plan: IngestPlan) -> Ingested:
     budget = open_budget(read_size(plan.memory))
     with (
         low_memory_allocators(),
-        named_failures(out),
+        name_write_failures(out),
         partial_folder(out) as partial,
         partial_folder(workspace / f"{out.name}.work") as work,
         progress("Ingesting", _num_steps(config, len(reverse))) as advance,

@@ -8,8 +8,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from dglx_dist.data.external_memory import ScatteredRows, Spill, release_memory, runs
-from dglx_dist.data.tables import PiecewiseTable, TablePiece, as_numpy, ids_of
+from dglx_dist.data.external_memory import ScatteredRows, Spill, iterate_runs, release_memory
+from dglx_dist.data.tables import PiecewiseTable, TablePiece, as_numpy, parse_ids
 from dglx_dist.data.validate import column_error, first_repeat, repeated_id
 from dglx_dist.records import Array
 
@@ -39,7 +39,7 @@ class IdMap:
     def read(self, table: PiecewiseTable, column: str) -> Iterator[tuple[TablePiece, Any]]:
         """Yield the ids of a column as pyarrow arrays, with their pieces."""
         for piece in table.pieces([column]):
-            yield piece, ids_of(piece.columns[column], is_text=self.is_text)
+            yield piece, parse_ids(piece.columns[column], is_text=self.is_text)
 
     def add(self, ids: Any, first_row: int, folder: Path | None = None) -> None:
         """Append ``ids`` with their rows to the buckets of the map, or those to be looked up to a ``folder``.
@@ -50,7 +50,7 @@ class IdMap:
         folder.mkdir(parents=True, exist_ok=True)
         order = np.argsort(buckets, kind="stable")
         rows = pa.record_batch([pa.array(first_row + order), ids.take(pa.array(order))], ["number", "id"])
-        for number, run in runs(buckets[order]):
+        for number, run in iterate_runs(buckets[order]):
             with (folder / str(number)).open("ab") as file, pa.ipc.new_stream(file, rows.schema) as stream:
                 stream.write_batch(rows[run])
 

@@ -22,7 +22,7 @@ from dglx_dist.data.tables import (
     TableColumn,
     TablePiece,
     as_numpy,
-    first_true,
+    find_first_true,
     numbers_of_text,
 )
 from dglx_dist.data.validate import MAX_CLASSES, column_error, warn_of_unknown
@@ -311,7 +311,7 @@ class TypeRows:
         for has_label, code in zip(self._has_label(labels), by_row.chunks(self._at_once), strict=True):
             wrong = (code != NO_SPLIT) & ~has_label
             if wrong.any():
-                path, row = self.table.locate(first + first_true(wrong))
+                path, row = self.table.locate(first + find_first_true(wrong))
                 split = SPLITS[int(code[wrong][0])].removesuffix("_mask")
                 problem = f"no label, but the row is in the {split} split; leave it out of that split"
                 raise column_error(str(path), str(label.column), problem, row)

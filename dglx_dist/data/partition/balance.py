@@ -15,10 +15,10 @@ from dglx_dist.data.partition.graph_views import (
     SymmetricGraph,
     assign_parts,
     balance_weights,
+    concatenate_owners,
     constraint_columns,
     first_ids,
-    from_assignment,
-    has_column,
+    has_node_column,
     imbalance,
     in_degrees,
     part_shares,
@@ -62,7 +62,7 @@ def measure(graph: RawGraph, assignment: Assignment) -> PartitionQuality:
     """Return the quality of ``assignment`` on ``graph``; reads each edge 1 + P / 64 times."""
     check_assignment(assignment, graph)
     num_parts = assignment.num_parts
-    part = from_assignment(graph, assignment)
+    part = concatenate_owners(graph, assignment)
     owned = np.bincount(part, minlength=num_parts)
     edges = sum_by_part(part, in_degrees(graph), num_parts).astype(np.int64)
     remote, halo = _remote_and_halo(graph, part, num_parts)
@@ -87,7 +87,7 @@ def measure(graph: RawGraph, assignment: Assignment) -> PartitionQuality:
 def _balance(graph: RawGraph, part: Array, assignment: Assignment) -> dict[str, float]:
     # Of all constraints that exist in the graph, whether requested or not.
     asked = assignment.parameters.get("balance")
-    constraints = ["nodes", "degree", *(c for c, column in MASKS.items() if has_column(graph, column))]
+    constraints = ["nodes", "degree", *(c for c, column in MASKS.items() if has_node_column(graph, column))]
     if len(graph.num_nodes) > 1:
         constraints.append("ntype")
     constraints += [c for c in asked if c not in constraints] if isinstance(asked, list) else []
@@ -157,12 +157,12 @@ def enforce_capacities(
 
     The constraints that are still exceeded are returned with their value, and logged as warnings.
     """
-    missed = weights.missed(part_of_node)
+    missed = weights.find_unmet(part_of_node)
     if not missed:
         return part_of_node, missed
     _LOG.info("%s left %s above tolerance; moving nodes", method, missed)
     part_of_node = rebalance(graph, weights, part_of_node)
-    missed = weights.missed(part_of_node)
+    missed = weights.find_unmet(part_of_node)
     for name, reached in missed.items():
         _LOG.warning(
             "%s could not balance %s within its tolerance: the heaviest part carries %.3f of its share",
@@ -195,7 +195,7 @@ def assign_balanced(
         return assign_parts(partitioner, graph, size, parts, weights)
     workspace = partitioner.workspace
     if workspace is not None:
-        workspace = workspace.beside(8 * len(weights.columns) * num_nodes)
+        workspace = workspace.with_reserved(8 * len(weights.columns) * num_nodes)
     symmetric = symmetrise(graph, dtype=dtype, weighted=weighted, workspace=workspace, beside=beside(weights))
     name = PARTITIONERS.name_of(type(partitioner))
     parts, missed = enforce_capacities(symmetric, weights, compute(symmetric, weights), name)

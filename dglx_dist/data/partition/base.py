@@ -161,7 +161,7 @@ class Partitioner(ABC):
             ConfigError: it works in memory only, which cannot hold the edges of ``graph``.
         """
         num_bytes = 32 * graph.total_edges
-        if workspace is not None and not self.external and not workspace.holds(num_bytes):
+        if workspace is not None and not self.external and not workspace.fits(num_bytes):
             others = [name for name in PARTITIONERS.names() if PARTITIONERS.get(name).external]
             raise ConfigError(
                 f"{type(self).__name__} works in memory only, where {graph.total_edges} edges take about "

@@ -11,7 +11,14 @@ from typing import Any
 import numpy as np
 from numba import njit
 
-from dglx_dist.data.external_memory import SHOWN_FROM, Workspace, concatenated, joined_pieces, mapped, spill
+from dglx_dist.data.external_memory import (
+    SHOWN_FROM,
+    Workspace,
+    concatenate_chunks,
+    join_rank_pieces,
+    map_spill,
+    spill,
+)
 from dglx_dist.data.partition.base import PARTITIONERS, Partitioner, PartitionOptions
 from dglx_dist.data.storage.columns import id_dtype
 from dglx_dist.errors import ConfigError
@@ -62,7 +69,7 @@ class BalanceWeights:
             rows.append(np.maximum(total * self.shares * (1.0 + tolerance), needed))
         return np.stack(rows)
 
-    def missed(self, part_of_node: Array) -> dict[str, float]:
+    def find_unmet(self, part_of_node: Array) -> dict[str, float]:
         """Return the largest load / share of each constraint that exceeds its capacity."""
         loads, capacities = self.loads(part_of_node), self.capacities()
         return {
@@ -162,12 +169,12 @@ def pieces(length: int, size: int = 1 << 24) -> Iterator[slice]:
     return (slice(first, min(first + size, length)) for first in range(0, length, size))
 
 
-def has_column(graph: RawGraph, column: str) -> bool:
+def has_node_column(graph: RawGraph, column: str) -> bool:
     return any(column in columns for columns in graph.node_data.values())
 
 
 def _data_column(graph: RawGraph, constraint: str, column: str) -> Array:
-    if not has_column(graph, column):
+    if not has_node_column(graph, column):
         existing = sorted({name for columns in graph.node_data.values() for name in columns})
         hint = suggest_name(constraint, ["nodes", "degree", "ntype", "etype", *MASKS, *existing])
         raise ConfigError(
@@ -222,7 +229,7 @@ def assign_parts(
     )
 
 
-def from_assignment(graph: RawGraph, assignment: Assignment) -> Array:
+def concatenate_owners(graph: RawGraph, assignment: Assignment) -> Array:
     """Return the (N,) int32 owners over all types, in the order of ``graph.num_nodes``."""
     owners = (np.asarray(assignment.part_of[ntype], dtype=np.int32) for ntype in graph.num_nodes)
     return np.concatenate([np.empty(0, np.int32), *owners])
@@ -261,8 +268,8 @@ class SymmetricGraph:
     @staticmethod
     def open(folder: Path) -> SymmetricGraph:
         """Return the memory-mapped graph that :func:`write_rows` wrote."""
-        weights = mapped(folder, "weights") if any(folder.glob("weights.*")) else None
-        indptr, indices = mapped(folder, "indptr"), mapped(folder, "indices")
+        weights = map_spill(folder, "weights") if any(folder.glob("weights.*")) else None
+        indptr, indices = map_spill(folder, "indptr"), map_spill(folder, "indices")
         return SymmetricGraph(indptr=indptr, indices=indices, edge_weights=weights)
 
 
@@ -284,7 +291,7 @@ def symmetrise(
     num_nodes = graph.total_nodes
     per_entry = np.dtype(dtype or id_dtype(num_nodes)).itemsize + 4 * weighted
     num_bytes = 2 * graph.total_edges * per_entry + 16 * num_nodes
-    if workspace is not None and not workspace.holds(num_bytes + beside):
+    if workspace is not None and not workspace.fits(num_bytes + beside):
         folder = workspace.stage(
             "symmetric" if weighted else "neighbours",
             lambda folder: _write_symmetric(graph, folder, weighted, workspace),
@@ -324,7 +331,7 @@ def _write_symmetric(graph: RawGraph, folder: Path, weighted: bool, workspace: W
     starts, weight_dtype = _starts(graph)[1:], np.int32 if weighted else None
     write_rows(folder, starts, partial(_fill_rows, graph), weight_dtype, workspace, "Symmetrising")
     for path in folder.glob("weights.*") if workspace.ranks.is_first else ():
-        if _nearly_uniform(mapped(folder, "weights")):
+        if _nearly_uniform(map_spill(folder, "weights")):
             path.unlink()
 
 
@@ -366,7 +373,7 @@ def write_rows(
     bounds = np.searchsorted(starts, starts[-1] * np.arange(1, ranks.count) // ranks.count)
     first, end = [0, *bounds.tolist(), num_rows][ranks.rank : ranks.rank + 2]
     with (
-        joined_pieces(folder, ranks) as own,
+        join_rank_pieces(folder, ranks) as own,
         progress(what, end - first, enabled=ranks.is_first and num_rows >= SHOWN_FROM) as advance,
     ):
         indptr = spill(own, "indptr", np.int64, [np.zeros(int(ranks.is_first))])
@@ -492,6 +499,6 @@ def induced_graph(
             yield ends[end, (ends >= 0).all(axis=0)]
 
     found = [partial(inside, edge_type, end) for edge_type in graph.edges for end in (0, 1)]
-    ends = iter(concatenated(workspace, "edges", found, 2 * graph.total_edges))
+    ends = iter(concatenate_chunks(workspace, "edges", found, 2 * graph.total_edges))
     edges = {edge_type: (next(ends), next(ends)) for edge_type in graph.edges}
     return RawGraph(name=f"a piece of {graph.name}", num_nodes=num_nodes, edges=edges, node_data=node_data)

@@ -7,15 +7,15 @@ from typing import final
 
 import numpy as np
 
-from dglx_dist.data.external_memory import Workspace, concatenated
+from dglx_dist.data.external_memory import Workspace, concatenate_chunks
 from dglx_dist.data.partition.balance import enforce_capacities
 from dglx_dist.data.partition.base import PARTITIONERS, Partitioner, PartitionOptions, default_partitioner
 from dglx_dist.data.partition.graph_views import (
     COUNT_EDGES,
     assign_parts,
     balance_weights,
+    concatenate_owners,
     constraint_columns,
-    from_assignment,
     induced_graph,
     node_slices,
     part_shares,
@@ -56,7 +56,7 @@ class Hierarchical(Partitioner):
             return plugin(given).within(workspace, graph).assign(graph, len(shares), seed)
 
         def split_servers() -> Array:
-            return from_assignment(weighted, split(weighted, shares.sum(axis=1), self._within("servers")))
+            return concatenate_owners(weighted, split(weighted, shares.sum(axis=1), self._within("servers")))
 
         # Kept, since a method may place otherwise in another memory, and the edges of a server are stages.
         work = self.workspace
@@ -67,10 +67,10 @@ class Hierarchical(Partitioner):
             inside = self._within(f"server{server}")
             piece = induced_graph(weighted, local_nodes, options.constraints, inside)
             second = split(piece, shares[server], inside)
-            part_of_node[local_nodes] = server * workers + from_assignment(piece, second)
+            part_of_node[local_nodes] = server * workers + concatenate_owners(piece, second)
         promised = weights if second.parameters.get("tolerance") else None
         parameters: dict[str, object] = {"servers": servers, "workers": workers, "inner": inner}
-        if promised is not None and weights.missed(part_of_node):
+        if promised is not None and weights.find_unmet(part_of_node):
             # Each level may exceed its share by one heavy node.
             part_of_node, missed = enforce_capacities(
                 symmetrise(graph, workspace=self.workspace), weights, part_of_node, "hierarchical"
@@ -189,7 +189,7 @@ def assign_two_levels(
     parts = Assignment(num_parts=num_parts, part_of=part_of, method=method, seed=seed, parameters=parameters)
     if parameters.get("tolerance"):
         weights = balance_weights(graph, options, num_parts, None)
-        missed = weights.missed(from_assignment(graph, parts))
+        missed = weights.find_unmet(concatenate_owners(graph, parts))
         if missed:
             parts = replace(parts, parameters={**parameters, "missed": missed})
     return TwoLevelSplit(parts=parts, trainers=trainers)
@@ -211,7 +211,7 @@ def with_trainer_ids(graph: RawGraph, trainers: Assignment, workspace: Workspace
             yield part_of[destinations[first : first + _EDGES_AT_ONCE]]
 
     found = [partial(of_edges, etype) for etype in graph.edges]
-    columns = concatenated(workspace, "trainers", found, graph.total_edges)
+    columns = concatenate_chunks(workspace, "trainers", found, graph.total_edges)
     edge_data: dict[EdgeType, dict[str, Array]] = {
         etype: {**graph.edge_data.get(etype, {}), TRAINER_ID: column}
         for etype, column in zip(graph.edges, columns, strict=True)

@@ -150,11 +150,11 @@ class _Multilevel(Partitioner):
             if workspace is None:
                 return solve(symmetric, weights)
             num_weights = len(weights.columns)
-            beside_columns = workspace.beside(8 * num_weights * graph.total_nodes)
+            beside_columns = workspace.with_reserved(8 * num_weights * graph.total_nodes)
 
             def fits(one: SymmetricGraph) -> bool:
                 size = (one.num_nodes, len(one.indices), one.edge_weights is not None)
-                return beside_columns.holds(self._bytes(*size, num_weights))
+                return beside_columns.fits(self._bytes(*size, num_weights))
 
             return partition(symmetric, weights, solve, fits, workspace, seed)
 

@@ -17,17 +17,24 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
-from dglx_dist.data.external_memory import Ranks, Workspace, concatenated, mapped, open_workspace, spill
+from dglx_dist.data.external_memory import (
+    Ranks,
+    Workspace,
+    concatenate_chunks,
+    map_spill,
+    open_workspace,
+    spill,
+)
 from dglx_dist.data.partition.balance import PartitionQuality, measure
 from dglx_dist.data.partition.base import PARTITIONERS, PartitionPlan
-from dglx_dist.data.partition.graph_views import MASKS, constraint_columns, has_column, pieces
+from dglx_dist.data.partition.graph_views import MASKS, constraint_columns, has_node_column, pieces
 from dglx_dist.data.partition.hierarchical import assign_two_levels, with_trainer_ids
 from dglx_dist.data.partition.one_pass import COLUMNS, FEATURES
 from dglx_dist.data.sources import load_dataset
 from dglx_dist.data.storage.columns import MANIFEST, safe_name
 from dglx_dist.data.storage.files import discard
 from dglx_dist.data.storage.manifest import check_target, read_manifest
-from dglx_dist.data.storage.reader import StoredDataset, graph_of, open_dataset
+from dglx_dist.data.storage.reader import StoredDataset, load_raw_graph, open_dataset
 from dglx_dist.data.storage.writer import check_ends, sorting_budget, write_dataset
 from dglx_dist.errors import ConfigError, StorageError
 from dglx_dist.memory import read_size
@@ -116,7 +123,7 @@ def load_graph(
             raise ConfigError(
                 f"{folder} is a dataset, which has no option {next(iter(options))!r}; leave it out"
             )
-        return graph_of(open_dataset(folder), workspace)
+        return load_raw_graph(open_dataset(folder), workspace)
     return load_dataset(spec, workspace=workspace, **options)
 
 
@@ -270,7 +277,7 @@ def _stored(graph: RawGraph, folder: Path) -> _Split:
     told = json.loads((folder / "split.json").read_text())
     for name in ("parts", "trainers"):
         if told[name] is not None:
-            owners = [np.array(mapped(folder, f"{name}{i}")) for i in range(len(graph.num_nodes))]
+            owners = [np.array(map_spill(folder, f"{name}{i}")) for i in range(len(graph.num_nodes))]
             part_of = dict(zip(graph.num_nodes, owners, strict=True))
             told[name] = Assignment(**{**told[name], "part_of": part_of})
     quality: dict[str, Any] = told["quality"]
@@ -343,7 +350,7 @@ def _edge_keys(src: Array, dst: Array, num_nodes: int) -> Array:
 
 def _prepared(graph: RawGraph, plan: PartitionPlan, workspace: Workspace | None) -> RawGraph:
     # Before any stage is written, which a command with the remedy could not resume.
-    if plan.normalize_features and not has_column(graph, FEATURE):
+    if plan.normalize_features and not has_node_column(graph, FEATURE):
         raise ConfigError(f"{graph.name} has no features {FEATURE!r}; leave --normalize-features out")
     if plan.add_self_loops and not graph.is_homogeneous:
         raise ConfigError(
@@ -417,7 +424,7 @@ def _with_edges(
     makers += [partial(joined, column, None, name) for name, column in columns.items()]
     if etype in graph.edge_ids:
         makers.append(partial(joined, graph.edge_ids[etype], np.arange(len(src), len(src) + count)))
-    found = concatenated(workspace, what, makers, len(makers) * (len(src) + count))
+    found = concatenate_chunks(workspace, what, makers, len(makers) * (len(src) + count))
     data = zip(columns.items(), found[2:], strict=False)
     return replace(
         graph,
@@ -437,7 +444,7 @@ def _with_rows_normalized(graph: RawGraph, workspace: Workspace | None) -> RawGr
             columns[FEATURE] = replace(column, values=_divided(column.values, sums[rows]))
         elif column is not None:
             chunks, name = [partial(_normalized, column)], f"features {safe_name(ntype)}"
-            (rows,) = concatenated(workspace, name, chunks, column.size)
+            (rows,) = concatenate_chunks(workspace, name, chunks, column.size)
             columns[FEATURE] = rows.reshape(column.shape)
     return replace(graph, node_data=node_data)
 

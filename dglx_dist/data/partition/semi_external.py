@@ -14,7 +14,7 @@ from typing import TypeAlias
 import numpy as np
 from numba import njit
 
-from dglx_dist.data.external_memory import SHOWN_FROM, Ranks, Workspace, mapped, spill
+from dglx_dist.data.external_memory import SHOWN_FROM, Ranks, Workspace, map_spill, spill
 from dglx_dist.data.partition.graph_views import BalanceWeights, SymmetricGraph, write_rows
 from dglx_dist.data.partition.one_pass import stream
 from dglx_dist.data.storage.columns import id_dtype
@@ -61,7 +61,7 @@ def partition(
         folder = workspace.stage(f"level{len(levels)}", make, shared=True)
         coarse = SymmetricGraph.open(folder)
         log.info("level %d has %d nodes, %d pairs", len(levels), coarse.num_nodes, len(coarse.indices) // 2)
-        of_clusters = tuple(mapped(folder, f"column{c}") for c in range(len(weights.columns)))
+        of_clusters = tuple(map_spill(folder, f"column{c}") for c in range(len(weights.columns)))
         levels.append((coarse, replace(weights, names=names, columns=of_clusters)))
         if len(coarse.indices) + coarse.num_nodes > _LEAST_SHRINKING * (len(fine.indices) + fine.num_nodes):
             break
@@ -79,7 +79,7 @@ def partition(
     # Called by its level, since another memory may have stopped at another one.
     parts = workspace.array(f"parts{len(levels) - 1}", first_parts)
     for level in range(len(levels) - 1, 0, -1):
-        coarse_of = mapped(workspace.folder / f"level{level}", "coarse_of")
+        coarse_of = map_spill(workspace.folder / f"level{level}", "coarse_of")
         # Capacities are those of the whole graph, which hold for single nodes too.
         state = (*levels[level - 1], parts[coarse_of], weights.capacities(), workspace.ranks)
         parts = workspace.array(f"parts{level - 1}", functools.partial(_refine, *state), shared=True)
@@ -104,7 +104,7 @@ def _coarsen(
     np.cumsum(starts, out=starts)
     fill = functools.partial(_fill_between, adjacency, coarse_of)
     held = (coarse_of.itemsize + 8 * len(weights.columns)) * num_nodes
-    write_rows(folder, starts, fill, id_dtype(total), workspace.beside(held), "Contracting")
+    write_rows(folder, starts, fill, id_dtype(total), workspace.with_reserved(held), "Contracting")
 
 
 _Adjacency: TypeAlias = tuple[Array, Array, Array]

@@ -29,13 +29,13 @@ import numpy as np
 from dglx_dist.data.storage.columns import FileInfo, checksum
 from dglx_dist.data.storage.files import (
     PARTIAL_SUFFIX,
-    hold,
-    locked,
+    lock_shared,
     partial_folder,
     publish,
-    read_small,
+    read_small_file,
     remove_abandoned,
     replace_folder,
+    try_lock,
 )
 from dglx_dist.errors import StorageError
 from dglx_dist.memory import format_bytes
@@ -109,7 +109,7 @@ class ArrayStream:
 
 @final
 class ArrayWriter:
-    """Writes the arrays of one folder under a temporary name; made by :meth:`ArrayFolder.writing`."""
+    """Writes the arrays of one folder under a temporary name; made by :meth:`ArrayFolder.open_writer`."""
 
     def __init__(self, folder: ArrayFolder, partial: Path, stack: ExitStack) -> None:
         self._folder, self._partial, self._stack = folder, partial, stack
@@ -152,7 +152,7 @@ class ArrayFolder:
     def __init__(self, path: Path, *, trusted: bool = False) -> None:
         self.path, self._trusted = path, trusted
 
-    def below(self, name: str) -> ArrayFolder:
+    def subfolder(self, name: str) -> ArrayFolder:
         return ArrayFolder(self.path / name, trusted=self._trusted)
 
     def read(
@@ -164,7 +164,7 @@ class ArrayFolder:
             StorageError: a file is missing or damaged, or the facts are not those given.
         """
         try:
-            stamp = json.loads(read_small(self.path / STAMP))
+            stamp = json.loads(read_small_file(self.path / STAMP))
             if not isinstance(stamp, dict) or stamp.get("crc32") != checksum_of(stamp.get("head")):
                 raise ValueError(f"{STAMP} does not match its checksum")
             told, arrays = stamp["head"]["told"], {}
@@ -211,15 +211,15 @@ class ArrayFolder:
             return None
 
     @contextmanager
-    def writing(self) -> Iterator[ArrayWriter]:
+    def open_writer(self) -> Iterator[ArrayWriter]:
         """Yield a writer of a new folder, which is removed unless it is published; may raise OSError."""
         with partial_folder(self.path) as partial, ExitStack() as stack:
             yield ArrayWriter(self, partial, stack)
 
-    def keep(self, arrays: Mapping[str, Array], facts: Mapping[str, Any], what: str) -> bool:
+    def save(self, arrays: Mapping[str, Array], facts: Mapping[str, Any], what: str) -> bool:
         """Replace the folder; log and return False if there is no space or permission for ``what``."""
         try:
-            with self.writing() as writer:
+            with self.open_writer() as writer:
                 for name, array in arrays.items():
                     writer.put(name, array)
                 writer.publish(facts, overwrite=True)
@@ -277,7 +277,7 @@ class ArrayCache:
         if path not in self._locks:
             # Where nothing can be locked nothing can be evicted either.
             with suppress(OSError):
-                self._locks[path] = lock = hold(_lock_of(path))
+                self._locks[path] = lock = lock_shared(_lock_of(path))
                 os.utime(lock)
         return ArrayFolder(path, trusted=self._trusted)
 
@@ -343,7 +343,7 @@ def _evict(path: Path) -> bool:
     with suppress(OSError), partial_folder(path) as aside:
         lock = _lock_of(path)
         os.close(os.open(lock, os.O_RDONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666))
-        with locked(lock) as is_free:
+        with try_lock(lock) as is_free:
             if is_free:
                 if path.exists():
                     path.rename(aside)

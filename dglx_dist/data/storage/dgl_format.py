@@ -16,7 +16,7 @@ from dgl.data.utils import save_tensors
 from dglx_dist.data.dgl_files import DglFile, check_files, load_graphs, load_tensors
 from dglx_dist.data.json_fields import Fields
 from dglx_dist.data.storage.columns import numpy_dtype, safe_name
-from dglx_dist.data.storage.files import named_failures, partial_folder, read_small
+from dglx_dist.data.storage.files import name_write_failures, partial_folder, read_small_file
 from dglx_dist.data.storage.manifest import Manifest, check_target, put_in_place
 from dglx_dist.data.storage.writer import (
     CHUNK_BYTES,
@@ -24,10 +24,10 @@ from dglx_dist.data.storage.writer import (
     FeatureDtype,
     NodeOrder,
     check_feature_dtype,
-    chosen_dtypes,
     narrow,
     relabel_edges,
     relabel_nodes,
+    resolve_dtypes,
     rows_of,
     take_rows,
     write_dataset,
@@ -116,7 +116,7 @@ class PartConfig:
 def read_part_config(path: Path) -> PartConfig:
     """Read DGL's JSON file; StorageError if it is missing or not DGL's."""
     try:
-        raw = read_small(path)
+        raw = read_small_file(path)
     except OSError as problem:
         raise StorageError(f"{path} cannot be read ({problem.strerror})") from problem
     top = Fields.parse(raw, str(path), error=StorageError)
@@ -125,23 +125,23 @@ def read_part_config(path: Path) -> PartConfig:
     return PartConfig(
         path=path,
         name=top.text("graph_name"),
-        method=top.maybe("part_method", top.text, "dgl"),
+        method=top.optional("part_method", top.text, "dgl"),
         num_parts=num_parts,
         ntypes=ntypes,
         etypes=[_edge_type(name, path) for name in etypes],
         nodes=_id_ranges(top, "node_map", ntypes, num_parts),
         edges=_id_ranges(top, "edge_map", etypes, num_parts),
-        files=[top.inner(f"part-{part}").given for part in range(num_parts)],
+        files=[top.nested(f"part-{part}").mapping for part in range(num_parts)],
     )
 
 
 def _numbered(top: Fields, key: str, default: str) -> list[str]:
     if not top.has(key):
         return [default]
-    numbers = top.inner(key)
-    names = sorted(numbers.given, key=numbers.integer)
+    numbers = top.nested(key)
+    names = sorted(numbers.mapping, key=numbers.integer)
     if [numbers.integer(name) for name in names] != list(range(len(names))):
-        raise top.wrong(key, "the numbers 0, 1, 2, ...")
+        raise top.field_error(key, "the numbers 0, 1, 2, ...")
     return names
 
 
@@ -160,22 +160,22 @@ def _id_ranges(top: Fields, key: str, names: Sequence[str], num_parts: int) -> I
     expected = (
         f"{num_parts} ranges for each of {', '.join(names)}, growing from part to part and type to type"
     )
-    found = top.any(key)
+    found = top.raw_value(key)
     # Old files do not name the only type.
-    given = {names[0]: found} if len(names) == 1 and isinstance(found, list) else top.inner(key).given
+    given = {names[0]: found} if len(names) == 1 and isinstance(found, list) else top.nested(key).mapping
     try:
         array = np.array([given.get(name) for name in names], dtype=np.int64)
     except (TypeError, ValueError, OverflowError) as problem:
-        raise top.wrong(key, expected) from problem
+        raise top.field_error(key, expected) from problem
     if array.shape == (1, num_parts):
         array = np.stack([np.pad(array[:, :-1], ((0, 0), (1, 0))), array], axis=-1)
     if array.shape != (len(names), num_parts, 2):
-        raise top.wrong(key, expected)
+        raise top.field_error(key, expected)
     counts = array[..., 1] - array[..., 0]
     offsets = np.pad(np.cumsum(counts, axis=1), ((0, 0), (1, 0)))
     ranges = IdRanges.from_offsets(list(offsets))
     if (counts < 0).any() or not np.array_equal(ranges.starts, array[..., 0]):
-        raise top.wrong(key, expected)
+        raise top.field_error(key, expected)
     return ranges
 
 
@@ -321,11 +321,11 @@ def write_dgl_format(
     check_feature_dtype(feature_dtype, graph)
     graph = _in_source_order(graph)
     of_types: dict[Any, Mapping[str, NodeColumn]] = {**graph.node_data, **graph.edge_data}
-    dtypes = {kind: chosen_dtypes(columns, feature_dtype) for kind, columns in of_types.items()}
+    dtypes = {kind: resolve_dtypes(columns, feature_dtype) for kind, columns in of_types.items()}
     writer = _DglWriter(graph, relabel_nodes(graph, assignment), frozenset(bfloat16), dtypes, formats)
     config = f"{safe_name(graph.name)}.json"
     with (
-        named_failures(folder),
+        name_write_failures(folder),
         partial_folder(folder) as partial,
         progress("Writing DGL's format", assignment.num_parts) as advance,
     ):

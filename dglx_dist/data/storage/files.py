@@ -49,7 +49,7 @@ def partial_folder(target: Path) -> Iterator[Path]:
 
 
 @contextmanager
-def replaced_file(target: Path) -> Iterator[Path]:
+def replace_atomically(target: Path) -> Iterator[Path]:
     """Yield a file name beside ``target`` to write; at the end it is synchronised and renamed to ``target``.
 
     An error leaves ``target`` as it was.
@@ -63,7 +63,7 @@ def replaced_file(target: Path) -> Iterator[Path]:
         partial.unlink(missing_ok=True)
 
 
-def read_small(path: Path, most: int = 1 << 28) -> bytes:
+def read_small_file(path: Path, most: int = 1 << 28) -> bytes:
     """Return a regular file's content of at most ``most`` bytes, such as JSON; OSError for any other file.
 
     Devices and pipes may never end, and memory for the parsed values is many times that of the text.
@@ -135,7 +135,7 @@ def _host() -> str:
 
 
 @contextmanager
-def named_failures(folder: Path) -> Iterator[None]:
+def name_write_failures(folder: Path) -> Iterator[None]:
     """Raise StorageError naming ``folder`` for any OSError inside, such as a full disk."""
     try:
         yield
@@ -158,7 +158,7 @@ def publish(folder: Path, target: Path) -> bool:
     return True
 
 
-def publish_over(folder: Path, target: Path) -> None:
+def publish_or_replace(folder: Path, target: Path) -> None:
     """Rename ``folder`` to ``target``, whose present content is removed after that."""
     if not publish(folder, target):
         replace_folder(folder, target)
@@ -220,11 +220,11 @@ def discard(folder: Path) -> None:
     shutil.rmtree(partial)
 
 
-def hold(path: Path, mode: int = 0o777) -> int:
+def lock_shared(path: Path, mode: int = 0o777) -> int:
     """Return a descriptor whose shared lock on ``path`` lasts until it is closed or its process ends.
 
     The file and its folder, with the permissions ``mode``, are made where they are missing. Both may be
-    removed inside :func:`locked` only.
+    removed inside :func:`try_lock` only.
     """
     while True:
         path.parent.mkdir(mode, parents=True, exist_ok=True)
@@ -246,7 +246,7 @@ def hold(path: Path, mode: int = 0o777) -> int:
         os.close(lock)
 
 
-def hold_alone(path: Path, limit_s: float) -> int:
+def lock_exclusive(path: Path, limit_s: float) -> int:
     """Return a descriptor whose exclusive lock on ``path`` lasts until it is closed or its process ends.
 
     StorageError: another process has it for ``limit_s``. A file system without locks gives none.
@@ -272,7 +272,7 @@ def hold_alone(path: Path, limit_s: float) -> int:
 
 
 @contextmanager
-def locked(path: Path) -> Iterator[bool]:
+def try_lock(path: Path) -> Iterator[bool]:
     """Yield whether no process holds the existing file ``path``; if so, none can until the end."""
     lock = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     try:

@@ -24,7 +24,7 @@ from dglx_dist.data.storage.columns import (
     edge_folder,
     node_folder,
 )
-from dglx_dist.data.storage.files import check_replaceable, place_folder, read_small
+from dglx_dist.data.storage.files import check_replaceable, place_folder, read_small_file
 from dglx_dist.errors import StorageError
 from dglx_dist.records import LABEL, Array, ColumnInfo, EdgeType
 
@@ -93,11 +93,11 @@ class StoredArray(NamedTuple):
     info: ColumnInfo | None
     """None: ids of int32 or int64."""
     num_rows: int
-    bound: int | None = None
+    upper_bound: int | None = None
     """Values are below it, since compiled code uses them unchecked; None: they may be any."""
-    of: str = ""
+    refers_to: str = ""
     """What has these values as ids."""
-    least: int | None = 0
+    minimum: int | None = 0
     """Smallest value; None: there is none."""
 
 
@@ -120,7 +120,7 @@ def part_arrays(manifest: Manifest, part: int) -> dict[str, StoredArray]:
             stored = _column(info, num_nodes)
             if is_label and num_classes is not None:
                 # Negative ones stand for no label.
-                stored = stored._replace(bound=num_classes, of="num_classes", least=None)
+                stored = stored._replace(upper_bound=num_classes, refers_to="num_classes", minimum=None)
             arrays[data_path(folder, name)] = stored
     for etype, columns in manifest.edge_columns.items():
         folder, num_edges = edge_folder(part, etype), owned(manifest.edge_offsets[etype])
@@ -182,22 +182,22 @@ def from_json(value: object, where: str) -> Manifest:
     _check_format(top)
     num_parts = top.integer("num_parts", 1)
     node_offsets, node_columns, num_classes, user_ids = {}, {}, {}, {}
-    for item in top.inners("node_types", 1):
+    for item in top.nested_list("node_types", 1):
         ntype = item.text("name")
-        node_offsets[ntype], node_columns[ntype] = _offsets(item, num_parts), _columns(item.inner("columns"))
-        if item.any("num_classes") is not None:
+        node_offsets[ntype], node_columns[ntype] = _offsets(item, num_parts), _columns(item.nested("columns"))
+        if item.raw_value("num_classes") is not None:
             num_classes[ntype] = item.integer("num_classes", 0)
         if (kind := item.choice("user_ids", ("int64", "string", None))) is not None:
             user_ids[ntype] = kind
-        item.end()
+        item.reject_unread()
     edge_offsets, edge_columns = {}, {}
-    for item in top.inners("edge_types"):
+    for item in top.nested_list("edge_types"):
         source, relation, destination = item.value("name", _EtypeName)
         etype = (source, relation, destination)
-        edge_offsets[etype], edge_columns[etype] = _offsets(item, num_parts), _columns(item.inner("columns"))
-        item.end()
-    entries = top.inner("files")
-    files = {path: _file(entries.inner(path)) for path in entries.given}
+        edge_offsets[etype], edge_columns[etype] = _offsets(item, num_parts), _columns(item.nested("columns"))
+        item.reject_unread()
+    entries = top.nested("files")
+    files = {path: _file(entries.nested(path)) for path in entries.mapping}
     manifest = Manifest(
         name=top.text("name"),
         num_parts=num_parts,
@@ -209,11 +209,11 @@ def from_json(value: object, where: str) -> Manifest:
         user_ids=user_ids,
         method=top.text("method"),
         seed=top.integer("seed"),
-        parameters=top.inner("parameters").given,
-        quality=top.inner("quality").given,
+        parameters=top.nested("parameters").mapping,
+        quality=top.nested("quality").mapping,
         files=files,
     )
-    top.end()
+    top.reject_unread()
     for etype in manifest.edge_types:
         for ntype in (etype[0], etype[2]):
             if ntype not in node_columns:
@@ -240,7 +240,7 @@ def read_manifest(folder: Path) -> Manifest:
     """Return the checked manifest of a dataset; StorageError if it is missing, damaged, or too new."""
     path = folder / MANIFEST
     try:
-        raw = read_small(path)
+        raw = read_small_file(path)
     except OSError as problem:
         raise StorageError(_why_unreadable(folder, problem)) from problem
     try:
@@ -284,7 +284,7 @@ def _why_unreadable(folder: Path, problem: OSError) -> str:
 def is_dgl_config(path: Path) -> bool:
     """Whether ``path`` is the JSON file of a partition in DGL's format."""
     try:
-        value = json.loads(read_small(path))
+        value = json.loads(read_small_file(path))
     except (OSError, ValueError, RecursionError):
         return False
     return isinstance(value, dict) and "part-0" in value
@@ -306,17 +306,17 @@ def _offsets(item: Fields, num_parts: int) -> Array:
     count = num_parts + 1
     offsets = item.value("offsets", Annotated[tuple[_Count, ...], Within(count, count)])
     if offsets[0] != 0 or any(b < a for a, b in pairwise(offsets)):
-        raise item.wrong("offsets", "numbers that start at 0 and never fall")
+        raise item.field_error("offsets", "numbers that start at 0 and never fall")
     return np.array(offsets, dtype=np.int64)
 
 
 def _columns(items: Fields) -> dict[str, ColumnInfo]:
     columns = {}
-    for name in items.given:
-        item = items.inner(name)
+    for name in items.mapping:
+        item = items.nested(name)
         dtype = item.choice("dtype", DTYPES)
         columns[name] = ColumnInfo(dtype=dtype, row_shape=item.value("row_shape", tuple[_Count, ...]))
-        item.end()
+        item.reject_unread()
     return columns
 
 
@@ -326,7 +326,7 @@ def _columns_to_json(columns: Mapping[str, ColumnInfo]) -> dict[str, object]:
 
 def _file(item: Fields) -> FileInfo:
     info = FileInfo(num_bytes=item.integer("bytes", 0), checksum=item.text("crc32"))
-    item.end()
+    item.reject_unread()
     return info
 
 
@@ -355,4 +355,4 @@ def _is_dataset(folder: Path) -> bool:
     # It may be damaged or of another version, but the folder holds nothing else.
     names = {path.name for path in folder.iterdir()}
     others = {name for name in names - {MANIFEST, CACHE} if not _PART.fullmatch(name)}
-    return MANIFEST in names and not others and FORMAT.encode() in read_small(folder / MANIFEST)
+    return MANIFEST in names and not others and FORMAT.encode() in read_small_file(folder / MANIFEST)

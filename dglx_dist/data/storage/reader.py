@@ -13,7 +13,7 @@ from typing import Any, Literal, TypeAlias, TypeVar, final
 
 import numpy as np
 
-from dglx_dist.data.external_memory import Workspace, concatenated
+from dglx_dist.data.external_memory import Workspace, concatenate_chunks
 from dglx_dist.data.storage.arrays import ArrayCache, checksum_of
 from dglx_dist.data.storage.columns import (
     CACHE,
@@ -30,7 +30,7 @@ from dglx_dist.data.storage.columns import (
     safe_name,
     string_pieces,
 )
-from dglx_dist.data.storage.files import PARTIAL_SUFFIX, read_small, replaced_file
+from dglx_dist.data.storage.files import PARTIAL_SUFFIX, read_small_file, replace_atomically
 from dglx_dist.data.storage.manifest import Manifest, StoredArray, part_arrays, read_manifest
 from dglx_dist.errors import ConfigError, DatasetError, StorageError, shorten_list
 from dglx_dist.progress import progress
@@ -64,7 +64,7 @@ def verify_files(folder: Path, manifest: Manifest, verify: Verify) -> None:
         return
     files, parts = manifest.files, range(manifest.num_parts)
     arrays = (one for part in parts for one in part_arrays(manifest, part).items())
-    ids = {path: array for path, array in arrays if array.bound is not None}
+    ids = {path: array for path, array in arrays if array.upper_bound is not None}
     stamps = _read_stamps(folder) if verify == "auto" else {}
     found = {
         path: [*_stamp(folder / path, info), *([manifest.checksum] if path in ids else [])]
@@ -85,7 +85,7 @@ def verify_files(folder: Path, manifest: Manifest, verify: Verify) -> None:
 
 
 def _check_values(folder: Path, path: str, array: StoredArray) -> None:
-    name, bound = Path(path).stem, array.bound or 0
+    name, bound = Path(path).stem, array.upper_bound or 0
     values = read_column(folder / path, name, array.info if "/data/" in path else None, array.num_rows)
     where = f"{folder}: part {path.split('/')[0].removeprefix('part')} is wrong: in {path}, {name}"
     remedy = "copy the part again or partition the graph again"
@@ -94,15 +94,17 @@ def _check_values(folder: Path, path: str, array: StoredArray) -> None:
         kinds = " or ".join(dtypes)
         raise DatasetError(f"{where} is {values.dtype} of shape {values.shape}, expected {kinds}; {remedy}")
     flat = values.reshape(-1).view(np.uint8) if values.dtype == np.bool_ else values
-    at = first_wrong(flat, bound, least=array.least, is_indptr=name == "indptr")
+    at = find_first_invalid(flat, bound, least=array.minimum, is_indptr=name == "indptr")
     if at is not None:
-        ranges = f"below {bound}" if array.least is None else f"0 to {bound - 1}"
+        ranges = f"below {bound}" if array.minimum is None else f"0 to {bound - 1}"
         if name == "indptr":
             ranges = f"numbers that never fall, from 0 at first to {bound - 1} at last"
-        raise DatasetError(f"{where}[{at}] is {flat[at]}, expected {ranges} ({array.of}); {remedy}")
+        raise DatasetError(f"{where}[{at}] is {flat[at]}, expected {ranges} ({array.refers_to}); {remedy}")
 
 
-def first_wrong(values: Array, bound: int, *, least: int | None = 0, is_indptr: bool = False) -> int | None:
+def find_first_invalid(
+    values: Array, bound: int, *, least: int | None = 0, is_indptr: bool = False
+) -> int | None:
     """Return the place of the first of (K,) integers outside [``least``, ``bound``); None if there is none.
 
     With ``is_indptr`` they must also rise from 0 to ``bound`` - 1, and there is at least one.
@@ -130,7 +132,7 @@ def _stamp(path: Path, info: FileInfo) -> list[object]:
 
 def _read_stamps(folder: Path) -> Stamps:
     try:
-        stamps = json.loads(read_small(folder / _STAMPS))
+        stamps = json.loads(read_small_file(folder / _STAMPS))
         # Without a valid stamp the files are read again.
         return stamps["files"] if stamps["crc32"] == checksum_of(stamps["files"]) else {}
     except (OSError, ValueError, LookupError, TypeError, RecursionError):
@@ -141,7 +143,7 @@ def _write_stamps(folder: Path, stamps: Stamps) -> None:
     target = folder / _STAMPS
     try:
         target.parent.mkdir(exist_ok=True)
-        with replaced_file(target) as partial:
+        with replace_atomically(target) as partial:
             partial.write_text(json.dumps({"crc32": checksum_of(stamps), "files": stamps}))
     except OSError as problem:
         _LOG.warning(
@@ -266,7 +268,7 @@ class StoredPart:
         if kind != "string" or workspace is None or not num_rows:
             return self._array(path)
         pieces = partial(string_pieces, self._folder / path, path, num_rows, _TEXTS_AT_ONCE)
-        (ids,) = concatenated(workspace, f"ids-{safe_name(ntype)}", [pieces], num_rows)
+        (ids,) = concatenate_chunks(workspace, f"ids-{safe_name(ntype)}", [pieces], num_rows)
         return ids
 
     def _node_folder(self, ntype: str) -> str:
@@ -295,7 +297,7 @@ def _known(mapping: Mapping[K, Any], key: K, kind: str, folder: Path) -> None:
         raise ConfigError(f"{folder} has no {kind} {key!r} (known: {known})")
 
 
-def graph_of(dataset: StoredDataset, workspace: Workspace | None = None) -> RawGraph:
+def load_raw_graph(dataset: StoredDataset, workspace: Workspace | None = None) -> RawGraph:
     """Return the graph of a dataset of one part, with edges in the order in which they are stored.
 
     Memory-mapped, but for destinations: they are in memory, or in a stage of the ``workspace``. ConfigError
@@ -338,7 +340,7 @@ def graph_of(dataset: StoredDataset, workspace: Workspace | None = None) -> RawG
 def _destinations(part: StoredPart, manifest: Manifest, workspace: Workspace | None) -> dict[EdgeType, Array]:
     etypes, num_edges = manifest.edge_types, sum(map(manifest.num_edges, manifest.edge_types))
     found = [partial(expand, part.indptr(one), id_dtype(manifest.num_nodes(one[2]))) for one in etypes]
-    return dict(zip(etypes, concatenated(workspace, "edges", found, num_edges), strict=True))
+    return dict(zip(etypes, concatenate_chunks(workspace, "edges", found, num_edges), strict=True))
 
 
 def expand(indptr: Array, dtype: Any, step: int = 1 << 20) -> Iterator[Array]:
@@ -398,7 +400,7 @@ def open_structure(dataset: StoredDataset, etype: EdgeType) -> CSC:
     try:
         if found is None:
             with (
-                copy.writing() as writer,
+                copy.open_writer() as writer,
                 progress("Assembling the structure", total, enabled=total > _PROGRESS_EDGES) as advance,
             ):
                 for name, length in lengths.items():
@@ -427,5 +429,5 @@ def _check_structure(
         array = arrays[name]
         if array.shape != (length,) or array.dtype.name not in ("int32", "int64"):
             raise ValueError(f"{name} is {array.dtype} of shape {array.shape}, expected {length} ids")
-        if (at := first_wrong(array, bounds[name], is_indptr=name == "indptr")) is not None:
+        if (at := find_first_invalid(array, bounds[name], is_indptr=name == "indptr")) is not None:
             raise ValueError(f"{name}[{at}] is {array[at]}, which is out of range")

@@ -23,7 +23,7 @@ from dglx_dist.data.storage.columns import (
     safe_name,
     write_column,
 )
-from dglx_dist.data.storage.files import read_small, replaced_file, synchronise
+from dglx_dist.data.storage.files import read_small_file, replace_atomically, synchronise
 from dglx_dist.errors import ConfigError, StorageError
 from dglx_dist.records import Array, ColumnInfo
 
@@ -125,7 +125,7 @@ def write_index(folder: Path, files: Iterable[RowFile], facts: Mapping[str, obje
     lines = [asdict(file) for tensor in index.tensors.values() for file in tensor.files]
     body = {"version": VERSION, "facts": dict(facts), "files": lines}
     text = json.dumps({"checksum": f"{checksum_of(body):08x}", **body}, indent=1)
-    with replaced_file(folder / INDEX) as partial:
+    with replace_atomically(folder / INDEX) as partial:
         partial.write_text(text, encoding="utf-8")
 
 
@@ -133,16 +133,16 @@ def read_index(folder: Path) -> RowIndex:
     """Return the index of ``folder``; StorageError if it is missing, damaged or of another version."""
     path = folder / INDEX
     try:
-        top = Fields.parse(read_small(path), INDEX)
-        body = {name: value for name, value in top.given.items() if name != "checksum"}
+        top = Fields.parse(read_small_file(path), INDEX)
+        body = {name: value for name, value in top.mapping.items() if name != "checksum"}
         if top.text("checksum") != f"{checksum_of(body):08x}":
-            raise top.failure("its checksum differs")
-        version, facts = top.integer("version"), top.inner("facts").given
+            raise top.error("its checksum differs")
+        version, facts = top.integer("version"), top.nested("facts").mapping
         files = top.value("files", tuple[RowFile, ...])
         if any(Path(file.path).name != file.path for file in files):
-            raise top.failure("it names files outside the folder")
+            raise top.error("it names files outside the folder")
         if any(file.dtype not in DTYPES for file in files):
-            raise top.failure("it names a dtype that no tensor has")
+            raise top.error("it names a dtype that no tensor has")
     except FileNotFoundError:
         raise StorageError(
             f"{folder} has no {INDEX}: nothing was saved there; give the folder of a finished save"

@@ -15,12 +15,12 @@ from numba import njit
 from dglx_dist.data.external_memory import (
     MIN_WORK_BYTES,
     Budget,
-    Carried,
     Chunks,
+    EdgeColumn,
     EdgeStream,
     Ranks,
     Workspace,
-    mapped,
+    map_spill,
     shared_folder,
     sort_edges,
 )
@@ -37,7 +37,7 @@ from dglx_dist.data.storage.columns import (
     write_column,
     write_strings,
 )
-from dglx_dist.data.storage.files import named_failures, synchronise
+from dglx_dist.data.storage.files import name_write_failures, synchronise
 from dglx_dist.data.storage.manifest import Manifest, check_target, put_in_place, write_manifest
 from dglx_dist.data.validate import check_assignment, check_ids
 from dglx_dist.errors import ConfigError
@@ -67,7 +67,7 @@ def check_feature_dtype(feature_dtype: FeatureDtype | None, graph: RawGraph | No
         _check_names(graph, feature_dtype)
 
 
-def chosen_dtypes(columns: Mapping[str, Any], feature_dtype: FeatureDtype | None) -> dict[str, str]:
+def resolve_dtypes(columns: Mapping[str, Any], feature_dtype: FeatureDtype | None) -> dict[str, str]:
     """Return the dtypes of the ``columns`` of one type that are stored in another precision.
 
     A single dtype applies to all floating-point columns with at least two dimensions, except ``label``;
@@ -258,9 +258,9 @@ def relabel_on_disk(
     stream = EdgeStream(
         sources=pieces(lambda first, last: sources.old_to_new[src[first:last]]),
         destinations=pieces(lambda first, last: destinations.old_to_new[dst[first:last]]),
-        carried=[
-            Carried(of_ids, pieces(np.arange) if ids is None else rows(ids)),
-            *(Carried(make_column_info(column, name), rows(column)) for name, column in columns.items()),
+        columns=[
+            EdgeColumn(of_ids, pieces(np.arange) if ids is None else rows(ids)),
+            *(EdgeColumn(make_column_info(column, name), rows(column)) for name, column in columns.items()),
         ],
         num_sources=len(sources.new_to_old),
         num_destinations=len(destinations.new_to_old),
@@ -274,15 +274,15 @@ def relabel_on_disk(
             sort_edges(stream, folder, budget, order=_order_of_bucket, advance=advance, ranks=workspace.ranks)
 
     folder = workspace.stage(f"order{list(graph.edges).index(etype)}", make, shared=True)
-    indptr = mapped(folder, "indptr")
+    indptr = map_spill(folder, "indptr")
     order = EdgeOrder(
         indptr=indptr,
-        indices=mapped(folder, "indices"),
-        new_to_old=mapped(folder, "carried0"),
+        indices=map_spill(folder, "indices"),
+        new_to_old=map_spill(folder, "carried0"),
         offsets=indptr[destinations.offsets],
     )
     return order, {
-        name: mapped(folder, f"carried{number}").reshape(column.shape)
+        name: map_spill(folder, f"carried{number}").reshape(column.shape)
         for number, (name, column) in enumerate(columns.items(), 1)
     }
 
@@ -299,7 +299,7 @@ def sorting_budget(graph: RawGraph, budget: Budget) -> Budget:
             f"{graph.total_nodes} nodes take {format_bytes(for_nodes)} of memory, which --memory has not; "
             f"{budget.remedy(for_nodes + MIN_WORK_BYTES)}"
         )
-    return budget.beside(for_nodes)
+    return budget.with_reserved(for_nodes)
 
 
 def _order_of_bucket(destinations: Array, sources: Array) -> Array:
@@ -375,7 +375,7 @@ def write_dataset(
         folder: Must not exist, or be empty, unless ``overwrite``, which replaces a dataset by the new one.
         quality: Figures for the manifest, JSON values only.
         bfloat16: (node or edge type, column) of each uint16 array that holds bfloat16 bits.
-        feature_dtype: Of the columns of :func:`chosen_dtypes`, converted while writing.
+        feature_dtype: Of the columns of :func:`resolve_dtypes`, converted while writing.
         workspace: Orders the edges on disk, with the same result.
 
     Raises:
@@ -404,7 +404,7 @@ def write_dataset(
         ordered = {etype: relabel_on_disk(graph, etype, orders, workspace) for etype in graph.edges}
     ranks = Ranks() if workspace is None else workspace.ranks
     with (
-        named_failures(folder),
+        name_write_failures(folder),
         shared_folder(folder, ranks, lambda done, target: put_in_place(done, target, overwrite)) as partial,
         progress("Writing the dataset", num_bytes // ranks.count, enabled=ranks.is_first) as advance,
     ):
@@ -448,7 +448,7 @@ class _PartWriter:
         for path, info in self._files.items():
             if info is not None and not self._ranks.is_first:
                 synchronise(self._folder / path)
-        every = self._ranks.of_all([info and asdict(info) for info in self._files.values()])
+        every = self._ranks.gather_objects([info and asdict(info) for info in self._files.values()])
         infos = (next(filter(None, found)) for found in zip(*every, strict=True))
         return {path: FileInfo(**info) for path, info in zip(self._files, infos, strict=True)}
 
@@ -568,7 +568,7 @@ def _columns(
             name: _checked_info(column, count, f"{kind}/{name}", (kind, name) in bfloat16)
             for name, column in columns.items()
         }
-        for name, dtype in chosen_dtypes(columns, feature_dtype).items():
+        for name, dtype in resolve_dtypes(columns, feature_dtype).items():
             infos[kind][name] = replace(infos[kind][name], dtype=dtype)
     return infos
 

@@ -37,13 +37,13 @@ from dglx_dist.planner.records import ModelShape
 from dglx_dist.records import Array
 from dglx_dist.strategies.base import STRATEGIES
 from dglx_dist.strategies.candidate import Candidate, CandidateContext
-from dglx_dist.strategies.full_graph.expansion import EasOptions, compose, eas_rule
+from dglx_dist.strategies.full_graph.expansion import EasOptions, compose_batches, make_selection
 from dglx_dist.strategies.full_graph.halo_block import HaloBlock, halo_block
 from dglx_dist.strategies.full_graph.halo_exchange import CoverExchange
 from dglx_dist.strategies.full_graph.halo_plan import NO_IDS, RankPlan
 from dglx_dist.strategies.full_graph.model import check_rows_stay_apart
 from dglx_dist.strategies.full_graph.options import FullGraphOptions
-from dglx_dist.strategies.full_graph.plan_builder import Planner, PlanRequest, plan_all, seeds_by_server
+from dglx_dist.strategies.full_graph.plan_builder import Planner, PlanRequest, make_all_plans, split_by_server
 
 _MOST_EDGES = 200_000_000
 """Largest plans to build, in edges over layers and cooperative batches. A million edges take a second."""
@@ -127,8 +127,8 @@ class FullGraphScheme(Work):
         covers &= run.graph.edges * (_PLAN_BYTES + _COVER_BYTES) <= free
         partition, number = run.partition, self.cooperative_batches
         pieces = [
-            [own] if number == 1 else compose(own, number, "random", seed=partition.seed)
-            for own in seeds_by_server(partition, run.seeds)
+            [own] if number == 1 else compose_batches(own, number, "random", seed=partition.seed)
+            for own in split_by_server(partition, run.seeds)
         ]
         # A server may have fewer seeds than there are batches.
         steps = [step for step in zip(*pieces, strict=True) if any(map(len, step))]
@@ -150,11 +150,11 @@ class FullGraphScheme(Work):
 
     def _make_planner(self, run: PlannedRun, covers: bool) -> Callable[[list[Array]], list[RankPlan]]:
         topology = run.partition.topology
-        eas = self.eas and eas_rule(self.eas, seed=run.partition.seed)
+        eas = self.eas and make_selection(self.eas, seed=run.partition.seed)
         options: dict[str, Any] = {"hops": self.hops, "eas": eas, "cover": covers}
         options["num_layers"] = run.num_layers
         if not run.in_job:
-            return lambda seeds: plan_all(run.partition, seeds, **options)
+            return lambda seeds: make_all_plans(run.partition, seeds, **options)
         planner = Planner(run.g)
 
         def make(seeds: list[Array]) -> list[RankPlan]:
@@ -263,7 +263,7 @@ class FullGraphCosts(CostModel):
     @staticmethod
     def works(candidate: Candidate, context: CandidateContext) -> tuple[Work, ...]:
         options = _read_options(candidate)
-        return (FullGraphScheme(options.hops_of(context.num_layers), options.eas, options.batches),)
+        return (FullGraphScheme(options.resolve_hops(context.num_layers), options.eas, options.batches),)
 
     @staticmethod
     def cost(candidate: Candidate, counts: EpochCounts) -> Cost:

@@ -13,7 +13,7 @@ from typing import Any
 
 import dglx_dist
 from dglx_dist.data.json_fields import write_json
-from dglx_dist.data.storage.files import replaced_file
+from dglx_dist.data.storage.files import replace_atomically
 from dglx_dist.errors import ConfigError
 from dglx_dist.serverless.program import ProgramStep, stage_names
 from dglx_dist.serverless.stages.base import STAGES
@@ -208,7 +208,7 @@ def write_zip(path: Path, stages: Mapping[str, str] | None = None, *, wheels: Pa
     contents[STAGES_FILE] = write_json(dict(stages))
     contents.update(installed_files() if wheels is None else wheel_files(wheels))
     with (
-        replaced_file(path) as part,
+        replace_atomically(path) as part,
         zipfile.ZipFile(part, "w", zipfile.ZIP_DEFLATED, compresslevel=_LEVEL) as archive,
     ):
         for name, content in sorted(contents.items()):

@@ -91,14 +91,14 @@ def read_activation(fields: Fields, name: str = "activation") -> Activation:
     """
     if not fields.has(name):
         return _PLAIN["identity"]
-    inner = fields.inner(name)
+    inner = fields.nested(name)
     kind = inner.choice("name", ACTIVATIONS)
     if kind in _PLAIN:
         activation = _PLAIN[kind]
     else:
         parameter, make = _WITH_PARAMETER[kind]
         activation = make(inner.number(parameter, -_LARGE, _LARGE))
-    inner.end()
+    inner.reject_unread()
     return activation
 
 

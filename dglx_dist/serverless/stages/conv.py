@@ -51,11 +51,11 @@ class _Affine(VertexStage):
         transposed: bool,
     ) -> None:
         self._inputs, self._transposed, (num_in, num_out) = inputs, transposed, widths
-        self._bias, self._activation = fields.flag("bias"), read_activation(fields)
+        self._bias, self._activation = fields.boolean("bias"), read_activation(fields)
         bias: Shapes = {"bias": (num_out,)} if self._bias else {}
         saved = (num_out,) if matrices else ()
         self.shapes = StageShapes(matrices | bias, (num_in,) * max(len(inputs), 1), (num_out,), saved)
-        fields.end()
+        fields.reject_unread()
 
     def forward(self, weights: Rows, inputs: Rows) -> Forward:
         z = self._sum(weights, inputs)
@@ -106,7 +106,7 @@ class Dense(_Affine):
     def __init__(self, config: Config) -> None:
         fields = Fields(config, "stage dense")
         widths = num_in, num_out = read_width(fields, "in"), read_width(fields, "out")
-        transposed = fields.maybe("transposed", fields.flag, False)
+        transposed = fields.optional("transposed", fields.boolean, False)
         shape = (num_out, num_in) if transposed else widths
         super().__init__(fields, {"weight": shape}, widths, (0,), transposed)
 
@@ -160,9 +160,9 @@ class LayerNorm(VertexStage):
     def __init__(self, config: Config) -> None:
         fields = Fields(config, "stage layer_norm")
         width, self._eps = read_width(fields, "width"), fields.number("eps", 0, 1)
-        self._scale, self._bias = fields.flag("scale"), fields.flag("bias")
+        self._scale, self._bias = fields.boolean("scale"), fields.boolean("bias")
         self._activation = read_activation(fields)
-        fields.end()
+        fields.reject_unread()
         names = [*(["weight"] if self._scale else []), *(["bias"] if self._bias else [])]
         self.shapes = StageShapes(dict.fromkeys(names, (width,)), (width,), (width,))
 
@@ -211,12 +211,12 @@ class StageSequence(VertexStage):
 
     def __init__(self, config: Config) -> None:
         fields = Fields(config, "stage sequence")
-        self._stages = list(map(_stage_of, fields.inners("stages", 2, MAX_STAGES)))
-        fields.end()
+        self._stages = list(map(_stage_of, fields.nested_list("stages", 2, MAX_STAGES)))
+        fields.reject_unread()
         for at, (one, following) in enumerate(pairwise(self._stages)):
             if len(one.shapes.outputs) != 1 or one.shapes.outputs != following.shapes.inputs:
                 found, wanted = one.shapes.outputs, following.shapes.inputs
-                raise fields.wrong(
+                raise fields.field_error(
                     "stages", f"a stage {at + 1} of the columns {found} of stage {at}, not {wanted}"
                 )
         weights: Shapes = {
@@ -266,10 +266,10 @@ class StageSequence(VertexStage):
 
 
 def _stage_of(fields: Fields) -> VertexStage:
-    name, config = fields.text("stage", 1, 512), fields.inner("config").given
-    fields.end()
+    name, config = fields.text("stage", 1, 512), fields.nested("config").mapping
+    fields.reject_unread()
     if name == "sequence":
-        raise fields.wrong("stage", "a stage other than 'sequence'")
+        raise fields.field_error("stage", "a stage other than 'sequence'")
     return vertex_stage(name, config)
 
 
@@ -289,7 +289,7 @@ class AttentionEdges(EdgeStage):
         fields = Fields(config, "stage attention_edges")
         self._heads = fields.integer("heads", 1, MAX_HEADS)
         self._leaky = leaky_relu(fields.number("slope", -1e6, 1e6))
-        fields.end()
+        fields.reject_unread()
 
     @property
     def width(self) -> int:
@@ -343,10 +343,11 @@ class AttentionFinish(VertexStage):
         fields = Fields(config, "stage attention_finish")
         self._num_heads, width = fields.integer("heads", 1, MAX_HEADS), read_width(fields, "width")
         self._width, columns = width, self._num_heads * width
-        self._bias, self._residual = fields.flag("bias"), fields.maybe("residual", fields.flag, False)
+        self._bias = fields.boolean("bias")
+        self._residual = fields.optional("residual", fields.boolean, False)
         self._mean = fields.choice("merge", ("flatten", "mean")) == "mean"
         self._activation, self._after = read_activation(fields), read_activation(fields, "after")
-        fields.end()
+        fields.reject_unread()
         weights: Shapes = {"bias": (columns,)} if self._bias else {}
         inputs, merged = (columns,) * (1 + self._residual), width if self._mean else columns
         # Nothing is saved: recomputing additions is cheaper than moving their results.
@@ -403,14 +404,14 @@ class AttentionProject(VertexStage):
         num_in, self._heads = read_width(fields, "in"), fields.integer("heads", 1, MAX_HEADS)
         self._width = read_width(fields, "width")
         self._columns = columns = self._heads * self._width
-        kind = fields.maybe("residual", lambda name: fields.choice(name, _RESIDUALS), "none")
+        kind = fields.optional("residual", lambda name: fields.choice(name, _RESIDUALS), "none")
         self._has_residual, self._projects_residual = kind != "none", kind == "linear"
-        self._residual_bias = fields.maybe("residual_bias", fields.flag, False)
-        fields.end()
+        self._residual_bias = fields.optional("residual_bias", fields.boolean, False)
+        fields.reject_unread()
         if self._has_residual and not self._projects_residual and num_in != columns:
-            raise fields.wrong("residual", f"'linear': the input has {num_in} columns, not {columns}")
+            raise fields.field_error("residual", f"'linear': the input has {num_in} columns, not {columns}")
         if self._residual_bias and not self._projects_residual:
-            raise fields.wrong("residual_bias", "false: only a linear residual has a bias")
+            raise fields.field_error("residual_bias", "false: only a linear residual has a bias")
         matrix, vector = (columns, num_in), (1, self._heads, self._width)
         weights: Shapes = {"fc.weight": matrix, "attn_l": vector, "attn_r": vector}
         if self._projects_residual:

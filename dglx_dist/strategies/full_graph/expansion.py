@@ -63,7 +63,7 @@ class KHopNeighborhood:
         return degrees
 
 
-def in_edges_of(structure: Structure, nodes: Array) -> Iterator[tuple[Array, InEdges]]:
+def iterate_in_edges(structure: Structure, nodes: Array) -> Iterator[tuple[Array, InEdges]]:
     """Yield some of the (K,) int64 ``nodes`` and all their in-edges, in the order of the nodes."""
     pending: deque[tuple[Array, Callable[[], InEdges]]] = deque()
     for first in range(0, len(nodes), CHUNK):
@@ -74,7 +74,7 @@ def in_edges_of(structure: Structure, nodes: Array) -> Iterator[tuple[Array, InE
             yield some, answer()
 
 
-def only_from(edges: InEdges, allowed: Array) -> InEdges:
+def keep_edges_from(edges: InEdges, allowed: Array) -> InEdges:
     """Return the ``edges`` whose source is in the (n,) ascending int64 ``allowed``."""
     kept = np.zeros(len(edges.sources), dtype=bool)
     # np.isin would sort both, for every few edges.
@@ -92,7 +92,7 @@ _COMPOSITION_STREAM = (1 << 20) + (1 << 10)
 """Random stream of the composition; disjoint from those of samplers and external nodes."""
 
 
-def compose(
+def compose_batches(
     seeds: Array,
     num_batches: int,
     composition: Composition,
@@ -123,8 +123,8 @@ def cluster_seeds(structure: Structure, nodes: Array, seeds: Array, num_clusters
     if num_clusters == 1 or not len(seeds):
         return np.zeros(len(seeds), np.int64)
     sources, destinations = [], []
-    for some, found in in_edges_of(structure, nodes):
-        edges = only_from(found, nodes)
+    for some, found in iterate_in_edges(structure, nodes):
+        edges = keep_edges_from(found, nodes)
         sources.append(np.searchsorted(nodes, edges.sources))
         destinations.append(np.repeat(np.searchsorted(nodes, some), np.diff(edges.indptr)))
     graph = RawGraph(
@@ -221,7 +221,7 @@ class EasOptions:
     """Start of the expansion: all nodes of the server, or the seeds of a cooperative batch."""
 
 
-def eas_rule(options: EasOptions, *, seed: int) -> Selection:
+def make_selection(options: EasOptions, *, seed: int) -> Selection:
     """Return the :data:`Selection` of plans; it selects once per server unless ``inner`` is "batch"."""
     chosen: dict[tuple[int, int], Array] = {}
 
@@ -266,7 +266,7 @@ def select_external(
     stream = stream_key(seed, 0, _EAS_STREAM)
     for _ in range(options.hops):
         found = [np.empty(0, np.int64)]
-        for nodes, edges in in_edges_of(structure, frontier):
+        for nodes, edges in iterate_in_edges(structure, frontier):
             score = scores(edges.sources, selected)
             picked = choose_external(
                 edges.indptr, edges.sources, nodes, selected, score, options.fanout, stream
@@ -279,7 +279,7 @@ def select_external(
     return selected
 
 
-def write_held(folder: Path, held: KHopNeighborhood) -> None:
+def write_neighborhood(folder: Path, held: KHopNeighborhood) -> None:
     """Write ``held`` into the new ``folder``; StorageError if that fails, and partial files are removed."""
     try:
         folder.mkdir()
@@ -295,8 +295,8 @@ def write_held(folder: Path, held: KHopNeighborhood) -> None:
         ) from problem
 
 
-def read_held(folder: Path) -> KHopNeighborhood:
-    """Map the arrays of :func:`write_held`; the files may be removed while the result is in use."""
+def read_neighborhood(folder: Path) -> KHopNeighborhood:
+    """Map the arrays of :func:`write_neighborhood`; the files may be removed while the result is in use."""
     return KHopNeighborhood(**{path.stem: map_array(path, "r") for path in folder.iterdir()})
 
 
@@ -319,7 +319,7 @@ def split_rows(closure: KHopNeighborhood, num_ranks: int, seed: int) -> Array:
     weights = work_of_groups(closure)
     options = PartitionOptions(balance=tuple(weights), tolerance=TOLERANCE)
     num_ids = int(max(closure.nodes.max(initial=-1), closure.sources.max(initial=-1))) + 1
-    sources = RowPositions(closure.nodes, num_ids).places(closure.sources)
+    sources = RowPositions(closure.nodes, num_ids).find(closure.sources)
     assert not (sources < 0).any(), "a source is not a row: split_rows needs hops above 0"
     graph = RawGraph(
         name="closure",

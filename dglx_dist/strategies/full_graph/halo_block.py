@@ -198,7 +198,7 @@ class HaloBlock(InEdgesOnlyGraph, DGLBlock):
         # A list, shared by blocks of other layers on the same structure: the lookup reads every edge.
         self._degrees: list[Tensor] = []
 
-    def through(self, exchange: RowExchange) -> HaloBlock:
+    def with_exchange(self, exchange: RowExchange) -> HaloBlock:
         """Return a :meth:`local_var` that uses ``exchange``, of a layer with equal structure."""
         block: HaloBlock = self.local_var()
         block._exchange = exchange
@@ -377,7 +377,7 @@ class OwnCount(Tensor):
     """
 
     @classmethod
-    def of(cls, count: int, device: torch.device) -> OwnCount:
+    def from_count(cls, count: int, device: torch.device) -> OwnCount:
         return torch.tensor([count], device=device).as_subclass(cls)
 
     @classmethod

@@ -39,7 +39,7 @@ _STEP_BYTES = 1 << 20
 """Local rows are copied in steps of this size."""
 
 
-def gathered(h: Tensor, rows: Tensor, out: Tensor) -> Iterator[Tensor]:
+def gather_rows(h: Tensor, rows: Tensor, out: Tensor) -> Iterator[Tensor]:
     """Copy ``h[rows]`` into ``out`` and yield it, piece by piece.
 
     ``h`` is (n, ...), ``rows`` (k,) int64, and ``out`` (k, ...) contiguous of the dtype of ``h``, all on one
@@ -50,7 +50,7 @@ def gathered(h: Tensor, rows: Tensor, out: Tensor) -> Iterator[Tensor]:
         yield piece
 
 
-def copied(source: Tensor, target: Tensor) -> Iterator[bool]:
+def copy_rows(source: Tensor, target: Tensor) -> Iterator[bool]:
     """Copy ``source`` to ``target``, both (n, ...), in steps; yields True after each."""
     step = _rows_in(_STEP_BYTES, source)
     for first in range(0, len(source), step):
@@ -58,7 +58,7 @@ def copied(source: Tensor, target: Tensor) -> Iterator[bool]:
         yield True
 
 
-def added(total: Tensor, rows: Sequence[Tensor], incoming: Sequence[Incoming]) -> Iterator[bool]:
+def add_rows(total: Tensor, rows: Sequence[Tensor], incoming: Sequence[Incoming]) -> Iterator[bool]:
     """Add received rows to the (n, ...) ``total`` in pieces; yields False while the next one has not arrived.
 
     ``rows`` are the (k,) distinct int64 rows of each peer's part. Pieces are added round-robin over the
@@ -132,11 +132,11 @@ class HaloExchange:
         self.digest = zlib.crc32(np.concatenate([layer.halo_nodes, *(one for _, one in layer.send)]).data)
         self.cover = None if layer.cover is None else CoverExchange(session, layer.cover, self)
 
-    def at(self, number: int) -> HaloExchange:
+    def for_layer(self, number: int) -> HaloExchange:
         """Return the exchange of layer ``number`` with equal structure; row lists are shared."""
         other = copy.copy(self)
         other.number = number
-        other.cover = None if self.cover is None else self.cover.at(number)
+        other.cover = None if self.cover is None else self.cover.for_layer(number)
         return other
 
     def exchange(self, h: Tensor, kept: Tensor | None = None) -> Tensor:
@@ -161,7 +161,7 @@ class HaloExchange:
             return h
         stale: StaleHalos | None = self._exchanges.stale
         if kept is None and stale is not None and torch.is_grad_enabled():
-            return cast("Tensor", _AppendLate.apply(self, stale.of(self), h))  # type: ignore[no-untyped-call]  # torch leaves it bare
+            return cast("Tensor", _AppendLate.apply(self, stale.next_late_rows(self), h))  # type: ignore[no-untyped-call]  # torch leaves it bare
         # -1: no backward pass is running, see torch.autograd.graph.
         if kept is None and self._exchanges.late is not None and current_backward() != NO_BACKWARD:
             raise ConfigError(
@@ -203,8 +203,8 @@ class HaloExchange:
         sent = halo.contiguous() if self._is_readable(halo) else copy_to_host([halo])[0]
         received = self._memory(self._exchanges.received, self._num_sent, gradient)
         outgoing, incoming = self.messages(sent, received, BACKWARD)
-        adding = added(total, self.rows_on(total.device), incoming)
-        self._swap(outgoing, incoming, BACKWARD, chain(copied(own, total), adding))
+        adding = add_rows(total, self.rows_on(total.device), incoming)
+        self._swap(outgoing, incoming, BACKWARD, chain(copy_rows(own, total), adding))
         return total.to(gradient.dtype)
 
     def _receive(self, h: Tensor, halo: Tensor, phase: str, own: Tensor | None = None) -> None:
@@ -214,11 +214,11 @@ class HaloExchange:
             sent = self._memory(self._exchanges.sent, self._num_sent, h)
             outgoing, incoming = self.messages(sent, target, phase)
             for message, rows in zip(outgoing, rows_to, strict=True):
-                message.pieces = gathered(h, rows, message.rows)
+                message.pieces = gather_rows(h, rows, message.rows)
         else:
             rows = torch.cat([h[:0], *(h.index_select(0, rows) for rows in rows_to)])
             outgoing, incoming = self.messages(copy_to_host([rows])[0], target, phase)
-        self._swap(outgoing, incoming, phase, () if own is None else copied(h, own))
+        self._swap(outgoing, incoming, phase, () if own is None else copy_rows(h, own))
         if not readable:
             halo.copy_(target, non_blocking=True)
 
@@ -234,11 +234,11 @@ class HaloExchange:
         if self.wire != "same" and phase != ONCE:
             keys = self._session.seed, self._exchanges.step, 2 * self.number + (phase == BACKWARD)
             codec = row_codec(self.wire, messages[0].rows, keys)
-        exchange.post(outgoing, incoming, self.named(phase), phase=phase, layer=self.number, codec=codec)(
+        exchange.post(outgoing, incoming, self.describe(phase), phase=phase, layer=self.number, codec=codec)(
             meanwhile
         )
 
-    def named(self, phase: str) -> str:
+    def describe(self, phase: str) -> str:
         return f"{phase.replace('_', ' ')} of layer {self.number}"
 
     def counts(self, phase: str) -> tuple[Sequence[tuple[int, int]], Sequence[tuple[int, int]]]:
@@ -307,10 +307,11 @@ class CoverExchange:
         self._graphs = {torch.device("cpu"): (partial, total, numbers)}
         self._weights: dict[str, tuple[Tensor, int | None, Tensor]] = {}
 
-    def at(self, number: int) -> CoverExchange:
-        other = copy.copy(self)
-        other._rows, other._edges, other._weights = self._rows.at(number), self._edges.at(number), {}
-        return other
+    def for_layer(self, number: int) -> CoverExchange:
+        exchange = copy.copy(self)
+        exchange._rows, exchange._edges = self._rows.for_layer(number), self._edges.for_layer(number)
+        exchange._weights = {}
+        return exchange
 
     def sums(self, h: Tensor, weights: tuple[str, Tensor] | None = None) -> Tensor | None:
         """Return the (targets, ...) sums of the (own_rows, ...) ``h`` of all ranks, times the edge's weight.
@@ -416,7 +417,7 @@ class LateRows:
 
         ``like`` has the dtype and the width of the rows.
         """
-        name = halo.named(phase)
+        name = halo.describe(phase)
         if self.is_used:
             raise ConfigError(f"{name} ran twice; with staleness=1 add up losses and call backward once")
         _, due = halo.counts(phase)
@@ -476,7 +477,7 @@ class StaleHalos:
         finally:
             self._exchanges.stale = before
 
-    def of(self, halo: HaloExchange) -> list[LateRows]:
+    def next_late_rows(self, halo: HaloExchange) -> list[LateRows]:
         """Return the rows and the gradients of the next exchange of the layer of ``halo`` in this epoch."""
         self._calls[halo.number] += 1
         # Rows of another structure, as before a resume with other options, are not used.

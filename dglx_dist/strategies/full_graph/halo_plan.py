@@ -168,14 +168,14 @@ class PairCover:
     edges: Array
     """(e,) int64 in-edges of the receiver that are summed by the sender, by target; only known there."""
 
-    def numbers(self) -> Array:
+    def to_message(self) -> Array:
         """Return what the sender must know, as one array."""
         sizes = np.array([len(self.rows), len(self.counts), len(self.sources)], np.int64)
         return np.concatenate([sizes, self.rows, self.counts, self.sources])
 
     @classmethod
-    def of_sender(cls, rank: int, numbers: Array, num_rows: int) -> PairCover:
-        """Read the :meth:`numbers` of ``rank``, to which ``num_rows`` halo rows are sent without cover.
+    def from_message(cls, rank: int, numbers: Array, num_rows: int) -> PairCover:
+        """Read the :meth:`to_message` of ``rank``, to which ``num_rows`` halo rows are sent without cover.
 
         PeerError: they do not fit together, or name other rows.
         """
@@ -194,7 +194,7 @@ class PairCover:
         )
 
 
-def covers_of(layer: HaloLayer) -> dict[int, PairCover]:
+def find_covers(layer: HaloLayer) -> dict[int, PairCover]:
     """Return, by sending rank, the smallest exchange for sums over the in-edges of ``layer``."""
     target_of, first = _target_of(layer), layer.own_rows
     found: dict[int, PairCover] = {}
@@ -215,7 +215,7 @@ def covers_of(layer: HaloLayer) -> dict[int, PairCover]:
     return found
 
 
-def cover_of(layer: HaloLayer, received: Mapping[int, PairCover], sent: Mapping[int, PairCover]) -> Cover:
+def build_cover(layer: HaloLayer, received: Mapping[int, PairCover], sent: Mapping[int, PairCover]) -> Cover:
     """Return the cover of ``layer`` from what it receives and sends, by ascending rank."""
     own_rows, sending, summands = layer.own_rows, list[tuple[int, Array]](), [NO_IDS]
     for rank, rows in layer.send:
@@ -276,7 +276,7 @@ class RowPositions:
         self._num_ids = num_ids
         fill_table(self._table, ids)
 
-    def places(self, ids: Array) -> Array:
+    def find(self, ids: Array) -> Array:
         """Return the (K,) int64 positions of any (K,) int64 ``ids``; -1 for ids without a row."""
         places = np.empty(len(ids), np.int64)
         _places(self._table, self._num_ids, ids, places)
@@ -295,7 +295,7 @@ NUMBERS, ROWS = "numbers", "rows"
 
 
 def write_plan(folder: ArrayFolder, plan: RankPlan) -> bool:
-    """Replace ``folder`` by ``plan``, whose arrays are int64; see :meth:`ArrayFolder.keep`."""
+    """Replace ``folder`` by ``plan``, whose arrays are int64; see :meth:`ArrayFolder.save`."""
     arrays: list[Array] = []
 
     def flat(value: Any) -> Any:
@@ -312,7 +312,7 @@ def write_plan(folder: ArrayFolder, plan: RankPlan) -> bool:
         None if n and layer is plan.layers[n - 1] else flat(layer) for n, layer in enumerate(plan.layers)
     ]
     head = flat(replace(plan, layers=())) | {"layers": layers}
-    return folder.keep({NUMBERS: np.concatenate(arrays)}, head, "the plan")
+    return folder.save({NUMBERS: np.concatenate(arrays)}, head, "the plan")
 
 
 def read_plan(folder: ArrayFolder) -> RankPlan:
@@ -369,7 +369,7 @@ class PlanCache:
         self._can_write = self._can_write and write_plan(self._folder_of(step), plan)
         return self._can_write
 
-    def takes(self, column: Column, ids: Array) -> bool:
+    def accepts(self, column: Column, ids: Array) -> bool:
         """Return whether to store the rows of ``ids``: read-only, and some from other servers."""
         first, last = column.bounds[self._topology.server : self._topology.server + 2]
         has_foreign = bool(((ids < first) | (ids >= last)).any())
@@ -389,13 +389,13 @@ class PlanCache:
             {ROWS: np.ascontiguousarray(view_as_numpy(rows))},
             f"the fetched rows of {column.name!r}",
         )
-        self._can_write = self._can_write and self._folder_of_rows(column, ids).keep(arrays, {}, what)
+        self._can_write = self._can_write and self._folder_of_rows(column, ids).save(arrays, {}, what)
         return self._can_write
 
     def _folder_of(self, step: int) -> ArrayFolder:
-        return self.folder.below(f"{step}-{self._topology.rank}")
+        return self.folder.subfolder(f"{step}-{self._topology.rank}")
 
     def _folder_of_rows(self, column: Column, ids: Array) -> ArrayFolder:
         digest = hashlib.blake2b(np.ascontiguousarray(ids, np.int64).data, digest_size=16)
         digest.update(json.dumps([column.name, column.info.dtype, *column.info.row_shape]).encode())
-        return self.folder.below(f"rows-{self._topology.rank}").below(digest.hexdigest())
+        return self.folder.subfolder(f"rows-{self._topology.rank}").subfolder(digest.hexdigest())

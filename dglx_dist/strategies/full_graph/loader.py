@@ -35,8 +35,8 @@ from dglx_dist.strategies.full_graph.expansion import (
     Composition,
     EasOptions,
     cluster_seeds,
-    compose,
-    eas_rule,
+    compose_batches,
+    make_selection,
 )
 from dglx_dist.strategies.full_graph.halo_block import HaloBlock, halo_block
 from dglx_dist.strategies.full_graph.halo_exchange import ONCE, HaloExchange
@@ -118,7 +118,10 @@ class PlanMaker:
         self._planner = Planner(g)
         self._is_leader = g.session.topology.local_rank == 0
         # External nodes of a server are selected once for all of its batches.
-        self._composed, self._selection = lru_cache(1)(partial(_compose, g, seeds)), lru_cache(1)(eas_rule)
+        self._composed, self._selection = (
+            lru_cache(1)(partial(_compose, g, seeds)),
+            lru_cache(1)(make_selection),
+        )
 
     def make(self, spec: PlanSpec, step: int) -> RankPlan:
         """Return this rank's plan of the step; all ranks must call it, each from one thread at a time."""
@@ -144,7 +147,7 @@ def _compose(g: DistGraph, seeds: ServerSeeds | Array, spec: PlanSpec) -> tuple[
     if spec.composition == "ordered":
         nodes = np.arange(*g.get_node_partition_policy(g.ntypes[0]).bounds[server : server + 2])
         clusters = cluster_seeds(g.structure(), nodes, own, spec.num_batches, seed=spec.seed)
-    return compose(own, spec.num_batches, spec.composition, seed=spec.seed, clusters=clusters)
+    return compose_batches(own, spec.num_batches, spec.composition, seed=spec.seed, clusters=clusters)
 
 
 @final
@@ -302,7 +305,7 @@ class ColumnReader:
         found, pulls = {}, {}
         for name, key in keys.items():
             column, cache = self._store.column(key), self._cache
-            cache = cache if cache is not None and cache.takes(column, ids) else None
+            cache = cache if cache is not None and cache.accepts(column, ids) else None
             stored = None if cache is None else cache.read_rows(column, ids)
             if stored is None:
                 pull = self._store.submit_pull(key, ids, distinct=True, phase=phase, layer=layer)
@@ -351,8 +354,8 @@ class HaloBatch:
         for depth, layer in enumerate(plan.layers):
             if depth and layer is plan.layers[depth - 1]:
                 # Deep models have many layers on one structure, which is stored on the device once.
-                exchanges.append(exchanges[-1].at(depth + 1))
-                self.blocks.append(self.blocks[-1].through(exchanges[-1]))
+                exchanges.append(exchanges[-1].for_layer(depth + 1))
+                self.blocks.append(self.blocks[-1].with_exchange(exchanges[-1]))
             else:
                 exchanges.append(HaloExchange(g.session, layer, depth + 1, wire))
                 exchanges[-1].rows_on(device, copy)

@@ -108,7 +108,7 @@ class LocalGraph(InEdgesOnlyGraph, RankGraph, DGLGraph):
         self, message_func: Any, reduce_func: Any, apply_node_func: Any = None, etype: Any = None
     ) -> None:
         block = self._messages()
-        columns = block.sums(message_func, reduce_func, self._not_exchanged)
+        columns = block.sums(message_func, reduce_func, self._get_unexchanged)
         if columns:
             self.ndata.update(columns)
         else:
@@ -155,17 +155,17 @@ class LocalGraph(InEdgesOnlyGraph, RankGraph, DGLGraph):
         block.edge_frames = self.edge_frames
         return block
 
-    def _not_exchanged(self, name: str) -> Tensor | None:
+    def _get_unexchanged(self, name: str) -> Tensor | None:
         rows = self.node_frames[0][name]
-        return None if self._found(name, rows) is not None else rows
+        return None if self._find_exchanged(name, rows) is not None else rows
 
-    def _found(self, name: str, rows: Tensor) -> Tensor | None:
+    def _find_exchanged(self, name: str, rows: Tensor) -> Tensor | None:
         before = self._exchanged.get(name)
         kept = self._prefetched if before is None else (*self._prefetched, before)
-        return next((one.sources for one in kept if one.is_of(rows)), None)
+        return next((one.sources for one in kept if one.matches(rows)), None)
 
     def _sources_of(self, name: str, rows: Tensor) -> Tensor:
-        found = self._found(name, rows)
+        found = self._find_exchanged(name, rows)
         if found is not None:
             return found
         sources = self._block.all_rows(rows)
@@ -198,10 +198,10 @@ class LocalGraph(InEdgesOnlyGraph, RankGraph, DGLGraph):
 
     def batch_num_nodes(self, ntype: str | None = None) -> Tensor:
         # For dgl.broadcast_nodes; readouts over all nodes raise.
-        return OwnCount.of(self.num_nodes(), self.device)
+        return OwnCount.from_count(self.num_nodes(), self.device)
 
     def batch_num_edges(self, etype: Any = None) -> Tensor:
-        return OwnCount.of(self.num_edges(), self.device)
+        return OwnCount.from_count(self.num_edges(), self.device)
 
     def has_nodes(self, vid: Any, ntype: str | None = None) -> Any:
         ids = torch.as_tensor(vid)
@@ -339,7 +339,7 @@ class _ExchangedColumn:
     """None if changes are not tracked."""
     sources: Tensor
 
-    def is_of(self, rows: Tensor) -> bool:
+    def matches(self, rows: Tensor) -> bool:
         """Return whether ``rows`` have the same values and the same role in autograd."""
         same = rows.data_ptr() == self.own.data_ptr() and rows.shape == self.own.shape
         with_gradient = rows.requires_grad and torch.is_grad_enabled()

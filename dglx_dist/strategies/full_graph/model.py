@@ -22,7 +22,7 @@ from dglx_dist.layers.dropout import install_node_dropouts
 from dglx_dist.layers.nn import install_batch_norms
 from dglx_dist.layers.tracer import GraphCall, named_arguments, read_call
 from dglx_dist.records import StepShare
-from dglx_dist.strategies.base import find_share, gradient_weight, unpacked
+from dglx_dist.strategies.base import find_share, flatten_arguments, gradient_weight
 from dglx_dist.strategies.full_graph.halo_block import EmptyPartition, HaloBlock, tie_gradient
 from dglx_dist.strategies.full_graph.halo_exchange import StaleHalos
 from dglx_dist.strategies.full_graph.local_graphs import LocalGraph
@@ -204,7 +204,7 @@ class HaloModel(ReplicatedModel):
                 unfrozen after wrapping, the model has fewer layers than blocks, or an input is the weighted
                 output of another wrapped model.
         """
-        given = unpacked((*args, *kwargs.values()))
+        given = flatten_arguments((*args, *kwargs.values()))
         graphs = [one for one in given if isinstance(one, HaloBlock | LocalGraph)]
         if not graphs:
             return self._on_other_blocks(args, kwargs)

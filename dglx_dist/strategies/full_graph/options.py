@@ -119,7 +119,7 @@ class FullGraphOptions:
             inner=self.external_inner,
         )
 
-    def hops_of(self, num_layers: int) -> int:
+    def resolve_hops(self, num_layers: int) -> int:
         if self.hops is not None and self.hops > num_layers:
             raise ConfigError(
                 f"option hops={self.hops}, but the sampler has {num_layers} layers: give at most "

@@ -7,7 +7,7 @@ among the ranks of the server, which share them in memory. Each rank then builds
 more of the graph than the in-edges of the rows of its server.
 
 The making of a plan is a generator of the exchanges that it needs (:func:`plan_steps`). Each rank runs its
-own and sends messages (:class:`Planner`), or one process runs those of all ranks (:func:`plan_all`).
+own and sends messages (:class:`Planner`), or one process runs those of all ranks (:func:`make_all_plans`).
 """
 
 import secrets
@@ -38,11 +38,11 @@ from dglx_dist.strategies.base import check_one_type
 from dglx_dist.strategies.full_graph.expansion import (
     KHopNeighborhood,
     Selection,
-    in_edges_of,
-    only_from,
-    read_held,
+    iterate_in_edges,
+    keep_edges_from,
+    read_neighborhood,
     split_rows,
-    write_held,
+    write_neighborhood,
 )
 from dglx_dist.strategies.full_graph.halo_plan import (
     NO_IDS,
@@ -50,8 +50,8 @@ from dglx_dist.strategies.full_graph.halo_plan import (
     PairCover,
     RankPlan,
     RowPositions,
-    cover_of,
-    covers_of,
+    build_cover,
+    find_covers,
     minimum_cover,
 )
 
@@ -81,7 +81,7 @@ class PartitionContext:
         """Return the first node of ``server`` and the one after its last."""
         return int(self.bounds[server]), int(self.bounds[server + 1])
 
-    def of_rank(self, rank: int) -> Topology:
+    def for_rank(self, rank: int) -> Topology:
         return Topology(rank, self.topology.world_size, self.topology.server_of_rank)
 
 
@@ -166,10 +166,10 @@ def _leaders(context: PartitionContext) -> list[int]:
 
 
 def _by_leader(context: PartitionContext, ids: Array) -> dict[int, Array]:
-    return dict(zip(_leaders(context), seeds_by_server(context, ids), strict=True))
+    return dict(zip(_leaders(context), split_by_server(context, ids), strict=True))
 
 
-def seeds_by_server(context: PartitionContext, seeds: Array) -> list[Array]:
+def split_by_server(context: PartitionContext, seeds: Array) -> list[Array]:
     """Split the (K,) ascending int64 ``seeds`` by the server that owns them."""
     return np.split(seeds, np.searchsorted(seeds, context.bounds[1:-1]))
 
@@ -191,8 +191,8 @@ def _rows_of_server(
     with progress("finding rows", request.num_layers + 1, enabled=shown) as advance:
         for level in range(request.num_layers - 1, -1, -1):
             sources = [NO_IDS]
-            for _, some in in_edges_of(context.structure, levels[-1]):
-                edges.append(some if allowed is None else only_from(some, allowed))
+            for _, some in iterate_in_edges(context.structure, levels[-1]):
+                edges.append(some if allowed is None else keep_edges_from(some, allowed))
                 sources.append(number_distinct(edges[-1].sources)[0])
             read = np.unique(np.concatenate(sources))
             # All sources met so far: at the levels above, rows of other servers were not added.
@@ -237,7 +237,7 @@ class _RankRows:
     source_of: Array
     """(E,) int64 position of each edge's source in :attr:`sources`."""
 
-    def read_by(self, layer: int) -> Array:
+    def is_read_by(self, layer: int) -> Array:
         """Return (d,) bool: whether a target of ``layer`` reads the source."""
         read = np.zeros(len(self.sources), dtype=bool)
         read[self.source_of[: self.indptr[self.counts[layer]]]] = True
@@ -273,14 +273,14 @@ def _read_layers(
     Layers up to ``hops`` read only rows of the own server.
     """
     num_nodes, (first, last) = int(context.bounds[-1]), context.own_range(context.topology.server)
-    places = RowPositions(held.nodes, num_nodes).places(own.sources)
+    places = RowPositions(held.nodes, num_nodes).find(own.sources)
     in_server = np.where(places >= 0, held.holders[places], -1).astype(np.int64)
     anywhere, counts = in_server.copy(), own.counts
     if hops < len(counts) - 1:
         inside = (own.sources >= first) & (own.sources < last)
-        outside = np.flatnonzero(~inside & own.read_by(hops + 1))
+        outside = np.flatnonzero(~inside & own.is_read_by(hops + 1))
         anywhere[outside] = yield from _holders_of(context, hops, own.sources[outside], held)
-    place = RowPositions(own.nodes, num_nodes).places(own.sources)
+    place = RowPositions(own.nodes, num_nodes).find(own.sources)
     layers: list[HaloLayer] = []
     for layer in range(1, len(counts)):
         is_same = layer > 1 and layer != hops + 1 and counts[layer - 2] == counts[layer - 1] == counts[layer]
@@ -293,7 +293,7 @@ def _holders_of(context: PartitionContext, hops: int, ids: Array, held: KHopNeig
     topology = context.topology
     if hops == 0:
         return RowOwners(context.bounds, topology).find_rank(ids)
-    ranks, pieces = range(topology.world_size), seeds_by_server(context, ids)
+    ranks, pieces = range(topology.world_size), split_by_server(context, ids)
     serving = Placement(topology.num_servers, topology).serving_ranks
     requests = {rank: [NO_IDS] for rank in ranks}
     requests |= {rank: [piece] for rank, piece in zip(serving, pieces, strict=True)}
@@ -302,7 +302,7 @@ def _holders_of(context: PartitionContext, hops: int, ids: Array, held: KHopNeig
     index = RowPositions(held.nodes, int(context.bounds[-1]))
     answers = {}
     for rank, (requested,) in received.items():
-        places = index.places(requested)
+        places = index.find(requested)
         assert not (places < 0).any(), "another server requests rows that this one does not compute"
         answers[rank] = [held.holders[places].astype(np.int64)]
     holders = yield PlanStep(name="holders of rows", among=ranks, outgoing=answers)
@@ -314,7 +314,7 @@ def _layer_of(own: _RankRows, layer: int, holders: Array, place: Array, rank: in
     num_own, targets = int(own.counts[layer - 1]), int(own.counts[layer])
     indptr = own.indptr[: targets + 1]
     source_of = own.source_of[: indptr[-1]]
-    halo = np.flatnonzero(own.read_by(layer) & (holders != rank))
+    halo = np.flatnonzero(own.is_read_by(layer) & (holders != rank))
     # Sources ascend, so a stable sort by rank leaves them ascending within each rank.
     halo = halo[np.argsort(holders[halo], kind="stable")]
     position = place.copy()
@@ -366,7 +366,7 @@ def _finish_layers(
 def _requested_rows(own: _RankRows, index: RowPositions, message: Sequence[Array]) -> list[Array]:
     """Return, for each of L layers, the (n,) int64 own rows of a request; equal ones are one object."""
     counts, ids = message
-    rows, requested, first = index.places(ids), [NO_IDS], 0
+    rows, requested, first = index.find(ids), [NO_IDS], 0
     assert not (rows < 0).any(), "another rank requests rows that this one does not hold"
     for number, count in enumerate(counts.tolist()):
         if count == _SAME_AS_BEFORE:
@@ -379,11 +379,11 @@ def _requested_rows(own: _RankRows, index: RowPositions, message: Sequence[Array
 
 
 def _cover_layers(num_ranks: int, layers: Sequence[HaloLayer]) -> PlanSteps[list[HaloLayer]]:
-    """Return ``layers`` with covers; sends :meth:`PairCover.numbers` to each rank of a layer's halo."""
+    """Return ``layers`` with covers; sends :meth:`PairCover.to_message` to each rank of a layer's halo."""
     is_new = [not number or layer is not layers[number - 1] for number, layer in enumerate(layers)]
-    covers = [covers_of(layer) if new else {} for layer, new in zip(layers, is_new, strict=True)]
+    covers = [find_covers(layer) if new else {} for layer, new in zip(layers, is_new, strict=True)]
     outgoing = {
-        rank: [pairs[rank].numbers() if rank in pairs else NO_IDS for pairs in covers]
+        rank: [pairs[rank].to_message() if rank in pairs else NO_IDS for pairs in covers]
         for rank in range(num_ranks)
     }
     answers = yield PlanStep(name="partial sums", among=range(num_ranks), outgoing=outgoing)
@@ -402,13 +402,14 @@ def _cover_layers(num_ranks: int, layers: Sequence[HaloLayer]) -> PlanSteps[list
             finished.append(finished[-1])
             continue
         sent = {
-            rank: PairCover.of_sender(rank, known.get(rank, NO_IDS), len(rows)) for rank, rows in layer.send
+            rank: PairCover.from_message(rank, known.get(rank, NO_IDS), len(rows))
+            for rank, rows in layer.send
         }
-        finished.append(replace(layer, cover=cover_of(layer, covers[number], sent)))
+        finished.append(replace(layer, cover=build_cover(layer, covers[number], sent)))
     return finished
 
 
-def plan_all(
+def make_all_plans(
     context: PartitionContext, seeds: Sequence[Array], num_layers: int, hops: int, **options: Any
 ) -> list[RankPlan]:
     """Return the plans of all W ranks, made by this process; the structure is whole here.
@@ -421,7 +422,7 @@ def plan_all(
     running = []
     for rank in range(topology.world_size):
         own = replace(request, seeds=seeds_of.get(rank, NO_IDS))
-        running.append(plan_steps(replace(context, topology=context.of_rank(rank)), own))
+        running.append(plan_steps(replace(context, topology=context.for_rank(rank)), own))
     waiting = {rank: next(steps) for rank, steps in enumerate(running)}
     sent: dict[str, dict[int, PlanStep]] = defaultdict(dict)
     plans: dict[int, RankPlan] = {}
@@ -557,9 +558,9 @@ class Planner:
         if len(step.among) > 1:
             folder = self._session.scratch / f"{self._label}-{job}"
             if held is not None:
-                write_held(folder, held)
+                write_neighborhood(folder, held)
             self._exchange.exchange(replace(step, outgoing={}))
-            found = read_held(folder) if held is None else held
+            found = read_neighborhood(folder) if held is None else held
             self._exchange.exchange(PlanStep(name="rows read", among=step.among, outgoing={}))
             if held is not None:
                 shutil.rmtree(folder, ignore_errors=True)

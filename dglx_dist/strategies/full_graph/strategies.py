@@ -89,7 +89,7 @@ class OpenedFullGraph(OpenedStrategy):
         maker = PlanMaker(g, gather_seeds(g, request.seeds) if strategy.gathers_seeds else request.seeds)
         spec = PlanSpec(
             num_layers=request.num_layers,
-            hops=options.hops_of(request.num_layers),
+            hops=options.resolve_hops(request.num_layers),
             num_batches=options.batches,
             composition=options.composition,
             eas=options.eas,

@@ -183,7 +183,7 @@ def _write_feature(dataset: StoredDataset, ntype: str, name: str, num_parts: int
         ExitStack() as stack,
         progress(f"Columns of {name}", num_rows, enabled=num_rows * row_bytes > PROGRESS_BYTES) as advance,
     ):
-        writers = [stack.enter_context(one.folder.writing()) for one in slices if one.folder is not None]
+        writers = [stack.enter_context(one.folder.open_writer()) for one in slices if one.folder is not None]
         streams = [
             writer.stream(VALUES, one.dtype, one.shape) for one, writer in zip(slices, writers, strict=True)
         ]
@@ -251,7 +251,7 @@ def _load(wanted: ColumnSlice, pieces: Callable[[], Iterator[Array]]) -> Iterato
     """Load one feature, in a file if that can be written, else in memory; yield the bytes of each message."""
     if wanted.folder is not None:
         try:
-            with wanted.folder.writing() as writer:
+            with wanted.folder.open_writer() as writer:
                 stream = writer.stream(VALUES, wanted.dtype, wanted.shape)
                 for piece in pieces():
                     stream.append(piece)

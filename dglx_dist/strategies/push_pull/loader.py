@@ -32,7 +32,7 @@ from dglx_dist.internals.graphs import build_block
 from dglx_dist.internals.message_passing import place
 from dglx_dist.internals.pytorch import Copy, ids_to_device
 from dglx_dist.records import Array, EdgeType, StepShare
-from dglx_dist.strategies.base import unpacked
+from dglx_dist.strategies.base import flatten_arguments
 from dglx_dist.strategies.push_pull.exchange import STRUCTURE, Group, GroupBatch, PartInput
 from dglx_dist.strategies.push_pull.feature_columns import ColumnStore
 from dglx_dist.strategies.push_pull.options import PushPullOptions
@@ -211,7 +211,7 @@ class PushPullLoader(EpochLoader[GroupedBatch, Any]):
         return self._group.size == 1 or any(pipeline() for pipeline in self._pipelines)
 
     def _refuse_unwrapped(self, module: nn.Module, arguments: tuple[Any, ...]) -> None:
-        if any(hasattr(one, "push_pull") for one in unpacked(arguments)) and not self._has_model():
+        if any(hasattr(one, "push_pull") for one in flatten_arguments(arguments)) and not self._has_model():
             raise ConfigError(
                 f"{type(module).__name__} was called on a batch of push_pull, which has this rank's share of "
                 "the feature columns only; call model = dx.wrap(model, g) before the loop"

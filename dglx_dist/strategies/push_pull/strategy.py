@@ -33,8 +33,8 @@ from dglx_dist.strategies.base import (
     WrappedModel,
     check_one_type,
     find_share,
+    flatten_arguments,
     gradient_weight,
-    unpacked,
 )
 from dglx_dist.strategies.candidate import Candidate, CandidateContext
 from dglx_dist.strategies.gradient_sync import BufferMeans, check_frozen
@@ -261,7 +261,7 @@ class PushPullModel(WrappedModel):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the user's module on blocks of the strategy's loader; on others ConfigError."""
-        found = (getattr(one, "push_pull", None) for one in unpacked((*args, *kwargs.values())))
+        found = (getattr(one, "push_pull", None) for one in flatten_arguments((*args, *kwargs.values())))
         self._pipeline.begin(next((one for one in found if isinstance(one, GroupBatch)), None))
         if self._provenance.dropouts.in_use:
             self._provenance.dropouts.limit((*args, *kwargs.values()))

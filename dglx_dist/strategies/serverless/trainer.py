@@ -636,9 +636,9 @@ class LambdaModel(WrappedModel):
                 f"the loader is a {type(loader).__name__}; make it with dx.DataLoader(g, nodes, sampler) "
                 "after dx.init(strategy='lambda'), or leave it to dx.fit"
             )
-        if objective.beside:
+        if objective.extra_terms:
             raise ConfigError(
-                f"{' and '.join(objective.beside)} would take part in a step, but strategy 'lambda' "
+                f"{' and '.join(objective.extra_terms)} would take part in a step, but strategy 'lambda' "
                 "computes it from the features alone; leave it out, or use strategy='data_parallel'"
             )
         _check_loss(objective.loss)

@@ -19,8 +19,8 @@ from dglx_dist.planner.costs.full_graph import count_exchanged_bytes, decode_wor
 from dglx_dist.planner.model_shape import build_topology, infer_shape
 from dglx_dist.planner.records import ModelShape, Rate
 from dglx_dist.records import EDGE_TYPE, NODE_TYPE
-from dglx_dist.strategies.full_graph.expansion import EasOptions, compose, eas_rule
-from dglx_dist.strategies.full_graph.plan_builder import PartitionContext, plan_all, seeds_by_server
+from dglx_dist.strategies.full_graph.expansion import EasOptions, compose_batches, make_selection
+from dglx_dist.strategies.full_graph.plan_builder import PartitionContext, make_all_plans, split_by_server
 from scripts.bench import data
 from scripts.bench.experiments.common import (
     GIGABIT,
@@ -289,16 +289,16 @@ def count_setting(plan: BenchPlan, size: Size, setting: Setting) -> Counted:
     structure = ReplicatedStructure(EDGE_TYPE, int(bounds[-1]), csc.indptr, csc.indices)
     context = PartitionContext(structure=structure, bounds=bounds, topology=topology, seed=plan.seed)
     masks = [dataset.part(part).node_data(NODE_TYPE, "train_mask") for part in range(manifest.num_parts)]
-    own = seeds_by_server(context, np.flatnonzero(np.concatenate(masks)))
-    pieces = zip(*(compose(part_nodes, BATCHES, "random", seed=plan.seed) for part_nodes in own), strict=True)
+    own = split_by_server(context, np.flatnonzero(np.concatenate(masks)))
+    pieces = zip(*(compose_batches(part_nodes, BATCHES, "random", seed=plan.seed) for part_nodes in own), strict=True)
 
-    layers, eas = setting.layers, eas_rule(EasOptions(hops=1, fanout=15), seed=plan.seed)
-    exchanging, preloading = ([plan_all(context, own, layers, hops)] for hops in (0, layers))
+    layers, eas = setting.layers, make_selection(EasOptions(hops=1, fanout=15), seed=plan.seed)
+    exchanging, preloading = ([make_all_plans(context, own, layers, hops)] for hops in (0, layers))
     steps = {
         **dict.fromkeys((BASE, BASE_PP), exchanging),
         **dict.fromkeys((PRELOAD, PRELOAD_PP), preloading),
-        EAS: [plan_all(context, own, layers, layers, eas=eas)],
-        COOPERATIVE: [plan_all(context, piece, layers, layers) for piece in pieces],
+        EAS: [make_all_plans(context, own, layers, layers, eas=eas)],
+        COOPERATIVE: [make_all_plans(context, piece, layers, layers) for piece in pieces],
     }
     ranks = [topology.ranks_of_server(server) for server in range(SERVERS)]
     work = {

@@ -82,7 +82,7 @@ def test_ids_spread_evenly_over_the_buckets(tmp_path: Path, ids: Any) -> None:
 
 def test_more_edges_of_a_node_than_can_be_sorted_are_told(tmp_path: Path) -> None:
     zeros = Spill(tmp_path / "zeros", np.int64, [np.zeros(100)]).chunks
-    edges = EdgeStream(sources=zeros, destinations=zeros, carried=[], num_sources=20, num_destinations=10)
+    edges = EdgeStream(sources=zeros, destinations=zeros, columns=[], num_sources=20, num_destinations=10)
     with pytest.raises(ConfigError, match=r"100 edges end at node 0, .* grant --memory 2\d\dMB"):
         sort_edges(edges, tmp_path / "out", Budget(work=6 * 700))
 

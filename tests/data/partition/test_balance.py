@@ -50,7 +50,7 @@ def test_an_excess_of_a_fraction_is_mended_too() -> None:
     options = PartitionOptions(balance=("nodes", "train"), tolerance={"nodes": 0.001})
     weights = balance_weights(graph, options, 4, None)
     part = np.repeat(np.arange(4, dtype=np.int32), [97, 101, 101, 101])
-    assert list(weights.missed(part)) == ["train"]
+    assert list(weights.find_unmet(part)) == ["train"]
     assert enforce_capacities(symmetrise(graph), weights, part, "test")[1] == {}
 
 

@@ -123,8 +123,8 @@ def test_loads_capacities_and_what_is_missed() -> None:
     assert weights.capacities().tolist() == [[4.0, 2.0], [93.75, 50.0]]
     parts = np.array([0, 0, 1, 1], dtype=np.int32)
     assert weights.loads(parts).tolist() == [[2.0, 2.0], [30.0, 70.0]]
-    assert weights.missed(parts) == {"cost": 70 / 25}
-    assert weights.missed(np.array([0, 0, 0, 1])) == {}
+    assert weights.find_unmet(parts) == {"cost": 70 / 25}
+    assert weights.find_unmet(np.array([0, 0, 0, 1])) == {}
 
 
 SPARSE = SparseRows(indptr=np.zeros(4, int), indices=np.zeros(0, int), values=np.zeros(0), num_columns=2)

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dglx_dist.data.external_memory import Budget, Ranks, Workspace, mapped
+from dglx_dist.data.external_memory import Budget, Ranks, Workspace, map_spill
 from dglx_dist.data.partition import semi_external
 from dglx_dist.data.partition.balance import measure
 from dglx_dist.data.partition.base import PARTITIONERS, Partitioner, PartitionOptions
@@ -130,13 +130,13 @@ def test_clusters_keep_weights_and_cuts(tmp_path: Path) -> None:
     semi_external.partition(symmetric, weights, solve, fits, work, 0)
     num_levels = len(list(tmp_path.glob("level?")))
     assert num_levels >= 2
-    parts = np.array(mapped(tmp_path / f"parts{num_levels}", "array"))
+    parts = np.array(map_spill(tmp_path / f"parts{num_levels}", "array"))
     coarsest = SymmetricGraph.open(tmp_path / f"level{num_levels}")
     expected, columns = cut(coarsest, parts), []
     for level in range(num_levels, 0, -1):
         folder = tmp_path / f"level{level}"
-        columns.append([np.bincount(parts, mapped(folder, f"column{c}"), 2).tolist() for c in range(2)])
-        parts = parts[mapped(folder, "coarse_of")]
+        columns.append([np.bincount(parts, map_spill(folder, f"column{c}"), 2).tolist() for c in range(2)])
+        parts = parts[map_spill(folder, "coarse_of")]
         fine = SymmetricGraph.open(tmp_path / f"level{level - 1}") if level > 1 else symmetric
         assert cut(fine, parts) == expected
     assert columns == [weights.loads(parts).tolist()] * num_levels
@@ -159,7 +159,7 @@ def test_levels_of_another_memory_are_taken_up(tmp_path: Path) -> None:
 
         work = workspace(tmp_path / folder, 1 << 20)
         found = semi_external.partition(symmetric, weights, solve, lambda g: g.num_nodes <= most, work, 0)
-        assert weights.missed(found) == {}
+        assert weights.find_unmet(found) == {}
         shutil.rmtree(tmp_path / folder / "parts0")
         return [int(part) for part in found]
 
@@ -194,8 +194,8 @@ def test_a_few_megabytes_cut_hardly_more(tmp_path: Path) -> None:
     assert (tmp_path / "level1").is_dir()
     assert found.edge_cut <= 1.10 * expected.edge_cut
     # Before anything is repaired: a cluster has at most 0.6 of the tolerance.
-    assert mapped(tmp_path / "level1", "column0").max() <= 0.6 * 0.05 * 5000
-    assert np.bincount(mapped(tmp_path / "parts0", "array")).max() <= 1.05 * 5000
+    assert map_spill(tmp_path / "level1", "column0").max() <= 0.6 * 0.05 * 5000
+    assert np.bincount(map_spill(tmp_path / "parts0", "array")).max() <= 1.05 * 5000
 
 
 def skewed() -> RawGraph:
@@ -231,7 +231,7 @@ def test_every_weight_of_a_skewed_graph_is_balanced(
     assignment = assign(name, graph, 4, work, balance=balance, tolerance=0.1)
     weights = balance_weights(graph, PartitionOptions(balance=balance, tolerance=0.1), 4, None)
     assert len(weights.names) == (1 if name == "kaminpar" else 4)
-    assert weights.missed(np.array(flat(assignment.part_of))) == {}
+    assert weights.find_unmet(np.array(flat(assignment.part_of))) == {}
     assert any(tmp_path.rglob("neighbours" if name in ("ldg", "fennel") else "level1"))
 
 
@@ -250,7 +250,7 @@ def test_nodes_that_find_no_cluster_join_each_other(pairs: list[tuple[int, int]]
     graph = homogeneous(300, pairs)
     weights = balance_weights(graph, PartitionOptions(), 2, None)
     semi_external._coarsen(symmetrise(graph), weights, workspace(tmp_path, PLENTY), 0, tmp_path)
-    assert mapped(tmp_path, "column0").tolist() == [4] * 75
+    assert map_spill(tmp_path, "column0").tolist() == [4] * 75
 
 
 def test_pairs_at_the_same_place_of_two_streams_join(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -274,7 +274,7 @@ def test_a_hub_is_no_measure_for_other_parts(name: str, balance: tuple[str, ...]
         quality = measure(graph, assign(name, graph, 4, work, balance=balance))
         assert quality.balance["degree"] <= 1.25 + 1e-3
     # A cluster is lighter than 0.6 of the tolerance of a part, or it is the hub.
-    of_clusters = np.sort(mapped(tmp_path / "level1", "column0"))
+    of_clusters = np.sort(map_spill(tmp_path / "level1", "column0"))
     assert of_clusters[-2] <= 0.6 * 0.05 * len(edges[0]) / 4 < of_clusters[-1]
 
 
@@ -311,7 +311,7 @@ def test_another_seed_gives_other_clusters(tmp_path: Path) -> None:
         for seed in (0, 1)
     }
     assert len(answers) == 2
-    first, second = (mapped(tmp_path / str(seed) / "level1", "coarse_of") for seed in (0, 1))
+    first, second = (map_spill(tmp_path / str(seed) / "level1", "coarse_of") for seed in (0, 1))
     assert len(first) != len(second) or (first != second).any()
 
 

@@ -32,7 +32,7 @@ ROWS = np.arange(30, dtype=np.float32).reshape(10, 3)
 
 
 def write(folder: ArrayFolder, rows: Any = ROWS) -> None:
-    with folder.writing() as writer:
+    with folder.open_writer() as writer:
         stream = writer.stream("rows", rows.dtype, rows.shape)
         stream.append(rows[:4])
         stream.append(rows[4:4])
@@ -48,7 +48,7 @@ def names(folder: Path) -> list[str]:
 
 @pytest.mark.parametrize("mode", ["r", "c"])
 def test_what_is_written_is_mapped(tmp_path: Path, mode: Any) -> None:
-    folder = ArrayFolder(tmp_path / "a").below("b")
+    folder = ArrayFolder(tmp_path / "a").subfolder("b")
     assert folder.find() is None
     write(folder)
     facts, arrays = folder.read(mode)
@@ -97,7 +97,7 @@ def test_another_stamp_is_damage(tmp_path: Path, stamp: str) -> None:
 
 def test_an_array_with_too_few_rows_is_not_published(tmp_path: Path) -> None:
     folder = ArrayFolder(tmp_path / "a")
-    with folder.writing() as writer:
+    with folder.open_writer() as writer:
         writer.stream("rows", ROWS.dtype, ROWS.shape).append(ROWS[:4])
         with pytest.raises(StorageError, match="got 4 rows instead of 10"):
             writer.publish(FACTS)
@@ -125,7 +125,7 @@ def test_an_intact_folder_stays_unless_it_has_other_facts(tmp_path: Path) -> Non
     assert np.array_equal(folder.read()[1]["rows"], ROWS)
     mapped = folder.read()[1]["rows"]
     assert folder.find({"dtype": "other"}) is None
-    with folder.writing() as writer:
+    with folder.open_writer() as writer:
         writer.put("rows", ROWS + 2)
         writer.publish({"dtype": "other"})
     assert folder.read()[0] == {"dtype": "other"}
@@ -169,7 +169,7 @@ def test_a_disk_that_fills_up_is_logged(tmp_path: Path, caplog: pytest.LogCaptur
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 18, before[1]))
     try:
-        assert not ArrayFolder(tmp_path / "x").keep({"x": np.arange(1 << 17)}, {}, "the plan")
+        assert not ArrayFolder(tmp_path / "x").save({"x": np.arange(1 << 17)}, {}, "the plan")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert "the plan is not kept on disk" in caplog.text
@@ -182,13 +182,13 @@ def test_another_failure_of_the_disk_is_an_error(tmp_path: Path, monkeypatch: py
 
     monkeypatch.setattr(ArrayWriter, "put", broken)
     with pytest.raises(StorageError, match="check the disk"):
-        ArrayFolder(tmp_path / "x").keep({"x": ROWS}, {}, "the plan")
+        ArrayFolder(tmp_path / "x").save({"x": ROWS}, {}, "the plan")
 
 
 def killed(folder: Path, when: str) -> None:
     if when == "published":
         ArrayWriter.publish = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[method-assign]
-    with ArrayCache(folder, "abc").entry("columns", "_N/feat/0-3").writing() as writer:
+    with ArrayCache(folder, "abc").entry("columns", "_N/feat/0-3").open_writer() as writer:
         writer.put("rows", ROWS)
         if when == "written":
             os.kill(os.getpid(), signal.SIGKILL)

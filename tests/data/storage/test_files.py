@@ -16,7 +16,13 @@ import pytest
 
 from dglx_dist.data.storage import files as folders
 from dglx_dist.data.storage.arrays import ArrayFolder
-from dglx_dist.data.storage.files import hold, partial_folder, read_small, remove_abandoned, replace_folder
+from dglx_dist.data.storage.files import (
+    lock_shared,
+    partial_folder,
+    read_small_file,
+    remove_abandoned,
+    replace_folder,
+)
 from dglx_dist.data.storage.reader import CSC, StoredDataset, open_dataset, open_structure
 from dglx_dist.data.storage.writer import write_dataset
 from dglx_dist.errors import ConfigError, StorageError
@@ -45,7 +51,7 @@ def test_a_lock_that_is_a_link_is_not_followed(tmp_path: Path) -> None:
     (tmp_path / "mine").write_text("")
     (tmp_path / "lock").symlink_to(tmp_path / "mine")
     with pytest.raises(OSError, match="symbolic links"):
-        hold(tmp_path / "lock")
+        lock_shared(tmp_path / "lock")
 
 
 @pytest.mark.parametrize("can_exchange", [True, False])
@@ -257,6 +263,6 @@ def test_only_a_small_regular_file_is_read(tmp_path: Path, kind: str) -> None:
         path.symlink_to("/dev/zero")
     elif kind == "large":
         path.write_bytes(b"12345")
-        assert read_small(path, 5) == b"12345"
+        assert read_small_file(path, 5) == b"12345"
     with pytest.raises(OSError, match=r"settings\.json"):
-        read_small(path, 4)
+        read_small_file(path, 4)

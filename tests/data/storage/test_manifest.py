@@ -111,13 +111,13 @@ def test_a_raw_graph_is_to_be_partitioned_first(tmp_path: Path) -> None:
 
 
 def test_the_path_leads_into_lists_and_objects() -> None:
-    inner = Fields({"a": [{"b": {"c": "x" * 100}}]}, "file").inners("a")[0].inner("b")
+    inner = Fields({"a": [{"b": {"c": "x" * 100}}]}, "file").nested_list("a")[0].nested("b")
     with pytest.raises(ConfigError, match=r"^file: key 'a\[0\]\.b\.c' is 'x+\.\.\.x+', expected a whole"):
         inner.integer("c")
     with pytest.raises(ConfigError, match=r"'a\[0\]\.b\.d' is missing"):
         inner.text("d")
     with pytest.raises(ConfigError, match=r"'a\[0\]\.b\.c' is not supported"):
-        Fields({"c": 1}, "file", "a[0].b").end()
+        Fields({"c": 1}, "file", "a[0].b").reject_unread()
 
 
 @pytest.mark.parametrize("value", [True, 1.0, "1"])

@@ -275,7 +275,7 @@ def test_a_copy_of_the_structure_is_not_believed(folder: Path, caplog: pytest.Lo
         facts, arrays = copy.read()
         wrong = {key: array.copy() for key, array in arrays.items()}
         wrong[name][at] = value
-        copy.keep(wrong, facts, "it")
+        copy.save(wrong, facts, "it")
         caplog.clear()
         found = verify.open_structure(open_dataset(folder), EDGE_TYPE)
         assert found.indices.tolist() == right.indices.tolist()

@@ -32,7 +32,12 @@ from dglx_dist.strategies.full_graph.halo_plan import (
     read_plan,
     write_plan,
 )
-from dglx_dist.strategies.full_graph.plan_builder import PartitionContext, border_rows, make_plans, plan_all
+from dglx_dist.strategies.full_graph.plan_builder import (
+    PartitionContext,
+    border_rows,
+    make_all_plans,
+    make_plans,
+)
 from dglx_dist.training.models import SymmetricConv
 from tests.helpers.ranks import run_ranks
 from tests.strategies.full_graph import plan_cases
@@ -84,7 +89,7 @@ def test_a_star_is_one_row_either_way() -> None:
 )
 def test_numbers_of_another_rank_are_checked(numbers: list[int]) -> None:
     with pytest.raises(PeerError, match="rank 7 asks for partial sums of rows"):
-        PairCover.of_sender(7, np.array(numbers, np.int64), num_rows=3)
+        PairCover.from_message(7, np.array(numbers, np.int64), num_rows=3)
 
 
 NUM_LAYERS = 3
@@ -94,7 +99,7 @@ def plans(servers: int, per_server: int, hops: int) -> list[RankPlan]:
     context = plan_cases.plain_context(servers, per_server)
     seeds = np.arange(3, plan_cases.NUM_NODES, 2)
     own = np.split(seeds, np.searchsorted(seeds, context.bounds[1:-1]))
-    return plan_all(context, own, NUM_LAYERS, hops, cover=True)
+    return make_all_plans(context, own, NUM_LAYERS, hops, cover=True)
 
 
 def summed(indptr: Array, indices: Array, rows: Array, weights: Array) -> Array:
@@ -145,7 +150,7 @@ def test_sums_of_all_ranks_are_those_of_the_whole_halo(servers: int, per_server:
 def test_a_written_plan_keeps_its_covers(tmp_path: Path) -> None:
     plan, folder = (
         plans(2, 2, 1)[1],
-        ArrayCache(tmp_path / "data", "content").entry("cobatches", "key").below("0-1"),
+        ArrayCache(tmp_path / "data", "content").entry("cobatches", "key").subfolder("0-1"),
     )
     assert write_plan(folder, plan)
     again = read_plan(folder)
@@ -260,7 +265,7 @@ def test_half_of_the_rows_of_a_power_law_graph_cut_at_random() -> None:
     bounds = np.arange(0, num_nodes + 1, num_nodes // 4)
     structure = plan_cases.structure_of(num_nodes, np.concatenate(ends), np.concatenate(ends[::-1]))
     context = PartitionContext(structure=structure, bounds=bounds, topology=build_topology(4, 1), seed=0)
-    made = plan_all(context, np.split(np.arange(num_nodes), bounds[1:-1]), 1, 0, cover=True)
+    made = make_all_plans(context, np.split(np.arange(num_nodes), bounds[1:-1]), 1, 0, cover=True)
     layers: list[Any] = [plan.layers[0] for plan in made]
     halo = sum(count for layer in layers for _, count in layer.receive)
     cover = sum(count for layer in layers for _, count in layer.cover.layer.receive)

@@ -22,12 +22,12 @@ from dglx_dist.strategies.full_graph.expansion import (
     KHopNeighborhood,
     choose_external,
     cluster_seeds,
-    compose,
-    eas_rule,
+    compose_batches,
+    make_selection,
     select_external,
     split_rows,
     work_of_groups,
-    write_held,
+    write_neighborhood,
 )
 from tests.strategies.full_graph.plan_cases import NUM_NODES, plain_context, structure_of, whole_of
 
@@ -39,10 +39,12 @@ def test_ordered_batches_of_two_rings_with_one_bridge_are_the_rings() -> None:
     pairs += [(1, 0), (45, 3), (46, 2)]
     structure, seeds = structure_of(50, *np.array(pairs).T), np.arange(0, 40, 3)
     clusters = cluster_seeds(structure, np.arange(40), seeds, 2, seed=0)
-    pieces = {tuple(piece.tolist()) for piece in compose(seeds, 2, "ordered", seed=1, clusters=clusters)}
+    pieces = {
+        tuple(piece.tolist()) for piece in compose_batches(seeds, 2, "ordered", seed=1, clusters=clusters)
+    }
     assert pieces == {tuple(range(0, 40, 6)), tuple(range(3, 40, 6))}
     assert cluster_seeds(structure, np.arange(40), seeds, 1, seed=0).tolist() == [0] * len(seeds)
-    one, again, other = ([*map(list, compose(seeds, 2, "random", seed=seed))] for seed in (1, 1, 2))
+    one, again, other = ([*map(list, compose_batches(seeds, 2, "random", seed=seed))] for seed in (1, 1, 2))
     assert one == again != other
 
 
@@ -96,7 +98,7 @@ def test_shared_memory_without_room_is_told_and_left_clean(tmp_path: Path) -> No
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 18, before[1]))
     try:
         with pytest.raises(StorageError, match=r"which take 1\.. MB; free space in .*--shm-size.*one rank"):
-            write_held(tmp_path / "held", held)
+            write_neighborhood(tmp_path / "held", held)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert not (tmp_path / "held").exists()
@@ -191,7 +193,7 @@ def test_other_seeds_and_batches(chosen_by: dict[tuple[EasPolicy, int, int], set
     own, whole = context.own_range(SERVER), whole_of(context)
 
     def rule(options: EasOptions, seed: int = 3) -> set[int]:
-        return set(eas_rule(options, seed=seed)(context.structure, own, np.arange(*own)[:4]).tolist())
+        return set(make_selection(options, seed=seed)(context.structure, own, np.arange(*own)[:4]).tolist())
 
     options, chosen = EasOptions(hops=3, fanout=1), chosen_by["uniform_external", 3, 1]
     assert rule(options) == chosen

@@ -22,7 +22,7 @@ from dglx_dist.comm.exchange import DeviceExchange, Incoming, Outgoing, row_exch
 from dglx_dist.comm.session import Session, start_session
 from dglx_dist.errors import ConfigError, PeerError
 from dglx_dist.strategies.full_graph import halo_exchange
-from dglx_dist.strategies.full_graph.halo_exchange import PIECE_BYTES, HaloExchange, added
+from dglx_dist.strategies.full_graph.halo_exchange import PIECE_BYTES, HaloExchange, add_rows
 from dglx_dist.strategies.full_graph.halo_plan import HaloLayer
 from tests.helpers import wide
 from tests.helpers.ranks import run_ranks, start_ranks
@@ -84,7 +84,7 @@ def test_sums_have_the_same_bits_whoever_is_first() -> None:
     for order in ([0, 1, 2], [2, 1, 0], [1, 2, 0]):
         total = torch.zeros(2 * PIECE, WIDTH)
         incoming = [Incoming(rank=n, rows=part) for n, part in enumerate(parts)]
-        work = added(total, rows, incoming)
+        work = add_rows(total, rows, incoming)
         assert next(work) is False
         for peer in order:
             if peer == 0:

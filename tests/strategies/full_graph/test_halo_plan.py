@@ -132,11 +132,11 @@ def test_rows_come_back_to_those_who_ask_for_the_same(tmp_path: Path, dtype: tor
 
 def test_only_what_comes_from_elsewhere_and_stays_is_worth_it(tmp_path: Path) -> None:
     cache = cache_at(tmp_path)
-    assert cache.takes(column(), IDS)
-    assert not cache.takes(column(), IDS[:2])
-    assert not cache.takes(column(), IDS[:0])
-    assert cache_at(tmp_path, 1).takes(column(), IDS)
-    assert not cache.takes(column(writable=True), IDS)
+    assert cache.accepts(column(), IDS)
+    assert not cache.accepts(column(), IDS[:2])
+    assert not cache.accepts(column(), IDS[:0])
+    assert cache_at(tmp_path, 1).accepts(column(), IDS)
+    assert not cache.accepts(column(writable=True), IDS)
 
 
 def test_a_disk_without_room_is_survived_and_told_once(

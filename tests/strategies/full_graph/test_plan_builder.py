@@ -21,16 +21,16 @@ from dglx_dist.graph.partition_book import RowOwners
 from dglx_dist.planner.model_shape import build_topology
 from dglx_dist.records import EDGE_TYPE, NODE_TYPE, Array, Assignment, RawGraph
 from dglx_dist.strategies.full_graph import plan_builder
-from dglx_dist.strategies.full_graph.expansion import EasOptions, eas_rule
+from dglx_dist.strategies.full_graph.expansion import EasOptions, make_selection
 from dglx_dist.strategies.full_graph.plan_builder import (
     PartitionContext,
     PlanExchange,
     Planner,
     PlanRequest,
     PlanStep,
+    make_all_plans,
     make_plans,
-    plan_all,
-    seeds_by_server,
+    split_by_server,
 )
 from tests.helpers.ranks import run_ranks
 from tests.strategies.full_graph.plan_cases import (
@@ -58,7 +58,7 @@ def test_plans_are_those_of_the_definition(servers: int, per_server: int, num_la
     whole, owners = whole_of(context), RowOwners(context.bounds, context.topology)
     for seeds in (SPREAD, FEW):
         for hops in range(num_layers + 1):
-            plans = plan_all(context, seeds_by_server(context, seeds), num_layers, hops)
+            plans = make_all_plans(context, split_by_server(context, seeds), num_layers, hops)
             check_plans(plans, whole, whole.needed(set(seeds.tolist()), num_layers, hops))
             for rank, plan in enumerate(plans):
                 assert hops or not plan.external_nodes
@@ -67,7 +67,7 @@ def test_plans_are_those_of_the_definition(servers: int, per_server: int, num_la
 
 def test_layers_that_are_alike_are_one_object() -> None:
     context = plain_context(2, 2)
-    plans = plan_all(context, seeds_by_server(context, np.arange(NUM_NODES)), 9, 4)
+    plans = make_all_plans(context, split_by_server(context, np.arange(NUM_NODES)), 9, 4)
     layers = plans[0].layers
     assert layers[8] is layers[5] is layers[4]
     assert layers[3].own_rows > layers[3].targets
@@ -80,7 +80,7 @@ def half_of_the_graph(_structure: Any, own: tuple[int, int], _seeds: Array) -> A
 def test_edges_from_nodes_that_were_not_chosen_are_left_out() -> None:
     context = plain_context(2, 2)
     whole, rows = whole_of(context), []
-    plans = plan_all(context, seeds_by_server(context, SPREAD), 2, 2, eas=half_of_the_graph)
+    plans = make_all_plans(context, split_by_server(context, SPREAD), 2, 2, eas=half_of_the_graph)
     allowed = [whole.owned(server) | set(range(0, NUM_NODES, 2)) for server in range(2)]
     for server in range(2):
         levels = [set(SPREAD.tolist()) & whole.owned(server)]
@@ -97,7 +97,7 @@ REQUESTS: dict[str, dict[str, Any]] = {
     "one seed": {"hops": 3, "seeds": [3]},
     "half": {"hops": 3, "eas": half_of_the_graph},
     **{
-        policy: {"hops": 3, "eas": eas_rule(EasOptions(hops=2, fanout=1, policy=policy), seed=3)}  # type: ignore[arg-type]
+        policy: {"hops": 3, "eas": make_selection(EasOptions(hops=2, fanout=1, policy=policy), seed=3)}  # type: ignore[arg-type]
         for policy in ("uniform_external", "degree")
     },
 }
@@ -147,8 +147,8 @@ def test_ranks_make_the_plans_of_one_process(
     for name, options in REQUESTS.items():
         plans = [result["found"][name][0] for result in results]
         one = {key: value for key, value in options.items() if key != "seeds"}
-        seeds = seeds_by_server(context, np.array(options.get("seeds", SPREAD)))
-        expected = plan_all(context, seeds, 3, **one)
+        seeds = split_by_server(context, np.array(options.get("seeds", SPREAD)))
+        expected = make_all_plans(context, seeds, 3, **one)
         assert all(same(plan, other) for plan, other in zip(plans, expected, strict=True)), name
         if "eas" in options:
             continue

@@ -17,7 +17,7 @@ class Gate(VertexStage):
     def __init__(self, config: Config) -> None:
         fields = Fields(config, "stage gate")
         wide, self._out = fields.integer("in", 1, 1000), fields.integer("out", 1, 1000)
-        fields.end()
+        fields.reject_unread()
         self.shapes = StageShapes({"weight": (wide, self._out)}, (wide, wide), (self._out,))
 
     def forward(self, weights: Sequence[Array], inputs: Sequence[Array]) -> Forward:
