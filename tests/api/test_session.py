@@ -72,7 +72,7 @@ def test_an_error_of_one_rank_reads_nothing_from_the_others() -> None:
 
     with pytest.raises(ValueError, match="of one rank"):
         ScriptModel(Fails())(torch.ones(1))
-    with pytest.raises(ConfigError, match="on cpu.* inputs are on meta"):
+    with pytest.raises(ConfigError, match=r"on cpu.* inputs are on meta"):
         ScriptModel(Fails())(torch.ones(1, device="meta"))
 
 

@@ -67,11 +67,11 @@ def iterate_in_edges(structure: Structure, nodes: Array) -> Iterator[tuple[Array
     """Yield some of the (K,) int64 ``nodes`` and all their in-edges, in the order of the nodes."""
     pending: deque[tuple[Array, Callable[[], InEdges]]] = deque()
     for first in range(0, len(nodes), CHUNK):
-        some = nodes[first : first + CHUNK]
-        pending.append((some, structure.submit("in_edges", some, phase=PRELOAD_STRUCTURE)))
+        chunk = nodes[first : first + CHUNK]
+        pending.append((chunk, structure.submit("in_edges", chunk, phase=PRELOAD_STRUCTURE)))
         while len(pending) > (_AHEAD if first + CHUNK < len(nodes) else 0):
-            some, answer = pending.popleft()
-            yield some, answer()
+            chunk, get_edges = pending.popleft()
+            yield chunk, get_edges()
 
 
 def keep_edges_from(edges: InEdges, allowed: Array) -> InEdges:
@@ -123,10 +123,10 @@ def cluster_seeds(structure: Structure, nodes: Array, seeds: Array, num_clusters
     if num_clusters == 1 or not len(seeds):
         return np.zeros(len(seeds), np.int64)
     sources, destinations = [], []
-    for some, found in iterate_in_edges(structure, nodes):
-        edges = keep_edges_from(found, nodes)
+    for chunk, in_edges in iterate_in_edges(structure, nodes):
+        edges = keep_edges_from(in_edges, nodes)
         sources.append(np.searchsorted(nodes, edges.sources))
-        destinations.append(np.repeat(np.searchsorted(nodes, some), np.diff(edges.indptr)))
+        destinations.append(np.repeat(np.searchsorted(nodes, chunk), np.diff(edges.indptr)))
     graph = RawGraph(
         name="the nodes of a server",
         num_nodes={NODE_TYPE: len(nodes)},
@@ -140,7 +140,13 @@ def cluster_seeds(structure: Structure, nodes: Array, seeds: Array, num_clusters
 
 @njit(cache=True, nogil=True)
 def choose_external(
-    indptr: Array, sources: Array, nodes: Array, taken: Array, scores: Array, fanout: int, stream: np.uint64
+    indptr: Array,
+    sources: Array,
+    nodes: Array,
+    excluded: Array,
+    scores: Array,
+    fanout: int,
+    stream: np.uint64,
 ) -> Array:
     """Choose at most ``fanout`` sources for each node; return (c,) int64 sources, possibly with duplicates.
 
@@ -151,12 +157,12 @@ def choose_external(
         indptr: (K + 1,) int64.
         sources: (E,) int64, ascending for each node.
         nodes: (K,) int64 global ids.
-        taken: (T,) int64 ascending ids that are not candidates.
+        excluded: (T,) int64 ascending ids that are not candidates.
         scores: (E,) int64 score of each source, higher first; of length 0 if all are equal.
         fanout: -1 for all.
     """
-    most = indptr[-1] if fanout < 0 else np.minimum(np.diff(indptr), fanout).sum()
-    chosen = np.empty(most, np.int64)
+    capacity = indptr[-1] if fanout < 0 else np.minimum(np.diff(indptr), fanout).sum()
+    chosen = np.empty(capacity, np.int64)
     width = max(fanout, 0)
     best, best_draw = np.empty(width, np.int64), np.empty(width, np.uint64)
     best_score = np.empty(width, np.int64)
@@ -167,9 +173,9 @@ def choose_external(
         for edge in range(indptr[i], indptr[i + 1]):
             source = sources[edge]
             # Parallel edges do not raise the probability of a neighbour.
-            place = np.searchsorted(taken, source)
-            is_taken = place < len(taken) and taken[place] == source
-            if is_taken or (edge > indptr[i] and sources[edge - 1] == source):
+            place = np.searchsorted(excluded, source)
+            is_excluded = place < len(excluded) and excluded[place] == source
+            if is_excluded or (edge > indptr[i] and sources[edge - 1] == source):
                 continue
             if fanout < 0:
                 chosen[total] = source
@@ -225,7 +231,7 @@ def make_selection(options: EasOptions, *, seed: int) -> Selection:
     """Return the :data:`Selection` of plans; it selects once per server unless ``inner`` is "batch"."""
     chosen: dict[tuple[int, int], Array] = {}
 
-    def nodes_of(structure: Structure, own: tuple[int, int], seeds: Array) -> Array:
+    def select_nodes(structure: Structure, own: tuple[int, int], seeds: Array) -> Array:
         if options.inner == "batch":
             return select_external(structure, own, seeds, options, seed=seed)
         if own not in chosen:
@@ -233,7 +239,7 @@ def make_selection(options: EasOptions, *, seed: int) -> Selection:
             chosen[own] = select_external(structure, own, inner, options, seed=seed)
         return chosen[own]
 
-    return nodes_of
+    return select_nodes
 
 
 def select_external(
@@ -265,14 +271,14 @@ def select_external(
     # several m and k contain each other.
     stream = stream_key(seed, 0, _EAS_STREAM)
     for _ in range(options.hops):
-        found = [np.empty(0, np.int64)]
+        chosen = [np.empty(0, np.int64)]
         for nodes, edges in iterate_in_edges(structure, frontier):
             score = scores(edges.sources, selected)
             picked = choose_external(
                 edges.indptr, edges.sources, nodes, selected, score, options.fanout, stream
             )
-            found.append(np.unique(picked))
-        new = np.setdiff1d(np.concatenate(found), selected)
+            chosen.append(np.unique(picked))
+        new = np.setdiff1d(np.concatenate(chosen), selected)
         if not len(new):
             break
         selected, frontier = np.union1d(selected, new), new
@@ -316,7 +322,7 @@ def split_rows(closure: KHopNeighborhood, num_ranks: int, seed: int) -> Array:
     num_rows = len(closure.nodes)
     if num_ranks == 1 or num_rows == 0:
         return np.zeros(num_rows, dtype=np.int32)
-    weights = work_of_groups(closure)
+    weights = group_work(closure)
     options = PartitionOptions(balance=tuple(weights), tolerance=TOLERANCE)
     num_ids = int(max(closure.nodes.max(initial=-1), closure.sources.max(initial=-1))) + 1
     sources = RowPositions(closure.nodes, num_ids).find(closure.sources)
@@ -330,13 +336,13 @@ def split_rows(closure: KHopNeighborhood, num_ranks: int, seed: int) -> Array:
     return PARTITIONERS.get("metis")(options).assign(graph, num_ranks, seed).part_of[NODE_TYPE]
 
 
-def work_of_groups(closure: KHopNeighborhood) -> dict[str, Array]:
+def group_work(closure: KHopNeighborhood) -> dict[str, Array]:
     """Return the (n,) int64 work of the rows by group of layers: in-degree + 1, for each layer with the row.
 
     Layers with equal rows form one group; adjacent groups are merged above :data:`MAX_GROUPS`.
     """
-    different = np.unique(closure.counts[1:])
-    groups = np.array_split(different, min(len(different), MAX_GROUPS))
+    distinct_counts = np.unique(closure.counts[1:])
+    groups = np.array_split(distinct_counts, min(len(distinct_counts), MAX_GROUPS))
     row, degrees = np.arange(len(closure.nodes)), closure.in_degrees + 1
     weights = {}
     for number, group in enumerate(groups):

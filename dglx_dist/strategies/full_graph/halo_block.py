@@ -1,4 +1,4 @@
-"""DGL block whose sources are distributed over ranks, for unmodified DGL models."""
+"""DGL blocks with sources on several ranks, for unmodified DGL models."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ from dglx_dist.strategies.full_graph.halo_plan import HaloLayer
 class EmptyPartition(TorchFunctionMode):
     """Mode in which ``view`` and ``reshape`` resolve -1 for tensors without rows.
 
-    ``h.view(len(h), -1, width)``, as in the residuals of DGL's attention layers, is ambiguous for torch if
-    ``h`` is empty. In this mode -1 has the value of a tensor with rows.
+    If ``h`` is empty, torch cannot resolve -1 in ``h.view(len(h), -1, width)``, which DGL's attention layers
+    call. In this mode -1 has the value that it has for a tensor with rows.
 
-    ``owner`` is the caller of :meth:`turn_on`; None: used in a ``with`` statement.
+    ``owner`` is the caller of :meth:`turn_on`. It is None in a ``with`` statement.
     """
 
     def __init__(self, owner: object = None) -> None:
@@ -52,7 +52,7 @@ class EmptyPartition(TorchFunctionMode):
         self.__enter__()  # type: ignore[no-untyped-call]  # torch leaves it bare
 
     def __exit__(self, *error: Any) -> None:
-        # Also leaves nested modes that an interrupt left on, because torch calls no hooks then.
+        # An interrupt may have left nested modes on, because torch calls no hooks then.
         while (mode := current_function_mode()) is not self and isinstance(mode, EmptyPartition):
             mode.__exit__()
         super().__exit__(*(error or (None, None, None)))  # type: ignore[no-untyped-call]  # torch leaves it bare
@@ -61,9 +61,9 @@ class EmptyPartition(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if func in _RESHAPING and not kwargs and not args[0].numel():
-            given = args[1] if isinstance(args[1], Sequence) else args[1:]
-            if all(isinstance(size, int) for size in given):
-                return func(args[0], _complete_shape(args[0].shape, given))
+            sizes = args[1] if isinstance(args[1], Sequence) else args[1:]
+            if all(isinstance(size, int) for size in sizes):
+                return func(args[0], _resolve_sizes(args[0].shape, sizes))
         return func(*args, **(kwargs or {}))
 
     @staticmethod
@@ -77,27 +77,27 @@ class EmptyPartition(TorchFunctionMode):
 _RESHAPING: tuple[Callable[..., Any], ...] = (Tensor.view, Tensor.reshape, torch.reshape)
 
 
-def _complete_shape(shape: Sequence[int], wanted: Sequence[int]) -> tuple[int, ...]:
-    known = math.prod(size for size in wanted[1:] if size != -1)
-    if len(shape) < 2 or shape[0] or not wanted or wanted[0] or -1 not in wanted or not known:
-        return tuple(wanted)
-    return tuple(math.prod(shape[1:]) // known if size == -1 else size for size in wanted)
+def _resolve_sizes(shape: Sequence[int], sizes: Sequence[int]) -> tuple[int, ...]:
+    known = math.prod(size for size in sizes[1:] if size != -1)
+    if len(shape) < 2 or shape[0] or not sizes or sizes[0] or -1 not in sizes or not known:
+        return tuple(sizes)
+    return tuple(math.prod(shape[1:]) // known if size == -1 else size for size in sizes)
 
 
 def tie_gradient(output: Any, rows: Tensor) -> Any:
-    """Return the (nested) tensors of ``output``, connected to ``rows`` in autograd by a zero gradient."""
+    """Return the (nested) tensors of ``output``, connected to ``rows`` in autograd with a zero gradient."""
     if not (rows.requires_grad and torch.is_grad_enabled()):
         return output
     return replace_floats(output, lambda *floats: _TieGradient.apply(rows, *floats))  # type: ignore[no-untyped-call]  # torch leaves it bare
 
 
 def reduce_without_edges(block: Any, message: Any, reduce: Any) -> dict[str, Tensor]:
-    """Return the (targets, ...) columns of a user-defined reduction without messages: zeros.
+    """Return zeros for the (targets, ...) columns of a user-defined reduction without messages.
 
-    DGL skips user-defined reductions on a graph without edges and sets no column, so code that reads the
-    result would fail on such a rank only. Column names and shapes come from a block with one artificial edge.
-    Its message function reads the same source columns as on other ranks, so the same columns are exchanged.
-    The result is connected to the columns that were read.
+    DGL skips user-defined reductions on a graph without edges, so code that reads the result would fail on
+    such a rank only. The column names and shapes come from a block with one artificial edge. Its message
+    function reads the same source columns as on other ranks, so the same columns are exchanged. The result is
+    connected in autograd to the columns that were read.
     """
     read: dict[str, Tensor] = {}
 
@@ -105,13 +105,13 @@ def reduce_without_edges(block: Any, message: Any, reduce: Any) -> dict[str, Ten
         read[name] = rows
         return _one_row(rows)
 
-    imagined = _one_edge_block(block)
-    set_frame(imagined, fetched_frame(block.node_frames[0], fetch, 1))
-    before = dict(imagined.dstdata.items())
-    imagined.update_all(message, reduce)
+    one_edge_block = _one_edge_block(block)
+    set_frame(one_edge_block, fetched_frame(block.node_frames[0], fetch, 1))
+    before = dict(one_edge_block.dstdata.items())
+    one_edge_block.update_all(message, reduce)
     columns = {
         name: rows.new_zeros((block.num_dst_nodes(), *rows.shape[1:]))
-        for name, rows in imagined.dstdata.items()
+        for name, rows in one_edge_block.dstdata.items()
         if before.get(name) is not rows
     }
     for rows in read.values():
@@ -122,12 +122,17 @@ def reduce_without_edges(block: Any, message: Any, reduce: Any) -> dict[str, Ten
 def _one_edge_block(block: Any) -> Any:
     source, relation, destination = block.canonical_etypes[0]
     ends = torch.zeros(1, dtype=block.idtype)
-    one = dgl.create_block({(source, relation, destination): (ends, ends)}, {source: 1}, {destination: 1})
-    one = place(one, block.device)
-    for target, source_data in ((one.dstdata, block.dstdata), (one.edata, block.edata)):
+    block_with_edge = dgl.create_block(
+        {(source, relation, destination): (ends, ends)}, {source: 1}, {destination: 1}
+    )
+    block_with_edge = place(block_with_edge, block.device)
+    for target, source_data in (
+        (block_with_edge.dstdata, block.dstdata),
+        (block_with_edge.edata, block.edata),
+    ):
         for name, rows in source_data.items():
             target[name] = _one_row(rows)
-    return one
+    return block_with_edge
 
 
 def _one_row(rows: Tensor) -> Tensor:
@@ -139,7 +144,7 @@ class _TieGradient(torch.autograd.Function):
     def forward(ctx: Any, rows: Tensor, *outputs: Tensor) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
         ctx.shape, ctx.options = rows.shape, {"dtype": rows.dtype, "device": rows.device}
-        # Clones, because autograd forbids in-place changes of views of several outputs.
+        # The outputs are cloned, because autograd forbids in-place changes of views of several outputs.
         return tuple(output.clone() for output in outputs)
 
     @staticmethod
@@ -148,35 +153,34 @@ class _TieGradient(torch.autograd.Function):
 
 
 class RowExchange(Protocol):
-    """Interface of ``HaloExchange`` that blocks use."""
+    """The part of the interface of ``HaloExchange`` that blocks use."""
 
     cover: CoverExchange | None
 
     def exchange(self, h: Tensor, kept: Tensor | None = None) -> Tensor:
-        """Return (own rows and halo, ...) for the (own rows, ...) ``h``; see ``HaloExchange.exchange``."""
+        """Append the halo rows to the (own_rows, ...) ``h``. See ``HaloExchange.exchange``."""
 
 
 @final
 class HaloBlock(InEdgesOnlyGraph, DGLBlock):
-    """A block that completes (own rows, ...) tensors to the rows of all its sources.
+    """A block that appends the halo rows of other ranks to (own_rows, ...) tensors. See :func:`halo_block`.
 
-    The rows of a model at a layer are the ``block.own_rows`` rows that this rank computed; the first
-    ``block.num_dst_nodes()`` of them are the block's destinations. The sources are these rows and the halo. A
-    column of own rows that is set on the sources (``srcdata[name] = h``, ``srcdata.update``) is exchanged
-    immediately; a column with a row for each source is stored as it is. So modules of ``dgl.nn`` and
-    hand-written message passing compute the same results and gradients as on the whole graph. Every rank must
-    run the same layers in the same order, because an exchange waits for its peers.
+    The sources are the ``block.own_rows`` rows that this rank computed, followed by the halo. The first
+    ``block.num_dst_nodes()`` own rows are the block's destinations.
 
-    A rank that sends rows and receives none repeats its first row behind its own rows, as a source without
-    edges. Otherwise the number of rows would not tell whether they were exchanged.
+    If a column of own rows is set on the sources (``srcdata[name] = h``, ``srcdata.update``), the halo is
+    exchanged immediately. A column with a row for each source is stored without an exchange. So modules of
+    ``dgl.nn`` and hand-written message passing compute the same results and gradients as on the whole graph.
+    Every rank must run the same layers in the same order, because an exchange waits for its peers.
 
-    ``out_degrees()`` returns those of the whole graph if they are known; in-degrees are complete.
+    A rank that sends rows and receives none repeats its first row as an extra source without edges. Otherwise
+    the number of rows would not show whether they were exchanged.
 
-    Not supported: functions of the reversed block (sums over the out-edges of a source, such as
-    ``edge_softmax(norm_by="src")`` and ``EdgeWeightNorm("both")``), several node or edge types, and layers
-    that DGL cannot run on blocks (``layers.convolutions``; use :func:`dglx_dist.local_graph`).
+    In-degrees are complete. ``out_degrees()`` returns those of the whole graph if they are known.
 
-    Constructed by :func:`halo_block`.
+    Functions of the reversed block are not supported (sums over the out-edges of a source, such as
+    ``edge_softmax(norm_by="src")`` and ``EdgeWeightNorm("both")``). Neither are several node or edge types,
+    nor layers that DGL cannot run on blocks. For those use :func:`dglx_dist.local_graph`.
     """
 
     def __init__(
@@ -187,35 +191,35 @@ class HaloBlock(InEdgesOnlyGraph, DGLBlock):
         out_degrees: Callable[[Tensor], Tensor] | None,
     ) -> None:
         super().__init__(*get_block_parts(plain))
-        # DGL copies these to the graphs that it derives.
+        # DGL copies these attributes to the graphs that it derives.
         self.own_rows, self.halo_rows = layer.own_rows, len(layer.halo_nodes)
-        """Rows of the tensors that a model passes to this block, and those of other ranks behind them."""
+        """Number of rows that a model passes to this block, and number of halo rows behind them."""
         self.repeats_first_row = needs_repeated_row(layer)
         self.has_cover = exchange.cover is not None
-        """Whether sums of own rows over the in-edges have an exchange of their own."""
+        """Whether sums over the in-edges have their own exchange."""
         self._exchange, self._fetch_out_degrees, self._is_of_own_rows = exchange, out_degrees, False
         self._sources = self.srcdata[dgl.NID]
-        # A list, shared by blocks of other layers on the same structure: the lookup reads every edge.
+        # The list is shared by blocks with the same structure, because the lookup reads every edge.
         self._degrees: list[Tensor] = []
 
     def with_exchange(self, exchange: RowExchange) -> HaloBlock:
-        """Return a :meth:`local_var` that uses ``exchange``, of a layer with equal structure."""
+        """Return a :meth:`local_var` for ``exchange``, which is of a layer with equal structure."""
         block: HaloBlock = self.local_var()
         block._exchange = exchange
         return block
 
     def of_own_rows(self) -> HaloBlock:
-        """Return a copy whose source columns and out-degrees are those of own rows, for a layer of sums."""
+        """Return a copy with source columns and out-degrees of own rows only, for a layer that sums rows."""
         block: HaloBlock = self.local_var()
         block._is_of_own_rows = True
-        # Kept, because a dropout that is recomputed refers to it weakly.
+        # A dropout that is recomputed has a weak reference to the copy.
         self._copy_of_own_rows = block
         return block
 
     def sums(self, message: Any, reduce: Any, own_rows: Callable[[str], Tensor | None]) -> dict[str, Tensor]:
-        """Return the (targets, ...) result of a sum or mean by its own exchange; {} if it has none.
+        """Return the (targets, ...) result of a sum or mean that has its own exchange, else {}.
 
-        ``own_rows`` returns the (own_rows, ...) column of a name, None if its halo is there.
+        ``own_rows`` maps a name to its (own_rows, ...) column, or to None if its halo is already there.
         """
         cover = self._exchange.cover
         if cover is None or getattr(reduce, "name", "") not in ("sum", "mean"):
@@ -228,20 +232,20 @@ class HaloBlock(InEdgesOnlyGraph, DGLBlock):
         rows = own_rows(name) if name and message.out_field == reduce.msg_field else None
         if rows is None or not rows.is_floating_point():
             return {}
-        found = cover.sums(rows, weights)
-        if found is None:
+        sums = cover.sums(rows, weights)
+        if sums is None:
             return {}
         if reduce.name == "mean":
-            degrees = self.in_degrees().clamp(min=1).to(found)
-            found = found / degrees.view(-1, *[1] * (found.dim() - 1))
-        return {reduce.out_field: found}
+            degrees = self.in_degrees().clamp(min=1).to(sums)
+            sums = sums / degrees.view(-1, *[1] * (sums.dim() - 1))
+        return {reduce.out_field: sums}
 
     def all_rows(self, h: Tensor, *, kept: Tensor | None = None) -> Tensor:
-        """Return the (num_src_nodes, ...) rows of all sources; collective for ranks that share halo rows.
+        """Return the (num_src_nodes, ...) rows of all sources. Collective for ranks that share halo rows.
 
-        ``h`` is (own_rows, ...), which is exchanged, or (num_src_nodes, ...), which is returned. With
-        ``kept``, (num_src_nodes - own_rows, ...) halo rows that an earlier call returned for the same ``h``,
-        only gradients are sent.
+        If ``h`` is (own_rows, ...), it is exchanged. If it is (num_src_nodes, ...), it is returned. ``kept``
+        are (num_src_nodes - own_rows, ...) halo rows that an earlier call returned for the same ``h``. With
+        them, only gradients are sent.
 
         Raises:
             ConfigError: ``h`` has neither number of rows.
@@ -257,13 +261,13 @@ class HaloBlock(InEdgesOnlyGraph, DGLBlock):
                 "previous layer (h[:block.num_dst_nodes()] is for the destinations)"
             )
         rows = self._exchange.exchange(h, None if kept is None else kept[: self.halo_rows])
-        # Its gradient is zero: the repeated source has no edge.
+        # The repeated source has no edge, so its gradient is zero.
         return torch.cat([rows, h[:1].detach()]) if self.repeats_first_row else rows
 
     def set_own(self, name: str, rows: Tensor) -> None:
         """Set the (own_rows, ...) column ``name`` of the sources without an exchange.
 
-        ``srcdata[name]`` returns it unchanged; the layer that receives it runs the exchange.
+        ``srcdata[name]`` returns it unchanged. The layer that receives it runs the exchange.
         """
         if len(rows) != self.own_rows:
             raise ConfigError(f"{len(rows)} rows of {name!r} for a block of {self.own_rows} own rows")
@@ -271,9 +275,9 @@ class HaloBlock(InEdgesOnlyGraph, DGLBlock):
 
     def set_all(self, name: str, rows: Tensor) -> None:
         """Set the column ``name`` of the sources to (own_rows + halo rows, ...) without an exchange."""
-        wanted = self.own_rows + self.halo_rows
-        if len(rows) != wanted:
-            raise ConfigError(f"{len(rows)} rows of {name!r} for a block of {wanted} own and halo rows")
+        num_rows = self.own_rows + self.halo_rows
+        if len(rows) != num_rows:
+            raise ConfigError(f"{len(rows)} rows of {name!r} for a block of {num_rows} own and halo rows")
         if self.repeats_first_row:
             rows = torch.cat([rows, rows[:1]])
         super().set_columns(0, ALL, {name: rows})
@@ -300,15 +304,15 @@ class HaloBlock(InEdgesOnlyGraph, DGLBlock):
                 return
             columns = reduce_without_edges(block, message_func, reduce_func)
         if apply_node_func is not None:
-            seen = {**self.dstdata, **columns}
-            columns = invoke_node_udf(self, ALL, self.dsttypes[0], apply_node_func, ndata=seen)
+            available = {**self.dstdata, **columns}
+            columns = invoke_node_udf(self, ALL, self.dsttypes[0], apply_node_func, ndata=available)
         self.set_columns(1, ALL, columns)
 
     def apply_edges(self, func: Any, edges: Any = ALL, etype: Any = None) -> None:
         DGLBlock.apply_edges(self._with_fetched_sources(), func, edges, etype)
 
     def __getitem__(self, key: Any) -> Any:
-        # There is one edge type, and a slice made by DGL would lack the halo.
+        # A slice made by DGL would lack the halo.
         keys = key if isinstance(key, tuple) else (slice(None), key, slice(None))
         if len(keys) != 3 or not self.has_etype(keys):
             raise ConfigError(f"edge type {key!r} is not {self.canonical_etypes[0]}, the block's only one")
@@ -345,12 +349,15 @@ def halo_block(
     out_degrees: Callable[[Tensor], Tensor] | None = None,
     edge_order: Callable[..., Tensor] | None = None,
 ) -> HaloBlock:
-    """Build the block of ``layer``, on the CPU; sends nothing. ``local_var`` shares the structure.
+    """Build the block of ``layer`` on the CPU. Sends nothing.
 
-    It has ``dgl.NID`` on both sides (of all sources) and ``dgl.EID`` on the edges. The first
-    ``layer.own_rows`` of the (n,) int64 ``nodes`` are the global ids of the own rows. ``out_degrees`` maps
-    (K,) int64 ids to (K,) out-degrees in the whole graph, on demand, not collective; None: those of the
-    block. ``edge_order`` is given to :func:`~dglx_dist.internals.message_passing.note_edge_order`.
+    The block has ``dgl.NID`` on both sides and ``dgl.EID`` on the edges.
+
+    Args:
+        nodes: (n,) int64 global ids. The first ``layer.own_rows`` are those of the own rows.
+        out_degrees: Maps (K,) int64 ids to (K,) out-degrees in the whole graph. It is called on demand and is
+            not collective. By default the block's own out-degrees are used.
+        edge_order: See :func:`~dglx_dist.internals.message_passing.note_edge_order`.
     """
     own = nodes[: layer.own_rows]
     repeated = own[:1] if needs_repeated_row(layer) else own[:0]
@@ -364,16 +371,16 @@ def halo_block(
 
 
 def needs_repeated_row(layer: HaloLayer) -> bool:
-    """Return whether the block of ``layer`` repeats its first own row; see :class:`HaloBlock`."""
+    """Return whether the block of ``layer`` repeats its first own row. See :class:`HaloBlock`."""
     return bool(layer.send) and not len(layer.halo_nodes)
 
 
 @final
 class OwnCount(Tensor):
-    """(1,) int64 result of ``batch_num_nodes`` of a local graph.
+    """(1,) int64 result of ``batch_num_nodes`` of a local graph. It only allows repetition.
 
     DGL uses it to repeat a row of the graph for each node (``broadcast_nodes``), which is right on every
-    rank. DGL also uses it to reduce over all nodes, which would reduce over the nodes of this rank only.
+    rank. DGL also uses it to reduce over all nodes, but here only the nodes of this rank would be reduced.
     """
 
     @classmethod
@@ -384,12 +391,14 @@ class OwnCount(Tensor):
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Allow only repetition; raise ConfigError otherwise."""
+        """Raise ConfigError for every function but repetition."""
         if func is not torch.repeat_interleave:
             raise ConfigError(
                 "a function of all nodes or edges of a local graph would see only those of this rank; reduce "
                 "the rows of ndata, and sum over the ranks with torch.distributed.all_reduce"
             )
-        plain = [one.as_subclass(Tensor) if isinstance(one, OwnCount) else one for one in args]
+        plain = [
+            argument.as_subclass(Tensor) if isinstance(argument, OwnCount) else argument for argument in args
+        ]
         with plain_tensors():
             return func(*plain, **(kwargs or {}))

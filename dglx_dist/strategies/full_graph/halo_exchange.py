@@ -1,7 +1,7 @@
 """Halo exchange between ranks as an autograd operator with an exact adjoint (docs/strategies/full_graph.md).
 
-Forward sends copies of own rows to peers and appends the rows that peers send. Backward is the transpose: it
-sends the gradients of these copies to the ranks that hold the rows, which add them up.
+Forward sends copies of own rows to peers and appends the rows that peers send. Backward sends the gradients
+of these copies back to the ranks that hold the rows. They add up the gradients.
 """
 
 from __future__ import annotations
@@ -42,35 +42,35 @@ _STEP_BYTES = 1 << 20
 def gather_rows(h: Tensor, rows: Tensor, out: Tensor) -> Iterator[Tensor]:
     """Copy ``h[rows]`` into ``out`` and yield it, piece by piece.
 
-    ``h`` is (n, ...), ``rows`` (k,) int64, and ``out`` (k, ...) contiguous of the dtype of ``h``, all on one
-    device.
+    ``h`` is (n, ...), ``rows`` is (k,) int64, and ``out`` is (k, ...), contiguous and of the dtype of ``h``.
+    All must be on one device.
     """
-    for some, piece in zip(_pieces_like(rows, out), _pieces_like(out, out), strict=True):
-        torch.index_select(h, 0, some, out=piece)
+    for piece_rows, piece in zip(_pieces_like(rows, out), _pieces_like(out, out), strict=True):
+        torch.index_select(h, 0, piece_rows, out=piece)
         yield piece
 
 
 def copy_rows(source: Tensor, target: Tensor) -> Iterator[bool]:
-    """Copy ``source`` to ``target``, both (n, ...), in steps; yields True after each."""
-    step = _rows_in(_STEP_BYTES, source)
+    """Copy ``source`` to ``target``, both (n, ...), in steps. Yield True after each step."""
+    step = _rows_per_piece(_STEP_BYTES, source)
     for first in range(0, len(source), step):
         target[first : first + step].copy_(source[first : first + step])
         yield True
 
 
 def add_rows(total: Tensor, rows: Sequence[Tensor], incoming: Sequence[Incoming]) -> Iterator[bool]:
-    """Add received rows to the (n, ...) ``total`` in pieces; yields False while the next one has not arrived.
+    """Add received rows to the (n, ...) ``total`` in pieces. Yield False while the next piece is in transit.
 
-    ``rows`` are the (k,) distinct int64 rows of each peer's part. Pieces are added round-robin over the
-    peers, independent of their arrival, so sums are bit-reproducible.
+    ``rows`` has the (k,) distinct int64 positions of each peer's rows. Pieces are added round-robin over the
+    peers, in an order that does not depend on their arrival. So sums are reproducible to the bit.
     """
     per_peer = [
-        _add_from_peer(total, some, part)
-        for some, part in zip(rows, incoming, strict=True)
+        _add_from_peer(total, peer_rows, part)
+        for peer_rows, part in zip(rows, incoming, strict=True)
         if part.rows.numel()
     ]
     while per_peer:
-        left = []
+        unfinished = []
         for pieces in per_peer:
             ready = next(pieces, None)
             while ready is False:
@@ -78,45 +78,50 @@ def add_rows(total: Tensor, rows: Sequence[Tensor], incoming: Sequence[Incoming]
                 ready = next(pieces, None)
             if ready:
                 yield True
-                left.append(pieces)
-        per_peer = left
+                unfinished.append(pieces)
+        per_peer = unfinished
 
 
 def _add_from_peer(total: Tensor, rows: Tensor, part: Incoming) -> Iterator[bool]:
     needed = 0
-    for some, piece in zip(_pieces_like(rows, part.rows), _pieces_like(part.rows, part.rows), strict=True):
+    for piece_rows, piece in zip(
+        _pieces_like(rows, part.rows), _pieces_like(part.rows, part.rows), strict=True
+    ):
         needed += piece.numel() * piece.element_size()
         while part.num_arrived < needed:
             yield False
-        # Moved as it is: with another dtype, torch would convert it on the host and wait for its copy.
-        total.index_add_(0, some, piece.to(total.device, non_blocking=True).to(total.dtype))
+        # Move the piece before its dtype is changed. Otherwise torch would convert it on the host and wait.
+        total.index_add_(0, piece_rows, piece.to(total.device, non_blocking=True).to(total.dtype))
         yield True
 
 
 def _pieces_like(ids: Tensor, rows: Tensor) -> Iterator[Tensor]:
-    step = _rows_in(PIECE_BYTES, rows)
+    step = _rows_per_piece(PIECE_BYTES, rows)
     return (ids[first : first + step] for first in range(0, len(ids), step))
 
 
-def _rows_in(num_bytes: int, rows: Tensor) -> int:
-    """Return how many of the (n, ...) ``rows`` are a piece of ``num_bytes``: all on an accelerator."""
+def _rows_per_piece(piece_bytes: int, rows: Tensor) -> int:
+    """Return the number of the (n, ...) ``rows`` in ``piece_bytes``, or n on an accelerator."""
     if not is_on_host(rows):
         return max(len(rows), 1)
     row_bytes = rows.numel() * rows.element_size() // max(len(rows), 1)
-    return max(num_bytes // max(row_bytes, 1), 1)
+    return max(piece_bytes // max(row_bytes, 1), 1)
 
 
 FORWARD, BACKWARD, ONCE = "halo", "halo_gradients", "preload"
-"""Ledger phases of forward, backward, and what is exchanged once."""
+"""Ledger phases of forward, of backward, and of rows that are exchanged once."""
 
 
 @final
 class HaloExchange:
-    """Exchange of the halo rows of layer ``number`` of 1..L. All ranks exchange them in the same order.
+    """Exchange of the halo rows of layer ``number``, from 1 to L.
 
-    The first one of a session opens connections, so every rank must construct one, even without peers.
-    PeerError names a rank that is dead or did not connect within the time-out. Rows that are exchanged in
-    every step, and their gradients, travel as ``wire``, through host memory unless that is "same".
+    The first exchange of a session opens connections, so every rank must construct one, even without peers.
+    All ranks must run their exchanges in the same order. Rows of every step and their gradients are sent in
+    the format ``wire``. Formats other than "same" go through host memory.
+
+    Raises:
+        PeerError: a rank is dead or did not connect within the time-out.
     """
 
     def __init__(self, session: Session, layer: HaloLayer, number: int, wire: WireDtype = "same") -> None:
@@ -129,30 +134,34 @@ class HaloExchange:
         self._sent = [(rank, len(rows)) for rank, rows in layer.send]
         self._num_sent = sum(count for _, count in self._sent)
         self._received = layer.receive
-        self.digest = zlib.crc32(np.concatenate([layer.halo_nodes, *(one for _, one in layer.send)]).data)
+        self.digest = zlib.crc32(
+            np.concatenate([layer.halo_nodes, *(peer_rows for _, peer_rows in layer.send)]).data
+        )
         self.cover = None if layer.cover is None else CoverExchange(session, layer.cover, self)
 
     def for_layer(self, number: int) -> HaloExchange:
-        """Return the exchange of layer ``number`` with equal structure; row lists are shared."""
-        other = copy.copy(self)
-        other.number = number
-        other.cover = None if self.cover is None else self.cover.for_layer(number)
-        return other
+        """Return the exchange of another layer with equal structure. Row lists are shared."""
+        exchange = copy.copy(self)
+        exchange.number = number
+        exchange.cover = None if self.cover is None else self.cover.for_layer(number)
+        return exchange
 
     def exchange(self, h: Tensor, kept: Tensor | None = None) -> Tensor:
-        """Append the halo rows to the (own_rows, ...) ``h``; the layer's peers must call it too.
+        """Append the halo rows to the (own_rows, ...) ``h``. The layer's peers must call it too.
 
-        Backward adds the gradients of the peers in a fixed order, 16-bit ones in float32, so the bits do not
-        depend on timing. Every peer must run backward. Twice differentiable. Tensors on accelerators are sent
-        by NCCL if every rank has its own device, else through host memory. ``h`` is of any dtype, with the
-        same trailing shape on all ranks; it is returned itself if this rank has no peers at this layer.
+        Backward adds the gradients of the peers in a fixed order, and 16-bit gradients in float32. So the
+        bits do not depend on timing. Every peer must run backward. The operation is twice differentiable.
 
-        With ``kept``, the (n_halo, ...) halo that an earlier call returned for the same ``h``, forward sends
-        nothing; pass it on all ranks or on none.
+        Tensors on accelerators are sent by NCCL if every rank has its own device, else through host memory.
+        ``h`` may have any dtype and must have the same trailing shape on all ranks. It is returned itself if
+        this rank has no peers at this layer.
+
+        ``kept`` is the (n_halo, ...) halo that an earlier call returned for the same ``h``. With it, forward
+        sends nothing. Pass it on all ranks or on none.
 
         Raises:
             ConfigError: ``h`` or ``kept`` has another number of rows.
-            PeerError: a peer is dead, silent, or at another exchange; it is named.
+            PeerError: a peer is dead, silent, or at another exchange. The message has its rank.
         """
         self._check_rows(h, self.own_rows, "the own rows")
         if kept is not None:
@@ -162,18 +171,17 @@ class HaloExchange:
         stale: StaleHalos | None = self._exchanges.stale
         if kept is None and stale is not None and torch.is_grad_enabled():
             return cast("Tensor", _AppendLate.apply(self, stale.next_late_rows(self), h))  # type: ignore[no-untyped-call]  # torch leaves it bare
-        # -1: no backward pass is running, see torch.autograd.graph.
         if kept is None and self._exchanges.late is not None and current_backward() != NO_BACKWARD:
             raise ConfigError(
                 f"layer {self.number} is computed again in backward, where its late halo rows (staleness=1) "
-                "are not at hand; use recompute='keep' or 'none'"
+                "are not available; use recompute='keep' or 'none'"
             )
         return cast("Tensor", _Append.apply(self, h, kept, False))  # type: ignore[no-untyped-call]  # torch leaves it bare
 
     def fetch(self, rows: Tensor, out: Tensor | None = None, *, phase: str) -> Tensor:
-        """Return only the (n_halo, ...) halo rows, without gradient; for rows that are fetched once and kept.
+        """Return only the (n_halo, ...) halo rows, without gradient. Use it for rows that are fetched once.
 
-        ``out`` is their contiguous memory (None: new). Raises as :meth:`exchange`.
+        ``out`` is contiguous memory for them. By default it is allocated. For errors see :meth:`exchange`.
         """
         self._check_rows(rows, self.own_rows, "the own rows")
         halo = rows.new_empty((self.num_halo, *rows.shape[1:])) if out is None else out
@@ -194,7 +202,7 @@ class HaloExchange:
     def return_gradients(self, gradient: Tensor) -> Tensor:
         """Run the adjoint of :meth:`append`, always into new memory.
 
-        Returns the own rows of the (own_rows + n_halo, ...) ``gradient`` plus what the peers send for them.
+        Return the own rows of the (own_rows + n_halo, ...) ``gradient`` plus the gradients from the peers.
         """
         gradient = gradient.detach()
         own, halo = gradient[: self.own_rows], gradient[self.own_rows :]
@@ -225,10 +233,10 @@ class HaloExchange:
     def _swap(
         self, outgoing: list[Outgoing], incoming: list[Incoming], phase: str, meanwhile: Iterable[bool]
     ) -> None:
-        # Rows are all in memory of one kind; a rank without peers here sends nothing either way.
+        # All rows are in the same kind of memory.
         messages: list[Outgoing | Incoming] = [*outgoing, *incoming]
-        direct = any(self._is_direct(one.rows) for one in messages)
-        exchange = self._exchanges.devices if direct else self._exchanges.streams
+        is_direct = any(self._is_direct(message.rows) for message in messages)
+        exchange = self._exchanges.devices if is_direct else self._exchanges.streams
         assert exchange is not None
         codec = None
         if self.wire != "same" and phase != ONCE:
@@ -242,14 +250,16 @@ class HaloExchange:
         return f"{phase.replace('_', ' ')} of layer {self.number}"
 
     def counts(self, phase: str) -> tuple[Sequence[tuple[int, int]], Sequence[tuple[int, int]]]:
-        """Return (rank, number of rows) of what is sent, and of what is received."""
+        """Return (rank, number of rows) pairs of sent rows, and those of received rows."""
         return (self._received, self._sent) if phase == BACKWARD else (self._sent, self._received)
 
-    def messages(self, out: Tensor, into: Tensor, phase: str) -> tuple[list[Outgoing], list[Incoming]]:
-        """Return the messages of the rows in ``out``, and those that fill ``into``, peer after peer."""
-        to, due = self.counts(phase)
-        outgoing = [Outgoing(rank=rank, rows=part) for rank, part in _pieces_of(out, to)]
-        return outgoing, [Incoming(rank=rank, rows=part) for rank, part in _pieces_of(into, due)]
+    def messages(self, out: Tensor, received: Tensor, phase: str) -> tuple[list[Outgoing], list[Incoming]]:
+        """Return the messages that send the rows in ``out`` and those that fill ``received``, by peer."""
+        sent_counts, received_counts = self.counts(phase)
+        outgoing = [Outgoing(rank=rank, rows=rows) for rank, rows in _pieces_of(out, sent_counts)]
+        return outgoing, [
+            Incoming(rank=rank, rows=rows) for rank, rows in _pieces_of(received, received_counts)
+        ]
 
     def _memory(self, buffer: ReusableBuffer, num_rows: int, like: Tensor) -> Tensor:
         shape = (num_rows, *like.shape[1:])
@@ -258,7 +268,7 @@ class HaloExchange:
         return like.new_empty(shape) if self._is_direct(like) else allocate_host_memory(shape, like)
 
     def rows_on(self, device: torch.device, copy: Copy | None = None) -> list[Tensor]:
-        """Return the own rows sent to each peer; copied to a device once, by ``copy`` if that is given."""
+        """Return the own rows sent to each peer. They are copied to ``device`` once, by ``copy`` if given."""
         if device not in self._sent_rows:
             copy = copy or (lambda rows: rows.to(device))
             self._sent_rows[device] = [copy(rows) for rows in self._sent_rows[torch.device("cpu")]]
@@ -270,11 +280,11 @@ class HaloExchange:
     def _is_direct(self, rows: Tensor) -> bool:
         return self._exchanges.devices is not None and self.wire == "same" and not is_on_host(rows)
 
-    def _check_rows(self, given: Tensor, expected: int, what: str) -> None:
-        if given.dim() == 0 or len(given) != expected:
+    def _check_rows(self, tensor: Tensor, expected: int, rows_name: str) -> None:
+        if tensor.dim() == 0 or len(tensor) != expected:
             raise ConfigError(
-                f"layer {self.number} exchanges a tensor of shape {tuple(given.shape)}, but this rank has "
-                f"{expected} rows there; pass {what}, in the order of the block"
+                f"layer {self.number} exchanges a tensor of shape {tuple(tensor.shape)}, but this rank has "
+                f"{expected} rows there; pass {rows_name}, in the order of the block"
             )
 
 
@@ -282,7 +292,8 @@ class HaloExchange:
 class CoverExchange:
     """Sums of source rows over the in-edges of a layer, with the exchange of its :class:`Cover`.
 
-    Ranks sum for each other what is fewer rows that way. Gradients take the same way back.
+    A rank sends a partial sum instead of its summands where that is fewer rows. Gradients are sent back in
+    the same way.
     """
 
     def __init__(self, session: Session, cover: Cover, uncovered: HaloExchange) -> None:
@@ -301,8 +312,8 @@ class CoverExchange:
         self._edges = HaloExchange(session, edges, uncovered.number)
         numbers = torch.from_numpy(np.where(cover.layer.edge_ids < 0, num_edges, cover.layer.edge_ids))
         partial, total = (
-            build_block(torch.from_numpy(one.indptr), torch.from_numpy(one.indices), num_sources)
-            for one, num_sources in ((cover, uncovered.own_rows), (cover.layer, cover.layer.num_sources))
+            build_block(torch.from_numpy(csc.indptr), torch.from_numpy(csc.indices), num_sources)
+            for csc, num_sources in ((cover, uncovered.own_rows), (cover.layer, cover.layer.num_sources))
         )
         self._graphs = {torch.device("cpu"): (partial, total, numbers)}
         self._weights: dict[str, tuple[Tensor, int | None, Tensor]] = {}
@@ -316,30 +327,30 @@ class CoverExchange:
     def sums(self, h: Tensor, weights: tuple[str, Tensor] | None = None) -> Tensor | None:
         """Return the (targets, ...) sums of the (own_rows, ...) ``h`` of all ranks, times the edge's weight.
 
-        ``weights`` are a column of one number per edge and its name. They are sent to the ranks that use them
-        when they are first seen. None, on all ranks: weights that are learned or computed without gradient in
-        an evaluation, for which rows are sent (attention).
+        ``weights`` are the name and the values of a column with one number per edge. They are sent once to
+        the ranks that use them. The result is None on all ranks if weights are learned, or computed in an
+        evaluation without gradient. Then rows must be exchanged instead (attention).
         """
-        partial, total, numbers = self._on(h.device)
+        partial, total, numbers = self._graphs_on(h.device)
         if weights is None:
-            return cast("Tensor", ops.copy_u_sum(total, self._exchanged(h, ops.copy_u_sum(partial, h))))
-        own = weights[1]
-        is_number = own.dim() <= h.dim() and math.prod(own.shape[1:]) == 1
-        remote = self._remote(*weights) if is_number else None
+            return cast("Tensor", ops.copy_u_sum(total, self._exchange_rows(h, ops.copy_u_sum(partial, h))))
+        edge_weights = weights[1]
+        is_number = edge_weights.dim() <= h.dim() and math.prod(edge_weights.shape[1:]) == 1
+        remote = self._fetch_weights(*weights) if is_number else None
         if remote is None:
             return None
-        # A partial sum has its weights already.
-        own = torch.cat([own, own.new_ones(1, *own.shape[1:])])[numbers]
-        rows = self._exchanged(h, ops.u_mul_e_sum(partial, h, remote))
-        return cast("Tensor", ops.u_mul_e_sum(total, rows, own))
+        # Weights are already applied to partial sums.
+        edge_weights = torch.cat([edge_weights, edge_weights.new_ones(1, *edge_weights.shape[1:])])[numbers]
+        rows = self._exchange_rows(h, ops.u_mul_e_sum(partial, h, remote))
+        return cast("Tensor", ops.u_mul_e_sum(total, rows, edge_weights))
 
-    def _exchanged(self, h: Tensor, partial: Tensor) -> Tensor:
+    def _exchange_rows(self, h: Tensor, partial: Tensor) -> Tensor:
         return self._rows.exchange(torch.cat([h, partial]) if len(partial) else h)
 
-    def _remote(self, name: str, weights: Tensor) -> Tensor | None:
-        # Ranks must agree, also those without edges: by objects, not by addresses.
-        known, version, remote = self._weights.get(name, (None, 0, weights))
-        if known is weights and version == get_version(weights) is not None:
+    def _fetch_weights(self, name: str, weights: Tensor) -> Tensor | None:
+        # All ranks must decide alike, even without edges. So objects are compared, not their memory.
+        known_weights, version, remote = self._weights.get(name, (None, 0, weights))
+        if known_weights is weights and version == get_version(weights) is not None:
             return remote
         if weights.requires_grad or not torch.is_grad_enabled():
             return None
@@ -347,7 +358,7 @@ class CoverExchange:
         self._weights[name] = weights, get_version(weights), remote
         return remote
 
-    def _on(self, device: torch.device) -> tuple[Any, Any, Tensor]:
+    def _graphs_on(self, device: torch.device) -> tuple[Any, Any, Tensor]:
         partial, total, numbers = self._graphs[torch.device("cpu")]
         if device not in self._graphs:
             self._graphs[device] = place(partial, device), place(total, device), numbers.to(device)
@@ -356,7 +367,7 @@ class CoverExchange:
 
 @final
 class _Append(torch.autograd.Function):
-    """(own_rows, ...) -> (own_rows + n_halo, ...), or with ``back`` the adjoint of that."""
+    """Maps (own_rows, ...) to (own_rows + n_halo, ...). With ``back`` it is the adjoint."""
 
     @staticmethod
     def forward(ctx: Any, halo: HaloExchange, rows: Tensor, kept: Tensor | None, back: bool) -> Tensor:
@@ -365,13 +376,13 @@ class _Append(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        found = _Append.apply(ctx.halo, gradient, None, not ctx.back)  # type: ignore[no-untyped-call]  # torch leaves it bare
-        return None, found, None, None
+        result = _Append.apply(ctx.halo, gradient, None, not ctx.back)  # type: ignore[no-untyped-call]  # torch leaves it bare
+        return None, result, None, None
 
 
 @final
 class _AppendLate(torch.autograd.Function):
-    """:class:`_Append` with halo rows, and in backward gradients of sent rows, of the epoch before."""
+    """:class:`_Append` with halo rows and gradients of the previous epoch."""
 
     @staticmethod
     def forward(ctx: Any, halo: HaloExchange, late: list[LateRows], h: Tensor) -> Tensor:
@@ -383,18 +394,24 @@ class _AppendLate(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> Any:
         halo: HaloExchange = ctx.halo
-        own, of_halo = gradient[: halo.own_rows], gradient[halo.own_rows :]
-        to, due = halo.counts(BACKWARD)
-        received = ctx.gradients.swap((part for _, part in _pieces_of(of_halo, to)), halo, BACKWARD, own)
-        total = own.to(torch.float32 if own.dtype in HALVES else own.dtype, copy=True)
-        for rows, (_, part) in zip(halo.rows_on(own.device), _pieces_of(received, due), strict=True):
+        own_gradient, halo_gradient = gradient[: halo.own_rows], gradient[halo.own_rows :]
+        sent_counts, received_counts = halo.counts(BACKWARD)
+        received = ctx.gradients.swap(
+            (part for _, part in _pieces_of(halo_gradient, sent_counts)), halo, BACKWARD, own_gradient
+        )
+        total = own_gradient.to(
+            torch.float32 if own_gradient.dtype in HALVES else own_gradient.dtype, copy=True
+        )
+        for rows, (_, part) in zip(
+            halo.rows_on(own_gradient.device), _pieces_of(received, received_counts), strict=True
+        ):
             total.index_add_(0, rows, part.to(total))
-        return None, None, total.to(own.dtype)
+        return None, None, total.to(own_gradient.dtype)
 
 
 @final
 class LateRows:
-    """What one exchange received in the epoch before, in host memory, and what is in transit since then."""
+    """Rows that one exchange received in the previous epoch, in host memory, and rows in transit."""
 
     def __init__(self, exchange: CallExchange) -> None:
         self._exchange = exchange
@@ -402,10 +419,11 @@ class LateRows:
         self._wait: Wait | None = None
         self.rows: Tensor | None = None
         self._peers: object = None
-        self.is_used = False  # in this epoch
+        self.is_used = False
+        """Whether the exchange has run in this epoch."""
 
     def arrive(self, *, keep: bool = True) -> None:
-        """Wait for what is in transit; unless ``keep``, forget all, so that the next exchange is exact."""
+        """Wait for rows in transit. Without ``keep``, forget them, so that the next exchange is exact."""
         wait, self._wait = self._wait, None
         if wait is not None:
             wait()
@@ -413,24 +431,23 @@ class LateRows:
         self.rows = self.rows if keep else None
 
     def swap(self, sent: Iterable[Tensor], halo: HaloExchange, phase: str, like: Tensor) -> Tensor:
-        """Send ``sent``, and return the (k, ...) rows of the epoch before; of this one if there are none.
+        """Send ``sent`` and return the (k, ...) rows of the previous epoch, or of this one if there are none.
 
         ``like`` has the dtype and the width of the rows.
         """
         name = halo.describe(phase)
         if self.is_used:
-            raise ConfigError(f"{name} ran twice; with staleness=1 add up losses and call backward once")
-        _, due = halo.counts(phase)
-        self.arrive(keep=self._peers in (None, due))
-        # They lie where the next ones will be put, when they are waited for.
-        self.is_used, self._peers = True, due
-        out, self._target = (
+            raise ConfigError(f"{name} ran twice; with staleness=1, add up the losses and call backward once")
+        _, received_counts = halo.counts(phase)
+        self.arrive(keep=self._peers in (None, received_counts))
+        self.is_used, self._peers = True, received_counts
+        sent_buffer, self._target = (
             memory.take((sum(count for _, count in counts), *like.shape[1:]), like.dtype)
             for memory, counts in zip((self._out, self._in), halo.counts(phase), strict=True)
         )
         if self.rows is not None and (self.rows.shape, self.rows.dtype) != (self._target.shape, like.dtype):
-            self.rows = None  # of another model or precision: this exchange is exact
-        outgoing, incoming = halo.messages(out, self._target, phase)
+            self.rows = None  # The rows are of another model or precision, so this exchange is exact.
+        outgoing, incoming = halo.messages(sent_buffer, self._target, phase)
         for message, rows in zip(outgoing, sent, strict=True):
             message.rows.copy_(rows)
         self._wait = self._exchange.post(outgoing, incoming, name, phase=phase, layer=halo.number)
@@ -439,13 +456,13 @@ class LateRows:
         return cast("Tensor", self.rows)
 
 
-_MOST_PASSES = 100
-"""Forward passes without a change of the weights; each keeps rows of its own."""
+_MAX_PASSES = 100
+"""Maximum number of forward passes without a change of the weights. Each pass keeps its own rows."""
 
 
 @final
 class StaleHalos:
-    """Halo rows and their gradients that a model uses one epoch late; construction is collective.
+    """Halo rows and their gradients that a model uses one epoch late. Construction is collective.
 
     The first epoch is exact.
     """
@@ -458,18 +475,19 @@ class StaleHalos:
 
     @contextmanager
     def active(self, epoch: int) -> Iterator[None]:
-        """Use them in this block, a forward pass of the model."""
+        """Use late rows in this block, which is one forward pass of the model."""
         self._passes += 1
         if self._epoch != epoch:
             self._epoch, self._passes, self._calls = epoch, 1, Counter()
-            for one in self._late.values():
-                if not one.is_used:
-                    one.arrive(keep=False)
-                one.is_used = False
-        if self._passes > _MOST_PASSES:
+            for late in self._late.values():
+                if not late.is_used:
+                    late.arrive(keep=False)
+                late.is_used = False
+        if self._passes > _MAX_PASSES:
             raise ConfigError(
-                f"{_MOST_PASSES} forward passes without a change of the weights, which ends an epoch of "
-                "staleness=1; change them by an optimizer, or in place under torch.no_grad(), not by .data"
+                f"{_MAX_PASSES} forward passes ran without a change of the weights, which would end an "
+                "epoch of staleness=1; change them by an optimizer, or in place under torch.no_grad(), not "
+                "by .data"
             )
         before, self._exchanges.stale = self._exchanges.stale, self
         try:
@@ -478,20 +496,22 @@ class StaleHalos:
             self._exchanges.stale = before
 
     def next_late_rows(self, halo: HaloExchange) -> list[LateRows]:
-        """Return the rows and the gradients of the next exchange of the layer of ``halo`` in this epoch."""
+        """Return the late rows and gradients of the layer's next exchange in this epoch."""
         self._calls[halo.number] += 1
-        # Rows of another structure, as before a resume with other options, are not used.
+        # The digest keeps rows of another structure from being used, for example after a resume.
         number = f"{halo.number}/{self._calls[halo.number]}/{halo.digest}"
         return [self._late[f"{phase}/{number}"] for phase in (FORWARD, BACKWARD)]
 
     def state(self) -> dict[str, Tensor]:
-        """Wait for what is in transit, and return what the next epoch uses."""
-        for one in self._late.values():
-            one.arrive()
-        return {name: one.rows for name, one in self._late.items() if one.is_used and one.rows is not None}
+        """Wait for rows in transit, and return the rows that the next epoch uses."""
+        for late in self._late.values():
+            late.arrive()
+        return {
+            name: late.rows for name, late in self._late.items() if late.is_used and late.rows is not None
+        }
 
     def load(self, state: Mapping[str, Tensor]) -> None:
-        """Continue with a :meth:`state`; with {} the next epoch is exact."""
+        """Continue with the result of :meth:`state`. With {} the next epoch is exact."""
         self.state()
         self._late.clear()
         self._epoch = -1

@@ -185,9 +185,9 @@ class PlanSource:
             self._sizes = maker.seeds.sizes(spec.num_batches)
             self._cache = _open_cache(g, maker.seeds, spec)
             # Ranks make plans together: one that a rank lacks on disk is made again by all ranks.
-            local = [step for step in range(spec.num_batches) if self._cache.holds(step)]
-            every: Sequence[Any] = gather_json(local, g.session)
-            self._on_disk = set.intersection(*map(set, every))
+            own_steps = [step for step in range(spec.num_batches) if self._cache.holds(step)]
+            planned_steps: Sequence[Any] = gather_json(own_steps, g.session)
+            self._on_disk = set.intersection(*map(set, planned_steps))
             self.row_cache = self._cache if len(self) > 1 else None
         else:
             # All samples have the same seeds in total, though distributed differently over the ranks.
@@ -280,29 +280,33 @@ class ColumnReader:
         ``fetch`` maps (own rows, (n_halo, *row) output) to the filled output, in the stored type, which may
         be half as wide as the compute type; then this call is collective.
         """
-        keys = _only(self._columns.inputs)
+        keys = _first_type(self._columns.inputs)
         if fetch is None:
-            return self._converted(self._rows(keys, plan.nodes, PHASE))
-        found = {}
+            return self._convert(self._read_rows(keys, plan.nodes, PHASE))
+        features = {}
         for name, key in keys.items():
             # Both are read in place: features are most of the memory of a rank.
             rows = allocate_rows(plan.layers[0].num_sources, self._store.column(key).info)
             own = rows[: len(plan.nodes)]
             self._store.pull(key, plan.nodes, out=own, distinct=True, phase=PHASE)
             fetch(own, rows[len(plan.nodes) :])
-            found[name] = rows
-        return self._converted(found)
+            features[name] = rows
+        return self._convert(features)
 
     def targets(self, plan: RankPlan) -> dict[str, Tensor]:
         """Return (seeds, *row)."""
-        return self._rows(_only(self._columns.targets), plan.rows(len(plan.layers)), LABEL_PHASE)
+        return self._read_rows(_first_type(self._columns.targets), plan.rows(len(plan.layers)), LABEL_PHASE)
 
     def edges(self, plan: RankPlan) -> dict[str, Tensor]:
         """Return (E, *row) of layer 1; those of every layer are a prefix."""
-        return self._converted(self._rows(_only(self._columns.edges), plan.layers[0].edge_ids, PHASE, 1))
+        return self._convert(
+            self._read_rows(_first_type(self._columns.edges), plan.layers[0].edge_ids, PHASE, 1)
+        )
 
-    def _rows(self, keys: Mapping[str, str], ids: Array, phase: str, layer: int = 0) -> dict[str, Tensor]:
-        found, pulls = {}, {}
+    def _read_rows(
+        self, keys: Mapping[str, str], ids: Array, phase: str, layer: int = 0
+    ) -> dict[str, Tensor]:
+        rows, pulls = {}, {}
         for name, key in keys.items():
             column, cache = self._store.column(key), self._cache
             cache = cache if cache is not None and cache.accepts(column, ids) else None
@@ -311,18 +315,18 @@ class ColumnReader:
                 pull = self._store.submit_pull(key, ids, distinct=True, phase=phase, layer=layer)
                 pulls[name] = pull, column, cache
             else:
-                found[name] = stored
+                rows[name] = stored
         for name, (pull, column, cache) in pulls.items():
-            found[name] = pull()
+            rows[name] = pull()
             if cache is not None:
-                cache.write_rows(column, ids, found[name])
-        return found
+                cache.write_rows(column, ids, rows[name])
+        return rows
 
-    def _converted(self, rows: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def _convert(self, rows: Mapping[str, Tensor]) -> dict[str, Tensor]:
         return {name: self._columns.memory.convert(values) for name, values in rows.items()}
 
 
-def _only(by_type: Mapping[Any, Mapping[str, str]]) -> Mapping[str, str]:
+def _first_type(by_type: Mapping[Any, Mapping[str, str]]) -> Mapping[str, str]:
     return next(iter(by_type.values()), {})
 
 
@@ -428,9 +432,9 @@ class FullGraphLoader(EpochLoader[HaloBatch, Batch]):
             if self._kept is not None:
                 return self._kept
             plan = self._source.plan(epoch, step)
-            filled = self._keeps and self._use_pp
+            with_halo = self._keeps and self._use_pp
             device, wire = self._request.device, self._request.wire
-            make = partial(HaloBatch, self._g, plan, self._reader, filled=filled, device=device, wire=wire)
+            make = partial(HaloBatch, self._g, plan, self._reader, filled=with_halo, device=device, wire=wire)
             batch, arrive = copy_async(self._copies, device, make)
             batch.arrive = arrive
         if self._keeps:

@@ -107,7 +107,7 @@ class LocalGraph(InEdgesOnlyGraph, RankGraph, DGLGraph):
     def update_all(
         self, message_func: Any, reduce_func: Any, apply_node_func: Any = None, etype: Any = None
     ) -> None:
-        block = self._messages()
+        block = self._message_block()
         columns = block.sums(message_func, reduce_func, self._get_unexchanged)
         if columns:
             self.ndata.update(columns)
@@ -119,7 +119,7 @@ class LocalGraph(InEdgesOnlyGraph, RankGraph, DGLGraph):
     def apply_edges(self, func: Any, edges: Any = ALL, etype: Any = None) -> None:
         if not is_all(edges):
             raise ConfigError(f"apply_edges of a local graph on some edges: {_ALL_EDGES}")
-        self._messages().apply_edges(func)
+        self._message_block().apply_edges(func)
 
     @contextmanager
     def local_scope(self) -> Iterator[None]:
@@ -136,22 +136,22 @@ class LocalGraph(InEdgesOnlyGraph, RankGraph, DGLGraph):
         if moved._block is self._block:
             return self
         moved.take_structure(moved._block)
-        where = moved._block.device
-        move = partial(Tensor.to, device=where, **kwargs)
-        moved.node_frames = [moved_frame(one, where, move) for one in self.node_frames]
-        moved.edge_frames = [moved_frame(one, where, move) for one in self.edge_frames]
+        target_device = moved._block.device
+        move = partial(Tensor.to, device=target_device, **kwargs)
+        moved.node_frames = [moved_frame(column, target_device, move) for column in self.node_frames]
+        moved.edge_frames = [moved_frame(column, target_device, move) for column in self.edge_frames]
         moved._exchanged, names = {}, list(self.ndata.keys())
         moved._prefetched = tuple(
-            _ExchangedColumn(rows, get_version(rows), one.sources.to(device, **kwargs))
-            for one in self._prefetched
-            for rows in [moved.ndata[name] for name in names if self.ndata[name] is one.own]
+            _ExchangedColumn(rows, get_version(rows), column.sources.to(device, **kwargs))
+            for column in self._prefetched
+            for rows in [moved.ndata[name] for name in names if self.ndata[name] is column.own]
         )
         return moved
 
-    def _messages(self) -> HaloBlock:
+    def _message_block(self) -> HaloBlock:
         (own,) = self.node_frames
         block: HaloBlock = self._block.__copy__()
-        block.node_frames = [fetched_frame(own, self._sources_of, self._block.num_src_nodes()), own]
+        block.node_frames = [fetched_frame(own, self._get_sources, self._block.num_src_nodes()), own]
         block.edge_frames = self.edge_frames
         return block
 
@@ -160,14 +160,14 @@ class LocalGraph(InEdgesOnlyGraph, RankGraph, DGLGraph):
         return None if self._find_exchanged(name, rows) is not None else rows
 
     def _find_exchanged(self, name: str, rows: Tensor) -> Tensor | None:
-        before = self._exchanged.get(name)
-        kept = self._prefetched if before is None else (*self._prefetched, before)
-        return next((one.sources for one in kept if one.matches(rows)), None)
+        exchanged = self._exchanged.get(name)
+        columns = self._prefetched if exchanged is None else (*self._prefetched, exchanged)
+        return next((column.sources for column in columns if column.matches(rows)), None)
 
-    def _sources_of(self, name: str, rows: Tensor) -> Tensor:
-        found = self._find_exchanged(name, rows)
-        if found is not None:
-            return found
+    def _get_sources(self, name: str, rows: Tensor) -> Tensor:
+        sources = self._find_exchanged(name, rows)
+        if sources is not None:
+            return sources
         sources = self._block.all_rows(rows)
         self._exchanged[name] = _ExchangedColumn(rows, get_version(rows), sources)
         return sources
@@ -205,11 +205,11 @@ class LocalGraph(InEdgesOnlyGraph, RankGraph, DGLGraph):
 
     def has_nodes(self, vid: Any, ntype: str | None = None) -> Any:
         ids = torch.as_tensor(vid)
-        found = (ids >= 0) & (ids < self.num_nodes())
-        return found if ids.dim() else bool(found)
+        is_node = (ids >= 0) & (ids < self.num_nodes())
+        return is_node if ids.dim() else bool(is_node)
 
 
-def _refused(name: str, reason: str) -> Callable[..., NoReturn]:
+def _make_refusal(name: str, reason: str) -> Callable[..., NoReturn]:
     def refuse(self: Any, *args: Any, **kwargs: Any) -> NoReturn:
         raise ConfigError(f"{name} of a local graph: {reason}")
 
@@ -242,7 +242,7 @@ _REFUSED: Mapping[str, str] = {
 }
 for _reason, _names in _REFUSED.items():
     for _name in _names.split():
-        setattr(LocalGraph, _name, _refused(_name, _reason))
+        setattr(LocalGraph, _name, _make_refusal(_name, _reason))
 
 
 def local_graph(
@@ -276,7 +276,7 @@ def local_graph(
         PeerError: a rank is dead or silent.
     """
 
-    def checked() -> tuple[Mapping[str, str], Mapping[str, str]]:
+    def check_columns() -> tuple[Mapping[str, str], Mapping[str, str]]:
         if STRATEGIES.get(g.session.strategy).traits.unit != "full_graph":
             raise ConfigError(
                 "dx.local_graph has rows of other ranks in its gradients, and strategy "
@@ -287,11 +287,11 @@ def local_graph(
         names = list(g.ndata) if columns is None else columns
         return _keys(g.ndata, names, "ndata"), _keys(g.edata, edge_columns, "edata")
 
-    node_keys, find_edge_keys = run_on_all_ranks(g.session, checked, ConfigError)
-    given = {"columns": [*node_keys], "edge_columns": [*find_edge_keys], "targets": targets, "use_pp": use_pp}
+    node_keys, edge_keys = run_on_all_ranks(g.session, check_columns, ConfigError)
+    arguments = {"columns": [*node_keys], "edge_columns": [*edge_keys], "targets": targets, "use_pp": use_pp}
     cover = g.session.options.get("aggregate") == "cover"
     wire: Any = g.session.options.get("wire_dtype", "same")
-    check_equal(g.session, "a local graph", {**given, "cover": cover, "wire_dtype": wire})
+    check_equal(g.session, "a local graph", {**arguments, "cover": cover, "wire_dtype": wire})
     own = np.arange(*g.get_node_partition_policy(g.ntypes[0]).owned_range)
     plan = make_plans(g, own, 1, 0, cover=cover)
     (layer,) = plan.layers
@@ -306,7 +306,7 @@ def local_graph(
         edge_order=g.orig_edge_ids,
     )
     lg = LocalGraph(block)
-    lg.edata.update(_rows(g, find_edge_keys, layer.edge_ids))
+    lg.edata.update(_rows(g, edge_keys, layer.edge_ids))
     memory = RowMemory()
     for name, rows in _rows(g, node_keys, plan.nodes).items():
         lg.ndata[name] = memory.convert(rows)

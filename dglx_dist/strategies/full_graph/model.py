@@ -56,10 +56,12 @@ def install(model: nn.Module) -> None:
 
 
 def _exchange_inputs(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    distributed = any(isinstance(one, HaloBlock | LocalGraph) for one in (*args, *kwargs.values()))
-    if distributed and isinstance(module, EdgeWeightNorm) and module._norm == "both":
+    is_distributed = any(
+        isinstance(argument, HaloBlock | LocalGraph) for argument in (*args, *kwargs.values())
+    )
+    if is_distributed and isinstance(module, EdgeWeightNorm) and module._norm == "both":
         refuse_reversed("EdgeWeightNorm('both')")
-    if not (blocks := _blocks(args, kwargs)):
+    if not (blocks := _find_blocks(args, kwargs)):
         return None
     if isinstance(module, _NO_BLOCKS):
         raise ConfigError(
@@ -67,19 +69,21 @@ def _exchange_inputs(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str,
             "where it reads them, as layers of several hops do); call the model as model(g, x) with "
             "g = dx.local_graph(...)"
         )
-    place = _find_rows(module, args, kwargs)
-    if place is not None and place.graph.has_cover and sums_sources(module):
-        if len(place.sources) == place.graph.own_rows:
-            block = place.graph.of_own_rows()
-            args = tuple(block if one is place.graph else one for one in args)
-            kwargs = {name: block if one is place.graph else one for name, one in kwargs.items()}
-    elif place is not None and len(place.sources) == place.graph.own_rows:
-        sources = place.graph.all_rows(place.sources)
-        given = sources if torch.is_tensor(place.rows) else (sources, place.rows[1])
-        args, kwargs = _replace_argument(args, kwargs, place.key, given)
+    call = _find_rows(module, args, kwargs)
+    if call is not None and call.graph.has_cover and sums_sources(module):
+        if len(call.sources) == call.graph.own_rows:
+            block = call.graph.of_own_rows()
+            args = tuple(block if argument is call.graph else argument for argument in args)
+            kwargs = {
+                name: block if argument is call.graph else argument for name, argument in kwargs.items()
+            }
+    elif call is not None and len(call.sources) == call.graph.own_rows:
+        sources = call.graph.all_rows(call.sources)
+        value_with_halo = sources if torch.is_tensor(call.rows) else (sources, call.rows[1])
+        args, kwargs = _replace_argument(args, kwargs, call.key, value_with_halo)
         for key, name, value in named_arguments(module.forward, args, kwargs):
-            if name == "ntype" and isinstance(module, HGTConv) and len(value) == place.graph.own_rows:
-                args, kwargs = _replace_argument(args, kwargs, key, place.graph.all_rows(value))
+            if name == "ntype" and isinstance(module, HGTConv) and len(value) == call.graph.own_rows:
+                args, kwargs = _replace_argument(args, kwargs, key, call.graph.all_rows(value))
     if not all(block.num_dst_nodes() for block in blocks):
         EmptyPartition(module).turn_on()
     return args, kwargs
@@ -97,31 +101,31 @@ def _leave_empty_partition(
     module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
 ) -> None:
     # Runs also after forward has raised.
-    if not all(block.num_dst_nodes() for block in _blocks(args, kwargs)):
+    if not all(block.num_dst_nodes() for block in _find_blocks(args, kwargs)):
         # If the exchange raised, the mode is not on; an active one belongs to an outer module.
         EmptyPartition.turn_off(module)
 
 
 def _tie_output(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
     # A rank without edges must still reach its exchange in backward.
-    place = _find_rows(module, args, kwargs) if _blocks(args, kwargs) else None
-    if place is None or place.graph.num_edges():
+    call = _find_rows(module, args, kwargs) if _find_blocks(args, kwargs) else None
+    if call is None or call.graph.num_edges():
         return None
-    return tie_gradient(output, place.sources)
+    return tie_gradient(output, call.sources)
 
 
 def _find_rows(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> GraphCall | None:
-    found = read_call(module, args, kwargs, HaloBlock)
-    if found is not None and isinstance(found.rows, dict):
+    call = read_call(module, args, kwargs, HaloBlock)
+    if call is not None and isinstance(call.rows, dict):
         raise ConfigError(
             f"{type(module).__name__} got a dict of rows for a block of one node type; full-graph "
             "strategies train on graphs of one node and one edge type: use strategy='data_parallel'"
         )
-    return found
+    return call
 
 
-def _blocks(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[HaloBlock]:
-    return [one for one in (*args, *kwargs.values()) if isinstance(one, HaloBlock)]
+def _find_blocks(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[HaloBlock]:
+    return [argument for argument in (*args, *kwargs.values()) if isinstance(argument, HaloBlock)]
 
 
 def _accepts_two_arguments(forward: Callable[..., Any]) -> bool:
@@ -156,8 +160,8 @@ def check_rows_out(output: Any, blocks: list[HaloBlock]) -> None:
     if not torch.is_tensor(output) or output.dim() < 2:
         return
     targets = blocks[-1].num_dst_nodes()
-    earlier = {block.own_rows for block in blocks} - {targets}
-    if len(output) != targets and len(output) in earlier:
+    earlier_rows = {block.own_rows for block in blocks} - {targets}
+    if len(output) != targets and len(output) in earlier_rows:
         raise ConfigError(
             f"the model returned {len(output)} rows for {targets} seeds, as if it had fewer layers than the "
             f"{len(blocks)} blocks passed to it; it must use one block after the other, and the sampler must "
@@ -204,10 +208,10 @@ class HaloModel(ReplicatedModel):
                 unfrozen after wrapping, the model has fewer layers than blocks, or an input is the weighted
                 output of another wrapped model.
         """
-        given = flatten_arguments((*args, *kwargs.values()))
-        graphs = [one for one in given if isinstance(one, HaloBlock | LocalGraph)]
+        arguments = flatten_arguments((*args, *kwargs.values()))
+        graphs = [graph for graph in arguments if isinstance(graph, HaloBlock | LocalGraph)]
         if not graphs:
-            return self._on_other_blocks(args, kwargs)
+            return self._call_without_halo(args, kwargs)
         _check_not_weighted((args, kwargs))
         if self.training:
             self._rows.step = graphs[0].step_number
@@ -218,15 +222,15 @@ class HaloModel(ReplicatedModel):
         stale: AbstractContextManager[None] = nullcontext()
         if self._stale is not None and self.training and torch.is_grad_enabled():
             # One epoch until the optimizer's step, on whatever batches.
-            stale = self._stale.active(sum(get_version(one) or 0 for one in self.module.parameters()))
-        has_targets = all(one.num_dst_nodes() for one in graphs)
+            stale = self._stale.active(sum(get_version(graph) or 0 for graph in self.module.parameters()))
+        has_targets = all(graph.num_dst_nodes() for graph in graphs)
         # Recomputation in backward must not stop early: the point at which a rank has all it needs may be
         # before an exchange on one rank and after it on another.
         with stale, set_checkpoint_early_stop(False), nullcontext() if has_targets else EmptyPartition():
             output = self.module(*args, **kwargs)
         if not torch.is_grad_enabled() or not self._trained:
             return output
-        blocks = [one for one in graphs if isinstance(one, HaloBlock)]
+        blocks = [graph for graph in graphs if isinstance(graph, HaloBlock)]
         if blocks:
             check_rows_out(output, blocks)
         check_frozen(self.module, self._trained)
@@ -249,7 +253,7 @@ class HaloModel(ReplicatedModel):
         if self._stale is not None:
             self._stale.load(state)
 
-    def _on_other_blocks(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _call_without_halo(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self.training and torch.is_grad_enabled() and self._trained:
             raise ConfigError(
                 "the wrapped model was called with neither blocks of the strategy's loader nor "
@@ -260,7 +264,9 @@ class HaloModel(ReplicatedModel):
 
 
 def _weigh_gradients(output: Any, weight: float) -> Any:
-    return replace_floats(output, lambda *floats: [_WeighGradients.apply(one, weight) for one in floats])  # type: ignore[no-untyped-call]  # torch leaves it bare
+    return replace_floats(
+        output, lambda *floats: [_WeighGradients.apply(tensor, weight) for tensor in floats]
+    )  # type: ignore[no-untyped-call]  # torch leaves it bare
 
 
 class _WeighGradients(torch.autograd.Function):

@@ -49,52 +49,57 @@ _FANOUT = Check(
 @final
 @dataclass(frozen=True, kw_only=True)
 class FullGraphOptions:
-    """Options of full_graph, shared_preload and cooperative, each of which takes some of them.
+    """Options of full_graph, shared_preload and cooperative. Each strategy takes some of them.
 
     Raises:
         ConfigError: a value is invalid, or does not fit another one.
     """
 
     use_pp: bool = True
-    """Whether halo features are fetched once and kept, or exchanged in each epoch; no effect with several
-    batches."""
-    bucket_bytes: int = option(4 * 2**20, "Parameter gradients that are sent together.", check=at_least(1))
+    """Whether halo features are fetched once instead of in each epoch. No effect with several batches."""
+    bucket_bytes: int = option(
+        4 * 2**20, "Size in bytes of gradients that are sent together.", check=at_least(1)
+    )
     aggregate: Aggregate = option(
         "sources",
-        "What is sent for sums and means over in-edges: source rows, or the fewest rows, some of which are "
-        "partial sums (cover).",
+        "Rows to send for sums and means over in-edges: source rows (sources), or the fewest rows, some of "
+        "which are partial sums (cover).",
     )
-    staleness: int = option(0, "Epochs that halo rows and their gradients are late.", check=between(0, 1))
+    staleness: int = option(0, "Number of epochs that halo rows and gradients are late.", check=between(0, 1))
     wire_dtype: WireDtype = option(
         "same",
-        "What activations and their gradients are sent as: the same, or fewer bits, rounded at random "
-        "without bias, which does not train exactly.",
+        "Type of sent activations and gradients: the same, or one with fewer bits. Values are rounded at "
+        "random without bias, so training is not exact.",
     )
     hops: int | None = option(
         None,
-        "k: layers, from the first one on, that a server computes alone; 0: full_graph, None: all.",
+        "Number of first layers that a server computes alone. 0 is full_graph, and None means all layers.",
         check=at_least(0),
     )
-    external_hops: int | None = option(None, "m of expansion-aware sampling.", check=at_least(0))
-    external_fanout: int | None = option(None, "k of expansion-aware sampling.", check=_FANOUT)
+    external_hops: int | None = option(
+        None, "Rounds of expansion-aware sampling (m in the paper).", check=at_least(0)
+    )
+    external_fanout: int | None = option(
+        None, "Fan-out of expansion-aware sampling (k in the paper).", check=_FANOUT
+    )
     external_policy: EasPolicy | None = option(
         None, "How external nodes are chosen.", check=one_of(*get_args(EasPolicy))
     )
-    external_inner: Inner = option("server", "What the expansion starts from.")
-    batches: int = option(1, "R: cooperative batches per epoch.", check=at_least(1))
-    composition: Composition = option("random", "Which seeds are in one batch.")
+    external_inner: Inner = option("server", "Nodes from which the expansion starts.")
+    batches: int = option(1, "Number of cooperative batches per epoch.", check=at_least(1))
+    composition: Composition = option("random", "How seeds are grouped into batches.")
 
     def __post_init__(self) -> None:
         check_ranges(self, "option {name}={value!r}")
         if self.staleness and self.wire_dtype != "same":
             raise ConfigError(
-                f"options staleness=1 and wire_dtype={self.wire_dtype!r}: late rows are sent in their own "
-                "type; leave one of the two out"
+                f"options staleness=1 and wire_dtype={self.wire_dtype!r} cannot be combined, because late "
+                "rows are sent in their own type; leave one of the two out"
             )
         if self.external_fanout is None and self.external_hops:
             raise ConfigError(
-                f"external_hops={self.external_hops} without external_fanout does not say how many external "
-                "neighbours a node may take; give external_fanout=15 (the paper's value) or -1 for all"
+                f"external_hops={self.external_hops} needs external_fanout, the number of external "
+                "neighbours that a node may take; give external_fanout=15 (the paper's value) or -1 for all"
             )
         if self.eas is None and self.external_inner != "server":
             raise ConfigError(
@@ -103,13 +108,13 @@ class FullGraphOptions:
             )
         if self.eas is not None and self.hops is not None:
             raise ConfigError(
-                f"option hops={self.hops} means that layers above exchange rows with other servers, but with "
-                f"external_hops={self.eas.hops} none does; leave one of them out"
+                f"option hops={self.hops} means that later layers exchange rows with other servers, but with "
+                f"external_hops={self.eas.hops} no layer does; leave one of them out"
             )
 
     @property
     def eas(self) -> EasOptions | None:
-        """Expansion-aware sampling; None: the full neighbourhood. By default one hop of fan-out 15."""
+        """Options of expansion-aware sampling, or None for the full neighbourhood."""
         if (self.external_hops, self.external_fanout, self.external_policy) == (None, None, None):
             return None
         return EasOptions(
@@ -122,14 +127,14 @@ class FullGraphOptions:
     def resolve_hops(self, num_layers: int) -> int:
         if self.hops is not None and self.hops > num_layers:
             raise ConfigError(
-                f"option hops={self.hops}, but the sampler has {num_layers} layers: give at most "
+                f"option hops={self.hops} is more than the {num_layers} layers of the sampler; give at most "
                 f"{num_layers}, or leave it out to use all layers"
             )
         return num_layers if self.hops is None else self.hops
 
 
 _BATCHES_IN_USE = 2
-"""Batches besides those made ahead: one held by the training loop, and one by its backward pass."""
+"""Number of batches in use beside those made ahead: one in the training loop, and one in backward."""
 
 _MINI_BATCH_OPTIONS = ("batch_size", "shuffle", "drop_last")
 """Loader options without effect on full-graph training."""
@@ -141,37 +146,37 @@ class LoaderRequest:
     """Checked arguments of a full-graph loader."""
 
     seeds: Array
-    """(B,) int64 distinct ids given by this rank; may overlap with those of other ranks."""
+    """(B,) int64 distinct ids of this rank. They may overlap with those of other ranks."""
     num_layers: int
     """L >= 1, equal on all ranks."""
     columns: Columns
     """Columns of the blocks."""
     seed: int
-    """Of all random numbers, equal on all ranks."""
+    """Random seed, equal on all ranks."""
     depth: int
-    """Batches made ahead if an epoch has several."""
+    """Number of batches to make ahead if an epoch has several."""
     device: torch.device
     """Device of the blocks."""
     wire: WireDtype = "same"
-    """Form of exchanged rows."""
+    """Format of exchanged rows."""
 
 
 def read_request(
     strategy: str, g: DistGraph, indices: Any, sampler: Any, loader_options: Mapping[str, Any]
 ) -> LoaderRequest:
-    """Check the arguments of a loader of the strategy's name; every rank must call it.
+    """Check the arguments of a loader of ``strategy``. Every rank must call it.
 
     Full-graph training uses all seeds and all neighbours, so rank 0 warns of a batch size and of fan-outs.
 
     Raises:
-        ConfigError: on all ranks: there are several types, a column does not exist, the sampler or an option
-            is not supported, or the arguments differ between ranks.
-        IndexError: a seed is no node; ConfigError on the other ranks.
+        ConfigError: the graph has several types, a column does not exist, the sampler or an option is not
+            supported, or the arguments differ between ranks. It is raised on all ranks.
+        IndexError: a seed is no node. The other ranks raise ConfigError.
     """
-    given = dict(loader_options)
-    idle = {name: given.pop(name) for name in _MINI_BATCH_OPTIONS if name in given}
+    options = dict(loader_options)
+    ignored = {name: options.pop(name) for name in _MINI_BATCH_OPTIONS if name in options}
     request, fanouts = run_on_all_ranks(
-        g.session, lambda: _read(strategy, g, indices, sampler, given), ConfigError
+        g.session, lambda: _read_arguments(strategy, g, indices, sampler, options), ConfigError
     )
     columns = request.columns
     arguments = (
@@ -180,29 +185,29 @@ def read_request(
     )
     check_equal(g.session, "a loader", arguments)
     if g.session.topology.rank == 0:
-        _warn_of_idle(strategy, fanouts, idle.get("batch_size"))
+        _warn_of_ignored(strategy, fanouts, ignored.get("batch_size"))
     return request
 
 
-def _warn_of_idle(strategy: str, fanouts: Sequence[Fanout], batch_size: Any) -> None:
-    idle = []
-    numbers = [list(one.values()) if isinstance(one, Mapping) else [one] for one in fanouts]
+def _warn_of_ignored(strategy: str, fanouts: Sequence[Fanout], batch_size: Any) -> None:
+    ignored = []
+    numbers = [list(fanout.values()) if isinstance(fanout, Mapping) else [fanout] for fanout in fanouts]
     if any(number != ALL for layer in numbers for number in layer):
-        idle.append(f"the fan-outs {list(fanouts)} (give -1 for each layer)")
+        ignored.append(f"the fan-outs {list(fanouts)} (give -1 for each layer)")
     if batch_size is not None:
-        idle.append(f"batch_size={batch_size} (leave it out)")
-    if idle:
+        ignored.append(f"batch_size={batch_size} (leave it out)")
+    if ignored:
         warn_user(
-            f"{strategy} takes all neighbours of all seeds, so there is no effect of {' and '.join(idle)}; "
+            f"{strategy} takes all neighbours of all seeds and ignores {' and '.join(ignored)}; "
             "strategy='data_parallel' samples mini-batches"
         )
 
 
-def _read(
-    strategy: str, g: DistGraph, indices: Any, sampler: Any, given: dict[str, Any]
+def _read_arguments(
+    strategy: str, g: DistGraph, indices: Any, sampler: Any, loader_options: dict[str, Any]
 ) -> tuple[LoaderRequest, Sequence[Fanout]]:
     check_one_type(strategy, g)
-    options = read_loader_options(given)
+    options = read_loader_options(loader_options)
     if options.exclude is not None:
         raise ConfigError(
             f"exclude= removes edges from mini-batches, but {strategy} trains on the whole graph; partition "

@@ -152,7 +152,7 @@ def _seeds_of_server(context: PartitionContext, request: PlanRequest) -> PlanSte
     """Send the seeds to the leaders that compute them; return those received (none unless a leader)."""
     topology = context.topology
     seeds = np.unique(as_ids(request.seeds, int(context.bounds[-1]), "the nodes"))
-    ranks, pieces = range(topology.world_size), _by_leader(context, seeds)
+    ranks, pieces = range(topology.world_size), _split_by_leader(context, seeds)
     outgoing = {rank: [np.array([len(seeds)]), pieces.get(rank, NO_IDS)] for rank in ranks}
     received = yield PlanStep(name="seeds", among=ranks, outgoing=outgoing)
     if not any(given for given, _ in received.values()):
@@ -165,7 +165,7 @@ def _leaders(context: PartitionContext) -> list[int]:
     return [topology.ranks_of_server(server)[0] for server in range(topology.num_servers)]
 
 
-def _by_leader(context: PartitionContext, ids: Array) -> dict[int, Array]:
+def _split_by_leader(context: PartitionContext, ids: Array) -> dict[int, Array]:
     return dict(zip(_leaders(context), split_by_server(context, ids), strict=True))
 
 
@@ -185,32 +185,32 @@ def _rows_of_server(
     """
     topology, leaders, own = context.topology, _leaders(context), context.own_range(context.topology.server)
     allowed = request.eas and np.union1d(request.eas(context.structure, own, seeds), seeds)
-    levels, known, met = [seeds], seeds, NO_IDS
+    levels, known, sources_so_far = [seeds], seeds, NO_IDS
     edges: list[InEdges] = []
     shown = request.show_progress and topology.rank == 0 and context.bounds[-1] >= MIN_NODES_FOR_PROGRESS
     with progress("finding rows", request.num_layers + 1, enabled=shown) as advance:
         for level in range(request.num_layers - 1, -1, -1):
             sources = [NO_IDS]
-            for _, some in iterate_in_edges(context.structure, levels[-1]):
-                edges.append(some if allowed is None else keep_edges_from(some, allowed))
+            for _, chunk in iterate_in_edges(context.structure, levels[-1]):
+                edges.append(chunk if allowed is None else keep_edges_from(chunk, allowed))
                 sources.append(number_distinct(edges[-1].sources)[0])
             read = np.unique(np.concatenate(sources))
             # All sources met so far: at the levels above, rows of other servers were not added.
-            wanted = met = np.union1d(met, read)
+            computed = sources_so_far = np.union1d(sources_so_far, read)
             if level >= request.hops:
-                outgoing = {rank: [ids] for rank, ids in _by_leader(context, read).items()}
+                outgoing = {rank: [ids] for rank, ids in _split_by_leader(context, read).items()}
                 received = yield PlanStep(name=f"rows of level {level}", among=leaders, outgoing=outgoing)
-                wanted = np.unique(np.concatenate([ids for (ids,) in received.values()]))
-            levels.append(np.setdiff1d(wanted, known, assume_unique=True))
+                computed = np.unique(np.concatenate([ids for (ids,) in received.values()]))
+            levels.append(np.setdiff1d(computed, known, assume_unique=True))
             known = np.union1d(known, levels[-1])
             advance(1)
-        lengths = [np.diff(some.indptr) for some in edges]
+        lengths = [np.diff(chunk.indptr) for chunk in edges]
         rows = KHopNeighborhood(
             nodes=np.concatenate(levels),
             counts=np.cumsum([len(level) for level in levels], dtype=np.int64)[::-1].copy(),
             indptr=np.cumsum(np.concatenate([np.zeros(1, np.int64), *lengths])),
-            sources=np.concatenate([NO_IDS, *(some.sources for some in edges)]),
-            edge_ids=np.concatenate([NO_IDS, *(some.edge_ids for some in edges)]),
+            sources=np.concatenate([NO_IDS, *(chunk.sources for chunk in edges)]),
+            edge_ids=np.concatenate([NO_IDS, *(chunk.edge_ids for chunk in edges)]),
         )
         if request.hops == 0:
             holders = RowOwners(context.bounds, topology).find_rank(rows.nodes)
@@ -351,11 +351,13 @@ def _finish_layers(
         ids = [NO_IDS, *(ids for ids, same in zip(halos, is_same, strict=True) if not same)]
         requests[rank] = [np.array(counts, np.int64), np.concatenate(ids)]
     received = yield PlanStep(name="requested rows", among=ranks, outgoing=requests)
-    sent = {rank: _requested_rows(own, index, message) for rank, message in received.items()}
+    sent = {rank: _find_requested_rows(own, index, message) for rank, message in received.items()}
     finished: list[HaloLayer] = []
     for number, layer in enumerate(layers):
-        pairs = ((rows[number - 1], rows[number]) for rows in sent.values())
-        if is_same[number] and all(one is other or not len(one) + len(other) for one, other in pairs):
+        if is_same[number] and all(
+            rows[number - 1] is rows[number] or len(rows[number - 1]) == len(rows[number]) == 0
+            for rows in sent.values()
+        ):
             finished.append(finished[-1])
         else:
             send = tuple((rank, rows[number]) for rank, rows in sent.items() if len(rows[number]))
@@ -363,7 +365,7 @@ def _finish_layers(
     return finished
 
 
-def _requested_rows(own: _RankRows, index: RowPositions, message: Sequence[Array]) -> list[Array]:
+def _find_requested_rows(own: _RankRows, index: RowPositions, message: Sequence[Array]) -> list[Array]:
     """Return, for each of L layers, the (n,) int64 own rows of a request; equal ones are one object."""
     counts, ids = message
     rows, requested, first = index.find(ids), [NO_IDS], 0
@@ -433,7 +435,7 @@ def make_all_plans(
         assert ready, f"no rank can go on: { ({rank: step.name for rank, step in waiting.items()}) }"
         for rank in ready:
             step = waiting.pop(rank)
-            answer = {other: sent[step.name][other].outgoing.get(rank, ()) for other in step.among}
+            answer = {sender: sent[step.name][sender].outgoing.get(rank, ()) for sender in step.among}
             try:
                 waiting[rank] = running[rank].send(answer)
             except StopIteration as finished:
@@ -501,8 +503,8 @@ class PlanExchange:
         """
         sent = {rank: step.outgoing.get(rank, ()) for rank in step.among}
         self._arrays.post(self._job, step.name, sent, phase=PLAN)
-        what = f"{step.name!r} of plan {self._job}"
-        received = self._mailbox.take(self._job, step.name, step.among, what, self._is_in_this_job)
+        description = f"{step.name!r} of plan {self._job}"
+        received = self._mailbox.take(self._job, step.name, step.among, description, self._is_in_this_job)
         return dict(sorted(received.items()))
 
     def _is_in_this_job(self, rank: int) -> bool:
@@ -513,8 +515,8 @@ class PlanExchange:
         # Delivery to dead or hanging ranks is not awaited beyond the time limit.
         topology, rpc = self._session.topology, self._session.rpc
         text = np.frombuffer(f"{type(error).__name__}: {error}".encode()[:2000], dtype=np.uint8)
-        name, others = f"{self._job} {topology.rank}", {*range(topology.world_size)} - {topology.rank}
-        rpc.ask(others, self._failed_op, name, [text], _NOTIFY_FAILURE_S, phase=CONTROL)
+        name, other_ranks = f"{self._job} {topology.rank}", {*range(topology.world_size)} - {topology.rank}
+        rpc.ask(other_ranks, self._failed_op, name, [text], _NOTIFY_FAILURE_S, phase=CONTROL)
 
 
 @final
@@ -554,18 +556,18 @@ class Planner:
                     return plan
 
     def _share(self, step: PlanStep, job: int) -> dict[int, Any]:
-        leader, held = min(step.among), step.outgoing.get(self._session.topology.rank)
+        leader, own_rows = min(step.among), step.outgoing.get(self._session.topology.rank)
         if len(step.among) > 1:
             folder = self._session.scratch / f"{self._label}-{job}"
-            if held is not None:
-                write_neighborhood(folder, held)
+            if own_rows is not None:
+                write_neighborhood(folder, own_rows)
             self._exchange.exchange(replace(step, outgoing={}))
-            found = read_neighborhood(folder) if held is None else held
+            rows = read_neighborhood(folder) if own_rows is None else own_rows
             self._exchange.exchange(PlanStep(name="rows read", among=step.among, outgoing={}))
-            if held is not None:
+            if own_rows is not None:
                 shutil.rmtree(folder, ignore_errors=True)
-            return {leader: found}
-        return {leader: held}
+            return {leader: rows}
+        return {leader: own_rows}
 
 
 def border_rows(dataset: StoredDataset, servers: int) -> tuple[int, int]:

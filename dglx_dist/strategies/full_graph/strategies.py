@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from dglx_dist.graph.dist_graph import DistGraph
 
 
-def _read(strategy: str, options: Mapping[str, object], *, names: Sequence[str]) -> FullGraphOptions:
+def _read_options(strategy: str, options: Mapping[str, object], *, names: Sequence[str]) -> FullGraphOptions:
     return read_options(f"strategy {strategy!r}", FullGraphOptions, options, names)
 
 
@@ -46,7 +46,7 @@ _BATCH_COUNTS = (2, 8, 32)
 _MOST_BATCHES = 16
 
 
-def _with_covers(**options: Any) -> Iterator[Candidate]:
+def _add_cover(**options: Any) -> Iterator[Candidate]:
     yield Candidate(unit="full_graph", options=options)
     yield Candidate(unit="full_graph", options={**options, "aggregate": "cover"})
 
@@ -115,18 +115,18 @@ class OpenedFullGraph(OpenedStrategy):
 def close_with(opened: OpenedStrategy, source: PlanSource) -> None:
     """Close ``source`` with the strategy or session, after a barrier: until then this rank answers others."""
     # Weak, so that the graph does not keep the data of a deleted loader alive.
-    known, session = weakref.ref(source), opened.session
+    source_ref, session = weakref.ref(source), opened.session
 
-    def leave() -> None:
-        session.before_close.remove(leave)
-        if leave in opened.on_close:
-            opened.on_close.remove(leave)
-        if (found := known()) is not None:
-            found.close()
+    def close_source() -> None:
+        session.before_close.remove(close_source)
+        if close_source in opened.on_close:
+            opened.on_close.remove(close_source)
+        if (live_source := source_ref()) is not None:
+            live_source.close()
         barrier(session, "the last plan of cooperative batches")
 
-    opened.on_close.append(leave)
-    session.before_close.append(leave)
+    opened.on_close.append(close_source)
+    session.before_close.append(close_source)
 
 
 @final
@@ -145,12 +145,12 @@ class FullGraph(_FullGraphStrategy):
 
     @staticmethod
     def read_options(options: Mapping[str, object]) -> FullGraphOptions:
-        return replace(_read(FullGraph.name, options, names=EXCHANGING), hops=0)
+        return replace(_read_options(FullGraph.name, options, names=EXCHANGING), hops=0)
 
     @classmethod
     def candidates(cls, context: CandidateContext) -> Iterator[Candidate]:
         """Yield it, also with covers, with halo rows in 8 bits, and with those of the epoch before."""
-        yield from _with_covers() if context.ranks > 1 else [Candidate(unit="full_graph")]
+        yield from _add_cover() if context.ranks > 1 else [Candidate(unit="full_graph")]
         if context.servers > 1:
             yield Candidate(unit="full_graph", options={"wire_dtype": "int8"}, exact=False)
             yield Candidate(unit="full_graph", options={"staleness": 1}, exact=False)
@@ -170,7 +170,7 @@ class SharedPreload(_FullGraphStrategy):
         summary="features of the neighbourhood, once; activations of border nodes above it; all gradients",
         complexity=30,
     )
-    read_options = staticmethod(partial(_read, name, names=PRELOADING))
+    read_options = staticmethod(partial(_read_options, name, names=PRELOADING))
 
     @classmethod
     def candidates(cls, context: CandidateContext) -> Iterator[Candidate]:
@@ -179,9 +179,9 @@ class SharedPreload(_FullGraphStrategy):
             return
         num_layers = context.num_layers
         for hops in sorted({1, num_layers - 1} - {0, num_layers}):
-            yield from _with_covers(hops=hops)
+            yield from _add_cover(hops=hops)
         # Ranks that have their server to themselves exchange nothing.
-        yield from _with_covers() if context.ranks > context.servers else [Candidate(unit="full_graph")]
+        yield from _add_cover() if context.ranks > context.servers else [Candidate(unit="full_graph")]
         for hops in _EXTERNAL_HOPS:
             options = {"external_hops": hops, "external_fanout": _EXTERNAL_FANOUT}
             yield Candidate(unit="full_graph", options=options, exact=False)
@@ -203,7 +203,7 @@ class Cooperative(_FullGraphStrategy):
         summary="features of each batch's neighbourhood; activations inside a server; all gradients",
         complexity=40,
     )
-    read_options = staticmethod(partial(_read, name, names=COOPERATIVE))
+    read_options = staticmethod(partial(_read_options, name, names=COOPERATIVE))
 
     @classmethod
     def candidates(cls, context: CandidateContext) -> Iterator[Candidate]:
@@ -212,8 +212,8 @@ class Cooperative(_FullGraphStrategy):
             return
         # With as many, an epoch has as many updates. With too many, the neighbourhoods do not fit. With
         # fewer, the epoch would be a different one.
-        alike = max(context.steps, 2) if 0 < context.steps <= _MOST_BATCHES else 0
-        if alike:
-            yield Candidate(unit="mini_batch", options={"batches": alike})
-        for number in sorted({*_BATCH_COUNTS} - {alike}):
+        equal_batches = max(context.steps, 2) if 0 < context.steps <= _MOST_BATCHES else 0
+        if equal_batches:
+            yield Candidate(unit="mini_batch", options={"batches": equal_batches})
+        for number in sorted({*_BATCH_COUNTS} - {equal_batches}):
             yield Candidate(unit="full_graph", options={"batches": number})
