@@ -1,6 +1,6 @@
 """Neighbourhood of a server: k-hop expansion, expansion-aware sampling and split over ranks (GraNNDis).
 
-See docs/strategies/shared_preload.md. Also composes the seeds of cooperative batches.
+This module also composes the seeds of cooperative batches. See docs/strategies/shared_preload.md.
 """
 
 import shutil
@@ -28,13 +28,14 @@ CHUNK = 1 << 16
 """Rows per request for in-edges."""
 
 _AHEAD = 2
-"""Requests in flight while one is processed."""
+"""Number of requests in flight while one is processed."""
 
 Selection: TypeAlias = Callable[[Structure, tuple[int, int], Array], Array]
-"""Maps (structure, half-open range of the server's own nodes, (K,) ascending int64 seeds of the server) to
-the (n,) ascending int64 ids of the nodes that the server may use, including the seeds
-(docs/strategies/shared_preload.md, "Expansion-aware sampling"). Called on the leader of each server;
-must not use collectives."""
+"""Function that selects the nodes that a server may use (expansion-aware sampling).
+
+It maps (structure, half-open range of the server's own nodes, (K,) ascending int64 seeds of the server) to
+(n,) ascending int64 ids, including the seeds. It is called on the leader of each server and must not use
+collectives."""
 
 
 @final
@@ -45,26 +46,26 @@ class KHopNeighborhood:
     nodes: Array
     """(n,) int64 global ids of R^0, sorted by the last level that has them (latest first), then by id."""
     counts: Array
-    """(L + 1,) int64; R^l is ``nodes[:counts[l]]``."""
+    """(L + 1,) int64. R^l is ``nodes[:counts[l]]``."""
     indptr: Array
-    """(counts[1] + 1,) int64; the in-edges of row p of R^1 are at ``indptr[p]:indptr[p + 1]``."""
+    """(counts[1] + 1,) int64. The in-edges of row p of R^1 are at ``indptr[p]:indptr[p + 1]``."""
     sources: Array
-    """(E,) int64 global ids; above level ``hops`` some are rows of other servers."""
+    """(E,) int64 global ids. Above level ``hops`` some are rows of other servers."""
     edge_ids: Array
     """(E,) int64 global edge ids."""
     holders: Array = field(default_factory=lambda: np.empty(0, np.int32))
-    """(n,) int32 rank of each row; empty until the rows are split."""
+    """(n,) int32 rank of each row. Empty until the rows are split."""
 
     @property
     def in_degrees(self) -> Array:
-        """(n,) int64; 0 for rows of level 0 only, whose in-edges are not needed."""
+        """(n,) int64 in-degrees, 0 for rows of level 0 only, because their in-edges are not needed."""
         degrees = np.zeros(len(self.nodes), dtype=np.int64)
         degrees[: len(self.indptr) - 1] = np.diff(self.indptr)
         return degrees
 
 
 def iterate_in_edges(structure: Structure, nodes: Array) -> Iterator[tuple[Array, InEdges]]:
-    """Yield some of the (K,) int64 ``nodes`` and all their in-edges, in the order of the nodes."""
+    """Yield chunks of the (K,) int64 ``nodes`` with all their in-edges, in the order of the nodes."""
     pending: deque[tuple[Array, Callable[[], InEdges]]] = deque()
     for first in range(0, len(nodes), CHUNK):
         chunk = nodes[first : first + CHUNK]
@@ -75,9 +76,9 @@ def iterate_in_edges(structure: Structure, nodes: Array) -> Iterator[tuple[Array
 
 
 def keep_edges_from(edges: InEdges, allowed: Array) -> InEdges:
-    """Return the ``edges`` whose source is in the (n,) ascending int64 ``allowed``."""
+    """Return the ``edges`` with a source in the (n,) ascending int64 ``allowed``."""
     kept = np.zeros(len(edges.sources), dtype=bool)
-    # np.isin would sort both, for every few edges.
+    # np.isin would sort both arrays in each call.
     if len(allowed):
         places = np.minimum(np.searchsorted(allowed, edges.sources), len(allowed) - 1)
         kept = allowed[places] == edges.sources
@@ -86,10 +87,10 @@ def keep_edges_from(edges: InEdges, allowed: Array) -> InEdges:
 
 
 Composition: TypeAlias = Literal["random", "ordered"]
-"""``random``: random seeds; ``ordered``: neighbouring seeds. All epochs have the same batches."""
+"""How seeds are grouped into batches: at random, or neighbouring seeds together (ordered)."""
 
 _COMPOSITION_STREAM = (1 << 20) + (1 << 10)
-"""Random stream of the composition; disjoint from those of samplers and external nodes."""
+"""Random stream of the composition, disjoint from those of samplers and external nodes."""
 
 
 def compose_batches(
@@ -100,11 +101,15 @@ def compose_batches(
     seed: int,
     clusters: Array | None = None,
 ) -> tuple[Array, ...]:
-    """Split the (n,) int64 ascending distinct seeds of this server into cooperative batches, each ascending.
+    """Split the (n,) int64 ascending distinct seeds of this server into ascending cooperative batches.
 
-    Deterministic on every rank of the server: random numbers are keyed by (seed, node). Sizes differ by at
-    most 1; with more batches than seeds, some are empty. ``clusters``, (n,) int64, are for ``ordered``, which
-    groups seeds by cluster; None: by id, which groups the ids of one part of the dataset.
+    The result is equal on every rank of the server, because random numbers are keyed by (seed, node). Sizes
+    differ by at most 1. If there are more batches than seeds, some are empty. All epochs have the same
+    batches.
+
+    Args:
+        clusters: (n,) int64 cluster of each seed, by which ``ordered`` groups them. By default seeds are
+            grouped by id, so seeds of one part of the dataset are together.
     """
     if composition == "ordered":
         order = np.arange(len(seeds)) if clusters is None else np.argsort(clusters, kind="stable")
@@ -114,11 +119,11 @@ def compose_batches(
 
 
 def cluster_seeds(structure: Structure, nodes: Array, seeds: Array, num_clusters: int, *, seed: int) -> Array:
-    """Return the (s,) int64 cluster of each seed: by shared neighbours, of about equal numbers of seeds.
+    """Return the (s,) int64 cluster of each seed. Clusters have about equal numbers of seeds.
 
-    Partitions the subgraph of the server's own ``nodes``, (n,) int64 ascending, of which the (s,) ``seeds``
-    are a subset, by a partitioner that balances several weights. ``structure`` holds their in-edges in this
-    server's memory, so it sends nothing.
+    The subgraph of the server's own ``nodes``, (n,) int64 ascending, is partitioned by METIS. The (s,)
+    ``seeds`` are a subset of them. Nothing is sent, because ``structure`` has these in-edges in the memory of
+    this server.
     """
     if num_clusters == 1 or not len(seeds):
         return np.zeros(len(seeds), np.int64)
@@ -148,7 +153,7 @@ def choose_external(
     fanout: int,
     stream: np.uint64,
 ) -> Array:
-    """Choose at most ``fanout`` sources for each node; return (c,) int64 sources, possibly with duplicates.
+    """Choose at most ``fanout`` sources for each node. Return (c,) int64 sources, possibly with duplicates.
 
     Candidates of a node are ranked by score, then by a random number keyed by (stream, node, candidate). So a
     larger fan-out chooses a superset.
@@ -158,8 +163,8 @@ def choose_external(
         sources: (E,) int64, ascending for each node.
         nodes: (K,) int64 global ids.
         excluded: (T,) int64 ascending ids that are not candidates.
-        scores: (E,) int64 score of each source, higher first; of length 0 if all are equal.
-        fanout: -1 for all.
+        scores: (E,) int64 score of each source, higher first. Empty if all scores are equal.
+        fanout: Maximum number of sources per node, or -1 for all.
     """
     capacity = indptr[-1] if fanout < 0 else np.minimum(np.diff(indptr), fanout).sum()
     chosen = np.empty(capacity, np.int64)
@@ -205,7 +210,7 @@ EasPolicy: TypeAlias = Literal["uniform_external", "degree"]
 Inner: TypeAlias = Literal["server", "batch"]
 
 ALL = -1
-"""The fan-out that selects every external in-neighbour."""
+"""Fan-out that selects every external in-neighbour."""
 
 _EAS_STREAM = 1 << 20
 """Random stream of the selection, disjoint from those of samplers."""
@@ -217,18 +222,17 @@ class EasOptions:
     """Parameters of expansion-aware sampling."""
 
     hops: int = 1
-    """m: rounds of expansion; 0 drops every edge from another server."""
+    """Number of rounds of expansion (m). 0 drops every edge from another server."""
     fanout: int = 15
-    """k: external in-neighbours selected per node and round; -1: all."""
+    """Number of external in-neighbours selected per node and round (k), or -1 for all."""
     policy: EasPolicy = "uniform_external"
-    """``uniform_external``: k random external in-neighbours; ``degree``: those with the most in-edges from
-    outside the server."""
+    """Whether external in-neighbours are random, or those with the most in-edges from outside the server."""
     inner: Inner = "server"
     """Start of the expansion: all nodes of the server, or the seeds of a cooperative batch."""
 
 
 def make_selection(options: EasOptions, *, seed: int) -> Selection:
-    """Return the :data:`Selection` of plans; it selects once per server unless ``inner`` is "batch"."""
+    """Make the :data:`Selection` of plans. It selects once per server unless ``inner`` is "batch"."""
     chosen: dict[tuple[int, int], Array] = {}
 
     def select_nodes(structure: Structure, own: tuple[int, int], seeds: Array) -> Array:
@@ -245,15 +249,15 @@ def make_selection(options: EasOptions, *, seed: int) -> Selection:
 def select_external(
     structure: Structure, own: tuple[int, int], inner: Array, options: EasOptions, *, seed: int
 ) -> Array:
-    """Return the (s,) int64 ascending nodes Sel to which the (n,) int64 ascending ``inner`` expand.
+    """Expand the (n,) int64 ascending ``inner`` nodes to the (s,) int64 ascending selected nodes.
 
-    ``own`` is the half-open node range of the server. See docs/strategies/shared_preload.md,
-    "Expansion-aware sampling". The result does not depend on the rank: random numbers are keyed by (seed,
-    node). For one seed, Sel grows with m, and with k for m up to 2 (beyond that, a larger k may reach a
-    node earlier, when fewer of its neighbours are selected).
+    ``own`` is the half-open node range of the server. See "Expansion-aware sampling" in
+    docs/strategies/shared_preload.md. The result does not depend on the rank, because random numbers are
+    keyed by (seed, node). For a given seed, the result grows with m, and with k for m up to 2. For more
+    rounds a larger k may reach a node earlier, when fewer of its neighbours are selected.
 
-    Sends, per round, 8 bytes for each frontier node of another server and receives 24 for each of its
-    in-edges; ``degree`` also sends and receives 8 bytes for each external candidate.
+    Each round sends 8 bytes for each frontier node of another server and receives 24 for each of its
+    in-edges. ``degree`` also sends and receives 8 bytes for each external candidate.
     """
     selected, frontier = inner, inner
     outside = None if options.inner == "batch" else own
@@ -267,8 +271,8 @@ def select_external(
         values[candidates] = structure.in_degrees(distinct[candidates], outside)
         return values[find_place]
 
-    # A node is in one frontier only, and its choice must not depend on the round, so that selections of
-    # several m and k contain each other.
+    # A node is in one frontier only. Its choice must not depend on the round, so that selections for several
+    # m and k contain each other.
     stream = stream_key(seed, 0, _EAS_STREAM)
     for _ in range(options.hops):
         chosen = [np.empty(0, np.int64)]
@@ -286,7 +290,7 @@ def select_external(
 
 
 def write_neighborhood(folder: Path, held: KHopNeighborhood) -> None:
-    """Write ``held`` into the new ``folder``; StorageError if that fails, and partial files are removed."""
+    """Write ``held`` into the new ``folder``. If that fails, remove it and raise StorageError."""
     try:
         folder.mkdir()
         for name, array in vars(held).items():
@@ -295,29 +299,29 @@ def write_neighborhood(folder: Path, held: KHopNeighborhood) -> None:
         shutil.rmtree(folder, ignore_errors=True)
         needed = sum(array.nbytes for array in vars(held).values())
         raise StorageError(
-            f"{folder} cannot be written ({problem}): the ranks of a server share its rows there, which take "
-            f"{needed / 1e6:.1f} MB; free space in {folder.parent.parent} (in a container: --shm-size), or "
-            "start one rank on each server"
+            f"{folder} cannot be written ({problem}); the ranks of a server need {needed / 1e6:.1f} MB there "
+            f"to share rows: free space in {folder.parent.parent} (in a container: --shm-size), or start one "
+            "rank on each server"
         ) from problem
 
 
 def read_neighborhood(folder: Path) -> KHopNeighborhood:
-    """Map the arrays of :func:`write_neighborhood`; the files may be removed while the result is in use."""
+    """Map the arrays of :func:`write_neighborhood`. The files may be removed while the result is in use."""
     return KHopNeighborhood(**{path.stem: map_array(path, "r") for path in folder.iterdir()})
 
 
 MAX_GROUPS = 4
-"""Groups of layers that are balanced separately; METIS rarely satisfies more constraints."""
+"""Maximum number of groups of layers that are balanced. METIS rarely satisfies more constraints."""
 
 TOLERANCE = 0.1
 """Allowed relative imbalance of the work of a group."""
 
 
 def split_rows(closure: KHopNeighborhood, num_ranks: int, seed: int) -> Array:
-    """Return the (n,) int32 rank, in [0, G), of every row of a server; a rank may get none. Not collective.
+    """Return the (n,) int32 rank, in [0, num_ranks), of every row of a server. A rank may get none.
 
     Ranks wait for each other at every layer, so METIS balances each group of layers. All sources must be
-    rows: hops above 0.
+    rows, so ``hops`` must be above 0.
     """
     num_rows = len(closure.nodes)
     if num_ranks == 1 or num_rows == 0:
@@ -337,9 +341,10 @@ def split_rows(closure: KHopNeighborhood, num_ranks: int, seed: int) -> Array:
 
 
 def group_work(closure: KHopNeighborhood) -> dict[str, Array]:
-    """Return the (n,) int64 work of the rows by group of layers: in-degree + 1, for each layer with the row.
+    """Return the (n,) int64 work of the rows by group of layers. Each layer with a row adds in-degree + 1.
 
-    Layers with equal rows form one group; adjacent groups are merged above :data:`MAX_GROUPS`.
+    Layers with equal rows form one group. Adjacent groups are merged if there are more than
+    :data:`MAX_GROUPS`.
     """
     distinct_counts = np.unique(closure.counts[1:])
     groups = np.array_split(distinct_counts, min(len(distinct_counts), MAX_GROUPS))

@@ -1,6 +1,6 @@
-"""Loader of full-graph training: one plan per step, made or read ahead, with its blocks and columns.
+"""Loader of full-graph training. Each step has one plan, with its blocks and columns.
 
-See docs/strategies/shared_preload.md; an epoch has one plan, or those of several cooperative batches.
+An epoch has one plan, or the plans of several cooperative batches. See docs/strategies/shared_preload.md.
 """
 
 from __future__ import annotations
@@ -58,22 +58,25 @@ class ServerSeeds:
     """The seeds of this server, and the number of seeds of all servers."""
 
     own: Array
-    """(n,) int64 ascending distinct seeds that this server owns, given by any rank."""
+    """(n,) int64 ascending distinct seeds of all ranks that this server owns."""
     counts: tuple[int, ...]
-    """(S,) seeds of each server."""
+    """(S,) number of seeds of each server."""
     digest: int
     """Hash of the seeds of all servers."""
 
     def sizes(self, num_batches: int) -> Array:
-        """Return (R,) int64 seeds of all servers in each of R cooperative batches."""
+        """Return the (R,) int64 number of seeds of all servers in each cooperative batch."""
         counts, step = np.array(self.counts, np.int64), np.arange(num_batches)[:, None]
         return np.sum(counts // num_batches + (step < counts % num_batches), axis=1)
 
 
 def gather_seeds(g: DistGraph, seeds: Array) -> ServerSeeds:
-    """Gather the existing ids ``seeds`` of all ranks and return those of this server. Collective.
+    """Gather the seeds of all ranks and return those of this server. Collective.
 
-    Each rank temporarily holds the seeds of all ranks, 8 bytes each. ConfigError: there are none.
+    Each rank temporarily holds the seeds of all ranks, 8 bytes each.
+
+    Raises:
+        ConfigError: there are no seeds.
     """
     distinct = np.unique(np.concatenate(gather_arrays(seeds, g.session)))
     if not len(distinct):
@@ -99,18 +102,18 @@ class PlanSpec:
     """R, at least 1."""
     composition: Composition = "random"
     eas: EasOptions | None = None
-    """None: the full neighbourhood."""
+    """Options of expansion-aware sampling, or None for the full neighbourhood."""
     seed: int = 0
-    """Of the composition and of the external nodes."""
+    """Random seed for the composition and the external nodes."""
     cover: bool = False
-    """Whether sums over in-edges have an exchange of their own."""
+    """Whether sums over in-edges have their own exchange."""
 
 
 @final
 class PlanMaker:
-    """Makes any plan. Every rank must construct it, and request the same plans in the same order.
+    """Makes plans. Every rank must construct it, and request the same plans in the same order.
 
-    ``seeds`` are those of cooperative batches, or the (K,) int64 ids given by this rank for the only batch.
+    ``seeds`` are the seeds of cooperative batches, or this rank's (K,) int64 ids for the only batch.
     """
 
     def __init__(self, g: DistGraph, seeds: ServerSeeds | Array) -> None:
@@ -124,7 +127,7 @@ class PlanMaker:
         )
 
     def make(self, spec: PlanSpec, step: int) -> RankPlan:
-        """Return this rank's plan of the step; all ranks must call it, each from one thread at a time."""
+        """Return this rank's plan of the step. All ranks must call it, each from one thread at a time."""
         seeds = self.seeds
         if isinstance(seeds, ServerSeeds):
             # Only the leader of a server passes its seeds.
@@ -152,11 +155,11 @@ def _compose(g: DistGraph, seeds: ServerSeeds | Array, spec: PlanSpec) -> tuple[
 
 @final
 class PlanSource:
-    """The plans of this rank; of several, made on a thread one step ahead. Every rank must construct it.
+    """The plans of this rank for all steps of an epoch. Every rank must construct it.
 
-    All ranks have the same number of steps and request them in the same order; requests use no collectives,
-    so a loader thread can make them while the model trains. All epochs have the same plans, which are made
-    once. Those of cooperative batches are stored on disk, with their fetched rows if there are several.
+    All ranks have the same number of steps and request them in the same order. Requests use no collectives,
+    so a thread can make plans one step ahead while the model trains. All epochs have the same plans. Plans of
+    cooperative batches are stored on disk, with their fetched rows if there are several batches.
 
     Raises:
         ConfigError: there are more batches than the largest server has seeds.
@@ -168,13 +171,13 @@ class PlanSource:
         self._cache: PlanCache | None = None
         self._on_disk: set[int] = set()
         self._held: dict[int, RankPlan] = {}
-        """By step: a plan that is not on disk, and that of a single batch."""
+        """Plans by step that are kept in memory: that of a single batch, and those that are not on disk."""
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="dglx-plans")
         self._pending: dict[tuple[int, int], Future[RankPlan]] = {}
         self._position = (0, spec.num_batches)
         """Epoch and step expected by the next request."""
         self.row_cache: PlanCache | None = None
-        """Keeps the columns of planned rows; None: they are not kept on disk, or held by the loader."""
+        """Cache on disk for the columns of planned rows, or None if they are not kept on disk."""
         if isinstance(maker.seeds, ServerSeeds):
             counts = maker.seeds.counts
             if not 1 <= spec.num_batches <= max(counts):
@@ -184,26 +187,26 @@ class PlanSource:
                 )
             self._sizes = maker.seeds.sizes(spec.num_batches)
             self._cache = _open_cache(g, maker.seeds, spec)
-            # Ranks make plans together: one that a rank lacks on disk is made again by all ranks.
+            # Ranks make plans together. If one rank lacks a plan on disk, all ranks make it again.
             own_steps = [step for step in range(spec.num_batches) if self._cache.holds(step)]
             planned_steps: Sequence[Any] = gather_json(own_steps, g.session)
             self._on_disk = set.intersection(*map(set, planned_steps))
             self.row_cache = self._cache if len(self) > 1 else None
         else:
-            # All samples have the same seeds in total, though distributed differently over the ranks.
+            # All ranks together have the same seeds in each epoch.
             self._sizes = gather_int64([self.plan(0, 0).seeds], g.session).sum(axis=0)
 
     def __len__(self) -> int:
-        """Steps of an epoch, equal on all ranks."""
+        """Number of steps in an epoch, equal on all ranks."""
         return self._spec.num_batches
 
     def plan(self, epoch: int, step: int) -> RankPlan:
-        """Return the plan of a step; of a single batch the same object again."""
+        """Return the plan of a step. A single batch always has the same object."""
         if len(self) == 1:
-            # Here, where Ctrl-C ends it: nothing is made ahead.
+            # Nothing is made ahead, so the plan is made on this thread, where Ctrl-C ends it.
             return self._make(step)
-        # An epoch that is left early is still planned to its end: the look-ahead of loaders depends on
-        # timing, but all ranks must make the same plans.
+        # The look-ahead of loaders depends on timing, but all ranks must make the same plans. So an epoch
+        # that is left early is still planned to its end.
         if (epoch, step) != self._position:
             self._finish_epoch()
             self._position = (epoch, step)
@@ -212,11 +215,11 @@ class PlanSource:
         return self._pending.pop((epoch, step)).result()
 
     def share(self, step: int, plan: RankPlan) -> StepShare:
-        """Return the seeds of this rank and of all ranks in a step of that plan."""
+        """Return the number of seeds of this rank and of all ranks in a step with this plan."""
         return StepShare(num_local=plan.seeds, num_global=int(self._sizes[step]))
 
     def close(self) -> None:
-        """Finish pending plans. No requests follow. May be called twice."""
+        """Finish pending plans. It may be called twice."""
         self._finish_epoch()
         self._pool.shutdown(wait=True)
 
@@ -243,7 +246,7 @@ class PlanSource:
             else:
                 self._held[step] = plan
         if len(self) == 1:
-            # The same object again, so that the loader keeps its features.
+            # The loader keeps its features as long as it gets the same object.
             self._held[step] = plan
         return plan
 
@@ -251,7 +254,7 @@ class PlanSource:
 def _open_cache(g: DistGraph, seeds: ServerSeeds, spec: PlanSpec) -> PlanCache:
     facts = asdict(spec) | {
         "servers": g.session.topology.server_of_rank,
-        # Seed of the partitioner; that of the spec is the loader's.
+        # The seed of the spec is the loader's. Rows are split among ranks by the session's.
         "split_seed": g.session.seed,
         "seeds": [seeds.digest, *seeds.counts],
         "edges": list(g.canonical_etypes[0]),
@@ -261,11 +264,11 @@ def _open_cache(g: DistGraph, seeds: ServerSeeds, spec: PlanSpec) -> PlanCache:
 
 @final
 class ColumnReader:
-    """Reads the columns of plans by one-sided calls, on any thread; uncached without ``cache``.
+    """Reads the columns of plans by one-sided calls, on any thread.
 
-    Sends 8 bytes for each feature row of another server and receives the row, once per server, because its
-    ranks hold different rows. Edge values likewise, once for all layers. Rows on disk are mapped, and nothing
-    is sent for them.
+    For each feature row of another server it sends 8 bytes and receives the row, once per server, because its
+    ranks hold different rows. Edge values are read once for all layers. Rows in the ``cache`` on disk are
+    mapped, and nothing is sent for them.
     """
 
     def __init__(self, g: DistGraph, columns: Columns, cache: PlanCache | None = None) -> None:
@@ -277,15 +280,15 @@ class ColumnReader:
     ) -> dict[str, Tensor]:
         """Return the (rows, *row) features of the rank, or with ``fetch`` those of all sources of layer 1.
 
-        ``fetch`` maps (own rows, (n_halo, *row) output) to the filled output, in the stored type, which may
-        be half as wide as the compute type; then this call is collective.
+        ``fetch`` maps (own rows, (n_halo, *row) output) to the filled output, in the stored type. With it,
+        this call is collective.
         """
         keys = _first_type(self._columns.inputs)
         if fetch is None:
             return self._convert(self._read_rows(keys, plan.nodes, PHASE))
         features = {}
         for name, key in keys.items():
-            # Both are read in place: features are most of the memory of a rank.
+            # Both are read in place, because features take most of the memory of a rank.
             rows = allocate_rows(plan.layers[0].num_sources, self._store.column(key).info)
             own = rows[: len(plan.nodes)]
             self._store.pull(key, plan.nodes, out=own, distinct=True, phase=PHASE)
@@ -294,11 +297,11 @@ class ColumnReader:
         return self._convert(features)
 
     def targets(self, plan: RankPlan) -> dict[str, Tensor]:
-        """Return (seeds, *row)."""
+        """Return the (seeds, *row) target columns by name."""
         return self._read_rows(_first_type(self._columns.targets), plan.rows(len(plan.layers)), LABEL_PHASE)
 
     def edges(self, plan: RankPlan) -> dict[str, Tensor]:
-        """Return (E, *row) of layer 1; those of every layer are a prefix."""
+        """Return the (E, *row) edge columns of layer 1. Those of later layers are a prefix."""
         return self._convert(
             self._read_rows(_first_type(self._columns.edges), plan.layers[0].edge_ids, PHASE, 1)
         )
@@ -334,8 +337,8 @@ def _first_type(by_type: Mapping[Any, Mapping[str, str]]) -> Mapping[str, str]:
 class HaloBatch:
     """The blocks and columns of one plan on one rank, read by one-sided calls, on any thread.
 
-    With ``filled``, the model's input has the rows of all sources of layer 1, including the halo, and the
-    constructor is collective. Else it has the own rows, and the first layer exchanges their halo.
+    With ``filled``, the model's input has the rows of all sources of layer 1, including the halo. Then the
+    constructor is collective. Otherwise it has the own rows, and the first layer exchanges their halo.
     """
 
     def __init__(
@@ -357,7 +360,7 @@ class HaloBatch:
         """Input layer first."""
         for depth, layer in enumerate(plan.layers):
             if depth and layer is plan.layers[depth - 1]:
-                # Deep models have many layers on one structure, which is stored on the device once.
+                # Deep models have many layers with one structure. It is stored on the device once.
                 exchanges.append(exchanges[-1].for_layer(depth + 1))
                 self.blocks.append(self.blocks[-1].with_exchange(exchanges[-1]))
             else:
@@ -383,25 +386,27 @@ class HaloBatch:
         self.input_nodes: Tensor = first.srcdata[dgl.NID] if filled else copy(nodes)
         """(n,) int64 global ids of the input rows of the model."""
         self.arrive: Callable[[], None] | None = None
-        """Lets the consumer's stream wait for copies to the device."""
+        """Function that lets the consumer's stream wait for copies to the device."""
         self.fetch_s = time.perf_counter() - begin
-        """Seconds spent in the constructor; 0 once they have been counted."""
+        """Seconds spent in the constructor, or 0 once they have been counted."""
         self.sample_s = 0.0
 
 
 Batch: TypeAlias = tuple[Tensor, Tensor, list[HaloBlock]]
-"""(ids of the input rows, ids of the seeds computed by this rank, blocks with the input layer first)."""
+"""Tuple of the ids of the input rows, the ids of this rank's seeds, and the blocks, input layer first."""
 
 
 @final
 class FullGraphLoader(EpochLoader[HaloBatch, Batch]):
-    """Iterates over ``(input_nodes, output_nodes, blocks)``; every rank must construct it and iterate alike.
+    """Iterates over ``(input_nodes, output_nodes, blocks)``. Every rank must construct it and iterate alike.
 
-    The seeds of a batch are those of all ranks, and each is computed by one of them. So ``output_nodes``
-    differ from the indices given by this rank: take labels from ``blocks[-1].dstdata``, or by
-    ``output_nodes``. With one step per epoch, structure and columns are kept from epoch to epoch, with
-    ``use_pp`` also the halo features of layer 1. With several, those of the next step are read during a step,
-    from disk if the source stores them.
+    The seeds of a batch are those of all ranks, and one of the ranks computes each seed. So ``output_nodes``
+    differ from the indices that this rank passed. Take labels from ``blocks[-1].dstdata`` or by
+    ``output_nodes``.
+
+    With one step per epoch, structure and columns are kept from epoch to epoch. With ``use_pp``, the halo
+    features of layer 1 are kept too. With several steps, the next step is read while one trains, from disk if
+    the source stores it.
     """
 
     def __init__(self, g: DistGraph, source: PlanSource, request: LoaderRequest, *, use_pp: bool) -> None:
@@ -410,15 +415,15 @@ class FullGraphLoader(EpochLoader[HaloBatch, Batch]):
         self._keeps, self._use_pp = len(source) == 1, use_pp
         self._kept: HaloBatch | None = None
         device = request.device
-        # A kept batch is copied once: page-locked memory for all features would be kept, too.
+        # A kept batch is copied once. Copies through page-locked memory would keep all that memory.
         self._copies = open_copy_stream(device) if is_on_torch_path(device) and not self._keeps else None
-        # A kept batch may need an exchange, which must run on the thread of the loop.
+        # A kept batch may need an exchange, which must run on the thread of the training loop.
         num_threads = 0 if self._keeps else 1
         super().__init__(g.session, seed=request.seed, depth=request.depth, num_threads=num_threads)
         # Opening connections is collective, so it cannot be left to the look-ahead thread.
         row_exchanges(self._session)
         if self._keeps:
-            # Its seconds are none of an epoch.
+            # The time to load it belongs to no epoch.
             self.load(0, 0).fetch_s = 0.0
 
     def __len__(self) -> int:
@@ -442,13 +447,13 @@ class FullGraphLoader(EpochLoader[HaloBatch, Batch]):
         return batch
 
     def deliver(self, step: int, batch: HaloBatch) -> Batch:
-        batch.fetch_s = 0.0  # a kept batch is read once
+        batch.fetch_s = 0.0  # A kept batch is read once.
         if batch.arrive is not None:
             batch.arrive()
-        # Rows outside of the model, such as embeddings, have equal weight on each rank: HaloModel has applied
-        # n_local / n_global to the gradient at the model's output.
+        # HaloModel applies n_local / n_global to the gradient at the model's output. So rows outside of the
+        # model, such as embeddings, have equal weight on each rank.
         self._session.step_share = StepShare(num_local=1, num_global=self._session.topology.world_size)
-        # A kept batch is delivered again, without the columns that a model sets.
+        # A kept batch is delivered again, so the model's columns must not be set on its blocks.
         blocks = [block.local_var() for block in batch.blocks]
         for block in blocks:
             block.step_number = self.first_number + self._epoch * len(self) + step
@@ -458,7 +463,7 @@ class FullGraphLoader(EpochLoader[HaloBatch, Batch]):
 
 @final
 class HaloStages(Stages[HaloBatch]):
-    """The stages of full-graph training: a plan is followed by its blocks and rows in one step."""
+    """The stages of full-graph training. The first stage makes the plan, the blocks and the rows."""
 
     def __init__(self, loader: FullGraphLoader, epoch: int) -> None:
         self.loader, self.epoch = loader, epoch

@@ -1,4 +1,4 @@
-"""This rank's share of a distributed graph as one DGL graph."""
+"""The nodes of one rank of a distributed graph as one DGL graph."""
 
 from __future__ import annotations
 
@@ -47,22 +47,21 @@ if TYPE_CHECKING:
 class LocalGraph(InEdgesOnlyGraph, RankGraph, DGLGraph):
     """This rank's nodes of a graph, as a homogeneous DGL graph for any ``dgl.nn`` module.
 
-    Its nodes, the rows of ``ndata`` and the rows of all inputs and outputs of models are those of this rank;
-    its edges are all in-edges of these nodes. ``update_all`` and ``apply_edges`` exchange the source columns
-    that messages read, each value once. So all layers of a model, and several hops in one layer (SGConv,
-    TAGConv, ChebConv, APPNPConv), compute the same results and gradients as on the whole graph. Every rank
-    must run the same operations in the same order. In- and out-degrees are those of the whole graph.
+    The nodes, the rows of ``ndata`` and the rows of all inputs and outputs of models are those of this rank.
+    The edges are all in-edges of these nodes. In- and out-degrees are those of the whole graph.
 
-    A column whose halo was fetched beforehand (``use_pp``) is not exchanged again, as long as it is
-    unchanged.
+    ``update_all`` and ``apply_edges`` exchange the source columns that messages read. Each value is exchanged
+    once. So all layers of a model, and several hops in one layer (SGConv, TAGConv, ChebConv, APPNPConv),
+    compute the same results and gradients as on the whole graph. Every rank must run the same operations in
+    the same order. A column with a prefetched halo (``use_pp``) is not exchanged as long as it is unchanged.
 
-    Not supported: functions of the reversed graph (``edge_softmax(norm_by="src")``,
-    ``EdgeWeightNorm("both")``, and with it edge weights of SGConv, TAGConv, APPNPConv and GCN2Conv), edges by
-    their ends, subgraphs, derived graphs, readouts over all nodes, and ``dgl.ops``. All of these would see
-    this rank only.
+    The following would see this rank only and are not supported: functions of the reversed graph
+    (``edge_softmax(norm_by="src")``, ``EdgeWeightNorm("both")``, and edge weights of SGConv, TAGConv,
+    APPNPConv and GCN2Conv), edges by their ends, subgraphs, derived graphs, readouts over all nodes, and
+    ``dgl.ops``.
 
     Args:
-        block: A block of one layer whose destinations are all own rows.
+        block: A block of one layer. Its destinations are all own rows.
     """
 
     def __init__(self, block: HaloBlock) -> None:
@@ -75,12 +74,12 @@ class LocalGraph(InEdgesOnlyGraph, RankGraph, DGLGraph):
         self._prefetched: tuple[_ExchangedColumn, ...] = ()
         self._exchanged: dict[str, _ExchangedColumn] = {}
         self.step_share: StepShare | None = None
-        """Targets of this rank and of all ranks; the weight of a mean over this rank's targets."""
+        """Number of targets of this rank and of all ranks. They weight a mean over this rank's targets."""
         self.step_number = 0
-        """The training step, the key of dropouts that do not depend on the number of ranks."""
+        """Number of the training step, which is the key of dropouts."""
 
     def keep_halo(self, name: str, halo: Tensor) -> None:
-        """Use the (n_halo, ...) ``halo`` for the column ``name`` as long as its values are unchanged."""
+        """Use the (n_halo, ...) ``halo`` for the column ``name`` until its values change."""
         own = self.ndata[name]
         self._block.set_all(name, torch.cat([own, halo]))
         sources = self._block.srcdata.pop(name)
@@ -118,12 +117,12 @@ class LocalGraph(InEdgesOnlyGraph, RankGraph, DGLGraph):
 
     def apply_edges(self, func: Any, edges: Any = ALL, etype: Any = None) -> None:
         if not is_all(edges):
-            raise ConfigError(f"apply_edges of a local graph on some edges: {_ALL_EDGES}")
+            raise ConfigError(f"apply_edges of a local graph cannot be limited to some edges: {_ALL_EDGES}")
         self._message_block().apply_edges(func)
 
     @contextmanager
     def local_scope(self) -> Iterator[None]:
-        """Discard the columns that are set inside, as DGL does, and their exchanged rows."""
+        """Discard columns that are set inside, as DGL does, and their exchanged rows."""
         before = self._exchanged
         self._exchanged = dict(before)
         with super().local_scope():
@@ -197,7 +196,7 @@ class LocalGraph(InEdgesOnlyGraph, RankGraph, DGLGraph):
         return 1
 
     def batch_num_nodes(self, ntype: str | None = None) -> Tensor:
-        # For dgl.broadcast_nodes; readouts over all nodes raise.
+        # dgl.broadcast_nodes needs it. Readouts over all nodes raise ConfigError.
         return OwnCount.from_count(self.num_nodes(), self.device)
 
     def batch_num_edges(self, etype: Any = None) -> Tensor:
@@ -211,18 +210,18 @@ class LocalGraph(InEdgesOnlyGraph, RankGraph, DGLGraph):
 
 def _make_refusal(name: str, reason: str) -> Callable[..., NoReturn]:
     def refuse(self: Any, *args: Any, **kwargs: Any) -> NoReturn:
-        raise ConfigError(f"{name} of a local graph: {reason}")
+        raise ConfigError(f"{name} of a local graph is not supported: {reason}")
 
     return refuse
 
 
 _FIXED = "its structure is planned with all ranks; change the graph before it is partitioned"
 _EDGE_ENDS = (
-    "the sources of its edges lie on several ranks, so they have no rows here; use update_all or "
+    "the sources of its edges are on several ranks, so they have no rows here; use update_all or "
     "apply_edges, which see both ends"
 )
 _ALL_EDGES = (
-    "messages go along all edges at once, or the ranks would not agree on what to exchange; use update_all"
+    "messages must be sent along all edges at once, so that ranks exchange the same rows; use update_all"
 )
 _REFUSED: Mapping[str, str] = {
     _FIXED: """
@@ -253,35 +252,35 @@ def local_graph(
     targets: str | None = "train_mask",
     use_pp: bool = True,
 ) -> LocalGraph:
-    """Return this rank's nodes and their in-edges as one graph for ``model(g, x)``; every rank must call it.
+    """Return this rank's nodes and their in-edges as one graph for ``model(g, x)``. Every rank must call it.
 
-    The model sees only own rows: ``x = lg.ndata["feat"]``, and a loss over ``lg.ndata["train_mask"]``. Wrap
-    it with a full-graph strategy (``dx.init(strategy="full_graph")``, ``dx.wrap``), which sums the gradients.
+    The model sees only own rows. Its input is ``x = lg.ndata["feat"]``, and the loss is over
+    ``lg.ndata["train_mask"]``. Wrap the model with a full-graph strategy (``dx.init(strategy="full_graph")``,
+    ``dx.wrap``), which sums the gradients. ``dgl.NID`` and ``dgl.EID`` have the global ids.
 
-    Each epoch sends, per layer, the source columns that messages read, once to each rank that needs them, and
-    the gradients back. With ``use_pp`` layer 1 sends nothing if its input is the unchanged
-    features. ``dgl.NID`` and ``dgl.EID`` have the global ids.
+    In each epoch, each layer sends the source columns that messages read once to each rank that needs them,
+    and the gradients back. With ``use_pp``, layer 1 sends nothing if its input is the unchanged features.
 
     Args:
         g: A graph of one node and one edge type.
-        columns: Names in ``g.ndata``; None: all of them.
+        columns: Names in ``g.ndata``. By default all of them.
         edge_columns: Names in ``g.edata``.
-        targets: The mask column over which the loss is a mean. Ignored if the graph has no such column; then
-            set ``lg.step_share = count_targets(...)``, or wrap with reduction="sum".
+        targets: Name of the mask column of the targets in the loss. If the graph has no such column, set
+            ``lg.step_share = count_targets(...)``, or wrap with reduction="sum".
         use_pp: Whether to fetch and keep the halo of floating-point matrices.
 
     Raises:
-        ConfigError: on all ranks: the session's strategy trains on mini-batches, the graph has several types,
-            a column is unknown, or the arguments differ between ranks.
+        ConfigError: the session's strategy trains on mini-batches, the graph has several types, a column is
+            unknown, or the arguments differ between ranks. It is raised on all ranks.
         PeerError: a rank is dead or silent.
     """
 
     def check_columns() -> tuple[Mapping[str, str], Mapping[str, str]]:
         if STRATEGIES.get(g.session.strategy).traits.unit != "full_graph":
             raise ConfigError(
-                "dx.local_graph has rows of other ranks in its gradients, and strategy "
-                f"{g.session.strategy!r} would weight them as this rank's own; use "
-                "dx.distribute(graph, strategy='full_graph'), or the same in dx.init"
+                "dx.local_graph has rows of other ranks in its gradients, which strategy "
+                f"{g.session.strategy!r} would weight like own rows; use dx.distribute(graph, "
+                "strategy='full_graph'), or the same strategy in dx.init"
             )
         check_graph(g)
         names = list(g.ndata) if columns is None else columns
@@ -311,7 +310,7 @@ def local_graph(
     for name, rows in _rows(g, node_keys, plan.nodes).items():
         lg.ndata[name] = memory.convert(rows)
         if use_pp and rows.is_floating_point() and rows.dim() > 1:
-            # Sent in the stored type, which may be half as wide as the compute type.
+            # Rows are sent in the stored type, which may be half as wide as the compute type.
             lg.keep_halo(name, memory.convert(exchange.fetch(rows, phase=PHASE)))
     if targets is not None and targets in lg.ndata:
         lg.step_share = count_targets(int(lg.ndata[targets].sum()), g.session)
@@ -336,7 +335,7 @@ def _rows(g: DistGraph, keys: Mapping[str, str], ids: Array) -> dict[str, Tensor
 class _ExchangedColumn:
     own: Tensor
     version: int | None
-    """None if changes are not tracked."""
+    """Version counter of ``own``, or None if changes are not tracked."""
     sources: Tensor
 
     def matches(self, rows: Tensor) -> bool:

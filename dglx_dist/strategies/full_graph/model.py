@@ -1,4 +1,4 @@
-"""Replicated model on halo blocks: layers exchange halo rows, parameter gradients are summed."""
+"""Replicated models on halo blocks. Layers exchange halo rows, and parameter gradients are summed."""
 
 import inspect
 from collections.abc import Callable, Mapping
@@ -35,17 +35,18 @@ _NO_BLOCKS = tuple(kind for kind, known in CONVOLUTIONS.items() if not known.on_
 def install(model: nn.Module) -> None:
     """Install hooks that exchange halo rows before modules called with a ``HaloBlock`` and node rows.
 
-    :func:`dglx_dist.layers.tracer.read_call` tells which argument the rows are. They are exchanged once, in
-    the outermost module that receives them, with the width of that module's input. Tensors with a row for
-    each source are not exchanged. Other tensors of own rows, also one-dimensional ones, are exchanged when
-    they are set on the block's sources. Edge data must not be passed under other names than those of edges:
-    it would be exchanged if there are as many edges as own rows.
+    :func:`dglx_dist.layers.tracer.read_call` finds the argument with the rows. They are exchanged once, in
+    the outermost module that receives them. Tensors with a row for each source are not exchanged. Other
+    tensors of own rows, including one-dimensional ones, are exchanged when they are set on the block's
+    sources.
 
-    Modules called without such a block are unaffected. Copies of the model keep the hooks. Modules that
-    already have them are skipped.
+    Edge data must be passed under an argument name for edges. Otherwise it would be exchanged if there are as
+    many edges as own rows. Modules called without such a block are unaffected. Copies of the model keep the
+    hooks, and modules that already have them are skipped.
     """
     for module in model.modules():
-        # A single argument cannot be block and rows; scripted modules do not support such hooks.
+        # A module with one argument cannot get both a block and rows. Scripted modules do not support hooks
+        # with keyword arguments.
         if isinstance(module, torch.jit.ScriptModule) or not _accepts_two_arguments(module.forward):
             continue
         if _exchange_inputs in module._forward_pre_hooks.values():
@@ -65,9 +66,9 @@ def _exchange_inputs(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str,
         return None
     if isinstance(module, _NO_BLOCKS):
         raise ConfigError(
-            f"{type(module).__name__} got a block, but DGL supports it on whole graphs only (it writes rows "
-            "where it reads them, as layers of several hops do); call the model as model(g, x) with "
-            "g = dx.local_graph(...)"
+            f"{type(module).__name__} got a block, but DGL supports it on whole graphs only, because it "
+            "writes rows where it reads them (like layers of several hops); call the model as model(g, x) "
+            "with g = dx.local_graph(...)"
         )
     call = _find_rows(module, args, kwargs)
     if call is not None and call.graph.has_cover and sums_sources(module):
@@ -100,9 +101,9 @@ def _replace_argument(
 def _leave_empty_partition(
     module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
 ) -> None:
-    # Runs also after forward has raised.
+    # This hook also runs after forward has raised. If the exchange raised, the mode is not on, and an active
+    # mode belongs to an outer module.
     if not all(block.num_dst_nodes() for block in _find_blocks(args, kwargs)):
-        # If the exchange raised, the mode is not on; an active one belongs to an outer module.
         EmptyPartition.turn_off(module)
 
 
@@ -118,8 +119,8 @@ def _find_rows(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any])
     call = read_call(module, args, kwargs, HaloBlock)
     if call is not None and isinstance(call.rows, dict):
         raise ConfigError(
-            f"{type(module).__name__} got a dict of rows for a block of one node type; full-graph "
-            "strategies train on graphs of one node and one edge type: use strategy='data_parallel'"
+            f"{type(module).__name__} got a dict of rows for a block of one node type, but full-graph "
+            "strategies train on graphs of one node and one edge type; use strategy='data_parallel'"
         )
     return call
 
@@ -142,30 +143,29 @@ def check_rows_stay_apart(model: nn.Module, features: int = 0) -> None:
         )
         if isinstance(module, AnyBatchNorm):
             raise ConfigError(
-                f"{where}: its statistics would cover this rank's rows only, and rows that several ranks "
-                "hold would count twice; call dx.nn.BatchNorm.convert(model) before dx.wrap, or use "
-                "torch.nn.LayerNorm"
+                f"{where}: its statistics would cover this rank's rows only, and rows on several ranks would "
+                "count twice; call dx.nn.BatchNorm.convert(model) before dx.wrap, or use torch.nn.LayerNorm"
             )
-        # Compared by the defining module, because readouts have no common base class.
+        # Readouts have no common base class, so the defining module is compared.
         if type(module).__module__ == glob.__name__:
             raise ConfigError(
                 f"{where}, which reads all nodes of a graph at once, but a rank has only some of them; "
-                "layers must compute the row of a node from its in-neighbours: remove it from the wrapped "
-                "model, and apply it to the rows of all nodes, as returned by dx.layerwise_inference"
+                "remove it from the wrapped model, and apply it to the rows of all nodes, as returned by "
+                "dx.layerwise_inference"
             )
 
 
 def check_rows_out(output: Any, blocks: list[HaloBlock]) -> None:
-    """Raise ConfigError if ``output`` has the rows of an earlier level than that of the seeds."""
+    """Raise ConfigError if ``output`` has the rows of an earlier level instead of the seeds."""
     if not torch.is_tensor(output) or output.dim() < 2:
         return
     targets = blocks[-1].num_dst_nodes()
     earlier_rows = {block.own_rows for block in blocks} - {targets}
     if len(output) != targets and len(output) in earlier_rows:
         raise ConfigError(
-            f"the model returned {len(output)} rows for {targets} seeds, as if it had fewer layers than the "
-            f"{len(blocks)} blocks passed to it; it must use one block after the other, and the sampler must "
-            "have as many layers as the model has convolutions"
+            f"the model returned {len(output)} rows for {targets} seeds, so it seems to have fewer layers "
+            f"than the {len(blocks)} blocks passed to it; use one block after the other, and give the "
+            "sampler as many layers as the model has convolutions"
         )
 
 
@@ -173,16 +173,19 @@ def check_rows_out(output: Any, blocks: list[HaloBlock]) -> None:
 class HaloModel(ReplicatedModel):
     """The user's model on halo blocks or a local graph, with the gradients of one process on every rank.
 
-    Forward and backward are then collective: every rank must run both in every step, also without targets,
-    and call its layers in the same order. On other blocks forward does not communicate.
+    On halo blocks and local graphs, forward and backward are collective. Every rank must run both in every
+    step, even without targets, and call its layers in the same order. On other blocks forward does not
+    communicate.
 
-    The loss is the mean over, or the sum of, the targets of this rank. Its weight n_local / n_global is
-    applied to the gradient at the output of the model: layers send gradients of halo rows to the ranks that
-    computed these rows, so they must carry the weight already. ``nn.Dropout`` anywhere in the model drops by
-    (seed, step, node, column), so results do not depend on the number of ranks.
+    The loss is the mean or the sum over the targets of this rank. Layers send gradients of halo rows to other
+    ranks, so the weight n_local / n_global is already applied to the gradient at the model's output.
+    ``nn.Dropout`` drops by (seed, step, node, column), so results do not depend on the number of ranks.
 
-    The user's model is changed in place by hooks and dropouts that act on halo blocks only. ConfigError: a
-    module mixes rows of nodes that are not neighbours, such as a batch norm; or as for data parallel models.
+    The user's model is changed in place. It gets hooks and dropouts that act on halo blocks only.
+
+    Raises:
+        ConfigError: a module mixes rows of nodes that are not neighbours, such as a batch norm, or
+            data_parallel could not train the model either.
     """
 
     def _check(self, model: nn.Module) -> None:
@@ -201,12 +204,12 @@ class HaloModel(ReplicatedModel):
         return super().exchange_seconds(reset=reset) + self._rows.seconds(reset=reset)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the user's module; the step is read from the blocks among the arguments.
+        """Call the user's module. The step is read from the blocks among the arguments.
 
         Raises:
-            ConfigError: in training, the blocks are not those of the strategy's loader, a parameter was
-                unfrozen after wrapping, the model has fewer layers than blocks, or an input is the weighted
-                output of another wrapped model.
+            ConfigError: in training, the blocks are not from the strategy's loader, a parameter was unfrozen
+                after wrapping, the model has fewer layers than blocks, or an input is the output of another
+                wrapped model.
         """
         arguments = flatten_arguments((*args, *kwargs.values()))
         graphs = [graph for graph in arguments if isinstance(graph, HaloBlock | LocalGraph)]
@@ -221,11 +224,12 @@ class HaloModel(ReplicatedModel):
                 graphs[0].step_number += 1
         stale: AbstractContextManager[None] = nullcontext()
         if self._stale is not None and self.training and torch.is_grad_enabled():
-            # One epoch until the optimizer's step, on whatever batches.
-            stale = self._stale.active(sum(get_version(graph) or 0 for graph in self.module.parameters()))
+            # The versions of the weights identify an epoch, which lasts until the optimizer's step.
+            versions = [get_version(parameter) or 0 for parameter in self.module.parameters()]
+            stale = self._stale.active(sum(versions))
         has_targets = all(graph.num_dst_nodes() for graph in graphs)
-        # Recomputation in backward must not stop early: the point at which a rank has all it needs may be
-        # before an exchange on one rank and after it on another.
+        # Recomputation in backward must not stop early. Otherwise one rank could stop before an exchange and
+        # another rank after it.
         with stale, set_checkpoint_early_stop(False), nullcontext() if has_targets else EmptyPartition():
             output = self.module(*args, **kwargs)
         if not torch.is_grad_enabled() or not self._trained:
@@ -239,11 +243,11 @@ class HaloModel(ReplicatedModel):
             return self._exchange.mark(output, 1.0)
         share = find_share((graphs,), self._session)
         weight = gradient_weight(share, self._reduction)
-        # Blocks before the last one carry no share: their rows are inputs of another model.
+        # Blocks before the last one have no share, because their rows are inputs of another model.
         is_even = share == StepShare(num_local=1, num_global=world_size)
         weighted = output if is_even else _weigh_gradients(output, world_size * weight)
-        # W and 1 / W cancel, except for a penalty on the parameters, which bypasses the model's output: it
-        # counts once in total, not once per rank.
+        # The factors W and 1 / W cancel, except for a penalty on the parameters. It bypasses the model's
+        # output and must count once in total.
         return self._exchange.mark(weighted, 1.0 / world_size)
 
     def rank_state(self) -> dict[str, Tensor]:
@@ -256,7 +260,7 @@ class HaloModel(ReplicatedModel):
     def _call_without_halo(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self.training and torch.is_grad_enabled() and self._trained:
             raise ConfigError(
-                "the wrapped model was called with neither blocks of the strategy's loader nor "
+                "the wrapped model was called without blocks of the strategy's loader or "
                 "dx.local_graph(g), which know the rows that other ranks need; use dx.DataLoader, or "
                 "evaluate model.whole() under torch.no_grad()"
             )
@@ -264,9 +268,10 @@ class HaloModel(ReplicatedModel):
 
 
 def _weigh_gradients(output: Any, weight: float) -> Any:
-    return replace_floats(
-        output, lambda *floats: [_WeighGradients.apply(tensor, weight) for tensor in floats]
-    )  # type: ignore[no-untyped-call]  # torch leaves it bare
+    def weigh(*floats: Tensor) -> list[Tensor]:
+        return [_WeighGradients.apply(tensor, weight) for tensor in floats]  # type: ignore[no-untyped-call]  # torch leaves it bare
+
+    return replace_floats(output, weigh)
 
 
 class _WeighGradients(torch.autograd.Function):
@@ -291,7 +296,7 @@ def _check_not_weighted(arguments: Any) -> None:
         if getattr(node, "_forward_cls", None) is _WeighGradients:
             raise ConfigError(
                 "the input of a wrapped model is the output of a wrapped model, so gradients would be "
-                "weighted by this rank's share of the targets twice; put both into one nn.Module and wrap "
+                "weighted twice by this rank's share of the targets; put both into one nn.Module and wrap "
                 "that, or wrap both with reduction='sum'"
             )
         waiting += [following for following, _ in node.next_functions]

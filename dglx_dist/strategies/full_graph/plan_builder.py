@@ -3,11 +3,12 @@
 See docs/strategies/shared_preload.md.
 
 The first rank of every server is its leader. It expands the seeds by one-sided requests and splits the rows
-among the ranks of the server, which share them in memory. Each rank then builds its own layers. No rank reads
-more of the graph than the in-edges of the rows of its server.
+among the ranks of the server, which share them in memory. Each rank then builds its own layers. A rank reads
+no more of the graph than the in-edges of its server's rows.
 
-The making of a plan is a generator of the exchanges that it needs (:func:`plan_steps`). Each rank runs its
-own and sends messages (:class:`Planner`), or one process runs those of all ranks (:func:`make_all_plans`).
+:func:`plan_steps` is a generator that makes one plan and yields the exchanges that it needs. Each rank runs
+its own generator and sends messages (:class:`Planner`), or one process runs those of all ranks
+(:func:`make_all_plans`).
 """
 
 import secrets
@@ -59,22 +60,22 @@ PLAN = "plan"
 """Ledger phase of the ids that ranks exchange while planning."""
 
 _NOTIFY_FAILURE_S = 5.0
-"""Time that a failed rank waits for the delivery of its failure message, per rank."""
+"""Seconds that a failed rank waits for each rank to receive its failure message."""
 MIN_NODES_FOR_PROGRESS = 1 << 17
-"""Rank 0 shows a progress bar for graphs of at least this size."""
+"""Minimum number of nodes for which rank 0 shows a progress bar."""
 _SHARED, _SAME_AS_BEFORE = "rows of the server", -1
 NO_SEEDS = "no rank was given a node to compute; give the loader at least one"
 
 
 @dataclass(frozen=True, kw_only=True)
 class PartitionContext:
-    """Graph, partition and ranks that all counts of a run share."""
+    """Graph, partition and ranks of a run."""
 
     structure: Structure
     bounds: Array
     """(S + 1,) int64 first node of each server."""
     topology: Topology
-    """Of this rank in a job, else of any rank of the run."""
+    """Topology as seen by this rank, or by any rank if there is no job."""
     seed: int
 
     def own_range(self, server: int) -> tuple[int, int]:
@@ -88,18 +89,18 @@ class PartitionContext:
 @final
 @dataclass(frozen=True, kw_only=True)
 class PlanRequest:
-    """Parameters of a plan; equal on all ranks except for the seeds."""
+    """Parameters of a plan. Except for the seeds, they are equal on all ranks."""
 
     seeds: Ids
-    """(K,) ids or a mask, nodes of any server. Duplicates, also across ranks, count once."""
+    """(K,) ids or a mask of nodes of any server. Duplicates, even on several ranks, count once."""
     num_layers: int
     """L, at least 1."""
     hops: int
-    """k in 0..L: number of layers that a server computes alone; 0: full_graph, L: no rows cross servers."""
+    """Number of layers that a server computes alone, 0..L. With L, no rows are sent between servers."""
     eas: Selection | None = None
-    """Selects the nodes that a server may use (expansion-aware sampling); needs hops == L. None: all."""
+    """Function that selects the nodes that a server may use. It needs hops == L. None allows all nodes."""
     cover: bool = False
-    """Whether sums over in-edges have an exchange of their own, see :class:`Cover`."""
+    """Whether sums over in-edges have their own exchange, see :class:`Cover`."""
     show_progress: bool = True
     """Whether rank 0 shows a progress bar for large graphs."""
 
@@ -111,19 +112,19 @@ class PlanRequest:
 @final
 @dataclass(frozen=True, kw_only=True)
 class PlanStep:
-    """Arrays that ranks exchange in the making of a plan; the answer is what each sent, by ascending rank."""
+    """One exchange of arrays between ranks. The answer has the arrays of each rank, by ascending rank."""
 
     name: str
-    """Unique within a plan."""
+    """Name that is unique within a plan."""
     among: Collection[int]
-    """Ranks that all make this step."""
+    """Ranks that take part in the step."""
     outgoing: Mapping[int, Any]
-    """Arrays by rank; in the step :data:`_SHARED` the rows of the server. Others get no array."""
+    """Arrays to send, by rank. In the step :data:`_SHARED` these are the rows of the server."""
 
 
 T = TypeVar("T")
 PlanSteps: TypeAlias = Generator[PlanStep, dict[int, Any], T]
-"""Yields steps, is sent their answers and returns a result."""
+"""Generator that yields steps, receives their answers, and returns a result."""
 
 
 def plan_steps(context: PartitionContext, request: PlanRequest) -> PlanSteps[RankPlan]:
@@ -149,13 +150,13 @@ def plan_steps(context: PartitionContext, request: PlanRequest) -> PlanSteps[Ran
 
 
 def _seeds_of_server(context: PartitionContext, request: PlanRequest) -> PlanSteps[Array]:
-    """Send the seeds to the leaders that compute them; return those received (none unless a leader)."""
+    """Send the seeds to the leaders that compute them. Return the received seeds; only leaders get any."""
     topology = context.topology
     seeds = np.unique(as_ids(request.seeds, int(context.bounds[-1]), "the nodes"))
     ranks, pieces = range(topology.world_size), _split_by_leader(context, seeds)
     outgoing = {rank: [np.array([len(seeds)]), pieces.get(rank, NO_IDS)] for rank in ranks}
     received = yield PlanStep(name="seeds", among=ranks, outgoing=outgoing)
-    if not any(given for given, _ in received.values()):
+    if not any(num_seeds for num_seeds, _ in received.values()):
         raise ConfigError(NO_SEEDS)
     return np.unique(np.concatenate([ids for _, ids in received.values()]))
 
@@ -177,11 +178,11 @@ def split_by_server(context: PartitionContext, seeds: Array) -> list[Array]:
 def _rows_of_server(
     context: PartitionContext, request: PlanRequest, seeds: Array
 ) -> PlanSteps[KHopNeighborhood]:
-    """Return the rows that this server computes, each assigned to one of its ranks; on leaders.
+    """Return the rows that this server computes, each assigned to one of its ranks. Called on leaders.
 
-    At level ``hops`` and above, a server computes its own nodes that any server reads, so servers exchange
-    the ids that they read from each other. Below, a server computes whatever its rows read. ``seeds`` are its
-    (K,) ascending distinct int64 output rows.
+    At level ``hops`` and above, a server computes those of its own nodes that any server reads. So servers
+    exchange the ids that they read from each other. Below, a server computes everything that its rows read.
+    ``seeds`` are its (K,) ascending distinct int64 output rows.
     """
     topology, leaders, own = context.topology, _leaders(context), context.own_range(context.topology.server)
     allowed = request.eas and np.union1d(request.eas(context.structure, own, seeds), seeds)
@@ -195,7 +196,8 @@ def _rows_of_server(
                 edges.append(chunk if allowed is None else keep_edges_from(chunk, allowed))
                 sources.append(number_distinct(edges[-1].sources)[0])
             read = np.unique(np.concatenate(sources))
-            # All sources met so far: at the levels above, rows of other servers were not added.
+            # Sources of all levels so far are needed, because the levels above did not add rows of other
+            # servers.
             computed = sources_so_far = np.union1d(sources_so_far, read)
             if level >= request.hops:
                 outgoing = {rank: [ids] for rank, ids in _split_by_leader(context, read).items()}
@@ -227,7 +229,7 @@ class _RankRows:
     nodes: Array
     """(n,) int64 global ids."""
     counts: Array
-    """(L + 1,) int64; the rows of level l are the first ``counts[l]`` rows."""
+    """(L + 1,) int64. The rows of level l are the first ``counts[l]`` rows."""
     indptr: Array
     """(counts[1] + 1,) int64."""
     edge_ids: Array
@@ -238,7 +240,7 @@ class _RankRows:
     """(E,) int64 position of each edge's source in :attr:`sources`."""
 
     def is_read_by(self, layer: int) -> Array:
-        """Return (d,) bool: whether a target of ``layer`` reads the source."""
+        """Return the (d,) bool mask of sources that a target of ``layer`` reads."""
         read = np.zeros(len(self.sources), dtype=bool)
         read[self.source_of[: self.indptr[self.counts[layer]]]] = True
         return read
@@ -268,9 +270,9 @@ def _own_rows(held: KHopNeighborhood, rank: int) -> _RankRows:
 def _read_layers(
     context: PartitionContext, hops: int, own: _RankRows, held: KHopNeighborhood
 ) -> PlanSteps[list[HaloLayer]]:
-    """Return the L layers of a rank, input layer first, without ``send`` lists; equal ones are one object.
+    """Return the L layers of a rank, input layer first, without ``send`` lists. Equal layers are one object.
 
-    Layers up to ``hops`` read only rows of the own server.
+    Layers up to ``hops`` only read rows of the own server.
     """
     num_nodes, (first, last) = int(context.bounds[-1]), context.own_range(context.topology.server)
     places = RowPositions(held.nodes, num_nodes).find(own.sources)
@@ -298,7 +300,7 @@ def _holders_of(context: PartitionContext, hops: int, ids: Array, held: KHopNeig
     requests = {rank: [NO_IDS] for rank in ranks}
     requests |= {rank: [piece] for rank, piece in zip(serving, pieces, strict=True)}
     received = yield PlanStep(name="requests for holders", among=ranks, outgoing=requests)
-    # The index costs as much as the server's rows, so it is built once for all requests.
+    # The index takes as much memory as the server's rows, so it is built once for all requests.
     index = RowPositions(held.nodes, int(context.bounds[-1]))
     answers = {}
     for rank, (requested,) in received.items():
@@ -310,12 +312,12 @@ def _holders_of(context: PartitionContext, hops: int, ids: Array, held: KHopNeig
 
 
 def _layer_of(own: _RankRows, layer: int, holders: Array, place: Array, rank: int) -> HaloLayer:
-    """Return layer ``layer``; (d,) ``holders`` and ``place`` give the rank and own row of each source."""
+    """Build one layer. The (d,) ``holders`` and ``place`` are the rank and the own row of each source."""
     num_own, targets = int(own.counts[layer - 1]), int(own.counts[layer])
     indptr = own.indptr[: targets + 1]
     source_of = own.source_of[: indptr[-1]]
     halo = np.flatnonzero(own.is_read_by(layer) & (holders != rank))
-    # Sources ascend, so a stable sort by rank leaves them ascending within each rank.
+    # Sources ascend, so they still ascend within each rank after a stable sort by rank.
     halo = halo[np.argsort(holders[halo], kind="stable")]
     position = place.copy()
     position[halo] = num_own + np.arange(len(halo))
@@ -339,8 +341,8 @@ def _finish_layers(
 ) -> PlanSteps[list[HaloLayer]]:
     """Exchange halo requests, and return ``layers`` with their ``send`` lists.
 
-    Sends [(L,) int64 row counts, -1 for the same rows as one layer before; int64 ids] to each rank: 8 bytes
-    per layer, and 8 bytes per halo row of each layer that differs from the previous one.
+    Each rank gets the (L,) int64 row counts and the int64 ids of the halo rows. A count of -1 stands for the
+    rows of the previous layer, whose ids are not repeated.
     """
     ranks, index = range(context.topology.world_size), RowPositions(own.nodes, int(context.bounds[-1]))
     is_same = [number > 0 and layer is layers[number - 1] for number, layer in enumerate(layers)]
@@ -366,7 +368,7 @@ def _finish_layers(
 
 
 def _find_requested_rows(own: _RankRows, index: RowPositions, message: Sequence[Array]) -> list[Array]:
-    """Return, for each of L layers, the (n,) int64 own rows of a request; equal ones are one object."""
+    """Return the (n,) int64 own rows of a request for each of the L layers. Equal rows are one object."""
     counts, ids = message
     rows, requested, first = index.find(ids), [NO_IDS], 0
     assert not (rows < 0).any(), "another rank requests rows that this one does not hold"
@@ -381,7 +383,7 @@ def _find_requested_rows(own: _RankRows, index: RowPositions, message: Sequence[
 
 
 def _cover_layers(num_ranks: int, layers: Sequence[HaloLayer]) -> PlanSteps[list[HaloLayer]]:
-    """Return ``layers`` with covers; sends :meth:`PairCover.to_message` to each rank of a layer's halo."""
+    """Return ``layers`` with covers. Sends :meth:`PairCover.to_message` to each rank of a layer's halo."""
     is_new = [not number or layer is not layers[number - 1] for number, layer in enumerate(layers)]
     covers = [find_covers(layer) if new else {} for layer, new in zip(layers, is_new, strict=True)]
     outgoing = {
@@ -392,13 +394,13 @@ def _cover_layers(num_ranks: int, layers: Sequence[HaloLayer]) -> PlanSteps[list
     for rank, arrays in answers.items():
         if len(arrays) != len(layers):
             raise PeerError(
-                f"rank {rank} sends partial sums of {len(arrays)} layers where this rank has {len(layers)}; "
-                "give the sampler as many on every rank"
+                f"rank {rank} sends partial sums of {len(arrays)} layers, but this rank has {len(layers)}; "
+                "give the sampler the same number of layers on every rank"
             )
     finished: list[HaloLayer] = []
     known: dict[int, Array] = {}
     for number, layer in enumerate(layers):
-        # A rank names nothing for a layer that is equal to its last one.
+        # A rank sends nothing for a layer that is equal to its previous one.
         known |= {rank: arrays[number] for rank, arrays in answers.items() if len(arrays[number])}
         if not is_new[number]:
             finished.append(finished[-1])
@@ -414,10 +416,10 @@ def _cover_layers(num_ranks: int, layers: Sequence[HaloLayer]) -> PlanSteps[list
 def make_all_plans(
     context: PartitionContext, seeds: Sequence[Array], num_layers: int, hops: int, **options: Any
 ) -> list[RankPlan]:
-    """Return the plans of all W ranks, made by this process; the structure is whole here.
+    """Make the plans of all W ranks in this process, which must have the structure of the whole graph.
 
-    ``seeds`` are the (S,) output nodes of each server, ascending ids of its own; ``options`` are further
-    fields of a :class:`PlanRequest`.
+    ``seeds`` has the ascending ids of the output nodes of each of S servers, all of its own. ``options`` are
+    further fields of a :class:`PlanRequest`.
     """
     topology, seeds_of = context.topology, dict(zip(_leaders(context), seeds, strict=True))
     request = PlanRequest(seeds=NO_IDS, num_layers=num_layers, hops=hops, show_progress=False, **options)
@@ -432,7 +434,7 @@ def make_all_plans(
         for rank, step in waiting.items():
             sent[step.name][rank] = step
         ready = [rank for rank, step in waiting.items() if sent[step.name].keys() >= {*step.among}]
-        assert ready, f"no rank can go on: { ({rank: step.name for rank, step in waiting.items()}) }"
+        assert ready, f"no rank can continue: { ({rank: step.name for rank, step in waiting.items()}) }"
         for rank in ready:
             step = waiting.pop(rank)
             answer = {sender: sent[step.name][sender].outgoing.get(rank, ()) for sender in step.among}
@@ -450,7 +452,7 @@ class FailedOnAnotherRankError(RemoteError):
 
 @final
 class PlanExchange:
-    """Steps in which ranks exchange arrays, grouped into numbered jobs: sequential, with every rank in each.
+    """Exchanges the arrays of plan steps between ranks, in numbered jobs. Every rank takes part in each job.
 
     All ranks must construct it before one sends. ``label`` prefixes the RPC operations.
     """
@@ -469,7 +471,7 @@ class PlanExchange:
             mailbox.fail(job, lambda: FailedOnAnotherRankError(message))
             return []
 
-        # Closures, not methods: bound methods would keep the planner alive as long as the session.
+        # Closures are registered, because bound methods would keep the planner alive as long as the session.
         session.rpc.register(self._failed_op, fail)
         session.rpc.register(self._job_op, lambda _name, _arrays: [np.array(current, dtype=np.int64)])
         for op in (self._failed_op, self._job_op):
@@ -477,7 +479,7 @@ class PlanExchange:
 
     @contextmanager
     def job(self) -> Iterator[int]:
-        """Begin the next job and yield its number; an error inside ends the job on all ranks.
+        """Begin the next job and yield its number. An error inside ends the job on all ranks.
 
         Other ranks wait without a time limit as long as this rank is inside the job.
         """
@@ -498,8 +500,8 @@ class PlanExchange:
         """Send the arrays of ``step`` and return those of the other ranks, by ascending rank.
 
         Raises:
-            RemoteError: another rank failed in this job; the error has its text.
-            PeerError: a rank is dead, or is not planning within the session's time-out; it is named.
+            RemoteError: another rank failed in this job. The message has the text of its error.
+            PeerError: a rank is dead, or did not begin to plan within the session's time-out.
         """
         sent = {rank: step.outgoing.get(rank, ()) for rank in step.among}
         self._arrays.post(self._job, step.name, sent, phase=PLAN)
@@ -512,7 +514,7 @@ class PlanExchange:
         return int(job[0]) == self._job
 
     def _tell_failure(self, error: Exception) -> None:
-        # Delivery to dead or hanging ranks is not awaited beyond the time limit.
+        # Some ranks may be dead or hang, so delivery has a time limit.
         topology, rpc = self._session.topology, self._session.rpc
         text = np.frombuffer(f"{type(error).__name__}: {error}".encode()[:2000], dtype=np.uint8)
         name, other_ranks = f"{self._job} {topology.rank}", {*range(topology.world_size)} - {topology.rank}
@@ -521,9 +523,10 @@ class PlanExchange:
 
 @final
 class Planner:
-    """Makes plans for ``g``, of one node and edge type. Every rank must construct it, and answers with it.
+    """Makes plans for ``g``, and answers the requests of other ranks. Every rank must construct it.
 
-    ConfigError: several types, a server without nodes, or more ranks than nodes.
+    Raises:
+        ConfigError: the graph has several types, a server has no nodes, or there are more ranks than nodes.
     """
 
     def __init__(self, g: DistGraph) -> None:
@@ -534,15 +537,19 @@ class Planner:
         )
         self._label = f"full_graph.{broadcast_json(secrets.token_hex(4), self._session)}"
         self._exchange = PlanExchange(self._session, self._label)
-        # No rank may send before all listen.
+        # No rank may send before all ranks listen.
         barrier(self._session, "making plans")
 
     def plan(self, request: PlanRequest) -> RankPlan:
-        """Return this rank's plan; all ranks must call it with the same requests in the same order.
+        """Return this rank's plan. All ranks must call it with the same requests in the same order.
 
-        One call at a time, from any thread: it uses one-sided messages only. The ledger counts fetched
-        in-edges under ``preload_structure`` and exchanged ids under ``plan``. ConfigError: no rank gave a
-        seed; IndexError: a seed is no node; RemoteError: another rank failed.
+        It uses one-sided messages only, so it may be called from any thread, but only once at a time. The
+        ledger counts fetched in-edges under ``preload_structure`` and exchanged ids under ``plan``.
+
+        Raises:
+            ConfigError: no rank gave a seed.
+            IndexError: a seed is no node.
+            RemoteError: another rank failed.
         """
         with self._exchange.job() as job:
             steps = plan_steps(self._context, request)
@@ -571,10 +578,10 @@ class Planner:
 
 
 def border_rows(dataset: StoredDataset, servers: int) -> tuple[int, int]:
-    """Return the rows that servers of one rank send for a layer of all nodes; any process alone.
+    """Count the rows that servers of one rank send for a layer of all nodes, without and with covers.
 
-    The source rows, and the rows of the covers for sums. The dataset has one node and one edge type and all
-    its parts on this machine; memory is that of the edges that a server reads from others.
+    Any process may call it alone. The dataset must have one node and one edge type, and all its parts must be
+    on this machine. Memory is needed for the edges that a server reads from others.
     """
     (etype,), num_sources, num_rows = dataset.manifest.edge_types, 0, 0
     placement = Placement(dataset.manifest.num_parts, Topology(0, servers, tuple(range(servers))))
@@ -599,7 +606,7 @@ def border_rows(dataset: StoredDataset, servers: int) -> tuple[int, int]:
 
 
 def make_plans(g: DistGraph, seeds: Ids, num_layers: int, hops: int, **options: Any) -> RankPlan:
-    """Return this rank's plan; every rank must call it. ``options`` are further fields of a PlanRequest."""
+    """Make this rank's plan. Every rank must call it. ``options`` are further fields of a PlanRequest."""
     return Planner(g).plan(PlanRequest(seeds=seeds, num_layers=num_layers, hops=hops, **options))
 
 
@@ -610,10 +617,10 @@ def check_graph(g: DistGraph) -> None:
     counts = np.diff(g.get_node_partition_policy(g.ntypes[0]).bounds)
     servers = topology.num_servers
     for server in np.flatnonzero(counts == 0).tolist():
-        again = f"partition it again with `dglx partition DATA --parts {servers} --out DIR`, or "
+        command = f"partition it again with `dglx partition DATA --parts {servers} --out DIR`, or "
         raise ConfigError(
-            f"server {server} of {servers} owns no node of {g.name}, which has {counts.sum()}; "
-            f"{again if counts.sum() >= servers else ''}start fewer servers"
+            f"server {server} of {servers} owns none of the {counts.sum()} nodes of {g.name}; "
+            f"{command if counts.sum() >= servers else ''}start fewer servers"
         )
     if topology.world_size > counts.sum():
         raise ConfigError(

@@ -40,9 +40,9 @@ def _read_options(strategy: str, options: Mapping[str, object], *, names: Sequen
 
 
 _EXTERNAL_HOPS, _EXTERNAL_FANOUT = (1, 2), 15
-"""Limits of expansion-aware sampling to compare, and the paper's fan-out."""
+"""Numbers of expansion rounds to compare, and the paper's fan-out."""
 _BATCH_COUNTS = (2, 8, 32)
-"""Numbers of cooperative batches to compare, for graphs that do not fit the memory at once."""
+"""Numbers of cooperative batches to compare. Graphs that do not fit in memory need several."""
 _MOST_BATCHES = 16
 
 
@@ -54,9 +54,9 @@ def _add_cover(**options: Any) -> Iterator[Candidate]:
 class _FullGraphStrategy(Strategy):
     name: ClassVar[str]
     gathers_seeds: ClassVar[bool] = False
-    """Whether a server composes its steps from its seeds, in place of one step of all seeds."""
+    """Whether a server composes several steps from its seeds, instead of one step with all seeds."""
     edge_bytes: ClassVar[int]
-    """Memory of a machine for each edge of its servers, measured with two layers on one server."""
+    """Memory in bytes for each edge of a machine's servers, measured with two layers on one server."""
 
     options: FullGraphOptions
 
@@ -72,13 +72,13 @@ class OpenedFullGraph(OpenedStrategy):
     options: FullGraphOptions
 
     def make_loader(self, indices: Tensor, sampler: Any, **loader_options: Any) -> FullGraphLoader:
-        """Return the loader; every rank must call it.
+        """Return the loader. Every rank must call it.
 
         The rank or server that owns a seed computes it. The sampler gives the number of layers and the
-        columns to prefetch; a batch size has no effect.
+        columns to prefetch. A batch size has no effect.
 
         Raises:
-            ConfigError: on all ranks: an argument or option is not supported; see :func:`read_request`.
+            ConfigError: an argument or option is not supported, see :func:`read_request`.
             PeerError: a rank did not take part.
         """
         g, options, strategy = self.g, self.options, self.strategy
@@ -102,19 +102,19 @@ class OpenedFullGraph(OpenedStrategy):
         return FullGraphLoader(g, source, request, use_pp=options.use_pp)
 
     def make_model(self, model: nn.Module, reduction: Reduction) -> HaloModel:
-        """Return ``model`` with layers that exchange rows; every rank must call it.
+        """Wrap ``model`` so that its layers exchange rows. Every rank must call it.
 
         Raises:
-            ConfigError: the model mixes rows, as a batch norm does; the graph has several types; or as for
-                data_parallel.
+            ConfigError: the model mixes rows like a batch norm, the graph has several types, or
+                data_parallel could not train it either.
         """
         check_one_type(self.strategy.name, self.g)
         return HaloModel(model, self.session, self.options, reduction=reduction)
 
 
 def close_with(opened: OpenedStrategy, source: PlanSource) -> None:
-    """Close ``source`` with the strategy or session, after a barrier: until then this rank answers others."""
-    # Weak, so that the graph does not keep the data of a deleted loader alive.
+    """Close ``source`` together with the strategy or the session, and wait for the other ranks."""
+    # The reference is weak, so that the graph does not keep the data of a deleted loader alive.
     source_ref, session = weakref.ref(source), opened.session
 
     def close_source() -> None:
@@ -131,9 +131,9 @@ def close_with(opened: OpenedStrategy, source: PlanSource) -> None:
 
 @final
 class FullGraph(_FullGraphStrategy):
-    """One step per epoch on the whole graph; every layer exchanges border rows between ranks.
+    """Trains on the whole graph with one step per epoch. Every layer exchanges border rows between ranks.
 
-    Options: :data:`EXCHANGING` of :class:`FullGraphOptions`. See docs/strategies/full_graph.md.
+    It takes the options :data:`EXCHANGING` of :class:`FullGraphOptions`. See docs/strategies/full_graph.md.
     """
 
     name, edge_bytes = "full_graph", 60
@@ -149,7 +149,7 @@ class FullGraph(_FullGraphStrategy):
 
     @classmethod
     def candidates(cls, context: CandidateContext) -> Iterator[Candidate]:
-        """Yield it, also with covers, with halo rows in 8 bits, and with those of the epoch before."""
+        """Yield candidates without and with covers, with halo rows in 8 bits, and with stale halo rows."""
         yield from _add_cover() if context.ranks > 1 else [Candidate(unit="full_graph")]
         if context.servers > 1:
             yield Candidate(unit="full_graph", options={"wire_dtype": "int8"}, exact=False)
@@ -158,9 +158,9 @@ class FullGraph(_FullGraphStrategy):
 
 @final
 class SharedPreload(_FullGraphStrategy):
-    """One step per epoch; for the first layers, a server computes the rows that it needs from other servers.
+    """Trains with one step per epoch. For the first layers, a server computes all rows that it needs itself.
 
-    Options: :data:`PRELOADING` of :class:`FullGraphOptions`. With those of expansion-aware sampling
+    It takes the options :data:`PRELOADING` of :class:`FullGraphOptions`. With expansion-aware sampling
     (``external_...``), training differs from that of one process. See docs/strategies/shared_preload.md.
     """
 
@@ -174,13 +174,13 @@ class SharedPreload(_FullGraphStrategy):
 
     @classmethod
     def candidates(cls, context: CandidateContext) -> Iterator[Candidate]:
-        """Yield it with some layers preloaded, with all, and with limits of the external neighbourhood."""
+        """Yield candidates with some or all layers preloaded, and with a limited external neighbourhood."""
         if context.servers == 1:
             return
         num_layers = context.num_layers
         for hops in sorted({1, num_layers - 1} - {0, num_layers}):
             yield from _add_cover(hops=hops)
-        # Ranks that have their server to themselves exchange nothing.
+        # With one rank per server, nothing is exchanged, so covers make no difference.
         yield from _add_cover() if context.ranks > context.servers else [Candidate(unit="full_graph")]
         for hops in _EXTERNAL_HOPS:
             options = {"external_hops": hops, "external_fanout": _EXTERNAL_FANOUT}
@@ -189,12 +189,11 @@ class SharedPreload(_FullGraphStrategy):
 
 @final
 class Cooperative(_FullGraphStrategy):
-    """Several steps per epoch; in each, every server trains its ranks together on some of its seeds.
+    """Trains with several steps per epoch. In each step the ranks of a server train together on a batch.
 
     A server fetches the neighbourhood of its seeds once and splits it among its ranks. Ranks exchange rows
-    only within their server.
-
-    Options: :data:`COOPERATIVE` of :class:`FullGraphOptions`. See docs/strategies/shared_preload.md.
+    only within their server. It takes the options :data:`COOPERATIVE` of :class:`FullGraphOptions`. See
+    docs/strategies/shared_preload.md.
     """
 
     name, gathers_seeds, edge_bytes = "cooperative", True, 260
@@ -207,11 +206,11 @@ class Cooperative(_FullGraphStrategy):
 
     @classmethod
     def candidates(cls, context: CandidateContext) -> Iterator[Candidate]:
-        """Yield it with as many batches as mini-batches, and with other numbers."""
+        """Yield candidates with as many batches as mini-batches, and with other numbers of batches."""
         if context.servers == 1:
             return
-        # With as many, an epoch has as many updates. With too many, the neighbourhoods do not fit. With
-        # fewer, the epoch would be a different one.
+        # With the number of mini-batches, an epoch has the same number of updates. With more than
+        # _MOST_BATCHES, the neighbourhoods overlap too much.
         equal_batches = max(context.steps, 2) if 0 < context.steps <= _MOST_BATCHES else 0
         if equal_batches:
             yield Candidate(unit="mini_batch", options={"batches": equal_batches})

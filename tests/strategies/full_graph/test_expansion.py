@@ -23,10 +23,10 @@ from dglx_dist.strategies.full_graph.expansion import (
     choose_external,
     cluster_seeds,
     compose_batches,
+    group_work,
     make_selection,
     select_external,
     split_rows,
-    work_of_groups,
     write_neighborhood,
 )
 from tests.strategies.full_graph.plan_cases import NUM_NODES, plain_context, structure_of, whole_of
@@ -70,7 +70,7 @@ def test_the_work_of_each_layer_is_balanced(num_ranks: int) -> None:
     rank_of = split_rows(closure, num_ranks, seed=1)
     assert rank_of.dtype == np.int32
     assert np.array_equal(rank_of, split_rows(closure, num_ranks, seed=1))
-    for weights in work_of_groups(closure).values():
+    for weights in group_work(closure).values():
         loads = np.bincount(rank_of, weights=weights, minlength=num_ranks)
         assert loads.max() <= loads.mean() * (1 + TOLERANCE) + weights.max()
 
@@ -78,7 +78,7 @@ def test_the_work_of_each_layer_is_balanced(num_ranks: int) -> None:
 def test_groups_of_layers_add_up_to_the_work() -> None:
     for counts in ((9, 9, 9), (9, 5, 5, 2), (9, 8, 7, 6, 5, 4, 3, 2), (9, 6, 0)):
         closure = random_closure(9, counts)
-        groups = work_of_groups(closure)
+        groups = group_work(closure)
         assert len(groups) == min(len(set(counts[1:])), 4)
         layers = np.sum([np.arange(9) < count for count in counts[1:]], axis=0)
         assert np.array_equal(sum(groups.values()), layers * (closure.in_degrees + 1))

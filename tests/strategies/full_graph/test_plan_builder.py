@@ -212,8 +212,8 @@ def test_a_server_without_nodes_and_too_many_ranks_are_refused(tmp_path: Path) -
     assignment = Assignment(num_parts=3, part_of={NODE_TYPE: np.zeros(2, np.int32)}, method="test", seed=0)
     write_dataset(raw, assignment, tmp_path / "parts")
     for ranks, per_server, words in (
-        (2, 1, "server 1 of 2 owns no node of two, which has 2; .* --parts 2"),
-        (3, 1, "of 3 owns no node of two, which has 2; start fewer servers"),
+        (2, 1, "server 1 of 2 owns none of the 2 nodes of two; .* --parts 2"),
+        (3, 1, "of 3 owns none of the 2 nodes of two; start fewer servers"),
         (3, 3, "2 nodes for 3 ranks"),
     ):
         messages = run_ranks(

@@ -146,8 +146,8 @@ CASES: Mapping[str, tuple[Case, str]] = {
         lambda strategy, g: strategy.wrap(runs.first_model("sage"), "max"),
         "reduction='max' must be 'mean' or 'sum'",
     ),
-    "shallow": (too_few_layers, "rows for .* seeds, as if it had fewer layers than the 2 bl"),
-    "other blocks": (on_plain_blocks, r"neither blocks of the strategy's loader.*model\.whole\(\)"),
+    "shallow": (too_few_layers, "rows for .* seeds.* fewer layers than the 2 blocks"),
+    "other blocks": (on_plain_blocks, r"without blocks of the strategy's loader.*model\.whole\(\)"),
     "cut rows": (on_cut_rows, "source rows of shape .* for a block of"),
 }
 """Of every strategy."""

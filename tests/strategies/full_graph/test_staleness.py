@@ -325,7 +325,7 @@ def odd_passes(folder: str) -> dict[str, Any]:
             end_epoch(late)
     found["after an overflow"] = [loss.item(), *(p.grad.sum().item() for p in late.parameters())]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(halo_exchange, "_MOST_PASSES", 3)
+        patch.setattr(halo_exchange, "_MAX_PASSES", 3)
         with pytest.raises(ConfigError, match="3 forward passes without a change of the weights"):
             train_by_data(late, runs.batches_of(loader))
     g.barrier()

@@ -85,7 +85,7 @@ def counting_replicas(g: DistGraph) -> list[Any]:
     maker = PlanMaker(g, seeds.numpy())
     with pytest.MonkeyPatch.context() as patched:
         # Each server, of one rank, keeps the seeds that its rank gave.
-        patched.setattr(plan_builder, "_by_leader", lambda context, ids: {context.topology.rank: ids})
+        patched.setattr(plan_builder, "_split_by_leader", lambda context, ids: {context.topology.rank: ids})
         plans = PlanSource(g, maker, PlanSpec(num_layers=2, hops=2))
     assert plans.share(0, plans.plan(0, 0)).num_global > int(is_training.sum())
     request = read_request("full_graph", g, seeds, runs.sampler(), {})
