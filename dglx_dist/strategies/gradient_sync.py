@@ -1,7 +1,7 @@
-"""Sums of the gradients of replicated parameters over the ranks while backward still runs, and buffer means.
+"""Sums gradients of replicated parameters over the ranks during backward, and averages buffers.
 
-Why not ``DistributedDataParallel``: see docs/design/decisions.md. Only backward communicates, and only new
-gradients.
+Only backward communicates, and only new gradients. docs/design/decisions.md explains why
+``DistributedDataParallel`` is not used.
 """
 
 import logging
@@ -35,22 +35,22 @@ from dglx_dist.strategies.base import Reduction
 log = logging.getLogger(__name__)
 
 BUCKET_BYTES = 4 * 2**20
-"""Gradients that are sent together, by default."""
+"""Default size in bytes of gradients that are sent together."""
 
 PHASE = "gradients"
 
-_MODERATE = 10.0
-"""Largest score of a row that has a gradient in float32 under any loss with a part for it; of larger ones,
-the gradient of a loss may round to 0."""
+_MAX_SCORE = 10.0
+"""Largest score that certainly has a nonzero gradient in float32. For larger scores the gradient of a loss
+may round to 0."""
 
 
 class Bucket:
-    """The gradients of some parameters of one dtype and device, contiguous, then one flag for each.
+    """Contiguous gradients of some parameters of one dtype and device, followed by one flag for each.
 
-    A flag is 1 where this rank computed the gradient; after the sum over ranks, 0 means that no rank did
-    and that the parameter must not be changed, as in one process.
+    A flag is 1 if this rank computed the gradient. If it is 0 after the sum over ranks, no rank computed the
+    gradient, and the parameter must not be changed.
 
-    ``indices`` are the positions of the parameters in the whole list, in the same order.
+    ``indices`` are the positions of the parameters in the list of all parameters.
     """
 
     def __init__(self, indices: Sequence[int], parameters: Sequence[nn.Parameter]) -> None:
@@ -63,18 +63,18 @@ class Bucket:
             index: piece.view(parameter.shape)
             for index, piece, parameter in zip(indices, pieces, parameters, strict=True)
         }
-        """The (possibly summed) gradients."""
+        """Views of the (possibly summed) gradients, by index."""
         self.missing = len(sizes)
-        """Gradients that were not put since the last :meth:`clear`."""
+        """Number of gradients that were not put since the last :meth:`clear`."""
         self._num_computed = 0
 
     def clear(self) -> None:
-        """Forget all gradients: zero, and computed by nobody."""
+        """Set all gradients to zero and mark them as not computed."""
         self.flat.zero_()
         self.missing, self._num_computed = len(self.indices), 0
 
     def put(self, index: int, gradient: Tensor, weight: float) -> None:
-        """Store ``weight * gradient``; with weight 0 exact zeros, even if the gradient is not finite."""
+        """Store ``weight * gradient``. Weight 0 gives exact zeros, even if the gradient is not finite."""
         self.missing -= 1
         if weight != 0.0:
             torch.mul(gradient, weight, out=self.views[index])
@@ -82,23 +82,23 @@ class Bucket:
             self._num_computed += 1
 
     def add(self, index: int, gradient: Tensor) -> None:
-        """Add ``gradient``, which is weighted already, to what was put."""
+        """Add ``gradient``, which is already weighted, to the stored one."""
         self.views[index].add_(gradient)
         self._flags[self.indices.index(index)] = 1
 
-    def used(self) -> dict[int, bool]:
+    def find_used(self) -> dict[int, bool]:
         """Return for each parameter whether any rank put a gradient."""
         if self._num_computed == len(self.indices):
-            # Known without the others' flags, for which the host would wait for the device.
+            # The flags of other ranks are not needed. Reading them would make the host wait for the device.
             return dict.fromkeys(self.indices, True)
         return dict(zip(self.indices, (self._flags > 0).cpu().tolist(), strict=True))
 
 
 def make_buckets(parameters: Sequence[nn.Parameter], bucket_bytes: int) -> list[Bucket]:
-    """Cut ``parameters`` into buckets of about ``bucket_bytes``, the last ones first.
+    """Cut ``parameters`` into buckets of about ``bucket_bytes``, starting with the last parameters.
 
-    Backward reaches the last layers first, so their bucket can be sent while the others are computed.
-    A parameter larger than ``bucket_bytes`` gets a bucket of its own.
+    Backward reaches the last layers first, so their bucket can be sent while the others are computed. A
+    parameter larger than ``bucket_bytes`` gets its own bucket.
     """
     groups: list[list[int]] = []
     size = 0
@@ -115,22 +115,23 @@ def make_buckets(parameters: Sequence[nn.Parameter], bucket_bytes: int) -> list[
 
 
 class HeldGradient(NamedTuple):
-    """A sum over backwards under :meth:`GradientExchange.hold`, which the other ranks lack."""
+    """A gradient from under :meth:`GradientExchange.hold_gradients`, which the other ranks do not have."""
 
     local: Tensor
+    """Gradient that was not sent."""
     before: Tensor | None
-    """Sent earlier."""
+    """Gradient that was sent earlier."""
     shown: Tensor
-    """The sum of both, as ``.grad``."""
+    """Sum of both, which the user sees as ``.grad``."""
     version: int | None
-    """Number of changes of ``shown`` when it was made."""
+    """Version counter of ``shown`` when it was created."""
 
 
 class GradientExchange:
-    """Sums the gradients of every ``backward`` that passes :meth:`mark` over all ranks.
+    """Sums the gradients of every ``backward`` through :meth:`mark` over all ranks.
 
-    The sums are added to previous values of ``.grad``, as in torch. A ``backward`` that passes no mark (or
-    ``torch.autograd.grad``) stays on this rank. ``parameters`` is the same list on every rank.
+    The sums are added to previous values of ``.grad``, as in torch. A ``backward`` that does not pass a mark,
+    and ``torch.autograd.grad``, stay on this rank. ``parameters`` must be the same list on every rank.
     """
 
     def __init__(
@@ -149,29 +150,32 @@ class GradientExchange:
         self._layout: tuple[tuple[torch.dtype, torch.device], ...] = ()
         self._in_flight: list[Any] = []
         self.waited_s = 0.0
-        """Since the start or the last reset; push-pull adds its waiting for shares."""
+        """Seconds waited since the start or the last reset. Push-pull adds its waiting for shares."""
         self.after: Callable[[float], None] = lambda weight: None
-        """Called with the weight at the end of every exchanging backward, on every rank."""
+        """Function to call with the weight at the end of every exchanging backward, on every rank."""
         self.delay = 0
-        """Write the sums of the backward so many calls ago to ``.grad``, so that they overlap compute."""
+        """Number of backward calls after which their sums are written to ``.grad``, to overlap compute."""
         self._pending: deque[tuple[list[Bucket], list[Any]]] = deque()
-        """Buckets and sums under way of backwards that are over, the oldest first; empty without a delay."""
+        """Buckets and running sums of finished backward calls, the oldest first. Empty without a delay."""
         self._holding = self._holds = False
-        """Whether forward is under :meth:`hold`, and whether the running backward is of such calls."""
+        """Whether forward runs under :meth:`hold_gradients`, and whether the running backward does."""
         self._held: dict[int, HeldGradient] = {}
         self._hooks = [
-            _on_accumulation(parameter, self._hook_of(index))
+            _on_accumulation(parameter, self._make_hook(index))
             for index, parameter in enumerate(self._parameters)
         ]
         self._unwatch = watch_steps(GradientExchange.refuse_held, self)
         self._is_closed = False
         self.warns_of_gaps = True
-        """Whether seeds without targets change the loss, and the user has not been warned yet."""
+        """Whether to warn the user of seeds without targets, which change a mean loss."""
 
     def mark(self, output: Any, weight: float) -> Any:
-        """Return (nested) ``output``, such that backward through any tensor in it exchanges with ``weight``.
+        """Return the (nested) ``output`` so that backward through its tensors exchanges with ``weight``.
 
-        Every rank whose peers run backward must run it too. ConfigError: the exchange is closed.
+        If one rank runs backward, every rank must run it.
+
+        Raises:
+            ConfigError: the exchange is closed.
         """
         if self._is_closed:
             raise ConfigError(
@@ -179,25 +183,25 @@ class GradientExchange:
                 "wrap the model again"
             )
 
-        # Sums of several backwards may be under way with a delay.
+        # With a delay, sums of several backward calls may be running, so nothing is held.
         holds = self._holding and not self.delay and self._session.topology.world_size > 1
 
-        def marked(*outputs: Tensor) -> tuple[Tensor, ...]:
+        def mark_outputs(*outputs: Tensor) -> tuple[Tensor, ...]:
             anchor = torch.zeros((), requires_grad=True, device=outputs[0].device)
-            # The anchor's gradient is accumulated by backward() but not by torch.autograd.grad(), whose
-            # results are not summed.
+            # The anchor's gradient is accumulated by backward() but not by torch.autograd.grad(). Its results
+            # are not summed.
             _on_accumulation(anchor, lambda _: self._begin(weight, holds))
-            # A user's hook on a parameter that nothing depends on would be called with None.
+            # A user's hook on an unused parameter would be called with None, so such parameters are left out.
             free = [parameter for parameter in self._parameters if not has_gradient_hooks(parameter)]
-            found = _Mark.apply(anchor, len(outputs), *outputs, *free)  # type: ignore[no-untyped-call]  # torch leaves it bare
+            results = _Mark.apply(anchor, len(outputs), *outputs, *free)  # type: ignore[no-untyped-call]  # torch leaves it bare
             if len(outputs) == 1:
-                self.watch_gaps(found[0])
-            return cast("tuple[Tensor, ...]", found)
+                self.watch_gaps(results[0])
+            return cast("tuple[Tensor, ...]", results)
 
-        return replace_floats(output, marked)
+        return replace_floats(output, mark_outputs)
 
     def close(self) -> None:
-        """Leave the parameters and the optimizers alone, and free the buckets."""
+        """Remove the hooks from parameters and optimizers, and free the buckets."""
         self._is_closed = True
         self._unwatch()
         for hook in self._hooks:
@@ -207,8 +211,8 @@ class GradientExchange:
         self._pending.clear()
 
     @contextmanager
-    def hold(self) -> Iterator[None]:
-        """Keep gradients on this rank; the next backward of a forward call after the block sends them."""
+    def hold_gradients(self) -> Iterator[None]:
+        """Keep gradients on this rank. The next backward of a forward call after the block sends them."""
         before, self._holding = self._holding, True
         try:
             yield
@@ -216,24 +220,24 @@ class GradientExchange:
             self._holding = before
 
     def add_delayed(self) -> None:
-        """Add the oldest pending sums, if any, to ``.grad``; every rank must call it."""
+        """Add the oldest pending sums, if any, to ``.grad``. Every rank must call it."""
         for index, total in self._wait_oldest(0).items():
             parameter = self._parameters[index]
             if total is not None:
                 parameter.grad = total.clone() if parameter.grad is None else parameter.grad + total
 
     def seconds(self, *, reset: bool = False) -> float:
-        """Seconds of waiting for peers since the start or the last reset, without overlapped time."""
+        """Return the seconds waited for peers since the start or the last reset, without overlapped time."""
         waited = self.waited_s
         if reset:
             self.waited_s = 0.0
         return waited
 
     def watch_gaps(self, scores: Tensor) -> None:
-        """Warn once, in backward, if seeds of this step have no part in a loss that is the mean of a rank.
+        """Warn once, in backward, if seeds of this step have no part in a rank's mean loss.
 
-        The gradient of their rows of ``scores`` is 0, or NaN as of a mean over no targets. What is on a GPU
-        is not looked at: steps wait for none.
+        The gradient of their rows of ``scores`` is 0, or NaN for a mean over no targets. Scores on a GPU are
+        not checked, because steps must not wait for the device.
         """
         session = self._session
         session.is_loss_exact = False
@@ -245,13 +249,13 @@ class GradientExchange:
             return
         values = scores.detach()
 
-        def look(gradient: Tensor) -> None:
+        def check_gradient(gradient: Tensor) -> None:
             if session.is_loss_exact or not self.warns_of_gaps:
                 return
             rows = gradient.reshape(num_seeds, -1)
             is_zero, is_nan = (rows == 0).all(1), rows.isnan().any(1)
             if is_zero.any():
-                is_zero &= values.reshape(num_seeds, -1).abs().amax(1) <= _MODERATE
+                is_zero &= values.reshape(num_seeds, -1).abs().amax(1) <= _MAX_SCORE
             count = int((is_zero | is_nan).sum())
             if not count:
                 return
@@ -266,26 +270,26 @@ class GradientExchange:
             else:
                 log.warning("rank %d: %s", rank, message)
 
-        scores.register_hook(look)  # type: ignore[no-untyped-call]  # torch leaves it bare
+        scores.register_hook(check_gradient)  # type: ignore[no-untyped-call]  # torch leaves it bare
 
     def _begin(self, weight: float, holds: bool) -> None:
         graph_task = current_backward()
         if graph_task == self._graph_task:
             if weight != self._weight:
                 raise ConfigError(
-                    "one backward call spans forward calls of different steps (this rank has of all "
-                    f"targets {self._weight:.6g} in one and {weight:.6g} in another), whose gradients cannot "
-                    "be weighted separately; call backward() once after each forward call, the gradients add "
-                    "up in .grad"
+                    "one backward call spans forward calls of different steps, so their gradients cannot "
+                    f"be weighted separately (this rank's share of the targets is {self._weight:.6g} in one "
+                    f"step and {weight:.6g} in another); call backward() once after each forward call, the "
+                    "gradients add up in .grad"
                 )
             self._holds &= holds
             return
         if self._graph_task != NO_BACKWARD:
-            # An earlier backward raised half-way: its buckets are void, but sums into them may still run.
+            # An earlier backward raised an error. Its sums may still run, so its buckets cannot be reused.
             self._in_flight = []
             self._layout = ()
         self._graph_task, self._weight, self._holds = graph_task, weight, holds
-        self._before = [self._sent_before(index) for index in range(len(self._parameters))]
+        self._before = [self._get_sent_gradient(index) for index in range(len(self._parameters))]
         for parameter in self._parameters:
             parameter.grad = None
         layout = tuple((parameter.dtype, parameter.device) for parameter in self._parameters)
@@ -296,12 +300,12 @@ class GradientExchange:
         for bucket in self._buckets:
             bucket.clear()
         callback = self._finish
-        # Autograd drops the callback when the backward ends, also when it ends by an error.
+        # Autograd drops the callback when the backward ends, even if it ends with an error.
         self._callback = weakref.ref(callback)
         call_after_backward(callback)
 
-    def _sent_before(self, index: int) -> Tensor | None:
-        """Return the gradient that all ranks have, and forget a held one that the user has cleared."""
+    def _get_sent_gradient(self, index: int) -> Tensor | None:
+        """Return the gradient that all ranks have, and forget a held gradient that the user has cleared."""
         gradient, held = self._parameters[index].grad, self._held.get(index)
         if held is None:
             return gradient
@@ -311,7 +315,8 @@ class GradientExchange:
         if gradient is not None and gradient.any():
             raise ConfigError(
                 f"the gradient of {self._names[index]!r} was changed between a backward under no_sync() and "
-                "the one that sends it; clip or scale gradients after the last backward, outside of no_sync()"
+                "the backward that sends it; clip or scale gradients after the last backward, outside of "
+                "no_sync()"
             )
         return gradient
 
@@ -319,23 +324,23 @@ class GradientExchange:
         """Raise ConfigError if ``optimizer`` steps by gradients that only this rank has."""
         shown = {id(held.shown): self._names[index] for index, held in self._held.items()}
         gradients = (id(p.grad) for group in optimizer.param_groups for p in group["params"])
-        if name := next((shown[one] for one in gradients if one in shown), None):
+        if name := next((shown[gradient_id] for gradient_id in gradients if gradient_id in shown), None):
             raise ConfigError(
-                f"{type(optimizer).__name__} steps by the gradient of {name!r}, which was computed under "
-                "no_sync() and is of this rank only; run the last forward and backward before each step() "
-                "outside of no_sync()"
+                f"{type(optimizer).__name__} would step by the gradient of {name!r}, which was computed "
+                "under no_sync() and not sent to other ranks; run the last forward and backward before "
+                "each step() outside of no_sync()"
             )
 
-    def _hook_of(self, index: int) -> Callable[[Tensor], None]:
-        # Weakly: Python's garbage collector does not see what torch's hooks of a parameter refer to.
-        alive = weakref.ref(self)
+    def _make_hook(self, index: int) -> Callable[[Tensor], None]:
+        # The reference is weak, because the garbage collector does not follow references from torch's hooks.
+        exchange_ref = weakref.ref(self)
 
-        def accumulated(parameter: Tensor) -> None:
-            exchange = alive()
+        def add_gradient(parameter: Tensor) -> None:
+            exchange = exchange_ref()
             if exchange is not None:
                 exchange._add_gradient(index, parameter)
 
-        return accumulated
+        return add_gradient
 
     def _add_gradient(self, index: int, parameter: Tensor) -> None:
         if self._graph_task == NO_BACKWARD:
@@ -350,7 +355,7 @@ class GradientExchange:
             return
         gradient = parameter.grad
         if gradient is None:
-            # Called because of the mark only: nothing on this rank depends on the parameter.
+            # No output of this rank depends on the parameter. The hook runs because of the mark.
             return
         if gradient.layout != torch.strided:
             raise ConfigError(
@@ -363,7 +368,7 @@ class GradientExchange:
         self._launch(incomplete=False)
 
     def _launch(self, *, incomplete: bool) -> None:
-        # In order, which is the same on every rank.
+        # Buckets are sent in order, because the order must be the same on every rank.
         while not self._holds and len(self._in_flight) < len(self._buckets):
             bucket = self._buckets[len(self._in_flight)]
             if bucket.missing and not incomplete:
@@ -389,13 +394,13 @@ class GradientExchange:
         for index in [*self._held]:
             self._bucket_of[index].add(index, self._held.pop(index).local)
         if self._holds:
-            sums = _sums_of(self._buckets)
+            sums = _collect_sums(self._buckets)
         else:
             self._launch(incomplete=True)
             self._pending.append((self._buckets, self._in_flight))
             self._in_flight = []
             if self.delay:
-                # The buckets of this round are in use until their sums have arrived.
+                # These buckets are in use until their sums have arrived, so the next call needs new ones.
                 self._layout = ()
             sums = self._wait_oldest(self.delay)
         for index, (parameter, before) in enumerate(zip(self._parameters, self._before, strict=True)):
@@ -417,7 +422,10 @@ class GradientExchange:
         self._before = []
 
     def _wait_oldest(self, delay: int) -> dict[int, Tensor | None]:
-        """Return the sums of the oldest round, None where no rank has one; nothing if ``delay`` allows it."""
+        """Return the sums of the oldest backward call, or {} if at most ``delay`` calls are pending.
+
+        A sum is None if no rank has a gradient.
+        """
         if len(self._pending) <= delay:
             return {}
         (buckets, works), started = self._pending.popleft(), time.perf_counter()
@@ -428,18 +436,20 @@ class GradientExchange:
                 if work is not None:
                     work.wait()
         self.waited_s += time.perf_counter() - started
-        return _sums_of(buckets)
+        return _collect_sums(buckets)
 
 
-def _sums_of(buckets: Iterable[Bucket]) -> dict[int, Tensor | None]:
-    return {n: bucket.views[n] if used else None for bucket in buckets for n, used in bucket.used().items()}
+def _collect_sums(buckets: Iterable[Bucket]) -> dict[int, Tensor | None]:
+    return {
+        n: bucket.views[n] if used else None for bucket in buckets for n, used in bucket.find_used().items()
+    }
 
 
 class _Mark(torch.autograd.Function):
-    """The identity of the outputs, with an anchor whose gradient signals a backward.
+    """The identity of the outputs, with an anchor. The gradient of the anchor signals a backward.
 
-    The parameters get no gradient from here, but as they are inputs, none of theirs is accumulated before
-    the anchor's: not even that of a penalty on a parameter which this rank's outputs do not depend on.
+    The parameters get no gradient from here. But as they are inputs, their gradients are accumulated after
+    the anchor's, even the gradient of a penalty on a parameter that the outputs do not depend on.
     """
 
     @staticmethod
@@ -447,7 +457,7 @@ class _Mark(torch.autograd.Function):
         ctx: Any, anchor: Tensor, num_outputs: int, *outputs_and_parameters: Tensor
     ) -> tuple[Tensor, ...]:
         ctx.num_parameters = len(outputs_and_parameters) - num_outputs
-        # Clones, as autograd forbids in-place changes to views of several outputs, which users make.
+        # The outputs are cloned, because users change them in place and autograd forbids that for views.
         return tuple(output.clone() for output in outputs_and_parameters[:num_outputs])
 
     @staticmethod
@@ -460,12 +470,12 @@ def _on_accumulation(leaf: Tensor, action: Callable[[Tensor], None]) -> Any:
 
 
 def check_frozen(model: nn.Module, trained: Container[int]) -> None:
-    """Raise ConfigError if a parameter is trained whose id() is not in ``trained``."""
+    """Raise ConfigError if a parameter is trained and its id() is not in ``trained``."""
     for name, parameter in model.named_parameters():
         if parameter.requires_grad and id(parameter) not in trained:
             raise ConfigError(
-                f"parameter {name!r} was added or unfrozen after wrapping, so its gradient would stay "
-                "on this rank; wrap the model again after changing what is trained"
+                f"parameter {name!r} was added or unfrozen after wrapping, so its gradient would stay on "
+                "this rank; wrap the model again after changing which parameters are trained"
             )
 
 
@@ -479,21 +489,21 @@ class BufferMeans:
         self.note()
 
     def note(self) -> None:
-        """Record the current values as equal on all ranks: after loading or moving the model."""
+        """Record the current values as equal on all ranks, after the model was loaded or moved."""
         self._before = [buffer.detach().clone() for buffer in self._floats()]
 
     def average(self, weight: float) -> None:
-        """Exchange the changes since the last call; every rank must call it.
+        """Average the changes since the last call over the ranks. Every rank must call it.
 
-        ``weight`` is this rank's in a step whose loss is a mean.
+        ``weight`` is the weight of this rank in the step if the loss is a mean.
         """
-        # A model without buffers may get some in its first call, as caches of constants.
+        # A model without buffers may get some in its first call, such as caches of constants.
         if self._session.topology.world_size == 1 or not self._before:
             return
         if self._reduction == "sum":
             weight = 1.0 / self._session.topology.world_size
         for buffer, before in zip(self._floats(), self._before, strict=True):
-            # The mean of the changes, not of the values: constants stay equal to the last bit.
+            # Changes are averaged instead of values, so that constants stay equal to the last bit.
             change = (buffer - before) * weight if weight else torch.zeros_like(buffer)
             before.add_(sum_over_ranks(change, self._session, phase="buffers", in_place=True))
             buffer.copy_(before)

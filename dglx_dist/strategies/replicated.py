@@ -63,7 +63,7 @@ class ReplicatedModel(WrappedModel):
         return self._exchange.seconds(reset=reset)
 
     def no_sync(self) -> AbstractContextManager[None]:
-        return self._exchange.hold()
+        return self._exchange.hold_gradients()
 
     def note_buffers(self) -> None:
         self._buffer_means.note()

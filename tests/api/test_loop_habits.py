@@ -299,7 +299,7 @@ HABITS: dict[str, Callable[[nn.Module, Steps], dict[str, Tensor] | None]] = {
     "no_sync in between": accumulate_beside_gradients_that_were_sent,
 }
 REFUSALS = {
-    ("push_pull", "LBFGS"): "LBFGS looks at whole parameters",
+    ("push_pull", "LBFGS"): "LBFGS uses uncut parameters",
     ("push_pull", "retain_graph"): "call the model once for each backward",
 }
 OVERFLOWS = {"GradScaler": scale_until_it_fits}

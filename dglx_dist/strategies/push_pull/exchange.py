@@ -1,7 +1,7 @@
-"""Groups of ranks that hold all columns together, and what they exchange: activations and norms of gradients.
+"""Groups of ranks that together hold all columns, and their exchange of activations and gradient norms.
 
-Every rank is at once a part (it holds its columns and its rows of the layer-1 weights) and an owner (of its
-own batches). All members of a group must post the same transfers in the same order.
+Every rank is both a part, with its columns and its rows of the layer-1 weights, and an owner of its batches.
+All members of a group must post the same transfers in the same order.
 """
 
 from __future__ import annotations
@@ -27,33 +27,33 @@ from dglx_dist.layers.base import cut_out
 from dglx_dist.layers.dropout import ColumnRange
 
 FORWARD, BACKWARD = "activations", "activation_gradients"
-"""Ledger phases (forward pull, backward push)."""
+"""Ledger phases of the forward pull and the backward push."""
 
 STRUCTURE = "structure"
-"""Ledger phase: (N_f - 1) 4 [(D1 + 1) + E1 + L0] bytes per owner and batch; docs/strategies/push_pull.md."""
+"""Ledger phase of blocks: (N_f - 1) 4 [(D1 + 1) + E1 + L0] bytes per owner and batch."""
 
 Received: TypeAlias = list[Tensor]
-"""(N_f,) tensors of all members, the own one among them, in the order of the parts."""
+"""(N_f,) tensors of all members, including the own one, in the order of the parts."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Group:
     """The ranks that push and pull among each other.
 
-    The world is cut into groups of consecutive ranks, each of which holds every column once. Pushing and
-    pulling stay inside the own group; a part's gradients are summed with its replicas in the other groups.
+    The world is cut into groups of consecutive ranks. Each group holds every column once. Pushing and pulling
+    stay inside the group. A part's gradients are summed with its replicas in the other groups.
     """
 
     rank: int
     """The own rank."""
     members: tuple[int, ...]
-    """(N_f,) ranks by part, the own one among them."""
+    """(N_f,) ranks by part, including the own rank."""
     replicas: tuple[int, ...]
-    """(W / N_f,) ranks that hold the own columns, one for each group, in their order."""
+    """(W / N_f,) ranks with the own columns, one for each group."""
 
     @property
     def part(self) -> int:
-        """The own rank's position among the parts, and among the owners, of the group."""
+        """Position of the own rank among the parts, and among the owners, of the group."""
         return self.members.index(self.rank)
 
     @property
@@ -62,13 +62,13 @@ class Group:
         return len(self.members)
 
     @property
-    def others(self) -> tuple[tuple[int, int], ...]:
-        """(part, rank) of the other members."""
+    def peers(self) -> tuple[tuple[int, int], ...]:
+        """Pairs (part, rank) of the other members."""
         return tuple((part, rank) for part, rank in enumerate(self.members) if rank != self.rank)
 
 
 def make_group(session: Session, size: int) -> Group:
-    """Return the own group of ``size`` ranks; ConfigError if that does not divide the number of ranks."""
+    """Return the own group of ``size`` ranks. Raise ConfigError if it does not divide the number of ranks."""
     rank, world_size = session.topology.rank, session.topology.world_size
     if size < 1 or world_size % size:
         divisors = [str(n) for n in range(1, world_size + 1) if world_size % n == 0]
@@ -88,13 +88,13 @@ class PartInput:
     """One owner's batch as this part sees it."""
 
     block: DGLBlock
-    """The owner's layer-1 block; blocks of other owners have no data."""
+    """The owner's layer-1 block. Blocks of other owners have no data."""
     nodes: Tensor
     """(L0,) int64 global ids of its sources, the destinations first."""
     columns: Mapping[str, Tensor]
-    """Feature name to (L0, F_p), this part's columns of the sources' rows."""
+    """This part's (L0, F_p) columns of the sources' rows, by feature name."""
     number: int
-    """Of the batch, equal on all ranks: steps since the loader's first epoch."""
+    """Number of the batch since the loader's first epoch, equal on all ranks."""
 
 
 @final
@@ -103,26 +103,27 @@ class GroupBatch:
     """One mini-batch of every owner; the loader sets it as ``blocks[0].push_pull``."""
 
     number: int
-    """Steps since the loader's first epoch, equal on all ranks."""
+    """Number of the batch since the loader's first epoch, equal on all ranks."""
     inputs: tuple[PartInput, ...]
-    """(N_f,) by owner, in the order of the group's members; the own block is a view of the user's, without
-    data that is set on that later."""
+    """(N_f,) inputs by owner, in the order of the group's members. The own block is a view of the user's
+    block. It does not see data that is set on that later."""
     following: GroupBatch | None = None
-    """The next batch of the epoch, of which only layer 1 may be computed yet, while the user has this one;
-    None after the last one, and always when the loader does not look ahead."""
+    """The next batch of the epoch. Its layer 1 may be computed while the user has this batch. It is None
+    after the last batch, and if the loader does not look ahead."""
 
 
 Transfer: TypeAlias = Callable[[], Received]
-"""Waits and returns what all members sent; PeerError if a rank is dead or late."""
+"""Function that waits for and returns the tensors of all members. Raises PeerError if a rank is dead or
+late."""
 
 
 @final
 class AsyncExchange:
     """Exchanges tensors between the members of a group without blocking the caller.
 
-    Those of a batch travel as ``wire``, through host memory unless that is "same". Others on accelerators
-    stay there if every rank has its own; else the caller waits for their copies in host memory. Construction
-    is collective.
+    Tensors of a batch are sent in the format ``wire``. Formats other than "same" go through host memory.
+    Other tensors stay on accelerators if every rank has its own. Otherwise the caller waits for their copies
+    in host memory. Construction is collective.
     """
 
     def __init__(self, session: Session, group: Group, wire: WireDtype = "same") -> None:
@@ -132,9 +133,9 @@ class AsyncExchange:
         self._pushes = CallExchange(session, "push gradient")
 
     def pull(self, shares: Sequence[Tensor], phase: str, batch: int | None = None) -> Transfer:
-        """Send each owner its share of this part; receive the shares of all parts for the own block.
+        """Send each owner its share of this part, and receive the shares of all parts for the own block.
 
-        ``shares`` are N_f tensors by owner, of the shapes that owner expects.
+        ``shares`` are N_f tensors by owner, in the shapes that the owners expect.
         """
         like = [shares[self._group.part]] * self._group.size
         return self._post(self._pulls, shares, like, phase, batch)
@@ -142,9 +143,9 @@ class AsyncExchange:
     def push(
         self, own: Tensor | Sequence[Tensor], like: Sequence[Tensor], phase: str, batch: int | None = None
     ) -> Transfer:
-        """Send ``own`` to every part, or each part its own of N_f; receive the tensors of all owners.
+        """Send ``own`` to every part, or one of N_f tensors to each, and receive the tensors of all owners.
 
-        ``like`` are N_f tensors of the shapes and dtypes that come from the owners.
+        ``like`` are N_f tensors with the shapes and dtypes of the owners' tensors.
         """
         sent = [own] * self._group.size if isinstance(own, Tensor) else own
         return self._post(self._pushes, sent, like, phase, batch)
@@ -157,12 +158,12 @@ class AsyncExchange:
         phase: str,
         batch: int | None,
     ) -> Transfer:
-        own, others, parts = sent[self._group.part].detach(), self._group.others, range(self._group.size)
-        if not others:
+        own, peers, parts = sent[self._group.part].detach(), self._group.peers, range(self._group.size)
+        if not peers:
             return lambda: [own]
         # One tensor may go to several members.
-        rows = {id(sent[part]): sent[part].detach().contiguous() for part, _ in others}
-        received = {part: like[part].new_empty(like[part].shape) for part, _ in others}
+        rows = {id(sent[part]): sent[part].detach().contiguous() for part, _ in peers}
+        received = {part: like[part].new_empty(like[part].shape) for part, _ in peers}
         codec = None
         if self._wire != "same" and batch is not None:
             codec = row_codec(self._wire, own, (exchange.session.seed, batch, int(phase == BACKWARD)))
@@ -170,29 +171,29 @@ class AsyncExchange:
             exchange = self._devices
         elif not is_on_host(own):
             rows = dict(zip(rows, copy_to_host([*rows.values()]), strict=True))
-            received = {part: allocate_host_memory(like[part].shape, like[part]) for part, _ in others}
-        outgoing = [Outgoing(rank=rank, rows=rows[id(sent[part])]) for part, rank in others]
-        incoming = [Incoming(rank=rank, rows=received[part]) for part, rank in others]
+            received = {part: allocate_host_memory(like[part].shape, like[part]) for part, _ in peers}
+        outgoing = [Outgoing(rank=rank, rows=rows[id(sent[part])]) for part, rank in peers]
+        incoming = [Incoming(rank=rank, rows=received[part]) for part, rank in peers]
         name = phase if batch is None else f"{phase} of batch {batch}"
         wait = exchange.post(outgoing, incoming, name, phase=phase, layer=1, batch=batch, codec=codec)
 
         @cache
-        def arrived() -> Received:
+        def receive() -> Received:
             wait()
-            found = {part: rows.to(own.device, non_blocking=True) for part, rows in received.items()}
-            return [found.get(part, own) for part in parts]
+            on_device = {part: rows.to(own.device, non_blocking=True) for part, rows in received.items()}
+            return [on_device.get(part, own) for part in parts]
 
-        return arrived
+        return receive
 
 
 def add_in_order(received: Received) -> Tensor:
-    """Return the sum over the parts, added in their order, so that the bits do not depend on arrival.
+    """Sum the tensors in the order of the parts, so that the bits do not depend on their arrival.
 
     Half precision is summed in float32.
     """
-    first, *rest = received
+    first, *shares = received
     total = first.to(torch.float32) if first.dtype in HALVES else first.clone()
-    for share in rest:
+    for share in shares:
         total += share
     return total.to(first.dtype)
 
@@ -204,11 +205,14 @@ def share_edge_values(
     group: Group,
     exchange: AsyncExchange,
 ) -> list[dict[str, Tensor]]:
-    """Return every owner's values by name, like ``values`` of the own block; every member must call it.
+    """Return every owner's edge values by name. Every member must call it.
 
-    ``values`` are (E1, ...) in the order of the own block's edges, without gradients. Of those named in
-    ``by_column``, (E1, F), each part gets its columns, which are given by part. Raises ConfigError for
-    another width; ranks have agreed on shapes, so all raise it.
+    Args:
+        values: (E1, ...) values of the own block, in the order of its edges, without gradients.
+        by_column: Columns of each part, for (E1, F) values that are cut by columns.
+
+    Raises:
+        ConfigError: a value in ``by_column`` has another width. Ranks have agreed on shapes, so all raise it.
     """
     by_owner: list[dict[str, Tensor]] = [{} for _ in inputs]
     for name, uncut in values.items():
@@ -216,15 +220,19 @@ def share_edge_values(
         width = sum(len(run) for runs in cuts or () for run in runs)
         if cuts is not None and uncut.shape[1:] != (width,):
             raise ConfigError(
-                f"the first layer's {name!r} has shape {list(uncut.shape)}, and each part gets its own "
-                f"columns of it: give one value for each of the {width} input columns, or use data_parallel"
+                f"the first layer's {name!r} has shape {list(uncut.shape)}, but each part needs its own "
+                f"columns of it; give one value for each of the {width} input columns, or use data_parallel"
             )
-        pieces = [uncut] * group.size if cuts is None else [cut_out(uncut, one, 1) for one in cuts]
+        pieces = (
+            [uncut] * group.size
+            if cuts is None
+            else [cut_out(uncut, part_columns, 1) for part_columns in cuts]
+        )
         own = pieces[group.part]
-        like = [own.new_empty((one.block.num_edges(), *own.shape[1:])) for one in inputs]
+        like = [own.new_empty((part_columns.block.num_edges(), *own.shape[1:])) for part_columns in inputs]
         # Other parts number the edges by their position in the CSC.
         *_, edge_ids = inputs[group.part].block.adj_tensors("csc")
-        sent = [one[edge_ids.long()] for one in pieces] if len(edge_ids) else pieces
+        sent = [part_columns[edge_ids.long()] for part_columns in pieces] if len(edge_ids) else pieces
         for of_owner, received in zip(by_owner, exchange.push(sent, like, STRUCTURE)(), strict=True):
             of_owner[name] = received
         by_owner[group.part][name] = own
@@ -232,36 +240,36 @@ def share_edge_values(
 
 
 def sum_over_parts(shares: Sequence[Tensor], exchange: AsyncExchange) -> tuple[Tensor, ...]:
-    """Return the sums over the parts for every owner's block, N_f of them; every member must call it.
+    """Return the N_f sums over the parts, one for every owner's block. Every member must call it.
 
-    ``shares`` are this part's for each owner's block: N_f tensors, (n of that owner, ...). Each owner adds
-    its own and sends the sum to the parts.
+    ``shares`` has this part's (n_owner, ...) tensor for each owner's block. Each owner adds the shares for
+    its block and sends the sum to the parts.
     """
     return cast("tuple[Tensor, ...]", _SumOverParts.apply(exchange, *shares))  # type: ignore[no-untyped-call]  # torch leaves it bare
 
 
 class _SumOverParts(torch.autograd.Function):
-    # A share goes into the sum of every part, so its gradient is the sum over the parts of theirs.
+    # The sum is used by every part, so the gradient of a share is the sum of the parts' gradients.
 
     @staticmethod
     def forward(ctx: Any, exchange: AsyncExchange, *shares: Tensor) -> tuple[Tensor, ...]:
         ctx.exchange = exchange
-        return tuple(_summed(shares, exchange, FORWARD))
+        return tuple(_sum_parts(shares, exchange, FORWARD))
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        return None, *_summed(gradients, ctx.exchange, BACKWARD)
+        return None, *_sum_parts(gradients, ctx.exchange, BACKWARD)
 
 
-def _summed(shares: Sequence[Tensor], exchange: AsyncExchange, phase: str) -> Received:
+def _sum_parts(shares: Sequence[Tensor], exchange: AsyncExchange, phase: str) -> Received:
     return exchange.push(add_in_order(exchange.pull(shares, phase)()), shares, phase)()
 
 
-_OF_PIECE = frozenset(
+_PIECE_FUNCTIONS = frozenset(
     {"detach", "__get__", "coalesce", "_values", "abs", "pow", "square", "float", "double"}
     | {"isfinite", "isinf", "isnan"}
 )
-"""Functions whose result is of the piece, too."""
+"""Functions with a result that is a piece too."""
 
 _JOINS: dict[str, Callable[..., Tensor]] = {
     "sum": torch.sum,
@@ -270,23 +278,23 @@ _JOINS: dict[str, Callable[..., Tensor]] = {
     "all": torch.all,
     "any": torch.any,
 }
-"""Reductions of a gradient to one value, and how the values of the parts become that of the uncut one."""
+"""Functions that join the parts' results of a reduction to the result for the uncut gradient."""
 
 
 @final
 class CutGradient(Tensor):
-    """A gradient that is cut over the parts. Its norm and its sum are collective, and those of the uncut one.
+    """A gradient that is cut over the parts. Its norms and sums are collective and cover the uncut gradient.
 
-    So ranks that clip with torch's functions, or skip a step as GradScaler does, do so alike. Everything else
-    computes with the piece and returns a plain tensor.
+    So ranks clip alike with torch's functions, and skip a step alike with GradScaler. All other functions
+    compute with the piece and return a plain tensor.
     """
 
     _session: Session
     _num_parts: int
 
     @classmethod
-    def over(cls, piece: Tensor, session: Session, num_parts: int) -> CutGradient:
-        """Return this rank's ``piece``, in the same memory; the first ``num_parts`` ranks hold all pieces."""
+    def wrap(cls, piece: Tensor, session: Session, num_parts: int) -> CutGradient:
+        """Wrap this rank's ``piece`` without a copy. The first ``num_parts`` ranks hold all pieces."""
         gradient = retype(piece, cls)
         gradient._session, gradient._num_parts = session, num_parts
         return gradient
@@ -307,19 +315,28 @@ class CutGradient(Tensor):
             if isinstance(first, cls) and (name.endswith("norm") or name in ("max", "amax")):
                 args = (_values_of(first, 0.0 if name.endswith("norm") else -torch.inf), *args[1:])
             elif name == "_foreach_norm":
-                args = ([_values_of(one, 0.0) if isinstance(one, cls) else one for one in first], *args[1:])
+                args = (
+                    [
+                        _values_of(gradient, 0.0) if isinstance(gradient, cls) else gradient
+                        for gradient in first
+                    ],
+                    *args[1:],
+                )
             result = func(*args, **kwargs)
             if name == "_amp_foreach_non_finite_check_and_unscale_":
                 # An infinity in the piece of one rank makes all ranks skip the step.
-                piece = next(one for one in args[0] if isinstance(one, cls))
+                piece = next(gradient for gradient in args[0] if isinstance(gradient, cls))
                 args[1].copy_(gather_rows(args[1], piece._session).amax(0))
             elif name == "_foreach_norm":
                 pairs = zip(first, result, strict=True)
                 order = _order(args, kwargs)
-                return [one._join_norms(norm, order) if isinstance(one, cls) else norm for one, norm in pairs]
+                return [
+                    gradient._join_norms(norm, order) if isinstance(gradient, cls) else norm
+                    for gradient, norm in pairs
+                ]
             elif isinstance(first, cls) and type(result) is Tensor:
-                if name in _OF_PIECE:
-                    return cls.over(result, first._session, first._num_parts)
+                if name in _PIECE_FUNCTIONS:
+                    return cls.wrap(result, first._session, first._num_parts)
                 if name.endswith("norm") and result.dim() == 0:
                     return first._join_norms(result, _order(args, kwargs))
                 if name in _JOINS and result.dim() == 0:
@@ -327,7 +344,7 @@ class CutGradient(Tensor):
         return result
 
     def _gather(self, value: Tensor) -> Tensor:
-        # Every rank uses those of the first group, so that all get the same bits.
+        # Every rank uses the values of the first group, so that all get the same bits.
         return gather_rows(value, self._session)[: self._num_parts]
 
     def _join_norms(self, norm: Tensor, order: float) -> Tensor:
@@ -335,14 +352,14 @@ class CutGradient(Tensor):
 
 
 def mark_pieces(parameters: Iterable[nn.Parameter], session: Session, num_parts: int) -> None:
-    """Let the gradients of ``parameters``, which are cut over ``num_parts`` ranks, know the other parts."""
+    """Wrap gradients of parameters that are cut over ``num_parts`` ranks as :class:`CutGradient`."""
     for parameter in parameters if num_parts > 1 else ():
         if parameter.grad is not None:
-            parameter.grad = CutGradient.over(parameter.grad, session, num_parts)
+            parameter.grad = CutGradient.wrap(parameter.grad, session, num_parts)
 
 
 def _values_of(piece: Tensor, fill: float) -> Tensor:
-    """Return what torch takes a norm or maximum of: not sparse, and ``fill`` for a part without columns."""
+    """Return dense values for a norm or maximum, or one ``fill`` for a part without columns."""
     values = piece.coalesce().values() if piece.is_sparse else piece
     return values if values.numel() else values.new_full((1,), fill)
 

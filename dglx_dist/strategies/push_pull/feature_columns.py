@@ -1,4 +1,4 @@
-"""This rank's feature columns for all nodes: files, loading, row statistics, the store (P3, section 3.2)."""
+"""The feature columns of one rank for all nodes: files, loading, statistics and store (P3, section 3.2)."""
 
 from __future__ import annotations
 
@@ -56,19 +56,19 @@ PHASE = "columns"
 
 VALUES = "values"
 PROGRESS_BYTES = 1 << 28
-"""Larger transfers show their progress."""
+"""Minimum size of transfers that show their progress."""
 
 ROUND_BYTES = 1 << 26
-"""Ranks that load meet all others after each so many bytes, so that nobody runs into a time-out."""
+"""Number of bytes after which all ranks meet while they load, so that no rank runs into a time-out."""
 
 IN_FLIGHT = 4
-"""Messages requested ahead; with the one that is written, the memory that loading takes beside its result."""
+"""Number of messages requested ahead. It limits the memory that loading takes beside its result."""
 
 CHUNK_VALUES = 1 << 20
-"""Values that are converted to float64 at a time."""
+"""Number of values that are converted to float64 at a time."""
 
 Moments: TypeAlias = tuple[Tensor, Tensor]
-"""(mean, biased variance), (V,) float64 each."""
+"""Mean and biased variance, (V,) float64 each."""
 
 log = logging.getLogger(__name__)
 
@@ -79,25 +79,25 @@ _NOT_LOADED: Array = np.empty(0)
 @final
 @dataclass(kw_only=True, eq=False)
 class ColumnSlice:
-    """Some columns of a node feature for all nodes, and the file that keeps them."""
+    """Some columns of a node feature for all nodes, and their file."""
 
     name: str
     key: str = ""
-    """The KVStore's name of the tensor."""
+    """Name of the tensor in the KVStore."""
     columns: ColumnRange
     info: ColumnInfo
-    """Stored dtype, and (F_p,)."""
+    """Stored dtype and row shape (F_p,)."""
     num_rows: int
     folder: ArrayFolder | None
-    """Of the file, whether it exists or not; None: in memory only."""
+    """Folder of the file, which may not exist yet. None if the columns are in memory only."""
     is_leader: bool = True
-    """Whether no lower rank of this machine needs the same: it makes the file that the others map."""
+    """Whether this rank makes the file. It is the lowest rank of the machine that needs the columns."""
     rows: Array = field(default_factory=lambda: _NOT_LOADED)
-    """(V, F_p) by id, C-contiguous and read-only; bfloat16 as its bits in uint16."""
+    """(V, F_p) values by id, C-contiguous and read-only. bfloat16 is stored as bits in uint16."""
     on_disk: bool = False
-    """Whether they are in a file that the memory cannot hold."""
+    """Whether the rows are in a file that does not fit in memory."""
     problem: str = ""
-    """The reason why it could not be kept in a file."""
+    """Reason why the columns could not be written to a file."""
 
     @property
     def is_loaded(self) -> bool:
@@ -117,16 +117,16 @@ class ColumnSlice:
 
     @property
     def facts(self) -> dict[str, object]:
-        """What the stamp of its file says."""
+        """Facts in the stamp of the file."""
         return {"dtype": self.info.dtype, "shape": [*self.shape]}
 
     def read(self) -> Array | None:
-        """Map the file's (V, F_p) values; None without an intact file of these, which is logged."""
-        found = None if self.folder is None else self.folder.find(self.facts)
-        return found[1][VALUES] if found is not None else None
+        """Map the (V, F_p) values of the file. Return None if there is no intact file, which is logged."""
+        stored = None if self.folder is None else self.folder.find(self.facts)
+        return stored[1][VALUES] if stored is not None else None
 
-    def local(self, store: KVStore) -> Array | None:
-        """Return the rows if this rank has them: no values, those of a single part, or a file."""
+    def find_local(self, store: KVStore) -> Array | None:
+        """Return the rows if this rank has them in memory, in a single part or in a file, else None."""
         column = store.column(self.key)
         uncut = [shard.rows for shard in column.shards if len(shard.rows) == self.num_rows]
         if self.is_loaded or not self.num_rows or not len(self.columns):
@@ -137,7 +137,7 @@ class ColumnSlice:
 
 
 def stored_slice(dataset: StoredDataset, ntype: str, name: str, columns: ColumnRange) -> ColumnSlice:
-    """Return ``columns`` of the node feature ``name`` with the place of their file."""
+    """Return the slice of ``columns`` of the node feature ``name``, with the folder of its file."""
     path = f"{safe_name(ntype)}/{safe_name(name)}/{columns.first}-{columns.last}"
     dtype = dataset.manifest.node_columns[ntype][name].dtype
     return ColumnSlice(
@@ -150,10 +150,11 @@ def stored_slice(dataset: StoredDataset, ntype: str, name: str, columns: ColumnR
 
 
 def write_slices(dataset: StoredDataset, num_parts: int) -> None:
-    """Write the columns that each of ``num_parts`` ranks holds, of every matrix of node features.
+    """Write the columns of each of ``num_parts`` ranks, for every matrix of node features.
 
-    One process calls it; it reads the dataset once, a chunk at a time. Nothing is written for graphs of
-    several node types, whose columns no strategy cuts, and for one part of one rank, which maps the rows.
+    One process calls it. It reads the dataset once, in chunks. Nothing is written for graphs of several node
+    types, because no strategy cuts them by columns. Nothing is written for one rank with one part either,
+    because it maps the rows.
 
     Raises:
         StorageError: the folder cannot be written, or a part is damaged.
@@ -169,7 +170,7 @@ def write_slices(dataset: StoredDataset, num_parts: int) -> None:
             except OSError as problem:
                 raise StorageError(
                     f"the columns of {name!r} cannot be written into {dataset.folder}: {problem}; the "
-                    "dataset is whole without them, and training then makes them at the start"
+                    "dataset is complete without them, and training makes them at its start"
                 ) from problem
 
 
@@ -183,9 +184,14 @@ def _write_feature(dataset: StoredDataset, ntype: str, name: str, num_parts: int
         ExitStack() as stack,
         progress(f"Columns of {name}", num_rows, enabled=num_rows * row_bytes > PROGRESS_BYTES) as advance,
     ):
-        writers = [stack.enter_context(one.folder.open_writer()) for one in slices if one.folder is not None]
+        writers = [
+            stack.enter_context(column_slice.folder.open_writer())
+            for column_slice in slices
+            if column_slice.folder is not None
+        ]
         streams = [
-            writer.stream(VALUES, one.dtype, one.shape) for one, writer in zip(slices, writers, strict=True)
+            writer.stream(VALUES, column_slice.dtype, column_slice.shape)
+            for column_slice, writer in zip(slices, writers, strict=True)
         ]
         for part in range(dataset.manifest.num_parts):
             rows = dataset.part(part).node_data(ntype, name)
@@ -194,34 +200,38 @@ def _write_feature(dataset: StoredDataset, ntype: str, name: str, num_parts: int
                 for stream, columns in zip(streams, cuts, strict=True):
                     stream.append(chunk[:, columns.cut])
                 advance(len(chunk))
-        for one, writer in zip(slices, writers, strict=True):
-            writer.publish(one.facts)
+        for column_slice, writer in zip(slices, writers, strict=True):
+            writer.publish(column_slice.facts)
 
 
-def load_columns(store: KVStore, wanted: Sequence[ColumnSlice], session: Session) -> None:
-    """Load the requested columns; every rank must call it, for the same features.
+def load_columns(store: KVStore, slices: Sequence[ColumnSlice], session: Session) -> None:
+    """Load columns. Every rank must call it for the same features.
 
-    A rank that has them in a file loads nothing, but serves the others. Of all ranks on a machine that need
-    the same columns one loads; the others map its file, or load too where no file could be made. Raises as
-    :meth:`ColumnStores.open`.
+    A rank that has its columns in a file only serves the others. One rank of a machine loads the columns, and
+    other ranks with the same columns map its file. If no file could be made, they load them too. For errors
+    see :meth:`ColumnStores.open`.
     """
     for is_last_turn in (False, True):
-        local = run_on_all_ranks(session, lambda: [one.local(store) for one in wanted])
-        for one, rows in zip(wanted, local, strict=True):
-            one.rows = one.rows if rows is None else rows
-        missing = [one for one in wanted if not one.is_loaded and (one.is_leader or is_last_turn)]
+        local = run_on_all_ranks(session, lambda: [column_slice.find_local(store) for column_slice in slices])
+        for column_slice, rows in zip(slices, local, strict=True):
+            column_slice.rows = column_slice.rows if rows is None else rows
+        missing = [
+            column_slice
+            for column_slice in slices
+            if not column_slice.is_loaded and (column_slice.is_leader or is_last_turn)
+        ]
         if gather_int64([len(missing)], session).any():
             _stream(store, missing, session)
-        if not gather_int64([sum(not one.is_loaded for one in wanted)], session).any():
+        if not gather_int64([sum(not column_slice.is_loaded for column_slice in slices)], session).any():
             break
-    large = read_from_disk([one.rows for one in wanted])
-    for one in wanted:
-        one.on_disk = large
+    is_on_disk = read_from_disk([column_slice.rows for column_slice in slices])
+    for column_slice in slices:
+        column_slice.on_disk = is_on_disk
 
 
 def _stream(store: KVStore, missing: Sequence[ColumnSlice], session: Session) -> None:
-    """Load ``missing`` while serving the other ranks; collective."""
-    num_bytes = sum(one.num_rows * one.row_bytes for one in missing)
+    """Load ``missing`` while serving the other ranks. Collective."""
+    num_bytes = sum(column_slice.num_rows * column_slice.row_bytes for column_slice in missing)
     shown = session.topology.rank == 0 and num_bytes > PROGRESS_BYTES
     op = f"{store.label}.columns"
     session.rpc.register(op, partial(_serve_columns, store))
@@ -229,7 +239,9 @@ def _stream(store: KVStore, missing: Sequence[ColumnSlice], session: Session) ->
         stack.callback(session.rpc.unregister, op)
         barrier(session, "loading columns")
         steps = (
-            loaded for one in missing for loaded in _load(one, partial(_pieces, store, one, session, op))
+            loaded
+            for column_slice in missing
+            for loaded in _load(column_slice, partial(_pieces, store, column_slice, session, op))
         )
         stack.callback(steps.close)
 
@@ -247,45 +259,45 @@ def _stream(store: KVStore, missing: Sequence[ColumnSlice], session: Session) ->
         barrier(session, "the columns are loaded")
 
 
-def _load(wanted: ColumnSlice, pieces: Callable[[], Iterator[Array]]) -> Iterator[int]:
-    """Load one feature, in a file if that can be written, else in memory; yield the bytes of each message."""
-    if wanted.folder is not None:
+def _load(column_slice: ColumnSlice, pieces: Callable[[], Iterator[Array]]) -> Iterator[int]:
+    """Load one feature into a file, or into memory if no file can be written. Yield the bytes per message."""
+    if column_slice.folder is not None:
         try:
-            with wanted.folder.open_writer() as writer:
-                stream = writer.stream(VALUES, wanted.dtype, wanted.shape)
+            with column_slice.folder.open_writer() as writer:
+                stream = writer.stream(VALUES, column_slice.dtype, column_slice.shape)
                 for piece in pieces():
                     stream.append(piece)
                     yield piece.nbytes
-                writer.publish(wanted.facts)
-            found = wanted.read()
-            if found is None:
+                writer.publish(column_slice.facts)
+            rows = column_slice.read()
+            if rows is None:
                 raise FileNotFoundError("it was removed")
-            wanted.rows = found
+            column_slice.rows = rows
             return
         except PeerError:
-            raise  # a ConnectionError, thus an OSError
+            raise  # It is a ConnectionError and thus an OSError, but has nothing to do with the file.
         except OSError as problem:
-            wanted.problem = f"{wanted.folder.path} cannot be written ({problem})"
-    rows = np.empty(wanted.shape, wanted.dtype)
+            column_slice.problem = f"{column_slice.folder.path} cannot be written ({problem})"
+    rows = np.empty(column_slice.shape, column_slice.dtype)
     first = 0
     for piece in pieces():
         rows[first : first + len(piece)] = piece
         first += len(piece)
         yield piece.nbytes
     rows.flags.writeable = False
-    wanted.rows = rows
+    column_slice.rows = rows
 
 
-def _pieces(store: KVStore, wanted: ColumnSlice, session: Session, op: str) -> Iterator[Array]:
-    """Yield the rows of all servers in order, a message each, with a few requested ahead."""
-    step = rows_per_message(wanted.row_bytes)
+def _pieces(store: KVStore, column_slice: ColumnSlice, session: Session, op: str) -> Iterator[Array]:
+    """Yield the rows of all servers in order, one message at a time, with a few requested ahead."""
+    step = rows_per_message(column_slice.row_bytes)
     pending: deque[Pending] = deque()
-    for server, (first, last) in enumerate(pairwise(store.column(wanted.key).bounds.tolist())):
+    for server, (first, last) in enumerate(pairwise(store.column(column_slice.key).bounds.tolist())):
         rank = store.placement.serving_ranks[server]
         for begin in range(first, last, step):
-            window = [begin, min(begin + step, last), wanted.columns.first, wanted.columns.last]
+            window = [begin, min(begin + step, last), column_slice.columns.first, column_slice.columns.last]
             arrays = [np.array(window, np.int64)]
-            pending.append(session.rpc.submit(rank, op, wanted.key, arrays, phase=PHASE))
+            pending.append(session.rpc.submit(rank, op, column_slice.key, arrays, phase=PHASE))
             if len(pending) == IN_FLIGHT:
                 yield pending.popleft().result()[0]
     while pending:
@@ -295,20 +307,20 @@ def _pieces(store: KVStore, wanted: ColumnSlice, session: Session, op: str) -> I
 def _serve_columns(store: KVStore, key: str, arrays: Sequence[Array]) -> Sequence[Array]:
     begin, end, left, right = arrays[0].tolist()
     pieces = [
-        one.rows[max(begin - one.first, 0) : max(end - one.first, 0), left:right]
-        for one in store.column(key).shards
-        if one.first < end and begin < one.first + len(one.rows)
+        shard.rows[max(begin - shard.first, 0) : max(end - shard.first, 0), left:right]
+        for shard in store.column(key).shards
+        if shard.first < end and begin < shard.first + len(shard.rows)
     ]
     return [np.concatenate(pieces)]
 
 
 @final
 class ColumnStore:
-    """This rank's columns of some features, for all nodes. Made by :class:`ColumnStores`."""
+    """This rank's columns of some features for all nodes. See :class:`ColumnStores`."""
 
     def __init__(self, slices: Sequence[ColumnSlice], group: Group, session: Session) -> None:
-        self.slices = {one.name: one for one in slices}
-        """By feature; nothing once the graph is closed."""
+        self.slices = {column_slice.name: column_slice for column_slice in slices}
+        """Slices by feature name. Empty once the graph is closed."""
         self._group, self._session = group, session
         self._moments: Moments | None = None
 
@@ -318,56 +330,57 @@ class ColumnStore:
 
     @property
     def widths(self) -> Mapping[str, int]:
-        """Feature name to F, its columns on all parts together."""
-        return {name: one.columns.width for name, one in self.slices.items()}
+        """Number of columns of each feature, on all parts together."""
+        return {name: column_slice.columns.width for name, column_slice in self.slices.items()}
 
     def dtype(self, name: str) -> torch.dtype:
-        """Return the stored dtype; raises as :meth:`rows`."""
+        """Return the stored dtype of a feature."""
         return torch_dtype(self._slice(name).info.dtype)
 
     def rows(self, name: str, nodes: Tensor, memory: RowMemory | None = None) -> Tensor:
-        """Return (K, F_p), a copy of the own columns of ``g.ndata[name][nodes]``. Thread-safe; sends nothing.
+        """Return a (K, F_p) copy of the own columns of ``g.ndata[name][nodes]``. Thread-safe, sends nothing.
 
-        ``nodes`` are (K,) int64 on the CPU, any order, repeats allowed; ``memory`` lends the copy's buffers
-        and has its dtype; without, float16 and bfloat16 become float32, as in data parallel training.
+        ``nodes`` are (K,) int64 ids on the CPU in any order, and may repeat. ``memory`` has the buffers and
+        the dtype of the copy. By default float16 and bfloat16 become float32, as in data parallel training.
 
         Raises:
-            ConfigError: the feature was not opened, or ``nodes`` are no ids.
+            ConfigError: the feature was not opened, or ``nodes`` has a wrong dtype or shape.
             IndexError: an id is out of range.
         """
-        one = self._slice(name)
+        column_slice = self._slice(name)
         if nodes.dtype != torch.int64 or nodes.dim() != 1:
             raise ConfigError(f"nodes are {nodes.dtype} of shape {tuple(nodes.shape)}; give (K,) int64 ids")
         ids = nodes.numpy()
-        check_ids(ids, len(one.rows), repr(name))
+        check_ids(ids, len(column_slice.rows), repr(name))
         memory = memory or RowMemory()
-        found = memory.rows(name, len(ids), one.info)
-        if one.on_disk:
-            request_rows(one.rows, 0, ids)
-        take_rows(one.rows, ids, view_as_numpy(found))
-        return memory.convert(found)
+        rows = memory.rows(name, len(ids), column_slice.info)
+        if column_slice.on_disk:
+            request_rows(column_slice.rows, 0, ids)
+        take_rows(column_slice.rows, ids, view_as_numpy(rows))
+        return memory.convert(rows)
 
     def moments(self) -> Moments:
-        """Return mean and variance of each node's row of all columns, of all features and parts.
+        """Return mean and biased variance of each node's row, over all features and parts.
 
-        Every rank must call it; the first call sums twice over the ranks, first values, then squared
-        differences, 8 bytes per node each, under the phase ``columns``, and its result is kept. The variance
-        is biased, as in LayerNorm.
+        Every rank must call it. The first call sums values and then squared differences over the ranks, 8
+        bytes per node each, under the phase ``columns``. Its result is kept.
         """
         if self._moments is None:
-            parts = [self._slice(name) for name in self.names]
-            # Other groups hold the same columns: they add zeros, and get the same bits.
-            counted = parts if min(self._group.replicas) == self._group.rank else []
-            width, num_rows = sum(one.columns.width for one in parts), parts[0].num_rows
+            slices = [self._slice(name) for name in self.names]
+            # Other groups hold the same columns, so they add zeros and get the same bits.
+            summed_slices = slices if min(self._group.replicas) == self._group.rank else []
+            width, num_rows = sum(column_slice.columns.width for column_slice in slices), slices[0].num_rows
 
             def mean_of(function: Callable[[Tensor, slice], Tensor]) -> Tensor:
-                # Of ``function`` of float64 values (k, F_p) and their rows, over the columns.
+                # The function gets (k, F_p) float64 values and their rows.
                 sums = torch.zeros(num_rows, dtype=torch.float64)
-                for one in counted:
-                    step = max(1, CHUNK_VALUES // max(1, len(one.columns)))
+                for column_slice in summed_slices:
+                    step = max(1, CHUNK_VALUES // max(1, len(column_slice.columns)))
                     for first in range(0, num_rows, step):
                         chunk = slice(first, min(first + step, num_rows))
-                        values = view_as_tensor(one.rows[chunk].copy(), one.info).to(torch.float64)
+                        values = view_as_tensor(column_slice.rows[chunk].copy(), column_slice.info).to(
+                            torch.float64
+                        )
                         sums[chunk] += function(values, chunk).sum(1)
                 return sum_over_ranks(sums, self._session, phase=PHASE, in_place=True).div_(width)
 
@@ -376,26 +389,25 @@ class ColumnStore:
         return self._moments
 
     def close(self) -> None:
-        """Release the columns."""
         self.slices.clear()
 
     def _slice(self, name: str) -> ColumnSlice:
         if name not in self.slices:
             known = ", ".join(map(repr, self.slices)) or "none: the graph is closed"
             raise ConfigError(
-                f"the columns of {name!r} are not open (open: {known}); name it in the option `features`"
+                f"the columns of {name!r} are not open (open: {known}); add it to the option `features`"
             )
         return self.slices[name]
 
 
 @final
 class ColumnStores:
-    """The columns of one graph that this rank holds in ``group``; all ranks open and close alike.
+    """The columns of one graph that this rank holds in ``group``. All ranks must open and close alike.
 
-    Columns that are not in a file yet move once, under the phase ``columns``: the own columns of the rows of
-    other servers, and 32 bytes per request of 4 MiB. They are streamed into a file beside the dataset, which
-    is mapped, or into memory for tensors that the program made, and where no file can be made, which rank 0
-    logs. Later openings with the same number of parts, also of other jobs, move nothing.
+    Columns that are not in a file yet are sent once, under the phase ``columns``. They are written to a file
+    beside the dataset, which is mapped. Later openings with the same number of parts send nothing, even in
+    other jobs. Tensors that the program made are kept in memory. So are columns for which no file can be
+    made, and rank 0 logs that.
     """
 
     def __init__(self, g: DistGraph, group: Group) -> None:
@@ -403,28 +415,32 @@ class ColumnStores:
         self._opened: dict[tuple[str, ...], ColumnStore] = {}
 
     def open(self, names: Sequence[str]) -> ColumnStore:
-        """Return the columns of features of one node type; collective, and the same object at each call.
+        """Return the columns of features of one node type, the same object at each call. Collective.
 
         Raises:
-            ConfigError: on all ranks: a name is of no matrix, or ranks request different columns.
-            RemoteError: a rank that holds rows could not read them; StorageError on those that did not
-                ask it.
+            ConfigError: a feature is not a matrix, or ranks request different columns. It is raised on all
+                ranks.
+            RemoteError: a rank could not read its rows. Ranks that did not ask it raise StorageError.
             PeerError: a rank is dead or did not take part within the time-out.
         """
         g, group, key = self._g, self._group, tuple(names)
         if key in self._opened:
             return self._opened[key]
-        wanted = run_on_all_ranks(
+        slices = run_on_all_ranks(
             g.session, lambda: [_column_slice(g, name, group) for name in names], ConfigError
         )
         request = {"features": list(names), "parts": group.size}
         check_equal(g.session, "the request for columns", request, "every rank must ask for the same")
         # Stores that have a feature in common share its slice.
-        there = {name: one for store in self._opened.values() for name, one in store.slices.items()}
-        missing = [one for one in wanted if one.name not in there]
+        open_slices = {
+            name: column_slice
+            for store in self._opened.values()
+            for name, column_slice in store.slices.items()
+        }
+        missing = [column_slice for column_slice in slices if column_slice.name not in open_slices]
         load_columns(g.kvstore, missing, g.session)
-        problem = next((one.problem for one in missing if one.problem), "")
-        problems = [one for one in gather_json(problem, g.session) if one]
+        problem = next((column_slice.problem for column_slice in missing if column_slice.problem), "")
+        problems = [column_slice for column_slice in gather_json(problem, g.session) if column_slice]
         if problems and g.session.topology.rank == 0:
             log.warning(
                 "%d of %d ranks keep columns in memory, and load them again next time: %s",
@@ -432,7 +448,9 @@ class ColumnStores:
                 g.session.topology.world_size,
                 problems[0],
             )
-        self._opened[key] = ColumnStore([there.get(one.name, one) for one in wanted], group, g.session)
+        self._opened[key] = ColumnStore(
+            [open_slices.get(column_slice.name, column_slice) for column_slice in slices], group, g.session
+        )
         return self._opened[key]
 
     def close(self) -> None:
@@ -447,11 +465,11 @@ def _column_slice(g: DistGraph, name: str, group: Group) -> ColumnSlice:
     shape = column.info.row_shape
     if len(shape) != 1 or not shape[0]:
         raise ConfigError(
-            f"{name!r} has rows of shape {tuple(shape)}; push_pull splits matrices by column: store it as "
-            "one row of numbers per node, (V, 1) where there is a single one"
+            f"{name!r} has rows of shape {tuple(shape)}, but push_pull splits matrices by column; store it "
+            "as one row of numbers per node, or as (V, 1) if there is a single number"
         )
     if column.on_read is not None:
-        raise ConfigError(f"{name!r} is computed by a handler when it is read; write it to a tensor first")
+        raise ConfigError(f"{name!r} is computed by a handler when read; write it to a tensor first")
     columns = deal_out_columns(shape[0], group.size)[group.part]
     hosts = g.session.hosts
     return ColumnSlice(

@@ -1,6 +1,6 @@
-"""Loaders of push-pull: the batches of data parallel training, with feature columns in place of rows.
+"""Loaders of push-pull. They yield the batches of data parallel training with columns instead of rows.
 
-Every part needs the layer-1 block of every owner of its group: owners push them, or parts sample them again.
+Every part needs the layer-1 block of every owner of its group. Owners push them, or parts sample them again.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ SMALL_NODES = 1 << 31
 """Ids of graphs with fewer nodes fit into 4 bytes."""
 
 _EXTRA_BATCHES = 5
-"""Batches that may be alive beside those made ahead: in flight, looked at, and held by the training loop."""
+"""Number of batches in use beside those made ahead: in flight, looked ahead, and in the training loop."""
 
 log = logging.getLogger(__name__)
 
@@ -62,20 +62,20 @@ class OwnerBlock(NamedTuple):
 
 
 OwnerBlocks: TypeAlias = dict[int, OwnerBlock]
-"""Those of the other owners, by part."""
+"""Blocks of the other owners, by part."""
 
 
 def pack_block(own: OwnerBlock, *, wide: bool) -> list[Array]:
-    """Return source ids (L0,), indptr (D1 + 1,) and indices (E1,): int32, the ids int64 where ``wide``."""
+    """Return source ids (L0,), indptr (D1 + 1,) and indices (E1,) as int32. With ``wide``, ids are int64."""
     indptr, indices, _ = own.block.adj_tensors("csc")
     nodes = own.nodes if wide else own.nodes.to(torch.int32)
     return [nodes.numpy(), indptr.to(torch.int32).numpy(), indices.to(torch.int32).numpy()]
 
 
 def unpack_block(arrays: list[Array], etype: EdgeType, idtype: torch.dtype) -> OwnerBlock:
-    """Return the block of what :func:`pack_block` returned, a copy with its edges numbered in CSC order.
+    """Rebuild the block from the arrays of :func:`pack_block`. Its edges are numbered in CSC order.
 
-    ``idtype`` is that of the owner's block, so that all parts run the same kernels.
+    ``idtype`` is the id type of the owner's block, so that all parts run the same kernels.
     """
     nodes, indptr, indices = (torch.tensor(array) for array in arrays)
     block = build_block(indptr.to(idtype), indices.to(idtype), len(nodes), etype)
@@ -83,10 +83,10 @@ def unpack_block(arrays: list[Array], etype: EdgeType, idtype: torch.dtype) -> O
 
 
 def _check_block(arrays: Sequence[Array]) -> None:
-    # The sender gets this ValueError; kernels would read outside of the arrays.
-    if len(arrays) != 3 or any(one.ndim != 1 or one.dtype.kind != "i" for one in arrays):
-        found = [f"{one.dtype} {one.shape}" for one in arrays]
-        raise ValueError(f"arrays {found} are no block; it has three of whole numbers, of one dimension")
+    # The sender gets this ValueError. Without it, kernels would read outside of the arrays.
+    if len(arrays) != 3 or any(array.ndim != 1 or array.dtype.kind != "i" for array in arrays):
+        kinds = [f"{array.dtype} {array.shape}" for array in arrays]
+        raise ValueError(f"arrays {kinds} are no block; it has three one-dimensional integer arrays")
     nodes, indptr, indices = arrays
     if (
         not len(indptr)
@@ -96,42 +96,42 @@ def _check_block(arrays: Sequence[Array]) -> None:
         or (len(indices) and not 0 <= indices.min() <= indices.max() < len(nodes))
     ):
         raise ValueError(
-            f"{[len(one) for one in arrays]} source ids, bounds and indices of in-edges are no block: bounds "
-            "rise from 0 to the number of edges, and indices are positions of source ids"
+            f"{[len(array) for array in arrays]} source ids, bounds and indices of in-edges are no block: "
+            "bounds rise from 0 to the number of edges, and indices are positions of source ids"
         )
 
 
 @dataclass(kw_only=True, eq=False)
 class GroupedBatch:
-    """A batch of the inner loader on its way through the stages, and that of every owner."""
+    """A batch of the inner loader on its way through the stages, with the blocks of all owners."""
 
     batch: Any
-    """Of the inner loader; as the user gets it, once the consumer's thread has it."""
+    """Batch of the inner loader. On the consumer's thread it becomes the user's batch."""
     own: OwnerBlock
     number: int
-    """Steps since the loader's first epoch."""
+    """Number of the batch since the loader's first epoch."""
     sample_s: float
     fetch_s: float
-    others: OwnerBlocks = field(default_factory=dict)
+    other_blocks: OwnerBlocks = field(default_factory=dict)
     group_batch: GroupBatch = field(init=False)
     share: StepShare | None = None
-    """Set once the consumer's thread has the batch."""
+    """Share of the targets, set on the consumer's thread."""
 
 
 @final
 class PushPullLoader(EpochLoader[GroupedBatch, Any]):
-    """Yields the batches of ``inner``, with ``blocks[0].push_pull`` set to the batch as all parts see it.
+    """Yields the batches of ``inner``. ``blocks[0].push_pull`` is the batch as all parts see it.
 
-    ``blocks[0].srcdata`` has this rank's columns, (L0, F_p), under the name of each feature. Construction is
-    collective, and all ranks must iterate alike; structure moves from the loader's threads without a
-    collective. At the normal end of an epoch ``pipelines`` are drained, those of the models wrapped for this
-    loader's batches, which is collective.
+    ``blocks[0].srcdata`` has this rank's (L0, F_p) columns under the name of each feature. Construction is
+    collective, and all ranks must iterate alike. The loader's threads exchange structure without collectives.
+    At the normal end of an epoch, the ``pipelines`` of the models for this loader are drained, which is
+    collective.
 
-    ``inner`` is a loader of nodes or edges of one type, which fetches no row of the features.
+    ``inner`` is a loader of nodes or edges of one type. It must not fetch features.
 
     Raises:
-        ConfigError: on all ranks, when they were given other depths or features, or structure="resample" is
-            not possible.
+        ConfigError: the ranks have different depths or features, or structure="resample" is not possible. It
+            is raised on all ranks.
         PeerError: a rank did not take part.
     """
 
@@ -150,13 +150,16 @@ class PushPullLoader(EpochLoader[GroupedBatch, Any]):
         self._memory = RowMemory((inner.depth + _EXTRA_BATCHES) * group.size, feature_dtype, inner.device)
         self._looks_ahead = options.depth > 1
         columns = [g.kvstore.column(g.ndata[name].kvstore_key) for name in store.names]
-        if any(one.cache or one.on_device or (one.ahead and g.structure().is_replicated) for one in columns):
+        if any(
+            column.cache or column.on_device or (column.ahead and g.structure().is_replicated)
+            for column in columns
+        ):
             log.warning("push_pull fetches no features; policy='lookahead' is for partitioned structure")
-        # The ranks' loaders share a name, as all construct theirs in the same order.
+        # All ranks construct their loaders in the same order, so the loaders have the same label.
         self._label = f"push_pull.{session.next_number('push_pull')}"
         self._wide = g.num_nodes() >= SMALL_NODES
         advice = (
-            "every rank must iterate over the loader alike, in evaluation too; move such calls out of `if "
+            "every rank must iterate over the loader alike, even in evaluation; move such calls out of `if "
             "rank == 0`"
         )
         self._pushes = OneSidedExchange(session, f"{self._label}.structure", advice, _check_block)
@@ -170,7 +173,7 @@ class PushPullLoader(EpochLoader[GroupedBatch, Any]):
             "structure": options.structure,
             "look_ahead": self._looks_ahead,
         }
-        # Also a barrier: all ranks have registered their remote calls before one iterates.
+        # This is also a barrier, so that all ranks have registered their remote calls before one iterates.
         check_equal(session, "a loader of push_pull", settings)
         self._iteration = -1
 
@@ -189,10 +192,10 @@ class PushPullLoader(EpochLoader[GroupedBatch, Any]):
                     break
                 group_batch: GroupBatch = batch[-1][0].push_pull
                 yield batch
-                # Or a user who keeps one batch would keep all that follow.
+                # A user who keeps one batch must not keep all following ones.
                 group_batch.following = None
         finally:
-            # First, or the loader would wait for threads that wait for the other ranks.
+            # This comes first, because the threads that the loader waits for may wait for other ranks.
             self._pushes.mailbox.begin(iteration + 1)
             stream.close()
             if hook is not None:
@@ -202,7 +205,7 @@ class PushPullLoader(EpochLoader[GroupedBatch, Any]):
                 pipeline.drain()
 
     def close(self) -> None:
-        # First, or the threads would wait for other ranks.
+        # This comes first, because the loader's threads may wait for other ranks.
         self._pushes.mailbox.begin(self._iteration + 1)
         super().close()
         self._pushes.close()
@@ -211,10 +214,13 @@ class PushPullLoader(EpochLoader[GroupedBatch, Any]):
         return self._group.size == 1 or any(pipeline() for pipeline in self._pipelines)
 
     def _refuse_unwrapped(self, module: nn.Module, arguments: tuple[Any, ...]) -> None:
-        if any(hasattr(one, "push_pull") for one in flatten_arguments(arguments)) and not self._has_model():
+        if (
+            any(hasattr(argument, "push_pull") for argument in flatten_arguments(arguments))
+            and not self._has_model()
+        ):
             raise ConfigError(
-                f"{type(module).__name__} was called on a batch of push_pull, which has this rank's share of "
-                "the feature columns only; call model = dx.wrap(model, g) before the loop"
+                f"{type(module).__name__} was called on a batch of push_pull, which only has this rank's "
+                "share of the feature columns; call model = dx.wrap(model, g) before the loop"
             )
 
     def open_stages(self, epoch: int, steps: Callable[[], Iterator[int]]) -> GroupStages:
@@ -224,62 +230,63 @@ class PushPullLoader(EpochLoader[GroupedBatch, Any]):
         return GroupStages(self, epoch, inner, resample, self._iteration)
 
     def end(self, iteration: int, error: BaseException) -> None:
-        """Let threads stop waiting, in ``iteration``, for ranks that now wait for this one."""
+        """Make the threads of ``iteration`` stop waiting for ranks that now wait for this one."""
         self._pushes.mailbox.begin(iteration + 1, error)
 
     def exchange_blocks(self, made: GroupedBatch, iteration: int) -> OwnerBlocks:
         """Push the own block to the other owners, and return theirs."""
         epoch, step = divmod(made.number, len(self))
         own = made.own
-        ranks = [rank for _, rank in self._group.others]
+        ranks = [rank for _, rank in self._group.peers]
         sent = dict.fromkeys(ranks, pack_block(own, wide=self._wide))
         self._pushes.post(iteration, str(step), sent, phase=STRUCTURE, layer=1)
-        what = f"the structure of step {step} of epoch {epoch}"
-        received = self._pushes.mailbox.take(iteration, str(step), ranks, what)
+        description = f"the structure of step {step} of epoch {epoch}"
+        received = self._pushes.mailbox.take(iteration, str(step), ranks, description)
         return {
             part: unpack_block(received[rank], self._etype, own.block.idtype)
-            for part, rank in self._group.others
+            for part, rank in self._group.peers
         }
 
     def _open_resampling(self) -> Callable[[int], Callable[[int], OwnerBlocks]]:
-        """Return a function of epoch to one of step that samples what the other owners sample. Collective.
+        """Exchange the seeds of the group, and return a function that samples the blocks of other owners.
 
-        Draws are keyed by (seed, epoch, hop, node), so bits are equal. Exchanges the seeds of the group.
+        The function maps an epoch to a function of the step. Random numbers are keyed by (seed, epoch, hop,
+        node), so all ranks sample equal blocks. Collective.
 
         Raises:
-            ConfigError: on all ranks, when others cannot repeat the draws of one; the message has the reason.
+            ConfigError: the sampling of a rank cannot be repeated by others. It is raised on all ranks.
         """
         loader, session, group, etype = self._inner, self._session, self._group, self._etype
         sample = run_on_all_ranks(session, loader.offline, ConfigError)
-        # Servers with the whole structure may each leave out other edges, or draw by another seed.
+        # The samplers of the ranks may exclude other edges, or have another seed.
         check_equal(session, "the sampler", loader.sampling_signature())
         op, kinds, arrays = f"{self._label}.seeds", list(loader.items.ids), list(loader.items.ids.values())
-        # Collective: all ranks answer before one asks.
+        # This is collective, so that all ranks can answer before one asks.
         run_on_all_ranks(session, lambda: session.rpc.register(op, lambda _name, _arrays: arrays))
         weakref.finalize(self, session.rpc.unregister, op)
         items: dict[int, Items[Any]] = {
             rank: Items(ids=dict(zip(kinds, session.rpc.call(rank, op, "", [], phase=SEEDS), strict=True)))
-            for _, rank in group.others
+            for _, rank in group.peers
         }
 
-        def of_epoch(epoch: int) -> Callable[[int], OwnerBlocks]:
+        def make_resampler(epoch: int) -> Callable[[int], OwnerBlocks]:
             # The seeds of an epoch are sorted once, not for every batch.
-            seeds = {part: loader.order_items(epoch, items[rank], rank) for part, rank in group.others}
+            seeds = {part: loader.order_items(epoch, items[rank], rank) for part, rank in group.peers}
 
-            def sampled(items: Mapping[Any, Array], step: int) -> OwnerBlock:
+            def sample_block(items: Mapping[Any, Array], step: int) -> OwnerBlock:
                 batch = sample(items, epoch, step)
                 indptr, indices, _ = batch.blocks[0].adj_tensors("csc")
                 block = build_block(indptr, indices, len(batch.input_nodes), etype)
                 return OwnerBlock(block, batch.input_nodes)
 
-            return lambda step: {part: sampled(of_step(step), step) for part, of_step in seeds.items()}
+            return lambda step: {part: sample_block(items_of(step), step) for part, items_of in seeds.items()}
 
-        return of_epoch
+        return make_resampler
 
     def gather_inputs(self, made: GroupedBatch) -> tuple[PartInput, ...]:
         """Return the batches of all owners with this part's columns."""
         store, keyed = self._store, self.first_number + made.number
-        blocks = {self._group.part: made.own, **made.others}
+        blocks = {self._group.part: made.own, **made.other_blocks}
         return tuple(
             PartInput(
                 block=owner.block,
@@ -291,7 +298,7 @@ class PushPullLoader(EpochLoader[GroupedBatch, Any]):
         )
 
     def in_order(self, batches: Iterator[GroupedBatch]) -> Iterator[GroupedBatch]:
-        delivered = map(self._delivered, batches)
+        delivered = map(self._deliver_batch, batches)
         if not self._looks_ahead:
             yield from delivered
             return
@@ -306,37 +313,38 @@ class PushPullLoader(EpochLoader[GroupedBatch, Any]):
         self._session.step_share = batch.share
         return batch.batch
 
-    def _delivered(self, made: GroupedBatch) -> GroupedBatch:
+    def _deliver_batch(self, made: GroupedBatch) -> GroupedBatch:
         group_batch, part = made.group_batch, self._group.part
         made.batch = self._inner.deliver(group_batch.number % len(self), made.batch)
         made.share, block = self._session.step_share, made.batch[-1][0]
         inputs, nodes = group_batch.inputs, group_batch.inputs[part].nodes
         if self._inner.moves_batches:
-            # Under all its names one tensor: which nodes a model asks for is known without reading a device.
+            # All names refer to one tensor, so that a model's nodes are recognised without reading the
+            # device.
             nodes = block.srcdata[dgl.NID] = made.batch[0].long()
         for name, columns in inputs[part].columns.items():
             block.srcdata[name] = columns
-        # A view, and not the user's block itself, which gets a reference to the batch: the cycle would keep
-        # the rows in memory until the garbage collector finds it.
+        # The batch gets a view of the user's block, because that refers to the batch. A reference cycle would
+        # keep the rows in memory until the garbage collector finds it.
         own = replace(inputs[part], block=block.local_var(), nodes=nodes)
         group_batch.inputs = (*inputs[:part], own, *inputs[part + 1 :])
         block.push_pull = group_batch
         return made
 
     def move(self, made: GroupedBatch) -> None:
-        """Begin to copy the batch to the device, without the own block: that will be the user's."""
+        """Begin to copy the batch to the device. The own block is copied with the user's batch."""
         own, device, group_batch = self._group.part, self._inner.device, made.group_batch
 
         def move(copy: Copy) -> None:
             made.batch.move(device, copy)
             group_batch.inputs = tuple(
                 replace(
-                    one,
-                    block=one.block if part == own else place(one.block, device, copy=copy),
-                    nodes=one.nodes if part == own else ids_to_device(one.nodes, device, copy),
-                    columns={name: copy(rows) for name, rows in one.columns.items()},
+                    part_input,
+                    block=part_input.block if part == own else place(part_input.block, device, copy=copy),
+                    nodes=part_input.nodes if part == own else ids_to_device(part_input.nodes, device, copy),
+                    columns={name: copy(rows) for name, rows in part_input.columns.items()},
                 )
-                for part, one in enumerate(group_batch.inputs)
+                for part, part_input in enumerate(group_batch.inputs)
             )
 
         _, made.batch.arrive = copy_async(self._inner.copies, device, move)
@@ -348,7 +356,7 @@ class PushPullLoader(EpochLoader[GroupedBatch, Any]):
 
 @final
 class GroupStages(Stages[GroupedBatch]):
-    """The stages of a batch of all owners: the own one, the blocks of the others, and the columns of all."""
+    """The stages of a batch: the own block, the blocks of other owners, and the columns of all."""
 
     loader: PushPullLoader
 
@@ -374,7 +382,7 @@ class GroupStages(Stages[GroupedBatch]):
     def fetch(self, made: GroupedBatch) -> None:
         begin, step = time.perf_counter(), made.number % len(self.loader)
         with self.span("push structure", step):
-            made.others = (
+            made.other_blocks = (
                 self.loader.exchange_blocks(made, self._iteration)
                 if self._resample is None
                 else self._resample(step)
@@ -400,9 +408,10 @@ class GroupStages(Stages[GroupedBatch]):
 
 
 def split_prefetch(g: DistGraph, sampler: Any, names: tuple[str, ...]) -> tuple[Any, tuple[str, ...]]:
-    """Return ``sampler`` without the matrices of node features, and ``names`` with those: all are columns.
+    """Return ``sampler`` without prefetched feature matrices, and ``names`` with those matrices.
 
-    ConfigError: it gives blocks edge weights.
+    Raises:
+        ConfigError: the sampler gives blocks edge weights.
     """
     if isinstance(sampler, EdgePredictionSampler):
         outer = copy.copy(sampler)
@@ -411,8 +420,8 @@ def split_prefetch(g: DistGraph, sampler: Any, names: tuple[str, ...]) -> tuple[
     plan = read_sampler(sampler)
     if plan.has_edge_weights:
         raise ConfigError(
-            "LaborSampler with prob= or importance_sampling= gives blocks edge_weights, which push_pull does "
-            "not send to other ranks; leave both out, or use strategy='data_parallel'"
+            "LaborSampler with prob= or importance_sampling= sets edge_weights on blocks, but push_pull does "
+            "not send them to other ranks; leave both out, or use strategy='data_parallel'"
         )
     feats = plan.node_feats
     prefetched = (

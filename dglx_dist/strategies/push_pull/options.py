@@ -16,38 +16,42 @@ from dglx_dist.strategies.gradient_sync import BUCKET_BYTES
 @final
 @dataclass(frozen=True, kw_only=True)
 class PushPullOptions:
-    """The strategy's options, checked."""
+    """Options of push_pull."""
 
     depth: int = option(
         1,
-        "Mini-batches in flight: 1 is exact, 3 the paper's.",
+        "Number of mini-batches in flight. 1 is exact, 3 is the paper's.",
         check=Check(lambda depth: 1 <= depth <= 3, "1, 2 or 3 mini-batches in flight"),
     )
     weights: Literal["whole", "split"] = option(
-        "whole", "Whether both sides of a batch use one version of the weights (the paper's), or only M lags."
+        "whole",
+        "Whether both sides of a batch use the same version of the weights (whole, the paper's), or only the "
+        "first layer lags (split).",
     )
     group_size: int = option(
         0,
-        "Ranks that hold all columns together; 0: the fewest that ``memory`` allows, all without it.",
+        "Number of ranks that hold all columns together. 0: as few as ``memory`` allows, or all without it.",
         check=at_least(0),
     )
     memory: str = ""
-    """Bytes of features that a rank may hold, as "4GB"."""
+    """Size of the features that a rank may hold, such as "4GB"."""
     structure: Literal["push", "resample"] = option(
-        "push", "How parts get the blocks of other owners: from their owners, or by sampling them again."
+        "push", "Whether owners push their blocks to the parts, or the parts sample them again."
     )
-    sync: Sync = option("columns", "What is summed over the parts.")
+    sync: Sync = option("columns", "Values that are summed over the parts.")
     features: str = FEATURE
-    """Names, comma-separated, in the order in which the model concatenates them."""
-    wire_dtype: WireDtype = option("same", "What partial activations and their gradients are sent as.")
-    bucket_bytes: int = option(BUCKET_BYTES, "Gradients that are sent together.", check=at_least(1))
+    """Comma-separated names, in the order in which the model concatenates them."""
+    wire_dtype: WireDtype = option("same", "Type in which partial activations and gradients are sent.")
+    bucket_bytes: int = option(
+        BUCKET_BYTES, "Size in bytes of gradients that are sent together.", check=at_least(1)
+    )
 
     def __post_init__(self) -> None:
         check_ranges(self, "option {name}={value!r}")
         if self.memory:
             read_size(self.memory)
         if not all(self.names):
-            raise ConfigError(f"option features={self.features!r} has an empty name; as 'feat,extra'")
+            raise ConfigError(f"option features={self.features!r} has an empty name; write 'feat,extra'")
         if len(set(self.names)) < len(self.names):
             raise ConfigError(f"option features={self.features!r} has a name twice")
 
@@ -57,9 +61,9 @@ class PushPullOptions:
 
     @property
     def delay(self) -> int:
-        """Iterations of the user's loop between a batch's loss and the step of its part side."""
+        """Number of iterations between a batch's loss and the step of its part side."""
         return max(self.depth - 2, 0)
 
 
 read_push_pull_options = partial(read_options, "strategy 'push_pull'", PushPullOptions)
-"""ConfigError if an option is unknown, mistyped or cannot be honoured."""
+"""Read the options. Raises ConfigError if an option is unknown, has a wrong type or is not supported."""

@@ -1,8 +1,8 @@
 """P3's pipeline: several mini-batches in flight, each with the weights that it began with.
 
-With b the batch of the user's current iteration and two or more batches in flight, one iteration runs
-fM(b+1), fD(b), bD(b), bM(b) (with three: bM(b-1)) and the user's optimizer step. See
-docs/strategies/push_pull.md, "What a step does".
+Let b be the batch of the user's current iteration. With two batches in flight, one iteration runs fM(b+1),
+fD(b), bD(b), bM(b) and the user's optimizer step. With three it runs bM(b-1) instead of bM(b). See "What a
+step does" in docs/strategies/push_pull.md.
 """
 
 from __future__ import annotations
@@ -49,10 +49,10 @@ from dglx_dist.strategies.push_pull.options import PushPullOptions
 from dglx_dist.strategies.push_pull.split_model import InputSpec, Origin, SplitModel, read_input_spec
 
 Side: TypeAlias = Literal["M", "D"]
-"""P3's names: the part side (layer 1 up to the sum) and the owner side (everything after it)."""
+"""Names of the sides in P3: the part side M (layer 1 up to the sum) and the owner side D (the rest)."""
 
 Leaves: TypeAlias = dict[str, Tensor]
-"""Parameter name to a leaf with the values of some moment."""
+"""Autograd leaves with parameter values, by parameter name."""
 
 log = logging.getLogger(__name__)
 
@@ -61,7 +61,7 @@ _WHOLE_TENSORS = frozenset(
     {"Adafactor", "DistributedShampoo", "GaLoreAdamW", "LBFGS", "Muon", "Shampoo", "SM3", "SOAP"}
     | {"Lamb", "LAMB", "Lars", "LARS"}
 )
-"""Classes that use more of a parameter than the element they step: its norm, its rows, its factors."""
+"""Optimizer classes that use norms, rows or factors of a parameter, and not only single elements."""
 
 _ELEMENTWISE = (
     "SGD, Adam, AdamW, NAdam, RAdam, Adamax, Adagrad, Adadelta, RMSprop, Rprop, ASGD and SparseAdam"
@@ -69,48 +69,47 @@ _ELEMENTWISE = (
 
 
 def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
-    """Raise ConfigError if ``optimizer`` must not step parameters of which each rank has some columns.
+    """Raise ConfigError if ``optimizer`` cannot step parameters that are cut by columns.
 
-    It may if it steps each element by that element's gradients alone, as nearly all do. Exceptions are known
-    by class name, with their subclasses; unknown classes pass.
+    An optimizer must step each element by that element's gradients alone. Exceptions and their subclasses are
+    recognised by class name. Unknown classes are accepted.
     """
     kind = type(optimizer)
-    remedy = f"take one that steps each element by itself ({_ELEMENTWISE}), or strategy='data_parallel'"
-    known = sorted(_WHOLE_TENSORS.intersection(base.__name__ for base in kind.__mro__))
-    if known:
+    remedy = f"use one that steps each element by itself ({_ELEMENTWISE}), or strategy='data_parallel'"
+    if _WHOLE_TENSORS.intersection(base.__name__ for base in kind.__mro__):
         raise ConfigError(
-            f"{kind.__name__} looks at whole parameters, of which this rank holds some columns only, so its "
+            f"{kind.__name__} uses uncut parameters, but this rank only has some of their columns, so its "
             f"steps would differ from those of one process; {remedy}"
         )
     closure = inspect.signature(kind.step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
         raise ConfigError(
-            f"{kind.__name__} calls the model again within a step (its step() needs a closure), which a "
-            f"pipeline cannot follow; {remedy}"
+            f"{kind.__name__} calls the model again within a step (its step() needs a closure), but a "
+            f"pipeline does not support that; {remedy}"
         )
 
 
 class Version(NamedTuple):
-    """The step of one batch on one side."""
+    """Versions of the weights of one side that a batch read and wrote, counted in optimizer steps."""
 
     batch: int
     side: Side
     read: int
-    """Steps that the side had taken when the batch read its weights."""
+    """Number of steps of the side when the batch read its weights."""
     written: int
-    """Steps that it had taken before the batch's own; the lag is ``written - read``."""
+    """Number of steps of the side before the batch's own step. The lag is ``written - read``."""
 
 
 @final
 class VersionLog:
-    """Follows the optimizers' steps on both sides, and records the versions that batches read and wrote.
+    """Records the versions of the weights that batches read and wrote on both sides.
 
-    torch calls global hooks at every optimizer's steps, so the user's loop does not have to register its own.
+    torch calls global hooks at every optimizer step, so the user does not have to register optimizers.
     """
 
     def __init__(self, part: Iterable[nn.Parameter], owner: Iterable[nn.Parameter]) -> None:
-        self.done: deque[Version] = deque(maxlen=1 << 16)
-        """The latest, in the order of the steps."""
+        self.versions: deque[Version] = deque(maxlen=1 << 16)
+        """The latest versions, in the order of the steps."""
         self.waiting: list[tuple[int, Side, int]] = []
         """(batch, side, read) of gradients that wait for a step."""
         self.steps: dict[Side, int] = {"M": 0, "D": 0}
@@ -118,33 +117,30 @@ class VersionLog:
         self._side |= {id(parameter): "D" for parameter in owner}
         self._known: list[weakref.ref[Optimizer]] = []
         self.held_back: tuple[Side, ...] = ()
-        """Sides that have no gradient in the coming step, as all their batches are still in flight.
+        """Sides without a gradient in the next step, because all their batches are still in flight.
 
-        Zeros that the user's ``zero_grad(set_to_none=False)`` left would count as one: to Adam, momentum and
-        weight decay a step without a batch. So gradients of nothing but zeros are removed.
+        The user's ``zero_grad(set_to_none=False)`` leaves zeros, and Adam, momentum and weight decay would
+        step with them. So gradients that are all zero are removed.
         """
         self._stepped_without_part: set[int] = set()
-        """Optimizers that have stepped since the part side's gradients wait."""
+        """Ids of optimizers that have stepped while the part side's gradients wait."""
         self._warned = False
         self.close = watch_steps(VersionLog._before, self, after=VersionLog._after)
-        """Leaves the optimizers alone."""
+        """Function that removes the hooks."""
 
     @contextmanager
-    def own_step(self) -> Iterator[None]:
-        """Step the known optimizers with the gradients that the block leaves, and no others.
-
-        Gradients from before are restored afterwards.
-        """
-        optimizers = [found for ref in self._known if (found := ref()) is not None]
-        parameters = [parameter for one in optimizers for parameter in _parameters(one)]
+    def step_known_optimizers(self) -> Iterator[None]:
+        """Step the known optimizers with the gradients that the block adds, and restore the old ones."""
+        optimizers = [known for ref in self._known if (known := ref()) is not None]
+        parameters = [parameter for optimizer in optimizers for parameter in _parameters(optimizer)]
         before = [parameter.grad for parameter in parameters]
         held_back, self.held_back = self.held_back, ()
         waiting, self.waiting = self.waiting, []
         for parameter in parameters:
             parameter.grad = None
         yield
-        for one in optimizers:
-            one.step()
+        for optimizer in optimizers:
+            optimizer.step()
         self.held_back, self.waiting = held_back, waiting + self.waiting
         for parameter, gradient in zip(parameters, before, strict=True):
             parameter.grad = gradient
@@ -153,42 +149,43 @@ class VersionLog:
         for parameter in _parameters(optimizer) if self.held_back else ():
             if self._side.get(id(parameter)) in self.held_back and _is_zero(parameter.grad):
                 parameter.grad = None
-        stepped = self._stepped_by(optimizer)
+        stepped = self._find_stepped(optimizer)
         if not stepped:
             return
         if not any(ref() is optimizer for ref in self._known):
             check_optimizer(optimizer)
             self._known.append(weakref.ref(optimizer))
-        # A parameter's optimizer is the last one that stepped it: a replaced one may still exist.
+        # A replaced optimizer may still exist, so a parameter belongs to the last one that stepped it.
         self._known = [
             ref
             for ref in self._known
-            if (other := ref()) is optimizer or (other is not None and not stepped & self._stepped_by(other))
+            if (known_optimizer := ref()) is optimizer
+            or (known_optimizer is not None and not stepped & self._find_stepped(known_optimizer))
         ]
 
     def _after(self, optimizer: Optimizer) -> None:
-        sides = {self._side[one] for one in self._stepped_by(optimizer)}
+        sides = {self._side[key] for key in self._find_stepped(optimizer)}
         if not sides:
             return
-        # A batch on which the model was called twice has one gradient, their sum.
-        taken = dict.fromkeys(one for one in self.waiting if one[1] in sides)
-        self.waiting = [one for one in self.waiting if one not in taken]
-        self.done.extend(Version(*one, self.steps[one[1]]) for one in taken)
-        for side in {side for _, side, _ in taken}:
+        # If the model was called twice on a batch, there is one gradient, the sum of both.
+        stepped = dict.fromkeys(key for key in self.waiting if key[1] in sides)
+        self.waiting = [key for key in self.waiting if key not in stepped]
+        self.versions.extend(Version(*key, self.steps[key[1]]) for key in stepped)
+        for side in {side for _, side, _ in stepped}:
             self.steps[side] += 1
-        # The part side's gradients wait while another optimizer steps for the second time.
+        # If an optimizer steps twice while the part side's gradients wait, no optimizer has them.
         if not any(side == "M" for _, side, _ in self.waiting):
             self._stepped_without_part = set()
         elif id(optimizer) not in self._stepped_without_part:
-            self._stepped_without_part.add(id(optimizer))
+            self._stepped_without_part.add_gradients(id(optimizer))
         elif not self._warned:
             self._warned = True
             log.warning(
-                "no optimizer steps the first layer's weights, which push_pull cut by columns: was the "
-                "optimizer built before wrap()? Build it from the parameters of what wrap() returned"
+                "no optimizer steps the first layer's weights, which push_pull cut by columns; build the "
+                "optimizer after wrap(), from the parameters of the wrapped model"
             )
 
-    def _stepped_by(self, optimizer: Optimizer) -> set[int]:
+    def _find_stepped(self, optimizer: Optimizer) -> set[int]:
         return {id(parameter) for parameter in _parameters(optimizer)} & self._side.keys()
 
 
@@ -205,14 +202,14 @@ def _is_zero(gradient: Tensor | None) -> bool:
 
 @final
 class OwnerSide:
-    """The trained replicated parameters of an owner: everything after the sum."""
+    """The trained replicated parameters of an owner, which are used after the sum."""
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
         self.parameters = list(parameters)
         self._live: list[Tensor] | None = None
 
-    def copies(self) -> list[Tensor]:
-        """Return copies of the live values, also while others are placed."""
+    def copy_values(self) -> list[Tensor]:
+        """Return copies of the live values, even while other values are placed."""
         values = self._live or [parameter.data for parameter in self.parameters]
         return [value.clone() for value in values]
 
@@ -224,7 +221,7 @@ class OwnerSide:
             parameter.data = value
 
     def restore(self) -> None:
-        """Put the live values back, if others are placed."""
+        """Restore the live values, if other values are placed."""
         if self._live is None:
             return
         for parameter, value in zip(self.parameters, self._live, strict=True):
@@ -239,29 +236,29 @@ class InFlightBatch:
 
     number: int
     inputs: tuple[PartInput, ...]
-    """(N_f,) by owner."""
+    """(N_f,) inputs by owner."""
     origin: Origin
-    """Of the input rows."""
+    """Origin of the input rows."""
     leaves: Leaves
-    """The part side's weights at fM: the stash."""
+    """Stashed weights of the part side at fM."""
     read: Mapping[Side, int]
-    """Steps that each side's weights had seen at fM."""
+    """Number of steps of each side at fM."""
     values: list[Tensor] | None
-    """The owner side's weights at fM; None where they need not be the same."""
+    """Weights of the owner side at fM, or None if they need not be the same."""
     sources: list[Tensor] = field(default_factory=list)
-    """(N_f,) what the inputs of the first layer are made of, (L0, F_p) of each owner."""
+    """(N_f,) tensors from which the inputs of the first layer are computed, (L0, F_p) for each owner."""
     shares: list[list[Tensor]] = field(default_factory=list)
-    """This part's shares by gathered tensor, then by owner, with their graph."""
+    """This part's shares by gathered tensor, then by owner, with their autograd graph."""
     pulls: list[Transfer] = field(default_factory=list)
-    """The owner's sums, by gathered tensor."""
+    """Transfers of the shares for this owner, by gathered tensor."""
     pushes: list[Transfer] = field(default_factory=list)
-    """The owners' gradients of those sums."""
+    """Transfers of the owners' gradients of the sums, by gathered tensor."""
     gradients: Mapping[str, Tensor | None] = field(default_factory=dict)
-    """Of the trained parameters over all owners (bM)."""
-    of_sources: Sequence[Tensor | None] = ()
-    """(N_f,) gradients of the sources, where they are trained (bM)."""
+    """Gradients of the trained parameters over all owners (bM)."""
+    source_gradients: Sequence[Tensor | None] = ()
+    """(N_f,) gradients of the sources, if they are trained (bM)."""
     weight: float = 1.0
-    """Of this rank's gradient in the step (the gradient rule, docs/design/contracts.md)."""
+    """Weight of this rank's gradient in the step (the gradient rule, docs/design/contracts.md)."""
 
     def sums(self) -> PartialSums:
         """Wait for the parts' shares and return their sums, without a gradient."""
@@ -269,29 +266,30 @@ class InFlightBatch:
 
 
 def compute_shares(
-    layer: SplittableConv, given: Sequence[StageInput], group: Group, exchange: AsyncExchange
+    layer: SplittableConv, inputs: Sequence[StageInput], group: Group, exchange: AsyncExchange
 ) -> list[list[Tensor]]:
-    """Compute this part's stages up to the sum for every owner (fM); collective where the layer scatters.
+    """Compute this part's stages up to the sum for every owner (fM). Collective if the layer scatters.
 
-    Returns shares by gathered tensor, then by owner.
+    Return the shares by gathered tensor, then by owner.
     """
-    transformed = [layer.transform(one) for one in given]
-    shares = [layer.scatter(one, rows) for one, rows in zip(given, transformed, strict=True)]
-    summed = [sum_over_parts(of_owners, exchange) for of_owners in zip(*shares, strict=True)]
+    transformed = [layer.transform(stage_input) for stage_input in inputs]
+    shares = [layer.scatter(stage_input, rows) for stage_input, rows in zip(inputs, transformed, strict=True)]
+    summed = [sum_over_parts(owner_shares, exchange) for owner_shares in zip(*shares, strict=True)]
     scattered: list[PartialSums] = list(zip(*summed, strict=True)) if summed else [()] * group.size
     gathered = [
-        layer.gather(one, rows, sums) for one, rows, sums in zip(given, transformed, scattered, strict=True)
+        layer.gather(stage_input, rows, sums)
+        for stage_input, rows, sums in zip(inputs, transformed, scattered, strict=True)
     ]
-    return [list(of_owners) for of_owners in zip(*gathered, strict=True)]
+    return [list(owner_shares) for owner_shares in zip(*gathered, strict=True)]
 
 
 @final
 class PartSide:
-    """The parameters that a part uses before the sum: the cut ones and those shared by all parts.
+    """The parameters that a part uses before the sum. Some are cut, and some are shared by all parts.
 
-    They are stepped after the whole backward of a batch, while later batches are in flight, so each batch
-    computes with leaves of its own. The gradient of a cut parameter is the sum over the owners of the group,
-    which the part computes locally, and over its replicas. That of a shared one is summed over all ranks.
+    They are stepped after the backward of a batch, while later batches are in flight. So each batch computes
+    with its own leaves. The gradient of a cut parameter is the sum over the owners of the group, which the
+    part computes locally, and over its replicas. The gradient of a shared parameter is summed over all ranks.
     """
 
     def __init__(
@@ -313,15 +311,15 @@ class PartSide:
         same_columns = Group(rank=group.rank, members=group.replicas, replicas=(group.rank,))
         self._between_replicas = AsyncExchange(session, same_columns)
 
-    def leaves(self, *, copied: bool) -> Leaves:
-        """Return a leaf for each parameter; without ``copied`` it is valid until the next step."""
+    def make_leaves(self, *, copy: bool) -> Leaves:
+        """Return a leaf for each parameter. Without ``copy`` it is valid until the next step."""
         return {
-            name: (p.detach().clone() if copied else p.detach()).requires_grad_(p.requires_grad)
+            name: (p.detach().clone() if copy else p.detach()).requires_grad_(p.requires_grad)
             for name, p in self.parameters.items()
         }
 
     @contextmanager
-    def placed(self, leaves: Mapping[str, Tensor]) -> Iterator[None]:
+    def place(self, leaves: Mapping[str, Tensor]) -> Iterator[None]:
         """Make the modules compute with ``leaves`` inside the block."""
         try:
             for name, (module, attribute) in self._places.items():
@@ -332,61 +330,63 @@ class PartSide:
                 module._parameters[attribute] = self.parameters[name]
 
     def compute(self, batch: InFlightBatch) -> None:
-        """Run the backward of a batch through this part (bM); collective where the layer scatters."""
-        sources = [one for one in batch.sources if one.requires_grad]
-        # Parameters that the user has frozen meanwhile have none.
+        """Run the backward of a batch through this part (bM). Collective if the layer scatters."""
+        sources = [source for source in batch.sources if source.requires_grad]
+        # Parameters that the user has frozen meanwhile have no gradient.
         trained = [name for name in (*self._cut, *self._shared) if batch.leaves[name].requires_grad]
-        wanted = [*(batch.leaves[name] for name in trained), *sources]
+        inputs = [*(batch.leaves[name] for name in trained), *sources]
         shares, received = [], []
-        for push, of_owners in zip(batch.pushes, batch.shares, strict=True):
-            for share, gradient in zip(of_owners, push(), strict=True):
+        for push, owner_shares in zip(batch.pushes, batch.shares, strict=True):
+            for share, gradient in zip(owner_shares, push(), strict=True):
                 if share.requires_grad:
                     shares.append(share)
                     received.append(gradient)
-        found: Sequence[Tensor | None] = [None] * len(wanted)
-        if shares and wanted:
-            found = torch.autograd.grad(shares, wanted, received, allow_unused=True)
-        batch.gradients = dict(zip(trained, found, strict=False))
-        batch.of_sources = found[len(trained) :]
+        gradients: Sequence[Tensor | None] = [None] * len(inputs)
+        if shares and inputs:
+            gradients = torch.autograd.grad(shares, inputs, received, allow_unused=True)
+        batch.gradients = dict(zip(trained, gradients, strict=False))
+        batch.source_gradients = gradients[len(trained) :]
 
-    def add(self, batch: InFlightBatch) -> None:
-        """Add to ``.grad``; collective where something is shared or replicated."""
-        found = {name: batch.gradients.get(name) for name in self._cut}
+    def add_gradients(self, batch: InFlightBatch) -> None:
+        """Add the gradients to ``.grad``. Collective if a parameter is shared or replicated."""
+        gradients = {name: batch.gradients.get(name) for name in self._cut}
         if len(self._group.replicas) > 1:
-            found = self._summed(batch, self._cut, self._over_replicas)
-        for name, gradient in (found | self._summed(batch, self._shared, self._over_all)).items():
+            gradients = self._sum_gradients(batch, self._cut, self._sum_over_replicas)
+        for name, gradient in (
+            gradients | self._sum_gradients(batch, self._shared, self._sum_over_all)
+        ).items():
             if batch.leaves[name].requires_grad and gradient is not None:
                 parameter, new = self.parameters[name], gradient.detach()
                 parameter.grad = new if parameter.grad is None else parameter.grad + new
-        if batch.of_sources and batch.origin.embedding is not None:
-            nodes = [one.nodes for one in batch.inputs]
-            rows = list(zip(nodes, batch.of_sources, strict=True))
+        if batch.source_gradients and batch.origin.embedding is not None:
+            nodes = [part_input.nodes for part_input in batch.inputs]
+            rows = list(zip(nodes, batch.source_gradients, strict=True))
             if len(self._group.replicas) > 1:
-                rows = self._of_all_replicas(rows, batch.sources)
+                rows = self._gather_replicas(rows, batch.sources)
             batch.origin.embedding.add_gradients(rows)
         mark_pieces(self._pieces, self._session, self._group.size)
 
-    def _summed(
+    def _sum_gradients(
         self, batch: InFlightBatch, names: Sequence[str], all_reduce: Callable[[Tensor], Tensor]
     ) -> dict[str, Tensor | None]:
         if not names:
             return {}
         like = [batch.leaves[name] for name in names]
-        given = [batch.gradients.get(name) for name in names]
+        gradients = [batch.gradients.get(name) for name in names]
         flat = torch.cat(
             [
-                (torch.zeros_like(leaf) if one is None else one).reshape(-1)
-                for one, leaf in zip(given, like, strict=True)
+                (torch.zeros_like(leaf) if gradient is None else gradient).reshape(-1)
+                for gradient, leaf in zip(gradients, like, strict=True)
             ]
         )
         pieces = torch.split(all_reduce(flat), [leaf.numel() for leaf in like])
-        # Concatenation of several dtypes has promoted them to the widest.
+        # Concatenation has promoted several dtypes to the widest.
         return {
             name: piece.view_as(leaf).to(leaf.dtype)
             for name, piece, leaf in zip(names, pieces, like, strict=True)
         }
 
-    def _over_replicas(self, flat: Tensor) -> Tensor:
+    def _sum_over_replicas(self, flat: Tensor) -> Tensor:
         rank, ring = self._group.rank, self._group.replicas
         place = ring.index(rank)
         with report_failed_peers(self._session, "the sum of gradients over replicas"):
@@ -395,16 +395,19 @@ class PartSide:
         self._session.ledger.add(PHASE, 1, rank, ring[(place + 1) % len(ring)], sent)
         return flat
 
-    def _over_all(self, flat: Tensor) -> Tensor:
+    def _sum_over_all(self, flat: Tensor) -> Tensor:
         return sum_over_ranks(flat, self._session, phase=PHASE, layer=1, in_place=True)
 
-    def _of_all_replicas(
-        self, found: Sequence[tuple[Tensor, Tensor | None]], like: Sequence[Tensor]
+    def _gather_replicas(
+        self, row_gradients: Sequence[tuple[Tensor, Tensor | None]], like: Sequence[Tensor]
     ) -> list[tuple[Tensor, Tensor | None]]:
-        """Return nodes and gradients of all replicas, in their order, so that all ranks add alike."""
-        nodes = torch.cat([ids for ids, _ in found])
+        """Return nodes and gradients of all replicas in their order, so that all ranks add alike."""
+        nodes = torch.cat([ids for ids, _ in row_gradients])
         values = torch.cat(
-            [torch.zeros_like(row) if one is None else one for (_, one), row in zip(found, like, strict=True)]
+            [
+                torch.zeros_like(row) if gradient is None else gradient
+                for (_, gradient), row in zip(row_gradients, like, strict=True)
+            ]
         )
         sizes = gather_int64([len(nodes)], self._session)[list(self._group.replicas), 0].tolist()
         pushed = [
@@ -413,28 +416,28 @@ class PartSide:
             )
             for rows in (nodes, values)
         ]
-        return list(zip(*(one() for one in pushed), strict=True))
+        return list(zip(*(gradient() for gradient in pushed), strict=True))
 
 
-def replicas_group(session: Session, group: Group) -> dist.ProcessGroup | None:
-    """Return the process group of the replicas, None without others; every rank must call it."""
+def make_replica_group(session: Session, group: Group) -> dist.ProcessGroup | None:
+    """Make the process group of the replicas, or None if there are no others. Every rank must call it."""
     if len(group.replicas) == 1:
         return None
     limit = timedelta(seconds=session.timeout_s)
     with report_failed_peers(session, "groups of replicas"):
         # Every rank must make every group, in the same order.
-        made = [
+        groups = [
             dist.new_group(list(range(part, session.topology.world_size, group.size)), timeout=limit)
             for part in range(group.size)
         ]
-    return made[group.part]
+    return groups[group.part]
 
 
 @final
 class Pipeline(Shared):
     """Runs batches through the first layer of one model, in lock-step with the other ranks.
 
-    ``replicas`` is their process group; ``buffers`` are averaged after each backward.
+    ``replicas`` is the process group of the replicas. ``buffers`` are averaged after each backward.
     """
 
     def __init__(
@@ -467,74 +470,74 @@ class Pipeline(Shared):
         self.log = VersionLog([*part.parameters.values(), *by_rows], owner.parameters)
         self._spec: InputSpec | None = None
         self._edge_kinds: dict[str, str] | None = None
-        """Per-edge values by name that all ranks agreed on last."""
+        """Kinds of per-edge values by name that all ranks agreed on last."""
         self._begun: InFlightBatch | None = None
-        """Not yet reached by the user's loop."""
+        """Batch that has begun but was not yet reached by the user's loop."""
         self._pushed: list[InFlightBatch] = []
-        """The gradients of their sums were pushed; bM is still to come."""
+        """Batches whose gradients of the sums were pushed, and which wait for bM."""
         self._ready: list[InFlightBatch] = []
-        """Results of bM in the backward that is running."""
+        """Batches that finished bM in the running backward."""
         self._current: InFlightBatch | None = None
         self._last_called: Callable[[], GroupBatch | None] = lambda: None
-        """The batch that the model was called on last; a weak reference."""
+        """Weak reference to the batch of the model's last call."""
         self.weight = 1.0
-        """Of this rank's gradient in the step; set before each forward call."""
+        """Weight of this rank's gradient in the step. It is set before each forward call."""
 
     def begin(self, group_batch: GroupBatch | None) -> None:
-        """Prepare for the model's call on a batch; None where its blocks come from elsewhere."""
+        """Prepare for the model's call on a batch. It is None if the blocks come from elsewhere."""
         self._owner.restore()
         self._provenance.begin(group_batch, self._group.part)
         if group_batch is None:
             return
         for features in self._split.features:
-            self._provenance.add(features.source(group_batch.inputs[self._group.part]), features)
-        batch = self._begun_for(group_batch)
+            self._provenance.add(features.read_source(group_batch.inputs[self._group.part]), features)
+        batch = self._get_begun(group_batch)
         if batch is not None and batch.values is not None:
             self._owner.place(batch.values)
 
     def resume(self) -> None:
-        """Return to the batch whose backward is still to come, after a call without gradients."""
+        """Return to the batch that waits for its backward, after a call without gradients."""
         if self._current is not None and self._current.values is not None:
             self._owner.place(self._current.values)
 
-    def __call__(self, layer: SplittableConv, given: StageInput) -> PartialSums:
-        """Return the sums of all parts for this rank's block; forward and backward are collective.
+    def __call__(self, layer: SplittableConv, stage_input: StageInput) -> PartialSums:
+        """Return the sums of all parts for this rank's block. Forward and backward are collective.
 
         Raises:
             ConfigError: the block does not come from the strategy's loader, or the rows are not its own.
             PeerError: a rank is dead or did not take part within the time-out.
         """
-        group_batch: GroupBatch | None = getattr(given.block, "push_pull", None)
+        group_batch: GroupBatch | None = getattr(stage_input.block, "push_pull", None)
         if group_batch is None:
             raise ConfigError(
                 "the first layer was given a block that does not come from the strategy's loader, so the "
-                "other ranks do not know it; feed the model from dglx_dist.DataLoader, and compute without "
-                "the other ranks by model.whole()"
+                "other ranks do not know it; use the batches of dglx_dist.DataLoader, and model.whole() to "
+                "compute without the other ranks"
             )
         ahead = self._looks_ahead and torch.is_grad_enabled()
         if ahead:
             # A second call would replace the weights of the first before its backward.
             if self._last_called() is group_batch:
                 raise ConfigError(
-                    f"the model was called twice for one batch, and with depth={self._depth} every batch "
-                    "has the weights that it began with; call it once for each batch, or use depth=1"
+                    "the model was called twice for one batch, but a batch has one version of the weights "
+                    f"with depth={self._depth}; call it once for each batch, or use depth=1"
                 )
             self._last_called = weakref.ref(group_batch)
-        spec = read_input_spec(layer, given, self._provenance)
-        self._agree_on_edges(given.edges)
-        batch = self._begun_for(group_batch)
+        spec = read_input_spec(layer, stage_input, self._provenance)
+        self._agree_on_edges(stage_input.edges)
+        batch = self._get_begun(group_batch)
         if batch is None:
-            batch = self._start(layer, group_batch, spec, given.edges)
+            batch = self._start(layer, group_batch, spec, stage_input.edges)
         else:
             self._begun = None
             if self._spec != spec:
                 raise ConfigError(
-                    "the model gave its first layer other inputs than in the batch before, which batches in "
-                    "flight do not allow; use depth=1"
+                    "the model gave its first layer other inputs than in the previous batch, which is not "
+                    "supported with batches in flight; use depth=1"
                 )
         if ahead:
             self._begin_following(layer, group_batch, spec)
-        sums = self._timed(batch.sums, f"{WAIT} for the pull", batch.number)
+        sums = self._wait_timed(batch.sums, f"{WAIT} for the pull", batch.number)
         if not torch.is_grad_enabled():
             return sums
         batch.weight, self._current = self.weight, batch
@@ -542,21 +545,21 @@ class Pipeline(Shared):
         return cast("PartialSums", PullBackward.apply(anchor, self, batch, *sums))  # type: ignore[no-untyped-call]  # torch leaves it bare
 
     def drain(self) -> None:
-        """Finish and step every batch whose backward has begun; every rank must call it.
+        """Finish and step every batch whose backward has begun. Every rank must call it.
 
-        A batch with fM only is begun anew when its turn comes.
+        A batch that only ran fM is started again when the user's loop reaches it.
         """
         self._owner.restore()
         if self._begun is not None:
             self._begun.sums()
             self._begun = None
         while self._pushed:
-            with self.log.own_step():
+            with self.log.step_known_optimizers():
                 self.exchange.add_delayed()
                 self._add(self._backward_part(self._pushed.pop(0)))
 
     def close(self) -> None:
-        """Forget all batches, and leave the optimizers alone."""
+        """Forget all batches, and remove the hooks from the optimizers."""
         self._owner.restore()
         self._begun = self._current = None
         self._pushed, self._ready = [], []
@@ -567,15 +570,15 @@ class Pipeline(Shared):
         """Push the gradients of the sums, and run the part's backward of the batches that are due.
 
         Raises:
-            ConfigError: the batch is None, as it was completed before.
+            ConfigError: the batch is None, because it was completed before.
         """
         if batch is None:
             raise ConfigError(
                 "backward went through the first layer twice for one batch; call the model once for each "
-                "backward (retain_graph cannot be honoured here)"
+                "backward (retain_graph is not supported here)"
             )
         for gradient, shares in zip(gradients, batch.shares, strict=True):
-            # A mean over no targets is nan, which a weight of 0 does not undo.
+            # A mean over no targets is NaN, and NaN times a weight of 0 is NaN.
             weighed = gradient * batch.weight if batch.weight else torch.zeros_like(gradient)
             batch.pushes.append(self._activations.push(weighed, shares, BACKWARD, batch.number))
         self._pushed.append(batch)
@@ -583,22 +586,22 @@ class Pipeline(Shared):
             self._ready.append(self._backward_part(self._pushed.pop(0)))
 
     def _agree_on_edges(self, edges: Mapping[str, Tensor]) -> None:
-        # A rank that has none would leave the others waiting for them.
-        kinds = {name: f"{list(one.shape[1:])} {one.dtype}" for name, one in sorted(edges.items())}
+        # If one rank had no edge values, the others would wait for them.
+        kinds = {name: f"{list(values.shape[1:])} {values.dtype}" for name, values in sorted(edges.items())}
         if kinds != self._edge_kinds:
             remedy = "pass the first layer the same arguments on every rank"
             check_equal(self._session, "the values of edges of the first layer", kinds, remedy)
             self._edge_kinds = kinds
 
-    def _begun_for(self, group_batch: GroupBatch) -> InFlightBatch | None:
+    def _get_begun(self, group_batch: GroupBatch) -> InFlightBatch | None:
         begun = self._begun if torch.is_grad_enabled() else None
         return begun if begun is not None and begun.inputs is group_batch.inputs else None
 
     def _begin_following(self, layer: SplittableConv, group_batch: GroupBatch, spec: InputSpec) -> None:
         following = group_batch.following
-        if following is None or self._begun_for(following) is not None:
+        if following is None or self._get_begun(following) is not None:
             return
-        # A batch that was begun by a loop that was left is not needed any more.
+        # A loop that was left may have begun a batch that is not needed any more.
         self._begun, self._spec = None, spec
         edges = spec.edges(layer, following.inputs[self._group.part].block)
         self._begun = self._start(layer, following, spec, edges)
@@ -611,47 +614,53 @@ class Pipeline(Shared):
                 number=group_batch.number,
                 inputs=group_batch.inputs,
                 origin=spec.origin,
-                leaves=self._part.leaves(copied=self._looks_ahead and torch.is_grad_enabled()),
+                leaves=self._part.make_leaves(copy=self._looks_ahead and torch.is_grad_enabled()),
                 read=dict(self.log.steps),
-                values=self._owner.copies() if self._one_version and torch.is_grad_enabled() else None,
+                values=self._owner.copy_values() if self._one_version and torch.is_grad_enabled() else None,
             )
             by_column = dict.fromkeys(layer.edges_by_column, self._split.runs)
             edges = share_edge_values(
                 own_edges, group_batch.inputs, by_column, self._group, self._activations
             )
             seed, runs = self._session.seed, spec.origin.runs
-            with self._part.placed(batch.leaves):
-                batch.sources = [spec.origin.source(one) for one in group_batch.inputs]
-                given = [
+            with self._part.place(batch.leaves):
+                batch.sources = [spec.origin.read_source(part_input) for part_input in group_batch.inputs]
+                stage_inputs = [
                     StageInput(
-                        block=one.block,
-                        x=spec.origin.rows(source, one),
+                        block=part_input.block,
+                        x=spec.origin.compute_rows(source, part_input),
                         edges=values,
-                        draws=DropDraws(seed=seed, number=one.number, nodes=one.nodes, runs=runs),
+                        draws=DropDraws(
+                            seed=seed, number=part_input.number, nodes=part_input.nodes, runs=runs
+                        ),
                     )
-                    for one, source, values in zip(group_batch.inputs, batch.sources, edges, strict=True)
+                    for part_input, source, values in zip(
+                        group_batch.inputs, batch.sources, edges, strict=True
+                    )
                 ]
-                batch.shares = compute_shares(layer, given, self._group, self._activations)
-            batch.pulls = [self._activations.pull(one, FORWARD, batch.number) for one in batch.shares]
+                batch.shares = compute_shares(layer, stage_inputs, self._group, self._activations)
+            batch.pulls = [
+                self._activations.pull(part_input, FORWARD, batch.number) for part_input in batch.shares
+            ]
         return batch
 
     def _backward_part(self, batch: InFlightBatch) -> InFlightBatch:
         for push in batch.pushes:
-            self._timed(push, f"{WAIT} for the push", batch.number)
+            self._wait_timed(push, f"{WAIT} for the push", batch.number)
         with self._span("backward M", batch.number):
             self._part.compute(batch)
         return batch
 
     def _add(self, batch: InFlightBatch) -> None:
-        self._part.add(batch)
-        # A frozen side is never stepped.
-        if batch.of_sources or any(leaf.requires_grad for leaf in batch.leaves.values()):
+        self._part.add_gradients(batch)
+        # If all leaves are frozen, the side is never stepped.
+        if batch.source_gradients or any(leaf.requires_grad for leaf in batch.leaves.values()):
             self.log.waiting.append((batch.number, "M", batch.read["M"]))
         if self._one_version:
             self.log.waiting.append((batch.number, "D", batch.read["D"]))
 
     def _after_backward(self, weight: float) -> None:
-        # Not where the gradients are computed: every rank sums them after those of the owner side.
+        # Gradients of the part side are added here, because all ranks must sum them after the owner side's.
         self._owner.restore()
         self._buffers.average(weight)
         waiting: tuple[Side, ...] = ("M", "D") if self._one_version else ("M",)
@@ -666,16 +675,16 @@ class Pipeline(Shared):
         timeline = self._session.timeline
         return timeline.span(name, COMPUTE, number) if timeline.on else nullcontext()
 
-    def _timed(self, wait: Any, name: str, number: int) -> Any:
-        begun = time.perf_counter()
+    def _wait_timed(self, wait: Any, name: str, number: int) -> Any:
+        begin = time.perf_counter()
         with self._span(name, number):
-            found = wait()
-        self.exchange.waited_s += time.perf_counter() - begun
-        return found
+            result = wait()
+        self.exchange.waited_s += time.perf_counter() - begin
+        return result
 
 
 class PullBackward(torch.autograd.Function):
-    """Makes the sums inputs of the owner's graph; backward sends their gradients to the parts."""
+    """Makes the sums inputs of the owner's graph. Backward sends their gradients to the parts."""
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, pipeline: Pipeline, batch: InFlightBatch, *sums: Tensor) -> Any:
@@ -684,7 +693,7 @@ class PullBackward(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        # The graph lives as long as the user keeps the loss; the batch must not.
+        # The graph lives as long as the user keeps the loss, but the batch should be freed.
         batch, ctx.batch = ctx.batch, None
         ctx.pipeline.complete(batch, gradients)
         return gradients[0].new_zeros(()), None, None, *[None] * len(gradients)

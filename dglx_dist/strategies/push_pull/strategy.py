@@ -1,4 +1,4 @@
-"""Push-pull parallelism (P3): layer 1 split by input columns, the rest data parallel, pipelined."""
+"""Push-pull parallelism (P3). Layer 1 is split by input columns, and the later layers are data parallel."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ from dglx_dist.strategies.push_pull.exchange import AsyncExchange, GroupBatch, m
 from dglx_dist.strategies.push_pull.feature_columns import ColumnStore, ColumnStores
 from dglx_dist.strategies.push_pull.loader import PushPullLoader, split_prefetch
 from dglx_dist.strategies.push_pull.options import read_push_pull_options
-from dglx_dist.strategies.push_pull.pipeline import Pipeline, Version, replicas_group
+from dglx_dist.strategies.push_pull.pipeline import Pipeline, Version, make_replica_group
 from dglx_dist.strategies.push_pull.split_model import split_model, uncut_copy
 from dglx_dist.strategies.replicated import broadcast_state, check_same_model
 
@@ -50,14 +50,14 @@ if TYPE_CHECKING:
     from dglx_dist.graph.dist_graph import DistGraph
 
 PHASE = "weights"
-"""Ledger phase of pieces of weights and of optimizer state that are joined."""
+"""Ledger phase of joined pieces of weights and optimizer state."""
 
 
 @final
 class PushPull(Strategy):
-    """Features are cut by column and never move; partial activations of the first layer do (P3).
+    """Features are cut by column and never sent. Partial activations of the first layer are sent (P3).
 
-    Options: those of :class:`PushPullOptions`. See docs/strategies/push_pull.md.
+    See :class:`PushPullOptions` for the options, and docs/strategies/push_pull.md.
     """
 
     traits = Traits(
@@ -80,13 +80,13 @@ class PushPull(Strategy):
 
     @classmethod
     def candidates(cls, context: CandidateContext) -> Iterator[Candidate]:
-        """Yield both ways to share structure, group sizes, and pipelines with late weights."""
+        """Yield candidates with both ways to share structure, group sizes, and pipelines."""
         if context.ranks == 1 or not context.steps:
             return
         make = partial(Candidate, unit="mini_batch")
         yield make(options={"structure": "push"})
         yield make(options={"structure": "resample"})
-        # One rank with all columns, the ranks of a server, half of all ranks.
+        # The sizes are one rank with all columns, the ranks of a server, and half of all ranks.
         for size in sorted({1, context.ranks // context.servers, context.ranks // 2}):
             if context.ranks % size == 0 and size < context.ranks:
                 yield make(options={"structure": "push", "group_size": size})
@@ -101,8 +101,8 @@ class OpenedPushPull(OpenedStrategy):
     def __init__(self, strategy: PushPull, g: DistGraph) -> None:
         check_one_type("push_pull", g)
         super().__init__(strategy, g)
-        self._names = self._features()
-        self.group = make_group(self.session, self.options.group_size or self._chosen_size())
+        self._names = self._find_features()
+        self.group = make_group(self.session, self.options.group_size or self._choose_group_size())
         self._columns = ColumnStores(g, self.group)
         self.pipelines: list[weakref.ref[Pipeline]] = []
         """Pipelines that the loaders drain at the end of an epoch."""
@@ -110,8 +110,8 @@ class OpenedPushPull(OpenedStrategy):
         self.on_close += [self._columns.close, self._leave_replicas]
 
     def replicas(self) -> dist.ProcessGroup | None:
-        """Return the process group of the ranks with the same columns, None without others; collective."""
-        self._replicas = self._replicas or replicas_group(self.session, self.group)
+        """Return the process group of the ranks with the same columns, or None. Collective."""
+        self._replicas = self._replicas or make_replica_group(self.session, self.group)
         return self._replicas
 
     def _leave_replicas(self) -> None:
@@ -120,7 +120,7 @@ class OpenedPushPull(OpenedStrategy):
 
     @property
     def columns(self) -> ColumnStore:
-        """The columns of the option ``features``; opening them is collective."""
+        """The columns of the option ``features``. Opening them is collective."""
         return self._open_columns(self._names)
 
     def _open_columns(self, names: Sequence[str]) -> ColumnStore:
@@ -139,7 +139,7 @@ class OpenedPushPull(OpenedStrategy):
         sampler: Any,
         loader_options: Mapping[str, Any],
     ) -> PushPullLoader:
-        """Return a loader like ``inner_class``; matrices that ``sampler`` prefetches come as columns, too."""
+        """Return a loader like ``inner_class`` with the columns of matrices that ``sampler`` prefetches."""
         store = self.columns
         without, names = run_on_all_ranks(
             self.session, lambda: split_prefetch(self.g, sampler, self._names), ConfigError
@@ -147,25 +147,25 @@ class OpenedPushPull(OpenedStrategy):
         inner = inner_class(self.g, seeds, without, **loader_options)
         if names != self._names:
             store = self._open_columns(names)
-        dtype = loader_options.get("feature_dtype")  # the inner loader has checked it
+        dtype = loader_options.get("feature_dtype")  # The inner loader has checked it.
         return PushPullLoader(inner, self.g, store, self.group, self.options, self.pipelines, dtype)
 
     def make_model(self, model: nn.Module, reduction: Reduction) -> PushPullModel:
         return PushPullModel(model, self, reduction)
 
-    def _features(self) -> tuple[str, ...]:
+    def _find_features(self) -> tuple[str, ...]:
         g, names = self.g, self.options.names
         missing = [name for name in names if name not in g.ndata]
         if missing == [FEATURE] and names == (FEATURE,):
-            # The default: the input may be an embedding.
+            # The option has its default, so the input may be an embedding.
             return ()
         if missing:
             known = ", ".join(map(repr, g.ndata)) or "none"
             raise ConfigError(f"option features: the nodes have no {missing[0]!r} (known: {known})")
         return names
 
-    def _chosen_size(self) -> int:
-        """Return the fewest ranks that hold the features with ``memory`` each (P3, 3.5)."""
+    def _choose_group_size(self) -> int:
+        """Return the fewest ranks that can hold the features with ``memory`` bytes each (P3, 3.5)."""
         world_size, data, names = self.session.topology.world_size, self.g.ndata, self._names
         if not self.options.memory or not names:
             # The size of an embedding is not known before there is a model.
@@ -183,15 +183,15 @@ class OpenedPushPull(OpenedStrategy):
 
 @final
 class PushPullModel(WrappedModel):
-    """The user's model with its first convolution split; modifies the user's module.
+    """The user's model with its first convolution split. The user's module is modified.
 
-    Forward and backward are collective: every rank must run both in every step, also without targets. With
+    Forward and backward are collective. Every rank must run both in every step, even without targets. With
     several mini-batches in flight, a step of the user's optimizer applies the gradients of the batch that is
-    due, and the last ones are stepped when the pipeline drains.
+    due. The last batches are stepped when the pipeline is drained.
 
     Raises:
-        ConfigError: no layer of the model takes that many columns and can be split; or as for data parallel
-            models.
+        ConfigError: no layer of the model takes the input's columns and can be split, or data_parallel could
+            not train the model either.
     """
 
     def __init__(self, model: nn.Module, opened: OpenedPushPull, reduction: Reduction) -> None:
@@ -201,7 +201,7 @@ class PushPullModel(WrappedModel):
         check_same_model(model, session, str(options), reduction)
         broadcast_state(model, session)
         self._session, self._reduction, self._group = session, reduction, group
-        # Before the cut: where another rank fails meanwhile, the user's model stays whole.
+        # This comes before the cut, so that the user's model stays uncut if another rank fails.
         replicas = opened.replicas()
         split = split_model(
             model, store, group, num_nodes=opened.g.num_nodes(), seed=session.seed, sync=options.sync
@@ -218,11 +218,11 @@ class PushPullModel(WrappedModel):
         self._provenance, self._first = split.provenance, type(split.layer).__name__
         inside, cut = set(split.layer.modules()), {model.get_parameter(name) for name in split.cuts}
         self._uncut_inputs = {
-            id(one): name
-            for name, one in model.named_modules()
-            if one not in inside and (owned := set(one.parameters())) and owned.isdisjoint(cut)
+            id(submodule): name
+            for name, submodule in model.named_modules()
+            if submodule not in inside and (owned := set(submodule.parameters())) and owned.isdisjoint(cut)
         }
-        """Modules with weights that are not split, by name: they must not be given a part's columns."""
+        """Names of modules with weights that are not split. They must not be called on a part's columns."""
 
     @property
     def parts(self) -> Parts:
@@ -234,51 +234,55 @@ class PushPullModel(WrappedModel):
 
     @property
     def versions(self) -> Sequence[Version]:
-        """Of the weights that the latest batches read and wrote, in the order of their steps."""
-        return tuple(self._pipeline.log.done)
+        """Versions of the weights that the latest batches read and wrote, in the order of their steps."""
+        return tuple(self._pipeline.log.versions)
 
     @property
     def overlaps_steps(self) -> bool:
         return self._depth > 1
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PushPullModel:
-        """Return a copy that trains with the other ranks by itself; every rank must make it."""
-        copied = memo[id(self)] = PushPullModel(self.whole(), self._opened, self._reduction)
-        return copied.train(self.training)
+        """Return an independent copy that trains with the other ranks. Every rank must copy the model."""
+        result = memo[id(self)] = PushPullModel(self.whole(), self._opened, self._reduction)
+        return result.train(self.training)
 
     def exchange_seconds(self, *, reset: bool = False) -> float:
         return self._pipeline.exchange.seconds(reset=reset)
 
     def no_sync(self) -> AbstractContextManager[None]:
-        return self._pipeline.exchange.hold()
+        return self._pipeline.exchange.hold_gradients()
 
     def drain(self) -> None:
-        """Take every mini-batch in flight to its step; every rank must call it.
+        """Finish every mini-batch in flight and step it. Every rank must call it.
 
-        The loader calls it at the end of an epoch, and :meth:`state_dict` and :meth:`whole` at their start.
+        The loader calls it at the end of an epoch, and :meth:`state_dict` and :meth:`whole` call it first.
         """
         self._pipeline.drain()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the user's module on blocks of the strategy's loader; on others ConfigError."""
-        found = (getattr(one, "push_pull", None) for one in flatten_arguments((*args, *kwargs.values())))
-        self._pipeline.begin(next((one for one in found if isinstance(one, GroupBatch)), None))
+        """Call the user's module on blocks of the strategy's loader. Other blocks raise ConfigError."""
+        batches = (
+            getattr(argument, "push_pull", None) for argument in flatten_arguments((*args, *kwargs.values()))
+        )
+        self._pipeline.begin(
+            next((argument for argument in batches if isinstance(argument, GroupBatch)), None)
+        )
         if self._provenance.dropouts.in_use:
             self._provenance.dropouts.limit((*args, *kwargs.values()))
         if not torch.is_grad_enabled():
-            output = self._computed(args, kwargs)
+            output = self._compute(args, kwargs)
             self._pipeline.resume()
             return output
         check_frozen(self.module, self._trained)
         share = find_share((*args, *kwargs.values()), self._session)
         weight = gradient_weight(share, self._reduction)
         self._pipeline.weight = self._statistics.weight = weight
-        return self._pipeline.exchange.mark(self._computed(args, kwargs), weight)
+        return self._pipeline.exchange.mark(self._compute(args, kwargs), weight)
 
-    def _computed(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _compute(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._group.size == 1 or self._provenance.own is None:
             return self.module(*args, **kwargs)
-        # Only during the call, so that modules stay as the user made them.
+        # The hook is registered only during the call, so that the user's modules stay unchanged.
         handle = register_module_forward_pre_hook(self._check_input)
         try:
             return self.module(*args, **kwargs)
@@ -290,29 +294,30 @@ class PushPullModel(WrappedModel):
         if name is None:
             return
         tensors = [leaf for leaf in tree_leaves(arguments) if isinstance(leaf, Tensor)]
-        given = next((one for one in tensors if self._provenance.holds(one)), None)
-        if given is None and isinstance(module, nn.Linear) and tensors:
-            # Columns that were concatenated to something else, as in torch.cat([h, x], 1).
-            given = None if tensors[0].shape[-1] == module.in_features else tensors[0]
-        if given is not None:
+        columns = next((tensor for tensor in tensors if self._provenance.shares_memory(tensor)), None)
+        if columns is None and isinstance(module, nn.Linear) and tensors:
+            # The columns may be concatenated to other values, as in torch.cat([h, x], 1).
+            columns = None if tensors[0].shape[-1] == module.in_features else tensors[0]
+        if columns is not None:
             raise ConfigError(
-                f"{name!r} ({type(module).__name__}) was given {given.shape[-1]} columns, but this rank has "
-                f"only its share of the input's columns, and the first layer alone ({self._first}) is split. "
-                "Let nothing else with weights use the input (no skip connection around the first layer, no "
-                "second layer on the same rows), or use strategy='data_parallel'"
+                f"{name!r} ({type(module).__name__}) was given {columns.shape[-1]} columns, but this rank "
+                f"has only its share of the input's columns, and only the first layer ({self._first}) is "
+                "split. No other module with weights may use the input (no skip connection around the "
+                "first layer, no second layer on the same rows); change the model, or use "
+                "strategy='data_parallel'"
             )
 
     def whole(self) -> nn.Module:
         self.drain()
         pieces = {name: self.module.get_parameter(name).detach() for name in self._cuts}
-        return uncut_copy(self.module, {name: self.join_state(name, one) for name, one in pieces.items()})
+        return uncut_copy(self.module, {name: self.join_state(name, piece) for name, piece in pieces.items()})
 
     def join_state(self, name: str, piece: Tensor) -> Tensor:
         cut = self._cuts.get(name)
         if cut is None:
             return piece
-        # A count of steps is no piece. One value per parameter may have the shape of a piece of one column,
-        # but not on all parts.
+        # State such as a count of steps is no piece. A single value may have the shape of a piece with one
+        # column, but not on all parts.
         is_piece = tuple(piece.shape) == cut.piece_shape(self._group.part)
         if not gather_int64([is_piece], self._session).all():
             return piece
@@ -326,7 +331,7 @@ class PushPullModel(WrappedModel):
         return cut_out(uncut, cut.runs[self._group.part], cut.dimension)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
-        """Clip as the base class says; pieces count once for each part, not for its replicas.
+        """Clip as described in the base class. Pieces count once for each part, not for its replicas.
 
         Raises:
             ConfigError: ``norm_type`` is not above 0.
@@ -334,7 +339,7 @@ class PushPullModel(WrappedModel):
         if not norm_type > 0:
             raise ConfigError(f"norm_type={norm_type} must be above 0, or inf for the largest gradient")
         mark_pieces(map(self.module.get_parameter, self._cuts), self._session, self._group.size)
-        # Not by torch's function, which takes no norm of sparse gradients beside those of pieces.
+        # torch's function cannot combine norms of sparse gradients with those of pieces.
         norms = [p.grad.norm(norm_type) for p in self.module.parameters() if p.grad is not None]
         norm = torch.linalg.vector_norm(torch.stack(norms or [torch.zeros(())]), norm_type)
         nn.utils.clip_grads_with_norm_(self.module.parameters(), max_norm, norm)
@@ -355,8 +360,8 @@ class PushPullModel(WrappedModel):
             if name in state_dict and tuple(state_dict[name].shape) != cut.shape:
                 raise RuntimeError(
                     f"size mismatch for {name}: copying a param with shape {tuple(state_dict[name].shape)}, "
-                    f"the uncut shape in the current model is {cut.shape}; load what state_dict() of the "
-                    "wrapped model gave"
+                    f"the uncut shape in the current model is {cut.shape}; load a state_dict() of the "
+                    "wrapped model"
                 )
         own = {name: self.cut_state(name, value) for name, value in state_dict.items()}
         return super().load_state_dict(own, strict, assign)

@@ -22,12 +22,12 @@ def check_pieces(columns: tuple[int, ...]) -> None:
         rank, random = session.topology.rank, torch.Generator().manual_seed(1)
         uncut = torch.randn(4, sum(columns), generator=random, dtype=torch.float64) - 3.0
         own = torch.split(uncut, columns, dim=1)[rank]
-        piece = CutGradient.over(own.clone(), session, len(columns))
+        piece = CutGradient.wrap(own.clone(), session, len(columns))
         for order in (1.0, 2.0, 3.5, math.inf):
             assert_equal(piece.norm(order), uncut.norm(order))
             assert_equal(torch.linalg.vector_norm(piece.detach(), order), uncut.norm(order))
             dense = nn.Parameter(torch.zeros_like(own))
-            dense.grad = CutGradient.over(own.clone(), session, len(columns))
+            dense.grad = CutGradient.wrap(own.clone(), session, len(columns))
             assert_equal(nn.utils.clip_grad_norm_([dense], 0.5, order, foreach=True), uncut.norm(order))
             assert_equal(torch._foreach_norm([piece, uncut], ord=order)[1], uncut.norm(order))
         assert_equal(torch.norm(piece.data), uncut.norm())
@@ -42,7 +42,7 @@ def check_pieces(columns: tuple[int, ...]) -> None:
         torch.save(piece, io.BytesIO())
         sparse = torch.sparse_coo_tensor([[0, 2, 3]], own[[0, 2, 3]], own.shape, check_invariants=True)
         weight = nn.Parameter(torch.zeros_like(own))
-        weight.grad = CutGradient.over(sparse.coalesce(), session, len(columns))
+        weight.grad = CutGradient.wrap(sparse.coalesce(), session, len(columns))
         total = nn.utils.clip_grad_norm_([weight], 0.5)
         assert_equal(total, uncut[[0, 2, 3]].norm())
         if rank == 0:

@@ -310,7 +310,7 @@ def test_a_dataset_whose_columns_find_no_room_is_whole(
         PartitionPlan(num_parts=2, method="feature"),
         write_columns=write_slices,
     )
-    assert "the dataset is whole without them" in caplog.text
+    assert "is complete without them" in caplog.text
     dataset = open_dataset(tmp_path / "d", verify="full")
     assert not [path for path in (tmp_path / "d").rglob("*") if path.name.endswith((".partial", FILE))]
     monkeypatch.undo()

@@ -71,7 +71,7 @@ def test_norm_refuses_what_is_not_the_features() -> None:
         ConfigError, match=r"LayerNorm\(7\) was cut .* shape \(3, 7\) .* after the first layer"
     ):
         modules["norm"](torch.zeros(3, F))
-    with pytest.raises(ConfigError, match="something has changed before"):
+    with pytest.raises(ConfigError, match="were changed before"):
         modules["norm"](modules["drop"](x))
     provenance.begin(None, 0)
     with pytest.raises(ConfigError, match="was cut by input columns"):

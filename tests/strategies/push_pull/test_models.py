@@ -278,7 +278,7 @@ def on_rank(folder: str) -> dict[str, Any]:
         return found
 
 
-TIED = "'layers.[01].fc_neigh.weight' and 'layers.[01].fc_neigh.weight' are one parameter.*data_parallel"
+TIED = "'layers.[01].fc_neigh.weight' and 'layers.[01].fc_neigh.weight' are the same parameter.*data_parallel"
 LINKS: tuple[tuple[str, str, dict[str, Any]], ...] = (
     ("links", "push_pull", {}),
     ("links, rows", "data_parallel", {}),

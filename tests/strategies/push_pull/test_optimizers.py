@@ -51,10 +51,10 @@ class MyAdafactor(torch.optim.Adafactor):
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda: torch.optim.LBFGS(matrix()), "LBFGS looks at whole parameters"),
-        (lambda: torch.optim.Adafactor(matrix()), "Adafactor looks at whole parameters"),
-        (lambda: torch.optim.Muon(matrix()), "Muon looks at whole parameters"),
-        (lambda: MyAdafactor(matrix()), "MyAdafactor looks at whole parameters"),
+        (lambda: torch.optim.LBFGS(matrix()), "LBFGS uses uncut parameters"),
+        (lambda: torch.optim.Adafactor(matrix()), "Adafactor uses uncut parameters"),
+        (lambda: torch.optim.Muon(matrix()), "Muon uses uncut parameters"),
+        (lambda: MyAdafactor(matrix()), "MyAdafactor uses uncut parameters"),
         (lambda: NeedsClosure(matrix(), lr=0.1), "needs a closure"),
     ],
 )

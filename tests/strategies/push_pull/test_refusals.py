@@ -82,7 +82,7 @@ def other_block(net: Any, blocks: list[Any], x: Tensor) -> Tensor:
     return net.first(block, x[: block.num_src_nodes()])
 
 
-NOT_AS_THEY_CAME = r"not the loader's features as they came.*LayerNorm.*Dropout.*Embedding.*data_parallel"
+NOT_AS_THEY_CAME = r"not the loader's unchanged features.*LayerNorm.*Dropout.*Embedding.*data_parallel"
 ONLY_A_SHARE = r"share of the input's columns.*no skip connection.*data_parallel"
 TWICE = "backward went through the first layer twice.*call the model once"
 LBFGS = {"optimizer": torch.optim.LBFGS, "closure": (lambda: 0.0,)}
@@ -109,7 +109,7 @@ CASES: tuple[tuple[Callable[[], nn.Module], dict[str, Any], dict[str, Any], str]
     (lambda: Net(other_block), {}, {}, r"not come from the strategy's loader.*model\.whole\(\)"),
     (lambda: Net(width=WIDTH + 1), {}, {}, rf"no layer that takes the {WIDTH} columns of the input"),
     (Net, {"features": "feat,fat"}, {}, r"features: the nodes have no 'fat' \(known: "),
-    (Net, {"features": "feat,"}, {}, "has an empty name; as 'feat,extra'"),
+    (Net, {"features": "feat,"}, {}, "has an empty name; write 'feat,extra'"),
     (Net, {"group_size": 3}, {}, r"does not divide the 2 ranks; choose one of 1, 2"),
     (Net, {"depth": 4}, {}, r"depth=4 must be 1, 2 or 3"),
     (Net, {"memory": "much"}, {}, r"'much' is not a size in bytes\. Write it as '4GB'"),
@@ -117,7 +117,7 @@ CASES: tuple[tuple[Callable[[], nn.Module], dict[str, Any], dict[str, Any], str]
     (Net, {"depth": 1}, {"twice": True}, TWICE),
     (Net, {"depth": 3}, {"twice": True}, TWICE),
     (Net, {"depth": 2}, {"calls": 2}, "called twice for one batch.*call it once.*depth=1"),
-    (Net, {}, LBFGS, "LBFGS looks at whole parameters.*data_parallel"),
+    (Net, {}, LBFGS, "LBFGS uses uncut parameters.*data_parallel"),
     # And after all that, what is right still trains.
     (Net, {"depth": 3}, {}, TRAINS),
 )
