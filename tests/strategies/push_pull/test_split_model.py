@@ -192,7 +192,7 @@ def test_a_model_that_is_refused_stays_as_it_was() -> None:
     net = Net().double()
     net.first.fc_neigh.weight = net.first.fc_self.weight
     before = dict(net.named_parameters(remove_duplicate=False))
-    with start_session() as session, pytest.raises(ConfigError, match=r"'first\.fc_\w+.*are the same parameter"):
+    with start_session() as session, pytest.raises(ConfigError, match=r"'first\.fc_\w+.*the same parameter"):
         wrapped(net, session, 1)
     assert all(one is before[name] for name, one in net.named_parameters(remove_duplicate=False))
     assert not any("forward" in vars(module) for module in net.modules())

@@ -67,7 +67,7 @@ WRONG: Mapping[str, tuple[str, Any, str, Any]] = {
         lambda shares, _: tuple(shares),
     ),
     "a mean over the fan-out": ("sage", convolutions, "mean_in_edges", mean_of_fanout),
-    "attention vectors of one part": ("gat", PartSide, "_over_all", lambda self, flat: flat),
+    "attention vectors of one part": ("gat", PartSide, "_sum_over_all", lambda self, flat: flat),
 }
 """What is wrong: the model, and what is replaced by what."""
 
