@@ -1,4 +1,4 @@
-"""Memory budget, and files that hold what does not fit: buckets, spills, sorted edges, finished stages."""
+"""Memory budgets, and files for data that does not fit: buckets, spills, sorted edges and finished stages."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ from dglx_dist.progress import progress, say
 from dglx_dist.records import Array, ColumnInfo
 
 LIBRARY_BYTES = 48 * 2**20
-"""Library code that is not loaded yet, and buffers that do not depend on the limit."""
+"""Memory for library code that is not loaded yet, and for buffers that do not depend on the limit."""
 PROGRAM_BYTES = 192 * 2**20
-"""Approximate memory of Python and its libraries, :data:`LIBRARY_BYTES` included; used in messages."""
+"""Approximate memory of Python and its libraries, including :data:`LIBRARY_BYTES`. Used in messages."""
 BUDGET_SHARES = 6
-"""A bucket takes one of so many shares of the budget."""
+"""Number of shares of the budget. A bucket takes one of them."""
 MIN_WORK_BYTES = 24 * 2**20
-"""Least budget beside the program itself; with less the pieces become too small."""
+"""Minimum budget beside the program itself. With less memory the pieces become too small."""
 
 
 _ROUNDING_MB = 8
@@ -48,39 +48,42 @@ _ROUNDING_MB = 8
 
 @dataclass(frozen=True, kw_only=True)
 class Budget:
-    """Memory beside the program itself; steps run one at a time."""
+    """Memory for work beside the program itself. Steps run one at a time."""
 
     work: int
     reserved: int = PROGRAM_BYTES
-    """What is taken already: the program, and what :meth:`with_reserved` is given."""
+    """Bytes of the program and of :meth:`with_reserved`."""
 
     def with_reserved(self, num_bytes: int) -> Budget:
-        """Return what is left beside ``num_bytes``, which may be negative."""
+        """Return the budget with ``num_bytes`` less for work. The number may be negative."""
         return Budget(work=self.work - num_bytes, reserved=self.reserved + num_bytes)
 
     def remedy(self, num_bytes: int) -> str:
-        """Return what to grant for ``num_bytes`` of work; the next process may hold a little more."""
+        """Return the advice to grant memory for ``num_bytes`` of work."""
         return f"grant --memory {(self.reserved + num_bytes) // 10**6 + _ROUNDING_MB}MB"
 
     @property
     def batch(self) -> int:
-        """Bytes of table rows read at a time; converting them takes a multiple of it."""
+        """Bytes of table rows to read at a time. Converting them takes several times that memory."""
         return self.work // 32
 
     @property
     def bucket(self) -> int:
-        """Bytes sorted or looked up at a time."""
+        """Bytes to sort or look up at a time."""
         return self.work // BUDGET_SHARES
 
 
 def open_budget(limit: int) -> Budget:
-    """Return the budget, ``limit`` bytes minus the memory of this process now; ConfigError if too small.
+    """Return the budget: ``limit`` bytes minus the current memory of this process.
 
-    No more than the machine or the control group has; a lower limit for that reason is printed.
+    If the machine or the control group has less memory, that is the limit, which is printed.
+
+    Raises:
+        ConfigError: the budget is too small.
     """
     most, _ = machine_memory()
     if limit > most:
-        say(f"--memory {format_bytes(limit)} is more than there is here; {format_bytes(most)} are used")
+        say(f"--memory {format_bytes(limit)} is more than this machine has; using {format_bytes(most)}")
         limit = most
     used = resident_bytes() + LIBRARY_BYTES
     budget = Budget(work=limit - used, reserved=used)
@@ -97,7 +100,8 @@ def low_memory_allocators() -> Iterator[None]:
     """Make allocators return freed memory to the system instead of keeping it.
 
     Arrow's own pool keeps freed memory for a while, and glibc keeps pieces smaller than the largest one freed
-    so far: reading a column of 9 MB in pieces of 1 MB held 40 MB. The glibc setting is not reverted.
+    so far. For example, reading a column of 9 MB in pieces of 1 MB kept 40 MB. The glibc setting is not
+    reverted.
     """
     before = pa.default_memory_pool()
     pa.set_memory_pool(pa.system_memory_pool())
@@ -109,12 +113,12 @@ def low_memory_allocators() -> Iterator[None]:
 
 
 def release_memory() -> None:
-    """Return freed memory to the system; called between steps, since malloc does not reuse small pieces."""
+    """Return freed memory to the system. It is called between steps, as malloc does not reuse small pieces."""
     return_memory(1 << 17)
 
 
 def iterate_runs(values: Array) -> Iterator[tuple[int, slice]]:
-    """Yield each run of equal values in an ascending (K,) integer array: the value and its positions."""
+    """Yield the value and the positions of each run of equal values in an ascending (K,) integer array."""
     starts = np.flatnonzero(np.diff(values, prepend=-1))
     for start, end in pairwise([*starts.tolist(), len(values)]):
         yield int(values[start]), slice(start, end)
@@ -129,7 +133,7 @@ class BucketFiles:
         self._folder, self.dtype = folder, np.dtype(dtype)
 
     def append(self, buckets: Array, records: Array) -> None:
-        """Append (K,) ``records``, each to the file that (K,) ``buckets`` names; their order is kept."""
+        """Append each of the (K,) ``records`` to the file of its bucket number. Their order is kept."""
         # NumPy sorts 16-bit keys in linear time.
         buckets = buckets.astype(np.uint16) if buckets.max(initial=0) < 1 << 16 else buckets
         order = np.argsort(buckets, kind="stable")
@@ -139,7 +143,7 @@ class BucketFiles:
                 write_array(file, records[run])
 
     def take(self, bucket: int) -> Array:
-        """Return the records of one file, and delete it."""
+        """Return the records of one file and delete it."""
         path = self._folder / str(bucket)
         if not path.exists():
             return np.empty(0, self.dtype)
@@ -150,9 +154,9 @@ class BucketFiles:
 
 @final
 class ScatteredRows:
-    """Random writes to rows on disk, in files of position ranges that fit into ``memory`` bytes.
+    """Rows on disk that can be written in any order. Each file has a range that fits in ``memory`` bytes.
 
-    Rows that are never put have the value ``fill``.
+    Rows that are never written have the value ``fill``.
     """
 
     def __init__(
@@ -168,17 +172,17 @@ class ScatteredRows:
         self._num_rows, self._fill = num_rows, fill
         self._row = np.dtype((dtype, row_shape))
         self._files = BucketFiles(folder, [("at", np.int64), ("row", dtype, row_shape)])
-        # The entries that are read and the rows that they become are in memory at the same time.
+        # The entries of a file and its rows are in memory at the same time.
         self._range = max(1, memory // (self._files.dtype.itemsize + self._row.itemsize))
 
     def put(self, positions: Array, rows: Array) -> None:
-        """Put (k, *row) at ``positions`` ((k,) integers); the last row at a position wins."""
+        """Write the (k, *row) ``rows`` at the (k,) ``positions``. The last row at a position wins."""
         entries = np.empty(len(positions), self._files.dtype)
         entries["at"], entries["row"] = positions, rows
         self._files.append(positions // self._range, entries)
 
     def chunks(self) -> Iterator[Array]:
-        """Yield all rows in order, a range at a time, and delete its file."""
+        """Yield all rows in order, one range at a time, and delete the files."""
         for first in range(0, self._num_rows, self._range):
             count = min(self._range, self._num_rows - first)
             rows = np.full((count, *self._row.shape), self._fill, dtype=self._row.base)
@@ -189,14 +193,14 @@ class ScatteredRows:
 
 
 def write_array(file: BinaryIO, rows: Array) -> None:
-    """Append the values of ``rows``; OSError says what is wrong with the disk."""
-    # Not tofile, whose error on a full disk does not say so.
+    """Append the values of ``rows`` to a file."""
+    # The error of tofile does not say that a disk is full.
     file.write(np.ascontiguousarray(rows).reshape(-1).view(np.uint8).data)
 
 
 @final
 class Spill:
-    """Rows in one new file, none in memory."""
+    """A new file of rows that are not kept in memory."""
 
     def __init__(self, path: Path, dtype: Any, chunks: Iterable[Array] = ()) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -211,45 +215,45 @@ class Spill:
         self.num_rows += len(rows)
 
     def chunks(self, num_rows: int) -> Iterator[Array]:
-        """Yield all rows, single values, in order, at most ``num_rows`` at a time."""
+        """Yield all values in order, at most ``num_rows`` at a time. Rows must be single values."""
         with self.path.open("rb") as file:
             for first in range(0, self.num_rows, num_rows):
                 yield np.fromfile(file, self._dtype, min(num_rows, self.num_rows - first))
 
 
 def spill(folder: Path, name: str, dtype: Any, chunks: Iterable[Array] = ()) -> Spill:
-    """Return a new file of :func:`map_spill`; ``dtype`` is part of its name."""
+    """Create a file for :func:`map_spill`. Its name contains ``dtype``."""
     return Spill(folder / f"{name}.{np.dtype(dtype).str}", dtype, chunks)
 
 
 def map_spill(folder: Path, name: str) -> Array:
-    """Return the (K,) values of a :func:`spill`, memory-mapped; FileNotFoundError if there is none."""
+    """Return the memory-mapped (K,) values of a :func:`spill`. Raise FileNotFoundError if it is missing."""
     for path in folder.glob(f"{name}.*"):
         dtype = np.dtype(path.suffix[1:])
-        # Opened for writing, so that compiled code does not have a second variant for read-only arrays.
+        # It is opened for writing, so that compiled code needs no second variant for read-only arrays.
         return np.memmap(path, dtype, "r+") if path.stat().st_size else np.empty(0, dtype)
     raise FileNotFoundError(f"there is no {name} in {folder}")
 
 
 class Ranks:
-    """The processes that share one job; this class is a job of one process.
+    """The processes that share one job. This class is a job of one process.
 
-    All ranks call every method, in the same order. Where one ends, the others raise PeerError.
+    All ranks must call every method in the same order. If one rank ends, the others raise PeerError.
     """
 
     rank, count = 0, 1
 
     @property
     def is_first(self) -> bool:
-        """Whether this is rank 0, which does alone what is not shared."""
+        """Whether this is rank 0, which does unshared work alone."""
         return self.rank == 0
 
     def gather(self, local: Array) -> list[Array]:
-        """Return the arrays (k, *row) of all ranks, which differ in k only."""
+        """Return the (k, *row) arrays of all ranks. Only k may differ."""
         return [local]
 
     def union(self, marks: Array) -> Array:
-        """Return the (K,) bool that is true where ``marks`` of any rank is."""
+        """Return the element-wise OR of the (K,) bool ``marks`` of all ranks."""
         packed = np.bitwise_or.reduce(self.gather(np.packbits(marks)))
         return np.unpackbits(packed, count=len(marks)).view(np.bool_)
 
@@ -259,17 +263,17 @@ class Ranks:
 
 
 Chunks: TypeAlias = Callable[[int], Iterator[Array]]
-"""Number of rows -> all rows in order, at most so many at a time."""
+"""Function that yields all rows in order, in chunks of at most the given number of rows."""
 
 _SLOTS = 1 << 16
 _KEY_BYTES = 24
-"""Keys of an edge that is sorted, its position, and what NumPy's sort takes beside them."""
+"""Bytes per edge for its sort key, its position and NumPy's temporary arrays."""
 _HUB_SHARES = 5
-"""Memory shares that the edges of a hub may take; nothing else is in memory then."""
+"""Memory shares that the edges of a hub may take. Nothing else is in memory then."""
 
 
 class EdgeColumn(NamedTuple):
-    """Rows that belong to the edges."""
+    """A column of the edges."""
 
     info: ColumnInfo
     rows: Chunks
@@ -277,7 +281,7 @@ class EdgeColumn(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class EdgeStream:
-    """E edges as they are read, in their order."""
+    """E edges in their original order."""
 
     sources: Chunks
     destinations: Chunks
@@ -287,26 +291,28 @@ class EdgeStream:
 
     @property
     def record(self) -> np.dtype[np.void]:
-        """One edge in a bucket."""
-        infos = enumerate(one.info for one in self.columns)
+        """Dtype of one edge in a bucket."""
+        infos = enumerate(column.info for column in self.columns)
         ends = [("destination", id_dtype(self.num_destinations)), ("source", id_dtype(self.num_sources))]
-        return np.dtype([*ends, *((str(i), numpy_dtype(one.dtype), one.row_shape) for i, one in infos)])
+        return np.dtype(
+            [*ends, *((str(i), numpy_dtype(column.dtype), column.row_shape) for i, column in infos)]
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
 class SortedEdges:
-    """CSC in files: edges ordered by (destination, source, position in the stream)."""
+    """CSC in files. Edges are ordered by (destination, source, position in the stream)."""
 
     indptr: Spill
     """(N_dst + 1,) int64."""
     indices: Spill
-    """(E,) sources; int32 where N_src fits."""
+    """(E,) sources, int32 if N_src fits, else int64."""
     columns: Sequence[Spill]
-    """Of each of :attr:`EdgeStream.columns`, all values of a row one after the other."""
+    """Sorted :attr:`EdgeStream.columns`. The values of a row are stored one after the other."""
 
 
 def argsort_edges(destinations: Array, sources: Array) -> Array:
-    """Return (K,) positions that sort edges by (destination, source); of equal ones the first comes first."""
+    """Return the (K,) positions that stably sort edges by (destination, source)."""
     keys = destinations.astype(np.int64)
     keys *= int(sources.max(initial=0)) + 1
     keys += sources
@@ -322,15 +328,20 @@ def sort_edges(
     advance: Callable[[int], None] = lambda _: None,
     ranks: Ranks | None = None,
 ) -> SortedEdges:
-    """Sort edges by (destination, source, position), and what they carry with them.
+    """Sort edges and their columns by (destination, source, position).
 
-    All ``ranks`` (None: this process) call it with the same edges and budget, and each sorts some ranges of
-    destinations; what is returned is then this rank's, but the files in ``folder`` have all edges.
+    The files ``indptr``, ``indices``, ``carried0``, ``carried1`` ... in ``folder`` are for :func:`map_spill`.
+    A bucket has the in-edges of as many consecutive destinations as fit in ``budget.bucket`` bytes, but at
+    least of one of 65,536 slots of destinations.
 
-    Writes ``indptr``, ``indices``, ``carried0``, ``carried1`` ... for :func:`map_spill`. Sorts the in-edges
-    of as many consecutive destinations as fit into ``budget.bucket`` bytes, but at least those of one of
-    65,536 slots of destinations, with up to five times that; ConfigError if that is too little. ``order``
-    gives the positions of one bucket's edges, and ``advance`` is called with 3 for each edge.
+    Args:
+        order: Returns the sorted positions of one bucket's edges.
+        advance: Called with 3 for each edge in total.
+        ranks: Ranks that call it with the same edges and budget. Each sorts some destinations, and the result
+            is this rank's. The files have all edges. By default it is this process only.
+
+    Raises:
+        ConfigError: a slot takes more than five times ``budget.bucket`` bytes.
     """
     record = edges.record
     each = record.itemsize + _KEY_BYTES + max(record[name].itemsize for name in record.names or ())
@@ -351,18 +362,18 @@ def sort_edges(
         )
         written = 0
         for number in own:
-            found = buckets.take(number)
-            found["destination"] -= firsts[number]
-            counts = np.bincount(found["destination"], minlength=ends[number] - firsts[number])
-            # The edges of a bucket are in the order of the stream already.
-            positions = order(found["destination"], found["source"])
-            result.indices.append(found["source"][positions])
+            records = buckets.take(number)
+            records["destination"] -= firsts[number]
+            counts = np.bincount(records["destination"], minlength=ends[number] - firsts[number])
+            # The edges of a bucket are still in the order of the stream.
+            positions = order(records["destination"], records["source"])
+            result.indices.append(records["source"][positions])
             for i, carried in enumerate(result.columns):
-                carried.append(found[str(i)][positions])
+                carried.append(records[str(i)][positions])
             result.indptr.append(written + np.cumsum(counts))
-            written += len(found)
-            advance(len(found))
-            del found, positions
+            written += len(records)
+            advance(len(records))
+            del records, positions
             release_memory()
         shutil.rmtree(piece / "buckets")
     return result
@@ -377,7 +388,7 @@ def _count_slots(edges: EdgeStream, width: int, step: int, advance: Callable[[in
 
 
 def _first_destinations(counts: Array, width: int, step: int) -> list[int]:
-    # A bucket has at most ``step`` edges and destinations, of which each is counted, unless it is one slot.
+    # A bucket has at most ``step`` edges and destinations in total, unless it is a single slot.
     firsts, held = [0], 0
     for slot, num_edges in enumerate(counts.tolist()):
         if held and held + num_edges + width > step:
@@ -393,7 +404,7 @@ def _check_fits(counts: Array, width: int, each: int, budget: Budget) -> None:
         nodes = f"nodes {slot * width} to {(slot + 1) * width - 1}" if width > 1 else f"node {slot}"
         needed = (int(counts[slot]) * each // _HUB_SHARES + 1) * BUDGET_SHARES
         raise ConfigError(
-            f"{counts[slot]} edges end at {nodes}, and are sorted together; {budget.remedy(needed)}"
+            f"{counts[slot]} edges end at {nodes} and must be sorted together; {budget.remedy(needed)}"
         )
 
 
@@ -403,7 +414,7 @@ def _write_buckets(
     buckets, is_all = BucketFiles(folder, edges.record), len(own) == len(firsts)
     ends = zip(edges.sources(step), edges.destinations(step), strict=True)
     for (sources, destinations), *carried in zip(
-        ends, *(one.rows(step) for one in edges.columns), strict=True
+        ends, *(column.rows(step) for column in edges.columns), strict=True
     ):
         records = np.empty(len(sources), edges.record)
         records["source"], records["destination"] = sources, destinations
@@ -418,24 +429,24 @@ def _write_buckets(
 
 @dataclass(frozen=True, kw_only=True)
 class Workspace:
-    """Where a graph larger than memory is worked on: a folder on disk, and the memory granted.
+    """A folder on disk and a memory budget, to work on a graph larger than memory.
 
-    Arrays of all nodes are in memory; those of edges are files in ``folder``, memory-mapped and read in
-    order. The kernel drops pages of files when memory is short, so they do not count.
+    Arrays of all nodes are in memory. Arrays of edges are memory-mapped files in ``folder`` that are read in
+    order. They do not count as memory, because the kernel drops their pages when memory is short.
     """
 
     folder: Path
     budget: Budget
-    """Equal on all ranks."""
+    """Memory budget, equal on all ranks."""
     ranks: Ranks = field(default_factory=Ranks)
     intact: set[Path] = field(default_factory=set)
-    """Stages of this process, or of an earlier one and compared with their checksums."""
+    """Stages that this process made or compared with their checksums."""
 
     def stage(self, name: str, make: Callable[[Path], object], *, shared: bool = False) -> Path:
-        """Return ``folder / name``, which ``make`` fills unless it exists; it is complete or absent.
+        """Return the folder of a stage. If it does not exist, ``make`` fills it. It is complete or absent.
 
-        Rank 0 makes it, or, if it is ``shared``, all ranks make the same folder. A stage of an earlier
-        process that does not match its checksums is made again, which is printed.
+        Rank 0 makes the stage, or all ranks together if it is ``shared``. If a stage of an earlier process
+        does not match its checksums, this is printed, and it is made again.
         """
         target, sums = self.folder / name, self.folder / f"{name}.json"
 
@@ -453,14 +464,14 @@ class Workspace:
 
     def _is_intact(self, stage: Path, sums: Path) -> bool:
         with name_write_failures(self.folder):
-            if not stage.is_dir() or stage in self.intact or not (problem := _damage(stage, sums)):
+            if not stage.is_dir() or stage in self.intact or not (problem := _find_damage(stage, sums)):
                 return stage.is_dir()
-            say(f"{stage} is made again: {problem}")
+            say(f"making {stage} again: {problem}")
             discard(stage)
             return False
 
     def array(self, name: str, make: Callable[[], Array], *, shared: bool = False) -> Array:
-        """Return what ``make`` does on rank 0, read from the :meth:`stage` once it is finished."""
+        """Return the array that ``make`` returns on rank 0. It is stored as a :meth:`stage`."""
 
         def save(folder: Path) -> None:
             values = make()
@@ -470,19 +481,19 @@ class Workspace:
         return np.array(map_spill(self.stage(name, save, shared=shared), "array"))
 
     def with_reserved(self, num_bytes: int) -> Workspace:
-        """Return this workspace with ``num_bytes`` less of memory."""
+        """Return this workspace with ``num_bytes`` less memory for work."""
         return replace(self, budget=self.budget.with_reserved(num_bytes))
 
     def fits(self, num_bytes: int) -> bool:
-        """Return whether ``num_bytes`` are within the memory granted."""
+        """Return whether ``num_bytes`` fit in the budget."""
         return num_bytes <= self.budget.work
 
-    def remaining(self, num_bytes: int, least: int, what: str) -> int:
-        """Return the bytes granted beside ``num_bytes``; ConfigError if they are fewer than ``least``."""
+    def remaining(self, num_bytes: int, least: int, purpose: str) -> int:
+        """Return the bytes left beside ``num_bytes``. Raise ConfigError if they are fewer than ``least``."""
         if not self.fits(num_bytes + least):
             needed = num_bytes + least
             raise ConfigError(
-                f"{what} takes {format_bytes(needed)} of memory at least; {self.budget.remedy(needed)}"
+                f"{purpose} takes at least {format_bytes(needed)} of memory; {self.budget.remedy(needed)}"
             )
         return self.budget.work - num_bytes
 
@@ -492,14 +503,14 @@ def _checksums(folder: Path) -> dict[str, object]:
     return {str(path.relative_to(folder)): asdict(checksum(path)) for path in paths}
 
 
-def _damage(stage: Path, sums: Path) -> str | None:
+def _find_damage(stage: Path, sums: Path) -> str | None:
     try:
-        found, noted = _checksums(stage), json.loads(read_small_file(sums))
-        # Others may have been added, such as the cache of a dataset.
-        differing = [name for name, file in noted.items() if found.get(name) != file]
+        checksums, expected = _checksums(stage), json.loads(read_small_file(sums))
+        # Files may have been added, such as the cache of a dataset.
+        differing = [name for name, file in expected.items() if checksums.get(name) != file]
     except (OSError, ValueError, AttributeError, RecursionError) as problem:
         return f"its files cannot be checked ({problem})"
-    if not noted:
+    if not expected:
         return f"{sums.name} is empty"
     return f"{differing[0]} is damaged" if differing else None
 
@@ -508,33 +519,33 @@ def _damage(stage: Path, sums: Path) -> str | None:
 def shared_folder(
     target: Path, ranks: Ranks, place: Callable[[Path, Path], object] | None = None
 ) -> Iterator[Path]:
-    """Yield to all ranks the same new folder; when all have filled it, rank 0 puts it in its place."""
+    """Yield the same new folder to all ranks. When all have filled it, rank 0 renames it to ``target``."""
     with partial_folder(target) if ranks.is_first else nullcontext(target) as own:
         partial = Path(ranks.gather_objects(str(own))[0])
         try:
             yield partial
             ranks.gather_objects(None)
         except PeerError:
-            # Rank 0 may have removed it before this one has made files in it again.
+            # This rank may have created files in it after rank 0 removed it.
             shutil.rmtree(partial, ignore_errors=True)
             raise
         except FileNotFoundError:
             if not partial.exists():
-                ranks.gather_objects(None)  # raises the reason of the rank that has failed, and removed it
+                ranks.gather_objects(None)  # It raises the error of the rank that removed the folder.
             raise
         if ranks.is_first:
             (place or publish)(partial, target)
         ranks.gather_objects(None)
 
 
-_COPIED = 1 << 24  # bytes at a time
+_COPY_BYTES = 1 << 24  # bytes at a time
 
 
 @contextmanager
 def join_rank_pieces(folder: Path, ranks: Ranks) -> Iterator[Path]:
-    """Yield to each rank a folder for its piece of files, which rank 0 then joins in ``folder``, by rank.
+    """Yield a folder for this rank's pieces of files. Rank 0 then joins the pieces in ``folder``, by rank.
 
-    Files of the name indptr hold the ends (int64) of rows in the rank's own piece, after a 0 on rank 0.
+    A file named indptr has the int64 ends of rows in the rank's own piece, after a 0 on rank 0.
     """
     if ranks.is_first:
         yield folder
@@ -548,7 +559,7 @@ def join_rank_pieces(folder: Path, ranks: Ranks) -> Iterator[Path]:
             if path.stem == "indptr":
                 before = int(np.fromfile(target, np.int64, 1, offset=target.stat().st_size - 8)[0])
             with path.open("rb") as piece, target.open("ab") as file:
-                while data := piece.read(_COPIED):
+                while data := piece.read(_COPY_BYTES):
                     ends = np.frombuffer(data, np.int64 if before else np.uint8)
                     write_array(file, ends + before if before else ends)
         shutil.rmtree(folder / f"rank{rank}")
@@ -557,9 +568,10 @@ def join_rank_pieces(folder: Path, ranks: Ranks) -> Iterator[Path]:
 def concatenate_chunks(
     workspace: Workspace | None, name: str, makers: Sequence[Callable[[], Iterator[Array]]], total: int
 ) -> list[Array]:
-    """Return what each of ``makers`` yields (at least one (k,) array), in memory or mapped from a stage.
+    """Concatenate the (k,) arrays that each of ``makers`` yields, in memory or mapped from a stage.
 
-    ``name`` is that of the stage, and ``total`` the number of all values, for the progress.
+    Each must yield at least one array. ``name`` is the name of the stage. ``total`` is the number of all
+    values, for the progress.
     """
     if workspace is None:
         return [np.concatenate(list(make())) for make in makers]
@@ -579,11 +591,20 @@ def concatenate_chunks(
 
 
 SHOWN_FROM = 1_000_000
-"""Progress is shown for as many values, or nodes, or more."""
+"""Minimum number of values or nodes for which progress is shown."""
 _KEY, _LOCK = "key.json", "lock"
-_OF_SOURCE = ("arrays", "edges", "features", "generator", "ids-", "reverse edges", "self-loops", "synthetic")
-"""Stages that are only copies of the source, or soon made from it."""
-_IN_MEMORY = Path("/dev/shm")  # refused, not used
+_SOURCE_STAGES = (
+    "arrays",
+    "edges",
+    "features",
+    "generator",
+    "ids-",
+    "reverse edges",
+    "self-loops",
+    "synthetic",
+)
+"""Prefixes of stages that are copies of the source, or quickly made from it."""
+_IN_MEMORY = Path("/dev/shm")  # A workspace there is refused.
 _KINDS_IN_MEMORY = ("tmpfs", "ramfs")
 
 
@@ -591,96 +612,101 @@ _KINDS_IN_MEMORY = ("tmpfs", "ramfs")
 def open_workspace(
     folder: Path, settings: Mapping[str, object], limit: int, ranks: Ranks | None = None
 ) -> Iterator[Workspace]:
-    """Open the workspace of one job of ``limit`` bytes of memory, and remove it at the end.
+    """Open the workspace of one job with ``limit`` bytes of memory per rank, and remove it at the end.
 
-    After an error or a kill its finished stages stay, and a job with the same ``settings`` (JSON values)
-    takes them up; which ones is printed. Copies of the source do not stay after a ConfigError or DatasetError
-    alone: the remedy has other settings, which would be refused. All ``ranks`` (None: this process) open it,
-    with a limit for each.
+    After an error or a kill, its finished stages are kept. A job with the same ``settings`` (JSON values)
+    resumes and prints which stages it found. After a ConfigError or DatasetError, copies of the source alone
+    are not kept, because the remedy changes the settings. All ``ranks`` must open it. By default it is this
+    process only.
 
     Raises:
         ConfigError: ``folder`` is in memory, or ``limit`` is too small.
-        StorageError: it holds stages of other settings or something else, is in use, or cannot be written.
+        StorageError: ``folder`` has stages of other settings or foreign files, is in use, or is not writable.
     """
     folder, ranks = folder.absolute(), ranks or Ranks()
     if folder.resolve().is_relative_to(_IN_MEMORY):
         raise ConfigError(f"{folder} is in memory; choose a folder on a disk (--scratch DIR)")
-    for rank, others in enumerate(ranks.gather_objects(dict(settings))):
-        for name in (name for name, value in settings.items() if others.get(name) != value):
+    for rank, rank_settings in enumerate(ranks.gather_objects(dict(settings))):
+        for name in (name for name, value in settings.items() if rank_settings.get(name) != value):
             raise StorageError(
-                f"rank {rank} has another {name} than rank {ranks.rank}; DATA must be the same for all ranks"
+                f"rank {rank} and rank {ranks.rank} differ in {name}; DATA must be the same for all ranks"
             )
     own = open_budget(limit)
-    work, held = min(ranks.gather_objects([own.work, own.reserved]))
-    budget = Budget(work=work, reserved=held)
-    with _claimed(folder, settings) if ranks.is_first else nullcontext():
+    work, reserved = min(ranks.gather_objects([own.work, own.reserved]))
+    budget = Budget(work=work, reserved=reserved)
+    with _claim_folder(folder, settings) if ranks.is_first else nullcontext():
         ranks.gather_objects(None)
         if not (folder / _KEY).is_file():
             raise StorageError(
-                f"rank {ranks.rank} does not see {folder}, which rank 0 has made; DATA, --out and --scratch "
-                "must be on a file system that all ranks see"
+                f"rank {ranks.rank} does not see {folder}, which rank 0 has created; DATA, --out and "
+                "--scratch must be on a file system that all ranks see"
             )
         yield Workspace(folder=folder, budget=budget, ranks=ranks)
 
 
 @contextmanager
-def _claimed(folder: Path, settings: Mapping[str, object]) -> Iterator[None]:
-    kinds, place = {one.mountpoint: one.fstype for one in psutil.disk_partitions(all=True)}, folder.resolve()
-    kind = next((kinds[str(one)] for one in (place, *place.parents) if str(one) in kinds), None)
+def _claim_folder(folder: Path, settings: Mapping[str, object]) -> Iterator[None]:
+    kinds, resolved = (
+        {path.mountpoint: path.fstype for path in psutil.disk_partitions(all=True)},
+        folder.resolve(),
+    )
+    kind = next((kinds[str(path)] for path in (resolved, *resolved.parents) if str(path) in kinds), None)
     if kind in _KINDS_IN_MEMORY:
-        say(f"{folder} is in memory ({kind}), which --memory does not limit; better choose another --scratch")
+        say(f"{folder} is in memory ({kind}), which --memory does not limit; choose another --scratch")
     with ExitStack() as stack:
         with name_write_failures(folder):
             folder.mkdir(parents=True, exist_ok=True)
             remove_abandoned_of(folder)
             names = {path.name for path in folder.iterdir()}
-            # The key is there before the first stage.
+            # The key is written before the first stage.
             if not {_KEY, _LOCK} <= names and any(not name.startswith((_KEY, _LOCK)) for name in names):
                 raise StorageError(
-                    f"{folder} holds something else than unfinished work; choose another --scratch"
+                    f"{folder} holds files that are not unfinished work; choose another --scratch"
                 )
             (folder / _LOCK).touch()
             if not stack.enter_context(try_lock(folder / _LOCK)):
                 raise StorageError(f"{folder} is in use by another process; wait for it")
             _check_key(folder, settings)
             remove_abandoned(folder)
-            if stages := _stages(folder):
+            if stages := _list_stages(folder):
                 say(f"resuming in {folder}; finished before: {', '.join(stages)}")
         try:
             yield
         except BaseException as problem:
-            stages = _stages(folder)
+            stages = _list_stages(folder)
             if isinstance(problem, (ConfigError, DatasetError)):
-                stages = [name for name in stages if not name.startswith(_OF_SOURCE)]
+                stages = [name for name in stages if not name.startswith(_SOURCE_STAGES)]
             if stages:
-                say(f"finished stages are kept in {folder}: the same command resumes, or remove it")
+                say(f"finished stages are kept in {folder}; run the same command to resume, or remove it")
             else:
                 discard(folder)
             raise
         discard(folder)
 
 
-def _stages(folder: Path) -> list[str]:
-    # Those of an inner job are in a folder NAME.work.
-    inner = [f"{path.name}/{stage}" for path in folder.glob("*.work") for stage in _stages(path)]
+def _list_stages(folder: Path) -> list[str]:
+    # Stages of an inner job are in a folder NAME.work.
+    inner = [f"{path.name}/{stage}" for path in folder.glob("*.work") for stage in _list_stages(path)]
     own = [path for path in folder.iterdir() if path.is_dir()]
     return sorted([*(path.name for path in own if path.suffix not in (PARTIAL_SUFFIX, ".work")), *inner])
 
 
 def _check_key(folder: Path, settings: Mapping[str, object]) -> None:
-    path, asked = folder / _KEY, json.loads(json.dumps(settings))
+    path, expected = folder / _KEY, json.loads(json.dumps(settings))
     if not path.exists():
         with replace_atomically(path) as partial:
-            partial.write_text(json.dumps(asked, indent=1))
+            partial.write_text(json.dumps(expected, indent=1))
         return
     try:
-        found = json.loads(read_small_file(path))
-        differing = [name for name in asked.keys() | found.keys() if asked.get(name) != found.get(name)]
+        stored = json.loads(read_small_file(path))
+        differing = [
+            name for name in expected.keys() | stored.keys() if expected.get(name) != stored.get(name)
+        ]
     except (OSError, ValueError, AttributeError, RecursionError) as problem:
         raise StorageError(f"{path} is damaged ({problem}); remove {folder}") from problem
     if differing:
-        what = ", ".join(f"{name} was {found.get(name)!r}" for name in sorted(differing))
+        changes = ", ".join(f"{name} was {stored.get(name)!r}" for name in sorted(differing))
         raise StorageError(
-            f"{folder} holds unfinished work with other settings ({what}); repeat that command to finish it, "
-            "or remove the folder"
+            f"{folder} holds unfinished work with other settings ({changes}); repeat that command to finish "
+            "it, or remove the folder"
         )

@@ -36,7 +36,7 @@ from dglx_dist.data.sources import (
     suffix_of,
 )
 from dglx_dist.data.storage.files import read_small_file
-from dglx_dist.data.table_graphs import graph_of_tables
+from dglx_dist.data.table_graphs import build_graph_from_tables
 from dglx_dist.data.tables import as_numpy, id_column
 from dglx_dist.data.validate import check_ids, check_integers, first_repeat
 from dglx_dist.errors import ConfigError, DatasetError, DglxError
@@ -95,10 +95,10 @@ class NpzSource(DatasetSource):
     external = True
 
     def load(self) -> RawGraph:
-        return graph_of_arrays(_read(self._path, self.workspace), self._path.stem, str(self._path))
+        return build_graph_from_arrays(_read(self._path, self.workspace), self._path.stem, str(self._path))
 
 
-def graph_of_arrays(arrays: Mapping[str, Array], name: str, where: str) -> RawGraph:
+def build_graph_from_arrays(arrays: Mapping[str, Array], name: str, where: str) -> RawGraph:
     """Return the graph of arrays with the names of :class:`NpzSource`; ``where`` starts messages.
 
     Raises:
@@ -131,7 +131,7 @@ def graph_of_arrays(arrays: Mapping[str, Array], name: str, where: str) -> RawGr
     )
 
 
-_OF_PYG = {"x": FEATURE, "y": LABEL, "edge_type": "etype"}
+_PYG_NAMES = {"x": FEATURE, "y": LABEL, "edge_type": "etype"}
 
 
 def _rename_pyg(arrays: Mapping[str, Array], where: str) -> Mapping[str, Array]:
@@ -140,11 +140,11 @@ def _rename_pyg(arrays: Mapping[str, Array], where: str) -> Mapping[str, Array]:
     index = arrays["edge_index"]
     if index.ndim != 2 or len(index) != 2:
         raise DatasetError(f"{where}: edge_index has shape {index.shape}; expected (2, edges)")
-    others = {_OF_PYG.get(name, name): array for name, array in arrays.items() if name != "edge_index"}
+    renamed = {_PYG_NAMES.get(name, name): array for name, array in arrays.items() if name != "edge_index"}
     # Those of nodes, also where there are as many edges.
-    counted = [others[name] for name in (FEATURE, LABEL) if name in others and others[name].ndim]
+    counted = [renamed[name] for name in (FEATURE, LABEL) if name in renamed and renamed[name].ndim]
     num_nodes = {"num_nodes": np.array(len(counted[0]))} if counted else {}
-    return {"src": index[0], "dst": index[1], **num_nodes, **others}
+    return {"src": index[0], "dst": index[1], **num_nodes, **renamed}
 
 
 def _arrays_of_matrix(matrix: Any, path: Path) -> dict[str, Array]:
@@ -175,17 +175,17 @@ def _read(path: Path, workspace: Workspace | None) -> dict[str, Array]:
                     )
                 return _arrays_of_matrix(importlib.import_module("scipy.sparse").load_npz(path), path)
             if workspace is not None:
-                return _unpacked(path, workspace)
-            found, pickled = {}, []
+                return _unpack(path, workspace)
+            arrays, pickled = {}, []
             for name in stored.files:
                 try:
-                    found[name] = stored[name]
+                    arrays[name] = stored[name]
                 except ValueError as error:
                     if "allow_pickle" not in str(error) or name in _STRUCTURE | _REQUIRED_LENGTH:
                         raise
                     pickled.append(name)
             _warn_ignored(str(path), pickled, "pickled objects, which are never loaded")
-            return found
+            return arrays
     except DglxError:  # which are errors of Python, too
         raise
     except _UNREADABLE as error:
@@ -204,11 +204,11 @@ def _is_converted(name: str, dtype: np.dtype[Any]) -> bool:
     return name in _SPARSE or (OTHER_NAMES.get(name, name) == FEATURE and dtype.kind in "iub")
 
 
-def _unpacked(path: Path, workspace: Workspace) -> dict[str, Array]:
+def _unpack(path: Path, workspace: Workspace) -> dict[str, Array]:
     with zipfile.ZipFile(path) as archive:
         members = [member for member in archive.infolist() if member.filename.endswith(".npy")]
         names = [member.filename.removesuffix(".npy") for member in members]
-        heads = {member: _head(archive.open(member)) for member in members}
+        heads = {member: _read_header(archive.open(member)) for member in members}
         num_bytes = sum(member.file_size for member in members)
         larger = {
             name: 8 * math.prod(shape)
@@ -228,7 +228,7 @@ def _unpacked(path: Path, workspace: Workspace) -> dict[str, Array]:
                 for number, (member, (dtype, _)) in enumerate(heads.items()):
                     values = spill(folder, str(number), dtype)
                     with archive.open(member) as stream:
-                        _head(stream)
+                        _read_header(stream)
                         while piece := stream.read(dtype.itemsize << 16):
                             values.append(np.frombuffer(piece, dtype))
                             advance(len(piece))
@@ -240,7 +240,7 @@ def _unpacked(path: Path, workspace: Workspace) -> dict[str, Array]:
     }
 
 
-def _head(stream: IO[bytes]) -> tuple[np.dtype[Any], tuple[int, ...]]:
+def _read_header(stream: IO[bytes]) -> tuple[np.dtype[Any], tuple[int, ...]]:
     version = np.lib.format.read_magic(stream)
     read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
     shape, is_fortran, dtype = read(stream)
@@ -266,26 +266,27 @@ def _count(arrays: Mapping[str, Array], name: str, where: str) -> int:
 
 
 def _num_nodes(arrays: Mapping[str, Array], source_ids: Array, destination_ids: Array, where: str) -> int:
-    given = [name for name in ("num_nodes", "num_entities") if name in arrays]
-    if given:
-        found = _count(arrays, given[0], where)
+    count_names = [name for name in ("num_nodes", "num_entities") if name in arrays]
+    if count_names:
+        num_nodes = _count(arrays, count_names[0], where)
     else:
-        of_nodes = [arrays[name] for name in (FEATURE, LABEL, *OTHER_NAMES) if name in arrays]
-        counts = [len(column) for column in of_nodes if column.ndim and len(column) != len(source_ids)]
-        found = max(*counts, *(1 + int(ids.max(initial=-1)) for ids in (source_ids, destination_ids)))
-    if 8 * found > machine_memory()[0]:
+        node_columns = [arrays[name] for name in (FEATURE, LABEL, *OTHER_NAMES) if name in arrays]
+        counts = [len(column) for column in node_columns if column.ndim and len(column) != len(source_ids)]
+        num_nodes = max(*counts, *(1 + int(ids.max(initial=-1)) for ids in (source_ids, destination_ids)))
+    if 8 * num_nodes > machine_memory()[0]:
         raise DatasetError(
-            f"{where}: there are {found} nodes by num_nodes or the largest id, and one number for each takes "
-            f"{format_bytes(8 * found)}, more than this machine has; number them from 0 without gaps"
+            f"{where}: there are {num_nodes} nodes by num_nodes or the largest id, and one number for each "
+            f"takes {format_bytes(8 * num_nodes)}, more than this machine has; number them from 0 without "
+            "gaps"
         )
-    return found
+    return num_nodes
 
 
 def _columns(
     arrays: Mapping[str, Array], num_nodes: int, num_edges: int, where: str
 ) -> tuple[dict[str, NodeColumn], dict[str, Array]]:
-    of_nodes: dict[str, NodeColumn] = {}
-    of_edges: dict[str, Array] = {}
+    node_arrays: dict[str, NodeColumn] = {}
+    edge_arrays: dict[str, Array] = {}
     ignored = []
     for name, array in arrays.items():
         if name in _STRUCTURE:
@@ -304,9 +305,9 @@ def _columns(
                 f"{num_nodes - 1}; give num_nodes={rows} if it belongs to nodes, or call it 'edge_{name}'"
             )
         if rows == num_nodes and not (is_of_edges and rows == num_edges):
-            of_nodes[name] = array
+            node_arrays[name] = array
         elif rows == num_edges:
-            of_edges["weight" if name == EDGE_VALUES else name] = array
+            edge_arrays["weight" if name == EDGE_VALUES else name] = array
         elif name in _REQUIRED_LENGTH:
             raise DatasetError(
                 f"{where}: array {name!r} has shape {array.shape}, which is neither one row for each of the "
@@ -314,23 +315,23 @@ def _columns(
             )
         else:
             ignored.append(f"{name} {array.shape}")
-    why = f"a row neither for each of the {num_nodes} nodes nor for each of the {num_edges} edges"
-    _warn_ignored(where, ignored, why)
+    reason = f"a row neither for each of the {num_nodes} nodes nor for each of the {num_edges} edges"
+    _warn_ignored(where, ignored, reason)
     if any(name in arrays for name in _SPARSE):
         _require(arrays, _SPARSE, where)
         values = arrays["feat_data"]
-        of_nodes[FEATURE] = SparseRows(
+        node_arrays[FEATURE] = SparseRows(
             indptr=arrays["feat_indptr"].astype(np.int64),
             indices=arrays["feat_indices"].astype(np.int32, copy=False),
             # Counts and flags are stored as small integers.
             values=values if values.dtype.kind == "f" else values.astype(np.float32),
             num_columns=_count(arrays, "feat_dim", where),
         )
-    columns = standard_columns(of_nodes, where)
+    columns = standard_columns(node_arrays, where)
     empty = columns.get("val_mask")
     if empty is not None and not isinstance(empty, SparseRows) and not empty.any():
         del columns["val_mask"]
-    return columns, of_edges
+    return columns, edge_arrays
 
 
 def _by_relation(
@@ -374,9 +375,9 @@ def _ids(array: Array, name: str, where: str) -> Array:
     return array.astype(np.int32 if array.itemsize < 4 else np.int64)
 
 
-def _same_length(source_ids: Array, others: Array, what: str, where: str) -> None:
-    if len(source_ids) != len(others):
-        raise DatasetError(f"{where}: {len(source_ids)} edges but {len(others)} {what} of edges")
+def _same_length(source_ids: Array, values: Array, values_name: str, where: str) -> None:
+    if len(source_ids) != len(values):
+        raise DatasetError(f"{where}: {len(source_ids)} edges but {len(values)} {values_name} of edges")
 
 
 @final
@@ -402,7 +403,9 @@ class TorchSource(DatasetSource):
             classes = re.findall(r"GLOBAL ([\w.]+)", str(error))
             problem = f"holds the class {classes[0]}, which is never loaded" if classes else "is damaged"
             raise DatasetError(f"{where}: {problem}; {remedy}") from error
-        if not isinstance(values, dict) or any(isinstance(one, dict) and one for one in values.values()):
+        if not isinstance(values, dict) or any(
+            isinstance(value, dict) and value for value in values.values()
+        ):
             raise DatasetError(f"{where}: holds no dict of tensors, or one of several types; {remedy}")
         arrays, ignored = {}, []
         for name, value in values.items():
@@ -413,7 +416,7 @@ class TorchSource(DatasetSource):
             else:
                 ignored.append(str(name))
         _warn_ignored(where, ignored, "no dense tensor")
-        return graph_of_arrays(arrays, self._path.stem, where)
+        return build_graph_from_arrays(arrays, self._path.stem, where)
 
 
 _LARGEST = 1 << 28
@@ -452,25 +455,25 @@ class NetworkxSource(DatasetSource):
         texts = [str(node) for node, _ in nodes]
         id_of: Any = int if all(len(t) < 19 and t.isdecimal() and str(int(t)) == t for t in texts) else str
         nodes.sort(key=lambda node: int(node[0]) if id_of is int else 0)
-        of_nodes = _attributes([data for _, data in nodes], f"{where}, nodes")
-        of_edges = _attributes([data for *_, data in edges], f"{where}, edges")
-        of_nodes["id"] = pa.array([id_of(node) for node, _ in nodes])
-        of_edges |= {
+        node_columns = _attributes([data for _, data in nodes], f"{where}, nodes")
+        edge_columns = _attributes([data for *_, data in edges], f"{where}, edges")
+        node_columns["id"] = pa.array([id_of(node) for node, _ in nodes])
+        edge_columns |= {
             "src": pa.array([id_of(u) for u, *_ in edges]),
             "dst": pa.array([id_of(v) for _, v, _ in edges]),
         }
-        tables = {NODE_TYPE: (where, pa.table(of_nodes))}, {EDGE_TYPE: (where, pa.table(of_edges))}
-        return graph_of_tables(self._path.name.removesuffix(kind), *tables)
+        tables = {NODE_TYPE: (where, pa.table(node_columns))}, {EDGE_TYPE: (where, pa.table(edge_columns))}
+        return build_graph_from_tables(self._path.name.removesuffix(kind), *tables)
 
 
 def _read_networkx(content: bytes, kind: str) -> Any:
     networkx = importlib.import_module("networkx")
     if kind == ".json":
-        found = json.loads(content)
-        _check_node_link(found)
-        json.dumps(found, ensure_ascii=False).encode()  # fails for half characters, which UTF-8 cannot store
-        graph = networkx.node_link_graph(found, edges="links" if "links" in found else "edges")
-        ids = {json.dumps(node.get("id", [number])) for number, node in enumerate(found["nodes"])}
+        value = json.loads(content)
+        _check_node_link(value)
+        json.dumps(value, ensure_ascii=False).encode()  # fails for half characters, which UTF-8 cannot store
+        graph = networkx.node_link_graph(value, edges="links" if "links" in value else "edges")
+        ids = {json.dumps(node.get("id", [number])) for number, node in enumerate(value["nodes"])}
         return _check_declared(graph, len(ids))
     # Entities that name each other grow without limit; UTF-16 has a zero in each character of it.
     if b"<!ENTITY" in content.replace(b"\0", b""):
@@ -493,11 +496,13 @@ def _read_networkx(content: bytes, kind: str) -> Any:
     return graph
 
 
-def _check_node_link(found: Any) -> None:
-    """Raise ValueError unless the JSON value ``found`` has nodes and links as NetworkX and D3 write them."""
-    keys: Mapping[str, Any] = found if isinstance(found, dict) else {}
+def _check_node_link(value: Any) -> None:
+    """Raise ValueError unless the JSON value ``value`` has nodes and links as NetworkX and D3 write them."""
+    keys: Mapping[str, Any] = value if isinstance(value, dict) else {}
     rows: Any = [keys.get("nodes"), keys.get("links", keys.get("edges"))]
-    is_sound = all(isinstance(one, list) and all(isinstance(row, dict) for row in one) for one in rows)
+    is_sound = all(
+        isinstance(entries, list) and all(isinstance(row, dict) for row in entries) for entries in rows
+    )
     if not is_sound or not all({"source", "target"} <= link.keys() for link in rows[1]):
         raise ValueError(
             "it needs lists 'nodes' of objects with an id, and 'links' or 'edges' of objects with source and "
@@ -515,7 +520,7 @@ def _check_declared(graph: Any, num_declared: int) -> Any:
 
 def _without_split(data: Mapping[str, Any]) -> dict[str, Any]:
     # An edge is a target once.
-    kept = {name: one for name, one in data.items() if name != "split"}
+    kept = {name: value for name, value in data.items() if name != "split"}
     return kept | {name: type(data[name])() for name in SPLITS if name in data}
 
 
@@ -590,7 +595,9 @@ class EdgeListSource(DatasetSource):
             return self._load_lines()
         if self._format is not None:
             raise ConfigError(f"{self._path} says itself how it is read; leave out --format {self._format}")
-        return graph_of_arrays(arrays, self._path.name.removesuffix(suffix_of(self._path)), str(self._path))
+        return build_graph_from_arrays(
+            arrays, self._path.name.removesuffix(suffix_of(self._path)), str(self._path)
+        )
 
     def _load_folder(self) -> RawGraph:
         files, name = self._files_of_splits(), self._path.resolve().name
@@ -622,7 +629,7 @@ class EdgeListSource(DatasetSource):
             return _graph_of_triples([(self._path, read, line)], [-1], name, where)
         if read.shape[1] < 2:
             raise DatasetError(f"{where}: the line {line} has not two ids")
-        ends = [[re.fullmatch(r"-?\d+", str(one)) for one in row] for row in read.iloc[:2, :2].to_numpy()]
+        ends = [[re.fullmatch(r"-?\d+", str(end)) for end in row] for row in read.iloc[:2, :2].to_numpy()]
         if len(ends) == 2 and all(ends[1]) and not any(ends[0]):
             raise DatasetError(f"{where}: the line {line} is a header; begin it with #")
         if are_triples[0] and not read.dtypes[2:].map(pd.api.types.is_numeric_dtype).all():
@@ -640,21 +647,21 @@ class EdgeListSource(DatasetSource):
             if ids.is_integer:
                 ids.refuse(as_numpy(pc.less(ids.values, 0)), "is negative; ids are 0 or more", "node id ")
         etype = INTERACTION if self._format == "interactions" else EDGE_TYPE
-        return graph_of_tables(name, {}, {etype: (where, table)})
+        return build_graph_from_tables(name, {}, {etype: (where, table)})
 
     def _files_of_splits(self) -> dict[int, Path]:
-        found: dict[int, Path] = {}
+        files: dict[int, Path] = {}
         for path in sorted(self._path.glob("*.t[xs][tv]")):
             code = _CODE_OF_FILE.get(path.stem, -1)
-            if code in found:
+            if code in files:
                 raise DatasetError(
-                    f"{self._path}: {found[code].name} and {path.name} are of the same split; remove one"
+                    f"{self._path}: {files[code].name} and {path.name} are of the same split; remove one"
                 )
             if code >= 0:
-                found[code] = path
-        if not found:
+                files[code] = path
+        if not files:
             raise DatasetError(f"{self._path} has neither train.txt, valid.txt nor test.txt; give a file")
-        return found
+        return files
 
 
 def _read_matrix_market(path: Path) -> dict[str, Array] | None:
@@ -665,8 +672,8 @@ def _read_matrix_market(path: Path) -> dict[str, Array] | None:
         file.seek(0)
         matrix = importlib.import_module("scipy.io").mmread(file)
     matrix = importlib.import_module("scipy.sparse").coo_array(matrix)
-    what = "a MatrixMarket matrix of shape %s with %d entries, as edges of nodes counted from 0"
-    _LOG.warning(f"%s: read as {what}", path, matrix.shape, matrix.nnz)
+    description = "a MatrixMarket matrix of shape %s with %d entries, as edges of nodes counted from 0"
+    _LOG.warning(f"%s: read as {description}", path, matrix.shape, matrix.nnz)
     return _arrays_of_matrix(matrix, path)
 
 
@@ -723,8 +730,8 @@ def _explain_columns(read: Any, where: str, line: str) -> None:
         line = f"lines as {line}"
     else:
         names = "column2, column3 and so on" if 3 in read else "a weight"
-        what = "columns 1 and 2 are read as the ends of edges, what follows as %s; --format triples or"
-        _LOG.warning(f"%s: {what} interactions reads them otherwise", where, names)
+        description = "columns 1 and 2 are read as the ends of edges, what follows as %s; --format triples or"
+        _LOG.warning(f"%s: {description} interactions reads them otherwise", where, names)
         return
     raise DatasetError(
         f"{where}: {line} may be an edge and a weight, head, relation and tail, or user, item and rating; "
@@ -750,10 +757,10 @@ def _graph_of_item_lists(files: Mapping[int, Path], name: str) -> RawGraph:
     users, items, splits = zip(*rows, strict=True)
     table = {"split": pa.array(splits)}
     for end, ids in (("src", users), ("dst", items)):
-        texts = pa.array([one.decode(errors="replace") for one in ids])
+        texts = pa.array([node_id.decode(errors="replace") for node_id in ids])
         is_number = pc.all(pc.match_substring_regex(texts, r"^(0|[1-9]\d{0,17})$")).as_py()
         table[end] = texts.cast(pa.int64()) if is_number else texts
-    return graph_of_tables(name, {}, {INTERACTION: (where, pa.table(table))})
+    return build_graph_from_tables(name, {}, {INTERACTION: (where, pa.table(table))})
 
 
 def _read_lines(path: Path, is_triples: bool | None = None) -> tuple[Any, list[str], list[bool]]:
@@ -828,9 +835,9 @@ def _without_entries(text: str, where: str) -> tuple[str, dict[str, Any]]:
     lines = [re.split(r"\s(?=\{.*\}$)", line.strip(), maxsplit=1) for line in text.splitlines()]
     lines = [line for line in lines if line[0] and line[0][0] not in "#%"]
     entries = [_ENTRY.findall(_TEXT.sub(": ?", "".join(line[1:]))) for line in lines]
-    rows = [{name: json.loads(one or "null") for name, one in of_line} for of_line in entries]
+    rows = [{name: json.loads(number or "null") for name, number in line_entries} for line_entries in entries]
     columns = _attributes(rows, where)
-    return "\n".join(line[0] for line in lines), {name: as_numpy(one) for name, one in columns.items()}
+    return "\n".join(line[0] for line in lines), {name: as_numpy(number) for name, number in columns.items()}
 
 
 def _is_triple(pieces: Sequence[bytes]) -> bool:
@@ -870,4 +877,4 @@ def _graph_of_triples(
         "triple_split": np.repeat(splits, [len(table) for table in tables]),
     }
     user_ids = {NODE_TYPE: np.array(entities, dtype=np.str_)}
-    return replace(graph_of_arrays(arrays, name, where), user_ids=user_ids)
+    return replace(build_graph_from_arrays(arrays, name, where), user_ids=user_ids)

@@ -1,4 +1,4 @@
-"""Strict reading of untrusted JSON: every field is checked; errors name the file, the key and the value."""
+"""Strict reading of untrusted JSON. Every field is checked, and errors name the file, the key and the value."""
 
 from __future__ import annotations
 
@@ -25,38 +25,38 @@ _LARGEST = sys.float_info.max
 
 
 class Within(NamedTuple):
-    """Bounds in ``Annotated[TYPE, Within(low, high)]``: of a number, or of the length of a text or list."""
+    """Bounds of a number or of the length of a text or list, for ``Annotated[TYPE, Within(low, high)]``."""
 
     low: Any
     high: Any = math.inf
 
 
-_REPR = reprlib.Repr()  # It neither follows deep nesting nor writes large values out.
+_REPR = reprlib.Repr()  # It cuts off deep nesting and large values.
 _REPR.maxlevel, _REPR.maxstring, _REPR.maxother = 3, 60, 60
 
 
-def _shown(value: object) -> str:
+def _format_value(value: object) -> str:
     text = _REPR.repr(value)
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 
 @final
 class Fields:
-    """The fields of one object; call :meth:`reject_unread` after reading all of them.
+    """The fields of one JSON object. Call :meth:`reject_unread` after reading all of them.
 
-    :meth:`record` reads those of a dataclass by its annotations: bool, an Enum, a dataclass, ``X | None``
-    (None if missing or null), and int, float, str, ``tuple[X, ...]`` and ``Mapping[str, X]``, which
-    may be in ``Annotated`` with :class:`Within`.
+    :meth:`record` reads the fields of a dataclass by its annotations. It supports bool, Enum, dataclasses,
+    ``X | None`` (None if missing or null), int, float, str, ``tuple[X, ...]`` and ``Mapping[str, X]``. The
+    last five may be in ``Annotated`` with :class:`Within`.
 
     Args:
-        where: The file, or what it describes, for messages.
-        key: Path of this object inside; empty for the whole.
-        error: Raised, also by the objects inside.
+        where: Name of the file or of its content, for messages.
+        key: Path of this object in the file. Empty for the top object.
+        error: Exception class, also for nested objects.
         hidden: Whether messages omit the values.
 
     Raises:
-        DglxError: ``given`` is not a mapping with text keys. Every method that reads a field raises it if
-            the field is missing, has the wrong type or is out of bounds.
+        DglxError: ``given`` is not a mapping with text keys. Methods that read a field raise it if the field
+            is missing, has the wrong type or is out of bounds.
     """
 
     def __init__(
@@ -70,9 +70,9 @@ class Fields:
     ) -> None:
         self.where, self._key, self._error, self._hidden = where, key, error, hidden
         if not isinstance(given, Mapping) or not all(isinstance(name, str) for name in given):
-            shown = "(not shown)" if hidden else _shown(given)
-            what = f"key {key!r} is {shown}" if key else f"it is {shown}"
-            raise error(f"{where}: {what}, expected an object with named fields")
+            shown = "(not shown)" if hidden else _format_value(given)
+            subject = f"key {key!r} is {shown}" if key else f"it is {shown}"
+            raise error(f"{where}: {subject}, expected an object with named fields")
         self.mapping: Mapping[str, Any] = given
         self._read: dict[str, None] = {}
 
@@ -80,11 +80,11 @@ class Fields:
     def parse(
         cls, text: bytes | str, where: str, longest: float = math.inf, *, error: type[DglxError] = ConfigError
     ) -> Fields:
-        """Return the fields of the object that is ``text``; raises as :func:`read_json`."""
+        """Return the fields of the JSON object in ``text``. For errors see :func:`read_json`."""
         return cls(read_json(text, longest, where, error=error), where, error=error)
 
     def reject_unknown(self, known: Collection[str]) -> Fields:
-        """Return this object; raise the error if it has another field than the ``known``."""
+        """Return this object. Raise the error if it has a field that is not in ``known``."""
         for name in self.mapping:
             if name not in known:
                 hint = f"{suggest_name(name[:80], known)} (supported: {', '.join(known)})"
@@ -92,17 +92,17 @@ class Fields:
         return self
 
     def reject_unread(self) -> None:
-        """Raise the error if there is a field that was not read."""
+        """Raise the error if a field was not read."""
         self.reject_unknown(self._read)
 
     def field_error(self, name: str, expected: str) -> DglxError:
-        """Return the error that the field must be ``expected``."""
-        shown = "(not shown)" if self._hidden else _shown(self.mapping.get(name))
+        """Return the error for a field that should be ``expected``."""
+        shown = "(not shown)" if self._hidden else _format_value(self.mapping.get(name))
         stated = f"is {shown}" if name in self.mapping else "is missing"
         return self._error(f"{self.where}: key {self._path(name)!r} {stated}, expected {expected}")
 
     def error(self, problem: object) -> DglxError:
-        """Return the error that this object has ``problem``."""
+        """Return the error for a ``problem`` of this object."""
         return self._error(": ".join(filter(None, (self.where, self._key, str(problem)))))
 
     def has(self, name: str) -> bool:
@@ -117,7 +117,7 @@ class Fields:
         return value
 
     def _get(self, name: str) -> Any:
-        # A missing field is of no type, so that the error says which one is expected.
+        # A missing field has no valid type, so the caller's error names the expected type.
         self._read[name] = None
         return self.mapping.get(name, _MISSING)
 
@@ -135,7 +135,7 @@ class Fields:
     def number(self, name: str, low: float = -_LARGEST, high: float = _LARGEST) -> float:
         """Return a number in [``low``, ``high``], both finite."""
         value = self._get(name)
-        # Bounds before float(): NaN is within none, and a huge integer does not fit a float.
+        # Bounds are checked before float(), because huge integers do not fit a float. NaN fails every bound.
         if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
             raise self.field_error(name, f"a number{_range(low, high, 'from') if high < _LARGEST else ''}")
         return float(value)
@@ -147,7 +147,7 @@ class Fields:
         return value
 
     def text(self, name: str, least: int = 0, most: float = math.inf) -> str:
-        """Return a text of ``least`` to ``most`` characters; printable ones if ``most`` is given."""
+        """Return a text of ``least`` to ``most`` characters. With ``most``, they must be printable."""
         value, untrusted = self._get(name), most < math.inf
         good = isinstance(value, str) and least <= len(value) <= most
         if not good or (untrusted and not value.isprintable()):
@@ -156,21 +156,21 @@ class Fields:
         return value
 
     def nonempty_text(self, name: str) -> str:
-        """Return a text that is not empty."""
+        """Return a text with at least one character."""
         return self.text(name, 1)
 
     def choice(self, name: str, choices: Sequence[T]) -> T:
-        """Return the one of ``choices`` that the field equals, also in its type."""
+        """Return the item of ``choices`` that has the field's value and type."""
         value = self._get(name)
-        for one in choices:
-            if value == one and type(value) is type(one):
-                return one
-        known = [one for one in choices if isinstance(one, str)]
+        for choice in choices:
+            if value == choice and type(value) is type(choice):
+                return choice
+        known = [choice for choice in choices if isinstance(choice, str)]
         hint = suggest_name(value[:80], known) if isinstance(value, str) else ""
         raise self.field_error(name, f"one of {', '.join(map(repr, choices))}{hint}")
 
     def items(self, name: str, least: int = 0, most: float = math.inf) -> Fields:
-        """Return the items of a list as fields ``[0]``, ``[1]``, ... of one object."""
+        """Return the items of a list as the fields ``[0]``, ``[1]``, ... of an object."""
         value = self._get(name)
         if not isinstance(value, list | tuple) or not least <= len(value) <= most:
             raise self.field_error(name, f"a list{_range(least, most, 'of')}")
@@ -186,29 +186,35 @@ class Fields:
         return [items.nested(at) for at in items.mapping]
 
     def record(self, kind: Callable[..., T], *, defaults: bool = False, **readers: Reader) -> T:
-        """Read a record of the dataclass ``kind``; messages omit all values if its ``repr`` omits one.
+        """Read a record of the dataclass ``kind``. If its ``repr`` omits a field, messages omit all values.
 
         Args:
             defaults: Whether fields with a default may be missing.
-            readers: Functions of the name, for fields that the annotation does not describe.
+            readers: Functions that read a field by its name, for fields without a supported annotation.
         """
-        declared: Sequence[dataclasses.Field[Any]] = dataclasses.fields(kind)  # type: ignore[arg-type]
+        declared_fields: Sequence[dataclasses.Field[Any]] = dataclasses.fields(kind)  # type: ignore[arg-type]
         self._hidden = self._hidden or _hides(kind)
         hints = _hints(kind)
         values = {}
-        for one in declared:
-            read = readers.get(one.name) or functools.partial(self.value, hint=hints[one.name])
-            optional = defaults and one.default is not dataclasses.MISSING
-            values[one.name] = self.optional(one.name, read, one.default) if optional else read(one.name)
+        for declared_field in declared_fields:
+            read = readers.get(declared_field.name) or functools.partial(
+                self.value, hint=hints[declared_field.name]
+            )
+            optional = defaults and declared_field.default is not dataclasses.MISSING
+            values[declared_field.name] = (
+                self.optional(declared_field.name, read, declared_field.default)
+                if optional
+                else read(declared_field.name)
+            )
         try:
             return kind(**values)
         except ConfigError as error:
             raise self.error(error) from None
 
     def value(self, name: str, hint: Any) -> Any:
-        """Return the field as the type ``hint``; see the class."""
-        kind, *rest = get_args(hint) if get_origin(hint) is Annotated else (hint,)
-        bounds = rest[0] if rest else ()
+        """Return the field as the type ``hint``. See the class for supported types."""
+        kind, *metadata = get_args(hint) if get_origin(hint) is Annotated else (hint,)
+        bounds = metadata[0] if metadata else ()
         if get_origin(kind) in (Union, types.UnionType):
             return self.optional(name, functools.partial(self.value, hint=get_args(kind)[0]), None)
         if get_origin(kind) is tuple:
@@ -225,7 +231,7 @@ class Fields:
             inner.reject_unread()
             return record
         if issubclass(kind, Enum):
-            return kind(self.choice(name, [one.value for one in kind]))
+            return kind(self.choice(name, [member.value for member in kind]))
         if kind is bool:
             return self.boolean(name)
         read: Any = {int: self.integer, float: self.number, str: self.text}[kind]
@@ -248,21 +254,21 @@ def _range(low: float, high: float, between: str) -> str:
 
 
 def _hides(kind: Any) -> bool:
-    return not all(one.repr for one in dataclasses.fields(kind))
+    return not all(declared.repr for declared in dataclasses.fields(kind))
 
 
 @functools.cache
 def _hints(kind: Any) -> dict[str, Any]:
-    found = {}
-    for one in reversed(kind.__mro__):
-        found.update(inspect.get_annotations(one, eval_str=True))
-    return found
+    hints = {}
+    for base in reversed(kind.__mro__):
+        hints.update(inspect.get_annotations(base, eval_str=True))
+    return hints
 
 
 def read_record(
     kind: Callable[..., T], given: object, where: str, *, hidden: bool = False, defaults: bool = False
 ) -> T:
-    """Return ``given`` as a record of the dataclass ``kind``; see :class:`Fields`."""
+    """Read ``given`` as a record of the dataclass ``kind``. See :class:`Fields`."""
     fields = Fields(given, where, hidden=hidden)
     record = fields.record(kind, defaults=defaults)
     fields.reject_unread()
@@ -272,7 +278,7 @@ def read_record(
 def read_json(
     text: bytes | str, longest: float, where: str, *, error: type[DglxError] = ConfigError
 ) -> object:
-    """Parse ``text``; raise ``error`` if it has more than ``longest`` bytes or is not valid JSON."""
+    """Parse ``text``. Raise ``error`` if it has more than ``longest`` bytes or is not valid JSON."""
     if len(text) > longest:
         raise error(f"{where} has {len(text)} bytes, more than {longest}; send it in smaller parts")
     try:
@@ -282,9 +288,10 @@ def read_json(
 
 
 def write_json(value: Json) -> bytes:
-    """Return ``value`` as canonical JSON (sorted keys, no blanks): equal values give equal bytes.
+    """Return ``value`` as canonical JSON with sorted keys and no blanks, so equal values give equal bytes.
 
-    ConfigError for values that JSON cannot represent, such as NaN.
+    Raises:
+        ConfigError: JSON cannot represent a value, such as NaN.
     """
     try:
         return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
@@ -297,5 +304,8 @@ def _no_constant(name: str) -> float:
 
 
 def printable(text: str, longest: int) -> str:
-    """Return at most ``longest`` characters of ``text``; replace control characters but newline."""
-    return "".join(one if one.isprintable() or one == "\n" else "\ufffd" for one in text[:longest])
+    """Return at most ``longest`` characters of ``text``. Control characters except newline are replaced."""
+    return "".join(
+        character if character.isprintable() or character == "\n" else "\ufffd"
+        for character in text[:longest]
+    )

@@ -101,10 +101,10 @@ def standard_columns(
         DatasetError: a split has a value other than 0 and 1, or a label is no number.
     """
     standard: dict[str, NodeColumn] = {}
-    for given, column in columns.items():
-        name = OTHER_NAMES.get(given, given)
-        if not rename or (name != given and name in columns):
-            name = given
+    for source_name, column in columns.items():
+        name = OTHER_NAMES.get(source_name, source_name)
+        if not rename or (name != source_name and name in columns):
+            name = source_name
         if isinstance(column, SparseRows):
             standard[name] = column
         elif name in SPLITS:
@@ -271,8 +271,8 @@ class DglDataSource(DatasetSource):
         # Datasets for whole-graph tasks yield pairs (graph, label of the graph).
         graph = item[0] if isinstance(item, tuple) else item
         # Not every dataset of DGL has a number of classes.
-        found = getattr(dataset, "num_classes", None)
-        num_classes = int(found) if isinstance(found, (int, np.integer)) else None
+        class_count = getattr(dataset, "num_classes", None)
+        num_classes = int(class_count) if isinstance(class_count, (int, np.integer)) else None
         return raw_graph_from_dgl(graph, name=self._name, split=self._split, num_classes=num_classes)
 
 
@@ -320,8 +320,10 @@ def _position(num_graphs: int, index: int | None, where: str) -> int:
     if index is None and num_graphs == 1:
         return 0
     if index is None or index >= num_graphs:
-        asked = "no index was given" if index is None else f"index={index} is not among them"
-        raise ConfigError(f"{where} has {num_graphs} graphs and {asked}; choose index=0 to {num_graphs - 1}")
+        problem = "no index was given" if index is None else f"index={index} is not among them"
+        raise ConfigError(
+            f"{where} has {num_graphs} graphs and {problem}; choose index=0 to {num_graphs - 1}"
+        )
     return index
 
 
@@ -453,8 +455,8 @@ def _num_bytes(path: Path) -> int:
 
 
 def _check_fits(name: str, per_byte: int, path: Path, workspace: Workspace) -> None:
-    files = [one for one in path.rglob("*") if one.is_file()] if path.is_dir() else [path]
-    needed = per_byte * sum(_num_bytes(one) for one in files if one.exists())
+    files = [file for file in path.rglob("*") if file.is_file()] if path.is_dir() else [path]
+    needed = per_byte * sum(_num_bytes(file) for file in files if file.exists())
     if needed > workspace.budget.work:
         remedy = "first `dglx ingest` them (docs/ingest.md)" if path.is_dir() else "give an uncompressed .npz"
         raise ConfigError(
@@ -486,7 +488,7 @@ def _source_and_location(spec: str) -> tuple[str, str]:
     name, colon, location = spec.partition(":")
     if colon and "/" not in name and "\\" not in name:
         return DATASETS.resolve(name), location
-    beside = [other.name for other in path.parent.iterdir()] if path.parent.is_dir() else []
+    beside = [entry.name for entry in path.parent.iterdir()] if path.parent.is_dir() else []
     near = difflib.get_close_matches(path.name, [*beside, *DATASETS.names()])
     hint = f"; near it: {', '.join(near)}" if near else ""
     if not path.parent.is_dir():
@@ -579,7 +581,7 @@ def _as_several_types(
 
 
 def _columns_of(graph: Mapping[str, Any], prefix: str, owner: object) -> dict[str, Array]:
-    found = {}
+    columns = {}
     for key, values in graph.items():
         name = key.removesuffix("_dict")
         if name == "edge_index" or not name.startswith(prefix) or values is None or values.get(owner) is None:
@@ -587,8 +589,8 @@ def _columns_of(graph: Mapping[str, Any], prefix: str, owner: object) -> dict[st
         name, value = name.removeprefix(prefix), np.asarray(values[owner])
         # OGB stores scalars as (K, 1), e.g. the year of a paper.
         is_scalar = name != "feat" and value.ndim == 2 and value.shape[1] == 1
-        found[FEATURE if name == "feat" else name] = value[:, 0] if is_scalar else value
-    return found
+        columns[FEATURE if name == "feat" else name] = value[:, 0] if is_scalar else value
+    return columns
 
 
 @contextmanager

@@ -76,15 +76,15 @@ def draw_edges(
     with progress("drawing edges", num_links, enabled=num_links >= _SHOWN_FROM) as advance:
         for _ in range(_MAX_ROUNDS):
             missing = num_links - len(keys)
-            fresh = _distinct(_draw_keys(config, communities, stubs, first_ends, missing, generator))
+            fresh = _sort_distinct(_draw_keys(config, communities, stubs, first_ends, missing, generator))
             before = len(keys)
-            keys = _merged(keys, fresh) if before else fresh
+            keys = _merge_keys(keys, fresh) if before else fresh
             del fresh
             advance(len(keys) - before)
             if len(keys) >= num_links:
                 break
-            first_ends = _isolated(keys, num_nodes)
-    return _directed(keys, num_nodes)
+            first_ends = _find_isolated(keys, num_nodes)
+    return _add_directions(keys, num_nodes)
 
 
 def _make_stubs(config: SyntheticConfig, communities: Array, generator: np.random.Generator) -> _Stubs:
@@ -123,12 +123,12 @@ def _draw_keys(
         count = min(_PAIRS_AT_ONCE, num_links - first)
         forced = first_ends[first : first + count]
         drawn = stubs.nodes[generator.integers(0, len(stubs.nodes), count - len(forced))]
-        one_end = np.concatenate([forced, drawn])
-        other_end = _neighbours(config, communities[one_end], stubs, generator)
-        differ = one_end != other_end
-        low = np.minimum(one_end, other_end)[differ].astype(np.int64)
+        first_end = np.concatenate([forced, drawn])
+        second_end = _neighbours(config, communities[first_end], stubs, generator)
+        differ = first_end != second_end
+        low = np.minimum(first_end, second_end)[differ].astype(np.int64)
         low *= config.nodes
-        low += np.maximum(one_end, other_end)[differ]
+        low += np.maximum(first_end, second_end)[differ]
         keys[written : written + len(low)] = low
         written += len(low)
     return keys[:written]
@@ -158,29 +158,29 @@ def _neighbours(config: SyntheticConfig, own: Array, stubs: _Stubs, generator: n
     return stubs.nodes[begin + position.astype(np.int64)]
 
 
-def _distinct(keys: Array) -> Array:
+def _sort_distinct(keys: Array) -> Array:
     keys.sort()
     keep = np.ones(len(keys), dtype=np.bool_)
     np.not_equal(keys[1:], keys[:-1], out=keep[1:])
     return keys[keep]
 
 
-def _merged(keys: Array, more: Array) -> Array:
-    position = np.searchsorted(keys, more)
-    known = keys[np.minimum(position, len(keys) - 1)] == more
-    return np.insert(keys, position[~known], more[~known])
+def _merge_keys(keys: Array, new_keys: Array) -> Array:
+    position = np.searchsorted(keys, new_keys)
+    known = keys[np.minimum(position, len(keys) - 1)] == new_keys
+    return np.insert(keys, position[~known], new_keys[~known])
 
 
-def _isolated(keys: Array, num_nodes: int) -> Array:
-    linked = np.zeros(num_nodes, dtype=np.bool_)
+def _find_isolated(keys: Array, num_nodes: int) -> Array:
+    has_link = np.zeros(num_nodes, dtype=np.bool_)
     for first in range(0, len(keys), _PAIRS_AT_ONCE):
         piece = keys[first : first + _PAIRS_AT_ONCE]
-        linked[piece // num_nodes] = True
-        linked[piece % num_nodes] = True
-    return np.flatnonzero(~linked).astype(id_dtype(num_nodes))
+        has_link[piece // num_nodes] = True
+        has_link[piece % num_nodes] = True
+    return np.flatnonzero(~has_link).astype(id_dtype(num_nodes))
 
 
-def _directed(keys: Array, num_nodes: int) -> tuple[Array, Array]:
+def _add_directions(keys: Array, num_nodes: int) -> tuple[Array, Array]:
     num_links = len(keys)
     turned = np.empty(2 * num_links, dtype=np.int64)
     for first in range(0, num_links, _PAIRS_AT_ONCE):
@@ -265,9 +265,9 @@ class SyntheticConfig:
         size = max(20 * self.degree, 3.5 * self.nodes**0.5)
         return self.classes * max(1, int(self.nodes / (self.classes * size)))
 
-    def _require(self, holds: bool, name: str, wanted: str) -> None:
-        if not holds:
-            raise ConfigError(f"{name}={getattr(self, name)!r} of the synthetic graph must be {wanted}")
+    def _require(self, is_valid: bool, name: str, expected: str) -> None:
+        if not is_valid:
+            raise ConfigError(f"{name}={getattr(self, name)!r} of the synthetic graph must be {expected}")
 
 
 def parse_config(text: str, options: Mapping[str, object]) -> SyntheticConfig:
@@ -468,11 +468,11 @@ def _draw_sources(links: _HalfLinks, node: int, out: Array, counts: Array) -> in
             offsets = ends[level, low : high + 1]
             size, key = offsets[-1] - offsets[0], mix(keys[level] ^ np.uint64(segment))
             for half in range(ends[level, own], ends[level, own + 1]):
-                joined = _permuted(half - offsets[0], size, key, False) ^ 1
-                partner = offsets[0] + _permuted(joined, size, key, True)
-                other = low + np.searchsorted(offsets, partner, side="right") - 1
-                if other != own:
-                    out[total] = order[other]
+                joined = _permute(half - offsets[0], size, key, False) ^ 1
+                partner = offsets[0] + _permute(joined, size, key, True)
+                neighbor = low + np.searchsorted(offsets, partner, side="right") - 1
+                if neighbor != own:
+                    out[total] = order[neighbor]
                     total += 1
         out[start:total].sort()
         end, total = total, start
@@ -485,7 +485,7 @@ def _draw_sources(links: _HalfLinks, node: int, out: Array, counts: Array) -> in
 
 
 @njit(cache=True, nogil=True)
-def _permuted(number: int, size: int, key: np.uint64, inverse: bool) -> int:
+def _permute(number: int, size: int, key: np.uint64, inverse: bool) -> int:
     """Return the place of ``number`` in a keyed permutation of [0, size), or the number at a place.
 
     A Feistel network over the rows and columns of a square (Black and Rogaway 2002), repeated until the
@@ -511,7 +511,7 @@ def _permuted(number: int, size: int, key: np.uint64, inverse: bool) -> int:
             return number
 
 
-_BYTES_OF_NODE = 80
+_NODE_BYTES = 80
 """Of memory, while a graph is streamed."""
 
 
@@ -536,7 +536,7 @@ class SyntheticSource(DatasetSource):
         is_small = workspace.array("generator", lambda: np.array([workspace.fits(num_bytes)]))
         if is_small[0]:
             return generate(config)
-        workspace.remaining(_BYTES_OF_NODE * config.nodes, 0, f"making {config.nodes} nodes")
+        workspace.remaining(_NODE_BYTES * config.nodes, 0, f"making {config.nodes} nodes")
         folder = workspace.stage("synthetic", lambda partial: write_streamed(config, partial / "dataset"))
         return load_raw_graph(open_dataset(folder / "dataset"), workspace)
 
@@ -570,13 +570,13 @@ def _splits(config: SyntheticConfig, communities: Array) -> dict[str, Array]:
     rates = (config.train_rate, config.val_rate, config.test_rate)
     num_train, num_val, num_test = (round(rate * config.nodes) for rate in rates)
     in_hot = communities[order] < max(1, config.num_communities // 10)
-    hot, others = order[in_hot], order[~in_hot]
+    hot, cold = order[in_hot], order[~in_hot]
     even_share = round(num_train * len(hot) / config.nodes)
     num_hot = min(even_share + round(config.skew * (num_train - even_share)), len(hot))
-    num_others = min(num_train - num_hot, len(others))
-    train = np.concatenate([hot[:num_hot], others[:num_others]])
-    rest = generator.permutation(np.concatenate([hot[num_hot:], others[num_others:]]))
-    chosen = (train, rest[:num_val], rest[num_val : num_val + num_test])
+    num_others = min(num_train - num_hot, len(cold))
+    train = np.concatenate([hot[:num_hot], cold[:num_others]])
+    remaining = generator.permutation(np.concatenate([hot[num_hot:], cold[num_others:]]))
+    chosen = (train, remaining[:num_val], remaining[num_val : num_val + num_test])
     masks = {}
     for name, ids in zip(SPLITS, chosen, strict=True):
         if len(ids):

@@ -33,13 +33,13 @@ SUFFIXES = (".csv", ".parquet")
 _NOT_READ = {".tsv", ".json", ".jsonl", ".ndjson", ".gz", ".xlsx", ".feather", ".arrow", ".pq"}
 
 
-def _stacked(table: Any, names: Sequence[str], where: str) -> Array:
+def _stack_columns(table: Any, names: Sequence[str], where: str) -> Array:
     stacked = np.empty((table.num_rows, len(names)), dtype=np.float32)
     for position, name in enumerate(names):
-        one = column(table, name, where)
-        values = one.numbers()
+        table_column = column(table, name, where)
+        values = table_column.numbers()
         if values.ndim != 1:
-            raise one.error("holds lists; put all features into them, and call the column feat")
+            raise table_column.error("holds lists; put all features into them, and call the column feat")
         stacked[:, position] = values
     return stacked
 
@@ -78,10 +78,10 @@ def _tables(folder: Path) -> list[Path]:
 
 
 def _one_file(folder: Path, stem: str) -> Path | None:
-    found = [folder / f"{stem}{suffix}" for suffix in SUFFIXES if (folder / f"{stem}{suffix}").is_file()]
-    if len(found) > 1:
-        raise DatasetError(f"{folder} has both {found[0].name} and {found[1].name}; remove one")
-    return found[0] if found else None
+    paths = [folder / f"{stem}{suffix}" for suffix in SUFFIXES if (folder / f"{stem}{suffix}").is_file()]
+    if len(paths) > 1:
+        raise DatasetError(f"{folder} has both {paths[0].name} and {paths[1].name}; remove one")
+    return paths[0] if paths else None
 
 
 def _edge_type(path: Path) -> EdgeType:
@@ -119,9 +119,9 @@ def is_node_id(name: str, ntype: str) -> bool:
     return _plain_name(name) in {*_ID_NAMES, *_names_of_type(ntype)} - {LABEL, SPLIT, FEATURE}
 
 
-def _read(path: Path, asked: Collection[str] = ()) -> Any:
-    """Return a table; columns of ids are those ``asked`` for, ends of edges, and usual names of nodes."""
-    known = {*asked, *(key for keys in _KEYS_OF_EDGES for key in keys)}
+def _read(path: Path, id_names: Collection[str] = ()) -> Any:
+    """Return a table; columns of ids are those ``id_names`` for, ends of edges, and usual names of nodes."""
+    known = {*id_names, *(key for keys in _KEYS_OF_EDGES for key in keys)}
     stems = path.stem.split("__")
 
     def is_id(name: str) -> bool:
@@ -179,7 +179,7 @@ class TablesSource(DatasetSource):
         ignored = set(filter(None, _choose_names(self._ignored, [*of_nodes, *of_edges], where, "ignore")))
         known = [name for name in of_nodes if name and name not in ignored]
         ids = None if self._ids is None else _choose_names(self._ids, known, f"{where} of nodes", "--id")
-        return graph_of_tables(self._name, nodes, edges, ignored, ids)
+        return build_graph_from_tables(self._name, nodes, edges, ignored, ids)
 
 
 def _choose_names(listed: str, known: Sequence[str], where: str, option: str) -> list[str]:
@@ -197,7 +197,7 @@ def _choose_names(listed: str, known: Sequence[str], where: str, option: str) ->
     return names
 
 
-def graph_of_tables(
+def build_graph_from_tables(
     name: str,
     nodes: Mapping[str, tuple[str, Any]],
     edges: Mapping[EdgeType, tuple[str, Any]],
@@ -235,13 +235,13 @@ def graph_of_tables(
     for ntype in sorted({ntype for etype in ends for ntype in (etype[0], etype[2])} - ids.keys()):
         ids[ntype] = _ids_in_edges(ntype, _ends_at(ntype, ends))
     positions, edge_data = {}, {}
-    for etype, found in ends.items():
+    for etype, etype_ends in ends.items():
         first, second = (
             _positions(end, ids[ntype], owners.get(ntype))
-            for end, ntype in zip(found, (etype[0], etype[2]), strict=True)
+            for end, ntype in zip(etype_ends, (etype[0], etype[2]), strict=True)
         )
         positions[etype] = (first, second)
-        data = _columns(edges[etype][1], edges[etype][0], {*(end.name for end in found), *ignored})
+        data = _columns(edges[etype][1], edges[etype][0], {*(end.name for end in etype_ends), *ignored})
         edge_data[etype] = {key: value for key, value in data.items() if isinstance(value, np.ndarray)}
     return RawGraph(
         name=name,
@@ -333,13 +333,13 @@ def _ends_at(node_type: str, ends: Mapping[EdgeType, tuple[TableColumn, TableCol
 
 
 def _ids_in_edges(node_type: str, ends: Sequence[TableColumn]) -> Any:
-    found = [pc.unique(end.values) for end in ends if len(end.values)] or [ends[0].values]
-    if len({str(values.type) for values in found}) > 1:
+    distinct = [pc.unique(end.values) for end in ends if len(end.values)] or [ends[0].values]
+    if len({str(values.type) for values in distinct}) > 1:
         raise DatasetError(
             f"{ends[0].where}: node type {node_type!r} has no table, and the edges name "
             "its nodes by integers in one place and by strings in another; use one of them"
         )
-    return _sort_distinct(pa.chunked_array(found))
+    return _sort_distinct(pa.chunked_array(distinct))
 
 
 def _positions(end: TableColumn, ids: Any, table: str | None) -> Array:
@@ -356,8 +356,8 @@ def _positions(end: TableColumn, ids: Any, table: str | None) -> Array:
         unknown = (numbers < 0) | (numbers >= len(ids))
         positions = numbers.astype(id_dtype(len(ids)))
     else:
-        found = pc.index_in(values, value_set=ids)
-        unknown, positions = as_numpy(pc.is_null(found)), as_numpy(pc.fill_null(found, -1))
+        indices = pc.index_in(values, value_set=ids)
+        unknown, positions = as_numpy(pc.is_null(indices)), as_numpy(pc.fill_null(indices, -1))
     count = f"(rows of {end.name!r} with unknown ids: {int(unknown.sum())})"
     end.refuse(unknown, f"is not {owner} {count}", "node id ")
     return positions
@@ -381,24 +381,26 @@ def _columns(table: Any, where: str, left_out: set[str]) -> dict[str, NodeColumn
                 _LOG.warning(
                     "%s: columns %s are taken as %d, but skip or repeat a number", where, shown, len(in_order)
                 )
-            columns[stem] = _stacked(table, in_order, where)
+            columns[stem] = _stack_columns(table, in_order, where)
             names = [name for name in names if name not in numbered]
     for name in names:
         if name in (LABEL, SPLIT):
             continue
-        found = column(table, name, where)
-        if found.is_text and name == FEATURE:
-            shown = f"holds texts, such as {found.values[0].as_py()!r:.40}; write its numbers in columns"
-            raise found.error(f"{shown} feat_0, feat_1 ..., or lists of numbers in Parquet")
-        if found.is_text:
+        table_column = column(table, name, where)
+        if table_column.is_text and name == FEATURE:
+            shown = (
+                f"holds texts, such as {table_column.values[0].as_py()!r:.40}; write its numbers in columns"
+            )
+            raise table_column.error(f"{shown} feat_0, feat_1 ..., or lists of numbers in Parquet")
+        if table_column.is_text:
             to_id = "" if _ID in table.column_names else f", or 'id' if it has the ids (--id {name})"
             hint = f"rename it to 'label' if it is to be learnt{to_id}"
             hint = hint if _ID in left_out else "save triples as a .tsv without a header"
-            raise found.error(
+            raise table_column.error(
                 f"holds strings, which no model can use; {hint}, encode it as numbers, or leave it out (in a "
                 f"folder of tables: --option ignore={name})"
             )
-        columns[name] = found.numbers()
+        columns[name] = table_column.numbers()
     columns = standard_columns(columns, where)
     check_columns(columns, table.num_rows, count_classes(columns), where)
     return columns

@@ -84,15 +84,15 @@ class TableColumn:
 
     def as_int64(self) -> Any:
         """Return integers as a pyarrow array of int64."""
-        return self._cast(pa.int64(), "has a number beyond 64 signed bits; write texts")
+        return self._cast_values(pa.int64(), "has a number beyond 64 signed bits; write texts")
 
     def texts(self) -> Any:
         """Return the values as a pyarrow array of large_string."""
-        return self._cast(
+        return self._cast_values(
             pa.large_string(), f"holds {self.values.type} that is not text; write texts or numbers"
         )
 
-    def _cast(self, kind: Any, problem: str) -> Any:
+    def _cast_values(self, kind: Any, problem: str) -> Any:
         try:
             return self.values.cast(kind)
         except pa.ArrowException as error:
@@ -423,7 +423,7 @@ def _header(path: Path, separator: str) -> list[str]:
         return next(csv.reader(file, delimiter=separator), [])
 
 
-_WHOLE = "^(0|-?[1-9][0-9]*)$"
+_INTEGER = "^(0|-?[1-9][0-9]*)$"
 
 
 def numbers_of_text(column: TableColumn, separator: str | None = None) -> Array:
@@ -454,7 +454,7 @@ def parse_ids(column: TableColumn, *, is_text: bool) -> Any:
         return texts
     if column.is_text:
         # Arrow also parses 0x10 and 007, which would be other ids when written back.
-        odd = ~as_numpy(pc.match_substring_regex(column.values, _WHOLE))
+        odd = ~as_numpy(pc.match_substring_regex(column.values, _INTEGER))
         rows = "their row numbers where they have no node_id_col"
         column.refuse(odd, f"is not a whole number, as those of its nodes are ({rows})", "node id ")
     return column.as_int64()

@@ -26,7 +26,7 @@ def check_raw_graph(graph: RawGraph, where: str) -> None:
     """
     if graph.total_nodes == 0:
         raise DatasetError(f"{where}: the graph has no nodes; there must be at least one")
-    masks = [(name, one) for columns in graph.edge_data.values() for name, one in columns.items()]
+    masks = [(name, column) for columns in graph.edge_data.values() for name, column in columns.items()]
     selecting = {
         name for name, mask in masks if name in SPLITS and isinstance(mask, np.ndarray) and mask.any()
     }
@@ -97,20 +97,20 @@ def check_ids(ids: Array, end: int, column: str, where: str, what: str = "node i
 def check_integers(values: Array, column: str, where: str) -> None:
     """Raise DatasetError unless ``values`` are (K,) integers."""
     if values.ndim != 1 or values.dtype.kind not in "iu":
-        found = f"it is {values.dtype} of shape {values.shape}"
-        found += "; texts as ids are for tables (docs/quickstart.md)" if values.dtype.kind in "USO" else ""
-        raise column_error(where, column, f"must hold one whole number a row; {found}")
+        actual = f"it is {values.dtype} of shape {values.shape}"
+        actual += "; texts as ids are for tables (docs/quickstart.md)" if values.dtype.kind in "USO" else ""
+        raise column_error(where, column, f"must hold one whole number a row; {actual}")
 
 
 def check_unique(ids: Array, column: str, where: str) -> None:
     """Raise DatasetError if a value of ``ids`` ((K,) integers or strings) occurs twice."""
-    found = first_repeat(ids)
-    if found is not None:
-        row, earlier = found
-        raise column_error(where, column, repeated_id(ids[row].item(), f"row {earlier}"), row)
+    repeat = first_repeat(ids)
+    if repeat is not None:
+        row, earlier = repeat
+        raise column_error(where, column, describe_repeated_id(ids[row].item(), f"row {earlier}"), row)
 
 
-def repeated_id(node_id: object, earlier: str) -> str:
+def describe_repeated_id(node_id: object, earlier: str) -> str:
     """Return what is said of an id that the row ``earlier`` has, too."""
     return f"node id {node_id!r} occurs already in {earlier}; every node may have one row only"
 
@@ -147,12 +147,12 @@ def check_columns(
             is_label = name == LABEL and column.ndim == 1 and column.dtype.kind == "f"  # NaN: no target
             check_finite(np.where(np.isnan(column), 0, column) if is_label else column, name, where)
     splits = {name: columns[name] for name in SPLITS if name in columns}
-    masks = {name: _checked_mask(one, name, where, name in selecting) for name, one in splits.items()}
-    for (one, first), (two, second) in combinations(masks.items(), 2):
+    masks = {name: _checked_mask(split, name, where, name in selecting) for name, split in splits.items()}
+    for (name, first), (other_name, second) in combinations(masks.items(), 2):
         both = first & second
         if both.any():
             raise DatasetError(
-                f"{where}: columns {one!r} and {two!r} overlap: row {_first(both)} is in both "
+                f"{where}: columns {name!r} and {other_name!r} overlap: row {_first(both)} is in both "
                 f"({int(both.sum())} rows in all); leave these out of one, or call it another name"
             )
     label = columns.get(LABEL)
@@ -233,8 +233,8 @@ def _check_classes(label: Array, num_classes: int, where: str) -> None:
 def _warn_of_classes(label: Array, num_classes: int, where: str) -> None:
     known = label[label >= 0]
     if num_classes > 20 and num_classes > min(len(known) / 2, 2 * len(np.unique(known))):
-        of_nodes = f"has {num_classes} classes for {len(known)} labelled nodes, or most are empty"
-        _LOG.warning("%s: column %r %s; train with --task regression if they measure", where, LABEL, of_nodes)
+        reason = f"has {num_classes} classes for {len(known)} labelled nodes, or most are empty"
+        _LOG.warning("%s: column %r %s; train with --task regression if they measure", where, LABEL, reason)
 
 
 _NO_LABEL = {"unknown", "unk", "na", "n/a", "nan", "none", "null", "nil", "missing", "?", "-"}

@@ -348,7 +348,7 @@ def test_a_folder_of_something_else_is_refused(tmp_path: Path, names: list[str])
     for name in names:
         (work / name).write_text("")
     message = refusal(lambda: partition(data, tmp_path / "out", memory=PLENTY), StorageError)
-    assert "holds something else than unfinished work" in message
+    assert "holds files that are not unfinished work" in message
     assert content(work) == dict.fromkeys(names, b"")
 
 
@@ -388,7 +388,7 @@ def test_a_damaged_stage_is_made_again(
     else:
         path.parent.with_suffix(".json").write_text(damage)
     partition(data, out, memory=PLENTY)
-    assert re.findall(r"(\w+) is made again", capsys.readouterr().err) == [path.parent.name]
+    assert re.findall(r"making \S*?(\w+) again", capsys.readouterr().err) == [path.parent.name]
     assert content(out) == content(tmp_path / "whole")
 
 
@@ -462,7 +462,7 @@ def test_a_scratch_in_memory_is_told(
 def test_no_more_than_the_machine_has_is_used(capsys: pytest.CaptureFixture[str]) -> None:
     budget, (most, _) = open_budget(10**16), machine_memory()
     assert 0 < budget.work < most
-    message = f"--memory 10 PB is more than there is here; {format_bytes(most)} are used\n"
+    message = f"--memory 10 PB is more than this machine has; using {format_bytes(most)}\n"
     assert capsys.readouterr().err == message
 
 

@@ -100,7 +100,7 @@ def test_nothing_but_saved_rows_is_replaced(alone: Session, tmp_path: Path) -> N
     folder = tmp_path / "rows"
     save(alone, folder, 1)
     save(alone, folder / "below", 2)
-    with pytest.raises(StorageError, match="holds something else than saved rows, such as 'below'"):
+    with pytest.raises(StorageError, match="has files other than saved rows, such as 'below'"):
         save(alone, folder, 3)
     assert load(folder / "below") == [2] * PER_RANK
     project = tmp_path / "project"

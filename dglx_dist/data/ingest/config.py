@@ -58,18 +58,18 @@ class IngestPlan:
 def read_json(path: Path) -> object:
     """Read a JSON file in which no object repeats a key."""
     try:
-        found: object = json.loads(read_small_file(path), object_pairs_hook=_once)
+        value: object = json.loads(read_small_file(path), object_pairs_hook=_reject_repeated_keys)
         # Python accepts NaN and lone surrogates, which cannot be written back.
-        json.dumps(found, ensure_ascii=False, allow_nan=False).encode()
+        json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
     except OSError as error:
         remedy = "name the description, or give a folder of tables to `dglx partition`"
         raise ConfigError(f"{path.absolute()} cannot be read: {error.strerror}; {remedy}") from None
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path}: not valid JSON: {error}") from None
-    return found
+    return value
 
 
-def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _reject_repeated_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     keys = [key for key, _ in pairs]
     if len(set(keys)) < len(keys):
         raise ValueError(f"the key {max(keys, key=keys.count)!r} appears twice in one object")
@@ -99,16 +99,16 @@ def read_files(entry: Fields) -> FileSet:
 def named_files(entry: Fields, key: str) -> FileSet:
     """Return the files that a key names, in the format of their suffix; see :func:`read_files`."""
     paths = _paths(entry, key)
-    found = {path.suffix[1:]: path.name for path in paths}
-    for suffix, name in found.items():
+    name_by_suffix = {path.suffix[1:]: path.name for path in paths}
+    for suffix, name in name_by_suffix.items():
         if suffix not in FORMATS:
             raise entry.error(
                 f"{name} is of no known format; name it *.csv or *.parquet, or, where it is a table of nodes "
                 'or edges, give format: {"name": ...}, one of csv, parquet'
             )
-    if len(found) > 1:
+    if len(name_by_suffix) > 1:
         raise entry.field_error(key, f"files of one format ({', '.join(FORMATS)})")
-    return FileSet(paths=paths, format=next(iter(found)))
+    return FileSet(paths=paths, format=next(iter(name_by_suffix)))
 
 
 def _paths(entry: Fields, key: str) -> tuple[Path, ...]:
@@ -130,9 +130,9 @@ def _matches(pattern: str, entry: Fields) -> list[Path]:
     folders = (Path(entry.where).absolute().parent, Path.cwd())
     for folder in folders:
         names = [pattern] if (folder / pattern).is_file() else glob(pattern, root_dir=folder, recursive=True)
-        found = sorted(folder / name for name in names if (folder / name).is_file())
-        if found:
-            return found
+        paths = sorted(folder / name for name in names if (folder / name).is_file())
+        if paths:
+            return paths
     raise entry.error(f"there is no file {pattern!r}, neither in {folders[0]} nor in {folders[1]}")
 
 
@@ -216,8 +216,8 @@ def read_config(path: Path) -> IngestConfig:
     top = Fields(read_json(path), str(path)).reject_unknown(("version", "nodes", "edges"))
     if top.has("version"):
         top.choice("version", VERSIONS)
-    nodes = tuple(_node(one.reject_unknown(_NODE_KEYS)) for one in top.nested_list("nodes", 1))
-    edges = tuple(_edge(one.reject_unknown(_EDGE_KEYS)) for one in top.nested_list("edges", 1))
+    nodes = tuple(_node(entry.reject_unknown(_NODE_KEYS)) for entry in top.nested_list("nodes", 1))
+    edges = tuple(_edge(entry.reject_unknown(_EDGE_KEYS)) for entry in top.nested_list("edges", 1))
     config = IngestConfig(path=path, nodes=nodes, edges=edges, raw=top.mapping)
     _check_types(config)
     return config
@@ -255,13 +255,16 @@ def _edge(entry: Fields) -> TypeSpec[EdgeType]:
 def _features(entry: Fields) -> tuple[FeatureSpec, ...]:
     if not entry.has("features"):
         return ()
-    features = tuple(_feature(one.reject_unknown(_FEATURE_KEYS)) for one in entry.nested_list("features", 1))
+    features = tuple(
+        _feature(feature_entry.reject_unknown(_FEATURE_KEYS))
+        for feature_entry in entry.nested_list("features", 1)
+    )
     for name in dict.fromkeys(feature.name for feature in features):
-        asked = {feature.dtype for feature in features if feature.name == name} - {None}
-        if len(asked) > 1:
+        dtypes = {feature.dtype for feature in features if feature.name == name} - {None}
+        if len(dtypes) > 1:
             raise entry.error(
                 f"the features {name!r} make one tensor, of one out_dtype, and ask for "
-                f"{', '.join(sorted(map(str, asked)))}"
+                f"{', '.join(sorted(map(str, dtypes)))}"
             )
     return features
 

@@ -22,7 +22,7 @@ from dglx_dist.data.tables import (
 from dglx_dist.data.validate import column_error
 from dglx_dist.records import FEATURE, Array, ColumnInfo
 
-_FOUND_SETTINGS = ("max_val", "min_val", "sum", "mapping")
+_STATISTIC_SETTINGS = ("max_val", "min_val", "sum", "mapping")
 MAX_CATEGORIES = 1 << 14
 """Maximum number of distinct texts of a categorical column."""
 _Text: TypeAlias = Annotated[str, Within(1)]
@@ -70,13 +70,13 @@ def make_transforms(spec: FeatureSpec) -> tuple[Transform, ...]:
     return tuple(made)
 
 
-def join_settings(of_columns: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
+def join_settings(column_settings: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
     """Return the settings of a feature from those of its columns: statistics become lists."""
-    if len(of_columns) == 1:
-        return of_columns[0]
-    keys = dict.fromkeys(key for one in of_columns for key in one)
-    columns = {key: [one.get(key) for one in of_columns] for key in keys}
-    return {key: found if key in _FOUND_SETTINGS else found[0] for key, found in columns.items()}
+    if len(column_settings) == 1:
+        return column_settings[0]
+    keys = dict.fromkeys(key for settings in column_settings for key in settings)
+    columns = {key: [settings.get(key) for settings in column_settings] for key in keys}
+    return {key: values if key in _STATISTIC_SETTINGS else values[0] for key, values in columns.items()}
 
 
 @final
@@ -89,10 +89,10 @@ class Unchanged(Transform):
         self._width = settings.value("truncate_dim", Annotated[int, Within(1)] | None)
 
     def apply(self, rows: TableColumn) -> Array:
-        found = _matrix(rows, self._separator)
-        if self._width is not None and found.shape[1] < self._width:
-            raise rows.error(f"{found.shape[1]} numbers, but truncate_dim asks for {self._width}", 0)
-        return found[:, : self._width]
+        matrix = _matrix(rows, self._separator)
+        if self._width is not None and matrix.shape[1] < self._width:
+            raise rows.error(f"{matrix.shape[1]} numbers, but truncate_dim asks for {self._width}", 0)
+        return matrix[:, : self._width]
 
 
 class _Scaled(Transform):
@@ -104,25 +104,27 @@ class _Scaled(Transform):
 
     def __init__(self, column: str, settings: Fields) -> None:
         super().__init__(column, settings)
-        self._found: dict[str, Array] = {}
+        self._statistics: dict[str, Array] = {}
         for key in filter(settings.has, self._reductions):
             kind = _Numbers if isinstance(settings.mapping[key], list) else _Number
-            self._found[key] = np.array(settings.value(key, kind), np.float64, ndmin=1)
-        self._missing = [key for key in self._reductions if key not in self._found]
+            self._statistics[key] = np.array(settings.value(key, kind), np.float64, ndmin=1)
+        self._missing = [key for key in self._reductions if key not in self._statistics]
 
     def scan(self, rows: TableColumn) -> None:
         matrix = self._matrix(rows)
         for key in self._missing if len(matrix) else ():
             reduce = self._reductions[key]
-            found = reduce.reduce(matrix, axis=0, dtype=np.float64)
-            self._found[key] = reduce(self._found[key], found) if key in self._found else found
+            statistic = reduce.reduce(matrix, axis=0, dtype=np.float64)
+            self._statistics[key] = (
+                reduce(self._statistics[key], statistic) if key in self._statistics else statistic
+            )
 
     def _matrix(self, rows: TableColumn) -> Array:
         matrix = _matrix(rows)
-        for found in self._found.values() if len(matrix) else ():
+        for statistic in self._statistics.values() if len(matrix) else ():
             # A statistic of length 1 was given in the settings, for all positions.
-            if len(found) not in (1, matrix.shape[1]):
-                raise rows.error(f"{matrix.shape[1]} numbers, but there were {len(found)} before", 0)
+            if len(statistic) not in (1, matrix.shape[1]):
+                raise rows.error(f"{matrix.shape[1]} numbers, but there were {len(statistic)} before", 0)
         return matrix
 
 
@@ -137,13 +139,13 @@ class MaxMin(_Scaled):
         self._bounds = {key: settings.value(key, _Number | None) for key in ("min_bound", "max_bound")}
 
     def finalize(self, where: str) -> Mapping[str, Any]:
-        if len(self._found) < 2:
+        if len(self._statistics) < 2:
             raise column_error(where, self.column, "has no row to find its minimum and maximum in")
         for key, name, nearer in (("min_val", "min_bound", np.maximum), ("max_val", "max_bound", np.minimum)):
             bound = self._bounds[name]
             if key in self._missing and bound is not None:
-                self._found[key] = nearer(self._found[key], bound)
-        low, high = self._found["min_val"], self._found["max_val"]
+                self._statistics[key] = nearer(self._statistics[key], bound)
+        low, high = self._statistics["min_val"], self._statistics["max_val"]
         if (high <= low).any():
             problem = f"has the maximum {high.max()}, which is not above its minimum {low.min()}"
             raise column_error(where, self.column, f"{problem}; max_min_norm would divide by 0: leave it out")
@@ -151,7 +153,7 @@ class MaxMin(_Scaled):
 
     def apply(self, rows: TableColumn) -> Array:
         matrix = self._matrix(rows).astype(np.float64, copy=False)
-        low, high = self._found["min_val"], self._found["max_val"]
+        low, high = self._statistics["min_val"], self._statistics["max_val"]
         return np.clip((matrix - low) / (high - low), 0, 1).astype(np.float32)
 
 
@@ -162,7 +164,7 @@ class Standard(_Scaled):
     _reductions: ClassVar = {"sum": np.add}
 
     def finalize(self, where: str) -> Mapping[str, Any]:
-        total = self._found.get("sum")
+        total = self._statistics.get("sum")
         if total is None or (total == 0).any():
             problem = (
                 "has values of sum 0, by which standard would divide; take max_min_norm, or leave it out"
@@ -171,7 +173,7 @@ class Standard(_Scaled):
         return {**self.settings, "sum": total.tolist()}
 
     def apply(self, rows: TableColumn) -> Array:
-        return (self._matrix(rows) / self._found["sum"]).astype(np.float32)
+        return (self._matrix(rows) / self._statistics["sum"]).astype(np.float32)
 
 
 @final
@@ -183,19 +185,19 @@ class Categorical(Transform):
     def __init__(self, column: str, settings: Fields) -> None:
         super().__init__(column, settings)
         self._separator = settings.value("separator", _Text | None)
-        self._given = settings.has("mapping")
+        self._has_mapping = settings.has("mapping")
         self._seen: set[str] = set()
         self._codes: Mapping[str, int] = settings.value("mapping", _Codes | None) or {}
-        if self._given and {*self._codes.values()} != {*range(len(self._codes))}:
+        if self._has_mapping and {*self._codes.values()} != {*range(len(self._codes))}:
             raise settings.field_error("mapping", "a number for each text, from 0 on without gaps")
 
     def scan(self, rows: TableColumn) -> None:
-        if not self._given:
+        if not self._has_mapping:
             why = "to_categorical makes a column of each; encode it otherwise"
             add_texts(self._seen, self._texts(rows)[1], rows, why)
 
     def finalize(self, where: str) -> Mapping[str, Any]:
-        if not self._given:
+        if not self._has_mapping:
             self._codes = {text: number for number, text in enumerate(sorted(self._seen))}
         if not self._codes:
             raise column_error(where, self.column, "has no value to make a category of; leave it out")
@@ -205,8 +207,8 @@ class Categorical(Transform):
         row_of, texts = self._texts(rows)
         known = pa.array(list(self._codes), pa.large_string())
         numbers = np.array(list(self._codes.values()), np.int64)
-        found = pc.index_in(texts, value_set=known)
-        is_known, codes = ~as_numpy(pc.is_null(found)), as_numpy(pc.fill_null(found, 0))
+        indices = pc.index_in(texts, value_set=known)
+        is_known, codes = ~as_numpy(pc.is_null(indices)), as_numpy(pc.fill_null(indices, 0))
         out = np.zeros((len(rows.values), len(self._codes)), np.int8)
         out[row_of[is_known], numbers[codes[is_known]]] = 1
         return out
@@ -235,8 +237,8 @@ def add_texts(seen: set[str], texts: Any, rows: TableColumn, why: str) -> None:
 
 
 def _matrix(rows: TableColumn, separator: str | None = None) -> Array:
-    found = numbers_of_text(rows, separator) if rows.is_text else rows.numbers()
-    return found.reshape(len(found), -1) if found.ndim == 1 else found
+    numbers = numbers_of_text(rows, separator) if rows.is_text else rows.numbers()
+    return numbers.reshape(len(numbers), -1) if numbers.ndim == 1 else numbers
 
 
 @final
@@ -244,24 +246,32 @@ class Features:
     """Features of one type; features with the same name are columns of one tensor."""
 
     def __init__(self, specs: Sequence[FeatureSpec], batch_bytes: int) -> None:
-        self._of_spec = [make_transforms(spec) for spec in specs]
+        self._spec_transforms = [make_transforms(spec) for spec in specs]
         self._tensors: dict[str, list[Transform]] = {}
         self._dtypes = {spec.name: spec.dtype for spec in specs if spec.dtype is not None}
-        for spec, transforms in zip(specs, self._of_spec, strict=True):
+        for spec, transforms in zip(specs, self._spec_transforms, strict=True):
             self._tensors.setdefault(spec.name, []).extend(transforms)
-        self._scanned = [one for transforms in self._of_spec for one in transforms if one.needs_scan]
+        self._scanned = [
+            transform
+            for transforms in self._spec_transforms
+            for transform in transforms
+            if transform.needs_scan
+        ]
         self._batch_bytes = batch_bytes
         self.names = tuple(self._tensors)
-        self.scanned_columns = tuple(one.column for one in self._scanned)
+        self.scanned_columns = tuple(transform.column for transform in self._scanned)
         """Columns that must be scanned in full before they are transformed."""
 
     def scan(self, piece: TablePiece) -> None:
-        for one in self._scanned:
-            one.scan(piece.columns[one.column])
+        for transform in self._scanned:
+            transform.scan(piece.columns[transform.column])
 
     def finalize(self, where: str) -> list[Mapping[str, Any]]:
         """Return the settings of each feature, including statistics of the table ``where``."""
-        return [join_settings([one.finalize(where) for one in transforms]) for transforms in self._of_spec]
+        return [
+            join_settings([transform.finalize(where) for transform in transforms])
+            for transforms in self._spec_transforms
+        ]
 
     def info(self, name: str, table: PiecewiseTable) -> ColumnInfo:
         """Return dtype and row shape of one tensor, from the first row; there must be one.
@@ -270,13 +280,13 @@ class Features:
         number a row is a scalar. The model's input is a float32 matrix in any case.
         """
         transforms = self._tensors[name]
-        piece = next(table.pieces([one.column for one in transforms]))
+        piece = next(table.pieces([transform.column for transform in transforms]))
         row = _rows(transforms, piece, 0, 1)
-        width, found = row.shape[1], row.dtype
+        width, dtype = row.shape[1], row.dtype
         if not width:
             problem = "an empty list; give at least one number a row, or leave the column out"
             raise piece.columns[transforms[0].column].error(problem, 0)
-        usual = "float32" if found.kind == "f" or name == FEATURE else found.name
+        usual = "float32" if dtype.kind == "f" or name == FEATURE else dtype.name
         row_shape = () if width == 1 and name != FEATURE else (width,)
         return ColumnInfo(dtype=self._dtypes.get(name, usual), row_shape=row_shape)
 
@@ -284,25 +294,26 @@ class Features:
         """Yield the rows of one tensor, (k, *row) of ``info``'s dtype."""
         transforms, width = self._tensors[name], max(1, int(np.prod(info.row_shape)))
         at_once = max(1, self._batch_bytes // (8 * width))
-        for piece in table.pieces([one.column for one in transforms]):
+        for piece in table.pieces([transform.column for transform in transforms]):
             # Errors name all columns of the tensor.
-            names = ", ".join(one.column for one in transforms)
+            names = ", ".join(transform.column for transform in transforms)
             columns = replace(piece.columns[transforms[0].column], name=names)
             for first in range(0, piece.num_rows, at_once):
                 rows = _rows(transforms, piece, first, at_once)
                 if rows.shape[1] != width:
                     raise columns.error(f"{rows.shape[1]} numbers, but the first row has {width}", first)
-                stored = _cast(rows, info, columns.part(first, len(rows)))
+                stored = _cast_rows(rows, info, columns.part(first, len(rows)))
                 yield stored.reshape(len(rows), *info.row_shape)
 
 
 def _rows(transforms: Sequence[Transform], piece: TablePiece, first: int, count: int) -> Array:
     return np.concatenate(
-        [one.apply(piece.columns[one.column].part(first, count)) for one in transforms], axis=1
+        [transform.apply(piece.columns[transform.column].part(first, count)) for transform in transforms],
+        axis=1,
     )
 
 
-def _cast(rows: Array, info: ColumnInfo, columns: TableColumn) -> Array:
+def _cast_rows(rows: Array, info: ColumnInfo, columns: TableColumn) -> Array:
     if np.dtype(info.dtype).kind != "f":
         if not np.can_cast(rows.dtype, info.dtype, "safe"):
             raise columns.error(f"holds {rows.dtype}, and the first row {info.dtype}; give out_dtype", 0)

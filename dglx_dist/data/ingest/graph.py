@@ -87,16 +87,16 @@ def _write_ids(
     known: IdMap, table: PiecewiseTable, column: str, path: str, id_bytes: int, output: DatasetOutput
 ) -> None:
     # Ids that are not 0..N-1 become a column, and are added to the map on the way.
-    def added() -> Iterator[Any]:
+    def add_ids() -> Iterator[Any]:
         for piece, ids in known.read(table, column):
             known.add(ids, piece.row)
             yield ids
 
     if not known.is_text:
-        output.write(path, IDS, known.num_nodes, (ids.to_numpy(zero_copy_only=False) for ids in added()))
+        output.write(path, IDS, known.num_nodes, (ids.to_numpy(zero_copy_only=False) for ids in add_ids()))
         return
     again = (ids for _, ids in known.read(table, column))
-    output.files[path] = write_strings(output.folder / path, known.num_nodes, id_bytes, added(), again)
+    output.files[path] = write_strings(output.folder / path, known.num_nodes, id_bytes, add_ids(), again)
     output.advance(1)
 
 
@@ -112,12 +112,12 @@ def _ingest_edges(
     rows = TypeRows(spec, edge_folder(0, spec.kind), output)
     for _ in rows.scan():
         pass
-    found: list[Spill] = []
+    end_spills: list[Spill] = []
     for column, ntype in zip(spec.id_columns, spec.kind[::2], strict=True):
-        folder = output.work / f"end{len(found)}"
-        found.append(ids[ntype].find(rows.table, column, f"the {ntype!r} nodes", folder))
+        folder = output.work / f"end{len(end_spills)}"
+        end_spills.append(ids[ntype].find(rows.table, column, f"the {ntype!r} nodes", folder))
         output.advance(1)
-    ends = (found[0], found[1])
+    ends = (end_spills[0], end_spills[1])
     sizes = ids[spec.kind[0]].num_nodes, ids[spec.kind[2]].num_nodes
     edges = _write_structure(spec.kind, ends, sizes, "forward", output)
     if spec.features or spec.label is not None:
@@ -160,19 +160,19 @@ def _edge_order(rows: Spill, output: DatasetOutput) -> Reorder:
     folder, memory = output.work / "forward" / "arrange", output.budget.bucket
     num_edges, numbers, first = rows.num_rows, count(), 0
     scatter = ScatteredRows(folder / "scatter", num_edges, np.int64, memory=memory)
-    for some in rows.chunks(memory // 64 + 1):
-        scatter.put(some, np.arange(first, first + len(some)))
-        first += len(some)
+    for chunk in rows.chunks(memory // 64 + 1):
+        scatter.put(chunk, np.arange(first, first + len(chunk)))
+        first += len(chunk)
     positions = Spill(folder / "positions", np.int64, scatter.chunks())
 
     def reorder(chunks: Iterable[Array], info: ColumnInfo) -> Iterator[Array]:
-        moved = ScatteredRows(
+        scattered = ScatteredRows(
             folder / str(next(numbers)), num_edges, info.dtype, info.row_shape, memory=memory
         )
         with positions.path.open("rb") as file:
             for rows in chunks:
-                moved.put(np.fromfile(file, np.int64, len(rows)), rows)
-        return moved.chunks()
+                scattered.put(np.fromfile(file, np.int64, len(rows)), rows)
+        return scattered.chunks()
 
     return reorder
 
@@ -192,9 +192,11 @@ def ingest(config: IngestConfig, plan: IngestPlan) -> Ingested:
     out = plan.out.absolute()
     check_target(out, plan.overwrite)
     workspace = (plan.workspace or out.parent).absolute()
-    for what, path in (("workspace", workspace), ("output-conf-file", plan.output_description)):
+    for option_name, path in (("workspace", workspace), ("output-conf-file", plan.output_description)):
         if path is not None and path.resolve().is_relative_to(out.resolve()):
-            raise ConfigError(f"the {what} {path} is in {out}, which holds a dataset only; choose another")
+            raise ConfigError(
+                f"the {option_name} {path} is in {out}, which holds a dataset only; choose another"
+            )
     _check_tables(config)
     reverse = _reverse_types(config) if plan.reverse_edges else {}
     is_text = _text_types(config)
@@ -210,13 +212,13 @@ def ingest(config: IngestConfig, plan: IngestPlan) -> Ingested:
         nodes, ids, edges = {}, {}, {}
         for i, node in enumerate(config.nodes):
             own = replace(output, work=work / f"nodes{i}")
-            made = _ingest_nodes(node, is_text=is_text[node.kind], seed=plan.seed, output=own)
-            nodes[node.kind], ids[node.kind] = made
+            result = _ingest_nodes(node, is_text=is_text[node.kind], seed=plan.seed, output=own)
+            nodes[node.kind], ids[node.kind] = result
             advance.say(f"{nodes[node.kind].num_rows} nodes {node.kind!r}")
         for i, edge in enumerate(config.edges):
             own = replace(output, work=work / f"edges{i}")
-            other = reverse.get(edge.kind)
-            edges[edge.kind] = _ingest_edges(edge, ids, reverse=other, seed=plan.seed, output=own)
+            reverse_type = reverse.get(edge.kind)
+            edges[edge.kind] = _ingest_edges(edge, ids, reverse=reverse_type, seed=plan.seed, output=own)
             advance.say(f"{edges[edge.kind].num_rows} edges {':'.join(edge.kind)}")
         description = copy.deepcopy(dict(config.raw))
         for entry, node in zip(description["nodes"], config.nodes, strict=True):
@@ -256,11 +258,11 @@ def _check_tables(config: IngestConfig) -> None:
 def _reverse_types(config: IngestConfig) -> dict[EdgeType, EdgeType]:
     own = {edge.kind for edge in config.edges}
     reverse = {etype: (etype[2], f"{etype[1]}{REVERSE}", etype[0]) for etype in own}
-    for etype, other in reverse.items():
-        if other in own:
+    for etype, reverse_type in reverse.items():
+        if reverse_type in own:
             raise ConfigError(
-                f"{config.path}: reverse edges of {etype} would be {other}, which is described already; "
-                "leave --add-reverse-edges out"
+                f"{config.path}: reverse edges of {etype} would be {reverse_type}, which is described "
+                "already; leave --add-reverse-edges out"
             )
     return reverse
 
@@ -290,9 +292,9 @@ def _num_steps(config: IngestConfig, num_reverse: int) -> int:
 def _add_settings(
     entry: dict[str, Any], features: Sequence[FeatureSpec], settings: Sequence[Mapping[str, Any]]
 ) -> None:
-    for feature, spec, found in zip(entry.get("features") or [], features, settings, strict=True):
-        if found:
-            feature["transform"] = {"name": spec.transform, **found}
+    for feature, spec, feature_settings in zip(entry.get("features") or [], features, settings, strict=True):
+        if feature_settings:
+            feature["transform"] = {"name": spec.transform, **feature_settings}
 
 
 def _manifest(
@@ -306,12 +308,12 @@ def _manifest(
 ) -> Manifest:
     columns = {etype: rows.columns for etype, rows in edges.items()}
     counts = {etype: rows.num_rows for etype, rows in edges.items()}
-    for etype, other in reverse.items():
-        columns[other], counts[other] = {}, counts[etype]
+    for etype, reverse_type in reverse.items():
+        columns[reverse_type], counts[reverse_type] = {}, counts[etype]
     labels = {ntype: rows.labels for ntype, rows in nodes.items()}
     labelled = {**labels, **{":".join(etype): rows.labels for etype, rows in edges.items()}}
-    names = {kind: list(one.names) for kind, one in labelled.items() if one is not None and one.names}
-    kinds = {ntype: "string" if one.is_text else "int64" for ntype, one in ids.items()}
+    names = {kind: list(item.names) for kind, item in labelled.items() if item is not None and item.names}
+    kinds = {ntype: "string" if item.is_text else "int64" for ntype, item in ids.items()}
     return Manifest(
         name=plan.name or plan.out.absolute().name,
         num_parts=1,
@@ -320,7 +322,7 @@ def _manifest(
         node_columns={ntype: rows.columns for ntype, rows in nodes.items()},
         edge_columns=columns,
         num_classes={
-            ntype: one.num_classes for ntype, one in labels.items() if one and one.num_classes is not None
+            ntype: item.num_classes for ntype, item in labels.items() if item and item.num_classes is not None
         },
         user_ids={ntype: kind for ntype, kind in kinds.items() if not ids[ntype].is_range},
         method="ingest",

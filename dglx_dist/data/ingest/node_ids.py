@@ -10,7 +10,7 @@ import pyarrow.compute as pc
 
 from dglx_dist.data.external_memory import ScatteredRows, Spill, iterate_runs, release_memory
 from dglx_dist.data.tables import PiecewiseTable, TablePiece, as_numpy, parse_ids
-from dglx_dist.data.validate import column_error, first_repeat, repeated_id
+from dglx_dist.data.validate import column_error, describe_repeated_id, first_repeat
 from dglx_dist.records import Array
 
 _TABLE_BYTES = 96
@@ -56,13 +56,13 @@ class IdMap:
 
     def check_unique(self, table: PiecewiseTable, column: str) -> None:
         """Raise DatasetError naming both rows if an id occurs twice; called after all are added."""
-        repeats = [one for number in range(self._num_buckets) for one in self._repeats(number)]
+        repeats = [repeat for number in range(self._num_buckets) for repeat in self._repeats(number)]
         if not repeats:
             return
-        row, earlier, name = min(repeats, key=lambda one: one[0])
+        row, earlier, name = min(repeats, key=lambda repeat: repeat[0])
         (path, here), (before, there) = table.locate(row), table.locate(earlier)
         place = f"row {there}{'' if before == path else f' of {before}'}"
-        raise column_error(str(path), column, repeated_id(name, place), here)
+        raise column_error(str(path), column, describe_repeated_id(name, place), here)
 
     def find(self, table: PiecewiseTable, column: str, owner: str, folder: Path) -> Spill:
         """Return the (E,) int64 node numbers of the ids in a column, in their order.
@@ -72,17 +72,17 @@ class IdMap:
         """
         unknown: list[tuple[int, object, int]] = []
 
-        def note(missing: Array, rows: Array, ids: Any) -> None:
+        def record_unknown(missing: Array, rows: Array, ids: Any) -> None:
             for at in np.flatnonzero(missing)[:1]:
                 unknown.append((int(rows[at]), ids[int(at)].as_py(), int(missing.sum())))
 
-        found = Spill(folder / "nodes", np.int64)
+        node_numbers = Spill(folder / "nodes", np.int64)
         for piece, ids in self.read(table, column):
             if self.is_range:
                 numbers = as_numpy(ids)
                 rows = np.arange(piece.row, piece.row + len(ids))
-                note((numbers < 0) | (numbers >= self.num_nodes), rows, ids)
-                found.append(numbers)
+                record_unknown((numbers < 0) | (numbers >= self.num_nodes), rows, ids)
+                node_numbers.append(numbers)
             else:
                 self.add(ids, piece.row, folder / "asked")
         if not self.is_range:
@@ -92,22 +92,22 @@ class IdMap:
                 for rows, ids in read_ids(folder / "asked" / str(number), self._memory // 8):
                     places = pc.index_in(ids, value_set=ids[:0] if known is None else known)
                     missing = as_numpy(pc.is_null(places))
-                    note(missing, rows, ids)
+                    record_unknown(missing, rows, ids)
                     if own is not None:
                         scatter.put(rows[~missing], own[places.drop_null().to_numpy()])
                 (folder / "asked" / str(number)).unlink(missing_ok=True)
                 del own, known
                 release_memory()
             for numbers in scatter.chunks():
-                found.append(numbers)
+                node_numbers.append(numbers)
         if unknown:
-            row, name, _ = min(unknown, key=lambda one: one[0])
+            row, name, _ = min(unknown, key=lambda item: item[0])
             path, row = table.locate(row)
             count = f"(rows of {column!r} with unknown ids: {sum(count for *_, count in unknown)})"
             raise column_error(
                 str(path), column, f"node id {name!r} is not among the ids of {owner} {count}", row
             )
-        return found
+        return node_numbers
 
     def _bucket_of(self, ids: Any) -> Array:
         if self.is_text:
@@ -126,25 +126,25 @@ class IdMap:
             rows, ids = next(read_ids(path, most_bytes), (np.empty(0, np.int64), None))
             if ids is None:
                 return
-            found = first_repeat(ids.dictionary_encode().indices.to_numpy(zero_copy_only=False))
-            if found is not None:
-                yield int(rows[found[0]]), int(rows[found[1]]), ids[found[0]].as_py()
+            repeat = first_repeat(ids.dictionary_encode().indices.to_numpy(zero_copy_only=False))
+            if repeat is not None:
+                yield int(rows[repeat[0]]), int(rows[repeat[1]]), ids[repeat[0]].as_py()
                 return
 
 
-def read_ids(path: Path, most_bytes: int | None) -> Iterator[tuple[Array, Any]]:
+def read_ids(path: Path, max_bytes: int | None) -> Iterator[tuple[Array, Any]]:
     """Yield (numbers, ids) in the order in which they were appended; nothing if the file does not exist.
 
-    About ``most_bytes`` are read at a time; None: all.
+    About ``max_bytes`` are read at a time; None: all.
     """
     if not path.is_file():
         return
-    size, held, held_bytes = path.stat().st_size, [], 0
+    size, tables, num_bytes = path.stat().st_size, [], 0
     with path.open("rb") as file:
         while file.tell() < size:
-            held.append(pa.ipc.open_stream(file).read_all())
-            held_bytes += held[-1].nbytes
-            if file.tell() == size or (most_bytes is not None and held_bytes >= most_bytes):
-                joined = pa.concat_tables(held).combine_chunks()
+            tables.append(pa.ipc.open_stream(file).read_all())
+            num_bytes += tables[-1].nbytes
+            if file.tell() == size or (max_bytes is not None and num_bytes >= max_bytes):
+                joined = pa.concat_tables(tables).combine_chunks()
                 yield joined["number"].chunk(0).to_numpy(), joined["id"].chunk(0)
-                held, held_bytes = [], 0
+                tables, num_bytes = [], 0

@@ -116,7 +116,7 @@ def _floats(rows: TableColumn) -> Array:
 
 
 def _read_integers(rows: TableColumn) -> Array:
-    numbers = np.where(np.isnan(found := _floats(rows)), -1.0, found)
+    numbers = np.where(np.isnan(floats := _floats(rows)), -1.0, floats)
     odd = (numbers != np.floor(numbers)) | (numbers < -1) | np.isinf(numbers)
     remedy = "give whole numbers from 0 on (-1 or nothing: none), or make it a task of regression"
     rows.refuse(odd, f"is not a class; {remedy}")
@@ -146,19 +146,19 @@ def draw_split_codes(
             "nodes in custom_split_filenames, or leave the labels out and split when training"
         )
     sizes = _count_shares(num_labelled, shares)
-    left = np.array([*sizes, num_labelled - sum(sizes)], np.int64)
+    remaining = np.array([*sizes, num_labelled - sum(sizes)], np.int64)
     random, ready = np.random.Generator(np.random.PCG64(seed)), np.empty(0, np.uint8)
     for piece in has_label:
-        wanted = int(piece.sum())
-        while len(ready) < wanted:
-            size = int(min(_BLOCK, left.sum()))
+        num_codes = int(piece.sum())
+        while len(ready) < num_codes:
+            size = int(min(_BLOCK, remaining.sum()))
             assert size > 0, "more labelled rows than were counted"
-            counts = random.multivariate_hypergeometric(left, size, method="marginals")
-            left -= counts
+            counts = random.multivariate_hypergeometric(remaining, size, method="marginals")
+            remaining -= counts
             block = np.repeat(np.array([0, 1, 2, NO_SPLIT], np.uint8), counts)
             ready = np.concatenate([ready, random.permutation(block)])
         codes = np.full(len(piece), NO_SPLIT, np.uint8)
-        codes[piece], ready = ready[:wanted], ready[wanted:]
+        codes[piece], ready = ready[:num_codes], ready[num_codes:]
         yield codes
 
 
@@ -166,10 +166,10 @@ def _count_shares(count: int, shares: Sequence[float]) -> list[int]:
     # Rounded down; if the shares sum to 1, the remaining rows go to the largest remainders.
     exact = [count * share for share in shares]
     # In floating point, 0.8 x 1000 may be slightly below 800.
-    counts = [int(one + 1e-6) for one in exact]
+    counts = [int(exact_count + 1e-6) for exact_count in exact]
     if sum(shares) > 1 - 1e-9:
-        by_rest = sorted(range(len(shares)), key=lambda i: counts[i] - exact[i])
-        for i in by_rest[: count - sum(counts)]:
+        by_remainder = sorted(range(len(shares)), key=lambda i: counts[i] - exact[i])
+        for i in by_remainder[: count - sum(counts)]:
             counts[i] += 1
     return counts
 
@@ -177,7 +177,7 @@ def _count_shares(count: int, shares: Sequence[float]) -> list[int]:
 def read_split_codes(spec: LabelSpec, ids: IdMap, owner: str, folder: Path, memory: int) -> Iterator[Array]:
     """Yield the split codes of all nodes, in order, from the files of ``custom_split_filenames``."""
     codes = ScatteredRows(folder / "codes", ids.num_nodes, np.uint8, memory=memory, fill=NO_SPLIT)
-    left, column = 0, spec.id_column or LINE_COLUMN
+    num_unseen, column = 0, spec.id_column or LINE_COLUMN
     for code, name in enumerate(SPLIT_FILES):
         if name not in spec.files:
             continue
@@ -186,14 +186,14 @@ def read_split_codes(spec: LabelSpec, ids: IdMap, owner: str, folder: Path, memo
             raise DatasetError(f"{spec.files[name].paths[0]}: names no node; leave {name!r} out")
         for numbers in nodes.chunks(memory // 64 + 1):
             codes.put(numbers, np.full(len(numbers), code, np.uint8))
-        left += nodes.num_rows
+        num_unseen += nodes.num_rows
     for piece in codes.chunks():
-        left -= int(np.count_nonzero(piece != NO_SPLIT))
+        num_unseen -= int(np.count_nonzero(piece != NO_SPLIT))
         yield piece
-    if left:
+    if num_unseen:
         names = ", ".join(str(path) for files in spec.files.values() for path in files.paths)
         raise DatasetError(
-            f"{names}: {left} ids are named more than once, in one file or in two; name each node "
+            f"{names}: {num_unseen} ids are named more than once, in one file or in two; name each node "
             "of a split once"
         )
 
@@ -246,9 +246,9 @@ class TypeRows:
             self.labels = Labels(spec.label.column, spec.label.task == "regression")
         self._at_once = output.budget.batch // 16
 
-    def scan(self, *others: str) -> Iterator[TablePiece]:
-        """Find what must be known of all rows; yields the pieces, which have the columns ``others``, too."""
-        names = [*self._features.scanned_columns, *others]
+    def scan(self, *more_columns: str) -> Iterator[TablePiece]:
+        """Scan all rows for statistics, and yield the pieces, which also have ``more_columns``."""
+        names = [*self._features.scanned_columns, *more_columns]
         if self.labels is not None:
             names.append(self.labels.column)
         if not names:
@@ -285,9 +285,11 @@ class TypeRows:
             by_row = self._split(self.spec.label, spilled, seed, ids)
             work = self._output.work / "stored_codes"
             stored = Spill(work, np.uint8, reorder(by_row.chunks(self._at_once), _CODE))
-            found = {code for piece in stored.chunks(self._at_once) for code in np.unique(piece).tolist()}
+            used_codes = {
+                code for piece in stored.chunks(self._at_once) for code in np.unique(piece).tolist()
+            }
             for code, name in enumerate(SPLITS):
-                if code in found:
+                if code in used_codes:
                     self._put(name, _MASK, (piece == code for piece in stored.chunks(self._at_once)))
 
     def _put(self, name: str, info: ColumnInfo, chunks: Iterable[Array]) -> None:

@@ -86,11 +86,11 @@ def measure(graph: RawGraph, assignment: Assignment) -> PartitionQuality:
 
 def _balance(graph: RawGraph, part: Array, assignment: Assignment) -> dict[str, float]:
     # Of all constraints that exist in the graph, whether requested or not.
-    asked = assignment.parameters.get("balance")
+    requested = assignment.parameters.get("balance")
     constraints = ["nodes", "degree", *(c for c, column in MASKS.items() if has_node_column(graph, column))]
     if len(graph.num_nodes) > 1:
         constraints.append("ntype")
-    constraints += [c for c in asked if c not in constraints] if isinstance(asked, list) else []
+    constraints += [c for c in requested if c not in constraints] if isinstance(requested, list) else []
     targets = assignment.parameters.get("target_weights")
     shares = part_shares(targets if isinstance(targets, list) else None, assignment.num_parts)
     return {
@@ -181,12 +181,12 @@ def assign_balanced(
     *,
     dtype: Any = None,
     weighted: bool = True,
-    beside: Callable[[BalanceWeights], int],
+    count_reserved_bytes: Callable[[BalanceWeights], int],
 ) -> Assignment:
     """Return the assignment of a method that balances; excess is corrected or reported.
 
-    ``compute`` gets the graph of :func:`symmetrise`, which takes ``dtype``, ``weighted`` and ``beside``, and
-    weights; not where the result is trivial. See :func:`assign_parts`.
+    ``compute`` gets the graph of :func:`symmetrise`, which takes ``dtype``, ``weighted`` and
+    ``count_reserved_bytes``, and weights; not where the result is trivial. See :func:`assign_parts`.
     """
     num_parts, num_nodes = size[0], graph.total_nodes
     weights = balance_weights(graph, partitioner.options, num_parts, partitioner.max_constraints)
@@ -196,11 +196,17 @@ def assign_balanced(
     workspace = partitioner.workspace
     if workspace is not None:
         workspace = workspace.with_reserved(8 * len(weights.columns) * num_nodes)
-    symmetric = symmetrise(graph, dtype=dtype, weighted=weighted, workspace=workspace, beside=beside(weights))
+    symmetric = symmetrise(
+        graph,
+        dtype=dtype,
+        weighted=weighted,
+        workspace=workspace,
+        reserved_bytes=count_reserved_bytes(weights),
+    )
     name = PARTITIONERS.name_of(type(partitioner))
     parts, missed = enforce_capacities(symmetric, weights, compute(symmetric, weights), name)
-    found = {"missed": missed} if missed else {}
-    return assign_parts(partitioner, graph, size, parts, weights, **found)
+    extra_parameters = {"missed": missed} if missed else {}
+    return assign_parts(partitioner, graph, size, parts, weights, **extra_parameters)
 
 
 def rebalance(graph: SymmetricGraph, weights: BalanceWeights, part_of_node: Array) -> Array:

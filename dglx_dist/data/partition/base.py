@@ -108,8 +108,8 @@ class PartitionOptions:
 
 
 def _check_tolerance(tolerance: float | Mapping[str, float], constraints: tuple[str, ...]) -> None:
-    given = tolerance if isinstance(tolerance, Mapping) else {"every constraint": tolerance}
-    for name, value in given.items():
+    tolerances = tolerance if isinstance(tolerance, Mapping) else {"every constraint": tolerance}
+    for name, value in tolerances.items():
         if not (value > 0 and math.isfinite(value)):
             raise ConfigError(
                 f"the tolerance of {name} is {value}; it must be above 0, 0.05 allows 5 % more than the share"
@@ -143,12 +143,14 @@ class Partitioner(ABC):
     def __init__(self, options: PartitionOptions) -> None:
         self.options = options
         default = PartitionOptions()
-        given = {
-            one.name for one in fields(options) if getattr(options, one.name) != getattr(default, one.name)
+        changed = {
+            option_field.name
+            for option_field in fields(options)
+            if getattr(options, option_field.name) != getattr(default, option_field.name)
         }
         if options.constraints == default.constraints:  # the number of nodes, which all balance
-            given.discard("balance")
-        for name in sorted(given - self.honours):
+            changed.discard("balance")
+        for name in sorted(changed - self.honours):
             raise ConfigError(
                 f"{type(self).__name__} does not support {name}={getattr(options, name)!r}; leave it out or "
                 "choose another method (metis honours balance, tolerance, target_weights, objective and fast)"
@@ -162,10 +164,10 @@ class Partitioner(ABC):
         """
         num_bytes = 32 * graph.total_edges
         if workspace is not None and not self.external and not workspace.fits(num_bytes):
-            others = [name for name in PARTITIONERS.names() if PARTITIONERS.get(name).external]
+            alternatives = [name for name in PARTITIONERS.names() if PARTITIONERS.get(name).external]
             raise ConfigError(
                 f"{type(self).__name__} works in memory only, where {graph.total_edges} edges take about "
-                f"{format_bytes(num_bytes)}; grant more --memory, or choose {', '.join(others)}"
+                f"{format_bytes(num_bytes)}; grant more --memory, or choose {', '.join(alternatives)}"
             )
         self.workspace = workspace
         return self

@@ -45,8 +45,8 @@ class BalanceWeights:
 
     def matrix(self) -> Array:
         """Return (N, C) int64, without a copy for one weight."""
-        (*others, last) = self.columns
-        return np.stack(self.columns, axis=1) if others else np.ascontiguousarray(last).reshape(-1, 1)
+        (*first_columns, last) = self.columns
+        return np.stack(self.columns, axis=1) if first_columns else np.ascontiguousarray(last).reshape(-1, 1)
 
     def loads(self, part_of_node: Array) -> Array:
         """Return (C, P) float64 loads of the parts under the (N,) int assignment."""
@@ -97,8 +97,12 @@ def balance_weights(
     graph: RawGraph, options: PartitionOptions, num_parts: int, max_constraints: int | None
 ) -> BalanceWeights:
     """Return the constraints of ``options`` as weights of the nodes of ``graph``."""
-    found = [(asked, *one) for asked in options.constraints for one in constraint_columns(graph, asked)]
-    names = tuple(name for _, name, _ in found)
+    columns = [
+        (constraint, *column)
+        for constraint in options.constraints
+        for column in constraint_columns(graph, constraint)
+    ]
+    names = tuple(name for _, name, _ in columns)
     if max_constraints is not None and len(names) > max_constraints:
         raise ConfigError(
             f"this method balances {max_constraints} weight at a time, but {len(names)} are asked for "
@@ -106,8 +110,8 @@ def balance_weights(
         )
     return BalanceWeights(
         names=names,
-        columns=tuple(column for *_, column in found),
-        tolerance=np.array([options.tolerance_of(asked) for asked, *_ in found]),
+        columns=tuple(column for *_, column in columns),
+        tolerance=np.array([options.tolerance_of(constraint) for constraint, *_ in columns]),
         shares=part_shares(options.target_weights, num_parts),
     )
 
@@ -241,13 +245,15 @@ def describe(options: PartitionOptions, weights: BalanceWeights | None) -> dict[
     ``weights`` are the constraints that the partitioner guarantees; None: no balance.
     """
     promised = () if weights is None else zip(weights.names, weights.tolerance.tolist(), strict=True)
-    given = {
+    settings = {
         "balance": list(options.balance) or None,
         "target_weights": None if options.target_weights is None else list(options.target_weights),
         "objective": options.objective if options.objective != "cut" else None,
         "fast": options.fast or None,
     }
-    return {"tolerance": dict(promised)} | {name: value for name, value in given.items() if value is not None}
+    return {"tolerance": dict(promised)} | {
+        name: value for name, value in settings.items() if value is not None
+    }
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -279,19 +285,19 @@ def symmetrise(
     dtype: Any = None,
     weighted: bool = True,
     workspace: Workspace | None = None,
-    beside: int = 0,
+    reserved_bytes: int = 0,
 ) -> SymmetricGraph:
     """Return all edge types as one symmetric graph over the concatenated node types.
 
     Takes 2 E ids (and 2 E int32 weights if ``weighted``, to count parallel and opposite edges) and two arrays
-    of N int64. ``dtype`` is that of the indices; None: int32 if N fits, else int64. If that and ``beside``
-    bytes do not fit into the ``workspace``, if any, the graph is written there and memory-mapped, with
-    indices of the default dtype.
+    of N int64. ``dtype`` is that of the indices; None: int32 if N fits, else int64. If that and
+    ``reserved_bytes`` bytes do not fit into the ``workspace``, if any, the graph is written there and
+    memory-mapped, with indices of the default dtype.
     """
     num_nodes = graph.total_nodes
     per_entry = np.dtype(dtype or id_dtype(num_nodes)).itemsize + 4 * weighted
     num_bytes = 2 * graph.total_edges * per_entry + 16 * num_nodes
-    if workspace is not None and not workspace.fits(num_bytes + beside):
+    if workspace is not None and not workspace.fits(num_bytes + reserved_bytes):
         folder = workspace.stage(
             "symmetric" if weighted else "neighbours",
             lambda folder: _write_symmetric(graph, folder, weighted, workspace),
@@ -309,7 +315,7 @@ def symmetrise(
     if not weighted:
         return SymmetricGraph(indptr=indptr, indices=indices, edge_weights=None)
     weights.resize(num_kept, refcheck=False)
-    weights_or_none = None if _nearly_uniform(weights) else weights
+    weights_or_none = None if _is_nearly_uniform(weights) else weights
     return SymmetricGraph(indptr=indptr, indices=indices, edge_weights=weights_or_none)
 
 
@@ -331,13 +337,13 @@ def _write_symmetric(graph: RawGraph, folder: Path, weighted: bool, workspace: W
     starts, weight_dtype = _starts(graph)[1:], np.int32 if weighted else None
     write_rows(folder, starts, partial(_fill_rows, graph), weight_dtype, workspace, "Symmetrising")
     for path in folder.glob("weights.*") if workspace.ranks.is_first else ():
-        if _nearly_uniform(map_spill(folder, "weights")):
+        if _is_nearly_uniform(map_spill(folder, "weights")):
             path.unlink()
 
 
 NODE_BYTES = 32
 """Memory for each node while rows are written: row starts (twice), free positions, last positions."""
-_MOST_PASSES = 64
+_MAX_PASSES = 64
 """More ranges of rows, each a pass over all edges, take too long."""
 
 
@@ -347,7 +353,7 @@ def write_rows(
     fill: Callable[[int, int, Array, Array, Array], None],
     weight_dtype: Any,
     workspace: Workspace,
-    what: str,
+    label: str,
 ) -> None:
     """Write a :class:`SymmetricGraph` to ``folder``, as many rows at a time as fit into the memory.
 
@@ -366,15 +372,15 @@ def write_rows(
     num_rows, dtype = len(starts) - 1, np.dtype(id_dtype(len(starts) - 1))
     per_entry = dtype.itemsize + (0 if weight_dtype is None else np.dtype(weight_dtype).itemsize)
     largest = int(np.diff(starts).max(initial=0))
-    least = per_entry * max(int(starts[-1]) // _MOST_PASSES, largest)
+    min_bytes = per_entry * max(int(starts[-1]) // _MAX_PASSES, largest)
     name = f"a graph of {num_rows} nodes of up to {largest} neighbours"
-    step = workspace.remaining(2 * NODE_BYTES * num_rows, least, name) // per_entry
+    step = workspace.remaining(2 * NODE_BYTES * num_rows, min_bytes, name) // per_entry
     position, ranks = np.full(num_rows, -1, dtype=np.int64), workspace.ranks
     bounds = np.searchsorted(starts, starts[-1] * np.arange(1, ranks.count) // ranks.count)
     first, end = [0, *bounds.tolist(), num_rows][ranks.rank : ranks.rank + 2]
     with (
         join_rank_pieces(folder, ranks) as own,
-        progress(what, end - first, enabled=ranks.is_first and num_rows >= SHOWN_FROM) as advance,
+        progress(label, end - first, enabled=ranks.is_first and num_rows >= SHOWN_FROM) as advance,
     ):
         indptr = spill(own, "indptr", np.int64, [np.zeros(int(ranks.is_first))])
         all_indices = spill(own, "indices", dtype)
@@ -404,13 +410,13 @@ def first_ids(graph: RawGraph) -> dict[str, int]:
     return dict(zip(graph.num_nodes, ends, strict=False))
 
 
-def _nearly_uniform(weights: Array) -> bool:
+def _is_nearly_uniform(weights: Array) -> bool:
     # Weights that are equal for 99 % of the pairs cost memory and hardly change the cut.
     if len(weights) == 0:
         return True
     commonest = int(np.median(weights[:: max(len(weights) // 1000, 1)]))
-    others = sum(int(np.count_nonzero(weights[piece] != commonest)) for piece in pieces(len(weights)))
-    return others <= len(weights) // 100
+    num_others = sum(int(np.count_nonzero(weights[piece] != commonest)) for piece in pieces(len(weights)))
+    return num_others <= len(weights) // 100
 
 
 @njit(cache=True, nogil=True)
@@ -478,7 +484,7 @@ def induced_graph(
     new_id = np.full(graph.total_nodes, -1, dtype=id_dtype(graph.total_nodes))
     num_nodes: dict[str, int] = {}
     node_data: dict[str, dict[str, NodeColumn]] = {}
-    wanted = {MASKS.get(c, c) for c in constraints}
+    column_names = {MASKS.get(c, c) for c in constraints}
     first_id = first_ids(graph)
     for node_type, first in first_id.items():
         low, high = np.searchsorted(nodes, (first, first + graph.num_nodes[node_type]))
@@ -487,10 +493,10 @@ def induced_graph(
         num_nodes[node_type] = len(rows)
         columns = graph.node_data.get(node_type, {})
         node_data[node_type] = {
-            n: v[rows] for n, v in columns.items() if n in wanted and isinstance(v, np.ndarray)
+            n: v[rows] for n, v in columns.items() if n in column_names and isinstance(v, np.ndarray)
         }
 
-    def inside(edge_type: EdgeType, end: int) -> Iterator[Array]:
+    def iterate_ends(edge_type: EdgeType, end: int) -> Iterator[Array]:
         # Views, since adding the first id to int32 ids overflows if all types together exceed 2**31.
         of_src, of_dst = new_id[first_id[edge_type[0]] :], new_id[first_id[edge_type[2]] :]
         src, dst = graph.edges[edge_type]
@@ -498,7 +504,7 @@ def induced_graph(
             ends = np.stack([of_src[src[piece]], of_dst[dst[piece]]])
             yield ends[end, (ends >= 0).all(axis=0)]
 
-    found = [partial(inside, edge_type, end) for edge_type in graph.edges for end in (0, 1)]
-    ends = iter(concatenate_chunks(workspace, "edges", found, 2 * graph.total_edges))
+    makers = [partial(iterate_ends, edge_type, end) for edge_type in graph.edges for end in (0, 1)]
+    ends = iter(concatenate_chunks(workspace, "edges", makers, 2 * graph.total_edges))
     edges = {edge_type: (next(ends), next(ends)) for edge_type in graph.edges}
     return RawGraph(name=f"a piece of {graph.name}", num_nodes=num_nodes, edges=edges, node_data=node_data)

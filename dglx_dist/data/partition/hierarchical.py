@@ -52,11 +52,13 @@ class Hierarchical(Partitioner):
 
         def split(graph: RawGraph, shares: Array, workspace: Workspace | None) -> Assignment:
             has_targets = options.target_weights is not None
-            given = replace(options, target_weights=tuple(shares)) if has_targets else options
-            return plugin(given).within(workspace, graph).assign(graph, len(shares), seed)
+            level_options = replace(options, target_weights=tuple(shares)) if has_targets else options
+            return plugin(level_options).within(workspace, graph).assign(graph, len(shares), seed)
 
         def split_servers() -> Array:
-            return concatenate_owners(weighted, split(weighted, shares.sum(axis=1), self._within("servers")))
+            return concatenate_owners(
+                weighted, split(weighted, shares.sum(axis=1), self._open_level("servers"))
+            )
 
         # Kept, since a method may place otherwise in another memory, and the edges of a server are stages.
         work = self.workspace
@@ -64,9 +66,9 @@ class Hierarchical(Partitioner):
         part_of_node = np.empty(len(first), dtype=np.int32)
         for server in range(servers):
             local_nodes = np.flatnonzero(first == server)
-            inside = self._within(f"server{server}")
-            piece = induced_graph(weighted, local_nodes, options.constraints, inside)
-            second = split(piece, shares[server], inside)
+            server_workspace = self._open_level(f"server{server}")
+            piece = induced_graph(weighted, local_nodes, options.constraints, server_workspace)
+            second = split(piece, shares[server], server_workspace)
             part_of_node[local_nodes] = server * workers + concatenate_owners(piece, second)
         promised = weights if second.parameters.get("tolerance") else None
         parameters: dict[str, object] = {"servers": servers, "workers": workers, "inner": inner}
@@ -79,7 +81,7 @@ class Hierarchical(Partitioner):
                 parameters["missed"] = missed
         return assign_parts(self, graph, (num_parts, seed), part_of_node, promised, **parameters)
 
-    def _within(self, name: str) -> Workspace | None:
+    def _open_level(self, name: str) -> Workspace | None:
         # Each partitioning has stages of its own.
         work = self.workspace
         return None if work is None else replace(work, folder=work.folder / f"{name}.work")
@@ -124,8 +126,8 @@ def _with_weight_columns(graph: RawGraph, options: PartitionOptions) -> tuple[Ra
         return graph, options
     node_data: dict[str, dict[str, NodeColumn]] = {}
     for ntype, rows in node_slices(graph).items():
-        of_type: dict[str, NodeColumn] = {name: column[rows] for name, column in added.items()}
-        node_data[ntype] = {**graph.node_data.get(ntype, {}), **of_type}
+        type_columns: dict[str, NodeColumn] = {name: column[rows] for name, column in added.items()}
+        node_data[ntype] = {**graph.node_data.get(ntype, {}), **type_columns}
     tolerance = options.tolerance
     if isinstance(tolerance, Mapping):
         tolerance = {name: t for constraint, t in tolerance.items() for name in names[constraint]}
@@ -177,12 +179,14 @@ def assign_two_levels(
     targets = None
     if options.target_weights is not None:
         targets = tuple(weight / per_part for weight in options.target_weights for _ in range(per_part))
-    two = replace(options, servers=num_parts, workers=per_part, inner=method, target_weights=targets)
-    partitioner = Hierarchical(two).within(workspace, graph)
+    two_level_options = replace(
+        options, servers=num_parts, workers=per_part, inner=method, target_weights=targets
+    )
+    partitioner = Hierarchical(two_level_options).within(workspace, graph)
     trainers = partitioner.assign(graph, num_parts * per_part, seed)
     part_of = {ntype: owners // np.int32(per_part) for ntype, owners in trainers.part_of.items()}
-    of_levels = ("servers", "workers", "inner", "missed", "target_weights")
-    parameters = {name: value for name, value in trainers.parameters.items() if name not in of_levels}
+    level_parameters = ("servers", "workers", "inner", "missed", "target_weights")
+    parameters = {name: value for name, value in trainers.parameters.items() if name not in level_parameters}
     parameters[TRAINERS_PER_PART] = per_part
     if options.target_weights is not None:
         parameters["target_weights"] = list(options.target_weights)
@@ -205,13 +209,13 @@ def with_trainer_ids(graph: RawGraph, trainers: Assignment, workspace: Workspace
         for ntype in graph.num_nodes
     }
 
-    def of_edges(etype: EdgeType) -> Iterator[Array]:
+    def iterate_edge_trainers(etype: EdgeType) -> Iterator[Array]:
         part_of, destinations = trainers.part_of[etype[2]], graph.edges[etype][1]
         for first in range(0, max(len(destinations), 1), _EDGES_AT_ONCE):
             yield part_of[destinations[first : first + _EDGES_AT_ONCE]]
 
-    found = [partial(of_edges, etype) for etype in graph.edges]
-    columns = concatenate_chunks(workspace, "trainers", found, graph.total_edges)
+    makers = [partial(iterate_edge_trainers, etype) for etype in graph.edges]
+    columns = concatenate_chunks(workspace, "trainers", makers, graph.total_edges)
     edge_data: dict[EdgeType, dict[str, Array]] = {
         etype: {**graph.edge_data.get(etype, {}), TRAINER_ID: column}
         for etype, column in zip(graph.edges, columns, strict=True)

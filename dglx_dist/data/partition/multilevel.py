@@ -29,12 +29,12 @@ _DGL_WEIGHTS = ("nodes", "degree")
 
 def dgl_supports(options: PartitionOptions, weights: BalanceWeights) -> bool:
     """Return whether DGL's METIS, of equal parts and without tolerances, supports the request."""
-    given = options.tolerance
-    tolerances = list(given.values()) if isinstance(given, Mapping) else [given]
+    tolerance = options.tolerance
+    tolerances = list(tolerance.values()) if isinstance(tolerance, Mapping) else [tolerance]
     if options.target_weights is not None or any(t != DEFAULT_TOLERANCE for t in tolerances):
         return False
-    others = zip(weights.names, weights.columns, strict=True)
-    return all(name in _DGL_WEIGHTS or column.max(initial=0) <= 1 for name, column in others)
+    columns = zip(weights.names, weights.columns, strict=True)
+    return all(name in _DGL_WEIGHTS or column.max(initial=0) <= 1 for name, column in columns)
 
 
 def part_graph_with_dgl(
@@ -142,26 +142,37 @@ class _Multilevel(Partitioner):
         def compute(symmetric: SymmetricGraph, weights: BalanceWeights) -> Array:
             workspace = self.workspace
 
-            def solve(one: SymmetricGraph, columns: BalanceWeights) -> Array:
+            def solve(coarse_graph: SymmetricGraph, columns: BalanceWeights) -> Array:
                 # The library does not tell how far it is.
-                with progress("Placing the nodes", 1, enabled=len(one.indices) >= SHOWN_FROM):
-                    return self._compute(seed, one, columns)
+                with progress("Placing the nodes", 1, enabled=len(coarse_graph.indices) >= SHOWN_FROM):
+                    return self._compute(seed, coarse_graph, columns)
 
             if workspace is None:
                 return solve(symmetric, weights)
             num_weights = len(weights.columns)
             beside_columns = workspace.with_reserved(8 * num_weights * graph.total_nodes)
 
-            def fits(one: SymmetricGraph) -> bool:
-                size = (one.num_nodes, len(one.indices), one.edge_weights is not None)
+            def fits(coarse_graph: SymmetricGraph) -> bool:
+                size = (
+                    coarse_graph.num_nodes,
+                    len(coarse_graph.indices),
+                    coarse_graph.edge_weights is not None,
+                )
                 return beside_columns.fits(self._bytes(*size, num_weights))
 
             return partition(symmetric, weights, solve, fits, workspace, seed)
 
-        def beside(weights: BalanceWeights) -> int:
+        def count_library_bytes(weights: BalanceWeights) -> int:
             return self._bytes(graph.total_nodes, 2 * graph.total_edges, True, len(weights.columns))
 
-        return assign_balanced(self, graph, (num_parts, seed), compute, dtype=self._dtype, beside=beside)
+        return assign_balanced(
+            self,
+            graph,
+            (num_parts, seed),
+            compute,
+            dtype=self._dtype,
+            count_reserved_bytes=count_library_bytes,
+        )
 
     @abstractmethod
     def _compute(self, seed: int, symmetric: SymmetricGraph, weights: BalanceWeights) -> Array:

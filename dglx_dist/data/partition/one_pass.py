@@ -162,23 +162,23 @@ def stream_order(graph: SymmetricGraph, seed: int) -> Array:
 def _breadth_first(indptr: Array, indices: Array, starts: Array) -> Array:
     order = np.empty(len(starts), dtype=np.int64)
     seen = np.zeros(len(starts), dtype=np.bool_)
-    found = 0
+    num_found = 0
     done = 0
     for start in starts:
         if seen[start]:
             continue
         seen[start] = True
-        order[found] = start
-        found += 1
-        while done < found:
+        order[num_found] = start
+        num_found += 1
+        while done < num_found:
             u = order[done]
             done += 1
             for e in range(indptr[u], indptr[u + 1]):
                 v = indices[e]
                 if not seen[v]:
                     seen[v] = True
-                    order[found] = v
-                    found += 1
+                    order[num_found] = v
+                    num_found += 1
     return order
 
 
@@ -203,7 +203,12 @@ class _Streaming(Partitioner):
             return stream(symmetric, order, weights, passes=self.options.passes, fennel=fennel)
 
         return assign_balanced(
-            self, graph, (num_parts, seed), compute, weighted=False, beside=lambda _: 80 * graph.total_nodes
+            self,
+            graph,
+            (num_parts, seed),
+            compute,
+            weighted=False,
+            count_reserved_bytes=lambda _: 80 * graph.total_nodes,
         )
 
 

@@ -73,22 +73,26 @@ def open_work(
     path = Path(spec).expanduser()
     is_dataset = (path / MANIFEST).is_file()
     source = [read_manifest(path).checksum] if is_dataset else [str(spec), options, _stamps(path)]
-    with _work(folder, plan, source, ranks) as workspace:
+    with _open_plan_workspace(folder, plan, source, ranks) as workspace:
         yield workspace
 
 
 def _stamps(path: Path) -> list[tuple[str, int, int]]:
     files = [path, *sorted(path.rglob("*"))] if path.is_dir() else [path]
-    stats = {one: one.stat() for one in files if one.is_file()}
-    return [(one.name, stat.st_size, stat.st_mtime_ns) for one, stat in stats.items()]
+    stats = {file: file.stat() for file in files if file.is_file()}
+    return [(file.name, stat.st_size, stat.st_mtime_ns) for file, stat in stats.items()]
 
 
-def _work(
+def _open_plan_workspace(
     folder: Path, plan: PartitionPlan, source: object, ranks: Ranks | None = None
 ) -> AbstractContextManager[Workspace]:
     settings = {
         "graph": source,
-        **{one.name: getattr(plan, one.name) for one in fields(plan) if one.name not in _NOT_OF_RESULT},
+        **{
+            plan_field.name: getattr(plan, plan_field.name)
+            for plan_field in fields(plan)
+            if plan_field.name not in _NOT_OF_RESULT
+        },
         "method": plan.partitioner,
         "file": _stamps(Path(plan.options.file)) if plan.options.file else [],
         "version": version("dglx_dist"),
@@ -158,7 +162,7 @@ def partition_to_disk(
     target = Path(folder)
     check_target(target, plan.overwrite)
     if plan.memory is not None and workspace is None:
-        with _work(target, plan, [content_key(graph, plan), *sorted(weights or {})]) as opened:
+        with _open_plan_workspace(target, plan, [content_key(graph, plan), *sorted(weights or {})]) as opened:
             return partition_to_disk(
                 graph, target, plan, weights=weights, workspace=opened, write_columns=write_columns
             )
@@ -169,7 +173,7 @@ def partition_to_disk(
     for etype in graph.edges:
         # Compiled code reads the ids from here on.
         check_ends(graph, etype)
-    graph = _prepared(graph, plan, workspace)
+    graph = _prepare(graph, plan, workspace)
     weighted = _with_weights(graph, weights or {})
     split = _partition(weighted, plan, workspace)
     if is_first:
@@ -182,17 +186,17 @@ def partition_to_disk(
 
         write_dgl_format(graph, split.parts, target, feature_dtype=plan.feature_dtype)
     else:
-        kept = asdict(split.quality)
+        figures = asdict(split.quality)
         if split.of_trainers is not None:
-            kept["trainers"] = split.of_trainers
-        if asked := {name: getattr(plan, name) for name in _PREPARED if getattr(plan, name)}:
-            parameters = {**split.parts.parameters, **asked}
+            figures["trainers"] = split.of_trainers
+        if preparations := {name: getattr(plan, name) for name in _PREPARED if getattr(plan, name)}:
+            parameters = {**split.parts.parameters, **preparations}
             split = replace(split, parts=replace(split.parts, parameters=parameters))
         write_dataset(
             graph,
             split.parts,
             target,
-            quality=kept,
+            quality=figures,
             overwrite=plan.overwrite,
             feature_dtype=plan.feature_dtype,
             workspace=workspace,
@@ -227,62 +231,66 @@ def _partition(graph: RawGraph, plan: PartitionPlan, workspace: Workspace | None
     folder = workspace.stage("owners", make, shared=True)
     if workspace.ranks.is_first and inner.folder.is_dir():
         discard(inner.folder)
-    return _stored(graph, folder)
+    return _load_split(graph, folder)
 
 
 def _assign(graph: RawGraph, plan: PartitionPlan, workspace: Workspace | None) -> _Split:
-    split = _placed(graph, plan, workspace)
+    split = _place(graph, plan, workspace)
     balancing = replace(plan, options=replace(plan.options, balance=plan.options.balance or ("train",)))
-    kind = PARTITIONERS.get(balancing.partitioner)
-    can_balance = "balance" in kind.honours and kind.max_constraints is None and plan.options.threads == 1
+    partitioner_class = PARTITIONERS.get(balancing.partitioner)
+    can_balance = (
+        "balance" in partitioner_class.honours
+        and partitioner_class.max_constraints is None
+        and plan.options.threads == 1
+    )
     if plan.options.balance or not can_balance or "train" not in _imbalances(graph, split.quality):
         return split
     if workspace is not None:
         workspace = replace(workspace, folder=workspace.folder / "balanced.work")
     if workspace is None or workspace.ranks.is_first:
-        found = split.quality.balance["train"]
+        imbalance = split.quality.balance["train"]
         log.warning(
             "by %s the fullest part has %.2f times its share of the training nodes: placed again by %s with "
             "balance train, which is kept if better (balance nodes keeps the first)",
-            *(plan.partitioner, found, balancing.partitioner),
+            *(plan.partitioner, imbalance, balancing.partitioner),
         )
-    second = _placed(graph, balancing, workspace)
+    second = _place(graph, balancing, workspace)
     return second if second.quality.balance["train"] < split.quality.balance["train"] else split
 
 
-def _placed(graph: RawGraph, plan: PartitionPlan, workspace: Workspace | None) -> _Split:
+def _place(graph: RawGraph, plan: PartitionPlan, workspace: Workspace | None) -> _Split:
     if plan.trainers_per_part == 1:
         partitioner = PARTITIONERS.get(plan.partitioner)(plan.options).within(workspace, graph)
         parts = partitioner.assign(graph, plan.num_parts, plan.seed)
         return _Split(parts=parts, quality=measure(graph, parts))
     size = (plan.num_parts, plan.trainers_per_part)
     split = assign_two_levels(graph, plan.partitioner, plan.options, size, plan.seed, workspace)
-    found, quality = measure(graph, split.trainers), measure(graph, split.parts)
-    kept = ("num_parts", "num_nodes", "num_edges", "edge_cut", "balance", "missed")
-    of_trainers = {name: getattr(found, name) for name in kept}
-    return _Split(parts=split.parts, quality=quality, trainers=split.trainers, of_trainers=of_trainers)
+    trainer_quality, quality = measure(graph, split.trainers), measure(graph, split.parts)
+    figures = ("num_parts", "num_nodes", "num_edges", "edge_cut", "balance", "missed")
+    trainer_figures = {name: getattr(trainer_quality, name) for name in figures}
+    return _Split(parts=split.parts, quality=quality, trainers=split.trainers, of_trainers=trainer_figures)
 
 
 def _store(split: _Split, graph: RawGraph, folder: Path) -> None:
-    told: dict[str, object] = {"quality": asdict(split.quality), "of_trainers": split.of_trainers}
-    for name, one in (("parts", split.parts), ("trainers", split.trainers)):
-        told[name] = one and {**vars(one), "part_of": None}
+    record: dict[str, object] = {"quality": asdict(split.quality), "of_trainers": split.of_trainers}
+    for name, assignment in (("parts", split.parts), ("trainers", split.trainers)):
+        record[name] = assignment and {**vars(assignment), "part_of": None}
         for number, ntype in enumerate(graph.num_nodes):
-            if one is not None:
-                spill(folder, f"{name}{number}", np.int32, [one.part_of[ntype]])
-    (folder / "split.json").write_text(json.dumps(told))
+            if assignment is not None:
+                spill(folder, f"{name}{number}", np.int32, [assignment.part_of[ntype]])
+    (folder / "split.json").write_text(json.dumps(record))
 
 
-def _stored(graph: RawGraph, folder: Path) -> _Split:
-    told = json.loads((folder / "split.json").read_text())
+def _load_split(graph: RawGraph, folder: Path) -> _Split:
+    record = json.loads((folder / "split.json").read_text())
     for name in ("parts", "trainers"):
-        if told[name] is not None:
+        if record[name] is not None:
             owners = [np.array(map_spill(folder, f"{name}{i}")) for i in range(len(graph.num_nodes))]
             part_of = dict(zip(graph.num_nodes, owners, strict=True))
-            told[name] = Assignment(**{**told[name], "part_of": part_of})
-    quality: dict[str, Any] = told["quality"]
-    quality |= {key: tuple(one) for key, one in quality.items() if isinstance(one, list)}
-    return _Split(**{**told, "quality": PartitionQuality(**quality)})
+            record[name] = Assignment(**{**record[name], "part_of": part_of})
+    quality: dict[str, Any] = record["quality"]
+    quality |= {key: tuple(value) for key, value in quality.items() if isinstance(value, list)}
+    return _Split(**{**record, "quality": PartitionQuality(**quality)})
 
 
 _IMBALANCED = 1.5
@@ -290,14 +298,14 @@ _IMBALANCED = 1.5
 
 def _imbalances(graph: RawGraph, quality: PartitionQuality) -> dict[str, float]:
     """Return the balance of the splits whose fullest part has far more nodes than its share, and need not."""
-    found = {}
+    imbalances = {}
     for name, ratio in quality.balance.items():
         if name in MASKS and quality.num_parts > 1:
             (_, column), *_ = constraint_columns(graph, name)
             share = max(int(column.sum()), 1) / quality.num_parts
             if ratio > max(_IMBALANCED, math.ceil(share) / share):
-                found[name] = ratio
-    return found
+                imbalances[name] = ratio
+    return imbalances
 
 
 def _warn(graph: RawGraph, quality: PartitionQuality) -> None:
@@ -308,12 +316,14 @@ def _warn(graph: RawGraph, quality: PartitionQuality) -> None:
             len(quality.tolerance),
             100 * quality.edge_cut,
         )
-    if found := _imbalances(graph, quality):
+    if imbalances := _imbalances(graph, quality):
         log.warning(
             "the fullest part has %s: its rank works while others wait; add --balance %s, with metis, ldg "
             "or fennel",
-            " and ".join(f"{ratio:.2f} times its share of the {name} nodes" for name, ratio in found.items()),
-            ",".join(found),
+            " and ".join(
+                f"{ratio:.2f} times its share of the {name} nodes" for name, ratio in imbalances.items()
+            ),
+            ",".join(imbalances),
         )
     if graph.is_homogeneous and _is_one_way(graph):
         log.warning(
@@ -332,12 +342,12 @@ def _is_one_way(graph: RawGraph) -> bool:
     chosen = np.random.default_rng(0).integers(0, max(len(src), 1), _SAMPLED if len(src) else 0)
     chosen = chosen[src[chosen] != dst[chosen]]
     opposite = np.unique(_edge_keys(dst[chosen], src[chosen], graph.total_nodes))
-    found = np.zeros(len(opposite), np.bool_)
+    has_opposite = np.zeros(len(opposite), np.bool_)
     for piece in pieces(len(src), _AT_ONCE):
-        if 2 * found.sum() >= len(found):
+        if 2 * has_opposite.sum() >= len(has_opposite):
             break
-        found |= np.isin(opposite, _edge_keys(src[piece], dst[piece], graph.total_nodes))
-    return bool(2 * found.sum() < len(found))
+        has_opposite |= np.isin(opposite, _edge_keys(src[piece], dst[piece], graph.total_nodes))
+    return bool(2 * has_opposite.sum() < len(has_opposite))
 
 
 def _edge_keys(src: Array, dst: Array, num_nodes: int) -> Array:
@@ -348,7 +358,7 @@ def _edge_keys(src: Array, dst: Array, num_nodes: int) -> Array:
     return keys
 
 
-def _prepared(graph: RawGraph, plan: PartitionPlan, workspace: Workspace | None) -> RawGraph:
+def _prepare(graph: RawGraph, plan: PartitionPlan, workspace: Workspace | None) -> RawGraph:
     # Before any stage is written, which a command with the remedy could not resume.
     if plan.normalize_features and not has_node_column(graph, FEATURE):
         raise ConfigError(f"{graph.name} has no features {FEATURE!r}; leave --normalize-features out")
@@ -381,7 +391,7 @@ def _with_reverse_edges(graph: RawGraph, workspace: Workspace | None) -> RawGrap
         return graph
     if workspace is not None:
         columns = graph.edge_data.get(etype, {}).values()
-        widest = max([8, *(math.prod(one.shape[1:]) * one.dtype.itemsize for one in columns)])
+        widest = max([8, *(math.prod(column.shape[1:]) * column.dtype.itemsize for column in columns)])
         workspace.remaining((24 + widest) * len(src), 0, "finding the edges without an opposite one")
     forward = _edge_keys(src, dst, graph.total_nodes)
     forward.sort()
@@ -406,31 +416,35 @@ def _with_self_loops(graph: RawGraph, workspace: Workspace | None) -> RawGraph:
 
 
 def _with_edges(
-    graph: RawGraph, ends: tuple[Array, Array], rows: Array | None, what: str, workspace: Workspace | None
+    graph: RawGraph,
+    ends: tuple[Array, Array],
+    rows: Array | None,
+    stage_name: str,
+    workspace: Workspace | None,
 ) -> RawGraph:
     """Return a homogeneous ``graph`` with more edges, the last ones, with the columns of ``rows``, or 1."""
     ((etype, (src, dst)),) = graph.edges.items()
     columns, count = graph.edge_data.get(etype, {}), len(ends[0])
 
-    def joined(one: Array, more: Array | None, name: str = "") -> Iterator[Array]:
-        yield from (one[piece] for piece in pieces(max(len(one), 1), _AT_ONCE))
+    def join_rows(old: Array, new: Array | None, name: str = "") -> Iterator[Array]:
+        yield from (old[piece] for piece in pieces(max(len(old), 1), _AT_ONCE))
         if name in SPLITS:
-            more = np.zeros((count, *one.shape[1:]), one.dtype)
-        elif more is None:
-            more = np.ones((count, *one.shape[1:]), one.dtype) if rows is None else one[rows]
-        yield more.astype(one.dtype, copy=False)
+            new = np.zeros((count, *old.shape[1:]), old.dtype)
+        elif new is None:
+            new = np.ones((count, *old.shape[1:]), old.dtype) if rows is None else old[rows]
+        yield new.astype(old.dtype, copy=False)
 
-    makers = [partial(joined, src, ends[0]), partial(joined, dst, ends[1])]
-    makers += [partial(joined, column, None, name) for name, column in columns.items()]
+    makers = [partial(join_rows, src, ends[0]), partial(join_rows, dst, ends[1])]
+    makers += [partial(join_rows, column, None, name) for name, column in columns.items()]
     if etype in graph.edge_ids:
-        makers.append(partial(joined, graph.edge_ids[etype], np.arange(len(src), len(src) + count)))
-    found = concatenate_chunks(workspace, what, makers, len(makers) * (len(src) + count))
-    data = zip(columns.items(), found[2:], strict=False)
+        makers.append(partial(join_rows, graph.edge_ids[etype], np.arange(len(src), len(src) + count)))
+    joined = concatenate_chunks(workspace, stage_name, makers, len(makers) * (len(src) + count))
+    data = zip(columns.items(), joined[2:], strict=False)
     return replace(
         graph,
-        edges={etype: (found[0], found[1])},
-        edge_data={etype: {name: more.reshape(-1, *one.shape[1:]) for (name, one), more in data}},
-        edge_ids={etype: found[-1]} if etype in graph.edge_ids else {},
+        edges={etype: (joined[0], joined[1])},
+        edge_data={etype: {name: new.reshape(-1, *old.shape[1:]) for (name, old), new in data}},
+        edge_ids={etype: joined[-1]} if etype in graph.edge_ids else {},
     )
 
 
@@ -441,22 +455,22 @@ def _with_rows_normalized(graph: RawGraph, workspace: Workspace | None) -> RawGr
         if isinstance(column, SparseRows):
             rows = np.repeat(np.arange(column.shape[0]), np.diff(column.indptr))
             sums = np.bincount(rows, np.abs(column.values.astype(np.float64)))
-            columns[FEATURE] = replace(column, values=_divided(column.values, sums[rows]))
+            columns[FEATURE] = replace(column, values=_divide(column.values, sums[rows]))
         elif column is not None:
-            chunks, name = [partial(_normalized, column)], f"features {safe_name(ntype)}"
+            chunks, name = [partial(_normalize_rows, column)], f"features {safe_name(ntype)}"
             (rows,) = concatenate_chunks(workspace, name, chunks, column.size)
             columns[FEATURE] = rows.reshape(column.shape)
     return replace(graph, node_data=node_data)
 
 
-def _normalized(column: Array) -> Iterator[Array]:
+def _normalize_rows(column: Array) -> Iterator[Array]:
     row_size = max(1, math.prod(column.shape[1:]))
     for piece in pieces(max(len(column), 1), max(1, _AT_ONCE // row_size)):
         rows = column[piece].reshape(-1, row_size)
-        yield _divided(rows, np.abs(rows.astype(np.float64)).sum(axis=1, keepdims=True))
+        yield _divide(rows, np.abs(rows.astype(np.float64)).sum(axis=1, keepdims=True))
 
 
-def _divided(values: Array, sums: Array) -> Array:
+def _divide(values: Array, sums: Array) -> Array:
     dtype = values.dtype if values.dtype.kind == "f" else np.float32
     return np.divide(values, np.where(sums > 0, sums, 1)).astype(dtype)
 

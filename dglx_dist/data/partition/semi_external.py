@@ -26,13 +26,13 @@ from dglx_dist.records import Array
 log = logging.getLogger(__name__)
 
 _SWEEPS = 5
-_STREAMS, _LEAST_STREAM = 60, 4096
+_STREAMS, _MIN_STREAM_NODES = 60, 4096
 """Ranges of nodes, of at least so many each, that are swept side by side: what ranks share."""
 _ROUNDS, _ROUNDS_BEFORE_MARKS = 64, 8
 """Of a sweep: moves of one round are not seen in it, and neighbours of moved nodes are marked more rarely."""
 _TOLERANCE = 0.6
 """Part of the tolerance for the heaviest cluster and for parts of clusters; refining needs the rest."""
-_LEAST_SHRINKING = 0.95
+_MIN_SHRINKING = 0.95
 _NODE_BYTES = (40, 24)
 """Memory for each node, and for each node and weight, of one level."""
 
@@ -61,9 +61,9 @@ def partition(
         folder = workspace.stage(f"level{len(levels)}", make, shared=True)
         coarse = SymmetricGraph.open(folder)
         log.info("level %d has %d nodes, %d pairs", len(levels), coarse.num_nodes, len(coarse.indices) // 2)
-        of_clusters = tuple(map_spill(folder, f"column{c}") for c in range(len(weights.columns)))
-        levels.append((coarse, replace(weights, names=names, columns=of_clusters)))
-        if len(coarse.indices) + coarse.num_nodes > _LEAST_SHRINKING * (len(fine.indices) + fine.num_nodes):
+        cluster_columns = tuple(map_spill(folder, f"column{c}") for c in range(len(weights.columns)))
+        levels.append((coarse, replace(weights, names=names, columns=cluster_columns)))
+        if len(coarse.indices) + coarse.num_nodes > _MIN_SHRINKING * (len(fine.indices) + fine.num_nodes):
             break
 
     def first_parts() -> Array:
@@ -92,7 +92,7 @@ def _coarsen(
     num_nodes, (per_node, per_weight) = graph.num_nodes, _NODE_BYTES
     num_bytes = (per_node + per_weight * len(weights.columns)) * num_nodes
     workspace.remaining(num_bytes, 0, f"a graph of {num_nodes} nodes")
-    coarse_of = _clusters(graph, weights, np.uint64(seed % 2**64), workspace.ranks)
+    coarse_of = _find_clusters(graph, weights, np.uint64(seed % 2**64), workspace.ranks)
     num_coarse = int(coarse_of.max(initial=-1)) + 1
     if workspace.ranks.is_first:
         spill(folder, "coarse_of", coarse_of.dtype, [coarse_of])
@@ -103,8 +103,8 @@ def _coarsen(
     total = _count_between(adjacency, coarse_of, starts[1:])
     np.cumsum(starts, out=starts)
     fill = functools.partial(_fill_between, adjacency, coarse_of)
-    held = (coarse_of.itemsize + 8 * len(weights.columns)) * num_nodes
-    write_rows(folder, starts, fill, id_dtype(total), workspace.with_reserved(held), "Contracting")
+    held_bytes = (coarse_of.itemsize + 8 * len(weights.columns)) * num_nodes
+    write_rows(folder, starts, fill, id_dtype(total), workspace.with_reserved(held_bytes), "Contracting")
 
 
 _Adjacency: TypeAlias = tuple[Array, Array, Array]
@@ -116,7 +116,7 @@ def _adjacency(graph: SymmetricGraph) -> _Adjacency:
     return graph.indptr, graph.indices, weights
 
 
-def _clusters(graph: SymmetricGraph, weights: BalanceWeights, key: np.uint64, ranks: Ranks) -> Array:
+def _find_clusters(graph: SymmetricGraph, weights: BalanceWeights, key: np.uint64, ranks: Ranks) -> Array:
     """Return the (N,) cluster of each node, numbered in the order of their first members' ids."""
     num_nodes, matrix = graph.num_nodes, weights.matrix()
     share = _TOLERANCE * float(weights.shares.min())
@@ -168,9 +168,9 @@ def _propagate(
     active, marked = np.ones(num_nodes, np.bool_), np.zeros(num_nodes, np.bool_)
     rating, streams = np.zeros(len(labelling[1]), np.int64), _streams(graph)
     first, last = ((len(streams) - 1) * rank // ranks.count for rank in (ranks.rank, ranks.rank + 1))
-    what = "Refining" if refining else "Clustering"
+    label = "Refining" if refining else "Clustering"
     shown = ranks.is_first and num_nodes >= SHOWN_FROM
-    with progress(what, _SWEEPS * _ROUNDS, enabled=shown) as advance:
+    with progress(label, _SWEEPS * _ROUNDS, enabled=shown) as advance:
         for _ in range(_SWEEPS):
             num_moved = 0
             for number in range(_ROUNDS):
@@ -180,9 +180,9 @@ def _propagate(
                 blocks = np.stack(ends, axis=1)[first:last]
                 moves = np.empty((np.diff(blocks).sum(), 3), id_dtype(max(num_nodes, len(rating))))
                 count = _propose(adjacency, blocks, labelling, (rating, active, marked), key, refining, moves)
-                for rank, found in enumerate(ranks.gather(moves[:count, :2].copy())):
-                    _check_moves(found, rank, num_nodes, len(rating))
-                    num_moved += _apply(found, labelling, marked)
+                for rank, rank_moves in enumerate(ranks.gather(moves[:count, :2].copy())):
+                    _check_moves(rank_moves, rank, num_nodes, len(rating))
+                    num_moved += _apply(rank_moves, labelling, marked)
                 if (number + 1) % _ROUNDS_BEFORE_MARKS == 0:
                     active |= ranks.union(marked)
                     marked[:] = False
@@ -194,7 +194,7 @@ def _propagate(
 
 def _streams(graph: SymmetricGraph) -> Array:
     # (S + 1,) first nodes.
-    number = min(max(graph.num_nodes // _LEAST_STREAM, 1), _STREAMS)
+    number = min(max(graph.num_nodes // _MIN_STREAM_NODES, 1), _STREAMS)
     inner = np.searchsorted(graph.indptr, len(graph.indices) * np.arange(1, number) // number)
     return np.array([0, *inner, graph.num_nodes])
 
@@ -331,13 +331,13 @@ def _join_single(
                 best, best_rating = label, rating[label]
         for e in range(indptr[u], indptr[u + 1]):
             rating[labels[indices[e]]] = 0
-        other = open_label[best]
-        if other < 0 or not _has_room(matrix[u], loads[other], limit[other]):
+        open_cluster = open_label[best]
+        if open_cluster < 0 or not _has_room(matrix[u], loads[open_cluster], limit[open_cluster]):
             open_label[best] = labels[u]
             continue
         members[labels[u]] -= 1
-        members[other] += 1
-        _move(u, other, labels, loads, matrix)
+        members[open_cluster] += 1
+        _move(u, open_cluster, labels, loads, matrix)
 
 
 @njit(cache=True, nogil=True)

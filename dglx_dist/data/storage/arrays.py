@@ -42,26 +42,26 @@ from dglx_dist.memory import format_bytes
 from dglx_dist.records import Array
 
 STAMP = "stamp.json"
-"""Checksums of the other files of an array folder, and the facts of its writer."""
+"""Name of the file with the checksums of an array folder and the facts of its writer."""
 
 CANNOT_WRITE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-"""Errors of a folder without permission or space, where a run goes on without the cache."""
+"""Errors for missing permission or space. A run continues without the cache."""
 
 _MAX_AGE_S = 30 * 86400.0
 _RECENT_S = 86400.0
-"""What was opened so shortly before the most recent opening counts as in use."""
+"""Age before the most recent opening up to which an entry counts as in use."""
 
 _SHARE_OF_DISK = 4
 _UNREADABLE = (
     *(OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError),
-    *(SyntaxError, tokenize.TokenError),  # of NumPy, for damaged headers
+    *(SyntaxError, tokenize.TokenError),  # NumPy raises them for damaged headers.
 )
 _LOG = logging.getLogger(__name__)
 
 
 @final
 class ArrayStream:
-    """Writes the rows of one array, in order.
+    """Writes the rows of one array in order.
 
     Raises:
         OSError: the file cannot be written, or the disk has too little space for all rows.
@@ -71,7 +71,6 @@ class ArrayStream:
         self._path, self._dtype, self._shape = path, dtype, shape
         needed = math.prod(shape) * dtype.itemsize
         if shutil.disk_usage(path.parent).free < needed:
-            # Checked before a byte has moved.
             raise OSError(errno.ENOSPC, f"no room for {needed} bytes", str(path.parent))
         head = io.BytesIO()
         np.lib.format.write_array_header_2_0(
@@ -79,20 +78,20 @@ class ArrayStream:
         )
         self._file = path.open("xb", buffering=0)
         self._checksum, self.num_rows = 0, 0
-        """Rows in the file."""
+        """Number of rows in the file."""
         self._put(head.getbuffer())
 
     def append(self, rows: Array) -> None:
-        """Write the next (k, *row) rows; after an OSError those of earlier calls are still there."""
+        """Write the next (k, *row) rows. After an OSError, the rows of earlier calls are still there."""
         self._put(np.ascontiguousarray(rows, self._dtype).reshape(-1).view(np.uint8).data)
         self.num_rows += len(rows)
 
     def finish(self) -> FileInfo:
-        """Flush to disk and return the size and checksum of the file; StorageError if rows are missing."""
+        """Flush to disk and return the file's size and checksum. Raise StorageError if rows are missing."""
         if self.num_rows != self._shape[0]:
             raise StorageError(
-                f"{self._path} got {self.num_rows} rows instead of {self._shape[0]}; check the dataset "
-                "that it is made from with verify='full'"
+                f"{self._path} has {self.num_rows} rows instead of {self._shape[0]}; check its dataset with "
+                "verify='full'"
             )
         os.fsync(self._file.fileno())
         return FileInfo(num_bytes=self._file.tell(), checksum=f"{self._checksum:08x}")
@@ -109,14 +108,14 @@ class ArrayStream:
 
 @final
 class ArrayWriter:
-    """Writes the arrays of one folder under a temporary name; made by :meth:`ArrayFolder.open_writer`."""
+    """Writes the arrays of one folder under a temporary name. See :meth:`ArrayFolder.open_writer`."""
 
     def __init__(self, folder: ArrayFolder, partial: Path, stack: ExitStack) -> None:
         self._folder, self._partial, self._stack = folder, partial, stack
         self._streams: dict[str, ArrayStream] = {}
 
     def stream(self, name: str, dtype: np.dtype[Any], shape: tuple[int, ...]) -> ArrayStream:
-        """Begin an array whose rows arrive in pieces."""
+        """Begin an array with rows that arrive in pieces."""
         stream = self._streams[name] = ArrayStream(self._partial / f"{name}.npy", dtype, shape)
         self._stack.callback(stream.close)
         return stream
@@ -125,9 +124,9 @@ class ArrayWriter:
         self.stream(name, array.dtype, array.shape).append(array)
 
     def publish(self, facts: Mapping[str, Any], *, overwrite: bool = False) -> None:
-        """Complete the folder with JSON values ``facts`` and rename it to its place.
+        """Complete the folder with JSON values ``facts``, and rename it to its final name.
 
-        An intact folder of the same facts stays there, unless ``overwrite``.
+        Without ``overwrite``, an intact folder with the same facts is kept instead.
         """
         files = {f"{name}.npy": stream.finish() for name, stream in self._streams.items()}
         head = {
@@ -142,11 +141,11 @@ class ArrayWriter:
 
 @final
 class ArrayFolder:
-    """Arrays that are written and read together.
+    """A folder of arrays that are written and read together.
 
     Args:
-        path: The folder, present or not.
-        trusted: Whether sizes are compared when it is read, and not the bytes.
+        path: The folder. It may not exist yet.
+        trusted: Whether reading compares file sizes only, instead of checksums.
     """
 
     def __init__(self, path: Path, *, trusted: bool = False) -> None:
@@ -158,32 +157,32 @@ class ArrayFolder:
     def read(
         self, mode: Literal["r", "c"] = "r", facts: Mapping[str, Any] | None = None
     ) -> tuple[Any, dict[str, Array]]:
-        """Compare all files with the stamp; return its facts and the arrays, mapped (c: copy-on-write).
+        """Check all files, and return the facts and the mapped arrays. Mode c is copy-on-write.
 
         Raises:
-            StorageError: a file is missing or damaged, or the facts are not those given.
+            StorageError: a file is missing or damaged, or the facts differ from ``facts``.
         """
         try:
             stamp = json.loads(read_small_file(self.path / STAMP))
             if not isinstance(stamp, dict) or stamp.get("crc32") != checksum_of(stamp.get("head")):
                 raise ValueError(f"{STAMP} does not match its checksum")
-            told, arrays = stamp["head"]["told"], {}
+            stored_facts, arrays = stamp["head"]["told"], {}
             for name, (num_bytes, crc32) in stamp["head"]["files"].items():
                 path, expected = self.path / name, FileInfo(num_bytes=num_bytes, checksum=crc32)
                 if path.parent != self.path or not path.is_file():
-                    raise ValueError(f"{name} is no file of it")
+                    raise ValueError(f"{name} is not a file in it")
                 size = path.stat().st_size
-                found = replace(expected, num_bytes=size) if self._trusted else checksum(path)
-                if found != expected:
+                actual = replace(expected, num_bytes=size) if self._trusted else checksum(path)
+                if actual != expected:
                     raise ValueError(f"{name} does not match its checksum")
                 arrays[path.stem] = map_array(path, mode)
-            if facts is not None and told != facts:
-                raise ValueError(f"it is {told} instead of {facts}")
+            if facts is not None and stored_facts != facts:
+                raise ValueError(f"it has {stored_facts} instead of {facts}")
         except _UNREADABLE as problem:
             raise StorageError(
-                f"{self.path} is damaged ({problem}); a run that opens it writes it again"
+                f"{self.path} is damaged ({problem}); the next run that opens it writes it again"
             ) from problem
-        return told, arrays
+        return stored_facts, arrays
 
     def find(
         self,
@@ -193,15 +192,15 @@ class ArrayFolder:
         check: Callable[[Mapping[str, Array]], None] = lambda _: None,
         log: bool = True,
     ) -> tuple[Any, dict[str, Array]] | None:
-        """Return :meth:`read`; None if the folder is missing, or (logged) damaged or of other facts.
+        """Return the result of :meth:`read`, or None if the folder is missing, damaged or has other facts.
 
-        ``check`` raises ValueError or LookupError for arrays that must not be used.
+        Damage is logged. ``check`` raises ValueError or LookupError for arrays that must not be used.
         """
         try:
-            found = self.read(mode, facts) if self.path.exists() else None
-            if found is not None:
-                check(found[1])
-            return found
+            stored = self.read(mode, facts) if self.path.exists() else None
+            if stored is not None:
+                check(stored[1])
+            return stored
         except (ValueError, LookupError) as problem:
             _LOG.warning("%s is not used (%s); it is written again", self.path, problem)
             return None
@@ -212,12 +211,12 @@ class ArrayFolder:
 
     @contextmanager
     def open_writer(self) -> Iterator[ArrayWriter]:
-        """Yield a writer of a new folder, which is removed unless it is published; may raise OSError."""
+        """Yield a writer of a new folder, which is removed if it is not published. It may raise OSError."""
         with partial_folder(self.path) as partial, ExitStack() as stack:
             yield ArrayWriter(self, partial, stack)
 
-    def save(self, arrays: Mapping[str, Array], facts: Mapping[str, Any], what: str) -> bool:
-        """Replace the folder; log and return False if there is no space or permission for ``what``."""
+    def save(self, arrays: Mapping[str, Array], facts: Mapping[str, Any], description: str) -> bool:
+        """Replace the folder. If there is no space or permission, log that and return False."""
         try:
             with self.open_writer() as writer:
                 for name, array in arrays.items():
@@ -225,7 +224,9 @@ class ArrayFolder:
                 writer.publish(facts, overwrite=True)
         except OSError as problem:
             if problem.errno in CANNOT_WRITE:
-                _LOG.warning("%s cannot be written (%s): %s is not kept on disk", self.path, problem, what)
+                _LOG.warning(
+                    "%s cannot be written (%s): %s is not kept on disk", self.path, problem, description
+                )
                 return False
             raise StorageError(f"{self.path} cannot be written ({problem}); check the disk") from problem
         return True
@@ -235,14 +236,14 @@ _PARSING = threading.Lock()
 
 
 def map_array(path: Path, mode: Literal["r", "c"]) -> Array:
-    """Map a ``.npy`` file (c: copy-on-write), as an array that keeps the mapping open. Thread-safe."""
-    # The header is parsed as Python, which raises SystemError at times in two threads before CPython 3.11.8.
+    """Map a ``.npy`` file. The array keeps the mapping open. Mode c is copy-on-write. Thread-safe."""
+    # NumPy parses the header as Python, which sometimes fails in two threads before CPython 3.11.8.
     with _PARSING:
         return np.asarray(np.load(path, mmap_mode=mode, allow_pickle=False))
 
 
 def checksum_of(values: object) -> int:
-    """Return the CRC-32 of JSON values, whatever the formatting of their text."""
+    """Return the CRC-32 of JSON values. It does not depend on the formatting of their text."""
     return zlib.crc32(json.dumps(values, sort_keys=True).encode())
 
 
@@ -255,14 +256,14 @@ class _Entry:
 
 @final
 class ArrayCache:
-    """The array folders beside a dataset; what is missing is made again. Not collective.
+    """Cache of array folders beside a dataset. Missing folders are made again. Not collective.
 
-    An entry is one array folder, or a folder of them. Beside it lies a lock file, on which processes that use
-    the entry hold a shared lock, and whose time is that of the last opening.
+    An entry is one array folder, or a folder of them, with a lock file beside it. Processes that use the
+    entry hold a shared lock on the file. Its modification time is the time of the last opening.
 
     Args:
-        folder: Of all entries, present or not.
-        content: Of the dataset, as part of the entries' names.
+        folder: Folder of all entries. It may not exist yet.
+        content: Checksum of the dataset, which is part of the entries' names.
         trusted: See :class:`ArrayFolder`.
     """
 
@@ -272,29 +273,29 @@ class ArrayCache:
         weakref.finalize(self, _release, self._locks)
 
     def entry(self, kind: str, name: str) -> ArrayFolder:
-        """Return an entry, present or not; no process evicts it while this object lives."""
+        """Return an entry, which may not exist yet. No process evicts it while this object lives."""
         path = self._folder / f"{kind}-{self._content}" / name
         if path not in self._locks:
-            # Where nothing can be locked nothing can be evicted either.
+            # If files cannot be locked, they cannot be evicted either.
             with suppress(OSError):
                 self._locks[path] = lock = lock_shared(_lock_of(path))
                 os.utime(lock)
         return ArrayFolder(path, trusted=self._trusted)
 
     def clean(self) -> None:
-        """Remove what killed processes left, and evict entries that no process uses.
+        """Remove files of killed processes, and evict entries that no process uses.
 
-        Evicted are those last opened 30 days before the most recent one, and as many as take more than a
-        quarter of the disk space that would be free without a cache: first those of other contents, then the
-        least recently opened ones. What was opened within a day of the most recent one stays, however large,
-        since the next run needs it; a warning says so.
+        Entries that were last opened 30 days before the most recent one are evicted. If the cache takes more
+        than a quarter of the disk space that would be free without it, more entries are evicted: first those
+        of other contents, then the least recently opened ones. Entries that were opened within a day of the
+        most recent one are kept, because the next run needs them. If they are too large, a warning is logged.
         """
         if not self._folder.is_dir():
             return
         remove_abandoned(self._folder)
         entries = sorted(_entries(self._folder), key=lambda one: (self._is_of_content(one), one.used_s))
         total = sum(entry.num_bytes for entry in entries)
-        # Not the time now: the entries of a dataset that rested for months may be used next.
+        # Ages are relative to the last opening, because a dataset may not be used for months.
         last_s = max((entry.used_s for entry in entries), default=0.0)
         max_bytes = (total + shutil.disk_usage(self._folder).free) // _SHARE_OF_DISK
         for entry in entries:
@@ -308,7 +309,8 @@ class ArrayCache:
         if total > max_bytes:
             size, limit = format_bytes(total), format_bytes(max_bytes)
             _LOG.warning(
-                "%s takes %s, more than a quarter of the free disk (%s), and is in use; make room",
+                "%s takes %s, which is more than a quarter of the free disk (%s), but it is in use; make "
+                "room",
                 self._folder,
                 size,
                 limit,
@@ -322,13 +324,13 @@ def _entries(folder: Path) -> Iterator[_Entry]:
     for parent, folders, names in os.walk(folder):
         with_lock = {name.removesuffix(_LOCK) for name in names if name.endswith(_LOCK)}
         folders[:] = [name for name in folders if name not in with_lock and not name.endswith(PARTIAL_SUFFIX)]
-        found = [(path, _lock_of(path)) for path in (Path(parent, name) for name in with_lock)]
-        if STAMP in names:  # copied here without its lock, say
-            found.append((Path(parent), Path(parent, STAMP)))
-        for path, opened in found:
+        entries = [(path, _lock_of(path)) for path in (Path(parent, name) for name in with_lock)]
+        if STAMP in names:  # It may have been copied here without its lock.
+            entries.append((Path(parent), Path(parent, STAMP)))
+        for path, opened in entries:
             # Another process may evict it at the same time.
             with suppress(OSError):
-                # One from a clock that was ahead would age all others for as long.
+                # A time in the future would make all other entries look old.
                 used_s = min(opened.stat().st_mtime, time.time())
                 yield _Entry(path=path, used_s=used_s, num_bytes=_size(path))
 

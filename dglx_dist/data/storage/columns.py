@@ -1,7 +1,7 @@
-"""Arrays as Arrow IPC files, memory-mapped without a copy, and the file names of a dataset.
+"""Arrays as memory-mapped Arrow IPC files, and the file names of a dataset.
 
-A file holds one primitive column of one record batch, so its values are contiguous and NumPy can view them
-in a memory map. Dtype and shape are in the schema's metadata, since Arrow has no byte-wide booleans, no
+A file holds one primitive column of one record batch, so its values are contiguous and NumPy can view them in
+a memory map. Dtype and shape are in the schema's metadata, because Arrow has no byte-wide booleans, no
 bfloat16 and no multi-dimensional rows.
 """
 
@@ -29,7 +29,7 @@ DTYPES = (
     *("bool", "uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64"),
     *("float16", "bfloat16", "float32", "float64"),
 )
-"""Dtypes of a dataset, by torch's names."""
+"""Dtypes of a dataset, with torch's names."""
 
 IDS = ColumnInfo(dtype="int64", row_shape=())
 """Column of ids or offsets."""
@@ -46,22 +46,22 @@ class FileInfo:
 
     num_bytes: int
     checksum: str
-    """CRC-32 of all bytes, eight hexadecimal digits."""
+    """CRC-32 of all bytes, as eight hexadecimal digits."""
 
 
 def id_dtype(count: int) -> type[np.signedinteger]:
-    """Return the dtype of ids below ``count``: int32, or int64 where they do not fit."""
+    """Return the dtype of ids below ``count``: int32, or int64 if they do not fit."""
     return np.int32 if count <= np.iinfo(np.int32).max else np.int64
 
 
 @cache
 def numpy_dtype(dtype: str) -> np.dtype[np.generic]:
-    """Return the NumPy dtype of values of ``dtype`` in memory; uint16 for bfloat16."""
+    """Return the NumPy dtype of values of ``dtype`` in memory. It is uint16 for bfloat16."""
     return np.dtype("uint16" if dtype == "bfloat16" else dtype)
 
 
 def make_column_info(array: Array, what: str) -> ColumnInfo:
-    """Return the dtype and row shape of an array (N, *row); ConfigError if the dtype cannot be stored."""
+    """Return dtype and row shape of an (N, *row) array. Raise ConfigError if the dtype cannot be stored."""
     if array.dtype.name not in DTYPES:
         raise ConfigError(
             f"{what} has dtype {array.dtype}, which a dataset cannot hold; convert it to one of "
@@ -71,19 +71,19 @@ def make_column_info(array: Array, what: str) -> ColumnInfo:
 
 
 def write_column(path: Path, info: ColumnInfo, num_rows: int, chunks: Iterable[Array]) -> FileInfo:
-    """Write rows that arrive in chunks (k, *row) as a new file, for a folder to publish; makes its folder."""
+    """Write rows that arrive in (k, *row) chunks as a new file. Its folder is created if it is missing."""
     stored = np.dtype(_STORED_AS.get(info.dtype, info.dtype))
     num_values = num_rows * math.prod(info.row_shape)
     num_bytes = num_values * stored.itemsize
-    # Arrow lays out the file around a body that is only address space; the sink writes the chunks instead.
-    body = pa.py_buffer(_space(num_bytes)).slice(0, num_bytes)
+    # Arrow lays out the file around a body that is only address space. The sink writes the chunks instead.
+    body = pa.py_buffer(_reserve_space(num_bytes)).slice(0, num_bytes)
     values = pa.Array.from_buffers(pa.from_numpy_dtype(stored), num_values, [None, body], 0)
     metadata = {"dtype": info.dtype, "shape": json.dumps([num_rows, *info.row_shape])}
     return _write_file(path, values, metadata, [_Body((_bytes(chunk) for chunk in chunks), num_bytes)])
 
 
 def text_buffers(texts: Any) -> tuple[Array, Array]:
-    """Return (K + 1,) int64 offsets from 0 and the (offsets[-1],) bytes of a large_string array."""
+    """Return the (K + 1,) int64 offsets from 0 and the (offsets[-1],) bytes of a large_string array."""
     _, offsets, data = texts.buffers()
     ends = np.frombuffer(offsets, np.int64)[texts.offset : texts.offset + len(texts) + 1]
     first, last = int(ends[0]), int(ends[-1])
@@ -92,59 +92,64 @@ def text_buffers(texts: Any) -> tuple[Array, Array]:
 
 
 def write_strings(
-    path: Path, num_rows: int, num_bytes: int, texts: Iterable[Any], again: Iterable[Any]
+    path: Path, num_rows: int, num_bytes: int, texts: Iterable[Any], texts_again: Iterable[Any]
 ) -> FileInfo:
-    """Write ``num_rows`` texts of ``num_bytes`` in UTF-8 as an Arrow string column.
+    """Write ``num_rows`` texts with ``num_bytes`` in UTF-8 as an Arrow string column.
 
-    They arrive as large_string arrays, not empty: once for their ends, and ``again`` for their bytes.
+    ``texts`` and ``texts_again`` yield the same non-empty large_string arrays. The first is for the ends of
+    the texts, the second for their bytes.
     """
 
     def ends() -> Iterator[Array]:
         last = np.zeros(1, np.int64)
         yield last
-        for some in texts:
-            last = text_buffers(some)[0][1:] + last[-1]
+        for texts_piece in texts:
+            last = text_buffers(texts_piece)[0][1:] + last[-1]
             yield last
 
-    space = _space(8 * (num_rows + 1), writable=True)
+    space = _reserve_space(8 * (num_rows + 1), writable=True)
     # Arrow reads the size of the data from the last offset.
     np.frombuffer(space, np.int64)[num_rows] = num_bytes
-    buffers = [None, pa.py_buffer(space).slice(0, 8 * (num_rows + 1)), pa.py_buffer(_space(num_bytes))]
+    buffers = [
+        None,
+        pa.py_buffer(space).slice(0, 8 * (num_rows + 1)),
+        pa.py_buffer(_reserve_space(num_bytes)),
+    ]
     values = pa.Array.from_buffers(pa.large_string(), num_rows, buffers)
-    data = (text_buffers(some)[1] for some in again)
+    data = (text_buffers(texts_piece)[1] for texts_piece in texts_again)
     bodies = [_Body(map(_bytes, ends()), 8 * (num_rows + 1)), _Body(data, num_bytes)]
     return _write_file(path, values, {"dtype": "string"}, bodies)
 
 
 def read_column(path: Path, name: str, info: ColumnInfo | None = None, num_rows: int | None = None) -> Array:
-    """Memory-map one file, called ``name`` in messages, and return its read-only values (N, *row).
+    """Memory-map one file and return its read-only (N, *row) values. Messages call it ``name``.
 
     Raises:
-        StorageError: it is missing, damaged, or has another dtype or shape than ``info`` and ``num_rows``.
+        StorageError: it is missing or damaged, or its dtype or shape differs from ``info`` and ``num_rows``.
     """
     column, metadata = _open_column(path, name)
     try:
         dtype, shape = metadata["dtype"], tuple(int(size) for size in json.loads(metadata["shape"]))
         array = _view(column, dtype, shape)
     except (LookupError, ValueError, TypeError, ArithmeticError, RecursionError) as problem:
-        raise _damaged(name, path, problem) from problem
-    found = ColumnInfo(dtype=dtype, row_shape=shape[1:])
-    if (info is not None and found != info) or (num_rows is not None and shape[0] != num_rows):
+        raise _make_damage_error(name, path, problem) from problem
+    actual = ColumnInfo(dtype=dtype, row_shape=shape[1:])
+    if (info is not None and actual != info) or (num_rows is not None and shape[0] != num_rows):
         raise StorageError(
             f"{path} holds {dtype} of shape {shape}, but the manifest says "
-            f"{info.dtype if info else dtype} of shape {(num_rows, *(info or found).row_shape)}; "
+            f"{info.dtype if info else dtype} of shape {(num_rows, *(info or actual).row_shape)}; "
             f"partition the graph again"
         )
     return array
 
 
 def read_strings(path: Path, name: str, num_rows: int) -> Array:
-    """Return a copy of the unicode array (N,) of one file; errors as :func:`read_column`."""
+    """Return a copy of the (N,) unicode array in one file. For errors see :func:`read_column`."""
     return np.array(_open_strings(path, name, num_rows).to_pylist(), dtype=np.str_)
 
 
 def string_pieces(path: Path, name: str, num_rows: int, step: int) -> Iterator[Array]:
-    """Yield the texts of one file as unicode arrays (k,) of one dtype; errors as :func:`read_column`."""
+    """Yield the texts of one file as (k,) unicode arrays of one dtype. For errors see :func:`read_column`."""
     column, starts = _open_strings(path, name, num_rows), range(0, num_rows, step)
     lists = (column.slice(first, step).to_pylist() for first in starts)
     width = max((len(text) for texts in lists for text in texts), default=0)
@@ -157,9 +162,9 @@ def _open_strings(path: Path, name: str, num_rows: int) -> pa.Array:
     if metadata.get("dtype") != "string" or len(column) != num_rows:
         raise StorageError(f"{path} does not hold {num_rows} strings; partition the graph again")
     try:
-        column.validate(full=True)  # offsets of the texts are used unchecked
+        column.validate(full=True)  # The offsets of the texts are used unchecked.
     except pa.ArrowException as problem:
-        raise _damaged(name, path, problem) from problem
+        raise _make_damage_error(name, path, problem) from problem
     return column
 
 
@@ -173,20 +178,20 @@ def checksum(path: Path) -> FileInfo:
 
 
 def check_file(path: Path, expected: FileInfo, remedy: str) -> None:
-    """Raise StorageError, which ends with ``remedy``, unless the file has this size and checksum."""
+    """Raise StorageError with ``remedy`` unless the file has the expected size and checksum."""
     try:
-        if not path.is_file():  # reading a device or a pipe may never end
+        if not path.is_file():  # Reading a device or a pipe may never end.
             raise FileNotFoundError("there is no such file")
-        # The size is cheap to check, and distinguishes a half-copied file from a damaged one.
+        # The size is cheap to check, and shows whether a file was only copied in part.
         size = path.stat().st_size
-        found = checksum(path) if size == expected.num_bytes else None
+        actual = checksum(path) if size == expected.num_bytes else None
     except OSError as problem:
         raise StorageError(f"{path} cannot be read ({problem}); {remedy}") from problem
-    if found is None:
+    if actual is None:
         raise StorageError(f"{path} has {size} bytes instead of {expected.num_bytes}; {remedy}")
-    if found != expected:
+    if actual != expected:
         raise StorageError(
-            f"{path} is damaged: its checksum is {found.checksum} instead of {expected.checksum}; {remedy}"
+            f"{path} is damaged: its checksum is {actual.checksum} instead of {expected.checksum}; {remedy}"
         )
 
 
@@ -195,8 +200,8 @@ class _Body(NamedTuple):
     num_bytes: int
 
 
-def _space(num_bytes: int, *, writable: bool = False) -> mmap.mmap:
-    """Return memory without physical pages until it is accessed."""
+def _reserve_space(num_bytes: int, *, writable: bool = False) -> mmap.mmap:
+    """Reserve address space. It gets physical pages when it is accessed."""
     access = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
     return mmap.mmap(-1, max(num_bytes, 1), flags=mmap.MAP_PRIVATE, prot=access)
 
@@ -206,7 +211,7 @@ def _bytes(chunk: Array) -> Array:
 
 
 class _Sink(io.RawIOBase):
-    """File object for Arrow that replaces the buffers by the real values and computes size and checksum."""
+    """File object for Arrow that writes the real values instead of the buffers, with size and checksum."""
 
     def __init__(self, file: BinaryIO, bodies: Sequence[_Body]) -> None:
         super().__init__()
@@ -221,7 +226,7 @@ class _Sink(io.RawIOBase):
         return True
 
     def write(self, data: object) -> int:
-        # Arrow writes column buffers as pa.Buffer, everything else as bytes.
+        # Arrow writes column buffers as pa.Buffer, and everything else as bytes.
         if self._is_real or not isinstance(data, pa.Buffer):
             return self._put(memoryview(data))  # type: ignore[arg-type]  # any buffer
         body = self._bodies.pop(0)
@@ -257,7 +262,7 @@ def _open_column(path: Path, name: str) -> tuple[pa.Array, dict[str, str]]:
             f"{path} ({name}) is missing; copy it here or partition the graph again"
         ) from problem
     except (pa.ArrowException, OSError, ValueError, KeyError, IndexError) as problem:
-        raise _damaged(name, path, problem) from problem
+        raise _make_damage_error(name, path, problem) from problem
     return column, metadata
 
 
@@ -273,20 +278,20 @@ def _view(column: pa.Array, dtype: str, shape: tuple[int, ...]) -> Array:
     return flat.view(numpy_dtype(dtype)).reshape(shape)
 
 
-def _damaged(name: str, path: Path, problem: Exception) -> StorageError:
+def _make_damage_error(name: str, path: Path, problem: Exception) -> StorageError:
     return StorageError(f"{path} ({name}) is damaged ({problem}); copy it again or partition the graph again")
 
 
 MANIFEST = "manifest.json"
 CACHE = "cache"
 _MAX_NAME = 80
-"""Characters of one encoded name: an edge type's folder consists of three, and the system's limit is 255."""
+"""Maximum length of an encoded name. An edge type's folder has three, and the system's limit is 255."""
 
 
 def safe_name(name: str) -> str:
-    """Return ``name`` as a file name: characters other than letters, digits, ``_`` and ``-`` are %-encoded.
+    """Return ``name`` as a file name. All but letters, digits, ``_`` and ``-`` are %-encoded.
 
-    Different names give different file names; none is empty or contains a dot or a slash.
+    Different names give different file names. They are never empty and contain no dot or slash.
     """
     encoded = quote(name, safe="").replace(".", "%2E").replace("~", "%7E") or "%"
     if len(encoded) <= _MAX_NAME:

@@ -53,16 +53,19 @@ K = TypeVar("K", bound=str | EdgeType)
 
 
 def import_dgl_format(part_config: Path, folder: Path, *, overwrite: bool = False) -> Manifest:
-    """Write a dataset from the files of DGL's ``partition_graph``; one process calls it.
+    """Write a dataset from the files of DGL's ``partition_graph``. One process calls it.
 
-    New node ids are DGL's per-type global ids, in the same parts. Edge ids follow our order;
-    ``original_edge_ids`` are DGL's per-type global edge ids. Ids in ``orig_nids.dgl`` beside ``graph.dgl``
-    become user ids. DGL stores booleans as uint8, so uint8 columns named ``*mask`` become booleans. The whole
-    graph is in memory. StorageError if a file is missing, damaged or of an unsupported kind.
+    Parts and node ids are the same as DGL's per-type global ids. Edges get new ids, and
+    ``original_edge_ids`` are DGL's per-type global edge ids. Ids in ``orig_nids.dgl`` become user ids. DGL
+    stores booleans as uint8, so uint8 columns named ``*mask`` become booleans. The whole graph must fit in
+    memory.
+
+    Raises:
+        StorageError: a file is missing, damaged or of an unsupported kind.
     """
     config = read_part_config(Path(part_config).absolute())
     check_files(file for part in range(config.num_parts) for file in config.dgl_files(part))
-    collected = _Collected(config)
+    collected = _DglReader(config)
     with progress("Reading DGL's parts", config.num_parts) as advance:
         for part in range(config.num_parts):
             collected.add_part(part)
@@ -100,8 +103,8 @@ class PartConfig:
         name = self.files[part].get(kind)
         if not isinstance(name, str):
             raise StorageError(
-                f"{self.path}: key 'part-{part}.{kind}' is {name!r}, expected a file name; "
-                f"parts saved for GraphBolt only cannot be read, partition again without it"
+                f"{self.path}: key 'part-{part}.{kind}' is {name!r}, expected a file name; parts that were "
+                "saved for GraphBolt only cannot be read, so partition again without it"
             )
         return self.path.parent / name
 
@@ -114,14 +117,17 @@ class PartConfig:
 
 
 def read_part_config(path: Path) -> PartConfig:
-    """Read DGL's JSON file; StorageError if it is missing or not DGL's."""
+    """Read DGL's JSON file. Raise StorageError if it is missing or not DGL's."""
     try:
         raw = read_small_file(path)
     except OSError as problem:
         raise StorageError(f"{path} cannot be read ({problem.strerror})") from problem
     top = Fields.parse(raw, str(path), error=StorageError)
     num_parts = top.integer("num_parts", 1)
-    ntypes, etypes = _numbered(top, "ntypes", NODE_TYPE), _numbered(top, "etypes", ":".join(EDGE_TYPE))
+    ntypes, etypes = (
+        _read_numbered(top, "ntypes", NODE_TYPE),
+        _read_numbered(top, "etypes", ":".join(EDGE_TYPE)),
+    )
     return PartConfig(
         path=path,
         name=top.text("graph_name"),
@@ -135,7 +141,7 @@ def read_part_config(path: Path) -> PartConfig:
     )
 
 
-def _numbered(top: Fields, key: str, default: str) -> list[str]:
+def _read_numbered(top: Fields, key: str, default: str) -> list[str]:
     if not top.has(key):
         return [default]
     numbers = top.nested(key)
@@ -156,15 +162,19 @@ def _edge_type(name: str, path: Path) -> EdgeType:
 
 
 def _id_ranges(top: Fields, key: str, names: Sequence[str], num_parts: int) -> IdRanges:
-    # An entry for type t and part p is [first, end), or only the end in old files.
+    # The entry of a part is [first, end), or only the end in old files.
     expected = (
         f"{num_parts} ranges for each of {', '.join(names)}, growing from part to part and type to type"
     )
-    found = top.raw_value(key)
-    # Old files do not name the only type.
-    given = {names[0]: found} if len(names) == 1 and isinstance(found, list) else top.nested(key).mapping
+    ranges_by_name = top.raw_value(key)
+    # Old files with one type do not name it.
+    named_ranges = (
+        {names[0]: ranges_by_name}
+        if len(names) == 1 and isinstance(ranges_by_name, list)
+        else top.nested(key).mapping
+    )
     try:
-        array = np.array([given.get(name) for name in names], dtype=np.int64)
+        array = np.array([named_ranges.get(name) for name in names], dtype=np.int64)
     except (TypeError, ValueError, OverflowError) as problem:
         raise top.field_error(key, expected) from problem
     if array.shape == (1, num_parts):
@@ -179,7 +189,7 @@ def _id_ranges(top: Fields, key: str, names: Sequence[str], num_parts: int) -> I
     return ranges
 
 
-class _Collected:
+class _DglReader:
     def __init__(self, config: PartConfig) -> None:
         self._config = config
         self._ends = [np.full((2, int(count)), -1, np.int64) for count in config.edges.counts.sum(axis=1)]
@@ -195,11 +205,11 @@ class _Collected:
         missing = {dgl.NID, "inner_node"} - {*structure.ndata} | {dgl.EID, "inner_edge"} - {*structure.edata}
         if missing:
             raise StorageError(
-                f"{path} has no {min(missing)!r} of its nodes or edges; it is not a part written by DGL"
+                f"{path} has no {min(missing)!r} for its nodes or edges, so it is not a part written by DGL"
             )
         nodes, edges = structure.ndata[dgl.NID].numpy(), structure.edata[dgl.EID].numpy()
         inner_nodes = structure.ndata["inner_node"].numpy() == 1
-        # A part has all data only of edges into owned nodes.
+        # A part only has the data of edges into owned nodes.
         inner_edges = structure.edata["inner_edge"].numpy() == 1
         _check_ids(nodes[inner_nodes], config.nodes.part_range(part), "nodes", path)
         _check_ids(edges[inner_edges], config.edges.part_range(part), "edges", path)
@@ -236,21 +246,21 @@ class _Collected:
         for kind, etype in enumerate(config.etypes):
             chosen = kinds == kind
             ends = (etype[0], source_kinds), (etype[2], destination_kinds)
-            if any((found[chosen] != config.ntypes.index(ntype)).any() for ntype, found in ends):
+            if any((end_kinds[chosen] != config.ntypes.index(ntype)).any() for ntype, end_kinds in ends):
                 raise StorageError(f"{path} has edges of type {etype} between nodes of other types")
             self._ends[kind][:, typed[chosen]] = sources[chosen], destinations[chosen]
 
     def _add_columns(self, data: dict[K, dict[str, Array]], path: Path, ranges: IdRanges, ids: Array) -> None:
-        owners = {format_type(one): one for one in data}
+        owners = {format_type(kind_name): kind_name for kind_name in data}
         kinds, typed = ranges.to_typed(ids)
         for key, tensor in load_tensors(path).items():
-            # Keys are type/column; old files leave out the only type.
-            given, slash, name = key.partition("/")
+            # Keys are type/column. Old files with one type leave it out.
+            type_name, slash, name = key.partition("/")
             if not slash and len(owners) == 1:
-                given, name = next(iter(owners)), key
-            if given not in owners:
+                type_name, name = next(iter(owners)), key
+            if type_name not in owners:
                 raise StorageError(f"{path}: {key!r} names none of the types {', '.join(owners)}")
-            owner, kind = owners[given], list(owners).index(given)
+            owner, kind = owners[type_name], list(owners).index(type_name)
             chosen = typed[kinds == kind]
             if len(tensor) != len(chosen):
                 raise StorageError(f"{path}: {name!r} has {len(tensor)} rows for {len(chosen)} owned ids")
@@ -302,14 +312,19 @@ def write_dgl_format(
     feature_dtype: FeatureDtype | None = None,
     formats: str | Sequence[str] | None = None,
 ) -> Path:
-    """Write ``<folder>/<graph name>.json`` and ``part<p>/`` as DGL's ``partition_graph`` does.
+    """Write ``<folder>/<graph name>.json`` and ``part<p>/`` like DGL's ``partition_graph``.
 
-    Each part holds its nodes first, then the halo: the sources of their in-edges. DGL's per-type ids are the
-    new ids of a dataset written from the same arguments. Booleans become uint8, which DGL's files can hold.
-    ``orig_nids.dgl`` and ``orig_eids.dgl`` hold the ids of the source; in one part, edges keep these, as with
-    DGL. The features of one part at a time are in memory. One process calls it. ``formats`` are those of the
-    structure, of ``coo`` (default), ``csc`` and ``csr``; the others are as for :func:`write_dataset`. Returns
-    the JSON file, DGL's ``part_config``.
+    One process calls it. The features of one part at a time are in memory. Each part holds its nodes first,
+    then the halo. DGL's per-type ids are the new ids of a dataset with the same arguments. Booleans become
+    uint8, which DGL's files can hold. ``orig_nids.dgl`` and ``orig_eids.dgl`` hold the ids of the source. In
+    a single part, edges keep these ids, as with DGL.
+
+    Args:
+        formats: Formats of the structure: ``coo`` (default), ``csc`` and ``csr``. For the other arguments see
+            :func:`write_dataset`.
+
+    Returns:
+        Path of the JSON file, DGL's ``part_config``.
 
     Raises:
         ConfigError: graph and assignment do not match, or DGL's files cannot hold a value or a name.
@@ -348,9 +363,10 @@ def _in_source_order(graph: RawGraph) -> RawGraph:
 
 
 def part_structure(nodes: IdRanges, edges: IdRanges, part: int, ends: tuple[Array, Array]) -> dgl.DGLGraph:
-    """Return the graph of a part as DGL has it: its nodes, then the halo; ``dgl.NID``, ``inner_node`` ...
+    """Return the graph of a part like DGL's, with its nodes, then the halo, and ``dgl.NID`` and other columns.
 
-    ``ends``: homogeneous (sources, destinations) of the in-edges of its nodes, in the order of their ids.
+    ``ends`` are the homogeneous (sources, destinations) of the in-edges of its nodes, in the order of their
+    ids.
     """
     first, last = nodes.part_range(part)
     source, destination = ends
@@ -467,9 +483,9 @@ class _DglWriter:
             array = np.empty((len(rows), *values.shape[1:]), numpy_dtype(dtype))
             step = max(CHUNK_BYTES // max(array[:1].nbytes, 1), 1)
             for first in range(0, len(rows), step):
-                some = rows[first : first + step]
+                chunk = rows[first : first + step]
                 array[first : first + step] = narrow(
-                    take_rows(values, some), dtype, f"{name!r} of {kind!r}", some
+                    take_rows(values, chunk), dtype, f"{name!r} of {kind!r}", chunk
                 )
         if column in self._bfloat16 or dtype == "bfloat16":
             return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
@@ -488,7 +504,7 @@ def _ids(ids: Array) -> torch.Tensor:
 
 
 def ranges_by_type(types: Sequence[K], ranges: IdRanges) -> dict[K, list[list[int]]]:
-    """Return (P, 2) homogeneous ranges by type, as DGL's JSON file and its partition books have them."""
+    """Return the (P, 2) homogeneous ranges by type, as in DGL's JSON file and its partition books."""
     ends = ranges.starts + ranges.counts
     return dict(zip(types, np.stack([ranges.starts, ends], axis=-1).tolist(), strict=True))
 
@@ -500,12 +516,12 @@ def _check_names(graph: RawGraph) -> None:
         if ":" in name or "/" in name:
             raise ConfigError(f"DGL's files cannot hold the type name {name!r}, which has a ':' or a '/'")
     if changed := [etype[1] for etype in graph.edges if _name(etype) != format_type(etype)]:
-        some = f"{len(changed)}, such as {', '.join(changed[:3])}"
-        _LOG.warning("relations are %%-encoded, as '/' and ':' separate DGL's names: %s", some)
+        examples = f"{len(changed)}, such as {', '.join(changed[:3])}"
+        _LOG.warning("relations are %%-encoded, as '/' and ':' separate DGL's names: %s", examples)
 
 
 def _name(kind: str | EdgeType) -> str:
     if isinstance(kind, str):
         return kind
-    relation = re.sub("[%/:]", lambda found: f"%{ord(found[0]):02X}", kind[1])
+    relation = re.sub("[%/:]", lambda match: f"%{ord(match[0]):02X}", kind[1])
     return format_type((kind[0], relation, kind[2]))

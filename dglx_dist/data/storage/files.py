@@ -25,15 +25,16 @@ PARTIAL_SUFFIX = ".partial"
 _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2
 _ABANDONED_S = 86400.0
-"""Age from which a partial folder counts as abandoned, whoever made it."""
+"""Age at which every partial folder counts as abandoned."""
 _MAKER = re.compile(rf"\.(?P<host>[^./]+)-(?P<process>\d+)-[0-9a-f]{{8}}{re.escape(PARTIAL_SUFFIX)}$")
 
 
 @contextmanager
 def partial_folder(target: Path) -> Iterator[Path]:
-    """Yield an empty folder beside ``target`` for the caller to fill and rename; remove it if it is left.
+    """Yield an empty folder beside ``target`` for the caller to fill and rename.
 
-    Abandoned partial folders of the same target are removed first.
+    If the caller does not rename it, it is removed. Abandoned partial folders of the same target are removed
+    first.
     """
     target.parent.mkdir(parents=True, exist_ok=True)
     remove_abandoned_of(target)
@@ -43,16 +44,16 @@ def partial_folder(target: Path) -> Iterator[Path]:
         yield folder
     finally:
         left = partial_name(target)
-        with suppress(OSError):  # it has been renamed by the caller
-            folder.rename(left)  # at once, for other ranks that fill it
+        with suppress(OSError):  # The caller has renamed it.
+            folder.rename(left)  # Other ranks may still write to it, so it gets another name first.
         shutil.rmtree(left, ignore_errors=True)
 
 
 @contextmanager
 def replace_atomically(target: Path) -> Iterator[Path]:
-    """Yield a file name beside ``target`` to write; at the end it is synchronised and renamed to ``target``.
+    """Yield the path of a new file beside ``target``. At the end it is synchronised and replaces ``target``.
 
-    An error leaves ``target`` as it was.
+    If an error occurs, ``target`` stays unchanged.
     """
     partial = partial_name(target)
     try:
@@ -64,9 +65,12 @@ def replace_atomically(target: Path) -> Iterator[Path]:
 
 
 def read_small_file(path: Path, most: int = 1 << 28) -> bytes:
-    """Return a regular file's content of at most ``most`` bytes, such as JSON; OSError for any other file.
+    """Return the content of a small file, such as JSON.
 
-    Devices and pipes may never end, and memory for the parsed values is many times that of the text.
+    Devices and pipes may never end, and parsed values take many times the memory of their text.
+
+    Raises:
+        OSError: it is not a regular file, or has more than ``most`` bytes.
     """
     with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
         status = os.fstat(file.fileno())
@@ -74,23 +78,23 @@ def read_small_file(path: Path, most: int = 1 << 28) -> bytes:
             raise OSError(errno.EINVAL, "it is no regular file", str(path))
         if status.st_size > most:
             raise OSError(errno.EFBIG, f"it has more than {format_bytes(most)}", str(path))
-        # Not read(most): a buffer of that size would be allocated first.
+        # read(most) would allocate a buffer of that size first.
         return file.read(status.st_size)
 
 
 def remove_abandoned_of(target: Path) -> None:
-    """Remove what killed processes have left of writing or discarding ``target``."""
-    for other in target.parent.iterdir():
-        is_of_target = other.name.startswith(target.name) and _MAKER.match(other.name, len(target.name))
-        if is_of_target and _is_abandoned(other):
-            _remove(other)
+    """Remove the files that killed processes left while they wrote or discarded ``target``."""
+    for path in target.parent.iterdir():
+        is_of_target = path.name.startswith(target.name) and _MAKER.match(path.name, len(target.name))
+        if is_of_target and _is_abandoned(path):
+            _remove(path)
 
 
 def remove_abandoned(folder: Path, *, below: bool = True) -> None:
-    """Remove the partial files and folders of killed processes, with ``below`` also in subfolders.
+    """Remove the partial files and folders of killed processes. With ``below``, also those in subfolders.
 
-    They are abandoned if their process on this machine has ended, or, if it is from another machine, if they
-    are a day old. What cannot be removed stays.
+    A partial file of this machine is abandoned if its process has ended. One of another machine is abandoned
+    if it is a day old. Files that cannot be removed are kept.
     """
     # os.walk tolerates other ranks and runs that make and remove folders here at the same time.
     for parent, names, files in os.walk(folder):
@@ -104,7 +108,7 @@ def remove_abandoned(folder: Path, *, below: bool = True) -> None:
 
 
 def partial_name(target: Path) -> Path:
-    """Return a name beside ``target`` for what this process makes, to be removed if the process ends."""
+    """Return a name beside ``target`` for a partial file or folder of this process."""
     maker = f"{_host()}-{os.getpid()}-{secrets.token_hex(4)}"
     return target.with_name(f"{target.name}.{maker}{PARTIAL_SUFFIX}")
 
@@ -124,29 +128,29 @@ def _is_abandoned(partial: Path) -> bool:
     try:
         age_s = time.time() - partial.stat().st_mtime
     except OSError:
-        return False  # another rank has just removed it
+        return False  # Another rank has just removed it.
     return age_s > _ABANDONED_S or (maker["host"] == _host() and not psutil.pid_exists(int(maker["process"])))
 
 
 def _host() -> str:
-    # Without dots, which separate it from the folder's name. Containers may share a host name but have their
-    # own process ids, so the id of the pid namespace is included.
+    # A dot separates it from the folder's name, so it has none. Containers may share a host name but have
+    # their own process ids, so the id of the pid namespace is included.
     return f"{os.uname().nodename.replace('.', '_')}-{Path('/proc/self/ns/pid').stat().st_ino}"
 
 
 @contextmanager
 def name_write_failures(folder: Path) -> Iterator[None]:
-    """Raise StorageError naming ``folder`` for any OSError inside, such as a full disk."""
+    """Raise StorageError with the name of ``folder`` for any OSError inside, such as a full disk."""
     try:
         yield
-    except DglxError:  # of which some are errors of the system, too
+    except DglxError:  # Some of them are an OSError too.
         raise
     except OSError as problem:
         raise StorageError(f"{folder} cannot be written: {problem}; choose another place") from problem
 
 
 def publish(folder: Path, target: Path) -> bool:
-    """Synchronise ``folder`` to disk and rename it to ``target``; False, unchanged, if that is not empty."""
+    """Synchronise ``folder`` to disk and rename it to ``target``. Return False if ``target`` is not empty."""
     _sync_tree(folder)
     try:
         folder.rename(target)
@@ -159,7 +163,7 @@ def publish(folder: Path, target: Path) -> bool:
 
 
 def publish_or_replace(folder: Path, target: Path) -> None:
-    """Rename ``folder`` to ``target``, whose present content is removed after that."""
+    """Rename ``folder`` to ``target``, and remove the old content of ``target``."""
     if not publish(folder, target):
         replace_folder(folder, target)
 
@@ -167,11 +171,11 @@ def publish_or_replace(folder: Path, target: Path) -> None:
 def check_replaceable(
     folder: Path, overwrite: bool | None, what: str, is_same: Callable[[Path], bool]
 ) -> None:
-    """Raise StorageError unless ``folder`` is absent, empty, or with ``overwrite`` holds ``what``.
+    """Raise StorageError unless ``folder`` is absent or empty, or ``overwrite`` is set and it holds ``what``.
 
-    ``overwrite`` is None where the user has no such choice.
+    ``overwrite`` is None if there is no such option.
     """
-    if folder.is_symlink():  # which the finished folder would replace
+    if folder.is_symlink():  # The finished folder would replace the link.
         raise StorageError(f"{folder} is a symbolic link; give the folder itself, {folder.resolve()}")
     if folder.exists() and not folder.is_dir():
         raise StorageError(f"{folder} is a file; choose another folder")
@@ -182,15 +186,15 @@ def check_replaceable(
         raise StorageError(f"{folder} exists already; choose another folder, or {remedy}")
     if not is_same(folder):
         raise StorageError(
-            f"{folder} holds something other than {what} and is not overwritten; choose another folder, or "
-            "remove it yourself"
+            f"{folder} does not hold {what}, so it is not overwritten; choose another folder, or remove it "
+            "yourself"
         )
 
 
 def place_folder(
     partial: Path, folder: Path, overwrite: bool | None, what: str, is_same: Callable[[Path], bool]
 ) -> None:
-    """Rename ``partial`` to ``folder``, whose old content is removed; raises as :func:`check_replaceable`."""
+    """Rename ``partial`` to ``folder``, and remove the old content. See :func:`check_replaceable`."""
     if not publish(partial, folder):
         check_replaceable(folder, overwrite, what, is_same)
         replace_folder(partial, folder)
@@ -199,8 +203,8 @@ def place_folder(
 def replace_folder(folder: Path, target: Path) -> None:
     """Replace ``target`` by ``folder``, then remove the old content.
 
-    Atomic where the system can exchange two names (Linux); elsewhere the old folder is renamed to
-    ``*.partial`` first and removed after the new one is in place.
+    It is atomic if the system can exchange two names (Linux). Otherwise the old folder is renamed to
+    ``*.partial`` first, and removed at the end.
     """
     _sync_tree(folder)
     if _exchange(folder, target):
@@ -214,42 +218,45 @@ def replace_folder(folder: Path, target: Path) -> None:
 
 
 def discard(folder: Path) -> None:
-    """Remove ``folder``; what an interruption leaves of it counts as abandoned."""
+    """Remove ``folder``. If it is interrupted, the remaining files count as abandoned."""
     partial = partial_name(folder)
     folder.rename(partial)
     shutil.rmtree(partial)
 
 
 def lock_shared(path: Path, mode: int = 0o777) -> int:
-    """Return a descriptor whose shared lock on ``path`` lasts until it is closed or its process ends.
+    """Take a shared lock on ``path``, and return a descriptor. Closing it releases the lock.
 
-    The file and its folder, with the permissions ``mode``, are made where they are missing. Both may be
-    removed inside :func:`try_lock` only.
+    The file and its folder are created if they are missing, with the permissions ``mode``. They may only be
+    removed under :func:`try_lock`.
     """
     while True:
         path.parent.mkdir(mode, parents=True, exist_ok=True)
         try:
             lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, mode & 0o666)
         except FileNotFoundError:
-            continue  # another process has just removed the folder
+            continue  # Another process has just removed the folder.
         except OSError:
-            # Another user's, or a read-only disk.
+            # The file belongs to another user, or the disk is read-only.
             lock = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
         try:
             fcntl.flock(lock, fcntl.LOCK_SH)
         except OSError:
             os.close(lock)
             raise
-        # Before it was locked, it looked unused: another process may have removed it.
+        # Another process may have removed the file before it was locked.
         if _is_at(lock, path):
             return lock
         os.close(lock)
 
 
 def lock_exclusive(path: Path, limit_s: float) -> int:
-    """Return a descriptor whose exclusive lock on ``path`` lasts until it is closed or its process ends.
+    """Take an exclusive lock on ``path``, and return a descriptor. Closing it releases the lock.
 
-    StorageError: another process has it for ``limit_s``. A file system without locks gives none.
+    A file system without locks is not locked.
+
+    Raises:
+        StorageError: another process holds the lock for ``limit_s``.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
@@ -261,7 +268,7 @@ def lock_exclusive(path: Path, limit_s: float) -> int:
             if time.monotonic() > deadline:
                 os.close(lock)
                 raise StorageError(
-                    f"another job uses {path.parent} (it holds {path.name}); wait for it, or take another "
+                    f"another job uses {path.parent} (it holds {path.name}); wait for it, or choose another "
                     "folder"
                 ) from None
             time.sleep(0.2)
@@ -273,11 +280,11 @@ def lock_exclusive(path: Path, limit_s: float) -> int:
 
 @contextmanager
 def try_lock(path: Path) -> Iterator[bool]:
-    """Yield whether no process holds the existing file ``path``; if so, none can until the end."""
+    """Try to lock the existing file ``path`` exclusively, and yield whether it succeeded."""
     lock = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     try:
         is_free = False
-        with suppress(OSError):  # held, or a file system without locks
+        with suppress(OSError):  # Another process holds it, or the file system has no locks.
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             is_free = _is_at(lock, path)
         yield is_free
@@ -292,9 +299,9 @@ def _is_at(descriptor: int, path: Path) -> bool:
         return False
 
 
-def _exchange(one: Path, other: Path) -> bool:
+def _exchange(first: Path, second: Path) -> bool:
     rename = getattr(ctypes.CDLL(None), "renameat2", None)
-    names = (_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other))
+    names = (_AT_FDCWD, os.fsencode(first), _AT_FDCWD, os.fsencode(second))
     return rename is not None and rename(*names, ctypes.c_uint(_RENAME_EXCHANGE)) == 0
 
 
@@ -303,8 +310,8 @@ _MANY_FILES = 100
 
 def _sync_tree(folder: Path) -> None:
     paths = [Path(parent, name) for parent, _, names in os.walk(folder) for name in (*names, "")]
-    # A file system commits those that wait together at once: 3,000 files one by one took a minute. A thread
-    # takes 8 MB of address space, which a limit may lack.
+    # A file system commits concurrent requests together, while 3,000 files one by one took a minute. Few
+    # files use no threads, because a thread takes 8 MB of address space.
     with ThreadPoolExecutor(16) if len(paths) > _MANY_FILES else nullcontext() as pool:
         list((pool.map if pool else map)(synchronise, paths))
 

@@ -1,4 +1,4 @@
-"""The manifest of a dataset as a frozen record and as JSON, and replacing a dataset's folder."""
+"""The manifest of a dataset as a frozen record and as JSON, and replacement of a dataset's folder."""
 
 import json
 import re
@@ -32,36 +32,36 @@ FORMAT = "dglx-dataset"
 VERSION = 1
 _NO_CHECKSUM = "00000000"
 _Count: TypeAlias = Annotated[int, Within(0, (1 << 63) - 1)]
-_WHOLE = {dtype for dtype in DTYPES if dtype.startswith(("int", "uint"))}
+_INTEGERS = {dtype for dtype in DTYPES if dtype.startswith(("int", "uint"))}
 _EtypeName: TypeAlias = Annotated[tuple[str, ...], Within(3, 3)]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Manifest:
-    """Content of a partitioned dataset; compare two by :attr:`checksum` or :func:`to_json`."""
+    """Content of a partitioned dataset. Compare two by :attr:`checksum` or :func:`to_json`."""
 
     name: str
     num_parts: int
     node_offsets: Mapping[str, Array]
-    """node type -> (P + 1,) int64: new ids of part p are ``offsets[p] .. offsets[p + 1] - 1``."""
+    """(P + 1,) int64 by node type. The new ids of part p are ``offsets[p] .. offsets[p + 1] - 1``."""
     edge_offsets: Mapping[EdgeType, Array]
-    """edge type -> (P + 1,) int64, the same for global edge ids."""
+    """(P + 1,) int64 by edge type, the same for global edge ids."""
     node_columns: Mapping[str, Mapping[str, ColumnInfo]]
-    """Every node type, with its named tensors."""
+    """Named tensors of every node type."""
     edge_columns: Mapping[EdgeType, Mapping[str, ColumnInfo]]
-    """Every edge type, with its named tensors."""
+    """Named tensors of every edge type."""
     num_classes: Mapping[str, int]
     user_ids: Mapping[str, str]
-    """node type -> ``int64`` or ``string``, for types whose users know other ids than 0..N-1."""
+    """Kind of the user's ids, ``int64`` or ``string``, by node type. Types with ids 0..N-1 have none."""
     method: str
     seed: int
     parameters: Mapping[str, object] = field(default_factory=dict)
     quality: Mapping[str, object] = field(default_factory=dict)
     """Quality figures of the partition, JSON values only."""
     files: Mapping[str, FileInfo] = field(default_factory=dict)
-    """Path relative to the folder -> size and checksum, for every file but the manifest."""
+    """Size and checksum of every file except the manifest, by path relative to the folder."""
     checksum: str = ""
-    """Of the manifest's bytes on disk; identifies the dataset's content. Empty until written or read."""
+    """Checksum of the manifest's bytes on disk. It identifies the dataset's content. Empty before writing."""
 
     @property
     def node_types(self) -> tuple[str, ...]:
@@ -75,9 +75,9 @@ class Manifest:
 
     @property
     def class_names(self) -> dict[str, list[str]]:
-        """Names of the classes by type, where the source had names."""
-        given = self.parameters.get("class_names")
-        lists = given.items() if isinstance(given, Mapping) else ()
+        """Names of the classes by type, for types with names in the source."""
+        names_by_type = self.parameters.get("class_names")
+        lists = names_by_type.items() if isinstance(names_by_type, Mapping) else ()
         return {kind: list(map(str, names)) for kind, names in lists if isinstance(names, list | tuple)}
 
     def num_nodes(self, ntype: str) -> int:
@@ -88,53 +88,59 @@ class Manifest:
 
 
 class StoredArray(NamedTuple):
-    """What one file of a part holds."""
+    """Content of one file of a part."""
 
     info: ColumnInfo | None
-    """None: ids of int32 or int64."""
+    """Dtype and row shape, or None for ids of int32 or int64."""
     num_rows: int
     upper_bound: int | None = None
-    """Values are below it, since compiled code uses them unchecked; None: they may be any."""
+    """Bound that all values must be below, because compiled code does not check them. None for no bound."""
     refers_to: str = ""
-    """What has these values as ids."""
+    """Name of the objects that have the values as ids."""
     minimum: int | None = 0
-    """Smallest value; None: there is none."""
+    """Smallest allowed value, or None for no minimum."""
 
 
 def part_arrays(manifest: Manifest, part: int) -> dict[str, StoredArray]:
-    """Return what each file of one part holds, by its path relative to the dataset."""
+    """Return the content of each file of one part, by its path relative to the dataset."""
 
-    def owned(offsets: Array) -> int:
+    def count_owned(offsets: Array) -> int:
         return int(offsets[part + 1] - offsets[part])
 
     arrays = {}
     for ntype, columns in manifest.node_columns.items():
-        folder, num_nodes = node_folder(part, ntype), owned(manifest.node_offsets[ntype])
-        of = f"{ntype!r} nodes"
-        arrays[f"{folder}/original_ids.arrow"] = StoredArray(IDS, num_nodes, manifest.num_nodes(ntype), of)
+        folder, num_nodes = node_folder(part, ntype), count_owned(manifest.node_offsets[ntype])
+        nodes_or_edges = f"{ntype!r} nodes"
+        arrays[f"{folder}/original_ids.arrow"] = StoredArray(
+            IDS, num_nodes, manifest.num_nodes(ntype), nodes_or_edges
+        )
         if (kind := manifest.user_ids.get(ntype)) is not None:
             arrays[f"{folder}/user_ids.arrow"] = StoredArray(IDS if kind == "int64" else STRINGS, num_nodes)
         num_classes = manifest.num_classes.get(ntype)
         for name, info in columns.items():
-            is_label = name == LABEL and info.row_shape == () and info.dtype in _WHOLE
-            stored = _column(info, num_nodes)
+            is_label = name == LABEL and info.row_shape == () and info.dtype in _INTEGERS
+            array = _column(info, num_nodes)
             if is_label and num_classes is not None:
-                # Negative ones stand for no label.
-                stored = stored._replace(upper_bound=num_classes, refers_to="num_classes", minimum=None)
-            arrays[data_path(folder, name)] = stored
+                # Negative values stand for no label.
+                array = array._replace(upper_bound=num_classes, refers_to="num_classes", minimum=None)
+            arrays[data_path(folder, name)] = array
     for etype, columns in manifest.edge_columns.items():
-        folder, num_edges = edge_folder(part, etype), owned(manifest.edge_offsets[etype])
-        num_rows, of = owned(manifest.node_offsets[etype[2]]) + 1, f"edges {etype}"
+        folder, num_edges = edge_folder(part, etype), count_owned(manifest.edge_offsets[etype])
+        num_rows, nodes_or_edges = count_owned(manifest.node_offsets[etype[2]]) + 1, f"edges {etype}"
         sources = manifest.num_nodes(etype[0]), f"{etype[0]!r} nodes"
-        arrays[f"{folder}/indptr.arrow"] = StoredArray(IDS, num_rows, num_edges + 1, f"{of} of the part")
+        arrays[f"{folder}/indptr.arrow"] = StoredArray(
+            IDS, num_rows, num_edges + 1, f"{nodes_or_edges} of the part"
+        )
         arrays[f"{folder}/indices.arrow"] = StoredArray(None, num_edges, *sources)
-        arrays[f"{folder}/original_ids.arrow"] = StoredArray(IDS, num_edges, manifest.num_edges(etype), of)
+        arrays[f"{folder}/original_ids.arrow"] = StoredArray(
+            IDS, num_edges, manifest.num_edges(etype), nodes_or_edges
+        )
         arrays |= {data_path(folder, name): _column(info, num_edges) for name, info in columns.items()}
     return arrays
 
 
 def _column(info: ColumnInfo, num_rows: int) -> StoredArray:
-    # A boolean is a byte, and code that counts and indexes by masks relies on 0 and 1.
+    # Booleans are stored as bytes, and code that counts and indexes by masks relies on 0 and 1.
     return StoredArray(info, num_rows, *((2, "booleans") if info.dtype == "bool" else ()))
 
 
@@ -176,7 +182,8 @@ def to_json(manifest: Manifest) -> dict[str, object]:
 def from_json(value: object, where: str) -> Manifest:
     """Return the manifest of the parsed JSON of the file ``where``.
 
-    StorageError if a key is missing, unknown or of the wrong kind, or the format version is newer.
+    Raises:
+        StorageError: a key is missing, unknown or of the wrong kind, or the format version is newer.
     """
     top = Fields(value, where, error=StorageError)
     _check_format(top)
@@ -228,7 +235,7 @@ def from_json(value: object, where: str) -> Manifest:
 
 
 def write_manifest(manifest: Manifest, folder: Path) -> Manifest:
-    """Write ``manifest.json`` into ``folder``; return the manifest with its checksum."""
+    """Write ``manifest.json`` into ``folder``, and return the manifest with its checksum."""
     blank = json.dumps({**to_json(manifest), "checksum": _NO_CHECKSUM}, indent=1, ensure_ascii=True)
     value = f"{zlib.crc32(blank.encode()):08x}"
     head, _, tail = blank.rpartition(_NO_CHECKSUM)
@@ -237,7 +244,7 @@ def write_manifest(manifest: Manifest, folder: Path) -> Manifest:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Return the checked manifest of a dataset; StorageError if it is missing, damaged, or too new."""
+    """Read the manifest of a dataset. Raise StorageError if it is missing, damaged, or too new."""
     path = folder / MANIFEST
     try:
         raw = read_small_file(path)
@@ -255,8 +262,8 @@ def read_manifest(folder: Path) -> Manifest:
     blank = head + f'"{_NO_CHECKSUM}"'.encode() + tail
     if f"{zlib.crc32(blank):08x}" != stated:
         raise StorageError(
-            f"{path} does not match its checksum {stated!r}: it was damaged or edited; "
-            f"copy it again or partition again"
+            f"{path} does not match its checksum {stated!r}, so it was damaged or edited; copy it again or "
+            "partition again"
         )
     del value["checksum"]
     return replace(from_json(value, str(path)), checksum=stated)
@@ -282,7 +289,7 @@ def _why_unreadable(folder: Path, problem: OSError) -> str:
 
 
 def is_dgl_config(path: Path) -> bool:
-    """Whether ``path`` is the JSON file of a partition in DGL's format."""
+    """Return whether ``path`` is the JSON file of a partition in DGL's format."""
     try:
         value = json.loads(read_small_file(path))
     except (OSError, ValueError, RecursionError):
@@ -297,8 +304,8 @@ def _check_format(top: Fields) -> None:
     version = top.integer("version", 1)
     if version > VERSION:
         raise StorageError(
-            f"{top.where} is of format version {version}, and this program reads up to version {VERSION}; "
-            f"update dglx_dist, or partition again with this version"
+            f"{top.where} has format version {version}, but this program reads up to version {VERSION}; "
+            "update dglx_dist, or partition again with this version"
         )
 
 
@@ -338,21 +345,21 @@ def _check_files(manifest: Manifest, where: str) -> None:
         raise StorageError(f"{where}: key 'files' {problem} {wrong[0]!r}; partition the graph again")
 
 
-_PART, _WHAT = re.compile(r"part\d+"), "a dataset of this program"
+_PART_FOLDER, _DESCRIPTION = re.compile(r"part\d+"), "a dataset of this program"
 
 
 def check_target(folder: Path, overwrite: bool | None) -> None:
-    """Raise StorageError if ``folder`` holds something that must not be replaced by a dataset."""
-    check_replaceable(folder, overwrite, _WHAT, _is_dataset)
+    """Raise StorageError if ``folder`` holds files that a dataset must not replace."""
+    check_replaceable(folder, overwrite, _DESCRIPTION, _is_dataset)
 
 
 def put_in_place(partial: Path, folder: Path, overwrite: bool | None) -> None:
-    """Rename the finished dataset ``partial`` to ``folder``; raises as :func:`check_target`."""
-    place_folder(partial, folder, overwrite, _WHAT, _is_dataset)
+    """Rename the finished dataset ``partial`` to ``folder``. For errors see :func:`check_target`."""
+    place_folder(partial, folder, overwrite, _DESCRIPTION, _is_dataset)
 
 
 def _is_dataset(folder: Path) -> bool:
-    # It may be damaged or of another version, but the folder holds nothing else.
+    # The dataset may be damaged or of another version, but the folder must not have foreign files.
     names = {path.name for path in folder.iterdir()}
-    others = {name for name in names - {MANIFEST, CACHE} if not _PART.fullmatch(name)}
-    return MANIFEST in names and not others and FORMAT.encode() in read_small_file(folder / MANIFEST)
+    unknown_names = {name for name in names - {MANIFEST, CACHE} if not _PART_FOLDER.fullmatch(name)}
+    return MANIFEST in names and not unknown_names and FORMAT.encode() in read_small_file(folder / MANIFEST)

@@ -1,4 +1,4 @@
-"""Opening a dataset: verification, memory-mapped parts, and the structure of the whole graph."""
+"""Opening of a dataset: verification, memory-mapped parts, and the structure of the whole graph."""
 
 from __future__ import annotations
 
@@ -41,37 +41,41 @@ Verify: TypeAlias = Literal["auto", "full", "never"]
 _LOG = logging.getLogger(__name__)
 _TEXTS_AT_ONCE = 1 << 16
 _PROGRESS_BYTES = 1 << 28
-"""Progress is shown for more bytes than this."""
+"""Minimum number of bytes for which progress is shown."""
 
 _VALUES = 1 << 18
-"""Values compared at a time: they stay in the processor's cache."""
+"""Number of values compared at a time, which fit in the processor's cache."""
 _STAMPS = f"{CACHE}/verified.json"
 
 Stamps: TypeAlias = dict[str, list[object]]
-"""Path of a verified file -> [size, time of the last change of its content and of its inode in ns, checksum],
-and for files of values that were found in range the checksum of the manifest with these ranges. The time of
-an inode cannot be set, so that neither a copy nor stamps that came with a dataset count as verified."""
+"""Stamps of verified files by path: [size, modification time in ns, time of the inode's change in ns,
+checksum]. If values were checked against ranges, the checksum of the manifest with the ranges follows. The
+time of an inode cannot be set, so copies, and stamps that came with a dataset, do not count as verified."""
 
 
 def verify_files(folder: Path, manifest: Manifest, verify: Verify) -> None:
     """Compare the files on this machine with their checksums, and ids, masks and labels with their ranges.
 
-    ``auto`` skips files whose size and times of change are the same as at the last verification, recorded in
-    ``cache/verified.json``; if that cannot be written, a warning is logged and every opening reads all files.
-    ``full`` reads all. StorageError names a damaged file, DatasetError the first value that is out of range.
+    ``full`` reads all files. ``auto`` skips files with the same size and times as at the last verification,
+    which are recorded in ``cache/verified.json``. If that cannot be written, a warning is logged, and every
+    opening reads all files.
+
+    Raises:
+        StorageError: a file is damaged.
+        DatasetError: a value is out of range.
     """
     if verify == "never":
         return
     files, parts = manifest.files, range(manifest.num_parts)
-    arrays = (one for part in parts for one in part_arrays(manifest, part).items())
+    arrays = (item for part in parts for item in part_arrays(manifest, part).items())
     ids = {path: array for path, array in arrays if array.upper_bound is not None}
     stamps = _read_stamps(folder) if verify == "auto" else {}
-    found = {
+    current = {
         path: [*_stamp(folder / path, info), *([manifest.checksum] if path in ids else [])]
         for path, info in files.items()
         if (folder / path).exists()
     }
-    changed = [path for path in found if stamps.get(path) != found[path]]
+    changed = [path for path in current if stamps.get(path) != current[path]]
     if not changed:
         return
     num_bytes = sum(files[path].num_bytes for path in changed)
@@ -81,7 +85,7 @@ def verify_files(folder: Path, manifest: Manifest, verify: Verify) -> None:
             if path in ids:
                 _check_values(folder, path, ids[path])
             advance(files[path].num_bytes)
-    _write_stamps(folder, found)
+    _write_stamps(folder, current)
 
 
 def _check_values(folder: Path, path: str, array: StoredArray) -> None:
@@ -105,17 +109,17 @@ def _check_values(folder: Path, path: str, array: StoredArray) -> None:
 def find_first_invalid(
     values: Array, bound: int, *, least: int | None = 0, is_indptr: bool = False
 ) -> int | None:
-    """Return the place of the first of (K,) integers outside [``least``, ``bound``); None if there is none.
+    """Return the position of the first of (K,) integers outside [``least``, ``bound``), or None.
 
-    With ``is_indptr`` they must also rise from 0 to ``bound`` - 1, and there is at least one.
+    With ``is_indptr`` there must be at least one, and they must also rise from 0 to ``bound`` - 1.
     """
     if is_indptr and values[0] != 0:
         return 0
     for start in range(0, len(values), _VALUES):
-        # Includes the last value of the previous chunk, to compare neighbours.
+        # The chunk includes the last value of the previous one, to compare neighbours.
         first = max(start - 1, 0)
         chunk = values[first : start + _VALUES]
-        # Minimum and maximum first: they need no temporary arrays, which takes a third of the time.
+        # Minimum and maximum need no temporary arrays, which takes a third of the time.
         is_low = least is not None and chunk.min() < least
         if is_low or chunk.max() >= bound or (is_indptr and (chunk[1:] < chunk[:-1]).any()):
             wrong = (chunk >= bound) | (chunk < (chunk.min() if least is None else least))
@@ -133,7 +137,7 @@ def _stamp(path: Path, info: FileInfo) -> list[object]:
 def _read_stamps(folder: Path) -> Stamps:
     try:
         stamps = json.loads(read_small_file(folder / _STAMPS))
-        # Without a valid stamp the files are read again.
+        # If the checksum is wrong, all files are read again.
         return stamps["files"] if stamps["crc32"] == checksum_of(stamps["files"]) else {}
     except (OSError, ValueError, LookupError, TypeError, RecursionError):
         return {}
@@ -158,14 +162,14 @@ K = TypeVar("K")
 
 
 def open_dataset(folder: str | Path, *, verify: Verify = "auto", checked: bool = False) -> StoredDataset:
-    """Open a partitioned dataset, and clean its cache; not collective.
+    """Open a partitioned dataset, and clean its cache. Not collective.
 
     Args:
-        verify: See :func:`verify_files`; ``never`` also trusts the cache.
+        verify: See :func:`verify_files`. ``never`` also trusts the cache.
         checked: Whether another process of this machine has just opened it with the same ``verify``.
 
     Raises:
-        StorageError: it is missing, half-written, damaged, or of a newer format version.
+        StorageError: the dataset is missing, half-written, damaged, or of a newer format version.
         DatasetError: an id in it is out of range.
     """
     if verify not in ("auto", "full", "never"):
@@ -187,7 +191,7 @@ def open_dataset(folder: str | Path, *, verify: Verify = "auto", checked: bool =
 
 @final
 class StoredDataset:
-    """The parts of a dataset; this machine may have only some of them."""
+    """The parts of a dataset. This machine may only have some of them."""
 
     def __init__(self, folder: Path, manifest: Manifest, cache: ArrayCache) -> None:
         self.folder = folder
@@ -199,7 +203,7 @@ class StoredDataset:
         return not self._missing(part)
 
     def part(self, part: int) -> StoredPart:
-        """Return one part without reading it; StorageError if files of it are not on this machine."""
+        """Return one part without reading it. Raise StorageError if its files are not on this machine."""
         if part not in self._parts:
             missing = self._missing(part)
             if missing:
@@ -219,7 +223,7 @@ class StoredDataset:
 
 @final
 class StoredPart:
-    """One part, whose arrays are read-only memory-mapped views, opened on first use.
+    """One part of a dataset. Its arrays are read-only memory-mapped views that are opened on first use.
 
     Methods raise ConfigError for an unknown type or name, and StorageError for a missing or damaged file.
     """
@@ -232,35 +236,35 @@ class StoredPart:
         self._arrays: dict[str, Array] = {}
 
     def indptr(self, etype: EdgeType) -> Array:
-        """Return (n_dst + 1,) int64 starting at 0: in-edges of the owned destinations."""
+        """Return the (n_dst + 1,) int64 row pointers of the in-edges of the owned destinations, from 0."""
         return self._array(f"{self._edge_folder(etype)}/indptr.arrow")
 
     def indices(self, etype: EdgeType) -> Array:
-        """Return (E_part,) int32 or int64 new global source ids, ascending within a destination."""
+        """Return the (E_part,) int32 or int64 new global source ids, ascending within a destination."""
         return self._array(f"{self._edge_folder(etype)}/indices.arrow")
 
     def node_data(self, ntype: str, name: str) -> Array:
-        """Return (n, *row) of one node tensor; bfloat16 as bits in uint16."""
+        """Return the (n, *row) rows of one node tensor. bfloat16 is returned as bits in uint16."""
         path = data_path(self._node_folder(ntype), name)
-        _known(self._manifest.node_columns[ntype], name, f"tensor of {ntype!r} nodes", self._folder)
+        _check_known(self._manifest.node_columns[ntype], name, f"tensor of {ntype!r} nodes", self._folder)
         return self._array(path)
 
     def edge_data(self, etype: EdgeType, name: str) -> Array:
-        """Return (E_part, *row) of one edge tensor, in the order of :meth:`indices`."""
+        """Return the (E_part, *row) rows of one edge tensor, in the order of :meth:`indices`."""
         path = data_path(self._edge_folder(etype), name)
-        _known(self._manifest.edge_columns[etype], name, f"tensor of {etype} edges", self._folder)
+        _check_known(self._manifest.edge_columns[etype], name, f"tensor of {etype} edges", self._folder)
         return self._array(path)
 
     def original_node_ids(self, ntype: str) -> Array:
-        """Return (n,) int64 ascending ids of the owned nodes in the source."""
+        """Return the (n,) int64 ascending ids of the owned nodes in the source."""
         return self._array(f"{self._node_folder(ntype)}/original_ids.arrow")
 
     def original_edge_ids(self, etype: EdgeType) -> Array:
-        """Return (E_part,) int64 positions of the edges in the source."""
+        """Return the (E_part,) int64 positions of the edges in the source."""
         return self._array(f"{self._edge_folder(etype)}/original_ids.arrow")
 
     def user_ids(self, ntype: str, workspace: Workspace | None = None) -> Array | None:
-        """Return (n,) int64 or unicode ids of the user, or None; strings are copied, into a ``workspace``."""
+        """Return the user's (n,) int64 or unicode ids, or None. Strings are copied, into ``workspace`` if any."""
         path, kind = f"{self._node_folder(ntype)}/user_ids.arrow", self._manifest.user_ids.get(ntype)
         if kind is None:
             return None
@@ -272,15 +276,15 @@ class StoredPart:
         return ids
 
     def _node_folder(self, ntype: str) -> str:
-        _known(self._manifest.node_columns, ntype, "node type", self._folder)
+        _check_known(self._manifest.node_columns, ntype, "node type", self._folder)
         return node_folder(self._part, ntype)
 
     def _edge_folder(self, etype: EdgeType) -> str:
-        _known(self._manifest.edge_columns, etype, "edge type", self._folder)
+        _check_known(self._manifest.edge_columns, etype, "edge type", self._folder)
         return edge_folder(self._part, etype)
 
     def _array(self, path: str) -> Array:
-        # Two threads may both map a file; either view is valid.
+        # Two threads may both map a file. Either view is valid.
         if path not in self._arrays:
             file, stored = self._folder / path, self._stored[path]
             self._arrays[path] = (
@@ -291,17 +295,20 @@ class StoredPart:
         return self._arrays[path]
 
 
-def _known(mapping: Mapping[K, Any], key: K, kind: str, folder: Path) -> None:
+def _check_known(mapping: Mapping[K, Any], key: K, kind: str, folder: Path) -> None:
     if key not in mapping:
-        known = ", ".join(repr(one) for one in mapping) or "none"
+        known = ", ".join(repr(name) for name in mapping) or "none"
         raise ConfigError(f"{folder} has no {kind} {key!r} (known: {known})")
 
 
 def load_raw_graph(dataset: StoredDataset, workspace: Workspace | None = None) -> RawGraph:
-    """Return the graph of a dataset of one part, with edges in the order in which they are stored.
+    """Return the graph of a dataset with one part, with edges in their stored order.
 
-    Memory-mapped, but for destinations: they are in memory, or in a stage of the ``workspace``. ConfigError
-    if there are several parts, or a tensor is stored as bfloat16.
+    Arrays are memory-mapped, except for destinations. These are in memory, or in a stage of the
+    ``workspace``.
+
+    Raises:
+        ConfigError: the dataset has several parts, or a tensor is stored as bfloat16.
     """
     manifest = dataset.manifest
     if manifest.num_parts != 1:
@@ -317,7 +324,7 @@ def load_raw_graph(dataset: StoredDataset, workspace: Workspace | None = None) -
                 )
     part = dataset.part(0)
     destinations = _destinations(part, manifest, workspace)
-    found = {ntype: part.user_ids(ntype, workspace) for ntype in manifest.user_ids}
+    user_ids = {ntype: part.user_ids(ntype, workspace) for ntype in manifest.user_ids}
     return RawGraph(
         name=manifest.name,
         num_nodes={ntype: manifest.num_nodes(ntype) for ntype in manifest.node_types},
@@ -333,18 +340,23 @@ def load_raw_graph(dataset: StoredDataset, workspace: Workspace | None = None) -
         edge_ids={etype: part.original_edge_ids(etype) for etype in manifest.edge_types},
         num_classes=dict(manifest.num_classes),
         class_names=manifest.class_names,
-        user_ids={ntype: ids for ntype, ids in found.items() if ids is not None},
+        user_ids={ntype: ids for ntype, ids in user_ids.items() if ids is not None},
     )
 
 
 def _destinations(part: StoredPart, manifest: Manifest, workspace: Workspace | None) -> dict[EdgeType, Array]:
     etypes, num_edges = manifest.edge_types, sum(map(manifest.num_edges, manifest.edge_types))
-    found = [partial(expand, part.indptr(one), id_dtype(manifest.num_nodes(one[2]))) for one in etypes]
-    return dict(zip(etypes, concatenate_chunks(workspace, "edges", found, num_edges), strict=True))
+    makers = [
+        partial(expand_indptr, part.indptr(etype), id_dtype(manifest.num_nodes(etype[2]))) for etype in etypes
+    ]
+    return dict(zip(etypes, concatenate_chunks(workspace, "edges", makers, num_edges), strict=True))
 
 
-def expand(indptr: Array, dtype: Any, step: int = 1 << 20) -> Iterator[Array]:
-    """Yield the row of each value of a CSC, ``indptr`` (N + 1,), in order: at least one piece of ``step``."""
+def expand_indptr(indptr: Array, dtype: Any, step: int = 1 << 20) -> Iterator[Array]:
+    """Yield the row numbers of all values of a CSC in order, in at least one piece of at most ``step``.
+
+    ``indptr`` are the (N + 1,) row pointers.
+    """
     num_values = int(indptr[-1])
     for first in range(0, max(num_values, 1), step):
         last = min(first + step, num_values)
@@ -360,21 +372,24 @@ _READ_ONLY = (errno.EACCES, errno.EPERM, errno.EROFS)
 
 @dataclass(frozen=True, kw_only=True)
 class CSC:
-    """In-edges of every node of one edge type, over new global ids; read-only."""
+    """Read-only in-edges of every node of one edge type, with new global ids."""
 
     indptr: Array
     """(N_dst + 1,) int64."""
     indices: Array
-    """(E,) int32 or int64 source ids; the position of an edge here is its global edge id."""
+    """(E,) int32 or int64 source ids. The position of an edge is its global edge id."""
 
 
 def open_structure(dataset: StoredDataset, etype: EdgeType) -> CSC:
-    """Return the whole graph's in-edges of one type, memory-mapped.
+    """Return the memory-mapped in-edges of one type of the whole graph.
 
-    With several parts, the first process writes a copy into the cache, which later ones use as long as the
-    manifest is the same. A damaged copy is logged and rewritten. Processes may race: the first to finish
-    wins. If the folder cannot be written, the copy is made in memory and a warning is logged. StorageError if
-    a part is not on this machine, or damaged.
+    If there are several parts, the first process writes a copy into the cache. Later ones use it as long as
+    the manifest is the same. A damaged copy is logged and rewritten. If several processes write a copy, the
+    first to finish wins. If the folder cannot be written, a warning is logged, and the copy is made in
+    memory.
+
+    Raises:
+        StorageError: a part is damaged or not on this machine.
     """
     manifest = dataset.manifest
     if etype not in manifest.edge_offsets:
@@ -392,13 +407,13 @@ def open_structure(dataset: StoredDataset, etype: EdgeType) -> CSC:
             yield stored.indices(etype) if name == "indices" else stored.indptr(etype)[1:] + offsets[part]
 
     copy = dataset.cache.entry("structure", edge_type_name(etype))
-    # Compiled code reads the arrays without checks, so their lengths must be those of this manifest.
+    # Compiled code reads the arrays without checks, so their lengths are compared with the manifest.
     lengths = {"indptr": manifest.num_nodes(etype[2]) + 1, "indices": manifest.num_edges(etype)}
     total = sum(lengths.values())
     bounds = {"indptr": lengths["indices"] + 1, "indices": manifest.num_nodes(etype[0])}
-    found = copy.find(lengths, check=lambda arrays: _check_structure(arrays, lengths, bounds))
+    stored = copy.find(lengths, check=lambda arrays: _check_structure(arrays, lengths, bounds))
     try:
-        if found is None:
+        if stored is None:
             with (
                 copy.open_writer() as writer,
                 progress("Assembling the structure", total, enabled=total > _PROGRESS_EDGES) as advance,
@@ -409,22 +424,22 @@ def open_structure(dataset: StoredDataset, etype: EdgeType) -> CSC:
                         stream.append(piece)
                         advance(len(piece))
                 writer.publish(lengths, overwrite=copy.path.exists())
-            found = copy.read()
+            stored = copy.read()
     except OSError as problem:
         if problem.errno not in _READ_ONLY:
             raise StorageError(f"{copy.path} cannot be written ({problem}); make room for it") from problem
-        _LOG.warning("%s cannot be written (%s): the structure is copied to memory", copy.path, problem)
+        _LOG.warning("%s cannot be written (%s), so the structure is copied to memory", copy.path, problem)
         arrays = {name: np.concatenate(list(pieces(name))) for name in lengths}
         for array in arrays.values():
             array.flags.writeable = False
         return CSC(**arrays)
-    return CSC(**found[1])
+    return CSC(**stored[1])
 
 
 def _check_structure(
     arrays: Mapping[str, Array], lengths: Mapping[str, int], bounds: Mapping[str, int]
 ) -> None:
-    # The checksum says that the copy is whole, not who wrote it.
+    # The checksum shows that the copy is complete, but anyone may have written it.
     for name, length in lengths.items():
         array = arrays[name]
         if array.shape != (length,) or array.dtype.name not in ("int32", "int64"):

@@ -1,7 +1,7 @@
-"""Named tensors as row files: one Arrow file per writer and tensor, with one index over all files.
+"""Named tensors as row files, with one Arrow file per writer and tensor, and one index over all files.
 
-A file holds a range of a tensor's rows, and readers may read any ranges, so the number of readers may differ
-from the number of writers. Callers write into a partial folder, see :mod:`dglx_dist.data.storage.files`.
+A file holds a range of a tensor's rows. Readers may read any ranges, so the number of readers may differ from
+the number of writers. Callers write into a partial folder, see :mod:`dglx_dist.data.storage.files`.
 """
 
 import json
@@ -35,7 +35,7 @@ VERSION = 1
 
 @dataclass(frozen=True, kw_only=True)
 class RowFile:
-    """One file: the rows ``first`` to ``first + num_rows - 1`` of the tensor ``name``."""
+    """A file with the rows ``first`` to ``first + num_rows - 1`` of the tensor ``name``."""
 
     name: str
     first: Annotated[int, Within(0)]
@@ -43,10 +43,10 @@ class RowFile:
     dtype: str
     row_shape: tuple[Annotated[int, Within(0)], ...]
     path: str
-    """Relative to the folder."""
+    """Path relative to the folder."""
     num_bytes: int
     checksum: str
-    """CRC-32 of all bytes, eight hexadecimal digits."""
+    """CRC-32 of all bytes, as eight hexadecimal digits."""
 
     @property
     def info(self) -> ColumnInfo:
@@ -65,7 +65,7 @@ class SavedRows:
     name: str
     info: ColumnInfo
     files: tuple[RowFile, ...]
-    """In row order, without gaps."""
+    """Files in row order, without gaps."""
 
     @property
     def num_rows(self) -> int:
@@ -85,7 +85,7 @@ class RowIndex:
     """JSON values of the writer."""
 
     def tensor(self, name: str, folder: Path) -> SavedRows:
-        """Return one tensor; StorageError listing the known names if it does not exist."""
+        """Return one tensor. Raise StorageError if it does not exist."""
         if name not in self.tensors:
             known = ", ".join(map(repr, self.tensors)) or "none"
             raise StorageError(
@@ -99,8 +99,8 @@ def write_rows(
 ) -> RowFile:
     """Write the (n, *row) ``rows`` from row ``first`` on as one file, and return its index entry.
 
-    Not collective: each writer calls it for its own range, also an empty one. ``info`` is required for
-    bfloat16, which is passed as uint16.
+    It is not collective. Each writer calls it for its own range, even if that is empty. bfloat16 is passed as
+    uint16 with its ``info``.
 
     Raises:
         ConfigError: values of this dtype cannot be stored.
@@ -109,19 +109,19 @@ def write_rows(
     info = info or make_column_info(rows, name)
     path = f"{safe_name(name)}.{first}-{first + len(rows)}{SUFFIX}"
     written = FileInfo(num_bytes=0, checksum="")
-    if len(rows):  # two writers may have an empty range at the same row
+    if len(rows):  # Two writers may have an empty range at the same row.
         written = write_column(folder / path, info, len(rows), [rows])
-        synchronise(folder / path)  # who publishes the folder may be on another machine
+        synchronise(folder / path)  # Another machine may publish the folder.
     return RowFile(name=name, first=first, num_rows=len(rows), path=path, **asdict(info), **asdict(written))
 
 
 def write_index(folder: Path, files: Iterable[RowFile], facts: Mapping[str, object]) -> None:
-    """Write the index over the files of all writers, in any order; one writer calls it last.
+    """Write the index over the files of all writers, in any order. One writer calls it at the end.
 
     Raises:
         StorageError: the files of a tensor overlap, have gaps or differ in dtype or row shape.
     """
-    index = _index_of(folder, files, facts)
+    index = _build_index(folder, files, facts)
     lines = [asdict(file) for tensor in index.tensors.values() for file in tensor.files]
     body = {"version": VERSION, "facts": dict(facts), "files": lines}
     text = json.dumps({"checksum": f"{checksum_of(body):08x}", **body}, indent=1)
@@ -130,7 +130,7 @@ def write_index(folder: Path, files: Iterable[RowFile], facts: Mapping[str, obje
 
 
 def read_index(folder: Path) -> RowIndex:
-    """Return the index of ``folder``; StorageError if it is missing, damaged or of another version."""
+    """Read the index of ``folder``. Raise StorageError if it is missing, damaged or of another version."""
     path = folder / INDEX
     try:
         top = Fields.parse(read_small_file(path), INDEX)
@@ -151,7 +151,7 @@ def read_index(folder: Path) -> RowIndex:
         raise StorageError(f"{path} is damaged ({problem}); use another copy") from problem
     if version != VERSION:
         raise StorageError(f"{path} has version {version}, this package reads {VERSION}; save it again")
-    return _index_of(folder, files, facts)
+    return _build_index(folder, files, facts)
 
 
 def check_replaceable(folder: Path) -> None:
@@ -161,42 +161,45 @@ def check_replaceable(folder: Path) -> None:
     if not folder.is_dir():
         raise StorageError(f"{folder} is a file; choose another folder")
     names = sorted(path.name for path in folder.iterdir())
-    other = [name for name in names if name != INDEX and not name.endswith(SUFFIX)]
-    if other or (names and INDEX not in names):
+    foreign_names = [name for name in names if name != INDEX and not name.endswith(SUFFIX)]
+    if foreign_names or (names and INDEX not in names):
         raise StorageError(
-            f"{folder} holds something else than saved rows, such as {(other or names)[0]!r}; choose another "
-            "folder, or empty it"
+            f"{folder} has files other than saved rows, such as {(foreign_names or names)[0]!r}; "
+            "choose another folder, or empty it"
         )
 
 
 def check_rows(folder: Path, saved: SavedRows, first: int, last: int) -> None:
-    """Compare the files of the rows ``first`` to ``last - 1`` with their checksums, or raise StorageError."""
-    for file in _overlapping(saved, first, last):
+    """Raise StorageError if files with the rows ``first`` to ``last - 1`` do not match their checksums."""
+    for file in _find_overlapping(saved, first, last):
         expected = FileInfo(num_bytes=file.num_bytes, checksum=file.checksum)
         check_file(folder / file.path, expected, "use another copy")
 
 
 def read_rows(folder: Path, saved: SavedRows, first: int, last: int, out: Array) -> None:
-    """Copy the rows ``first`` to ``last - 1`` into ``out``, (last - first, *row); bfloat16 as uint16.
+    """Copy the rows ``first`` to ``last - 1`` into the (last - first, *row) ``out``, bfloat16 as uint16.
 
-    Call :func:`check_rows` before. StorageError if a file or the tensor has no such rows.
+    Call :func:`check_rows` before.
+
+    Raises:
+        StorageError: a file or the tensor does not have these rows.
     """
     if not 0 <= first <= last <= saved.num_rows:
         raise StorageError(
-            f"{folder} has {saved.num_rows} rows of {saved.name!r}, not those from {first} to {last - 1}; "
+            f"{folder} has {saved.num_rows} rows of {saved.name!r}, but not rows {first} to {last - 1}; "
             "load it into a tensor of its shape"
         )
-    for file in _overlapping(saved, first, last):
+    for file in _find_overlapping(saved, first, last):
         begin, end = max(first, file.first), min(last, file.last)
         rows = read_column(folder / file.path, file.name, saved.info, file.num_rows)
         np.copyto(out[begin - first : end - first], rows[begin - file.first : end - file.first], casting="no")
 
 
-def _overlapping(saved: SavedRows, first: int, last: int) -> list[RowFile]:
+def _find_overlapping(saved: SavedRows, first: int, last: int) -> list[RowFile]:
     return [file for file in saved.files if file.num_rows and file.first < last and file.last > first]
 
 
-def _index_of(folder: Path, files: Iterable[RowFile], facts: Mapping[str, object]) -> RowIndex:
+def _build_index(folder: Path, files: Iterable[RowFile], facts: Mapping[str, object]) -> RowIndex:
     by_name: dict[str, list[RowFile]] = {}
     for file in files:
         by_name.setdefault(file.name, []).append(file)
@@ -207,7 +210,7 @@ def _index_of(folder: Path, files: Iterable[RowFile], facts: Mapping[str, object
         for part in parts:
             if part.first != row or part.info != parts[0].info:
                 raise StorageError(
-                    f"{folder}: row {row} of the tensor {name!r} should follow, but {part.path} has "
+                    f"{folder}: row {row} of the tensor {name!r} should be next, but {part.path} has "
                     f"{part.dtype} rows of shape {part.row_shape} from {part.first} to {part.last - 1}; "
                     "save it again"
                 )

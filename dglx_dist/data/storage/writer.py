@@ -1,4 +1,4 @@
-"""Writing a dataset: feature precision, relabelling by owner, and the files of all parts."""
+"""Writing of a dataset: feature precision, new ids by owner, and the files of all parts."""
 
 import json
 import math
@@ -47,14 +47,14 @@ from dglx_dist.records import LABEL, Array, Assignment, ColumnInfo, EdgeType, No
 from dglx_dist.registry import suggest_name
 
 FeatureDtype: TypeAlias = str | Mapping[str, str]
-"""``float16``, ``bfloat16`` or ``float32`` for all feature columns, or by column name."""
+"""Storage dtype of all feature columns, or by column name: float16, bfloat16 or float32."""
 
 _FEATURE_DTYPES = ("float16", "bfloat16", "float32")
 K = TypeVar("K", str, EdgeType)
 
 
 def check_feature_dtype(feature_dtype: FeatureDtype | None, graph: RawGraph | None = None) -> None:
-    """Raise ConfigError if a dtype is not a valid feature dtype, or ``graph`` has no column of its name."""
+    """Raise ConfigError if a feature dtype is invalid, or ``graph`` does not have a named column."""
     if feature_dtype is None:
         return
     named = feature_dtype if isinstance(feature_dtype, Mapping) else {"all features": feature_dtype}
@@ -68,10 +68,10 @@ def check_feature_dtype(feature_dtype: FeatureDtype | None, graph: RawGraph | No
 
 
 def resolve_dtypes(columns: Mapping[str, Any], feature_dtype: FeatureDtype | None) -> dict[str, str]:
-    """Return the dtypes of the ``columns`` of one type that are stored in another precision.
+    """Return the dtypes of those ``columns`` of one type that are stored in another precision.
 
-    A single dtype applies to all floating-point columns with at least two dimensions, except ``label``;
-    scalars per node or edge (weights, times) keep their type unless they are named.
+    A single dtype applies to all floating-point columns with at least two dimensions, except ``label``.
+    Scalars per node or edge (weights, times) keep their type unless they are named.
     """
     if feature_dtype is None:
         return {}
@@ -103,25 +103,28 @@ def _check_names(graph: RawGraph, feature_dtype: Mapping[str, str]) -> None:
             )
 
 
-def narrow(piece: Array, dtype: str, what: str, rows: Array | range, ids: Array | None = None) -> Array:
-    """Return a (k, ...) floating-point ``piece`` rounded to ``dtype``, bfloat16 as bits in uint16.
+def narrow(
+    piece: Array, dtype: str, description: str, rows: Array | range, ids: Array | None = None
+) -> Array:
+    """Round a (k, ...) floating-point ``piece`` to ``dtype``. bfloat16 is returned as bits in uint16.
 
-    ConfigError if a finite value would become infinite: names ``what`` and the one of the (k,) ``rows``, or
-    its place in ``ids``.
+    Raises:
+        ConfigError: a finite value would become infinite. The message has ``description`` and the value's row
+            from the (k,) ``rows``, or the id of that row from ``ids``.
     """
     if dtype == "bfloat16":
         target = _bfloat16(_single_bits(piece)).reshape(piece.shape)
         is_finite = (target & 0x7F80) != 0x7F80
     else:
-        target = _quietly(piece, dtype)
+        target = _cast_quietly(piece, dtype)
         is_finite = np.isfinite(target)
-    lost = ~is_finite & np.isfinite(piece)
-    if lost.any():
-        place = np.argwhere(lost)[0]
+    is_lost = ~is_finite & np.isfinite(piece)
+    if is_lost.any():
+        place = np.argwhere(is_lost)[0]
         row = int(rows[int(place[0])])
         row = row if ids is None else int(ids[row])
         raise ConfigError(
-            f"{what} has {piece[tuple(place)]} in row {row}, too large for {dtype};"
+            f"{description} has {piece[tuple(place)]} in row {row}, too large for {dtype};"
             f" store it as {'bfloat16 or float32' if dtype == 'float16' else 'float32'}, or scale the column"
         )
     return target
@@ -130,10 +133,10 @@ def narrow(piece: Array, dtype: str, what: str, rows: Array | range, ids: Array 
 def _single_bits(values: Array) -> Array:
     """Return float32 bits that round to the bfloat16 nearest to ``values``.
 
-    Rounding twice could be wrong at ties, so values that float32 cannot hold are truncated and get an odd
-    last bit (round to odd), which keeps them on the correct side of a tie.
+    Rounding twice could be wrong at ties. So values that float32 cannot represent are truncated and get an
+    odd last bit (round to odd), which keeps them on the correct side of a tie.
     """
-    single = np.ascontiguousarray(_quietly(values, np.float32))
+    single = np.ascontiguousarray(_cast_quietly(values, np.float32))
     bits = single.view(np.uint32)
     if values.dtype.itemsize > single.itemsize:
         rounded = (single != values) & np.isfinite(values)
@@ -142,14 +145,14 @@ def _single_bits(values: Array) -> Array:
     return bits.reshape(-1)
 
 
-def _quietly(values: Array, dtype: Any) -> Array:
+def _cast_quietly(values: Array, dtype: Any) -> Array:
     # Overflow is checked by the caller.
     with np.errstate(over="ignore"):
         return values.astype(dtype)
 
 
 def _bfloat16(single: Array) -> Array:
-    """Round (K,) float32 bits to the nearest 16 bits, ties to even; NaN stays NaN."""
+    """Round (K,) float32 bits to the nearest 16 bits, with ties to even. NaN stays NaN."""
     high = single >> np.uint32(16)
     is_nan = (single & np.uint32(0x7FFFFFFF)) > np.uint32(0x7F800000)
     rounded = (single + (np.uint32(0x7FFF) + (high & np.uint32(1)))) >> np.uint32(16)
@@ -158,28 +161,28 @@ def _bfloat16(single: Array) -> Array:
 
 @dataclass(frozen=True, kw_only=True)
 class NodeOrder:
-    """The new ids of one node type; both permutations are int32 when N fits."""
+    """The new ids of one node type. Both permutations are int32 if N fits."""
 
     new_to_old: Array
     """(N,) original id of each new id, ascending within a part."""
     old_to_new: Array
     """(N,) new id of each original id."""
     offsets: Array
-    """(P + 1,) int64: new ids of part p are ``offsets[p] .. offsets[p + 1] - 1``."""
+    """(P + 1,) int64. The new ids of part p are ``offsets[p] .. offsets[p + 1] - 1``."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class EdgeOrder:
-    """The edges of one type as CSC over new ids, all parts together."""
+    """The edges of one type as CSC with new ids, all parts together."""
 
     indptr: Array
     """(N_dst + 1,) int64."""
     indices: Array
-    """(E,) new source ids, ascending within a destination; int32 when N_src fits."""
+    """(E,) new source ids, ascending within a destination, int32 if N_src fits."""
     new_to_old: Array
-    """(E,) position in ``RawGraph.edges`` of each new edge id; from disk, its id in the source."""
+    """(E,) position in ``RawGraph.edges`` of each new edge id. If sorted on disk, its id in the source."""
     offsets: Array
-    """(P + 1,) int64: edge ids of part p, which owns their destinations."""
+    """(P + 1,) int64. Part p has the edges ``offsets[p] .. offsets[p + 1] - 1``, and their destinations."""
 
 
 def rows_of(order: NodeOrder | EdgeOrder, part: int) -> Array:
@@ -188,12 +191,12 @@ def rows_of(order: NodeOrder | EdgeOrder, part: int) -> Array:
 
 
 def relabel_nodes(graph: RawGraph, assignment: Assignment) -> dict[str, NodeOrder]:
-    """Return the new ids of every node type; nodes of one part keep their order."""
+    """Return the new ids of every node type. Nodes of one part keep their order."""
     check_assignment(assignment, graph)
     orders = {}
     for ntype, num_nodes in graph.num_nodes.items():
         part_of = np.asarray(assignment.part_of[ntype])
-        # Stable, so that nodes keep their order; NumPy's stable sort of 16-bit keys is a radix sort.
+        # The sort is stable, so that nodes keep their order. NumPy sorts 16-bit keys with a radix sort.
         narrow = part_of.astype(np.uint16 if assignment.num_parts <= 1 << 16 else np.int32)
         new_to_old = np.argsort(narrow, kind="stable").astype(id_dtype(num_nodes), copy=False)
         old_to_new = np.empty_like(new_to_old)
@@ -208,7 +211,10 @@ def relabel_nodes(graph: RawGraph, assignment: Assignment) -> dict[str, NodeOrde
 def relabel_edges(graph: RawGraph, etype: EdgeType, sources: NodeOrder, destinations: NodeOrder) -> EdgeOrder:
     """Return the edges of one type ordered by (new destination, new source, original edge id).
 
-    Linear time, with 2 E ids of temporary memory. DatasetError if an edge names a node that does not exist.
+    It takes linear time and 2 E ids of temporary memory.
+
+    Raises:
+        DatasetError: an edge names a node that does not exist.
     """
     check_ends(graph, etype)
     src, dst = graph.edges[etype]
@@ -227,7 +233,12 @@ def relabel_edges(graph: RawGraph, etype: EdgeType, sources: NodeOrder, destinat
 
 
 def check_ends(graph: RawGraph, etype: EdgeType) -> None:
-    """Raise DatasetError if an edge of one type has an end that is no node, ConfigError if it lacks one."""
+    """Check the ends of the edges of one type.
+
+    Raises:
+        DatasetError: an end is not a node.
+        ConfigError: there are more sources than destinations, or fewer.
+    """
     src, dst = graph.edges[etype]
     check_ids(src, graph.num_nodes[etype[0]], "src", f"edges {etype}")
     check_ids(dst, graph.num_nodes[etype[2]], "dst", f"edges {etype}")
@@ -238,9 +249,12 @@ def check_ends(graph: RawGraph, etype: EdgeType) -> None:
 def relabel_on_disk(
     graph: RawGraph, etype: EdgeType, orders: Mapping[str, NodeOrder], workspace: Workspace
 ) -> tuple[EdgeOrder, dict[str, Array]]:
-    """Return the edges of one type as :func:`relabel_edges` orders them, and their columns in that order.
+    """Return the edges of one type in the order of :func:`relabel_edges`, and their columns in that order.
 
-    Arrays of edges are memory-mapped from a stage of ``workspace``. ConfigError if its memory is too small.
+    Arrays are memory-mapped from a stage of ``workspace``.
+
+    Raises:
+        ConfigError: the memory of the workspace is too small.
     """
     (src, dst), sources, destinations = graph.edges[etype], orders[etype[0]], orders[etype[2]]
     ids, columns, num_edges = graph.edge_ids.get(etype), graph.edge_data.get(etype, {}), len(src)
@@ -254,12 +268,12 @@ def relabel_on_disk(
     def rows(column: Array) -> Chunks:
         return pieces(lambda first, last: column[first:last])
 
-    of_ids = ColumnInfo(dtype=id_dtype(num_edges).__name__, row_shape=())
+    id_info = ColumnInfo(dtype=id_dtype(num_edges).__name__, row_shape=())
     stream = EdgeStream(
         sources=pieces(lambda first, last: sources.old_to_new[src[first:last]]),
         destinations=pieces(lambda first, last: destinations.old_to_new[dst[first:last]]),
         columns=[
-            EdgeColumn(of_ids, pieces(np.arange) if ids is None else rows(ids)),
+            EdgeColumn(id_info, pieces(np.arange) if ids is None else rows(ids)),
             *(EdgeColumn(make_column_info(column, name), rows(column)) for name, column in columns.items()),
         ],
         num_sources=len(sources.new_to_old),
@@ -269,8 +283,8 @@ def relabel_on_disk(
     def make(folder: Path) -> None:
         check_ends(graph, etype)
         budget = sorting_budget(graph, workspace.budget)
-        what = f"Ordering the edges {':'.join(etype)}"
-        with progress(what, 3 * num_edges, enabled=workspace.ranks.is_first) as advance:
+        description = f"Ordering the edges {':'.join(etype)}"
+        with progress(description, 3 * num_edges, enabled=workspace.ranks.is_first) as advance:
             sort_edges(stream, folder, budget, order=_order_of_bucket, advance=advance, ranks=workspace.ranks)
 
     folder = workspace.stage(f"order{list(graph.edges).index(etype)}", make, shared=True)
@@ -288,15 +302,15 @@ def relabel_on_disk(
 
 
 _NODE_BYTES = 32
-"""Of each node while edges are ordered: owners, both permutations and what sorts them."""
+"""Memory for each node while edges are ordered: owners, permutations and sorting."""
 
 
 def sorting_budget(graph: RawGraph, budget: Budget) -> Budget:
-    """Return what is left beside the arrays of nodes while edges are ordered; ConfigError if too little."""
+    """Return the budget beside the arrays of nodes to order edges. Raise ConfigError if it is too small."""
     for_nodes = _NODE_BYTES * graph.total_nodes
     if budget.work < for_nodes + MIN_WORK_BYTES:
         raise ConfigError(
-            f"{graph.total_nodes} nodes take {format_bytes(for_nodes)} of memory, which --memory has not; "
+            f"{graph.total_nodes} nodes take {format_bytes(for_nodes)} of memory, more than --memory grants; "
             f"{budget.remedy(for_nodes + MIN_WORK_BYTES)}"
         )
     return budget.with_reserved(for_nodes)
@@ -313,7 +327,7 @@ def _order_of_bucket(destinations: Array, sources: Array) -> Array:
 
 @njit(cache=True, nogil=True)
 def _sort_rows(destinations: Array, sources: Array, ends: Array, bits: int, keys: Array) -> None:
-    """Write into ``keys`` the positions of edges by (destination, source, position)."""
+    """Write the positions of edges sorted by (destination, source, position) into ``keys``."""
     for edge in range(len(destinations) - 1, -1, -1):
         node = destinations[edge]
         ends[node] -= 1
@@ -350,7 +364,7 @@ def _gather_twice(ids: Array, old_to_new: Array, edges: Array, out: Array) -> No
 
 
 CHUNK_BYTES = 1 << 24
-"""Bytes of rows gathered at a time, so that writing needs no second copy of a column."""
+"""Bytes of rows to gather at a time, so that writing needs no second copy of a column."""
 
 
 def write_dataset(
@@ -366,22 +380,21 @@ def write_dataset(
 ) -> Manifest:
     """Relabel ``graph`` and write it atomically as a dataset.
 
-    One process calls it, or all ranks of ``workspace``, which share out the parts.
-
-    Temporary memory is about three times the edge ids, or that of ``workspace``; features are streamed.
+    One process calls it, or all ranks of ``workspace``, which share the parts. Temporary memory is about
+    three times the edge ids, or that of ``workspace``. Features are streamed.
 
     Args:
-        graph: Sparse features are stored dense.
-        folder: Must not exist, or be empty, unless ``overwrite``, which replaces a dataset by the new one.
+        graph: Graph to write. Sparse features are stored dense.
+        folder: Folder that does not exist or is empty. With ``overwrite`` it may be a dataset to replace.
         quality: Figures for the manifest, JSON values only.
         bfloat16: (node or edge type, column) of each uint16 array that holds bfloat16 bits.
-        feature_dtype: Of the columns of :func:`resolve_dtypes`, converted while writing.
-        workspace: Orders the edges on disk, with the same result.
+        feature_dtype: Dtype of the columns of :func:`resolve_dtypes`, which are converted while writing.
+        workspace: Workspace in which edges are ordered on disk, with the same result.
 
     Raises:
         ConfigError: graph and assignment do not match, or a value cannot be stored.
         DatasetError: an edge names a node that does not exist.
-        StorageError: ``folder`` holds something that must not be replaced, or cannot be written.
+        StorageError: ``folder`` must not be replaced, or cannot be written.
     """
     folder = Path(folder).absolute()
     check_target(folder, overwrite)
@@ -443,13 +456,13 @@ class _PartWriter:
         self._files: dict[str, FileInfo | None] = {}
 
     def files(self) -> dict[str, FileInfo]:
-        """Return the files of all ranks; all call it."""
-        # Rank 0 synchronises the folder, on its machine only.
+        """Return the files of all ranks. All ranks must call it."""
+        # Rank 0 synchronises the folder on its machine only.
         for path, info in self._files.items():
             if info is not None and not self._ranks.is_first:
                 synchronise(self._folder / path)
-        every = self._ranks.gather_objects([info and asdict(info) for info in self._files.values()])
-        infos = (next(filter(None, found)) for found in zip(*every, strict=True))
+        all_infos = self._ranks.gather_objects([info and asdict(info) for info in self._files.values()])
+        infos = (next(filter(None, rank_infos)) for rank_infos in zip(*all_infos, strict=True))
         return {path: FileInfo(**info) for path, info in zip(self._files, infos, strict=True)}
 
     def _write(self, path: str, write: Callable[[Path], FileInfo]) -> None:
@@ -481,7 +494,7 @@ class _PartWriter:
         columns: Mapping[str, ColumnInfo],
         on_disk: tuple[EdgeOrder, Mapping[str, Array]] | None,
     ) -> Array:
-        # Returns the offsets (P + 1,) of the edge type.
+        # The result are the (P + 1,) offsets of the edge type.
         source, _, destination = etype
         data: Mapping[str, NodeColumn] = graph.edge_data.get(etype, {})
         ids = graph.edge_ids.get(etype)
@@ -490,18 +503,18 @@ class _PartWriter:
         else:
             order, data = on_disk
             ids = order.new_to_old
-        nodes, of_sources = orders[destination].offsets, make_column_info(order.indices, "sources")
+        nodes, source_info = orders[destination].offsets, make_column_info(order.indices, "sources")
         for part in range(self._num_parts):
             self._part = part
             folder, in_order = edge_folder(part, etype), range(*order.offsets[part : part + 2].tolist())
             indptr = order.indptr[nodes[part] : nodes[part + 1] + 1] - in_order.start
             self._column(f"{folder}/indptr.arrow", IDS, len(indptr), [indptr])
-            self._rows(f"{folder}/indices.arrow", of_sources, in_order, order.indices)
+            self._rows(f"{folder}/indices.arrow", source_info, in_order, order.indices)
             rows = rows_of(order, part) if on_disk is None else in_order
             self._rows(f"{folder}/original_ids.arrow", IDS, rows, ids)
             for name, info in columns.items():
-                what = f"edge data {name!r} of {etype}"
-                self._rows(data_path(folder, name), info, rows, data[name], what, ids)
+                description = f"edge data {name!r} of {etype}"
+                self._rows(data_path(folder, name), info, rows, data[name], description, ids)
         return order.offsets
 
     def _rows(
@@ -510,31 +523,36 @@ class _PartWriter:
         info: ColumnInfo,
         rows: Array | range,
         column: NodeColumn | None,
-        what: str = "",
+        description: str = "",
         ids: Array | None = None,
     ) -> None:
-        """Write ``rows`` of ``column``, or their numbers, in chunks; ``what`` and ``ids`` are of messages."""
+        """Write ``rows`` of ``column``, or their numbers, in chunks. Messages use ``description`` and ``ids``."""
         dtype, step = numpy_dtype(info.dtype), max(1, CHUNK_BYTES // max(1, _row_bytes(info)))
-        narrows = what and column is not None and column.dtype.kind == "f" and column.dtype.name != info.dtype
+        narrows = (
+            description
+            and column is not None
+            and column.dtype.kind == "f"
+            and column.dtype.name != info.dtype
+        )
 
         def chunks() -> Iterator[Array]:
             for first in range(0, len(rows), step):
                 piece = rows[first : first + step]
                 chunk = np.asarray(piece) if column is None else take_rows(column, piece)
                 if narrows:
-                    yield narrow(chunk, info.dtype, what, piece, ids)
+                    yield narrow(chunk, info.dtype, description, piece, ids)
                 else:
                     yield chunk.astype(dtype, copy=False)
 
         self._column(path, info, len(rows), chunks())
 
     def _column(self, path: str, info: ColumnInfo, num_rows: int, chunks: Iterable[Array]) -> None:
-        def counted() -> Iterator[Array]:
+        def count_bytes() -> Iterator[Array]:
             for chunk in chunks:
                 yield chunk
                 self._advance(chunk.nbytes)
 
-        self._write(path, lambda file: write_column(file, info, int(num_rows), counted()))
+        self._write(path, lambda file: write_column(file, info, int(num_rows), count_bytes()))
 
 
 def _write_texts(texts: Array, rows: Array, path: Path) -> FileInfo:
@@ -565,7 +583,7 @@ def _columns(
     for kind, count in num_rows.items():
         columns = data.get(kind, {})
         infos[kind] = {
-            name: _checked_info(column, count, f"{kind}/{name}", (kind, name) in bfloat16)
+            name: _check_column(column, count, f"{kind}/{name}", (kind, name) in bfloat16)
             for name, column in columns.items()
         }
         for name, dtype in resolve_dtypes(columns, feature_dtype).items():
@@ -573,7 +591,7 @@ def _columns(
     return infos
 
 
-def _checked_info(column: NodeColumn, num_rows: int, what: str, is_bfloat16: bool) -> ColumnInfo:
+def _check_column(column: NodeColumn, num_rows: int, what: str, is_bfloat16: bool) -> ColumnInfo:
     if not column.shape or column.shape[0] != num_rows:
         raise ConfigError(f"{what} has shape {column.shape}, but there are {num_rows} rows to describe")
     if isinstance(column, SparseRows):
@@ -599,7 +617,8 @@ def _user_id_kinds(graph: RawGraph) -> dict[str, str]:
             kinds[ntype] = "int64"
         else:
             raise ConfigError(
-                f"user ids of {ntype!r} have dtype {ids.dtype}; give unicode strings or what fits into int64"
+                f"user ids of {ntype!r} have dtype {ids.dtype}; give unicode strings or integers that fit "
+                "int64"
             )
     return kinds
 
@@ -609,7 +628,7 @@ def _row_bytes(info: ColumnInfo) -> int:
 
 
 def _json_only(settings: Mapping[str, dict[str, object]]) -> Mapping[str, dict[str, object]]:
-    # The settings as they are read back.
+    # The result has the settings as they will be read back.
     for name, values in settings.items():
         for key, value in values.items():
             try:

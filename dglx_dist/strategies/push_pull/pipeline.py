@@ -177,7 +177,7 @@ class VersionLog:
         if not any(side == "M" for _, side, _ in self.waiting):
             self._stepped_without_part = set()
         elif id(optimizer) not in self._stepped_without_part:
-            self._stepped_without_part.add_gradients(id(optimizer))
+            self._stepped_without_part.add(id(optimizer))
         elif not self._warned:
             self._warned = True
             log.warning(

@@ -69,7 +69,7 @@ def test_the_symmetric_graph_on_disk_is_that_in_memory(
 ) -> None:
     # A few rows at a time.
     work = workspace(tmp_path, 64 * graph.total_nodes + graph.total_edges * 9)
-    on_disk = symmetrise(graph, weighted=weighted, workspace=work, beside=PLENTY)
+    on_disk = symmetrise(graph, weighted=weighted, workspace=work, reserved_bytes=PLENTY)
     expected = symmetrise(graph, weighted=weighted)
     assert isinstance(on_disk.indices, np.memmap)
     assert np.array_equal(on_disk.indptr, expected.indptr)
@@ -255,10 +255,10 @@ def test_nodes_that_find_no_cluster_join_each_other(pairs: list[tuple[int, int]]
 
 def test_pairs_at_the_same_place_of_two_streams_join(monkeypatch: pytest.MonkeyPatch) -> None:
     """Node i and node i + 640, of 20 streams: if both moved in one round, they would swap for ever."""
-    monkeypatch.setattr(semi_external, "_LEAST_STREAM", 64)
+    monkeypatch.setattr(semi_external, "_MIN_STREAM_NODES", 64)
     graph = homogeneous(1280, [(i, i + 640) for i in range(640)])
     weights = balance_weights(graph, PartitionOptions(tolerance=1.0), 2, None)
-    clusters = semi_external._clusters(symmetrise(graph), weights, np.uint64(0), Ranks())
+    clusters = semi_external._find_clusters(symmetrise(graph), weights, np.uint64(0), Ranks())
     assert np.array_equal(clusters[:640], clusters[640:])
 
 
@@ -301,7 +301,7 @@ def test_moves_of_what_does_not_exist_are_refused(move: tuple[int, int], tmp_pat
     graph = symmetrise(homogeneous(300, [(0, 1)]))
     weights = balance_weights(homogeneous(300, []), PartitionOptions(), 2, None)
     with pytest.raises(PeerError, match="rank 1 has sent moves of nodes or to labels that do not exist"):
-        semi_external._clusters(graph, weights, np.uint64(0), Wrong(*move))
+        semi_external._find_clusters(graph, weights, np.uint64(0), Wrong(*move))
 
 
 def test_another_seed_gives_other_clusters(tmp_path: Path) -> None:
@@ -319,7 +319,7 @@ def test_too_little_for_the_nodes_alone_is_refused_with_what_suffices(tmp_path: 
     graph = communities(num_nodes=2000)
     for name in ("kaminpar", "metis", "ldg"):
         with pytest.raises(
-            ConfigError, match=r"2000 nodes .* takes \d+ KB of memory at least; grant --memory \d+MB"
+            ConfigError, match=r"2000 nodes .* takes at least \d+ KB of memory; grant --memory \d+MB"
         ):
             assign(name, graph, 2, workspace(tmp_path, 20_000))
 

@@ -99,7 +99,7 @@ def test_an_array_with_too_few_rows_is_not_published(tmp_path: Path) -> None:
     folder = ArrayFolder(tmp_path / "a")
     with folder.open_writer() as writer:
         writer.stream("rows", ROWS.dtype, ROWS.shape).append(ROWS[:4])
-        with pytest.raises(StorageError, match="got 4 rows instead of 10"):
+        with pytest.raises(StorageError, match="has 4 rows instead of 10"):
             writer.publish(FACTS)
     assert not folder.path.exists()
 

@@ -46,7 +46,7 @@ def test_what_some_wrote_others_read_whatever_their_number(
         check_rows(tmp_path, saved, first, last)
         read_rows(tmp_path, saved, first, last, out[first:last])
     assert out.tolist() == TABLE.tolist()
-    with pytest.raises(StorageError, match="has 11 rows of 'w/x', not those from 10 to 11"):
+    with pytest.raises(StorageError, match="has 11 rows of 'w/x', but not rows 10 to 11"):
         read_rows(tmp_path, saved, 10, 12, out)
 
 

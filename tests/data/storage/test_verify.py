@@ -97,7 +97,7 @@ def test_unknown_names_list_what_exists(stored: Path, read: Callable[[Any], obje
 def test_a_newer_format_says_so(folder: Path) -> None:
     path = folder / "manifest.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "version": 2, "more": 1}))
-    with pytest.raises(StorageError, match=r"manifest\.json is of format version 2.* up to version 1;"):
+    with pytest.raises(StorageError, match=r"manifest\.json has format version 2.* up to version 1;"):
         open_dataset(folder)
 
 
