@@ -113,7 +113,7 @@ def low_memory_allocators() -> Iterator[None]:
 
 
 def release_memory() -> None:
-    """Return freed memory to the system. It is called between steps, as malloc does not reuse small pieces."""
+    """Return freed memory to the system. Call it between steps, as malloc does not reuse small pieces."""
     return_memory(1 << 17)
 
 

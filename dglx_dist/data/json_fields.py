@@ -1,4 +1,4 @@
-"""Strict reading of untrusted JSON. Every field is checked, and errors name the file, the key and the value."""
+"""Strict reading of untrusted JSON. Every field is checked. Errors name the file, the key and the value."""
 
 from __future__ import annotations
 

@@ -363,7 +363,7 @@ def _in_source_order(graph: RawGraph) -> RawGraph:
 
 
 def part_structure(nodes: IdRanges, edges: IdRanges, part: int, ends: tuple[Array, Array]) -> dgl.DGLGraph:
-    """Return the graph of a part like DGL's, with its nodes, then the halo, and ``dgl.NID`` and other columns.
+    """Return the graph of a part like DGL's, with its nodes, then the halo, and columns like ``dgl.NID``.
 
     ``ends`` are the homogeneous (sources, destinations) of the in-edges of its nodes, in the order of their
     ids.

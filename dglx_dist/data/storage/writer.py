@@ -526,7 +526,7 @@ class _PartWriter:
         description: str = "",
         ids: Array | None = None,
     ) -> None:
-        """Write ``rows`` of ``column``, or their numbers, in chunks. Messages use ``description`` and ``ids``."""
+        """Write ``rows`` of ``column``, or their numbers. Messages use ``description`` and ``ids``."""
         dtype, step = numpy_dtype(info.dtype), max(1, CHUNK_BYTES // max(1, _row_bytes(info)))
         narrows = (
             description
