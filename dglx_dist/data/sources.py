@@ -1,4 +1,4 @@
-"""Dataset sources: DGL graphs, datasets and files, ``.npz`` archives and OGB, with their registry."""
+"""Dataset sources: DGL graphs, DGL's datasets and files, and OGB, with the registry of all sources."""
 
 from __future__ import annotations
 
@@ -38,67 +38,68 @@ from dglx_dist.records import (
 )
 from dglx_dist.registry import Registry, suggest_name
 
-# dgl and torch are imported only where they are used: other sources, and ingesting within a memory limit,
-# do without their 250 MB.
+# dgl and torch take 250 MB, so they are imported only where they are used. Other sources, and ingestion
+# within a memory limit, do not need them.
 if TYPE_CHECKING:
     import dgl
     import torch
 
 
 class DatasetSource(ABC):
-    """A loader of graphs of one kind.
+    """A loader for one kind of graphs.
 
     Args:
-        location: The spec without the source's name: a path, a dataset's name, or settings.
-        options: The keyword arguments of ``load_dataset``.
+        location: Spec without the source's name: a path, a dataset's name, or settings.
+        options: Keyword arguments of ``load_dataset``.
 
     Raises:
         ConfigError: the source does not have an option, or its value is wrong.
     """
 
     external: ClassVar[bool] = False
-    """Whether :attr:`workspace` is used, so that a graph may be larger than the memory granted."""
+    """Whether :attr:`workspace` is used, so that a graph may be larger than the granted memory."""
 
     memory_per_byte: ClassVar[int] = 4
-    """Memory of :meth:`load` by bytes of its (uncompressed) files: a number in a text takes 8 bytes."""
+    """Memory of :meth:`load` per byte of its uncompressed files. A number in a text takes 8 bytes."""
 
     workspace: Workspace | None = None
-    """Set before :meth:`load` where the memory is limited."""
+    """Workspace for limited memory. It is set before :meth:`load`."""
 
     known_options: ClassVar[tuple[str, ...]] = ()
 
     def __init__(self, location: str, options: Mapping[str, object]) -> None:
-        """Take a path and :attr:`known_options`; sources of something else override it."""
+        """Take a path and :attr:`known_options`. Sources without a path override it."""
         check_names(f"the dataset source {DATASETS.name_of(type(self))!r}", options, self.known_options)
         self._path = Path(location).expanduser()
 
     @abstractmethod
     def load(self) -> RawGraph:
-        """Read the whole graph; node ids are 0..N-1 per type, splits are boolean masks.
+        """Read the whole graph. Node ids are 0..N-1 per type, and splits are boolean masks.
 
         Raises:
-            DatasetError: the data is missing or wrong; the message names file, column and first row.
+            DatasetError: the data is missing or wrong. The message names file, column and first row.
         """
 
 
 OTHER_NAMES = {"features": FEATURE, "feats": FEATURE, "labels": LABEL}
-"""Names of columns that become ours."""
+"""Alternative names of columns, and their standard names."""
 
 
 def standard_columns(
     columns: Mapping[str, NodeColumn], where: str, *, rename: bool = True
 ) -> dict[str, NodeColumn]:
-    """Rename and cast columns: whole features to float32, labels to int64, splits to boolean.
+    """Rename and cast columns: integer features to float32, class labels to int64, splits to boolean.
 
-    Labels of floating point stay so unless all are NaN or whole, at least 0 and, if none is NaN, below the
-    number of rows: targets of a regression, as uint64 of 2**63 and more are.
+    Floating-point labels are class labels if all are NaN or whole and at least 0. If none is NaN, they must
+    also be below the number of rows. Otherwise they are targets of a regression and keep their dtype. So are
+    uint64 labels of 2**63 and more.
 
-    ``features`` and ``feats`` become ``feat``, ``labels`` becomes ``label``, unless that name is taken.
-    Without ``rename``, names and dtypes stay, except of splits and of labels that are class numbers or have
-    NaN for missing values. ``where`` starts messages.
+    ``features`` and ``feats`` become ``feat``, and ``labels`` becomes ``label``, unless that name is taken.
+    Without ``rename``, names and dtypes are kept, except for splits and class labels. ``where`` starts
+    messages.
 
     Raises:
-        DatasetError: a split has a value other than 0 and 1, or a label is no number.
+        DatasetError: a split has a value other than 0 and 1, or a label is not a number.
     """
     standard: dict[str, NodeColumn] = {}
     for source_name, column in columns.items():
@@ -119,7 +120,7 @@ def standard_columns(
 
 
 def count_classes(columns: Mapping[str, NodeColumn]) -> int | None:
-    """Return the number of classes of ``label``: largest + 1, or its width; None without labels."""
+    """Return the number of classes, the largest ``label`` + 1 or its width, or None without labels."""
     label = columns.get(LABEL)
     if label is None or isinstance(label, SparseRows) or label.size == 0:
         return None
@@ -138,7 +139,7 @@ def classes_of(node_data: Mapping[str, Mapping[str, NodeColumn]]) -> dict[str, i
 
 
 def masks_of_split(split_of: Array) -> dict[str, Array]:
-    """Return the three masks of (N,) split codes: 0 train, 1 validation, 2 test, others none."""
+    """Return the masks of (N,) split codes: 0 for train, 1 for validation and 2 for test."""
     return {name: split_of == code for code, name in enumerate(SPLITS)}
 
 
@@ -167,7 +168,7 @@ def _as_label(column: Array, where: str) -> Array:
     known = column[~np.isnan(column)]
     largest = 2.0**63 if len(known) < len(column) else max(len(column), FEW_CLASSES)
     if ((known != np.floor(known)) | (known < 0) | (known >= largest)).any():
-        return column  # targets of a regression
+        return column  # They are targets of a regression.
     return np.nan_to_num(column, nan=-1.0).astype(np.int64)
 
 
@@ -187,25 +188,29 @@ def raw_graph_from_dgl(
     num_classes: int | None = None,
     rename: bool = True,
 ) -> RawGraph:
-    """Convert a DGLGraph of any device with all its node and edge data; edges keep their order.
+    """Convert a DGLGraph with all its node and edge data. Edges keep their order.
 
-    Arrays share memory with the graph where dtype and device allow it; bfloat16 becomes float32. The ids that
-    DGL keeps in subgraphs (``dgl.NID``) are left out. ``split`` is the column of masks that hold several,
-    ``num_classes`` the least number for labelled node types; for ``rename`` see :func:`standard_columns`.
+    Arrays share memory with the graph if dtype and device allow it. bfloat16 becomes float32. The ids that
+    DGL keeps in subgraphs (``dgl.NID``) are left out.
+
+    Args:
+        split: Column to use of masks with several splits.
+        num_classes: Minimum number of classes of labelled node types.
+        rename: See :func:`standard_columns`.
 
     Raises:
         ConfigError: ``graph`` is not a DGLGraph, or is a block.
-        DatasetError: a mask holds several splits and ``split`` is not one of them.
+        DatasetError: a mask has several splits and ``split`` is not one of them.
     """
     import dgl
 
     if not isinstance(graph, dgl.DGLGraph):
         raise ConfigError(
-            f"a graph is given as a path, a spec or a DGLGraph, not as {type(graph).__module__}."
-            f"{type(graph).__qualname__}; of a dataset of DGL give dataset[0]"
+            f"a graph must be a path, a spec or a DGLGraph, not {type(graph).__module__}."
+            f"{type(graph).__qualname__}; for a dataset of DGL give dataset[0]"
         )
     if graph.is_block:
-        raise ConfigError("the graph is a block of a mini-batch; give the graph that it was drawn from")
+        raise ConfigError("the graph is a block of a mini-batch; give the graph from which it was sampled")
     node_data = {}
     for node_type in graph.ntypes:
         where = f"{name}, nodes {node_type!r}"
@@ -229,7 +234,7 @@ def raw_graph_from_dgl(
 
 
 def edges_of_dgl(graph: dgl.DGLGraph) -> dict[EdgeType, tuple[Array, Array]]:
-    """Return the (sources, destinations) of each type in the order of the edge ids, (E,) of their dtype."""
+    """Return the (E,) sources and destinations of each edge type, in the order of the edge ids."""
     known = graph.formats()
     if "coo" not in (*known["created"], *known["not created"]):
         # Only this format returns edges in the order of their ids.
@@ -242,10 +247,10 @@ def edges_of_dgl(graph: dgl.DGLGraph) -> dict[EdgeType, tuple[Array, Array]]:
 
 @final
 class DglDataSource(DatasetSource):
-    """``dgl:CoraGraphDataset``: a class of ``dgl.data``, which downloads its files.
+    """A dataset class of ``dgl.data``, which downloads its files, such as ``dgl:CoraGraphDataset``.
 
-    Options: ``index`` of the graph if the dataset has several, ``split`` if its masks hold several; all
-    others are passed to the class (``raw_dir=``, ``force_reload=`` ...).
+    The option ``index`` is the number of the graph if there are several. ``split`` chooses one of several
+    splits in masks. All other options are passed to the class (``raw_dir=``, ``force_reload=`` ...).
     """
 
     def __init__(self, location: str, options: Mapping[str, object]) -> None:
@@ -264,8 +269,8 @@ class DglDataSource(DatasetSource):
             dataset = self._factory(**self._arguments)
         except (OSError, RuntimeError) as error:
             raise DatasetError(
-                f"dgl:{self._name} could not be downloaded or read ({error}); with the files at hand, "
-                f"give their folder as raw_dir="
+                f"dgl:{self._name} could not be downloaded or read ({error}); if you have the files, give "
+                "their folder as raw_dir="
             ) from error
         item = dataset[_position(len(dataset), self._index, f"dgl:{self._name}")]
         # Datasets for whole-graph tasks yield pairs (graph, label of the graph).
@@ -278,7 +283,7 @@ class DglDataSource(DatasetSource):
 
 @final
 class DglBinarySource(DatasetSource):
-    """A file that ``dgl.save_graphs`` wrote; options ``index`` and ``split`` as above."""
+    """A file of ``dgl.save_graphs``. It has the options ``index`` and ``split`` of :class:`DglDataSource`."""
 
     known_options = _OWN_OPTIONS
 
@@ -288,14 +293,14 @@ class DglBinarySource(DatasetSource):
 
     def load(self) -> RawGraph:
         if not self._path.is_file():
-            raise DatasetError(f"there is no file {self._path.absolute()}; expected one of dgl.save_graphs")
+            raise DatasetError(f"there is no file {self._path.absolute()}; expected a dgl.save_graphs file")
         try:
             check_files([("graphs", self._path)])
             graphs = load_graphs(self._path)
         except StorageError as error:
             raise DatasetError(
-                f"{self._path}: not a file of saved DGL graphs, or damaged or cut off; copy it again, "
-                "or write it with dgl.save_graphs"
+                f"{self._path} is not a file of saved DGL graphs, or is damaged; copy it again, or write it "
+                "with dgl.save_graphs"
             ) from error
         graph = graphs[_position(len(graphs), self._index, str(self._path))]
         return raw_graph_from_dgl(graph, name=self._path.stem, split=self._split)
@@ -332,7 +337,7 @@ def _arrays(data: Mapping[str, torch.Tensor], left_out: str) -> dict[str, Array]
 
 
 def array_of_tensor(tensor: torch.Tensor) -> Array:
-    """Return a dense tensor of any device as an array, bfloat16 as float32."""
+    """Return a dense tensor as an array. bfloat16 becomes float32."""
     import torch
 
     tensor = tensor.detach().cpu()
@@ -344,8 +349,8 @@ def _one_split(name: str, column: Array, split: int | None, where: str) -> Array
         return column
     if split is None or split >= column.shape[1]:
         raise DatasetError(
-            f"{where}: column {name!r} holds {column.shape[1]} splits; choose one with split=0 to "
-            f"{column.shape[1] - 1}, or in the graph: g.ndata[{name!r}] = g.ndata[{name!r}][:, 0]"
+            f"{where}: column {name!r} has {column.shape[1]} splits; choose one with split=0 to "
+            f"{column.shape[1] - 1}, or set g.ndata[{name!r}] = g.ndata[{name!r}][:, 0]"
         )
     return column[:, split]
 
@@ -384,32 +389,32 @@ FORMATS = (
     "METIS's `.graph`, these also with `.gz`, a folder of CSV / Parquet tables, or of triples in train.txt, "
     "valid.txt and test.txt"
 )
-"""What :func:`load_dataset` reads from a path."""
+"""Description of the files that :func:`load_dataset` reads."""
 LINE_FORMATS = ("triples", "edges", "interactions")
-"""What lines of a text may be."""
+"""Formats of the lines of a text."""
 
 
 def suffix_of(path: Path) -> str:
-    """Return the suffix of ``path``; of a file that ends in .gz also that before it."""
+    """Return the suffix of ``path``, including the one before ``.gz``."""
     return "".join(path.suffixes[-2:]) if path.suffix == ".gz" else path.suffix
 
 
 def load_dataset(
     spec: str | os.PathLike[str] | dgl.DGLGraph, /, *, workspace: Workspace | None = None, **options: object
 ) -> RawGraph:
-    """Load a graph and check it with :func:`check_raw_graph`; not collective.
+    """Load a graph and check it with :func:`check_raw_graph`. Not collective.
 
     Args:
         spec: ``synthetic``, ``synthetic:nodes=20000,degree=25,seed=0``, a path (:data:`FORMATS`),
-            ``dgl:CoraGraphDataset``, ``ogb:ogbn-arxiv``, or a DGLGraph. ``NAME:WHERE``
-            names the source, whatever the suffix.
-        workspace: Limits the memory: a source maps arrays of edges into it, or ConfigError says what can.
-        options: Options of the source; see its class.
+            ``dgl:CoraGraphDataset``, ``ogb:ogbn-arxiv``, or a DGLGraph. ``NAME:WHERE`` names the source
+            explicitly.
+        workspace: Workspace for limited memory. Arrays of edges are mapped into it.
+        options: Options of the source. See its class.
 
     Raises:
         DatasetError: the path does not exist, or the data is wrong.
         UnknownNameError: no source has the name before the colon.
-        ConfigError: the source does not have an option, or its value is wrong.
+        ConfigError: the source does not have an option, its value is wrong, or the source needs more memory.
     """
     if not isinstance(spec, (str, os.PathLike)):
         graph = raw_graph_from_dgl(spec, **options)  # type: ignore[arg-type]  # it checks its options
@@ -427,21 +432,22 @@ def load_dataset(
 
 @contextmanager
 def open_text(path: Path, what: str) -> Iterator[IO[bytes]]:
-    """Open a file, decompressed if it ends in ``.gz``.
+    """Open a file, and decompress it if it ends in ``.gz``.
 
-    DatasetError: the file, or what the block reads in it, is no readable ``what``.
+    Raises:
+        DatasetError: the file, or the content that the block reads, is not a readable ``what``.
     """
     try:
         with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
             yield cast("IO[bytes]", file)
-    except DglxError:  # some are a ValueError
+    except DglxError:  # Some of them are a ValueError too.
         raise
     except (ValueError, EOFError, OSError, zlib.error) as error:
         problem = str(error)
         if isinstance(error, UnicodeDecodeError):
-            problem = "a text that is not UTF-8; save it as that"
+            problem = "the text is not UTF-8; save it as UTF-8"
         elif isinstance(error, gzip.BadGzipFile):
-            problem = "its suffix is .gz, but gzip has not compressed it; remove the suffix"
+            problem = "it ends in .gz, but is not compressed by gzip; remove the suffix"
         elif isinstance(error, (EOFError, zlib.error)):
             problem = "its compressed content is damaged or incomplete; copy it again"
         raise DatasetError(f"{path}: not a readable {what}: {problem}") from error
@@ -460,7 +466,7 @@ def _check_fits(name: str, per_byte: int, path: Path, workspace: Workspace) -> N
     if needed > workspace.budget.work:
         remedy = "first `dglx ingest` them (docs/ingest.md)" if path.is_dir() else "give an uncompressed .npz"
         raise ConfigError(
-            f"{path} would take about {format_bytes(needed)} of memory, as {name} reads it at once; "
+            f"{path} would take about {format_bytes(needed)} of memory, because {name} reads it at once; "
             f"{remedy}, or grant more --memory"
         )
 
@@ -470,7 +476,7 @@ def _source_and_location(spec: str) -> tuple[str, str]:
     known = f"{FORMATS}, or NAME:WHERE with NAME one of {', '.join(DATASETS.names())}"
     if path.exists():
         if path.is_file() and not path.stat().st_size:
-            raise DatasetError(f"{path} is empty; write the graph into it again, or remove it")
+            raise DatasetError(f"{path} is empty; write the graph again, or remove the file")
         source = _SOURCE_OF_SUFFIX.get(suffix_of(path).removesuffix(".gz"))
         if path.is_dir():
             source = "edge_list" if any(path.glob("train.t[xs][tv]")) else "tables"
@@ -503,7 +509,10 @@ _MASK_OF_PART = dict(zip(("train", "valid", "test"), SPLITS, strict=True))
 
 @final
 class OgbSource(DatasetSource):
-    """``ogb:ogbn-arxiv``; needs the package ogb. Option ``root``: folder of downloads."""
+    """A dataset of OGB, such as ``ogb:ogbn-arxiv``. It needs the package ogb.
+
+    The option ``root`` is the folder of downloads.
+    """
 
     def __init__(self, location: str, options: Mapping[str, object]) -> None:
         check_names("the dataset source 'ogb'", options, ("root",))
@@ -521,7 +530,7 @@ class OgbSource(DatasetSource):
         self._root = Path(str(options.get("root", "dataset"))).expanduser()
 
     def load(self) -> RawGraph:
-        # Downloads a dataset that is not under root yet; ogb asks before large downloads.
+        # ogb downloads a dataset that is not under root yet, and asks before large downloads.
         datasets = importlib.import_module("ogb.nodeproppred")
         with cache_set_aside(self._root / self._name.replace("-", "_")):
             try:
@@ -539,9 +548,9 @@ def raw_graph_from_ogb(
 ) -> RawGraph:
     """Convert an item of ``NodePropPredDataset`` with one node type or several.
 
-    ``graph`` has ``edge_index`` (2, E) and columns named ``node_*`` and ``edge_*``, ``labels`` is (N, 1) or
-    (N, tasks), and ``split`` has the node ids of ``train``, ``valid`` and ``test``. With several types each
-    is by type, and the first is ``edge_index_dict`` etc.
+    ``graph`` has the (2, E) ``edge_index`` and columns named ``node_*`` and ``edge_*``. ``labels`` is (N, 1)
+    or (N, tasks), and ``split`` has the node ids of ``train``, ``valid`` and ``test``. With several types
+    they are dicts by type, and names end in ``_dict``.
     """
     if "edge_index_dict" not in graph:
         graph, labels, split = _as_several_types(graph, labels, split)
@@ -587,7 +596,7 @@ def _columns_of(graph: Mapping[str, Any], prefix: str, owner: object) -> dict[st
         if name == "edge_index" or not name.startswith(prefix) or values is None or values.get(owner) is None:
             continue
         name, value = name.removeprefix(prefix), np.asarray(values[owner])
-        # OGB stores scalars as (K, 1), e.g. the year of a paper.
+        # OGB stores scalars as (K, 1), for example the year of a paper.
         is_scalar = name != "feat" and value.ndim == 2 and value.shape[1] == 1
         columns[FEATURE if name == "feat" else name] = value[:, 0] if is_scalar else value
     return columns
@@ -597,15 +606,15 @@ def _columns_of(graph: Mapping[str, Any], prefix: str, owner: object) -> dict[st
 def cache_set_aside(folder: Path) -> Iterator[None]:
     """Hide ogb's cache in ``folder`` while the block runs, and remove a new one.
 
-    ogb's cache is a pickle, which ``torch.load`` rejects since version 2.6; without it ogb reads its raw
-    files, which hold plain numbers.
+    ogb's cache is a pickle, and ``torch.load`` rejects it since version 2.6. Without a cache, ogb reads its
+    raw files, which hold plain numbers.
     """
     cache = folder / "processed" / "data_processed"
     aside = cache.with_name("data_processed.set_aside")
     if cache.is_file():
         cache.replace(aside)
     elif (folder / "raw").is_dir():
-        # ogb expects this folder; before a download it must not exist, or ogb asks to update.
+        # ogb expects this folder. But if it exists before a download, ogb asks to update.
         cache.parent.mkdir(exist_ok=True)
     try:
         yield

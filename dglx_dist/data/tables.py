@@ -1,4 +1,4 @@
-"""Columns of tables in CSV and Parquet files, which are read whole or a piece at a time."""
+"""Columns of tables in CSV and Parquet files, which are read at once or in pieces."""
 
 from __future__ import annotations
 
@@ -29,26 +29,26 @@ _MIN_BLOCK, _MAX_BLOCK = 1 << 16, 1 << 20
 _PROBED_ROWS = 1 << 8
 _LINES = 1 << 12
 LINE_COLUMN = "id"
-"""The only column of files with one text per line."""
+"""Name of the only column of files with one text per line."""
 _TEXTS = "BYTE_ARRAY"
 _WIDTHS = {"BOOLEAN": 1, "INT32": 4, "INT64": 8, "INT96": 8, "FLOAT": 4, "DOUBLE": 8}
-"""Parquet type -> bytes of one value in memory."""
+"""Bytes of one value in memory, by Parquet type."""
 
 
 @dataclass(frozen=True)
 class TableColumn:
-    """Rows of one column of a table; errors name file, column and row."""
+    """Rows of one column of a table. Errors name file, column and row."""
 
     values: Any
     """pyarrow array of :func:`plain` values in one chunk."""
     name: str
     where: str
-    """The file."""
+    """Name of the file."""
     first_row: int = 0
-    """Number of the first value in the file."""
+    """Row number of the first value in the file."""
 
     def error(self, problem: str, at: int | None = None) -> DatasetError:
-        """Return the error that the column has ``problem``, or value number ``at`` has it."""
+        """Return an error for a ``problem`` of the column, or of its value number ``at``."""
         return column_error(self.where, self.name, problem, None if at is None else self.first_row + at)
 
     @property
@@ -60,11 +60,11 @@ class TableColumn:
         return bool(pa.types.is_integer(self.values.type))
 
     def part(self, first: int, count: int) -> TableColumn:
-        """Return ``count`` values from value number ``first`` on."""
+        """Return ``count`` values, starting with value number ``first``."""
         return replace(self, values=self.values.slice(first, count), first_row=self.first_row + first)
 
     def refuse(self, odd: Array, problem: str, what: str = "") -> None:
-        """Raise the error that the first of the (K,) ``odd`` values, ``what`` before it, has ``problem``."""
+        """Raise an error for the first value in the (K,) bool ``odd``. ``what`` comes before the value."""
         if odd.any():
             at = find_first_true(odd)
             raise self.error(f"{what}{self.values[at].as_py()!r} {problem}", at)
@@ -99,7 +99,7 @@ class TableColumn:
             raise self.error(problem) from error
 
     def numbers(self) -> Array:
-        """Return (K,) numbers or booleans, or (K, F) if its rows are lists.
+        """Return (K,) numbers or booleans, or (K, F) if rows are lists.
 
         Raises:
             DatasetError: values are missing, NaN, infinite or not numbers, or lists differ in length.
@@ -123,7 +123,7 @@ class TableColumn:
         return array
 
     def list_width(self, lists: Any) -> int:
-        """Return the length of all ``lists``, the values or what is made of them."""
+        """Return the length of all ``lists``. Raise DatasetError if they differ in length."""
         lengths = as_numpy(pc.list_value_length(lists))
         odd = find_first_true(lengths != lengths[:1])
         if odd:
@@ -134,37 +134,39 @@ class TableColumn:
 
 
 def as_numpy(values: Any) -> Array:
-    """Return a pyarrow array as a NumPy array, by a copy where it must be."""
+    """Return a pyarrow array as a NumPy array, without a copy if possible."""
     return np.asarray(values.to_numpy(zero_copy_only=False))
 
 
 def find_first_true(wrong: Any) -> int:
-    """Return the place of the first True, 0 if there is none."""
+    """Return the position of the first True, or 0 if there is none."""
     wrong = wrong if isinstance(wrong, np.ndarray) else as_numpy(wrong)
     return int(np.argmax(wrong)) if len(wrong) else 0
 
 
 @contextmanager
 def open_table(path: Path, kind: str, longest: int = 1 << 20) -> Iterator[Any]:
-    """Open a table as a file of Arrow's, which reads rows of at most ``longest`` bytes.
+    """Open a table as an Arrow file. ``longest`` is the maximum number of bytes of a row, for messages.
 
-    DatasetError: the file, or what the block reads in it, is no table of this kind.
+    Raises:
+        DatasetError: the file, or the content that the block reads, is not a table of this kind.
     """
     try:
-        # Given a path itself, Arrow refuses one that is not UTF-8.
+        # Arrow itself refuses paths that are not UTF-8.
         with pa.OSFile(os.fsencode(path)) as file:
             yield file
     except (pa.ArrowException, csv.Error, OSError, UnicodeDecodeError) as error:
-        # Arrow's message for a row that does not end within a block.
+        # Arrow reports a row that does not end within a block as "straddling".
         is_long = "straddling" in str(error)
-        hint = f"; a quote is open, or a row has over {longest >> 10} KB: write Parquet" if is_long else ""
+        hint = f"; close a quote, or write Parquet if a row has over {longest >> 10} KB" if is_long else ""
         raise DatasetError(f"{path}: not readable as a {kind} table: {error}{hint}") from error
 
 
 def read_table(path: Path, is_id: Callable[[str], bool] = lambda _name: False) -> Any:
-    """Return the table in ``path``, a ``.csv`` with a header line or a ``.parquet``, as a pyarrow.Table.
+    """Read a ``.csv`` with a header line or a ``.parquet`` as a pyarrow.Table.
 
-    Integers of a CSV column of ids, which ``is_id`` knows by its name, are texts if one begins with 0.
+    ``is_id`` recognises columns of ids by their names. Integers in such a CSV column are read as texts if one
+    begins with 0.
     """
     with open_table(path, path.suffix[1:]) as file:
         if path.suffix != ".csv":
@@ -172,12 +174,12 @@ def read_table(path: Path, is_id: Callable[[str], bool] = lambda _name: False) -
         table = pyarrow.csv.read_csv(file)
         columns = zip(table.column_names, table.schema.types, strict=True)
         if binary := [name for name, kind in columns if pa.types.is_binary(kind)]:
-            raise OSError(f"column {binary[0]!r} is not text in UTF-8; save it as that")
+            raise OSError(f"column {binary[0]!r} is not text in UTF-8; save it as UTF-8")
         return _with_written_ids(path, table, is_id)
 
 
 def _with_written_ids(path: Path, table: Any, is_id: Callable[[str], bool]) -> Any:
-    """Return ``table`` with its ids as texts if one that was read as a number begins with 0, as 007 does."""
+    """Return ``table`` with ids as texts if an id that was read as a number begins with 0, like 007."""
     known = table.column_names
     columns = {name: table.column(name) for name in known if known.count(name) == 1 and is_id(name)}
     names = [name for name, ids in columns.items() if pa.types.is_integer(ids.type) and not ids.null_count]
@@ -195,7 +197,7 @@ def _with_written_ids(path: Path, table: Any, is_id: Callable[[str], bool]) -> A
 
 
 def column(table: Any, name: str, where: str) -> TableColumn:
-    """Return the column ``name``; DatasetError if it is missing or not unique."""
+    """Return the column ``name``. Raise DatasetError if it is missing or not unique."""
     check_column_names(table.column_names, [name], where)
     combined = table.column(name).combine_chunks()
     # A column without chunks stays a ChunkedArray.
@@ -206,10 +208,10 @@ def column(table: Any, name: str, where: str) -> TableColumn:
 
 
 def check_column_names(known: Sequence[str], names: Sequence[str], where: str) -> None:
-    """Raise DatasetError unless each of ``names`` is one of the columns ``known``, once."""
+    """Raise DatasetError unless each of ``names`` occurs once in the columns ``known``."""
     if len(known) == 1 and ";" in known[0]:
         remedy = "save it with commas, or name the separator in a description for dglx ingest"
-        raise DatasetError(f"{where}: its columns are separated by ';' ({known[0]}); {remedy}")
+        raise DatasetError(f"{where}: the columns are separated by ';' ({known[0]}); {remedy}")
     for name in names:
         if name not in known:
             listed = ", ".join(known) or "none"
@@ -230,7 +232,7 @@ def id_column(table: Any, name: str, where: str) -> TableColumn:
     ids = column(table, name, where)
     if pa.types.is_floating(ids.values.type) and not ids.values.null_count:
         numbers = as_numpy(ids.values)
-        # As numpy.savetxt and pandas write whole numbers.
+        # numpy.savetxt and pandas may write whole numbers as floating point.
         if (np.abs(numbers) < 2**53).all() and (numbers % 1 == 0).all():
             ids = replace(ids, values=pa.array(numbers.astype(np.int64)))
     ids.refuse_non_ids()
@@ -239,11 +241,11 @@ def id_column(table: Any, name: str, where: str) -> TableColumn:
 
 @dataclass(frozen=True, kw_only=True)
 class FileSet:
-    """The files of one table, in the order of their rows."""
+    """The files of one table, in row order."""
 
     paths: tuple[Path, ...]
     format: str
-    """``csv``, ``parquet``, or ``lines``: one text per line."""
+    """``csv``, ``parquet``, or ``lines`` for one text per line."""
     separator: str = ","
 
 
@@ -254,12 +256,12 @@ class TablePiece:
     row: int
     """Number of the first row in the table."""
     columns: dict[str, TableColumn]
-    """By name; all columns of a CSV file are texts as written."""
+    """Columns by name. All columns of a CSV file are unparsed texts."""
     num_rows: int
 
 
 class PiecewiseTable:
-    """The files of one node or edge type, read about ``batch_bytes`` at a time; :meth:`check` comes first."""
+    """The files of one node or edge type, read about ``batch_bytes`` at a time. Call :meth:`check` first."""
 
     def __init__(self, files: FileSet, batch_bytes: int) -> None:
         self.files = files
@@ -268,11 +270,11 @@ class PiecewiseTable:
 
     @property
     def num_rows(self) -> int:
-        """Valid after :meth:`count` or all :meth:`pieces`, as :meth:`locate`."""
+        """Number of rows. It is valid after :meth:`count` or all :meth:`pieces`."""
         return self._ends[-1] if self._ends else 0
 
     def pieces(self, names: Sequence[str]) -> Iterator[TablePiece]:
-        """Yield the columns ``names`` of all rows in order; without names, pieces have a row count only."""
+        """Yield the columns ``names`` of all rows in order. Without names, pieces only have a row count."""
         row, ends = 0, []
         for path in self.files.paths:
             first = row
@@ -289,14 +291,14 @@ class PiecewiseTable:
         self._ends = ends
 
     def count(self) -> int:
-        """Return the number of rows; reads CSV files in full."""
+        """Return the number of rows. CSV files are read in full."""
         if self.files.format == "csv":
             return sum(piece.num_rows for piece in self.pieces([]))
         self._ends = list(accumulate(_metadata(path).num_rows for path in self.files.paths))
         return self.num_rows
 
     def locate(self, row: int) -> tuple[Path, int]:
-        """Return the file of a row and its number there."""
+        """Return the file of a row and the row number in it. It is valid when :attr:`num_rows` is."""
         at = bisect_right(self._ends, row)
         return self.files.paths[at], row - (self._ends[at - 1] if at else 0)
 
@@ -313,7 +315,7 @@ class PiecewiseTable:
         return _header(path, self.files.separator) if is_csv else list(_schema(path).names)
 
     def is_integer(self, name: str) -> bool:
-        """Whether every file holds ``name`` as whole numbers; CSV columns are texts."""
+        """Return whether every file holds ``name`` as whole numbers. CSV columns are texts."""
         if self.files.format == "csv":
             return False
         return all(pa.types.is_integer(_schema(path).field(name).type) for path in self.files.paths)
@@ -359,7 +361,7 @@ class PiecewiseTable:
 
 
 def _read_lines(path: Path) -> Iterator[Any]:
-    # Empty lines are no rows.
+    # Empty lines are skipped.
     try:
         with path.open(encoding="utf-8-sig") as file:
             texts = (text.strip() for text in file if text.strip())
@@ -368,7 +370,7 @@ def _read_lines(path: Path) -> Iterator[Any]:
                 yield pa.record_batch([pa.array(piece, pa.large_string())], [LINE_COLUMN])
     except (OSError, UnicodeDecodeError) as error:
         raise DatasetError(
-            f"{path}: holds no text with one id a line; for a table, give custom_split_filenames the column"
+            f"{path} is not a text with one id per line; for a table, give custom_split_filenames a column"
         ) from error
 
 
@@ -380,15 +382,15 @@ def _id_of_line(text: str, path: Path, row: int) -> str:
     except ValueError:
         value = None
     if not isinstance(value, str):
-        raise DatasetError(f"{path}: row {row}: {text[:60]!r} is not a node id; write one id a line")
+        raise DatasetError(f"{path}: row {row}: {text[:60]!r} is not a node id; write one id per line")
     return value
 
 
 def _row_bytes(file: Any, number: int, names: Sequence[str]) -> int:
-    """Return the approximate bytes of a row of a row group in memory.
+    """Return the approximate bytes in memory of a row of a row group.
 
-    The file stores repeated values once, so the size in memory follows from the number of values; for texts
-    with a dictionary, a few rows are read as a sample.
+    The file stores repeated values once, so the size in memory is computed from the number of values. For
+    texts with a dictionary, a few rows are read as a sample.
     """
     group = file.metadata.row_group(number)
     total, texts = 0, []
@@ -427,7 +429,7 @@ _INTEGER = "^(0|-?[1-9][0-9]*)$"
 
 
 def numbers_of_text(column: TableColumn, separator: str | None = None) -> Array:
-    """Return texts as (K,) float64, or as (K, F) where each holds F numbers between separators."""
+    """Return texts as (K,) float64, or as (K, F) if each text has F numbers between separators."""
     column.refuse_gaps()
     width, values = None, column.values
     if separator is not None:
@@ -446,14 +448,14 @@ def numbers_of_text(column: TableColumn, separator: str | None = None) -> Array:
 
 
 def parse_ids(column: TableColumn, *, is_text: bool) -> Any:
-    """Return ids as a pyarrow large_string array, or int64 where ``is_text`` is False."""
+    """Return ids as a pyarrow large_string array, or as int64 if ``is_text`` is False."""
     column.refuse_non_ids()
     if is_text:
         texts = column.values.cast(pa.large_string())
         column.refuse(as_numpy(pc.equal(texts, "")), "is empty", "node id ")
         return texts
     if column.is_text:
-        # Arrow also parses 0x10 and 007, which would be other ids when written back.
+        # Arrow also parses 0x10 and 007, which would become other ids when written back.
         odd = ~as_numpy(pc.match_substring_regex(column.values, _INTEGER))
         rows = "their row numbers where they have no node_id_col"
         column.refuse(odd, f"is not a whole number, as those of its nodes are ({rows})", "node id ")

@@ -1,4 +1,4 @@
-"""Validation of raw graphs and assignments; errors name the column and the first wrong row."""
+"""Validation of raw graphs and assignments. Errors name the column and the first wrong row."""
 
 import logging
 from collections.abc import Collection, Iterable, Mapping
@@ -13,16 +13,16 @@ from dglx_dist.records import LABEL, SPLITS, Array, Assignment, NodeColumn, RawG
 _LOG = logging.getLogger(__name__)
 _ROWS_AT_ONCE = 1 << 16
 MAX_CLASSES = 1 << 24
-"""A model has an output for each class; a larger label is an id or a measurement."""
+"""Maximum number of classes. A larger label is probably an id or a measurement."""
 
 
 def check_raw_graph(graph: RawGraph, where: str) -> None:
-    """Raise unless ids, columns, labels and splits of ``graph`` are consistent; ``where`` starts messages.
+    """Check that ids, columns, labels and splits of ``graph`` are consistent. ``where`` starts messages.
 
     Raises:
-        DatasetError: there is no node; an id is out of range; a column has the wrong length; a
-            feature is NaN or infinite; a label is outside [-1, classes); splits overlap, are empty, or hold a
-            node without label; a user id occurs twice.
+        DatasetError: there is no node, an id is out of range, a column has the wrong length, a feature is NaN
+            or infinite, a label is outside [-1, classes), a user id occurs twice, or splits overlap, are
+            empty, or contain a node without label.
     """
     if graph.total_nodes == 0:
         raise DatasetError(f"{where}: the graph has no nodes; there must be at least one")
@@ -59,7 +59,7 @@ def check_raw_graph(graph: RawGraph, where: str) -> None:
 
 
 def check_assignment(assignment: Assignment, graph: RawGraph) -> None:
-    """Raise ConfigError unless each node of ``graph`` has one owner, which is one of the parts."""
+    """Raise ConfigError unless each node of ``graph`` has one owner among the parts."""
     if assignment.num_parts < 1:
         raise ConfigError(f"the assignment has {assignment.num_parts} parts; there must be at least 1")
     for ntype, num_nodes in graph.num_nodes.items():
@@ -81,13 +81,13 @@ def check_assignment(assignment: Assignment, graph: RawGraph) -> None:
 
 
 def column_error(where: str, column: str, problem: str, row: int | None = None) -> DatasetError:
-    """Return the error that ``column`` of the file ``where``, or one row of it, has ``problem``."""
+    """Return an error for a ``problem`` of ``column`` in the file ``where``, or of one row of it."""
     place = "" if row is None else f", row {row}:"
     return DatasetError(f"{where}: column {column!r}{place} {problem}")
 
 
 def check_ids(ids: Array, end: int, column: str, where: str, what: str = "node id") -> None:
-    """Raise DatasetError unless ``ids`` are (K,) integers in [0, end); ``what`` names one in messages."""
+    """Raise DatasetError unless ``ids`` are (K,) integers in [0, end). Messages call an id ``what``."""
     check_integers(ids, column, where)
     if len(ids) and (int(ids.min()) < 0 or int(ids.max()) >= end):
         row = _first((ids < 0) | (ids >= end))
@@ -111,15 +111,15 @@ def check_unique(ids: Array, column: str, where: str) -> None:
 
 
 def describe_repeated_id(node_id: object, earlier: str) -> str:
-    """Return what is said of an id that the row ``earlier`` has, too."""
-    return f"node id {node_id!r} occurs already in {earlier}; every node may have one row only"
+    """Return the problem of an id that the row ``earlier`` already has."""
+    return f"node id {node_id!r} already occurs in {earlier}; every node may have one row only"
 
 
 def first_repeat(values: Array) -> tuple[int, int] | None:
-    """Return the first row of (K,) ``values`` whose value occurs before, and where it does first."""
+    """Return the first row of (K,) ``values`` with a repeated value, and the first row with that value."""
     order = np.argsort(values, kind="stable")
     in_order = values[order]
-    # A stable order keeps equal values in row order, so all but the first of a run are repeats.
+    # A stable order keeps equal values in row order, so all except the first of a run are repeats.
     repeats = order[1:][in_order[1:] == in_order[:-1]]
     if not len(repeats):
         return None
@@ -136,8 +136,8 @@ def check_columns(
 ) -> None:
     """Raise DatasetError unless the (num_rows, ...) columns of one node or edge type are valid.
 
-    Masks that are ``selecting`` rows of another type may select none of this one: a split may have no edge of
-    a rare relation.
+    Masks in ``selecting`` select rows of another type, so they may be empty for this one. For example, a
+    split may have no edge of a rare relation.
     """
     for name, column in columns.items():
         _check_length(column, num_rows, name, where)
@@ -157,7 +157,7 @@ def check_columns(
             )
     label = columns.get(LABEL)
     if label is None or isinstance(label, SparseRows) or label.ndim != 1:
-        return  # several targets per node may be any numbers
+        return  # Several targets per node may be any numbers.
     if num_classes is not None:
         _check_classes(label, num_classes, where)
     for name, mask in masks.items() if num_classes is not None or label.dtype.kind == "f" else ():
@@ -169,13 +169,13 @@ def check_columns(
 
 
 def check_finite(column: Array, name: str, where: str, first_row: int = 0) -> None:
-    """Raise DatasetError if a floating-point ``column`` ((K, ...)) has a NaN or an infinity.
+    """Raise DatasetError if a floating-point (K, ...) ``column`` has a NaN or an infinity.
 
     ``first_row`` is the number of its first row, for the message.
     """
     if column.dtype.kind != "f":
         return
-    # In pieces: a boolean for every feature would take a quarter of their memory.
+    # Pieces are checked, because a boolean for every feature would take a quarter of their memory.
     for first in range(0, len(column), _ROWS_AT_ONCE):
         piece = column[first : first + _ROWS_AT_ONCE]
         finite = np.isfinite(piece)
@@ -204,16 +204,16 @@ def _check_sparse(column: SparseRows, name: str, where: str) -> None:
         problem = f"{value} must be finite and in a column of 0..{column.num_columns - 1}"
         raise column_error(where, name, problem, row)
     places = np.repeat(np.arange(len(lengths)), lengths) * column.num_columns + column.indices
-    places.sort(kind="stable")  # fast where they ascend already
+    places.sort(kind="stable")  # It is fast if they already ascend.
     repeats = places[1:][places[1:] == places[:-1]]
     if len(repeats):
         row, twice = divmod(int(repeats[0]), column.num_columns)
-        raise column_error(where, name, f"position {twice} is stored twice; add the values up", row)
+        raise column_error(where, name, f"position {twice} is stored twice; add up the values", row)
 
 
 def _checked_mask(mask: NodeColumn, name: str, where: str, may_be_empty: bool) -> Array:
     if isinstance(mask, SparseRows) or mask.dtype != np.bool_ or mask.ndim != 1:
-        raise column_error(where, name, "must hold one boolean a row")
+        raise column_error(where, name, "must hold one boolean per row")
     if not (may_be_empty or mask.any()):
         raise column_error(where, name, "selects no row; leave the column out when there is no such split")
     return mask
@@ -226,7 +226,7 @@ def _check_classes(label: Array, num_classes: int, where: str) -> None:
     if wrong.any():
         row = _first(wrong)
         problem = f"label {label[row]} is outside 0..{num_classes - 1} (-1: none)"
-        remedy = f"write numbers of a regression with a decimal, as {label[row]}.0"
+        remedy = f"write regression targets with a decimal point, such as {label[row]}.0"
         raise column_error(where, LABEL, f"{problem}; {remedy}", row)
 
 
@@ -241,16 +241,16 @@ _NO_LABEL = {"unknown", "unk", "na", "n/a", "nan", "none", "null", "nil", "missi
 
 
 def warn_of_unknown(names: Iterable[str], where: str, column: str) -> None:
-    """Log a warning that a name of a class seems to stand for no label."""
+    """Log a warning if the name of a class seems to stand for no label."""
     if likely := [name for name in names if name.strip().lower() in _NO_LABEL]:
-        message = "%s: column %r: %r is a class of its own; leave it empty in rows without a label"
+        message = "%s: column %r: %r is read as a class; leave the column empty in rows without a label"
         _LOG.warning(message, where, column, likely[0])
 
 
 def number_codes(graph: RawGraph, where: str) -> RawGraph:
-    """Return ``graph`` with labels that are codes, larger than the number of nodes and repeated, numbered.
+    """Number labels that are codes. Codes are repeated and larger than the number of nodes.
 
-    The codes are kept as the names of the classes.
+    The codes become the names of the classes.
     """
     for ntype, columns in graph.node_data.items():
         label, num_classes = columns.get(LABEL), graph.num_classes.get(ntype, 0)
@@ -275,7 +275,7 @@ def number_codes(graph: RawGraph, where: str) -> RawGraph:
 
 
 FEW_CLASSES, _REPEATS = 20, 4
-"""Codes are numbered if they reach beyond so many classes and the nodes, and occur so often on average."""
+"""Minimum number of classes, and mean number of occurrences, of labels that are numbered as codes."""
 
 
 def _check_length(column: NodeColumn, num_rows: int, name: str, where: str) -> None:

@@ -788,10 +788,10 @@ def test_names_an_empty_file(tmp_path: Path, name: str) -> None:
     ("name", "content", "message"),
     [
         ("a.txt", b"# nothing\n\n", "it has no line of two ids; write some"),
-        ("a.txt", b"a b\nb \xff\n", "a text that is not UTF-8; save it as that"),
-        ("a.txt.gz", b"0 1\n", r"its suffix is \.gz, but gzip has not compressed it; remove the suffix"),
-        ("a.graph.gz", b"1 0\n", r"its suffix is \.gz, but gzip has not compressed it"),
-        ("a.mtx.gz", b"1 0\n", r"its suffix is \.gz, but gzip has not compressed it"),
+        ("a.txt", b"a b\nb \xff\n", "the text is not UTF-8; save it as UTF-8"),
+        ("a.txt.gz", b"0 1\n", r"it ends in \.gz, but is not compressed by gzip; remove the suffix"),
+        ("a.graph.gz", b"1 0\n", r"it ends in \.gz, but is not compressed by gzip"),
+        ("a.mtx.gz", b"1 0\n", r"it ends in \.gz, but is not compressed by gzip"),
         (
             "a.txt.gz",
             gzip.compress(b"0 1\n", mtime=0)[:-6],

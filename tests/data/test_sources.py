@@ -106,7 +106,7 @@ SPLITS = torch.tensor([[1, 0], [0, 1], [0, 0]])
     [
         ([0, 1], ConfigError, r"a DGLGraph, not as builtins\.list"),
         (dgl.to_block(triangle()), ConfigError, "block of a mini-batch"),
-        (triangle(train_mask=SPLITS), DatasetError, "holds 2 splits; choose one with split=0 to 1"),
+        (triangle(train_mask=SPLITS), DatasetError, "has 2 splits; choose one with split=0 to 1"),
         (triangle(features=torch.tensor([0, 1, torch.nan])), DatasetError, "'graph': column 'feat', row 2"),
     ],
 )  # fmt: skip
@@ -150,7 +150,7 @@ def test_files_that_are_no_saved_graphs_are_refused_without_dgls_stack(tmp_path:
     for name, message in (
         ("half", ": not a file of saved DGL graphs, or damaged or cut off"),
         ("noise", ": not a file of saved DGL graphs, or damaged or cut off"),
-        ("absent", "; expected one of dgl.save_graphs"),
+        ("absent", "; expected a dgl.save_graphs file"),
     ):
         said = refusal(lambda name=name: load_dataset(f"dgl_binary:{tmp_path / name}.bin"), DatasetError)
         assert f"{name}.bin{message}" in said

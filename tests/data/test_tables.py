@@ -156,7 +156,7 @@ def test_takes_src_and_dst_beside_columns_with_similar_names(tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("nodes", "edges", "message"),
     [
-        ("id\na\nb\na\n", "a,b", r"nodes\.csv: column 'id', row 2: .*'a' occurs already in row 0"),
+        ("id\na\nb\na\n", "a,b", r"nodes\.csv: column 'id', row 2: .*'a' already occurs in row 0"),
         ("id\na\nb\n", "a,b\nb,zoe",
          r"edges\.csv: column 'dst', row 1: .*'zoe' is not among .*nodes\.csv \(rows of 'dst' .*ids: 1\)"),
         ("age\n1\n2\n", "0,1\n2,1", r"edges\.csv: column 'src', row 1: node id 2"),
@@ -350,7 +350,7 @@ def test_reads_ends_of_edges_under_their_usual_names(tmp_path: Path, names: str)
             "1,2",
             r"both 'nid' and 'node' could be .*it has nid, node.* choose by --id",
         ),
-        ("node_id,x\n1,1\n1,2\n", "1,1", r"column 'node_id', row 1: node id 1 occurs already in row 0"),
+        ("node_id,x\n1,1\n1,2\n", "1,1", r"column 'node_id', row 1: node id 1 already occurs in row 0"),
     ],
 )
 def test_refuses_to_number_by_row_where_a_column_has_the_ids(
@@ -464,5 +464,5 @@ def test_a_class_that_may_stand_for_no_label_is_warned_of_once(
     nodes = f"id,label\n0,red\n1,{text}\n2,{text}\n3,\n"
     graph = load_dataset(write(tmp_path, {"nodes.csv": nodes, "edges.csv": "src,dst\n0,1\n"}))
     assert graph.num_classes == {NODE_TYPE: 2}
-    assert caplog.text.count(f"column 'label': '{text}' is a class of its own; leave it empty") == 1
+    assert caplog.text.count(f"column 'label': '{text}' is read as a class; leave the column empty") == 1
     assert len(caplog.records) == 1

@@ -110,7 +110,7 @@ LATE[66_000] = np.inf  # beyond the first piece that is looked at
         (with_edges(array(0, 1), array(1, 2, 3)), "2 sources but 3 destinations"),
         (with_edges(array(0.0, 1.0), array(1, 2)), "column 'src' must hold one whole number a row"),
         (RawGraph(name="a", num_nodes={NODE_TYPE: 0}, edges={}), "the graph has no nodes; there must be"),
-        (with_user_ids(NODE_TYPE, "d", "b", "a", "b"), "'id', row 3: node id 'b' occurs already in row 1"),
+        (with_user_ids(NODE_TYPE, "d", "b", "a", "b"), "'id', row 3: node id 'b' already occurs in row 1"),
         (with_user_ids(NODE_TYPE, 1, 2), r"column 'id' has shape \(2,\); it needs 4 rows"),
         (with_user_ids("user", 1, 2), "user ids of a node type that the graph lacks"),
         (replace(graph_with(), node_data={"user": {}}), "columns or user ids of a node type that the"),

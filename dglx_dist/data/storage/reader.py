@@ -264,7 +264,7 @@ class StoredPart:
         return self._array(f"{self._edge_folder(etype)}/original_ids.arrow")
 
     def user_ids(self, ntype: str, workspace: Workspace | None = None) -> Array | None:
-        """Return the user's (n,) int64 or unicode ids, or None. Strings are copied, into any ``workspace``."""
+        """Return the user's (n,) int64 or unicode ids, or None. Strings are copied."""
         path, kind = f"{self._node_folder(ntype)}/user_ids.arrow", self._manifest.user_ids.get(ntype)
         if kind is None:
             return None

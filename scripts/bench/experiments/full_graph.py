@@ -290,7 +290,9 @@ def count_setting(plan: BenchPlan, size: Size, setting: Setting) -> Counted:
     context = PartitionContext(structure=structure, bounds=bounds, topology=topology, seed=plan.seed)
     masks = [dataset.part(part).node_data(NODE_TYPE, "train_mask") for part in range(manifest.num_parts)]
     own = split_by_server(context, np.flatnonzero(np.concatenate(masks)))
-    pieces = zip(*(compose_batches(part_nodes, BATCHES, "random", seed=plan.seed) for part_nodes in own), strict=True)
+    pieces = zip(
+        *(compose_batches(part_nodes, BATCHES, "random", seed=plan.seed) for part_nodes in own), strict=True
+    )
 
     layers, eas = setting.layers, make_selection(EasOptions(hops=1, fanout=15), seed=plan.seed)
     exchanging, preloading = ([make_all_plans(context, own, layers, hops)] for hops in (0, layers))

@@ -205,7 +205,7 @@ def test_files_name_the_split(tmp_path: Path) -> None:
         ("eve\nzoe\n", r"train.json: column 'id', row 1: node id 'zoe' is not among the ids of .*users-0"),
         ("eve\nbob\n", "1 ids are named more than once"),
         ("\n", r"train.json: names no node; leave 'train' out"),
-        ("\x80", r"train.json: holds no text with one id a line"),
+        ("\x80", r"train.json is not a text with one id per line"),
         ("dan\n", r"users-1.parquet: column 'segment', row 0: no label, but the row is in the train split"),
     ):
         (tmp_path / "train.json").write_text(text, encoding="latin-1")
@@ -218,7 +218,7 @@ def test_files_name_the_split(tmp_path: Path) -> None:
     ("file", "content", "message"),
     [
         ("users-1.parquet", LAST_USERS | {"id": ["dan", "ann"]},
-         r"users-1.parquet: column 'id', row 1: node id 'ann' occurs already in row 0 of .*users-0.parquet"),
+         r"users-1.parquet: column 'id', row 1: node id 'ann' already occurs in row 0 of .*users-0.parquet"),
         ("users-1.parquet", LAST_USERS | {"id": ["dan", None]},
          r"users-1.parquet: column 'id', row 1: is empty"),
         ("users-1.parquet", LAST_USERS | {"id": ["dan", ""]}, r"column 'id', row 1: node id '' is empty"),

@@ -40,7 +40,9 @@ def test_a_row_of_csv_that_does_not_end_is_told(tmp_path: Path) -> None:
     path = tmp_path / "n.csv"
     path.write_text('id\na\n"b\n' + "c\n" * 150_000)
     table = PiecewiseTable(FileSet(paths=(path,), format="csv"), 1 << 16)
-    with pytest.raises(DatasetError, match=r"n.csv: .*; a quote is open, or a row has over 64 KB"):
+    with pytest.raises(
+        DatasetError, match=r"n.csv: .*; close a quote, or write Parquet if a row has over 64 KB"
+    ):
         list(table.pieces(["id"]))
 
 
@@ -53,7 +55,7 @@ def test_one_id_in_all_rows_is_found_without_holding_them(tmp_path: Path) -> Non
         ids.add(piece.columns["id"].values.cast(pa.large_string()), piece.row)
     tracemalloc.start()
     with pytest.raises(
-        DatasetError, match=r"n.csv: column 'id', row 1: node id 'same' occurs already in row 0"
+        DatasetError, match=r"n.csv: column 'id', row 1: node id 'same' already occurs in row 0"
     ):
         ids.check_unique(table, "id")
     _, most = tracemalloc.get_traced_memory()
