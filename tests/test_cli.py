@@ -262,7 +262,7 @@ def test_partition_takes_the_column_of_ids(tmp_path: Path) -> None:
 def test_partition_takes_how_lines_are_read(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("0 1 2\n1 1 0\n")
     arguments = ["partition", str(tmp_path / "a.txt"), "--parts", "1", "--out", str(tmp_path / "o")]
-    assert "say which: --format edges, triples or interactions" in refused(*arguments)
+    assert "give --format edges, triples or interactions" in refused(*arguments)
     assert "a: 3 nodes, 2 edges" in succeeded(*arguments, "--format", "triples")
     message = "format is 'nothing', but must be 'dglx' or 'dgl', or for a text file of edges one of triples"
     assert message in refused(*arguments, "--format", "nothing")

@@ -1,4 +1,4 @@
-"""Graphs in single files: ``.npz`` archives, tensors of torch, NetworkX's formats and lists of edges."""
+"""Graphs in single files: ``.npz`` archives, tensors of torch, NetworkX's formats, and edge lists."""
 
 import codecs
 import gzip
@@ -64,7 +64,7 @@ _STRUCTURE = {
     *_SPARSE,
 }
 _REQUIRED_LENGTH = {FEATURE, LABEL, *OTHER_NAMES, *SPLITS}
-"""Columns that training looks for; one of the wrong length is an error."""
+"""Columns that training uses. A wrong length is an error."""
 # NumPy reads an array's header before its checksum, so a damaged archive raises any of these.
 _UNREADABLE = (
     *(zipfile.BadZipFile, zlib.error, tokenize.TokenError, EOFError, OSError),
@@ -74,22 +74,22 @@ _UNREADABLE = (
 
 @final
 class NpzSource(DatasetSource):
-    """A ``.npz`` of arrays, unpacked into files where it is larger than the memory granted; takes no options.
+    """A ``.npz`` of arrays. If memory is limited, it is unpacked into files. It has no options.
 
-    ``src``, ``dst`` and ``num_nodes`` make a graph; with ``etype`` and ``etype_names`` it gets one
-    edge type ("_N", name, "_N") per relation; with ``head``, ``rel``, ``tail`` and
-    ``triple_split`` it is a knowledge graph whose edges carry the three masks. Features lie in
-    ``features`` or as compressed rows in ``feat_indptr``, ``feat_indices``, ``feat_data``,
-    ``feat_dim``, which stay compressed; ``num_classes`` may state the classes. Without ``num_nodes`` there
-    are as many nodes as ids or rows of features or labels. Any other array is a node column if it has as many
-    rows as there are nodes, and an edge column if it has as many as there are edges. If both are equal, its
-    name must begin with ``node_`` or ``edge_``. With another number of rows it is ignored with a warning. A
-    ``val_mask`` without any node counts as absent, since official splits often have none. Pickled objects are
-    never loaded.
+    ``src``, ``dst`` and ``num_nodes`` define a graph. ``etype`` and ``etype_names`` give it one edge type
+    ("_N", name, "_N") per relation. ``head``, ``rel``, ``tail`` and ``triple_split`` define a knowledge graph
+    with split masks on edges. Features are in ``features``, or as compressed rows in ``feat_indptr``,
+    ``feat_indices``, ``feat_data`` and ``feat_dim``. ``num_classes`` may give the number of classes.
 
-    The names of PyG (``edge_index``, ``x``, ``y``, ``edge_type``) are known too, and so is a square matrix of
-    ``scipy.sparse.save_npz``, which is read at once: row u, column v is an edge from u to v, and its values
-    are ``weight`` unless all are 1.
+    Without ``num_nodes``, the number of nodes follows from ids or rows of features or labels. Any other array
+    is a node column if it has as many rows as there are nodes, and an edge column if it has as many as there
+    are edges. If both numbers are equal, its name must begin with ``node_`` or ``edge_``. With another number
+    of rows it is ignored with a warning. A ``val_mask`` without any node is ignored, because official splits
+    often have none. Pickled objects are never loaded.
+
+    The names of PyG (``edge_index``, ``x``, ``y``, ``edge_type``) are supported too. So is a square matrix of
+    ``scipy.sparse.save_npz``, which is read at once. Row u, column v is an edge from u to v. The values
+    become ``weight`` unless all are 1.
     """
 
     external = True
@@ -99,10 +99,10 @@ class NpzSource(DatasetSource):
 
 
 def build_graph_from_arrays(arrays: Mapping[str, Array], name: str, where: str) -> RawGraph:
-    """Return the graph of arrays with the names of :class:`NpzSource`; ``where`` starts messages.
+    """Build the graph from arrays with the names of :class:`NpzSource`. ``where`` starts messages.
 
     Raises:
-        DatasetError: ends of edges, or columns with a meaning, are missing or of the wrong kind or length.
+        DatasetError: ends of edges or known columns are missing, or have the wrong dtype or length.
     """
     arrays = _rename_pyg(arrays, where)
     needed = ("head", "rel", "tail") if "head" in arrays else ("src", "dst")
@@ -141,7 +141,7 @@ def _rename_pyg(arrays: Mapping[str, Array], where: str) -> Mapping[str, Array]:
     if index.ndim != 2 or len(index) != 2:
         raise DatasetError(f"{where}: edge_index has shape {index.shape}; expected (2, edges)")
     renamed = {_PYG_NAMES.get(name, name): array for name, array in arrays.items() if name != "edge_index"}
-    # Those of nodes, also where there are as many edges.
+    # x and y are node columns, even if there are as many edges as nodes.
     counted = [renamed[name] for name in (FEATURE, LABEL) if name in renamed and renamed[name].ndim]
     num_nodes = {"num_nodes": np.array(len(counted[0]))} if counted else {}
     return {"src": index[0], "dst": index[1], **num_nodes, **renamed}
@@ -149,13 +149,13 @@ def _rename_pyg(arrays: Mapping[str, Array], where: str) -> Mapping[str, Array]:
 
 def _arrays_of_matrix(matrix: Any, path: Path) -> dict[str, Array]:
     if matrix.format in ("csr", "csc", "bsr"):
-        # Compiled code follows its pointers.
+        # Compiled code uses its pointers unchecked.
         matrix.check_format(full_check=True)
     matrix = matrix.tocoo()
     if matrix.shape[0] != matrix.shape[1]:
         raise DatasetError(
-            f"{path}: the matrix has the shape {matrix.shape}; that of a graph is square (for two types of "
-            "nodes write tables, docs/quickstart.md)"
+            f"{path}: the matrix has shape {matrix.shape}, but the matrix of a graph is square; for two "
+            "types of nodes write tables (docs/quickstart.md)"
         )
     arrays = {"src": matrix.row, "dst": matrix.col, "num_nodes": np.array(matrix.shape[0])}
     return arrays | ({EDGE_VALUES: matrix.data} if (matrix.data != 1).any() else {})
@@ -170,8 +170,8 @@ def _read(path: Path, workspace: Workspace | None) -> dict[str, Array]:
                 num_bytes = 4 * sum(member.file_size for member in stored.zip.infolist())
                 if workspace is not None and not workspace.fits(num_bytes):
                     raise ConfigError(
-                        f"{path}: a matrix is read at once, in {format_bytes(num_bytes)}; grant more "
-                        "--memory, or save its rows and columns as src and dst"
+                        f"{path}: a matrix is read at once, which takes {format_bytes(num_bytes)}; grant "
+                        "more --memory, or save its rows and columns as src and dst"
                     )
                 return _arrays_of_matrix(importlib.import_module("scipy.sparse").load_npz(path), path)
             if workspace is not None:
@@ -186,7 +186,7 @@ def _read(path: Path, workspace: Workspace | None) -> dict[str, Array]:
                     pickled.append(name)
             _warn_ignored(str(path), pickled, "pickled objects, which are never loaded")
             return arrays
-    except DglxError:  # which are errors of Python, too
+    except DglxError:  # Some of them are errors of Python too.
         raise
     except _UNREADABLE as error:
         problem = f"not a readable .npz file of plain arrays ({error}; text ids are for tables)"
@@ -194,11 +194,11 @@ def _read(path: Path, workspace: Workspace | None) -> dict[str, Array]:
 
 
 _IN_ORDER = ("rel", "etype", "triple_split")
-"""Arrays by which edges are put in order, or get masks."""
+"""Arrays that order edges or give them masks."""
 
 
 def _is_converted(name: str, dtype: np.dtype[Any]) -> bool:
-    # Ids other than int32 and int64, features of whole numbers, and compressed rows.
+    # Ids other than int32 and int64, integer features, and compressed rows are converted.
     if name in ("src", "dst", "head", "tail"):
         return dtype not in (np.int32, np.int64)
     return name in _SPARSE or (OTHER_NAMES.get(name, name) == FEATURE and dtype.kind in "iub")
@@ -218,9 +218,9 @@ def _unpack(path: Path, workspace: Workspace) -> dict[str, Array]:
         larger |= {name: num_bytes for name in _IN_ORDER if name in names}
         if not workspace.fits(sum(larger.values())):
             raise ConfigError(
-                f"{path}: {', '.join(sorted(larger))} are converted in memory, and take up to "
+                f"{path}: {', '.join(sorted(larger))} are converted in memory, which takes up to "
                 f"{format_bytes(sum(larger.values()))}; store them as int32, int64 or float32, make a "
-                "dataset by dglx ingest, or grant more --memory"
+                "dataset with dglx ingest, or grant more --memory"
             )
 
         def write(folder: Path) -> None:
@@ -253,7 +253,7 @@ def _require(arrays: Mapping[str, Array], names: tuple[str, ...], where: str) ->
     missing = next((name for name in names if name not in arrays), None)
     if missing is not None:
         raise DatasetError(
-            f"{where}: lacks the array {missing!r}; a graph needs src and dst, a knowledge graph head, "
+            f"{where}: the array {missing!r} is missing; a graph needs src and dst, a knowledge graph head, "
             f"rel and tail, PyG's edge_index (the file has {', '.join(sorted(arrays)) or 'none'})"
         )
 
@@ -296,13 +296,14 @@ def _columns(
         is_counted = "num_nodes" in arrays or "num_entities" in arrays
         if rows == num_edges == num_nodes and not (is_of_edges or is_of_nodes):
             raise DatasetError(
-                f"{where}: array {name!r} has {rows} rows, and there are as many nodes as edges; call it "
-                f"'node_{name}' or 'edge_{name}'"
+                f"{where}: array {name!r} has {rows} rows, and there are as many nodes as edges; rename it "
+                f"to 'node_{name}' or 'edge_{name}'"
             )
         if rows == num_edges != num_nodes and is_of_nodes and not is_counted:
             raise DatasetError(
-                f"{where}: array {name!r} has a row for each of the {rows} edges, and the largest id is "
-                f"{num_nodes - 1}; give num_nodes={rows} if it belongs to nodes, or call it 'edge_{name}'"
+                f"{where}: array {name!r} has a row for each of the {rows} edges, but the largest id is "
+                f"{num_nodes - 1}; give num_nodes={rows} if it belongs to nodes, or rename it to "
+                f"'edge_{name}'"
             )
         if rows == num_nodes and not (is_of_edges and rows == num_edges):
             node_arrays[name] = array
@@ -323,7 +324,7 @@ def _columns(
         node_arrays[FEATURE] = SparseRows(
             indptr=arrays["feat_indptr"].astype(np.int64),
             indices=arrays["feat_indices"].astype(np.int32, copy=False),
-            # Counts and flags are stored as small integers.
+            # Counts and flags may be stored as small integers.
             values=values if values.dtype.kind == "f" else values.astype(np.float32),
             num_columns=_count(arrays, "feat_dim", where),
         )
@@ -353,13 +354,13 @@ def _by_relation(
     first = np.searchsorted(relation[order], np.arange(len(names) + 1))
     edges, edge_data = {}, {}
     if (repeat := first_repeat(names)) is not None:
-        raise DatasetError(f"{where}: two relations have the name {str(names[repeat[0]])!r}; name them apart")
+        raise DatasetError(f"{where}: two relations have the name {str(names[repeat[0]])!r}; rename one")
     for code, name in enumerate(names):
         rows = order[first[code] : first[code + 1]]
         if len(rows):
             edge_type = (NODE_TYPE, str(name), NODE_TYPE)
             edges[edge_type] = (source_ids[rows], destination_ids[rows])
-            # A split may have no triple of a rare relation; the mask is absent there.
+            # A split may have no triple of a rare relation. Then the relation gets no mask.
             pieces = {key: column[rows] for key, column in columns.items()}
             edge_data[edge_type] = {
                 key: piece for key, piece in pieces.items() if not key.endswith("_mask") or piece.any()
@@ -382,9 +383,9 @@ def _same_length(source_ids: Array, values: Array, values_name: str, where: str)
 
 @final
 class TorchSource(DatasetSource):
-    """A ``.pt`` of ``torch.save`` with a dict of tensors, named as in a ``.npz``; takes no options.
+    """A ``.pt`` of ``torch.save`` with a dict of tensors, named as in a ``.npz``. It has no options.
 
-    For PyG: ``torch.save(data.to_dict(), FILE)`` of a ``Data``. Pickled classes are never loaded.
+    For a ``Data`` of PyG, write ``torch.save(data.to_dict(), FILE)``. Pickled classes are never loaded.
     """
 
     def load(self) -> RawGraph:
@@ -394,9 +395,9 @@ class TorchSource(DatasetSource):
         head = b""
         with suppress(OSError), self._path.open("rb") as file:
             head = file.read(4)
-        # As torch decides: it reads any other file by older formats, which run more than tensors need.
+        # torch would read any other file as an older format, which can run more code.
         if head != b"PK\x03\x04":
-            raise DatasetError(f"{where}: absent, no file of torch.save, or cut off; {remedy}")
+            raise DatasetError(f"{where} is missing, not a torch.save file, or cut off; {remedy}")
         try:
             values = torch.load(self._path, map_location="cpu", weights_only=True)
         except Exception as error:
@@ -406,7 +407,7 @@ class TorchSource(DatasetSource):
         if not isinstance(values, dict) or any(
             isinstance(value, dict) and value for value in values.values()
         ):
-            raise DatasetError(f"{where}: holds no dict of tensors, or one of several types; {remedy}")
+            raise DatasetError(f"{where} does not hold a dict of tensors of one type; {remedy}")
         arrays, ignored = {}, []
         for name, value in values.items():
             if isinstance(value, torch.Tensor) and value.layout == torch.strided and not value.is_quantized:
@@ -424,11 +425,11 @@ _LARGEST = 1 << 28
 
 @final
 class NetworkxSource(DatasetSource):
-    """A file of NetworkX of at most 256 MiB, ``.graphml``, ``.gml``, ``.json``, also with ``.gz``.
+    """A NetworkX file of at most 256 MiB: ``.graphml``, ``.gml`` or ``.json``, also with ``.gz``.
 
-    Edges of an undirected graph are stored in both directions; the second one has no mask. Attributes mean
-    what columns of tables do (``TablesSource``); texts, and those that some lack, are
-    ignored. Takes no options.
+    Edges of an undirected graph are stored in both directions. The second direction has no mask. Attributes
+    have the same meaning as columns of tables (``TablesSource``). Texts, and attributes that some nodes or
+    edges lack, are ignored. It has no options.
     """
 
     memory_per_byte = 20
@@ -443,7 +444,7 @@ class NetworkxSource(DatasetSource):
             if len(content) > _LARGEST:
                 raise ValueError(f"it has more than {format_bytes(_LARGEST)}; save its edges as a .txt")
             graph = _read_networkx(content.removeprefix(codecs.BOM_UTF8), kind.removesuffix(".gz"))
-        # Each reader raises others where a file is damaged.
+        # Each reader raises its own errors for damaged files.
         except Exception as error:
             raise DatasetError(
                 f"{where}: not a readable {kind} of NetworkX, or cut off: {str(error) or repr(error)}"
@@ -451,7 +452,7 @@ class NetworkxSource(DatasetSource):
         nodes, edges = list(graph.nodes(data=True)), list(graph.edges(data=True))
         if not graph.is_directed():
             edges += [(v, u, _without_split(data)) for u, v, data in edges if u != v]
-        # XML makes texts of numbers.
+        # In XML all ids are texts, even numbers.
         texts = [str(node) for node, _ in nodes]
         id_of: Any = int if all(len(t) < 19 and t.isdecimal() and str(int(t)) == t for t in texts) else str
         nodes.sort(key=lambda node: int(node[0]) if id_of is int else 0)
@@ -471,14 +472,14 @@ def _read_networkx(content: bytes, kind: str) -> Any:
     if kind == ".json":
         value = json.loads(content)
         _check_node_link(value)
-        json.dumps(value, ensure_ascii=False).encode()  # fails for half characters, which UTF-8 cannot store
+        json.dumps(value, ensure_ascii=False).encode()  # It fails for lone surrogates.
         graph = networkx.node_link_graph(value, edges="links" if "links" in value else "edges")
         ids = {json.dumps(node.get("id", [number])) for number, node in enumerate(value["nodes"])}
         return _check_declared(graph, len(ids))
-    # Entities that name each other grow without limit; UTF-16 has a zero in each character of it.
+    # Entities that refer to each other grow without limit. In UTF-16, zero bytes are between the characters.
     if b"<!ENTITY" in content.replace(b"\0", b""):
         raise ValueError("it declares entities (<!ENTITY), which are never expanded")
-    # Of .gml, names are labels, where there are some.
+    # In .gml, labels are used as names if there are any.
     has_labels = re.search(rb"node\s*\[[^\]]*?\blabel\s", content)
     more = {"label": "label" if has_labels else "id"} if kind == ".gml" else {}
     if kind == ".gml" and not re.search(rb"\bmultigraph\s", content):
@@ -489,7 +490,7 @@ def _read_networkx(content: bytes, kind: str) -> Any:
     except networkx.NetworkXError as error:
         if not has_labels or "label" not in str(error):
             raise
-        _LOG.warning("nodes are named by id, because their labels are not one for each node: %s", error)
+        _LOG.warning("nodes are named by id, because their labels are not unique: %s", error)
         graph = read(io.BytesIO(content), label="id")
     if kind != ".gml":
         _check_declared(graph, len(re.findall(rb"<(?:\w+:)?node[\s>]", content)))
@@ -497,7 +498,7 @@ def _read_networkx(content: bytes, kind: str) -> Any:
 
 
 def _check_node_link(value: Any) -> None:
-    """Raise ValueError unless the JSON value ``value`` has nodes and links as NetworkX and D3 write them."""
+    """Raise ValueError unless the JSON value has nodes and links in the format of NetworkX and D3."""
     keys: Mapping[str, Any] = value if isinstance(value, dict) else {}
     rows: Any = [keys.get("nodes"), keys.get("links", keys.get("edges"))]
     is_sound = all(
@@ -505,21 +506,21 @@ def _check_node_link(value: Any) -> None:
     )
     if not is_sound or not all({"source", "target"} <= link.keys() for link in rows[1]):
         raise ValueError(
-            "it needs lists 'nodes' of objects with an id, and 'links' or 'edges' of objects with source and "
-            f"target (it has {', '.join(map(repr, keys)) or 'no keys'}); write networkx.node_link_data, or a "
-            "text of two ids a line"
+            "it needs a list 'nodes' of objects with an id, and a list 'links' or 'edges' of objects with "
+            f"source and target (it has {', '.join(map(repr, keys)) or 'no keys'}); write "
+            "networkx.node_link_data, or a text with two ids per line"
         )
 
 
 def _check_declared(graph: Any, num_declared: int) -> Any:
-    """Return ``graph``; ValueError if edges have ends beside the first ``num_declared`` nodes."""
+    """Return ``graph``. Raise ValueError if edges have ends other than the ``num_declared`` nodes."""
     if len(graph) > num_declared:
-        raise ValueError(f"an edge ends in {list(graph)[num_declared]!r}, which is none of the nodes")
+        raise ValueError(f"an edge ends in {list(graph)[num_declared]!r}, which is not among the nodes")
     return graph
 
 
 def _without_split(data: Mapping[str, Any]) -> dict[str, Any]:
-    # An edge is a target once.
+    # Only one direction of an edge may be a target.
     kept = {name: value for name, value in data.items() if name != "split"}
     return kept | {name: type(data[name])() for name in SPLITS if name in data}
 
@@ -546,37 +547,37 @@ def _warn_ignored(where: str, names: Sequence[str], why: str) -> None:
         _LOG.warning("%s: ignored %s: %s", where, ", ".join(names), why)
 
 
-# Also times and dates.
+# It also matches times and dates.
 _NUMBER = re.compile(rb"[-+.:/\d]+([eT][-+.:\dZ]+)?")
 _ENTRY = re.compile(r"'(?!(?:src|dst)')([^']+)': (?:(-?\d+(?:\.\d+)?(?:e[-+]\d+)?)(?=[,}]))?")
-"""A name of a dictionary of NetworkX, and its value if that is a number."""
+"""Pattern of a key in NetworkX's dictionaries, and of its value if that is a number."""
 _TEXT = re.compile(r""": ("(?:[^"\\]|\\.)*"|'(?:[^'\\]|\\.)*')""")
-"""A value of such a dictionary that is a text, which may look like an entry."""
+"""Pattern of a text value in such a dictionary. It may contain text that looks like an entry."""
 INTERACTION = ("user", "interacts", "item")
 _CODE_OF_FILE = {"train": 0, "valid": 1, "val": 1, "dev": 1, "test": 2}
 
 
 @final
 class EdgeListSource(DatasetSource):
-    """A text of one edge a line, as SNAP's ``.txt.gz``: two ids, then columns of numbers if any.
+    """A text with one edge per line, such as SNAP's ``.txt.gz``.
 
-    Between them are spaces, tabs, commas or ``::``; ``#`` (or ``%`` where the text begins with it) starts a
-    comment. NetworkX's dictionary at the end of a line gives columns of numbers; other values of it are
-    ignored. Ids other than 0..N-1, or of text, are kept as the user's ids. One further column is ``weight``,
-    more are ``column2``, ``column3`` ... Edges are taken as they stand: ``--add-reverse-edges`` is for lists
-    with each edge once.
+    A line has two ids and any columns of numbers. They are separated by spaces, tabs, commas or ``::``. ``#``
+    starts a comment, or ``%`` if the text begins with it. Numbers in NetworkX's dictionary at the end of a
+    line become columns. Texts, and ids other than 0..N-1, are kept as the user's ids. One further column is
+    called ``weight``. More are called ``column2``, ``column3`` ... No reverse edges are added. For lists with
+    each edge once, use ``--add-reverse-edges``.
 
-    The option ``format`` says what lines are: ``edges``, ``triples``, or ``interactions``, edges ("user",
-    "interacts", "item") between ids that are counted apart, in a folder a user and all its items a line.
-    Without it, three whole numbers, which may be each of these, are refused.
+    The option ``format`` gives the meaning of a line: ``edges``, ``triples`` or ``interactions``.
+    Interactions are edges ("user", "interacts", "item") with separate ids of users and items. In a folder,
+    each line has a user and all its items. Lines of three whole numbers are ambiguous and need the option.
 
-    Lines of three texts, or a text between two numbers, are a knowledge graph's head, relation and tail: ids
-    stay texts, each relation is an edge type. A folder with ``train.txt``, ``valid.txt`` (``val``, ``dev``)
-    and ``test.txt``, or ``.tsv``, is one with its split.
+    Lines with three texts, or a text between two numbers, are head, relation and tail of a knowledge graph.
+    Ids stay texts, and each relation is an edge type. A folder with ``train.txt``, ``valid.txt`` (``val``,
+    ``dev``) and ``test.txt``, or ``.tsv``, is a knowledge graph with its split.
 
-    A text that begins with ``%%MatrixMarket`` (``.mtx``) is a square matrix: row u, column v, counted from 1,
+    A text that begins with ``%%MatrixMarket`` (``.mtx``) is a square matrix. Row u, column v, counted from 1,
     is an edge from u - 1 to v - 1, in both directions if the matrix is symmetric. A ``.graph`` is in METIS's
-    format: its edges have both directions, and weights of nodes are ``node_weight``.
+    format. Its edges have both directions, and its node weights are called ``node_weight``.
     """
 
     known_options = ("format",)
@@ -594,7 +595,7 @@ class EdgeListSource(DatasetSource):
         if (arrays := (read_metis if is_metis else _read_matrix_market)(self._path)) is None:
             return self._load_lines()
         if self._format is not None:
-            raise ConfigError(f"{self._path} says itself how it is read; leave out --format {self._format}")
+            raise ConfigError(f"{self._path} defines its own format; leave out --format {self._format}")
         return build_graph_from_arrays(
             arrays, self._path.name.removesuffix(suffix_of(self._path)), str(self._path)
         )
@@ -605,8 +606,8 @@ class EdgeListSource(DatasetSource):
             return _graph_of_item_lists(files, name)
         if self._format == "edges":
             raise ConfigError(
-                f"{self._path} is a folder of splits, of triples or interactions; give --format triples or "
-                "interactions, or one file of edges"
+                f"{self._path} is a folder of splits, which holds triples or interactions; give --format "
+                "triples or interactions, or one file of edges"
             )
         read_all = ((path, *_read_lines(path, is_triples=True)) for path in files.values())
         tables = ((path, read, lines[0]) for path, read, lines, _ in read_all)
@@ -621,20 +622,20 @@ class EdgeListSource(DatasetSource):
         )
         line = lines[0]
         _refuse_header(read, where, line)
-        # Names of relations are any texts, but a -> b is an edge.
+        # Names of relations may be any text, but a -> b is an edge.
         signs = (_SIGNS, _ARROW, _SIGNS) if all(are_triples) and 2 in read else (_SIGNS, _SIGNS)
         for column, refused in zip(read.columns, signs, strict=False):
             _refuse_signs(read[column], where, refused)
         if all(are_triples):
             return _graph_of_triples([(self._path, read, line)], [-1], name, where)
         if read.shape[1] < 2:
-            raise DatasetError(f"{where}: the line {line} has not two ids")
+            raise DatasetError(f"{where}: the line {line} does not have two ids")
         ends = [[re.fullmatch(r"-?\d+", str(end)) for end in row] for row in read.iloc[:2, :2].to_numpy()]
         if len(ends) == 2 and all(ends[1]) and not any(ends[0]):
             raise DatasetError(f"{where}: the line {line} is a header; begin it with #")
         if are_triples[0] and not read.dtypes[2:].map(pd.api.types.is_numeric_dtype).all():
             raise DatasetError(
-                f"{where}: the line {lines[1]} is not head, relation and tail as {line} is; if that is a "
+                f"{where}: the line {lines[1]} is not head, relation and tail like {line}; if that line is a "
                 "header, begin it with #"
             )
         numbered = {number: f"column{number}" for number in range(3, read.shape[1])}
@@ -655,30 +656,30 @@ class EdgeListSource(DatasetSource):
             code = _CODE_OF_FILE.get(path.stem, -1)
             if code in files:
                 raise DatasetError(
-                    f"{self._path}: {files[code].name} and {path.name} are of the same split; remove one"
+                    f"{self._path}: {files[code].name} and {path.name} are the same split; remove one"
                 )
             if code >= 0:
                 files[code] = path
         if not files:
-            raise DatasetError(f"{self._path} has neither train.txt, valid.txt nor test.txt; give a file")
+            raise DatasetError(f"{self._path} has no train.txt, valid.txt or test.txt; give a file")
         return files
 
 
 def _read_matrix_market(path: Path) -> dict[str, Array] | None:
-    """Return the arrays of a text in the format of MatrixMarket; None for another text."""
+    """Return the arrays of a text in MatrixMarket's format, or None for another text."""
     with open_text(path, "list of edges or matrix, or cut off") as file:
         if not file.readline().removeprefix(codecs.BOM_UTF8).lower().startswith(b"%%matrixmarket"):
             return None
         file.seek(0)
         matrix = importlib.import_module("scipy.io").mmread(file)
     matrix = importlib.import_module("scipy.sparse").coo_array(matrix)
-    description = "a MatrixMarket matrix of shape %s with %d entries, as edges of nodes counted from 0"
-    _LOG.warning(f"%s: read as {description}", path, matrix.shape, matrix.nnz)
+    message = "%s: read as a MatrixMarket matrix of shape %s with %d entries; nodes are counted from 0"
+    _LOG.warning(message, path, matrix.shape, matrix.nnz)
     return _arrays_of_matrix(matrix, path)
 
 
 def _refuse_header(read: Any, where: str, line: str) -> None:
-    """Refuse a first line that has the numbers of nodes and edges, as those of METIS and other formats."""
+    """Refuse a first line with the numbers of nodes and edges, as in METIS's and other formats."""
     if read.shape[1] < 2 or any(column.dtype.kind == "f" for _, column in read.iloc[:, :2].items()):
         return
     first = [int(text) if re.fullmatch(r"\d+", text := str(number)) else -1 for number in read.iloc[0, :3]]
@@ -692,68 +693,68 @@ def _refuse_header(read: Any, where: str, line: str) -> None:
     is_metis = first[0] == num_rows and 2 * first[1] == num_rows * read.shape[1]
     if num_rows and first[0] >= largest and (is_size or is_metis):
         raise DatasetError(
-            f"{where}: the line {line} could be a header with the numbers of nodes and edges, as {num_rows} "
-            "lines follow; begin it with # if it is one, or move it behind the other lines if it is an edge "
-            "(a METIS file: rename it to end in .graph)"
+            f"{where}: the line {line} could be a header with the numbers of nodes and edges, because "
+            f"{num_rows} lines follow; if it is a header, begin it with #, and if it is an edge, move it "
+            "behind the other lines (if it is a METIS file, rename it to end in .graph)"
         )
 
 
 _ARROW = r"^(?:[-=~]*>|<[-=~]*|[-=]+|\u2192)$|\t"
-"""An arrow in place of an id, or a tab in one."""
+"""Pattern of an arrow instead of an id, or of a tab in an id."""
 _SIGNS = rf"""{_ARROW}|^[-=]+>|^["'].|.["',;:]$|^<.+>$|^\([^)]*\)$|^\[[^\]]*\]$|""" + "|".join(
     rf"{begin}[^{end}]*$|^[^{begin}]*{end}" for begin, end in ((r"\(", r"\)"), (r"\[", r"\]"), (r"\{", r"\}"))
 )
-"""The same, and ids with quotes, separators or brackets around them, or with one bracket of a pair."""
+"""Pattern that also matches ids with quotes, separators or brackets."""
 
 
 def _refuse_signs(ids: Any, where: str, signs: str = _SIGNS) -> None:
-    """Refuse ids with brackets, quotes or separators around them, and arrows in place of ids."""
+    """Refuse ids with brackets, quotes or separators, and arrows instead of ids."""
     if ids.dtype.kind in "iuf":
         return
     texts = ids.astype(str)
     if (wrong := texts.str.contains(signs, regex=True)).any():
         raise DatasetError(
-            f"{where}: {texts[wrong].iloc[0]!r} stands where an id is expected; write the ids of an edge "
-            "with a space, tab or comma between them, without brackets, quotes, arrows or other signs"
+            f"{where}: {texts[wrong].iloc[0]!r} is not an id; write the ids of an edge with a space, tab or "
+            "comma between them, without brackets, quotes, arrows or other signs"
         )
 
 
 def _explain_columns(read: Any, where: str, line: str) -> None:
-    """Say how more than two columns of edges are read; DatasetError if they may be something else."""
+    """Log how further columns of edges are read. Raise DatasetError if their meaning is ambiguous."""
     columns = [read[number] for number in range(3)]
     is_alike = len({column.dtype for column in columns}) == 1 and columns[0].dtype.kind in "iuf"
     integral = 3 not in read and is_alike and all((column % 1 == 0).all() for column in columns)
-    # The same for each edge, or no id of a node, it is a weight or a time.
+    # A constant, or numbers larger than all ids, are a weight or a time.
     if integral and columns[2].nunique() > 1 and columns[2].min() <= max(columns[0].max(), columns[1].max()):
-        line = f"three whole numbers, as {line},"
-    elif "::" in line:  # as MovieLens writes ratings
-        line = f"lines as {line}"
+        line = f"three whole numbers like {line}"
+    elif "::" in line:  # MovieLens writes ratings in this format.
+        line = f"lines like {line}"
     else:
         names = "column2, column3 and so on" if 3 in read else "a weight"
-        description = "columns 1 and 2 are read as the ends of edges, what follows as %s; --format triples or"
-        _LOG.warning(f"%s: {description} interactions reads them otherwise", where, names)
+        message = "%s: columns 1 and 2 are read as the ends of edges, and further columns as %s"
+        _LOG.warning(f"{message}; give --format triples or interactions to change that", where, names)
         return
     raise DatasetError(
         f"{where}: {line} may be an edge and a weight, head, relation and tail, or user, item and rating; "
-        "say which: --format edges, triples or interactions (in Python load_dataset(path, format=...))"
+        "give --format edges, triples or interactions (in Python load_dataset(path, format=...))"
     )
 
 
 def _graph_of_item_lists(files: Mapping[int, Path], name: str) -> RawGraph:
-    """Return the interactions of texts with a user and all its items in each line, as LightGCN's."""
+    """Return the interactions of texts with a user and all its items per line, as in LightGCN's data."""
     rows: list[tuple[bytes, bytes, int]] = []
     for code, path in files.items():
         content = path.read_bytes().removeprefix(codecs.BOM_UTF8)
         lines = [line.split() for line in content.splitlines() if not line.lstrip().startswith((b"#", b"%"))]
         if len(widths := {len(line) for line in lines if line}) == 1 and max(widths) > 2:
             raise DatasetError(
-                f"{path}: each line has {max(widths)} fields, of which some may be ratings or times; write a "
-                "user and an item in each line"
+                f"{path}: each line has {max(widths)} fields, and some may be ratings or times; write a user "
+                "and an item in each line"
             )
         rows += [(line[0], item, code) for line in lines for item in line[1:]]
     where = str(next(iter(files.values())).parent)
     if not rows:
-        raise DatasetError(f"{where}: no line of its texts has a user and an item; write both in each line")
+        raise DatasetError(f"{where}: no line has a user and an item; write both in each line")
     users, items, splits = zip(*rows, strict=True)
     table = {"split": pa.array(splits)}
     for end, ids in (("src", users), ("dst", items)):
@@ -764,7 +765,7 @@ def _graph_of_item_lists(files: Mapping[int, Path], name: str) -> RawGraph:
 
 
 def _read_lines(path: Path, is_triples: bool | None = None) -> tuple[Any, list[str], list[bool]]:
-    """Return the pandas table of ``path``, its first two lines, and whether each is, or seems, a triple."""
+    """Return the pandas table of ``path``, its first two lines, and whether each seems to be a triple."""
     import pandas as pd
 
     before, begin, entries = list[bytes](), list[bytes](), dict[str, Any]()
@@ -778,14 +779,14 @@ def _read_lines(path: Path, is_triples: bool | None = None) -> tuple[Any, list[s
                 break
             before.append(line)
         if not begin:
-            raise ValueError("it has no line of two ids; write some")
+            raise ValueError("it has no line with two ids; write the edges")
         file.seek(0)
         source: Any = file
         if not is_triples and re.search(rb"\s\{(['\"].*)?\}$", begin[0]):
             content = file.read(_LARGEST + 1)
             if len(content) > _LARGEST:
                 most = format_bytes(_LARGEST)
-                raise ValueError(f"with dictionaries at most {most}; use write_edgelist(data=['weight'])")
+                raise ValueError(f"it has dictionaries and over {most}; use write_edgelist(data=['weight'])")
             text, entries = _without_entries(content.decode(), str(path))
             source, before = io.BytesIO(text.encode()), []
             begin = [line.partition(b"{")[0].strip() for line in begin]
@@ -806,7 +807,7 @@ def _read_lines(path: Path, is_triples: bool | None = None) -> tuple[Any, list[s
                 source,
                 sep=of_triples if is_triples else separator,
                 skiprows=len(before),
-                # An IRI has a #.
+                # An IRI may contain a #, so triples have no comments.
                 comment=None if is_triples else "%" if b"".join(before).startswith(b"%") else "#",
                 header=None,
                 dtype=str if is_triples else None,
@@ -821,17 +822,17 @@ def _read_lines(path: Path, is_triples: bool | None = None) -> tuple[Any, list[s
             problem = str(error).removeprefix("Error tokenizing data. C error: ")
             if first.isdigit():
                 problem = (
-                    f"line {first.decode()} is a count, as OpenKE has it before lines of head, tail and "
+                    f"line {first.decode()} is a count, as in OpenKE's files of head, tail and relation; "
                 )
-                problem += "relation; remove it, and put relations between head and tail (--format triples)"
+                problem += "remove it, and put relations between head and tail (--format triples)"
             elif path.stem in _CODE_OF_FILE:
-                problem += "; if a line is a user and all its items, add --format interactions"
+                problem += "; if each line is a user and all its items, add --format interactions"
             raise ValueError(problem) from error
     return read.assign(**entries), [repr(line.decode(errors="replace")) for line in begin], are_triples
 
 
 def _without_entries(text: str, where: str) -> tuple[str, dict[str, Any]]:
-    """Return lines of ``networkx.write_edgelist`` without their dictionaries, and the numbers of these."""
+    """Return lines of ``networkx.write_edgelist`` without their dictionaries, and the numbers in them."""
     lines = [re.split(r"\s(?=\{.*\}$)", line.strip(), maxsplit=1) for line in text.splitlines()]
     lines = [line for line in lines if line[0] and line[0][0] not in "#%"]
     entries = [_ENTRY.findall(_TEXT.sub(": ?", "".join(line[1:]))) for line in lines]
@@ -848,13 +849,14 @@ def _is_triple(pieces: Sequence[bytes]) -> bool:
 def _graph_of_triples(
     read: Iterable[tuple[Path, Any, str]], splits: Sequence[int], name: str, where: str
 ) -> RawGraph:
-    """Return the graph of files, each with its table and first line from :func:`_read_lines`."""
+    """Return the graph of files. Each has its table and first line from :func:`_read_lines`."""
     import pandas as pd
 
     tables = []
     for path, table, line in read:
         if table.shape[1] != 3 or str(table.iloc[0, 1]).lower() in ("relation", "predicate"):
-            is_edge = table.shape[1] == 2 and splits == [-1]  # in a folder, a user with one item
+            # In a folder, two columns are a user with one item.
+            is_edge = table.shape[1] == 2 and splits == [-1]
             kind = "edges if it is an edge" if is_edge else "interactions if it is a user and its items"
             raise DatasetError(
                 f"{path}: the line {line} is not head, relation and tail; remove a header, or add "
@@ -868,7 +870,7 @@ def _graph_of_triples(
     ends, entities = pd.factorize(pd.concat([triples["head"], triples["tail"]]), sort=True)
     relation, relations = pd.factorize(triples["relation"], sort=True)
     if len(relations) > max(100, triples["tail"].nunique()):
-        _LOG.warning("%s: more relations than tails; is each line head, relation, tail?", where)
+        _LOG.warning("%s: more relations than tails; check that lines are head, relation, tail", where)
     arrays = {
         "head": ends[: len(triples)],
         "tail": ends[len(triples) :],

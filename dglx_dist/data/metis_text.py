@@ -1,4 +1,4 @@
-"""Graphs in METIS's text format: a line of sizes, then a line of neighbours for each node."""
+"""Graphs in METIS's text format. The first line has sizes, and each node has a line of neighbours."""
 
 import logging
 import re
@@ -15,13 +15,14 @@ _LOG = logging.getLogger(__name__)
 
 
 EDGE_VALUES = "values of edges"
-"""Array that becomes the edge column ``weight``, also where there are as many nodes."""
+"""Name of the array that becomes the edge column ``weight``, even if there are as many nodes as edges."""
 
 
 def read_metis(path: Path) -> dict[str, Array]:
-    """Return ``src``, ``dst``, ``num_nodes``, and ``node_weight`` and :data:`EDGE_VALUES` if there are any.
+    """Return ``src``, ``dst``, ``num_nodes``, and any ``node_weight`` and :data:`EDGE_VALUES`.
 
-    DatasetError: the file is not what its first line says.
+    Raises:
+        DatasetError: the file does not match its first line.
     """
     with open_text(path, "METIS graph, or cut off") as file:
         content = file.read()
@@ -33,8 +34,8 @@ def read_metis(path: Path) -> dict[str, Array]:
     line_of_sizes, sizes = rows[0][0] if rows else 1, _read_numbers(rows[:1], path)
     if not 2 <= len(sizes) <= 4:
         raise DatasetError(
-            f"{path}: not a readable METIS graph: line {line_of_sizes} has {len(sizes)} numbers; the first "
-            "line has the number of nodes and that of edges; correct it, or write edges in a .txt"
+            f"{path} is not a readable METIS graph: line {line_of_sizes} has {len(sizes)} numbers, but the "
+            "first line must have the numbers of nodes and edges; correct it, or write edges in a .txt"
         )
     num_nodes, num_edges, *more = sizes.tolist()
     layout = f"{more[0] if more else 0:03d}"
@@ -54,31 +55,31 @@ def read_metis(path: Path) -> dict[str, Array]:
     is_short = len(counts) != num_nodes or any(row for _, row in rows[1 + num_nodes :])
     problems = {
         f"not one line for each of {num_nodes} nodes": is_short,
-        f"the format {layout}, which is not of 0 and 1": len(layout) > 3 or not {*layout} <= {"0", "1"},
-        f"a line without all its weights (line {lines[short].max(initial=0)})": short.any(),
+        f"the format {layout}, which is not 0s and 1s": len(layout) > 3 or not {*layout} <= {"0", "1"},
+        f"a line with missing weights (line {lines[short].max(initial=0)})": short.any(),
         f"a neighbour outside 1..{num_nodes} (line {lines[outside].max(initial=0)})": len(outside) > 0,
-        f"{len(dst)} neighbours, not each of {num_edges} edges from both ends": len(dst) != 2 * num_edges,
-        "an edge in the line of one of its ends only": not np.array_equal(forward, backward),
+        f"{len(dst)} neighbours, but {num_edges} edges have {2 * num_edges}": len(dst) != 2 * num_edges,
+        "an edge that is in the line of only one of its ends": not np.array_equal(forward, backward),
     }
     if problem := next((problem for problem, is_wrong in problems.items() if is_wrong), None):
-        raise DatasetError(f"{path}: read as METIS's format, it has {problem}; correct it, or write edges")
+        raise DatasetError(f"{path}: in METIS's format it has {problem}; correct it, or write edges")
     arrays = {"src": src, "dst": dst, "num_nodes": np.array(num_nodes)}
     if num_weights:
         weights = numbers[(places < first) & (places >= first - num_weights)].reshape(num_nodes, num_weights)
         arrays["node_weight"] = weights[:, 0] if num_weights == 1 else weights
     if has_weights:
         arrays[EDGE_VALUES] = numbers[(places >= first) & ~is_end]
-    message = "%s: read as METIS's format, with %d nodes (from 0 in the dataset), and each edge both ways"
+    message = "%s: read in METIS's format, with %d nodes counted from 0, and each edge in both directions"
     _LOG.warning(message, path, num_nodes)
     return arrays
 
 
 def _read_numbers(rows: Sequence[tuple[int, list[bytes]]], path: Path) -> Array:
-    """Return the numbers of lines one after the other; DatasetError for the first one that is none."""
+    """Return the numbers of all lines. Raise DatasetError for the first text that is not a number."""
     try:
         return np.array([field for _, row in rows for field in row], dtype=np.int64)
     except (ValueError, OverflowError):
         pairs = ((at, field.decode(errors="replace")) for at, row in rows for field in row)
         at, field = next(pair for pair in pairs if not re.fullmatch(r"[-+]?[0-9]{1,18}", pair[1]))
-        problem = f"not a readable METIS graph: line {at}: {field!r:.40} is no whole number"
-        raise DatasetError(f"{path}: {problem}; correct it, or write edges in a .txt") from None
+        problem = f"is not a readable METIS graph: line {at}: {field!r:.40} is no whole number"
+        raise DatasetError(f"{path} {problem}; correct it, or write edges in a .txt") from None

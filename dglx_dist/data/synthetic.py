@@ -1,4 +1,4 @@
-"""Synthetic graphs: a degree-corrected stochastic block model with features, labels and splits."""
+"""Synthetic graphs of a degree-corrected stochastic block model, with features, labels and splits."""
 
 from __future__ import annotations
 
@@ -51,12 +51,12 @@ _SHOWN_FROM = 5_000_000
 
 @dataclass(frozen=True, kw_only=True)
 class _Stubs:
-    """Every node in proportion to its weight, by community: a uniform draw is a weighted one."""
+    """Nodes repeated in proportion to their weights, so that a uniform draw is a weighted draw."""
 
     nodes: Array
-    """(T,) int32."""
+    """(T,) int32 nodes, ordered by community."""
     first: Array
-    """(communities + 1,) int64: community c is at ``first[c]:first[c + 1]``."""
+    """(communities + 1,) int64. Community c is at ``first[c]:first[c + 1]``."""
 
 
 def draw_edges(
@@ -64,9 +64,10 @@ def draw_edges(
 ) -> tuple[Array, Array]:
     """Draw distinct links without self-loops until there are nodes x degree edges.
 
-    Every node gets a link first, so none is isolated; the others are drawn by weight. Repeated links and
-    self-loops are dropped and drawn again. ``communities`` are those of :func:`assign_communities`. Returns
-    source and destination ids, (E,) int32 (int64 above 2**31 nodes), sorted by (source, destination).
+    Every node gets a link first, so that none is isolated. The other links are drawn by weight. Repeated
+    links and self-loops are dropped and drawn again. ``communities`` come from :func:`assign_communities`.
+    Return the (E,) source and destination ids, sorted by (source, destination), int32 or int64 above 2**31
+    nodes.
     """
     num_nodes = config.nodes
     stubs = _make_stubs(config, communities, generator)
@@ -90,7 +91,7 @@ def draw_edges(
 def _make_stubs(config: SyntheticConfig, communities: Array, generator: np.random.Generator) -> _Stubs:
     num_nodes = config.nodes
     weights = _weights(config, generator, _STUBS_PER_NODE)
-    # Rounded up with the probability of the fraction, which keeps the expectation.
+    # Weights are rounded up with the probability of their fraction, which keeps the expectation.
     copies = np.maximum(1, np.floor(weights + generator.random(num_nodes))).astype(np.int64)
     order = np.argsort(communities, kind="stable").astype(id_dtype(num_nodes))
     per_community = np.bincount(communities, copies, config.num_communities).astype(np.int64)
@@ -99,7 +100,7 @@ def _make_stubs(config: SyntheticConfig, communities: Array, generator: np.rando
 
 
 def _weights(config: SyntheticConfig, generator: np.random.Generator, mean: float) -> Array:
-    # Inverse of the power law's distribution function; the smallest weight is 1.
+    # This is the inverse of the power law's distribution function. The smallest weight is 1.
     weights = (1.0 - generator.random(config.nodes)) ** (-1.0 / (config.exponent - 1.0))
     # A hub has at most about half a community of distinct neighbours.
     size = config.nodes / config.num_communities
@@ -116,7 +117,7 @@ def _draw_keys(
     num_links: int,
     generator: np.random.Generator,
 ) -> Array:
-    """Return unsorted keys ``lower id x N + higher id`` of up to ``num_links`` links, without self-loops."""
+    """Return unsorted keys ``lower id x N + higher id`` of at most ``num_links`` links without self-loops."""
     keys = np.empty(num_links, dtype=np.int64)
     written = 0
     for first in range(0, num_links, _PAIRS_AT_ONCE):
@@ -135,7 +136,7 @@ def _draw_keys(
 
 
 def _neighbours(config: SyntheticConfig, own: Array, stubs: _Stubs, generator: np.random.Generator) -> Array:
-    """Return one random neighbour, drawn by weight, for each node of the communities ``own``."""
+    """Draw one neighbour by weight for each node. ``own`` are the communities of the nodes."""
     count, classes = len(own), config.classes
     blocks = config.num_communities // classes
     class_of, block_of = own % classes, own // classes
@@ -143,7 +144,8 @@ def _neighbours(config: SyntheticConfig, own: Array, stubs: _Stubs, generator: n
     leave_block = kind >= config.homophily * config.locality
     leave_class = kind >= config.homophily if classes > 1 else np.zeros(count, dtype=np.bool_)
     if blocks > 1:
-        # A non-zero step modulo blocks reaches each other block equally; another class takes any block.
+        # A nonzero step modulo blocks reaches each of the other blocks with equal probability. In another
+        # class, any block may be reached.
         step = generator.integers(1, blocks, count, dtype=np.int32)
         anywhere = generator.integers(0, blocks, count, dtype=np.int32)
         step = np.where(leave_class, anywhere, step)
@@ -209,29 +211,29 @@ class SyntheticConfig:
 
     nodes: int = option(20_000, "Number of nodes.", check=at_least(2))
     degree: float = 25.0
-    """Mean in-degree; there are nodes x degree stored edges, each direction counted."""
+    """Mean in-degree. There are nodes x degree stored edges, counting both directions."""
     classes: int = option(10, "Number of classes.", check=at_least(1))
-    features: int = option(100, "Columns of ``feat``; 0 for none.", check=at_least(0))
-    homophily: float = _share(0.8, "Share of edges whose ends have the same class, before ``label_noise``.")
+    features: int = option(100, "Number of columns of ``feat``, or 0 for none.", check=at_least(0))
+    homophily: float = _share(0.8, "Share of edges between nodes of the same class, before ``label_noise``.")
     locality: float = _share(0.9, "Share of those same-class edges that stay within one community.")
     exponent: float = option(
         2.5,
-        "Exponent of the power law of the degrees; smaller values give larger hubs.",
+        "Exponent of the power law of the degrees. Smaller values give larger hubs.",
         check=Check(lambda value: value > 2, "above 2, so that the mean degree exists"),
     )
     communities: int = 0
-    """A multiple of ``classes``; 0: grows with sqrt(nodes)."""
+    """Number of communities, a multiple of ``classes``. 0 means that it grows with sqrt(nodes)."""
     signal: float = option(
         0.15,
-        "Distance of a class's mean feature from zero per column; noise has standard deviation 1.",
+        "Distance of a class's mean feature from zero per column. Noise has standard deviation 1.",
         check=at_least(0),
     )
     label_noise: float = _share(0.05, "Share of nodes with a random label, so that no model is perfect.")
-    train_rate: float = _share(0.1, "Label rate: share of nodes that are training nodes.")
+    train_rate: float = _share(0.1, "Share of nodes that are training nodes (label rate).")
     val_rate: float = _share(0.1, "Share of nodes that are validation nodes.")
     test_rate: float = _share(0.2, "Share of nodes that are test nodes.")
     skew: float = _share(
-        0.0, "Share of the training nodes that lie in one tenth of the communities; 0 spreads them evenly."
+        0.0, "Share of training nodes that are in one tenth of the communities. 0 spreads them evenly."
     )
     seed: int = option(0, "Random seed.", check=at_least(0))
 
@@ -248,18 +250,18 @@ class SyntheticConfig:
             "communities",
             f"a multiple of classes={self.classes} and at most nodes={self.nodes}",
         )
-        # Links are drawn until they are distinct, which takes too long in a nearly complete community.
+        # Links are drawn until all are distinct, which takes too long in a nearly complete community.
         limit = self.nodes / count / 2
         self._require(
             2 <= self.degree <= limit,
             "degree",
             f"between 2 and {limit:g}, half of a community of nodes / communities = "
-            f"{self.nodes} / {count}; take more nodes or fewer communities",
+            f"{self.nodes} / {count}; use more nodes or fewer communities",
         )
 
     @property
     def num_communities(self) -> int:
-        """``communities``, or the default: communities of about 3.5 sqrt(nodes) nodes."""
+        """``communities``, or by default communities of about 3.5 sqrt(nodes) nodes."""
         if self.communities:
             return self.communities
         size = max(20 * self.degree, 3.5 * self.nodes**0.5)
@@ -271,7 +273,7 @@ class SyntheticConfig:
 
 
 def parse_config(text: str, options: Mapping[str, object]) -> SyntheticConfig:
-    """Parse ``nodes=20000,degree=25``; ``options`` override it."""
+    """Parse settings such as ``nodes=20000,degree=25``. ``options`` override them."""
     numbers: dict[str, object] = {}
     for item in filter(None, text.split(",")):
         name, equals, value = item.partition("=")
@@ -281,15 +283,15 @@ def parse_config(text: str, options: Mapping[str, object]) -> SyntheticConfig:
     types, numbers = types_in(SyntheticConfig), numbers | {**options}
     for name, number in numbers.items():
         if isinstance(number, float) and number.is_integer() and types.get(name) is int:
-            numbers[name] = int(number)  # as 2e4
+            numbers[name] = int(number)  # It may be written as 2e4.
     return read_options("the synthetic graph", SyntheticConfig, numbers)
 
 
 def generate(config: SyntheticConfig) -> RawGraph:
-    """Draw the graph of ``config``; deterministic and not collective.
+    """Generate the graph of ``config``. The result is deterministic. Not collective.
 
-    See :func:`draw_edges`; every node has an in-edge. Columns: feat (N, F) float32,
-    label (N,) int64 and the splits whose rate is above zero. Memory stays below three times the result.
+    Every node has an in-edge, see :func:`draw_edges`. The columns are feat, (N, F) float32, label, (N,)
+    int64, and the splits with a rate above zero. Memory stays below three times the result.
     """
     communities = assign_communities(config)
     source_ids, destination_ids = draw_edges(config, communities, _generator(config, stage=1))
@@ -313,25 +315,28 @@ def generate(config: SyntheticConfig) -> RawGraph:
 
 
 def assign_communities(config: SyntheticConfig) -> Array:
-    """Return (N,) int32 communities; the class of a node is its community modulo ``classes``."""
+    """Return the (N,) int32 communities. The class of a node is its community modulo ``classes``."""
     communities = np.arange(config.nodes, dtype=np.int32) % config.num_communities
     return _generator(config, stage=0).permutation(communities)
 
 
 _ROWS_AT_ONCE = 1 << 20
 _ROUNDS = 4
-"""Of the permutation."""
+"""Rounds of the permutation's Feistel network."""
 
 
 def write_streamed(config: SyntheticConfig, folder: Path, *, feature_dtype: str = "float32") -> Manifest:
     """Write a graph like that of :func:`generate` as a dataset of one part, without its edges in memory.
 
-    Takes about 80 bytes of memory a node, and 4 bytes of temporary file an edge. The mean degree is somewhat
-    below ``config.degree``, since repeated links are dropped, and a few nodes may have no link. Not
-    collective. StorageError if ``folder`` is not empty.
+    It takes about 80 bytes of memory per node, and 4 bytes of temporary file per edge. The mean degree is
+    slightly below ``config.degree``, because repeated links are dropped, and a few nodes may have no link.
+    Not collective.
 
     Args:
         feature_dtype: float16, float32 or float64.
+
+    Raises:
+        StorageError: ``folder`` is not empty.
     """
     folder = Path(folder).absolute()
     check_target(folder, None)
@@ -384,26 +389,26 @@ def write_streamed(config: SyntheticConfig, folder: Path, *, feature_dtype: str 
 
 
 class _HalfLinks(NamedTuple):
-    """Half-links on three levels: joined to others of the same community, of the same class, and of all.
+    """Half-links of nodes on three levels: within a community, within a class, and in the whole graph.
 
-    A keyed permutation per community, class or whole graph joins them in pairs, so that either end of a link
-    finds the other one without a table.
+    A keyed permutation per community, class or graph joins half-links in pairs. So either end of a link can
+    compute the other end without a table.
     """
 
     order: Array
-    """(N,) nodes by class and community."""
+    """(N,) nodes ordered by class and community."""
     place: Array
-    """(N,) place of each node in ``order``."""
+    """(N,) position of each node in ``order``."""
     community: Array
-    """(N,) of each node, numbered by class."""
+    """(N,) community of each node, numbered by class."""
     first: Array
-    """(communities + 1,) int64: place of the first node of each community."""
+    """(communities + 1,) int64 position of the first node of each community."""
     ends: Array
-    """(3, N + 1) int64: on level l, the node at place i has the half-links ``ends[l, i]:ends[l, i + 1]``."""
+    """(3, N + 1) int64. On level l, the node at place i has the half-links ``ends[l, i]:ends[l, i + 1]``."""
     spans: Array
-    """(3,) int64: communities that a permutation spans."""
+    """(3,) int64 number of communities that a permutation of the level spans."""
     keys: Array
-    """(3,) uint64."""
+    """(3,) uint64 keys of the levels."""
 
 
 def _make_half_links(config: SyntheticConfig, communities: Array) -> _HalfLinks:
@@ -414,7 +419,7 @@ def _make_half_links(config: SyntheticConfig, communities: Array) -> _HalfLinks:
     place = np.empty_like(order)
     place[order] = np.arange(config.nodes, dtype=order.dtype)
     first = np.searchsorted(community[order], np.arange(count + 1))
-    # Links to anywhere reach the own class, too.
+    # Links of the last level may also reach the own class.
     anywhere = min(1.0, (1 - config.homophily) * classes / (classes - 1)) if classes > 1 else 0.0
     near = min(config.homophily * config.locality, 1 - anywhere)
     spans = np.array([1, blocks, count])
@@ -426,7 +431,7 @@ def _make_half_links(config: SyntheticConfig, communities: Array) -> _HalfLinks:
         if level == 0:
             np.maximum(counts, 1, out=counts)
         np.cumsum(counts, out=counts)
-        # Half-links are joined in pairs: the last node of an odd number has one more.
+        # Half-links are joined in pairs, so the last node of an odd number gets one more.
         last = first[:: spans[level]][1:]
         odd = np.diff(ends[level, last], prepend=0) & 1
         more = np.zeros(config.nodes + 1, np.int8)
@@ -439,7 +444,7 @@ def _make_half_links(config: SyntheticConfig, communities: Array) -> _HalfLinks:
 
 
 def _stream_edges(config: SyntheticConfig, communities: Array, sources: Spill) -> Array:
-    """Append the sources of all edges, by (destination, source); return the (N + 1,) indptr."""
+    """Append the sources of all edges by (destination, source), and return the (N + 1,) row pointers."""
     links = _make_half_links(config, communities)
     indptr = np.zeros(config.nodes + 1, np.int64)
     step = max(1, int(_ROWS_AT_ONCE / config.degree))
@@ -457,7 +462,7 @@ def _stream_edges(config: SyntheticConfig, communities: Array, sources: Spill) -
 
 @njit(cache=True, nogil=True)
 def _draw_sources(links: _HalfLinks, node: int, out: Array, counts: Array) -> int:
-    """Write the ascending distinct sources of ``node`` and the next ones, and their numbers to ``counts``."""
+    """Write the ascending distinct sources of ``node`` and the following nodes, and count them."""
     order, place, community, first, ends, spans, keys = links
     total = 0
     for i in range(len(counts)):
@@ -486,10 +491,10 @@ def _draw_sources(links: _HalfLinks, node: int, out: Array, counts: Array) -> in
 
 @njit(cache=True, nogil=True)
 def _permute(number: int, size: int, key: np.uint64, inverse: bool) -> int:
-    """Return the place of ``number`` in a keyed permutation of [0, size), or the number at a place.
+    """Return the position of ``number`` in a keyed permutation of [0, size), or with ``inverse`` the reverse.
 
-    A Feistel network over the rows and columns of a square (Black and Rogaway 2002), repeated until the
-    result is below ``size``.
+    The permutation is a Feistel network over the rows and columns of a square (Black and Rogaway 2002). It is
+    repeated until the result is below ``size``.
     """
     width = int(math.sqrt(size)) + 1
     height = (size + width - 1) // width
@@ -512,14 +517,14 @@ def _permute(number: int, size: int, key: np.uint64, inverse: bool) -> int:
 
 
 _NODE_BYTES = 80
-"""Of memory, while a graph is streamed."""
+"""Bytes of memory per node while a graph is streamed."""
 
 
 @final
 class SyntheticSource(DatasetSource):
-    """``synthetic`` or ``synthetic:nodes=20000,degree=25``; options are the fields of SyntheticConfig.
+    """A synthetic graph, such as ``synthetic:nodes=20000,degree=25``. Options are those of SyntheticConfig.
 
-    Where the memory is limited and :func:`generate` exceeds it, the graph is that of :func:`write_streamed`.
+    If memory is limited and :func:`generate` exceeds it, :func:`write_streamed` makes the graph.
     """
 
     external = True
@@ -532,7 +537,7 @@ class SyntheticSource(DatasetSource):
         num_bytes = 3 * config.nodes * (math.ceil(8 * config.degree) + 4 * config.features + 12)
         if workspace is None:
             return generate(config)
-        # Kept, since it is another graph than the one that a resumed run would make in another memory.
+        # The two functions make different graphs, so a resumed run must use the same one.
         is_small = workspace.array("generator", lambda: np.array([workspace.fits(num_bytes)]))
         if is_small[0]:
             return generate(config)
@@ -542,7 +547,7 @@ class SyntheticSource(DatasetSource):
 
 
 def _generator(config: SyntheticConfig, stage: int) -> np.random.Generator:
-    # One random stream per stage: the number of features, for example, does not change the edges.
+    # Each stage has its own random stream. So the number of features does not change the edges.
     return np.random.Generator(np.random.PCG64(np.random.SeedSequence([config.seed, stage])))
 
 

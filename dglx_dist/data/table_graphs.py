@@ -39,7 +39,7 @@ def _stack_columns(table: Any, names: Sequence[str], where: str) -> Array:
         table_column = column(table, name, where)
         values = table_column.numbers()
         if values.ndim != 1:
-            raise table_column.error("holds lists; put all features into them, and call the column feat")
+            raise table_column.error("holds lists; put all features into one column of lists named feat")
         stacked[:, position] = values
     return stacked
 
@@ -51,16 +51,16 @@ _CONVENTION = (
 
 
 def find_tables(folder: Path) -> tuple[dict[str, Path], dict[EdgeType, Path]]:
-    """Return the tables of node types and of edge types; the nodes of other types are those of the edges."""
+    """Return the tables of node types and of edge types. Node types without a table are not returned."""
     if not folder.is_dir():
         raise DatasetError(f"there is no folder {folder.absolute()}; expected {_CONVENTION}")
     if (folder / "manifest.json").is_file():
         raise DatasetError(
             f"{folder} is a partitioned dataset (it has a manifest.json), not a raw graph; train on it "
-            f"directly, or partition the graph that it was made from"
+            "directly, or partition the original graph"
         )
     if (folder / "graph.json").is_file():
-        _LOG.warning("%s is ignored: it is for `dglx ingest %s/graph.json`", folder / "graph.json", folder)
+        _LOG.warning("%s is ignored; use it with `dglx ingest %s/graph.json`", folder / "graph.json", folder)
     for path in sorted(path for pattern in ("nodes.*", "edges.*", "*/*") for path in folder.glob(pattern)):
         if {path.stem.split(".")[0], path.parent.name} & {"nodes", "edges"} and path.suffix in _NOT_READ:
             raise DatasetError(f"{path}: tables are .csv or .parquet; convert it, or move it elsewhere")
@@ -95,7 +95,7 @@ _KEYS_OF_EDGES = (
     *(("src", "dst"), ("source", "destination"), ("source", "target"), ("srcid", "dstid")),
     *(("sourceid", "destinationid"), ("sourceid", "targetid"), ("startid", "endid")),
 )
-"""Names of :func:`_plain_name` of the two ends."""
+"""Pairs of plain names of the two ends, see :func:`_plain_name`."""
 SPLIT, _ID = "split", "id"
 _ID_NAMES = {_ID, "ids", "node", "nodeid", "nodeids", "nodeidx", "nid", "vertex", "vertexid"}
 
@@ -104,7 +104,7 @@ _OF_NEO4J = re.compile(r"[^:]*:(\w*ID)(\(.*\))?")
 
 
 def _plain_name(name: str) -> str:
-    """Return a column's name in lower case without signs and without Neo4j's name of a type."""
+    """Return a column's name in lower case, without punctuation and Neo4j's type name."""
     of_neo4j = _OF_NEO4J.fullmatch(name)
     return re.sub(r"[\W_]", "", (of_neo4j[1] if of_neo4j else name).lower())
 
@@ -115,12 +115,12 @@ def _names_of_type(ntype: str) -> tuple[str, str]:
 
 
 def is_node_id(name: str, ntype: str) -> bool:
-    """Return whether a column of a node table is by its name one of ids."""
+    """Return whether the name of a column in a node table suggests ids."""
     return _plain_name(name) in {*_ID_NAMES, *_names_of_type(ntype)} - {LABEL, SPLIT, FEATURE}
 
 
 def _read(path: Path, id_names: Collection[str] = ()) -> Any:
-    """Return a table; columns of ids are those ``id_names`` for, ends of edges, and usual names of nodes."""
+    """Read a table. Columns of ids are ``id_names``, ends of edges, and usual names of ids."""
     known = {*id_names, *(key for keys in _KEYS_OF_EDGES for key in keys)}
     stems = path.stem.split("__")
 
@@ -138,24 +138,30 @@ _SPLIT_CODES = {
 
 @final
 class TablesSource(DatasetSource):
-    """A folder of tables.
+    """A folder of CSV or Parquet tables.
 
-    By convention: ``nodes.csv`` (may be absent: the nodes are then those of the edges) and
-    ``edges.csv``; for several types ``nodes/TYPE.csv`` and
-    ``edges/SOURCE__RELATION__DESTINATION.csv``; each may be ``.parquet``. In node tables, ``id`` holds
-    integer or string ids (absent: the row number; 007 is not 7), ``label`` numbers or strings (empty: none;
-    strings are numbered in alphabetical order) or ``label_0``, ``label_1`` ... several numbers, ``split``
-    train, val or test, ``feat`` lists or ``feat_0``, ``feat_1`` ... the features; in edge tables ``src`` and
-    ``dst`` the ids. Every other column is kept under its own name and must hold numbers. Ids other than
-    0..N-1 in order are kept in ``user_ids``. Tables with other column names are for ``dglx ingest``.
+    The files are ``nodes.csv`` and ``edges.csv``, or for several types ``nodes/TYPE.csv`` and
+    ``edges/SOURCE__RELATION__DESTINATION.csv``. Each may also be ``.parquet``. A node table may be missing.
+    Then the nodes are the ends of edges.
 
-    Usual names are known, too: of ids ``node_id``, ``nodeId``, ``nid``, ``_id``, ``:ID``, ``user_id`` of
-    the type ``user`` and others; of ends ``source`` and ``target``, ``src_id`` and ``dst_id``,
-    ``:START_ID`` and ``:END_ID``, or the ids of two types.
+    A node table may have these columns. Every other column is kept under its own name and must hold numbers.
 
-    Options: ``ignore``, columns to leave out, separated by commas; ``id``, columns of ids, alike (a table
-    has the first of them that it has; "": nodes are rows, in "key," those of tables without ids). A column
-    ``id`` that is not the one of ids is left out.
+    * ``id``: integer or string ids, where 007 is not 7. Without it, the id is the row number.
+    * ``label``: numbers or strings, which are numbered in alphabetical order. Empty means no label.
+      ``label_0``, ``label_1`` ... are several numbers per node.
+    * ``split``: train, val or test.
+    * ``feat``: lists of features. ``feat_0``, ``feat_1`` ... are single features.
+
+    An edge table has the ids of its ends in ``src`` and ``dst``. Ids other than 0..N-1 in order are kept in
+    ``user_ids``. Tables with other column names are for ``dglx ingest``.
+
+    Usual names are recognised too: ``node_id``, ``nodeId``, ``nid``, ``_id``, ``:ID``, ``user_id`` for the
+    type ``user`` and others for ids, and ``source`` and ``target``, ``src_id`` and ``dst_id``, ``:START_ID``
+    and ``:END_ID``, or the ids of two types for ends.
+
+    The option ``ignore`` lists columns to leave out, separated by commas. The option ``id`` lists columns of
+    ids. A table uses the first of them that it has. With an empty option, or an empty last name for tables
+    without ids, nodes are numbered by row. A column ``id`` that is not used for ids is left out.
     """
 
     known_options = ("ignore", "id")
@@ -183,9 +189,10 @@ class TablesSource(DatasetSource):
 
 
 def _choose_names(listed: str, known: Sequence[str], where: str, option: str) -> list[str]:
-    """Return the names that an option lists with commas; only the last may be empty.
+    """Return the comma-separated names of an option. Only the last one may be empty.
 
-    DatasetError: a name, also without blanks around it, is not among ``known``.
+    Raises:
+        DatasetError: a name is not among ``known``.
     """
     names = [name if name in known else name.strip() for name in listed.split(",")]
     for name in [*filter(None, names), *names[:-1]]:
@@ -204,13 +211,17 @@ def build_graph_from_tables(
     ignored: Collection[str] = (),
     asked: Sequence[str] | None = None,
 ) -> RawGraph:
-    """Return the graph of pyarrow tables with the columns of :class:`TablesSource`, but for ``ignored`` ones.
+    """Build the graph from pyarrow tables with the columns of :class:`TablesSource`.
 
-    Each comes with the name of its file, for messages. Types of nodes without a table are those of the edges.
-    The columns ``asked`` for have the ids of nodes; None: known by their names.
+    Each table comes with the name of its file, for messages. The nodes of a type without a table are the ends
+    of edges.
+
+    Args:
+        ignored: Columns to leave out.
+        asked: Columns with the ids of nodes. By default they are recognised by their names.
 
     Raises:
-        DatasetError: a value is wrong; names file, column and row.
+        DatasetError: a value is wrong. The message names file, column and row.
     """
     ends = {etype: _ends(table, where, etype) for etype, (where, table) in edges.items()}
     ids: dict[str, Any] = {}
@@ -223,7 +234,7 @@ def build_graph_from_tables(
             if asked is None:
                 _refuse_likely_ids(table, _ends_at(ntype, ends), where, ignored)
             ids[ntype] = pa.array(np.arange(table.num_rows))
-            owners[ntype] += " (the numbers of its rows; if a column has the ids, name it: --id COLUMN)"
+            owners[ntype] += " (the numbers of its rows; if a column has the ids, add --id COLUMN)"
         else:
             ids[ntype] = _node_ids(table, name_of_ids, where)
         node_data[ntype] = _columns(table, where, {_ID, name_of_ids or _ID, *ignored})
@@ -231,7 +242,7 @@ def build_graph_from_tables(
         if is_column and (label := column(table, LABEL, where)).is_text:
             names[ntype] = _class_names(label).to_pylist()
             warn_of_unknown(names[ntype], where, LABEL)
-    # Sorted, since the order of a set of strings changes from run to run, and ids follow it.
+    # The order of a set of strings changes from run to run, but ids must not.
     for ntype in sorted({ntype for etype in ends for ntype in (etype[0], etype[2])} - ids.keys()):
         ids[ntype] = _ids_in_edges(ntype, _ends_at(ntype, ends))
     positions, edge_data = {}, {}
@@ -258,28 +269,28 @@ def build_graph_from_tables(
 def _name_of_ids(
     table: Any, ntype: str, where: str, ignored: Collection[str], asked: Sequence[str] | None
 ) -> str | None:
-    """Return the name of the column of ids, of ``asked`` ones or by its name; None: nodes are rows."""
+    """Return the column of ids, one of ``asked`` or one with a usual name, or None to number by row."""
     names = [name for name in table.column_names if name and name not in ignored]
     likely = [name for name in asked or () if name in names][:1]
     if _ID in names and likely != [_ID] and (likely or asked == [""]):
         used = repr(likely[0]) if likely else "the number of its row"
-        _LOG.warning("%s: the id of a node is %s, as --id says; the column 'id' is left out", where, used)
+        _LOG.warning("%s: by --id, the id of a node is %s; the column 'id' is left out", where, used)
     if asked == [""]:
         return None
     likely = likely or [name for name in names if name == _ID]
     likely = likely or [name for name in names if is_node_id(name, ntype)]
     if len(likely) > 1 or (asked and not likely and "" not in asked):
-        problem = f"both {likely[0]!r} and {likely[1]!r} could be" if likely else "none of --id is"
-        remedy = "" if likely else f" (--id '{','.join(asked or ())},' numbers nodes by row where none is)"
+        problem = f"both {likely[0]!r} and {likely[1]!r} could be" if likely else "no column of --id is"
+        remedy = "" if likely else f" (--id '{','.join(asked or ())},' numbers such nodes by row)"
         raise DatasetError(
-            f"{where}: {problem} the column of ids (it has {', '.join(table.column_names)}); choose by "
+            f"{where}: {problem} the column of ids (it has {', '.join(table.column_names)}); choose one with "
             f"--id COLUMN{remedy}"
         )
     return likely[0] if likely else None
 
 
 def _refuse_likely_ids(table: Any, ends: Sequence[TableColumn], where: str, ignored: Collection[str]) -> None:
-    """Refuse a column that names each node once, and every end of edges, where nodes are to be rows."""
+    """Raise DatasetError if nodes would be numbered by row, but a column has the ids of all edge ends."""
     texts_of_ends = [pc.unique(end.values).cast(pa.large_string()) for end in ends]
     used = pc.unique(pa.chunked_array(texts_of_ends, pa.large_string()))
     known = re.compile(rf"({FEATURE}|{LABEL})(_?\d+)?|{SPLIT}")
@@ -292,8 +303,8 @@ def _refuse_likely_ids(table: Any, ends: Sequence[TableColumn], where: str, igno
         texts = ids.texts()
         if len(pc.unique(texts)) == len(texts) and pc.all(pc.is_in(used, value_set=texts)).as_py():
             raise DatasetError(
-                f"{where}: no column has a usual name of ids, and {name!r} ({texts[0]}, ...) looks like the "
-                f"ids that edges use; if it is, add --id {name}, and if nodes are numbered by row, --id ''"
+                f"{where}: no column has a usual name of ids, but {name!r} ({texts[0]}, ...) looks like the "
+                f"ids that edges use; add --id {name} to use it, or --id '' to number nodes by row"
             )
 
 
@@ -323,7 +334,7 @@ def _ends(table: Any, where: str, etype: EdgeType) -> tuple[TableColumn, TableCo
 
 
 def _ends_at(node_type: str, ends: Mapping[EdgeType, tuple[TableColumn, TableColumn]]) -> list[TableColumn]:
-    """Return the ends of edges that are nodes of a type."""
+    """Return the ends of edges at nodes of a type."""
     return [
         end
         for etype, both in ends.items()
@@ -336,21 +347,21 @@ def _ids_in_edges(node_type: str, ends: Sequence[TableColumn]) -> Any:
     distinct = [pc.unique(end.values) for end in ends if len(end.values)] or [ends[0].values]
     if len({str(values.type) for values in distinct}) > 1:
         raise DatasetError(
-            f"{ends[0].where}: node type {node_type!r} has no table, and the edges name "
-            "its nodes by integers in one place and by strings in another; use one of them"
+            f"{ends[0].where}: node type {node_type!r} has no table, and the edges use both integers and "
+            "strings for its ids; use one of them"
         )
     return _sort_distinct(pa.chunked_array(distinct))
 
 
 def _positions(end: TableColumn, ids: Any, table: str | None) -> Array:
-    """Return (E,) int32 or int64, the row in ``ids`` of each value of ``end``."""
+    """Return the (E,) int32 or int64 positions in ``ids`` of the values of ``end``."""
     owner = f"among the ids of {table}" if table is not None else "a node"
-    # In a table of text ids, the few of a table of edges may all look like numbers.
+    # If ids are texts, those in a small table of edges may all look like numbers.
     values = end.texts() if pa.types.is_large_string(ids.type) or not len(end.values) else end.values
     if not len(values):
         values = values.cast(ids.type)
     if values.type != ids.type:
-        raise end.error(f"holds texts, but those {owner} are whole numbers; write both alike")
+        raise end.error(f"holds texts, but the ids {owner} are whole numbers; use the same kind in both")
     if _is_range(ids):
         numbers = as_numpy(values)
         unknown = (numbers < 0) | (numbers >= len(ids))
@@ -378,9 +389,7 @@ def _columns(table: Any, where: str, left_out: set[str]) -> dict[str, NodeColumn
             first = numbered[in_order[0]]
             if [numbered[name] for name in in_order] != [*range(first, first + len(in_order))]:
                 shown = ", ".join(in_order[:4]) + (" ..." if len(in_order) > 4 else "")
-                _LOG.warning(
-                    "%s: columns %s are taken as %d, but skip or repeat a number", where, shown, len(in_order)
-                )
+                _LOG.warning("%s: the %d columns %s skip or repeat a number", where, len(in_order), shown)
             columns[stem] = _stack_columns(table, in_order, where)
             names = [name for name in names if name not in numbered]
     for name in names:
@@ -409,13 +418,14 @@ def _columns(table: Any, where: str, left_out: set[str]) -> dict[str, NodeColumn
 def _labels(labels: TableColumn) -> Array:
     if not labels.is_text:
         if pa.types.is_floating(labels.values.type):
-            return as_numpy(labels.values)  # NaN where there is none
+            return as_numpy(labels.values)  # A missing label is NaN.
         return as_numpy(pc.fill_null(labels.as_int64(), -1)) if labels.is_integer else labels.numbers()
     known = pc.if_else(pc.equal(labels.values, ""), None, labels.values)
     odd = pc.invert(pc.match_substring_regex(known, r"^\s*[-+]?[\d.]+([eE][-+]?\d+)?\s*$"))
     if 0 < (pc.sum(odd).as_py() or 0) < len(known.drop_null()) / 2:
         at = find_first_true(pc.fill_null(odd, False))
-        _LOG.warning("%s", labels.error(f"{known[at]!s:.40} is no number, most are: all are class names", at))
+        problem = f"{known[at]!s:.40} is no number, but most labels are; all are read as class names"
+        _LOG.warning("%s", labels.error(problem, at))
     codes = pc.index_in(known, value_set=_class_names(labels), skip_nulls=True)
     return as_numpy(pc.fill_null(codes, -1)).astype(np.int64)
 
@@ -430,10 +440,14 @@ def _sort_distinct(values: Any) -> Any:
 
 
 def split_codes(split: TableColumn) -> Array:
-    """Return (K,) int64, 0, 1 or 2 for train, val or test, and -1 for none; DatasetError for other values."""
+    """Return the (K,) int64 codes 0, 1 and 2 for train, val and test, and -1 for none.
+
+    Raises:
+        DatasetError: there is another value.
+    """
     lower = pc.utf8_lower(pc.fill_null(split.texts(), ""))
     place = pc.index_in(lower, value_set=pa.array(list(_SPLIT_CODES), pa.large_string()))
-    remedy = "write train, val or test (or 0, 1, 2), and nothing (or -1) where there is none"
+    remedy = "write train, val or test (or 0, 1, 2), or nothing (or -1) for no split"
     split.refuse(as_numpy(pc.is_null(place)), f"is not a split; {remedy}")
     return np.array(list(_SPLIT_CODES.values()))[as_numpy(place)]
 

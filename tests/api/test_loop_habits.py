@@ -457,7 +457,7 @@ def test_no_sync_sends_gradients_once_and_refuses_to_step_before(strategy: str) 
         gradient_bytes_of_accumulation, 2, args=(strategy,)
     ):
         assert one_backward == three_backwards > 0
-        assert "SGD steps by the gradient of 'convs." in message
+        assert "SGD would step by the gradient of 'convs." in message
         assert "outside of no_sync()" in message
 
 

@@ -420,7 +420,7 @@ def test_a_symbolic_link_is_not_replaced(tmp_path: Path) -> None:
     [
         ({"memory": "much"}, "'much' is not a size"),
         ({"memory": "1MB"}, "--memory 1MB leaves too little .* grant --memory"),
-        ({"scratch": Path("x")}, "scratch x is for files of a limited memory"),
+        ({"scratch": Path("x")}, "scratch x needs a memory limit"),
         ({"memory": PLENTY, "format": "dgl"}, "written from memory"),
         (
             {"memory": PLENTY, "scratch": Path("/dev/shm/dglx")},
@@ -441,7 +441,7 @@ def test_a_scratch_inside_of_the_dataset_is_refused(tmp_path: Path) -> None:
         message = refusal(
             lambda scratch=scratch: partition(data, out, memory=PLENTY, scratch=scratch), ConfigError
         )
-        assert f"scratch {scratch} is in {out}, which is to be written" in message
+        assert f"scratch {scratch} is in {out}, the folder to write" in message
     assert not out.exists()
 
 

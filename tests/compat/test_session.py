@@ -89,7 +89,7 @@ def test_what_cannot_be_honoured_is_refused() -> None:
         session.initialize(use_graphbolt=True)
     with pytest.raises(UnknownNameError, match="push_pull"):
         session.initialize(strategy="push_pul")
-    with pytest.raises(ConfigError, match="ask `dglx plan` which strategy suits"):
+    with pytest.raises(ConfigError, match="run `dglx plan` to find a strategy"):
         session.initialize(strategy="auto")
     session.initialize(depth=2)
     with pytest.raises(ConfigError, match="no option 'depth'"):

@@ -161,7 +161,7 @@ def test_takes_src_and_dst_beside_columns_with_similar_names(tmp_path: Path) -> 
          r"edges\.csv: column 'dst', row 1: .*'zoe' is not among .*nodes\.csv \(rows of 'dst' .*ids: 1\)"),
         ("age\n1\n2\n", "0,1\n2,1", r"edges\.csv: column 'src', row 1: node id 2"),
         ("id\na\nb\n", "1,2", r"column 'src', row 0: node id 1 is not among"),
-        ("id\n1\n2\n", "1,02", r"column 'src' holds texts, but those .* are whole numbers; write both alike"),
+        ("id\n1\n2\n", "1,02", r"column 'src' holds texts, but .* whole numbers; use the same kind in both"),
         ("id,x\n1,1\n,2\n", "1,1", r"nodes\.csv: column 'id', row 1: is empty"),
         ("id,x\n1,1\n2,nan\n", "1,1", r"nodes\.csv: column 'x', row 1: is empty, or NaN, NA or null"),
         ("id\n1.5\n", "1,1", r"column 'id' must hold integer or string ids; it holds double"),
@@ -220,7 +220,7 @@ def test_a_description_for_ingest_is_not_read_in_silence(
 ) -> None:
     write(tmp_path, {"edges.csv": "src,dst\n0,1\n", "graph.json": "{}"})
     assert load_dataset(tmp_path).total_edges == 1
-    assert f"graph.json is ignored: it is for `dglx ingest {tmp_path}/graph.json`" in caplog.text
+    assert f"graph.json is ignored; use it with `dglx ingest {tmp_path}/graph.json`" in caplog.text
 
 
 def test_an_empty_number_is_no_target_outside_of_the_split(tmp_path: Path) -> None:
@@ -252,7 +252,7 @@ def test_a_number_that_columns_of_labels_skip_is_warned_of(
 ) -> None:
     nodes = "id,label_0,label_2,feat_1,feat_2\n0,1,0,1,1\n1,0,1,1,1\n"
     load_dataset(write(tmp_path, {"nodes.csv": nodes, "edges.csv": "src,dst\n0,1\n"}))
-    assert "columns label_0, label_2 are taken as 2, but skip or repeat a number" in caplog.text
+    assert "the 2 columns label_0, label_2 skip or repeat a number" in caplog.text
     assert "feat_1" not in caplog.text
 
 
@@ -414,7 +414,7 @@ def test_says_what_becomes_of_the_column_id_beside_the_one_asked_for(
     files = {"nodes/n.csv": f"id,a\n{row},1\n{row}y,0\n".replace("7y", "8"), "nodes/m.csv": "id,b\n0,0\n"}
     write(tmp_path, files | {"edges/n__r__n.csv": "src,dst\n0,1\n"})
     graph = load_dataset(tmp_path, id=asked)
-    assert f"n.csv: the id of a node is {used}, as --id says; the column 'id' is left out" in caplog.text
+    assert f"n.csv: by --id, the id of a node is {used}; the column 'id' is left out" in caplog.text
     assert "id" not in graph.node_data["n"]
 
 
@@ -425,7 +425,9 @@ def test_numbers_only_tables_without_ids_by_row_where_the_option_ends_in_a_comma
         "edges/user__buys__item.csv": "src,dst\n10,0\n12,1\n",
     }
     write(tmp_path, files)
-    with pytest.raises(DatasetError, match=r"item\.csv: none of --id is .*--id 'key,' numbers nodes by row"):
+    with pytest.raises(
+        DatasetError, match=r"item\.csv: no column of --id is .*--id 'key,' numbers such nodes by row"
+    ):
         load_dataset(tmp_path, id="key")
     with pytest.raises(DatasetError, match="no table of nodes has the column 'kye' of --id"):
         load_dataset(tmp_path, id="kye,")

@@ -131,7 +131,7 @@ def fit_apart(strategy: str) -> tuple[str, int]:
         g = dx.distribute(plain_graph(), parts=2)
         ended: list[int] = []
         config = FitConfig(epochs=3, eval_every=0, show_progress=False, evaluate=lambda _: {})
-        with pytest.raises(ConfigError, match=r"convs.1.fc_self.bias' differs on ranks 1"):
+        with pytest.raises(ConfigError, match=r"convs.1.fc_self.bias' differs between rank 0 and ranks 1"):
             dx.fit(Apart(), g, config=config, callbacks=[lambda record: ended.append(record.epoch)])
         return strategy, len(ended)
 

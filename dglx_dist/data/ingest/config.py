@@ -1,7 +1,7 @@
-"""Options of an ingestion, and the description of its tables, in the format of GraphStorm's ``gconstruct``.
+"""Options of an ingestion, and the description of its tables in the format of GraphStorm's ``gconstruct``.
 
-docs/ingest.md lists the supported keys; any other key is an error that lists them. Paths are relative to the
-folder of the description or to the current folder.
+docs/ingest.md lists the supported keys. Any other key is an error. Paths are relative to the folder of the
+description or to the current folder.
 """
 
 import json
@@ -22,29 +22,29 @@ from dglx_dist.records import LABEL, SPLITS, EdgeType
 
 @dataclass(frozen=True, kw_only=True)
 class IngestPlan:
-    """Target, limits and options of one ingestion.
+    """Options of one ingestion.
 
     Raises:
         ConfigError: the seed is negative.
     """
 
-    out: Path = option(Path("data/ingested"), "Folder to write; must not hold anything yet.", metavar="DIR")
+    out: Path = option(Path("data/ingested"), "Folder to write. It must be new or empty.", metavar="DIR")
     memory: str = option(
-        "2GB", "Memory limit of this process, like 200MB; the rest is spilled.", metavar="SIZE"
+        "2GB", "Memory limit of this process, such as 200MB. More data is spilled to disk.", metavar="SIZE"
     )
-    """Program and libraries included."""
+    """Memory limit, including the program and its libraries."""
     reverse_edges: bool = option(
         False, "Add the reverse of each edge type, named RELATION-rev.", flag="--add-reverse-edges"
     )
-    name: str | None = option(None, "Of the graph. Default: that of DIR.")
-    seed: int = option(0, "Of split_pct: the same seed draws the same nodes.")
+    name: str | None = option(None, "Name of the graph. Default: name of DIR.")
+    seed: int = option(0, "Random seed for split_pct. The same seed draws the same nodes.")
     output_description: Path | None = option(
         None,
-        "Write CONFIG with the ranges and categories found, to transform later tables equally.",
+        "File for CONFIG with all ranges and categories, to transform later tables equally.",
         flag="--output-conf-file",
         metavar="FILE",
     )
-    """Target of ``write_description``, checked before ingestion starts."""
+    """File of ``write_description``. It is checked before ingestion starts."""
     workspace: Path | None = option(
         None, "Folder for spilled data. Default: beside DIR of --out.", metavar="DIR"
     )
@@ -56,7 +56,7 @@ class IngestPlan:
 
 
 def read_json(path: Path) -> object:
-    """Read a JSON file in which no object repeats a key."""
+    """Read a JSON file. Raise ConfigError if an object repeats a key."""
     try:
         value: object = json.loads(read_small_file(path), object_pairs_hook=_reject_repeated_keys)
         # Python accepts NaN and lone surrogates, which cannot be written back.
@@ -81,7 +81,7 @@ FORMATS = ("csv", "parquet")
 
 
 def read_files(entry: Fields) -> FileSet:
-    """Return the files under ``files``, in the format of the entry or else of their suffix."""
+    """Return the files of the key ``files``. The entry's ``format`` or the suffix gives their format."""
     if not entry.has("format"):
         return named_files(entry, "files")
     paths = _paths(entry, "files")
@@ -92,19 +92,20 @@ def read_files(entry: Fields) -> FileSet:
     if separator is not None and not (
         len(separator) == 1 and separator.isascii() and separator not in '"\r\n\0'
     ):
-        raise form.field_error("separator", "one character of ASCII, and neither a quote nor an end of line")
+        raise form.field_error("separator", "one ASCII character other than a quote or an end of line")
     return FileSet(paths=paths, format=name, separator=separator or ",")
 
 
 def named_files(entry: Fields, key: str) -> FileSet:
-    """Return the files that a key names, in the format of their suffix; see :func:`read_files`."""
+    """Return the files of a key, in the format of their suffix. See :func:`read_files`."""
     paths = _paths(entry, key)
     name_by_suffix = {path.suffix[1:]: path.name for path in paths}
     for suffix, name in name_by_suffix.items():
         if suffix not in FORMATS:
             raise entry.error(
-                f"{name} is of no known format; name it *.csv or *.parquet, or, where it is a table of nodes "
-                'or edges, give format: {"name": ...}, one of csv, parquet'
+                f"{name} has no known format; name it *.csv or *.parquet, or for a table of nodes or edges "
+                "give "
+                'format: {"name": ...}, one of csv, parquet'
             )
     if len(name_by_suffix) > 1:
         raise entry.field_error(key, f"files of one format ({', '.join(FORMATS)})")
@@ -114,12 +115,12 @@ def named_files(entry: Fields, key: str) -> FileSet:
 def _paths(entry: Fields, key: str) -> tuple[Path, ...]:
     paths = tuple(path for pattern in _words(entry, key) for path in _matches(pattern, entry))
     if len({path.resolve() for path in paths}) < len(paths):
-        raise entry.field_error(key, "files of which none is named twice")
+        raise entry.field_error(key, "files that are named once each")
     return paths
 
 
 def _words(entry: Fields, key: str) -> tuple[str, ...]:
-    # One text or a list of texts, none of them empty.
+    # The value is one text or a list of texts. They must not be empty.
     if isinstance(entry.mapping.get(key), str):
         return (entry.nonempty_text(key),)
     words = entry.items(key, 1)
@@ -133,7 +134,7 @@ def _matches(pattern: str, entry: Fields) -> list[Path]:
         paths = sorted(folder / name for name in names if (folder / name).is_file())
         if paths:
             return paths
-    raise entry.error(f"there is no file {pattern!r}, neither in {folders[0]} nor in {folders[1]}")
+    raise entry.error(f"there is no file {pattern!r} in {folders[0]} or {folders[1]}")
 
 
 TRANSFORMS: Mapping[str, tuple[str, ...]] = {
@@ -142,7 +143,7 @@ TRANSFORMS: Mapping[str, tuple[str, ...]] = {
     "to_categorical": ("separator", "mapping"),
     "no-op": ("separator", "truncate_dim"),
 }
-"""Name of each transform -> its settings."""
+"""Names of the settings of each transform."""
 
 OUT_DTYPES = ("float16", "float32", "float64")
 TASKS = ("classification", "regression", "link_prediction")
@@ -160,7 +161,7 @@ _LABEL_KEYS = ("task_type", "label_col", "split_pct", "custom_split_filenames")
 
 @dataclass(frozen=True, kw_only=True)
 class FeatureSpec:
-    """Columns of a table that make a tensor, or a part of it if the name repeats."""
+    """Columns of a table that form a tensor. Features with the same name form one tensor together."""
 
     columns: tuple[str, ...]
     name: str
@@ -171,17 +172,17 @@ class FeatureSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class LabelSpec:
-    """The learning task of one type, and how its rows are split."""
+    """The learning task of one type, and the split of its rows."""
 
     task: str
     column: str | None = None
-    """None for link prediction."""
+    """Column of labels, or None for link prediction."""
     split: tuple[float, float, float] | None = DEFAULT_SPLIT
-    """Shares of train, validation and test; None: ``files`` define the split."""
+    """Shares of train, validation and test, or None if ``files`` define the split."""
     files: Mapping[str, FileSet] = field(default_factory=dict)
-    """train, valid, test -> files with the ids of their nodes."""
+    """Files with node ids, by split: train, valid, test."""
     id_column: str | None = None
-    """Id column of Parquet or CSV ``files``; None: one id per line."""
+    """Id column of Parquet or CSV ``files``, or None for one id per line."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -191,14 +192,14 @@ class TypeSpec(Generic[K]):
     kind: K
     files: FileSet
     id_columns: tuple[str, ...]
-    """Of the nodes (none: they are numbered by row), or of the sources and the destinations."""
+    """Id column of nodes, or none to number nodes by row. For edges, id columns of both ends."""
     features: tuple[FeatureSpec, ...] = ()
     label: LabelSpec | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class IngestConfig:
-    """A whole description."""
+    """A description of tables."""
 
     path: Path
     nodes: tuple[TypeSpec[str], ...]
@@ -208,10 +209,10 @@ class IngestConfig:
 
 
 def read_config(path: Path) -> IngestConfig:
-    """Read and check a description; no table is opened.
+    """Read and check a description. No table is opened.
 
     Raises:
-        ConfigError: it is missing, not JSON, has an unsupported key or value, or names no file.
+        ConfigError: it is missing or not JSON, has an unsupported key or value, or names no file.
     """
     top = Fields(read_json(path), str(path)).reject_unknown(("version", "nodes", "edges"))
     if top.has("version"):
@@ -226,7 +227,7 @@ def read_config(path: Path) -> IngestConfig:
 def _node(entry: Fields) -> TypeSpec[str]:
     label = _label(entry)
     if label is not None and label.task == "link_prediction":
-        raise entry.error("link_prediction is a task of edges; move it there")
+        raise entry.error("link_prediction is a task for edges; move it to an entry of edges")
     return TypeSpec(
         kind=entry.nonempty_text("node_type"),
         files=read_files(entry),
@@ -263,7 +264,7 @@ def _features(entry: Fields) -> tuple[FeatureSpec, ...]:
         dtypes = {feature.dtype for feature in features if feature.name == name} - {None}
         if len(dtypes) > 1:
             raise entry.error(
-                f"the features {name!r} make one tensor, of one out_dtype, and ask for "
+                f"the features {name!r} form one tensor and need one out_dtype, but they have "
                 f"{', '.join(sorted(map(str, dtypes)))}"
             )
     return features
@@ -297,7 +298,7 @@ def _label(parent: Fields) -> LabelSpec | None:
         return None
     entries = parent.nested_list("labels", 1)
     if len(entries) > 1:
-        raise parent.error(f"{len(entries)} labels; one task for each type is supported")
+        raise parent.error(f"{len(entries)} labels; only one task per type is supported")
     entry = entries[0].reject_unknown(_LABEL_KEYS)
     task = entry.choice("task_type", TASKS)
     column = entry.optional("label_col", entry.nonempty_text, None)
@@ -306,11 +307,11 @@ def _label(parent: Fields) -> LabelSpec | None:
     if not entry.has("custom_split_filenames"):
         return LabelSpec(task=task, column=column, split=_shares(entry))
     if entry.has("split_pct"):
-        raise entry.field_error("split_pct", "nothing where custom_split_filenames says the split")
+        raise entry.field_error("split_pct", "nothing, because custom_split_filenames gives the split")
     form = entry.nested("custom_split_filenames").reject_unknown((*SPLIT_FILES, "column"))
     columns = _words(form, "column") if form.has("column") else (None,)
     if len(columns) > 1:
-        raise form.field_error("column", "the one column of ids")
+        raise form.field_error("column", "one column of ids")
     files = {
         name: FileSet(paths=_paths(form, name), format="lines")
         if columns[0] is None
@@ -327,7 +328,7 @@ def _shares(entry: Fields) -> tuple[float, float, float]:
     if not entry.has("split_pct"):
         return DEFAULT_SPLIT
     shares = entry.value("split_pct", tuple[_Share, ...])
-    # In floating point, 0.8 + 0.1 + 0.1 is slightly above 1.
+    # In floating point, 0.8 + 0.1 + 0.1 is slightly more than 1.
     if len(shares) != 3 or not 0 < sum(shares) <= 1 + 1e-9:
         raise entry.field_error("split_pct", "three shares of train, validation and test, together at most 1")
     return shares[0], shares[1], shares[2]
@@ -344,6 +345,6 @@ def _check_types(config: IngestConfig) -> None:
         for ntype in (source, destination):
             if ntype not in names:
                 raise ConfigError(
-                    f"{config.path}: the edges {(source, relation, destination)} name the node type "
+                    f"{config.path}: the edges {(source, relation, destination)} use the node type "
                     f"{ntype!r}, which is not among nodes ({', '.join(names)})"
                 )

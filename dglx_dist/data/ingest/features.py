@@ -1,4 +1,4 @@
-"""Feature transforms and the feature tensors of one type; names and settings are GraphStorm's."""
+"""Feature transforms and the feature tensors of one type. Names and settings are GraphStorm's."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
@@ -32,7 +32,7 @@ _Codes: TypeAlias = Annotated[Mapping[str, int], Within(1)]
 
 
 class Transform(ABC):
-    """Transform of one column; scans all rows first where ``needs_scan`` is set."""
+    """Transform of one column. If ``needs_scan`` is set, all rows must be scanned first."""
 
     needs_scan = False
 
@@ -40,7 +40,7 @@ class Transform(ABC):
         self.column = column
         self.settings = settings.mapping
 
-    def scan(self, rows: TableColumn) -> None:  # noqa: B027  # most need not
+    def scan(self, rows: TableColumn) -> None:  # noqa: B027  # Most transforms do not need it.
         """Update the statistics with some rows."""
 
     def finalize(self, where: str) -> Mapping[str, Any]:
@@ -49,11 +49,11 @@ class Transform(ABC):
 
     @abstractmethod
     def apply(self, rows: TableColumn) -> Array:
-        """Return (K, width) transformed rows."""
+        """Return the (K, width) transformed rows."""
 
 
 def make_transforms(spec: FeatureSpec) -> tuple[Transform, ...]:
-    """Return one transform for each column of a feature."""
+    """Make one transform for each column of a feature."""
     kinds: Mapping[str, type[Transform]] = {
         "max_min_norm": MaxMin,
         "standard": Standard,
@@ -71,7 +71,7 @@ def make_transforms(spec: FeatureSpec) -> tuple[Transform, ...]:
 
 
 def join_settings(column_settings: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
-    """Return the settings of a feature from those of its columns: statistics become lists."""
+    """Join the settings of a feature's columns. Statistics become lists."""
     if len(column_settings) == 1:
         return column_settings[0]
     keys = dict.fromkeys(key for settings in column_settings for key in settings)
@@ -81,7 +81,7 @@ def join_settings(column_settings: Sequence[Mapping[str, Any]]) -> Mapping[str, 
 
 @final
 class Unchanged(Transform):
-    """Numbers without change; texts are split at ``separator``."""
+    """Numbers without change. Texts are split at ``separator``."""
 
     def __init__(self, column: str, settings: Fields) -> None:
         super().__init__(column, settings)
@@ -91,16 +91,16 @@ class Unchanged(Transform):
     def apply(self, rows: TableColumn) -> Array:
         matrix = _matrix(rows, self._separator)
         if self._width is not None and matrix.shape[1] < self._width:
-            raise rows.error(f"{matrix.shape[1]} numbers, but truncate_dim asks for {self._width}", 0)
+            raise rows.error(f"{matrix.shape[1]} numbers, but truncate_dim is {self._width}", 0)
         return matrix[:, : self._width]
 
 
 class _Scaled(Transform):
-    """Numbers scaled by statistics; those of each position of a list are separate."""
+    """Numbers scaled by statistics. Each position of a list has its own statistics."""
 
     needs_scan = True
     _reductions: ClassVar[Mapping[str, np.ufunc]]
-    """Setting with a statistic -> how it is found."""
+    """Functions that compute the statistics, by the name of the setting."""
 
     def __init__(self, column: str, settings: Fields) -> None:
         super().__init__(column, settings)
@@ -122,7 +122,7 @@ class _Scaled(Transform):
     def _matrix(self, rows: TableColumn) -> Array:
         matrix = _matrix(rows)
         for statistic in self._statistics.values() if len(matrix) else ():
-            # A statistic of length 1 was given in the settings, for all positions.
+            # A statistic of length 1 comes from the settings and is for all positions.
             if len(statistic) not in (1, matrix.shape[1]):
                 raise rows.error(f"{matrix.shape[1]} numbers, but there were {len(statistic)} before", 0)
         return matrix
@@ -148,7 +148,8 @@ class MaxMin(_Scaled):
         low, high = self._statistics["min_val"], self._statistics["max_val"]
         if (high <= low).any():
             problem = f"has the maximum {high.max()}, which is not above its minimum {low.min()}"
-            raise column_error(where, self.column, f"{problem}; max_min_norm would divide by 0: leave it out")
+            problem = f"{problem}, so max_min_norm would divide by 0"
+            raise column_error(where, self.column, f"{problem}; leave it out")
         return {**self.settings, "min_val": low.tolist(), "max_val": high.tolist()}
 
     def apply(self, rows: TableColumn) -> Array:
@@ -159,16 +160,14 @@ class MaxMin(_Scaled):
 
 @final
 class Standard(_Scaled):
-    """Value / sum of all values, which GraphStorm calls standard."""
+    """Values divided by the sum of all values, which GraphStorm calls standard."""
 
     _reductions: ClassVar = {"sum": np.add}
 
     def finalize(self, where: str) -> Mapping[str, Any]:
         total = self._statistics.get("sum")
         if total is None or (total == 0).any():
-            problem = (
-                "has values of sum 0, by which standard would divide; take max_min_norm, or leave it out"
-            )
+            problem = "has the sum 0, so standard would divide by 0; use max_min_norm, or leave it out"
             raise column_error(where, self.column, problem)
         return {**self.settings, "sum": total.tolist()}
 
@@ -178,7 +177,7 @@ class Standard(_Scaled):
 
 @final
 class Categorical(Transform):
-    """One-hot columns (int8) of the distinct texts in alphabetical order; all 0 where a row has no text."""
+    """One-hot columns (int8) of the distinct texts in alphabetical order. Rows without text are all 0."""
 
     needs_scan = True
 
@@ -214,10 +213,12 @@ class Categorical(Transform):
         return out
 
     def _texts(self, rows: TableColumn) -> tuple[Array, Any]:
-        # (T,) row of each text, and the texts; empty texts are left out.
+        # It returns the (T,) row of each text, and the texts. Empty texts are left out.
         kind = rows.values.type
         if pa.types.is_nested(kind):
-            raise rows.error(f"holds {kind}; to_categorical takes one value a row, or texts with a separator")
+            raise rows.error(
+                f"holds {kind}; to_categorical needs one value per row, or texts with a separator"
+            )
         texts = rows.texts()
         row_of = np.arange(len(texts))
         if self._separator is not None:
@@ -229,7 +230,7 @@ class Categorical(Transform):
 
 
 def add_texts(seen: set[str], texts: Any, rows: TableColumn, why: str) -> None:
-    """Add the distinct ``texts`` of ``rows`` to ``seen``; DatasetError with ``why`` if these are too many."""
+    """Add the distinct ``texts`` of ``rows`` to ``seen``. Raise DatasetError if there are too many."""
     seen.update(pc.unique(texts).to_pylist())
     if len(seen) > MAX_CATEGORIES:
         last = rows.first_row + len(rows.values) - 1
@@ -243,7 +244,7 @@ def _matrix(rows: TableColumn, separator: str | None = None) -> Array:
 
 @final
 class Features:
-    """Features of one type; features with the same name are columns of one tensor."""
+    """Features of one type. Features with the same name are columns of one tensor."""
 
     def __init__(self, specs: Sequence[FeatureSpec], batch_bytes: int) -> None:
         self._spec_transforms = [make_transforms(spec) for spec in specs]
@@ -260,7 +261,7 @@ class Features:
         self._batch_bytes = batch_bytes
         self.names = tuple(self._tensors)
         self.scanned_columns = tuple(transform.column for transform in self._scanned)
-        """Columns that must be scanned in full before they are transformed."""
+        """Columns that must be scanned before they are transformed."""
 
     def scan(self, piece: TablePiece) -> None:
         for transform in self._scanned:
@@ -274,28 +275,28 @@ class Features:
         ]
 
     def info(self, name: str, table: PiecewiseTable) -> ColumnInfo:
-        """Return dtype and row shape of one tensor, from the first row; there must be one.
+        """Return dtype and row shape of one tensor from the first row, which must exist.
 
-        Without out_dtype floating-point numbers are float32, as models compute, and whole numbers stay. One
-        number a row is a scalar. The model's input is a float32 matrix in any case.
+        Without out_dtype, floating-point numbers become float32, and integers keep their dtype. One number
+        per row is a scalar. The model's input is always a float32 matrix.
         """
         transforms = self._tensors[name]
         piece = next(table.pieces([transform.column for transform in transforms]))
         row = _rows(transforms, piece, 0, 1)
         width, dtype = row.shape[1], row.dtype
         if not width:
-            problem = "an empty list; give at least one number a row, or leave the column out"
+            problem = "an empty list; give at least one number per row, or leave the column out"
             raise piece.columns[transforms[0].column].error(problem, 0)
         usual = "float32" if dtype.kind == "f" or name == FEATURE else dtype.name
         row_shape = () if width == 1 and name != FEATURE else (width,)
         return ColumnInfo(dtype=self._dtypes.get(name, usual), row_shape=row_shape)
 
     def chunks(self, name: str, table: PiecewiseTable, info: ColumnInfo) -> Iterator[Array]:
-        """Yield the rows of one tensor, (k, *row) of ``info``'s dtype."""
+        """Yield the (k, *row) rows of one tensor, in the dtype of ``info``."""
         transforms, width = self._tensors[name], max(1, int(np.prod(info.row_shape)))
         at_once = max(1, self._batch_bytes // (8 * width))
         for piece in table.pieces([transform.column for transform in transforms]):
-            # Errors name all columns of the tensor.
+            # Errors should name all columns of the tensor.
             names = ", ".join(transform.column for transform in transforms)
             columns = replace(piece.columns[transforms[0].column], name=names)
             for first in range(0, piece.num_rows, at_once):
@@ -316,7 +317,7 @@ def _rows(transforms: Sequence[Transform], piece: TablePiece, first: int, count:
 def _cast_rows(rows: Array, info: ColumnInfo, columns: TableColumn) -> Array:
     if np.dtype(info.dtype).kind != "f":
         if not np.can_cast(rows.dtype, info.dtype, "safe"):
-            raise columns.error(f"holds {rows.dtype}, and the first row {info.dtype}; give out_dtype", 0)
+            raise columns.error(f"holds {rows.dtype}, but the first row {info.dtype}; give out_dtype", 0)
         return rows.astype(info.dtype, copy=False)
     with np.errstate(over="ignore"):
         stored = rows.astype(info.dtype, copy=False)
@@ -325,6 +326,6 @@ def _cast_rows(rows: Array, info: ColumnInfo, columns: TableColumn) -> Array:
         at = find_first_true(beyond)
         value = rows[at][~np.isfinite(stored[at])][0]
         raise columns.error(
-            f"{value} is beyond {info.dtype}; give a wider out_dtype, or scale the column", at
+            f"{value} does not fit {info.dtype}; give a wider out_dtype, or scale the column", at
         )
     return stored

@@ -1,4 +1,4 @@
-"""Ingestion: tables larger than memory -> a dataset of one part, within a memory limit."""
+"""Ingestion of tables larger than memory into a dataset of one part, within a memory limit."""
 
 import copy
 import json
@@ -46,7 +46,7 @@ class Ingested:
 
     manifest: Manifest
     description: Mapping[str, Any]
-    """The description with the statistics of its transforms, for later tables."""
+    """Description with the statistics of its transforms, for later tables."""
     peak_bytes: int
     """Peak memory of the process since its start."""
 
@@ -58,7 +58,7 @@ def _ingest_nodes(
     rows = TypeRows(spec, folder, output)
     names = [] if column else rows.table.names(spec.files.paths[0])
     if likely := [name for name in names if is_node_id(name, spec.kind)]:
-        message = "nodes %r are numbered by row; if column %r has their ids, name it as node_id_col"
+        message = "nodes %r are numbered by row; if column %r has their ids, give it as node_id_col"
         _LOG.warning(message, spec.kind, likely[0])
     id_bytes, is_range = 0, not is_text
     for piece in rows.scan(*spec.id_columns):
@@ -86,7 +86,7 @@ def _ingest_nodes(
 def _write_ids(
     known: IdMap, table: PiecewiseTable, column: str, path: str, id_bytes: int, output: DatasetOutput
 ) -> None:
-    # Ids that are not 0..N-1 become a column, and are added to the map on the way.
+    # Ids other than 0..N-1 become a column. They are added to the map at the same time.
     def add_ids() -> Iterator[Any]:
         for piece, ids in known.read(table, column):
             known.add(ids, piece.row)
@@ -108,7 +108,7 @@ def _ingest_edges(
     seed: int,
     output: DatasetOutput,
 ) -> TypeRows:
-    # The reverse edges are another edge type, without tensors; None: they are not written.
+    # Reverse edges are another edge type without tensors.
     rows = TypeRows(spec, edge_folder(0, spec.kind), output)
     for _ in rows.scan():
         pass
@@ -156,7 +156,7 @@ def _write_structure(
 
 
 def _edge_order(rows: Spill, output: DatasetOutput) -> Reorder:
-    """Return a function that reorders table rows into the order of edges, whose table ``rows`` are given."""
+    """Return a function that reorders table rows into the order of edges. ``rows`` are the edges' rows."""
     folder, memory = output.work / "forward" / "arrange", output.budget.bucket
     num_edges, numbers, first = rows.num_rows, count(), 0
     scatter = ScatteredRows(folder / "scatter", num_edges, np.int64, memory=memory)
@@ -178,15 +178,15 @@ def _edge_order(rows: Spill, output: DatasetOutput) -> Reorder:
 
 
 def ingest(config: IngestConfig, plan: IngestPlan) -> Ingested:
-    """Read the tables and write a dataset of one part atomically; one process calls it.
+    """Read the tables and write a dataset of one part atomically. One process calls it.
 
-    Keeps pieces of tables and buckets of ids and edges in memory, but no array over all nodes or edges.
-    Temporary files take about three times the edges, beside the dataset.
+    Pieces of tables and buckets of ids and edges are in memory, but no array of all nodes or edges. Temporary
+    files take about three times the edges, beside the dataset.
 
     Raises:
-        ConfigError: the memory limit is too small for the program or one sort; a setting of a transform is
-            invalid; a reverse type exists already; or another output path is inside the dataset.
-        DatasetError: a value in a table is wrong; names file, row and column.
+        ConfigError: the memory limit is too small for the program or one sort, a setting of a transform is
+            invalid, a reverse type already exists, or another output path is inside the dataset.
+        DatasetError: a value in a table is wrong. The message names file, row and column.
         StorageError: the target is not empty, or cannot be written.
     """
     out = plan.out.absolute()
@@ -195,7 +195,7 @@ def ingest(config: IngestConfig, plan: IngestPlan) -> Ingested:
     for option_name, path in (("workspace", workspace), ("output-conf-file", plan.output_description)):
         if path is not None and path.resolve().is_relative_to(out.resolve()):
             raise ConfigError(
-                f"the {option_name} {path} is in {out}, which holds a dataset only; choose another"
+                f"the {option_name} {path} is in {out}, the folder of the dataset; choose another"
             )
     _check_tables(config)
     reverse = _reverse_types(config) if plan.reverse_edges else {}
@@ -232,7 +232,7 @@ def ingest(config: IngestConfig, plan: IngestPlan) -> Ingested:
 
 
 def write_description(ingested: Ingested, path: Path) -> None:
-    """Write the description with the statistics of its transforms as JSON; ConfigError if it cannot be."""
+    """Write the description with the statistics of its transforms. Raise ConfigError if that fails."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(ingested.description, indent=1) + "\n", encoding="utf-8")
@@ -275,7 +275,7 @@ def _text_types(config: IngestConfig) -> dict[str, bool]:
         for edge in config.edges:
             ends = zip(edge.kind[::2], edge.id_columns, strict=True)
             used += [(edge.files, column) for ntype, column in ends if ntype == node.kind]
-        # Row numbers are integers, also if a CSV file names them.
+        # Row numbers are integers, even if they are in a CSV file.
         is_text[node.kind] = bool(node.id_columns) and not all(
             PiecewiseTable(files, 0).is_integer(column) for files, column in used
         )
@@ -283,7 +283,7 @@ def _text_types(config: IngestConfig) -> dict[str, bool]:
 
 
 def _num_steps(config: IngestConfig, num_reverse: int) -> int:
-    # About the number of files, for the progress.
+    # The result is about the number of files, for the progress.
     specs: tuple[TypeSpec[Any], ...] = (*config.nodes, *config.edges)
     tensors = sum(len(spec.features) + (0 if spec.label is None else 1 + len(SPLITS)) for spec in specs)
     return 2 * len(config.nodes) + 5 * len(config.edges) + 3 * num_reverse + tensors

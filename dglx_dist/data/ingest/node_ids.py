@@ -1,4 +1,4 @@
-"""Nodes by their ids, in memory or in files."""
+"""Lookup of nodes by their ids, in memory or in files."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,13 +20,13 @@ _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 @final
 class IdMap:
-    """Numbers of nodes by their ids: 0..N-1 in the order of the table, or any ids in files (buckets).
+    """Maps ids to node numbers. Ids other than 0..N-1 are stored in files (buckets).
 
     Args:
-        folder: For the buckets, each of which fits into ``memory`` bytes.
-        is_text: Whether ids are texts (large_string), not int64.
-        id_bytes: Of all ids that will be added; None: they are 0..N-1.
-        memory: Bytes looked up at a time.
+        folder: Folder of the buckets. Each fits in ``memory`` bytes.
+        is_text: Whether ids are texts (large_string) instead of int64.
+        id_bytes: Size of all ids that will be added, or None if they are 0..N-1.
+        memory: Number of bytes to look up at a time.
     """
 
     def __init__(
@@ -42,9 +42,9 @@ class IdMap:
             yield piece, parse_ids(piece.columns[column], is_text=self.is_text)
 
     def add(self, ids: Any, first_row: int, folder: Path | None = None) -> None:
-        """Append ``ids`` with their rows to the buckets of the map, or those to be looked up to a ``folder``.
+        """Append ``ids`` with their rows to the buckets of the map, or to buckets in ``folder``.
 
-        Each bucket is a file, a sequence of Arrow streams.
+        Each bucket is a file with a sequence of Arrow streams.
         """
         folder, buckets = folder or self._folder, self._bucket_of(ids)
         folder.mkdir(parents=True, exist_ok=True)
@@ -55,7 +55,7 @@ class IdMap:
                 stream.write_batch(rows[run])
 
     def check_unique(self, table: PiecewiseTable, column: str) -> None:
-        """Raise DatasetError naming both rows if an id occurs twice; called after all are added."""
+        """Raise DatasetError with both rows if an id occurs twice. Call it after all ids are added."""
         repeats = [repeat for number in range(self._num_buckets) for repeat in self._repeats(number)]
         if not repeats:
             return
@@ -68,7 +68,7 @@ class IdMap:
         """Return the (E,) int64 node numbers of the ids in a column, in their order.
 
         Raises:
-            DatasetError: an id is not among those of ``owner``; names file and row of the first one.
+            DatasetError: an id is unknown. The message has the file and row of the first one.
         """
         unknown: list[tuple[int, object, int]] = []
 
@@ -114,13 +114,13 @@ class IdMap:
             return np.fromiter(map(hash, ids.to_pylist()), np.int64, len(ids)) % self._num_buckets
         with np.errstate(over="ignore"):
             words = ids.to_numpy(zero_copy_only=False).astype(np.uint64) * _GOLDEN >> np.uint64(32)
-        # By the highest bits, in which all bits of an id count.
+        # The highest bits are used, because they depend on all bits of an id.
         return (words * np.uint64(self._num_buckets) >> np.uint64(32)).astype(np.int64)
 
     def _repeats(self, number: int) -> Iterator[tuple[int, int, object]]:
-        # Yields (row, earlier row, id) of the first repeated id of a bucket, if any.
+        # It yields (row, earlier row, id) of the first repeated id of a bucket, if any.
         path = self._folder / str(number)
-        # One id in most rows makes a bucket that does not fit; its first rows then hold a repeat.
+        # If one id is in most rows, its bucket does not fit in memory, but the first rows have a repeat.
         does_fit = not path.is_file() or path.stat().st_size <= self._memory
         for most_bytes in [None] if does_fit else [self._memory, None]:
             rows, ids = next(read_ids(path, most_bytes), (np.empty(0, np.int64), None))
@@ -133,9 +133,9 @@ class IdMap:
 
 
 def read_ids(path: Path, max_bytes: int | None) -> Iterator[tuple[Array, Any]]:
-    """Yield (numbers, ids) in the order in which they were appended; nothing if the file does not exist.
+    """Yield (numbers, ids) in the order in which they were appended, or nothing if there is no file.
 
-    About ``max_bytes`` are read at a time; None: all.
+    About ``max_bytes`` are read at a time, or all if it is None.
     """
     if not path.is_file():
         return

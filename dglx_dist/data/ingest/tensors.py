@@ -1,4 +1,4 @@
-"""Labels, splits and the tensors of one node or edge type, written to the dataset."""
+"""Labels, splits and tensors of one node or edge type, and their writing to the dataset."""
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -35,9 +35,10 @@ _CLASS_NUMBER = re.compile(r"(-1|0|[1-9][0-9]{0,14})(\.0+)?")
 
 @final
 class Labels:
-    """Labels of one type: int64 class numbers, -1 where a row has none; float32 and NaN for regression.
+    """Labels of one type: int64 classes, or float32 targets for regression.
 
-    Texts are numbered in alphabetical order, unless all are whole numbers, as in CSV, also written as "2.0".
+    Rows without a label have -1 or NaN. Texts are numbered in alphabetical order, unless all are whole
+    numbers (as in CSV), which may be written as "2.0".
     """
 
     def __init__(self, column: str, is_regression: bool) -> None:
@@ -46,7 +47,7 @@ class Labels:
         self.dtype: np.dtype[Any] = np.dtype(np.float32 if is_regression else np.int64)
         self.num_classes: int | None = None
         self.names: tuple[str, ...] = ()
-        """Class names, where labels are texts."""
+        """Class names, if labels are texts."""
         self._is_text: bool | None = None
         self._texts: set[str] = set()
         self._class_names: Any = None
@@ -58,17 +59,17 @@ class Labels:
         if self._is_text not in (None, rows.is_text):
             before = "numbers" if rows.is_text else "texts"
             raise rows.error(
-                f"holds {rows.values.type}, and a file before it {before}; write it alike in all files"
+                f"holds {rows.values.type}, but an earlier file holds {before}; use one type in all files"
             )
         self._is_text = rows.is_text
         if rows.is_text:
             known = rows.values.filter(pc.not_equal(pc.fill_null(rows.values, ""), ""))
-            add_texts(self._texts, known, rows, "is it a name, or a task of regression?")
+            add_texts(self._texts, known, rows, "check whether it is a name, or a task of regression")
         else:
             self._largest = max(self._largest, int(_read_integers(rows).max(initial=-1)))
 
     def finalize(self, where: str) -> None:
-        """Count the classes, after all rows of the table ``where`` are scanned."""
+        """Count the classes after all rows of the table ``where`` are scanned."""
         if self.is_regression:
             return
         if self._is_text:
@@ -83,12 +84,13 @@ class Labels:
         if self._largest < 0:
             raise column_error(where, self.column, "has no label in any row; leave labels out")
         if self._largest >= MAX_CLASSES:
-            problem = f"has the label {self._largest}, which takes over {MAX_CLASSES} classes; is it an id,"
-            raise column_error(where, self.column, f"{problem} or a task of regression?")
+            problem = f"has the label {self._largest}, which needs more than {MAX_CLASSES} classes"
+            remedy = "check whether it is an id, or a task of regression"
+            raise column_error(where, self.column, f"{problem}; {remedy}")
         self.num_classes = self._largest + 1
 
     def codes(self, rows: TableColumn) -> Array:
-        """Return (K,) labels of some rows."""
+        """Return the (K,) labels of some rows."""
         if self.is_regression:
             if not rows.is_text:
                 numbers = _floats(rows)
@@ -118,17 +120,17 @@ def _floats(rows: TableColumn) -> Array:
 def _read_integers(rows: TableColumn) -> Array:
     numbers = np.where(np.isnan(floats := _floats(rows)), -1.0, floats)
     odd = (numbers != np.floor(numbers)) | (numbers < -1) | np.isinf(numbers)
-    remedy = "give whole numbers from 0 on (-1 or nothing: none), or make it a task of regression"
+    remedy = "give whole numbers from 0 on (-1 or nothing for no label), or make it a task of regression"
     rows.refuse(odd, f"is not a class; {remedy}")
     return numbers.astype(np.int64)
 
 
 NO_SPLIT = 255
-"""Code of rows in no split; train, validation and test are 0, 1 and 2."""
+"""Code of rows without a split. Train, validation and test are 0, 1 and 2."""
 
 _BLOCK = 1 << 16
 _MAX_DRAWN = 10**9
-"""Limit of NumPy's hypergeometric draw."""
+"""Limit of NumPy's hypergeometric distribution."""
 
 
 def draw_split_codes(
@@ -136,13 +138,13 @@ def draw_split_codes(
 ) -> Iterator[Array]:
     """Yield (K,) uint8 random split codes for each (K,) bool piece of ``has_label``.
 
-    Each split has its exact share of the ``num_labelled`` True values; shares that sum to 1 leave none out.
-    All subsets of that size are equally likely, independent of the size of the pieces: each block of
-    labelled rows gets its part of each split by a hypergeometric draw, then a permutation.
+    Each split gets its exact share of the ``num_labelled`` True values. Shares that sum to 1 leave none out.
+    All subsets of that size are equally likely, and the result does not depend on the size of the pieces.
+    Each block of labelled rows gets its part of each split by a hypergeometric draw, and is then permuted.
     """
     if num_labelled >= _MAX_DRAWN:
         raise ConfigError(
-            f"split_pct of {num_labelled} labelled rows: fewer than {_MAX_DRAWN} can be drawn; name "
+            f"split_pct of {num_labelled} labelled rows is not supported, only fewer than {_MAX_DRAWN}; name "
             "nodes in custom_split_filenames, or leave the labels out and split when training"
         )
     sizes = _count_shares(num_labelled, shares)
@@ -163,9 +165,9 @@ def draw_split_codes(
 
 
 def _count_shares(count: int, shares: Sequence[float]) -> list[int]:
-    # Rounded down; if the shares sum to 1, the remaining rows go to the largest remainders.
+    # Counts are rounded down. If the shares sum to 1, the remaining rows go to the largest remainders.
     exact = [count * share for share in shares]
-    # In floating point, 0.8 x 1000 may be slightly below 800.
+    # In floating point, 0.8 x 1000 may be slightly less than 800.
     counts = [int(exact_count + 1e-6) for exact_count in exact]
     if sum(shares) > 1 - 1e-9:
         by_remainder = sorted(range(len(shares)), key=lambda i: counts[i] - exact[i])
@@ -175,7 +177,7 @@ def _count_shares(count: int, shares: Sequence[float]) -> list[int]:
 
 
 def read_split_codes(spec: LabelSpec, ids: IdMap, owner: str, folder: Path, memory: int) -> Iterator[Array]:
-    """Yield the split codes of all nodes, in order, from the files of ``custom_split_filenames``."""
+    """Yield the split codes of all nodes in order, from the files of ``custom_split_filenames``."""
     codes = ScatteredRows(folder / "codes", ids.num_nodes, np.uint8, memory=memory, fill=NO_SPLIT)
     num_unseen, column = 0, spec.id_column or LINE_COLUMN
     for code, name in enumerate(SPLIT_FILES):
@@ -193,13 +195,13 @@ def read_split_codes(spec: LabelSpec, ids: IdMap, owner: str, folder: Path, memo
     if num_unseen:
         names = ", ".join(str(path) for files in spec.files.values() for path in files.paths)
         raise DatasetError(
-            f"{names}: {num_unseen} ids are named more than once, in one file or in two; name each node "
-            "of a split once"
+            f"{names}: {num_unseen} ids are named more than once, in one file or in two; name each node of a "
+            "split once"
         )
 
 
 Reorder: TypeAlias = Callable[[Iterable[Array], ColumnInfo], Iterable[Array]]
-"""Rows in table order -> the same rows in storage order."""
+"""Function that reorders rows from table order to storage order."""
 
 _MASK = ColumnInfo(dtype="bool", row_shape=())
 _CODE = ColumnInfo(dtype="uint8", row_shape=())
@@ -214,7 +216,7 @@ class DatasetOutput:
     """Scratch folder."""
     budget: Budget
     advance: Advance
-    """Called with 1 for each file."""
+    """Function that is called with 1 for each file."""
     files: dict[str, FileInfo] = field(default_factory=dict)
     """Files written so far, for the manifest."""
 
@@ -226,10 +228,10 @@ class DatasetOutput:
 
 @final
 class TypeRows:
-    """The table of one node or edge type, and the tensors that it becomes.
+    """The table of one node or edge type, and its tensors.
 
     Args:
-        output: With a scratch folder of its own.
+        output: Output with its own scratch folder.
     """
 
     def __init__(self, spec: TypeSpec[Any], folder: str, output: DatasetOutput) -> None:
@@ -239,7 +241,7 @@ class TypeRows:
         self.columns: dict[str, ColumnInfo] = {}
         """Dtype and shape of the tensors, by name."""
         self.settings: list[Mapping[str, Any]] = []
-        """Of the transforms of each feature, with statistics."""
+        """Settings of the transforms of each feature, with statistics."""
         self._features = Features(spec.features, output.budget.batch)
         self.labels: Labels | None = None
         if spec.label is not None and spec.label.column is not None:
@@ -269,7 +271,7 @@ class TypeRows:
             self.labels.finalize(where)
 
     def write(self, seed: int, *, ids: IdMap | None = None, reorder: Reorder = lambda rows, _: rows) -> None:
-        """Write features, labels and masks; ``ids`` look up the nodes of split files."""
+        """Write features, labels and masks. ``ids`` look up the nodes of split files."""
         for name in self._features.names:
             info = self._features.info(name, self.table)
             self._put(name, info, reorder(self._features.chunks(name, self.table, info), info))
@@ -297,9 +299,9 @@ class TypeRows:
         self._output.write(data_path(self._folder, name), info, self.num_rows, chunks)
 
     def _split(self, label: LabelSpec, labels: Spill | None, seed: int, ids: IdMap | None) -> Spill:
-        # (N,) split code of each row of the table.
-        if label.split is DEFAULT_SPLIT and self.table.has(SPLIT):  # split_pct is not given
-            pieces = self.table.pieces([SPLIT])  # as uint8, -1 is NO_SPLIT
+        # It returns the (N,) split codes of the rows of the table.
+        if label.split is DEFAULT_SPLIT and self.table.has(SPLIT):  # There is no split_pct.
+            pieces = self.table.pieces([SPLIT])  # As uint8, -1 is NO_SPLIT.
             codes: Iterator[Array] = (split_codes(piece.columns[SPLIT]).astype(np.uint8) for piece in pieces)
         elif label.split is not None:
             num_labelled = sum(int(piece.sum()) for piece in self._has_label(labels))
@@ -321,7 +323,7 @@ class TypeRows:
         return by_row
 
     def _has_label(self, labels: Spill | None) -> Iterator[Array]:
-        # Every row counts as labelled where there are no labels.
+        # If there are no labels, every row counts as labelled.
         if labels is None or self.labels is None:
             for first in range(0, self.num_rows, self._at_once):
                 yield np.ones(min(self._at_once, self.num_rows - first), bool)

@@ -1,4 +1,4 @@
-"""Quality figures of a partition, and rebalancing of overloaded parts."""
+"""Quality of a partition, and rebalancing of overloaded parts."""
 
 import logging
 from collections.abc import Callable
@@ -31,35 +31,35 @@ from dglx_dist.records import Array, Assignment, RawGraph
 
 @dataclass(frozen=True, kw_only=True)
 class PartitionQuality:
-    """Figures of one partition; an edge belongs to the owner of its destination."""
+    """Figures of one partition. An edge belongs to the owner of its destination."""
 
     num_parts: int
     num_nodes: tuple[int, ...]
-    """(P,) owned nodes."""
+    """(P,) number of owned nodes."""
     num_edges: tuple[int, ...]
-    """(P,) in-edges of owned nodes."""
+    """(P,) number of in-edges of owned nodes."""
     cut_edges: int
-    """Directed edges whose ends have different owners."""
+    """Number of directed edges between different owners."""
     edge_cut: float
-    """``cut_edges`` / E, in [0, 1]; a random partition has (P - 1) / P. 0 without edges."""
+    """``cut_edges`` / E, in [0, 1], or 0 without edges. A random partition has (P - 1) / P."""
     remote_fraction: tuple[float, ...]
-    """(P,) share of a part's in-edges with a remote source: rho for one-hop reads."""
+    """(P,) share of a part's in-edges with a remote source (rho for one-hop reads)."""
     halo_nodes: tuple[int, ...]
-    """(P,) distinct remote sources of the in-edges of a part."""
+    """(P,) number of distinct remote sources of the in-edges of a part."""
     halo_factor: tuple[float, ...]
-    """(P,) halo nodes per owned node; 0 for an empty part."""
+    """(P,) halo nodes per owned node, or 0 for an empty part."""
     replication_factor: float
-    """Mean copies of a node if every part stores its halo: 1 + sum of halo nodes / N."""
+    """Mean number of copies of a node if every part stores its halo: 1 + sum of halo nodes / N."""
     balance: dict[str, float]
-    """Constraint -> largest load / share (max / mean for equal shares); 1 is even."""
+    """Largest load / share by constraint (max / mean for equal shares). 1 is even."""
     tolerance: dict[str, float]
-    """Constraint -> tolerance promised by the partitioner."""
+    """Tolerance by constraint that the partitioner promised."""
     missed: dict[str, float]
-    """Constraint -> value reached where the promise is not met."""
+    """Reached value by constraint, for broken promises."""
 
 
 def measure(graph: RawGraph, assignment: Assignment) -> PartitionQuality:
-    """Return the quality of ``assignment`` on ``graph``; reads each edge 1 + P / 64 times."""
+    """Return the quality of ``assignment`` on ``graph``. Each edge is read 1 + P / 64 times."""
     check_assignment(assignment, graph)
     num_parts = assignment.num_parts
     part = concatenate_owners(graph, assignment)
@@ -85,7 +85,7 @@ def measure(graph: RawGraph, assignment: Assignment) -> PartitionQuality:
 
 
 def _balance(graph: RawGraph, part: Array, assignment: Assignment) -> dict[str, float]:
-    # Of all constraints that exist in the graph, whether requested or not.
+    # All constraints that exist in the graph are measured, whether requested or not.
     requested = assignment.parameters.get("balance")
     constraints = ["nodes", "degree", *(c for c, column in MASKS.items() if has_node_column(graph, column))]
     if len(graph.num_nodes) > 1:
@@ -101,12 +101,12 @@ def _balance(graph: RawGraph, part: Array, assignment: Assignment) -> dict[str, 
 
 
 def _remote_and_halo(graph: RawGraph, part: Array, num_parts: int) -> tuple[Array, Array]:
-    """Return (P,) int64 in-edges with a remote source and (P,) int64 distinct remote sources."""
+    """Return the (P,) int64 numbers of in-edges with a remote source, and of distinct remote sources."""
     first_id = first_ids(graph)
     remote = np.zeros(num_parts, dtype=np.int64)
     halo = np.zeros(num_parts, dtype=np.int64)
     for first_part in range(0, num_parts, 64):
-        # One bit per (source, part): 8 bytes per node for 64 parts, independent of the number of edges.
+        # One bit per (source, part) takes 8 bytes per node for 64 parts, whatever the number of edges.
         readers = np.zeros(graph.total_nodes, dtype=np.uint64)
         for (src_type, _, dst_type), (src, dst) in graph.edges.items():
             _mark(src, dst, first_id[src_type], first_id[dst_type], part, first_part, readers, remote)
@@ -153,9 +153,9 @@ _EPSILON = 1e-12
 def enforce_capacities(
     graph: SymmetricGraph, weights: BalanceWeights, part_of_node: Array, method: str
 ) -> tuple[Array, dict[str, float]]:
-    """Return (N,) int32 ``part_of_node`` within its capacities, if possible.
+    """Return the (N,) int32 ``part_of_node`` within its capacities, if possible.
 
-    The constraints that are still exceeded are returned with their value, and logged as warnings.
+    Constraints that are still exceeded are returned with their value, and logged as warnings.
     """
     missed = weights.find_unmet(part_of_node)
     if not missed:
@@ -165,7 +165,7 @@ def enforce_capacities(
     missed = weights.find_unmet(part_of_node)
     for name, reached in missed.items():
         _LOG.warning(
-            "%s could not balance %s within its tolerance: the heaviest part carries %.3f of its share",
+            "%s could not balance %s within its tolerance: the heaviest part has %.3f times its share",
             method,
             name,
             reached,
@@ -183,10 +183,10 @@ def assign_balanced(
     weighted: bool = True,
     count_reserved_bytes: Callable[[BalanceWeights], int],
 ) -> Assignment:
-    """Return the assignment of a method that balances; excess is corrected or reported.
+    """Return the assignment of a method that balances. Excess is corrected or reported.
 
-    ``compute`` gets the graph of :func:`symmetrise`, which takes ``dtype``, ``weighted`` and
-    ``count_reserved_bytes``, and weights; not where the result is trivial. See :func:`assign_parts`.
+    ``compute`` gets the graph of :func:`symmetrise` and the weights. It is not called if the result is
+    trivial. For ``size`` see :func:`assign_parts`, and for ``dtype`` and ``weighted`` see :func:`symmetrise`.
     """
     num_parts, num_nodes = size[0], graph.total_nodes
     weights = balance_weights(graph, partitioner.options, num_parts, partitioner.max_constraints)
@@ -210,10 +210,11 @@ def assign_balanced(
 
 
 def rebalance(graph: SymmetricGraph, weights: BalanceWeights, part_of_node: Array) -> Array:
-    """Return a copy of the (N,) int32 ``part_of_node`` with nodes moved from overloaded to other parts.
+    """Return a copy of the (N,) int32 ``part_of_node`` with nodes moved out of overloaded parts.
 
-    Nodes that lose the fewest neighbours move first. A move must lower the total excess, each constraint
-    relative to its total. It may overload a part in another constraint, which a later move corrects.
+    Nodes that lose the fewest neighbours move first. A move must lower the total excess, where each
+    constraint is relative to its total. It may overload a part in another constraint. A later move corrects
+    that.
     """
     part = part_of_node.copy()
     # Weights are integers, so capacities are rounded down.
@@ -225,7 +226,7 @@ def rebalance(graph: SymmetricGraph, weights: BalanceWeights, part_of_node: Arra
     loads /= totals[:, None]
     capacity /= totals[:, None]
     for attempt in range(_MAX_PASSES):
-        # First only nodes that lose no neighbour; the allowed loss doubles, then is unlimited.
+        # At first only nodes that lose no neighbour may move. The allowed loss doubles, then is unlimited.
         allowed_loss = 2**attempt - 1 if attempt < _MAX_PASSES // 2 else 2**62
         _move(graph.indptr, graph.indices, matrix, loads, capacity, part, np.int64(allowed_loss))
         if (loads <= capacity * (1 + 1e-9)).all():
@@ -270,7 +271,7 @@ def _move(
 
 @njit(cache=True, nogil=True)
 def _excess(load: Array, capacity: Array, weight: Array, sign: float) -> float:
-    """Return the excess over capacity, summed over constraints, with the node added (1) or removed (-1)."""
+    """Return the total excess over capacity, with the node added (1), removed (-1) or unchanged (0)."""
     excess = 0.0
     for c in range(len(load)):
         excess += max(load[c] + sign * weight[c] - capacity[c], 0.0)

@@ -1,4 +1,4 @@
-"""The partitioner interface, the registry of partitioners, their options, and those of a partitioning."""
+"""The interface and registry of partitioners, and the options of partitioners and of a partitioning."""
 
 from __future__ import annotations
 
@@ -26,52 +26,58 @@ from dglx_dist.records import Assignment, RawGraph
 from dglx_dist.registry import Registry
 
 DEFAULT_TOLERANCE = 0.05
-"""The heaviest part may exceed its share by 5 %."""
+"""Default tolerance. The heaviest part may exceed its share by 5 %."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PartitionOptions:
-    """Balance constraints, objective and other options; a partitioner rejects those that it does not support.
+    """Options of partitioners. A partitioner rejects the options that it does not support.
 
     Raises:
-        ConfigError: a value is out of its range, a constraint is named twice, or a tolerance is for none.
+        ConfigError: a value is out of range, a constraint is named twice, or a tolerance has no constraint.
     """
 
     balance: tuple[str, ...] = option(
         tuple,
-        "Weights to balance: nodes, degree, train, val, test, ntype, etype, a column.",
+        "Weights to balance: nodes, degree, train, val, test, ntype, etype, or a column.",
         metavar="A,B",
         parse=parse_names,
     )
-    """``degree``: in-degree; ``ntype``: each node type; ``etype``: in-edges of each edge type; or a node
-    column of non-negative numbers."""
+    """Constraints to balance. ``degree`` is the in-degree, ``ntype`` each node type, and ``etype`` the
+    in-edges of each edge type. Other names are node columns of non-negative numbers."""
     tolerance: float | Mapping[str, float] = option(
         dict,
         "Allowed excess of the heaviest part: 0.05, or train=0.1,degree=0.02.",
         metavar="T",
         parse=parse_tolerances,
     )
-    """Over its share, 0.05 = 5 %; one value, or by constraint."""
+    """Allowed excess of a part over its share, where 0.05 is 5 %. One value, or by constraint."""
     target_weights: tuple[float, ...] | None = option(
         None, "Share of each part, for unequal machines: 1,1,2.", metavar="W,W", parse=parse_fractions
     )
-    """(P,) positive relative shares of the parts. None: equal."""
+    """(P,) positive relative shares of the parts, or None for equal shares."""
     objective: Literal["cut", "vol"] = option("cut", "Minimise cut edges (cut) or communicated nodes (vol).")
-    """``vol``: the number of (node, remote part) pairs that must be communicated."""
-    fast: bool = option(False, "Cheaper: less time (kaminpar) or memory (metis), a worse cut.")
-    """Of kaminpar its fast mode; of metis DistDGL's."""
+    """What to minimise. ``vol`` is the number of (node, remote part) pairs that must be communicated."""
+    fast: bool = option(False, "Use less time (kaminpar) or memory (metis), with a worse cut.")
+    """Whether to use the fast mode of kaminpar, or DistDGL's mode of metis."""
     servers: int | None = option(
-        None, "For hierarchical: servers; parts = servers x workers.", check=at_least(1)
+        None, "Number of servers for hierarchical. Parts = servers x workers.", check=at_least(1)
     )
-    workers: int | None = option(None, "For hierarchical: workers in each server.", check=at_least(1))
+    workers: int | None = option(
+        None, "Number of workers in each server, for hierarchical.", check=at_least(1)
+    )
     inner: str | None = None
-    """Partitioner of both levels of ``hierarchical``; None: the default one."""
-    file: str | PathLike[str] | None = option(None, "For file: a .npy with one part id per node.", kind=Path)
-    """Node types one after the other."""
-    passes: int = option(1, "Passes of ldg and fennel; more take time and cut less.", check=at_least(1))
-    """Each assigns every node anew."""
+    """Partitioner of both levels of ``hierarchical``, or None for the default."""
+    file: str | PathLike[str] | None = option(
+        None, "A .npy file with one part id per node, for file.", kind=Path
+    )
+    """File of part ids, one node type after the other."""
+    passes: int = option(
+        1, "Passes of ldg and fennel. More passes take time and cut fewer edges.", check=at_least(1)
+    )
+    """Number of passes. Each pass assigns every node again."""
     threads: int = option(1, "Threads of the partitioner, if it supports them.", check=at_least(1))
-    """Of ``kaminpar``; with more than 1 results may not be reproducible."""
+    """Threads of ``kaminpar``. With more than 1, results may not be reproducible."""
 
     def __post_init__(self) -> None:
         if isinstance(self.balance, str):
@@ -92,7 +98,7 @@ class PartitionOptions:
 
     @property
     def constraints(self) -> tuple[str, ...]:
-        """The constraints to balance: ``balance``, preceded by ``nodes`` if none of them covers all nodes.
+        """The constraints to balance. ``nodes`` is added if no constraint covers all nodes.
 
         Balancing only the few training nodes would not limit the size of the parts.
         """
@@ -101,7 +107,7 @@ class PartitionOptions:
         return self.balance
 
     def tolerance_of(self, constraint: str) -> float:
-        """Return the tolerance of ``constraint``, by default 0.05."""
+        """Return the tolerance of ``constraint``."""
         if isinstance(self.tolerance, Mapping):
             return float(self.tolerance.get(constraint, DEFAULT_TOLERANCE))
         return float(self.tolerance)
@@ -112,12 +118,12 @@ def _check_tolerance(tolerance: float | Mapping[str, float], constraints: tuple[
     for name, value in tolerances.items():
         if not (value > 0 and math.isfinite(value)):
             raise ConfigError(
-                f"the tolerance of {name} is {value}; it must be above 0, 0.05 allows 5 % more than the share"
+                f"the tolerance of {name} is {value}; it must be above 0, and 0.05 allows 5 % over the share"
             )
         if isinstance(tolerance, Mapping) and name not in constraints:
             raise ConfigError(
-                f"there is a tolerance for {name!r}, which is not balanced; balanced are "
-                f"{', '.join(constraints)}: add it to balance or drop its tolerance"
+                f"there is a tolerance for {name!r}, which is not balanced (balanced: "
+                f"{', '.join(constraints)}); add it to balance, or drop its tolerance"
             )
 
 
@@ -129,16 +135,16 @@ class Partitioner(ABC):
     """
 
     honours: ClassVar[frozenset[str]] = frozenset()
-    """Supported fields of PartitionOptions; others must have their default value."""
+    """Supported fields of PartitionOptions. All others must have their default value."""
 
     max_constraints: ClassVar[int | None] = 1
-    """Maximum number of balance weights; None: any number."""
+    """Maximum number of balance weights, or None for any number."""
 
     external: ClassVar[bool] = False
-    """Whether :attr:`workspace` is used, so that a graph may be larger than the memory granted."""
+    """Whether :attr:`workspace` is used, so that a graph may be larger than the granted memory."""
 
     workspace: Workspace | None = None
-    """Set before :meth:`assign` where the memory is limited."""
+    """Workspace for limited memory. It is set before :meth:`assign`."""
 
     def __init__(self, options: PartitionOptions) -> None:
         self.options = options
@@ -148,7 +154,7 @@ class Partitioner(ABC):
             for option_field in fields(options)
             if getattr(options, option_field.name) != getattr(default, option_field.name)
         }
-        if options.constraints == default.constraints:  # the number of nodes, which all balance
+        if options.constraints == default.constraints:  # All partitioners balance the number of nodes.
             changed.discard("balance")
         for name in sorted(changed - self.honours):
             raise ConfigError(
@@ -157,16 +163,16 @@ class Partitioner(ABC):
             )
 
     def within(self, workspace: Workspace | None, graph: RawGraph) -> Partitioner:
-        """Return this partitioner, for work in ``workspace``.
+        """Return this partitioner, to work in ``workspace``.
 
         Raises:
-            ConfigError: it works in memory only, which cannot hold the edges of ``graph``.
+            ConfigError: it only works in memory, and the edges of ``graph`` do not fit.
         """
         num_bytes = 32 * graph.total_edges
         if workspace is not None and not self.external and not workspace.fits(num_bytes):
             alternatives = [name for name in PARTITIONERS.names() if PARTITIONERS.get(name).external]
             raise ConfigError(
-                f"{type(self).__name__} works in memory only, where {graph.total_edges} edges take about "
+                f"{type(self).__name__} only works in memory, and {graph.total_edges} edges take about "
                 f"{format_bytes(num_bytes)}; grant more --memory, or choose {', '.join(alternatives)}"
             )
         self.workspace = workspace
@@ -174,11 +180,11 @@ class Partitioner(ABC):
 
     @abstractmethod
     def assign(self, graph: RawGraph, num_parts: int, seed: int) -> Assignment:
-        """Return the owner of every node; called in one process, for at least 1 part and a seed from 0 on.
+        """Assign every node to a part. It is called in one process.
 
-        Deterministic. Supports 1 part, more parts than nodes (some are empty), graphs without edges and
-        several node types, and does not change the graph. ``Assignment.parameters["tolerance"]`` has the
-        promised balance by constraint.
+        The result must be deterministic, and the graph must not be changed. It must support a single part,
+        more parts than nodes (some are empty), graphs without edges, and several node types.
+        ``Assignment.parameters["tolerance"]`` has the promised balance by constraint.
 
         Raises:
             ConfigError: the options do not match ``graph`` or ``num_parts``.
@@ -208,7 +214,7 @@ PARTITIONERS: Registry[Partitioner] = Registry(
 def default_partitioner(options: PartitionOptions) -> str:
     """Return ``kaminpar`` for one balance weight, otherwise ``metis``.
 
-    KaMinPar needs a quarter of the memory for the same cut and has threads; only METIS balances several
+    KaMinPar needs a quarter of the memory for the same cut, and has threads. Only METIS balances several
     weights and minimises communication volume.
     """
     one_weight = len(options.constraints) == 1 and not {"ntype", "etype"} & set(options.constraints)
@@ -217,53 +223,58 @@ def default_partitioner(options: PartitionOptions) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class PartitionPlan:
-    """Partitioning method, its options, and the format of the dataset; a wrong value is a ConfigError."""
+    """Partitioning method, its options, and the format of the dataset.
+
+    Raises:
+        ConfigError: a value is wrong.
+    """
 
     num_parts: int
     method: str | None = option(
         None,
-        # Names of plugins would be looked for whenever this is imported.
-        f"How to place nodes: {', '.join(sorted(_BUILTIN))}, or a plugin. Without it: kaminpar for one "
-        "balance weight, metis for more.",
+        # Names of plugins are not listed, because importing this module would have to load them.
+        f"How to place nodes: {', '.join(sorted(_BUILTIN))}, or a plugin. Default: kaminpar for one balance "
+        "weight, metis for more.",
     )
     trainers_per_part: int = option(
         1,
-        "Partition each part once more, by the same method, and store each node's trainer_id.",
+        "Number of pieces into which each part is split again. Each node's trainer_id is stored.",
         flag="--trainers-per-server",
         metavar="T",
     )
-    """t above 1: each part is split again, and nodes and edges get a ``trainer_id`` in [0, P x t)."""
+    """Number of trainers t. If it is above 1, nodes and edges get a ``trainer_id`` in [0, P x t)."""
     feature_dtype: str | Mapping[str, str] | None = option(
         None,
-        "Store features as float16, bfloat16 or float32: all of them, or feat=float16,x=bfloat16.",
+        "Storage type of features: float16, bfloat16 or float32, or by name as feat=float16,x=bfloat16.",
         metavar="TYPE",
         parse=parse_by_name,
     )
     memory: str | None = option(
-        None, "Memory of each process, e.g. 4GB; what does not fit is worked on in files.", metavar="SIZE"
+        None, "Memory limit of each process, such as 4GB. Larger data is processed in files.", metavar="SIZE"
     )
-    """None: all is in memory."""
+    """Memory limit, or None to keep everything in memory."""
     scratch: Path | None = option(
         None, "Folder on a disk for these files. Default: beside --out.", metavar="DIR"
     )
     add_reverse_edges: bool = option(
         False,
-        "Store an opposite edge for each that has none; with several edge types, types RELATION-rev of the "
-        "opposite edges.",
+        "Store an opposite edge for each edge that has none. With several edge types, store opposite edges "
+        "as types RELATION-rev.",
     )
-    """Of one edge type with its columns, but no mask; of several without columns."""
+    """Whether to add opposite edges. With one edge type they get its columns but no masks, with several no
+    columns."""
     add_self_loops: bool = option(False, "Store an edge from each node to itself.")
-    """For each node without one; columns are 1, masks False. Of graphs with one edge type."""
+    """Whether to add missing self-loops to graphs with one edge type. Columns are 1, and masks False."""
     normalize_features: Literal["row"] | None = option(
-        None, "row: divide each row of feat by the sum of its absolute values.", metavar="row", kind=str
+        None, "With row, divide each row of feat by the sum of its absolute values.", metavar="row", kind=str
     )
-    seed: int = option(0, "The same seed gives the same parts.")
-    format: Literal["dglx", "dgl"] = option("dglx", "dglx, or dgl: what DGL's own load_partition reads.")
+    seed: int = option(0, "Random seed. The same seed gives the same parts.")
+    format: Literal["dglx", "dgl"] = option("dglx", "Format of the files: dglx, or dgl for load_partition.")
     overwrite: bool = option(False, "Replace what is in DIR.")
     options: PartitionOptions = field(default_factory=PartitionOptions)
 
     def __post_init__(self) -> None:
-        # Imports Numba.
+        # This module imports Numba, which is slow.
         from dglx_dist.data.storage.writer import check_feature_dtype
 
         if self.num_parts < 1:
@@ -282,15 +293,13 @@ class PartitionPlan:
             if self.format == "dgl":
                 raise ConfigError("DGL's files are written from memory; leave out memory, or format 'dgl'")
         elif self.scratch is not None:
-            raise ConfigError(
-                f"scratch {self.scratch} is for files of a limited memory; add memory, e.g. 4GB"
-            )
+            raise ConfigError(f"scratch {self.scratch} needs a memory limit; add memory, e.g. 4GB")
         dtype = self.feature_dtype
         dtypes = list(dtype.values()) if isinstance(dtype, Mapping) else [dtype]
         if self.format == "dgl" and "bfloat16" in dtypes:
-            raise ConfigError("DGL's files cannot hold bfloat16; take float16, or format 'dglx'")
+            raise ConfigError("DGL's files cannot hold bfloat16; use float16, or format 'dglx'")
 
     @property
     def partitioner(self) -> str:
-        """Resolved name of the partitioner; UnknownNameError if it does not exist."""
+        """Resolved name of the partitioner. UnknownNameError if it does not exist."""
         return PARTITIONERS.resolve(self.method or default_partitioner(self.options))

@@ -33,30 +33,30 @@ COUNT_EDGES = ("degree", "etype")
 
 @dataclass(frozen=True, kw_only=True)
 class BalanceWeights:
-    """C balance constraints over the N nodes of all types and the P parts."""
+    """C balance constraints for the N nodes of all types and P parts."""
 
     names: tuple[str, ...]
     columns: tuple[Array, ...]
-    """C arrays (N,) int64, not negative."""
+    """C arrays (N,) int64 of non-negative weights."""
     tolerance: Array
-    """(C,) float64."""
+    """(C,) float64 tolerances."""
     shares: Array
     """(P,) float64 target shares of the parts, which sum to 1."""
 
     def matrix(self) -> Array:
-        """Return (N, C) int64, without a copy for one weight."""
+        """Return the (N, C) int64 weights, without a copy for one constraint."""
         (*first_columns, last) = self.columns
         return np.stack(self.columns, axis=1) if first_columns else np.ascontiguousarray(last).reshape(-1, 1)
 
     def loads(self, part_of_node: Array) -> Array:
-        """Return (C, P) float64 loads of the parts under the (N,) int assignment."""
+        """Return the (C, P) float64 loads of the parts for the (N,) int assignment."""
         return np.stack([sum_by_part(part_of_node, column, len(self.shares)) for column in self.columns])
 
     def capacities(self) -> Array:
-        """Return (C, P) float64: share x (1 + tolerance), or what a heavier node needs if that is more.
+        """Return the (C, P) float64 capacities: share x (1 + tolerance), or more if heavy nodes need it.
 
-        Nodes are indivisible: one of weight w may exceed the part's share of all nodes of weight w or more.
-        If the heaviest are placed first, no part needs more than that; other nodes need not fill it.
+        Nodes are indivisible, so a node of weight w may exceed the part's share of all nodes with weight w or
+        more. If the heaviest nodes are placed first, no part needs more than that.
         """
         rows = []
         for column, tolerance in zip(self.columns, self.tolerance.tolist(), strict=True):
@@ -75,20 +75,20 @@ class BalanceWeights:
         return {
             name: imbalance(loads[c], self.shares)
             for c, name in enumerate(self.names)
-            # Shares are rounded, so a full part may appear slightly overloaded.
+            # Shares are rounded, so a full part may seem slightly overloaded.
             if (loads[c] > capacities[c] * (1 + 1e-9)).any()
         }
 
 
 def sum_by_part(part_of_node: Array, column: Array, num_parts: int) -> Array:
-    """Return (P,) float64 sums of an (N,) integer column, which :func:`numpy.bincount` would copy twice."""
+    """Return the (P,) float64 sums of an (N,) integer column. np.bincount would copy the column twice."""
     rows = pieces(len(column), 1 << 20)
     sums = (np.bincount(part_of_node[row], column[row], num_parts) for row in rows)
     return sum(sums, np.zeros(num_parts))
 
 
 def imbalance(loads: Array, shares: Array) -> float:
-    """Return the largest load / (total x share) of the (P,) loads, 1.0 if the total is 0."""
+    """Return the largest load / (total x share) of the (P,) loads, or 1.0 if the total is 0."""
     total = float(loads.sum())
     return float((loads / (total * shares)).max()) if total > 0 else 1.0
 
@@ -105,7 +105,7 @@ def balance_weights(
     names = tuple(name for _, name, _ in columns)
     if max_constraints is not None and len(names) > max_constraints:
         raise ConfigError(
-            f"this method balances {max_constraints} weight at a time, but {len(names)} are asked for "
+            f"this method balances {max_constraints} weight at a time, but {len(names)} are given "
             f"({', '.join(names)}); choose method metis, or balance one of nodes, degree"
         )
     return BalanceWeights(
@@ -117,7 +117,7 @@ def balance_weights(
 
 
 def part_shares(target_weights: Sequence[float] | None, num_parts: int) -> Array:
-    """Return (P,) float64 shares that sum to 1; ConfigError unless there is one weight per part."""
+    """Return the (P,) float64 shares, with sum 1. Raise ConfigError unless there is one weight per part."""
     if target_weights is None:
         return np.full(num_parts, 1.0 / num_parts)
     if len(target_weights) != num_parts:
@@ -129,7 +129,7 @@ def part_shares(target_weights: Sequence[float] | None, num_parts: int) -> Array
 
 
 def constraint_columns(graph: RawGraph, constraint: str) -> Iterator[tuple[str, Array]]:
-    """Yield (name, (N,) int64 weights) of ``constraint``; ``ntype`` and ``etype`` have one per type."""
+    """Yield the names and (N,) int64 weights of ``constraint``. ``ntype`` and ``etype`` have one per type."""
     if constraint == "nodes":
         yield "nodes", np.ones(graph.total_nodes, dtype=np.int64)
     elif constraint == "degree":
@@ -152,12 +152,12 @@ def node_slices(graph: RawGraph) -> dict[str, slice]:
 
 
 def in_degrees(graph: RawGraph, etypes: Collection[EdgeType] | None = None) -> Array:
-    """Return (N,) int64 in-degrees over the edge types; None: all."""
+    """Return the (N,) int64 in-degrees over ``etypes``, or over all edge types."""
     degrees, rows = np.zeros(graph.total_nodes, np.int64), node_slices(graph)
     for etype in graph.edges if etypes is None else etypes:
         destinations, of_type = graph.edges[etype][1], degrees[rows[etype[2]]]
         for piece in pieces(len(destinations)):
-            # Counts of one piece would be an array of all nodes, and bincount casts a copy.
+            # bincount would cast a copy, and return counts of all nodes for each piece.
             _count_ids(destinations[piece], of_type)
     return degrees
 
@@ -196,13 +196,13 @@ def _data_column(graph: RawGraph, constraint: str, column: str) -> Array:
 def _weight_of(values: NodeColumn, constraint: str, node_type: str) -> Array:
     if isinstance(values, SparseRows) or values.ndim != 1 or values.dtype.kind not in "biu":
         raise ConfigError(
-            f"cannot balance {constraint!r}: node type {node_type!r} has it as {values.shape} "
-            f"{values.dtype}; a weight is one integer or bool per node"
+            f"cannot balance {constraint!r}: it is {values.dtype} of shape {values.shape} for node type "
+            f"{node_type!r}; a weight is one integer or bool per node"
         )
     if values.dtype.kind == "i" and len(values) and values.min() < 0:
         row = int(np.argmax(values < 0))
         raise ConfigError(
-            f"cannot balance {constraint!r}: node {row} of type {node_type!r} weighs {values[row]}; "
+            f"cannot balance {constraint!r}: node {row} of type {node_type!r} has the weight {values[row]}; "
             "weights are 0 or more"
         )
     return values.astype(np.int64)
@@ -216,10 +216,12 @@ def assign_parts(
     weights: BalanceWeights | None = None,
     **parameters: object,
 ) -> Assignment:
-    """Return the assignment of a method to its (N,) int ``parts`` over all types.
+    """Return the assignment for the (N,) int ``parts`` of a method.
 
-    It promises the tolerances of its options only for ``weights``, those that it balances. ``size`` is
-    (P, seed), and ``parameters`` are added to those of the assignment.
+    Args:
+        size: (P, seed).
+        weights: Weights that the method balances. The assignment promises the tolerances for them only.
+        parameters: Further parameters of the assignment.
     """
     num_parts, seed = size
     assert len(parts) == graph.total_nodes, "a method assigns every node once"
@@ -234,7 +236,7 @@ def assign_parts(
 
 
 def concatenate_owners(graph: RawGraph, assignment: Assignment) -> Array:
-    """Return the (N,) int32 owners over all types, in the order of ``graph.num_nodes``."""
+    """Return the (N,) int32 owners of the nodes of all types, in the order of ``graph.num_nodes``."""
     owners = (np.asarray(assignment.part_of[ntype], dtype=np.int32) for ntype in graph.num_nodes)
     return np.concatenate([np.empty(0, np.int32), *owners])
 
@@ -242,7 +244,7 @@ def concatenate_owners(graph: RawGraph, assignment: Assignment) -> Array:
 def describe(options: PartitionOptions, weights: BalanceWeights | None) -> dict[str, object]:
     """Return options and promised tolerances as JSON values for ``Assignment.parameters``.
 
-    ``weights`` are the constraints that the partitioner guarantees; None: no balance.
+    ``weights`` are the constraints that the partitioner guarantees, or None if there are none.
     """
     promised = () if weights is None else zip(weights.names, weights.tolerance.tolist(), strict=True)
     settings = {
@@ -258,14 +260,14 @@ def describe(options: PartitionOptions, weights: BalanceWeights | None) -> dict[
 
 @dataclass(frozen=True, kw_only=True)
 class SymmetricGraph:
-    """Undirected adjacency without self-loops or repetition; u lists v iff v lists u."""
+    """Undirected adjacency without self-loops and repetitions. Each pair is stored in both rows."""
 
     indptr: Array
     """(N + 1,) int64."""
     indices: Array
-    """(M,) int32 or int64, in no particular order within a row; M is even."""
+    """(M,) int32 or int64 neighbours, in no particular order within a row."""
     edge_weights: Array | None
-    """(M,) int32 (int64 where needed) number of directed edges of a pair; None if 99 % have the same."""
+    """(M,) int32 or int64 number of directed edges of a pair, or None if 99 % of the pairs have the same."""
 
     @property
     def num_nodes(self) -> int:
@@ -289,10 +291,13 @@ def symmetrise(
 ) -> SymmetricGraph:
     """Return all edge types as one symmetric graph over the concatenated node types.
 
-    Takes 2 E ids (and 2 E int32 weights if ``weighted``, to count parallel and opposite edges) and two arrays
-    of N int64. ``dtype`` is that of the indices; None: int32 if N fits, else int64. If that and
-    ``reserved_bytes`` bytes do not fit into the ``workspace``, if any, the graph is written there and
-    memory-mapped, with indices of the default dtype.
+    It takes memory for 2 E ids, 2 E int32 weights if ``weighted``, and two int64 arrays of N.
+
+    Args:
+        dtype: Dtype of the indices. By default int32 if N fits, else int64.
+        weighted: Whether to count parallel and opposite edges.
+        workspace: If the graph and ``reserved_bytes`` do not fit in its memory, the graph is written there
+            and memory-mapped, with indices of the default dtype.
     """
     num_nodes = graph.total_nodes
     per_entry = np.dtype(dtype or id_dtype(num_nodes)).itemsize + 4 * weighted
@@ -310,7 +315,7 @@ def symmetrise(
     _fill_rows(graph, 0, num_nodes, indptr[1:-1], indices, weights)
     indptr = indptr[:-1]
     num_kept = _merge(indptr, indices, weights, weighted, np.full(num_nodes, -1, dtype=np.int64), 0)
-    # Shrinks in place if the allocator can, without a copy of the largest array.
+    # resize shrinks the array in place if the allocator can, without a copy of the largest array.
     indices.resize(num_kept, refcheck=False)
     if not weighted:
         return SymmetricGraph(indptr=indptr, indices=indices, edge_weights=None)
@@ -320,7 +325,7 @@ def symmetrise(
 
 
 def _starts(graph: RawGraph) -> Array:
-    # One slot more than rows + 1: while filling, indptr[v + 1] is the next free position of row v.
+    # There is one more slot than rows + 1. While filling, indptr[v + 1] is the next free position of row v.
     first_id, indptr = first_ids(graph), np.zeros(graph.total_nodes + 2, dtype=np.int64)
     for (src_type, _, dst_type), (src, dst) in graph.edges.items():
         _count(src, dst, first_id[src_type], first_id[dst_type], indptr)
@@ -342,9 +347,9 @@ def _write_symmetric(graph: RawGraph, folder: Path, weighted: bool, workspace: W
 
 
 NODE_BYTES = 32
-"""Memory for each node while rows are written: row starts (twice), free positions, last positions."""
+"""Memory for each node while rows are written: row starts (twice), free positions and last positions."""
 _MAX_PASSES = 64
-"""More ranges of rows, each a pass over all edges, take too long."""
+"""Maximum number of ranges of rows. Each range needs a pass over all edges."""
 
 
 def write_rows(
@@ -355,16 +360,17 @@ def write_rows(
     workspace: Workspace,
     label: str,
 ) -> None:
-    """Write a :class:`SymmetricGraph` to ``folder``, as many rows at a time as fit into the memory.
+    """Write a :class:`SymmetricGraph` to ``folder``, with as many rows at a time as fit in memory.
 
-    All ranks of the workspace call it, and each fills rows with as many entries.
+    All ranks of the workspace call it. Each fills rows with about the same number of entries.
 
     Args:
-        folder: Where the files are written; see :meth:`SymmetricGraph.open`.
+        folder: Folder of the files, see :meth:`SymmetricGraph.open`.
         starts: (N + 1,) int64 row starts before repeated neighbours are merged.
-        fill: Writes the neighbours and weights (ones before) of the rows ``first`` to ``last - 1`` at their
-            ``free`` positions, which it advances; it is called once for each range.
-        weight_dtype: Of the edge weights; None for none.
+        fill: Called once for each range with (first, last, free, indices, weights). It writes the neighbours
+            and weights of the rows ``first`` to ``last - 1`` at their ``free`` positions, and advances these.
+            Weights are initialised with 1.
+        weight_dtype: Dtype of the edge weights, or None for no weights.
 
     Raises:
         ConfigError: the memory is too small for the arrays of nodes, or for one row.
@@ -400,7 +406,7 @@ def write_rows(
             indptr.append(local[1:] + written)
             advance(last - first)
             first = last
-            # Not beside the next ones.
+            # They are freed before the next ones are allocated.
             del indices, weights
 
 
@@ -411,7 +417,7 @@ def first_ids(graph: RawGraph) -> dict[str, int]:
 
 
 def _is_nearly_uniform(weights: Array) -> bool:
-    # Weights that are equal for 99 % of the pairs cost memory and hardly change the cut.
+    # Weights that are equal for 99 % of the pairs take memory and hardly change the cut.
     if len(weights) == 0:
         return True
     commonest = int(np.median(weights[:: max(len(weights) // 1000, 1)]))
@@ -447,9 +453,9 @@ def _fill(
 def _merge(
     indptr: Array, indices: Array, weights: Array, weighted: bool, position: Array, written_before: int
 ) -> int:
-    """Merge repeated neighbours in place and compact the rows; return the number of entries left.
+    """Merge repeated neighbours in place, compact the rows, and return the number of remaining entries.
 
-    ``position`` has for each neighbour where it was written last, counting those of former calls.
+    ``position`` has the last position of each neighbour, counting entries of earlier calls.
     """
     written = 0
     begin = indptr[0]
@@ -458,7 +464,7 @@ def _merge(
         row = written
         for e in range(begin, end):
             v = indices[e]
-            # Positions only grow, so one before this row belongs to another row.
+            # Positions only grow, so a position before this row belongs to another row.
             at = position[v] - written_before
             if at >= row:
                 if weighted:
@@ -477,9 +483,9 @@ def _merge(
 def induced_graph(
     graph: RawGraph, nodes: Array, constraints: Sequence[str], workspace: Workspace | None = None
 ) -> RawGraph:
-    """Return the subgraph of ``nodes`` ((K,) int64 ascending ids over all types), renumbered per type.
+    """Return the renumbered subgraph of ``nodes``, (K,) int64 ascending ids over all types.
 
-    It has only the node columns of ``constraints``. With a ``workspace`` its edges are memory-mapped.
+    It only has the node columns of ``constraints``. With a ``workspace`` its edges are memory-mapped.
     """
     new_id = np.full(graph.total_nodes, -1, dtype=id_dtype(graph.total_nodes))
     num_nodes: dict[str, int] = {}
@@ -497,7 +503,7 @@ def induced_graph(
         }
 
     def iterate_ends(edge_type: EdgeType, end: int) -> Iterator[Array]:
-        # Views, since adding the first id to int32 ids overflows if all types together exceed 2**31.
+        # Views are used, because adding the first id to int32 ids may overflow.
         of_src, of_dst = new_id[first_id[edge_type[0]] :], new_id[first_id[edge_type[2]] :]
         src, dst = graph.edges[edge_type]
         for piece in pieces(max(len(src), 1), 1 << 17):

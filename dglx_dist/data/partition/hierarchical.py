@@ -27,9 +27,9 @@ from dglx_dist.records import Array, Assignment, EdgeType, NodeColumn, RawGraph
 
 @final
 class Hierarchical(Partitioner):
-    """Splits over ``options.servers``, then each piece over ``options.workers``, with ``options.inner``.
+    """Partitions over ``options.servers``, then each piece over ``options.workers``, with ``options.inner``.
 
-    Server s has the parts s x workers to (s + 1) x workers - 1. The inner method gets all other options and
+    Server s has the parts s x workers to (s + 1) x workers - 1. The inner method gets all other options, and
     may reject them.
     """
 
@@ -60,7 +60,7 @@ class Hierarchical(Partitioner):
                 weighted, split(weighted, shares.sum(axis=1), self._open_level("servers"))
             )
 
-        # Kept, since a method may place otherwise in another memory, and the edges of a server are stages.
+        # The result is stored, because a method may give other parts with another memory limit.
         work = self.workspace
         first = split_servers() if work is None else work.array("servers", split_servers, shared=True)
         part_of_node = np.empty(len(first), dtype=np.int32)
@@ -82,16 +82,16 @@ class Hierarchical(Partitioner):
         return assign_parts(self, graph, (num_parts, seed), part_of_node, promised, **parameters)
 
     def _open_level(self, name: str) -> Workspace | None:
-        # Each partitioning has stages of its own.
+        # Each partitioning has its own stages.
         work = self.workspace
         return None if work is None else replace(work, folder=work.folder / f"{name}.work")
 
     def _shape(self, num_parts: int) -> tuple[int, int]:
-        # (servers, workers); a missing number follows from the other one.
+        # It returns (servers, workers). A missing number is computed from the other one.
         servers, workers = self.options.servers, self.options.workers
         if servers is None and workers is None:
             raise ConfigError(
-                "method hierarchical needs the number of servers or of workers in each; set one"
+                "method hierarchical needs the number of servers or of workers per server; set one"
             )
         if servers is None:
             servers = max(num_parts // (workers or 1), 1)
@@ -100,13 +100,13 @@ class Hierarchical(Partitioner):
         if servers * workers != num_parts:
             raise ConfigError(
                 f"{num_parts} parts are not {servers} servers x {workers} workers = {servers * workers}; "
-                f"ask for {servers * workers} parts or another number of servers"
+                f"use {servers * workers} parts or another number of servers"
             )
         return servers, workers
 
 
 def _inner_options(options: PartitionOptions, honours: frozenset[str]) -> PartitionOptions:
-    # The tolerance of each level is such that two levels compound to the requested one.
+    # The tolerance of each level is chosen so that two levels together have the requested one.
     inner = replace(options, servers=None, workers=None, inner=None)
     if "tolerance" not in honours and not options.tolerance:
         return inner
@@ -115,7 +115,7 @@ def _inner_options(options: PartitionOptions, honours: frozenset[str]) -> Partit
 
 
 def _with_weight_columns(graph: RawGraph, options: PartitionOptions) -> tuple[RawGraph, PartitionOptions]:
-    # Weights that count edges become node columns, since a piece of the graph lacks the edges from outside.
+    # Weights that count edges become node columns, because a piece of the graph lacks edges from outside.
     names = {constraint: [constraint] for constraint in options.constraints}
     added: dict[str, Array] = {}
     for constraint in [name for name in names if name in COUNT_EDGES]:
@@ -139,12 +139,12 @@ _EDGES_AT_ONCE = 1 << 20
 TRAINER_ID = "trainer_id"
 """DGL's name of the node and edge data with the trainer."""
 TRAINERS_PER_PART = "trainers_per_part"
-"""Key in ``Assignment.parameters`` and in the manifest."""
+"""Key of the number of trainers in ``Assignment.parameters`` and in the manifest."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TwoLevelSplit:
-    """Assignments to P parts and to P x t trainers; part p has the trainers p x t to (p + 1) x t - 1."""
+    """Assignments to P parts and to P x t trainers. Part p has the trainers p x t to (p + 1) x t - 1."""
 
     parts: Assignment
     trainers: Assignment
@@ -158,21 +158,21 @@ def assign_two_levels(
     seed: int,
     workspace: Workspace | None = None,
 ) -> TwoLevelSplit:
-    """Partition ``graph`` over P parts, and each over t trainers, with the same method; ``size`` is (P, t).
+    """Partition ``graph`` over P parts, and each part over t trainers, with the same method.
 
-    Constraints apply at both levels; ``parameters["missed"]`` of each level has those that are not met. The
-    ``target_weights`` are those of the parts; the trainers of a part are equal.
+    ``size`` is (P, t). Constraints apply at both levels, and ``parameters["missed"]`` of each level has those
+    that are not met. The ``target_weights`` are those of the parts. The trainers of a part are equal.
     """
     num_parts, per_part = size
     if options.servers is not None or options.workers is not None or options.inner is not None:
         raise ConfigError(
-            f"servers, workers and inner are for method hierarchical alone, and {per_part} trainers for each "
-            "part ask for two levels already; leave them out"
+            f"servers, workers and inner are for method hierarchical only, and {per_part} trainers per part "
+            "already need two levels; leave them out"
         )
     for name, columns in (*graph.node_data.items(), *graph.edge_data.items()):
         if TRAINER_ID in columns:
             raise ConfigError(
-                f"{graph.name} has {TRAINER_ID!r} as data of {name!r} already; remove it, or partition for "
+                f"{graph.name} already has {TRAINER_ID!r} as data of {name!r}; remove it, or partition for "
                 "one trainer per part"
             )
     part_shares(options.target_weights, num_parts)
@@ -202,7 +202,7 @@ def assign_two_levels(
 def with_trainer_ids(graph: RawGraph, trainers: Assignment, workspace: Workspace | None = None) -> RawGraph:
     """Return ``graph`` with int32 columns of the trainer of each node and of each edge's destination.
 
-    Those of edges are memory-mapped from a stage of ``workspace``.
+    Edge columns are memory-mapped from a stage of ``workspace``.
     """
     node_data: dict[str, dict[str, NodeColumn]] = {
         ntype: {**graph.node_data.get(ntype, {}), TRAINER_ID: trainers.part_of[ntype]}

@@ -1,4 +1,4 @@
-"""Multilevel methods: METIS with any number of balance weights, by pymetis or DGL, and KaMinPar with one."""
+"""Multilevel methods: METIS (by pymetis or DGL) for any number of balance weights, and KaMinPar for one."""
 
 import contextlib
 import ctypes
@@ -24,11 +24,11 @@ from dglx_dist.progress import progress
 from dglx_dist.records import Array, Assignment, RawGraph
 
 _DGL_WEIGHTS = ("nodes", "degree")
-"""Constraints that DGL has arguments for; others become node types."""
+"""Constraints that DGL has arguments for. Other constraints become node types."""
 
 
 def dgl_supports(options: PartitionOptions, weights: BalanceWeights) -> bool:
-    """Return whether DGL's METIS, of equal parts and without tolerances, supports the request."""
+    """Return whether DGL's METIS supports the request. It has equal parts and no tolerances."""
     tolerance = options.tolerance
     tolerances = list(tolerance.values()) if isinstance(tolerance, Mapping) else [tolerance]
     if options.target_weights is not None or any(t != DEFAULT_TOLERANCE for t in tolerances):
@@ -40,7 +40,7 @@ def dgl_supports(options: PartitionOptions, weights: BalanceWeights) -> bool:
 def part_graph_with_dgl(
     symmetric: SymmetricGraph, options: PartitionOptions, weights: BalanceWeights
 ) -> Array:
-    """Return (N,) int32 parts by DGL's METIS: one initial partition, one refinement pass, one fixed seed."""
+    """Return (N,) int32 parts by DGL's METIS, with one initial partition, one refinement and a fixed seed."""
     kinds = np.zeros(symmetric.num_nodes, dtype=np.int64)
     for name, column in zip(weights.names, weights.columns, strict=True):
         if name not in _DGL_WEIGHTS:
@@ -48,7 +48,7 @@ def part_graph_with_dgl(
     dgl, torch = importlib.import_module("dgl"), importlib.import_module("torch")
     csc = tuple(torch.from_numpy(a) for a in (symmetric.indptr, symmetric.indices.astype(np.int64)))
     homogeneous = dgl.graph(("csc", (*csc, torch.empty(0, dtype=torch.int64))))
-    # DGL prints the time of each step to standard output.
+    # DGL prints the time of each step, which is suppressed.
     with contextlib.redirect_stdout(io.StringIO()):
         parts = dgl.metis_partition_assignment(
             homogeneous,
@@ -70,20 +70,23 @@ _MAX_SEED = 2**31 - 1
 
 
 def library_path() -> str:
-    """Return pymetis' shared library with METIS, of 64-bit ids."""
+    """Return the path of pymetis' shared library, which contains METIS with 64-bit ids."""
     extension = importlib.import_module("pymetis._internal")
     width = extension._idx_type_width()
     if width != 64:
-        raise ConfigError(f"pymetis was built with {width}-bit ids; install its wheel, which has 64-bit ids")
+        raise ConfigError(f"pymetis was built with {width}-bit ids; install its wheel with 64-bit ids")
     return str(extension.__file__)
 
 
 def part_graph(
     path: str, graph: SymmetricGraph, weights: BalanceWeights, options: PartitionOptions, seed: int
 ) -> Array:
-    """Return (N,) int32 parts by METIS_PartGraphKway of the library ``path``; releases the GIL.
+    """Return (N,) int32 parts by METIS_PartGraphKway of the library ``path``. It releases the GIL.
 
-    Indices other than int64 are copied. Weight columns of zeros are left out. ConfigError if METIS fails.
+    Indices other than int64 are copied. Weight columns of zeros are left out.
+
+    Raises:
+        ConfigError: METIS failed.
     """
     library = ctypes.CDLL(path)
     used = [c for c, column in enumerate(weights.columns) if column.any()]
@@ -94,7 +97,8 @@ def part_graph(
         node_weights = np.ascontiguousarray(node_weights, dtype=np.int64)
     indices = graph.indices.astype(np.int64, copy=False)
     edge_weights = None if graph.edge_weights is None else graph.edge_weights.astype(np.int64, copy=False)
-    # METIS 5 in pymetis has 32-bit reals. One share per (part, constraint), one tolerance per constraint.
+    # METIS 5 in pymetis has 32-bit reals. It takes one share per (part, constraint), and one tolerance per
+    # constraint.
     shares = np.repeat(weights.shares.astype(np.float32), num_constraints)
     tolerances = np.ones(num_constraints, dtype=np.float32)
     tolerances += weights.tolerance[used].astype(np.float32) if used else np.float32(0.05)
@@ -124,7 +128,7 @@ def _options(library: ctypes.CDLL, options: PartitionOptions, seed: int) -> ctyp
     values[_OBJTYPE] = int(options.objective == "vol")
     values[_NITER] = 1 if options.fast else 10
     values[_NCUTS] = 1
-    # METIS' generator uses 31 bits of the seed, and 0 and 1 are the same seed.
+    # METIS uses 31 bits of the seed, and 0 and 1 are the same seed.
     values[_SEED] = seed % (_MAX_SEED - 1) + 1
     values[_NUMBERING] = 0
     return values
@@ -143,7 +147,7 @@ class _Multilevel(Partitioner):
             workspace = self.workspace
 
             def solve(coarse_graph: SymmetricGraph, columns: BalanceWeights) -> Array:
-                # The library does not tell how far it is.
+                # The library does not report its progress.
                 with progress("Placing the nodes", 1, enabled=len(coarse_graph.indices) >= SHOWN_FROM):
                     return self._compute(seed, coarse_graph, columns)
 
@@ -176,24 +180,25 @@ class _Multilevel(Partitioner):
 
     @abstractmethod
     def _compute(self, seed: int, symmetric: SymmetricGraph, weights: BalanceWeights) -> Array:
-        """Return (N,) int32 parts of a graph that fits into memory."""
+        """Return (N,) int32 parts of a graph that fits in memory."""
 
     @staticmethod
     @abstractmethod
     def _bytes(num_nodes: int, num_entries: int, has_weights: bool, num_weights: int) -> int:
-        """Return the memory that the library takes beside the symmetric graph, as measured."""
+        """Return the measured memory of the library, in addition to the symmetric graph."""
 
 
 @final
 class Metis(_Multilevel):
     """Multilevel k-way partitioning of the symmetrised graph (DistDGL).
 
-    Supports any number of constraints, a tolerance for each, target weights, the objective and ``fast``:
-    DistDGL's variant by DGL's own build of METIS, with one initial partition and one refinement pass. If that
-    build does not support the options, ``fast`` is one refinement pass instead of ten. Nodes of parts that
-    exceed their tolerance are moved afterwards; remaining excess is logged and listed in
-    ``parameters["missed"]``. Takes about 200 bytes per directed edge; see :mod:`.semi_external` for graphs
-    larger than memory.
+    It supports any number of constraints, a tolerance for each, target weights, the objective and ``fast``.
+    With ``fast`` it uses DGL's own build of METIS like DistDGL, with one initial partition and one refinement
+    pass. If that build does not support the options, it uses one refinement pass instead of ten.
+
+    Nodes of parts that exceed their tolerance are moved afterwards. Remaining excess is logged and listed in
+    ``parameters["missed"]``. It takes about 200 bytes per directed edge. For graphs larger than memory see
+    :mod:`.semi_external`.
     """
 
     honours = frozenset({"balance", "tolerance", "target_weights", "objective", "fast"})
@@ -206,7 +211,7 @@ class Metis(_Multilevel):
 
     def _compute(self, seed: int, symmetric: SymmetricGraph, weights: BalanceWeights) -> Array:
         if len(symmetric.indices) == 0:
-            # METIS prints warnings without edges; other weights than the first are balanced by moving nodes.
+            # METIS prints warnings without edges. Weights after the first are balanced by moving nodes.
             return cut_ranges(weights.columns[0], weights.shares)
         if self.options.fast and dgl_supports(self.options, weights):
             return part_graph_with_dgl(symmetric, self.options, weights)
@@ -214,13 +219,13 @@ class Metis(_Multilevel):
 
 
 _HEADER_BYTES = 24
-# Bits of the version word: an array is absent, or has 32-bit numbers.
+# Bits of the version word say that an array is absent or has 32-bit numbers.
 NO_EDGE_WEIGHTS, NO_NODE_WEIGHTS, SHORT_NODE_IDS, SHORT_EDGE_WEIGHTS = 1, 2, 8, 32
 _SHARED_MEMORY = Path("/dev/shm")
 
 
 def write_parhip(path: Path, graph: SymmetricGraph, node_weights: Array | None) -> None:
-    """Write a ParHiP file: header, byte offset of each row, neighbours, (N,) int64 node and edge weights."""
+    """Write a ParHiP file with header, byte offset of each row, neighbours, and node and edge weights."""
     version = 0
     if graph.edge_weights is None:
         version |= NO_EDGE_WEIGHTS
@@ -239,11 +244,11 @@ def write_parhip(path: Path, graph: SymmetricGraph, node_weights: Array | None) 
 
 @final
 class Kaminpar(_Multilevel):
-    """The default for one balance weight; reproducible with one thread only.
+    """KaMinPar, the default for one balance weight. It is reproducible with one thread only.
 
-    Supports one constraint, its tolerance, target weights, ``fast`` and ``threads``. Graphs larger than
-    memory are clustered first, see :mod:`.semi_external`; KaMinPar's own compressed graphs are not used,
-    since the same seed does not always give the same parts of them.
+    It supports one constraint, its tolerance, target weights, ``fast`` and ``threads``. Graphs larger than
+    memory are clustered first, see :mod:`.semi_external`. KaMinPar's own compressed graphs are not used,
+    because the same seed does not always give the same parts.
     """
 
     honours = frozenset({"balance", "tolerance", "target_weights", "fast", "threads"})
@@ -255,7 +260,7 @@ class Kaminpar(_Multilevel):
     def _compute(self, seed: int, graph: SymmetricGraph, weights: BalanceWeights) -> Array:
         library, workspace = importlib.import_module("kaminpar"), self.workspace
         node_weights = None if weights.names == ("nodes",) else weights.columns[0]
-        # The Python binding reads graphs from files only; a file in shared memory costs one copy.
+        # The Python binding only reads graphs from files. A file in shared memory costs one copy.
         folder = _SHARED_MEMORY if _SHARED_MEMORY.is_dir() else None
         in_memory = tempfile.TemporaryDirectory(prefix="dglx-kaminpar-", dir=folder)
         with in_memory if workspace is None else partial_folder(workspace.folder / "kaminpar") as scratch:

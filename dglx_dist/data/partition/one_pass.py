@@ -1,4 +1,4 @@
-"""Partitioners without levels: ranges, hash, random, by feature, from a file, LDG and Fennel."""
+"""Partitioners with one level: ranges, hash, random, by feature, from a file, LDG and Fennel."""
 
 from pathlib import Path
 from typing import ClassVar, final
@@ -25,7 +25,7 @@ from dglx_dist.records import Array, Assignment, RawGraph
 class Contiguous(Partitioner):
     """Ranges of ids, for data in a good order (by crawl, community or an earlier partition).
 
-    Supports one balance weight and target weights; no range exceeds its share by more than one node.
+    It supports one balance weight and target weights. No range exceeds its share by more than one node.
     """
 
     honours = frozenset({"balance", "target_weights", "tolerance"})
@@ -38,10 +38,10 @@ class Contiguous(Partitioner):
 
 
 def cut_ranges(weights: Array, shares: Array) -> Array:
-    """Return (N,) int32 ascending parts of the (N,) int64 ``weights``, close to the (P,) ``shares``.
+    """Return (N,) int32 ascending parts for (N,) int64 ``weights``, close to the (P,) ``shares``.
 
-    The middle of a node in the cumulative weights decides, so each end of a range is off by at most half a
-    node.
+    A node is assigned by its middle in the cumulative weights, so each end of a range is off by at most half
+    a node.
     """
     middles = np.cumsum(weights, dtype=np.float64)
     borders = np.cumsum(shares)[:-1] * (middles[-1] if len(middles) else 0.0)
@@ -63,11 +63,11 @@ class _ByHash(Partitioner):
 
 @final
 class Hash(_ByHash):
-    """splitmix64(id) mod P (P3): independent of patterns in the ids, no balance promise."""
+    """The hash splitmix64(id) mod P (P3). It ignores patterns in the ids, and promises no balance."""
 
 
 def hash_parts(num_nodes: int, num_parts: int) -> Array:
-    """Return (N,) int32: splitmix64(id) mod P of the ids 0..N-1."""
+    """Return the (N,) int32 splitmix64(id) mod P of the ids 0..N-1."""
     parts = np.empty(num_nodes, dtype=np.int32)
     for rows in pieces(num_nodes):
         ids = np.arange(rows.start, rows.stop, dtype=np.uint64)
@@ -81,10 +81,10 @@ FEATURES, COLUMNS = "features", "columns"
 
 @final
 class Feature(_ByHash):
-    """Owners by hash, and features also split by column (P3, section 3.2).
+    """Owners by hash, with features also split by column (P3, section 3.2).
 
-    Rows are stored with their owner, so that every strategy can train; for ``parameters["features"]`` the
-    writer of the dataset adds files of columns for as many ranks as parts.
+    Rows are stored with their owner, so that every strategy can train. ``parameters["features"]`` makes the
+    writer of the dataset add files of columns for as many ranks as parts.
     """
 
     _parameters: ClassVar = {FEATURES: COLUMNS}
@@ -99,12 +99,12 @@ class File(Partitioner):
 
     def assign(self, graph: RawGraph, num_parts: int, seed: int) -> Assignment:
         if self.options.file is None:
-            raise ConfigError("method file needs a .npy file of part ids: set file (--file)")
+            raise ConfigError("method file needs a .npy file of part ids; set file (--file)")
         path = Path(self.options.file)
         parts, num_nodes = read_parts(path), graph.total_nodes
         if parts.ndim != 1 or parts.dtype.kind not in "iu":
             raise DatasetError(
-                f"{path.name} holds {parts.shape} {parts.dtype}; part ids are whole numbers, ({num_nodes},)"
+                f"{path.name} holds {parts.dtype} of shape {parts.shape}; part ids are {num_nodes} integers"
             )
         if len(parts) != num_nodes:
             raise DatasetError(
@@ -114,8 +114,8 @@ class File(Partitioner):
         if wrong.any():
             row = int(np.argmax(wrong))
             raise DatasetError(
-                f"{path.name}, row {row}: part {parts[row]} is outside 0..{num_parts - 1}; "
-                f"ask for {int(parts.max()) + 1} parts or correct it"
+                f"{path.name}, row {row}: part {parts[row]} is outside 0..{num_parts - 1}; use "
+                f"{int(parts.max()) + 1} parts or correct it"
             )
         return assign_parts(self, graph, (num_parts, seed), parts, file=path.name)
 
@@ -123,9 +123,9 @@ class File(Partitioner):
 def read_parts(path: Path) -> Array:
     """Return the array of a .npy file."""
     if path.suffix != ".npy":
-        raise ConfigError(f"{path} ends in {path.suffix!r}; part ids come as .npy (numpy.save)")
+        raise ConfigError(f"{path} ends in {path.suffix!r}; write part ids as .npy (numpy.save)")
     if not path.is_file():
-        raise ConfigError(f"there is no file {path}; give the path of one part id per node")
+        raise ConfigError(f"there is no file {path}; give a file with one part id per node")
     try:
         with path.open("rb") as file:
             return np.asarray(np.lib.format.read_array(file, allow_pickle=False))
@@ -135,7 +135,7 @@ def read_parts(path: Path) -> Array:
 
 @final
 class Random(Partitioner):
-    """A random permutation in ranges: shares are exact to one node; an edge is cut with (P - 1) / P."""
+    """A random permutation that is cut into ranges. Shares are exact to one node."""
 
     honours = frozenset({"target_weights"})
     external = True
@@ -150,9 +150,9 @@ class Random(Partitioner):
 
 
 def stream_order(graph: SymmetricGraph, seed: int) -> Array:
-    """Return (N,) int64 all nodes in breadth-first order from random starts.
+    """Return all nodes, (N,) int64, in breadth-first order from random starts.
 
-    Greedy streaming works well in this order, since some neighbours of a node are assigned before it.
+    Greedy streaming works well in this order, because some neighbours of a node are assigned before it.
     """
     starts = np.random.default_rng(seed).permutation(graph.num_nodes)
     return _breadth_first(graph.indptr, graph.indices, starts)
@@ -183,7 +183,7 @@ def _breadth_first(indptr: Array, indices: Array, starts: Array) -> Array:
 
 
 GAMMA = 1.5
-"""Exponent of Fennel's size penalty; the authors' choice."""
+"""Exponent of Fennel's size penalty, as chosen by the authors."""
 
 
 class _Streaming(Partitioner):
@@ -214,28 +214,28 @@ class _Streaming(Partitioner):
 
 @final
 class Fennel(_Streaming):
-    """Each node goes where assigned neighbours minus the marginal size penalty is largest.
+    """Assigns each node to the part with the most assigned neighbours minus the marginal size penalty.
 
-    Supports any number of constraints, their tolerance, target weights and ``passes``. What is above its
-    tolerance is rebalanced afterwards; remaining excess is in ``parameters["missed"]``.
+    It supports any number of constraints, their tolerance, target weights and ``passes``. Parts above their
+    tolerance are rebalanced afterwards. Remaining excess is in ``parameters["missed"]``.
     """
 
 
 @final
 class Ldg(_Streaming):
-    """Linear deterministic greedy: each node goes where assigned neighbours x free share is largest.
+    """Linear deterministic greedy. It maximises assigned neighbours x free share of the part.
 
-    Supports any number of constraints, their tolerance, target weights and ``passes``. What is above its
-    tolerance is rebalanced afterwards; remaining excess is in ``parameters["missed"]``.
+    It supports any number of constraints, their tolerance, target weights and ``passes``. Parts above their
+    tolerance are rebalanced afterwards. Remaining excess is in ``parameters["missed"]``.
     """
 
 
 def stream(
     graph: SymmetricGraph, order: Array | None, weights: BalanceWeights, *, passes: int, fennel: bool
 ) -> Array:
-    """Return (N,) int32 parts by LDG or Fennel; nodes come in ``order``, (N,) int64, or None: by id.
+    """Return (N,) int32 parts by LDG or Fennel. ``order`` is the (N,) int64 order of nodes, by default by id.
 
-    Each further pass assigns all nodes anew, beside where their neighbours are now (Nishimura and Ugander,
+    Each further pass assigns all nodes again by the current parts of their neighbours (Nishimura and Ugander,
     "Restreaming Graph Partitioning", KDD 2013).
     """
     order = np.arange(graph.num_nodes) if order is None else order
@@ -258,9 +258,9 @@ def _stream(
     part: Array,
 ) -> None:
     (num_parts, num_weights), num_nodes = capacity.shape, max(len(order), 1)
-    # The size of a part is measured in nodes of mean weight, relative to an equal share, so that
-    # Fennel's constant alpha = sqrt(P) m / n^1.5 also applies to other weights and unequal shares. Of several
-    # weights the one counts of which the part has most.
+    # The size of a part is measured in nodes of mean weight, relative to an equal share. So Fennel's constant
+    # alpha = sqrt(P) m / n^1.5 also applies to other weights and unequal shares. If there are several
+    # weights, the largest size counts.
     alpha = np.sqrt(num_parts) * (len(indices) / 2) / num_nodes**GAMMA
     mean_weight = np.empty(num_weights)
     for c in range(num_weights):
@@ -288,7 +288,7 @@ def _stream(
             score = links[p] - alpha * GAMMA * np.sqrt(size) if fennel else links[p] * (1.0 - used)
             if score > best_score or (score == best_score and fill < best_fill):
                 best, best_score, best_fill = p, score, fill
-        # Where all parts are full the emptiest one takes the node.
+        # If all parts are full, the emptiest one takes the node.
         chosen = best if best >= 0 else emptiest
         part[u] = chosen
         for c in range(num_weights):

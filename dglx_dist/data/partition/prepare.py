@@ -45,12 +45,12 @@ if TYPE_CHECKING:
 
 
 _MANY_CONSTRAINTS = 10
-"""A warning is logged for more balance weights than this, since they increase the cut."""
+"""Number of balance weights above which a warning is logged, because they increase the cut."""
 
 log = logging.getLogger(__name__)
 
 WriteColumns: TypeAlias = Callable[[StoredDataset, int], None]
-"""Writes files of the columns that each of so many ranks holds, into the folder of a dataset."""
+"""Function that writes the feature columns of each rank into a dataset, for a number of ranks."""
 
 
 @contextmanager
@@ -62,10 +62,10 @@ def open_work(
     /,
     **options: object,
 ) -> Iterator[Workspace | None]:
-    """Open the workspace of one partitioning of :func:`load_graph`'s ``spec``; None if memory is not limited.
+    """Open the workspace to partition the ``spec`` of :func:`load_graph`, or None if memory is not limited.
 
     It is the folder NAME.work beside ``folder`` or in ``plan.scratch``, see :func:`open_workspace`. All
-    ``ranks`` (None: this process) share the work, within ``plan.memory`` each.
+    ``ranks`` share the work with ``plan.memory`` each. By default it is this process only.
     """
     if plan.memory is None:
         yield None
@@ -101,9 +101,7 @@ def _open_plan_workspace(
     target = folder.absolute()
     work = (plan.scratch or target.parent) / f"{target.name}.work"
     if work.resolve().is_relative_to(target.resolve()):
-        raise ConfigError(
-            f"scratch {plan.scratch} is in {folder}, which is to be written; choose another place"
-        )
+        raise ConfigError(f"scratch {plan.scratch} is in {folder}, the folder to write; choose another place")
     return open_workspace(
         work, {name: repr(value) for name, value in settings.items()}, read_size(plan.memory), ranks
     )
@@ -116,16 +114,16 @@ _PREPARED = ("add_reverse_edges", "add_self_loops", "normalize_features")
 def load_graph(
     spec: str | os.PathLike[str] | dgl.DGLGraph, *, workspace: Workspace | None = None, **options: object
 ) -> RawGraph:
-    """Return the graph of any spec of :func:`load_dataset`, or of a dataset of one part; same errors.
+    """Load the graph of any spec of :func:`load_dataset`, or of a dataset with one part.
 
-    Edges of a dataset are in the order in which they are stored. With a ``workspace``, arrays of edges are
-    memory-mapped, and ConfigError says what to do if the source cannot do that.
+    Edges of a dataset are in their stored order. With a ``workspace``, arrays of edges are memory-mapped. For
+    errors see :func:`load_dataset`.
     """
     if isinstance(spec, (str, os.PathLike)) and (Path(spec).expanduser() / MANIFEST).is_file():
         folder = Path(spec).expanduser()
         if options:
             raise ConfigError(
-                f"{folder} is a dataset, which has no option {next(iter(options))!r}; leave it out"
+                f"{folder} is a dataset and has no option {next(iter(options))!r}; leave it out"
             )
         return load_raw_graph(open_dataset(folder), workspace)
     return load_dataset(spec, workspace=workspace, **options)
@@ -145,19 +143,19 @@ def partition_to_disk(
     One process calls it, or all ranks of ``workspace``.
 
     Args:
-        weights: Name -> (N,) non-negative numbers for ``plan.options.balance``, which are not written; for
-            graphs with one node type.
-        workspace: Of :func:`open_work`, in which the graph was loaded; None: if ``plan.memory`` is limited,
-            one whose key is the content of the graph.
+        weights: (N,) non-negative numbers by name, for ``plan.options.balance``. They are not written. The
+            graph must have one node type.
+        workspace: Workspace of :func:`open_work` in which the graph was loaded. Without it, and with limited
+            ``plan.memory``, one is opened with the content of the graph as its key.
         write_columns: Called with the finished dataset if the partitioner stores features by column
-            (``feature``). Its StorageError is logged. Training writes the columns that are missing.
+            (``feature``). Its StorageError is logged. Training writes missing columns.
 
     Returns:
-        The quality of the partition, which is also in the manifest.
+        Quality of the partition, which is also in the manifest.
 
     Raises:
         ConfigError: plan and graph do not match, the partitioner does not exist, or the memory is too small.
-        StorageError: ``folder`` is not empty and must not be replaced, or files cannot be written.
+        StorageError: ``folder`` must not be replaced, or files cannot be written.
     """
     target = Path(folder)
     check_target(target, plan.overwrite)
@@ -167,11 +165,11 @@ def partition_to_disk(
                 graph, target, plan, weights=weights, workspace=opened, write_columns=write_columns
             )
     if workspace is not None:
-        # Too little memory is an error before nodes are placed, which takes hours.
+        # Placing nodes takes hours, so too little memory is reported before.
         sorting_budget(graph, workspace.budget)
     is_first = workspace is None or workspace.ranks.is_first
     for etype in graph.edges:
-        # Compiled code reads the ids from here on.
+        # Compiled code uses the ids unchecked.
         check_ends(graph, etype)
     graph = _prepare(graph, plan, workspace)
     weighted = _with_weights(graph, weights or {})
@@ -181,7 +179,7 @@ def partition_to_disk(
     if split.trainers is not None:
         graph = with_trainer_ids(graph, split.trainers, workspace)
     if plan.format == "dgl":
-        # Imports dgl and torch, which other formats do not need.
+        # This module imports dgl and torch, which other formats do not need.
         from dglx_dist.data.storage.dgl_format import write_dgl_format
 
         write_dgl_format(graph, split.parts, target, feature_dtype=plan.feature_dtype)
@@ -220,7 +218,7 @@ class _Split:
 def _partition(graph: RawGraph, plan: PartitionPlan, workspace: Workspace | None) -> _Split:
     if workspace is None:
         return _assign(graph, plan, None)
-    # What is made on the way is not needed again: the owners of nodes are a stage of their own.
+    # The owners of nodes are a stage. The stages from which they are made are not needed again.
     inner = replace(workspace, folder=workspace.folder / "owners.work")
 
     def make(folder: Path) -> None:
@@ -250,8 +248,8 @@ def _assign(graph: RawGraph, plan: PartitionPlan, workspace: Workspace | None) -
     if workspace is None or workspace.ranks.is_first:
         imbalance = split.quality.balance["train"]
         log.warning(
-            "by %s the fullest part has %.2f times its share of the training nodes: placed again by %s with "
-            "balance train, which is kept if better (balance nodes keeps the first)",
+            "with %s the fullest part has %.2f times its share of the training nodes; partitioning again "
+            "with %s and balance train, and keeping the better result (balance nodes keeps the first)",
             *(plan.partitioner, imbalance, balancing.partitioner),
         )
     second = _place(graph, balancing, workspace)
@@ -297,7 +295,7 @@ _IMBALANCED = 1.5
 
 
 def _imbalances(graph: RawGraph, quality: PartitionQuality) -> dict[str, float]:
-    """Return the balance of the splits whose fullest part has far more nodes than its share, and need not."""
+    """Return the balance of splits with a part that has far more nodes than its share without need."""
     imbalances = {}
     for name, ratio in quality.balance.items():
         if name in MASKS and quality.num_parts > 1:
@@ -311,15 +309,15 @@ def _imbalances(graph: RawGraph, quality: PartitionQuality) -> dict[str, float]:
 def _warn(graph: RawGraph, quality: PartitionQuality) -> None:
     if len(quality.tolerance) > _MANY_CONSTRAINTS:
         log.warning(
-            "%d weights are balanced at once, and %.0f %% of the edges are cut: each one more leaves less "
-            "choice; balance fewer, such as degree, the in-edges of all types together, in place of etype",
+            "%d weights are balanced at once, and %.0f %% of the edges are cut; balance fewer weights, "
+            "such as degree (the in-edges of all types together) instead of etype",
             len(quality.tolerance),
             100 * quality.edge_cut,
         )
     if imbalances := _imbalances(graph, quality):
         log.warning(
-            "the fullest part has %s: its rank works while others wait; add --balance %s, with metis, ldg "
-            "or fennel",
+            "the fullest part has %s, so other ranks will wait for its rank; add --balance %s, with metis, "
+            "ldg or fennel",
             " and ".join(
                 f"{ratio:.2f} times its share of the {name} nodes" for name, ratio in imbalances.items()
             ),
@@ -327,8 +325,8 @@ def _warn(graph: RawGraph, quality: PartitionQuality) -> None:
         )
     if graph.is_homogeneous and _is_one_way(graph):
         log.warning(
-            "most edges of %s have no opposite edge, and messages follow the direction: a node without "
-            "in-edges sees itself only; if the graph is undirected, add --add-reverse-edges",
+            "most edges of %s have no opposite edge, and messages follow the direction of edges, so a node "
+            "without in-edges only sees itself; if the graph is undirected, add --add-reverse-edges",
             graph.name,
         )
 
@@ -337,7 +335,7 @@ _SAMPLED, _AT_ONCE = 4096, 1 << 18
 
 
 def _is_one_way(graph: RawGraph) -> bool:
-    """Return whether most of 4,096 edges of a homogeneous graph, loops apart, have no opposite edge."""
+    """Return whether most of 4,096 sampled edges of a homogeneous graph have no opposite edge."""
     ((src, dst),) = graph.edges.values()
     chosen = np.random.default_rng(0).integers(0, max(len(src), 1), _SAMPLED if len(src) else 0)
     chosen = chosen[src[chosen] != dst[chosen]]
@@ -351,7 +349,7 @@ def _is_one_way(graph: RawGraph) -> bool:
 
 
 def _edge_keys(src: Array, dst: Array, num_nodes: int) -> Array:
-    # NumPy 1.26 keeps int32 times a scalar of int64 in 32 bits, where it overflows.
+    # In NumPy 1.26, int32 times an int64 scalar is int32 and overflows.
     keys = src.astype(np.int64)
     keys *= num_nodes
     keys += dst
@@ -359,14 +357,14 @@ def _edge_keys(src: Array, dst: Array, num_nodes: int) -> Array:
 
 
 def _prepare(graph: RawGraph, plan: PartitionPlan, workspace: Workspace | None) -> RawGraph:
-    # Before any stage is written, which a command with the remedy could not resume.
+    # Options are checked before any stage is written. A command with other options could not resume it.
     if plan.normalize_features and not has_node_column(graph, FEATURE):
-        raise ConfigError(f"{graph.name} has no features {FEATURE!r}; leave --normalize-features out")
+        raise ConfigError(f"{graph.name} has no features {FEATURE!r}; leave out --normalize-features")
     if plan.add_self_loops and not graph.is_homogeneous:
         raise ConfigError(
-            f"self-loops are added to graphs with one type of nodes and of edges, and {graph.name} has "
-            f"{len(graph.num_nodes)} and {len(graph.edges)}; models for several types have a weight for a "
-            "node's own row: leave --add-self-loops out"
+            f"self-loops need a graph with one node type and one edge type, but {graph.name} has "
+            f"{len(graph.num_nodes)} and {len(graph.edges)}; leave out --add-self-loops, because models for "
+            "several types have a weight for a node's own row"
         )
     if plan.add_reverse_edges:
         graph = _with_reverse_edges(graph, workspace)
@@ -381,7 +379,7 @@ def _with_reverse_edges(graph: RawGraph, workspace: Workspace | None) -> RawGrap
         for etype, name in name_of.items():
             if name in graph.edges:
                 raise ConfigError(
-                    f"reverse edges of {etype} exist already, as {name}; leave --add-reverse-edges out"
+                    f"reverse edges of {etype} already exist as {name}; leave out --add-reverse-edges"
                 )
         edges = {name_of[etype]: (dst, src) for etype, (src, dst) in graph.edges.items()}
         ids = {name_of[etype]: ids for etype, ids in graph.edge_ids.items()}
@@ -422,7 +420,7 @@ def _with_edges(
     stage_name: str,
     workspace: Workspace | None,
 ) -> RawGraph:
-    """Return a homogeneous ``graph`` with more edges, the last ones, with the columns of ``rows``, or 1."""
+    """Append edges to a homogeneous ``graph``. They get the columns of the edges ``rows``, or 1."""
     ((etype, (src, dst)),) = graph.edges.items()
     columns, count = graph.edge_data.get(etype, {}), len(ends[0])
 
@@ -476,7 +474,7 @@ def _divide(values: Array, sums: Array) -> Array:
 
 
 def content_key(graph: RawGraph, plan: PartitionPlan) -> str:
-    """Return 16 hexadecimal digits that identify ``graph`` and ``plan``; reads all data."""
+    """Return 16 hexadecimal digits that identify the content of ``graph`` and ``plan``."""
     digest = hashlib.sha256()
     settings = (
         *(graph.name, sorted(graph.num_nodes.items()), sorted(graph.num_classes.items())),
@@ -510,7 +508,7 @@ def _with_weights(graph: RawGraph, weights: Mapping[str, Array]) -> RawGraph:
         return graph
     if len(graph.num_nodes) != 1:
         raise ConfigError(
-            f"weights were given for a graph with the node types {', '.join(graph.num_nodes)}; balance "
+            f"weights need a graph with one node type, but it has {', '.join(graph.num_nodes)}; balance "
             "'ntype' or a column of the graph instead"
         )
     (ntype,) = graph.num_nodes

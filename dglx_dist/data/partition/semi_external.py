@@ -1,7 +1,7 @@
 """Multilevel partitioning of a graph on disk, with memory for its nodes only.
 
-Meyerhenke, Sanders, Schulz, "Partitioning Complex Networks via Size-constrained Clustering", SEA 2014: label
-propagation clusters nodes, and clusters become the nodes of the next graph, until that fits into memory.
+Label propagation clusters nodes, and clusters become the nodes of the next graph, until that fits in memory.
+See Meyerhenke, Sanders, Schulz, "Partitioning Complex Networks via Size-constrained Clustering", SEA 2014.
 """
 
 import functools
@@ -27,14 +27,14 @@ log = logging.getLogger(__name__)
 
 _SWEEPS = 5
 _STREAMS, _MIN_STREAM_NODES = 60, 4096
-"""Ranges of nodes, of at least so many each, that are swept side by side: what ranks share."""
+"""Number of node ranges that are swept side by side and shared by ranks, and their minimum size."""
 _ROUNDS, _ROUNDS_BEFORE_MARKS = 64, 8
-"""Of a sweep: moves of one round are not seen in it, and neighbours of moved nodes are marked more rarely."""
+"""Number of rounds of a sweep, and rounds after which neighbours of moved nodes are marked."""
 _TOLERANCE = 0.6
-"""Part of the tolerance for the heaviest cluster and for parts of clusters; refining needs the rest."""
+"""Share of the tolerance for clusters and for parts of clusters. Refinement needs the remaining share."""
 _MIN_SHRINKING = 0.95
 _NODE_BYTES = (40, 24)
-"""Memory for each node, and for each node and weight, of one level."""
+"""Memory of one level for each node, and for each node and weight."""
 
 
 def partition(
@@ -45,15 +45,15 @@ def partition(
     workspace: Workspace,
     seed: int,
 ) -> Array:
-    """Return (N,) int32 parts: those that ``solve`` returns for a clustered graph that ``fits``, refined.
+    """Return (N,) int32 parts. ``solve`` partitions a clustered graph that ``fits``. The result is refined.
 
-    Each level is a stage of ``workspace``, and so are its parts. Parts exceed their capacities only where
-    those of ``solve`` do. Deterministic, if ``solve`` is.
+    Each level is a stage of ``workspace``, and so are its parts. Parts exceed their capacities only if those
+    of ``solve`` do. The result is deterministic if ``solve`` is.
 
     Raises:
-        ConfigError: the arrays of nodes do not fit into the workspace; names the memory that is needed.
+        ConfigError: the arrays of nodes do not fit in the workspace.
     """
-    # Other names, since a cluster has the weight of its nodes, also where nodes weigh one.
+    # The names differ from the original ones, because a cluster has the weight of all its nodes.
     names, levels = tuple(f"{name} of clusters" for name in weights.names), [(graph, weights)]
     while not fits(levels[-1][0]):
         fine, columns = levels[-1]
@@ -73,14 +73,14 @@ def partition(
         columns = replace(columns, tolerance=_TOLERANCE * columns.tolerance)
         if fits(coarsest):
             return solve(coarsest, columns)
-        # Clusters have reached their largest weight, and their graph is still too large.
+        # Clusters have reached their maximum weight, but their graph is still too large.
         return stream(coarsest, None, columns, passes=1, fennel=False)
 
-    # Called by its level, since another memory may have stopped at another one.
+    # The name has the number of levels, because another memory limit may stop at another level.
     parts = workspace.array(f"parts{len(levels) - 1}", first_parts)
     for level in range(len(levels) - 1, 0, -1):
         coarse_of = map_spill(workspace.folder / f"level{level}", "coarse_of")
-        # Capacities are those of the whole graph, which hold for single nodes too.
+        # The capacities of the original graph are used, which hold for single nodes too.
         state = (*levels[level - 1], parts[coarse_of], weights.capacities(), workspace.ranks)
         parts = workspace.array(f"parts{level - 1}", functools.partial(_refine, *state), shared=True)
     return parts
@@ -108,7 +108,7 @@ def _coarsen(
 
 
 _Adjacency: TypeAlias = tuple[Array, Array, Array]
-"""Row starts, neighbours, and edge weights; one weight is that of all."""
+"""Row starts, neighbours, and edge weights. A single weight is for all edges."""
 
 
 def _adjacency(graph: SymmetricGraph) -> _Adjacency:
@@ -117,11 +117,11 @@ def _adjacency(graph: SymmetricGraph) -> _Adjacency:
 
 
 def _find_clusters(graph: SymmetricGraph, weights: BalanceWeights, key: np.uint64, ranks: Ranks) -> Array:
-    """Return the (N,) cluster of each node, numbered in the order of their first members' ids."""
+    """Return the (N,) cluster of each node. Clusters are numbered by the ids of their first members."""
     num_nodes, matrix = graph.num_nodes, weights.matrix()
     share = _TOLERANCE * float(weights.shares.min())
-    # No more than what a part may exceed its share by, or capacities would grow with clusters; a node that
-    # is heavier stays alone, since clusters of its weight could not be balanced.
+    # A cluster may weigh at most what a part may exceed its share by, or capacities would grow with clusters.
+    # A heavier node stays alone, because clusters of its weight could not be balanced.
     limits = share * weights.tolerance * [float(column.sum()) for column in weights.columns]
     limit = np.broadcast_to(limits, (num_nodes, len(limits)))
     labels = np.arange(num_nodes, dtype=id_dtype(num_nodes))
@@ -142,7 +142,7 @@ def _refine(
 ) -> Array:
     matrix = weights.matrix()
     loads = np.ascontiguousarray(weights.loads(parts).T.astype(np.int64))
-    # A capacity allows for the heaviest node, which is in one part only: the others need not grow to it.
+    # A capacity allows for the heaviest node. Only one part has it, so the others need not grow so large.
     even = (1 + weights.tolerance) * np.outer(weights.shares, loads.sum(axis=0))
     limit = np.minimum(capacities.T, np.maximum(even, loads))
     _propagate(graph, (parts, loads, matrix, limit), ranks, key=np.uint64(0), refining=True)
@@ -150,19 +150,22 @@ def _refine(
 
 
 _Labelling: TypeAlias = tuple[Array, Array, Array, Array]
-"""(N,) int labels in [0, L), (L, C) int64 loads, (N, C) int64 weights, (L, C) float64 limits of loads."""
+"""(N,) int labels in [0, L), (L, C) int64 loads, (N, C) int64 weights, and (L, C) float64 load limits."""
 
 
 def _propagate(
     graph: SymmetricGraph, labelling: _Labelling, ranks: Ranks, *, key: np.uint64, refining: bool
 ) -> None:
-    """Move nodes to the label of most neighbours; changes labels and loads, on all ``ranks`` alike.
+    """Move nodes to the label of most neighbours. Labels and loads change equally on all ``ranks``.
 
-    Nodes are swept in streams, ranges of ids with as many neighbours each. A round takes a block of
-    consecutive nodes of each stream: they see each other's moves, but of other blocks what was before the
-    round. Then all moves are made that no limit forbids, in the order of ids. So nothing depends on which
-    rank sweeps which streams. ``key`` decides between labels of as many neighbours; ``refining`` is whether
-    labels are parts, whose loads should be even, rather than clusters.
+    Nodes are swept in streams, which are ranges of ids with equal numbers of neighbours. A round takes a
+    block of consecutive nodes of each stream. Nodes see moves in their own block, and the state before the
+    round of other blocks. Then all moves that no limit forbids are made in the order of ids. So the result
+    does not depend on which rank sweeps which streams.
+
+    Args:
+        key: Random key that decides between labels with equal numbers of neighbours.
+        refining: Whether labels are parts with loads that should be even, instead of clusters.
     """
     num_nodes, adjacency = graph.num_nodes, _adjacency(graph)
     active, marked = np.ones(num_nodes, np.bool_), np.zeros(num_nodes, np.bool_)
@@ -174,7 +177,8 @@ def _propagate(
         for _ in range(_SWEEPS):
             num_moved = 0
             for number in range(_ROUNDS):
-                # Of each stream another one, or pairs at the same place of two streams would only swap.
+                # Each stream takes another block. Otherwise pairs at the same place of two streams would
+                # swap.
                 block = (number + np.arange(len(streams) - 1)) % _ROUNDS
                 ends = [streams[:-1] + np.diff(streams) * i // _ROUNDS for i in (block, block + 1)]
                 blocks = np.stack(ends, axis=1)[first:last]
@@ -187,13 +191,13 @@ def _propagate(
                     active |= ranks.union(marked)
                     marked[:] = False
                 advance(1)
-            # Nodes without a moved neighbour are skipped, so the last sweeps are short.
+            # The last sweeps are short, because nodes without a moved neighbour are skipped.
             if num_moved <= num_nodes // 1000:
                 break
 
 
 def _streams(graph: SymmetricGraph) -> Array:
-    # (S + 1,) first nodes.
+    # It returns the (S + 1,) first nodes of the streams.
     number = min(max(graph.num_nodes // _MIN_STREAM_NODES, 1), _STREAMS)
     inner = np.searchsorted(graph.indptr, len(graph.indices) * np.arange(1, number) // number)
     return np.array([0, *inner, graph.num_nodes])
@@ -202,8 +206,8 @@ def _streams(graph: SymmetricGraph) -> Array:
 def _check_moves(moves: Array, rank: int, num_nodes: int, num_labels: int) -> None:
     if moves.min(initial=0) < 0 or (moves.max(axis=0, initial=-1) >= (num_nodes, num_labels)).any():
         raise PeerError(
-            f"rank {rank} has sent moves of nodes or to labels that do not exist; run the same version "
-            "on all ranks, on the same files"
+            f"rank {rank} has sent moves of unknown nodes or to unknown labels; run the same version on all "
+            "ranks, on the same files"
         )
 
 
@@ -217,9 +221,9 @@ def _propose(
     refining: bool,
     moves: Array,
 ) -> int:
-    """Write (node, new label, label) into ``moves`` (M, 3) for ``blocks`` (B, 2), and return how many.
+    """Write (node, new label, label) into the (M, 3) ``moves`` for (B, 2) ``blocks``. Return their number.
 
-    Labels and loads are as before at the end. Neighbours of the nodes are marked.
+    Labels and loads are restored at the end. Neighbours of the nodes are marked.
     """
     indptr, indices, edge_weights = adjacency
     labels, loads, matrix, limit = labelling
@@ -239,11 +243,11 @@ def _propose(
             for e in range(indptr[u], indptr[u + 1]):
                 label = labels[indices[e]]
                 links = rating[label]
-                # Zero: seen already.
+                # A rating of 0 marks labels that were seen.
                 rating[label] = 0
                 if links == 0 or links < best_rating or not _has_room(matrix[u], loads[label], limit[label]):
                     continue
-                # Among equal ones a lighter part wins, else the present label, else the largest key.
+                # Among equal labels a lighter part wins, then the current label, then the largest key.
                 tie_key = mix(key_of_node ^ np.uint64(label))
                 if best == home:
                     wins = refining and _is_lighter(
@@ -275,7 +279,7 @@ def _apply(moves: Array, labelling: _Labelling, marked: Array) -> int:
             _move(u, label, labels, loads, matrix)
             moved += 1
         else:
-            # Others of the same round were first, so it looks again.
+            # Other nodes of the same round took the room, so the node is marked to try again.
             marked[u] = True
     return moved
 
@@ -314,11 +318,11 @@ def _join_single(
     limit: Array,
     isolated_only: bool,
 ) -> None:
-    """Join nodes without neighbours, and single nodes whose best cluster is the same but full."""
+    """Join nodes without neighbours, and single nodes with the same best cluster if that is full."""
     indptr, indices, edge_weights = adjacency
     num_nodes, weighted = len(labels), len(edge_weights) > 1
     rating = np.zeros(num_nodes, dtype=np.int64)
-    # The cluster that takes the next node of the same best cluster; the last is for nodes without any.
+    # It has the cluster for the next node with the same best cluster. The last is for isolated nodes.
     open_label = np.full(num_nodes + 1, -1, dtype=labels.dtype)
     for u in range(num_nodes):
         if members[labels[u]] != 1 or (isolated_only and indptr[u + 1] > indptr[u]):
@@ -342,7 +346,7 @@ def _join_single(
 
 @njit(cache=True, nogil=True)
 def _count_between(adjacency: _Adjacency, coarse_of: Array, counts: Array) -> int:
-    """Count the entries between clusters by row; return their weight."""
+    """Count the entries between clusters by row, and return their total weight."""
     indptr, indices, edge_weights = adjacency
     total, weighted = 0, len(edge_weights) > 1
     for u in range(len(coarse_of)):

@@ -161,7 +161,7 @@ def test_labels_become_numbers_or_are_refused(values: list[object], expected: An
 def test_labels_of_two_kinds_are_refused() -> None:
     mixed = Labels("y", is_regression=False)
     mixed.scan(TableColumn(pa.array(["a"]), "y", "t.parquet"))
-    with pytest.raises(DatasetError, match="holds int64, and a file before it texts"):
+    with pytest.raises(DatasetError, match="holds int64, but an earlier file holds texts"):
         mixed.scan(TableColumn(pa.array([1]), "y", "u.parquet"))
 
 
@@ -223,7 +223,7 @@ def transformed(values: list[Any], name: str, **settings: Any) -> list[Any]:
         ([["a"], ["b"], [], []], "to_categorical", {}, "one value a row, or texts with a separator"),
         (["", None, "", None], "to_categorical", {}, "has no value to make a category of"),
         ([b"a", b"\xff", b"a", b"a"], "to_categorical", {}, "holds binary that is not text"),
-        ([[1], [2], [3], [4]], "no-op", {"truncate_dim": 2}, "1 numbers, but truncate_dim asks for 2"),
+        ([[1], [2], [3], [4]], "no-op", {"truncate_dim": 2}, "1 numbers, but truncate_dim is 2"),
         (["1;2", "3;4", "b;5", ";"], "no-op", {"separator": ";"}, "column 'x', row 2: 'b' is not a number"),
         (["1;2", "3", "1", "2"], "no-op", {"separator": ";"}, "row 1: a list of 1 values, but row 0 has 2"),
         ([1, 2, None, 3], "standard", {}, "t.csv: column 'x', row 2: is empty"),

@@ -180,7 +180,7 @@ def test_the_second_opening_uses_the_copy(tmp_path: Path, dataset: StoredDataset
 def test_a_copy_of_other_lengths_is_not_used(tmp_path: Path, dataset: StoredDataset) -> None:
     expected = open_structure(dataset, EDGE_TYPE).indices.tolist()
     (path,) = copies(tmp_path / "d")
-    assert ArrayFolder(path).keep({"indptr": np.arange(3), "indices": np.zeros(2, np.int32)}, {}, "it")
+    assert ArrayFolder(path).save({"indptr": np.arange(3), "indices": np.zeros(2, np.int32)}, {}, "it")
     assert open_structure(open_dataset(tmp_path / "d"), EDGE_TYPE).indices.tolist() == expected
 
 

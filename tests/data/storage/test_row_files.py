@@ -122,7 +122,7 @@ def test_an_index_that_is_damaged_or_makes_no_sense_is_refused(tmp_path: Path, w
 def test_runs_must_make_up_the_tensor(tmp_path: Path) -> None:
     first, second, third = save(tmp_path, [3, 6])
     for files in ([first, third], [second, third], [first, first, second, third]):
-        with pytest.raises(StorageError, match="should follow"):
+        with pytest.raises(StorageError, match="should be next"):
             write_index(tmp_path, files, {})
     other = write_rows(tmp_path, "w/x", 11, np.zeros((1, 2)))
     with pytest.raises(StorageError, match=r"has float64 rows of shape \(2,\)"):

@@ -97,7 +97,9 @@ def test_shared_memory_without_room_is_told_and_left_clean(tmp_path: Path) -> No
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 18, before[1]))
     try:
-        with pytest.raises(StorageError, match=r"which take 1\.. MB; free space in .*--shm-size.*one rank"):
+        with pytest.raises(
+            StorageError, match=r"need 1\.. MB there to share rows: free space in .*--shm-size.*one rank"
+        ):
             write_neighborhood(tmp_path / "held", held)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)

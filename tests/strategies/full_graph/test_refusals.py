@@ -156,11 +156,11 @@ OPTIONS: Sequence[tuple[str, dict[str, Any], str]] = (
     ("full_graph", {"use_pp": 1}, "use_pp=1.*must be of type bool"),
     ("full_graph", {"bucket_bytes": 0}, "bucket_bytes=0 must be at least 1"),
     ("shared_preload", {"hops": -1}, "hops=-1 must be at least 0"),
-    ("shared_preload", {"external_hops": 2}, "external_hops=2 without external_fanout"),
+    ("shared_preload", {"external_hops": 2}, "external_hops=2 needs external_fanout"),
     ("shared_preload", {"hops": 1, "external_fanout": 15}, "hops=1.*leave one of them out"),
     ("cooperative", {"batches": 0}, "batches=0"),
     ("cooperative", {"composition": "any"}, "composition='any' must be random or ordered"),
-    ("cooperative", {"external_hops": 1, "external_policy": "degree"}, "external_hops=1 without external_f"),
+    ("cooperative", {"external_hops": 1, "external_policy": "degree"}, "external_hops=1 needs external_f"),
     ("cooperative", {"external_hops": -1}, "external_hops=-1"),
     ("cooperative", {"external_fanout": 0}, "external_fanout=0"),
     ("cooperative", {"external_fanout": -2}, "external_fanout=-2"),
@@ -196,7 +196,7 @@ def test_every_rank_is_told_what_to_do(folders: tuple[str, str]) -> None:
         # Mini-batches would train on gradients that count rows of other ranks with a weight of their own.
         words = r"strategy 'dp' would weigh.*dx.distribute\(graph, strategy='full_graph'\)"
         match(found["local graph"], words, "local graph")
-        match(found["hops"], "hops=3, but the sampler has 2 layers: give at most 2", "hops")
+        match(found["hops"], "hops=3 is more than the 2 layers of the sampler; give at most 2", "hops")
         match(found["differing"], "disagree on an option of full_graph: rank 0 has use_pp=False", "differing")
 
 
@@ -248,9 +248,9 @@ def test_what_has_no_effect_is_told_once(folders: tuple[str, str]) -> None:
     first, second = run_ranks(warned_on_rank, 2, args=(folders[0],))
     match(
         first[0],
-        r"^full_graph takes all neighbours.*no effect of the fan-outs \[25, 10\].* and batch_size=5 ",
+        r"^full_graph takes all neighbours.*ignores the fan-outs \[25, 10\].* and batch_size=5 ",
         "both",
     )
-    assert first[0].count("no effect") == 1
-    match(first[1], r"no effect of batch_size=5 \(leave it out\); strategy='data_parallel'", "batch size")
+    assert first[0].count("ignores") == 1
+    match(first[1], r"ignores batch_size=5 \(leave it out\); strategy='data_parallel'", "batch size")
     assert [first[2], *second] == ["", "", "", ""]

@@ -326,7 +326,7 @@ def odd_passes(folder: str) -> dict[str, Any]:
     found["after an overflow"] = [loss.item(), *(p.grad.sum().item() for p in late.parameters())]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(halo_exchange, "_MAX_PASSES", 3)
-        with pytest.raises(ConfigError, match="3 forward passes without a change of the weights"):
+        with pytest.raises(ConfigError, match="3 forward passes ran without a change of the weights"):
             train_by_data(late, runs.batches_of(loader))
     g.barrier()
     session.close()
@@ -416,5 +416,5 @@ def test_a_rank_of_other_layers_is_named() -> None:
     steps = _cover_layers(2, [layer_of(0, [2, 2], {})] * 2)
     next(steps)
     none = np.empty(0, np.int64)
-    with pytest.raises(PeerError, match="rank 1 sends partial sums of 1 layers where this rank has 2"):
+    with pytest.raises(PeerError, match="rank 1 sends partial sums of 1 layers, but this rank has 2"):
         steps.send({0: [none, none], 1: [none]})

@@ -112,7 +112,7 @@ def test_optimizers_take_sparse_gradients_of_parts_without_columns(optimizer: An
 def test_embedding_refuses_other_ids_and_what_needs_whole_rows() -> None:
     modules, _, _ = begun(Model(rows=nn.Embedding(V, F)))
     for ids in (torch.tensor([3, 1]), torch.tensor([1, 3, 4, 9])):
-        with pytest.raises(ConfigError, match="only be asked for the rows of a batch's input nodes"):
+        with pytest.raises(ConfigError, match="only has the rows of a batch's input nodes"):
             modules["rows"](ids)
     for options in ({"max_norm": 1.0}, {"scale_grad_by_freq": True}):
         with pytest.raises(ConfigError, match=f"{next(iter(options))}=.*data_parallel"):
