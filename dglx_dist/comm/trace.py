@@ -280,7 +280,7 @@ def read_trace(path: str | Path) -> TraceFile:
         ) from error
     except (OSError, ValueError, RecursionError) as error:
         raise StorageError(f"{path} is no trace, or damaged ({error}); run the command again") from error
-    facts = fields.nested("otherData")
+    facts = fields.nested_fields("otherData")
     facts.choice("format", [_FORMAT])
     events = fields.nested_list("traceEvents")
     spans: dict[int, list[Span]] = {}
@@ -296,7 +296,7 @@ def read_trace(path: str | Path) -> TraceFile:
         )
         for one in facts.nested_list("ranks")
     )
-    return TraceFile(ranks=ranks, facts=facts.nested("run").mapping)
+    return TraceFile(ranks=ranks, facts=facts.nested_fields("run").mapping)
 
 
 def _is_trace(path: Path) -> bool:
@@ -359,7 +359,7 @@ def assign_tracks(spans: Iterable[Span], *, nested: bool = True) -> list[list[Sp
 
 def _span(event: Fields) -> Span:
     begin, duration = event.number("ts", 0, _MAX_US), event.number("dur", 0, _MAX_US)
-    args = event.nested("args")
+    args = event.nested_fields("args")
     numbers = {name: args.integer(name) if name in args.mapping else None for name in _NUMBERS}
     name, row = event.text("name"), event.text("cat")
     return Span(name=name, row=row, begin_s=begin / 1e6, end_s=(begin + duration) / 1e6, **numbers)

@@ -176,14 +176,14 @@ class Fields:
             raise self.field_error(name, f"a list{_range(least, most, 'of')}")
         return self._inner(name, {f"[{at}]": item for at, item in enumerate(value)})
 
-    def nested(self, name: str) -> Fields:
+    def nested_fields(self, name: str) -> Fields:
         """Return the object in the field."""
         return self._inner(name, self.raw_value(name))
 
     def nested_list(self, name: str, least: int = 0, most: float = math.inf) -> list[Fields]:
         """Return the objects of the list in the field."""
         items = self.items(name, least, most)
-        return [items.nested(at) for at in items.mapping]
+        return [items.nested_fields(at) for at in items.mapping]
 
     def record(self, kind: Callable[..., T], *, defaults: bool = False, **readers: Reader) -> T:
         """Read a record of the dataclass ``kind``. If its ``repr`` omits a field, messages omit all values.
@@ -221,7 +221,7 @@ class Fields:
             items = self.items(name, *bounds)
             return tuple(items.value(at, get_args(kind)[0]) for at in items.mapping)
         if get_origin(kind) is Mapping:
-            inner = self.nested(name)
+            inner = self.nested_fields(name)
             if bounds and not bounds.low <= len(inner.mapping) <= bounds.high:
                 raise self.field_error(name, f"an object{_range(bounds.low, bounds.high, 'of')} fields")
             return {key: inner.value(key, get_args(kind)[1]) for key in inner.mapping}

@@ -174,8 +174,8 @@ class TablesSource(DatasetSource):
         self._nodes, self._edges = find_tables(self._path)
 
     def load(self) -> RawGraph:
-        asked = {form for name in (self._ids or "").split(",") for form in (name, name.strip())}
-        nodes = {ntype: (str(path), _read(path, asked)) for ntype, path in self._nodes.items()}
+        id_names = {form for name in (self._ids or "").split(",") for form in (name, name.strip())}
+        nodes = {ntype: (str(path), _read(path, id_names)) for ntype, path in self._nodes.items()}
         edges = {etype: (str(path), _read(path)) for etype, path in self._edges.items()}
         of_nodes, of_edges = (
             list(dict.fromkeys(name for _, table in tables.values() for name in table.column_names))
@@ -209,7 +209,7 @@ def build_graph_from_tables(
     nodes: Mapping[str, tuple[str, Any]],
     edges: Mapping[EdgeType, tuple[str, Any]],
     ignored: Collection[str] = (),
-    asked: Sequence[str] | None = None,
+    id_names: Sequence[str] | None = None,
 ) -> RawGraph:
     """Build the graph from pyarrow tables with the columns of :class:`TablesSource`.
 
@@ -218,7 +218,7 @@ def build_graph_from_tables(
 
     Args:
         ignored: Columns to leave out.
-        asked: Columns with the ids of nodes. By default they are recognised by their names.
+        id_names: Columns with the ids of nodes. By default they are recognised by their names.
 
     Raises:
         DatasetError: a value is wrong. The message names file, column and row.
@@ -229,9 +229,9 @@ def build_graph_from_tables(
     node_data: dict[str, dict[str, NodeColumn]] = {}
     names: dict[str, list[str]] = {}
     for ntype, (where, table) in nodes.items():
-        name_of_ids = _name_of_ids(table, ntype, where, ignored, asked)
+        name_of_ids = _name_of_ids(table, ntype, where, ignored, id_names)
         if name_of_ids is None:
-            if asked is None:
+            if id_names is None:
                 _refuse_likely_ids(table, _ends_at(ntype, ends), where, ignored)
             ids[ntype] = pa.array(np.arange(table.num_rows))
             owners[ntype] += " (the numbers of its rows; if a column has the ids, add --id COLUMN)"
@@ -267,21 +267,21 @@ def build_graph_from_tables(
 
 
 def _name_of_ids(
-    table: Any, ntype: str, where: str, ignored: Collection[str], asked: Sequence[str] | None
+    table: Any, ntype: str, where: str, ignored: Collection[str], id_names: Sequence[str] | None
 ) -> str | None:
-    """Return the column of ids, one of ``asked`` or one with a usual name, or None to number by row."""
+    """Return the column of ids, one of ``id_names`` or one with a usual name, or None to number by row."""
     names = [name for name in table.column_names if name and name not in ignored]
-    likely = [name for name in asked or () if name in names][:1]
-    if _ID in names and likely != [_ID] and (likely or asked == [""]):
+    likely = [name for name in id_names or () if name in names][:1]
+    if _ID in names and likely != [_ID] and (likely or id_names == [""]):
         used = repr(likely[0]) if likely else "the number of its row"
         _LOG.warning("%s: by --id, the id of a node is %s; the column 'id' is left out", where, used)
-    if asked == [""]:
+    if id_names == [""]:
         return None
     likely = likely or [name for name in names if name == _ID]
     likely = likely or [name for name in names if is_node_id(name, ntype)]
-    if len(likely) > 1 or (asked and not likely and "" not in asked):
+    if len(likely) > 1 or (id_names and not likely and "" not in id_names):
         problem = f"both {likely[0]!r} and {likely[1]!r} could be" if likely else "no column of --id is"
-        remedy = "" if likely else f" (--id '{','.join(asked or ())},' numbers such nodes by row)"
+        remedy = "" if likely else f" (--id '{','.join(id_names or ())},' numbers such nodes by row)"
         raise DatasetError(
             f"{where}: {problem} the column of ids (it has {', '.join(table.column_names)}); choose one with "
             f"--id COLUMN{remedy}"

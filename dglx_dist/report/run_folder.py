@@ -173,7 +173,7 @@ def _read_epoch(line: bytes, where: str) -> EpochRecord:
     # NaN is written as null.
     nulls = [name for name, value in values.mapping.items() if value is None and name != "val_accuracy"]
     readers: dict[str, Any] = dict.fromkeys(nulls, lambda _: math.nan)
-    readers["metrics"] = lambda name: _read_metrics(values.nested(name)) if values.has(name) else {}
+    readers["metrics"] = lambda name: _read_metrics(values.nested_fields(name)) if values.has(name) else {}
     record = values.record(EpochRecord, **readers)
     if max(map(abs, (value for value in astuple(record) if isinstance(value, int)))) >= 1 << 63:
         raise ConfigError(f"{where} has a count beyond 63 bits")

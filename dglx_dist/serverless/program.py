@@ -279,7 +279,7 @@ _STEPS: Mapping[str, Callable[..., ProgramStep]] = {
 
 def _read_step(fields: Fields) -> ProgramStep:
     kind = _STEPS[fields.choice("kind", tuple(_STEPS))]
-    step = fields.record(kind, config=lambda name: fields.nested(name).mapping)
+    step = fields.record(kind, config=lambda name: fields.nested_fields(name).mapping)
     fields.reject_unread()
     return step
 

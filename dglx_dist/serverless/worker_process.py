@@ -165,7 +165,7 @@ def main() -> None:
 
     def answer(line: bytes) -> bytes:
         fields = Fields.parse(line, "a line of input", _LONGEST_LINE)
-        event = fields.nested("event").mapping
+        event = fields.nested_fields("event").mapping
         faults.next = fields.optional("fault", lambda name: fields.value(name, Fault), None)
         fields.reject_unread()
         return write_json(worker.attempt(event)[0].as_json()) + b"\n"

@@ -85,7 +85,7 @@ def read_files(entry: Fields) -> FileSet:
     if not entry.has("format"):
         return named_files(entry, "files")
     paths = _paths(entry, "files")
-    form = entry.nested("format").reject_unknown(("name", "separator"))
+    form = entry.nested_fields("format").reject_unknown(("name", "separator"))
     name, separator = form.choice("name", FORMATS), form.optional("separator", form.nonempty_text, None)
     if separator is not None and name != "csv":
         raise form.field_error("separator", f"nothing for {name}")
@@ -280,7 +280,7 @@ def _feature(entry: Fields) -> FeatureSpec:
     dtype = entry.choice("out_dtype", OUT_DTYPES) if entry.has("out_dtype") else None
     if not entry.has("transform"):
         return FeatureSpec(columns=columns, name=name, dtype=dtype)
-    form = entry.nested("transform")
+    form = entry.nested_fields("transform")
     chosen = form.optional("name", form.nonempty_text, "")
     known = TRANSFORMS.get(chosen, ())
     if not known:
@@ -308,7 +308,7 @@ def _label(parent: Fields) -> LabelSpec | None:
         return LabelSpec(task=task, column=column, split=_shares(entry))
     if entry.has("split_pct"):
         raise entry.field_error("split_pct", "nothing, because custom_split_filenames gives the split")
-    form = entry.nested("custom_split_filenames").reject_unknown((*SPLIT_FILES, "column"))
+    form = entry.nested_fields("custom_split_filenames").reject_unknown((*SPLIT_FILES, "column"))
     columns = _words(form, "column") if form.has("column") else (None,)
     if len(columns) > 1:
         raise form.field_error("column", "one column of ids")

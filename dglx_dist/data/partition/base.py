@@ -57,7 +57,7 @@ class PartitionOptions:
     )
     """(P,) positive relative shares of the parts, or None for equal shares."""
     objective: Literal["cut", "vol"] = option("cut", "Minimise cut edges (cut) or communicated nodes (vol).")
-    """What to minimise. ``vol`` is the number of (node, remote part) pairs that must be communicated."""
+    """Minimise the cut edges, or with ``vol`` the (node, remote part) pairs that must be communicated."""
     fast: bool = option(False, "Use less time (kaminpar) or memory (metis), with a worse cut.")
     """Whether to use the fast mode of kaminpar, or DistDGL's mode of metis."""
     servers: int | None = option(

@@ -137,14 +137,14 @@ def read_part_config(path: Path) -> PartConfig:
         etypes=[_edge_type(name, path) for name in etypes],
         nodes=_id_ranges(top, "node_map", ntypes, num_parts),
         edges=_id_ranges(top, "edge_map", etypes, num_parts),
-        files=[top.nested(f"part-{part}").mapping for part in range(num_parts)],
+        files=[top.nested_fields(f"part-{part}").mapping for part in range(num_parts)],
     )
 
 
 def _read_numbered(top: Fields, key: str, default: str) -> list[str]:
     if not top.has(key):
         return [default]
-    numbers = top.nested(key)
+    numbers = top.nested_fields(key)
     names = sorted(numbers.mapping, key=numbers.integer)
     if [numbers.integer(name) for name in names] != list(range(len(names))):
         raise top.field_error(key, "the numbers 0, 1, 2, ...")
@@ -171,7 +171,7 @@ def _id_ranges(top: Fields, key: str, names: Sequence[str], num_parts: int) -> I
     named_ranges = (
         {names[0]: ranges_by_name}
         if len(names) == 1 and isinstance(ranges_by_name, list)
-        else top.nested(key).mapping
+        else top.nested_fields(key).mapping
     )
     try:
         array = np.array([named_ranges.get(name) for name in names], dtype=np.int64)

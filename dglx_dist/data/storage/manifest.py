@@ -191,7 +191,8 @@ def from_json(value: object, where: str) -> Manifest:
     node_offsets, node_columns, num_classes, user_ids = {}, {}, {}, {}
     for item in top.nested_list("node_types", 1):
         ntype = item.text("name")
-        node_offsets[ntype], node_columns[ntype] = _offsets(item, num_parts), _columns(item.nested("columns"))
+        node_offsets[ntype] = _offsets(item, num_parts)
+        node_columns[ntype] = _columns(item.nested_fields("columns"))
         if item.raw_value("num_classes") is not None:
             num_classes[ntype] = item.integer("num_classes", 0)
         if (kind := item.choice("user_ids", ("int64", "string", None))) is not None:
@@ -201,10 +202,11 @@ def from_json(value: object, where: str) -> Manifest:
     for item in top.nested_list("edge_types"):
         source, relation, destination = item.value("name", _EtypeName)
         etype = (source, relation, destination)
-        edge_offsets[etype], edge_columns[etype] = _offsets(item, num_parts), _columns(item.nested("columns"))
+        edge_offsets[etype] = _offsets(item, num_parts)
+        edge_columns[etype] = _columns(item.nested_fields("columns"))
         item.reject_unread()
-    entries = top.nested("files")
-    files = {path: _file(entries.nested(path)) for path in entries.mapping}
+    entries = top.nested_fields("files")
+    files = {path: _file(entries.nested_fields(path)) for path in entries.mapping}
     manifest = Manifest(
         name=top.text("name"),
         num_parts=num_parts,
@@ -216,8 +218,8 @@ def from_json(value: object, where: str) -> Manifest:
         user_ids=user_ids,
         method=top.text("method"),
         seed=top.integer("seed"),
-        parameters=top.nested("parameters").mapping,
-        quality=top.nested("quality").mapping,
+        parameters=top.nested_fields("parameters").mapping,
+        quality=top.nested_fields("quality").mapping,
         files=files,
     )
     top.reject_unread()
@@ -320,7 +322,7 @@ def _offsets(item: Fields, num_parts: int) -> Array:
 def _columns(items: Fields) -> dict[str, ColumnInfo]:
     columns = {}
     for name in items.mapping:
-        item = items.nested(name)
+        item = items.nested_fields(name)
         dtype = item.choice("dtype", DTYPES)
         columns[name] = ColumnInfo(dtype=dtype, row_shape=item.value("row_shape", tuple[_Count, ...]))
         item.reject_unread()

@@ -137,7 +137,7 @@ def read_index(folder: Path) -> RowIndex:
         body = {name: value for name, value in top.mapping.items() if name != "checksum"}
         if top.text("checksum") != f"{checksum_of(body):08x}":
             raise top.error("its checksum differs")
-        version, facts = top.integer("version"), top.nested("facts").mapping
+        version, facts = top.integer("version"), top.nested_fields("facts").mapping
         files = top.value("files", tuple[RowFile, ...])
         if any(Path(file.path).name != file.path for file in files):
             raise top.error("it names files outside the folder")

@@ -91,7 +91,7 @@ def read_activation(fields: Fields, name: str = "activation") -> Activation:
     """
     if not fields.has(name):
         return _PLAIN["identity"]
-    inner = fields.nested(name)
+    inner = fields.nested_fields(name)
     kind = inner.choice("name", ACTIVATIONS)
     if kind in _PLAIN:
         activation = _PLAIN[kind]

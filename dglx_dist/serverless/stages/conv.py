@@ -266,7 +266,7 @@ class StageSequence(VertexStage):
 
 
 def _stage_of(fields: Fields) -> VertexStage:
-    name, config = fields.text("stage", 1, 512), fields.nested("config").mapping
+    name, config = fields.text("stage", 1, 512), fields.nested_fields("config").mapping
     fields.reject_unread()
     if name == "sequence":
         raise fields.field_error("stage", "a stage other than 'sequence'")

@@ -111,7 +111,7 @@ def test_a_raw_graph_is_to_be_partitioned_first(tmp_path: Path) -> None:
 
 
 def test_the_path_leads_into_lists_and_objects() -> None:
-    inner = Fields({"a": [{"b": {"c": "x" * 100}}]}, "file").nested_list("a")[0].nested("b")
+    inner = Fields({"a": [{"b": {"c": "x" * 100}}]}, "file").nested_list("a")[0].nested_fields("b")
     with pytest.raises(ConfigError, match=r"^file: key 'a\[0\]\.b\.c' is 'x+\.\.\.x+', expected a whole"):
         inner.integer("c")
     with pytest.raises(ConfigError, match=r"'a\[0\]\.b\.d' is missing"):
