@@ -252,7 +252,7 @@ def test_partition_names_the_command_that_works(
 def test_partition_takes_the_column_of_ids(tmp_path: Path) -> None:
     write(tmp_path, {"nodes.csv": "uid,feat_0\n2,1\n0,2\n1,3\n", "edges.csv": "src,dst\n0,1\n1,2\n"})
     arguments = ["partition", str(tmp_path), "--parts", "1", "--out", str(tmp_path / "o")]
-    assert "looks like the ids that edges use; if it is, add --id uid" in refused(*arguments)
+    assert "looks like the ids that edges use; add --id uid" in refused(*arguments)
     assert "3 nodes, 2 edges" in succeeded(*arguments, "--id", "uid")
     assert "other columns: uid" in succeeded(
         *arguments, "--id", "", "--overwrite", "--option", "ignore=feat_0"

@@ -25,7 +25,7 @@ def test_what_cannot_be_run_is_refused(words: list[str], reason: str) -> None:
 
 def test_the_strategy_of_the_environment_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DGLX_STRATEGY", "auto")
-    with pytest.raises(ConfigError, match="ask `dglx plan`"):
+    with pytest.raises(ConfigError, match="run `dglx plan`"):
         main([SCRIPT])
     monkeypatch.setenv("DGLX_STRATEGY", "push_pul")
     with pytest.raises(UnknownNameError, match="push_pull"):

@@ -104,7 +104,7 @@ SPLITS = torch.tensor([[1, 0], [0, 1], [0, 0]])
 @pytest.mark.parametrize(
     ("given", "error", "message"),
     [
-        ([0, 1], ConfigError, r"a DGLGraph, not as builtins\.list"),
+        ([0, 1], ConfigError, r"a DGLGraph, not builtins\.list"),
         (dgl.to_block(triangle()), ConfigError, "block of a mini-batch"),
         (triangle(train_mask=SPLITS), DatasetError, "has 2 splits; choose one with split=0 to 1"),
         (triangle(features=torch.tensor([0, 1, torch.nan])), DatasetError, "'graph': column 'feat', row 2"),
@@ -375,7 +375,7 @@ RING = {"src": np.arange(6), "dst": (np.arange(6) + 1) % 6, "num_nodes": np.arra
 
 
 def test_refuses_an_array_with_as_many_rows_as_nodes_and_edges(tmp_path: Path) -> None:
-    with pytest.raises(DatasetError, match="call it 'node_weight' or 'edge_weight'"):
+    with pytest.raises(DatasetError, match="rename it to 'node_weight' or 'edge_weight'"):
         load_npz(tmp_path, {**RING, "weight": np.arange(6.0)})
     graph = load_npz(
         tmp_path, {**RING, "edge_weight": np.arange(6.0), "node_age": np.arange(6), "feat": np.eye(6)}

@@ -259,7 +259,7 @@ def test_a_number_that_columns_of_labels_skip_is_warned_of(
 @pytest.mark.parametrize(
     ("labels", "message"),
     [
-        (["1.5", "n.a.", "2", "3"], "column 'label', row 1: n.a. is no number, most are"),
+        (["1.5", "n.a.", "2", "3"], "column 'label', row 1: n.a. is no number, but most labels are"),
         (
             [str(1000 + n % 6) for n in range(24)],
             "the labels 1000 to 1005 are numbered as names of 6 classes; if they measure, write 1000.0",
@@ -348,7 +348,7 @@ def test_reads_ends_of_edges_under_their_usual_names(tmp_path: Path, names: str)
         (
             "nid,node\n1,1\n2,0\n",
             "1,2",
-            r"both 'nid' and 'node' could be .*it has nid, node.* choose by --id",
+            r"both 'nid' and 'node' could be .*it has nid, node.* choose one with --id",
         ),
         ("node_id,x\n1,1\n1,2\n", "1,1", r"column 'node_id', row 1: node id 1 already occurs in row 0"),
     ],

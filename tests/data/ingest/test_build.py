@@ -175,7 +175,10 @@ def test_warns_where_nodes_are_numbered_by_row_beside_a_column_of_ids(
         one_type("n", nodes, {"files": "e.csv"}),
         {"n.csv": "Node_ID\n1\n0\n", "e.csv": "s,d\n1,0\n"},
     )
-    assert "nodes 'n' are numbered by row; if column 'Node_ID' has their ids, name it" in caplog.text
+    assert (
+        "nodes 'n' are numbered by row; if column 'Node_ID' has their ids, give it as node_id_col"
+        in caplog.text
+    )
 
 
 @pytest.mark.usefixtures("budget")
@@ -235,8 +238,8 @@ def test_files_name_the_split(tmp_path: Path) -> None:
          r"buys.parquet: column 'what', row 5: .* 8 is not among .* 'item' nodes \(rows of 'what' .*: 1\)"),
         ("buys.parquet", BUYS | {"who": [1.5] * 6}, r"'who' must hold integer or string ids"),
         ("users-1.parquet", LAST_USERS | {"emb": [[1.0, 2.0], [1e300, 1.0]]},
-         r"users-1.parquet: column 'emb', row 1: 1e\+300 is beyond float32"),
-        ("items.parquet", ITEMS | {"price": [0.0, 1.0, -1.0]}, "items.parquet: column 'price' has values of"),
+         r"users-1.parquet: column 'emb', row 1: 1e\+300 does not fit float32"),
+        ("items.parquet", ITEMS | {"price": [0.0, 1.0, -1.0]}, "items.parquet: column 'price' has the sum 0"),
         ("users-0.parquet", FIRST_USERS | {"emb": pa.array([[]] * 3, pa.list_(pa.float32()))},
          r"users-0.parquet: column 'emb', row 0: an empty list"),
         ("knows.csv", "a;b\nann;bob\nann\n", r"knows.csv: not readable as a csv table: .*Expected 2 col"),
@@ -345,7 +348,7 @@ def test_a_target_that_holds_something_is_refused_at_once(tmp_path: Path) -> Non
     within = tmp_path / "new" / "x"
     for kind, message, options in (
         (StorageError, "exists already", {}),
-        (StorageError, "other than a dataset of this program", {"overwrite": True}),
+        (StorageError, "does not hold a dataset of this program", {"overwrite": True}),
         (ConfigError, "the workspace .* is in .*new", {"out": tmp_path / "new", "workspace": within}),
         (ConfigError, "the output-conf-file .* is in .*new",
          {"out": tmp_path / "new", "output_description": within}),

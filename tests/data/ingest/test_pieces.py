@@ -85,7 +85,9 @@ def test_ids_spread_evenly_over_the_buckets(tmp_path: Path, ids: Any) -> None:
 def test_more_edges_of_a_node_than_can_be_sorted_are_told(tmp_path: Path) -> None:
     zeros = Spill(tmp_path / "zeros", np.int64, [np.zeros(100)]).chunks
     edges = EdgeStream(sources=zeros, destinations=zeros, columns=[], num_sources=20, num_destinations=10)
-    with pytest.raises(ConfigError, match=r"100 edges end at node 0, .* grant --memory 2\d\dMB"):
+    with pytest.raises(
+        ConfigError, match=r"100 edges end at node 0 and must be sorted together;  grant --memory 2\d\dMB"
+    ):
         sort_edges(edges, tmp_path / "out", Budget(work=6 * 700))
 
 
@@ -220,7 +222,7 @@ def transformed(values: list[Any], name: str, **settings: Any) -> list[Any]:
          [[1, 2], [4, 5], [7, 8], [0, 0]]),
         ([2, 2, 2, 2], "max_min_norm", {}, "t.csv: column 'x' has the maximum 2.0, which is not above"),
         ([[1, 2], [3, 4], [1], [2]], "max_min_norm", {}, "column 'x', row 2: 1 numbers, but there were 2"),
-        ([["a"], ["b"], [], []], "to_categorical", {}, "one value a row, or texts with a separator"),
+        ([["a"], ["b"], [], []], "to_categorical", {}, "one value per row, or texts with a separator"),
         (["", None, "", None], "to_categorical", {}, "has no value to make a category of"),
         ([b"a", b"\xff", b"a", b"a"], "to_categorical", {}, "holds binary that is not text"),
         ([[1], [2], [3], [4]], "no-op", {"truncate_dim": 2}, "1 numbers, but truncate_dim is 2"),

@@ -145,7 +145,7 @@ def test_a_column_of_that_name_is_not_overwritten() -> None:
         # Of two parts of two trainers:
         ("hierarchical", PartitionOptions(), "cannot use 'hierarchical'"),
         ("file", PartitionOptions(), "cannot use 'file'"),
-        ("metis", PartitionOptions(servers=2), "ask for two levels already"),
+        ("metis", PartitionOptions(servers=2), "already need two levels"),
         ("metis", PartitionOptions(target_weights=(1, 2, 3)), "target_weights has 3 values for 2 parts"),
         ("random", PartitionOptions(balance=("train",)), "Random does not support balance"),
     ],

@@ -429,7 +429,7 @@ def test_what_a_local_graph_cannot_do_is_refused_with_the_reason() -> None:
     graph = LocalGraph(ring())
     with pytest.raises(ConfigError, match="3 rows of 'h' for a local graph of 5 nodes"):
         graph.ndata["h"] = torch.zeros(3, 4)
-    with pytest.raises(ConfigError, match="sources of its edges lie on several ranks"):
+    with pytest.raises(ConfigError, match="sources of its edges are on several ranks"):
         graph.edges()
     with pytest.raises(ConfigError, match="planned with all ranks"):
         graph.add_edges([0], [1])

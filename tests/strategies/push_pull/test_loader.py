@@ -170,7 +170,7 @@ def on_three(folder: str) -> dict[str, Any]:
         found["own code"] = [epoch_of(g, nodes_of(g, OwnCode(prefetch_labels=["label"])))]
         for words, make in {
             "own code": lambda: nodes_of(g, OwnCode(), structure="resample"),
-            "gives blocks edge_weights": lambda: nodes_of(g, LaborSampler(FANOUTS, importance_sampling=1)),
+            "sets edge_weights on blocks": lambda: nodes_of(g, LaborSampler(FANOUTS, importance_sampling=1)),
             "exclude=": lambda: edges_of(g, structure="resample", exclude=lambda eids: eids[:0]),
             "disagree on the sampler": lambda: nodes_of(g, structure="resample", seed=session.topology.rank),
             "depth=1": lambda: nodes_of(g, depth=1 + session.topology.rank),
