@@ -86,7 +86,7 @@ def test_more_edges_of_a_node_than_can_be_sorted_are_told(tmp_path: Path) -> Non
     zeros = Spill(tmp_path / "zeros", np.int64, [np.zeros(100)]).chunks
     edges = EdgeStream(sources=zeros, destinations=zeros, columns=[], num_sources=20, num_destinations=10)
     with pytest.raises(
-        ConfigError, match=r"100 edges end at node 0 and must be sorted together;  grant --memory 2\d\dMB"
+        ConfigError, match=r"100 edges end at node 0 and must be sorted together; grant --memory 2\d\dMB"
     ):
         sort_edges(edges, tmp_path / "out", Budget(work=6 * 700))
 
@@ -142,7 +142,7 @@ def test_more_rows_than_can_be_drawn_are_told() -> None:
         ([1.0, float("nan")], [1, -1]),
         ([1.0, 1.5], ", row 11: 1.5 is not a class"),
         (["", None], " has no label in any row; leave labels out"),
-        ([10**9], " has the label 1000000000, .* is it an id"),
+        ([10**9], " has the label 1000000000, .* whether it is an id"),
     ],
 )
 def test_labels_become_numbers_or_are_refused(values: list[object], expected: Any) -> None:

@@ -133,10 +133,10 @@ SPARSE = SparseRows(indptr=np.zeros(4, int), indices=np.zeros(0, int), values=np
 @pytest.mark.parametrize(
     ("name", "values", "named"),
     [
-        ("cost", np.array([1, -2, 3]), "node 1 of type '_N' weighs -2"),
-        ("cost", np.ones((3, 2), dtype=int), r"\(3, 2\) int64"),
+        ("cost", np.array([1, -2, 3]), "node 1 of type '_N' has the weight -2"),
+        ("cost", np.ones((3, 2), dtype=int), r"int64 of shape \(3, 2\)"),
         ("cost", np.ones(3), "float64"),
-        ("cost", SPARSE, r"\(3, 2\) float64"),
+        ("cost", SPARSE, r"float64 of shape \(3, 2\)"),
         ("train", None, "no node column 'train_mask'.*none"),
         ("trian", None, "cannot balance 'trian'.*did you mean 'train'"),
         ("degre", None, "cannot balance 'degre'.*did you mean 'degree'"),

@@ -129,7 +129,7 @@ def test_edges_have_the_trainer_of_their_destination() -> None:
 
 def test_a_column_of_that_name_is_not_overwritten() -> None:
     graph = homogeneous(4, [(0, 1)], trainer_id=np.zeros(4))
-    with pytest.raises(ConfigError, match="'trainer_id' as data of '_N' already"):
+    with pytest.raises(ConfigError, match="already has 'trainer_id' as data of '_N'"):
         assign_two_levels(graph, "random", PartitionOptions(), (2, 1), 0)
 
 
