@@ -180,7 +180,7 @@ def test_takes_src_and_dst_beside_columns_with_similar_names(tmp_path: Path) -> 
         ({"split": [[0], [1]]}, "0,1", "column 'split' holds list<.*> that is not text; write texts or numb"),
         ({"id": WIDE}, "0,1", r"nodes\.parquet: column 'id' has a number beyond 64 signed bits"),
         ({"id": [0, 1], "label": WIDE}, "0,1", r"nodes\.parquet: column 'label' has a number beyond"),
-        ({"feat_0": [1, 2], "feat_1": [[1], [2]]}, "0,1", "column 'feat_1' holds lists; put all features into one"),
+        ({"feat_0": [1, 2], "feat_1": [[1], [2]]}, "0,1", "column 'feat_1' holds lists; put all features"),
         ("id\n1\n", {"from": [1], "to": [1]},
          r"edges\.parquet: has no columns src and dst \(it has from, to\).* dglx ingest"),
         ("id\n1\n", {"src": [1, 1], "dst": [1, 1], "w": [1, np.inf]}, r"edges\.parquet: .* 'w', row 1: inf"),

@@ -34,8 +34,8 @@ class ServerGraph:
     """n own nodes with local ids 0 to n - 1, m halo nodes with ids up to n + m - 1, E edges into own nodes.
 
     A halo node is a node of another graph server with an edge into an own node. The halo nodes of an owner
-    are in the order of their global ids, and so is the owner's list of them (:attr:`Part.boundary`): a
-    position in it names a row on both sides.
+    are in the order of their global ids, and so is the owner's list of them (:attr:`Part.boundary`). So a
+    position means the same row on both sides.
     """
 
     rank: int
@@ -56,7 +56,7 @@ class ServerGraph:
     out_edges: Array
     """(E,) int64 positions in the order of ``sources``."""
     first_edge: int = 0
-    """Global id of the first edge; the others have the ids after it, in the order of ``sources``."""
+    """Global id of the first edge. The others have the ids after it, in the order of ``sources``."""
 
     @property
     def own_ids(self) -> Array:
@@ -79,7 +79,7 @@ class ServerGraph:
         return len(self.starts) - 1
 
     def halo_ids(self, owner: int) -> Array:
-        """Return the global ids of the halo nodes that graph server ``owner`` owns; ascending."""
+        """Return the ascending global ids of the halo nodes that graph server ``owner`` owns."""
         return self.halo[self.halo_starts[owner] : self.halo_starts[owner + 1]]
 
     def own_positions(self, ids: Array, asker: int) -> Array:
@@ -97,9 +97,13 @@ class ServerGraph:
 def local_graph(
     rank: int, starts: Sequence[int] | Array, indptr: Array, sources: Array, first_edge: int = 0
 ) -> ServerGraph:
-    """Return the local graph of ``rank`` from (E,) global ``sources``, the others as in :class:`ServerGraph`.
+    """Return the local graph of ``rank``.
 
-    ConfigError if it is too large for int32 local ids.
+    Args:
+        sources: (E,) global ids. The other arrays are as in :class:`ServerGraph`.
+
+    Raises:
+        ConfigError: the graph is too large for int32 local ids.
     """
     bounds = np.asarray(starts, dtype=np.int64)
     first, end = int(bounds[rank]), int(bounds[rank + 1])
@@ -139,40 +143,41 @@ class Part:
 
     graph: ServerGraph
     bounds: Array
-    """(k + 1,) int64 local ids: interval i has the nodes ``bounds[i]:bounds[i + 1]``."""
+    """(k + 1,) int64 local ids. Interval i has the nodes ``bounds[i]:bounds[i + 1]``."""
     interval_sizes: Array
-    """(W k,) nodes of each interval of all graph servers."""
+    """(W k,) number of nodes of each interval of all graph servers."""
     boundary: Sequence[Array]
-    """Per peer (b,) int32: own nodes in the halo of the peer, ascending; see :class:`ServerGraph`."""
+    """For each peer (b,) int32 ascending own nodes in the halo of the peer. See :class:`ServerGraph`."""
     features: Array
-    """(n + m, F) of the program's dtype: own rows, then halo rows."""
+    """(n + m, F) own rows, then halo rows, of the program's dtype."""
     labels: Array
     """(n,) int32, -1 for nodes that are not trained on."""
     fixed: Mapping[str, Array]
-    """Fixed edge weights by name ("fixed:0"), (E, 1) of the program's dtype."""
+    """Fixed edge weights by name, such as "fixed:0", each (E, 1) of the program's dtype."""
 
     @cached_property
     def boundary_bounds(self) -> list[Array]:
-        """Per peer (k + 1,) int64: those of interval i are ``boundary[peer][bounds[i]:bounds[i + 1]]``."""
+        """For each peer (k + 1,) int64. Interval i has ``boundary[peer][bounds[i]:bounds[i + 1]]``."""
         return [np.searchsorted(nodes, self.bounds) for nodes in self.boundary]
 
     @cached_property
-    def returned(self) -> list[list[Array]]:
-        """Per peer and interval (g,) int32: positions, among this server's halo nodes that are the peer's, of
-        those whose gradients the interval sends back.
+    def returned_positions(self) -> list[list[Array]]:
+        """For each peer and interval (g,) int32 halo nodes whose gradients the interval sends back.
 
-        A halo node's gradient is sent by its home: the highest interval with an edge from it. In the order of
-        the layers and intervals, all others have computed their contributions by then.
+        They are positions among this server's halo nodes that the peer owns. A halo node's gradient is sent
+        by its home, the last interval with an edge from it. By then all others have computed their
+        contributions.
         """
-        graph, found = self.graph, []
-        # Out-edges are in the order of their targets, so the last one of a halo node has the highest.
+        graph, positions = self.graph, []
+        # Out-edges are in the order of their targets, so the last one of a halo node has the last target.
         highest = graph.out_targets[graph.out_indptr[graph.num_own + 1 :] - 1]
         home = np.searchsorted(self.bounds, highest, side="right") - 1
         for peer in range(graph.num_servers):
-            of_peer = home[graph.halo_starts[peer] : graph.halo_starts[peer + 1]]
-            order = np.argsort(of_peer, kind="stable").astype(np.int32)
-            found.append(np.split(order, np.searchsorted(of_peer[order], np.arange(1, self.num_intervals))))
-        return found
+            homes_of_peer = home[graph.halo_starts[peer] : graph.halo_starts[peer + 1]]
+            order = np.argsort(homes_of_peer, kind="stable").astype(np.int32)
+            ends = np.searchsorted(homes_of_peer[order], np.arange(1, self.num_intervals))
+            positions.append(np.split(order, ends))
+        return positions
 
     @property
     def first_interval(self) -> int:
@@ -194,16 +199,16 @@ class Part:
 def cut_intervals(indptr: Array, sources: Array, num_intervals: int) -> Array:
     """Cut n nodes into contiguous intervals balanced in nodes and in edges that come from outside.
 
-    Nodes and such edges each count for half of an interval's load, so no interval has more than twice the
-    mean of either, up to one node's share. Which edges cross depends on the cut, so it is refined.
+    Nodes and such edges each count for half of an interval's load. So no interval has more than twice the
+    mean of either, up to one node's share. The edges that cross depend on the cut, so it is refined.
 
     Args:
         indptr: (n + 1,) int64 of the in-edges.
-        sources: (E,) local ids; those of n and above are halo nodes.
-        num_intervals: k >= 1; some are empty where there are fewer nodes.
+        sources: (E,) local ids. Ids from n on are halo nodes.
+        num_intervals: k >= 1. Some are empty if there are fewer nodes.
 
     Returns:
-        (k + 1,) int64: interval i has the nodes ``bounds[i]:bounds[i + 1]``.
+        (k + 1,) int64 ``bounds``. Interval i has the nodes ``bounds[i]:bounds[i + 1]``.
     """
     num_nodes = len(indptr) - 1
     bounds = num_nodes * np.arange(num_intervals + 1, dtype=np.int64) // num_intervals
@@ -225,7 +230,7 @@ def cut_intervals(indptr: Array, sources: Array, num_intervals: int) -> Array:
 
 
 def crossing_edges(indptr: Array, sources: Array, bounds: Array) -> Array:
-    """Return (n,) int64: in-edges of each node whose source is in another interval, or a halo node."""
+    """Return (n,) int64 numbers of in-edges whose source is in another interval or a halo node."""
     num_nodes = len(indptr) - 1
     interval_of = np.repeat(np.arange(len(bounds) - 1, dtype=np.int32), np.diff(bounds))
     targets = np.repeat(np.arange(num_nodes), np.diff(indptr))
@@ -237,11 +242,11 @@ def crossing_edges(indptr: Array, sources: Array, bounds: Array) -> Array:
 
 HALO_IDS = "lambda.ghost_ids"
 PRELOAD = "preload"
-"""Ledger phase: 8 bytes per halo node for the lists, 8 + s F per halo node of another server for features."""
+"""Ledger phase with 8 bytes per halo node for the lists, and 8 + s F bytes for its features."""
 
 
 def read_structure(g: DistGraph) -> ServerGraph:
-    """Return this rank's local graph; a server's nodes are split evenly over its ranks."""
+    """Return this rank's local graph. A server's nodes are split evenly over its ranks."""
     rank = g.session.topology.rank
     starts = RowOwners(g.get_node_partition_policy(g.ntypes[0]).bounds, g.session.topology).starts
     own = np.arange(starts[rank], starts[rank + 1], dtype=np.int64)
@@ -252,17 +257,20 @@ def read_structure(g: DistGraph) -> ServerGraph:
 
 
 def exchange_boundaries(session: Session, graph: ServerGraph) -> list[Array]:
-    """Return, per peer, (b,) int32 own nodes that are its halo nodes, ascending. Collective."""
+    """Return for each peer the (b,) int32 ascending own nodes that are its halo nodes.
+
+    Every rank must call it.
+    """
     exchange = OneSidedExchange(session, HALO_IDS, "look at its output")
     barrier(session, "listing the halo nodes of all graph servers")
     lists = {peer: [graph.halo_ids(peer)] for peer in range(graph.num_servers)}
     exchange.post(0, "", lists, phase=PRELOAD)
-    found = exchange.mailbox.take(0, "", lists, "the list of its halo nodes")
-    return [graph.own_positions(ids, peer) for peer, (ids,) in found.items()]
+    received = exchange.mailbox.take(0, "", lists, "the list of its halo nodes")
+    return [graph.own_positions(ids, peer) for peer, (ids,) in received.items()]
 
 
 def read_features(g: DistGraph, graph: ServerGraph, name: str, dtype: str) -> Array:
-    """Return (n + m, F) features, the node data ``name``, of own nodes and halo nodes."""
+    """Return the (n + m, F) features of own nodes and halo nodes from the node data ``name``."""
     ids = np.concatenate([graph.own_ids, graph.halo])
     rows = g.kvstore.pull(g.ndata[name].kvstore_key, ids, distinct=True, phase=PRELOAD)
     # torch converts, because NumPy has no bfloat16.
@@ -270,10 +278,12 @@ def read_features(g: DistGraph, graph: ServerGraph, name: str, dtype: str) -> Ar
 
 
 def edge_values(factor: EdgeFactor, g: DistGraph, nodes: Array, dtype: str) -> Array:
-    """Return the (E, 1) weights of the in-edges of this server's ``nodes``, (K,) int64, node by node.
+    """Return the (E, 1) weights of the in-edges of this server's (K,) int64 ``nodes``, node by node.
 
-    Asks other servers for degrees of their nodes and for edge data; not collective. ConfigError if the edge
-    data is not one number per edge.
+    Requests the degrees of nodes and the edge data of other servers.
+
+    Raises:
+        ConfigError: the edge data is not one number per edge.
     """
     (etype,) = g.canonical_etypes
     edges = g.structure(etype).ask("in_edges", nodes)
@@ -295,10 +305,14 @@ def edge_values(factor: EdgeFactor, g: DistGraph, nodes: Array, dtype: str) -> A
 
 
 def open_part(g: DistGraph, chain: Chain, objective: Objective, targets: Array, intervals: int) -> Part:
-    """Return this rank's part, in ``intervals`` intervals, with what ``chain`` reads of the graph.
+    """Return this rank's part, with the data of the graph that ``chain`` reads. Every rank must call it.
 
-    Collective; ``targets`` (n,) bool tells which own nodes are trained on. ConfigError on all ranks if the
-    graph does not fit on any.
+    Args:
+        targets: (n,) bool of the own nodes that are trained on.
+        intervals: Number of intervals.
+
+    Raises:
+        ConfigError: the graph does not fit on a rank. All ranks raise it.
     """
     session, program = g.session, chain.program
     run_on_all_ranks(session, lambda: check_columns(g, objective, program.features), ConfigError)
@@ -309,11 +323,11 @@ def open_part(g: DistGraph, chain: Chain, objective: Objective, targets: Array, 
 
     def read() -> Part:
         own, layers = graph.own_ids, chain.want_in_edges
-        # Evaluation calls the layers themselves, which would raise only after all training.
-        without = np.flatnonzero(np.diff(graph.indptr) == 0)
-        if layers and len(without):
+        # Evaluation calls the layers themselves, which would raise only after training.
+        isolated = np.flatnonzero(np.diff(graph.indptr) == 0)
+        if layers and len(isolated):
             raise ConfigError(
-                f"node {int(own[without[0]])} has no in-edge, and layer {layers[0]!r} refuses such nodes; "
+                f"node {int(own[isolated[0]])} has no in-edge, and layer {layers[0]!r} refuses such nodes; "
                 "make it with allow_zero_in_degree=True, or add self-loops to the graph"
             )
         return Part(
@@ -323,7 +337,9 @@ def open_part(g: DistGraph, chain: Chain, objective: Objective, targets: Array, 
             interval_sizes=sizes,
             features=read_features(g, graph, objective.feature, program.dtype),
             labels=_labels(g, own, objective.label, targets, program.classes),
-            fixed={name: edge_values(one, g, own, program.dtype) for name, one in chain.factors.items()},
+            fixed={
+                name: edge_values(factor, g, own, program.dtype) for name, factor in chain.factors.items()
+            },
         )
 
     return run_on_all_ranks(session, read, ConfigError)

@@ -1,17 +1,19 @@
-"""Graph server of strategy ``lambda``: rows of its part, and what each task of an interval does to them.
+"""Graph server of strategy ``lambda``, which has the rows of its part and executes the tasks of intervals.
 
-It executes tasks (Dorylus, section 4); the scheduler decides their order and carries messages. Arrays of the
-kernels, for n own nodes, m halo nodes, E edges into own nodes, K heads:
+See section 4 of Dorylus. The scheduler decides the order of tasks and carries messages. The arrays of the
+kernels, for n own nodes, m halo nodes, E edges into own nodes and K heads, are:
 
-- ``indptr`` (n + 1,) int64, ``sources`` (E,) int32 local ids in [0, n + m): in-edges in CSC order, those of
-  node v from ``indptr[v]`` to ``indptr[v + 1]``.
-- ``out_indptr`` (n + m + 1,) int64, ``out_targets`` (E,) int32, ``out_edges`` (E,) positions in CSC order:
-  the same edges by source, those of local id u from ``out_indptr[u]`` to ``out_indptr[u + 1]``.
-- ``rows`` (n + m, w) of sources; ``values`` (E, K) of edges in CSC order, where K divides w; None: all 1.
-- ``first`` is the first of the nodes of ``out``; ``nodes`` (k,) int32 are local ids.
+- ``indptr`` (n + 1,) int64 and ``sources`` (E,) int32 local ids in [0, n + m), in-edges in CSC order. Those
+of
+  node v are from ``indptr[v]`` to ``indptr[v + 1]``.
+- ``out_indptr`` (n + m + 1,) int64, ``out_targets`` (E,) int32 and ``out_edges`` (E,) positions in CSC order,
+  the same edges by source. Those of local id u are from ``out_indptr[u]`` to ``out_indptr[u + 1]``.
+- ``rows`` (n + m, w) of sources.
+- ``values`` (E, K) of edges in CSC order, where K divides w, or None if all are 1.
+- ``first`` is the first node of ``out``, and ``nodes`` (k,) int32 are local ids.
 
-Every sum runs in the order of the edges, so equal rows give equal bits. Kernels release the interpreter lock,
-and are compiled apart for values and None.
+Every sum is in the order of the edges, so equal rows give equal bits. Kernels release the interpreter lock.
+There is one compiled version for values and one for None.
 """
 
 import threading
@@ -97,8 +99,8 @@ def pull_back(
 ) -> None:
     """Add to ``out[i]``, (k, w), the gradients at the ``places`` of the out-edges of ``nodes[i]``.
 
-    Gather transposed: ``places`` are ``out_targets`` for the gradients of nodes, each times the value of its
-    edge, and ``out_edges`` for those of edges.
+    This is Gather transposed. For the gradients of nodes ``places`` are ``out_targets``, and each gradient is
+    multiplied by the value of its edge. For gradients of edges they are ``out_edges``.
     """
     heads = 1 if values is None else values.shape[1]
     width = gradients.shape[1] // heads
@@ -151,7 +153,7 @@ def segment_sums(indptr: Array, values: Array, first: int, out: Array) -> None:
 
 
 class TaskKind(Enum):
-    """Type of a task; graph servers execute all but WORK."""
+    """Type of a task. Graph servers execute all but WORK."""
 
     GATHER = "gather"
     """Sum source rows over in-edges."""
@@ -174,7 +176,7 @@ class TaskKind(Enum):
 
 
 class Barrier(Enum):
-    """What a task of a synchronous epoch waits for."""
+    """Condition that a task of a synchronous epoch waits for."""
 
     NONE = "none"
     LOCAL = "local"
@@ -201,12 +203,16 @@ _BACKWARD = {
     Scatter: [TaskKind.SEND_BACK, TaskKind.COLLECT],
     Drop: [TaskKind.DROP_GRADIENT],
 }
-"""Tasks of a step; of other steps workers do the work."""
+"""Tasks of a step. Workers execute those of other steps."""
 _BARRIERS = {TaskKind.SEND_BACK: Barrier.LOCAL, TaskKind.COLLECT: Barrier.GLOBAL}
 
 
 def epoch_schedule(program: Program, fused: bool) -> tuple[ScheduledTask, ...]:
-    """Return the tasks of an epoch in order; ``fused``: the last step forward and backward is one."""
+    """Return the tasks of an epoch in order.
+
+    Args:
+        fused: Whether one task does the last step forward and backward.
+    """
     steps, last = program.steps, program.last
     tasks = [
         ScheduledTask(_FORWARD.get(type(step), TaskKind.WORK), index, barrier=_barrier_before(program, index))
@@ -244,7 +250,7 @@ def _has_gradient(program: Program, step: ProgramStep) -> bool:
 
 
 class SubmitResult(Enum):
-    """Outcome of submitting one half of a task: accepted (and then it is complete), or dropped."""
+    """Outcome of submitting one half of a task, which is accepted or dropped."""
 
     TAKEN = "taken"
     LAST = "last"
@@ -265,10 +271,13 @@ HaloMessage: TypeAlias = tuple[int, list[Array]]
 
 @final
 class GraphServer:
-    """Executes the tasks of its intervals: in order within an interval, concurrently across intervals.
+    """Executes the tasks of intervals, in order within an interval and concurrently across intervals.
 
-    ``run``, the number of the run in its session, is part of the task keys, and ``seed`` of those of dropout.
-    Workers of other runs are rejected. No method blocks.
+    No method blocks.
+
+    Args:
+        run: Number of the run in its session, a part of task keys. Workers of other runs are rejected.
+        seed: Seed of dropout.
     """
 
     def __init__(
@@ -278,13 +287,14 @@ class GraphServer:
         self.schedule = epoch_schedule(program, options.fusion)
         """The tasks of each epoch."""
         self._rows = {**part.fixed, FEATURES: part.features}
-        """The latest rows: slot of nodes -> (n, width), or (n + m, width) with halo rows; slot of edges, or
-        name of fixed values -> (E, width). Only its interval writes an own row."""
-        # No lock: in synchronous epochs barriers keep readers apart from writers. In asynchronous ones a row
-        # may be read while it is written: then its columns are of two epochs, both within the bound.
+        """The latest rows. A slot of nodes has (n, width), or (n + m, width) with halo rows. A slot of
+        edges or fixed values has (E, width). Only its interval writes an own row."""
+        # There is no lock, because in synchronous epochs barriers separate readers and writers. In
+        # asynchronous ones a row may be read while it is written. Then its columns are of two epochs, both
+        # within the bound.
         self._published: dict[tuple[str, int], Array] = {}
-        """(slot, step) -> gradient that sources in the slot read: of the sums of a Gather, (n, width), or of
-        the logits of an Edge step, (E, width)."""
+        """(slot, step) -> gradient that sources in the slot read, (n, width) of the sums of a Gather, or
+        (E, width) of the logits of an Edge step."""
         self._received: dict[tuple[str, int], Array] = {}
         """(slot, peer) -> (b, width), the last gradient of boundary rows from the peer."""
         self._allocate()
@@ -345,7 +355,7 @@ class GraphServer:
             case TaskKind.GATHER, Gather() as step:
                 nodes, graph = self.part.nodes_of(interval), self.part.graph
                 values = None if step.edges is None else self._rows[step.edges]
-                # Not in place: others may read the rows, and shall see no part of a sum.
+                # Not in place, because other intervals may read the rows meanwhile.
                 sums = self._zeros(nodes.stop - nodes.start, step.output.name)
                 gather(graph.indptr, graph.sources, values, self._rows[step.source], nodes.start, sums)
                 self._rows[step.output.name][nodes] = sums
@@ -356,7 +366,7 @@ class GraphServer:
             case TaskKind.DROP_GRADIENT, Drop() as step:
                 where, ids = self._rows_of_slot(interval, step.source)
                 gradient = self._take_gradient(interval, step.output.name, where)
-                self._add_gradient(interval, step.source, self._dropped(step, epoch, ids, gradient))
+                self._add_gradient(interval, step.source, self._apply_dropout(step, epoch, ids, gradient))
             case TaskKind.COLLECT, Scatter() as step:
                 self._collect(interval, step)
             case TaskKind.LOSS, Vertex() as step:
@@ -368,12 +378,12 @@ class GraphServer:
         work = self.works[task.step, task.direction]
         step = self.program.steps[task.step]
         if isinstance(step, Edge) and task.direction is Direction.FORWARD:
-            # Kept for backward, whose gradient must match the forward pass: halo rows may change before it.
+            # Kept for backward, whose gradient must match the forward pass. Halo rows may change before it.
             sources = self.part.graph.sources[self.part.edges_of(interval)]
             self._sources[interval][task.step] = self._rows[step.sources].take(sources, axis=0)
         saved = iter(self._saved[interval].pop(task.step, []))
         arrays = [
-            next(saved) if item.role is Role.SAVED else self._pulled(interval, task.step, item)
+            next(saved) if item.role is Role.SAVED else self._get_input(interval, task.step, item)
             for item in work.pulled
         ]
         rows = self.rows_of(interval)
@@ -388,7 +398,7 @@ class GraphServer:
             return sorted(self._open)
 
     def pull(self, key: TaskKey, half: int) -> list[Array]:
-        """Return the arrays of half 0 or 1 of a task: TASK_OVER if it is done, [] if it is not open yet."""
+        """Return the arrays of half 0 or 1 of a task, TASK_OVER if it is done, or [] before it is open."""
         self._work_of(key)
         with self._lock:
             if (task := self._open.get(key)) is not None:
@@ -436,54 +446,58 @@ class GraphServer:
         return last is not None and (key.epoch, self._order[key.step, key.direction]) <= last
 
     def halo_messages(self, interval: int, task: ScheduledTask) -> list[HaloMessage]:
-        """Return what a SCATTER or SEND_BACK task sends: one message per graph server that needs rows."""
+        """Return the messages of a SCATTER or SEND_BACK task, one per graph server that needs rows."""
         step = self.program.steps[task.step]
         assert isinstance(step, Scatter)
         if task.kind is TaskKind.SEND_BACK:
             return list(self._halo_gradients(interval, step))
-        found = []
-        for peer, some, nodes in self._boundary(interval):
+        messages = []
+        for peer, selected, nodes in self._boundary(interval):
             rows = [self._rows[name][nodes] for name in step.slots]
-            found.append((peer, [np.arange(some.start, some.stop, dtype=np.int32), *rows]))
-        return found
+            messages.append((peer, [np.arange(selected.start, selected.stop, dtype=np.int32), *rows]))
+        return messages
 
     def receive(self, peer: int, kind: TaskKind, index: int, arrays: Sequence[Array]) -> None:
-        """Accept the positions and rows of a message; ConfigError if they are not what a Scatter sends."""
+        """Accept the positions and rows of a message.
+
+        Raises:
+            ConfigError: a Scatter does not send such arrays.
+        """
         step = self.program.steps[index] if 0 <= index < len(self.program.steps) else None
         if not isinstance(step, Scatter) or not 0 <= peer < self.part.graph.num_servers:
             raise ConfigError(
                 f"rows came from graph server {peer} for step {index}, but there is no such Scatter"
             )
-        graph, back = self.part.graph, kind is TaskKind.SEND_BACK
-        slots = self._trained(step) if back else step.slots
-        first = 0 if back else graph.num_own + int(graph.halo_starts[peer])
-        size = len(self.part.boundary[peer]) if back else len(graph.halo_ids(peer))
+        graph, is_gradient = self.part.graph, kind is TaskKind.SEND_BACK
+        slots = self._trained_slots(step) if is_gradient else step.slots
+        first = 0 if is_gradient else graph.num_own + int(graph.halo_starts[peer])
+        size = len(self.part.boundary[peer]) if is_gradient else len(graph.halo_ids(peer))
         positions = arrays[0] if arrays else np.empty(0)
         shapes = [(positions.size, self.program.slots[name].width) for name in slots]
-        wanted = [((positions.size,), "int32"), *((shape, self.program.dtype) for shape in shapes)]
-        found = [(array.shape, array.dtype.name) for array in arrays]
-        if found != wanted or (positions.size and not 0 <= positions.min() <= positions.max() < size):
+        expected = [((positions.size,), "int32"), *((shape, self.program.dtype) for shape in shapes)]
+        actual = [(array.shape, array.dtype.name) for array in arrays]
+        if actual != expected or (positions.size and not 0 <= positions.min() <= positions.max() < size):
             raise ConfigError(
-                f"graph server {peer} sent {found} for step {step.name!r}, not {wanted} with positions below "
-                f"{size}; run the same version everywhere"
+                f"graph server {peer} sent {actual} for step {step.name!r}, not {expected} with positions "
+                f"below {size}; run the same version everywhere"
             )
         for name, rows in zip(slots, arrays[1:], strict=True):
-            stored = self._received[name, peer] if back else self._rows[name]
+            stored = self._received[name, peer] if is_gradient else self._rows[name]
             stored[first + positions] = rows
 
     def statistics(self, epoch: int) -> tuple[float, int]:
         """Return and remove the sum of losses and the number of correct own nodes of ``epoch``."""
         with self._lock:
-            found = self._statistics.pop(epoch, {})
-        total = sum((found[interval] for interval in sorted(found)), np.zeros(2))
+            by_interval = self._statistics.pop(epoch, {})
+        total = sum((by_interval[interval] for interval in sorted(by_interval)), np.zeros(2))
         return float(total[0]), int(total[1])
 
     def correct(self, epoch: int) -> int:
         """Return the number of correct own nodes of ``epoch`` so far."""
         with self._lock:
-            return int(sum(found[1] for found in self._statistics.get(epoch, {}).values()))
+            return int(sum(statistics[1] for statistics in self._statistics.get(epoch, {}).values()))
 
-    def _pulled(self, interval: int, index: int, item: Item) -> Array:
+    def _get_input(self, interval: int, index: int, item: Item) -> Array:
         nodes, edges = self.part.nodes_of(interval), self.part.edges_of(interval)
         if item.role is Role.LABELS:
             return self.part.labels[nodes]
@@ -552,12 +566,12 @@ class GraphServer:
         graph = self.part.graph
         source, output = self._rows[step.source], self._rows[step.output.name]
         where, ids = self._rows_of_slot(interval, step.source)
-        output[where] = self._dropped(step, epoch, ids, source[where])
+        output[where] = self._apply_dropout(step, epoch, ids, source[where])
         if drops_features(step):
             count, number = self.part.num_intervals, graph.num_halo
             share = slice(number * interval // count, number * (interval + 1) // count)
             halo = slice(graph.num_own + share.start, graph.num_own + share.stop)
-            output[halo] = self._dropped(step, epoch, graph.halo[share], source[halo])
+            output[halo] = self._apply_dropout(step, epoch, graph.halo[share], source[halo])
 
     def _rows_of_slot(self, interval: int, slot: str) -> tuple[slice, Array]:
         of_edges, graph = slot in self.program.edge_slots, self.part.graph
@@ -565,7 +579,7 @@ class GraphServer:
         first = graph.first_edge if of_edges else int(graph.starts[graph.rank])
         return where, np.arange(first + where.start, first + where.stop)
 
-    def _dropped(self, step: Drop, epoch: int, ids: Array, rows: Array) -> Array:
+    def _apply_dropout(self, step: Drop, epoch: int, ids: Array, rows: Array) -> Array:
         columns = ColumnRange(first=0, last=rows.shape[1], width=rows.shape[1])
         stream, p = MODULES + step.call, step.probability
         kept = draw_kept_entries(self._seed, epoch, stream, torch.from_numpy(ids), (columns,), p).numpy()
@@ -574,11 +588,11 @@ class GraphServer:
     def _collect(self, interval: int, step: Scatter) -> None:
         nodes = self.part.nodes_of(interval)
         own = np.arange(nodes.start, nodes.stop, dtype=np.int32)
-        for name in self._trained(step):
+        for name in self._trained_slots(step):
             gradient = self._take_gradient(interval, name, nodes)
             self._pull_back(name, own, gradient)
-            for peer, some, of_peer in self._boundary(interval):
-                gradient[of_peer - nodes.start] += self._received[name, peer][some]
+            for peer, selected, of_peer in self._boundary(interval):
+                gradient[of_peer - nodes.start] += self._received[name, peer][selected]
             self._gradients[interval][name] = gradient
 
     def _loss(self, interval: int, epoch: int, step: Vertex) -> None:
@@ -597,18 +611,18 @@ class GraphServer:
         for peer, (nodes, bounds) in enumerate(
             zip(self.part.boundary, self.part.boundary_bounds, strict=True)
         ):
-            some = slice(int(bounds[interval]), int(bounds[interval + 1]))
-            if some.start < some.stop:
-                yield peer, some, nodes[some]
+            selected = slice(int(bounds[interval]), int(bounds[interval + 1]))
+            if selected.start < selected.stop:
+                yield peer, selected, nodes[selected]
 
     def _halo_gradients(self, interval: int, step: Scatter) -> Iterator[HaloMessage]:
         graph = self.part.graph
         for peer in range(graph.num_servers):
-            positions = self.part.returned[peer][interval]
+            positions = self.part.returned_positions[peer][interval]
             if len(positions):
                 halo = positions + np.int32(graph.num_own + graph.halo_starts[peer])
                 rows = []
-                for name in self._trained(step):
+                for name in self._trained_slots(step):
                     rows.append(self._zeros(len(positions), name))
                     self._pull_back(name, halo, rows[-1])
                 yield peer, [positions, *rows]
@@ -623,5 +637,5 @@ class GraphServer:
             if source == slot:
                 pull_back(graph.out_indptr, places, graph.out_edges, values, gradients, nodes, out)
 
-    def _trained(self, step: Scatter) -> list[str]:
+    def _trained_slots(self, step: Scatter) -> list[str]:
         return [name for name in step.slots if name in self.program.trained]

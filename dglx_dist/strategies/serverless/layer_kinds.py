@@ -1,4 +1,4 @@
-"""Layers that become program steps, and functions of rows between them, identified by their values."""
+"""Layers that become program steps. Functions of rows between them are identified by their values."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -36,7 +36,7 @@ from dglx_dist.serverless.stages.base import VertexStage, vertex_stage
 from dglx_dist.serverless.stages.conv import MAX_STAGES
 
 NUM_NODES, NUM_EDGES = 12, 40
-"""Of the random blocks on which models and layers are called."""
+"""Sizes of the random blocks on which models and layers are called."""
 
 
 Merge: TypeAlias = Literal["none", "flatten", "mean"]
@@ -83,9 +83,11 @@ def _activate(activation: Activation, z: Tensor) -> Tensor:
 def find_function(
     z: Tensor, rows: Tensor, own: Callable[[Tensor], Tensor] | None = None
 ) -> RowFunction | None:
-    """Return the known function that computed ``rows`` from ``z``, by values alone; None: there is none.
+    """Return the known function that computed ``rows`` from ``z``, by values alone, or None.
 
-    ``z``, (n, H) or (n, K, H), are random; ``own`` is what the layer applied to each head before a merge.
+    Args:
+        z: (n, H) or (n, K, H) random values.
+        own: Function that the layer applied to each head before a merge.
     """
     merges: tuple[Merge, ...] = ("flatten", "mean") if z.dim() == 3 else ("none",)
     with torch.no_grad():
@@ -101,9 +103,9 @@ def same_gradient(z: Tensor, rows: Tensor, function: RowFunction, generator: tor
     if not rows.requires_grad:
         return False
     cotangent = torch.randn(rows.shape, dtype=rows.dtype, generator=generator)
-    (found,) = torch.autograd.grad(rows, z, cotangent, allow_unused=True, retain_graph=True)
-    (wanted,) = torch.autograd.grad(function(z), z, cotangent)
-    return found is not None and equal(found, wanted)
+    (gradient,) = torch.autograd.grad(rows, z, cotangent, allow_unused=True, retain_graph=True)
+    (expected,) = torch.autograd.grad(function(z), z, cotangent)
+    return gradient is not None and equal(gradient, expected)
 
 
 def equal(left: Tensor, right: Tensor) -> bool:
@@ -129,17 +131,17 @@ def _candidates(
 
 
 def _activations(z: Tensor, rows: Tensor, merge: Callable[[Tensor], Tensor]) -> Iterator[Activation]:
-    # All activations; those with a parameter with the value that fits.
+    # All activations. Of parameters the values that fit are tried.
     yield from ({"name": name} for name in _FUNCTIONS if name not in ("leaky_relu", "elu"))
     if merge(z).shape != rows.shape:
         return
-    rest = rows - merge(torch.relu(z))
+    remainder = rows - merge(torch.relu(z))
     for name, key, low in (
         ("leaky_relu", "slope", z.clamp(max=0)),
         ("elu", "alpha", torch.expm1(z.clamp(max=0))),
     ):
         basis = merge(low)
-        fitted = float((rest * basis).sum() / (basis * basis).sum())
+        fitted = float((remainder * basis).sum() / (basis * basis).sum())
         # The user's value is a short decimal; the fit has rounding errors in its last digits.
         for digits in (2, 4, 7, 16):
             yield {"name": name, key: round(fitted, digits)}
@@ -167,8 +169,8 @@ FACTOR_OF_NORM = {
 
 
 def degree_powers(degrees: Array, exponent: float) -> Array:
-    found: Array = np.power(np.maximum(degrees, 1).astype(np.float64), exponent)
-    return found
+    powers: Array = np.power(np.maximum(degrees, 1).astype(np.float64), exponent)
+    return powers
 
 
 _TOLERANCE = {"float32": 1e-3, "float64": 1e-8}
@@ -180,51 +182,56 @@ def check_declared(name: str, module: Any, declared: DeclaredStage, stage: Verte
     """Raise ConfigError if ``module(block, h)`` and its stage differ on random rows: values or gradients."""
     generator = torch.Generator().manual_seed(3)
     weights = {weight: module.get_parameter(weight) for weight in declared.weights}
-    shapes, wanted = [tuple(one.shape) for one in weights.values()], list(stage.shapes.weights.values())
-    if shapes != wanted:
+    shapes = [tuple(tensor.shape) for tensor in weights.values()]
+    expected_shapes = list(stage.shapes.weights.values())
+    if shapes != expected_shapes:
         raise ConfigError(
             f"layer {name!r} declares weights {list(weights)} of shapes {shapes}, but its stage "
             f"{declared.stage!r} has {stage.shapes.weights}; name them in this order, with these shapes"
         )
-    dtype = next((one.dtype for one in weights.values()), torch.get_default_dtype())
+    dtype = next((tensor.dtype for tensor in weights.values()), torch.get_default_dtype())
     block = random_block(NUM_NODES, NUM_NODES, NUM_EDGES, generator)
     rows = torch.randn(NUM_NODES, stage.shapes.inputs[0], dtype=dtype, generator=generator).requires_grad_()
     out = module(block, rows)
     cotangent = torch.randn(out.shape, dtype=dtype, generator=generator)
-    trained = {"its input": rows} | {repr(key): one for key, one in weights.items() if one.requires_grad}
+    trained = {"its input": rows}
+    trained |= {repr(key): tensor for key, tensor in weights.items() if tensor.requires_grad}
     gradients = torch.autograd.grad(
         out, [*trained.values()], cotangent, materialize_grads=True, allow_unused=True
     )
 
-    # (n, n): multiplied by rows, they give the inputs of the stage.
+    # (n, n) matrices, which multiplied by rows give the inputs of the stage.
     matrices = [torch.eye(NUM_NODES, dtype=dtype)] * (1 + declared.own)
     if declared.around is None:
         matrices.pop()
     else:
         sums = GraphConv(1, 1, norm=_DGL_NORMS[declared.around], weight=False, bias=False)
         matrices[0] = sums(block, matrices[0])
-    own = [one.detach().numpy() for one in weights.values()]
-    inputs = [(one @ rows).detach().numpy() for one in matrices]
+    own = [tensor.detach().numpy() for tensor in weights.values()]
+    inputs = [(matrix @ rows).detach().numpy() for matrix in matrices]
 
-    def check(what: str, expected: Array, computed: Array) -> None:
+    def check(quantity: str, expected: Array, computed: Array) -> None:
         same_shape = expected.shape == computed.shape
         largest = float(np.abs(expected - computed).max(initial=0.0)) if same_shape else np.inf
         scale = max(1.0, float(np.abs(expected).max(initial=0.0)))
         if not largest <= _TOLERANCE.get(str(expected.dtype), 1e-3) * scale:
             raise ConfigError(
-                f"layer {name!r} and the stage {declared.stage!r} that it declares differ in the {what}, by "
-                f"up to {largest:.3g} (shapes {expected.shape} and {computed.shape}); make both compute the "
-                "same"
+                f"layer {name!r} and the stage {declared.stage!r} that it declares differ in the "
+                f"{quantity}, by up to {largest:.3g} (shapes {expected.shape} and {computed.shape}); make "
+                "both compute the same"
             )
 
     check("result", out.detach().numpy(), stage.forward(own, inputs).outputs[0])
-    found = stage.backward(own, inputs, [cotangent.numpy()])
-    back = [one.T.numpy() @ gradient for one, gradient in zip(matrices, found.inputs, strict=True)]
-    of_stage = dict(zip(map(repr, weights), found.weights, strict=True)) | {
-        "its input": sum(back[1:], back[0])
+    gradients_of_stage = stage.backward(own, inputs, [cotangent.numpy()])
+    gradients_of_rows = [
+        matrix.T.numpy() @ gradient
+        for matrix, gradient in zip(matrices, gradients_of_stage.inputs, strict=True)
+    ]
+    of_stage = dict(zip(map(repr, weights), gradients_of_stage.weights, strict=True)) | {
+        "its input": sum(gradients_of_rows[1:], gradients_of_rows[0])
     }
-    for what, gradient in zip(trained, gradients, strict=True):
-        check(f"gradient of {what}", gradient.numpy(), of_stage[what])
+    for quantity, gradient in zip(trained, gradients, strict=True):
+        check(f"gradient of {quantity}", gradient.numpy(), of_stage[quantity])
 
 
 _SMALL_STAGES = ("attention_finish", "layer_norm", "rows")
@@ -233,14 +240,14 @@ _SMALL_STAGES = ("attention_finish", "layer_norm", "rows")
 
 @final
 class StepsBuilder:
-    """Builds the steps of a program, layer by layer; ``names`` by id() of the model's parameters."""
+    """Builds the steps of a program, layer by layer. ``names`` are by ``id()`` of the model's parameters."""
 
     def __init__(self, names: Mapping[int, str], features: int) -> None:
         self.steps: list[ProgramStep] = []
         self.factors: dict[str, EdgeFactor] = {}
         self._names, self._taken = names, set[str]()
         self.output = Slot(FEATURES, features)
-        """Of the layer before."""
+        """Output of the last layer so far."""
         self._with_halo = {FEATURES}
         self._counts: dict[str, int] = {}
         self._num_drops = 0
@@ -270,7 +277,7 @@ class StepsBuilder:
         return output
 
     def gather(self, factor: EdgeFactor) -> Slot:
-        """Add the sum over in-edges of the previous layer's rows; return the slot of the sums."""
+        """Add the sum over in-edges of the previous layer's rows, and return the slot of the sums."""
         source = self.output
         self.scatter(source.name)
         name = self._name("GA")
@@ -286,7 +293,7 @@ class StepsBuilder:
         widths: Mapping[str, int],
         weights: Sequence[Tensor],
     ) -> str:
-        """Add a stage and return its number, which with a key of ``widths`` names each output's slot.
+        """Add a stage, and return its number. A key of ``widths`` and the number name the slot of an output.
 
         The next layer reads the first output.
         """
@@ -324,9 +331,12 @@ class StepsBuilder:
         return before if is_small and fits else None
 
     def attention(self, number: str, widths: Mapping[str, int], slope: float, dropout: float) -> str:
-        """Add attention and weighted sum after ``attention_project`` ``number``; return the slot of the sums.
+        """Add attention and a weighted sum, and return the slot of the sums.
 
-        ``widths`` are those of its outputs ``z`` and ``el``; ``slope`` is that of the leaky ReLU.
+        Args:
+            number: Number of the step ``attention_project``.
+            widths: Widths of its outputs ``z`` and ``el``.
+            slope: Slope of the leaky ReLU.
         """
         self.scatter(f"z{number}", f"el{number}")
         attention = Slot(f"att{number}", widths["el"])
@@ -385,10 +395,14 @@ def _stages_in(step: Vertex) -> list[dict[str, Any]]:
 
 
 class Layer(ABC):
-    """A module of the model that becomes steps; ConfigError if its configuration has no stage.
+    """A module of the model that becomes steps.
 
-    ``width``: columns of its input, None: any; ``row_shape``: of its result before ``own_function``, None:
-    that of its input.
+    Attributes:
+        width: Number of columns of the input, or None for any.
+        row_shape: Shape of a row of the result before ``own_function``, or None for that of the input.
+
+    Raises:
+        ConfigError: its configuration has no stage.
     """
 
     takes_block = True
@@ -401,13 +415,18 @@ class Layer(ABC):
         self, name: str, module: Any, width: int | None = None, row_shape: tuple[int, ...] | None = None
     ) -> None:
         self.name, self.module, self.width, self.row_shape = name, module, width, row_shape
-        for inner, one in module.named_modules():
-            if is_dropping(one) and inner not in self.dropouts:
-                self.refuse(f"drops in {inner!r} with probability {one.p}, which no stage does; set it to 0")
+        for inner, submodule in module.named_modules():
+            if is_dropping(submodule) and inner not in self.dropouts:
+                self.refuse(
+                    f"drops in {inner!r} with probability {submodule.p}, which no stage does; set it to 0"
+                )
 
     @abstractmethod
     def build(self, builder: StepsBuilder, then: RowFunction, edge_column: str | None) -> None:
-        """Add its steps; ``then``, with ``own_function``, is applied to its result before the next layer."""
+        """Add the steps.
+
+        ``then``, which includes ``own_function``, is applied to the result before the next layer.
+        """
 
     @property
     def wants_in_edges(self) -> bool:
@@ -420,13 +439,13 @@ class Layer(ABC):
 
     def _parameter(self, name: str) -> nn.Parameter:
         try:
-            found: nn.Parameter = self.module.get_parameter(name)
+            parameter: nn.Parameter = self.module.get_parameter(name)
         except AttributeError:
             self.refuse(
                 f"has no parameter {name!r}; a parametrization such as weight_norm may hide it: remove that "
                 "(torch.nn.utils.remove_weight_norm), or name another one"
             )
-        return found
+        return parameter
 
     def _check_parameters(self, *used: Tensor | None) -> None:
         # Parameters that no stage knows, as of an activation with weights, would not be trained.
@@ -586,7 +605,11 @@ def is_dropping(module: nn.Module) -> bool:
 
 
 def layer_of(name: str, module: nn.Module) -> Layer | None:
-    """Return ``module`` as a layer; None: it may contain some. ConfigError for unknown convolutions."""
+    """Return ``module`` as a layer, or None if it is none but may contain some.
+
+    Raises:
+        ConfigError: it is an unknown convolution.
+    """
     kind = type(module)
     if isinstance(module, Declares) or kind in _STAGES:
         return DeclaredLayer(name, module)

@@ -36,7 +36,7 @@ class Chain:
     """A model as a linear chain of steps."""
 
     program: Program
-    """For one training node."""
+    """Program for one training node."""
     factors: Mapping[str, EdgeFactor]
     """Edge weights by the names that steps use."""
     want_in_edges: tuple[str, ...]
@@ -46,15 +46,15 @@ class Chain:
 def chain_of(model: nn.Module, edge_columns: Mapping[str, tuple[int, ...]] | None = None) -> Chain:
     """Convert ``model``: find its layers, their order, and the functions between them.
 
-    The model is called on a few random rows, with stand-ins for its layers, in both modes; neither it nor
+    The model is called on a few random rows in both modes, with stand-ins for its layers. Neither it nor
     torch's random state changes. Layers may be nested.
 
     Args:
-        model: Called as ``model(blocks, x)``, one block for each convolution.
-        edge_columns: Edge data of the graph, with the shape of one row; a layer may be given one as weights.
+        model: Called as ``model(blocks, x)``, with one block for each convolution.
+        edge_columns: Edge data of the graph, with the shape of one row. A layer may take one as weights.
 
     Raises:
-        ConfigError: something in it cannot be a step; the message has the place and a remedy.
+        ConfigError: a part of the model cannot be a step. The message names it and a remedy.
     """
     _check_parameters(model)
     layers = find_layers(model)
@@ -70,7 +70,9 @@ def chain_of(model: nn.Module, edge_columns: Mapping[str, tuple[int, ...]] | Non
         )
     inside = {id(parameter) for layer in layers for parameter in layer.module.parameters()}
     outside = {
-        name: one for name, one in model.named_parameters() if one.requires_grad and id(one) not in inside
+        name: parameter
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad and id(parameter) not in inside
     }
     functions = [
         _function_of(evaluating.where(number), call, training.calls[number], outside)
@@ -91,7 +93,11 @@ def chain_of(model: nn.Module, edge_columns: Mapping[str, tuple[int, ...]] | Non
 
 
 def find_layers(model: nn.Module) -> list[Layer]:
-    """Return the outermost modules that are layers; ConfigError if one is unknown, or there is none."""
+    """Return the outermost modules that are layers.
+
+    Raises:
+        ConfigError: a layer is unknown, or there is none.
+    """
     layers, inside = list[Layer](), set[nn.Module]()
     for name, module in model.named_modules():
         if module not in inside and (layer := layer_of(name, module)) is not None:
@@ -108,9 +114,9 @@ def find_layers(model: nn.Module) -> list[Layer]:
 def _check_parameters(model: nn.Module) -> None:
     kinds = {parameter.dtype for parameter in model.parameters()}
     if len(kinds) != 1 or not kinds <= _DTYPES.keys():
-        found = ", ".join(sorted(str(kind).removeprefix("torch.") for kind in kinds)) or "none"
+        dtypes = ", ".join(sorted(str(kind).removeprefix("torch.") for kind in kinds)) or "none"
         raise ConfigError(
-            f"the model's parameters are {found}; strategy 'lambda' trains float32 or float64, all of one "
+            f"the model's parameters are {dtypes}; strategy 'lambda' trains float32 or float64, all of one "
             "dtype: call model.float()"
         )
     device = next(model.parameters()).device
@@ -132,15 +138,18 @@ class _LayerCall:
     result: Tensor
     """(n, ...) random leaf that stands for the result before ``own_function``."""
     then: Tensor
-    """What the model computes from it: the rows of the next call, or the model's result."""
+    """Rows of the next call, or the model's result, which the model computes from ``result``."""
     between: Sequence[str] = ()
     """Modules that are called after it, as "GroupNorm 'norm'"."""
 
 
 class _Trace:
-    """Calls ``model(blocks, x)``, one block for each layer that takes one; the model does not change.
+    """Calls ``model(blocks, x)`` with one block for each layer that takes one. The model does not change.
 
-    Stand-ins for the layers return random rows, which differ by mode; ConfigError for unknown calls.
+    Stand-ins for the layers return random rows, which differ by mode.
+
+    Raises:
+        ConfigError: a call is not supported.
     """
 
     def __init__(
@@ -163,12 +172,12 @@ class _Trace:
         with (
             preserve_state(model, training=training),
             torch.random.fork_rng(devices=[]),
-            self._replaced(model, layers),
+            self._replace_layers(model, layers),
         ):
             try:
                 result = model(self._blocks, self.x)
             except ConfigError:
-                # Of a stand-in: it has the reason.
+                # A stand-in raised it, with the reason.
                 raise
             except MODEL_ERRORS as error:
                 raise ConfigError(
@@ -195,7 +204,7 @@ class _Trace:
         return where + (f" (where {', '.join(between)} is called)" if between else "")
 
     def _block(self, dtype: torch.dtype, edge_columns: Mapping[str, tuple[int, ...]]) -> Any:
-        # Its destinations are all its sources.
+        # All sources are destinations.
         block = random_block(NUM_NODES, NUM_NODES, NUM_EDGES, self._generator)
         for name, shape in edge_columns.items():
             rows = torch.rand((block.num_edges(), *shape), dtype=dtype, generator=self._generator)
@@ -203,7 +212,7 @@ class _Trace:
         return block
 
     @contextmanager
-    def _replaced(self, model: nn.Module, layers: Sequence[Layer]) -> Iterator[None]:
+    def _replace_layers(self, model: nn.Module, layers: Sequence[Layer]) -> Iterator[None]:
         inside = {id(module) for layer in layers for module in layer.module.modules()}
         with ExitStack() as stack:
             for name, module in model.named_modules():
@@ -221,20 +230,21 @@ class _Trace:
             self.before = called
 
     def _stand_in(self, layer: Layer) -> Callable[..., Tensor]:
-        def call(*given: Any, **named: Any) -> Tensor:
-            # A dropout has no weights, and is a step for each call.
-            if layer.width is not None and any(one.layer is layer for one in self.calls):
+        def call(*positional: Any, **keywords: Any) -> Tensor:
+            # A dropout has no weights, so each call is a step.
+            if layer.width is not None and any(earlier.layer is layer for earlier in self.calls):
                 raise ConfigError(
                     f"layer {layer.name!r} is called twice, but its weights can belong to only one step; "
                     "make it two layers, or use strategy='data_parallel'"
                 )
             block = None
             if layer.takes_block:
-                block, given = self._block_of(layer, given), given[1:]
-            own, *others = given or (None,)
+                block, positional = self._block_of(layer, positional), positional[1:]
+            own, *other_positional = positional or (None,)
             rows = _rows_of(layer, own)
-            rest = {str(at): value for at, value in enumerate(others)} | named
-            column = self._column(layer, block, {n: value for n, value in rest.items() if value is not None})
+            other_arguments = {str(at): value for at, value in enumerate(other_positional)} | keywords
+            set_arguments = {name: value for name, value in other_arguments.items() if value is not None}
+            column = self._column(layer, block, set_arguments)
             shape = rows.shape if layer.row_shape is None else (len(rows), *layer.row_shape)
             result = (3 * torch.randn(shape, dtype=rows.dtype, generator=self._generator)).requires_grad_()
             self._end_call(rows)
@@ -249,27 +259,28 @@ class _Trace:
 
         return call
 
-    def _block_of(self, layer: Layer, given: tuple[Any, ...]) -> int:
+    def _block_of(self, layer: Layer, arguments: tuple[Any, ...]) -> int:
         for number, block in enumerate(self._blocks):
-            if given and block is given[0]:
+            if arguments and block is arguments[0]:
                 return number
         raise ConfigError(
-            f"layer {layer.name!r} is called with {type(given[0]).__name__ if given else 'nothing'}, not "
-            "with one of the model's blocks; call it as layer(block, h)"
+            f"layer {layer.name!r} is called with "
+            f"{type(arguments[0]).__name__ if arguments else 'nothing'}, not with one of the model's "
+            "blocks; call it as layer(block, h)"
         )
 
-    def _column(self, layer: Layer, block: int | None, rest: Mapping[str, Any]) -> str | None:
+    def _column(self, layer: Layer, block: int | None, arguments: Mapping[str, Any]) -> str | None:
         # The only other argument allowed is edge data: the edges' weights.
-        if not rest:
+        if not arguments:
             return None
-        (name, values), *others = rest.items()
-        if not others and block is not None and isinstance(values, Tensor):
+        (name, values), *other_arguments = arguments.items()
+        if not other_arguments and block is not None and isinstance(values, Tensor):
             for column, rows in self._blocks[block].edata.items():
                 if rows.numel() == values.numel() and torch.equal(rows.flatten(), values.flatten()):
                     return str(column)
         raise ConfigError(
-            f"layer {layer.name!r} is given more than a block and rows ({', '.join(rest)}), and argument "
-            f"{name!r} is not edge data of its block; leave it out, or use strategy='data_parallel'"
+            f"layer {layer.name!r} is given more than a block and rows ({', '.join(arguments)}), and "
+            f"argument {name!r} is not edge data of its block; leave it out, or use strategy='data_parallel'"
         )
 
 
@@ -296,7 +307,7 @@ def _rows_of(layer: Layer, rows: Any) -> Tensor:
 
 
 def _width_of(layers: Sequence[Layer], trace: Callable[..., _Trace]) -> int:
-    # The columns of x are those of the layer that is called first, which need not be defined first.
+    # x has as many columns as the layer that is called first, which need not be defined first.
     widths = list(dict.fromkeys(layer.width for layer in layers if layer.width is not None))
     for width in widths:
         try:
@@ -346,10 +357,10 @@ def _function_of(
             "strategy='data_parallel'"
         )
     if outside and call.then.requires_grad:
-        found = torch.autograd.grad(
+        gradients = torch.autograd.grad(
             call.then.sum(), [*outside.values()], allow_unused=True, retain_graph=True
         )
-        for name, gradient in zip(outside, found, strict=True):
+        for name, gradient in zip(outside, gradients, strict=True):
             if gradient is not None:
                 raise ConfigError(
                     f"{where} the model trains the parameter {name!r}, which belongs to no layer that "

@@ -20,7 +20,11 @@ DEFAULT_SERVER = "c5.2xlarge"
 @final
 @dataclass(frozen=True, kw_only=True)
 class LambdaOptions:
-    """The user's options; ConfigError if a value is out of range or conflicts with another one."""
+    """The user's options.
+
+    Raises:
+        ConfigError: a value is out of range, or conflicts with another one.
+    """
 
     mode: Mode = option("pipe", "no_pipe: one phase at a time; pipe: exact; async: no barriers.")
     staleness: int = option(0, "S of async: lead over the slowest interval.", check=between(0, 1000))
@@ -45,8 +49,9 @@ class LambdaOptions:
     server: str = field(default=DEFAULT_SERVER, repr=False)
     """Server type of the table by which a rank is billed."""
     interface: str = field(default="", repr=False)
-    """Network interface on which a run of one rank answers workers; "": loopback only. With several ranks,
-    workers use the address at which ranks reach each other."""
+    """Network interface on which a run of one rank answers workers, or "" for loopback only.
+
+    With several ranks, workers use the address at which ranks reach each other."""
     executor_options: Mapping[str, object] = field(default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
@@ -64,22 +69,23 @@ class LambdaOptions:
 
     @cached_property
     def price_table(self) -> PriceTable:
-        # Read once: a bill at the end of a long run must not need the user's file.
+        # Read once, so that the bill at the end of a long run does not need the user's file.
         return prices(self.prices)
 
     @property
     def in_process(self) -> bool:
-        """True if graph servers do all work themselves, so that no function is paid for."""
+        """Whether graph servers do all work themselves, so that no function is paid for."""
         return EXECUTORS.get(self.executor).in_process
 
 
 def read_lambda_options(options: Mapping[str, object]) -> LambdaOptions:
     """Read all options: those of the strategy, and the executor's own."""
-    names = [one.name for one in fields(LambdaOptions) if one.name != "executor_options"]
-    own = {name: value for name, value in options.items() if name in names}
-    others = {name: value for name, value in options.items() if name not in names}
-    read = replace(read_options("strategy 'lambda'", LambdaOptions, own, names), executor_options=others)
-    read.price_table.server(read.server)
-    known = EXECUTORS.get(read.executor).option_names
-    check_names(f"strategy 'lambda' with executor={read.executor!r}", others, [*names, *known])
-    return read
+    names = [declared.name for declared in fields(LambdaOptions) if declared.name != "executor_options"]
+    own_options = {name: value for name, value in options.items() if name in names}
+    executor_options = {name: value for name, value in options.items() if name not in names}
+    parsed = read_options("strategy 'lambda'", LambdaOptions, own_options, names)
+    parsed = replace(parsed, executor_options=executor_options)
+    parsed.price_table.server(parsed.server)
+    known = EXECUTORS.get(parsed.executor).option_names
+    check_names(f"strategy 'lambda' with executor={parsed.executor!r}", executor_options, [*names, *known])
+    return parsed

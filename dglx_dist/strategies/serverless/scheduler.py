@@ -261,8 +261,13 @@ def addresses_of(access: ClientAccess) -> tuple[dict[int, Address], Secrets]:
         return None if key is None else key.decode()
 
     addresses = {
-        rank: Address(rank=rank, host=one.host, endpoint=one.endpoint, public_key=text(one.public_key))
-        for rank, one in access.addresses.items()
+        rank: Address(
+            rank=rank,
+            host=address.host,
+            endpoint=address.endpoint,
+            public_key=text(address.public_key),
+        )
+        for rank, address in access.addresses.items()
     }
     shown = access.credentials
     keys = {"public_key": text(shown.public_key), "secret_key": text(shown.secret_key)}
@@ -356,11 +361,11 @@ class ThreadScheduler:
     def state(self) -> tuple[int, str]:
         """Return the least epoch, and the number of intervals at each step ("AV1 3 GA1 2"); thread-safe."""
         with self._lock:
-            found = [self._progress.task_of(interval) for interval in range(len(self._progress.position))]
+            tasks = [self._progress.task_of(interval) for interval in range(len(self._progress.position))]
             end = self._progress.end
-        steps = Counter(self._server.program.steps[task.step].name for epoch, task in found if epoch < end)
-        told = " ".join(f"{step} {number}" for step, number in sorted(steps.items()))
-        return min(epoch for epoch, _ in found), told or "drained"
+        steps = Counter(self._server.program.steps[task.step].name for epoch, task in tasks if epoch < end)
+        text = " ".join(f"{step} {number}" for step, number in sorted(steps.items()))
+        return min(epoch for epoch, _ in tasks), text or "drained"
 
     def run(self, end: int, check: Callable[[float, Sequence[int]], None]) -> None:
         """Train until all own intervals have completed the epoch before ``end``, and its update is made.
@@ -420,7 +425,7 @@ class ThreadScheduler:
 
     def _receive_position(self, name: str, arrays: Sequence[Array]) -> list[Array]:
         position, sender = parse_pair(name)
-        if [(one.dtype.name, one.shape) for one in arrays] not in ([], [("int64", (1,))]):
+        if [(array.dtype.name, array.shape) for array in arrays] not in ([], [("int64", (1,))]):
             raise ConfigError(f"graph server {sender} sent no count of correct predictions at {position}")
         with self._lock:
             self._progress.record_position(sender, position)

@@ -68,11 +68,11 @@ class Lambda(Strategy):
 
     def __init__(self, session: Session, options: Mapping[str, object]) -> None:
         super().__init__(session, options)
-        wanted, ranks = self.options.parameter_servers, session.topology.world_size
-        if wanted > ranks:
+        num_servers, num_ranks = self.options.parameter_servers, session.topology.world_size
+        if num_servers > num_ranks:
             raise ConfigError(
-                f"option parameter_servers={wanted}, but there are {ranks} ranks; give at most as many, or "
-                "start more ranks"
+                f"option parameter_servers={num_servers}, but there are {num_ranks} ranks; give at most as "
+                "many, or start more ranks"
             )
 
     def open(self, g: DistGraph) -> OpenedLambda:

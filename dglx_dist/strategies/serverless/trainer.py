@@ -134,7 +134,7 @@ class Engine:
         self._parameter_server = ParameterServer(plan, rank, weights, update) if rank < num_servers else None
         with ExitStack() as undo:
             handlers = self._answer_workers(undo)
-            self.parameters = ParameterClient(rpc, plan, self._updated)
+            self.parameters = ParameterClient(rpc, plan, self._note_updates)
             """The latest weights and the optimizer's state, between runs."""
             undo.callback(self.parameters.close)
             if self._parameter_server is not None:
@@ -199,7 +199,7 @@ class Engine:
             GIVE: self._submit,
         }
         for op, handler in handlers.items():
-            self._session.rpc.register(op, self._counted(op, handler), for_clients=True)
+            self._session.rpc.register(op, self._count_bytes(op, handler), for_clients=True)
             undo.callback(self._session.rpc.unregister, op)
         return {
             **handlers,
@@ -207,7 +207,7 @@ class Engine:
             GRADIENTS: lambda name, arrays: self.parameters.gradients(TaskKey.parse(name), arrays),
         }
 
-    def _counted(self, op: str, handler: Handler) -> Handler:
+    def _count_bytes(self, op: str, handler: Handler) -> Handler:
         count, own = self._session.ledger.add, self._session.topology.rank
 
         def answer(name: str, arrays: Sequence[Array]) -> Sequence[Array]:
@@ -236,7 +236,7 @@ class Engine:
             self.scheduler.duplicate_done(key, attempt)
         return [np.array([result in (SubmitResult.TAKEN, SubmitResult.LAST)], dtype=np.int64)]
 
-    def _updated(self, updates: int) -> None:
+    def _note_updates(self, updates: int) -> None:
         now = time.perf_counter()
         for number in range(max(self._updated_at) + 1, updates + 1):
             self._updated_at[number] = now
@@ -302,7 +302,7 @@ class IntervalLoader:
         check_one_type("lambda", g)
         self.g, self._epoch = g, 0
         self._seeds: Items[str] = run_on_all_ranks(
-            g.session, lambda: _checked(g, indices, sampler, options), ConfigError
+            g.session, lambda: _check_items(g, indices, sampler, options), ConfigError
         )
 
     def __len__(self) -> int:
@@ -362,27 +362,27 @@ class IntervalLoader:
         return own_counts > 0, num_train
 
 
-def _checked(g: DistGraph, indices: Ids, sampler: Any, options: Mapping[str, Any]) -> Items[str]:
+def _check_items(g: DistGraph, indices: Ids, sampler: Any, options: Mapping[str, Any]) -> Items[str]:
     plan = read_sampler(sampler)
     if plan.fanouts is None or any(fanout != -1 for fanout in plan.fanouts):
-        what = f"{type(sampler).__name__} makes blocks with its own code"
+        problem = f"{type(sampler).__name__} makes blocks with its own code"
         if plan.fanouts is not None:
-            what = f"the sampler draws {list(plan.fanouts)} in-neighbours per layer"
+            problem = f"the sampler draws {list(plan.fanouts)} in-neighbours per layer"
         raise ConfigError(
-            f"{what}, but strategy 'lambda' takes all in-neighbours of all training nodes in every step; "
+            f"{problem}, but strategy 'lambda' takes all in-neighbours of all training nodes in every step; "
             "give it dgl.dataloading.MultiLayerFullNeighborSampler(layers) (leave fanouts= and --fanout "
             "out), or use strategy='data_parallel'"
         )
     plan.check_takes_all("strategy 'lambda'")
-    given = {name: value for name, value in options.items() if value is not None}
-    for name in given:
+    set_options = {name: value for name, value in options.items() if value is not None}
+    for name in set_options:
         if name not in _IGNORED_OPTIONS:
             raise ConfigError(
                 f"strategy 'lambda' has no loader option {name!r}, because it trains on the whole graph at "
                 "once; leave it out, or use strategy='data_parallel'"
             )
-    if given:
-        ignored = ", ".join(f"{name}={value!r}" for name, value in given.items())
+    if set_options:
+        ignored = ", ".join(f"{name}={value!r}" for name, value in set_options.items())
         warn_user(
             f"{ignored}: without effect, because strategy 'lambda' takes all training nodes in every step"
         )
@@ -424,8 +424,8 @@ def _settings(optimizer: Optimizer, model: nn.Module) -> tuple[list[dict[str, An
 
 
 def weights_of(model: nn.Module, names: Sequence[str]) -> list[Array]:
-    found = dict(model.named_parameters())
-    return [found[name].detach().cpu().numpy().copy() for name in names]
+    parameters = dict(model.named_parameters())
+    return [parameters[name].detach().cpu().numpy().copy() for name in names]
 
 
 def draw_weights(model: nn.Module, scheme: Scheme, seed: int) -> None:
@@ -470,7 +470,7 @@ def fingerprint(model: nn.Module, optimizer: Optimizer) -> str:
     """Return a digest of the training state: parameters, optimizer, what it trains, and its state."""
     groups, state = _settings(optimizer, model)
     digest = hashlib.sha256(repr([type(optimizer).__name__, groups]).encode())
-    weights = {name: one.detach().cpu().numpy() for name, one in model.named_parameters()}
+    weights = {name: weight.detach().cpu().numpy() for name, weight in model.named_parameters()}
     for name, array in (*weights.items(), *sorted(state.items())):
         digest.update(f"{name} {array.dtype} {array.shape}".encode() + array.tobytes())
     return digest.hexdigest()
@@ -534,8 +534,8 @@ class LambdaTrainer(EpochTrainer):
         both = gather_int64(local, self._session).sum(axis=0)
         ends = np.arange(number + 1)[:, None] * both // number
         return [
-            replace(one, bytes_inside=int(inside), bytes_outside=int(outside))
-            for one, (inside, outside) in zip(records, np.diff(ends, axis=0), strict=True)
+            replace(record, bytes_inside=int(inside), bytes_outside=int(outside))
+            for record, (inside, outside) in zip(records, np.diff(ends, axis=0), strict=True)
         ], moved
 
     def close(self, *, failed: bool = False) -> None:
@@ -548,10 +548,10 @@ class LambdaTrainer(EpochTrainer):
 
     def account(self) -> dict[str, object]:
         used = _counts_of_ranks(self._used(), self._session)
-        found = describe_costs(used, self._options, simulated=self._simulated)
+        costs = describe_costs(used, self._options, simulated=self._simulated)
         if self._options.switch_at:
-            found["synchronous_from"] = self._synchronous_from
-        return found
+            costs["synchronous_from"] = self._synchronous_from
+        return costs
 
     def _used(self) -> Counts:
         # By the engines so far.
@@ -668,7 +668,7 @@ def forward_by_torch(compute: Compute, weights: Sequence[Array], inputs: Sequenc
     """Implement ``VertexStage.forward`` by ``compute``; nothing is saved for backward."""
     with torch.no_grad():
         outputs = compute(_tensors(weights), _tensors(inputs))
-    return Forward(tuple(one.contiguous().numpy() for one in outputs), ())
+    return Forward(tuple(output.contiguous().numpy() for output in outputs), ())
 
 
 def backward_by_torch(
@@ -680,21 +680,26 @@ def backward_by_torch(
     wanted: Sequence[bool] | None = None,
 ) -> Backward:
     """Implement ``VertexStage.backward``: call ``compute`` again and differentiate it with torch."""
-    is_wanted = [True] * len(inputs) if wanted is None else wanted
-    of_weights = [one.requires_grad_() for one in _tensors(weights)]
-    of_inputs = [one.requires_grad_(want) for one, want in zip(_tensors(inputs), is_wanted, strict=True)]
+    needs_gradient = [True] * len(inputs) if wanted is None else wanted
+    of_weights = [tensor.requires_grad_() for tensor in _tensors(weights)]
+    of_inputs = [
+        tensor.requires_grad_(needed) for tensor, needed in zip(_tensors(inputs), needs_gradient, strict=True)
+    ]
     with torch.enable_grad():
         outputs = compute(of_weights, of_inputs)
-    leaves = [*of_weights, *(one for one in of_inputs if one.requires_grad)]
+    leaves = [*of_weights, *(tensor for tensor in of_inputs if tensor.requires_grad)]
     roots = [pair for pair in zip(outputs, _tensors(gradients), strict=True) if pair[0].requires_grad]
-    found = tuple(torch.zeros_like(leaf) for leaf in leaves)
+    gradients_of_leaves = tuple(torch.zeros_like(leaf) for leaf in leaves)
     if roots and leaves:
         ends, slopes = zip(*roots, strict=True)
-        found = torch.autograd.grad(ends, leaves, slopes, allow_unused=True, materialize_grads=True)
-    arrays = [gradient.contiguous().numpy() for gradient in found]
-    rest = iter(arrays[len(of_weights) :])
+        gradients_of_leaves = torch.autograd.grad(
+            ends, leaves, slopes, allow_unused=True, materialize_grads=True
+        )
+    arrays = [gradient.contiguous().numpy() for gradient in gradients_of_leaves]
+    gradients_of_inputs = iter(arrays[len(of_weights) :])
     return Backward(
-        tuple(next(rest) if want else None for want in is_wanted), tuple(arrays[: len(of_weights)])
+        tuple(next(gradients_of_inputs) if needed else None for needed in needs_gradient),
+        tuple(arrays[: len(of_weights)]),
     )
 
 
