@@ -253,7 +253,7 @@ def test_training_nodes_are_balanced_where_nothing_else_is_asked(
     for options in ({"options": PartitionOptions(balance=("nodes",))}, {"method": "contiguous"}):
         quality = placed(f"only {len(options)} {next(iter(options))}", **options)
         assert quality.balance["train"] == quality.balance["val"] == 2.0
-        assert "placed again" not in caplog.text
+        assert "partitioning again" not in caplog.text
         assert "the fullest part has 2.00 times its share of the train nodes and 2.00 times" in caplog.text
         assert "add --balance train,val, with metis" in caplog.text
 

@@ -88,7 +88,7 @@ def test_attributes_of_the_module_are_read_through_its_wrapper(dataset: str, str
         with torch.no_grad():
             assert model.predictor is module.predictor
         # Its gradients would stay on this rank.
-        with pytest.raises(AttributeError, match=r"'predictor' is of the wrapped .*model\.module\.predictor"):
+        with pytest.raises(AttributeError, match=r"belongs to the wrapped .*model\.module\.predictor"):
             model.predictor  # noqa: B018 - reading it raises
         with pytest.raises(AttributeError, match="'Predicts' object has no attribute 'nothing'"):
             model.nothing  # noqa: B018

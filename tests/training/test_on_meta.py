@@ -120,7 +120,7 @@ def test_ids_of_a_batch_are_known_without_reading_them(dataset: str) -> None:
 def test_a_model_without_values_is_refused(dataset: str, strategy: str) -> None:
     with start_session(strategy=strategy):
         g, model = DistGraph(dataset), build_model("sage", *SIZES).to(META)
-        with pytest.raises(ConfigError, match="on meta"):
+        with pytest.raises(ConfigError, match="on the meta device"):
             STRATEGIES.get(strategy)(g.session, {}).open(g).wrap(model)
 
 

@@ -103,7 +103,7 @@ def who_leaves_the_parts_weights_out_is_told_once(g: DistGraph) -> None:
     trained.epoch()
     logger.removeHandler(handler)
     (message,) = told
-    assert "built before wrap()" in message
+    assert "build the optimizer after wrap()" in message
 
 
 def several_optimizers_all_step_when_the_pipeline_drains(g: DistGraph) -> None:
