@@ -186,7 +186,7 @@ def test_a_rank_without_the_files_of_the_others_says_so(tmp_path: Path) -> None:
 
 
 class Differing(Several):
-    def of_all(self, value: Any) -> list[Any]:
+    def gather_objects(self, value: Any) -> list[Any]:
         return [{**value, "graph": "other"}, value]
 
 
@@ -199,7 +199,7 @@ def test_ranks_that_see_other_data_under_its_name_are_refused(tmp_path: Path) ->
 
 
 class Second(Several):
-    def of_all(self, value: Any) -> list[Any]:
+    def gather_objects(self, value: Any) -> list[Any]:
         return [value, [item or {"num_bytes": 0, "checksum": ""} for item in value]]
 
 

@@ -298,7 +298,7 @@ def test_a_disk_that_fills_up_in_any_stage_costs_no_bit(
             assert re.search(r"disk/out\S* cannot be written: .*No space left on device", message)
             assert left in ([], ["out.work"]), left
             assert not left or "finished stages are kept in" in shown
-            met.add(", ".join(external_memory._stages(disk / "out.work") if left else []))
+            met.add(", ".join(external_memory._list_stages(disk / "out.work") if left else []))
         num_bytes += 1 << 17
     # Full while edges are read, made symmetric, contracted, ordered, and written.
     assert {"", "edges", "edges, owners.work/symmetric", "edges, owners", "edges, order0, owners"} <= met

@@ -22,8 +22,8 @@ from dglx_dist.strategies.full_graph.halo_plan import HaloLayer, PlanCache, Rank
 def test_ids_without_a_row_have_no_place(num_ids: int) -> None:
     """Nor have those outside of the range, which other ranks might send."""
     asked = np.array([9, 7, 2, 7, 3, -1, num_ids, 1 << 50, -(1 << 50)])
-    assert RowPositions(np.array([7, 2, 9]), num_ids).places(asked).tolist() == [2, 0, 1, 0, *[-1] * 5]
-    assert RowPositions(np.empty(0, np.int64), num_ids).places(asked).tolist() == [-1] * len(asked)
+    assert RowPositions(np.array([7, 2, 9]), num_ids).find(asked).tolist() == [2, 0, 1, 0, *[-1] * 5]
+    assert RowPositions(np.empty(0, np.int64), num_ids).find(asked).tolist() == [-1] * len(asked)
 
 
 def a_plan(seeds: int = 1) -> RankPlan:
