@@ -171,7 +171,7 @@ def test_takes_src_and_dst_beside_columns_with_similar_names(tmp_path: Path) -> 
         ("id\n1\n", {"head": [1], "relation": ["is"], "tail": [1]}, r"no columns src.* triples as a \.tsv"),
         ("id;label\n1;2\n", "0,0", r"nodes\.csv: the columns are separated by ';' \(id;label\); save"),
         ("id,label_0\n1,1\n2,\n", "1,2", "'label_0', row 1: is empty.* write 0 and leave 'split' empty"),
-        ("id,label\n1,0\n2,-3\n", "1,2", r"nodes\.csv: row 1: label -3 .* decimal point, such as -3\.0"),
+        ("id,label\n1,0\n2,-3\n", "1,2", r"nodes\.csv.* row 1: label -3 .* decimal point, such as -3\.0"),
         ("id,split\n1,train\n2,dev\n", "1,2", r"column 'split', row 1: 'dev' is not a split"),
         ("id,split\n1,\n2,7\n", "1,2", r"column 'split', row 1: 7 is not a split"),
         ("id,x,x\n1,1,2\n", "1,1", r"nodes\.csv: has 2 columns 'x'; rename"),

@@ -22,7 +22,7 @@ from tests.strategies.push_pull.runs import Run
 from tests.strategies.test_equality import difference
 
 RANKS, FANOUT, KINDS, STRATEGIES = 3, 3, ("sage", "gat"), ("data_parallel", "push_pull")
-compute, add, complete = PartSide.compute, PartSide.add, Pipeline.complete
+compute, add, complete = PartSide.compute, PartSide.add_gradients, Pipeline.complete
 compute_shares = pipeline.compute_shares
 
 
@@ -58,7 +58,7 @@ WRONG: Mapping[str, tuple[str, Any, str, Any]] = {
     # zero_grad inside the loop over the owners.
     "gradients of the own owner only": ("sage", PartSide, "compute", own_owner),
     "owners alike, whatever their targets": ("sage", Pipeline, "complete", unweighed),
-    "the mean of DDP for different columns": ("sage", PartSide, "add", averaged),
+    "the mean of DDP for different columns": ("sage", PartSide, "add_gradients", averaged),
     "activation before the sum": ("sage", pipeline, "compute_shares", activated),
     "a softmax of each part's own logits": (
         "gat",
