@@ -71,9 +71,9 @@ class SymmetricConv(SplittableConv):
         self._graph = graph
 
     def own_edges(self, block: DGLBlock) -> dict[str, Tensor]:
-        source_gradients, of_targets = self._compute_norm_factors(block, block.num_src_nodes())
+        source_factors, target_factors = self._compute_norm_factors(block, block.num_src_nodes())
         source, destination = (ends.long() for ends in block.edges())
-        return {_NORM: of_targets[destination] * source_gradients[source]}
+        return {_NORM: target_factors[destination] * source_factors[source]}
 
     def _compute_norm_factors(self, block: DGLBlock, num_sources: int) -> tuple[Tensor, Tensor]:
         # Factors of the norm: (num_sources,) for the first sources and (D1,) for the targets.
@@ -87,12 +87,12 @@ class SymmetricConv(SplittableConv):
             return super().forward(block, x, *edges, **named)
         # A strategy that exchanges sums passes own rows only.
         rows, weight = self._sources(block, x), self.conv.weight
-        source_gradients, of_targets = self._compute_norm_factors(block, len(rows))
-        rows = rows * source_gradients.to(rows).unsqueeze(-1)
+        source_factors, target_factors = self._compute_norm_factors(block, len(rows))
+        rows = rows * source_factors.to(rows).unsqueeze(-1)
         # The order depends on widths only, because all ranks must send the same number of columns.
         first = weight.shape[0] > weight.shape[1]
         total = sum_in_edges(block, rows @ weight if first else rows)
-        total = total * of_targets.to(total).unsqueeze(-1)
+        total = total * target_factors.to(total).unsqueeze(-1)
         return self.apply_nodes(block, (total if first else total @ weight,))
 
     def transform(self, given: StageInput) -> Tensor:
