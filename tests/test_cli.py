@@ -32,13 +32,13 @@ def dglx(*arguments: str) -> "subprocess.CompletedProcess[str]":
     )
 
 
-def succeeded(*arguments: str) -> str:
+def run_dglx(*arguments: str) -> str:
     done = dglx(*arguments)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
 
-def refused(*arguments: str) -> str:
+def read_refusal(*arguments: str) -> str:
     done = dglx(*arguments)
     assert done.returncode == 2, (done.stdout, done.stderr)
     assert "Traceback" not in done.stderr
@@ -65,14 +65,14 @@ def refused_here(*arguments: str, folder: Path) -> str:
 def dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("data") / "tiny"
     how = ("--parts", "2", "--method", "metis", "--balance", "train,degree")
-    succeeded("partition", GRAPH, *how, "--out", str(folder))
+    run_dglx("partition", GRAPH, *how, "--out", str(folder))
     return folder
 
 
 @pytest.fixture(scope="module")
 def run(dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("runs") / "tiny"
-    shown = succeeded(
+    shown = run_dglx(
         "train", str(dataset), "--strategy", "data_parallel", "--ranks", "2", "--servers", "2",
         "--epochs", "5", "--model", "sage", "--layers", "2", "--hidden", "16", "--fanout", "5,5",
         "--batch-size", "32", "--lr", "0.01", "--dropout", "0.5", "--seed", "0", "--out", str(folder),
@@ -110,7 +110,7 @@ def test_a_run_folder_holds_what_was_promised(run: Path) -> None:
 def test_report_prints_again_and_redraws_or_shows_what_there_is(run: Path, tmp_path: Path) -> None:
     before = (run / "summary.json").read_bytes()
     (run / "picture.png").unlink()
-    assert "samples/s" in succeeded("report", str(run))
+    assert "samples/s" in run_dglx("report", str(run))
     assert (run / "picture.png").is_file()
     assert (run / "summary.json").read_bytes() == before
     for name in ("config.json", "metrics.jsonl"):
@@ -123,7 +123,7 @@ def test_report_prints_again_and_redraws_or_shows_what_there_is(run: Path, tmp_p
 
 
 def test_inspect_shows_cut_balance_and_draws(dataset: Path, tmp_path: Path) -> None:
-    shown = succeeded("inspect", str(dataset), "--picture", str(tmp_path / "parts.png"))
+    shown = run_dglx("inspect", str(dataset), "--picture", str(tmp_path / "parts.png"))
     words = ("edge cut", "replication factor", "balance train", "balance degree", "halo factor", "on disk")
     assert [word for word in words if word not in shown] == []
     assert (tmp_path / "parts.png").is_file()
@@ -136,7 +136,7 @@ def test_inspect_shows_cut_balance_and_draws(dataset: Path, tmp_path: Path) -> N
     assert (done.returncode, "edge cut" in done.stdout) == (0, True), done.stderr
     assert "warning: the picture could not be written" in done.stderr
     assert "--picture FILE" in done.stderr
-    assert "--picture" in refused("inspect", str(folder), "--picture", str(folder / "cache" / "x.png"))
+    assert "--picture" in read_refusal("inspect", str(folder), "--picture", str(folder / "cache" / "x.png"))
 
 
 def test_ids_out_of_range_are_one_error(dataset: Path, tmp_path: Path) -> None:
@@ -145,7 +145,7 @@ def test_ids_out_of_range_are_one_error(dataset: Path, tmp_path: Path) -> None:
     shutil.copytree(dataset, wrong)
     put_value(wrong, path, 3, 2**50)
     message = f"part 1 is wrong: in {path}, indptr[3] is {2**50}, expected numbers that never fall"
-    assert message in refused("inspect", str(wrong), "--verify", "full")
+    assert message in read_refusal("inspect", str(wrong), "--verify", "full")
     few = ("--ranks", "2", "--epochs", "1", "--fanout", "5,5")
     done = dglx("train", str(wrong), *few, "--out", str(tmp_path / "out"))
     assert done.returncode > 0
@@ -168,9 +168,9 @@ def test_one_process_needs_no_launcher_and_resumes(dataset: Path, tmp_path: Path
 
 
 def test_help_reads_like_documentation() -> None:
-    assert "dglx train data/demo" in succeeded("--help")
+    assert "dglx train data/demo" in run_dglx("--help")
     for command in ("partition", "inspect", "train", "report"):
-        assert "Example" in succeeded(command, "--help") or "dglx train" in succeeded(command, "--help")
+        assert "Example" in run_dglx(command, "--help") or "dglx train" in run_dglx(command, "--help")
 
 
 @pytest.mark.parametrize(
@@ -195,7 +195,7 @@ def test_a_mistake_gets_one_message_and_starts_no_process(tmp_path: Path, argume
 
 
 def test_a_mistake_that_the_launcher_finds_gets_one_message_too(tmp_path: Path) -> None:
-    (line,) = refused("train", "nowhere", "--ranks", "2", "--out", str(tmp_path / "run")).splitlines()
+    (line,) = read_refusal("train", "nowhere", "--ranks", "2", "--out", str(tmp_path / "run")).splitlines()
     assert line.startswith("error: nowhere")
     assert list(tmp_path.iterdir()) == []
 
@@ -209,7 +209,7 @@ def test_a_folder_that_holds_something_is_not_replaced(dataset: Path, tmp_path: 
 def test_partition_names_what_tables_lack(tmp_path: Path) -> None:
     write(tmp_path, {"nodes.csv": "id,label,age\n0,0,30\n1,1,40\n", "edges.csv": "src,dst\n0,1\n"})
     arguments = [str(tmp_path), "--parts", "1", "--add-reverse-edges", "--out", str(tmp_path / "out")]
-    text = " ".join(succeeded("partition", *arguments).split())
+    text = " ".join(run_dglx("partition", *arguments).split())
     assert "no features (feat_0, feat_1 ... or 'feat'; other columns: age)" in text
     assert "labels, but not the 'split' that `dglx train` needs" in text
     assert "0.0% of the edges (2 stored)" in text
@@ -240,7 +240,7 @@ def test_partition_names_the_command_that_works(
     (tmp_path / "edges").mkdir()
     write(tmp_path, tables if "nodes.csv" not in tables else tables | {"edges.csv": "src,dst\n0,1\n"})
     printed = " ".join(
-        succeeded("partition", str(tmp_path), "--parts", "1", "--out", str(tmp_path / "o")).split()
+        run_dglx("partition", str(tmp_path), "--parts", "1", "--out", str(tmp_path / "o")).split()
     )
     assert said in printed
     assert "; 1 part by " in printed
@@ -252,9 +252,9 @@ def test_partition_names_the_command_that_works(
 def test_partition_takes_the_column_of_ids(tmp_path: Path) -> None:
     write(tmp_path, {"nodes.csv": "uid,feat_0\n2,1\n0,2\n1,3\n", "edges.csv": "src,dst\n0,1\n1,2\n"})
     arguments = ["partition", str(tmp_path), "--parts", "1", "--out", str(tmp_path / "o")]
-    assert "looks like the ids that edges use; add --id uid" in refused(*arguments)
-    assert "3 nodes, 2 edges" in succeeded(*arguments, "--id", "uid")
-    assert "other columns: uid" in succeeded(
+    assert "looks like the ids that edges use; add --id uid" in read_refusal(*arguments)
+    assert "3 nodes, 2 edges" in run_dglx(*arguments, "--id", "uid")
+    assert "other columns: uid" in run_dglx(
         *arguments, "--id", "", "--overwrite", "--option", "ignore=feat_0"
     )
 
@@ -262,16 +262,16 @@ def test_partition_takes_the_column_of_ids(tmp_path: Path) -> None:
 def test_partition_takes_how_lines_are_read(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("0 1 2\n1 1 0\n")
     arguments = ["partition", str(tmp_path / "a.txt"), "--parts", "1", "--out", str(tmp_path / "o")]
-    assert "give --format edges, triples or interactions" in refused(*arguments)
-    assert "a: 3 nodes, 2 edges" in succeeded(*arguments, "--format", "triples")
+    assert "give --format edges, triples or interactions" in read_refusal(*arguments)
+    assert "a: 3 nodes, 2 edges" in run_dglx(*arguments, "--format", "triples")
     message = "format is 'nothing', but must be 'dglx' or 'dgl', or for a text file of edges one of triples"
-    assert message in refused(*arguments, "--format", "nothing")
+    assert message in read_refusal(*arguments, "--format", "nothing")
 
 
 def test_a_regression_of_classes_is_warned_of(tmp_path: Path) -> None:
     nodes = "id,feat_0,label,split\n0,0,0,train\n1,1,1,val\n2,1,1,test\n"
     write(tmp_path, {"nodes.csv": nodes, "edges.csv": "src,dst\n0,1\n1,0\n"})
-    succeeded("partition", str(tmp_path), "--parts", "1", "--out", str(tmp_path / "o"))
+    run_dglx("partition", str(tmp_path), "--parts", "1", "--out", str(tmp_path / "o"))
     run = ("--task", "regression", "--hidden", "4", "--epochs", "1", "--out", str(tmp_path / "run"))
     done = dglx("train", str(tmp_path / "o"), *run)
     assert done.stderr.count("warning: all labels are 0 or 1. Leave --task out to classify") == 1
@@ -283,7 +283,7 @@ def test_ingest_names_the_command_for_several_types(tmp_path: Path) -> None:
     description = {"version": "gconstruct-v0.1", "nodes": [nodes], "edges": [ends]}
     write(tmp_path, {"nodes.csv": "id\n0\n1\n", "edges.csv": "src,dst\n0,1\n"})
     (tmp_path / "g.json").write_text(json.dumps(description))
-    line = succeeded("ingest", f"{tmp_path}/g.json", "--add-reverse-edges", "--out", str(tmp_path / "out"))
+    line = run_dglx("ingest", f"{tmp_path}/g.json", "--add-reverse-edges", "--out", str(tmp_path / "out"))
     command = (
         f"next: dglx train {tmp_path / 'out'} --task link --model none --embeddings 64 or dglx partition"
     )

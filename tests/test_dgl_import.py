@@ -17,7 +17,9 @@ except Exception as error:
 """
 
 
-def said(folder: Path, init: str, graphbolt: str | None, *asked: str, first: str = "import dglx_dist") -> str:
+def run_python(
+    folder: Path, init: str, graphbolt: str | None, *asked: str, first: str = "import dglx_dist"
+) -> str:
     """Return the output of Python that runs ``first``, `import dgl`, then each of ``asked``."""
     package = folder / "dgl" / "graphbolt"
     package.mkdir(parents=True)
@@ -47,7 +49,7 @@ IMPORTS = "from . import graphbolt"
 
 
 def test_where_graphbolt_fails_it_is_empty_and_says_why(tmp_path: Path) -> None:
-    lines = said(
+    lines = run_python(
         tmp_path,
         IMPORTS,
         FAILS,
@@ -64,7 +66,7 @@ def test_where_graphbolt_fails_it_is_empty_and_says_why(tmp_path: Path) -> None:
 
 def test_where_graphbolt_works_it_is_left_alone(tmp_path: Path) -> None:
     ask = "print(dgl.graphbolt.number, dgl.graphbolt.base.number, '__getattr__' in vars(dgl.graphbolt))"
-    assert said(tmp_path, IMPORTS, "", ask) == "1 1 False\n"
+    assert run_python(tmp_path, IMPORTS, "", ask) == "1 1 False\n"
 
 
 @pytest.mark.parametrize(
@@ -78,6 +80,6 @@ def test_where_graphbolt_works_it_is_left_alone(tmp_path: Path) -> None:
     ids=["a DGL without it", "a mistake in it", "another part of DGL", "DGL imported first"],
 )
 def test_other_errors_stay(tmp_path: Path, init: str, graphbolt: str | None, first: str, error: str) -> None:
-    lines = said(tmp_path, init, graphbolt, "import dgl.graphbolt", first=first)
+    lines = run_python(tmp_path, init, graphbolt, "import dgl.graphbolt", first=first)
     assert error in lines
     assert "is empty" not in lines

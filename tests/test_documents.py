@@ -29,7 +29,7 @@ def pages() -> list[Path]:
     return [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 
-def quoted() -> list[tuple[str, str]]:
+def list_quotes() -> list[tuple[str, str]]:
     """Return (page, text) of all that stands between backticks in a line."""
     return [(page.name, text) for page in pages() for text in re.findall(r"`([^`\n]+)`", page.read_text())]
 
@@ -60,7 +60,7 @@ def members() -> dict[str, set[str] | None]:
 def test_every_named_member_of_a_class_is_there() -> None:
     known = members()
     pattern = re.compile(r"(?<![\w.])([A-Z]\w+)\.([a-z_]\w*)")
-    named = {(page, *pair) for page, text in quoted() for pair in pattern.findall(text)}
+    named = {(page, *pair) for page, text in list_quotes() for pair in pattern.findall(text)}
     ours = {(page, name, member) for page, name, member in named if known.get(name) is not None}
     assert len(ours) > 15
     assert [value for value in sorted(ours) if value[2] not in (known[value[1]] or ())] == []
@@ -71,7 +71,7 @@ def test_every_named_file_is_there() -> None:
     files = [str(path) for folder in folders for path in (ROOT / folder).rglob("*.py")]
     named = {
         (page, name)
-        for page, text in quoted()
+        for page, text in list_quotes()
         if page not in OF_DGL
         for name in re.findall(r"(?<![\w./<])[\w./]+\.py\b", text)
         if name not in EXAMPLES and not name.startswith("/")
@@ -159,7 +159,7 @@ def test_bytes_of_push_pull_are_those_of_its_page() -> None:
     )  # fmt: skip
     sizes = {"N": 3, "s": 4, "L0": 188, "E1": 240}
 
-    def moved(width: int, logits: int) -> int:
+    def count_moved(width: int, logits: int) -> int:
         first = FirstLayer(
             sum_width=width, logit_width=logits, itemsize=4, cut_bytes=0, replicated_bytes=0, known=True
         )
@@ -167,9 +167,9 @@ def test_bytes_of_push_pull_are_those_of_its_page() -> None:
         return sum(counts[name] for name in ("activations", "activation_gradients"))
 
     rows = re.split(r"\s{2,}", line_of(page, "push_pull  "))[1]
-    assert moved(16, 0) == evaluate(rows, D1=24, H=16, **sizes)
+    assert count_moved(16, 0) == evaluate(rows, D1=24, H=16, **sizes)
     (attention,) = re.findall(r"`(.*)`", line_of(page, "Attention with K heads"))
-    assert moved(8 * 16, 8) == evaluate(attention, D1=24, K=8, H_=16, **sizes)
+    assert count_moved(8 * 16, 8) == evaluate(attention, D1=24, K=8, H_=16, **sizes)
     structure = re.findall(r"\+ (\(N-1\) \[.*\])", line_of(page, "push_pull  "))[0]
     first = FirstLayer(sum_width=1, logit_width=0, itemsize=4, cut_bytes=0, replicated_bytes=0, known=True)
     # There is a batch for each of three owners, of which the surveyed rows are the sum.
@@ -187,16 +187,16 @@ def test_bytes_of_lambda_are_those_of_its_page() -> None:
     def cells(start: str) -> list[str]:
         return [re.split(r" down| up", cell)[0] for cell in re.split(r"\s{2,}", line_of(page, start))[1:]]
 
-    def summed(formula: str, *, layers: range) -> float:
+    def sum_formula(formula: str, *, layers: range) -> float:
         values = {"n": nodes, "s": 4, "G": halo}
         return sum(evaluate(formula, i=widths[layer - 1], d_l=widths[layer], **values) for layer in layers)
 
     down, up = cells("AV l ")
     back_down, back_up = cells("gradAV l ")
     both, after_first = range(1, 3), range(2, 3)
-    assert counts["ghosts"] == summed(cells("ghosts ")[0], layers=range(1, 2))
-    assert counts["lambda_down"] == summed(down, layers=both) + summed(back_down, layers=both)
-    assert counts["lambda_up"] == summed(up, layers=both) + summed(back_up, layers=after_first)
+    assert counts["ghosts"] == sum_formula(cells("ghosts ")[0], layers=range(1, 2))
+    assert counts["lambda_down"] == sum_formula(down, layers=both) + sum_formula(back_down, layers=both)
+    assert counts["lambda_up"] == sum_formula(up, layers=both) + sum_formula(back_up, layers=after_first)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "int8", "int4"])

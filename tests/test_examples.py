@@ -83,7 +83,7 @@ def test_hgt_differs_from_rgcn_by_the_model_only() -> None:
     first, second = ((EXAMPLES / name).read_text() for name in ("07_rgcn.py", "08_hgt.py"))
     assert all(
         re.search(r"RGCN|HGT|Unchanged dgl.nn", line) or len(line.strip()) < 30
-        for line in changed(first, second)
+        for line in diff_lines(first, second)
     )
 
 
@@ -91,7 +91,7 @@ def code_of(text: str) -> list[str]:
     return [line for line in text.split('"""\n', 2)[-1].splitlines() if line.strip()]
 
 
-def changed(before: str, after: str) -> list[str]:
+def diff_lines(before: str, after: str) -> list[str]:
     lines = difflib.ndiff(code_of(before), code_of(after))
     return [line.rstrip() for line in lines if line[0] in "+-"]
 
@@ -109,14 +109,14 @@ def test_the_lines_that_differ_are_the_documented_ones(before: str, after: str) 
     documented = [
         line[4:] for line in second.read_text().split('"""')[1].splitlines() if re.match(r" {4}[+-] ", line)
     ]
-    assert documented == changed(first.read_text(), second.read_text())
+    assert documented == diff_lines(first.read_text(), second.read_text())
 
 
 def test_the_readme_shows_the_same_lines() -> None:
     first, second = (EXAMPLES / name for name in ("01_one_process.py", "02_data_parallel.py"))
     (block,) = re.findall(r"```diff\n(.*?)```", (ROOT / "README.md").read_text(), flags=re.DOTALL)
     shown = [line for line in block.splitlines() if line]
-    actual = [f"{line[0]}{line[2:]}" for line in changed(first.read_text(), second.read_text())]
+    actual = [f"{line[0]}{line[2:]}" for line in diff_lines(first.read_text(), second.read_text())]
     assert shown == actual
 
 

@@ -65,7 +65,7 @@ GRAPHS: dict[str, Callable[[], Any]] = {
 }
 
 
-def listed(found: Any) -> list[Tensor]:
+def as_list(found: Any) -> list[Tensor]:
     return [*found.values()] if isinstance(found, dict) else [*found] if isinstance(found, tuple) else [found]
 
 
@@ -76,7 +76,7 @@ def outcome(
     for leaf in leaves:
         leaf.grad = None
     torch.manual_seed(2)
-    outputs = [out + 0 for out in listed(compute(graph, leaves))]  # some layers free theirs after backward
+    outputs = [out + 0 for out in as_list(compute(graph, leaves))]  # some layers free theirs after backward
     loss = sum((out * torch.randn(out.shape, dtype=out.dtype, device="cpu").to(out)).sum() for out in outputs)
     if isinstance(loss, Tensor) and loss.requires_grad:
         loss.backward()
@@ -104,7 +104,7 @@ def difference(some: list[Tensor | None], others: list[Tensor | None]) -> float:
     return max(between(a, b) for a, b in zip(some, others, strict=True))
 
 
-def moved(leaves: list[Tensor], device: torch.device | str) -> None:
+def move_leaves(leaves: list[Tensor], device: torch.device | str) -> None:
     for item in leaves:
         item.grad, item.data = None, item.data.to(device)
 
@@ -115,13 +115,13 @@ def assert_alike(
     """The same on DGL's kernels and on the torch path, used twice, as by two layers on one block."""
     expected, placed = outcome(graph, compute, leaves), place(graph, DEVICE)
     assert isinstance(placed._graph, TorchIndex)
-    moved(leaves, DEVICE)
+    move_leaves(leaves, DEVICE)
     if layer is not None:
         layer.to(DEVICE)
     with DEVICE:
         for _ in range(2):
             assert difference(outcome(placed, compute, leaves), expected) <= TOLERANCE
-    moved(leaves, "cpu")
+    move_leaves(leaves, "cpu")
 
 
 def leaf(*shape: int, ties: bool = False, seed: int = 1) -> Tensor:
@@ -177,7 +177,7 @@ def test_convolution_without_data(name: str) -> None:
         placed = place(graph, "meta")
 
         def run() -> None:
-            outputs = listed(case.call(layer, placed, x, e))
+            outputs = as_list(case.call(layer, placed, x, e))
             assert {out.device.type for out in outputs} == {"meta"}
             sum(out.sum() for out in outputs if out.is_floating_point()).backward()
 
@@ -295,12 +295,12 @@ def test_operators_on_segments(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def plain_segments(rows: Tensor, _: Tensor | None = None, *, how: str) -> Tensor:
-    def reduced(part: Tensor) -> Tensor:
+    def reduce_part(part: Tensor) -> Tensor:
         if not len(part):
             return part.sum(0)
         return {"sum": part.sum(0), "mean": part.mean(0), "max": part.amax(0), "min": part.amin(0)}[how]
 
-    return torch.stack([reduced(part) for part in rows.split(LENGTHS.tolist())])
+    return torch.stack([reduce_part(part) for part in rows.split(LENGTHS.tolist())])
 
 
 TYPES = {"a": 20, "b": 9, "c": 10}
@@ -337,8 +337,10 @@ def plain_update(
         messages, places = torch.cat(carried), torch.cat(ends)
         of_nodes = [messages[places == node] for node in range(graph.num_nodes(ntype))]
         zeros = torch.zeros(messages.shape[1:])
-        reduced = {"sum": lambda m: m.sum(0), "max": lambda m: m.max(0)[0], "min": lambda m: m.min(0)[0]}[how]
-        out.append(torch.stack([reduced(m) if len(m) else zeros for m in of_nodes]))
+        reduce_rows = {"sum": lambda m: m.sum(0), "max": lambda m: m.max(0)[0], "min": lambda m: m.min(0)[0]}[
+            how
+        ]
+        out.append(torch.stack([reduce_rows(m) if len(m) else zeros for m in of_nodes]))
     return out
 
 
@@ -484,14 +486,14 @@ def test_place_moves_every_tensor_once_and_leaves_the_graph_as_it_was() -> None:
     block = GRAPHS["block"]()
     block.srcdata["x"], block.edata["w"] = torch.ones(30, 2), torch.ones(80)
     block.step_share = "kept"
-    moved: list[Tensor] = []
+    copied: list[Tensor] = []
 
     def copy(tensor: Tensor) -> Tensor:
-        moved.append(tensor)
+        copied.append(tensor)
         return tensor.to("meta")
 
     placed = place(block, "meta", copy=copy)
-    assert len(moved) == 4  # both ends of the edges, and two columns
+    assert len(copied) == 4  # both ends of the edges, and two columns
     assert placed.step_share == "kept"
     assert {placed.device.type, placed.srcdata["x"].device.type, placed.edges()[0].device.type} == {"meta"}
     assert place(placed, "meta") is placed

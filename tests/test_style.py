@@ -107,18 +107,18 @@ def test_no_two_classes_share_a_name() -> None:
     assert [name for name, count in counts.items() if count > 1] == []
 
 
-def parsed(text: str) -> list[ast.AST]:
+def list_nodes(text: str) -> list[ast.AST]:
     return list(ast.walk(ast.parse(text)))
 
 
 def test_the_checks_see_what_they_look_for() -> None:
-    nodes = parsed("def f():\n    'doc'\n    x = os.environ['A']\n    print(eval(x))\n")
+    nodes = list_nodes("def f():\n    'doc'\n    x = os.environ['A']\n    print(eval(x))\n")
     assert uses(nodes, "os", {"environ"}) == [3]
     assert calls(nodes, {"print", "eval"}) == [4, 4]
     most = "    'doc'\n" + "    x = 1\n" * MAX_STATEMENTS
-    assert long_functions(parsed(f"def f():\n{most}def g():\n{most}    x = 1\n")) == [MAX_STATEMENTS + 3]
-    assert rebound(parsed("def f():\n    global x\n")) == [2]
-    loads = parsed("f(allow_pickle=False, weights_only=True)\nf(allow_pickle=x)\nf(weights_only=False)\n")
+    assert long_functions(list_nodes(f"def f():\n{most}def g():\n{most}    x = 1\n")) == [MAX_STATEMENTS + 3]
+    assert rebound(list_nodes("def f():\n    global x\n")) == [2]
+    loads = list_nodes("f(allow_pickle=False, weights_only=True)\nf(allow_pickle=x)\nf(weights_only=False)\n")
     assert unsafe_loads(loads) == [2, 3]
 
 

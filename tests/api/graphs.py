@@ -34,11 +34,11 @@ def as_dgl() -> dgl.DGLGraph:
 
 
 def plan_of(dataset: str, out: Path, **changes: Any) -> TrainConfig:
-    written = {"predictions": str(out / "classes"), "save_embeddings": str(out / "rows")}
-    return TrainConfig(**{"data": dataset, "out": str(out), "hidden": 8, "dropout": 0.0} | written | changes)
+    outputs = {"predictions": str(out / "classes"), "save_embeddings": str(out / "rows")}
+    return TrainConfig(**{"data": dataset, "out": str(out), "hidden": 8, "dropout": 0.0} | outputs | changes)
 
 
-def written(out: Path) -> tuple[Any, Any]:
+def read_tables(out: Path) -> tuple[Any, Any]:
     classes = pyarrow.dataset.dataset(out / "classes").to_table().sort_by("id")
     rows = pyarrow.dataset.dataset(out / "rows").to_table().sort_by("id")
     return classes["prediction"].to_numpy(), np.array(rows["embedding"].to_pylist())

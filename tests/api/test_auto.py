@@ -55,7 +55,7 @@ def out_of_luck(*_: Any) -> None:
     raise RuntimeError("out of luck")
 
 
-def offered(context: CandidateContext, *, fewer: int) -> list[Candidate]:
+def list_candidates(context: CandidateContext, *, fewer: int) -> list[Candidate]:
     return list(enumerate_candidates(context))[fewer:]
 
 
@@ -93,7 +93,7 @@ def choose_and_train(data: str, out: str) -> dict[str, Any]:
             choose_strategy(model, g, fanouts=(3, 2), batch_size=20 + session.topology.rank)
         model = build_model("sage", equality.WIDTH, 8, equality.CLASSES).double()
         # Rank 1 knows fewer candidates, as if it lacked a plugin.
-        known = partial(offered, fewer=session.topology.rank)
+        known = partial(list_candidates, fewer=session.topology.rank)
         with (
             mock.patch.object(measure, "enumerate_candidates", known),
             pytest.raises(ConfigError, match="load the same plugins on every rank"),

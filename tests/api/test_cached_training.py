@@ -33,7 +33,9 @@ def dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def trained(folder: Path, scratch: Path) -> dict[str | None, tuple[list[float], list[int], float | None]]:
+def train_with_caches(
+    folder: Path, scratch: Path
+) -> dict[str | None, tuple[list[float], list[int], float | None]]:
     results = {}
     options: dict[str, Any] = {"fanouts": (4, 3), "batch_size": 20, "epochs": 2, "hidden": 8}
     for cache in (None, "halo", "degree", "vip", "lookahead"):
@@ -45,7 +47,7 @@ def trained(folder: Path, scratch: Path) -> dict[str | None, tuple[list[float], 
 
 
 def test_training_is_the_same_to_the_last_bit(dataset: Path, tmp_path: Path) -> None:
-    for rank in run_ranks(trained, 2, args=(dataset, tmp_path), ranks_per_server=1):
+    for rank in run_ranks(train_with_caches, 2, args=(dataset, tmp_path), ranks_per_server=1):
         losses, moved, rates = zip(*rank.values(), strict=True)
         assert all(loss == losses[0] for loss in losses)
         assert all(max(cached) < plain for plain, *cached in zip(*moved, strict=True))

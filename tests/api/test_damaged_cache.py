@@ -37,7 +37,7 @@ KINDS = {
 }
 
 
-def trained(folder: Path, out: Path, kind: str) -> list[float]:
+def train(folder: Path, out: Path, kind: str) -> list[float]:
     options, _ = KINDS[kind]
     plan = TrainConfig(
         data=str(folder),
@@ -54,14 +54,14 @@ def trained(folder: Path, out: Path, kind: str) -> list[float]:
 
 def with_flipped_bits(folder: Path, out: Path, kind: str) -> tuple[list[list[float]], list[int]]:
     """Losses of a first run, and of those before which bits flip: in arrays, in stamps, on one rank alone."""
-    losses, flipped = [trained(folder, out / "fresh", kind)], []
+    losses, flipped = [train(folder, out / "fresh", kind)], []
     for turn, name in enumerate(("*.npy", "*.arrow", STAMP, "one rank")):
         paths = sorted(folder.glob(f"cache/{KINDS[kind][1]}{'*' if name == 'one rank' else name}"))
         if name == "one rank":
             paths = [path for path in paths if path.name != STAMP][-1:]
         with start_session() as session:
             flip_first(session, paths)
-        losses.append(trained(folder, out / str(turn), kind))
+        losses.append(train(folder, out / str(turn), kind))
         flipped.append(len(paths))
     return losses, flipped
 

@@ -200,7 +200,7 @@ def messages_of(scores: Tensor, choose_loss: Callable[[Tensor], Tensor]) -> list
         return [str(warning.message) for warning in caught if "global_mean" in str(warning.message)]
 
 
-def masked(scores: Tensor) -> Tensor:
+def masked_loss(scores: Tensor) -> Tensor:
     return scores[1:].square().mean()
 
 
@@ -211,7 +211,7 @@ def over_nothing(scores: Tensor) -> Tensor:
 @pytest.mark.parametrize(
     ("choose_loss", "seeds"),
     [
-        (masked, 1),
+        (masked_loss, 1),
         (lambda scores: (scores - torch.tensor([[1.0], [torch.nan], [torch.nan]])).square().mean(), 3),
         (lambda scores: (scores * torch.tensor([[1.0], [0.0], [0.0]])).sum(), 2),
         (over_nothing, 3),
@@ -225,10 +225,10 @@ def test_counts_seeds_without_a_part_in_the_loss(choose_loss: Callable[[Tensor],
 
 
 def test_takes_a_gradient_that_rounds_to_0_for_a_part_in_the_loss() -> None:
-    def saturated(scores: Tensor) -> Tensor:
+    def saturated_loss(scores: Tensor) -> Tensor:
         return F.cross_entropy(scores, torch.tensor([0, 0, 1]))
 
-    assert messages_of(torch.tensor([[200.0, 0.0]] * 3), saturated) == []
+    assert messages_of(torch.tensor([[200.0, 0.0]] * 3), saturated_loss) == []
 
 
 @pytest.mark.parametrize(

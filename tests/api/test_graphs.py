@@ -84,7 +84,7 @@ def test_a_time_out_while_rank_0_partitions_names_the_remedy() -> None:
         (1, r"^waiting for rank 0.* rank 0 is silent\. .*dglx partition"),
     ):
         session: Any = SimpleNamespace(topology=Topology(rank, 2, (0, 1)))
-        with pytest.raises(dx.PeerError, match=message), graphs._explained_timeout(session):
+        with pytest.raises(dx.PeerError, match=message), graphs._explain_timeout(session):
             raise dx.PeerError(f"rank {1 - rank} is silent")
 
 

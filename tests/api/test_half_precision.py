@@ -42,7 +42,7 @@ class Seen(Stack):
         return super().forward(blocks, h)
 
 
-def _fitted(folder: str) -> None:
+def _check_fit(folder: str) -> None:
     for strategy in ("data_parallel", "push_pull", "full_graph", "cooperative"):
         with dx.init(strategy, timeout=30):
             g = dx.DistGraph(folder)
@@ -58,10 +58,10 @@ def test_rows_stored_in_bfloat16_are_trained_on_as_they_are(tmp_path: Path) -> N
     g.ndata["feat"] = torch.rand(g.num_nodes(), 2)
     g.ndata["label"], g.ndata["train_mask"] = (g.nodes() > 2).long(), g.nodes() < 4
     dx.partition_graph(g, "t", 2, tmp_path, feature_dtype=F16)
-    run_ranks(_fitted, 2, args=(str(tmp_path / "t"),))
+    run_ranks(_check_fit, 2, args=(str(tmp_path / "t"),))
 
 
-def numbered() -> Any:
+def make_numbered_graph() -> Any:
     g = as_dgl()
     g.ndata["feat"] = g.ndata["feat"].float() / 3
     # Rounded beforehand, so that both columns hold the same numbers.
@@ -74,5 +74,5 @@ def numbered() -> Any:
 def test_blocks_get_the_asked_precision_whether_rows_are_here_or_elsewhere(tmp_path: Path) -> None:
     halves = {"feat": F16, "e": torch.float16}
     for parts, structure in ((1, "replicated"), (2, "partitioned")):
-        dx.partition_graph(numbered(), f"t{parts}", parts, tmp_path, feature_dtype=halves)
+        dx.partition_graph(make_numbered_graph(), f"t{parts}", parts, tmp_path, feature_dtype=halves)
         run_ranks(_batches, parts, args=(str(tmp_path / f"t{parts}"), structure), ranks_per_server=1)

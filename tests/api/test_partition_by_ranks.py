@@ -59,7 +59,7 @@ LEVELS = ("--parts", "4", "--memory", WORK)
 
 
 @pytest.fixture(scope="module")
-def expected(data: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
+def expected_files(data: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
     with pytest.MonkeyPatch.context() as patch:
         keep(patch)
         partition(data, out := tmp_path_factory.mktemp("expected") / "out", *LEVELS)
@@ -68,10 +68,10 @@ def expected(data: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, 
 
 @pytest.mark.parametrize("num_ranks", [pytest.param(2, marks=pytest.mark.wide), 3])
 def test_ranks_write_the_bytes_of_one_process(
-    data: Path, expected: dict[str, bytes], num_ranks: int, tmp_path: Path
+    data: Path, expected_files: dict[str, bytes], num_ranks: int, tmp_path: Path
 ) -> None:
     run_ranks(partition, num_ranks, args=(data, tmp_path / "out", *LEVELS))
-    assert content(tmp_path / "out") == expected
+    assert content(tmp_path / "out") == expected_files
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
@@ -100,12 +100,12 @@ killed("sweep", 1, *map(Path, sys.argv[1:3]))
 """
 
 
-def killed(where: str, rank: int, data: Path, out: Path) -> None:
+def partition_until_killed(where: str, rank: int, data: Path, out: Path) -> None:
     """Partition; ``rank`` is killed in its tenth round of a sweep, or when it has found the owners."""
     module, name = (semi_external, "_propose") if where == "sweep" else (external_memory, "publish")
     before, calls = getattr(module, name), 0
 
-    def counted(*given: Any) -> Any:
+    def count_calls(*given: Any) -> Any:
         nonlocal calls
         calls += 1
         if calls == 10 if where == "sweep" else given[1].name == where:
@@ -113,12 +113,12 @@ def killed(where: str, rank: int, data: Path, out: Path) -> None:
         return before(*given)
 
     if os.environ["RANK"] == str(rank):
-        setattr(module, name, counted)
+        setattr(module, name, count_calls)
     partition(data, out, *LEVELS)
 
 
 def test_a_killed_rank_ends_all_and_the_next_run_resumes(
-    data: Path, expected: dict[str, bytes], tmp_path: Path
+    data: Path, expected_files: dict[str, bytes], tmp_path: Path
 ) -> None:
     out = tmp_path / "out"
     command = ["-m", "dglx_dist.cli.torchrun", "--standalone", "--nproc-per-node=2"]
@@ -130,7 +130,7 @@ def test_a_killed_rank_ends_all_and_the_next_run_resumes(
     assert ended.returncode == 137, ended.stderr
     assert re.search(r"rank 1 .* was ended by SIGKILL", ended.stderr)
     # Without a launcher, that ends the others, they notice it and say so.
-    dead, left = start_ranks(killed, 2, args=("owners", 0, data, out))
+    dead, left = start_ranks(partition_until_killed, 2, args=("owners", 0, data, out))
     assert dead.exitcode == -signal.SIGKILL
     assert "resuming in" in dead.output
     assert "finished before: edges, owners.work/symmetric" in dead.output
@@ -139,7 +139,7 @@ def test_a_killed_rank_ends_all_and_the_next_run_resumes(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out.work", "script.py"]
     # With another number of ranks.
     run_ranks(partition, 3, args=(data, out, *LEVELS))
-    assert content(out) == expected
+    assert content(out) == expected_files
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "script.py"]
 
 

@@ -266,11 +266,11 @@ def small_disk(tmp_path: Path) -> Iterator[Callable[[int], Path]]:
     if not mount("size=16k"):
         pytest.skip("file systems can be mounted by root only")
 
-    def grown(num_bytes: int) -> Path:
+    def resize_disk(num_bytes: int) -> Path:
         assert mount(f"remount,size={num_bytes}")
         return disk
 
-    yield grown
+    yield resize_disk
     subprocess.run(["umount", "-l", str(disk)], check=True)
 
 
@@ -323,7 +323,7 @@ def test_unfinished_work_of_other_settings_is_refused(
         tmp_path / "out.work",
     )
 
-    def refused(**options: Any) -> str:
+    def read_refusal(**options: Any) -> str:
         return refusal(lambda: partition(data, out, **{"memory": PLENTY, **options}), DglxError)
 
     with monkeypatch.context() as patch:
@@ -331,10 +331,10 @@ def test_unfinished_work_of_other_settings_is_refused(
         with pytest.raises(ZeroDivisionError):
             partition(data, out, memory=PLENTY)
     before = content(work)
-    assert "other settings (num_parts was '3')" in refused(num_parts=2)
-    assert "seed was '0'" in refused(seed=1)
+    assert "other settings (num_parts was '3')" in read_refusal(num_parts=2)
+    assert "seed was '0'" in read_refusal(seed=1)
     (work / "key.json").write_text("[")
-    assert "key.json is damaged" in refused()
+    assert "key.json is damaged" in read_refusal()
     (work / "key.json").write_bytes(before["key.json"])
     assert content(work) == before
     partition(data, out, memory="7GB")
@@ -588,9 +588,9 @@ def test_sources_that_are_read_at_once_say_what_to_do(tmp_path: Path) -> None:
 def test_unsigned_ids_of_a_npz_are_not_converted_beyond_the_memory(tmp_path: Path) -> None:
     ends = np.arange(4000, dtype=np.uint64) % 7
     np.savez(tmp_path / "g.npz", src=ends, dst=ends, features=np.ones((7, 2), np.int8))
-    for work, refused in ((64_000, True), (65_000, False)):
+    for work, is_refused in ((64_000, True), (65_000, False)):
         workspace = Workspace(folder=tmp_path / "work", budget=Budget(work=work))
-        if refused:
+        if is_refused:
             with pytest.raises(ConfigError, match=r"dst, features, src are converted in memory, .* 64\.1 KB"):
                 load_graph(tmp_path / "g.npz", workspace=workspace)
         else:
@@ -651,11 +651,11 @@ def test_finished_stages_at_any_depth_are_kept(tmp_path: Path, capsys: pytest.Ca
 def test_owners_are_kept_by_type_in_any_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     graph, place = shop(), Hash.assign
 
-    def turned(self: Hash, graph: RawGraph, num_parts: int, seed: int) -> Assignment:
+    def reverse_order(self: Hash, graph: RawGraph, num_parts: int, seed: int) -> Assignment:
         result = place(self, graph, num_parts, seed)
         return replace(result, part_of=dict(reversed(result.part_of.items())))
 
     partition_to_disk(graph, tmp_path / "expected", PartitionPlan(num_parts=3, method="hash"))
-    monkeypatch.setattr(Hash, "assign", turned)
+    monkeypatch.setattr(Hash, "assign", reverse_order)
     partition_to_disk(graph, tmp_path / "out", PartitionPlan(num_parts=3, method="hash", memory=PLENTY))
     assert content(tmp_path / "out") == content(tmp_path / "expected")

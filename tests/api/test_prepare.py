@@ -106,7 +106,9 @@ ONE_WAY = {EDGE_TYPE: (SOURCE[:7], DESTINATION[:7])}
 """Each edge of the two triangles once."""
 
 
-def stored(graph: RawGraph, folder: Path, *, memory: str | None = None, **options: Any) -> RawGraph:
+def partition_and_read(
+    graph: RawGraph, folder: Path, *, memory: str | None = None, **options: Any
+) -> RawGraph:
     plan = PartitionPlan(num_parts=1, method="contiguous", memory=memory, **options)
     partition_to_disk(graph, folder, plan)
     return load_raw_graph(open_dataset(folder))
@@ -125,7 +127,7 @@ def test_each_edge_without_an_opposite_one_gets_it_as_in_dgl(tmp_path: Path, mem
     mask = np.array([True, False, True, False, True, False, True, False])
     twice = np.append(SOURCE[:7], 1), np.append(DESTINATION[:7], 0)  # 0 -> 1 has its opposite edge
     graph = weighted(replace(two_triangles(), edges={EDGE_TYPE: twice}), train_mask=mask)
-    result = stored(graph, tmp_path / "x", memory=memory, add_reverse_edges=True)
+    result = partition_and_read(graph, tmp_path / "x", memory=memory, add_reverse_edges=True)
     ends = [ids.tolist() for ids in result.edges[EDGE_TYPE]]
     expected = dgl.to_bidirected(dgl.graph((torch.from_numpy(twice[0]), torch.from_numpy(twice[1]))))
     assert sorted(zip(*ends, strict=True)) == sorted(
@@ -143,7 +145,7 @@ def test_each_edge_without_an_opposite_one_gets_it_as_in_dgl(tmp_path: Path, mem
 @LIMITED
 def test_each_node_without_a_loop_gets_one(tmp_path: Path, memory: str | None) -> None:
     graph = weighted(replace(two_triangles(), edges={EDGE_TYPE: (np.array([0, 2]), np.array([0, 3]))}))
-    result = stored(graph, tmp_path / "x", memory=memory, add_self_loops=True)
+    result = partition_and_read(graph, tmp_path / "x", memory=memory, add_self_loops=True)
     ends = zip(*(ids.tolist() for ids in result.edges[EDGE_TYPE]), strict=True)
     weight = dict(zip(ends, result.edge_data[EDGE_TYPE]["weight"].tolist(), strict=True))
     assert weight == {(0, 0): 0.5, (2, 3): 1.5, **{(node, node): 1.0 for node in range(1, 6)}}
@@ -160,7 +162,9 @@ def test_rows_of_features_sum_to_one(tmp_path: Path, memory: str | None) -> None
     for number, column in enumerate((dense, rows, dense.astype(np.float16), dense.astype(np.int8))):
         graph = replace(two_triangles(), node_data={NODE_TYPE: {"feat": column, "age": np.arange(6)}})
         folder = tmp_path / str(number)
-        record = stored(graph, folder, memory=memory, normalize_features="row").node_data[NODE_TYPE]
+        record = partition_and_read(graph, folder, memory=memory, normalize_features="row").node_data[
+            NODE_TYPE
+        ]
         assert np.asarray(record["feat"]).tolist() == expected
         assert record["feat"].dtype == (column.dtype if column.dtype.kind == "f" else np.float32)
         assert np.asarray(record["age"]).tolist() == list(range(6))
@@ -179,14 +183,14 @@ def shop() -> RawGraph:
 
 @LIMITED
 def test_edge_types_get_reverse_types_as_ingest_makes_them(tmp_path: Path, memory: str | None) -> None:
-    result = stored(shop(), tmp_path / "x", memory=memory, add_reverse_edges=True)
+    result = partition_and_read(shop(), tmp_path / "x", memory=memory, add_reverse_edges=True)
     back = ("item", "buys-rev", "user")
     assert list(result.edges)[2:] == [back, ("item", "likes-rev", "user")]
     assert sorted(zip(*(ids.tolist() for ids in result.edges[back]), strict=True)) == [(0, 1), (1, 0), (1, 2)]
     assert result.edge_data[back] == {}
     # The dataset of one part, again: its reverse edges are there.
     with pytest.raises(ConfigError, match=r"reverse edges of .*buys.* already exist as .*buys-rev"):
-        stored(result, tmp_path / "y", memory=memory, add_reverse_edges=True)
+        partition_and_read(result, tmp_path / "y", memory=memory, add_reverse_edges=True)
     assert not (tmp_path / "y").exists()
 
 
@@ -206,19 +210,19 @@ def test_what_a_graph_cannot_get_is_refused(
     tmp_path: Path, asked: dict[str, Any], said: str, memory: str | None
 ) -> None:
     with pytest.raises(ConfigError, match=said):
-        stored(shop(), tmp_path / "x", memory=memory, **asked)
+        partition_and_read(shop(), tmp_path / "x", memory=memory, **asked)
     assert list(tmp_path.iterdir()) == []
 
 
 def test_edges_in_one_direction_only_are_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     message = "most edges of"
-    stored(two_triangles(), tmp_path / "both")
-    stored(shop(), tmp_path / "types")
-    stored(replace(two_triangles(), edges=ONE_WAY), tmp_path / "added", add_reverse_edges=True)
+    partition_and_read(two_triangles(), tmp_path / "both")
+    partition_and_read(shop(), tmp_path / "types")
+    partition_and_read(replace(two_triangles(), edges=ONE_WAY), tmp_path / "added", add_reverse_edges=True)
     none = np.empty(0, np.int64)
-    stored(replace(two_triangles(), edges={EDGE_TYPE: (none, none)}), tmp_path / "none")
+    partition_and_read(replace(two_triangles(), edges={EDGE_TYPE: (none, none)}), tmp_path / "none")
     assert message not in caplog.text
-    stored(replace(two_triangles(), edges=ONE_WAY), tmp_path / "once")
+    partition_and_read(replace(two_triangles(), edges=ONE_WAY), tmp_path / "once")
     assert message in caplog.text
     assert "add --add-reverse-edges" in caplog.text
 
@@ -237,21 +241,21 @@ def labelled_at_one_end() -> RawGraph:
 def test_training_nodes_are_balanced_where_nothing_else_is_asked(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, memory: str | None
 ) -> None:
-    def placed(name: str, **options: Any) -> PartitionQuality:
+    def partition_quality(name: str, **options: Any) -> PartitionQuality:
         caplog.clear()
         plan = PartitionPlan(num_parts=2, memory=memory, **options)
         return partition_to_disk(labelled_at_one_end(), tmp_path / name, plan)
 
-    assert placed("default").balance["train"] <= 1.25
+    assert partition_quality("default").balance["train"] <= 1.25
     assert (
         "with kaminpar the fullest part has 2.00 times its share of the training nodes; partitioning again "
         "with metis" in caplog.text
     )
     assert open_dataset(tmp_path / "default").manifest.method == "metis"
-    assert placed("metis", method="metis").balance["train"] <= 1.25
+    assert partition_quality("metis", method="metis").balance["train"] <= 1.25
     # Asked for, or by a method without weights: only told.
     for options in ({"options": PartitionOptions(balance=("nodes",))}, {"method": "contiguous"}):
-        quality = placed(f"only {len(options)} {next(iter(options))}", **options)
+        quality = partition_quality(f"only {len(options)} {next(iter(options))}", **options)
         assert quality.balance["train"] == quality.balance["val"] == 2.0
         assert "partitioning again" not in caplog.text
         assert "the fullest part has 2.00 times its share of the train nodes and 2.00 times" in caplog.text
@@ -273,14 +277,14 @@ def test_each_file_of_a_dataset_is_synchronised_once(
     synchronised: list[str] = []
     fsync = os.fsync
 
-    def noted(descriptor: int) -> None:
+    def note_sync(descriptor: int) -> None:
         synchronised.append(os.readlink(f"/proc/self/fd/{descriptor}"))
         fsync(descriptor)
 
-    monkeypatch.setattr(os, "fsync", noted)
+    monkeypatch.setattr(os, "fsync", note_sync)
     ends = (np.array([0, 1]), np.array([1, 2]))
     types = {(NODE_TYPE, f"r{number}", NODE_TYPE): ends for number in range(num_types)}
-    stored(replace(two_triangles(), edges=types), tmp_path / "x")
+    partition_and_read(replace(two_triangles(), edges=types), tmp_path / "x")
     result = Counter(Path(*Path(name).parts[-4:]) for name in synchronised if name.endswith(".arrow"))
     expected = Counter(Path(*path.parts[-4:]) for path in (tmp_path / "x").rglob("*.arrow"))
     assert result == expected
@@ -290,7 +294,9 @@ def test_each_file_of_a_dataset_is_synchronised_once(
 def test_nothing_is_kept_for_a_command_without_what_was_refused(tmp_path: Path) -> None:
     graph = replace(two_triangles(), node_data={}, edges=ONE_WAY)
     with pytest.raises(ConfigError, match="leave out --normalize-features"):
-        stored(graph, tmp_path / "x", memory="2GB", add_reverse_edges=True, normalize_features="row")
+        partition_and_read(
+            graph, tmp_path / "x", memory="2GB", add_reverse_edges=True, normalize_features="row"
+        )
     assert list(tmp_path.iterdir()) == []
     options = PartitionOptions(balance=("no_column",))
     plan = PartitionPlan(
@@ -306,7 +312,7 @@ def test_an_end_that_is_no_node_is_named_before_edges_are_added(tmp_path: Path, 
     edges = {EDGE_TYPE: (np.array([0, wrong]), np.array([1, wrong]))}
     for name in ("add_reverse_edges", "add_self_loops"):
         with pytest.raises(DatasetError, match=rf"column 'src', row 1: node id {wrong} is outside 0\.\.5"):
-            stored(replace(two_triangles(), edges=edges), tmp_path / "x", **{name: True})
+            partition_and_read(replace(two_triangles(), edges=edges), tmp_path / "x", **{name: True})
 
 
 def test_keys_of_edges_do_not_overflow() -> None:
@@ -317,7 +323,7 @@ def test_keys_of_edges_do_not_overflow() -> None:
 def test_a_graph_without_edges_has_none_to_reverse(tmp_path: Path) -> None:
     none = np.empty(0, np.int64)
     graph = replace(two_triangles(), edges={EDGE_TYPE: (none, none)})
-    assert stored(graph, tmp_path / "x", add_reverse_edges=True).total_edges == 0
+    assert partition_and_read(graph, tmp_path / "x", add_reverse_edges=True).total_edges == 0
 
 
 @pytest.mark.parametrize(("num_both", "is_told"), [(60, False), (40, True)])
@@ -328,7 +334,7 @@ def test_a_few_edges_in_both_directions_do_not_hide_the_others(
     once, both = np.arange(10 * (100 - num_both)), np.arange(1000, 1000 + 5 * num_both)
     ends = np.concatenate([once, both, both + 1]), np.concatenate([once + 1, both + 1, both])
     graph = RawGraph(name="some", num_nodes={NODE_TYPE: 1500}, edges={EDGE_TYPE: ends})
-    stored(graph, tmp_path / "x")
+    partition_and_read(graph, tmp_path / "x")
     assert ("most edges of some have no opposite edge" in caplog.text) is is_told
 
 

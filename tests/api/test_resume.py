@@ -14,7 +14,7 @@ from dglx_dist.training.models import build_model
 from tests.strategies import equality
 
 
-def trained(data: Path, config: FitConfig, unit: str) -> tuple[str, FitResult]:
+def train(data: Path, config: FitConfig, unit: str) -> tuple[str, FitResult]:
     with init(AUTO, seed=0, unit=unit) as session:
         g = DistGraph(data, session=session)
         model = build_model("sage", equality.WIDTH, 4, equality.CLASSES).double()
@@ -28,9 +28,9 @@ def test_fit_goes_on_with_what_its_checkpoint_was_trained_with(tmp_path: Path) -
         equality.raw_graph(), tmp_path / "data", PartitionPlan(num_parts=2, method="contiguous")
     )
     message = {"checkpoint_folder": tmp_path / "saved", "eval_every": 0, "show_progress": False}
-    strategy, first = trained(tmp_path / "data", FitConfig(epochs=1, **message), "mini_batch")
+    strategy, first = train(tmp_path / "data", FitConfig(epochs=1, **message), "mini_batch")
     assert strategy == "data_parallel"
     assert first.choice.outcome.epoch == 0
     # Nothing but whole graphs may be chosen now, and nothing is chosen.
-    strategy, second = trained(tmp_path / "data", FitConfig(epochs=2, resume=True, **message), "full_graph")
+    strategy, second = train(tmp_path / "data", FitConfig(epochs=2, resume=True, **message), "full_graph")
     assert (strategy, second.choice, second.first_epoch) == ("data_parallel", None, 1)

@@ -18,7 +18,7 @@ from dglx_dist.errors import CheckpointError, ConfigError
 from dglx_dist.training.fit_config import FitConfig
 from dglx_dist.training.models import build_model
 from dglx_dist.training.relational import EntityInputs
-from tests.api.graphs import plan_of, written
+from tests.api.graphs import plan_of, read_tables
 from tests.helpers import wide
 from tests.helpers.ranks import run_ranks
 from tests.strategies import equality
@@ -79,9 +79,9 @@ def test_results_are_those_of_data_parallel(
     run_ranks(
         train_each_way, ranks, args=(dataset, str(tmp_path)), ranks_per_server=ranks_per_server, timeout_s=240
     )
-    expected_classes, expected_rows = written(tmp_path / "data_parallel")
+    expected_classes, expected_rows = read_tables(tmp_path / "data_parallel")
     for name in WAYS:
-        classes, rows = written(tmp_path / name)
+        classes, rows = read_tables(tmp_path / name)
         np.testing.assert_allclose(rows, expected_rows, rtol=2e-3, atol=2e-4, err_msg=name)
         assert (classes == expected_classes).mean() > 0.99
         message = json.loads((tmp_path / name / "config.json").read_text())["strategy"]
@@ -188,8 +188,8 @@ def test_what_is_between_layers_under_strategies(dataset: str, tmp_path: Path) -
     for result in run_ranks(train_stacks, 2, args=(dataset, str(tmp_path)), timeout_s=240):
         assert result not in ("lambda", "push_pull")
     for name, width in {"cat": 8, "appnp": equality.CLASSES, "gatv2": 8}.items():
-        classes, rows = written(tmp_path / name / "data_parallel")
-        same, remaining = written(tmp_path / name / "full_graph")
+        classes, rows = read_tables(tmp_path / name / "data_parallel")
+        same, remaining = read_tables(tmp_path / name / "full_graph")
         assert rows.shape == (equality.NUM_NODES, width)
         np.testing.assert_allclose(remaining, rows, rtol=2e-3, atol=2e-4)
         assert (classes == same).mean() > 0.99

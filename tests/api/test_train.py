@@ -23,7 +23,7 @@ from dglx_dist.errors import CheckpointError, ConfigError, StorageError
 from dglx_dist.records import EpochRecord
 from dglx_dist.report.run_folder import append_epoch
 from dglx_dist.training.config import TrainConfig
-from tests.api.graphs import as_dgl, plan_of, written
+from tests.api.graphs import as_dgl, plan_of, read_tables
 from tests.helpers import wait_for_checkpoints, wide
 from tests.helpers.ranks import run_ranks
 from tests.training import hetero
@@ -68,18 +68,23 @@ def test_checkpoints_are_lost_by_overwrite_alone_and_not_to_a_restart(
     plan = TrainConfig(data=dataset, out=str(tmp_path / "run"), epochs=2, checkpoint_every=1)
     first = tmp_path / "run" / CHECKPOINTS / "epoch-000001-step-000000000"
 
-    def made(launch: str, restarts: int, *, overwrite: bool = False) -> int:
+    def train_again(launch: str, restarts: int, *, overwrite: bool = False) -> int:
         monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", f"/tmp/x/{launch}/attempt_{restarts}/0/error.json")
         monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", str(restarts))
         assert [epoch.epoch for epoch in train_dataset(replace(plan, overwrite=overwrite)).epochs] == [0, 1]
         return first.stat().st_mtime_ns
 
-    before = made("job_a", 0)
-    assert made("job_a", 1) == made("job_a", 1, overwrite=True) == made("job_b", 0) == before
+    before = train_again("job_a", 0)
+    assert (
+        train_again("job_a", 1)
+        == train_again("job_a", 1, overwrite=True)
+        == train_again("job_b", 0)
+        == before
+    )
     # Its first attempt ended before it replaced the run of another launch.
-    replaced = made("job_b", 1, overwrite=True)
+    replaced = train_again("job_b", 1, overwrite=True)
     assert replaced != before
-    assert made("job_b", 0, overwrite=True) != replaced
+    assert train_again("job_b", 0, overwrite=True) != replaced
 
 
 def test_a_run_that_is_done_says_so_and_a_resumed_one_what_it_keeps(
@@ -102,7 +107,7 @@ def test_a_run_that_is_done_says_so_and_a_resumed_one_what_it_keeps(
     with pytest.raises(CheckpointError, match="damaged"):
         train_dataset(replace(plan, epochs=2))
     tensors.write_bytes(full)
-    assert all(path.stat().st_mtime_ns == made for path, made in files.items() if path.suffix == ".json")
+    assert all(path.stat().st_mtime_ns == mtime for path, mtime in files.items() if path.suffix == ".json")
     train_dataset(replace(plan, epochs=2, resume=True, lr=0.5))
     message = caplog.messages[-1]
     assert "epoch-000001-step-000000000 of another configuration" in message
@@ -187,7 +192,7 @@ def test_the_class_of_every_node_under_its_original_id(tmp_path: Path) -> None:
     for ranks in (1, 2):
         data, out = predicted_dataset(tmp_path / str(ranks), ranks), tmp_path / f"run-{ranks}"
         assert run_ranks(_train, ranks, args=(data, out)) == [1.0] * ranks
-        classes, rows = written(out)
+        classes, rows = read_tables(out)
         assert classes.tolist() == [0, 0, 0, 1, 1, 1]
         assert rows.shape == (6, 8)
         # Nodes of one triangle have the same features, so the same hidden layer; the other's differs.
@@ -216,10 +221,13 @@ def test_a_run_on_two_servers_is_that_of_one_process(model: str, tmp_path: Path)
     (alone,) = run_ranks(_train_model, 1, args=(data, str(tmp_path / "alone"), options))
     # Twenty papers to train on: they are learnt by heart.
     assert alone[-1][1] > 0.9
-    written = {"predictions": str(tmp_path / "classes"), "save_embeddings": str(tmp_path / "hidden")}
+    outputs = {"predictions": str(tmp_path / "classes"), "save_embeddings": str(tmp_path / "hidden")}
     cached = {"cache": "vip", "cache_alpha": 1.0}
     both = run_ranks(
-        _train_model, 2, args=(data, str(tmp_path / "both"), options | written | cached), ranks_per_server=1
+        _train_model,
+        2,
+        args=(data, str(tmp_path / "both"), options | outputs | cached),
+        ranks_per_server=1,
     )
     assert both[0] == both[1]
     assert [loss for loss, _ in both[0][:5]] == pytest.approx([loss for loss, _ in alone[:5]], rel=1e-3)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.data.raw_graphs import write
-from tests.test_cli import succeeded
+from tests.test_cli import run_dglx
 
 NUM_NODES = 12
 SPLIT = ["train", "val", "test"]
@@ -18,7 +18,7 @@ RING = "".join(f"{n},{(n + 1) % NUM_NODES}\n" for n in range(NUM_NODES))
 
 def train(folder: Path, *options: str) -> str:
     common = ["--epochs", "1", "--hidden", "4", "--out", str(folder / "run")]
-    return succeeded("train", str(folder / "parts"), *common, *options)
+    return run_dglx("train", str(folder / "parts"), *common, *options)
 
 
 @pytest.mark.parametrize(
@@ -32,7 +32,7 @@ def test_trains_on_a_graph_without_edges(
     tmp_path: Path, more: list[str], num_edges: int, options: list[str]
 ) -> None:
     write(tmp_path / "raw", {"nodes.csv": NODES, "edges.csv": "src,dst\n"})
-    message = succeeded(
+    message = run_dglx(
         "partition", str(tmp_path / "raw"), "--parts", "2", "--out", f"{tmp_path}/parts", *more
     )
     assert "12 nodes, 0 edges" in message
@@ -49,6 +49,6 @@ def test_trains_beside_types_without_rows(tmp_path: Path) -> None:
         "edges/shop__serves__user.csv": "src,dst\n",
     }
     write(tmp_path / "raw", files)
-    message = succeeded("partition", str(tmp_path / "raw"), "--parts", "2", "--out", f"{tmp_path}/parts")
+    message = run_dglx("partition", str(tmp_path / "raw"), "--parts", "2", "--out", f"{tmp_path}/parts")
     assert "12 nodes, 12 edges" in message
     assert "test_accuracy" in train(tmp_path, "--model", "rgcn", "--ranks", "2")

@@ -16,7 +16,7 @@ import pytest
 
 from dglx_dist.cli.train_job import train_dataset
 from dglx_dist.errors import ConfigError
-from tests.api.graphs import plan_of, written
+from tests.api.graphs import plan_of, read_tables
 from tests.helpers.ranks import run_ranks
 
 SAGE = """
@@ -88,7 +88,7 @@ def test_a_file_trains_as_the_ready_made_model(dataset: str, tmp_path: Path) -> 
         sage, local, full, bare = result
         np.testing.assert_allclose([local, bare], [sage, sage], rtol=1e-6)
         np.testing.assert_allclose(full, sage, rtol=1e-5)
-    for left, right in zip(written(tmp_path / "own"), written(tmp_path / "sage"), strict=True):
+    for left, right in zip(read_tables(tmp_path / "own"), read_tables(tmp_path / "sage"), strict=True):
         np.testing.assert_allclose(left, right, rtol=1e-5, atol=1e-6)
     of_full, of_own = (rows_of(tmp_path / name) for name in ("full", "own"))
     np.testing.assert_allclose(of_full, of_own, rtol=1e-4, atol=1e-5)
@@ -105,7 +105,7 @@ def test_the_model_of_the_docs(dataset: str, tmp_path: Path) -> None:
     (text,) = (item for item in re.findall(r"```python\n(.*?)```", page, re.S) if "class Model" in item)
     trained = train_dataset(own(dataset, tmp_path / "run", text))
     assert trained.epochs[1].loss < trained.epochs[0].loss
-    classes, rows = written(tmp_path / "run")
+    classes, rows = read_tables(tmp_path / "run")
     assert (len(classes), rows.shape[1]) == (500, 8)
 
 

@@ -18,7 +18,7 @@ def plan(*arguments: str) -> Any:
     return CliRunner().invoke(app, ["plan", *arguments], env={"COLUMNS": "200"})
 
 
-def refused(*arguments: str) -> str:
+def read_refusal(*arguments: str) -> str:
     shown = plan(*arguments)
     assert isinstance(shown.exception, ConfigError)
     return str(shown.exception)
@@ -68,24 +68,26 @@ def test_json_is_alone_on_standard_output(capfd: pytest.CaptureFixture[str]) -> 
 
 
 def test_mistakes_are_named(dataset: str) -> None:
-    assert "the folder DIR of a dataset is missing" in refused("--servers", "2")
-    assert f"the dataset is {dataset}, but --data is x. Use one" in refused(dataset, "--data", "x")
-    assert "--unit graph must be" in refused("--data", dataset, "--unit", "graph")
-    assert "4 part" in refused("--data", dataset, "--servers", "9")
-    assert "--ranks 3 cannot be divided among --servers 2" in refused("--data", dataset, "--ranks", "3")
-    assert "Use one of the two" in refused("--data", dataset, "--ranks", "4", "--ranks-per-server", "1")
-    assert "--structure split must be" in refused("--data", dataset, "--structure", "split")
-    message = refused("--data", dataset, "--bandwidth-external", "1 lightyear")
+    assert "the folder DIR of a dataset is missing" in read_refusal("--servers", "2")
+    assert f"the dataset is {dataset}, but --data is x. Use one" in read_refusal(dataset, "--data", "x")
+    assert "--unit graph must be" in read_refusal("--data", dataset, "--unit", "graph")
+    assert "4 part" in read_refusal("--data", dataset, "--servers", "9")
+    assert "--ranks 3 cannot be divided among --servers 2" in read_refusal("--data", dataset, "--ranks", "3")
+    assert "Use one of the two" in read_refusal("--data", dataset, "--ranks", "4", "--ranks-per-server", "1")
+    assert "--structure split must be" in read_refusal("--data", dataset, "--structure", "split")
+    message = read_refusal("--data", dataset, "--bandwidth-external", "1 lightyear")
     assert "--bandwidth-external: rate '1 lightyear'" in message
-    assert "--memory: 'much' is not a size in bytes" in refused("--data", dataset, "--memory", "much")
-    assert "timed on the CPU" in refused(dataset, "--device-memory", "80GB")
-    assert "device='cuda:9'" in refused(dataset, "--device", "cuda:9")
-    assert "--cores 0.0 must be" in refused("--data", dataset, "--cores", "0")
-    message = refused("--data", dataset, "--model", "gat", "--heads", "0")
+    assert "--memory: 'much' is not a size in bytes" in read_refusal("--data", dataset, "--memory", "much")
+    assert "timed on the CPU" in read_refusal(dataset, "--device-memory", "80GB")
+    assert "device='cuda:9'" in read_refusal(dataset, "--device", "cuda:9")
+    assert "--cores 0.0 must be" in read_refusal("--data", dataset, "--cores", "0")
+    message = read_refusal("--data", dataset, "--model", "gat", "--heads", "0")
     assert "--heads 0 must be a divisor of --hidden 64" in message
-    assert "--seed -1" in refused("--data", dataset, "--seed", "-1")
+    assert "--seed -1" in read_refusal("--data", dataset, "--seed", "-1")
 
 
 def test_options_without_effect_are_refused(dataset: str) -> None:
-    assert "Add --unit any" in refused(dataset, "--full-graph-epochs", "2")
-    assert "--batch-size is for mini-batches" in refused(dataset, "--unit", "full_graph", "--batch-size", "9")
+    assert "Add --unit any" in read_refusal(dataset, "--full-graph-epochs", "2")
+    assert "--batch-size is for mini-batches" in read_refusal(
+        dataset, "--unit", "full_graph", "--batch-size", "9"
+    )

@@ -23,14 +23,14 @@ from dglx_dist.cli.torchrun import (
 )
 
 
-def failed(folder: Path, rank: int, message: str, second: int, code: int = 2) -> ProcessFailure:
+def make_failure(folder: Path, rank: int, message: str, second: int, code: int = 2) -> ProcessFailure:
     file = folder / f"{rank}.json"
     extra = {"timestamp": str(second), "py_callstack": ""}
     file.write_text(json.dumps({"message": {"message": message, "extraInfo": extra}}))
     return ProcessFailure(local_rank=rank, pid=100 + rank, exitcode=code, error_file=str(file))
 
 
-def killed(rank: int) -> ProcessFailure:
+def make_killed(rank: int) -> ProcessFailure:
     return ProcessFailure(local_rank=rank, pid=100 + rank, exitcode=-signal.SIGKILL, error_file="none")
 
 
@@ -38,20 +38,23 @@ PEER = "PeerError: rank 1 is gone"
 
 
 def test_the_earliest_failure_that_is_no_consequence_is_told(tmp_path: Path) -> None:
-    late, early = failed(tmp_path, 0, "DatasetError: late", 20), failed(tmp_path, 1, "ConfigError: early", 10)
+    late, early = (
+        make_failure(tmp_path, 0, "DatasetError: late", 20),
+        make_failure(tmp_path, 1, "ConfigError: early", 10),
+    )
     rank, failure = find_first_failure({0: late, 1: early})
     assert describe(rank, failure) == "rank 1 failed: ConfigError: early"
     assert get_exit_code(failure) == 2
-    lost = failed(tmp_path, 0, PEER, int(time.time()))
-    bad = failed(tmp_path, 1, "ValueError: bad", int(time.time()))
+    lost = make_failure(tmp_path, 0, PEER, int(time.time()))
+    bad = make_failure(tmp_path, 1, "ValueError: bad", int(time.time()))
     assert find_first_failure({0: lost, 1: bad})[0] == 1
     assert describe(*find_first_failure({0: lost})) == f"rank 0 failed: {PEER}"
-    rank, failure = find_first_failure({0: lost, 1: killed(1)})
+    rank, failure = find_first_failure({0: lost, 1: make_killed(1)})
     assert rank == 1
     assert "SIGKILL" in describe(rank, failure)
     assert get_exit_code(failure) == 137
-    stuck_since = failed(tmp_path, 0, PEER, int(time.time()) - 31)
-    assert describe(*find_first_failure({0: stuck_since, 1: killed(1)})) == f"rank 0 failed: {PEER}"
+    stuck_since = make_failure(tmp_path, 0, PEER, int(time.time()) - 31)
+    assert describe(*find_first_failure({0: stuck_since, 1: make_killed(1)})) == f"rank 0 failed: {PEER}"
 
 
 def test_a_rank_that_left_no_message_is_named_with_its_code() -> None:
@@ -61,7 +64,7 @@ def test_a_rank_that_left_no_message_is_named_with_its_code() -> None:
 
 def test_a_failure_that_is_written_down_can_be_compared_with_those_of_other_launchers(tmp_path: Path) -> None:
     file = tmp_path / "failure.json"
-    write_failure(file, 3, failed(tmp_path, 3, "PeerError: rank 1 is gone", 17, code=4))
+    write_failure(file, 3, make_failure(tmp_path, 3, "PeerError: rank 1 is gone", 17, code=4))
     assert json.loads(file.read_text()) == {
         "rank": 3,
         "message": "rank 3 failed: PeerError: rank 1 is gone",

@@ -36,21 +36,21 @@ def test_ranks_and_servers_are_those_that_torchrun_started(monkeypatch: pytest.M
     check_launched(4, 2)
 
 
-def asked(strategy: str, data: Path, **options: object) -> TrainConfig:
+def make_config(strategy: str, data: Path, **options: object) -> TrainConfig:
     return TrainConfig(data=str(data), strategy=strategy, ranks=2, servers=2, strategy_options=options)
 
 
 def test_nothing_is_started_where_auto_has_nothing_to_choose_among(tmp_path: Path) -> None:
     raw = two_triangles()
     partition_to_disk(raw, tmp_path / "one", PartitionPlan(num_parts=2, method="contiguous"))
-    check_before_launch(asked("auto", tmp_path / "one"))
+    check_before_launch(make_config("auto", tmp_path / "one"))
     both = {EDGE_TYPE: raw.edges[EDGE_TYPE], (NODE_TYPE, "likes", NODE_TYPE): raw.edges[EDGE_TYPE]}
     partition_to_disk(
         replace(raw, edges=both), tmp_path / "two", PartitionPlan(num_parts=2, method="contiguous")
     )
-    check_before_launch(asked("data_parallel", tmp_path / "two"))
+    check_before_launch(make_config("data_parallel", tmp_path / "two"))
     with pytest.raises(ConfigError, match=r"2 edge types.*Use --strategy data_parallel"):
-        check_before_launch(asked("auto", tmp_path / "two"))
+        check_before_launch(make_config("auto", tmp_path / "two"))
 
 
 @pytest.mark.parametrize(
@@ -69,7 +69,7 @@ def test_wrong_options_of_strategies_are_refused_before_ranks_start(
     strategy: str, options: dict[str, object], said: str
 ) -> None:
     with pytest.raises(ConfigError, match=said):
-        check_before_launch(asked(strategy, Path("nowhere"), **options))
+        check_before_launch(make_config(strategy, Path("nowhere"), **options))
 
 
 @pytest.mark.parametrize(
@@ -81,11 +81,11 @@ def test_wrong_options_of_strategies_are_refused_before_ranks_start(
     ],
 )
 def test_what_does_not_fit_is_refused_before_ranks_start(
-    tmp_path: Path, asked: dict[str, Any], said: str
+    tmp_path: Path, make_config: dict[str, Any], said: str
 ) -> None:
     partition_to_disk(two_triangles(), tmp_path / "two", PartitionPlan(num_parts=2, method="contiguous"))
     with pytest.raises(DglxError, match=said):
-        check_before_launch(TrainConfig(**({"data": str(tmp_path / "two"), "ranks": 2} | asked)))
+        check_before_launch(TrainConfig(**({"data": str(tmp_path / "two"), "ranks": 2} | make_config)))
 
 
 def test_a_gpu_that_is_not_here_is_refused_before_ranks_start() -> None:
@@ -117,9 +117,11 @@ def test_a_gpu_that_is_not_here_is_refused_before_ranks_start() -> None:
         ({"strategy_options": {"device": "cpu"}}, "--option device"),
     ],
 )
-def test_what_cannot_run_is_refused_before_a_run_folder_is_touched(asked: dict[str, Any], said: str) -> None:
+def test_what_cannot_run_is_refused_before_a_run_folder_is_touched(
+    make_config: dict[str, Any], said: str
+) -> None:
     with pytest.raises(ConfigError, match=said):
-        TrainConfig(data="data", out="run", **asked)
+        TrainConfig(data="data", out="run", **make_config)
 
 
 def test_the_cache_is_one_that_the_graph_knows() -> None:

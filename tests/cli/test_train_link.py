@@ -29,7 +29,7 @@ BUYS = ("user", "buys", "item")
 NO_ENCODER: dict[str, Any] = {"task": "link", "model": "none", "embeddings": 4, "target": ("buys",)}
 
 
-def written(folder: Path, raw: RawGraph) -> Path:
+def partition_randomly(folder: Path, raw: RawGraph) -> Path:
     part_of = {
         ntype: np.random.default_rng(0).integers(2, size=count).astype(np.int32)
         for ntype, count in raw.num_nodes.items()
@@ -59,11 +59,15 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         },
     )
     return {
-        "ring": written(root / "ring", replace(ring, node_data={"_N": {"feat": feat}})),
-        "plain": written(root / "plain", ring),
-        "priced": written(root / "priced", replace(ring, node_data={"_N": {"feat": feat, "price": nodes}})),
-        "unsplit": written(root / "unsplit", replace(ring, node_data={"_N": {"feat": feat, "label": nodes}})),
-        "named": written(
+        "ring": partition_randomly(root / "ring", replace(ring, node_data={"_N": {"feat": feat}})),
+        "plain": partition_randomly(root / "plain", ring),
+        "priced": partition_randomly(
+            root / "priced", replace(ring, node_data={"_N": {"feat": feat, "price": nodes}})
+        ),
+        "unsplit": partition_randomly(
+            root / "unsplit", replace(ring, node_data={"_N": {"feat": feat, "label": nodes}})
+        ),
+        "named": partition_randomly(
             root / "named",
             replace(
                 ring,
@@ -72,10 +76,10 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
                 class_names={"_N": ["a", "b"]},
             ),
         ),
-        "shop": written(root / "shop", shop),
-        "unmarked": written(root / "unmarked", replace(shop, edge_data={BUYS: unmarked})),
-        "untested": written(root / "untested", replace(shop, edge_data={BUYS: untested})),
-        "ids": written(root / "ids", with_ids(shop)),
+        "shop": partition_randomly(root / "shop", shop),
+        "unmarked": partition_randomly(root / "unmarked", replace(shop, edge_data={BUYS: unmarked})),
+        "untested": partition_randomly(root / "untested", replace(shop, edge_data={BUYS: untested})),
+        "ids": partition_randomly(root / "ids", with_ids(shop)),
     }
 
 
@@ -152,7 +156,7 @@ def test_training_of_rows_is_that_of_one_rank(folders: dict[str, Path], tmp_path
     assert read_epochs(tmp_path / "two")[-1].metrics["val_mrr"] == stored["val_mrr"]
 
 
-def predicted(folders: dict[str, Path], tmp: Path, name: str, ranks: int, **options: Any) -> tuple[Any, Any]:
+def predict(folders: dict[str, Path], tmp: Path, name: str, ranks: int, **options: Any) -> tuple[Any, Any]:
     """Return the written rows as columns, and the summary, whose metrics follow from them."""
     options = {"epochs": 2, "predictions": str(tmp / f"said-{ranks}"), "scores": True, **options}
     args = (str(folders[name]), str(tmp / f"run-{ranks}"), options)
@@ -179,7 +183,7 @@ def test_predictions_have_the_users_ids_and_give_the_metrics(
     options = {"target": ("buys",), "loss": "bpr", **encoder}
     alone = None
     for ranks in (1, 2, 3):
-        rows, _ = predicted(folders, tmp_path, "ids", ranks, **options)
+        rows, _ = predict(folders, tmp_path, "ids", ranks, **options)
         assert [*rows] == ["source", "relation", "destination", "score", "rank", "best", "best_scores"]
         order = np.argsort(rows["source"])
         rows = {column: [values[at] for at in order] for column, values in rows.items()}
@@ -206,7 +210,7 @@ def test_predictions_of_one_node_type_have_both_ranks(
     encoder: dict[str, Any] = {"ring": {"fanouts": (5, 5), "hidden": 8}}.get(
         name, {"model": "none", "embeddings": 8}
     )
-    rows, _ = predicted(folders, tmp_path, name, 2, **encoder)
+    rows, _ = predict(folders, tmp_path, name, 2, **encoder)
     assert len(rows["source_rank"]) == len(rows["rank"]) > 0
     for source, best in zip(rows["source"], rows["best"], strict=True):
         assert len(set(best)) == 10
@@ -232,8 +236,8 @@ def test_targets_between_other_types_have_folders_of_their_own(
 def test_what_a_run_writes_is_by_its_evaluation_and_by_rows_made_once(
     folders: dict[str, Path], tmp_path: Path
 ) -> None:
-    written = {"predictions": str(tmp_path / "said"), "save_embeddings": str(tmp_path / "rows")}
-    options = {"target": ("buys",), "model": "rgcn", "hidden": 8, "epochs": 1, **written}
+    outputs = {"predictions": str(tmp_path / "said"), "save_embeddings": str(tmp_path / "rows")}
+    options = {"target": ("buys",), "model": "rgcn", "hidden": 8, "epochs": 1, **outputs}
     with (
         patch.object(link, "layerwise_inference", wraps=link.layerwise_inference) as rows,
         patch.object(link, "KnownEdges", wraps=link.KnownEdges) as known,
@@ -243,7 +247,7 @@ def test_what_a_run_writes_is_by_its_evaluation_and_by_rows_made_once(
     assert (rows.call_count, known.call_count) == (2, 1)
 
 
-def refused(folder: str, out: str, options: dict[str, Any]) -> str:
+def read_refusal(folder: str, out: str, options: dict[str, Any]) -> str:
     try:
         train_dataset(TrainConfig(data=folder, out=out, **options))
     except ConfigError as error:
@@ -276,13 +280,13 @@ def refused(folder: str, out: str, options: dict[str, Any]) -> str:
 def test_graphs_that_a_task_cannot_use(
     name: str, options: dict[str, Any], said: str, folders: dict[str, Path], tmp_path: Path
 ) -> None:
-    (message,) = run_ranks(refused, 1, args=(str(folders[name]), str(tmp_path), options))
+    (message,) = run_ranks(read_refusal, 1, args=(str(folders[name]), str(tmp_path), options))
     assert said.replace("'", "") in message.replace("'", "")
 
 
 def test_links_are_not_proposed_to_those_who_gave_a_task(folders: dict[str, Path], tmp_path: Path) -> None:
     arguments = (str(folders["priced"]), str(tmp_path), {"task": "regression"})
-    (message,) = run_ranks(refused, 1, args=arguments)
+    (message,) = run_ranks(read_refusal, 1, args=arguments)
     assert message.endswith("or the .npz, and partition again")
 
 

@@ -102,5 +102,5 @@ def run_under_torchrun(script: str, arguments: list[str]) -> str:
     return done.stderr
 
 
-def told(path: Path) -> Any:
+def read_report(path: Path) -> Any:
     return json.loads(path.read_text())

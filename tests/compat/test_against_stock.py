@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from tests.compat.graphs import play, told
+from tests.compat.graphs import play, read_report
 from tests.helpers.ranks import run_ranks
 
 
@@ -13,7 +13,7 @@ from tests.helpers.ranks import run_ranks
 def answers(stock: Path, probe_words: list[str], tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Any]:
     ours = tmp_path_factory.mktemp("answers") / "ours.json"
     run_ranks(play, 1, args=[[["--", *probe_words, "--out", str(ours)]], True])
-    return told(stock / "probe.json"), told(ours)
+    return read_report(stock / "probe.json"), read_report(ours)
 
 
 @pytest.mark.parametrize(

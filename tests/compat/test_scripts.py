@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.compat.graphs import SCRIPTS, play, run_under_torchrun, told
+from tests.compat.graphs import SCRIPTS, play, read_report, run_under_torchrun
 from tests.helpers.ranks import run_ranks
 
 DDP, WRAP = "model = DistributedDataParallel(model)", "model = dglx_dist.wrap(model, g)"
@@ -82,7 +82,7 @@ def commands(parts: Mapping[str, Path], folder: Path, scripts: Path) -> list[lis
 
 
 def losses(files: list[Path]) -> list[float]:
-    ranks = [told(file)["losses"] for file in files]
+    ranks = [read_report(file)["losses"] for file in files]
     return [
         sum(loss * count for loss, count in step) / sum(count for _, count in step)
         for step in zip(*ranks, strict=True)
@@ -118,14 +118,14 @@ def test_two_ranks_train_as_stock_dgl_does_alone(launch: Any, stock: Path, name:
 
 @pytest.mark.parametrize("name", ["nodes", "dp", "push_pull", "full_graph"])
 def test_inference_of_the_script_is_right_under_every_strategy(launch: Any, stock: Path, name: str) -> None:
-    alone = told(stock / "node_classification-0.json")
-    answers = [told(launch[0] / f"{name}-{rank}.json") for rank in range(2)]
+    alone = read_report(stock / "node_classification-0.json")
+    answers = [read_report(launch[0] / f"{name}-{rank}.json") for rank in range(2)]
     for count in ("tested", "right"):
         assert sum(answer[count] for answer in answers) == alone[count]
 
 
 def test_no_batch_of_edges_sees_its_own_edges(launch: Any) -> None:
-    answers = [told(launch[0] / f"edges-{rank}.json") for rank in range(2)]
+    answers = [read_report(launch[0] / f"edges-{rank}.json") for rank in range(2)]
     assert all(answer["overlaps"] == 0 and len(answer["losses"]) == 3 for answer in answers)
 
 
@@ -157,5 +157,5 @@ def test_under_torchrun_one_process_says_once_what_it_does_not_use(
     assert "'hosts.txt', DGL_ROLE='client', DGL_DIST_MODE='distributed', DGL_NUM_SERVER='1'" in noise
     files = tmp_path / "alone-0.json", stock / "node_classification-0.json"
     assert losses([files[0]]) == pytest.approx(losses([files[1]]), rel=1e-4)
-    answer, expected = map(told, files)
+    answer, expected = map(read_report, files)
     assert answer["first"] == pytest.approx(expected["first"], rel=1e-3, abs=1e-4)

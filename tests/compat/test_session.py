@@ -293,7 +293,7 @@ def test_edges_of_one_part_have_the_scripts_ids_wherever_they_come_or_go(tmp_pat
     g = DistGraph("ring", part_config=tmp_path / "ring.json")
     request = []
 
-    def excluded(edges: torch.Tensor) -> torch.Tensor:
+    def exclude_reverse(edges: torch.Tensor) -> torch.Tensor:
         request.append(edges.tolist())
         return torch.cat([edges, reverse[edges]])
 
@@ -304,7 +304,7 @@ def test_edges_of_one_part_have_the_scripts_ids_wherever_they_come_or_go(tmp_pat
 
     sampler = dgl.dataloading.MultiLayerFullNeighborSampler(2)
     result = dx.reverse_edge_ids(g.inner)
-    for how in ({"reverse_eids": reverse}, {"reverse_eids": result}, {"exclude": excluded}):
+    for how in ({"reverse_eids": reverse}, {"reverse_eids": result}, {"exclude": exclude_reverse}):
         options = {"batch_size": 2, "exclude": "reverse_id", **how}
         for _ in range(2):
             ((_, pairs, blocks),) = DistEdgeDataLoader(g, torch.tensor([3, 12]), sampler, **options)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from dglx_dist.graph.cache import compute_access_probability, expected_hit_rate, select_top_rows
+from dglx_dist.graph.cache import compute_access_probability, compute_hit_rate, select_top_rows
 from dglx_dist.graph.structure import CSCShard, all_in_edges, from_wire, to_wire
 from dglx_dist.records import EDGE_TYPE, NODE_TYPE, Array
 
@@ -102,8 +102,8 @@ def test_the_most_wanted_of_others() -> None:
         ((1, 2), 0, []),
     ):
         assert select_top_rows(scores, own, budget).tolist() == ids
-    assert expected_hit_rate(scores, (1, 2), np.array([0, 6])) == pytest.approx(12 / 18)
-    assert expected_hit_rate(scores, (0, 7), np.array([], np.int64)) is None
+    assert compute_hit_rate(scores, (1, 2), np.array([0, 6])) == pytest.approx(12 / 18)
+    assert compute_hit_rate(scores, (0, 7), np.array([], np.int64)) is None
 
 
 # Nodes 10, 11, 12 with in-edges from {1, 2}, {}, {3}; edge ids start at 100.

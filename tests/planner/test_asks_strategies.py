@@ -25,7 +25,7 @@ def option_names() -> set[str]:
     return results - {field.name for options in (AutoOptions, PlanConfig) for field in fields(options)}
 
 
-def named(source: Source) -> list[str]:
+def find_strategy_names(source: Source) -> list[str]:
     """Return ``file:line`` of strings that have a strategy's name or are an option's, docstrings aside."""
     # "full_graph" is what a step trains on, too.
     strategies = re.compile("|".join(rf"\b{name}\b" for name in {*STRATEGIES.names()} - {*get_args(Unit)}))
@@ -43,11 +43,11 @@ def test_no_strategy_and_no_option_is_named() -> None:
         source for source in sources() if source.name.startswith("planner/") and "/costs/" not in source.name
     ]
     assert len(asking) > 5
-    assert [place for source in asking for place in named(source)] == []
+    assert [place for source in asking for place in find_strategy_names(source)] == []
 
 
 def test_a_name_would_be_seen() -> None:
     seen = source_of(
         "planner/x.py", '"""push_pull"""\nx = f"use push_pull, {y}"\nz = options["group_size"]\n'
     )
-    assert named(seen) == ["planner/x.py:2", "planner/x.py:3"]
+    assert find_strategy_names(seen) == ["planner/x.py:2", "planner/x.py:3"]

@@ -113,7 +113,7 @@ def train(
     return {side: dict(counts) for side, counts in sent.items()}
 
 
-def summed(ranks: list[Any], place: int, side: str) -> dict[str, int]:
+def sum_phases(ranks: list[Any], place: int, side: str) -> dict[str, int]:
     total: Counter[str] = Counter()
     for rank in ranks:
         total.update(rank[place][side])
@@ -158,7 +158,7 @@ def test_bytes_by_phase_are_those_of_real_runs(data: str) -> None:
     cases = [*as_cases("sage", compared), *of_workers]
     ranks = run_ranks(train_each, 4, args=(data, cases), ranks_per_server=2, timeout_s=240)
     for place, prediction in enumerate([*compared, *chains]):
-        outside, inside = (summed(ranks, place, side) for side in ("outside", "inside"))
+        outside, inside = (sum_phases(ranks, place, side) for side in ("outside", "inside"))
         # Between servers, cooperative batches are counted to the byte as well.
         assert outside == dict(prediction.outside), prediction.candidate.name
         assert inside == dict(prediction.inside) or not prediction.bytes_exact, prediction.candidate.name

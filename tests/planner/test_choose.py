@@ -100,17 +100,17 @@ def test_covers_move_sums_of_fewer_rows() -> None:
         assert predict(candidate, make_counts()).feasible is (candidate is WHOLE)
 
 
-def timed(candidate: Candidate, compute_s: float) -> Prediction:
+def predict_with_seconds(candidate: Candidate, compute_s: float) -> Prediction:
     return replace(predict(candidate, make_counts()), compute_s=compute_s)
 
 
-def tried(candidate: Candidate, seconds: float) -> Prediction:
+def predict_with_trial(candidate: Candidate, seconds: float) -> Prediction:
     trial = Trial(seconds=seconds, low=0.9 * seconds, high=1.1 * seconds, steps=6)
     return replace(predict(candidate, make_counts()), trial=trial)
 
 
 def test_the_fastest_that_is_exact_and_fits_is_taken() -> None:
-    every = [timed(case, 0.1) for case in (ROWS, COLUMNS, LATE, WHOLE, PRELOADED)]
+    every = [predict_with_seconds(case, 0.1) for case in (ROWS, COLUMNS, LATE, WHOLE, PRELOADED)]
     choice = choose(every, make_counts(), ChoiceOptions())
     assert choice.chosen_prediction.candidate == COLUMNS
     assert any("data_parallel takes" in line and "more between servers" in line for line in choice.why)
@@ -131,7 +131,7 @@ def test_the_fastest_that_is_exact_and_fits_is_taken() -> None:
 
 def test_measured_seconds_decide_where_there_are_trials() -> None:
     """Columns move fewer bytes, but take longer here."""
-    every = [tried(ROWS, 1.0), tried(COLUMNS, 1.2)]
+    every = [predict_with_trial(ROWS, 1.0), predict_with_trial(COLUMNS, 1.2)]
     choice = choose(every, make_counts(), ChoiceOptions(), finalists=[ROWS.name, COLUMNS.name])
     assert choice.chosen_prediction.candidate == ROWS
     assert "took 1 s an epoch here" in choice.why[0]
@@ -142,7 +142,9 @@ def test_measured_seconds_decide_where_there_are_trials() -> None:
 
 @pytest.mark.parametrize(("seconds", "expected"), [(0.98, ROWS), (0.9, COLUMNS)])
 def test_a_tie_goes_to_the_simpler(seconds: float, expected: Candidate) -> None:
-    choice = choose([tried(ROWS, 1.0), tried(COLUMNS, seconds)], make_counts(), ChoiceOptions())
+    choice = choose(
+        [predict_with_trial(ROWS, 1.0), predict_with_trial(COLUMNS, seconds)], make_counts(), ChoiceOptions()
+    )
     assert choice.chosen_prediction.candidate == expected
     assert any("simplest is taken" in line for line in choice.why) is (expected is ROWS)
 

@@ -139,18 +139,18 @@ def test_warns_when_a_save_without_epoch_replaces_one(tmp_path: Path) -> None:
         assert not shown
         path = checkpoint.save(tmp_path, model=net())
     assert [str(warning.message).partition(";")[0] for warning in shown] == [
-        f"{path} is replaced, because saves without epoch= share one name"
+        f"{path} is replaced, because saves without epoch= share one name. Pass epoch= to keep both."
     ]
 
 
-def made() -> tuple[nn.Module, torch.optim.Optimizer]:
+def make_model() -> tuple[nn.Module, torch.optim.Optimizer]:
     model = net()
     return model, torch.optim.Adam(model.parameters(), lr=0.05)
 
 
 @pytest.fixture
-def saved(tmp_path: Path) -> Path:
-    model, optimizer = made()
+def saved_folder(tmp_path: Path) -> Path:
+    model, optimizer = make_model()
     for _ in range(2):
         optimizer.zero_grad()
         model(torch.randn(6, 3, dtype=torch.float64)).pow(2).mean().backward()
@@ -186,18 +186,22 @@ def test_continues_with_the_dtypes_of_an_optimizer_that_keeps_others_than_its_pa
         assert torch.equal(left, right)
 
 
-def test_mismatches_name_the_first_difference(saved: Path, tmp_path: Path) -> None:
+def test_mismatches_name_the_first_difference(saved_folder: Path, tmp_path: Path) -> None:
     model = net()
     with start_session():
         bare = checkpoint.save(tmp_path / "bare", model=model)
         cases: list[tuple[Path, dict[str, Any], str]] = [
-            (saved, {"model": net(9)}, r"'0\.weight' is \(4, 3\).*but \(4, 9\)"),
-            (saved, {"model": net().float()}, r"'0\.weight' is .*float64 .* torch\.float32 in this model"),
-            (saved, {"model": nn.Sequential(net()[0])}, r"has '1\.weight', but this model does not"),
-            (saved, {"model": nn.Sequential(*net(), nn.Linear(2, 2))}, r"this model has '4\.weight'"),
-            (saved, {"dataset": {"nodes": 6}}, "nodes=5, but this one has 6"),
-            (saved, {"optimizer": torch.optim.SGD(model.parameters(), lr=1.0)}, "is Adam, not SGD"),
-            (saved, {"optimizer": torch.optim.Adam(model[0].parameters())}, "parameter group 0"),
+            (saved_folder, {"model": net(9)}, r"'0\.weight' is \(4, 3\).*but \(4, 9\)"),
+            (
+                saved_folder,
+                {"model": net().float()},
+                r"'0\.weight' is .*float64 .* torch\.float32 in this model",
+            ),
+            (saved_folder, {"model": nn.Sequential(net()[0])}, r"has '1\.weight', but this model does not"),
+            (saved_folder, {"model": nn.Sequential(*net(), nn.Linear(2, 2))}, r"this model has '4\.weight'"),
+            (saved_folder, {"dataset": {"nodes": 6}}, "nodes=5, but this one has 6"),
+            (saved_folder, {"optimizer": torch.optim.SGD(model.parameters(), lr=1.0)}, "is Adam, not SGD"),
+            (saved_folder, {"optimizer": torch.optim.Adam(model[0].parameters())}, "parameter group 0"),
             (bare, {"optimizer": torch.optim.Adam(model.parameters())}, "has no optimizer"),
             (bare, {"loader": Position()}, "no loader position"),
         ]
@@ -213,22 +217,22 @@ def test_mismatches_name_the_first_difference(saved: Path, tmp_path: Path) -> No
 State: TypeAlias = dict[str, Any]
 
 
-def refused(saved: Path, said: str) -> None:
-    model, optimizer = made()
+def check_refusal(saved_folder: Path, said: str) -> None:
+    model, optimizer = make_model()
     before = str(model.state_dict())
     with start_session(), pytest.raises(CheckpointError, match=said):
-        checkpoint.load(saved, model=model, optimizer=optimizer, loader=Position())
+        checkpoint.load(saved_folder, model=model, optimizer=optimizer, loader=Position())
     assert str(model.state_dict()) == before
     assert not optimizer.state
 
 
 @pytest.mark.parametrize("length", [None, -1])
-def test_damage_is_found_and_changes_nothing(saved: Path, length: int | None) -> None:
-    file = saved / "tensors-0.bin"
+def test_damage_is_found_and_changes_nothing(saved_folder: Path, length: int | None) -> None:
+    file = saved_folder / "tensors-0.bin"
     raw = bytearray(file.read_bytes())
     raw[8] ^= 1
     file.write_bytes(raw[:length])
-    refused(saved, r"tensors-0\.bin is damaged")
+    check_refusal(saved_folder, r"tensors-0\.bin is damaged")
 
 
 def entry(**change: Any) -> Callable[[State], State]:
@@ -241,21 +245,21 @@ def without(absent: str) -> Callable[[State], State]:
 
 
 def with_lr(value: object) -> Callable[[State], State]:
-    def changed(state: State) -> State:
+    def change_state(state: State) -> State:
         state["optimizer"]["groups"][0]["lr"] = value
         return state
 
-    return changed
+    return change_state
 
 
 def with_setting(name: str, value: object) -> Callable[[State], State]:
-    def changed(state: State) -> State:
+    def change_state(state: State) -> State:
         state["optimizer"]["groups"][0] |= {name: value}
         if value is None:
             del state["optimizer"]["groups"][0][name]
         return state
 
-    return changed
+    return change_state
 
 
 def with_tensor(name: str, other: str) -> Callable[[State], State]:
@@ -311,11 +315,11 @@ def with_scalars(scalars: object) -> Callable[[State], State]:
     ],
 )
 def test_entries_of_a_stranger_are_refused_before_anything_is_made_of_them(
-    saved: Path, said: str, change: Callable[[State], State]
+    saved_folder: Path, said: str, change: Callable[[State], State]
 ) -> None:
-    file = saved / "state.json"
+    file = saved_folder / "state.json"
     checkpoint.write_json(file, change(json.loads(file.read_text())))
-    refused(saved, said)
+    check_refusal(saved_folder, said)
 
 
 @pytest.mark.parametrize(
@@ -337,24 +341,24 @@ def test_entries_of_a_stranger_are_refused_before_anything_is_made_of_them(
     ],
     ids=lambda text: str(text)[:20],
 )
-def test_text_that_has_changed_is_refused(saved: Path, old: str | None, new: str, said: str) -> None:
-    file = saved / "state.json"
+def test_text_that_has_changed_is_refused(saved_folder: Path, old: str | None, new: str, said: str) -> None:
+    file = saved_folder / "state.json"
     text = file.read_text()
     assert old is None or old in text
     file.write_text(new if old is None else text.replace(old, new))
-    refused(saved, said)
+    check_refusal(saved_folder, said)
 
 
-def test_a_huge_state_is_not_read(saved: Path) -> None:
-    os.truncate(saved / "state.json", 1 << 29)
-    refused(saved, "it has more than 268 MB")
+def test_a_huge_state_is_not_read(saved_folder: Path) -> None:
+    os.truncate(saved_folder / "state.json", 1 << 29)
+    check_refusal(saved_folder, "it has more than 268 MB")
 
 
-def test_no_file_of_a_checkpoint_is_a_pickle(saved: Path) -> None:
-    assert sorted(path.name for path in saved.iterdir()) == ["state.json", "tensors-0.bin"]
-    json.loads((saved / "state.json").read_text())
+def test_no_file_of_a_checkpoint_is_a_pickle(saved_folder: Path) -> None:
+    assert sorted(path.name for path in saved_folder.iterdir()) == ["state.json", "tensors-0.bin"]
+    json.loads((saved_folder / "state.json").read_text())
     # A tensor's own bytes.
-    assert torch.get_rng_state().numpy().tobytes() in (saved / "tensors-0.bin").read_bytes()
+    assert torch.get_rng_state().numpy().tobytes() in (saved_folder / "tensors-0.bin").read_bytes()
 
 
 def _die_while_saving(folder: str) -> str:
@@ -378,7 +382,7 @@ def test_a_killed_save_leaves_the_previous_checkpoint(tmp_path: Path) -> None:
         assert checkpoint.load(tmp_path, model=net()).epoch == 1
         # The next save, of any epoch, removes what was left behind.
         checkpoint.save(tmp_path, model=net(), epoch=3)
-        assert checkpoint.latest(tmp_path).name == "epoch-000003-step-000000000"
+        assert checkpoint.find_latest(tmp_path).name == "epoch-000003-step-000000000"
         assert len(list(tmp_path.iterdir())) == 2
 
 
@@ -434,7 +438,7 @@ def test_saving_again_replaces_and_the_newest_wins(tmp_path: Path) -> None:
     with start_session():
         assert checkpoint.read_extra(tmp_path) is None
         with pytest.raises(CheckpointError, match="no complete checkpoint"):
-            checkpoint.latest(tmp_path / "nowhere")
+            checkpoint.find_latest(tmp_path / "nowhere")
         for epoch, note in ((2, "first"), (10, "a"), (10, "b")):
             checkpoint.save(tmp_path, model=net(), epoch=epoch, extra={"note": note})
         result = checkpoint.load(tmp_path, model=net())
@@ -486,7 +490,7 @@ def test_several_optimisers_are_saved_in_their_order(tmp_path: Path) -> None:
         (rows[0]([3]).sum() + rows[1]([4]).sum()).backward()
         for optimizer in both:
             optimizer.step()
-        saved = [embedding.weight.to_local() for embedding in rows]
+        saved_rows = [embedding.weight.to_local() for embedding in rows]
         path = checkpoint.save(tmp_path / "saved", model=model, sparse=both)
         for embedding, optimizer in zip(rows, both, strict=True):
             embedding.weight[[3, 4]] = torch.zeros(2, embedding.embedding_dim)
@@ -508,7 +512,7 @@ def test_several_optimisers_are_saved_in_their_order(tmp_path: Path) -> None:
             checkpoint.load(second, model=model, sparse=both)
         checkpoint.load(path, model=model, sparse=both)
         assert [optimizer.lr for optimizer in both] == [0.1, 0.2]
-        assert all(torch.equal(e.weight.to_local(), then) for e, then in zip(rows, saved, strict=True))
+        assert all(torch.equal(e.weight.to_local(), then) for e, then in zip(rows, saved_rows, strict=True))
 
 
 STEPS, SAVE_AT = 5, 3

@@ -44,7 +44,7 @@ def table(folder: Path) -> dict[Any, Any]:
     return rows
 
 
-def numbered(g: DistGraph, ntype: str, width: int | None, dtype: torch.dtype) -> DistTensor:
+def make_numbered_rows(g: DistGraph, ntype: str, width: int | None, dtype: torch.dtype) -> DistTensor:
     """Row v holds 10 times the original id of v, and then that plus 1, ..."""
     policy = g.get_node_partition_policy(ntype)
     shape = (g.num_nodes(ntype),) if width is None else (g.num_nodes(ntype), width)
@@ -61,9 +61,9 @@ def _write(data: str, out: str) -> None:
     with dx.init():
         g = DistGraph(data)
         rows = {
-            "paper": numbered(g, "paper", 3, torch.float32),
-            "author": numbered(g, "author", None, torch.int64),
-            "venue": numbered(g, "venue", 2, torch.bfloat16),
+            "paper": make_numbered_rows(g, "paper", 3, torch.float32),
+            "author": make_numbered_rows(g, "author", None, torch.int64),
+            "venue": make_numbered_rows(g, "venue", 2, torch.bfloat16),
         }
         # 20 bytes a paper: a row group holds one or two.
         export.ROW_GROUP_BYTES = 45
@@ -97,34 +97,36 @@ def test_every_row_is_found_under_its_own_id(ranks: int, per_server: int, tmp_pa
     assert sorted(path.name for path in tmp_path.iterdir()) == ["d", "out", "out-papers"]
 
 
-def _refused(data: str, out: str) -> None:
+def _check_refusals(data: str, out: str) -> None:
     with dx.init() as session:
         g = DistGraph(data)
         rank = session.topology.rank
-        papers = numbered(g, "paper", 3, torch.float32)
-        authors = numbered(g, "author", 3, torch.float32)
+        papers = make_numbered_rows(g, "paper", 3, torch.float32)
+        authors = make_numbered_rows(g, "author", 3, torch.float32)
         write_embeddings(authors, g, f"{out}/old")
 
-        def refused(kind: type[Exception], said: str, rows: Any, folder: str = "new", **options: Any) -> None:
+        def check_refusal(
+            kind: type[Exception], said: str, rows: Any, folder: str = "new", **options: Any
+        ) -> None:
             with pytest.raises(kind, match=said):
                 write_embeddings(rows, g, f"{out}/{folder}", **options)
 
-        refused(StorageError, "give --overwrite .*overwrite=True", papers, "old")
-        refused(StorageError, "something other than exported rows", papers, "foreign", overwrite=True)
-        refused(StorageError, "is a file", papers, "foreign/letter.txt", overwrite=True)
-        refused(ConfigError, "rows is a Tensor", papers if rank == 0 else papers[:])
-        refused(ConfigError, "has the nodes of type 'author'", {"paper": authors})
-        refused(ConfigError, "no rows to write", {})
-        refused(ConfigError, "printable text other than 'id'", papers, name="id")
+        check_refusal(StorageError, "give --overwrite .*overwrite=True", papers, "old")
+        check_refusal(StorageError, "something other than exported rows", papers, "foreign", overwrite=True)
+        check_refusal(StorageError, "is a file", papers, "foreign/letter.txt", overwrite=True)
+        check_refusal(ConfigError, "rows is a Tensor", papers if rank == 0 else papers[:])
+        check_refusal(ConfigError, "has the nodes of type 'author'", {"paper": authors})
+        check_refusal(ConfigError, "no rows to write", {})
+        check_refusal(ConfigError, "printable text other than 'id'", papers, name="id")
         full = OSError(28, "No space left on device")
-        with mock.patch.object(export, "_lists", side_effect=full if rank == 1 else export._lists):
-            refused(StorageError, "No space left", papers, "old", overwrite=True)
+        with mock.patch.object(export, "_to_arrow", side_effect=full if rank == 1 else export._to_arrow):
+            check_refusal(StorageError, "No space left", papers, "old", overwrite=True)
 
 
 def test_an_error_on_one_rank_is_one_on_all_and_leaves_what_was_there(tmp_path: Path) -> None:
     (tmp_path / "foreign").mkdir()
     (tmp_path / "foreign" / "letter.txt").write_text("dear")
-    run_ranks(_refused, 2, args=(dataset(tmp_path / "d"), str(tmp_path)))
+    run_ranks(_check_refusals, 2, args=(dataset(tmp_path / "d"), str(tmp_path)))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["d", "foreign", "old"]
     assert (tmp_path / "foreign" / "letter.txt").read_text() == "dear"
     assert table(tmp_path / "old") == {700: [0.0, 1.0, 2.0], 500: [10.0, 11.0, 12.0], 600: [20.0, 21.0, 22.0]}

@@ -41,7 +41,7 @@ BATCH = 40
 TIMES = ("seconds", "sample_s", "fetch_s", "wait_s", "compute_s", "exchange_s")
 
 
-def prepared(
+def prepare(
     g: DistGraph, model: torch.nn.Module, fanouts: list[int], ids: Any = None, **options: Any
 ) -> tuple[Any, Any]:
     """A loader of data_parallel, over all training nodes unless ``ids`` are given, and the wrapped model."""
@@ -58,7 +58,7 @@ def _fit(g: DistGraph, dropout: float = 0.5, **config: Any) -> tuple[FitResult, 
     ids = equality.cut(equality.new_ids_of_training(g), (3.0, 1.0), topology.rank, topology.world_size)
     torch.manual_seed(11)
     plain = build_model("sage", equality.WIDTH, equality.HIDDEN, equality.CLASSES, 2, dropout).double()
-    loader, model = prepared(g, plain, [-1, 4], ids, batch_size=BATCH, shuffle=True)
+    loader, model = prepare(g, plain, [-1, 4], ids, batch_size=BATCH, shuffle=True)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     torch.manual_seed(topology.rank)
     seen: list[Any] = []
@@ -67,7 +67,7 @@ def _fit(g: DistGraph, dropout: float = 0.5, **config: Any) -> tuple[FitResult, 
     return result, [p.detach().numpy().copy() for p in model.parameters()]
 
 
-def resumed(folder: str, saved: str) -> None:
+def check_resume(folder: str, saved: str) -> None:
     start_session(timeout_s=60)
     g, options = DistGraph(folder), {"eval_every": 2, "checkpoint_folder": saved}
     measurement, weights = _fit(g, epochs=4, eval_every=2)
@@ -90,7 +90,7 @@ def bytes_of(result: FitResult) -> int:
 
 @pytest.mark.parametrize("ranks", [2, *wide(1)])
 def test_resumed_fit_is_the_uninterrupted_one(folder: Path, tmp_path: Path, ranks: int) -> None:
-    run_ranks(resumed, ranks, args=(str(folder), str(tmp_path)), ranks_per_server=1)
+    run_ranks(check_resume, ranks, args=(str(folder), str(tmp_path)), ranks_per_server=1)
     # After the last epoch it saved, though 5 epochs were not over.
     assert sorted(p.name[:12] for p in tmp_path.iterdir()) == ["epoch-000001", "epoch-000002", "epoch-000004"]
 
@@ -144,7 +144,7 @@ def test_a_run_that_resumes_inside_an_epoch_is_the_uninterrupted_one(folder: Pat
     run_ranks(resumed_inside, 2, args=(str(folder), str(tmp_path)), ranks_per_server=1)
 
 
-def observed(folder: str, out: str) -> dict[str, Any]:
+def observe_run(folder: str, out: str) -> dict[str, Any]:
     start_session(timeout_s=60)
     options = {"tensorboard": Path(out, "tb"), "watch": True}
     result, _ = _fit(DistGraph(folder), epochs=3, eval_every=2, **options)
@@ -155,7 +155,7 @@ def test_figures_for_tensorboard_are_those_of_the_epochs(folder: Path, tmp_path:
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    (first, second) = run_ranks(observed, 2, args=(str(folder), str(tmp_path)), ranks_per_server=1)
+    (first, second) = run_ranks(observe_run, 2, args=(str(folder), str(tmp_path)), ranks_per_server=1)
     assert first == second
     phases = first["traffic"]
     assert {tuple(row[:2]) for rows in phases.values() for row in rows} == {(0, 1), (1, 0)}
@@ -187,7 +187,7 @@ def _loop(folder: Path, place: Path, most: int) -> tuple[int, dict[str, Any]]:
     """Two epochs of a loop of one's own, or what is left of them, at most so many steps."""
     with start_session(seed=3) as session:
         g = DistGraph(folder)
-        loader, model = prepared(g, equality.model_of("sage", g), [3, 3], batch_size=BATCH, shuffle=True)
+        loader, model = prepare(g, equality.model_of("sage", g), [3, 3], batch_size=BATCH, shuffle=True)
         optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
         saved = dx.checkpoints(place, model, optimizer, loader, every="3steps", keep=1)
         steps = 0
@@ -220,14 +220,14 @@ def test_a_loop_of_ones_own_resumes(folder: Path, tmp_path: Path) -> None:
         dx.checkpoints(tmp_path, torch.nn.Linear(1, 1), None, [], every="often")  # type: ignore[arg-type]
 
 
-def recorded(folder: str) -> dict[str, Any]:
+def record_epoch(folder: str) -> dict[str, Any]:
     start_session(timeout_s=60)
     return asdict(_fit(DistGraph(folder), 0.0, epochs=2)[0])
 
 
 def test_records_are_sums_over_ranks(folder: Path, tmp_path: Path) -> None:
     traced = {"DGLX_TRACE": str(tmp_path)}
-    results = run_ranks(recorded, 2, args=(str(folder),), ranks_per_server=1, environment=traced)
+    results = run_ranks(record_epoch, 2, args=(str(folder),), ranks_per_server=1, environment=traced)
     assert results[0] == results[1]
     for rank in range(2):
         assert json.loads((tmp_path / f"rank-{rank}.json").read_text())["epochs"] == results[rank]["epochs"]
@@ -313,9 +313,13 @@ def test_a_key_error_of_the_users_own_stays() -> None:
 
 def test_early_stop_and_first_loss(folder: Path, tmp_path: Path) -> None:
     """With a learning rate that never helps: the first epoch stays the best, and resuming adds none."""
-    result, resumed = run_ranks(_hopeless, 1, args=(str(folder), str(tmp_path)))[0]
-    assert (resumed["stopped_early"], resumed["first_epoch"], resumed["epochs"]) == (True, 3, [])
-    assert resumed["accuracy"] == result["accuracy"]
+    result, resumed_result = run_ranks(_hopeless, 1, args=(str(folder), str(tmp_path)))[0]
+    assert (resumed_result["stopped_early"], resumed_result["first_epoch"], resumed_result["epochs"]) == (
+        True,
+        3,
+        [],
+    )
+    assert resumed_result["accuracy"] == result["accuracy"]
     assert result["stopped_early"]
     assert [r["epoch"] for r in result["epochs"]] == [0, 1, 2]
     assert result["best_epoch"] == 0
@@ -341,7 +345,7 @@ def test_what_a_checkpoint_says_of_the_run_is_checked(
 ) -> None:
     with start_session():
         g = DistGraph(folder)
-        loader, model = prepared(g, equality.model_of("sage", g), [-1, -1], batch_size=BATCH)
+        loader, model = prepare(g, equality.model_of("sage", g), [-1, -1], batch_size=BATCH)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         loader.set_epoch(1)
         checkpoint.save(tmp_path, model=model, optimizer=optimizer, loader=loader, extra=extra)
@@ -354,7 +358,7 @@ def test_what_a_checkpoint_says_of_the_run_is_checked(
 def _hopeless(folder: str, checkpoints: str) -> list[dict[str, Any]]:
     start_session()
     g = DistGraph(folder)
-    loader, model = prepared(g, equality.model_of("sage", g), [-1, -1], batch_size=BATCH)
+    loader, model = prepare(g, equality.model_of("sage", g), [-1, -1], batch_size=BATCH)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     config = FitConfig(epochs=9, patience=2, checkpoint_folder=checkpoints, resume=True)
     return [asdict(train(model, loader, optimizer, g, config)) for _ in range(2)]
@@ -365,9 +369,9 @@ def _disagreeing(folder: str) -> list[str]:
         g, rank = DistGraph(folder), session.topology.rank
         single = [{"precision": ["float32", "bf16"][rank]}, {"epochs": 2 + rank}, {"eval_every": rank}]
         results = [refusal(partial(_fit, g, **config), ConfigError) for config in single]
-        resumed = FitConfig(checkpoint_folder=Path(folder).parent / "none", resume=bool(rank))
+        resume_config = FitConfig(checkpoint_folder=Path(folder).parent / "none", resume=bool(rank))
         model = equality.model_of("sage", g)
-        return [*results, refusal(partial(dx.fit, model, g, config=resumed), ConfigError)]
+        return [*results, refusal(partial(dx.fit, model, g, config=resume_config), ConfigError)]
 
 
 def test_ranks_train_with_equal_settings(folder: Path) -> None:
@@ -413,7 +417,7 @@ def test_features_come_in_the_dtype_of_the_model(tmp_path: Path, kind: str, dtyp
     with start_session():
         g = DistGraph(tmp_path / "data")
         plain = build_model(kind, equality.WIDTH, equality.HIDDEN, equality.CLASSES, 2, 0.0)
-        loader, model = prepared(g, plain, [2, 2], batch_size=BATCH)
+        loader, model = prepare(g, plain, [2, 2], batch_size=BATCH)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
         result = train(model, loader, optimizer, g, FitConfig(epochs=1))
     assert np.isfinite(result.epochs[0].loss)
@@ -432,16 +436,16 @@ class Noted:
 def test_late_rows_of_all_optimisers_arrive_before_evaluation(folder: Path) -> None:
     with start_session():
         g = DistGraph(folder)
-        loader, model = prepared(g, equality.model_of("sage", g), [2, 2], batch_size=500)
+        loader, model = prepare(g, equality.model_of("sage", g), [2, 2], batch_size=500)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         calls: list[str] = []
         sparse: Any = [Noted(calls, "a"), Noted(calls, "b")]
 
-        def evaluated(_: object) -> dict[str, float]:
+        def evaluate_nothing(_: object) -> dict[str, float]:
             calls.append("evaluate")
             return {}
 
-        config = FitConfig(epochs=2, eval_every=2, evaluate=evaluated)
+        config = FitConfig(epochs=2, eval_every=2, evaluate=evaluate_nothing)
         train(model, loader, optimizer, g, config, sparse=sparse)
     step = ["zero_grad a", "zero_grad b", "step a", "step b"]
     assert calls == [*step, *step, "flush a", "flush b", "evaluate"]

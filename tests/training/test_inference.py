@@ -291,7 +291,7 @@ def test_scores_and_accuracy(folder: Path, ranks: int, ranks_per_server: int) ->
 def test_scores_of_all_nodes_are_never_in_memory(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     read, chosen = DistTensor.__getitem__, []
 
-    def noted(tensor: DistTensor, rows: Any) -> Tensor:
+    def note_rows(tensor: DistTensor, rows: Any) -> Tensor:
         result: Tensor = read(tensor, rows)
         chosen.append(len(result))
         return result
@@ -300,6 +300,6 @@ def test_scores_of_all_nodes_are_never_in_memory(folder: Path, monkeypatch: pyte
         g = DistGraph(str(folder))
         expected = evaluate(own_model(), g, batch_size=40)
         monkeypatch.setattr(tasks, "_ROWS_AT_ONCE", 50)
-        monkeypatch.setattr(DistTensor, "__getitem__", noted)
+        monkeypatch.setattr(DistTensor, "__getitem__", note_rows)
         assert evaluate(own_model(), g, batch_size=40) == expected
     assert max(chosen) < g.num_nodes()

@@ -88,7 +88,7 @@ def less_memory() -> Iterator[None]:
     resource.setrlimit(resource.RLIMIT_DATA, limits)
 
 
-def limited(folders: list[str], strategy: str, structure: StructureMode) -> float:
+def measure_peak(folders: list[str], strategy: str, structure: StructureMode) -> float:
     # A heap for each thread reserves memory of its own.
     assert ctypes.CDLL(None).mallopt(_ARENA_MAX, 1) == 1
     with start_session(strategy=strategy, timeout_s=100):
@@ -106,7 +106,7 @@ def limited(folders: list[str], strategy: str, structure: StructureMode) -> floa
 def test_no_rank_allocates_edges(folders: list[str], strategy: str, structure: StructureMode) -> None:
     """16 M edges: 64 MB of sources, 32 MB in a part; each rank has 24 MB beyond what 200,000 edges take."""
     servers = 1 if structure == "partitioned" else 2
-    losses = run_ranks(limited, 2, args=(folders, strategy, structure), ranks_per_server=servers)
+    losses = run_ranks(measure_peak, 2, args=(folders, strategy, structure), ranks_per_server=servers)
     assert all(np.isfinite(losses))
 
 
@@ -141,9 +141,9 @@ def test_evaluation_takes_fewer_nodes_at_once_where_they_have_many_edges(
     with start_session():
         g = DistGraph(folders[0])
         # 8 nodes have 80 in-edges, of which 32 are a batch: the 4th node has edges 30 to 39.
-        results = [*inference._batches_of(g, NODE_TYPE, (0, 16), 8)]
+        results = [*inference._split_nodes(g, NODE_TYPE, (0, 16), 8)]
         assert results == [(0, 3), (3, 6), (6, 8), (8, 11), (11, 14), (14, 16)]
-        assert [*inference._batches_of(g, NODE_TYPE, (5, 5), 8)] == []
+        assert [*inference._split_nodes(g, NODE_TYPE, (5, 5), 8)] == []
         edges: list[int] = []
 
         def degree(block: Any, _: Any) -> Any:
@@ -182,12 +182,12 @@ def test_features_that_memory_cannot_hold_train_to_the_same_weights(
 ) -> None:
     losses, requested = [], []
 
-    def noted(source: Any, first: int, ids: Any) -> None:
+    def note_request(source: Any, first: int, ids: Any) -> None:
         requested.append(len(ids))
         request_rows(source, first, ids)
 
-    monkeypatch.setattr(column, "request_rows", noted)
-    monkeypatch.setattr(feature_columns, "request_rows", noted)
+    monkeypatch.setattr(column, "request_rows", note_request)
+    monkeypatch.setattr(feature_columns, "request_rows", note_request)
     for free in (10**9, 10**5):
         monkeypatch.setattr(row_kernels, "machine_memory", lambda free=free: (free, free))
         with start_session(strategy=strategy):

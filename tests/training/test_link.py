@@ -203,7 +203,7 @@ def raw_graph(*, masks: bool) -> RawGraph:
     )
 
 
-def written(folder: Any, raw: RawGraph, parts: int) -> str:
+def partition_randomly(folder: Any, raw: RawGraph, parts: int) -> str:
     part_of = {
         ntype: np.random.default_rng(parts).integers(parts, size=count).astype(np.int32)
         for ntype, count in raw.num_nodes.items()
@@ -216,7 +216,9 @@ def written(folder: Any, raw: RawGraph, parts: int) -> str:
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     root = tmp_path_factory.mktemp("link")
     return {
-        f"{name}{parts}": written(root / f"{name}{parts}", raw_graph(masks=name == "masked"), parts)
+        f"{name}{parts}": partition_randomly(
+            root / f"{name}{parts}", raw_graph(masks=name == "masked"), parts
+        )
         for name in ("masked", "plain")
         for parts in (1, 2)
     }
@@ -271,7 +273,7 @@ def brute_force(triples: Any, side: Any, rows: Any, decoder: Any) -> list[float]
     return ranks
 
 
-def evaluated(folder: str, name: str) -> dict[str, Any]:
+def evaluate_model(folder: str, name: str) -> dict[str, Any]:
     with dx.init(seed=3, timeout=60):
         g = dx.DistGraph(folder)
         split_edges(g, g.canonical_etypes)
@@ -302,7 +304,7 @@ def evaluated(folder: str, name: str) -> dict[str, Any]:
 @pytest.mark.parametrize("name", ["complex", "transe"])
 def test_ranks_are_those_of_brute_force(name: str, folders: dict[str, str]) -> None:
     """Both ends, filtered by the edges of all splits; the same on two ranks with other ids."""
-    (alone,) = run_ranks(evaluated, 1, args=(folders["masked1"], name))
+    (alone,) = run_ranks(evaluate_model, 1, args=(folders["masked1"], name))
     record = alone["found"]
     assert [record[f"test_{m}"] for m in ("mrr", "hits@1", "hits@3")] == pytest.approx(
         alone["expected"], abs=1e-12
@@ -312,14 +314,14 @@ def test_ranks_are_those_of_brute_force(name: str, folders: dict[str, str]) -> N
     assert record["test_roc_auc"] == record["test_auc"]
     # Half of the pairs are edges, so that the precision of guesses is one half, too.
     assert abs(record["test_average_precision"] - record["test_auc"]) < 0.2
-    for rank in run_ranks(evaluated, 2, args=(folders["masked1"], name), ranks_per_server=2):
+    for rank in run_ranks(evaluate_model, 2, args=(folders["masked1"], name), ranks_per_server=2):
         assert rank["found"] == pytest.approx(record, abs=1e-12)
-    for rank in run_ranks(evaluated, 3, args=(folders["masked2"], name), ranks_per_server=2):
+    for rank in run_ranks(evaluate_model, 3, args=(folders["masked2"], name), ranks_per_server=2):
         ranked = {key: value for key, value in rank["found"].items() if "mrr" in key or "hits" in key}
         assert ranked == pytest.approx({key: record[key] for key in ranked}, abs=1e-12)
 
 
-def fitted(folder: str, kind: str) -> list[float]:
+def fit_decoder(folder: str, kind: str) -> list[float]:
     """Losses and test MRR of a decoder of trainable rows."""
     with dx.init(seed=3, timeout=60):
         g = dx.DistGraph(folder)
@@ -350,13 +352,13 @@ def fitted(folder: str, kind: str) -> list[float]:
 
 
 def test_training_is_the_same_on_one_and_two_ranks(folders: dict[str, str]) -> None:
-    (alone,) = run_ranks(fitted, 1, args=(folders["masked1"], "transe"))
+    (alone,) = run_ranks(fit_decoder, 1, args=(folders["masked1"], "transe"))
     assert alone[-2] < 0.7 * alone[0]
-    for rank in run_ranks(fitted, 2, args=(folders["masked1"], "transe"), ranks_per_server=2):
+    for rank in run_ranks(fit_decoder, 2, args=(folders["masked1"], "transe"), ranks_per_server=2):
         assert rank == pytest.approx(alone, abs=1e-6)
 
 
-def judged(folder: str, broken: int) -> Any:
+def judge_rows(folder: str, broken: int) -> Any:
     """Metrics of rows of zeros, or the error where the rows of one rank's decoder are nan."""
     with dx.init(seed=3, timeout=60) as session:
         g = dx.DistGraph(folder)
@@ -378,10 +380,10 @@ def judged(folder: str, broken: int) -> Any:
 
 def test_equal_scores_have_the_mean_rank_and_nan_is_an_error_on_all_ranks(folders: dict[str, str]) -> None:
     """One other answer of each query does not count, so 39 candidates have the rank 20."""
-    (record,) = run_ranks(judged, 1, args=(folders["masked1"], -1))
+    (record,) = run_ranks(judge_rows, 1, args=(folders["masked1"], -1))
     assert record["test_mrr"] == record["val_mrr"] == pytest.approx(1 / 20)
     assert record["test_auc"] == 0.5
-    for message in run_ranks(judged, 2, args=(folders["masked2"], 1), ranks_per_server=2):
+    for message in run_ranks(judge_rows, 2, args=(folders["masked2"], 1), ranks_per_server=2):
         assert "a score is NaN" in message
 
 
@@ -415,7 +417,7 @@ def friends(drop: Any = None) -> RawGraph:
     )
 
 
-def encoded(folder: str, kind: str) -> Any:
+def encode_nodes(folder: str, kind: str) -> Any:
     """Rows of an encoder by type, and by edge type which edges of the source it must not see."""
     with dx.init(seed=3, timeout=60):
         g = dx.DistGraph(folder)
@@ -465,12 +467,14 @@ def ends_of(graph: Any, etype: Any) -> list[list[int]]:
 def test_rows_do_not_see_validation_and_test_edges(kind: str, tmp_path: Path) -> None:
     """They are bit-equal without these edges in the graph, whatever their reverse edges are called."""
     raw = friends if kind == "sage" else shop
-    (full,) = run_ranks(encoded, 1, args=(written(tmp_path / "whole", raw(), 1), kind))
+    (full,) = run_ranks(encode_nodes, 1, args=(partition_randomly(tmp_path / "whole", raw(), 1), kind))
     rows, drop, leaks = full
     none = {etype: np.zeros(len(ends[0]), np.bool_) for etype, ends in shop().edges.items()}
     assert all(hidden.any() for hidden in drop.values())
     assert leaks == 0
-    (least,) = run_ranks(encoded, 1, args=(written(tmp_path / "least", raw({**none, **drop}), 1), kind))
+    (least,) = run_ranks(
+        encode_nodes, 1, args=(partition_randomly(tmp_path / "least", raw({**none, **drop}), 1), kind)
+    )
     assert not any(hidden.any() for hidden in least[1].values())
     for ntype, of_type in rows.items():
         assert torch.equal(of_type, least[0][ntype])

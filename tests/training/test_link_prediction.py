@@ -94,7 +94,7 @@ def figures(g: dx.DistGraph, rows: Any, decoder: DistMult) -> list[float]:
     return [mrr(ranks, g.session), hits_at(3, ranks, g.session)]
 
 
-def trained(folder: str, kind: str) -> dict[str, Any]:
+def train_link(folder: str, kind: str) -> dict[str, Any]:
     with dx.init(seed=5, timeout=60) as session:
         g = dx.DistGraph(folder)
         rows = dx.DistEmbedding(g.num_nodes(), WIDTH, "rows", dtype=torch.float64, graph=g)
@@ -132,10 +132,10 @@ def loop(model: Any, g: dx.DistGraph, inputs: Any, sparse: Any) -> list[float]:
 
 def test_figures_are_those_of_one_process_and_of_a_fit(folder: str) -> None:
     """The last through ``dx.fit`` with a loader of edges, a task and the optimizer of the rows."""
-    (alone,) = run_ranks(trained, 1, args=(folder, "loop"))
+    (alone,) = run_ranks(train_link, 1, args=(folder, "loop"))
     assert alone["after"][0] > 2 * alone["before"][0]
     for ranks, per_server, kind in ((2, 2, "loop"), (3, 2, "loop"), (2, 1, "fit")):
-        for rank in run_ranks(trained, ranks, args=(folder, kind), ranks_per_server=per_server):
+        for rank in run_ranks(train_link, ranks, args=(folder, kind), ranks_per_server=per_server):
             assert rank["before"] == pytest.approx(alone["before"], abs=1e-12)
             assert rank["losses"] == pytest.approx(alone["losses"], abs=1e-9)
             assert rank["after"] == pytest.approx(alone["after"], abs=1e-6)

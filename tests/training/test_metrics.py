@@ -156,7 +156,7 @@ def test_ranks_are_those_of_a_naive_loop(max_scores: int, filtered: bool) -> Non
 ONE, TWO = torch.zeros(1, dtype=torch.int64), torch.zeros(2, dtype=torch.int64)
 
 
-def ranked(answer: Tensor = ONE, score: float = 0.0, subject: Tensor = ONE, **options: Any) -> Tensor:
+def rank_answer(answer: Tensor = ONE, score: float = 0.0, subject: Tensor = ONE, **options: Any) -> Tensor:
     return rank_of_answer(lambda s, r: torch.full((len(s), 2), score), subject, ONE, answer, **options)
 
 
@@ -168,11 +168,11 @@ def collective(metric: Any, *given: Any, **options: Any) -> None:
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: ranked(ONE - 1), "answer -1 is negative"),
-        (lambda: ranked(ONE + 7), "answer 7 has no column among the 2"),
-        (lambda: ranked(subject=TWO), "2 subjects, 1 relations and 1 answers"),
-        (lambda: ranked(score=math.nan), "nan"),
-        (lambda: ranked(max_scores=0), "max_scores=0"),
+        (lambda: rank_answer(ONE - 1), "answer -1 is negative"),
+        (lambda: rank_answer(ONE + 7), "answer 7 has no column among the 2"),
+        (lambda: rank_answer(subject=TWO), "2 subjects, 1 relations and 1 answers"),
+        (lambda: rank_answer(score=math.nan), "nan"),
+        (lambda: rank_answer(max_scores=0), "max_scores=0"),
         (
             lambda: rank_of_positive(torch.zeros(2), torch.zeros(3, 1)),
             r"\(2,\) positives do not match \(3, 1\)",

@@ -125,8 +125,8 @@ def test_a_model_without_values_is_refused(dataset: str, strategy: str) -> None:
 
 
 def test_the_structure_of_a_local_graph_is_copied_once(dataset: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    copied, of = [], TorchIndex.of
-    monkeypatch.setattr(TorchIndex, "of", lambda *given: copied.append(given) or of(*given))
+    copied, from_index = [], TorchIndex.from_index
+    monkeypatch.setattr(TorchIndex, "from_index", lambda *args: copied.append(args) or from_index(*args))
     with start_session(strategy="full_graph") as session:
         session.device = META
         lg = dx.local_graph(DistGraph(dataset))

@@ -80,7 +80,7 @@ def fit(dataset: str, case: str, checkpoints: Path, told: Told | None) -> tuple[
         return weights, losses
 
 
-def preempted(dataset: str, folder: str) -> dict[str, Any]:
+def run_preempted(dataset: str, folder: str) -> dict[str, Any]:
     """By case: what it gives undisturbed, what it says when it is stopped, and what it gives then."""
     results: dict[str, Any] = {}
     rank, draws = int(os.environ["RANK"]), np.random.default_rng(11)
@@ -101,14 +101,14 @@ def preempted(dataset: str, folder: str) -> dict[str, Any]:
                 fit(dataset, "other", places[1], None)
             del CASES["other"]
             # The content of a dataset, not only its size.
-            saved = json.loads((checkpoint.latest(places[1]) / checkpoint.STATE_NAME).read_text())
+            saved = json.loads((checkpoint.find_latest(places[1]) / checkpoint.STATE_NAME).read_text())
             checksum = read_manifest(Path(dataset)).checksum
             assert saved["extra"]["configuration"]["dataset"] == checksum
     return results
 
 
 def test_a_run_that_was_told_to_end_goes_on_to_the_same_bits(dataset: str, tmp_path: Path) -> None:
-    first, second = run_ranks(preempted, 2, args=(dataset, str(tmp_path)), ranks_per_server=1)
+    first, second = run_ranks(run_preempted, 2, args=(dataset, str(tmp_path)), ranks_per_server=1)
     assert first.keys() == CASES.keys()
     for case, value in first.items():
         assert value["said"] == second[case]["said"]

@@ -115,7 +115,7 @@ def test_a_best_epoch_without_weights_or_of_another_metric_is_forgotten(data: Pa
     assert again["val_rmse"] == records[again["best_epoch"]].metrics["val_rmse"]
 
 
-def _fitted(folder: str) -> tuple[dict[str, float], dict[str, float], float]:
+def _fit_twice(folder: str) -> tuple[dict[str, float], dict[str, float], float]:
     with dx.init("data_parallel"):
         g = dx.DistGraph(folder)
         torch.manual_seed(1)
@@ -136,7 +136,7 @@ def _fitted(folder: str) -> tuple[dict[str, float], dict[str, float], float]:
 
 
 def test_without_checkpoints_the_best_weights_are_in_memory(data: Path) -> None:
-    for kept, again, best in run_ranks(_fitted, 2, args=(str(data / "regression"),)):
+    for kept, again, best in run_ranks(_fit_twice, 2, args=(str(data / "regression"),)):
         assert kept == again
         assert kept["val_rmse"] == best
 

@@ -28,7 +28,7 @@ from tests.helpers.ranks import run_ranks
 from tests.report.records import epoch
 from tests.report.traces import span, trace_of
 from tests.strategies import equality
-from tests.training.test_fit import prepared
+from tests.training.test_fit import prepare
 
 BATCH = 40
 
@@ -40,7 +40,7 @@ def _fit(
     ids = equality.cut(equality.new_ids_of_training(g), (3.0, 1.0), topology.rank, topology.world_size)
     torch.manual_seed(11)
     plain = build_model("sage", equality.WIDTH, equality.HIDDEN, equality.CLASSES, 2, 0.0).double()
-    loader, model = prepared(g, plain, [-1, 4], ids, batch_size=BATCH)
+    loader, model = prepare(g, plain, [-1, 4], ids, batch_size=BATCH)
     # Epochs that the loader has had in an earlier call.
     loader.set_epoch(trained)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -54,7 +54,7 @@ def _fit(
     return len(loader), [p.detach().numpy().tolist() for p in model.parameters()]
 
 
-def _traced(folder: str, out: str) -> dict[str, Any]:
+def _record_traces(folder: str, out: str) -> dict[str, Any]:
     """What a rank sees of a good run, a short one, a refused one and one that fails."""
     session = start_session(timeout_s=60)
     g = DistGraph(folder)
@@ -74,20 +74,22 @@ Traced: TypeAlias = tuple[Path, list[dict[str, Any]]]
 
 
 @pytest.fixture(scope="module", params=[1, 2])
-def traced(request: pytest.FixtureRequest, folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Traced:
+def recorded_runs(
+    request: pytest.FixtureRequest, folder: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Traced:
     out = tmp_path_factory.mktemp(f"traces-{request.param}")
     (out / "mine.json").write_text("of somebody else")
     # Of an earlier run that failed: goes when the next one starts.
     write_trace(out / "good.rank-0.json", trace_of([]))
-    return out, run_ranks(_traced, request.param, args=(str(folder), str(out)), ranks_per_server=1)
+    return out, run_ranks(_record_traces, request.param, args=(str(folder), str(out)), ranks_per_server=1)
 
 
 def names_of(rank: RankSpans, row: str) -> set[str]:
     return {span.name for span in rank.spans if span.row == row}
 
 
-def test_every_rank_is_in_the_file_with_every_step(traced: Traced) -> None:
-    out, message = traced
+def test_every_rank_is_in_the_file_with_every_step(recorded_runs: Traced) -> None:
+    out, message = recorded_runs
     trace = read_trace(out / "good.json")
     assert len(trace.ranks) == len(message)
     steps = list(range(2 * message[0]["steps"]))
@@ -105,9 +107,9 @@ def test_every_rank_is_in_the_file_with_every_step(traced: Traced) -> None:
     assert set(trace.facts["versions"]) == {"dglx_dist", "torch", "dgl"}
 
 
-def test_a_trace_follows_the_schema_of_chromes_trace_events(traced: Traced) -> None:
+def test_a_trace_follows_the_schema_of_chromes_trace_events(recorded_runs: Traced) -> None:
     """What Perfetto reads: https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU."""
-    out, message = traced
+    out, message = recorded_runs
     content = json.loads((out / "good.json").read_text(), parse_float=Decimal)
     assert content["displayTimeUnit"] == "ms"
     events = content["traceEvents"]
@@ -150,17 +152,17 @@ def test_rounding_of_a_trace_keeps_spans_within_others(tmp_path: Path) -> None:
     assert ends == {"outer": 1, "inner": 1}
 
 
-def test_sums_of_gradients_end_on_all_ranks_only_after_all_began(traced: Traced) -> None:
+def test_sums_of_gradients_end_on_all_ranks_only_after_all_began(recorded_runs: Traced) -> None:
     """A sum needs all ranks, which shows only on a common clock."""
-    trace = read_trace(traced[0] / "good.json")
+    trace = read_trace(recorded_runs[0] / "good.json")
     error_s = sum(rank.clock_error_s for rank in trace.ranks)
     sums = [[span for span in rank.spans if span.name == "all-reduce D"] for rank in trace.ranks]
     for together in zip(*sums, strict=True):
         assert max(span.begin_s for span in together) <= min(span.end_s for span in together) + error_s
 
 
-def test_recording_changes_no_weight_and_stops_when_asked(traced: Traced) -> None:
-    out, message = traced
+def test_recording_changes_no_weight_and_stops_when_asked(recorded_runs: Traced) -> None:
+    out, message = recorded_runs
     for rank in message:
         assert rank["weights"] == rank["weights of the short one"] == message[0]["weights"]
         assert not rank["on after"]
@@ -169,15 +171,15 @@ def test_recording_changes_no_weight_and_stops_when_asked(traced: Traced) -> Non
     assert [span.batch for span in short.ranks[0].spans if span.name == "step"] == [0]
 
 
-def test_what_is_no_trace_is_not_overwritten_and_all_ranks_hear_it(traced: Traced) -> None:
-    out, message = traced
+def test_what_is_no_trace_is_not_overwritten_and_all_ranks_hear_it(recorded_runs: Traced) -> None:
+    out, message = recorded_runs
     assert (out / "mine.json").read_text() == "of somebody else"
     for rank in message:
         assert "something other than a trace" in rank["mine.json"]
 
 
-def test_ranks_that_fail_leave_what_they_have(traced: Traced) -> None:
-    out, message = traced
+def test_ranks_that_fail_leave_what_they_have(recorded_runs: Traced) -> None:
+    out, message = recorded_runs
     assert not (out / "failed.json").exists()
     for rank, seen in enumerate(message):
         assert seen["failed.json"] == "RuntimeError: stopped by the test"

@@ -7,7 +7,7 @@ import dgl.distributed
 import torch as th
 from torch.nn.parallel import DistributedDataParallel
 
-from tests.compat.scripts.node_classification import SAGE, arguments, opened
+from tests.compat.scripts.node_classification import SAGE, arguments, open_graph
 
 
 def first_rows(shape, dtype):
@@ -18,7 +18,7 @@ def first_rows(shape, dtype):
 
 
 def main(args):
-    g = opened(args)
+    g = open_graph(args)
     train = dgl.distributed.node_split(g.ndata["train_mask"], g.get_partition_book(), force_even=True)
     th.manual_seed(0)
     policy = g.get_node_partition_policy("_N")

@@ -9,7 +9,7 @@ import torch as th
 from dgl.dataloading import DistEdgeDataLoader
 from torch.nn.parallel import DistributedDataParallel
 
-from tests.compat.scripts.node_classification import SAGE, arguments, opened
+from tests.compat.scripts.node_classification import SAGE, arguments, open_graph
 
 
 def score(graph, h):
@@ -20,7 +20,7 @@ def score(graph, h):
 
 
 def main(args):
-    g = opened(args)
+    g = open_graph(args)
     every = th.ones(g.num_edges(), dtype=th.bool)
     edges = dgl.distributed.edge_split(every, g.get_partition_book(), force_even=True)
     th.manual_seed(0)

@@ -53,7 +53,7 @@ def split(g, mask):
 
 
 def main(args):
-    g = opened(args)
+    g = open_graph(args)
     book = g.get_partition_book()
     train, test = split(g, "train_mask"), split(g, "test_mask")
     print(f"rank {g.rank()}: {len(train)} nodes, {len(book.partid2nids(book.partid))} in the partition")
@@ -93,7 +93,7 @@ def arguments():
     return parser.parse_args()
 
 
-def opened(args):
+def open_graph(args):
     dgl.distributed.initialize(args.ip_config)
     th.distributed.init_process_group(backend="gloo")
     return dgl.distributed.DistGraph(args.graph_name, part_config=args.part_config)

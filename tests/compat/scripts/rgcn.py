@@ -9,7 +9,7 @@ from dgl.dataloading import DistNodeDataLoader
 from dgl.nn import GraphConv, HeteroGraphConv
 from torch.nn.parallel import DistributedDataParallel
 
-from tests.compat.scripts.node_classification import arguments, opened
+from tests.compat.scripts.node_classification import arguments, open_graph
 
 
 class Inputs(th.nn.Module):
@@ -59,7 +59,7 @@ class RGCN(th.nn.Module):
 
 
 def main(args):
-    g = opened(args)
+    g = open_graph(args)
     book, data = g.get_partition_book(), g.nodes["paper"].data
     train = dgl.distributed.node_split(data["train_mask"], book, ntype="paper", force_even=True)
     th.manual_seed(0)
