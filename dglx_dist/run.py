@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from dglx_dist.comm.session import get_open_session
-from dglx_dist.comm.topology import read_settings, tell_settings
+from dglx_dist.comm.topology import read_settings, set_settings
 from dglx_dist.errors import ConfigError
 from dglx_dist.options import parse_literals
 from dglx_dist.strategies.base import resolve_strategy
@@ -34,7 +34,7 @@ def main(arguments: Sequence[str]) -> None:
     if not script.is_file():
         raise ConfigError(f"there is no script {parsed.script!r}. Pass the path of a Python file.")
     options = {**read_settings().options, **parse_literals(parsed.option, "--option")}
-    tell_settings(resolve_strategy(parsed.strategy), options)
+    set_settings(resolve_strategy(parsed.strategy), options)
     # DGL reads the environment when it is imported, so it is imported here.
     from dglx_dist.compat import install
 

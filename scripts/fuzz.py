@@ -489,7 +489,7 @@ def read_wire(folder: Path) -> str:
     """Send what is in the folder to a live server and to a socket of streams, then ask both a question."""
     from dglx_dist.comm import wire
     from dglx_dist.comm.auth import Credentials
-    from dglx_dist.comm.endpoints import admit
+    from dglx_dist.comm.endpoints import authenticate
     from dglx_dist.comm.ledger import Ledger
     from dglx_dist.comm.rpc import PeerAddress, Rpc
     from dglx_dist.comm.topology import Topology
@@ -517,7 +517,7 @@ def read_wire(folder: Path) -> str:
             receiver.sendall(raw[: 1 << 16])
             receiver.shutdown(socket.SHUT_WR)
             with contextlib.suppress(ConnectionError, TimeoutError):
-                admit(sender, {0: b"s"})
+                authenticate(sender, {0: b"s"})
                 return "a stranger was admitted"
         with contextlib.suppress(wire.WireError):
             wire.decode(raw)

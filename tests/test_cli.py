@@ -392,7 +392,7 @@ def test_a_command_that_is_told_to_end_saves_and_goes_on(dataset: Path, tmp_path
         assert killed_within(ranks, 15)
         message = torchrun.stderr.read()
     # Whichever notices first: the signal, a collective at the step where they stop, the lost store.
-    ended = ("the process that started it has ended", "stopped after", "the launcher or rank 0 has ended")
+    ended = ("the process that started it has ended", "stopped after", "The launcher or rank 0 has ended")
     assert any(words in message for words in ended), message
     assert "Traceback" not in message
 

@@ -154,7 +154,7 @@ def check_before_launch(config: TrainConfig) -> None:
     """Check options and device (ConfigError) and the dataset (StorageError) before any process is started."""
     from dglx_dist.comm.devices import check_request
     from dglx_dist.data.storage.manifest import read_manifest
-    from dglx_dist.graph.partition_book import canonical_etype
+    from dglx_dist.graph.partition_book import resolve_etype
     from dglx_dist.planner.auto import read_auto_options
     from dglx_dist.planner.workload import check_plannable
     from dglx_dist.registry import AUTO
@@ -181,7 +181,7 @@ def check_before_launch(config: TrainConfig) -> None:
     check_request(config.device, read_settings().device)
     manifest = read_manifest(Path(config.data))
     for name in config.target:
-        canonical_etype(name, manifest.edge_types)
+        resolve_etype(name, manifest.edge_types)
     if is_auto:
         check_plannable(manifest, config.data)
     parts, servers = manifest.num_parts, config.servers or 1

@@ -1,9 +1,9 @@
-"""Authentication: keys derived from the job's secret, connections of one-sided calls.
+"""Authentication with the secret of a job, and the connections of one-sided calls.
 
-Each use has a key of its own (:func:`derive_key`), so the secret itself is sent nowhere. Without Curve a
-connection presents a nonce and its HMAC, which the server accepts once: who records a handshake cannot repeat
-it. ZeroMQ carries both in its PLAIN mechanism, since it reads no message of a connection before that is
-accepted. The server proves that it knows the key in its first answer, and until then no answer counts. This
+Each use has its own key (:func:`derive_key`), so the secret itself is never sent. Without Curve, a connection
+presents a nonce and its HMAC. The server accepts a nonce once, so a recorded handshake cannot be repeated.
+ZeroMQ carries both in its PLAIN mechanism, because it reads no message of a connection before that is
+accepted. The server proves in its first answer that it knows the key, and until then no answer counts. This
 does not protect against an attacker on the path. Curve does: each rank makes a key pair, only public keys
 leave its process, connections are encrypted and only keys of this job are accepted. External clients have
 another key and other key pairs, which give access to less (see endpoints.py).
@@ -35,13 +35,13 @@ _NONCE_BYTES = 16
 _STOP, _EVENTS = "inproc://zap-stop", "inproc://zap-events"
 _LOOK_EVERY_MS = 1000
 _FEW = 0.25
-"""Share of free file descriptors below which a rank warns."""
+"""Share of free file descriptors. Below it a rank warns."""
 
 log = logging.getLogger(__name__)
 
 
 def derive_key(secret: bytes, *purpose: object) -> bytes:
-    """Return the key, ASCII, for one ``purpose`` (JSON values); it reveals nothing of ``secret``."""
+    """Return the ASCII key for one ``purpose`` (JSON values). The key reveals nothing about ``secret``."""
     return hmac.digest(secret, json.dumps(purpose).encode(), "sha256").hex().encode()
 
 
@@ -50,15 +50,15 @@ class Credentials:
     """Credentials that one rank presents and accepts."""
 
     secret: bytes = field(repr=False)
-    """Key of the connections, equal at both ends, ASCII."""
+    """ASCII key of the connections, equal at both ends."""
     public_key: bytes | None = None
-    """Of the rank's Curve key pair, Z85; None: plain."""
+    """Public key of the rank's Curve key pair as Z85. None means that connections are plain."""
     secret_key: bytes | None = field(default=None, repr=False)
     accepted_keys: frozenset[bytes] = frozenset()
     """Public keys of all ranks."""
 
     def guard(self, socket: zmq.Socket[bytes]) -> None:
-        """Make ``socket``, not yet bound, reject connections without the right credentials."""
+        """Make ``socket`` reject connections without the right credentials. It must not be bound yet."""
         socket.setsockopt(zmq.ZAP_DOMAIN, _DOMAIN)
         if self.secret_key is None:
             socket.setsockopt(zmq.PLAIN_SERVER, 1)
@@ -67,7 +67,7 @@ class Credentials:
             socket.setsockopt(zmq.CURVE_SECRETKEY, self.secret_key)
 
     def present(self, socket: zmq.Socket[bytes], server: int, server_key: bytes | None) -> None:
-        """Make ``socket``, not yet connected, present these credentials to rank ``server``, once."""
+        """Make ``socket`` present these credentials to rank ``server`` once. It must not be connected yet."""
         if self.secret_key is None or self.public_key is None or server_key is None:
             nonce = secrets.token_hex(_NONCE_BYTES).encode()
             socket.setsockopt(zmq.PLAIN_USERNAME, nonce)
@@ -78,7 +78,7 @@ class Credentials:
             socket.setsockopt(zmq.CURVE_SECRETKEY, self.secret_key)
 
     def proof(self, role: str, server: int, nonce: bytes) -> bytes:
-        """Return what only who knows the key can answer to ``nonce``; ``role``: "calls" or "serves"."""
+        """Return the proof of the key for ``nonce``. ``role`` is "calls" or "serves"."""
         return derive_key(self.secret, role, server, nonce.hex())
 
 
@@ -86,8 +86,8 @@ class Credentials:
 class ZapAuthenticator:
     """Answers ZeroMQ's authentication requests (ZAP, RFC 27) for all sockets of ``context``.
 
-    A context may have one. The ``guarded`` socket, whose connections are monitored, must not be bound yet.
-    Its thread also keeps ``watch``.
+    A context may have one authenticator. The connections of the ``guarded`` socket are monitored, and it must
+    not be bound yet. The thread of the authenticator also keeps ``watch``.
     """
 
     def __init__(
@@ -99,8 +99,8 @@ class ZapAuthenticator:
         watch: DescriptorWatch,
     ) -> None:
         self._rank, self._credentials, self._watch = rank, credentials, watch
-        self._spent: set[bytes] = set()
-        """Nonces of accepted connections."""
+        self._used_nonces: set[bytes] = set()
+        """Nonces of accepted connections. They are not accepted again."""
         self._requests = context.socket(zmq.REP)
         self._requests.setsockopt(zmq.LINGER, 0)
         self._requests.bind("inproc://zeromq.zap.01")
@@ -114,12 +114,12 @@ class ZapAuthenticator:
         self._thread = threading.Thread(target=self._serve, name="dglx-zap", daemon=True)
         self._thread.start()
 
-    def passed(self, handle: int) -> None:
-        """Note a message through the connection of file descriptor ``handle``; any thread."""
+    def confirm(self, handle: int) -> None:
+        """Note that a message arrived on the connection of file descriptor ``handle``. Thread-safe."""
         self._accepted.add(handle)
 
     def close(self) -> None:
-        """Close; the guarded socket must be closed already."""
+        """Close the authenticator. The guarded socket must be closed already."""
         self._stopper.send(b"")
         self._thread.join()
         self._stopper.close(0)
@@ -153,45 +153,49 @@ class ZapAuthenticator:
         self._requests.send_multipart([version, request, b"400", b"not of this job", b"", b""])
 
     def _accepts(self, mechanism: bytes, presented: list[bytes]) -> bool:
-        mine = self._credentials
-        if mine.secret_key is not None:
+        credentials = self._credentials
+        if credentials.secret_key is not None:
             is_curve = mechanism == b"CURVE" and len(presented) == 1
-            return is_curve and z85.encode(presented[0]) in mine.accepted_keys
+            return is_curve and z85.encode(presented[0]) in credentials.accepted_keys
         if mechanism != b"PLAIN" or len(presented) != 2:
             return False
         nonce, proof = presented
-        if not hmac.compare_digest(proof, mine.proof("calls", self._rank, nonce)) or nonce in self._spent:
+        if (
+            not hmac.compare_digest(proof, credentials.proof("calls", self._rank, nonce))
+            or nonce in self._used_nonces
+        ):
             return False
-        self._spent.add(nonce)
+        self._used_nonces.add(nonce)
         return True
 
     def _note_event(self) -> None:
         event, handle = read_event(self._events)
         if event == zmq.EVENT_ACCEPTED:
-            self._names[handle] = _peer_name(handle)
+            self._names[handle] = _find_peer_name(handle)
         elif event == zmq.EVENT_DISCONNECTED:
             name = self._names.pop(handle, "")
-            # A message proves the handshake, and no rank connects without sending one.
+            # A message proves the handshake, and every rank that connects sends one.
             if handle in self._accepted:
                 self._accepted.discard(handle)
             else:
                 log.warning("refused a connection from %s: it does not speak this job's protocol", name)
 
 
-def _peer_name(handle: int) -> str:
+def _find_peer_name(handle: int) -> str:
     with contextlib.suppress(OSError), socket.socket(fileno=os.dup(handle)) as copy:
-        if copy.family in (socket.AF_INET, socket.AF_INET6):  # others have names of other forms
+        if copy.family in (socket.AF_INET, socket.AF_INET6):  # Other families have other kinds of names.
             host, port, *_ = copy.getpeername()
             return f"{host}:{port}"
-    return "an address that is gone"
+    return "an unknown address"
 
 
 @final
 class DescriptorWatch:
-    """Names the cause when the process runs out of file descriptors, before it does.
+    """Logs the cause before the process runs out of file descriptors.
 
-    gloo keeps the descriptor of every connection to its ports, also of strangers and after their end, and a
-    process that cannot open another one ends. Construction raises the limit to what the system allows.
+    gloo keeps the descriptor of every connection to its ports, also of strangers and after their end. A
+    process that cannot open another descriptor ends. The constructor raises the limit to the maximum of the
+    system.
     """
 
     def __init__(self) -> None:
@@ -201,30 +205,32 @@ class DescriptorWatch:
         self._look_at_s, self._is_few = 0.0, False
 
     def look(self) -> None:
-        """Log an error when few descriptors are left; looks at most once a second, and raises nothing."""
+        """Log an error if few descriptors are left. Looks at most once a second and raises nothing."""
         now_s = time.monotonic()
         if now_s < self._look_at_s:
             return
         self._look_at_s = now_s + _LOOK_EVERY_MS / 1000
         try:
-            limit, used = resource.getrlimit(resource.RLIMIT_NOFILE)[0], os.listdir("/proc/self/fd")
+            limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+            descriptors = os.listdir("/proc/self/fd")
         except OSError:
-            return  # there is no /proc, or no descriptor to read it with
-        was_few, self._is_few = self._is_few, limit - len(used) < _FEW * limit
+            return  # There is no /proc, or no free descriptor to read it.
+        was_few, self._is_few = self._is_few, limit - len(descriptors) < _FEW * limit
         if self._is_few and not was_few:
-            kinds = Counter(_kind(int(one)) for one in used)
+            kinds = Counter(_describe_descriptor(int(descriptor)) for descriptor in descriptors)
             log.error(
-                "%d of %d file descriptors are in use (%s), and this process ends when none is left; if they "
-                "are sockets, something connects to this job's ports again and again: close them to other "
-                "machines, and raise the limit (ulimit -Hn)",
-                len(used),
+                "%d of %d file descriptors are in use (%s), and this process ends when none is left. If "
+                "they are sockets, something connects to this job's ports again and again. Close the ports "
+                "to other "
+                "machines, and raise the limit (ulimit -Hn).",
+                len(descriptors),
                 limit,
                 ", ".join(f"{count} {kind}" for kind, count in kinds.most_common(4)),
             )
 
 
-def _kind(descriptor: int) -> str:
+def _describe_descriptor(descriptor: int) -> str:
     with contextlib.suppress(OSError):
         if os.readlink(f"/proc/self/fd/{descriptor}").startswith("socket:"):
-            return f"sockets of {_peer_name(descriptor).rpartition(':')[0] or 'this machine'}"
+            return f"sockets of {_find_peer_name(descriptor).rpartition(':')[0] or 'this machine'}"
     return "others"

@@ -1,4 +1,4 @@
-"""Codes of rows on the wire: bfloat16, int8 and int4 in place of float32, with keyed rounding."""
+"""Codes of rows on the wire: bfloat16, int8 and int4 instead of float32, with keyed rounding."""
 
 import math
 from collections.abc import Sequence
@@ -22,7 +22,7 @@ _STREAMS = 1 << 34
 
 
 def wire_bytes(wire: WireDtype, width: int, itemsize: int) -> int:
-    """Return the bytes of a row of ``width`` floats of ``itemsize`` bytes; not more than as it is."""
+    """Return the size in bytes of a row of ``width`` floats on the wire. It never grows."""
     bits = _BITS.get(wire, 8 * itemsize)
     return min(-(-bits * width // 8) + (4 if bits < 16 else 0), width * itemsize)
 
@@ -32,11 +32,12 @@ def wire_bytes(wire: WireDtype, width: int, itemsize: int) -> int:
 class RowCodec:
     """Encodes rows of ``row_shape`` floats in host memory.
 
-    As int8 or int4 a row is a scale, its largest absolute number as a float32, and codes of equal steps: from
-    minus that number to it, or from 0 in a row without negative numbers, whose scale is negative. Numbers are
-    rounded up or down by keyed draws whose mean is the number; zeros are exact. Errors are below a step,
-    1/127 or 1/7 of the largest; without negative numbers, 1/255 or 1/15. A row with a number that is not
-    finite becomes NaN. As bfloat16, numbers are rounded to the nearest.
+    As int8 or int4, a row is a scale and codes of equal steps. The scale is the largest absolute number as
+    float32. The codes range from minus that number to it. In a row without negative numbers they start from
+    0, and the scale is negative. Numbers are rounded up or down by keyed draws with the number as their mean.
+    Zeros are exact.
+    Errors are below a step: 1/127 or 1/7 of the largest number, or 1/255 or 1/15 without negative numbers. A
+    row with a number that is not finite becomes NaN. As bfloat16, numbers are rounded to the nearest.
     """
 
     bits: int
@@ -52,7 +53,7 @@ class RowCodec:
     def encode(self, rows: Tensor, out: Tensor, first: int) -> None:
         """Write the (n, *row_shape) ``rows`` of any float type to the (n, row_bytes) uint8 ``out``.
 
-        ``first`` is the number of the first one among all rows with this key.
+        ``first`` is the number of the first row among all rows with this key.
         """
         floats = rows.reshape(len(rows), math.prod(self.row_shape)).to(torch.float32)
         if self.bits == 16:
@@ -75,10 +76,10 @@ class RowCodec:
 
 
 def row_codec(wire: WireDtype, rows: Tensor, keys: Sequence[int]) -> RowCodec | None:
-    """Return the codec of ``rows``, equal for ranks that give the same dtype and row shape.
+    """Return the codec of ``rows``. It is equal on ranks with the same dtype and row shape.
 
-    ``keys`` are the seed, the step, and a number for everything else. None: the rows travel as they are,
-    because they are integers or would not be shorter.
+    ``keys`` are the seed, the step, and a number for everything else. The result is None if the rows travel
+    unchanged, because they are integers or would not get smaller.
     """
     shape, itemsize = tuple(rows.shape[1:]), rows.element_size()
     row_bytes = wire_bytes(wire, math.prod(shape), itemsize)
@@ -91,7 +92,7 @@ def row_codec(wire: WireDtype, rows: Tensor, keys: Sequence[int]) -> RowCodec | 
 
 @njit(cache=True, nogil=True)
 def _range(scale: float, bits: int) -> tuple[int, int]:
-    """Return the code of 0, and the steps from there to the largest number."""
+    """Return the code of 0, and the number of steps from there to the largest number."""
     zero = 0 if scale <= 0 else (1 << (bits - 1)) - 1
     return zero, zero or (1 << bits) - 1
 
@@ -102,8 +103,9 @@ def _encode(rows: Array, scales: Array, bits: int, stream: np.uint64, first: int
     for i in range(len(rows)):
         largest, key = abs(np.float64(scales[i])), item_key(stream, first + i)
         zero, steps = _range(scales[i], bits)
-        for j in range(rows.shape[1] if largest > 0 else 0):
-            # Draws are so far from 0 and 1 that rounding errors of the product do not leave the range.
+        num_columns = rows.shape[1] if largest > 0 else 0
+        for j in range(num_columns):
+            # Draws keep away from 0 and 1, so that rounding errors of the product stay within the range.
             draw = (np.float64(half_word(key, j)) + 0.5) * 2.0**-32
             code = zero + math.floor(rows[i, j] * (steps / largest) + draw)
             out[i, j * bits >> 3] |= np.uint8(code << (j * bits & 7))

@@ -1,6 +1,6 @@
-"""Collectives: sums, gathers, broadcasts, barriers, comparison of clocks; counted, and with a time limit.
+"""Counted collectives with a time limit: sums, gathers, broadcasts, barriers, and comparison of clocks.
 
-All ranks must call every function in the same order; on one rank it sends nothing.
+All ranks must call every function in the same order. On one rank nothing is sent.
 """
 
 import json
@@ -22,7 +22,7 @@ from dglx_dist.errors import ConfigError, DatasetError, DglxError, PeerError, St
 from dglx_dist.records import Array
 
 _MAX_STATUS_CHARS = 100
-"""Of the status that a rank reports and others compare with their own."""
+"""Maximum length of the status that a rank reports. Other ranks compare it with their own."""
 
 T = TypeVar("T")
 
@@ -36,11 +36,17 @@ def sum_over_ranks(
     in_place: bool = False,
     group: dist.ProcessGroup | None = None,
 ) -> Tensor:
-    """Sum ``tensor``, of equal shape and dtype on all ranks; every rank gets the same bits, without gradient.
+    """Return the sum of ``tensor`` over all ranks, without gradient. Collective.
 
-    Counted as a ring all-reduce, 2 (W - 1) / W of its bytes per rank, to the next rank. ``in_place``:
-    overwrite ``tensor``, which must be contiguous. ``group``: a process group of all ranks; None: the default
-    one. Raises PeerError when a rank is dead or silent.
+    Every rank gets the same bits. ``tensor`` has the same shape and dtype on all ranks. The ledger counts a
+    ring all-reduce: 2 (W - 1) / W of its bytes per rank, to the next rank.
+
+    Args:
+        in_place: Whether to overwrite ``tensor``, which must be contiguous.
+        group: Process group of all ranks. The default is the default group.
+
+    Raises:
+        PeerError: a rank is dead or silent.
     """
     total = tensor.detach() if in_place else tensor.detach().clone(memory_format=torch.contiguous_format)
     topology = session.topology
@@ -88,7 +94,7 @@ def gather_rows(
 def gather_json(value: object, session: Session) -> list[Any]:
     """Return the JSON values of all ranks, by rank; TypeError if ``value`` is none."""
     raw = np.frombuffer(json.dumps(value).encode(), np.uint8)
-    return [json.loads(one.tobytes()) for one in gather_arrays(raw, session)]
+    return [json.loads(row.tobytes()) for row in gather_arrays(raw, session)]
 
 
 def gather_arrays(local: Array, session: Session) -> list[Array]:
@@ -102,7 +108,7 @@ def gather_arrays(local: Array, session: Session) -> list[Array]:
 
 @final
 class SessionRanks(Ranks):
-    """The ranks of a session, which share a job on files that all of them see."""
+    """The ranks of a session, as workers on files that all of them see."""
 
     def __init__(self, session: Session) -> None:
         self._session = session
@@ -116,7 +122,7 @@ class SessionRanks(Ranks):
 
 
 def broadcast_json(value: object, session: Session, source: int = 0) -> Any:
-    """Return the JSON value of rank ``source``; the others' values are ignored."""
+    """Return the JSON value of rank ``source``. The values of other ranks are ignored."""
     topology = session.topology
     is_source = topology.rank == source
     raw = json.dumps(value).encode() if is_source or topology.world_size == 1 else b""
@@ -134,7 +140,7 @@ def broadcast_json(value: object, session: Session, source: int = 0) -> Any:
 
 
 def barrier(session: Session, what: str) -> None:
-    """Wait until every rank calls it; PeerError names missing or dead ranks. ``what`` is for messages."""
+    """Wait until every rank calls this. A PeerError names missing or dead ranks. ``what`` is for messages."""
     if session.store is not None:
         with report_status(session, what):
             session.store.barrier(what, check=lambda missing: session.raise_for_dead(missing, what))
@@ -142,7 +148,7 @@ def barrier(session: Session, what: str) -> None:
 
 @contextmanager
 def report_failed_peers(session: Session, name: str) -> Iterator[None]:
-    """Turn an error of torch.distributed inside the block into a PeerError that names the failed ranks."""
+    """Turn errors of torch.distributed in a ``with`` block into PeerErrors that name the failed ranks."""
     with report_status(session, name):
         try:
             yield
@@ -152,12 +158,12 @@ def report_failed_peers(session: Session, name: str) -> Iterator[None]:
 
 @contextmanager
 def report_status(session: Session, what: str) -> Iterator[None]:
-    """Set the status that this rank reports to others inside the block."""
-    before, session.rpc.status = session.rpc.status, what[:_MAX_STATUS_CHARS]
+    """Set the status that this rank reports to others in the ``with`` block."""
+    old_status, session.rpc.status = session.rpc.status, what[:_MAX_STATUS_CHARS]
     try:
         yield
     finally:
-        session.rpc.status = before
+        session.rpc.status = old_status
 
 
 def _next_rank(session: Session) -> int:
@@ -170,19 +176,19 @@ _ROUND_TRIPS = 20
 
 @dataclass(frozen=True, kw_only=True)
 class Clock:
-    """This rank's ``time.perf_counter()`` relative to rank 0's."""
+    """This rank's ``time.perf_counter()`` relative to the one of rank 0."""
 
     offset_s: float
-    """To add to a time of this rank for rank 0's."""
+    """Seconds to add to a time of this rank to get the time of rank 0."""
     error_s: float
-    """Largest error of ``offset_s`` when measured: half of the fastest round trip."""
+    """Largest error of ``offset_s`` at the time of the measurement: half of the fastest round trip."""
 
 
 def measure_clock(session: Session) -> Clock:
-    """Compare this rank's clock with rank 0's; collective, on one thread at a time.
+    """Compare this rank's clock with the clock of rank 0. Collective, on one thread at a time.
 
-    The fastest of 20 round trips counts: rank 0 read its clock within it, so the middle is wrong by at most
-    half of it. Clocks of machines then drift apart, usually by less than 10 us a second.
+    The fastest of 20 round trips counts. Rank 0 read its clock within it, so the middle is wrong by at most
+    half of it. Clocks of machines drift apart afterwards, usually by less than 10 us per second.
     """
     serves = session.topology.rank == 0
     if serves:
@@ -206,7 +212,7 @@ def measure_clock(session: Session) -> Clock:
 def raise_for_missing(
     session: Session, missing: Sequence[int], what: str, *, advice: str, late: bool
 ) -> None:
-    """Raise PeerError if one of the ranks ``missing``, that should have sent ``what``, failed or is dead.
+    """Raise PeerError if one of the ``missing`` ranks, which should send ``what``, failed or is dead.
 
     If time is up (``late``), raise for all of them, with ``advice`` as the remedy.
     """
@@ -226,40 +232,43 @@ def check_equal(
     session: Session,
     what: str,
     value: object,
-    remedy: str = "give all ranks the same",
+    remedy: str = "pass the same value on all ranks",
     error: type[DglxError] = ConfigError,
 ) -> None:
-    """Raise ``error`` on all ranks unless all call it with the same ``value``; collective.
+    """Raise ``error`` on all ranks unless all of them pass the same ``value``. Collective.
 
-    ``value`` is JSON and scalars of NumPy or torch; anything else counts by its ``repr``. Of a dictionary or
-    a list the message shows the first item that differs.
+    ``value`` consists of JSON values and scalars of NumPy or torch. Other objects count by their ``repr``.
+    For a dictionary or a list, the message shows the first item that differs.
     """
-    plain = json.loads(
-        json.dumps(value, default=lambda one: one.item() if hasattr(one, "item") else repr(one))
-    )
+
+    def convert(item: Any) -> Any:
+        return item.item() if hasattr(item, "item") else repr(item)
+
+    plain = json.loads(json.dumps(value, default=convert))
     check_values_equal(what, gather_json(plain, session), remedy, error)
 
 
 def run_on_all_ranks(session: Session, action: Callable[[], T], error: type[DglxError] = StorageError) -> T:
-    """Return what ``action``, which calls no collective, returns; when it raises on one rank, all raise.
+    """Return the result of ``action``. If it raises on one rank, all ranks raise. Collective.
 
-    Collective. The other ranks raise ``error`` with the failed rank and its message, and DatasetError where
-    that rank does.
+    ``action`` must not call a collective. The other ranks raise ``error`` with the failed rank and its
+    message, or DatasetError if the failed rank does.
     """
     problem, result = "", None
-    mine: Exception | None = None
+    own_error: Exception | None = None
     try:
         result = action()
-    except Exception as caught:  # noqa: BLE001
-        # Of any kind: a value of a wrong type on one rank must not leave the others waiting.
-        meant = isinstance(caught, DglxError | IndexError) and str(caught)
-        mine, problem = caught, str(caught) if meant else f"{type(caught).__name__}: {caught}"
+    except Exception as error_here:  # noqa: BLE001
+        # Catch every error. A value of a wrong type on one rank must not leave the others waiting.
+        is_explained = isinstance(error_here, DglxError | IndexError) and str(error_here)
+        own_error = error_here
+        problem = str(error_here) if is_explained else f"{type(error_here).__name__}: {error_here}"
     try:
-        problems = gather_json([problem, isinstance(mine, DatasetError)], session)
+        problems = gather_json([problem, isinstance(own_error, DatasetError)], session)
     finally:
-        if mine is not None:
-            raise mine
+        if own_error is not None:
+            raise own_error
     for rank, (text, is_of_data) in enumerate(problems):
         if text:
             raise (DatasetError if is_of_data else error)(f"rank {rank} on {session.hosts[rank]}: {text}")
-    return result  # type: ignore[return-value]  # set, since nothing was raised
+    return result  # type: ignore[return-value]  # It is set, because nothing was raised.

@@ -16,22 +16,21 @@ from dglx_dist.errors import ConfigError
 from dglx_dist.internals.pytorch import Copy
 
 AUTO = "auto"
-"""The request for a GPU where there is one that can be used, else the CPU."""
-_REMEDY = "take device='cpu', or 'auto' for a GPU only where there is one"
+"""Request for a GPU if one can be used, or else the CPU."""
+_REMEDY = "Use device='cpu', or 'auto' to get a GPU only if there is one."
 _NCCL = "cpu:gloo,cuda:nccl"
 
 
 def count_gpus() -> int:
-    """Return how many GPUs torch finds in this process."""
     return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 
 def use_gpu(number: int) -> str:
-    """Make a GPU the current one, compute on it, and return its identity; RuntimeError: it cannot compute."""
-    torch.cuda.set_device(number)  # the meaning of "cuda" without a number in the user's code
+    """Select a GPU, compute on it, and return its identity. Raise RuntimeError if it cannot compute."""
+    torch.cuda.set_device(number)  # This is what "cuda" without a number means in the user's code.
     torch.ones(1, device=torch.device("cuda", number)).add_(1).item()
-    found = getattr(torch.cuda.get_device_properties(number), "uuid", None)
-    return str(found or f"{socket.gethostname()}, cuda:{number}")
+    uuid = getattr(torch.cuda.get_device_properties(number), "uuid", None)
+    return str(uuid or f"{socket.gethostname()}, cuda:{number}")
 
 
 def is_built_for_gpus() -> bool:
@@ -45,192 +44,192 @@ def explain_missing_gpu() -> str:
 
 
 def check_device(device: object, name: str = "device") -> torch.device:
-    """Return ``device`` if this process has it; ConfigError, by the ``name`` of the option, otherwise."""
+    """Return ``device`` if this process has it. Otherwise raise ConfigError with ``name`` as the option."""
     try:
-        found = torch.device(device)  # type: ignore[call-overload]  # whatever the user gave
+        checked = torch.device(device)  # type: ignore[call-overload]  # any object of the user
     except (RuntimeError, TypeError) as error:
         raise ConfigError(
-            f"{name}={device!r} is no device; give 'cpu', 'cuda', or one as 'cuda:0'"
+            f"{name}={device!r} is not a device. Use 'cpu', 'cuda', or a GPU such as 'cuda:0'."
         ) from error
-    if found.type != "cuda":
-        return found
+    if checked.type != "cuda":
+        return checked
     count = count_gpus()
     if not count:
-        raise ConfigError(f"{name}={str(device)!r}, but {explain_missing_gpu()}; {_REMEDY}")
-    if (found.index or 0) >= count:
+        raise ConfigError(f"{name}={str(device)!r}, but {explain_missing_gpu()}. {_REMEDY}")
+    if (checked.index or 0) >= count:
         known = ", ".join(f"cuda:{number}" for number in range(count))
-        raise ConfigError(f"{name}={str(device)!r}, but this machine has {known}; take one of them")
-    return found
+        raise ConfigError(f"{name}={str(device)!r}, but this machine has {known}. Use one of them.")
+    return checked
 
 
-def _request(device: object, variable: str | None) -> tuple[str, object]:
-    # Its name in messages, and the value.
+def _select_request(device: object, variable: str | None) -> tuple[str, object]:
+    # Returns the name of the request in messages, and its value.
     return ("DGLX_DEVICE", variable) if variable and device in (None, AUTO) else ("device", device)
 
 
 def check_request(device: object, variable: str | None) -> torch.device | None:
-    """Return the device that a session is to have, None for ``auto``; ConfigError: there is none such.
+    """Return the device for a session, or None for ``auto``. Raise ConfigError if there is no such device.
 
-    ``variable`` is the value of DGLX_DEVICE, which stands for ``auto``.
+    ``variable`` is the value of DGLX_DEVICE, which replaces ``auto``.
     """
-    name, asked = _request(device, variable)
-    found = None if asked in (None, AUTO) else check_device(asked, name)
-    if found is not None and found.type not in ("cpu", "cuda"):
-        raise ConfigError(f"{name}={str(asked)!r}: ranks train on GPUs or CPUs; give auto, cuda or cpu")
-    return found
+    name, value = _select_request(device, variable)
+    requested = None if value in (None, AUTO) else check_device(value, name)
+    if requested is not None and requested.type not in ("cpu", "cuda"):
+        raise ConfigError(f"{name}={str(value)!r}: ranks train on GPUs or CPUs. Use auto, cuda or cpu.")
+    return requested
 
 
 @dataclass(frozen=True, kw_only=True)
 class RankDevice:
-    """The device that a rank has taken. JSON values."""
+    """The device of a rank, as JSON values."""
 
     name: str = "cpu"
     card: str = ""
-    """Identity of the GPU; "": the CPU."""
+    """Identity of the GPU, or "" for the CPU."""
     why: str = ""
-    """Why it is the CPU; "": it was asked for, or it is not."""
+    """Reason for the CPU, or "" if it was requested or the device is a GPU."""
     problem: str = ""
-    """Why the rank has not the device that it should have; "": it has."""
+    """Reason why the rank does not have its requested device, or ""."""
 
 
 def take_device(device: object, local_rank: int, variable: str | None = None) -> RankDevice:
-    """Take the device of :func:`check_request`, a GPU by the rank's number; an error is in the result."""
+    """Take the requested device, and choose a GPU by the rank's number. Errors are in the result."""
     try:
-        wanted = check_request(device, variable)
+        requested = check_request(device, variable)
     except ConfigError as error:
         return RankDevice(problem=str(error))
-    if wanted is not None and wanted.type == "cpu":
+    if requested is not None and requested.type == "cpu":
         return RankDevice()
     if not (count := count_gpus()):
         return RankDevice(why=explain_missing_gpu())
-    number = local_rank % count if wanted is None or wanted.index is None else wanted.index
+    number = local_rank % count if requested is None or requested.index is None else requested.index
     try:
         return RankDevice(name=f"cuda:{number}", card=use_gpu(number))
     except RuntimeError as error:
         unusable = f"cuda:{number} cannot be used ({str(error).splitlines()[0]})"
-    if wanted is None:
+    if requested is None:
         return RankDevice(why=unusable)
-    name, asked = _request(device, variable)
-    return RankDevice(problem=f"{name}={str(asked)!r}: {unusable}; see nvidia-smi, or {_REMEDY}")
+    name, value = _select_request(device, variable)
+    return RankDevice(problem=f"{name}={str(value)!r}: {unusable}. See nvidia-smi. {_REMEDY}")
 
 
 def choose_backend(ranks: Sequence[RankDevice], hosts: Sequence[str], backend: str | None) -> str:
-    """Return the backend for the (W,) devices of all ranks; ``backend`` is the user's.
+    """Return the backend for the (W,) devices of all ranks. ``backend`` is the choice of the user.
 
-    ConfigError: a rank has not the device that it should have, only some have a GPU, or NCCL is asked for
-    where ranks share one.
+    Raises ConfigError if a rank does not have its requested device, only some ranks have a GPU, or NCCL is
+    requested although ranks share a GPU.
     """
-    for rank, one in enumerate(ranks):
-        if one.problem:
+    for rank, device in enumerate(ranks):
+        if device.problem:
             where = f"rank {rank} on {hosts[rank]}: " if len(ranks) > 1 else ""
-            raise ConfigError(where + one.problem)
-    without = next((rank for rank, one in enumerate(ranks) if not one.card), None)
-    having = next((rank for rank, one in enumerate(ranks) if one.card), None)
-    if without is not None and having is not None:
+            raise ConfigError(where + device.problem)
+    on_cpu = [rank for rank, device in enumerate(ranks) if not device.card]
+    on_gpu = [rank for rank, device in enumerate(ranks) if device.card]
+    if on_cpu and on_gpu:
+        gpu_rank, cpu_rank = on_gpu[0], on_cpu[0]
         raise ConfigError(
-            f"ranks have different devices: rank {having} on {hosts[having]} has {ranks[having].name}, rank "
-            f"{without} on {hosts[without]} the CPU ({ranks[without].why or 'as asked for'}); give every "
-            "rank a GPU, or device='cpu' to all"
+            f"ranks have different devices: rank {gpu_rank} on {hosts[gpu_rank]} has {ranks[gpu_rank].name}, "
+            f"rank {cpu_rank} on {hosts[cpu_rank]} has the CPU ({ranks[cpu_rank].why or 'as requested'}). "
+            "Give every rank a GPU, or pass device='cpu' to all."
         )
-    shares = len({one.card for one in ranks}) < len(ranks)
+    shares = len({device.card for device in ranks}) < len(ranks)
     if backend is not None:
-        if shares and having is not None and "nccl" in backend:
+        if shares and on_gpu and "nccl" in backend:
             raise ConfigError(
-                f"backend={backend!r}, but ranks share a GPU, which NCCL does not support; leave backend out"
+                f"backend={backend!r}, but ranks share a GPU, which NCCL does not support. Leave backend out."
             )
         return backend
-    return "gloo" if shares or having is None or not dist.is_nccl_available() else _NCCL
+    return "gloo" if shares or not on_gpu or not dist.is_nccl_available() else _NCCL
 
 
 def describe(ranks: Sequence[RankDevice], hosts: Sequence[str], backend: str) -> str:
-    """Return one line: the devices of all ranks, how rows go between them, and why."""
-    names, machines = list(dict.fromkeys(one.name for one in ranks)), len(set(hosts))
-    shown = names[0] if len(names) == 1 else f"{names[0]} to {names[-1]}"
+    """Return one line about the devices of all ranks, how rows travel between them, and why."""
+    names, machines = list(dict.fromkeys(device.name for device in ranks)), len(set(hosts))
+    devices = names[0] if len(names) == 1 else f"{names[0]} to {names[-1]}"
     who = "1 rank" if len(ranks) == 1 else f"{len(ranks)} ranks"
     who += f" on {machines} machines" if machines > 1 else ""
-    if len({one.card for one in ranks}) < len(ranks) and ranks[0].card:
-        return f"{who} share {shown}: rows go through host memory by gloo"
+    if len({device.card for device in ranks}) < len(ranks) and ranks[0].card:
+        return f"{who} share {devices}: rows go through host memory by gloo"
     by = "NCCL" if ranks[0].card and "nccl" in backend else "gloo"
     how = "" if len(ranks) == 1 else f", {by}"
-    return f"{who}, {shown}{how}" + (f": {ranks[0].why}" if ranks[0].why else "")
+    return f"{who}, {devices}{how}" + (f": {ranks[0].why}" if ranks[0].why else "")
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait until ``device`` has computed all that was submitted to it."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 def get_device_memory(device: torch.device) -> int:
-    """Return the bytes of the GPU's memory; 0 on the CPU."""
+    """Return the size in bytes of the GPU's memory, or 0 on the CPU."""
     return torch.cuda.mem_get_info(device)[1] if device.type == "cuda" else 0
 
 
 T = TypeVar("T")
 
 
-def resolve_device(given: torch.device | str | None, own: torch.device) -> torch.device:
-    """Return the device that ``given`` names on a rank whose own is ``own``; None: that one.
+def resolve_device(requested: torch.device | str | None, own: torch.device) -> torch.device:
+    """Return the ``requested`` device on a rank with device ``own``. The default is ``own``.
 
-    ConfigError: it is no device, or this machine does not have it.
+    Raises ConfigError if it is not a device, or this machine does not have it.
     """
-    if given is None:
+    if requested is None:
         return own
-    device = check_device(given)
+    device = check_device(requested)
     if device.index is None and device.type == own.type:
         return own
-    # On another thread than this one, "cuda" without an index would mean the first one.
+    # On another thread than this one, "cuda" without an index would mean the first GPU.
     has_index = device.index is not None or device.type != "cuda"
     return device if has_index else torch.device("cuda", torch.cuda.current_device())
 
 
 @final
 class Streams:
-    """The stream of copies of one GPU, and page-locked memory. Thread-safe; tests have them for CPUs."""
+    """The copy stream of one GPU, and page-locked memory. Thread-safe. Tests replace it on CPUs."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # torch leaves it bare
 
-    def copying(self) -> AbstractContextManager[Any]:
-        """Make the stream of copies, and its device, the current ones of this thread."""
+    def use(self) -> AbstractContextManager[Any]:
+        """Make the copy stream and its device the current ones of this thread in a ``with`` block."""
         return torch.cuda.stream(self._stream)
 
     def pin(self, tensor: Tensor) -> Tensor:
-        """Return ``tensor`` in page-locked memory: itself if it lies there."""
         return tensor.pin_memory()
 
     def copy(self, pinned: Tensor) -> Tensor:
-        """Begin to copy to the device, on the current stream."""
         return pinned.to(self._device, non_blocking=True)
 
-    def event(self) -> torch.cuda.Event:
-        """Return the end of the work that the stream of copies has so far."""
+    def record_event(self) -> torch.cuda.Event:
         return self._stream.record_event()
 
     def wait(self, event: torch.cuda.Event, tensors: Sequence[Tensor]) -> None:
-        """Let later work of the current stream wait for ``event``, and ``tensors`` live until it is done."""
+        """Let later work of the current stream wait for ``event``.
+
+        Keep ``tensors`` alive until it is done.
+        """
         current = torch.cuda.current_stream(self._device)
         current.wait_event(event)
         for tensor in tensors:
-            # Else its memory could be given to a later copy while this stream still computes with it.
+            # Otherwise a later copy could get this memory while the current stream still computes with it.
             tensor.record_stream(current)
 
 
 @final
 class CopyStream:
-    """Copies the tensors of batches to a device beside its computation. Thread-safe; the host never waits."""
+    """Copies the tensors of batches to a device beside its computation. The host never waits. Thread-safe."""
 
     def __init__(self, streams: Streams) -> None:
         self._streams = streams
         self._lock = threading.Lock()
         self._in_flight: deque[tuple[Any, list[Tensor]]] = deque()
-        """The sources of copies, kept until these are done: their memory may be used again afterwards."""
+        """Sources of copies. They are kept until the copies are done, and then their memory may be reused."""
 
     def copy_async(self, move: Callable[[Copy], T]) -> tuple[T, Callable[[], None]]:
-        """Return what ``move`` makes with a function that copies tensors, and what its consumer must call.
+        """Call ``move`` with a function that copies tensors. Return its result and a function to call.
 
-        The consumer calls that once, on its own thread and stream, before it uses the copies.
+        The consumer calls that function once, on its own thread and stream, before it uses the copies.
         """
         sources: list[Tensor] = []
         copies: list[Tensor] = []
@@ -240,18 +239,18 @@ class CopyStream:
             copies.append(self._streams.copy(sources[-1]))
             return copies[-1]
 
-        with self._streams.copying():
+        with self._streams.use():
             try:
-                moved = move(copy)
+                result = move(copy)
             finally:
-                done = self._streams.event()
+                done = self._streams.record_event()
                 self._keep(done, sources)
 
         def arrive() -> None:
             self._streams.wait(done, copies)
             copies.clear()
 
-        return moved, arrive
+        return result, arrive
 
     def _keep(self, done: Any, sources: list[Tensor]) -> None:
         with self._lock:
@@ -261,14 +260,14 @@ class CopyStream:
 
 
 def open_copy_stream(device: torch.device) -> CopyStream | None:
-    """Return what copies the batches of one loader to ``device``; None: no streams are used for it."""
+    """Return the copy stream for the batches of one loader, or None if ``device`` needs no stream."""
     return CopyStream(Streams(device)) if device.type == "cuda" else None
 
 
 def copy_async(
     copies: CopyStream | None, device: torch.device, move: Callable[[Copy], T]
 ) -> tuple[T, Callable[[], None] | None]:
-    """:meth:`CopyStream.copy_async`, or without ``copies`` at once: then there is nothing to call."""
+    """Call :meth:`CopyStream.copy_async`, or copy at once if there is no stream."""
     return (move(lambda tensor: tensor.to(device)), None) if copies is None else copies.copy_async(move)
 
 
@@ -276,8 +275,8 @@ def is_on_host(tensor: Tensor) -> bool:
     return tensor.device.type == "cpu"
 
 
-def to_host(rows: Tensor) -> tuple[Tensor, Callable[[], None] | None]:
-    """Return ``rows`` contiguous in host memory, and what waits until they have arrived; None: they have."""
+def start_copy_to_host(rows: Tensor) -> tuple[Tensor, Callable[[], None] | None]:
+    """Return ``rows`` contiguous in host memory, and a function that waits for the copy if one is running."""
     if rows.device.type != "cuda":
         return rows.contiguous().cpu(), None
     host = allocate_host_memory(rows.shape, rows)
@@ -287,7 +286,7 @@ def to_host(rows: Tensor) -> tuple[Tensor, Callable[[], None] | None]:
 
 def copy_to_host(tensors: Sequence[Tensor]) -> list[Tensor]:
     """Return contiguous tensors in host memory. All copies begin before the first one is waited for."""
-    copies = [to_host(one) for one in tensors]
+    copies = [start_copy_to_host(tensor) for tensor in tensors]
     for _, arrive in copies:
         if arrive is not None:
             arrive()
@@ -295,8 +294,8 @@ def copy_to_host(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 def allocate_host_memory(shape: Sequence[int], like: Tensor) -> Tensor:
-    """Return new host memory of the dtype of ``like``, page-locked if that is on a GPU.
+    """Return new host memory with the dtype of ``like``, page-locked if ``like`` is on a GPU.
 
-    Torch lends page-locked memory again once copies from it are done.
+    Torch reuses page-locked memory once copies from it are done.
     """
     return torch.empty(tuple(shape), dtype=like.dtype, pin_memory=like.device.type == "cuda")

@@ -1,12 +1,13 @@
 """Endpoints beside one-sided calls: a TCP connection per pair of ranks, and access for external clients.
 
-The connections carry large messages that both ends expect. Ranks exchange addresses by one-sided calls, and
-prove to each other that they know a key of the pair, which is sent nowhere. Data is not encrypted: with
-``DGLX_CURVE`` rows go by one-sided calls (see exchange.py).
+The connections carry large messages that both ends expect. Ranks exchange addresses by one-sided calls. They
+prove to each other that they know a key of the pair, which is never sent. Data is not encrypted. With
+``DGLX_CURVE``, rows are sent by one-sided calls instead (see exchange.py).
 
-External clients, such as stateless workers, have their own secret, port and handlers. Their secret may
-be stored where the job's must not, as in the events of a functions service: it gives no access to the ranks'
-port, and their port serves only what was registered for clients (see :meth:`Rpc.register`).
+External clients, such as stateless workers, have their own secret, port and handlers. Their secret gives no
+access to the port of the ranks, so it may be stored in places that must not know the job's secret, such as
+the events of a functions service. Their port serves only operations that are registered for clients (see
+:meth:`Rpc.register`).
 """
 
 from __future__ import annotations
@@ -43,14 +44,14 @@ _HELLO = struct.Struct("!8sI32s")
 _MAGIC = b"dglxstr1"
 _NONCE_BYTES = _PROOF_BYTES = 32
 _HANDSHAKE_S = 5.0
-"""For each of the two messages of an unauthenticated connection, which blocks the next one meanwhile."""
+"""Time limit of each of the two messages of a handshake. The next connection waits meanwhile."""
 _CHECK_EVERY_S = 1.0
 
 
 def open_streams(session: Session) -> dict[int, socket.socket]:
-    """Return a new non-blocking connection to every other rank, by rank; collective.
+    """Return a new non-blocking connection to every other rank, by rank. Collective.
 
-    PeerError names a rank that is dead or did not connect within the time-out.
+    Raises PeerError if a rank is dead or did not connect within the time limit. The message names it.
     """
     rank, world_size = session.topology.rank, session.topology.world_size
     if world_size == 1:
@@ -59,49 +60,49 @@ def open_streams(session: Session) -> dict[int, socket.socket]:
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     with ExitStack() as undo:
         listener = undo.enter_context(socket.create_server((address, 0), family=family, backlog=world_size))
-        offers = {peer: _key(session, rank, peer) for peer in range(rank + 1, world_size)}
-        where: list[Array] = [
+        offers = {peer: _derive_pair_key(session, rank, peer) for peer in range(rank + 1, world_size)}
+        own_address: list[Array] = [
             np.frombuffer(address.encode(), np.uint8),
             np.array([listener.getsockname()[1]]),
         ]
-        session.rpc.register(_OFFER, lambda _name, _arrays: where)
+        session.rpc.register(_OFFER, lambda _name, _arrays: own_address)
         undo.callback(session.rpc.unregister, _OFFER)
         barrier(session, _OPENING)
-        connected: dict[int, socket.socket] = {}
+        connections: dict[int, socket.socket] = {}
         closing = undo.enter_context(ExitStack())
         for peer in range(rank):
-            connected[peer] = closing.enter_context(_connect(session, peer))
-        while missing := [peer for peer in offers if peer not in connected]:
+            connections[peer] = closing.enter_context(_connect(session, peer))
+        while missing := [peer for peer in offers if peer not in connections]:
             peer, accepted = _accept(session, listener, offers, missing)
-            connected[peer] = closing.enter_context(accepted)
-        # No rank may withdraw its offer before all have it, nor fail alone.
+            connections[peer] = closing.enter_context(accepted)
+        # No rank may withdraw its offer before all have read it, or fail alone.
         barrier(session, _OPENING)
         closing.pop_all()
-    for one in connected.values():
-        one.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        one.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        one.setblocking(False)
-    return connected
+    for connection in connections.values():
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        connection.setblocking(False)
+    return connections
 
 
-def _key(session: Session, listens: int, connects: int) -> bytes:
+def _derive_pair_key(session: Session, listens: int, connects: int) -> bytes:
     assert session.store is not None
     return derive_key(session.store.key, "stream", listens, connects)
 
 
 def _connect(session: Session, peer: int) -> socket.socket:
     rank = session.topology.rank
-    where, port = session.rpc.call(peer, _OFFER, "", [], phase=CONTROL)
-    address = where.tobytes().decode()
+    encoded, port = session.rpc.call(peer, _OFFER, "", [], phase=CONTROL)
+    address = encoded.tobytes().decode()
     with ExitStack() as undo:
         try:
             connection = socket.create_connection((address, int(port[0])), timeout=session.timeout_s)
-            show(undo.enter_context(connection), rank, _key(session, peer, rank))
+            prove_rank(undo.enter_context(connection), rank, _derive_pair_key(session, peer, rank))
         except OSError as error:
             raise PeerError(
                 f"rank {rank} cannot connect to rank {peer} on {session.hosts[peer]} at {address}:{port[0]} "
-                f"({error}); every rank must reach every other one: is a firewall between them, or that rank "
-                "dead?"
+                f"({error}). Every rank must reach every other rank. Check whether a firewall is between "
+                "them, or whether that rank is dead."
             ) from error
         undo.pop_all()
     return connection
@@ -120,7 +121,7 @@ def _accept(
             continue
         connection.settimeout(_HANDSHAKE_S)
         try:
-            peer = admit(connection, {rank: offers[rank] for rank in missing})
+            peer = authenticate(connection, {rank: offers[rank] for rank in missing})
         except OSError as error:
             log.warning("refused a connection from %s: %s", address[0], error)
             connection.close()
@@ -128,51 +129,54 @@ def _accept(
             return peer, connection
     names = ", ".join(f"rank {peer} on {session.hosts[peer]}" for peer in missing)
     raise PeerError(
-        f"{names} did not connect within {session.timeout_s:g} s; look at their output, or raise timeout_s "
-        "(DGLX_TIMEOUT)"
+        f"{names} did not connect within {session.timeout_s:g} s. Look at their output, or raise timeout_s "
+        "(DGLX_TIMEOUT)."
     )
 
 
-def show(connection: socket.socket, rank: int, secret: bytes) -> None:
-    """Prove to the listening end that this is ``rank``; OSError if the other end does not know ``secret``."""
+def prove_rank(connection: socket.socket, rank: int, secret: bytes) -> None:
+    """Prove to the listening end that this is ``rank``. Raise OSError if it does not know ``secret``."""
     local = secrets.token_bytes(_NONCE_BYTES)
     connection.sendall(_HELLO.pack(_MAGIC, rank, local))
     answer = _read(connection, _NONCE_BYTES + _PROOF_BYTES)
     remote, proof = answer[:_NONCE_BYTES], answer[_NONCE_BYTES:]
-    if not hmac.compare_digest(proof, _proof(secret, b"listens", local, remote)):
+    if not hmac.compare_digest(proof, _make_proof(secret, b"listens", local, remote)):
         raise ConnectionRefusedError("it does not know this job's secret")
-    connection.sendall(_proof(secret, b"connects", local, remote))
+    connection.sendall(_make_proof(secret, b"connects", local, remote))
 
 
-def admit(connection: socket.socket, offers: Mapping[int, bytes]) -> int:
-    """Authenticate the other end as one of the ranks in ``offers``, and return it; OSError if it is none."""
+def authenticate(connection: socket.socket, offers: Mapping[int, bytes]) -> int:
+    """Return the rank of the other end, which must be one of the ranks in ``offers``.
+
+    Otherwise raise OSError.
+    """
     magic, rank, remote = _HELLO.unpack(_read(connection, _HELLO.size))
     if magic != _MAGIC or rank not in offers:
         raise ConnectionRefusedError("it does not speak this job's protocol")
     local = secrets.token_bytes(_NONCE_BYTES)
-    connection.sendall(local + _proof(offers[rank], b"listens", remote, local))
+    connection.sendall(local + _make_proof(offers[rank], b"listens", remote, local))
     proof = _read(connection, _PROOF_BYTES)
-    if not hmac.compare_digest(proof, _proof(offers[rank], b"connects", remote, local)):
+    if not hmac.compare_digest(proof, _make_proof(offers[rank], b"connects", remote, local)):
         raise ConnectionRefusedError("it does not know this job's secret")
     return int(rank)
 
 
-def _proof(secret: bytes, role: bytes, connecting: bytes, listening: bytes) -> bytes:
+def _make_proof(secret: bytes, role: bytes, connecting: bytes, listening: bytes) -> bytes:
     return hmac.digest(secret, role + connecting + listening, "sha256")
 
 
 def _read(connection: socket.socket, size: int) -> bytes:
-    """Read within the connection's time-out, which holds for all of it: others come byte by byte."""
-    read, limit_s = b"", connection.gettimeout() or 0.0
+    # The time limit holds for the whole message, because a stranger may send it byte by byte.
+    data, limit_s = b"", connection.gettimeout() or 0.0
     deadline = time.monotonic() + limit_s
-    while len(read) < size:
+    while len(data) < size:
         connection.settimeout(max(deadline - time.monotonic(), 1e-3))
-        piece = connection.recv(size - len(read))
+        piece = connection.recv(size - len(data))
         if not piece:
             raise ConnectionResetError("it closed the connection")
-        read += piece
+        data += piece
     connection.settimeout(limit_s)
-    return read
+    return data
 
 
 @final
@@ -183,26 +187,26 @@ class ClientAccess:
     addresses: Mapping[int, PeerAddress]
     """Client endpoints by rank."""
     credentials: Credentials
-    """For clients of this rank: a secret of the job for clients only, and with ``DGLX_CURVE`` a key pair that
-    only the client endpoints accept."""
+    """Credentials for clients of this rank: a secret of the job for clients only, and with ``DGLX_CURVE`` a
+    key pair that only the client endpoints accept."""
 
 
 def open_client_access(session: Session, interface: str = "") -> ClientAccess:
-    """Return the access for external clients; the first call is collective, later ones return the same.
+    """Return the access for external clients. The first call is collective, and later calls return the same.
 
-    A session of one rank listens on ``interface`` (ConfigError if there is none; "": clients are on this
-    machine), several ranks where they listen to each other.
+    A session of one rank listens on ``interface``, or for clients on this machine by default. Several ranks
+    listen where they listen to each other. Raises ConfigError if there is no such interface.
     """
-    kept = _CLIENT_ACCESS.get(session)
-    if kept is not None:
-        return kept
+    access = _CLIENT_ACCESS.get(session)
+    if access is not None:
+        return access
     address = session.rpc.address or (
         find_interface_address(interface, "option interface") if interface else "127.0.0.1"
     )
     credentials, addresses = open_endpoints(
         (lambda _, value: [value]) if session.store is None else session.store.exchange,
         session.hosts,
-        lambda served: session.rpc.listen_to_clients(address, served),
+        lambda credentials: session.rpc.listen_to_clients(address, credentials),
         secret=secrets.token_bytes(32) if session.store is None else session.store.key,
         encrypted=read_settings().curve,
         for_clients=True,

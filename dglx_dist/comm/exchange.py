@@ -1,7 +1,7 @@
-"""Exchange of rows between ranks that expect each other's: one interface over streams, calls and NCCL.
+"""Exchange of rows between ranks that expect them: one interface over streams, calls and NCCL.
 
-Which one is used where, and the measurement behind it: docs/design/contracts.md, "Exchanges". What a rank
-does not expect, or whose size it does not know, is sent by one-sided calls (rpc.py, mailbox.py).
+docs/design/contracts.md, "Exchanges", tells which one is used where, and shows the measurement behind it.
+Messages that a rank does not expect, or of unknown size, are sent by one-sided calls (rpc.py, mailbox.py).
 """
 
 import math
@@ -35,7 +35,7 @@ from dglx_dist.records import Array
 
 @final
 class ReusableBuffer:
-    """Host memory for one tensor at a time, of any shape and dtype; grows, never shrinks.
+    """Host memory for one tensor at a time, of any shape and dtype. It grows and never shrinks.
 
     Page faults of new memory cost more than copying into it. The next :meth:`take` invalidates the last
     tensor.
@@ -47,7 +47,7 @@ class ReusableBuffer:
     def take(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         num_bytes = math.prod(shape) * dtype.itemsize
         if num_bytes > self._bytes.numel():
-            # Frees the old memory first, or both would add to the peak.
+            # Free the old memory first. Otherwise both would add to the peak.
             self._bytes = torch.empty(0, dtype=torch.uint8)
             self._bytes = torch.empty(num_bytes, dtype=torch.uint8)
         return self._bytes[:num_bytes].view(dtype).view(tuple(shape))
@@ -58,7 +58,7 @@ def _flat(tensor: Tensor) -> Tensor:
 
 
 def view_bytes(tensor: Tensor) -> memoryview:
-    """View a contiguous CPU tensor without gradient as its bytes, writable; no copy."""
+    """View a contiguous CPU tensor without gradient as its writable bytes, without a copy."""
     return _flat(tensor).numpy().data
 
 
@@ -68,9 +68,9 @@ class Outgoing:
 
     rank: int
     rows: Tensor
-    """Contiguous."""
+    """Contiguous rows."""
     pieces: Iterator[Tensor] | None = None
-    """The parts of ``rows``, in order, each filled when it is reached; None: all are filled."""
+    """Parts of ``rows`` in order. Each is filled when it is reached. None means that all are filled."""
 
 
 @dataclass(kw_only=True)
@@ -79,35 +79,36 @@ class Incoming:
 
     rank: int
     rows: Tensor
-    """Contiguous; filled by the exchange."""
+    """Contiguous rows, which the exchange fills."""
     num_arrived: int = 0
-    """Bytes received so far."""
+    """Number of bytes received so far."""
 
 
 _ENCODED_ROWS = 1 << 12
 
 Wait: TypeAlias = Callable[..., list[Tensor]]
-"""(local work in small steps, done while bytes are in transit; default none) to each incoming message's rows.
+"""Function that waits, and returns the rows of each incoming message.
 
-Call it once, on the thread that posted. The work yields True if it can continue at once, False if it needs
-more of the incoming messages.
+Its argument is an iterator of local work in small steps, which is done while bytes are in transit. The work
+yields True if it can continue at once, and False if it needs more of the incoming messages. Call the function
+once, on the thread that posted.
 
-PeerError: a peer is dead, silent for the time-out, or at another exchange; it is named. ConfigError: another
-thread runs an exchange on streams.
+PeerError: a peer is dead, silent for too long, or at another exchange. The message names it. ConfigError:
+another thread runs an exchange on streams.
 """
 
 
 class Exchange(ABC):
-    """Sends rows to ranks that expect them, and receives theirs.
+    """Sends rows to ranks that expect them, and receives rows from them.
 
     The peers post the same exchanges in the same order. Rows travel in their dtype, or as the codes of a
-    :class:`RowCodec`, which are made and read piece by piece while others are in transit.
+    :class:`RowCodec`, which are encoded and decoded piece by piece while others are in transit.
     """
 
     def __init__(self, session: Session) -> None:
         self.session = session
         self.waited_s = 0.0
-        """Time spent in waiting, with the local work there."""
+        """Seconds spent in waiting, including the local work there."""
 
     def post(
         self,
@@ -125,35 +126,39 @@ class Exchange(ABC):
         Messages without bytes are skipped on both sides. The rows must not change until the end of the wait.
 
         Args:
-            outgoing, incoming: At most one message per peer.
-            name: Of the exchange, for errors and traces, equal on both sides; at most 32 bytes, on streams.
-            phase, layer: For the ledger; phase None: not counted.
+            outgoing, incoming: Messages, at most one per peer.
+            name: Name of the exchange for errors and traces, equal on both sides. At most 32 bytes on
+                streams.
+            phase, layer: Entries of the ledger. Without a phase, nothing is counted.
             batch: Number of the mini-batch, for traces.
-            codec: Narrower form of the rows, which are in host memory; None: they travel as they are.
+            codec: Codec of the rows, which are in host memory. None means that they travel unchanged.
 
         Raises:
             PeerError: a peer is dead, or the session is closed.
         """
-        sent = [one for one in outgoing if one.rows.numel()]
-        due = codes = [one for one in incoming if one.rows.numel()]
+        messages = [message for message in outgoing if message.rows.numel()]
+        due = codes = [message for message in incoming if message.rows.numel()]
         if codec is not None:
             rank = self.session.topology.rank
-            sent = [_encoded(codec, one, (rank << 12 | one.rank) << 36) for one in sent]
-            codes = [replace(one, rows=codec.empty(one.rows)) for one in due]
-            # Or ranks of other types might read codes as rows.
+            messages = [_encode(codec, message, (rank << 12 | message.rank) << 36) for message in messages]
+            codes = [replace(message, rows=codec.empty(message.rows)) for message in due]
+            # Without this, ranks with other dtypes might read codes as rows.
             name = f"{name}, {codec.bits} bits x {math.prod(codec.row_shape)}"
-        for one in sent if phase is not None else ():
-            self.session.ledger.add(phase or "", layer, self.session.topology.rank, one.rank, one.rows.nbytes)
-        finish = self._post(sent, codes, name, batch)
+        if phase is not None:
+            own_rank = self.session.topology.rank
+            for message in messages:
+                self.session.ledger.add(phase, layer, own_rank, message.rank, message.rows.nbytes)
+        finish = self._post(messages, codes, name, batch)
 
         def wait(meanwhile: Iterable[bool] = ()) -> list[Tensor]:
             started = time.perf_counter()
+            work = iter(meanwhile)
             try:
                 with report_failed_peers(self.session, name):
-                    finish(iter(meanwhile) if codec is None else _decoded(codec, codes, due, iter(meanwhile)))
+                    finish(work if codec is None else _decode_arrived(codec, codes, due, work))
             finally:
                 self.waited_s += time.perf_counter() - started
-            return [one.rows for one in incoming]
+            return [message.rows for message in incoming]
 
         return wait
 
@@ -161,56 +166,56 @@ class Exchange(ABC):
     def _post(
         self, outgoing: Sequence[Outgoing], incoming: Sequence[Incoming], name: str, batch: int | None
     ) -> Callable[[Iterator[bool]], None]:
-        """Post messages with bytes; return what does the work and waits; it raises RuntimeError."""
+        """Post messages with bytes. Return a function that works and waits, which may raise RuntimeError."""
 
 
-def _encoded(codec: RowCodec, message: Outgoing, first: int) -> Outgoing:
+def _encode(codec: RowCodec, message: Outgoing, first: int) -> Outgoing:
     codes, starts = codec.empty(message.rows), range(0, len(message.rows), _ENCODED_ROWS)
 
     def pieces() -> Iterator[Tensor]:
-        done = 0
-        for rows in message.pieces or (message.rows[at : at + _ENCODED_ROWS] for at in starts):
-            piece = codes[done : done + len(rows)]
-            codec.encode(rows, piece, first + done)
-            done += len(rows)
+        num_encoded = 0
+        for rows in message.pieces or (message.rows[start : start + _ENCODED_ROWS] for start in starts):
+            piece = codes[num_encoded : num_encoded + len(rows)]
+            codec.encode(rows, piece, first + num_encoded)
+            num_encoded += len(rows)
             yield piece
 
     return replace(message, rows=codes, pieces=pieces())
 
 
-def _decoded(
+def _decode_arrived(
     codec: RowCodec, codes: Sequence[Incoming], due: Sequence[Incoming], work: Iterator[bool]
 ) -> Iterator[bool]:
-    """Fill ``due`` with what has arrived of its ``codes``, beside ``work``, which waits for ``due``."""
+    """Fill ``due`` from the arrived part of its ``codes``, beside ``work``, which waits for ``due``."""
     while True:
-        progress = False
-        for one, part in zip(due, codes, strict=True):
-            row_bytes = one.rows.nbytes // len(one.rows)
-            done, ready = one.num_arrived // row_bytes, part.num_arrived // codec.row_bytes
-            one.rows[done:ready] = codec.decode(part.rows[done:ready])
-            one.num_arrived = ready * row_bytes
-            progress |= ready > done
-        more = next(work, None)
-        if more is None and all(one.num_arrived == one.rows.nbytes for one in due):
+        has_progress = False
+        for message, encoded in zip(due, codes, strict=True):
+            row_bytes = message.rows.nbytes // len(message.rows)
+            first, end = message.num_arrived // row_bytes, encoded.num_arrived // codec.row_bytes
+            message.rows[first:end] = codec.decode(encoded.rows[first:end])
+            message.num_arrived = end * row_bytes
+            has_progress |= end > first
+        can_work = next(work, None)
+        if can_work is None and all(message.num_arrived == message.rows.nbytes for message in due):
             return
-        yield progress or bool(more)
+        yield has_progress or bool(can_work)
 
 
 @final
 class DeviceExchange(Exchange):
-    """By torch.distributed between the accelerators of ranks. Every rank must construct it.
+    """Exchanges rows by torch.distributed between the accelerators of ranks. Every rank must construct it.
 
     Messages leave at once, in the order of the posts, which must be equal on all ranks. Later work on the
-    device's current stream waits for the rows; the host does not. Sizes are not compared.
+    current stream of the device waits for the rows, but the host does not. Sizes are not compared.
     """
 
     def __init__(self, session: Session, device: torch.device) -> None:
         super().__init__(session)
         self._in_use = threading.Lock()
         with report_failed_peers(session, "opening of connections between accelerators"):
-            # Of its own: between the sums of gradients, a message has no place that is equal on all ranks.
+            # It has its own group, because messages have no common order with the sums of gradients.
             self._group = dist.new_group(timeout=timedelta(seconds=session.timeout_s))
-            # All ranks must create the communicator together; later not all of them have messages.
+            # All ranks must create the communicator together, and later only some of them have messages.
             dist.all_reduce(torch.zeros(1, device=device), group=self._group)
 
     def _post(
@@ -218,17 +223,21 @@ class DeviceExchange(Exchange):
     ) -> Callable[[Iterator[bool]], None]:
         begin = time.perf_counter()
         with report_failed_peers(self.session, name), self._in_use:
-            _fill(outgoing)
-            ops = [dist.P2POp(dist.isend, _flat(one.rows), one.rank, self._group) for one in outgoing]
-            ops += [dist.P2POp(dist.irecv, _flat(one.rows), one.rank, self._group) for one in incoming]
-            posted = dist.batch_isend_irecv(ops) if ops else []
+            _fill_pieces(outgoing)
+            ops = [
+                dist.P2POp(dist.isend, _flat(message.rows), message.rank, self._group) for message in outgoing
+            ]
+            ops += [
+                dist.P2POp(dist.irecv, _flat(message.rows), message.rank, self._group) for message in incoming
+            ]
+            requests = dist.batch_isend_irecv(ops) if ops else []
 
         def finish(work: Iterator[bool]) -> None:
-            # What needs no message comes first, beside their transfer.
+            # Work that needs no message is done first, while the messages travel.
             while next(work, False):
                 pass
-            for one in posted:
-                one.wait()
+            for request in requests:
+                request.wait()
             for message in incoming:
                 message.num_arrived = message.rows.nbytes
             for _ in work:
@@ -240,7 +249,7 @@ class DeviceExchange(Exchange):
 
 
 def open_devices(session: Session) -> DeviceExchange | None:
-    """Return the exchange between the ranks' accelerators; None if not each has its own. Collective."""
+    """Return the exchange between accelerators, or None unless each rank has its own. Collective."""
     device = session.device
     # A single rank has no process group.
     on_nccl = device.type == "cuda" and dist.is_initialized() and "nccl" in dist.get_backend_config()
@@ -249,7 +258,7 @@ def open_devices(session: Session) -> DeviceExchange | None:
 
 
 DEVICES: SessionField[DeviceExchange | None] = SessionField(open_devices)
-"""The exchange for tensors on accelerators, made collectively; None: they are sent through host memory."""
+"""Exchange of tensors on accelerators, opened collectively. None means that they go through host memory."""
 
 
 _ADVICE = f"run the same layers on all ranks; {CALL_ALIKE}"
@@ -259,22 +268,23 @@ _Arrived: TypeAlias = Mailbox[tuple[float, str, Array]]
 
 @final
 class _Inbox:
-    """What has arrived, by sender and number; dropped where nobody can wait for it any more.
+    """Received messages by sender and number. They are dropped when nobody can wait for them any more.
 
-    Counted per pair of ranks: no two ranks need to take part in the same exchanges with the others.
+    Messages are numbered per pair of ranks, because two ranks may take part in different exchanges with
+    others.
     """
 
     def __init__(self, session: Session) -> None:
         self._session, self._lock = session, threading.Lock()
         self.expected = Counter[int]()
-        """Messages that this rank has waited for, by sender."""
+        """Number of messages that this rank has waited for, by sender."""
         self._sent = Counter[int]()
         self._posted: weakref.WeakValueDictionary[tuple[int, int], _Arrived] = weakref.WeakValueDictionary()
         self._early: dict[tuple[int, int], tuple[float, str, Array]] = {}
-        """Of exchanges that this rank has not posted yet."""
+        """Messages of exchanges that this rank has not posted yet."""
 
     def post(self, receivers: Iterable[int], senders: Iterable[int]) -> tuple[dict[int, int], _Arrived]:
-        """Return the number of a new exchange's message to each receiver, and its messages of ``senders``."""
+        """Start an exchange. Return the number of its message to each receiver, and its mailbox."""
         arrived: _Arrived = Mailbox(self._session, _ADVICE)
         with self._lock:
             for sender in senders:
@@ -308,10 +318,11 @@ def _check_bytes(arrays: Sequence[Array]) -> None:
 
 @final
 class CallExchange(Exchange):
-    """By one-sided calls, in host memory; any number in flight, received on the threads that serve calls.
+    """Exchanges rows by one-sided calls, in host memory. Any number of exchanges may be in flight.
 
-    Those of different objects may overtake each other. Construction is collective. ``span``: name in traces,
-    that of each exchange if empty.
+    Messages are received on the threads that serve calls. Exchanges of different objects may overtake each
+    other. The constructor is collective. ``span`` is the name in traces. The default is the name of each
+    exchange.
     """
 
     def __init__(self, session: Session, span: str = "") -> None:
@@ -327,53 +338,56 @@ class CallExchange(Exchange):
     def _post(
         self, outgoing: Sequence[Outgoing], incoming: Sequence[Incoming], name: str, batch: int | None
     ) -> Callable[[Iterator[bool]], None]:
-        _fill(outgoing)
+        _fill_pieces(outgoing)
         begin = time.perf_counter()
-        rows_to = {one.rank: [_flat(one.rows).numpy()] for one in outgoing}
-        numbers, mailbox = self._inbox.post(rows_to, [one.rank for one in incoming])
-        sent = self._calls.submit(numbers, name, rows_to, phase=None)
+        rows_to = {message.rank: [_flat(message.rows).numpy()] for message in outgoing}
+        numbers, mailbox = self._inbox.post(rows_to, [message.rank for message in incoming])
+        pending = self._calls.submit(numbers, name, rows_to, phase=None)
 
         def finish(work: Iterator[bool]) -> None:
-            # What needs no message comes first, beside their transfer.
+            # Work that needs no message is done first, while the messages travel.
             while next(work, False):
                 pass
-            arrived = mailbox.take(0, "", [one.rank for one in incoming], name)
-            for one in incoming:
-                _, sent_name, rows = arrived[one.rank]
-                one.num_arrived = one.rows.nbytes
-                if (len(rows), sent_name) != (one.num_arrived, name):
-                    expected = f"{one.num_arrived} bytes of {name!r}"
-                    raise _differs(one.rank, f"{len(rows)} bytes of {sent_name!r}", expected)
-                _flat(one.rows).numpy()[:] = rows
+            arrived = mailbox.take(0, "", [message.rank for message in incoming], name)
+            for message in incoming:
+                _, sent_name, rows = arrived[message.rank]
+                message.num_arrived = message.rows.nbytes
+                if (len(rows), sent_name) != (message.num_arrived, name):
+                    expected = f"{message.num_arrived} bytes of {name!r}"
+                    raise _make_order_error(message.rank, f"{len(rows)} bytes of {sent_name!r}", expected)
+                _flat(message.rows).numpy()[:] = rows
             for _ in work:
                 pass
-            for call in sent:
+            for call in pending:
                 call.result(call.age_s + self.session.timeout_s)
             if self.session.timeline.on:
-                # Rows of a rank that is ahead arrived before this one posted.
-                end = max([begin, *(at for at, _, _ in arrived.values())])
+                # Rows of a rank that is ahead arrived before this rank posted.
+                end = max([begin, *(arrival_s for arrival_s, _, _ in arrived.values())])
                 self.session.timeline.add(self._span or name, NETWORK, begin, end, batch)
 
         return finish
 
 
-def _fill(outgoing: Sequence[Outgoing]) -> None:
-    for one in outgoing:
-        for _ in one.pieces or ():
+def _fill_pieces(outgoing: Sequence[Outgoing]) -> None:
+    for message in outgoing:
+        for _ in message.pieces or ():
             pass
 
 
 _MAGIC = b"halo"
 _HEADER = struct.Struct("!4sQQ64s")
-"""Magic, sequence number of the message to this peer, payload bytes, name."""
+"""Magic, sequence number of the message to this peer, size of the payload in bytes, name."""
 _MAX_NAME = 64
 _RECEIVE_BYTES = 1 << 20
-"""Limit of one read, so that no connection starves the others."""
+"""Maximum size of one read, so that no connection starves the others."""
 
 
 def send_message(connection: socket.socket, header: bytes, message: Outgoing) -> Iterator[None]:
-    """Send ``message`` over a non-blocking connection; yields when that is full. OSError: it broke."""
-    # MSG_MORE holds the header back, so that it leaves in one packet with the first rows.
+    """Send ``message`` over a non-blocking connection.
+
+    Yields when it is full. Raises OSError if it breaks.
+    """
+    # MSG_MORE holds back the header, so that it leaves in one packet with the first rows.
     unsent, flags = memoryview(header), int(socket.MSG_MORE)
     pieces = iter([message.rows]) if message.pieces is None else message.pieces
     while True:
@@ -382,29 +396,29 @@ def send_message(connection: socket.socket, header: bytes, message: Outgoing) ->
                 unsent = unsent[connection.send(unsent, flags) :]
             except BlockingIOError:
                 yield
-        following, flags = next(pieces, None), 0
-        if following is None:
+        piece, flags = next(pieces, None), 0
+        if piece is None:
             return
-        unsent = view_bytes(following)
+        unsent = view_bytes(piece)
 
 
 def receive_message(connection: socket.socket, expected: bytes, message: Incoming) -> Iterator[None]:
-    """Receive ``message`` over a non-blocking connection; yields after each read.
+    """Receive ``message`` over a non-blocking connection. Yields after each read.
 
     Raises:
-        PeerError: its header is not ``expected``: the peer is at another exchange.
+        PeerError: the header is not ``expected``, so the peer is at another exchange.
         OSError: the connection broke.
     """
-    header, read = memoryview(bytearray(_HEADER.size)), 0
-    while read < _HEADER.size:
-        read += _receive_into(connection, header[read:])
-        if read == _HEADER.size:
-            _check_same(bytes(header), expected, message.rank)
+    header, num_read = memoryview(bytearray(_HEADER.size)), 0
+    while num_read < _HEADER.size:
+        num_read += _receive_into(connection, header[num_read:])
+        if num_read == _HEADER.size:
+            _check_header(bytes(header), expected, message.rank)
         yield
     rows = view_bytes(message.rows)
     while True:
-        at = message.num_arrived
-        message.num_arrived += _receive_into(connection, rows[at : at + _RECEIVE_BYTES])
+        start = message.num_arrived
+        message.num_arrived += _receive_into(connection, rows[start : start + _RECEIVE_BYTES])
         if message.num_arrived == len(rows):
             return
         yield
@@ -412,64 +426,63 @@ def receive_message(connection: socket.socket, expected: bytes, message: Incomin
 
 def _receive_into(connection: socket.socket, buffer: memoryview) -> int:
     try:
-        received = connection.recv_into(buffer)
+        num_bytes = connection.recv_into(buffer)
     except BlockingIOError:
         return 0
-    if not received:
-        raise ConnectionResetError("the peer closed it")
-    return received
+    if not num_bytes:
+        raise ConnectionResetError("the peer closed the connection")
+    return num_bytes
 
 
 def message_header(number: int, rows: Tensor, name: str) -> bytes:
-    """Return the header of message ``number`` to a peer."""
     encoded = name.encode()
     assert len(encoded) <= _MAX_NAME, name
     return _HEADER.pack(_MAGIC, number, rows.nbytes, encoded)
 
 
-def _check_same(header: bytes, expected: bytes, rank: int) -> None:
+def _check_header(header: bytes, expected: bytes, rank: int) -> None:
     if header == expected:
         return
     magic, number, num_bytes, name = _HEADER.unpack(header)
     _, own_number, own_bytes, own_name = _HEADER.unpack(expected)
     if magic != _MAGIC:
         raise PeerError(
-            f"rank {rank} sent {magic!r} instead of a message header; run the same version on all ranks"
+            f"rank {rank} sent {magic!r} instead of a message header. Run the same version on all ranks."
         )
-    raise _differs(
+    raise _make_order_error(
         rank,
-        f"{num_bytes} bytes of {_text(name)!r} (its message {number} to this rank)",
-        f"{own_bytes} bytes of {_text(own_name)!r} (message {own_number})",
+        f"{num_bytes} bytes of {_decode_name(name)!r} (its message {number} to this rank)",
+        f"{own_bytes} bytes of {_decode_name(own_name)!r} (message {own_number})",
     )
 
 
-def _differs(rank: int, sent: str, expected: str) -> PeerError:
+def _make_order_error(rank: int, sent: str, expected: str) -> PeerError:
     return PeerError(
-        f"rank {rank} sends {sent} where this rank expects {expected}: the ranks did not run the same layers "
-        "in the same order, on rows of the same width and dtype; let no branch of the model depend on the "
-        f"rank's data, and {CALL_ALIKE}"
+        f"rank {rank} sends {sent}, but this rank expects {expected}. The ranks did not run the same layers "
+        "in the same order, on rows of the same width and dtype. Let no branch of the model depend on the "
+        f"rank's data, and {CALL_ALIKE}."
     )
 
 
-def _text(name: bytes) -> str:
+def _decode_name(name: bytes) -> str:
     return name.rstrip(b"\0").decode(errors="replace")
 
 
-_Left: TypeAlias = dict[int, Iterator[None]]
-"""Messages to and from one peer that are not done, by the event of the connection that they wait for."""
+_Transfers: TypeAlias = dict[int, Iterator[None]]
+"""Unfinished messages to and from one peer, by the event of the connection that they wait for."""
 
 
 @final
 class StreamExchange(Exchange):
-    """Over a connection per pair of ranks, in host memory. Construction is collective.
+    """Exchanges rows over a connection per pair of ranks, in host memory. The constructor is collective.
 
-    Moves nothing before the wait, on whose thread it runs, and one exchange at a time.
+    Nothing moves before the wait. The wait runs on its own thread, one exchange at a time.
     """
 
     def __init__(self, session: Session) -> None:
         super().__init__(session)
         self._connections = open_streams(session)
-        # Also after a failure: the end of a connection stops peers that wait for this rank's rows.
+        # Close also after a failure. The end of a connection stops peers that wait for this rank's rows.
         session.on_close.append(self._close)
         self._numbers_to, self._numbers_from = Counter[int](), Counter[int]()
         self._in_use = threading.Lock()
@@ -481,14 +494,14 @@ class StreamExchange(Exchange):
         def finish(work: Iterator[bool]) -> None:
             if not self._in_use.acquire(blocking=False):
                 raise ConfigError(
-                    f"two threads exchange halo rows at the same time ({name}), so the order can differ "
-                    "between ranks; run the layers of a model on one thread"
+                    f"two threads exchange halo rows at the same time ({name}), so their order can differ "
+                    "between ranks. Run the layers of a model on one thread."
                 )
             try:
                 if self._broken:
                     raise PeerError(
                         f"{name} cannot be exchanged: an earlier exchange ({self._broken}) was aborted on "
-                        "this rank; end the session and restart from the last checkpoint"
+                        "this rank. End the session and restart from the last checkpoint."
                     )
                 self._broken = name
                 with self.session.timeline.span(name, NETWORK, batch):
@@ -503,32 +516,37 @@ class StreamExchange(Exchange):
         while self._connections:
             self._connections.popitem()[1].close()
 
-    def _to(self, rank: int) -> socket.socket:
+    def _get_connection(self, rank: int) -> socket.socket:
         if rank not in self._connections:
-            raise PeerError(f"there is no connection to rank {rank}: it is this rank, or the session is over")
+            raise PeerError(
+                f"there is no connection to rank {rank}: it is this rank, or the session has ended"
+            )
         return self._connections[rank]
 
     def _transfers(
         self, outgoing: Sequence[Outgoing], incoming: Sequence[Incoming], name: str
-    ) -> dict[int, _Left]:
-        transfers: dict[int, _Left] = defaultdict(dict)
-        for sent in outgoing:
-            self._numbers_to[sent.rank] += 1
-            header = message_header(self._numbers_to[sent.rank], sent.rows, name)
-            transfers[sent.rank][selectors.EVENT_WRITE] = send_message(self._to(sent.rank), header, sent)
+    ) -> dict[int, _Transfers]:
+        transfers: dict[int, _Transfers] = defaultdict(dict)
+        for message in outgoing:
+            rank = message.rank
+            self._numbers_to[rank] += 1
+            header = message_header(self._numbers_to[rank], message.rows, name)
+            transfer = send_message(self._get_connection(rank), header, message)
+            transfers[rank][selectors.EVENT_WRITE] = transfer
         for due in incoming:
-            self._numbers_from[due.rank] += 1
-            header = message_header(self._numbers_from[due.rank], due.rows, name)
-            transfers[due.rank][selectors.EVENT_READ] = receive_message(self._to(due.rank), header, due)
+            rank = due.rank
+            self._numbers_from[rank] += 1
+            header = message_header(self._numbers_from[rank], due.rows, name)
+            transfers[rank][selectors.EVENT_READ] = receive_message(self._get_connection(rank), header, due)
         return transfers
 
-    def _run(self, transfers: dict[int, _Left], name: str, work: Iterator[bool]) -> None:
+    def _run(self, transfers: dict[int, _Transfers], name: str, work: Iterator[bool]) -> None:
         with selectors.DefaultSelector() as selector:
             waiting, working, idle = 0, True, False
-            for rank, left in transfers.items():
-                self._move(rank, left, selectors.EVENT_WRITE)
-                if left:
-                    selector.register(self._to(rank), sum(left), rank)
+            for rank, unfinished in transfers.items():
+                self._move(rank, unfinished, selectors.EVENT_WRITE)
+                if unfinished:
+                    selector.register(self._get_connection(rank), sum(unfinished), rank)
                     waiting += 1
             while waiting or working:
                 busy = working and not idle
@@ -536,65 +554,68 @@ class StreamExchange(Exchange):
                 if not ready and not busy:
                     # Work that still waits after all messages arrived is a bug and would not end.
                     assert waiting, f"work beside the {name} waits for more bytes than expected"
-                    late = ", ".join(self._named(rank) for rank, left in transfers.items() if left)
+                    late = ", ".join(self._describe_rank(rank) for rank, parts in transfers.items() if parts)
                     raise RuntimeError(
                         f"exchange {name!r} made no progress for {self.session.timeout_s:g} s on rank "
-                        f"{self.session.topology.rank}, which waits for {late}; check their output, or raise "
-                        "timeout_s (DGLX_TIMEOUT)"
+                        f"{self.session.topology.rank}, which waits for {late}. Check their output, or raise "
+                        "timeout_s (DGLX_TIMEOUT)."
                     )
                 for key, events in ready:
-                    left = transfers[key.data]
-                    self._move(key.data, left, events)
-                    if not left:
+                    unfinished = transfers[key.data]
+                    self._move(key.data, unfinished, events)
+                    if not unfinished:
                         selector.unregister(key.fileobj)
                         waiting -= 1
-                    elif sum(left) != key.events:
-                        selector.modify(key.fileobj, sum(left), key.data)
-                more = next(work, None) if working else None
-                working, idle = more is not None, more is False
+                    elif sum(unfinished) != key.events:
+                        selector.modify(key.fileobj, sum(unfinished), key.data)
+                can_work = next(work, None) if working else None
+                working, idle = can_work is not None, can_work is False
 
-    def _move(self, rank: int, left: _Left, events: int) -> None:
+    def _move(self, rank: int, unfinished: _Transfers, events: int) -> None:
         try:
             for event in (selectors.EVENT_READ, selectors.EVENT_WRITE):
-                if events & event and event in left and next(left[event], self) is self:
-                    del left[event]
+                if events & event and event in unfinished and next(unfinished[event], self) is self:
+                    del unfinished[event]
         except PeerError:
             raise
         except OSError as error:
             # report_failed_peers reports the rank that died or failed first.
-            raise RuntimeError(f"the connection to {self._named(rank)} broke: {error}") from error
+            raise RuntimeError(f"the connection to {self._describe_rank(rank)} broke: {error}") from error
 
-    def _named(self, rank: int) -> str:
+    def _describe_rank(self, rank: int) -> str:
         return f"rank {rank} on {self.session.hosts[rank]}"
 
 
 @final
 class RowExchanges:
-    """Exchanges of rows on the thread of the training loop, and their memory. Construction is collective."""
+    """Exchanges of rows on the thread of the training loop, and their memory.
+
+    The constructor is collective.
+    """
 
     def __init__(self, session: Session) -> None:
-        mine = session.rpc.credentials
-        encrypted = mine is not None and mine.secret_key is not None
+        credentials = session.rpc.credentials
+        encrypted = credentials is not None and credentials.secret_key is not None
         self.streams = CallExchange(session) if encrypted else StreamExchange(session)
         self.devices = DEVICES.get(session)
         self.sent, self.received = ReusableBuffer(), ReusableBuffer()
         """Host memory of the current exchange."""
         self.late: CallExchange | None = None
-        """For messages that are in transit until the next step."""
+        """Exchange of messages that are in transit until the next step."""
         self.stale: Any = None
-        """The halo rows of the model that runs forward, if it uses those of the epoch before."""
+        """Halo rows of the model that runs forward, if it uses the rows of the epoch before."""
         self.step = 0
-        """Number of the training step, a key of random rounding."""
+        """Number of the training step, which keys random rounding."""
 
     def seconds(self, *, reset: bool = False) -> float:
-        """Seconds spent in exchanges, including local copies and sums."""
-        used = [one for one in (self.streams, self.devices, self.late) if one is not None]
-        spent = sum(one.waited_s for one in used)
-        for one in used if reset else ():
-            one.waited_s = 0.0
-        return spent
+        exchanges = [exchange for exchange in (self.streams, self.devices, self.late) if exchange is not None]
+        total_s = sum(exchange.waited_s for exchange in exchanges)
+        if reset:
+            for exchange in exchanges:
+                exchange.waited_s = 0.0
+        return total_s
 
 
 row_exchanges = SessionField(RowExchanges).get
-"""Returns the exchanges of a session; the first call opens connections and is collective. PeerError: a rank
-is dead or did not connect within the time-out; it is named."""
+"""Return the exchanges of a session. The first call opens connections and is collective. It raises PeerError
+if a rank is dead or did not connect within the time limit."""

@@ -11,10 +11,11 @@ LedgerKey: TypeAlias = tuple[str, int, int, int]
 """(phase, layer, source rank, destination rank)."""
 
 WORKER = -1
-"""In place of a rank: any stateless worker. It has no ledger: the rank that it calls counts for it."""
+"""Number of any stateless worker in place of a rank. A worker has no ledger, so the rank that it calls
+counts."""
 
 CONTROL = "control"
-"""Phase of what ranks agree by, which is no payload of training."""
+"""Phase of messages by which ranks agree. They are not payload of training."""
 
 Snapshot: TypeAlias = Mapping[LedgerKey, int]
 
@@ -28,7 +29,7 @@ class LedgerRow:
     source: int
     destination: int
     inside: bool
-    """Whether both ranks are on one server; never for a worker."""
+    """Whether both ranks are on one server. Always False for a worker."""
     num_bytes: int
 
 
@@ -36,8 +37,8 @@ class LedgerRow:
 class Ledger:
     """Counts payload bytes, without headers. Thread-safe.
 
-    The caller of a one-sided call counts both directions; in a collective each rank counts what it sends. So
-    the sum over ranks counts each byte once.
+    The caller of a one-sided call counts both directions. In a collective each rank counts the bytes that it
+    sends. Therefore the sum over ranks counts each byte once.
     """
 
     def __init__(self, topology: Topology) -> None:
@@ -46,7 +47,7 @@ class Ledger:
         self._lock = threading.Lock()
 
     def add(self, phase: str, layer: int, source: int, destination: int, num_bytes: int) -> None:
-        """Count ``num_bytes`` from rank ``source`` to rank ``destination``; 0 adds no row."""
+        """Count ``num_bytes`` from rank ``source`` to rank ``destination``. Zero adds no row."""
         if num_bytes == 0 or source == destination:
             return
         key = (phase, layer, source, destination)
@@ -54,7 +55,7 @@ class Ledger:
             self._bytes[key] = self._bytes.get(key, 0) + int(num_bytes)
 
     def total(self, *, phase: str | None = None, outside: bool | None = None) -> int:
-        """Return the bytes of one phase (None: all); ``outside``: only between servers, or only within."""
+        """Return the bytes of one phase or of all. ``outside`` selects traffic between or within servers."""
         return sum(
             row.num_bytes
             for row in self.rows()
@@ -74,7 +75,10 @@ class Ledger:
             self._bytes = dict(snapshot)
 
     def since(self, snapshot: Snapshot, *, control: bool = True) -> list[LedgerRow]:
-        """Counts added after ``snapshot``, sorted, without unchanged ones, and CONTROL if ``control``."""
+        """Return the sorted counts added after ``snapshot``.
+
+        Counts of CONTROL are included if ``control``.
+        """
         now = self.snapshot()
         is_same_server = self._topology.is_same_server
         return [
@@ -93,10 +97,10 @@ class Ledger:
 
 
 def ring_bytes(num_bytes: int, world_size: int, rank: int) -> int:
-    """Bytes that ``rank`` sends in a ring all-reduce of ``num_bytes``: 2 (W - 1) / W of them.
+    """Return the bytes that ``rank`` sends in a ring all-reduce of ``num_bytes``: 2 (W - 1) / W of them.
 
-    The first ranks send one more where W does not divide, so that the sum over ranks is exactly
+    If W does not divide the bytes, the first ranks send one more, so that the sum over ranks is exactly
     2 (W - 1) ``num_bytes`` (Patarasuk and Yuan's bound). The backend may choose another algorithm.
     """
-    share, rest = divmod(2 * (world_size - 1) * num_bytes, world_size)
-    return share + (rank < rest)
+    share, remainder = divmod(2 * (world_size - 1) * num_bytes, world_size)
+    return share + (rank < remainder)

@@ -1,4 +1,4 @@
-"""Messages of peers by one-sided calls, collected by round and step until all senders have been heard."""
+"""Messages of peers by one-sided calls, collected by round and step until all senders have sent theirs."""
 
 import threading
 import time
@@ -13,24 +13,24 @@ from dglx_dist.errors import DglxError
 from dglx_dist.records import Array
 
 _CHECK_EVERY_S = 1.0
-"""Period at which a waiting rank probes those it waits for."""
+"""Seconds between two probes of the ranks that a rank waits for."""
 
 MAX_AHEAD = 1 << 16
-"""Rounds by which a message may be early: what is kept for later is bounded."""
+"""Maximum number of rounds by which a message may be early. It limits the memory for early messages."""
 
 M = TypeVar("M")
 
 
 class RoundEnded(DglxError):
-    """A round ended while a thread waited for its messages; seen by that thread only."""
+    """A round ended while a thread waited for its messages. Only that thread sees this error."""
 
 
 @final
 class Mailbox(Generic[M]):
-    """Received messages; any thread may put them, and any number of threads may wait.
+    """Received messages. Any thread may put them, and any number of threads may wait.
 
-    Rounds are numbered upwards. Messages of a round that has ended are dropped. ``advice`` is the remedy when
-    a rank sends nothing.
+    Rounds are numbered upwards. Messages of a round that has ended are dropped. ``advice`` is the remedy if a
+    rank sends nothing.
     """
 
     def __init__(self, session: Session, advice: str) -> None:
@@ -39,7 +39,8 @@ class Mailbox(Generic[M]):
         self._changed = threading.Condition()
         self.first_round = 0
         self._reason: BaseException | None = None
-        # Made when raised: a stored exception would keep the frames of its traceback alive.
+        # The exceptions are made when they are raised. A stored one would keep the frames of its traceback
+        # alive.
         self._failures: dict[int, Callable[[], BaseException]] = {}
 
     def put(self, round_number: int, step: Hashable, sender: int, message: M) -> None:
@@ -50,7 +51,7 @@ class Mailbox(Generic[M]):
                 self._changed.notify_all()
 
     def begin(self, round_number: int, reason: BaseException | None = None) -> None:
-        """End the earlier rounds; whoever waits for them gets the first ``reason``."""
+        """End the earlier rounds. Threads that wait for them get the first ``reason``."""
         with self._changed:
             if round_number > self.first_round:
                 self.first_round, self._reason = round_number, reason
@@ -59,7 +60,7 @@ class Mailbox(Generic[M]):
             self._changed.notify_all()
 
     def fail(self, round_number: int, reason: Callable[[], BaseException]) -> None:
-        """Let whoever waits for messages of ``round_number`` that are missing get the first ``reason``."""
+        """Let threads that wait for missing messages of ``round_number`` get the first ``reason``."""
         with self._changed:
             self._failures.setdefault(round_number, reason)
             self._changed.notify_all()
@@ -74,57 +75,64 @@ class Mailbox(Generic[M]):
     ) -> dict[int, M]:
         """Wait for a message of each of the ranks ``senders``, and return them by rank.
 
-        ``what`` names the messages in errors; ``is_busy`` tells of a rank that is late whether it works on
-        the round: it is then given more time.
+        ``what`` names the messages in errors. ``is_busy`` tells whether a late rank works on the round. It
+        then gets more time.
 
         Raises:
-            PeerError: a rank failed, is dead, or sent nothing within the session's time-out; it is named.
-            RoundEnded: the round ended meanwhile; or the reason that was given for its end or failure.
+            PeerError: a rank failed, is dead, or sent nothing within the time limit. The message names it.
+            RoundEnded: the round ended meanwhile. If its end or failure has a reason, that is raised instead.
         """
         deadline = time.monotonic() + self._session.timeout_s
-        while not isinstance(missing := self._missing(round_number, step, senders, deadline), dict):
-            raise_for_missing(self._session, missing, what, advice=self._advice, late=False)
+        while True:
+            result = self._collect(round_number, step, senders, deadline)
+            if isinstance(result, dict):
+                return result
+            raise_for_missing(self._session, result, what, advice=self._advice, late=False)
             if time.monotonic() < deadline:
                 continue
-            if absent := [rank for rank in missing if not is_busy(rank)]:
+            if absent := [rank for rank in result if not is_busy(rank)]:
                 raise_for_missing(self._session, absent, what, advice=self._advice, late=True)
             deadline = time.monotonic() + self._session.timeout_s
-        return missing
 
-    def _missing(
+    def _collect(
         self, round_number: int, step: Hashable, senders: Collection[int], deadline: float
     ) -> list[int] | dict[int, M]:
-        """Wait until all messages are there, or for some time; return them, or the ranks that are missing."""
+        """Wait some time for all messages. Return the messages, or the missing ranks."""
 
-        def missing() -> list[int]:
+        def find_missing() -> list[int]:
             return sorted(set(senders) - self._arrived.get((round_number, step), {}).keys())
 
         with self._changed:
             self._changed.wait_for(
-                lambda: round_number < self.first_round or round_number in self._failures or not missing(),
+                lambda: (
+                    round_number < self.first_round or round_number in self._failures or not find_missing()
+                ),
                 min(_CHECK_EVERY_S, max(deadline - time.monotonic(), 0.0)),
             )
             if round_number < self.first_round:
                 raise self._reason or RoundEnded(f"round {round_number} ended before step {step}")
-            if missing() and round_number in self._failures:
+            if find_missing() and round_number in self._failures:
                 raise self._failures[round_number]()
-            if late := missing():
+            if late := find_missing():
                 return late
             arrived = self._arrived.pop((round_number, step), {})
             return {rank: arrived[rank] for rank in senders}
 
 
 Put: TypeAlias = Callable[[int, str, int, list[Array]], None]
-"""(number of the round, step, sender, arrays): takes a message, as :meth:`Mailbox.put` does."""
+"""Function of (number of the round, step, sender, arrays) that takes a message, as :meth:`Mailbox.put`
+does."""
 
 
 @final
 class OneSidedExchange:
-    """Arrays of any number and size, on any thread. All ranks must construct it before one posts.
+    """Sends arrays of any number and size, on any thread. All ranks must construct it before one posts.
 
-    ``op`` is the name of the remote call, equal on all ranks and used by nothing else; ``check`` is called
-    with received arrays, and the sender gets its error. ``put`` takes the messages in place of
-    :attr:`mailbox`; ``first_round`` of a sender is then the round that this rank is at with it.
+    Args:
+        op: Name of the remote call, equal on all ranks and used by nothing else.
+        check: Function that checks received arrays. The sender gets its error.
+        put: Function that takes the messages instead of :attr:`mailbox`.
+        first_round: Function that returns the current round with a sender, together with ``put``.
     """
 
     def __init__(
@@ -145,18 +153,18 @@ class OneSidedExchange:
             number, sender, step = name.split(" ", 2)
             if not 0 <= int(sender) < world_size:
                 raise ValueError(f"sender {sender} is not one of the {world_size} ranks")
-            at = current(int(sender))
-            if not 0 <= int(number) < at + MAX_AHEAD:
-                raise ValueError(f"{step!r} of round {number} is not kept: this rank is at {at}")
+            current_round = current(int(sender))
+            if not 0 <= int(number) < current_round + MAX_AHEAD:
+                raise ValueError(f"{step!r} of round {number} is not kept: this rank is at {current_round}")
             if check is not None:
                 check(arrays)
             deliver(int(number), step, int(sender), list(arrays))
             return []
 
-        # Not a method, which would keep the owner of the exchange alive as long as the session.
+        # A method would keep the owner of the exchange alive as long as the session.
         session.rpc.register(op, receive)
         self.close = weakref.finalize(self, session.rpc.unregister, op)
-        """Stops receiving. May be called twice."""
+        """Function that stops receiving. It may be called twice."""
 
     def submit(
         self,
@@ -167,23 +175,28 @@ class OneSidedExchange:
         phase: str | None,
         layer: int = 0,
     ) -> list[Pending]:
-        """Send each rank its ``arrays`` of a round, or of one by rank, and return at once.
+        """Send each rank its ``arrays`` and return at once. The round may be one number, or a number by rank.
 
-        PeerError: a rank is dead.
+        Raises PeerError if a rank is dead.
         """
         topology, submit = self._session.topology, self._session.rpc.submit
         rounds = dict.fromkeys(arrays, round_number) if isinstance(round_number, int) else round_number
         names = {rank: f"{rounds[rank]} {topology.rank} {step}" for rank in arrays}
-        # Starts with the next rank, so that not all ranks send to the same one first.
+        # Start with the next rank, so that the ranks do not all send to the same rank first.
         order = sorted(arrays, key=lambda rank: (rank - topology.rank) % topology.world_size)
-        return [submit(to, self._op, names[to], list(arrays[to]), phase=phase, layer=layer) for to in order]
+        return [
+            submit(rank, self._op, names[rank], list(arrays[rank]), phase=phase, layer=layer)
+            for rank in order
+        ]
 
     def post(
         self, round_number: int, step: str, arrays: Mapping[int, Sequence[Array]], **counted: Any
     ) -> None:
-        """:meth:`submit`, and wait until all is delivered; :meth:`Mailbox.take` waits for what others send.
+        """Send each rank its ``arrays`` and wait until all are delivered. See :meth:`submit`.
 
-        PeerError: a rank is dead or silent; RemoteError: it rejects the arrays.
+        Raises:
+            PeerError: a rank is dead or silent.
+            RemoteError: a rank rejects the arrays.
         """
         for call in self.submit(round_number, step, arrays, **counted):
             call.result()

@@ -1,4 +1,4 @@
-"""Zero-copy RPC over ZeroMQ: any thread of a rank calls another rank, which answers on its own threads."""
+"""Zero-copy RPC over ZeroMQ: any thread of a rank can call another rank, which answers on its own threads."""
 
 from __future__ import annotations
 
@@ -41,19 +41,20 @@ from dglx_dist.errors import ConfigError, PeerError, RemoteError
 from dglx_dist.records import Array
 
 Handler: TypeAlias = Callable[[str, Sequence[Array]], Sequence[Array]]
-"""(name, arrays) -> arrays, called from any thread, several at a time; the result is sent without a copy."""
+"""Function from (name, arrays) to arrays. Any thread calls it, several at a time. The result is not
+copied."""
 
 log = logging.getLogger(__name__)
 
 _SLOW_S = 2e-3
-"""An operation that recently took longer runs on a thread of the pool, any other on the serving thread,
-which saves two thread switches; an operation without measurement counts as slow."""
+"""Seconds beyond which an operation counts as slow. Slow operations, and operations without a measurement,
+run on a thread of the pool. Others run on the serving thread, which saves two thread switches."""
 
 _NUM_WORKERS = 2
-"""Handlers that run at the same time, so that a slow one does not block the others."""
+"""Number of handlers that run at the same time, so that a slow one does not block the others."""
 
 _PROVE = "cluster.prove"
-"""First call of a connection: the server proves that it knows the key; 0 is its number."""
+"""First call of a connection, with number 0. The server proves that it knows the key."""
 
 _WAKE = b"wake"
 _WAKE_ENDPOINT = "inproc://serve-wake"
@@ -61,7 +62,7 @@ _WAKE_ENDPOINT = "inproc://serve-wake"
 
 @final
 class Server:
-    """Answers calls until closed. Its threads start at construction."""
+    """Answers calls until it is closed. Its threads start in the constructor."""
 
     def __init__(
         self,
@@ -88,11 +89,11 @@ class Server:
         self.endpoint = format_endpoint(address, port)
         self._replies: deque[tuple[bytes, Buffers]] = deque()
         self._closing = threading.Event()
-        self._seconds_of: dict[str, float] = {}
+        self._op_seconds: dict[str, float] = {}
         self._slow: queue.SimpleQueue[tuple[bytes, Head, list[Array]] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._serve, name="dglx-serve", daemon=True)
-        # Not those of concurrent.futures: they end before a script's exit handlers run, and a session that
-        # such a handler closes still serves the other ranks.
+        # Threads of concurrent.futures would end before a script's exit handlers run. A session that such a
+        # handler closes must still serve the other ranks.
         self._workers = [
             threading.Thread(target=self._work, name=f"dglx-handler-{number}", daemon=True)
             for number in range(_NUM_WORKERS)
@@ -101,7 +102,7 @@ class Server:
             thread.start()
 
     def close(self) -> None:
-        """Stop serving: wait for running handlers, drop unsent replies."""
+        """Stop serving. Waits for running handlers and drops unsent replies."""
         if self._closing.is_set():
             return
         self._closing.set()
@@ -114,7 +115,7 @@ class Server:
         self._waker.close(0)
 
     def _serve(self) -> None:
-        # A plain receive is the fastest way to wait; our own socket wakes it for anything but a request.
+        # A plain receive is the fastest way to wait. Our own socket wakes it for anything but a request.
         while not self._closing.is_set():
             peer = self._router.recv()
             if peer == _WAKE:
@@ -128,19 +129,21 @@ class Server:
 
     def _receive(self, peer: bytes) -> None:
         first = self._router.recv(copy=False)
-        # Shows that the connection of this file descriptor passed the handshake.
-        self._authenticator.passed(int(first.get(zmq.SRCFD)))
+        # The message shows that the connection of this file descriptor passed the handshake.
+        self._authenticator.confirm(int(first.get(zmq.SRCFD)))
         try:
             head = decode(first.bytes)
             if head.kind is not Kind.REQUEST:
-                raise WireError(f"of kind {head.kind.name}, which is no request")
+                raise WireError(f"the message is of kind {head.kind.name}, which is not a request")
             if head.op == _PROVE:
                 proof = self._credentials.proof("serves", self._rank, head.name.encode())
                 self._send(peer, encode(Head(Kind.REPLY, head.request, name=proof.decode())))
                 return
             if head.op not in self._handlers:
-                # Of what is not registered, for an external client in particular, no array is read.
-                self._send(peer, _error(head, f"LookupError: {_unknown_operation(head.op, self._handlers)}"))
+                # Arrays of unregistered operations are not read, which matters for external clients.
+                self._send(
+                    peer, _encode_error(head, f"LookupError: {_unknown_operation(head.op, self._handlers)}")
+                )
                 return
             arrays = read_arrays(self._router, head)
         except WireError as error:
@@ -148,7 +151,7 @@ class Server:
             return
         finally:
             skip(self._router)
-        if self._seconds_of.get(head.op, _SLOW_S) < _SLOW_S:
+        if self._op_seconds.get(head.op, _SLOW_S) < _SLOW_S:
             self._send(peer, self._answer(head, arrays))
         else:
             self._slow.put((peer, head, arrays))
@@ -165,44 +168,48 @@ class Server:
         try:
             answer = run_handler(self._handlers, head.op, head.name, arrays)
             buffers = encode(Head(Kind.REPLY, head.request), answer)
-        except BaseException as error:  # noqa: BLE001 - reported to the caller; this thread must continue
-            buffers = _error(head, f"{type(error).__name__}: {error}")
-        took_s, before_s = time.perf_counter() - started, self._seconds_of.get(head.op, 0.0)
-        self._seconds_of[head.op] = max(took_s, 0.5 * before_s)
+        except BaseException as error:  # noqa: BLE001 - reported to the caller, and this thread must continue
+            buffers = _encode_error(head, f"{type(error).__name__}: {error}")
+        took_s, last_s = time.perf_counter() - started, self._op_seconds.get(head.op, 0.0)
+        self._op_seconds[head.op] = max(took_s, 0.5 * last_s)
         return buffers
 
     def _send(self, peer: bytes, buffers: Buffers) -> None:
-        # A peer that left has no route, and ROUTER drops what is for it.
+        # A peer that has left has no route, and ROUTER drops its messages.
         self._router.send(peer, zmq.SNDMORE)
         send_message(self._router, buffers)
 
     def _wake(self) -> None:
-        with self._waker_lock, contextlib.suppress(zmq.Again):  # Again: the serving thread has ended
+        with (
+            self._waker_lock,
+            contextlib.suppress(zmq.Again),
+        ):  # Again means that the serving thread has ended.
             self._waker.send(b"")
 
 
-def _error(request: Head, text: str) -> Buffers:
+def _encode_error(request: Head, text: str) -> Buffers:
     return encode(Head(Kind.ERROR, request.request, name=text[:1000]))
 
 
 def _configure(socket: zmq.Socket[bytes]) -> None:
     socket.setsockopt(zmq.LINGER, 0)
-    # Queues are bounded by the calls in flight; a full queue would drop replies silently.
+    # The number of calls in flight limits the queues. A full queue would drop replies silently.
     socket.setsockopt(zmq.SNDHWM, 0)
     socket.setsockopt(zmq.SNDTIMEO, 0)
     socket.setsockopt(zmq.RCVHWM, 0)
     socket.setsockopt(zmq.HEARTBEAT_IVL, 2_000)
-    # Silence after which a connection counts as broken.
+    # A connection counts as broken after this silence.
     socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 10_000)
     socket.setsockopt(zmq.HANDSHAKE_IVL, 10_000)
-    # Also of a stranger's frames, whose memory is taken before the handshake ends; Curve adds a few bytes.
+    # This also limits frames of strangers, which take memory before the handshake ends. Curve adds a few
+    # bytes.
     socket.setsockopt(zmq.MAXMSGSIZE, FRAME_BYTES + 64)
     # Another process may get the port of a dead rank, so no socket connects a second time.
     socket.setsockopt(zmq.RECONNECT_IVL, -1)
 
 
 def run_handler(handlers: Mapping[str, Handler], op: str, name: str, arrays: Sequence[Array]) -> list[Array]:
-    """Run the handler of ``op``; LookupError if there is none."""
+    """Run the handler of ``op``. Raise LookupError if there is none."""
     handler = handlers.get(op)
     if handler is None:
         raise LookupError(_unknown_operation(op, handlers))
@@ -229,7 +236,7 @@ class PeerAddress:
 
     rank: int
     host: str
-    """Name of its machine, for messages."""
+    """Name of the machine, for messages."""
     endpoint: str
     public_key: bytes | None = None
 
@@ -243,58 +250,58 @@ def open_endpoints(
     encrypted: bool,
     for_clients: bool = False,
 ) -> tuple[Credentials, dict[int, PeerAddress]]:
-    """Exchange public keys, and listen with the credentials; collective.
+    """Exchange public keys, and listen with the credentials. Collective.
 
     Args:
-        gather: (what, JSON value) to the values of all ranks.
+        gather: Function from (what, JSON value) to the values of all ranks.
         hosts: (W,) machine of each rank.
-        listen: Serves with the given credentials; returns the endpoint.
-        secret: Of all ranks; it gives access unless ``encrypted``, with which each rank makes a key pair.
-        for_clients: Whether external clients connect, with another key pair than those of the endpoints, and
-            not ranks.
+        listen: Function that serves with the given credentials and returns the endpoint.
+        secret: Secret of all ranks. It gives access unless ``encrypted``. Then each rank makes a key pair.
+        encrypted: Whether connections are encrypted.
+        for_clients: Whether external clients connect instead of ranks. They get another key pair than the
+            endpoints.
 
     Returns:
-        What this rank, or its clients, presents, and the addresses of all ranks.
+        Credentials that this rank, or its clients, present, and the addresses of all ranks.
     """
     server = zmq.curve_keypair() if encrypted else (None, None)
     client = zmq.curve_keypair() if encrypted and for_clients else server
     purpose = "clients" if for_clients else "ranks"
     offers = gather(f"keys of {purpose}", [key and key.decode() for key in (server[0], client[0])])
-    key_of_calls = derive_key(secret, purpose)
+    call_key = derive_key(secret, purpose)
     accepted = frozenset(key.encode() for _, key in offers if key)
-    presented, served = (
-        Credentials(secret=key_of_calls, public_key=public, secret_key=hidden, accepted_keys=accepted)
+    own_credentials, server_credentials = (
+        Credentials(secret=call_key, public_key=public, secret_key=hidden, accepted_keys=accepted)
         for public, hidden in (client, server)
     )
-    endpoints = gather(f"endpoints of {purpose}", listen(served))
+    endpoints = gather(f"endpoints of {purpose}", listen(server_credentials))
     addresses = {
         rank: PeerAddress(
             rank=rank, host=host, endpoint=str(endpoint), public_key=None if key is None else key.encode()
         )
         for rank, (host, endpoint, (key, _)) in enumerate(zip(hosts, endpoints, offers, strict=True))
     }
-    return presented, addresses
+    return own_credentials, addresses
 
 
 @final
 class Pending:
-    """A call in flight, or the ``answer`` of one to the own rank. Any one thread may wait for it."""
+    """A call in flight, or the ``answer`` of a call to the own rank. Any one thread may wait for it."""
 
     def __init__(self, link: Link | None, request: int, what: str, answer: list[Array] | None = None) -> None:
         self._link, self._request, self._what, self._answer = link, request, what, answer
         self._started = time.monotonic()
         self.timeout_s = 0.0
-        """Of a :meth:`result` that names none."""
+        """Default time limit of :meth:`result`."""
         self.count: Callable[[int], None] | None = None
-        """Called with the bytes of the answer when it has arrived."""
+        """Function that is called with the bytes of the answer when it has arrived."""
 
     @property
     def age_s(self) -> float:
-        """Seconds since the call."""
         return time.monotonic() - self._started
 
-    def ready(self) -> bool:
-        """Whether :meth:`result` would return, or raise, without waiting."""
+    def is_ready(self) -> bool:
+        """Return whether :meth:`result` would return or raise without waiting."""
         link = self._link
         if self._answer is not None or link is None:
             return True
@@ -303,9 +310,11 @@ class Pending:
         return self._request in link.replies or bool(link.broken)
 
     def result(self, timeout_s: float | None = None) -> list[Array]:
-        """Wait for the answer, at most ``timeout_s`` since the call (None: the session's time-out).
+        """Wait for the answer, at most ``timeout_s`` since the call. The default is the session's time limit.
 
-        PeerError names a rank that is dead or silent; RemoteError: the handler there raised.
+        Raises:
+            PeerError: the rank is dead or silent. The message names it.
+            RemoteError: the handler of the rank raised.
         """
         if self._answer is None:
             self._answer = self._wait(self.timeout_s if timeout_s is None else timeout_s)
@@ -318,17 +327,17 @@ class Pending:
         assert link is not None
         while self._request not in link.replies:
             left_s = 0.0 if link.broken else timeout_s - self.age_s
-            # Receives even when the time is up, and looks again after that: another thread may have received.
-            received = link.pump(min(_POLL_MS, max(int(left_s * 1000), 0) + 1))
-            if received or self._request in link.replies:
+            # Receive even if the time is up, and check again afterwards, as another thread may have received.
+            has_message = link.pump(min(_POLL_MS, max(int(left_s * 1000), 0) + 1))
+            if has_message or self._request in link.replies:
                 continue
             if link.broken:
                 after = f" ({self.age_s:.1f} s after the call)"
-                raise PeerError(f"{link.name} {link.broken} while asked for {self._what}{after}")
+                raise PeerError(f"{link.name} {link.broken} during {self._what}{after}")
             if left_s <= 0:
                 raise PeerError(
-                    f"{link.name} did not answer {self._what} within {round(timeout_s, 3):g} s; it may hang "
-                    "or be overloaded: look at its output, or raise timeout_s (DGLX_TIMEOUT)"
+                    f"{link.name} did not answer {self._what} within {round(timeout_s, 3):g} s. It may hang "
+                    "or be overloaded. Look at its output, or raise timeout_s (DGLX_TIMEOUT)."
                 )
         head, arrays = link.replies.pop(self._request)
         if head.kind is Kind.ERROR:
@@ -343,28 +352,24 @@ class Pending:
 
 @final
 class Link:
-    """The connection over which one thread calls one peer; any thread may wait for replies, and close it."""
+    """The connection over which one thread calls one peer. Any thread may wait for replies and close it."""
 
     def __init__(
-        self,
-        socket: zmq.Socket[bytes],
-        peer: PeerAddress,
-        credentials: Credentials,
-        closing: threading.Event,
+        self, socket: zmq.Socket[bytes], peer: PeerAddress, credentials: Credentials, closing: threading.Event
     ) -> None:
         self.name = f"rank {peer.rank} on {peer.host}"
         self.broken = ""
         self._socket, self._closing = socket, closing
-        # ZeroMQ's sockets are not thread-safe: another thread must not close one during a call.
+        # Sockets of ZeroMQ are not thread-safe. Another thread must not close one during a call.
         self._in_use = threading.Lock()
-        # A unique name: pyzmq's is the socket's file descriptor, which a new socket may get before the
-        # monitor of the old one has ended.
+        # The name is unique. pyzmq would use the file descriptor of the socket, and a new socket may get that
+        # before the monitor of the old one has ended.
         self._monitor = socket.get_monitor_socket(_WATCHED, f"inproc://link-{uuid.uuid4().hex}")
         socket.connect(peer.endpoint)
         nonce = secrets.token_hex(16)
         self._due_proof: bytes | None = credentials.proof("serves", peer.rank, nonce.encode())
-        """None: the server has proved itself."""
-        # Again: the connection has ended already, which the first call finds, too.
+        """Proof that the server still has to present, or None."""
+        # Again means that the connection has already ended. The first call finds that, too.
         with contextlib.suppress(zmq.Again):
             send_message(socket, encode(Head(Kind.REQUEST, 0, _PROVE, nonce)))
         self._receive_timeout_ms = -1
@@ -382,21 +387,21 @@ class Link:
             try:
                 send_message(self._socket, buffers)
             except zmq.Again:
-                # Without a limit on the queue this means that ZeroMQ closed the connection.
-                self._notice_all()
+                # The queue has no limit, so this means that ZeroMQ closed the connection.
+                self._read_events()
                 self.broken = self.broken or "cannot be reached"
-                raise PeerError(f"{self.name} {self.broken}; asked for {op}") from None
+                raise PeerError(f"{self.name} {self.broken}, so it cannot be asked for {op}") from None
         return call
 
     def forget(self, request: int) -> None:
-        """Drop the reply of ``request``, also a future one; any thread."""
+        """Drop the reply of ``request``, also if it arrives later. Thread-safe."""
         self._waiting.discard(request)
         self.replies.pop(request, None)
 
     def pump(self, timeout_ms: int) -> bool:
-        """Wait at most ``timeout_ms`` for a message and store it; return whether there was one.
+        """Wait at most ``timeout_ms`` for a message and store it. Return whether there was one.
 
-        With 0 also returns if another thread is receiving.
+        With 0, this also returns if another thread is receiving.
         """
         if not self._in_use.acquire(blocking=timeout_ms > 0):
             return False
@@ -407,15 +412,15 @@ class Link:
                 self._receive_timeout_ms = timeout_ms
             self._receive()
         except zmq.Again:
-            # Only now, after the replies that arrived before the connection ended.
-            self._notice_all()
+            # Read events only after the replies that arrived before the connection ended.
+            self._read_events()
             return False
         finally:
             self._in_use.release()
         return True
 
     def close(self) -> None:
-        """Close the connection, after the thread that waits for it has returned; the session is closing."""
+        """Close the connection after the waiting thread has returned. The session is closing."""
         with self._in_use:
             self._socket.disable_monitor()
             self._monitor.close(0)
@@ -443,7 +448,7 @@ class Link:
         finally:
             skip(self._socket)
 
-    def _notice_all(self) -> None:
+    def _read_events(self) -> None:
         while not self.broken and self._monitor.poll(0):
             event = read_event(self._monitor)[0]
             if event == zmq.EVENT_DISCONNECTED:
@@ -501,7 +506,7 @@ class Client:
 
     def _raise_if_closed(self) -> None:
         if self.closing.is_set():
-            raise PeerError("the session is closed; start a new one with dglx_dist.init()")
+            raise PeerError("the session is closed. Start a new one with dglx_dist.init().")
 
 
 _PING = "cluster.ping"
@@ -510,12 +515,12 @@ _MAX_STATUS_BYTES = 400
 
 @final
 class Rpc:
-    """Serves and makes one-sided calls, which ``ledger`` counts; an answer may take ``timeout_s``."""
+    """Serves and makes one-sided calls, which ``ledger`` counts. An answer may take ``timeout_s``."""
 
     def __init__(self, rank: int, ledger: Ledger, timeout_s: float) -> None:
         self.rank, self.timeout_s, self.ledger = rank, timeout_s, ledger
         self.status = ""
-        """The collective that this rank waits in, reported to other ranks on request; "" for none."""
+        """Collective that this rank waits in, which other ranks can request. "" for none."""
         self._handlers: dict[str, Handler] = {
             _PING: lambda _name, _arrays: [
                 np.frombuffer(self.status.encode()[:_MAX_STATUS_BYTES], dtype=np.uint8)
@@ -523,57 +528,60 @@ class Rpc:
         }
         self._client_handlers: dict[str, Handler] = {}
         self._contexts: list[zmq.Context[zmq.Socket[bytes]]] = []
-        """One for each server: ZeroMQ has one authenticator for all sockets of a context."""
+        """One context for each server, because all sockets of a context share one authenticator."""
         self._servers: list[Server] = []
         self._watch = DescriptorWatch()
         self._client: Client | None = None
         self.credentials: Credentials | None = None
-        """Presented and accepted by this rank; None: it does not listen."""
+        """Credentials that this rank presents and accepts. None before :meth:`listen`."""
         self.addresses: Mapping[int, PeerAddress] = {}
-        """Of all ranks, this one included; empty in a session of one rank."""
+        """Addresses of all ranks, including this one. Empty in a session of one rank."""
         self.address = ""
-        """Numeric address this rank listens on, for other sockets of the job; "" before :meth:`listen`."""
+        """Numeric address of this rank, also for other sockets of the job. "" before :meth:`listen`."""
 
     def listen(self, address: str, credentials: Credentials) -> str:
-        """Start serving on ``address``; return the endpoint to publish."""
+        """Start serving on ``address``. Return the endpoint to publish."""
         self.address, self.credentials = address, credentials
         return self._serve(address, credentials, self._handlers)
 
     def connect(self, peers: Mapping[int, PeerAddress]) -> None:
         if self.credentials is None:
-            raise ConfigError("listen() must come before connect()")
+            raise ConfigError("call listen() before connect()")
         self.addresses = dict(peers)
         self._client = Client(self._contexts[0], peers, self.credentials)
 
     def listen_to_clients(self, address: str, credentials: Credentials) -> str:
-        """Serve what is registered for clients at another port of ``address``; return the endpoint."""
+        """Serve client operations at another port of ``address``. Return the endpoint."""
         return self._serve(address, credentials, self._client_handlers)
 
     def register(self, op: str, handler: Handler, *, for_clients: bool = False) -> None:
-        """Answer calls of ``op`` with ``handler``, called from any thread, several at a time.
+        """Answer calls of ``op`` with ``handler``, which any thread calls, several at a time.
 
-        The arrays it returns are sent without a copy and must not be changed afterwards. External clients may
-        call it only if ``for_clients``. ConfigError: ``op`` is taken.
+        The returned arrays are sent without a copy and must not be changed afterwards. External clients may
+        call the operation only if ``for_clients``. Raises ConfigError if ``op`` is already registered.
         """
         if op in self._handlers:
-            raise ConfigError(f"the operation {op!r} is registered already; choose another name")
+            raise ConfigError(f"the operation {op!r} is already registered. Choose another name.")
         self._handlers[op] = handler
         if for_clients:
             self._client_handlers[op] = handler
 
     def unregister(self, op: str) -> None:
-        """Answer calls of ``op`` with an error; unknown names are ignored."""
+        """Answer calls of ``op`` with an error. Unknown names are ignored."""
         self._handlers.pop(op, None)
         self._client_handlers.pop(op, None)
 
     def submit(
         self, rank: int, op: str, name: str, arrays: Sequence[Array], *, phase: str | None, layer: int = 0
     ) -> Pending:
-        """Call ``rank`` and return at once; any thread. ``arrays`` must not change until the result arrives.
+        """Call ``rank`` and return at once. ``arrays`` must not change until the result arrives. Thread-safe.
 
-        ``phase``: for the ledger; None: not counted. A call to the own rank runs the handler at once, without
-        socket or bytes. RemoteError: that handler raised; PeerError: there is no such rank, or the session is
-        closed.
+        ``phase`` is an entry of the ledger. With None, nothing is counted. A call to the own rank runs the
+        handler at once, without socket or bytes.
+
+        Raises:
+            RemoteError: the handler of the own rank raised.
+            PeerError: there is no such rank, or the session is closed.
         """
         if rank == self.rank:
             try:
@@ -598,7 +606,6 @@ class Rpc:
     def call_all(
         self, ranks: Iterable[int], op: str, name: str, arrays: Sequence[Array], *, phase: str
     ) -> None:
-        """Call all ``ranks`` at once, and wait until all have answered."""
         for call in [self.submit(rank, op, name, arrays, phase=phase) for rank in ranks]:
             call.result()
 
@@ -612,32 +619,32 @@ class Rpc:
         *,
         phase: str | None,
     ) -> dict[int, list[Array]]:
-        """Call all ``ranks`` at once; return the answers that are no errors.
+        """Call all ``ranks`` at once. Return the answers without errors, by rank.
 
-        ``timeout_s`` counts from the calls, so it holds for all of them together.
+        ``timeout_s`` is counted from the calls, so it holds for all of them together.
         """
         calls: dict[int, Pending] = {}
-        found: dict[int, list[Array]] = {}
+        answers: dict[int, list[Array]] = {}
         for rank in ranks:
             with contextlib.suppress(PeerError, RemoteError):
                 calls[rank] = self.submit(rank, op, name, arrays, phase=phase)
         for rank, call in calls.items():
             with contextlib.suppress(PeerError, RemoteError):
-                found[rank] = call.result(timeout_s)
-        return found
+                answers[rank] = call.result(timeout_s)
+        return answers
 
-    def silent(self, ranks: Sequence[int], timeout_s: float) -> list[int]:
-        """Return those of ``ranks`` that do not answer within ``timeout_s``; all are asked at once."""
-        return [rank for rank, status in self.peer_status(ranks, timeout_s).items() if status is None]
+    def find_silent(self, ranks: Sequence[int], timeout_s: float) -> list[int]:
+        """Return the ``ranks`` that do not answer within ``timeout_s``. All are asked at once."""
+        return [rank for rank, status in self.get_peer_status(ranks, timeout_s).items() if status is None]
 
-    def peer_status(self, ranks: Sequence[int], timeout_s: float) -> dict[int, str | None]:
-        """Return the collective that each of ``ranks`` waits in; "" for none, None for a silent rank."""
-        found = self.ask(sorted(ranks), _PING, "", [], timeout_s, phase=CONTROL)
-        texts = {rank: status.tobytes().decode(errors="replace") for rank, (status,) in found.items()}
+    def get_peer_status(self, ranks: Sequence[int], timeout_s: float) -> dict[int, str | None]:
+        """Return the collective that each rank waits in. "" means none, and None means that it is silent."""
+        answers = self.ask(sorted(ranks), _PING, "", [], timeout_s, phase=CONTROL)
+        texts = {rank: status.tobytes().decode(errors="replace") for rank, (status,) in answers.items()}
         return {rank: texts.get(rank) for rank in sorted(ranks)}
 
     def close(self) -> None:
-        """Stop serving and calling; may be called twice. Does not wait for other ranks."""
+        """Stop serving and calling. Does not wait for other ranks. May be called twice."""
         if self._client is not None:
             self._client.close()
         while self._servers:
@@ -647,7 +654,7 @@ class Rpc:
                 self._contexts.pop().destroy(linger=0)
 
     def forget(self) -> None:
-        """In a forked process: leave sockets and threads to the parent and refuse calls."""
+        """Leave sockets and threads to the parent and refuse calls. For forked processes."""
         if self._client is not None:
             self._client.closing.set()
 

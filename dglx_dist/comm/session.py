@@ -1,4 +1,4 @@
-"""Sessions: start and end of one rank's run, with its RPC, ledger, scratch folder and failure reports."""
+"""Sessions: start and end of a rank, with its RPC, ledger, scratch folder and failure reports."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ from dglx_dist.comm.topology import (
     Settings,
     Topology,
     assign_servers,
-    bind_alike,
+    bind_to_loopback,
     is_launched_by_torchrun,
     is_started_by_agent,
     read_rendezvous,
@@ -57,79 +57,86 @@ from dglx_dist.errors import ConfigError, DglxError, PeerError, Stopped
 from dglx_dist.memory import keep_memory
 from dglx_dist.records import StepShare
 
-_OPTIONS_OF_MACHINE = frozenset({"memory", "threads"})
+_MACHINE_OPTIONS = frozenset({"memory", "threads"})
 """Options that may differ between machines."""
 
 
 def collect_shared_facts(
     strategy: str, options: Mapping[str, object], seed: int, curve: bool
 ) -> dict[str, Any]:
-    """Return what must be equal on all ranks, for :func:`check_hellos`; no JSON value: by its type."""
-    shared = {name: value for name, value in options.items() if name not in _OPTIONS_OF_MACHINE}
+    """Return facts that must be equal on all ranks, as JSON. Other values are replaced by their type."""
+    shared = {name: value for name, value in options.items() if name not in _MACHINE_OPTIONS}
     comparable = json.loads(json.dumps(shared, default=lambda value: type(value).__name__))
     return {"strategy": strategy, "options": comparable, "seed": seed, "curve": curve}
 
 
 def check_hellos(facts: list[Any]) -> None:
-    """Raise ConfigError if a rank says hello with a problem, or with other facts than rank 0."""
-    for problem in [one["no_trace"] for one in facts if one["no_trace"]]:
+    """Raise ConfigError if a rank reports a problem, or other facts than rank 0."""
+    for problem in [hello["no_trace"] for hello in facts if hello["no_trace"]]:
         raise ConfigError(problem)
-    same = {"strategy": "give the same --strategy", "options": "give the strategy the same options"}
-    for name, remedy in {**same, "seed": "give the same seed", "curve": "set DGLX_CURVE alike"}.items():
-        check_values_equal(f"the {name}", [one[name] for one in facts], f"{remedy} on all ranks")
+    remedies = {
+        "strategy": "pass the same --strategy",
+        "options": "pass the same options of the strategy",
+        "seed": "pass the same seed",
+        "curve": "set DGLX_CURVE to the same value",
+    }
+    for name, remedy in remedies.items():
+        check_values_equal(f"the {name}", [hello[name] for hello in facts], f"{remedy} on all ranks")
 
 
 def check_values_equal(
     what: str, values: Sequence[Any], remedy: str, error: type[DglxError] = ConfigError
 ) -> None:
-    """Raise ``error`` with the first difference unless the ``values`` of all ranks, JSON, are equal."""
+    """Raise ``error`` with the first difference unless the JSON ``values`` of all ranks are equal."""
     for rank, value in enumerate(values):
-        if _differ(value, values[0]):
-            first, other = _first_difference(values[0], value)
-            raise error(f"ranks disagree on {what}: rank 0 has {first}, rank {rank} has {other}; {remedy}")
+        if _differ(values[0], value):
+            first, second = _find_first_difference(values[0], value)
+            raise error(f"ranks disagree on {what}: rank 0 has {first}, rank {rank} has {second}; {remedy}")
 
 
 _NOTHING = object()
 
 
-def _first_difference(one: Any, other: Any) -> tuple[str, str]:
-    if isinstance(one, dict) and isinstance(other, dict):
-        pairs = ((name, one.get(name, _NOTHING), other.get(name, _NOTHING)) for name in {**one, **other})
-        name, one, other = next((name, a, b) for name, a, b in pairs if _differ(a, b))
-        return f"{name}={_shown(one, other)}", f"{name}={_shown(other, one)}"
-    if isinstance(one, list) and isinstance(other, list):
-        one, other = next(pair for pair in zip_longest(one, other, fillvalue=_NOTHING) if _differ(*pair))
-    return _shown(one, other), _shown(other, one)
+def _find_first_difference(a: Any, b: Any) -> tuple[str, str]:
+    if isinstance(a, dict) and isinstance(b, dict):
+        pairs = ((name, a.get(name, _NOTHING), b.get(name, _NOTHING)) for name in {**a, **b})
+        name, a, b = next(pair for pair in pairs if _differ(pair[1], pair[2]))
+        return f"{name}={_show_value(a, b)}", f"{name}={_show_value(b, a)}"
+    if isinstance(a, list) and isinstance(b, list):
+        a, b = next(pair for pair in zip_longest(a, b, fillvalue=_NOTHING) if _differ(*pair))
+    return _show_value(a, b), _show_value(b, a)
 
 
-def _differ(one: object, other: object) -> bool:
-    # Not by ==, to which nan differs from itself, and true is 1.
-    return json.dumps(one, sort_keys=True, default=id) != json.dumps(other, sort_keys=True, default=id)
+def _differ(a: object, b: object) -> bool:
+    # With !=, nan would differ from itself, and true would equal 1.
+    return json.dumps(a, sort_keys=True, default=id) != json.dumps(b, sort_keys=True, default=id)
 
 
-def _shown(value: object, beside: object) -> str:
+def _show_value(value: object, counterpart: object) -> str:
     if value is _NOTHING:
         return "nothing"
-    return repr(value) if str(value) == str(beside) else str(value)
+    return repr(value) if str(value) == str(counterpart) else str(value)
 
 
 log = logging.getLogger(__name__)
 
 CALL_ALIKE = (
-    "every rank must call the model alike, in evaluation too, and model.state_dict(), model.whole() and "
-    "dx.save; move such calls out of `if rank == 0`"
+    "call the model, model.state_dict(), model.whole() and dx.save on every rank, also in evaluation (move "
+    "such calls out of `if rank == 0`)"
 )
-"""The remedy where ranks that are alive wait for each other."""
+"""Remedy if ranks that are alive wait for each other."""
 ALL_GATHER, NEXT_BATCH, _END = "all-gather", "the next batch", "the end of the session"
-"""Statuses of ranks whose training loop waits: for all ranks, for a loader's threads, and for all to end."""
+"""Statuses of ranks with a waiting training loop: for all ranks, for a loader, and for the end of all
+ranks."""
 _APART_AFTER = 3
-"""Probes in a row in which ranks wait for each other until a warning says so."""
+"""Number of consecutive probes in which ranks wait for each other. Then a warning is logged."""
 _PROBE_S = 5.0
 _PROBE_AT_END_S = 2.0
 _WITHOUT_LAUNCHER_S = 10.0
-"""For the checkpoint of ranks whose launcher was killed."""
+"""Time limit for the checkpoint of ranks after their launcher was killed."""
 _LEAVES_S = 10.0
-"""After a stop: schedulers and launchers send the signal several times."""
+"""Time after a stop in which signals are ignored, because schedulers and launchers send them several
+times."""
 
 
 @final
@@ -149,19 +156,26 @@ class FailureWatch:
         if sys.excepthook == self._hook:
             sys.excepthook = self._previous_hook
 
-    def describe(self, doing: str, probe_s: float = _PROBE_S) -> str:
-        """Describe the other ranks: the first failure, silent ranks, ranks in another collective."""
-        others = [rank for rank in range(self._store.world_size) if rank != self._store.rank]
-        statuses = self._rpc.peer_status(others, probe_s)
-        # After the probe: ranks that lost the dead one, this one too, may have ended their session meanwhile.
+    def describe(self, activity: str, probe_s: float = _PROBE_S) -> str:
+        """Describe the other ranks: the first failure, silent ranks, and ranks in another collective."""
+        peers = [rank for rank in range(self._store.world_size) if rank != self._store.rank]
+        statuses = self._rpc.get_peer_status(peers, probe_s)
+        # The store is read after the probe. Ranks that lost the dead one, including this one, may have ended
+        # their session meanwhile.
         own, parts = self._store.rank, []
         try:
             failure = self._store.first_failure()
         except PeerError as error:
             failure, parts = None, [str(error)]
-        silent = [] if self._store.have_ended(own) else [rank for rank, at in statuses.items() if at is None]
-        ended = [rank for rank in silent if self._store.have_ended(rank)]
-        elsewhere = {rank: at for rank, at in statuses.items() if at is not None and at != self._rpc.status}
+        silent = [rank for rank, status in statuses.items() if status is None]
+        if self._store.has_ended(own):
+            silent = []
+        ended = [rank for rank in silent if self._store.has_ended(rank)]
+        elsewhere = {
+            rank: status
+            for rank, status in statuses.items()
+            if status is not None and status != self._rpc.status
+        }
         if failure is not None:
             parts.append(f"rank {failure[0]} failed first: {failure[1]}")
         if dead := [f"rank {rank} on {self._hosts[rank]}" for rank in silent if rank not in ended]:
@@ -171,11 +185,11 @@ class FailureWatch:
             # All ranks are alive, so they are in different collectives.
             parts = [
                 f"rank {rank} on {self._hosts[rank]} is not in it, but "
-                + (f"waits at {at!r}" if at else "computes")
-                for rank, at in elsewhere.items()
+                + (f"waits at {status!r}" if status else "computes")
+                for rank, status in elsewhere.items()
             ]
             parts += [CALL_ALIKE] if parts else []
-        return f"{doing}: " + ("; ".join(parts) if parts else "no rank is known to have ended")
+        return f"{activity}: " + ("; ".join(parts) if parts else "no rank is known to have ended")
 
     def _hook(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         self.failed = True
@@ -185,25 +199,25 @@ class FailureWatch:
             self._previous_hook(kind, error, trace)
 
 
-_OF_RANK = re.compile(r"^rank \d+ on \S+: ")
+_RANK_PREFIX = re.compile(r"^rank \d+ on \S+: ")
 
 
 def mark_error(error: BaseException, store: JobStore) -> None:
-    """Note in an error whether another rank shows it, or its cause."""
+    """Record in an error whether another rank shows it or its cause."""
     if isinstance(error, DglxError) and not error.is_shown_elsewhere:
         failure = store.first_failure() if isinstance(error, PeerError) else None
         is_effect = failure is not None and failure[0] != store.rank and failure[1] in str(error)
-        is_first = is_effect or store.claim_message(_OF_RANK.sub("", str(error)))
+        is_first = is_effect or store.claim_message(_RANK_PREFIX.sub("", str(error)))
         error.is_shown_elsewhere = is_effect or not is_first
 
 
 def show_briefly() -> None:
-    """Have uncaught errors of this package shown by one line in processes of torchrun, not by tracebacks."""
+    """Show uncaught errors of this package in one line instead of a traceback, in processes of torchrun."""
     if is_launched_by_torchrun() and sys.excepthook is sys.__excepthook__:
-        sys.excepthook = _show
+        sys.excepthook = _show_error
 
 
-def _show(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+def _show_error(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
     if not isinstance(error, DglxError):
         sys.__excepthook__(kind, error, trace)
         return
@@ -213,7 +227,7 @@ def _show(kind: type[BaseException], error: BaseException, trace: TracebackType 
     for frame, line in walk_tb(trace):
         if frame.f_globals.get("__name__", "").partition(".")[0] not in _LIBRARIES:
             where = f"{frame.f_code.co_filename}:{line}: "
-    # With a process group, torch puts the rank in front.
+    # With a process group, torch adds the rank in front.
     sys.stderr.write(f"{where}{kind.__name__}: {error}\n")
 
 
@@ -224,23 +238,25 @@ _SHARED_MEMORY = Path("/dev/shm")
 
 @final
 class Scratch:
-    """The folder ``path``. Every rank of the server opens it with the same ``job`` and ``server``.
+    """The scratch folder ``path`` of a server. Its ranks open it with the same ``job`` and ``server``.
 
-    Each holds a shared lock on it, which the kernel releases however the process ends; a folder without lock
-    is abandoned, and the next Scratch removes it.
+    Each rank holds a shared lock on it, which the kernel releases however the process ends. A folder without
+    a lock is abandoned, and the next Scratch removes it.
     """
 
     def __init__(self, job: str, server: int, base: Path | None = None) -> None:
         if base is None:
             base = _SHARED_MEMORY if os.access(_SHARED_MEMORY, os.W_OK) else Path(tempfile.gettempdir())
         elif not (base.is_dir() and os.access(base, os.W_OK)):
-            raise ConfigError(f"DGLX_SCRATCH={base} is no folder that can be written; make it, or unset it")
+            raise ConfigError(
+                f"DGLX_SCRATCH={base} is not a writable folder. Make it, or unset DGLX_SCRATCH."
+            )
         self.path = base / f"{_PREFIX}{os.getuid()}-{job}-s{server}"
         _remove_abandoned(base)
         self._lock = lock_shared(self.path / _LOCK, mode=0o700)
 
     def close(self) -> None:
-        """Release the folder; the last rank removes it, and abandoned ones. May be called twice."""
+        """Release the folder. The last rank removes it, and abandoned folders. May be called twice."""
         if self._lock < 0:
             return
         os.close(self._lock)
@@ -255,22 +271,25 @@ def _remove_abandoned(base: Path) -> None:
                 shutil.rmtree(folder, ignore_errors=True)
 
 
-def if_alive(method: Callable[[], None]) -> Callable[[], None]:
-    """Return a function that calls the bound ``method`` while its object exists, by a weak reference."""
+def call_if_alive(method: Callable[[], None]) -> Callable[[], None]:
+    """Return a function that calls the bound ``method`` while its object exists.
+
+    It holds a weak reference.
+    """
     reference = weakref.WeakMethod(method)
 
     def call() -> None:
-        found = reference()
-        if found is not None:
-            found()
+        bound_method = reference()
+        if bound_method is not None:
+            bound_method()
 
     return call
 
 
-# The only module-level state of the package: user code calls dx.init() once and then names no session.
-# The package takes the session as an argument, or reads it from here by current_session().
+# This is the only module-level state of the package, because user code calls dx.init() once and then names no
+# session. The package takes the session as an argument, or reads it from here by current_session().
 _CURRENT: list[Session] = []
-# Starts a requested session that could not start yet.
+# Function that starts a requested session that could not start yet.
 _LATER: list[Callable[[], Session]] = []
 
 
@@ -281,7 +300,7 @@ V = TypeVar("V")
 class SessionField(Generic[V]):
     """A typed field of every session, owned by the module that declares it.
 
-    ``make`` makes the value when it is first asked for, which is collective if it communicates.
+    ``make`` creates the value at the first access. That is collective if it communicates.
     """
 
     def __init__(self, make: Callable[[Session], V]) -> None:
@@ -299,11 +318,11 @@ class SessionField(Generic[V]):
 @final
 @dataclass(kw_only=True, eq=False, repr=False)
 class Session:
-    """One rank's run, see :func:`start_session`. Close it, or use it as a context manager."""
+    """Session of one rank; see :func:`start_session`. Close it, or use it as a context manager."""
 
     strategy: str
     options: dict[str, object]
-    """Of the strategy."""
+    """Options of the strategy."""
     timeout_s: float
     seed: int
     topology: Topology
@@ -313,36 +332,37 @@ class Session:
     """(W,) machine of each rank, for messages."""
     device: torch.device
     ranks_of_device: int
-    """Ranks that share the GPU; 1 on the CPU."""
+    """Number of ranks that share the GPU. It is 1 on the CPU."""
     job: str
     """Unique name of the session, equal on its ranks."""
     trace: TraceWriter | None
-    """None unless DGLX_TRACE asks for it."""
+    """Writer of the trace. None unless DGLX_TRACE is set."""
     scratch_in: Path | None = None
-    """Folder on a disk for :attr:`scratch`; None: in memory, if possible."""
+    """Folder on a disk for :attr:`scratch`. None uses memory if possible."""
     store: JobStore | None = None
-    """None on one rank."""
+    """Rendezvous store, or None on one rank."""
     owns_group: bool = False
     """Whether the process group ends with the session."""
     step_share: StepShare | None = field(default=None, init=False)
-    """Set by the loader when it yields a batch."""
+    """Share of the current step. The loader sets it when it yields a batch."""
     model_share: StepShare | None = field(default=None, init=False)
-    """The share by which the wrapped model called last weighs this rank's loss."""
+    """Share by which the wrapped model that was called last weighs this rank's loss."""
     timeline: Timeline = field(default_factory=Timeline, init=False)
-    """Off until started."""
+    """Timeline of spans. It is off until it is started."""
     before_close: list[Callable[[], None]] = field(default_factory=list, init=False)
-    """Called first by :meth:`close`, unless the session failed, to finish outstanding work."""
+    """Functions that :meth:`close` calls first to finish outstanding work, unless the session failed."""
     on_close: list[Callable[[], None]] = field(default_factory=list, init=False)
-    """Called next by :meth:`close`, also after a failure, to release resources; must not wait."""
+    """Functions that :meth:`close` calls next, also after a failure, to release resources. They must not
+    wait."""
 
     def __post_init__(self) -> None:
         self.has_wrapped_model = False
-        """Whether ``dx.wrap`` was called, hence all ranks take steps together."""
+        """Whether ``dx.wrap`` was called, so that all ranks take steps together."""
         self.is_loss_exact = False
         """Whether a loss since the last forward pass is a mean over all ranks."""
         self._numbers: defaultdict[str, Iterator[int]] = defaultdict(count)
         self._fields: dict[object, Any] = {}
-        """By :class:`SessionField`."""
+        """Values by :class:`SessionField`."""
         self._closed, self._num_apart = False, 0
         self._scratch = Scratch(self.job, self.topology.server, self.scratch_in)
         self._watch: FailureWatch | None = None
@@ -353,36 +373,36 @@ class Session:
             self._watch = FailureWatch(self.store, self.rpc, self.hosts)
             self._pipes.append(SignalPipe([signal.SIGTERM], self._on_signal))
         atexit.register(self._at_exit)
-        os.register_at_fork(after_in_child=if_alive(self._leave_to_parent))
+        os.register_at_fork(after_in_child=call_if_alive(self._leave_to_parent))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Refuse to be pickled or copied, with all that holds the session."""
+        """Raise ConfigError, because a session and objects with a session cannot be pickled or copied."""
         raise ConfigError(
             "a graph of dx.distribute, its columns, loaders and embeddings are connected to the other ranks, "
-            "so they cannot be pickled or copied; save rows as g.ndata[name][ids], weights as "
-            "model.state_dict(), positions as loader.state_dict(), and make the graph again by dx.distribute"
+            "so they cannot be pickled or copied. Save rows as g.ndata[name][ids], weights as "
+            "model.state_dict() and positions as loader.state_dict(), and call dx.distribute again."
         )
 
     def adopt(self, strategy: str, options: Mapping[str, object]) -> None:
-        """Continue under a chosen ``strategy``; every rank must call it before it makes a loader or model."""
+        """Switch to another ``strategy``. Every rank must call this before it makes a loader or model."""
         self.strategy, self.options = strategy, dict(options)
 
     def next_number(self, kind: str) -> int:
-        """Return 0, then 1 and so on for each ``kind``: the same on all ranks, if they call alike."""
+        """Return 0, 1, 2, ... for each ``kind``. It is equal on all ranks if they make the same calls."""
         return next(self._numbers[kind])
 
     @property
     def scratch(self) -> Path:
-        """Folder shared by the ranks of this server, removed at the end; see :attr:`scratch_in`."""
+        """Folder that the ranks of this server share. It is removed at the end; see :attr:`scratch_in`."""
         return self._scratch.path
 
     @property
     def is_first_on_machine(self) -> bool:
         return self.hosts.index(self.hosts[self.topology.rank]) == self.topology.rank
 
-    def describe_failure(self, doing: str) -> str:
-        """Name the dead or failed ranks after ``doing`` failed; asks every rank, which takes seconds."""
-        return "" if self._watch is None else self._watch.describe(doing)
+    def describe_failure(self, activity: str) -> str:
+        """Name the dead or failed ranks after ``activity`` failed. Asks every rank, which takes seconds."""
+        return "" if self._watch is None else self._watch.describe(activity)
 
     def fail(self, error: BaseException) -> None:
         if self.store is not None and not self._closed:
@@ -392,9 +412,9 @@ class Session:
     def close(self, *, failed: bool = False) -> None:
         """End the session. May be called twice.
 
-        Keeps serving until the other ranks close theirs too, because they may still read from here; but does
-        not wait when ``failed``, nor for a failed or dead rank. DglxError: outstanding work failed, and the
-        session has ended as a failed one.
+        This keeps serving until the other ranks close their sessions, because they may still read from here.
+        It does not wait if ``failed``, and never for a failed or dead rank. Raises DglxError if outstanding
+        work failed. The session has ended as a failed one.
         """
         if self._closed:
             return
@@ -413,7 +433,7 @@ class Session:
         if self.trace is not None:
             self.trace.write(self.job, self.topology, self.ledger, failed=failed)
         if self.store is not None:
-            self.store.report_end() if failed else self._wait_for_the_others(self.store)
+            self.store.report_end() if failed else self._wait_for_peers(self.store)
         if self._watch is not None:
             self._watch.close()
         self._close_pipes()
@@ -437,11 +457,11 @@ class Session:
 
     @contextmanager
     def stoppable(self) -> Iterator[StopPoint]:
-        """Let SIGTERM, SIGUSR1 and SIGINT stop the block on all ranks at the same point; collective.
+        """Let SIGTERM, SIGUSR1 and SIGINT stop the ``with`` block on all ranks at the same point. Collective.
 
-        SIGTERM is sent by schedulers, by torchrun to the survivors of a dead rank, and by the kernel when
-        torchrun is killed. A second SIGINT ends this rank at once, and so does a signal that not all ranks
-        can follow, or outside of the block. The user's own handlers stay in effect.
+        Schedulers send SIGTERM, and so does torchrun to the survivors of a dead rank, and the kernel if
+        torchrun is killed. A second SIGINT ends this rank at once. So does a signal that not all ranks can
+        follow, or one outside of the block. The user's own handlers stay in effect.
         """
         pipe = SignalPipe([signal.SIGTERM, signal.SIGUSR1, signal.SIGINT], self._on_signal)
         self._pipes.append(pipe)
@@ -454,7 +474,7 @@ class Session:
         finally:
             self.stop_point.close(failed=failed)
             self._left_s = time.monotonic()
-            if pipe in self._pipes:  # else the session was closed meanwhile, or this process is a fork
+            if pipe in self._pipes:  # Otherwise the session was closed meanwhile, or this process is a fork.
                 self._pipes.remove(pipe)
             pipe.close()
 
@@ -467,24 +487,24 @@ class Session:
         again = again or now - self._left_s > _LEAVES_S
         if self.stop_point.is_over and not again:
             return
-        doing = f"rank {self.topology.rank} was told to end ({name})"
+        activity = f"rank {self.topology.rank} was told to end ({name})"
         if os.getppid() != self._launcher:
-            doing = f"rank {self.topology.rank} ends, since the process that started it has ended"
-            limit = threading.Timer(_WITHOUT_LAUNCHER_S, self._end, (number, doing))
+            activity = f"rank {self.topology.rank} ends, because the process that started it has ended"
+            limit = threading.Timer(_WITHOUT_LAUNCHER_S, self._end, (number, activity))
             limit.daemon = True
             limit.start()
         if again or not self.stop_point.ask():
-            self._end(number, doing)
+            self._end(number, activity)
 
-    def _end(self, number: int, doing: str) -> None:
-        log.error("%s", doing if self._watch is None else self._watch.describe(doing, _PROBE_AT_END_S))
+    def _end(self, number: int, activity: str) -> None:
+        log.error("%s", activity if self._watch is None else self._watch.describe(activity, _PROBE_AT_END_S))
         sys.stdout.flush()
         sys.stderr.flush()
         with contextlib.suppress(OSError):
             self._scratch.close()
         if self.store is not None:
             self.store.report_end()
-        # The main thread may hang in a collective for ever, so it cannot end the process.
+        # The main thread may hang in a collective forever, so it cannot end the process.
         end_process(number)
 
     def _close_pipes(self, *, forked: bool = False) -> None:
@@ -495,7 +515,7 @@ class Session:
         self.close(failed=self._watch is not None and self._watch.failed)
 
     def _leave_to_parent(self) -> None:
-        """In a forked process: the rank is the parent, so this must not end anything of it."""
+        """Release everything to the parent in a forked process, because the parent is the rank."""
         if self._closed:
             return
         self._closed = True
@@ -506,7 +526,7 @@ class Session:
         self.rpc.forget()
         _CURRENT.clear()
 
-    def _wait_for_the_others(self, store: JobStore) -> None:
+    def _wait_for_peers(self, store: JobStore) -> None:
         try:
             store.barrier(_END, check=lambda missing: self.raise_for_dead(missing, _END))
         except (PeerError, RuntimeError) as error:
@@ -515,12 +535,12 @@ class Session:
 
     def raise_for_dead(self, missing: list[int], what: str) -> None:
         """Raise PeerError if one of the ranks ``missing`` at ``what`` is silent, or waits for this rank."""
-        statuses = self.rpc.peer_status(missing, _PROBE_S)
+        statuses = self.rpc.get_peer_status(missing, _PROBE_S)
         for rank in [rank for rank, status in statuses.items() if status is None]:
-            ended = self.store is not None and self.store.have_ended(rank)
+            ended = self.store is not None and self.store.has_ended(rank)
             raise PeerError(
                 f"rank {rank} on {self.hosts[rank]} did not come to {what!r} and "
-                + ("has ended" if ended else "does not answer: it is probably dead; look at its output")
+                + ("has ended" if ended else "does not answer. It is probably dead. Look at its output.")
             )
         if threading.current_thread() is not threading.main_thread() and self.rpc.status != NEXT_BATCH:
             return
@@ -529,10 +549,10 @@ class Session:
         if apart is None:
             return
         message = (
-            f"rank {apart} on {self.hosts[apart]} waits at {statuses[apart]!r}, and rank "
-            f"{self.topology.rank} at {what!r}: {CALL_ALIKE}"
+            f"rank {apart} on {self.hosts[apart]} waits at {statuses[apart]!r}, but rank "
+            f"{self.topology.rank} waits at {what!r}; {CALL_ALIKE}"
         )
-        # A message that was sent before may still be on a slow network.
+        # An earlier message may still be on its way over a slow network.
         if self._num_apart > self.timeout_s / 4:
             raise PeerError(message)
         if self._num_apart == _APART_AFTER:
@@ -549,56 +569,59 @@ def start_session(
     device: torch.device | str = AUTO,
     topology: Topology | None = None,
 ) -> Session:
-    """Join the other ranks of the job and make the session the current one; collective.
+    """Join the other ranks of the job and make the session the current one. Collective.
 
-    Without torchrun it is a session of one rank, which uses no network. The process group is created unless
-    one exists. In a process that torchrun started, glibc is set to keep freed memory for the next step,
-    unless the environment configures the allocator.
+    Without torchrun the session has one rank and uses no network. The process group is created unless one
+    exists. In a process of torchrun, glibc is set to keep freed memory for the next step, unless the
+    environment configures the allocator.
 
     Args:
-        strategy: Name of the strategy; only stored.
-        options: The strategy's options; only stored.
-        timeout_s: How long a rank may be silent, here and in every collective; DGLX_TIMEOUT overrides it.
-        backend, device: As of :func:`dglx_dist.init`.
-        topology: None: read from the environment.
+        strategy: Name of the strategy, which is only stored.
+        options: Options of the strategy, which are only stored.
+        timeout_s: Seconds that a rank may be silent, here and in every collective. DGLX_TIMEOUT overrides it.
+        seed: Random seed of the session.
+        backend, device: As in :func:`dglx_dist.init`.
+        topology: Topology of the job. The default is read from the environment.
 
     Raises:
-        ConfigError: the environment is invalid, ranks disagree, a rank lacks its device, or a session is open
-            already.
-        PeerError: ranks are missing after the time-out; the message lists them.
+        ConfigError: the environment is invalid, ranks disagree, a rank lacks its device, or a session is
+            already open.
+        PeerError: ranks are missing after the time limit. The message lists them.
     """
     show_briefly()
     if _CURRENT or _LATER:
-        asked = "" if _CURRENT else " (dgl.distributed.initialize() asked for it)"
-        raise ConfigError(f"a session is open already{asked}; close it with dglx_dist.shutdown() or use it")
+        origin = "" if _CURRENT else " (dgl.distributed.initialize() requested it)"
+        raise ConfigError(
+            f"a session is already open{origin}. Close it with dglx_dist.shutdown(), or use it."
+        )
     if topology is None:
         _check_group(read_topology().world_size)
     settings = read_settings()
     limit_s = settings.timeout_s or timeout_s
     if not 0 < limit_s < float("inf"):
         raise ConfigError(f"timeout_s={limit_s} must be a number of seconds above 0")
-    found = topology or read_topology()
+    ranks = topology or read_topology()
     if is_started_by_agent():
         end_with_parent()
     if is_launched_by_torchrun() and not settings.allocator_set:
         keep_memory()
-    mine = {"strategy": strategy, "options": dict(options or {}), "timeout_s": limit_s, "seed": seed}
-    mine["scratch_in"] = settings.scratch
-    if found.world_size == 1:
-        session = _session_of_one_rank(found, settings, mine, device)
+    arguments = {"strategy": strategy, "options": dict(options or {}), "timeout_s": limit_s, "seed": seed}
+    arguments["scratch_in"] = settings.scratch
+    if ranks.world_size == 1:
+        session = _start_single(ranks, settings, arguments, device)
     else:
         correct_nodes, request = topology is None, (device, backend)
-        session = _session_of_ranks(found, settings, mine, request, correct_nodes=correct_nodes)
+        session = _start_joint(ranks, settings, arguments, request, correct_nodes=correct_nodes)
     _CURRENT.append(session)
     return session
 
 
 def current_session() -> Session:
-    """Return the open session of this process; starts a deferred one, collectively; ConfigError if none."""
+    """Return the open session of this process. A deferred session starts now, which is collective."""
     if not _CURRENT and _LATER:
         _LATER.pop()()
     if not _CURRENT:
-        raise ConfigError("no session is open; call dglx_dist.init() or dgl.distributed.initialize() first")
+        raise ConfigError("no session is open. Call dglx_dist.init() or dgl.distributed.initialize() first.")
     _check_group(_CURRENT[-1].topology.world_size)
     return _CURRENT[-1]
 
@@ -608,18 +631,18 @@ def _check_group(world_size: int) -> None:
     if dist.is_initialized() and dist.get_world_size() != world_size:
         raise ConfigError(
             f"the process group of torch.distributed has {dist.get_world_size()} ranks, but this session has "
-            f"{world_size}: each process would train alone. Start the ranks with torchrun --nproc-per-node "
-            f"{dist.get_world_size()} script.py in place of mp.spawn, and leave init_process_group out"
+            f"{world_size}, so each process would train alone. Start the ranks with torchrun "
+            f"--nproc-per-node {dist.get_world_size()} script.py instead of mp.spawn, and leave out "
+            "init_process_group."
         )
 
 
 def start_later(start: Callable[[], Session] | None) -> None:
-    """Defer ``start`` to the first call of :func:`current_session`; None: cancel."""
+    """Defer ``start`` to the first call of :func:`current_session`. None cancels it."""
     _LATER[:] = [] if start is None else [start]
 
 
 def get_session_or_start(start: Callable[[], Session]) -> Session:
-    """Return the open or deferred session, else call ``start``, which is collective."""
     return current_session() if _CURRENT or _LATER else start()
 
 
@@ -627,7 +650,7 @@ _LIBRARIES = {__name__.partition(".")[0], "dgl", "torch", "collections"}
 
 
 def warn_user(message: str) -> None:
-    """Warn on rank 0, at the line outside of this package, DGL and torch that led here."""
+    """Warn on rank 0, at the line of the user's code that led here."""
     if _CURRENT and _CURRENT[-1].topology.rank:
         return
     frame, level = sys._getframe(1), 2
@@ -640,60 +663,67 @@ def get_open_session() -> Session | None:
     return _CURRENT[-1] if _CURRENT else None
 
 
-def _session_of_one_rank(
-    topology: Topology, settings: Settings, mine: Mapping[str, Any], device: object
+def _start_single(
+    topology: Topology, settings: Settings, arguments: Mapping[str, Any], device: object
 ) -> Session:
-    ledger, hosts, taken = Ledger(topology), (socket.gethostname(),), take_device(device, 0, settings.device)
-    _say_devices([taken], hosts, choose_backend([taken], hosts, None))
+    ledger, hosts, own_device = (
+        Ledger(topology),
+        (socket.gethostname(),),
+        take_device(device, 0, settings.device),
+    )
+    _log_devices([own_device], hosts, choose_backend([own_device], hosts, None))
     return Session(
-        **mine,
+        **arguments,
         topology=topology,
-        rpc=Rpc(0, ledger, mine["timeout_s"]),
+        rpc=Rpc(0, ledger, arguments["timeout_s"]),
         ledger=ledger,
         hosts=hosts,
-        device=torch.device(taken.name),
+        device=torch.device(own_device.name),
         ranks_of_device=1,
         job=secrets.token_hex(8),
         trace=None if settings.trace is None else TraceWriter(settings.trace, topology.rank),
     )
 
 
-def _session_of_ranks(
+def _start_joint(
     topology: Topology,
     settings: Settings,
-    mine: Mapping[str, Any],
+    arguments: Mapping[str, Any],
     request: tuple[object, str | None],
     *,
     correct_nodes: bool,
 ) -> Session:
-    """Meet the other ranks; ``mine`` has the arguments of :func:`start_session` that a session stores.
+    """Start a session with the other ranks.
 
-    ``request`` is the device and the backend.
+    ``arguments`` are those of :func:`start_session` that a session stores. ``request`` is the device and the
+    backend.
     """
     if not is_launched_by_torchrun():
-        raise ConfigError(f"{topology.world_size} ranks need torchrun's environment; start with torchrun")
-    timeout_s, rendezvous = float(mine["timeout_s"]), read_rendezvous()
-    bind_alike(rendezvous)
+        raise ConfigError(f"{topology.world_size} ranks need torchrun's environment. Start with torchrun.")
+    timeout_s, rendezvous = float(arguments["timeout_s"]), read_rendezvous()
+    bind_to_loopback(rendezvous)
     raw = open_store(rendezvous, topology.rank, topology.world_size, timeout_s)
     store = JobStore(raw, topology.rank, topology.world_size, timeout_s)
     store.seal(settings, is_local=rendezvous.is_local)
     trace, no_trace = open_trace(settings.trace, topology.rank)
     device, backend = request
-    taken = take_device(device, rendezvous.local_rank, settings.device)
+    own_device = take_device(device, rendezvous.local_rank, settings.device)
     hello = {
         "host": socket.gethostname(),
         "node": rendezvous.node,
-        **collect_shared_facts(mine["strategy"], mine["options"], mine["seed"], settings.curve),
+        **collect_shared_facts(
+            arguments["strategy"], arguments["options"], arguments["seed"], settings.curve
+        ),
         "no_trace": no_trace,
-        "device": asdict(taken),
+        "device": asdict(own_device),
     }
     hellos: list[Any] = store.exchange("settings", hello)
     check_hellos(hellos)
-    hosts = tuple(str(one["host"]) for one in hellos)
-    devices = [RankDevice(**one["device"]) for one in hellos]
+    hosts = tuple(str(hello["host"]) for hello in hellos)
+    devices = [RankDevice(**hello["device"]) for hello in hellos]
     backend = choose_backend(devices, hosts, backend)
     if correct_nodes:
-        topology = assign_servers(topology, tuple(one["node"] for one in hellos))
+        topology = assign_servers(topology, tuple(hello["node"] for hello in hellos))
     ledger = Ledger(topology)
     rpc = Rpc(topology.rank, ledger, timeout_s)
     with ExitStack() as undo:
@@ -702,7 +732,7 @@ def _session_of_ranks(
         _, addresses = open_endpoints(
             store.exchange,
             hosts,
-            lambda served: rpc.listen(address, served),
+            lambda credentials: rpc.listen(address, credentials),
             secret=store.key,
             encrypted=settings.curve,
         )
@@ -710,21 +740,21 @@ def _session_of_ranks(
         owns_group = _make_group(store, topology, timeout_s, backend)
         undo.pop_all()
     if topology.rank == 0:
-        _say_devices(devices, hosts, dist.get_backend_config())
+        _log_devices(devices, hosts, dist.get_backend_config())
         if settings.curve:
             log.warning(
-                "DGLX_CURVE: calls and rows between ranks are encrypted; collectives of %s, which sum "
+                "DGLX_CURVE: calls and rows between ranks are encrypted, but collectives of %s, which sum "
                 "gradients, are not",
                 backend,
             )
     return Session(
-        **mine,
+        **arguments,
         topology=topology,
         rpc=rpc,
         ledger=ledger,
         hosts=hosts,
-        device=torch.device(taken.name),
-        ranks_of_device=sum(one.card == taken.card for one in devices) if taken.card else 1,
+        device=torch.device(own_device.name),
+        ranks_of_device=sum(peer.card == own_device.card for peer in devices) if own_device.card else 1,
         job=derive_key(store.key, "name of the job").decode()[:16],
         trace=trace,
         store=store,
@@ -732,9 +762,9 @@ def _session_of_ranks(
     )
 
 
-def _say_devices(ranks: Sequence[RankDevice], hosts: Sequence[str], backend: str) -> None:
-    # Python shows warnings where nobody configured logging: who has a GPU, or a torch for one, must see what
-    # became of it. With a torch for CPUs the line says nothing new.
+def _log_devices(ranks: Sequence[RankDevice], hosts: Sequence[str], backend: str) -> None:
+    # Python shows warnings if nobody configured logging. Users with a GPU, or with a torch for GPUs, must see
+    # which device is used. With a torch for CPUs the line says nothing new.
     is_news = ranks[0].card or (ranks[0].why and is_built_for_gpus())
     log.log(logging.WARNING if is_news else logging.INFO, "%s", describe(ranks, hosts, backend))
 
@@ -742,11 +772,11 @@ def _say_devices(ranks: Sequence[RankDevice], hosts: Sequence[str], backend: str
 def _make_group(store: JobStore, topology: Topology, timeout_s: float, backend: str) -> bool:
     if dist.is_initialized():
         return False
-    # NCCL's threads outlive the interpreter, in which a sealed store runs.
-    found = store.raw if backend == "gloo" else store.unsealed
+    # Threads of NCCL outlive the interpreter, which runs the sealed store.
+    group_store = store.raw if backend == "gloo" else store.unsealed
     dist.init_process_group(
         backend,
-        store=PrefixStore("group", found),
+        store=PrefixStore("group", group_store),
         rank=topology.rank,
         world_size=topology.world_size,
         timeout=timedelta(seconds=timeout_s),
@@ -758,7 +788,7 @@ T = TypeVar("T", bound="Shared")
 
 
 class Shared:
-    """Objects that a deep copy shares with the original: a model may refer to its graph."""
+    """Base of objects that a deep copy shares with the original, because a model may refer to its graph."""
 
     def __deepcopy__(self: T, memo: Mapping[int, object]) -> T:
         return self

@@ -23,29 +23,29 @@ _LOOPBACK = "lo"
 _PARENT = "DGLX_PARENT"
 LOOPBACK_HOSTS = ("127.0.0.1", "localhost", "::1")
 _LEAST_SECRET, _MOST_SECRET = 32, 4096
-"""Characters."""
+"""Numbers of characters."""
 _TRUE, _FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off", "")
 
 
 @dataclass(frozen=True)
 class Topology:
-    """This rank, all ranks, and which of them share a server (a machine, or a virtual part of one)."""
+    """This rank, all ranks, and the servers that they share (machines, or virtual parts of machines)."""
 
     rank: int
     world_size: int
     server_of_rank: tuple[int, ...]
-    """(W,) server of each rank; servers are numbered 0..S-1 and their ranks are contiguous."""
+    """(W,) server of each rank. Servers are numbered from 0, and the ranks of a server are contiguous."""
 
     def __post_init__(self) -> None:
         if len(self.server_of_rank) != self.world_size or not 0 <= self.rank < self.world_size:
             raise ConfigError(
-                f"rank {self.rank} of {self.world_size} with servers {self.server_of_rank} is no topology; "
-                "give one server per rank and a rank in [0, world_size)"
+                f"rank {self.rank} of {self.world_size} with servers {self.server_of_rank} is not a "
+                "topology. Pass one server per rank and a rank in [0, world_size)."
             )
         steps = [b - a for a, b in zip((-1, *self.server_of_rank), self.server_of_rank, strict=False)]
         if steps[0] != 1 or any(step not in (0, 1) for step in steps):
             raise ConfigError(
-                f"servers must be numbered from 0 with contiguous ranks, found {self.server_of_rank}"
+                f"servers must be numbered from 0 with contiguous ranks, but are {self.server_of_rank}"
             )
 
     @property
@@ -61,10 +61,9 @@ class Topology:
         return self.ranks_of_server(self.server).index(self.rank)
 
     def ranks_of_server(self, server: int) -> tuple[int, ...]:
-        return tuple(rank for rank, other in enumerate(self.server_of_rank) if other == server)
+        return tuple(rank for rank, member in enumerate(self.server_of_rank) if member == server)
 
     def is_same_server(self, a: int, b: int) -> bool:
-        """Whether ranks ``a`` and ``b`` share memory."""
         return self.server_of_rank[a] == self.server_of_rank[b]
 
 
@@ -75,55 +74,56 @@ class Rendezvous:
     host: str
     port: int
     hosted_by_agent: bool
-    """Whether the launcher hosts the store; else rank 0 does."""
+    """Whether the launcher hosts the store. Otherwise rank 0 does."""
     attempt: int
-    """Number of restarts by the launcher; separates the keys of attempts."""
+    """Number of restarts by the launcher, which separates the keys of attempts."""
     job: str
-    """The launcher's name of the job."""
+    """Name of the job that the launcher uses."""
     num_nodes: int
-    """Real machines (torchrun nodes)."""
+    """Number of real machines (torchrun nodes)."""
     node: int
-    """This machine among them."""
+    """Number of this machine."""
     local_rank: int
     """Index of this rank on its machine, which selects its accelerator."""
     is_local: bool
     """Whether all ranks are certainly on this machine."""
     interface: str | None
-    """Network interface to bind to, loopback with a single machine; None: the one that reaches ``host``."""
+    """Network interface to bind to: loopback with a single machine, or None for the one that reaches
+    ``host``."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """Settings from the environment, in place of missing arguments."""
+    """Settings from environment variables, which replace missing arguments."""
 
     strategy: str | None = None
-    """DGLX_STRATEGY."""
+    """Value of DGLX_STRATEGY."""
     timeout_s: float | None = None
-    """DGLX_TIMEOUT, seconds."""
+    """Value of DGLX_TIMEOUT in seconds."""
     device: str | None = None
-    """DGLX_DEVICE."""
+    """Value of DGLX_DEVICE."""
     curve: bool = False
-    """DGLX_CURVE: encrypt calls and rows between ranks."""
+    """Whether DGLX_CURVE encrypts calls and rows between ranks."""
     secret: bytes | None = field(default=None, repr=False)
-    """DGLX_SECRET, or what DGLX_SECRET_FILE holds: of the job."""
+    """Secret of the job from DGLX_SECRET or the file DGLX_SECRET_FILE."""
     require_secret: bool = False
-    """DGLX_REQUIRE_SECRET: without one, ranks of several machines do not start."""
+    """Whether DGLX_REQUIRE_SECRET forbids ranks of several machines to start without a secret."""
     ranks_per_server: int | None = None
-    """DGLX_RANKS_PER_SERVER."""
+    """Value of DGLX_RANKS_PER_SERVER."""
     omp_threads: int | None = None
-    """OMP_NUM_THREADS, its first number."""
+    """First number of OMP_NUM_THREADS."""
     allocator_set: bool = False
-    """Whether the user configured the allocator: any MALLOC_ variable, GLIBC_TUNABLES or LD_PRELOAD."""
+    """Whether the user configured the allocator by a MALLOC_ variable, GLIBC_TUNABLES or LD_PRELOAD."""
     options: Mapping[str, object] = field(default_factory=dict)
-    """DGLX_OPTIONS: of the strategy, a JSON object."""
+    """Options of the strategy from DGLX_OPTIONS, a JSON object."""
     part_config: Path | None = None
-    """DGL_CONF_PATH: the partition, from DGL's launcher."""
+    """Partition from DGL_CONF_PATH, which DGL's launcher sets."""
     dgl_processes: Mapping[str, str] = field(default_factory=dict)
-    """Variables by which DGL's launcher configures its servers and clients, where they are set."""
+    """Variables by which DGL's launcher configures its servers and clients, if they are set."""
     trace: Path | None = None
-    """DGLX_TRACE: folder to which every session writes its trace, see comm/trace.py."""
+    """Folder from DGLX_TRACE to which every session writes its trace; see comm/trace.py."""
     scratch: Path | None = None
-    """DGLX_SCRATCH: folder on a disk for the rows that ranks share; default: memory."""
+    """Folder on a disk from DGLX_SCRATCH for the rows that ranks share. The default is memory."""
 
 
 def is_launched_by_torchrun(variables: Mapping[str, str] = os.environ) -> bool:
@@ -131,25 +131,25 @@ def is_launched_by_torchrun(variables: Mapping[str, str] = os.environ) -> bool:
 
 
 def read_topology(variables: Mapping[str, str] = os.environ) -> Topology:
-    """Read this process's topology; without torchrun it is the only rank. ConfigError names a wrong variable.
+    """Read the topology of this process. Without torchrun it is the only rank.
 
     Assumes the same number of ranks on every machine. :func:`assign_servers` corrects that later.
-    ``DGLX_RANKS_PER_SERVER`` cuts each machine into virtual servers of that many ranks, the last of which may
-    be smaller.
+    ``DGLX_RANKS_PER_SERVER`` cuts each machine into virtual servers of that many ranks. The last one may be
+    smaller. Raises ConfigError if a variable is wrong. The message names it.
     """
     if not is_launched_by_torchrun(variables):
         return Topology(0, 1, (0,))
-    world_size = _integer(variables, "WORLD_SIZE", minimum=1)
-    rank = _integer(variables, "RANK", minimum=0, below=world_size)
-    per_node = _integer(variables, "LOCAL_WORLD_SIZE", minimum=1, default=world_size)
-    node_of_rank = tuple(other // per_node for other in range(world_size))
+    world_size = _read_integer(variables, "WORLD_SIZE", minimum=1)
+    rank = _read_integer(variables, "RANK", minimum=0, below=world_size)
+    per_node = _read_integer(variables, "LOCAL_WORLD_SIZE", minimum=1, default=world_size)
+    node_of_rank = tuple(member // per_node for member in range(world_size))
     return assign_servers(Topology(rank, world_size, (0,) * world_size), node_of_rank, variables)
 
 
 def assign_servers(
     topology: Topology, node_of_rank: tuple[int, ...], variables: Mapping[str, str] = os.environ
 ) -> Topology:
-    """Return ``topology`` with servers made from the real machine of each rank ((W,), contiguous)."""
+    """Return ``topology`` with servers from the (W,) contiguous real machines of the ranks."""
     per_server = read_settings(variables).ranks_per_server
     groups: list[tuple[int, int]] = []
     for rank, node in enumerate(node_of_rank):
@@ -160,86 +160,86 @@ def assign_servers(
 
 
 def read_rendezvous(variables: Mapping[str, str] = os.environ) -> Rendezvous:
-    """Read the rendezvous; only meaningful when :func:`is_launched_by_torchrun`. ConfigError as above."""
+    """Read the rendezvous if :func:`is_launched_by_torchrun`. A ConfigError names a wrong variable."""
     if "MASTER_ADDR" not in variables:
         raise ConfigError(
-            "RANK and WORLD_SIZE are set but MASTER_ADDR is not; start the script with torchrun, "
-            "or unset RANK and WORLD_SIZE to run one process"
+            "RANK and WORLD_SIZE are set but MASTER_ADDR is not. Start the script with torchrun, or unset "
+            "RANK and WORLD_SIZE to run one process."
         )
-    world_size = _integer(variables, "WORLD_SIZE", minimum=1)
-    per_node = _integer(variables, "LOCAL_WORLD_SIZE", minimum=1, default=world_size)
-    rank = _integer(variables, "RANK", minimum=0, below=world_size)
+    world_size = _read_integer(variables, "WORLD_SIZE", minimum=1)
+    per_node = _read_integer(variables, "LOCAL_WORLD_SIZE", minimum=1, default=world_size)
+    rank = _read_integer(variables, "RANK", minimum=0, below=world_size)
     interface = variables.get("GLOO_SOCKET_IFNAME", "").split(",")[0].strip()
-    hosted_by_agent = _flag(variables, "TORCHELASTIC_USE_AGENT_STORE")
+    hosted_by_agent = _read_flag(variables, "TORCHELASTIC_USE_AGENT_STORE")
     return Rendezvous(
         host=variables["MASTER_ADDR"],
-        port=_integer(variables, "MASTER_PORT", minimum=1, below=65536),
+        port=_read_integer(variables, "MASTER_PORT", minimum=1, below=65536),
         hosted_by_agent=hosted_by_agent,
-        # Each launcher counts its own: that of a machine that came back begins again. A launcher's store
-        # outlives attempts, rank 0's does not.
-        attempt=_integer(variables, "TORCHELASTIC_RESTART_COUNT", minimum=0, default=0)
+        # Each launcher counts its own restarts, so a machine that came back starts at 0. The store of a
+        # launcher outlives attempts, but the store of rank 0 does not.
+        attempt=_read_integer(variables, "TORCHELASTIC_RESTART_COUNT", minimum=0, default=0)
         if hosted_by_agent
         else 0,
         job=variables.get("TORCHELASTIC_RUN_ID", "none"),
-        num_nodes=_integer(variables, "GROUP_WORLD_SIZE", minimum=1, default=-(-world_size // per_node)),
-        node=_integer(variables, "GROUP_RANK", minimum=0, default=rank // per_node),
-        local_rank=_integer(variables, "LOCAL_RANK", minimum=0, default=rank % per_node),
+        num_nodes=_read_integer(variables, "GROUP_WORLD_SIZE", minimum=1, default=-(-world_size // per_node)),
+        node=_read_integer(variables, "GROUP_RANK", minimum=0, default=rank // per_node),
+        local_rank=_read_integer(variables, "LOCAL_RANK", minimum=0, default=rank % per_node),
         is_local=variables.get("GROUP_WORLD_SIZE") == "1" or variables["MASTER_ADDR"] in LOOPBACK_HOSTS,
         interface=interface or (_LOOPBACK if variables.get("GROUP_WORLD_SIZE") == "1" else None),
     )
 
 
 def read_launch() -> tuple[str, int]:
-    """Return a name of this start of torchrun and its number of restarts; ("", 0) without torchrun.
+    """Return a name of this start of torchrun and its number of restarts, or ("", 0) without torchrun.
 
-    On several machines it is the job's id, which the user may give again: it must not name one machine's
-    launcher, since rank 0 may move.
+    On several machines the name is the id of the job, which the user may use again. It must not name the
+    launcher of one machine, because rank 0 may move.
     """
     # FOLDER/JOB_RANDOM/attempt_1/0/error.json: the name with random letters is the same after a restart.
     variables = os.environ
     parents = Path(variables.get("TORCHELASTIC_ERROR_FILE", "")).parents
-    attempt = _integer(variables, "TORCHELASTIC_RESTART_COUNT", minimum=0, default=0)
-    if _integer(variables, "GROUP_WORLD_SIZE", minimum=1, default=1) > 1:
+    attempt = _read_integer(variables, "TORCHELASTIC_RESTART_COUNT", minimum=0, default=0)
+    if _read_integer(variables, "GROUP_WORLD_SIZE", minimum=1, default=1) > 1:
         return variables.get("TORCHELASTIC_RUN_ID", ""), attempt
     return (parents[2].name, attempt) if len(parents) > 2 else ("", attempt)
 
 
 def is_started_by_agent() -> bool:
-    """Whether torchrun is the parent of this process, or of what started it."""
+    """Return whether torchrun is the parent of this process, or of the process that started it."""
     return "TORCHELASTIC_RUN_ID" in os.environ
 
 
 def mark_as_parent() -> None:
-    """Tell the processes that this one starts whose they are; see :func:`take_parent`."""
+    """Tell child processes that this process is their parent; see :func:`take_parent`."""
     os.environ[_PARENT] = str(os.getpid())
 
 
 def take_parent() -> int | None:
-    """Return the process id of the parent, if it is one of ours and has said so; only once."""
-    found = os.environ.pop(_PARENT, "")
-    return int(found) if found.isdecimal() else None
+    """Return and forget the process id of the parent if it called :func:`mark_as_parent`."""
+    parent = os.environ.pop(_PARENT, "")
+    return int(parent) if parent.isdecimal() else None
 
 
 def read_settings(variables: Mapping[str, str] = os.environ) -> Settings:
-    """Read the DGLX_ variables; ConfigError, which names the variable, for an invalid value."""
+    """Read the DGLX_ variables. A ConfigError names the variable with an invalid value."""
     per_server = None
     if "DGLX_RANKS_PER_SERVER" in variables:
-        per_server = _integer(variables, "DGLX_RANKS_PER_SERVER", minimum=1)
+        per_server = _read_integer(variables, "DGLX_RANKS_PER_SERVER", minimum=1)
     threads = variables.get("OMP_NUM_THREADS", "").split(",")[0].strip()
     return Settings(
         strategy=variables.get("DGLX_STRATEGY") or None,
-        timeout_s=_seconds(variables, "DGLX_TIMEOUT"),
+        timeout_s=_read_seconds(variables, "DGLX_TIMEOUT"),
         device=variables.get("DGLX_DEVICE") or None,
-        curve=_flag(variables, "DGLX_CURVE"),
-        secret=_secret(variables),
-        require_secret=_flag(variables, "DGLX_REQUIRE_SECRET"),
+        curve=_read_flag(variables, "DGLX_CURVE"),
+        secret=_read_secret(variables),
+        require_secret=_read_flag(variables, "DGLX_REQUIRE_SECRET"),
         ranks_per_server=per_server,
         omp_threads=int(threads) if threads.isdecimal() and int(threads) else None,
         allocator_set=any(
             name.startswith("MALLOC_") or (name in ("GLIBC_TUNABLES", "LD_PRELOAD") and value)
             for name, value in variables.items()
         ),
-        options=_object(variables, "DGLX_OPTIONS"),
+        options=_read_object(variables, "DGLX_OPTIONS"),
         part_config=Path(variables["DGL_CONF_PATH"]) if variables.get("DGL_CONF_PATH") else None,
         dgl_processes={name: variables[name] for name in _DGL_VARIABLES if name in variables},
         trace=Path(variables["DGLX_TRACE"]) if variables.get("DGLX_TRACE") else None,
@@ -247,13 +247,16 @@ def read_settings(variables: Mapping[str, str] = os.environ) -> Settings:
     )
 
 
-def tell_settings(strategy: str, options: Mapping[str, object]) -> None:
+def set_settings(strategy: str, options: Mapping[str, object]) -> None:
     """Set DGLX_STRATEGY and DGLX_OPTIONS of this process, for a program that it runs."""
     os.environ.update({"DGLX_STRATEGY": strategy, "DGLX_OPTIONS": json.dumps(dict(options))})
 
 
-def bind_alike(rendezvous: Rendezvous) -> None:
-    """Bind gloo and NCCL of this process to loopback if ``rendezvous`` does; keeps the user's own setting."""
+def bind_to_loopback(rendezvous: Rendezvous) -> None:
+    """Bind gloo and NCCL of this process to loopback if ``rendezvous`` does.
+
+    Keeps the user's own settings.
+    """
     if rendezvous.interface == _LOOPBACK:
         for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
             os.environ.setdefault(variable, _LOOPBACK)
@@ -270,7 +273,7 @@ def copy_environment() -> dict[str, str]:
     return dict(os.environ)
 
 
-def _integer(
+def _read_integer(
     variables: Mapping[str, str],
     name: str,
     *,
@@ -282,84 +285,88 @@ def _integer(
         if default is not None:
             return default
         raise ConfigError(
-            f"{name} is not set; start the script with torchrun, or unset RANK to run one process"
+            f"{name} is not set. Start the script with torchrun, or unset RANK to run one process."
         )
 
-    def parsed(text: str) -> int | None:
+    def parse(text: str) -> int | None:
         value = int(text)
         return value if minimum <= value and (below is None or value < below) else None
 
-    wanted = f"a whole number of at least {minimum}" + ("" if below is None else f" and below {below}")
-    return _parsed(variables, name, parsed, wanted)
+    description = f"a whole number of at least {minimum}" + ("" if below is None else f" and below {below}")
+    return _read_value(variables, name, parse, description)
 
 
-def _secret(variables: Mapping[str, str]) -> bytes | None:
-    # No message shows any of it.
+def _read_secret(variables: Mapping[str, str]) -> bytes | None:
+    # No message may show any part of the secret.
     name = variables.get("DGLX_SECRET_FILE", "")
-    secret = _private_bytes(name) if name else os.fsencode(variables.get("DGLX_SECRET", ""))
+    secret = _read_private_file(name) if name else os.fsencode(variables.get("DGLX_SECRET", ""))
     secret = secret.strip()
     if not name and not secret:
         return None
     if not _LEAST_SECRET <= len(secret) <= _MOST_SECRET:
         raise ConfigError(
             f"{'DGLX_SECRET_FILE' if name else 'DGLX_SECRET'} has {len(secret)} characters, outside "
-            f"[{_LEAST_SECRET}, {_MOST_SECRET}]; make a secret with `openssl rand -hex 32`"
+            f"[{_LEAST_SECRET}, {_MOST_SECRET}]. Make a secret with `openssl rand -hex 32`."
         )
     return secret
 
 
-def _private_bytes(name: str) -> bytes:
+def _read_private_file(name: str) -> bytes:
     try:
         with open(name, "rb", opener=lambda path, flags: os.open(path, flags | os.O_NONBLOCK)) as file:
             status = os.fstat(file.fileno())
             if not stat.S_ISREG(status.st_mode) or status.st_mode & 0o077 or status.st_uid != os.getuid():
                 raise ConfigError(
-                    f"DGLX_SECRET_FILE={name!r} must be a file that is yours and that nobody else can read; "
-                    f"run `chmod 600 {name}` as the user of this job"
+                    f"DGLX_SECRET_FILE={name!r} must be a file of yours that nobody else can read. Run "
+                    f"`chmod 600 {name}` as the user of this job."
                 )
             return file.read(2 * _MOST_SECRET)
     except OSError as error:
         raise ConfigError(f"DGLX_SECRET_FILE={name!r} cannot be read: {error.strerror}") from None
 
 
-def _object(variables: Mapping[str, str], name: str) -> dict[str, object]:
-    def parsed(text: str) -> dict[str, object] | None:
+def _read_object(variables: Mapping[str, str], name: str) -> dict[str, object]:
+    def parse(text: str) -> dict[str, object] | None:
         return value if isinstance(value := json.loads(text), dict) else None
 
-    return _parsed(variables, name, parsed, 'a JSON object, like {"depth": 2}') if variables.get(name) else {}
+    if not variables.get(name):
+        return {}
+    return _read_value(variables, name, parse, 'a JSON object, like {"depth": 2}')
 
 
-def _seconds(variables: Mapping[str, str], name: str) -> float | None:
-    def parsed(text: str) -> float | None:
+def _read_seconds(variables: Mapping[str, str], name: str) -> float | None:
+    def parse(text: str) -> float | None:
         return value if 0 < (value := float(text)) < float("inf") else None
 
-    return _parsed(variables, name, parsed, "a number of seconds above 0") if variables.get(name) else None
+    return _read_value(variables, name, parse, "a number of seconds above 0") if variables.get(name) else None
 
 
-def _flag(variables: Mapping[str, str], name: str) -> bool:
+def _read_flag(variables: Mapping[str, str], name: str) -> bool:
     known = dict.fromkeys(_TRUE, True) | dict.fromkeys(_FALSE, False)
-    wanted = "one of 1, true, yes, on, 0, false, no, off"
-    return _parsed(variables, name, lambda text: known.get(text.strip().lower()), wanted)
+    description = "one of 1, true, yes, on, 0, false, no, off"
+    return _read_value(variables, name, lambda text: known.get(text.strip().lower()), description)
 
 
-def _parsed(variables: Mapping[str, str], name: str, parse: Callable[[str], T | None], wanted: str) -> T:
+def _read_value(
+    variables: Mapping[str, str], name: str, parse: Callable[[str], T | None], description: str
+) -> T:
     text = variables.get(name, "")
     try:
         value = parse(text)
     except ValueError:
         value = None
     if value is None:
-        raise ConfigError(f"{name}={text!r} must be {wanted}; correct or unset it")
+        raise ConfigError(f"{name}={text!r} must be {description}. Correct or unset it.")
     return value
 
 
 _RANK_DEFAULTS = {
-    # Otherwise every large tensor is mapped, page-faulted in and returned to the system at every step,
+    # Without this, every large tensor is mapped, page-faulted in and returned to the system at every step,
     # which costs up to a third of a training step on CPUs. memory.keep_memory() does the same from within,
-    # which is later than the first imports. A MALLOC_TOP_PAD_ would add 0.5 GB to a rank and no speed.
+    # but only after the first imports. A MALLOC_TOP_PAD_ would add 0.5 GB to a rank and no speed.
     "MALLOC_MMAP_MAX_": "0",
     "MALLOC_TRIM_THRESHOLD_": str(16 << 30),
-    # Otherwise each rank whose launcher was killed adds a C++ stack of torch's store to its own message.
+    # Without this, each rank of a killed launcher adds a C++ stack of torch's store to its own message.
     "TORCH_CPP_LOG_LEVEL": "ERROR",
 }
 
@@ -367,27 +374,32 @@ _RANK_DEFAULTS = {
 def build_rank_environment(
     num_ranks: int, *, ranks_per_server: int | None = None, environment: Mapping[str, str] | None = None
 ) -> dict[str, str]:
-    """Return the whole environment for ``num_ranks`` ranks on this machine; ConfigError for numbers below 1.
+    """Return the complete environment for ``num_ranks`` ranks on this machine.
 
-    Sets glibc's allocator to keep its memory and the threads of each rank to its share of the cores; keeps
-    the user's own settings. ``environment`` is extended (None: this process's own), ``ranks_per_server``
-    taken from it if None.
+    Sets glibc's allocator to keep its memory, and the threads of each rank to its share of the cores.
+    Settings of the user stay.
+
+    Args:
+        ranks_per_server: Ranks of each virtual server. The default is read from ``environment``.
+        environment: Variables to extend. The default is the environment of this process.
+
+    Raises:
+        ConfigError: a number is below 1.
     """
     if num_ranks < 1 or (ranks_per_server is not None and ranks_per_server < 1):
         raise ConfigError(f"{num_ranks} ranks, {ranks_per_server} per server: both must be at least 1")
     start = copy_environment() if environment is None else dict(environment)
     threads = max(len(os.sched_getaffinity(0)) // num_ranks, 1)
-    found = {**_RANK_DEFAULTS, "OMP_NUM_THREADS": str(threads), **start}
+    variables = {**_RANK_DEFAULTS, "OMP_NUM_THREADS": str(threads), **start}
     if ranks_per_server is not None:
-        found["DGLX_RANKS_PER_SERVER"] = str(ranks_per_server)
-    return found
+        variables["DGLX_RANKS_PER_SERVER"] = str(ranks_per_server)
+    return variables
 
 
 def set_rank_variables(variables: Mapping[str, str]) -> None:
-    """Add what torchrun sets for a rank to the environment of this process, a fork of the launcher."""
+    """Add the variables of a rank to the environment of this process, which is a fork of the launcher."""
     os.environ.update(variables)
 
 
 def format_endpoint(address: str, port: int | str) -> str:
-    """Return a TCP address in ZeroMQ's form."""
     return f"tcp://[{address}]:{port}" if ":" in address else f"tcp://{address}:{port}"

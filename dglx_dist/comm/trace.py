@@ -1,7 +1,7 @@
-"""Traces of runs: a timeline of spans, per-rank records of a session, and trace files for a browser.
+"""Traces: a timeline of spans, records of each rank's session, and trace files for a browser.
 
-With DGLX_TRACE=FOLDER in the environment every session writes ``FOLDER/rank-<r>.json`` when it ends, also
-after a failure; a second session of the same rank ``rank-<r>.1.json``, and so on, without overwriting.
+With DGLX_TRACE=FOLDER in the environment, every session writes ``FOLDER/rank-<r>.json`` when it ends, also
+after a failure. A second session of the same rank writes ``rank-<r>.1.json``, and so on, without overwriting.
 Otherwise sessions have no :class:`TraceWriter`. ``scripts/netlab/traces.py`` reads the folder.
 """
 
@@ -27,11 +27,11 @@ from dglx_dist.errors import ConfigError, StorageError
 from dglx_dist.records import EpochRecord
 
 COMPUTE, NETWORK, LOADER = "compute", "network", "loader"
-"""Rows: the training loop; data in transit; the loader's threads."""
+"""Rows of a trace: the training loop, data in transit, and the threads of the loader."""
 GRAPH_SERVER, WORKER, PARAMETER_SERVER = "graph server", "worker", "parameter server"
-"""Rows of training in intervals: tasks of a graph server; tasks of its workers; updates of weights."""
+"""Rows of training in intervals: tasks of a graph server, tasks of its workers, and updates of weights."""
 WAIT = "wait"
-"""Prefix of the names of spans in which a row waits, which is no work."""
+"""Prefix of the names of spans in which a row waits."""
 MAX_SPANS = 50_000
 
 
@@ -40,21 +40,21 @@ class Span:
     """A timed activity."""
 
     name: str
-    """"forward M", "pull", "wait for the pull", ..."""
+    """Name such as "forward M", "pull" or "wait for the pull"."""
     row: str
-    """Of the drawing: "compute", "network", "loader", "graph server", "worker", "parameter server"."""
+    """Row of the drawing, such as "compute", "network" or "loader"."""
     begin_s: float
-    """time.perf_counter() of this process."""
+    """Begin in ``time.perf_counter()`` of this process."""
     end_s: float
     batch: int | None
-    """Number of its mini-batch, if any; of the epoch, if all nodes are one batch."""
+    """Number of the mini-batch, if any, or of the epoch if all nodes are one batch."""
     interval: int | None = None
-    """Number of its interval of nodes, over all graph servers, if any."""
+    """Number of the interval of nodes over all graph servers, if any."""
 
 
 @final
 class Timeline:
-    """Collects up to ``max_spans`` spans of this rank while it is on, and counts the others; any thread."""
+    """Collects up to ``max_spans`` spans of this rank while it is on, and counts the others. Thread-safe."""
 
     def __init__(self, max_spans: int = MAX_SPANS) -> None:
         self.on = False
@@ -98,46 +98,46 @@ class Timeline:
 log = logging.getLogger(__name__)
 
 UNFINISHED = ".part"
-"""Suffix of a file whose session has not ended: it still runs, or was killed."""
+"""Suffix of a file of a session that still runs or was killed."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Pass:
-    """One whole pass of a loader over its items."""
+    """One complete pass of a loader over its items."""
 
     loader: int
     """Number of the loader in its session, from 0."""
     steps: int
     seconds: float
-    """Wall clock from the request of the first batch to the end of the last one's use."""
+    """Wall-clock seconds from the request of the first batch to the end of the last batch's use."""
     wait_s: float
-    """Time of it in which the consumer waited for the loader."""
+    """Seconds of it in which the consumer waited for the loader."""
 
 
 @final
 class TraceWriter:
-    """Collects one rank's records of one session; call :meth:`write` once at the end.
+    """Collects the records of one rank in one session. Call :meth:`write` once at the end.
 
-    Reserves the file in ``folder`` at once, so that a failure (ConfigError) is known before the work.
+    The constructor reserves the file in ``folder``, so that a ConfigError is raised before the work.
     """
 
     def __init__(self, folder: Path, rank: int) -> None:
         self._rank = rank
-        self._path = _reserved(folder, rank)
+        self._path = _reserve_file(folder, rank)
         self._epochs: list[Mapping[str, object]] = []
         self._passes: list[Pass] = []
         self.new_loader: Callable[[], int] = count().__next__
 
-    def note_pass(self, done: Pass) -> None:
-        self._passes.append(done)
+    def note_pass(self, loader_pass: Pass) -> None:
+        self._passes.append(loader_pass)
 
     def note_epoch(self, record: EpochRecord) -> None:
         values = asdict(record)
-        # JSON has no NaN or infinity.
+        # JSON has neither NaN nor infinity.
         self._epochs.append(values | {"loss": record.loss if math.isfinite(record.loss) else None})
 
     def write(self, job: str, topology: Topology, ledger: Ledger, *, failed: bool) -> None:
-        """Write the file; an error is only logged, because the traced work is done."""
+        """Write the file. An error is only logged, because the traced work is done."""
         values = {
             "job": job,
             "rank": self._rank,
@@ -146,18 +146,18 @@ class TraceWriter:
             "server_of_rank": topology.server_of_rank,
             "failed": failed,
             "ledger": [asdict(row) for row in ledger.rows()],
-            "passes": [asdict(done) for done in self._passes],
+            "passes": [asdict(loader_pass) for loader_pass in self._passes],
             "epochs": self._epochs,
         }
         try:
-            _part_of(self._path).write_text(json.dumps(values) + "\n", encoding="utf-8")
-            _part_of(self._path).replace(self._path)
+            _get_part_path(self._path).write_text(json.dumps(values) + "\n", encoding="utf-8")
+            _get_part_path(self._path).replace(self._path)
         except OSError as error:
             log.warning("the trace %s of rank %d could not be written: %s", self._path, self._rank, error)
 
 
 def open_trace(folder: Path | None, rank: int) -> tuple[TraceWriter | None, str]:
-    """Return the writer, None without ``folder``; or None and an error, which all ranks must get."""
+    """Return (writer, ""), or (None, error). The caller must send the error to all ranks."""
     if folder is None:
         return None, ""
     try:
@@ -166,7 +166,7 @@ def open_trace(folder: Path | None, rank: int) -> tuple[TraceWriter | None, str]
         return None, str(error)
 
 
-def _reserved(folder: Path, rank: int) -> Path:
+def _reserve_file(folder: Path, rank: int) -> Path:
     number = 0
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -174,19 +174,19 @@ def _reserved(folder: Path, rank: int) -> Path:
             path = folder / (f"rank-{rank}.{number}.json" if number else f"rank-{rank}.json")
             number += 1
             with contextlib.suppress(FileExistsError):
-                os.close(os.open(_part_of(path), os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644))
-                # Checked last: another session may have given its reserved file the final name meanwhile.
+                os.close(os.open(_get_part_path(path), os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644))
+                # Check this last. Another session may have renamed its reserved file meanwhile.
                 if not path.exists():
                     return path
-                _part_of(path).unlink()
+                _get_part_path(path).unlink()
     except OSError as error:
         raise ConfigError(
-            f"DGLX_TRACE={str(folder)!r}: rank {rank} cannot write its trace there ({error}); name a folder "
-            "that every rank can write, or unset it"
+            f"DGLX_TRACE={str(folder)!r}: rank {rank} cannot write its trace there ({error}). Use a folder "
+            "that every rank can write, or unset DGLX_TRACE."
         ) from error
 
 
-def _part_of(path: Path) -> Path:
+def _get_part_path(path: Path) -> Path:
     return path.with_name(path.name + UNFINISHED)
 
 
@@ -204,11 +204,12 @@ class RankSpans:
     rank: int
     host: str
     spans: tuple[Span, ...]
-    """By begin. In seconds of a clock that all ranks share; in a file since the first span."""
+    """Spans by begin, in seconds of a clock that all ranks share. In a file they count from the first
+    span."""
     clock_error_s: float = 0.0
-    """Largest error of these times relative to rank 0's."""
+    """Largest error of these times relative to rank 0."""
     dropped: int = 0
-    """Number of spans beyond the limit, which were dropped."""
+    """Number of spans that were dropped because of the limit."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -216,85 +217,92 @@ class TraceFile:
     """Content of a trace file."""
 
     ranks: tuple[RankSpans, ...]
-    """By rank."""
+    """Spans by rank."""
     facts: Mapping[str, Any]
-    """Strategy, options, versions, recorded epochs."""
+    """Strategy, options, versions and recorded epochs."""
 
 
 def check_replaceable(path: Path) -> None:
-    """Raise StorageError unless :func:`write_trace` may write ``path``; makes its folder if needed."""
+    """Raise StorageError unless :func:`write_trace` may write ``path``. Makes its folder if needed."""
     try:
         if path.is_dir():
-            raise StorageError(f"the trace {path} is a folder; name a file, such as {path / 'trace.json'}")
+            raise StorageError(f"the trace {path} is a folder. Use a file, such as {path / 'trace.json'}.")
         if path.exists() and not _is_trace(path):
             raise StorageError(
-                f"{path} holds something other than a trace, and is not overwritten; choose another file, or "
-                "remove it yourself"
+                f"{path} holds something other than a trace and is not overwritten. Choose another file, or "
+                "remove it yourself."
             )
         path.parent.mkdir(parents=True, exist_ok=True)
         with partial_folder(path):
-            pass  # to see whether it can be made
+            pass  # This checks whether the folder can be made.
     except OSError as error:
-        raise StorageError(f"cannot write the trace {path}: {error}; choose another place") from error
+        raise StorageError(f"cannot write the trace {path}: {error}. Choose another place.") from error
 
 
 def remove_trace(path: Path) -> None:
-    """Remove ``path`` if it is a trace; anything else stays."""
+    """Remove ``path`` if it is a trace. Anything else stays."""
     try:
         if path.is_file() and _is_trace(path):
             path.unlink()
     except OSError as error:
-        raise StorageError(f"cannot remove the earlier trace {path}: {error}; remove it yourself") from error
+        raise StorageError(f"cannot remove the earlier trace {path}: {error}. Remove it yourself.") from error
 
 
 def write_trace(path: Path, trace: TraceFile) -> None:
-    """Write ``path`` atomically, replacing an earlier trace; StorageError if that fails."""
+    """Write ``path`` atomically over an earlier trace. Raise StorageError if that fails."""
     zero = min((span.begin_s for rank in trace.ranks for span in rank.spans), default=0.0)
     ranks = [
         {
-            "rank": one.rank,
-            "host": one.host,
-            "clock_error_us": 1e6 * one.clock_error_s,
-            "dropped": one.dropped,
+            "rank": rank.rank,
+            "host": rank.host,
+            "clock_error_us": 1e6 * rank.clock_error_s,
+            "dropped": rank.dropped,
         }
-        for one in trace.ranks
+        for rank in trace.ranks
     ]
     try:
         with replace_atomically(path) as partial, partial.open("w", encoding="utf-8") as file:
-            # The head first, which identifies a trace without reading all of it.
+            # The head comes first, so that a trace is recognized without reading all of it.
             file.write(_HEAD + ", " + json.dumps({"run": trace.facts, "ranks": ranks}, default=str)[1:])
             file.write(', "displayTimeUnit": "ms", "traceEvents": [\n')
-            file.write(",\n".join(json.dumps(event) for one in trace.ranks for event in _events(one, zero)))
+            events = (event for rank in trace.ranks for event in _make_events(rank, zero))
+            file.write(",\n".join(map(json.dumps, events)))
             file.write("\n]}\n")
     except OSError as error:
-        raise StorageError(f"cannot write the trace {path}: {error}; free some space") from error
+        raise StorageError(f"cannot write the trace {path}: {error}. Free some space.") from error
 
 
 def read_trace(path: str | Path) -> TraceFile:
-    """Read what :func:`write_trace` wrote; StorageError if it is missing, damaged or no trace of ours."""
+    """Read a file of :func:`write_trace`.
+
+    Raise StorageError if it is missing, damaged or no trace of ours.
+    """
     try:
         fields = Fields(json.loads(read_small_file(Path(path), 1 << 30)), str(path), error=StorageError)
     except FileNotFoundError as error:
         raise StorageError(
-            f"there is no file {path}; `dglx train --trace FILE` and fit(trace=) write one"
+            f"there is no file {path}. `dglx train --trace FILE` and fit(trace=) write traces."
         ) from error
     except (OSError, ValueError, RecursionError) as error:
-        raise StorageError(f"{path} is no trace, or damaged ({error}); run the command again") from error
+        raise StorageError(
+            f"{path} is not a trace, or is damaged ({error}). Run the command again."
+        ) from error
     facts = fields.nested_fields("otherData")
     facts.choice("format", [_FORMAT])
     events = fields.nested_list("traceEvents")
     spans: dict[int, list[Span]] = {}
-    for event in (one for one in events if one.text("ph") == "X"):
-        spans.setdefault(event.integer("pid", 0), []).append(_span(event))
+    for event in events:
+        if event.text("ph") == "X":
+            spans.setdefault(event.integer("pid", 0), []).append(_read_span(event))
     ranks = tuple(
         RankSpans(
-            rank=(rank := one.integer("rank", 0)),
-            host=one.text("host"),
+            rank=(rank := record.integer("rank", 0)),
+            host=record.text("host"),
             spans=tuple(sorted(spans.get(rank, ()), key=lambda span: span.begin_s)),
-            clock_error_s=one.number("clock_error_us", 0, _MAX_US) / 1e6,
-            dropped=one.integer("dropped", 0),
+            clock_error_s=record.number("clock_error_us", 0, _MAX_US) / 1e6,
+            dropped=record.integer("dropped", 0),
         )
-        for one in facts.nested_list("ranks")
+        for record in facts.nested_list("ranks")
     )
     return TraceFile(ranks=ranks, facts=facts.nested_fields("run").mapping)
 
@@ -304,33 +312,33 @@ def _is_trace(path: Path) -> bool:
         return file.read(len(_HEAD)) == _HEAD.encode()
 
 
-def _events(one: RankSpans, zero: float) -> Iterator[dict[str, Any]]:
+def _make_events(rank_spans: RankSpans, zero: float) -> Iterator[dict[str, Any]]:
     def metadata(name: str, thread: int, args: Mapping[str, object]) -> dict[str, Any]:
-        return {"name": name, "ph": "M", "pid": one.rank, "tid": thread, "args": args}
+        return {"name": name, "ph": "M", "pid": rank_spans.rank, "tid": thread, "args": args}
 
-    yield metadata("process_name", 0, {"name": f"rank {one.rank} on {one.host}"})
-    yield metadata("process_sort_index", 0, {"sort_index": one.rank})
+    yield metadata("process_name", 0, {"name": f"rank {rank_spans.rank} on {rank_spans.host}"})
+    yield metadata("process_sort_index", 0, {"sort_index": rank_spans.rank})
     thread = 0
-    used = {span.row for span in one.spans}
+    used = {span.row for span in rank_spans.spans}
     rows = [*(row for row in _ROWS if row in used), *sorted(used.difference(_ROWS))]
     for row in rows:
-        for number, track in enumerate(assign_tracks(span for span in one.spans if span.row == row)):
+        for number, track in enumerate(assign_tracks(span for span in rank_spans.spans if span.row == row)):
             thread += 1
             name = row if number == 0 else f"{row} {number + 1}"
             yield metadata("thread_name", thread, {"name": name})
             yield metadata("thread_sort_index", thread, {"sort_index": thread})
             for span in track:
-                yield _event(span, one.rank, thread, zero)
+                yield _make_event(span, rank_spans.rank, thread, zero)
 
 
-def _event(span: Span, rank: int, thread: int, zero: float) -> dict[str, Any]:
+def _make_event(span: Span, rank: int, thread: int, zero: float) -> dict[str, Any]:
     numbers = {name: getattr(span, name) for name in _NUMBERS}
     begin = round(1e9 * (span.begin_s - zero))
     return {
         "name": span.name,
         "cat": span.row,
         "ph": "X",
-        # Both ends are rounded: a rounded duration may reach beyond the span around it.
+        # Both ends are rounded, because a rounded duration may reach beyond the span around it.
         "ts": begin / 1e3,
         "dur": (round(1e9 * (span.end_s - zero)) - begin) / 1e3,
         "pid": rank,
@@ -340,10 +348,10 @@ def _event(span: Span, rank: int, thread: int, zero: float) -> dict[str, Any]:
 
 
 def assign_tracks(spans: Iterable[Span], *, nested: bool = True) -> list[list[Span]]:
-    """Return the fewest lists of spans, by begin, in which spans are disjoint or (if allowed) nested."""
+    """Return the fewest lists of spans in which spans are disjoint or, if allowed, nested."""
     tracks: list[list[Span]] = []
     open_until: list[list[float]] = []
-    for span in sorted(spans, key=lambda one: (one.begin_s, -one.end_s)):
+    for span in sorted(spans, key=lambda span: (span.begin_s, -span.end_s)):
         for track, ends in zip(tracks, open_until, strict=True):
             while ends and ends[-1] <= span.begin_s:
                 ends.pop()
@@ -357,7 +365,7 @@ def assign_tracks(spans: Iterable[Span], *, nested: bool = True) -> list[list[Sp
     return tracks
 
 
-def _span(event: Fields) -> Span:
+def _read_span(event: Fields) -> Span:
     begin, duration = event.number("ts", 0, _MAX_US), event.number("dur", 0, _MAX_US)
     args = event.nested_fields("args")
     numbers = {name: args.integer(name) if name in args.mapping else None for name in _NUMBERS}
@@ -366,5 +374,5 @@ def _span(event: Fields) -> Span:
 
 
 def shift_spans(spans: Iterable[Span], offset_s: float) -> tuple[Span, ...]:
-    shifted = [replace(one, begin_s=one.begin_s + offset_s, end_s=one.end_s + offset_s) for one in spans]
-    return tuple(sorted(shifted, key=lambda one: one.begin_s))
+    shifted = [replace(span, begin_s=span.begin_s + offset_s, end_s=span.end_s + offset_s) for span in spans]
+    return tuple(sorted(shifted, key=lambda span: span.begin_s))

@@ -1,10 +1,10 @@
 """Wire format of messages: a validated binary head, then raw buffers.
 
-Layout of the head, little-endian: the fixed part (:data:`_FIXED`), the operation name, the argument
-name, then per array its dtype code, number of dimensions and shape, then the bytes of arrays up to
-:data:`INLINE_BYTES`. Each larger one follows in frames of :data:`FRAME_BYTES`, the last smaller. Nothing is
-evaluated, unpickled or used as a size before it is checked against the limits below and against the buffers
-that have arrived.
+The head is little-endian: the fixed part (:data:`_FIXED`), the operation name, the argument name, then for
+each array its dtype code, number of dimensions and shape, then the bytes of arrays up to
+:data:`INLINE_BYTES`. Each larger array follows in frames of :data:`FRAME_BYTES`, and its last frame may be
+smaller. Nothing is evaluated or unpickled. Sizes are checked against the limits below and against the arrived
+buffers before they are used.
 """
 
 import math
@@ -27,23 +27,24 @@ MAX_ARRAYS = 256
 MAX_DIMENSIONS = 8
 MAX_ARRAY_BYTES = 1 << 36
 INLINE_BYTES = 1024
-"""Arrays up to this size are sent in the head, which saves a frame each way."""
+"""Maximum size of arrays that are sent in the head, which saves a frame each way."""
 MAX_HEAD_BYTES = 64 * 1024 + MAX_ARRAYS * INLINE_BYTES
 FRAME_BYTES = 4 << 20
-"""Most bytes of a frame: each that arrives shows that the connection lives, also where it takes seconds."""
+"""Maximum size of a frame. Each arriving frame shows that the connection lives, also if a message takes
+seconds."""
 _COPY_BYTES = 1 << 20
-"""Up to this size a whole array is copied into the message: pyzmq returns zero-copy buffers through another
+"""Maximum size of arrays that are copied into the message. pyzmq returns zero-copy buffers through another
 thread, which costs more than one such copy."""
 _SMALL_BYTES = 16 * 1024
-"""Up to this size a received array is copied: it may be unaligned in the buffer of the connection."""
+"""Maximum size of received arrays that are copied. They may be unaligned in the buffer of the connection."""
 
 _FIXED = struct.Struct("<4sBBHQHH")
-"""magic, version, kind, number of arrays, request id, operation bytes, name bytes."""
+"""Magic, version, kind, number of arrays, request id, operation bytes, name bytes."""
 _ARRAY = struct.Struct("<BB")
-"""dtype code, number of dimensions."""
+"""Dtype code, number of dimensions."""
 _SHAPES = [struct.Struct(f"<{dimensions}q") for dimensions in range(MAX_DIMENSIONS + 1)]
 
-# A code is never reused. uint16 also carries bfloat16; the receiver knows which.
+# A code is never reused. uint16 also carries bfloat16, and the receiver knows which of the two it is.
 _DTYPE_NAMES = (
     *("bool", "uint8", "int8", "uint16", "int16", "uint32", "int32", "uint64", "int64"),
     *("float16", "float32", "float64", "complex64", "complex128"),
@@ -53,7 +54,7 @@ _CODES = {dtype: code for code, dtype in _DTYPES.items()}
 
 
 class WireError(DglxError):
-    """A message violates the format: it is dropped, never interpreted."""
+    """A message violates the format. It is dropped and never interpreted."""
 
 
 class Kind(IntEnum):
@@ -85,7 +86,7 @@ class Head(NamedTuple):
     name: str = ""
     arrays: tuple[ArraySpec, ...] = ()
     inline: bytes = b""
-    """Set by :func:`decode`: the bytes of the arrays that are in the head."""
+    """Bytes of the arrays in the head, which :func:`decode` sets."""
 
 
 Buffers: TypeAlias = list[bytes | memoryview]
@@ -94,14 +95,14 @@ Buffers: TypeAlias = list[bytes | memoryview]
 def encode(head: Head, arrays: Sequence[Array] = ()) -> Buffers:
     """Return the buffers of a message: the head, and views of the arrays that are not in it.
 
-    WireError: the format does not support a dtype or a number of dimensions, or a limit is exceeded.
+    Raises WireError if the format does not support a dtype or a number of dimensions, or a limit is exceeded.
     """
     # An error text may be invalid UTF-8 and must arrive nevertheless.
     op, name = head.op.encode(errors="replace"), head.name.encode(errors="replace")
     if max(len(op), len(name)) > MAX_NAME_BYTES:
-        raise WireError(f"a name of {max(len(op), len(name))} bytes is too long; at most {MAX_NAME_BYTES}")
+        raise WireError(f"a name has {max(len(op), len(name))} bytes, but the maximum is {MAX_NAME_BYTES}")
     if len(arrays) > MAX_ARRAYS:
-        raise WireError(f"{len(arrays)} arrays in one message are too many; at most {MAX_ARRAYS}")
+        raise WireError(f"a message has {len(arrays)} arrays, but the maximum is {MAX_ARRAYS}")
     parts = [_FIXED.pack(MAGIC, VERSION, head.kind, len(arrays), head.request, len(op), len(name)), op, name]
     inline: Buffers = []
     large: Buffers = []
@@ -109,15 +110,17 @@ def encode(head: Head, arrays: Sequence[Array] = ()) -> Buffers:
         raw = raw_bytes(array)
         if array.ndim > MAX_DIMENSIONS:
             raise WireError(
-                f"an array of {array.ndim} dimensions cannot be sent; reshape to {MAX_DIMENSIONS}"
+                f"an array of {array.ndim} dimensions cannot be sent. Reshape it to {MAX_DIMENSIONS}."
             )
-        parts.append(_ARRAY.pack(_CODES[_plain(array)], array.ndim) + _SHAPES[array.ndim].pack(*array.shape))
+        parts.append(
+            _ARRAY.pack(_CODES[_get_wire_dtype(array)], array.ndim) + _SHAPES[array.ndim].pack(*array.shape)
+        )
         (inline if len(raw) <= INLINE_BYTES else large).append(raw)
     return [b"".join([*parts, *inline]), *large]
 
 
 def send_message(socket: zmq.Socket[bytes], buffers: Buffers) -> None:
-    """Send one message; large buffers are referenced until they are sent, and must not change."""
+    """Send one message. Large buffers are referenced until they are sent, and must not change."""
     last = len(buffers) - 1
     for index, buffer in enumerate(buffers):
         more = zmq.SNDMORE if index < last else 0
@@ -130,7 +133,7 @@ def send_message(socket: zmq.Socket[bytes], buffers: Buffers) -> None:
 
 
 def decode(data: bytes) -> Head:
-    """Decode a head, checking every field; WireError when it violates the format."""
+    """Decode a head and check every field. Raise WireError if it violates the format."""
     if not _FIXED.size <= len(data) <= MAX_HEAD_BYTES:
         raise WireError(f"a head of {len(data)} bytes is outside [{_FIXED.size}, {MAX_HEAD_BYTES}]")
     magic, version, kind, count, request, op_size, name_size = _FIXED.unpack_from(data)
@@ -138,10 +141,10 @@ def decode(data: bytes) -> Head:
         raise WireError(f"starts with {magic!r} version {version}, not {MAGIC!r} version {VERSION}")
     if kind not in _KINDS or max(op_size, name_size) > MAX_NAME_BYTES or count > MAX_ARRAYS:
         raise WireError(f"kind {kind}, names of {op_size} and {name_size} bytes and {count} arrays")
-    at = _FIXED.size + op_size
-    position = at + name_size
+    op_end = _FIXED.size + op_size
+    position = op_end + name_size
     try:
-        op, name = data[_FIXED.size : at].decode(), data[at:position].decode()
+        op, name = data[_FIXED.size : op_end].decode(), data[op_end:position].decode()
         specs = []
         for _ in range(count):
             code, dimensions = _ARRAY.unpack_from(data, position)
@@ -160,21 +163,22 @@ def decode(data: bytes) -> Head:
         if spec.num_bytes <= INLINE_BYTES:
             inline += spec.num_bytes
     if position + inline != len(data):
-        raise WireError(f"a head of {len(data)} bytes whose fields end at {position + inline}")
+        raise WireError(f"a head has {len(data)} bytes, but its fields end at {position + inline}")
     return Head(_KINDS[kind], request, op, name, tuple(specs), data[position:] if inline else b"")
 
 
 def read_arrays(socket: zmq.Socket[bytes], head: Head) -> list[Array]:
-    """Read the arrays of a message after its ``head``; writable and aligned.
+    """Read the writable and aligned arrays of a message after its ``head``.
 
-    WireError: frames are missing, superfluous or of a wrong size; all of the message has been consumed.
+    Raises WireError if frames are missing, superfluous or of a wrong size. The message has been consumed
+    completely.
     """
-    arrays, at = [], 0
+    arrays, position = [], 0
     try:
         for spec in head.arrays:
             if spec.num_bytes <= INLINE_BYTES:
-                arrays.append(_array_from(spec, bytearray(head.inline[at : at + spec.num_bytes])))
-                at += spec.num_bytes
+                arrays.append(_array_from(spec, bytearray(head.inline[position : position + spec.num_bytes])))
+                position += spec.num_bytes
             else:
                 arrays.append(_read_array(socket, spec))
         if socket.getsockopt(zmq.RCVMORE):
@@ -185,15 +189,14 @@ def read_arrays(socket: zmq.Socket[bytes], head: Head) -> list[Array]:
 
 
 def skip(socket: zmq.Socket[bytes]) -> None:
-    """Drop the remaining frames of a message."""
     while socket.getsockopt(zmq.RCVMORE):
         socket.recv()
 
 
 def raw_bytes(array: Array) -> memoryview:
-    """Return the bytes of ``array`` in C order; no copy when it is contiguous and little-endian."""
+    """Return the bytes of ``array`` in C order. Contiguous little-endian arrays are not copied."""
     if not array.flags.c_contiguous or array.dtype not in _CODES:
-        array = np.ascontiguousarray(array, dtype=_plain(array))
+        array = np.ascontiguousarray(array, dtype=_get_wire_dtype(array))
     flat: Any = array.reshape(-1).view(np.uint8)
     return memoryview(flat)
 
@@ -202,12 +205,12 @@ def payload_bytes(arrays: Sequence[Array]) -> int:
     return sum(map(_NBYTES, arrays))
 
 
-def _plain(array: Array) -> np.dtype[Any]:
-    """Return the little-endian dtype in which ``array`` is sent; WireError when there is none."""
+def _get_wire_dtype(array: Array) -> np.dtype[Any]:
+    """Return the little-endian dtype in which ``array`` is sent. Raise WireError if there is none."""
     dtype = array.dtype if array.dtype in _CODES else array.dtype.newbyteorder("<")
     if dtype not in _CODES:
         known = ", ".join(_DTYPE_NAMES)
-        raise WireError(f"arrays of dtype {array.dtype} cannot be sent; convert to one of {known}")
+        raise WireError(f"arrays of dtype {array.dtype} cannot be sent. Convert them to one of {known}.")
     return dtype
 
 
@@ -226,7 +229,7 @@ def _read_array(socket: zmq.Socket[bytes], spec: ArraySpec) -> Array:
             raise WireError("a buffer is missing")
         frames.append(socket.recv(copy=False).buffer)
         if len(frames[-1]) != due:
-            raise WireError(f"a frame of {len(frames[-1])} bytes where {due} were due")
+            raise WireError(f"a frame has {len(frames[-1])} bytes instead of {due}")
     if len(frames) == 1 and spec.num_bytes > _SMALL_BYTES:
         array = _array_from(spec, frames[0])
         return array if array.flags.aligned and array.flags.writeable else array.copy()
@@ -244,7 +247,7 @@ _EVENT = struct.Struct("=Hi")
 def read_event(monitor: zmq.Socket[Any]) -> tuple[int, int]:
     """Return number and value of the next event of a monitored socket.
 
-    Workers import this module, and must not import asyncio, as pyzmq's reader of events does.
+    pyzmq's own reader imports asyncio, which workers must not import.
     """
     number, value = _EVENT.unpack(monitor.recv_multipart()[0])
     return number, value

@@ -18,7 +18,7 @@ from dglx_dist.graph.dist_graph import DistGraph
 from dglx_dist.graph.dist_tensor import PartitionPolicy as InnerPartitionPolicy
 from dglx_dist.graph.dist_tensor import get_opened_graph
 from dglx_dist.graph.kvstore import KVStore
-from dglx_dist.graph.partition_book import Ids, PartitionBook, as_array, as_ids, canonical_etype
+from dglx_dist.graph.partition_book import Ids, PartitionBook, as_array, as_ids, resolve_etype
 from dglx_dist.internals.pytorch import ids_to_device
 from dglx_dist.records import EDGE_TYPE, NODE_TYPE, Array, EdgeType, IdRanges, format_type
 
@@ -257,7 +257,7 @@ class PartitionPolicy(Wrapper, of=InnerPartitionPolicy):
             raise ConfigError(f"policy_str is {policy_str!r}, but must begin with 'node' or 'edge'")
         book = partition_book.inner
         is_node, etype = kind == "node", name or format_type(EDGE_TYPE)
-        known: Any = name or NODE_TYPE if is_node else canonical_etype(etype, book.canonical_etypes)
+        known: Any = name or NODE_TYPE if is_node else resolve_etype(etype, book.canonical_etypes)
         self.inner = InnerPartitionPolicy(
             kind=cast("Any", kind),
             type_name=known,

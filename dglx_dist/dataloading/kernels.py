@@ -17,19 +17,19 @@ from dglx_dist.records import Array, EdgeType
 
 
 class NodeTable(NamedTuple):
-    """Relabelling table: node to its number within the batch."""
+    """Table that maps a node to its number within the batch."""
 
     slots: Array
     """Direct: (N,) uint32, one per node. Hashed: (C,) uint32, C a power of two, one per slot."""
     keys: Array
     """Direct: length 0. Hashed: (C,) int64, the node in each slot."""
     base: int
-    """Entries below it belong to earlier batches."""
+    """Smallest entry of the current batch. Smaller entries belong to earlier batches."""
 
 
 @njit(cache=True, nogil=True)
 def _slot_of(table: NodeTable, node: int) -> np.uint64:
-    # The slot of the node, or the free slot where it belongs; hashed tables only.
+    # Returns the slot of the node, or the free slot where it belongs. Hashed tables only.
     last = np.uint64(len(table.keys) - 1)
     word = np.uint64(node) * np.uint64(0x9E3779B97F4A7C15)
     slot = (word >> np.uint64(20)) & last
@@ -73,13 +73,13 @@ def _number_hashed(table: NodeTable, sources: Array, nodes: Array, count: int, l
 
 
 @njit(cache=True, nogil=True)
-def number(table: NodeTable, sources: Array, nodes: Array, count: int, local: Array) -> int:
-    """Write the number of each of ``sources`` to ``local``; new nodes get the next free numbers.
+def number_nodes(table: NodeTable, sources: Array, nodes: Array, count: int, local: Array) -> int:
+    """Write the number of each of ``sources`` to ``local``. New nodes get the next free numbers.
 
     Args:
-        table: If hashed, with at least twice as many slots as distinct nodes; see :func:`grow_table`.
+        table: If hashed, it has at least twice as many slots as distinct nodes; see :func:`grow_table`.
         sources: (K,) global ids.
-        nodes: (count + K + 1,) global ids by number; the first ``count`` are set.
+        nodes: (count + K + 1,) global ids by number_nodes; the first ``count`` are set.
         local: (K,) output.
 
     Returns:
@@ -104,14 +104,13 @@ _CHUNK = 2048
 
 @njit(cache=True, nogil=True)
 def copy_to(out: Array, values: Array) -> None:
-    """Copy ``values`` to the start of ``out``: slices that are assigned compile for 2 s longer."""
+    """Copy ``values`` to the start of ``out``. Assigning slices would compile for 2 s longer."""
     for i in range(len(values)):
         out[i] = values[i]
 
 
 @njit(cache=True, nogil=True)
 def grow_array(array: Array, used: int, length: int) -> Array:
-    """Return an array of ``length`` that begins with ``array[:used]``."""
     out = np.empty(length, array.dtype)
     copy_to(out, array[:used])
     return out
@@ -119,56 +118,57 @@ def grow_array(array: Array, used: int, length: int) -> Array:
 
 @dataclass(frozen=True, kw_only=True)
 class Schema:
-    """The types of a graph; the number of a type is its position here."""
+    """The types of a graph. The number of a type is its position here."""
 
     ntypes: tuple[str, ...]
     num_nodes: tuple[int, ...]
-    """Nodes of each type."""
+    """(T,) number of nodes of each type."""
     etypes: tuple[EdgeType, ...]
 
     @property
     def offsets(self) -> Array:
-        """(T + 1,) int64: node i of type t has the unique key ``offsets[t] + i``."""
+        """(T + 1,) int64 offsets. Node i of type t has the unique key ``offsets[t] + i``."""
         return np.cumsum([0, *self.num_nodes])
 
     @property
     def source_types(self) -> Array:
-        """(R,) int64 numbers of the source types."""
         return np.array([self.ntypes.index(source) for source, _, _ in self.etypes], np.int64)
 
     @property
     def destination_types(self) -> Array:
-        """(R,) int64 numbers of the destination types."""
         return np.array([self.ntypes.index(destination) for _, _, destination in self.etypes], np.int64)
 
 
 class Relations(NamedTuple):
-    """In-edges of R edge types over T node types; the arrays behind its addresses must outlive it."""
+    """In-edges of R edge types over T node types. The arrays behind its addresses must outlive it."""
 
     offsets: Array
     """(T + 1,) int64 first key of each node type."""
     source_types: Array
-    """(R,) int64."""
+    """(R,) int64 numbers of the source types."""
     destination_types: Array
-    """(R,) int64."""
+    """(R,) int64 numbers of the destination types."""
     indptr: Array
-    """(R,) int64 addresses of (N + 1,) int64."""
+    """(R,) int64 addresses of arrays with shape (N + 1,) and dtype int64."""
     indices: Array
-    """(R,) int64 addresses of (E,) int32, or int64 where ``wide``."""
+    """(R,) int64 addresses of arrays with shape (E,) and dtype int32, or int64 if ``wide``."""
     weights: Array
-    """(R,) int64 addresses of ``num_weights`` float32."""
+    """(R,) int64 addresses of ``num_weights`` float32 values."""
     num_destinations: Array
-    """(R,) int64 N."""
+    """(R,) int64 number N of destinations."""
     num_edges: Array
-    """(R,) int64 E."""
+    """(R,) int64 number E of edges."""
     num_weights: Array
-    """(R,) int64: E, or 0 for uniform draws."""
+    """(R,) int64 number of weights: E, or 0 for uniform draws."""
     wide: Array
-    """(R,) bool."""
+    """(R,) bool: whether the indices are int64."""
 
 
 def make_relations(schema: Schema, cscs: Sequence[Csc]) -> Relations:
-    """Return the record of ``cscs``, one whole structure per edge type; the caller keeps ``cscs`` alive."""
+    """Return the record of ``cscs``, one complete structure per edge type.
+
+    The caller keeps ``cscs`` alive.
+    """
     return Relations(
         schema.offsets,
         schema.source_types,
@@ -201,7 +201,7 @@ def _pointer(_context: Any, address: Any) -> Any:
 
 @njit(cache=True, nogil=True)
 def read_csc(relations: Relations, number: int) -> Csc:
-    """Return edge type ``number`` as the draw kernels read it, without indices, which they do not use."""
+    """Return edge type ``number`` for the draw kernels, which do not read the indices."""
     rows = np.int64(relations.num_destinations[number])
     indptr = carray(_pointer(relations.indptr[number]), rows + 1, dtype=np.int64)
     weights = carray(
@@ -211,7 +211,7 @@ def read_csc(relations: Relations, number: int) -> Csc:
 
 
 @njit(cache=True, nogil=True)
-def _indices_of(relations: Relations, number: int, dtype: Any) -> Array:
+def _read_indices(relations: Relations, number: int, dtype: Any) -> Array:
     return carray(_pointer(relations.indices[number]), np.int64(relations.num_edges[number]), dtype=dtype)
 
 
@@ -219,13 +219,13 @@ def _indices_of(relations: Relations, number: int, dtype: Any) -> Array:
 def read_sources(relations: Relations, number: int, edges: Array, out: Array) -> None:
     """Write the keys of the sources of ``edges`` ((k,) ids of edge type ``number``) to ``out`` (int64)."""
     first = relations.offsets[relations.source_types[number]]
-    # Two loops, so that the width is tested once and not for each edge.
+    # Two loops test the width once instead of once for each edge.
     if relations.wide[number]:
-        wide = _indices_of(relations, number, np.int64)
+        wide = _read_indices(relations, number, np.int64)
         for i in range(len(edges)):
             out[i] = first + wide[np.uint64(edges[i])]
     else:
-        narrow = _indices_of(relations, number, np.int32)
+        narrow = _read_indices(relations, number, np.int32)
         for i in range(len(edges)):
             out[i] = first + narrow[np.uint64(edges[i])]
 
@@ -236,71 +236,71 @@ class SampleRequest(NamedTuple):
     seeds: Array
     """(B,) int64 global ids, type by type, distinct within a type."""
     seed_ends: Array
-    """(T + 1,) int64; the seeds of type t are ``[t]:[t + 1]``."""
+    """(T + 1,) int64 ends. The seeds of type t are ``[t]:[t + 1]``."""
     fanouts: Array
-    """(L, R) int64, hop 0 (at the seeds) first; -1 for all in-edges."""
+    """(L, R) int64 fan-outs, hop 0 (at the seeds) first. -1 draws all in-edges."""
     streams: Array
     """(L, R) uint64 keys of the hops and edge types."""
     replace: bool
     """Whether an edge may be drawn more than once."""
     by_source: bool
-    """Whether sources are drawn, and with them all their edges; see :class:`~dglx_dist.keyed_random.Rule`."""
+    """Whether sources are drawn together with all their edges; see :class:`~dglx_dist.keyed_random.Rule`."""
     rounds: int
-    """Of :func:`draw_by_importance`, which draws sources if it is not 0, or edges have weights."""
+    """Number of rounds of :func:`draw_by_importance`, which runs if it is not 0 or edges have weights."""
     exclude: Array
-    """(X,) int64 edges that are not drawn, edge type by edge type, ascending within one."""
+    """(X,) int64 edges that are not drawn, edge type by edge type, ascending within a type."""
     exclude_ends: Array
-    """(R + 1,) int64."""
+    """(R + 1,) int64 ends of the edge types in ``exclude``."""
 
 
 class RawBatch(NamedTuple):
-    """All hops of a mini-batch, hop 0 (at the seeds) first, and in a hop edge type by edge type.
+    """All hops of a mini-batch, hop 0 (at the seeds) first. A hop lists edge type by edge type.
 
     Hop h draws for the first ``node_ends[h, t]`` nodes of type t and reaches ``node_ends[h + 1, t]``.
     """
 
     nodes: Array
-    """(n,) int64 global ids, type by type, distinct within a type; seeds come first in theirs."""
+    """(n,) int64 global ids, type by type, distinct within a type. The seeds come first in their type."""
     node_starts: Array
-    """(T + 1,) int64; nodes of type t are ``[t]:[t + 1]``."""
+    """(T + 1,) int64 starts. The nodes of type t are ``[t]:[t + 1]``."""
     node_ends: Array
-    """(L + 1, T) int64; the first row has the numbers of seeds."""
+    """(L + 1, T) int64 ends. The first row holds the numbers of seeds."""
     indptr: Array
-    """int64; each has one entry more than the hop has nodes of the destination type, and starts at 0."""
+    """int64 row starts. Each relation has one entry per destination and one more, and starts at 0."""
     sources: Array
     """int64 positions among the nodes of the source type."""
     edge_ids: Array
     """int64 global edge ids."""
     edge_ends: Array
-    """(L * R + 1,) int64; hop h and edge type r have the edges ``[h * R + r]:[h * R + r + 1]``."""
+    """(L * R + 1,) int64 ends. Hop h and edge type r have the edges ``[h * R + r]:[h * R + r + 1]``."""
     edge_weights: Array
-    """float32, one per edge of :func:`draw_by_importance`, of mean 1 for each destination; else length 0."""
+    """float32 weights of mean 1 per destination if :func:`draw_by_importance` ran, else length 0."""
 
 
 class NumberedNodes(NamedTuple):
-    """The numbered nodes by type; ``counts`` and the arrays are updated in place."""
+    """The numbered nodes by type. ``counts`` and the arrays are updated in place."""
 
     keys: Array
-    """Keys by number; those of type t begin at ``starts[t]``."""
+    """Node keys by number. Those of type t begin at ``starts[t]``."""
     ids: Array
-    """Global ids, likewise."""
+    """Global ids in the same order."""
     starts: Array
-    """(T + 1,) int64."""
+    """(T + 1,) int64 starts of the types."""
     counts: Array
-    """(T,) int64."""
+    """(T,) int64 number of nodes of each type."""
 
 
 class _Hop(NamedTuple):
     fanouts: Array
-    """(R,) int64."""
+    """(R,) int64 fan-outs."""
     streams: Array
-    """(R,) uint64."""
+    """(R,) uint64 keys of the draws."""
     sizes: Array
-    """(T,) int64 nodes of each type to draw for."""
+    """(T,) int64 number of nodes of each type to draw for."""
     indptr: Array
-    """(rows,) of all edge types, one after another."""
+    """Row starts of all edge types, one after another."""
     ends: Array
-    """(R + 1,) int64 edges of the batch before each edge type, and after the last."""
+    """(R + 1,) int64 number of edges of the batch before each edge type, and after the last one."""
 
 
 @njit(cache=True, nogil=True)
@@ -308,7 +308,7 @@ def grow_nodes(nodes: NumberedNodes, more: Array) -> NumberedNodes:
     """Return a copy with space for ``more`` ((T,) int64) nodes of each type."""
     num_types = len(nodes.counts)
     starts = np.zeros(num_types + 1, np.int64)
-    # One extra, because `_number_direct` writes before it knows whether a node is new.
+    # Each type gets one extra slot, because `_number_direct` writes before it knows whether a node is new.
     for node_type in range(num_types):
         starts[node_type + 1] = starts[node_type] + nodes.counts[node_type] + more[node_type] + 1
     keys, ids = np.empty(starts[-1], np.int64), np.empty(starts[-1], np.int64)
@@ -321,7 +321,7 @@ def grow_nodes(nodes: NumberedNodes, more: Array) -> NumberedNodes:
 
 @njit(cache=True, nogil=True)
 def grow_table(table: NodeTable, nodes: NumberedNodes, more: int) -> NodeTable:
-    """Return a table with space for ``more`` nodes, holding the numbers of ``nodes``."""
+    """Return a table with space for ``more`` further nodes that holds the numbers of ``nodes``."""
     needed = 2 * (nodes.counts.sum() + more)
     if len(table.keys) == 0 or len(table.keys) >= needed:
         return table
@@ -337,19 +337,21 @@ def grow_table(table: NodeTable, nodes: NumberedNodes, more: int) -> NodeTable:
 
 @njit(cache=True, nogil=True)
 def number_type(table: NodeTable, nodes: NumberedNodes, node_type: int, keys: Array, local: Array) -> None:
-    """Write the numbers of ``keys`` ((K,) int64, of one type) to ``local``; see :func:`number`."""
+    """Write the numbers of ``keys`` ((K,) int64, of one type) to ``local``; see :func:`number_nodes`."""
     segment = nodes.keys[nodes.starts[node_type] : nodes.starts[node_type + 1]]
-    nodes.counts[node_type] = number(table, keys, segment, nodes.counts[node_type], local)
+    nodes.counts[node_type] = number_nodes(table, keys, segment, nodes.counts[node_type], local)
 
 
 @njit(cache=True, nogil=True)
 def number_seeds(
     table: NodeTable, offsets: Array, seeds: Array, seed_ends: Array
 ) -> tuple[NodeTable, NumberedNodes]:
-    """Number the seeds; fewer nodes than ``len(seeds)`` mean repeated seeds."""
+    """Number the seeds. The result has fewer nodes than ``len(seeds)`` if seeds are repeated."""
     num_types = len(offsets) - 1
-    nothing = np.empty(0, np.int64)
-    empty = NumberedNodes(nothing, nothing, np.zeros(num_types + 1, np.int64), np.zeros(num_types, np.int64))
+    no_nodes = np.empty(0, np.int64)
+    empty = NumberedNodes(
+        no_nodes, no_nodes, np.zeros(num_types + 1, np.int64), np.zeros(num_types, np.int64)
+    )
     nodes = grow_nodes(empty, seed_ends[1:] - seed_ends[:-1])
     table = grow_table(table, nodes, len(seeds))
     local = np.empty(len(seeds), np.int64)
@@ -361,17 +363,17 @@ def number_seeds(
 
 
 @njit(cache=True, nogil=True)
-def write_ids(nodes: NumberedNodes, offsets: Array, done: Array) -> None:
-    """Write the ids of the nodes of each type t from number ``done[t]`` on."""
+def write_ids(nodes: NumberedNodes, offsets: Array, first_new: Array) -> None:
+    """Write the ids of the nodes of each type t, starting with number ``first_new[t]``."""
     for node_type in range(len(nodes.counts)):
         first, offset = nodes.starts[node_type], offsets[node_type]
-        for i in range(first + done[node_type], first + nodes.counts[node_type]):
+        for i in range(first + first_new[node_type], first + nodes.counts[node_type]):
             nodes.ids[i] = nodes.keys[i] - offset
 
 
 @njit(cache=True, nogil=True)
 def pack_ids(nodes: NumberedNodes) -> tuple[Array, Array]:
-    """Return (ids, (T + 1,) starts), type by type without gaps."""
+    """Return (ids, (T + 1,) starts) of all nodes, type by type without gaps."""
     starts = np.zeros(len(nodes.counts) + 1, np.int64)
     for node_type in range(len(nodes.counts)):
         starts[node_type + 1] = starts[node_type] + nodes.counts[node_type]
@@ -390,12 +392,12 @@ def _rule(request: SampleRequest, relation: int) -> Rule:
 
 @njit(cache=True, nogil=True)
 def _scale(weights: Array, shares: Array, fanout: int) -> float:
-    # The c of a destination: its sum of weight ** 2 / min(1, c * share) is that of neighbour sampling.
+    # Returns c of a destination. The sum of weight ** 2 / min(1, c * share) equals that of neighbor sampling.
     degree = len(weights)
     if degree == 0 or fanout < 0 or fanout >= degree:
         return 1.0 / shares.min() if degree else 0.0
     slack = weights.sum() ** 2 * (1.0 / fanout - 1.0 / degree)
-    scale, before = 0.0, degree + 1
+    scale, last_uncertain = 0.0, degree + 1
     while True:
         inverse, squares, uncertain = 0.0, 0.0, 0
         for i in range(degree):
@@ -403,10 +405,10 @@ def _scale(weights: Array, shares: Array, fanout: int) -> float:
                 inverse += weights[i] * weights[i] / shares[i]
                 squares += weights[i] * weights[i]
                 uncertain += 1
-        # From below: the scale grows until no other edge becomes certain.
-        if uncertain == 0 or uncertain >= before:
+        # The scale grows from below until no other edge becomes certain.
+        if uncertain == 0 or uncertain >= last_uncertain:
             return scale
-        scale, before = inverse / (slack + squares), uncertain
+        scale, last_uncertain = inverse / (slack + squares), uncertain
 
 
 @njit(cache=True, nogil=True)
@@ -415,49 +417,50 @@ def draw_by_importance(
 ) -> tuple[Array, Array]:
     """Draw sources with unequal probabilities (LABOR-i, see :func:`~dglx_dist.keyed_random.draw_by_source`).
 
-    An edge is kept with probability min(1, c pi): c is of its destination, so that the variance of a weighted
-    sum is that of neighbour sampling with the fan-out; pi is the weight without rounds, else of the source.
-    Every round multiplies a source's pi by the largest c around it, so that fewer sources are needed.
+    An edge is kept with probability min(1, c pi). The factor c belongs to its destination, so that the
+    variance of a weighted sum equals that of neighbor sampling with the same fan-out. Without rounds, pi is
+    the weight of the edge, otherwise a value of its source. Every round multiplies the pi of a source by the
+    largest c around it, so that fewer sources are needed.
 
     Args:
-        indptr: (K + 1,) int64 of the candidates of K destinations.
-        sources, weights: (e,) int64 global ids, and float64 above 0.
-        fanout: As many in-edges; -1 for all.
-        rounds: Fixed-point iterations; below 0 until they converge.
-        rows: (K + 1,) output: indptr of the kept edges.
+        indptr: (K + 1,) int64 row starts of the candidates of K destinations.
+        sources, weights: (e,) int64 global ids, and float64 values above 0.
+        fanout: Fan-out of neighbor sampling to match. -1 keeps all edges.
+        rounds: Number of fixed-point iterations. Below 0, they run until they converge.
+        rows: (K + 1,) output: row starts of the kept edges.
 
     Returns:
-        (k,) int64 positions of the kept edges, and their weight / probability, which makes sums unbiased.
+        (k,) int64 positions of the kept edges, and weight / probability of each, which makes sums unbiased.
     """
     table = make_larger_table(NodeTable(np.empty(0, np.uint32), np.empty(1, np.int64), 1), 2 * len(sources))
     local, count = np.zeros(len(sources), np.int64), 1
     if rounds != 0:
-        count = number(table, sources, np.empty(len(sources) + 1, np.int64), 0, local)
+        count = number_nodes(table, sources, np.empty(len(sources) + 1, np.int64), 0, local)
     shares, scales, pi = weights.copy(), np.empty(len(indptr) - 1), np.ones(count)
-    done, before = 0, np.inf
+    num_done, last_expected = 0, np.inf
     while True:
         for i in range(len(scales)):
             own = slice(indptr[i], indptr[i + 1])
             scales[i] = _scale(weights[own], shares[own], fanout)
-        if done == rounds:
+        if num_done == rounds:
             break
         largest = np.zeros(count)
         for i in range(len(scales)):
             for j in range(indptr[i], indptr[i + 1]):
-                share = scales[i] if done else scales[i] * shares[j]
+                share = scales[i] if num_done else scales[i] * shares[j]
                 largest[local[j]] = max(largest[local[j]], share)
         pi *= largest
         shares[:] = pi[local]
-        done += 1
+        num_done += 1
         expected = np.minimum(pi, 1.0).sum()
-        if expected >= before * (1 - 1e-4):
-            rounds = done
-        before = expected
+        if expected >= last_expected * (1 - 1e-4):
+            rounds = num_done
+        last_expected = expected
     kept, inverse, total, rows[0] = np.empty(len(sources), np.int64), np.empty(len(sources)), 0, 0
     for i in range(len(scales)):
         for j in range(indptr[i], indptr[i + 1]):
             likely = min(1.0, scales[i] * shares[j])
-            # Not <: a certain edge may have rounded to the largest draw.
+            # The test is not <, because the largest draw may have rounded up to a certain edge's 1.
             if (item_key(stream, sources[j]) >> np.uint64(11)) * 2.0**-53 <= likely:
                 kept[total], inverse[total] = j, weights[j] / likely
                 total += 1
@@ -466,10 +469,10 @@ def draw_by_importance(
 
 
 @njit(cache=True, nogil=True)
-def _by_importance(
+def _draw_by_importance(
     relations: Relations, request: SampleRequest, hop: _Hop, relation: int, frontier: Array, rows: Array
 ) -> tuple[Array, Array]:
-    # Returns edges and their weights, of mean 1 for each destination.
+    # Returns edges and their weights, which have mean 1 for each destination.
     csc, fanout, stream = read_csc(relations, relation), hop.fanouts[relation], hop.streams[relation]
     rule, num_rows = _rule(request, relation), len(frontier)
     indptr, starts = np.empty(num_rows + 1, np.int64), np.empty(num_rows, np.int64)
@@ -481,8 +484,8 @@ def _by_importance(
     weights = csc.weights[edges].astype(np.float64) if len(csc.weights) else np.ones(len(edges))
     kept, weights = draw_by_importance(indptr, sources, weights, fanout, stream, request.rounds, rows)
     for i in range(num_rows):
-        own = weights[rows[i] : rows[i + 1]]
-        own *= len(own) / own.sum() if len(own) else 1.0
+        row_weights = weights[rows[i] : rows[i + 1]]
+        row_weights *= len(row_weights) / row_weights.sum() if len(row_weights) else 1.0
     return edges[kept], weights
 
 
@@ -495,7 +498,7 @@ def _draw(
     drawn: tuple[Array, Array],
     by_source: bool | None,
 ) -> tuple[Array, Array]:
-    # Fills indptr and ends; the caller has set ends[0]. Returns the edges of the batch so far, and weights.
+    # Fills indptr and ends. The caller has set ends[0]. Returns all edges of the batch so far, and weights.
     row, (edges, weights) = 0, drawn
     for relation in range(len(hop.fanouts)):
         node_type, first = relations.destination_types[relation], hop.ends[relation]
@@ -510,18 +513,18 @@ def _draw(
             largest = count_hop(csc, frontier, fanout, rule, rows, starts)
             last = first + rows[len(frontier)]
             if last > len(edges):
-                # Spare ones for later edge types, or each would copy all edges of the batch.
+                # Spare entries serve later edge types. Otherwise each type would copy all edges of the batch.
                 edges = grow_array(edges, first, last if relation == len(hop.fanouts) - 1 else 2 * last)
             draw_hop(csc, frontier, stream, fanout < 0, rule, (rows, starts, largest), edges[first:last])
         elif request.rounds != 0 or len(csc.weights) > 0:
-            more, new_weights = _by_importance(relations, request, hop, relation, frontier, rows)
+            more, new_weights = _draw_by_importance(relations, request, hop, relation, frontier, rows)
             edges = np.concatenate((edges[:first], more))
             weights = np.concatenate((weights, new_weights.astype(np.float32)))
         elif relations.wide[relation]:
-            wide = Csc(csc.indptr, _indices_of(relations, relation, np.int64), csc.weights, 0, 0)
+            wide = Csc(csc.indptr, _read_indices(relations, relation, np.int64), csc.weights, 0, 0)
             edges = draw_by_source(wide, frontier, fanout, stream, rule.exclude, rows, edges, first)
         else:
-            narrow = Csc(csc.indptr, _indices_of(relations, relation, np.int32), csc.weights, 0, 0)
+            narrow = Csc(csc.indptr, _read_indices(relations, relation, np.int32), csc.weights, 0, 0)
             edges = draw_by_source(narrow, frontier, fanout, stream, rule.exclude, rows, edges, first)
         hop.ends[relation + 1] = first + rows[len(frontier)]
         row += len(frontier) + 1
@@ -529,7 +532,7 @@ def _draw(
 
 
 def draw_first_hop(relations: Relations, request: SampleRequest) -> None:
-    """Call the kernel of one hop, for one destination of one type, as :func:`sample_batch` does."""
+    """Compile the kernel that draws one hop, as :func:`sample_batch` calls it."""
     nodes = NumberedNodes(request.seeds, request.seeds, request.seed_ends, np.ones(1, np.int64))
     rows, ends = np.zeros(2, np.int64), np.zeros(2, np.int64)
     hop = _Hop(request.fanouts[0], request.streams[0], nodes.counts, rows, ends)
@@ -537,7 +540,7 @@ def draw_first_hop(relations: Relations, request: SampleRequest) -> None:
 
 
 @njit(cache=True, nogil=True)
-def _number(
+def _number_sources(
     relations: Relations, table: NodeTable, nodes: NumberedNodes, hop: _Hop, edges: Array, sources: Array
 ) -> None:
     chunk = np.empty(_CHUNK, np.int64)
@@ -554,7 +557,7 @@ def _number(
 def sample_batch(
     relations: Relations, request: SampleRequest, table: NodeTable, by_source: bool | None
 ) -> tuple[RawBatch, NodeTable]:
-    """Sample all hops of a batch and number the nodes that appear, each type from 0.
+    """Sample all hops of a batch and number its nodes, each type from 0.
 
     Args:
         request: What to sample. With repeated seeds, the first row of ``node_ends`` is smaller and no hop is
@@ -589,7 +592,7 @@ def sample_batch(
             more[relations.source_types[relation]] += hop.ends[relation + 1] - hop.ends[relation]
         nodes = grow_nodes(nodes, more)
         table = grow_table(table, nodes, last - first)
-        _number(relations, table, nodes, hop, edge_ids, sources)
+        _number_sources(relations, table, nodes, hop, edge_ids, sources)
         write_ids(nodes, relations.offsets, sizes)
         copy_to(node_ends[hop_index + 1], nodes.counts)
     ids, starts = pack_ids(nodes)
@@ -599,7 +602,7 @@ def sample_batch(
 
 
 _DIRECT_LIMIT = 1 << 26
-"""Nodes of the largest graph with a direct table (4 bytes per node and thread); larger ones are hashed."""
+"""Number of nodes of the largest graph with a direct table (4 bytes per node and thread)."""
 
 _FIRST_SLOTS = 1 << 16
 _LAST_BASE = 1 << 31
@@ -616,13 +619,12 @@ class ThreadTable:
 
     @property
     def table(self) -> NodeTable:
-        """The table for the next batch; pass the kernel's one to :meth:`keep` afterwards."""
-        # Numbers of a batch stay below 2**31, so the 32-bit entries cannot wrap within one.
+        """The table for the next batch. Pass the table that the kernel returns to :meth:`keep`."""
+        # Numbers within a batch stay below 2**31, so the 32-bit entries cannot wrap.
         if self._table.base >= _LAST_BASE:
             self._table.slots[:] = 0
             self._table = NodeTable(self._table.slots, self._table.keys, 1)
         return self._table
 
     def keep(self, table: NodeTable) -> None:
-        """Keep the table that a kernel returned for the next batch."""
         self._table = table

@@ -1,4 +1,4 @@
-"""Node data loader, and the batch makers behind node and edge loaders."""
+"""Node data loader, and the makers of batches for node and edge loaders."""
 
 from __future__ import annotations
 
@@ -45,38 +45,38 @@ if TYPE_CHECKING:
 
 
 _SPARE_BUFFERS = 2
-"""Batches alive beside those made ahead: one in the training loop, one in its backward pass."""
+"""Number of batches alive beside the prefetched ones: one in the training loop, one in its backward pass."""
 
 
 def open_maker(g: DistGraph, sampler: Any, plan: SamplePlan, options: LoaderOptions, seed: int) -> NodeMaker:
     """Return the maker of a loader's batches. Collective.
 
     Raises:
-        ConfigError: on all ranks, when one cannot combine ``g``, plan and options, or the plans differ.
-        IndexError: an excluded edge does not exist; ConfigError on the other ranks.
+        ConfigError: on all ranks, if one cannot combine ``g``, plan and options, or if the plans differ.
+        IndexError: an excluded edge does not exist. The other ranks raise ConfigError.
     """
     columns, draws = run_on_all_ranks(
-        g.session, lambda: _local_plan(g, sampler, plan, options, seed), ConfigError
+        g.session, lambda: _read_local_plan(g, sampler, plan, options, seed), ConfigError
     )
     rule = f"replace={plan.replace}, by_source={plan.by_source}, prob={plan.weights!r}"
     check_equal(g.session, "the sampler", f"fanouts={plan.fanouts}, {rule}")
     if draws is None:
         return SamplerMaker(sampler, g, columns)
-    return KernelMaker(_source(g, draws, plan.weights), draws, g, columns)
+    return KernelMaker(_open_source(g, draws, plan.weights), draws, g, columns)
 
 
-def _local_plan(
+def _read_local_plan(
     g: DistGraph, sampler: Any, plan: SamplePlan, options: LoaderOptions, seed: int
 ) -> tuple[Columns, DrawSettings | None]:
-    # Not collective. No draws: the sampler runs its own code.
+    # Not collective. Without draws, the sampler runs its own code.
     device = resolve_device(options.device, g.session.device)
     memory = RowMemory(options.depth + _SPARE_BUFFERS, options.feature_dtype, device)
     columns = find_columns(g, plan, memory)
     if plan.fanouts is None:
         if options.exclude is not None:
             raise ConfigError(
-                f"exclude= is not supported by {type(sampler).__qualname__}'s own code; use "
-                "NeighborSampler, or leave the edges out in the sampler"
+                f"the own code of {type(sampler).__qualname__} does not support exclude=. Use "
+                "NeighborSampler, or exclude the edges in the sampler."
             )
         return columns, None
     if plan.weights is not None:
@@ -84,12 +84,12 @@ def _local_plan(
     is_replicated = all(g.structure(etype).is_replicated for etype in g.canonical_etypes)
     if plan.has_edge_weights and not is_replicated:
         raise ConfigError(
-            "LaborSampler with prob= or importance_sampling= weighs all in-edges of a batch, and this "
-            "server has only a part of the structure; open the graph with structure='replicated'"
+            "LaborSampler with prob= or importance_sampling= weighs all in-edges of a batch, but this "
+            "server has only a part of the structure. Open the graph with structure='replicated'."
         )
     return columns, DrawSettings(
-        schema=_schema(g),
-        fanouts=_fanouts(plan.fanouts, g.canonical_etypes),
+        schema=_read_schema(g),
+        fanouts=_make_fanouts(plan.fanouts, g.canonical_etypes),
         replace=plan.replace,
         exclude=read_excluded_edges(g, options.exclude),
         seed=seed,
@@ -97,28 +97,28 @@ def _local_plan(
     )
 
 
-def _source(g: DistGraph, draws: DrawSettings, weights: str | None, op: str = "") -> BatchSource:
+def _open_source(g: DistGraph, draws: DrawSettings, weights: str | None, op: str = "") -> BatchSource:
     structures = [g.structure(etype) for etype in draws.schema.etypes]
     if all(structure.is_replicated for structure in structures):
         return LocalSource(draws.schema, _read_structures(g, weights))
-    return RemoteSource(draws.schema, structures, op or _serve(g, weights, draws))
+    return RemoteSource(draws.schema, structures, op or _serve_draws(g, weights, draws))
 
 
 def open_neighborhood_maker(
     g: DistGraph, num_layers: int, mask: str | None = None, edge_feats: Any = ()
 ) -> NodeMaker:
-    """Return what makes blocks of all in-edges of ``num_layers`` hops, with the columns ``edge_feats``.
+    """Return a maker of blocks with all in-edges of ``num_layers`` hops and the columns ``edge_feats``.
 
-    With ``mask``, edge data, of those that it marks; that is collective.
+    With ``mask``, the blocks have only the edges that this edge column marks. That is collective.
     """
     fanouts = np.full((num_layers, len(g.canonical_etypes)), -1)
-    draws = DrawSettings(schema=_schema(g), fanouts=fanouts, replace=False, exclude={}, seed=0)
+    draws = DrawSettings(schema=_read_schema(g), fanouts=fanouts, replace=False, exclude={}, seed=0)
     columns = Columns(edges=find_edge_columns(g, read_column_names(edge_feats, "edge_feats"), "edge_feats"))
-    return KernelMaker(_source(g, draws, mask, "" if mask else "in_edges"), draws, g, columns)
+    return KernelMaker(_open_source(g, draws, mask, "" if mask else "in_edges"), draws, g, columns)
 
 
 def _read_structures(g: DistGraph, weights: str | None) -> list[Csc]:
-    """Return the structure of every edge type, with its weights. Collective if ``weights`` is given."""
+    """Return the structure of every edge type with its weights. Collective if ``weights`` is not None."""
     shards = {etype: g.structure(etype).shards[0] for etype in g.canonical_etypes}
     if weights is None:
         return [make_csc(shard) for shard in shards.values()]
@@ -129,14 +129,14 @@ def _read_structures(g: DistGraph, weights: str | None) -> list[Csc]:
     )
 
 
-def _serve(g: DistGraph, weights: str | None, draws: DrawSettings) -> str:
-    """Register this loader's rule as an RPC operation on all servers; return its name. Collective.
+def _serve_draws(g: DistGraph, weights: str | None, draws: DrawSettings) -> str:
+    """Register this loader's draws as an RPC operation on all servers and return its name. Collective.
 
-    The name is a hash of all ranks' rules, so loaders with the same rule share an operation.
+    The name is a hash of the rules of all ranks, so loaders with the same rule share an operation.
     """
-    by_shard: Mapping[EdgeType, Mapping[int, Array]] = {}
+    weights_by_shard: Mapping[EdgeType, Mapping[int, Array]] = {}
     if weights is not None:
-        by_shard = run_on_all_ranks(
+        weights_by_shard = run_on_all_ranks(
             g.session,
             lambda: {
                 etype: read_shard_weights(g, g.structure(etype), weights) for etype in g.canonical_etypes
@@ -144,22 +144,22 @@ def _serve(g: DistGraph, weights: str | None, draws: DrawSettings) -> str:
             ConfigError,
         )
     excluded = {etype: draws.exclude.get(etype, NO_EDGES) for etype in g.canonical_etypes}
-    # By contents, since weights may change under the same name.
+    # The digest covers the contents, because weights may change under the same name.
     contents = [*excluded.items()]
-    for etype, weights_of in by_shard.items():
-        contents += [(etype, weights_of[first]) for first in sorted(weights_of)]
-    own = [bool(draws.replace), draws.by_source is not None, compute_digest(contents)]
-    op = f"sample.{hashlib.sha256(str(gather_json(own, g.session)).encode()).hexdigest()}"
+    for etype, shard_weights in weights_by_shard.items():
+        contents += [(etype, shard_weights[first_node]) for first_node in sorted(shard_weights)]
+    own_rule = [bool(draws.replace), draws.by_source is not None, compute_digest(contents)]
+    op = f"sample.{hashlib.sha256(str(gather_json(own_rule, g.session)).encode()).hexdigest()}"
     for etype, ids in excluded.items():
         if not g.structure(etype).serves(op):
             rule = Rule(draws.replace, ids, draws.by_source is not None)
-            g.structure(etype).serve(op, make_keyed_draw(rule, by_shard.get(etype, {})))
-    # The first rank to return may send requests at once.
+            g.structure(etype).serve(op, make_keyed_draw(rule, weights_by_shard.get(etype, {})))
+    # The first rank that returns may send requests at once.
     barrier(g.session, "opening a loader")
     return op
 
 
-def _schema(g: DistGraph) -> Schema:
+def _read_schema(g: DistGraph) -> Schema:
     return Schema(
         ntypes=tuple(g.ntypes),
         num_nodes=tuple(g.num_nodes(ntype) for ntype in g.ntypes),
@@ -167,16 +167,16 @@ def _schema(g: DistGraph) -> Schema:
     )
 
 
-def _fanouts(fanouts: Sequence[Fanout], etypes: Sequence[EdgeType]) -> Array:
-    """Return (L, R) int64, the hop at the seeds first."""
+def _make_fanouts(fanouts: Sequence[Fanout], etypes: Sequence[EdgeType]) -> Array:
+    """Return the (L, R) int64 fan-outs, the hop at the seeds first."""
     rows = []
     for layer, fanout in enumerate(fanouts):
         if isinstance(fanout, Mapping):
             missing = [etype for etype in etypes if etype not in fanout and etype[1] not in fanout]
             if missing:
                 raise ConfigError(
-                    f"fanouts[{layer}] names {len(etypes) - len(missing)} of {len(etypes)} edge types; "
-                    f"missing: {', '.join(map(str, missing))} (use 0 to draw none of a type)"
+                    f"fanouts[{layer}] names {len(etypes) - len(missing)} of {len(etypes)} edge types. "
+                    f"Missing: {', '.join(map(str, missing))}. Use 0 for types that are not drawn."
                 )
         by_etype = read_fanouts(fanout, etypes)
         rows.append([by_etype[etype] for etype in etypes])
@@ -184,7 +184,7 @@ def _fanouts(fanouts: Sequence[Fanout], etypes: Sequence[EdgeType]) -> Array:
 
 
 def read_excluded_edges(g: DistGraph, exclude: Any) -> dict[EdgeType, Array]:
-    """Return edge type -> (X,) int64 ascending distinct ids; ``exclude``: None, ids, or a dict of ids."""
+    """Return edge type to (X,) int64 ascending distinct ids. ``exclude`` is None, ids, or a dict of ids."""
     if exclude is None:
         return {}
     counts = {etype: g.num_edges(etype) for etype in g.canonical_etypes}
@@ -194,36 +194,35 @@ def read_excluded_edges(g: DistGraph, exclude: Any) -> dict[EdgeType, Array]:
 
 
 Batch: TypeAlias = tuple[NodeIds, NodeIds, list[DGLBlock]]
-"""(input node ids, output node ids, blocks with the input-most first); the ids as a dict by node type when
-there are several."""
+"""(input node ids, output node ids, blocks with the input-most first). Ids are a dict by node type if there
+are several types."""
 
 
 @final
 class DataLoader(StepLoader[str, MiniBatch, Batch]):
     """Iterates over ``(input_nodes, output_nodes, blocks)``, like DGL's node loader.
 
-    Constructing it is collective; iterating calls no collective. All ranks have the same number of steps, and
-    a rank that has run out of seeds gets blocks without destinations. Each iteration is the next epoch. The
-    same seed draws the same neighbours on any number of ranks, but for ``LaborSampler`` with
-    ``importance_sampling=``, whose draws depend on all seeds of a batch.
+    The constructor is collective, and iteration is not. All ranks have the same number of steps. A rank that
+    has run out of seeds gets blocks without destinations. Each iteration is the next epoch. The same seed
+    draws the same neighbors on any number of ranks, except with ``LaborSampler(importance_sampling=...)``.
+    Its draws depend on all seeds of a batch.
 
     Args:
-        indices: This rank's seeds: (K,) ids, a mask over all nodes, or {node type: either}; K may be 0.
-        sampler: A sampler of ``dgl.dataloading``; the columns that it prefetches are attached to the blocks.
-        options: :class:`LoaderOptions`: ``batch_size``, ``shuffle``, ``drop_last``, ``seed``, ``depth``,
-            ``num_threads``, ``device``, ``exclude``. Options of DGL's loader that have no effect here are
-            accepted with a warning.
+        indices: Seeds of this rank: (K,) ids, a mask over all nodes, or {node type: either}. K may be 0.
+        sampler: A sampler of ``dgl.dataloading``. The columns that it prefetches are attached to the blocks.
+        options: Options of :class:`LoaderOptions`. Options of DGL's loader that have no effect here cause a
+            warning.
 
     Raises:
-        ConfigError: on all ranks, when an option is unsupported or a seed is repeated on one, or the ranks
-            differ in ``batch_size`` or ``drop_last``.
-        IndexError: a seed is no node; ConfigError on the other ranks.
+        ConfigError: on all ranks, if an option is unsupported or a seed is repeated on one rank, or if the
+            ranks differ in ``batch_size`` or ``drop_last``.
+        IndexError: a seed is no node. The other ranks raise ConfigError.
         PeerError: a rank did not take part.
     """
 
     def __init__(self, g: DistGraph, indices: Ids | Mapping[str, Ids], sampler: Any, **options: Any) -> None:
         counts = {ntype: g.num_nodes(ntype) for ntype in g.ntypes}
-        read, plan, seeds = run_on_all_ranks(
+        loader_options, plan, seeds = run_on_all_ranks(
             g.session,
             lambda: (
                 read_loader_options(options),
@@ -232,5 +231,5 @@ class DataLoader(StepLoader[str, MiniBatch, Batch]):
             ),
             ConfigError,
         )
-        maker = open_maker(g, sampler, plan, read, resolve_seed(read, g.session))
-        super().__init__(g.session, seeds, read, maker)
+        maker = open_maker(g, sampler, plan, loader_options, resolve_seed(loader_options, g.session))
+        super().__init__(g.session, seeds, loader_options, maker)

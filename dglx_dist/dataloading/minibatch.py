@@ -1,4 +1,4 @@
-"""Mini-batches from seeds, on the loader's threads: sampling, block construction, feature fetch."""
+"""Mini-batches from seeds: sampling, block construction and fetching of features on the loader's threads."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class BatchBlockBuilder:
     """Builds the blocks of batches. Thread-safe.
 
     As with ``dgl.to_block``, every block has all node types on both sides, even those without a node, and all
-    edge types in the graph's order; the destinations of a type are the first of its sources.
+    edge types in the order of the graph. The destinations of a type are the first of its sources.
     """
 
     def __init__(self, schema: Schema, edge_weights: bool = False) -> None:
@@ -57,7 +57,10 @@ class BatchBlockBuilder:
         self._types = BlockTypes(schema.ntypes, relations, self._sources, self._destinations)
 
     def blocks(self, batch: RawBatch) -> tuple[dict[str, Tensor], list[DGLBlock]]:
-        """Return ({node type: input node ids}, blocks), the input-most first; they share its arrays."""
+        """Return ({node type: input node ids}, blocks), the input-most first.
+
+        They share memory with ``batch``.
+        """
         all_nodes = torch.from_numpy(batch.nodes)
         nodes = [all_nodes[first:last] for first, last in pairwise(batch.node_starts.tolist())]
         indptr, sources, edge_ids = map(torch.from_numpy, (batch.indptr, batch.sources, batch.edge_ids))
@@ -67,79 +70,79 @@ class BatchBlockBuilder:
         edge_ends, num_relations = batch.edge_ends.tolist(), len(self._sources)
         blocks: list[DGLBlock] = []
         row = 0
-        for hop, (num_dst_of, num_src_of) in enumerate(pairwise(batch.node_ends.tolist())):
+        for hop, (num_dst_by_type, num_src_by_type) in enumerate(pairwise(batch.node_ends.tolist())):
             edges = []
             ends = edge_ends[hop * num_relations : (hop + 1) * num_relations + 1]
             for relation, (first, last) in enumerate(pairwise(ends)):
-                num_src = num_src_of[self._sources[relation]]
-                num_dst = num_dst_of[self._destinations[relation]]
+                num_src = num_src_by_type[self._sources[relation]]
+                num_dst = num_dst_by_type[self._destinations[relation]]
                 offsets = indptr[row : row + num_dst + 1]
-                of_type = {name: values[first:last] for name, values in columns.items()}
-                edges.append((num_src, num_dst, offsets, sources[first:last], of_type))
+                type_columns = {name: values[first:last] for name, values in columns.items()}
+                edges.append((num_src, num_dst, offsets, sources[first:last], type_columns))
                 row += num_dst + 1
-            blocks.append(self._types.block(edges, nodes, (num_src_of, num_dst_of)))
+            blocks.append(self._types.block(edges, nodes, (num_src_by_type, num_dst_by_type)))
         return dict(zip(self._schema.ntypes, nodes, strict=True)), blocks[::-1]
 
 
 Seeds: TypeAlias = Mapping[str, Array]
-"""Node type to (B,) int64 distinct ids, B may be 0; a type without seeds may be missing."""
+"""Node type to (B,) int64 distinct ids. B may be 0, and types without seeds may be missing."""
 
 Excluded: TypeAlias = Mapping[EdgeType, Array]
 """Edge type to (X,) int64 ascending distinct ids of edges that a batch must not draw."""
 
 NodeIds: TypeAlias = Tensor | dict[str, Tensor]
-"""(n,) int64 global ids; a dict of them by type when the graph has more than one node type."""
+"""(n,) int64 global ids, or a dict of them by type if the graph has more than one node type."""
 
 NOTHING_EXCLUDED: Excluded = MappingProxyType({})
 
 
 @dataclass(kw_only=True, eq=False)
 class MiniBatch:
-    """One batch on its way through the stages of a loader, and the time it took."""
+    """One batch on its way through the stages of a loader."""
 
     seeds: Seeds
     raw: RawBatch | None = None
-    """What the kernels drew, until the blocks are built."""
+    """Arrays that the kernels drew. They are dropped once the blocks are built."""
     sources: Mapping[str, Array] = field(default_factory=dict)
-    """(n,) int64 distinct input nodes by type, where the kernels drew them."""
+    """(n,) int64 distinct input nodes by type, if the kernels drew them."""
     inputs: Mapping[str, Array] = field(default_factory=dict)
-    """The same by column."""
+    """The input nodes by column of the store."""
     num_bytes: int = 0
-    """Memory that the batch takes until its rows are requested."""
-    pulled: Callable[[Sequence[DGLBlock]], Sequence[SplitColumn]] | None = None
-    """Waits for the requested columns, see :func:`submit_columns`."""
+    """Size in bytes of the batch until its rows are requested."""
+    finish_pull: Callable[[Sequence[DGLBlock]], Sequence[SplitColumn]] | None = None
+    """Function that waits for the requested columns; see :func:`submit_columns`."""
     input_nodes: NodeIds = field(init=False)
     """The sources of the first block."""
     output_nodes: NodeIds = field(init=False)
     """The seeds."""
     blocks: list[DGLBlock] = field(init=False)
-    """Layer 1 first."""
+    """Blocks with layer 1 first."""
     sample_s: float = 0.0
-    """Seconds of sampling and building blocks; includes features if one call does both."""
+    """Seconds of sampling and building blocks. Includes features if one call does both."""
     fetch_s: float = 0.0
     """Seconds of fetching columns."""
     split: Sequence[SplitColumn] = ()
     """Columns that are set when the batch is delivered."""
     arrive: Callable[[], None] | None = None
-    """Lets the consumer's stream wait for copies to a device."""
+    """Function that lets the consumer's stream wait for copies to a device."""
 
     def move(self, device: torch.device, copy: Copy) -> None:
-        """Begin to copy the batch to ``device``; :meth:`finish` sets the rest there."""
-        copied = partial(ids_to_device, device=device, copy=copy)
-        self.input_nodes = _moved_nodes(self.input_nodes, copied)
-        self.output_nodes = _moved_nodes(self.output_nodes, copied)
+        """Begin to copy the batch to ``device``. :meth:`finish` sets the remaining columns there."""
+        copy_ids = partial(ids_to_device, device=device, copy=copy)
+        self.input_nodes = _copy_nodes(self.input_nodes, copy_ids)
+        self.output_nodes = _copy_nodes(self.output_nodes, copy_ids)
         self.blocks = [place(block, device, copy=copy) for block in self.blocks]
         self.split = [column.move(copy) for column in self.split]
 
     def finish(self) -> None:
-        """Let the current stream wait for the copies, and set the columns that are partly cached there."""
+        """Let the current stream wait for the copies, and set the columns that are partly cached."""
         if self.arrive is not None:
             self.arrive()
         for column in self.split:
             column.attach(self.blocks)
 
 
-def _moved_nodes(nodes: NodeIds, copy: Copy) -> NodeIds:
+def _copy_nodes(nodes: NodeIds, copy: Copy) -> NodeIds:
     return copy(nodes) if isinstance(nodes, Tensor) else {ntype: copy(ids) for ntype, ids in nodes.items()}
 
 
@@ -151,7 +154,7 @@ class NodeMaker(Maker[str, MiniBatch]):
         self._warned: set[str] = set()
 
     def close(self) -> None:
-        for rows in self.claimed.values():
+        for rows in self.claimed_rows.values():
             rows.release()
 
     @abstractmethod
@@ -159,7 +162,7 @@ class NodeMaker(Maker[str, MiniBatch]):
 
     @abstractmethod
     def sample_blocks(self, batch: MiniBatch, epoch: int, exclude: Excluded, *, step: int) -> None:
-        """Sample what is around the seeds of ``batch``, without the edges to ``exclude``."""
+        """Sample the blocks around the seeds of ``batch``, without the edges in ``exclude``."""
 
     def sample_items(
         self, seeds: Seeds, epoch: int, exclude: Excluded = NOTHING_EXCLUDED, *, step: int
@@ -173,7 +176,7 @@ class NodeMaker(Maker[str, MiniBatch]):
         return batch.input_nodes, batch.output_nodes, batch.blocks
 
     def finish(self, batch: MiniBatch, share: StepShare) -> None:
-        """Complete the blocks on the consumer's thread, and stamp them with ``share``."""
+        """Complete the blocks on the consumer's thread and stamp them with ``share``."""
         batch.finish()
         fetch_on_access(self._g, batch.blocks, self._warned)
         batch.blocks[-1].step_share = share
@@ -181,7 +184,7 @@ class NodeMaker(Maker[str, MiniBatch]):
 
 @final
 class SamplerMaker(NodeMaker):
-    """The stages of blocks around nodes by a sampler's own code."""
+    """The stages of batches whose blocks the sampler's own code makes."""
 
     def __init__(self, sampler: Any, g: DistGraph, columns: Columns) -> None:
         super().__init__(g, columns)
@@ -189,16 +192,18 @@ class SamplerMaker(NodeMaker):
 
     def sample_blocks(self, batch: MiniBatch, epoch: int, exclude: Excluded, *, step: int) -> None:
         begin = time.perf_counter()
-        found = self._sample(_node_ids(batch.seeds, self._g.ntypes), exclude)
-        batch.input_nodes, batch.output_nodes, batch.blocks = found
+        sampled = self._sample(_seeds_to_node_ids(batch.seeds, self._g.ntypes), exclude)
+        batch.input_nodes, batch.output_nodes, batch.blocks = sampled
         batch.sample_s = time.perf_counter() - begin
 
     def fetch(self, batch: MiniBatch) -> None:
         begin = time.perf_counter()
         edges = [get_edge_ids(block) for block in batch.blocks] if self._columns.edges else []
-        inputs, targets = self._arrays(batch.input_nodes), self._arrays(batch.output_nodes)
-        # Nodes of a user's sampler may be repeated.
-        batch.pulled = submit_columns(self._g.kvstore, self._columns, inputs, targets, edges, distinct=False)
+        inputs, targets = self._to_arrays(batch.input_nodes), self._to_arrays(batch.output_nodes)
+        # The sampler of a user may repeat nodes.
+        batch.finish_pull = submit_columns(
+            self._g.kvstore, self._columns, inputs, targets, edges, distinct=False
+        )
         batch.fetch_s = time.perf_counter() - begin
 
     def build(self, batch: MiniBatch) -> None:
@@ -206,29 +211,28 @@ class SamplerMaker(NodeMaker):
 
     def offline(self) -> NoReturn:
         raise ConfigError(
-            "draws of the sampler's own code cannot be reproduced by another rank; use "
-            "dgl.dataloading.NeighborSampler"
+            "another rank cannot reproduce the draws of the sampler's own code. Use "
+            "dgl.dataloading.NeighborSampler."
         )
 
     def _sample(self, seeds: NodeIds, exclude: Excluded) -> Any:
         edges = {etype: torch.from_numpy(ids) for etype, ids in exclude.items() if len(ids)}
         if not edges:
             return self._sampler.sample(self._g, seeds)
-        # DGL's samplers take plain ids where there is one edge type.
+        # DGL's samplers take a plain tensor if the graph has one edge type.
         excluded = edges if len(self._g.canonical_etypes) > 1 else next(iter(edges.values()))
         return self._sampler.sample(self._g, seeds, exclude_eids=excluded)
 
-    def _arrays(self, nodes: NodeIds) -> dict[str, Array]:
+    def _to_arrays(self, nodes: NodeIds) -> dict[str, Array]:
         if isinstance(nodes, Tensor):
             return {self._g.ntypes[0]: nodes.numpy()}
         return {ntype: ids.numpy() for ntype, ids in nodes.items()}
 
 
 def wait_for_columns(batch: MiniBatch) -> None:
-    """Set the requested columns on the blocks of ``batch``."""
     begin = time.perf_counter()
-    assert batch.pulled is not None
-    batch.split, batch.pulled = batch.pulled(batch.blocks), None
+    assert batch.finish_pull is not None
+    batch.split, batch.finish_pull = batch.finish_pull(batch.blocks), None
     batch.fetch_s += time.perf_counter() - begin
 
 
@@ -237,35 +241,35 @@ def unwrap_single_type(nodes: dict[str, Tensor]) -> NodeIds:
     return next(iter(nodes.values())) if len(nodes) == 1 else nodes
 
 
-def _node_ids(seeds: Seeds, ntypes: Sequence[str]) -> NodeIds:
-    nothing = np.empty(0, np.int64)
-    return unwrap_single_type({ntype: torch.from_numpy(seeds.get(ntype, nothing)) for ntype in ntypes})
+def _seeds_to_node_ids(seeds: Seeds, ntypes: Sequence[str]) -> NodeIds:
+    no_ids = np.empty(0, np.int64)
+    return unwrap_single_type({ntype: torch.from_numpy(seeds.get(ntype, no_ids)) for ntype in ntypes})
 
 
 def count_batch_bytes(nodes: int, offsets: int, edges: int) -> int:
-    """Return the bytes of a drawn batch that waits for its rows; an edge has a source and an id."""
+    """Return the size of a drawn batch that waits for its rows. An edge takes a source and an id."""
     return 8 * (nodes + offsets + 2 * edges)
 
 
 @final
 class KernelMaker(NodeMaker):
-    """The stages of blocks around nodes by the compiled kernels."""
+    """The stages of batches whose blocks the compiled kernels make."""
 
     def __init__(self, source: BatchSource, draws: DrawSettings, g: DistGraph, columns: Columns) -> None:
         super().__init__(g, columns)
         self._source, self._draws = source, draws
-        self._source_of: Callable[[int], BatchSource] = lambda _step: source
+        self._get_source: Callable[[int], BatchSource] = lambda _step: source
         self._schema = draws.schema
         weighted = draws.by_source is not None and draws.by_source.unequal
         self._builder = BatchBlockBuilder(draws.schema, weighted)
-        # One for each thread that makes a batch.
+        # Tables that no thread uses now. Each thread that makes a batch needs one.
         self._idle: queue.SimpleQueue[ThreadTable] = queue.SimpleQueue()
 
     def offline(self) -> KernelMaker:
         if not isinstance(self._source, LocalSource):
             raise ConfigError(
-                "this server has only a part of the graph's structure; open the graph with "
-                "structure='replicated'"
+                "this server has only a part of the graph's structure. Open the graph with "
+                "structure='replicated'."
             )
         return KernelMaker(self._source, self._draws, self._g, Columns())
 
@@ -275,26 +279,27 @@ class KernelMaker(NodeMaker):
     def begin(
         self, loader: StepLoader[str, MiniBatch, Any], epoch: int, steps: Callable[[], Iterator[int]]
     ) -> KernelMaker:
-        begun = cast("KernelMaker", super().begin(loader, epoch, steps))
+        stages = cast("KernelMaker", super().begin(loader, epoch, steps))
         if isinstance(self._source, RemoteSource) and self._g.kvstore.looks_ahead:
-            begun._source_of = begun._draw_jointly(self._source, steps())
-        return begun
+            stages._get_source = stages._draw_jointly(self._source, steps())
+        return stages
 
     def claim(self) -> None:
-        self.claimed = self._columns.claim(self._g.kvstore)
+        self.claimed_rows = self._columns.claim(self._g.kvstore)
 
     def _draw_jointly(self, source: RemoteSource, steps: Iterator[int]) -> Callable[[int], RemoteSource]:
-        """Return the source of each step, which has drawn several batches at a time."""
-        lock, most = threading.Lock(), 1
-        # Without a reference to the maker, with which the thread of draws shall end.
+        """Return a function from step to its source. A source has drawn several batches in one request."""
+        lock, max_batches = threading.Lock(), 1
+        # Don't refer to the maker here, because the thread that draws must end with the maker.
         request, get_items, epoch = self._draws.request, self.get_items, self.epoch
-        held: dict[int, RemoteSource] = {}
+        sources: dict[int, RemoteSource] = {}
 
-        def groups() -> Iterator[dict[int, SampleRequest]]:
+        def group_requests() -> Iterator[dict[int, SampleRequest]]:
             group: dict[int, SampleRequest] = {}
             for step in steps:
                 new = request(get_items(step), epoch, NOTHING_EXCLUDED, step)
-                if len(group) >= most or any((one.streams != new.streams).any() for one in group.values()):
+                streams_differ = any((member.streams != new.streams).any() for member in group.values())
+                if len(group) >= max_batches or streams_differ:
                     yield group
                     group = {}
                 group[step] = new
@@ -302,28 +307,29 @@ class KernelMaker(NodeMaker):
                 yield group
 
         def draw(group: Mapping[int, SampleRequest]) -> dict[int, RemoteSource]:
-            nonlocal most
+            nonlocal max_batches
             joint = source.draw_jointly([*group.values()])
             num_edges = sum(len(edges.sources) for hop in joint.known for _, edges in hop)
-            most = max(1, int(len(group) * min(4, WINDOW_BYTES / 4 / count_batch_bytes(0, 1, num_edges))))
+            growth = min(4, WINDOW_BYTES / 4 / count_batch_bytes(0, 1, num_edges))
+            max_batches = max(1, int(len(group) * growth))
             return dict.fromkeys(group, joint)
 
-        # The next ones are drawn meanwhile, on a thread that ends with the maker.
-        drawn = run_ahead(draw, groups(), depth=1, num_threads=min(1, self.loader.num_threads))
+        # The next group is drawn in the background, on a thread that ends with the maker.
+        drawn_groups = run_ahead(draw, group_requests(), depth=1, num_threads=min(1, self.loader.num_threads))
 
-        def source_of(step: int) -> RemoteSource:
+        def get_source(step: int) -> RemoteSource:
             with lock:
-                while step not in held and (more := next(drawn, None)) is not None:
-                    held.update(more)
-                # After an error, or where the end has moved, a batch is drawn by itself.
-                return held.pop(step, source)
+                while step not in sources and (group := next(drawn_groups, None)) is not None:
+                    sources.update(group)
+                # A batch is drawn alone after an error, or if the end of the iteration has moved.
+                return sources.pop(step, source)
 
-        return source_of
+        return get_source
 
     def sample_blocks(self, batch: MiniBatch, epoch: int, exclude: Excluded, *, step: int) -> None:
         begin = time.perf_counter()
         request = self._draws.request(batch.seeds, epoch, exclude, step)
-        source = self._source_of(step)
+        source = self._get_source(step)
         try:
             table = self._idle.get_nowait()
         except queue.Empty:
@@ -343,9 +349,9 @@ class KernelMaker(NodeMaker):
     def fetch(self, batch: MiniBatch) -> None:
         begin, store, raw = time.perf_counter(), self._g.kvstore, batch.raw
         assert raw is not None
-        edges = self._edges(raw) if self._columns.edges else []
-        batch.pulled = submit_columns(
-            store, self._columns, batch.sources, batch.seeds, edges, claimed=self.claimed
+        edges = self._split_edge_ids(raw) if self._columns.edges else []
+        batch.finish_pull = submit_columns(
+            store, self._columns, batch.sources, batch.seeds, edges, claimed_rows=self.claimed_rows
         )
         batch.fetch_s = time.perf_counter() - begin
 
@@ -355,16 +361,17 @@ class KernelMaker(NodeMaker):
         assert raw is not None
         nodes, batch.blocks = self._builder.blocks(raw)
         batch.input_nodes = unwrap_single_type(nodes)
-        batch.output_nodes = _node_ids(batch.seeds, self._schema.ntypes)
+        batch.output_nodes = _seeds_to_node_ids(batch.seeds, self._schema.ntypes)
         batch.sample_s += time.perf_counter() - begin
         wait_for_columns(batch)
 
-    def _edges(self, batch: RawBatch) -> Sequence[EdgesOfBlock]:
+    def _split_edge_ids(self, batch: RawBatch) -> Sequence[EdgesOfBlock]:
+        # The kernels draw the hop at the seeds first, but blocks start with the input-most.
         ends, num_relations = batch.edge_ends, len(self._schema.etypes)
-        return [
-            {
-                etype: batch.edge_ids[ends[first + number] : ends[first + number + 1]]
-                for number, etype in enumerate(self._schema.etypes)
-            }
-            for first in range(0, len(ends) - 1, num_relations)
-        ][::-1]
+        blocks: list[EdgesOfBlock] = []
+        for first in range(0, len(ends) - 1, num_relations):
+            edges = {}
+            for number, etype in enumerate(self._schema.etypes, first):
+                edges[etype] = batch.edge_ids[ends[number] : ends[number + 1]]
+            blocks.append(edges)
+        return blocks[::-1]

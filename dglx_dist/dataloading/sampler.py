@@ -1,6 +1,6 @@
-"""Batch sampling from a replicated structure, or from one that is partitioned over servers.
+"""Samples batches from a replicated structure, or from one that is partitioned over servers.
 
-A partitioned structure is sampled hop by hop: the requests of all edge types are sent before local draws.
+A partitioned structure is sampled hop by hop. The requests of all edge types are sent before local draws.
 """
 
 from __future__ import annotations
@@ -43,45 +43,46 @@ from dglx_dist.records import Array, EdgeType
 
 @dataclass(frozen=True, kw_only=True)
 class SourceDraws:
-    """What shares the draws of sources in LABOR; those of a hop are of all edge types and ranks."""
+    """Options of LABOR, which draws sources. All edge types and ranks share the draws of a hop."""
 
     layer_dependency: bool
     """Whether all hops have the same draws."""
     batch_dependency: int
-    """Consecutive steps of an epoch with the same draws; 0 or less: all batches of all epochs."""
+    """Number of consecutive steps of an epoch with the same draws. With 0 or less, all batches share them."""
     rounds: int = 0
-    """Iterations that lower the number of sources, by all destinations of a hop; -1 until they converge."""
+    """Number of iterations that lower the number of sources of a hop. With -1, they run until they
+    converge."""
     unequal: bool = False
     """Whether probabilities differ, so that blocks have ``edge_weights``."""
 
     def streams(self, seed: int, epoch: int, step: int, num_hops: int, source_types: Array) -> Array:
         """Return (L, R) uint64 keys of the draws of each hop and edge type."""
-        of_batch = (epoch, step // self.batch_dependency) if self.batch_dependency > 0 else (0, 0)
-        keys = relation_keys(stream_key(seed, *of_batch), 0, num_hops, int(source_types.max(initial=0)) + 1)
+        period = (epoch, step // self.batch_dependency) if self.batch_dependency > 0 else (0, 0)
+        keys = relation_keys(stream_key(seed, *period), 0, num_hops, int(source_types.max(initial=0)) + 1)
         hops = np.zeros(num_hops, np.int64) if self.layer_dependency else np.arange(num_hops)
         return keys[hops[:, None], source_types]
 
 
-_keys_of_epoch = lru_cache(64)(relation_keys)
-"""The same for all batches of an epoch."""
+_cached_keys = lru_cache(64)(relation_keys)
+"""Cache of the keys of an epoch, which all its batches share."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DrawSettings:
-    """How all batches of a loader are drawn."""
+    """Settings for the draws of all batches of a loader."""
 
     schema: Schema
     fanouts: Array
-    """(L, R) int64, hop 0 (at the seeds) first; -1 for all in-edges."""
+    """(L, R) int64 fan-outs, hop 0 (at the seeds) first. -1 draws all in-edges."""
     replace: bool
     exclude: Mapping[EdgeType, Array]
-    """Edge type to (X,) int64 ascending ids of edges never drawn; types may be missing."""
+    """Edge type to (X,) int64 ascending ids of edges that are never drawn. Types may be missing."""
     seed: int
     by_source: SourceDraws | None = None
-    """LABOR's options; None draws for each destination by itself."""
+    """Options of LABOR. None draws for each destination independently."""
 
     def signature(self) -> str:
-        """Return the fields but types, with a digest of the excluded edges."""
+        """Return the fields except the schema, with a digest of the excluded edges."""
         excluded = compute_digest(self.exclude.items())[:16]
         return (
             f"fanouts={self.fanouts.tolist()}, replace={self.replace}, exclude={excluded}, "
@@ -91,24 +92,24 @@ class DrawSettings:
     def request(
         self, seeds: Mapping[str, Array], epoch: int, exclude: Mapping[EdgeType, Array], step: int = 0
     ) -> SampleRequest:
-        """Return the kernel's request for the batch of ``seeds``; ``exclude`` adds to the excluded edges."""
-        nothing = np.empty(0, np.int64)
-        nodes = [seeds.get(ntype, nothing) for ntype in self.schema.ntypes]
+        """Return the kernel's request for the batch of ``seeds``. ``exclude`` adds to the excluded edges."""
+        no_ids = np.empty(0, np.int64)
+        nodes = [seeds.get(ntype, no_ids) for ntype in self.schema.ntypes]
         num_hops, num_relations = self.fanouts.shape
-        edges, edge_ends = nothing, np.zeros(num_relations + 1, np.int64)
+        edges, edge_ends = no_ids, np.zeros(num_relations + 1, np.int64)
         if exclude or self.exclude:
             lists = [
-                merge_ids(self.exclude.get(etype, nothing), exclude.get(etype, nothing))
+                merge_ids(self.exclude.get(etype, no_ids), exclude.get(etype, no_ids))
                 for etype in self.schema.etypes
             ]
-            edges, edge_ends = np.concatenate(lists), _ends(lists)
+            edges, edge_ends = np.concatenate(lists), _sum_lengths(lists)
         if self.by_source is None:
-            streams = _keys_of_epoch(self.seed, epoch, num_hops, num_relations)
+            streams = _cached_keys(self.seed, epoch, num_hops, num_relations)
         else:
             streams = self.by_source.streams(self.seed, epoch, step, num_hops, self.schema.source_types)
         return SampleRequest(
             np.concatenate(nodes),
-            _ends(nodes),
+            _sum_lengths(nodes),
             self.fanouts,
             streams,
             self.replace,
@@ -120,7 +121,6 @@ class DrawSettings:
 
 
 def compute_digest(arrays: Iterable[tuple[EdgeType, Array]]) -> str:
-    """Return a hash of the content of arrays of edges, in their order."""
     digest = hashlib.sha256()
     for etype, values in arrays:
         digest.update(f"{etype} {len(values)} ".encode())
@@ -130,24 +130,24 @@ def compute_digest(arrays: Iterable[tuple[EdgeType, Array]]) -> str:
 
 @final
 class LocalSource:
-    """Samples from the whole structure in one compiled call. Thread-safe."""
+    """Samples from the complete structure in one compiled call. Thread-safe."""
 
     def __init__(self, schema: Schema, cscs: Sequence[Csc]) -> None:
-        # Keeps the arrays alive: the record has only their addresses.
+        # This keeps the arrays alive, because the record has only their addresses.
         self._cscs = tuple(cscs)
         self.relations = make_relations(schema, self._cscs)
 
     def sample(
         self, request: SampleRequest, exclude: Mapping[EdgeType, Array], workspace: ThreadTable
     ) -> RawBatch:
-        """Sample a batch; the draws depend only on ``request``, not on where the structure is.
+        """Sample a batch. The draws depend only on ``request``, not on the place of the structure.
 
         Args:
-            exclude: The edges in ``request.exclude`` that only this batch excludes, by type.
-            workspace: The calling thread's own, over the nodes of all types.
+            exclude: Edges in ``request.exclude`` that only this batch excludes, by type.
+            workspace: Table of the calling thread, over the nodes of all types.
 
         Raises:
-            ConfigError: a type's seeds repeat an id.
+            ConfigError: the seeds of a type repeat an id.
             PeerError: a server did not answer in time.
         """
         batch, table = sample_batch(self.relations, request, workspace.table, request.by_source or None)
@@ -157,28 +157,28 @@ class LocalSource:
 
 
 def load_kernels(tell: Callable[[str], None]) -> None:
-    """Load what samples and fetches a mini-batch from Numba's cache; else compile it, and ``tell`` so.
+    """Load the kernels of mini-batches from Numba's cache, or compile them and call ``tell`` with a notice.
 
-    Compiles in two processes; this one must have one thread that may fork.
+    Two processes share the compilation. The caller must have only one thread, because this forks.
     """
     schema = Schema(ntypes=("_N",), num_nodes=(1,), etypes=(("_N", "_E", "_N"),))
-    one, rows = np.zeros(1, np.int64), np.array([0, 1])
-    source = LocalSource(schema, [Csc(rows, one.astype(np.int32), np.empty(0, np.float32), 0, 0)])
+    node, rows = np.zeros(1, np.int64), np.array([0, 1])
+    source = LocalSource(schema, [Csc(rows, node.astype(np.int32), np.empty(0, np.float32), 0, 0)])
     draws = DrawSettings(schema=schema, fanouts=np.ones((1, 1), np.int64), replace=False, exclude={}, seed=0)
-    request, table = draws.request({"_N": one}, 0, {}), ThreadTable(1).table
+    request, table = draws.request({"_N": node}, 0, {}), ThreadTable(1).table
     if not any(Path(sample_batch.stats.cache_path).glob("kernels.sample_batch-*.nbi")):
-        tell("compiling kernels, once after each installation; about 15 s ...")
+        tell("compiling kernels, once after each installation (about 15 s) ...")
         helper = os.fork()
         if helper == 0:
             try:
                 number_seeds(table, schema.offsets, request.seeds, request.seed_ends)
-                plan_remote(one, rows, 0)
+                plan_remote(node, rows, 0)
             finally:
-                os._exit(0)  # what it has not saved is compiled here
+                os._exit(0)  # This process compiles what the helper has not saved.
         draw_first_hop(source.relations, request)
         os.waitpid(helper, 0)
     source.sample(request, {}, ThreadTable(1))
-    plan_remote(one, rows, 0)
+    plan_remote(node, rows, 0)
 
 
 def _check_seeds(request: SampleRequest, num_distinct: Array) -> None:
@@ -187,24 +187,26 @@ def _check_seeds(request: SampleRequest, num_distinct: Array) -> None:
             continue
         ids, times = np.unique(request.seeds[first:last], return_counts=True)
         raise ConfigError(
-            f"the seeds have node {ids[times > 1][0]} more than once ({last - first} seeds, {count} "
-            "distinct); a block has one row per node: pass torch.unique(seeds)"
+            f"the seeds contain node {ids[times > 1][0]} more than once ({last - first} seeds, {count} "
+            "distinct), but a block has one row per node. Pass torch.unique(seeds)."
         )
 
 
-def _ends(lists: Sequence[Array]) -> Array:
+def _sum_lengths(lists: Sequence[Array]) -> Array:
     return np.cumsum([0, *map(len, lists)])
 
 
 @final
 class RemoteSource:
-    """Samples when each server has only the in-edges of its own nodes; one round of requests per hop.
+    """Samples when each server has only the in-edges of its own nodes, with one round of requests per hop.
 
-    For every hop and edge type it sends 8 bytes per remote destination and receives 24 per edge drawn there;
-    each request also has 8 bytes per edge of the type that the batch excludes there. All ranks serve ``op``
-    with ``graph.sampling.make_keyed_draw``, by the rule of the requests without what single batches exclude.
-    Thread-safe. Nothing is requested of what is ``known``: [hop][edge type], (ascending destinations, their
-    in-edges).
+    For every hop and edge type it sends 8 bytes per remote destination and receives 24 per edge drawn there.
+    Each request also has 8 bytes per edge that the batch excludes there. All ranks serve ``op`` with
+    ``graph.sampling.make_keyed_draw``, by the rule of the loader without the exclusions of single batches.
+    Thread-safe.
+
+    Args:
+        known: In-edges that need no request: [hop][edge type], (ascending destinations, their in-edges).
     """
 
     def __init__(
@@ -217,15 +219,18 @@ class RemoteSource:
         self._destination_types = schema.destination_types.tolist()
 
     def draw_jointly(self, requests: Sequence[SampleRequest]) -> RemoteSource:
-        """Draw each destination of ``requests``, which differ in seeds alone, once; return their source."""
-        by_type = zip(*(np.split(one.seeds, one.seed_ends[1:-1]) for one in requests), strict=True)
-        nodes = [np.unique(np.concatenate(seeds)) for seeds in by_type]
+        """Draw for all ``requests`` together, and return a source that knows the result.
+
+        The requests differ only in their seeds. Each destination is drawn once.
+        """
+        seeds = [np.split(request.seeds, request.seed_ends[1:-1]) for request in requests]
+        nodes = [np.unique(np.concatenate(arrays)) for arrays in zip(*seeds, strict=True)]
         known: list[list[tuple[Array, InEdges]]] = []
         edges: list[InEdges] = []
         for hop in range(len(requests[0].fanouts)):
-            for node_type, of_type in zip(self._source_types, edges, strict=bool(hop)):
-                # np.unique takes ten times as long.
-                ids = np.sort(np.concatenate([nodes[node_type], of_type.sources]))
+            for node_type, in_edges in zip(self._source_types, edges, strict=bool(hop)):
+                # This takes a tenth of the time of np.unique.
+                ids = np.sort(np.concatenate([nodes[node_type], in_edges.sources]))
                 nodes[node_type] = ids[np.diff(ids, prepend=-1) > 0]
             frontiers = [nodes[node_type] for node_type in self._destination_types]
             edges = self._draw(requests[0], {}, hop, frontiers)
@@ -242,17 +247,17 @@ class RemoteSource:
             for hop in range(len(request.fanouts)):
                 frontiers = [nodes.ids[nodes.starts[t] :][: nodes.counts[t]] for t in self._destination_types]
                 edges = self._draw(request, exclude, hop, frontiers)
-                table, nodes, local = self._number(table, nodes, edges)
+                table, nodes, local = self._number_sources(table, nodes, edges)
                 parts += [
-                    (of_type.indptr, numbers, of_type.edge_ids)
-                    for of_type, numbers in zip(edges, local, strict=True)
+                    (in_edges.indptr, numbers, in_edges.edge_ids)
+                    for in_edges, numbers in zip(edges, local, strict=True)
                 ]
                 node_ends.append(nodes.counts.copy())
         finally:
-            # Also after an error, or the next batch would see the numbers assigned so far.
+            # This also runs after an error. Otherwise the next batch would see the numbers assigned so far.
             workspace.keep(table._replace(base=table.base + int(nodes.counts.max())))
         ids, starts = pack_ids(nodes)
-        edge_ends, no_weights = _ends([edge_ids for _, _, edge_ids in parts]), np.empty(0, np.float32)
+        edge_ends, no_weights = _sum_lengths([edge_ids for _, _, edge_ids in parts]), np.empty(0, np.float32)
         indptr, sources, edge_ids = (np.concatenate(arrays) for arrays in zip(*parts, strict=True))
         return RawBatch(ids, starts, np.array(node_ends), indptr, sources, edge_ids, edge_ends, no_weights)
 
@@ -260,7 +265,9 @@ class RemoteSource:
         self, request: SampleRequest, exclude: Mapping[EdgeType, Array], hop: int, frontiers: Sequence[Array]
     ) -> list[InEdges]:
         if self.known:
-            return [_taken(known, nodes) for known, nodes in zip(self.known[hop], frontiers, strict=True)]
+            return [
+                _select_known(known, nodes) for known, nodes in zip(self.known[hop], frontiers, strict=True)
+            ]
         pending: list[Callable[[], InEdges]] = []
         for relation, (structure, frontier) in enumerate(zip(self._structures, frontiers, strict=True)):
             fanout = int(request.fanouts[hop, relation])
@@ -271,29 +278,29 @@ class RemoteSource:
             parameters = pack_hop_parameters(fanout, int(request.streams[hop, relation]))
             excluded, layer = exclude.get(self._etypes[relation], NO_EDGES), len(request.fanouts) - hop
             pending.append(structure.submit(self._op, frontier, parameters, exclude=excluded, layer=layer))
-        return [draw() for draw in pending]
+        return [wait() for wait in pending]
 
-    def _number(
+    def _number_sources(
         self, table: NodeTable, nodes: NumberedNodes, edges: Sequence[InEdges]
     ) -> tuple[NodeTable, NumberedNodes, list[Array]]:
-        more, done = np.zeros(len(nodes.counts), np.int64), nodes.counts.copy()
-        np.add.at(more, self._source_types, [len(of_type.sources) for of_type in edges])
+        more, first_new = np.zeros(len(nodes.counts), np.int64), nodes.counts.copy()
+        np.add.at(more, self._source_types, [len(in_edges.sources) for in_edges in edges])
         nodes = grow_nodes(nodes, more)
         table = grow_table(table, nodes, int(more.sum()))
-        local = [np.empty(len(of_type.sources), np.int64) for of_type in edges]
-        for relation, of_type in enumerate(edges):
+        local = [np.empty(len(in_edges.sources), np.int64) for in_edges in edges]
+        for relation, in_edges in enumerate(edges):
             node_type = self._source_types[relation]
-            keys = of_type.sources + self._offsets[node_type]
+            keys = in_edges.sources + self._offsets[node_type]
             number_type(table, nodes, node_type, keys, local[relation])
-        write_ids(nodes, self._offsets, done)
+        write_ids(nodes, self._offsets, first_new)
         return table, nodes, local
 
 
 BatchSource: TypeAlias = LocalSource | RemoteSource
 
 
-def _taken(known: tuple[Array, InEdges], nodes: Array) -> InEdges:
+def _select_known(known: tuple[Array, InEdges], nodes: Array) -> InEdges:
     ids, edges = known
     shard = CSCShard(indptr=edges.indptr, indices=edges.sources, first_node=0, first_edge=0)
-    taken = all_in_edges(shard, np.searchsorted(ids, nodes))
-    return replace(taken, edge_ids=edges.edge_ids[taken.edge_ids])
+    selected = all_in_edges(shard, np.searchsorted(ids, nodes))
+    return replace(selected, edge_ids=edges.edge_ids[selected.edge_ids])

@@ -1,4 +1,4 @@
-"""Columns (named tensors cut by rows): shards, caches of rows of other servers, and rows in transit."""
+"""Columns (named tensors that are cut by rows): shards, caches of remote rows, and rows in transit."""
 
 from __future__ import annotations
 
@@ -36,55 +36,57 @@ from dglx_dist.graph.row_kernels import (
 from dglx_dist.records import Array, ColumnInfo
 
 PullHandler: TypeAlias = Callable[[Tensor, Tensor], Tensor]
-"""(rows of the local server (n, *row), (k,) int64 indices of rows) to values (k, *row)."""
+"""Function from (rows of the local server (n, *row), (k,) int64 indices of rows) to values (k, *row)."""
 
 PushHandler: TypeAlias = Callable[[Tensor, Tensor, Tensor], None]
-"""(rows of the local server (n, *row), (k,) int64 indices, values (k, *row)): changes rows in place."""
+"""Function of (rows of the local server (n, *row), (k,) int64 indices, values (k, *row)) that changes
+rows."""
 
 
 PendingPull: TypeAlias = Callable[[], Tensor]
-"""Waits for the rows of :meth:`KVStore.submit_pull`."""
+"""Function that waits for the rows of :meth:`KVStore.submit_pull`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Shard:
-    """Rows with consecutive ids that lie in this server's memory."""
+    """Rows with consecutive ids in the memory of this server."""
 
     first: int
     """Id of the first row."""
     rows: Array
-    """(n, *row), C-contiguous; bfloat16 as uint16."""
+    """(n, *row) rows in C order. bfloat16 is stored as uint16."""
     on_disk: bool = False
-    """Whether they are in a file that the memory cannot hold."""
+    """Whether the rows are in a file that does not fit in memory."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class RowCache:
-    """Some rows of one column; immutable."""
+    """Some rows of one column. Immutable."""
 
     table: SlotTable
-    """Id of a row to its slot."""
+    """Table that maps the id of a row to its slot."""
     rows: Array
-    """(C, *row) in NumPy's form of the column's dtype; slot s is row s."""
+    """(C, *row) in NumPy's form of the column's dtype. Slot s is row s."""
 
 
 _SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
-"""Dtypes that torch cannot index, and what it copies in their place."""
+"""Dtypes that torch cannot index, and the dtypes that are copied instead."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class DeviceRows:
-    """Some rows of one column on this rank's device; immutable."""
+    """Some rows of one column on the device of this rank. Immutable."""
 
     table: SlotTable
-    """Id of a row to its slot."""
+    """Table that maps the id of a row to its slot."""
     rows: Tensor
-    """(C, *row) in the column's dtype; slot s is row s."""
+    """(C, *row) in the dtype of the column. Slot s is row s."""
 
     def join_rows(self, hits: Tensor, slots: Tensor, missing: Tensor, rows: Tensor) -> Tensor:
-        """Return cached ``slots`` at the positions ``hits`` and ``rows`` at ``missing``, all on the device.
+        """Return (h + m, *row) with the cached ``slots`` at positions ``hits``, and ``rows`` at ``missing``.
 
-        (h,) and (m,) int64 positions are together 0 to h + m - 1; (m, *row) ``rows`` have the column's dtype.
+        ``hits`` and ``missing`` are (h,) and (m,) int64 positions. Everything is on the device, and the (m,
+        *row) ``rows`` have the dtype of the column.
         """
         dtype = self.rows.dtype
         kind = _SIGNED.get(dtype, dtype)
@@ -97,41 +99,44 @@ class DeviceRows:
 _NEVER = 1 << 30
 """Next use of a row that no announced batch uses."""
 _EMPTY = _NEVER + 1
-"""Of a slot without a row."""
+"""Next use of a slot without a row."""
 _LEAST_PLACES = 16
 _DIRECT_IDS = 1 << 20
-"""Most ids of which each has a place (12 bytes, without a search); above, those in use have one."""
+"""Largest number of ids for a table without search (12 bytes per id). Larger tables hold only ids in use."""
 
 
 Ask: TypeAlias = Callable[[RemotePlan], Sequence[tuple[Pending, int, int]]]
-"""Requests the ids of a plan: (answer, first slot, last slot) of each message."""
+"""Function that requests the ids of a plan. Returns (answer, first slot, last slot) of each message."""
 
 
 @final
 class JointRequest:
     """The rows that several pulls miss, in one message per server, sorted by id.
 
-    It is sent when the answers of the request ``before`` have arrived, when it is full, or when its rows are
-    waited for: the slower the link, the more pulls share a message. Not thread-safe.
+    It is sent when it is full, when all answers to the ``previous`` request have arrived, or when somebody
+    waits for its rows. The slower the link, the more pulls share a message. Not thread-safe.
     """
 
-    def __init__(self, ask: Ask, before: Sequence[Pending]) -> None:
+    def __init__(self, ask: Ask, previous: Sequence[Pending]) -> None:
         self.num_rows, self.is_sent = 0, False
-        self._ask, self._before = ask, before
+        self._ask, self._previous = ask, previous
         self._plans: list[RemotePlan] = []
         self._replies: Sequence[tuple[Pending, int, int]] = ()
         self._places: Array = np.empty(0, np.int64)
-        """Of the rows of all plans, in the order of plans, among the sorted ones."""
+        """Places of the rows of all plans, in the order of the plans, among the sorted rows."""
 
     def add(self, plan: RemotePlan, full: int) -> None:
-        """Ask for the distinct ids of ``plan`` too; from ``full`` rows on, nothing is waited for."""
+        """Add the distinct ids of ``plan``. The request is sent at once if it has ``full`` rows."""
         self._plans.append(plan)
         self.num_rows += len(plan.ids)
-        if self.num_rows >= full or all(answer.ready() for answer in self._before):
+        if self.num_rows >= full or all(answer.is_ready() for answer in self._previous):
             self.send()
 
     def send(self) -> Sequence[tuple[Pending, int, int]]:
-        """Return (answer, first, last of the sorted rows) of each message, sent now unless they are."""
+        """Send the request unless it is sent.
+
+        Return (answer, first, last of the sorted rows) of each message.
+        """
         if not self.is_sent:
             ids = np.concatenate([plan.ids for plan in self._plans])
             order = np.argsort(ids) if len(self._plans) > 1 else np.arange(len(ids))
@@ -139,81 +144,83 @@ class JointRequest:
             self._places[order] = np.arange(len(ids))
             starts = np.sum([plan.server_starts for plan in self._plans], axis=0)
             self._replies = self._ask(self._plans[0]._replace(ids=ids[order], server_starts=starts))
-            self._before, self.is_sent = (), True
+            self._previous, self.is_sent = (), True
         return self._replies
 
     def copy(self, plan: RemotePlan, first: int, out: Array) -> None:
-        """Wait for the rows of ``plan``, from the ``first`` of those asked for; copy them to ``out``.
+        """Wait for the rows of ``plan``, which start at the requested row ``first``. Copy them to ``out``.
 
-        PeerError, RemoteError: as of a pull. ValueError: an answer is not what was asked for.
+        Raises:
+            PeerError, RemoteError: as for a pull.
+            ValueError: an answer does not match its request.
         """
         replies, places = self.send(), self._places[first : first + len(plan.ids)]
         for reply, begin, end in replies:
             (answer,) = reply.result()
             check_answer(answer, out, end - begin)
-            here: Any = slice(begin, end)
+            selected: Any = slice(begin, end)
             if len(self._plans) > 1:
-                here = np.flatnonzero((places >= begin) & (places < end))
-            move_rows(answer, places[here] - begin, out, plan.positions[here])
+                selected = np.flatnonzero((places >= begin) & (places < end))
+            move_rows(answer, places[selected] - begin, out, plan.positions[selected])
 
 
 @final
 class LookAheadRows:
-    """A rank's copies of other servers' rows of one column, chosen by the batches announced.
+    """A rank's copies of remote rows of one column, chosen by the announced batches. Not thread-safe.
 
-    Those whose next use is furthest are evicted (Belady's MIN). One loader at a time has claimed them. It
-    announces its batches in their order, and pulls the rows of each in turn with ``ahead=``; it waits for
-    them in this order, so that a slot is read before the next batch overwrites it. Not thread-safe.
+    The rows with the furthest next use are evicted (Belady's MIN). One loader at a time has reserved them. It
+    announces its batches in their order, and pulls the rows of each in turn with ``ahead=``. It waits for the
+    rows in this order, so that a slot is read before the next batch overwrites it.
 
     Args:
-        count: Most rows to keep, C; may be 0.
+        count: Maximum number C of rows to keep. May be 0.
         own: First and last id, exclusive, of the rows of the local server.
-        num_ids: Rows of all servers; no id may be beyond.
+        num_ids: Number of rows of all servers.
     """
 
     def __init__(self, count: int, info: ColumnInfo, own: tuple[int, int], num_ids: int) -> None:
         self.rows: Array = np.empty((count, *info.row_shape), numpy_dtype(info.dtype))
-        """(C, *row) in NumPy's form of the column's dtype; slot s is row s."""
+        """(C, *row) in NumPy's form of the column's dtype. Slot s is row s."""
         self.announce_more: Callable[[], bool] = lambda: False
-        """Announces one more batch, unless there is none or its memory is spent: False."""
+        """Function that announces one more batch. False: there is none, or the memory is used up."""
         self._own, self._num_ids, self._claim = own, num_ids, threading.Lock()
         self._message = rows_per_message(math.prod(info.row_shape) * self.rows.itemsize)
         self._forget()
         self._rewind()
 
     def _forget(self) -> None:
-        # Ids announced or cached: the slot, -1 for those not cached.
+        # Slots of ids that are announced or cached. -1 means that an id is not cached.
         self.table = _new_table(0)
         if self._num_ids <= _DIRECT_IDS:
             self.table = SlotTable(np.full(self._num_ids, -1, np.int32), np.empty(0, np.int64))
         self._last = np.empty(len(self.table.slots), np.int64)
-        # By place in the table: the number of the last input announced of an id.
-        self._used = 0
-        self._held = np.full(len(self.rows), -1, np.int64)
+        # The number of the last announced input of each id, by place in the table.
+        self._num_used = 0
+        self._ids_by_slot = np.full(len(self.rows), -1, np.int64)
         self._next_use = np.full(len(self.rows), _EMPTY, np.int32)
-        # Inputs of all batches are numbered on; the next uses of those of batches to come are in a ring.
+        # The inputs of all batches are numbered consecutively. A ring holds the next uses of inputs to come.
         self._following = np.empty(_LEAST_PLACES, np.int32)
         self._firsts: deque[int] = deque()
         self._unfinished = 0
 
     def _rewind(self) -> None:
-        # Nothing refers to a batch any more: from 0 again, so that steps fit 32 bits.
+        # No batch is referred to any more, so numbers restart at 0 and steps fit in 32 bits.
         self._last.fill(-1)
         self._end, self._step, self._requested = 0, 0, 0
         self._joint: JointRequest | None = None
 
     @property
     def num_bytes(self) -> int:
-        """Memory of the rows and of what finds and orders them."""
-        kept = (self.rows, *self.table, self._last, self._held, self._next_use, self._following)
-        return sum(one.nbytes for one in kept)
+        """Size in bytes of the rows and of the tables that find and order them."""
+        arrays = (self.rows, *self.table, self._last, self._ids_by_slot, self._next_use, self._following)
+        return sum(array.nbytes for array in arrays)
 
     def claim(self) -> bool:
-        """Take the rows for one loader; False if another has them."""
+        """Reserve the rows for one loader. Return False if another one has them."""
         return self._claim.acquire(blocking=False)
 
     def release(self) -> None:
-        """Give the rows back; they stay for the next loader unless an announced batch was not finished."""
+        """Give the rows back. They stay for the next loader unless an announced batch was not finished."""
         self.announce_more = lambda: False
         if self._firsts or self._unfinished:
             self._forget()
@@ -221,16 +228,18 @@ class LookAheadRows:
         self._claim.release()
 
     def announce(self, ids: Array) -> None:
-        """Note the (K,) int64 distinct ``ids``, of any server, as the inputs of the batch after the last.
+        """Register the (K,) int64 distinct ``ids`` of any server as the inputs of the next batch.
 
-        IndexError: an id is no row.
+        Raises IndexError if an id is out of range.
         """
         check_ids(ids, self._num_ids, "the cached column")
         remote = ids[(ids < self._own[0]) | (ids >= self._own[1])]
         self._firsts.append(self._end)
         self._make_place(len(remote))
         places, step = (self._end, self._firsts[0]), self._step + len(self._firsts) - 1
-        self._used += _announce(self.table, self._last, self._next_use, self._following, remote, places, step)
+        self._num_used += _announce(
+            self.table, self._last, self._next_use, self._following, remote, places, step
+        )
         self._end += len(remote)
 
     @property
@@ -239,20 +248,23 @@ class LookAheadRows:
         return self._requested >= 2 * self._message
 
     def pull(self, plan: RemotePlan, ask: Ask) -> Callable[[Array], None]:
-        """Ask for the distinct ids of ``plan``, and choose the rows to keep: :meth:`admit`.
+        """Request the distinct ids of ``plan``, and choose the rows to keep as in :meth:`admit`.
 
-        Ids of other batches may be in the same message: :class:`JointRequest`. Returns what waits for the
-        rows and copies them to the (K, *row) rows of the batch, and from there to those that are kept.
+        A message may also contain ids of other batches; see :class:`JointRequest`.
+
+        Returns:
+            Function that waits for the rows, copies them to the (K, *row) rows of the batch, and then copies
+            the rows to keep.
         """
         joint, full = self._joint, self._message // 2
-        # A batch does not wait for the rows of a much larger one.
+        # A batch should not wait for the rows of a much larger one.
         if joint is None or joint.is_sent or (joint.num_rows and joint.num_rows + len(plan.ids) > full):
-            before = () if joint is None else [answer for answer, _, _ in joint.send()]
-            joint = self._joint = JointRequest(ask, before)
+            previous = () if joint is None else [answer for answer, _, _ in joint.send()]
+            joint = self._joint = JointRequest(ask, previous)
         first = joint.num_rows
         joint.add(plan, full)
         self._requested += len(plan.ids)
-        # After the request: it may have to wait for the draws of more batches.
+        # This follows the request, because it may have to wait for the draws of more batches.
         keep = self.admit(plan)
 
         def finish(rows: Array) -> None:
@@ -263,30 +275,32 @@ class LookAheadRows:
         return finish
 
     def admit(self, plan: RemotePlan) -> Callable[[Array], None]:
-        """Choose the rows to keep after the batch announced first; ``plan`` has its hits and misses.
+        """Choose the rows to keep after the batch that was announced first.
 
-        Announces more batches until a longer look-ahead could not choose better. Returns a function of the
-        (K, *row) rows of the batch that copies those to keep.
+        Announces more batches until a longer look-ahead could not choose better. ``plan`` holds the hits and
+        misses of the batch. Returns a function of the (K, *row) rows of the batch that copies the rows to
+        keep.
         """
         positions, hits = np.concatenate([plan.hit_places, plan.positions]), len(plan.hit_places)
-        # Only inputs of other servers are numbered.
+        # Only inputs of other servers have numbers.
         end = self._firsts[1] if len(self._firsts) > 1 else self._end
         assert len(positions) == end - self._firsts[0], "another batch was announced first"
         numbers = self._firsts[0] + np.cumsum(np.bincount(positions))[positions] - 1
         while True:
             uses = self._following[numbers & (len(self._following) - 1)]
             self._next_use[plan.hit_slots] = uses[:hits]
-            cut = _cut(self._next_use, uses[hits:], self._step, len(self._firsts))
-            if not cut[3] or not self.announce_more():
+            limits = _find_cut(self._next_use, uses[hits:], self._step, len(self._firsts))
+            if not limits[3] or not self.announce_more():
                 break
         self._firsts.popleft()
         self._step += 1
         self._unfinished += 1
-        kept, slots = _replace(self.table, self._held, self._next_use, plan.ids, uses[hits:], cut)
-        places = plan.positions[kept]
+        new_uses, table = uses[hits:], self.table
+        kept, slots = _assign_slots(table, self._ids_by_slot, self._next_use, plan.ids, new_uses, limits)
+        positions_to_keep = plan.positions[kept]
 
         def keep(rows: Array) -> None:
-            move_rows(rows, places, self.rows, slots)
+            move_rows(rows, positions_to_keep, self.rows, slots)
             self._unfinished -= 1
 
         return keep
@@ -297,11 +311,11 @@ class LookAheadRows:
             old, numbers = self._following, np.arange(begin, end)
             self._following = np.empty(1 << (end + count - begin).bit_length(), np.int32)
             self._following[numbers & (len(self._following) - 1)] = old[numbers & (len(old) - 1)]
-        if len(self.table.keys) and 3 * (self._used + count) > 2 * len(self.table.keys):
-            # Ids neither cached nor announced are left behind.
-            kept = (self.table.keys >= 0) & ((self.table.slots >= 0) | (self._last >= begin))
-            places = np.flatnonzero(kept)
-            self._used = len(places)
+        if len(self.table.keys) and 3 * (self._num_used + count) > 2 * len(self.table.keys):
+            # Ids that are neither cached nor announced are dropped.
+            is_needed = (self.table.keys >= 0) & ((self.table.slots >= 0) | (self._last >= begin))
+            places = np.flatnonzero(is_needed)
+            self._num_used = len(places)
             table = _new_table(2 * (len(places) + count))
             last = np.full(len(table.keys), -1, np.int64)
             _move_entries(self.table, self._last, places, table, last)
@@ -310,29 +324,29 @@ class LookAheadRows:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Column:
-    """One named tensor, as this rank sees it."""
+    """A named tensor as this rank sees it."""
 
     name: str
     info: ColumnInfo
     bounds: Array
-    """(S + 1,) int64; server s owns the ids ``bounds[s]:bounds[s + 1]``."""
+    """(S + 1,) int64 bounds. Server s owns the ids ``bounds[s]:bounds[s + 1]``."""
     shards: tuple[Shard, ...]
-    """The rows of the local server, in order of their ids."""
+    """Rows of the local server, in the order of their ids."""
     writable: bool
     on_read: PullHandler | None = None
-    """Computes the rows that are read, in place of copying; only for a tensor in memory."""
+    """Function that computes the rows that are read. Only for a tensor in memory."""
     on_push: PushHandler | None = None
-    """Applies the rows that are pushed."""
+    """Function that applies pushed rows."""
     cache: RowCache | None = None
-    """Of rows of other servers; only for a column of the dataset."""
+    """Cached rows of other servers. Only for a column of the dataset."""
     on_device: DeviceRows | None = None
-    """Of rows of any server, for batches on that device; only for a column of the dataset."""
+    """Cached rows of any server, for batches on that device. Only for a column of the dataset."""
     ahead: LookAheadRows | None = None
-    """Of rows of other servers, for the loader that has claimed them; in place of ``cache``."""
+    """Cached rows of other servers for the loader that has reserved them. It replaces ``cache``."""
     lock: threading.Lock = field(default_factory=threading.Lock)
-    """Held by this rank while it updates rows that it owns from their old values."""
+    """Lock that this rank holds while it updates rows that it owns from their old values."""
     counts: list[int] = field(default_factory=lambda: [0, 0, 0, 0])
-    """Rows that this rank requested, as in :class:`CacheCounts`."""
+    """Number of rows that this rank requested, as in :class:`CacheCounts`."""
 
     def __post_init__(self) -> None:
         dtype = numpy_dtype(self.info.dtype)
@@ -340,8 +354,8 @@ class Column:
             rows = shard.rows
             if rows.dtype != dtype or rows.shape[1:] != self.info.row_shape or not rows.flags.c_contiguous:
                 raise ConfigError(
-                    f"the rows of {self.name!r} are {rows.dtype} of shape {rows.shape}; they must be {dtype} "
-                    f"with rows of shape {self.info.row_shape} in C order"
+                    f"the rows of {self.name!r} are {rows.dtype} of shape {rows.shape}, but they must be "
+                    f"{dtype} with rows of shape {self.info.row_shape} in C order"
                 )
 
     @cached_property
@@ -357,7 +371,7 @@ class Column:
         return rows_per_message(self.row_bytes)
 
     def read(self, ids: Array, out: Array) -> None:
-        """Copy the rows of those (K,) int64 ``ids`` that lie here to their positions in ``out`` (K, *row)."""
+        """Copy the local rows among (K,) int64 ``ids`` to their positions in ``out`` (K, *row)."""
         if self.on_read is not None:
             self._compute(self.on_read, ids, out)
             return
@@ -367,27 +381,28 @@ class Column:
             gather_rows(shard.rows, shard.first, ids, out)
 
     def _compute(self, handler: PullHandler, ids: Array, out: Array) -> None:
-        (shard,) = self.shards  # a tensor in memory has one
-        here = np.flatnonzero((ids >= shard.first) & (ids < shard.first + len(shard.rows)))
-        if not len(here):
+        (shard,) = self.shards  # A tensor in memory has one shard.
+        positions = np.flatnonzero((ids >= shard.first) & (ids < shard.first + len(shard.rows)))
+        if not len(positions):
             return
-        values = handler(view_as_tensor(shard.rows, self.info), torch.from_numpy(ids[here] - shard.first))
-        shape, dtype = (len(here), *self.info.row_shape), torch_dtype(self.info.dtype)
+        indices = torch.from_numpy(ids[positions] - shard.first)
+        values = handler(view_as_tensor(shard.rows, self.info), indices)
+        shape, dtype = (len(positions), *self.info.row_shape), torch_dtype(self.info.dtype)
         if tuple(values.shape) != shape or values.dtype != dtype:
             raise ConfigError(
-                f"the pull handler of {self.name!r} returned {values.dtype} of shape {tuple(values.shape)}; "
-                f"it must be {dtype} of shape {shape}"
+                f"the pull handler of {self.name!r} returned {values.dtype} of shape {tuple(values.shape)}, "
+                f"but it must return {dtype} of shape {shape}"
             )
-        out[here] = view_as_numpy(values.detach().contiguous())
+        out[positions] = view_as_numpy(values.detach().contiguous())
 
-    def is_nonzero(self) -> Iterator[Array]:
-        """Yield (n, *row) bool for each shard: which values are not 0."""
+    def find_nonzero(self) -> Iterator[Array]:
+        """Yield an (n, *row) bool array for each shard that marks the values that are not 0."""
         for shard in self.shards:
-            # bfloat16 is held as bits, of which the highest is the sign: -0.0 is zero too.
+            # bfloat16 is stored as bits. The highest bit is the sign, and -0.0 is zero, too.
             yield (shard.rows & 0x7FFF if self.info.dtype == "bfloat16" else shard.rows) != 0
 
     def write(self, ids: Array, rows: Array) -> None:
-        """Overwrite the rows that lie here from (K, *row) ``rows``; the last of repeated ids stays."""
+        """Overwrite the local rows with (K, *row) ``rows``. The last of repeated ids wins."""
         for shard in self.shards:
             scatter_rows(rows, shard.rows, shard.first, ids)
 
@@ -395,29 +410,29 @@ class Column:
         """Raise ConfigError or IndexError unless ``ids`` are (K,) int64 rows of this tensor."""
         if ids.dtype != np.int64 or ids.ndim != 1:
             raise ConfigError(f"ids must be (K,) int64, not {ids.dtype} of shape {ids.shape}")
-        # By the user's name of the tensor, the last part of the store's.
+        # Use the user's name of the tensor, which is the last part of the name in the store.
         check_ids(ids, self.num_rows, repr(self.name.rpartition("~")[2]))
 
     def check_writable(self) -> None:
         if not self.writable:
             raise ConfigError(
-                f"{self.name!r} belongs to the dataset on disk, which is read-only; create a tensor to "
-                "write to with g.new_tensor(shape, dtype, name)"
+                f"{self.name!r} belongs to the dataset on disk, which is read-only. Create a writable tensor "
+                "with g.new_tensor(shape, dtype, name)."
             )
 
 
 @dataclass(frozen=True, kw_only=True)
 class CacheCounts:
-    """Rows that this rank requested, repeats included."""
+    """Number of rows that this rank requested. Repeated ids count each time."""
 
     local: int = 0
-    """Of the local server."""
+    """Number of rows of the local server."""
     hits: int = 0
-    """Of another server, in a cache."""
+    """Number of rows of other servers that were in a cache."""
     misses: int = 0
-    """Of another server, and requested there."""
+    """Number of rows that were requested from other servers."""
     on_device: int = 0
-    """Of any server, in the cache on the device; counted above, too."""
+    """Number of rows of any server in the cache on the device. They are also counted above."""
 
     def __sub__(self, other: CacheCounts) -> CacheCounts:
         return CacheCounts(**{name: count - getattr(other, name) for name, count in vars(self).items()})
@@ -426,8 +441,8 @@ class CacheCounts:
 def check_cacheable(column: Column) -> None:
     if column.writable:
         raise ConfigError(
-            f"{column.name!r} can be written to, which would make cached rows stale; only columns "
-            "of the dataset, which are read-only, can be cached"
+            f"{column.name!r} can be written to, which would make cached rows stale. Only columns "
+            "of the dataset, which are read-only, can be cached."
         )
 
 
@@ -439,8 +454,12 @@ def _new_table(least: int) -> SlotTable:
 @njit(cache=True, nogil=True)
 def _move_entries(table: SlotTable, last: Array, places: Array, to: SlotTable, to_last: Array) -> None:
     for place in places:
-        at = find_place(to.keys, table.keys[place])
-        to.keys[at], to.slots[at], to_last[at] = table.keys[place], table.slots[place], last[place]
+        new_place = find_place(to.keys, table.keys[place])
+        to.keys[new_place], to.slots[new_place], to_last[new_place] = (
+            table.keys[place],
+            table.slots[place],
+            last[place],
+        )
 
 
 @njit(cache=True, nogil=True)
@@ -453,59 +472,65 @@ def _announce(
     places: tuple[int, int],
     step: int,
 ) -> int:
-    """Note the use of ``ids``, numbered from ``places[0]``, in batch ``step``; return the number of new ids.
+    """Register ``ids``, numbered from ``places[0]``, as used in batch ``step``. Count the new ones.
 
     ``places[1]`` is the first number of the batches to come.
     """
     mask, new = len(following) - 1, 0
     for k in range(len(ids)):
-        number, at = places[0] + k, find_place(table.keys, ids[k])
+        number, place = places[0] + k, find_place(table.keys, ids[k])
         following[number & mask] = _NEVER
-        if len(table.keys) > 0 and table.keys[at] < 0:
-            table.keys[at] = ids[k]
+        if len(table.keys) > 0 and table.keys[place] < 0:
+            table.keys[place] = ids[k]
             new += 1
-        elif last[at] >= places[1]:
-            following[last[at] & mask] = step
-        elif table.slots[at] >= 0:
-            next_use[table.slots[at]] = step
-        last[at] = number
+        elif last[place] >= places[1]:
+            following[last[place] & mask] = step
+        elif table.slots[place] >= 0:
+            next_use[table.slots[place]] = step
+        last[place] = number
     return new
 
 
 @njit(cache=True, nogil=True)
-def _cut(next_use: Array, uses: Array, step: int, known: int) -> tuple[int, int, int, bool]:
-    """Return where to cut the rows, in slots and requested, in the order of their next use.
+def _find_cut(next_use: Array, uses: Array, step: int, known: int) -> tuple[int, int, int, bool]:
+    """Return where to cut the cached and requested rows, in the order of their next use.
 
-    (Next use at the cut, slots and requested rows with that use that stay, whether batches after the
-    ``known`` ones could tell rows at the cut apart.) ``uses`` are those of the requested rows.
+    Args:
+        next_use: Next uses of the cached rows.
+        uses: Next uses of the requested rows.
+        known: Number of known batches.
+
+    Returns:
+        Next use at the cut, number of slots and of requested rows with that use that stay, and whether
+        batches after the known ones could tell the rows at the cut apart.
     """
-    held, asked = np.zeros(known + 2, np.int64), np.zeros(known + 2, np.int64)
+    cached_counts, requested_counts = np.zeros(known + 2, np.int64), np.zeros(known + 2, np.int64)
     for use in next_use:
-        held[known + use - _NEVER if use >= _NEVER else use - step] += 1
+        cached_counts[known + use - _NEVER if use >= _NEVER else use - step] += 1
     for use in uses:
-        asked[known if use >= _NEVER else use - step] += 1
+        requested_counts[known if use >= _NEVER else use - step] += 1
     room, later = len(next_use), 0
-    while held[later] + asked[later] < room:
-        room -= held[later] + asked[later]
+    while cached_counts[later] + requested_counts[later] < room:
+        room -= cached_counts[later] + requested_counts[later]
         later += 1
-    stay = min(held[later], room)
+    stay = min(cached_counts[later], room)
     cut = _NEVER + later - known if later >= known else step + later
-    is_open = later == known and held[later] + asked[later] > room and len(next_use) > 0
-    return cut, stay, min(asked[later], room - stay), is_open
+    is_open = later == known and cached_counts[later] + requested_counts[later] > room and len(next_use) > 0
+    return cut, stay, min(requested_counts[later], room - stay), is_open
 
 
 @njit(cache=True, nogil=True)
-def _replace(
+def _assign_slots(
     table: SlotTable,
-    held: Array,
+    ids_by_slot: Array,
     next_use: Array,
     ids: Array,
     uses: Array,
     cut: tuple[int, int, int, bool],
 ) -> tuple[Array, Array]:
-    """Give slots of rows beyond the cut to requested ``ids`` within it; return their indices and slots."""
+    """Give slots of rows beyond the cut to requested ``ids`` within it. Return their indices and slots."""
     limit, stay, enter, _ = cut
-    taken, slots = np.empty(len(ids), np.int64), np.empty(len(ids), np.int64)
+    indices, slots = np.empty(len(ids), np.int64), np.empty(len(ids), np.int64)
     count, slot = 0, 0
     for k in range(len(ids)):
         if uses[k] > limit or (uses[k] == limit and enter == 0):
@@ -514,11 +539,11 @@ def _replace(
         while next_use[slot] < limit or (next_use[slot] == limit and stay > 0):
             stay -= next_use[slot] == limit
             slot += 1
-        if held[slot] >= 0:
-            table.slots[find_place(table.keys, held[slot])] = -1
-        held[slot], next_use[slot] = ids[k], uses[k]
+        if ids_by_slot[slot] >= 0:
+            table.slots[find_place(table.keys, ids_by_slot[slot])] = -1
+        ids_by_slot[slot], next_use[slot] = ids[k], uses[k]
         table.slots[find_place(table.keys, ids[k])] = slot
-        taken[count], slots[count] = k, slot
+        indices[count], slots[count] = k, slot
         count += 1
         slot += 1
-    return taken[:count].copy(), slots[:count].copy()
+    return indices[:count].copy(), slots[:count].copy()

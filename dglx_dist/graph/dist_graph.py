@@ -1,4 +1,4 @@
-"""``DistGraph``: a partitioned graph that every rank sees as a whole."""
+"""``DistGraph``: a partitioned graph that looks complete to every rank."""
 
 from __future__ import annotations
 
@@ -33,14 +33,7 @@ from dglx_dist.graph.dist_tensor import (
     make_unsupported,
 )
 from dglx_dist.graph.kvstore import KVStore
-from dglx_dist.graph.partition_book import (
-    Ids,
-    PartitionBook,
-    Placement,
-    as_ids,
-    as_ids_or_all,
-    canonical_etype,
-)
+from dglx_dist.graph.partition_book import Ids, PartitionBook, Placement, as_ids, as_ids_or_all, resolve_etype
 from dglx_dist.graph.row_kernels import read_from_disk
 from dglx_dist.graph.sampling import DrawRule, build_sampled_graph, serve_uniform
 from dglx_dist.graph.shared_memory import InitRows
@@ -60,11 +53,11 @@ log = logging.getLogger(__name__)
 
 
 def open_together(folder: Path, session: Session, verify: Verify) -> StoredDataset:
-    """Open a dataset on every rank; the first rank of each machine checks its files. Collective.
+    """Open a dataset on every rank. The first rank of each machine checks its files. Collective.
 
     Raises:
-        StorageError: on all ranks, when it cannot be opened on one, or the ranks see different datasets.
-        DatasetError: an id is out of range, on the rank that checks; StorageError on the others.
+        StorageError: on all ranks, if one cannot open it, or if the ranks see different datasets.
+        DatasetError: an id is out of range, on the rank that checks. The others raise StorageError.
     """
     first = session.is_first_on_machine
     checked = run_on_all_ranks(session, lambda: open_dataset(folder, verify=verify) if first else None)
@@ -75,41 +68,41 @@ def open_together(folder: Path, session: Session, verify: Verify) -> StoredDatas
 
 
 def import_if_changed(part_config: Path, session: Session) -> Path:
-    """Return the folder of our dataset beside DGL's files, imported now if these have changed. Collective."""
+    """Return the folder of our dataset beside DGL's files. Imports them again if they changed. Collective."""
     folder = part_config.absolute().with_suffix(".dglx")
 
     def check() -> None:
         if not part_config.exists():
             raise StorageError(
-                f"{part_config} does not exist; give the JSON file that DGL's partition_graph wrote"
+                f"{part_config} does not exist. Pass the JSON file that DGL's partition_graph wrote."
             )
 
     def import_files() -> None:
-        found, kept = _stamps(part_config), folder / _IMPORTED
-        # Not whether they are newer: clocks of machines differ.
-        if not (folder / MANIFEST).exists() or not kept.exists() or kept.read_text() != found:
+        stamps, stamp_file = _read_stamps(part_config), folder / _IMPORTED
+        # Don't compare which is newer, because the clocks of machines differ.
+        if not (folder / MANIFEST).exists() or not stamp_file.exists() or stamp_file.read_text() != stamps:
             log.info("importing %s into %s", part_config, folder)
             import_dgl_format(part_config, folder, overwrite=folder.exists())
-            kept.parent.mkdir(exist_ok=True)
-            kept.write_text(found)
+            stamp_file.parent.mkdir(exist_ok=True)
+            stamp_file.write_text(stamps)
 
-    # On all ranks, or one that does not see the file would wait for the others.
+    # All ranks check. Otherwise a rank that does not see the file would wait for the others.
     run_on_all_ranks(session, check)
-    # Rank 0 goes first: on a shared file system the other machines then find the result.
+    # Rank 0 goes first. On a shared file system the other machines then find its result.
     run_on_all_ranks(session, lambda: import_files() if session.topology.rank == 0 else None)
     run_on_all_ranks(session, lambda: import_files() if session.is_first_on_machine else None)
     return folder
 
 
 _IMPORTED = f"{CACHE}/imported.json"
-"""Stamps of the files that a dataset was imported from."""
+"""File with stamps of the files that a dataset was imported from."""
 
 
-def _stamps(part_config: Path) -> str:
-    # Scripts write columns into a part and leave the JSON file unchanged.
+def _read_stamps(part_config: Path) -> str:
+    # The parts count too, because scripts write columns into a part and leave the JSON file unchanged.
     paths = sorted(part_config.parent.glob("part*/*.dgl"))
     stats = [(path.name, path.stat()) for path in (part_config, *paths)]
-    return json.dumps([[name, one.st_size, one.st_mtime_ns] for name, one in stats])
+    return json.dumps([[name, stat.st_size, stat.st_mtime_ns] for name, stat in stats])
 
 
 def open_structures(
@@ -117,10 +110,10 @@ def open_structures(
 ) -> dict[EdgeType, Structure]:
     """Open the structure of every edge type, replicated or partitioned. Collective."""
     if mode not in ("auto", "replicated", "partitioned"):
-        raise ConfigError(f"structure is {mode!r}; choose 'auto', 'replicated' or 'partitioned'")
+        raise ConfigError(f"structure is {mode!r}. Choose 'auto', 'replicated' or 'partitioned'.")
     manifest = dataset.manifest
     if mode == "auto":
-        fits = gather_json(run_on_all_ranks(session, lambda: _fits(dataset)), session)
+        fits = gather_json(run_on_all_ranks(session, lambda: _fits_in_memory(dataset)), session)
         mode = "replicated" if all(fits) else "partitioned"
     if session.topology.rank == 0:
         log.info("%s: %d parts, structure %s", dataset.folder, manifest.num_parts, mode)
@@ -129,11 +122,11 @@ def open_structures(
             etype: PartitionedStructure(session, dataset, placement, label, etype)
             for etype in manifest.edge_types
         }
-    return {etype: _replicated(dataset, session, etype) for etype in manifest.edge_types}
+    return {etype: _open_replicated(dataset, session, etype) for etype in manifest.edge_types}
 
 
-def _fits(dataset: StoredDataset) -> bool:
-    """Whether all parts are on this machine and their structure takes at most half its free memory."""
+def _fits_in_memory(dataset: StoredDataset) -> bool:
+    # All parts must be on this machine, and their structure may take at most half its free memory.
     manifest = dataset.manifest
     if not all(dataset.has_part(part) for part in range(manifest.num_parts)):
         return False
@@ -145,21 +138,20 @@ def _fits(dataset: StoredDataset) -> bool:
     return num_bytes <= machine_memory()[1] // 2
 
 
-def _replicated(dataset: StoredDataset, session: Session, etype: EdgeType) -> ReplicatedStructure:
+def _open_replicated(dataset: StoredDataset, session: Session, etype: EdgeType) -> ReplicatedStructure:
     # The first rank of a machine makes the copy on disk that the others map.
     first = session.is_first_on_machine
-    made = run_on_all_ranks(session, lambda: open_structure(dataset, etype) if first else None)
-    csc = run_on_all_ranks(session, lambda: made or open_structure(dataset, etype))
+    copied = run_on_all_ranks(session, lambda: open_structure(dataset, etype) if first else None)
+    csc = run_on_all_ranks(session, lambda: copied or open_structure(dataset, etype))
     return ReplicatedStructure(etype, dataset.manifest.num_nodes(etype[0]), csc.indptr, csc.indices)
 
 
 def add_columns(
     dataset: StoredDataset, placement: Placement, policies: Mapping[str | EdgeType, PartitionPolicy]
 ) -> None:
-    """Add every tensor of the dataset to the store, memory-mapped; ids of the source under hidden names.
+    """Add every memory-mapped tensor of the dataset to the store. Source ids get hidden names.
 
-    Raises:
-        StorageError: a file of the local server's parts is missing or damaged.
+    Raises StorageError if a file of the local server's parts is missing or damaged.
     """
     manifest = dataset.manifest
     parts = {part: dataset.part(part) for part in placement.local_parts}
@@ -179,45 +171,46 @@ def add_columns(
     )
     for key, policy in policies.items():
         read, read_ids = readers[policy.kind]
-        found = [(policy.key(name), info, partial(read, name=name)) for name, info in columns[key].items()]
-        found.append((policy.hidden_key(ORIGINAL_IDS), IDS, partial(read_ids)))
+        specs = [(policy.key(name), info, partial(read, name=name)) for name, info in columns[key].items()]
+        specs.append((policy.hidden_key(ORIGINAL_IDS), IDS, partial(read_ids)))
         if manifest.user_ids.get(str(key)) == "int64":
-            found.append((policy.hidden_key(USER_IDS), IDS, partial(StoredPart.user_ids)))
-        for name, info, rows_of in found:
-            rows = {part: rows_of(stored, key) for part, stored in parts.items()}
+            specs.append((policy.hidden_key(USER_IDS), IDS, partial(StoredPart.user_ids)))
+        for name, info, read_part in specs:
+            rows = {part: read_part(stored, key) for part, stored in parts.items()}
             policy.store.add(name, offsets[key], rows, info, on_disk=large)
 
 
 T = TypeVar("T", str, EdgeType)
 
 
-def _only_of(types: Collection[T], what: str, remedy: str) -> T:
+def _get_only_type(types: Collection[T], what: str, remedy: str) -> T:
     if len(types) == 1:
         return next(iter(types))
-    names = [one if isinstance(one, str) else one[1] for one in types]
-    raise ConfigError(f"the graph has the {what} types {', '.join(names)}; use {remedy}")
+    names = [kind if isinstance(kind, str) else kind[1] for kind in types]
+    raise ConfigError(f"the graph has the {what} types {', '.join(names)}. Use {remedy}.")
 
 
 @final
 class DistGraph(Shared):
-    """A partitioned dataset. Opening and closing it is collective; any rank may use it alone, at any time.
+    """A partitioned dataset. Opening and closing it is collective. Any rank may use it alone at any time.
 
-    Ids are those of the dataset: contiguous per (type, part). :meth:`orig_ids` returns the source's.
-    It is not a DGLGraph, but DGL's samplers accept it: they call :meth:`sample_neighbors`.
+    Ids are those of the dataset: contiguous per (type, part). :meth:`orig_ids` returns the ids of the source.
+    This is not a DGLGraph, but DGL's samplers accept it, because they call :meth:`sample_neighbors`.
 
     Args:
-        folder: Written by ``dglx partition``.
-        part_config: DGL's own JSON file in its place, imported once into ``<name>.dglx`` beside it.
-        structure: ``replicated``: every server maps the in-edges of the whole graph; ``partitioned``: those
-            of its own parts, and asks for the others; ``auto``: replicated when all parts are on every
-            machine and the structure takes at most half the free memory.
-        verify: Whether files are compared with their checksums, see ``open_dataset``.
-        session: None: the current one.
+        folder: Folder that ``dglx partition`` wrote.
+        part_config: JSON file of DGL to use instead. It is imported once into ``<name>.dglx`` beside it.
+        structure: ``replicated``: every server maps the in-edges of the complete graph. ``partitioned``:
+            every server maps the in-edges of its own parts and requests the others. ``auto``: replicated if
+            all parts are on every machine and the structure takes at most half the free memory.
+        verify: Whether files are compared with their checksums; see ``open_dataset``.
+        session: Session of the graph. The default is the current one.
 
     Raises:
-        ConfigError: no session; both or none of ``folder`` and ``part_config``; fewer parts than servers.
-        StorageError: on all ranks, when the dataset cannot be opened on one of them.
-        DatasetError: an id is out of range, on the rank that checks the files; StorageError on the others.
+        ConfigError: there is no session, both or none of ``folder`` and ``part_config`` are given, or there
+            are fewer parts than servers.
+        StorageError: on all ranks, if one cannot open the dataset.
+        DatasetError: an id is out of range, on the rank that checks the files. The others raise StorageError.
     """
 
     def __init__(
@@ -231,16 +224,16 @@ class DistGraph(Shared):
     ) -> None:
         if (folder is None) == (part_config is None):
             raise ConfigError(
-                "give DistGraph either the folder of a partitioned dataset or part_config=, DGL's JSON file"
+                "pass DistGraph either the folder of a partitioned dataset or part_config=, DGL's JSON file"
             )
         self.session = session or current_session()
         if is_on_torch_path(self.session.device):
-            install()  # for blocks that a script moves by itself
+            install()  # This is for blocks that a script moves by itself.
         path = Path(folder) if folder is not None else import_if_changed(Path(str(part_config)), self.session)
         self.dataset: StoredDataset = open_together(path, self.session, verify)
         manifest = self.dataset.manifest
         self.placement = Placement(manifest.num_parts, self.session.topology)
-        # Unique for each open graph, so that a run may have several.
+        # The label is unique for each open graph, so that a session may have several.
         label = broadcast_json(secrets.token_hex(4), self.session)
         self.kvstore = KVStore(self.session, self.placement, label)
         merge, per_part = self.placement.server_offsets, manifest.parameters.get(TRAINERS_PER_PART)
@@ -251,21 +244,22 @@ class DistGraph(Shared):
         policy = partial(
             PartitionPolicy, partition_book=self._book, store=self.kvstore, dataset=manifest.checksum
         )
-        self._node_policies = {one: policy(kind="node", type_name=one, bounds=nodes[one]) for one in nodes}
-        self._edge_policies = {one: policy(kind="edge", type_name=one, bounds=edges[one]) for one in edges}
+        self._node_policies = {key: policy(kind="node", type_name=key, bounds=nodes[key]) for key in nodes}
+        self._edge_policies = {key: policy(kind="edge", type_name=key, bounds=edges[key]) for key in edges}
         policies: dict[Any, PartitionPolicy] = {**self._node_policies, **self._edge_policies}
         run_on_all_ranks(self.session, lambda: add_columns(self.dataset, self.placement, policies))
         self._structures = open_structures(self.dataset, self.session, self.placement, label, structure)
-        read_from_disk([shard.indices for one in self._structures.values() for shard in one.shards])
-        for opened in self._structures.values():
+        structures = self._structures.values()
+        read_from_disk([shard.indices for structure in structures for shard in structure.shards])
+        for opened in structures:
             serve_uniform(opened)
         self._node_views = {ntype: DataView(policy) for ntype, policy in self._node_policies.items()}
         self._edge_views = {etype: DataView(policy) for etype, policy in self._edge_policies.items()}
         self._draws = count()
         self.on_close: list[Callable[[], None]] = []
-        """Called by :meth:`close`, when no rank uses the graph any more, to release what depends on it."""
+        """Functions that :meth:`close` calls when no rank uses the graph any more."""
         self.user_columns: Any = None
-        """The columns of the graph that a script gave to ``dx.distribute``, where nodes are renumbered."""
+        """Columns of the graph that a script passed to ``dx.distribute``, if nodes are renumbered."""
         OPENED.set(self.session, self)
         barrier(self.session, f"opening {self.name}")
 
@@ -281,10 +275,12 @@ class DistGraph(Shared):
         return torch.device("cpu")
 
     def to(self, device: torch.device | str) -> DistGraph:
-        """Return itself for the CPU, where it stays; ConfigError for another device."""
+        """Return the graph itself for the CPU. Raise ConfigError for other devices."""
         if torch.device(device).type == "cpu":
             return self
-        raise ConfigError(f"a distributed graph stays on the CPU; leave .to({device}) out, batches are moved")
+        raise ConfigError(
+            f"a distributed graph stays on the CPU. Leave out .to({device}), as batches are moved."
+        )
 
     @property
     def idtype(self) -> torch.dtype:
@@ -304,22 +300,22 @@ class DistGraph(Shared):
 
     @property
     def ndata(self) -> DataView:
-        """Tensors of the nodes; ConfigError when there are several node types."""
-        return self._node_views[_only_of(self._node_views, "node", "g.nodes[ntype].data")]
+        """Tensors of the nodes. Raises ConfigError if there are several node types."""
+        return self._node_views[_get_only_type(self._node_views, "node", "g.nodes[ntype].data")]
 
     @property
     def edata(self) -> DataView:
-        """Tensors of the edges; ConfigError when there are several edge types."""
-        return self._edge_views[_only_of(self._edge_views, "edge", "g.edges[etype].data")]
+        """Tensors of the edges. Raises ConfigError if there are several edge types."""
+        return self._edge_views[_get_only_type(self._edge_views, "edge", "g.edges[etype].data")]
 
     @property
     def nodes(self) -> TypedViews[str, DataView]:
-        """``g.nodes[ntype].data``: tensors of the nodes of one type."""
-        return TypedViews(lambda ntype: self._node_views[self._known_ntype(ntype)], "arange(g.num_nodes())")
+        """Tensors of the nodes of one type, as ``g.nodes[ntype].data``."""
+        return TypedViews(lambda ntype: self._node_views[self._check_ntype(ntype)], "arange(g.num_nodes())")
 
     @property
     def edges(self) -> TypedViews[str | EdgeType, DataView]:
-        """``g.edges[etype].data``: tensors of the edges of one type."""
+        """Tensors of the edges of one type, as ``g.edges[etype].data``."""
         return TypedViews(lambda etype: self._edge_views[self.to_canonical_etype(etype)], "g.find_edges(ids)")
 
     def num_nodes(self, ntype: str | None = None) -> int:
@@ -331,26 +327,28 @@ class DistGraph(Shared):
     number_of_nodes, number_of_edges = num_nodes, num_edges
 
     def num_classes(self, ntype: str | None = None) -> int:
-        """Return the number of classes of a node type's labels; ConfigError if the dataset has none."""
-        key = self._ntype_or_only(ntype, "num_classes(ntype)")
+        """Return the number of classes of a node type. Raise ConfigError if the dataset has none."""
+        key = self._resolve_ntype(ntype, "num_classes(ntype)")
         classes = self.dataset.manifest.num_classes
         if key not in classes:
-            raise ConfigError(f"{self.dataset.folder} states no classes of {key!r}; partition it with labels")
+            raise ConfigError(
+                f"{self.dataset.folder} states no classes of {key!r}. Partition it with labels."
+            )
         return classes[key]
 
     def to_canonical_etype(self, etype: str | EdgeType | None) -> EdgeType:
-        return canonical_etype(etype, self.canonical_etypes)
+        return resolve_etype(etype, self.canonical_etypes)
 
     def get_partition_book(self) -> PartitionBook:
         return self._book
 
     @property
     def edge_bounds(self) -> list[Array]:
-        """(S + 1,) int64 of each edge type: server s has the edges ``bounds[s]:bounds[s + 1]``."""
+        """(S + 1,) int64 bounds of each edge type. Server s has the edges ``bounds[s]:bounds[s + 1]``."""
         return [policy.bounds for policy in self._edge_policies.values()]
 
     def get_node_partition_policy(self, ntype: str) -> PartitionPolicy:
-        return self._node_policies[self._known_ntype(ntype)]
+        return self._node_policies[self._check_ntype(ntype)]
 
     def get_edge_partition_policy(self, etype: str | EdgeType) -> PartitionPolicy:
         return self._edge_policies[self.to_canonical_etype(etype)]
@@ -358,41 +356,43 @@ class DistGraph(Shared):
     def new_policy(self, name: str, rows: int | Sequence[int]) -> PartitionPolicy:
         """Return a policy for rows that are neither nodes nor edges, such as relations. Not collective.
 
-        ``name`` is part of the names of its tensors. ``rows`` is their number, cut evenly over the S servers,
-        or (S + 1,) bounds: server s has the rows ``rows[s]:rows[s + 1]``.
+        Args:
+            name: Part of the names of its tensors.
+            rows: Number of rows, which are cut evenly over the S servers, or (S + 1,) bounds: server s has
+                the rows ``rows[s]:rows[s + 1]``.
 
         Raises:
-            ConfigError: ``~`` in the name, a negative number, or invalid bounds.
+            ConfigError: the name contains ``~``, the number is negative, or the bounds are invalid.
         """
         if "~" in name:
-            raise ConfigError(f"the policy {name!r} has a '~', which separates it from its tensors' names")
+            raise ConfigError(f"the policy name {name!r} contains '~'. Choose another name.")
         servers = self.placement.topology.num_servers
         if isinstance(rows, int | np.integer):
             if rows < 0:
-                raise ConfigError(f"the policy {name!r} was given {rows} rows; give 0 or more")
+                raise ConfigError(f"the policy {name!r} has {rows} rows. Use 0 or more.")
             bounds = np.arange(servers + 1, dtype=np.int64) * int(rows) // servers
         else:
             bounds = np.array(rows, dtype=np.int64)
             if bounds.shape != (servers + 1,) or bounds[0] != 0 or (np.diff(bounds) < 0).any():
                 raise ConfigError(
-                    f"the policy {name!r} was given the bounds {list(rows)} for {servers} server(s); give "
-                    f"{servers + 1} ascending numbers from 0 on, or the number of rows alone"
+                    f"the policy {name!r} has the bounds {list(rows)} for {servers} server(s). Pass "
+                    f"{servers + 1} ascending numbers from 0 on, or only the number of rows."
                 )
         return PartitionPolicy(
             kind="own", type_name=name, bounds=bounds, partition_book=self._book, store=self.kvstore
         )
 
     def find_policy_of_length(self, num_rows: int) -> PartitionPolicy:
-        """Return the policy of the only node or edge type with ``num_rows``; ConfigError otherwise."""
+        """Return the policy of the only node or edge type with ``num_rows`` rows, or raise ConfigError."""
         policies = [*self._node_policies.values(), *self._edge_policies.values()]
-        found = [policy for policy in policies if policy.get_size() == num_rows]
-        if len(found) == 1:
-            return found[0]
+        candidates = [policy for policy in policies if policy.get_size() == num_rows]
+        if len(candidates) == 1:
+            return candidates[0]
         sizes = ", ".join(f"{policy.policy_str}: {policy.get_size()}" for policy in policies)
-        problem = "several types have" if found else "no type has"
+        problem = "several types have" if candidates else "no type has"
         raise ConfigError(
-            f"{problem} {num_rows} rows ({sizes}); say which with part_policy=, or give rows that are "
-            f"neither nodes nor edges part_policy=g.new_policy(name, {num_rows})"
+            f"{problem} {num_rows} rows ({sizes}). Choose one with part_policy=. For rows that are neither "
+            f"nodes nor edges, use part_policy=g.new_policy(name, {num_rows})."
         )
 
     def new_tensor(
@@ -403,7 +403,7 @@ class DistGraph(Shared):
         init_func: InitRows | None = None,
         part_policy: PartitionPolicy | None = None,
     ) -> DistTensor:
-        """Return a tensor in memory for nodes or edges of this graph, see :class:`DistTensor`; collective."""
+        """Return a tensor in memory for nodes or edges of this graph; see :class:`DistTensor`. Collective."""
         return DistTensor(shape, dtype, name, init_func, part_policy, graph=self)
 
     def cache_rows(
@@ -418,55 +418,63 @@ class DistGraph(Shared):
         batch_size: int | None = None,
         device: torch.device | str | None = None,
     ) -> CachePlan:
-        """Keep copies of other servers' rows, once per server; no result changes. Collective.
+        """Keep copies of other servers' rows, once per server. No result changes. Collective.
 
-        A second call replaces the first one's rows; ``alpha=0`` drops them. One server keeps nothing.
+        A second call replaces the rows of the first one, and ``alpha=0`` drops them. With one server there is
+        nothing to keep.
 
-        With ``device``, each rank keeps rows of any server there, chosen for itself: batches of loaders for
-        that device take them from it, so that they cross neither the network nor the bus. Both caches may be
-        used together.
+        With ``device``, each rank keeps rows of any server there and chooses them for itself. Batches of
+        loaders for that device take them from it, so these rows cross neither the network nor the bus. Both
+        caches may be used together.
 
         Args:
-            name: Of node data of the dataset, which is read-only.
-            alpha: Most rows to keep, as a fraction of the local server's rows.
-            policy: ``vip``: the probability that a batch needs the row (SALIENT++); ``degree``: how often it
-                is a source; ``halo``: sources of local nodes, by the number of those edges; ``lookahead``:
-                each of the server's ranks keeps an equal share of ``alpha``, and its loader those rows that
-                its next batches use soonest (Belady's MIN). Loaders of DGL's neighbour samplers use it, one
-                at a time; no other pull does. Such a loader fetches on one thread, whatever its
-                ``num_threads``. ``alpha`` limits the rows. Beside them a rank holds 12 bytes for each row
-                kept, 12 for each row of the column (above 2**20: 40 to 80 for each that known batches use),
-                4 to 8 for each use that is known, and drawn batches: about 256 MiB, and depth + 5 batches.
-            ntype: Node type; None: the only one.
-            seeds: For vip: this rank's training nodes; None: its share of ``train_mask``.
-            fanouts, batch_size: For vip: as the loader's.
-            device: Of the loader's batches, such as ``"cuda"``, this rank's GPU; None: the server's memory.
+            name: Name of node data of the dataset, which is read-only.
+            alpha: Maximum number of rows to keep, as a fraction of the local server's rows.
+            policy: How rows are chosen. ``vip``: the probability that a batch needs the row (SALIENT++).
+                ``degree``: how often the row is a source. ``halo``: sources of local nodes, by the number of
+                those edges. ``lookahead``: each rank of the server keeps an equal share of ``alpha``, and its
+                loader keeps the rows that its next batches use soonest (Belady's MIN). Loaders of DGL's
+                neighbor samplers use it, one at a time, and no other pull does. Such a loader fetches on one
+                thread, whatever its ``num_threads``. Beside the rows, a rank holds 12 bytes for each kept
+                row, 12 for each row of the column (above 2**20 rows: 40 to 80 for each row that known batches
+                use), 4 to 8 for each known use, and drawn batches of about 256 MiB plus depth + 5 batches.
+            ntype: Node type. It may be None if there is one.
+            seeds: Training nodes of this rank, for ``vip``. The default is its share of ``train_mask``.
+            fanouts, batch_size: Values of the loader, for ``vip``.
+            device: Device of the loader's batches, such as ``"cuda"``. The default is the server's memory.
 
         Raises:
-            ConfigError: on all ranks, when an argument is invalid on one, or memory is short there.
+            ConfigError: on all ranks, if an argument is invalid or memory is short on one of them.
         """
+        key = run_on_all_ranks(
+            self.session, lambda: self._resolve_ntype(ntype, "cache_rows(ntype=)"), ConfigError
+        )
+        return cache_rows(self, CacheRequest(name, key, alpha, policy, seeds, fanouts, batch_size, device))
         known = run_on_all_ranks(
             self.session, lambda: self._ntype_or_only(ntype, "cache_rows(ntype=)"), ConfigError
         )
         return cache_rows(self, CacheRequest(name, known, alpha, policy, seeds, fanouts, batch_size, device))
 
     def structure(self, etype: str | EdgeType | None = None) -> Structure:
-        return self._structures[self._etype_or_only(etype, "an edge type")]
+        return self._structures[self._resolve_etype(etype, "an edge type")]
 
     def in_degrees(self, v: Ids | None = None, etype: str | EdgeType | None = None) -> Tensor:
-        """Return the (K,) int64 numbers of in-edges of ``v``, or of all."""
+        """Return the (K,) int64 number of in-edges of ``v``, or of all nodes."""
         structure = self.structure(etype)
         ids = as_ids_or_all(v, structure.num_destinations, f"the nodes of type {structure.etype[2]!r}")
         return torch.from_numpy(structure.in_degrees(ids))
 
     def out_degrees(self, u: Ids | None = None, etype: str | EdgeType | None = None) -> Tensor:
-        """Return the (K,) int64 numbers of out-edges of ``u``, or of all; first reads every edge."""
+        """Return the (K,) int64 number of out-edges of ``u``, or of all nodes.
+
+        The first call reads every edge.
+        """
         structure = self.structure(etype)
         ids = as_ids_or_all(u, structure.num_sources, f"the nodes of type {structure.etype[0]!r}")
         return torch.from_numpy(structure.out_degrees(ids))
 
     def find_edges(self, edges: Ids, etype: str | EdgeType | None = None) -> tuple[Tensor, Tensor]:
-        """Return (sources, destinations), (K,) int64 each; IndexError when an id is out of range."""
+        """Return (sources, destinations), (K,) int64 each. Raise IndexError if an id is out of range."""
         structure = self.structure(etype)
         ids = as_ids(edges, structure.num_edges, f"the edges of type {structure.etype}")
         sources, destinations = structure.submit_find_edges(ids)()
@@ -487,17 +495,17 @@ class DistGraph(Shared):
 
         Args:
             seed_nodes: (K,) ids, or a dict of them by node type.
-            fanout: Edges per node and edge type, -1 for all, or a dict by edge type.
-            edge_dir: ``in``; out-edges are stored with their destinations and cannot be drawn.
+            fanout: Number of edges per node and edge type, -1 for all, or a dict by edge type.
+            edge_dir: ``in``. Out-edges are stored with their destinations and cannot be drawn.
             prob: Name of an edge tensor of weights, or of a mask of the edges that may be drawn.
             exclude_edges: Ids of edges that are never drawn, or a dict of them by edge type.
             replace: Whether an edge may be drawn more than once.
             etype_sorted: Accepted for DGL, without effect.
-            output_device: Where the result goes; None: the CPU.
+            output_device: Device of the result. The default is the CPU.
         """
         if edge_dir != "in":
             raise ConfigError(
-                f"edge_dir is {edge_dir!r}; only 'in' can be sampled: reverse the graph instead"
+                f"edge_dir is {edge_dir!r}, but only 'in' can be sampled. Reverse the graph instead."
             )
         call = np.random.SeedSequence([self.session.seed, self.rank(), next(self._draws)])
         rule = DrawRule(replace=bool(replace), prob=prob, seed=int(call.generate_state(1, np.uint64)[0]) >> 1)
@@ -505,60 +513,58 @@ class DistGraph(Shared):
         return graph if output_device is None else place(graph, output_device)
 
     def local_nodes(self, ntype: str | None = None) -> Tensor:
-        """Return the ids of the local server's nodes, ascending."""
-        return self._book.partid2nids(self._book.partid, self._ntype_or_only(ntype, "local_nodes(ntype)"))
+        """Return the ascending ids of the local server's nodes."""
+        return self._book.partid2nids(self._book.partid, self._resolve_ntype(ntype, "local_nodes(ntype)"))
 
     def orig_ids(self, ids: Ids, ntype: str | None = None) -> Tensor:
         """Return the (K,) int64 ids of the nodes in the source of the dataset."""
-        policy = self._node_policies[self._ntype_or_only(ntype, "orig_ids(ids, ntype)")]
-        return self._hidden(policy, ORIGINAL_IDS, ids)
+        policy = self._node_policies[self._resolve_ntype(ntype, "orig_ids(ids, ntype)")]
+        return self._pull_hidden(policy, ORIGINAL_IDS, ids)
 
     def orig_edge_ids(self, ids: Ids, etype: str | EdgeType | None = None) -> Tensor:
         """Return the (K,) int64 positions of the edges in the source's list."""
-        policy = self._edge_policies[self._etype_or_only(etype, "orig_edge_ids(ids, etype)")]
-        return self._hidden(policy, ORIGINAL_IDS, ids)
+        policy = self._edge_policies[self._resolve_etype(etype, "orig_edge_ids(ids, etype)")]
+        return self._pull_hidden(policy, ORIGINAL_IDS, ids)
 
     def new_ids(
         self, ids: Ids | Sequence[str], ntype: str | None = None, *, from_user_ids: bool = False
     ) -> Tensor:
-        """Return the (K,) int64 ids of nodes: the inverse of :meth:`orig_ids`, which reads all ids.
+        """Return the (K,) int64 ids of nodes. This is the inverse of :meth:`orig_ids` and reads all ids.
 
-        Text, and with ``from_user_ids`` integers, are the user's own ids: the inverse of :meth:`user_ids`.
-
-        Raises:
-            IndexError: no node has such an id; the message has the first one.
+        Text, and with ``from_user_ids`` integers, are the user's own ids, as :meth:`user_ids` returns them.
+        Raises IndexError if no node has such an id. The message shows the first one.
         """
-        key = self._ntype_or_only(ntype, "new_ids(ids, ntype)")
+        key = self._resolve_ntype(ntype, "new_ids(ids, ntype)")
         is_text = isinstance(ids, Sequence | np.ndarray) and np.asarray(ids).dtype.kind in "UO"
         if is_text or (from_user_ids and self.dataset.manifest.user_ids.get(key)):
             names = ids.cpu().numpy() if isinstance(ids, Tensor) else np.asarray(ids)
-            return self._nodes_of_user(names, key)
-        asked = as_ids(cast("Ids", ids), self.num_nodes(key), f"the nodes {key!r} of the source")
-        return self._hidden(self._node_policies[key], ORIGINAL_IDS, slice(None)).argsort()[asked]
+            return self._find_user_ids(names, key)
+        source_ids = as_ids(cast("Ids", ids), self.num_nodes(key), f"the nodes {key!r} of the source")
+        return self._pull_hidden(self._node_policies[key], ORIGINAL_IDS, slice(None)).argsort()[source_ids]
 
     def user_ids(self, ids: Ids, ntype: str | None = None) -> Array:
-        """Return the user's own (K,) ids of nodes, int64 or unicode text; without any, :meth:`orig_ids`.
+        """Return the user's own (K,) ids of nodes, int64 or unicode text. The default is :meth:`orig_ids`.
 
         Raises:
             IndexError: an id is out of range.
-            StorageError: they are text, and not all parts are on this machine.
+            StorageError: the ids are text, and not all parts are on this machine.
         """
-        key = self._ntype_or_only(ntype, "user_ids(ids, ntype)")
+        key = self._resolve_ntype(ntype, "user_ids(ids, ntype)")
         policy, kind = self._node_policies[key], self.dataset.manifest.user_ids.get(key)
         if kind == "string":
-            # Reads the files at each call.
+            # This reads the files at each call.
             parts = [self.dataset.part(part) for part in range(self.dataset.manifest.num_parts)]
             text = np.concatenate([np.asarray(part.user_ids(key)) for part in parts])
             return text[as_ids(ids, policy.get_size(), policy.policy_str)]
-        return self._hidden(policy, USER_IDS if kind else ORIGINAL_IDS, ids).numpy()
+        return self._pull_hidden(policy, USER_IDS if kind else ORIGINAL_IDS, ids).numpy()
 
-    def _nodes_of_user(self, names: Array, ntype: str) -> Tensor:
-        known = self.user_ids(slice(None), ntype)
-        if known.dtype.kind == "U" or names.dtype.kind in "UO":
-            known, names = known.astype(str), names.astype(str)
-        order = known.argsort()
-        places = order[np.searchsorted(known, names, sorter=order).clip(max=len(order) - 1)]
-        if (unknown := known[places] != names).any():
+    def _find_user_ids(self, names: Array, ntype: str) -> Tensor:
+        user_ids = self.user_ids(slice(None), ntype)
+        if user_ids.dtype.kind == "U" or names.dtype.kind in "UO":
+            user_ids, names = user_ids.astype(str), names.astype(str)
+        order = user_ids.argsort()
+        places = order[np.searchsorted(user_ids, names, sorter=order).clip(max=len(order) - 1)]
+        if (unknown := user_ids[places] != names).any():
             raise IndexError(f"no node of type {ntype!r} has the id {names[unknown][0].item()!r}")
         return torch.from_numpy(places)
 
@@ -566,15 +572,15 @@ class DistGraph(Shared):
         return self.session.topology.rank
 
     def barrier(self) -> None:
-        """Wait for every rank; what any rank wrote before, in any way, is then seen by all."""
+        """Wait for every rank. Afterwards all ranks see what any rank wrote before."""
         run_on_all_ranks(self.session, self.kvstore.fence, RemoteError)
         barrier(self.session, "g.barrier()")
 
     def close(self) -> None:
-        """Stop serving this graph, once its own writes are done; collective."""
+        """Stop serving this graph once its own writes are done. Collective."""
         run_on_all_ranks(self.session, self.kvstore.fence, RemoteError)
         barrier(self.session, f"closing {self.name}")
-        for action in [*self.on_close]:  # some remove themselves
+        for action in [*self.on_close]:  # Some actions remove themselves.
             action()
         self.kvstore.close()
         for structure in self._structures.values():
@@ -582,17 +588,17 @@ class DistGraph(Shared):
         if OPENED.get(self.session) is self:
             OPENED.set(self.session, None)
 
-    def _known_ntype(self, ntype: str) -> str:
+    def _check_ntype(self, ntype: str) -> str:
         if ntype not in self._node_policies:
             raise ConfigError(f"there is no node type {ntype!r} (known: {', '.join(self.ntypes)})")
         return ntype
 
-    def _ntype_or_only(self, ntype: str | None, remedy: str) -> str:
-        return self._known_ntype(ntype or _only_of(self._node_policies, "node", remedy))
+    def _resolve_ntype(self, ntype: str | None, remedy: str) -> str:
+        return self._check_ntype(ntype or _get_only_type(self._node_policies, "node", remedy))
 
-    def _etype_or_only(self, etype: str | EdgeType | None, remedy: str) -> EdgeType:
-        return self.to_canonical_etype(etype or _only_of(self._edge_policies, "edge", remedy))
+    def _resolve_etype(self, etype: str | EdgeType | None, remedy: str) -> EdgeType:
+        return self.to_canonical_etype(etype or _get_only_type(self._edge_policies, "edge", remedy))
 
-    def _hidden(self, policy: PartitionPolicy, name: str, ids: Ids) -> Tensor:
-        asked = as_ids(ids, policy.get_size(), policy.policy_str)
-        return self.kvstore.pull(policy.hidden_key(name), asked, phase="ids")
+    def _pull_hidden(self, policy: PartitionPolicy, name: str, ids: Ids) -> Tensor:
+        rows = as_ids(ids, policy.get_size(), policy.policy_str)
+        return self.kvstore.pull(policy.hidden_key(name), rows, phase="ids")

@@ -1,4 +1,4 @@
-"""``DistTensor``: a tensor whose rows lie on the servers, read and written like a local one; its policies."""
+"""``DistTensor``: a tensor with rows on the servers that is read and written like a local one."""
 
 from __future__ import annotations
 
@@ -48,12 +48,12 @@ V = TypeVar("V")
 U = TypeVar("U")
 
 GRAPH_REMEDY = (
-    "its nodes and edges lie on the servers. What changes a graph goes before dx.distribute; batches come "
-    "from a loader of dglx_dist.dataloading, and messages pass along their blocks, or on dx.local_graph(g)"
+    "Its nodes and edges lie on the servers. Change the graph before dx.distribute. Get batches from a "
+    "loader of dglx_dist.dataloading. Pass messages along their blocks, or on dx.local_graph(g)."
 )
 TENSOR_REMEDY = (
-    "its rows lie on the servers. t[:] is all of them as one torch tensor and t[ids] are some; "
-    "dx.node_split(mask) is this rank's share of a mask"
+    "Its rows lie on the servers. t[:] returns all of them as one torch tensor, and t[ids] returns some. "
+    "dx.node_split(mask) returns this rank's share of a mask."
 )
 
 
@@ -61,29 +61,29 @@ def make_unsupported(what: str, remedy: str) -> Callable[[Any, str], NoReturn]:
     """Return a ``__getattr__`` that raises AttributeError with a ``remedy`` for every name."""
 
     def refuse(_: Any, name: str) -> NoReturn:
-        # Python's own protocols probe such names and never show the text.
-        raise AttributeError(name if name.startswith("__") else f"{what} has no {name!r}: {remedy}")
+        # Python's own protocols probe dunder names and never show the text.
+        raise AttributeError(name if name.startswith("__") else f"{what} has no {name!r}. {remedy}")
 
     return refuse
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class PartitionPolicy:
-    """Distribution of rows that belong to nodes or edges of one type (as DGL's policies), or to neither."""
+    """Distribution of rows over the servers. The rows belong to nodes or edges of one type, or to neither."""
 
     kind: Literal["node", "edge", "own"]
     type_name: str | EdgeType
-    """Of nodes or edges; of an own policy the user's name."""
+    """Type of the nodes or edges, or the user's name of an own policy."""
     bounds: Array
-    """(S + 1,) int64; server s owns the rows ``bounds[s]:bounds[s + 1]``."""
+    """(S + 1,) int64 bounds. Server s owns the rows ``bounds[s]:bounds[s + 1]``."""
     partition_book: PartitionBook
     store: KVStore
     dataset: str = ""
-    """Checksum of the dataset that numbers the rows; "" for rows that no dataset numbers."""
+    """Checksum of the dataset that numbers the rows. "" if no dataset numbers them."""
 
     @cached_property
     def policy_str(self) -> str:
-        """``node~<type>`` or ``edge~<source>:<relation>:<destination>``, as in DGL; ``own~<name>``."""
+        """``node~<type>`` or ``edge~<source>:<relation>:<destination>`` as in DGL, or ``own~<name>``."""
         return f"{self.kind}~{format_type(self.type_name)}"
 
     @property
@@ -92,9 +92,9 @@ class PartitionPolicy:
 
     @property
     def owned_range(self) -> tuple[int, int]:
-        """The first row that this rank owns (see :class:`RowOwners`), and the one after its last."""
+        """First row that this rank owns (see :class:`RowOwners`), and the end of its rows."""
         topology = self.store.placement.topology
-        return RowOwners(self.bounds, topology).range_of(topology.rank)
+        return RowOwners(self.bounds, topology).get_range(topology.rank)
 
     def get_size(self) -> int:
         return int(self.bounds[-1])
@@ -103,19 +103,18 @@ class PartitionPolicy:
         return int(self.bounds[self.part_id + 1] - self.bounds[self.part_id])
 
     def to_partid(self, id_tensor: Ids) -> Tensor:
-        """Return the partition of each row; IndexError when an id is out of range."""
+        """Return the partition of each row. Raise IndexError if an id is out of range."""
         rows = as_ids(id_tensor, self.get_size(), self.policy_str)
         return torch.from_numpy(np.searchsorted(self.bounds, rows, side="right") - 1)
 
     def to_local(self, id_tensor: Ids) -> Tensor:
-        """Return the ids relative to the local server's first row; IndexError where it does not own one."""
-        first, last = (int(at) for at in self.bounds[self.part_id : self.part_id + 2])
+        """Return the ids relative to the local server's first row. Raise IndexError for rows of others."""
+        first, last = self.bounds[self.part_id : self.part_id + 2].tolist()
         local = as_ids(id_tensor, self.get_size(), self.policy_str) - first
         check_ids(local, last - first, f"{self.policy_str} of this server (ids counted from {first})")
         return torch.from_numpy(local)
 
     def key(self, name: str) -> str:
-        """Return the store's name of the tensor that users call ``name``."""
         return f"{self.policy_str}~{name}"
 
     def hidden_key(self, name: str) -> str:
@@ -123,21 +122,21 @@ class PartitionPolicy:
         return f"hidden~{self.policy_str}~{name}"
 
 
-def _place_of(
+def _resolve_place(
     shape: Sequence[int], dtype: torch.dtype, place: PartitionPolicy | OpenedGraph
 ) -> tuple[PartitionPolicy, ColumnInfo]:
-    """Return policy and rows of a tensor; ``place``: the policy, or the graph that has one of its length."""
+    """Return the policy and the rows of a tensor. ``place`` is the policy, or the graph to search for it."""
     try:
         sizes = tuple(operator.index(size) for size in shape)
     except TypeError:
-        raise ConfigError(f"shape is {shape!r}; give whole numbers, such as (g.num_nodes(), 16)") from None
+        raise ConfigError(f"shape is {shape!r}. Use integers, such as (g.num_nodes(), 16).") from None
     if not sizes or min(sizes) < 0:
-        raise ConfigError(f"shape is {sizes}; give the number of rows first, and no size below 0")
+        raise ConfigError(f"shape is {sizes}. Start with the number of rows, and use no size below 0.")
     policy = place if isinstance(place, PartitionPolicy) else place.find_policy_of_length(sizes[0])
     if sizes[0] != policy.get_size():
         raise ConfigError(
-            f"a tensor of {sizes[0]} rows does not go with {policy.policy_str}, of which there are "
-            f"{policy.get_size()}"
+            f"a tensor has {sizes[0]} rows, but {policy.policy_str} has {policy.get_size()}. Use the same "
+            "number."
         )
     return policy, make_column_info(dtype, sizes[1:])
 
@@ -150,7 +149,7 @@ def _create(policy: PartitionPolicy, key: str, info: ColumnInfo, init: InitRows 
         "dtype": info.dtype,
         "bounds": policy.bounds.tolist(),
     }
-    check_equal(store.session, "a tensor", facts, "create it alike on all ranks")
+    check_equal(store.session, "a tensor", facts, "create it with the same arguments on all ranks")
     file_name = f"{store.label}-tensor-{store.next_number()}"
     rows = map_shared_rows(store.session, file_name, policy.get_part_size(), info, init)
     shard = Shard(first=int(policy.bounds[policy.part_id]), rows=rows)
@@ -158,8 +157,8 @@ def _create(policy: PartitionPolicy, key: str, info: ColumnInfo, init: InitRows 
     barrier(store.session, f"creating {key}")
 
 
-def _rows_of(column: Column, first: int, last: int) -> Array:
-    """Return the rows ``first`` to ``last - 1`` of the local server; a copy only if they span shards."""
+def _view_rows(column: Column, first: int, last: int) -> Array:
+    """Return the rows ``first`` to ``last - 1`` of the local server. They are copied if they span shards."""
     for shard in column.shards:
         if shard.first <= first and last <= shard.first + len(shard.rows):
             return shard.rows[first - shard.first : last - shard.first]
@@ -174,48 +173,49 @@ def _check_same(
     shape = (column.num_rows, *column.info.row_shape)
     if (saved.shape, saved.info.dtype) != (shape, column.info.dtype):
         raise StorageError(
-            f"{folder} holds {saved.name!r} as {saved.info.dtype} of shape {saved.shape}, and the tensor to "
-            f"fill is {column.info.dtype} of shape {shape}; create one like it"
+            f"{folder} holds {saved.name!r} as {saved.info.dtype} of shape {saved.shape}, but the tensor to "
+            f"fill is {column.info.dtype} of shape {shape}. Create a tensor with the saved shape and dtype."
         )
     written = cast("dict[str, object]", facts)
-    for what, expected in (("policy", policy.policy_str), ("dataset", policy.dataset)):
-        # Rows that are neither nodes nor edges mean the same with any dataset, under any name.
-        if policy.dataset and written.get(what) != expected:
+    for key, expected in (("policy", policy.policy_str), ("dataset", policy.dataset)):
+        # Rows that are neither nodes nor edges mean the same with any dataset and under any name.
+        if policy.dataset and written.get(key) != expected:
             raise StorageError(
-                f"{folder} holds {saved.name!r} of the {what} {written.get(what)!r}, and the tensor to fill "
-                f"goes with {expected!r}, which numbers rows differently; load it with its own dataset"
+                f"{folder} holds {saved.name!r} of the {key} {written.get(key)!r}, but the tensor to fill "
+                f"belongs to {expected!r}, which numbers rows differently. Load it with its own dataset."
             )
 
 
 OPENED: SessionField[OpenedGraph | None] = SessionField(lambda _: None)
-"""The graph opened last."""
+"""The graph that was opened last."""
 
 
 @final
 class DistTensor(Shared):
-    """A tensor cut by rows over the servers, in shared memory or of the dataset on disk.
+    """A tensor that is cut by rows over the servers, in shared memory or in the dataset on disk.
 
-    Creating one is collective; with a name that exists it attaches to that tensor, which is not collective.
-    Any rank may read and write any rows alone, from any thread, at any time; the program must order one
-    rank's write and another's read of the same rows (``g.barrier()``).
+    Creating one is collective. With a name that exists it attaches to that tensor, which is not collective.
+    Any rank may read and write any rows alone, from any thread, at any time. The program must order a write
+    of one rank and a read of the same rows by another one (``g.barrier()``).
 
     Args:
-        shape: Of the whole; without ``part_policy`` its first size selects the nodes or edges it goes with.
-        name: The same on all ranks; None: no later creation can attach to it.
-        init_func: (shape, dtype) of the local server's rows to their first values; zeros when None. Called on
-            one rank of each server.
+        shape: Shape of the complete tensor. Without ``part_policy`` its first size selects the node or edge
+            type.
+        name: Name, the same on all ranks. With None, nothing can attach to the tensor later.
+        init_func: Function from (shape, dtype) of the local server's rows to their first values. One rank of
+            each server calls it. The default is zeros.
         part_policy: ``g.get_node_partition_policy(ntype)``, ``g.get_edge_partition_policy(etype)``, or
             ``g.new_policy(name, rows)`` for rows that are neither.
-        persistent: Accepted for DGL, without effect: DGL frees a tensor with its object unless this is True,
-            which no rank can do alone. Here tensors live until :meth:`delete`, the end of their ``with``
-            block, or the end of the session, and their memory is then free however the ranks end.
-        is_gdata: Whether ``g.nodes[...].data`` shows it.
-        attach: Whether an existing tensor of this name may be taken.
-        graph: None: the graph opened last.
+        persistent: Accepted for DGL, without effect. DGL frees a tensor with its object unless this is True.
+            No rank can do that alone here. Tensors live until :meth:`delete`, the end of their ``with``
+            block, or the end of the session. Their memory is then free however the ranks end.
+        is_gdata: Whether ``g.nodes[...].data`` shows the tensor.
+        attach: Whether the name may be that of an existing tensor.
+        graph: Graph of the tensor. The default is the graph that was opened last.
 
     Raises:
-        ConfigError: on all ranks: ranks disagree, memory is short, the shape fits no type or several, or
-            the name is taken by a tensor of another shape or dtype or ``attach`` is False.
+        ConfigError: on all ranks, if ranks disagree, memory is short, the shape fits no type or several, or
+            the name belongs to a tensor of another shape or dtype, or to any tensor if ``attach`` is False.
     """
 
     def __init__(  # noqa: PLR0913 - DGL's signature
@@ -233,7 +233,7 @@ class DistTensor(Shared):
     ) -> None:
         policy = part_policy if isinstance(part_policy, PartitionPolicy) else None
         store = policy.store if policy is not None else (graph or get_opened_graph()).kvstore
-        # Numbered before anything can fail on one rank alone.
+        # The number is assigned before anything can fail on one rank alone.
         self._name = f"unnamed-{store.next_number()}" if name is None else name
         self.persistent = persistent
         self._device = torch.device("cpu")
@@ -241,63 +241,63 @@ class DistTensor(Shared):
         def describe() -> tuple[PartitionPolicy, ColumnInfo, str]:
             if policy is not part_policy:
                 raise ConfigError(
-                    f"part_policy is {part_policy!r}; give what g.get_node_partition_policy gives"
+                    f"part_policy is {part_policy!r}. Pass the result of g.get_node_partition_policy."
                 )
-            found, info = _place_of(shape, dtype, policy or graph or get_opened_graph())
-            return found, info, found.key(self._name) if is_gdata else found.hidden_key(self._name)
+            place, info = _resolve_place(shape, dtype, policy or graph or get_opened_graph())
+            return place, info, place.key(self._name) if is_gdata else place.hidden_key(self._name)
 
         # Attaching is not collective.
         may_attach = any(key.endswith(f"~{self._name}") for key in store.names())
-        if may_attach and store.has((wanted := describe())[2]):
-            self.part_policy, info, self._key = wanted
+        if may_attach and store.has((description := describe())[2]):
+            self.part_policy, info, self._key = description
             self._check_attach(info, attach, init_func)
         else:
-            wanted = run_on_all_ranks(store.session, describe, ConfigError)
-            self.part_policy, info, self._key = wanted
+            description = run_on_all_ranks(store.session, describe, ConfigError)
+            self.part_policy, info, self._key = description
             _create(self.part_policy, self._key, info, init_func)
 
     @classmethod
     def from_existing(cls, policy: PartitionPolicy, name: str, key: str) -> DistTensor:
-        """Return the tensor that ``policy``'s store has under ``key``."""
-        found = cls.__new__(cls)
-        found.part_policy, found._name, found._key = policy, name, key
-        found._device, found.persistent = torch.device("cpu"), False
-        return found
+        tensor = cls.__new__(cls)
+        tensor.part_policy, tensor._name, tensor._key = policy, name, key
+        tensor._device, tensor.persistent = torch.device("cpu"), False
+        return tensor
 
     if not TYPE_CHECKING:
         __getattr__ = make_unsupported("a DistTensor", TENSOR_REMEDY)
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Array:
-        """Return all rows; without this method NumPy would read them one by one."""
+        """Return all rows. Without this method NumPy would read them one by one."""
         return np.asarray(as_array(self.to_local()), dtype=dtype)
 
     def nonzero(self, *, as_tuple: bool = False) -> Any:
-        """Return this rank's share of the ids of rows that are not 0, as ``dx.node_split``, in torch's shape.
+        """Return this rank's share of the ids of nonzero rows, in the same shape as torch does.
 
-        Scripts of one machine train on ``mask.nonzero()``. ConfigError: it has more than one dimension.
+        The share is that of ``dx.node_split``. Scripts for one machine train on ``mask.nonzero()``. Raises
+        ConfigError if the tensor has more than one dimension.
         """
-        marked, topology = self.kvstore.nonzero(self._key), self.kvstore.session.topology
-        share = torch.from_numpy(split_ids(marked, self.part_policy.bounds, topology))
+        nonzero_ids, topology = self.kvstore.nonzero(self._key), self.kvstore.session.topology
+        share = torch.from_numpy(split_ids(nonzero_ids, self.part_policy.bounds, topology))
         return (share,) if as_tuple else share[:, None]
 
     @classmethod
     def __torch_function__(cls, func: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Raise TypeError: of torch's functions, ``nonzero`` alone takes a DistTensor."""
+        """Raise TypeError for all functions of torch but ``nonzero``."""
         if func is torch.nonzero:
-            given = dict(zip(("input",), args, strict=False)) | (kwargs or {})
-            return given.pop("input").nonzero(**given)
-        raise TypeError(f"torch's {func.__name__} takes no DistTensor: {TENSOR_REMEDY}")
+            arguments = dict(zip(("input",), args, strict=False)) | (kwargs or {})
+            return arguments.pop("input").nonzero(**arguments)
+        raise TypeError(f"torch's {func.__name__} takes no DistTensor. {TENSOR_REMEDY}")
 
     def __array_function__(self, func: Any, _: Any, args: Any, kwargs: Any) -> Any:
-        """Let NumPy's functions take all rows, but for ``nonzero``, which gives this rank's share."""
+        """Let NumPy's functions take all rows. Only ``nonzero`` returns this rank's share."""
         if func is np.nonzero:
             return (self.nonzero(as_tuple=True)[0].numpy(),)
-        return func._implementation(*args, **kwargs)  # it calls __array__, also of those in lists
+        return func._implementation(*args, **kwargs)  # This calls __array__, also for tensors in lists.
 
     def __eq__(self, other: object) -> bool:
-        """Compare by identity; TypeError for values, of which Python would say that none is equal."""
+        """Compare by identity. Raise TypeError for values, because Python would say that none is equal."""
         if isinstance(other, int | float | Tensor | np.ndarray | np.generic):
-            raise TypeError(f"a DistTensor is not compared by value: {TENSOR_REMEDY}")
+            raise TypeError(f"a DistTensor is not compared by value. {TENSOR_REMEDY}")
         return self is other
 
     __hash__ = Shared.__hash__
@@ -307,11 +307,10 @@ class DistTensor(Shared):
         return self._name
 
     tensor_name = name
-    """DGL's word for :attr:`name`."""
+    """Name of :attr:`name` in DGL."""
 
     @property
     def kvstore_key(self) -> str:
-        """Its name in the KVStore."""
         return self._key
 
     @property
@@ -333,7 +332,7 @@ class DistTensor(Shared):
 
     @property
     def local_range(self) -> tuple[int, int]:
-        """The first row of the local server and the one after its last."""
+        """First row of the local server, and the end of its rows."""
         bounds, server = self.part_policy.bounds, self.part_policy.part_id
         return int(bounds[server]), int(bounds[server + 1])
 
@@ -344,18 +343,18 @@ class DistTensor(Shared):
         return f"DistTensor({self._name!r}, shape={self.shape}, dtype={self.dtype})"
 
     def __getitem__(self, index: Ids) -> Tensor:
-        """Return rows, (K, *row), or one row for one integer; on the device of ``index``.
+        """Return (K, *row) rows, or one row for one integer, on the device of ``index``.
 
         Args:
-            index: (K,) integers (any width, torch, NumPy or list), a bool mask over all rows, a slice.
+            index: (K,) integers (of any width, as tensor, array or list), a mask over all rows, or a slice.
 
         Raises:
-            IndexError: an id is out of range (the message names the first and its position), or ``index``
+            IndexError: an id is out of range (the message shows the first one and its position), or ``index``
                 is of another kind.
             PeerError: an owner is dead or silent.
         """
         if isinstance(index, tuple):
-            raise IndexError(f"{self._name!r} is indexed by rows; for a column write t[ids][:, column]")
+            raise IndexError(f"{self._name!r} is indexed by rows. For a column write t[ids][:, column].")
         ids = integer_ids(index, self._column.num_rows, repr(self._name))
         rows = self.part_policy.store.pull(self._key, ids)
         device = self._device
@@ -365,44 +364,43 @@ class DistTensor(Shared):
         return rows[0] if isinstance(index, int | np.integer) else rows
 
     def __setitem__(self, index: Ids, values: Tensor) -> None:
-        """Overwrite rows and wait until their owners have them, as :meth:`push`."""
+        """Overwrite rows and wait until their owners have them, as in :meth:`push`."""
         self.push(index, values)
 
     def push(self, index: Ids, values: Tensor, *, accumulate: bool = False, wait: bool = True) -> None:
-        """Overwrite rows, or add to them; any rank alone.
+        """Overwrite rows, or add to them. Any rank can call this alone.
 
         Args:
-            index: As for reading. Of repeated ids the last value stays, or all are added.
-            values: (K, *row), or broadcastable to it. Floating-point values are rounded to the tensor's
-                dtype; integer and bool tensors take only values that they can hold.
-            accumulate: Add to the present rows; see :meth:`KVStore.push`.
-            wait: Until every later read of any rank sees it. Else :meth:`fence` or ``g.barrier()`` waits.
+            index: Rows, as for reading. Of repeated ids the last value wins, or all are added.
+            values: (K, *row), or broadcastable to it. Floating-point values are rounded to the dtype of the
+                tensor. Integer and bool tensors take only values that they can hold.
+            accumulate: Whether to add to the present rows; see :meth:`KVStore.push`.
+            wait: Whether to wait until every later read of any rank sees the values. Otherwise :meth:`fence`
+                or ``g.barrier()`` waits.
 
-        Raises as :meth:`KVStore.push`; ConfigError also for ``values`` that do not fit.
+        Raises as :meth:`KVStore.push`, and ConfigError for ``values`` that do not fit.
         """
         ids = integer_ids(index, len(self), repr(self._name))
         try:
-            given = torch.as_tensor(values).detach().cpu()
+            rows = torch.as_tensor(values).detach().cpu()
         except (TypeError, ValueError, RuntimeError) as error:
             raise ConfigError(f"{self._name!r} takes no {type(values).__name__} here: {error}") from None
         shape = (len(ids), *self._column.info.row_shape)
         try:
-            given = self._converted(given).broadcast_to(shape)
+            rows = self._convert(rows).broadcast_to(shape)
         except RuntimeError:
             raise ConfigError(
-                f"{self._name!r} takes values of shape {shape} here, not {tuple(given.shape)}"
+                f"{self._name!r} takes values of shape {shape} here, not {tuple(rows.shape)}"
             ) from None
-        rows = view_as_numpy(given.contiguous())
-        self.kvstore.push(self._key, ids, rows, accumulate=accumulate, wait=wait)
+        self.kvstore.push(self._key, ids, view_as_numpy(rows.contiguous()), accumulate=accumulate, wait=wait)
 
     def fence(self, timeout_s: float | None = None) -> None:
         self.kvstore.fence(timeout_s)
 
     def __or__(self, other: DistTensor) -> DistTensor:
-        """Return a new tensor of the bitwise or of both, such as the union of two masks; collective.
+        """Return a new tensor with the bitwise or of both, such as the union of two masks. Collective.
 
-        Raises:
-            ConfigError: on all ranks: they differ in shape, dtype or policy, or are floating-point.
+        Raises ConfigError on all ranks if they differ in shape, dtype or policy, or are floating-point.
         """
         if not isinstance(other, DistTensor):
             return NotImplemented
@@ -410,57 +408,55 @@ class DistTensor(Shared):
         is_alike = (self.shape, self.dtype, policies[0]) == (other.shape, other.dtype, policies[1])
         if not is_alike or self.kvstore is not other.kvstore or self.dtype.is_floating_point:
             raise ConfigError(
-                f"{self} | {other} with the policies {policies[0]} and {policies[1]} cannot be joined; give "
-                "two masks, or tensors of integers, of the same shape, dtype, policy and graph"
+                f"{self} | {other} with the policies {policies[0]} and {policies[1]} cannot be joined. Use "
+                "two masks, or tensors of integers, of the same shape, dtype, policy and graph."
             )
-        joined = DistTensor(self.shape, self.dtype, part_policy=self.part_policy)
+        result = DistTensor(self.shape, self.dtype, part_policy=self.part_policy)
         ids = np.arange(*self.part_policy.owned_range)
-        self.kvstore.write_local(joined.kvstore_key, ids, view_as_numpy((self[ids] | other[ids]).cpu()))
+        self.kvstore.write_local(result.kvstore_key, ids, view_as_numpy((self[ids] | other[ids]).cpu()))
         barrier(self.kvstore.session, f"joining {self.name!r} and {other.name!r}")
-        return joined
+        return result
 
     def count_nonzero(self) -> int:
-        """Return the number of nonzero values of the whole; any rank alone, few bytes."""
+        """Return the number of nonzero values of the complete tensor. Any rank can call this alone."""
         return self.kvstore.count_nonzero(self._key)
 
     def to(self, device: torch.device | str | None = None) -> DistTensor:
-        """Return this tensor with reads that go to ``device``; the rows stay where they are."""
-        moved = copy.copy(self)
-        moved._device = torch.device("cpu" if device is None else device)
-        return moved
+        """Return this tensor with reads that go to ``device``. The rows stay where they are."""
+        tensor = copy.copy(self)
+        tensor._device = torch.device("cpu" if device is None else device)
+        return tensor
 
     def save(self, folder: str | Path) -> None:
-        """Write the tensor into ``folder``, which then holds all of it or its former content; collective.
+        """Write the tensor into ``folder``. If this fails, the former content stays. Collective.
 
-        Every rank writes the rows it owns as one file; rank 0 then writes the index and renames the folder.
-        All ranks must see the folder under this name. Pushes made meanwhile may be saved or not.
-
-        Raises:
-            StorageError: on all ranks, when one cannot write or does not see the folder, or when it holds
-                something other than a saved tensor; what was there is unchanged.
+        Every rank writes the rows that it owns as one file. Rank 0 then writes the index and renames the
+        folder. All ranks must see the folder under this name. Concurrent pushes may be saved or not. Raises
+        StorageError on all ranks, if one cannot write or does not see the folder, or if the folder holds
+        something other than a saved tensor.
         """
 
         def write_own(temporary: Path) -> list[RowFile]:
             column, (first, last) = self._column, self.part_policy.owned_range
-            rows = _rows_of(column, first, last)
+            rows = _view_rows(column, first, last)
             return [write_rows(temporary, self._name, first, rows, info=column.info)]
 
-        def settle() -> Path:
+        def finish_writes() -> Path:
             self.fence()
             return Path(folder)
 
-        target = run_on_all_ranks(self.kvstore.session, settle)
+        target = run_on_all_ranks(self.kvstore.session, finish_writes)
         facts = {"policy": self.part_policy.policy_str, "dataset": self.part_policy.dataset}
         save_folder(self.kvstore.session, target, write_own, facts)
 
     def load(self, folder: str | Path, name: str | None = None) -> None:
-        """Fill the tensor from what :meth:`save` wrote on any number of ranks; collective.
+        """Fill the tensor from the result of :meth:`save` on any number of ranks. Collective.
 
-        ``name`` is the tensor's in the folder; None: the only one there.
+        ``name`` is the name of the tensor in the folder. It may be None if the folder has one tensor.
 
         Raises:
-            StorageError: on all ranks, when one finds the folder missing or damaged, or the tensor is of
-                another shape, dtype or dataset; nothing has changed.
+            StorageError: on all ranks, if the folder is missing or damaged for one, or if the tensor has
+                another shape, dtype or dataset. Nothing has changed then.
             ConfigError: the tensor belongs to the dataset on disk.
         """
         column, session = self._column, self.kvstore.session
@@ -473,7 +469,7 @@ class DistTensor(Shared):
             index = read_index(source)
             if name is None and len(index.tensors) != 1:
                 names = ", ".join(map(repr, index.tensors))
-                raise StorageError(f"{source} holds the tensors {names}; say which with name=")
+                raise StorageError(f"{source} holds the tensors {names}. Choose one with name=.")
             saved = index.tensor(name if name is not None else next(iter(index.tensors)), source)
             _check_same(source, saved, index.facts, self.part_policy, column)
             check_rows(source, saved, first, last)
@@ -485,18 +481,21 @@ class DistTensor(Shared):
         barrier(session, f"loading {self._key}")
 
     def __enter__(self) -> DistTensor:
-        """Return itself; the end of the block frees the tensor, so every rank must reach it."""
+        """Return the tensor. The end of the block frees it, so every rank must reach the end."""
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is None:
             self.delete()
-        # After an error the other ranks may never reach the end of the block, so this does not wait for them.
+        # After an error the other ranks may never reach the end of the block, so don't wait for them.
         elif self.kvstore.has(self._key):
             self.kvstore.remove(self._key)
 
     def local_rows(self) -> Tensor:
-        """Return the local server's rows, (n, *row); of a tensor in memory, the memory its ranks share."""
+        """Return the local server's (n, *row) rows.
+
+        In memory, this is a view that the server's ranks share.
+        """
         column = self._column
         if column.writable:
             return view_as_tensor(column.shards[0].rows, column.info)
@@ -507,52 +506,54 @@ class DistTensor(Shared):
         return self[:]
 
     def delete(self) -> None:
-        """Free the tensor; every rank must call it, and no rank may use it afterwards.
+        """Free the tensor. Every rank must call this, and no rank may use the tensor afterwards.
 
         Raises:
-            ConfigError: the tensor belongs to the dataset; nothing has changed.
-            RemoteError: on all ranks, once, when a push with ``wait=False`` failed; the tensor still exists.
+            ConfigError: the tensor belongs to the dataset. Nothing has changed then.
+            RemoteError: on all ranks, once, if a push with ``wait=False`` failed. The tensor still exists
+                then.
         """
         if not self._column.writable:
             raise ConfigError(
-                f"{self._name!r} is data of the dataset and cannot be removed from the graph; leave it where "
-                "it is (only columns that a sampler or a model names are read), or use its rows: t[:]"
+                f"{self._name!r} is data of the dataset and cannot be removed from the graph. Leave it where "
+                "it is (only columns that a sampler or a model names are read), or use its rows: t[:]."
             )
         run_on_all_ranks(self.kvstore.session, self.kvstore.fence, RemoteError)
         barrier(self.kvstore.session, f"deleting {self._name!r}")
         self.kvstore.remove(self._key)
 
-    def _check_attach(self, wanted: ColumnInfo, attach: bool, init: InitRows | None) -> None:
+    def _check_attach(self, info: ColumnInfo, attach: bool, init: InitRows | None) -> None:
+        def describe(info: ColumnInfo, bounds: Array) -> str:
+            shape = (int(bounds[-1]), *info.row_shape)
+            return f"{info.dtype} of shape {shape}, server bounds {bounds.tolist()}"
+
         column = self._column
         if not attach:
-            raise ConfigError(f"there is a tensor {self._name!r} already; choose another name")
-        found, asked = (
-            f"{info.dtype} of shape {(int(bounds[-1]), *info.row_shape)}, server bounds {bounds.tolist()}"
-            for info, bounds in ((column.info, column.bounds), (wanted, self.part_policy.bounds))
-        )
-        if found != asked:
+            raise ConfigError(f"there is already a tensor {self._name!r}. Choose another name.")
+        present, requested = describe(column.info, column.bounds), describe(info, self.part_policy.bounds)
+        if present != requested:
             raise ConfigError(
-                f"the existing tensor {self._name!r} is {found}, not {asked}; choose another name"
+                f"the existing tensor {self._name!r} is {present}, not {requested}. Choose another name."
             )
         if init is not None and not column.writable:
             raise ConfigError(
-                f"{self._name!r} is data of the dataset, which init_func cannot fill; choose another name"
+                f"{self._name!r} is data of the dataset, which init_func cannot fill. Choose another name."
             )
 
-    def _converted(self, values: Tensor) -> Tensor:
+    def _convert(self, values: Tensor) -> Tensor:
         if values.dim() and not torch.can_cast(values.dtype, self.dtype):
-            raise ConfigError(f"{self._name!r} holds {self.dtype}; convert the {values.dtype} values first")
-        converted = values.to(self.dtype)
-        if converted.dtype == values.dtype or self.dtype.is_floating_point:
-            return converted
-        lost = values[converted != values]
-        if len(lost):
-            raise ConfigError(f"{self._name!r} holds {self.dtype}, which cannot hold {lost[0].item()}")
-        return converted
+            raise ConfigError(f"{self._name!r} holds {self.dtype}. Convert the {values.dtype} values first.")
+        rows = values.to(self.dtype)
+        if rows.dtype == values.dtype or self.dtype.is_floating_point:
+            return rows
+        changed = values[rows != values]
+        if len(changed):
+            raise ConfigError(f"{self._name!r} holds {self.dtype}, which cannot hold {changed[0].item()}")
+        return rows
 
     @property
     def device(self) -> torch.device:
-        """Device of what is read, unless the index is on another one."""
+        """Device of the rows that are read, unless the index is on another one."""
         return self._device
 
     @property
@@ -561,7 +562,7 @@ class DistTensor(Shared):
 
 
 def view_owned_rows(tensor: DistTensor) -> Tensor:
-    """Return the rows that this rank owns of a tensor in memory, as memory that its server's ranks share."""
+    """Return the rows of a tensor in memory that this rank owns, as a view of shared memory."""
     (first, last), start = tensor.part_policy.owned_range, tensor.local_range[0]
     return tensor.local_rows()[first - start : last - start]
 
@@ -575,7 +576,7 @@ class DataView(MutableMapping[str, DistTensor]):
         self._own: dict[str, DistTensor] = {}
 
     def __getitem__(self, name: str) -> DistTensor:
-        """Return the tensor called ``name``; KeyError, which lists those that exist, if there is none."""
+        """Return the tensor called ``name``. If there is none, a KeyError lists the existing tensors."""
         if isinstance(name, str) and name in self._own:
             return self._own[name]
         key = f"{self._prefix}{name}"
@@ -585,31 +586,31 @@ class DataView(MutableMapping[str, DistTensor]):
         return DistTensor.from_existing(self._policy, name, key)
 
     def __setitem__(self, name: str, value: DistTensor) -> None:
-        """Name an existing tensor on this rank; call it on every rank that will look it up."""
+        """Give an existing tensor a name on this rank. Call it on every rank that will look it up."""
         if not isinstance(value, DistTensor):
             raise ConfigError(
-                f"{name!r} would be a {type(value).__name__} of this rank alone; make a DistTensor with "
-                "part_policy= and write the rows: t[ids] = rows"
+                f"{name!r} would be a {type(value).__name__} of this rank only. Make a DistTensor with "
+                "part_policy= and write the rows: t[ids] = rows."
             )
         if len(value) != self._policy.get_size():
             raise ConfigError(
-                f"{self._policy.policy_str} has {self._policy.get_size()} rows, the tensor for {name!r} has "
-                f"{len(value)}"
+                f"{self._policy.policy_str} has {self._policy.get_size()} rows, but the tensor for {name!r} "
+                f"has {len(value)}"
             )
         self._own[name] = value
 
     def __delitem__(self, name: str) -> None:
-        """Forget ``name`` if it was set on this rank, else free the tensor, which is collective."""
+        """Forget ``name`` if it was set on this rank. Otherwise free the tensor, which is collective."""
         if name in self._own:
             del self._own[name]
         else:
             self[name].delete()
 
     def pop(self, name: str, *default: Any) -> Any:
-        """Return all rows of ``name``, as DGL does, and delete it; ``default`` if there is none.
+        """Return all rows of ``name`` as DGL does, and delete it. Return ``default`` if there is none.
 
-        A tensor that was set under ``name`` on this rank is returned itself, as it lives on. ConfigError: the
-        tensor belongs to the dataset.
+        A tensor that was set under ``name`` on this rank is returned itself, because it lives on. Raises
+        ConfigError if the tensor belongs to the dataset.
         """
         if name not in self and default:
             return default[0]
@@ -619,7 +620,6 @@ class DataView(MutableMapping[str, DistTensor]):
         return rows
 
     def popitem(self) -> tuple[str, Any]:
-        """Return a name and its rows, and delete it, as :meth:`pop`."""
         name = next(iter(self))
         return name, self.pop(name)
 
@@ -642,30 +642,30 @@ class TypeView(Generic[V]):
 
 @final
 class TypedViews(Generic[K, V]):
-    """``g.nodes`` and ``g.edges``; ``remedy``: what to write for the ids that calling it returns with DGL."""
+    """``g.nodes`` and ``g.edges``. ``remedy`` is the code that returns ids, as calling them in DGL does."""
 
-    def __init__(self, view_of: Callable[[K], V], remedy: str) -> None:
-        self._view_of, self._remedy = view_of, remedy
+    def __init__(self, get_view: Callable[[K], V], remedy: str) -> None:
+        self._get_view, self._remedy = get_view, remedy
 
     def __getitem__(self, key: K) -> TypeView[V]:
-        return TypeView(self._view_of(key))
+        return TypeView(self._get_view(key))
 
     def map(self, wrap: Callable[[V], U], unknown: type[ConfigError]) -> TypedViews[K, U]:
-        """Return views of the same, which raise ``unknown`` for a type that does not exist."""
+        """Return the same views. They raise ``unknown`` for a type that does not exist."""
 
-        def view_of(key: K) -> U:
+        def get_view(key: K) -> U:
             try:
-                return wrap(self._view_of(key))
+                return wrap(self._get_view(key))
             except ConfigError as error:
                 raise unknown(str(error)) from None
 
-        return TypedViews(view_of, self._remedy)
+        return TypedViews(get_view, self._remedy)
 
     def __call__(self, *_: object, **__: object) -> NoReturn:
-        """Raise ConfigError, where a DGLGraph returns all ids."""
+        """Raise ConfigError. Calling the views of a DGLGraph returns all ids."""
         raise ConfigError(
-            f"a distributed graph does not list its ids: write {self._remedy}, or dx.node_split(mask) or "
-            "dx.edge_split(mask) for this rank's share. What changes a graph goes before dx.distribute"
+            f"a distributed graph does not list its ids. Write {self._remedy}, or dx.node_split(mask) or "
+            "dx.edge_split(mask) for this rank's share. Change the graph before dx.distribute."
         )
 
 
@@ -694,8 +694,8 @@ class OpenedGraph(Protocol):
 
 
 def get_opened_graph() -> OpenedGraph:
-    """Return the graph opened last in the current session; ConfigError when none is open."""
-    found = OPENED.get(current_session())
-    if found is None:
-        raise ConfigError("no graph is open; open a DistGraph first")
-    return found
+    """Return the graph that was opened last in the current session. Raise ConfigError if there is none."""
+    graph = OPENED.get(current_session())
+    if graph is None:
+        raise ConfigError("no graph is open. Open a DistGraph first.")
+    return graph

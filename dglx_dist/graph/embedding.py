@@ -11,7 +11,7 @@ from numba import njit
 from torch import Tensor
 
 from dglx_dist.comm.collectives import barrier, run_on_all_ranks
-from dglx_dist.comm.devices import to_host
+from dglx_dist.comm.devices import start_copy_to_host
 from dglx_dist.comm.session import Shared
 from dglx_dist.errors import ConfigError
 from dglx_dist.graph.dist_tensor import (
@@ -31,13 +31,13 @@ from dglx_dist.keyed_random import full_word, item_key
 from dglx_dist.records import Array, StepShare
 
 _CHUNK_BYTES = 1 << 24
-"""Rows generated at a time if they need conversion."""
+"""Size in bytes of the rows that are generated at a time if they need conversion."""
 
 
 def fill_uniform(rows: Tensor, first: int, seed: int, name: str, scale: float = 1.0) -> None:
-    """Fill (n, d) floating-point rows from id ``first`` on with draws uniform in [-scale, scale).
+    """Fill (n, d) floating-point rows, which start at id ``first``, with uniform draws in [-scale, scale).
 
-    They depend only on the run's seed, the tensor's name and the row's id.
+    The draws depend only on the seed, the name of the tensor and the id of the row.
     """
     stream = np.uint64(zlib.crc32(name.encode()) | (seed & 0xFFFFFFFF) << 32)
     if rows.dtype in (torch.float32, torch.float64):
@@ -47,9 +47,9 @@ def fill_uniform(rows: Tensor, first: int, seed: int, name: str, scale: float = 
     step = max(1, _CHUNK_BYTES // max(4 * rows.shape[1], 1))
     for start in range(0, len(rows), step):
         piece = rows[start : start + step]
-        wide = np.empty(piece.shape, dtype=np.float32)
-        _fill(wide, first + start, stream)
-        piece.copy_(torch.from_numpy(wide).mul_(scale))
+        float_rows = np.empty(piece.shape, dtype=np.float32)
+        _fill(float_rows, first + start, stream)
+        piece.copy_(torch.from_numpy(float_rows).mul_(scale))
 
 
 @njit(cache=True, nogil=True)
@@ -58,7 +58,7 @@ def _fill(rows: Array, first: int, stream: np.uint64) -> None:
     for row in range(count):
         key = item_key(stream, first + row)
         for column in range(columns):
-            # 24 bits, so that float32 and float64 rows start equal and 1 is never reached.
+            # 24 bits make float32 and float64 rows start equal and never reach 1.
             rows[row, column] = np.float64(full_word(key, column) >> np.uint64(40)) * 2.0**-23 - 1.0
 
 
@@ -77,31 +77,31 @@ _COMPUTE_DTYPE = {
 class DistEmbedding(Shared):
     """One trainable row for each node or edge of a type, cut over the servers (DistDGL, section 5.4).
 
-    Calling it pulls the rows of a mini-batch; ``backward`` stores their gradients here, and ``step()`` of an
-    optimiser of :mod:`dglx_dist.graph.optim` sends them to the ranks that own the rows. Without ``step()``
-    at most one gradient row for each distinct id is kept after ``backward``; calls without gradients
-    (``torch.no_grad()``) keep nothing.
+    Calling it pulls the rows of a mini-batch. ``backward`` stores their gradients here, and ``step()`` of an
+    optimizer of :mod:`dglx_dist.graph.optim` sends them to the ranks that own the rows. Without ``step()``,
+    at most one gradient row for each distinct id is kept. Calls under ``torch.no_grad()`` keep nothing.
 
-    Creating one is collective; with a name that exists it attaches to that tensor. Any rank may call it
+    Creating one is collective. With a name that exists it attaches to that tensor. Any rank may call it
     alone. In synchronous mode no barrier is needed between ``step()`` and a call of another rank, because
     ``step()`` returns when all ranks have applied it.
 
     Args:
-        num_embeddings: Rows: the number of nodes or edges of a type.
-        embedding_dim: Columns, d.
-        name: The same on all ranks; shown by ``g.nodes[...].data``. None: no later creation can attach to it.
-        init_func: (shape, dtype) of the local server's rows to their first values, called on one rank of each
-            server. None: uniform in [-scale, scale), keyed by the session's seed, the name and the row's
-            id, hence the same for any number of ranks and servers.
-        part_policy: ``g.get_node_partition_policy(ntype)`` or another; needed when several types have
-            ``num_embeddings`` nodes or edges.
-        dtype: float32, float64, bfloat16 or float16; the last two are computed in float32, as are the states
-            of their optimisers, and rounded when stored.
-        graph: None: the graph opened last.
-        scale: Of the first values without ``init_func``; the ``row_scale`` of a decoder of links.
+        num_embeddings: Number of rows: the number of nodes or edges of a type.
+        embedding_dim: Number of columns d.
+        name: Name, the same on all ranks, which ``g.nodes[...].data`` shows. With None, nothing can attach to
+            it later.
+        init_func: Function from (shape, dtype) of the local server's rows to their first values. One rank of
+            each server calls it. The default is uniform in [-scale, scale), keyed by the session's seed, the
+            name and the id of the row. It is the same for any number of ranks and servers.
+        part_policy: ``g.get_node_partition_policy(ntype)`` or another policy. It is needed if several types
+            have ``num_embeddings`` nodes or edges.
+        dtype: float32, float64, bfloat16 or float16. The last two, and the states of their optimizers, are
+            computed in float32. Rows are rounded when they are stored.
+        graph: Graph of the rows. The default is the graph that was opened last.
+        scale: Scale of the first values without ``init_func``. Pass the ``row_scale`` of a decoder of links.
 
     Raises:
-        ConfigError: on all ranks: a wrong dtype, number of rows or dimension, or too little memory.
+        ConfigError: on all ranks, for a wrong dtype, number of rows or dimension, or if memory is short.
     """
 
     def __init__(
@@ -118,45 +118,46 @@ class DistEmbedding(Shared):
     ) -> None:
         store = part_policy.store if part_policy is not None else (graph or get_opened_graph()).kvstore
 
-        def checked() -> PartitionPolicy:
+        def check() -> PartitionPolicy:
             if dtype not in _COMPUTE_DTYPE:
                 known = ", ".join(map(str, _COMPUTE_DTYPE))
-                raise ConfigError(f"a DistEmbedding cannot train {dtype} rows; use one of {known}")
+                raise ConfigError(f"a DistEmbedding cannot train {dtype} rows. Use one of {known}.")
             if not isinstance(embedding_dim, int) or embedding_dim < 1:
-                raise ConfigError(f"embedding_dim is {embedding_dim!r}; give a whole number of at least 1")
+                raise ConfigError(f"embedding_dim is {embedding_dim!r}. Use an integer of at least 1.")
             return part_policy or (graph or get_opened_graph()).find_policy_of_length(num_embeddings)
 
         if any(key.endswith(f"~{name}") for key in store.names()):
-            policy = checked()  # attaching is not collective
+            policy = check()  # Attaching is not collective.
         else:
-            policy = run_on_all_ranks(store.session, checked, ConfigError)
-        opened = graph or get_opened_graph()
-        self.dataset = opened.dataset.manifest.checksum if opened.kvstore is policy.store else ""
-        """Checksum of the dataset that numbers the rows; "" when its graph is closed."""
+            policy = run_on_all_ranks(store.session, check, ConfigError)
+        open_graph = graph or get_opened_graph()
+        same_store = open_graph.kvstore is policy.store
+        self.dataset = open_graph.dataset.manifest.checksum if same_store else ""
+        """Checksum of the dataset that numbers the rows. "" if its graph is closed."""
         attaches, shape = name is not None and store.has(policy.key(name)), (num_embeddings, embedding_dim)
         if not attaches:
             row_bytes = embedding_dim * dtype.itemsize * (1 if init_func is None else 2)
             remedy = "use a smaller embedding_dim or dtype=torch.bfloat16, or more servers on more machines"
-            what = f"the embedding {name!r} of shape {shape} in {dtype}"
-            check_memory(store.session, policy.bounds, row_bytes, what, remedy)
+            description = f"the embedding {name!r} of shape {shape} in {dtype}"
+            check_memory(store.session, policy.bounds, row_bytes, description, remedy)
         self.weight = DistTensor(shape, dtype, name, init_func, policy)
-        """The rows, (num_embeddings, embedding_dim)."""
+        """(num_embeddings, embedding_dim) rows."""
         if not attaches and init_func is None:
-            # Each rank those of the rows it owns, without a second copy.
+            # Each rank fills the rows that it owns, without a second copy.
             first, seed = policy.owned_range[0], store.session.seed
             fill_uniform(view_owned_rows(self.weight), first, seed, self.weight.name, scale)
             barrier(store.session, f"first values of {self.weight.name!r}")
         self._gradients: list[RowGradient] = []
         self._num_kept_rows = 0
         self.optm_state: tuple[DistTensor, ...] = ()
-        """The optimiser's tensors; empty without optimiser."""
+        """Tensors of the optimizer. Empty without an optimizer."""
 
     @property
     def name(self) -> str:
         return self.weight.name
 
     data_name = name
-    """DGL's other word for :attr:`name`."""
+    """Another name of :attr:`name` in DGL."""
 
     @property
     def num_embeddings(self) -> int:
@@ -176,7 +177,7 @@ class DistEmbedding(Shared):
 
     @property
     def compute_dtype(self) -> torch.dtype:
-        """The dtype of returned rows, gradients and optimiser states."""
+        """Dtype of returned rows, gradients and optimizer states."""
         return _COMPUTE_DTYPE[self.weight.dtype]
 
     def __repr__(self) -> str:
@@ -185,37 +186,37 @@ class DistEmbedding(Shared):
         )
 
     def __call__(self, ids: Ids, device: torch.device | str | None = None) -> Tensor:
-        """Return the rows of ``ids``; with gradients enabled, ``backward`` stores theirs here.
+        """Return the rows of ``ids``. With gradients enabled, ``backward`` stores their gradients here.
 
         Each distinct row is pulled once. Not collective.
 
         Args:
-            ids: (K,) integers, a bool mask over all rows, a slice; repeats allowed, K may be 0.
-            device: Where the result goes; None: where ``ids`` are.
+            ids: (K,) integers, a mask over all rows, or a slice. Ids may be repeated, and K may be 0.
+            device: Device of the result. The default is the device of ``ids``.
 
         Returns:
-            (K, d) of :attr:`compute_dtype`.
+            (K, d) rows of :attr:`compute_dtype`.
         """
         index = as_ids(ids, self.num_embeddings, repr(self.name))
         target = torch.device(device or (ids.device if isinstance(ids, Tensor) else "cpu"))
         if not torch.is_grad_enabled():
             return self._pull(index, target)
         places = None
-        distinct, find_place = number_distinct(index)
+        distinct, place_of_id = number_distinct(index)
         if len(distinct) < len(index):
-            places = to_device(torch.from_numpy(find_place), target)
+            places = to_device(torch.from_numpy(place_of_id), target)
         leaf = self._pull(distinct, target, distinct=True).requires_grad_()
-        record = self._recorder(distinct, self.kvstore.session.step_share)
+        record = self._make_hook(distinct, self.kvstore.session.step_share)
         leaf.register_post_accumulate_grad_hook(record)  # type: ignore[no-untyped-call]  # untyped in torch
         return leaf if places is None else F.embedding(places, leaf)
 
     def reset_trace(self) -> None:
-        """Drop all gradients (DGL's name; see also ``zero_grad()`` of the optimisers)."""
+        """Drop all gradients. This is DGL's name; see also ``zero_grad()`` of the optimizers."""
         self._gradients = []
         self._num_kept_rows = 0
 
     def take_gradients(self) -> list[RowGradient]:
-        """Return and drop all gradients, in the order of the backward passes, when they are on the host."""
+        """Return and drop all gradients, in the order of the backward passes, once they are on the host."""
         gradients = self._gradients
         self.reset_trace()
         _wait_for(gradients)
@@ -225,13 +226,13 @@ class DistEmbedding(Shared):
         rows = self.kvstore.pull(self.weight.kvstore_key, ids, distinct=distinct, phase=PHASE)
         return to_device(rows, device).to(self.compute_dtype)
 
-    def _recorder(self, ids: Array, share: StepShare | None) -> Callable[[Tensor], None]:
-        """Return the hook that moves the gradient out of the leaf; it keeps no leaf or graph alive."""
+    def _make_hook(self, ids: Array, share: StepShare | None) -> Callable[[Tensor], None]:
+        """Return the hook that moves the gradient out of the leaf. It keeps no leaf or graph alive."""
 
         def record(leaf: Tensor) -> None:
             gradient, leaf.grad = leaf.grad, None
             assert gradient is not None
-            rows, wait = to_host(gradient.detach())
+            rows, wait = start_copy_to_host(gradient.detach())
             self._keep(RowGradient(ids=ids, rows=rows.numpy(), share=share, wait=wait))
 
         return record
@@ -239,11 +240,11 @@ class DistEmbedding(Shared):
     def _keep(self, gradient: RowGradient) -> None:
         self._gradients.append(gradient)
         self._num_kept_rows += len(gradient.ids)
-        # A program that never steps would otherwise fill the memory: past this size most ids are repeated.
+        # A program that never steps would fill the memory. Beyond this size most ids are repeated.
         if len(self._gradients) > 1 and self._num_kept_rows > 2 * self.num_embeddings:
             _wait_for(self._gradients)
-            self._gradients = _summed_by_share(self._gradients)
-            self._num_kept_rows = sum(len(kept.ids) for kept in self._gradients)
+            self._gradients = _sum_by_share(self._gradients)
+            self._num_kept_rows = sum(len(gradient.ids) for gradient in self._gradients)
 
 
 def _wait_for(gradients: list[RowGradient]) -> None:
@@ -252,10 +253,10 @@ def _wait_for(gradients: list[RowGradient]) -> None:
             gradient.wait()
 
 
-def _summed_by_share(gradients: list[RowGradient]) -> list[RowGradient]:
-    kept = []
+def _sum_by_share(gradients: list[RowGradient]) -> list[RowGradient]:
+    sums = []
     for share in dict.fromkeys(gradient.share for gradient in gradients):
         total = sum_weighted([(gradient, 1.0) for gradient in gradients if gradient.share == share])
         assert total is not None
-        kept.append(RowGradient(ids=total.ids, rows=total.rows, share=share))
-    return kept
+        sums.append(RowGradient(ids=total.ids, rows=total.rows, share=share))
+    return sums

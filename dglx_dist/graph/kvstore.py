@@ -53,11 +53,15 @@ from dglx_dist.graph.row_kernels import (
 from dglx_dist.records import Array, ColumnInfo
 
 MAX_BYTES = 64 << 20
-"""Of pushes with ``wait=False`` that are not answered; beyond it a push waits for the oldest."""
+"""Maximum size in bytes of unanswered pushes. When the limit is reached, the next push waits for the
+oldest."""
 
 
-def _runs(ids: Array, first: int, last: int, step: int, *, has_repeats: bool) -> Iterator[tuple[int, int]]:
-    """Cut ``ids[first:last]`` into about ``step`` ids each; repeated ids (ascending) stay together."""
+def _cut_into_runs(
+    ids: Array, first: int, last: int, step: int, *, has_repeats: bool
+) -> Iterator[tuple[int, int]]:
+    # Yields ranges of about `step` ids of `ids[first:last]`. Repeated ids, which are ascending, stay
+    # together.
     while first < last:
         end = min(first + step, last)
         if has_repeats:
@@ -68,15 +72,15 @@ def _runs(ids: Array, first: int, last: int, step: int, *, has_repeats: bool) ->
 
 @final
 class KVStore:
-    """Named tensors cut by rows over the servers.
+    """Named tensors that are cut by rows over the servers.
 
-    Rows of the local server are read from memory that its ranks share, all others by one-sided calls to one
-    rank of the server that owns them. A rank may pull or push alone, from any thread, at any time; only
-    registering handlers is collective. A name must exist on all ranks before one uses it.
+    Rows of the local server are read from memory that its ranks share. Other rows are read by one-sided calls
+    to one rank of the server that owns them. A rank may pull or push alone, from any thread, at any time.
+    Only registering handlers is collective. A name must exist on all ranks before one uses it.
 
     Args:
-        session: The run; its ``rpc`` must not serve another store of the same ``label``.
-        label: Distinguishes the stores of one run; the same on all ranks.
+        session: Session of the store. Its ``rpc`` must not serve another store with the same ``label``.
+        label: Unique name of the store in the session, the same on all ranks.
     """
 
     def __init__(self, session: Session, placement: Placement, label: str = "kv") -> None:
@@ -89,7 +93,7 @@ class KVStore:
         self._counts_lock = threading.Lock()
         self._numbers = count()
         self._unanswered: deque[tuple[int, Pending, int]] = deque()
-        """(rank, call, its bytes) of pushes with ``wait=False``."""
+        """(rank, call, its size in bytes) of pushes with ``wait=False``."""
         self._unanswered_bytes = 0
         self._push_errors: list[DglxError] = []
         self._pushing = threading.Lock()
@@ -115,29 +119,33 @@ class KVStore:
         *,
         on_disk: bool = False,
     ) -> None:
-        """Add a read-only tensor; part p owns the rows ``offsets[p]:offsets[p + 1]``.
+        """Add a read-only tensor. Part p owns the rows ``offsets[p]:offsets[p + 1]``.
 
-        ``shards``: the (n, *row) rows of every part of the local server, ``on_disk`` as in :class:`Shard`.
-        ConfigError: the name is taken, or rows do not match ``offsets`` or ``info``.
+        Args:
+            shards: (n, *row) rows of every part of the local server.
+            on_disk: As in :class:`Shard`.
+
+        Raises:
+            ConfigError: the name is taken, or rows do not match ``offsets`` or ``info``.
         """
-        found = []
+        local_shards = []
         for part in sorted(shards):
             num_rows = int(offsets[part + 1] - offsets[part])
             if len(shards[part]) != num_rows:
                 raise ConfigError(f"part {part} has {len(shards[part])} rows for {num_rows} ids")
-            found.append(Shard(first=int(offsets[part]), rows=shards[part], on_disk=on_disk))
+            local_shards.append(Shard(first=int(offsets[part]), rows=shards[part], on_disk=on_disk))
         bounds = self.placement.server_offsets(offsets)
-        self.add_column(Column(name=name, info=info, bounds=bounds, shards=tuple(found), writable=False))
+        column = Column(name=name, info=info, bounds=bounds, shards=tuple(local_shards), writable=False)
+        self.add_column(column)
 
     def add_column(self, column: Column) -> None:
-        """Add ``column``; ConfigError when its name is taken."""
         if column.name in self._columns:
-            raise ConfigError(f"there is a tensor {column.name!r} already; choose another name")
+            raise ConfigError(f"there is already a tensor {column.name!r}. Choose another name.")
         self._columns[column.name] = column
         self._owners[column.name] = RowOwners(column.bounds, self.placement.topology)
 
     def remove(self, name: str) -> None:
-        """Forget a tensor; a barrier before it must ensure that no rank uses its rows any more."""
+        """Forget a tensor. Call a barrier first, so that no rank uses its rows any more."""
         del self._columns[self.column(name).name], self._owners[name]
 
     def has(self, name: str) -> bool:
@@ -147,27 +155,27 @@ class KVStore:
         return tuple(self._columns)
 
     def next_number(self) -> int:
-        """Return 0, 1, 2, ...; the same on all ranks when only collective operations call it."""
+        """Return 0, 1, 2, ... The number is the same on all ranks if only collective operations call this."""
         return next(self._numbers)
 
     def close(self) -> None:
-        """Stop serving; a :meth:`fence` and a barrier belong before it."""
+        """Stop serving. Call :meth:`fence` and a barrier first."""
         if self.fence in self.session.before_close:
             self.session.before_close.remove(self.fence)
         for op in self._handlers:
             self.session.rpc.unregister(op)
 
     def column(self, name: str) -> Column:
-        """Return the column called ``name``; ConfigError, which lists those that exist, if there is none."""
-        found = self._columns.get(name)
-        if found is None:
+        """Return the column called ``name``. If there is none, a ConfigError lists the existing columns."""
+        column = self._columns.get(name)
+        if column is None:
             raise ConfigError(
                 f"there is no tensor {name!r} (known: {', '.join(map(repr, self._columns)) or 'none'})"
             )
-        return found
+        return column
 
     def pull(self, name: str, ids: Array, **options: Any) -> Tensor:
-        """Fetch rows by global id: :meth:`submit_pull`, with the same ``options``, and wait."""
+        """Fetch rows by global id and wait for them. ``options`` are those of :meth:`submit_pull`."""
         return self.submit_pull(name, ids, **options)()
 
     def submit_pull(
@@ -181,58 +189,61 @@ class KVStore:
         phase: str = "features",
         layer: int = 0,
     ) -> PendingPull:
-        """Ask the owners for rows and return at once, before the rows of the local server are read.
+        """Request rows from their owners and return at once, before local rows are read.
 
-        Sends 8 bytes per distinct remote id that is not cached and receives one row for each; rows of the
+        Sends 8 bytes per distinct remote id that is not cached, and receives one row for each. Rows of the
         local server and of its cache cost nothing. Not collective.
 
         Args:
-            ids: (K,) int64, any order, repeats allowed.
-            out: (K, *row) contiguous CPU tensor of the column's dtype to fill, or what makes it once the rows
-                are waited for; None: a new one.
-            distinct: The caller guarantees that no id is repeated, as in a mini-batch, which saves a search.
-            ahead: The caller's claimed rows to use and change, when ``ids`` are distinct and the oldest
-                announced batch that was not pulled yet; its pulls must be waited for in that order.
-            phase, layer: For the ledger.
+            ids: (K,) int64 ids in any order. Ids may be repeated.
+            out: (K, *row) contiguous CPU tensor of the column's dtype to fill, or a function that creates it
+                once the rows are waited for. The default is a new tensor.
+            distinct: Whether the caller guarantees that no id is repeated, which saves a search.
+            ahead: Look-ahead rows that the caller has reserved. ``ids`` must then be distinct and the oldest
+                announced batch that was not pulled yet. Its pulls must be waited for in that order.
+            phase, layer: Entries of the ledger.
 
         Returns:
-            A function that reads the local rows, waits for the others, and returns all (K, *row) in the order
-            of the ids; for the thread that submitted. PeerError: an owner is dead or silent; RemoteError: it
-            cannot answer.
+            Function that reads the local rows, waits for the other ones, and returns all (K, *row) in the
+            order of the ids. The submitting thread must call it. It raises PeerError if an owner is dead or
+            silent, and RemoteError if an owner cannot answer.
 
         Raises:
             ConfigError: there is no such tensor, or ``out`` does not fit.
-            IndexError: an id is out of range; the message has the first one and its position.
+            IndexError: an id is out of range. The message shows the first one and its position.
         """
         column = self.column(name)
         assert distinct or ahead is None, "the inputs of a batch are distinct"
-        if ahead is None:  # else they were checked when they were announced
+        if ahead is None:  # Otherwise the ids were checked when they were announced.
             column.check(ids)
         if isinstance(out, Tensor):
             _check_out(out, len(ids), column)
         cache = column.cache if ahead is None else ahead
         cached = NO_SLOTS if cache is None else cache.table
         plan = plan_remote(ids, column.bounds, self._server, cached, distinct=distinct)
-        ask = partial(self._ask, column, phase, layer)
-        finish = partial(_spread, ask(plan), plan) if ahead is None else ahead.pull(plan, ask)
+        ask = partial(self._submit_requests, column, phase, layer)
+        finish = partial(_spread_replies, ask(plan), plan) if ahead is None else ahead.pull(plan, ask)
         with self._counts_lock:
             column.counts[0] += len(ids) - len(plan.hit_places) - len(plan.positions)
             column.counts[1] += len(plan.hit_places)
             column.counts[2] += len(plan.positions)
 
-        def pulled() -> Tensor:
-            made = out if isinstance(out, Tensor) else out() if out else allocate_rows(len(ids), column.info)
-            _check_out(made, len(ids), column)
-            rows = view_as_numpy(made)
+        def wait() -> Tensor:
+            if isinstance(out, Tensor):
+                result = out
+            else:
+                result = out() if out else allocate_rows(len(ids), column.info)
+            _check_out(result, len(ids), column)
+            rows = view_as_numpy(result)
             column.read(ids, rows)
             if cache is not None:
                 move_rows(cache.rows, plan.hit_slots, rows, plan.hit_places)
             finish(rows)
-            return made
+            return result
 
-        return pulled
+        return wait
 
-    def _ask(
+    def _submit_requests(
         self, column: Column, phase: str, layer: int, plan: RemotePlan
     ) -> list[tuple[Pending, int, int]]:
         submit = partial(self.session.rpc.submit, phase=phase, layer=layer)
@@ -242,32 +253,33 @@ class KVStore:
         ]
 
     def set_cache(self, name: str, cache: RowCache | None, ahead: LookAheadRows | None = None) -> None:
-        """Read rows of ``name`` from ``cache`` before asking other servers; None: no cache. Not collective.
+        """Read rows of ``name`` from ``cache`` before requesting them. None removes it. Not collective.
 
-        ``ahead``: rows for loaders, in place of a cache. Results are the same with any. ConfigError: there is
-        no such tensor, or it can be written to.
+        ``ahead`` are rows for loaders that replace a cache. Results stay the same. Raises ConfigError if
+        there is no such tensor, or it can be written to.
         """
         column = self.column(name)
         check_cacheable(column)
         self._columns[name] = replace(column, cache=cache, ahead=ahead)
 
     def set_device_rows(self, name: str, rows: DeviceRows | None) -> None:
-        """Let batches on the device take rows of ``name`` from ``rows``; else as :meth:`set_cache`."""
+        """Let batches on the device take rows of ``name`` from ``rows``. Works like :meth:`set_cache`."""
         column = self.column(name)
         check_cacheable(column)
         self._columns[name] = replace(column, on_device=rows)
 
     def split_cached(self, name: str, ids: Array, cached: DeviceRows) -> tuple[Array, Array, Array]:
-        """Count the rows of (K,) int64 ``ids`` that are ``cached`` as requested; IndexError: an id is no row.
+        """Return the positions of the ``cached`` ids, their slots, and the positions of the other ids.
 
-        Returns the positions of the cached ids, their slots, and the positions of the others.
+        Counts the cached ones of the (K,) int64 ``ids`` as requested. Raises IndexError if an id is out of
+        range.
         """
         column = self.column(name)
         column.check(ids)
         missing, hits, slots = split_cached(ids, 0, 0, cached.table)
         first, end = column.bounds[self._server : self._server + 2]
-        found = ids[hits]
-        num_local = int(np.count_nonzero((found >= first) & (found < end)))
+        cached_ids = ids[hits]
+        num_local = int(np.count_nonzero((cached_ids >= first) & (cached_ids < end)))
         with self._counts_lock:
             column.counts[0] += num_local
             column.counts[1] += len(hits) - num_local
@@ -275,16 +287,16 @@ class KVStore:
         return hits, slots, missing
 
     def cache_counts(self, name: str | None = None) -> CacheCounts:
-        """Return the rows that this rank requested: of one tensor, or of all those with a cache."""
-        asked = self._cached() if name is None else [self.column(name)]
+        """Return how many rows this rank requested of one tensor, or of all tensors with a cache."""
+        columns = self._list_cached() if name is None else [self.column(name)]
         with self._counts_lock:
-            counted = [[0] * 4, *(column.counts for column in asked)]
-            local, hits, misses, on_device = np.sum(counted, axis=0).tolist()
+            counts = [[0] * 4, *(column.counts for column in columns)]
+            local, hits, misses, on_device = np.sum(counts, axis=0).tolist()
         return CacheCounts(local=local, hits=hits, misses=misses, on_device=on_device)
 
     @contextmanager
     def pause_counting(self) -> Iterator[None]:
-        """Leave out of :meth:`cache_counts` the rows that this rank requests within the context."""
+        """Leave rows that this rank requests inside the ``with`` block out of :meth:`cache_counts`."""
         with self._counts_lock:
             before = {name: [*column.counts] for name, column in self._columns.items()}
         try:
@@ -296,58 +308,56 @@ class KVStore:
 
     @property
     def has_cache(self) -> bool:
-        return bool(self._cached())
+        return bool(self._list_cached())
 
     @property
     def looks_ahead(self) -> bool:
-        """Whether loaders may keep what later batches use."""
-        return any(one.ahead is not None for one in self._columns.values())
+        return any(column.ahead is not None for column in self._columns.values())
 
-    def _cached(self) -> list[Column]:
-        return [one for one in self._columns.values() if (one.cache, one.on_device, one.ahead) != (None,) * 3]
+    def _list_cached(self) -> list[Column]:
+        return [
+            column
+            for column in self._columns.values()
+            if (column.cache, column.on_device, column.ahead) != (None, None, None)
+        ]
 
     def push(
-        self,
-        name: str,
-        ids: Array,
-        rows: Array,
-        *,
-        accumulate: bool = False,
-        wait: bool = True,
+        self, name: str, ids: Array, rows: Array, *, accumulate: bool = False, wait: bool = True
     ) -> None:
         """Overwrite rows of any server, or add to them. Not collective.
 
-        * Overwriting: of repeated ids the last row stays. Sends 8 bytes and one row per distinct id of
-          another server.
-        * ``accumulate``: the rows of repeated ids are summed in the order given, and the one rank that owns
-          each row (``RowOwners``) adds the sum. Sends 8 bytes and one row per distinct id that another rank
-          owns; what goes to ranks of this server counts as inside. float16 and bfloat16 are summed, and
-          added, in float32 and rounded after each of both.
+        * Overwriting: of repeated ids the last row wins. Sends 8 bytes and one row per distinct id of another
+          server.
+        * ``accumulate``: the rows of repeated ids are summed in order, and the rank that owns the row
+          (``RowOwners``) adds the sum. Sends 8 bytes and one row per distinct id that another rank owns.
+          Traffic to ranks of this server counts as inside. float16 and bfloat16 are summed and added in
+          float32, and rounded after each of the two.
 
-        Pushes of one rank with ``wait=False`` may overtake each other; a :meth:`fence` orders them. The
-        program must order an overwrite and any other push of the same row by another rank: the overwrite
-        may be lost, or mixed.
+        Pushes of one rank with ``wait=False`` may overtake each other. A :meth:`fence` orders them. The
+        program must order an overwrite and any other push of the same row by another rank. Otherwise the
+        overwrite may be lost or mixed.
 
         Args:
-            ids: (K,) int64, any order.
+            ids: (K,) int64 ids in any order.
             rows: (K, *row) of the column's dtype in NumPy.
-            wait: Return when every later pull of any rank sees the rows. Else return at once, with ``rows``
-                free to be used again; :meth:`fence` waits, and raises errors.
+            wait: Whether to return when every later pull of any rank sees the rows. Otherwise this returns at
+                once, and ``rows`` may be reused. :meth:`fence` then waits and raises errors.
 
         Raises:
             ConfigError: there is no such tensor, it is read-only, or the rows do not fit or have no sum.
-            IndexError: an id is out of range. After both errors nothing has been written.
-            PeerError: an owner is dead or silent; with ``wait=False`` only when too much is unanswered.
+                Nothing has been written then.
+            IndexError: an id is out of range. Nothing has been written then.
+            PeerError: an owner is dead or silent. With ``wait=False`` only if too many pushes are unanswered.
             RemoteError: an owner cannot write, or a push handler raised.
         """
-        column = self._checked(name, ids, rows)
+        column = self._check_rows(name, ids, rows)
         rows = np.ascontiguousarray(rows)
         if column.on_push is None and not accumulate:
-            op, pieces = "push", self._for_servers(column, ids, rows)
+            op, pieces = "push", self._split_by_server(column, ids, rows)
             column.write(ids, rows)
         else:
             op = "add" if column.on_push is None else "handle"
-            pieces = self._for_owners(column, ids, rows, accumulate)
+            pieces = self._split_by_owner(column, ids, rows, accumulate)
 
         def submit(rank: int, arrays: list[Array]) -> Pending:
             return self.session.rpc.submit(rank, f"{self.label}.{op}", name, arrays, phase="push")
@@ -365,11 +375,12 @@ class KVStore:
     def fence(self, timeout_s: float | None = None) -> None:
         """Wait until every later pull of any rank sees this rank's pushes with ``wait=False``.
 
-        Not collective. Raises the first error of these pushes, once; so does closing the graph or session.
+        Not collective. Raises the first error of these pushes once. Closing the graph or session does the
+        same.
 
         Raises:
-            PeerError: ``timeout_s`` (None: the session's) passed (the message names the silent ranks), or an
-                owner is dead.
+            PeerError: ``timeout_s`` passed (the message names the silent ranks), or an owner is dead. The
+                default is the time limit of the session.
             RemoteError: an owner cannot write.
         """
         limit_s = self.session.timeout_s if timeout_s is None else timeout_s
@@ -384,58 +395,60 @@ class KVStore:
             raise errors[0]
 
     def write_local(self, name: str, ids: Array, rows: Array) -> None:
-        """Overwrite rows of the local server, IndexError for others; its other ranks see them at once."""
-        column = self._checked(name, ids, rows)
+        """Overwrite rows of the local server. Its other ranks see them at once. IndexError for other rows."""
+        column = self._check_rows(name, ids, rows)
         self._check_range(column, ids, column.bounds[self._server], column.bounds[self._server + 1])
         column.write(ids, np.ascontiguousarray(rows))
 
     def register_push_handler(self, name: str, handler: PushHandler | None) -> None:
-        """Let ``handler`` apply pushes to a tensor, in place of overwriting or adding. Collective.
+        """Let ``handler`` apply pushes to a tensor instead of overwriting or adding. Collective.
 
-        ``handler(rows, local_ids, values)`` runs on the rank that owns the pushed rows, never twice at a
-        time for one tensor, on a thread of its own: ``rows`` (n, *row) is the memory of the local server's
-        rows, ``local_ids`` (k,) int64 are indices into it, ``values`` (k, *row) are the pushed rows. It must
-        not push or pull. The rows of a repeated id come together, in the order of the push (8 bytes and a
-        row each); with ``accumulate=True`` once, as their sum. No code is sent: each rank registers its own.
-
-        None: overwrite and add again. ConfigError, on all ranks: there is no such writable tensor, or ranks
-        disagree.
+        ``handler(rows, local_ids, values)`` runs on the rank that owns the pushed rows, on a thread of its
+        own, never twice at a time for one tensor. ``rows`` (n, *row) is the memory of the local server's
+        rows. ``local_ids`` (k,) int64 are indices into it. ``values`` (k, *row) are the pushed rows. The
+        handler must not push or pull. The rows of a repeated id arrive together, in the order of the push (8
+        bytes and a row each). With ``accumulate=True`` they arrive once, as their sum. No code is sent, so
+        each rank registers its own handler. None restores overwriting and adding. Raises ConfigError on all
+        ranks, if there is no such writable tensor or if the ranks disagree.
         """
-        self._agree(name, handler, "push", lambda column: replace(column, on_push=handler))
+        self._change_together(name, handler, "push", lambda column: replace(column, on_push=handler))
 
     def register_pull_handler(self, name: str, handler: PullHandler | None) -> None:
         """Let ``handler`` compute the rows that are pulled from a tensor. Collective.
 
-        ``handler(rows, local_ids)`` returns (k, *row) values in the tensor's dtype. It runs on the rank that
-        is asked, for rows of the local server on the one that asks, from any thread; otherwise as
+        ``handler(rows, local_ids)`` returns (k, *row) values in the tensor's dtype. It runs on the serving
+        rank, or for rows of the local server on the pulling rank, from any thread. Otherwise this works like
         :meth:`register_push_handler`.
         """
-        self._agree(name, handler, "pull", lambda column: replace(column, on_read=handler))
+        self._change_together(name, handler, "pull", lambda column: replace(column, on_read=handler))
 
     def nonzero(self, name: str) -> Array:
         """Return the (n,) int64 ids of the nonzero rows of a one-dimensional tensor, ascending.
 
-        Receives one bit for each row of the other servers. Not collective. ConfigError: there is no such
-        tensor, or it has more dimensions.
+        Receives one bit for each row of the other servers. Not collective. Raises ConfigError if there is no
+        such tensor or it has more dimensions.
         """
         column = self.column(name)
         if column.info.row_shape:
             raise ConfigError(
-                f"{name!r} has rows of shape {column.info.row_shape}; only one of one dimension is a mask"
+                f"{name!r} has rows of shape {column.info.row_shape}, but a mask must be one-dimensional"
             )
         bits = self._ask_all("nonzero", name)
-        found = [
+        ids = [
             np.flatnonzero(np.unpackbits(packed, count=last - first)) + first
             for packed, (first, last) in zip(bits, pairwise(column.bounds.tolist()), strict=True)
         ]
-        return np.concatenate(found)
+        return np.concatenate(ids)
 
     def count_nonzero(self, name: str) -> int:
-        """Return the number of nonzero values of a tensor; 8 bytes from each other server. Not collective."""
-        self.column(name)
-        return sum(int(counted[0]) for counted in self._ask_all("count_nonzero", name))
+        """Return the number of nonzero values of a tensor.
 
-    def _checked(self, name: str, ids: Array, rows: Array) -> Column:
+        Each other server sends 8 bytes. Not collective.
+        """
+        self.column(name)
+        return sum(int(count[0]) for count in self._ask_all("count_nonzero", name))
+
+    def _check_rows(self, name: str, ids: Array, rows: Array) -> Column:
         column = self.column(name)
         column.check_writable()
         column.check(ids)
@@ -451,11 +464,11 @@ class KVStore:
         if bad >= 0:
             raise IndexError(
                 f"server {self._server}, rank {self._rank} has the rows {first} to {last - 1} of "
-                f"{column.name!r}, and was given id {ids[bad]}"
+                f"{column.name!r}, but received id {ids[bad]}"
             )
 
-    def _for_servers(self, column: Column, ids: Array, rows: Array) -> list[tuple[int, list[Array]]]:
-        """Return the messages to other servers, each with (ids, rows), with the last of repeated ids."""
+    def _split_by_server(self, column: Column, ids: Array, rows: Array) -> list[tuple[int, list[Array]]]:
+        """Return the messages to other servers as (rank, [ids, rows]). Of repeated ids the last row wins."""
         plan = plan_remote(ids, column.bounds, self._server)
         last_places = plan.positions[plan.starts[1:] - 1]
         return [
@@ -463,19 +476,19 @@ class KVStore:
             for rank, first, last in plan.requests(self.placement.serving_ranks, column.rows_per_message)
         ]
 
-    def _for_owners(
+    def _split_by_owner(
         self, column: Column, ids: Array, rows: Array, accumulate: bool
     ) -> list[tuple[int, list[Array]]]:
-        """Return the messages to the owner ranks, this rank included."""
         starts = self._owners[column.name].starts
         if accumulate:
             check_summable(column.name, column.info)
-            # Ranks in the place of servers, and one more as the local one that owns nothing: all are remote.
+            # The plan has ranks instead of servers. The local one is an extra rank without rows, so all are
+            # remote.
             plan = plan_remote(ids, np.append(starts, starts[-1]), len(starts) - 1)
             values, sorted_ids, cuts = sum_repeated(rows, plan, column.info), plan.ids, plan.server_starts
         else:
-            # Owners have ascending ranges, so this groups by owner too. Requests may overtake each other, so
-            # one request has all rows of an id.
+            # Owners have ascending ranges, so this groups by owner, too. Requests may overtake each other, so
+            # all rows of an id go into one request.
             by_id = np.argsort(ids, kind="stable")
             values, sorted_ids = take_rows(rows, by_id), ids[by_id]
             cuts = np.searchsorted(sorted_ids, starts)
@@ -483,7 +496,7 @@ class KVStore:
         return [
             (rank, [sorted_ids[first:last], values[first:last]])
             for rank, ends in enumerate(pairwise(cuts[: len(starts)].tolist()))
-            for first, last in _runs(sorted_ids, *ends, step, has_repeats=not accumulate)
+            for first, last in _cut_into_runs(sorted_ids, *ends, step, has_repeats=not accumulate)
         ]
 
     def _submit_unanswered(
@@ -491,7 +504,7 @@ class KVStore:
     ) -> None:
         with self._pushing:
             while self._unanswered and (
-                self._unanswered_bytes >= MAX_BYTES or self._unanswered[0][1].ready()
+                self._unanswered_bytes >= MAX_BYTES or self._unanswered[0][1].is_ready()
             ):
                 self._finish_oldest(self.session.timeout_s)
             self._unanswered.append((rank, submit(rank, arrays), payload_bytes(arrays)))
@@ -502,16 +515,18 @@ class KVStore:
         try:
             call.result(call.age_s + left_s)
         except (PeerError, RemoteError) as error:
-            if isinstance(error, PeerError) and not call.ready():
-                # It is not dead, only late: a later fence waits for it again.
-                silent = Counter(rank for rank, other, _ in self._unanswered if not other.ready())
+            if isinstance(error, PeerError) and not call.is_ready():
+                # The owner is late but not dead. A later fence waits for it again.
+                silent = Counter(rank for rank, pending, _ in self._unanswered if not pending.is_ready())
                 counts = ", ".join(f"rank {rank} ({count})" for rank, count in sorted(silent.items()))
-                raise PeerError(f"{error}; pushes that are not answered, by rank: {counts}") from error
+                raise PeerError(f"{error}. Number of unanswered pushes: {counts}.") from error
             self._push_errors.append(error)
         self._unanswered.popleft()
         self._unanswered_bytes -= num_bytes
 
-    def _agree(self, name: str, handler: object, kind: str, changed: Callable[[Column], Column]) -> None:
+    def _change_together(
+        self, name: str, handler: object, kind: str, change: Callable[[Column], Column]
+    ) -> None:
         """Change a column on all ranks or on none, and return when all have changed it."""
 
         def check() -> None:
@@ -519,13 +534,13 @@ class KVStore:
             self.fence()
 
         run_on_all_ranks(self.session, check, ConfigError)
-        wanted = f"{kind} of {name!r}" + ("" if handler is not None else ": none")
-        check_equal(self.session, "a handler", wanted, "every rank must register the same")
-        self._columns[name] = changed(self.column(name))
+        description = f"{kind} of {name!r}" + ("" if handler is not None else ": none")
+        check_equal(self.session, "a handler", description, "every rank must register the same")
+        self._columns[name] = change(self.column(name))
         barrier(self.session, f"registering a handler of {name!r}")
 
     def _ask_all(self, op: str, name: str) -> Sequence[Array]:
-        """Return the answers by server; the local one is asked last, so that the others work meanwhile."""
+        """Return the answers by server. The local server is asked last, so that the others work meanwhile."""
         ranks = self.placement.serving_ranks
         pending = {
             rank: self.session.rpc.submit(rank, f"{self.label}.{op}", name, [], phase="masks")
@@ -548,7 +563,7 @@ class KVStore:
 
     def _serve_add(self, name: str, arrays: Sequence[Array]) -> Sequence[Array]:
         ids, rows = arrays
-        column = self._owned(name, ids, rows)
+        column = self._check_owned(name, ids, rows)
         check_summable(name, column.info)
         with column.lock:
             for shard in column.shards:
@@ -557,35 +572,36 @@ class KVStore:
 
     def _serve_handle(self, name: str, arrays: Sequence[Array]) -> Sequence[Array]:
         ids, rows = arrays
-        column = self._owned(name, ids, rows)
+        column = self._check_owned(name, ids, rows)
         if column.on_push is None:
             raise ConfigError(
-                f"no push handler of {name!r} is registered here; register it on every rank before pushing"
+                f"no push handler of {name!r} is registered here. Register it on every rank before pushing."
             )
-        (shard,) = column.shards  # of a writable tensor there is one
+        (shard,) = column.shards  # A writable tensor has one shard.
         with column.lock:
             column.on_push(
                 view_as_tensor(shard.rows, column.info),
                 torch.from_numpy(ids - shard.first),
-                # A copy, since the arrays of a message are read-only and a handler may write.
+                # Copy the rows, because the arrays of a message are read-only and a handler may write.
                 view_as_tensor(rows.copy(), column.info),
             )
         return []
 
     def _serve_nonzero(self, name: str, _arrays: Sequence[Array]) -> Sequence[Array]:
         """Return one bit per row of the local server, the first row in the highest bit of the first byte."""
-        return [np.packbits(np.concatenate(list(self.column(name).is_nonzero())))]
+        return [np.packbits(np.concatenate(list(self.column(name).find_nonzero())))]
 
     def _serve_count_nonzero(self, name: str, _arrays: Sequence[Array]) -> Sequence[Array]:
-        return [np.array([sum(int(np.count_nonzero(found)) for found in self.column(name).is_nonzero())])]
+        masks = self.column(name).find_nonzero()
+        return [np.array([sum(int(np.count_nonzero(mask)) for mask in masks)])]
 
-    def _owned(self, name: str, ids: Array, rows: Array) -> Column:
-        column = self._checked(name, ids, rows)
-        self._check_range(column, ids, *self._owners[name].range_of(self._rank))
+    def _check_owned(self, name: str, ids: Array, rows: Array) -> Column:
+        column = self._check_rows(name, ids, rows)
+        self._check_range(column, ids, *self._owners[name].get_range(self._rank))
         return column
 
 
-def _spread(replies: Sequence[tuple[Pending, int, int]], plan: RemotePlan, rows: Array) -> None:
+def _spread_replies(replies: Sequence[tuple[Pending, int, int]], plan: RemotePlan, rows: Array) -> None:
     for reply, first, last in replies:
         (answer,) = reply.result()
         spread_rows(answer, rows, plan.starts, plan.positions, first, last)

@@ -1,6 +1,6 @@
-"""Optimisers of :class:`~dglx_dist.graph.embedding.DistEmbedding`; public as ``dglx_dist.optim``.
+"""Optimizers of :class:`~dglx_dist.graph.embedding.DistEmbedding`, public as ``dglx_dist.optim``.
 
-Their formulas are torch's: in mode "sync" the rows equal, step by step, those of
+Their formulas are those of torch. In mode "sync" the rows equal, step by step, those of
 ``torch.nn.Embedding(sparse=True)`` trained in one process on the batches of all ranks together.
 """
 
@@ -36,26 +36,28 @@ Mode: TypeAlias = Literal["sync", "async"]
 
 
 class SparseOptimizer:
-    """Updates the rows of embeddings that have gradients since the last step, and no others.
+    """Updates the rows of embeddings that have gradients since the last step.
 
-    Creating it is collective, with the same arguments. The owner of a row updates it from the sum over all
-    ranks of the gradients, weighted like those of the model (the gradient rule, docs/design/contracts.md):
-    the share of a call is the ``session.step_share`` at that time. Rows without gradients, and their state,
-    stay unchanged. Of several optimisers of one embedding, the first to step takes the gradients.
+    Creating it is collective, with the same arguments. The owner of a row updates it from the sum of the
+    gradients of all ranks. They are weighted like those of the model (the gradient rule,
+    docs/design/contracts.md). The share of a call is the ``session.step_share`` at that time. Rows without
+    gradients and their state stay unchanged. If several optimizers have the same embedding, the first one
+    that steps takes the gradients.
 
     Args:
-        rule: Returns the formula; called where an error is raised on all ranks.
-        mode: "sync": every step equals that of one process. "async": owners apply gradients on arrival.
-        staleness: Only for "async": most own steps that may not be applied yet when ``step()`` returns.
-        reduction: Of the loss over a rank's own targets, ``mean`` or ``sum``.
+        rule: Function that returns the formula. Its errors are raised on all ranks.
+        mode: "sync": every step equals the step of one process. "async": owners apply gradients on arrival.
+        staleness: Only for "async": maximum number of own steps that may be unapplied when ``step()``
+            returns.
+        reduction: Reduction of the loss over a rank's own targets, ``mean`` or ``sum``.
 
     Raises:
-        ConfigError: on all ranks: ``params`` are no distinct DistEmbeddings of one graph, an option is
+        ConfigError: on all ranks, if ``params`` are no distinct DistEmbeddings of one graph, an option is
             invalid, the ranks differ, or memory for the state is short.
     """
 
     saved_as: ClassVar[str] = ""
-    """Kind of optimiser in saved states; "": the name of the class."""
+    """Kind of the optimizer in saved states. The default is the name of the class."""
 
     def __init__(
         self,
@@ -65,21 +67,21 @@ class SparseOptimizer:
         staleness: int = 1,
         reduction: Reduction = "mean",
     ) -> None:
-        self.session = _session_of(params)
+        self.session = _find_session(params)
         self._reduction = reduction
 
-        def checked() -> tuple[tuple[DistEmbedding, ...], UpdateRule]:
+        def check() -> tuple[tuple[DistEmbedding, ...], UpdateRule]:
             if mode not in ("sync", "async"):
                 raise ConfigError(f"mode={mode!r} must be 'sync' or 'async'")
             if reduction not in ("mean", "sum"):
                 raise ConfigError(f"reduction={reduction!r} must be 'mean' or 'sum'")
             if staleness < 0:
                 raise ConfigError(f"staleness={staleness} must be at least 0")
-            return _checked(params), rule()
+            return _check_params(params), rule()
 
-        self.params, self._rule = run_on_all_ranks(self.session, checked, ConfigError)
-        alike = [type(self).__name__, self.lr, self.settings, [mode, staleness, reduction], self._facts()]
-        check_equal(self.session, "a sparse optimiser", alike, "build it alike on all ranks")
+        self.params, self._rule = run_on_all_ranks(self.session, check, ConfigError)
+        arguments = [type(self).__name__, self.lr, self.settings, [mode, staleness, reduction], self._facts()]
+        check_equal(self.session, "a sparse optimizer", arguments, "use the same arguments on all ranks")
         store = self.params[0].kvstore
         number = store.next_number()
         for param in self.params:
@@ -88,10 +90,10 @@ class SparseOptimizer:
                 param.part_policy.bounds,
                 len(self._rule.state_names) * param.compute_dtype.itemsize * param.embedding_dim,
                 f"the state of {type(self).__name__} for {param.name!r}",
-                "use SparseSGD, which has none, or more servers on more machines",
+                "use SparseSGD, which has no state, or more servers on more machines",
             )
-        self.tables = [self._table(param, number) for param in self.params]
-        """The rows of each embedding that this rank owns."""
+        self.tables = [self._open_table(param, number) for param in self.params]
+        """Rows of each embedding that this rank owns."""
         op = f"{store.label}.sparse-{number}"
         lag = staleness if mode == "async" else None
         self._exchange = SparseExchange(self.session, op, self.tables, lag)
@@ -107,29 +109,27 @@ class SparseOptimizer:
 
     @property
     def settings(self) -> Mapping[str, float]:
-        """The formula's settings without the learning rate."""
         return self._rule.settings
 
     def step(self) -> None:
         """Apply the gradients since the last step, and drop them.
 
-        In mode "sync" every rank must call it, also one without gradients, and it returns when all owners
-        have applied the step. In mode "async" a rank may call it alone.
-
-        Sends 8 bytes and one row of the compute dtype for each distinct row of another rank.
+        In mode "sync" every rank must call this, also without gradients. It returns when all owners have
+        applied the step. In mode "async" a rank may call it alone. Sends 8 bytes and one row of the compute
+        dtype for each distinct row of another rank.
 
         Raises:
-            ConfigError: on all ranks, when on one an embedding was called in a step with an unknown number of
-                targets, and the loss is a mean.
-            PeerError: a rank is dead, or did not call it within the time-out; the message names it.
+            ConfigError: on all ranks, if the loss is a mean and an embedding was called in a step with an
+                unknown number of targets.
+            PeerError: a rank is dead, or did not call this within the time limit. The message names the rank.
         """
-        taken = [param.take_gradients() for param in self.params]
-        used = [bool(gradients) for gradients in taken]
+        gradients_by_param = [param.take_gradients() for param in self.params]
+        used = [bool(gradients) for gradients in gradients_by_param]
         world_size = self.session.topology.world_size
         sums: list[RowSum | None] = []
         problem: DglxError | None = None
         try:
-            sums = [weighted_sum(gradients, self._reduction, world_size) for gradients in taken]
+            sums = [weighted_sum(gradients, self._reduction, world_size) for gradients in gradients_by_param]
         except ConfigError as error:
             problem = error
         self._exchange.step(sums, used, str(problem or ""))
@@ -137,19 +137,19 @@ class SparseOptimizer:
             raise problem
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop the gradients since the last step; a later ``backward`` of an earlier call still counts."""
+        """Drop the gradients since the last step. A later ``backward`` of an earlier call still counts."""
         for param in self.params:
             param.reset_trace()
 
     def flush(self) -> None:
-        """Wait until the gradients of all ranks are applied, as before evaluation; collective."""
+        """Wait until the gradients of all ranks are applied. Call it before evaluation. Collective."""
         self._exchange.flush()
 
     def staleness_report(self) -> StalenessReport:
         return self._exchange.report()
 
     def local_state_dict(self) -> dict[str, Any]:
-        """Return the settings, and the state of the rows that this rank owns, as DGL lays it out.
+        """Return the settings and the state of the rows that this rank owns, in the layout of DGL.
 
         ``{"params": {"lr", ..., "world_size"}, "emb_states": {name: {"ids": (k,) int64, "steps": int,
         "states": {state name: (k, d)}}}}``
@@ -166,18 +166,19 @@ class SparseOptimizer:
         return {"params": params, "emb_states": states}
 
     def load_local_state_dict(self, local_state_dict: Mapping[str, Any]) -> None:
-        """Load what :meth:`local_state_dict` returned on some rank, with rows of any rank.
+        """Load the result of :meth:`local_state_dict` of any rank, with rows of any rank.
 
-        Call it on all ranks, and a barrier afterwards. Of the settings it loads only ``lr``. ConfigError: it
-        is of other embeddings or of another kind of optimiser; nothing has changed.
+        Call it on all ranks, and a barrier afterwards. Of the settings it loads only ``lr``. Raises
+        ConfigError if the state belongs to other embeddings or another kind of optimizer. Nothing has changed
+        then.
         """
         tables = {table.embedding.name: table for table in self.tables}
         for name, entry in local_state_dict["emb_states"].items():
             known = sorted(tensor.name for tensor in tables[name].states) if name in tables else None
             if known != sorted(entry["states"]):
                 raise ConfigError(
-                    f"the state holds {sorted(entry['states'])} of {name!r}, this optimiser has "
-                    f"{known if known is not None else f'no embedding {name!r}'}; build it as it was"
+                    f"the state holds {sorted(entry['states'])} of {name!r}, but this optimizer has "
+                    f"{known if known is not None else f'no embedding {name!r}'}. Build the same optimizer."
                 )
         for name, entry in local_state_dict["emb_states"].items():
             for tensor in tables[name].states:
@@ -186,24 +187,20 @@ class SparseOptimizer:
         self.lr = float(local_state_dict["params"]["lr"])
 
     def save(self, f: str | bytes | PathLike[str]) -> None:
-        """Write the embeddings and the optimiser's state as the folder ``f``; collective.
+        """Write the embeddings and the state as the folder ``f``. Collective.
 
-        Each rank writes the rows it owns. All ranks must see the folder; it replaces an earlier one whole or
-        not at all.
-
-        Raises:
-            StorageError: on all ranks, when one cannot write, or ``f`` holds something other than saved
-                rows; its former content is unchanged.
+        Each rank writes the rows that it owns. All ranks must see the folder. It replaces an earlier one
+        completely or not at all. Raises StorageError on all ranks if one cannot write, or if ``f`` holds
+        something other than saved rows. Its former content is unchanged.
         """
         target = run_on_all_ranks(self.session, lambda: Path(fsdecode(f)))
         save_folder(self.session, target, *self.rows_to_save())
 
     def load(self, f: str | bytes | PathLike[str]) -> None:
-        """Load what :meth:`save` wrote on any number of ranks and servers; collective.
+        """Load the result of :meth:`save` on any number of ranks and servers. Collective.
 
-        Raises:
-            StorageError: on all ranks, when on one it is missing, damaged, or of another dataset, optimiser
-                or embeddings; nothing has changed.
+        Raises StorageError on all ranks if the folder is missing or damaged for one, or belongs to another
+        dataset, optimizer or embeddings. Nothing has changed then.
         """
         self.flush()
         run_on_all_ranks(self.session, lambda: self.check_saved(Path(fsdecode(f))))
@@ -211,15 +208,15 @@ class SparseOptimizer:
 
     @property
     def own_rows(self) -> list[torch.Tensor]:
-        """The rows that this rank saves, of embeddings and states, in memory that its server shares."""
+        """Rows that this rank saves, of embeddings and states, as views of shared memory."""
         return [view_owned_rows(tensor) for _, _, tensor in self._tensors()]
 
     def rows_to_save(
-        self, copied: Callable[[str, torch.Tensor], torch.Tensor] = lambda _name, rows: rows
+        self, copy: Callable[[str, torch.Tensor], torch.Tensor] = lambda _name, rows: rows
     ) -> tuple[WriteOwn, Mapping[str, object]]:
-        """Return what :meth:`save` writes: this rank's rows, and the index's facts; collective.
+        """Return a function that writes this rank's rows, and the facts of the index. Collective.
 
-        ``copied``: name and rows to a copy of them, which may be written while training goes on.
+        ``copy`` maps a name and rows to a copy of them, so that training can go on while they are written.
         """
         self.flush()
         rows = [
@@ -227,7 +224,7 @@ class SparseOptimizer:
                 name,
                 table.first,
                 make_column_info(tensor.dtype, tensor.shape[1:]),
-                copied(name, view_owned_rows(tensor)),
+                copy(name, view_owned_rows(tensor)),
             )
             for name, table, tensor in self._tensors()
         ]
@@ -238,45 +235,45 @@ class SparseOptimizer:
                 for name, first, info, own in rows
             ]
 
-        # After the copies: in mode "async" a rank that went on would change the others' rows. Steps differ
-        # between ranks there.
+        # This follows the copies. In mode "async" a rank that went on would change rows of others, and the
+        # number of steps differs between ranks.
         steps = gather_int64([table.steps for table in self.tables], self.session).max(axis=0)
         facts = {"lr": self.lr, "embeddings": self._facts(), "steps": steps.tolist()}
         return write_own, {**self._identity(), **facts}
 
     def check_saved(self, folder: Path) -> None:
-        """Raise StorageError unless ``folder`` holds this optimiser's tensors, with this rank's rows intact.
+        """Raise StorageError unless ``folder`` has this optimizer's tensors and this rank's rows are intact.
 
         The message names the first difference, or the missing or damaged file.
         """
         index = read_index(folder)
         facts = index.facts
-        for what, value in self._identity().items():
-            if facts.get(what) != value:
-                remedy = "use the dataset and the optimiser that it was saved with"
-                if what == "dataset":
-                    remedy = "use the dataset that it was saved with (dx.distribute cuts another one for "
-                    remedy += "another number of servers, unless parts= is given)"
+        for key, value in self._identity().items():
+            if facts.get(key) != value:
+                remedy = "Use the dataset and the optimizer that it was saved with."
+                if key == "dataset":
+                    remedy = "Use the dataset that it was saved with (dx.distribute cuts another one for "
+                    remedy += "another number of servers, unless parts= is given)."
                 raise StorageError(
-                    f"{folder} was saved with {what} {facts.get(what)!r}, this run has {value!r}; {remedy}"
+                    f"{folder} was saved with {key} {facts.get(key)!r}, but this run has {value!r}. {remedy}"
                 )
         if facts.get("embeddings") != self._facts():
             raise StorageError(
-                f"{folder} holds the embeddings {facts.get('embeddings')}, this optimiser has "
-                f"{self._facts()}; make them as they were, with name= and in the same order"
+                f"{folder} holds the embeddings {facts.get('embeddings')}, but this optimizer has "
+                f"{self._facts()}. Make the same embeddings, with name= and in the same order."
             )
         steps: Any = facts.get("steps")
         lr = facts.get("lr")
         are_counts = isinstance(steps, list) and all(isinstance(count, int) and count >= 0 for count in steps)
         if not isinstance(lr, int | float) or not are_counts or len(steps) != len(self.tables):
-            raise StorageError(f"{folder} is damaged: lr is {lr!r} and steps {steps!r}; use another copy")
+            raise StorageError(f"{folder} is damaged: lr is {lr!r} and steps {steps!r}. Use another copy.")
         for name, table, _ in self._tensors():
             check_rows(folder, index.tensor(name, folder), table.first, table.last)
 
     def read_saved(self, folder: Path) -> None:
-        """Overwrite this rank's rows and the settings by those of ``folder``, after :meth:`check_saved`.
+        """Load this rank's rows and the settings from ``folder``, after :meth:`check_saved`. Collective.
 
-        Collective. StorageError: a file cannot be read any more.
+        Raises StorageError if a file cannot be read any more.
         """
 
         def read_own() -> Mapping[str, object]:
@@ -293,7 +290,7 @@ class SparseOptimizer:
         barrier(self.session, f"loading {folder}")
 
     def close(self) -> None:
-        """Free the state and stop serving; collective. The embeddings stay."""
+        """Free the state and stop serving. The embeddings stay. Collective."""
         self.flush()
         barrier(self.session, f"closing {type(self).__name__}")
         self._exchange.close()
@@ -302,12 +299,12 @@ class SparseOptimizer:
                 state.delete()
 
     def _facts(self) -> list[dict[str, Any]]:
-        """Return what must be equal on all ranks, and when the rows are read, by embedding."""
+        """Return facts about each embedding that must be equal on all ranks, and when the rows are read."""
         weights = [param.weight for param in self.params]
         return [{"name": w.name, "shape": list(w.shape), "dtype": str(w.dtype)} for w in weights]
 
     def _identity(self) -> dict[str, object]:
-        """Return what else must be equal when a state is read; the dataset's ids are those of the rows."""
+        """Return further facts that must be equal when a state is read."""
         kind, dataset = self.saved_as or type(self).__name__, self.params[0].dataset
         return {"kind": kind, "dataset": dataset, "settings": dict(self.settings)}
 
@@ -318,51 +315,52 @@ class SparseOptimizer:
             for name, state in zip(table.rule.state_names, table.states, strict=True):
                 yield f"{number}.{name}", table, state
 
-    def _table(self, param: DistEmbedding, number: int) -> OwnedRows:
+    def _open_table(self, param: DistEmbedding, number: int) -> OwnedRows:
         policy, weight, states = param.part_policy, param.weight, []
-        for name in (f"{param.name}_{one}" for one in self._rule.state_names):
-            is_taken = policy.store.has(policy.hidden_key(name))
-            free = f"{name}-{number}" if is_taken else name
+        for state_name in self._rule.state_names:
+            name = f"{param.name}_{state_name}"
+            if policy.store.has(policy.hidden_key(name)):
+                name = f"{name}-{number}"
             states.append(
-                DistTensor(weight.shape, param.compute_dtype, free, part_policy=policy, is_gdata=False)
+                DistTensor(weight.shape, param.compute_dtype, name, part_policy=policy, is_gdata=False)
             )
         param.optm_state = tuple(states)
         return OwnedRows(param, states, self._rule)
 
 
-def _session_of(params: object) -> Session:
+def _find_session(params: object) -> Session:
     for param in params if isinstance(params, list | tuple) else (params,):
         if isinstance(param, DistEmbedding):
             return param.kvstore.session
     return current_session()
 
 
-def _checked(params: Sequence[DistEmbedding]) -> tuple[DistEmbedding, ...]:
+def _check_params(params: Sequence[DistEmbedding]) -> tuple[DistEmbedding, ...]:
     if isinstance(params, DistEmbedding):
-        raise ConfigError("params is a DistEmbedding; give a list of them: [embedding]")
-    checked = tuple(params)
-    for position, param in enumerate(checked):
+        raise ConfigError("params is a DistEmbedding. Pass a list: [embedding].")
+    embeddings = tuple(params)
+    for position, param in enumerate(embeddings):
         if not isinstance(param, DistEmbedding):
             raise ConfigError(
-                f"params[{position}] is a {type(param).__name__}; give DistEmbeddings here, and the "
-                "parameters of the model to an optimiser of torch.optim"
+                f"params[{position}] is a {type(param).__name__}. Pass DistEmbeddings here, and the "
+                "parameters of the model to an optimizer of torch.optim."
             )
-        if param.kvstore is not checked[0].kvstore:
-            raise ConfigError(f"{param.name!r} is of another graph; make one optimiser for each graph")
-    if not 1 <= len(checked) <= MAX_PARAMETERS:
-        raise ConfigError(f"params has {len(checked)} embeddings; give 1 to {MAX_PARAMETERS}")
-    keys = [param.weight.kvstore_key for param in checked]
+        if param.kvstore is not embeddings[0].kvstore:
+            raise ConfigError(f"{param.name!r} belongs to another graph. Make one optimizer for each graph.")
+    if not 1 <= len(embeddings) <= MAX_PARAMETERS:
+        raise ConfigError(f"params has {len(embeddings)} embeddings. Pass 1 to {MAX_PARAMETERS}.")
+    keys = [param.weight.kvstore_key for param in embeddings]
     if len(set(keys)) < len(keys):
-        raise ConfigError(f"params has an embedding twice: {[param.name for param in checked]}")
-    return checked
+        raise ConfigError(f"params contains an embedding twice: {[param.name for param in embeddings]}")
+    return embeddings
 
 
 @final
 class SparseSGD(SparseOptimizer):
     """``torch.optim.SGD`` without momentum, for embeddings.
 
-    ``mode``, ``staleness``, ``reduction`` and errors are explained at
-    :class:`~dglx_dist.graph.optim.SparseOptimizer`.
+    :class:`~dglx_dist.graph.optim.SparseOptimizer` explains ``mode``, ``staleness``, ``reduction`` and
+    errors.
     """
 
     def __init__(
@@ -379,9 +377,9 @@ class SparseSGD(SparseOptimizer):
 
 @final
 class SparseAdagrad(SparseOptimizer):
-    """``torch.optim.Adagrad`` for embeddings; keeps one row of squares beside each row.
+    """``torch.optim.Adagrad`` for embeddings. Keeps one row of squares for each row.
 
-    ``eps`` is added to the root of the sum of squares; the other arguments are as for :class:`SparseSGD`.
+    ``eps`` is added to the root of the sum of squares. The other arguments are those of :class:`SparseSGD`.
     """
 
     def __init__(
@@ -399,12 +397,11 @@ class SparseAdagrad(SparseOptimizer):
 
 @final
 class SparseAdam(SparseOptimizer):
-    """``torch.optim.SparseAdam`` for embeddings; keeps two rows of moments beside each row.
+    """``torch.optim.SparseAdam`` for embeddings. Keeps two rows of moments for each row.
 
     In mode "async" the step of the bias correction is the number of pushes that the owner has applied.
-
-    ``betas`` are the decay rates of the moments, ``eps`` is added to the root of the second one; the other
-    arguments are as for :class:`SparseSGD`.
+    ``betas`` are the decay rates of the moments, and ``eps`` is added to the root of the second moment. The
+    other arguments are those of :class:`SparseSGD`.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Ids of rows as users give them, and who owns them: partition book, row owners, and parts on servers."""
+"""Ids of rows, and who owns the rows: partition book, row owners, and parts on servers."""
 
 from __future__ import annotations
 
@@ -21,26 +21,26 @@ from dglx_dist.records import EDGE_TYPE, NODE_TYPE, Array, EdgeType, IdRanges, f
 
 @final
 class RowOwners:
-    """One owner rank for every row: the rows of a server in even, contiguous runs over its ranks.
+    """Assigns one owner rank to every row. The ranks of a server own even, contiguous runs of its rows.
 
-    All ranks of a server can read and overwrite its rows; only the owner makes updates that depend on the old
-    value (adding, an optimiser's step), so that none is lost.
+    All ranks of a server can read and overwrite its rows. Only the owner makes updates that depend on the old
+    value, such as an optimizer step, so that no update is lost.
 
-    ``bounds``: (S + 1,) int64; server s has the rows ``bounds[s]:bounds[s + 1]``.
+    ``bounds`` are (S + 1,) int64. Server s has the rows ``bounds[s]:bounds[s + 1]``.
     """
 
     def __init__(self, bounds: Array, topology: Topology) -> None:
         if bounds.shape != (topology.num_servers + 1,):
             raise ConfigError(
-                f"bounds have shape {bounds.shape} for {topology.num_servers} servers; give "
-                f"({topology.num_servers + 1},) first rows"
+                f"bounds have shape {bounds.shape} for {topology.num_servers} servers, but must have shape "
+                f"({topology.num_servers + 1},)"
             )
         self._bounds = bounds
         self._topology = topology
 
     @cached_property
     def starts(self) -> Array:
-        """(W + 1,) int64; rank r owns the rows ``starts[r]:starts[r + 1]``."""
+        """(W + 1,) int64 starts. Rank r owns the rows ``starts[r]:starts[r + 1]``."""
         starts = []
         for server in range(self._topology.num_servers):
             first, last = int(self._bounds[server]), int(self._bounds[server + 1])
@@ -50,11 +50,11 @@ class RowOwners:
 
     def find_rank(self, ids: Array) -> Array:
         """Return the (K,) int64 owner rank of each of the (K,) int64 ``ids``, which must be rows."""
-        # From the right: of ranks that start at the same row, only the last owns any.
+        # Search from the right. If several ranks start at the same row, only the last one owns any.
         return np.searchsorted(self.starts, ids, side="right") - 1
 
-    def range_of(self, rank: int) -> tuple[int, int]:
-        """Return the first row of ``rank`` and the one after its last."""
+    def get_range(self, rank: int) -> tuple[int, int]:
+        """Return the first row of ``rank``, and the end of its rows."""
         return int(self.starts[rank]), int(self.starts[rank + 1])
 
 
@@ -62,16 +62,17 @@ K = TypeVar("K", bound=Hashable)
 
 
 class PartitionBook:
-    """Owners and local ids of nodes and edges from range bounds; methods as DGL's RangePartitionBook.
+    """Owners and local ids of nodes and edges. The methods are those of DGL's RangePartitionBook.
 
-    A partition is what one server holds. Ids of one type are contiguous per partition. *Homogeneous* ids
-    number the nodes (edges) of all types together: partition by partition, and inside one type by type.
-    Answers are (K,) int64 tensors in the order of the (K,) ids asked for.
+    A partition is the share of one server. Ids of one type are contiguous per partition. *Homogeneous* ids
+    number the nodes (edges) of all types together: partition by partition, and type by type inside a
+    partition. Results are (K,) int64 tensors in the order of the (K,) ids.
 
     Args:
-        node_bounds, edge_bounds: Type -> (Q + 1,) int64; partition q owns the ids ``[q]:[q + 1]``.
-        partid: The partition of this rank.
-        num_trainers: Trainers that ``trainer_id`` numbers; None: the graph was not cut for trainers.
+        node_bounds, edge_bounds: Type to (Q + 1,) int64 bounds. Partition q owns the ids ``[q]:[q + 1]``.
+        partid: Partition of this rank.
+        num_trainers: Number of trainers that ``trainer_id`` numbers, or None if the graph was not cut for
+            them.
     """
 
     def __init__(
@@ -88,12 +89,12 @@ class PartitionBook:
 
     @property
     def ntypes(self) -> list[str]:
-        """Node types; the position of one is its type id."""
+        """Node types. The position of a type is its type id."""
         return list(self._nodes.types)
 
     @property
     def canonical_etypes(self) -> list[EdgeType]:
-        """Edge types as triples; the position of one is its type id."""
+        """Edge types as triples. The position of a type is its type id."""
         return list(self._edges.types)
 
     @property
@@ -118,10 +119,10 @@ class PartitionBook:
         return self._edges.total(None if etype is None else self.to_canonical_etype(etype))
 
     def to_canonical_etype(self, etype: str | EdgeType) -> EdgeType:
-        return canonical_etype(etype, self._edges.types)
+        return resolve_etype(etype, self._edges.types)
 
     def homogeneous(self) -> PartitionBook:
-        """Return the book of the homogeneous ids, as of one node type and one edge type."""
+        """Return the book of the homogeneous ids. It has one node type and one edge type."""
         return PartitionBook({NODE_TYPE: self._nodes.ends}, {EDGE_TYPE: self._edges.ends}, self.partid)
 
     def node_bounds(self, ntype: str = NODE_TYPE) -> Array:
@@ -131,22 +132,25 @@ class PartitionBook:
         return self._edges.bounds(self.to_canonical_etype(etype))
 
     def nid2partid(self, nids: Ids, ntype: str = NODE_TYPE) -> Tensor:
-        """Return the partition of each node; IndexError when an id does not exist."""
+        """Return the partition of each node. Raise IndexError if an id does not exist."""
         return self._nodes.owner(nids, ntype)
 
     def eid2partid(self, eids: Ids, etype: str | EdgeType = EDGE_TYPE) -> Tensor:
-        """Return the partition of each edge, which is its destination's."""
+        """Return the partition of each edge, which is the partition of its destination."""
         return self._edges.owner(eids, self.to_canonical_etype(etype))
 
     def partid2nids(self, partid: int, ntype: str = NODE_TYPE) -> Tensor:
-        """Return all node ids of a partition, ascending; ConfigError when there is no such partition."""
-        return self._nodes.ids_of(partid, ntype)
+        """Return all node ids of a partition, ascending. Raise ConfigError if there is no such partition."""
+        return self._nodes.list_ids(partid, ntype)
 
     def partid2eids(self, partid: int, etype: str | EdgeType = EDGE_TYPE) -> Tensor:
-        return self._edges.ids_of(partid, self.to_canonical_etype(etype))
+        return self._edges.list_ids(partid, self.to_canonical_etype(etype))
 
     def nid2localnid(self, nids: Ids, partid: int, ntype: str = NODE_TYPE) -> Tensor:
-        """Return the ids relative to the first node of ``partid``; IndexError when it does not own them."""
+        """Return the ids relative to the first node of ``partid``.
+
+        Raise IndexError if it does not own them.
+        """
         return self._nodes.local(nids, partid, ntype)
 
     def eid2localeid(self, eids: Ids, partid: int, etype: str | EdgeType = EDGE_TYPE) -> Tensor:
@@ -167,17 +171,17 @@ class PartitionBook:
         return self._edges.join_types(ids, self.to_canonical_etype(etype))
 
 
-def canonical_etype(etype: str | EdgeType | None, known: Sequence[EdgeType]) -> EdgeType:
-    """Return the triple of ``etype``: one, a relation, ``source:relation:destination``; None: the only."""
-    found = [triple for triple in known if etype is None or etype in (triple, triple[1])]
-    found = found or [triple for triple in known if format_type(triple) == etype]
-    if len(found) == 1:
-        return found[0]
-    listed = ", ".join(map(format_type, known))
+def resolve_etype(etype: str | EdgeType | None, known: Sequence[EdgeType]) -> EdgeType:
+    """Return the triple of ``etype``: a triple, a relation, ``source:relation:destination``, or None."""
+    candidates = [triple for triple in known if etype is None or etype in (triple, triple[1])]
+    candidates = candidates or [triple for triple in known if format_type(triple) == etype]
+    if len(candidates) == 1:
+        return candidates[0]
+    names = ", ".join(map(format_type, known))
     if etype is None:
-        raise ConfigError(f"the graph has the edge types {listed}; say which with etype=")
-    problem = "several edge types have the relation" if found else "there is no edge type"
-    raise ConfigError(f"{problem} {etype!r}; give one of {listed}")
+        raise ConfigError(f"the graph has the edge types {names}. Choose one with etype=.")
+    problem = "several edge types have the relation" if candidates else "there is no edge type"
+    raise ConfigError(f"{problem} {etype!r}. Use one of {names}.")
 
 
 class _Ranges(Generic[K]):
@@ -202,18 +206,20 @@ class _Ranges(Generic[K]):
     def total(self, key: K | None) -> int:
         return int(self._ids.counts.sum() if key is None else self.bounds(key)[-1])
 
-    def _checked(self, ids: Ids, key: K) -> Array:
+    def _check_ids(self, ids: Ids, key: K) -> Array:
         return as_ids(ids, self.total(key), f"the {self._what} of type {key!r}")
 
     def owner(self, ids: Ids, key: K) -> Tensor:
-        return torch.from_numpy(np.searchsorted(self.bounds(key), self._checked(ids, key), side="right") - 1)
+        return torch.from_numpy(
+            np.searchsorted(self.bounds(key), self._check_ids(ids, key), side="right") - 1
+        )
 
-    def ids_of(self, partition: int, key: K) -> Tensor:
-        return torch.arange(*self._range_of(partition, key))
+    def list_ids(self, partition: int, key: K) -> Tensor:
+        return torch.arange(*self._get_range(partition, key))
 
     def local(self, ids: Ids, partition: int, key: K) -> Tensor:
-        first, last = self._range_of(partition, key)
-        local = self._checked(ids, key) - first
+        first, last = self._get_range(partition, key)
+        local = self._check_ids(ids, key) - first
         check_ids(local, last - first, f"partition {partition} (ids counted from its first, {first})")
         return torch.from_numpy(local)
 
@@ -222,18 +228,20 @@ class _Ranges(Generic[K]):
         return torch.from_numpy(kinds), torch.from_numpy(within)
 
     def join_types(self, ids: Ids, key: K) -> Tensor:
-        return torch.from_numpy(self._ids.from_typed(self.types.index(key), self._checked(ids, key)))
+        return torch.from_numpy(self._ids.from_typed(self.types.index(key), self._check_ids(ids, key)))
 
-    def _range_of(self, partition: int, key: K) -> tuple[int, int]:
+    def _get_range(self, partition: int, key: K) -> tuple[int, int]:
         bounds = self.bounds(key)
         if not 0 <= partition < self.num_partitions:
-            raise ConfigError(f"there is no partition {partition}; they are 0 to {self.num_partitions - 1}")
+            raise ConfigError(
+                f"there is no partition {partition}. Partitions are 0 to {self.num_partitions - 1}."
+            )
         return int(bounds[partition]), int(bounds[partition + 1])
 
 
 @dataclass(frozen=True)
 class Placement:
-    """Assignment of a dataset's parts to servers in contiguous blocks, as even as possible."""
+    """Assigns the parts of a dataset to servers in contiguous blocks that are as even as possible."""
 
     num_parts: int
     topology: Topology
@@ -242,18 +250,18 @@ class Placement:
         servers = self.topology.num_servers
         if self.num_parts < servers:
             raise ConfigError(
-                f"the dataset has {self.num_parts} part(s) but the run has {servers} servers; partition it "
+                f"the dataset has {self.num_parts} part(s) but the run has {servers} servers. Partition it "
                 f"again with `dglx partition DATA --parts {servers} --out DIR`, or start "
-                f"{self.num_parts} server(s)"
+                f"{self.num_parts} server(s)."
             )
 
     @cached_property
     def server_of_part(self) -> Array:
-        """(P,) int64: server of part p is p * S // P."""
+        """(P,) int64 server of each part. Part p is on server p * S // P."""
         return np.arange(self.num_parts, dtype=np.int64) * self.topology.num_servers // self.num_parts
 
     def parts_of_server(self, server: int) -> range:
-        """Return the parts of ``server``: consecutive, and at least one."""
+        """Return the consecutive parts of ``server``. There is at least one."""
         first, last = np.searchsorted(self.server_of_part, [server, server + 1], side="left")
         return range(int(first), int(last))
 
@@ -262,13 +270,13 @@ class Placement:
         return self.parts_of_server(self.topology.server)
 
     def server_offsets(self, offsets: Array) -> Array:
-        """Merge (P + 1,) int64 id offsets of parts into (S + 1,) int64 ones of servers."""
+        """Merge (P + 1,) int64 id offsets of parts into (S + 1,) int64 offsets of servers."""
         servers = np.arange(self.topology.num_servers + 1)
         return np.asarray(offsets, dtype=np.int64)[np.searchsorted(self.server_of_part, servers, side="left")]
 
     @cached_property
     def serving_ranks(self) -> tuple[int, ...]:
-        """The rank that this rank asks for rows of each server; itself for its own server.
+        """Ranks that this rank asks for rows of each server. For its own server, this is the rank itself.
 
         Local rank i asks local rank i modulo the number of the other server's ranks, which spreads the load.
         """
@@ -277,12 +285,13 @@ class Placement:
 
 
 MAX_MESSAGE_BYTES = FRAME_BYTES
-"""Rows of one message, which one frame holds; more are split, so that rows are placed while others are in
-transit. Replies of 1 MiB cost the serving rank 1.5 times the processor time in a measurement."""
+"""Maximum size in bytes of the rows of one message, which one frame holds. More rows are split, so that rows
+are placed while others are in transit. Replies of 1 MiB took 1.5 times the processor time of the serving
+rank."""
 
 
 def rows_per_message(row_bytes: int) -> int:
-    """Return the most rows of ``row_bytes``, each with its id, for one message; at least 1."""
+    """Return the maximum number of rows of ``row_bytes``, each with its id, for one message. At least 1."""
     return max(1, MAX_MESSAGE_BYTES // max(row_bytes, 8))
 
 
@@ -291,40 +300,41 @@ def split_ids(
 ) -> Array:
     """Return the share of ``topology.rank`` in the ascending, distinct (n,) int64 ``ids``.
 
-    ``bounds``: (S + 1,) int64 id ranges of the servers; ``trainer_of``: (n,) preferred rank of each id.
+    ``bounds`` are the (S + 1,) int64 id ranges of the servers, and ``trainer_of`` is the (n,) preferred rank
+    of each id.
     """
     server = topology.server
     ranks = topology.ranks_of_server(server)
     if force_even:
-        of_ranks = _even_quota(len(ids), topology.world_size)
-        quota = of_ranks[ranks[0] : ranks[-1] + 1]
-        first = int(of_ranks[: ranks[0]].sum())
+        rank_quota = _compute_even_quota(len(ids), topology.world_size)
+        quota = rank_quota[ranks[0] : ranks[-1] + 1]
+        first = int(rank_quota[: ranks[0]].sum())
         last = first + int(quota.sum())
     else:
-        first, last = (int(at) for at in np.searchsorted(ids, bounds[server : server + 2]))
-        quota = _even_quota(last - first, len(ranks))
+        first, last = np.searchsorted(ids, bounds[server : server + 2]).tolist()
+        quota = _compute_even_quota(last - first, len(ranks))
     preferred = None if trainer_of is None else trainer_of[first:last] - ranks[0]
     if preferred is not None and not force_even:
         known = preferred[(preferred >= 0) & (preferred < len(ranks))]
-        others = _even_quota(len(preferred) - len(known), len(ranks))
-        quota = np.bincount(known, minlength=len(ranks)) + others
-    # At random, equally on every rank; servers differ and runs repeat.
+        unassigned_quota = _compute_even_quota(len(preferred) - len(known), len(ranks))
+        quota = np.bincount(known, minlength=len(ranks)) + unassigned_quota
+    # The order is random but the same on every rank and in every run. It differs between servers.
     order = np.random.default_rng(server).permutation(last - first)
     owner = np.repeat(np.arange(len(ranks)), quota)
     if preferred is not None:
-        # A local rank that does not exist stands for any.
-        owner = _preferred_owners(preferred[order], quota)
+        # A local rank that does not exist stands for any rank.
+        owner = _assign_preferred(preferred[order], quota)
     return np.sort(ids[first:last][order[owner == topology.local_rank]])
 
 
-def _even_quota(num_ids: int, num_ranks: int) -> Array:
+def _compute_even_quota(num_ids: int, num_ranks: int) -> Array:
     """Return (``num_ranks``,) counts that sum to ``num_ids`` and differ by at most 1."""
     base, extra = divmod(num_ids, num_ranks)
     return base + (np.arange(num_ranks) < extra).astype(np.int64)
 
 
-def _preferred_owners(preferred: Array, quota: Array) -> Array:
-    """Assign each position to its preferred rank up to that rank's quota, and the rest to any rank."""
+def _assign_preferred(preferred: Array, quota: Array) -> Array:
+    """Assign each position to its preferred rank up to the quota of that rank, and the others to any rank."""
     owner = np.full(len(preferred), -1, dtype=np.int64)
     for rank, size in enumerate(quota):
         owner[np.flatnonzero(preferred == rank)[:size]] = rank
@@ -334,21 +344,21 @@ def _preferred_owners(preferred: Array, quota: Array) -> Array:
 
 
 Ids: TypeAlias = Tensor | Array | Sequence[int] | int | slice
-"""Integers, a list of them, one integer, a slice, or a mask over all rows: bool, or uint8 in a tensor."""
+"""Integers, a list of integers, one integer, a slice, or a mask over all rows: bool, or uint8 in a tensor."""
 
 
 def as_array(values: Tensor | Array | Sequence[int] | int) -> Array:
-    """Return ``values`` as a NumPy array, without a copy where possible."""
+    """Return ``values`` as a NumPy array, without a copy if possible."""
     if isinstance(values, Tensor):
         return ids_on_host(values).numpy()
     return np.asarray(values)
 
 
 def as_ids(index: Ids, count: int, what: str) -> Array:
-    """Return the ids that ``index`` names, each in [0, ``count``); raises as :func:`integer_ids`.
+    """Return the ids that ``index`` names, each in [0, ``count``).
 
-    Raises:
-        IndexError: an id is out of range; the message has the first one and its position.
+    Raises IndexError as for :func:`integer_ids`, or an id is out of range. The message shows the first one
+    and its position.
     """
     ids = integer_ids(index, count, what)
     check_ids(ids, count, what)
@@ -358,9 +368,8 @@ def as_ids(index: Ids, count: int, what: str) -> Array:
 def integer_ids(index: Ids, count: int, what: str) -> Array:
     """Return the (K,) int64 ids, in any range, that ``index`` names among the ``count`` rows of ``what``.
 
-    Raises:
-        IndexError: a mask has another length, or ``index`` is not one-dimensional or not of integers, or
-            its dtype is uint8 and it could be a mask or ids.
+    Raises IndexError if a mask has another length, ``index`` is not one-dimensional or not of integers, or it
+    is uint8 and could be a mask or ids.
     """
     if isinstance(index, slice):
         return np.arange(*index.indices(count), dtype=np.int64)
@@ -368,7 +377,9 @@ def integer_ids(index: Ids, count: int, what: str) -> Array:
     if ids.dtype == np.uint8 and ids.ndim == 1:
         ids = _read_bytes(ids, count, what, is_tensor=isinstance(index, Tensor))
     if ids.ndim != 1:
-        raise IndexError(f"{what} is indexed with an array of shape {ids.shape}; give one of one dimension")
+        raise IndexError(
+            f"{what} is indexed with an array of shape {ids.shape}. Use a one-dimensional array."
+        )
     if ids.dtype == np.bool_:
         if len(ids) != count:
             raise IndexError(f"{what} has {count} rows but the mask has {len(ids)} elements")
@@ -376,23 +387,23 @@ def integer_ids(index: Ids, count: int, what: str) -> Array:
     if len(ids) == 0:
         return np.empty(0, dtype=np.int64)
     if ids.dtype.kind not in "iu":
-        raise IndexError(f"{what} is indexed with {ids.dtype} values; give integers or a bool mask")
+        raise IndexError(f"{what} is indexed with {ids.dtype} values. Use integers or a bool mask.")
     return np.ascontiguousarray(ids, dtype=np.int64)
 
 
 def _read_bytes(values: Array, count: int, what: str, *, is_tensor: bool) -> Array:
-    """Return a uint8 index as a bool mask (torch's reading, for tensors) or as ids (NumPy's, for arrays)."""
+    """Return a uint8 index as a bool mask for tensors, as torch does, or as ids for arrays, as NumPy does."""
     is_mask_like = len(values) == count and (is_tensor or values.max(initial=0) <= 1)
     if is_tensor != is_mask_like:
         raise IndexError(
             f"{what} has {count} rows and is indexed with {len(values)} uint8 values, which torch reads as a "
-            "mask and NumPy as ids; convert a mask to bool, or ids to int64"
+            "mask and NumPy as ids. Convert a mask to bool, or ids to int64."
         )
     return values.astype(np.bool_) if is_tensor else values
 
 
 def as_ids_or_all(index: Ids | None, count: int, what: str) -> Array:
-    """Return the ids that ``index`` names, as :func:`as_ids`; all for None or DGL's ``"__ALL__"``."""
+    """Return the ids that ``index`` names, as :func:`as_ids`. None and DGL's ``"__ALL__"`` name all ids."""
     if index is None or isinstance(index, str):
         return np.arange(count, dtype=np.int64)
     return as_ids(index, count, what)

@@ -1,7 +1,7 @@
-"""Compiled kernels on rows of any dtype, without the interpreter lock: copies, cache lookup, plans, sums.
+"""Compiled kernels on rows of any dtype that release the interpreter lock: copies, plans, sums.
 
-Rows are copied as machine words: an array of N rows is viewed as (N, words) unsigned integers of the
-widest size that divides a row and fits the alignment of both sides, so one kernel serves all dtypes.
+Rows are copied as machine words. An array of N rows is viewed as (N, words) unsigned integers of the widest
+size that divides a row and fits the alignment of both sides, so one kernel serves all dtypes.
 """
 
 import mmap
@@ -28,14 +28,13 @@ _TORCH: dict[str, torch.dtype] = {name: getattr(torch, name) for name in DTYPES}
 
 @cache
 def torch_dtype(name: str) -> torch.dtype:
-    """Return torch's dtype for a column's dtype; ConfigError when no column can have it."""
+    """Return torch's dtype for the dtype of a column. Raise ConfigError if no column can have it."""
     if name not in _TORCH:
-        raise ConfigError(f"a column cannot have dtype {name!r}; use one of {', '.join(_TORCH)}")
+        raise ConfigError(f"a column cannot have dtype {name!r}. Use one of {', '.join(_TORCH)}.")
     return _TORCH[name]
 
 
 def make_column_info(dtype: torch.dtype | str, row_shape: tuple[int, ...]) -> ColumnInfo:
-    """Describe a column of ``dtype``, torch's or a name; ConfigError when no column can have it."""
     name = str(dtype).removeprefix("torch.")
     torch_dtype(name)
     return ColumnInfo(dtype=name, row_shape=row_shape)
@@ -53,7 +52,6 @@ def view_as_numpy(rows: Tensor) -> Array:
 
 
 def view_as_tensor(rows: Array, info: ColumnInfo) -> Tensor:
-    """View a column's array as a tensor of the column's dtype."""
     if info.dtype == "bfloat16":
         return torch.from_numpy(rows.view("int16")).view(torch.bfloat16)
     return torch.from_numpy(rows)
@@ -72,15 +70,15 @@ def read_ahead(rows: Array, row: int) -> None:
 
 @intrinsic
 def _prefetch(_context: Any, rows: Any, _row: Any, _column: Any) -> Any:
-    """LLVM's prefetch of ``rows[row, column]``; its hint for writing measured no difference in updates."""
+    """Prefetch ``rows[row, column]`` with LLVM. Its hint for writing made no difference in measurements."""
 
     def make(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         kind = signature.args[0]
         array = context.make_array(kind)(context, builder, arguments[0])
         place = cgutils.get_item_pointer(context, builder, kind, array, list(arguments[1:]))
         byte, word = ir.IntType(8).as_pointer(), ir.IntType(32)
-        made = ir.FunctionType(ir.VoidType(), [byte, word, word, word])
-        prefetch = cgutils.get_or_insert_function(builder.module, made, "llvm.prefetch.p0i8")
+        signature_type = ir.FunctionType(ir.VoidType(), [byte, word, word, word])
+        prefetch = cgutils.get_or_insert_function(builder.module, signature_type, "llvm.prefetch.p0i8")
         for_reading, locality, data_cache = (ir.Constant(word, value) for value in (0, 3, 1))
         builder.call(prefetch, [builder.bitcast(place, byte), for_reading, locality, data_cache])
         return context.get_dummy_value()
@@ -91,13 +89,16 @@ def _prefetch(_context: Any, rows: Any, _row: Any, _column: Any) -> Any:
 _WORDS: dict[int, np.dtype[Any]] = {size: np.dtype(f"u{size}") for size in (8, 4, 2, 1)}
 
 _AHEAD = 8
-"""Rows between the prefetched one and the copied one: rows lie anywhere in memory."""
+"""Number of rows between the prefetched row and the copied row."""
 
 
 def view_as_words(source: Array, out: Array) -> tuple[Array, Array]:
-    """View C-contiguous (n, *row) arrays, not empty and with rows of one size, as (n, words) of one width."""
+    """View C-contiguous (n, *row) arrays as (n, words) of one width.
+
+    They are not empty and have equal rows.
+    """
     row_bytes = source.nbytes // len(source)
-    # The lowest bit that is set in any of these: the widest word that divides all of them.
+    # The lowest bit that is set in any of these is the widest word that divides all of them.
     aligned = source.ctypes.data | out.ctypes.data | row_bytes | 8
     word = _WORDS[aligned & -aligned]
     words = row_bytes // word.itemsize
@@ -110,7 +111,8 @@ def view_as_words(source: Array, out: Array) -> tuple[Array, Array]:
 def gather_rows(source: Array, first: int, ids: Array, out: Array) -> None:
     """Copy ``source[ids[k] - first]`` to ``out[k]`` for every k whose row is in ``source``.
 
-    ``source`` (n, *row) and ``out`` (K, *row) have one dtype and are C-contiguous; (K,) int64 ``ids``.
+    ``source`` (n, *row) and ``out`` (K, *row) are C-contiguous and have the same dtype. ``ids`` are (K,)
+    int64.
     """
     if len(ids) and source.size:
         source_words, out_words = view_as_words(source, out)
@@ -118,7 +120,7 @@ def gather_rows(source: Array, first: int, ids: Array, out: Array) -> None:
 
 
 def take_rows(source: Array, places: Array, out: Array | None = None) -> Array:
-    """Copy the rows at (K,) int64 ``places`` to ``out`` (None: new memory), faster than indexing."""
+    """Copy the rows at (K,) int64 ``places`` to ``out`` or new memory. This is faster than indexing."""
     if out is None:
         out = np.empty((len(places), *source.shape[1:]), source.dtype)
     gather_rows(source, 0, places, out)
@@ -128,10 +130,10 @@ def take_rows(source: Array, places: Array, out: Array | None = None) -> Array:
 def scatter_rows(rows: Array, target: Array, first: int, ids: Array) -> None:
     """Copy ``rows[k]`` to ``target[ids[k] - first]`` for every k whose row is in ``target``.
 
-    Shapes are as for :func:`gather_rows`; of several values for one row the last stays.
+    Shapes are those of :func:`gather_rows`. Of several values for one row the last one wins.
     """
-    here = np.flatnonzero((ids >= first) & (ids < first + len(target)))
-    move_rows(rows, here, target, ids[here] - first)
+    selected = np.flatnonzero((ids >= first) & (ids < first + len(target)))
+    move_rows(rows, selected, target, ids[selected] - first)
 
 
 def move_rows(source: Array, rows: Array, out: Array, places: Array) -> None:
@@ -142,21 +144,21 @@ def move_rows(source: Array, rows: Array, out: Array, places: Array) -> None:
 
 
 def check_answer(rows: Array, out: Array, count: int) -> None:
-    """Raise ValueError unless ``rows`` of another rank are ``count`` rows like those of ``out``."""
+    """Raise ValueError unless ``rows`` from another rank are ``count`` rows like those of ``out``."""
     shape = (count, *out.shape[1:])
     if rows.shape != shape or rows.dtype != out.dtype:
         raise ValueError(
-            f"the answer of another rank is {rows.dtype} of shape {rows.shape}, asked for was {out.dtype} of "
-            f"shape {shape}; all ranks must run the same version on the same dataset"
+            f"another rank sent {rows.dtype} of shape {rows.shape}, but the request was for {out.dtype} of "
+            f"shape {shape}. All ranks must run the same version on the same dataset."
         )
 
 
 def spread_rows(
     rows: Array, out: Array, starts: Array, positions: Array, first_slot: int, last_slot: int
 ) -> None:
-    """Copy row k of ``rows``, which need not be aligned, to each position of slot ``first_slot + k``.
+    """Copy row k of ``rows`` to each position of slot ``first_slot + k``. ``rows`` need not be aligned.
 
-    ``starts`` and ``positions`` are as in :class:`RemotePlan`. Raises as :func:`check_answer`.
+    ``starts`` and ``positions`` are those of :class:`RemotePlan`. Raises as :func:`check_answer`.
     """
     check_answer(rows, out, last_slot - first_slot)
     ends = starts[first_slot : last_slot + 1]
@@ -169,10 +171,10 @@ _madvise = types.ExternalFunction("madvise", types.intc(types.uintp, types.uintp
 
 
 def read_from_disk(arrays: Sequence[Array]) -> bool:
-    """Whether memory-mapped arrays take more than half the free memory; if so, prepare them for it.
+    """Return whether memory-mapped arrays take more than half the free memory. If so, prepare to read rows.
 
-    The kernel then reads only the pages that are used: around each it would else read up to megabytes, and
-    drop pages that are used again. Ask for rows with :func:`request_rows` before they are copied.
+    The kernel then reads only the pages that are used. Otherwise it would read up to megabytes around each
+    page and drop pages that are used again. Call :func:`request_rows` before rows are copied.
     """
     exceeds = sum(array.nbytes for array in arrays) > machine_memory()[1] // 2
     for array in arrays if exceeds else ():
@@ -182,7 +184,7 @@ def read_from_disk(arrays: Sequence[Array]) -> bool:
 
 
 def request_rows(source: Array, first: int, ids: Array) -> None:
-    """Start to read the rows that :func:`gather_rows` will copy from a file, in its order; do not wait."""
+    """Start to read the rows that :func:`gather_rows` will copy from a file. Does not wait."""
     places = np.sort(ids[(ids >= first) & (ids < first + len(source))]) - first
     if len(places) and source.size:
         _request(source.ctypes.data, source.nbytes // len(source), places)
@@ -190,7 +192,7 @@ def request_rows(source: Array, first: int, ids: Array) -> None:
 
 @njit(cache=True, nogil=True)
 def _advise(start: int, begin: int, end: int, advice: int) -> None:
-    # What cannot be advised is read when it is used.
+    # Ignore failures. Pages without advice are read when they are used.
     page = (start + begin) // _PAGE_BYTES * _PAGE_BYTES
     _madvise(np.uintp(page), np.uintp(start + end - page), np.int32(advice))
 
@@ -211,7 +213,7 @@ def _gather(source: Array, first: int, ids: Array, out: Array) -> None:
     count, words = source.shape
     last = ids.shape[0] - 1
     for k in range(ids.shape[0]):
-        # Unsigned, so that an id below `first` becomes a huge one: one comparison checks both ends.
+        # Unsigned numbers turn an id below `first` into a huge one, so one comparison checks both ends.
         coming = np.uint64(ids[min(k + _AHEAD, last)] - first)
         if coming < np.uint64(count):
             read_ahead(source, coming)
@@ -236,7 +238,7 @@ def _move(source: Array, rows: Array, out: Array, places: Array) -> None:
 def find_first_outside(ids: Array, count: int) -> int:
     """Return the position of the first of the (K,) int64 ``ids`` outside [0, ``count``), or -1."""
     num_bad = 0
-    # No early exit in the first loop: it then runs on vector registers.
+    # Without an early exit, the first loop runs on vector registers.
     for k in range(ids.shape[0]):
         if np.uint64(ids[k]) >= np.uint64(count):
             num_bad += 1
@@ -255,18 +257,18 @@ def check_ids(ids: Array, count: int, what: str) -> None:
 
 
 DIRECT_LIMIT = 1 << 26
-"""Most ids for which a table has an entry per id (4 bytes each, 256 MiB per server); above, it is hashed."""
+"""Maximum number of ids of a direct table (4 bytes each, 256 MiB per server). Larger tables are hashed."""
 
 _LEAST_BITS = 4
 
 
 class SlotTable(NamedTuple):
-    """Slots of cached rows by id, a direct or a hash table; filled by :func:`fill_table`."""
+    """Table from ids to slots of cached rows, direct or hashed. :func:`fill_table` fills it."""
 
     slots: Array
-    """(N,) int32, -1 for ids that are not cached; in a hash table the slot of each of ``keys``."""
+    """Direct: (N,) int32 slots, -1 for ids that are not cached. Hashed: the slot of each of ``keys``."""
     keys: Array
-    """() in a direct table; else a power of two of int64 ids, -1 in free places."""
+    """Direct: length 0. Hashed: int64 ids, -1 in free places. The length is a power of two."""
 
 
 NO_SLOTS = SlotTable(np.empty(0, np.int32), np.empty(0, np.int64))
@@ -275,8 +277,8 @@ NO_SLOTS = SlotTable(np.empty(0, np.int32), np.empty(0, np.int64))
 def compute_table_sizes(count: int, num_ids: int, direct_limit: int = DIRECT_LIMIT) -> tuple[int, int]:
     """Return the lengths of ``slots`` and ``keys`` for ``count`` cached of ``num_ids`` ids.
 
-    A hash table is at most half full: 24 to 48 bytes per cached row. A direct table takes 4 bytes per id and
-    is chosen if it is smaller, or ``num_ids`` is at most ``direct_limit``.
+    A hash table is at most half full and takes 24 to 48 bytes per cached row. A direct table takes 4 bytes
+    per id. It is chosen if it is smaller, or if ``num_ids`` is at most ``direct_limit``.
     """
     bits = max(_LEAST_BITS, (2 * count - 1).bit_length())
     if num_ids <= direct_limit or 4 * num_ids <= 12 << bits:
@@ -296,7 +298,7 @@ def fill_table(table: SlotTable, ids: Array) -> None:
 
 @njit(cache=True, nogil=True)
 def find_slot(table: SlotTable, key: int) -> int:
-    """Return the slot of the id ``key``, or -1."""
+    """Return the slot of the id ``key``, or -1 if it is not cached."""
     if len(table.slots) == 0:
         return -1
     return int(table.slots[find_place(table.keys, key)])
@@ -304,72 +306,72 @@ def find_slot(table: SlotTable, key: int) -> int:
 
 @njit(cache=True, nogil=True)
 def find_place(keys: Array, key: int) -> np.uint64:
-    """Return the place of the id ``key`` in a table, or the free one where it belongs."""
+    """Return the place of the id ``key`` in a table, or the free place where it belongs."""
     if len(keys) == 0:
         return np.uint64(key)
-    # Fibonacci hashing: the high half of the product, cut to the length, which is a power of two.
+    # Fibonacci hashing takes the high half of the product and cuts it to the length, a power of two.
     mask = np.uint64(len(keys) - 1)
-    at = ((np.uint64(key) * np.uint64(0x9E3779B97F4A7C15)) >> np.uint64(32)) & mask
-    while keys[at] >= 0 and keys[at] != key:
-        at = (at + np.uint64(1)) & mask
-    return at
+    place = ((np.uint64(key) * np.uint64(0x9E3779B97F4A7C15)) >> np.uint64(32)) & mask
+    while keys[place] >= 0 and keys[place] != key:
+        place = (place + np.uint64(1)) & mask
+    return place
 
 
 @njit(cache=True, nogil=True)
 def _insert(table: SlotTable, ids: Array) -> None:
     for slot in range(len(ids)):
-        at = find_place(table.keys, ids[slot])
-        table.keys[at] = ids[slot]
-        table.slots[at] = slot
+        place = find_place(table.keys, ids[slot])
+        table.keys[place] = ids[slot]
+        table.slots[place] = slot
 
 
 MAX_IDS = 1 << 20
-"""Ids of one request; more are split into several."""
+"""Maximum number of ids of one request. More ids are split into several requests."""
 
 
 class RemotePlan(NamedTuple):
-    """The remote part of K requested ids, grouped by server; a slot is a distinct remote id to request."""
+    """The remote part of K requested ids, grouped by server. A slot is a distinct remote id to request."""
 
     ids: Array
-    """(slots,) int64 distinct remote ids, grouped by server, within one in order of appearance."""
+    """(slots,) int64 distinct remote ids, grouped by server, within a server in order of appearance."""
     server_starts: Array
-    """(S + 1,) int64; the slots of server s are ``[s]:[s + 1]``, none for the local one."""
+    """(S + 1,) int64 starts. The slots of server s are ``[s]:[s + 1]``. The local server has none."""
     starts: Array
-    """(slots + 1,) int64; slot s is requested at ``positions[starts[s]:starts[s + 1]]``."""
+    """(slots + 1,) int64 starts. Slot s is requested at ``positions[starts[s]:starts[s + 1]]``."""
     positions: Array
     """(remote places,) int64 positions in the requested ids."""
     hit_places: Array
-    """(hits,) int64 ascending positions in the requested ids of other servers' ids that are cached here."""
+    """(hits,) int64 ascending positions of remote ids that are cached here, in the requested ids."""
     hit_slots: Array
     """(hits,) int64 rows of the cache."""
 
     def requests(self, ranks: Sequence[int], max_ids: int = MAX_IDS) -> list[tuple[int, int, int]]:
         """Return (rank, first slot, last slot) of each message, at most ``max_ids`` slots long.
 
-        ``ranks``: whom to ask for the rows of each server.
+        ``ranks`` are the ranks to ask for the rows of each server.
         """
-        found = []
+        messages = []
         for rank, (first, last) in zip(ranks, pairwise(self.server_starts.tolist()), strict=True):
             for begin in range(first, last, max_ids):
-                found.append((rank, begin, min(begin + max_ids, last)))
-        return found
+                messages.append((rank, begin, min(begin + max_ids, last)))
+        return messages
 
 
 def plan_remote(
     ids: Array, bounds: Array, own_server: int, cached: SlotTable = NO_SLOTS, *, distinct: bool = False
 ) -> RemotePlan:
-    """Split (K,) int64 ``ids`` into those of the local server, those that are cached, and those to request.
+    """Split (K,) int64 ``ids`` into ids of the local server, cached ids, and ids to request.
 
-    ``bounds``: (S + 1,) int64; server s owns the ids ``bounds[s]:bounds[s + 1]``. ``distinct``: no id is
-    repeated, which saves the search for repeats.
+    ``bounds`` are (S + 1,) int64. Server s owns the ids ``bounds[s]:bounds[s + 1]``. ``distinct`` promises
+    that no id is repeated, which saves a search.
     """
     return RemotePlan(*_plan(ids, bounds, own_server, cached, distinct))
 
 
 def number_distinct(ids: Array) -> tuple[Array, Array]:
     """Return the distinct (K,) int64 ``ids`` in order of appearance, and the (K,) int64 index of each."""
-    find_place = np.empty(len(ids), np.int64)
-    return _distinct(ids, np.arange(len(ids)), find_place), find_place
+    index = np.empty(len(ids), np.int64)
+    return _find_distinct(ids, np.arange(len(ids)), index), index
 
 
 @njit(cache=True, nogil=True)
@@ -382,7 +384,7 @@ def _plan(ids: Array, bounds: Array, own: int, cached: SlotTable, is_distinct: b
         return ids[positions], server_starts, np.arange(len(places) + 1), positions, hit_places, hit_slots
 
     slot_of_place = np.empty(len(places), np.int64)
-    distinct = _distinct(ids, places, slot_of_place)
+    distinct = _find_distinct(ids, places, slot_of_place)
     new_slot, server_starts = group_by_range(distinct, bounds)
     grouped = np.empty(len(distinct), np.int64)
     grouped[new_slot] = distinct
@@ -401,11 +403,11 @@ def _plan(ids: Array, bounds: Array, own: int, cached: SlotTable, is_distinct: b
 
 @njit(cache=True, nogil=True)
 def split_cached(ids: Array, low: int, high: int, cached: SlotTable) -> tuple[Array, Array, Array]:
-    """Return the places of the ids to request, and places and slots of the cached ones; all int64.
+    """Return the places of the ids to request, and places and slots of the cached ids, all int64.
 
-    Those from ``low`` to below ``high`` are in neither.
+    Ids from ``low`` to below ``high`` are in neither.
     """
-    # Memory that is not written to costs nothing.
+    # Memory costs nothing until it is written.
     places = np.empty(len(ids), np.int64)
     hit_places = np.empty(len(ids), np.int64)
     hit_slots = np.empty(len(ids), np.int64)
@@ -426,7 +428,7 @@ def split_cached(ids: Array, low: int, high: int, cached: SlotTable) -> tuple[Ar
 
 @njit(cache=True, nogil=True)
 def group_by_range(ids: Array, bounds: Array) -> tuple[Array, Array]:
-    """Return the (k,) place of each of ``ids`` when they are sorted by range, in their order, and the starts.
+    """Return the (k,) place of each of ``ids`` after a stable sort by range, and the starts of the ranges.
 
     Range r has the ids ``bounds[r]:bounds[r + 1]`` and the places ``starts[r]:starts[r + 1]``.
     """
@@ -445,8 +447,8 @@ def group_by_range(ids: Array, bounds: Array) -> tuple[Array, Array]:
 
 
 @njit(cache=True, nogil=True)
-def _distinct(ids: Array, places: Array, slot_of_place: Array) -> Any:
-    """Number the distinct ids at ``places`` in order of appearance with an open-addressing hash table."""
+def _find_distinct(ids: Array, places: Array, slot_of_place: Array) -> Any:
+    # Numbers the distinct ids at `places` in order of appearance with an open-addressing hash table.
     bits = 4
     while (1 << bits) < 2 * len(places):
         bits += 1
@@ -458,81 +460,82 @@ def _distinct(ids: Array, places: Array, slot_of_place: Array) -> Any:
     for place in range(len(places)):
         key = ids[places[place]]
         # Fibonacci hashing separates consecutive ids, which are common.
-        at = (np.uint64(key) * np.uint64(0x9E3779B97F4A7C15)) >> shift
-        while slots[at] >= 0 and distinct[slots[at]] != key:
-            at = (at + np.uint64(1)) & mask
-        if slots[at] < 0:
-            slots[at] = count
+        bucket = (np.uint64(key) * np.uint64(0x9E3779B97F4A7C15)) >> shift
+        while slots[bucket] >= 0 and distinct[slots[bucket]] != key:
+            bucket = (bucket + np.uint64(1)) & mask
+        if slots[bucket] < 0:
+            slots[bucket] = count
             distinct[count] = key
             count += 1
-        slot_of_place[place] = slots[at]
+        slot_of_place[place] = slots[bucket]
     return distinct[:count].copy()
 
 
 HALF = ("float16", "bfloat16")
-"""Dtypes whose rows are added in float32 and rounded once, to nearest even."""
+"""Dtypes with rows that are added in float32 and rounded once, to nearest even."""
 
 
 def check_summable(name: str, info: ColumnInfo) -> None:
     if info.dtype == "bool":
-        raise ConfigError(f"{name!r} holds bool, which cannot be added; push it without accumulate=True")
+        raise ConfigError(f"{name!r} holds bool, which cannot be added. Push it without accumulate=True.")
 
 
 def sum_repeated(rows: Array, plan: RemotePlan, info: ColumnInfo) -> Array:
-    """Return the sum of the (K, *row) ``rows`` at the positions of each slot of ``plan``, in the order given.
+    """Return the sum of the (K, *row) ``rows`` at the positions of each slot of ``plan``, in order.
 
-    The (slots, *row) result has the dtype of ``info``; integers wrap around.
+    The (slots, *row) result has the dtype of ``info``. Integers wrap around.
     """
     if len(plan.positions) == len(plan.ids):
-        return take_rows(rows, plan.positions)  # nothing repeats
-    given = _widened(rows, info)
-    sums = np.empty((len(plan.ids), *rows.shape[1:]), given.dtype)
+        return take_rows(rows, plan.positions)  # No id is repeated.
+    wide_rows = _widen(rows, info)
+    sums = np.empty((len(plan.ids), *rows.shape[1:]), wide_rows.dtype)
     if sums.size:
-        _sum(given.reshape(len(given), -1), plan.starts, plan.positions, sums.reshape(len(sums), -1))
-    return _rounded(sums, info)
+        flat_rows, flat_sums = wide_rows.reshape(len(wide_rows), -1), sums.reshape(len(sums), -1)
+        _sum(flat_rows, plan.starts, plan.positions, flat_sums)
+    return _round(sums, info)
 
 
 def add_rows(target: Array, first: int, ids: Array, rows: Array, info: ColumnInfo) -> None:
-    """Add ``rows[k]`` to ``target[ids[k] - first]``. One thread of one process at a time per row.
+    """Add ``rows[k]`` to ``target[ids[k] - first]``. Only one thread may add to a row at a time.
 
-    (K,) int64 ``ids`` are distinct; those of other shards are skipped.
+    (K,) int64 ``ids`` are distinct. Ids of other shards are skipped.
     """
-    here = (ids >= first) & (ids < first + len(target))
-    if not here.all():
-        ids, rows = ids[here], rows[here]
+    is_local = (ids >= first) & (ids < first + len(target))
+    if not is_local.all():
+        ids, rows = ids[is_local], rows[is_local]
     if rows.size == 0:
         return
     if info.dtype not in HALF:
         _add(target.reshape(len(target), -1), first, ids, rows.reshape(len(rows), -1))
         return
-    before = np.empty_like(rows)
-    gather_rows(target, first, ids, before)
-    scatter_rows(_rounded(_widened(before, info) + _widened(rows, info), info), target, first, ids)
+    old_rows = np.empty_like(rows)
+    gather_rows(target, first, ids, old_rows)
+    scatter_rows(_round(_widen(old_rows, info) + _widen(rows, info), info), target, first, ids)
 
 
-def _widened(rows: Array, info: ColumnInfo) -> Array:
+def _widen(rows: Array, info: ColumnInfo) -> Array:
     return view_as_tensor(rows, info).float().numpy() if info.dtype in HALF else rows
 
 
-def _rounded(sums: Array, info: ColumnInfo) -> Array:
+def _round(sums: Array, info: ColumnInfo) -> Array:
     if info.dtype not in HALF:
         return sums
-    wide = ColumnInfo(dtype="float32", row_shape=info.row_shape)
-    return view_as_numpy(view_as_tensor(sums, wide).to(torch_dtype(info.dtype)))
+    wide_info = ColumnInfo(dtype="float32", row_shape=info.row_shape)
+    return view_as_numpy(view_as_tensor(sums, wide_info).to(torch_dtype(info.dtype)))
 
 
 @njit(cache=True, nogil=True)
 def _sum(rows: Array, starts: Array, positions: Array, out: Array) -> None:
     columns = rows.shape[1]
     for slot in range(out.shape[0]):
-        at = np.uint64(positions[starts[slot]])
-        to = np.uint64(slot)
+        row = np.uint64(positions[starts[slot]])
+        target = np.uint64(slot)
         for column in range(columns):
-            out[to, np.uint64(column)] = rows[at, np.uint64(column)]
+            out[target, np.uint64(column)] = rows[row, np.uint64(column)]
         for place in range(starts[slot] + 1, starts[slot + 1]):
-            at = np.uint64(positions[place])
+            row = np.uint64(positions[place])
             for column in range(columns):
-                out[to, np.uint64(column)] += rows[at, np.uint64(column)]
+                out[target, np.uint64(column)] += rows[row, np.uint64(column)]
 
 
 @njit(cache=True, nogil=True)

@@ -1,4 +1,4 @@
-"""``DistGraph.sample_neighbors``: drawn in-edges as a DGLGraph, for any of DGL's samplers."""
+"""Implements ``DistGraph.sample_neighbors``: drawn in-edges as a DGLGraph, for any sampler of DGL."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def make_csc(shard: CSCShard, weights: Array | None = None) -> Csc:
-    """Return a shard as the kernels read it; ``weights`` are (E,) float32 of its edges."""
+    """Return a shard in the form of the kernels. ``weights`` are (E,) float32 edge weights."""
     weights = np.empty(0, np.float32) if weights is None else weights
     return Csc(shard.indptr, shard.indices, weights, shard.first_node, shard.first_edge)
 
@@ -34,10 +34,10 @@ def pack_hop_parameters(fanout: int, stream: int) -> str:
 
 
 def make_keyed_draw(rule: Rule, weights: Mapping[int, Array]) -> Draw:
-    """Return the function by which a server draws in-edges; its parameters are :func:`pack_hop_parameters`.
+    """Return the function by which a server draws in-edges. Its parameters are :func:`pack_hop_parameters`.
 
-    A request adds the edges that its batch excludes to ``rule``. ``weights`` are the (E,) float32 edge
-    weights by first node of a shard, empty for uniform draws.
+    A request adds the edges that its batch excludes to ``rule``. ``weights`` maps the first node of a shard
+    to (E,) float32 edge weights. It is empty for uniform draws.
     """
 
     def draw(shard: CSCShard, nodes: Array, parameters: str, exclude: Array) -> InEdges:
@@ -59,7 +59,7 @@ _UNIFORM = {False: "draw_uniform", True: "draw_uniform_with_replacement"}
 
 
 def serve_uniform(structure: Structure) -> None:
-    """Let :func:`draw_in_edges` ask ``structure`` for uniform draws; on all ranks."""
+    """Let :func:`draw_in_edges` request uniform draws from ``structure``. All ranks must call this."""
     for is_replaced, op in _UNIFORM.items():
         structure.serve(op, make_keyed_draw(Rule(is_replaced, NO_EDGES), {}))
 
@@ -77,17 +77,17 @@ class DrawRule:
 def draw_in_edges(
     g: OpenedGraph, structure: Structure, nodes: Array, fanout: int, rule: DrawRule, exclude: Array
 ) -> InEdges:
-    """Return drawn in-edges, at most ``fanout`` (-1: all) of each of the (K,) int64 ``nodes``.
+    """Return at most ``fanout`` (-1: all) drawn in-edges of each of the (K,) int64 ``nodes``.
 
-    The owner of a node makes uniform draws; with weights or excluded edges this rank fetches all in-edges and
-    draws itself, in proportion to the weights; 0 is never drawn.
+    The owner of a node makes uniform draws. With weights or excluded edges this rank fetches all in-edges and
+    draws itself, in proportion to the weights. Edges with weight 0 are never drawn.
     """
     if rule.prob is None and not len(exclude):
         return structure.ask(_UNIFORM[rule.replace], nodes, pack_hop_parameters(fanout, rule.seed))
     edges = structure.ask("in_edges", nodes)
     weights = np.ones(len(edges.edge_ids))
     if rule.prob is not None:
-        weights = _weights(g, structure.etype, rule.prob, edges.edge_ids)
+        weights = _pull_weights(g, structure.etype, rule.prob, edges.edge_ids)
     if len(exclude):
         weights[np.isin(edges.edge_ids, exclude)] = 0
     csc = Csc(edges.indptr, edges.sources, weights, 0, 0)
@@ -102,8 +102,11 @@ def build_sampled_graph(
     exclude_edges: Ids | Mapping[Any, Ids] | None,
     rule: DrawRule,
 ) -> dgl.DGLGraph:
-    """Return all nodes with in-edges drawn by ``rule``, which have ``dgl.EID``; see :class:`DistGraph`."""
-    import dgl  # only here: the rest of the room works without it
+    """Return a graph of all nodes with in-edges drawn by ``rule``.
+
+    The edges have their ids as ``dgl.EID``.
+    """
+    import dgl  # Imported late, because the rest of the package works without it.
 
     counts = {ntype: g.num_nodes(ntype) for ntype in g.ntypes}
     edge_counts = {etype: g.num_edges(etype) for etype in g.canonical_etypes}
@@ -123,53 +126,58 @@ def build_sampled_graph(
     return graph
 
 
-def group_by_type(given: Ids | Mapping[Any, Ids], counts: Mapping[K, int], what: str) -> dict[K, Array]:
-    """Return the (K,) int64 ids per type of ``given``, plain ids of the only type, or a dict of them by type.
+def group_by_type(ids: Ids | Mapping[Any, Ids], counts: Mapping[K, int], what: str) -> dict[K, Array]:
+    """Return the (K,) int64 ids by type.
 
-    ``counts`` has the number of ids of every type; ``what`` is "node" or "edge". An edge type may be named by
-    its relation.
+    Args:
+        ids: Ids of the only type, or a dict of ids by type. An edge type may be named by its relation.
+        counts: Number of ids of every type.
+        what: "node" or "edge", for messages.
 
     Raises:
-        ConfigError: plain ids although there are several types, or an unknown or ambiguous type.
+        ConfigError: there is no dict although there are several types, or a type is unknown or ambiguous.
         IndexError: an id is out of range.
     """
-    if not isinstance(given, Mapping):
+    if not isinstance(ids, Mapping):
         if len(counts) != 1:
             types = ", ".join(map(str, counts))
-            raise ConfigError(f"the graph has several {what} types; give a dict of ids by type: {types}")
-        given = {next(iter(counts)): given}
-    keys = {key: _known(key, counts, what) for key in given}
-    return {keys[key]: as_ids(ids, counts[keys[key]], f"the {what}s {key!r}") for key, ids in given.items()}
+            raise ConfigError(f"the graph has several {what} types. Pass a dict of ids by type: {types}.")
+        ids = {next(iter(counts)): ids}
+    ids_by_type = {}
+    for key, values in ids.items():
+        kind = _resolve_type(key, counts, what)
+        ids_by_type[kind] = as_ids(values, counts[kind], f"the {what}s {key!r}")
+    return ids_by_type
 
 
 def read_fanouts(fanout: int | Mapping[Any, int], etypes: Collection[EdgeType]) -> dict[EdgeType, int]:
-    """Return the fan-out of every edge type; one number stands for all, a dict must name every one."""
+    """Return the fan-out of every edge type. One number stands for all types. A dict must name every type."""
     if not isinstance(fanout, Mapping):
         return dict.fromkeys(etypes, int(fanout))
-    fanouts = {_known(key, etypes, "edge"): int(size) for key, size in fanout.items()}
+    fanouts = {_resolve_type(key, etypes, "edge"): int(size) for key, size in fanout.items()}
     missing = [etype for etype in etypes if etype not in fanouts]
     if missing:
-        raise ConfigError(f"fanout has no entry for the edge type {missing[0]}; name every edge type")
+        raise ConfigError(f"fanout has no entry for the edge type {missing[0]}. Name every edge type.")
     return fanouts
 
 
-def _known(key: object, types: Collection[K], what: str) -> K:
-    found = [one for one in types if key == one or (what == "edge" and key == cast("EdgeType", one)[1])]
-    if len(found) != 1:
-        problem = "several types are" if found else "there is no type"
+def _resolve_type(key: object, types: Collection[K], what: str) -> K:
+    matches = [kind for kind in types if key == kind or (what == "edge" and key == cast("EdgeType", kind)[1])]
+    if len(matches) != 1:
+        problem = "several types are" if matches else "there is no type"
         raise ConfigError(f"{problem} {key!r} among the {what} types {', '.join(map(str, types))}")
-    return found[0]
+    return matches[0]
 
 
-def _weights(g: OpenedGraph, etype: EdgeType, name: str, edge_ids: Array) -> Array:
+def _pull_weights(g: OpenedGraph, etype: EdgeType, name: str, edge_ids: Array) -> Array:
     data = g.edges[etype].data
     key = data[name].kvstore_key if name in data else g.get_edge_partition_policy(etype).key(name)
     values: Tensor = g.kvstore.pull(key, edge_ids, phase="sampling").double()
     if values.dim() != 1:
         raise ConfigError(
-            f"{key!r} has rows of shape {tuple(values.shape[1:])}; weights are one number per edge"
+            f"{key!r} has rows of shape {tuple(values.shape[1:])}, but weights must be one number per edge"
         )
     weights = values.numpy()
     if len(weights) and not weights.min() >= 0:
-        raise ConfigError(f"{key!r} has a weight of {weights.min()}; weights must be 0 or more")
+        raise ConfigError(f"{key!r} has a weight of {weights.min()}. Use weights of 0 or more.")
     return weights

@@ -1,4 +1,4 @@
-"""Rows in memory shared by a server's ranks: allocation, checks of free memory, and saving to a folder."""
+"""Rows in memory that the ranks of a server share: allocation, checks of free memory, and saving."""
 
 import logging
 import math
@@ -34,62 +34,60 @@ log = logging.getLogger(__name__)
 
 
 def check_memory(session: Session, bounds: Array, row_bytes: int, what: str, remedy: str) -> None:
-    """Raise ConfigError on all ranks when rows exceed the free memory of a machine; collective.
+    """Raise ConfigError on all ranks if rows exceed the free memory of a machine. Collective.
 
     Server s will have the rows ``bounds[s]:bounds[s + 1]``, each with ``row_bytes`` in the session's scratch.
     """
 
     def check() -> None:
-        host, rows = _rows_here(session, bounds)
-        # The memory's file system (/dev/shm) has its own limit.
+        host, rows = _count_local_rows(session, bounds)
+        # The file system of shared memory (/dev/shm) has its own limit.
         free = shutil.disk_usage(session.scratch).free
         if session.scratch_in is None:
             free = min(machine_memory()[1], free)
         if rows * row_bytes > free:
             raise ConfigError(
                 f"{what} needs {rows * row_bytes / 1e9:.3f} GB for {rows} rows of {row_bytes} bytes on "
-                f"{host}, where {free / 1e9:.3f} GB are free; {remedy}"
+                f"{host}, but {free / 1e9:.3f} GB are free; {remedy}"
             )
 
     run_on_all_ranks(session, check, ConfigError)
 
 
 def warn_about_edges(session: Session, edge_bounds: Iterable[Array], edge_bytes: int) -> None:
-    """Log a warning if the edges of this machine's servers need more memory than is free; not collective.
+    """Log a warning if the edges of this machine's servers need more memory than is free. Not collective.
 
-    A strategy that holds edges calls it before it reads any. For each edge type, server s has the edges
-    ``bounds[s]:bounds[s + 1]``, of which each takes about ``edge_bytes``.
+    A strategy that holds edges calls this before it reads any. For each edge type, server s has the edges
+    ``bounds[s]:bounds[s + 1]``, and each edge takes about ``edge_bytes``.
     """
-    found = [_rows_here(session, bounds) for bounds in edge_bounds]
-    edges, free = sum(rows for _, rows in found), machine_memory()[1]
-    # One message from each machine.
+    counts = [_count_local_rows(session, bounds) for bounds in edge_bounds]
+    edges, free = sum(rows for _, rows in counts), machine_memory()[1]
+    # Each machine logs one message.
     if session.is_first_on_machine and edges * edge_bytes > free:
         log.warning(
-            "strategy %r holds edges in memory: up to %.3f GB on %s for %d of them, where %.3f GB are free; "
-            "data_parallel and push_pull leave them on disk",
+            "strategy %r holds edges in memory: up to %.3f GB on %s for %d edges, but %.3f GB are free. "
+            "data_parallel and push_pull leave edges on disk.",
             session.strategy,
             edges * edge_bytes / 1e9,
-            found[0][0],
+            counts[0][0],
             edges,
             free / 1e9,
         )
 
 
-def _rows_here(session: Session, bounds: Array) -> tuple[str, int]:
-    # This machine, and the rows of its servers.
+def _count_local_rows(session: Session, bounds: Array) -> tuple[str, int]:
+    # Returns the name of this machine, and the number of rows of its servers.
     topology, host = session.topology, session.hosts[session.topology.rank]
-    here = {server for rank, server in enumerate(topology.server_of_rank) if session.hosts[rank] == host}
-    return host, sum(int(bounds[server + 1] - bounds[server]) for server in here)
+    servers = {server for rank, server in enumerate(topology.server_of_rank) if session.hosts[rank] == host}
+    return host, sum(int(bounds[server + 1] - bounds[server]) for server in servers)
 
 
 @contextmanager
 def open_partial_folder(session: Session, target: Path) -> Iterator[Path]:
-    """Yield an empty folder beside ``target`` for all ranks to fill and rank 0 to rename; collective.
+    """Yield an empty folder beside ``target`` that all ranks fill and rank 0 renames. Collective.
 
-    It is removed if it is left, and so is what killed runs left beside ``target``.
-
-    Raises:
-        StorageError: on all ranks, when rank 0 cannot make it, or another rank does not see it.
+    It is removed if it still exists at the end. Leftovers of killed runs beside ``target`` are removed, too.
+    Raises StorageError on all ranks if rank 0 cannot make it, or if another rank does not see it.
     """
     rank = session.topology.rank
     with ExitStack() as stack:
@@ -107,7 +105,7 @@ def open_partial_folder(session: Session, target: Path) -> Iterator[Path]:
             if not partial.is_dir():
                 raise StorageError(
                     f"{target.parent} is not the same folder on {session.hosts[rank]} as on "
-                    f"{session.hosts[0]}; choose one that all machines share"
+                    f"{session.hosts[0]}. Choose a folder that all machines share."
                 )
 
         run_on_all_ranks(session, check)
@@ -115,25 +113,22 @@ def open_partial_folder(session: Session, target: Path) -> Iterator[Path]:
 
 
 WriteOwn: TypeAlias = Callable[[Path], Sequence[RowFile]]
-"""Writes this rank's rows into a folder; calls no collective."""
+"""Function that writes this rank's rows into a folder. It calls no collective."""
 
 
 def save_folder(session: Session, target: Path, write_own: WriteOwn, facts: Mapping[str, object]) -> None:
-    """Write rows of all ranks as ``target``, which then holds all of them or its former content; collective.
+    """Write rows of all ranks as ``target``. If this fails, its former content stays. Collective.
 
-    All ranks must see it under this name; rows that were saved there before are replaced. Rank 0's ``facts``
-    are stored in the index.
-
-    Raises:
-        StorageError: on all ranks, when one cannot write or does not see the folder, or when it holds
-            something other than saved rows; its content is unchanged.
+    All ranks must see ``target`` under this name. Rows that were saved there before are replaced. The index
+    stores the ``facts`` of rank 0. Raises StorageError on all ranks if one cannot write or does not see the
+    folder, or if the folder holds something other than saved rows. Its content is unchanged then.
     """
     is_first = session.topology.rank == 0
 
     def finish(lines: Sequence[object]) -> None:
         index_shares(partial, lines, facts)
         with name_write_failures(target):
-            # Checked again, since files may have been added meanwhile.
+            # Check again, because files may have been added meanwhile.
             check_replaceable(target)
             publish_or_replace(partial, target)
 
@@ -144,9 +139,9 @@ def save_folder(session: Session, target: Path, write_own: WriteOwn, facts: Mapp
 
 
 def write_share(folder: Path, write_own: WriteOwn) -> list[dict[str, Any]]:
-    """Write this rank's rows into a folder, which may be missing, and return its lines of the index.
+    """Write this rank's rows into a folder and return its lines of the index. The folder may be missing.
 
-    StorageError: it cannot be written.
+    Raises StorageError if the folder cannot be written.
     """
     with name_write_failures(folder):
         folder.mkdir(parents=True, exist_ok=True)
@@ -154,7 +149,7 @@ def write_share(folder: Path, write_own: WriteOwn) -> list[dict[str, Any]]:
 
 
 def index_shares(folder: Path, lines_of_ranks: Sequence[Any], facts: Mapping[str, object]) -> None:
-    """Write the index over what :func:`write_share` returned on all ranks; for one rank."""
+    """Write the index from the results of :func:`write_share` on all ranks. One rank calls this."""
     lines = chain.from_iterable(lines_of_ranks)
     files = [RowFile(**line | {"row_shape": tuple(line["row_shape"])}) for line in lines]
     with name_write_failures(folder):
@@ -162,60 +157,58 @@ def index_shares(folder: Path, lines_of_ranks: Sequence[Any], facts: Mapping[str
 
 
 InitRows: TypeAlias = Callable[[tuple[int, ...], torch.dtype], Tensor]
-"""(shape of the local server's rows, dtype) to their first values; called on one rank of each server."""
+"""Function from (shape of the local server's rows, dtype) to first values. One rank per server calls it."""
 
 
 def map_shared_rows(
     session: Session, file_name: str, count: int, info: ColumnInfo, init: InitRows | None = None
 ) -> Array:
-    """Return writable rows that the ranks of the local server share; collective.
+    """Return writable rows that the ranks of the local server share. Collective.
 
-    The (``count``, *row) array, bfloat16 as uint16, is freed when no rank holds it any more. ``file_name`` is
-    unused in the session's ``scratch`` and the same on the ranks of a server; without ``init`` rows are 0.
-
-    Raises:
-        ConfigError: on all ranks, when memory is short on one, or ``init`` raised or returned another shape
-            or dtype.
+    The (``count``, *row) array, with bfloat16 as uint16, is freed when no rank holds it any more.
+    ``file_name`` is unused in the session's ``scratch`` and the same on the ranks of a server. Without
+    ``init`` rows are 0. Raises ConfigError on all ranks if memory is short on one, or if ``init`` raised or
+    returned another shape or dtype.
     """
     path = session.scratch / file_name
-    problem = _make(path, count, info, init) if session.topology.local_rank == 0 else ""
+    problem = _create_file(path, count, info, init) if session.topology.local_rank == 0 else ""
     problems = [text for text in gather_json(problem, session) if text]
     if problems:
         path.unlink(missing_ok=True)
         raise ConfigError(problems[0])
-    rows = _map(path, count, info)
+    rows = _map_file(path, count, info)
     barrier(session, f"opening {file_name}")
     if session.topology.local_rank == 0:
-        # Without a name it is freed when the last rank drops it, however that rank ends.
+        # Without a name the file is freed when the last rank drops it, however that rank ends.
         path.unlink()
     return rows
 
 
-def _make(path: Path, count: int, info: ColumnInfo, init: InitRows | None) -> str:
-    """Create and fill the file; return an error for all ranks, or ""."""
+def _create_file(path: Path, count: int, info: ColumnInfo, init: InitRows | None) -> str:
+    """Create and fill the file. Return an error for all ranks, or ""."""
     num_bytes = max(1, count * math.prod(info.row_shape) * numpy_dtype(info.dtype).itemsize)
     try:
         with path.open("xb") as file:
-            # Reserved now: a full memory file system would otherwise kill the process at the first write.
+            # Reserve the memory now. A full memory file system would kill the process at the first write.
             os.posix_fallocate(file.fileno(), 0, num_bytes)
         if init is not None:
-            rows = _map(path, count, info)
-            rows[...] = _first_values(init, rows, info)
+            rows = _map_file(path, count, info)
+            rows[...] = _compute_first_values(init, rows, info)
     except OSError as error:
-        return f"{path} cannot be made with {num_bytes} bytes ({error}); free memory or use smaller tensors"
+        return f"{path} cannot be made with {num_bytes} bytes ({error}). Free memory or use smaller tensors."
     except DglxError as error:
         return str(error)
     return ""
 
 
-def _first_values(init: InitRows, rows: Array, info: ColumnInfo) -> Array:
+def _compute_first_values(init: InitRows, rows: Array, info: ColumnInfo) -> Array:
     shape, dtype = rows.shape, torch_dtype(info.dtype)
     try:
         values = init(shape, dtype)
     except Exception as error:
         raise ConfigError(f"init_func raised {type(error).__name__}: {error}") from error
     if not isinstance(values, Tensor):
-        raise ConfigError(f"init_func returned a {type(values).__name__}; it must return a tensor")
+        raise ConfigError(f"init_func returned a {type(values).__name__}, but it must return a tensor")
     if tuple(values.shape) != shape or values.dtype != dtype:
         raise ConfigError(
             f"init_func returned {values.dtype} of shape {tuple(values.shape)} for {dtype} of shape {shape}"
@@ -223,5 +216,5 @@ def _first_values(init: InitRows, rows: Array, info: ColumnInfo) -> Array:
     return view_as_numpy(values.detach().contiguous())
 
 
-def _map(path: Path, count: int, info: ColumnInfo) -> Array:
+def _map_file(path: Path, count: int, info: ColumnInfo) -> Array:
     return np.asarray(np.memmap(path, numpy_dtype(info.dtype), "r+", shape=(count, *info.row_shape)))

@@ -1,4 +1,4 @@
-"""Updates of owned rows: the rules of torch's optimisers, and the exchange of gradients with the owners."""
+"""Updates of owned rows: the rules of torch's optimizers, and the exchange of gradients with the owners."""
 
 import math
 import time
@@ -33,10 +33,14 @@ from dglx_dist.records import Array
 
 @final
 class UpdateRule:
-    """One formula with its settings; ``lr`` may be changed between steps.
+    """A formula with its settings. ``lr`` may change between steps.
 
-    ``constants`` has those of ``kernel`` by (lr, number of the step: 1, 2, ...); ``state_names``: of the
-    tensors that are kept beside the rows. ConfigError for an invalid ``lr``.
+    Args:
+        constants: Function from (lr, number of the step: 1, 2, ...) to the constants of ``kernel``.
+        state_names: Names of the tensors that are kept for the rows.
+
+    Raises:
+        ConfigError: ``lr`` is invalid.
     """
 
     def __init__(
@@ -51,32 +55,34 @@ class UpdateRule:
         self.settings, self.state_names = settings, state_names
         self._kernel, self._constants = kernel, constants
 
-    def update(self, weight: Array, at: Array, states: Sequence[Array], gradient: RowSum, step: int) -> None:
-        """Update the rows ``at`` of (n, d) ``weight`` and the rows ``gradient.ids`` of the states in place.
+    def update(
+        self, weight: Array, targets: Array, states: Sequence[Array], gradient: RowSum, step: int
+    ) -> None:
+        """Update rows ``targets`` of (n, d) ``weight`` and rows ``gradient.ids`` of the states in place.
 
-        All have the compute dtype. ``step``: 1, 2, ...: steps of the whole parameter, this one included.
+        All arrays have the compute dtype. ``step`` counts the steps of the parameter from 1, with this one.
         """
-        self._kernel(weight, at, tuple(states), gradient, self._constants(self.lr, step))
+        self._kernel(weight, targets, tuple(states), gradient, self._constants(self.lr, step))
 
 
 def sgd_rule(lr: float) -> UpdateRule:
-    """``w -= lr g``."""
+    """Return the rule ``w -= lr g``."""
     return UpdateRule(lr, update_sgd, lambda rate, _: (rate,), {})
 
 
 def adagrad_rule(lr: float, eps: float) -> UpdateRule:
-    """``s += g^2; w -= lr g / (sqrt(s) + eps)``; ConfigError for an invalid ``eps``."""
+    """Return the rule ``s += g^2; w -= lr g / (sqrt(s) + eps)``. Raise ConfigError if ``eps`` is invalid."""
     settings = {"eps": check_at_least_0("eps", eps)}
     return UpdateRule(lr, update_adagrad, lambda rate, _: (rate, eps), settings, ("sum",))
 
 
 def adam_rule(lr: float, betas: tuple[float, float], eps: float, *, corrected: bool = False) -> UpdateRule:
-    """Adam with moments that change only in touched rows, and one step count for all rows.
+    """Return Adam with moments that change only in touched rows, and one step count for all rows.
 
-    ``corrected``: whether ``eps`` is added to the root of the second moment after bias correction, as
-    ``torch.optim.Adam`` and DGL do, or before it, as ``torch.optim.SparseAdam`` does. The two differ where
-    gradients are not much larger than ``eps / sqrt(1 - beta2)``. The moments then have DGL's names, too.
-    ConfigError for an invalid setting.
+    ``corrected`` tells whether ``eps`` is added to the root of the second moment after bias correction, as in
+    ``torch.optim.Adam`` and DGL, or before it, as in ``torch.optim.SparseAdam``. The two differ if gradients
+    are not much larger than ``eps / sqrt(1 - beta2)``. The moments then have DGL's names, too. Raises
+    ConfigError if a setting is invalid.
     """
     if len(betas) != 2 or not all(0.0 <= beta < 1.0 for beta in betas):
         raise ConfigError(f"betas={betas} must be two numbers in [0, 1)")
@@ -100,26 +106,26 @@ def check_at_least_0(name: str, value: float) -> float:
 
 @final
 class OwnedRows:
-    """The rows of one embedding that this rank owns; ``states`` are the tensors of ``rule``."""
+    """The rows of one embedding that this rank owns. ``states`` are the tensors of ``rule``."""
 
     def __init__(self, embedding: DistEmbedding, states: Sequence[DistTensor], rule: UpdateRule) -> None:
         policy, topology = embedding.part_policy, embedding.kvstore.session.topology
         self.embedding, self.states, self.rule = embedding, tuple(states), rule
         self.owners = RowOwners(policy.bounds, topology)
-        self.first, self.last = self.owners.range_of(topology.rank)
+        self.first, self.last = self.owners.get_range(topology.rank)
         self.steps = 0
-        """Updates of the parameter so far, also those without a row of this rank."""
+        """Number of updates of the parameter so far. Updates without a row of this rank count, too."""
         self.lock = embedding.kvstore.column(embedding.weight.kvstore_key).lock
-        """Held while rows are updated, also by other optimisers of these rows and by pushes that add."""
+        """Lock that is held while rows are updated, also by other optimizers and by pushes that add."""
         self._rows = view_owned_rows(embedding.weight)
         self._state_rows = tuple(view_as_numpy(view_owned_rows(state)) for state in states)
         self._dtype = np.dtype(str(embedding.compute_dtype).removeprefix("torch."))
-        nothing = np.empty((0, embedding.embedding_dim), self._dtype)
-        self.no_rows = merge_repeated(np.empty(0, np.int64), nothing)
+        no_values = np.empty((0, embedding.embedding_dim), self._dtype)
+        self.no_rows = merge_repeated(np.empty(0, np.int64), no_values)
         """The gradient of a rank that touched no row."""
 
     def check(self, gradient: RowSum) -> None:
-        """Raise ConfigError unless ``gradient``, from another rank, is for rows of this one."""
+        """Raise ConfigError unless ``gradient`` from another rank is for rows of this rank."""
         ids, rows, dtype = gradient.ids, gradient.rows, self._dtype
         if ids.dtype != np.int64 or ids.ndim != 1 or rows.dtype != dtype:
             raise ConfigError(f"gradients must be int64 ids and {dtype} rows, not {ids.dtype}, {rows.dtype}")
@@ -128,31 +134,31 @@ class OwnedRows:
         if len(ids) and (ids.min() < self.first or ids.max() >= self.last):
             raise ConfigError(
                 f"this rank owns the rows {self.first} to {self.last - 1} of {self.embedding.name!r}, not "
-                f"{ids.min()} to {ids.max()}; build the optimisers alike on all ranks"
+                f"{ids.min()} to {ids.max()}. Build the optimizers with the same arguments on all ranks."
             )
 
     def apply(self, gradients: Sequence[RowSum]) -> None:
-        """Sum ``gradients`` in their order and update each row they touch once; any thread."""
-        touched = [one for one in gradients if len(one.ids)]
+        """Sum ``gradients`` in their order and update each touched row once. Any thread may call this."""
+        touching = [gradient for gradient in gradients if len(gradient.ids)]
         with self.lock:
             self.steps += 1
-            if touched:
-                total = sum_rows(touched)
+            if touching:
+                total = sum_rows(touching)
                 self._update(total._replace(ids=total.ids - self.first))
 
     def _update(self, gradient: RowSum) -> None:
-        rows, wide, touched = self._rows, self.embedding.compute_dtype, gradient.ids
-        if rows.dtype == wide:
-            self.rule.update(view_as_numpy(rows), touched, self._state_rows, gradient, self.steps)
+        rows, compute_dtype, targets = self._rows, self.embedding.compute_dtype, gradient.ids
+        if rows.dtype == compute_dtype:
+            self.rule.update(view_as_numpy(rows), targets, self._state_rows, gradient, self.steps)
             return
-        index = torch.from_numpy(touched)
-        weight = rows[index].to(wide).numpy()
-        self.rule.update(weight, np.arange(len(touched)), self._state_rows, gradient, self.steps)
+        index = torch.from_numpy(targets)
+        weight = rows[index].to(compute_dtype).numpy()
+        self.rule.update(weight, np.arange(len(targets)), self._state_rows, gradient, self.steps)
         rows[index] = torch.from_numpy(weight).to(rows.dtype)
 
 
 MAX_PARAMETERS = 100
-"""Of one optimiser: each takes two arrays of a message."""
+"""Maximum number of parameters of one optimizer. Each takes two arrays of a message."""
 _MAX_PROBLEM = 2000
 
 
@@ -160,37 +166,37 @@ class StepMessage(NamedTuple):
     """One rank's share of a step."""
 
     used: Sequence[bool]
-    """Of each parameter, whether it is part of the sender's backward passes, with any rows or none."""
+    """Whether each parameter is part of the sender's backward passes, with or without rows."""
     gradients: Sequence[RowSum]
-    """Of each parameter; empty when there is a problem."""
+    """Gradient of each parameter. Empty if there is a problem."""
     problem: str
-    """Why the sender cannot take this step, reported to all ranks; else ""."""
+    """Reason why the sender cannot take this step, which is reported to all ranks. Otherwise ""."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StalenessReport:
-    """Delay of the updates by this rank's own gradients, in steps."""
+    """Delay in steps of the updates with this rank's own gradients."""
 
     steps: int
-    """Steps of this rank."""
+    """Number of steps of this rank."""
     largest_lag: int
-    """Most own steps, the last included, that some owner had not applied when ``step()`` returned."""
+    """Maximum number of own steps that some owner had not applied when ``step()`` returned."""
     mean_lag: float
-    """Mean of these over the steps."""
+    """Mean of these numbers over the steps."""
     waits: int
-    """Steps that waited because the bound was reached."""
+    """Number of steps that waited because the limit was reached."""
     waited_s: float
-    """Seconds of those waits."""
+    """Seconds that these steps waited."""
 
 
 @final
 class SparseExchange:
-    """Sends gradients to the owners of their rows, and applies those that arrive.
+    """Sends gradients to the owners of their rows, and applies received gradients.
 
-    With ``staleness`` None an owner adds up the gradients of all ranks in the order of the ranks, and applies
-    the sum when all have sent theirs. Else it applies gradients as they arrive, and a rank waits for all but
-    ``staleness`` own steps. ``op``, a unique name of the remote call, and ``tables``, the parameters, are the
-    same on all ranks.
+    With ``staleness`` None, an owner sums the gradients of all ranks in the order of the ranks, and applies
+    the sum when all have arrived. Otherwise it applies gradients on arrival, and a rank waits for all but
+    ``staleness`` of its own steps. ``op``, a unique name of the remote call, and ``tables``, the parameters,
+    are the same on all ranks.
     """
 
     def __init__(self, session: Session, op: str, tables: Sequence[OwnedRows], staleness: int | None) -> None:
@@ -204,9 +210,10 @@ class SparseExchange:
         session.rpc.register(op, self._receive)
 
     def step(self, sums: Sequence[RowSum | None], used: Sequence[bool], problem: str = "") -> None:
-        """Have a step applied: of each parameter this rank's weighted gradient, and whether it was used.
+        """Apply a step. ``sums`` has this rank's weighted gradient of each parameter.
 
-        ``problem``: why this rank cannot take the step. ConfigError: another rank has one.
+        ``used`` tells whether each parameter was used. ``problem`` is the reason why this rank cannot take
+        the step. Raises ConfigError if another rank has a problem.
         """
         if self._staleness is None:
             self._step_together(self._send(sums, used, problem), problem)
@@ -215,7 +222,7 @@ class SparseExchange:
             self._bound_lag(self._staleness)
 
     def flush(self) -> None:
-        """Wait until all gradients of all ranks are applied; collective."""
+        """Wait until all gradients of all ranks are applied. Collective."""
         while self._in_flight:
             self._finish_oldest()
         if self._staleness is not None:
@@ -233,11 +240,11 @@ class SparseExchange:
     def close(self) -> None:
         self._session.rpc.unregister(self._op)
 
-    def _step_together(self, sent: list[Pending], problem: str) -> None:
-        topology, what = self._session.topology, f"step {self._step} of {self._op}"
-        with report_failed_peers(self._session, what):
-            received = self._mailbox.take(self._step, None, range(topology.world_size), what)
-        for call in sent:
+    def _step_together(self, pending: list[Pending], problem: str) -> None:
+        topology, activity = self._session.topology, f"step {self._step} of {self._op}"
+        with report_failed_peers(self._session, activity):
+            received = self._mailbox.take(self._step, None, range(topology.world_size), activity)
+        for call in pending:
             call.result()
         for rank, message in received.items():
             if message.problem and rank != topology.rank:
@@ -250,7 +257,7 @@ class SparseExchange:
         gather_int64([self._step], self._session)
 
     def _bound_lag(self, staleness: int) -> None:
-        while self._in_flight and all(call.ready() for call in self._in_flight[0]):
+        while self._in_flight and all(call.is_ready() for call in self._in_flight[0]):
             self._finish_oldest()
         if len(self._in_flight) > staleness:
             started = time.perf_counter()
@@ -269,38 +276,42 @@ class SparseExchange:
     def _send(self, sums: Sequence[RowSum | None], used: Sequence[bool], problem: str = "") -> list[Pending]:
         self._step += 1
         own, world_size = self._session.topology.rank, self._session.topology.world_size
-        shares = [] if problem else [self._cut(*pair) for pair in zip(self._tables, sums, strict=True)]
-        # The name of a call is no payload.
-        name = f"{own} {self._step} {''.join(str(int(one)) for one in used)} {problem[:_MAX_PROBLEM]}"
-        sent = []
+        shares = [] if problem else [self._split(*pair) for pair in zip(self._tables, sums, strict=True)]
+        # The name of a call does not count as payload.
+        name = f"{own} {self._step} {''.join(str(int(flag)) for flag in used)} {problem[:_MAX_PROBLEM]}"
+        pending = []
         for rank in (*range(own + 1, world_size), *range(own)):
-            arrays = [array for share in shares for array in share[rank].for_sending()[:2]]
+            arrays = [array for share in shares for array in share[rank].compact()[:2]]
             submit = self._session.rpc.submit
-            sent.append(submit(rank, self._op, name, arrays, phase="sparse_gradients"))
-        # Not through the handler: local rows are neither copied nor checked.
+            pending.append(submit(rank, self._op, name, arrays, phase="sparse_gradients"))
+        # Local rows skip the handler, so they are neither copied nor checked.
         self._accept(own, self._step, StepMessage(used, [share[own] for share in shares], problem))
-        return sent
+        return pending
 
-    def _cut(self, table: OwnedRows, total: RowSum | None) -> list[RowSum]:
+    def _split(self, table: OwnedRows, total: RowSum | None) -> list[RowSum]:
         total = total or table.no_rows
         places, first = group_by_range(total.ids, table.owners.starts)
         positions = np.empty(len(places), np.int64)
         positions[places] = np.arange(len(places))
-        chosen = [positions[start:end] for start, end in pairwise(first.tolist())]
-        return [RowSum(total.ids[some], total.rows, total.places[some], total.weight) for some in chosen]
+        shares = []
+        for start, end in pairwise(first.tolist()):
+            chosen = positions[start:end]
+            shares.append(RowSum(total.ids[chosen], total.rows, total.places[chosen], total.weight))
+        return shares
 
     def _receive(self, name: str, arrays: Sequence[Array]) -> list[Array]:
         sender, step, used, problem = name.split(" ", 3)
         if len(used) != len(self._tables) or len(arrays) != (0 if problem else 2 * len(self._tables)):
             raise ConfigError(
                 f"rank {sender} sent gradients of {len(used)} embeddings in {len(arrays)} arrays to an "
-                f"optimiser of {len(self._tables)}; build the optimisers alike on all ranks"
+                f"optimizer of {len(self._tables)}. Build the optimizers with the same arguments on all "
+                "ranks."
             )
         gradients = tuple(map(merge_repeated, arrays[::2], arrays[1::2]))
         for table, gradient in zip(self._tables, gradients, strict=not problem):
             table.check(gradient)
-        marks = [mark == "1" for mark in used]
-        self._accept(int(sender), int(step), StepMessage(marks, gradients, problem))
+        flags = [mark == "1" for mark in used]
+        self._accept(int(sender), int(step), StepMessage(flags, gradients, problem))
         return []
 
     def _accept(self, sender: int, step: int, message: StepMessage) -> None:

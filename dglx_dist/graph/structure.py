@@ -22,13 +22,13 @@ class CSCShard:
     """In-edges of consecutive destinations; what a compiled kernel reads."""
 
     indptr: Array
-    """(n + 1,) int64, starting at 0."""
+    """(n + 1,) int64 row starts, beginning with 0."""
     indices: Array
     """(E,) int32 or int64 global source ids."""
     first_node: int
     """Global id of the first destination."""
     first_edge: int
-    """Global id of the first edge; the edge at position i has the id ``first_edge + i``."""
+    """Global id of the first edge. The edge at position i has the id ``first_edge + i``."""
 
     @property
     def last_node(self) -> int:
@@ -44,7 +44,7 @@ class InEdges:
     """Some in-edges of K nodes, node by node."""
 
     indptr: Array
-    """(K + 1,) int64; the edges of the k-th node are at ``indptr[k]:indptr[k + 1]``."""
+    """(K + 1,) int64 row starts. The edges of the k-th node are at ``indptr[k]:indptr[k + 1]``."""
     sources: Array
     """(e,) int64 global source ids."""
     edge_ids: Array
@@ -53,27 +53,28 @@ class InEdges:
 
 NO_EDGES: Array = np.empty(0, dtype=np.int64)
 
-Answered: TypeAlias = Callable[[], list[Array]]
-"""Computes the local server's answers, waits for the others, and returns all; for the submitting thread."""
+PendingAnswers: TypeAlias = Callable[[], list[Array]]
+"""Function that computes local answers, waits for the others and returns all. The submitting thread calls
+it."""
 
 Draw: TypeAlias = Callable[[CSCShard, Array, str, Array], InEdges]
-"""(piece of the structure, (k,) int64 global ids of its nodes, parameters, (X,) int64 ascending ids of edges
-that may not be drawn) to their drawn in-edges."""
+"""Function from (piece of the structure, (k,) int64 global ids of its nodes, parameters, (X,) int64 ascending
+ids of edges that must not be drawn) to the drawn in-edges."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Piece:
-    """In-edges of some distinct nodes, and the positions of these among the requested ones."""
+    """In-edges of some distinct nodes, and the positions of the nodes among the requested ones."""
 
     edges: InEdges
     starts: Array
-    """(nodes + 1,) int64; node i of ``edges`` is at ``positions[starts[i]:starts[i + 1]]``."""
+    """(nodes + 1,) int64 starts. Node i of ``edges`` is at ``positions[starts[i]:starts[i + 1]]``."""
     positions: Array
-    """(places,) int64."""
+    """(places,) int64 positions among the requested nodes."""
 
 
 def join_pieces(count: int, pieces: Sequence[Piece]) -> InEdges:
-    """Return the in-edges of ``count`` requested nodes, each of which is in exactly one of ``pieces``."""
+    """Return the in-edges of ``count`` requested nodes. Each node is in exactly one of ``pieces``."""
     sizes = np.zeros(count, dtype=np.int64)
     for piece in pieces:
         counts = np.diff(piece.edges.indptr)
@@ -88,7 +89,7 @@ def join_pieces(count: int, pieces: Sequence[Piece]) -> InEdges:
 
 
 def to_wire(nodes: Array, edges: InEdges) -> list[Array]:
-    """Return [sources, destinations, edge ids], (e,) int64 each: 24 bytes an edge."""
+    """Return [sources, destinations, edge ids], (e,) int64 each. That is 24 bytes per edge."""
     destinations = np.repeat(nodes, np.diff(edges.indptr))
     return [edges.sources.astype(np.int64, copy=False), destinations, edges.edge_ids]
 
@@ -98,40 +99,42 @@ def from_wire(
 ) -> InEdges:
     """Undo :func:`to_wire` for the distinct (k,) int64 ``nodes``.
 
-    ValueError when it holds other nodes, sources outside [0, ``num_sources``), or edges outside
-    ``edge_range`` (first, last + 1): compiled code uses them as indices without checks.
+    Compiled code uses the result as indices without checks. Raises ValueError if the answer has other nodes,
+    sources outside [0, ``num_sources``), or edges outside ``edge_range`` (first, last + 1).
     """
     sources, destinations, edge_ids = arrays
     if any(array.dtype != np.int64 or array.shape != (len(sources),) for array in arrays):
         kinds = ", ".join(f"{array.dtype} of shape {array.shape}" for array in arrays)
         raise ValueError(f"the answer must have three (e,) int64 arrays of one length, not {kinds}")
     first, last = int(edge_range[0]), int(edge_range[1])
-    for what, ids, start, stop in (("source", sources, 0, num_sources), ("edge", edge_ids, first, last)):
-        if (at := find_first_outside(ids - start, stop - start)) >= 0:
-            raise ValueError(f"the answer has the {what} {ids[at]}; they are {start} to {stop - 1}")
+    for kind, ids, start, stop in (("source", sources, 0, num_sources), ("edge", edge_ids, first, last)):
+        if (position := find_first_outside(ids - start, stop - start)) >= 0:
+            raise ValueError(f"the answer has the {kind} {ids[position]}, but ids are {start} to {stop - 1}")
     indptr = np.empty(len(nodes) + 1, dtype=np.int64)
-    if _runs(nodes, destinations, indptr) != len(destinations):
+    if _count_runs(nodes, destinations, indptr) != len(destinations):
         raise ValueError("the answer has edges of nodes that were not requested, or in another order")
     return InEdges(indptr=indptr, sources=sources, edge_ids=edge_ids)
 
 
 def all_in_edges(shard: CSCShard, nodes: Array, _parameters: str = "", _exclude: Array = NO_EDGES) -> InEdges:
-    """Return every in-edge of the (k,) int64 ``nodes``, ascending by edge id; nothing is excluded."""
+    """Return every in-edge of the (k,) int64 ``nodes``, ascending by edge id. Nothing is excluded."""
     local = nodes - shard.first_node
     first, counts = shard.indptr[local], shard.indptr[local + 1] - shard.indptr[local]
     indptr = np.concatenate([np.zeros(1, np.int64), np.cumsum(counts)])
-    at = np.arange(indptr[-1]) + np.repeat(first - indptr[:-1], counts)
-    return InEdges(indptr=indptr, sources=shard.indices[at].astype(np.int64), edge_ids=at + shard.first_edge)
+    places = np.arange(indptr[-1]) + np.repeat(first - indptr[:-1], counts)
+    return InEdges(
+        indptr=indptr, sources=shard.indices[places].astype(np.int64), edge_ids=places + shard.first_edge
+    )
 
 
 def count_sources(
     shards: Sequence[CSCShard], num_sources: int, nodes: tuple[int, int] | None = None
 ) -> Array:
-    """Return the (N,) int64 number of edges of each source to the destinations (first, end); None: all."""
+    """Return the (N,) int64 number of edges of each source, to all destinations or to (first, end)."""
     counts = np.zeros(num_sources, np.int64)
     for shard in shards:
-        here = shard.first_node, shard.last_node
-        begin, stop = np.clip(nodes or here, *here) - shard.first_node
+        local_range = shard.first_node, shard.last_node
+        begin, stop = np.clip(nodes or local_range, *local_range) - shard.first_node
         _count(shard.indices[shard.indptr[begin] : shard.indptr[stop]], counts)
     return counts
 
@@ -146,14 +149,14 @@ def _count(sources: Array, counts: Array) -> None:
 def _fill(indptr: Array, values: Array, starts: Array, positions: Array, to: Array, out: Array) -> None:
     for node in range(len(indptr) - 1):
         for place in range(starts[node], starts[node + 1]):
-            at = to[positions[place]]
+            place = to[positions[place]]
             for edge in range(indptr[node], indptr[node + 1]):
-                out[at] = values[edge]
-                at += 1
+                out[place] = values[edge]
+                place += 1
 
 
 @njit(cache=True, nogil=True)
-def _runs(nodes: Array, destinations: Array, indptr: Array) -> int:
+def _count_runs(nodes: Array, destinations: Array, indptr: Array) -> int:
     edge = 0
     indptr[0] = 0
     for k in range(len(nodes)):
@@ -174,17 +177,17 @@ def _count_outside(indptr: Array, indices: Array, rows: Array, first: int, last:
 
 
 class Structure:
-    """In-edges of one edge type over global ids. Nothing here is collective but :meth:`serve`.
+    """In-edges of one edge type over global ids. Only :meth:`serve` is collective.
 
     Args:
-        num_sources: Nodes of the source type.
-        shards: The structure in this server's memory, in order of the ids; read-only.
+        num_sources: Number of nodes of the source type.
+        shards: Structure in this server's memory, in the order of the ids. Read-only.
     """
 
     num_destinations: int
     num_edges: int
     is_replicated: bool
-    """Whether every edge is in :attr:`shards`, which then has one element."""
+    """Whether every edge is in :attr:`shards`, which then has one shard."""
 
     def __init__(self, etype: EdgeType, num_sources: int, shards: tuple[CSCShard, ...]) -> None:
         self.etype = etype
@@ -194,9 +197,9 @@ class Structure:
         self._local_out_degrees: Array | None = None
 
     def serve(self, op: str, draw: Draw) -> None:
-        """Let :meth:`submit` answer ``op`` with ``draw``. All ranks must call it, with the same function."""
+        """Let :meth:`submit` answer ``op`` with ``draw``. All ranks must call this with the same function."""
         if op in self._draws:
-            raise ConfigError(f"{op!r} is served already; choose another name")
+            raise ConfigError(f"{op!r} is already served. Choose another name.")
         self._draws[op] = draw
 
     def serves(self, op: str) -> bool:
@@ -212,47 +215,50 @@ class Structure:
         layer: int = 0,
         phase: str = "sampling",
     ) -> Callable[[], InEdges]:
-        """Ask for in-edges of nodes and return at once; requests leave before local nodes are drawn.
+        """Request in-edges of nodes and return at once, before local nodes are drawn.
 
-        Sends 8 bytes per distinct remote node and receives 24 per edge, counted under
-        ``phase``; every request also has 8 per excluded edge of the server that is asked.
+        Sends 8 bytes per distinct remote node and receives 24 per edge. Every request also has 8 bytes per
+        excluded edge of the serving rank's server. ``phase`` counts them.
 
         Args:
-            op: A name given to :meth:`serve`, or ``in_edges`` for all of them.
-            nodes: (K,) int64 global destination ids, each existing, any order, repeats allowed.
-            parameters: Passed to the draw function.
+            op: Name that was passed to :meth:`serve`, or ``in_edges`` for all in-edges.
+            nodes: (K,) int64 global ids of existing destinations in any order. Ids may be repeated.
+            parameters: Parameters for the draw function.
             exclude: (X,) int64 ascending ids of edges that the draw function leaves out.
-            layer, phase: For the ledger.
+            layer, phase: Entries of the ledger.
 
         Returns:
-            A function that draws for the local server's nodes, waits for the others, and returns all in the
-            order of the nodes; for the thread that submitted. PeerError: an owner is dead or silent;
-            RemoteError: it cannot answer.
+            Function that draws for the local server's nodes, waits for the others, and returns all in-edges
+            in the order of the nodes. The submitting thread must call it. It raises PeerError if an owner is
+            dead or silent, and RemoteError if an owner cannot answer.
         """
-        draw = self._draw_of(op)
+        draw = self._get_draw(op)
+        draw = self._get_draw(op)
         remote = self._submit_remote(op, nodes, parameters, exclude, layer=layer, phase=phase)
-        return lambda: join_pieces(len(nodes), [*self._pieces(draw, nodes, parameters, exclude), *remote()])
+        return lambda: join_pieces(
+            len(nodes), [*self._draw_pieces(draw, nodes, parameters, exclude), *remote()]
+        )
 
     def ask(self, op: str, nodes: Array, parameters: str = "", **options: Any) -> InEdges:
-        """Return in-edges of the (K,) int64 ``nodes``: :meth:`submit` with these ``options``, and wait."""
+        """Return in-edges of the (K,) int64 ``nodes``. ``options`` are those of :meth:`submit`."""
         return self.submit(op, nodes, parameters, **options)()
 
     def close(self) -> None:
-        """Stop answering other ranks: a barrier belongs before it."""
+        """Stop answering other ranks. Call a barrier first."""
 
     def in_degrees(self, nodes: Array, outside: tuple[int, int] | None = None) -> Array:
-        """Return the (K,) int64 numbers of in-edges of existing destinations.
+        """Return the (K,) int64 number of in-edges of existing destinations.
 
-        With ``outside`` only edges whose source is not in this half-open range count.
+        With ``outside``, only edges with a source outside this half-open range count.
         """
         return self._count_in_edges(nodes, outside)[0]
 
     def out_degrees(self, nodes: Array) -> Array:
-        """Return the (K,) int64 numbers of out-edges of existing sources."""
+        """Return the (K,) int64 number of out-edges of existing sources."""
         return self._count_out_edges(nodes)[0]
 
-    def submit_find_edges(self, edge_ids: Array) -> Answered:
-        """Ask for [sources, destinations], (K,) int64 each, of existing edges, and return at once."""
+    def submit_find_edges(self, edge_ids: Array) -> PendingAnswers:
+        """Request [sources, destinations], (K,) int64 each, of existing edges, and return at once."""
         return lambda: list(self._find_edges(edge_ids))
 
     def _submit_remote(
@@ -260,28 +266,27 @@ class Structure:
     ) -> Callable[[], list[Piece]]:
         return list
 
-    def _draw_of(self, op: str) -> Draw:
+    def _get_draw(self, op: str) -> Draw:
         if op not in self._draws:
-            raise ConfigError(f"{op!r} is not served (known: {', '.join(self._draws)}); call serve() first")
+            raise ConfigError(f"{op!r} is not served (known: {', '.join(self._draws)}). Call serve() first.")
         return self._draws[op]
 
-    def _pieces(self, draw: Draw, nodes: Array, parameters: str, exclude: Array) -> list[Piece]:
-        """Return the drawn in-edges of those ``nodes`` that are here, shard by shard."""
+    def _draw_pieces(self, draw: Draw, nodes: Array, parameters: str, exclude: Array) -> list[Piece]:
         pieces = []
-        for shard, places in self._places(nodes):
+        for shard, places in self._find_places(nodes):
             if len(places):
                 edges = draw(shard, nodes[places], parameters, exclude)
                 pieces.append(Piece(edges=edges, starts=np.arange(len(places) + 1), positions=places))
         return pieces
 
-    def _places(self, nodes: Array) -> Iterator[tuple[CSCShard, Array]]:
+    def _find_places(self, nodes: Array) -> Iterator[tuple[CSCShard, Array]]:
         for shard in self.shards:
             yield shard, np.flatnonzero((nodes >= shard.first_node) & (nodes < shard.last_node))
 
     def _count_in_edges(self, nodes: Array, outside: tuple[int, int] | None = None) -> Sequence[Array]:
-        """Return [(K,) int64 in-edges of each node], 0 for those that are not here."""
+        """Return [(K,) int64 in-edges of each node], 0 for nodes that are not local."""
         out = np.zeros(len(nodes), dtype=np.int64)
-        for shard, places in self._places(nodes):
+        for shard, places in self._find_places(nodes):
             local = nodes[places] - shard.first_node
             if outside is None:
                 out[places] = shard.indptr[local + 1] - shard.indptr[local]
@@ -290,14 +295,14 @@ class Structure:
         return [out]
 
     def _count_out_edges(self, nodes: Array) -> Sequence[Array]:
-        """Return [(K,) int64 out-edges of each node that end here]."""
+        """Return [(K,) int64 out-edges of each node that end at a local node]."""
         if self._local_out_degrees is None:
-            # Counted once, when first asked for: it reads every edge.
+            # The edges are counted at the first request, because that reads every edge.
             self._local_out_degrees = count_sources(self.shards, self.num_sources)
         return [self._local_out_degrees[nodes]]
 
     def _find_edges(self, edge_ids: Array) -> Sequence[Array]:
-        """Return [sources, destinations], (K,) int64 each, 0 for edges that are not here."""
+        """Return [sources, destinations], (K,) int64 each, 0 for edges that are not local."""
         sources = np.zeros(len(edge_ids), dtype=np.int64)
         destinations = np.zeros(len(edge_ids), dtype=np.int64)
         for shard in self.shards:
@@ -310,7 +315,7 @@ class Structure:
 
 @final
 class ReplicatedStructure(Structure):
-    """The whole structure in this server's memory: positions are edge ids, and nothing is sent."""
+    """The complete structure in this server's memory. Positions are edge ids, and nothing is sent."""
 
     is_replicated = True
 
@@ -323,21 +328,16 @@ class ReplicatedStructure(Structure):
 
 @final
 class PartitionedStructure(Structure):
-    """The local server's parts in memory; the others are asked by one-sided calls.
+    """The local server's parts in memory. Other servers are asked by one-sided calls.
 
-    Construction is collective; StorageError, on all ranks, when a part cannot be opened on its server.
-    ``label`` distinguishes the structures of one run and is the same on all ranks.
+    The constructor is collective. It raises StorageError on all ranks if a part cannot be opened on its
+    server. ``label`` is a unique name in the session and the same on all ranks.
     """
 
     is_replicated = False
 
     def __init__(
-        self,
-        session: Session,
-        dataset: StoredDataset,
-        placement: Placement,
-        label: str,
-        etype: EdgeType,
+        self, session: Session, dataset: StoredDataset, placement: Placement, label: str, etype: EdgeType
     ) -> None:
         manifest = dataset.manifest
         node_offsets, edge_offsets = manifest.node_offsets[etype[2]], manifest.edge_offsets[etype]
@@ -379,13 +379,15 @@ class PartitionedStructure(Structure):
             server = self._placement.topology.server_of_rank[rank]
             edge_range = self._edge_bounds[server : server + 2]
             begin, end = np.searchsorted(exclude, edge_range)
-            # No array where no edge is excluded.
+            # No array is sent if no edge is excluded.
             excluded = [exclude[begin:end]] if end > begin else []
             arrays = [plan.ids[first:last], *excluded]
-            call = self._session.rpc.submit(rank, self._op(op), parameters, arrays, phase=phase, layer=layer)
+            call = self._session.rpc.submit(
+                rank, self._name_op(op), parameters, arrays, phase=phase, layer=layer
+            )
             calls.append((call, first, last, edge_range))
 
-        def pieces() -> list[Piece]:
+        def wait() -> list[Piece]:
             return [
                 Piece(
                     edges=from_wire(plan.ids[first:last], call.result(), self.num_sources, edge_range),
@@ -395,7 +397,7 @@ class PartitionedStructure(Structure):
                 for call, first, last, edge_range in calls
             ]
 
-        return pieces
+        return wait
 
     def close(self) -> None:
         for op in self._ops:
@@ -404,26 +406,26 @@ class PartitionedStructure(Structure):
 
     def in_degrees(self, nodes: Array, outside: tuple[int, int] | None = None) -> Array:
         parameters = " ".join(map(str, outside or ()))
-        asked = self._submit_to_owners(
+        pending = self._submit_to_owners(
             "in_degrees", nodes, self._node_bounds, lambda ids: self._count_in_edges(ids, outside), parameters
         )
-        return asked()[0]
+        return pending()[0]
 
     def _answer_in_degrees(self, parameters: str, arrays: Sequence[Array]) -> list[Array]:
         first, last = map(int, parameters.split() or (0, 0))
         return [*self._count_in_edges(arrays[0], (first, last) if parameters else None)]
 
     def out_degrees(self, nodes: Array) -> Array:
-        # Asks every server: out-edges are stored with their destinations.
+        # This asks every server, because out-edges are stored with their destinations.
         calls = [
-            self._session.rpc.submit(rank, self._op("out_degrees"), "", [nodes], phase="structure")
+            self._session.rpc.submit(rank, self._name_op("out_degrees"), "", [nodes], phase="structure")
             for rank in self._placement.serving_ranks
             if rank != self._placement.topology.rank
         ]
         total = self._count_out_edges(nodes)[0]
         return sum((call.result()[0] for call in calls), total)
 
-    def submit_find_edges(self, edge_ids: Array) -> Answered:
+    def submit_find_edges(self, edge_ids: Array) -> PendingAnswers:
         return self._submit_to_owners("find_edges", edge_ids, self._edge_bounds, self._find_edges)
 
     def _submit_to_owners(
@@ -433,21 +435,21 @@ class PartitionedStructure(Structure):
         bounds: Array,
         compute: Callable[[Array], Sequence[Array]],
         parameters: str = "",
-    ) -> Answered:
-        """Ask ``op`` of the servers that own ``ids``; it answers there as ``compute`` does here.
+    ) -> PendingAnswers:
+        """Ask ``op`` of the servers that own ``ids``. It answers there as ``compute`` does here.
 
-        Sends 8 bytes per distinct remote id and receives 8 per answer. The function that is returned waits
-        for as many (K,) int64 arrays as ``compute`` returns, in the order of ``ids``.
+        Sends 8 bytes per distinct remote id and receives 8 bytes per answer. The returned function waits for
+        as many (K,) int64 arrays as ``compute`` returns, in the order of ``ids``.
         """
         own = self._placement.topology.server
         plan = plan_remote(ids, bounds, own)
-        submit, op = self._session.rpc.submit, self._op(op)
+        submit, op = self._session.rpc.submit, self._name_op(op)
         calls = [
             (submit(rank, op, parameters, [plan.ids[first:last]], phase="structure"), first, last)
             for rank, first, last in plan.requests(self._placement.serving_ranks)
         ]
 
-        def answered() -> list[Array]:
+        def wait() -> list[Array]:
             local = np.flatnonzero((ids >= bounds[own]) & (ids < bounds[own + 1]))
             answers = compute(ids[local])
             out = [np.empty(len(ids), dtype=np.int64) for _ in answers]
@@ -458,13 +460,13 @@ class PartitionedStructure(Structure):
                     spread_rows(values, column, plan.starts, plan.positions, first, last)
             return out
 
-        return answered
+        return wait
 
-    def _op(self, op: str) -> str:
+    def _name_op(self, op: str) -> str:
         return f"{self._label}.{op}"
 
     def _serve_draw(self, op: str) -> None:
-        draw = self._draw_of(op)
+        draw = self._get_draw(op)
 
         def answer(parameters: str, arrays: Sequence[Array]) -> list[Array]:
             nodes, exclude = arrays[0], arrays[1] if len(arrays) > 1 else NO_EDGES
@@ -472,10 +474,12 @@ class PartitionedStructure(Structure):
             first, last = self._node_bounds[own], self._node_bounds[own + 1]
             if len(nodes) and (nodes.min() < first or nodes.max() >= last):
                 raise IndexError(f"server {own} owns the nodes {first} to {last - 1} of {self.etype[2]!r}")
-            return to_wire(nodes, join_pieces(len(nodes), self._pieces(draw, nodes, parameters, exclude)))
+            return to_wire(
+                nodes, join_pieces(len(nodes), self._draw_pieces(draw, nodes, parameters, exclude))
+            )
 
         self._register(op, answer)
 
     def _register(self, op: str, handler: Handler) -> None:
-        self._session.rpc.register(self._op(op), handler)
-        self._ops.append(self._op(op))
+        self._session.rpc.register(self._name_op(op), handler)
+        self._ops.append(self._name_op(op))

@@ -3,11 +3,11 @@
 Tested on DGL 1.1.3 and 2.1.0.
 
 DGL 2.0 to 2.3 import GraphBolt with ``import dgl``, and its library is built for a few versions of torch.
-Nothing else in DGL's graphs, kernels, layers and single-machine loaders uses it, nor does this package:
-``dgl.graphbolt`` is an empty module where it cannot be loaded.
+Nothing else in DGL's graphs, kernels, layers and single-machine loaders uses it, and this package does not
+either. Where GraphBolt cannot be loaded, ``dgl.graphbolt`` is an empty module.
 
-DGL writes a file to the home folder when it is imported, Numba does not compile where it can cache nothing,
-and Matplotlib complains. What they read is set before they are imported.
+DGL writes a file to the home folder when it is imported, Numba does not compile if it cannot cache anything,
+and Matplotlib complains. The settings that they read are set before they are imported.
 """
 
 import logging
@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 
 @final
 class LibraryFinder:
-    """Finds ``dgl.graphbolt`` where Python does; if its import fails, it is empty, with an ImportWarning.
+    """Finds ``dgl.graphbolt`` as Python does. If its import fails, it warns and the module is empty.
 
     Finds nothing else, but sets the environment of the libraries above.
     """
@@ -38,7 +38,7 @@ class LibraryFinder:
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
         if fullname == "dgl":
-            # The only one that this package works with. Else DGL looks for a file, and writes it.
+            # This package works only with this backend. Otherwise DGL looks for a file, and writes it.
             os.environ.setdefault("DGLBACKEND", "pytorch")
         elif fullname == "numba" and not _is_writable_package():
             _provide_cache("NUMBA_CACHE_DIR", "XDG_CACHE_HOME", "~/.cache", "numba")
@@ -47,11 +47,11 @@ class LibraryFinder:
         spec = PathFinder.find_spec(fullname, path, target) if fullname == NAME else None
         if spec is not None and spec.loader is not None:
             execute = spec.loader.exec_module
-            spec.loader.exec_module = lambda module: _try(execute, module)  # type: ignore[method-assign]
+            spec.loader.exec_module = lambda module: _execute_or_empty(execute, module)  # type: ignore[method-assign]
         return spec
 
 
-def _try(execute: Callable[[ModuleType], None], module: ModuleType) -> None:
+def _execute_or_empty(execute: Callable[[ModuleType], None], module: ModuleType) -> None:
     bare = dict(vars(module))
     try:
         execute(module)
@@ -61,7 +61,7 @@ def _try(execute: Callable[[ModuleType], None], module: ModuleType) -> None:
         return
     for name in [name for name in sys.modules if name.startswith(f"{NAME}.")]:
         del sys.modules[name]
-    message = f"{NAME} is empty, because it cannot be imported ({reason}); dgl.dataloading works without it"
+    message = f"{NAME} is empty, because it cannot be imported ({reason}). dgl.dataloading works without it."
 
     def refuse(name: str) -> object:
         raise AttributeError(f"there is no {name!r}: {message}")
@@ -73,7 +73,7 @@ def _try(execute: Callable[[ModuleType], None], module: ModuleType) -> None:
 
 
 def _is_writable_package() -> bool:
-    """Return whether Numba can cache beside each module of this package, as it does first."""
+    # Numba first tries to cache beside each module of this package.
     for folder, names, _ in os.walk(Path(__file__).parents[1]):
         names[:] = [name for name in names if name != "__pycache__"]
         cache = Path(folder, "__pycache__")
@@ -83,7 +83,7 @@ def _is_writable_package() -> bool:
 
 
 def _provide_cache(variable: str, base: str, default: str, name: str) -> None:
-    """Set ``variable`` to a temporary folder where the usual folder of the cache cannot be made."""
+    """Set ``variable`` to a temporary folder if the usual folder of the cache cannot be made."""
     if os.environ.get(variable):
         return
     usual = Path(os.path.expanduser(os.environ.get(base) or default), name)
@@ -95,25 +95,28 @@ def _provide_cache(variable: str, base: str, default: str, name: str) -> None:
             return
     except OSError as error:
         os.environ[variable] = folder = str(_temporary_folder())
-        # Without its cache Numba compiles for a minute. The ranks of a launcher that said so inherit it.
-        tell = log.warning if name == "numba" and os.environ.get("LOCAL_RANK", "0") == "0" else log.info
+        # Without its cache Numba compiles for a minute. The ranks of a launcher inherit the variable and its
+        # warning.
+        report = log.warning if name == "numba" and os.environ.get("LOCAL_RANK", "0") == "0" else log.info
         reason = f"{usual} cannot be written ({error.strerror})"
-        tell("%s: the cache of %s is in %s; set %s to choose another folder", reason, name, folder, variable)
+        report(
+            "%s. The cache of %s is in %s. Set %s to choose another folder.", reason, name, folder, variable
+        )
 
 
 def _temporary_folder() -> Path:
-    """Return a folder of this user only: what lies in it is trusted."""
+    # The folder must belong to this user only, because its content is trusted.
     folder = Path(tempfile.gettempdir(), f"dglx-cache-{os.getuid()}")
     try:
         folder.mkdir(0o700)
     except FileExistsError:
-        found = folder.lstat()
-        if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
+        status = folder.lstat()
+        if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o077:
             return Path(tempfile.mkdtemp(prefix="dglx-cache-"))
     return folder
 
 
 def install() -> None:
-    """Add the finder once; imports of an earlier time are not changed by it."""
+    """Add the finder once. Earlier imports are not changed."""
     if not any(isinstance(finder, LibraryFinder) for finder in sys.meta_path):
         sys.meta_path.insert(0, LibraryFinder())

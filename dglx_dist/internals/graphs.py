@@ -1,4 +1,4 @@
-"""DGL's graphs from inside: structures, frames of columns, and graphs that lack some of their out-edges.
+"""Private parts of DGL's graphs: structures, frames of columns, and graphs that lack some of their out-edges.
 
 Tested on DGL 1.1.3 and 2.1.0.
 """
@@ -48,7 +48,7 @@ def get_block_parts(block: DGLBlock) -> BlockParts:
 
 
 def frames_by_type(graph: Any) -> Iterator[tuple[str | EdgeType, Frame]]:
-    """Yield each node type, of a block on both sides, and each edge type with the columns of its rows."""
+    """Yield each node type (of a block on both sides) and each edge type with the columns of its rows."""
     frames = (*graph._node_frames, *graph._edge_frames)
     return zip((*graph._ntypes, *graph.canonical_etypes), frames, strict=True)
 
@@ -59,27 +59,27 @@ def set_frame(block: Any, frame: Frame) -> None:
 
 
 def replace_columns(frame: Frame, make: Callable[[Mapping[str, Any]], dict[str, Any]]) -> None:
-    """Let ``make`` of the stored columns by name hold the columns of ``frame``."""
+    """Replace the columns of ``frame`` by ``make`` of its stored columns by name."""
     frame._columns = make(frame._columns)
 
 
 def build_block(indptr: Tensor, sources: Tensor, num_src: int, etype: EdgeType = EDGE_TYPE) -> DGLBlock:
-    """Build a block of one edge type, without data, that shares the given arrays.
+    """Build a block of one edge type without data. It shares memory with the arrays.
 
     Args:
-        indptr: (D + 1,) int32 or int64, CSC offsets of the D >= 0 destinations, the first sources.
+        indptr: (D + 1,) int32 or int64, CSC offsets of the D >= 0 destinations, which are the first sources.
         sources: (E,) of the dtype of ``indptr``, in [0, ``num_src``).
     """
     num_dst, (source, relation, destination) = len(indptr) - 1, etype
     nodes = [Frame(num_rows=num_src), Frame(num_rows=num_dst)]
     edges = [Frame(num_rows=len(sources))]
-    index = _bipartite(num_src, num_dst, indptr, sources)
+    index = _build_bipartite(num_src, num_dst, indptr, sources)
     return DGLBlock(index, ([source], [destination]), [relation], nodes, edges)
 
 
-def _bipartite(num_src: int, num_dst: int, indptr: Tensor, sources: Tensor) -> HeteroGraphIndex:
-    # Without explicit edge positions, DGL's SpMM kernels that read edge data reject the block.
-    # NumPy's range costs a third of torch's where batches are small.
+def _build_bipartite(num_src: int, num_dst: int, indptr: Tensor, sources: Tensor) -> HeteroGraphIndex:
+    # Without explicit edge positions, DGL's SpMM kernels that read edge data reject the block. For small
+    # batches, NumPy's range takes a third of the time of torch's.
     dtype = np.int32 if indptr.dtype is torch.int32 else np.int64
     positions = torch.from_numpy(np.arange(len(sources), dtype=dtype))
     return heterograph_index.create_unitgraph_from_csr(
@@ -91,7 +91,7 @@ def _bipartite(num_src: int, num_dst: int, indptr: Tensor, sources: Tensor) -> H
 class BlockTypes:
     """Types of blocks that have all node types on both sides. Thread-safe.
 
-    ``sources`` and ``destinations`` are the places in ``ntypes`` of the ends of each of the ``relations``.
+    ``sources`` and ``destinations`` are the positions in ``ntypes`` of the ends of each of the ``relations``.
     """
 
     def __init__(
@@ -110,29 +110,30 @@ class BlockTypes:
         """Build a block.
 
         Args:
-            edges: Of each edge type: numbers of sources and destinations, offsets and sources as in
-                :func:`build_block`, and columns.
-            nodes: Of each node type: global ids. The first ones are sources, the first of them destinations.
+            edges: Numbers of sources and destinations, offsets and sources as in :func:`build_block`, and
+                columns, of each edge type.
+            nodes: Global ids of each node type. The first ones are sources, and the first of them
+                destinations.
             counts: Numbers of sources and of destinations of each node type.
         """
-        indices = [_bipartite(n, m, offsets, sources) for n, m, offsets, sources, _ in edges]
+        indices = [_build_bipartite(n, m, offsets, sources) for n, m, offsets, sources, _ in edges]
         edge_frames = [Frame(columns, num_rows=len(sources)) for *_, sources, columns in edges]
         sizes = utils.toindex([*counts[0], *counts[1]], "int64")
         index = heterograph_index.create_heterograph_from_relations(self._metagraph, indices, sizes)
         frames = [
             Frame({dgl.NID: ids[:count]}, num_rows=count)
-            for of_type in counts
-            for ids, count in zip(nodes, of_type, strict=True)
+            for side_counts in counts
+            for ids, count in zip(nodes, side_counts, strict=True)
         ]
-        # Copies, because DGL keeps the lists.
+        # Copy the names, because DGL keeps the lists.
         ntypes = list(self._ntypes), list(self._ntypes)
         return DGLBlock(index, ntypes, list(self._relations), frames, edge_frames)
 
 
 def remove_empty_types(graph: dgl.DGLGraph) -> dgl.DGLGraph:
-    """Return the graph or block without its empty edge types; unchanged if all are empty.
+    """Return the graph or block without its empty edge types. It is unchanged if all types are empty.
 
-    A model over several types then returns rows for the types of the seeds alone, as scripts expect. Node
+    A model over several types then returns rows only for the types of the seeds, as scripts expect. Node
     types and the data of nodes and edges stay.
     """
     kept = [etype for etype in graph.canonical_etypes if graph.num_edges(etype)]
@@ -141,16 +142,20 @@ def remove_empty_types(graph: dgl.DGLGraph) -> dgl.DGLGraph:
     index, numbers = graph._graph, [graph.get_etype_id(etype) for etype in kept]
     sources, destinations = zip(*map(index.metagraph.find_edge, numbers), strict=True)
     counts = [index.num_nodes(ntype) for ntype in range(index.number_of_ntypes())]
-    of_types = graph_index.from_coo(len(counts), sources, destinations, True)
+    metagraph = graph_index.from_coo(len(counts), sources, destinations, True)
     relations = [index.get_relation_graph(number) for number in numbers]
-    made = heterograph_index.create_heterograph_from_relations(
-        of_types, relations, utils.toindex(counts, "int64")
+    reduced_index = heterograph_index.create_heterograph_from_relations(
+        metagraph, relations, utils.toindex(counts, "int64")
     )
     if isinstance(index, TorchIndex):
-        TorchIndex.from_relations(made, tuple(index.relations[number] for number in numbers), index.device)
+        TorchIndex.from_relations(
+            reduced_index, tuple(index.relations[number] for number in numbers), index.device
+        )
     ntypes = (graph.srctypes, graph.dsttypes) if graph.is_block else graph.ntypes
     names, frames = [name for _, name, _ in kept], [graph._edge_frames[number] for number in numbers]
-    reduced = (DGLBlock if graph.is_block else dgl.DGLGraph)(made, ntypes, names, graph._node_frames, frames)
+    reduced = (DGLBlock if graph.is_block else dgl.DGLGraph)(
+        reduced_index, ntypes, names, graph._node_frames, frames
+    )
     reduced.step_share = getattr(graph, "step_share", None)
     return reduced
 
@@ -184,22 +189,23 @@ class OwnRowsColumn(LazyFeature):
     astype = to
 
     def subcolumn(self, rows: Tensor) -> Any:
-        """Raise ConfigError: some of ``rows`` may lie on another rank."""
+        """Raise ConfigError, because some of ``rows`` may belong to another rank."""
         raise ConfigError(
             f"{len(rows)} rows were read from a column that has this rank's own {len(self._rows)} rows and "
-            "no halo; pass the column to a layer, or set it again (block.srcdata[name] = rows) to exchange it"
+            "no halo. Pass the column to a layer, or set it again (block.srcdata[name] = rows) to exchange "
+            "it."
         )
 
 
 def get_own_rows(frame: Frame, name: str) -> Tensor | None:
-    """Return the rows of a column of own rows; None: it is another one, or missing."""
+    """Return the rows of a column of own rows, or None if the column is another one or missing."""
     column = frame._columns.get(name)
     return column.data if isinstance(column, OwnRowsColumn) else None
 
 
 @final
 class FetchedColumn(LazyFeature):
-    """A column that is computed when it is first read."""
+    """A column that is computed at the first access."""
 
     def __init__(self, read: Callable[[], Tensor]) -> None:
         super().__init__()
@@ -213,11 +219,11 @@ class FetchedColumn(LazyFeature):
         return FetchedColumn(lambda: self.data.index_select(0, rows.long()))
 
 
-def fetched_frame(own: Frame, fetch: Callable[[str, Tensor], Tensor], num_sources: int) -> Frame:
-    """Return a source frame for message passing: columns of ``own``, completed by their halo on first read.
+def make_fetched_frame(own: Frame, fetch: Callable[[str, Tensor], Tensor], num_sources: int) -> Frame:
+    """Return a source frame with the columns of ``own``, completed by their halo on first read.
 
     The columns that are read determine the exchanges and their order, so all ranks must read the same
-    columns. DGL's functions do, also on a rank without edges. ``fetch`` maps (name, stored rows) to
+    columns. DGL's functions do that, also on a rank without edges. ``fetch`` maps (name, stored rows) to
     (sources, ...) and exchanges missing halo rows.
     """
 
@@ -229,43 +235,43 @@ def fetched_frame(own: Frame, fetch: Callable[[str, Tensor], Tensor], num_source
 
 @final
 class InEdgesOnly:
-    """Descriptor for ``_graph`` of a DGL graph whose index cannot be reversed in forward.
+    """Descriptor for ``_graph`` of a DGL graph with an index that cannot be reversed in forward.
 
-    DGL reverses a graph to sum over the out-edges of a source, but this rank has only some of them: a softmax
+    DGL reverses a graph to sum over the out-edges of a source, but this rank has only some of them. A softmax
     over the edges of each source would be wrong. In backward DGL reverses the graph to propagate gradients to
-    this rank's copies of the sources; that is correct, because the exchange adds them up.
+    this rank's copies of the sources. That is correct, because the exchange adds them up.
     """
 
     def __set__(self, graph: Any, index: HeteroGraphIndex) -> None:
         # DGL makes a new index when a graph changes its device, formats or integer type. Without ``__get__``,
-        # Python reads the instance's own attribute.
+        # Python reads the attribute of the instance.
         index.__class__ = _InEdgesOnlyTorchIndex if isinstance(index, TorchIndex) else _InEdgesOnlyIndex
         graph.__dict__["_graph"] = index
 
 
-class _NotReversed:
+class _IrreversibleIndex:
     """A graph index with complete in-edges and incomplete out-edges."""
 
     def reverse(self) -> Any:
         if current_backward() == NO_BACKWARD:
-            refuse_reversed("this")
-        return super().reverse()  # type: ignore[misc]  # a graph index follows in every subclass
+            raise_for_reverse("this")
+        return super().reverse()  # type: ignore[misc]  # every subclass also derives from a graph index
 
 
-class _InEdgesOnlyIndex(_NotReversed, HeteroGraphIndex):
+class _InEdgesOnlyIndex(_IrreversibleIndex, HeteroGraphIndex):
     pass
 
 
-class _InEdgesOnlyTorchIndex(_NotReversed, TorchIndex):
+class _InEdgesOnlyTorchIndex(_IrreversibleIndex, TorchIndex):
     pass
 
 
-def refuse_reversed(what: str) -> NoReturn:
+def raise_for_reverse(what: str) -> NoReturn:
     raise ConfigError(
         f"{what} sums over the out-edges of each source, which lie on several ranks (dgl.reverse, "
         "edge_softmax(norm_by='src'), and EdgeWeightNorm('both'), which SGConv, TAGConv, APPNPConv and "
-        "GCN2Conv call for edge weights); normalise the weights of the whole graph beforehand, load them as "
-        "an edge feature and pass them to GraphConv(norm='none'), or use EdgeWeightNorm('right')"
+        "GCN2Conv call for edge weights). Normalise the weights of the complete graph beforehand, load them "
+        "as an edge feature and pass them to GraphConv(norm='none'), or use EdgeWeightNorm('right')."
     )
 
 
@@ -279,7 +285,7 @@ class InEdgesOnlyGraph:
 
     @property
     def node_frames(self) -> list[Frame]:
-        """The columns of the nodes, of a block on both sides."""
+        """Columns of the nodes, for a block on both sides."""
         return self._node_frames
 
     @node_frames.setter
@@ -288,7 +294,6 @@ class InEdgesOnlyGraph:
 
     @property
     def edge_frames(self) -> list[Frame]:
-        """The columns of the edges."""
         return self._edge_frames
 
     @edge_frames.setter
@@ -297,18 +302,16 @@ class InEdgesOnlyGraph:
 
     def set_columns(self, side: int, rows: Any, data: Any) -> None:
         """Set the columns ``data`` of some or ``ALL`` rows of a side."""
-        super()._set_n_repr(side, rows, data)  # type: ignore[misc]  # a DGL graph follows in every subclass
+        super()._set_n_repr(side, rows, data)  # type: ignore[misc]  # every subclass is a DGL graph
 
     def pop_column(self, side: int, name: str) -> Any:
-        """Remove a column and return its rows."""
-        return super()._pop_n_repr(side, name)  # type: ignore[misc]  # a DGL graph follows in every subclass
+        return super()._pop_n_repr(side, name)  # type: ignore[misc]  # every subclass is a DGL graph
 
     def has_etype(self, keys: Any) -> bool:
         """Return whether an edge type matches a slice ``(source, name, destination)``."""
-        return bool(self._find_etypes(keys))  # type: ignore[attr-defined]  # a DGL graph follows
+        return bool(self._find_etypes(keys))  # type: ignore[attr-defined]  # every subclass is a DGL graph
 
     def take_structure(self, graph: Any) -> None:
-        """Use the structure of ``graph``."""
         self._graph = graph._graph
 
     def _set_n_repr(self, side: int, rows: Any, data: Any) -> None:

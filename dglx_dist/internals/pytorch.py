@@ -26,7 +26,7 @@ from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakTensorKeyDictionary
 
 Copy: TypeAlias = Callable[[Tensor], Tensor]
-"""A tensor in host memory to its copy on a device."""
+"""Function from a tensor in host memory to its copy on a device."""
 
 Kind = TypeVar("Kind", bound=Tensor)
 
@@ -58,15 +58,15 @@ def watch_steps(
 ) -> Callable[[], object]:
     """Call ``before(owner, optimizer)`` before each step of any optimizer, and ``after`` after it.
 
-    The hooks do not keep ``owner`` alive. They do nothing without it, and end when the result is called.
+    The hooks do not keep ``owner`` alive and do nothing without it. Calling the result removes them.
     """
     remove_hooks_without_owner()
-    alive = weakref.ref(owner)
+    owner_reference = weakref.ref(owner)
 
     def call(function: Callable[[Any, Optimizer], None], optimizer: Optimizer) -> None:
-        known = alive()
-        if known is not None:
-            function(known, optimizer)
+        live_owner = owner_reference()
+        if live_owner is not None:
+            function(live_owner, optimizer)
 
     handles = [register_optimizer_step_pre_hook(lambda optimizer, *_: call(before, optimizer))]
     if after is not None:
@@ -82,17 +82,18 @@ def watch_steps(
 
 
 def remove_hooks_without_owner() -> None:
-    """Remove the hooks of :func:`watch_steps` whose owner is gone; not within a step of an optimizer."""
+    """Remove the hooks of :func:`watch_steps` without an owner. Do not call this within an optimizer step."""
     while _WITHOUT_OWNER:
         _WITHOUT_OWNER.pop().remove()
 
 
 _WITHOUT_OWNER: list[RemovableHandle] = []
-"""Hooks whose owner is gone. They are removed later, since torch may go over its hooks while it is freed."""
+"""Hooks without an owner. They are removed later, because torch may iterate over its hooks when an owner is
+freed."""
 
 
 def get_version(tensor: Tensor) -> int | None:
-    """Return a number that changes with the content of ``tensor``; None if torch has none."""
+    """Return a number that changes with the content of ``tensor``, or None if torch has none."""
     # Torch tracks no versions of tensors created in inference mode.
     return None if tensor.is_inference() else tensor._version
 
@@ -108,7 +109,6 @@ def retype(tensor: Tensor, kind: type[Kind]) -> Kind:
 
 
 def current_function_mode() -> object:
-    """Return the innermost active ``TorchFunctionMode`` of this thread."""
     return _get_current_function_mode()  # type: ignore[no-untyped-call]  # torch leaves it bare
 
 
@@ -125,7 +125,7 @@ def replace_floats(output: Any, function: Callable[..., Sequence[Tensor]]) -> An
 @cache
 def leave_to_python() -> None:
     """Keep torch.compile out of exchanges and DGL's layers, between which it compiles the user's module."""
-    # The user's first optimizer imports it as well, which takes a second.
+    # The user's first optimizer imports this as well, which takes a second.
     from torch._dynamo import trace_rules
 
     for package in ("dgl", "dglx_dist"):
@@ -133,27 +133,30 @@ def leave_to_python() -> None:
 
 
 _SOURCES = WeakTensorKeyDictionary()
-"""Ids on a device to (the tensor of the host of which they are a copy, the versions of both then)."""
+"""Ids on a device to (their source tensor on the host, the versions of both at the time of the copy)."""
 
 
 def ids_to_device(ids: Tensor, device: torch.device, copy: Copy | None = None) -> Tensor:
-    """Return ``ids`` of the host on ``device``, where :func:`ids_on_host` knows them without waiting."""
-    moved = to_device(ids, device) if copy is None else copy(ids)
-    if ids.is_cpu and not (moved.is_cpu or moved.is_inference() or ids.is_inference()):
-        _SOURCES[moved] = ids, moved._version, ids._version
-    return moved
+    """Return ``ids`` of the host on ``device``. :func:`ids_on_host` later returns them without waiting."""
+    copied = to_device(ids, device) if copy is None else copy(ids)
+    if ids.is_cpu and not (copied.is_cpu or copied.is_inference() or ids.is_inference()):
+        _SOURCES[copied] = ids, copied._version, ids._version
+    return copied
 
 
 def ids_on_host(ids: Tensor) -> Tensor:
-    """Return ``ids`` on the host; waits for their device, unless they are an unchanged copy from there."""
-    known = None if ids.is_cpu else _SOURCES.get(ids)  # type: ignore[no-untyped-call]  # torch leaves it bare
-    if known is not None and known[1:] == (ids._version, known[0]._version):
-        return known[0].detach()
+    """Return ``ids`` on the host. Waits for their device, unless they are an unchanged copy from the host."""
+    source = None if ids.is_cpu else _SOURCES.get(ids)  # type: ignore[no-untyped-call]  # torch leaves it bare
+    if source is not None and source[1:] == (ids._version, source[0]._version):
+        return source[0].detach()
     return ids.detach().cpu()
 
 
 def to_device(rows: Tensor, device: torch.device) -> Tensor:
-    """Return ``rows`` of host memory on ``device``, copied on the current stream; no GPU is waited for."""
+    """Return ``rows`` of host memory on ``device``, copied on the current stream.
+
+    Does not wait for the GPU.
+    """
     if device.type == "cuda":
         # torch keeps the page-locked copy until it is read.
         return rows.pin_memory().to(device, non_blocking=True)

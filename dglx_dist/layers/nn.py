@@ -1,4 +1,4 @@
-"""Modules for the models of users: batch norm whose statistics cover the rows of all ranks."""
+"""Modules for the models of users: batch norm with statistics over the rows of all ranks."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ PHASE = "batch_norm"
 
 def _open_group(session: Session) -> dist.ProcessGroup:
     with report_failed_peers(session, "the group of batch norms"):
-        made: dist.ProcessGroup = dist.new_group(timeout=timedelta(seconds=session.timeout_s))
-        return made
+        group: dist.ProcessGroup = dist.new_group(timeout=timedelta(seconds=session.timeout_s))
+        return group
 
 
 _GROUP: SessionField[dist.ProcessGroup] = SessionField(_open_group)
-"""A process group of their own, because sums of gradients may be under way in the other one."""
+"""Process group of batch norms, because sums of gradients may be under way in the other group."""
 
 
 @final
 class StatisticsExchange:
-    """Sums the statistics of one wrapped model's batch norms over the ranks.
+    """Sums the statistics of a wrapped model's batch norms over the ranks.
 
     ``rows`` knows the nodes of a module's rows during a pass.
     """
@@ -41,31 +41,31 @@ class StatisticsExchange:
     def __init__(self, session: Session, rows: NodeDropouts) -> None:
         self._session, self._rows = session, rows
         self.weight = 1.0
-        """This rank's weight, by which the wrapped model multiplies gradients of parameters afterwards."""
+        """Weight of this rank, by which the wrapped model multiplies gradients of parameters afterwards."""
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
-        # Copies of a model compute by themselves until they are wrapped.
+        # Copies of a model compute alone until they are wrapped.
         return type(None), ()
 
     def sum(self, values: Tensor) -> Tensor:
-        """Return the sum of ``values`` over the ranks, in place; every rank must call it."""
+        """Return the sum of ``values`` over the ranks, in place. Every rank must call this."""
         group = _GROUP.get(self._session)
         return sum_over_ranks(values, self._session, phase=PHASE, in_place=True, group=group)
 
-    def shares(self, x: Tensor) -> Tensor:
-        """Return for each row of ``x`` one over the number of ranks with that node, (n, 1) float64.
+    def compute_shares(self, x: Tensor) -> Tensor:
+        """Return (n, 1) float64: for each row of ``x``, 1 / the number of ranks with that node.
 
-        It is 1 where a rank does not know the nodes of its rows. Every rank must call it.
+        It is 1 if a rank does not know the nodes of its rows. Every rank must call this.
         """
         ones = torch.ones(len(x), 1, dtype=torch.float64, device=x.device)
-        ids = self._rows.ids_of_rows(x)
+        ids = self._rows.find_ids(x)
         count = torch.tensor([-1 if ids is None else len(ids)]).to(x.device)
         sizes: list[int] = self._gather(count)[:, 0].tolist()
         if ids is None or min(sizes) < 0:
             return ones
         padded = functional.pad(ids, (0, max(sizes) - len(ids)))
-        everywhere = torch.cat([row[:size] for row, size in zip(self._gather(padded), sizes, strict=True)])
-        distinct, counts = torch.unique(everywhere, return_counts=True)
+        all_ids = torch.cat([row[:size] for row, size in zip(self._gather(padded), sizes, strict=True)])
+        distinct, counts = torch.unique(all_ids, return_counts=True)
         return ones / counts[torch.searchsorted(distinct, ids)].unsqueeze(1)
 
     def _gather(self, values: Tensor) -> Tensor:
@@ -74,18 +74,18 @@ class StatisticsExchange:
 
 @final
 class BatchNorm(NormWithStatistics):
-    """``nn.BatchNorm1d`` over the rows of all ranks in training, as one process would compute it.
+    """``nn.BatchNorm1d`` over the rows of all ranks in training, with the result of one process.
 
-    A node that several ranks compute counts once where the wrapped model knows the nodes of the rows: in
-    models called with blocks of one node type. Elsewhere each of its rows counts, as in
-    ``nn.SyncBatchNorm``. Outside of a wrapped model and on one rank it is ``nn.BatchNorm1d``.
+    In models that are called with blocks of one node type, the nodes of the rows are known, and a node that
+    several ranks compute counts once. Elsewhere each of its rows counts, as in ``nn.SyncBatchNorm``. Outside
+    of a wrapped model and on one rank this is ``nn.BatchNorm1d``.
 
-    Args and state are those of ``nn.BatchNorm1d``. Each call in training sends 16 bytes for each column and
-    rank, as much in backward, and 8 bytes for each row to every other rank.
+    Arguments and state are those of ``nn.BatchNorm1d``. Each call in training sends 16 bytes for each column
+    and rank, as much in backward, and 8 bytes for each row to every other rank.
     """
 
     exchange: StatisticsExchange | None = None
-    """That of the wrapped model on several ranks."""
+    """Exchange of the wrapped model on several ranks."""
     num_batches_tracked: Tensor
 
     def __init__(
@@ -95,39 +95,36 @@ class BatchNorm(NormWithStatistics):
 
     @classmethod
     def convert(cls, model: nn.Module) -> nn.Module:
-        """Make every ``BatchNorm1d`` and ``SyncBatchNorm`` of ``model`` one of this class, and return it.
+        """Turn every ``BatchNorm1d`` and ``SyncBatchNorm`` of ``model`` into this class. Return ``model``.
 
-        The modules change in place before :func:`dglx_dist.wrap` and keep parameters, buffers and hooks.
-        Other batch norms stay as they are, with a warning.
-
-        Raises:
-            ConfigError: ``model`` is no module, or a batch norm of it is in a wrapped model.
+        The modules change in place and keep parameters, buffers and hooks. Call this before
+        :func:`dglx_dist.wrap`. Other batch norms stay unchanged, with a warning. Raises ConfigError if
+        ``model`` is not a module, or one of its batch norms is in a wrapped model.
         """
         if not isinstance(model, nn.Module):
             raise ConfigError(f"convert takes a torch.nn.Module, not a {type(model).__name__}")
-        norms = _torch_norms(model)
+        norms = _find_torch_norms(model)
         wrapped = {module for wrapped in WRAPPED_MODELS for module in wrapped.modules()}
         if late := [name for name, norm in norms.items() if norm in wrapped]:
             raise ConfigError(
-                f"the batch norms {shorten_list(late)} are in a wrapped model, which would go on without the "
-                "converted ones; call model = dx.nn.BatchNorm.convert(model) before dx.wrap"
+                f"the batch norms {shorten_list(late)} are in a wrapped model, which would continue without "
+                "the converted ones. Call model = dx.nn.BatchNorm.convert(model) before dx.wrap."
             )
         for norm in filter(_can_convert, norms.values()):
             norm.__class__ = cls
-        if left := _torch_norms(model):
+        if unchanged := _find_torch_norms(model):
             warn_user(
-                f"BatchNorm.convert leaves the batch norms {shorten_list(left)} as they are, since it takes "
-                "BatchNorm1d and SyncBatchNorm with running statistics over all ranks, not "
-                f"{next(iter(left.values()))!r}; use nn.LayerNorm or nn.GroupNorm, which are exact"
+                f"BatchNorm.convert leaves the batch norms {shorten_list(unchanged)} unchanged, because it "
+                "converts only BatchNorm1d and SyncBatchNorm with running statistics over all ranks, not "
+                f"{next(iter(unchanged.values()))!r}. Use nn.LayerNorm or nn.GroupNorm, which are exact."
             )
         return model
 
     @torch.compiler.disable
     def forward(self, x: Tensor) -> Tensor:
-        """Return the normalized rows of ``x``, (n, C); collective in training within a wrapped model.
+        """Return the normalized (n, C) rows of ``x``. Collective in training within a wrapped model.
 
-        Raises:
-            ConfigError: in training, all ranks have one row together, or ``x`` is no matrix.
+        Raises ConfigError in training, if all ranks have one row together, or if ``x`` is not a matrix.
         """
         factor = self.momentum or 0.0
         if self.training:
@@ -142,7 +139,7 @@ class BatchNorm(NormWithStatistics):
 
 
 class _Normalize(torch.autograd.Function):
-    """Rows with mean 0 and variance 1 over all ranks, in float64; updates the running statistics."""
+    """Normalizes rows over all ranks in float64, and updates the running statistics."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, norm: BatchNorm, exchange: StatisticsExchange, factor: float) -> Tensor:
@@ -150,19 +147,19 @@ class _Normalize(torch.autograd.Function):
         if x.dim() != 2 or x.shape[1] != width:
             raise ConfigError(
                 f"dx.nn.BatchNorm({width}) takes rows of {width} columns, but its input has the shape "
-                f"{tuple(x.shape)}; reshape it to (rows, {width}) before, and back afterwards"
+                f"{tuple(x.shape)}. Reshape it to (rows, {width}) before, and back afterwards."
             )
         # Moments about a value near the mean keep their digits.
         running_mean, running_var = cast("tuple[Tensor, Tensor]", (norm.running_mean, norm.running_var))
         origin = running_mean.double()
-        rows, shares = x.detach().double() - origin, exchange.shares(x)
+        rows, shares = x.detach().double() - origin, exchange.compute_shares(x)
         weighted = rows * shares
         total = exchange.sum(torch.cat([shares.sum(0), weighted.sum(0), (weighted * rows).sum(0)]))
         count, mean = float(total[0]), total[1 : 1 + width] / total[0]
         if round(count) == 1:
             raise ConfigError(
                 f"a batch norm of {width} columns needs more than 1 row in training, but all ranks together "
-                "have 1; use larger batches, drop_last=True, or model.eval()"
+                "have 1. Use larger batches, drop_last=True, or model.eval()."
             )
         variance = (total[1 + width :] / count - mean**2).clamp_(min=0)
         scale = (variance + norm.eps).rsqrt()
@@ -177,39 +174,39 @@ class _Normalize(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
         normalized, scale, shares = ctx.saved_tensors
-        # The parameters' gradients are weighted afterwards, but these sums need the weights now.
+        # The gradients of parameters are weighted afterwards, but these sums need the weights now.
         weighted = gradient.double() * ctx.weight
         total = ctx.exchange.sum(torch.cat([weighted.sum(0), (weighted * normalized).sum(0)]))
-        of_mean, of_scale = total.tensor_split(2)
-        of_rows = scale * (weighted - shares * (of_mean + normalized * of_scale))
+        mean_gradient, scale_gradient = total.tensor_split(2)
+        row_gradient = scale * (weighted - shares * (mean_gradient + normalized * scale_gradient))
         # A rank without weight has no rows.
-        return (of_rows / (ctx.weight or 1.0)).to(ctx.dtype), None, None, None
+        return (row_gradient / (ctx.weight or 1.0)).to(ctx.dtype), None, None, None
 
 
-def _torch_norms(model: nn.Module) -> dict[str, nn.Module]:
+def _find_torch_norms(model: nn.Module) -> dict[str, nn.Module]:
     return {name: module for name, module in model.named_modules() if isinstance(module, AnyBatchNorm)}
 
 
 def _can_convert(norm: Any) -> bool:
-    # Of exactly these classes: a subclass does something else, and a group may be of some ranks.
+    # Only these exact classes: a subclass does something else, and a process group may have only some ranks.
     is_over_all = type(norm) is nn.SyncBatchNorm and norm.process_group is None
     return (is_over_all or type(norm) is nn.BatchNorm1d) and bool(norm.track_running_stats)
 
 
 def install_batch_norms(model: nn.Module, session: Session, rows: NodeDropouts) -> StatisticsExchange:
-    """Let every :class:`BatchNorm` of ``model`` compute over all ranks; ``rows`` knows the nodes.
+    """Let every :class:`BatchNorm` of ``model`` compute over all ranks. ``rows`` knows the nodes of its rows.
 
-    Warn of a batch norm of torch, which takes its mean and variance over this rank's rows alone.
+    Warns about batch norms of torch, which use only the rows of this rank.
     """
     exchange, is_alone = StatisticsExchange(session, rows), session.topology.world_size == 1
     for norm in [module for module in model.modules() if isinstance(module, BatchNorm)]:
         norm.exchange = None if is_alone else exchange
         if not is_alone:
             rows.track(model)
-    if not is_alone and (local := _torch_norms(model)):
+    if not is_alone and (local := _find_torch_norms(model)):
         warn_user(
-            f"the batch norms {shorten_list(local)} take mean and variance over the rows of each rank, or "
-            "count a node once for each rank that computes it, so training differs from that of one process; "
-            "call dx.nn.BatchNorm.convert(model) before dx.wrap, or use nn.LayerNorm"
+            f"the batch norms {shorten_list(local)} use the mean and variance of the rows of each rank, or "
+            "count a node once for each rank that computes it, so training differs from one process. Call "
+            "dx.nn.BatchNorm.convert(model) before dx.wrap, or use nn.LayerNorm."
         )
     return exchange

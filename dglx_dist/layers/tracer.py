@@ -1,4 +1,4 @@
-"""Tracing of models: their convolutions, and which module is called with which block and rows."""
+"""Tracing of models: their convolutions, and the blocks and rows with which modules are called."""
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -22,13 +22,13 @@ MODEL_ERRORS = (
     AssertionError,
     dgl.DGLError,
 )
-"""Errors of a model that does not support the call."""
+"""Errors of a model that does not support a call."""
 
-_OF_EDGES = ("efeat", "efeats", "e", "w")
+_EDGE_ARGUMENTS = ("efeat", "efeats", "e", "w")
 
 
 def find_convolutions(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the modules of DGL and the splittable ones, by name, in the order of their registration."""
+    """Yield the modules of DGL and the splittable modules by name, in the order of their registration."""
     for name, module in model.named_modules():
         if isinstance(module, SplittableConv) or type(module).__module__.startswith("dgl."):
             yield name, module
@@ -41,31 +41,32 @@ class GraphCall(NamedTuple):
     key: int | str
     """Position or name of the rows argument."""
     rows: Any
-    """The rows of sources, or a pair that begins with them, or a dictionary."""
+    """Rows of sources, a pair that begins with them, or a dictionary."""
 
     @property
     def sources(self) -> Tensor:
-        found: Tensor = self.rows if torch.is_tensor(self.rows) else self.rows[0]
-        return found
+        rows: Tensor = self.rows if torch.is_tensor(self.rows) else self.rows[0]
+        return rows
 
 
 def read_call(
     module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], graph: type = dgl.DGLGraph
 ) -> GraphCall | None:
-    """Return the graph of type ``graph`` and the rows that ``module`` is called with; None without them.
+    """Return the graph of type ``graph`` and the rows with which ``module`` is called, or None.
 
     The rows are the argument after the graph, or else the one before it: a tensor of two or more dimensions,
-    a pair of tensors, or a dictionary. Arguments named "edge...", "efeat", "efeats", "e" or "w" are of edges.
+    a pair of tensors, or a dictionary. Arguments named "edge...", "efeat", "efeats", "e" or "w" belong to
+    edges.
     """
     named = named_arguments(module.forward, args, kwargs)
-    at = next((n for n, (_, _, value) in enumerate(named) if isinstance(value, graph)), None)
-    if at is None:
+    place = next((n for n, (_, _, value) in enumerate(named) if isinstance(value, graph)), None)
+    if place is None:
         return None
-    # Must not depend on the number of rows of this rank: all ranks must agree.
-    for key, name, value in (*named[at + 1 : at + 2], *(named[at - 1 : at] if at else ())):
-        of_nodes = not name.startswith("edge") and name not in _OF_EDGES
-        if isinstance(value, dict) or (of_nodes and _is_rows(value)):
-            return GraphCall(named[at][2], key, value)
+    # This must not depend on the number of rows of this rank, because all ranks must agree.
+    for key, name, value in (*named[place + 1 : place + 2], *(named[place - 1 : place] if place else ())):
+        is_of_nodes = not name.startswith("edge") and name not in _EDGE_ARGUMENTS
+        if isinstance(value, dict) or (is_of_nodes and _is_rows(value)):
+            return GraphCall(named[place][2], key, value)
     return None
 
 
@@ -74,60 +75,60 @@ def named_arguments(
 ) -> list[tuple[int | str, str, Any]]:
     """Return (position or name, name, value) of the arguments in the order of the parameters."""
     names = list(inspect.signature(forward).parameters)
-    found: list[tuple[int | str, str, Any]] = [
+    named: list[tuple[int | str, str, Any]] = [
         (n, names[n] if n < len(names) else "", value) for n, value in enumerate(args)
     ]
     order = {name: n for n, name in enumerate(names)}
     for name in sorted(kwargs, key=lambda name: order.get(name, len(order))):
-        found.append((name, name, kwargs[name]))
-    return found
+        named.append((name, name, kwargs[name]))
+    return named
 
 
 def _is_rows(value: Any) -> bool:
     if torch.is_tensor(value):
         return value.dim() > 1
-    # As in DGL's convolutions, a pair is a tuple; a list is not.
-    pair = isinstance(value, tuple) and len(value) == 2
-    return pair and all(torch.is_tensor(one) and one.dim() for one in value)
+    # As in DGL's convolutions, a pair is a tuple and not a list.
+    is_pair = isinstance(value, tuple) and len(value) == 2
+    return is_pair and all(torch.is_tensor(rows) and rows.dim() for rows in value)
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
 class Call:
-    """Call of a module, as the tracer saw it."""
+    """A recorded call of a module."""
 
     module: nn.Module
     block: int | None
-    """Position among the blocks, if it was called with one."""
+    """Position of the block with which the module was called, if any."""
     rows: Tensor
-    """(n, F) node rows that it got."""
+    """(n, F) node rows that the module got."""
     result: Any
     inside: int | None
-    """Position of the block with which a module around it was called."""
+    """Position of the block with which an outer module was called."""
 
 
 def trace_calls(
     model: nn.Module, blocks: Sequence[Any], x: Tensor, run: Callable[..., object] | None = None
 ) -> list[Call]:
-    """Return the calls of modules with node rows in ``model(blocks, x)``, or ``run``, in order of their ends.
+    """Return the calls of modules with node rows in ``model(blocks, x)`` or ``run``, ordered by their ends.
 
-    The model runs in evaluation mode and is not changed. Raises what it raises.
+    The model runs in evaluation mode and is not changed. Its errors are raised.
     """
     calls: list[Call] = []
-    entered: list[int | None] = []
+    block_stack: list[int | None] = []
 
     def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         call = read_call(module, args, kwargs)
         same = (n for n, block in enumerate(blocks) if call is not None and call.graph is block)
-        entered.append(next(same, None))
+        block_stack.append(next(same, None))
 
     def leave(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
-        block, call = entered.pop(), read_call(module, args, kwargs)
+        block, call = block_stack.pop(), read_call(module, args, kwargs)
         rows = args[0] if call is None and args else None if call is None else call.rows
         rows = rows[0] if isinstance(rows, tuple) else rows
         if torch.is_tensor(rows) and rows.dim() > 1:
-            around = next((one for one in entered if one is not None), None)
-            calls.append(Call(module=module, block=block, rows=rows, result=result, inside=around))
+            outer_block = next((block for block in block_stack if block is not None), None)
+            calls.append(Call(module=module, block=block, rows=rows, result=result, inside=outer_block))
 
     with ExitStack() as stack:
         for module in model.modules():
@@ -141,24 +142,24 @@ def trace_calls(
 
 @contextmanager
 def replace_forwards(forwards: Mapping[nn.Module, Callable[..., Any]]) -> Iterator[None]:
-    """Replace ``forward`` of modules inside the block."""
-    kept = {module: module.__dict__.get("forward") for module in forwards}
+    """Replace ``forward`` of modules in the ``with`` block."""
+    old_forwards = {module: module.__dict__.get("forward") for module in forwards}
     try:
         for module, forward in forwards.items():
             module.__dict__["forward"] = forward
         yield
     finally:
-        for module, before in kept.items():
+        for module, old_forward in old_forwards.items():
             del module.__dict__["forward"]
-            if before is not None:
-                module.__dict__["forward"] = before
+            if old_forward is not None:
+                module.__dict__["forward"] = old_forward
 
 
 @contextmanager
 def preserve_state(model: nn.Module, *, training: bool) -> Iterator[None]:
-    """Set the mode inside the block; modes and running averages are as before after it."""
+    """Set the mode in the ``with`` block. Modes and running averages are restored afterwards."""
     modes = {module: module.training for module in model.modules()}
-    # Evaluation does not change them, and a graph of autograd may hold them.
+    # Evaluation does not change running averages, and an autograd graph may hold them.
     norms = [module for module in modes if training and isinstance(module, nn.modules.batchnorm._NormBase)]
     means = [(buffer, buffer.clone()) for norm in norms for buffer in norm.buffers()]
     model.train(training)
@@ -167,12 +168,12 @@ def preserve_state(model: nn.Module, *, training: bool) -> Iterator[None]:
     finally:
         for module, mode in modes.items():
             module.training = mode
-        for buffer, before in means:
-            buffer.copy_(before)
+        for buffer, old_values in means:
+            buffer.copy_(old_values)
 
 
 def random_block(targets: int, sources: int, num_edges: int, generator: torch.Generator) -> Any:
-    """Return a block with that many random edges, and one from each destination to itself."""
+    """Return a block with ``num_edges`` random edges, and one edge from each destination to itself."""
     # Some convolutions require an in-edge of every node.
     loops = torch.arange(targets)
     u = torch.randint(sources, (num_edges,), generator=generator)

@@ -131,7 +131,7 @@ class Controller:
     Call :meth:`launch` when the preceding task *starts*, so that a worker is up when the rows are ready, and
     :meth:`ready` when they are. The executor belongs to the caller, whose ``notice`` may call :meth:`wake`.
     ``observer`` is called with the key of each finished task and the times, by ``clock``, when its attempt
-    was sent, when its rows became ready, and now; on the thread that calls :meth:`finished`.
+    was sent, when its rows became ready, and now; on the thread that calls :meth:`finish`.
     """
 
     def __init__(
@@ -191,7 +191,7 @@ class Controller:
             self._enqueue(work)
         self._send()
 
-    def finished(self, key: TaskKey, attempt: int) -> bool:
+    def finish(self, key: TaskKey, attempt: int) -> bool:
         """Note that all rows of one attempt have arrived; return False for duplicates and unknown tasks."""
         now = self._clock()
         with self._lock:
@@ -269,20 +269,20 @@ class Controller:
 
     def _send(self) -> None:
         with self._lock:
-            taken = self._take()
-            self._counts += Counts(invocations=len(taken))
+            tasks = self._take()
+            self._counts += Counts(invocations=len(tasks))
         # Outside the lock: an executor may run the task synchronously, which calls back.
-        for task in taken:
+        for task in tasks:
             self._executor.invoke(task.to_event())
 
     def _take(self) -> list[Task]:
         # Returns the tasks that may be sent now, and marks them as running.
-        options, now, taken = self._options, self._clock(), list[Task]()
+        options, now, tasks = self._options, self._clock(), list[Task]()
         if self._running and len(self._pending) - len(self._running) < options.batch:
             # The batch is incomplete, and others are running.
             waits = (now - work.queued for key, work in self._pending.items() if key not in self._running)
             if max(waits, default=0.0) < _BATCH_WAIT_S:
-                return taken
+                return tasks
         while self._heap and len(self._running) < self.workers:
             is_early, _, _, key = self._heap[0]
             if is_early and self._num_early >= self.workers - 1:
@@ -292,8 +292,8 @@ class Controller:
             if work is not None and key not in self._running and is_early is (work.ready is None):
                 self._running[key] = work
                 work.sent[work.task.attempt] = now
-                taken.append(work.task)
-        return taken
+                tasks.append(work.task)
+        return tasks
 
     def _enqueue(self, work: _Pending) -> None:
         key = work.task.key
@@ -304,12 +304,12 @@ class Controller:
         return sum(work.ready is None for work in self._running.values())
 
     def _relaunch_lost(self) -> None:
-        for one in self._executor.lost():
+        for lost in self._executor.take_lost():
             with self._lock:
-                work = self._running.get(one.key)
-                if work is not None and one.attempt == work.task.attempt:
+                work = self._running.get(lost.key)
+                if work is not None and lost.attempt == work.task.attempt:
                     self._counts += Counts(lost=1)
-                    self._again(work, one.reason)
+                    self._again(work, lost.reason)
 
     def _relaunch_late(self) -> None:
         with self._lock:
@@ -336,10 +336,12 @@ class Controller:
         self._counts += Counts(relaunched=1)
 
     def _count_ended(self) -> None:
-        for one in self._executor.billed():
-            spent = billed_gb_seconds(one.duration_s, one.memory_mb, self._options.prices)
+        for invocation in self._executor.take_billed():
+            spent = billed_gb_seconds(invocation.duration_s, invocation.memory_mb, self._options.prices)
             with self._lock:
-                self._counts += Counts(cold=one.cold, warm=not one.cold, billed_s=one.duration_s, gb_s=spent)
+                self._counts += Counts(
+                    cold=invocation.cold, warm=not invocation.cold, billed_s=invocation.duration_s, gb_s=spent
+                )
 
     def _tune(self) -> None:
         now = self._clock()

@@ -28,7 +28,7 @@ class PriceTable:
 
     name: Annotated[str, Within(1, 80)]
     source: Annotated[str, Within(1, 400)]
-    """Where the prices come from."""
+    """Page that the prices were copied from."""
     date: Annotated[str, Within(1, 10)]
     """YYYY-MM-DD."""
     per_request: _Dollars
@@ -103,7 +103,7 @@ def _tables() -> tuple[PriceTable, ...]:
 @final
 @dataclass(frozen=True, kw_only=True)
 class Counts:
-    """What a controller did, and what its functions and a graph server used; several can be added."""
+    """Counters of a controller, its functions and a graph server; those of several runs can be added."""
 
     invocations: int = 0
     """Attempts sent."""
@@ -124,7 +124,7 @@ class Counts:
     """Seconds that graph servers trained, summed over the ranks."""
 
     @property
-    def unbilled(self) -> int:
+    def num_unbilled(self) -> int:
         """Invocations of unknown duration: still running, killed, or not reported by the provider."""
         return self.invocations - self.cold - self.warm
 
@@ -138,7 +138,7 @@ class Bill:
     """Dollars of one run."""
 
     functions: float
-    """Of their invocations and of their time."""
+    """Dollars for their invocations and their time."""
     servers: float
     simulated: bool
     """Whether the functions ran elsewhere than at the provider, so that their dollars are an estimate."""
@@ -184,7 +184,7 @@ def bill(
         servers=math.fsum(seconds / 3600 * prices.server(kind) for kind, seconds in server_seconds.items()),
         simulated=simulated,
         prices=f"{prices.name} of {prices.date}",
-        unknown=functions.unbilled,
+        unknown=functions.num_unbilled,
     )
 
 

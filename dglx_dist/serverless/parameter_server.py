@@ -36,7 +36,7 @@ def assign(sizes: Sequence[int] | Array, num_servers: int) -> Array:
             "intervals"
         )
     loads, server_of = [0] * num_servers, np.zeros(len(sizes), dtype=np.int64)
-    for interval in sorted(range(len(sizes)), key=lambda one: (-int(sizes[one]), one)):
+    for interval in sorted(range(len(sizes)), key=lambda index: (-int(sizes[index]), index)):
         server = loads.index(min(loads))
         # + 1 for the fixed cost of a task; it also spreads empty intervals.
         loads[server] += int(sizes[interval]) + 1
@@ -81,8 +81,8 @@ class ParameterPlan:
         return sum(map(math.prod, self.shapes.values()))
 
     def intervals_of(self, server: int) -> list[int]:
-        found: list[int] = np.flatnonzero(self.server_of_interval == server).tolist()
-        return found
+        intervals: list[int] = np.flatnonzero(self.server_of_interval == server).tolist()
+        return intervals
 
     def unflatten(self, vector: Array) -> list[Array]:
         """Split (|theta|,) into one view per weight."""
@@ -90,15 +90,17 @@ class ParameterPlan:
         parts = zip(np.split(vector, ends), self.shapes.values(), strict=True)
         return [part.reshape(shape) for part, shape in parts]
 
-    def check_weights(self, names: Collection[str], arrays: Sequence[Array], what: str) -> None:
+    def check_weights(self, names: Collection[str], arrays: Sequence[Array], subject: str) -> None:
         """Raise ConfigError unless ``arrays`` have the shapes and dtype of the weights ``names``."""
         if len(arrays) != len(names):
-            raise ConfigError(f"{what}: {len(arrays)} arrays for {len(names)} weights ({', '.join(names)})")
+            raise ConfigError(
+                f"{subject}: {len(arrays)} arrays for {len(names)} weights ({', '.join(names)})"
+            )
         for name, array in zip(names, arrays, strict=True):
             if array.shape != self.shapes[name] or array.dtype != self.program.dtype:
                 raise ConfigError(
-                    f"{what}: {name!r} is {array.dtype} of shape {array.shape}, not {self.program.dtype} of "
-                    f"shape {self.shapes[name]}"
+                    f"{subject}: {name!r} is {array.dtype} of shape {array.shape}, not {self.program.dtype} "
+                    f"of shape {self.shapes[name]}"
                 )
 
 
@@ -202,8 +204,8 @@ class Update:
                 parameters, **settings, foreach=False
             )
         except (ValueError, TypeError, IndexError) as error:
-            given = ", ".join(f"{name}={value!r}" for name, value in settings.items())
-            raise ConfigError(f"the optimizer {kind} does not support {given}: {error}") from error
+            description = ", ".join(f"{name}={value!r}" for name, value in settings.items())
+            raise ConfigError(f"the optimizer {kind} does not support {description}: {error}") from error
         optimizer.state = self._states
         return optimizer
 
@@ -212,7 +214,7 @@ def _read_settings(kind: str, group: Mapping[str, Any]) -> dict[str, Any]:
     settings = {name: value for name, value in group.items() if name not in {"params", *_IGNORED_SETTINGS}}
     for name, value in settings.items():
         numbers = value if isinstance(value, tuple | list) else (value,)
-        if not all(isinstance(one, int | float) and math.isfinite(one) for one in numbers):
+        if not all(isinstance(number, int | float) and math.isfinite(number) for number in numbers):
             raise ConfigError(f"{name}={value!r} must be a plain number")
     if group.get("differentiable"):
         raise ConfigError("differentiable=True is not supported; leave it out")
@@ -237,11 +239,11 @@ class _StepSum:
     def add(self, interval: int, gradients: Sequence[Array]) -> None:
         self._early[interval] = gradients
         while self.left and self.left[0] in self._early:
-            found = self._early.pop(self.left.popleft())
+            ready = self._early.pop(self.left.popleft())
             if not self.total:
-                self.total = [np.array(gradient) for gradient in found]
+                self.total = [np.array(gradient) for gradient in ready]
                 continue
-            for total, gradient in zip(self.total, found, strict=True):
+            for total, gradient in zip(self.total, ready, strict=True):
                 total += gradient
 
 
@@ -273,7 +275,7 @@ class ParameterServer:
         self._received: dict[int, dict[int, Array]] = {}
         """By epoch and server."""
         self._digests: dict[tuple[int, int, int], bytes] = {}
-        """Of the gradients by epoch, interval and step: of open epochs and the last updated one."""
+        """Digests of gradients by epoch, interval and step, of the open epochs and the last updated one."""
 
     @property
     def state(self) -> dict[str, Array]:
@@ -304,9 +306,9 @@ class ParameterServer:
 
     def gradients(self, interval: int, epoch: int, step: int, arrays: Sequence[Array]) -> bool:
         """Add the gradients of ``step``'s weights; return False for duplicates, which are dropped."""
-        what = f"gradients of interval {interval}, epoch {epoch}, step {step}"
+        subject = f"gradients of interval {interval}, epoch {epoch}, step {step}"
         self._check_key(interval, epoch, step)
-        self.plan.check_weights(self.plan.steps[step], arrays, what)
+        self.plan.check_weights(self.plan.steps[step], arrays, subject)
         if not self.plan.steps[step]:
             return True
         digest, key = _digest(arrays), (epoch, interval, step)
@@ -315,7 +317,7 @@ class ParameterServer:
             if key in self._digests or epoch < self.updates:
                 if self._digests.get(key, digest) != digest:
                     raise ConfigError(
-                        f"{what} came twice with different bits; make stages deterministic and equal on "
+                        f"{subject} came twice with different bits; make stages deterministic and equal on "
                         "all workers"
                     )
                 return False
@@ -329,11 +331,11 @@ class ParameterServer:
         """Return (epoch, (|theta|,) sums) of the next update; None while gradients are missing."""
         with self._lock:
             epoch, sums = self.updates, self._sums.get(self.updates)
-            if sums is None or any(one.left for one in sums.values()):
+            if sums is None or any(step_sum.left for step_sum in sums.values()):
                 return None
             received = self._received.setdefault(epoch, {})
             if self.index not in received:
-                totals = [total.reshape(-1) for one in sums.values() for total in one.total]
+                totals = [total.reshape(-1) for step_sum in sums.values() for total in step_sum.total]
                 received[self.index] = np.concatenate(totals)
             return epoch, received[self.index]
 
@@ -381,7 +383,7 @@ class ParameterServer:
             self._versions[self.updates] = after
             self._drop_unused_versions()
             del self._received[epoch], self._sums[epoch]
-            self._digests = {key: one for key, one in self._digests.items() if key[0] >= epoch}
+            self._digests = {key: digest for key, digest in self._digests.items() if key[0] >= epoch}
             return self.updates
 
     def missing(self) -> str:
@@ -389,9 +391,10 @@ class ParameterServer:
         with self._lock:
             sums = self._sums.get(self.updates) or self._no_sums()
             return "; ".join(
-                f"epoch {self.updates}, step {step}: gradients of intervals {shorten_list(one.missing, 8)}"
-                for step, one in sums.items()
-                if one.missing
+                f"epoch {self.updates}, step {step}: gradients of intervals "
+                f"{shorten_list(step_sum.missing, 8)}"
+                for step, step_sum in sums.items()
+                if step_sum.missing
             )
 
     def drain(self) -> None:

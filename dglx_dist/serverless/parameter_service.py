@@ -24,7 +24,7 @@ from dglx_dist.serverless.tasks import Direction, TaskKey
 from dglx_dist.serverless.worker import GRADIENTS, WEIGHTS
 
 WEIGHTS_FOR_RANK, GRADIENTS_OF_RANK = "lambda.weights_for_rank", "lambda.gradients_of_rank"
-"""As WEIGHTS and GRADIENTS, called by ranks that run a task themselves; the caller counts the bytes."""
+"""Variants of WEIGHTS and GRADIENTS for ranks that run a task themselves; the caller counts the bytes."""
 SUMS = "lambda.sums"
 """Called by other servers; name: "epoch/server"; one vector (|theta|,)."""
 UPDATED, STOPPED = "lambda.updated", "lambda.stopped"
@@ -48,10 +48,10 @@ def pair_name(number: int, server: int) -> str:
 
 def parse_pair(name: str) -> tuple[int, int]:
     """Read :func:`pair_name`; ConfigError if it is invalid."""
-    found = _PAIR.fullmatch(name)
-    if found is None:
+    match = _PAIR.fullmatch(name)
+    if match is None:
         raise ConfigError(f"{name[:80]!r} names no number and server; write it like 3/1")
-    return int(found[1]), int(found[2])
+    return int(match[1]), int(match[2])
 
 
 def pack_state(state: Mapping[str, Array]) -> list[Array]:
@@ -66,7 +66,7 @@ def unpack_state(plan: ParameterPlan, packed: Sequence[Array]) -> dict[str, Arra
     state: dict[str, Array] = {}
     begin = 0
     try:
-        table, numbers = (one.tobytes() for one in packed)
+        table, numbers = (array.tobytes() for array in packed)
         for path, dtype, shape in json.loads(table):
             name = path.rpartition("/")[0]
             if dtype not in DTYPES or name not in plan.shapes or tuple(shape) not in ((), plan.shapes[name]):
@@ -84,7 +84,7 @@ def unpack_state(plan: ParameterPlan, packed: Sequence[Array]) -> dict[str, Arra
 def bytes_of_read(shapes: Shapes, dtype: str) -> int:
     """Return the bytes of :meth:`ParameterClient.latest` and ``state``, once Adam has made a step."""
     weights = {name: np.empty(shape, dtype) for name, shape in shapes.items()}
-    moments = {f"{name}/{key}": one for name, one in weights.items() for key in ("exp_avg", "exp_avg_sq")}
+    moments = {f"{name}/{key}": value for name, value in weights.items() for key in ("exp_avg", "exp_avg_sq")}
     steps = {f"{name}/step": np.empty((), np.float32) for name in weights}
     return payload_bytes([*weights.values(), *pack_state({**moments, **steps})])
 
@@ -118,7 +118,7 @@ class ParameterService:
             GRADIENTS_OF_RANK: self._take,
             SUMS: self._take_sums,
             MISSING: self._give_missing,
-            LATEST: lambda _name, _arrays: [np.concatenate([one.reshape(-1) for one in server.latest()])],
+            LATEST: lambda _name, _arrays: [np.concatenate([array.reshape(-1) for array in server.latest()])],
             STATE: lambda _name, _arrays: pack_state(server.state),
         }
         for op, handler in self._handlers.items():
@@ -153,8 +153,8 @@ class ParameterService:
             self._stop(error)
 
     def _update(self, epoch: int, sums: Array) -> None:
-        index, others = self.server.index, {*range(self.server.plan.num_servers)} - {self.server.index}
-        self._rpc.call_all(others, SUMS, pair_name(epoch, index), [sums], phase=BETWEEN)
+        index, other_servers = self.server.index, {*range(self.server.plan.num_servers)} - {self.server.index}
+        self._rpc.call_all(other_servers, SUMS, pair_name(epoch, index), [sums], phase=BETWEEN)
         self._wait_for_sums(epoch)
         updates = self.server.advance()
         if updates is not None:  # else it is closing
@@ -222,7 +222,7 @@ class ParameterService:
 
 def raise_for_silent(rpc: Rpc, servers: Sequence[int], why: str) -> None:
     """Raise PeerError that names all of ``servers`` that do not answer a probe within seconds."""
-    silent = rpc.silent([server for server in servers if server != rpc.rank], _PROBE_S)
+    silent = rpc.find_silent([server for server in servers if server != rpc.rank], _PROBE_S)
     if silent:
         # Ranks that ended because of another's death are silent as well; the first cause is among them.
         names = ", ".join(map(describe, silent))
@@ -273,7 +273,7 @@ class ParameterClient:
         return self._rpc.call(rank, WEIGHTS_FOR_RANK, str(key), [], phase=DOWN, layer=key.step)
 
     def gradients(self, key: TaskKey, arrays: Sequence[Array]) -> list[Array]:
-        """As :meth:`weights`, send gradients, which must not change afterwards; the answer is empty."""
+        """Send gradients, which must not change afterwards. Errors as in :meth:`weights`."""
         rank = self.server_of(key.interval)
         return self._rpc.call(rank, GRADIENTS_OF_RANK, str(key), arrays, phase=UP, layer=key.step)
 

@@ -227,8 +227,8 @@ class _Checker:
 
     def _edge(self, step: Edge) -> None:
         stage = edge_stage(step.stage, step.config)
-        found = [self._width(step, name, self._nodes) for name in (step.sources, step.targets)]
-        _equal(step, "slots", (stage.width,) * 3, [*found, step.output.width])
+        widths = [self._width(step, name, self._nodes) for name in (step.sources, step.targets)]
+        _equal(step, "slots", (stage.width,) * 3, [*widths, step.output.width])
         self._has_halo(step, step.sources)
         self._make(step, (step.output,), self._edges)
 
@@ -263,9 +263,9 @@ class _Checker:
             among[slot.name] = slot.width
 
 
-def _equal(step: ProgramStep, what: str, wanted: Iterable[int], found: Iterable[int]) -> None:
-    if list(wanted) != list(found):
-        _refuse(step, f"has {what} of {list(found)} columns, but its stage needs {list(wanted)}")
+def _equal(step: ProgramStep, subject: str, expected: Iterable[int], actual: Iterable[int]) -> None:
+    if list(expected) != list(actual):
+        _refuse(step, f"has {subject} of {list(actual)} columns, but its stage needs {list(expected)}")
 
 
 def _refuse(step: ProgramStep, reason: str) -> NoReturn:
@@ -297,7 +297,7 @@ class Program:
     num_train: int
     """M: training nodes on all graph servers; divides the sum of losses."""
     dtype: str = "float32"
-    """Of all rows and weights: float32 or float64."""
+    """Type of all rows and weights: float32 or float64."""
     loss: str = "cross_entropy"
 
     def __post_init__(self) -> None:
@@ -343,11 +343,11 @@ class Program:
     @cached_property
     def edge_slots(self) -> frozenset[str]:
         """Slots of (E, width) rows of in-edges."""
-        found: set[str] = set()
+        names: set[str] = set()
         for step in self.steps:
-            if isinstance(step, Edge) or (isinstance(step, Drop) and step.source in found):
-                found.add(step.output.name)
-        return frozenset(found)
+            if isinstance(step, Edge) or (isinstance(step, Drop) and step.source in names):
+                names.add(step.output.name)
+        return frozenset(names)
 
     @property
     def last(self) -> int:
@@ -372,10 +372,10 @@ class Program:
         return dict(zip(step.weights, shapes.values(), strict=True))
 
     @cached_property
-    def trained(self) -> frozenset[str]:
+    def trained_slots(self) -> frozenset[str]:
         """Slots that depend on a weight and therefore have gradients; ``x`` never does."""
-        found: set[str] = set()
+        names: set[str] = set()
         for step in self.steps:
-            if (isinstance(step, Vertex) and step.weights) or found.intersection(inputs_of(step)):
-                found.update(slot.name for slot in outputs_of(step))
-        return frozenset(found)
+            if (isinstance(step, Vertex) and step.weights) or names.intersection(inputs_of(step)):
+                names.update(slot.name for slot in outputs_of(step))
+        return frozenset(names)

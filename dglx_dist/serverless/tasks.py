@@ -78,10 +78,10 @@ class TaskKey:
     @classmethod
     def parse(cls, text: str) -> TaskKey:
         """Read the text form, such as ``r1.e3.s2.i7.f``; ConfigError if it is invalid."""
-        found = _KEY.fullmatch(text)
-        if found is None:
+        match = _KEY.fullmatch(text)
+        if match is None:
             raise ConfigError(f"{text[:80]!r} is no key of a task; write it like r1.e3.s2.i7.f")
-        run, epoch, step, interval, direction = found.groups()
+        run, epoch, step, interval, direction = match.groups()
         return cls(int(epoch), int(step), int(interval), Direction(direction), int(run))
 
     def check_run(self, run: int) -> None:
@@ -198,8 +198,8 @@ class Task:
     @classmethod
     def from_event(cls, event: object) -> Task:
         """Read the result of :meth:`to_event`, as text or parsed JSON; ConfigError if it is invalid."""
-        given = read_json(event, MAX_EVENT_BYTES, "a task") if isinstance(event, bytes | str) else event
-        fields = Fields(given, "a task")
+        values = read_json(event, MAX_EVENT_BYTES, "a task") if isinstance(event, bytes | str) else event
+        fields = Fields(values, "a task")
         fields.integer("version", _VERSION, _VERSION)
         task = fields.record(cls, key=lambda name: TaskKey.parse(fields.text(name, 1, 64)))
         fields.reject_unread()
@@ -230,7 +230,7 @@ class Role(Enum):
 
 
 class Per(Enum):
-    """What the rows of an array stand for."""
+    """Unit of a graph that one row of an array stands for."""
 
     NODE = "node"
     EDGE = "edge"
@@ -256,37 +256,38 @@ class Item:
 
 def pulled_items(program: Program, step: int, direction: Direction, rematerialise: bool) -> tuple[Item, ...]:
     """Return the arrays that a task of ``step`` pulls from its graph server per half."""
-    found = program.steps[step]
-    if isinstance(found, Edge):
-        sources = _item(program, found.sources, Role.SOURCES, Per.EDGE)
+    program_step = program.steps[step]
+    if isinstance(program_step, Edge):
+        sources = _item(program, program_step.sources, Role.SOURCES, Per.EDGE)
         indptr = Item(Role.INDPTR, Per.BOUND, "int64")
-        both, out = (sources, _item(program, found.targets, Role.INPUT), indptr), found.output.name
+        both = (sources, _item(program, program_step.targets, Role.INPUT), indptr)
+        out = program_step.output.name
         values = (_item(program, out, Role.OUTPUT, Per.EDGE), _item(program, out, Role.GRADIENT, Per.EDGE))
         return both if direction is Direction.FORWARD else both + values
-    assert isinstance(found, Vertex)
-    inputs = tuple(_item(program, name, Role.INPUT) for name in found.inputs)
+    assert isinstance(program_step, Vertex)
+    inputs = tuple(_item(program, name, Role.INPUT) for name in program_step.inputs)
     if direction is Direction.FORWARD:
         return inputs
     if direction is Direction.FUSED:
         return (*inputs, Item(Role.LABELS, Per.NODE, "int32"))
-    gradients = tuple(_item(program, slot.name, Role.GRADIENT) for slot in found.outputs)
-    return inputs + gradients + (() if rematerialise else _saved(program, found))
+    gradients = tuple(_item(program, slot.name, Role.GRADIENT) for slot in program_step.outputs)
+    return inputs + gradients + (() if rematerialise else _list_saved(program, program_step))
 
 
 def given_items(program: Program, step: int, direction: Direction, rematerialise: bool) -> tuple[Item, ...]:
     """Return the arrays that a task of ``step`` sends to its graph server per half.
 
-    Input gradients are sent only for slots in ``program.trained``, in the order of the step's inputs.
+    Input gradients are sent only for slots in ``program.trained_slots``, in the order of the step's inputs.
     """
-    found = program.steps[step]
-    if isinstance(found, Edge):
+    program_step = program.steps[step]
+    if isinstance(program_step, Edge):
         role = Role.OUTPUT if direction is Direction.FORWARD else Role.GRADIENT
-        return (_item(program, found.output.name, role, Per.EDGE),)
-    assert isinstance(found, Vertex)
+        return (_item(program, program_step.output.name, role, Per.EDGE),)
+    assert isinstance(program_step, Vertex)
     if direction is Direction.FORWARD:
-        outputs = tuple(_item(program, slot.name, Role.OUTPUT) for slot in found.outputs)
-        return outputs + (() if rematerialise else _saved(program, found))
-    trained = [name for name in found.inputs if name in program.trained]
+        outputs = tuple(_item(program, slot.name, Role.OUTPUT) for slot in program_step.outputs)
+        return outputs + (() if rematerialise else _list_saved(program, program_step))
+    trained = [name for name in program_step.inputs if name in program.trained_slots]
     gradients = tuple(_item(program, name, Role.GRADIENT) for name in trained)
     statistics = (Item(Role.STATISTICS, Per.HALF, "float64"),)
     return gradients + (statistics if direction is Direction.FUSED else ())
@@ -328,13 +329,13 @@ def check_payload(
             edges = _edges_of(array, rows, where)
     for item, array in zip(items, arrays, strict=True):
         length = {Per.NODE: rows, Per.EDGE: edges, Per.BOUND: rows + 1, Per.HALF: 2}[item.per]
-        wanted = (length, item.width) if item.width else (length,)
-        if not isinstance(array, np.ndarray) or array.shape != wanted or array.dtype != item.dtype:
-            what, found = f"{item.role.value} {item.slot}".rstrip(), f"type {type(array).__name__}"
+        shape = (length, item.width) if item.width else (length,)
+        if not isinstance(array, np.ndarray) or array.shape != shape or array.dtype != item.dtype:
+            subject, actual = f"{item.role.value} {item.slot}".rstrip(), f"type {type(array).__name__}"
             # A user's own stage may return anything.
             if isinstance(array, np.ndarray):
-                found = f"shape {array.shape} and {array.dtype}"
-            raise ConfigError(f"{where} has {what} of {found}, not {wanted} and {item.dtype}")
+                actual = f"shape {array.shape} and {array.dtype}"
+            raise ConfigError(f"{where} has {subject} of {actual}, not {shape} and {item.dtype}")
 
 
 def _edges_of(indptr: Array, rows: int, where: str) -> int:
@@ -349,7 +350,7 @@ def _item(program: Program, slot: str, role: Role, per: Per = Per.NODE) -> Item:
     return Item(role, per, program.dtype, slot, program.slots[slot].width)
 
 
-def _saved(program: Program, step: Vertex) -> tuple[Item, ...]:
+def _list_saved(program: Program, step: Vertex) -> tuple[Item, ...]:
     widths = vertex_stage(step.stage, step.config).shapes.saved
     return tuple(Item(Role.SAVED, Per.NODE, program.dtype, "", width) for width in widths)
 
@@ -371,8 +372,8 @@ def kernels() -> str:
     library = ctypes.CDLL(importlib.import_module("numpy.linalg._umath_linalg").__file__)
     described = next((getattr(library, name) for name in _OPENBLAS if hasattr(library, name)), None)
     if described is None:
-        found = built.get("Build Dependencies", {}).get("blas", {})
-        blas = " ".join(str(found.get(key)) for key in ("name", "version"))
+        blas_build = built.get("Build Dependencies", {}).get("blas", {})
+        blas = " ".join(str(blas_build.get(key)) for key in ("name", "version"))
     else:
         described.restype = ctypes.c_char_p
         blas = " ".join(described().decode(errors="replace").split())
@@ -397,24 +398,24 @@ class TaskComputation:
         """Arrays pulled per half."""
         self.given = given_items(program, step, direction, rematerialise)
         """Arrays sent per half."""
-        found = program.steps[step]
-        assert isinstance(found, Vertex | Edge)
-        self._name, self._dtype = found.name, program.dtype
-        self._returned = f"what the stage of step {found.name!r} returned"
+        program_step = program.steps[step]
+        assert isinstance(program_step, Vertex | Edge)
+        self._name, self._dtype = program_step.name, program.dtype
+        self._returned = f"what the stage of step {program_step.name!r} returned"
         self._direction, self._rematerialise = direction, rematerialise
         self._scale = 1 / program.num_train
         self._stage: VertexStage | EdgeStage
         self.weights: Shapes = {}
         """Shape of each weight by the user's name, in order."""
-        self.pushes = isinstance(found, Vertex) and direction is not Direction.FORWARD
+        self.pushes = isinstance(program_step, Vertex) and direction is not Direction.FORWARD
         """Whether gradients of the weights, possibly none, go to the parameter server."""
-        if isinstance(found, Edge):
-            self._stage = edge_stage(found.stage, found.config)
+        if isinstance(program_step, Edge):
+            self._stage = edge_stage(program_step.stage, program_step.config)
         else:
-            self._stage = vertex_stage(found.stage, found.config)
+            self._stage = vertex_stage(program_step.stage, program_step.config)
             self.weights = program.weights_of(step)
             self._outputs = given_items(program, step, Direction.FORWARD, True)
-            self._wanted = [name in program.trained for name in found.inputs]
+            self._wanted = [name in program.trained_slots for name in program_step.inputs]
 
     def half(self, weights: Sequence[Array], arrays: Sequence[Array], rows: int) -> Computed:
         """Compute one half of ``rows`` rows, which may be 0, from one array per item of :attr:`pulled`.
@@ -424,11 +425,11 @@ class TaskComputation:
         """
         check_payload(self.pulled, arrays, rows, f"what step {self._name!r} pulled")
         self._check_weights(weights, "got weights")
-        found = self._compute(_read_only(weights), _read_only(arrays), rows)
-        check_payload(self.given, found.rows, rows, self._returned, num_edges=len(arrays[0]))
+        results = self._compute(_read_only(weights), _read_only(arrays), rows)
+        check_payload(self.given, results.rows, rows, self._returned, num_edges=len(arrays[0]))
         if self.pushes:
-            self._check_weights(found.gradients, "returned gradients")
-        return found
+            self._check_weights(results.gradients, "returned gradients")
+        return results
 
     def compute_halves(self, weights: Sequence[Array], arrays: Sequence[Array], rows: int) -> Computed:
         """Compute a task of ``rows`` rows as a worker does: the rows of one half, then those of the other."""
@@ -443,9 +444,9 @@ class TaskComputation:
         if isinstance(stage, EdgeStage):
             run = stage.forward if direction is Direction.FORWARD else stage.backward
             return Computed((run(*arrays),), ())
-        inputs, others = arrays[: len(self._wanted)], arrays[len(self._wanted) :]
-        gradients: Rows = others[: len(self._outputs)]
-        saved: Rows | None = None if self._rematerialise else others[len(self._outputs) :]
+        inputs, tail = arrays[: len(self._wanted)], arrays[len(self._wanted) :]
+        gradients: Rows = tail[: len(self._outputs)]
+        saved: Rows | None = None if self._rematerialise else tail[len(self._outputs) :]
         statistics: Arrays = ()
         if direction is not Direction.BACKWARD:
             outputs, saved = stage.forward(weights, inputs)
@@ -453,22 +454,24 @@ class TaskComputation:
                 return Computed(outputs if self._rematerialise else outputs + saved, ())
             # Nothing else checks them: they are not sent.
             check_payload(self._outputs, outputs, rows, self._returned)
-            loss = cross_entropy(outputs[0], others[0], self._scale)
+            loss = cross_entropy(outputs[0], tail[0], self._scale)
             gradients, statistics = (loss.gradient,), (np.array([loss.loss_sum, loss.correct]),)
-        found = stage.backward(weights, inputs, gradients, saved=saved, wanted=self._wanted)
-        pairs = zip(found.inputs, self._wanted, strict=True)
-        given = tuple(row for row, wanted in pairs if wanted and row is not None)
-        return Computed(given + statistics, found.weights)
+        slopes = stage.backward(weights, inputs, gradients, saved=saved, wanted=self._wanted)
+        pairs = zip(slopes.inputs, self._wanted, strict=True)
+        row_slopes = tuple(row for row, is_wanted in pairs if is_wanted and row is not None)
+        return Computed(row_slopes + statistics, slopes.weights)
 
-    def _check_weights(self, weights: Sequence[Array], what: str) -> None:
-        found = [(np.shape(weight), str(getattr(weight, "dtype", "no array"))) for weight in weights]
-        wanted = [(shape, self._dtype) for shape in self.weights.values()]
-        if found != wanted:
-            raise ConfigError(f"step {self._name!r} {what} {found}, not {wanted} ({list(self.weights)})")
+    def _check_weights(self, weights: Sequence[Array], subject: str) -> None:
+        actual = [(np.shape(weight), str(getattr(weight, "dtype", "no array"))) for weight in weights]
+        expected = [(shape, self._dtype) for shape in self.weights.values()]
+        if actual != expected:
+            raise ConfigError(
+                f"step {self._name!r} {subject} {actual}, not {expected} ({list(self.weights)})"
+            )
 
 
 def add_gradients(first: Sequence[Array], second: Sequence[Array]) -> Arrays:
-    return tuple(one + other for one, other in zip(first, second, strict=True))
+    return tuple(left + right for left, right in zip(first, second, strict=True))
 
 
 def _read_only(arrays: Sequence[Array]) -> list[Array]:

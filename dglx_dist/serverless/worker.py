@@ -116,7 +116,7 @@ class RemoteCaller(Caller):
     def __init__(self, through: Callable[[str], str] = str) -> None:
         self._through = through
         self._secrets: Secrets | None = None
-        """Of the open connections; None: there are none."""
+        """Secrets of the open connections; None: there are none."""
         self._used_at = 0.0
 
     def begin(self) -> None:
@@ -176,11 +176,11 @@ class DirectCaller(Caller):
         if self._closed:
             raise PeerError("the executor was closed while a task was running")
         try:
-            found = run_handler(self._handlers, op, name, arrays)
+            answer = run_handler(self._handlers, op, name, arrays)
         except Exception as error:
             text = f"rank {to.rank} on {to.host} failed at {op} {name!r}: {type(error).__name__}: {error}"
             raise RemoteError(text) from error
-        return lambda _timeout_s: found
+        return lambda _timeout_s: answer
 
     def close(self) -> None:
         self._closed = True
@@ -237,16 +237,16 @@ class _Calls:
     def submit(self, half: int, rows: Sequence[Array]) -> Answer:
         return self._graph_server(GIVE, attempt_name(self._task.key, half, self._task.attempt), rows)
 
-    def accepted(self, submitted: Answer) -> bool:
+    def is_accepted(self, submitted: Answer) -> bool:
         arrays = submitted(self._task.timeout_s)
         if len(arrays) != 1 or arrays[0].shape != (1,) or arrays[0].dtype != np.int64:
             raise self._wrong_answer(GIVE, "one int64")
         return bool(arrays[0][0] == 1)
 
-    def _wrong_answer(self, op: str, wanted: str) -> ConfigError:
+    def _wrong_answer(self, op: str, expected: str) -> ConfigError:
         server = self._task.graph_server
         return ConfigError(
-            f"rank {server.rank} on {server.host} answered {op} without {wanted}; run the same "
+            f"rank {server.rank} on {server.host} answered {op} without {expected}; run the same "
             "version of dglx_dist everywhere"
         )
 
@@ -351,9 +351,9 @@ class Worker:
         self._hook(TaskPhase.PUSHED)
         for half in range(len(submitted), 2):
             submitted.append(calls.submit(half, computed[half].rows))
-        accepted = [calls.accepted(one) for one in submitted]
+        verdicts = [calls.is_accepted(answer) for answer in submitted]
         self._hook(TaskPhase.END)
-        return all(accepted)
+        return all(verdicts)
 
     def _work(self, task: Task, calls: _Calls) -> TaskComputation:
         key, run = task.key, (task.program, task.secrets, task.key.run)

@@ -109,8 +109,8 @@ class Relay:
                 near.close()  # to the worker this looks like a dead server
                 continue
             far.settimeout(None)
-            for one in (near, far):
-                one.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            for connection in (near, far):
+                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             _start(self._forward, near, far, "up")
             _start(self._forward, far, near, "down")
 
@@ -123,10 +123,10 @@ class Relay:
                     due = self._free_at[way] = start + len(piece) / self._bytes_per_s
                 time.sleep(max(due - time.monotonic(), 0.0))
                 target.sendall(piece)
-        for one in (source, target):
+        for connection in (source, target):
             with contextlib.suppress(OSError):
-                one.shutdown(socket.SHUT_RDWR)
-            one.close()
+                connection.shutdown(socket.SHUT_RDWR)
+            connection.close()
 
 
 def _start(target: object, *args: object) -> None:
@@ -150,8 +150,8 @@ def main() -> None:
     # Output that a user's stage prints must not mix with the answers.
     os.dup2(2, 1)
     threading.Thread(target=_read, args=(sys.stdin.buffer, lines), name="dglx-input", daemon=True).start()
-    given = read_json(lines.get(), _LONGEST_LINE, "a worker's setup")
-    setup, faults = read_record(Setup, given, "a worker's setup"), FaultInjector(_die)
+    values = read_json(lines.get(), _LONGEST_LINE, "a worker's setup")
+    setup, faults = read_record(Setup, values, "a worker's setup"), FaultInjector(_die)
     throttle = None if setup.cpu_share is None else CpuThrottle(setup.cpu_share)
 
     def at_phase(phase: TaskPhase) -> None:

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from dglx_dist.comm.collectives import gather_int64
 from dglx_dist.comm.ledger import LedgerRow
-from dglx_dist.comm.session import Session, SessionField, if_alive, start_session
+from dglx_dist.comm.session import Session, SessionField, call_if_alive, start_session
 from dglx_dist.comm.topology import read_settings
 from dglx_dist.dataloading.step_loader import WRAPPED_MODELS, EpochLoader
 from dglx_dist.errors import ConfigError, DglxError, shorten_list
@@ -468,7 +468,7 @@ class OpenedStrategy(ABC):
     def _keep_loader(self, loader: T) -> T:
         # The reference is weak, so that loaders that the user drops are freed while the graph is open.
         if isinstance(loader, EpochLoader):
-            self.on_close.append(if_alive(loader.close))
+            self.on_close.append(call_if_alive(loader.close))
         return loader
 
     @final

@@ -142,4 +142,4 @@ def begin_dropouts(dropouts: NodeDropouts, share: StepShare | None, arguments: I
         dropouts.end()
     else:
         dropouts.begin(share.step_number, find_pass_ids(blocks[0]))
-        dropouts.limit(blocks)
+        dropouts.set_row_counts(blocks)

@@ -23,7 +23,7 @@ from dglx_dist.dataloading.negative import Uniform
 from dglx_dist.errors import ConfigError
 from dglx_dist.graph.analysis import NO_REVERSE, reverse_edge_ids
 from dglx_dist.graph.dist_tensor import DistTensor
-from dglx_dist.graph.partition_book import canonical_etype
+from dglx_dist.graph.partition_book import resolve_etype
 from dglx_dist.graph.split import edge_split
 from dglx_dist.keyed_random import hash_ids, splitmix64, stream_key
 from dglx_dist.options import list_names
@@ -121,7 +121,7 @@ def link_targets(g: DistGraph, names: Sequence[str] = ()) -> list[EdgeType]:
     """
     known = g.canonical_etypes
     if names:
-        return [canonical_etype(name, known) for name in names]
+        return [resolve_etype(name, known) for name in names]
     targets = [etype for etype in known if not any(_has_name_of_reverse(etype, peer) for peer in known)]
     if len(g.ntypes) > 1 and len(targets) > 1:
         names = ", ".join(etype[1] for etype in targets)

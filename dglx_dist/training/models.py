@@ -95,13 +95,13 @@ class SymmetricConv(SplittableConv):
         total = total * target_factors.to(total).unsqueeze(-1)
         return self.apply_nodes(block, (total if first else total @ weight,))
 
-    def transform(self, given: StageInput) -> Tensor:
-        return project_rows(given, given.x, self.conv.weight, after_sum=False)
+    def transform(self, inputs: StageInput) -> Tensor:
+        return project_rows(inputs, inputs.x, self.conv.weight, after_sum=False)
 
-    def gather(self, given: StageInput, transformed: Tensor, scattered: PartialSums) -> PartialSums:
-        norm = given.edges[_NORM].to(transformed) * given.edges.get(WEIGHTED, 1.0)
-        total = sum_in_edges(given.block, transformed, norm)
-        return (project_rows(given, total, self.conv.weight, after_sum=True),)
+    def gather(self, inputs: StageInput, transformed: Tensor, scattered: PartialSums) -> PartialSums:
+        norm = inputs.edges[_NORM].to(transformed) * inputs.edges.get(WEIGHTED, 1.0)
+        total = sum_in_edges(inputs.block, transformed, norm)
+        return (project_rows(inputs, total, self.conv.weight, after_sum=True),)
 
     def apply_nodes(self, block: DGLBlock, gathered: PartialSums) -> Tensor:
         return gathered[0] + self.conv.bias

@@ -102,7 +102,7 @@ def conversion_after_wrap(strategy: str) -> list[str]:
 def test_refuses_to_convert_a_wrapped_model(strategy: str, ranks: int) -> None:
     for errors in run_ranks(conversion_after_wrap, ranks, args=(strategy,)):
         assert len(errors) == 3
-        assert all("call model = dx.nn.BatchNorm.convert(model) before dx.wrap" in text for text in errors)
+        assert all("Call model = dx.nn.BatchNorm.convert(model) before dx.wrap" in text for text in errors)
 
 
 def passes_of_rows(rows_of_ranks: list[int], shape: tuple[int, ...]) -> tuple[str, list[float]]:

@@ -108,21 +108,21 @@ def test_distributing_joins_the_ranks_and_keeps_the_names_of_columns(tmp_path: P
         assert torch.equal(torch.rand(1), expected)
         assert set(d.ndata) == {"features", "labels", "train_mask"}
         assert d.to("cpu") is d
-        with pytest.raises(dx.ConfigError, match=r"leave \.to\(cuda\) out"):
+        with pytest.raises(dx.ConfigError, match=r"Leave out \.to\(cuda\)"):
             d.to("cuda")
         assert not hasattr(d, "update_all")
         assert d.to_canonical_etype(None) == ("_N", "_E", "_N")
-        with pytest.raises(AttributeError, match=r"no 'int': .* goes before dx\.distribute; .*dataloading"):
+        with pytest.raises(AttributeError, match=r"no 'int': .* before dx\.distribute.*dataloading"):
             d.int()
-        with pytest.raises(AttributeError, match=r"no 'max': .* t\[:\] is all .*dx\.node_split\(mask\)"):
+        with pytest.raises(AttributeError, match=r"no 'max': .* t\[:\] returns all .*dx\.node_split\(mask\)"):
             d.ndata["labels"].max()
         with pytest.raises(TypeError, match=r"sum takes no DistTensor: .*dx\.node_split\(mask\)"):
             torch.sum(d.ndata["train_mask"])  # type: ignore[arg-type]
         for compared in (1, np.int64(1), torch.ones(6)):
-            with pytest.raises(TypeError, match=r"not compared by value: .* t\[:\] is all"):
+            with pytest.raises(TypeError, match=r"not compared by value.* t\[:\] returns all"):
                 d.ndata["labels"] == compared  # noqa: B015 - what is wrong
         assert d.ndata["labels"] != None and len({d.ndata["labels"]}) == 1  # noqa: E711, PT018
-        with pytest.raises(IndexError, match=r"for a column write t\[ids\]\[:, column\]"):
+        with pytest.raises(IndexError, match=r"For a column write t\[ids\]\[:, column\]"):
             d.ndata["features"][:, 0]
         with pytest.raises(dx.ConfigError, match=r"arange\(g\.num_nodes\(\)\).* before dx\.distribute"):
             dgl.add_self_loop(d)

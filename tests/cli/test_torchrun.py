@@ -84,7 +84,7 @@ def test_a_forked_rank_waits_for_its_environment_and_ends_with_its_launcher() ->
         ranks.append(rank)
     assert ranks[0].wait(0.05) is None
     # As when the launcher is killed: no other rank holds the pipe open.
-    os.close(ranks[0]._told)
+    os.close(ranks[0]._pipe)
     assert ranks[0].wait(20) == 128 + signal.SIGTERM
     assert ranks[1].poll() is None
     ranks[1].start({"CODE": "7"})

@@ -23,14 +23,14 @@ def codec_of(wire: WireDtype, rows: Tensor, seed: int = 0) -> RowCodec:
     return result
 
 
-def sent(rows: Tensor, of: RowCodec, first: int = 0) -> Tensor:
+def encode_and_decode(rows: Tensor, of: RowCodec, first: int = 0) -> Tensor:
     codes = torch.full((len(rows), of.row_bytes), 0xAA, dtype=torch.uint8)
     of.encode(rows, codes, first)
     return of.decode(codes)
 
 
 def some_rows(width: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Of both signs, of one sign, of zeros, equal, and far from 1."""
+    """Return rows of both signs, of one sign, of zeros, of equal values, and of values far from 1."""
     torch.manual_seed(width)
     rows = torch.randn(7, width, dtype=torch.float64)
     rows[1].abs_()
@@ -53,7 +53,7 @@ def step_of(wire: WireDtype, rows: Tensor) -> Tensor:
 @pytest.mark.parametrize("width", [2, 3, 7, 64])
 def test_errors_are_below_a_step(wire: WireDtype, width: int) -> None:
     rows = some_rows(width)
-    result, exact = sent(rows, codec_of(wire, rows)).double(), rows.double()
+    result, exact = encode_and_decode(rows, codec_of(wire, rows)).double(), rows.double()
     assert ((result - exact).abs() <= step_of(wire, exact) * (1 + 1e-6)).all()
     assert (result[2] == 0).all()
     assert (result[5] != exact[5]).any()  # small numbers are rounded, too, and not to zero
@@ -75,13 +75,13 @@ def deviation(wire: WireDtype, rounded: Callable[[Tensor, int], Tensor]) -> floa
 
 @pytest.mark.parametrize("wire", INTEGERS)
 def test_the_mean_over_keys_is_the_row(wire: WireDtype) -> None:
-    assert deviation(wire, lambda rows, seed: sent(rows, codec_of(wire, rows, seed))) < 5
+    assert deviation(wire, lambda rows, seed: encode_and_decode(rows, codec_of(wire, rows, seed))) < 5
 
 
 @pytest.mark.parametrize("wire", INTEGERS)
 def test_zeros_have_no_sign(wire: WireDtype) -> None:
     rows = torch.zeros(2, 3)
-    result = sent(rows, codec_of(wire, rows))
+    result = encode_and_decode(rows, codec_of(wire, rows))
     assert torch.equal(result, rows)
     assert not result.signbit().any()
 
@@ -98,15 +98,17 @@ def test_rounding_to_nearest_is_biased(wire: WireDtype) -> None:
 def test_draws_depend_on_the_key_the_row_and_the_column() -> None:
     rows = torch.linspace(0, 1, 64).repeat(3, 1)
     base = codec_of("int4", rows)
-    first, again = sent(rows, base), sent(rows, base)
+    first, again = encode_and_decode(rows, base), encode_and_decode(rows, base)
     assert torch.equal(first, again)
     assert not torch.equal(first[0], first[1])
     # Pieces are those of the whole.
-    assert torch.equal(torch.cat([sent(rows[:1], base, 0), sent(rows[1:], base, 1)]), first)
+    assert torch.equal(
+        torch.cat([encode_and_decode(rows[:1], base, 0), encode_and_decode(rows[1:], base, 1)]), first
+    )
     for keys in [(1, 0, 0), (0, 1, 0), (0, 0, 1)]:
         second = row_codec("int4", rows, keys)
         assert second is not None
-        assert not torch.equal(sent(rows, second), first)
+        assert not torch.equal(encode_and_decode(rows, second), first)
 
 
 @pytest.mark.parametrize("wire", WIRES)
@@ -114,7 +116,7 @@ def test_draws_depend_on_the_key_the_row_and_the_column() -> None:
 def test_what_is_not_finite_stays_visible(wire: WireDtype, bad: float) -> None:
     rows = torch.ones(3, 5)
     rows[1, 2] = bad
-    result = sent(rows, codec_of(wire, rows))
+    result = encode_and_decode(rows, codec_of(wire, rows))
     assert not result[1, 2].isfinite()
     assert torch.equal(result[[0, 2]], rows[[0, 2]])
 
@@ -122,7 +124,7 @@ def test_what_is_not_finite_stays_visible(wire: WireDtype, bad: float) -> None:
 def test_numbers_beyond_float32_stay_visible() -> None:
     rows = torch.full((1, 4), 1e300, dtype=torch.float64)
     for wire in WIRES:
-        assert not sent(rows, codec_of(wire, rows)).isfinite().any()
+        assert not encode_and_decode(rows, codec_of(wire, rows)).isfinite().any()
 
 
 @pytest.mark.parametrize("wire", WIRES)
@@ -150,11 +152,11 @@ def test_other_floats_and_shapes(dtype: torch.dtype) -> None:
     rows = torch.randn(4, 3, 5).to(dtype)
     of = codec_of("int8", rows)
     assert of.row_bytes == wire_bytes("int8", 15, rows.element_size()) == 19
-    tensor = sent(rows, of)
+    tensor = encode_and_decode(rows, of)
     assert tensor.shape == rows.shape
     assert ((tensor - rows.float()).abs() <= rows.float().abs().amax((1, 2), keepdim=True) / 127).all()
-    assert sent(rows[:0], of).shape == (0, 3, 5)
-    assert torch.equal(sent(rows[:1], of), tensor[:1])
+    assert encode_and_decode(rows[:0], of).shape == (0, 3, 5)
+    assert torch.equal(encode_and_decode(rows[:1], of), tensor[:1])
 
 
 @pytest.mark.parametrize("wire", ["same", *WIRES])

@@ -12,7 +12,7 @@ from dglx_dist.comm.session import start_session
 from tests.helpers.ranks import run_ranks
 
 WHOLE = torch.arange(12, dtype=torch.float64).reshape(3, 4).t()
-"""Not contiguous."""
+"""Array that is not contiguous."""
 
 
 def _all_collectives() -> dict[str, Any]:

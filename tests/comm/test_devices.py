@@ -1,6 +1,6 @@
-"""Which device each rank takes and by which backend they exchange; what is refused on all ranks alike.
+"""Tests of the device that each rank takes, of the backend, and of devices that are refused on all ranks.
 
-GPUs are stood in for by ``count_gpus`` and ``use_gpu``: everything above them is what runs.
+``count_gpus`` and ``use_gpu`` are replaced, and the code above them runs. No GPU is needed.
 """
 
 from __future__ import annotations
@@ -66,10 +66,18 @@ def test_nccl_where_every_rank_has_a_gpu_to_itself(
 @pytest.mark.parametrize(
     ("ranks", "backend", "said"),
     [
-        ([*gpus("a0"), NO_GPU], None, r"rank 0 on a has cuda:0, rank 1 on b the CPU \(torch 9 is.* to all"),
-        ([RankDevice(), *gpus("b0")], None, r"rank 1 on b has cuda:0, rank 0 on a the CPU \(as asked for"),
+        (
+            [*gpus("a0"), NO_GPU],
+            None,
+            r"rank 0 on a has cuda:0, rank 1 on b has the CPU \(torch 9 is.* to all",
+        ),
+        (
+            [RankDevice(), *gpus("b0")],
+            None,
+            r"rank 1 on b has cuda:0, rank 0 on a has the CPU \(as requested",
+        ),
         ([NO_GPU, RankDevice(problem="no such")], None, "rank 1 on b: no such"),
-        (gpus("a0", "a0"), "nccl", "ranks share a GPU, which NCCL does not support; leave backend out"),
+        (gpus("a0", "a0"), "nccl", "ranks share a GPU, which NCCL does not support. Leave backend out"),
     ],
 )
 def test_ranks_that_cannot_train_together_are_named(
@@ -89,10 +97,10 @@ def test_ranks_that_cannot_train_together_are_named(
         ("cuda", 1, "cuda:0", ""),
         ("cuda:0", 2, "cuda:0", ""),
         (torch.device("cpu"), 2, "cpu", ""),
-        ("cuda", 0, "", r"device='cuda', but torch .*; take device='cpu', or 'auto'"),
-        ("cuda:7", 2, "", "device='cuda:7', but this machine has cuda:0, cuda:1; take one of them"),
-        ("gpu", 2, "", "device='gpu' is no device"),
-        ("meta", 2, "", "device='meta': ranks train on GPUs or CPUs; give auto, cuda or cpu"),
+        ("cuda", 0, "", r"device='cuda', but torch .*. Use device='cpu', or 'auto'"),
+        ("cuda:7", 2, "", "device='cuda:7', but this machine has cuda:0, cuda:1. Use one of them"),
+        ("gpu", 2, "", "device='gpu' is not a device"),
+        ("meta", 2, "", "device='meta': ranks train on GPUs or CPUs. Use auto, cuda or cpu"),
     ],
 )
 def test_a_rank_takes_the_gpu_of_its_number_or_says_why_not(
@@ -113,14 +121,14 @@ def test_a_rank_takes_the_gpu_of_its_number_or_says_why_not(
 
 
 def test_a_gpu_that_cannot_compute_is_left_alone_or_an_error() -> None:
-    """As with a driver or a card that torch's kernels are not made for."""
+    """A driver or a card that torch's kernels are not made for fails like this."""
     with (
         mock.patch.object(devices, "count_gpus", return_value=1),
         mock.patch.object(devices, "use_gpu", side_effect=RuntimeError("no kernel image\nand more")),
     ):
         assert take_device("auto", 0) == RankDevice(why="cuda:0 cannot be used (no kernel image)")
         for request, name in (("cuda", "device"), ("auto", "DGLX_DEVICE")):
-            message = f"{name}='cuda': cuda:0 cannot be used (no kernel image); see nvidia-smi"
+            message = f"{name}='cuda': cuda:0 cannot be used (no kernel image). See nvidia-smi"
             assert message in take_device(request, 0, "cuda").problem
         assert check_device("cuda:0") == torch.device("cuda", 0)
 
@@ -156,7 +164,11 @@ def test_two_ranks_share_a_gpu_by_gloo_and_rank_0_says_so() -> None:
 @pytest.mark.parametrize(
     ("device", "counts", "said"),
     [
-        ("auto", [1, 0], r"ranks have different devices: rank 0 on \S+ has cuda:0, rank 1 on \S+ the CPU"),
+        (
+            "auto",
+            [1, 0],
+            r"ranks have different devices: rank 0 on \S+ has cuda:0, rank 1 on \S+ has the CPU",
+        ),
         ("cuda", [1, 0], r"rank 1 on \S+: device='cuda', but torch"),
     ],
 )

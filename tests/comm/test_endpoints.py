@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
-from dglx_dist.comm.endpoints import admit, show
+from dglx_dist.comm.endpoints import authenticate, prove_rank
 from dglx_dist.comm.exchange import CallExchange, Incoming, Outgoing, StreamExchange, row_exchanges
 from dglx_dist.comm.session import start_session
 from dglx_dist.errors import PeerError
@@ -47,7 +47,9 @@ def both(connects: Callable[[], object], listens: Callable[[], object]) -> tuple
 
 def test_an_end_that_does_not_know_it_is_refused_by_the_other() -> None:
     with pair(0.5) as (first, second):
-        shown, admitted = both(lambda: show(first, 3, SECRET), lambda: admit(second, {3: b"x" * 32}))
+        shown, admitted = both(
+            lambda: prove_rank(first, 3, SECRET), lambda: authenticate(second, {3: b"x" * 32})
+        )
         assert isinstance(shown, ConnectionRefusedError)
         assert isinstance(admitted, OSError)  # nobody proves anything to it
 
@@ -63,7 +65,7 @@ def test_a_proof_cannot_be_sent_back() -> None:
                 answer += first.recv(64)
             first.sendall(answer[32:])
 
-        _, admitted = both(mirror, lambda: admit(second, {3: SECRET}))
+        _, admitted = both(mirror, lambda: authenticate(second, {3: SECRET}))
         assert isinstance(admitted, ConnectionRefusedError)
         assert "secret" in str(admitted)
 
@@ -75,12 +77,12 @@ def test_strangers_are_refused(said: bytes) -> None:
     with pair() as (first, second):
         first.sendall(said)
         with pytest.raises(ConnectionRefusedError, match="protocol"):
-            admit(second, {3: SECRET})
+            authenticate(second, {3: SECRET})
 
 
 def test_silence_ends_by_the_time_limit() -> None:
     with pair(0.2) as (_, two), pytest.raises(TimeoutError):
-        admit(two, {3: SECRET})
+        authenticate(two, {3: SECRET})
 
 
 def test_who_speaks_byte_by_byte_gets_no_more_time() -> None:
@@ -93,7 +95,7 @@ def test_who_speaks_byte_by_byte_gets_no_more_time() -> None:
     with pair(0.5) as (first, second):
         threading.Thread(target=dribble, daemon=True).start()
         with pytest.raises(TimeoutError):
-            admit(second, {3: SECRET})
+            authenticate(second, {3: SECRET})
 
 
 def swap_with_all(curve: bool) -> None:
@@ -118,7 +120,7 @@ def swap_with_all(curve: bool) -> None:
             assert all((item.rows == item.rank + number).all() for item in incoming)
         assert session.ledger.total() == session.ledger.total(phase="control")
     late = [Outgoing(rank=(rank + 1) % max(world_size, 2), rows=torch.zeros(1))]
-    with pytest.raises(PeerError, match=r"the session is (over|closed)|there is no rank"):
+    with pytest.raises(PeerError, match=r"the session (has ended|is closed)|there is no rank"):
         streams.post(late, [], "swap", phase=None)()
 
 
@@ -130,7 +132,7 @@ def test_every_rank_reaches_every_other_one(ranks: int, curve: str) -> None:
 def fail_on_rank_one() -> int:
     """Rank 1 fails and lives on; rank 0 waits for bytes of it."""
     session = start_session(timeout_s=60)
-    connection = row_exchanges(session).streams._to(1 - session.topology.rank)
+    connection = row_exchanges(session).streams._get_connection(1 - session.topology.rank)
     if session.topology.rank == 1:
         session.fail(ValueError("a bug"))
         session.close(failed=True)

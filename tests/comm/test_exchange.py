@@ -99,7 +99,7 @@ def pair() -> Iterator[tuple[socket.socket, socket.socket]]:
         yield first, second
 
 
-def filled(byte: int, size: int) -> Tensor:
+def fill(byte: int, size: int) -> Tensor:
     return torch.full((size,), byte, dtype=torch.uint8)
 
 
@@ -118,24 +118,24 @@ def receiving(
 def test_more_than_fits_goes_both_ways() -> None:
     """Neither end waits for the other: each sends what there is buffer for, and takes what is there."""
     size = 3_000_000
-    received = [filled(0, size), filled(0, size)]
+    received = [fill(0, size), fill(0, size)]
     with pair() as sockets:
-        left = [sending(item, 1, filled(number, size)) for number, item in enumerate(sockets)]
+        left = [sending(item, 1, fill(number, size)) for number, item in enumerate(sockets)]
         assert all(next(item, "done") is None for item in left)
         left += [receiving(item, 1, rows) for item, rows in zip(sockets, received, strict=True)]
         while left:
             left = [item for item in left if next(item, "done") is None]
-    assert torch.equal(received[0], filled(1, size))
-    assert torch.equal(received[1], filled(0, size))
+    assert torch.equal(received[0], fill(1, size))
+    assert torch.equal(received[1], fill(0, size))
 
 
 def test_a_message_ends_where_it_ends() -> None:
-    """What a peer that is ahead sends next stays in the connection."""
+    """A peer that is ahead may send more, which stays in the connection."""
     with pair() as (first, second):
         for number in (1, 2):
-            assert list(sending(first, number, filled(number, 4))) == []
+            assert list(sending(first, number, fill(number, 4))) == []
         for number in (1, 2):
-            rows = filled(0, 4)
+            rows = fill(0, 4)
             list(receiving(second, number, rows))
             assert rows.tolist() == [number] * 4
 
@@ -143,9 +143,9 @@ def test_a_message_ends_where_it_ends() -> None:
 @pytest.mark.parametrize(
     ("sent", "message"),
     [
-        (message_header(1, filled(0, 8), "halo of layer 2"), "rank 5 sends 8 bytes of 'halo of layer 2'"),
-        (message_header(1, filled(0, 16), "halo of layer 1"), "rank 5 sends 16 bytes"),
-        (message_header(3, filled(0, 8), "halo of layer 1"), "its message 3 to this rank"),
+        (message_header(1, fill(0, 8), "halo of layer 2"), "rank 5 sends 8 bytes of 'halo of layer 2'"),
+        (message_header(1, fill(0, 16), "halo of layer 1"), "rank 5 sends 16 bytes"),
+        (message_header(3, fill(0, 8), "halo of layer 1"), "its message 3 to this rank"),
         (b"GET " + bytes(80), "b'GET ' instead of a message header"),
     ],
 )
@@ -153,14 +153,14 @@ def test_anything_else_is_refused(sent: bytes, message: str) -> None:
     with pair() as (first, second):
         first.send(sent)
         with pytest.raises(PeerError, match=message):
-            list(receiving(second, 1, filled(0, 8), "halo of layer 1", rank=5))
+            list(receiving(second, 1, fill(0, 8), "halo of layer 1", rank=5))
 
 
 def test_closed_end_is_an_error() -> None:
     with pair() as (first, second):
         first.close()
-        with pytest.raises(ConnectionResetError, match="the peer closed it"):
-            list(receiving(second, 1, filled(0, 8)))
+        with pytest.raises(ConnectionResetError, match="the peer closed the connection"):
+            list(receiving(second, 1, fill(0, 8)))
 
 
 def send_ahead_and_another_size() -> list[Any]:
@@ -186,7 +186,7 @@ def send_ahead_and_another_size() -> list[Any]:
 def test_rows_of_a_rank_that_is_ahead_are_kept_and_those_of_another_size_refused() -> None:
     zero, item = run_ranks(send_ahead_and_another_size, 2)
     assert (zero[:3], item) == ([True, 0, 0], [True, 8, 0, ""])
-    assert "rank 1 sends 12 bytes of 'rows' where this rank expects 8" in zero[3]
+    assert "rank 1 sends 12 bytes of 'rows', but this rank expects 8 bytes of 'rows'" in zero[3]
 
 
 def swap_in_pairs() -> list[float]:

@@ -1,4 +1,4 @@
-"""What the others say and do when a rank raises, is killed or never comes."""
+"""Tests of the messages and the end of the other ranks when a rank raises, is killed or never comes."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def _outlive_a_killed_rank() -> list[str]:
         session.fail(PeerError("rank 3 did not answer"))
         session.close(failed=True)
         return []
-    while not (store.have_ended(1) and store.have_ended(2)):
+    while not (store.has_ended(1) and store.has_ended(2)):
         time.sleep(0.01)
     message = [session.describe_failure("the sum")]
     session.close(failed=True)
@@ -106,7 +106,7 @@ def _outlive_a_rank_that_was_told_to_end() -> str:
     if session.topology.rank == 1:
         os.kill(os.getpid(), signal.SIGTERM)
         threading.Event().wait(60)
-    while session.store is not None and not session.store.have_ended(1):
+    while session.store is not None and not session.store.has_ended(1):
         time.sleep(0.01)
     time.sleep(0.2)
     message = session.describe_failure("the sum")
@@ -171,7 +171,7 @@ def _disagree() -> None:
 
 def test_ranks_that_disagree_are_refused() -> None:
     with pytest.raises(
-        RankError, match="ConfigError: ranks disagree on the seed: rank 0 has 0, rank 1 has 1; give the same"
+        RankError, match="ConfigError: ranks disagree on the seed: rank 0 has 0, rank 1 has 1; pass the same"
     ):
         run_ranks(_disagree, 2)
 
@@ -242,7 +242,7 @@ import time
 if rank == 1:
     while not session.store.raw.check(["barrier/2/0"]):  # until rank 0 is in its exit handlers
         time.sleep(0.01)
-    print("status", session.rpc.peer_status([0], 20.0))
+    print("status", session.rpc.get_peer_status([0], 20.0))
 print("end of", session.scratch)
 """
 

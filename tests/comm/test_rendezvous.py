@@ -20,7 +20,7 @@ KEYS = ("barrier/1/0", "barrier/1/1", "barrier/1/2")
 
 @pytest.fixture
 def store(monkeypatch: pytest.MonkeyPatch) -> JobStore:
-    """That of rank 1 of 3, which looks for the others at once."""
+    """Return the store of rank 1 of 3, which looks for the others at once."""
     monkeypatch.setattr(module, "_CHECK_EVERY_S", 0.0)
     return JobStore(HashStore(), 1, 3, timeout_s=30)
 
@@ -101,7 +101,7 @@ def test_a_rank_that_finds_no_store_says_so() -> None:
 def test_a_launcher_of_this_machine_that_is_gone_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_LOCAL_STORE_S", 0.5)
     rendezvous = replace(rendezvous_at(free_port()), hosted_by_agent=True)
-    with pytest.raises(PeerError, match=r"no rendezvous .* within 0\.5 s; the launcher should serve it"):
+    with pytest.raises(PeerError, match=r"no rendezvous .* within 0\.5 s\. The launcher should serve it"):
         module.open_store(rendezvous, 0, 2, 300.0)
 
 
@@ -115,5 +115,5 @@ def test_what_else_listens_there_is_no_rendezvous() -> None:
 
 
 def test_an_unknown_host_is_named() -> None:
-    with pytest.raises(ConfigError, match=r"MASTER_ADDR='256\.1\.1\.1' is no host"):
+    with pytest.raises(ConfigError, match=r"MASTER_ADDR='256\.1\.1\.1' is not a host"):
         module.open_store(rendezvous_at(1, "256.1.1.1"), 0, 1, 2.0)

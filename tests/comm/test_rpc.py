@@ -90,7 +90,7 @@ def test_call_to_oneself_runs_here_and_counts_nothing() -> None:
     assert rpc.ledger.total() == 0
     with pytest.raises(RemoteError, match=r"rank 0 .*no operation 'nothing'.*where"):
         rpc.call(0, "nothing", "", [], phase="p")
-    with pytest.raises(ConfigError, match="'where' is registered already"):
+    with pytest.raises(ConfigError, match="operation 'where' is already registered"):
         rpc.register("where", lambda _name, arrays: arrays)
 
 
@@ -107,7 +107,7 @@ def test_error_of_a_handler_reaches_the_caller_as_text() -> None:
         server.register("object", lambda _name, _arrays: [np.array([object()])])
         with pytest.raises(RemoteError, match="dtype object cannot be sent"):
             caller.call(1, "object", "", [], phase="p")
-        assert caller.silent([1], 5.0) == []
+        assert caller.find_silent([1], 5.0) == []
 
 
 def test_slow_handler_holds_up_nobody_and_silence_is_named() -> None:
@@ -135,7 +135,7 @@ def test_threads_wait_for_calls_of_another_one_meanwhile_that_asks_whether_they_
             while not slow._link._in_use.locked():
                 pass
             started = time.monotonic()
-            assert not slow.ready()
+            assert not slow.is_ready()
             took_s += time.monotonic() - started
         release.set()
         assert waiting.result(20) == []
@@ -187,7 +187,7 @@ def test_end_of_the_peer_is_noticed_while_waiting() -> None:
         pending = caller.submit(1, "wait", "", [], phase="p")
         assert started.wait(20)
         closing = pool.submit(server.close)
-        with pytest.raises(PeerError, match="rank 1 on there closed its connection or died while asked"):
+        with pytest.raises(PeerError, match="rank 1 on there closed its connection or died during"):
             pending.result()
         release.set()
         closing.result(20)
@@ -268,11 +268,11 @@ def test_a_number_of_a_socket_that_is_still_closing_can_come_again() -> None:
 
 def test_the_silent_are_told_from_those_who_answer() -> None:
     with pair(timeout_s=60.0) as (caller, server):
-        assert caller.silent([0, 1], 20.0) == []
+        assert caller.find_silent([0, 1], 20.0) == []
         server.close()
-        assert caller.silent([0, 1], 20.0) == [1]
+        assert caller.find_silent([0, 1], 20.0) == [1]
         caller.close()
-        assert caller.silent([1], 20.0) == [1]
+        assert caller.find_silent([1], 20.0) == [1]
 
 
 def test_wrong_secret_is_refused_and_logged(caplog: pytest.LogCaptureFixture) -> None:
@@ -333,7 +333,7 @@ def test_a_stranger_cannot_make_a_rank_hold_much(flags: int) -> None:
 def test_malformed_message_of_a_member_is_dropped(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING), pair() as (caller, server):
         server.register("echo", lambda _name, arrays: arrays)
-        assert caller.silent([1], 20) == []
+        assert caller.find_silent([1], 20) == []
         link = caller._client._local.links[1]
         for frames in ([b"garbage"], [b""], [b"DGLX" + b"\xff" * 60], [b"x", b"y", b"z" * 100_000]):
             link._socket.send_multipart(frames)
@@ -375,7 +375,7 @@ def test_ranks_call_each_other(world_size: int, curve: str) -> None:
 
 
 @contextlib.contextmanager
-def recorded(endpoint: str) -> Iterator[tuple[str, bytearray]]:
+def record_traffic(endpoint: str) -> Iterator[tuple[str, bytearray]]:
     """Pass the connections to another port on to ``endpoint``; yield that port, and what callers send."""
     host, port = endpoint.removeprefix("tcp://").rsplit(":", 1)
     message = bytearray()
@@ -406,7 +406,7 @@ def test_a_recorded_handshake_is_worth_nothing_at_any_rank(caplog: pytest.LogCap
         endpoints = [server._servers[0].endpoint, third.listen("127.0.0.1", credentials)]
         for case in (server, third):
             case.register("rows", lambda _name, arrays: served.append("rows") or arrays)
-        with recorded(endpoints[0]) as (proxy, message):
+        with record_traffic(endpoints[0]) as (proxy, message):
             caller.connect({1: PeerAddress(rank=1, host="there", endpoint=proxy)})
             caller.call(1, "rows", "", [TABLE], phase="p")
             heard = bytes(message)
@@ -456,7 +456,7 @@ def test_a_rank_that_ends_while_it_is_connected_to_is_named(monkeypatch: pytest.
 
 
 def test_nobody_connects_again_to_the_port_of_a_dead_rank() -> None:
-    """Who gets it would be sent what is queued, and its replies believed, since the server proved itself."""
+    """Another process at that port would get queued messages, and its replies would be believed."""
     started, release = threading.Event(), threading.Event()
     with ThreadPoolExecutor(1) as pool, pair(timeout_s=60.0) as (caller, server):
         server.register("wait", lambda _name, _arrays: started.set() or (release.wait(20) and []))
@@ -471,5 +471,5 @@ def test_nobody_connects_again_to_the_port_of_a_dead_rank() -> None:
             stranger.settimeout(1.0)
             with pytest.raises(TimeoutError):
                 stranger.accept()
-        with pytest.raises(PeerError, match="rank 1 on there closed its connection or died while asked"):
+        with pytest.raises(PeerError, match="rank 1 on there closed its connection or died during"):
             pending.result()

@@ -22,11 +22,11 @@ from dglx_dist.comm.collectives import barrier, gather_int64
 from dglx_dist.comm.rendezvous import choose_listening_address, find_interface_address, read_link_speed
 from dglx_dist.comm.session import (
     Scratch,
+    call_if_alive,
     check_hellos,
     check_values_equal,
     collect_shared_facts,
     current_session,
-    if_alive,
     start_session,
 )
 from dglx_dist.comm.topology import Topology, format_endpoint, read_rendezvous
@@ -38,7 +38,7 @@ from tests.helpers.ranks import run_ranks, start_ranks
 def test_one_process_needs_no_launcher() -> None:
     with start_session(strategy="x", seed=3) as session:
         assert (session.topology.world_size, session.seed, session.strategy) == (1, 3, "x")
-        assert session.rpc.peer_status([0], 1.0) == {0: ""}
+        assert session.rpc.get_peer_status([0], 1.0) == {0: ""}
         folder = session.scratch
         assert folder.is_dir()
     assert not folder.exists()
@@ -55,7 +55,8 @@ def join_a_group_by_hand(store: Path) -> None:
     # A rank that is ready first must not end while the other one connects to it.
     dist.barrier()
     message = (
-        "has 2 ranks, but this session has 1: each process would train alone. Start the ranks with torchrun"
+        "has 2 ranks, but this session has 1, so each process would train alone. Start the ranks with "
+        "torchrun"
     )
     with pytest.raises(ConfigError, match=message):
         current_session()
@@ -72,7 +73,7 @@ def test_refuses_a_process_group_of_another_size(tmp_path: Path) -> None:
 
 def test_there_is_one_at_a_time() -> None:
     with start_session():
-        with pytest.raises(ConfigError, match="open already"):
+        with pytest.raises(ConfigError, match="already open"):
             start_session()
         assert current_session().topology.world_size == 1
     for timeout_s in (0.0, -1.0, float("inf"), float("nan")):
@@ -137,36 +138,38 @@ def test_work_under_way_is_finished_before_the_end_and_its_error_ends_the_sessio
     session.close(failed=True)
 
 
-def told(strategy: str = "push_pull", seed: int = 0, curve: bool = False, **options: Any) -> dict[str, Any]:
+def make_hello(
+    strategy: str = "push_pull", seed: int = 0, curve: bool = False, **options: Any
+) -> dict[str, Any]:
     return {"no_trace": "", **collect_shared_facts(strategy, options, seed, curve)}
 
 
 def test_order_machines_and_objects_do_not_matter() -> None:
-    check_hellos([told(depth=2, order="x", memory="4GB"), told(order="x", depth=2, threads=3)])
-    check_hellos([told(make=object()), told(make=object())])
+    check_hellos([make_hello(depth=2, order="x", memory="4GB"), make_hello(order="x", depth=2, threads=3)])
+    check_hellos([make_hello(make=object()), make_hello(make=object())])
 
 
 @pytest.mark.parametrize(
     ("other", "reason"),
     [
         (
-            told(),
-            "the options: rank 0 has depth=2, rank 2 has depth=nothing; give the strategy the same options",
+            make_hello(),
+            "the options: rank 0 has depth=2, rank 2 has depth=nothing; pass the same options",
         ),
-        (told("full_graph", depth=2), "give the same --strategy on all ranks"),
-        (told(seed=1, depth=2), "the seed: rank 0 has 0, rank 2 has 1"),
-        (told(curve=True, depth=2), "set DGLX_CURVE alike"),
-        ({**told(depth=2), "no_trace": "the folder is full"}, "the folder is full"),
+        (make_hello("full_graph", depth=2), "same --strategy on all ranks"),
+        (make_hello(seed=1, depth=2), "the seed: rank 0 has 0, rank 2 has 1"),
+        (make_hello(curve=True, depth=2), "set DGLX_CURVE to the same value"),
+        ({**make_hello(depth=2), "no_trace": "the folder is full"}, "the folder is full"),
     ],
 )
 def test_ranks_that_differ_are_named(other: dict[str, Any], reason: str) -> None:
     with pytest.raises(ConfigError, match=reason):
-        check_hellos([told(depth=2), told(depth=2), other])
+        check_hellos([make_hello(depth=2), make_hello(depth=2), other])
 
 
 def test_only_while_the_object_lives() -> None:
     event = threading.Event()
-    call, alive = if_alive(event.set), weakref.ref(event)
+    call, alive = call_if_alive(event.set), weakref.ref(event)
     call()
     assert event.is_set()
     del event
@@ -198,7 +201,7 @@ def test_rows_that_ranks_share_are_in_a_folder_on_disk_where_one_is_named(
         shared_memory.check_memory(session, np.array([0, 1000]), 8, "a tensor", "")
     assert list(tmp_path.iterdir()) == []
     monkeypatch.setenv("DGLX_SCRATCH", str(tmp_path / "missing"))
-    with pytest.raises(ConfigError, match=r"DGLX_SCRATCH=\S*missing is no folder that can be written"):
+    with pytest.raises(ConfigError, match=r"DGLX_SCRATCH=\S*missing is not a writable folder"):
         start_session()
 
 

@@ -36,7 +36,7 @@ def stop_again_and_again() -> list[list[int]]:
                 barrier(session, "failed")
                 stop.open()
                 barrier(session, "all are open again")
-            before = stop._passed
+            before = stop._num_passed
             asking = threading.Thread(target=stop.ask)
             at = int(own.integers(1, 20)) if asks[rank] or (not asks.any() and rank == 2) else 0
             for point in range(1, MOST_POINTS):
@@ -46,7 +46,7 @@ def stop_again_and_again() -> list[list[int]]:
                 if stop.should_stop():
                     break
             stop.close()
-            results.append(gather_int64([stop._passed - before, stop.is_over], session).ravel().tolist())
+            results.append(gather_int64([stop._num_passed - before, stop.is_over], session).ravel().tolist())
             if at and asking.ident is not None:
                 asking.join()
         # Rank 1 is not in training: nobody stops, and who asks is told so.

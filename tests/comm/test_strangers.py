@@ -45,7 +45,7 @@ def test_a_value_opens_under_its_own_key_alone() -> None:
             with pytest.raises(PeerError, match=f"'keys/0' .*{SEAL}"):
                 read("keys/0")
     raw.set("keys/0", good)
-    for case in (store.renewed(["fresh"]), SealedStore(raw, b"a guess")):
+    for case in (store.with_new_secret(["fresh"]), SealedStore(raw, b"a guess")):
         with pytest.raises(PeerError, match=SEAL):
             case.get("keys/0")
 
@@ -113,7 +113,7 @@ def test_who_writes_to_the_store_ends_the_start_and_is_no_rank() -> None:
 
 
 def spoil_the_store() -> list[str]:
-    """What a stranger writes and deletes beside training changes nothing or is one error."""
+    """A stranger who writes and deletes beside training changes nothing, or causes one error."""
     rank, message = int(os.environ["RANK"]), []
     with start_session(timeout_s=20) as session:
         total = torch.zeros(3)
@@ -175,7 +175,7 @@ def test_without_a_secret_several_machines_are_warned_or_refused() -> None:
     several = {"GROUP_WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.2"}
     outcomes = start_ranks(meet_with, 2, args=[[{}, {}]], environment=several)
     assert all(outcome.result.startswith("met") for outcome in outcomes)
-    assert "can read features, change what is trained, and pose as a rank; write one" in outcomes[0].output
+    assert "act as a rank. Write a secret" in outcomes[0].output
     refused = run_ranks(meet_with, 2, args=[[{}, {}]], environment={**several, "DGLX_REQUIRE_SECRET": "1"})
     assert all(line.startswith("ConfigError DGLX_REQUIRE_SECRET is set") for line in refused)
 
@@ -190,8 +190,8 @@ def test_a_secret_is_long_and_its_file_private(tmp_path: Path) -> None:
     file.chmod(0o640)
     for variables, message in (
         ({"DGLX_SECRET": "short"}, r"DGLX_SECRET has 5 characters, outside \[32, 4096\]"),
-        ({"DGLX_SECRET_FILE": str(file)}, "nobody else can read; run `chmod 600"),
-        ({"DGLX_SECRET_FILE": "/dev/zero"}, "must be a file that is yours"),
+        ({"DGLX_SECRET_FILE": str(file)}, "nobody else can read. Run `chmod 600"),
+        ({"DGLX_SECRET_FILE": "/dev/zero"}, "must be a file of yours"),
         ({"DGLX_SECRET_FILE": "/nowhere"}, "'/nowhere' cannot be read: No such file"),
     ):
         with pytest.raises(ConfigError, match=message):
@@ -259,7 +259,7 @@ def test_of_what_the_store_names_only_memory_of_this_users_processes_is_read(tmp
                 nobody = subprocess.Popen(["sleep", "60"], user=65534, pass_fds=[number])
                 undo.callback(nobody.wait)
                 undo.callback(nobody.kill)
-                with pytest.raises(PeerError, match="no such file of this user's"):
+                with pytest.raises(PeerError, match="no such file of this user"):
                     _read_private_file(f"/proc/{nobody.pid}/fd/{number}")
 
 

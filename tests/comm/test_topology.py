@@ -12,7 +12,7 @@ from dglx_dist.comm.topology import (
     Settings,
     Topology,
     assign_servers,
-    bind_alike,
+    bind_to_loopback,
     build_rank_environment,
     is_launched_by_torchrun,
     read_rendezvous,
@@ -24,7 +24,7 @@ from dglx_dist.errors import ConfigError
 GLOO, NCCL = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
 
 
-def launched(rank: int = 0, world_size: int = 4, **more: object) -> dict[str, str]:
+def make_variables(rank: int = 0, world_size: int = 4, **more: object) -> dict[str, str]:
     address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 29500}
     variables = {"RANK": rank, "WORLD_SIZE": world_size, **address, **more}
     return {key: str(value) for key, value in variables.items()}
@@ -43,7 +43,7 @@ def launched(rank: int = 0, world_size: int = 4, **more: object) -> dict[str, st
     ],
 )
 def test_servers(world_size: int, more: dict[str, int], servers: tuple[int, ...]) -> None:
-    topology = read_topology(launched(world_size - 1, world_size, **more))
+    topology = read_topology(make_variables(world_size - 1, world_size, **more))
     assert topology.server_of_rank == servers
     assert topology.num_servers == len(set(servers))
     assert topology.server == servers[-1]
@@ -55,7 +55,7 @@ def test_servers(world_size: int, more: dict[str, int], servers: tuple[int, ...]
 def test_machines_of_different_size_are_put_right_and_without_torchrun_it_is_one_process() -> None:
     assert not is_launched_by_torchrun({})
     assert read_topology({}) == Topology(0, 1, (0,))
-    guessed = read_topology(launched(0, 3, LOCAL_WORLD_SIZE=2))
+    guessed = read_topology(make_variables(0, 3, LOCAL_WORLD_SIZE=2))
     assert assign_servers(guessed, (0, 1, 1), {}).server_of_rank == (0, 1, 1)
 
 
@@ -77,11 +77,11 @@ def test_bad_values_are_named(name: str, values: list[str]) -> None:
     for value in values:
         read = read_rendezvous if name in ("MASTER_PORT", "GROUP_RANK") else read_topology
         with pytest.raises(ConfigError, match=re.escape(f"{name}={value!r} must be ")):
-            read(launched() | {name: value})
+            read(make_variables() | {name: value})
 
 
 def test_missing_address_tells_what_to_do() -> None:
-    variables = launched()
+    variables = make_variables()
     del variables["MASTER_ADDR"]
     with pytest.raises(ConfigError, match=r"MASTER_ADDR .*torchrun"):
         read_rendezvous(variables)
@@ -99,10 +99,10 @@ def test_settings() -> None:
     assert read_settings({"OMP_NUM_THREADS": "many"}) == Settings()
     for name in ("MALLOC_ARENA_MAX", "GLIBC_TUNABLES", "LD_PRELOAD"):
         assert read_settings({name: "x"}) == Settings(allocator_set=True)
-    assert read_rendezvous(launched(GLOO_SOCKET_IFNAME="eth0,eth1")).interface == "eth0"
-    assert read_rendezvous(launched(GROUP_WORLD_SIZE=1)).interface == "lo"
+    assert read_rendezvous(make_variables(GLOO_SOCKET_IFNAME="eth0,eth1")).interface == "eth0"
+    assert read_rendezvous(make_variables(GROUP_WORLD_SIZE=1)).interface == "lo"
     # Without torchrun's word, other ranks may be on other machines.
-    assert read_rendezvous(launched()).interface is None
+    assert read_rendezvous(make_variables()).interface is None
 
 
 @pytest.mark.parametrize("servers", [(1, 1), (0, 2), (0, 1, 0), (0,)])
@@ -117,12 +117,12 @@ def test_gloo_and_nccl_follow_the_ranks_to_loopback_unless_the_user_set_them(
     for variable in (GLOO, NCCL):
         monkeypatch.setenv(variable, "")  # restored behind the test
         monkeypatch.delenv(variable)
-    bind_alike(read_rendezvous(launched()))
+    bind_to_loopback(read_rendezvous(make_variables()))
     assert GLOO not in os.environ
-    bind_alike(read_rendezvous(launched(GROUP_WORLD_SIZE=2)))
+    bind_to_loopback(read_rendezvous(make_variables(GROUP_WORLD_SIZE=2)))
     assert GLOO not in os.environ
     monkeypatch.setenv(NCCL, "eth7")
-    bind_alike(read_rendezvous(launched(GROUP_WORLD_SIZE=1)))
+    bind_to_loopback(read_rendezvous(make_variables(GROUP_WORLD_SIZE=1)))
     assert (os.environ[GLOO], os.environ[NCCL]) == ("lo", "eth7")
 
 

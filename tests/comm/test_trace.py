@@ -196,10 +196,10 @@ def test_only_a_trace_is_replaced_or_removed(tmp_path: Path) -> None:
     remove_trace(path)
     remove_trace(path)
     assert not path.exists()
-    with pytest.raises(StorageError, match="is a folder; name a file"):
+    with pytest.raises(StorageError, match=r"is a folder\. Use a file"):
         check_replaceable(tmp_path)
     (tmp_path / "file").touch()
-    with pytest.raises(StorageError, match="choose another place"):
+    with pytest.raises(StorageError, match="Choose another place"):
         check_replaceable(tmp_path / "file" / "trace.json")
     with pytest.raises(StorageError, match="cannot write the trace"):
         write_trace(tmp_path / "new", trace_of(SPANS))

@@ -89,8 +89,8 @@ def test_every_cut_is_refused(head: Head, arrays: list[Array]) -> None:
 
 
 TOO_MUCH = [
-    (Head(Kind.REQUEST, 1, "x" * 5000), [], "too long"),
-    (Head(Kind.REQUEST, 1), [np.zeros(1)] * (MAX_ARRAYS + 1), "too many"),
+    (Head(Kind.REQUEST, 1, "x" * 5000), [], "5000 bytes, but the maximum is 4096"),
+    (Head(Kind.REQUEST, 1), [np.zeros(1)] * (MAX_ARRAYS + 1), "257 arrays, but the maximum is 256"),
     (Head(Kind.REQUEST, 1), [np.array([{}])], "dtype object cannot be sent"),
     (Head(Kind.REQUEST, 1), [np.zeros((1,) * 9)], "9 dimensions"),
 ]

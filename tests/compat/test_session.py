@@ -51,7 +51,7 @@ def test_nothing_is_opened_before_it_is_needed() -> None:
         session.initialize()
     session.exit_client()
     session.initialize(strategy="push_pull")
-    with pytest.raises(ConfigError, match=r"is open already \(dgl.distributed.initialize\(\) asked for it\)"):
+    with pytest.raises(ConfigError, match=r"is already open \(dgl.distributed.initialize\(\) requested it\)"):
         init()
     session.exit_client()
     session.exit_client()

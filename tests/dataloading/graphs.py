@@ -35,7 +35,7 @@ def plan_draws(schema: Schema, fanouts: Sequence[int]) -> DrawSettings:
     return DrawSettings(schema=schema, fanouts=hops, replace=False, exclude={}, seed=3)
 
 
-def sampled(
+def sample(
     csc: Csc,
     seeds: Sequence[int] | NDArray[np.int64],
     fanouts: Sequence[int],

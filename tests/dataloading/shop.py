@@ -122,9 +122,9 @@ def shop_in_rank(
     """Make batches of each of SETTINGS on this rank; return what was drawn, the bytes and their formula."""
     with start_session(timeout_s=60) as session:
         g = DistGraph(folder, structure=structure)
-        mine = seeds_of_rank[str(session.topology.rank)]
-        seeds = {ntype: torch.tensor(ids, dtype=torch.int64) for ntype, ids in mine.items()}
-        found = {name: _epoch(g, seeds, **options) for name, options in SETTINGS.items()}
+        own_ids = seeds_of_rank[str(session.topology.rank)]
+        seeds = {ntype: torch.tensor(ids, dtype=torch.int64) for ntype, ids in own_ids.items()}
+        results = {name: _epoch(g, seeds, **options) for name, options in SETTINGS.items()}
         before, sampler = session.ledger.total(phase="sampling"), NeighborSampler([3, 4])
         maker = open_maker(g, sampler, read_sampler(sampler), LoaderOptions(), seed=5)
         all_edges = {etype: np.arange(0, g.num_edges(etype), 2) for etype in g.canonical_etypes}
@@ -137,7 +137,7 @@ def shop_in_rank(
         own_bytes = session.ledger.total(phase="sampling") - before
         expected = _note(g, without.blocks, {}) + _excluded_bytes(g, without.blocks, all_edges) * exclude
         g.barrier()
-        return {**found, "parity": sorted(parity), "own bytes": [own_bytes, expected]}
+        return {**results, "parity": sorted(parity), "own bytes": [own_bytes, expected]}
 
 
 def _epoch(
@@ -176,10 +176,10 @@ def _note(g: DistGraph, blocks: Sequence[dgl.DGLGraph], drawn: dict[str, list[in
         for etype in g.canonical_etypes:
             nodes = block.dstnodes[etype[2]].data[dgl.NID]
             owners = book.nid2partid(nodes, etype[2]).tolist()
-            found: dict[int, list[int]] = {int(node): [] for node in nodes}
+            edges_of_node: dict[int, list[int]] = {int(node): [] for node in nodes}
             for _, destination, edge in edges_in(block, etype):
-                found[destination].append(edge)
-            for (node, ids), owner in zip(found.items(), owners, strict=True):
+                edges_of_node[destination].append(edge)
+            for (node, ids), owner in zip(edges_of_node.items(), owners, strict=True):
                 assert drawn.setdefault(f"{hop} {etype} {node}", ids) == ids
                 if owner != book.partid:
                     expected += 8 + 24 * len(ids)
@@ -192,7 +192,7 @@ def _excluded_bytes(g: DistGraph, blocks: Sequence[dgl.DGLGraph], exclude: Mappi
     for block in blocks:
         for etype in g.canonical_etypes:
             nodes = block.dstnodes[etype[2]].data[dgl.NID]
-            asked = set(book.nid2partid(nodes, etype[2]).tolist()) - {book.partid}
+            asked_parts = set(book.nid2partid(nodes, etype[2]).tolist()) - {book.partid}
             owners = book.eid2partid(torch.from_numpy(exclude[etype]), etype).tolist()
-            expected += 8 * sum(owner in asked for owner in owners)
+            expected += 8 * sum(owner in asked_parts for owner in owners)
     return expected

@@ -42,7 +42,7 @@ def edges_of(g: DistGraph, **options: Any) -> Any:
     )
 
 
-def typed(g: DistGraph, **options: Any) -> Any:
+def of_types(g: DistGraph, **options: Any) -> Any:
     feats = {"user": ["feat"], "item": ["feat"]}
     sampler = NeighborSampler([2, 3], prefetch_node_feats=feats, prefetch_labels={"item": ["label"]})
     return DataLoader(
@@ -50,19 +50,19 @@ def typed(g: DistGraph, **options: Any) -> Any:
     )
 
 
-def flat(found: Any) -> Iterator[Tensor]:
+def flat(batch: Any) -> Iterator[Tensor]:
     """All tensors of a batch: ids, structure and columns."""
-    if isinstance(found, Tensor):
-        yield found
-    elif isinstance(found, dict):
-        yield from (tensor for key in sorted(found) for tensor in flat(found[key]))
-    elif isinstance(found, (tuple, list)):
-        yield from (tensor for one in found for tensor in flat(one))
+    if isinstance(batch, Tensor):
+        yield batch
+    elif isinstance(batch, dict):
+        yield from (tensor for key in sorted(batch) for tensor in flat(batch[key]))
+    elif isinstance(batch, (tuple, list)):
+        yield from (tensor for item in batch for tensor in flat(item))
     else:
-        for etype in found.canonical_etypes:
-            yield from found.edges(etype=etype)
-            yield from flat(dict(found.edges[etype].data))
-        for side, ntypes in ((found.srcnodes, found.srctypes), (found.dstnodes, found.dsttypes)):
+        for etype in batch.canonical_etypes:
+            yield from batch.edges(etype=etype)
+            yield from flat(dict(batch.edges[etype].data))
+        for side, ntypes in ((batch.srcnodes, batch.srctypes), (batch.dstnodes, batch.dsttypes)):
             yield from (tensor for ntype in ntypes for tensor in flat(dict(side[ntype].data)))
 
 
@@ -70,15 +70,15 @@ def contents(loader: Any) -> list[list[Tensor]]:
     return [[tensor.cpu().clone() for tensor in flat(batch)] for batch in loader]
 
 
-def same(found: list[list[Tensor]], expected: list[list[Tensor]]) -> bool:
-    return [len(one) for one in found] == [len(one) for one in expected] and all(
-        torch.equal(mine, theirs)
-        for one, other in zip(found, expected, strict=True)
-        for mine, theirs in zip(one, other, strict=True)
+def same(batches: list[list[Tensor]], expected: list[list[Tensor]]) -> bool:
+    return [len(batch) for batch in batches] == [len(batch) for batch in expected] and all(
+        torch.equal(tensor, reference_tensor)
+        for batch, reference in zip(batches, expected, strict=True)
+        for tensor, reference_tensor in zip(batch, reference, strict=True)
     )
 
 
-LOADERS = [("graph", nodes_of), ("graph", edges_of), ("shop_graph", typed)]
+LOADERS = [("graph", nodes_of), ("graph", edges_of), ("shop_graph", of_types)]
 
 
 @pytest.fixture
@@ -100,20 +100,20 @@ def test_a_batch_is_copied_from_where_it_was_made_and_waited_for_where_it_is_use
     g = request.getfixturevalue(name)
     expected = contents(make(g, **options))
     streams = request.getfixturevalue("late")
-    loader, found = make(g, **options), []
+    loader, batches = make(g, **options), []
     for number, batch in enumerate(loader):
-        found.append([tensor.clone() for tensor in flat(batch)])
+        batches.append([tensor.clone() for tensor in flat(batch)])
         if options.get("num_threads", 1):
             # The next one is copied while this one is used.
             for _ in range(1 + (number == 0) - (number == len(loader) - 1)):
                 assert streams.carried.acquire(timeout=60)
-    assert same(found, expected)
+    assert same(batches, expected)
     threads = {
-        what: {thread for done, thread in streams.log if done == what} for what in ("copy", "event", "wait")
+        kind: {thread for done, thread in streams.log if done == kind} for kind in ("copy", "event", "wait")
     }
     assert threads["wait"] == {"MainThread"}
-    assert all(("dglx-loader" in one) == bool(options.get("num_threads", 1)) for one in threads["copy"])
-    order = [what for what, _ in streams.log]
+    assert all(("dglx-loader" in thread) == bool(options.get("num_threads", 1)) for thread in threads["copy"])
+    order = [kind for kind, _ in streams.log]
     assert order.count("event") == order.count("wait") == len(loader)
 
 
@@ -133,18 +133,18 @@ def test_memory_that_is_given_up_before_its_copy_is_done_is_noticed(
         patch.setattr(CopyStream, "_keep", lambda *_: None)
         with pytest.raises(AssertionError, match="freed before its copy was done"):
             contents(nodes_of(graph))
-    copies, found = CopyStream(LateStreams()), []
+    copies, results = CopyStream(LateStreams()), []
     for number in range(3):
         rows = torch.full((3,), number)
-        found.append(copies.copy_async(lambda copy, rows=rows: copy(rows)))
+        results.append(copies.copy_async(lambda copy, rows=rows: copy(rows)))
     del rows
     # Two batches later, as if every event were reached at once.
-    assert found[1][1]() is None
-    assert found[1][0].tolist() == [1] * 3
+    assert results[1][1]() is None
+    assert results[1][0].tolist() == [1] * 3
     monkeypatch.setattr(LateEvent, "query", lambda _: True)
     copies.copy_async(lambda copy: copy(torch.zeros(1)))
     with pytest.raises(AssertionError, match="freed before its copy was done"):
-        found[2][1]()
+        results[2][1]()
 
 
 @pytest.mark.parametrize(("name", "make"), LOADERS)
@@ -153,16 +153,16 @@ def test_batches_on_a_device_are_those_of_the_cpu(
 ) -> None:
     g = request.getfixturevalue(name)
     expected = contents(make(g, num_threads=0))
-    shapes = [[tensor.shape for tensor in one] for one in expected]
+    shapes = [[tensor.shape for tensor in batch] for batch in expected]
     with Elsewhere():
         loader = make(g, num_threads=0, device=DEVICE)
         batches = [list(flat(batch)) for batch in loader]
-        assert {tensor.device for one in batches for tensor in one} == {DEVICE}
-        assert same([[tensor.cpu() for tensor in one] for one in batches], expected)
+        assert {tensor.device for batch in batches for tensor in batch} == {DEVICE}
+        assert same([[tensor.cpu() for tensor in batch] for batch in batches], expected)
     for batch, shapes_of in zip(make(g, device="meta"), shapes, strict=True):
-        found = list(flat(batch))
-        assert all(tensor.is_meta for tensor in found)
-        assert [tensor.shape for tensor in found] == shapes_of
+        tensors = list(flat(batch))
+        assert all(tensor.is_meta for tensor in tensors)
+        assert [tensor.shape for tensor in tensors] == shapes_of
 
 
 NETS: dict[str, Callable[[], list[nn.Module]]] = {
@@ -172,7 +172,7 @@ NETS: dict[str, Callable[[], list[nn.Module]]] = {
 }
 
 
-def trained(g: DistGraph, kind: str, device: torch.device) -> tuple[list[Tensor], int]:
+def train(g: DistGraph, kind: str, device: torch.device) -> tuple[list[Tensor], int]:
     torch.manual_seed(0)
     sampler = NeighborSampler([3, 3], **FEATS, **LABELS)
     loader = DataLoader(g, torch.arange(60), sampler, batch_size=16, seed=1, num_threads=0, device=device)
@@ -198,11 +198,11 @@ def test_a_step_mixes_no_devices_and_reads_nothing_from_one(
     with Elsewhere():
         plan = graph.cache_rows("feat", alpha=0.5, policy="degree", device=DEVICE)
         assert plan.rows == 30
-        found, num_hits = trained(graph, kind, DEVICE)
+        weights, num_hits = train(graph, kind, DEVICE)
     monkeypatch.setenv("DGLX_MESSAGE_PASSING", "torch")
-    expected, num_on_cpu = trained(graph, kind, torch.device("cpu"))
+    expected, num_on_cpu = train(graph, kind, torch.device("cpu"))
     assert num_hits > num_on_cpu == 0
-    assert all(map(torch.equal, found, expected))
+    assert all(map(torch.equal, weights, expected))
 
 
 class Noted:
@@ -213,8 +213,8 @@ class Noted:
 
     def __getattr__(self, method: str) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Noted:
-            given = [getattr(one, "_name", str(one)) for one in (*args, *kwargs.values())]
-            self._calls.append(f"{self._name}.{method}({', '.join(given)})")
+            arguments = [getattr(argument, "_name", str(argument)) for argument in (*args, *kwargs.values())]
+            self._calls.append(f"{self._name}.{method}({', '.join(arguments)})")
             return Noted(f"{self._name}.{method}", self._calls)
 
         return call

@@ -106,7 +106,7 @@ def in_rank(ring: str, structure: Any, shares: list[list[int]]) -> dict[str, Any
     with start_session(timeout_s=60) as session:
         g = DistGraph(ring, structure=structure)
         reverse = reverse_edge_ids(g)
-        mine = torch.tensor(shares[session.topology.rank], dtype=torch.int64)
+        own_edges = torch.tensor(shares[session.topology.rank], dtype=torch.int64)
         draws: dict[str, list[list[int]]] = {}
         counted = 0
         for mode, options in (
@@ -115,14 +115,16 @@ def in_rank(ring: str, structure: Any, shares: list[list[int]]) -> dict[str, Any
             ("list", {"exclude": "reverse_id", "reverse_eids": reverse[:]}),
             ("function", {"exclude": lambda ids: torch.cat([ids, reverse[ids]])}),
         ):
-            loader = loader_of(g, eids=mine, batch_size=1, negative_sampler=negative.Uniform(2), **options)
+            loader = loader_of(
+                g, eids=own_edges, batch_size=1, negative_sampler=negative.Uniform(2), **options
+            )
             counted += check_excluded(g, loader, None if mode == "self" else reverse[:])
             for _, pairs, negatives, blocks in loader:
                 assert session.step_share is pairs.step_share is negatives.step_share is blocks[-1].step_share
                 for edge in ids_of(pairs):
-                    found = [*negatives.ndata[dgl.NID][negatives.edges()[1]].tolist(), *ids_of(blocks[0])]
-                    draws.setdefault(f"{mode} {edge}", []).append(found)
-        loader = loader_of(g, eids=mine, batch_size=16)
+                    sources = [*negatives.ndata[dgl.NID][negatives.edges()[1]].tolist(), *ids_of(blocks[0])]
+                    draws.setdefault(f"{mode} {edge}", []).append(sources)
+        loader = loader_of(g, eids=own_edges, batch_size=16)
         shares_seen = [
             (pairs.num_edges(), session.step_share.num_local, session.step_share.num_global)
             for _, pairs, _ in loader
@@ -133,16 +135,16 @@ def in_rank(ring: str, structure: Any, shares: list[list[int]]) -> dict[str, Any
 def test_on_any_ranks_the_same_is_drawn_and_excluded(folders: dict[str, str]) -> None:
     """30 edges on one rank; 25 and 5 on two, cut and whole; 20, 0 and 10 on three."""
     ids = EDGES[::8].tolist()
-    whole = run_ranks(in_rank, 1, args=(folders["ring"], "replicated", [ids]))
+    results_of_one = run_ranks(in_rank, 1, args=(folders["ring"], "replicated", [ids]))
     two = run_ranks(
         in_rank, 2, args=(folders["ring"], "partitioned", [ids[:25], ids[25:]]), ranks_per_server=1
     )
     three = run_ranks(in_rank, 3, args=(folders["ring"], "replicated", [ids[:20], [], ids[20:]]))
     for results in (two, three):
-        found = {key: value for result in results for key, value in result["draws"].items()}
-        assert found == whole[0]["draws"]
-    assert whole[0]["counted"] > 100
-    assert whole[0]["shares"] == [(16, 16, 16), (14, 14, 14)]
+        draws = {key: value for result in results for key, value in result["draws"].items()}
+        assert draws == results_of_one[0]["draws"]
+    assert results_of_one[0]["counted"] > 100
+    assert results_of_one[0]["shares"] == [(16, 16, 16), (14, 14, 14)]
     assert [result["shares"] for result in two] == [[(16, 16, 21), (9, 9, 9)], [(5, 5, 21), (0, 0, 9)]]
     assert three[1]["shares"] == [(0, 0, 26), (0, 0, 4)]
 
@@ -160,14 +162,14 @@ def test_a_resumed_loader_goes_on_where_it_was(g: DistGraph) -> None:
 
     loader = loader_of(g, **options)
     loader.set_epoch(4)
-    whole = rows(loader)
+    all_rows = rows(loader)
     again = loader_of(g, **options)
-    again.load_state_dict(whole[5][-1])
-    assert rows(again) == whole[6:]
+    again.load_state_dict(all_rows[5][-1])
+    assert rows(again) == all_rows[6:]
     assert again.epoch == 5
-    other = loader_of(g, **options)
-    other.set_epoch(5)
-    assert rows(other, 2) == rows(again, 2) != whole[:2]
+    later = loader_of(g, **options)
+    later.set_epoch(5)
+    assert rows(later, 2) == rows(again, 2) != all_rows[:2]
 
 
 def test_dgls_wrapper_says_the_same(g: DistGraph) -> None:
@@ -177,11 +179,11 @@ def test_dgls_wrapper_says_the_same(g: DistGraph) -> None:
         prefetch_labels=["label"],
     )  # fmt: skip
     ours = loader_of(g, exclude="reverse_id", reverse_eids=reverse, negative_sampler=negative.Uniform(3))
-    for one, other in zip(loader_of(g, sampler=wrapped), ours, strict=True):
-        assert ids_of(one[1]) == ids_of(other[1])
-        assert torch.equal(one[2].edges()[1], other[2].edges()[1])
-        assert [ids_of(block) for block in one[3]] == [ids_of(block) for block in other[3]]
-        assert torch.equal(one[1].edata["label"], g.orig_edge_ids(one[1].edata[dgl.EID]))
+    for batch, reference in zip(loader_of(g, sampler=wrapped), ours, strict=True):
+        assert ids_of(batch[1]) == ids_of(reference[1])
+        assert torch.equal(batch[2].edges()[1], reference[2].edges()[1])
+        assert [ids_of(block) for block in batch[3]] == [ids_of(block) for block in reference[3]]
+        assert torch.equal(batch[1].edata["label"], g.orig_edge_ids(batch[1].edata[dgl.EID]))
     check_excluded(g, loader_of(g, sampler=wrapped), reverse)
     with pytest.raises(ConfigError, match=r"dx\.DistEdgeDataLoader"):
         DataLoader(g, EDGES, wrapped)
@@ -274,12 +276,12 @@ def ends_in_rank(folder: str) -> list[str]:
         events: list[str] = []
         submit = session.rpc.submit
 
-        def noted(*args: Any, **options: Any) -> Any:
+        def submit_noted(*args: Any, **options: Any) -> Any:
             events.append("ask")
             pending = submit(*args, **options)
             return SimpleNamespace(result=lambda: (events.append("wait"), pending.result())[1])
 
-        patch.setattr(session.rpc, "submit", noted)
+        patch.setattr(session.rpc, "submit", submit_noted)
         ((_, pairs, _),) = loader
         check_ends(g, pairs)
         g.barrier()
@@ -313,7 +315,7 @@ WRONG_ON_ONE = {
 
 def wrong_in_rank(folder: str) -> dict[str, str]:
     """Rank 1 makes each mistake while the others do well; nobody hangs."""
-    told = {}
+    messages = {}
     with start_session(timeout_s=60) as session:
         g = DistGraph(folder)
         for name, (eids, options, error, message) in WRONG_ON_ONE.items():
@@ -323,18 +325,18 @@ def wrong_in_rank(folder: str) -> dict[str, str]:
             else:
                 with pytest.raises(ConfigError, match=r"rank 1 on .*: ") as caught:
                     loader_of(g, eids=[0])
-                told[name] = str(caught.value)
+                messages[name] = str(caught.value)
         mode = [None, "self"][session.topology.rank]
         with pytest.raises(ConfigError, match="disagree on exclude=: rank 0 has None, rank 1 has 'self'"):
             loader_of(g, eids=[session.topology.rank], exclude=mode)
         assert len(loader_of(g, eids=[session.topology.rank])) == 1
-    return told
+    return messages
 
 
 def test_a_mistake_on_one_rank_is_an_error_on_all(folders: dict[str, str]) -> None:
-    told = run_ranks(wrong_in_rank, 2, args=(folders["ring"],))[0]
-    assert set(told) == set(WRONG_ON_ONE)
-    assert "needs reverse_eids=" in told["missing"]
+    messages = run_ranks(wrong_in_rank, 2, args=(folders["ring"],))[0]
+    assert set(messages) == set(WRONG_ON_ONE)
+    assert "needs reverse_eids=" in messages["missing"]
 
 
 def test_a_node_samplers_own_code_is_told_what_to_exclude(g: DistGraph) -> None:
@@ -360,10 +362,10 @@ def test_no_edges_ask_for_no_negatives(g: DistGraph) -> None:
     assert [pairs.num_edges() for pairs in batch.pairs] == [0, 0]
 
 
-def excluded(g: DistGraph, edges: dict[Any, list[int]], **options: Any) -> dict[Any, list[int]]:
-    given = {etype: np.array(ids, np.int64) for etype, ids in edges.items()}
-    found = open_exclude(g, options["exclude"], read_rule(g, given, **options))(given)
-    return {etype: ids.tolist() for etype, ids in found.items()}
+def exclude_edges(g: DistGraph, edges: dict[Any, list[int]], **options: Any) -> dict[Any, list[int]]:
+    positive = {etype: np.array(ids, np.int64) for etype, ids in edges.items()}
+    excluded = open_exclude(g, options["exclude"], read_rule(g, positive, **options))(positive)
+    return {etype: ids.tolist() for etype, ids in excluded.items()}
 
 
 @pytest.mark.parametrize("make", [np.asarray, torch.from_numpy, lambda ids: {"_E": ids}])
@@ -372,19 +374,19 @@ def test_reverse_ids_from_lists(g: DistGraph, make: Any) -> None:
     reverse[5] = -1
     rule = {"exclude": "reverse_id", "reverse_eids": make(reverse)}
     expected = sorted({130, 3, 10, 5, *reverse[[130, 3, 10]].tolist()})
-    assert excluded(g, {EDGE_TYPE: [130, 3, 10, 5]}, **rule) == {EDGE_TYPE: expected}
+    assert exclude_edges(g, {EDGE_TYPE: [130, 3, 10, 5]}, **rule) == {EDGE_TYPE: expected}
 
 
 def test_a_function_is_called_as_dgl_calls_it(g: DistGraph) -> None:
-    def one(ids: torch.Tensor) -> torch.Tensor:
+    def find_next(ids: torch.Tensor) -> torch.Tensor:
         assert isinstance(ids, torch.Tensor)
         return torch.cat([ids, ids + 1, ids + 1])
 
-    assert excluded(g, {EDGE_TYPE: [9, 3]}, exclude=one) == {EDGE_TYPE: [3, 4, 9, 10]}
-    assert excluded(g, {EDGE_TYPE: []}, exclude=one) == {}
-    assert excluded(g, {EDGE_TYPE: [1]}, exclude=lambda _: None) == {}
+    assert exclude_edges(g, {EDGE_TYPE: [9, 3]}, exclude=find_next) == {EDGE_TYPE: [3, 4, 9, 10]}
+    assert exclude_edges(g, {EDGE_TYPE: []}, exclude=find_next) == {}
+    assert exclude_edges(g, {EDGE_TYPE: [1]}, exclude=lambda _: None) == {}
     with pytest.raises(IndexError, match="id 240"):
-        excluded(g, {EDGE_TYPE: [239]}, exclude=one)
+        exclude_edges(g, {EDGE_TYPE: [239]}, exclude=find_next)
 
 
 def test_a_function_of_several_types(shop: DistGraph) -> None:
@@ -392,9 +394,9 @@ def test_a_function_of_several_types(shop: DistGraph) -> None:
         assert set(ids) == {BUYS}
         return {"knows": ids[BUYS]}
 
-    assert excluded(shop, {BUYS: [2], KNOWS: []}, exclude=several) == {KNOWS: [2]}
+    assert exclude_edges(shop, {BUYS: [2], KNOWS: []}, exclude=several) == {KNOWS: [2]}
     with pytest.raises(ConfigError, match="several edge types"):
-        excluded(shop, {BUYS: [2]}, exclude=lambda ids: ids[BUYS])
+        exclude_edges(shop, {BUYS: [2]}, exclude=lambda ids: ids[BUYS])
 
 
 class Own(dgl.dataloading.EdgePredictionSampler):
@@ -418,17 +420,17 @@ WRAPPED = as_edge_prediction_sampler(SAMPLER)
     ("options", "message"),
     [
         ({"eids": {"likes": [1]}}, "'likes'"),
-        ({"eids": [3, 4, 3]}, "have edge 3 more than once"),
-        ({"exclude": "both"}, "exclude='both'; choose None, 'self', 'reverse_id', 'reverse_types'"),
-        ({"exclude": "reverse_id"}, r"needs reverse_eids=; dx.reverse_edge_ids\(g\)"),
+        ({"eids": [3, 4, 3]}, "contain edge 3 more than once"),
+        ({"exclude": "both"}, r"exclude='both'\. Choose None, 'self', 'reverse_id', 'reverse_types'"),
+        ({"exclude": "reverse_id"}, r"needs reverse_eids=\. dx.reverse_edge_ids\(g\)"),
         ({"exclude": "reverse_types"}, "needs reverse_etypes="),
-        ({"exclude": "self", "reverse_eids": REVERSED}, "pass exclude='reverse_id'"),
-        ({"reverse_etypes": {}}, "pass exclude='reverse_types'"),
-        (by_id(REVERSED[:-1]), r"\(239,\); give int64 of shape \(240,\), one per edge"),
+        ({"exclude": "self", "reverse_eids": REVERSED}, "Pass exclude='reverse_id'"),
+        ({"reverse_etypes": {}}, "Pass exclude='reverse_types'"),
+        (by_id(REVERSED[:-1]), r"\(239,\)\. Pass int64 of shape \(240,\), one per edge"),
         (by_id(REVERSED.astype(float)), "are float64"),
         (by_id(REVERSED + 1), "id 240 at position 119"),
         (by_id({"likes": REVERSED}), "likes"),
-        (by_id(EDGES.roll(HALF)), "ids change when"),
+        (by_id(EDGES.roll(HALF)), "Ids change when"),
         (by_types({"_E": "_E"}), "must be another type"),
         ({"negative_sampler": dgl_negative.Uniform(-2)}, "k=-2"),
         ({"batch_size": 0}, "batch_size=0"),
@@ -450,9 +452,9 @@ def test_what_cannot_be_honoured_is_told(g: DistGraph, options: dict[str, Any], 
     [
         ([1], {}, "several edge types"),
         ({"buys": [1]}, by_id({"knows": np.full(KNOWING, -1)}), r"reverse of \('user', 'buys', 'item'\)"),
-        ({"buys": [1]}, by_id(REVERSED), "give a dict"),
+        ({"buys": [1]}, by_id(REVERSED), "Pass a dict"),
         ({"buys": [1]}, by_types({"buys": "knows"}), "from 'item' to 'user'"),
-        ({"buys": [1]}, by_types(["buys"]), "give {edge type"),
+        ({"buys": [1]}, by_types(["buys"]), "Pass {edge type"),
     ],
 )
 def test_what_cannot_be_honoured_over_types_is_told(

@@ -38,14 +38,14 @@ class FakeStore:
         self._note("ask", key)
         note = self._note
 
-        def pulled():
+        def finish():
             note("wait", key)
             return torch.from_numpy(np.asarray(ids, np.int64))
 
-        return pulled
+        return finish
 
 
-def typed(note: Callable[[str, str], None]) -> NodeMaker:
+def make_typed(note: Callable[[str, str], None]) -> NodeMaker:
     schema, cscs = typed_shop()
     draws = plan_draws(schema, [2, 3])
     return KernelMaker(LocalSource(schema, cscs), draws, SimpleNamespace(kvstore=FakeStore(note)), TYPED)
@@ -62,7 +62,7 @@ def test_all_requests_of_a_batch_leave_before_blocks_are_built_and_before_any_wa
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     events: list[str] = []
-    maker = typed(lambda what, _key: events.append(what))
+    maker = make_typed(lambda event, _key: events.append(event))
 
     def build(self, batch, blocks=BatchBlockBuilder.blocks):
         events.append("build")
@@ -76,18 +76,18 @@ def test_all_requests_of_a_batch_leave_before_blocks_are_built_and_before_any_wa
 def test_while_one_batch_waits_for_rows_the_next_is_sampled() -> None:
     # The first batch's rows come only after the second batch was sampled: in turn they would never come.
     second_asks = threading.Event()
-    asked: list[str] = []
+    threads: list[str] = []
     lock = threading.Lock()
 
-    def note(what: str, _key: str) -> None:
+    def note(event: str, _key: str) -> None:
         with lock:
-            asked.append(threading.current_thread().name)
-            others = len(set(asked)) > 1
-        if what == "ask" and others:
+            threads.append(threading.current_thread().name)
+            is_shared = len(set(threads)) > 1
+        if event == "ask" and is_shared:
             second_asks.set()
-        if what == "wait":
+        if event == "wait":
             assert second_asks.wait(30)
 
-    maker = typed(note)
+    maker = make_typed(note)
     batches = run_ahead(lambda step: make(maker, step), range(2), depth=2, num_threads=2)
     assert len(list(batches)) == 2

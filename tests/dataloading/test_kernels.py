@@ -11,14 +11,14 @@ import pytest
 from dglx_dist.dataloading.kernels import NodeTable, Schema, ThreadTable, make_relations
 from dglx_dist.errors import ConfigError
 from dglx_dist.keyed_random import Csc
-from tests.dataloading.graphs import HASHED, csc_from, edges_of_hop, random_csc, sampled
+from tests.dataloading.graphs import HASHED, csc_from, edges_of_hop, random_csc, sample
 
 # 0 <- 1, 2    1 <- 3    2 <- 3, 4    3 <-    4 <- 0
 DIAMOND = csc_from([[1, 2], [3], [3, 4], [], [0]])
 
 
 def test_two_full_hops_by_hand() -> None:
-    batch = sampled(DIAMOND, [0], [-1, -1])
+    batch = sample(DIAMOND, [0], [-1, -1])
     assert batch.nodes.tolist() == [0, 1, 2, 3, 4]
     assert batch.node_ends[:, 0].tolist() == [1, 3, 5]
     assert edges_of_hop(batch, 0) == [(1, 0, 0), (2, 0, 1)]
@@ -31,7 +31,7 @@ def test_two_full_hops_by_hand() -> None:
 def test_edges_are_in_edges_as_many_as_the_fanout_lets(seeds: Sequence[int], fanouts: list[int]) -> None:
     """And destinations are a prefix of sources, which are distinct."""
     csc = random_csc(200, 6)
-    batch = sampled(csc, np.asarray(seeds), fanouts)
+    batch = sample(csc, np.asarray(seeds), fanouts)
     for hop, fanout in enumerate(reversed(fanouts)):
         edges = edges_of_hop(batch, hop)
         assert len({edge for _, _, edge in edges}) == len(edges)
@@ -48,9 +48,9 @@ def test_edges_are_in_edges_as_many_as_the_fanout_lets(seeds: Sequence[int], fan
 
 def test_epochs_and_hops_draw_differently() -> None:
     csc = csc_from([list(range(1000)), *[[]] * 999])
-    first = sampled(csc, [0], [10, 10])
+    first = sample(csc, [0], [10, 10])
     assert edges_of_hop(first, 0) != edges_of_hop(first, 1)[:10]
-    later = sampled(csc, [0], [10, 10], epoch=1)
+    later = sample(csc, [0], [10, 10], epoch=1)
     assert edges_of_hop(first, 0) != edges_of_hop(later, 0)
 
 
@@ -61,12 +61,12 @@ def test_hashed_numbering_is_the_direct_one(fanouts: list[int]) -> None:
     small = ThreadTable(HASHED)
     # So small that it grows within the batch.
     small.keep(NodeTable(np.zeros(64, np.uint32), np.empty(64, np.int64), 1))
-    direct = sampled(csc, seeds, fanouts, workspace=ThreadTable(500))
-    hashed = sampled(csc, seeds, fanouts, workspace=small)
+    direct = sample(csc, seeds, fanouts, workspace=ThreadTable(500))
+    hashed = sample(csc, seeds, fanouts, workspace=small)
     assert ThreadTable(HASHED).table.slots.nbytes < 1 << 20
     assert len(small.table.keys) >= 2 * len(hashed.nodes)
-    for one, other in zip(direct, hashed, strict=True):
-        assert one.tolist() == other.tolist()
+    for array, reference in zip(direct, hashed, strict=True):
+        assert array.tolist() == reference.tolist()
 
 
 CSC = random_csc(300, 5)
@@ -77,8 +77,8 @@ def test_a_used_workspace_samples_what_a_new_one_samples(size: int) -> None:
     used = ThreadTable(size)
     for epoch in range(20):
         seeds = np.arange(epoch, 300, 17)
-        again = sampled(CSC, seeds, [4, 4], epoch=epoch, workspace=used)
-        fresh = sampled(CSC, seeds, [4, 4], epoch=epoch)
+        again = sample(CSC, seeds, [4, 4], epoch=epoch, workspace=used)
+        fresh = sample(CSC, seeds, [4, 4], epoch=epoch)
         assert again.nodes.tolist() == fresh.nodes.tolist()
         assert again.sources.tolist() == fresh.sources.tolist()
 
@@ -86,10 +86,10 @@ def test_a_used_workspace_samples_what_a_new_one_samples(size: int) -> None:
 @pytest.mark.parametrize("size", [300, HASHED])
 def test_numbers_that_would_overflow_start_again(size: int) -> None:
     workspace = ThreadTable(size)
-    expected = sampled(CSC, [1, 2, 3], [4], workspace=workspace)
+    expected = sample(CSC, [1, 2, 3], [4], workspace=workspace)
     workspace.keep(workspace.table._replace(base=(1 << 31) - 2))
     for _ in range(3):
-        again = sampled(CSC, [1, 2, 3], [4], workspace=workspace)
+        again = sample(CSC, [1, 2, 3], [4], workspace=workspace)
         assert again.sources.tolist() == expected.sources.tolist()
     assert workspace.table.base < 1000
 
@@ -97,9 +97,9 @@ def test_numbers_that_would_overflow_start_again(size: int) -> None:
 def test_a_refused_batch_leaves_no_trace() -> None:
     workspace = ThreadTable(300)
     with pytest.raises(ConfigError, match=r"node 7 more than once \(3 seeds, 2 distinct\)"):
-        sampled(CSC, [7, 5, 7], [4], workspace=workspace)
-    again = sampled(CSC, [5, 6, 7], [4], workspace=workspace)
-    assert again.nodes.tolist() == sampled(CSC, [5, 6, 7], [4]).nodes.tolist()
+        sample(CSC, [7, 5, 7], [4], workspace=workspace)
+    again = sample(CSC, [5, 6, 7], [4], workspace=workspace)
+    assert again.nodes.tolist() == sample(CSC, [5, 6, 7], [4]).nodes.tolist()
 
 
 def test_memory_of_another_layout_is_not_read_by_address() -> None:

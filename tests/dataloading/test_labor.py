@@ -27,7 +27,7 @@ NO_IDS = np.empty(0, np.int64)
 EVERY_BATCH = SourceDraws(layer_dependency=False, batch_dependency=1)
 
 
-def drawn(csc, nodes, fanout, stream, exclude=NO_IDS):
+def draw_in_edges(csc, nodes, fanout, stream, exclude=NO_IDS):
     return draw_edges(csc, np.asarray(nodes), fanout, np.uint64(stream), Rule(False, exclude, True))
 
 
@@ -42,7 +42,7 @@ def test_weighted_sums_are_unbiased() -> None:
     weights = 1 / np.minimum(fanout, degrees.clip(1))
     sums = np.zeros((10_000, 5))
     for draw, row in enumerate(sums):
-        indptr, sources, edges = drawn(csc, nodes, fanout, draw, exclude)
+        indptr, sources, edges = draw_in_edges(csc, nodes, fanout, draw, exclude)
         assert (csc.indices[edges] == sources).all()
         destinations = np.repeat(nodes, np.diff(indptr))
         assert (destinations == of_edge[edges]).all()
@@ -59,7 +59,7 @@ def test_edges_are_those_whose_source_draws_below_fanout_by_degree(dtype: str) -
     csc = random_csc(300, 12, dtype=dtype)
     exclude, nodes, stream = np.arange(0, len(csc.indices), 7), np.array([4, 0, 123, 9]), 77
     for fanout in (-1, 0, 1, 5, 20, 1000):
-        indptr, _, edges = drawn(csc, nodes, fanout, stream, exclude)
+        indptr, _, edges = draw_in_edges(csc, nodes, fanout, stream, exclude)
         for i, node in enumerate(nodes):
             all_of_node = np.arange(csc.indptr[node], csc.indptr[node + 1])
             among = all_of_node[~np.isin(all_of_node, exclude)]
@@ -82,7 +82,7 @@ def probabilities(csc, weights, fanout: int, rounds: int):
     runs = [slice(*ends) for ends in pairwise(csc.indptr)]
 
     def scales(shares) -> list[float]:
-        found = []
+        factors = []
         for run in runs:
             w, share = weights[run], shares[run]
             target = w.sum() ** 2 * (1 / min(fanout, len(w)) - 1 / len(w)) + (w**2).sum()
@@ -91,8 +91,8 @@ def probabilities(csc, weights, fanout: int, rounds: int):
                 middle = (low + high) / 2
                 above = (w**2 / np.minimum(1, middle * share)).sum() > target
                 low, high = (middle, high) if above else (low, middle)
-            found.append(high)
-        return found
+            factors.append(high)
+        return factors
 
     shares, pi = weights, np.ones(csc.indices.max() + 1)
     for done in range(rounds):
@@ -122,9 +122,9 @@ def test_sums_of_unequal_draws_are_unbiased(weighted: bool, rounds: int) -> None
     if rounds >= 0:
         expected[1] = np.bincount(of_edge, probabilities(csc, weights, 2, rounds))
     for which, exact in expected.items():
-        found = (sums, counts)[which]
-        sigma = found.std(axis=0) / np.sqrt(len(found))
-        assert (np.abs(found.mean(axis=0) - exact) <= 5 * sigma + 1e-12).all()
+        samples = (sums, counts)[which]
+        sigma = samples.std(axis=0) / np.sqrt(len(samples))
+        assert (np.abs(samples.mean(axis=0) - exact) <= 5 * sigma + 1e-12).all()
     # The node of in-degree 2 keeps both; the sums of the others are random.
     assert (counts[:, 3] == 2).all()
     assert sums.std(axis=0)[:3].min() > 0.1
@@ -180,18 +180,18 @@ def test_fewer_distinct_rows_than_neighbour_sampling_and_fewer_still_with_equal_
     (neighbours,), (rows,) = rows_of(None), rows_of(EVERY_BATCH)
     (dependent,) = rows_of(SourceDraws(layer_dependency=True, batch_dependency=1))
     assert len(dependent) < 0.95 * len(rows) < 0.95 * 0.95 * len(neighbours)
-    one, all_rounds = (
+    one_round, all_rounds = (
         len(rows_of(SourceDraws(layer_dependency=False, batch_dependency=1, rounds=rounds))[0])
         for rounds in (1, -1)
     )
-    assert all_rounds < one < 0.97 * len(rows)
+    assert all_rounds < one_round < 0.97 * len(rows)
 
 
 def test_batches_share_rows_as_far_as_batch_dependency_says() -> None:
     def shared(batch_dependency: int) -> list[int]:
         by_source = SourceDraws(layer_dependency=False, batch_dependency=batch_dependency)
         rows = rows_of(by_source, steps=4)
-        return [len(one & other) for one, other in pairwise(rows)]
+        return [len(step_rows & next_rows) for step_rows, next_rows in pairwise(rows)]
 
     alone, pairs, always = shared(1), shared(2), shared(0)
     assert min(pairs[0], pairs[2]) > 1.2 * max(*alone, pairs[1])
@@ -201,15 +201,17 @@ def test_batches_share_rows_as_far_as_batch_dependency_says() -> None:
 def test_keys_are_of_seed_epoch_step_layer_and_source_type() -> None:
     source_types = np.array([1, 0, 1])
 
-    def keys(epoch: int, step: int, **given: Any) -> list[list[int]]:
-        by_source = SourceDraws(**{"layer_dependency": False, "batch_dependency": 1} | given)
+    def keys(epoch: int, step: int, **changes: Any) -> list[list[int]]:
+        by_source = SourceDraws(**{"layer_dependency": False, "batch_dependency": 1} | changes)
         return by_source.streams(5, epoch, step, 2, source_types).tolist()
 
     first = keys(0, 0)
     assert first[0][0] == first[0][2]
     assert len({key for row in first for key in row}) == 4
-    others = [keys(0, 1), keys(1, 0)]
-    assert not {key for row in first for key in row} & {key for one in others for row in one for key in row}
+    other_keys = [keys(0, 1), keys(1, 0)]
+    assert not {key for row in first for key in row} & {
+        key for keys_of_batch in other_keys for row in keys_of_batch for key in row
+    }
     same = keys(0, 0, layer_dependency=True)
     assert same == [first[0], first[0]]
     assert keys(0, 2, batch_dependency=3) == first != keys(0, 3, batch_dependency=3)
@@ -223,15 +225,15 @@ Edge: TypeAlias = tuple[int, int, int]
 
 
 def edges_by_step(
-    folder: str, structure: str, options: dict[str, Any] | None = None, whole: bool = False
+    folder: str, structure: str, options: dict[str, Any] | None = None, is_whole: bool = False
 ) -> list[list[list[Edge]]]:
     """By step and hop of two epochs: (source, destination, edge) of this rank's share of each batch.
 
-    ``whole``: of the whole of each batch, on every rank.
+    ``is_whole``: of the complete batch, on every rank.
     """
     with start_session(timeout_s=60) as session:
-        g, found = DistGraph(folder, structure=structure), []
-        rank, world = (0, 1) if whole else (session.topology.rank, session.topology.world_size)
+        g, edges = DistGraph(folder, structure=structure), []
+        rank, world = (0, 1) if is_whole else (session.topology.rank, session.topology.world_size)
         seeds = np.arange(NUM_NODES).reshape(-1, world, BATCH // world)[:, rank].ravel()
         sampler = LaborSampler([2, 3], batch_dependency=2, **(options or {}))
         loader = DataLoader(g, seeds, sampler, batch_size=BATCH // world, seed=5, num_threads=2)
@@ -241,9 +243,9 @@ def edges_by_step(
                     assert ("edge_weights" in block.edata) == bool(options)
                     if options:
                         check_means(block)
-                found.append([edges_in(block) for block in blocks])
+                edges.append([edges_in(block) for block in blocks])
         g.barrier()
-        return found
+        return edges
 
 
 def check_means(block: dgl.DGLGraph) -> None:
@@ -255,7 +257,7 @@ def check_means(block: dgl.DGLGraph) -> None:
 def edges_in(block: dgl.DGLGraph) -> list[Edge]:
     sources, destinations = block.edges()
     ids = (block.srcdata[dgl.NID][sources], block.dstdata[dgl.NID][destinations], block.edata[dgl.EID])
-    return list(zip(*(one.tolist() for one in ids), strict=True))
+    return list(zip(*(array.tolist() for array in ids), strict=True))
 
 
 def test_one_two_and_three_ranks_draw_the_same_from_both_structures(tmp_path: Path) -> None:
@@ -264,7 +266,10 @@ def test_one_two_and_three_ranks_draw_the_same_from_both_structures(tmp_path: Pa
     for world, structure in ((2, "replicated"), (3, "partitioned")):
         ranks = run_ranks(edges_by_step, world, args=(folder, structure), ranks_per_server=1)
         union = [
-            [sorted({edge for one in layer for edge in one}) for layer in zip(*step, strict=True)]
+            [
+                sorted({edge for rank_edges in layer for edge in rank_edges})
+                for layer in zip(*step, strict=True)
+            ]
             for step in zip(*ranks, strict=True)
         ]
         assert union == [[sorted(layer) for layer in step] for step in first]
@@ -278,14 +283,14 @@ def test_one_two_and_three_ranks_draw_the_same_from_both_structures(tmp_path: Pa
 def test_unequal_draws_are_the_same_on_any_rank(tmp_path: Path, options: dict[str, Any]) -> None:
     """Importance sampling depends on the whole batch of a rank, weights of edges do not."""
     folder = str(write_rings(tmp_path / "parts", 6))
-    whole = "prob" not in options
+    is_whole = "prob" not in options
     first = edges_by_step(folder, "replicated", options)
-    ranks = run_ranks(edges_by_step, 3, args=(folder, "replicated", options, whole), ranks_per_server=1)
+    ranks = run_ranks(edges_by_step, 3, args=(folder, "replicated", options, is_whole), ranks_per_server=1)
     for number, step in enumerate(zip(*ranks, strict=True)):
         for layer, of_ranks in enumerate(zip(*step, strict=True)):
             expected = set(first[number][layer])
             assert set().union(*of_ranks) == expected
-            assert not whole or all(set(edges) == expected for edges in of_ranks)
+            assert not is_whole or all(set(edges) == expected for edges in of_ranks)
 
 
 def test_unequal_draws_of_a_part_of_the_structure_are_refused(tmp_path: Path) -> None:
@@ -294,11 +299,11 @@ def test_unequal_draws_of_a_part_of_the_structure_are_refused(tmp_path: Path) ->
         run_ranks(edges_by_step, 2, args=(folder, "partitioned", {"prob": "source"}), ranks_per_server=1)
 
 
-def equal_where_both_reach(one: list[list[Edge]], other: list[list[Edge]]) -> bool:
+def equal_where_both_reach(first: list[list[Edge]], second: list[list[Edge]]) -> bool:
     """Whether layer 1 has the same in-edges of the nodes that it has in both steps."""
-    both = {edge[1] for edge in one[0]} & {edge[1] for edge in other[0]}
+    both = {edge[1] for edge in first[0]} & {edge[1] for edge in second[0]}
     assert both
-    return {edge for edge in one[0] if edge[1] in both} == {edge for edge in other[0] if edge[1] in both}
+    return {edge for edge in first[0] if edge[1] in both} == {edge for edge in second[0] if edge[1] in both}
 
 
 def test_steps_of_edge_loaders_draw_anew(graph: DistGraph) -> None:

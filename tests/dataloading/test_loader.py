@@ -122,7 +122,7 @@ WRONG = [
     ({"indices": [3, 5, 3]}, ConfigError, "node 3 more than once"),
     ({"indices": [3, 60]}, IndexError, "60"),
     ({"indices": {"user": [1]}}, ConfigError, "'user'"),
-    ({"indices": type("ItemSampler", (), {"__module__": "dgl.graphbolt"})()}, ConfigError, "give the ids"),
+    ({"indices": type("ItemSampler", (), {"__module__": "dgl.graphbolt"})()}, ConfigError, "Pass the ids"),
     ({"batch_size": 0}, ConfigError, "batch_size=0"),
     ({"depth": 1.5}, ConfigError, "depth=1.5"),
     ({"num_threads": -1}, ConfigError, "num_threads=-1"),
@@ -136,10 +136,10 @@ WRONG = [
     ({"sampler": NeighborSampler([{"likes": 2}])}, ConfigError, "fanouts"),
     (
         {"sampler": Own([2]), "exclude": torch.tensor([1])}, ConfigError,
-        r"exclude= is not supported by .*Own's own code; use NeighborSampler",
+        r"own code of Own does not support exclude=. Use NeighborSampler",
     ),
     ({"num_thread": 2}, ConfigError, "did you mean 'num_threads'"),
-    ({"device": "gpu"}, ConfigError, "device='gpu' is no device"),
+    ({"device": "gpu"}, ConfigError, "device='gpu' is not a device"),
 ]  # fmt: skip
 
 
@@ -162,11 +162,11 @@ def wrong_in_rank(folder: str) -> None:
             else:
                 with pytest.raises(ConfigError, match=r"rank 1 on .*: "):
                     loader_of(graph, indices=IDS[::2])
-        mine = NeighborSampler([3, 4], prob=[None, "odd"][session.topology.rank])
+        local_sampler = NeighborSampler([3, 4], prob=[None, "odd"][session.topology.rank])
         with pytest.raises(
-            ConfigError, match=r"rank 0 .*prob=None, rank 1 .*prob='odd'; give all ranks the same"
+            ConfigError, match=r"rank 0 .*prob=None, rank 1 .*prob='odd'; pass the same value on all ranks"
         ):
-            loader_of(graph, sampler=mine)
+            loader_of(graph, sampler=local_sampler)
         assert len(loader_of(graph, indices=IDS[session.topology.rank :: 2])) == 5
 
 
@@ -177,10 +177,13 @@ def test_a_mistake_on_one_rank_is_an_error_on_all(rings: dict[int, Path]) -> Non
 @pytest.mark.parametrize(
     ("state", "message"),
     [
-        *((state, "no position") for state in (None, {}, {"seed": 3}, {"seed": 3, "step": -1, "epoch": 0})),
-        ({"seed": 3, "step": "a", "epoch": 0}, "no position"),
-        ({"epoch": 0, "step": 0, "seed": 8}, "pass seed=8"),
-        ({"epoch": 0, "step": 10, "seed": 3}, "9 steps here"),
+        *(
+            (state, "not a position")
+            for state in (None, {}, {"seed": 3}, {"seed": 3, "step": -1, "epoch": 0})
+        ),
+        ({"seed": 3, "step": "a", "epoch": 0}, "not a position"),
+        ({"epoch": 0, "step": 0, "seed": 8}, "Pass seed=8"),
+        ({"epoch": 0, "step": 10, "seed": 3}, "has 9 steps"),
     ],
 )
 def test_what_is_no_position_of_this_loader_is_refused(graph: DistGraph, state, message: str) -> None:
@@ -188,17 +191,17 @@ def test_what_is_no_position_of_this_loader_is_refused(graph: DistGraph, state, 
         loader_of(graph).load_state_dict(state)
 
 
-def opened(g: DistGraph, sampler: NeighborSampler, **options):
+def open_batches(g: DistGraph, sampler: NeighborSampler, **options):
     return open_maker(g, sampler, read_sampler(sampler), LoaderOptions(**options), seed=0)
 
 
-def made(maker, seeds):
+def make_batch(maker, seeds):
     return maker.complete(maker.sample_items(seeds, 0, step=0))
 
 
 def test_a_batch_without_seeds_has_columns_without_rows(graph: DistGraph) -> None:
     sampler = NeighborSampler([2, 2], prefetch_node_feats=["feat"], prefetch_labels=["label"])
-    batch = made(opened(graph, sampler), {})
+    batch = make_batch(open_batches(graph, sampler), {})
     assert batch.blocks[0].srcdata["feat"].shape == (0, 3)
     assert batch.blocks[-1].dstdata["label"].shape == (0,)
     assert len(batch.input_nodes) == len(batch.output_nodes) == 0
@@ -212,11 +215,11 @@ def open_again_and_again(folder: Path) -> tuple[list[int], list[bool]]:
         served, counts, right = [], [], []
         serve = PartitionedStructure.serve
 
-        def noted(self, op, draw):
+        def note_and_serve(self, op, draw):
             served.append(op)
             serve(self, op, draw)
 
-        patch.setattr(PartitionedStructure, "serve", noted)
+        patch.setattr(PartitionedStructure, "serve", note_and_serve)
         likely = g.new_tensor(
             (g.num_edges(),), torch.float32, "likely", part_policy=g.get_edge_partition_policy("_E")
         )
@@ -234,7 +237,7 @@ def open_again_and_again(folder: Path) -> tuple[list[int], list[bool]]:
             (LaborSampler([3], batch_dependency=2), {}),
         ]
         for sampler, options in plain:
-            opened(g, sampler, **options)
+            open_batches(g, sampler, **options)
             counts.append(len(served))
         for kept in (0, 0, 1):
             likely[edges[edges % 2 == rank]] = 0.0
@@ -242,7 +245,7 @@ def open_again_and_again(folder: Path) -> tuple[list[int], list[bool]]:
             if rank == 0:
                 likely[edges[edges % 2 == kept]] = 1.0
             g.barrier()
-            batch = made(opened(g, NeighborSampler([2], prob="likely")), all_nodes)
+            batch = make_batch(open_batches(g, NeighborSampler([2], prob="likely")), all_nodes)
             right.append(bool((batch.blocks[0].edata[dgl.EID] % 2 == kept).all()))
             counts.append(len(served))
             g.barrier()

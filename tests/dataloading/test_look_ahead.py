@@ -46,9 +46,9 @@ def sampler() -> Any:
 
 
 def nodes_of(g: DistGraph, **pace: Any) -> DataLoader:
-    """Of every rank's users; the last rank has none."""
-    rank, others = g.rank(), g.session.topology.world_size - 1
-    users = torch.arange(0 if rank < others else NUM_NODES["user"], NUM_NODES["user"])
+    """Return a loader over the users of every rank. The last rank has none."""
+    rank, last_rank = g.rank(), g.session.topology.world_size - 1
+    users = torch.arange(0 if rank < last_rank else NUM_NODES["user"], NUM_NODES["user"])
     loader = DataLoader(g, {"user": users}, sampler(), batch_size=3, shuffle=True, seed=3, **pace)
     loader.set_epoch(EPOCH)
     return loader
@@ -57,7 +57,7 @@ def nodes_of(g: DistGraph, **pace: Any) -> DataLoader:
 def bits(blocks: Sequence[dgl.DGLGraph]) -> bytes:
     nodes = blocks[0].srcnodes
     arrays = [nodes[kind].data[name].numpy() for kind in TYPES for name in (dgl.NID, "feat")]
-    return b"".join(one.tobytes() for one in arrays)
+    return b"".join(array.tobytes() for array in arrays)
 
 
 def edges_of(g: DistGraph, **pace: Any) -> list[bytes]:
@@ -86,10 +86,10 @@ def cache(g: DistGraph, alpha: float, policy: str = "lookahead") -> dict[str, Ca
     return {ntype: g.cache_rows("feat", alpha=alpha, policy=policy, ntype=ntype) for ntype in TYPES}
 
 
-def requested(g: DistGraph) -> int:
+def count_requests(g: DistGraph) -> int:
     keys = [g.nodes[ntype].data["feat"].kvstore_key for ntype in TYPES]
     counts = [g.kvstore.cache_counts(key) for key in keys]
-    return sum(one.local + one.hits + one.misses for one in counts)
+    return sum(count.local + count.hits + count.misses for count in counts)
 
 
 def looked_ahead(folder: Path, structure: Any) -> None:
@@ -102,7 +102,7 @@ def looked_ahead(folder: Path, structure: Any) -> None:
         for alpha in (0.3, 0.9):
             for pace in PACES:
                 plans = cache(g, alpha)
-                before, counted = session.ledger.total(phase="features"), requested(g)
+                before, counted = session.ledger.total(phase="features"), count_requests(g)
                 assert [bits(blocks) for _, _, blocks in nodes_of(g, **pace)] == plain
                 sent = 0
                 for ntype, plan in plans.items():
@@ -112,33 +112,33 @@ def looked_ahead(folder: Path, structure: Any) -> None:
                     assert plan.rows == min(budget, NUM_NODES[ntype] - own[1] + own[0])
                     sent += (8 + ROWS[ntype]) * fetched_by_belady(inputs[ntype], own, plan.rows)
                 assert session.ledger.total(phase="features") - before == sent
-                asked = sum(len(batch) for batches in inputs.values() for batch in batches)
-                assert requested(g) - counted == asked
+                num_inputs = sum(len(batch) for batches in inputs.values() for batch in batches)
+                assert count_requests(g) - counted == num_inputs
             assert edges_of(g) == plain_edges
             assert edges_of(g, num_threads=2) == plain_edges
-        resumed(g, plain)
+        check_resuming(g, plain)
         cache(g, 0)
         assert not g.kvstore.has_cache
         g.close()
 
 
-def resumed(g: DistGraph, plain: list[bytes]) -> None:
+def check_resuming(g: DistGraph, plain: list[bytes]) -> None:
     """Iterations that end early, one within another, and the rest of an epoch."""
     cache(g, 0.4)
     loader = nodes_of(g, depth=3)
     steps = iter(loader)
-    found = [bits(next(steps)[2]) for _ in range(3)]
+    batches = [bits(next(steps)[2]) for _ in range(3)]
     # Another loader has the rows.
     assert [bits(blocks) for _, _, blocks in nodes_of(g)] == plain
     position = loader.state_dict()
     steps.close()
-    rest = nodes_of(g)
-    rest.load_state_dict(position)
-    rest.end_at(6)
-    found += [bits(blocks) for _, _, blocks in rest]
-    assert len(found) == 6
+    last_part = nodes_of(g)
+    last_part.load_state_dict(position)
+    last_part.end_at(6)
+    batches += [bits(blocks) for _, _, blocks in last_part]
+    assert len(batches) == 6
     # Now the rows that are kept have been chosen with the end in sight.
-    assert found + [bits(blocks) for _, _, blocks in rest] == plain
+    assert batches + [bits(blocks) for _, _, blocks in last_part] == plain
     cache(g, 0.4, "halo")
     assert [bits(blocks) for _, _, blocks in nodes_of(g)] == plain
     cache(g, 0.4)
@@ -181,15 +181,17 @@ def test_the_error_of_a_draw_is_raised_in_its_turn(
     # All are drawn before the first is requested: a row that is used again is looked for.
     rows = LookAheadRows(1, ColumnInfo(dtype="int64", row_shape=()), (0, 0), 10)
     assert rows.claim()
-    found: list[int] = []
+    steps: list[int] = []
 
     def fetch(batch: Sample) -> None:
         ids = batch.inputs["feat"]
         rows.admit(plan_remote(ids, np.array([0, 0, 10]), 0, rows.table, distinct=True))
 
     with pytest.raises(error):
-        found.extend(one.step for one in feature_fetch.look_ahead(samples_of(batches), {"feat": rows}, fetch))
-    assert found == [0, 1, 2]
+        steps.extend(
+            sample.step for sample in feature_fetch.look_ahead(samples_of(batches), {"feat": rows}, fetch)
+        )
+    assert steps == [0, 1, 2]
 
 
 def short_of_memory(folder: Path) -> None:
@@ -197,7 +199,7 @@ def short_of_memory(folder: Path) -> None:
         g = DistGraph(folder)
         if g.rank() == 1:
             patch.setattr(cache_module, "machine_memory", lambda: (0, 0))
-        with pytest.raises(ConfigError, match=r"rows of .* exceed the free memory; use a smaller alpha"):
+        with pytest.raises(ConfigError, match=r"rows of .* exceed the free memory\. Use a smaller alpha"):
             cache(g, 0.5)
         assert not g.kvstore.has_cache
         g.close()
@@ -232,8 +234,8 @@ def go_on(loader: DataLoader) -> None:
 
 
 def rows_of(g: DistGraph) -> list[LookAheadRows]:
-    found = [g.kvstore.column(g.nodes[ntype].data["feat"].kvstore_key).ahead for ntype in TYPES]
-    return [rows for rows in found if rows is not None]
+    rows_by_type = [g.kvstore.column(g.nodes[ntype].data["feat"].kvstore_key).ahead for ntype in TYPES]
+    return [rows for rows in rows_by_type if rows is not None]
 
 
 @pytest.mark.parametrize("structure", ["replicated", "partitioned"])

@@ -31,7 +31,7 @@ def draw(sampler: NegativeSampler, g: DistGraph, edges: Positives) -> tuple[np.n
     return open_negative(g, sampler, [EDGE_TYPE])([edges])[EDGE_TYPE]
 
 
-@pytest.mark.parametrize("sampler", KINDS, ids=lambda one: type(one).__name__)
+@pytest.mark.parametrize("sampler", KINDS, ids=lambda sampler: type(sampler).__name__)
 @pytest.mark.parametrize("corrupt", ["tail", "head", "both"])
 def test_one_end_of_each_edge_is_kept(graph: DistGraph, sampler: NegativeSampler, corrupt: str) -> None:
     edges = positives(graph, list(range(0, 400, 9)))
@@ -48,13 +48,13 @@ def test_one_end_of_each_edge_is_kept(graph: DistGraph, sampler: NegativeSampler
         assert drawn.size == 0 or len(np.unique(drawn)) > 10
 
 
-@pytest.mark.parametrize("sampler", KINDS[:3], ids=lambda one: type(one).__name__)
+@pytest.mark.parametrize("sampler", KINDS[:3], ids=lambda sampler: type(sampler).__name__)
 def test_an_edge_has_its_negatives_in_whatever_batch(graph: DistGraph, sampler: NegativeSampler) -> None:
-    whole = draw(sampler, graph, positives(graph, [7, 300, 12, 99]))[1].reshape(4, 3)
+    all_ends = draw(sampler, graph, positives(graph, [7, 300, 12, 99]))[1].reshape(4, 3)
     piece = draw(sampler, graph, positives(graph, [99, 300]))[1].reshape(2, 3)
-    assert piece.tolist() == [whole[3].tolist(), whole[1].tolist()]
-    assert draw(sampler, graph, positives(graph, [7, 300, 12, 99], epoch=1))[1].tolist() != whole.tolist()
-    assert draw(sampler, graph, positives(graph, [7, 300, 12, 99], seed=2))[1].tolist() != whole.tolist()
+    assert piece.tolist() == [all_ends[3].tolist(), all_ends[1].tolist()]
+    assert draw(sampler, graph, positives(graph, [7, 300, 12, 99], epoch=1))[1].tolist() != all_ends.tolist()
+    assert draw(sampler, graph, positives(graph, [7, 300, 12, 99], seed=2))[1].tolist() != all_ends.tolist()
 
 
 def test_uniform_reaches_every_node_alike(graph: DistGraph) -> None:
@@ -92,8 +92,8 @@ def test_in_batch_negatives_are_other_edges_ends(graph: DistGraph) -> None:
     edges = positives(graph, ids)
     all_others = draw(negative.InBatch(), graph, edges)[1].reshape(5, 4)
     for row, own in enumerate(range(5)):
-        others = np.delete(edges.ends[1], own)
-        assert sorted(all_others[row]) == sorted(others)
+        other_ends = np.delete(edges.ends[1], own)
+        assert sorted(all_others[row]) == sorted(other_ends)
     few = draw(negative.InBatch(2), graph, edges)[1].reshape(5, 2)
     assert few.tolist() == all_others[:, :2].tolist()
     turned = draw(negative.InBatch(2), graph, positives(graph, ids[::-1]))[1].reshape(5, 2)
@@ -110,7 +110,7 @@ def test_in_batch_negatives_are_other_edges_ends(graph: DistGraph) -> None:
         (lambda: negative.Uniform(2, corrupt="middle"), "corrupt='middle'"),  # type: ignore[arg-type]
         (lambda: negative.DegreeWeighted(2, power=-1.0), "power=-1.0"),
         (lambda: negative.DegreeWeighted(2, power=float("nan")), "power=nan"),
-        (lambda: read_negative(dgl_negative.GlobalUniform(3)), "use dx.negative.Uniform"),
+        (lambda: read_negative(dgl_negative.GlobalUniform(3)), "Use dx.negative.Uniform"),
         (lambda: read_negative(negative.Uniform), r"e.g. dx.negative.Uniform\(5\)"),
         (lambda: read_negative(5), "negative_sampler=5"),
         (lambda: read_negative(dgl_negative.Uniform(-1)), "k=-1"),

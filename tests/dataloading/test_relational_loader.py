@@ -65,7 +65,7 @@ def test_fanouts_by_relation_or_triple_and_all_types_named(shop_graph: DistGraph
                 expected = degrees if most < 0 else degrees.clamp(max=most)
                 assert torch.equal(block.in_degrees(etype=etype), expected)
     with pytest.raises(
-        ConfigError, match=r"fanouts\[0\] names 1 of 6 edge types; missing: .*sold_to.*0 to draw none"
+        ConfigError, match=r"fanouts\[0\] names 1 of 6 edge types\. Missing: .*sold_to.*Use 0"
     ):
         loader_of(shop_graph, NeighborSampler([{"knows": 1}]))
     with pytest.raises(ConfigError, match="'sells'"):
@@ -99,21 +99,22 @@ class Own(NeighborSampler):
 
 
 def test_a_samplers_own_code_draws_the_same_full_neighbourhood(shop_graph: DistGraph) -> None:
-    mine, theirs = (
+    kernel_maker, sampler_maker = (
         open_maker(shop_graph, sampler, read_sampler(sampler), LoaderOptions(), seed=0)
         for sampler in (NeighborSampler([-1, -1], **PREFETCH), Own([-1, -1], **PREFETCH))
     )
-    assert type(mine) is KernelMaker
-    assert type(theirs) is SamplerMaker
+    assert type(kernel_maker) is KernelMaker
+    assert type(sampler_maker) is SamplerMaker
     seeds = {ntype: ids.numpy() for ntype, ids in SEEDS.items()}
-    for given in (seeds, {}):
+    for items in (seeds, {}):
         for exclude in ({}, {LIKE: np.arange(0, shop_graph.num_edges(LIKE), 2)}):
             ours, own = (
-                maker.complete(maker.sample_items(given, 0, exclude, step=0)) for maker in (mine, theirs)
+                maker.complete(maker.sample_items(items, 0, exclude, step=0))
+                for maker in (kernel_maker, sampler_maker)
             )
-            for one, other in zip(ours.blocks, own.blocks, strict=True):
+            for block, reference in zip(ours.blocks, own.blocks, strict=True):
                 for etype in shop_graph.canonical_etypes:
-                    assert edges_in(one, etype) == edges_in(other, etype)
+                    assert edges_in(block, etype) == edges_in(reference, etype)
             rows = own.blocks[0].srcnodes["item"].data
             assert torch.equal(rows["feat"], shop_graph.nodes["item"].data["feat"][rows[dgl.NID]])
 

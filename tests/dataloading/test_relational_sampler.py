@@ -47,22 +47,25 @@ def blocks_of(schema, cscs, fanouts, seeds=SEEDS, size=1000):
 @pytest.mark.parametrize("wide", [[], [SOLD, LIKE]])
 def test_full_fanout_is_what_dgl_samples(size: int, wide: list) -> None:
     schema, cscs = typed_shop(wide)
-    whole = dgl_shop(schema, cscs)
+    dgl_graph = dgl_shop(schema, cscs)
     _, blocks = blocks_of(schema, cscs, [-1, -1], size=size)
     frontier = {ntype: torch.from_numpy(ids) for ntype, ids in SEEDS.items()}
     for block in reversed(blocks):
-        sampled = dgl.sampling.sample_neighbors(whole, frontier, -1)
-        theirs = dgl.to_block(sampled, frontier)
+        sampled = dgl.sampling.sample_neighbors(dgl_graph, frontier, -1)
+        reference = dgl.to_block(sampled, frontier)
         for etype in schema.etypes:
             ids = sampled.edges[etype].data[dgl.EID]
-            theirs.edges[etype].data[dgl.EID] = ids[theirs.edges[etype].data[dgl.EID]]
-            assert edges_in(block, etype) == edges_in(theirs, etype)
+            reference.edges[etype].data[dgl.EID] = ids[reference.edges[etype].data[dgl.EID]]
+            assert edges_in(block, etype) == edges_in(reference, etype)
         for ntype in schema.ntypes:
-            mine, other = block.srcnodes[ntype].data[dgl.NID], theirs.srcnodes[ntype].data[dgl.NID]
+            nodes, reference_nodes = (
+                block.srcnodes[ntype].data[dgl.NID],
+                reference.srcnodes[ntype].data[dgl.NID],
+            )
             targets = block.dstnodes[ntype].data[dgl.NID].tolist()
-            assert sorted(mine.tolist()) == sorted(other.tolist())
-            assert targets == theirs.dstnodes[ntype].data[dgl.NID].tolist()
-            assert mine[: len(targets)].tolist() == targets
+            assert sorted(nodes.tolist()) == sorted(reference_nodes.tolist())
+            assert targets == reference.dstnodes[ntype].data[dgl.NID].tolist()
+            assert nodes[: len(targets)].tolist() == targets
         frontier = {ntype: block.srcnodes[ntype].data[dgl.NID] for ntype in schema.ntypes}
 
 
@@ -72,15 +75,15 @@ def test_edge_types_draw_independently() -> None:
     etypes = (("n", "one", "n"), ("n", "two", "n"))
     schema = Schema(ntypes=("n",), num_nodes=(100,), etypes=etypes)
     _, (block,) = blocks_of(schema, [csc, csc], [3], seeds={"n": np.arange(100)})
-    one, two = ({edge for _, _, edge in edges_in(block, etype)} for etype in etypes)
-    assert len(one & two) < len(one) // 2
+    first, second = ({edge for _, _, edge in edges_in(block, etype)} for etype in etypes)
+    assert len(first & second) < len(first) // 2
 
 
 def test_what_the_launcher_compiles_is_what_batches_call() -> None:
     load_kernels(print)
     blocks_of(*typed_shop([SOLD]), [-1, 2])
     # With the draws of LABOR it is another kernel.
-    plain = [one for one in sample_batch.signatures if one[-1] == types.none]
+    plain = [signature for signature in sample_batch.signatures if signature[-1] == types.none]
     assert len(plain) == 1
 
 
@@ -108,24 +111,24 @@ def run(shop: Path, structure: str, shares: dict, exclude: bool = False) -> list
 def test_on_any_ranks_and_servers_the_same_is_drawn(shop: Path) -> None:
     """By one rank, and by four on two servers, one of them without seeds; bytes are those of the formula."""
     (offline,) = run(shop, "replicated", {"0": ALL})
-    whole = run(shop, "replicated", SHARES)
+    results_of_one = run(shop, "replicated", SHARES)
     cut = run(shop, "partitioned", SHARES, exclude=True)
-    for one, other in zip(whole, cut, strict=True):
+    for single, split in zip(results_of_one, cut, strict=True):
         for name in SETTINGS:
-            assert one[name].pop("bytes")[0] == 0
-            moved, expected = other[name].pop("bytes")
+            assert single[name].pop("bytes")[0] == 0
+            moved, expected = split[name].pop("bytes")
             assert moved == expected
-            assert bool(moved) == bool(other[name]["drawn"])
-            assert one[name] == other[name]
-            common = {key: edges for key, edges in one[name]["drawn"].items() if key.startswith("0 ")}
+            assert bool(moved) == bool(split[name]["drawn"])
+            assert single[name] == split[name]
+            common = {key: edges for key, edges in single[name]["drawn"].items() if key.startswith("0 ")}
             assert common.items() <= offline[name]["drawn"].items()
-        assert one["own bytes"][0] == 0
-        assert other["own bytes"][0] == other["own bytes"][1] > 0
-        assert (one["parity"], other["parity"]) == ([0, 1], [1])
-    assert [ranks["uniform"]["shares"] for ranks in whole] == [
+        assert single["own bytes"][0] == 0
+        assert split["own bytes"][0] == split["own bytes"][1] > 0
+        assert (single["parity"], split["parity"]) == ([0, 1], [1])
+    assert [ranks["uniform"]["shares"] for ranks in results_of_one] == [
         [[5, 11], [3, 3]], [[4, 11], [0, 3]], [[2, 11], [0, 3]], [[0, 11], [0, 3]],
     ]  # fmt: skip
-    assert not whole[3]["uniform"]["drawn"]
+    assert not results_of_one[3]["uniform"]["drawn"]
     assert all(cut[0][name]["drawn"] for name in SETTINGS)
 
 
@@ -139,11 +142,11 @@ class Recording:
     def submit(self, op, nodes, parameters, *, exclude, layer):
         self._events.append(("ask", layer, self._name))
 
-        def drawn():
+        def finish():
             self._events.append(("draw", layer, self._name))
             return make_keyed_draw(Rule(False, NO_EDGES), {})(self._whole, nodes, parameters, exclude)
 
-        return drawn
+        return finish
 
 
 @pytest.mark.parametrize("size", [80, HASHED])
@@ -162,6 +165,8 @@ def test_in_every_hop_all_requests_leave_before_anything_is_drawn(size: int) -> 
         kinds = [kind for kind, at, _ in events if at == layer]
         assert kinds == ["ask"] * 6 + ["draw"] * 6
     assert [layer for _, layer, _ in events] == sorted((layer for _, layer, _ in events), reverse=True)
-    again, expected = (one.sample(request, {}, workspace) for one in (source, LocalSource(schema, cscs)))
-    for one, two, other in zip(batch, again, expected, strict=True):
-        assert one.tolist() == two.tolist() == other.tolist()
+    again, expected = (
+        edge_source.sample(request, {}, workspace) for edge_source in (source, LocalSource(schema, cscs))
+    )
+    for array, repeated, reference in zip(batch, again, expected, strict=True):
+        assert array.tolist() == repeated.tolist() == reference.tolist()

@@ -42,7 +42,7 @@ def test_no_more_are_kept_than_allowed_and_longer_ones_replace_shorter() -> None
     assert lent.rows("a", 5, ROW).data_ptr() != held.data_ptr()
 
 
-def found(g: DistGraph, **names):
+def find(g: DistGraph, **names):
     return find_columns(g, SamplePlan(fanouts=(1,), **names), RowMemory())
 
 
@@ -59,7 +59,7 @@ def found(g: DistGraph, **names):
 )
 def test_what_is_not_there_is_named_with_what_is(shop_graph: DistGraph, names, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        found(shop_graph, **names)
+        find(shop_graph, **names)
 
 
 VALUES = torch.tensor([[1.0, -0.5], [65504.0, 0.0], [2.0**-14, 3.0]])

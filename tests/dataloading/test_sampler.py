@@ -38,7 +38,7 @@ def test_blocks_of_several_types_have_all_types_and_agree_with_dgls_own(seeds) -
     assert blocks[0].canonical_etypes == list(schema.etypes)
     assert [len(ids) for ids in nodes.values()] == [blocks[0].num_src_nodes(t) for t in schema.ntypes]
     for block in blocks:
-        theirs = dgl.create_block(
+        reference = dgl.create_block(
             {etype: block.edges(etype=etype) for etype in schema.etypes},
             {ntype: block.num_src_nodes(ntype) for ntype in schema.ntypes},
             {ntype: block.num_dst_nodes(ntype) for ntype in schema.ntypes},
@@ -46,8 +46,8 @@ def test_blocks_of_several_types_have_all_types_and_agree_with_dgls_own(seeds) -
         assert block.is_block
         assert block.idtype == torch.int64
         for kind in ("sage", "gcn", "gat"):
-            mine, other = (hetero_outcome(kind, graph, block) for graph in (block, theirs))
-            torch.testing.assert_close(mine, other)
+            output, expected = (hetero_outcome(kind, graph, block) for graph in (block, reference))
+            torch.testing.assert_close(output, expected)
     assert blocks[-1].dstnodes["user"].data[dgl.NID].tolist() == seeds.get("user", np.empty(0)).tolist()
 
 

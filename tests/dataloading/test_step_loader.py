@@ -97,9 +97,9 @@ COUNTS = {("u", "buys", "i"): 4, ("i", "likes", "u"): 3}
 
 
 def test_ids_and_masks_by_type_are_read_and_copied() -> None:
-    given = np.array([2, 0])
-    items = read_items({"buys": given, "likes": np.array([False, True, True])}, COUNTS, "edge")
-    given[0] = 3
+    ids = np.array([2, 0])
+    items = read_items({"buys": ids, "likes": np.array([False, True, True])}, COUNTS, "edge")
+    ids[0] = 3
     assert [ids.tolist() for ids in items.ids.values()] == [[2, 0], [1, 2]]
     assert list(items.ids) == list(COUNTS)
     assert (
@@ -192,7 +192,7 @@ def test_waiting_is_what_the_loop_stood_still(monkeypatch: pytest.MonkeyPatch) -
 def pace_in_rank() -> None:
     with start_session(timeout_s=60) as session:
         rank = session.topology.rank
-        with pytest.raises(ConfigError, match="batch_size: rank 0 has 2, rank 1 has 3; give all the same"):
+        with pytest.raises(ConfigError, match="batch_size: rank 0 has 2, rank 1 has 3; pass the same"):
             echoes(session, [rank], size=2 + rank)
         with pytest.raises(ConfigError, match="drop_last: rank 0 has 0, rank 1 has 1"):
             echoes(session, [rank], drop_last=rank == 1)

@@ -83,7 +83,7 @@ def train(g: DistGraph, embed: Sequence[DistEmbedding], optimizer: Any, steps: r
         optimizer.step()
 
 
-def expected(kind: str, first_values: Sequence[Tensor], world: int, steps: int = STEPS) -> list[Tensor]:
+def train_in_torch(kind: str, first_values: Sequence[Tensor], world: int, steps: int = STEPS) -> list[Tensor]:
     embed = [nn.Embedding.from_pretrained(rows.clone(), freeze=False, sparse=True) for rows in first_values]
     optimizer = torch_optimizer(kind, [module.weight for module in embed])
     for step in range(steps):

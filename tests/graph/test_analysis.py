@@ -62,7 +62,7 @@ def test_servers_of_several_parts(line: StoredDataset) -> None:
     assert measure_expansion(line, 1, 5).nodes.tolist() == [[9]] * 6
 
 
-def reached(indptr: Array, indices: Array, own: range, hops: int) -> list[tuple[int, int]]:
+def count_reached(indptr: Array, indices: Array, own: range, hops: int) -> list[tuple[int, int]]:
     """Nodes and in-edges within 0 to ``hops`` hops, the plain way."""
     nodes, result = set(own), []
     for _ in range(hops + 1):
@@ -85,7 +85,7 @@ def test_it_is_breadth_first_search(tmp_path: Path, parts: int) -> None:
     for server in range(parts):
         own = range(int(bounds[server]), int(bounds[server + 1]))
         got = list(zip(result.nodes[:, server].tolist(), result.edges[:, server].tolist(), strict=True))
-        assert got == reached(structure.indptr, structure.indices, own, 3)
+        assert got == count_reached(structure.indptr, structure.indices, own, 3)
 
 
 def test_a_server_without_nodes_or_edges_has_figures(tmp_path: Path) -> None:
@@ -153,7 +153,7 @@ def find(ring: str, shop: str, structure: Any) -> None:
         assert 0 < has.sum() < len(has)
         etype = BUYS if g.rank() else KNOWS
         message = refusal(lambda: reverse_edge_ids(g, etype, reverse_etype=BOUGHT if g.rank() else KNOWS))
-        assert g.session.topology.world_size == 1 or "ask alike on all ranks" in message
+        assert g.session.topology.world_size == 1 or "pass the same arguments on all ranks" in message
         g.barrier()
 
 
@@ -167,12 +167,12 @@ def test_reverse_edges_of_a_partitioned_graph(tmp_path: Path, ranks: int, struct
 @pytest.mark.parametrize(
     ("etype", "options", "message"),
     [
-        (None, {}, "say which with etype="),
+        (None, {}, "Choose one with etype="),
         ("sells", {}, "sells"),
         ("buys", {}, "cannot be the reverse"),
         ("buys", {"reverse_etype": "knows"}, "must lead from 'item' to 'user'"),
         ("knows", {"by": "position"}, "edges of two types"),
-        ("buys", {"reverse_etype": "bought_by", "by": "half"}, "use by='endpoints'"),
+        ("buys", {"reverse_etype": "bought_by", "by": "half"}, "Use by='endpoints'"),
         ("knows", {"by": "name"}, "by='name'"),
     ],
 )

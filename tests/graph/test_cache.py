@@ -55,7 +55,7 @@ def batches(g: DistGraph) -> list[bytes]:
     ]
 
 
-def cached(folder: Path, structure: Any) -> None:
+def check_cached(folder: Path, structure: Any) -> None:
     with start_session() as session:
         g = DistGraph(folder, structure=structure)
         key, (first, end) = g.ndata["feat"].kvstore_key, own_range(g)
@@ -93,7 +93,7 @@ def cached(folder: Path, structure: Any) -> None:
 def test_the_same_rows_for_fewer_bytes(
     small_dataset: Path, ranks: int, per_server: int, structure: str
 ) -> None:
-    run_ranks(cached, ranks, args=(small_dataset, structure), ranks_per_server=per_server)
+    run_ranks(check_cached, ranks, args=(small_dataset, structure), ranks_per_server=per_server)
 
 
 def cached_on_device(folder: Path, structure: Any) -> None:
@@ -143,7 +143,7 @@ def test_rows_on_the_device_are_asked_of_nobody(
 
 
 def test_each_rank_of_a_server_keeps_what_it_needs_itself(small_dataset: Path) -> None:
-    def kept(g: DistGraph, seeds: list[int]) -> tuple[list[int], float | None]:
+    def find_kept(g: DistGraph, seeds: list[int]) -> tuple[list[int], float | None]:
         how: Any = {"fanouts": [-1], "batch_size": 2, "seeds": np.array(seeds), "device": "cpu"}
         plan = g.cache_rows("feat", alpha=3 / NUM_NODES, **how)
         rows = g.kvstore.column(g.ndata["feat"].kvstore_key).on_device
@@ -154,7 +154,7 @@ def test_each_rank_of_a_server_keeps_what_it_needs_itself(small_dataset: Path) -
         g = DistGraph(small_dataset)
         new_of = np.argsort(g.orig_ids(np.arange(NUM_NODES)).numpy())
         # Nodes 7 and 9 have the in-neighbours 6 and 8: four inputs, of which three fit.
-        result, rate = kept(g, new_of[[7, 9]].tolist())
+        result, rate = find_kept(g, new_of[[7, 9]].tolist())
         assert set(result) < {6, 7, 8, 9}
         assert (len(result), rate) == (3, 0.75)
 
@@ -170,11 +170,11 @@ def test_former_rows_on_a_device_are_freed_first(
         former = weakref.ref(kept.rows)
         del kept
 
-        def pulled(*args: Any, **options: Any) -> torch.Tensor:
+        def check_and_pull(*args: Any, **options: Any) -> torch.Tensor:
             assert former() is None
             return pull(*args, **options)
 
-        monkeypatch.setattr(KVStore, "pull", pulled)
+        monkeypatch.setattr(KVStore, "pull", check_and_pull)
         assert g.cache_rows("feat", alpha=0.2, policy="degree", device="cpu").rows > 0
 
 
@@ -213,7 +213,7 @@ def test_any_column_of_any_split_is_put_together(dtype: torch.dtype, row: tuple[
 
 
 def chosen_by(folder: Path) -> None:
-    """What each policy keeps is found by which remote rows cost nothing."""
+    """A policy keeps the remote rows that cost nothing to read."""
     with start_session() as session:
         g = DistGraph(folder, structure="replicated")
         key, (first, end) = g.ndata["feat"].kvstore_key, own_range(g)
@@ -262,14 +262,14 @@ def test_degree_and_halo_keep_what_they_say(small_dataset: Path) -> None:
         ({"alpha": -1.0}, "alpha=-1.0"),
         ({"alpha": float("nan")}, "alpha=nan"),
         ({"alpha": "0.5"}, "alpha='0.5'"),
-        ({"policy": "vip"}, "give fanouts="),
-        ({"policy": "vip", "fanouts": [5]}, "give batch_size="),
+        ({"policy": "vip"}, "Pass the loader's fanouts="),
+        ({"policy": "vip", "fanouts": [5]}, "Pass the loader's batch_size="),
         ({"policy": "vip", "fanouts": [5], "batch_size": 0}, "batch_size=0"),
         ({"policy": "vip", "fanouts": [5], "batch_size": 10}, "structure='replicated'"),
         ({"batch_size": 10}, "are for policy='vip'"),
-        ({"policy": "lookahead", "device": "cpu"}, "leave device= out"),
+        ({"policy": "lookahead", "device": "cpu"}, "Leave out device="),
         ({"policy": "lookahead", "fanouts": [5]}, "are for policy='vip'"),
-        ({"device": "gpu"}, "device='gpu' is no device"),
+        ({"device": "gpu"}, "device='gpu' is not a device"),
         ({"device": "cuda"}, "device='cuda', but torch"),
     ],
 )

@@ -81,7 +81,7 @@ def test_shape_dtype_and_length_are_of_the_whole(graph: DistGraph) -> None:
         (-1, "id -1 at position 0"),
         (np.zeros(3, bool), "40 rows but the mask has 3"),
         ([0.5], "float64 values"),
-        (np.zeros((2, 2), int), "one of one dimension"),
+        (np.zeros((2, 2), int), "one-dimensional"),
     ],
 )
 def test_a_wrong_index_is_named(graph: DistGraph, index: Any, message: str) -> None:
@@ -134,7 +134,7 @@ def test_values_are_broadcast_and_a_narrowing_dtype_is_refused(graph: DistGraph)
     tensor = graph.new_tensor((NUM_NODES, 2), torch.int64)
     tensor[:] = 3
     assert tensor.to_local().sum() == 240
-    with pytest.raises(ConfigError, match=r"holds torch.int64; convert the torch.float32"):
+    with pytest.raises(ConfigError, match=r"holds torch.int64\. Convert the torch.float32"):
         tensor[[0]] = torch.ones(1, 2)
     with pytest.raises(ConfigError, match=r"values of shape \(2, 2\)"):
         tensor[[0, 1]] = torch.ones(3, 2, dtype=torch.int64)
@@ -214,7 +214,7 @@ def test_reads_and_writes_by_uint8_masks_as_torch_does(graph: DistGraph) -> None
 
 @pytest.mark.parametrize("index", [torch.tensor([3, 1], dtype=torch.uint8), np.ones(NUM_NODES, np.uint8)])
 def test_refuses_uint8_that_could_be_ids_or_a_mask(graph: DistGraph, index: Any) -> None:
-    with pytest.raises(IndexError, match="convert a mask to bool, or ids to int64"):
+    with pytest.raises(IndexError, match="Convert a mask to bool, or ids to int64"):
         graph.ndata["feat"][index]
 
 
@@ -249,13 +249,21 @@ def differ_on_one_rank(folder: Path) -> None:
             (
                 {},
                 {"shape": (NUM_NODES, 2)},
-                "rank 0 has shape=.40., rank 1 has shape=.40, 2.; create it alike",
+                "rank 0 has shape=.40., rank 1 has shape=.40, 2.; create it with the same arguments",
             ),
-            ({}, {"dtype": torch.int64}, "rank 0 has dtype=float32, rank 1 has dtype=int64; create it alike"),
+            (
+                {},
+                {"dtype": torch.int64},
+                "rank 0 has dtype=float32, rank 1 has dtype=int64; create it with the same arguments",
+            ),
             ({}, {"dtype": torch.complex64}, "cannot have dtype 'complex64'"),
-            ({"name": None}, {"shape": ()}, "give the number of rows first"),
-            (own, {"shape": (6,), "part_policy": g.new_policy("r", 6)}, "create it alike on all ranks"),
-            (own, {"part_policy": 3}, r"part_policy is 3; give what g\.get_node_partition_policy gives"),
+            ({"name": None}, {"shape": ()}, "Start with the number of rows"),
+            (
+                own,
+                {"shape": (6,), "part_policy": g.new_policy("r", 6)},
+                "create it with the same arguments on all ranks",
+            ),
+            (own, {"part_policy": 3}, r"part_policy is 3\. Pass the result of g\.get_node_partition_policy"),
             ({"init_func": out_of_luck}, {}, "init_func raised ValueError: no luck"),
         ):
             with pytest.raises(ConfigError, match=message):
@@ -329,13 +337,13 @@ def test_policies_are_named_as_in_dgl(graph: DistGraph) -> None:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda g: g.new_policy("r", -1), "was given -1 rows"),
+        (lambda g: g.new_policy("r", -1), "has -1 rows"),
         # "own~a~b" of it would be the tensor "b" of the policy "a".
-        (lambda g: g.new_policy("a~b", 3), "has a '~'"),
-        (lambda g: g.new_policy("r", [0]), r"for 1 server\(s\); give 2 ascending"),
-        (lambda g: g.new_policy("r", [0, 5, 9]), "give 2 ascending"),
-        (lambda g: g.new_policy("r", [1, 9]), "give 2 ascending"),
-        (lambda g: g.new_policy("r", [0, -1]), "give 2 ascending"),
+        (lambda g: g.new_policy("a~b", 3), "contains '~'"),
+        (lambda g: g.new_policy("r", [0]), r"for 1 server\(s\)\. Pass 2 ascending"),
+        (lambda g: g.new_policy("r", [0, 5, 9]), "Pass 2 ascending"),
+        (lambda g: g.new_policy("r", [1, 9]), "Pass 2 ascending"),
+        (lambda g: g.new_policy("r", [0, -1]), "Pass 2 ascending"),
         (lambda _: DistTensor((11, 4), torch.float32), r"no type has 11 rows .*new_policy\(name, 11\)"),
         (lambda _: DistTensor((), torch.float32), "shape is"),
         (lambda _: DistTensor((NUM_NODES, -1), torch.float32), "shape is"),
@@ -344,19 +352,22 @@ def test_policies_are_named_as_in_dgl(graph: DistGraph) -> None:
         (lambda _: DistTensor("ab", torch.float32), "shape is"),
         (
             lambda g: DistTensor((7,), torch.bool, part_policy=g.new_policy("r", 8)),
-            "a tensor of 7 rows does not go with own~r, of which there are 8",
+            "a tensor has 7 rows, but own~r has 8",
         ),
-        (lambda _: DistTensor((NUM_NODES, 2), torch.float32, "feat"), "choose another name"),
+        (lambda _: DistTensor((NUM_NODES, 2), torch.float32, "feat"), "Choose another name"),
         (lambda _: DistTensor((NUM_NODES,), torch.int64, "label", attach=False), "already"),
         (
             lambda _: DistTensor((NUM_NODES, 5), torch.float32, "feat", init_func=ones),
             "'feat' is data of the dataset, which init_func cannot fill",
         ),
-        (lambda g: g.ndata["train_mask"] | g.ndata["label"], "cannot be joined; give two masks"),
+        (lambda g: g.ndata["train_mask"] | g.ndata["label"], r"cannot be joined\. Use two masks"),
         (lambda g: g.ndata["feat"] | g.ndata["feat"], "cannot be joined"),
-        (lambda g: g.kvstore.nonzero(g.ndata["feat"].kvstore_key), r"has rows of shape \(5,\); only one of"),
+        (
+            lambda g: g.kvstore.nonzero(g.ndata["feat"].kvstore_key),
+            r"has rows of shape \(5,\), but a mask must be one-dimensional",
+        ),
         (lambda g: g.kvstore.count_nonzero("x"), "no tensor 'x'"),
-        (lambda g: g.ndata["feat"].push([0], torch.zeros(1, 5)), "read-only; create a tensor"),
+        (lambda g: g.ndata["feat"].push([0], torch.zeros(1, 5)), "read-only. Create a writable tensor"),
     ],
 )
 def test_what_cannot_be_made_joined_or_written_is_refused(

@@ -19,7 +19,7 @@ from dglx_dist.graph.dist_graph import DistGraph
 from dglx_dist.graph.embedding import DistEmbedding, fill_uniform
 from dglx_dist.records import StepShare
 from tests.graph.small import NUM_NODES, zeros
-from tests.graph.sparse_cases import KINDS, STEPS, embeddings, expected, make_optimizer, train
+from tests.graph.sparse_cases import KINDS, STEPS, embeddings, make_optimizer, train, train_in_torch
 from tests.helpers import wide
 from tests.helpers.ranks import run_ranks
 
@@ -113,7 +113,7 @@ def test_embeddings_of_one_name_are_one(graph: DistGraph) -> None:
     [
         (
             lambda _: DistEmbedding(NUM_NODES, 2, dtype=torch.int64),
-            r"cannot train torch\.int64 rows; use one of",
+            r"cannot train torch\.int64 rows\. Use one of",
         ),
         (lambda _: DistEmbedding(39, 2), "no type has 39 rows"),
         (lambda _: DistEmbedding(NUM_NODES, 0), "embedding_dim is 0"),
@@ -123,8 +123,8 @@ def test_embeddings_of_one_name_are_one(graph: DistGraph) -> None:
         ),
         (lambda e: e([1, 40]), "id 40 at position 1"),
         (lambda e: e([0.5]), "float64 values"),
-        (lambda e: optim.SparseSGD(e, lr=0.1), "params is a DistEmbedding; give a list"),
-        (lambda e: optim.SparseSGD([e, torch.ones(2)], lr=0.1), r"params\[1\] is a Tensor; give DistEmbed"),
+        (lambda e: optim.SparseSGD(e, lr=0.1), r"params is a DistEmbedding\. Pass a list"),
+        (lambda e: optim.SparseSGD([e, torch.ones(2)], lr=0.1), r"params\[1\] is a Tensor\. Pass DistEmbed"),
         (lambda e: optim.SparseSGD([e, DistEmbedding(NUM_NODES, 2, "e")], lr=0.1), "an embedding twice"),
         (lambda _: optim.SparseSGD([], lr=0.1), "params has 0 embeddings"),
         (lambda e: optim.SparseSGD([e], lr=-1.0), "lr"),
@@ -231,7 +231,7 @@ def test_equal_to_torch_on_one_process(small_dataset: Path, ranks: int, per_serv
     results = run_ranks(train_all_kinds, ranks, args=(small_dataset,), ranks_per_server=per_server)
     for kind in results[0]:
         before = [torch.tensor(rows, dtype=torch.float64) for rows in results[0][kind]["before"]]
-        reference = expected("sgd" if kind == "async" else kind, before, ranks)
+        reference = train_in_torch("sgd" if kind == "async" else kind, before, ranks)
         for result in results:
             for first, target, rows in zip(before, reference, result[kind]["after"], strict=True):
                 after = torch.tensor(rows, dtype=torch.float64)
@@ -242,7 +242,7 @@ def test_equal_to_torch_on_one_process(small_dataset: Path, ranks: int, per_serv
         assert ranks == 1 or sum(result[kind]["sent"] for result in results) > 0
 
 
-def filled(first: int, count: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+def fill(first: int, count: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     rows = torch.empty(count, 3, dtype=dtype)
     fill_uniform(rows, first, 5, "e")
     return rows
@@ -250,9 +250,9 @@ def filled(first: int, count: int, dtype: torch.dtype = torch.float32) -> torch.
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
 def test_a_row_is_the_same_whoever_makes_it(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    full = filled(0, 50, dtype)
-    assert torch.equal(torch.cat([filled(0, 7, dtype), filled(7, 0, dtype), filled(7, 43, dtype)]), full)
-    assert torch.equal(full, filled(0, 50).to(dtype))
+    full = fill(0, 50, dtype)
+    assert torch.equal(torch.cat([fill(0, 7, dtype), fill(7, 0, dtype), fill(7, 43, dtype)]), full)
+    assert torch.equal(full, fill(0, 50).to(dtype))
     # Four rows at a time: short rows are made through a buffer.
     monkeypatch.setattr(row_init, "_CHUNK_BYTES", 4 * 4 * 3)
-    assert torch.equal(filled(0, 50, dtype), full)
+    assert torch.equal(fill(0, 50, dtype), full)

@@ -157,7 +157,7 @@ class FakeRpc:
                 raise RemoteError(f"rank {rank} failed at {name}")
             return []
 
-        return SimpleNamespace(result=result, ready=self.gate.is_set, age_s=0.0)
+        return SimpleNamespace(result=result, is_ready=self.gate.is_set, age_s=0.0)
 
 
 @pytest.fixture
@@ -189,7 +189,9 @@ def test_a_fence_that_waits_in_vain_names_who_is_missing_and_can_be_repeated(
 ) -> None:
     push(remote, "a", "b")
     for _ in range(2):
-        with pytest.raises(PeerError, match=r"rank 1 did not answer a; .* by rank: rank 1 \(2\)"):
+        with pytest.raises(
+            PeerError, match=r"rank 1 did not answer a. Number of unanswered pushes: rank 1 \(2\)"
+        ):
             remote.fence(0.01)
     rpc.gate.set()
     remote.fence()
@@ -222,7 +224,7 @@ def test_who_pushes_too_much_waits_for_room(
     assert rpc.sent == ["a", "b", "a"]
 
 
-def pulled(ids: Array, num_ids: int, direct_limit: int = 1 << 20) -> SlotTable:
+def make_table(ids: Array, num_ids: int, direct_limit: int = 1 << 20) -> SlotTable:
     num_slots, num_keys = compute_table_sizes(len(ids), num_ids, direct_limit)
     made = SlotTable(np.empty(num_slots, np.int32), np.empty(num_keys, np.int64))
     fill_table(made, ids)
@@ -233,7 +235,7 @@ def pulled(ids: Array, num_ids: int, direct_limit: int = 1 << 20) -> SlotTable:
 def test_every_cached_id_has_its_slot_and_no_other_has_one(direct_limit: int) -> None:
     random = np.random.default_rng(0)
     ids = np.sort(random.permutation(100_000)[:700])
-    made = pulled(ids, 100_000, direct_limit)
+    made = make_table(ids, 100_000, direct_limit)
     assert (len(made.keys) == 0) == (direct_limit > 0)
     assert [find_slot(made, int(key)) for key in ids] == list(range(700))
     remaining = np.setdiff1d(random.integers(0, 100_000, 2000), ids)
@@ -257,7 +259,7 @@ def pull_with_private_cache() -> None:
         remote = everything[(everything < bounds[server]) | (everything >= bounds[server + 1])]
         cached = remote[::2] if session.topology.rank == 0 else remote[:0]
         if len(cached):
-            store.set_cache("feat", cache=RowCache(table=pulled(cached, 31), rows=rows[cached]))
+            store.set_cache("feat", cache=RowCache(table=make_table(cached, 31), rows=rows[cached]))
         ids = np.random.default_rng(session.topology.rank).integers(0, 31, 80)
         for request, distinct in ((ids, False), (np.unique(ids)[::-1].copy(), True)):
             sent, counts = session.ledger.total(phase="features"), store.cache_counts("feat")
@@ -295,8 +297,8 @@ def open_to_push(session: Session) -> KVStore:
     return store
 
 
-def pushed(rank: int, name: str) -> tuple[Array, torch.Tensor]:
-    """What ``rank`` adds: whole numbers, so that no order of the sum makes a difference."""
+def make_push(rank: int, name: str) -> tuple[Array, torch.Tensor]:
+    """Return ids and values that ``rank`` adds. Values are whole numbers, so every order has the same sum."""
     dtype, shape = KINDS[name]
     random = np.random.default_rng(rank)
     ids = random.integers(0, NUM_ROWS, 40)
@@ -311,7 +313,7 @@ def add_together() -> None:
         store, topology = open_to_push(session), session.topology
         owners = RowOwners(store.placement.server_offsets(OFFSETS), topology)
         for name in KINDS:
-            ids, rows = pushed(topology.rank, name)
+            ids, rows = make_push(topology.rank, name)
             values = view_as_numpy(rows)
             before = session.ledger.snapshot()
             store.push(name, ids, values, accumulate=True)
@@ -331,7 +333,7 @@ def add_together() -> None:
         for name, (_, shape) in KINDS.items():
             total = torch.zeros((NUM_ROWS, *shape), dtype=torch.float64)
             for rank in range(topology.world_size):
-                ids, rows = pushed(rank, name)
+                ids, rows = make_push(rank, name)
                 for count in (40, 7):
                     total.index_add_(0, torch.from_numpy(ids[:count]), rows[:count].double())
             assert torch.equal(store.pull(name, np.arange(NUM_ROWS)).double(), total)
@@ -386,7 +388,7 @@ def use_handlers() -> None:
             for row, value in zip(local_ids.tolist(), values, strict=True):
                 rows[row] = torch.maximum(rows[row], value)
 
-        def negated(rows: torch.Tensor, local_ids: torch.Tensor) -> torch.Tensor:
+        def negate(rows: torch.Tensor, local_ids: torch.Tensor) -> torch.Tensor:
             return -rows[local_ids]
 
         store.register_push_handler("i", keep_largest)
@@ -395,7 +397,7 @@ def use_handlers() -> None:
         barrier(session, "pushing")
         largest = torch.from_numpy(rows * topology.world_size)
         assert torch.equal(store.pull("i", np.array([15, 3, 30])), largest[[3, 2, 1]])
-        store.register_pull_handler("i", negated)
+        store.register_pull_handler("i", negate)
         assert torch.equal(store.pull("i", np.array([30, 3, 30])), -largest[[1, 2, 1]])
         store.register_pull_handler("i", None)
         store.register_push_handler("i", None)
@@ -539,7 +541,9 @@ def test_with_a_handler_repeats_are_summed_only_when_accumulating(target: KVStor
 
 def test_what_a_pull_handler_returns_is_checked(target: KVStore) -> None:
     target.register_pull_handler("d", lambda rows, ids: rows[ids].float())
-    with pytest.raises(ConfigError, match=r"returned torch.float32 .* must be torch.float64 of shape \(1,\)"):
+    with pytest.raises(
+        ConfigError, match=r"returned torch.float32 .* must return torch.float64 of shape \(1,\)"
+    ):
         target.pull("d", np.array([2]))
 
 

@@ -66,7 +66,7 @@ class Loader:
         return self.fetched
 
 
-def drawn(random: np.random.Generator, num: int, most: int, nodes: int) -> list[np.ndarray]:
+def draw_batches(random: np.random.Generator, num: int, most: int, nodes: int) -> list[np.ndarray]:
     """Batches of up to ``most`` distinct ids of ``nodes``, the first of them local."""
     return [random.permutation(nodes)[: random.integers(0, most + 1)] + OWN[1] - 1 for _ in range(num)]
 
@@ -75,7 +75,7 @@ def drawn(random: np.random.Generator, num: int, most: int, nodes: int) -> list[
 def test_no_choice_fetches_fewer(num_ids: int) -> None:
     random = np.random.default_rng(0)
     for _ in range(200):
-        batches = drawn(random, int(random.integers(1, 8)), 4, 8)
+        batches = draw_batches(random, int(random.integers(1, 8)), 4, 8)
         remote = [[int(row) for row in batch if row >= OWN[1]] for batch in batches]
         for capacity in (0, 1, 3):
             loader = Loader(LookAheadRows(capacity, INFO, OWN, num_ids), batches, window=len(batches))
@@ -107,7 +107,7 @@ def test_rows_of_a_loader_that_ended_early_are_forgotten(finished: bool, num_ids
 @NUM_IDS
 def test_looks_no_further_than_the_choice_needs_and_memory_stays_bounded(num_ids: int) -> None:
     random = np.random.default_rng(1)
-    batches = drawn(random, 300, 60, 100)
+    batches = draw_batches(random, 300, 60, 100)
     far, near = (Loader(LookAheadRows(20, INFO, OWN, num_ids), batches, window=window) for window in (300, 2))
     fetched, sizes = far.run(), []
     assert far.most_ahead < 20
@@ -128,7 +128,7 @@ class Answer:
     def __init__(self, ids: np.ndarray, late: set[int]) -> None:
         self.ids, self.late = ids, late
 
-    def ready(self) -> bool:
+    def is_ready(self) -> bool:
         return not self.late & set(self.ids.tolist())
 
     def result(self) -> list[np.ndarray]:

@@ -131,7 +131,7 @@ def test_an_answer_of_other_rows_is_refused(rows: Array) -> None:
     plan, out = plan_remote(np.array([12, 3, 11, 12]), np.array([0, 10, 20]), 0), np.ones((4, 2), np.float32)
     spread_rows(np.zeros((2, 2), np.float32), out, plan.starts, plan.positions, 0, 2)
     assert out.tolist() == [[0, 0], [1, 1], [0, 0], [0, 0]]
-    with pytest.raises(ValueError, match=r"asked for was float32 of shape \(2, 2\)"):
+    with pytest.raises(ValueError, match=r"request was for float32 of shape \(2, 2\)"):
         spread_rows(rows, out, plan.starts, plan.positions, 0, 2)
 
 
@@ -150,7 +150,7 @@ def test_rows_larger_than_memory_are_read_page_by_page_and_ahead(
     path, values = tmp_path / "rows", np.arange(1 << 21, dtype=np.int64).reshape(-1, 512)
     values.tofile(path)  # 4096 rows of a page each
 
-    def mapped() -> Array:
+    def map_file() -> Array:
         with path.open("rb") as file:
             os.fsync(file.fileno())
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
@@ -159,7 +159,7 @@ def test_rows_larger_than_memory_are_read_page_by_page_and_ahead(
 
     ids = np.array([3000, 17, 1000, 18, 9000, 3000])
     out = np.zeros((len(ids), 512), np.int64)
-    rows = mapped()
+    rows = map_file()
     if _resident(rows):
         pytest.skip("this file system keeps its files in memory")
     assert not row_kernels.read_from_disk([rows])  # the memory holds them: the kernel may read around

@@ -11,7 +11,7 @@ RATES, SEES, HATES = ("user", "rates", "item"), ("user", "sees", "item"), ("item
 
 
 def test_mistakes_are_named() -> None:
-    with pytest.raises(ConfigError, match="several node types; give a dict of ids by type: user, item"):
+    with pytest.raises(ConfigError, match=r"several node types\. Pass a dict of ids by type: user, item"):
         group_by_type([0], {"user": 3, "item": 2}, "node")
     with pytest.raises(ConfigError, match="no type 'book' among the node types user"):
         group_by_type({"book": [0]}, {"user": 3}, "node")

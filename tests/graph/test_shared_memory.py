@@ -123,7 +123,7 @@ def test_a_folder_that_a_rank_does_not_see_is_named(
 ) -> None:
     monkeypatch.setattr(shared_memory, "broadcast_json", lambda *_: str(tmp_path / "of another machine"))
     with (
-        pytest.raises(StorageError, match="choose one that all machines share"),
+        pytest.raises(StorageError, match="Choose a folder that all machines share"),
         open_partial_folder(alone, tmp_path / "rows"),
     ):
         pass

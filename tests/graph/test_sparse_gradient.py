@@ -40,7 +40,7 @@ def test_a_mean_weighs_as_much_as_its_targets_and_a_sum_one() -> None:
 
 def test_another_number_of_embeddings_is_refused(graph: DistGraph) -> None:
     optimizer = optim.SparseSGD([DistEmbedding(NUM_NODES, 1, "a"), DistEmbedding(NUM_NODES, 1, "b")], lr=1.0)
-    with pytest.raises(ConfigError, match=r"rank 1 sent gradients of 1 embeddings .* optimiser of 2"):
+    with pytest.raises(ConfigError, match=r"rank 1 sent gradients of 1 embeddings .* optimizer of 2"):
         optimizer._exchange._receive("1 1 1 ", [np.array([1]), np.ones((1, 2))])
 
 
@@ -95,7 +95,7 @@ def step_with_one_bad_rank(folder: Path) -> None:
         embedding([g.rank()]).sum().backward()
         optimizer.step()
         assert embedding.weight[[0, 1]].tolist() == [[-0.5], [-0.5]]
-        with pytest.raises(ConfigError, match="build it alike on all ranks"):
+        with pytest.raises(ConfigError, match="use the same arguments on all ranks"):
             optim.SparseSGD([embedding], lr=1.0 + g.rank())
         g.barrier()
 
@@ -148,7 +148,7 @@ def push_to_a_slow_owner(folder: Path) -> Any:
             barrier(session, "two steps done")
             seen = float(embedding.weight.local_rows()[-1])
             # Only when the pushing rank says that it waits.
-            while "pushes of" not in str(session.rpc.peer_status([0], 5.0)[0]):
+            while "pushes of" not in str(session.rpc.get_peer_status([0], 5.0)[0]):
                 pass
             slow.open.set()
         else:

@@ -17,7 +17,7 @@ from dglx_dist.graph.sparse_update import OwnedRows, UpdateRule, adagrad_rule, a
 from tests.graph.small import NUM_NODES
 
 
-def trained(names: list[str], steps: int) -> Any:
+def train(names: list[str], steps: int) -> Any:
     params = [DistEmbedding(NUM_NODES, 2, name) for name in names]
     optimizer = optim.SparseAdam(params, lr=0.1)
     for _ in range(steps):
@@ -27,7 +27,7 @@ def trained(names: list[str], steps: int) -> Any:
 
 
 def test_a_local_state_is_taken_over_with_its_steps(graph: DistGraph) -> None:
-    optimizer = trained(["a", "b"], 2)
+    optimizer = train(["a", "b"], 2)
     state = optimizer.local_state_dict()
     assert state["params"] == {"lr": 0.1, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "world_size": 1}
     assert state["emb_states"]["a"]["ids"].tolist() == list(range(NUM_NODES))
@@ -47,13 +47,13 @@ def test_a_local_state_is_taken_over_with_its_steps(graph: DistGraph) -> None:
 
 
 def test_a_state_of_others_is_refused_before_anything_changes(graph: DistGraph) -> None:
-    optimizer = trained(["a", "b"], 1)
+    optimizer = train(["a", "b"], 1)
     state = optimizer.local_state_dict()
     before = [tensor.to_local() for tensor in optimizer.tables[0].states]
     for entry in state["emb_states"].values():
         entry["states"] = {name: rows + 1.0 for name, rows in entry["states"].items()}
     state["emb_states"]["c"] = state["emb_states"].pop("b")
-    with pytest.raises(ConfigError, match=r"this optimiser has no embedding 'c'; build it as it was"):
+    with pytest.raises(ConfigError, match=r"this optimizer has no embedding 'c'\. Build the same optimizer"):
         optimizer.load_local_state_dict(state)
     after = [tensor.to_local() for tensor in optimizer.tables[0].states]
     assert all(torch.equal(left, right) for left, right in zip(before, after, strict=True))
@@ -70,14 +70,14 @@ def test_the_first_of_two_optimisers_takes_the_gradients(graph: DistGraph) -> No
 
 
 def test_a_closed_optimiser_frees_its_state_and_leaves_the_rows(graph: DistGraph) -> None:
-    optimizer = trained(["a"], 1)
+    optimizer = train(["a"], 1)
     names = {state.kvstore_key for state in optimizer.tables[0].states}
     assert names <= set(graph.kvstore.names())
     rows = optimizer.params[0].weight.to_local()
     optimizer.close()
     assert not names & set(graph.kvstore.names())
     assert torch.equal(optimizer.params[0].weight.to_local(), rows)
-    again = trained(["a"], 1)
+    again = train(["a"], 1)
     assert {state.kvstore_key for state in again.tables[0].states} == names
     assert again.tables[0].steps == 1
 
@@ -112,24 +112,24 @@ def test_a_first_step_of_gradient_2(kind: str) -> None:
     assert [np.flatnonzero(state).tolist() for state in states] == [[7]] * len(states)
 
 
-def summed(ids: list[int], values: list[float], dtype: Any = np.float32) -> RowSum:
+def sum_rows(ids: list[int], values: list[float], dtype: Any = np.float32) -> RowSum:
     return RowSum(np.array(ids, np.int64), np.array(values, dtype=dtype)[:, None], np.arange(len(ids)), 1.0)
 
 
 def test_a_gradient_that_does_not_fit_is_refused(graph: DistGraph) -> None:
     table = OwnedRows(DistEmbedding(NUM_NODES, 1, "e"), [], sgd_rule(1.0))
     with pytest.raises(ConfigError, match=r"int64 ids and float32 rows, not int64, float64"):
-        table.check(summed([3], [1.0], dtype=np.float64))
+        table.check(sum_rows([3], [1.0], dtype=np.float64))
     with pytest.raises(ConfigError, match=r"gradients of 2 ids cannot have shape \(1, 1\)"):
-        table.check(summed([3, 4], [1.0]))
+        table.check(sum_rows([3, 4], [1.0]))
     with pytest.raises(ConfigError, match="owns the rows 0 to 39 of 'e', not -1 to 40"):
-        table.check(summed([40, -1], [1.0, 1.0]))
-    table.check(summed([39], [1.0]))
+        table.check(sum_rows([40, -1], [1.0, 1.0]))
+    table.check(sum_rows([39], [1.0]))
 
 
 def test_a_step_in_which_nobody_used_rows_of_this_rank_counts(graph: DistGraph) -> None:
     table = OwnedRows(DistEmbedding(NUM_NODES, 1, "e"), [], sgd_rule(1.0))
-    for gradients in ([], [summed([], [])]):
+    for gradients in ([], [sum_rows([], [])]):
         table.apply(gradients)
     assert table.steps == 2
 

@@ -107,8 +107,8 @@ def test_masks_and_ids(marked: object, expected: list[int]) -> None:
         ([1, 0], 2, "could be a mask or ids"),
         ([True, False], 4, "2 elements for 4 rows"),
         ([2, 2, 3], 4, "1 of the 3 ids are repeated"),
-        ([0.5, 1.0], 2, "give a bool mask or integer ids"),
-        (np.zeros((2, 2), bool), 2, "one dimension"),
+        ([0.5, 1.0], 2, "Use a bool mask or integer ids"),
+        (np.zeros((2, 2), bool), 2, "one-dimensional"),
         ([1, 9], 4, "id 9 at position 1"),
     ],
 )

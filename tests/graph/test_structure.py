@@ -121,9 +121,9 @@ def test_an_answer_for_other_nodes_is_refused() -> None:
         ([arrays[0][:1], *arrays[1:]], "three .* of one length, not int64 of shape .1,."),
         ([*arrays[:2], arrays[2][:0]], "of one length"),
         ([arrays[0].astype(np.int32), *arrays[1:]], "not int32"),
-        ([arrays[0] + 1, *arrays[1:]], "the source 4; they are 0 to 3"),
+        ([arrays[0] + 1, *arrays[1:]], "the source 4, but ids are 0 to 3"),
         ([-arrays[0], *arrays[1:]], "the source -3"),
-        ([*arrays[:2], arrays[2] + 1], "the edge 103; they are 100 to 102"),
+        ([*arrays[:2], arrays[2] + 1], "the edge 103, but ids are 100 to 102"),
     ):
         with pytest.raises(ValueError, match=expected):
             from_wire(nodes[::-1].copy(), wrong, 4, (100, 103))

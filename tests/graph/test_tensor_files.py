@@ -20,7 +20,7 @@ from dglx_dist.graph.dist_tensor import DistTensor
 from dglx_dist.graph.embedding import DistEmbedding
 from dglx_dist.records import NODE_TYPE, Assignment
 from tests.graph.small import NUM_NODES, build, write
-from tests.graph.sparse_cases import KINDS, embeddings, expected, make_optimizer, train
+from tests.graph.sparse_cases import KINDS, embeddings, make_optimizer, train, train_in_torch
 from tests.helpers import wide
 from tests.helpers.ranks import run_ranks
 
@@ -56,7 +56,7 @@ def load_all(dataset: Path, folder: Path) -> None:
             assert torch.equal(copied.to_local(), saved.to_local())
         second = g.new_tensor((NUM_NODES, 3), torch.float32)
         with pytest.raises(
-            StorageError, match=r"'h' as bfloat16 of shape \(40, 3\), and the tensor to fill is fl"
+            StorageError, match=r"'h' as bfloat16 of shape \(40, 3\), but the tensor to fill is fl"
         ):
             second.load(folder / "h")
 
@@ -111,7 +111,7 @@ def test_rows_of_another_dataset_or_type_are_refused(graph: DistGraph, tmp_path:
     own = DistTensor((NUM_NODES,), torch.int64, "own", part_policy=graph.new_policy("rows", NUM_NODES))
     own.save(tmp_path / "own")
     policy = graph.get_node_partition_policy(NODE_TYPE)
-    with pytest.raises(StorageError, match=r"of the policy 'own~rows', .* goes with 'node~_N'"):
+    with pytest.raises(StorageError, match=r"of the policy 'own~rows', .* belongs to 'node~_N'"):
         DistTensor((NUM_NODES,), torch.int64, "x", part_policy=policy, graph=graph).load(tmp_path / "own")
 
 
@@ -173,7 +173,7 @@ def test_another_number_of_ranks_and_servers_goes_on_with_the_same_rows(
     for kind, rate in zip(KINDS, (0.25, 0.05, 0.025), strict=True):
         rows, states, steps, lr = loaded[0][kind]
         assert (steps, lr) == ([4, 4], rate)
-        target = expected(kind, [torch.tensor(r, dtype=torch.float64) for r in first[kind]], 3, steps=4)
+        target = train_in_torch(kind, [torch.tensor(r, dtype=torch.float64) for r in first[kind]], 3, steps=4)
         for row, second in zip(rows, target, strict=True):
             torch.testing.assert_close(torch.tensor(row, dtype=torch.float64), second, rtol=0, atol=1e-10)
         assert loaded[1][kind] == alone[0][kind] == (rows, states, steps, lr)
@@ -185,9 +185,9 @@ def test_what_was_saved_elsewhere_is_refused_and_changes_nothing(graph: DistGrap
     optimizer.save(tmp_path / "saved")
     embedding = DistEmbedding(NUM_NODES, 3, "other")
     before = embedding.weight.to_local()
-    with pytest.raises(StorageError, match="kind 'SparseAdagrad', this run has 'SparseAdam'"):
+    with pytest.raises(StorageError, match="kind 'SparseAdagrad', but this run has 'SparseAdam'"):
         optim.SparseAdam([embedding], lr=0.1).load(tmp_path / "saved")
-    with pytest.raises(StorageError, match=r"embeddings .*'e'.* this optimiser has .*'other'"):
+    with pytest.raises(StorageError, match=r"embeddings .*'e'.* this optimizer has .*'other'"):
         optim.SparseAdagrad([embedding], lr=0.1).load(tmp_path / "saved")
     with pytest.raises(StorageError, match="nothing was saved there"):
         optimizer.load(tmp_path / "elsewhere")
@@ -197,7 +197,7 @@ def test_what_was_saved_elsewhere_is_refused_and_changes_nothing(graph: DistGrap
     changed.node_data[NODE_TYPE]["feat"][0] += 1
     write(changed, tmp_path / "changed")
     DistGraph(tmp_path / "changed")
-    with pytest.raises(StorageError, match=r"saved with dataset .* use the dataset .* parts= is given"):
+    with pytest.raises(StorageError, match=r"saved with dataset .* Use the dataset .* parts= is given"):
         optim.SparseAdagrad([DistEmbedding(NUM_NODES, 2, "e")], lr=0.1).load(tmp_path / "saved")
 
 

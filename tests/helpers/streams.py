@@ -32,14 +32,14 @@ class LateStreams:
         self.log.append((what, threading.current_thread().name))
 
     @contextmanager
-    def copying(self) -> Iterator[None]:
+    def use(self) -> Iterator[None]:
         self._here.copies = True
         try:
             yield
         finally:
             self._here.copies = False
 
-    def pinned(self, tensor: Tensor) -> Tensor:
+    def pin(self, tensor: Tensor) -> Tensor:
         return tensor
 
     def copy(self, pinned: Tensor) -> Tensor:
@@ -49,7 +49,7 @@ class LateStreams:
         self._begun.append((weakref.ref(pinned), late))
         return late
 
-    def event(self) -> LateEvent:
+    def record_event(self) -> LateEvent:
         self._note("event")
         self.carried.release()
         return LateEvent(self, len(self._begun))

@@ -61,7 +61,7 @@ BY_ROWS: dict[str, Make] = {
     "gatv2": lambda f: GATv2Conv(f, H, 2, activation=torch.tanh),
     "gatv2-residual": lambda f: GATv2Conv(f, H, 3, residual=True, bias=False),
 }
-"""Of ``sync="inputs"``."""
+"""Layers for ``sync="inputs"``."""
 NO_WEIGHTS = ("gatv2",)
 
 
@@ -75,7 +75,7 @@ def block_and_rows(width: int) -> tuple[dgl.DGLGraph, Tensor, Tensor]:
     return block, rows, weight
 
 
-def made(name: str, width: int) -> tuple[nn.Module, SplittableConv]:
+def make(name: str, width: int) -> tuple[nn.Module, SplittableConv]:
     torch.manual_seed(width)
     conv = (CONVS | BY_ROWS)[name](width).double()
     for parameter in conv.parameters():
@@ -103,7 +103,7 @@ def add_up(parts: list[PartialSums]) -> PartialSums:
 def run_parts(
     layers: list[SplittableConv], block: dgl.DGLGraph, x: Tensor, drops: Any = None, **edges: Tensor
 ) -> Tensor:
-    """What push-pull does, without a network: every part with its columns, sums between.
+    """Return the output of push-pull without a network: every part has its columns, and sums are between.
 
     ``drops`` gives the draws of a part's columns.
     """
@@ -142,7 +142,7 @@ def summed_gradient(layers: list[SplittableConv], name: str) -> Tensor | None:
 @pytest.mark.parametrize("width", WIDTHS)
 def test_parts_add_up_to_dgls_layer(name: str, width: int) -> None:
     block, x, weight = block_and_rows(width)
-    conv, staged = made(name, width)
+    conv, staged = make(name, width)
     for edges in edge_choices(name, weight):
         conv.zero_grad()
         expected = conv(block, x, **edges)
@@ -175,12 +175,12 @@ def close(found: Tensor | None, expected: Tensor | None) -> None:
         ("columns", GATConv((3, 4), 3, 1), "separate widths"),
         ("columns", RelGraphConv(4, 4, 2, "bdd", 2), "bdd"),
         ("columns", SGConv(4, 3, k=2), "2 hops, but a block has one"),
-        ("columns", SGConv(4, 3, norm=nn.LayerNorm(4)), "normalizes whole rows"),
+        ("columns", SGConv(4, 3, norm=nn.LayerNorm(4)), "normalizes complete rows"),
         ("columns", SGConv(4, 3, cached=True), "caches the first batch's result"),
-        ("columns", EdgeConv(4, 3), "EdgeConv cannot be cut .* largest"),
-        ("inputs", EdgeConv(4, 3), "EdgeConv cannot be cut .* largest"),
-        ("columns", PNAConv(4, 3, ["max"], ["identity"], 1.0), "PNAConv cannot be cut .* largest"),
-        ("columns", DotGatConv(4, 3, 1), "DotGatConv cannot be cut .* whole rows"),
+        ("columns", EdgeConv(4, 3), "EdgeConv cannot be cut .* maximum"),
+        ("inputs", EdgeConv(4, 3), "EdgeConv cannot be cut .* maximum"),
+        ("columns", PNAConv(4, 3, ["max"], ["identity"], 1.0), "PNAConv cannot be cut .* maximum"),
+        ("columns", DotGatConv(4, 3, 1), "DotGatConv cannot be cut .* complete rows"),
         ("columns", nn.Linear(3, 3), "Linear cannot be cut .* its stages are not defined"),
         ("inputs", SAGEConv(4, 3, "lstm"), "aggregator 'lstm'"),
         ("inputs", GATv2Conv(4, 3, 2, share_weights=True), "share_weights=True"),
@@ -204,8 +204,8 @@ def test_what_cannot_be_split_is_refused_with_the_reason(sync: Sync, module: nn.
 
 def test_relations_that_are_not_passed_are_named() -> None:
     block, x, _ = block_and_rows(3)
-    _, staged = made("rel", 3)
-    with pytest.raises(ConfigError, match="pass etypes"):
+    _, staged = make("rel", 3)
+    with pytest.raises(ConfigError, match="Pass etypes"):
         staged(block, x)
 
 
@@ -213,7 +213,7 @@ def test_rows_of_sources_are_what_parts_send() -> None:
     """(L0, width) of each, where a layer that splits sends (D1, H)."""
     block, x, _ = block_and_rows(7)
     for name, widths in (("pool", [7, H]), ("gatv2", [2 * H, 2 * H])):
-        _, staged = made(name, 7)
+        _, staged = make(name, 7)
         rows, own = staged.sync(StageInput(block=block, x=x, edges={}))
         assert [rows.shape, own.shape] == [
             (block.num_src_nodes(), widths[0]),

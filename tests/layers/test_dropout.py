@@ -149,7 +149,7 @@ def test_a_device_drops_the_same_entries(monkeypatch: pytest.MonkeyPatch) -> Non
     ]
     draws, ones = DropDraws(seed=0, number=0, nodes=NODES, runs=()), torch.ones(block.num_edges(), 3, 1)
 
-    def drawn() -> list[Tensor]:
+    def draw() -> list[Tensor]:
         entries = [draw_kept_entries(7, 3, 1 << 32, nodes, runs, 0.3) for nodes, runs in cases]
         return [
             *entries,
@@ -157,10 +157,10 @@ def test_a_device_drops_the_same_entries(monkeypatch: pytest.MonkeyPatch) -> Non
             draw_kept_entries(7, 3, 1, NODES, all_columns(3), 1.0),
         ]
 
-    expected = drawn()
+    expected = draw()
     monkeypatch.setattr(dropout, "is_on_host", lambda tensor: False)
     monkeypatch.setattr(dropout, "_WORDS_AT_ONCE", 100)
-    for result, target in zip(drawn(), expected, strict=True):
+    for result, target in zip(draw(), expected, strict=True):
         assert torch.equal(result, target)
     assert not result.any()
 
@@ -200,7 +200,7 @@ class Deep(nn.Module):
 
 
 def scores(targets: list[int]) -> Tensor:
-    """What a rank that computes ``targets`` gets for them."""
+    """Return the scores that a rank that computes ``targets`` gets for them."""
     torch.manual_seed(0)
     model = Deep().double()
     dropouts = install_node_dropouts(model, seed=7)
@@ -358,7 +358,7 @@ def test_a_block_that_is_gone_before_its_layer_is_computed_again_is_told() -> No
     out = model(block, torch.ones(block.num_src_nodes(), 6))
     del block
     gc.collect()
-    with pytest.raises(ConfigError, match="keep the blocks until backward is done"):
+    with pytest.raises(ConfigError, match="Keep the blocks until backward is done"):
         out.sum().backward()
 
 

@@ -46,7 +46,7 @@ def ae(name: str, sources: str, targets: str, output: str) -> Edge:
     return Edge(name=name, stage=stage, config=config, sources=sources, targets=targets, output=slot(output))
 
 
-def made(
+def make(
     *steps: ProgramStep, features: int = 5, classes: int = 3, num_train: int = 6, dtype: str = "float64"
 ) -> Program:
     return Program(steps=steps, features=features, classes=classes, num_train=num_train, dtype=dtype)
@@ -64,13 +64,13 @@ def gcn(widths: tuple[int, ...] = (5, 4, 3), num_train: int = 6) -> Program:
             av(f"AV{layer}", "dense", config, f"a{layer}", f"h{layer}:{narrow}", weights),
         ]
         steps += [] if last else [Scatter(name=f"SC{layer}", slots=(f"h{layer}",))]
-    return made(*steps, features=widths[0], classes=widths[-1], num_train=num_train)
+    return make(*steps, features=widths[0], classes=widths[-1], num_train=num_train)
 
 
 def sage() -> Program:
     first: Json = {"in": 5, "out": 4, "bias": True, "activation": RELU}
     weights = "layers.{0}.fc_self.weight layers.{0}.fc_neigh.weight layers.{0}.fc_self.bias"
-    return made(
+    return make(
         ga("GA1", "x", "a1:5"),
         av("AV1", "sage", first, "a1 x", "h1:4", weights.format(1)),
         Scatter(name="SC1", slots=("h1",)),
@@ -87,7 +87,7 @@ def gat() -> Program:
     finish: Json = {"heads": 4, "width": 3, "bias": False, "merge": "mean", "residual": True}
     own = "layers.{0}.fc.weight layers.{0}.attn_l layers.{0}.attn_r"
     two = f"layers.1.bias {own.format(2)} layers.2.res_fc.weight layers.2.res_fc.bias"
-    return made(
+    return make(
         av(
             "AV1",
             "attention_project",
@@ -118,7 +118,7 @@ def dropping() -> Program:
     first = sequence(("dense", dense), ("layer_norm", norm))
     project: Json = {"in": 4, "heads": 2, "width": 3}
     finish: Json = {"heads": 2, "width": 3, "bias": True, "merge": "flatten", "activation": ELU}
-    return made(
+    return make(
         Drop(name="DR1", source="x", output=slot("d1:5"), probability=0.3, call=0),
         ga("GA1", "d1", "a1:5"),
         av("AV1", "sequence", first, "a1", "h1:4", "1.weight 1.bias norm.weight norm.bias"),
@@ -138,7 +138,7 @@ def dropping() -> Program:
 
 def linear() -> Program:
     """Three Vertex steps: 3 to 2 columns with the weights w and b, none, 2 to 2 columns with the weight v."""
-    return made(
+    return make(
         av("AV0", "dense", {"in": 3, "out": 2, "bias": True}, "x", "h0:2", "w b"),
         av("AV1", "rows", {"width": 2, "bias": False}, "h0", "h1:2"),
         av("AV2", "dense", {"in": 2, "out": 2, "bias": False}, "h1", "h2:2", "v"),

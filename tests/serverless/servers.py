@@ -138,10 +138,10 @@ class Bench:
         lost: list[Lost] = []
         deadline = time.monotonic() + PATIENCE_S
         while missing := [str(key) for key in keys if len(self.given.get(key, {})) < 2]:
-            lost += executor.lost()
+            lost += executor.take_lost()
             assert time.monotonic() < deadline, f"missing {missing}; lost {lost[:2]}"
             time.sleep(0.002)
-        return lost + executor.lost()
+        return lost + executor.take_lost()
 
     def _draw(self, rng: np.random.Generator, item: Item, rows: int, indptr: Array) -> Array:
         if item.role is Role.INDPTR:
@@ -196,7 +196,7 @@ class Bench:
 
 
 @contextmanager
-def served(bench: Bench, *, curve: bool = False) -> Iterator[Rpc]:
+def serve(bench: Bench, *, curve: bool = False) -> Iterator[Rpc]:
     topology = Topology(rank=0, world_size=1, server_of_rank=(0,))
     rpc = Rpc(0, Ledger(topology), 20.0)
     public, secret = zmq.curve_keypair() if curve else (None, None)

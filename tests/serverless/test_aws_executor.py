@@ -22,13 +22,13 @@ from ..helpers.functions_service import REGION, Function, FunctionsService
 from ..helpers.zips import zipped
 from ..strategies import equality
 from .programs import gcn
-from .servers import Bench, keys_of, served, until
+from .servers import Bench, keys_of, serve, until
 
 NAME, LAYER = "dglx-worker", f"arn:aws:lambda:{REGION}:123456789012:layer:numpy-pyzmq:1"
 
 
 @pytest.fixture(autouse=True)
-def known(monkeypatch: pytest.MonkeyPatch) -> None:
+def credentials(monkeypatch: pytest.MonkeyPatch) -> None:
     """Credentials, where boto3's own chain finds them."""
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "test")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "test")
@@ -67,13 +67,13 @@ def test_tasks_come_back_with_their_bill(service: FunctionsService) -> None:
     bench, ours = Bench(gcn(), [7, 4, 3]), function(service)
     ours.concurrency = 2
     keys = [key for interval in range(3) for key in keys_of(bench.program, interval)]
-    with served(bench), executor(service) as running:
+    with serve(bench), executor(service) as running:
         running.size(4)
         for key in keys:
             running.invoke(bench.task(key).to_event())
         assert bench.wait_for(running, keys) == []
         billed = list[Invocation]()
-        until(lambda: billed.extend(running.billed()) or len(billed) == len(keys), "billed")
+        until(lambda: billed.extend(running.take_billed()) or len(billed) == len(keys), "billed")
     for key in keys:
         bench.check(key)
     assert len(ours.containers) <= 2
@@ -112,13 +112,13 @@ def test_what_a_dead_container_did_not_do_another_does(service: FunctionsService
     (key, *_) = keys_of(bench.program)
     # The first pull is told "not yet" for long: time enough to kill who waits.
     bench.late = 10**6
-    with served(bench), executor(service, read_log=False) as running:
+    with serve(bench), executor(service, read_log=False) as running:
         running.invoke(bench.task(key).to_event())
         until(lambda: ("pull", f"{key}/0") in bench.calls, "asked for rows")
         assert service.kill_busy(NAME) == 1
         (outcome,) = service.wait_for(NAME, 1)
         assert outcome.error == "Sandbox.Exit"
-        assert running.lost() == []
+        assert running.take_lost() == []
         bench.late = 0
         running.invoke(bench.task(key).again().to_event())
         bench.wait_for(running, [key])
@@ -181,11 +181,11 @@ def test_an_event_that_aws_does_not_take_is_lost_at_once(service: FunctionsServi
     bench = Bench(gcn(), [7])
     (key, *_) = keys_of(bench.program)
     service.add("gone", ours(tmp_path, ""), Handler="ours.handler")
-    with served(bench), executor(service, function="gone", read_log=False) as running:
+    with serve(bench), executor(service, function="gone", read_log=False) as running:
         service.discard(service.functions.pop("gone"))
         running.invoke(bench.task(key).to_event())
         lost = list[Lost]()
-        until(lambda: lost.extend(running.lost()) or lost, "lost")
+        until(lambda: lost.extend(running.take_lost()) or lost, "lost")
     assert (lost[0].key, lost[0].attempt) == (key, 0)
     assert "Function not found" in lost[0].reason
 

@@ -41,11 +41,11 @@ class Noted(Executor):
     def size(self, workers: int) -> None:
         self.sizes.append(workers)
 
-    def lost(self) -> list[Lost]:
+    def take_lost(self) -> list[Lost]:
         message, self.dead = self.dead, []
         return message
 
-    def billed(self) -> list[Invocation]:
+    def take_billed(self) -> list[Invocation]:
         message, self.ended = self.ended, []
         return message
 
@@ -90,9 +90,9 @@ def test_no_more_than_the_workers_are_under_way_and_older_epochs_go_first() -> N
     first, _, later, older = (scene.launch(i, epoch) for i, epoch in [(0, 1), (1, 1), (2, 1), (3, 0)])
     assert scene.executor.sent == ["r0.e1.s1.i0.f/0", "r0.e1.s1.i1.f/0"]
     assert (len(scene.controller._running), scene.executor.sizes) == (2, [2])
-    assert scene.controller.finished(first, 0)
+    assert scene.controller.finish(first, 0)
     assert scene.executor.sent[2:] == [f"{older}/0"]
-    assert scene.controller.finished(older, 0)
+    assert scene.controller.finish(older, 0)
     assert scene.executor.sent[3:] == [f"{later}/0"]
 
 
@@ -104,11 +104,11 @@ def test_early_workers_leave_one_to_tasks_that_others_may_wait_for() -> None:
     assert scene.executor.sent[1:] == [f"{ready}/0"]
     scene.controller.ready(early[2])
     scene.controller.ready(early[2])
-    assert scene.controller.finished(ready, 0)
+    assert scene.controller.finish(ready, 0)
     assert scene.executor.sent[2:] == [f"{early[2]}/0"]
     # The first is ready now and takes no early place any more.
     scene.controller.ready(early[0])
-    assert scene.controller.finished(early[2], 0)
+    assert scene.controller.finish(early[2], 0)
     assert scene.executor.sent[3:] == [f"{early[1]}/0"]
     alone = Scene(workers=1)
     alone.launch(0, ready=False)
@@ -119,9 +119,9 @@ def test_the_first_result_counts_and_others_are_refused() -> None:
     scene = Scene()
     key = scene.launch(0)
     assert scene.wait(10.1) == [f"{key}/1"]
-    assert scene.controller.finished(key, 0)
-    assert not scene.controller.finished(key, 1)
-    assert not scene.controller.finished(make_task(9).key, 0)
+    assert scene.controller.finish(key, 0)
+    assert not scene.controller.finish(key, 1)
+    assert not scene.controller.finish(make_task(9).key, 0)
     counts = scene.controller.counts
     assert (counts.invocations, counts.relaunched, counts.lost, counts.refused) == (2, 1, 0, 2)
     assert scene.controller._running == {}
@@ -130,7 +130,7 @@ def test_the_first_result_counts_and_others_are_refused() -> None:
 def test_a_number_of_an_attempt_that_nobody_made_does_not_have_the_task_done_again() -> None:
     scene = Scene()
     key = scene.launch(0)
-    assert scene.controller.finished(key, 999_999)
+    assert scene.controller.finish(key, 999_999)
     assert scene.wait(60) == []
     assert scene.controller._running == {}
 
@@ -143,7 +143,7 @@ def test_time_counts_from_when_the_rows_are_there() -> None:
     assert scene.wait(9.9) == []
     assert scene.wait(0.2) == [f"{key}/1"]
     scene.clock.now += 1
-    assert scene.controller.finished(key, 1)
+    assert scene.controller.finish(key, 1)
     ((seen, sent, ready, done),) = scene.seen
     assert (seen, ready - sent, done - sent) == (key, pytest.approx(-10.1), pytest.approx(1))
 
@@ -154,7 +154,7 @@ def test_the_time_out_is_five_times_the_usual_of_its_step_and_doubles_up_to_eigh
     for interval, seconds in enumerate((1.0, 3.0)):
         key = scene.launch(interval)
         scene.clock.now += seconds
-        assert scene.controller.finished(key, 0)
+        assert scene.controller.finish(key, 0)
     late = scene.launch(2)
     usual = 0.95 * 1.0 + 0.05 * 3.0
     for attempt, factor in enumerate((1, 2, 4, 8, 8), start=1):
@@ -166,7 +166,7 @@ def test_the_time_out_is_five_times_the_usual_of_its_step_and_doubles_up_to_eigh
         assert scene.wait(limit - 0.01) == []
         assert scene.wait(0.02) == [f"{task.key}/1"]
         scene.clock.now += 0.01
-        assert scene.controller.finished(task.key, 1)
+        assert scene.controller.finish(task.key, 1)
 
 
 def test_the_dead_are_replaced_at_once_and_once() -> None:
@@ -176,7 +176,7 @@ def test_the_dead_are_replaced_at_once_and_once() -> None:
     assert scene.wait(0) == [f"{key}/1"]
     scene.executor.dead = [Lost(key=key, attempt=0, reason="told late")]
     assert scene.wait(0) == []
-    assert scene.controller.finished(key, 1)
+    assert scene.controller.finish(key, 1)
     scene.executor.dead = [Lost(key=key, attempt=1, reason="after it gave")]
     assert scene.wait(0) == []
     assert (scene.controller.counts.lost, scene.controller.counts.relaunched) == (1, 1)
@@ -210,11 +210,11 @@ def test_a_batch_goes_out_when_it_is_full_or_has_waited() -> None:
 def test_what_ended_is_counted_and_billed_by_the_step() -> None:
     scene = Scene(prices=prices("dorylus"))
     for interval in range(3):
-        scene.controller.finished(scene.launch(interval), 0)
+        scene.controller.finish(scene.launch(interval), 0)
     scene.executor.ended = [Invocation(duration_s=0.25, cold=cold, memory_mb=192) for cold in (True, False)]
     scene.wait(0)
     counts = scene.controller.counts
-    assert (counts.invocations, counts.cold, counts.warm, counts.unbilled) == (3, 1, 1, 1)
+    assert (counts.invocations, counts.cold, counts.warm, counts.num_unbilled) == (3, 1, 1, 1)
     assert (counts.billed_s, counts.gb_s) == pytest.approx((0.5, 2 * 0.3 * 0.1875))
 
 

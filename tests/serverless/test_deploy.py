@@ -31,15 +31,15 @@ PLACE = Place(region=REGION)
 
 
 @pytest.fixture(scope="module")
-def mocked() -> Iterator[Any]:
+def mock_service() -> Iterator[Any]:
     with mock_aws() as running:
         yield running
 
 
 @pytest.fixture(autouse=True)
-def aws(mocked: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def aws(mock_service: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is there but the two policies that are used: reading all of AWS's own takes moto a second."""
-    mocked.reset()
+    mock_service.reset()
     statement = {"Effect": "Allow", "Action": "logs:PutLogEvents", "Resource": "*"}
     document = json.dumps({"Version": "2012-10-17", "Statement": [statement]})
     for name in ("LOG_POLICY", "VPC_POLICY"):
@@ -50,7 +50,7 @@ def aws(mocked: Any, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def wanted(tmp_path: Path) -> Deployment:
+def deployment(tmp_path: Path) -> Deployment:
     return Deployment(name=NAME, package=zipped(tmp_path), place=PLACE)
 
 
@@ -78,11 +78,11 @@ def settings() -> dict[str, Any]:
     return dict(client("lambda").get_function(FunctionName=NAME)["Configuration"])
 
 
-def test_a_function_is_made_with_its_role_and_the_second_time_nothing_is_done(wanted: Deployment) -> None:
-    plan(wanted)
+def test_a_function_is_made_with_its_role_and_the_second_time_nothing_is_done(deployment: Deployment) -> None:
+    plan(deployment)
     assert client("lambda").list_functions()["Functions"] == []
     assert client("iam").list_roles()["Roles"] == []
-    message = do(wanted)
+    message = do(deployment)
     assert message[0] == "create the role dglx-worker-role"
     assert message[1] == "let the role dglx-worker-role use AWSLambdaBasicExecutionRole"
     assert message[2].startswith(
@@ -95,33 +95,33 @@ def test_a_function_is_made_with_its_role_and_the_second_time_nothing_is_done(wa
     assert events["MaximumRetryAttempts"] == 0
     (policy,) = client("iam").list_attached_role_policies(RoleName="dglx-worker-role")["AttachedPolicies"]
     assert policy["PolicyArn"] == made.LOG_POLICY
-    assert do(wanted) == []
+    assert do(deployment) == []
 
 
-def test_only_what_differs_is_updated(wanted: Deployment, tmp_path: Path) -> None:
-    do(wanted)
+def test_only_what_differs_is_updated(deployment: Deployment, tmp_path: Path) -> None:
+    do(deployment)
     first = settings()["CodeSha256"]
-    message = do(replace(wanted, memory_mb=512, timeout_s=30))
+    message = do(replace(deployment, memory_mb=512, timeout_s=30))
     assert message == ["update MemorySize, Timeout of dglx-worker", "wait until dglx-worker is updated"]
     assert (settings()["MemorySize"], settings()["Timeout"], settings()["CodeSha256"]) == (512, 30, first)
     zipped(tmp_path, "second")
-    message = do(replace(wanted, memory_mb=512, timeout_s=30))
+    message = do(replace(deployment, memory_mb=512, timeout_s=30))
     assert [text.split(" (")[0] for text in message] == NEW_CODE
     assert settings()["CodeSha256"] != first
 
 
-def test_a_function_in_a_vpc_may_have_network_cards_there(wanted: Deployment) -> None:
-    inside = replace(wanted, subnets=("subnet-2", "subnet-1"), security_groups=("sg-1",))
+def test_a_function_in_a_vpc_may_have_network_cards_there(deployment: Deployment) -> None:
+    inside = replace(deployment, subnets=("subnet-2", "subnet-1"), security_groups=("sg-1",))
     do(inside)
     assert set(settings()["VpcConfig"]["SubnetIds"]) == set(inside.subnets)
     assert settings()["VpcConfig"]["SecurityGroupIds"] == list(inside.security_groups)
     (policy,) = client("iam").list_attached_role_policies(RoleName="dglx-worker-role")["AttachedPolicies"]
     assert policy["PolicyArn"] == made.VPC_POLICY
     assert do(replace(inside, subnets=inside.subnets[::-1])) == []
-    assert do(wanted)[0] == "let the role dglx-worker-role use AWSLambdaBasicExecutionRole"
+    assert do(deployment)[0] == "let the role dglx-worker-role use AWSLambdaBasicExecutionRole"
 
 
-def test_it_goes_on_where_it_stopped(wanted: Deployment) -> None:
+def test_it_goes_on_where_it_stopped(deployment: Deployment) -> None:
     message: list[str] = []
 
     def stop_at_function(text: str) -> None:
@@ -130,33 +130,33 @@ def test_it_goes_on_where_it_stopped(wanted: Deployment) -> None:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        made.deploy(wanted, Changes(stop_at_function))
+        made.deploy(deployment, Changes(stop_at_function))
     assert len(message) == 3
-    assert do(wanted)[0].startswith("create the function")
+    assert do(deployment)[0].startswith("create the function")
 
 
-def test_a_given_role_is_used_and_never_touched(wanted: Deployment) -> None:
+def test_a_given_role_is_used_and_never_touched(deployment: Deployment) -> None:
     trust = '{"Version": "2012-10-17", "Statement": []}'
     arn = client("iam").create_role(RoleName="mine", AssumeRolePolicyDocument=trust)["Role"]["Arn"]
-    assert "role" not in " ".join(do(replace(wanted, role="mine")))
+    assert "role" not in " ".join(do(replace(deployment, role="mine")))
     assert settings()["Role"] == arn
-    assert do(replace(wanted, role=arn)) == []
+    assert do(replace(deployment, role=arn)) == []
     with pytest.raises(ConfigError, match="there is no role 'yours'"):
-        plan(replace(wanted, role="yours"))
+        plan(replace(deployment, role="yours"))
     remove()
     assert [list_role["RoleName"] for list_role in client("iam").list_roles()["Roles"]] == ["mine"]
 
 
 def test_a_package_larger_than_aws_accepts_is_refused(
-    wanted: Deployment, monkeypatch: pytest.MonkeyPatch
+    deployment: Deployment, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(bounds, "MAX_DIRECT_BYTES", 10)
     with pytest.raises(ConfigError, match="AWS accepts 10 B; package fewer stages"):
-        replace(wanted)
+        replace(deployment)
 
 
-def test_everything_that_was_made_is_removed_and_nothing_else(wanted: Deployment) -> None:
-    do(wanted)
+def test_everything_that_was_made_is_removed_and_nothing_else(deployment: Deployment) -> None:
+    do(deployment)
     client("logs").create_log_group(logGroupName=f"/aws/lambda/{NAME}")
     client("logs").create_log_group(logGroupName=f"/aws/lambda/{NAME}-2")
     made_before = [
@@ -173,54 +173,54 @@ def test_everything_that_was_made_is_removed_and_nothing_else(wanted: Deployment
     assert remove() == []
 
 
-def test_what_others_made_is_left_alone(wanted: Deployment) -> None:
+def test_what_others_made_is_left_alone(deployment: Deployment) -> None:
     trust = '{"Version": "2012-10-17", "Statement": []}'
     iam = client("iam")
     iam.create_role(RoleName="dglx-worker-role", AssumeRolePolicyDocument=trust)
     with pytest.raises(ConfigError, match="not made for the function dglx-worker"):
-        plan(wanted)
+        plan(deployment)
     arn = iam.get_role(RoleName="dglx-worker-role")["Role"]["Arn"]
-    code = {"ZipFile": wanted.package.read_bytes()}
+    code = {"ZipFile": deployment.package.read_bytes()}
     client("lambda").create_function(
         FunctionName=NAME, Runtime="python3.12", Role=arn, Handler="a.b", Code=code
     )
-    for attempt in (lambda: plan(replace(wanted, role=arn)), plan_removal):
+    for attempt in (lambda: plan(replace(deployment, role=arn)), plan_removal):
         with pytest.raises(ConfigError, match="was not made by dglx"):
             attempt()
 
 
-def test_a_log_whose_function_is_not_ours_stays(wanted: Deployment) -> None:
+def test_a_log_whose_function_is_not_ours_stays(deployment: Deployment) -> None:
     client("logs").create_log_group(logGroupName=f"/aws/lambda/{NAME}")
     assert plan_removal() == []
     # The role says that the function was ours, and that an earlier removal did not come to its end.
-    do(wanted)
+    do(deployment)
     client("lambda").delete_function(FunctionName=NAME)
     assert plan_removal() == ["delete the log /aws/lambda/dglx-worker", "delete the role dglx-worker-role"]
 
 
 def test_a_function_that_aws_is_still_at_work_on_is_waited_for(
-    wanted: Deployment, monkeypatch: pytest.MonkeyPatch
+    deployment: Deployment, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The first deploy may have been ended before it was usable: then AWS takes no change either."""
-    do(wanted)
+    do(deployment)
     now = made._own_function(client("lambda"), NAME)
     assert now is not None
     for waits, state in (("active", {"State": "Pending"}), ("updated", {"LastUpdateStatus": "InProgress"})):
         there = {**now, "Configuration": {**now["Configuration"], **state}}
         monkeypatch.setattr(made, "_own_function", lambda _client, _name, there=there: there)
-        assert plan(wanted) == [f"wait until dglx-worker is {waits}"]
-        assert plan(replace(wanted, memory_mb=512))[0] == f"wait until dglx-worker is {waits}"
+        assert plan(deployment) == [f"wait until dglx-worker is {waits}"]
+        assert plan(replace(deployment, memory_mb=512))[0] == f"wait until dglx-worker is {waits}"
 
 
-def test_another_processor_is_a_change_of_the_code(wanted: Deployment) -> None:
+def test_another_processor_is_a_change_of_the_code(deployment: Deployment) -> None:
     """Without libraries a package is the same for both."""
-    do(wanted)
+    do(deployment)
     # moto does not change it.
-    assert [text.split(" (")[0] for text in plan(replace(wanted, architecture="arm64"))] == NEW_CODE
+    assert [text.split(" (")[0] for text in plan(replace(deployment, architecture="arm64"))] == NEW_CODE
 
 
 def test_a_role_that_is_not_known_yet_is_waited_for(
-    wanted: Deployment, monkeypatch: pytest.MonkeyPatch
+    deployment: Deployment, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pauses, ours = list[float](), client("lambda")
     monkeypatch.setattr(made.time, "sleep", pauses.append)
@@ -237,18 +237,20 @@ def test_a_role_that_is_not_known_yet_is_waited_for(
         return create(**given)
 
     monkeypatch.setattr(ours, "create_function", sometimes)
-    do(wanted)
+    do(deployment)
     assert len(pauses) == 2
     assert settings()["FunctionName"] == NAME
 
 
-def test_a_function_that_cannot_be_used_is_told(wanted: Deployment, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_function_that_cannot_be_used_is_told(
+    deployment: Deployment, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(made.time, "sleep", lambda _: None)
     monkeypatch.setattr(Place, "client", lambda _place, service: client(service))
     states = [{"State": "Pending"}, {"State": "Failed", "StateReason": "no addresses left in subnet-1"}]
     monkeypatch.setattr(client("lambda"), "get_function_configuration", lambda FunctionName: states.pop(0))
     with pytest.raises(ConfigError, match="no addresses left in subnet-1"):
-        do(wanted)
+        do(deployment)
 
 
 @pytest.mark.parametrize(
@@ -263,28 +265,28 @@ def test_a_function_that_cannot_be_used_is_told(wanted: Deployment, monkeypatch:
     ],
 )
 def test_settings_that_aws_does_not_take_are_refused(
-    change: dict[str, Any], told: str, wanted: Deployment
+    change: dict[str, Any], told: str, deployment: Deployment
 ) -> None:
     with pytest.raises(ConfigError, match=told):
-        replace(wanted, **change)
+        replace(deployment, **change)
 
 
-def test_a_package_must_fit_its_runtime(wanted: Deployment, tmp_path: Path) -> None:
+def test_a_package_must_fit_its_runtime(deployment: Deployment, tmp_path: Path) -> None:
     """NumPy 2 needs glibc 2.27, and AWS's Python 3.11 stands on Amazon Linux 2 with 2.26."""
-    assert runtime_for(wanted, on_aws=True) == RUNTIME
+    assert runtime_for(deployment, on_aws=True) == RUNTIME
     old = zipped(tmp_path, "\0GLIBC_2.5\0GLIBC_2.27\0", name="numpy/x.cpython-311-x86_64-linux-gnu.so")
     assert compiled_of(old) == (11, "x86_64", 27)
     with pytest.raises(ConfigError, match=r"needs glibc 2.27 .* has 2.26; .*--python 3.12"):
-        runtime_for(wanted, on_aws=True)
-    assert runtime_for(wanted, on_aws=False) == "python3.11"
+        runtime_for(deployment, on_aws=True)
+    assert runtime_for(deployment, on_aws=False) == "python3.11"
     new = zipped(tmp_path, "\0GLIBC_2.27\0", name="numpy/x.cpython-312-aarch64-linux-gnu.so")
     assert what_aws_lacks(new) == ""
     with pytest.raises(ConfigError, match="made for arm64"):
-        runtime_for(wanted, on_aws=True)
-    assert runtime_for(replace(wanted, architecture="arm64"), on_aws=True) == "python3.12"
+        runtime_for(deployment, on_aws=True)
+    assert runtime_for(replace(deployment, architecture="arm64"), on_aws=True) == "python3.12"
     old.write_text("no zip")
     with pytest.raises(ConfigError, match="is not a package"):
-        runtime_for(wanted, on_aws=True)
+        runtime_for(deployment, on_aws=True)
 
 
 def test_boto3_is_asked_for_when_it_is_needed_and_nowhere_else(monkeypatch: pytest.MonkeyPatch) -> None:

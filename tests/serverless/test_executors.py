@@ -30,7 +30,7 @@ from dglx_dist.serverless.worker import RemoteCaller, TaskPhase, Worker
 from dglx_dist.serverless.worker_process import Fault
 
 from .programs import gat, gcn, sage
-from .servers import Bench, keys_of, served, until
+from .servers import Bench, keys_of, serve, until
 
 ROWS = [5, 0, 1, 4]
 
@@ -103,7 +103,7 @@ def test_every_task_is_the_direct_call(name: str) -> None:
         executor.size(2)
         for number, bench in enumerate(benches):
             handlers.update(bench.handlers())
-            with served(bench):
+            with serve(bench):
                 keys = [key for interval in range(len(ROWS)) for key in keys_of(bench.program, interval)]
                 for index, key in enumerate(keys):
                     executor.invoke(bench.task(key, streaming=(index + number) % 2 == 0).to_event())
@@ -111,7 +111,7 @@ def test_every_task_is_the_direct_call(name: str) -> None:
                 for key in keys:
                     bench.check(key)
         executor.close()
-        billed = executor.billed()
+        billed = executor.take_billed()
     if name == "inline":
         assert billed == []
         return
@@ -124,18 +124,18 @@ def test_every_task_is_the_direct_call(name: str) -> None:
 
 def lost_of(name: str, bench: Bench, key: TaskKey) -> Lost:
     message, billed = threading.Event(), list[Invocation]()
-    with served(bench), executor_of(name, bench.handlers(), message.set) as executor:
+    with serve(bench), executor_of(name, bench.handlers(), message.set) as executor:
         executor.invoke(bench.task(key).again().to_event())
         assert message.wait(30)
-        (lost,) = executor.lost()
-        assert executor.lost() == []
+        (lost,) = executor.take_lost()
+        assert executor.take_lost() == []
         # The next one is done all the same.
         good = keys_of(bench.program)[0]
         executor.invoke(bench.task(good).to_event())
         bench.wait_for(executor, [good])
         bench.check(good)
         # A function that dies is paid for.
-        until(lambda: billed.extend(executor.billed()) or len(billed) == 2 * (name != "inline"))
+        until(lambda: billed.extend(executor.take_billed()) or len(billed) == 2 * (name != "inline"))
         return lost
 
 
@@ -209,30 +209,30 @@ def test_options_of_http_are_checked(options: dict[str, object], message: str) -
         EXECUTORS.get("http")(ExecutorContext(), options)
 
 
-def posted(bench: Bench, **options: object) -> list[Lost]:
+def post(bench: Bench, **options: object) -> list[Lost]:
     message = threading.Event()
     with EXECUTORS.get("http")(ExecutorContext(notice=message.set), options) as executor:
         executor.invoke(bench.task(keys_of(bench.program)[0]).to_event())
         assert message.wait(30)
-        return executor.lost()
+        return executor.take_lost()
 
 
 def test_http_tells_what_a_service_says() -> None:
     bench = Bench(gcn(), ROWS)
     with functions_service((503, b"too busy")) as (url, seen):
-        (lost,) = posted(bench, url=url, headers={"x-api-key": "mine"})
+        (lost,) = post(bench, url=url, headers={"x-api-key": "mine"})
         assert lost.reason.endswith("answered 503: too busy")
         assert seen[0]["x-api-key"] == "mine"
         assert seen[0]["path"] == "/f?key=1"
-    (lost,) = posted(bench, url=url)
+    (lost,) = post(bench, url=url)
     assert "POST to 127.0.0.1" in lost.reason
     assert "key=1" not in lost.reason
     with functions_service((500, b"\x1b]0;owned\x07" + b"x" * 60_000)) as (url, _):
-        assert posted(bench, url=url)[0].reason.endswith("answered 500: \ufffd]0;owned\ufffd" + "x" * 490)
+        assert post(bench, url=url)[0].reason.endswith("answered 500: \ufffd]0;owned\ufffd" + "x" * 490)
     with functions_service((200, b"[]")) as (url, _):
-        assert "a worker's answer" in posted(bench, url=url)[0].reason
+        assert "a worker's answer" in post(bench, url=url)[0].reason
     with functions_service((200, b"x" * 100_000)) as (url, _):
-        assert "more than 65536" in posted(bench, url=url)[0].reason
+        assert "more than 65536" in post(bench, url=url)[0].reason
 
 
 def test_a_service_that_only_takes_events_bills_nothing_here() -> None:
@@ -243,20 +243,20 @@ def test_a_service_that_only_takes_events_bills_nothing_here() -> None:
             for _ in range(3):
                 executor.invoke(bench.task(keys_of(bench.program)[0]).to_event())
             until(lambda: len(seen) == 3)
-        assert (executor.lost(), executor.billed()) == ([], [])
+        assert (executor.take_lost(), executor.take_billed()) == ([], [])
 
 
 def test_closing_waits_for_no_service() -> None:
     bench = Bench(gcn(), ROWS)
     bench.late = 1 << 60
     message = threading.Event()
-    with served(bench), functions_service() as (url, seen):
+    with serve(bench), functions_service() as (url, seen):
         executor = EXECUTORS.get("http")(ExecutorContext(notice=message.set), {"url": url, "timeout_s": 60})
         for key in keys_of(bench.program)[:2]:
             executor.invoke(bench.task(key, timeout_s=2).to_event())
         until(lambda: seen)
         executor.close()
-        assert (executor.lost(), len(seen)) == ([], 1)
+        assert (executor.take_lost(), len(seen)) == ([], 1)
         assert [thread.name for thread in threading.enumerate() if thread.name == "dglx-worker"] == []
 
 
@@ -264,8 +264,8 @@ def test_certificates_are_verified(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     certificate = self_signed(tmp_path)
     bench = Bench(gcn(), ROWS)
     key = keys_of(bench.program)[0]
-    with served(bench), functions_service(certificate=certificate) as (url, _):
-        (lost,) = posted(bench, url=url)
+    with serve(bench), functions_service(certificate=certificate) as (url, _):
+        (lost,) = post(bench, url=url)
         assert "CERTIFICATE_VERIFY_FAILED" in lost.reason
         monkeypatch.setenv("SSL_CERT_FILE", str(certificate))
         with EXECUTORS.get("http")(ExecutorContext(), {"url": url}) as executor:

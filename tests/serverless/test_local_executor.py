@@ -22,7 +22,7 @@ from dglx_dist.serverless.stages.base import register_stage
 from dglx_dist.serverless.tasks import Direction, TaskKey
 
 from .programs import gcn
-from .servers import Bench, keys_of, served, until
+from .servers import Bench, keys_of, serve, until
 
 ROOT = Path(__file__).parents[2]
 FORWARD = TaskKey(0, 1, 0, Direction.FORWARD)
@@ -84,7 +84,7 @@ def test_a_process_shows_no_secret_and_sees_nothing_of_its_user(
     for name in ("AWS_SECRET_ACCESS_KEY", "OPENBLAS_PASSWORD", "MKL_TOKEN"):
         monkeypatch.setenv(name, "sesame")
     bench = waiting_bench()
-    with served(bench), LocalExecutor(ExecutorContext(folder=tmp_path), {}) as executor:
+    with serve(bench), LocalExecutor(ExecutorContext(folder=tmp_path), {}) as executor:
         executor.invoke(bench.task(FORWARD).to_event())
         until(lambda: ("pull", "r0.e0.s1.i0.f/0") in bench.calls, "asked for rows")
         (pid,) = workers()
@@ -102,7 +102,7 @@ def test_a_process_shows_no_secret_and_sees_nothing_of_its_user(
     # Closed in the middle of a task: nothing is left, and the task is nobody's news.
     assert not is_alive(pid)
     assert list(tmp_path.iterdir()) == []
-    assert executor.lost() == []
+    assert executor.take_lost() == []
 
 
 PARENT = """
@@ -124,7 +124,7 @@ time.sleep(60)
 
 def test_workers_end_with_their_graph_server_however_it_ends(tmp_path: Path) -> None:
     bench = waiting_bench()
-    with served(bench):
+    with serve(bench):
         parent = subprocess.Popen(
             [sys.executable, "-c", PARENT],
             stdin=subprocess.PIPE,
@@ -149,7 +149,7 @@ def test_workers_end_with_their_graph_server_however_it_ends(tmp_path: Path) -> 
             os.kill(forked, signal.SIGKILL)
 
 
-def scaled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Program:
+def make_scaled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Program:
     """A program whose one step is a user's own stage, in a module of its own."""
     (tmp_path / "my_scaled.py").write_text(STAGE)
     monkeypatch.syspath_prepend(str(tmp_path))
@@ -163,12 +163,12 @@ def scaled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Program:
 
 
 def test_a_users_own_stage_goes_along(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    bench = Bench(scaled(tmp_path, monkeypatch), [4])
+    bench = Bench(make_scaled(tmp_path, monkeypatch), [4])
     stages = stages_of(bench.program.steps)
     assert stages == {"my_scaled": "my_scaled:Scaled"}
     message = threading.Event()
     context = ExecutorContext(stages=stages, notice=message.set)
-    with served(bench), LocalExecutor(context, {}) as executor:
+    with serve(bench), LocalExecutor(context, {}) as executor:
         keys = keys_of(bench.program)
         for key in keys:
             executor.invoke(bench.task(key).to_event())
@@ -179,7 +179,7 @@ def test_a_users_own_stage_goes_along(tmp_path: Path, monkeypatch: pytest.Monkey
         bench.arrays = lambda key: [np.full((4, 5), 0.125)]  # type: ignore[method-assign]
         executor.invoke(bench.task(replace(keys[0], epoch=1)).to_event())
         assert message.wait(30)
-        (lost,) = executor.lost()
+        (lost,) = executor.take_lost()
         assert "ValueError: sees ['/tmp" in lost.reason.replace(str(tmp_path.parent.parent.parent), "/tmp")
         assert "site-packages" not in lost.reason
         assert "torch" not in lost.reason
@@ -201,10 +201,10 @@ def test_a_package_that_does_not_start_says_why(tmp_path: Path, monkeypatch: pyt
     monkeypatch.syspath_prepend(str(tmp_path))
     bench, message = Bench(gcn(), [7]), threading.Event()
     context = ExecutorContext(stages={"broken": "my_broken:Stage"}, notice=message.set)
-    with served(bench), LocalExecutor(context, {}) as executor:
+    with serve(bench), LocalExecutor(context, {}) as executor:
         executor.invoke(bench.task(FORWARD).to_event())
         assert message.wait(30)
-        (lost,) = executor.lost()
+        (lost,) = executor.take_lost()
     assert "no_such_library" in lost.reason
     assert "ended with exit code 1" in lost.reason
 
@@ -213,11 +213,11 @@ def test_bandwidth_and_processor_are_those_of_a_small_function() -> None:
     # 5000 rows of 40 bytes down, of 32 bytes up: 200 kB and 160 kB.
     bench, keys, billed = Bench(gcn(), [5000]), [FORWARD, replace(FORWARD, epoch=1)], list[Invocation]()
     options = {"bytes_per_s": 1e6, "cpu_share": 0.9}
-    with served(bench), LocalExecutor(ExecutorContext(), options) as executor:
+    with serve(bench), LocalExecutor(ExecutorContext(), options) as executor:
         for key in keys:
             executor.invoke(bench.task(key).to_event())
         assert bench.wait_for(executor, keys) == []
-        until(lambda: billed.extend(executor.billed()) or len(billed) == 2, "billed")
+        until(lambda: billed.extend(executor.take_billed()) or len(billed) == 2, "billed")
     assert all(item.duration_s > 0.2 for item in billed)
     for key in keys:
         bench.check(key)

@@ -23,7 +23,7 @@ from dglx_dist.serverless.tasks import Direction, TaskKey
 from dglx_dist.serverless.worker import WorkerAnswer
 
 from .programs import gat
-from .servers import Bench, served
+from .servers import Bench, serve
 
 AS_A_FUNCTION = """
 import json, sys
@@ -73,7 +73,7 @@ def test_the_zip_is_small_and_works_alone(worker_package: Path, tmp_path: Path) 
     assert any(folder.glob("numpy-*.dist-info/licenses/LICENSE*"))
     assert not any(folder.rglob("tests"))
     bench, key = Bench(gat(), [5]), TaskKey(0, 0, 0, Direction.FORWARD)
-    with served(bench):
+    with serve(bench):
         done = subprocess.run(
             [sys.executable, "-I", "-S", "-c", AS_A_FUNCTION, str(folder)],
             input=bench.task(key).to_event(),

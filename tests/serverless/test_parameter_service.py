@@ -54,7 +54,7 @@ def plan_of(num_servers: int, staleness: int = 0) -> ParameterPlan:
 
 
 @contextmanager
-def served(
+def serve(
     rpc: Rpc, plan: ParameterPlan, num_ranks: int = 1, listen: Callable[[int], None] = lambda _updates: None
 ) -> Iterator[tuple[ParameterService | None, ParameterClient]]:
     service = None
@@ -115,7 +115,7 @@ def train(session: Session, num_servers: int, *, as_worker: bool) -> dict[str, A
     plan, rpc = plan_of(num_servers), session.rpc
     num_ranks = session.topology.world_size
     before = session.ledger.snapshot()
-    with served(rpc, plan, num_ranks) as (service, client):
+    with serve(rpc, plan, num_ranks) as (service, client):
         barrier(session, "all serve")
         for epoch in range(EPOCHS):
             for interval in range(rpc.rank, len(SIZES), num_ranks):
@@ -181,7 +181,7 @@ def alone() -> Rpc:
 
 
 def test_who_waits_too_long_is_told_for_what() -> None:
-    with served(alone(), plan_of(1)) as (_, client):
+    with serve(alone(), plan_of(1)) as (_, client):
         push(client, lacking=((2, 0), (4, 0), (4, 2)))
         with pytest.raises(PeerError) as caught:
             wait_for(client, 1, within_s=0.01)
@@ -191,9 +191,9 @@ def test_who_waits_too_long_is_told_for_what() -> None:
 
 
 def test_what_servers_must_not_send_is_refused() -> None:
-    """What workers must not is in test_worker_access.py."""
+    """Messages that workers must not send are in test_worker_access.py."""
     rpc = alone()
-    with served(rpc, plan_of(1)):
+    with serve(rpc, plan_of(1)):
         for op, name, arrays, says in (
             (ops.SUMS, "0/0", [np.zeros(SIZE)], "sums of server 0"),
             (ops.SUMS, "0", [np.zeros(SIZE)], "no number and server"),
@@ -206,7 +206,7 @@ def test_what_servers_must_not_send_is_refused() -> None:
 
 def test_an_update_that_fails_ends_the_waiting_and_the_service() -> None:
     rpc = alone()
-    with served(rpc, plan_of(1)) as (service, client):
+    with serve(rpc, plan_of(1)) as (service, client):
         assert service is not None
         service.server._update.apply = broken  # type: ignore[method-assign]
         push(client)
@@ -247,7 +247,7 @@ def test_sums_that_do_not_come_are_named(dead: list[int], says: str, monkeypatch
     monkeypatch.setattr(rpc, "submit", submit)
     monkeypatch.setattr(rpc, "silent", lambda ranks, _: [rank for rank in ranks if rank in dead])
     monkeypatch.setattr(rpc, "timeout_s", 0.02)
-    with served(rpc, plan_of(2)) as (_, client):
+    with serve(rpc, plan_of(2)) as (_, client):
         push(client)
         with pytest.raises(PeerError, match=says):
             wait_for(client, 1)
@@ -282,7 +282,7 @@ def test_listeners_hear_of_each_update_once() -> None:
         if updates == 2:
             all_heard.set()
 
-    with served(rpc, plan_of(1, staleness=1), listen=listen) as (_, client):
+    with serve(rpc, plan_of(1, staleness=1), listen=listen) as (_, client):
         for epoch in (1, 0):
             push(client, epoch)
         wait_for(client, 2)

@@ -61,7 +61,7 @@ def test_a_digest_is_the_programs_and_nothing_elses() -> None:
     assert len({program.digest for program in remaining}) == len(remaining)
 
 
-def changed(index: int, **fields: Any) -> Callable[[], Program]:
+def replace_step(index: int, **fields: Any) -> Callable[[], Program]:
     def make() -> Program:
         program = gcn()
         steps = list(program.steps)
@@ -89,34 +89,34 @@ WRONG: dict[str, tuple[Callable[[], Program], str]] = {
     "no train nodes": (lambda: replace(gcn(), num_train=0), "num_train"),
     "float16": (lambda: replace(gcn(), dtype="float16"), "dtype"),
     "other loss": (lambda: replace(gcn(), loss="mse"), "loss"),
-    "same name twice": (changed(1, name="GA1"), "taken"),
-    "name with a slash": (changed(1, name="A/1"), "A-Z"),
-    "no name": (changed(1, name=""), "A-Z"),
-    "gather of nothing": (changed(0, source="h9"), "no earlier step makes"),
-    "gather of what comes later": (changed(0, source="h1"), "no earlier step makes"),
+    "same name twice": (replace_step(1, name="GA1"), "taken"),
+    "name with a slash": (replace_step(1, name="A/1"), "A-Z"),
+    "no name": (replace_step(1, name=""), "A-Z"),
+    "gather of nothing": (replace_step(0, source="h9"), "no earlier step makes"),
+    "gather of what comes later": (replace_step(0, source="h1"), "no earlier step makes"),
     "gather without scatter": (steps(*gcn().steps[:2], *gcn().steps[3:]), "put a Scatter"),
-    "gather into more columns": (changed(0, output=Slot("a1", 6)), "keeps the columns"),
-    "gather by unknown edges": (changed(0, edges="att"), "no earlier step makes for edges"),
-    "gather by rows of nodes": (changed(3, edges="h1"), "no earlier step makes for edges"),
-    "gather by a bad number": (changed(0, edges="fixed:01"), "no earlier step makes for edges"),
-    "slot is there already": (changed(0, output=Slot("x", 5)), "already exists"),
-    "slot without a name": (changed(0, output=Slot("", 5)), "slots are named"),
-    "unknown stage": (changed(1, stage="dens"), "did you mean 'dense'"),
-    "stage by path": (changed(1, stage="os:system"), "no stage"),
-    "stage of edges": (changed(1, stage="attention_edges", config={"heads": 1, "slope": 1.0}), "edges"),
-    "bad config": (changed(1, config={"in": 5}), "'out' is missing"),
-    "too few inputs": (changed(1, inputs=()), "inputs"),
-    "input of other columns": (changed(1, inputs=("x", "a1")), "inputs"),
-    "output of other columns": (changed(1, outputs=(Slot("h1", 5),)), "outputs"),
-    "no outputs": (changed(1, outputs=()), "outputs"),
-    "too few weights": (changed(1, weights=("w",)), "its stage needs"),
-    "same weight twice": (changed(1, weights=("w", "w")), "belongs to another step"),
-    "weight of another step": (changed(4, weights=("w", "layers.1.bias")), "belongs to another step"),
-    "weight without a name": (changed(1, weights=("w", "")), "not a name"),
-    "scatter of nothing": (changed(2, slots=()), "slots"),
-    "scatter of features": (changed(2, slots=("x",)), "again"),
-    "scatter twice": (changed(2, slots=("h1", "h1")), "again"),
-    "scatter of what is not there": (changed(2, slots=("h2",)), "no earlier step makes"),
+    "gather into more columns": (replace_step(0, output=Slot("a1", 6)), "keeps the columns"),
+    "gather by unknown edges": (replace_step(0, edges="att"), "no earlier step makes for edges"),
+    "gather by rows of nodes": (replace_step(3, edges="h1"), "no earlier step makes for edges"),
+    "gather by a bad number": (replace_step(0, edges="fixed:01"), "no earlier step makes for edges"),
+    "slot is there already": (replace_step(0, output=Slot("x", 5)), "already exists"),
+    "slot without a name": (replace_step(0, output=Slot("", 5)), "slots are named"),
+    "unknown stage": (replace_step(1, stage="dens"), "did you mean 'dense'"),
+    "stage by path": (replace_step(1, stage="os:system"), "no stage"),
+    "stage of edges": (replace_step(1, stage="attention_edges", config={"heads": 1, "slope": 1.0}), "edges"),
+    "bad config": (replace_step(1, config={"in": 5}), "'out' is missing"),
+    "too few inputs": (replace_step(1, inputs=()), "inputs"),
+    "input of other columns": (replace_step(1, inputs=("x", "a1")), "inputs"),
+    "output of other columns": (replace_step(1, outputs=(Slot("h1", 5),)), "outputs"),
+    "no outputs": (replace_step(1, outputs=()), "outputs"),
+    "too few weights": (replace_step(1, weights=("w",)), "its stage needs"),
+    "same weight twice": (replace_step(1, weights=("w", "w")), "belongs to another step"),
+    "weight of another step": (replace_step(4, weights=("w", "layers.1.bias")), "belongs to another step"),
+    "weight without a name": (replace_step(1, weights=("w", "")), "not a name"),
+    "scatter of nothing": (replace_step(2, slots=()), "slots"),
+    "scatter of features": (replace_step(2, slots=("x",)), "again"),
+    "scatter twice": (replace_step(2, slots=("h1", "h1")), "again"),
+    "scatter of what is not there": (replace_step(2, slots=("h2",)), "no earlier step makes"),
 }
 
 
@@ -154,7 +154,7 @@ def test_edges_are_checked_too() -> None:
 def test_drops_are_checked_too() -> None:
     program = dropping()
     assert program.edge_slots == {"att2", "d3"}
-    assert program.trained == set(program.slots) - {"x", "d1", "a1"}
+    assert program.trained_slots == set(program.slots) - {"x", "d1", "a1"}
     first, remaining = program.steps[0], program.steps[1:]
     for change, message in (
         ({"source": "h1"}, "no earlier step makes for nodes"),

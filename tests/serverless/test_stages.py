@@ -49,7 +49,7 @@ STAGES_OF_VERTICES: list[tuple[str, Any]] = [
     ("sequence", sequence(("sage", DENSE), ("layer_norm", NORM), ("dense", {**DENSE, "in": 3}))),
     ("sequence", sequence(("attention_finish", FINISH), ("attention_project", PROJECT))),
 ]
-"""What they compute is compared with DGL's layers by test_model_to_program.py."""
+"""Results of these stages are compared with DGL's layers in test_model_to_program.py."""
 
 
 @pytest.mark.parametrize(("name", "config"), STAGES_OF_VERTICES, ids=str)

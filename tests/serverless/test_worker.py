@@ -22,7 +22,7 @@ from dglx_dist.serverless.worker import DirectCaller, RemoteCaller, TaskPhase, W
 from dglx_dist.serverless.worker_process import Fault, FaultInjector
 
 from .programs import gcn, sage
-from .servers import Bench, keys_of, served
+from .servers import Bench, keys_of, serve
 
 ROWS = [7, 0, 1]
 AV1 = TaskKey(0, 1, 0, Direction.FORWARD)
@@ -37,10 +37,10 @@ def remote() -> Iterator[RemoteCaller]:
         caller.close()
 
 
-def moved(key: TaskKey, *, rematerialise: bool = True, streaming: bool = True) -> tuple[int, ...]:
+def count_moved(key: TaskKey, *, rematerialise: bool = True, streaming: bool = True) -> tuple[int, ...]:
     """Bytes of pull, give, weights, gradients of one task of 7 rows in the program of 5, 4, 3 columns."""
     bench = Bench(gcn(), [7], rematerialise=rematerialise)
-    with served(bench), remote() as caller:
+    with serve(bench), remote() as caller:
         Worker(caller).handle(bench.task(key, streaming=streaming).to_event())
     return tuple(bench.bytes.values())[:4]
 
@@ -52,22 +52,22 @@ def test_bytes_are_those_of_the_paper() -> None:
     av1, grad1 = AV1, TaskKey(0, 1, 0, Direction.BACKWARD)
     av2, grad2 = TaskKey(0, 4, 0, Direction.FORWARD), TaskKey(0, 4, 0, Direction.BACKWARD)
     fused = TaskKey(0, 4, 0, Direction.FUSED)
-    assert moved(av1) == (n * 5 * s, n * 4 * s, first, 0)
-    assert moved(av1, rematerialise=False) == (n * 5 * s, 2 * n * 4 * s, first, 0)
-    assert moved(grad1) == (n * (5 + 4) * s, 0, first, first)
-    assert moved(grad1, rematerialise=False) == (n * (5 + 4 + 4) * s, 0, first, first)
-    apart = [sum(pair) for pair in zip(moved(av2), moved(grad2), strict=True)]
-    together = moved(fused)
+    assert count_moved(av1) == (n * 5 * s, n * 4 * s, first, 0)
+    assert count_moved(av1, rematerialise=False) == (n * 5 * s, 2 * n * 4 * s, first, 0)
+    assert count_moved(grad1) == (n * (5 + 4) * s, 0, first, first)
+    assert count_moved(grad1, rematerialise=False) == (n * (5 + 4 + 4) * s, 0, first, first)
+    apart = [sum(pair) for pair in zip(count_moved(av2), count_moved(grad2), strict=True)]
+    together = count_moved(fused)
     statistics = 2 * 2 * 8
-    assert moved(fused, rematerialise=False) == together
-    assert moved(av2, rematerialise=False)[1] == 2 * n * 3 * s
-    assert moved(grad2, rematerialise=False)[:2] == (n * (4 + 3 + 3) * s, n * 4 * s)
+    assert count_moved(fused, rematerialise=False) == together
+    assert count_moved(av2, rematerialise=False)[1] == 2 * n * 3 * s
+    assert count_moved(grad2, rematerialise=False)[:2] == (n * (4 + 3 + 3) * s, n * 4 * s)
     assert together == (n * 4 * s + n * 4, n * 4 * s + statistics, second, second)
     # Fusion saves the outputs up, the gradient down with the inputs a second time, and the weights once.
     saved = [left - right for left, right in zip(apart, together, strict=True)]
     assert saved == [n * (4 + 3) * s - n * 4, n * 3 * s - statistics, second, 0]
     for key in (av1, grad1, fused):
-        assert moved(key, streaming=False) == moved(key)
+        assert count_moved(key, streaming=False) == count_moved(key)
 
 
 def test_gradients_arrive_before_rows_and_forward_rows_leave_half_by_half() -> None:
@@ -95,7 +95,7 @@ def test_gradients_arrive_before_rows_and_forward_rows_leave_half_by_half() -> N
 def test_rows_that_are_late_are_asked_for_again_and_counted_once() -> None:
     bench, key = Bench(gcn(), [7]), AV1
     bench.late = 3
-    with served(bench), remote() as caller:
+    with serve(bench), remote() as caller:
         Worker(caller).handle(bench.task(key).to_event())
         assert [name for call, name in bench.calls if call == "pull"] == ["r0.e0.s1.i0.f/0"] * 4 + [
             "r0.e0.s1.i0.f/1"
@@ -151,7 +151,7 @@ def test_connections_and_program_are_kept_for_the_next_task_and_renewed_after_a_
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     bench, keys = Bench(gcn(), ROWS), keys_of(gcn())
-    with served(bench), remote() as caller:
+    with serve(bench), remote() as caller:
         worker = Worker(caller)
         for key in keys[:2]:
             worker.handle(bench.task(key).to_event())
@@ -169,7 +169,7 @@ def test_connections_and_program_are_kept_for_the_next_task_and_renewed_after_a_
 
 def test_a_function_takes_tasks_as_events_and_as_requests() -> None:
     bench, keys = Bench(gcn(), ROWS), keys_of(gcn())
-    with served(bench):
+    with serve(bench):
         events = [bench.task(key).to_event() for key in keys]
         coded = base64.b64encode(events[2]).decode()
         assert function.handler(json.loads(events[0]))["accepted"] is True
@@ -189,7 +189,7 @@ def test_a_task_that_another_attempt_has_done_ends_without_an_error() -> None:
 
 def test_a_dead_server_is_named() -> None:
     bench = Bench(gcn(), ROWS)
-    with served(bench):
+    with serve(bench):
         task = bench.task(AV1)
     with remote() as caller, pytest.raises(PeerError) as caught:
         Worker(caller).handle(task.to_event())
@@ -200,7 +200,7 @@ def test_a_dead_server_is_named() -> None:
 @pytest.mark.parametrize("curve", [False, True], ids=["plain", "encrypted"])
 def test_a_worker_without_the_secret_is_refused(curve: bool, caplog: pytest.LogCaptureFixture) -> None:
     bench, key = Bench(gcn(), ROWS), AV1
-    with served(bench, curve=curve), remote() as caller, caplog.at_level(logging.WARNING):
+    with serve(bench, curve=curve), remote() as caller, caplog.at_level(logging.WARNING):
         task = bench.task(key)
         public, secret = bench.secrets.public_key, bench.secrets.secret_key
         wrong = replace(task.secrets, secret="open barley")
@@ -219,7 +219,7 @@ def test_a_worker_without_the_secret_is_refused(curve: bool, caplog: pytest.LogC
 
 def test_an_encrypted_job_never_shows_its_secret_in_clear() -> None:
     bench = Bench(gcn(), ROWS)
-    with served(bench, curve=True), remote() as caller:
+    with serve(bench, curve=True), remote() as caller:
         task = bench.task(keys_of(gcn())[0])
         naked = replace(task, graph_server=replace(task.graph_server, public_key=None))
         with pytest.raises(ConfigError, match="has no public key"):
@@ -261,7 +261,7 @@ def test_answers_that_a_task_does_not_ask_for_are_refused(op: str, answer: list[
 
 def test_a_server_that_raises_is_named() -> None:
     bench = Bench(gcn(), ROWS)
-    with served(bench), remote() as caller:
+    with serve(bench), remote() as caller:
         task = replace(bench.task(AV1), key=replace(AV1, interval=3))  # there is no such interval
         with pytest.raises(
             RemoteError, match=r"i3\.f, attempt 0: rank 0 on here failed at lambda\.pull 'r0\.e0\.s1\.i3"

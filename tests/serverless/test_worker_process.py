@@ -89,7 +89,7 @@ def test_as_many_workers_as_there_is_work_for_warm_ones_first() -> None:
     until(lambda: len(made.done) == 9)
     until(lambda: len(pool._billed) == 9)
     assert sorted(made.done[4:]) == sorted(POOL_KEYS[:5])
-    assert sum(item.cold for item in pool.billed()) == len(made.workers) == 5
+    assert sum(item.cold for item in pool.take_billed()) == len(made.workers) == 5
     pool.size(2)
     until(lambda: pool._num_up == 2)
     pool.close()
@@ -103,7 +103,7 @@ def test_what_a_worker_raises_is_the_tasks_end_not_the_threads() -> None:
     made.go.release()
     pool.invoke(event(POOL_KEYS[1]))
     assert made.told.acquire(timeout=20)
-    assert pool.lost() == [Lost(key=POOL_KEYS[1], attempt=0, reason="OSError: no pipe")]
+    assert pool.take_lost() == [Lost(key=POOL_KEYS[1], attempt=0, reason="OSError: no pipe")]
     made.error = None
     made.go.release()
     pool.invoke(event(POOL_KEYS[2]))

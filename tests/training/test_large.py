@@ -173,7 +173,7 @@ def test_strategies_that_hold_edges_say_so_before_they_read_any(
             ]
             assert len(warned) == message
         assert f"strategy '{strategy}'" in warned[0]
-        assert "for 200000 of them, where 0.001 GB are free" in warned[0]
+        assert "for 200000 edges, but 0.001 GB are free" in warned[0]
 
 
 @pytest.mark.parametrize("strategy", ["data_parallel", "push_pull"])

@@ -47,7 +47,7 @@ class Told:
         self.calls += module.training
         if self.calls == self.at and module.training:
             os.kill(os.getpid(), self.number)
-            while current_session().stop_point._at < 0:
+            while current_session().stop_point._stop_at < 0:
                 time.sleep(0.01)
 
 

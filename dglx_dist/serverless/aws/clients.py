@@ -66,7 +66,7 @@ class Place:
                 retries={"mode": "standard", "total_max_attempts": MAX_TRIES},
                 max_pool_connections=connections,
             )
-            with explained(f"could not create a client of {service}"):
+            with explain_errors(f"could not create a client of {service}"):
                 return self._session.client(service, endpoint_url=self.endpoint_url, config=config)
         except ImportError as error:
             raise ConfigError(
@@ -88,8 +88,8 @@ def is_amazon(client: Client) -> bool:
 
 
 @contextmanager
-def explained(what: str) -> Iterator[None]:
-    """Turn errors of boto3 into a ConfigError or PeerError that says ``what`` failed and how to fix it."""
+def explain_errors(purpose: str) -> Iterator[None]:
+    """Turn errors of boto3 into a ConfigError or PeerError that says ``purpose`` failed and how to fix it."""
     from botocore import exceptions as boto
 
     try:
@@ -98,7 +98,7 @@ def explained(what: str) -> Iterator[None]:
         raise
     except (boto.ConnectionError, boto.HTTPClientError) as error:
         raise PeerError(
-            f"{what}: {error}; check the network, the region and the endpoint's address"
+            f"{purpose}: {error}; check the network, the region and the endpoint's address"
         ) from error
     except (boto.BotoCoreError, boto.ClientError, ValueError) as error:
         remedy = ""
@@ -110,7 +110,7 @@ def explained(what: str) -> Iterator[None]:
             isinstance(error, boto.ClientError) and error.response.get("Error", {}).get("Code") in _FORBIDDEN
         ):
             remedy = "; ask for the permission, or log in as another user"
-        raise ConfigError(f"{what}: {error}{remedy}") from error
+        raise ConfigError(f"{purpose}: {error}{remedy}") from error
 
 
 Found: TypeAlias = Mapping[str, Any]
@@ -118,12 +118,12 @@ Found: TypeAlias = Mapping[str, Any]
 
 
 def found_or_none(
-    what: str, missing: type[Exception], call: Callable[..., Found], **given: object
+    purpose: str, missing: type[Exception], call: Callable[..., Found], **arguments: object
 ) -> Found | None:
-    """Return ``call(**given)``; None if it raises ``missing``; other errors as in :func:`explained`."""
-    with explained(what):
+    """Return ``call(**arguments)``, None if it raises ``missing``; other errors as :func:`explain_errors`."""
+    with explain_errors(purpose):
         try:
-            return call(**given)
+            return call(**arguments)
         except missing:
             return None
 

@@ -36,7 +36,7 @@ from dglx_dist.serverless.aws.clients import (
     Found,
     Place,
     check_name,
-    explained,
+    explain_errors,
     found_or_none,
     is_amazon,
 )
@@ -89,42 +89,42 @@ class Changes:
         self._say, self._dry_run = say, dry_run
         self.number = 0
 
-    def __call__(self, text: str, call: Callable[..., Any], **given: object) -> Any:
-        """Return ``call(**given)``, None in a dry run; ConfigError or PeerError if AWS rejects it."""
+    def __call__(self, text: str, call: Callable[..., Any], **arguments: object) -> Any:
+        """Return ``call(**arguments)``, None in a dry run; ConfigError or PeerError if AWS rejects it."""
         self.number += 1
         self._say(f"would {text}" if self._dry_run else text)
         if self._dry_run:
             return None
-        with explained(f"could not {text}"):
-            return call(**given)
+        with explain_errors(f"could not {text}"):
+            return call(**arguments)
 
 
-def deploy(wanted: Deployment, change: Changes) -> None:
-    """Make the changes that ``wanted`` needs: only differences, so again it resumes an interrupted one.
+def deploy(deployment: Deployment, change: Changes) -> None:
+    """Make the changes that ``deployment`` needs. It skips what exists, so a second call resumes the first.
 
     Raises:
         ConfigError: credentials or permission are missing, the given role does not exist, or the name
             belongs to a function that dglx did not create.
         PeerError: AWS is unreachable.
     """
-    client, name = wanted.place.client("lambda"), wanted.name
-    package, runtime = wanted.package.read_bytes(), runtime_for(wanted, on_aws=is_amazon(client))
-    found = _own_function(client, name)
+    client, name = deployment.place.client("lambda"), deployment.name
+    package, runtime = deployment.package.read_bytes(), runtime_for(deployment, on_aws=is_amazon(client))
+    function = _own_function(client, name)
     settings = {
-        "Role": _role_arn(wanted, change),
+        "Role": _role_arn(deployment, change),
         "Handler": HANDLER,
         "Runtime": runtime,
-        "MemorySize": wanted.memory_mb,
-        "Timeout": wanted.timeout_s,
-        "VpcConfig": _vpc({"SubnetIds": wanted.subnets, "SecurityGroupIds": wanted.security_groups}),
+        "MemorySize": deployment.memory_mb,
+        "Timeout": deployment.timeout_s,
+        "VpcConfig": _vpc({"SubnetIds": deployment.subnets, "SecurityGroupIds": deployment.security_groups}),
     }
-    architecture = [wanted.architecture]
+    architecture = [deployment.architecture]
     size = format_bytes(len(package))
-    if found is None:
-        subnets = f", VPC subnets {' '.join(wanted.subnets)}" if wanted.subnets else ""
+    if function is None:
+        subnets = f", VPC subnets {' '.join(deployment.subnets)}" if deployment.subnets else ""
         change(
-            f"create the function {name}: memory {wanted.memory_mb} MB, time-out {wanted.timeout_s} s, "
-            f"runtime {runtime}, package {size}{subnets}",
+            f"create the function {name}: memory {deployment.memory_mb} MB, "
+            f"time-out {deployment.timeout_s} s, runtime {runtime}, package {size}{subnets}",
             _create_function,
             client=client,
             FunctionName=name,
@@ -137,7 +137,7 @@ def deploy(wanted: Deployment, change: Changes) -> None:
         )
         _wait(client, name, change, "active")
     else:
-        now = found["Configuration"]
+        now = function["Configuration"]
         # An earlier command may have been interrupted; AWS rejects changes until its work is done.
         if now.get("State") in ("Pending", "Failed"):
             _wait(client, name, change, "active")
@@ -145,8 +145,8 @@ def deploy(wanted: Deployment, change: Changes) -> None:
             _wait(client, name, change, "updated")
         digest = base64.b64encode(hashlib.sha256(package).digest()).decode()
         if now["CodeSha256"] != digest or now.get("Architectures", ["x86_64"]) != architecture:
-            given = {"FunctionName": name, "ZipFile": package, "Architectures": architecture}
-            change(f"update the code of {name} ({size})", client.update_function_code, **given)
+            code = {"FunctionName": name, "ZipFile": package, "Architectures": architecture}
+            change(f"update the code of {name} ({size})", client.update_function_code, **code)
             _wait(client, name, change, "updated")
         current = {**now, "VpcConfig": _vpc(now.get("VpcConfig") or {})}
         changed = {key: value for key, value in settings.items() if current.get(key) != value}
@@ -154,7 +154,7 @@ def deploy(wanted: Deployment, change: Changes) -> None:
             update = client.update_function_configuration
             change(f"update {', '.join(changed)} of {name}", update, FunctionName=name, **changed)
             _wait(client, name, change, "updated")
-    if found is None or not _drops_failures(client, name):
+    if function is None or not _drops_failures(client, name):
         # Otherwise AWS would run and bill a failed event twice more, after another attempt did its task.
         change(
             f"let {name} drop failed events: the controller resends them",
@@ -175,9 +175,9 @@ def remove(name: str, place: Place, change: Changes) -> None:
     has_role, has_log, group = role is not None and _owner(role) == name, False, f"/aws/lambda/{name}"
     # A log has no tag of its creator: it is deleted together with a function or role that has one.
     if function is not None or has_role:
-        with explained(f"could not look for the log {group}"):
+        with explain_errors(f"could not look for the log {group}"):
             listed = logs.describe_log_groups(logGroupNamePrefix=group)["logGroups"]
-        has_log = group in [one["logGroupName"] for one in listed]
+        has_log = group in [entry["logGroupName"] for entry in listed]
     if function is not None:
         change(f"delete the function {name}", client.delete_function, FunctionName=name)
     if has_log:
@@ -190,43 +190,43 @@ def default_role(function: str) -> str:
     return f"{function}-role"
 
 
-def _role_arn(wanted: Deployment, change: Changes) -> str | None:
+def _role_arn(deployment: Deployment, change: Changes) -> str | None:
     """Return the ARN of the execution role: the given one, or one created for the function.
 
     None if a dry run does not create it.
     """
-    given = wanted.role
-    if given is not None and given.startswith("arn:"):
-        return given
-    iam, name = wanted.place.client("iam"), given or default_role(wanted.name)
-    found = _find_role(iam, name)
-    if given is not None:
-        if found is None:
-            raise ConfigError(f"there is no role {given!r}; name an existing one, or none to create one")
-        return str(found["Arn"])
+    role = deployment.role
+    if role is not None and role.startswith("arn:"):
+        return role
+    iam, name = deployment.place.client("iam"), role or default_role(deployment.name)
+    existing = _find_role(iam, name)
+    if role is not None:
+        if existing is None:
+            raise ConfigError(f"there is no role {role!r}; name an existing one, or none to create one")
+        return str(existing["Arn"])
     attached: list[str] = []
-    if found is None:
+    if existing is None:
         made = change(
             f"create the role {name}",
             iam.create_role,
             RoleName=name,
             AssumeRolePolicyDocument=json.dumps(_TRUST),
-            Description=f"Workers of dglx_dist: function {wanted.name}",
-            Tags=[{"Key": TAG, "Value": wanted.name}],
+            Description=f"Workers of dglx_dist: function {deployment.name}",
+            Tags=[{"Key": TAG, "Value": deployment.name}],
         )
-        found = {"Arn": None} if made is None else made["Role"]
-    elif _owner(found) != wanted.name:
+        existing = {"Arn": None} if made is None else made["Role"]
+    elif _owner(existing) != deployment.name:
         raise ConfigError(
-            f"the role {name} exists and was not made for the function {wanted.name} by dglx; give it, or "
-            "another one, with --role"
+            f"the role {name} exists and was not made for the function {deployment.name} by dglx; give it, "
+            "or another one, with --role"
         )
     else:
         attached = _attached_policies(iam, name)
-    policy = VPC_POLICY if wanted.subnets else LOG_POLICY
+    policy = VPC_POLICY if deployment.subnets else LOG_POLICY
     if policy not in attached:
         text = f"let the role {name} use {policy.removeprefix(_MANAGED)}"
         change(text, iam.attach_role_policy, RoleName=name, PolicyArn=policy)
-    arn: str | None = found["Arn"]
+    arn: str | None = existing["Arn"]
     return arn
 
 
@@ -237,9 +237,9 @@ def _find_role(iam: Client, name: str) -> Found | None:
 
 
 def _attached_policies(iam: Client, name: str) -> list[str]:
-    with explained(f"could not look at the role {name}"):
+    with explain_errors(f"could not look at the role {name}"):
         listed = iam.list_attached_role_policies(RoleName=name)["AttachedPolicies"]
-    return [str(one["PolicyArn"]) for one in listed]
+    return [str(policy["PolicyArn"]) for policy in listed]
 
 
 def _delete_role(iam: Client, name: str) -> None:
@@ -253,26 +253,26 @@ def _owner(role: Found) -> object:
 
 
 def _own_function(client: Client, name: str) -> Found | None:
-    what, missing = f"could not look for the function {name}", client.exceptions.ResourceNotFoundException
-    found = found_or_none(what, missing, client.get_function, FunctionName=name)
-    if found is not None and found.get("Tags", {}).get(TAG) != name:
+    purpose, missing = f"could not look for the function {name}", client.exceptions.ResourceNotFoundException
+    function = found_or_none(purpose, missing, client.get_function, FunctionName=name)
+    if function is not None and function.get("Tags", {}).get(TAG) != name:
         raise ConfigError(
             f"the function {name} exists and was not made by dglx, so it is left unchanged; choose another "
             "name"
         )
-    return found
+    return function
 
 
-def _vpc(given: Mapping[str, Sequence[str]]) -> dict[str, list[str]]:
+def _vpc(settings: Mapping[str, Sequence[str]]) -> dict[str, list[str]]:
     # Sorted for comparison: AWS returns them in any order.
-    return {key: sorted(given.get(key) or []) for key in ("SubnetIds", "SecurityGroupIds")}
+    return {key: sorted(settings.get(key) or []) for key in ("SubnetIds", "SecurityGroupIds")}
 
 
-def _create_function(client: Client, **given: object) -> None:
+def _create_function(client: Client, **arguments: object) -> None:
     deadline = time.monotonic() + ROLE_KNOWN_WITHIN_S
     while True:
         try:
-            client.create_function(**given)
+            client.create_function(**arguments)
         except client.exceptions.InvalidParameterValueException as error:
             # A new role is not visible everywhere at once.
             if "assume" not in str(error) or time.monotonic() > deadline:
@@ -289,17 +289,17 @@ def _wait(client: Client, name: str, change: Changes, until: str) -> None:
         deadline = time.monotonic() + ACTIVE_WITHIN_S
         while True:
             now = client.get_function_configuration(FunctionName=name)
-            found, reason = now.get(field, state), now.get(f"{field}Reason", "")
-            if found == state:
+            current, reason = now.get(field, state), now.get(f"{field}Reason", "")
+            if current == state:
                 return
-            if found == "Failed":
+            if current == "Failed":
                 raise ConfigError(
                     f"the function {name} cannot be used: {reason}; fix that, then run `dglx lambda "
                     f"remove {name}` and deploy again"
                 )
             if time.monotonic() > deadline:
                 raise PeerError(
-                    f"the function {name} is {found} after {ACTIVE_WITHIN_S:g} s ({reason}); run the "
+                    f"the function {name} is {current} after {ACTIVE_WITHIN_S:g} s ({reason}); run the "
                     "same command again to resume"
                 )
             time.sleep(_PAUSE_S)
@@ -324,8 +324,8 @@ def compiled_of(package: Path) -> tuple[int | None, str | None, int | None]:
     try:
         with zipfile.ZipFile(package) as archive:
             for name in archive.namelist():
-                if found := _COMPILED.search(name):
-                    kinds.add((int(found["minor"]), aws_name.get(found["machine"], found["machine"])))
+                if match := _COMPILED.search(name):
+                    kinds.add((int(match["minor"]), aws_name.get(match["machine"], match["machine"])))
                 if ".so" in Path(name).name:
                     needed |= {int(minor) for minor in _GLIBC.findall(archive.read(name))}
     except (zipfile.BadZipFile, OSError) as error:
@@ -453,7 +453,7 @@ class _Trial:
             timeout_s=TASK_TIMEOUT_S,
         )
         begun = time.perf_counter()
-        with explained(f"could not invoke the function {name}"):
+        with explain_errors(f"could not invoke the function {name}"):
             answer = client.invoke(
                 FunctionName=name, InvocationType="RequestResponse", LogType="Tail", Payload=task.to_event()
             )
@@ -467,15 +467,15 @@ class _Trial:
         return seconds, worker
 
     def _check(self, name: str, key: TaskKey) -> None:
-        wanted = self._work.compute_halves(self._weights, self._arrays, ROWS)
+        expected = self._work.compute_halves(self._weights, self._arrays, ROWS)
         names = [attempt_name(key, 0, 0), attempt_name(key, 1, 0), str(key)]
         if not self._given.keys() >= set(names):
             raise ConfigError(f"the function {name} answered but sent no rows or gradients; deploy it again")
-        found = [array for one in names for array in self._given[one]]
+        results = [array for key in names for array in self._given[key]]
         # Not bit for bit: BLAS kernels of another processor round sums differently.
-        for one, other in zip(found, [*wanted.rows, *wanted.gradients], strict=True):
-            if not np.allclose(one, other, rtol=1e-4, atol=1e-5):
-                worst = float(np.max(np.abs(one - other)))
+        for result, reference in zip(results, [*expected.rows, *expected.gradients], strict=True):
+            if not np.allclose(result, reference, rtol=1e-4, atol=1e-5):
+                worst = float(np.max(np.abs(result - reference)))
                 raise ConfigError(
                     f"the results of the function {name} differ from this machine's by up to {worst:.3g}; "
                     "package and deploy this version"
@@ -488,7 +488,7 @@ class _Trial:
 
 def _reason(payload: bytes) -> str:
     try:
-        found = json.loads(payload)
+        answer = json.loads(payload)
     except ValueError:
         return payload[:_MAX_LOG].decode(errors="replace")
-    return str(found.get("errorMessage", found) if isinstance(found, dict) else found)[:_MAX_LOG]
+    return str(answer.get("errorMessage", answer) if isinstance(answer, dict) else answer)[:_MAX_LOG]

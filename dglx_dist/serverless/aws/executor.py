@@ -11,7 +11,14 @@ from typing import Annotated, final
 
 from dglx_dist.data.json_fields import Within, read_record
 from dglx_dist.errors import ConfigError, PeerError
-from dglx_dist.serverless.aws.clients import Client, Place, check_name, explained, found_or_none, is_amazon
+from dglx_dist.serverless.aws.clients import (
+    Client,
+    Place,
+    check_name,
+    explain_errors,
+    found_or_none,
+    is_amazon,
+)
 from dglx_dist.serverless.executors.base import (
     ExecutorContext,
     Invocation,
@@ -41,13 +48,13 @@ def read_report(line: str) -> tuple[str, Invocation] | None:
 
     If AWS bills the start of a container, so does the invocation.
     """
-    found = _REPORT.search(line)
-    if found is None:
+    report = _REPORT.search(line)
+    if report is None:
         return None
-    return found["request"], Invocation(
-        duration_s=float(found["billed"]) / 1e3,
+    return report["request"], Invocation(
+        duration_s=float(report["billed"]) / 1e3,
         cold=_INIT.search(line) is not None,
-        memory_mb=int(found["memory"]),
+        memory_mb=int(report["memory"]),
     )
 
 
@@ -73,11 +80,11 @@ class ReportReader:
         with self._lock:
             self._waited.add(request)
 
-    def found(self) -> list[Invocation]:
+    def take_found(self) -> list[Invocation]:
         """Return the invocations found since the last call."""
         with self._lock:
-            found, self._found = self._found, []
-            return found
+            invocations, self._found = self._found, []
+            return invocations
 
     def close(self) -> None:
         """Stop reading; may be called twice."""
@@ -87,20 +94,20 @@ class ReportReader:
     def _run(self) -> None:
         while not self._stopped.wait(self._every_s):
             with self._lock:
-                wanted = bool(self._waited)
+                is_expecting = bool(self._waited)
             try:
-                if wanted:
+                if is_expecting:
                     self._read()
             except (ConfigError, PeerError) as error:
                 log.warning("durations of invocations stay unknown: %s", error)
                 return
 
     def _read(self) -> None:
-        wanted = {"logGroupName": self._group, "startTime": self._since_ms, "filterPattern": "REPORT"}
-        pages = self._client.get_paginator("filter_log_events").paginate(**wanted)
+        query = {"logGroupName": self._group, "startTime": self._since_ms, "filterPattern": "REPORT"}
+        pages = self._client.get_paginator("filter_log_events").paginate(**query)
         newest, missing = self._since_ms, self._client.exceptions.ResourceNotFoundException
         # The first invocation creates the log.
-        with explained(f"could not read the log {self._group}"), suppress(missing):
+        with explain_errors(f"could not read the log {self._group}"), suppress(missing):
             for page in pages:
                 for event in page["events"]:
                     newest = max(newest, int(event["timestamp"]))
@@ -133,31 +140,32 @@ class AwsExecutor(PoolExecutor):
     """Invokes a function created by ``dglx lambda deploy``, one event per attempt. Options: ``AwsOptions``.
 
     The graph servers and parameter servers must be reachable from the function's subnets. Credentials come
-    from boto3's own chain only. :meth:`lost` reports only events that AWS rejected, and :meth:`billed` is
-    seconds late. Workers continue after :meth:`close` until the servers stop answering.
+    from boto3's own chain only. :meth:`take_lost` reports only events that AWS rejected, and
+    :meth:`take_billed` is seconds late. Workers continue after :meth:`close` until the servers stop
+    answering.
     """
 
     option_names = names_of(AwsOptions)
 
     def __init__(self, context: ExecutorContext, options: Mapping[str, object]) -> None:
-        given = read_record(AwsOptions, options, "executor 'aws'", defaults=True)
-        check_name(given.function)
-        place = Place(region=given.region, endpoint_url=given.endpoint_url)
+        chosen = read_record(AwsOptions, options, "executor 'aws'", defaults=True)
+        check_name(chosen.function)
+        place = Place(region=chosen.region, endpoint_url=chosen.endpoint_url)
         client = place.client("lambda", connections=MAX_REQUESTS)
         self.simulated = not is_amazon(client)
-        memory_mb = _check_usable(client, given.function)
+        memory_mb = _check_usable(client, chosen.function)
         self._reports: ReportReader | None = None
-        if given.read_log:
-            self._reports = ReportReader(place.client("logs"), given.function, given.read_log_every_s)
-        poster = _Poster(client, given.function, self._reports)
+        if chosen.read_log:
+            self._reports = ReportReader(place.client("logs"), chosen.function, chosen.read_log_every_s)
+        poster = _Poster(client, chosen.function, self._reports)
         super().__init__(lambda: poster, context.notice, memory_mb=memory_mb, billed=False)
 
     def size(self, workers: int) -> None:
         # AWS starts a worker per event; the controller limits how many are sent.
         super().size(min(workers, MAX_REQUESTS))
 
-    def billed(self) -> list[Invocation]:
-        return [] if self._reports is None else self._reports.found()
+    def take_billed(self) -> list[Invocation]:
+        return [] if self._reports is None else self._reports.take_found()
 
     def close(self) -> None:
         super().close()
@@ -171,7 +179,7 @@ class _Poster(WorkerHandle):
         self._client, self._function, self._reports = client, function, reports
 
     def invoke(self, event: bytes, fault: Fault | None) -> WorkerAnswer | None:
-        with explained(f"AWS did not accept an event for the function {self._function}"):
+        with explain_errors(f"AWS did not accept an event for the function {self._function}"):
             answer = self._client.invoke(FunctionName=self._function, InvocationType="Event", Payload=event)
         if self._reports is not None:
             self._reports.expect(str(answer["ResponseMetadata"]["RequestId"]))
@@ -183,17 +191,20 @@ class _Poster(WorkerHandle):
 
 def _check_usable(client: Client, function: str) -> int:
     """Return the memory of ``function`` in MB; raise ConfigError unless it is there and active."""
-    what, missing = f"could not look for the function {function}", client.exceptions.ResourceNotFoundException
-    found = found_or_none(what, missing, client.get_function_configuration, FunctionName=function)
-    if found is None:
+    purpose, missing = (
+        f"could not look for the function {function}",
+        client.exceptions.ResourceNotFoundException,
+    )
+    settings = found_or_none(purpose, missing, client.get_function_configuration, FunctionName=function)
+    if settings is None:
         raise ConfigError(
             f"there is no function {function!r} in {client.meta.region_name}; create it with "
             f"`dglx lambda deploy {function}`, or give its region"
         )
     # A function that was not called for weeks is "Inactive"; the next event activates it.
-    if found.get("State", "Active") not in ("Active", "Inactive"):
+    if settings.get("State", "Active") not in ("Active", "Inactive"):
         raise ConfigError(
-            f"the function {function} is {found['State']} ({found.get('StateReason', '')}); wait, or deploy "
-            "it again"
+            f"the function {function} is {settings['State']} ({settings.get('StateReason', '')}); wait, or "
+            "deploy it again"
         )
-    return int(found["MemorySize"])
+    return int(settings["MemorySize"])

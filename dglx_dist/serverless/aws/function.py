@@ -19,10 +19,10 @@ def handler(event: object, context: object = None) -> dict[str, Json]:
     body = request.get("body")
     if not isinstance(body, str):
         return _WORKER.handle(event, context)
-    return _WORKER.handle(_decoded(body) if request.get("isBase64Encoded") is True else body, context)
+    return _WORKER.handle(_decode(body) if request.get("isBase64Encoded") is True else body, context)
 
 
-def _decoded(body: str) -> bytes:
+def _decode(body: str) -> bytes:
     try:
         return base64.b64decode(body, validate=True)
     except ValueError as error:  # includes binascii.Error

@@ -74,8 +74,8 @@ def download_wheels(folder: Path, *, python: str, architecture: str) -> None:
     modules = {project: importlib.import_module(name) for name, project in LIBRARIES.items()}
     versions = [f"{project}=={module.__version__}" for project, module in modules.items()]
     platforms = [f"--platform=manylinux{kind}_{architecture}" for kind in ("2014", "_2_28")]
-    wanted = [*platforms, f"--python-version={python}", "--only-binary=:all:", "--no-deps"]
-    command = [sys.executable, "-m", "pip", "download", *wanted, f"--dest={folder}", *versions]
+    platform_options = [*platforms, f"--python-version={python}", "--only-binary=:all:", "--no-deps"]
+    command = [sys.executable, "-m", "pip", "download", *platform_options, f"--dest={folder}", *versions]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         raise ConfigError(
@@ -94,10 +94,10 @@ def _is_needed(path: PurePosixPath) -> bool:
 def stages_of(steps: Iterable[ProgramStep]) -> dict[str, str]:
     """Return the user's own stages in ``steps``: name to ``module:Class``."""
     names = sorted({name for step in steps for name in stage_names(step)})
-    found = {name: STAGES.get(name) for name in names}
+    classes = {name: STAGES.get(name) for name in names}
     return {
         name: f"{stage.__module__}:{stage.__qualname__}"
-        for name, stage in found.items()
+        for name, stage in classes.items()
         if stage.__module__.partition(".")[0] != "dglx_dist"
     }
 
@@ -118,10 +118,10 @@ def check_imports(stages: Mapping[str, str], executor: str) -> None:
         parts = module.split(".")
         known = {parts[0], "dglx_dist", *LIBRARIES, *sys.stdlib_module_names}
         for number in range(1, len(parts) + 1):
-            for found in _imported_by(".".join(parts[:number])):
-                if found not in known:
+            for library in _imported_by(".".join(parts[:number])):
+                if library not in known:
                     raise ConfigError(
-                        f"stage {name!r} is in module {module!r}, which imports {found}, and workers of "
+                        f"stage {name!r} is in module {module!r}, which imports {library}, and workers of "
                         f"executor {executor!r} have {' and '.join(LIBRARIES)} only; write the stage with "
                         "numpy, or use executor='inline', which runs workers in this process"
                     )

@@ -26,7 +26,7 @@ from dglx_dist.serverless.worker_process import MAX_SECONDS, Fault
 
 MemoryMb: TypeAlias = Annotated[int, Within(1, 1 << 20)]
 DEFAULT_MEMORY_MB = 192
-"""As in the paper."""
+"""Memory of a function in the paper."""
 _USUAL_SIGMA = 0.5
 log = logging.getLogger(__name__)
 _END_S = 10.0
@@ -35,16 +35,16 @@ _END_S = 10.0
 @final
 @dataclass(frozen=True, kw_only=True)
 class ExecutorContext:
-    """What a graph server provides to its executor."""
+    """Facilities that a graph server provides to its executor."""
 
     folder: Path = field(default_factory=lambda: Path(tempfile.gettempdir()))
-    """Where the executor may create a folder of its own, which it removes when it is closed."""
+    """Folder in which the executor may create one of its own, which it removes when it is closed."""
     stages: Mapping[str, str] = field(default_factory=dict)
     """The user's own stages: name to ``module:Class``."""
     handlers: Mapping[str, Handler] = field(default_factory=dict)
     """Handlers of a worker's operations, for executors in this process."""
     notice: Callable[[], None] = lambda: None
-    """Called on any thread when :meth:`Executor.lost` has something new; must return quickly."""
+    """Called on any thread when :meth:`Executor.take_lost` has something new; must return quickly."""
 
 
 @final
@@ -100,11 +100,11 @@ class Executor(ABC):
         """Use at most ``workers`` >= 1 workers at the same time from now on."""
 
     @abstractmethod
-    def lost(self) -> list[Lost]:
+    def take_lost(self) -> list[Lost]:
         """Return the attempts that failed since the last call, as far as known."""
 
     @abstractmethod
-    def billed(self) -> list[Invocation]:
+    def take_billed(self) -> list[Invocation]:
         """Return the invocations that ended since the last call."""
 
     @abstractmethod
@@ -120,7 +120,7 @@ class Executor(ABC):
 
 def names_of(kind: type) -> tuple[str, ...]:
     """Return the names of the options of the record ``kind``."""
-    return tuple(one.name for one in fields(kind))
+    return tuple(option.name for option in fields(kind))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -217,15 +217,15 @@ class PoolExecutor(Executor):
         for worker in extra:
             worker.end()
 
-    def lost(self) -> list[Lost]:
+    def take_lost(self) -> list[Lost]:
         with self._lock:
-            found, self._lost = self._lost, []
-            return found
+            attempts, self._lost = self._lost, []
+            return attempts
 
-    def billed(self) -> list[Invocation]:
+    def take_billed(self) -> list[Invocation]:
         with self._lock:
-            found, self._billed = self._billed, []
-            return found
+            invocations, self._billed = self._billed, []
+            return invocations
 
     def close(self) -> None:
         with self._lock:

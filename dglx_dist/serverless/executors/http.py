@@ -61,9 +61,9 @@ class HttpExecutor(PoolExecutor):
     option_names = names_of(HttpOptions)
 
     def __init__(self, context: ExecutorContext, options: Mapping[str, object]) -> None:
-        given = read_record(HttpOptions, options, "executor 'http'", hidden=True, defaults=True)
-        url = _checked_url(given)
-        for name, value in (given.headers or {}).items():
+        chosen = read_record(HttpOptions, options, "executor 'http'", hidden=True, defaults=True)
+        url = _checked_url(chosen)
+        for name, value in (chosen.headers or {}).items():
             if not _HEADER.fullmatch(name) or not value.isascii():
                 raise ConfigError(
                     f"executor 'http' cannot send the header {name[:80]!r}; names are of A-Z a-z 0-9 and "
@@ -71,7 +71,7 @@ class HttpExecutor(PoolExecutor):
                 )
         # Read once, and not for each worker.
         trust = None if url.scheme == "http" else ssl.create_default_context()
-        super().__init__(lambda: _Connection(url, given, trust), context.notice, memory_mb=given.memory_mb)
+        super().__init__(lambda: _Connection(url, chosen, trust), context.notice, memory_mb=chosen.memory_mb)
 
 
 @final

@@ -107,8 +107,8 @@ class LocalExecutor(PoolExecutor):
     option_names = names_of(LocalOptions)
 
     def __init__(self, context: ExecutorContext, options: Mapping[str, object]) -> None:
-        given = read_record(LocalOptions, options, "executor 'local'", defaults=True)
-        setup = select_common_fields(given, Setup)
+        settings = read_record(LocalOptions, options, "executor 'local'", defaults=True)
+        setup = select_common_fields(settings, Setup)
         self._tree = Path(tempfile.mkdtemp(prefix="dglx-workers-", dir=context.folder))
         try:
             make_tree(self._tree, context.stages)
@@ -116,7 +116,10 @@ class LocalExecutor(PoolExecutor):
             shutil.rmtree(self._tree)
             raise
         super().__init__(
-            lambda: _Process(self._tree, setup), context.notice, memory_mb=given.memory_mb, latency=given
+            lambda: _Process(self._tree, setup),
+            context.notice,
+            memory_mb=settings.memory_mb,
+            latency=settings,
         )
 
     def close(self) -> None:
@@ -134,10 +137,10 @@ class _Process(WorkerHandle):
         self._stopped = False
 
     def invoke(self, event: bytes, fault: Fault | None) -> WorkerAnswer:
-        given = write_json(None if fault is None else vars(fault))
+        fault_json = write_json(None if fault is None else vars(fault))
         line = event.replace(b"\n", b" ")  # JSON strings contain no raw newline
         process = self._running()
-        _write(process, b'{"event":' + line + b',"fault":' + given + b"}\n")
+        _write(process, b'{"event":' + line + b',"fault":' + fault_json + b"}\n")
         assert process.stdout is not None
         answer = process.stdout.readline(MAX_ANSWER_BYTES)
         if not answer.endswith(b"\n"):  # it died

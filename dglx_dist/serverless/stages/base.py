@@ -140,7 +140,7 @@ class Stage(ABC):
 
 
 class StageShapes(NamedTuple):
-    """What a vertex stage takes and gives."""
+    """Columns of the arrays that a vertex stage takes and returns."""
 
     weights: Shapes
     """Shape of each weight by the stage's own name, in the order of ``weights`` of a call."""
@@ -308,10 +308,10 @@ def register_stage(name: str, stage: type[Stage] | str) -> None:
     Raises:
         ConfigError: the name belongs to another class, the class does not exist, or it is not a stage.
     """
-    found = _imported(stage) if isinstance(stage, str) else stage
-    if name in STAGES.names() and STAGES.get(name) is found:
+    kind = _import_stage(stage) if isinstance(stage, str) else stage
+    if name in STAGES.names() and STAGES.get(name) is kind:
         return
-    STAGES.register(name)(found)  # type: ignore[arg-type]  # the registry refuses anything else
+    STAGES.register(name)(kind)  # type: ignore[arg-type]  # the registry refuses anything else
 
 
 def vertex_stage(name: str, config: Config) -> VertexStage:
@@ -330,7 +330,7 @@ def edge_stage(name: str, config: Config) -> EdgeStage:
     return stage
 
 
-def _imported(path: str) -> object:
+def _import_stage(path: str) -> object:
     if _PATH.fullmatch(path) is None:
         raise ConfigError(f"{path!r} is not the path of a class; write 'module:Class'")
     module, _, name = path.partition(":")

@@ -167,13 +167,15 @@ class LayerNorm(VertexStage):
         self.shapes = StageShapes(dict.fromkeys(names, (width,)), (width,), (width,))
 
     def forward(self, weights: Rows, inputs: Rows) -> Forward:
-        return Forward((self._activation.apply(self._scaled(weights, self._normalised(inputs[0])[0])),), ())
+        return Forward(
+            (self._activation.apply(self._scale_rows(weights, self._normalise(inputs[0])[0])),), ()
+        )
 
     def backward(
         self, weights: Rows, inputs: Rows, gradients: Rows, *, saved: Rows | None = None, wanted: Mask = None
     ) -> Backward:
-        y, deviations = self._normalised(inputs[0])
-        dz = self._activation.pull_back(self._scaled(weights, y), gradients[0])
+        y, deviations = self._normalise(inputs[0])
+        dz = self._activation.pull_back(self._scale_rows(weights, y), gradients[0])
         of_weights = [
             *([(dz * y).sum(axis=0)] if self._scale else []),
             *([dz.sum(axis=0)] if self._bias else []),
@@ -186,14 +188,14 @@ class LayerNorm(VertexStage):
         dx /= deviations
         return Backward((dx,), tuple(of_weights))
 
-    def _normalised(self, x: Array) -> tuple[Array, Array]:
+    def _normalise(self, x: Array) -> tuple[Array, Array]:
         # y (n, width), and the deviations (n, 1) by which it was divided.
         y = x - x.mean(axis=1, keepdims=True)
         deviations = np.sqrt(np.square(y).mean(axis=1, keepdims=True) + x.dtype.type(self._eps))
         y /= deviations
         return y, deviations
 
-    def _scaled(self, weights: Sequence[Array], y: Array) -> Array:
+    def _scale_rows(self, weights: Sequence[Array], y: Array) -> Array:
         z = y * weights[0] if self._scale else y
         return z + weights[-1] if self._bias else z
 
@@ -213,11 +215,11 @@ class StageSequence(VertexStage):
         fields = Fields(config, "stage sequence")
         self._stages = list(map(_stage_of, fields.nested_list("stages", 2, MAX_STAGES)))
         fields.reject_unread()
-        for at, (one, following) in enumerate(pairwise(self._stages)):
-            if len(one.shapes.outputs) != 1 or one.shapes.outputs != following.shapes.inputs:
-                found, wanted = one.shapes.outputs, following.shapes.inputs
+        for at, (stage, following) in enumerate(pairwise(self._stages)):
+            if len(stage.shapes.outputs) != 1 or stage.shapes.outputs != following.shapes.inputs:
+                columns, expected = stage.shapes.outputs, following.shapes.inputs
                 raise fields.field_error(
-                    "stages", f"a stage {at + 1} of the columns {found} of stage {at}, not {wanted}"
+                    "stages", f"a stage {at + 1} of the columns {columns} of stage {at}, not {expected}"
                 )
         weights: Shapes = {
             f"{at}.{name}": shape
@@ -241,24 +243,24 @@ class StageSequence(VertexStage):
         own = self._split(weights)
         for at in reversed(range(len(self._stages))):
             rows, kept = passes[at]
-            slopes = [one for one in of_inputs if one is not None]
-            found = self._stages[at].backward(
+            slopes = [slope for slope in of_inputs if slope is not None]
+            result = self._stages[at].backward(
                 own[at], rows, slopes, saved=kept, wanted=wanted if at == 0 else None
             )
-            of_weights[:0], of_inputs = found.weights, found.inputs
+            of_weights[:0], of_inputs = result.weights, result.inputs
         return Backward(tuple(of_inputs), tuple(of_weights))
 
     def _before_last(
         self, weights: Rows, inputs: Rows
     ) -> list[tuple[Sequence[Array], Sequence[Array] | None]]:
         # Of each stage its inputs, and of all but the last what it saved.
-        found: list[tuple[Sequence[Array], Sequence[Array] | None]] = []
+        passes: list[tuple[Sequence[Array], Sequence[Array] | None]] = []
         rows = inputs
         for stage, own in zip(self._stages[:-1], self._split(weights), strict=False):
             forward = stage.forward(own, rows)
-            found.append((rows, forward.saved))
+            passes.append((rows, forward.saved))
             rows = forward.outputs
-        return [*found, (rows, None)]
+        return [*passes, (rows, None)]
 
     def _split(self, weights: Sequence[Array]) -> list[Sequence[Array]]:
         ends = list(itertools.accumulate(len(stage.shapes.weights) for stage in self._stages))
@@ -354,14 +356,14 @@ class AttentionFinish(VertexStage):
         self.shapes = StageShapes(weights, inputs, (merged,))
 
     def forward(self, weights: Rows, inputs: Rows) -> Forward:
-        merged = self._merged(self._activation.apply(self._before(weights, inputs)))
+        merged = self._merge_heads(self._activation.apply(self._before(weights, inputs)))
         return Forward((self._after.apply(merged),), ())
 
     def backward(
         self, weights: Rows, inputs: Rows, gradients: Rows, *, saved: Rows | None = None, wanted: Mask = None
     ) -> Backward:
         before = self._before(weights, inputs)
-        merged = self._merged(self._activation.apply(before))
+        merged = self._merge_heads(self._activation.apply(before))
         spread = self._spread(self._after.pull_back(merged, gradients[0]))
         d_sums = self._activation.pull_back(before, spread)
         of_inputs = tuple(d_sums if is_wanted(wanted, index) else None for index in range(len(inputs)))
@@ -375,7 +377,7 @@ class AttentionFinish(VertexStage):
             out = np.add(out, weights[0], out=out if self._residual else None)
         return out
 
-    def _merged(self, rows: Array) -> Array:
+    def _merge_heads(self, rows: Array) -> Array:
         if not self._mean:
             return rows
         return np.add.reduce(rows.reshape(-1, self._num_heads, self._width), axis=1) / self._num_heads

@@ -20,11 +20,11 @@ from dglx_dist.internals.graphs import (
     InEdgesOnlyGraph,
     OwnRowsColumn,
     build_block,
-    fetched_frame,
     get_block_parts,
     get_own_rows,
     invoke_node_udf,
     is_all,
+    make_fetched_frame,
     set_frame,
 )
 from dglx_dist.internals.message_passing import note_edge_order, place
@@ -106,7 +106,7 @@ def reduce_without_edges(block: Any, message: Any, reduce: Any) -> dict[str, Ten
         return _one_row(rows)
 
     one_edge_block = _one_edge_block(block)
-    set_frame(one_edge_block, fetched_frame(block.node_frames[0], fetch, 1))
+    set_frame(one_edge_block, make_fetched_frame(block.node_frames[0], fetch, 1))
     before = dict(one_edge_block.dstdata.items())
     one_edge_block.update_all(message, reduce)
     columns = {
@@ -326,7 +326,7 @@ class HaloBlock(InEdgesOnlyGraph, DGLBlock):
         if all(get_own_rows(own, name) is None for name in own):
             return self
         block: HaloBlock = self.__copy__()
-        sources = fetched_frame(own, lambda _, rows: self.all_rows(rows), self.num_src_nodes())
+        sources = make_fetched_frame(own, lambda _, rows: self.all_rows(rows), self.num_src_nodes())
         block.node_frames = [sources, self.node_frames[1]]
         return block
 

@@ -23,11 +23,11 @@ from dglx_dist.internals.graphs import (
     Frame,
     InEdgesOnlyGraph,
     OwnNodes,
-    fetched_frame,
     get_block_parts,
     is_all,
+    make_fetched_frame,
 )
-from dglx_dist.internals.message_passing import moved_frame, place
+from dglx_dist.internals.message_passing import copy_frame, place
 from dglx_dist.internals.pytorch import get_version
 from dglx_dist.layers.dropout import RankGraph
 from dglx_dist.options import list_names
@@ -137,8 +137,8 @@ class LocalGraph(InEdgesOnlyGraph, RankGraph, DGLGraph):
         moved.take_structure(moved._block)
         target_device = moved._block.device
         move = partial(Tensor.to, device=target_device, **kwargs)
-        moved.node_frames = [moved_frame(column, target_device, move) for column in self.node_frames]
-        moved.edge_frames = [moved_frame(column, target_device, move) for column in self.edge_frames]
+        moved.node_frames = [copy_frame(column, target_device, move) for column in self.node_frames]
+        moved.edge_frames = [copy_frame(column, target_device, move) for column in self.edge_frames]
         moved._exchanged, names = {}, list(self.ndata.keys())
         moved._prefetched = tuple(
             _ExchangedColumn(rows, get_version(rows), column.sources.to(device, **kwargs))
@@ -150,7 +150,7 @@ class LocalGraph(InEdgesOnlyGraph, RankGraph, DGLGraph):
     def _message_block(self) -> HaloBlock:
         (own,) = self.node_frames
         block: HaloBlock = self._block.__copy__()
-        block.node_frames = [fetched_frame(own, self._get_sources, self._block.num_src_nodes()), own]
+        block.node_frames = [make_fetched_frame(own, self._get_sources, self._block.num_src_nodes()), own]
         block.edge_frames = self.edge_frames
         return block
 

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import set_checkpoint_early_stop
 
 from dglx_dist.comm.exchange import row_exchanges
 from dglx_dist.errors import ConfigError
-from dglx_dist.internals.graphs import refuse_reversed
+from dglx_dist.internals.graphs import raise_for_reverse
 from dglx_dist.internals.pytorch import AnyBatchNorm, get_version, replace_floats, tree_leaves
 from dglx_dist.layers.convolutions import CONVOLUTIONS, sums_sources
 from dglx_dist.layers.dropout import install_node_dropouts
@@ -61,7 +61,7 @@ def _exchange_inputs(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str,
         isinstance(argument, HaloBlock | LocalGraph) for argument in (*args, *kwargs.values())
     )
     if is_distributed and isinstance(module, EdgeWeightNorm) and module._norm == "both":
-        refuse_reversed("EdgeWeightNorm('both')")
+        raise_for_reverse("EdgeWeightNorm('both')")
     if not (blocks := _find_blocks(args, kwargs)):
         return None
     if isinstance(module, _NO_BLOCKS):

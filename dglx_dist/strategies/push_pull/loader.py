@@ -297,7 +297,7 @@ class PushPullLoader(EpochLoader[GroupedBatch, Any]):
             for _, owner in sorted(blocks.items())
         )
 
-    def in_order(self, batches: Iterator[GroupedBatch]) -> Iterator[GroupedBatch]:
+    def wrap_batches(self, batches: Iterator[GroupedBatch]) -> Iterator[GroupedBatch]:
         delivered = map(self._deliver_batch, batches)
         if not self._looks_ahead:
             yield from delivered

@@ -268,7 +268,7 @@ class PushPullModel(WrappedModel):
             next((argument for argument in batches if isinstance(argument, GroupBatch)), None)
         )
         if self._provenance.dropouts.in_use:
-            self._provenance.dropouts.limit((*args, *kwargs.values()))
+            self._provenance.dropouts.set_row_counts((*args, *kwargs.values()))
         if not torch.is_grad_enabled():
             output = self._compute(args, kwargs)
             self._pipeline.resume()

@@ -245,8 +245,8 @@ def _has_gradient(program: Program, step: ProgramStep) -> bool:
     if isinstance(step, Vertex) and step.weights:
         return True
     if isinstance(step, Vertex | Scatter):
-        return not program.trained.isdisjoint(inputs_of(step))
-    return step.output.name in program.trained
+        return not program.trained_slots.isdisjoint(inputs_of(step))
+    return step.output.name in program.trained_slots
 
 
 class SubmitResult(Enum):
@@ -329,9 +329,9 @@ class GraphServer:
                 length = len(graph.sources) if slot.name in program.edge_slots else graph.num_own
                 has_halo = slot.name in scattered or drops_features(step)
                 self._rows[slot.name] = self._zeros(graph.num_local if has_halo else length, slot.name)
-                if {source, slot.name} <= program.trained:
+                if {source, slot.name} <= program.trained_slots:
                     self._published[source, index] = self._zeros(length, slot.name)
-        for name in scattered & program.trained:
+        for name in scattered & program.trained_slots:
             for peer, nodes in enumerate(self.part.boundary):
                 self._received[name, peer] = self._zeros(len(nodes), name)
 
@@ -542,9 +542,9 @@ class GraphServer:
     def _take_edge_gradients(self, interval: int, index: int, step: Edge, halves: Sequence[Array]) -> None:
         del self._sources[interval][index]
         gradients = np.concatenate(halves)
-        if step.sources in self.program.trained:
+        if step.sources in self.program.trained_slots:
             self._published[step.sources, index][self.part.edges_of(interval)] = gradients
-        if step.targets in self.program.trained:
+        if step.targets in self.program.trained_slots:
             nodes = self.part.nodes_of(interval)
             sums = self._zeros(nodes.stop - nodes.start, step.output.name)
             segment_sums(self.part.graph.indptr, gradients, nodes.start, sums)
@@ -553,9 +553,9 @@ class GraphServer:
     def _publish(self, interval: int, index: int, step: Gather) -> None:
         nodes = self.part.nodes_of(interval)
         gradients = self._take_gradient(interval, step.output.name, nodes)
-        if step.source in self.program.trained:
+        if step.source in self.program.trained_slots:
             self._published[step.source, index][nodes] = gradients
-        if step.edges is not None and step.edges in self.program.trained:
+        if step.edges is not None and step.edges in self.program.trained_slots:
             edges, graph = self.part.edges_of(interval), self.part.graph
             products = self._zeros(edges.stop - edges.start, step.edges)
             rows = self._rows[step.source]
@@ -638,4 +638,4 @@ class GraphServer:
                 pull_back(graph.out_indptr, places, graph.out_edges, values, gradients, nodes, out)
 
     def _trained_slots(self, step: Scatter) -> list[str]:
-        return [name for name in step.slots if name in self.program.trained]
+        return [name for name in step.slots if name in self.program.trained_slots]

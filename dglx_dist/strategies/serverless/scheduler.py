@@ -235,7 +235,7 @@ class WorkerPool:
                 observer=partial(_note_spans, session.timeline, program),
             )
             self._wake, self.ready = self.controller.wake, self.controller.ready
-            self.done, self.raise_if_failed = self.controller.finished, self.controller.raise_if_failed
+            self.done, self.raise_if_failed = self.controller.finish, self.controller.raise_if_failed
             undo.enter_context(self.controller.run())
             self.close = undo.pop_all().close
             """Stops all workers immediately; idempotent."""

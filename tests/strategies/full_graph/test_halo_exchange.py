@@ -340,14 +340,14 @@ def in_another(what: str) -> str:
         (
             "order",
             r"rank 1 sends 16 bytes of 'halo of layer 2' \(its message 1 to this rank\)"
-            r".*where this rank expects 16 bytes of 'halo of layer 1' \(message 1\)",
-            "rank 0 sends 8 bytes of 'halo of layer 1'.*let no branch",
+            r".*but this rank expects 16 bytes of 'halo of layer 1' \(message 1\)",
+            "rank 0 sends 8 bytes of 'halo of layer 1'.*Let no branch",
             STREAMS,
         ),
         (
             "order",
-            "rank 1 sends 16 bytes of 'halo of layer 2' where this rank expects .* of 'halo of layer 1'",
-            "rank 0 sends 8 bytes of 'halo of layer 1'.*let no branch",
+            "rank 1 sends 16 bytes of 'halo of layer 2' but this rank expects .* of 'halo of layer 1'",
+            "rank 0 sends 8 bytes of 'halo of layer 1'.*Let no branch",
             CALLS,
         ),
         (

@@ -97,9 +97,9 @@ def check_positions(g: DistGraph) -> None:
     # Left early: it counts as an epoch.
     next(iter(loader))
     assert [blocks[0].step_number for _, _, blocks in loader] == [7]
-    with pytest.raises(CheckpointError, match="pass seed=8"):
+    with pytest.raises(CheckpointError, match="Pass seed=8"):
         loader.load_state_dict({"epoch": 0, "step": 0, "seed": 8})
-    with pytest.raises(CheckpointError, match="was at step 2"):
+    with pytest.raises(CheckpointError, match="is step 2"):
         loader.load_state_dict({"epoch": 0, "step": 2, "seed": 7})
 
 
