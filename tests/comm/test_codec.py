@@ -113,7 +113,7 @@ def test_draws_depend_on_the_key_the_row_and_the_column() -> None:
 
 @pytest.mark.parametrize("wire", WIRES)
 @pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
-def test_what_is_not_finite_stays_visible(wire: WireDtype, bad: float) -> None:
+def test_infinite_and_nan_values_stay_visible(wire: WireDtype, bad: float) -> None:
     rows = torch.ones(3, 5)
     rows[1, 2] = bad
     result = encode_and_decode(rows, codec_of(wire, rows))
@@ -128,7 +128,7 @@ def test_numbers_beyond_float32_stay_visible() -> None:
 
 
 @pytest.mark.parametrize("wire", WIRES)
-def test_any_bytes_decode(wire: WireDtype) -> None:
+def test_decoding_accepts_any_bytes(wire: WireDtype) -> None:
     of = codec_of(wire, torch.zeros(0, 7))
     torch.manual_seed(0)
     codes = torch.randint(0, 256, (5_000, of.row_bytes), dtype=torch.uint8)
@@ -137,7 +137,7 @@ def test_any_bytes_decode(wire: WireDtype) -> None:
     assert of.decode(codes)[:, 0].isnan().all()
 
 
-def test_bytes_of_a_row() -> None:
+def test_row_bytes_match_the_formula() -> None:
     widths = [0, 1, 2, 3, 7, 64]
     assert [wire_bytes("same", width, 4) for width in widths] == [0, 4, 8, 12, 28, 256]
     assert [wire_bytes("bfloat16", width, 4) for width in widths] == [0, 2, 4, 6, 14, 128]
@@ -147,7 +147,7 @@ def test_bytes_of_a_row() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.bfloat16])
-def test_other_floats_and_shapes(dtype: torch.dtype) -> None:
+def test_other_floats_and_shapes_round_trip(dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     rows = torch.randn(4, 3, 5).to(dtype)
     of = codec_of("int8", rows)
@@ -160,7 +160,7 @@ def test_other_floats_and_shapes(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("wire", ["same", *WIRES])
-def test_what_would_not_be_shorter_travels_as_it_is(wire: WireDtype) -> None:
+def test_rows_without_gain_are_not_encoded(wire: WireDtype) -> None:
     assert row_codec(wire, torch.zeros(3, 8, dtype=torch.int64), (0, 0, 0)) is None
     assert row_codec(wire, torch.zeros(3, 0), (0, 0, 0)) is None
     assert row_codec(wire, torch.zeros(3, 1, dtype=torch.bfloat16), (0, 0, 0)) is None

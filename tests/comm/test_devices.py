@@ -172,7 +172,7 @@ def test_two_ranks_share_a_gpu_by_gloo_and_rank_0_says_so() -> None:
         ("cuda", [1, 0], r"rank 1 on \S+: device='cuda', but torch"),
     ],
 )
-def test_all_ranks_refuse_what_one_lacks(device: str, counts: list[int], said: str) -> None:
+def test_all_ranks_refuse_a_device_that_one_lacks(device: str, counts: list[int], said: str) -> None:
     for result in start_ranks(_starting, 2, args=(device, counts)):
         assert re.search(f"ConfigError: {said}", result.error), result.error
 

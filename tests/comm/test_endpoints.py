@@ -85,7 +85,7 @@ def test_silence_ends_by_the_time_limit() -> None:
         authenticate(two, {3: SECRET})
 
 
-def test_who_speaks_byte_by_byte_gets_no_more_time() -> None:
+def test_sending_byte_by_byte_does_not_extend_the_time_limit() -> None:
     def dribble() -> None:
         with contextlib.suppress(OSError):
             for byte in b"GET / HTTP/1.1\r\n" + bytes(60):
@@ -143,5 +143,5 @@ def fail_on_rank_one() -> int:
     return len(received)
 
 
-def test_peers_of_a_rank_that_failed_are_told_by_the_end_of_the_connection() -> None:
+def test_peers_notice_a_failed_rank_by_the_end_of_its_connection() -> None:
     assert run_ranks(fail_on_rank_one, 2) == [0, -1]

@@ -114,7 +114,7 @@ def _outlive_a_rank_that_was_told_to_end() -> str:
     return message
 
 
-def test_a_rank_that_was_told_to_end_alone_is_named() -> None:
+def test_error_names_a_rank_that_was_ended_alone() -> None:
     message = start_ranks(_outlive_a_rank_that_was_told_to_end, 2)[0].result
     assert re.fullmatch(r"the sum: rank 1 on \S+ has ended", message)
 

@@ -39,7 +39,7 @@ def mailbox() -> Any:
         yield Mailbox[str](session, "all ranks must send")
 
 
-def test_it_waits_for_all_senders_and_gives_messages_once(mailbox: Mailbox[str]) -> None:
+def test_collect_waits_for_all_senders_and_returns_messages_once(mailbox: Mailbox[str]) -> None:
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(mailbox.take, 0, 1, OTHERS, "rows")
         mailbox.put(0, 0, 2, "of another step")
@@ -87,7 +87,7 @@ def test_messages_that_no_rank_sends_are_refused(
         assert not len(calls._inbox)
 
 
-def test_a_cancelled_round_ends_the_wait_and_drops_what_came(mailbox: Mailbox[str]) -> None:
+def test_cancelled_round_ends_the_wait_and_drops_messages(mailbox: Mailbox[str]) -> None:
     mailbox.put(0, 3, 1, "a")
     mailbox.put(1, 0, 1, "b")
     with ThreadPoolExecutor(1) as pool:
@@ -107,7 +107,7 @@ def test_the_first_reason_counts_even_before_the_round_begins(mailbox: Mailbox[s
         mailbox.take(1, 0, OTHERS, "rows")
 
 
-def test_a_failed_round_gives_what_is_complete_and_the_reason_for_the_rest(mailbox: Mailbox[str]) -> None:
+def test_failed_round_returns_complete_steps_and_the_reason_for_others(mailbox: Mailbox[str]) -> None:
     mailbox.put(1, 0, 1, "a")
     mailbox.fail(1, lambda: ValueError("rank 2 failed"))
     mailbox.begin(1)

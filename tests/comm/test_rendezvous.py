@@ -38,7 +38,7 @@ def test_a_rank_that_came_and_ended_while_it_was_asked_is_not_missing(store: Job
     assert request == [[0, 2]]
 
 
-def test_the_one_that_is_still_missing_is_accused(store: JobStore) -> None:
+def test_error_names_the_rank_that_is_still_missing(store: JobStore) -> None:
     """Rank 0 came and ended while it was asked; rank 2 never comes."""
 
     def check(missing: list[int]) -> None:
@@ -105,7 +105,7 @@ def test_a_launcher_of_this_machine_that_is_gone_is_not_waited_for(monkeypatch: 
         module.open_store(rendezvous, 0, 2, 300.0)
 
 
-def test_what_else_listens_there_is_no_rendezvous() -> None:
+def test_another_server_at_the_address_is_no_rendezvous() -> None:
     with socket.create_server(("127.0.0.1", 0)) as chosen:
         port = chosen.getsockname()[1]
         with pytest.raises(PeerError, match=rf"cannot serve the rendezvous at 127\.0\.0\.1:{port}: .*in use"):

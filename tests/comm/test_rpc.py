@@ -266,7 +266,7 @@ def test_a_number_of_a_socket_that_is_still_closing_can_come_again() -> None:
             old.close(0)
 
 
-def test_the_silent_are_told_from_those_who_answer() -> None:
+def test_find_silent_returns_only_ranks_without_answer() -> None:
     with pair(timeout_s=60.0) as (caller, server):
         assert caller.find_silent([0, 1], 20.0) == []
         server.close()
@@ -455,7 +455,7 @@ def test_a_rank_that_ends_while_it_is_connected_to_is_named(monkeypatch: pytest.
         ending.result(20)
 
 
-def test_nobody_connects_again_to_the_port_of_a_dead_rank() -> None:
+def test_port_of_a_dead_rank_gets_no_new_connection() -> None:
     """Another process at that port would get queued messages, and its replies would be believed."""
     started, release = threading.Event(), threading.Event()
     with ThreadPoolExecutor(1) as pool, pair(timeout_s=60.0) as (caller, server):

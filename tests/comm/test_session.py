@@ -167,7 +167,7 @@ def test_ranks_that_differ_are_named(other: dict[str, Any], reason: str) -> None
         check_hellos([make_hello(depth=2), make_hello(depth=2), other])
 
 
-def test_only_while_the_object_lives() -> None:
+def test_call_if_alive_does_nothing_without_the_object() -> None:
     event = threading.Event()
     call, alive = call_if_alive(event.set), weakref.ref(event)
     call()
@@ -258,7 +258,7 @@ def test_the_address_of_the_interface_or_towards_the_rendezvous_is_taken() -> No
     assert format_endpoint("fe80::1", 7) == "tcp://[fe80::1]:7"
 
 
-def test_the_speed_of_a_card_is_what_the_kernel_says(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_card_speed_is_read_from_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     for megabits, speed in ((10000, 1.25e9), (0, None)):
         card = SimpleNamespace(speed=megabits)
         monkeypatch.setattr(rendezvous_module.psutil, "net_if_stats", lambda card=card: {"lo": card})

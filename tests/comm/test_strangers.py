@@ -103,7 +103,7 @@ def meet_beside_a_stranger() -> list[str]:
     return message
 
 
-def test_who_writes_to_the_store_ends_the_start_and_is_no_rank() -> None:
+def test_stranger_who_writes_to_the_store_ends_the_start_and_gets_no_rank() -> None:
     zero, item = run_ranks(
         meet_beside_a_stranger, 2, environment={"DGLX_CURVE": "1", "DGLX_SECRET": "s" * 32}
     )
@@ -134,7 +134,7 @@ def spoil_the_store() -> list[str]:
     return [*message, str(caught.value)]
 
 
-def test_what_strangers_write_to_the_store_changes_nothing_or_is_one_error() -> None:
+def test_values_of_strangers_change_nothing_or_cause_one_error() -> None:
     zero, item = run_ranks(spoil_the_store, 2)
     sums = torch.zeros(3)
     for step in range(4):
@@ -240,7 +240,7 @@ def test_the_watch_of_descriptors_raises_nothing(
     assert "sockets of this machine" in caplog.text
 
 
-def test_of_what_the_store_names_only_memory_of_this_users_processes_is_read(tmp_path: Path) -> None:
+def test_only_secret_files_of_this_users_processes_are_read(tmp_path: Path) -> None:
     with _private_file(b"s" * 64) as path:
         assert _read_private_file(path) == b"s" * 64
         number = int(path.rpartition("/")[2])

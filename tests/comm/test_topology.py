@@ -80,14 +80,14 @@ def test_bad_values_are_named(name: str, values: list[str]) -> None:
             read(make_variables() | {name: value})
 
 
-def test_missing_address_tells_what_to_do() -> None:
+def test_missing_address_error_contains_the_remedy() -> None:
     variables = make_variables()
     del variables["MASTER_ADDR"]
     with pytest.raises(ConfigError, match=r"MASTER_ADDR .*torchrun"):
         read_rendezvous(variables)
 
 
-def test_settings() -> None:
+def test_settings_are_read_from_variables() -> None:
     variables = {"DGLX_TIMEOUT": "2.5", "DGLX_STRATEGY": "x", "DGLX_CURVE": "yes"}
     variables |= {"DGLX_OPTIONS": '{"depth": 2}', "DGL_CONF_PATH": "data/g.json"}
     expected = Settings(
@@ -126,7 +126,7 @@ def test_gloo_and_nccl_follow_the_ranks_to_loopback_unless_the_user_set_them(
     assert (os.environ[GLOO], os.environ[NCCL]) == ("lo", "eth7")
 
 
-def test_cores_are_shared_memory_is_kept_and_what_the_user_set_stays() -> None:
+def test_ranks_share_cores_and_keep_memory_and_user_settings() -> None:
     rank_environment = build_rank_environment(1, environment={"HOME": "/h"})
     assert (rank_environment["OMP_NUM_THREADS"], rank_environment["HOME"]) == (
         str(len(os.sched_getaffinity(0))),

@@ -80,7 +80,7 @@ def test_a_session_that_fails_says_so(tmp_path: Path, monkeypatch: pytest.Monkey
     assert _read(tmp_path / "rank-0.json")["failed"] is True
 
 
-def test_a_folder_that_is_a_file_is_told_at_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_folder_that_is_a_file_is_an_error_at_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("DGLX_TRACE", str(tmp_path / "file"))
     with pytest.raises(ConfigError, match=r"DGLX_TRACE='.*file'.*every rank can write"):
@@ -106,7 +106,7 @@ def _sum() -> None:
         sum_over_ranks(torch.ones(10), session, phase="gradients")
 
 
-def test_ranks_write_what_each_counted(tmp_path: Path) -> None:
+def test_each_rank_writes_its_own_counts(tmp_path: Path) -> None:
     run_ranks(_sum, 3, ranks_per_server=2, environment={"DGLX_TRACE": str(tmp_path)})
     results = [_read(tmp_path / f"rank-{rank}.json") for rank in range(3)]
     assert [result["server"] for result in results] == [0, 0, 1]
@@ -139,7 +139,7 @@ SPANS = [
 ]
 
 
-def test_what_is_written_is_read_again_with_the_first_span_at_zero(tmp_path: Path) -> None:
+def test_reading_returns_written_spans_from_time_zero(tmp_path: Path) -> None:
     path = tmp_path / "trace.json"
     write_trace(path, trace_of(SPANS, [span("step", "compute", 10.5, 11.0, 7)]))
     first, second = read_trace(path).ranks
@@ -160,7 +160,7 @@ def test_what_is_written_is_read_again_with_the_first_span_at_zero(tmp_path: Pat
     assert [item.name for item in tmp_path.iterdir()] == ["trace.json"]
 
 
-def test_the_file_is_what_chrome_calls_the_json_object_format(tmp_path: Path) -> None:
+def test_file_has_the_json_object_format_of_chrome(tmp_path: Path) -> None:
     write_trace(tmp_path / "t", trace_of(SPANS))
     events = json.loads((tmp_path / "t").read_text())["traceEvents"]
     names = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name"}

@@ -51,7 +51,7 @@ RELAXED = settings(suppress_health_check=list(HealthCheck), deadline=None, max_e
 
 @RELAXED
 @given(HEADS, ARRAYS)
-def test_heads_come_back(head: Head, arrays: list[Array]) -> None:
+def test_decoding_returns_encoded_heads(head: Head, arrays: list[Array]) -> None:
     text = decode(encode(head, arrays)[0])
     assert text[:4] == head[:4]
     assert [(spec.dtype, spec.shape) for spec in text.arrays] == [
@@ -96,7 +96,7 @@ TOO_MUCH = [
 ]
 
 
-def test_limits() -> None:
+def test_messages_beyond_limits_are_refused() -> None:
     for head, arrays, problem in TOO_MUCH:
         with pytest.raises(WireError, match=problem):
             encode(head, arrays)
@@ -153,7 +153,7 @@ SPOILT = {
 
 
 @pytest.mark.parametrize("kind", SPOILT)
-def test_what_does_not_fit_is_refused(wire: tuple[zmq.Socket[bytes], zmq.Socket[bytes]], kind: str) -> None:
+def test_malformed_messages_are_refused(wire: tuple[zmq.Socket[bytes], zmq.Socket[bytes]], kind: str) -> None:
     sender, receiver = wire
     sender.send_multipart(SPOILT[kind](frames()))
     with pytest.raises(WireError):
@@ -177,7 +177,7 @@ def test_an_array_that_memory_does_not_hold_is_dropped(
 
 @RELAXED
 @given(st.lists(st.lists(st.binary(max_size=80), min_size=1, max_size=4), min_size=1, max_size=4))
-def test_random_messages_are_refused_whole(
+def test_random_messages_are_refused_completely(
     wire: tuple[zmq.Socket[bytes], zmq.Socket[bytes]], messages: list[list[bytes]]
 ) -> None:
     for message in messages:

@@ -294,7 +294,7 @@ def test_ends_of_all_types_are_asked_for_before_any_is_waited_for(folders: dict[
 
 
 @pytest.mark.parametrize(("ranks", "structure"), [(1, "replicated"), (2, "partitioned")])
-def test_edges_of_several_types(folders: dict[str, str], ranks: int, structure: str) -> None:
+def test_batches_hold_edges_of_several_types(folders: dict[str, str], ranks: int, structure: str) -> None:
     results = run_ranks(shop_in_rank, ranks, args=(folders["shop"], structure), ranks_per_server=1)
     assert sorted(chain(*(result["buys"] for result in results))) == list(range(BUYING))
     assert sorted(chain(*(result["knows"] for result in results))) == list(range(KNOWING))
@@ -339,7 +339,7 @@ def test_a_mistake_on_one_rank_is_an_error_on_all(folders: dict[str, str]) -> No
     assert "needs reverse_eids=" in messages["missing"]
 
 
-def test_a_node_samplers_own_code_is_told_what_to_exclude(g: DistGraph) -> None:
+def test_own_code_of_a_sampler_gets_excluded_edges(g: DistGraph) -> None:
     class Every(NeighborSampler):
         def sample_blocks(self, g: Any, seed_nodes: Any, exclude_eids: Any = None) -> Any:
             frontier = g.sample_neighbors(seed_nodes, -1, exclude_edges=exclude_eids)
@@ -369,7 +369,7 @@ def exclude_edges(g: DistGraph, edges: dict[Any, list[int]], **options: Any) -> 
 
 
 @pytest.mark.parametrize("make", [np.asarray, torch.from_numpy, lambda ids: {"_E": ids}])
-def test_reverse_ids_from_lists(g: DistGraph, make: Any) -> None:
+def test_reverse_ids_can_be_lists(g: DistGraph, make: Any) -> None:
     reverse = reverse_edge_ids(g)[:].numpy()
     reverse[5] = -1
     rule = {"exclude": "reverse_id", "reverse_eids": make(reverse)}
@@ -389,7 +389,7 @@ def test_a_function_is_called_as_dgl_calls_it(g: DistGraph) -> None:
         exclude_edges(g, {EDGE_TYPE: [239]}, exclude=find_next)
 
 
-def test_a_function_of_several_types(shop: DistGraph) -> None:
+def test_exclude_function_gets_edges_of_several_types(shop: DistGraph) -> None:
     def several(ids: Any) -> Any:
         assert set(ids) == {BUYS}
         return {"knows": ids[BUYS]}
@@ -442,7 +442,7 @@ WRAPPED = as_edge_prediction_sampler(SAMPLER)
         ({"sampler": Own(SAMPLER)}, "Own samples edges with its own code"),
     ],
 )
-def test_what_cannot_be_honoured_is_told(g: DistGraph, options: dict[str, Any], message: str) -> None:
+def test_unsupported_options_are_refused(g: DistGraph, options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         loader_of(g, **options)
 
@@ -457,7 +457,7 @@ def test_what_cannot_be_honoured_is_told(g: DistGraph, options: dict[str, Any], 
         ({"buys": [1]}, by_types(["buys"]), "Pass {edge type"),
     ],
 )
-def test_what_cannot_be_honoured_over_types_is_told(
+def test_unsupported_options_over_types_are_refused(
     shop: DistGraph, eids: Any, rule: Any, message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message):

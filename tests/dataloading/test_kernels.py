@@ -17,7 +17,7 @@ from tests.dataloading.graphs import HASHED, csc_from, edges_of_hop, random_csc,
 DIAMOND = csc_from([[1, 2], [3], [3, 4], [], [0]])
 
 
-def test_two_full_hops_by_hand() -> None:
+def test_two_full_hops_match_hand_computed_edges() -> None:
     batch = sample(DIAMOND, [0], [-1, -1])
     assert batch.nodes.tolist() == [0, 1, 2, 3, 4]
     assert batch.node_ends[:, 0].tolist() == [1, 3, 5]
@@ -73,7 +73,7 @@ CSC = random_csc(300, 5)
 
 
 @pytest.mark.parametrize("size", [300, HASHED])
-def test_a_used_workspace_samples_what_a_new_one_samples(size: int) -> None:
+def test_used_workspace_samples_the_same_as_a_new_one(size: int) -> None:
     used = ThreadTable(size)
     for epoch in range(20):
         seeds = np.arange(epoch, 300, 17)

@@ -306,7 +306,7 @@ def equal_where_both_reach(first: list[list[Edge]], second: list[list[Edge]]) ->
     return {edge for edge in first[0] if edge[1] in both} == {edge for edge in second[0] if edge[1] in both}
 
 
-def test_steps_of_edge_loaders_draw_anew(graph: DistGraph) -> None:
+def test_each_step_of_an_edge_loader_draws_again(graph: DistGraph) -> None:
     """All 16 in-edges of node 33, one a step: node 33 is drawn for in each."""
     edges = np.flatnonzero(graph.find_edges(np.arange(graph.num_edges()))[1].numpy() == 33)
     for batch_dependency, least, most in ((1, 9, 16), (0, 1, 1)):

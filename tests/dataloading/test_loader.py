@@ -78,7 +78,7 @@ def test_kept_batches_stay_as_they_were(graph: DistGraph) -> None:
         assert torch.equal(features, graph.ndata["feat"][nodes])
 
 
-def test_masked_edges_only(graph: DistGraph) -> None:
+def test_only_masked_edges_are_drawn(graph: DistGraph) -> None:
     original = graph.orig_ids(IDS)
     for _, _, (block,) in loader_of(graph, sampler=NeighborSampler([2], mask="odd")):
         assert (original[block.srcdata[dgl.NID][block.edges()[0]]] % 2 == 1).all()
@@ -186,7 +186,7 @@ def test_a_mistake_on_one_rank_is_an_error_on_all(rings: dict[int, Path]) -> Non
         ({"epoch": 0, "step": 10, "seed": 3}, "has 9 steps"),
     ],
 )
-def test_what_is_no_position_of_this_loader_is_refused(graph: DistGraph, state, message: str) -> None:
+def test_position_of_another_loader_is_refused(graph: DistGraph, state, message: str) -> None:
     with pytest.raises(CheckpointError, match=message):
         loader_of(graph).load_state_dict(state)
 

@@ -57,7 +57,7 @@ def test_an_edge_has_its_negatives_in_whatever_batch(graph: DistGraph, sampler: 
     assert draw(sampler, graph, positives(graph, [7, 300, 12, 99], seed=2))[1].tolist() != all_ends.tolist()
 
 
-def test_uniform_reaches_every_node_alike(graph: DistGraph) -> None:
+def test_uniform_reaches_every_node_equally_often(graph: DistGraph) -> None:
     edges = positives(graph, list(range(graph.num_edges())))
     counts = np.bincount(draw(negative.Uniform(200), graph, edges)[1], minlength=60)
     mean = counts.sum() / 60
@@ -116,7 +116,7 @@ def test_in_batch_negatives_are_other_edges_ends(graph: DistGraph) -> None:
         (lambda: read_negative(dgl_negative.Uniform(-1)), "k=-1"),
     ],
 )
-def test_what_cannot_be_honoured_is_told(make, message: str) -> None:
+def test_unsupported_options_are_refused(make, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         make()
 
@@ -153,7 +153,9 @@ def test_a_users_own_code_is_run(graph: DistGraph) -> None:
         ({"likes": (torch.tensor([1]), torch.tensor([2]))}, ConfigError, "likes"),
     ],
 )
-def test_wrong_answers_are_told(graph: DistGraph, answer: Any, error: Any, message: str) -> None:
+def test_wrong_results_of_samplers_are_refused(
+    graph: DistGraph, answer: Any, error: Any, message: str
+) -> None:
     draw = open_negative(graph, lambda g, eids: answer, [EDGE_TYPE])
     with pytest.raises(error, match=message):
         draw([positives(graph, [1])])

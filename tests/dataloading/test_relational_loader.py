@@ -119,7 +119,7 @@ def test_a_samplers_own_code_draws_the_same_full_neighbourhood(shop_graph: DistG
             assert torch.equal(rows["feat"], shop_graph.nodes["item"].data["feat"][rows[dgl.NID]])
 
 
-def test_half_precision_of_every_type_becomes_what_is_asked(shop_graph: DistGraph) -> None:
+def test_half_precision_of_every_type_becomes_the_requested_dtype(shop_graph: DistGraph) -> None:
     loader = loader_of(shop_graph, NeighborSampler([2], **PREFETCH), feature_dtype=torch.float64)
     _, _, blocks = next(iter(loader))
     assert {rows.dtype for rows in blocks[0].srcdata["feat"].values()} == {torch.float64}

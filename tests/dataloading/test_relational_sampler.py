@@ -45,7 +45,7 @@ def blocks_of(schema, cscs, fanouts, seeds=SEEDS, size=1000):
 
 @pytest.mark.parametrize("size", [80, HASHED])
 @pytest.mark.parametrize("wide", [[], [SOLD, LIKE]])
-def test_full_fanout_is_what_dgl_samples(size: int, wide: list) -> None:
+def test_full_fanout_equals_dgls_samples(size: int, wide: list) -> None:
     schema, cscs = typed_shop(wide)
     dgl_graph = dgl_shop(schema, cscs)
     _, blocks = blocks_of(schema, cscs, [-1, -1], size=size)
@@ -79,7 +79,7 @@ def test_edge_types_draw_independently() -> None:
     assert len(first & second) < len(first) // 2
 
 
-def test_what_the_launcher_compiles_is_what_batches_call() -> None:
+def test_batches_call_the_kernel_that_the_launcher_compiles() -> None:
     load_kernels(print)
     blocks_of(*typed_shop([SOLD]), [-1, 2])
     # With the draws of LABOR it is another kernel.

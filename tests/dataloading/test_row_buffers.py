@@ -57,7 +57,7 @@ def find(g: DistGraph, **names):
         ({"edge_feats": {"buys": ("price",)}}, "prefetch_edge_feats names 'price'.*'weight'"),
     ],
 )
-def test_what_is_not_there_is_named_with_what_is(shop_graph: DistGraph, names, message: str) -> None:
+def test_errors_name_missing_and_existing_columns(shop_graph: DistGraph, names, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         find(shop_graph, **names)
 
@@ -66,14 +66,14 @@ VALUES = torch.tensor([[1.0, -0.5], [65504.0, 0.0], [2.0**-14, 3.0]])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.int64, torch.bool, torch.uint8])
-def test_what_is_no_half_stays_the_same_memory(dtype: torch.dtype) -> None:
+def test_rows_of_other_types_keep_their_memory(dtype: torch.dtype) -> None:
     rows = VALUES.to(dtype)
     assert RowMemory().convert(rows) is rows
 
 
 @pytest.mark.parametrize("wanted", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
 @pytest.mark.parametrize("stored", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
-def test_a_type_that_was_asked_for(stored: torch.dtype, wanted: torch.dtype) -> None:
+def test_rows_become_the_requested_dtype(stored: torch.dtype, wanted: torch.dtype) -> None:
     for rows in (VALUES, *map(torch.ones, ((0, 2), 3, (2, 3, 4), (3, 0)))):
         assert torch.equal(RowMemory(dtype=wanted).convert(rows.to(stored)), rows.to(stored).to(wanted))
     labels = torch.tensor([3, 4])
@@ -81,7 +81,7 @@ def test_a_type_that_was_asked_for(stored: torch.dtype, wanted: torch.dtype) -> 
 
 
 @pytest.mark.parametrize("wrong", ["float16", torch.int32, torch.complex64, 16])
-def test_no_floating_point_type(wrong: object) -> None:
+def test_unsupported_feature_dtype_is_refused(wrong: object) -> None:
     with pytest.raises(ConfigError, match="feature_dtype="):
         check_float(wrong)
 

@@ -50,7 +50,7 @@ class Borrowing(dl.BlockSampler):
         (lambda: object(), "NeighborSampler"),
     ],
 )
-def test_what_cannot_be_honoured_is_refused_with_the_remedy(make, remedy: str) -> None:
+def test_unsupported_samplers_are_refused_with_the_remedy(make, remedy: str) -> None:
     with pytest.raises(ConfigError, match=remedy):
         read_sampler(make())
 
@@ -80,7 +80,7 @@ WORK = {
         ("FeatureFetcher", "prefetch_node_feats"),
     ],
 )
-def test_what_else_dgl_has_is_refused_by_name(kind, remedy: str) -> None:
+def test_other_samplers_of_dgl_are_refused_by_name(kind, remedy: str) -> None:
     if isinstance(kind, str):
         base = type(kind, (), {"__module__": "dgl.graphbolt.some_file"})
         kind = type(f"Distributed{kind}", (base,), {})
@@ -97,7 +97,7 @@ def test_a_sampler_that_borrows_code_of_dgl_runs_its_own() -> None:
 
 
 @pytest.mark.parametrize("given", [{"prob": "w"}, {"importance_sampling": 1}])
-def test_weights_are_refused_by_what_takes_all_edges(given: dict[str, Any]) -> None:
+def test_strategies_that_take_all_edges_refuse_weights(given: dict[str, Any]) -> None:
     plan = read_sampler(dl.LaborSampler([-1], **given))
     assert plan.has_edge_weights
     with pytest.raises(ConfigError, match=r"draws edges by .*, but lambda takes all of them"):

@@ -117,7 +117,7 @@ def test_needless_options_of_dgl_are_warned_about_once_they_ask_for_something(na
 
 
 @pytest.mark.parametrize("value", [0, -1, 2.5, True, None, "3", 1 << 63])
-def test_sizes_are_whole_numbers(value: object) -> None:
+def test_sizes_must_be_integers(value: object) -> None:
     for name in ("batch_size", "depth"):
         with pytest.raises(ConfigError, match=f"{name}={value!r} must be"):
             read_loader_options({name: value})
@@ -155,7 +155,7 @@ def echoes(session: Session, ids: list[int], size: int = 2, **pace: Any) -> Echo
     return StepLoader(session, items, LoaderOptions(seed=7, batch_size=size, **pace), EchoMaker(session))
 
 
-def test_steps_in_the_order_given() -> None:
+def test_steps_follow_the_given_order() -> None:
     with start_session() as session:
         loader = echoes(session, [5, 6, 7, 1, 2])
         assert [rows for rows, _, _ in loader] == [[5, 6], [7, 1], [2]]
@@ -169,7 +169,7 @@ def test_steps_in_the_order_given() -> None:
         assert full.num_epoch_targets == (4, 4)
 
 
-def test_waiting_is_what_the_loop_stood_still(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_waiting_time_excludes_the_use_of_batches(monkeypatch: pytest.MonkeyPatch) -> None:
     """Making a batch takes 3 seconds and using it 10: without threads the loop waits 3 for each."""
     now = 0.0
 
@@ -203,7 +203,7 @@ def test_ranks_must_agree_on_the_pace() -> None:
     run_ranks(pace_in_rank, 2)
 
 
-def test_whole_passes_are_noted_in_the_trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_complete_passes_are_noted_in_the_trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two passes of the first loader, one of the second; not the one left early, nor the rest of one."""
     monkeypatch.setenv("DGLX_TRACE", str(tmp_path))
     with start_session() as session:

@@ -41,7 +41,7 @@ def line(tmp_path: Path) -> StoredDataset:
     return write(tmp_path / "line", (ids[:-1], ids[1:]), ids // 3, 3)
 
 
-def test_a_line_by_hand(line: StoredDataset) -> None:
+def test_factors_of_a_line_match_hand_computed_ones(line: StoredDataset) -> None:
     result = measure_expansion(line, 3, 4)
     # Server 0 has the start of the line; the others take one node more with every hop.
     assert result.nodes.T.tolist() == [[3, 3, 3, 3, 3], [3, 4, 5, 6, 6], [3, 4, 5, 6, 7]]
@@ -55,7 +55,7 @@ def test_a_line_by_hand(line: StoredDataset) -> None:
     assert result.hops == 4
 
 
-def test_servers_of_several_parts(line: StoredDataset) -> None:
+def test_parts_of_one_server_are_counted_together(line: StoredDataset) -> None:
     result = measure_expansion(line, 2, 1)
     # Parts 0 and 1 are one server's.
     assert result.nodes.tolist() == [[6, 3], [6, 4]]
@@ -72,7 +72,7 @@ def count_reached(indptr: Array, indices: Array, own: range, hops: int) -> list[
 
 
 @pytest.mark.parametrize("parts", [1, 4, 20, *wide(70)])
-def test_it_is_breadth_first_search(tmp_path: Path, parts: int) -> None:
+def test_counts_equal_breadth_first_search(tmp_path: Path, parts: int) -> None:
     """Words of 8, 32 and 64 bits, and more servers than a word has."""
     random = np.random.default_rng(5)
     edges = tuple(random.integers(300, size=(2, 400)))
@@ -96,7 +96,7 @@ def test_a_server_without_nodes_or_edges_has_figures(tmp_path: Path) -> None:
     assert result.work.tolist() == [[1, 1]] * 3
 
 
-def test_refusals(line: StoredDataset, tmp_path: Path) -> None:
+def test_invalid_arguments_are_refused(line: StoredDataset, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="hops=-1"):
         measure_expansion(line, 3, -1)
     with pytest.raises(ConfigError, match=r"3 part\(s\) but the run has 4 servers"):
@@ -176,7 +176,7 @@ def test_reverse_edges_of_a_partitioned_graph(tmp_path: Path, ranks: int, struct
         ("knows", {"by": "name"}, "by='name'"),
     ],
 )
-def test_what_cannot_be_reversed_is_told(tmp_path: Path, etype: Any, options: Any, message: str) -> None:
+def test_types_without_reverse_are_refused(tmp_path: Path, etype: Any, options: Any, message: str) -> None:
     with start_session():
         g = DistGraph(bonds.write(bonds.shop(), tmp_path / "shop", 1))
         with pytest.raises(ConfigError, match=message):

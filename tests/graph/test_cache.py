@@ -142,7 +142,7 @@ def test_rows_on_the_device_are_asked_of_nobody(
     run_ranks(cached_on_device, ranks, args=(small_dataset, structure), ranks_per_server=per_server)
 
 
-def test_each_rank_of_a_server_keeps_what_it_needs_itself(small_dataset: Path) -> None:
+def test_each_rank_of_a_server_caches_its_own_rows(small_dataset: Path) -> None:
     def find_kept(g: DistGraph, seeds: list[int]) -> tuple[list[int], float | None]:
         how: Any = {"fanouts": [-1], "batch_size": 2, "seeds": np.array(seeds), "device": "cpu"}
         plan = g.cache_rows("feat", alpha=3 / NUM_NODES, **how)
@@ -249,7 +249,7 @@ def chosen_by(folder: Path) -> None:
         g.close()
 
 
-def test_degree_and_halo_keep_what_they_say(small_dataset: Path) -> None:
+def test_degree_and_halo_keep_the_documented_rows(small_dataset: Path) -> None:
     run_ranks(chosen_by, 2, args=(small_dataset,), ranks_per_server=1)
 
 
@@ -273,7 +273,7 @@ def test_degree_and_halo_keep_what_they_say(small_dataset: Path) -> None:
         ({"device": "cuda"}, "device='cuda', but torch"),
     ],
 )
-def test_what_cannot_be_cached_is_refused(small_dataset: Path, how: dict[str, Any], part: str) -> None:
+def test_unsupported_caches_are_refused(small_dataset: Path, how: dict[str, Any], part: str) -> None:
     with start_session(topology=Topology(0, 1, (0,))):
         g = DistGraph(small_dataset, structure="partitioned")
         g.new_tensor((NUM_NODES, 2), torch.float32, "hidden")

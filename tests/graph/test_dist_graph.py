@@ -230,9 +230,7 @@ def wrong_for_one_rank(dataset: Path, wrong: Path, part_config: Path) -> list[st
         return [*message, refusal(lambda: DistGraph(part_config=config), StorageError)]
 
 
-def test_what_one_rank_finds_damaged_or_not_at_all_is_an_error_on_all(
-    small_dataset: Path, tmp_path: Path
-) -> None:
+def test_damaged_or_missing_file_of_one_rank_is_an_error_on_all(small_dataset: Path, tmp_path: Path) -> None:
     part_config = write_dgl_format(build(), _two_parts(), tmp_path / "dgl")
     wrong = tmp_path / "wrong"
     shutil.copytree(small_dataset, wrong)

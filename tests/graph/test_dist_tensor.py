@@ -33,7 +33,7 @@ def each(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(("ranks", "per_server"), [(1, None), (3, 2), *wide((2, 1), (3, 1))])
-def test_on_ranks_and_servers(small_dataset: Path, ranks: int, per_server: int | None) -> None:
+def test_tensors_agree_on_ranks_and_servers(small_dataset: Path, ranks: int, per_server: int | None) -> None:
     run_ranks(each, ranks, args=(small_dataset,), ranks_per_server=per_server)
 
 
@@ -68,7 +68,7 @@ def test_every_kind_of_index_reads_as_numpy_does(graph: DistGraph, index: Any) -
     assert np.array_equal(tensor[index].numpy(), expected)
 
 
-def test_shape_dtype_and_length_are_of_the_whole(graph: DistGraph) -> None:
+def test_shape_dtype_and_length_describe_all_rows(graph: DistGraph) -> None:
     assert (graph.ndata["feat"].shape, graph.ndata["feat"].dtype) == ((NUM_NODES, 5), torch.float32)
     assert (graph.ndata["train_mask"].dtype, len(graph.ndata["train_mask"])) == (torch.bool, NUM_NODES)
     assert graph.ndata["train_mask"].to_local().sum() == 14
@@ -289,7 +289,7 @@ def differ_on_one_rank(folder: Path) -> None:
         assert made[3] == 4.0
 
 
-def test_what_one_rank_asks_for_differently_is_an_error_on_all_and_attaching_on_one_alone(
+def test_different_requests_of_one_rank_are_an_error_on_all(
     small_dataset: Path,
 ) -> None:
     run_ranks(differ_on_one_rank, 2, args=(small_dataset,), ranks_per_server=1)
@@ -315,7 +315,7 @@ def free_in_blocks(g: DistGraph, session: Session) -> None:
     assert num_bytes == 2 * 8 * (session.topology.num_servers - 1)
 
 
-def test_to_moves_what_is_read_and_not_the_rows(graph: DistGraph) -> None:
+def test_to_moves_read_rows_and_not_the_stored_ones(graph: DistGraph) -> None:
     tensor = graph.ndata["feat"]
     moved = tensor.to("meta")
     assert (moved[[0, 1]].device.type, tensor[[0, 1]].device.type) == ("meta", "cpu")
@@ -370,7 +370,7 @@ def test_policies_are_named_as_in_dgl(graph: DistGraph) -> None:
         (lambda g: g.ndata["feat"].push([0], torch.zeros(1, 5)), "read-only. Create a writable tensor"),
     ],
 )
-def test_what_cannot_be_made_joined_or_written_is_refused(
+def test_invalid_creation_and_writes_are_refused(
     graph: DistGraph, make: Callable[[DistGraph], object], message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message):

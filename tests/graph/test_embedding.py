@@ -36,7 +36,7 @@ def test_rows_come_in_the_order_of_the_ids_and_repeats_are_summed(graph: DistGra
     assert gradient.rows.tolist() == [[5.0, 5.0], [2.0, 2.0], [8.0, 8.0]]
 
 
-def test_what_is_not_stepped_leaves_nothing_behind(graph: DistGraph) -> None:
+def test_gradients_without_a_step_leave_nothing_behind(graph: DistGraph) -> None:
     embedding = DistEmbedding(NUM_NODES, 2, "e")
     with torch.no_grad():
         assert not embedding([1]).requires_grad

@@ -69,13 +69,13 @@ def each(*functions: Callable[[], None]) -> None:
 
 
 @pytest.mark.parametrize(("ranks", "per_server"), CASES)
-def test_on_ranks_and_servers(ranks: int, per_server: int | None) -> None:
+def test_stores_agree_on_ranks_and_servers(ranks: int, per_server: int | None) -> None:
     # The last one makes messages small, also for those that followed it.
     request = (pull_all, pull_with_private_cache, add_from_threads, write_without_waiting, use_handlers)
     run_ranks(each, ranks, args=(*request, add_together), ranks_per_server=per_server)
 
 
-def test_what_each_of_two_servers_hears() -> None:
+def test_errors_and_repeated_pushes_reach_the_other_server() -> None:
     run_ranks(each, 2, args=(fail_on_one_rank, push_one_row_often), ranks_per_server=1)
 
 
@@ -125,7 +125,7 @@ def store(alone: Session) -> KVStore:
         (lambda kv: kv.pull("feat", FIRST, out=torch.empty(2, 5)), r"shape \(1, 5\)"),
     ],
 )
-def test_what_cannot_be_asked_for_is_refused(
+def test_invalid_pulls_and_pushes_are_refused(
     store: KVStore, ask: Callable[[KVStore], object], message: str
 ) -> None:
     with pytest.raises((IndexError, ConfigError), match=message):
@@ -208,7 +208,7 @@ def test_errors_are_raised_at_the_fence_once_and_counted(remote: KVStore, rpc: F
     assert rpc.sent == ["a", "bad a", "bad b", "bad a", "b"]
 
 
-def test_who_pushes_too_much_waits_for_room(
+def test_push_beyond_the_limit_waits_for_room(
     remote: KVStore, rpc: FakeRpc, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(kvstore, "MAX_BYTES", 32)
@@ -513,7 +513,7 @@ def target(alone: Session) -> KVStore:
     return open_to_push(alone)
 
 
-def test_what_can_be_written_to_is_not_cached_and_what_does_not_fit_changes_nothing(target: KVStore) -> None:
+def test_writable_columns_are_not_cached_and_wrong_rows_change_nothing(target: KVStore) -> None:
     with pytest.raises(ConfigError, match="'d' can be written to"):
         target.set_cache("d", cache=RowCache(table=NO_SLOTS, rows=np.empty(0)))
     with pytest.raises(IndexError, match="id 31 at position 1"):
@@ -539,7 +539,7 @@ def test_with_a_handler_repeats_are_summed_only_when_accumulating(target: KVStor
     assert seen == [([3, 5, 5], [2, 1, 3]), ([5, 3], [4, 2])]
 
 
-def test_what_a_pull_handler_returns_is_checked(target: KVStore) -> None:
+def test_results_of_pull_handlers_are_checked(target: KVStore) -> None:
     target.register_pull_handler("d", lambda rows, ids: rows[ids].float())
     with pytest.raises(
         ConfigError, match=r"returned torch.float32 .* must return torch.float64 of shape \(1,\)"
@@ -547,7 +547,7 @@ def test_what_a_pull_handler_returns_is_checked(target: KVStore) -> None:
         target.pull("d", np.array([2]))
 
 
-def test_what_fits_passes_and_one_byte_more_does_not(alone: Session, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_limit_is_exact_to_the_byte(alone: Session, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shared_memory, "machine_memory", lambda: (10**9, 1000))
     shared_memory.check_memory(alone, np.array([0, 10]), 100, "it", "use less")
     with pytest.raises(ConfigError, match=r"it needs 0\.000 GB for 10 rows of 101 bytes on .*; use less"):

@@ -21,7 +21,7 @@ BOOK = PartitionBook(
 )
 
 
-def test_counts_and_metadata() -> None:
+def test_counts_and_metadata_match_the_dataset() -> None:
     assert (BOOK.num_partitions(), BOOK.partid) == (2, 1)
     assert BOOK.metadata() == [
         {"machine_id": 0, "num_nodes": 5, "num_edges": 4},
@@ -30,7 +30,7 @@ def test_counts_and_metadata() -> None:
     assert (BOOK.num_nodes("user"), BOOK.num_nodes(), BOOK.num_edges("sees")) == (5, 9, 2)
 
 
-def test_owners_and_local_ids() -> None:
+def test_owners_and_local_ids_match_the_bounds() -> None:
     assert BOOK.nid2partid([0, 1, 2, 4], "user").tolist() == [0, 0, 1, 1]
     assert BOOK.eid2partid(torch.tensor([3]), "rates").tolist() == [0]
     assert BOOK.partid2nids(1, "user").tolist() == [2, 3, 4]
@@ -64,7 +64,7 @@ def test_homogeneous_ids_go_there_and_back() -> None:
         ),
     ],
 )
-def test_what_does_not_exist_is_refused(ask: Callable[[], object], message: str) -> None:
+def test_unknown_types_and_parts_are_refused(ask: Callable[[], object], message: str) -> None:
     with pytest.raises((IndexError, ConfigError), match=message):
         ask()
 

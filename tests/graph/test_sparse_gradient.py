@@ -113,7 +113,7 @@ def only_rank_0_steps(folder: Path) -> str:
         return refusal(partial(barrier, session, "somewhere else") if g.rank() else optimizer.step, PeerError)
 
 
-def test_who_does_not_step_is_named_and_where_it_is(small_dataset: Path) -> None:
+def test_error_names_the_rank_that_does_not_step(small_dataset: Path) -> None:
     text, second = run_ranks(only_rank_0_steps, 2, args=(small_dataset,))
     for part in ("rank 1 on", "every rank must call step()", "somewhere else"):
         assert part in text

@@ -134,7 +134,7 @@ def test_a_step_in_which_nobody_used_rows_of_this_rank_counts(graph: DistGraph) 
     assert table.steps == 2
 
 
-def test_all_who_change_rows_by_what_they_were_take_turns(graph: DistGraph) -> None:
+def test_updates_that_read_old_values_take_turns(graph: DistGraph) -> None:
     embedding = DistEmbedding(NUM_NODES, 1, "e")
     tables = [OwnedRows(embedding, [], sgd_rule(1.0)) for _ in range(2)]
     assert tables[0].lock is tables[1].lock is graph.kvstore.column(embedding.weight.kvstore_key).lock

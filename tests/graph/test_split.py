@@ -36,7 +36,7 @@ def shares(
 
 @pytest.mark.parametrize("servers", SERVERS)
 @pytest.mark.parametrize("num_ids", [0, 1, 3, 10, 41])
-def test_even_shares_are_disjoint_whole_and_differ_by_one(servers: tuple[int, ...], num_ids: int) -> None:
+def test_even_shares_are_disjoint_complete_and_differ_by_one(servers: tuple[int, ...], num_ids: int) -> None:
     ids = np.sort(np.random.default_rng(0).permutation(100)[:num_ids])
     bounds = [0, 100] if max(servers) == 0 else [0, 10, 100]
     result = shares(ids, bounds, servers)
@@ -73,7 +73,7 @@ PREFERRED, OWN = np.array([1, 0, 1, 0, 3, 2, 3, 2]), {"force_even": False}
         (range(6), [0, 6], (0, 0), OWN | {"trainer_of": np.array([1] * 5 + [0])}, [[5], [0, 1, 2, 3, 4]]),
     ],
 )
-def test_shares_by_hand(
+def test_shares_match_hand_computed_ones(
     ids: range, bounds: list[int], servers: tuple[int, ...], options: Any, expected: list[list[int]]
 ) -> None:
     result = shares(np.array(ids), bounds, servers, **options)
@@ -97,7 +97,7 @@ def test_even_comes_before_preferred() -> None:
         ([], []),
     ],
 )
-def test_masks_and_ids(marked: object, expected: list[int]) -> None:
+def test_marked_rows_are_read_from_masks_and_ids(marked: object, expected: list[int]) -> None:
     assert read_marked_ids(marked, 4).tolist() == expected  # type: ignore[arg-type]
 
 
@@ -112,7 +112,7 @@ def test_masks_and_ids(marked: object, expected: list[int]) -> None:
         ([1, 9], 4, "id 9 at position 1"),
     ],
 )
-def test_what_is_neither_or_both_is_refused(marked: object, count: int, message: str) -> None:
+def test_values_other_than_a_mask_or_ids_are_refused(marked: object, count: int, message: str) -> None:
     with pytest.raises((ConfigError, IndexError), match=message):
         read_marked_ids(marked, count)  # type: ignore[arg-type]
 

@@ -42,11 +42,13 @@ def vip(shard: CSCShard, seeds: list[int], fanouts: list[int], batch_size: int) 
         ([0], [2, 2], 1, [1, 1, 1, 1]),
     ],
 )
-def test_access_by_hand(seeds: list[int], fanouts: list[int], batch_size: int, expected: list[float]) -> None:
+def test_vip_scores_match_hand_computed_ones(
+    seeds: list[int], fanouts: list[int], batch_size: int, expected: list[float]
+) -> None:
     assert vip(DIAMOND, seeds, fanouts, batch_size).tolist() == pytest.approx(expected)
 
 
-def test_several_types() -> None:
+def test_vip_scores_follow_edges_of_several_types() -> None:
     """Paper 0 is written by the authors 0 and 1 and cites paper 1; author 1 works at institute 0."""
     writes, cites, employs = ("a", "writes", "p"), ("p", "cites", "p"), ("i", "employs", "a")
     shards = {
@@ -92,7 +94,7 @@ def test_drawn_batches_need_rows_as_often_as_predicted() -> None:
     assert abs(difference.mean()) < 0.004
 
 
-def test_the_most_wanted_of_others() -> None:
+def test_top_rows_are_remote_and_have_the_highest_scores() -> None:
     scores = np.array([5.0, 9.0, 2.0, 2.0, 0.0, 2.0, 7.0])
     for own, budget, ids in (
         ((1, 2), 3, [0, 2, 6]),

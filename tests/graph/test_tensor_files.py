@@ -64,7 +64,7 @@ def load_all(dataset: Path, folder: Path) -> None:
 @pytest.mark.parametrize(
     ("writers", "readers"), [((1, None), (3, 2)), *wide(((3, 2), (1, None)), ((2, 1), (2, None)))]
 )
-def test_any_number_of_ranks_loads_what_another_saved(
+def test_tensors_load_on_another_number_of_ranks(
     small_dataset: Path, tmp_path: Path, writers: tuple[int, int], readers: tuple[int, int]
 ) -> None:
     args = (small_dataset, tmp_path)
@@ -115,7 +115,7 @@ def test_rows_of_another_dataset_or_type_are_refused(graph: DistGraph, tmp_path:
         DistTensor((NUM_NODES,), torch.int64, "x", part_policy=policy, graph=graph).load(tmp_path / "own")
 
 
-def test_what_cannot_be_loaded_is_named(graph: DistGraph, tmp_path: Path) -> None:
+def test_errors_name_files_that_cannot_be_loaded(graph: DistGraph, tmp_path: Path) -> None:
     tensor = graph.new_tensor((NUM_NODES,), torch.int64, "h")
     with pytest.raises(StorageError, match=r"has no index\.json: nothing was saved there"):
         tensor.load(tmp_path / "nowhere")
@@ -180,7 +180,7 @@ def test_another_number_of_ranks_and_servers_goes_on_with_the_same_rows(
     assert sorted(os.listdir(tmp_path)) == sorted(KINDS)
 
 
-def test_what_was_saved_elsewhere_is_refused_and_changes_nothing(graph: DistGraph, tmp_path: Path) -> None:
+def test_state_of_another_optimizer_is_refused_and_changes_nothing(graph: DistGraph, tmp_path: Path) -> None:
     optimizer = optim.SparseAdagrad([DistEmbedding(NUM_NODES, 2, "e")], lr=0.1)
     optimizer.save(tmp_path / "saved")
     embedding = DistEmbedding(NUM_NODES, 3, "other")

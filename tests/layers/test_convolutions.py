@@ -191,7 +191,9 @@ def close(found: Tensor | None, expected: Tensor | None) -> None:
         ("inputs", PNAConv(4, 3, ["max"], ["identity"], 1.0), "PNAConv cannot be cut"),
     ],
 )
-def test_what_cannot_be_split_is_refused_with_the_reason(sync: Sync, module: nn.Module, message: str) -> None:
+def test_layers_that_cannot_be_split_are_refused_with_the_reason(
+    sync: Sync, module: nn.Module, message: str
+) -> None:
     """And says so where rows would do."""
     with pytest.raises(ConfigError, match=message) as caught:
         make_stages(module, sync)
@@ -209,7 +211,7 @@ def test_relations_that_are_not_passed_are_named() -> None:
         staged(block, x)
 
 
-def test_rows_of_sources_are_what_parts_send() -> None:
+def test_parts_send_rows_of_sources() -> None:
     """(L0, width) of each, where a layer that splits sends (D1, H)."""
     block, x, _ = block_and_rows(7)
     for name, widths in (("pool", [7, H]), ("gatv2", [2 * H, 2 * H])):
@@ -223,7 +225,7 @@ def test_rows_of_sources_are_what_parts_send() -> None:
 
 @pytest.mark.parametrize("out", [3, 9])
 @pytest.mark.parametrize("weighted", [False, True])
-def test_one_hop_of_sgc_is_dgls_on_a_whole_graph(out: int, weighted: bool) -> None:
+def test_one_hop_of_sgc_equals_dgls_on_a_graph(out: int, weighted: bool) -> None:
     generator = torch.Generator().manual_seed(0)
     ends = torch.cat([torch.randint(0, 8, (2, 20), generator=generator), torch.arange(8).repeat(2, 1)], 1)
     graph = dgl.graph((ends[0], ends[1]))

@@ -42,7 +42,7 @@ def mask(runs: tuple[ColumnRange, ...], number: int = 3, **other: int) -> Tensor
 
 
 @pytest.mark.parametrize("parts", [1, 2, 3, 4])
-def test_parts_have_the_columns_of_the_whole_mask(parts: int) -> None:
+def test_parts_have_the_columns_of_the_uncut_mask(parts: int) -> None:
     full = mask(all_columns(9))
     cut = [mask((columns,)) for columns in deal_out_columns(9, parts)]
     assert torch.equal(torch.cat(cut, 1), full)
@@ -57,7 +57,7 @@ def test_other_batches_seeds_and_modules_drop_other_entries(other: dict[str, int
     assert abs(agreed - 0.58) < 0.01
 
 
-def test_entries_are_kept_as_often_as_said_and_their_mean_stays() -> None:
+def test_entries_are_kept_with_the_given_probability_and_their_mean_stays() -> None:
     """40,000 draws: 5 standard deviations of the share are 0.0115."""
     x = torch.ones(400, 100, dtype=torch.float64)
     draws = DropDraws(seed=0, number=0, nodes=NODES, runs=all_columns(100))
@@ -87,7 +87,7 @@ def test_entries_are_kept_as_often_as_said_and_their_mean_stays() -> None:
         (SAGEConv(7, 5, "pool", feat_drop=0.4), "inputs"),
     ],
 )
-def test_parts_drop_what_one_part_drops(conv: nn.Module, sync: Sync) -> None:
+def test_parts_drop_the_same_entries_as_one_part(conv: nn.Module, sync: Sync) -> None:
     """Outputs and gradients of the parts, attention dropped too, are those of one part with all columns."""
     staged = make_stages(conv.double(), sync)
     block, x, _ = block_and_rows(7)
@@ -235,7 +235,7 @@ def test_calls_passes_and_steps_drop_other_entries() -> None:
 
 
 @pytest.mark.parametrize("shape", [(6,), (6, 4), (6, 2, 3)])
-def test_rows_of_any_shape(shape: tuple[int, ...]) -> None:
+def test_rows_of_any_shape_are_dropped(shape: tuple[int, ...]) -> None:
     ids, some, result = torch.tensor([5, 3, 1, 0, 9, 8]), [2, 4], []
     for places in (list(range(6)), some, []):
         model = nn.Sequential(nn.Dropout(0.5))
@@ -299,7 +299,7 @@ def gradients(preserve: bool | None, passes: Passes) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("passes", [[(0, 0)], [(0, 0), (1, 1), (2, 2)], [(0, 0), (0, 70)]])
-def test_what_is_computed_again_drops_what_it_dropped(passes: Passes) -> None:
+def test_recomputation_drops_the_same_entries(passes: Passes) -> None:
     """Also when backward comes after the next forward passes, of other steps or on other nodes."""
     for got, expected in zip(gradients(True, passes), gradients(None, passes), strict=True):
         torch.testing.assert_close(got, expected, rtol=0, atol=1e-12)
@@ -352,7 +352,7 @@ def test_a_layer_may_have_its_block_anywhere_and_compute_a_part_of_itself_again(
         close(case[1], gradient)
 
 
-def test_a_block_that_is_gone_before_its_layer_is_computed_again_is_told() -> None:
+def test_freed_block_of_a_recomputed_layer_is_an_error() -> None:
     model, block = Layer(again=True), block_of([3, 0, 7])
     install_node_dropouts(model, seed=1).begin(0, torch.arange(RING))
     out = model(block, torch.ones(block.num_src_nodes(), 6))

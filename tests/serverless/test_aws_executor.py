@@ -84,7 +84,7 @@ def test_tasks_come_back_with_their_bill(service: FunctionsService) -> None:
     assert running.simulated
 
 
-def test_a_whole_run_has_the_bits_of_one_without_functions(
+def test_run_on_functions_equals_a_run_without_bit_for_bit(
     service: FunctionsService, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     function(service)
@@ -105,7 +105,7 @@ def test_a_whole_run_has_the_bits_of_one_without_functions(
     assert account["label"].startswith("simulated")
 
 
-def test_what_a_dead_container_did_not_do_another_does(service: FunctionsService) -> None:
+def test_task_of_a_dead_container_runs_in_another(service: FunctionsService) -> None:
     """AWS tells nothing: only the time says that it is dead. The late result of a slow one is refused."""
     bench, ours = Bench(gcn(), [7]), function(service)
     ours.retries = 0

@@ -182,7 +182,7 @@ def test_the_dead_are_replaced_at_once_and_once() -> None:
     assert (scene.controller.counts.lost, scene.controller.counts.relaunched) == (1, 1)
 
 
-def test_it_gives_up_with_the_last_reason() -> None:
+def test_error_after_all_retries_has_the_last_reason() -> None:
     scene = Scene(retries=2)
     key = scene.launch(0)
     for attempt in range(2):
@@ -207,7 +207,7 @@ def test_a_batch_goes_out_when_it_is_full_or_has_waited() -> None:
     assert scene.wait(0.002) == ["r0.e0.s1.i4.f/0"]
 
 
-def test_what_ended_is_counted_and_billed_by_the_step() -> None:
+def test_ended_invocations_are_counted_and_billed_by_the_step() -> None:
     scene = Scene(prices=prices("dorylus"))
     for interval in range(3):
         scene.controller.finish(scene.launch(interval), 0)
@@ -236,7 +236,7 @@ def test_the_number_of_workers_follows_the_queue() -> None:
     assert len(scene.controller._running) == scene.controller.workers > 2
 
 
-def test_fewer_workers_leave_one_to_what_the_early_ones_wait_for() -> None:
+def test_reducing_workers_keeps_one_for_tasks_that_early_ones_wait_for() -> None:
     """All places of three who wait for rows would leave none to the task that gives them, when it dies."""
     scene, queue = Scene(workers=None, intervals=4), [0.0]
     scene.controller.watch(lambda: queue[0])
@@ -267,7 +267,7 @@ def test_a_thread_ticks_when_it_is_woken_and_its_error_is_kept(monkeypatch: pyte
         wake_until_it_fails(controller)
 
 
-def test_a_thread_that_ends_by_a_mistake_of_ours_is_told() -> None:
+def test_bug_that_ends_the_thread_is_reported() -> None:
     controller = Controller(Noted(), ControllerOptions(most=1), itertools.count().__next__)
     controller.watch(lambda: 1 / 0)
     with pytest.raises(PeerError, match="stopped: ZeroDivisionError"), controller.run():
@@ -300,7 +300,7 @@ def settle(start: int, best: float, steps: int) -> list[int]:
 
 
 @pytest.mark.parametrize("best", [50, 30, 12, 5, 77])
-def test_it_settles_within_ten_steps(best: int) -> None:
+def test_number_of_workers_settles_within_ten_steps(best: int) -> None:
     """A server half as fast as 100 workers is ``best`` = 50."""
     numbers = settle(100, best, 40)
     assert abs(numbers[9] - best) <= 0.3 * best

@@ -45,7 +45,7 @@ def test_nonsense_is_refused() -> None:
             billed_gb_seconds(seconds, memory, NOW)
 
 
-def test_amounts_are_readable() -> None:
+def test_dollars_are_formatted_readably() -> None:
     shown = {0: "$0.00", 0.000123: "$0.000123", 0.5125: "$0.512", 12.3: "$12.30"}
     assert {amount: dollars(amount) for amount in shown} == shown
 

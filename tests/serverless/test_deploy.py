@@ -98,7 +98,7 @@ def test_a_function_is_made_with_its_role_and_the_second_time_nothing_is_done(de
     assert do(deployment) == []
 
 
-def test_only_what_differs_is_updated(deployment: Deployment, tmp_path: Path) -> None:
+def test_only_differing_settings_are_updated(deployment: Deployment, tmp_path: Path) -> None:
     do(deployment)
     first = settings()["CodeSha256"]
     message = do(replace(deployment, memory_mb=512, timeout_s=30))
@@ -121,7 +121,7 @@ def test_a_function_in_a_vpc_may_have_network_cards_there(deployment: Deployment
     assert do(deployment)[0] == "let the role dglx-worker-role use AWSLambdaBasicExecutionRole"
 
 
-def test_it_goes_on_where_it_stopped(deployment: Deployment) -> None:
+def test_deploy_resumes_where_it_stopped(deployment: Deployment) -> None:
     message: list[str] = []
 
     def stop_at_function(text: str) -> None:
@@ -173,7 +173,7 @@ def test_everything_that_was_made_is_removed_and_nothing_else(deployment: Deploy
     assert remove() == []
 
 
-def test_what_others_made_is_left_alone(deployment: Deployment) -> None:
+def test_resources_of_others_are_left_alone(deployment: Deployment) -> None:
     trust = '{"Version": "2012-10-17", "Statement": []}'
     iam = client("iam")
     iam.create_role(RoleName="dglx-worker-role", AssumeRolePolicyDocument=trust)
@@ -242,7 +242,7 @@ def test_a_role_that_is_not_known_yet_is_waited_for(
     assert settings()["FunctionName"] == NAME
 
 
-def test_a_function_that_cannot_be_used_is_told(
+def test_function_that_cannot_be_used_is_an_error(
     deployment: Deployment, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(made.time, "sleep", lambda _: None)

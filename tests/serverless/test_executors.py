@@ -140,7 +140,7 @@ def lost_of(name: str, bench: Bench, key: TaskKey) -> Lost:
 
 
 @pytest.mark.parametrize("name", ["inline", "local", "http"])
-def test_a_task_that_fails_is_told_of_with_its_reason(name: str) -> None:
+def test_failed_task_is_reported_with_its_reason(name: str) -> None:
     bench, key = Bench(gcn(), ROWS), TaskKey(0, 0, 0, Direction.FORWARD)
     lost = lost_of(name, bench, key)
     assert (lost.key, lost.attempt) == (key, 1)
@@ -217,7 +217,7 @@ def post(bench: Bench, **options: object) -> list[Lost]:
         return executor.take_lost()
 
 
-def test_http_tells_what_a_service_says() -> None:
+def test_http_reports_the_message_of_the_service() -> None:
     bench = Bench(gcn(), ROWS)
     with functions_service((503, b"too busy")) as (url, seen):
         (lost,) = post(bench, url=url, headers={"x-api-key": "mine"})

@@ -162,7 +162,7 @@ def make_scaled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Program:
     return Program(steps=(gather, vertex), features=5, classes=5, num_train=3, dtype="float64")
 
 
-def test_a_users_own_stage_goes_along(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_local_workers_run_a_users_own_stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     bench = Bench(make_scaled(tmp_path, monkeypatch), [4])
     stages = stages_of(bench.program.steps)
     assert stages == {"my_scaled": "my_scaled:Scaled"}

@@ -119,7 +119,7 @@ def wheel(folder: Path, name: str, inside: dict[str, str]) -> None:
             archive.writestr(path, text)
 
 
-def test_wheels_take_the_place_of_what_is_installed(tmp_path: Path) -> None:
+def test_wheels_replace_installed_libraries(tmp_path: Path) -> None:
     wheel(
         tmp_path,
         "numpy-2.0-cp312-cp312-manylinux2014_aarch64.whl",

@@ -131,7 +131,7 @@ def test_a_duplicate_with_other_bits_is_an_error() -> None:
     assert bits(server.latest()) == plain_answer(server.plan, 1)
 
 
-def test_what_is_of_another_server_or_epoch_is_refused() -> None:
+def test_keys_of_another_server_or_epoch_are_refused() -> None:
     """More of it, and other shapes, in test_worker_access.py."""
     plan = plan_of(num_servers=2, staleness=1)
     first, second = servers_of(plan)
@@ -279,7 +279,7 @@ def test_twenty_steps_are_torchs_to_the_last_bit(kind: str, settings: dict[str, 
     ],
     ids=str,
 )
-def test_what_makes_no_sense_is_refused(kind: str, group: dict[str, Any], says: str) -> None:
+def test_unsupported_optimizer_settings_are_refused(kind: str, group: dict[str, Any], says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         Update(kind, [{**group, "params": ["a"]}], ["a"])
 

@@ -180,7 +180,7 @@ def alone() -> Rpc:
     return Rpc(0, Ledger(Topology(rank=0, world_size=1, server_of_rank=(0,))), timeout_s=30)
 
 
-def test_who_waits_too_long_is_told_for_what() -> None:
+def test_timeout_error_names_the_missing_gradients() -> None:
     with serve(alone(), plan_of(1)) as (_, client):
         push(client, lacking=((2, 0), (4, 0), (4, 2)))
         with pytest.raises(PeerError) as caught:
@@ -190,7 +190,7 @@ def test_who_waits_too_long_is_told_for_what() -> None:
     assert "parameter server 0 on rank 0" in str(caught.value)
 
 
-def test_what_servers_must_not_send_is_refused() -> None:
+def test_invalid_messages_of_servers_are_refused() -> None:
     """Messages that workers must not send are in test_worker_access.py."""
     rpc = alone()
     with serve(rpc, plan_of(1)):

@@ -121,7 +121,7 @@ WRONG: dict[str, tuple[Callable[[], Program], str]] = {
 
 
 @pytest.mark.parametrize("case", WRONG)
-def test_what_makes_no_sense_is_refused(case: str) -> None:
+def test_inconsistent_programs_are_refused(case: str) -> None:
     make, message = WRONG[case]
     with pytest.raises(ConfigError, match=message):
         make()
@@ -195,12 +195,12 @@ def test_every_field_of_the_text_is_checked_or_kept() -> None:
         (" " * (MAX_PROGRAM_BYTES + 1), "more than 1048576"),
     ],
 )
-def test_what_is_no_program_is_refused(text: str, message: str) -> None:
+def test_texts_that_are_no_program_are_refused(text: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         Program.from_json(text)
 
 
-def test_a_text_cannot_name_what_is_not_registered() -> None:
+def test_program_text_cannot_name_unregistered_stages() -> None:
     text = as_json()
     text["steps"][0]["stage"] = "subprocess:run"
     with pytest.raises(UnknownNameError, match="there is no stage 'subprocess:run'"):
@@ -224,7 +224,7 @@ PULLED = [np.zeros((2, 4)), np.zeros(2, dtype=np.int32)]
         (1, np.array([0, -2], dtype=np.int32), "labels from -2 to 0"),
     ],
 )
-def test_what_is_pulled_is_checked(place: int, array: Array, message: str) -> None:
+def test_pulled_arrays_are_checked(place: int, array: Array, message: str) -> None:
     LAST_STEP.half(WEIGHTS, PULLED, 2)
     changed = [array if index == place else old for index, old in enumerate(PULLED)]
     with pytest.raises(ConfigError, match=message):

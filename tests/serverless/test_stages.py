@@ -53,7 +53,7 @@ STAGES_OF_VERTICES: list[tuple[str, Any]] = [
 
 
 @pytest.mark.parametrize(("name", "config"), STAGES_OF_VERTICES, ids=str)
-def test_a_vertex_stage_differentiates_what_it_computes(name: str, config: Config) -> None:
+def test_backward_of_a_vertex_stage_is_the_gradient_of_forward(name: str, config: Config) -> None:
     stage = vertex_stage(name, config)
     shapes, draw = stage.shapes, np.random.default_rng(0)
     weights = [draw.normal(size=shape) for shape in shapes.weights.values()]

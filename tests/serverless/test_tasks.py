@@ -62,7 +62,7 @@ r0.e+3.s2.i7.f r0.e3.s2.i.f r0.e1e3.s2.i7.f r0.e٣.s2.i7.f e3.s2.i7.f r01.e3.s2.
 r1000000000.e3.s2.i7.f r0.e1000000000.s2.i7.f r0.e3.s10000.i7.f r0.e3.s2.i1000000000.f r0.e3.s2.i7.f/0"""
 
 
-def test_what_is_no_key_or_names_no_half_or_attempt_is_refused() -> None:
+def test_invalid_keys_halves_and_attempts_are_refused() -> None:
     key = "r0.e3.s2.i7.f"
     for text in (*NO_KEYS.split(), "", f"{key} ", f" {key}", f"{key}\n", "r0.e3 .s2.i7.f", "x" * 5000):
         with pytest.raises(ConfigError, match="no key of a task"):
@@ -150,7 +150,7 @@ NO_EVENTS: dict[str, tuple[Any, str]] = {
 
 
 @pytest.mark.parametrize("case", NO_EVENTS)
-def test_what_is_no_event_is_refused(case: str) -> None:
+def test_invalid_events_are_refused(case: str) -> None:
     event, message = NO_EVENTS[case]
     if isinstance(event, dict) and case != "no names":
         good = as_json()
@@ -174,7 +174,7 @@ def test_own_rows_of_features_get_no_gradient() -> None:
     assert [item.role for item in given_items(gcn((5, 3)), 1, FB, True)] == [Role.STATISTICS]
 
 
-def test_edges_given_are_checked_against_what_was_pulled() -> None:
+def test_returned_edges_must_match_pulled_edges() -> None:
     items = given_items(gat(), 2, F, True)
     check_payload(items, [np.zeros((7, 3))], 2, "a gift", num_edges=7)
     with pytest.raises(ConfigError, match="a gift has output att1 of shape"):

@@ -110,7 +110,7 @@ def test_rows_that_are_late_are_asked_for_again_and_counted_once() -> None:
     bench.check(key)
 
 
-def test_an_answer_says_what_happened_and_a_second_attempt_is_not_taken() -> None:
+def test_answer_reports_the_result_and_a_second_attempt_is_refused() -> None:
     bench, key = Bench(gcn(), [7]), TaskKey(0, 4, 0, Direction.FUSED)
     worker = Worker(DirectCaller(bench.handlers()))
     first = worker.handle(json.loads(bench.task(key).to_event()))

@@ -96,7 +96,7 @@ def test_as_many_workers_as_there_is_work_for_warm_ones_first() -> None:
     assert [worker.ended for worker in made.workers] == [1] * 5
 
 
-def test_what_a_worker_raises_is_the_tasks_end_not_the_threads() -> None:
+def test_error_of_a_worker_ends_its_task_and_not_the_thread() -> None:
     made = Made()
     pool = made.pool()
     made.error = OSError("no pipe")
@@ -112,7 +112,7 @@ def test_what_a_worker_raises_is_the_tasks_end_not_the_threads() -> None:
     pool.close()
 
 
-def test_who_is_late_holds_no_place_and_leaves_when_it_comes_back() -> None:
+def test_late_worker_holds_no_slot_and_ends_when_it_returns() -> None:
     made = Made()
     pool = made.pool()
     first = Bench(gcn(), [4] * 3).task(POOL_KEYS[0])
