@@ -666,11 +666,9 @@ def get_open_session() -> Session | None:
 def _start_single(
     topology: Topology, settings: Settings, arguments: Mapping[str, Any], device: object
 ) -> Session:
-    ledger, hosts, own_device = (
-        Ledger(topology),
-        (socket.gethostname(),),
-        take_device(device, 0, settings.device),
-    )
+    ledger = Ledger(topology)
+    hosts = (socket.gethostname(),)
+    own_device = take_device(device, 0, settings.device)
     _log_devices([own_device], hosts, choose_backend([own_device], hosts, None))
     return Session(
         **arguments,

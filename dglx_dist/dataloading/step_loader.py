@@ -619,11 +619,9 @@ class StepLoader(EpochLoader[B, T], Generic[K, B, T]):
 
     def sampling_signature(self) -> str:
         """Return a string that is equal on ranks with equal draws."""
-        batch_size, shuffle, drop_last = (
-            self._options.batch_size,
-            bool(self._options.shuffle),
-            bool(self._options.drop_last),
-        )
+        batch_size = self._options.batch_size
+        shuffle = bool(self._options.shuffle)
+        drop_last = bool(self._options.drop_last)
         order = f"batch_size={batch_size}, shuffle={shuffle}, drop_last={drop_last}"
         return f"seed={self.seed}, {order}, {self._maker.sampling_signature()}"
 

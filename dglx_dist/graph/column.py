@@ -455,11 +455,9 @@ def _new_table(least: int) -> SlotTable:
 def _move_entries(table: SlotTable, last: Array, places: Array, to: SlotTable, to_last: Array) -> None:
     for place in places:
         new_place = find_place(to.keys, table.keys[place])
-        to.keys[new_place], to.slots[new_place], to_last[new_place] = (
-            table.keys[place],
-            table.slots[place],
-            last[place],
-        )
+        to.keys[new_place] = table.keys[place]
+        to.slots[new_place] = table.slots[place]
+        to_last[new_place] = last[place]
 
 
 @njit(cache=True, nogil=True)

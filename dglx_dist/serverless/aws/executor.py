@@ -191,10 +191,8 @@ class _Poster(WorkerHandle):
 
 def _check_usable(client: Client, function: str) -> int:
     """Return the memory of ``function`` in MB; raise ConfigError unless it is there and active."""
-    purpose, missing = (
-        f"could not look for the function {function}",
-        client.exceptions.ResourceNotFoundException,
-    )
+    purpose = f"could not look for the function {function}"
+    missing = client.exceptions.ResourceNotFoundException
     settings = found_or_none(purpose, missing, client.get_function_configuration, FunctionName=function)
     if settings is None:
         raise ConfigError(
