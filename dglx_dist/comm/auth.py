@@ -194,8 +194,7 @@ class DescriptorWatch:
     """Logs the cause before the process runs out of file descriptors.
 
     gloo keeps the descriptor of every connection to its ports, also of strangers and after their end. A
-    process that cannot open another descriptor ends. The constructor raises the limit to the maximum of the
-    system.
+    process that cannot open another descriptor ends. The constructor raises the limit to the maximum.
     """
 
     def __init__(self) -> None:

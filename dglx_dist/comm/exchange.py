@@ -37,8 +37,7 @@ from dglx_dist.records import Array
 class ReusableBuffer:
     """Host memory for one tensor at a time, of any shape and dtype. It grows and never shrinks.
 
-    Page faults of new memory cost more than copying into it. The next :meth:`take` invalidates the last
-    tensor.
+    Page faults of new memory cost more than copying into it. The next :meth:`take` reuses it.
     """
 
     def __init__(self) -> None:
@@ -270,8 +269,7 @@ _Arrived: TypeAlias = Mailbox[tuple[float, str, Array]]
 class _Inbox:
     """Received messages by sender and number. They are dropped when nobody can wait for them any more.
 
-    Messages are numbered per pair of ranks, because two ranks may take part in different exchanges with
-    others.
+    Messages are numbered per pair of ranks, because two ranks may have exchanges with others.
     """
 
     def __init__(self, session: Session) -> None:
@@ -321,8 +319,7 @@ class CallExchange(Exchange):
     """Exchanges rows by one-sided calls, in host memory. Any number of exchanges may be in flight.
 
     Messages are received on the threads that serve calls. Exchanges of different objects may overtake each
-    other. The constructor is collective. ``span`` is the name in traces. The default is the name of each
-    exchange.
+    other. The constructor is collective. ``span`` is the name in traces. The default is the exchange's name.
     """
 
     def __init__(self, session: Session, span: str = "") -> None:

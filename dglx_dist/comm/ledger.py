@@ -11,8 +11,7 @@ LedgerKey: TypeAlias = tuple[str, int, int, int]
 """(phase, layer, source rank, destination rank)."""
 
 WORKER = -1
-"""Number of any stateless worker in place of a rank. A worker has no ledger, so the rank that it calls
-counts."""
+"""Number of any stateless worker in place of a rank. The rank that it calls counts its bytes."""
 
 CONTROL = "control"
 """Phase of messages by which ranks agree. They are not payload of training."""

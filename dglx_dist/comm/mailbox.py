@@ -120,8 +120,7 @@ class Mailbox(Generic[M]):
 
 
 Put: TypeAlias = Callable[[int, str, int, list[Array]], None]
-"""Function of (number of the round, step, sender, arrays) that takes a message, as :meth:`Mailbox.put`
-does."""
+"""Function of (number of the round, step, sender, arrays) that takes a message like :meth:`Mailbox.put`."""
 
 
 @final

@@ -41,8 +41,7 @@ from dglx_dist.errors import ConfigError, PeerError, RemoteError
 from dglx_dist.records import Array
 
 Handler: TypeAlias = Callable[[str, Sequence[Array]], Sequence[Array]]
-"""Function from (name, arrays) to arrays. Any thread calls it, several at a time. The result is not
-copied."""
+"""Function from (name, arrays) to arrays. Several threads may call it. The result is not copied."""
 
 log = logging.getLogger(__name__)
 

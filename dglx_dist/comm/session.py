@@ -126,8 +126,7 @@ CALL_ALIKE = (
 )
 """Remedy if ranks that are alive wait for each other."""
 ALL_GATHER, NEXT_BATCH, _END = "all-gather", "the next batch", "the end of the session"
-"""Statuses of ranks with a waiting training loop: for all ranks, for a loader, and for the end of all
-ranks."""
+"""Statuses of ranks with a waiting training loop: for all ranks, for a loader, and at the end."""
 _APART_AFTER = 3
 """Number of consecutive probes in which ranks wait for each other. Then a warning is logged."""
 _PROBE_S = 5.0
@@ -135,8 +134,7 @@ _PROBE_AT_END_S = 2.0
 _WITHOUT_LAUNCHER_S = 10.0
 """Time limit for the checkpoint of ranks after their launcher was killed."""
 _LEAVES_S = 10.0
-"""Time after a stop in which signals are ignored, because schedulers and launchers send them several
-times."""
+"""Time after a stop in which signals are ignored, because launchers send them several times."""
 
 
 @final
@@ -693,8 +691,7 @@ def _start_joint(
 ) -> Session:
     """Start a session with the other ranks.
 
-    ``arguments`` are those of :func:`start_session` that a session stores. ``request`` is the device and the
-    backend.
+    ``arguments`` are the stored ones of :func:`start_session`. ``request`` is the device and the backend.
     """
     if not is_launched_by_torchrun():
         raise ConfigError(f"{topology.world_size} ranks need torchrun's environment. Start with torchrun.")

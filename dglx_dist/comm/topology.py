@@ -88,8 +88,7 @@ class Rendezvous:
     is_local: bool
     """Whether all ranks are certainly on this machine."""
     interface: str | None
-    """Network interface to bind to: loopback with a single machine, or None for the one that reaches
-    ``host``."""
+    """Network interface to bind to: loopback on one machine, or None for the one that reaches ``host``."""
 
 
 @dataclass(frozen=True, kw_only=True)

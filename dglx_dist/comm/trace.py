@@ -204,8 +204,7 @@ class RankSpans:
     rank: int
     host: str
     spans: tuple[Span, ...]
-    """Spans by begin, in seconds of a clock that all ranks share. In a file they count from the first
-    span."""
+    """Spans by begin, in seconds of a shared clock. In a file they count from the first span."""
     clock_error_s: float = 0.0
     """Largest error of these times relative to rank 0."""
     dropped: int = 0

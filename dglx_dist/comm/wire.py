@@ -30,8 +30,7 @@ INLINE_BYTES = 1024
 """Maximum size of arrays that are sent in the head, which saves a frame each way."""
 MAX_HEAD_BYTES = 64 * 1024 + MAX_ARRAYS * INLINE_BYTES
 FRAME_BYTES = 4 << 20
-"""Maximum size of a frame. Each arriving frame shows that the connection lives, also if a message takes
-seconds."""
+"""Maximum size of a frame. Each arriving frame shows that the connection lives."""
 _COPY_BYTES = 1 << 20
 """Maximum size of arrays that are copied into the message. pyzmq returns zero-copy buffers through another
 thread, which costs more than one such copy."""
@@ -170,8 +169,7 @@ def decode(data: bytes) -> Head:
 def read_arrays(socket: zmq.Socket[bytes], head: Head) -> list[Array]:
     """Read the writable and aligned arrays of a message after its ``head``.
 
-    Raises WireError if frames are missing, superfluous or of a wrong size. The message has been consumed
-    completely.
+    Raises WireError if frames are missing, superfluous or of a wrong size. The message is consumed then.
     """
     arrays, position = [], 0
     try:

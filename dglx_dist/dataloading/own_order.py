@@ -28,8 +28,7 @@ _UNLIKELY = math.log(1e-6)
 class UserColumns:
     """The columns of the graph that a script passed to ``dx.distribute``, in the order of its ids.
 
-    One-dimensional columns, such as labels, are kept alive. Other columns live as long as the script keeps
-    them.
+    One-dimensional columns, such as labels, are kept alive. Other columns live while the script keeps them.
     """
 
     def __init__(self, graph: dgl.DGLGraph) -> None:

@@ -50,8 +50,7 @@ class SourceDraws:
     batch_dependency: int
     """Number of consecutive steps of an epoch with the same draws. With 0 or less, all batches share them."""
     rounds: int = 0
-    """Number of iterations that lower the number of sources of a hop. With -1, they run until they
-    converge."""
+    """Number of iterations that lower the number of sources of a hop. -1 means until they converge."""
     unequal: bool = False
     """Whether probabilities differ, so that blocks have ``edge_weights``."""
 

@@ -22,8 +22,7 @@ if TYPE_CHECKING:
 
 
 Fanout: TypeAlias = int | Mapping[str | EdgeType, int]
-"""Number of in-edges per destination and edge type, -1 for all. A dict by relation or triple has all
-types."""
+"""Number of in-edges per destination and edge type, -1 for all. A dict has all types."""
 
 Names: TypeAlias = tuple[str, ...] | Mapping[str | EdgeType, tuple[str, ...]]
 """Names of columns of the only type, or a dict of them by type."""

@@ -49,8 +49,7 @@ def run_ahead(
     """Yield ``make(step)`` for each step in order. At most ``depth`` steps run ahead of the consumer.
 
     ``make`` runs on ``num_threads`` threads, or on the thread of the consumer if that is 0. An error of a
-    step is raised when it is the turn of that step. Closing the iterator cancels the steps that have not
-    started.
+    step is raised when it is the turn of that step. Closing the iterator cancels other steps.
     """
     if num_threads == 0:
         yield from map(make, steps)
@@ -409,8 +408,7 @@ class EpochLoader(ABC, Generic[B, T]):
         self._epoch, self._next_step, self._started = 0, 0, False
         self._end: int | None = None
         self.first_number = 0
-        """Number of the first step, which keys dropout. A loader that is opened anew each epoch changes
-        it."""
+        """Number of the first step, which keys dropout. A loader that opens again each epoch changes it."""
         self.mark: Callable[[Any], Any] | None = None
         """Function that marks the ids of the first batch."""
         self._times, self._waited_s = LoaderTimes(), 0.0

@@ -218,8 +218,7 @@ POLICIES = ("vip", "degree", "halo", LOOK_AHEAD)
 TRAIN_MASK = "train_mask"
 
 Fanouts: TypeAlias = Sequence[int | Mapping[str | EdgeType, int]]
-"""Fan-outs as in a sampler: one per layer, input-most first, each a number or a dict by edge type. -1:
-all."""
+"""Fan-outs as in a sampler: one per layer, input-most first, each a number or a dict by edge type."""
 
 log = logging.getLogger(__name__)
 

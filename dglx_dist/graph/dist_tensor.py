@@ -510,8 +510,7 @@ class DistTensor(Shared):
 
         Raises:
             ConfigError: the tensor belongs to the dataset. Nothing has changed then.
-            RemoteError: on all ranks, once, if a push with ``wait=False`` failed. The tensor still exists
-                then.
+            RemoteError: on all ranks, once, if a push with ``wait=False`` failed. The tensor still exists.
         """
         if not self._column.writable:
             raise ConfigError(

@@ -53,8 +53,7 @@ from dglx_dist.graph.row_kernels import (
 from dglx_dist.records import Array, ColumnInfo
 
 MAX_BYTES = 64 << 20
-"""Maximum size in bytes of unanswered pushes. When the limit is reached, the next push waits for the
-oldest."""
+"""Maximum size in bytes of unanswered pushes. At the limit, the next push waits for the oldest."""
 
 
 def _cut_into_runs(
@@ -375,8 +374,7 @@ class KVStore:
     def fence(self, timeout_s: float | None = None) -> None:
         """Wait until every later pull of any rank sees this rank's pushes with ``wait=False``.
 
-        Not collective. Raises the first error of these pushes once. Closing the graph or session does the
-        same.
+        Not collective. Raises the first error of these pushes once. Closing a graph or session does the same.
 
         Raises:
             PeerError: ``timeout_s`` passed (the message names the silent ranks), or an owner is dead. The

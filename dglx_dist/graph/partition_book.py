@@ -71,8 +71,7 @@ class PartitionBook:
     Args:
         node_bounds, edge_bounds: Type to (Q + 1,) int64 bounds. Partition q owns the ids ``[q]:[q + 1]``.
         partid: Partition of this rank.
-        num_trainers: Number of trainers that ``trainer_id`` numbers, or None if the graph was not cut for
-            them.
+        num_trainers: Number of trainers in ``trainer_id``, or None if the graph was not cut for them.
     """
 
     def __init__(
@@ -286,8 +285,7 @@ class Placement:
 
 MAX_MESSAGE_BYTES = FRAME_BYTES
 """Maximum size in bytes of the rows of one message, which one frame holds. More rows are split, so that rows
-are placed while others are in transit. Replies of 1 MiB took 1.5 times the processor time of the serving
-rank."""
+are placed while others are in transit. Replies of 1 MiB took 1.5 times the serving rank's time."""
 
 
 def rows_per_message(row_bytes: int) -> int:

@@ -116,8 +116,7 @@ def update_adam(
 ) -> None:
     """Apply ``m += a (g - m); v += b (g^2 - v); w -= rate * m / (sqrt(v) + eps)``.
 
-    ``constants`` are (rate, a, b, eps). The rate includes the correction of both moments for their start at
-    0.
+    ``constants`` are (rate, a, b, eps). The rate corrects both moments for their start at 0.
     """
     kind, state_rows, mean, square = weight.dtype.type, gradient.ids, states[0], states[1]
     step, gain_mean = kind(constants[0]), kind(constants[1])

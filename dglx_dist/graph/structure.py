@@ -54,8 +54,7 @@ class InEdges:
 NO_EDGES: Array = np.empty(0, dtype=np.int64)
 
 PendingAnswers: TypeAlias = Callable[[], list[Array]]
-"""Function that computes local answers, waits for the others and returns all. The submitting thread calls
-it."""
+"""Function that computes local answers, waits for the others and returns all. One thread calls it."""
 
 Draw: TypeAlias = Callable[[CSCShard, Array, str, Array], InEdges]
 """Function from (piece of the structure, (k,) int64 global ids of its nodes, parameters, (X,) int64 ascending

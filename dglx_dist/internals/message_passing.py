@@ -79,8 +79,7 @@ def place(graph: Graph, device: torch.device | str, *, copy: Copy | None = None)
     """Return ``graph`` with structure, node and edge columns on ``device``.
 
     Operators run in torch if :func:`is_on_torch_path`, else this is ``graph.to(device)`` of DGL. The
-    structure keeps its integer type. Further data for operators is computed on the device when it is first
-    needed.
+    structure keeps its integer type. Further data is computed on the device when it is first needed.
 
     Args:
         graph: DGLGraph or DGLBlock of any number of types, also a subclass.
@@ -751,8 +750,7 @@ def correct_kernels() -> None:
 def note_edge_order(block: DGLBlock, positions: Callable[..., Tensor]) -> None:
     """Remember that ``positions(ids, etype)`` returns positions of edges in the source's list.
 
-    The function is called when a user-defined reduction needs it. It is not collective. A copy of the ids
-    loses it.
+    The function is called for a user-defined reduction. It is not collective. A copy of the ids loses it.
     """
     for etype, frame in zip(block.canonical_etypes, block._edge_frames, strict=True):
         column = frame._columns.get(dgl.EID)

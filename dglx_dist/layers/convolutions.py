@@ -39,8 +39,7 @@ from dglx_dist.layers.base import (
 )
 
 Sync: TypeAlias = Literal["columns", "inputs"]
-"""Values that are summed over the parts: sums over in-edges, or projected source rows if a layer needs
-them."""
+"""Values that are summed over the parts: sums over in-edges, or projected source rows."""
 
 
 def _add_bias(rows: Tensor, bias: Tensor | None) -> Tensor:

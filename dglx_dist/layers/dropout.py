@@ -281,13 +281,11 @@ class NodeDropouts:
         """Step of the pass, and its nodes."""
         self._counts: set[int] = set()
         self._num_calls: dict[int, Counter[int]] = {}
-        """Number of dropout calls by step, the latest last, and by module in passes over several node
-        types."""
+        """Number of dropout calls by step, the latest last, and by module in passes over several types."""
         self._calls: dict[int, _DropoutCall] = {}
         """Calls by the state of torch's generator, as a draw from it."""
         self._entries: list[tuple[nn.Module, Any, tuple[Any, ...]]] = []
-        """Modules that are being called, outermost first, each with its graph and its pair of rows, if
-        any."""
+        """Modules that are being called, outermost first, each with its graph and pair of rows, if any."""
         self._hooks: list[RemovableHandle] = []
         self.in_use = self.is_installed = False
         """Whether a module needs the nodes of its rows, and whether the model is wrapped."""

@@ -141,8 +141,7 @@ class AwsExecutor(PoolExecutor):
 
     The graph servers and parameter servers must be reachable from the function's subnets. Credentials come
     from boto3's own chain only. :meth:`take_lost` reports only events that AWS rejected, and
-    :meth:`take_billed` is seconds late. Workers continue after :meth:`close` until the servers stop
-    answering.
+    :meth:`take_billed` is seconds late. Workers continue after :meth:`close` until servers stop.
     """
 
     option_names = names_of(AwsOptions)
