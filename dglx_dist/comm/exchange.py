@@ -223,12 +223,9 @@ class DeviceExchange(Exchange):
         begin = time.perf_counter()
         with report_failed_peers(self.session, name), self._in_use:
             _fill_pieces(outgoing)
-            ops = [
-                dist.P2POp(dist.isend, _flat(message.rows), message.rank, self._group) for message in outgoing
-            ]
-            ops += [
-                dist.P2POp(dist.irecv, _flat(message.rows), message.rank, self._group) for message in incoming
-            ]
+            group = self._group
+            ops = [dist.P2POp(dist.isend, _flat(message.rows), message.rank, group) for message in outgoing]
+            ops += [dist.P2POp(dist.irecv, _flat(message.rows), message.rank, group) for message in incoming]
             requests = dist.batch_isend_irecv(ops) if ops else []
 
         def finish(work: Iterator[bool]) -> None:

@@ -501,9 +501,7 @@ def _find_own_address() -> str:
         addresses = {str(entry[4][0]) for entry in socket.getaddrinfo(name, None)}
     except OSError:
         addresses = set()
-    outer = sorted(
-        address for address in addresses if not ipaddress.ip_address(address.split("%")[0]).is_loopback
-    )
+    outer = sorted(ip for ip in addresses if not ipaddress.ip_address(ip.split("%")[0]).is_loopback)
     if not outer:
         raise ConfigError(
             f"several machines take part, but this one ({name}) knows itself only by a loopback address. Set "

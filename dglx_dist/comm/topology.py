@@ -346,16 +346,14 @@ def _read_flag(variables: Mapping[str, str], name: str) -> bool:
     return _read_value(variables, name, lambda text: known.get(text.strip().lower()), description)
 
 
-def _read_value(
-    variables: Mapping[str, str], name: str, parse: Callable[[str], T | None], description: str
-) -> T:
+def _read_value(variables: Mapping[str, str], name: str, parse: Callable[[str], T | None], form: str) -> T:
     text = variables.get(name, "")
     try:
         value = parse(text)
     except ValueError:
         value = None
     if value is None:
-        raise ConfigError(f"{name}={text!r} must be {description}. Correct or unset it.")
+        raise ConfigError(f"{name}={text!r} must be {form}. Correct or unset it.")
     return value
 
 

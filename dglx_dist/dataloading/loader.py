@@ -188,9 +188,8 @@ def read_excluded_edges(g: DistGraph, exclude: Any) -> dict[EdgeType, Array]:
     if exclude is None:
         return {}
     counts = {etype: g.num_edges(etype) for etype in g.canonical_etypes}
-    return {
-        etype: np.unique(ids) for etype, ids in group_by_type(exclude, counts, "edge").items() if len(ids)
-    }
+    excluded = group_by_type(exclude, counts, "edge")
+    return {etype: np.unique(ids) for etype, ids in excluded.items() if len(ids)}
 
 
 Batch: TypeAlias = tuple[NodeIds, NodeIds, list[DGLBlock]]

@@ -431,9 +431,8 @@ def _find_seeds(g: OpenedGraph, request: CacheRequest) -> dict[str, Array]:
     counts = {ntype: g.num_nodes(ntype) for ntype in g.ntypes}
     if request.seeds is not None:
         try:
-            return {
-                ntype: np.unique(ids) for ntype, ids in group_by_type(request.seeds, counts, "node").items()
-            }
+            seeds = group_by_type(request.seeds, counts, "node")
+            return {ntype: np.unique(ids) for ntype, ids in seeds.items()}
         except IndexError as error:
             # Raise a DglxError, because the other ranks receive only those.
             raise ConfigError(f"seeds: {error}") from error

@@ -209,9 +209,8 @@ class _Ranges(Generic[K]):
         return as_ids(ids, self.total(key), f"the {self._what} of type {key!r}")
 
     def owner(self, ids: Ids, key: K) -> Tensor:
-        return torch.from_numpy(
-            np.searchsorted(self.bounds(key), self._check_ids(ids, key), side="right") - 1
-        )
+        rows = self._check_ids(ids, key)
+        return torch.from_numpy(np.searchsorted(self.bounds(key), rows, side="right") - 1)
 
     def list_ids(self, partition: int, key: K) -> Tensor:
         return torch.arange(*self._get_range(partition, key))

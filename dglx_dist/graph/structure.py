@@ -473,9 +473,8 @@ class PartitionedStructure(Structure):
             first, last = self._node_bounds[own], self._node_bounds[own + 1]
             if len(nodes) and (nodes.min() < first or nodes.max() >= last):
                 raise IndexError(f"server {own} owns the nodes {first} to {last - 1} of {self.etype[2]!r}")
-            return to_wire(
-                nodes, join_pieces(len(nodes), self._draw_pieces(draw, nodes, parameters, exclude))
-            )
+            edges = join_pieces(len(nodes), self._draw_pieces(draw, nodes, parameters, exclude))
+            return to_wire(nodes, edges)
 
         self._register(op, answer)
 

@@ -148,14 +148,12 @@ def remove_empty_types(graph: dgl.DGLGraph) -> dgl.DGLGraph:
         metagraph, relations, utils.toindex(counts, "int64")
     )
     if isinstance(index, TorchIndex):
-        TorchIndex.from_relations(
-            reduced_index, tuple(index.relations[number] for number in numbers), index.device
-        )
+        kept_relations = tuple(index.relations[number] for number in numbers)
+        TorchIndex.from_relations(reduced_index, kept_relations, index.device)
     ntypes = (graph.srctypes, graph.dsttypes) if graph.is_block else graph.ntypes
     names, frames = [name for _, name, _ in kept], [graph._edge_frames[number] for number in numbers]
-    reduced = (DGLBlock if graph.is_block else dgl.DGLGraph)(
-        reduced_index, ntypes, names, graph._node_frames, frames
-    )
+    kind = DGLBlock if graph.is_block else dgl.DGLGraph
+    reduced = kind(reduced_index, ntypes, names, graph._node_frames, frames)
     reduced.step_share = getattr(graph, "step_share", None)
     return reduced
 

@@ -161,9 +161,8 @@ class SplittableConv(nn.Module, ABC):
         outputs = self.get_parameter(next(iter(self.cut))).numel() // columns
         # Logits need projected rows. The logits, the softmax and the weighted sum each process every edge.
         early = self.heads > 0 or columns > outputs
-        return LayerWidths(
-            inputs=columns, outputs=outputs, summed=(outputs if early else columns) + 6 * self.heads
-        )
+        summed = (outputs if early else columns) + 6 * self.heads
+        return LayerWidths(inputs=columns, outputs=outputs, summed=summed)
 
     def own_edges(self, block: DGLBlock) -> dict[str, Tensor]:
         """Return (E1, ...) per-edge values that depend on the complete block. There are none by default.

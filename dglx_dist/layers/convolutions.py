@@ -441,9 +441,8 @@ class SgcStages(SplittableConv):
         self.check_in_edges(inputs.block)
         weight = inputs.edges.get("edge_weight")
         if weight is not None:
-            total = sum_in_edges(
-                inputs.block, transformed, dglnn.EdgeWeightNorm("both")(inputs.block, weight)
-            )
+            factors = dglnn.EdgeWeightNorm("both")(inputs.block, weight)
+            total = sum_in_edges(inputs.block, transformed, factors)
         else:
             degrees = inputs.block.in_degrees().to(transformed).clamp(min=1)
             total = sum_in_edges(inputs.block, transformed) * degrees.rsqrt().unsqueeze(-1)

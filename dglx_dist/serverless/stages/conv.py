@@ -167,9 +167,8 @@ class LayerNorm(VertexStage):
         self.shapes = StageShapes(dict.fromkeys(names, (width,)), (width,), (width,))
 
     def forward(self, weights: Rows, inputs: Rows) -> Forward:
-        return Forward(
-            (self._activation.apply(self._scale_rows(weights, self._normalise(inputs[0])[0])),), ()
-        )
+        y, _ = self._normalise(inputs[0])
+        return Forward((self._activation.apply(self._scale_rows(weights, y)),), ())
 
     def backward(
         self, weights: Rows, inputs: Rows, gradients: Rows, *, saved: Rows | None = None, wanted: Mask = None
