@@ -1,4 +1,4 @@
-"""What all tests share: one compute thread, as the machines that run them are small."""
+"""Settings of all tests: one compute thread, because the machines that run them are small."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from dglx_dist.serverless.aws.package import write_zip
 torch.set_num_threads(1)
 
 _STARTERS = {"run_ranks", "start_ranks", "run_script", "subprocess"}
-"""What files that start processes import."""
+"""Names that a test file which starts processes imports."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -1,4 +1,4 @@
-"""What scripts/demo.sh asks of dglx, with a dglx that only says what it was asked."""
+"""The calls of dglx in scripts/demo.sh, with a dglx that only prints its arguments."""
 
 import os
 import shutil

@@ -40,7 +40,7 @@ def test_one_process(tmp_path: Path) -> None:
 
 
 def test_data_parallel(tmp_path: Path) -> None:
-    """As users start it; torchrun gives all others the same variables, and they are started faster."""
+    """This one starts as users start it. The others get torchrun's variables directly, which is faster."""
     torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
     first, second = accuracies(run(tmp_path, *torchrun, str(EXAMPLES / "02_data_parallel.py")))
     assert first == second > 0.7

@@ -64,7 +64,7 @@ def test_hash_of_ids_depends_on_the_id_alone() -> None:
 
 
 def test_a_device_has_the_same_words() -> None:
-    """Where int64 has a sign and products overflow, too."""
+    """The values include some where int64 has a sign and products overflow."""
     ids, numbers = [0, 1, 2**31, 2**40 + 7, 2**63 - 1], [0, 1, 5, 2**32 + 3, 2**62]
     for stream in (stream_key(1, 2, 3), stream_key(7, 0, 1 << 33), np.uint64(2**64 - 1)):
         keys = [np.uint64(item_key(stream, item)) for item in ids]

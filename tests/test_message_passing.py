@@ -324,7 +324,7 @@ def typed_graph(*, empty: bool) -> Any:
 def plain_update(
     graph: Any, rows: dict[str, Tensor], weights: dict[Any, Tensor], op: str, how: str
 ) -> list[Tensor]:
-    """What every node receives over all edge types, node by node."""
+    """Compute node by node what every node receives over all edge types."""
     out = []
     for ntype in ("a", "b"):
         carried, ends = [], []
@@ -458,7 +458,7 @@ def test_functions_of_the_user(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", GRAPHS)
 def test_structure(kind: str) -> None:
-    """What a placed graph answers, with DGL's values and types."""
+    """A placed graph returns DGL's values, with DGL's types."""
     graph = GRAPHS[kind]()
     placed = place(graph, "cpu")
     assert (placed.device, placed.idtype, type(placed)) == (graph.device, graph.idtype, type(graph))

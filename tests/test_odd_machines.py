@@ -68,7 +68,7 @@ def test_caches_go_to_a_folder_of_their_user(foreign: str, tmp_path: Path) -> No
 
 
 def test_names_that_are_not_utf_8(tmp_path: Path) -> None:
-    """As in a C locale, where every name is bytes."""
+    """Such names are usual in a C locale, where every name is bytes."""
     folder = tmp_path / os.fsdecode(b"d\xff\xe4")
     (folder / "tables" / "nodes").mkdir(parents=True)
     (folder / "tables" / "edges").mkdir()

@@ -1,4 +1,4 @@
-"""What `import dglx_dist as dx` offers."""
+"""The names that `import dglx_dist as dx` offers."""
 
 import subprocess
 import sys

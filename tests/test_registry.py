@@ -25,7 +25,7 @@ class AllInTheLast(Partitioner):
 
 
 class Shape:
-    """What the plugins of these tests are."""
+    """Base class of the plugins of these tests."""
 
 
 class Circle(Shape):

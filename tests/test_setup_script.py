@@ -1,4 +1,4 @@
-"""Which Python and which versions scripts/setup.sh takes, with Pythons that only say what they were asked."""
+"""The Python and the versions that scripts/setup.sh takes, with Pythons that only print their arguments."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the house rules ask of every file and a machine can read: a rule for each test, with its offenders."""
+"""The house rules that a program can check in every file: one rule per test, which lists its offenders."""
 
 import ast
 from collections import Counter
@@ -53,10 +53,10 @@ def unsafe_loads(nodes: Iterable[ast.AST]) -> list[int]:
 def long_functions(nodes: Iterable[ast.AST]) -> list[int]:
     """Lines of functions with more statements than allowed, docstrings left out."""
     return [
-        one.lineno
-        for one in nodes
-        if isinstance(one, ast.FunctionDef | ast.AsyncFunctionDef)
-        and sum(isinstance(node, ast.stmt) for node in ast.walk(one)) - 1 - bool(ast.get_docstring(one))
+        node.lineno
+        for node in nodes
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        and sum(isinstance(inner, ast.stmt) for inner in ast.walk(node)) - 1 - bool(ast.get_docstring(node))
         > MAX_STATEMENTS
     ]
 
@@ -66,8 +66,8 @@ def rebound(nodes: Iterable[ast.AST]) -> list[int]:
 
 
 def test_only_topology_reads_the_environment() -> None:
-    readers, those = {"environ", "getenv", "putenv"}, ("comm/topology.py", "internals", "scripts")
-    assert offenders(lambda nodes: uses(nodes, "os", readers), but=those) == []
+    readers, allowed = {"environ", "getenv", "putenv"}, ("comm/topology.py", "internals", "scripts")
+    assert offenders(lambda nodes: uses(nodes, "os", readers), but=allowed) == []
 
 
 def test_only_the_command_line_prints() -> None:

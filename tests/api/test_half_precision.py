@@ -13,8 +13,8 @@ from tests.api.graphs import as_dgl
 from tests.helpers.ranks import run_ranks
 
 F16, F32, F64 = torch.bfloat16, torch.float32, torch.float64
-GIVEN = {None: (F32, F64, F32), F64: (F64, F64, F64), F16: (F16, F16, F16)}
-"""What was asked of the loader to the dtypes of the three columns."""
+DTYPES = {None: (F32, F64, F32), F64: (F64, F64, F64), F16: (F16, F16, F16)}
+"""From the dtype given to the loader to the dtypes of the three columns."""
 
 
 def _batches(folder: str, structure: Any) -> None:
@@ -25,7 +25,7 @@ def _batches(folder: str, structure: Any) -> None:
         sampler = dgl.dataloading.NeighborSampler(
             [-1], prefetch_node_feats=["feat", "wide"], prefetch_edge_feats=["e"]
         )
-        for name, value in GIVEN.items():
+        for name, value in DTYPES.items():
             loader = dx.DataLoader(g, g.local_nodes()[:2], sampler, batch_size=1, feature_dtype=name)
             for inputs, _, (block,) in loader:
                 feat, wide = block.srcdata["feat"], block.srcdata["wide"]

@@ -330,7 +330,7 @@ def test_a_graph_without_edges_has_none_to_reverse(tmp_path: Path) -> None:
 def test_a_few_edges_in_both_directions_do_not_hide_the_others(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, num_both: int, is_told: bool
 ) -> None:
-    """Of 1,000 edges of a ring, ``num_both`` % have their opposite edge."""
+    """Make a ring of 1,000 edges in which ``num_both`` % of them have their opposite edge."""
     once, both = np.arange(10 * (100 - num_both)), np.arange(1000, 1000 + 5 * num_both)
     ends = np.concatenate([once, both, both + 1]), np.concatenate([once + 1, both + 1, both])
     graph = RawGraph(name="some", num_nodes={NODE_TYPE: 1500}, edges={EDGE_TYPE: ends})

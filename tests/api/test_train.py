@@ -203,7 +203,7 @@ def test_the_class_of_every_node_under_its_original_id(tmp_path: Path) -> None:
 def test_a_folder_of_something_else_is_found_before_training(tmp_path: Path) -> None:
     (tmp_path / "run" / "classes").mkdir(parents=True)
     (tmp_path / "run" / "classes" / "letter.txt").write_text("dear")
-    with pytest.raises(dx.StorageError, match="something other than exported rows"):
+    with pytest.raises(dx.StorageError, match="does not hold exported rows"):
         _train(predicted_dataset(tmp_path, 1), tmp_path / "run")
     assert {path.name for path in (tmp_path / "run").iterdir()} == {"classes", f".{CHECKPOINTS}.lock"}
 

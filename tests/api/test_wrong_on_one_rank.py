@@ -19,7 +19,7 @@ from tests.graph import small
 from tests.helpers.ranks import run_ranks
 
 Calls = dict[str, tuple[Callable[[], Any], Callable[[], Any]]]
-"""What is called to (what the others do, what the wrong rank does)."""
+"""From the name of a call to (the call of the right ranks, the call of the wrong rank)."""
 
 
 def refuse(*_: object) -> None:

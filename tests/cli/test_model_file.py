@@ -124,7 +124,7 @@ def test_a_resumed_run_is_given_the_same_file(dataset: str, tmp_path: Path) -> N
 
 
 def faults_of(dataset: str, folder: str) -> list[str]:
-    """What each rank says of a file that is wrong on rank 1."""
+    """Return the message of each rank about a file that is wrong on rank 1."""
     from dglx_dist.comm.topology import read_topology
 
     rank, message = read_topology().rank, []

@@ -1,4 +1,4 @@
-"""Which failure a user is told of; processes that fail are in test_cli.py."""
+"""The failure that is reported to a user; test_cli.py has the processes that fail."""
 
 import json
 import os

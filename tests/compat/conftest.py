@@ -1,4 +1,4 @@
-"""What stock DGL made and said, once for all tests."""
+"""The outputs and messages of stock DGL, made once for all tests."""
 
 from collections.abc import Mapping
 from pathlib import Path

@@ -57,7 +57,7 @@ def test_classes_have_every_public_attribute(name: str) -> None:
 
 
 def test_names_of_later_versions_are_there() -> None:
-    """As in the sources of DGL 2.4 and later, without what only GraphBolt's own files need."""
+    """The names are in the sources of DGL 2.4 and later, less those that only GraphBolt's files need."""
     later = {"DistNodeDataLoader", "DistEdgeDataLoader", "NodeCollator", "EdgeCollator"}
     later |= {"dgl_partition_to_graphbolt", "gb_convert_single_dgl_partition"}
     later |= {"DEFAULT_NTYPE", "DEFAULT_ETYPE", "MAX_QUEUE_SIZE"}
@@ -82,7 +82,7 @@ CALLED = {
 """Functions, classes and methods."""
 
 INSERTED = {"sample_neighbors": "replace", "sample_etype_neighbors": "replace"}
-"""Where later versions of DGL put an argument in front of one of 1.1.3; a bool there is taken for it."""
+"""Arguments of DGL 1.1.3 that later versions moved back by one; a bool in their place is still accepted."""
 
 
 def stock_of(name: str) -> Any:

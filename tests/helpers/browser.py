@@ -21,7 +21,7 @@ MISSING = "no Chromium here; apt-get install chromium-headless-shell"
 @dataclass(frozen=True)
 class Opened:
     answers: dict[str, Any]
-    """What the script found."""
+    """The results of the script."""
     console: list[str]
     """Lines of errors and warnings."""
 

@@ -11,8 +11,8 @@ import torch
 from dgl.nn import pytorch as dglnn
 from torch import Tensor, nn
 
-Given: TypeAlias = Callable[[Any, Tensor, Tensor], tuple[Any, ...]]
-"""What a layer is given beside the graph, made of (S, 8) source rows and (E, 4) rows of edges."""
+MakeArguments: TypeAlias = Callable[[Any, Tensor, Tensor], tuple[Any, ...]]
+"""Makes the arguments of a layer besides the graph from (S, 8) source rows and (E, 4) rows of edges."""
 
 
 def pair(g: Any, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -27,7 +27,7 @@ def types_of(rows: Tensor, num_types: int) -> Tensor:
     return torch.arange(len(rows), device=rows.device) % num_types
 
 
-GIVEN: dict[str, Given] = {
+ARGUMENTS: dict[str, MakeArguments] = {
     "rows": lambda g, x, e: (x,),
     "pair": lambda g, x, e: (pair(g, x),),
     "rows, edges": lambda g, x, e: (x, e),
@@ -40,18 +40,18 @@ GIVEN: dict[str, Given] = {
 
 @dataclass(frozen=True)
 class Case:
-    """A convolution and what it is given."""
+    """A convolution and its arguments."""
 
     make: Callable[[], nn.Module]
-    given: str | Given = "rows"
-    """A function, or the name of one in ``GIVEN``."""
+    arguments: str | MakeArguments = "rows"
+    """A function, or the name of one in ``ARGUMENTS``."""
     blocks: bool = True
     """Whether DGL runs it on blocks."""
     not_on_meta: str = ""
     """Why it cannot run without data."""
 
     def call(self, layer: Any, g: Any, x: Tensor, e: Tensor) -> Any:
-        inputs = GIVEN[self.given] if isinstance(self.given, str) else self.given
+        inputs = ARGUMENTS[self.arguments] if isinstance(self.arguments, str) else self.arguments
         return layer(g, *inputs(g, x, e))
 
 
@@ -66,7 +66,7 @@ statistics = ["mean", "max", "min", "std", "var", "sum", "moment3"]
 
 
 def each(
-    name: str, make: Callable[[str], nn.Module], options: str, given: str | Given = "rows"
+    name: str, make: Callable[[str], nn.Module], options: str, given: str | MakeArguments = "rows"
 ) -> dict[str, Case]:
     return {f"{name} {word}": Case(partial(make, word), given) for word in options.split()}
 

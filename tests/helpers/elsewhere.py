@@ -73,7 +73,7 @@ def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     def host_of(leaf: Any) -> Any:
         return leaf.host if isinstance(leaf, There) else leaf
 
-    def made(leaf: Any) -> Any:
+    def wrap(leaf: Any) -> Any:
         return There(leaf) if isinstance(leaf, Tensor) else leaf
 
     out = func(*tree_map(host_of, args), **tree_map(host_of, kwargs))
@@ -81,4 +81,4 @@ def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         return args[0]
     if not ends_there:
         return out
-    return return_and_correct_aliasing(func, args, kwargs, tree_map(made, out))
+    return return_and_correct_aliasing(func, args, kwargs, tree_map(wrap, out))

@@ -21,7 +21,7 @@ from dglx_dist.serverless.executors.local import arithmetic_variables
 API = "/2018-06-01/runtime"
 RUNTIME_MODULES = ("awslambdaric", "runtime_client", "snapshot_restore_py", "simplejson")
 LAYER_MODULES = ("numpy", "zmq")
-"""What a function with any "Layers" finds beside its package."""
+"""The modules that a function with any "Layers" can import besides its package."""
 INIT_WITHIN_S = 60.0
 
 
@@ -98,7 +98,10 @@ class Container:
         try:
             _, error, body = self._outbox.get(timeout=timeout_s)
         except queue.Empty:
-            error, body = "Sandbox.Timedout", _told("Sandbox.Timedout", f"Task timed out after {timeout_s} s")
+            error, body = (
+                "Sandbox.Timedout",
+                _encode_error("Sandbox.Timedout", f"Task timed out after {timeout_s} s"),
+            )
         if error is not None and error.startswith("Sandbox."):
             self.kill()
         took = time.monotonic() - begun
@@ -115,11 +118,11 @@ class Container:
         self._folder.cleanup()
 
     def next(self) -> tuple[str, bytes, float] | None:
-        """What the runtime client asks for; None at the end."""
+        """Return the next request of the runtime client, or None at the end."""
         self._waiting.set()
         return self._inbox.get()
 
-    def done(self, request: str, error: str | None, body: bytes) -> None:
+    def finish(self, request: str, error: str | None, body: bytes) -> None:
         self._outbox.put((request, error, body))
 
     def _init(self) -> float:
@@ -152,7 +155,9 @@ class Container:
         words = self._log.read_text(errors="replace")[-1000:]
         self._waiting.set()
         self._inbox.put(None)
-        self._outbox.put(("", "Sandbox.Exit", _told("Runtime.ExitError", f"Runtime exited: {code}\n{words}")))
+        self._outbox.put(
+            ("", "Sandbox.Exit", _encode_error("Runtime.ExitError", f"Runtime exited: {code}\n{words}"))
+        )
         self._server.shutdown()
         self._server.server_close()
 
@@ -180,10 +185,10 @@ class _RuntimeApi(Answering):
         body = self.body()
         parts = self.path.removeprefix(API).strip("/").split("/")
         if parts[-1] == "response":
-            self.owner.done(parts[1], None, body)
+            self.owner.finish(parts[1], None, body)
         else:
             kind = self.headers.get("Lambda-Runtime-Function-Error-Type", "Unhandled")
-            self.owner.done(parts[1], f"Sandbox.{kind}" if parts[0] == "init" else kind, body)
+            self.owner.finish(parts[1], f"Sandbox.{kind}" if parts[0] == "init" else kind, body)
         self.answer(202, b"", {})
 
 
@@ -198,5 +203,5 @@ def _links(folder: Path, modules: Sequence[str]) -> Path:
     return folder
 
 
-def _told(kind: str, message: str) -> bytes:
+def _encode_error(kind: str, message: str) -> bytes:
     return json.dumps({"errorType": kind, "errorMessage": message}).encode()

@@ -54,9 +54,9 @@ class Outcome:
     exitcode: int | None
     """None: it had to be killed because it hung."""
     output: str
-    """What it printed."""
+    """The text that it printed."""
     stacks: str
-    """Where its threads were, when it had to be killed."""
+    """The stacks of its threads, if it had to be killed."""
 
 
 def run_ranks(function: Callable[..., Any], world_size: int, **how: Any) -> list[Any]:

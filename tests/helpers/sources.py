@@ -17,7 +17,7 @@ class Source:
     """Path inside the package, e.g. ``comm/topology.py``; of a script its path from the root."""
     text: str
     nodes: tuple[ast.AST, ...]
-    """Of its syntax tree, all of them."""
+    """All nodes of its syntax tree."""
 
 
 @functools.cache

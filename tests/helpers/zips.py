@@ -6,7 +6,7 @@ import zipfile
 from pathlib import Path
 
 
-def zipped(folder: Path, text: str = "first", *, name: str = "code.py") -> Path:
+def write_zip(folder: Path, text: str = "first", *, name: str = "code.py") -> Path:
     path = folder / "worker.zip"
     with zipfile.ZipFile(path, "w") as archive:
         archive.writestr(name, text)

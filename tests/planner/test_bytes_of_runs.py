@@ -40,7 +40,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def shape_on(data: str, kind: str) -> ModelShape:
-    """Of the model as it is trained: its weights have other names than without a graph."""
+    """Return the shape of the model as trained, where its weights have other names than without a graph."""
     sizes = FEATURES, HIDDEN, CLASSES, len(FANOUTS)
     with init("data_parallel", seed=0) as session:
         g = DistGraph(data, session=session)

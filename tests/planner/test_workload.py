@@ -58,7 +58,7 @@ def test_some_batches_stand_for_as_many_seeds_as_there_are() -> None:
 
 
 def test_hits_of_ranks_are_summed_and_a_cache_is_as_large_as_the_largest() -> None:
-    """Of the busy rank 2 of 5 batches were counted, so its 40 hits are of 20 of 45 seeds."""
+    """The busy rank counted 2 of its 5 batches, so its 40 hits belong to 20 of 45 seeds."""
     cache = {"policy": "vip", "alpha": 0.5}
     ranks = [
         replace(BUSY, caches=[{**cache, "hits": 40, "once_rows": 7, "server_bytes": 70, "rank_bytes": 1}]),

@@ -19,7 +19,7 @@ from dglx_dist.serverless.executors.base import EXECUTORS, ExecutorContext, Invo
 from dglx_dist.training.config import TrainConfig
 
 from ..helpers.functions_service import REGION, Function, FunctionsService
-from ..helpers.zips import zipped
+from ..helpers.zips import write_zip
 from ..strategies import equality
 from .programs import gcn
 from .servers import Bench, keys_of, serve, until
@@ -126,7 +126,7 @@ def test_task_of_a_dead_container_runs_in_another(service: FunctionsService) -> 
 
 
 def ours(folder: Path, code: str) -> bytes:
-    return zipped(folder, code, name="ours.py").read_bytes()
+    return write_zip(folder, code, name="ours.py").read_bytes()
 
 
 def test_the_trial_shows_why_a_function_fails(service: FunctionsService, tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from dglx_dist.serverless.aws import deploy as made
 from dglx_dist.serverless.aws.clients import HANDLER, Deployment, Place
 from dglx_dist.serverless.aws.deploy import Changes, compiled_of, runtime_for, what_aws_lacks
 
-from ..helpers.zips import zipped
+from ..helpers.zips import write_zip
 
 NAME, REGION = "dglx-worker", "eu-west-1"
 NEW_CODE = ["update the code of dglx-worker", "wait until dglx-worker is updated"]
@@ -51,7 +51,7 @@ def aws(mock_service: Any, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def deployment(tmp_path: Path) -> Deployment:
-    return Deployment(name=NAME, package=zipped(tmp_path), place=PLACE)
+    return Deployment(name=NAME, package=write_zip(tmp_path), place=PLACE)
 
 
 @functools.cache
@@ -104,7 +104,7 @@ def test_only_differing_settings_are_updated(deployment: Deployment, tmp_path: P
     message = do(replace(deployment, memory_mb=512, timeout_s=30))
     assert message == ["update MemorySize, Timeout of dglx-worker", "wait until dglx-worker is updated"]
     assert (settings()["MemorySize"], settings()["Timeout"], settings()["CodeSha256"]) == (512, 30, first)
-    zipped(tmp_path, "second")
+    write_zip(tmp_path, "second")
     message = do(replace(deployment, memory_mb=512, timeout_s=30))
     assert [text.split(" (")[0] for text in message] == NEW_CODE
     assert settings()["CodeSha256"] != first
@@ -274,12 +274,12 @@ def test_settings_that_aws_does_not_take_are_refused(
 def test_a_package_must_fit_its_runtime(deployment: Deployment, tmp_path: Path) -> None:
     """NumPy 2 needs glibc 2.27, and AWS's Python 3.11 stands on Amazon Linux 2 with 2.26."""
     assert runtime_for(deployment, on_aws=True) == RUNTIME
-    old = zipped(tmp_path, "\0GLIBC_2.5\0GLIBC_2.27\0", name="numpy/x.cpython-311-x86_64-linux-gnu.so")
+    old = write_zip(tmp_path, "\0GLIBC_2.5\0GLIBC_2.27\0", name="numpy/x.cpython-311-x86_64-linux-gnu.so")
     assert compiled_of(old) == (11, "x86_64", 27)
     with pytest.raises(ConfigError, match=r"needs glibc 2.27 .* has 2.26; .*--python 3.12"):
         runtime_for(deployment, on_aws=True)
     assert runtime_for(deployment, on_aws=False) == "python3.11"
-    new = zipped(tmp_path, "\0GLIBC_2.27\0", name="numpy/x.cpython-312-aarch64-linux-gnu.so")
+    new = write_zip(tmp_path, "\0GLIBC_2.27\0", name="numpy/x.cpython-312-aarch64-linux-gnu.so")
     assert what_aws_lacks(new) == ""
     with pytest.raises(ConfigError, match="made for arm64"):
         runtime_for(deployment, on_aws=True)

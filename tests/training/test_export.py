@@ -112,7 +112,7 @@ def _check_refusals(data: str, out: str) -> None:
                 write_embeddings(rows, g, f"{out}/{folder}", **options)
 
         check_refusal(StorageError, "give --overwrite .*overwrite=True", papers, "old")
-        check_refusal(StorageError, "something other than exported rows", papers, "foreign", overwrite=True)
+        check_refusal(StorageError, "does not hold exported rows", papers, "foreign", overwrite=True)
         check_refusal(StorageError, "is a file", papers, "foreign/letter.txt", overwrite=True)
         check_refusal(ConfigError, "rows is a Tensor", papers if rank == 0 else papers[:])
         check_refusal(ConfigError, "has the nodes of type 'author'", {"paper": authors})

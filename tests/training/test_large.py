@@ -34,7 +34,7 @@ from tests.helpers.ranks import run_ranks
 
 NODES, DEGREE, MB = 20_000, 800, 2**20
 _ARENA_MAX = -8
-"""Of glibc's mallopt."""
+"""M_ARENA_MAX of glibc's mallopt."""
 
 
 def regular(folder: Path, degree: int) -> str:

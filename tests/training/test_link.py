@@ -17,7 +17,7 @@ import dglx_dist as dx
 from dglx_dist.data.storage.writer import write_dataset
 from dglx_dist.dataloading.edge_loader import build_pairs
 from dglx_dist.errors import ConfigError
-from dglx_dist.graph.partition_book import canonical_etype
+from dglx_dist.graph.partition_book import resolve_etype
 from dglx_dist.records import Assignment, RawGraph
 from dglx_dist.training.fit_config import FitConfig
 from dglx_dist.training.link import (
@@ -46,7 +46,7 @@ R, D = 3, 6
 def test_targets_are_found_by_names_with_colons() -> None:
     odd, even = ("_N", "/a.b/c:d:e", "_N"), ("u", "buys", "v")
     known = {"canonical_etypes": [odd, even], "ntypes": ["_N", "u", "v"]}
-    graph: Any = SimpleNamespace(**known, to_canonical_etype=lambda name: canonical_etype(name, [odd, even]))
+    graph: Any = SimpleNamespace(**known, to_canonical_etype=lambda name: resolve_etype(name, [odd, even]))
     result = link_targets(graph, ["/a.b/c:d:e", "buys", "_N:/a.b/c:d:e:_N", "u:buys:v"])
     assert result == [odd, even, odd, even]
     with pytest.raises(ConfigError, match="u:buys:_N"):

@@ -142,7 +142,7 @@ def test_layers_one_by_one_are_the_whole_model(dataset: str, kind: str) -> None:
 
 
 def bytes_saved(recompute: str) -> int:
-    """What 28 layers of ResGCN+ on 300 rows of 8 float64 keep for backward, weights aside."""
+    """Count the bytes that 28 layers of ResGCN+ on 300 rows of 8 float64 keep for backward, less weights."""
     model, total = ResGCN(5, 8, 3, 28, recompute=recompute).double(), 0
     weights = {parameter.data_ptr() for parameter in model.parameters()}
 

@@ -142,7 +142,7 @@ def test_the_order_in_which_types_are_listed_does_not_matter() -> None:
 
 @pytest.mark.parametrize("kind", ["rgcn", "hgt"])
 def test_types_may_be_called_as_no_module_may(kind: str) -> None:
-    """As in RDF: with dots, and by names that a ModuleDict has already."""
+    """RDF has such types: with dots, and with names that a ModuleDict already has."""
     edges = ([0, 1], [1, 0])
     graph = dgl.heterograph({("a.b", "http://r.x", "a.b"): edges, ("a.b", "keys", "type"): edges})
     options = {"heads": 2} if kind == "hgt" else {"num_bases": 2}

@@ -308,7 +308,7 @@ def test_balanced_classes(task: str, data: Path, tmp_path: Path) -> None:
 
 
 def _weights_of_another_column(folder: str) -> list[float]:
-    """Of three classes, the last of which one rank has alone, where the column of labels has two."""
+    """Compute weights of three classes, one of which only one rank has; the column of labels has two."""
     with dx.init("data_parallel") as session:
         g = dx.DistGraph(folder)
         own = dx.node_split(g.ndata["train_mask"])

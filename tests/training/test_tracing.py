@@ -55,7 +55,7 @@ def _fit(
 
 
 def _record_traces(folder: str, out: str) -> dict[str, Any]:
-    """What a rank sees of a good run, a short one, a refused one and one that fails."""
+    """Return a rank's results of a good run, a short one, a refused one and one that fails."""
     session = start_session(timeout_s=60)
     g = DistGraph(folder)
     record: dict[str, Any] = {"clock": measure_clock(session)}
@@ -108,7 +108,7 @@ def test_every_rank_is_in_the_file_with_every_step(recorded_runs: Traced) -> Non
 
 
 def test_a_trace_follows_the_schema_of_chromes_trace_events(recorded_runs: Traced) -> None:
-    """What Perfetto reads: https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU."""
+    """Perfetto reads it: https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU."""
     out, message = recorded_runs
     content = json.loads((out / "good.json").read_text(), parse_float=Decimal)
     assert content["displayTimeUnit"] == "ms"

@@ -1,4 +1,4 @@
-"""Which weights ``dx.load`` takes of a run, and the plain files of weights that a run leaves."""
+"""The weights that ``dx.load`` takes from a run, and the plain files of weights that a run writes."""
 
 from __future__ import annotations
 

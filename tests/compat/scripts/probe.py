@@ -1,4 +1,4 @@
-"""What ``dgl.distributed`` answers, as JSON: run once with DGL's own and once with what takes its place.
+"""Print the results of ``dgl.distributed`` as JSON, once with DGL's own and once with its replacement.
 
 The graphs are in one part, so that edges keep the ids that they had.
 """
