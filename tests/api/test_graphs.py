@@ -128,7 +128,9 @@ def test_distributing_joins_the_ranks_and_keeps_the_names_of_columns(tmp_path: P
             dgl.add_self_loop(d)
         assert d.ndata["labels"][d.ndata["train_mask"]].tolist() == [0, 3]
         assert torch.equal(d.ndata["labels"][:].long(), d.orig_ids(torch.arange(6)))
-        with pytest.raises(dx.ConfigError, match="session is open for 'full_graph'"):
+        with pytest.raises(
+            dx.ConfigError, match="differs from 'full_graph', the strategy of the open session"
+        ):
             dx.distribute(g, strategy="push_pull", cache=tmp_path)
         assert torch.equal(dx.distribute(g, cache=tmp_path).ndata["labels"][:], d.ndata["labels"][:])
 

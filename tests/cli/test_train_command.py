@@ -73,7 +73,7 @@ def test_wrong_options_of_strategies_are_refused_before_ranks_start(
 
 
 @pytest.mark.parametrize(
-    ("asked", "said"),
+    ("options", "said"),
     [
         ({"strategy": "data_paralel"}, r"did you mean 'data_parallel'\? \(known: auto, "),
         ({"ranks": 3, "servers": 3}, "has 2 parts, too few for --servers 3"),
@@ -81,11 +81,11 @@ def test_wrong_options_of_strategies_are_refused_before_ranks_start(
     ],
 )
 def test_what_does_not_fit_is_refused_before_ranks_start(
-    tmp_path: Path, make_config: dict[str, Any], said: str
+    tmp_path: Path, options: dict[str, Any], said: str
 ) -> None:
     partition_to_disk(two_triangles(), tmp_path / "two", PartitionPlan(num_parts=2, method="contiguous"))
     with pytest.raises(DglxError, match=said):
-        check_before_launch(TrainConfig(**({"data": str(tmp_path / "two"), "ranks": 2} | make_config)))
+        check_before_launch(TrainConfig(**({"data": str(tmp_path / "two"), "ranks": 2} | options)))
 
 
 def test_a_gpu_that_is_not_here_is_refused_before_ranks_start() -> None:
@@ -94,7 +94,7 @@ def test_a_gpu_that_is_not_here_is_refused_before_ranks_start() -> None:
 
 
 @pytest.mark.parametrize(
-    ("asked", "said"),
+    ("options", "said"),
     [
         ({"layers": 0, "fanouts": ()}, "--layers 0"),
         ({"model": "gat", "hidden": 10, "heads": 4}, "--heads 4 must be a divisor of --hidden 10"),
@@ -118,10 +118,10 @@ def test_a_gpu_that_is_not_here_is_refused_before_ranks_start() -> None:
     ],
 )
 def test_what_cannot_run_is_refused_before_a_run_folder_is_touched(
-    make_config: dict[str, Any], said: str
+    options: dict[str, Any], said: str
 ) -> None:
     with pytest.raises(ConfigError, match=said):
-        TrainConfig(data="data", out="run", **make_config)
+        TrainConfig(data="data", out="run", **options)
 
 
 def test_the_cache_is_one_that_the_graph_knows() -> None:

@@ -351,7 +351,7 @@ def test_a_target_is_known_before_ranks_start(folders: dict[str, Path]) -> None:
 def test_a_relation_may_have_colons() -> None:
     known = [("_N", "a:b", "_N"), ("_N", "a", "_N"), ("_N", "http://x/p", "_N")]
     for text, result in (("a:b", 0), ("_N:a:b:_N", 0), ("a", 1), ("_N:http://x/p:_N", 2), ("http://x/p", 2)):
-        assert canonical_etype(text, known) == known[result]
+        assert resolve_etype(text, known) == known[result]
 
 
 def test_strategies_without_batches_of_edges_are_refused_before_ranks_start() -> None:

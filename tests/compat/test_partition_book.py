@@ -18,7 +18,7 @@ NODES = {"user": [[0, 2], [5, 6]], "item": [[2, 5], [6, 6]]}
 @pytest.mark.parametrize(
     ("nodes", "part", "reason"),
     [
-        (NODES, 2, "part_id is 2; there are 2 parts"),
+        (NODES, 2, "part_id is 2, but there are 2 parts"),
         ({"user": [[0, 2], [5, 6]]}, 0, "the map of 'item' has shape"),
     ],
 )

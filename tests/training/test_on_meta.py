@@ -167,4 +167,4 @@ def test_the_planner_measures_where_the_model_is(dataset: str) -> None:
     feasible = [prediction for prediction in predictions if prediction.feasible]
     assert {prediction.candidate.unit for prediction in feasible} == {"mini_batch", "full_graph"}
     assert all(prediction.compute_s > 0 for prediction in feasible)
-    assert choose(predictions, counts, ChoiceOptions(unit="any")).taken is not None
+    assert choose(predictions, counts, ChoiceOptions(unit="any")).chosen_prediction is not None
