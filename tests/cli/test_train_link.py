@@ -17,6 +17,7 @@ from dglx_dist.cli.train import check_before_launch
 from dglx_dist.cli.train_job import train_dataset
 from dglx_dist.data.storage.writer import write_dataset
 from dglx_dist.errors import ConfigError
+from dglx_dist.graph.partition_book import resolve_etype
 from dglx_dist.records import EDGE_TYPE, Assignment, RawGraph
 from dglx_dist.report.run_folder import read_epochs
 from dglx_dist.training import link
