@@ -67,7 +67,7 @@ def test_converts_in_place_and_keeps_hooks() -> None:
 )
 def test_warns_of_norms_that_it_does_not_convert(norm: nn.Module) -> None:
     model = nn.Sequential(nn.BatchNorm1d(3), norm)
-    with pytest.warns(UserWarning, match=rf"leaves the batch norms 1 as they are.*{type(norm).__name__}\("):
+    with pytest.warns(UserWarning, match=rf"leaves the batch norms 1 unchanged.*{type(norm).__name__}\("):
         dx.nn.BatchNorm.convert(model)
     assert type(model[0]) is dx.nn.BatchNorm
     assert model[1] is norm

@@ -42,7 +42,7 @@ def test_evaluate_takes_one_name_and_a_list(g: Any) -> None:
         (None, {"label": ["label"]}, r"the nodes have no tensor \['label'\]"),
         (None, {"feature": ["feat"]}, r"have no tensor \['feat'\]"),
         (None, {"metrics": "f1"}, r"metric f1 is not one of classification"),
-        (None, {"edge_feats": "w"}, r"edge_feats is the string 'w'; give a list"),
+        (None, {"edge_feats": "w"}, r"edge_feats is the string 'w'. Pass a list"),
     ],
 )
 def test_evaluate_refuses_what_is_no_name(g: Any, masks: Any, options: Any, message: str) -> None:
@@ -69,7 +69,7 @@ def test_fit_names_the_tuple_that_a_metric_belongs_in() -> None:
 @pytest.mark.parametrize("option", ["prefetch_node_feats", "prefetch_labels", "prefetch_edge_feats"])
 def test_loaders_name_the_list_that_a_column_belongs_in(g: Any, option: str) -> None:
     sampler = dgl.dataloading.NeighborSampler([2], **{option: "feat"})
-    with pytest.raises(dx.ConfigError, match=rf"{option} is the string 'feat'; give a list: \['feat'\]"):
+    with pytest.raises(dx.ConfigError, match=rf"{option} is the string 'feat'. Pass a list: \['feat'\]"):
         dx.DataLoader(g, torch.arange(4), sampler)
 
 

@@ -51,7 +51,7 @@ def test_types_columns_balance_and_trainers_are_shown(tmp_path: Path) -> None:
 
 def test_options_without_closure_are_told_what_they_are_for() -> None:
     for options, message in (
-        ({"hops": 3}, "--hops 3 is for --closure"),
+        ({"hops": 3}, "--hops 3 needs --closure"),
         ({"closure": True, "servers": 0}, "--servers 0 must be at least 1"),
         ({"closure": True, "hops": -1}, "--hops -1"),
         ({"verify": "some"}, "--verify some must be auto, full or never"),

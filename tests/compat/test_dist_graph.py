@@ -41,7 +41,7 @@ def test_tensors_by_name(g: DistGraph) -> None:
     assert client.data_store[name][3].tolist() == [5, 6]
     assert client.get_partid(name, torch.tensor([1, 14])).tolist() == [0, 0]
     assert (client.num_servers, client.client_id, client.machine_id, client.role) == (1, 0, 0, "default")
-    with pytest.raises(ConfigError, match="there is a tensor 'mine' already"):
+    with pytest.raises(ConfigError, match="there is already a tensor 'mine'"):
         client.init_data(name, (15, 2), torch.float32, policy)
     with pytest.raises(ConfigError, match="must be 'node~author~<tensor>'"):
         client.init_data("mine", (15, 2), torch.float32, policy)
@@ -58,7 +58,7 @@ def test_tensors_by_name(g: DistGraph) -> None:
     assert name not in client.data_name_list()
     with pytest.raises(ConfigError, match=r"g\._client"):
         KVClient("hosts", 1, "default")
-    with pytest.raises(ConfigError, match="leave map_shared_data"):
+    with pytest.raises(ConfigError, match="Leave map_shared_data"):
         client.map_shared_data(None)
 
 

@@ -216,7 +216,7 @@ def test_who_tells_no_layers_is_asked_for_them(layers: Any, message: str) -> Non
 def test_what_cannot_be_nested_again_is_refused() -> None:
     with pytest.raises(ConfigError, match="the key 3"):
         flatten({3: 1})
-    with pytest.raises(ConfigError, match=r"only the positions \[1\] belong"):
+    with pytest.raises(ConfigError, match=r"only the positions \[1\] of a tuple of outputs belong"):
         nest({(1, "author"): 1})
 
 

@@ -168,7 +168,7 @@ TWINS = dgl.heterograph({("a", "to", "a"): ([0], [0]), ("a", "to", "b"): ([0], [
         (lambda _: RGCN(TWINS, {}, 8, 2, num_bases=2), "2 types of 1 names"),
         (
             lambda _: model_of("rgcn")([hetero.whole_block()] * 2, inputs(7)),
-            r"rows of 'author' are 7 wide.*8 wide",
+            r"rows of 'author' have width 7 .*width 8",
         ),
         (lambda _: model_of("rgcn")([hetero.whole_block()], inputs()), "2 layers need 2 blocks, not 1"),
     ],
