@@ -226,18 +226,18 @@ def test_streamed_graphs_have_no_edges_in_memory(tmp_path: Path) -> None:
 
 
 def test_a_graph_larger_than_the_memory_granted_is_streamed_into_the_workspace(tmp_path: Path) -> None:
-    def loaded(work: int) -> RawGraph:
+    def load_within(work: int) -> RawGraph:
         workspace = Workspace(folder=tmp_path / str(work), budget=Budget(work=work))
         return load_dataset("synthetic:nodes=3000,degree=10,features=20", workspace=workspace)
 
-    usual, large = loaded(2_000_000), loaded(1_000_000)
+    usual, large = load_within(2_000_000), load_within(1_000_000)
     config = SyntheticConfig(nodes=3000, degree=10, features=20)
     assert np.array_equal(ends(usual)[0], ends(generate(config))[0])
     stored = open_dataset(tmp_path / "1000000" / "synthetic" / "dataset").part(0)
     assert np.array_equal(ends(large)[0], stored.indices(EDGE_TYPE))
     assert np.array_equal(columns_of(large)["feat"], columns_of(usual)["feat"])
     with pytest.raises(ConfigError, match=r"3000 nodes takes at least 240 KB .* grant --memory \d+MB"):
-        loaded(200_000)
+        load_within(200_000)
 
 
 def test_a_resumed_run_keeps_the_generator_of_the_first(tmp_path: Path) -> None:

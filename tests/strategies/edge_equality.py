@@ -146,13 +146,13 @@ def train(task: str, model: WrappedModel, loader: Any, g: DistGraph) -> dict[str
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
-            steps.append(noted(g, graphs))
+            steps.append(note_edges(g, graphs))
             losses.append(float(loss))
     weights = [p.detach().numpy().copy() for p in model.whole().parameters()]
     return {"steps": steps, "weights": weights, "losses": losses}
 
 
-def noted(g: DistGraph, graphs: list[Any]) -> Step:
+def note_edges(g: DistGraph, graphs: list[Any]) -> Step:
     ends = []
     for graph in graphs:
         nodes = g.orig_ids(graph.ndata[dgl.NID])

@@ -300,11 +300,11 @@ def _count_calls(name: str) -> list[str]:
     calls: list[str] = []
     function = getattr(message_passing, name)
 
-    def counted(*args: Any) -> Any:
+    def count_call(*args: Any) -> Any:
         calls.append(name)
         return function(*args)
 
-    setattr(message_passing, name, counted)
+    setattr(message_passing, name, count_call)
     return calls
 
 

@@ -69,7 +69,7 @@ class Net(nn.Module):
         return scores
 
 
-def trained(model: nn.Module, batches: Any, *, bf16: bool) -> list[float]:
+def train(model: nn.Module, batches: Any, *, bf16: bool) -> list[float]:
     optimizer, losses = torch.optim.SGD(model.parameters(), lr=equality.RATE), []
     for blocks, x, labels, targets in batches:
         with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
@@ -91,7 +91,7 @@ def one_process(kind: str, *, bf16: bool) -> list[Any]:
     graph, model = equality.plain_graph(), Net(kind)
     targets = graph.ndata["train_mask"].nonzero()[:, 0]
     batch = [graph, graph], graph.ndata["feat"], graph.ndata["label"][targets], targets
-    trained(model, [batch] * STEPS, bf16=bf16)
+    train(model, [batch] * STEPS, bf16=bf16)
     return weights_of(model)
 
 
@@ -115,7 +115,7 @@ def on_ranks(folder: str) -> dict[str, Any]:
                     for _, _, blocks in loader
                 )
                 with torch.autocast("cpu", torch.bfloat16, enabled=around):
-                    losses = trained(model, batches, bf16=bf16)
+                    losses = train(model, batches, bf16=bf16)
                 loops.append(weights_of(model.whole()))
                 moved[bf16] = equality.moved_since(session, before)
             with torch.autocast("cpu", torch.bfloat16):

@@ -77,7 +77,7 @@ def with_penalty(model: nn.Module, x: Tensor, y: Tensor) -> None:
     (F.cross_entropy(model(x), y) + penalty_of(model)).backward()
 
 
-def accumulated(model: nn.Module, x: Tensor, y: Tensor) -> None:
+def accumulate(model: nn.Module, x: Tensor, y: Tensor) -> None:
     for factor in (1.0, 2.0, 3.0):
         F.cross_entropy(model(factor * x), y).backward()
 
@@ -111,7 +111,7 @@ def hooked_and_unused(model: nn.Module, x: Tensor, y: Tensor) -> None:
         handle.remove()
 
 
-def summed(model: nn.Module, x: Tensor, y: Tensor) -> None:
+def sum_loss(model: nn.Module, x: Tensor, y: Tensor) -> None:
     for factor in (1.0, 2.0):
         F.cross_entropy(model(factor * x), y, reduction="sum").backward()
 
@@ -138,7 +138,7 @@ MEAN_CASES: dict[str, Callable[..., None]] = {
         with_penalty,
         penalty_where_only_some_rows_go,
         hooked_and_unused,
-        accumulated,
+        accumulate,
         two_forwards,
         side_on_some,
         evaluated_between,
@@ -168,8 +168,8 @@ def _all_cases(cut: tuple[int, ...]) -> dict[str, Any]:
             case(wrapped, x[mine], y[mine])
             results[f"{name}-{bucket_bytes}"] = gradients(model)
     model = net()
-    summed(wrap(session, model, reduction="sum"), x[mine], y[mine])
-    results["summed"] = gradients(model)
+    sum_loss(wrap(session, model, reduction="sum"), x[mine], y[mine])
+    results["sum_loss"] = gradients(model)
     before = session.ledger.snapshot()
     mean(wrap(session, model), x[mine], y[mine])
     results["bytes"] = moved_since(session, before)["gradients"]
@@ -179,7 +179,7 @@ def _all_cases(cut: tuple[int, ...]) -> dict[str, Any]:
 @functools.lru_cache(maxsize=1)
 def one_process() -> dict[str, dict[str, Any]]:
     answers = {}
-    for name, case in [*MEAN_CASES.items(), ("summed", summed)]:
+    for name, case in [*MEAN_CASES.items(), ("sum_loss", sum_loss)]:
         model = net()
         case(model, *rows())
         answers[name] = gradients(model)
@@ -191,7 +191,7 @@ def on_ranks(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
     return run_ranks(_all_cases, request.param, args=(CUTS[request.param],))
 
 
-@pytest.mark.parametrize("name", [*(f"{n}-{b}" for n in MEAN_CASES for b in (1, 1 << 20)), "summed"])
+@pytest.mark.parametrize("name", [*(f"{n}-{b}" for n in MEAN_CASES for b in (1, 1 << 20)), "sum_loss"])
 def test_gradients_are_those_of_one_process(on_ranks: list[dict[str, Any]], name: str) -> None:
     expected = one_process()[name.split("-")[0]]
     for result in on_ranks:
@@ -237,7 +237,7 @@ def test_refusals_name_the_remedy() -> None:
         wrapped = wrap(session, model)
         with pytest.raises(ConfigError, match="count_targets"):
             wrapped(x)
-        summed(wrap(session, net(), reduction="sum"), x, y)
+        sum_loss(wrap(session, net(), reduction="sum"), x, y)
         session.step_share = StepShare(num_local=1, num_global=2)
         first = wrapped(x)
         session.step_share = StepShare(num_local=1, num_global=4)

@@ -42,7 +42,7 @@ def weights_after(name: str, g: DistGraph, device: torch.device | None = None) -
     return [parameter.detach().cpu().clone() for parameter in model.whole().parameters()]
 
 
-def trained(folder: str) -> None:
+def train(folder: str) -> None:
     with start_session(timeout_s=60):
         g = DistGraph(folder)
         for name in CASES:
@@ -72,4 +72,4 @@ def trained(folder: str) -> None:
 
 def test_batches_on_a_stream_or_a_device_of_their_own_train_the_same_weights(tmp_path: Path) -> None:
     variables = {"DGLX_MESSAGE_PASSING": "torch"}
-    run_ranks(trained, 2, args=(str(write_parts(tmp_path)),), environment=variables)
+    run_ranks(train, 2, args=(str(write_parts(tmp_path)),), environment=variables)

@@ -104,20 +104,20 @@ def test_more_edges_of_a_node_than_can_be_sorted_are_told(tmp_path: Path) -> Non
 def test_shares_that_make_up_the_whole_leave_no_row_out(
     count: int, shares: tuple[float, ...], expected: list[int]
 ) -> None:
-    codes = drawn([np.ones(count, bool)], count, shares)
+    codes = draw_codes([np.ones(count, bool)], count, shares)
     assert np.bincount(codes, minlength=3)[:3].tolist() == expected
 
 
-def drawn(pieces: list[Array], count: int, shares: tuple[float, ...], seed: int = 5) -> Array:
+def draw_codes(pieces: list[Array], count: int, shares: tuple[float, ...], seed: int = 5) -> Array:
     return np.concatenate(list(draw_split_codes(iter(pieces), count, shares, seed)))
 
 
 def test_a_draw_has_exact_shares_and_does_not_depend_on_the_pieces() -> None:
     labelled, shares = np.random.default_rng(2).random(200_000) < 0.5, (0.8, 0.1, 0.05)
     count = int(labelled.sum())
-    found = drawn([labelled], count, shares)
-    assert np.array_equal(drawn(np.array_split(labelled, 7), count, shares), found)
-    assert not np.array_equal(drawn([labelled], count, shares, seed=6), found)
+    found = draw_codes([labelled], count, shares)
+    assert np.array_equal(draw_codes(np.array_split(labelled, 7), count, shares), found)
+    assert not np.array_equal(draw_codes([labelled], count, shares, seed=6), found)
     assert (found[~labelled] == NO_SPLIT).all()
     assert np.bincount(found[labelled])[:3].tolist() == [int(count * share + 1e-6) for share in shares]
     # Every place is as likely: the first tenth has its tenth of the validation rows, within 5 deviations.
@@ -193,7 +193,7 @@ def test_labels_of_other_types_are_numbers_or_refused(is_regression: bool) -> No
         labels.codes(TableColumn(pa.array([1.0, float("inf")]), "y", "t.parquet"))
 
 
-def transformed(values: list[Any], name: str, **settings: Any) -> list[Any]:
+def apply_transform(values: list[Any], name: str, **settings: Any) -> list[Any]:
     """What one column becomes after a transform has seen it in two pieces."""
     (one,) = make_transforms(FeatureSpec(columns=("x",), name="f", transform=name, settings=settings))
     array = pa.array(values)
@@ -245,10 +245,10 @@ def test_a_column_becomes_or_is_refused(
     values: list[Any], name: str, settings: dict[str, Any], expected: Any
 ) -> None:
     if isinstance(expected, list):
-        assert transformed(values, name, **settings) == expected
+        assert apply_transform(values, name, **settings) == expected
         return
     with pytest.raises((ConfigError, DatasetError), match=expected):
-        transformed(values, name, **settings)
+        apply_transform(values, name, **settings)
 
 
 def test_what_was_found_for_each_column_is_read_again() -> None:

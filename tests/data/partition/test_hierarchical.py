@@ -37,7 +37,7 @@ def test_workers_of_one_server_have_neighbouring_numbers() -> None:
 AT_ONE_LEVEL_ONLY = {"hierarchical", "file"}
 
 
-def skewed() -> RawGraph:
+def make_skewed_graph() -> RawGraph:
     """All training nodes in a quarter of the communities; in-degrees that differ by a factor of 30."""
     graph = communities(num_nodes=4000, num_blocks=32)
     rng = np.random.default_rng(5)
@@ -63,7 +63,7 @@ def test_every_method_cuts_parts_into_their_trainers(method: str) -> None:
 
 @pytest.mark.parametrize("tolerance", [0.05, 0.1])
 def test_every_constraint_holds_at_both_levels_of_a_skewed_graph(tolerance: float) -> None:
-    graph = skewed()
+    graph = make_skewed_graph()
     balance = ("nodes", "train", "val", "test", "degree")
     options = PartitionOptions(balance=balance, tolerance=tolerance)
     plain = measure(graph, PARTITIONERS.get("metis")(PartitionOptions()).assign(graph, 4, 0))

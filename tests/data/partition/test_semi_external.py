@@ -198,14 +198,14 @@ def test_a_few_megabytes_cut_hardly_more(tmp_path: Path) -> None:
     assert np.bincount(map_spill(tmp_path / "parts0", "array")).max() <= 1.05 * 5000
 
 
-def skewed() -> RawGraph:
+def make_skewed_graph() -> RawGraph:
     """Users and items; the training nodes are in a quarter of the communities, and some items are hubs."""
     whole, rng = communities(num_nodes=4000), np.random.default_rng(0)
     ((src, dst),) = whole.edges.values()
     popular = rng.integers(0, 30, 8000)
     train = whole.node_data[NODE_TYPE]["train_mask"]
     return RawGraph(
-        name="skewed",
+        name="make_skewed_graph",
         num_nodes={"user": 3000, "item": 1000},
         edges={
             ("user", "knows", "user"): (src % 3000, dst % 3000),
@@ -226,7 +226,7 @@ def skewed() -> RawGraph:
 def test_every_weight_of_a_skewed_graph_is_balanced(
     name: str, balance: tuple[str, ...], tmp_path: Path
 ) -> None:
-    graph = skewed()
+    graph = make_skewed_graph()
     work = workspace(tmp_path, 700_000)
     assignment = assign(name, graph, 4, work, balance=balance, tolerance=0.1)
     weights = balance_weights(graph, PartitionOptions(balance=balance, tolerance=0.1), 4, None)

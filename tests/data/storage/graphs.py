@@ -129,7 +129,7 @@ def read_back(dataset: StoredDataset) -> RawGraph:
         for etype in manifest.edge_types
     }
 
-    def restored(original_ids: Array, read: Callable[[StoredPart], Array | None]) -> Array:
+    def restore_order(original_ids: Array, read: Callable[[StoredPart], Array | None]) -> Array:
         stored = np.concatenate([read(part) for part in parts])
         out = np.empty_like(stored)
         out[original_ids] = stored
@@ -138,7 +138,7 @@ def read_back(dataset: StoredDataset) -> RawGraph:
     edges = {}
     for source, relation, destination in manifest.edge_types:
         etype = (source, relation, destination)
-        sources = restored(edge_ids[etype], methodcaller("indices", etype))
+        sources = restore_order(edge_ids[etype], methodcaller("indices", etype))
         degrees = np.concatenate([np.diff(part.indptr(etype)) for part in parts])
         destinations = np.empty_like(edge_ids[etype])
         destinations[edge_ids[etype]] = np.repeat(node_ids[destination], degrees)
@@ -149,19 +149,22 @@ def read_back(dataset: StoredDataset) -> RawGraph:
         edges=edges,
         node_data={
             ntype: {
-                name: restored(node_ids[ntype], methodcaller("node_data", ntype, name)) for name in columns
+                name: restore_order(node_ids[ntype], methodcaller("node_data", ntype, name))
+                for name in columns
             }
             for ntype, columns in manifest.node_columns.items()
         },
         edge_data={
             etype: {
-                name: restored(edge_ids[etype], methodcaller("edge_data", etype, name)) for name in columns
+                name: restore_order(edge_ids[etype], methodcaller("edge_data", etype, name))
+                for name in columns
             }
             for etype, columns in manifest.edge_columns.items()
         },
         num_classes=manifest.num_classes,
         user_ids={
-            ntype: restored(node_ids[ntype], methodcaller("user_ids", ntype)) for ntype in manifest.user_ids
+            ntype: restore_order(node_ids[ntype], methodcaller("user_ids", ntype))
+            for ntype in manifest.user_ids
         },
     )
 

@@ -79,7 +79,7 @@ def test_every_flipped_bit_is_found_and_repaired(
     assert names(tmp_path) == ["a"]
 
 
-def stamped(head: object) -> str:
+def write_stamp(head: object) -> str:
     return json.dumps({"crc32": checksum_of(head), "head": head})
 
 
@@ -87,7 +87,7 @@ HEADS = [{}, [], None, {"files": {}}, {"files": 1, "told": {}}, {"files": {"x.np
 
 
 @pytest.mark.parametrize(
-    "stamp", ["", "[]", "{}", "1", '{"crc32": 1, "head": {}}', "[" * 100_000, *map(stamped, HEADS)]
+    "stamp", ["", "[]", "{}", "1", '{"crc32": 1, "head": {}}', "[" * 100_000, *map(write_stamp, HEADS)]
 )
 def test_another_stamp_is_damage(tmp_path: Path, stamp: str) -> None:
     write(ArrayFolder(tmp_path / "a"))
@@ -185,7 +185,7 @@ def test_another_failure_of_the_disk_is_an_error(tmp_path: Path, monkeypatch: py
         ArrayFolder(tmp_path / "x").save({"x": ROWS}, {}, "the plan")
 
 
-def killed(folder: Path, when: str) -> None:
+def write_until_killed(folder: Path, when: str) -> None:
     if when == "published":
         ArrayWriter.publish = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[method-assign]
     with ArrayCache(folder, "abc").entry("columns", "_N/feat/0-3").open_writer() as writer:
@@ -199,7 +199,7 @@ def killed(folder: Path, when: str) -> None:
 def test_the_next_opening_removes_what_a_killed_write_left(tmp_path: Path, when: str) -> None:
     store(TWO_TRIANGLES, ODD_ONES_OUT, tmp_path / "d")
     cache = tmp_path / "d" / "cache"
-    process = multiprocessing.get_context("fork").Process(target=killed, args=(cache, when))
+    process = multiprocessing.get_context("fork").Process(target=write_until_killed, args=(cache, when))
     process.start()
     process.join(60)
     assert process.exitcode == -signal.SIGKILL
@@ -218,7 +218,7 @@ def used(cache: Path, name: str, days_ago: float, num_bytes: int = 8000) -> Path
     return entry.path
 
 
-def kept(cache: Path) -> list[str]:
+def list_entries(cache: Path) -> list[str]:
     return sorted(path.name for path in (cache / "columns-abc").iterdir() if path.suffix != ".lock")
 
 
@@ -257,7 +257,7 @@ def test_entries_are_evicted_by_age_and_size(
         leave_free(monkeypatch, free)
     with caplog.at_level(logging.INFO):
         ArrayCache(tmp_path, "def").clean()
-    assert kept(tmp_path) == expected
+    assert list_entries(tmp_path) == expected
     assert caplog.text.count("was evicted") == len(ages) - len(expected)
     assert len(list(tmp_path.rglob("*.lock"))) == len(expected)
 
@@ -273,7 +273,7 @@ def test_what_the_latest_runs_used_is_not_evicted_for_its_size(
     for name in ("other", "other.lock"):
         other.with_name(name).rename(tmp_path / "columns-old" / name)
     ArrayCache(tmp_path, "abc").clean()
-    assert kept(tmp_path) == ["last", "recent"]
+    assert list_entries(tmp_path) == ["last", "recent"]
     assert not list((tmp_path / "columns-old").iterdir())
     assert "more than a quarter of the free disk" in caplog.text
 
@@ -284,7 +284,7 @@ def test_entries_without_a_lock_are_evicted_too(tmp_path: Path) -> None:
         os.utime(path / STAMP, (time.time() - 86400 * days_ago,) * 2)
         path.with_name(f"{name}.lock").unlink()
     ArrayCache(tmp_path, "abc").clean()
-    assert kept(tmp_path) == ["now"]
+    assert list_entries(tmp_path) == ["now"]
     assert not list(tmp_path.rglob("*copied*"))
 
 
@@ -299,7 +299,7 @@ def test_an_entry_counts_as_evicted_when_it_is_renamed(
         used(tmp_path, name, days_ago)
     monkeypatch.setattr(Path, "unlink", refuse)
     ArrayCache(tmp_path, "def").clean()
-    assert kept(tmp_path) == ["new"]
+    assert list_entries(tmp_path) == ["new"]
 
 
 def hold_until_told(folder: Path, ready: Any, end: Any) -> None:
@@ -319,17 +319,17 @@ def test_what_a_live_process_uses_is_not_evicted(tmp_path: Path, monkeypatch: py
     assert ready.wait(60)
     os.utime(path.with_name("mine.lock"), (0, 0))
     ArrayCache(tmp_path, "def").clean()
-    assert kept(tmp_path) == ["mine"]
+    assert list_entries(tmp_path) == ["mine"]
     end.set()
     other.join(60)
     # Nor what this process uses, until it drops its cache.
     own = ArrayCache(tmp_path, "abc")
     own.entry("columns", "mine")
     ArrayCache(tmp_path, "def").clean()
-    assert kept(tmp_path) == ["mine"]
+    assert list_entries(tmp_path) == ["mine"]
     del own
     ArrayCache(tmp_path, "def").clean()
-    assert kept(tmp_path) == []
+    assert list_entries(tmp_path) == []
 
 
 def open_and_write(folder: Path) -> None:
@@ -352,7 +352,7 @@ def test_processes_that_evict_and_write_at_once(tmp_path: Path, monkeypatch: pyt
         process.join(60)
     assert [process.exitcode for process in processes] == [0, 0, 0]
     ArrayCache(tmp_path, "def").clean()
-    assert kept(tmp_path) == []
+    assert list_entries(tmp_path) == []
 
 
 def test_a_cache_that_cannot_be_written_is_left_alone(

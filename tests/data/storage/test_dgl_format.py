@@ -249,7 +249,7 @@ def config(tmp_path: Path) -> Path:
     return tmp_path / "dgl/g.json"
 
 
-def edited(config: Path, change: Callable[[dict[str, Any]], None]) -> None:
+def edit_json(config: Path, change: Callable[[dict[str, Any]], None]) -> None:
     value = json.loads(config.read_text())
     change(value)
     config.write_text(json.dumps(value))
@@ -263,7 +263,7 @@ def test_old_files_without_type_names_open_too(tmp_path: Path, config: Path) -> 
         value["edge_map"] = [end for _, end in value["edge_map"]["_N:_E:_N"]]
         del value["ntypes"], value["etypes"]
 
-    edited(config, as_it_was)
+    edit_json(config, as_it_was)
     assert import_dgl_format(config, tmp_path / "old").checksum == expected.checksum
 
 
@@ -283,7 +283,7 @@ def test_old_files_without_type_names_open_too(tmp_path: Path, config: Path) -> 
     ],
 )
 def test_what_does_not_fit_is_named(tmp_path: Path, config: Path, change, message: str) -> None:
-    edited(config, change)
+    edit_json(config, change)
     with pytest.raises(StorageError, match=message):
         import_dgl_format(config, tmp_path / "d")
     assert not (tmp_path / "d").exists()

@@ -41,7 +41,7 @@ from tests.data.storage.graphs import (
 )
 
 
-def filled(folder: Path, text: str) -> Path:
+def make_folder(folder: Path, text: str) -> Path:
     folder.mkdir()
     (folder / "x").write_text(text)
     return folder
@@ -58,14 +58,14 @@ def test_a_lock_that_is_a_link_is_not_followed(tmp_path: Path) -> None:
 def test_replacing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, can_exchange: bool) -> None:
     if not can_exchange:
         monkeypatch.setattr(folders, "_exchange", lambda *_: False)
-    old, new = filled(tmp_path / "old", "old"), filled(tmp_path / "new", "new")
+    old, new = make_folder(tmp_path / "old", "old"), make_folder(tmp_path / "new", "new")
     replace_folder(new, old)
     assert (old / "x").read_text() == "new"
     assert [path.name for path in tmp_path.iterdir()] == ["old"]
 
 
 def test_the_system_here_exchanges_in_one_step(tmp_path: Path) -> None:
-    old, new = filled(tmp_path / "old", "old"), filled(tmp_path / "new", "new")
+    old, new = make_folder(tmp_path / "old", "old"), make_folder(tmp_path / "new", "new")
     if not folders._exchange(new, old):
         pytest.skip("this file system cannot exchange two names")
     assert ((old / "x").read_text(), (new / "x").read_text()) == ("new", "old")
@@ -94,7 +94,7 @@ def test_what_the_killed_left_is_removed_and_nothing_else(tmp_path: Path) -> Non
     in_a_container = in_a_container.rename(
         str(in_a_container).replace(str(Path("/proc/self/ns/pid").stat().st_ino), "1")
     )
-    set_aside = filled(tmp_path / "d.old-0123abcd.partial", "the only one")
+    set_aside = make_folder(tmp_path / "d.old-0123abcd.partial", "the only one")
     with partial_folder(tmp_path / "e") as under_way:
         remove_abandoned(tmp_path)
         assert under_way.exists()

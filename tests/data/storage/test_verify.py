@@ -40,19 +40,19 @@ from tests.helpers import wide
 
 
 @pytest.fixture(scope="module")
-def stored(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def stored_dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("verify") / "d"
     store(TWO_TRIANGLES, ODD_ONES_OUT, folder)
     return folder
 
 
 @pytest.fixture
-def folder(tmp_path: Path, stored: Path) -> Path:
-    return Path(shutil.copytree(stored, tmp_path / "d", ignore=shutil.ignore_patterns("cache")))
+def folder(tmp_path: Path, stored_dataset: Path) -> Path:
+    return Path(shutil.copytree(stored_dataset, tmp_path / "d", ignore=shutil.ignore_patterns("cache")))
 
 
-def test_arrays_are_read_only_maps(stored: Path) -> None:
-    part = open_dataset(stored).part(0)
+def test_arrays_are_read_only_maps(stored_dataset: Path) -> None:
+    part = open_dataset(stored_dataset).part(0)
     for array in (part.node_data(NODE_TYPE, "feat"), part.indices(EDGE_TYPE), part.indptr(EDGE_TYPE)):
         assert not array.flags.owndata
         with pytest.raises(ValueError, match=r"read-only"):
@@ -89,9 +89,11 @@ def test_a_part_that_is_elsewhere_or_lacks_a_file_is_named(folder: Path) -> None
         (lambda dataset: open_dataset(dataset.folder, verify="maybe"), "'maybe'"),
     ],
 )
-def test_unknown_names_list_what_exists(stored: Path, read: Callable[[Any], object], message: str) -> None:
+def test_unknown_names_list_what_exists(
+    stored_dataset: Path, read: Callable[[Any], object], message: str
+) -> None:
     with pytest.raises(ConfigError, match=message):
-        read(open_dataset(stored))
+        read(open_dataset(stored_dataset))
 
 
 def test_a_newer_format_says_so(folder: Path) -> None:
@@ -108,8 +110,10 @@ def stored_files(folder: Path) -> list[Path]:
 @given(st.data())
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @pytest.mark.parametrize("how", ["auto", *wide("full")])
-def test_one_flipped_byte_anywhere_is_found(stored: Path, how: verify.Verify, data: st.DataObject) -> None:
-    path = data.draw(st.sampled_from(stored_files(stored)))
+def test_one_flipped_byte_anywhere_is_found(
+    stored_dataset: Path, how: verify.Verify, data: st.DataObject
+) -> None:
+    path = data.draw(st.sampled_from(stored_files(stored_dataset)))
     content = path.read_bytes()
     position = data.draw(st.integers(0, len(content) - 1))
     damaged = bytearray(content)
@@ -117,11 +121,11 @@ def test_one_flipped_byte_anywhere_is_found(stored: Path, how: verify.Verify, da
     path.write_bytes(damaged)
     try:
         with pytest.raises(StorageError) as caught:
-            open_dataset(stored, verify=how)
+            open_dataset(stored_dataset, verify=how)
         assert str(path) in str(caught.value)
     finally:
         path.write_bytes(content)
-    open_dataset(stored, verify=how)
+    open_dataset(stored_dataset, verify=how)
 
 
 def test_a_shortened_file_is_found(folder: Path) -> None:
@@ -131,7 +135,7 @@ def test_a_shortened_file_is_found(folder: Path) -> None:
         open_dataset(folder)
 
 
-def recorded(monkeypatch: pytest.MonkeyPatch, module: Any, name: str, path_at: int) -> list[str]:
+def record_paths(monkeypatch: pytest.MonkeyPatch, module: Any, name: str, path_at: int) -> list[str]:
     paths: list[str] = []
     real = getattr(module, name)
 
@@ -145,12 +149,12 @@ def recorded(monkeypatch: pytest.MonkeyPatch, module: Any, name: str, path_at: i
 
 @pytest.fixture
 def read_files(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    return recorded(monkeypatch, columns, "checksum", 0)
+    return record_paths(monkeypatch, columns, "checksum", 0)
 
 
 @pytest.fixture
-def compared(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    return recorded(monkeypatch, verify, "_check_values", 1)
+def compared_paths(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    return record_paths(monkeypatch, verify, "_check_values", 1)
 
 
 def test_only_a_changed_file_is_read_again(folder: Path, read_files: list[str]) -> None:
@@ -313,22 +317,22 @@ def test_an_array_that_holds_no_ids_is_named(folder: Path) -> None:
 
 
 def test_whole_files_are_read_and_ids_compared_once(
-    folder: Path, compared: list[str], read_files: list[str]
+    folder: Path, compared_paths: list[str], read_files: list[str]
 ) -> None:
     files = read_manifest(folder).files
     others = ("user_ids", "feat", "weight")
     arrays = sorted(path for path in files if not any(name in path for name in others))
     for how, times in (("never", 0), ("auto", 1), ("auto", 1), ("full", 2)):
         open_dataset(folder, verify=how)  # type: ignore[arg-type]
-        assert (len(read_files), sorted(compared)) == (times * len(files), sorted(times * arrays))
+        assert (len(read_files), sorted(compared_paths)) == (times * len(files), sorted(times * arrays))
     # Stamps of an earlier version do not say that ids are in range, nor do another manifest's.
     stamps = folder / "cache/verified.json"
     unchecked = {path: one[:4] for path, one in json.loads(stamps.read_text())["files"].items()}
     stamps.write_text(json.dumps({"crc32": checksum_of(unchecked), "files": unchecked}))
-    compared.clear()
+    compared_paths.clear()
     read_files.clear()
     open_dataset(folder)
-    assert len(compared) == len(read_files) == len(arrays)
+    assert len(compared_paths) == len(read_files) == len(arrays)
     write_manifest(replace(read_manifest(folder), seed=8), folder)
     open_dataset(folder)
-    assert len(compared) == len(read_files) == 2 * len(arrays)
+    assert len(compared_paths) == len(read_files) == 2 * len(arrays)

@@ -82,7 +82,7 @@ class Whole:
     bounds: np.ndarray
     topology: Topology
 
-    def owned(self, server: int) -> set[int]:
+    def own_nodes(self, server: int) -> set[int]:
         return set(range(int(self.bounds[server]), int(self.bounds[server + 1])))
 
     def in_neighbours(self, nodes: set[int]) -> set[int]:
@@ -91,14 +91,14 @@ class Whole:
     def in_edges(self, nodes: set[int]) -> np.ndarray:
         return np.flatnonzero(np.isin(self.destination, list(nodes)))
 
-    def needed(self, seeds: set[int], num_layers: int, hops: int) -> list[list[set[int]]]:
+    def find_levels(self, seeds: set[int], num_layers: int, hops: int) -> list[list[set[int]]]:
         """R_i^l by server and level, by the definition."""
         wanted = [set(seeds)]
         for _ in range(num_layers):
             wanted.insert(0, wanted[0] | self.in_neighbours(wanted[0]))
         answer = []
         for server in range(self.topology.num_servers):
-            rows = [self.owned(server) & wanted[level] for level in range(num_layers + 1)]
+            rows = [self.own_nodes(server) & wanted[level] for level in range(num_layers + 1)]
             for level in range(hops - 1, -1, -1):
                 rows[level] = rows[level + 1] | self.in_neighbours(rows[level + 1])
             answer.append(rows)
@@ -120,7 +120,7 @@ def check_plans(
             assert sorted(held.tolist()) == sorted(wanted), (server, level)
         for plan in members:
             _check_order(plan, levels)
-            assert plan.external_nodes == len(levels[0] - whole.owned(server))
+            assert plan.external_nodes == len(levels[0] - whole.own_nodes(server))
     for rank, plan in enumerate(plans):
         server = topology.server_of_rank[rank]
         for number in range(1, len(plan.layers) + 1):

@@ -33,7 +33,7 @@ def my_share(g: DistGraph) -> Tensor:
     return equality.cut(ids, equality.SHARES["uneven"], topology.rank, topology.world_size)
 
 
-def made(
+def open_loader(
     g: DistGraph, name: str, options: Mapping[str, Any] | None = None, num_layers: int = 2, **more: Any
 ) -> tuple[Any, Any]:
     strategy: Any = STRATEGIES.get(name)(g.session, options or {}).open(g)
@@ -50,7 +50,7 @@ def batches_of(loader: Any) -> Batches:
     )
 
 
-def trained(
+def train(
     module: nn.Module, model: Any, batches: Batches, step: Step = mean_loss, epochs: int = equality.STEPS
 ) -> list[Any]:
     optimizer = torch.optim.SGD(module.parameters(), lr=equality.RATE)
@@ -90,4 +90,4 @@ def one_process(module: nn.Module, step: Step = mean_loss, epochs: int = equalit
     graph = equality.plain_graph()
     targets = graph.ndata["train_mask"].nonzero()[:, 0]
     batch = [graph, graph], graph.ndata["feat"], graph.ndata["label"][targets]
-    return trained(module, OfTargets(module, targets), lambda: [batch], step, epochs)
+    return train(module, OfTargets(module, targets), lambda: [batch], step, epochs)

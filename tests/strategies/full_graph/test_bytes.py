@@ -49,12 +49,12 @@ class Notes:
 
 def train(g: DistGraph, name: str, options: dict[str, Any]) -> Notes:
     module, before = runs.first_model("sage"), g.session.ledger.snapshot()
-    strategy, loader = runs.made(g, name, options)
+    strategy, loader = runs.open_loader(g, name, options)
     model = strategy.wrap(module)
     moved = [runs.moved_since(g.session, before)]
     for _ in range(EPOCHS):
         before = g.session.ledger.snapshot()
-        weights = runs.trained(module, model, runs.batches_of(loader), epochs=1)
+        weights = runs.train(module, model, runs.batches_of(loader), epochs=1)
         moved.append(runs.moved_since(g.session, before))
     plan = loader._kept.plan
     return Notes(weights, moved[0], moved[1:], [*map(plan.rows, range(3))], plan.external_nodes)

@@ -29,7 +29,7 @@ def two_epochs(g: DistGraph, options: dict[str, Any]) -> dict[str, Any]:
     """Gradients of each step at the first weights, and who trained on what."""
     session = g.session
     before = session.ledger.snapshot()
-    strategy, loader = runs.made(g, "cooperative", options)
+    strategy, loader = runs.open_loader(g, "cooperative", options)
     wrapped = strategy.wrap(runs.first_model("sage"))
     seeds, gradients, rows, counts = [], [], [], []
     moved: list[Counter[str]] = []
@@ -188,7 +188,7 @@ def test_plans_of_another_seed_are_not_found_and_a_closed_graph_is_let_go(folder
     for seed in (0, 0, 1):
         with start_session(seed=seed):
             g = DistGraph(folder)
-            loader = runs.made(g, "cooperative", {"batches": 3}, seed=5)[1]
+            loader = runs.open_loader(g, "cooperative", {"batches": 3}, seed=5)[1]
             kept.append(loader._source._cache.folder.path)
             g.close()
             graph = weakref.ref(g)
@@ -200,15 +200,15 @@ def test_plans_of_another_seed_are_not_found_and_a_closed_graph_is_let_go(folder
 
 def test_the_next_batch_is_loaded_meanwhile_and_too_many_are_refused(folder: Path) -> None:
     with start_session() as session, contextlib.closing(DistGraph(folder)) as g:
-        _, loader = runs.made(g, "cooperative", {"batches": 4})
+        _, loader = runs.open_loader(g, "cooperative", {"batches": 4})
         read, original = threading.Semaphore(0), loader._reader.targets
 
-        def counted(*args: Any) -> Any:
+        def read_and_release(*args: Any) -> Any:
             columns = original(*args)
             read.release()
             return columns
 
-        loader._reader.targets = counted
+        loader._reader.targets = read_and_release
         found, waits = 0, []
         for step, _ in enumerate(loader):
             # The loop's own thread stands still here, so somebody else must read the next one.

@@ -102,7 +102,7 @@ def plans(servers: int, per_server: int, hops: int) -> list[RankPlan]:
     return make_all_plans(context, own, NUM_LAYERS, hops, cover=True)
 
 
-def summed(indptr: Array, indices: Array, rows: Array, weights: Array) -> Array:
+def sum_in_edges(indptr: Array, indices: Array, rows: Array, weights: Array) -> Array:
     ends = np.repeat(np.arange(len(indptr) - 1), np.diff(indptr))
     total = np.zeros(len(indptr) - 1)
     np.add.at(total, ends, rows[indices] * weights)
@@ -123,7 +123,7 @@ def test_sums_of_all_ranks_are_those_of_the_whole_halo(servers: int, per_server:
             needed = [
                 weights[peer][dict(layers[peer].cover.send_edges)[rank]] for peer, _ in cover.receive_edges
             ]
-            partial = summed(cover.indptr, cover.indices, own, np.concatenate([np.empty(0), *needed]))
+            partial = sum_in_edges(cover.indptr, cover.indices, own, np.concatenate([np.empty(0), *needed]))
             extended.append(np.concatenate([own, partial]))
             assert len(extended[-1]) == cover.layer.own_rows
         for rank, layer in enumerate(layers):
@@ -133,14 +133,14 @@ def test_sums_of_all_ranks_are_those_of_the_whole_halo(servers: int, per_server:
                 *cover.layer.receive
             ]
             fewer += sum(count for _, count in layer.receive) - sum(map(len, halo))
-            found = summed(
+            found = sum_in_edges(
                 cover.layer.indptr,
                 cover.layer.indices,
                 np.concatenate([extended[rank], *halo]),
                 np.append(weights[rank], 1.0)[cover.layer.edge_ids],
             )
             sources = np.concatenate([value[made[rank].rows(number)], value[layer.halo_nodes]])
-            expected = summed(layer.indptr, layer.indices, sources, weights[rank])
+            expected = sum_in_edges(layer.indptr, layer.indices, sources, weights[rank])
             np.testing.assert_allclose(found, expected, rtol=0, atol=1e-12)
             for one, most in zip(cover.layer.receive, layer.receive, strict=True):
                 assert one[1] <= most[1]
@@ -167,7 +167,7 @@ def test_a_written_plan_keeps_its_covers(tmp_path: Path) -> None:
 PHASES = (FORWARD, BACKWARD, ONCE)
 
 
-def moved(session: Session, work: Callable[[], Any]) -> dict[str, int]:
+def count_bytes(session: Session, work: Callable[[], Any]) -> dict[str, int]:
     before = session.ledger.snapshot()
     work()
     counts = Counter[str]()
@@ -220,7 +220,7 @@ def on_rank(folder: str) -> tuple[HaloLayer, dict[str, list[dict[str, int]]]]:
             torch.manual_seed(0)
             x = torch.randn(lg.num_nodes(), WIDTH, requires_grad=True)
             steps = [lambda x=x, layer=layer: layer(lg, x).sum().backward()] * 2
-            found[name] = [moved(session, step) for step in steps]
+            found[name] = [count_bytes(session, step) for step in steps]
         check_changed_weights(lg, x.detach())
         owned = np.arange(*g.get_node_partition_policy(NODE_TYPE).bounds[g.rank() : g.rank() + 2])
         (planned,) = make_plans(g, owned, 1, 0, cover=True).layers

@@ -152,7 +152,7 @@ def chosen_by() -> dict[tuple[EasPolicy, int, int], set[int]]:
 def test_rounds_by_the_definition(chosen_by: dict[tuple[EasPolicy, int, int], set[int]]) -> None:
     whole = whole_of(plain_context(3, 1))
     for (policy, hops, fanout), nodes in chosen_by.items():
-        selected = frontier = whole.owned(SERVER)
+        selected = frontier = whole.own_nodes(SERVER)
         for number in range(1, hops + 1):
             found = chosen_by[policy, number, fanout] - selected
             read = whole.in_neighbours(frontier)
@@ -179,7 +179,7 @@ def test_degree_prefers_nodes_that_read_much_from_outside(
     context = plain_context(3, 1)
     whole, own = whole_of(context), context.own_range(SERVER)
     scores = context.structure.in_degrees(np.arange(NUM_NODES), own)
-    inner = whole.owned(SERVER)
+    inner = whole.own_nodes(SERVER)
     for node in range(NUM_NODES):
         sources = whole.source[whole.destination == node].tolist()
         assert scores[node] == sum(source not in inner for source in sources)

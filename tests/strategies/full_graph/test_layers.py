@@ -211,10 +211,10 @@ def check_blocks(blocks: list[HaloBlock], rows: list[Tensor], whole: dgl.DGLGrap
         assert [tuple(call.args[0].shape) for call in called.call_args_list] == [(len(h), 4)] * 3
     # A function of the reduced rows sees them also on a rank without edges.
     (own, targets), second = rows[1:], blocks[1].local_var()
-    close(reduced(second, x[own]), reduced(whole, x)[targets])
+    close(sum_by_function(second, x[own]), sum_by_function(whole, x)[targets])
 
 
-def reduced(graph: Any, rows: Tensor) -> Tensor:
+def sum_by_function(graph: Any, rows: Tensor) -> Tensor:
     with graph.local_scope():
         graph.srcdata["h"], graph.dstdata["b"] = rows, torch.ones(graph.num_dst_nodes(), 4)
         graph.update_all(
@@ -244,36 +244,36 @@ def check_local_graph(lg: LocalGraph, whole: dgl.DGLGraph) -> None:
     assert "num_nodes" in repr(lg)
     assert lg.to("cpu").num_nodes() == lg.local_var().num_nodes() == len(nodes)
     assert lg.has_nodes([0, len(nodes)]).tolist() == [True, False]
-    close(reduced(lg, whole.ndata["x"][nodes]), reduced(whole, whole.ndata["x"])[nodes])
+    close(sum_by_function(lg, whole.ndata["x"][nodes]), sum_by_function(whole, whole.ndata["x"])[nodes])
     exchange, sums = lg._block._exchange, whole.ndata["sum"][nodes]
     with mock.patch.object(exchange, "exchange", wraps=exchange.exchange) as called:
 
-        def summed(name: str) -> Tensor:
+        def sum_of(name: str) -> Tensor:
             lg.update_all(fn.copy_u(name, "m"), fn.sum("m", "a"))
             return lg.ndata["a"]
 
         # "x" was fetched when the graph was made.
-        close(summed("x"), sums)
+        close(sum_of("x"), sums)
         with lg.local_scope():
             lg.srcdata["h"] = lg.ndata["x"]
-            close(summed("h"), sums)
+            close(sum_of("h"), sums)
         assert "h" not in lg.ndata
         assert called.call_count == 0
         lg.ndata["h"] = 2 * lg.ndata["x"]
-        close(summed("h"), 2 * sums)
+        close(sum_of("h"), 2 * sums)
         lg.update_all(fn.copy_u("h", "m"), fn.max("m", "b"))
         assert called.call_count == 1
         lg.ndata["h"] = lg.ndata["h"] * 2
-        close(summed("h"), 4 * sums)
+        close(sum_of("h"), 4 * sums)
         lg.ndata["h"].mul_(2)
-        close(summed("h"), 8 * sums)
+        close(sum_of("h"), 8 * sums)
         assert called.call_count == 3
         with torch.inference_mode():
             lg.ndata["h"] = lg.ndata["x"] * 1
             for factor in (2, 4):
                 # Changed in place, which nobody counts.
                 lg.ndata["h"].mul_(2)
-                close(summed("h"), factor * sums)
+                close(sum_of("h"), factor * sums)
             model = Stack(LAYERS["sage mean"])
             close(model(lg, whole.ndata["x"][nodes]), model(whole, whole.ndata["x"])[nodes])
 
@@ -385,7 +385,7 @@ class Calling(nn.Module):
         return h.new_zeros(0, 6).view(0, -1, 2)
 
 
-def interrupted(*_: Any) -> Any:
+def raise_interrupt(*_: Any) -> Any:
     raise KeyboardInterrupt
 
 
@@ -398,7 +398,7 @@ def test_errors_inside_of_a_layer_turn_off_what_it_turned_on_and_no_more() -> No
         refused.inner(ring(0), ROWS)
     assert outermost is not _get_current_function_mode()
     # Torch calls no hooks on an interrupt.
-    stopped = Calling(interrupted)
+    stopped = Calling(raise_interrupt)
     install(stopped)
     with pytest.raises(KeyboardInterrupt), EmptyPartition():
         stopped(ring(0), ROWS)

@@ -32,7 +32,7 @@ def on_rank(folder: str) -> dict[str, Any]:
         g = DistGraph(folder)
         found: dict[str, Any] = {}
         for name, (strategy, options) in WAYS.items():
-            _, loader = runs.made(g, strategy, options)
+            _, loader = runs.open_loader(g, strategy, options)
             found[name] = look_at(g, loader, use_pp=options.get("use_pp", True))
         check_positions(g)
         # Ranks that name the same seeds, or none, train on each once.
@@ -85,7 +85,7 @@ def look_at(g: DistGraph, loader: Any, *, use_pp: bool) -> dict[str, Any]:
 
 
 def check_positions(g: DistGraph) -> None:
-    _, loader = runs.made(g, "full_graph", seed=7)
+    _, loader = runs.open_loader(g, "full_graph", seed=7)
     for _ in loader:
         position = loader.state_dict()
     assert position == {"epoch": 0, "step": 1, "seed": 7}

@@ -44,26 +44,26 @@ def forward_twice(model: Any, blocks: Any, x: Tensor, labels: Tensor) -> None:
     (F.cross_entropy(first, labels) + F.cross_entropy(second, labels)).backward()  # type: ignore[no-untyped-call]
 
 
-def accumulated(model: Any, blocks: Any, x: Tensor, labels: Tensor) -> None:
+def accumulate(model: Any, blocks: Any, x: Tensor, labels: Tensor) -> None:
     for scale in (1, 2):
         runs.mean_loss(model, blocks, scale * x, labels)
 
 
-def penalised(model: Any, blocks: Any, x: Tensor, labels: Tensor) -> None:
+def add_penalty(model: Any, blocks: Any, x: Tensor, labels: Tensor) -> None:
     """A mean and a penalty on the weights, which goes past the model's output."""
     penalty = 0.05 * sum(p.square().sum() for p in model.parameters())
     (F.cross_entropy(model(blocks, x), labels) + penalty).backward()  # type: ignore[no-untyped-call]
 
 
-def summed(model: Any, blocks: Any, x: Tensor, labels: Tensor) -> None:
+def sum_loss(model: Any, blocks: Any, x: Tensor, labels: Tensor) -> None:
     (F.cross_entropy(model(blocks, x), labels, reduction="sum") / 100).backward()  # type: ignore[no-untyped-call]
 
 
 STEPS: dict[str, tuple[runs.Step, str, str]] = {
     "forward twice": (forward_twice, "sage", "mean"),
-    "accumulated": (accumulated, "sage", "mean"),
-    "penalised": (penalised, "gat", "mean"),
-    "summed": (summed, "gat", "sum"),
+    "accumulate": (accumulate, "sage", "mean"),
+    "add_penalty": (add_penalty, "gat", "mean"),
+    "sum_loss": (sum_loss, "gat", "sum"),
 }
 """With the model and the reduction."""
 
@@ -74,30 +74,28 @@ def on_local_graph(g: DistGraph, step: runs.Step, kind: str, reduction: str = "m
     mask = lg.ndata["train_mask"]
     batch = [lg, lg], lg.ndata["feat"], lg.ndata["label"][mask]
     model = runs.OfTargets(strategy.wrap(module, reduction), mask)
-    return runs.trained(module, model, lambda: [batch], step, epochs=EPOCHS)
+    return runs.train(module, model, lambda: [batch], step, epochs=EPOCHS)
 
 
-def trained(
+def train_with(
     g: DistGraph, way: str, step: runs.Step, kind: str = "sage", reduction: str = "mean"
 ) -> list[Any]:
     if way == LOCAL:
         return on_local_graph(g, step, kind, reduction)
-    (strategy, loader), module = runs.made(g, *WAYS[way]), runs.first_model(kind)
-    return runs.trained(
-        module, strategy.wrap(module, reduction), runs.batches_of(loader), step, epochs=EPOCHS
-    )
+    (strategy, loader), module = runs.open_loader(g, *WAYS[way]), runs.first_model(kind)
+    return runs.train(module, strategy.wrap(module, reduction), runs.batches_of(loader), step, epochs=EPOCHS)
 
 
-def trained_in_two(g: DistGraph, way: str) -> list[Any]:
+def train_in_two(g: DistGraph, way: str) -> list[Any]:
     """Two wrapped models, one on the rows that the other one returns."""
-    strategy, loader = runs.made(g, *WAYS[way])
+    strategy, loader = runs.open_loader(g, *WAYS[way])
     module: Any = runs.first_model("sage")
     body, head = (strategy.wrap(conv) for conv in module.convs)
 
     def both(blocks: Any, x: Tensor) -> Any:
         return head(blocks[1], torch.relu(body(blocks[0], x)))
 
-    return runs.trained(module, both, runs.batches_of(loader), epochs=EPOCHS)
+    return runs.train(module, both, runs.batches_of(loader), epochs=EPOCHS)
 
 
 def first_rows(nodes: int, width: int) -> Tensor:
@@ -112,7 +110,7 @@ def with_embedding(g: DistGraph, way: str) -> list[Any]:
     # By original ids, whatever the ids of this graph are.
     embedding.weight[mine] = first_rows(*size)[g.orig_ids(mine)]
     g.barrier()
-    (strategy, loader), module = runs.made(g, *WAYS[way]), runs.first_model("sage")
+    (strategy, loader), module = runs.open_loader(g, *WAYS[way]), runs.first_model("sage")
     sparse = SparseSGD([embedding], lr=equality.RATE)
 
     def batches() -> Iterator[tuple[Any, Tensor, Tensor]]:
@@ -121,7 +119,7 @@ def with_embedding(g: DistGraph, way: str) -> list[Any]:
             yield blocks, embedding(inputs), blocks[-1].dstdata["label"]
             sparse.step()
 
-    weights = runs.trained(module, strategy.wrap(module), batches, epochs=EPOCHS)
+    weights = runs.train(module, strategy.wrap(module), batches, epochs=EPOCHS)
     g.barrier()
     by_original = torch.empty(size, dtype=torch.float64)
     by_original[g.orig_ids(everyone)] = embedding.weight[everyone]
@@ -139,13 +137,13 @@ def plain_embedding() -> list[Any]:
         rows.data -= equality.RATE * rows.grad
         rows.grad = None
 
-    weights = runs.trained(module, runs.OfTargets(module, targets), batches, epochs=EPOCHS)
+    weights = runs.train(module, runs.OfTargets(module, targets), batches, epochs=EPOCHS)
     return [*weights, rows.detach().numpy()]
 
 
 def rows_and_gradients(g: DistGraph, way: str) -> dict[str, Any]:
     """What the first layer computes of which nodes, and the gradients of what goes in, by original id."""
-    strategy, loader = runs.made(g, *WAYS[way])
+    strategy, loader = runs.open_loader(g, *WAYS[way])
     ((_, _, blocks),) = loader
     module: Any = runs.first_model("sage")
     hidden: list[Tensor] = []
@@ -167,13 +165,13 @@ def on_rank(folder: str) -> dict[str, Any]:
         g = DistGraph(folder)
         found: dict[str, Any] = {way: rows_and_gradients(g, way) for way in WAYS}
         found |= {
-            name: {way: trained(g, way, *case) for way in (*WAYS, LOCAL)} for name, case in STEPS.items()
+            name: {way: train_with(g, way, *case) for way in (*WAYS, LOCAL)} for name, case in STEPS.items()
         }
         before = session.ledger.snapshot()
         found["plain"] = {LOCAL: on_local_graph(g, runs.mean_loss, "sage")}
         moved = runs.moved_since(session, before)
         found["bytes"] = [moved["halo", False] + moved["halo", True], dx.local_graph(g)._block.halo_rows]
-        found["in two"] = {way: trained_in_two(g, way) for way in WAYS}
+        found["in two"] = {way: train_in_two(g, way) for way in WAYS}
         found["embedding"] = {way: with_embedding(g, way) for way in WAYS}
         assert session.step_share is None
         g.barrier()
@@ -223,19 +221,19 @@ def test_replicas_are_their_owners_rows_and_share_its_gradient(
     hidden = model.convs[0](graph, x).detach().numpy()
     targets = graph.ndata["train_mask"].nonzero()[:, 0]
     F.cross_entropy(model([graph, graph], x)[targets], graph.ndata["label"][targets]).backward()  # type: ignore[no-untyped-call]
-    times, summed = np.zeros(equality.NUM_NODES, int), np.zeros((equality.NUM_NODES, equality.WIDTH))
+    times, total = np.zeros(equality.NUM_NODES, int), np.zeros((equality.NUM_NODES, equality.WIDTH))
     for result in results:
         found = result[way]
         np.testing.assert_allclose(found["hidden"], hidden[found["nodes"]], rtol=0, atol=TOLERANCE)
         np.add.at(times, found["nodes"], 1)
-        np.add.at(summed, found["sources"], found["gradients"])
+        np.add.at(total, found["sources"], found["gradients"])
     # Two servers compute some nodes where they close over a hop of the neighbourhood, and none else.
     assert times.max() == (2 if way == "closed" else 1)
     assert x.grad is not None
-    np.testing.assert_allclose(summed, x.grad.numpy(), rtol=0, atol=TOLERANCE)
+    np.testing.assert_allclose(total, x.grad.numpy(), rtol=0, atol=TOLERANCE)
     needed = np.unique(np.concatenate([result[way]["sources"] for result in results]))
     unneeded = np.setdiff1d(np.arange(equality.NUM_NODES), needed)
-    assert (summed[unneeded] == 0).all()
+    assert (total[unneeded] == 0).all()
 
 
 def with_a_death(folder: str) -> str:
@@ -248,7 +246,7 @@ def with_a_death(folder: str) -> str:
         runs.mean_loss(model, blocks, x, labels)
 
     with pytest.raises(PeerError) as caught:
-        trained(g, "full_graph", step)
+        train_with(g, "full_graph", step)
     session.fail(caught.value)
     session.close(failed=True)
     return str(caught.value)

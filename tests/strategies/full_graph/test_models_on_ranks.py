@@ -58,11 +58,11 @@ class Late(nn.Module):
         self.again = again
 
     def forward(self, blocks: list[Any], h: Tensor) -> Tensor:
-        def mixed(h: Tensor) -> Tensor:
+        def mix(h: Tensor) -> Tensor:
             return self.sums(blocks[1], self.first(h) / 20)
 
         h = self.sums(blocks[0], h)
-        return checkpoint(mixed, h, use_reentrant=False) if self.again else mixed(h)
+        return checkpoint(mix, h, use_reentrant=False) if self.again else mix(h)
 
 
 def resgcn(layers: int, dropout: float, recompute: str) -> nn.Module:
@@ -96,7 +96,7 @@ def on_ranks(folder: str) -> dict[str, Any]:
     results: dict[str, Any] = {}
     for way, (name, options) in WAYS.items():
         for kind, (module, layers) in models(way).items():
-            strategy, loader = runs.made(g, name, options, layers)
+            strategy, loader = runs.open_loader(g, name, options, layers)
             model = strategy.wrap(module)
             # Functional draws of torch differ between ranks, and must not matter.
             torch.manual_seed(topology.rank)
@@ -110,7 +110,9 @@ def on_ranks(folder: str) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def placed(folder: Path, request: pytest.FixtureRequest) -> dict[tuple[int, int], list[dict[str, Any]]]:
+def results_by_shape(
+    folder: Path, request: pytest.FixtureRequest
+) -> dict[tuple[int, int], list[dict[str, Any]]]:
     return {
         (servers, ranks): run_ranks(
             on_ranks, servers * ranks, args=(str(folder),), ranks_per_server=ranks, timeout_s=240
@@ -126,49 +128,49 @@ def plain_deep(layers: int, dropout: float) -> list[Any]:
     return runs.one_process(resgcn(layers, dropout, "none"), step, STEPS)
 
 
-def test_dropout_and_recomputing_depend_on_no_rank(placed: Any) -> None:
-    one = placed[1, 1][0]
+def test_dropout_and_recomputing_depend_on_no_rank(results_by_shape: Any) -> None:
+    one = results_by_shape[1, 1][0]
     expected = {
         "resgcn": one["fb+pp/resgcn/none"][0],
         "gat": one["fb+pp/gat"][0],
         "late": one["fb/late/False"][0],
         "deep": plain_deep(DEEP, 0.0),
     }
-    for shape, ranks in placed.items():
+    for shape, ranks in results_by_shape.items():
         for rank in ranks:
             for name, (weights, _) in rank.items():
                 for got, want in zip(weights, expected[name.split("/")[1]], strict=True):
                     np.testing.assert_allclose(got, want, rtol=0, atol=1e-10, err_msg=f"{shape} {name}")
 
 
-def test_dropout_was_there(placed: Any) -> None:
+def test_dropout_was_there(results_by_shape: Any) -> None:
     """Else any number of ranks would train the same."""
-    dropped, plain = placed[1, 1][0]["fb/resgcn/none"][0], plain_deep(LAYERS, 0.0)
+    dropped, plain = results_by_shape[1, 1][0]["fb/resgcn/none"][0], plain_deep(LAYERS, 0.0)
     assert max(np.abs(got - want).max() for got, want in zip(dropped, plain, strict=True)) > 1e-3
 
 
-def halo_bytes(placed: Any, way: str, kind: str) -> Any:
+def halo_bytes(results_by_shape: Any, way: str, kind: str) -> Any:
     """(halo, halo_gradients) of all ranks on 2 servers of 2."""
-    return np.array([rank[f"{way}/{kind}"][1] for rank in placed[2, 2]]).sum(0)
+    return np.array([rank[f"{way}/{kind}"][1] for rank in results_by_shape[2, 2]]).sum(0)
 
 
 @pytest.mark.parametrize("way", ["fb", "fb+pp"])
-def test_what_is_computed_again_is_exchanged_again_or_kept(placed: Any, way: str) -> None:
-    none, again, kept = (halo_bytes(placed, way, f"resgcn/{recompute}") for recompute in RECOMPUTE)
+def test_what_is_computed_again_is_exchanged_again_or_kept(results_by_shape: Any, way: str) -> None:
+    none, again, kept = (halo_bytes(results_by_shape, way, f"resgcn/{recompute}") for recompute in RECOMPUTE)
     assert none[0] > 0
     assert again.tolist() == [2 * none[0], none[1]]
     assert kept.tolist() == none.tolist()
 
 
-def test_what_is_computed_again_is_so_to_its_end(placed: Any) -> None:
+def test_what_is_computed_again_is_so_to_its_end(results_by_shape: Any) -> None:
     """Torch would stop before the exchange: on one rank perhaps, and not on another that waits for it."""
-    once, again = (halo_bytes(placed, "fb", f"late/{again}") for again in (False, True))
+    once, again = (halo_bytes(results_by_shape, "fb", f"late/{again}") for again in (False, True))
     # Rows of the first layer are WIDTH wide and need no gradient, those of the second CLASSES wide.
     assert again[0] - once[0] == once[1] == again[1] > 0
 
 
-def test_cached_features_spare_the_first_layer_behind_an_encoder(placed: Any) -> None:
-    spared, all_layers = (halo_bytes(placed, way, "resgcn/none") for way in ("fb+pp", "fb"))
+def test_cached_features_spare_the_first_layer_behind_an_encoder(results_by_shape: Any) -> None:
+    spared, all_layers = (halo_bytes(results_by_shape, way, "resgcn/none") for way in ("fb+pp", "fb"))
     assert (spared < all_layers).all()
     # Forward and backward send the same rows, with an encoder also those of layer 1.
     for halo, gradients in (spared, all_layers):

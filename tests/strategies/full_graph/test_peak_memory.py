@@ -88,7 +88,7 @@ def _steps_within(folder: str, strategy_name: str, options: dict[str, Any], limi
     return steps
 
 
-def limited(folders: list[str], strategy_name: str, options: dict[str, Any]) -> tuple[str, int]:
+def train_within_limit(folders: list[str], strategy_name: str, options: dict[str, Any]) -> tuple[str, int]:
     # A heap for each thread reserves 64 MB of addresses that are never used.
     assert ctypes.CDLL(None).mallopt(_ARENA_MAX, 1) == 1
     # Everything that is loaded and compiled once.
@@ -101,7 +101,7 @@ def limited(folders: list[str], strategy_name: str, options: dict[str, Any]) -> 
 
 def test_what_full_graph_cannot_hold_trains_in_batches(folders: list[str]) -> None:
     """RLIMIT_AS holds both to 160 MiB more than they begin with; full_graph needs over 200."""
-    ((failure, _),) = run_ranks(limited, 1, args=(folders, "full_graph", {}))
+    ((failure, _),) = run_ranks(train_within_limit, 1, args=(folders, "full_graph", {}))
     assert "allocate memory" in failure or "MemoryError" in failure
     in_batches = {"batches": BATCHES, "composition": "ordered"}
-    assert run_ranks(limited, 1, args=(folders, "cooperative", in_batches)) == [("", BATCHES)]
+    assert run_ranks(train_within_limit, 1, args=(folders, "cooperative", in_batches)) == [("", BATCHES)]

@@ -59,7 +59,7 @@ def test_plans_are_those_of_the_definition(servers: int, per_server: int, num_la
     for seeds in (SPREAD, FEW):
         for hops in range(num_layers + 1):
             plans = make_all_plans(context, split_by_server(context, seeds), num_layers, hops)
-            check_plans(plans, whole, whole.needed(set(seeds.tolist()), num_layers, hops))
+            check_plans(plans, whole, whole.find_levels(set(seeds.tolist()), num_layers, hops))
             for rank, plan in enumerate(plans):
                 assert hops or not plan.external_nodes
                 assert hops or (owners.find_rank(plan.nodes) == rank).all()
@@ -81,9 +81,9 @@ def test_edges_from_nodes_that_were_not_chosen_are_left_out() -> None:
     context = plain_context(2, 2)
     whole, rows = whole_of(context), []
     plans = make_all_plans(context, split_by_server(context, SPREAD), 2, 2, eas=half_of_the_graph)
-    allowed = [whole.owned(server) | set(range(0, NUM_NODES, 2)) for server in range(2)]
+    allowed = [whole.own_nodes(server) | set(range(0, NUM_NODES, 2)) for server in range(2)]
     for server in range(2):
-        levels = [set(SPREAD.tolist()) & whole.owned(server)]
+        levels = [set(SPREAD.tolist()) & whole.own_nodes(server)]
         for _ in range(2):
             levels.insert(0, levels[0] | whole.in_neighbours(levels[0]) & allowed[server])
         rows.append(levels)
@@ -109,11 +109,11 @@ def plan_on_rank(folder: str, structure: Any) -> dict[str, Any]:
     rank, world_size, submit = session.topology.rank, session.topology.world_size, g.structure().submit
     asked: list[int] = []
 
-    def counted(op: str, nodes: Array, *args: Any, **options: Any) -> Any:
+    def count_nodes(op: str, nodes: Array, *args: Any, **options: Any) -> Any:
         asked.append(len(nodes))
         return submit(op, nodes, *args, **options)
 
-    g.structure().submit = counted  # type: ignore[method-assign]
+    g.structure().submit = count_nodes  # type: ignore[method-assign]
     planner, found = Planner(g), {}
     for name, options in REQUESTS.items():
         before, _ = session.ledger.snapshot(), asked.clear()
@@ -157,7 +157,7 @@ def test_ranks_make_the_plans_of_one_process(
             server = topology.server_of_rank[rank]
             members = topology.ranks_of_server(server)
             computed = {node for other in members for node in plans[other].rows(1).tolist()}
-            outside = computed - whole.owned(server)
+            outside = computed - whole.own_nodes(server)
             _, asked, moved = result["found"][name]
             is_leader = rank == members[0]
             assert asked == (len(computed) if is_leader else 0)

@@ -71,7 +71,7 @@ Epoch = tuple[Any, list[Any]]
 """Scores of the (n,) nodes of the rank that are trained, and gradients."""
 
 
-def simulated(kind: str, owner: Tensor, epochs: int = EPOCHS) -> list[Epoch]:
+def simulate(kind: str, owner: Tensor, epochs: int = EPOCHS) -> list[Epoch]:
     """One process: each rank's edges read own rows of now and others' rows of the epoch before."""
     graph, model = equality.plain_graph(), Deep(kind)
     source, target = graph.edges()
@@ -106,10 +106,10 @@ def simulated(kind: str, owner: Tensor, epochs: int = EPOCHS) -> list[Epoch]:
     return found
 
 
-def begun(folder: str, options: dict[str, Any], kind: str) -> tuple[Any, ...]:
+def begin(folder: str, options: dict[str, Any], kind: str) -> tuple[Any, ...]:
     session = start_session(strategy="full_graph", options=options, timeout_s=60)
     g = DistGraph(folder)
-    strategy, loader = runs.made(g, "full_graph", options, num_layers=3)
+    strategy, loader = runs.open_loader(g, "full_graph", options, num_layers=3)
     model = strategy.wrap(Deep(kind))
     return session, g, loader, model, torch.optim.SGD(model.parameters(), lr=equality.RATE)
 
@@ -125,7 +125,7 @@ def an_epoch(batch: Any, model: Any, optimizer: Any) -> Epoch:
 
 
 def on_rank(folder: str, options: dict[str, Any], kind: str) -> dict[str, Any]:
-    session, g, loader, model, optimizer = begun(folder, options, kind)
+    session, g, loader, model, optimizer = begin(folder, options, kind)
     bounds = g.get_node_partition_policy("_N").bounds
     first, last = int(bounds[g.rank()]), int(bounds[g.rank() + 1])
     found: dict[str, Any] = {
@@ -155,7 +155,7 @@ def check_simulated(results: list[Any], kind: str) -> list[Epoch]:
     owner = torch.empty(equality.NUM_NODES, dtype=torch.int64)
     for rank, result in enumerate(results):
         owner[result["owned"]] = rank
-    expected = simulated(kind, owner)
+    expected = simulate(kind, owner)
     for result in results:
         for (scores, gradients), (all_scores, all_gradients) in zip(result["epochs"], expected, strict=True):
             np.testing.assert_allclose(scores, all_scores[result["seeds"]], rtol=0, atol=TOLERANCE)
@@ -195,8 +195,8 @@ def test_values_and_bytes_are_those_of_a_simulation(
             np.testing.assert_allclose(scores, whole[result["seeds"]], rtol=0, atol=TOLERANCE)
 
 
-def resumed(folder: str, saved: str, options: dict[str, Any], epochs: int) -> list[Epoch]:
-    session, _, loader, model, optimizer = begun(folder, options, "sage")
+def resume_training(folder: str, saved: str, options: dict[str, Any], epochs: int) -> list[Epoch]:
+    session, _, loader, model, optimizer = begin(folder, options, "sage")
     position = dx.checkpoints(saved, model, optimizer, loader, every=2, keep=1)
     found = []
     for _ in range(position.epoch, epochs):
@@ -209,9 +209,11 @@ def resumed(folder: str, saved: str, options: dict[str, Any], epochs: int) -> li
 
 def test_a_resumed_run_has_the_bits_of_one_without_an_end(folder: Path, tmp_path: Path) -> None:
     first, second = tmp_path / "first", tmp_path / "second"
-    whole = run_ranks(resumed, 3, args=(str(folder), str(first), STALE, 6), ranks_per_server=1)
+    whole = run_ranks(resume_training, 3, args=(str(folder), str(first), STALE, 6), ranks_per_server=1)
     for epochs in (4, 6):
-        found = run_ranks(resumed, 3, args=(str(folder), str(second), STALE, epochs), ranks_per_server=1)
+        found = run_ranks(
+            resume_training, 3, args=(str(folder), str(second), STALE, epochs), ranks_per_server=1
+        )
     for one, other in zip(found, whole, strict=True):
         assert len(one) == 2
         for (scores, gradients), (all_scores, all_gradients) in zip(one, other[4:], strict=True):
@@ -225,12 +227,14 @@ def test_with_another_exchange_a_resumed_run_begins_with_an_exact_epoch(
     folder: Path, tmp_path: Path, ranks: int, more: dict[str, Any]
 ) -> None:
     saved = str(tmp_path / "saved")
-    run_ranks(resumed, 3, args=(str(folder), saved, STALE, 2), ranks_per_server=1)
+    run_ranks(resume_training, 3, args=(str(folder), saved, STALE, 2), ranks_per_server=1)
     gradients = []
     for options in (STALE | more, more):
         kept = tmp_path / f"copy-{len(gradients)}"
         shutil.copytree(saved, kept)
-        found = run_ranks(resumed, ranks, args=(str(folder), str(kept), options, 4), ranks_per_server=1)
+        found = run_ranks(
+            resume_training, ranks, args=(str(folder), str(kept), options, 4), ranks_per_server=1
+        )
         gradients.append(found[0])
     for one, other in zip(gradients[0][0][1], gradients[1][0][1], strict=True):
         np.testing.assert_allclose(one, other, rtol=0, atol=TOLERANCE)
@@ -238,7 +242,7 @@ def test_with_another_exchange_a_resumed_run_begins_with_an_exact_epoch(
 
 
 def with_a_death(folder: str) -> str:
-    session, _, loader, model, optimizer = begun(folder, STALE, "sage")
+    session, _, loader, model, optimizer = begin(folder, STALE, "sage")
 
     def train() -> None:
         for epoch in range(9):
@@ -277,7 +281,7 @@ def train_by_data(model: Any, batches: Any) -> None:
 
 
 def odd_passes(folder: str) -> dict[str, Any]:
-    session, g, loader, model, _ = begun(folder, STALE, "sage")
+    session, g, loader, model, _ = begin(folder, STALE, "sage")
     found: dict[str, Any] = {"sums": []}
     for _ in range(3):
         # Two forward passes of a step have rows of their own.
@@ -315,7 +319,7 @@ def odd_passes(folder: str) -> dict[str, Any]:
             .open(g)
             .wrap(ResGCN(equality.WIDTH, 6, equality.CLASSES, 3, dropout=0, recompute=recompute).double())
         )
-        found[recompute] = runs.trained(deep, deep, runs.batches_of(loader), epochs=3)
+        found[recompute] = runs.train(deep, deep, runs.batches_of(loader), epochs=3)
     late = STRATEGIES.get("full_graph")(session, STALE).open(g).wrap(Deep("sage"))
     for factor in (1.0, np.inf, *[1.0] * 8):
         for blocks, x, labels in runs.batches_of(loader)():

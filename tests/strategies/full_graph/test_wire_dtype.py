@@ -142,21 +142,21 @@ class Notes:
 
 def train(g: DistGraph, name: str, options: dict[str, Any]) -> Notes:
     module, moved = runs.first_model("sage"), []
-    strategy, loader = runs.made(g, name, options)
+    strategy, loader = runs.open_loader(g, name, options)
     model = strategy.wrap(module)
     for _ in range(EPOCHS):
         before = g.session.ledger.snapshot()
-        weights = runs.trained(module, model, runs.batches_of(loader), epochs=1)
+        weights = runs.train(module, model, runs.batches_of(loader), epochs=1)
         moved.append(runs.moved_since(g.session, before))
     return Notes(weights, moved, [*map(loader._kept.plan.rows, range(3))] if loader._kept else [])
 
 
-def fitted(g: DistGraph, epochs: int, **config: Any) -> list[Any]:
+def fit_model(g: DistGraph, epochs: int, **config: Any) -> list[Any]:
     module = build_model("sage", equality.WIDTH, equality.HIDDEN, equality.CLASSES, 2, 0.5).double()
     torch.manual_seed(11)
     for parameter in module.parameters():
         torch.nn.init.uniform_(parameter, -1, 1)
-    strategy, loader = runs.made(g, "full_graph", {"wire_dtype": "int4"})
+    strategy, loader = runs.open_loader(g, "full_graph", {"wire_dtype": "int4"})
     model = strategy.wrap(module)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     training.train(model, loader, optimizer, g, FitConfig(epochs=epochs, eval_every=0, **config))
@@ -166,9 +166,9 @@ def fitted(g: DistGraph, epochs: int, **config: Any) -> list[Any]:
 def resume_on_rank(folder: str, saved: str) -> None:
     with start_session(timeout_s=60):
         g = DistGraph(folder)
-        whole = fitted(g, 3)
-        fitted(g, 1, checkpoint_folder=saved)
-        rest = fitted(g, 3, checkpoint_folder=saved, resume=True)
+        whole = fit_model(g, 3)
+        fit_model(g, 1, checkpoint_folder=saved)
+        rest = fit_model(g, 3, checkpoint_folder=saved, resume=True)
         assert all(map(np.array_equal, whole, rest))
         g.barrier()
 

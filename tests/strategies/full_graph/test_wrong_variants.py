@@ -34,7 +34,7 @@ def right(g: DistGraph, strategy: Any, model: nn.Module) -> Any:
 def mean_of_means(g: DistGraph, strategy: Any, model: nn.Module) -> Any:
     """What torch's own DDP does."""
     wrapped = strategy.wrap(model, "sum")
-    return lambda blocks, x: _scaled(wrapped(blocks, x), 1 / g.session.topology.world_size)
+    return lambda blocks, x: _scale_gradient(wrapped(blocks, x), 1 / g.session.topology.world_size)
 
 
 def weighed_at_parameters(g: DistGraph, strategy: Any, model: nn.Module) -> Any:
@@ -51,7 +51,7 @@ def without_adjoint(g: DistGraph, strategy: Any, model: nn.Module) -> Any:
     return strategy.wrap(model)
 
 
-def _scaled(scores: Tensor, factor: float) -> Tensor:
+def _scale_gradient(scores: Tensor, factor: float) -> Tensor:
     return scores.detach() + (scores - scores.detach()) * factor
 
 
@@ -69,12 +69,12 @@ WRONG: dict[str, Wrap] = {
 
 
 def train(g: DistGraph, wrap: Wrap, kind: str) -> list[Any]:
-    strategy, loader = runs.made(g, "full_graph")
+    strategy, loader = runs.open_loader(g, "full_graph")
     return steps_on(loader, runs.first_model(kind), lambda model: wrap(g, strategy, model))
 
 
 def steps_on(loader: Any, module: nn.Module, wrap: Callable[[nn.Module], Any]) -> list[Any]:
-    return runs.trained(module, wrap(module), runs.batches_of(loader), epochs=EPOCHS)
+    return runs.train(module, wrap(module), runs.batches_of(loader), epochs=EPOCHS)
 
 
 def counting_replicas(g: DistGraph) -> list[Any]:

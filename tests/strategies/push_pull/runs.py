@@ -140,11 +140,11 @@ def choose_loss(model: nn.Module, blocks: Any) -> Tensor:
 def plain_loss(targets: Sequence[Sequence[int]]) -> Callable[[nn.Module, int], Tensor]:
     graph = equality.plain_graph()
 
-    def found(model: nn.Module, batch: int) -> Tensor:
+    def compute_loss(model: nn.Module, batch: int) -> Tensor:
         scores = model([graph, graph], graph.ndata["feat"])[targets[batch]]
         return F.cross_entropy(scores, graph.ndata["label"][targets[batch]])
 
-    return found
+    return compute_loss
 
 
 def simulate(

@@ -36,13 +36,13 @@ def differences(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> list[str
 def there_and_back(g: DistGraph, name: str, folder: Path) -> list[list[str]]:
     """Save rows, load them cut, save the cut model, load it uncut; return what differs from the first."""
 
-    def wrapped(strategy: str, seed: int) -> Any:
+    def wrap(strategy: str, seed: int) -> Any:
         options = {"sync": "inputs"} if name in BY_ROWS and strategy == "push_pull" else {}
         return STRATEGIES.get(strategy)(g.session, options).open(g).wrap(first_of(name, seed))
 
     wanted = first_of(name, 1).state_dict()
-    checkpoint.save(folder / "rows", model=wrapped("data_parallel", 1))
-    cut, back = wrapped("push_pull", 2), wrapped("data_parallel", 3)
+    checkpoint.save(folder / "rows", model=wrap("data_parallel", 1))
+    cut, back = wrap("push_pull", 2), wrap("data_parallel", 3)
     checkpoint.load(folder / "rows", model=cut)
     checkpoint.save(folder / "columns", model=cut)
     checkpoint.load(folder / "columns", model=back)

@@ -91,7 +91,7 @@ def write(folder: Path, *, num_parts: int = NUM_PARTS, last_is_empty: bool = Fal
     return folder / "data"
 
 
-def received(session: Session, before: Any) -> int:
+def count_received_bytes(session: Session, before: Any) -> int:
     """Bytes that this rank received as columns since then; what it asked with is 32 bytes a message."""
     mine = session.topology.rank
     rows = [row for row in session.ledger.since(before) if row.phase == PHASE]
@@ -171,7 +171,9 @@ def everything(folder: str, size: int) -> None:
             }
             # Ranks of one machine that hold the same columns make one file.
             loads = not found and (not cache or group.rank == min(group.replicas))
-            assert received(session, before) == loads * sum(row_bytes.values()) * rows_elsewhere(g)
+            assert count_received_bytes(session, before) == loads * sum(row_bytes.values()) * rows_elsewhere(
+                g
+            )
             assert (
                 sum(one.rows.nbytes for one in store.slices.values()) == sum(row_bytes.values()) * NUM_NODES
             )
@@ -192,7 +194,7 @@ def check_sharing(g: DistGraph, store: ColumnStore, group: Group) -> None:
     assert open_columns(g, list(NAMES), group) is store
     other = open_columns(g, ["three"], group)
     assert other.slices["three"] is store.slices["three"]
-    assert received(g.session, before) == 0
+    assert count_received_bytes(g.session, before) == 0
 
 
 def check_disagreement(g: DistGraph, group: Group) -> None:
@@ -332,7 +334,7 @@ def write_large(folder: Path, method: str = "hash", num_parts: int = 4) -> Path:
 def opened_bytes(session: Session, folder: Path, size: int = 0) -> tuple[int, int]:
     g, before = DistGraph(folder), session.ledger.snapshot()
     store = open_columns(g, ["feat"], make_group(session, size or session.topology.world_size))
-    found = received(session, before)
+    found = count_received_bytes(session, before)
     check(g, store)
     full = rows_elsewhere(g, "feat") * len(store.slices["feat"].columns) * 4
     g.close()

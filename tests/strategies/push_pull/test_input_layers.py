@@ -49,7 +49,7 @@ def modules_of(
     return find_input_modules(model, first, provenance, (columns,), moments, num_nodes=V, seed=5)
 
 
-def begun(
+def begin_batch(
     model: Any, parts: int = 1
 ) -> tuple[dict[str, Callable[[Tensor], Tensor]], Tensor, InputProvenance]:
     """Begin a batch on the first of ``parts``: what replaces modules, the features, and the origins."""
@@ -66,7 +66,7 @@ def begun(
 
 
 def test_norm_refuses_what_is_not_the_features() -> None:
-    modules, x, provenance = begun(Model(norm=nn.LayerNorm(F).double(), drop=nn.Dropout(0.5)), parts=2)
+    modules, x, provenance = begin_batch(Model(norm=nn.LayerNorm(F).double(), drop=nn.Dropout(0.5)), parts=2)
     with pytest.raises(
         ConfigError, match=r"LayerNorm\(7\) was cut .* shape \(3, 7\) .* after the first layer"
     ):
@@ -80,7 +80,7 @@ def test_norm_refuses_what_is_not_the_features() -> None:
 
 def test_dropout_of_anything_else_is_keyed_by_node_and_in_place_is_refused() -> None:
     dropout = nn.Dropout(0.5)
-    modules, x, provenance = begun(Model(first=dropout, second=dropout, third=nn.Dropout(0.5)))
+    modules, x, provenance = begin_batch(Model(first=dropout, second=dropout, third=nn.Dropout(0.5)))
     first = modules["first"]
     assert modules["second"] == first, "one module of two names stays one"
     assert not torch.equal(first(x) == 0, modules["third"](x) == 0)
@@ -110,13 +110,13 @@ def test_optimizers_take_sparse_gradients_of_parts_without_columns(optimizer: An
 
 
 def test_embedding_refuses_other_ids_and_what_needs_whole_rows() -> None:
-    modules, _, _ = begun(Model(rows=nn.Embedding(V, F)))
+    modules, _, _ = begin_batch(Model(rows=nn.Embedding(V, F)))
     for ids in (torch.tensor([3, 1]), torch.tensor([1, 3, 4, 9])):
         with pytest.raises(ConfigError, match="only has the rows of a batch's input nodes"):
             modules["rows"](ids)
     for options in ({"max_norm": 1.0}, {"scale_grad_by_freq": True}):
         with pytest.raises(ConfigError, match=f"{next(iter(options))}=.*data_parallel"):
-            begun(Model(rows=nn.Embedding(V, F, **options)))
+            begin_batch(Model(rows=nn.Embedding(V, F, **options)))
 
 
 def found_in(model: nn.Module, first: str = "conv") -> dict[str, str]:

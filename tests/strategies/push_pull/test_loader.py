@@ -119,11 +119,11 @@ def epoch_of(g: DistGraph, loader: PushPullLoader) -> tuple[Epoch, Counter[str]]
         for one in inputs:
             ids = g.orig_ids(one.nodes)[:, None]
             assert torch.equal(one.columns["feat"], (ids * 10 + torch.arange(WIDTH)).float()[:, columns.cut])
-        found.append([seen(one) for one in inputs])
+        found.append([describe(one) for one in inputs])
     return found, equality.moved_since(g.session, before)
 
 
-def seen(one: PartInput) -> Seen:
+def describe(one: PartInput) -> Seen:
     indptr, indices, _ = one.block.adj_tensors("csc")
     return one.number, one.nodes.tolist(), indptr.tolist(), indices.tolist(), str(one.block.idtype)
 
@@ -257,14 +257,14 @@ def ahead_on_four(folder: str) -> list[int]:
             for pace in paces[: 3 if sampler is None else 1]:
                 loader = nodes_of(g, sampler, group, batch_size=4, shuffle=True, **pace)
                 g.cache_rows("feat", alpha=0, policy="lookahead")
-                plain, alone = drawn(loader)
+                plain, alone = draw_blocks(loader)
                 assert len(plain) > 6
                 assert alone == asked_for(g, plain, [1] * len(plain))
                 g.cache_rows("feat", alpha=0.9, policy="lookahead")
                 for window in (256 << 20, 0):
                     patch.setattr(minibatch, "WINDOW_BYTES", window)
                     loader.set_epoch(0)
-                    found, sent = drawn(loader)
+                    found, sent = draw_blocks(loader)
                     assert [bits(one) for one in found] == [bits(one) for one in plain]
                     assert sent == (asked_for(g, plain, sizes) if window else alone)
                     g.barrier()
@@ -288,7 +288,7 @@ def ahead_on_four(folder: str) -> list[int]:
     return saved
 
 
-def drawn(loader: PushPullLoader) -> tuple[list[Any], int]:
+def draw_blocks(loader: PushPullLoader) -> tuple[list[Any], int]:
     before = loader._session.ledger.total(phase="sampling")
     blocks = [one[-1] for one in loader]
     return blocks, loader._session.ledger.total(phase="sampling") - before

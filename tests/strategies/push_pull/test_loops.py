@@ -161,7 +161,7 @@ def what_was_begun_or_kept_by_the_user_does_not_pile_up(g: DistGraph) -> None:
     pipeline = trained.model._pipeline
     complete = pipeline.complete
 
-    def noted(batch: Any, gradients: Any) -> None:
+    def note_batch(batch: Any, gradients: Any) -> None:
         batches.append(weakref.ref(batch))
         complete(batch, gradients)
 
@@ -169,7 +169,7 @@ def what_was_begun_or_kept_by_the_user_does_not_pile_up(g: DistGraph) -> None:
         losses.append(trained.loss(blocks))
         return losses[-1]
 
-    pipeline.complete = noted
+    pipeline.complete = note_batch
     for _ in range(4):
         trained.epoch(choose_loss, stop_after=2)
     trained.epoch(choose_loss)
@@ -284,21 +284,21 @@ LOOPS = (
 
 def on_rank(folder: str) -> dict[str, str]:
     with start_session(timeout_s=60):
-        g, failed = DistGraph(folder), {}
+        g, failures = DistGraph(folder), {}
         for loop in LOOPS:
             try:
                 loop(g)
             except AssertionError:
-                failed[loop.__name__] = traceback.format_exc()
+                failures[loop.__name__] = traceback.format_exc()
         g.barrier()
-        return failed
+        return failures
 
 
 @pytest.fixture(scope="module")
-def failed(folder: Path) -> list[dict[str, str]]:
+def failures(folder: Path) -> list[dict[str, str]]:
     return run_ranks(on_rank, 2, args=(str(folder),))
 
 
 @pytest.mark.parametrize("loop", [loop.__name__ for loop in LOOPS])
-def test_loops(failed: list[dict[str, str]], loop: str) -> None:
-    assert [of_rank.get(loop, "") for of_rank in failed] == ["", ""]
+def test_loops(failures: list[dict[str, str]], loop: str) -> None:
+    assert [of_rank.get(loop, "") for of_rank in failures] == ["", ""]

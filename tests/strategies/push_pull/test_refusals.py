@@ -67,14 +67,14 @@ def two_first(net: Any, blocks: list[Any], x: Tensor) -> Tensor:
     return net.other(blocks[0], x) + net.first(blocks[0], x)
 
 
-def weighed(net: Any, blocks: list[Any], x: Tensor) -> Tensor:
+def call_with_weights(net: Any, blocks: list[Any], x: Tensor) -> Tensor:
     """By weights that the model makes itself; trained ones if it has some."""
     weight = torch.ones(blocks[0].num_edges(), dtype=x.dtype)
     return net.first(blocks[0], x, edge_weight=weight if net.other is None else weight * net.other.weight)
 
 
 def weighed_on_one(net: Any, blocks: list[Any], x: Tensor) -> Tensor:
-    return weighed(net, blocks, x) if dist.get_rank() == 0 else net.first(blocks[0], x)
+    return call_with_weights(net, blocks, x) if dist.get_rank() == 0 else net.first(blocks[0], x)
 
 
 def other_block(net: Any, blocks: list[Any], x: Tensor) -> Tensor:
@@ -102,9 +102,9 @@ CASES: tuple[tuple[Callable[[], nn.Module], dict[str, Any], dict[str, Any], str]
         {},
         rf"'first' \(SAGEConv\).*{ONLY_A_SHARE}",
     ),
-    (lambda: Net(weighed), {"depth": 2}, {}, r"'edge_weight'.*depth=1.*prefetch_edge_feats"),
-    (lambda: Net(weighed), {"depth": 1}, {}, TRAINS),
-    (lambda: Net(weighed, nn.PReLU()), {}, {}, r"'edge_weight' is trained.*data_parallel"),
+    (lambda: Net(call_with_weights), {"depth": 2}, {}, r"'edge_weight'.*depth=1.*prefetch_edge_feats"),
+    (lambda: Net(call_with_weights), {"depth": 1}, {}, TRAINS),
+    (lambda: Net(call_with_weights, nn.PReLU()), {}, {}, r"'edge_weight' is trained.*data_parallel"),
     (lambda: Net(weighed_on_one), {}, {}, "disagree on the values of edges.*edge_weight=nothing"),
     (lambda: Net(other_block), {}, {}, r"not come from the strategy's loader.*model\.whole\(\)"),
     (lambda: Net(width=WIDTH + 1), {}, {}, rf"no layer that takes the {WIDTH} columns of the input"),

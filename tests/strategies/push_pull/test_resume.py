@@ -47,7 +47,7 @@ class Net(nn.Module):
         return [lambda block, h: torch.relu(self.first(block, h)), lambda block, h: self.second(block, h)]
 
 
-def trained(
+def train(
     dataset: str, checkpoints: str, options: dict[str, Any], kill: bool
 ) -> tuple[dict[str, Any], int, dict[str, float]]:
     with init("push_pull", timeout=20, seed=3, **options) as session:
@@ -61,10 +61,10 @@ def trained(
         return weights, result.first_epoch, result.accuracy
 
 
-def restarted(dataset: str, folder: str) -> dict[int, Any]:
+def restart_runs(dataset: str, folder: str) -> dict[int, Any]:
     """By depth: what a run that nobody disturbs gives, and what the restart of the killed one does."""
     return {
-        depth: [trained(dataset, f"{folder}/{name}-{depth}", {"depth": depth}, False) for name in "ab"]
+        depth: [train(dataset, f"{folder}/{name}-{depth}", {"depth": depth}, False) for name in "ab"]
         for depth in DEPTHS
     }
 
@@ -73,10 +73,10 @@ def test_a_killed_rank_costs_no_bit(dataset: str, tmp_path: Path) -> None:
     """Also with three batches in flight the others end and the restart goes on."""
     for depth in DEPTHS:
         place = str(tmp_path / f"b-{depth}")
-        outcomes = start_ranks(trained, 2, args=(dataset, place, {"depth": depth}, True))
+        outcomes = start_ranks(train, 2, args=(dataset, place, {"depth": depth}, True))
         assert outcomes[1].exitcode == -signal.SIGKILL
         assert re.search(r"PeerError.*rank 1", outcomes[0].error)
-    found = run_ranks(restarted, 2, args=(dataset, str(tmp_path)))
+    found = run_ranks(restart_runs, 2, args=(dataset, str(tmp_path)))
     for depth in DEPTHS:
         assert found[0][depth] == found[1][depth]
         undisturbed, again = found[0][depth]

@@ -64,7 +64,7 @@ def store_of(session: Session, size: int) -> ColumnStore:
     return ColumnStore(slices, group, session)
 
 
-def wrapped(net: nn.Module, session: Session, size: int) -> PushPullModel:
+def wrap(net: nn.Module, session: Session, size: int) -> PushPullModel:
     graph = SimpleNamespace(session=session, num_nodes=lambda: NODES)
     opened: Any = SimpleNamespace(
         g=graph,
@@ -82,7 +82,7 @@ def split(session: Session, size: int) -> tuple[Any, PushPullModel, dict[str, Te
     torch.manual_seed(5)
     net = Net().double()
     uncut = {name: value.clone() for name, value in net.state_dict().items()}
-    model = wrapped(net, session, size)
+    model = wrap(net, session, size)
     net.eval()
     return net, model, uncut
 
@@ -193,7 +193,7 @@ def test_a_model_that_is_refused_stays_as_it_was() -> None:
     net.first.fc_neigh.weight = net.first.fc_self.weight
     before = dict(net.named_parameters(remove_duplicate=False))
     with start_session() as session, pytest.raises(ConfigError, match=r"'first\.fc_\w+.*the same parameter"):
-        wrapped(net, session, 1)
+        wrap(net, session, 1)
     assert all(one is before[name] for name, one in net.named_parameters(remove_duplicate=False))
     assert not any("forward" in vars(module) for module in net.modules())
 
@@ -202,7 +202,7 @@ def test_a_weight_that_a_parametrization_computes_is_refused() -> None:
     net = Net().double()
     nn.utils.parametrizations.weight_norm(net.first.fc_neigh)
     with start_session() as session, pytest.raises(ConfigError, match="' is computed from other parameters"):
-        wrapped(net, session, 1)
+        wrap(net, session, 1)
 
 
 @pytest.mark.parametrize("padding", [None, 2])

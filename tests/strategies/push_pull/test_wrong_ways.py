@@ -33,20 +33,20 @@ def own_owner(self: Any, batch: Any) -> None:
     compute(self, batch)
 
 
-def unweighed(self: Any, batch: Any, gradients: Any) -> None:
+def ignore_weight(self: Any, batch: Any, gradients: Any) -> None:
     batch.weight = 1.0
     # Of a rank without targets; that would be nan, which anybody would see.
     complete(self, batch, [torch.nan_to_num(one) for one in gradients])
 
 
-def averaged(self: Any, batch: Any) -> None:
+def average_gradients(self: Any, batch: Any) -> None:
     add(self, batch)
     for parameter in self.parameters.values():
         if parameter.grad is not None:
             parameter.grad /= dist.get_world_size()
 
 
-def activated(*given: Any) -> Any:
+def activate_shares(*given: Any) -> Any:
     return [[torch.relu(share) for share in of_owners] for of_owners in compute_shares(*given)]
 
 
@@ -57,9 +57,9 @@ def mean_of_fanout(block: Any, rows: Any, weight: Any = None) -> Any:
 WRONG: Mapping[str, tuple[str, Any, str, Any]] = {
     # zero_grad inside the loop over the owners.
     "gradients of the own owner only": ("sage", PartSide, "compute", own_owner),
-    "owners alike, whatever their targets": ("sage", Pipeline, "complete", unweighed),
-    "the mean of DDP for different columns": ("sage", PartSide, "add_gradients", averaged),
-    "activation before the sum": ("sage", pipeline, "compute_shares", activated),
+    "owners alike, whatever their targets": ("sage", Pipeline, "complete", ignore_weight),
+    "the mean of DDP for different columns": ("sage", PartSide, "add_gradients", average_gradients),
+    "activation before the sum": ("sage", pipeline, "compute_shares", activate_shares),
     "a softmax of each part's own logits": (
         "gat",
         pipeline,

@@ -31,7 +31,7 @@ def sgd(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=equality.RATE, momentum=0.9)
 
 
-def trained(folder: Path, config: FitConfig, **options: Any) -> tuple[list[Any], FitResult]:
+def train(folder: Path, config: FitConfig, **options: Any) -> tuple[list[Any], FitResult]:
     with dx.init("lambda", timeout=30, intervals=INTERVALS, workers=2, **options):
         g = dx.DistGraph(folder)
         model, result = dx.fit(equality.model_of("sage", g), g, config=config, make_optimizer=sgd)
@@ -44,7 +44,7 @@ def plain(epochs: int) -> FitConfig:
 
 @pytest.fixture(scope="module")
 def faultless(folder: Path) -> list[Any]:
-    return trained(folder, plain(EPOCHS), executor="inline")[0]
+    return train(folder, plain(EPOCHS), executor="inline")[0]
 
 
 def first_attempts() -> list[TaskKey]:
@@ -72,7 +72,7 @@ def test_many_calls_may_go_wrong(
     executor: str, folder: Path, faultless: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     strike(monkeypatch, fault_of, lambda key, attempt: first_attempts().index(key) % 9 == 3 and not attempt)
-    found, result = trained(folder, plain(EPOCHS), executor=executor)
+    found, result = train(folder, plain(EPOCHS), executor=executor)
     assert all(np.array_equal(one, other) for one, other in zip(faultless, found, strict=True))
     killed = [
         fault
@@ -92,7 +92,7 @@ def test_a_run_of_unlike_kernels_says_so_once(
 ) -> None:
     def warnings(executor: str) -> list[str]:
         caplog.clear()
-        trained(folder, FitConfig(epochs=2, eval_every=1, show_progress=False), executor=executor)
+        train(folder, FitConfig(epochs=2, eval_every=1, show_progress=False), executor=executor)
         return [record.getMessage() for record in caplog.records if "kernels" in record.getMessage()]
 
     core = other_core()
@@ -134,7 +134,7 @@ def test_a_dead_graph_and_parameter_server_is_named_and_the_job_resumes(
     assert outcomes[1].exitcode == 3
     assert "rank 1" in outcomes[0].result
     # Any number of ranks goes on; sums in another order are those of a run that never died but for rounding.
-    found, result = trained(folder, saving(saved, resume=True), executor="inline")
+    found, result = train(folder, saving(saved, resume=True), executor="inline")
     assert result.first_epoch == 2
     for local, whole in zip(found, faultless, strict=True):
         assert np.abs(local - whole).max() < 1e-12

@@ -84,7 +84,7 @@ class Calls(nn.Module):
         return self._call(self.layers, blocks, h)
 
 
-def weighed(layers: Any, blocks: Any, h: Tensor) -> Any:
+def call_with_weights(layers: Any, blocks: Any, h: Tensor) -> Any:
     """Convolutions that take edge weights, by name and by position, one of them with a pair of rows."""
     h = torch.relu(layers[0](blocks[0], h, edge_weight=blocks[0].edata["w"]))
     return layers[1](blocks[1], (h, h[: blocks[1].num_dst_nodes()]), blocks[1].edata["w"])
@@ -143,7 +143,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
         ],
         [torch.tanh, F.elu, same, torch.relu, same],
     ),
-    "weighed": lambda: Calls(weighed, conv("both", WIDTH, 4), conv("sage", 4, CLASSES)),
+    "call_with_weights": lambda: Calls(call_with_weights, conv("both", WIDTH, 4), conv("sage", 4, CLASSES)),
     "called in another order": lambda: Calls(
         lambda layers, blocks, h: layers[0](torch.tanh(layers[1](blocks[0], h))),
         nn.Linear(4, CLASSES),
@@ -407,7 +407,7 @@ class Doubled(Gate):
 
 
 @pytest.fixture(autouse=True)
-def registered() -> Iterator[None]:
+def register_stages() -> Iterator[None]:
     register_stage("gate", "tests.strategies.serverless.own_stage:Gate")
     register_stage("doubled", Doubled)
     register_stage("tensor_gate", TensorGate)

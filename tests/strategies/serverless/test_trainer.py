@@ -119,11 +119,11 @@ def test_fit_is_plain_training(g: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where the learning rate changes at a stop: parameter servers go on with it, as a new run."""
     runs: list[int] = []
 
-    def numbered(*given: Any, run: int, **more: Any) -> GraphServer:
+    def make_server(*given: Any, run: int, **more: Any) -> GraphServer:
         runs.append(run)
         return GraphServer(*given, run=run, **more)
 
-    monkeypatch.setattr("dglx_dist.strategies.serverless.trainer.GraphServer", numbered)
+    monkeypatch.setattr("dglx_dist.strategies.serverless.trainer.GraphServer", make_server)
     model, _, result = fit(g, FitConfig(epochs=8, eval_every=3, show_progress=False), slower_on=(0,))
     seen = result.epochs
     expected, losses = plain(8, lambda epoch: 0.02 if epoch <= 5 else 0.005)
@@ -285,18 +285,20 @@ def test_options_of_mini_batches_are_told(g: Any) -> None:
 def test_what_no_worker_can_train_is_refused(g: Any) -> None:
     config = {"epochs": 1, "eval_every": 0, "show_progress": False}
 
-    def refused(reason: str, config_of: FitConfig | None = None, **more: Any) -> None:
+    def check_refusal(reason: str, config_of: FitConfig | None = None, **more: Any) -> None:
         with pytest.raises(ConfigError, match=reason):
             dx.fit(equality.model_of("sage", g), g, config=config_of or FitConfig(**config), **more)
 
-    refused("the loss is nll_loss", FitConfig(**config, loss=F.nll_loss))
+    check_refusal("the loss is nll_loss", FitConfig(**config, loss=F.nll_loss))
     smooth = nn.CrossEntropyLoss(label_smoothing=0.1)
-    refused("the loss is CrossEntropyLoss", FitConfig(**config, loss=smooth))
-    refused(r"config\.task would take part", FitConfig(**config, task=lambda model, batch: None))  # type: ignore[arg-type, return-value]
+    check_refusal("the loss is CrossEntropyLoss", FitConfig(**config, loss=smooth))
+    check_refusal(r"config\.task would take part", FitConfig(**config, task=lambda model, batch: None))  # type: ignore[arg-type, return-value]
     rows = dx.DistEmbedding(g.num_nodes(), 4, graph=g)
-    refused("sparse would take part", sparse=SparseAdam([rows], lr=0.1))
-    refused("no optimizer 'RMSprop'", make_optimizer=lambda p: torch.optim.RMSprop(p, lr=0.1))
-    refused("no tensor 'colour'", FitConfig(**config, feature="colour"), loader=_loader(g, torch.arange(9)))
+    check_refusal("sparse would take part", sparse=SparseAdam([rows], lr=0.1))
+    check_refusal("no optimizer 'RMSprop'", make_optimizer=lambda p: torch.optim.RMSprop(p, lr=0.1))
+    check_refusal(
+        "no tensor 'colour'", FitConfig(**config, feature="colour"), loader=_loader(g, torch.arange(9))
+    )
     wide = equality.build_model("sage", 9, 4, equality.CLASSES, dropout=0.0).double()
     with pytest.raises(ConfigError, match=r"shape \(500, 7\), but the model's first layer takes 9 columns"):
         dx.fit(wide, g, config=FitConfig(**config))

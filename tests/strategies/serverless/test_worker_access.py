@@ -44,7 +44,7 @@ class WorkerClient:
             self.ask(op, name, arrays)
 
 
-def asked(client: WorkerClient, op: str) -> str:
+def request(client: WorkerClient, op: str) -> str:
     try:
         found = client.ask(op, "r0.e0.s1.i0.f", [LARGE])
     except RemoteError as error:
@@ -67,7 +67,7 @@ def knock() -> dict[str, str]:
         assert open_client_access(session) is access
         before = engine.parameters.latest()
         client = WorkerClient(access, rank=other)
-        answers = {op: asked(client, op) for op in sorted(session.rpc._handlers)}
+        answers = {op: request(client, op) for op in sorted(session.rpc._handlers)}
         client.caller.close()
         assert session.rpc.credentials is not None
         is_kept_out(replace(access, addresses=session.rpc.addresses), other)
