@@ -30,13 +30,13 @@ def matrix() -> Any:
 
 @pytest.mark.parametrize("kind", ["csr", "csc", "coo", "bsr", "dia"])
 def test_a_sparse_matrix_is_a_weighted_graph(tmp_path: Path, kind: str) -> None:
-    given = matrix().asformat(kind)
-    sp.save_npz(tmp_path / "a.npz", given)
+    sparse = matrix().asformat(kind)
+    sp.save_npz(tmp_path / "a.npz", sparse)
     graph = load_dataset(tmp_path / "a.npz")
-    found = sp.coo_array((graph.edge_data[EDGE_TYPE]["weight"], graph.edges[EDGE_TYPE]), shape=(40, 40))
+    loaded = sp.coo_array((graph.edge_data[EDGE_TYPE]["weight"], graph.edges[EDGE_TYPE]), shape=(40, 40))
     assert graph.num_nodes == {NODE_TYPE: 40}
-    assert (found != given).nnz == 0
-    sp.save_npz(tmp_path / "ones.npz", (given != 0).astype(np.int8))
+    assert (loaded != sparse).nnz == 0
+    sp.save_npz(tmp_path / "ones.npz", (sparse != 0).astype(np.int8))
     assert load_dataset(tmp_path / "ones.npz").edge_data[EDGE_TYPE] == {}
 
 
@@ -84,7 +84,7 @@ def test_arrays_that_fit_nowhere_are_named_once(tmp_path: Path, caplog: pytest.L
 
 
 def pyg() -> dict[str, Any]:
-    """As ``torch_geometric.data.Data.to_dict``."""
+    """Return a dict like that of ``torch_geometric.data.Data.to_dict``."""
     return {
         "x": torch.arange(8, dtype=torch.float32).reshape(4, 2),
         "edge_index": torch.tensor([[0, 1, 2, 3], [1, 2, 3, 0]]),
@@ -157,14 +157,14 @@ def networkx_graph(*, directed: bool) -> Any:
 def test_graphs_of_networkx(
     tmp_path: Path, kind: str, directed: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    given, path = networkx_graph(directed=directed), tmp_path / f"my.graph.{kind}"
+    original, path = networkx_graph(directed=directed), tmp_path / f"my.graph.{kind}"
     if kind == "json":
-        path.write_text(json.dumps(nx.node_link_data(given)))
+        path.write_text(json.dumps(nx.node_link_data(original)))
     else:
-        getattr(nx, f"write_{kind.removesuffix('.gz')}")(given, path)
+        getattr(nx, f"write_{kind.removesuffix('.gz')}")(original, path)
     graph = load_dataset(path)
     assert graph.name == "my.graph"
-    expected = {(u, v): data["weight"] for u, v, data in nx.DiGraph(given).edges(data=True)}
+    expected = {(u, v): data["weight"] for u, v, data in nx.DiGraph(original).edges(data=True)}
     ends, weights = zip(*edges_of(graph), strict=True), graph.edge_data[EDGE_TYPE]["weight"].tolist()
     assert dict(zip(ends, weights, strict=True)) == expected
     columns = columns_of(graph)
@@ -175,24 +175,26 @@ def test_graphs_of_networkx(
         assert columns["label"].tolist() == [node % 3 for node in range(12)]
     assert columns["train_mask"].tolist() == [node % 2 == 0 for node in range(12)]
     assert graph.user_ids == {}
-    assert ["ignored note: not a number in each" in one.getMessage() for one in caplog.records] == [True]
+    assert ["ignored note: not a number in each" in record.getMessage() for record in caplog.records] == [
+        True
+    ]
 
 
 @pytest.mark.parametrize("names", [{}, {0: "Ann", 1: "b'c"}])
 def test_edge_lists_of_networkx(
     tmp_path: Path, names: dict[int, str], caplog: pytest.LogCaptureFixture
 ) -> None:
-    given = nx.relabel_nodes(nx.path_graph(4, create_using=nx.DiGraph), names)
-    nx.write_edgelist(given, tmp_path / "plain.txt")
+    original = nx.relabel_nodes(nx.path_graph(4, create_using=nx.DiGraph), names)
+    nx.write_edgelist(original, tmp_path / "plain.txt")
     assert load_dataset(tmp_path / "plain.txt").edge_data[EDGE_TYPE] == {}
-    for number, (_, _, data) in enumerate(given.edges(data=True)):
+    for number, (_, _, data) in enumerate(original.edges(data=True)):
         data |= {
             "src": 7,
             "weight": number / 2 - 1e-9,
             "note": "{'w': __import__('os'), 'v': 9, }",
             "times": number,
         }
-    nx.write_edgelist(given, tmp_path / "a.edgelist")
+    nx.write_edgelist(original, tmp_path / "a.edgelist")
     graph = load_dataset(tmp_path / "a.edgelist")
     assert len(edges_of(graph)[0]) == 3
     columns = {name: column.tolist() for name, column in graph.edge_data[EDGE_TYPE].items()}
@@ -221,12 +223,12 @@ def test_gml_without_labels_has_ids_as_names(tmp_path: Path) -> None:
 
 
 def test_names_of_nodes_become_their_ids(tmp_path: Path) -> None:
-    given = nx.karate_club_graph()
-    nx.write_graphml(nx.relabel_nodes(given, {0: "hi"}), tmp_path / "club.graphml")
+    original = nx.karate_club_graph()
+    nx.write_graphml(nx.relabel_nodes(original, {0: "hi"}), tmp_path / "club.graphml")
     graph = load_dataset(tmp_path / "club.graphml")
     assert sorted(graph.user_ids[NODE_TYPE].tolist()) == sorted(["hi", *map(str, range(1, 34))])
     assert "label" not in graph.node_data[NODE_TYPE]
-    assert graph.total_edges == 2 * given.number_of_edges()
+    assert graph.total_edges == 2 * original.number_of_edges()
 
 
 SNAP = (
@@ -253,7 +255,8 @@ def test_further_columns_of_a_list_are_kept(tmp_path: Path) -> None:
     assert graph.edge_data[EDGE_TYPE]["weight"].tolist() == [0.5, 2.0]
     (tmp_path / "a.txt").write_text("1 0 3 1380000000\n0 1 -2 1380000001\n")
     assert {
-        name: one.tolist() for name, one in load_dataset(tmp_path / "a.txt").edge_data[EDGE_TYPE].items()
+        name: column.tolist()
+        for name, column in load_dataset(tmp_path / "a.txt").edge_data[EDGE_TYPE].items()
     } == {
         "column2": [3, -2],
         "column3": [1380000000, 1380000001],
@@ -299,10 +302,10 @@ def test_no_damaged_byte_ends_in_another_error(tmp_path: Path) -> None:
     nx.write_graphml(networkx_graph(directed=True), tmp_path / "a.graphml.gz")
     sp.save_npz(tmp_path / "a.npz", matrix().tocsr())
     for path in list(tmp_path.iterdir()):
-        whole, refused = path.read_bytes(), 0
-        places = range(0, len(whole), len(whole) // 60)
-        damaged = [whole[:at] + bytes([whole[at] ^ 255]) + whole[at + 1 :] for at in places]
-        for content in (whole[: len(whole) // 2], *damaged):
+        original, refused = path.read_bytes(), 0
+        places = range(0, len(original), len(original) // 60)
+        damaged = [original[:at] + bytes([original[at] ^ 255]) + original[at + 1 :] for at in places]
+        for content in (original[: len(original) // 2], *damaged):
             path.write_bytes(content)
             refused += refusal(lambda path=path: load_dataset(path), DatasetError) != ""
         assert refused > 0
@@ -335,14 +338,14 @@ def test_an_older_file_of_torch_with_an_archive_behind_it_is_refused(tmp_path: P
 
 
 def test_the_opposite_edge_of_networkx_is_no_target(tmp_path: Path) -> None:
-    given = nx.path_graph(3)
-    given.edges[0, 1].update(train_mask=True, split="train")
-    given.edges[1, 2].update(train_mask=False, split="val")
+    original = nx.path_graph(3)
+    original.edges[0, 1].update(train_mask=True, split="train")
+    original.edges[1, 2].update(train_mask=False, split="val")
     for name in ("train_mask", "split"):
-        one = nx.Graph()
-        one.add_nodes_from(given)
-        one.add_edges_from((u, v, {name: data[name]}) for u, v, data in given.edges(data=True))
-        nx.write_graphml(one, tmp_path / f"{name}.graphml")
+        undirected = nx.Graph()
+        undirected.add_nodes_from(original)
+        undirected.add_edges_from((u, v, {name: data[name]}) for u, v, data in original.edges(data=True))
+        nx.write_graphml(undirected, tmp_path / f"{name}.graphml")
         graph = load_dataset(tmp_path / f"{name}.graphml")
         assert edges_of(graph) == [[0, 1, 1, 2], [1, 2, 0, 1]]
         assert graph.edge_data[EDGE_TYPE]["train_mask"].tolist() == [True, False, False, False]
@@ -462,13 +465,13 @@ def test_skips_a_byte_order_mark_before_a_comment(tmp_path: Path, comment: str, 
 
 
 def test_more_nodes_or_relations_than_can_be_are_refused(tmp_path: Path) -> None:
-    for name, arrays, said in (
+    for name, arrays, message in (
         ("count", {"src": [0], "dst": [1], "num_nodes": 2**50}, "there are 1125899906842624 nodes"),
         ("id", {"src": [0], "dst": [2**50]}, "number them from 0 without gaps"),
         ("relation", {"src": [0], "dst": [1], "etype": [2**40]}, "relation 1099511627776 is outside"),
     ):
-        np.savez(tmp_path / f"{name}.npz", **{key: np.array(one) for key, one in arrays.items()})
-        with pytest.raises(DatasetError, match=said):
+        np.savez(tmp_path / f"{name}.npz", **{key: np.array(array) for key, array in arrays.items()})
+        with pytest.raises(DatasetError, match=message):
             load_dataset(tmp_path / f"{name}.npz")
 
 

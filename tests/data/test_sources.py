@@ -152,10 +152,10 @@ def test_files_that_are_no_saved_graphs_are_refused_without_dgls_stack(tmp_path:
         ("noise", "is not a file of saved DGL graphs, or is damaged"),
         ("absent", "; expected a dgl.save_graphs file"),
     ):
-        said = refusal(lambda name=name: load_dataset(f"dgl_binary:{tmp_path / name}.bin"), DatasetError)
-        assert f"{name}.bin" in said
-        assert message in said
-        assert "Check failed" not in said
+        text = refusal(lambda name=name: load_dataset(f"dgl_binary:{tmp_path / name}.bin"), DatasetError)
+        assert f"{name}.bin" in text
+        assert message in text
+        assert "Check failed" not in text
 
 
 def test_a_dataset_of_dgl_is_loaded_by_its_class_name(tmp_path: Path) -> None:
@@ -406,10 +406,12 @@ def test_ids_come_in_the_dtypes_that_every_later_stage_compiles_for(
 def test_no_damaged_byte_ends_in_another_error(tmp_path: Path) -> None:
     path = tmp_path / "graph.npz"
     np.savez_compressed(path, src=np.arange(200), dst=np.arange(200), feat=np.eye(200))
-    whole = path.read_bytes()
-    damaged = [whole[:at] + bytes([whole[at] ^ 255]) + whole[at + 1 :] for at in range(0, len(whole), 5)]
+    original = path.read_bytes()
+    damaged = [
+        original[:at] + bytes([original[at] ^ 255]) + original[at + 1 :] for at in range(0, len(original), 5)
+    ]
     refused = 0
-    for content in (whole[: len(whole) // 2], *damaged):
+    for content in (original[: len(original) // 2], *damaged):
         path.write_bytes(content)
         refused += refusal(lambda: load_dataset(path), DatasetError) != ""
     assert refused > 50

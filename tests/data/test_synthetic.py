@@ -59,11 +59,11 @@ def test_edges_are_distinct_sorted_without_loops_and_in_both_directions(small: R
 
 def test_the_seed_decides_everything(small: RawGraph) -> None:
     again = generate(SMALL)
-    other = generate(dataclasses.replace(SMALL, seed=4))
+    other_seed = generate(dataclasses.replace(SMALL, seed=4))
     assert all(np.array_equal(a, b) for a, b in zip(ends(small), ends(again), strict=True))
     assert all(np.array_equal(value, columns_of(again)[name]) for name, value in columns_of(small).items())
-    assert not np.array_equal(ends(small)[0], ends(other)[0])
-    assert not np.array_equal(columns_of(small)["feat"], columns_of(other)["feat"])
+    assert not np.array_equal(ends(small)[0], ends(other_seed)[0])
+    assert not np.array_equal(columns_of(small)["feat"], columns_of(other_seed)["feat"])
 
 
 def test_homophily_and_locality_are_shares_of_edges() -> None:
@@ -195,11 +195,13 @@ def test_streamed_graphs_are_symmetric_and_like_those_in_memory(
     assert np.array_equal(part.original_edge_ids(EDGE_TYPE), np.arange(len(keys)))
     # The same settings in memory: shares within 0.02, degrees within a tenth.
     graph, communities = generate(config), assign_communities(config)
-    ours, theirs = (sources, destinations), ends(graph)
+    ours, in_memory = (sources, destinations), ends(graph)
     for per in (config.classes, config.num_communities):
-        share, other = (np.mean(communities[a] % per == communities[b] % per) for a, b in (ours, theirs))
-        assert share == pytest.approx(other, abs=0.02)
-    usual = np.bincount(theirs[1], minlength=config.nodes)
+        share, share_in_memory = (
+            np.mean(communities[a] % per == communities[b] % per) for a, b in (ours, in_memory)
+        )
+        assert share == pytest.approx(share_in_memory, abs=0.02)
+    usual = np.bincount(in_memory[1], minlength=config.nodes)
     for measure in (np.mean, np.median, np.max):
         assert measure(degrees) == pytest.approx(measure(usual), rel=0.15)
     columns = columns_of(graph)

@@ -34,12 +34,12 @@ FIXED = pa.FixedSizeListArray.from_arrays(pa.array([1.0, 2.0, 3.0, 4.0]), 2)
     ],
 )
 def test_numbers_and_lists_of_numbers_become_arrays_or_are_refused(values: object, expected: Any) -> None:
-    found = column(pa.table({"x": values}), "x", "t")
+    table_column = column(pa.table({"x": values}), "x", "t")
     if isinstance(expected, list):
-        assert found.numbers().tolist() == expected
+        assert table_column.numbers().tolist() == expected
         return
     with pytest.raises(DatasetError, match=f"t: {expected}"):
-        found.numbers()
+        table_column.numbers()
 
 
 @pytest.mark.parametrize(
@@ -199,7 +199,7 @@ def test_bad_tables_are_named_with_column_and_row(
 def test_types_without_a_table_come_in_the_order_of_their_names(tmp_path: Path) -> None:
     # New ids, and what a seed draws, follow the order of the types: it may not change from run to run.
     pairs = [("g", "a"), ("f", "c"), ("b", "e"), ("d", "h")]
-    tables = {f"edges/{one}__r__{other}.csv": "src,dst\n0,1\n" for one, other in pairs}
+    tables = {f"edges/{source}__r__{destination}.csv": "src,dst\n0,1\n" for source, destination in pairs}
     assert list(load_dataset(write(tmp_path, tables)).num_nodes) == list("abcdefgh")
 
 
@@ -272,7 +272,7 @@ def test_a_number_that_columns_of_labels_skip_is_warned_of(
 def test_labels_that_look_like_measurements_are_warned_of(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, labels: list[str], message: str
 ) -> None:
-    rows = "".join(f"{n},{one}\n" for n, one in enumerate(labels))
+    rows = "".join(f"{n},{label}\n" for n, label in enumerate(labels))
     load_dataset(write(tmp_path, {"nodes.csv": f"id,label\n{rows}", "edges.csv": "src,dst\n0,1\n"}))
     assert (message in caplog.text) if message else not caplog.text
     assert caplog.text.count("labelled nodes") < 2
@@ -384,7 +384,7 @@ def test_refuses_an_asked_column_of_ids_that_no_table_has(tmp_path: Path, asked:
 
 
 def test_refuses_to_number_by_row_where_a_column_without_a_name_looks_like_ids(tmp_path: Path) -> None:
-    """As pandas writes the index of a frame."""
+    """Pandas writes the index of a frame as such a column."""
     write(tmp_path, {"nodes.csv": ",feat_0\n2,0.5\n0,0.1\n1,0.2\n", "edges.csv": "src,dst\n0,1\n1,2\n"})
     with pytest.raises(DatasetError, match=r"looks like the ids that .*edges use"):
         load_dataset(tmp_path)

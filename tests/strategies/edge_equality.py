@@ -94,8 +94,8 @@ def choose_loss(task: str, outputs: list[Tensor], labels: Tensor) -> Tensor:
     if task.startswith("classes"):
         return F.cross_entropy(outputs[1], labels)
     positive, negative_ = outputs[0], outputs[2]
-    wanted = torch.cat([torch.ones_like(positive), torch.zeros_like(negative_)])
-    return F.binary_cross_entropy_with_logits(torch.cat([positive, negative_]), wanted)
+    expected = torch.cat([torch.ones_like(positive), torch.zeros_like(negative_)])
+    return F.binary_cross_entropy_with_logits(torch.cat([positive, negative_]), expected)
 
 
 @dataclass(frozen=True)
@@ -118,7 +118,7 @@ def train_tasks(
     session = g.session
     ids = g.edata["train_mask"][:].nonzero()[:, 0]
     ids = ids[g.orig_edge_ids(ids).argsort()]
-    mine = cut(ids, SHARES, session.topology.rank, session.topology.world_size)
+    own_ids = cut(ids, SHARES, session.topology.rank, session.topology.world_size)
     strategy = STRATEGIES.get(strategy_name)(session, options).open(g)
     results = {}
     for task in only:
@@ -130,7 +130,7 @@ def train_tasks(
             negative_sampler=negative.Uniform(NEGATIVES) if task.startswith("links") else None,
             prefetch_labels=["label"],
         )
-        loader = strategy.edge_loader(mine, sampler, batch_size=BATCH, shuffle=True, seed=9)
+        loader = strategy.edge_loader(own_ids, sampler, batch_size=BATCH, shuffle=True, seed=9)
         results[task] = train(task, strategy.wrap(first_net()), loader, g)
     return results
 
@@ -170,7 +170,7 @@ def one_process(
     Each rank's batch leaves out its own edges. ``mean_of_means`` weighs ranks alike, which is wrong.
     """
     raw = raw_graph()
-    whole = dgl.graph(raw.edges[EDGE_TYPE], num_nodes=NUM_NODES)
+    whole_graph = dgl.graph(raw.edges[EDGE_TYPE], num_nodes=NUM_NODES)
     features = torch.from_numpy(np.asarray(raw.node_data[NODE_TYPE]["feat"]))
     all_labels = torch.from_numpy(np.asarray(raw.edge_data[EDGE_TYPE]["label"]))
     model = first_net()
@@ -184,7 +184,7 @@ def one_process(
         for part in step:
             if not len(part.edges):
                 continue
-            graph = without(whole, part.edges, exclude)
+            graph = without(whole_graph, part.edges, exclude)
             pairs = [dgl.graph(tuple(map(torch.from_numpy, ends)), num_nodes=NUM_NODES)
                      for ends in (part.positive, part.negative)]  # fmt: skip
             outputs = model(pairs, [graph, graph], features)

@@ -279,11 +279,11 @@ def on_ranks(folder: str, columns: list[Column]) -> dict[str, Any]:
         os.environ["DGLX_MESSAGE_PASSING"] = "torch" if column.is_on_torch_path else ""
         calls = _count_calls("spmm")
         for share in shares_of(column, topology.world_size):
-            mine = cut(train_ids, SHARES[share], topology.rank, topology.world_size)
+            own_ids = cut(train_ids, SHARES[share], topology.rank, topology.world_size)
             loader = None
             for kind in column.models:
                 if loader is None or not column.keeps_loader:
-                    loader = _loader(strategy, g, mine, len(train_ids))
+                    loader = _loader(strategy, g, own_ids, len(train_ids))
                 device = "cpu" if column.strategy == "lambda" else session.device
                 model = strategy.wrap(model_of(kind, g).to(device))
                 train(model, loader, column.steps)

@@ -96,13 +96,13 @@ def one_process(kind: str, *, bf16: bool) -> list[Any]:
 
 
 def on_ranks(folder: str) -> dict[str, Any]:
-    session, found = start_session(timeout_s=60), {}
+    session, results = start_session(timeout_s=60), {}
     g, rank, world_size = DistGraph(folder), session.topology.rank, session.topology.world_size
     ids = equality.new_ids_of_training(g)
-    mine = equality.cut(ids, equality.SHARES["uneven"], rank, world_size)
+    own_ids = equality.cut(ids, equality.SHARES["uneven"], rank, world_size)
     for way in WAYS:
         strategy = STRATEGIES.get(way.strategy)(session, way.options).open(g)
-        loader = equality._loader(strategy, g, mine, len(ids))
+        loader = equality._loader(strategy, g, own_ids, len(ids))
         for kind in way.layers:
             moved: dict[bool, Counter[str]] = {}
             loops: list[list[Any]] = []
@@ -120,8 +120,8 @@ def on_ranks(folder: str) -> dict[str, Any]:
                 moved[bf16] = equality.moved_since(session, before)
             with torch.autocast("cpu", torch.bfloat16):
                 accuracy = dx.evaluate(model, g, num_layers=2)
-            found[f"{way.strategy} {kind}"] = loops, losses, moved, accuracy
-    return found
+            results[f"{way.strategy} {kind}"] = loops, losses, moved, accuracy
+    return results
 
 
 def distance(mine: list[Any], other: list[Any]) -> float:

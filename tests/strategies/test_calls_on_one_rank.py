@@ -1,4 +1,4 @@
-"""What rank 0 does alone: the ranks that wait for each other say so at once, and not after the time-out."""
+"""Collective calls on rank 0 alone: waiting ranks report them at once, and not after the time-out."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ ALONE: dict[str, Callable[[Any, Any, Any], object]] = {
 }
 
 
-def call_on_rank_0(strategy: str, what: str, epochs: int) -> None:
+def call_on_rank_0(strategy: str, call: str, epochs: int) -> None:
     with dx.init(strategy=strategy, seed=0, timeout=20, **STRATEGIES[strategy]) as session:
         g = dx.distribute(plain_graph(), parts=2)
         model = dx.wrap(Net(), g)
@@ -37,16 +37,18 @@ def call_on_rank_0(strategy: str, what: str, epochs: int) -> None:
             for _, _, blocks in loader:
                 call_model(blocks, model).sum().backward()
             if session.topology.rank == 0:
-                ALONE[what](model, validation, blocks)
+                ALONE[call](model, validation, blocks)
 
 
 @pytest.mark.parametrize("epochs", [1, 2])
 @pytest.mark.parametrize(
-    ("strategy", "what"), [*(("push_pull", what) for what in ALONE), ("full_graph", "validation")]
+    ("strategy", "call"), [*(("push_pull", call) for call in ALONE), ("full_graph", "validation")]
 )
-def test_names_the_calls_that_every_rank_must_make(strategy: str, what: str, epochs: int) -> None:
-    outcomes = start_ranks(call_on_rank_0, 2, args=(strategy, what, epochs), timeout_s=100)
-    assert "move such calls out of `if rank == 0`" in "".join(one.error + one.output for one in outcomes)
+def test_names_the_calls_that_every_rank_must_make(strategy: str, call: str, epochs: int) -> None:
+    outcomes = start_ranks(call_on_rank_0, 2, args=(strategy, call, epochs), timeout_s=100)
+    assert "move such calls out of `if rank == 0`" in "".join(
+        outcome.error + outcome.output for outcome in outcomes
+    )
 
 
 def call_unwrapped() -> str:

@@ -156,7 +156,7 @@ def _all_cases(cut: tuple[int, ...]) -> dict[str, Any]:
     session = start_session()
     rank = session.topology.rank
     x, y = rows()
-    mine = slice(cut[rank], cut[rank + 1])
+    own_rows = slice(cut[rank], cut[rank + 1])
     session.step_share = StepShare(num_local=cut[rank + 1] - cut[rank], num_global=6)
     results: dict[str, Any] = {}
     for name, case in MEAN_CASES.items():
@@ -165,13 +165,13 @@ def _all_cases(cut: tuple[int, ...]) -> dict[str, Any]:
             torch.manual_seed(rank)  # rank 0's weights must win
             model = net() if rank == 0 else Net().double()
             wrapped = wrap(session, model, bucket_bytes=bucket_bytes)
-            case(wrapped, x[mine], y[mine])
+            case(wrapped, x[own_rows], y[own_rows])
             results[f"{name}-{bucket_bytes}"] = gradients(model)
     model = net()
-    sum_loss(wrap(session, model, reduction="sum"), x[mine], y[mine])
+    sum_loss(wrap(session, model, reduction="sum"), x[own_rows], y[own_rows])
     results["sum_loss"] = gradients(model)
     before = session.ledger.snapshot()
-    mean(wrap(session, model), x[mine], y[mine])
+    mean(wrap(session, model), x[own_rows], y[own_rows])
     results["bytes"] = moved_since(session, before)["gradients"]
     return results
 

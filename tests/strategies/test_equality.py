@@ -134,8 +134,8 @@ def test_lambda_async_without_staleness_in_the_order_of_a_queue(folder: Path) ->
         g = DistGraph(folder, session=session)
         for graph_servers in (1, 2, 3, 4):
             for kind in MODELS:
-                found = fifo.weights_after(g, kind, graph_servers, STEPS)
-                assert difference(found, plain_weights(kind, STEPS)) <= TOLERANCE, (graph_servers, kind)
+                weights = fifo.weights_after(g, kind, graph_servers, STEPS)
+                assert difference(weights, plain_weights(kind, STEPS)) <= TOLERANCE, (graph_servers, kind)
 
 
 @pytest.mark.parametrize("kind", SUMS)
@@ -162,12 +162,12 @@ def _many_steps(folder: str, fanouts: list[int]) -> list[Any]:
     ids = equality.new_ids_of_training(g)
     size = 2 * BATCH // world_size
     batches = [_targets_of_step(ids, step) for step in range(MANY_STEPS)]
-    mine = torch.cat([batch[rank * size : (rank + 1) * size] for batch in batches])
+    own = torch.cat([batch[rank * size : (rank + 1) * size] for batch in batches])
     sampler = dgl.dataloading.NeighborSampler(
         fanouts, prefetch_node_feats=["feat"], prefetch_labels=["label"]
     )
     strategy = STRATEGIES.get("data_parallel")(session, {}).open(g)
-    loader = strategy.loader(mine, sampler, batch_size=size)
+    loader = strategy.loader(own, sampler, batch_size=size)
     model = strategy.wrap(equality.model_of("sage", g).to(session.device))
     equality.train(model, loader, 1)
     return [p.detach().cpu().numpy().copy() for p in model.parameters()]
@@ -195,25 +195,27 @@ def test_ranks_draw_the_same_sample_as_one(folder: Path) -> None:
 
 
 def _wrong_rules(folder: str) -> dict[str, list[Any]]:
-    """What torch's own DDP makes of uneven shards, and what an unweighted sum does."""
+    """Train uneven shards by the rule of torch's own DDP, and by an unweighted sum."""
     session = start_session(timeout_s=60)
     g = DistGraph(folder)
     rank, world_size = session.topology.rank, session.topology.world_size
     ids = equality.new_ids_of_training(g)
-    mine = equality.cut(ids, SHARES["uneven"], rank, world_size)
+    own_ids = equality.cut(ids, SHARES["uneven"], rank, world_size)
     sampler = dgl.dataloading.MultiLayerFullNeighborSampler(
         2, prefetch_node_feats=["feat"], prefetch_labels=["label"]
     )
-    loader = STRATEGIES.get("data_parallel")(session, {}).open(g).loader(mine, sampler, batch_size=len(ids))
+    loader = (
+        STRATEGIES.get("data_parallel")(session, {}).open(g).loader(own_ids, sampler, batch_size=len(ids))
+    )
     loader.checks_training = False
-    found = {}
+    results = {}
     # A sum is so many times DDP's mean, and plain SGD takes either times its rate.
     for rule, times in {"mean of means": 1, "unweighted sum": world_size}.items():
         model = torch.nn.parallel.DistributedDataParallel(equality.model_of("sage", g).to(session.device))
         optimizer = torch.optim.SGD(model.parameters(), lr=times * equality.RATE)
         equality.loop(model, loader, optimizer, STEPS)
-        found[rule] = [p.detach().cpu().numpy().copy() for p in model.parameters()]
-    return found
+        results[rule] = [p.detach().cpu().numpy().copy() for p in model.parameters()]
+    return results
 
 
 def test_wrong_rules_are_told_apart(folder: Path) -> None:

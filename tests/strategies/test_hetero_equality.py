@@ -80,7 +80,7 @@ def _train(folder: str, share: str) -> dict[str, Any]:
     g = DistGraph(folder)
     topology, policy = session.topology, g.get_node_partition_policy("author")
     ids = g.nodes["paper"].data["train_mask"][:].nonzero()[:, 0]
-    mine = equality.cut(ids, equality.SHARES[share], topology.rank, topology.world_size)
+    own_ids = equality.cut(ids, equality.SHARES[share], topology.rank, topology.world_size)
     results = {}
     for case, options in CASES.items():
         sampler = dgl.dataloading.MultiLayerFullNeighborSampler(
@@ -91,7 +91,7 @@ def _train(folder: str, share: str) -> dict[str, Any]:
         authors = DistEmbedding(40, HIDDEN, f"rows-{case}", part_policy=policy, dtype=torch.float64)
         _fill(authors.weight, g)
         strategy = STRATEGIES.get("data_parallel")(session, {}).open(g)
-        loader = strategy.loader({"paper": mine}, sampler, batch_size=len(ids))
+        loader = strategy.loader({"paper": own_ids}, sampler, batch_size=len(ids))
         inputs = EntityInputs(g, embeddings={"author": authors})
         assert inputs.feature_widths == hetero.WIDTHS
         model = strategy.wrap(model_of(g, case))
@@ -121,8 +121,8 @@ def _train(folder: str, share: str) -> dict[str, Any]:
 def _fill(rows: DistTensor, g: DistGraph) -> None:
     first, last = rows.local_range
     if g.session.topology.local_rank == 0 and last > first:
-        mine = torch.arange(first, last)
-        rows[mine] = first_rows()[g.orig_ids(mine, "author")]
+        own_rows = torch.arange(first, last)
+        rows[own_rows] = first_rows()[g.orig_ids(own_rows, "author")]
     g.barrier()
 
 
@@ -149,8 +149,8 @@ def test_weights_and_rows_are_those_of_one_process(
 ) -> None:
     results = run_ranks(_train, ranks, args=(str(folder), share), ranks_per_server=ranks_per_server)
     for result in results:
-        for case, found in result.items():
-            wrong = {k: v for k, v in differences(found, plain[case]).items() if not v <= TOLERANCE}
+        for case, weights_or_rows in result.items():
+            wrong = {k: v for k, v in differences(weights_or_rows, plain[case]).items() if not v <= TOLERANCE}
             assert not wrong
 
 

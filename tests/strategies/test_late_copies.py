@@ -32,11 +32,11 @@ CASES: dict[str, dict[str, Any]] = {
 def weights_after(name: str, g: DistGraph, device: torch.device | None = None) -> list[torch.Tensor]:
     """Train two epochs; ``device``: of model and batches."""
     session, topology = g.session, g.session.topology
-    mine = cut(new_ids_of_training(g), SHARES["uneven"], topology.rank, topology.world_size)
+    own_ids = cut(new_ids_of_training(g), SHARES["uneven"], topology.rank, topology.world_size)
     sampler = MultiLayerFullNeighborSampler(2, prefetch_node_feats=["feat"], prefetch_labels=["label"])
     strategy = STRATEGIES.get(name)(session, CASES[name]).open(g)
     sizes = {} if strategy.strategy.traits.unit == "full_graph" else {"batch_size": 20}
-    loader = strategy.loader(mine, sampler, device=device, **sizes)
+    loader = strategy.loader(own_ids, sampler, device=device, **sizes)
     model = strategy.wrap(model_of("sage", g).to(device))
     loop(model, loader, torch.optim.SGD(model.parameters(), lr=0.1), 2)
     return [parameter.detach().cpu().clone() for parameter in model.whole().parameters()]
@@ -52,8 +52,8 @@ def train(folder: str) -> None:
                     patch.setattr(module, "open_copy_stream", lambda _, late=late: CopyStream(late))
                 assert all(map(torch.equal, weights_after(name, g), expected)), name
             done = {
-                what: [thread for did, thread in late.log if did == what]
-                for what in ("copy", "event", "wait")
+                kind: [thread for did, thread in late.log if did == kind]
+                for kind in ("copy", "event", "wait")
             }
             assert len(done["wait"]) == len(done["event"])
             # A loader of the whole graph copies once, at its start.

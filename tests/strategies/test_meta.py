@@ -67,11 +67,11 @@ def trained_on(device: str, g: DistGraph, column: Column, kind: str) -> tuple[li
     strategy = STRATEGIES.get(column.strategy)(session, dict(column.options)).open(g)
     # No batch is empty: a rank without a gradient reads from the device whether others have it.
     ids = equality.new_ids_of_training(g)[: 2 * BATCH * 2]
-    mine = ids[rank :: session.topology.world_size]
+    own_ids = ids[rank :: session.topology.world_size]
     sizes = {} if strategy.strategy.traits.unit == "full_graph" else {"batch_size": BATCH, "shuffle": True}
     equality.forget_kept_batches(g)
     before, seen = session.ledger.snapshot(), list[Any]()
-    loader = strategy.loader(mine, runs.sampler(), device=device, seed=5, **sizes)
+    loader = strategy.loader(own_ids, runs.sampler(), device=device, seed=5, **sizes)
     torch.manual_seed(11)
     model = strategy.wrap(Model(kind).to(device, torch.float64))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
@@ -85,12 +85,12 @@ def trained_on(device: str, g: DistGraph, column: Column, kind: str) -> tuple[li
             norm = model.clip_grad_norm_(1.0)
             optimizer.step()
             tensors = [input_nodes, output_nodes, x, labels, scores, loss, norm]
-            tensors += [one for p in model.parameters() for one in (p, p.grad) if one is not None]
-            assert {one.device.type for one in tensors} == {device}, (column, kind)
-            seen.append([(tuple(one.shape), one.dtype) for one in tensors])
+            tensors += [tensor for p in model.parameters() for tensor in (p, p.grad) if tensor is not None]
+            assert {tensor.device.type for tensor in tensors} == {device}, (column, kind)
+            seen.append([(tuple(tensor.shape), tensor.dtype) for tensor in tensors])
     state = model.state_dict()
-    assert {one.device.type for one in state.values()} == {device}
-    seen.append([(name, tuple(one.shape)) for name, one in state.items()])
+    assert {tensor.device.type for tensor in state.values()} == {device}
+    seen.append([(name, tuple(tensor.shape)) for name, tensor in state.items()])
     moved = Counter[Any]()
     for row in session.ledger.since(before):
         # Agreements differ in length, and columns stay after the first opening.
@@ -106,13 +106,13 @@ def on_rank(folder: str) -> dict[str, dict[str, Any]]:
         DEVICES.set(session, DeviceExchange(session, META))
         g = DistGraph(folder)
         g.out_degrees()  # else the first of the models asks for them
-        found = {
+        results = {
             f"{column}/{kind}": {device: trained_on(device, g, column, kind) for device in ("cpu", "meta")}
             for column in COLUMNS
             for kind in column.models
         }
         g.barrier()
-        return found
+        return results
 
 
 @pytest.mark.skipif(
@@ -120,8 +120,8 @@ def on_rank(folder: str) -> dict[str, dict[str, Any]]:
     reason="torch 2.4 has no collectives on meta",
 )
 def test_a_step_without_data_is_the_same_in_all_but_the_numbers(folder: Path) -> None:
-    for rank, found in enumerate(run_ranks(on_rank, 2, args=(str(folder),), ranks_per_server=1)):
-        for name, by_device in found.items():
+    for rank, result in enumerate(run_ranks(on_rank, 2, args=(str(folder),), ranks_per_server=1)):
+        for name, by_device in result.items():
             (seen, moved), (seen_on_meta, moved_on_meta) = by_device["cpu"], by_device["meta"]
             assert seen == seen_on_meta, (rank, name)
             assert moved == moved_on_meta, (rank, name)

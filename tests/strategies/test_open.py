@@ -60,13 +60,13 @@ def step(model: Any, blocks: Any, descent: torch.optim.Optimizer) -> None:
 def arguments(g: DistGraph, name: str) -> tuple[Any, Any, dict[str, Any]]:
     """Return seeds, sampler and options of a loader."""
     topology = g.session.topology
-    mine = equality.cut(equality.new_ids_of_training(g), (2.0, 1.0), topology.rank, topology.world_size)
+    own_ids = equality.cut(equality.new_ids_of_training(g), (2.0, 1.0), topology.rank, topology.world_size)
     sizes = {"batch_size": 8, "shuffle": True} if STRATEGIES.get(name).traits.unit == "mini_batch" else {}
     fanouts = [3, 3] if sizes else [-1, -1]
     sampler = dgl.dataloading.NeighborSampler(
         fanouts, prefetch_node_feats=["feat"], prefetch_labels=["label"]
     )
-    return mine, sampler, sizes
+    return own_ids, sampler, sizes
 
 
 def try_out(g: DistGraph, name: str, options: dict[str, Any]) -> list[weakref.ref[Any]]:
@@ -79,13 +79,13 @@ def try_out(g: DistGraph, name: str, options: dict[str, Any]) -> list[weakref.re
         step(model, next(batches)[-1], descent)
     opened.close()
     opened.close()
-    return [weakref.ref(one) for one in (opened, loader, model)]
+    return [weakref.ref(target) for target in (opened, loader, model)]
 
 
 def left_by(session: Session) -> dict[str, Any]:
     remove_hooks_without_owner()
     return {
-        "threads": Counter(one.name for one in threading.enumerate()),
+        "threads": Counter(thread.name for thread in threading.enumerate()),
         "operations": sorted(session.rpc._handlers),
         "fields": sorted(map(id, session._fields)),
         "models": len(WRAPPED_MODELS),
@@ -112,7 +112,7 @@ def train(g: DistGraph, name: str, options: dict[str, Any]) -> tuple[list[Any], 
 
 
 def on_rank(folder: str, tries: bool) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     for way, (name, options) in WAYS.items():
         with start_session(timeout_s=60) as session:
             g = DistGraph(folder)
@@ -120,25 +120,25 @@ def on_rank(folder: str, tries: bool) -> dict[str, Any]:
                 try_out(g, name, options)  # makes what a session makes once, such as its connections
                 gc.collect()
                 left = left_by(session)
-                gone = [one for other in WAYS.values() for one in try_out(g, *other)]
+                gone = [reference for settings in WAYS.values() for reference in try_out(g, *settings)]
                 assert left_by(session)["threads"] == left["threads"], way  # before anything is collected
                 assert left_by(session)["models"] == left["models"], way
                 assert left_by(session)["hooks"] == left["hooks"], way
                 gc.collect()
                 try_out(g, name, options)
                 gc.collect()
-                assert not any(one() for one in gone), way
-            found[way] = train(g, name, options)
+                assert not any(reference() for reference in gone), way
+            results[way] = train(g, name, options)
             g.barrier()
-    return found
+    return results
 
 
 def test_a_run_is_the_same_after_others_were_tried(folder: Path) -> None:
     plain = run_ranks(on_rank, 2, args=(str(folder), False), timeout_s=200)
     after = run_ranks(on_rank, 2, args=(str(folder), True), timeout_s=200)
-    for one, other in zip(plain, after, strict=True):
+    for first, second in zip(plain, after, strict=True):
         for way in WAYS:
-            (weights, moved), (weights_after, moved_after) = one[way], other[way]
+            (weights, moved), (weights_after, moved_after) = first[way], second[way]
             assert all(map(np.array_equal, weights, weights_after)), way
             for phase in moved.keys() - {"control", "columns", "ids"}:
                 assert moved_after[phase] == moved[phase], (way, phase)
@@ -201,6 +201,6 @@ def test_a_closed_loader_ends_its_iteration(folder: Path) -> None:
         next(batches)
         opened.close()
         assert list(batches) == []
-        assert not [one for one in threading.enumerate() if one.name.startswith("dglx-loader")]
+        assert not [thread for thread in threading.enumerate() if thread.name.startswith("dglx-loader")]
         with pytest.raises(ConfigError, match="has no option"):
             opened.loader(torch.arange(20), dgl.dataloading.NeighborSampler([2]), dept=4)

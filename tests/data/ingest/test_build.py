@@ -42,9 +42,9 @@ PLENTY = "8GB"
 @pytest.fixture(params=[1 << 26, 1 << 11], ids=["all fits", "nothing fits"])
 def budget(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Budget:
     """Few bytes, so that five rows make many buckets, beside what the program itself takes."""
-    found = Budget(work=request.param)
-    monkeypatch.setattr(build, "open_budget", lambda limit: found)
-    return found
+    small_budget = Budget(work=request.param)
+    monkeypatch.setattr(build, "open_budget", lambda limit: small_budget)
+    return small_budget
 
 
 def run(
@@ -123,9 +123,9 @@ def test_equals_the_reader_of_tables_in_memory(tmp_path: Path) -> None:
     graph = load_dataset(tmp_path / "tables")
     assignment = PARTITIONERS.get("contiguous")(PartitionOptions()).assign(graph, 1, 0)
     write_dataset(graph, assignment, tmp_path / "other")
-    ours, theirs = (open_dataset(tmp_path / name).manifest.files for name in ("out", "other"))
+    ours, expected = (open_dataset(tmp_path / name).manifest.files for name in ("out", "other"))
     assert {path: info.checksum for path, info in ours.items()} == {
-        path: info.checksum for path, info in theirs.items()
+        path: info.checksum for path, info in expected.items()
     }
 
 
@@ -331,14 +331,14 @@ def test_what_is_wrong_in_the_description_is_told_before_a_table_is_read(
 
 def test_what_was_found_transforms_later_tables_alike(tmp_path: Path) -> None:
     write_description(run(tmp_path), tmp_path / "again" / "shop.json")
-    told = json.loads((tmp_path / "again" / "shop.json").read_text())
-    features = told["nodes"][0]["features"]
+    description = json.loads((tmp_path / "again" / "shop.json").read_text())
+    features = description["nodes"][0]["features"]
     assert features[0]["transform"] == {"name": "max_min_norm", "min_val": [20.0], "max_val": [60.0]}
     assert features[1]["transform"]["mapping"] == {"Bonn": 0, "Jena": 1, "Ulm": 2}
     assert "transform" not in features[2]
     # Other people, other ages, another city: the same numbers for the same values all the same.
     changed = FIRST_USERS | {"city": ["Ulm", "Rom", "Ulm"], "age": [30.0, 90.0, 40.0]}
-    run(tmp_path / "again", told, TABLES | {"users-0.parquet": changed})
+    run(tmp_path / "again", description, TABLES | {"users-0.parquet": changed})
     rows = part_of(tmp_path / "again").node_data("user", "feat")[:2].tolist()
     assert rows == [[0.25, 0, 0, 1], [1.0, 0, 0, 0]]
 

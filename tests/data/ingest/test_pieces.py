@@ -32,7 +32,9 @@ def test_what_repeats_in_a_table_is_read_a_few_rows_at_a_time(tmp_path: Path) ->
     for names_read in (["x"], ["name"], ["x", "name"]):
         pieces = list(table.pieces(names_read))
         assert sum(piece.num_rows for piece in pieces) == 5000
-        assert max(sum(one.values.nbytes for one in piece.columns.values()) for piece in pieces) <= 1 << 16
+        assert (
+            max(sum(column.values.nbytes for column in piece.columns.values()) for piece in pieces) <= 1 << 16
+        )
     assert path.stat().st_size < 1 << 17
 
 
@@ -76,10 +78,10 @@ def test_the_first_of_the_unknown_ids_is_named(tmp_path: Path, memory: int) -> N
 @pytest.mark.parametrize("ids", [[str(number) for number in range(20_000)], range(20_000),
                                  [number << 40 for number in range(20_000)]])  # fmt: skip
 def test_ids_spread_evenly_over_the_buckets(tmp_path: Path, ids: Any) -> None:
-    found = IdMap(tmp_path, 20_000, is_text=ids[0] == "0", id_bytes=0, memory=240_000)._bucket_of(
+    buckets = IdMap(tmp_path, 20_000, is_text=ids[0] == "0", id_bytes=0, memory=240_000)._bucket_of(
         pa.array(ids)
     )
-    assert np.bincount(found, minlength=8).min() > 2200
+    assert np.bincount(buckets, minlength=8).min() > 2200
 
 
 def test_more_edges_of_a_node_than_can_be_sorted_are_told(tmp_path: Path) -> None:
@@ -115,13 +117,13 @@ def draw_codes(pieces: list[Array], count: int, shares: tuple[float, ...], seed:
 def test_a_draw_has_exact_shares_and_does_not_depend_on_the_pieces() -> None:
     labelled, shares = np.random.default_rng(2).random(200_000) < 0.5, (0.8, 0.1, 0.05)
     count = int(labelled.sum())
-    found = draw_codes([labelled], count, shares)
-    assert np.array_equal(draw_codes(np.array_split(labelled, 7), count, shares), found)
-    assert not np.array_equal(draw_codes([labelled], count, shares, seed=6), found)
-    assert (found[~labelled] == NO_SPLIT).all()
-    assert np.bincount(found[labelled])[:3].tolist() == [int(count * share + 1e-6) for share in shares]
+    codes = draw_codes([labelled], count, shares)
+    assert np.array_equal(draw_codes(np.array_split(labelled, 7), count, shares), codes)
+    assert not np.array_equal(draw_codes([labelled], count, shares, seed=6), codes)
+    assert (codes[~labelled] == NO_SPLIT).all()
+    assert np.bincount(codes[labelled])[:3].tolist() == [int(count * share + 1e-6) for share in shares]
     # Every place is as likely: the first tenth has its tenth of the validation rows, within 5 deviations.
-    first = (found[labelled][: count // 10] == 1).sum()
+    first = (codes[labelled][: count // 10] == 1).sum()
     assert abs(first - count / 100) < 5 * (count / 100) ** 0.5
 
 
@@ -194,13 +196,13 @@ def test_labels_of_other_types_are_numbers_or_refused(is_regression: bool) -> No
 
 
 def apply_transform(values: list[Any], name: str, **settings: Any) -> list[Any]:
-    """What one column becomes after a transform has seen it in two pieces."""
-    (one,) = make_transforms(FeatureSpec(columns=("x",), name="f", transform=name, settings=settings))
+    """Transform one column that the transform has seen in two pieces."""
+    (transform,) = make_transforms(FeatureSpec(columns=("x",), name="f", transform=name, settings=settings))
     array = pa.array(values)
     for first in (0, 2):
-        one.scan(TableColumn(array.slice(first, 2), "x", "t.csv", first))
-    one.finalize("t.csv")
-    return [list(row) for row in one.apply(TableColumn(array, "x", "t.csv")).tolist()]
+        transform.scan(TableColumn(array.slice(first, 2), "x", "t.csv", first))
+    transform.finalize("t.csv")
+    return [list(row) for row in transform.apply(TableColumn(array, "x", "t.csv")).tolist()]
 
 
 @pytest.mark.parametrize(
@@ -254,12 +256,12 @@ def test_a_column_becomes_or_is_refused(
 def test_what_was_found_for_each_column_is_read_again() -> None:
     spec = FeatureSpec(columns=("x", "y"), name="f", transform="standard", settings={})
     made = make_transforms(spec)
-    for one, values in zip(made, ([1.0, 3.0], [2.0, 6.0]), strict=True):
-        one.scan(TableColumn(pa.array(values), "x", "t.csv"))
-    settled = join_settings([one.finalize("t.csv") for one in made])
+    for transform, values in zip(made, ([1.0, 3.0], [2.0, 6.0]), strict=True):
+        transform.scan(TableColumn(pa.array(values), "x", "t.csv"))
+    settled = join_settings([transform.finalize("t.csv") for transform in made])
     assert settled == {"sum": [[4.0], [8.0]]}
     again = make_transforms(FeatureSpec(columns=("x", "y"), name="f", transform="standard", settings=settled))
-    assert [one.apply(TableColumn(pa.array([2.0]), "x", "t.csv")).tolist() for one in again] == [
+    assert [transform.apply(TableColumn(pa.array([2.0]), "x", "t.csv")).tolist() for transform in again] == [
         [[0.5]],
         [[0.25]],
     ]

@@ -98,8 +98,8 @@ def test_the_bridge_between_two_triangles() -> None:
 
 def test_each_node_type_has_a_balance() -> None:
     balance = measure(AUTHORS_AND_PAPERS, owners(AUTHORS_AND_PAPERS, [0, 1], [0, 0, 1], [0])).balance
-    found = [balance[f"ntype:{name}"] for name in ("author", "paper", "venue")]
-    assert found == pytest.approx([1.0, 4 / 3, 2.0])
+    results = [balance[f"ntype:{name}"] for name in ("author", "paper", "venue")]
+    assert results == pytest.approx([1.0, 4 / 3, 2.0])
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""What every partitioner promises, tried on every name in the registry."""
+"""Promises of every partitioner, tried on every name in the registry."""
 
 import tempfile
 from typing import Any

@@ -27,8 +27,8 @@ def test_what_was_told_survives_json() -> None:
     options = PartitionOptions(
         balance=("degree",), tolerance=0.1, target_weights=(1, 2), fast=True, objective="vol"
     )
-    told = describe(options, balance_weights(TWO_TRIANGLES, options, 2, None))
-    assert json.loads(json.dumps(told)) == {
+    description = describe(options, balance_weights(TWO_TRIANGLES, options, 2, None))
+    assert json.loads(json.dumps(description)) == {
         "tolerance": {"degree": 0.1},
         "balance": ["degree"],
         "target_weights": [1.0, 2.0],

@@ -62,8 +62,8 @@ def test_fast_reaches_the_library(tolerance: float) -> None:
     assert fast.parameters["fast"] is True
     assert measure(graph, fast).balance["nodes"] <= 1 + tolerance
     # DGL's build, of one initial partition and one pass, knows no seed; pymetis's, of one pass alone, does.
-    other = Metis(replace(options, fast=True)).assign(graph, 8, 1)
-    assert (flat(other.part_of) == flat(fast.part_of)) is (tolerance == 0.05)
+    with_seed = Metis(replace(options, fast=True)).assign(graph, 8, 1)
+    assert (flat(with_seed.part_of) == flat(fast.part_of)) is (tolerance == 0.05)
 
 
 def test_communication_volume_is_what_vol_minimises() -> None:
@@ -172,8 +172,8 @@ def test_bad_input_is_refused_by_name() -> None:
 
 
 def test_ids_of_another_width_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    other = types.SimpleNamespace(_idx_type_width=lambda: 32, __file__="x.so")
-    monkeypatch.setitem(sys.modules, "pymetis._internal", other)
+    library = types.SimpleNamespace(_idx_type_width=lambda: 32, __file__="x.so")
+    monkeypatch.setitem(sys.modules, "pymetis._internal", library)
     with pytest.raises(ConfigError, match="32-bit ids"):
         library_path()
 

@@ -81,10 +81,12 @@ def test_the_symmetric_graph_on_disk_is_that_in_memory(
 
 def test_pieces_of_a_graph_on_disk_are_those_in_memory(tmp_path: Path) -> None:
     nodes = np.array([0, 2, 4])
-    one = induced_graph(AUTHORS_AND_PAPERS, nodes, ())
-    other = induced_graph(AUTHORS_AND_PAPERS, nodes, (), workspace(tmp_path, PLENTY))
+    in_memory = induced_graph(AUTHORS_AND_PAPERS, nodes, ())
+    on_disk = induced_graph(AUTHORS_AND_PAPERS, nodes, (), workspace(tmp_path, PLENTY))
     for etype in AUTHORS_AND_PAPERS.edges:
-        assert [ids.tolist() for ids in one.edges[etype]] == [ids.tolist() for ids in other.edges[etype]]
+        assert [ids.tolist() for ids in in_memory.edges[etype]] == [
+            ids.tolist() for ids in on_disk.edges[etype]
+        ]
 
 
 @pytest.mark.parametrize("name", ["kaminpar", "metis", "ldg", "fennel", "hierarchical"])
@@ -123,8 +125,8 @@ def test_clusters_keep_weights_and_cuts(tmp_path: Path) -> None:
         sizes.append((one.num_nodes, len(one.indices)))
         return one.num_nodes < 200
 
-    def solve(one: SymmetricGraph, of_clusters: Any) -> Array:
-        return np.random.default_rng(0).integers(0, 2, one.num_nodes).astype(np.int32)
+    def solve(part: SymmetricGraph, of_clusters: Any) -> Array:
+        return np.random.default_rng(0).integers(0, 2, part.num_nodes).astype(np.int32)
 
     work = workspace(tmp_path, 1 << 20)
     semi_external.partition(symmetric, weights, solve, fits, work, 0)
@@ -154,24 +156,24 @@ def test_levels_of_another_memory_are_taken_up(tmp_path: Path) -> None:
     symmetric, weights = symmetrise(graph), balance_weights(graph, PartitionOptions(), 2, None)
 
     def parts(folder: str, most: int) -> list[int]:
-        def solve(one: SymmetricGraph, _: Any) -> Array:
-            return (np.arange(one.num_nodes) % 2).astype(np.int32)
+        def solve(part: SymmetricGraph, _: Any) -> Array:
+            return (np.arange(part.num_nodes) % 2).astype(np.int32)
 
         work = workspace(tmp_path / folder, 1 << 20)
-        found = semi_external.partition(symmetric, weights, solve, lambda g: g.num_nodes <= most, work, 0)
-        assert weights.find_unmet(found) == {}
+        part_of = semi_external.partition(symmetric, weights, solve, lambda g: g.num_nodes <= most, work, 0)
+        assert weights.find_unmet(part_of) == {}
         shutil.rmtree(tmp_path / folder / "parts0")
-        return [int(part) for part in found]
+        return [int(part) for part in part_of]
 
-    few, more, whole = parts("few", 150), parts("more", 800), parts("whole", 2000)
-    assert (len(few), few != more, more != whole) == (2000, True, True)
+    few, more, all_levels = parts("few", 150), parts("more", 800), parts("whole", 2000)
+    assert (len(few), few != more, more != all_levels) == (2000, True, True)
     deep = len(list((tmp_path / "few").glob("level?")))
     assert 1 < deep == len(list((tmp_path / "few").glob("parts?")))
     for level in range(1, deep):
         shutil.rmtree(tmp_path / "few" / f"parts{level}")
     assert parts("few", 800) == more
     assert parts("more", 150) == more
-    assert parts("few", 2000) == whole
+    assert parts("few", 2000) == all_levels
 
 
 @pytest.mark.parametrize("inner", ["ldg", "kaminpar"])
@@ -190,9 +192,9 @@ def test_a_few_megabytes_cut_hardly_more(tmp_path: Path) -> None:
     """The bar of the product is 1.10 times the cut in memory."""
     graph = load_dataset("synthetic", nodes=20_000, degree=16, features=0)
     expected = measure(graph, assign("kaminpar", graph, 4, None))
-    found = measure(graph, assign("kaminpar", graph, 4, workspace(tmp_path, 3 << 20)))
+    quality = measure(graph, assign("kaminpar", graph, 4, workspace(tmp_path, 3 << 20)))
     assert (tmp_path / "level1").is_dir()
-    assert found.edge_cut <= 1.10 * expected.edge_cut
+    assert quality.edge_cut <= 1.10 * expected.edge_cut
     # Before anything is repaired: a cluster has at most 0.6 of the tolerance.
     assert map_spill(tmp_path / "level1", "column0").max() <= 0.6 * 0.05 * 5000
     assert np.bincount(map_spill(tmp_path / "parts0", "array")).max() <= 1.05 * 5000
@@ -200,12 +202,12 @@ def test_a_few_megabytes_cut_hardly_more(tmp_path: Path) -> None:
 
 def make_skewed_graph() -> RawGraph:
     """Users and items; the training nodes are in a quarter of the communities, and some items are hubs."""
-    whole, rng = communities(num_nodes=4000), np.random.default_rng(0)
-    ((src, dst),) = whole.edges.values()
+    grouped, rng = communities(num_nodes=4000), np.random.default_rng(0)
+    ((src, dst),) = grouped.edges.values()
     popular = rng.integers(0, 30, 8000)
-    train = whole.node_data[NODE_TYPE]["train_mask"]
+    train = grouped.node_data[NODE_TYPE]["train_mask"]
     return RawGraph(
-        name="make_skewed_graph",
+        name="skewed",
         num_nodes={"user": 3000, "item": 1000},
         edges={
             ("user", "knows", "user"): (src % 3000, dst % 3000),
@@ -239,8 +241,8 @@ def test_every_weight_of_a_skewed_graph_is_balanced(
 def test_more_passes_cut_less(name: str, tmp_path: Path) -> None:
     graph = communities(num_nodes=4000)
     for number, work in enumerate((None, workspace(tmp_path, 400_000))):
-        one, five = (measure(graph, assign(name, graph, 4, work, passes=n)) for n in (1, 5))
-        assert five.edge_cut < (0.95, 0.75)[number] * one.edge_cut
+        one_pass, five = (measure(graph, assign(name, graph, 4, work, passes=n)) for n in (1, 5))
+        assert five.edge_cut < (0.95, 0.75)[number] * one_pass.edge_cut
         assert five.balance["nodes"] <= 1.05
 
 
@@ -265,11 +267,11 @@ def test_pairs_at_the_same_place_of_two_streams_join(monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize(("name", "balance"), [("kaminpar", ("degree",)), ("metis", ("degree", "train"))])
 def test_a_hub_is_no_measure_for_other_parts(name: str, balance: tuple[str, ...], tmp_path: Path) -> None:
     """A quarter of the edges end at one node: its part is full, and others have their share."""
-    whole = communities(num_nodes=4000, inside=0.7)
-    ((src, dst),) = whole.edges.values()
+    original = communities(num_nodes=4000, inside=0.7)
+    ((src, dst),) = original.edges.values()
     to_hub = np.arange(len(src) // 3) % 4000
     edges = (np.concatenate([src, to_hub]), np.concatenate([dst, np.full(len(to_hub), 7)]))
-    graph = replace(whole, edges=dict.fromkeys(whole.edges, edges))
+    graph = replace(original, edges=dict.fromkeys(original.edges, edges))
     for work in (None, workspace(tmp_path, 800_000)):
         quality = measure(graph, assign(name, graph, 4, work, balance=balance))
         assert quality.balance["degree"] <= 1.25 + 1e-3

@@ -176,7 +176,7 @@ def assert_same_graph(found: RawGraph, expected: RawGraph) -> None:
 
 def _plain(graph: RawGraph) -> list[Any]:
     def columns(data: Mapping[str, Any]) -> dict[str, Any]:
-        return {name: (one.dtype.kind, one.shape, one.tolist()) for name, one in data.items()}
+        return {name: (array.dtype.kind, array.shape, array.tolist()) for name, array in data.items()}
 
     return [
         (graph.name, dict(graph.num_nodes), dict(graph.num_classes), columns(graph.user_ids)),

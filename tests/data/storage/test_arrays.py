@@ -139,19 +139,19 @@ def test_of_several_writers_the_first_wins(tmp_path: Path, is_damaged: bool) -> 
     if is_damaged:
         write(folder)
         (tmp_path / "x" / "rows.npy").write_bytes(b"nothing")
-    start, found = threading.Barrier(4), []
+    start, results = threading.Barrier(4), []
 
     def one() -> None:
         start.wait(10)
         write(folder)
-        found.append(folder.read()[1]["rows"])
+        results.append(folder.read()[1]["rows"])
 
     threads = [threading.Thread(target=one) for _ in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(20)
-    assert [np.array_equal(rows, ROWS) for rows in found] == [True] * 4
+    assert [np.array_equal(rows, ROWS) for rows in results] == [True] * 4
     assert names(tmp_path) == ["x"]
 
 
@@ -267,11 +267,11 @@ def test_what_the_latest_runs_used_is_not_evicted_for_its_size(
 ) -> None:
     for name, days_ago in (("old", 9), ("recent", 7.5), ("last", 7)):
         used(tmp_path, name, days_ago)
-    other = used(tmp_path, "other", 7)
+    other_cache = used(tmp_path, "other", 7)
     leave_free(monkeypatch, 0)
     (tmp_path / "columns-old").mkdir()
     for name in ("other", "other.lock"):
-        other.with_name(name).rename(tmp_path / "columns-old" / name)
+        other_cache.with_name(name).rename(tmp_path / "columns-old" / name)
     ArrayCache(tmp_path, "abc").clean()
     assert list_entries(tmp_path) == ["last", "recent"]
     assert not list((tmp_path / "columns-old").iterdir())
@@ -314,14 +314,14 @@ def test_what_a_live_process_uses_is_not_evicted(tmp_path: Path, monkeypatch: py
     leave_free(monkeypatch, 0)
     context = multiprocessing.get_context("fork")
     ready, end = context.Event(), context.Event()
-    other = context.Process(target=hold_until_told, args=(tmp_path, ready, end))
-    other.start()
+    process = context.Process(target=hold_until_told, args=(tmp_path, ready, end))
+    process.start()
     assert ready.wait(60)
     os.utime(path.with_name("mine.lock"), (0, 0))
     ArrayCache(tmp_path, "def").clean()
     assert list_entries(tmp_path) == ["mine"]
     end.set()
-    other.join(60)
+    process.join(60)
     # Nor what this process uses, until it drops its cache.
     own = ArrayCache(tmp_path, "abc")
     own.entry("columns", "mine")

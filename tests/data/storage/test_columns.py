@@ -31,11 +31,11 @@ def test_every_dtype_and_shape_comes_back(tmp_path: Path, dtype: str, shape: tup
     info = ColumnInfo(dtype=dtype, row_shape=shape[1:])
     path = tmp_path / "x.arrow"
     written = write_column(path, info, shape[0], [values[:2], values[2:]])
-    found = read_column(path, "x", info, shape[0])
-    assert found.dtype == values.dtype
-    np.testing.assert_array_equal(found, values)
-    assert not found.flags.writeable
-    assert found.flags.c_contiguous
+    rows = read_column(path, "x", info, shape[0])
+    assert rows.dtype == values.dtype
+    np.testing.assert_array_equal(rows, values)
+    assert not rows.flags.writeable
+    assert rows.flags.c_contiguous
     assert checksum(path) == written
 
 
@@ -94,7 +94,7 @@ def test_different_names_stay_different(one: str, other: str) -> None:
 
 @given(names)
 def test_it_is_a_file_name(name: str) -> None:
-    found = safe_name(name)
-    assert 0 < len(found) <= 80
-    assert found.isascii()
-    assert not set(found) & set("./\\:~ \0")
+    file_name = safe_name(name)
+    assert 0 < len(file_name) <= 80
+    assert file_name.isascii()
+    assert not set(file_name) & set("./\\:~ \0")

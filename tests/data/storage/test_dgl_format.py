@@ -45,7 +45,7 @@ def in_edges(graph: dgl.DGLGraph, book, etype: EdgeType) -> list[tuple[int, int,
     _, sources = book.map_to_per_ntype(graph.ndata[dgl.NID][source[inner]])
     _, destinations = book.map_to_per_ntype(graph.ndata[dgl.NID][destination[inner]])
     chosen = kinds == book.canonical_etypes.index(etype)
-    columns = (one[chosen].tolist() for one in (edges, sources, destinations))
+    columns = (array[chosen].tolist() for array in (edges, sources, destinations))
     return sorted(zip(*columns, strict=True))
 
 
@@ -108,12 +108,12 @@ def test_stock_dgl_reads_what_our_reader_reads(
             kept = sorted((int(source[edge]), *ends) for edge, *ends in ours) if is_kept else ours
             assert in_edges(local, book, etype) == kept
             for name in columns:
-                found = edge_feats[f"{':'.join(etype)}/{name}"]
+                column = edge_feats[f"{':'.join(etype)}/{name}"]
                 expected = stored.edge_data(etype, name)
-                np.testing.assert_array_equal(found.numpy()[source] if is_kept else found, expected)
+                np.testing.assert_array_equal(column.numpy()[source] if is_kept else column, expected)
     back = import_dgl_format(config, tmp_path / "back")
-    offsets = {ntype: one.tolist() for ntype, one in dataset.manifest.node_offsets.items()}
-    assert {ntype: one.tolist() for ntype, one in back.node_offsets.items()} == offsets
+    offsets = {ntype: of_type.tolist() for ntype, of_type in dataset.manifest.node_offsets.items()}
+    assert {ntype: of_type.tolist() for ntype, of_type in back.node_offsets.items()} == offsets
 
 
 def test_names_that_dgl_would_divide_are_encoded(
@@ -227,16 +227,16 @@ def test_stock_partitions_open_here(tmp_path: Path, raw: RawGraph, num_parts: in
             first, last = manifest.node_offsets[ntype][part : part + 2].tolist()
             assert book.partid2nids(part, ntype).tolist() == list(range(first, last))
             for name, column in graph.nodes[ntype].data.items():
-                found = stored.node_data(ntype, name)
-                np.testing.assert_array_equal(found, node_feats[f"{ntype}/{name}"])
-                np.testing.assert_array_equal(found, column[original_nodes[ntype][first:last]])
-                assert found.dtype == column.numpy().dtype
+                rows = stored.node_data(ntype, name)
+                np.testing.assert_array_equal(rows, node_feats[f"{ntype}/{name}"])
+                np.testing.assert_array_equal(rows, column[original_nodes[ntype][first:last]])
+                assert rows.dtype == column.numpy().dtype
         for etype in graph.canonical_etypes:
-            theirs = {edge: ends for edge, *ends in in_edges(local, book, etype)}
+            their_edges = {edge: ends for edge, *ends in in_edges(local, book, etype)}
             ours = stored_in_edges(dataset, part, etype)
             originals = stored.original_edge_ids(etype).tolist()
-            assert sorted(originals) == sorted(theirs)
-            assert [theirs[edge] for edge in originals] == [ends for _, *ends in ours]
+            assert sorted(originals) == sorted(their_edges)
+            assert [their_edges[edge] for edge in originals] == [ends for _, *ends in ours]
             key = etype if etype in original_edges else etype[1]
             for name, column in graph.edges[etype].data.items():
                 expected = column[original_edges[key][originals]]
@@ -321,22 +321,22 @@ def test_damaged_files_are_refused_and_end_no_process(tmp_path: Path) -> None:
     config = write_dgl_format(
         random_heterogeneous(0), random_owners(random_heterogeneous(0), 2, 0), tmp_path / "d"
     )
-    part, refused, said = config.parent / "part1", list[str](), list[str]()
+    part, refused, messages = config.parent / "part1", list[str](), list[str]()
     for name in ("graph.dgl", "node_feat.dgl"):
         path = part / name
-        whole = path.read_bytes()
-        cut, long = whole[: len(whole) // 2], whole[:16] + b"\xff" * 8 + whole[24:]
+        content = path.read_bytes()
+        cut, long = content[: len(content) // 2], content[:16] + b"\xff" * 8 + content[24:]
         for damaged in (cut, long):
             path.write_bytes(damaged)
             try:
                 import_dgl_format(config, tmp_path / "ours", overwrite=True)
             except StorageError as problem:
-                said.append(str(problem))
+                messages.append(str(problem))
                 refused.append(str(path))
-        path.write_bytes(whole)
-    assert len(said) >= 3
-    assert any("ended with status" in one for one in said)
-    assert all(path in one for path, one in zip(refused, said, strict=True))
+        path.write_bytes(content)
+    assert len(messages) >= 3
+    assert any("ended with status" in message for message in messages)
+    assert all(path in message for path, message in zip(refused, messages, strict=True))
     import_dgl_format(config, tmp_path / "ours", overwrite=True)
 
 

@@ -206,9 +206,9 @@ def test_a_damaged_copy_is_logged_once_and_rebuilt_unless_nothing_is_verified(
     flip(path, path.stat().st_size - 4)
     # Another process of the machine has opened the dataset.
     for checked in (False, True):
-        found = open_structure(open_dataset(tmp_path / "d", verify=how, checked=checked), EDGE_TYPE)
-        assert (found.indices.tolist() == expected) is (how != "never")
-    assert [str(path.parent) in one.message for one in caplog.records] == [True] * (how != "never")
+        structure = open_structure(open_dataset(tmp_path / "d", verify=how, checked=checked), EDGE_TYPE)
+        assert (structure.indices.tolist() == expected) is (how != "never")
+    assert [str(path.parent) in record.message for record in caplog.records] == [True] * (how != "never")
 
 
 def test_without_permission_it_works_in_memory_and_a_full_disk_is_an_error(
@@ -244,10 +244,10 @@ def test_processes_may_race(tmp_path: Path) -> None:
     folder = tmp_path / "d"
     write_dataset(graph, random_owners(graph, 3, 0), folder)
     with ProcessPoolExecutor(3, mp_context=get_context("forkserver")) as pool:
-        found = list(pool.map(_indices, [str(folder)] * 6))
+        result = list(pool.map(_indices, [str(folder)] * 6))
     dataset = open_dataset(folder)
     expected = np.concatenate([dataset.part(part).indices(EDGE_TYPE) for part in range(3)]).tolist()
-    assert found == [expected] * 6
+    assert result == [expected] * 6
     (copy,) = copies(folder)
     assert sorted(path.name for path in copy.iterdir()) == ["indices.npy", "indptr.npy", "stamp.json"]
 

@@ -89,9 +89,9 @@ def test_an_edited_manifest_or_checksum_is_refused(
 def test_a_folder_of_dgl_is_told_apart(tmp_path: Path) -> None:
     config = tmp_path / "shop.json"
     config.write_text('{"part_method": "metis", "node_map": {}, "part-0": {}}')
-    for given in (tmp_path, config):
+    for path in (tmp_path, config):
         with pytest.raises(StorageError, match="format of DGL") as refused:
-            read_manifest(given)
+            read_manifest(path)
         assert f'dx.DistGraph(part_config="{config}")' in str(refused.value)
 
 

@@ -59,7 +59,7 @@ def test_several_tensors_of_any_dtype_share_a_folder(tmp_path: Path) -> None:
     ]
     write_index(tmp_path, files, {})
     index = read_index(tmp_path)
-    assert {name: (one.shape, one.info.dtype) for name, one in index.tensors.items()} == {
+    assert {name: (tensor.shape, tensor.info.dtype) for name, tensor in index.tensors.items()} == {
         "half": ((2,), "bfloat16"),
         "mask": ((3,), "bool"),
         "empty": ((0, 4), "int64"),
@@ -77,14 +77,14 @@ def test_every_flipped_byte_of_a_file_is_found_by_who_reads_it_and_by_nobody_els
     _, second = save(tmp_path, [6])
     saved = read_index(tmp_path).tensors["w/x"]
     path = tmp_path / second.path
-    whole = path.read_bytes()
-    for at in range(0, len(whole), 37):
-        path.write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
+    content = path.read_bytes()
+    for at in range(0, len(content), 37):
+        path.write_bytes(content[:at] + bytes([content[at] ^ 1]) + content[at + 1 :])
         with pytest.raises(StorageError, match="is damaged"):
             check_rows(tmp_path, saved, 5, 7)
         check_rows(tmp_path, saved, 0, 6)
-    path.write_bytes(whole[:-1])
-    with pytest.raises(StorageError, match=f"has {len(whole) - 1} bytes instead of {len(whole)}"):
+    path.write_bytes(content[:-1])
+    with pytest.raises(StorageError, match=f"has {len(content) - 1} bytes instead of {len(content)}"):
         check_rows(tmp_path, saved, 10, 11)
     path.unlink()
     with pytest.raises(StorageError, match="cannot be read"):
@@ -103,12 +103,12 @@ def test_an_index_that_is_damaged_or_makes_no_sense_is_refused(tmp_path: Path, w
     body["files"][0].update(wrong)
     del body["checksum"]
     value = f"{zlib.crc32(json.dumps(body, sort_keys=True).encode()):08x}"
-    whole = json.dumps({"checksum": value, **body})
+    resigned = json.dumps({"checksum": value, **body})
     for changed in (
-        whole,
+        resigned,
         text.replace('"first": 6', '"first": 5'),
         text[:-5],
-        whole.replace("path", "p"),
+        resigned.replace("path", "p"),
         "[]",
     ):
         path.write_text(changed)
@@ -124,6 +124,6 @@ def test_runs_must_make_up_the_tensor(tmp_path: Path) -> None:
     for files in ([first, third], [second, third], [first, first, second, third]):
         with pytest.raises(StorageError, match="should be next"):
             write_index(tmp_path, files, {})
-    other = write_rows(tmp_path, "w/x", 11, np.zeros((1, 2)))
+    wide_rows = write_rows(tmp_path, "w/x", 11, np.zeros((1, 2)))
     with pytest.raises(StorageError, match=r"has float64 rows of shape \(2,\)"):
-        write_index(tmp_path, [first, second, third, other], {})
+        write_index(tmp_path, [first, second, third, wide_rows], {})

@@ -231,8 +231,8 @@ def test_an_id_out_of_range_is_named(
     for _ in range(2):
         with pytest.raises(DatasetError) as caught:
             open_dataset(folder, verify=how)
-        said = f"{folder}: part 1 is wrong: in {path}, {Path(path).stem}[{at}] is {value}, expected "
-        assert str(caught.value).startswith(said)
+        message = f"{folder}: part 1 is wrong: in {path}, {Path(path).stem}[{at}] is {value}, expected "
+        assert str(caught.value).startswith(message)
         assert "partition the graph again" in str(caught.value)
 
 
@@ -281,8 +281,8 @@ def test_a_copy_of_the_structure_is_not_believed(folder: Path, caplog: pytest.Lo
         wrong[name][at] = value
         copy.save(wrong, facts, "it")
         caplog.clear()
-        found = verify.open_structure(open_dataset(folder), EDGE_TYPE)
-        assert found.indices.tolist() == right.indices.tolist()
+        structure = verify.open_structure(open_dataset(folder), EDGE_TYPE)
+        assert structure.indices.tolist() == right.indices.tolist()
         assert f"{name}[{at}] is {value}, which is out of range" in caplog.text
         assert copy.read()[1][name].tolist() == getattr(right, name).tolist()
     # A head that NumPy's parser ends in the middle of, with a checksum that is right.
@@ -292,8 +292,8 @@ def test_a_copy_of_the_structure_is_not_believed(folder: Path, caplog: pytest.Lo
     (copy.path / "stamp.json").write_text(
         json.dumps({"crc32": checksum_of(stamp["head"]), "head": stamp["head"]})
     )
-    found = verify.open_structure(open_dataset(folder), EDGE_TYPE)
-    assert found.indptr.tolist() == right.indptr.tolist()
+    structure = verify.open_structure(open_dataset(folder), EDGE_TYPE)
+    assert structure.indptr.tolist() == right.indptr.tolist()
 
 
 @pytest.mark.parametrize("etype", [RATES, FOLLOWS])
@@ -320,14 +320,14 @@ def test_whole_files_are_read_and_ids_compared_once(
     folder: Path, compared_paths: list[str], read_files: list[str]
 ) -> None:
     files = read_manifest(folder).files
-    others = ("user_ids", "feat", "weight")
-    arrays = sorted(path for path in files if not any(name in path for name in others))
+    other_names = ("user_ids", "feat", "weight")
+    arrays = sorted(path for path in files if not any(name in path for name in other_names))
     for how, times in (("never", 0), ("auto", 1), ("auto", 1), ("full", 2)):
         open_dataset(folder, verify=how)  # type: ignore[arg-type]
         assert (len(read_files), sorted(compared_paths)) == (times * len(files), sorted(times * arrays))
     # Stamps of an earlier version do not say that ids are in range, nor do another manifest's.
     stamps = folder / "cache/verified.json"
-    unchecked = {path: one[:4] for path, one in json.loads(stamps.read_text())["files"].items()}
+    unchecked = {path: stamp[:4] for path, stamp in json.loads(stamps.read_text())["files"].items()}
     stamps.write_text(json.dumps({"crc32": checksum_of(unchecked), "files": unchecked}))
     compared_paths.clear()
     read_files.clear()

@@ -91,9 +91,9 @@ def test_reading_gives_what_was_written(tmp_path_factory, case) -> None:
 def test_small_chunks_write_the_same_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     graph = random_homogeneous(3)
     assignment = random_owners(graph, 3, 4)
-    whole = write_dataset(graph, assignment, tmp_path / "whole")
+    expected = write_dataset(graph, assignment, tmp_path / "whole")
     monkeypatch.setattr(writer, "CHUNK_BYTES", 20)
-    assert write_dataset(graph, assignment, tmp_path / "chunked").checksum == whole.checksum
+    assert write_dataset(graph, assignment, tmp_path / "chunked").checksum == expected.checksum
 
 
 def test_sparse_features_are_stored_dense(tmp_path: Path) -> None:
@@ -299,8 +299,8 @@ def test_bfloat16_has_torchs_bits(stored: type) -> None:
     random = np.random.default_rng(0).normal(size=300).astype(stored)
     features = np.concatenate([values, random]).reshape(3, -1)
     got, dtypes = stored_as(graph(features), "bfloat16")
-    wanted = torch.from_numpy(features).to(torch.bfloat16)
-    assert np.array_equal(got[~np.isnan(features)], bits(wanted)[~np.isnan(features)])
+    expected = torch.from_numpy(features).to(torch.bfloat16)
+    assert np.array_equal(got[~np.isnan(features)], bits(expected)[~np.isnan(features)])
     assert np.isnan(torch.from_numpy(got.view(np.int16)).view(torch.bfloat16).float().numpy()[0, 9])
     assert dtypes == {"feat": "bfloat16", "w": "float32", "e": "bfloat16"}
 
@@ -355,8 +355,8 @@ SPARSE = SparseRows(
 
 
 def test_sparse_values_are_rounded_as_dense_ones() -> None:
-    wanted = torch.from_numpy(SPARSE.dense(np.arange(3))).to(torch.bfloat16)
-    assert np.array_equal(stored_as(graph(SPARSE), "bfloat16")[0], bits(wanted))
+    expected = torch.from_numpy(SPARSE.dense(np.arange(3))).to(torch.bfloat16)
+    assert np.array_equal(stored_as(graph(SPARSE), "bfloat16")[0], bits(expected))
 
 
 @pytest.mark.parametrize(

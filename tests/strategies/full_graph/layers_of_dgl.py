@@ -181,7 +181,7 @@ RECOMPUTED: dict[str, Callable[[], nn.Module]] = {
     # It takes the memory of what it is given.
     "reversible": lambda: Called(dglnn.GroupRevRes(Residual(2), 2), lambda conv, g, h: conv(g, h.clone()))
 }
-"""As ON_GRAPHS, where all ranks go backward at the same time, as processes do."""
+"""Like ON_GRAPHS, for ranks that all go backward at the same time, as processes do."""
 
 _REVERSED, _OF_ALL = "out-edges of each source", "only those of this rank"
 REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
@@ -218,8 +218,8 @@ class Stack(nn.Module):
         self.double()
 
     def forward(self, graphs: Any, h: Tensor) -> Tensor:
-        one, two = graphs if isinstance(graphs, list) else (graphs, graphs)
-        return self.second(two, torch.tanh(self.first(one, h)))
+        first_graph, second_graph = graphs if isinstance(graphs, list) else (graphs, graphs)
+        return self.second(second_graph, torch.tanh(self.first(first_graph, h)))
 
 
 class Jumping(nn.Module):
@@ -246,5 +246,5 @@ class Jumping(nn.Module):
             rows.append(h)
         last = both[-1].num_dst_nodes()
         # As users write it, whatever the number of rows.
-        jumped = self.jump([one[:last] for one in rows]).view(last, -1)
+        jumped = self.jump([layer_rows[:last] for layer_rows in rows]).view(last, -1)
         return self.out(jumped)

@@ -93,12 +93,12 @@ class Whole:
 
     def find_levels(self, seeds: set[int], num_layers: int, hops: int) -> list[list[set[int]]]:
         """R_i^l by server and level, by the definition."""
-        wanted = [set(seeds)]
+        levels = [set(seeds)]
         for _ in range(num_layers):
-            wanted.insert(0, wanted[0] | self.in_neighbours(wanted[0]))
+            levels.insert(0, levels[0] | self.in_neighbours(levels[0]))
         answer = []
         for server in range(self.topology.num_servers):
-            rows = [self.own_nodes(server) & wanted[level] for level in range(num_layers + 1)]
+            rows = [self.own_nodes(server) & levels[level] for level in range(num_layers + 1)]
             for level in range(hops - 1, -1, -1):
                 rows[level] = rows[level + 1] | self.in_neighbours(rows[level + 1])
             answer.append(rows)
@@ -115,9 +115,9 @@ def check_plans(
     topology = whole.topology
     for server, levels in enumerate(rows):
         members = [plans[rank] for rank in topology.ranks_of_server(server)]
-        for level, wanted in enumerate(levels):
+        for level, expected in enumerate(levels):
             held = np.concatenate([plan.rows(level) for plan in members])
-            assert sorted(held.tolist()) == sorted(wanted), (server, level)
+            assert sorted(held.tolist()) == sorted(expected), (server, level)
         for plan in members:
             _check_order(plan, levels)
             assert plan.external_nodes == len(levels[0] - whole.own_nodes(server))
@@ -142,10 +142,10 @@ def _check_edges(plan: RankPlan, number: int, whole: Whole, allowed: set[int] | 
     assert layer.targets == len(plan.rows(number)) <= layer.own_rows
     sources = np.concatenate([plan.rows(number - 1), layer.halo_nodes])
     assert layer.num_sources == len(sources)
-    wanted = whole.in_edges(set(plan.rows(number).tolist()))
+    expected = whole.in_edges(set(plan.rows(number).tolist()))
     if allowed is not None:
-        wanted = wanted[np.isin(whole.source[wanted], list(allowed))]
-    assert sorted(layer.edge_ids.tolist()) == wanted.tolist()
+        expected = expected[np.isin(whole.source[expected], list(allowed))]
+    assert sorted(layer.edge_ids.tolist()) == expected.tolist()
     assert np.array_equal(sources[layer.indices], whole.source[layer.edge_ids])
     targets = np.repeat(plan.rows(number), np.diff(layer.indptr))
     assert np.array_equal(targets, whole.destination[layer.edge_ids])
@@ -160,13 +160,13 @@ def _check_halo(plans: list[RankPlan], rank: int, number: int) -> None:
     read = set(layer.indices[layer.indices >= layer.own_rows].tolist())
     assert len(read) == len(layer.halo_nodes)
     first = 0
-    for other, count in layer.receive:
-        assert other != rank
+    for peer, count in layer.receive:
+        assert peer != rank
         assert count > 0
-        asked = layer.halo_nodes[first : first + count]
-        assert (np.diff(asked) > 0).all()
-        sent = dict(plans[other].layers[number - 1].send)[rank]
-        assert np.array_equal(plans[other].rows(number - 1)[sent], asked)
+        requested = layer.halo_nodes[first : first + count]
+        assert (np.diff(requested) > 0).all()
+        sent = dict(plans[peer].layers[number - 1].send)[rank]
+        assert np.array_equal(plans[peer].rows(number - 1)[sent], requested)
         first += count
-    senders = {other for other, plan in enumerate(plans) if rank in dict(plan.layers[number - 1].send)}
-    assert senders == {other for other, _ in layer.receive}
+    senders = {peer for peer, plan in enumerate(plans) if rank in dict(plan.layers[number - 1].send)}
+    assert senders == {peer for peer, _ in layer.receive}

@@ -63,14 +63,14 @@ def train(g: DistGraph, name: str, options: dict[str, Any]) -> Notes:
 def on_rank(folder: str) -> tuple[dict[str, Notes], dict[str, Any]]:
     with start_session(timeout_s=60) as session:
         g = DistGraph(folder)
-        found = {name: train(g, *run) for name, run in RUNS.items()}
+        results = {name: train(g, *run) for name, run in RUNS.items()}
         facts = {
             "original": g.orig_ids(np.arange(equality.NUM_NODES), NODE_TYPE).numpy(),
             "inner": g.local_nodes().numpy(),
             "servers": session.topology.server_of_rank,
         }
         g.barrier()
-        return found, facts
+        return results, facts
 
 
 @pytest.mark.parametrize(("ranks", "ranks_per_server"), [(1, 1), (4, 2), *wide((2, 2), (2, 1), (3, 1))])
@@ -79,12 +79,12 @@ def test_bytes_are_those_of_the_formula(folder: Path, ranks: int, ranks_per_serv
     servers = results[0][1]["servers"]
     outside, expected = {}, runs.one_process(runs.first_model("sage"), epochs=EPOCHS)
     for name, (_, options) in RUNS.items():
-        notes = [found[name] for found, _ in results]
+        notes = [result[name] for result, _ in results]
         pairs = halo_pairs(notes, results[0][1]["original"], servers)
         check(notes, pairs, use_pp=options.get("use_pp", True))
         outside[name] = halo_bytes(notes, True)
-        for one in notes:
-            assert difference(one.weights, expected) <= TOLERANCE, name
+        for note in notes:
+            assert difference(note.weights, expected) <= TOLERANCE, name
         check_preload(notes, [facts["inner"] for _, facts in results], servers, pairs, name)
     for name in ("hops 2", "all hops", "all hops, features anew"):
         assert outside[name] == 0
@@ -97,7 +97,10 @@ def test_bytes_are_those_of_the_formula(folder: Path, ranks: int, ranks_per_serv
 
 def halo_bytes(notes: Sequence[Notes], outside: bool) -> int:
     return sum(
-        moved[phase, outside] for one in notes for moved in one.moved for phase in ("halo", "halo_gradients")
+        moved[phase, outside]
+        for note in notes
+        for moved in note.moved
+        for phase in ("halo", "halo_gradients")
     )
 
 
@@ -112,10 +115,10 @@ def halo_pairs(notes: Sequence[Notes], original: Array, servers: Sequence[int]) 
     sources, targets = (new_of[ends] for ends in raw.edges[EDGE_TYPE])
     pairs: Counter[tuple[int, bool]] = Counter()
     for layer in WIDTHS:
-        for rank, one in enumerate(notes):
-            needed = np.unique(sources[np.isin(targets, one.rows[layer])])
-            for node in np.setdiff1d(needed, one.rows[layer - 1]):
-                holders = [r for r, other in enumerate(notes) if node in other.rows[layer - 1]]
+        for rank, note in enumerate(notes):
+            needed = np.unique(sources[np.isin(targets, note.rows[layer])])
+            for node in np.setdiff1d(needed, note.rows[layer - 1]):
+                holders = [r for r, note_of_rank in enumerate(notes) if node in note_of_rank.rows[layer - 1]]
                 same = any(servers[r] == servers[rank] for r in holders)
                 assert holders
                 pairs[layer, not same] += 1
@@ -126,7 +129,7 @@ def check(notes: Sequence[Notes], pairs: Counter[tuple[int, bool]], *, use_pp: b
     for outside in (False, True):
         first, second = (pairs[layer, outside] * WIDTHS[layer] * SIZE for layer in WIDTHS)
         for epoch in range(EPOCHS):
-            moved = sum((one.moved[epoch] for one in notes), Counter())
+            moved = sum((note.moved[epoch] for note in notes), Counter())
             assert moved["halo", outside] == second + (0 if use_pp else first)
             assert moved["halo_gradients", outside] == second
             assert moved["preload", outside] == moved["features", outside] == moved["labels", outside] == 0
@@ -140,7 +143,7 @@ def check_preload(
     name: str,
 ) -> None:
     """A row of another server comes once per server, for F x s and 8 bytes of its id; the halo besides."""
-    moved = sum((one.making for one in notes), Counter())
+    moved = sum((note.making for note in notes), Counter())
     external = 0
     for server in set(servers):
         members = [rank for rank, of in enumerate(servers) if of == server]

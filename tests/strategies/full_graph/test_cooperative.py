@@ -57,12 +57,12 @@ def two_epochs(g: DistGraph, options: dict[str, Any]) -> dict[str, Any]:
 def epochs_of(folder: str, cases: list[dict[str, Any]]) -> dict[str, Any]:
     start_session(timeout_s=60)
     g = DistGraph(folder, structure="partitioned")
-    found = {"epochs": [two_epochs(g, case) for case in cases]}
-    found["train"] = g.ndata["train_mask"][:].nonzero()[:, 0].tolist()
+    results = {"epochs": [two_epochs(g, case) for case in cases]}
+    results["train"] = g.ndata["train_mask"][:].nonzero()[:, 0].tolist()
     bounds = g.get_node_partition_policy("_N").bounds
-    found["own"] = bounds[g.session.topology.server : g.session.topology.server + 2].tolist()
+    results["own"] = bounds[g.session.topology.server : g.session.topology.server + 2].tolist()
     g.close()
-    return found
+    return results
 
 
 CASES: list[dict[str, Any]] = [
@@ -93,16 +93,25 @@ def test_every_seed_is_in_one_batch_of_its_server_and_weighs_there(epochs: list[
     for number, case in enumerate(CASES):
         ranks = [(result["own"], result["epochs"][number]) for result in epochs]
         for epoch in range(2):
-            assert all(len(one["seeds"][epoch]) == case["batches"] for _, one in ranks)
+            assert all(len(rank_results["seeds"][epoch]) == case["batches"] for _, rank_results in ranks)
             assert (
-                sorted(node for _, one in ranks for seeds in one["seeds"][epoch] for node in seeds) == train
+                sorted(
+                    node
+                    for _, rank_results in ranks
+                    for seeds in rank_results["seeds"][epoch]
+                    for node in seeds
+                )
+                == train
             )
-        for (first, last), one in ranks:
+        for (first, last), rank_results in ranks:
             assert all(
-                first <= node < last for of_epoch in one["seeds"] for seeds in of_epoch for node in seeds
+                first <= node < last
+                for of_epoch in rank_results["seeds"]
+                for seeds in of_epoch
+                for node in seeds
             )
-            assert one["counts"] == ranks[0][1]["counts"]
-            assert sum(one["counts"][: case["batches"]]) == len(train)
+            assert rank_results["counts"] == ranks[0][1]["counts"]
+            assert sum(rank_results["counts"][: case["batches"]]) == len(train)
 
 
 def test_gradients_of_an_epoch_add_up_to_the_whole_graphs(epochs: list[dict[str, Any]]) -> None:
@@ -112,18 +121,18 @@ def test_gradients_of_an_epoch_add_up_to_the_whole_graphs(epochs: list[dict[str,
     F.cross_entropy(
         model([graph, graph], graph.ndata["feat"])[targets], graph.ndata["label"][targets]
     ).backward()
-    whole = [p.grad.numpy() for p in model.parameters()]
+    expected_gradients = [p.grad.numpy() for p in model.parameters()]
     for number in range(2):
         for result in epochs:
-            found = result["epochs"][number]
+            both_epochs = result["epochs"][number]
             for epoch in range(2):
                 steps = slice(3 * epoch, 3 * epoch + 3)
                 total = [
-                    sum(g * n for g, n in zip(of_parameter, found["counts"][steps], strict=True))
+                    sum(g * n for g, n in zip(of_parameter, both_epochs["counts"][steps], strict=True))
                     / len(targets)
-                    for of_parameter in zip(*found["gradients"][steps], strict=True)
+                    for of_parameter in zip(*both_epochs["gradients"][steps], strict=True)
                 ]
-                assert difference(total, whole) <= TOLERANCE
+                assert difference(total, expected_gradients) <= TOLERANCE
 
 
 def test_ranks_of_a_server_share_the_batches_of_one(everything: dict[int, list[dict[str, Any]]]) -> None:
@@ -132,24 +141,28 @@ def test_ranks_of_a_server_share_the_batches_of_one(everything: dict[int, list[d
         for server, alone in enumerate(everything[2]):
             pair = everything[4][2 * server : 2 * server + 2]
             for epoch in range(2):
-                shared = zip(*(one["epochs"][number]["seeds"][epoch] for one in pair), strict=True)
+                shared = zip(
+                    *(rank_results["epochs"][number]["seeds"][epoch] for rank_results in pair), strict=True
+                )
                 assert [sorted(first + second) for first, second in shared] == [
                     sorted(seeds) for seeds in alone["epochs"][number]["seeds"][epoch]
                 ]
-            rows = zip(*(one["epochs"][number]["rows"] for one in pair), strict=True)
+            rows = zip(*(rank_results["epochs"][number]["rows"] for rank_results in pair), strict=True)
             assert [sum(step) for step in rows] == alone["epochs"][number]["rows"]
-            for one in pair:
-                for mine, other in zip(
-                    one["epochs"][number]["gradients"], alone["epochs"][number]["gradients"], strict=True
+            for rank_results in pair:
+                for gradient, expected_gradient in zip(
+                    rank_results["epochs"][number]["gradients"],
+                    alone["epochs"][number]["gradients"],
+                    strict=True,
                 ):
-                    assert difference(mine, other) <= TOLERANCE
+                    assert difference(gradient, expected_gradient) <= TOLERANCE
 
 
 def test_compositions_are_what_they_say(epochs: list[dict[str, Any]]) -> None:
     for result in epochs:
         random, ordered = [result["epochs"][n]["seeds"] for n in range(2)]
-        assert [sorted(one) for one in random[0]] == [sorted(one) for one in random[1]]
-        assert [sorted(one) for one in ordered[0]] == [sorted(one) for one in ordered[1]]
+        assert [sorted(batch) for batch in random[0]] == [sorted(batch) for batch in random[1]]
+        assert [sorted(batch) for batch in ordered[0]] == [sorted(batch) for batch in ordered[1]]
 
 
 def test_what_is_kept_moves_in_the_first_epoch_alone(epochs: list[dict[str, Any]]) -> None:
@@ -166,21 +179,21 @@ def test_what_is_kept_moves_in_the_first_epoch_alone(epochs: list[dict[str, Any]
 def second_run(folder: str) -> dict[str, Any]:
     start_session(timeout_s=60)
     g = DistGraph(folder, structure="partitioned")
-    found = two_epochs(g, CASES[0])
+    result = two_epochs(g, CASES[0])
     g.close()
-    return found
+    return result
 
 
 def test_a_later_run_reads_the_plans(folder: Path) -> None:
     first = run_ranks(second_run, 3, args=(str(folder),), ranks_per_server=2)
     again = run_ranks(second_run, 3, args=(str(folder),), ranks_per_server=2)
-    assert sum(one["moved"][0]["preload_structure"] for one in first) > 0
+    assert sum(first_run["moved"][0]["preload_structure"] for first_run in first) > 0
     for phase in ("preload_structure", "preload"):
-        assert sum(sum(moved[phase] for moved in one["moved"]) for one in again) == 0
-    for one, other in zip(first, again, strict=True):
-        assert one["seeds"] == other["seeds"]
-        for mine, theirs in zip(one["gradients"], other["gradients"], strict=True):
-            assert difference(mine, theirs) == 0
+        assert sum(sum(moved[phase] for moved in first_run["moved"]) for first_run in again) == 0
+    for first_run, later_run in zip(first, again, strict=True):
+        assert first_run["seeds"] == later_run["seeds"]
+        for gradient, expected_gradient in zip(first_run["gradients"], later_run["gradients"], strict=True):
+            assert difference(gradient, expected_gradient) == 0
 
 
 def test_plans_of_another_seed_are_not_found_and_a_closed_graph_is_let_go(folder: Path) -> None:
@@ -209,12 +222,12 @@ def test_the_next_batch_is_loaded_meanwhile_and_too_many_are_refused(folder: Pat
             return columns
 
         loader._reader.targets = read_and_release
-        found, waits = 0, []
+        num_batches, waits = 0, []
         for step, _ in enumerate(loader):
             # The loop's own thread stands still here, so somebody else must read the next one.
-            while found < min(step + 2, 4) and read.acquire(timeout=30):
-                found += 1
-            waits.append(found)
+            while num_batches < min(step + 2, 4) and read.acquire(timeout=30):
+                num_batches += 1
+            waits.append(num_batches)
         assert waits == [2, 3, 4, 4]
         for options, seeds, words in (
             (

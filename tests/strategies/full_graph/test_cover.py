@@ -66,8 +66,8 @@ def test_covers_are_minimal() -> None:
 
 def test_a_star_is_one_row_either_way() -> None:
     hub, leaves = np.zeros(5, np.int64), np.arange(5)
-    assert [int(one.sum()) for one in minimum_cover(hub, leaves, 1, 5)] == [1, 0]
-    assert [int(one.sum()) for one in minimum_cover(leaves, hub, 5, 1)] == [0, 1]
+    assert [int(side.sum()) for side in minimum_cover(hub, leaves, 1, 5)] == [1, 0]
+    assert [int(side.sum()) for side in minimum_cover(leaves, hub, 5, 1)] == [0, 1]
 
 
 @pytest.mark.parametrize(
@@ -133,7 +133,7 @@ def test_sums_of_all_ranks_are_those_of_the_whole_halo(servers: int, per_server:
                 *cover.layer.receive
             ]
             fewer += sum(count for _, count in layer.receive) - sum(map(len, halo))
-            found = sum_in_edges(
+            sums = sum_in_edges(
                 cover.layer.indptr,
                 cover.layer.indices,
                 np.concatenate([extended[rank], *halo]),
@@ -141,9 +141,9 @@ def test_sums_of_all_ranks_are_those_of_the_whole_halo(servers: int, per_server:
             )
             sources = np.concatenate([value[made[rank].rows(number)], value[layer.halo_nodes]])
             expected = sum_in_edges(layer.indptr, layer.indices, sources, weights[rank])
-            np.testing.assert_allclose(found, expected, rtol=0, atol=1e-12)
-            for one, most in zip(cover.layer.receive, layer.receive, strict=True):
-                assert one[1] <= most[1]
+            np.testing.assert_allclose(sums, expected, rtol=0, atol=1e-12)
+            for covered, most in zip(cover.layer.receive, layer.receive, strict=True):
+                assert covered[1] <= most[1]
     assert fewer > 0
 
 
@@ -154,14 +154,14 @@ def test_a_written_plan_keeps_its_covers(tmp_path: Path) -> None:
     )
     assert write_plan(folder, plan)
     again = read_plan(folder)
-    for one, other in zip(again.layers, plan.layers, strict=True):
-        assert one.cover is not None
-        assert other.cover is not None
-        assert isinstance(one.cover.layer, HaloLayer)
-        for name, array in vars(other.cover.layer).items():
-            np.testing.assert_equal(getattr(one.cover.layer, name), array)
+    for first, second in zip(again.layers, plan.layers, strict=True):
+        assert first.cover is not None
+        assert second.cover is not None
+        assert isinstance(first.cover.layer, HaloLayer)
+        for name, array in vars(second.cover.layer).items():
+            np.testing.assert_equal(getattr(first.cover.layer, name), array)
         for name in ("indptr", "indices", "send_edges", "receive_edges"):
-            np.testing.assert_equal(getattr(one.cover, name), getattr(other.cover, name))
+            np.testing.assert_equal(getattr(first.cover, name), getattr(second.cover, name))
 
 
 PHASES = (FORWARD, BACKWARD, ONCE)
@@ -215,17 +215,17 @@ def on_rank(folder: str) -> tuple[HaloLayer, dict[str, list[dict[str, int]]]]:
         g = DistGraph(folder)
         lg = dx.local_graph(g, columns=[], edge_columns=["weight"], targets=None)
         lg.edata["w"], lg.whole = lg.edata["weight"][:, 0].clone(), g
-        found = {}
+        results = {}
         for name, layer in LAYERS.items():
             torch.manual_seed(0)
             x = torch.randn(lg.num_nodes(), WIDTH, requires_grad=True)
             steps = [lambda x=x, layer=layer: layer(lg, x).sum().backward()] * 2
-            found[name] = [count_bytes(session, step) for step in steps]
+            results[name] = [count_bytes(session, step) for step in steps]
         check_changed_weights(lg, x.detach())
         owned = np.arange(*g.get_node_partition_policy(NODE_TYPE).bounds[g.rank() : g.rank() + 2])
         (planned,) = make_plans(g, owned, 1, 0, cover=True).layers
         g.barrier()
-        return planned, found
+        return planned, results
 
 
 def test_bytes_are_the_rows_of_the_covers(tmp_path: Path) -> None:
@@ -235,8 +235,8 @@ def test_bytes_are_the_rows_of_the_covers(tmp_path: Path) -> None:
     layers = [layer for layer, _ in results]
     covers = [layer.cover for layer in layers if layer.cover is not None]
     halo = sum(count for layer in layers for _, count in layer.receive) * SIZE
-    cover = sum(count for one in covers for _, count in one.layer.receive) * SIZE
-    weights = sum(count for one in covers for _, count in one.receive_edges) * SIZE
+    cover = sum(count for plan in covers for _, count in plan.layer.receive) * SIZE
+    weights = sum(count for plan in covers for _, count in plan.receive_edges) * SIZE
     assert 0 < cover < halo
     assert weights > 0
     assert border_rows(open_dataset(folder), 4) == (halo // SIZE, cover // SIZE)
@@ -253,7 +253,9 @@ def test_bytes_are_the_rows_of_the_covers(tmp_path: Path) -> None:
     for name, num_bytes in expected.items():
         for step in range(2):
             once = weights if (name, step) == ("weights", 0) else 0
-            total = {phase: sum(found[name][step][phase] for _, found in results) for phase in PHASES}
+            total = {
+                phase: sum(rank_results[name][step][phase] for _, rank_results in results) for phase in PHASES
+            }
             assert total == {FORWARD: num_bytes, BACKWARD: num_bytes, ONCE: once}, (name, step)
 
 

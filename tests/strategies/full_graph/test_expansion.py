@@ -44,8 +44,8 @@ def test_ordered_batches_of_two_rings_with_one_bridge_are_the_rings() -> None:
     }
     assert pieces == {tuple(range(0, 40, 6)), tuple(range(3, 40, 6))}
     assert cluster_seeds(structure, np.arange(40), seeds, 1, seed=0).tolist() == [0] * len(seeds)
-    one, again, other = ([*map(list, compose_batches(seeds, 2, "random", seed=seed))] for seed in (1, 1, 2))
-    assert one == again != other
+    first, again, third = ([*map(list, compose_batches(seeds, 2, "random", seed=seed))] for seed in (1, 1, 2))
+    assert first == again != third
 
 
 NONE = np.empty(0, np.int64)
@@ -135,37 +135,37 @@ POLICIES, HOPS, FANOUTS = get_args(EasPolicy), (0, 1, 2, 3), (1, 2, 3, -1)
 
 @pytest.fixture(scope="module")
 def chosen_by() -> dict[tuple[EasPolicy, int, int], set[int]]:
-    """What the second of three servers chooses, by policy, hops and fan-out."""
+    """Nodes that the second of three servers chooses, by policy, hops and fan-out."""
     context = plain_context(3, 1)
     own = context.own_range(SERVER)
-    found = {}
+    results = {}
     for policy, hops, fanout in product(POLICIES, HOPS, FANOUTS):
         options = EasOptions(hops=hops, fanout=fanout, policy=policy)
         # Nodes are asked for some at a time.
         with mock.patch.object(expansion, "CHUNK", 7):
             nodes = select_external(context.structure, own, np.arange(*own), options, seed=3)
         assert nodes.tolist() == sorted(set(nodes.tolist()))
-        found[policy, hops, fanout] = set(nodes.tolist())
-    return found
+        results[policy, hops, fanout] = set(nodes.tolist())
+    return results
 
 
 def test_rounds_by_the_definition(chosen_by: dict[tuple[EasPolicy, int, int], set[int]]) -> None:
-    whole = whole_of(plain_context(3, 1))
+    whole_graph = whole_of(plain_context(3, 1))
     for (policy, hops, fanout), nodes in chosen_by.items():
-        selected = frontier = whole.own_nodes(SERVER)
+        selected = frontier = whole_graph.own_nodes(SERVER)
         for number in range(1, hops + 1):
-            found = chosen_by[policy, number, fanout] - selected
-            read = whole.in_neighbours(frontier)
-            assert found <= read - selected
+            added = chosen_by[policy, number, fanout] - selected
+            read = whole_graph.in_neighbours(frontier)
+            assert added <= read - selected
             if fanout == -1:
-                assert found == read - selected
+                assert added == read - selected
             else:
-                assert len(found) <= fanout * len(frontier)
+                assert len(added) <= fanout * len(frontier)
             for node in frontier if fanout > 0 else ():
-                candidates = whole.in_neighbours({node}) - selected
+                candidates = whole_graph.in_neighbours({node}) - selected
                 # Others may have chosen more of them; of its own choice none is missing.
-                assert len(candidates & found) >= min(fanout, len(candidates))
-            selected, frontier = selected | found, found
+                assert len(candidates & added) >= min(fanout, len(candidates))
+            selected, frontier = selected | added, added
         assert nodes == selected
         # Selections contain each other.
         assert nodes <= chosen_by.get((policy, hops + 1, fanout), nodes)
@@ -177,22 +177,22 @@ def test_degree_prefers_nodes_that_read_much_from_outside(
     chosen_by: dict[tuple[EasPolicy, int, int], set[int]],
 ) -> None:
     context = plain_context(3, 1)
-    whole, own = whole_of(context), context.own_range(SERVER)
+    whole_graph, own = whole_of(context), context.own_range(SERVER)
     scores = context.structure.in_degrees(np.arange(NUM_NODES), own)
-    inner = whole.own_nodes(SERVER)
+    inner = whole_graph.own_nodes(SERVER)
     for node in range(NUM_NODES):
-        sources = whole.source[whole.destination == node].tolist()
+        sources = whole_graph.source[whole_graph.destination == node].tolist()
         assert scores[node] == sum(source not in inner for source in sources)
     for node in inner:
-        candidates = whole.in_neighbours({node}) - inner
-        best = max((scores[one] for one in candidates), default=0)
-        taken = candidates & chosen_by["degree", 1, 1]
-        assert not candidates or any(scores[one] == best for one in taken)
+        candidates = whole_graph.in_neighbours({node}) - inner
+        best = max((scores[candidate] for candidate in candidates), default=0)
+        chosen = candidates & chosen_by["degree", 1, 1]
+        assert not candidates or any(scores[node] == best for node in chosen)
 
 
 def test_other_seeds_and_batches(chosen_by: dict[tuple[EasPolicy, int, int], set[int]]) -> None:
     context = plain_context(3, 1)
-    own, whole = context.own_range(SERVER), whole_of(context)
+    own, whole_graph = context.own_range(SERVER), whole_of(context)
 
     def rule(options: EasOptions, seed: int = 3) -> set[int]:
         return set(make_selection(options, seed=seed)(context.structure, own, np.arange(*own)[:4]).tolist())
@@ -201,4 +201,4 @@ def test_other_seeds_and_batches(chosen_by: dict[tuple[EasPolicy, int, int], set
     assert rule(options) == chosen
     assert any(rule(options, seed) != chosen for seed in range(4, 12))
     seeds = set(range(own[0], own[0] + 4))
-    assert rule(EasOptions(inner="batch")) == seeds | whole.in_neighbours(seeds)
+    assert rule(EasOptions(inner="batch")) == seeds | whole_graph.in_neighbours(seeds)

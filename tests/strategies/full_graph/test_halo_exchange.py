@@ -80,7 +80,7 @@ def test_sums_have_the_same_bits_whoever_is_first() -> None:
     """Three peers give to the same rows, and 2^24 + 1 - 2^24 is 1 in one order and 0 in another."""
     parts = [torch.full((2 * PIECE, WIDTH), value) for value in (2.0**24, 1.0, -(2.0**24))]
     rows = [torch.arange(2 * PIECE)] * 3
-    found = []
+    results = []
     for order in ([0, 1, 2], [2, 1, 0], [1, 2, 0]):
         total = torch.zeros(2 * PIECE, WIDTH)
         incoming = [Incoming(rank=n, rows=part) for n, part in enumerate(parts)]
@@ -95,10 +95,10 @@ def test_sums_have_the_same_bits_whoever_is_first() -> None:
             while next(work, False):
                 pass
         assert list(work) == []
-        found.append(total)
-    assert torch.equal(found[0], torch.zeros_like(found[0]))
-    assert torch.equal(found[0], found[1])
-    assert torch.equal(found[0], found[2])
+        results.append(total)
+    assert torch.equal(results[0], torch.zeros_like(results[0]))
+    assert torch.equal(results[0], results[1])
+    assert torch.equal(results[0], results[2])
 
 
 OWN = (5, 7, 0, 3)
@@ -150,9 +150,9 @@ def check_values(halo: HaloExchange, rank: int) -> None:
     for width in ((3,), (), (2, 4), (0,)):
         x = everything(OWN, *width)
         h = own(x, rank).detach().requires_grad_()
-        whole = halo.exchange(h)
-        assert torch.equal(whole, x[rows])
-        whole.sum().backward()
+        all_rows = halo.exchange(h)
+        assert torch.equal(all_rows, x[rows])
+        all_rows.sum().backward()
     for dtype in (torch.int64, torch.bool, torch.float16, torch.bfloat16, torch.float32, torch.uint8):
         x = everything(OWN, 3).mul(10).abs().to(dtype)
         assert torch.equal(halo.exchange(own(x, rank)), x[rows])
@@ -168,7 +168,7 @@ def check_values(halo: HaloExchange, rank: int) -> None:
 
 
 def check_gradcheck(halo: HaloExchange) -> None:
-    sizes = [len(rows_of(other, OWN, NEEDS)) for other in range(len(OWN))]
+    sizes = [len(rows_of(rank, OWN, NEEDS)) for rank in range(len(OWN))]
 
     def whole(x: Tensor) -> Tensor:
         return Join.apply(halo.exchange(Part.apply(x, OWN)), sizes)
@@ -195,11 +195,11 @@ def check_halves_are_added_wide(halo: HaloExchange, rank: int) -> None:
         h = torch.zeros(OWN[rank], 2, dtype=dtype, requires_grad=True)
         y = torch.full((halo.own_rows + halo.num_halo, 2), small, dtype=dtype)
         y[: OWN[rank]] = 1.0
-        (found,) = torch.autograd.grad(halo.exchange(h), h, y)
-        count = torch.bincount(torch.cat([rows_of(other, OWN, NEEDS) for other in range(len(OWN))]))
+        (gradient,) = torch.autograd.grad(halo.exchange(h), h, y)
+        count = torch.bincount(torch.cat([rows_of(server, OWN, NEEDS) for server in range(len(OWN))]))
         expected = (1 + (own(count, rank) - 1) * small).to(dtype)[:, None].expand(-1, 2)
-        assert found.dtype == dtype
-        assert torch.equal(found, expected)
+        assert gradient.dtype == dtype
+        assert torch.equal(gradient, expected)
 
 
 def check_bytes(session: Session, halo: HaloExchange, rank: int) -> None:
@@ -207,7 +207,7 @@ def check_bytes(session: Session, halo: HaloExchange, rank: int) -> None:
     h = own(everything(OWN, 3), rank).clone().requires_grad_()
     halo.exchange(h).sum().backward()
     halo.fetch(h, phase="preload")
-    found = {
+    results = {
         (row.phase, row.layer, row.source, row.destination, row.inside): row.num_bytes
         for row in session.ledger.since(before)
     }
@@ -219,7 +219,7 @@ def check_bytes(session: Session, halo: HaloExchange, rank: int) -> None:
             expected["preload", 2, peer, to, inside] = size
         if to == rank:
             expected["halo_gradients", 2, to, peer, inside] = size
-    assert found == expected
+    assert results == expected
     before = session.ledger.snapshot()
     halo.exchange(h, kept=torch.zeros(halo.num_halo, 3, dtype=h.dtype))
     assert session.ledger.since(before) == []
@@ -245,29 +245,29 @@ def check_large(session: Session, rank: int) -> None:
     halo = HaloExchange(session, layer_of(rank, sizes, needs), 3)
     x = everything(sizes, 16, dtype=torch.float32)
     y = x[rows_of(rank, sizes, needs)] * (rank + 0.1)
-    found = []
+    results = []
     for _ in range(2):
         h = own(x, rank, sizes).clone().requires_grad_()
         out = halo.exchange(h)
         assert torch.equal(out, x[rows_of(rank, sizes, needs)])
         out.backward(y)
         assert h.grad is not None
-        found.append(h.grad)
-    assert torch.equal(*found)
+        results.append(h.grad)
+    assert torch.equal(*results)
     expected = own(x, rank, sizes) * (rank + 0.1)
     step = halo_exchange.PIECE_BYTES // (16 * 4)
-    lanes = [(other, torch.tensor(needs[other, rank]).split(step)) for other in range(4) if other != rank]
+    lanes = [(peer, torch.tensor(needs[peer, rank]).split(step)) for peer in range(4) if peer != rank]
     for turn in range(max(len(lane) for _, lane in lanes)):
-        for other, lane in lanes:
+        for peer, lane in lanes:
             for rows in lane[turn : turn + 1]:
-                expected.index_add_(0, rows, own(x, rank, sizes)[rows] * (other + 0.1))
-    assert torch.equal(found[0], expected)
+                expected.index_add_(0, rows, own(x, rank, sizes)[rows] * (peer + 0.1))
+    assert torch.equal(results[0], expected)
     assert row_exchanges(session).seconds(reset=True) > 0
     assert row_exchanges(session).seconds() == 0
 
 
 def check_through_the_host(halo: HaloExchange, rank: int) -> None:
-    """What lies elsewhere is copied to kept memory and from there; the second must not change the first."""
+    """Rows on another device pass through reused memory. A second exchange must not change the first."""
     x, rows = everything(OWN, 3), rows_of(rank, OWN, NEEDS)
     with mock.patch.object(halo_exchange, "is_on_host", return_value=False):
         first, second = halo.exchange(own(x, rank)), halo.exchange(own(-x, rank))
@@ -276,7 +276,7 @@ def check_through_the_host(halo: HaloExchange, rank: int) -> None:
 
 
 def check_between_accelerators(session: Session, halo: HaloExchange, rank: int) -> None:
-    """What NCCL would do is done by gloo, with the same messages in the same order."""
+    """Gloo replaces NCCL, with the same messages in the same order."""
     exchanges = row_exchanges(session)
     assert exchanges.devices is None
     devices = DeviceExchange(session, torch.device("cpu"))
@@ -361,9 +361,9 @@ def in_another(what: str) -> str:
 def test_another_order_or_width_is_reported(
     what: str, on_zero: str, on_one: str, environment: dict[str, str]
 ) -> None:
-    zero, one = run_ranks(in_another, 2, args=(what,), environment=environment)
+    zero, first = run_ranks(in_another, 2, args=(what,), environment=environment)
     assert re.search(on_zero, zero, re.DOTALL)
-    assert re.search(on_one, one, re.DOTALL)
+    assert re.search(on_one, first, re.DOTALL)
 
 
 def with_a_silent_rank() -> str:
@@ -435,14 +435,14 @@ def from_two_threads() -> None:
     with start_session(timeout_s=30) as session:
         first, _ = two_layers(session)
         if session.topology.rank == 0:
-            other = threading.Thread(target=first.exchange, args=(torch.zeros(3, 2),))
-            other.start()
+            thread = threading.Thread(target=first.exchange, args=(torch.zeros(3, 2),))
+            thread.start()
             while not row_exchanges(session).streams._in_use.locked():
                 time.sleep(0.01)
             with pytest.raises(ConfigError, match="two threads exchange halo rows at the same time"):
                 first.exchange(torch.zeros(3, 2))
             barrier(session, "two threads")
-            other.join()
+            thread.join()
         else:
             barrier(session, "two threads")
             first.exchange(torch.zeros(3, 2))

@@ -21,9 +21,9 @@ from dglx_dist.strategies.full_graph.halo_plan import HaloLayer, PlanCache, Rank
 @pytest.mark.parametrize("num_ids", [10, 1 << 40])
 def test_ids_without_a_row_have_no_place(num_ids: int) -> None:
     """Nor have those outside of the range, which other ranks might send."""
-    asked = np.array([9, 7, 2, 7, 3, -1, num_ids, 1 << 50, -(1 << 50)])
-    assert RowPositions(np.array([7, 2, 9]), num_ids).find(asked).tolist() == [2, 0, 1, 0, *[-1] * 5]
-    assert RowPositions(np.empty(0, np.int64), num_ids).find(asked).tolist() == [-1] * len(asked)
+    requested = np.array([9, 7, 2, 7, 3, -1, num_ids, 1 << 50, -(1 << 50)])
+    assert RowPositions(np.array([7, 2, 9]), num_ids).find(requested).tolist() == [2, 0, 1, 0, *[-1] * 5]
+    assert RowPositions(np.empty(0, np.int64), num_ids).find(requested).tolist() == [-1] * len(requested)
 
 
 def a_plan(seeds: int = 1) -> RankPlan:
@@ -76,9 +76,9 @@ def test_plans_are_found_again_by_all_that_they_depend_on(
     assert not cache.holds(0)
     assert cache.write(0, deep)
     cache.read(0).nodes[0] = 1
-    found = cache_at(tmp_path).read(0)
-    assert same(found, deep)
-    assert found.layers[0] is found.layers[1] is found.layers[2]
+    plan = cache_at(tmp_path).read(0)
+    assert same(plan, deep)
+    assert plan.layers[0] is plan.layers[1] is plan.layers[2]
     assert not cache.holds(1)
     for changed in ({"rank": 1}, {"seed": 1}, {"checksum": "abd"}):
         assert not cache_at(tmp_path, **changed).holds(0)
@@ -119,14 +119,14 @@ def test_rows_come_back_to_those_who_ask_for_the_same(tmp_path: Path, dtype: tor
     assert cache.read_rows(column(dtype), IDS) is None
     assert cache.write_rows(column(dtype), IDS, rows)
     for _ in range(2):
-        found = cache_at(tmp_path).read_rows(column(dtype), IDS)
-        assert found is not None
-        assert found.dtype == dtype
-        assert torch.equal(found, rows)
+        read_rows = cache_at(tmp_path).read_rows(column(dtype), IDS)
+        assert read_rows is not None
+        assert read_rows.dtype == dtype
+        assert torch.equal(read_rows, rows)
         # The file does not change.
-        found.zero_()
-    for other, ids in ((dtype, IDS[[1, 0, 2]]), (dtype, IDS[:2]), (torch.float64, IDS)):
-        assert cache.read_rows(column(other), ids) is None
+        read_rows.zero_()
+    for other_dtype, ids in ((dtype, IDS[[1, 0, 2]]), (dtype, IDS[:2]), (torch.float64, IDS)):
+        assert cache.read_rows(column(other_dtype), ids) is None
     assert cache.read_rows(column(dtype, name="other"), IDS) is None
 
 

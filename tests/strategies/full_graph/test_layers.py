@@ -65,9 +65,9 @@ def raw_graph() -> RawGraph:
     Its edges are in no order, which the results of an LSTM show.
     """
     random = np.random.default_rng(3)
-    others = random.integers(NUM_NODES, size=(2, 120))
-    others = others[:, PART_OF[others[1]] < RANKS - 1]
-    ends = np.unique(np.concatenate([others, [np.arange(NUM_NODES)] * 2], axis=1), axis=1)
+    random_edges = random.integers(NUM_NODES, size=(2, 120))
+    random_edges = random_edges[:, PART_OF[random_edges[1]] < RANKS - 1]
+    ends = np.unique(np.concatenate([random_edges, [np.arange(NUM_NODES)] * 2], axis=1), axis=1)
     ends = random.permutation(ends, axis=1)
     return RawGraph(
         name="layers",
@@ -81,10 +81,13 @@ def raw_graph() -> RawGraph:
 def whole_graph_of(g: DistGraph) -> dgl.DGLGraph:
     """The graph in one process, with the ids of ``g`` and the source's order of edges."""
     in_source_order = g.orig_edge_ids(torch.arange(g.num_edges())).argsort()
-    whole = dgl.graph(g.find_edges(in_source_order), num_nodes=NUM_NODES)
-    whole.edata[dgl.EID] = in_source_order
-    whole.ndata[dgl.NID], whole.ndata["x"] = torch.arange(NUM_NODES), g.ndata["x"][torch.arange(NUM_NODES)]
-    return whole
+    whole_graph = dgl.graph(g.find_edges(in_source_order), num_nodes=NUM_NODES)
+    whole_graph.edata[dgl.EID] = in_source_order
+    whole_graph.ndata[dgl.NID], whole_graph.ndata["x"] = (
+        torch.arange(NUM_NODES),
+        g.ndata["x"][torch.arange(NUM_NODES)],
+    )
+    return whole_graph
 
 
 def run(model: nn.Module, graphs: Any, x: Tensor, rows: Any, factors: Tensor) -> list[Tensor]:
@@ -93,12 +96,12 @@ def run(model: nn.Module, graphs: Any, x: Tensor, rows: Any, factors: Tensor) ->
     with EmptyPartition():  # as in HaloModel
         out = model(graphs, x)[rows]
     # Reversible layers take the memory of their output in backward.
-    found = [out.detach().clone()]
+    results = [out.detach().clone()]
     (out * factors).sum().backward()
-    for one in (x, *model.parameters()):
-        found.append(torch.zeros_like(one) if one.grad is None else one.grad)
+    for leaf in (x, *model.parameters()):
+        results.append(torch.zeros_like(leaf) if leaf.grad is None else leaf.grad)
     model.zero_grad(set_to_none=True)
-    return found
+    return results
 
 
 def furthest(model: nn.Module, graphs: Any, nodes: Tensor, whole: dgl.DGLGraph, seeds: Tensor) -> float:
@@ -106,12 +109,12 @@ def furthest(model: nn.Module, graphs: Any, nodes: Tensor, whole: dgl.DGLGraph, 
     own = nodes[: graphs[-1].num_dst_nodes()] if isinstance(graphs, list) else nodes
     factors, x = torch.cos(torch.arange(4.0 * NUM_NODES)).view(NUM_NODES, 4), whole.ndata["x"]
     out, of_x, *of_weights = run(model, graphs, x[nodes], slice(None), factors[own])
-    for one in of_weights:
-        dist.all_reduce(one)
-    expected, of_all, *theirs = run(model, whole, x.clone(), seeds, factors[seeds])
+    for gradient in of_weights:
+        dist.all_reduce(gradient)
+    expected, of_all, *expected_weights = run(model, whole, x.clone(), seeds, factors[seeds])
     by_node = torch.zeros(NUM_NODES, 4).index_copy(0, seeds, expected)
-    pairs = zip([out, of_x, *of_weights], [by_node[own], of_all[nodes], *theirs], strict=True)
-    return max(float((one - other).abs().max()) if one.numel() else 0.0 for one, other in pairs)
+    pairs = zip([out, of_x, *of_weights], [by_node[own], of_all[nodes], *expected_weights], strict=True)
+    return max(float((left - right).abs().max()) if left.numel() else 0.0 for left, right in pairs)
 
 
 def blocks_of(g: DistGraph, seeds: Tensor, *, cover: bool) -> tuple[Tensor, list[HaloBlock], RankPlan]:
@@ -138,7 +141,7 @@ def on_rank(folder: str) -> dict[str, Any]:
             dx.local_graph(g, columns=["nope"])
         with pytest.raises(ConfigError, match="disagree on a local graph: rank 0 has use_pp=False, rank 1 "):
             dx.local_graph(g, use_pp=g.rank() > 0)
-        whole, lg = whole_graph_of(g), dx.local_graph(g, edge_columns=["w"])
+        whole_graph, lg = whole_graph_of(g), dx.local_graph(g, edge_columns=["w"])
         assert torch.equal(lg.edata["w"], g.edata["w"][lg.edata[dgl.EID]])
         strategy: Any = STRATEGIES.get("full_graph")(session, {}).open(g)
         twice, lg.step_share = (
@@ -156,22 +159,24 @@ def on_rank(folder: str) -> dict[str, Any]:
         covered = dx.local_graph(g, columns=[], edge_columns=["w"], targets=None)
         covered.ndata["x"] = lg.ndata["x"]
         _, covers, _ = blocks_of(g, seeds, cover=True)
-        found: dict[str, Any] = {"targets": plan.seeds, "halo": lg._block.halo_rows}
-        found["repeats"] = [needs_repeated_row(layer) for layer in plan.layers]
+        results: dict[str, Any] = {"targets": plan.seeds, "halo": lg._block.halo_rows}
+        results["repeats"] = [needs_repeated_row(layer) for layer in plan.layers]
         everyone = torch.arange(NUM_NODES)
         for name in WITHOUT_HOOKS:
-            found[f"{name}/without hooks"] = furthest(MODELS[name](), blocks, nodes, whole, seeds)
+            results[f"{name}/without hooks"] = furthest(MODELS[name](), blocks, nodes, whole_graph, seeds)
         for name, make in MODELS.items():
             install(model := make())
             if name in LAYERS or name == "jumping":
-                found[f"{name}/blocks"] = furthest(model, blocks, nodes, whole, seeds)
-                found[f"{name}/blocks, cover"] = furthest(model, covers, nodes, whole, seeds)
-            found[f"{name}/graph"] = furthest(model, lg, lg.ndata[dgl.NID], whole, everyone)
-            found[f"{name}/graph, cover"] = furthest(model, covered, lg.ndata[dgl.NID], whole, everyone)
-        check_blocks(blocks, [torch.from_numpy(plan.rows(level)) for level in range(3)], whole)
-        check_local_graph(lg, whole)
+                results[f"{name}/blocks"] = furthest(model, blocks, nodes, whole_graph, seeds)
+                results[f"{name}/blocks, cover"] = furthest(model, covers, nodes, whole_graph, seeds)
+            results[f"{name}/graph"] = furthest(model, lg, lg.ndata[dgl.NID], whole_graph, everyone)
+            results[f"{name}/graph, cover"] = furthest(
+                model, covered, lg.ndata[dgl.NID], whole_graph, everyone
+            )
+        check_blocks(blocks, [torch.from_numpy(plan.rows(level)) for level in range(3)], whole_graph)
+        check_local_graph(lg, whole_graph)
         g.close()
-        return found
+        return results
 
 
 def close(found: Tensor, expected: Tensor) -> None:
@@ -290,16 +295,16 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 def test_layers_compute_on_ranks_what_they_compute_in_one_process(
     results: list[dict[str, Any]], name: str
 ) -> None:
-    for one in results:
-        found = {key: value for key, value in one.items() if key.partition("/")[0] == name}
-        assert found
-        assert all(value <= TOLERANCE for value in found.values()), found
+    for rank_results in results:
+        values = {key: value for key, value in rank_results.items() if key.partition("/")[0] == name}
+        assert values
+        assert all(value <= TOLERANCE for value in values.values()), values
 
 
 def test_the_graph_has_the_ranks_that_matter(results: list[dict[str, Any]]) -> None:
     """Two have no target, and one of them has rows of others; the other one sends without receiving."""
-    assert [one["targets"] > 0 for one in results] == [True, True, False, False]
-    assert [one["halo"] > 0 for one in results] == [True, True, True, False]
+    assert [result["targets"] > 0 for result in results] == [True, True, False, False]
+    assert [result["halo"] > 0 for result in results] == [True, True, True, False]
     assert results[3]["repeats"][0]
 
 
@@ -309,8 +314,8 @@ def test_the_table_of_layers_is_whole() -> None:
     named = {type(module).__name__ for model in made for module in model.modules()}
     of_dgl = {
         name
-        for name, found in vars(dgl.nn.pytorch.conv).items()
-        if isinstance(found, type) and issubclass(found, nn.Module)
+        for name, layer_class in vars(dgl.nn.pytorch.conv).items()
+        if isinstance(layer_class, type) and issubclass(layer_class, nn.Module)
     }
     # Dense ones take a matrix, those of cuGraph a GPU and its own library; a norm of weights is no layer.
     elsewhere = {name for name in of_dgl if name.startswith(("Dense", "CuGraph"))} | {"EdgeWeightNorm"}

@@ -30,10 +30,10 @@ WAYS: dict[str, tuple[str, dict[str, Any]]] = {
 def on_rank(folder: str) -> dict[str, Any]:
     with start_session(timeout_s=60) as session:
         g = DistGraph(folder)
-        found: dict[str, Any] = {}
+        results: dict[str, Any] = {}
         for name, (strategy, options) in WAYS.items():
             _, loader = runs.open_loader(g, strategy, options)
-            found[name] = look_at(g, loader, use_pp=options.get("use_pp", True))
+            results[name] = look_at(g, loader, use_pp=options.get("use_pp", True))
         check_positions(g)
         # Ranks that name the same seeds, or none, train on each once.
         everyone = equality.new_ids_of_training(g)
@@ -41,9 +41,9 @@ def on_rank(folder: str) -> dict[str, Any]:
         for seeds in (everyone, everyone if session.topology.rank == 0 else everyone[:0]):
             ((_, _, blocks),) = full_graph.loader(seeds, runs.sampler())
             share = blocks[-1].step_share
-            assert (share.num_local, share.num_global) == found["full"]["targets"]
+            assert (share.num_local, share.num_global) == results["full"]["targets"]
         g.barrier()
-        return found
+        return results
 
 
 def look_at(g: DistGraph, loader: Any, *, use_pp: bool) -> dict[str, Any]:
@@ -73,7 +73,7 @@ def look_at(g: DistGraph, loader: Any, *, use_pp: bool) -> dict[str, Any]:
             blocks[1].dstdata["h"] = torch.ones(len(outputs))
             batches.append((inputs, outputs))
         assert g.session.step_share is None
-    assert all(torch.equal(one, other) for one, other in zip(*batches, strict=True))
+    assert all(torch.equal(first, second) for first, second in zip(*batches, strict=True))
     times = loader.times()
     assert times.fetch_s == times.sample_s == 0.0
     return {
@@ -108,11 +108,11 @@ def test_every_seed_is_computed_once_where_it_lies(folder: Path, ranks: int, ran
     results = run_ranks(on_rank, ranks, args=(str(folder),), ranks_per_server=ranks_per_server)
     expected = [node for node in range(equality.NUM_NODES) if node % 3 == 0]
     for name in WAYS:
-        seeds = [seed for one in results for seed in one[name]["seeds"]]
+        seeds = [seed for result in results for seed in result[name]["seeds"]]
         assert sorted(seeds) == expected
-        assert {one[name]["targets"][1] for one in results} == {len(expected)}
-        for one in results:
-            assert set(one[name]["owned"]) <= {one[name]["server"]}
+        assert {result[name]["targets"][1] for result in results} == {len(expected)}
+        for result in results:
+            assert set(result[name]["owned"]) <= {result[name]["server"]}
 
 
 def preload_on_rank(folder: str, strategy: str) -> int:
@@ -122,8 +122,8 @@ def preload_on_rank(folder: str, strategy: str) -> int:
         topology = session.topology
         sampler = dgl.dataloading.MultiLayerFullNeighborSampler(3, prefetch_edge_feats=["weight"])
         seeds = torch.from_numpy(np.flatnonzero(g.ndata["train_mask"][:].numpy()))
-        mine = seeds[topology.rank :: topology.world_size]
-        loader = STRATEGIES.get(strategy)(session, {}).open(g).loader(mine, sampler)
+        own_seeds = seeds[topology.rank :: topology.world_size]
+        loader = STRATEGIES.get(strategy)(session, {}).open(g).loader(own_seeds, sampler)
         ((_, _, blocks),) = loader
         weights = g.edata["weight"]
         for block in blocks:

@@ -106,9 +106,9 @@ def with_embedding(g: DistGraph, way: str) -> list[Any]:
     """Train rows of nodes that go in, as the ranks' owners and a plain nn.Embedding would."""
     size, everyone = (g.num_nodes(), equality.WIDTH), torch.arange(g.num_nodes())
     embedding = DistEmbedding(*size, f"rows of {way}", dtype=torch.float64, graph=g)
-    mine = everyone[g.rank() :: g.session.topology.world_size]
+    own = everyone[g.rank() :: g.session.topology.world_size]
     # By original ids, whatever the ids of this graph are.
-    embedding.weight[mine] = first_rows(*size)[g.orig_ids(mine)]
+    embedding.weight[own] = first_rows(*size)[g.orig_ids(own)]
     g.barrier()
     (strategy, loader), module = runs.open_loader(g, *WAYS[way]), runs.first_model("sage")
     sparse = SparseSGD([embedding], lr=equality.RATE)
@@ -142,7 +142,7 @@ def plain_embedding() -> list[Any]:
 
 
 def rows_and_gradients(g: DistGraph, way: str) -> dict[str, Any]:
-    """What the first layer computes of which nodes, and the gradients of what goes in, by original id."""
+    """Return the rows of the first layer and the gradients of its input, with the original ids of both."""
     strategy, loader = runs.open_loader(g, *WAYS[way])
     ((_, _, blocks),) = loader
     module: Any = runs.first_model("sage")
@@ -163,19 +163,19 @@ def rows_and_gradients(g: DistGraph, way: str) -> dict[str, Any]:
 def on_rank(folder: str) -> dict[str, Any]:
     with start_session(strategy="full_graph", timeout_s=60) as session:
         g = DistGraph(folder)
-        found: dict[str, Any] = {way: rows_and_gradients(g, way) for way in WAYS}
-        found |= {
+        results: dict[str, Any] = {way: rows_and_gradients(g, way) for way in WAYS}
+        results |= {
             name: {way: train_with(g, way, *case) for way in (*WAYS, LOCAL)} for name, case in STEPS.items()
         }
         before = session.ledger.snapshot()
-        found["plain"] = {LOCAL: on_local_graph(g, runs.mean_loss, "sage")}
+        results["plain"] = {LOCAL: on_local_graph(g, runs.mean_loss, "sage")}
         moved = runs.moved_since(session, before)
-        found["bytes"] = [moved["halo", False] + moved["halo", True], dx.local_graph(g)._block.halo_rows]
-        found["in two"] = {way: train_in_two(g, way) for way in WAYS}
-        found["embedding"] = {way: with_embedding(g, way) for way in WAYS}
+        results["bytes"] = [moved["halo", False] + moved["halo", True], dx.local_graph(g)._block.halo_rows]
+        results["in two"] = {way: train_in_two(g, way) for way in WAYS}
+        results["embedding"] = {way: with_embedding(g, way) for way in WAYS}
         assert session.step_share is None
         g.barrier()
-        return found
+        return results
 
 
 @pytest.fixture(scope="module")
@@ -223,10 +223,12 @@ def test_replicas_are_their_owners_rows_and_share_its_gradient(
     F.cross_entropy(model([graph, graph], x)[targets], graph.ndata["label"][targets]).backward()  # type: ignore[no-untyped-call]
     times, total = np.zeros(equality.NUM_NODES, int), np.zeros((equality.NUM_NODES, equality.WIDTH))
     for result in results:
-        found = result[way]
-        np.testing.assert_allclose(found["hidden"], hidden[found["nodes"]], rtol=0, atol=TOLERANCE)
-        np.add.at(times, found["nodes"], 1)
-        np.add.at(total, found["sources"], found["gradients"])
+        rank_results = result[way]
+        np.testing.assert_allclose(
+            rank_results["hidden"], hidden[rank_results["nodes"]], rtol=0, atol=TOLERANCE
+        )
+        np.add.at(times, rank_results["nodes"], 1)
+        np.add.at(total, rank_results["sources"], rank_results["gradients"])
     # Two servers compute some nodes where they close over a hop of the neighbourhood, and none else.
     assert times.max() == (2 if way == "closed" else 1)
     assert x.grad is not None

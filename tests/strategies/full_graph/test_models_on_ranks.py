@@ -49,7 +49,7 @@ class Attending(nn.Module):
 
 
 class Late(nn.Module):
-    """What is computed again ends with an exchange, behind all that backward needs of it."""
+    """The recomputed part ends with an exchange, after all results of it that backward needs."""
 
     def __init__(self, again: bool) -> None:
         super().__init__()
@@ -129,11 +129,11 @@ def plain_deep(layers: int, dropout: float) -> list[Any]:
 
 
 def test_dropout_and_recomputing_depend_on_no_rank(results_by_shape: Any) -> None:
-    one = results_by_shape[1, 1][0]
+    on_one_rank = results_by_shape[1, 1][0]
     expected = {
-        "resgcn": one["fb+pp/resgcn/none"][0],
-        "gat": one["fb+pp/gat"][0],
-        "late": one["fb/late/False"][0],
+        "resgcn": on_one_rank["fb+pp/resgcn/none"][0],
+        "gat": on_one_rank["fb+pp/gat"][0],
+        "late": on_one_rank["fb/late/False"][0],
         "deep": plain_deep(DEEP, 0.0),
     }
     for shape, ranks in results_by_shape.items():

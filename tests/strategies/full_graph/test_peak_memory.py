@@ -1,4 +1,4 @@
-"""What a process really takes, where sizes are large enough to be stable."""
+"""Peak memory of a process, for sizes that are large enough for stable results."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.helpers.ranks import run_ranks
 from tests.strategies.full_graph import runs
 
 _ARENA_MAX = -8
-"""Of <malloc.h>."""
+"""M_ARENA_MAX of <malloc.h>."""
 LAYERS, FEATURES, HIDDEN = 3, 64, 128
 BATCHES = 8
 

@@ -55,11 +55,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("num_layers", [1, 3])
 def test_plans_are_those_of_the_definition(servers: int, per_server: int, num_layers: int) -> None:
     context = plain_context(servers, per_server)
-    whole, owners = whole_of(context), RowOwners(context.bounds, context.topology)
+    whole_graph, owners = whole_of(context), RowOwners(context.bounds, context.topology)
     for seeds in (SPREAD, FEW):
         for hops in range(num_layers + 1):
             plans = make_all_plans(context, split_by_server(context, seeds), num_layers, hops)
-            check_plans(plans, whole, whole.find_levels(set(seeds.tolist()), num_layers, hops))
+            check_plans(plans, whole_graph, whole_graph.find_levels(set(seeds.tolist()), num_layers, hops))
             for rank, plan in enumerate(plans):
                 assert hops or not plan.external_nodes
                 assert hops or (owners.find_rank(plan.nodes) == rank).all()
@@ -79,15 +79,15 @@ def half_of_the_graph(_structure: Any, own: tuple[int, int], _seeds: Array) -> A
 
 def test_edges_from_nodes_that_were_not_chosen_are_left_out() -> None:
     context = plain_context(2, 2)
-    whole, rows = whole_of(context), []
+    whole_graph, rows = whole_of(context), []
     plans = make_all_plans(context, split_by_server(context, SPREAD), 2, 2, eas=half_of_the_graph)
-    allowed = [whole.own_nodes(server) | set(range(0, NUM_NODES, 2)) for server in range(2)]
+    allowed = [whole_graph.own_nodes(server) | set(range(0, NUM_NODES, 2)) for server in range(2)]
     for server in range(2):
-        levels = [set(SPREAD.tolist()) & whole.own_nodes(server)]
+        levels = [set(SPREAD.tolist()) & whole_graph.own_nodes(server)]
         for _ in range(2):
-            levels.insert(0, levels[0] | whole.in_neighbours(levels[0]) & allowed[server])
+            levels.insert(0, levels[0] | whole_graph.in_neighbours(levels[0]) & allowed[server])
         rows.append(levels)
-    check_plans(plans, whole, rows, allowed)
+    check_plans(plans, whole_graph, rows, allowed)
     assert any(plan.external_nodes for plan in plans)
 
 
@@ -107,27 +107,27 @@ def plan_on_rank(folder: str, structure: Any) -> dict[str, Any]:
     session = start_session(timeout_s=60)
     g = DistGraph(folder, structure=structure)
     rank, world_size, submit = session.topology.rank, session.topology.world_size, g.structure().submit
-    asked: list[int] = []
+    requested: list[int] = []
 
     def count_nodes(op: str, nodes: Array, *args: Any, **options: Any) -> Any:
-        asked.append(len(nodes))
+        requested.append(len(nodes))
         return submit(op, nodes, *args, **options)
 
     g.structure().submit = count_nodes  # type: ignore[method-assign]
-    planner, found = Planner(g), {}
+    planner, results = Planner(g), {}
     for name, options in REQUESTS.items():
-        before, _ = session.ledger.snapshot(), asked.clear()
+        before, _ = session.ledger.snapshot(), requested.clear()
         # Seeds are dealt out, wherever they lie; the last rank repeats one.
         seeds = [*SPREAD[rank::world_size], *([3] if rank == world_size - 1 else [])]
         plan = planner.plan(PlanRequest(**{"seeds": seeds, "num_layers": 3, **options}))
         moved: dict[str, int] = {}
         for row in session.ledger.since(before):
             moved[row.phase] = moved.get(row.phase, 0) + row.num_bytes
-        found[name] = plan, sum(asked), moved
+        results[name] = plan, sum(requested), moved
     barrier(session, "all planned")
     source, destination = g.find_edges(np.arange(g.num_edges()))
     bounds = g.get_node_partition_policy("_N").bounds
-    return {"found": found, "edges": (source.numpy(), destination.numpy()), "bounds": bounds}
+    return {"found": results, "edges": (source.numpy(), destination.numpy()), "bounds": bounds}
 
 
 @pytest.mark.parametrize(
@@ -143,27 +143,27 @@ def test_ranks_make_the_plans_of_one_process(
         topology=build_topology(ranks // per_server, per_server),
         seed=0,
     )
-    whole, topology = whole_of(context), context.topology
+    whole_graph, topology = whole_of(context), context.topology
     for name, options in REQUESTS.items():
         plans = [result["found"][name][0] for result in results]
-        one = {key: value for key, value in options.items() if key != "seeds"}
+        same_options = {key: value for key, value in options.items() if key != "seeds"}
         seeds = split_by_server(context, np.array(options.get("seeds", SPREAD)))
-        expected = make_all_plans(context, seeds, 3, **one)
-        assert all(same(plan, other) for plan, other in zip(plans, expected, strict=True)), name
+        expected = make_all_plans(context, seeds, 3, **same_options)
+        assert all(same(plan, member) for plan, member in zip(plans, expected, strict=True)), name
         if "eas" in options:
             continue
         for rank, result in enumerate(results):
             # Leaders ask for the in-edges of each row of level 1 once, the others for nothing.
             server = topology.server_of_rank[rank]
             members = topology.ranks_of_server(server)
-            computed = {node for other in members for node in plans[other].rows(1).tolist()}
-            outside = computed - whole.own_nodes(server)
-            _, asked, moved = result["found"][name]
+            computed = {node for member in members for node in plans[member].rows(1).tolist()}
+            outside = computed - whole_graph.own_nodes(server)
+            _, requested, moved = result["found"][name]
             is_leader = rank == members[0]
-            assert asked == (len(computed) if is_leader else 0)
+            assert requested == (len(computed) if is_leader else 0)
             partitioned = is_leader and structure == "partitioned"
-            wanted = 8 * len(outside) + 24 * len(whole.in_edges(outside)) if partitioned else 0
-            assert moved.pop("preload_structure", 0) == wanted
+            expected_bytes = 8 * len(outside) + 24 * len(whole_graph.in_edges(outside)) if partitioned else 0
+            assert moved.pop("preload_structure", 0) == expected_bytes
             assert moved.keys() <= {"plan"}
 
 
@@ -232,7 +232,7 @@ def talk() -> str:
             time.sleep(5)
         outgoing = {0: [np.array([rank])], 1: [np.array([rank + 10])]}
         got = exchange.exchange(PlanStep(name="numbers", among=(0, 1), outgoing=outgoing))
-        assert [int(got[other][0][0]) for other in (0, 1)] == [rank * 10, rank * 10 + 1]
+        assert [int(got[peer][0][0]) for peer in (0, 1)] == [rank * 10, rank * 10 + 1]
         # To itself a rank sends the array, not a copy.
         assert got[rank][0] is outgoing[rank][0]
         assert exchange.exchange(PlanStep(name="nothing", among=(0, 1), outgoing={})) == {0: [], 1: []}

@@ -150,7 +150,7 @@ CASES: Mapping[str, tuple[Case, str]] = {
     "other blocks": (on_plain_blocks, r"without blocks of the strategy's loader.*model\.whole\(\)"),
     "cut rows": (on_cut_rows, "source rows of shape .* for a block of"),
 }
-"""Of every strategy."""
+"""Cases of every strategy."""
 OPTIONS: Sequence[tuple[str, dict[str, Any], str]] = (
     ("full_graph", {"hops": 1}, "'full_graph' has no option 'hops'.*its options: aggregate .*bucket_"),
     ("full_graph", {"use_pp": 1}, "use_pp=1.*must be of type bool"),
@@ -174,30 +174,32 @@ OPTIONS: Sequence[tuple[str, dict[str, Any], str]] = (
 def on_rank(folder: str) -> dict[str, str]:
     with start_session(strategy="dp", timeout_s=30) as session:
         g = DistGraph(folder)
-        found: dict[str, str] = {}
+        results: dict[str, str] = {}
         for name in STRATEGY_NAMES:
             strategy: Any = STRATEGIES.get(name)(session, {}).open(g)
             for case, (work, _) in CASES.items():
-                found[f"{name}/{case}"] = refused(lambda: work(strategy, g))  # noqa: B023
-        found["local graph"] = refused(lambda: local_graph(g))
+                results[f"{name}/{case}"] = refused(lambda: work(strategy, g))  # noqa: B023
+        results["local graph"] = refused(lambda: local_graph(g))
         too_many: Any = STRATEGIES.get("shared_preload")(session, {"hops": 3}).open(g)
-        found["hops"] = refused(lambda: loads()(too_many, g))
+        results["hops"] = refused(lambda: loads()(too_many, g))
         differing: Any = STRATEGIES.get("full_graph")(session, {"use_pp": bool(g.rank())}).open(g)
-        found["differing"] = refused(lambda: loads()(differing, g))
+        results["differing"] = refused(lambda: loads()(differing, g))
         g.barrier()
-        return found
+        return results
 
 
 def test_every_rank_is_told_what_to_do(folders: tuple[str, str]) -> None:
-    for found in run_ranks(on_rank, 2, args=(folders[0],), ranks_per_server=1):
+    for result in run_ranks(on_rank, 2, args=(folders[0],), ranks_per_server=1):
         for name in STRATEGY_NAMES:
             for case, (_, words) in CASES.items():
-                match(found[f"{name}/{case}"], words, f"{name}/{case}")
+                match(result[f"{name}/{case}"], words, f"{name}/{case}")
         # Mini-batches would train on gradients that count rows of other ranks with a weight of their own.
         words = r"strategy 'dp' would weigh.*dx.distribute\(graph, strategy='full_graph'\)"
-        match(found["local graph"], words, "local graph")
-        match(found["hops"], "hops=3 is more than the 2 layers of the sampler; give at most 2", "hops")
-        match(found["differing"], "disagree on an option of full_graph: rank 0 has use_pp=False", "differing")
+        match(result["local graph"], words, "local graph")
+        match(result["hops"], "hops=3 is more than the 2 layers of the sampler; give at most 2", "hops")
+        match(
+            result["differing"], "disagree on an option of full_graph: rank 0 has use_pp=False", "differing"
+        )
 
 
 @pytest.mark.parametrize(("strategy", "options", "words"), OPTIONS)
@@ -240,7 +242,9 @@ def warned_on_rank(folder: str) -> list[str]:
             with warnings.catch_warnings(record=True) as caught:
                 warnings.simplefilter("always")
                 strategy.loader(runs.my_share(g), sampler, **more)
-            texts.append("; ".join(str(one.message) for one in caught if "full_graph" in str(one.message)))
+            texts.append(
+                "; ".join(str(warning.message) for warning in caught if "full_graph" in str(warning.message))
+            )
         return texts
 
 

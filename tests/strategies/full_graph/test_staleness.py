@@ -82,7 +82,7 @@ def simulate(kind: str, owner: Tensor, epochs: int = EPOCHS) -> list[Epoch]:
     optimizer = torch.optim.SGD(model.parameters(), lr=equality.RATE)
     late: dict[int, Tensor] = {}
     late_gradients: dict[int, Tensor] = {}
-    found = []
+    results = []
 
     for epoch in range(epochs):
         h, halos, rows = graph.ndata["feat"], {}, {}
@@ -97,13 +97,13 @@ def simulate(kind: str, owner: Tensor, epochs: int = EPOCHS) -> list[Epoch]:
             h = model.of(depth, block, (torch.cat([h, halo]), h))
         optimizer.zero_grad()
         F.cross_entropy(h[targets], graph.ndata["label"][targets]).backward()  # type: ignore[no-untyped-call]
-        found.append((h.detach().numpy(), [p.grad.numpy().copy() for p in model.parameters()]))
+        results.append((h.detach().numpy(), [p.grad.numpy().copy() for p in model.parameters()]))
         for depth, halo in halos.items():
             assert halo.grad is not None
             late[depth], late_gradients[depth] = rows[depth], halo.grad
         optimizer.step()
     assert ranks > 1
-    return found
+    return results
 
 
 def begin(folder: str, options: dict[str, Any], kind: str) -> tuple[Any, ...]:
@@ -119,16 +119,16 @@ def an_epoch(batch: Any, model: Any, optimizer: Any) -> Epoch:
     optimizer.zero_grad()
     scores = model(blocks, x)
     F.cross_entropy(scores, labels).backward()  # type: ignore[no-untyped-call]
-    found = scores.detach().numpy(), [p.grad.numpy().copy() for p in model.parameters()]
+    result = scores.detach().numpy(), [p.grad.numpy().copy() for p in model.parameters()]
     optimizer.step()
-    return found
+    return result
 
 
 def on_rank(folder: str, options: dict[str, Any], kind: str) -> dict[str, Any]:
     session, g, loader, model, optimizer = begin(folder, options, kind)
     bounds = g.get_node_partition_policy("_N").bounds
     first, last = int(bounds[g.rank()]), int(bounds[g.rank() + 1])
-    found: dict[str, Any] = {
+    results: dict[str, Any] = {
         "owned": g.orig_ids(torch.arange(first, last)).numpy(),
         "epochs": [],
         "moved": [],
@@ -136,19 +136,19 @@ def on_rank(folder: str, options: dict[str, Any], kind: str) -> dict[str, Any]:
     for _ in range(EPOCHS):
         before = session.ledger.snapshot()
         for _, seeds, blocks in loader:
-            found["seeds"] = g.orig_ids(seeds).numpy()
+            results["seeds"] = g.orig_ids(seeds).numpy()
             batch = blocks, blocks[0].srcdata["feat"], blocks[-1].dstdata["label"]
-            found["epochs"].append(an_epoch(batch, model, optimizer))
-        found["moved"].append(dict(runs.moved_since(session, before)))
+            results["epochs"].append(an_epoch(batch, model, optimizer))
+        results["moved"].append(dict(runs.moved_since(session, before)))
         with torch.no_grad():
-            found["evaluated"] = (
+            results["evaluated"] = (
                 model.eval()(blocks, batch[1]).numpy(),
                 model.train()(blocks, batch[1]).numpy(),
             )
-    found["weights"] = [p.detach().numpy().copy() for p in model.parameters()]
+    results["weights"] = [p.detach().numpy().copy() for p in model.parameters()]
     g.barrier()
     session.close()
-    return found
+    return results
 
 
 def check_simulated(results: list[Any], kind: str) -> list[Epoch]:
@@ -159,8 +159,8 @@ def check_simulated(results: list[Any], kind: str) -> list[Epoch]:
     for result in results:
         for (scores, gradients), (all_scores, all_gradients) in zip(result["epochs"], expected, strict=True):
             np.testing.assert_allclose(scores, all_scores[result["seeds"]], rtol=0, atol=TOLERANCE)
-            for one, other in zip(gradients, all_gradients, strict=True):
-                np.testing.assert_allclose(one, other, rtol=0, atol=TOLERANCE)
+            for gradient, expected_gradient in zip(gradients, all_gradients, strict=True):
+                np.testing.assert_allclose(gradient, expected_gradient, rtol=0, atol=TOLERANCE)
     return expected
 
 
@@ -178,45 +178,47 @@ def test_values_and_bytes_are_those_of_a_simulation(
     results = run_ranks(on_rank, ranks, args=(str(folder), options | STALE, kind), ranks_per_server=1)
     check_simulated(results, kind)
     exact = run_ranks(on_rank, ranks, args=(str(folder), options, kind), ranks_per_server=1)
-    for result, other in zip(results, exact, strict=True):
-        np.testing.assert_array_equal(result["epochs"][0][0], other["epochs"][0][0])
-        assert np.abs(result["epochs"][-1][0] - other["epochs"][-1][0]).max() > 1e-6
+    for result, exact_result in zip(results, exact, strict=True):
+        np.testing.assert_array_equal(result["epochs"][0][0], exact_result["epochs"][0][0])
+        assert np.abs(result["epochs"][-1][0] - exact_result["epochs"][-1][0]).max() > 1e-6
         for moved in (FORWARD, BACKWARD):
             assert result["moved"][0][moved, True] > 0
-        assert result["moved"] == other["moved"]
+        assert result["moved"] == exact_result["moved"]
     # An evaluation has the rows of its own weights.
     model, graph = Deep(kind), equality.plain_graph()
     with torch.no_grad():
         for own, weights in zip(model.parameters(), results[0]["weights"], strict=True):
             own.copy_(torch.from_numpy(weights))
-        whole = model(graph, graph.ndata["feat"]).numpy()
+        all_scores = model(graph, graph.ndata["feat"]).numpy()
     for result in results:
         for scores in result["evaluated"]:
-            np.testing.assert_allclose(scores, whole[result["seeds"]], rtol=0, atol=TOLERANCE)
+            np.testing.assert_allclose(scores, all_scores[result["seeds"]], rtol=0, atol=TOLERANCE)
 
 
 def resume_training(folder: str, saved: str, options: dict[str, Any], epochs: int) -> list[Epoch]:
     session, _, loader, model, optimizer = begin(folder, options, "sage")
     position = dx.checkpoints(saved, model, optimizer, loader, every=2, keep=1)
-    found = []
+    results = []
     for _ in range(position.epoch, epochs):
         for batch in runs.batches_of(loader)():
-            found.append(an_epoch(batch, model, optimizer))
+            results.append(an_epoch(batch, model, optimizer))
             position.step()
     session.close()
-    return found
+    return results
 
 
 def test_a_resumed_run_has_the_bits_of_one_without_an_end(folder: Path, tmp_path: Path) -> None:
     first, second = tmp_path / "first", tmp_path / "second"
-    whole = run_ranks(resume_training, 3, args=(str(folder), str(first), STALE, 6), ranks_per_server=1)
+    uninterrupted = run_ranks(
+        resume_training, 3, args=(str(folder), str(first), STALE, 6), ranks_per_server=1
+    )
     for epochs in (4, 6):
-        found = run_ranks(
+        resumed = run_ranks(
             resume_training, 3, args=(str(folder), str(second), STALE, epochs), ranks_per_server=1
         )
-    for one, other in zip(found, whole, strict=True):
-        assert len(one) == 2
-        for (scores, gradients), (all_scores, all_gradients) in zip(one, other[4:], strict=True):
+    for last_epochs, all_epochs in zip(resumed, uninterrupted, strict=True):
+        assert len(last_epochs) == 2
+        for (scores, gradients), (all_scores, all_gradients) in zip(last_epochs, all_epochs[4:], strict=True):
             np.testing.assert_array_equal(scores, all_scores)
             for gradient, expected in zip(gradients, all_gradients, strict=True):
                 np.testing.assert_array_equal(gradient, expected)
@@ -232,12 +234,12 @@ def test_with_another_exchange_a_resumed_run_begins_with_an_exact_epoch(
     for options in (STALE | more, more):
         kept = tmp_path / f"copy-{len(gradients)}"
         shutil.copytree(saved, kept)
-        found = run_ranks(
+        resumed = run_ranks(
             resume_training, ranks, args=(str(folder), str(kept), options, 4), ranks_per_server=1
         )
-        gradients.append(found[0])
-    for one, other in zip(gradients[0][0][1], gradients[1][0][1], strict=True):
-        np.testing.assert_allclose(one, other, rtol=0, atol=TOLERANCE)
+        gradients.append(resumed[0])
+    for gradient, expected in zip(gradients[0][0][1], gradients[1][0][1], strict=True):
+        np.testing.assert_allclose(gradient, expected, rtol=0, atol=TOLERANCE)
     assert np.abs(gradients[0][1][1][0] - gradients[1][1][1][0]).max() > 1e-6
 
 
@@ -266,32 +268,32 @@ def test_a_dead_rank_is_named(folder: Path) -> None:
 
 
 def end_epoch(model: nn.Module) -> None:
-    """As an optimizer of learning rate 0."""
+    """Change the weights in place as an optimizer with learning rate 0 does."""
     with torch.no_grad():
-        for one in model.parameters():
-            one.add_(0.0)
+        for parameter in model.parameters():
+            parameter.add_(0.0)
 
 
 def train_by_data(model: Any, batches: Any) -> None:
     """Change weights so that torch does not count it."""
     for blocks, x, labels in itertools.chain(*(batches() for _ in range(4))):
         F.cross_entropy(model(blocks, x), labels).backward()  # type: ignore[no-untyped-call]
-        for one in model.parameters():
-            one.data.add_(0.01)
+        for parameter in model.parameters():
+            parameter.data.add_(0.01)
 
 
 def odd_passes(folder: str) -> dict[str, Any]:
     session, g, loader, model, _ = begin(folder, STALE, "sage")
-    found: dict[str, Any] = {"sums": []}
+    results: dict[str, Any] = {"sums": []}
     for _ in range(3):
         # Two forward passes of a step have rows of their own.
         for blocks, x, labels in runs.batches_of(loader)():
-            for one in model.parameters():
-                one.grad = None
+            for parameter in model.parameters():
+                parameter.grad = None
             (
                 F.cross_entropy(model(blocks, x), labels) + F.cross_entropy(model(blocks, -x), labels)
             ).backward()
-            found["sums"].append([p.grad.numpy().copy() for p in model.parameters()])
+            results["sums"].append([p.grad.numpy().copy() for p in model.parameters()])
             end_epoch(model)
     for blocks, x, labels in runs.batches_of(loader)():
         loss = F.cross_entropy(model(blocks, x), labels)
@@ -303,7 +305,7 @@ def odd_passes(folder: str) -> dict[str, Any]:
         def again(h: Tensor, blocks: Any = blocks) -> Tensor:
             return model.module.of(1, blocks[1], h)
 
-        whole, model.module.forward = (
+        forward, model.module.forward = (
             model.module.forward,
             lambda blocks, h: model.module.of(
                 2, blocks[2], checkpoint(again, model.module.of(0, blocks[0], h), use_reentrant=False)
@@ -311,7 +313,7 @@ def odd_passes(folder: str) -> dict[str, Any]:
         )
         with pytest.raises(ConfigError, match="recompute='keep'"):
             F.cross_entropy(model(blocks, x), labels).backward()
-        model.module.forward = whole
+        model.module.forward = forward
     for recompute in ("none", "keep"):
         torch.manual_seed(0)
         deep = (
@@ -319,7 +321,7 @@ def odd_passes(folder: str) -> dict[str, Any]:
             .open(g)
             .wrap(ResGCN(equality.WIDTH, 6, equality.CLASSES, 3, dropout=0, recompute=recompute).double())
         )
-        found[recompute] = runs.train(deep, deep, runs.batches_of(loader), epochs=3)
+        results[recompute] = runs.train(deep, deep, runs.batches_of(loader), epochs=3)
     late = STRATEGIES.get("full_graph")(session, STALE).open(g).wrap(Deep("sage"))
     for factor in (1.0, np.inf, *[1.0] * 8):
         for blocks, x, labels in runs.batches_of(loader)():
@@ -327,14 +329,14 @@ def odd_passes(folder: str) -> dict[str, Any]:
             loss = F.cross_entropy(late(blocks, x * factor), labels)
             loss.backward()
             end_epoch(late)
-    found["after an overflow"] = [loss.item(), *(p.grad.sum().item() for p in late.parameters())]
+    results["after an overflow"] = [loss.item(), *(p.grad.sum().item() for p in late.parameters())]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(halo_exchange, "_MAX_PASSES", 3)
         with pytest.raises(ConfigError, match="3 forward passes ran without a change of the weights"):
             train_by_data(late, runs.batches_of(loader))
     g.barrier()
     session.close()
-    return found
+    return results
 
 
 def test_passes_of_a_step_do_not_share_rows(folder: Path) -> None:
@@ -344,8 +346,8 @@ def test_passes_of_a_step_do_not_share_rows(folder: Path) -> None:
         np.testing.assert_allclose(sums[1], sums[0], rtol=0, atol=TOLERANCE)
         np.testing.assert_allclose(sums[2], sums[0], rtol=0, atol=TOLERANCE)
     assert np.isfinite(results[0]["after an overflow"]).all()
-    for one, other in zip(results[0]["keep"], results[0]["none"], strict=True):
-        np.testing.assert_allclose(one, other, rtol=0, atol=TOLERANCE)
+    for first, second in zip(results[0]["keep"], results[0]["none"], strict=True):
+        np.testing.assert_allclose(first, second, rtol=0, atol=TOLERANCE)
 
 
 def on_a_local_graph(folder: str, options: dict[str, Any]) -> list[Any]:
@@ -369,9 +371,9 @@ def on_a_local_graph(folder: str, options: dict[str, Any]) -> list[Any]:
 
 def test_a_local_graph_trains_what_blocks_train(folder: Path) -> None:
     blocks = run_ranks(on_rank, 2, args=(str(folder), STALE, "gcn"), ranks_per_server=1)
-    found = run_ranks(on_a_local_graph, 2, args=(str(folder), STALE), ranks_per_server=1)
-    for one, other in zip(found[0], blocks[0]["weights"], strict=True):
-        np.testing.assert_allclose(one, other, rtol=0, atol=TOLERANCE)
+    local = run_ranks(on_a_local_graph, 2, args=(str(folder), STALE), ranks_per_server=1)
+    for first, second in zip(local[0], blocks[0]["weights"], strict=True):
+        np.testing.assert_allclose(first, second, rtol=0, atol=TOLERANCE)
 
 
 @pytest.mark.parametrize(

@@ -45,19 +45,19 @@ def swap(session: Session, wire: WireDtype, step: int = 0) -> tuple[Tensor, Tens
     rank = session.topology.rank
     needs = random_needs(SIZES, 0.7, seed=3)
     rows = rows_of(rank, SIZES, needs)
-    whole = torch.randn(sum(SIZES), WIDTH, generator=torch.Generator().manual_seed(1))
+    all_rows = torch.randn(sum(SIZES), WIDTH, generator=torch.Generator().manual_seed(1))
     first = sum(SIZES[:rank])
-    h = whole[first : first + SIZES[rank]].clone().requires_grad_()
+    h = all_rows[first : first + SIZES[rank]].clone().requires_grad_()
     row_exchanges(session).step = step
     out = HaloExchange(session, layer_of(rank, SIZES, needs), 2, wire).exchange(h)
-    out.backward(whole[rows] * (rank + 1))
-    gradient = whole * (rank + 1)
+    out.backward(all_rows[rows] * (rank + 1))
+    gradient = all_rows * (rank + 1)
     for (to, peer), some in needs.items():
         if peer == rank:
             places = first + torch.tensor(some, dtype=torch.int64)
-            gradient.index_add_(0, places, whole[places] * (to + 1))
+            gradient.index_add_(0, places, all_rows[places] * (to + 1))
     assert h.grad is not None
-    return out.detach(), whole[rows], h.grad, gradient[first : first + SIZES[rank]]
+    return out.detach(), all_rows[rows], h.grad, gradient[first : first + SIZES[rank]]
 
 
 def of_two_types() -> str:
@@ -73,7 +73,7 @@ def of_two_types() -> str:
 
 
 def test_ranks_of_other_types_do_not_read_codes_as_rows() -> None:
-    assert any("16 bits x 8" in one for one in run_ranks(of_two_types, 2))
+    assert any("16 bits x 8" in error for error in run_ranks(of_two_types, 2))
 
 
 def largest(rows: Tensor) -> Tensor:
@@ -102,9 +102,9 @@ def exchange_on_rank() -> None:
             assert torch.equal(again[0], out)
             assert torch.equal(again[2], gradient)
             if SIZES[rank] and wire != "bfloat16":
-                other = swap(session, wire, step=1)
-                assert not torch.equal(other[0], out)
-                assert not torch.equal(other[2], gradient)
+                next_step = swap(session, wire, step=1)
+                assert not torch.equal(next_step[0], out)
+                assert not torch.equal(next_step[2], gradient)
             else:
                 swap(session, wire, step=1)
         out, exact, _, _ = swap(session, "same")
@@ -135,9 +135,9 @@ RUNS: dict[str, tuple[str, dict[str, Any]]] = {
 class Notes:
     weights: list[Any]
     moved: list[Counter[tuple[str, bool]]]
-    """Of each epoch."""
+    """Bytes of each epoch."""
     rows: list[Array]
-    """Of each level; of several batches nothing."""
+    """Rows of each level, or nothing if there are several batches."""
 
 
 def train(g: DistGraph, name: str, options: dict[str, Any]) -> Notes:
@@ -166,10 +166,10 @@ def fit_model(g: DistGraph, epochs: int, **config: Any) -> list[Any]:
 def resume_on_rank(folder: str, saved: str) -> None:
     with start_session(timeout_s=60):
         g = DistGraph(folder)
-        whole = fit_model(g, 3)
+        uninterrupted = fit_model(g, 3)
         fit_model(g, 1, checkpoint_folder=saved)
-        rest = fit_model(g, 3, checkpoint_folder=saved, resume=True)
-        assert all(map(np.array_equal, whole, rest))
+        resumed = fit_model(g, 3, checkpoint_folder=saved, resume=True)
+        assert all(map(np.array_equal, uninterrupted, resumed))
         g.barrier()
 
 
@@ -180,10 +180,10 @@ def test_a_resumed_run_has_the_bits_of_the_whole_one(folder: Path, tmp_path: Pat
 def train_on_rank(folder: str) -> tuple[dict[str, Notes], Any, Any]:
     with start_session(timeout_s=60) as session:
         g = DistGraph(folder)
-        found = {name: train(g, *run) for name, run in RUNS.items()}
+        results = {name: train(g, *run) for name, run in RUNS.items()}
         original = g.orig_ids(np.arange(equality.NUM_NODES), NODE_TYPE).numpy()
         g.barrier()
-        return found, original, session.topology.server_of_rank
+        return results, original, session.topology.server_of_rank
 
 
 @pytest.mark.parametrize(("ranks", "ranks_per_server"), [(4, 2), *wide((2, 1), (3, 1))])
@@ -191,14 +191,14 @@ def test_training_sends_the_bytes_of_the_formula_and_repeats(
     folder: Path, ranks: int, ranks_per_server: int
 ) -> None:
     results = run_ranks(train_on_rank, ranks, args=(str(folder),), ranks_per_server=ranks_per_server)
-    found, original, servers = results[0]
-    exact = found["none"].weights
-    for one, other in (("same", "none"), ("int4 again", "int4")):
-        assert all(map(np.array_equal, found[one].weights, found[other].weights))
+    result, original, servers = results[0]
+    exact = result["none"].weights
+    for first_name, second_name in (("same", "none"), ("int4 again", "int4")):
+        assert all(map(np.array_equal, result[first_name].weights, result[second_name].weights))
     for name, most in {"bfloat16": 0.005, "int8": 0.01, "int4": 0.2, "features anew": 0.05}.items():
-        assert 0 < difference(found[name].weights, exact) < most, name
+        assert 0 < difference(result[name].weights, exact) < most, name
     for name in ("same", *WIRES, "features anew", "hops"):
-        options, notes = RUNS[name][1], [found[name] for found, *_ in results]
+        options, notes = RUNS[name][1], [result[name] for result, *_ in results]
         pairs = halo_pairs(notes, original, servers)
         for outside in (False, True):
             first, second = (
@@ -206,12 +206,12 @@ def test_training_sends_the_bytes_of_the_formula_and_repeats(
                 for layer, width in WIDTHS.items()
             )
             for epoch in range(EPOCHS):
-                moved = sum((one.moved[epoch] for one in notes), Counter())
+                moved = sum((note.moved[epoch] for note in notes), Counter())
                 assert moved["halo", outside] == second + (0 if options.get("use_pp", True) else first)
                 assert moved["halo_gradients", outside] == second
     if ranks_per_server > 1:
         narrow, plain = (
-            sum(one.moved[0]["halo", False] for found, *_ in results for one in [found[name]])
+            sum(result[name].moved[0]["halo", False] for result, *_ in results)
             for name in ("cooperative", "cooperative, same")
         )
         assert 0 < narrow < plain / 3

@@ -32,7 +32,7 @@ def right(g: DistGraph, strategy: Any, model: nn.Module) -> Any:
 
 
 def mean_of_means(g: DistGraph, strategy: Any, model: nn.Module) -> Any:
-    """What torch's own DDP does."""
+    """Average the means of all ranks, as torch's own DDP does."""
     wrapped = strategy.wrap(model, "sum")
     return lambda blocks, x: _scale_gradient(wrapped(blocks, x), 1 / g.session.topology.world_size)
 
@@ -57,8 +57,8 @@ def _scale_gradient(scores: Tensor, factor: float) -> Tensor:
 
 def _detach_halo(module: nn.Module, given: Any) -> Any:
     block, rows = given
-    whole = block.all_rows(rows)
-    return block, torch.cat([whole[: block.own_rows], whole[block.own_rows :].detach()])
+    all_rows = block.all_rows(rows)
+    return block, torch.cat([all_rows[: block.own_rows], all_rows[block.own_rows :].detach()])
 
 
 WRONG: dict[str, Wrap] = {
@@ -97,29 +97,29 @@ def counting_replicas(g: DistGraph) -> list[Any]:
 def on_rank(folder: str) -> dict[str, list[Any]]:
     with start_session(timeout_s=60):
         g = DistGraph(folder)
-        found = {name: train(g, wrap, "sage") for name, wrap in WRONG.items()}
-        found["right"] = train(g, right, "sage")
-        found["replicas count"] = counting_replicas(g)
-        found["right norm"] = train(g, right, "gcn_symmetric")
+        results = {name: train(g, wrap, "sage") for name, wrap in WRONG.items()}
+        results["right"] = train(g, right, "sage")
+        results["replicas count"] = counting_replicas(g)
+        results["right norm"] = train(g, right, "gcn_symmetric")
         # Degrees of the piece of the graph in place of those of the whole.
         made = loader_module.halo_block
         with pytest.MonkeyPatch.context() as patched:
             patched.setattr(
                 loader_module, "halo_block", lambda *args, **named: made(*args, etype=named["etype"])
             )
-            found["degrees of a piece"] = train(g, right, "gcn_symmetric")
+            results["degrees of a piece"] = train(g, right, "gcn_symmetric")
         g.barrier()
-        return found
+        return results
 
 
 def test_mistakes_are_told_apart(folder: Path) -> None:
     expected = {
         kind: runs.one_process(runs.first_model(kind), epochs=EPOCHS) for kind in ("sage", "gcn_symmetric")
     }
-    for found in run_ranks(on_rank, 3, args=(str(folder),), ranks_per_server=1):
-        assert difference(found["right"], expected["sage"]) <= TOLERANCE
-        assert difference(found["right norm"], expected["gcn_symmetric"]) <= TOLERANCE
+    for result in run_ranks(on_rank, 3, args=(str(folder),), ranks_per_server=1):
+        assert difference(result["right"], expected["sage"]) <= TOLERANCE
+        assert difference(result["right norm"], expected["gcn_symmetric"]) <= TOLERANCE
         for name in WRONG:
-            assert difference(found[name], expected["sage"]) > 1e-4, name
-        assert difference(found["replicas count"], expected["sage"]) > 1e-4
-        assert difference(found["degrees of a piece"], expected["gcn_symmetric"]) > 1e-4
+            assert difference(result[name], expected["sage"]) > 1e-4, name
+        assert difference(result["replicas count"], expected["sage"]) > 1e-4
+        assert difference(result["degrees of a piece"], expected["gcn_symmetric"]) > 1e-4

@@ -43,11 +43,11 @@ class Run:
     drains: tuple[int, ...] = ()
     """After which batches somebody looks at the weights: at the state and the uncut model in turn."""
     peeks: tuple[int, ...] = ()
-    """In which batches somebody looks between backward and step."""
+    """Batches in which the weights are read between backward and step."""
     calls: int = 1
     """How often the model is called for a batch; the loss is the mean."""
     set_to_none: bool = True
-    """What the user's zero_grad does."""
+    """Argument of the user's ``zero_grad``."""
     strategy: str = "push_pull"
 
     @property
@@ -63,7 +63,7 @@ class Notes:
     """Original ids, by batch."""
     moved: Counter[str] = field(default_factory=Counter)
     left: dict[str, int] = field(default_factory=dict)
-    """What an epoch left behind."""
+    """Counts of objects that an epoch left behind."""
 
 
 SIDES: tuple[Side, Side] = ("M", "D")
@@ -89,11 +89,11 @@ def train(g: DistGraph, run: Run) -> Notes:
     session, notes = g.session, Notes()
     rank, world_size = session.topology.rank, session.topology.world_size
     ids = equality.new_ids_of_training(g)[: BATCH * STEPS]
-    mine = equality.cut(ids, SHARES[run.share], rank, world_size)
+    own_ids = equality.cut(ids, SHARES[run.share], rank, world_size)
     strategy = STRATEGIES.get(run.strategy)(session, run.options).open(g)
     # The largest share is STEPS batches, so that all ranks have at most that many.
     largest = max(len(equality.cut(ids, SHARES[run.share], r, world_size)) for r in range(world_size))
-    loader = strategy.loader(mine, sampler(), batch_size=-(-largest // STEPS), shuffle=True, seed=5)
+    loader = strategy.loader(own_ids, sampler(), batch_size=-(-largest // STEPS), shuffle=True, seed=5)
     model: Any = strategy.wrap(first_model(run.kind))
     optimizer = OPTIMIZERS[run.optimizer](model.parameters())
     before = session.ledger.snapshot()
@@ -127,7 +127,7 @@ def left_over(model: Any) -> dict[str, int]:
         "delayed": len(pipeline.exchange._pending),
         "placed": int(pipeline._owner._live is not None),
         "unread": sum(
-            len(one._inbox) for one in (pipeline._activations._pulls, pipeline._activations._pushes)
+            len(exchange._inbox) for exchange in (pipeline._activations._pulls, pipeline._activations._pushes)
         ),
         "waiting": len(pipeline.log.waiting),
     }
@@ -150,12 +150,12 @@ def plain_loss(targets: Sequence[Sequence[int]]) -> Callable[[nn.Module, int], T
 def simulate(
     run: Run, log: Sequence[Version], model: nn.Module, choose_loss: Callable[[nn.Module, int], Tensor]
 ) -> list[Any]:
-    found = delayed_sgd(model, PART_NAMES[run.kind], log, choose_loss, OPTIMIZERS[run.optimizer])
-    return [found[name].numpy() for name, _ in first_model(run.kind).named_parameters()]
+    simulated = delayed_sgd(model, PART_NAMES[run.kind], log, choose_loss, OPTIMIZERS[run.optimizer])
+    return [simulated[name].numpy() for name, _ in first_model(run.kind).named_parameters()]
 
 
 def of_all_ranks(notes: Sequence[Notes]) -> list[list[int]]:
-    by_batch = zip(*(one.targets for one in notes), strict=True)
+    by_batch = zip(*(note.targets for note in notes), strict=True)
     return [[target for of_rank in batch for target in of_rank] for batch in by_batch]
 
 
@@ -191,7 +191,7 @@ def delayed_sgd(
     }
     live = {side: {n: nn.Parameter(named[n].detach().clone()) for n in names[side]} for side in SIDES}
     optimizers = {side: make(list(live[side].values())) for side in SIDES}
-    reads = {side: {one.batch: one.read for one in log if one.side == side} for side in SIDES}
+    reads = {side: {entry.batch: entry.read for entry in log if entry.side == side} for side in SIDES}
     assert all(sorted(reads[side]) == list(range(len(log) // 2)) for side in SIDES)
 
     @cache
@@ -204,13 +204,13 @@ def delayed_sgd(
         return {n: None if p.grad is None else p.grad.clone() for n, p in named.items()}
 
     steps: dict[tuple[Side, int], list[int]] = {}
-    for one in log:
-        steps.setdefault((one.side, one.written), []).append(one.batch)
+    for entry in log:
+        steps.setdefault((entry.side, entry.written), []).append(entry.batch)
     for (side, written), batches in steps.items():
         assert written == len(history[side]) - 1
         for name, parameter in live[side].items():
-            found = [grad for batch in batches if (grad := gradients_of(batch)[name]) is not None]
-            parameter.grad = torch.stack(found).sum(0) if found else None
+            gradients = [grad for batch in batches if (grad := gradients_of(batch)[name]) is not None]
+            parameter.grad = torch.stack(gradients).sum(0) if gradients else None
         optimizers[side].step()
         history[side].append({n: p.detach().clone() for n, p in live[side].items()})
     return {n: value for side in SIDES for n, value in history[side][-1].items()}

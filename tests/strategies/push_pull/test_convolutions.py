@@ -28,9 +28,9 @@ def first_of(name: str, seed: int) -> nn.Module:
     return net
 
 
-def differences(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> list[str]:
-    same = {name for name in found.keys() & wanted.keys() if torch.equal(found[name], wanted[name])}
-    return sorted((found.keys() | wanted.keys()) - same)
+def differences(left: dict[str, Tensor], right: dict[str, Tensor]) -> list[str]:
+    same = {name for name in left.keys() & right.keys() if torch.equal(left[name], right[name])}
+    return sorted((left.keys() | right.keys()) - same)
 
 
 def there_and_back(g: DistGraph, name: str, folder: Path) -> list[list[str]]:
@@ -40,7 +40,7 @@ def there_and_back(g: DistGraph, name: str, folder: Path) -> list[list[str]]:
         options = {"sync": "inputs"} if name in BY_ROWS and strategy == "push_pull" else {}
         return STRATEGIES.get(strategy)(g.session, options).open(g).wrap(first_of(name, seed))
 
-    wanted = first_of(name, 1).state_dict()
+    expected = first_of(name, 1).state_dict()
     checkpoint.save(folder / "rows", model=wrap("data_parallel", 1))
     cut, back = wrap("push_pull", 2), wrap("data_parallel", 3)
     checkpoint.load(folder / "rows", model=cut)
@@ -48,27 +48,27 @@ def there_and_back(g: DistGraph, name: str, folder: Path) -> list[list[str]]:
     checkpoint.load(folder / "columns", model=back)
     plain = first_of(name, 4)
     plain.load_state_dict(cut.state_dict())
-    return [differences(one.state_dict(), wanted) for one in (cut, cut.whole(), back, plain)]
+    return [differences(module.state_dict(), expected) for module in (cut, cut.whole(), back, plain)]
 
 
 def on_rank(parts: str, folder: str) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     with start_session(timeout_s=60):
         g = DistGraph(parts)
         for name in MAKE:
             try:
-                found[name] = there_and_back(g, name, Path(folder, name))
+                results[name] = there_and_back(g, name, Path(folder, name))
             except Exception as error:  # of this convolution; others are tested all the same
-                found[name] = f"{type(error).__name__}: {error}"
-    return found
+                results[name] = f"{type(error).__name__}: {error}"
+    return results
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     folder = tmp_path_factory.mktemp("convolutions")
     return run_ranks(on_rank, 2, args=(str(equality.write_parts(folder)), str(folder / "saved")))
 
 
 @pytest.mark.parametrize("name", MAKE)
-def test_a_split_convolution_has_the_state_of_dgls(name: str, found: list[dict[str, Any]]) -> None:
-    assert [rank[name] for rank in found] == [[[]] * 4] * 2
+def test_a_split_convolution_has_the_state_of_dgls(name: str, results: list[dict[str, Any]]) -> None:
+    assert [rank[name] for rank in results] == [[[]] * 4] * 2

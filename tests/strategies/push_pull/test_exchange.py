@@ -38,7 +38,7 @@ def with_size(run: Run, size: int) -> Run:
 
 
 def on_accelerators(g: DistGraph, name: str, size: int, *, each_has_one: bool) -> Notes:
-    """What rows on accelerators take: each rank's own, or one that they share. Gloo and the CPU stand in."""
+    """Train with rows on each rank's own accelerator, or on a shared one. Gloo and the CPU replace them."""
     direct = DeviceExchange(g.session, torch.device("cpu")) if each_has_one else None
     before = DEVICES.get(g.session)
     with (
@@ -55,7 +55,7 @@ def on_accelerators(g: DistGraph, name: str, size: int, *, each_has_one: bool) -
 def on_rank(folder: str) -> dict[str, Any]:
     with start_session(timeout_s=60):
         g = DistGraph(folder)
-        found: dict[str, Any] = {
+        results: dict[str, Any] = {
             f"{name} {size}": runs.train(g, with_size(run, size))
             for name, run in RUNS.items()
             for size in SIZES
@@ -63,10 +63,10 @@ def on_rank(folder: str) -> dict[str, Any]:
         for name, size in ON_ACCELERATORS:
             for each_has_one in (True, False):
                 notes = on_accelerators(g, name, size, each_has_one=each_has_one)
-                found[f"{name} {size}, accelerators, {each_has_one}"] = notes
-        found["chosen"] = {memory: chosen_size(g, memory) for memory in ("28000", "27KB", "14000", "7000")}
+                results[f"{name} {size}, accelerators, {each_has_one}"] = notes
+        results["chosen"] = {memory: chosen_size(g, memory) for memory in ("28000", "27KB", "14000", "7000")}
         g.barrier()
-        return found
+        return results
 
 
 WIRES: dict[str, float] = {"bfloat16": 0.02, "int8": 0.1, "int4": 1.0}
@@ -77,23 +77,23 @@ def narrow_on_rank(folder: str) -> dict[str, Notes]:
     with start_session(timeout_s=60):
         g = DistGraph(folder)
         runs_of = {wire: replace(RUNS["sage"], options={"wire_dtype": wire}) for wire in WIRES}
-        found = {wire: runs.train(g, run) for wire, run in runs_of.items()}
-        found["again"], found["same"] = runs.train(g, runs_of["int8"]), runs.train(g, RUNS["sage"])
+        results = {wire: runs.train(g, run) for wire, run in runs_of.items()}
+        results["again"], results["same"] = runs.train(g, runs_of["int8"]), runs.train(g, RUNS["sage"])
         g.barrier()
-        return found
+        return results
 
 
 def test_activations_in_fewer_bits_are_close_and_repeat(folder: Path) -> None:
     results = run_ranks(narrow_on_rank, 2, args=(str(folder),), ranks_per_server=1)
-    rows = sum(found["same"].moved["D1"] for found in results)
+    rows = sum(result["same"].moved["D1"] for result in results)
     for wire, most in WIRES.items():
         for phase in (FORWARD, BACKWARD):
-            num_bytes = sum(found[wire].moved[phase] for found in results)
+            num_bytes = sum(result[wire].moved[phase] for result in results)
             assert num_bytes == rows * wire_bytes(cast("WireDtype", wire), equality.HIDDEN, 8)
-        for found in results:
-            assert 0 < difference(found[wire].weights, found["same"].weights) < most, wire
-    for found in results:
-        assert difference(found["again"].weights, found["int8"].weights) == 0
+        for result in results:
+            assert 0 < difference(result[wire].weights, result["same"].weights) < most, wire
+    for result in results:
+        assert difference(result["again"].weights, result["int8"].weights) == 0
 
 
 def chosen_size(g: DistGraph, memory: str) -> int:
@@ -111,17 +111,17 @@ def test_groups_leave_the_weights_of_one_process_and_move_less(folder: Path) -> 
             notes: list[Notes] = [result[f"{name} {size}"] for result in results]
             loss = runs.plain_loss(runs.of_all_ranks(notes))
             plain = runs.simulate(run, notes[0].log, runs.first_model(run.kind), loss)
-            for one in notes:
-                assert difference(one.weights, plain) <= 1e-10, (name, size)
+            for note in notes:
+                assert difference(note.weights, plain) <= 1e-10, (name, size)
         check_bytes(name, {size: [result[f"{name} {size}"] for result in results] for size in SIZES})
     for name, size in ON_ACCELERATORS:
         for result in results:
             plain = result[f"{name} {size}"]
             for each_has_one in (True, False):
-                one = result[f"{name} {size}, accelerators, {each_has_one}"]
-                assert difference(one.weights, plain.weights) == 0, (name, size, each_has_one)
-                assert one.moved == plain.moved, (name, size, each_has_one)
-                assert one.left == plain.left
+                note = result[f"{name} {size}, accelerators, {each_has_one}"]
+                assert difference(note.weights, plain.weights) == 0, (name, size, each_has_one)
+                assert note.moved == plain.moved, (name, size, each_has_one)
+                assert note.left == plain.left
     # 27 KB are 27648 bytes, and all features take 28000.
     assert FEATURE_BYTES == 28000
     assert results[0]["chosen"] == {"28000": 1, "27KB": 2, "14000": 2, "7000": 4}
@@ -129,7 +129,7 @@ def test_groups_leave_the_weights_of_one_process_and_move_less(folder: Path) -> 
 
 def check_bytes(name: str, by_size: dict[int, list[Notes]]) -> None:
     """docs/strategies/push_pull.md, "When it pays", with int32 structure; and what replicas add up."""
-    total = {size: sum((one.moved for one in notes), Counter()) for size, notes in by_size.items()}
+    total = {size: sum((note.moved for note in notes), Counter()) for size, notes in by_size.items()}
     for size in SIZES:
         for phase in (FORWARD, BACKWARD):
             assert total[size][phase] * (RANKS - 1) == total[RANKS][phase] * (size - 1)

@@ -93,12 +93,12 @@ def write(folder: Path, *, num_parts: int = NUM_PARTS, last_is_empty: bool = Fal
 
 def count_received_bytes(session: Session, before: Any) -> int:
     """Bytes that this rank received as columns since then; what it asked with is 32 bytes a message."""
-    mine = session.topology.rank
+    own_rank = session.topology.rank
     rows = [row for row in session.ledger.since(before) if row.phase == PHASE]
-    asked = sum(row.num_bytes for row in rows if row.source == mine)
-    assert asked % 32 == 0
-    assert asked <= 32 * NUM_PARTS * len(NAMES)
-    return sum(row.num_bytes for row in rows if row.destination == mine)
+    requested = sum(row.num_bytes for row in rows if row.source == own_rank)
+    assert requested % 32 == 0
+    assert requested <= 32 * NUM_PARTS * len(NAMES)
+    return sum(row.num_bytes for row in rows if row.destination == own_rank)
 
 
 STORES: dict[tuple[str, Group], ColumnStores] = {}
@@ -131,18 +131,18 @@ def rows_elsewhere(g: DistGraph, name: str = "one") -> int:
 
 def check_rows(g: DistGraph, store: ColumnStore, name: str, part: int, parts: int) -> None:
     nodes = torch.randint(0, g.num_nodes(), (200,), generator=torch.Generator().manual_seed(part))
-    whole = g.ndata[name][nodes]
-    width = whole.shape[1]
-    expected = whole[:, deal_out_columns(width, parts)[part].cut]
-    found = store.rows(name, nodes)
+    all_rows = g.ndata[name][nodes]
+    width = all_rows.shape[1]
+    expected = all_rows[:, deal_out_columns(width, parts)[part].cut]
+    rows = store.rows(name, nodes)
     halves = (torch.float16, torch.bfloat16)
-    assert found.dtype == (torch.float32 if whole.dtype in halves else whole.dtype)
-    assert store.dtype(name) == whole.dtype
-    assert torch.equal(found, expected.to(found.dtype))
+    assert rows.dtype == (torch.float32 if all_rows.dtype in halves else all_rows.dtype)
+    assert store.dtype(name) == all_rows.dtype
+    assert torch.equal(rows, expected.to(rows.dtype))
     memory = RowMemory()
     for _ in range(2):
-        assert torch.equal(store.rows(name, nodes, memory), found)
-        assert store.rows(name, nodes[:0], memory).dtype == found.dtype
+        assert torch.equal(store.rows(name, nodes, memory), rows)
+        assert store.rows(name, nodes[:0], memory).dtype == rows.dtype
     assert (store.widths[name], len(store.slices[name].columns)) == (width, expected.shape[1])
     assert store.rows(name, nodes[:0]).shape == (0, expected.shape[1])
 
@@ -161,7 +161,7 @@ def everything(folder: str, size: int) -> None:
     """Open all features in memory, then with files to be made, then with files that are there."""
     with start_session(timeout_s=60) as session:
         group = make_group(session, size or session.topology.world_size)
-        for cache, found in ((False, False), (True, False), (True, True)):
+        for cache, is_found in ((False, False), (True, False), (True, True)):
             g = DistGraph(folder)
             before = session.ledger.snapshot()
             with nullcontext() if cache else without_files():
@@ -170,12 +170,13 @@ def everything(folder: str, size: int) -> None:
                 name: len(store.slices[name].columns) * g.ndata[name].dtype.itemsize for name in NAMES
             }
             # Ranks of one machine that hold the same columns make one file.
-            loads = not found and (not cache or group.rank == min(group.replicas))
+            loads = not is_found and (not cache or group.rank == min(group.replicas))
             assert count_received_bytes(session, before) == loads * sum(row_bytes.values()) * rows_elsewhere(
                 g
             )
             assert (
-                sum(one.rows.nbytes for one in store.slices.values()) == sum(row_bytes.values()) * NUM_NODES
+                sum(slice_.rows.nbytes for slice_ in store.slices.values())
+                == sum(row_bytes.values()) * NUM_NODES
             )
             for name in NAMES:
                 check_rows(g, store, name, group.part, group.size)
@@ -189,11 +190,11 @@ def everything(folder: str, size: int) -> None:
 
 
 def check_sharing(g: DistGraph, store: ColumnStore, group: Group) -> None:
-    """What is open is not opened again, also where it is asked for together with something else."""
+    """Open columns are not opened again, even if they are requested together with others."""
     before = g.session.ledger.snapshot()
     assert open_columns(g, list(NAMES), group) is store
-    other = open_columns(g, ["three"], group)
-    assert other.slices["three"] is store.slices["three"]
+    second_store = open_columns(g, ["three"], group)
+    assert second_store.slices["three"] is store.slices["three"]
     assert count_received_bytes(g.session, before) == 0
 
 
@@ -269,11 +270,11 @@ def test_feature_partitioning_writes_the_columns_of_each_part(
         write_columns=write_slices,
     )
     dataset = open_dataset(tmp_path / "d")
-    whole = np.concatenate([dataset.part(part).node_data(NODE_TYPE, "feat") for part in range(3)])
+    all_rows = np.concatenate([dataset.part(part).node_data(NODE_TYPE, "feat") for part in range(3)])
     for columns in deal_out_columns(width, 3):
-        found = stored_slice(dataset, NODE_TYPE, "feat", columns).read()
-        assert (found is not None) == (len(columns) > 0)
-        assert found is None or np.array_equal(found, whole[:, columns.cut])
+        rows = stored_slice(dataset, NODE_TYPE, "feat", columns).read()
+        assert (rows is not None) == (len(columns) > 0)
+        assert rows is None or np.array_equal(rows, all_rows[:, columns.cut])
     base = tmp_path / "d" / "cache" / f"columns-{dataset.manifest.checksum}" / NODE_TYPE
     assert [path.name for path in base.iterdir()] == ["feat"]
     assert len(list(base.rglob(FILE))) == min(width, 3)
@@ -334,11 +335,11 @@ def write_large(folder: Path, method: str = "hash", num_parts: int = 4) -> Path:
 def opened_bytes(session: Session, folder: Path, size: int = 0) -> tuple[int, int]:
     g, before = DistGraph(folder), session.ledger.snapshot()
     store = open_columns(g, ["feat"], make_group(session, size or session.topology.world_size))
-    found = count_received_bytes(session, before)
+    num_bytes = count_received_bytes(session, before)
     check(g, store)
     full = rows_elsewhere(g, "feat") * len(store.slices["feat"].columns) * 4
     g.close()
-    return found, full
+    return num_bytes, full
 
 
 def check(g: DistGraph, store: ColumnStore) -> None:
@@ -386,7 +387,7 @@ def full_disk(session: Session, ready: Path) -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (30_000, limits[1]))
         store = open_columns(g, ["feat"], make_group(session, 2))
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    assert ["keep columns in memory" in one.args[0] for one in warning.call_args_list] == [True][rank:]
+    assert ["keep columns in memory" in call.args[0] for call in warning.call_args_list] == [True][rank:]
     check(g, store)
     assert not list(ready.rglob("*.partial"))
     g.close()
@@ -429,7 +430,7 @@ def test_who_cannot_answer_is_named_and_leaves_nothing_behind(
 ) -> None:
     g = DistGraph(write_large(tmp_path / "d"))
     columns = ColumnRange(first=0, last=WIDTH, width=WIDTH)
-    wanted = replace(stored_slice(g.dataset, NODE_TYPE, "feat", columns), key=g.ndata["feat"].kvstore_key)
+    expected = replace(stored_slice(g.dataset, NODE_TYPE, "feat", columns), key=g.ndata["feat"].kvstore_key)
 
     def broken(*_arguments: object) -> Any:
         raise StorageError("part 1 is damaged; copy it again")
@@ -437,9 +438,9 @@ def test_who_cannot_answer_is_named_and_leaves_nothing_behind(
     with monkeypatch.context() as patched:
         patched.setattr(feature_columns, "_serve_columns", broken)
         with pytest.raises(RemoteError, match=r"rank 0 failed at .*part 1 is damaged"):
-            load_columns(g.kvstore, [wanted], session)
+            load_columns(g.kvstore, [expected], session)
     assert not list((tmp_path / "d").rglob("*.partial"))
     # The failed attempt left nothing behind that is in the way of the next.
-    load_columns(g.kvstore, [wanted], session)
-    assert np.array_equal(wanted.rows, g.ndata["feat"][torch.arange(LOADED_NODES)].numpy())
+    load_columns(g.kvstore, [expected], session)
+    assert np.array_equal(expected.rows, g.ndata["feat"][torch.arange(LOADED_NODES)].numpy())
     g.close()

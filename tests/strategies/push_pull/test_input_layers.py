@@ -31,7 +31,7 @@ NODES = torch.tensor([3, 1, 4, 9])
 
 
 class Model(nn.Module):
-    """What stands before a first layer, by name; and one."""
+    """Modules by name before a first layer, and that layer."""
 
     def __init__(self, **before: nn.Module) -> None:
         super().__init__()
@@ -54,15 +54,23 @@ def begin_batch(
 ) -> tuple[dict[str, Callable[[Tensor], Tensor]], Tensor, InputProvenance]:
     """Begin a batch on the first of ``parts``: what replaces modules, the features, and the origins."""
     provenance, columns = InputProvenance(0), deal_out_columns(F, parts)[0]
-    found = modules_of(model, model.conv, columns, provenance)
-    for module, one in found.items():
-        cut_in_place(module, one.cut, (columns,))
+    replacements = modules_of(model, model.conv, columns, provenance)
+    for module, replacement in replacements.items():
+        cut_in_place(module, replacement.cut, (columns,))
     block: Any = None
     x = torch.randn(len(NODES), len(columns), dtype=torch.float64)
     provenance.begin(GroupBatch(2, (PartInput(block=block, nodes=NODES, columns={"feat": x}, number=2),)), 0)
     provenance.add(x, Origin(names=("feat",), runs=(columns,)))
     named = model.named_modules(remove_duplicate=False)
-    return {name: found[one].forward for name, one in named if one in found}, x, provenance
+    return (
+        {
+            name: replacements[replacement].forward
+            for name, replacement in named
+            if replacement in replacements
+        },
+        x,
+        provenance,
+    )
 
 
 def test_norm_refuses_what_is_not_the_features() -> None:
@@ -122,7 +130,9 @@ def test_embedding_refuses_other_ids_and_what_needs_whole_rows() -> None:
 def found_in(model: nn.Module, first: str = "conv") -> dict[str, str]:
     columns = ColumnRange(first=0, last=F, width=F)
     modules = modules_of(model, model.get_submodule(first), columns, InputProvenance(0))
-    return {name: type(modules[one]).__name__ for name, one in model.named_modules() if one in modules}
+    return {
+        name: type(modules[module]).__name__ for name, module in model.named_modules() if module in modules
+    }
 
 
 def test_what_is_taken_for_an_input_module() -> None:

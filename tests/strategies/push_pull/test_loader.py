@@ -105,8 +105,8 @@ Epoch = list[list[Seen]]
 
 
 def epoch_of(g: DistGraph, loader: PushPullLoader) -> tuple[Epoch, Counter[str]]:
-    """What this part has, with its own columns; and what it sent and asked for meanwhile, by phase."""
-    found, before, group = [], g.session.ledger.snapshot(), loader._group
+    """Return this part's batches with its own columns, and the bytes that it sent and requested by phase."""
+    results, before, group = [], g.session.ledger.snapshot(), loader._group
     columns = deal_out_columns(WIDTH, group.size)[group.part]
     for *_, blocks in loader:
         block, inputs = blocks[0], blocks[0].push_pull.inputs
@@ -116,11 +116,13 @@ def epoch_of(g: DistGraph, loader: PushPullLoader) -> tuple[Epoch, Counter[str]]
             assert values.data_ptr() == block.edata[name].data_ptr()
         assert torch.equal(block.srcdata[dgl.NID], own.nodes)
         assert block.srcdata["feat"].data_ptr() == own.columns["feat"].data_ptr()
-        for one in inputs:
-            ids = g.orig_ids(one.nodes)[:, None]
-            assert torch.equal(one.columns["feat"], (ids * 10 + torch.arange(WIDTH)).float()[:, columns.cut])
-        found.append([describe(one) for one in inputs])
-    return found, equality.moved_since(g.session, before)
+        for part_input in inputs:
+            ids = g.orig_ids(part_input.nodes)[:, None]
+            assert torch.equal(
+                part_input.columns["feat"], (ids * 10 + torch.arange(WIDTH)).float()[:, columns.cut]
+            )
+        results.append([describe(part_input) for part_input in inputs])
+    return results, equality.moved_since(g.session, before)
 
 
 def describe(one: PartInput) -> Seen:
@@ -148,7 +150,7 @@ class OwnCode(NeighborSampler):
 def on_three(folder: str) -> dict[str, Any]:
     """Whole structure everywhere: each way of knowing it, for nodes and for edges."""
     with start_session(timeout_s=200, seed=5) as session:
-        g, found = DistGraph(folder, structure="replicated"), {}
+        g, results = DistGraph(folder, structure="replicated"), {}
         excluded = {"exclude": "reverse_id", "reverse_eids": reverse_edge_ids(g)}
         drawn = negative.DegreeWeighted(2, corrupt="both")
         for structure in ("push", "resample"):
@@ -161,13 +163,13 @@ def on_three(folder: str) -> dict[str, Any]:
                 ),
             }
             for kind, loader in kinds.items():
-                found[f"{kind}/{structure}"] = [epoch_of(g, loader) for _ in range(2)]
+                results[f"{kind}/{structure}"] = [epoch_of(g, loader) for _ in range(2)]
         before = session.ledger.snapshot()
         nodes_of(g, structure="resample")
         # 8 bytes for each seed of the others.
         num_seeds = NUM_NODES - len(share_of(g, NUM_NODES))
         assert equality.moved_since(session, before)["seeds"] == 8 * num_seeds
-        found["own code"] = [epoch_of(g, nodes_of(g, OwnCode(prefetch_labels=["label"])))]
+        results["own code"] = [epoch_of(g, nodes_of(g, OwnCode(prefetch_labels=["label"])))]
         for words, make in {
             "own code": lambda: nodes_of(g, OwnCode(), structure="resample"),
             "sets edge_weights on blocks": lambda: nodes_of(g, LaborSampler(FANOUTS, importance_sampling=1)),
@@ -178,7 +180,7 @@ def on_three(folder: str) -> dict[str, Any]:
             with pytest.raises(ConfigError, match=words):
                 make()
         g.barrier()
-        return found
+        return results
 
 
 @pytest.fixture(scope="module")
@@ -193,9 +195,9 @@ KINDS = ("nodes", "here", "sources", "edges")
     "kind", [*(f"{kind}/{way}" for kind in KINDS for way in ("push", "resample")), "own code"]
 )
 def test_every_part_has_what_the_owner_has(three: list[dict[str, Any]], kind: str) -> None:
-    first, *others = ([epoch for epoch, _ in found[kind]] for found in three)
+    first, *later = ([epoch for epoch, _ in rank_results[kind]] for rank_results in three)
     assert min(map(len, first)) > 3
-    assert others == [first, first]
+    assert later == [first, first]
 
 
 def test_epochs_of_an_empty_rank_and_of_others(three: list[dict[str, Any]]) -> None:
@@ -209,8 +211,10 @@ def test_epochs_of_an_empty_rank_and_of_others(three: list[dict[str, Any]]) -> N
 @pytest.mark.parametrize("kind", KINDS)
 def test_bytes(three: list[dict[str, Any]], kind: str) -> None:
     """int32 CSC to each of two peers; nothing when structure is drawn again."""
-    for rank, found in enumerate(three):
-        for (epoch, pushed), (_, drawn) in zip(found[f"{kind}/push"], found[f"{kind}/resample"], strict=True):
+    for rank, result in enumerate(three):
+        for (epoch, pushed), (_, drawn) in zip(
+            result[f"{kind}/push"], result[f"{kind}/resample"], strict=True
+        ):
             assert pushed["structure"] == 2 * 4 * sum(
                 len(array) for step in epoch for array in step[rank][1:4]
             )
@@ -264,8 +268,8 @@ def ahead_on_four(folder: str) -> list[int]:
                 for window in (256 << 20, 0):
                     patch.setattr(minibatch, "WINDOW_BYTES", window)
                     loader.set_epoch(0)
-                    found, sent = draw_blocks(loader)
-                    assert [bits(one) for one in found] == [bits(one) for one in plain]
+                    blocks, sent = draw_blocks(loader)
+                    assert [bits(thread) for thread in blocks] == [bits(thread) for thread in plain]
                     assert sent == (asked_for(g, plain, sizes) if window else alone)
                     g.barrier()
                     saved += [alone - sent] if window else []
@@ -273,7 +277,7 @@ def ahead_on_four(folder: str) -> list[int]:
         steps = iter(loader)
         next(steps)
         steps.close()
-        assert not [one for one in threading.enumerate() if one.name.startswith("dglx-loader")]
+        assert not [thread for thread in threading.enumerate() if thread.name.startswith("dglx-loader")]
         for structure, policy, tells in (
             ("partitioned", "lookahead", False),
             ("partitioned", "halo", True),
@@ -281,21 +285,21 @@ def ahead_on_four(folder: str) -> list[int]:
         ):
             g = DistGraph(folder, structure=structure)
             g.cache_rows("feat", alpha=0.9, policy=policy)
-            with mock.patch.object(push_pull_loader.log, "warning") as told:
+            with mock.patch.object(push_pull_loader.log, "warning") as warning:
                 nodes_of(g, group=group)
-            assert (told.call_count > 0) == tells
+            assert (warning.call_count > 0) == tells
         g.barrier()
     return saved
 
 
 def draw_blocks(loader: PushPullLoader) -> tuple[list[Any], int]:
     before = loader._session.ledger.total(phase="sampling")
-    blocks = [one[-1] for one in loader]
+    blocks = [batch[-1] for batch in loader]
     return blocks, loader._session.ledger.total(phase="sampling") - before
 
 
 def bits(blocks: Any) -> list[list[int]]:
-    arrays = [(one.edata[dgl.EID], *one.adj_tensors("csc"), one.srcdata[dgl.NID]) for one in blocks]
+    arrays = [(block.edata[dgl.EID], *block.adj_tensors("csc"), block.srcdata[dgl.NID]) for block in blocks]
     return [array.tolist() for of_block in arrays for array in of_block]
 
 
@@ -327,8 +331,8 @@ def test_what_batches_share_is_drawn_once(folder: Path) -> None:
 def check_batches(session: Session, pushed: Any, plain: Any) -> None:
     kept: list[tuple[GroupBatch, GroupBatch | None]] = []
     expected = [(batch, session.step_share, plain.state_dict(), plain.epoch) for batch in plain]
-    for batch, (other, share, *state) in zip(pushed, expected, strict=True):
-        (nodes, seeds, blocks), (other_nodes, other_seeds, other_blocks) = batch, other
+    for batch, (plain_batch, share, *state) in zip(pushed, expected, strict=True):
+        (nodes, seeds, blocks), (other_nodes, other_seeds, other_blocks) = batch, plain_batch
         assert torch.equal(nodes, other_nodes)
         assert torch.equal(seeds, other_seeds)
         assert torch.equal(blocks[-1].dstdata["label"], other_blocks[-1].dstdata["label"])
@@ -339,7 +343,7 @@ def check_batches(session: Session, pushed: Any, plain: Any) -> None:
         assert len(group_batch.inputs) == 2
         kept.append((group_batch, group_batch.following))
     assert len(kept) == len(pushed) > 3
-    assert all(one[1] is after[0] for one, after in pairwise(kept))
+    assert all(item[1] is after[0] for item, after in pairwise(kept))
     assert kept[-1][1] is None
     assert all(group_batch.following is None for group_batch, _ in kept)
     assert pushed.state_dict() == plain.state_dict()
@@ -355,9 +359,9 @@ def check_positions(loader: Any) -> None:
     state = loader.state_dict()
     assert state == {"epoch": 7, "step": 2, "seed": 0}
     loader.set_epoch(7)
-    whole = [batch[0].tolist() for batch in loader]
+    batches = [batch[0].tolist() for batch in loader]
     loader.load_state_dict(state)
-    assert [*first, *(batch[0].tolist() for batch in loader)] == whole
+    assert [*first, *(batch[0].tolist() for batch in loader)] == batches
 
 
 def test_groups_positions_and_drains(folder: Path) -> None:
@@ -433,16 +437,16 @@ def test_round_trip(idtype: torch.dtype, wide: bool) -> None:
     arrays = [array.copy() for array in pack_block(block_of(idtype), wide=wide)]
     # 4 [(D1 + 1) + E1 + L0] bytes
     assert [array.nbytes for array in arrays] == [4 * (8 if wide else 4), 4 * 3, 4 * 3]
-    found = unpack_block(arrays, EDGE_TYPE, idtype)
+    block = unpack_block(arrays, EDGE_TYPE, idtype)
     arrays[2][:] = 1  # it shares nothing with what came
-    assert torch.equal(found.nodes, SOURCE_IDS)
-    assert found.block.idtype == idtype
-    assert (found.block.num_src_nodes(), found.block.num_dst_nodes()) == (4, 2)
-    indptr, indices, edge_ids = found.block.adj_tensors("csc")
+    assert torch.equal(block.nodes, SOURCE_IDS)
+    assert block.block.idtype == idtype
+    assert (block.block.num_src_nodes(), block.block.num_dst_nodes()) == (4, 2)
+    indptr, indices, edge_ids = block.block.adj_tensors("csc")
     assert indptr.tolist() == [0, 1, 3]
     assert [indices.tolist()[0], *sorted(indices.tolist()[1:])] == [2, 0, 3]
     assert edge_ids.tolist() == [0, 1, 2]
-    assert not {**found.block.srcdata, **found.block.edata}
+    assert not {**block.block.srcdata, **block.block.edata}
 
 
 @pytest.mark.parametrize(
@@ -461,7 +465,7 @@ def test_round_trip(idtype: torch.dtype, wide: bool) -> None:
     ],
 )
 def test_arrays_that_are_no_block_are_refused(nodes: Any, indptr: Any, indices: Any) -> None:
-    arrays = [np.array(one, None if one else np.int32) for one in (nodes, indptr, indices)]
+    arrays = [np.array(values, None if values else np.int32) for values in (nodes, indptr, indices)]
     with pytest.raises(ValueError, match="are no block"):
         _check_block(arrays)
     _check_block(pack_block(block_of(torch.int32), wide=False))

@@ -43,10 +43,10 @@ class Trained:
     ) -> None:
         topology = g.session.topology
         ids = equality.new_ids_of_training(g)[: runs.BATCH * runs.STEPS]
-        mine = equality.cut(ids, runs.SHARES["even"], topology.rank, topology.world_size)
+        own_ids = equality.cut(ids, runs.SHARES["even"], topology.rank, topology.world_size)
         made = STRATEGIES.get(strategy)(g.session, options).open(g)
         size = -(-len(ids) // topology.world_size // runs.STEPS)
-        self.loader = made.loader(mine, sampler or runs.sampler(), batch_size=size)
+        self.loader = made.loader(own_ids, sampler or runs.sampler(), batch_size=size)
         model = runs.first_model("sage")
         for name in frozen:
             model.get_parameter(name).requires_grad_(False)
@@ -63,11 +63,11 @@ class Trained:
     def epoch(self, choose_loss: Callable[[list[Any]], Tensor] | None = None, stop_after: int = 99) -> None:
         for step, (_, _, blocks) in enumerate(self.loader):
             loss = (choose_loss or self.loss)(blocks)
-            for one in self.optimizers:
-                one.zero_grad()
+            for optimizer in self.optimizers:
+                optimizer.zero_grad()
             loss.backward()
-            for one in self.optimizers:
-                one.step()
+            for optimizer in self.optimizers:
+                optimizer.step()
             if step + 1 == stop_after:
                 break
 
@@ -88,31 +88,31 @@ def an_optimizer_that_was_replaced_steps_no_more(g: DistGraph) -> None:
 
 
 def who_leaves_the_parts_weights_out_is_told_once(g: DistGraph) -> None:
-    """As with an optimizer that was built before wrap()."""
-    told: list[str] = []
+    """An optimizer that was built before wrap() has the same effect."""
+    messages: list[str] = []
     handler = logging.Handler()
-    handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
+    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
     logger = logging.getLogger("dglx_dist.strategies.push_pull.pipeline")
     logger.addHandler(handler)
     trained = Trained(g)
     trained.epoch()
-    assert not told
+    assert not messages
     cut = trained.model.parts.local
     named = trained.model.module.named_parameters()
     trained.optimizers = [trained.sgd([p for name, p in named if name not in cut])]
     trained.epoch()
     logger.removeHandler(handler)
-    (message,) = told
+    (message,) = messages
     assert "build the optimizer after wrap()" in message
 
 
 def several_optimizers_all_step_when_the_pipeline_drains(g: DistGraph) -> None:
-    one, two = Trained(g, depth=3), Trained(g, depth=3)
+    first, two = Trained(g, depth=3), Trained(g, depth=3)
     parameters = list(two.model.module.parameters())
     two.optimizers = [two.sgd(parameters[:2]), two.sgd(parameters[2:])]
-    for trained in (one, two):
+    for trained in (first, two):
         trained.epoch()
-    assert all(map(np.array_equal, one.weights(), two.weights()))
+    assert all(map(np.array_equal, first.weights(), two.weights()))
 
 
 def a_look_before_backward_changes_nothing(g: DistGraph) -> None:
@@ -131,15 +131,15 @@ def a_look_before_backward_changes_nothing(g: DistGraph) -> None:
 
 def a_first_layer_may_be_frozen_while_training(g: DistGraph) -> None:
     """Weight decay must not touch it from then on."""
-    found = []
+    results = []
     for strategy, options in (("data_parallel", {}), ("push_pull", {}), ("push_pull", {"group_size": 1})):
         trained = Trained(g, strategy, **options)
         trained.optimizers = [trained.sgd(trained.model.parameters(), weight_decay=0.1)]
         trained.epoch()
         trained.model.module.get_parameter(runs.PART_NAMES["sage"][0]).requires_grad_(False)
         trained.epoch()
-        found.append(trained.weights())
-    assert max(difference(found[0], one) for one in found[1:]) <= 1e-12
+        results.append(trained.weights())
+    assert max(difference(results[0], weights) for weights in results[1:]) <= 1e-12
 
 
 def a_first_layer_may_be_frozen_from_the_start(g: DistGraph) -> None:
@@ -173,7 +173,7 @@ def what_was_begun_or_kept_by_the_user_does_not_pile_up(g: DistGraph) -> None:
     for _ in range(4):
         trained.epoch(choose_loss, stop_after=2)
     trained.epoch(choose_loss)
-    assert not any(one() is not None for one in batches)
+    assert not any(reference() is not None for reference in batches)
     assert len(batches) == 4 * 2 + runs.STEPS
     assert not any(runs.left_over(trained.model).values())
     # The last batch of each epoch that was left is stepped in the next one.
@@ -189,7 +189,7 @@ def a_batch_is_gone_as_soon_as_nobody_uses_it(g: DistGraph) -> None:
         {"depth": 2},
         {"depth": 3},
     )
-    for strategy, options in (("data_parallel", {}), *(("push_pull", one) for one in push_pull)):
+    for strategy, options in (("data_parallel", {}), *(("push_pull", settings) for settings in push_pull)):
         trained, seen, batches = Trained(g, strategy, **options), [], []
 
         def choose_loss(
@@ -205,7 +205,7 @@ def a_batch_is_gone_as_soon_as_nobody_uses_it(g: DistGraph) -> None:
         gc.collect()
         gc.disable()
         trained.epoch(choose_loss)
-        held, known = (sum(one() is not None for one in found) for found in (seen, batches))
+        held, known = (sum(item() is not None for item in references) for references in (seen, batches))
         gc.enable()
         assert len(seen) >= 2 * runs.STEPS
         assert held == 0, (strategy, options, held)
@@ -233,7 +233,7 @@ def a_model_goes_with_its_parameters(g: DistGraph) -> None:
         held = [weakref.ref(trained.model._exchange), *map(weakref.ref, trained.model.parameters())]
         del trained
         gc.collect()
-        assert not any(one() is not None for one in held), (strategy, options)
+        assert not any(reference() is not None for reference in held), (strategy, options)
 
 
 def a_step_goes_through_few_modules(g: DistGraph) -> None:

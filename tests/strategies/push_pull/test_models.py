@@ -1,4 +1,4 @@
-"""What models and loops may be: several features, halves, embeddings, norms, dropout, tied weights, links.
+"""Supported models and loops: several features, halves, embeddings, norms, dropout, tied weights, links.
 
 Each trains to the weights of data_parallel on the same ranks and seeds, or of one rank where the masks of
 dropout are keyed or the batches are late.
@@ -192,12 +192,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     assignment = Assignment(num_parts=3, part_of={NODE_TYPE: part_of}, method="test", seed=0)
     folder, data = tmp_path_factory.mktemp("models"), raw.node_data[NODE_TYPE]
     bare = {name: values for name, values in data.items() if name != "feat"}
-    for name, mine in {
+    for name, columns in {
         "parts": {**data, **more},
         "bare": bare,
         "whole": {**bare, "feat": np.ones((NUM_NODES, 5), np.int64)},
     }.items():
-        write_dataset(replace(raw, node_data={NODE_TYPE: mine}), assignment, folder / name)
+        write_dataset(replace(raw, node_data={NODE_TYPE: columns}), assignment, folder / name)
     edge_equality.write_parts(folder)
     return folder
 
@@ -231,38 +231,38 @@ def train(
             sources, targets, edges = size_of(blocks[0])
             pushed += (model_parts - 1) * 4 * (sources + targets + 1 + edges)
             pushed += 8 * edges * (WIDTH - len(model.module.first.weight)) if "shift" in values else 0
-            given = [blocks[0].srcdata[name] for name in case.features] or [nodes]
+            inputs = [blocks[0].srcdata[name] for name in case.features] or [nodes]
             labels = blocks[-1].dstdata["label"]
             optimizer.zero_grad()
-            F.cross_entropy(model(blocks, *given), labels, reduction=case.reduction).backward()
+            F.cross_entropy(model(blocks, *inputs), labels, reduction=case.reduction).backward()
             optimizer.step()
     if options.get("structure") == "push":
         assert pushed == equality.moved_since(session, before)["structure"]
-    whole, state = model.whole(), model.state_dict()
-    assert len(list(whole.parameters())) == len(list(model.parameters()))
-    found = {name: value.numpy().copy() for name, value in whole.state_dict().items()}
-    assert sorted(found) == sorted(state)
-    return found
+    whole_model, state = model.whole(), model.state_dict()
+    assert len(list(whole_model.parameters())) == len(list(model.parameters()))
+    state_arrays = {name: value.numpy().copy() for name, value in whole_model.state_dict().items()}
+    assert sorted(state_arrays) == sorted(state)
+    return state_arrays
 
 
 def on_rank(folder: str) -> dict[str, Any]:
     with start_session(timeout_s=60) as session:
         rank, world_size = session.topology.rank, session.topology.world_size
         graphs = {name: DistGraph(f"{folder}/{name}") for name in ("parts", "bare", "whole")}
-        g, found = graphs["parts"], {}
+        g, results = graphs["parts"], {}
         everyone = equality.new_ids_of_training(g)
         for name, case in KEYED.items():
             # One batch of all; and late, the first rank has all seeds, so that batches are the same.
-            found[f"{name}, keyed"] = train(g, case, "push_pull", everyone[:40][rank::world_size])
+            results[f"{name}, keyed"] = train(g, case, "push_pull", everyone[:40][rank::world_size])
             first = everyone if rank == 0 else everyone[:0]
-            found[f"{name}, keyed, late"] = train(g, case, "push_pull", first, depth=3)
+            results[f"{name}, keyed, late"] = train(g, case, "push_pull", first, depth=3)
         if world_size == 1:
-            return found
+            return results
         for name, case in CASES.items():
-            found[name] = train(graphs[case.data], case, "push_pull", structure="push")
-            found[f"{name}, rows"] = train(graphs[case.data], case, "data_parallel")
+            results[name] = train(graphs[case.data], case, "push_pull", structure="push")
+            results[f"{name}, rows"] = train(graphs[case.data], case, "data_parallel")
         for name in LATE:
-            found[f"{name}, late"] = train(graphs[CASES[name].data], CASES[name], "push_pull", depth=3)
+            results[f"{name}, late"] = train(graphs[CASES[name].data], CASES[name], "push_pull", depth=3)
         with pytest.raises(dx.ConfigError, match=TIED):
             train(g, Case(lambda: Tied("weight")), "push_pull")
         with pytest.raises(dx.ConfigError, match=r"'feat' is torch.int64.*store it as float32"):
@@ -273,9 +273,9 @@ def on_rank(folder: str) -> dict[str, Any]:
         for name, strategy, options in LINKS:
             weights = edge_equality.train_tasks(bonds, [task], strategy, **options)[task]["weights"]
             # But for the layer of classes, which links do not train.
-            found[name] = {str(n): value for n, value in enumerate(weights[:-2])}
+            results[name] = {str(n): value for n, value in enumerate(weights[:-2])}
         g.barrier()
-        return found
+        return results
 
 
 TIED = "'layers.[01].fc_neigh.weight' and 'layers.[01].fc_neigh.weight' are the same parameter.*data_parallel"
@@ -303,16 +303,16 @@ def test_the_state_is_that_of_data_parallel(results: dict[int, list[dict[str, An
     first = {
         key: value.numpy() for key, value in CASES[name].make().to(CASES[name].dtype).state_dict().items()
     }
-    for found in results[3]:
-        mine, rows = found[name], found[f"{name}, rows"]
-        assert mine.keys() == rows.keys() == first.keys()
+    for result in results[3]:
+        weights, rows = result[name], result[f"{name}, rows"]
+        assert weights.keys() == rows.keys() == first.keys()
         allowed = 1e-5 if CASES[name].dtype == torch.float32 else TOLERANCE
-        for key in mine:
-            assert mine[key].dtype == rows[key].dtype
-            assert np.abs(mine[key] - rows[key]).max() <= allowed, key
+        for key in weights:
+            assert weights[key].dtype == rows[key].dtype
+            assert np.abs(weights[key] - rows[key]).max() <= allowed, key
             # A batch norm takes away what the bias before it adds.
             still = name.startswith("norm of") and key == "first.fc_self.bias"
-            assert still or np.abs(mine[key] - first[key]).max() > 1e-5, f"{key} has not been trained"
+            assert still or np.abs(weights[key] - first[key]).max() > 1e-5, f"{key} has not been trained"
 
 
 @pytest.mark.parametrize("how", ["keyed", "keyed, late"])
@@ -321,23 +321,23 @@ def test_dropout_is_the_same_on_any_number_of_parts(
     results: dict[int, list[dict[str, Any]]], name: str, how: str
 ) -> None:
     (alone,) = results[1]
-    for found in results[3]:
+    for result in results[3]:
         for key, value in alone[f"{name}, {how}"].items():
-            np.testing.assert_allclose(found[f"{name}, {how}"][key], value, rtol=1e-10, atol=1e-10)
+            np.testing.assert_allclose(result[f"{name}, {how}"][key], value, rtol=1e-10, atol=1e-10)
 
 
 @pytest.mark.parametrize("name", [*LATE, "links"])
 def test_late_batches_leave_all_ranks_the_same(results: dict[int, list[dict[str, Any]]], name: str) -> None:
-    states = [found[f"{name}, late"] for found in results[3]]
+    states = [result[f"{name}, late"] for result in results[3]]
     for key, value in states[0].items():
-        assert all(np.array_equal(value, other[key]) for other in states)
+        assert all(np.array_equal(value, state[key]) for state in states)
         assert np.abs(value - results[3][0][name][key]).max() > 1e-6
 
 
 def test_links_are_learnt_as_by_data_parallel(results: dict[int, list[dict[str, Any]]]) -> None:
-    for found in results[3]:
-        for key, value in found["links, rows"].items():
-            assert np.abs(found["links"][key] - value).max() <= TOLERANCE
+    for result in results[3]:
+        for key, value in result["links, rows"].items():
+            assert np.abs(result["links"][key] - value).max() <= TOLERANCE
 
 
 def test_memory_may_be_a_number_of_bytes() -> None:

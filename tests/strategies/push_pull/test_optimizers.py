@@ -23,20 +23,25 @@ def matrix() -> list[nn.Parameter]:
 def test_what_passes_steps_columns_as_it_steps_the_whole(name: str) -> None:
     """The claim of the message itself: two pieces, stepped apart, are the columns of the whole."""
     kind = getattr(torch.optim, name)
-    (whole,) = matrix()
-    pieces = [nn.Parameter(whole.detach()[:, :2].clone()), nn.Parameter(whole.detach()[:, 2:].clone())]
-    optimizers = [kind([one], lr=0.1) for one in (whole, *pieces)]
+    (whole_matrix,) = matrix()
+    pieces = [
+        nn.Parameter(whole_matrix.detach()[:, :2].clone()),
+        nn.Parameter(whole_matrix.detach()[:, 2:].clone()),
+    ]
+    optimizers = [kind([tensor], lr=0.1) for tensor in (whole_matrix, *pieces)]
     for optimizer in optimizers:
         check_optimizer(optimizer)
     sparse = kind is torch.optim.SparseAdam
     for step in range(3):
         gradient = torch.randn(4, 6, generator=torch.Generator().manual_seed(step), dtype=torch.float64)
-        for one, part in zip((whole, *pieces), (gradient, gradient[:, :2], gradient[:, 2:]), strict=True):
-            one.grad = part.clone().to_sparse(1) if sparse else part.clone()
+        for tensor, part in zip(
+            (whole_matrix, *pieces), (gradient, gradient[:, :2], gradient[:, 2:]), strict=True
+        ):
+            tensor.grad = part.clone().to_sparse(1) if sparse else part.clone()
         for optimizer in optimizers:
             optimizer.step()
-    assert whole.abs().sum() > 0
-    assert torch.equal(whole, torch.cat([piece.detach() for piece in pieces], dim=1))
+    assert whole_matrix.abs().sum() > 0
+    assert torch.equal(whole_matrix, torch.cat([piece.detach() for piece in pieces], dim=1))
 
 
 class NeedsClosure(torch.optim.SGD):

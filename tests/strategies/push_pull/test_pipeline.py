@@ -56,9 +56,9 @@ RUNS = {
 def on_rank(folder: str, names: list[str]) -> dict[str, Notes]:
     with start_session(timeout_s=60):
         g = DistGraph(folder)
-        found = {name: runs.train(g, RUNS[name]) for name in names}
+        results = {name: runs.train(g, RUNS[name]) for name in names}
         g.barrier()
-        return found
+        return results
 
 
 @functools.cache
@@ -86,12 +86,12 @@ def test_weights_are_those_of_delayed_sgd(
     for name in names:
         run, notes = RUNS[name], [result[name] for result in results]
         targets = runs.of_all_ranks(notes)
-        assert all(one.log == notes[0].log for one in notes), name
+        assert all(note.log == notes[0].log for note in notes), name
         check_log(run, notes[0], len(targets))
-        assert all(not any(one.left.values()) for one in notes), (name, notes[0].left)
+        assert all(not any(note.left.values()) for note in notes), (name, notes[0].left)
         plain = runs.simulate(run, notes[0].log, runs.first_model(run.kind), runs.plain_loss(targets))
-        for one in notes:
-            assert difference(one.weights, plain) <= 1e-12, name
+        for note in notes:
+            assert difference(note.weights, plain) <= 1e-12, name
         undelayed = exact(run.kind, run.optimizer, tuple(map(tuple, targets)))
         if run.depth == 1:
             assert difference(plain, undelayed) <= 1e-12, name
@@ -100,16 +100,16 @@ def test_weights_are_those_of_delayed_sgd(
 
 
 def check_log(run: Run, notes: Notes, num_batches: int) -> None:
-    """As many steps as batches on each side, and the lags of 2.5."""
+    """Check that each side makes as many steps as there are batches, with the lags of 2.5."""
     assert num_batches == EPOCHS * runs.STEPS
     per_epoch, split = runs.STEPS, run.options.get("weights") == "split"
     for side in ("M", "D"):
-        mine = sorted((one.batch, one.written, one.read) for one in notes.log if one.side == side)
-        assert sorted(written for _, written, _ in mine) == list(range(num_batches))
+        steps = sorted((entry.batch, entry.written, entry.read) for entry in notes.log if entry.side == side)
+        assert sorted(written for _, written, _ in steps) == list(range(num_batches))
         if run.drains or run.peeks:
             continue
         most = 0 if split and side == "D" else run.depth - 1
-        assert mine == [(b, b, b - min(b % per_epoch, most)) for b in range(num_batches)]
+        assert steps == [(b, b, b - min(b % per_epoch, most)) for b in range(num_batches)]
 
 
 LONGEST_S = 0.05
@@ -137,14 +137,14 @@ def delays(seed: int) -> Iterator[list[float]]:
 def with_delays(folder: str) -> dict[str, Any]:
     with start_session(timeout_s=60) as session:
         g = DistGraph(folder)
-        found: dict[str, Any] = {}
+        results: dict[str, Any] = {}
         for name, run in JITTERED.items():
-            found[name] = runs.train(g, run)
+            results[name] = runs.train(g, run)
             with delays(seed=session.topology.rank) as drawn:
-                found[f"{name} late"] = runs.train(g, run)
-            found[f"{name} drawn"] = drawn
+                results[f"{name} late"] = runs.train(g, run)
+            results[f"{name} drawn"] = drawn
         g.barrier()
-        return found
+        return results
 
 
 @pytest.mark.wide

@@ -1,4 +1,4 @@
-"""What push-pull refuses: every rank is told at once, in words that say what to do instead."""
+"""Refusals of push-pull: every rank raises at once, and the message names the remedy."""
 
 from __future__ import annotations
 
@@ -137,10 +137,10 @@ def one_step(
     try:
         strategy = STRATEGIES.get("push_pull")(g.session, options).open(g)
         topology = g.session.topology
-        mine = equality.cut(
+        own_ids = equality.cut(
             equality.new_ids_of_training(g), runs.SHARES["uneven"], topology.rank, topology.world_size
         )
-        loader = strategy.loader(mine, runs.sampler(), batch_size=60)
+        loader = strategy.loader(own_ids, runs.sampler(), batch_size=60)
         torch.manual_seed(0)
         model: Any = strategy.wrap(make().double())
         steps = optimizer(model.parameters(), lr=0.1)
@@ -164,14 +164,16 @@ def on_rank(folder: str) -> list[str]:
             STRATEGIES.get("push_pull")(g.session, {"group_size": 1}).open(g).wrap(model)
         assert model.first.fc_neigh.weight.shape == (HIDDEN, WIDTH)
         assert not any("forward" in vars(module) for module in model.modules())
-        found = [one_step(g, make, options, **how) for make, options, how, _ in CASES]
+        results = [one_step(g, make, options, **how) for make, options, how, _ in CASES]
         g.barrier()
-        return found
+        return results
 
 
 def test_every_rank_is_told_what_to_do(folder: Path) -> None:
-    for found in run_ranks(on_rank, 2, args=(str(folder),)):
+    for result in run_ranks(on_rank, 2, args=(str(folder),)):
         wrong = {
-            words: said for said, (*_, words) in zip(found, CASES, strict=True) if not re.search(words, said)
+            words: message
+            for message, (*_, words) in zip(result, CASES, strict=True)
+            if not re.search(words, message)
         }
         assert not wrong

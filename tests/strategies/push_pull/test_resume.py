@@ -76,9 +76,9 @@ def test_a_killed_rank_costs_no_bit(dataset: str, tmp_path: Path) -> None:
         outcomes = start_ranks(train, 2, args=(dataset, place, {"depth": depth}, True))
         assert outcomes[1].exitcode == -signal.SIGKILL
         assert re.search(r"PeerError.*rank 1", outcomes[0].error)
-    found = run_ranks(restart_runs, 2, args=(dataset, str(tmp_path)))
+    results = run_ranks(restart_runs, 2, args=(dataset, str(tmp_path)))
     for depth in DEPTHS:
-        assert found[0][depth] == found[1][depth]
-        undisturbed, again = found[0][depth]
+        assert results[0][depth] == results[1][depth]
+        undisturbed, again = results[0][depth]
         assert (undisturbed[1], again[1]) == (0, 1)
         assert (again[0], again[2]) == (undisturbed[0], undisturbed[2])

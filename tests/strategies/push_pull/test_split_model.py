@@ -59,8 +59,8 @@ def store_of(session: Session, size: int) -> ColumnStore:
         columns = deal_out_concatenated([width], size)[group.part][0]
         info = ColumnInfo(dtype="float64", row_shape=(len(columns),))
         rows: Any = torch.ones(NODES, len(columns), dtype=torch.float64).numpy()
-        given = {"columns": columns, "info": info, "num_rows": NODES, "folder": None}
-        slices.append(ColumnSlice(name=name, rows=rows, **given))
+        fields = {"columns": columns, "info": info, "num_rows": NODES, "folder": None}
+        slices.append(ColumnSlice(name=name, rows=rows, **fields))
     return ColumnStore(slices, group, session)
 
 
@@ -88,7 +88,7 @@ def split(session: Session, size: int) -> tuple[Any, PushPullModel, dict[str, Te
 
 
 def check_joining(session: Session, size: int) -> None:
-    """That states are joined and cut is tested with every convolution in test_convolutions.py."""
+    """Check values that are not cut. test_convolutions.py joins and cuts the states of every convolution."""
     net, model, _ = split(session, size)
     steps = torch.tensor(3.0)
     assert model.join_state("first.fc_neigh.weight", steps) is steps
@@ -109,16 +109,18 @@ def check_whole(session: Session, size: int) -> None:
     copied, own = copy.deepcopy(net), x[:, : net.norm.weight.numel()]
     computed = net.first(graph, own)
     net.seen = net.second.fc_self.weight * 2  # a result with a history
-    whole: Any = model.whole()
-    assert [type(one) for one in whole.modules()] == [type(one) for one in Net().modules()]
-    assert not any(module.training for module in whole.modules())
-    assert torch.equal(whole(graph, x), plain(graph, x))
-    assert whole.graph[0].__self__ is net.graph[0].__self__
+    whole_model: Any = model.whole()
+    assert [type(submodule) for submodule in whole_model.modules()] == [
+        type(submodule) for submodule in Net().modules()
+    ]
+    assert not any(module.training for module in whole_model.modules())
+    assert torch.equal(whole_model(graph, x), plain(graph, x))
+    assert whole_model.graph[0].__self__ is net.graph[0].__self__
     # A copy: training the parts does not reach it, and it shares nothing with the next.
     with torch.no_grad():
         for parameter in net.parameters():
             parameter.zero_()
-    assert torch.equal(whole(graph, x), plain(graph, x))
+    assert torch.equal(whole_model(graph, x), plain(graph, x))
     assert torch.equal(copied.first(graph, own), computed)
     assert not any(parameter.any() for parameter in model.whole().parameters())
     net.lock = copy  # a module of Python's, which nothing can copy
@@ -141,9 +143,9 @@ def check_clipping(session: Session, size: int) -> None:
             parameter.grad = model.cut_state(name, gradients[name]).clone()
         for bound in (0.5, 1e6):
             expected = nn.utils.clip_grad_norm_(plain.parameters(), bound, norm_type)
-            found = model.clip_grad_norm_(bound, norm_type)
-            torch.testing.assert_close(found, expected, rtol=1e-12, atol=0)
-            assert len(set(map(str, gather_json(float(found), session)))) == 1
+            norm = model.clip_grad_norm_(bound, norm_type)
+            torch.testing.assert_close(norm, expected, rtol=1e-12, atol=0)
+            assert len(set(map(str, gather_json(float(norm), session)))) == 1
         for name, parameter in plain.named_parameters():
             assert parameter.grad is not None
             own = dict(net.named_parameters())[name].grad
@@ -194,7 +196,7 @@ def test_a_model_that_is_refused_stays_as_it_was() -> None:
     before = dict(net.named_parameters(remove_duplicate=False))
     with start_session() as session, pytest.raises(ConfigError, match=r"'first\.fc_\w+.*the same parameter"):
         wrap(net, session, 1)
-    assert all(one is before[name] for name, one in net.named_parameters(remove_duplicate=False))
+    assert all(parameter is before[name] for name, parameter in net.named_parameters(remove_duplicate=False))
     assert not any("forward" in vars(module) for module in net.modules())
 
 
@@ -208,10 +210,10 @@ def test_a_weight_that_a_parametrization_computes_is_refused() -> None:
 @pytest.mark.parametrize("padding", [None, 2])
 @pytest.mark.parametrize(("sparse", "device"), [(False, "cpu"), (True, "cpu"), (False, "meta")])
 def test_gradients_of_an_embedding_are_those_of_torch(padding: int | None, sparse: bool, device: str) -> None:
-    nodes, found = torch.tensor([5, 2, 1, 2, 7, 1, 2, 7, 0]), torch.randn(9, 4)
+    nodes, gradients = torch.tensor([5, 2, 1, 2, 7, 1, 2, 7, 0]), torch.randn(9, 4)
     plain, cut = (nn.Embedding(9, 4, padding, sparse=sparse) for _ in range(2))
-    plain(nodes).backward(found)
-    parts = [(nodes[:3], found[:3]), (nodes[:2], None), (nodes[3:], found[3:])]
+    plain(nodes).backward(gradients)
+    parts = [(nodes[:3], gradients[:3]), (nodes[:2], None), (nodes[3:], gradients[3:])]
     there = [(ids.to(device), None if rows is None else rows.to(device)) for ids, rows in parts]
     ColumnEmbedding(cut.to(device), Any, ()).add_gradients(there)  # type: ignore[arg-type]
     expected, gradient = plain.weight.grad, cut.weight.grad

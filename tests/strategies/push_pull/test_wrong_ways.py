@@ -36,7 +36,7 @@ def own_owner(self: Any, batch: Any) -> None:
 def ignore_weight(self: Any, batch: Any, gradients: Any) -> None:
     batch.weight = 1.0
     # Of a rank without targets; that would be nan, which anybody would see.
-    complete(self, batch, [torch.nan_to_num(one) for one in gradients])
+    complete(self, batch, [torch.nan_to_num(gradient) for gradient in gradients])
 
 
 def average_gradients(self: Any, batch: Any) -> None:
@@ -69,7 +69,7 @@ WRONG: Mapping[str, tuple[str, Any, str, Any]] = {
     "a mean over the fan-out": ("sage", convolutions, "mean_in_edges", mean_of_fanout),
     "attention vectors of one part": ("gat", PartSide, "_sum_over_all", lambda self, flat: flat),
 }
-"""What is wrong: the model, and what is replaced by what."""
+"""Mistake to its model, the object and name that are replaced, and the replacement."""
 
 LEAST = {"attention vectors of one part": 1e-6}
 """They hardly move in some steps; everything else is off by more than 1e-3."""
@@ -77,15 +77,15 @@ LEAST = {"attention vectors of one part": 1e-6}
 
 def on_rank(folder: str) -> dict[str, list[Any]]:
     with start_session(timeout_s=60):
-        g, found = DistGraph(folder), {}
+        g, results = DistGraph(folder), {}
         for kind in KINDS:
             for strategy in STRATEGIES:
-                found[f"{kind} {strategy}"] = runs.train(g, Run(kind, {}, strategy=strategy)).weights
+                results[f"{kind} {strategy}"] = runs.train(g, Run(kind, {}, strategy=strategy)).weights
         for name, (kind, *mistake) in WRONG.items():
             with mock.patch.object(*mistake):
-                found[name] = runs.train(g, Run(kind, {})).weights
+                results[name] = runs.train(g, Run(kind, {})).weights
         g.barrier()
-        return found
+        return results
 
 
 @pytest.fixture(scope="module")
@@ -95,7 +95,7 @@ def results(folder: Path) -> list[dict[str, list[Any]]]:
 
 @pytest.mark.parametrize("name", WRONG)
 def test_every_mistake_leaves_other_weights_than_without(results: list[Any], name: str) -> None:
-    for found in results:
-        right = found[f"{WRONG[name][0]} data_parallel"]
-        assert difference(found[f"{WRONG[name][0]} push_pull"], right) <= 1e-10
-        assert difference(found[name], right) > LEAST.get(name, 1e-3)
+    for result in results:
+        right = result[f"{WRONG[name][0]} data_parallel"]
+        assert difference(result[f"{WRONG[name][0]} push_pull"], right) <= 1e-10
+        assert difference(result[name], right) > LEAST.get(name, 1e-3)

@@ -48,22 +48,23 @@ class Case:
         return len(self.labels)
 
     def graphs(self, starts: Sequence[int]) -> list[ServerGraph]:
-        found = []
+        results = []
         for rank, (first, end) in enumerate(itertools.pairwise(starts)):
             edges = slice(int(self.indptr[first]), int(self.indptr[end]))
             indptr = self.indptr[first : end + 1] - self.indptr[first]
-            found.append(local_graph(rank, starts, indptr, self.sources[edges], edges.start))
-        return found
+            results.append(local_graph(rank, starts, indptr, self.sources[edges], edges.start))
+        return results
 
     def part(self, graph: ServerGraph, boundary: Sequence[Array], intervals: int) -> Part:
         first, end = graph.starts[graph.rank], graph.starts[graph.rank + 1]
         edges = slice(int(self.indptr[first]), int(self.indptr[end]))
-        bounds = [cut_intervals(one.indptr, one.sources, intervals) for one in self.graphs(graph.starts)]
+        graphs = self.graphs(graph.starts)
+        bounds = [cut_intervals(part.indptr, part.sources, intervals) for part in graphs]
         return Part(
             graph=graph,
             boundary=boundary,
             bounds=bounds[graph.rank],
-            interval_sizes=np.concatenate([np.diff(one) for one in bounds]),
+            interval_sizes=np.concatenate([np.diff(of_part) for of_part in bounds]),
             features=np.concatenate([self.x[first:end], self.x[graph.halo]]),
             labels=self.labels[first:end],
             fixed={name: values[edges] for name, values in self.fixed.items()},
@@ -72,7 +73,10 @@ class Case:
     def parts(self, starts: Sequence[int], intervals: int) -> list[Part]:
         graphs = self.graphs(starts)
         boundaries = boundaries_of(graphs)
-        return [self.part(*one, intervals) for one in zip(graphs, boundaries, strict=True)]
+        return [
+            self.part(*graph_and_boundary, intervals)
+            for graph_and_boundary in zip(graphs, boundaries, strict=True)
+        ]
 
 
 def boundaries_of(graphs: Sequence[ServerGraph]) -> list[list[Array]]:
@@ -128,22 +132,22 @@ def plain_run(program: Program, weights: Mapping[str, Array], graph: Case, epoch
             slope: Any = step.config["slope"]
             logits = leaky_relu(rows[step.sources][sources] + rows[step.targets][targets], slope)
             by_target = logits.split(degrees.tolist())
-            rows[step.output.name] = torch.cat([one.softmax(0) for one in by_target])
+            rows[step.output.name] = torch.cat([logit.softmax(0) for logit in by_target])
         elif isinstance(step, Drop):
             source, width = rows[step.source], step.output.width
             columns = ColumnRange(first=0, last=width, width=width)
             draws = DropDraws(seed=0, number=epoch, nodes=torch.arange(len(source)), runs=(columns,))
             rows[step.output.name] = drop_entries(source, step.probability, draws, MODULES + step.call)
         elif isinstance(step, Vertex):
-            given = [*(leaves[name] for name in step.weights), *(rows[name] for name in step.inputs)]
+            arguments = [*(leaves[name] for name in step.weights), *(rows[name] for name in step.inputs)]
             stage = vertex_stage(step.stage, step.config)
-            made: Any = TorchStage.apply(stage, len(step.weights), *given)  # type: ignore[no-untyped-call]
-            rows |= {slot.name: one for slot, one in zip(step.outputs, made, strict=True)}
+            made: Any = TorchStage.apply(stage, len(step.weights), *arguments)  # type: ignore[no-untyped-call]
+            rows |= {slot.name: output for slot, output in zip(step.outputs, made, strict=True)}
     labels = torch.from_numpy(graph.labels).long()
     scores, labels = rows[program.steps[-1].outputs[0].name][labels >= 0], labels[labels >= 0]
     loss = cross_entropy(scores, labels, reduction="sum")
     (loss / program.num_train).backward()
-    gradients = {name: one.grad.numpy() for name, one in leaves.items()}
+    gradients = {name: leaf.grad.numpy() for name, leaf in leaves.items()}
     return PlainRun(loss.item(), int((scores.argmax(1) == labels).sum()), gradients)
 
 
@@ -153,9 +157,9 @@ def plain_answer(name: str, epochs: int) -> tuple[dict[str, Array], list[tuple[f
     program, graph = PROGRAMS[name](), case()
     weights, losses = first_weights(program), []
     for epoch in range(epochs):
-        found = plain_run(program, weights, graph, epoch)
-        losses.append((found.loss_sum, found.correct))
-        weights = {key: value - LR * found.gradients[key] for key, value in weights.items()}
+        answer = plain_run(program, weights, graph, epoch)
+        losses.append((answer.loss_sum, answer.correct))
+        weights = {key: value - LR * answer.gradients[key] for key, value in weights.items()}
     return weights, losses
 
 

@@ -52,5 +52,5 @@ def case_of(g: DistGraph, chain: Chain) -> Case:
         sources=edges.sources,
         x=g.ndata["feat"][:].numpy(),
         labels=np.where(mask, g.ndata["label"][:].numpy(), -1).astype(np.int32),
-        fixed={name: edge_values(one, g, everyone, "float64") for name, one in chain.factors.items()},
+        fixed={name: edge_values(factor, g, everyone, "float64") for name, factor in chain.factors.items()},
     )

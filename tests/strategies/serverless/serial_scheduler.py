@@ -31,12 +31,12 @@ def compute_task(server: GraphServer, parameters: Sequence[ParameterServer], key
     rows = server.rows_of(key.interval - server.part.first_interval)
     owner = server_of(key, parameters)
     weights = owner.weights(key.interval, key.epoch, key.step) if work.weights else []
-    found = []
+    results = []
     for half in (0, 1):
         arrays, nodes = server.pull(key, half), half_rows(rows, half)
         assert arrays, f"task {key} is not open"
-        found.append(work.half(weights, arrays, nodes.stop - nodes.start))
-    return found
+        results.append(work.half(weights, arrays, nodes.stop - nodes.start))
+    return results
 
 
 class Event(NamedTuple):
@@ -66,7 +66,7 @@ def first_come(events: Sequence[Event]) -> int:
     )
 
 
-def seeded(seed: int) -> Choice:
+def choose_randomly(seed: int) -> Choice:
     draw = np.random.default_rng(seed)
     return lambda events: int(draw.integers(len(events)))
 
@@ -82,12 +82,15 @@ class SerialScheduler:
         choose: Choice = first_come,
     ) -> None:
         self.servers, self._parameters, self._choose = servers, parameters, choose
-        ranks = [one.rank for one in servers]
+        ranks = [server.rank for server in servers]
         self.progress = [
             IntervalProgress(
-                one.program, one.options, one.part.num_intervals, [peer for peer in ranks if peer != one.rank]
+                server.program,
+                server.options,
+                server.part.num_intervals,
+                [peer for peer in ranks if peer != server.rank],
             )
-            for one in servers
+            for server in servers
         ]
         self._waiting: dict[tuple[int, int], TaskKey] = {}
         self._computed: dict[tuple[int, int], tuple[TaskKey, Halves]] = {}
@@ -100,25 +103,25 @@ class SerialScheduler:
             progress.end = end
         while not all(progress.is_done for progress in self.progress):
             events = self.events()
-            assert events, f"nothing can happen: {[one.position for one in self.progress]}"
+            assert events, f"nothing can happen: {[progress.position for progress in self.progress]}"
             event = events[self._choose(events)]
             self._apply(event)
             self.watch(event)
 
     def events(self) -> list[Event]:
-        found = [
+        events = [
             Event("start", server, interval, progress.position[interval])
             for server, progress in enumerate(self.progress)
             for interval in progress.startable()
         ]
         for kind, tasks in (("compute", self._waiting), ("submit", self._computed)):
-            found += [
+            events += [
                 Event(kind, server, interval, self.progress[server].position[interval])
                 for server, interval in sorted(tasks)
             ]
-        found += [Event("announce", server, epoch) for server, epoch in self._unannounced]
-        ready = all(one.own_sums() is not None for one in self._parameters)
-        return [*found, Event("update")] if ready else found
+        events += [Event("announce", server, epoch) for server, epoch in self._unannounced]
+        ready = all(server.own_sums() is not None for server in self._parameters)
+        return [*events, Event("update")] if ready else events
 
     def _apply(self, event: Event) -> None:
         if event.kind == "update":
@@ -138,14 +141,14 @@ class SerialScheduler:
             computed = compute_task(self.servers[event.server], self._parameters, key)
             self._computed[event.server, event.interval] = key, computed
         else:
-            key, found = self._computed.pop((event.server, event.interval))
+            key, arrays = self._computed.pop((event.server, event.interval))
             server = self.servers[event.server]
             work = server.works[key.step, key.direction]
             if work.pushes and work.weights:
-                gradients = add_gradients(found[0].gradients, found[1].gradients)
+                gradients = add_gradients(arrays[0].gradients, arrays[1].gradients)
                 owner = server_of(key, self._parameters)
                 owner.gradients(key.interval, key.epoch, key.step, gradients)
-            results = [server.submit(key, half, found[half].rows) for half in (0, 1)]
+            results = [server.submit(key, half, arrays[half].rows) for half in (0, 1)]
             assert results[-1] is SubmitResult.LAST, f"task {key} is not over with all it gives"
             self._finish(event.server, event.interval)
 
@@ -170,6 +173,6 @@ class SerialScheduler:
         is_awaited, counted = progress.news()
         if counted is not None:
             self._unannounced.append((number, counted))
-        for other in self.progress:
-            if is_awaited and other is not progress:
-                other.record_position(number, progress.floor)
+        for peer in self.progress:
+            if is_awaited and peer is not progress:
+                peer.record_position(number, progress.floor)

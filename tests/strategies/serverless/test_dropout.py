@@ -68,7 +68,7 @@ def train(folder: str, kind: str, strategy: str, **options: Any) -> tuple[list[A
             make_optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.3),
         )
         weights = [parameter.detach().numpy().copy() for parameter in model.parameters()]
-        return weights, [(one.loss, one.val_accuracy or 0.0) for one in result.epochs]
+        return weights, [(epoch.loss, epoch.val_accuracy or 0.0) for epoch in result.epochs]
 
 
 def under_lambda(folder: str) -> dict[str, Any]:
@@ -81,15 +81,15 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.fixture(scope="module")
-def expected(folder: str) -> dict[str, Any]:
+def expected_results(folder: str) -> dict[str, Any]:
     return {kind: train(folder, kind, "full_graph") for kind in KINDS}
 
 
-def check(found: dict[str, Any], expected: dict[str, Any]) -> None:
-    for kind, (weights, epochs) in found.items():
-        for mine, other in zip(weights, expected[kind][0], strict=True):
-            assert np.abs(mine - other).max() <= TOLERANCE, kind
-        np.testing.assert_allclose(epochs, expected[kind][1], rtol=TOLERANCE)
+def check(results: dict[str, Any], expected_results: dict[str, Any]) -> None:
+    for kind, (weights, epochs) in results.items():
+        for weight, expected_weight in zip(weights, expected_results[kind][0], strict=True):
+            assert np.abs(weight - expected_weight).max() <= TOLERANCE, kind
+        np.testing.assert_allclose(epochs, expected_results[kind][1], rtol=TOLERANCE)
 
 
 @pytest.mark.parametrize(
@@ -101,22 +101,25 @@ def check(found: dict[str, Any], expected: dict[str, Any]) -> None:
     ],
 )
 def test_options_and_intervals_change_nothing(
-    folder: str, expected: dict[str, Any], options: dict[str, Any]
+    folder: str, expected_results: dict[str, Any], options: dict[str, Any]
 ) -> None:
     check(
-        {kind: train(folder, kind, "lambda", **{"executor": "inline"} | options) for kind in KINDS}, expected
+        {kind: train(folder, kind, "lambda", **{"executor": "inline"} | options) for kind in KINDS},
+        expected_results,
     )
 
 
 @pytest.mark.parametrize(("ranks", "ranks_per_server"), [(2, 1), (3, 2)])
-def test_ranks_drop_alike(folder: str, expected: dict[str, Any], ranks: int, ranks_per_server: int) -> None:
-    for found in run_ranks(under_lambda, ranks, args=(folder,), ranks_per_server=ranks_per_server):
-        check(found, expected)
+def test_ranks_drop_alike(
+    folder: str, expected_results: dict[str, Any], ranks: int, ranks_per_server: int
+) -> None:
+    for result in run_ranks(under_lambda, ranks, args=(folder,), ranks_per_server=ranks_per_server):
+        check(result, expected_results)
 
 
 def sent_with_and_without(folder: str) -> list[dict[str, int]]:
     """Bytes by phase of two epochs of SAGE, whose features and rows are dropped, or nothing is."""
-    found = []
+    results = []
     for scale in (1.0, 0.0):
         with dx.init("lambda", timeout=60, executor="inline", intervals=3) as session:
             model = Dropping("sage").double()
@@ -130,8 +133,8 @@ def sent_with_and_without(folder: str) -> list[dict[str, int]]:
             phases: Counter[str] = Counter()
             for row in session.ledger.rows():
                 phases[row.phase] += row.num_bytes
-        found.append({name: phases[name] for name in PHASES})
-    return found
+        results.append({name: phases[name] for name in PHASES})
+    return results
 
 
 PHASES = ("preload", "ghosts", "ghost_gradients", "weights_down", "weights_up")

@@ -52,11 +52,11 @@ def train(session: Session, name: str, mode: str, **options: Any) -> None:
         weights, losses = cases.plain_answer(name, EPOCHS)
         for key, value in engine.parameters.latest().items():
             np.testing.assert_allclose(value, weights[key], rtol=1e-10, atol=1e-12, err_msg=key)
-        assert [one.epoch for one in totals] == list(range(EPOCHS))
+        assert [total.epoch for total in totals] == list(range(EPOCHS))
         # Of six training nodes, by the program.
-        found = [(6 * one.loss, 6 * one.train_accuracy) for one in totals]
-        np.testing.assert_allclose(found, losses, rtol=1e-10)
-    assert all(one.seconds > 0 for one in totals)
+        results = [(6 * total.loss, 6 * total.train_accuracy) for total in totals]
+        np.testing.assert_allclose(results, losses, rtol=1e-10)
+    assert all(total.seconds > 0 for total in totals)
     engine.close()
 
 
@@ -85,8 +85,8 @@ def four_ranks(folder: str) -> None:
         for row in session.ledger.since(before):
             moved[row.phase] += row.num_bytes
         halo = cases.case().graphs(cases.STARTS[4])[session.topology.rank].num_halo
-        told = gather_int64([moved["ghosts"], moved["ghost_gradients"], halo], session).sum(axis=0)
-        assert told[0] == told[1] == EPOCHS * told[2] * (4 + 8 * 4)
+        moved_bytes = gather_int64([moved["ghosts"], moved["ghost_gradients"], halo], session).sum(axis=0)
+        assert moved_bytes[0] == moved_bytes[1] == EPOCHS * moved_bytes[2] * (4 + 8 * 4)
         train(session, "gat", "pipe", threads=2)
         train(session, "sage", "no_pipe")
         train(session, "gat", "async", staleness=1, threads=2)
@@ -140,8 +140,8 @@ def test_late_rows_end_a_duplicate_attempt() -> None:
         engine.run(2)
         run, before = engine._server.run, engine.workers.controller.counts.refused
         for half in (0, 1):
-            (taken,) = session.rpc.call(0, GIVE, f"r{run}.e1.s1.i0.f/{half}/7", [], phase="test")
-            assert taken.tolist() == [0]
+            (is_taken,) = session.rpc.call(0, GIVE, f"r{run}.e1.s1.i0.f/{half}/7", [], phase="test")
+            assert is_taken.tolist() == [0]
             assert engine.workers.controller.counts.refused == before + half
         engine.close()
 
@@ -180,11 +180,11 @@ MILLION = Counts(invocations=10**6, cold=10, warm=10**6 - 10, billed_s=1e5, gb_s
 
 def test_dollars_of_functions_and_servers() -> None:
     """0.20 for the requests, 0.3125 for their time; two servers of 0.34 an hour for one hour."""
-    told = describe_costs(MILLION + Counts(server_seconds=7200.0), SETTINGS, simulated=True)
-    assert told["dollars_functions"] == pytest.approx(0.5125)
-    assert told["dollars_servers"] == pytest.approx(0.68)
-    assert told["dollars"] == pytest.approx(1.1925)
-    assert str(told["label"]).startswith("simulated")
+    costs = describe_costs(MILLION + Counts(server_seconds=7200.0), SETTINGS, simulated=True)
+    assert costs["dollars_functions"] == pytest.approx(0.5125)
+    assert costs["dollars_servers"] == pytest.approx(0.68)
+    assert costs["dollars"] == pytest.approx(1.1925)
+    assert str(costs["label"]).startswith("simulated")
     real = describe_costs(MILLION, SETTINGS, simulated=False)
     assert "simulated" not in str(real["label"])
 

@@ -1,4 +1,4 @@
-"""What goes wrong under dx.fit: workers leave no trace; a dead rank ends the job, which resumes."""
+"""Faults under dx.fit: failed workers leave no trace, and a dead rank ends the job, which resumes."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def faultless(folder: Path) -> list[Any]:
 
 
 def first_attempts() -> list[TaskKey]:
-    """Of the first run of a session, of two layers: AV forward, the last one fused, AV backward."""
+    """Return the keys of the first run with two layers: AV forward, fused last AV, AV backward."""
     kinds = ((1, Direction.FORWARD), (4, Direction.FUSED), (1, Direction.BACKWARD))
     return [
         TaskKey(epoch, step, interval, direction, 1)
@@ -72,8 +72,8 @@ def test_many_calls_may_go_wrong(
     executor: str, folder: Path, faultless: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     strike(monkeypatch, fault_of, lambda key, attempt: first_attempts().index(key) % 9 == 3 and not attempt)
-    found, result = train(folder, plain(EPOCHS), executor=executor)
-    assert all(np.array_equal(one, other) for one, other in zip(faultless, found, strict=True))
+    weights, result = train(folder, plain(EPOCHS), executor=executor)
+    assert all(np.array_equal(first, second) for first, second in zip(faultless, weights, strict=True))
     killed = [
         fault
         for key in first_attempts()
@@ -99,9 +99,9 @@ def test_a_run_of_unlike_kernels_says_so_once(
     # NumPy of this process is loaded, and has its kernels; workers take those that the variable says.
     monkeypatch.setenv("OPENBLAS_CORETYPE", core)
     assert warnings("inline") == []
-    (said,) = warnings("local")
-    assert kernels() in said
-    assert core.upper() in said.upper()
+    (message,) = warnings("local")
+    assert kernels() in message
+    assert core.upper() in message.upper()
 
 
 def saving(saved: Path, **more: Any) -> FitConfig:
@@ -134,7 +134,7 @@ def test_a_dead_graph_and_parameter_server_is_named_and_the_job_resumes(
     assert outcomes[1].exitcode == 3
     assert "rank 1" in outcomes[0].result
     # Any number of ranks goes on; sums in another order are those of a run that never died but for rounding.
-    found, result = train(folder, saving(saved, resume=True), executor="inline")
+    weights, result = train(folder, saving(saved, resume=True), executor="inline")
     assert result.first_epoch == 2
-    for local, whole in zip(found, faultless, strict=True):
-        assert np.abs(local - whole).max() < 1e-12
+    for local, expected in zip(weights, faultless, strict=True):
+        assert np.abs(local - expected).max() < 1e-12

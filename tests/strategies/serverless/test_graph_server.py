@@ -44,13 +44,13 @@ def test_messages_that_are_not_what_a_scatter_sends_are_refused() -> None:
 
 
 def test_each_half_is_taken_once_and_only_while_its_task_is_open() -> None:
-    """What is refused before and after is in test_worker_access.py."""
+    """Tests of refusals before and after it are in test_worker_access.py."""
     (server, _), parameters = cases.servers(cases.gcn(), STARTS, 2)
     key = TaskKey.parse("r0.e0.s1.i0.f")
     assert server.pull(key, 0) == []
     server.compute(0, 0, server.schedule[0])
     server.open(0, 0, server.schedule[1])
-    first, second = (one.rows for one in compute_task(server, parameters, key))
+    first, second = (half.rows for half in compute_task(server, parameters, key))
     with pytest.raises(ConfigError, match="output h1 of shape"):
         server.submit(key, 0, [first[0][:-1]])
     assert server.submit(key, 0, first) is SubmitResult.TAKEN
@@ -84,7 +84,7 @@ def test_edges_of_a_path_cross_where_it_is_cut() -> None:
 
 @pytest.mark.parametrize("intervals", [1, 3, 7, 100])
 def test_no_interval_has_more_than_twice_the_mean(intervals: int) -> None:
-    """Of nodes, and of edges: the first tenth of the nodes has nine tenths of the edges, all from halo."""
+    """The mean is of nodes and of edges. A tenth of the nodes has nine tenths of the edges, all from halo."""
     counts = np.full(100, 1)
     counts[:10] = 81
     indptr = np.concatenate([[0], np.cumsum(counts)])

@@ -181,18 +181,20 @@ def test_the_program_is_the_model(kind: str) -> None:
         labels=labels,
         fixed={name: factor_values(factor, g) for name, factor in chain.factors.items()},
     )
-    found = cases.plain_run(program, {name: one.numpy() for name, one in model.state_dict().items()}, case)
+    result = cases.plain_run(
+        program, {name: tensor.numpy() for name, tensor in model.state_dict().items()}, case
+    )
 
     rows = torch.from_numpy(labels) >= 0
     blocks = [g for layer in find_layers(model) if layer.takes_block]
     scores = model(blocks, torch.from_numpy(x))
     loss = F.cross_entropy(scores[rows], torch.from_numpy(labels).long()[rows])
     loss.backward()
-    np.testing.assert_allclose(found.loss_sum / int(rows.sum()), loss.item(), rtol=1e-12)
-    assert found.correct == int((scores[rows].argmax(1) == torch.from_numpy(labels)[rows]).sum())
+    np.testing.assert_allclose(result.loss_sum / int(rows.sum()), loss.item(), rtol=1e-12)
+    assert result.correct == int((scores[rows].argmax(1) == torch.from_numpy(labels)[rows]).sum())
     for name, parameter in model.named_parameters():
         assert parameter.grad is not None
-        np.testing.assert_allclose(found.gradients[name], parameter.grad.numpy(), atol=1e-11, err_msg=name)
+        np.testing.assert_allclose(result.gradients[name], parameter.grad.numpy(), atol=1e-11, err_msg=name)
 
 
 def test_steps_are_those_of_the_paper() -> None:
@@ -259,11 +261,11 @@ class ByMode(Seq):
         self._drops = drops
 
     def forward(self, blocks: list[Any], h: Tensor) -> Tensor:
-        one, two = self.inner["layers"]  # type: ignore[misc]
+        first, two = self.inner["layers"]  # type: ignore[misc]
         if self.training and not self._drops:
-            one, two = two, one
+            first, two = two, first
         h = F.dropout(h, 0.5, training=self.training and self._drops)
-        return two(blocks[1], one(blocks[0], h))  # type: ignore[no-any-return]
+        return two(blocks[1], first(blocks[0], h))  # type: ignore[no-any-return]
 
 
 class Noisy(nn.Module):
@@ -402,8 +404,8 @@ class Model(nn.Module):
 
 class Doubled(Gate):
     def backward(self, *given: Any, **named: Any) -> Any:
-        found = super().backward(*given, **named)
-        return found._replace(weights=(2 * found.weights[0],))
+        gradients = super().backward(*given, **named)
+        return gradients._replace(weights=(2 * gradients.weights[0],))
 
 
 @pytest.fixture(autouse=True)
@@ -441,8 +443,8 @@ def test_it_trains_in_processes_as_in_torch(tmp_path: Path) -> None:
             if executor == "local":
                 with pytest.raises(ConfigError, match="which imports torch, and workers of executor 'local'"):
                     dx.wrap(model(stage="tensor_gate"), g)
-        for local, theirs in zip(trained.parameters(), expected.parameters(), strict=True):
-            assert (local - theirs).detach().abs().max().item() < 1e-12
+        for local, expected_parameter in zip(trained.parameters(), expected.parameters(), strict=True):
+            assert (local - expected_parameter).detach().abs().max().item() < 1e-12
 
 
 @pytest.mark.parametrize(
@@ -477,14 +479,14 @@ def test_an_activation_behind_it_needs_to_be_taken() -> None:
 
 
 def test_values_of_edges() -> None:
-    whole, everyone = graph(), np.arange(NODES)
-    whole.edata["two"] = torch.ones(whole.num_edges(), 2)
+    whole_graph, everyone = graph(), np.arange(NODES)
+    whole_graph.edata["two"] = torch.ones(whole_graph.num_edges(), 2)
     with dx.init():
-        g = dx.distribute(whole)
+        g = dx.distribute(whole_graph)
         for factor in (*FACTOR_OF_NORM.values(), EdgeFactor(target=-1.0, column="w")):
-            expected = factor_values(factor, whole)
+            expected = factor_values(factor, whole_graph)
             np.testing.assert_allclose(edge_values(factor, g, everyone, "float64"), expected)
-        (of_target,) = np.nonzero(whole.edges()[1].numpy() == 2)
+        (of_target,) = np.nonzero(whole_graph.edges()[1].numpy() == 2)
         some = edge_values(factor, g, np.array([2]), "float32")
         np.testing.assert_array_equal(some, expected[of_target].astype(np.float32))
         with pytest.raises(ConfigError, match=r"'two' has \(2,\) numbers per edge"):

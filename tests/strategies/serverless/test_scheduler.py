@@ -16,7 +16,7 @@ from tests.helpers import wide
 from tests.serverless.programs import gat, gcn, sage
 
 from . import cases
-from .serial_scheduler import Event, SerialScheduler, seeded
+from .serial_scheduler import Event, SerialScheduler, choose_randomly
 
 GCN = "AV1 f; SC1 scatter; GA2 gather |; AV2 fb; GA2 publish; SC1 send_back ,; SC1 collect |; AV1 b"
 GAT = (
@@ -44,9 +44,9 @@ def test_schedules() -> None:
 
 
 def progress(policy: LambdaOptions, intervals: int = 2, peers: tuple[int, ...] = (1,)) -> IntervalProgress:
-    found = IntervalProgress(gcn(), policy, intervals, peers)
-    found.end = 9
-    return found
+    created = IntervalProgress(gcn(), policy, intervals, peers)
+    created.end = 9
+    return created
 
 
 def go(one: IntervalProgress, interval: int, num_tasks: int) -> None:
@@ -56,59 +56,59 @@ def go(one: IntervalProgress, interval: int, num_tasks: int) -> None:
 
 
 def test_a_scatter_waits_for_all_intervals_of_all_graph_servers() -> None:
-    one = progress(LambdaOptions(mode="pipe"))
-    go(one, 0, 3)
-    assert one.startable() == [1]
-    go(one, 1, 3)
-    assert one.startable() == []
-    assert one.waited_for() == one.behind(3) == [1]
-    assert (one.floor, one.news()) == (3, (True, None))
-    one.record_position(1, 3)
-    assert one.startable() == [0, 1]
-    go(one, 0, 3)
+    schedule = progress(LambdaOptions(mode="pipe"))
+    go(schedule, 0, 3)
+    assert schedule.startable() == [1]
+    go(schedule, 1, 3)
+    assert schedule.startable() == []
+    assert schedule.waited_for() == schedule.behind(3) == [1]
+    assert (schedule.floor, schedule.news()) == (3, (True, None))
+    schedule.record_position(1, 3)
+    assert schedule.startable() == [0, 1]
+    go(schedule, 0, 3)
     # Gradients of halo nodes: all own intervals first; gradients of own rows: all graph servers.
-    assert one.task_of(0)[1].kind is TaskKind.SEND_BACK
-    assert one.startable() == [1]
+    assert schedule.task_of(0)[1].kind is TaskKind.SEND_BACK
+    assert schedule.startable() == [1]
     with pytest.raises(ConfigError, match="graph server 4 is not one of the peers"):
-        one.record_position(4, 1)
+        schedule.record_position(4, 1)
 
 
 def test_without_a_pipeline_every_move_waits_for_the_one_before() -> None:
-    one = progress(LambdaOptions(mode="no_pipe"), peers=())
-    go(one, 0, 1)
-    assert one.startable() == [1]
-    one.start(1)
-    assert one.startable() == []
-    one.finish(1)
-    assert one.startable() == [0, 1]
+    schedule = progress(LambdaOptions(mode="no_pipe"), peers=())
+    go(schedule, 0, 1)
+    assert schedule.startable() == [1]
+    schedule.start(1)
+    assert schedule.startable() == []
+    schedule.finish(1)
+    assert schedule.startable() == [0, 1]
 
 
 def test_news_are_told_of_synchronous_epochs_only() -> None:
-    one = progress(LambdaOptions(mode="async", staleness=5), intervals=1)
-    one.record_position(1, 10**6)
-    told = []
-    while one.can_start(0):
-        go(one, 0, 1)
-        told += [one.floor] if one.news() == (True, None) else []
-    assert told == [3, 7]
+    schedule = progress(LambdaOptions(mode="async", staleness=5), intervals=1)
+    schedule.record_position(1, 10**6)
+    reports = []
+    while schedule.can_start(0):
+        go(schedule, 0, 1)
+        reports += [schedule.floor] if schedule.news() == (True, None) else []
+    assert reports == [3, 7]
     # Epoch 0 has barriers; then S more may begin before the first update.
-    assert divmod(one.position[0], 9) == (6, 0)
+    assert divmod(schedule.position[0], 9) == (6, 0)
 
 
 def test_counts_may_come_in_any_order() -> None:
     options = LambdaOptions(mode="async", staleness=1, switch_at=0.55)
-    one = IntervalProgress(gcn(num_train=100), options, 2, (1,), first_epoch=3)
+    schedule = IntervalProgress(gcn(num_train=100), options, 2, (1,), first_epoch=3)
     # Epoch 5 may be begun while one of epoch 3 is under way; then it must be known what 3 came to.
-    assert [one.is_known(epoch) for epoch in (3, 4, 5)] == [True, True, False]
+    assert [schedule.is_known(epoch) for epoch in (3, 4, 5)] == [True, True, False]
     for server, epoch, correct in ((1, 4, 50), (0, 4, 5), (0, 3, 54)):
-        one.record_correct(server, epoch, correct)
-    assert not one.is_known(5)
-    one.record_correct(1, 3, 0)
-    assert one.synchronous_from == 4 + 1 + 1
-    assert [one.is_synchronous(epoch) for epoch in (3, 4, 5, 6)] == [True, False, False, True]
-    assert one.is_known(99)
+        schedule.record_correct(server, epoch, correct)
+    assert not schedule.is_known(5)
+    schedule.record_correct(1, 3, 0)
+    assert schedule.synchronous_from == 4 + 1 + 1
+    assert [schedule.is_synchronous(epoch) for epoch in (3, 4, 5, 6)] == [True, False, False, True]
+    assert schedule.is_known(99)
     with pytest.raises(ConfigError, match="graph server 2 of 2 counted"):
-        one.record_correct(2, 5, 1)
+        schedule.record_correct(2, 5, 1)
 
 
 @pytest.mark.parametrize("staleness", [2, *wide(0)])
@@ -119,7 +119,7 @@ def test_after_the_target_epochs_are_those_of_pipe(staleness: int) -> None:
         target = 10 + seed % 2
         options = {"mode": "async", "staleness": staleness, "switch_at": target / 30}
         servers, parameters = cases.servers(program, [0, 17, 40], 2, **options)
-        schedule = SerialScheduler(servers, parameters, seeded(seed))
+        schedule = SerialScheduler(servers, parameters, choose_randomly(seed))
         weights: dict[int, dict[str, np.ndarray]] = {}
 
         def keep(event: Event, weights=weights, parameters=parameters) -> None:
@@ -128,10 +128,10 @@ def test_after_the_target_epochs_are_those_of_pipe(staleness: int) -> None:
 
         schedule.watch = keep
         schedule.run(epochs)
-        found = [sum(server.correct(epoch) for server in servers) for epoch in range(epochs)]
-        reached = [epoch for epoch in range(epochs) if found[epoch] >= target]
+        correct = [sum(server.correct(epoch) for server in servers) for epoch in range(epochs)]
+        reached = [epoch for epoch in range(epochs) if correct[epoch] >= target]
         begins = reached[0] + staleness + 1 if reached else None
-        assert [one.synchronous_from for one in schedule.progress] == [begins, begins]
+        assert [progress.synchronous_from for progress in schedule.progress] == [begins, begins]
         if begins is None or begins >= epochs:
             continue
         switched.add(begins)
@@ -145,10 +145,10 @@ def test_after_the_target_epochs_are_those_of_pipe(staleness: int) -> None:
 
 
 def test_a_price_table_is_read_once(tmp_path: Path) -> None:
-    mine = tmp_path / "mine.json"
-    mine.write_text(prices().to_json().replace('"aws"', '"mine"'))
-    options = read_lambda_options({"prices": str(mine)})
-    mine.unlink()
+    own_table = tmp_path / "mine.json"
+    own_table.write_text(prices().to_json().replace('"aws"', '"mine"'))
+    options = read_lambda_options({"prices": str(own_table)})
+    own_table.unlink()
     assert options.price_table.name == "mine"
 
 

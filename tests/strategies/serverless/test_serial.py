@@ -13,7 +13,7 @@ from dglx_dist.strategies.serverless.graph_server import GraphServer, TaskKind
 from tests.helpers import wide
 
 from . import cases
-from .serial_scheduler import Choice, Event, SerialScheduler, first_come, seeded
+from .serial_scheduler import Choice, Event, SerialScheduler, choose_randomly, first_come
 
 
 def train(
@@ -43,9 +43,9 @@ def check_equal_to_plain(
         for key, value in cases.latest(server).items():
             np.testing.assert_allclose(value, weights[key], rtol=1e-10, atol=1e-12, err_msg=key)
     for epoch, (loss_sum, correct) in enumerate(losses):
-        found = [server.statistics(epoch) for server in schedule.servers]
-        assert sum(one[0] for one in found) == pytest.approx(loss_sum, rel=1e-10)
-        assert sum(one[1] for one in found) == correct
+        results = [server.statistics(epoch) for server in schedule.servers]
+        assert sum(statistics[0] for statistics in results) == pytest.approx(loss_sum, rel=1e-10)
+        assert sum(statistics[1] for statistics in results) == correct
 
 
 @pytest.mark.parametrize("name", cases.PROGRAMS)
@@ -54,7 +54,7 @@ def check_equal_to_plain(
 def test_pipe_is_plain_training(
     name: str, graph_servers: int, intervals: int, parameter_servers: int
 ) -> None:
-    count, choose = min(parameter_servers, graph_servers * intervals), seeded(graph_servers)
+    count, choose = min(parameter_servers, graph_servers * intervals), choose_randomly(graph_servers)
     trained = train(name, graph_servers, intervals, choose, epochs=3, parameter_servers=count)
     check_equal_to_plain(name, *trained, 3)
 
@@ -75,21 +75,21 @@ def test_twenty_epochs_and_a_hundred_intervals(name: str, intervals: int, option
 
 @pytest.mark.parametrize("name", cases.PROGRAMS)
 def test_async_without_staleness_in_order_is_pipe_to_the_bit(name: str) -> None:
-    found = []
-    for mode, choose in (("pipe", seeded(1)), ("pipe", first_come), ("async", first_come)):
+    results = []
+    for mode, choose in (("pipe", choose_randomly(1)), ("pipe", first_come), ("async", first_come)):
         _, parameters = train(name, 3, 3, choose, epochs=4, parameter_servers=2, mode=mode)
-        found.append([value.tobytes() for value in parameters[0].latest()])
-    assert found[0] == found[1] == found[2]
+        results.append([value.tobytes() for value in parameters[0].latest()])
+    assert results[0] == results[1] == results[2]
 
 
 @pytest.mark.parametrize("name", ["gat", "dropping"])
 def test_options_and_modes_change_no_bit(name: str) -> None:
-    found = []
+    results = []
     for fusion, rematerialise, mode in itertools.product((True, False), (True, False), ("pipe", "no_pipe")):
         options = {"fusion": fusion, "rematerialise": rematerialise, "mode": mode}
-        _, parameters = train(name, 2, 2, seeded(3), epochs=2, **options)
-        found.append([value.tobytes() for value in parameters[0].latest()])
-    assert all(one == found[0] for one in found)
+        _, parameters = train(name, 2, 2, choose_randomly(3), epochs=2, **options)
+        results.append([value.tobytes() for value in parameters[0].latest()])
+    assert all(weights == results[0] for weights in results)
 
 
 class Bounds:
@@ -153,15 +153,15 @@ def sources_of(server: GraphServer, bounds: Sequence[np.ndarray]) -> list[set[tu
     """Per interval: (graph server, interval) of the sources of its in-edges, by the servers' ``bounds``."""
     part, graph = server.part, server.part.graph
     ids = np.concatenate([graph.own_ids, graph.halo])
-    found = []
+    results = []
     for interval in range(part.num_intervals):
         some = set()
         for where in ids[graph.sources[part.edges_of(interval)]].tolist():
             owner = int(np.searchsorted(graph.starts, where, side="right") - 1)
             inside = where - graph.starts[owner]
             some.add((owner, int(np.searchsorted(bounds[owner], inside, side="right") - 1)))
-        found.append(some)
-    return found
+        results.append(some)
+    return results
 
 
 SMALL = functools.partial(cases.case, 12, 30, 3)

@@ -69,8 +69,8 @@ def g(folder: Path) -> Iterator[Any]:
 
 
 def adam(parameters: Any) -> torch.optim.Optimizer:
-    first, *others = parameters
-    groups = [{"params": others}, {"params": [first], "lr": 0.05, "amsgrad": False}]
+    first, *later = parameters
+    groups = [{"params": later}, {"params": [first], "lr": 0.05, "amsgrad": False}]
     return torch.optim.Adam(groups, lr=0.02, weight_decay=0.01, amsgrad=True)
 
 
@@ -148,7 +148,7 @@ def test_a_frozen_layer_stays_and_the_first_gradient_is_that_of_all(g: Any) -> N
     frozen.requires_grad_(False)
     first = [parameter.detach().clone() for parameter in model.parameters()]
     dx.fit(model, g, config=FitConfig(epochs=2, eval_every=0, show_progress=False), make_optimizer=adam)
-    moved = [not torch.equal(one, other) for one, other in zip(first, model.parameters(), strict=True)]
+    moved = [not torch.equal(before, after) for before, after in zip(first, model.parameters(), strict=True)]
     assert moved == [parameter is not frozen for parameter in model.parameters()]
 
 
@@ -167,7 +167,7 @@ def test_resume_is_bit_equal_and_other_strategies_read_its_checkpoints(folder: P
         assert result.first_epoch == 3
         assert [record.epoch for record in result.epochs] == [3, 4, 5]
         assert difference(straight.whole(), resumed.whole()) == 0.0
-        states = [dict(one.state_dict()["state"]) for one in (optimizer, again)]
+        states = [dict(stepped.state_dict()["state"]) for stepped in (optimizer, again)]
         assert states[0].keys() == states[1].keys() == set(range(len(list(resumed.parameters()))))
         for number, entries in states[0].items():
             assert all(torch.equal(value, states[1][number][key]) for key, value in entries.items())
@@ -188,61 +188,61 @@ def test_resume_is_bit_equal_and_other_strategies_read_its_checkpoints(folder: P
 
 def two_ranks(folder: str, saved: str) -> dict[str, Any]:
     """Workers in processes; stop after two of four epochs, resume; the whole by another number of servers."""
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     config = {"eval_every": 0, "show_progress": False, "checkpoint_folder": saved}
     with dx.init("lambda", timeout=60, intervals=2, workers=2, parameter_servers=2):
         g = dx.DistGraph(folder)
         fit(g, FitConfig(epochs=2, **config))
         model, _, result = fit(g, FitConfig(epochs=4, resume=True, **config))
-        found["weights"] = [parameter.detach().numpy().copy() for parameter in model.parameters()]
-        found["records"] = result.epochs
-        found["account"] = {key: value for key, value in result.account.items() if "seconds" not in key}
+        results["weights"] = [parameter.detach().numpy().copy() for parameter in model.parameters()]
+        results["records"] = result.epochs
+        results["account"] = {key: value for key, value in result.account.items() if "seconds" not in key}
         left = [phase for phase in current_session().ledger.rows() if phase.phase == "ghosts"]
-        found["ghosts"] = sum(row.num_bytes for row in left)
+        results["ghosts"] = sum(row.num_bytes for row in left)
         loader = _loader(g, torch.arange(2))
         try:
             loader.own_targets()
         except ConfigError as error:
-            found["twice"] = str(error)
-    found |= overlapping(folder)
-    return found
+            results["twice"] = str(error)
+    results |= overlapping(folder)
+    return results
 
 
 def overlapping(folder: str) -> dict[str, Any]:
     """Asynchronous epochs become synchronous inside one run; then only rank 0 changes its learning rate."""
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     config = {"show_progress": False, "eval_every": 6}
     options = {"mode": "async", "staleness": 1, "switch_at": 0.2}
     with dx.init("lambda", timeout=60, **{**INLINE, **options}):
         g = dx.DistGraph(folder)
         _, _, result = fit(g, FitConfig(epochs=6, **config))
-        found["accuracies"] = [record.train_accuracy for record in result.epochs]
-        found["switch"] = result.account["synchronous_from"]
+        results["accuracies"] = [record.train_accuracy for record in result.epochs]
+        results["switch"] = result.account["synchronous_from"]
         try:
             fit(g, FitConfig(epochs=12, **config), slower_on=(0,))
         except ConfigError as error:
-            found["unlike"] = str(error)
-    return found
+            results["unlike"] = str(error)
+    return results
 
 
 def test_two_ranks_with_workers_in_processes(folder: Path, tmp_path: Path) -> None:
-    one, other = run_ranks(two_ranks, 2, args=(str(folder), str(tmp_path / "saved")))
+    first, second = run_ranks(two_ranks, 2, args=(str(folder), str(tmp_path / "saved")))
     expected, losses = plain(4)
-    for local, theirs, true in zip(one["weights"], other["weights"], expected.parameters(), strict=True):
-        assert np.array_equal(local, theirs)
+    for local, remote, true in zip(first["weights"], second["weights"], expected.parameters(), strict=True):
+        assert np.array_equal(local, remote)
         assert np.abs(local - true.detach().numpy()).max() < 1e-12
-    assert one["records"] == other["records"]
-    assert one["account"] == other["account"]
-    np.testing.assert_allclose([(r.loss, r.train_accuracy) for r in one["records"]], losses[2:], rtol=1e-10)
-    assert one["ghosts"] > 0
+    assert first["records"] == second["records"]
+    assert first["account"] == second["account"]
+    np.testing.assert_allclose([(r.loss, r.train_accuracy) for r in first["records"]], losses[2:], rtol=1e-10)
+    assert first["ghosts"] > 0
     # Two epochs, two ranks, two intervals, three tasks each; some may have been launched again.
-    assert one["account"]["invocations"] - one["account"]["relaunched"] == 2 * 2 * 2 * 3
-    assert all(record.bytes_outside > 0 for record in one["records"])
-    assert "is a training node of 2 ranks" in one["twice"]
-    reached = [epoch for epoch, accuracy in enumerate(one["accuracies"]) if accuracy >= 0.2]
-    assert one["switch"] == other["switch"] == reached[0] + 2
-    for found in (one, other):
-        assert "disagree on the digest of weights and optimizer" in found["unlike"]
+    assert first["account"]["invocations"] - first["account"]["relaunched"] == 2 * 2 * 2 * 3
+    assert all(record.bytes_outside > 0 for record in first["records"])
+    assert "is a training node of 2 ranks" in first["twice"]
+    reached = [epoch for epoch, accuracy in enumerate(first["accuracies"]) if accuracy >= 0.2]
+    assert first["switch"] == second["switch"] == reached[0] + 2
+    for result in (first, second):
+        assert "disagree on the digest of weights and optimizer" in result["unlike"]
 
 
 def _loader(g: Any, nodes: Any, fanouts: tuple[int, ...] = (-1, -1), **options: Any) -> IntervalLoader:
@@ -333,7 +333,7 @@ def test_drawn_weights_are_those_of_the_seed(folder: Path) -> None:
         with dx.init("lambda", seed=seed, initialise="he_normal", **INLINE):
             model = dx.wrap(equality.PlainModel("gcn").double(), dx.DistGraph(folder))
             drawn.append(next(model.parameters()).detach().clone())
-    assert [torch.equal(drawn[0], other) for other in drawn] == [True, True, False]
+    assert [torch.equal(drawn[0], weights) for weights in drawn] == [True, True, False]
 
 
 def put(g: Any, name: str, rows: torch.Tensor) -> None:
@@ -359,8 +359,8 @@ def test_labels_are_whole_numbers_of_classes(g: Any) -> None:
 def test_features_of_half_precision_are_read_as_the_programs_numbers(g: Any) -> None:
     narrow = g.ndata["feat"][:].bfloat16()
     put(g, "narrow", narrow)
-    found = read_features(g, read_structure(g), "narrow", "float32")
-    assert np.array_equal(found, narrow.float().numpy())
+    features = read_features(g, read_structure(g), "narrow", "float32")
+    assert np.array_equal(features, narrow.float().numpy())
 
 
 def test_more_parameter_servers_than_ranks_are_refused() -> None:

@@ -46,10 +46,10 @@ class WorkerClient:
 
 def request(client: WorkerClient, op: str) -> str:
     try:
-        found = client.ask(op, "r0.e0.s1.i0.f", [LARGE])
+        answer = client.ask(op, "r0.e0.s1.i0.f", [LARGE])
     except RemoteError as error:
         return str(error)
-    return f"{len(found)} arrays"
+    return f"{len(answer)} arrays"
 
 
 def is_kept_out(access: ClientAccess, rank: int) -> None:
@@ -63,15 +63,15 @@ def knock() -> dict[str, str]:
     with start_session(timeout_s=60.0) as session:
         KVStore(session, Placement(2, session.topology))
         engine = cases.engine(session, "gcn", parameter_servers=2)
-        access, other = open_client_access(session), 1 - session.topology.rank
+        access, peer = open_client_access(session), 1 - session.topology.rank
         assert open_client_access(session) is access
         before = engine.parameters.latest()
-        client = WorkerClient(access, rank=other)
+        client = WorkerClient(access, rank=peer)
         answers = {op: request(client, op) for op in sorted(session.rpc._handlers)}
         client.caller.close()
         assert session.rpc.credentials is not None
-        is_kept_out(replace(access, addresses=session.rpc.addresses), other)
-        is_kept_out(replace(access, credentials=session.rpc.credentials), other)
+        is_kept_out(replace(access, addresses=session.rpc.addresses), peer)
+        is_kept_out(replace(access, credentials=session.rpc.credentials), peer)
         barrier(session, "both have asked")
         for name, value in engine.parameters.latest().items():
             assert value.tobytes() == before[name].tobytes()
@@ -84,7 +84,7 @@ def knock() -> dict[str, str]:
 def test_a_workers_secret_opens_the_operations_of_workers_alone(environment: dict[str, str]) -> None:
     for answers in run_ranks(knock, 2, environment=environment):
         assert set(answers) >= {"kv.pull", "lambda.state", "lambda.ghosts"} | OF_WORKERS
-        opened = {op for op, said in answers.items() if "no operation" not in said}
+        opened = {op for op, answer in answers.items() if "no operation" not in answer}
         assert opened == OF_WORKERS
         assert answers[PROGRAM] == "1 arrays"
         assert "names no half" in answers[PULL]
@@ -159,8 +159,8 @@ class Attacker:
         for epoch in range(key.epoch):
             (over,) = attacker.ask(PULL, f"r{RUN}.e{epoch}.{end}/0")
             assert (over.size, over.dtype) == (0, np.bool_)
-            (taken,) = attacker.ask(GIVE, f"r{RUN}.e{epoch}.{end}/0/0", [np.full((1, 1), np.nan)])
-            assert taken.tolist() == [0]
+            (is_taken,) = attacker.ask(GIVE, f"r{RUN}.e{epoch}.{end}/0/0", [np.full((1, 1), np.nan)])
+            assert is_taken.tolist() == [0]
             if key.direction is not Direction.FORWARD:
                 self._by_old_gradients(f"r{RUN}.e{epoch}.{end}", key.epoch - epoch, gradients)
 
@@ -182,11 +182,11 @@ class Attacker:
         gradients = [np.ones(shape) for shape in work.weights.values()]
         for run in (RUN - 1, RUN + 1):
             key = replace(of_run, run=run)
-            said = f"task {key} is of run {run} of this session, and this is run {RUN}"
-            self._attacker.is_refused(PULL, half_name(key, 0), match=said)
-            self._attacker.is_refused(GIVE, attempt_name(key, 0, 0), rows, match=said)
-            self._attacker.is_refused(WEIGHTS, str(key), match=said)
-            self._attacker.is_refused(GRADIENTS, str(key), gradients, match=said)
+            message = f"task {key} is of run {run} of this session, and this is run {RUN}"
+            self._attacker.is_refused(PULL, half_name(key, 0), match=message)
+            self._attacker.is_refused(GIVE, attempt_name(key, 0, 0), rows, match=message)
+            self._attacker.is_refused(WEIGHTS, str(key), match=message)
+            self._attacker.is_refused(GRADIENTS, str(key), gradients, match=message)
 
     def _by_gradients(self, key: TaskKey, work: TaskComputation) -> None:
         gradients = [np.ones(shape) for shape in work.weights.values()]
@@ -209,13 +209,13 @@ def _other_forms(good: Sequence[Array]) -> Iterator[list[Array]]:
     yield [*good, huge]
     if not good:
         return
-    first, rest = good[0], list(good[1:])
-    yield list(rest)
-    for other in (
+    first, later = good[0], list(good[1:])
+    yield list(later)
+    for wrong in (
         *(huge, first[:-1], np.concatenate([first, first[:1]]), first[None], first.reshape(-1)[:0]),
         *(first.astype(dtype) for dtype in ("float32", "int64", "bool", "complex128")),
     ):
-        yield [other, *rest]
+        yield [wrong, *later]
 
 
 def test_attacks_on_the_tasks_of_a_run_change_nothing() -> None:
@@ -226,7 +226,7 @@ def test_attacks_on_the_tasks_of_a_run_change_nothing() -> None:
         weights, losses = cases.plain_answer("gcn", EPOCHS)
         for name, value in engine.parameters.latest().items():
             np.testing.assert_allclose(value, weights[name], rtol=1e-10, atol=1e-12)
-        assert [round(6 * one.train_accuracy) for one in totals] == [correct for _, correct in losses]
+        assert [round(6 * total.train_accuracy) for total in totals] == [correct for _, correct in losses]
         forward, backward, fused = Direction.FORWARD, Direction.BACKWARD, Direction.FUSED
         assert attacker.attacked == {(1, forward), (1, backward), (4, fused)}
         engine.close()
