@@ -96,7 +96,7 @@ def pyg() -> dict[str, Any]:
     }
 
 
-def test_tensors_of_pyg(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_reads_tensors_of_pyg(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     torch.save(pyg(), tmp_path / "ring.pt")
     graph = load_dataset(tmp_path / "ring.pt")
     assert edges_of(graph) == [[0, 1, 2, 3], [1, 2, 3, 0]]
@@ -111,7 +111,7 @@ def test_tensors_of_pyg(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> Non
     assert [etype[1] for etype in load_dataset(tmp_path / "two.pt").edges] == ["r0", "r1"]
 
 
-def test_data_of_the_installed_pyg(tmp_path: Path) -> None:
+def test_reads_dicts_but_no_objects_of_the_installed_pyg(tmp_path: Path) -> None:
     data = pytest.importorskip("torch_geometric.data", reason="PyG is not installed").Data(**pyg())
     torch.save(data, tmp_path / "object.pt")
     with pytest.raises(
@@ -154,7 +154,7 @@ def networkx_graph(*, directed: bool) -> Any:
 
 @pytest.mark.parametrize("directed", [True, False])
 @pytest.mark.parametrize("kind", ["graphml", "graphml.gz", "gml", "json"])
-def test_graphs_of_networkx(
+def test_reads_graphs_of_networkx(
     tmp_path: Path, kind: str, directed: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     original, path = networkx_graph(directed=directed), tmp_path / f"my.graph.{kind}"
@@ -181,7 +181,7 @@ def test_graphs_of_networkx(
 
 
 @pytest.mark.parametrize("names", [{}, {0: "Ann", 1: "b'c"}])
-def test_edge_lists_of_networkx(
+def test_reads_edge_lists_of_networkx(
     tmp_path: Path, names: dict[int, str], caplog: pytest.LogCaptureFixture
 ) -> None:
     original = nx.relabel_nodes(nx.path_graph(4, create_using=nx.DiGraph), names)
@@ -238,7 +238,7 @@ SNAP = (
 
 @pytest.mark.parametrize("suffix", [".txt", ".txt.gz"])
 @pytest.mark.parametrize("between", ["\t", "  ", ","])
-def test_a_list_of_edges_as_snap_has_them(tmp_path: Path, suffix: str, between: str) -> None:
+def test_reads_edge_lists_of_snap(tmp_path: Path, suffix: str, between: str) -> None:
     path = tmp_path / f"web{suffix}"
     text = SNAP.replace("\t", between).encode()
     path.write_bytes(gzip.compress(text) if suffix == ".txt.gz" else text)
@@ -352,7 +352,7 @@ def test_the_opposite_edge_of_networkx_is_no_target(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["a, b\nb, NA\n", 'a, b\nb, "\n'])
-def test_blanks_quotes_and_na_in_a_list_of_edges(tmp_path: Path, text: str) -> None:
+def test_blanks_quotes_and_na_in_an_edge_list_are_ids(tmp_path: Path, text: str) -> None:
     (tmp_path / "a.txt").write_text(text)
     graph = load_dataset(tmp_path / "a.txt")
     third = text.split()[-1]

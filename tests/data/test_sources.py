@@ -440,7 +440,7 @@ def test_real_graphs_have_their_published_sizes(name: str, sizes: list[int]) -> 
 WRITES = ("author", "writes", "paper")
 
 
-def test_one_node_type() -> None:
+def test_reads_one_node_type_of_ogb() -> None:
     graph = raw_graph_from_ogb(
         "ogbn-tiny",
         {
@@ -466,7 +466,7 @@ def test_one_node_type() -> None:
     assert graph.num_classes == {NODE_TYPE: 3}
 
 
-def test_several_node_types_and_gaps_in_the_labels() -> None:
+def test_reads_several_node_types_of_ogb_with_gaps_in_the_labels() -> None:
     graph = raw_graph_from_ogb(
         "ogbn-shop",
         {

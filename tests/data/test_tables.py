@@ -103,7 +103,7 @@ def test_ids_of_any_kind_are_mapped(tmp_path: Path, files: dict[str, str], ids: 
     assert bool(graph.user_ids) == (ids is not None)
 
 
-def test_parquet_with_lists_as_features(tmp_path: Path) -> None:
+def test_reads_parquet_with_lists_as_features(tmp_path: Path) -> None:
     ids = pa.array([4, 2], pa.int16())
     nodes = {"id": ids, "feat": [[1.0, 2.0], [3.0, 4.0]], "split": [0, -1], "age": [30, 40]}
     graph = load_dataset(write(tmp_path, {"nodes.parquet": nodes, "edges.parquet": {"src": [2], "dst": [4]}}))
@@ -116,7 +116,7 @@ def test_parquet_with_lists_as_features(tmp_path: Path) -> None:
     assert edges_of(graph) == [[1], [0]]
 
 
-def test_several_types_by_folders(tmp_path: Path) -> None:
+def test_reads_several_types_from_folders(tmp_path: Path) -> None:
     folder = write(
         tmp_path,
         {

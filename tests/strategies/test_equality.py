@@ -106,7 +106,9 @@ def difference(mine: list[Any], other: list[Any]) -> float:
 
 
 @pytest.mark.parametrize(("ranks", "ranks_per_server"), PLACEMENTS)
-def test_matrix(folder: Path, ranks: int, ranks_per_server: int) -> None:
+def test_every_strategy_trains_the_weights_of_one_process(
+    folder: Path, ranks: int, ranks_per_server: int
+) -> None:
     columns = [*COLUMNS, *IN_TORCH] if ranks in (1, 3) else COLUMNS
     results = run_ranks(
         equality.on_ranks,
@@ -128,7 +130,7 @@ def test_matrix(folder: Path, ranks: int, ranks_per_server: int) -> None:
         assert not wrong
 
 
-def test_lambda_async_without_staleness_in_the_order_of_a_queue(folder: Path) -> None:
+def test_lambda_async_without_staleness_trains_the_weights_of_one_process(folder: Path) -> None:
     """Column `lambda async(S=0, FIFO)`: threads have no order, so all graph servers are in one."""
     with start_session() as session:
         g = DistGraph(folder, session=session)

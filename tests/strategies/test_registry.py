@@ -12,7 +12,7 @@ from dglx_dist.strategies.data_parallel import DataParallel
 
 
 @pytest.mark.parametrize("name", ["data_parallel", "distdgl", "dp"])
-def test_names_of_data_parallel(name: str) -> None:
+def test_every_alias_gives_data_parallel(name: str) -> None:
     assert STRATEGIES.get(name) is DataParallel
 
 

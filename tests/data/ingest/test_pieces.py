@@ -243,7 +243,7 @@ def apply_transform(values: list[Any], name: str, **settings: Any) -> list[Any]:
         ([], "no-op", {"truncate_dim": True}, "'truncate_dim' is True"),
     ],
 )  # fmt: skip
-def test_a_column_becomes_or_is_refused(
+def test_a_column_is_transformed_or_refused(
     values: list[Any], name: str, settings: dict[str, Any], expected: Any
 ) -> None:
     if isinstance(expected, list):

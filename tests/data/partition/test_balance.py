@@ -86,7 +86,7 @@ def owners(graph: RawGraph, *parts: list[int], num_parts: int = 2, **parameters:
     return Assignment(num_parts=num_parts, part_of=part_of, method="mine", seed=0, parameters=parameters)
 
 
-def test_the_bridge_between_two_triangles() -> None:
+def test_one_edge_between_two_triangles_is_cut() -> None:
     quality = measure(TWO_TRIANGLES, owners(TWO_TRIANGLES, [0, 0, 0, 1, 1, 1]))
     assert quality.num_nodes == (3, 3)
     assert quality.num_edges == (3, 4)  # 2 -> 3 belongs to the owner of 3

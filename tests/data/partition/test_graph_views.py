@@ -115,7 +115,7 @@ def test_each_node_type_is_a_constraint() -> None:
     assert weights.tolerance.tolist() == [0.2, 0.2, 0.2]
 
 
-def test_loads_capacities_and_what_is_missed() -> None:
+def test_loads_above_their_capacities_are_unmet() -> None:
     graph = homogeneous(4, [], cost=np.array([10, 20, 30, 40]))
     options = PartitionOptions(balance=("nodes", "cost"), tolerance=0.25, target_weights=(3, 1))
     weights = balance_weights(graph, options, 2, None)

@@ -111,7 +111,7 @@ AIFB = Path(__file__).parents[4] / "shared" / "data" / "aifb.npz"
 @pytest.mark.real_data
 @pytest.mark.skipif(not AIFB.exists(), reason="the real graphs are not on this machine")
 @pytest.mark.parametrize("num_parts", [2, 4])
-def test_types_and_degrees_of_a_graph_of_many_relations(num_parts: int) -> None:
+def test_types_and_degrees_of_many_relations_are_balanced(num_parts: int) -> None:
     graph, options = load_dataset(AIFB), PartitionOptions(balance=("ntype", "degree"))
     quality = measure(graph, Metis(options).assign(graph, num_parts, 0))
     assert (len(graph.edges) > 40, quality.missed) == (True, {})

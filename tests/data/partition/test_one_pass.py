@@ -34,14 +34,14 @@ def test_sizes_differ_by_one_at_most() -> None:
             assert (np.diff(parts) >= 0).all()
 
 
-def test_ranges_of_equal_in_degree() -> None:
+def test_ranges_have_equal_in_degree() -> None:
     # Node 0 has four in-edges, the others one each: half of all in-edges are its own.
     graph = homogeneous(5, [(1, 0), (2, 0), (3, 0), (4, 0), (0, 1), (0, 2), (0, 3), (0, 4)])
     parts = Contiguous(PartitionOptions(balance=("degree",))).assign(graph, 2, 0).part_of
     assert flat(parts) == [0, 1, 1, 1, 1]
 
 
-def test_structure_by_hash_and_features_by_column() -> None:
+def test_feature_partitioner_hashes_nodes_and_splits_columns() -> None:
     assignment = Feature(PartitionOptions()).assign(AUTHORS_AND_PAPERS, 3, 0)
     hashed = Hash(PartitionOptions()).assign(AUTHORS_AND_PAPERS, 3, 0)
     assert flat(assignment.part_of) == flat(hashed.part_of)
@@ -99,7 +99,7 @@ def test_a_stride_in_the_ids_does_not_show() -> None:
     assert (abs(counts - 2500) < 5 * 43).all()  # five standard deviations of a fair draw
 
 
-def test_the_price_of_size_worked_out_by_hand() -> None:
+def test_fennel_agrees_with_a_calculation_by_hand() -> None:
     """4 nodes, 6 pairs, 2 parts: alpha = sqrt(2) x 6 / 8 = 1.06, price 1.59 sqrt(size).
 
     The second node gains 1 and would pay 1.59, so it goes apart; the third ties; the fourth scores

@@ -342,7 +342,7 @@ def open_and_write(folder: Path) -> None:
         del cache
 
 
-def test_processes_that_evict_and_write_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_processes_may_evict_and_write_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(arrays, "_SHARE_OF_DISK", 1 << 60)
     context = multiprocessing.get_context("fork")
     processes = [context.Process(target=open_and_write, args=(tmp_path,)) for _ in range(3)]

@@ -242,7 +242,7 @@ def test_the_next_batch_is_loaded_meanwhile_and_too_many_are_refused(folder: Pat
                 strategy.loader(torch.arange(seeds), runs.sampler())
 
 
-def test_options_of_expansion_aware_sampling() -> None:
+def test_options_of_expansion_aware_sampling_are_read() -> None:
     read = STRATEGIES.get("cooperative").read_options
     assert (read({}).batches, read({}).eas) == (1, None)
     for options, eas in (

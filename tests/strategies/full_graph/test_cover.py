@@ -259,7 +259,7 @@ def test_bytes_are_the_rows_of_the_covers(tmp_path: Path) -> None:
             assert total == {FORWARD: num_bytes, BACKWARD: num_bytes, ONCE: once}, (name, step)
 
 
-def test_half_of_the_rows_of_a_power_law_graph_cut_at_random() -> None:
+def test_covers_halve_the_rows_of_a_power_law_graph_cut_at_random() -> None:
     """20,000 nodes, 100,000 edges both ways, the share of a node falls as 1 / rank."""
     random, num_nodes = np.random.default_rng(0), 20_000
     share = 1.0 / np.arange(1, num_nodes + 1)

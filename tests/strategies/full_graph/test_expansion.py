@@ -84,7 +84,7 @@ def test_groups_of_layers_add_up_to_the_work() -> None:
         assert np.array_equal(sum(groups.values()), layers * (closure.in_degrees + 1))
 
 
-def test_few_rows_no_rows_and_no_edges() -> None:
+def test_few_rows_and_rows_without_edges_are_split() -> None:
     assert split_rows(random_closure(0, (0, 0)), 2, seed=0).tolist() == []
     assert split_rows(random_closure(), 1, seed=0).max() == 0
     assert sorted(split_rows(random_closure(2, (2, 1)), 3, seed=0).tolist()) == [0, 1]
@@ -190,7 +190,7 @@ def test_degree_prefers_nodes_that_read_much_from_outside(
         assert not candidates or any(scores[node] == best for node in chosen)
 
 
-def test_other_seeds_and_batches(chosen_by: dict[tuple[EasPolicy, int, int], set[int]]) -> None:
+def test_draws_depend_on_seed_and_batch(chosen_by: dict[tuple[EasPolicy, int, int], set[int]]) -> None:
     context = plain_context(3, 1)
     own, whole_graph = context.own_range(SERVER), whole_of(context)
 

@@ -306,7 +306,7 @@ def on_every_rank() -> None:
         check_large(session, rank)
 
 
-def test_exchange_is_its_matrix() -> None:
+def test_exchange_equals_its_matrix() -> None:
     run_ranks(on_every_rank, 4, ranks_per_server=2)
 
 

@@ -143,7 +143,7 @@ def test_dropout_and_recomputing_depend_on_no_rank(results_by_shape: Any) -> Non
                     np.testing.assert_allclose(got, want, rtol=0, atol=1e-10, err_msg=f"{shape} {name}")
 
 
-def test_dropout_was_there(results_by_shape: Any) -> None:
+def test_dropout_changes_the_weights(results_by_shape: Any) -> None:
     """Else any number of ranks would train the same."""
     dropped, plain = results_by_shape[1, 1][0]["fb/resgcn/none"][0], plain_deep(LAYERS, 0.0)
     assert max(np.abs(got - want).max() for got, want in zip(dropped, plain, strict=True)) > 1e-3

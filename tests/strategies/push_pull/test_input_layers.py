@@ -135,7 +135,7 @@ def found_in(model: nn.Module, first: str = "conv") -> dict[str, str]:
     }
 
 
-def test_what_is_taken_for_an_input_module() -> None:
+def test_only_modules_as_wide_as_the_features_are_input_modules() -> None:
     assert found_in(Model(norm=nn.LayerNorm(F), drop=nn.Dropout(0.1))) == {
         "norm": "ColumnLayerNorm",
         "drop": "ColumnDropout",

@@ -200,7 +200,7 @@ def test_every_part_has_what_the_owner_has(three: list[dict[str, Any]], kind: st
     assert later == [first, first]
 
 
-def test_epochs_of_an_empty_rank_and_of_others(three: list[dict[str, Any]]) -> None:
+def test_epochs_differ_and_an_empty_rank_has_blocks_without_destinations(three: list[dict[str, Any]]) -> None:
     (first, _), (second, _) = three[0]["nodes/push"]
     assert [step[0][1] for step in first] != [step[0][1] for step in second]
     assert [step[0][0] for step in (*first, *second)] == list(range(len(first) + len(second)))
@@ -209,7 +209,9 @@ def test_epochs_of_an_empty_rank_and_of_others(three: list[dict[str, Any]]) -> N
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_bytes(three: list[dict[str, Any]], kind: str) -> None:
+def test_structure_bytes_follow_the_formula_and_are_zero_if_resampled(
+    three: list[dict[str, Any]], kind: str
+) -> None:
     """int32 CSC to each of two peers; nothing when structure is drawn again."""
     for rank, result in enumerate(three):
         for (epoch, pushed), (_, drawn) in zip(
@@ -364,7 +366,7 @@ def check_positions(loader: Any) -> None:
     assert [*first, *(batch[0].tolist() for batch in loader)] == batches
 
 
-def test_groups_positions_and_drains(folder: Path) -> None:
+def test_groups_keep_positions_and_drain(folder: Path) -> None:
     run_ranks(on_four, 4, args=(str(folder),), ranks_per_server=2, timeout_s=250)
 
 
@@ -433,7 +435,7 @@ def block_of(idtype: torch.dtype) -> OwnerBlock:
 
 @pytest.mark.parametrize("idtype", [torch.int32, torch.int64])
 @pytest.mark.parametrize("wide", [False, True])
-def test_round_trip(idtype: torch.dtype, wide: bool) -> None:
+def test_unpacked_block_equals_the_packed_one(idtype: torch.dtype, wide: bool) -> None:
     arrays = [array.copy() for array in pack_block(block_of(idtype), wide=wide)]
     # 4 [(D1 + 1) + E1 + L0] bytes
     assert [array.nbytes for array in arrays] == [4 * (8 if wide else 4), 4 * 3, 4 * 3]

@@ -300,5 +300,5 @@ def failures(folder: Path) -> list[dict[str, str]]:
 
 
 @pytest.mark.parametrize("loop", [loop.__name__ for loop in LOOPS])
-def test_loops(failures: list[dict[str, str]], loop: str) -> None:
+def test_every_loop_trains_as_expected(failures: list[dict[str, str]], loop: str) -> None:
     assert [of_rank.get(loop, "") for of_rank in failures] == ["", ""]

@@ -184,7 +184,7 @@ def on_rank(sizes: tuple[int, ...]) -> int:
         ((2, 4), (6, 6, 3, 0)),
     ],
 )
-def test_joining_copying_and_clipping(sizes: tuple[int, ...], columns: tuple[int, ...]) -> None:
+def test_states_are_joined_copied_and_clipped(sizes: tuple[int, ...], columns: tuple[int, ...]) -> None:
     moved = run_ranks(on_rank, len(columns), args=(sizes,))
     assert moved == [count * HIDDEN * 8 for count in columns]
 

@@ -92,14 +92,14 @@ def four_ranks(folder: str) -> None:
         train(session, "gat", "async", staleness=1, threads=2)
 
 
-def test_one_rank_whose_tasks_are_all_done_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_rank_trains_if_every_task_is_done_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     strike(monkeypatch)
     with start_session(timeout_s=30.0) as session:
         train(session, "dropping", "pipe", threads=2)
 
 
 @pytest.mark.wide
-def test_four_ranks_of_which_one_has_no_nodes(tmp_path: Path) -> None:
+def test_four_ranks_train_if_one_has_no_nodes(tmp_path: Path) -> None:
     write_parts(tmp_path)
     run_ranks(four_ranks, 4, args=(str(tmp_path),), ranks_per_server=1)
 
@@ -178,7 +178,7 @@ SETTINGS = read_lambda_options({"prices": "dorylus"})
 MILLION = Counts(invocations=10**6, cold=10, warm=10**6 - 10, billed_s=1e5, gb_s=1e5 * 192 / 1024)
 
 
-def test_dollars_of_functions_and_servers() -> None:
+def test_dollars_are_the_sum_of_functions_and_servers() -> None:
     """0.20 for the requests, 0.3125 for their time; two servers of 0.34 an hour for one hour."""
     costs = describe_costs(MILLION + Counts(server_seconds=7200.0), SETTINGS, simulated=True)
     assert costs["dollars_functions"] == pytest.approx(0.5125)

@@ -68,7 +68,7 @@ def fault_of(key: TaskKey, attempt: int) -> Fault | None:
 
 
 @pytest.mark.parametrize("executor", ["local", "inline"])
-def test_many_calls_may_go_wrong(
+def test_failed_calls_do_not_change_the_weights(
     executor: str, folder: Path, faultless: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     strike(monkeypatch, fault_of, lambda key, attempt: first_attempts().index(key) % 9 == 3 and not attempt)

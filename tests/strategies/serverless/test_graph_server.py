@@ -95,7 +95,7 @@ def test_no_interval_has_more_than_twice_the_mean(intervals: int) -> None:
     assert np.diff(indptr[bounds]).max() <= 2 * 900 / intervals + 81
 
 
-def test_nothing_to_cut() -> None:
+def test_graphs_without_edges_are_cut_evenly() -> None:
     none = np.zeros(0, np.int32)
     assert cut_intervals(np.zeros(1, np.int64), none, 3).tolist() == [0, 0, 0, 0]
     assert cut_intervals(np.zeros(5, np.int64), none, 2).tolist() == [0, 2, 4]

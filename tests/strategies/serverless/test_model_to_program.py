@@ -478,7 +478,7 @@ def test_an_activation_behind_it_needs_to_be_taken() -> None:
         chain_of(Behind())
 
 
-def test_values_of_edges() -> None:
+def test_edge_values_are_those_of_their_factor() -> None:
     whole_graph, everyone = graph(), np.arange(NODES)
     whole_graph.edata["two"] = torch.ones(whole_graph.num_edges(), 2)
     with dx.init():

@@ -35,7 +35,7 @@ def words(program, fused: bool = True) -> str:
     )
 
 
-def test_schedules() -> None:
+def test_schedules_have_gradient_tasks_where_needed() -> None:
     """Layer 1 of a graph convolution has no gradient of its input; attention has one of everything."""
     assert words(gcn()) == words(sage()) == f"GA1 gather; {GCN}"
     assert words(gat()) == GAT
@@ -172,6 +172,6 @@ def test_a_price_table_is_read_once(tmp_path: Path) -> None:
         ({"server": "c5.tiny"}, r"no server 'c5\.tiny'"),
     ],
 )
-def test_what_cannot_be_honoured(given: dict[str, object], message: str) -> None:
+def test_wrong_options_are_refused(given: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         read_lambda_options(given)

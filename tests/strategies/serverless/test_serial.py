@@ -67,7 +67,9 @@ def test_pipe_is_plain_training(
         ("gat", 2, {"rematerialise": False, "fusion": False}),
     ],
 )
-def test_twenty_epochs_and_a_hundred_intervals(name: str, intervals: int, options: dict[str, Any]) -> None:
+def test_twenty_epochs_or_a_hundred_intervals_equal_plain_training(
+    name: str, intervals: int, options: dict[str, Any]
+) -> None:
     epochs, graph_servers = (2, 1) if intervals == 100 else (20, 2)
     trained = train(name, graph_servers, intervals, first_come, epochs=epochs, **options)
     check_equal_to_plain(name, *trained, epochs)

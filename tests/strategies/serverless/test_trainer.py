@@ -225,7 +225,7 @@ def overlapping(folder: str) -> dict[str, Any]:
     return results
 
 
-def test_two_ranks_with_workers_in_processes(folder: Path, tmp_path: Path) -> None:
+def test_two_ranks_with_workers_in_processes_train_alike(folder: Path, tmp_path: Path) -> None:
     first, second = run_ranks(two_ranks, 2, args=(str(folder), str(tmp_path / "saved")))
     expected, losses = plain(4)
     for local, remote, true in zip(first["weights"], second["weights"], expected.parameters(), strict=True):
