@@ -350,7 +350,7 @@ def sort_edges(
     _check_fits(counts, width, each, budget)
     ranks = ranks or Ranks()
     total = int(counts.sum()) + width * len(counts)
-    firsts = _first_destinations(counts, width, min(step, -(-total // ranks.count)))
+    firsts = _find_first_destinations(counts, width, min(step, -(-total // ranks.count)))
     own = range(*(len(firsts) * rank // ranks.count for rank in (ranks.rank, ranks.rank + 1)))
     ends = [*firsts[1:], edges.num_destinations]
     with join_rank_pieces(folder, ranks) as piece:
@@ -387,7 +387,7 @@ def _count_slots(edges: EdgeStream, width: int, step: int, advance: Callable[[in
     return counts
 
 
-def _first_destinations(counts: Array, width: int, step: int) -> list[int]:
+def _find_first_destinations(counts: Array, width: int, step: int) -> list[int]:
     # A bucket has at most ``step`` edges and destinations in total, unless it is a single slot.
     firsts, held = [0], 0
     for slot, num_edges in enumerate(counts.tolist()):
@@ -452,7 +452,7 @@ class Workspace:
 
         def place(partial: Path, target: Path) -> None:
             with replace_atomically(sums) as file:
-                file.write_text(json.dumps(_checksums(partial)))
+                file.write_text(json.dumps(_compute_checksums(partial)))
             publish(partial, target)
 
         if not self.ranks.gather_objects(self.ranks.is_first and self._is_intact(target, sums))[0]:
@@ -498,14 +498,14 @@ class Workspace:
         return self.budget.work - num_bytes
 
 
-def _checksums(folder: Path) -> dict[str, object]:
+def _compute_checksums(folder: Path) -> dict[str, object]:
     paths = [path for path in sorted(folder.rglob("*")) if path.is_file()]
     return {str(path.relative_to(folder)): asdict(checksum(path)) for path in paths}
 
 
 def _find_damage(stage: Path, sums: Path) -> str | None:
     try:
-        checksums, expected = _checksums(stage), json.loads(read_small_file(sums))
+        checksums, expected = _compute_checksums(stage), json.loads(read_small_file(sums))
         # Files may have been added, such as the cache of a dataset.
         differing = [name for name, file in expected.items() if checksums.get(name) != file]
     except (OSError, ValueError, AttributeError, RecursionError) as problem:

@@ -107,18 +107,20 @@ def build_graph_from_arrays(arrays: Mapping[str, Array], name: str, where: str) 
     arrays = _rename_pyg(arrays, where)
     needed = ("head", "rel", "tail") if "head" in arrays else ("src", "dst")
     _require(arrays, needed, where)
-    source_ids, destination_ids = (_ids(arrays[name], name, where) for name in (needed[0], needed[-1]))
-    num_nodes = _num_nodes(arrays, source_ids, destination_ids, where)
-    node_columns, edge_columns = _columns(arrays, num_nodes, len(source_ids), where)
+    source_ids, destination_ids = (_read_ids(arrays[name], name, where) for name in (needed[0], needed[-1]))
+    num_nodes = _read_num_nodes(arrays, source_ids, destination_ids, where)
+    node_columns, edge_columns = _read_columns(arrays, num_nodes, len(source_ids), where)
     if "triple_split" in arrays:
-        _same_length(source_ids, arrays["triple_split"], "splits", where)
+        _check_lengths(source_ids, arrays["triple_split"], "splits", where)
         masks = masks_of_split(arrays["triple_split"])
         edge_columns.update({name: mask for name, mask in masks.items() if mask.any()})
     edges, edge_data = {EDGE_TYPE: (source_ids, destination_ids)}, {EDGE_TYPE: edge_columns}
     relation = arrays.get("rel", arrays.get("etype"))
     if relation is not None:
         names = arrays.get("relation_names", arrays.get("etype_names"))
-        edges, edge_data = _by_relation(source_ids, destination_ids, edge_columns, relation, names, where)
+        edges, edge_data = _group_by_relation(
+            source_ids, destination_ids, edge_columns, relation, names, where
+        )
     is_given = "num_classes" in arrays
     num_classes = _count(arrays, "num_classes", where) if is_given else count_classes(node_columns)
     return RawGraph(
@@ -147,7 +149,7 @@ def _rename_pyg(arrays: Mapping[str, Array], where: str) -> Mapping[str, Array]:
     return {"src": index[0], "dst": index[1], **num_nodes, **renamed}
 
 
-def _arrays_of_matrix(matrix: Any, path: Path) -> dict[str, Array]:
+def _convert_matrix(matrix: Any, path: Path) -> dict[str, Array]:
     if matrix.format in ("csr", "csc", "bsr"):
         # Compiled code uses its pointers unchecked.
         matrix.check_format(full_check=True)
@@ -173,7 +175,7 @@ def _read(path: Path, workspace: Workspace | None) -> dict[str, Array]:
                         f"{path}: a matrix is read at once, which takes {format_bytes(num_bytes)}; grant "
                         "more --memory, or save its rows and columns as src and dst"
                     )
-                return _arrays_of_matrix(importlib.import_module("scipy.sparse").load_npz(path), path)
+                return _convert_matrix(importlib.import_module("scipy.sparse").load_npz(path), path)
             if workspace is not None:
                 return _unpack(path, workspace)
             arrays, pickled = {}, []
@@ -265,7 +267,9 @@ def _count(arrays: Mapping[str, Array], name: str, where: str) -> int:
     return int(value.item())
 
 
-def _num_nodes(arrays: Mapping[str, Array], source_ids: Array, destination_ids: Array, where: str) -> int:
+def _read_num_nodes(
+    arrays: Mapping[str, Array], source_ids: Array, destination_ids: Array, where: str
+) -> int:
     count_names = [name for name in ("num_nodes", "num_entities") if name in arrays]
     if count_names:
         num_nodes = _count(arrays, count_names[0], where)
@@ -282,7 +286,7 @@ def _num_nodes(arrays: Mapping[str, Array], source_ids: Array, destination_ids: 
     return num_nodes
 
 
-def _columns(
+def _read_columns(
     arrays: Mapping[str, Array], num_nodes: int, num_edges: int, where: str
 ) -> tuple[dict[str, NodeColumn], dict[str, Array]]:
     node_arrays: dict[str, NodeColumn] = {}
@@ -335,7 +339,7 @@ def _columns(
     return columns, edge_arrays
 
 
-def _by_relation(
+def _group_by_relation(
     source_ids: Array,
     destination_ids: Array,
     columns: Mapping[str, Array],
@@ -343,12 +347,12 @@ def _by_relation(
     names: Array | None,
     where: str,
 ) -> tuple[dict[EdgeType, tuple[Array, Array]], dict[EdgeType, dict[str, Array]]]:
-    relation = _ids(relation, "rel or etype", where)
+    relation = _read_ids(relation, "rel or etype", where)
     if names is None:
         check_ids(relation, 1 << 20, "rel or etype", where, what="relation")
         names = np.array([f"r{code}" for code in range(int(relation.max(initial=-1)) + 1)])
     check_ids(relation, len(names), "rel or etype", where, what="relation")
-    _same_length(source_ids, relation, "relations", where)
+    _check_lengths(source_ids, relation, "relations", where)
     # One stable sort puts each relation's edges together without changing their order.
     order = np.argsort(relation, kind="stable")
     first = np.searchsorted(relation[order], np.arange(len(names) + 1))
@@ -368,7 +372,7 @@ def _by_relation(
     return edges, edge_data
 
 
-def _ids(array: Array, name: str, where: str) -> Array:
+def _read_ids(array: Array, name: str, where: str) -> Array:
     # Compiled loops need the machine's byte order.
     check_integers(array, name, where)
     if array.dtype in (np.int32, np.int64):
@@ -376,7 +380,7 @@ def _ids(array: Array, name: str, where: str) -> Array:
     return array.astype(np.int32 if array.itemsize < 4 else np.int64)
 
 
-def _same_length(source_ids: Array, values: Array, values_name: str, where: str) -> None:
+def _check_lengths(source_ids: Array, values: Array, values_name: str, where: str) -> None:
     if len(source_ids) != len(values):
         raise DatasetError(f"{where}: {len(source_ids)} edges but {len(values)} {values_name} of edges")
 
@@ -456,8 +460,8 @@ class NetworkxSource(DatasetSource):
         texts = [str(node) for node, _ in nodes]
         id_of: Any = int if all(len(t) < 19 and t.isdecimal() and str(int(t)) == t for t in texts) else str
         nodes.sort(key=lambda node: int(node[0]) if id_of is int else 0)
-        node_columns = _attributes([data for _, data in nodes], f"{where}, nodes")
-        edge_columns = _attributes([data for *_, data in edges], f"{where}, edges")
+        node_columns = _read_attributes([data for _, data in nodes], f"{where}, nodes")
+        edge_columns = _read_attributes([data for *_, data in edges], f"{where}, edges")
         node_columns["id"] = pa.array([id_of(node) for node, _ in nodes])
         edge_columns |= {
             "src": pa.array([id_of(u) for u, *_ in edges]),
@@ -525,7 +529,7 @@ def _without_split(data: Mapping[str, Any]) -> dict[str, Any]:
     return kept | {name: type(data[name])() for name in SPLITS if name in data}
 
 
-def _attributes(rows: Sequence[Mapping[str, Any]], where: str) -> dict[str, Any]:
+def _read_attributes(rows: Sequence[Mapping[str, Any]], where: str) -> dict[str, Any]:
     columns, ignored = {}, []
     for name in dict.fromkeys(chain.from_iterable(rows)):
         try:
@@ -601,9 +605,9 @@ class EdgeListSource(DatasetSource):
         )
 
     def _load_folder(self) -> RawGraph:
-        files, name = self._files_of_splits(), self._path.resolve().name
+        files, name = self._find_split_files(), self._path.resolve().name
         if self._format == "interactions":
-            return _graph_of_item_lists(files, name)
+            return _build_from_item_lists(files, name)
         if self._format == "edges":
             raise ConfigError(
                 f"{self._path} is a folder of splits, which holds triples or interactions; give --format "
@@ -611,7 +615,7 @@ class EdgeListSource(DatasetSource):
             )
         read_all = ((path, *_read_lines(path, is_triples=True)) for path in files.values())
         tables = ((path, read, lines[0]) for path, read, lines, _ in read_all)
-        return _graph_of_triples(tables, list(files), name, str(self._path))
+        return _build_from_triples(tables, list(files), name, str(self._path))
 
     def _load_lines(self) -> RawGraph:
         import pandas as pd
@@ -627,7 +631,7 @@ class EdgeListSource(DatasetSource):
         for column, refused in zip(read.columns, signs, strict=False):
             _refuse_signs(read[column], where, refused)
         if all(are_triples):
-            return _graph_of_triples([(self._path, read, line)], [-1], name, where)
+            return _build_from_triples([(self._path, read, line)], [-1], name, where)
         if read.shape[1] < 2:
             raise DatasetError(f"{where}: the line {line} does not have two ids")
         ends = [[re.fullmatch(r"-?\d+", str(end)) for end in row] for row in read.iloc[:2, :2].to_numpy()]
@@ -650,7 +654,7 @@ class EdgeListSource(DatasetSource):
         etype = INTERACTION if self._format == "interactions" else EDGE_TYPE
         return build_graph_from_tables(name, {}, {etype: (where, table)})
 
-    def _files_of_splits(self) -> dict[int, Path]:
+    def _find_split_files(self) -> dict[int, Path]:
         files: dict[int, Path] = {}
         for path in sorted(self._path.glob("*.t[xs][tv]")):
             code = _CODE_OF_FILE.get(path.stem, -1)
@@ -675,7 +679,7 @@ def _read_matrix_market(path: Path) -> dict[str, Array] | None:
     matrix = importlib.import_module("scipy.sparse").coo_array(matrix)
     message = "%s: read as a MatrixMarket matrix of shape %s with %d entries; nodes are counted from 0"
     _LOG.warning(message, path, matrix.shape, matrix.nnz)
-    return _arrays_of_matrix(matrix, path)
+    return _convert_matrix(matrix, path)
 
 
 def _refuse_header(read: Any, where: str, line: str) -> None:
@@ -740,7 +744,7 @@ def _explain_columns(read: Any, where: str, line: str) -> None:
     )
 
 
-def _graph_of_item_lists(files: Mapping[int, Path], name: str) -> RawGraph:
+def _build_from_item_lists(files: Mapping[int, Path], name: str) -> RawGraph:
     """Return the interactions of texts with a user and all its items per line, as in LightGCN's data."""
     rows: list[tuple[bytes, bytes, int]] = []
     for code, path in files.items():
@@ -837,7 +841,7 @@ def _without_entries(text: str, where: str) -> tuple[str, dict[str, Any]]:
     lines = [line for line in lines if line[0] and line[0][0] not in "#%"]
     entries = [_ENTRY.findall(_TEXT.sub(": ?", "".join(line[1:]))) for line in lines]
     rows = [{name: json.loads(number or "null") for name, number in line_entries} for line_entries in entries]
-    columns = _attributes(rows, where)
+    columns = _read_attributes(rows, where)
     return "\n".join(line[0] for line in lines), {name: as_numpy(number) for name, number in columns.items()}
 
 
@@ -846,7 +850,7 @@ def _is_triple(pieces: Sequence[bytes]) -> bool:
     return len(numbers) == 3 and (numbers == (True, False, True) or not (numbers[2] or all(numbers[:2])))
 
 
-def _graph_of_triples(
+def _build_from_triples(
     read: Iterable[tuple[Path, Any, str]], splits: Sequence[int], name: str, where: str
 ) -> RawGraph:
     """Return the graph of files. Each has its table and first line from :func:`_read_lines`."""

@@ -88,7 +88,7 @@ class Fields:
         for name in self.mapping:
             if name not in known:
                 hint = f"{suggest_name(name[:80], known)} (supported: {', '.join(known)})"
-                raise self._error(f"{self.where}: key {self._path(name)!r} is not supported{hint}")
+                raise self._error(f"{self.where}: key {self._format_path(name)!r} is not supported{hint}")
         return self
 
     def reject_unread(self) -> None:
@@ -99,7 +99,7 @@ class Fields:
         """Return the error for a field that should be ``expected``."""
         shown = "(not shown)" if self._hidden else _format_value(self.mapping.get(name))
         stated = f"is {shown}" if name in self.mapping else "is missing"
-        return self._error(f"{self.where}: key {self._path(name)!r} {stated}, expected {expected}")
+        return self._error(f"{self.where}: key {self._format_path(name)!r} {stated}, expected {expected}")
 
     def error(self, problem: object) -> DglxError:
         """Return the error for a ``problem`` of this object."""
@@ -129,7 +129,7 @@ class Fields:
         """Return an integer in [``low``, ``high``]."""
         value = self._get(name)
         if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
-            raise self.field_error(name, f"a whole number{_range(low, high, 'from')}")
+            raise self.field_error(name, f"a whole number{_format_range(low, high, 'from')}")
         return value
 
     def number(self, name: str, low: float = -_LARGEST, high: float = _LARGEST) -> float:
@@ -137,7 +137,9 @@ class Fields:
         value = self._get(name)
         # Bounds are checked before float(), because huge integers do not fit a float. NaN fails every bound.
         if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
-            raise self.field_error(name, f"a number{_range(low, high, 'from') if high < _LARGEST else ''}")
+            raise self.field_error(
+                name, f"a number{_format_range(low, high, 'from') if high < _LARGEST else ''}"
+            )
         return float(value)
 
     def boolean(self, name: str) -> bool:
@@ -151,7 +153,7 @@ class Fields:
         value, untrusted = self._get(name), most < math.inf
         good = isinstance(value, str) and least <= len(value) <= most
         if not good or (untrusted and not value.isprintable()):
-            kind, size = "a printable text" if untrusted else "a text", _range(least, most, "of")
+            kind, size = "a printable text" if untrusted else "a text", _format_range(least, most, "of")
             raise self.field_error(name, f"{kind}{size}{' characters' if size else ''}")
         return value
 
@@ -173,12 +175,12 @@ class Fields:
         """Return the items of a list as the fields ``[0]``, ``[1]``, ... of an object."""
         value = self._get(name)
         if not isinstance(value, list | tuple) or not least <= len(value) <= most:
-            raise self.field_error(name, f"a list{_range(least, most, 'of')}")
-        return self._inner(name, {f"[{at}]": item for at, item in enumerate(value)})
+            raise self.field_error(name, f"a list{_format_range(least, most, 'of')}")
+        return self._make_fields(name, {f"[{at}]": item for at, item in enumerate(value)})
 
     def nested_fields(self, name: str) -> Fields:
         """Return the object in the field."""
-        return self._inner(name, self.raw_value(name))
+        return self._make_fields(name, self.raw_value(name))
 
     def nested_list(self, name: str, least: int = 0, most: float = math.inf) -> list[Fields]:
         """Return the objects of the list in the field."""
@@ -193,8 +195,8 @@ class Fields:
             readers: Functions that read a field by its name, for fields without a supported annotation.
         """
         declared_fields: Sequence[dataclasses.Field[Any]] = dataclasses.fields(kind)  # type: ignore[arg-type]
-        self._hidden = self._hidden or _hides(kind)
-        hints = _hints(kind)
+        self._hidden = self._hidden or _hides_values(kind)
+        hints = _get_hints(kind)
         values = {}
         for declared_field in declared_fields:
             read = readers.get(declared_field.name) or functools.partial(
@@ -223,10 +225,12 @@ class Fields:
         if get_origin(kind) is Mapping:
             inner = self.nested_fields(name)
             if bounds and not bounds.low <= len(inner.mapping) <= bounds.high:
-                raise self.field_error(name, f"an object{_range(bounds.low, bounds.high, 'of')} fields")
+                raise self.field_error(
+                    name, f"an object{_format_range(bounds.low, bounds.high, 'of')} fields"
+                )
             return {key: inner.value(key, get_args(kind)[1]) for key in inner.mapping}
         if dataclasses.is_dataclass(kind):
-            inner = self._inner(name, self.raw_value(name), hidden=_hides(kind))
+            inner = self._make_fields(name, self.raw_value(name), hidden=_hides_values(kind))
             record = inner.record(cast("Callable[..., Any]", kind))
             inner.reject_unread()
             return record
@@ -237,15 +241,15 @@ class Fields:
         read: Any = {int: self.integer, float: self.number, str: self.text}[kind]
         return read(name, *bounds)
 
-    def _inner(self, name: str, value: object, *, hidden: bool = False) -> Fields:
+    def _make_fields(self, name: str, value: object, *, hidden: bool = False) -> Fields:
         hidden = hidden or self._hidden
-        return Fields(value, self.where, self._path(name), error=self._error, hidden=hidden)
+        return Fields(value, self.where, self._format_path(name), error=self._error, hidden=hidden)
 
-    def _path(self, name: str) -> str:
+    def _format_path(self, name: str) -> str:
         return f"{self._key}{'' if name.startswith('[') or not self._key else '.'}{name[:80]}"
 
 
-def _range(low: float, high: float, between: str) -> str:
+def _format_range(low: float, high: float, between: str) -> str:
     if low == high:
         return f" of {low}"
     if high < math.inf:
@@ -253,12 +257,12 @@ def _range(low: float, high: float, between: str) -> str:
     return f" of at least {low}" if low > (0 if between == "of" else -math.inf) else ""
 
 
-def _hides(kind: Any) -> bool:
+def _hides_values(kind: Any) -> bool:
     return not all(declared.repr for declared in dataclasses.fields(kind))
 
 
 @functools.cache
-def _hints(kind: Any) -> dict[str, Any]:
+def _get_hints(kind: Any) -> dict[str, Any]:
     hints = {}
     for base in reversed(kind.__mro__):
         hints.update(inspect.get_annotations(base, eval_str=True))
@@ -282,7 +286,7 @@ def read_json(
     if len(text) > longest:
         raise error(f"{where} has {len(text)} bytes, more than {longest}; send it in smaller parts")
     try:
-        return json.loads(text, parse_constant=_no_constant)
+        return json.loads(text, parse_constant=_reject_constant)
     except (ValueError, RecursionError) as problem:
         raise error(f"{where} is not valid JSON: {problem}") from None
 
@@ -299,7 +303,7 @@ def write_json(value: Json) -> bytes:
         raise ConfigError(f"cannot be written as JSON: {error}; use numbers, texts, lists, objects") from None
 
 
-def _no_constant(name: str) -> float:
+def _reject_constant(name: str) -> float:
     raise ValueError(f"{name} is not a JSON number")
 
 

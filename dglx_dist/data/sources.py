@@ -214,12 +214,12 @@ def raw_graph_from_dgl(
     node_data = {}
     for node_type in graph.ntypes:
         where = f"{name}, nodes {node_type!r}"
-        arrays = _arrays(graph.nodes[node_type].data, dgl.NID)
-        arrays = {key: _one_split(key, array, split, where) for key, array in arrays.items()}
+        arrays = _convert_frame(graph.nodes[node_type].data, dgl.NID)
+        arrays = {key: _choose_split(key, array, split, where) for key, array in arrays.items()}
         node_data[node_type] = standard_columns(arrays, where, rename=rename)
     edge_data = {}
     for edge_type in graph.canonical_etypes:
-        columns = _arrays(graph.edges[edge_type].data, dgl.EID)
+        columns = _convert_frame(graph.edges[edge_type].data, dgl.EID)
         where = f"{name}, edges {edge_type[1]!r}"
         masks = {key: _as_mask(columns[key], key, where) for key in SPLITS if key in columns}
         edge_data[edge_type] = columns | masks
@@ -255,7 +255,7 @@ class DglDataSource(DatasetSource):
 
     def __init__(self, location: str, options: Mapping[str, object]) -> None:
         self._name = location
-        self._factory = _dataset_class(location)
+        self._factory = _find_dataset_class(location)
         self._index, self._split = _read_own_options(options)
         self._arguments = {key: value for key, value in options.items() if key not in _OWN_OPTIONS}
         parameters = inspect.signature(self._factory).parameters
@@ -272,7 +272,7 @@ class DglDataSource(DatasetSource):
                 f"dgl:{self._name} could not be downloaded or read ({error}); if you have the files, give "
                 "their folder as raw_dir="
             ) from error
-        item = dataset[_position(len(dataset), self._index, f"dgl:{self._name}")]
+        item = dataset[_check_index(len(dataset), self._index, f"dgl:{self._name}")]
         # Datasets for whole-graph tasks yield pairs (graph, label of the graph).
         graph = item[0] if isinstance(item, tuple) else item
         # Not every dataset of DGL has a number of classes.
@@ -302,11 +302,11 @@ class DglBinarySource(DatasetSource):
                 f"{self._path} is not a file of saved DGL graphs, or is damaged; copy it again, or write it "
                 "with dgl.save_graphs"
             ) from error
-        graph = graphs[_position(len(graphs), self._index, str(self._path))]
+        graph = graphs[_check_index(len(graphs), self._index, str(self._path))]
         return raw_graph_from_dgl(graph, name=self._path.stem, split=self._split)
 
 
-def _dataset_class(name: str) -> Any:
+def _find_dataset_class(name: str) -> Any:
     import dgl
 
     known = sorted(
@@ -321,7 +321,7 @@ def _dataset_class(name: str) -> Any:
     )
 
 
-def _position(num_graphs: int, index: int | None, where: str) -> int:
+def _check_index(num_graphs: int, index: int | None, where: str) -> int:
     if index is None and num_graphs == 1:
         return 0
     if index is None or index >= num_graphs:
@@ -332,7 +332,7 @@ def _position(num_graphs: int, index: int | None, where: str) -> int:
     return index
 
 
-def _arrays(data: Mapping[str, torch.Tensor], left_out: str) -> dict[str, Array]:
+def _convert_frame(data: Mapping[str, torch.Tensor], left_out: str) -> dict[str, Array]:
     return {key: array_of_tensor(tensor) for key, tensor in data.items() if key != left_out}
 
 
@@ -344,7 +344,7 @@ def array_of_tensor(tensor: torch.Tensor) -> Array:
     return np.asarray((tensor.float() if tensor.dtype == torch.bfloat16 else tensor).numpy())
 
 
-def _one_split(name: str, column: Array, split: int | None, where: str) -> Array:
+def _choose_split(name: str, column: Array, split: int | None, where: str) -> Array:
     if name not in SPLITS or column.ndim != 2:
         return column
     if split is None or split >= column.shape[1]:
@@ -420,7 +420,7 @@ def load_dataset(
         graph = raw_graph_from_dgl(spec, **options)  # type: ignore[arg-type]  # it checks its options
         check_raw_graph(graph, where=f"the DGLGraph {graph.name!r}")
         return graph
-    name, location = _source_and_location(os.fspath(spec))
+    name, location = _find_source(os.fspath(spec))
     source = DATASETS.get(name)(location, options)
     source.workspace = workspace
     if workspace is not None and not source.external:
@@ -453,7 +453,7 @@ def open_text(path: Path, what: str) -> Iterator[IO[bytes]]:
         raise DatasetError(f"{path}: not a readable {what}: {problem}") from error
 
 
-def _num_bytes(path: Path) -> int:
+def _estimate_bytes(path: Path) -> int:
     if path.suffix != ".gz":
         return path.stat().st_size
     with open_text(path, "file") as file:
@@ -462,7 +462,7 @@ def _num_bytes(path: Path) -> int:
 
 def _check_fits(name: str, per_byte: int, path: Path, workspace: Workspace) -> None:
     files = [file for file in path.rglob("*") if file.is_file()] if path.is_dir() else [path]
-    needed = per_byte * sum(_num_bytes(file) for file in files if file.exists())
+    needed = per_byte * sum(_estimate_bytes(file) for file in files if file.exists())
     if needed > workspace.budget.work:
         remedy = "first `dglx ingest` them (docs/ingest.md)" if path.is_dir() else "give an uncompressed .npz"
         raise ConfigError(
@@ -471,7 +471,7 @@ def _check_fits(name: str, per_byte: int, path: Path, workspace: Workspace) -> N
         )
 
 
-def _source_and_location(spec: str) -> tuple[str, str]:
+def _find_source(spec: str) -> tuple[str, str]:
     path = Path(spec).expanduser()
     known = f"{FORMATS}, or NAME:WHERE with NAME one of {', '.join(DATASETS.names())}"
     if path.exists():
@@ -560,7 +560,7 @@ def raw_graph_from_ogb(
     }
     node_data: dict[str, dict[str, NodeColumn]] = {}
     for node_type, count in num_nodes.items():
-        columns = _columns_of(graph, "node_", node_type)
+        columns = _get_columns(graph, "node_", node_type)
         if node_type in labels:
             columns[LABEL] = np.asarray(labels[node_type])
         for part, mask_name in _MASK_OF_PART.items():
@@ -573,7 +573,7 @@ def raw_graph_from_ogb(
         num_nodes=num_nodes,
         edges=edges,
         node_data=node_data,
-        edge_data={edge_type: _columns_of(graph, "edge_", edge_type) for edge_type in edges},
+        edge_data={edge_type: _get_columns(graph, "edge_", edge_type) for edge_type in edges},
         num_classes=classes_of(node_data),
     )
 
@@ -589,7 +589,7 @@ def _as_several_types(
     return by_type, {NODE_TYPE: labels}, {part: {NODE_TYPE: ids} for part, ids in split.items()}
 
 
-def _columns_of(graph: Mapping[str, Any], prefix: str, owner: object) -> dict[str, Array]:
+def _get_columns(graph: Mapping[str, Any], prefix: str, owner: object) -> dict[str, Array]:
     columns = {}
     for key, values in graph.items():
         name = key.removesuffix("_dict")

@@ -90,7 +90,7 @@ def draw_edges(
 
 def _make_stubs(config: SyntheticConfig, communities: Array, generator: np.random.Generator) -> _Stubs:
     num_nodes = config.nodes
-    weights = _weights(config, generator, _STUBS_PER_NODE)
+    weights = _draw_weights(config, generator, _STUBS_PER_NODE)
     # Weights are rounded up with the probability of their fraction, which keeps the expectation.
     copies = np.maximum(1, np.floor(weights + generator.random(num_nodes))).astype(np.int64)
     order = np.argsort(communities, kind="stable").astype(id_dtype(num_nodes))
@@ -99,7 +99,7 @@ def _make_stubs(config: SyntheticConfig, communities: Array, generator: np.rando
     return _Stubs(nodes=np.repeat(order, copies[order]), first=first)
 
 
-def _weights(config: SyntheticConfig, generator: np.random.Generator, mean: float) -> Array:
+def _draw_weights(config: SyntheticConfig, generator: np.random.Generator, mean: float) -> Array:
     # This is the inverse of the power law's distribution function. The smallest weight is 1.
     weights = (1.0 - generator.random(config.nodes)) ** (-1.0 / (config.exponent - 1.0))
     # A hub has at most about half a community of distinct neighbours.
@@ -125,7 +125,7 @@ def _draw_keys(
         forced = first_ends[first : first + count]
         drawn = stubs.nodes[generator.integers(0, len(stubs.nodes), count - len(forced))]
         first_end = np.concatenate([forced, drawn])
-        second_end = _neighbours(config, communities[first_end], stubs, generator)
+        second_end = _draw_neighbours(config, communities[first_end], stubs, generator)
         differ = first_end != second_end
         low = np.minimum(first_end, second_end)[differ].astype(np.int64)
         low *= config.nodes
@@ -135,7 +135,9 @@ def _draw_keys(
     return keys[:written]
 
 
-def _neighbours(config: SyntheticConfig, own: Array, stubs: _Stubs, generator: np.random.Generator) -> Array:
+def _draw_neighbours(
+    config: SyntheticConfig, own: Array, stubs: _Stubs, generator: np.random.Generator
+) -> Array:
     """Draw one neighbour by weight for each node. ``own`` are the communities of the nodes."""
     count, classes = len(own), config.classes
     blocks = config.num_communities // classes
@@ -294,17 +296,17 @@ def generate(config: SyntheticConfig) -> RawGraph:
     int64, and the splits with a rate above zero. Memory stays below three times the result.
     """
     communities = assign_communities(config)
-    source_ids, destination_ids = draw_edges(config, communities, _generator(config, stage=1))
+    source_ids, destination_ids = draw_edges(config, communities, _make_generator(config, stage=1))
     true_classes = communities % config.classes
     columns: dict[str, Array] = {}
     if config.features:
         columns[FEATURE] = np.empty((config.nodes, config.features), dtype=np.float32)
         first = 0
-        for rows in _features(config, true_classes):
+        for rows in _draw_features(config, true_classes):
             columns[FEATURE][first : first + len(rows)] = rows
             first += len(rows)
     columns[LABEL] = _labels(config, true_classes)
-    columns.update(_splits(config, communities))
+    columns.update(_draw_splits(config, communities))
     return RawGraph(
         name="synthetic",
         num_nodes={NODE_TYPE: config.nodes},
@@ -317,7 +319,7 @@ def generate(config: SyntheticConfig) -> RawGraph:
 def assign_communities(config: SyntheticConfig) -> Array:
     """Return the (N,) int32 communities. The class of a node is its community modulo ``classes``."""
     communities = np.arange(config.nodes, dtype=np.int32) % config.num_communities
-    return _generator(config, stage=0).permutation(communities)
+    return _make_generator(config, stage=0).permutation(communities)
 
 
 _ROWS_AT_ONCE = 1 << 20
@@ -365,9 +367,12 @@ def write_streamed(config: SyntheticConfig, folder: Path, *, feature_dtype: str 
             numbers = (np.arange(first, min(first + _ROWS_AT_ONCE, count)) for first in starts)
             write(f"{owner}/original_ids.arrow", IDS, count, numbers)
         if config.features:
-            rows = (piece.astype(feature_dtype) for piece in _features(config, true_classes))
+            rows = (piece.astype(feature_dtype) for piece in _draw_features(config, true_classes))
             write_data(FEATURE, ColumnInfo(dtype=feature_dtype, row_shape=(config.features,)), rows)
-        for name, values in {LABEL: _labels(config, true_classes), **_splits(config, communities)}.items():
+        for name, values in {
+            LABEL: _labels(config, true_classes),
+            **_draw_splits(config, communities),
+        }.items():
             write_data(name, make_column_info(values, name), [values])
         manifest = Manifest(
             name="synthetic",
@@ -412,7 +417,7 @@ class _HalfLinks(NamedTuple):
 
 
 def _make_half_links(config: SyntheticConfig, communities: Array) -> _HalfLinks:
-    generator, count, classes = _generator(config, stage=1), config.num_communities, config.classes
+    generator, count, classes = _make_generator(config, stage=1), config.num_communities, config.classes
     blocks = count // classes
     community = (communities % classes) * blocks + communities // classes
     order = np.argsort(community, kind="stable").astype(id_dtype(config.nodes))
@@ -423,7 +428,7 @@ def _make_half_links(config: SyntheticConfig, communities: Array) -> _HalfLinks:
     anywhere = min(1.0, (1 - config.homophily) * classes / (classes - 1)) if classes > 1 else 0.0
     near = min(config.homophily * config.locality, 1 - anywhere)
     spans = np.array([1, blocks, count])
-    weights = _weights(config, generator, config.degree)
+    weights = _draw_weights(config, generator, config.degree)
     ends = np.zeros((3, config.nodes + 1), np.int64)
     for level, share in enumerate((near, 1 - anywhere - near, anywhere)):
         counts = ends[level, 1:]
@@ -546,13 +551,13 @@ class SyntheticSource(DatasetSource):
         return load_raw_graph(open_dataset(folder / "dataset"), workspace)
 
 
-def _generator(config: SyntheticConfig, stage: int) -> np.random.Generator:
+def _make_generator(config: SyntheticConfig, stage: int) -> np.random.Generator:
     # Each stage has its own random stream. So the number of features does not change the edges.
     return np.random.Generator(np.random.PCG64(np.random.SeedSequence([config.seed, stage])))
 
 
-def _features(config: SyntheticConfig, true_classes: Array) -> Iterator[Array]:
-    generator = _generator(config, stage=2)
+def _draw_features(config: SyntheticConfig, true_classes: Array) -> Iterator[Array]:
+    generator = _make_generator(config, stage=2)
     centres = generator.standard_normal((config.classes, config.features), dtype=np.float32)
     centres *= np.float32(config.signal)
     rows_at_once = max(1, _FEATURE_VALUES_AT_ONCE // config.features)
@@ -562,15 +567,15 @@ def _features(config: SyntheticConfig, true_classes: Array) -> Iterator[Array]:
 
 
 def _labels(config: SyntheticConfig, true_classes: Array) -> Array:
-    generator = _generator(config, stage=3)
+    generator = _make_generator(config, stage=3)
     labels = true_classes.astype(np.int64)
     drawn_anew = generator.random(config.nodes) < config.label_noise
     labels[drawn_anew] = generator.integers(0, config.classes, int(drawn_anew.sum()))
     return labels
 
 
-def _splits(config: SyntheticConfig, communities: Array) -> dict[str, Array]:
-    generator = _generator(config, stage=4)
+def _draw_splits(config: SyntheticConfig, communities: Array) -> dict[str, Array]:
+    generator = _make_generator(config, stage=4)
     order = generator.permutation(config.nodes)
     rates = (config.train_rate, config.val_rate, config.test_rate)
     num_train, num_val, num_test = (round(rate * config.nodes) for rate in rates)

@@ -64,27 +64,27 @@ def find_tables(folder: Path) -> tuple[dict[str, Path], dict[EdgeType, Path]]:
     for path in sorted(path for pattern in ("nodes.*", "edges.*", "*/*") for path in folder.glob(pattern)):
         if {path.stem.split(".")[0], path.parent.name} & {"nodes", "edges"} and path.suffix in _NOT_READ:
             raise DatasetError(f"{path}: tables are .csv or .parquet; convert it, or move it elsewhere")
-    single, nodes = _one_file(folder, "edges"), _one_file(folder, "nodes")
+    single, nodes = _find_single_file(folder, "edges"), _find_single_file(folder, "nodes")
     if single is not None:
         return {} if nodes is None else {NODE_TYPE: nodes}, {EDGE_TYPE: single}
-    of_edges = {_edge_type(path): path for path in _tables(folder / "edges")}
+    of_edges = {_parse_edge_type(path): path for path in _list_tables(folder / "edges")}
     if not of_edges:
         raise DatasetError(f"{folder.absolute()} has no table of edges; expected {_CONVENTION}")
-    return {path.stem: path for path in _tables(folder / "nodes")}, of_edges
+    return {path.stem: path for path in _list_tables(folder / "nodes")}, of_edges
 
 
-def _tables(folder: Path) -> list[Path]:
+def _list_tables(folder: Path) -> list[Path]:
     return sorted(path for path in folder.glob("*") if path.suffix in SUFFIXES)
 
 
-def _one_file(folder: Path, stem: str) -> Path | None:
+def _find_single_file(folder: Path, stem: str) -> Path | None:
     paths = [folder / f"{stem}{suffix}" for suffix in SUFFIXES if (folder / f"{stem}{suffix}").is_file()]
     if len(paths) > 1:
         raise DatasetError(f"{folder} has both {paths[0].name} and {paths[1].name}; remove one")
     return paths[0] if paths else None
 
 
-def _edge_type(path: Path) -> EdgeType:
+def _parse_edge_type(path: Path) -> EdgeType:
     pieces = path.stem.split("__")
     if len(pieces) != 3 or not all(pieces):
         raise DatasetError(f"{path}: an edge type is SOURCE__RELATION__DESTINATION, not {path.stem!r}")
@@ -95,7 +95,7 @@ _KEYS_OF_EDGES = (
     *(("src", "dst"), ("source", "destination"), ("source", "target"), ("srcid", "dstid")),
     *(("sourceid", "destinationid"), ("sourceid", "targetid"), ("startid", "endid")),
 )
-"""Pairs of plain names of the two ends, see :func:`_plain_name`."""
+"""Pairs of plain names of the two ends, see :func:`_simplify_name`."""
 SPLIT, _ID = "split", "id"
 _ID_NAMES = {_ID, "ids", "node", "nodeid", "nodeids", "nodeidx", "nid", "vertex", "vertexid"}
 
@@ -103,20 +103,20 @@ _ID_NAMES = {_ID, "ids", "node", "nodeid", "nodeids", "nodeidx", "nid", "vertex"
 _OF_NEO4J = re.compile(r"[^:]*:(\w*ID)(\(.*\))?")
 
 
-def _plain_name(name: str) -> str:
+def _simplify_name(name: str) -> str:
     """Return a column's name in lower case, without punctuation and Neo4j's type name."""
     of_neo4j = _OF_NEO4J.fullmatch(name)
     return re.sub(r"[\W_]", "", (of_neo4j[1] if of_neo4j else name).lower())
 
 
-def _names_of_type(ntype: str) -> tuple[str, str]:
-    owner = _plain_name(ntype).removesuffix("s")
+def _list_names_of_type(ntype: str) -> tuple[str, str]:
+    owner = _simplify_name(ntype).removesuffix("s")
     return f"{owner}id", owner
 
 
 def is_node_id(name: str, ntype: str) -> bool:
     """Return whether the name of a column in a node table suggests ids."""
-    return _plain_name(name) in {*_ID_NAMES, *_names_of_type(ntype)} - {LABEL, SPLIT, FEATURE}
+    return _simplify_name(name) in {*_ID_NAMES, *_list_names_of_type(ntype)} - {LABEL, SPLIT, FEATURE}
 
 
 def _read(path: Path, id_names: Collection[str] = ()) -> Any:
@@ -125,7 +125,7 @@ def _read(path: Path, id_names: Collection[str] = ()) -> Any:
     stems = path.stem.split("__")
 
     def is_id(name: str) -> bool:
-        return bool({name, _plain_name(name)} & known) or any(is_node_id(name, stem) for stem in stems)
+        return bool({name, _simplify_name(name)} & known) or any(is_node_id(name, stem) for stem in stems)
 
     return read_table(path, is_id)
 
@@ -223,36 +223,38 @@ def build_graph_from_tables(
     Raises:
         DatasetError: a value is wrong. The message names file, column and row.
     """
-    ends = {etype: _ends(table, where, etype) for etype, (where, table) in edges.items()}
+    ends = {etype: _read_ends(table, where, etype) for etype, (where, table) in edges.items()}
     ids: dict[str, Any] = {}
     owners = {ntype: where for ntype, (where, _) in nodes.items()}
     node_data: dict[str, dict[str, NodeColumn]] = {}
     names: dict[str, list[str]] = {}
     for ntype, (where, table) in nodes.items():
-        name_of_ids = _name_of_ids(table, ntype, where, ignored, id_names)
+        name_of_ids = _find_id_column(table, ntype, where, ignored, id_names)
         if name_of_ids is None:
             if id_names is None:
-                _refuse_likely_ids(table, _ends_at(ntype, ends), where, ignored)
+                _refuse_likely_ids(table, _collect_ends_at(ntype, ends), where, ignored)
             ids[ntype] = pa.array(np.arange(table.num_rows))
             owners[ntype] += " (the numbers of its rows; if a column has the ids, add --id COLUMN)"
         else:
-            ids[ntype] = _node_ids(table, name_of_ids, where)
-        node_data[ntype] = _columns(table, where, {_ID, name_of_ids or _ID, *ignored})
+            ids[ntype] = _read_node_ids(table, name_of_ids, where)
+        node_data[ntype] = _convert_columns(table, where, {_ID, name_of_ids or _ID, *ignored})
         is_column = LABEL in table.column_names and LABEL in node_data[ntype]
         if is_column and (label := column(table, LABEL, where)).is_text:
-            names[ntype] = _class_names(label).to_pylist()
+            names[ntype] = _read_class_names(label).to_pylist()
             warn_of_unknown(names[ntype], where, LABEL)
     # The order of a set of strings changes from run to run, but ids must not.
     for ntype in sorted({ntype for etype in ends for ntype in (etype[0], etype[2])} - ids.keys()):
-        ids[ntype] = _ids_in_edges(ntype, _ends_at(ntype, ends))
+        ids[ntype] = _collect_ids_in_edges(ntype, _collect_ends_at(ntype, ends))
     positions, edge_data = {}, {}
     for etype, etype_ends in ends.items():
         first, second = (
-            _positions(end, ids[ntype], owners.get(ntype))
+            _find_positions(end, ids[ntype], owners.get(ntype))
             for end, ntype in zip(etype_ends, (etype[0], etype[2]), strict=True)
         )
         positions[etype] = (first, second)
-        data = _columns(edges[etype][1], edges[etype][0], {*(end.name for end in etype_ends), *ignored})
+        data = _convert_columns(
+            edges[etype][1], edges[etype][0], {*(end.name for end in etype_ends), *ignored}
+        )
         edge_data[etype] = {key: value for key, value in data.items() if isinstance(value, np.ndarray)}
     return RawGraph(
         name=name,
@@ -262,11 +264,11 @@ def build_graph_from_tables(
         edge_data=edge_data,
         num_classes=classes_of(node_data),
         class_names=names,
-        user_ids={ntype: _user_ids(values) for ntype, values in ids.items() if not _is_range(values)},
+        user_ids={ntype: _make_user_ids(values) for ntype, values in ids.items() if not _is_range(values)},
     )
 
 
-def _name_of_ids(
+def _find_id_column(
     table: Any, ntype: str, where: str, ignored: Collection[str], id_names: Sequence[str] | None
 ) -> str | None:
     """Return the column of ids, one of ``id_names`` or one with a usual name, or None to number by row."""
@@ -308,16 +310,16 @@ def _refuse_likely_ids(table: Any, ends: Sequence[TableColumn], where: str, igno
             )
 
 
-def _node_ids(table: Any, name: str, where: str) -> Any:
+def _read_node_ids(table: Any, name: str, where: str) -> Any:
     ids = id_column(table, name, where).values
     if len(pc.unique(ids)) < len(ids):
-        check_unique(_user_ids(ids), name, where)
+        check_unique(_make_user_ids(ids), name, where)
     return ids
 
 
-def _ends(table: Any, where: str, etype: EdgeType) -> tuple[TableColumn, TableColumn]:
-    known = {_plain_name(name): name for name in table.column_names} | {n: n for n in table.column_names}
-    pairs = zip(_names_of_type(etype[0]), _names_of_type(etype[2]), strict=True)
+def _read_ends(table: Any, where: str, etype: EdgeType) -> tuple[TableColumn, TableColumn]:
+    known = {_simplify_name(name): name for name in table.column_names} | {n: n for n in table.column_names}
+    pairs = zip(_list_names_of_type(etype[0]), _list_names_of_type(etype[2]), strict=True)
     keys = [*_KEYS_OF_EDGES, *(pair for pair in pairs if pair[0] != pair[1])]
     names = next(((known[src], known[dst]) for src, dst in keys if {src, dst} <= known.keys()), None)
     if names is None:
@@ -327,13 +329,17 @@ def _ends(table: Any, where: str, etype: EdgeType) -> tuple[TableColumn, TableCo
             "name them in a description for dglx ingest, or save triples as a .tsv without a header"
         )
     for name in names if names != _KEYS_OF_EDGES[0] else ():
-        alike = [key for key in table.column_names if key != name and _plain_name(key) == _plain_name(name)]
+        alike = [
+            key for key in table.column_names if key != name and _simplify_name(key) == _simplify_name(name)
+        ]
         if alike:
             raise DatasetError(f"{where}: {name!r} or {alike[0]!r} may be an end of edges; rename one")
     return id_column(table, names[0], where), id_column(table, names[1], where)
 
 
-def _ends_at(node_type: str, ends: Mapping[EdgeType, tuple[TableColumn, TableColumn]]) -> list[TableColumn]:
+def _collect_ends_at(
+    node_type: str, ends: Mapping[EdgeType, tuple[TableColumn, TableColumn]]
+) -> list[TableColumn]:
     """Return the ends of edges at nodes of a type."""
     return [
         end
@@ -343,7 +349,7 @@ def _ends_at(node_type: str, ends: Mapping[EdgeType, tuple[TableColumn, TableCol
     ]
 
 
-def _ids_in_edges(node_type: str, ends: Sequence[TableColumn]) -> Any:
+def _collect_ids_in_edges(node_type: str, ends: Sequence[TableColumn]) -> Any:
     distinct = [pc.unique(end.values) for end in ends if len(end.values)] or [ends[0].values]
     if len({str(values.type) for values in distinct}) > 1:
         raise DatasetError(
@@ -353,7 +359,7 @@ def _ids_in_edges(node_type: str, ends: Sequence[TableColumn]) -> Any:
     return _sort_distinct(pa.chunked_array(distinct))
 
 
-def _positions(end: TableColumn, ids: Any, table: str | None) -> Array:
+def _find_positions(end: TableColumn, ids: Any, table: str | None) -> Array:
     """Return the (E,) int32 or int64 positions in ``ids`` of the values of ``end``."""
     owner = f"among the ids of {table}" if table is not None else "a node"
     # If ids are texts, those in a small table of edges may all look like numbers.
@@ -374,7 +380,7 @@ def _positions(end: TableColumn, ids: Any, table: str | None) -> Array:
     return positions
 
 
-def _columns(table: Any, where: str, left_out: set[str]) -> dict[str, NodeColumn]:
+def _convert_columns(table: Any, where: str, left_out: set[str]) -> dict[str, NodeColumn]:
     columns: dict[str, NodeColumn] = {}
     names = [name for name in table.column_names if name not in left_out]
     if LABEL in names:
@@ -426,11 +432,11 @@ def _labels(labels: TableColumn) -> Array:
         at = find_first_true(pc.fill_null(odd, False))
         problem = f"{known[at]!s:.40} is no number, but most labels are; all are read as class names"
         _LOG.warning("%s", labels.error(problem, at))
-    codes = pc.index_in(known, value_set=_class_names(labels), skip_nulls=True)
+    codes = pc.index_in(known, value_set=_read_class_names(labels), skip_nulls=True)
     return as_numpy(pc.fill_null(codes, -1)).astype(np.int64)
 
 
-def _class_names(labels: TableColumn) -> Any:
+def _read_class_names(labels: TableColumn) -> Any:
     return _sort_distinct(labels.values.filter(pc.not_equal(pc.fill_null(labels.values, ""), "")))
 
 
@@ -456,5 +462,5 @@ def _is_range(ids: Any) -> bool:
     return bool(pa.types.is_integer(ids.type)) and np.array_equal(as_numpy(ids), np.arange(len(ids)))
 
 
-def _user_ids(ids: Any) -> Array:
+def _make_user_ids(ids: Any) -> Array:
     return as_numpy(ids).astype(np.int64 if pa.types.is_integer(ids.type) else np.str_)

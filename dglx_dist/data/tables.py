@@ -294,7 +294,7 @@ class PiecewiseTable:
         """Return the number of rows. CSV files are read in full."""
         if self.files.format == "csv":
             return sum(piece.num_rows for piece in self.pieces([]))
-        self._ends = list(accumulate(_metadata(path).num_rows for path in self.files.paths))
+        self._ends = list(accumulate(_read_metadata(path).num_rows for path in self.files.paths))
         return self.num_rows
 
     def locate(self, row: int) -> tuple[Path, int]:
@@ -312,13 +312,13 @@ class PiecewiseTable:
 
     def names(self, path: Path) -> list[str]:
         is_csv = self.files.format == "csv"
-        return _header(path, self.files.separator) if is_csv else list(_schema(path).names)
+        return _read_header(path, self.files.separator) if is_csv else list(_read_schema(path).names)
 
     def is_integer(self, name: str) -> bool:
         """Return whether every file holds ``name`` as whole numbers. CSV columns are texts."""
         if self.files.format == "csv":
             return False
-        return all(pa.types.is_integer(_schema(path).field(name).type) for path in self.files.paths)
+        return all(pa.types.is_integer(_read_schema(path).field(name).type) for path in self.files.paths)
 
     def _read(self, path: Path, names: list[str]) -> Iterator[Any]:
         if self.files.format == "lines":
@@ -326,29 +326,31 @@ class PiecewiseTable:
         return (self._read_csv if self.files.format == "csv" else self._read_parquet)(path, names)
 
     def _read_parquet(self, path: Path, names: list[str]) -> Iterator[Any]:
-        names = names or _schema(path).names[:1]
+        names = names or _read_schema(path).names[:1]
         with (
             open_table(path, "parquet") as source,
             pyarrow.parquet.ParquetFile(source, buffer_size=1 << 16, pre_buffer=False) as file,
         ):
             for number in range(file.metadata.num_row_groups):
-                row_bytes = max(_row_bytes(file, number, names), _MIN_ROW_BYTES)
+                row_bytes = max(_estimate_row_bytes(file, number, names), _MIN_ROW_BYTES)
                 rows = min(max(self._batch_bytes // row_bytes, 1), _MAX_ROWS)
                 yield from file.iter_batches(
                     batch_size=rows, row_groups=[number], columns=names, use_threads=False
                 )
 
-    def _block_bytes(self) -> int:
+    def _estimate_block_bytes(self) -> int:
         # Arrow reads 32 blocks ahead.
         return min(max(self._batch_bytes // 4, _MIN_BLOCK), _MAX_BLOCK)
 
     def _read_csv(self, path: Path, names: list[str]) -> Iterator[Any]:
-        names = names or _header(path, self.files.separator)[:1]
+        names = names or _read_header(path, self.files.separator)[:1]
         with (
-            open_table(path, "csv", self._block_bytes()) as source,
+            open_table(path, "csv", self._estimate_block_bytes()) as source,
             pyarrow.csv.open_csv(
                 source,
-                read_options=pyarrow.csv.ReadOptions(use_threads=False, block_size=self._block_bytes()),
+                read_options=pyarrow.csv.ReadOptions(
+                    use_threads=False, block_size=self._estimate_block_bytes()
+                ),
                 parse_options=pyarrow.csv.ParseOptions(
                     delimiter=self.files.separator, newlines_in_values=True
                 ),
@@ -365,7 +367,7 @@ def _read_lines(path: Path) -> Iterator[Any]:
     try:
         with path.open(encoding="utf-8-sig") as file:
             texts = (text.strip() for text in file if text.strip())
-            ids = (_id_of_line(text, path, row) for row, text in enumerate(texts))
+            ids = (_parse_first_id(text, path, row) for row, text in enumerate(texts))
             while piece := list(islice(ids, _LINES)):
                 yield pa.record_batch([pa.array(piece, pa.large_string())], [LINE_COLUMN])
     except (OSError, UnicodeDecodeError) as error:
@@ -374,7 +376,7 @@ def _read_lines(path: Path) -> Iterator[Any]:
         ) from error
 
 
-def _id_of_line(text: str, path: Path, row: int) -> str:
+def _parse_first_id(text: str, path: Path, row: int) -> str:
     if text[0] not in '"[{':
         return text
     try:
@@ -386,7 +388,7 @@ def _id_of_line(text: str, path: Path, row: int) -> str:
     return value
 
 
-def _row_bytes(file: Any, number: int, names: Sequence[str]) -> int:
+def _estimate_row_bytes(file: Any, number: int, names: Sequence[str]) -> int:
     """Return the approximate bytes in memory of a row of a row group.
 
     The file stores repeated values once, so the size in memory is computed from the number of values. For
@@ -411,16 +413,16 @@ def _row_bytes(file: Any, number: int, names: Sequence[str]) -> int:
     return int(total // max(group.num_rows, 1)) + probe
 
 
-def _schema(path: Path) -> Any:
-    return _metadata(path).schema.to_arrow_schema()
+def _read_schema(path: Path) -> Any:
+    return _read_metadata(path).schema.to_arrow_schema()
 
 
-def _metadata(path: Path) -> Any:
+def _read_metadata(path: Path) -> Any:
     with open_table(path, "parquet") as file:
         return pyarrow.parquet.read_metadata(file)
 
 
-def _header(path: Path, separator: str) -> list[str]:
+def _read_header(path: Path, separator: str) -> list[str]:
     with open_table(path, "csv"), path.open(newline="", encoding="utf-8-sig") as file:
         return next(csv.reader(file, delimiter=separator), [])
 
@@ -439,7 +441,7 @@ def numbers_of_text(column: TableColumn, separator: str | None = None) -> Array:
     try:
         numbers = as_numpy(trimmed.cast(pa.float64()))
     except pa.ArrowInvalid:
-        at = _first_non_number(trimmed)
+        at = _find_first_non_number(trimmed)
         problem = "is not a number; correct the table (to_categorical encodes features that are texts)"
         raise column.error(f"{values[at].as_py()!r} {problem}", at // (width or 1)) from None
     numbers = numbers if width is None else numbers.reshape(-1, width)
@@ -462,7 +464,7 @@ def parse_ids(column: TableColumn, *, is_text: bool) -> Any:
     return column.as_int64()
 
 
-def _first_non_number(texts: Any) -> int:
+def _find_first_non_number(texts: Any) -> int:
     for row, text in enumerate(texts.to_pylist()):
         try:
             pa.scalar(text).cast(pa.float64())

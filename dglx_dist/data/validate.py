@@ -73,7 +73,7 @@ def check_assignment(assignment: Assignment, graph: RawGraph) -> None:
             )
         wrong = (part_of < 0) | (part_of >= assignment.num_parts)
         if wrong.any():
-            node = _first(wrong)
+            node = _find_first(wrong)
             raise ConfigError(
                 f"node {node} of type {ntype!r} is assigned to part {part_of[node]}, "
                 f"but the parts are 0..{assignment.num_parts - 1}"
@@ -90,7 +90,7 @@ def check_ids(ids: Array, end: int, column: str, where: str, what: str = "node i
     """Raise DatasetError unless ``ids`` are (K,) integers in [0, end). Messages call an id ``what``."""
     check_integers(ids, column, where)
     if len(ids) and (int(ids.min()) < 0 or int(ids.max()) >= end):
-        row = _first((ids < 0) | (ids >= end))
+        row = _find_first((ids < 0) | (ids >= end))
         raise column_error(where, column, f"{what} {ids[row]} is outside 0..{end - 1}", row)
 
 
@@ -124,7 +124,7 @@ def first_repeat(values: Array) -> tuple[int, int] | None:
     if not len(repeats):
         return None
     row = int(repeats.min())
-    return row, _first(values == values[row])
+    return row, _find_first(values == values[row])
 
 
 def check_columns(
@@ -147,12 +147,12 @@ def check_columns(
             is_label = name == LABEL and column.ndim == 1 and column.dtype.kind == "f"  # NaN: no target
             check_finite(np.where(np.isnan(column), 0, column) if is_label else column, name, where)
     splits = {name: columns[name] for name in SPLITS if name in columns}
-    masks = {name: _checked_mask(split, name, where, name in selecting) for name, split in splits.items()}
+    masks = {name: _check_mask(split, name, where, name in selecting) for name, split in splits.items()}
     for (name, first), (other_name, second) in combinations(masks.items(), 2):
         both = first & second
         if both.any():
             raise DatasetError(
-                f"{where}: columns {name!r} and {other_name!r} overlap: row {_first(both)} is in both "
+                f"{where}: columns {name!r} and {other_name!r} overlap: row {_find_first(both)} is in both "
                 f"({int(both.sum())} rows in all); leave these out of one, or call it another name"
             )
     label = columns.get(LABEL)
@@ -165,7 +165,7 @@ def check_columns(
         if missing.any():
             problem = f"no label (empty or -1), but its split is {name.removesuffix('_mask')}"
             remedy = f"leave 'split' empty (or {name} False) there"
-            raise column_error(where, LABEL, f"{problem}; {remedy}", _first(missing))
+            raise column_error(where, LABEL, f"{problem}; {remedy}", _find_first(missing))
 
 
 def check_finite(column: Array, name: str, where: str, first_row: int = 0) -> None:
@@ -198,7 +198,7 @@ def _check_sparse(column: SparseRows, name: str, where: str) -> None:
     if column.values.dtype.kind == "f":
         wrong |= ~np.isfinite(column.values)
     if wrong.any():
-        position = _first(wrong)
+        position = _find_first(wrong)
         row = int(np.searchsorted(column.indptr, position, side="right")) - 1
         value = f"value {column.values[position]} at position {column.indices[position]}"
         problem = f"{value} must be finite and in a column of 0..{column.num_columns - 1}"
@@ -211,7 +211,7 @@ def _check_sparse(column: SparseRows, name: str, where: str) -> None:
         raise column_error(where, name, f"position {twice} is stored twice; add up the values", row)
 
 
-def _checked_mask(mask: NodeColumn, name: str, where: str, may_be_empty: bool) -> Array:
+def _check_mask(mask: NodeColumn, name: str, where: str, may_be_empty: bool) -> Array:
     if isinstance(mask, SparseRows) or mask.dtype != np.bool_ or mask.ndim != 1:
         raise column_error(where, name, "must hold one boolean per row")
     if not (may_be_empty or mask.any()):
@@ -224,7 +224,7 @@ def _check_classes(label: Array, num_classes: int, where: str) -> None:
         raise column_error(where, LABEL, f"must hold whole numbers; it is {label.dtype}")
     wrong = (label < -1) | (label >= num_classes)
     if wrong.any():
-        row = _first(wrong)
+        row = _find_first(wrong)
         problem = f"label {label[row]} is outside 0..{num_classes - 1} (-1: none)"
         remedy = f"write regression targets with a decimal point, such as {label[row]}.0"
         raise column_error(where, LABEL, f"{problem}; {remedy}", row)
@@ -283,5 +283,5 @@ def _check_length(column: NodeColumn, num_rows: int, name: str, where: str) -> N
         raise column_error(where, name, f"has shape {tuple(column.shape)}; it needs {num_rows} rows")
 
 
-def _first(wrong: Array) -> int:
+def _find_first(wrong: Array) -> int:
     return int(np.argmax(wrong))

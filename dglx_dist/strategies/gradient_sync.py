@@ -490,7 +490,7 @@ class BufferMeans:
 
     def note(self) -> None:
         """Record the current values as equal on all ranks, after the model was loaded or moved."""
-        self._before = [buffer.detach().clone() for buffer in self._floats()]
+        self._before = [buffer.detach().clone() for buffer in self._make_floats()]
 
     def average(self, weight: float) -> None:
         """Average the changes since the last call over the ranks. Every rank must call it.
@@ -502,11 +502,11 @@ class BufferMeans:
             return
         if self._reduction == "sum":
             weight = 1.0 / self._session.topology.world_size
-        for buffer, before in zip(self._floats(), self._before, strict=True):
+        for buffer, before in zip(self._make_floats(), self._before, strict=True):
             # Changes are averaged instead of values, so that constants stay equal to the last bit.
             change = (buffer - before) * weight if weight else torch.zeros_like(buffer)
             before.add_(sum_over_ranks(change, self._session, phase="buffers", in_place=True))
             buffer.copy_(before)
 
-    def _floats(self) -> list[Tensor]:
+    def _make_floats(self) -> list[Tensor]:
         return [buffer for buffer in self._model.buffers() if buffer.is_floating_point()]

@@ -104,8 +104,11 @@ def check_same_model(
     name_by_device = {tensor.device: name for name, tensor in tensors}
     description = [
         f"reduction={reduction}, {settings}",
-        *(f"{name} {_kind(p)}{'' if p.requires_grad else ' frozen'}" for name, p in model.named_parameters()),
-        *(f"{name} {_kind(buffer)}" for name, buffer in model.named_buffers()),
+        *(
+            f"{name} {_describe_kind(p)}{'' if p.requires_grad else ' frozen'}"
+            for name, p in model.named_parameters()
+        ),
+        *(f"{name} {_describe_kind(buffer)}" for name, buffer in model.named_buffers()),
         # Two GPUs have the same kind, so the number of devices is compared too. It comes last because a
         # difference in a parameter is more precise.
         "all of it on one device"
@@ -126,7 +129,7 @@ def check_same_model(
         raise ConfigError(f"the model is on several devices ({parts}); wrap model.to(dx.local_device())")
 
 
-def _kind(tensor: Tensor) -> str:
+def _describe_kind(tensor: Tensor) -> str:
     # Ranks have different GPUs, but the same type of device.
     location = "" if tensor.device.type == "cpu" else f" on {tensor.device.type}"
     return f"{tuple(tensor.shape)} {tensor.dtype}{location}".replace("torch.", "")

@@ -86,7 +86,7 @@ class SymmetricConv(SplittableConv):
         if self.run_parts is not None or edges or named:
             return super().forward(block, x, *edges, **named)
         # A strategy that exchanges sums passes own rows only.
-        rows, weight = self._sources(block, x), self.conv.weight
+        rows, weight = self._read_sources(block, x), self.conv.weight
         source_factors, target_factors = self._compute_norm_factors(block, len(rows))
         rows = rows * source_factors.to(rows).unsqueeze(-1)
         # The order depends on widths only, because all ranks must send the same number of columns.

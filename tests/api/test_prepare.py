@@ -16,7 +16,7 @@ import torch
 
 from dglx_dist.data.partition.balance import PartitionQuality
 from dglx_dist.data.partition.base import PARTITIONERS, PartitionOptions, PartitionPlan
-from dglx_dist.data.partition.prepare import _edge_keys, content_key, partition_to_disk
+from dglx_dist.data.partition.prepare import _make_edge_keys, content_key, partition_to_disk
 from dglx_dist.data.storage.reader import load_raw_graph, open_dataset
 from dglx_dist.errors import ConfigError, DatasetError, StorageError
 from dglx_dist.records import EDGE_TYPE, NODE_TYPE, Array, Assignment, NodeColumn, RawGraph, SparseRows
@@ -317,7 +317,7 @@ def test_an_end_that_is_no_node_is_named_before_edges_are_added(tmp_path: Path, 
 
 def test_keys_of_edges_do_not_overflow() -> None:
     ends = np.array([99_999], np.int32)
-    assert _edge_keys(ends, ends, 100_000).tolist() == [9_999_999_999]
+    assert _make_edge_keys(ends, ends, 100_000).tolist() == [9_999_999_999]
 
 
 def test_a_graph_without_edges_has_none_to_reverse(tmp_path: Path) -> None:

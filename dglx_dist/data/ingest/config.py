@@ -84,7 +84,7 @@ def read_files(entry: Fields) -> FileSet:
     """Return the files of the key ``files``. The entry's ``format`` or the suffix gives their format."""
     if not entry.has("format"):
         return named_files(entry, "files")
-    paths = _paths(entry, "files")
+    paths = _find_paths(entry, "files")
     form = entry.nested_fields("format").reject_unknown(("name", "separator"))
     name, separator = form.choice("name", FORMATS), form.optional("separator", form.nonempty_text, None)
     if separator is not None and name != "csv":
@@ -98,7 +98,7 @@ def read_files(entry: Fields) -> FileSet:
 
 def named_files(entry: Fields, key: str) -> FileSet:
     """Return the files of a key, in the format of their suffix. See :func:`read_files`."""
-    paths = _paths(entry, key)
+    paths = _find_paths(entry, key)
     name_by_suffix = {path.suffix[1:]: path.name for path in paths}
     for suffix, name in name_by_suffix.items():
         if suffix not in FORMATS:
@@ -112,14 +112,14 @@ def named_files(entry: Fields, key: str) -> FileSet:
     return FileSet(paths=paths, format=next(iter(name_by_suffix)))
 
 
-def _paths(entry: Fields, key: str) -> tuple[Path, ...]:
-    paths = tuple(path for pattern in _words(entry, key) for path in _matches(pattern, entry))
+def _find_paths(entry: Fields, key: str) -> tuple[Path, ...]:
+    paths = tuple(path for pattern in _read_words(entry, key) for path in _matches(pattern, entry))
     if len({path.resolve() for path in paths}) < len(paths):
         raise entry.field_error(key, "files that are named once each")
     return paths
 
 
-def _words(entry: Fields, key: str) -> tuple[str, ...]:
+def _read_words(entry: Fields, key: str) -> tuple[str, ...]:
     # The value is one text or a list of texts. They must not be empty.
     if isinstance(entry.mapping.get(key), str):
         return (entry.nonempty_text(key),)
@@ -217,47 +217,47 @@ def read_config(path: Path) -> IngestConfig:
     top = Fields(read_json(path), str(path)).reject_unknown(("version", "nodes", "edges"))
     if top.has("version"):
         top.choice("version", VERSIONS)
-    nodes = tuple(_node(entry.reject_unknown(_NODE_KEYS)) for entry in top.nested_list("nodes", 1))
-    edges = tuple(_edge(entry.reject_unknown(_EDGE_KEYS)) for entry in top.nested_list("edges", 1))
+    nodes = tuple(_parse_node(entry.reject_unknown(_NODE_KEYS)) for entry in top.nested_list("nodes", 1))
+    edges = tuple(_parse_edge(entry.reject_unknown(_EDGE_KEYS)) for entry in top.nested_list("edges", 1))
     config = IngestConfig(path=path, nodes=nodes, edges=edges, raw=top.mapping)
     _check_types(config)
     return config
 
 
-def _node(entry: Fields) -> TypeSpec[str]:
-    label = _label(entry)
+def _parse_node(entry: Fields) -> TypeSpec[str]:
+    label = _parse_label(entry)
     if label is not None and label.task == "link_prediction":
         raise entry.error("link_prediction is a task for edges; move it to an entry of edges")
     return TypeSpec(
         kind=entry.nonempty_text("node_type"),
         files=read_files(entry),
         id_columns=(entry.nonempty_text("node_id_col"),) if entry.has("node_id_col") else (),
-        features=_features(entry),
+        features=_parse_features(entry),
         label=label,
     )
 
 
-def _edge(entry: Fields) -> TypeSpec[EdgeType]:
-    relation = _words(entry, "relation")
+def _parse_edge(entry: Fields) -> TypeSpec[EdgeType]:
+    relation = _read_words(entry, "relation")
     if len(relation) != 3:
         raise entry.field_error("relation", "[source node type, relation, destination node type]")
-    label = _label(entry)
+    label = _parse_label(entry)
     if label is not None and label.files:
         raise entry.error("custom_split_filenames is for nodes; give split_pct, or a column of the table")
     return TypeSpec(
         kind=(relation[0], relation[1], relation[2]),
         files=read_files(entry),
         id_columns=(entry.nonempty_text("source_id_col"), entry.nonempty_text("dest_id_col")),
-        features=_features(entry),
+        features=_parse_features(entry),
         label=label,
     )
 
 
-def _features(entry: Fields) -> tuple[FeatureSpec, ...]:
+def _parse_features(entry: Fields) -> tuple[FeatureSpec, ...]:
     if not entry.has("features"):
         return ()
     features = tuple(
-        _feature(feature_entry.reject_unknown(_FEATURE_KEYS))
+        _parse_feature(feature_entry.reject_unknown(_FEATURE_KEYS))
         for feature_entry in entry.nested_list("features", 1)
     )
     for name in dict.fromkeys(feature.name for feature in features):
@@ -270,8 +270,8 @@ def _features(entry: Fields) -> tuple[FeatureSpec, ...]:
     return features
 
 
-def _feature(entry: Fields) -> FeatureSpec:
-    columns = _words(entry, "feature_col")
+def _parse_feature(entry: Fields) -> FeatureSpec:
+    columns = _read_words(entry, "feature_col")
     name = entry.optional("feature_name", entry.nonempty_text, columns[0])
     if not entry.has("feature_name") and len(columns) > 1:
         raise entry.error("several columns need a feature_name")
@@ -293,7 +293,7 @@ def _feature(entry: Fields) -> FeatureSpec:
     return FeatureSpec(columns=columns, name=name, transform=chosen, settings=settings, dtype=dtype)
 
 
-def _label(parent: Fields) -> LabelSpec | None:
+def _parse_label(parent: Fields) -> LabelSpec | None:
     if not parent.has("labels"):
         return None
     entries = parent.nested_list("labels", 1)
@@ -305,15 +305,15 @@ def _label(parent: Fields) -> LabelSpec | None:
     if (column is None) != (task == "link_prediction"):
         raise entry.field_error("label_col", f"{'nothing' if column else 'a column'} for {task}")
     if not entry.has("custom_split_filenames"):
-        return LabelSpec(task=task, column=column, split=_shares(entry))
+        return LabelSpec(task=task, column=column, split=_parse_shares(entry))
     if entry.has("split_pct"):
         raise entry.field_error("split_pct", "nothing, because custom_split_filenames gives the split")
     form = entry.nested_fields("custom_split_filenames").reject_unknown((*SPLIT_FILES, "column"))
-    columns = _words(form, "column") if form.has("column") else (None,)
+    columns = _read_words(form, "column") if form.has("column") else (None,)
     if len(columns) > 1:
         raise form.field_error("column", "one column of ids")
     files = {
-        name: FileSet(paths=_paths(form, name), format="lines")
+        name: FileSet(paths=_find_paths(form, name), format="lines")
         if columns[0] is None
         else named_files(form, name)
         for name in SPLIT_FILES
@@ -324,7 +324,7 @@ def _label(parent: Fields) -> LabelSpec | None:
     return LabelSpec(task=task, column=column, split=None, files=files, id_column=columns[0])
 
 
-def _shares(entry: Fields) -> tuple[float, float, float]:
+def _parse_shares(entry: Fields) -> tuple[float, float, float]:
     if not entry.has("split_pct"):
         return DEFAULT_SPLIT
     shares = entry.value("split_pct", tuple[_Share, ...])

@@ -89,7 +89,7 @@ class Unchanged(Transform):
         self._width = settings.value("truncate_dim", Annotated[int, Within(1)] | None)
 
     def apply(self, rows: TableColumn) -> Array:
-        matrix = _matrix(rows, self._separator)
+        matrix = _read_matrix(rows, self._separator)
         if self._width is not None and matrix.shape[1] < self._width:
             raise rows.error(f"{matrix.shape[1]} numbers, but truncate_dim is {self._width}", 0)
         return matrix[:, : self._width]
@@ -111,7 +111,7 @@ class _Scaled(Transform):
         self._missing = [key for key in self._reductions if key not in self._statistics]
 
     def scan(self, rows: TableColumn) -> None:
-        matrix = self._matrix(rows)
+        matrix = self._read_matrix(rows)
         for key in self._missing if len(matrix) else ():
             reduce = self._reductions[key]
             statistic = reduce.reduce(matrix, axis=0, dtype=np.float64)
@@ -119,8 +119,8 @@ class _Scaled(Transform):
                 reduce(self._statistics[key], statistic) if key in self._statistics else statistic
             )
 
-    def _matrix(self, rows: TableColumn) -> Array:
-        matrix = _matrix(rows)
+    def _read_matrix(self, rows: TableColumn) -> Array:
+        matrix = _read_matrix(rows)
         for statistic in self._statistics.values() if len(matrix) else ():
             # A statistic of length 1 comes from the settings and is for all positions.
             if len(statistic) not in (1, matrix.shape[1]):
@@ -153,7 +153,7 @@ class MaxMin(_Scaled):
         return {**self.settings, "min_val": low.tolist(), "max_val": high.tolist()}
 
     def apply(self, rows: TableColumn) -> Array:
-        matrix = self._matrix(rows).astype(np.float64, copy=False)
+        matrix = self._read_matrix(rows).astype(np.float64, copy=False)
         low, high = self._statistics["min_val"], self._statistics["max_val"]
         return np.clip((matrix - low) / (high - low), 0, 1).astype(np.float32)
 
@@ -172,7 +172,7 @@ class Standard(_Scaled):
         return {**self.settings, "sum": total.tolist()}
 
     def apply(self, rows: TableColumn) -> Array:
-        return (self._matrix(rows) / self._statistics["sum"]).astype(np.float32)
+        return (self._read_matrix(rows) / self._statistics["sum"]).astype(np.float32)
 
 
 @final
@@ -193,7 +193,7 @@ class Categorical(Transform):
     def scan(self, rows: TableColumn) -> None:
         if not self._has_mapping:
             why = "to_categorical makes a column of each; encode it otherwise"
-            add_texts(self._seen, self._texts(rows)[1], rows, why)
+            add_texts(self._seen, self._read_texts(rows)[1], rows, why)
 
     def finalize(self, where: str) -> Mapping[str, Any]:
         if not self._has_mapping:
@@ -203,7 +203,7 @@ class Categorical(Transform):
         return {**self.settings, "mapping": dict(self._codes)}
 
     def apply(self, rows: TableColumn) -> Array:
-        row_of, texts = self._texts(rows)
+        row_of, texts = self._read_texts(rows)
         known = pa.array(list(self._codes), pa.large_string())
         numbers = np.array(list(self._codes.values()), np.int64)
         indices = pc.index_in(texts, value_set=known)
@@ -212,7 +212,7 @@ class Categorical(Transform):
         out[row_of[is_known], numbers[codes[is_known]]] = 1
         return out
 
-    def _texts(self, rows: TableColumn) -> tuple[Array, Any]:
+    def _read_texts(self, rows: TableColumn) -> tuple[Array, Any]:
         # It returns the (T,) row of each text, and the texts. Empty texts are left out.
         kind = rows.values.type
         if pa.types.is_nested(kind):
@@ -237,7 +237,7 @@ def add_texts(seen: set[str], texts: Any, rows: TableColumn, why: str) -> None:
         raise rows.error(f"has more than {MAX_CATEGORIES} different values up to row {last}; {why}")
 
 
-def _matrix(rows: TableColumn, separator: str | None = None) -> Array:
+def _read_matrix(rows: TableColumn, separator: str | None = None) -> Array:
     numbers = numbers_of_text(rows, separator) if rows.is_text else rows.numbers()
     return numbers.reshape(len(numbers), -1) if numbers.ndim == 1 else numbers
 
@@ -282,7 +282,7 @@ class Features:
         """
         transforms = self._tensors[name]
         piece = next(table.pieces([transform.column for transform in transforms]))
-        row = _rows(transforms, piece, 0, 1)
+        row = _transform_rows(transforms, piece, 0, 1)
         width, dtype = row.shape[1], row.dtype
         if not width:
             problem = "an empty list; give at least one number per row, or leave the column out"
@@ -300,14 +300,14 @@ class Features:
             names = ", ".join(transform.column for transform in transforms)
             columns = replace(piece.columns[transforms[0].column], name=names)
             for first in range(0, piece.num_rows, at_once):
-                rows = _rows(transforms, piece, first, at_once)
+                rows = _transform_rows(transforms, piece, first, at_once)
                 if rows.shape[1] != width:
                     raise columns.error(f"{rows.shape[1]} numbers, but the first row has {width}", first)
                 stored = _cast_rows(rows, info, columns.part(first, len(rows)))
                 yield stored.reshape(len(rows), *info.row_shape)
 
 
-def _rows(transforms: Sequence[Transform], piece: TablePiece, first: int, count: int) -> Array:
+def _transform_rows(transforms: Sequence[Transform], piece: TablePiece, first: int, count: int) -> Array:
     return np.concatenate(
         [transform.apply(piece.columns[transform.column].part(first, count)) for transform in transforms],
         axis=1,

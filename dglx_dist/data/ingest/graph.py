@@ -121,7 +121,7 @@ def _ingest_edges(
     sizes = ids[spec.kind[0]].num_nodes, ids[spec.kind[2]].num_nodes
     edges = _write_structure(spec.kind, ends, sizes, "forward", output)
     if spec.features or spec.label is not None:
-        rows.write(seed, reorder=_edge_order(edges.columns[0], output))
+        rows.write(seed, reorder=_make_reordering(edges.columns[0], output))
     shutil.rmtree(output.work / "forward")
     if reverse is not None:
         _write_structure(reverse, ends[::-1], sizes[::-1], "reverse", output)
@@ -155,7 +155,7 @@ def _write_structure(
     return edges
 
 
-def _edge_order(rows: Spill, output: DatasetOutput) -> Reorder:
+def _make_reordering(rows: Spill, output: DatasetOutput) -> Reorder:
     """Return a function that reorders table rows into the order of edges. ``rows`` are the edges' rows."""
     folder, memory = output.work / "forward" / "arrange", output.budget.bucket
     num_edges, numbers, first = rows.num_rows, count(), 0
@@ -199,14 +199,14 @@ def ingest(config: IngestConfig, plan: IngestPlan) -> Ingested:
             )
     _check_tables(config)
     reverse = _reverse_types(config) if plan.reverse_edges else {}
-    is_text = _text_types(config)
+    is_text = _find_text_types(config)
     budget = open_budget(read_size(plan.memory))
     with (
         low_memory_allocators(),
         name_write_failures(out),
         partial_folder(out) as partial,
         partial_folder(workspace / f"{out.name}.work") as work,
-        progress("Ingesting", _num_steps(config, len(reverse))) as advance,
+        progress("Ingesting", _count_steps(config, len(reverse))) as advance,
     ):
         output = DatasetOutput(folder=partial, work=work, budget=budget, advance=advance)
         nodes, ids, edges = {}, {}, {}
@@ -225,7 +225,7 @@ def ingest(config: IngestConfig, plan: IngestPlan) -> Ingested:
             _add_settings(entry, node.features, nodes[node.kind].settings)
         for entry, edge in zip(description["edges"], config.edges, strict=True):
             _add_settings(entry, edge.features, edges[edge.kind].settings)
-        manifest = _manifest(plan, reverse, output, nodes, ids, edges, description)
+        manifest = _make_manifest(plan, reverse, output, nodes, ids, edges, description)
         manifest = write_manifest(manifest, partial)
         put_in_place(partial, out, plan.overwrite)
     return Ingested(manifest=manifest, description=description, peak_bytes=peak_bytes())
@@ -267,7 +267,7 @@ def _reverse_types(config: IngestConfig) -> dict[EdgeType, EdgeType]:
     return reverse
 
 
-def _text_types(config: IngestConfig) -> dict[str, bool]:
+def _find_text_types(config: IngestConfig) -> dict[str, bool]:
     # Ids are texts unless all tables that name them hold Parquet integers.
     is_text = {}
     for node in config.nodes:
@@ -282,7 +282,7 @@ def _text_types(config: IngestConfig) -> dict[str, bool]:
     return is_text
 
 
-def _num_steps(config: IngestConfig, num_reverse: int) -> int:
+def _count_steps(config: IngestConfig, num_reverse: int) -> int:
     # The result is about the number of files, for the progress.
     specs: tuple[TypeSpec[Any], ...] = (*config.nodes, *config.edges)
     tensors = sum(len(spec.features) + (0 if spec.label is None else 1 + len(SPLITS)) for spec in specs)
@@ -297,7 +297,7 @@ def _add_settings(
             feature["transform"] = {"name": spec.transform, **feature_settings}
 
 
-def _manifest(
+def _make_manifest(
     plan: IngestPlan,
     reverse: Mapping[EdgeType, EdgeType],
     output: DatasetOutput,

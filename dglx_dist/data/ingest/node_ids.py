@@ -46,7 +46,7 @@ class IdMap:
 
         Each bucket is a file with a sequence of Arrow streams.
         """
-        folder, buckets = folder or self._folder, self._bucket_of(ids)
+        folder, buckets = folder or self._folder, self._find_buckets(ids)
         folder.mkdir(parents=True, exist_ok=True)
         order = np.argsort(buckets, kind="stable")
         rows = pa.record_batch([pa.array(first_row + order), ids.take(pa.array(order))], ["number", "id"])
@@ -56,7 +56,7 @@ class IdMap:
 
     def check_unique(self, table: PiecewiseTable, column: str) -> None:
         """Raise DatasetError with both rows if an id occurs twice. Call it after all ids are added."""
-        repeats = [repeat for number in range(self._num_buckets) for repeat in self._repeats(number)]
+        repeats = [repeat for number in range(self._num_buckets) for repeat in self._find_repeats(number)]
         if not repeats:
             return
         row, earlier, name = min(repeats, key=lambda repeat: repeat[0])
@@ -109,7 +109,7 @@ class IdMap:
             )
         return node_numbers
 
-    def _bucket_of(self, ids: Any) -> Array:
+    def _find_buckets(self, ids: Any) -> Array:
         if self.is_text:
             return np.fromiter(map(hash, ids.to_pylist()), np.int64, len(ids)) % self._num_buckets
         with np.errstate(over="ignore"):
@@ -117,7 +117,7 @@ class IdMap:
         # The highest bits are used, because they depend on all bits of an id.
         return (words * np.uint64(self._num_buckets) >> np.uint64(32)).astype(np.int64)
 
-    def _repeats(self, number: int) -> Iterator[tuple[int, int, object]]:
+    def _find_repeats(self, number: int) -> Iterator[tuple[int, int, object]]:
         # It yields (row, earlier row, id) of the first repeated id of a bucket, if any.
         path = self._folder / str(number)
         # If one id is in most rows, its bucket does not fit in memory, but the first rows have a repeat.

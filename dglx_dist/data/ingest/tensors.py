@@ -93,7 +93,7 @@ class Labels:
         """Return the (K,) labels of some rows."""
         if self.is_regression:
             if not rows.is_text:
-                numbers = _floats(rows)
+                numbers = _convert_to_floats(rows)
                 rows.refuse(np.isinf(numbers), "is not finite")
                 return numbers.astype(np.float32)
             texts = pc.utf8_trim_whitespace(pc.fill_null(rows.values, ""))
@@ -110,7 +110,7 @@ class Labels:
         return as_numpy(pc.fill_null(numbers, -1)).astype(np.int64)
 
 
-def _floats(rows: TableColumn) -> Array:
+def _convert_to_floats(rows: TableColumn) -> Array:
     try:
         return as_numpy(rows.values.cast(pa.float64(), safe=False))
     except pa.ArrowException as error:
@@ -118,7 +118,7 @@ def _floats(rows: TableColumn) -> Array:
 
 
 def _read_integers(rows: TableColumn) -> Array:
-    numbers = np.where(np.isnan(floats := _floats(rows)), -1.0, floats)
+    numbers = np.where(np.isnan(floats := _convert_to_floats(rows)), -1.0, floats)
     odd = (numbers != np.floor(numbers)) | (numbers < -1) | np.isinf(numbers)
     remedy = "give whole numbers from 0 on (-1 or nothing for no label), or make it a task of regression"
     rows.refuse(odd, f"is not a class; {remedy}")

@@ -65,7 +65,7 @@ def measure(graph: RawGraph, assignment: Assignment) -> PartitionQuality:
     part = concatenate_owners(graph, assignment)
     owned = np.bincount(part, minlength=num_parts)
     edges = sum_by_part(part, in_degrees(graph), num_parts).astype(np.int64)
-    remote, halo = _remote_and_halo(graph, part, num_parts)
+    remote, halo = _count_remote_and_halo(graph, part, num_parts)
     num_cut, num_edges = int(remote.sum()), graph.total_edges
     tolerance, missed = assignment.parameters.get("tolerance"), assignment.parameters.get("missed")
     return PartitionQuality(
@@ -100,7 +100,7 @@ def _balance(graph: RawGraph, part: Array, assignment: Assignment) -> dict[str, 
     }
 
 
-def _remote_and_halo(graph: RawGraph, part: Array, num_parts: int) -> tuple[Array, Array]:
+def _count_remote_and_halo(graph: RawGraph, part: Array, num_parts: int) -> tuple[Array, Array]:
     """Return the (P,) int64 numbers of in-edges with a remote source, and of distinct remote sources."""
     first_id = first_ids(graph)
     remote = np.zeros(num_parts, dtype=np.int64)
@@ -248,8 +248,8 @@ def _move(
     links = np.zeros(num_parts, dtype=np.int64)
     for u in range(len(part)):
         home = part[u]
-        relief = _excess(loads[:, home], capacity[:, home], matrix[u], 0.0)
-        relief -= _excess(loads[:, home], capacity[:, home], matrix[u], -1.0)
+        relief = _compute_excess(loads[:, home], capacity[:, home], matrix[u], 0.0)
+        relief -= _compute_excess(loads[:, home], capacity[:, home], matrix[u], -1.0)
         if relief <= _EPSILON:
             continue
         links[:] = 0
@@ -257,8 +257,8 @@ def _move(
             links[part[indices[e]]] += 1
         best, best_links, best_burden = -1, np.int64(-1), 0.0
         for p in range(num_parts):
-            burden = _excess(loads[:, p], capacity[:, p], matrix[u], 1.0)
-            burden -= _excess(loads[:, p], capacity[:, p], matrix[u], 0.0)
+            burden = _compute_excess(loads[:, p], capacity[:, p], matrix[u], 1.0)
+            burden -= _compute_excess(loads[:, p], capacity[:, p], matrix[u], 0.0)
             if p == home or burden > relief - _EPSILON:
                 continue
             if links[p] > best_links or (links[p] == best_links and burden < best_burden):
@@ -270,7 +270,7 @@ def _move(
 
 
 @njit(cache=True, nogil=True)
-def _excess(load: Array, capacity: Array, weight: Array, sign: float) -> float:
+def _compute_excess(load: Array, capacity: Array, weight: Array, sign: float) -> float:
     """Return the total excess over capacity, with the node added (1), removed (-1) or unchanged (0)."""
     excess = 0.0
     for c in range(len(load)):

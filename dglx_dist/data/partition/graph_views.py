@@ -143,7 +143,7 @@ def constraint_columns(graph: RawGraph, constraint: str) -> Iterator[tuple[str, 
         for etype in graph.edges:
             yield f"etype:{'.'.join(etype)}", in_degrees(graph, [etype])
     else:
-        yield constraint, _data_column(graph, constraint, MASKS.get(constraint, constraint))
+        yield constraint, _get_data_column(graph, constraint, MASKS.get(constraint, constraint))
 
 
 def node_slices(graph: RawGraph) -> dict[str, slice]:
@@ -177,7 +177,7 @@ def has_node_column(graph: RawGraph, column: str) -> bool:
     return any(column in columns for columns in graph.node_data.values())
 
 
-def _data_column(graph: RawGraph, constraint: str, column: str) -> Array:
+def _get_data_column(graph: RawGraph, constraint: str, column: str) -> Array:
     if not has_node_column(graph, column):
         existing = sorted({name for columns in graph.node_data.values() for name in columns})
         hint = suggest_name(constraint, ["nodes", "degree", "ntype", "etype", *MASKS, *existing])
@@ -189,11 +189,11 @@ def _data_column(graph: RawGraph, constraint: str, column: str) -> Array:
     for ntype, rows in node_slices(graph).items():
         values = graph.node_data.get(ntype, {}).get(column)
         if values is not None:
-            weights[rows] = _weight_of(values, constraint, ntype)
+            weights[rows] = _compute_weight(values, constraint, ntype)
     return weights
 
 
-def _weight_of(values: NodeColumn, constraint: str, node_type: str) -> Array:
+def _compute_weight(values: NodeColumn, constraint: str, node_type: str) -> Array:
     if isinstance(values, SparseRows) or values.ndim != 1 or values.dtype.kind not in "biu":
         raise ConfigError(
             f"cannot balance {constraint!r}: it is {values.dtype} of shape {values.shape} for node type "
@@ -309,7 +309,7 @@ def symmetrise(
             shared=True,
         )
         return SymmetricGraph.open(folder)
-    indptr = _starts(graph)
+    indptr = _compute_starts(graph)
     indices = np.empty(indptr[-1], dtype=dtype or id_dtype(num_nodes))
     weights = np.ones(len(indices) if weighted else 0, dtype=np.int32)
     _fill_rows(graph, 0, num_nodes, indptr[1:-1], indices, weights)
@@ -324,7 +324,7 @@ def symmetrise(
     return SymmetricGraph(indptr=indptr, indices=indices, edge_weights=weights_or_none)
 
 
-def _starts(graph: RawGraph) -> Array:
+def _compute_starts(graph: RawGraph) -> Array:
     # There is one more slot than rows + 1. While filling, indptr[v + 1] is the next free position of row v.
     first_id, indptr = first_ids(graph), np.zeros(graph.total_nodes + 2, dtype=np.int64)
     for (src_type, _, dst_type), (src, dst) in graph.edges.items():
@@ -339,7 +339,7 @@ def _fill_rows(graph: RawGraph, first: int, last: int, free: Array, indices: Arr
 
 
 def _write_symmetric(graph: RawGraph, folder: Path, weighted: bool, workspace: Workspace) -> None:
-    starts, weight_dtype = _starts(graph)[1:], np.int32 if weighted else None
+    starts, weight_dtype = _compute_starts(graph)[1:], np.int32 if weighted else None
     write_rows(folder, starts, partial(_fill_rows, graph), weight_dtype, workspace, "Symmetrising")
     for path in folder.glob("weights.*") if workspace.ranks.is_first else ():
         if _is_nearly_uniform(map_spill(folder, "weights")):

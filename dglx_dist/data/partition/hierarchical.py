@@ -41,13 +41,13 @@ class Hierarchical(Partitioner):
     external = True
 
     def assign(self, graph: RawGraph, num_parts: int, seed: int) -> Assignment:
-        servers, workers = self._shape(num_parts)
+        servers, workers = self._choose_shape(num_parts)
         weights = balance_weights(graph, self.options, num_parts, self.max_constraints)
         inner = PARTITIONERS.resolve(self.options.inner or default_partitioner(self.options))
         if inner in ("hierarchical", "file"):
             raise ConfigError(f"hierarchical cannot use {inner!r} at its two levels; use metis or kaminpar")
         plugin = PARTITIONERS.get(inner)
-        weighted, options = _with_weight_columns(graph, _inner_options(self.options, plugin.honours))
+        weighted, options = _with_weight_columns(graph, _make_inner_options(self.options, plugin.honours))
         shares = weights.shares.reshape(servers, workers)
 
         def split(graph: RawGraph, shares: Array, workspace: Workspace | None) -> Assignment:
@@ -86,7 +86,7 @@ class Hierarchical(Partitioner):
         work = self.workspace
         return None if work is None else replace(work, folder=work.folder / f"{name}.work")
 
-    def _shape(self, num_parts: int) -> tuple[int, int]:
+    def _choose_shape(self, num_parts: int) -> tuple[int, int]:
         # It returns (servers, workers). A missing number is computed from the other one.
         servers, workers = self.options.servers, self.options.workers
         if servers is None and workers is None:
@@ -105,7 +105,7 @@ class Hierarchical(Partitioner):
         return servers, workers
 
 
-def _inner_options(options: PartitionOptions, honours: frozenset[str]) -> PartitionOptions:
+def _make_inner_options(options: PartitionOptions, honours: frozenset[str]) -> PartitionOptions:
     # The tolerance of each level is chosen so that two levels together have the requested one.
     inner = replace(options, servers=None, workers=None, inner=None)
     if "tolerance" not in honours and not options.tolerance:

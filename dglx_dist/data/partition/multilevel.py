@@ -106,13 +106,13 @@ def part_graph(
     cut = ctypes.c_int64()
     code = library.METIS_PartGraphKway(
         *(ctypes.byref(ctypes.c_int64(n)) for n in (num_nodes, num_constraints)),
-        *(_address(a) for a in (graph.indptr, indices, node_weights, None, edge_weights)),
+        *(_get_address(a) for a in (graph.indptr, indices, node_weights, None, edge_weights)),
         ctypes.byref(ctypes.c_int64(len(weights.shares))),
-        _address(shares),
-        _address(tolerances),
-        _options(library, options, seed),
+        _get_address(shares),
+        _get_address(tolerances),
+        _make_metis_options(library, options, seed),
         ctypes.byref(cut),
-        _address(parts),
+        _get_address(parts),
     )
     if code != 1:
         raise ConfigError(
@@ -122,7 +122,9 @@ def part_graph(
     return parts.astype(np.int32)
 
 
-def _options(library: ctypes.CDLL, options: PartitionOptions, seed: int) -> ctypes.Array[ctypes.c_int64]:
+def _make_metis_options(
+    library: ctypes.CDLL, options: PartitionOptions, seed: int
+) -> ctypes.Array[ctypes.c_int64]:
     values = (ctypes.c_int64 * _NUM_OPTIONS)()
     library.METIS_SetDefaultOptions(values)
     values[_OBJTYPE] = int(options.objective == "vol")
@@ -134,7 +136,7 @@ def _options(library: ctypes.CDLL, options: PartitionOptions, seed: int) -> ctyp
     return values
 
 
-def _address(array: Array | None) -> ctypes.c_void_p | None:
+def _get_address(array: Array | None) -> ctypes.c_void_p | None:
     return None if array is None else array.ctypes.data_as(ctypes.c_void_p)
 
 
@@ -162,12 +164,12 @@ class _Multilevel(Partitioner):
                     len(coarse_graph.indices),
                     coarse_graph.edge_weights is not None,
                 )
-                return beside_columns.fits(self._bytes(*size, num_weights))
+                return beside_columns.fits(self._estimate_bytes(*size, num_weights))
 
             return partition(symmetric, weights, solve, fits, workspace, seed)
 
         def count_library_bytes(weights: BalanceWeights) -> int:
-            return self._bytes(graph.total_nodes, 2 * graph.total_edges, True, len(weights.columns))
+            return self._estimate_bytes(graph.total_nodes, 2 * graph.total_edges, True, len(weights.columns))
 
         return assign_balanced(
             self,
@@ -184,7 +186,7 @@ class _Multilevel(Partitioner):
 
     @staticmethod
     @abstractmethod
-    def _bytes(num_nodes: int, num_entries: int, has_weights: bool, num_weights: int) -> int:
+    def _estimate_bytes(num_nodes: int, num_entries: int, has_weights: bool, num_weights: int) -> int:
         """Return the measured memory of the library, in addition to the symmetric graph."""
 
 
@@ -206,7 +208,7 @@ class Metis(_Multilevel):
     _dtype = np.int64
 
     @staticmethod
-    def _bytes(num_nodes: int, num_entries: int, has_weights: bool, num_weights: int) -> int:
+    def _estimate_bytes(num_nodes: int, num_entries: int, has_weights: bool, num_weights: int) -> int:
         return 112 * num_entries + (200 + 60 * num_weights) * num_nodes
 
     def _compute(self, seed: int, symmetric: SymmetricGraph, weights: BalanceWeights) -> Array:
@@ -254,7 +256,7 @@ class Kaminpar(_Multilevel):
     honours = frozenset({"balance", "tolerance", "target_weights", "fast", "threads"})
 
     @staticmethod
-    def _bytes(num_nodes: int, num_entries: int, has_weights: bool, num_weights: int) -> int:
+    def _estimate_bytes(num_nodes: int, num_entries: int, has_weights: bool, num_weights: int) -> int:
         return 150 * num_nodes + (28 if has_weights else 16) * num_entries
 
     def _compute(self, seed: int, graph: SymmetricGraph, weights: BalanceWeights) -> Array:

@@ -155,11 +155,11 @@ def stream_order(graph: SymmetricGraph, seed: int) -> Array:
     Greedy streaming works well in this order, because some neighbours of a node are assigned before it.
     """
     starts = np.random.default_rng(seed).permutation(graph.num_nodes)
-    return _breadth_first(graph.indptr, graph.indices, starts)
+    return _order_breadth_first(graph.indptr, graph.indices, starts)
 
 
 @njit(cache=True, nogil=True)
-def _breadth_first(indptr: Array, indices: Array, starts: Array) -> Array:
+def _order_breadth_first(indptr: Array, indices: Array, starts: Array) -> Array:
     order = np.empty(len(starts), dtype=np.int64)
     seen = np.zeros(len(starts), dtype=np.bool_)
     num_found = 0

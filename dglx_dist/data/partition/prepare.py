@@ -72,12 +72,12 @@ def open_work(
         return
     path = Path(spec).expanduser()
     is_dataset = (path / MANIFEST).is_file()
-    source = [read_manifest(path).checksum] if is_dataset else [str(spec), options, _stamps(path)]
+    source = [read_manifest(path).checksum] if is_dataset else [str(spec), options, _read_stamps(path)]
     with _open_plan_workspace(folder, plan, source, ranks) as workspace:
         yield workspace
 
 
-def _stamps(path: Path) -> list[tuple[str, int, int]]:
+def _read_stamps(path: Path) -> list[tuple[str, int, int]]:
     files = [path, *sorted(path.rglob("*"))] if path.is_dir() else [path]
     stats = {file: file.stat() for file in files if file.is_file()}
     return [(file.name, stat.st_size, stat.st_mtime_ns) for file, stat in stats.items()]
@@ -94,7 +94,7 @@ def _open_plan_workspace(
             if plan_field.name not in _NOT_OF_RESULT
         },
         "method": plan.partitioner,
-        "file": _stamps(Path(plan.options.file)) if plan.options.file else [],
+        "file": _read_stamps(Path(plan.options.file)) if plan.options.file else [],
         "version": version("dglx_dist"),
     }
     assert plan.memory is not None, "checked by the caller"
@@ -241,7 +241,7 @@ def _assign(graph: RawGraph, plan: PartitionPlan, workspace: Workspace | None) -
         and partitioner_class.max_constraints is None
         and plan.options.threads == 1
     )
-    if plan.options.balance or not can_balance or "train" not in _imbalances(graph, split.quality):
+    if plan.options.balance or not can_balance or "train" not in _find_imbalances(graph, split.quality):
         return split
     if workspace is not None:
         workspace = replace(workspace, folder=workspace.folder / "balanced.work")
@@ -294,7 +294,7 @@ def _load_split(graph: RawGraph, folder: Path) -> _Split:
 _IMBALANCED = 1.5
 
 
-def _imbalances(graph: RawGraph, quality: PartitionQuality) -> dict[str, float]:
+def _find_imbalances(graph: RawGraph, quality: PartitionQuality) -> dict[str, float]:
     """Return the balance of splits with a part that has far more nodes than its share without need."""
     imbalances = {}
     for name, ratio in quality.balance.items():
@@ -314,7 +314,7 @@ def _warn(graph: RawGraph, quality: PartitionQuality) -> None:
             len(quality.tolerance),
             100 * quality.edge_cut,
         )
-    if imbalances := _imbalances(graph, quality):
+    if imbalances := _find_imbalances(graph, quality):
         log.warning(
             "the fullest part has %s, so other ranks will wait for its rank; add --balance %s, with metis, "
             "ldg or fennel",
@@ -339,16 +339,16 @@ def _is_one_way(graph: RawGraph) -> bool:
     ((src, dst),) = graph.edges.values()
     chosen = np.random.default_rng(0).integers(0, max(len(src), 1), _SAMPLED if len(src) else 0)
     chosen = chosen[src[chosen] != dst[chosen]]
-    opposite = np.unique(_edge_keys(dst[chosen], src[chosen], graph.total_nodes))
+    opposite = np.unique(_make_edge_keys(dst[chosen], src[chosen], graph.total_nodes))
     has_opposite = np.zeros(len(opposite), np.bool_)
     for piece in pieces(len(src), _AT_ONCE):
         if 2 * has_opposite.sum() >= len(has_opposite):
             break
-        has_opposite |= np.isin(opposite, _edge_keys(src[piece], dst[piece], graph.total_nodes))
+        has_opposite |= np.isin(opposite, _make_edge_keys(src[piece], dst[piece], graph.total_nodes))
     return bool(2 * has_opposite.sum() < len(has_opposite))
 
 
-def _edge_keys(src: Array, dst: Array, num_nodes: int) -> Array:
+def _make_edge_keys(src: Array, dst: Array, num_nodes: int) -> Array:
     # In NumPy 1.26, int32 times an int64 scalar is int32 and overflows.
     keys = src.astype(np.int64)
     keys *= num_nodes
@@ -391,11 +391,11 @@ def _with_reverse_edges(graph: RawGraph, workspace: Workspace | None) -> RawGrap
         columns = graph.edge_data.get(etype, {}).values()
         widest = max([8, *(math.prod(column.shape[1:]) * column.dtype.itemsize for column in columns)])
         workspace.remaining((24 + widest) * len(src), 0, "finding the edges without an opposite one")
-    forward = _edge_keys(src, dst, graph.total_nodes)
+    forward = _make_edge_keys(src, dst, graph.total_nodes)
     forward.sort()
     lacking = []
     for piece in pieces(len(src), _AT_ONCE):
-        keys = _edge_keys(dst[piece], src[piece], graph.total_nodes)
+        keys = _make_edge_keys(dst[piece], src[piece], graph.total_nodes)
         at = np.minimum(np.searchsorted(forward, keys), len(forward) - 1)
         lacking.append(piece.start + np.flatnonzero(forward[at] != keys))
     del forward
@@ -484,21 +484,21 @@ def content_key(graph: RawGraph, plan: PartitionPlan) -> str:
     )
     digest.update(repr(settings).encode())
     data = {"edges": graph.edges, "of edges": graph.edge_data, "of nodes": graph.node_data}
-    for name, array in _arrays({**data, "ids": graph.user_ids, "of source": graph.edge_ids}):
+    for name, array in _iterate_arrays({**data, "ids": graph.user_ids, "of source": graph.edge_ids}):
         digest.update(f"{name} {array.dtype.str} {array.shape}".encode())
         digest.update(np.ascontiguousarray(array).view(np.uint8).data if array.size else b"")
     return digest.hexdigest()[:16]
 
 
-def _arrays(data: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Array]]:
+def _iterate_arrays(data: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Array]]:
     for key, value in sorted(data.items()):
         name = f"{prefix}{key!r} "
         if isinstance(value, Mapping):
-            yield from _arrays(value, name)
+            yield from _iterate_arrays(value, name)
         elif isinstance(value, tuple):
-            yield from _arrays(dict(enumerate(value)), name)
+            yield from _iterate_arrays(dict(enumerate(value)), name)
         elif isinstance(value, SparseRows):
-            yield from _arrays(vars(value) | {"num_columns": np.array(value.num_columns)}, name)
+            yield from _iterate_arrays(vars(value) | {"num_columns": np.array(value.num_columns)}, name)
         else:
             yield name, value
 

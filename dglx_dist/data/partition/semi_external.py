@@ -99,7 +99,7 @@ def _coarsen(
         for c, column in enumerate(weights.columns):
             spill(folder, f"column{c}", np.int64, [np.bincount(coarse_of, column, num_coarse)])
     starts = np.zeros(num_coarse + 1, dtype=np.int64)
-    adjacency = _adjacency(graph)
+    adjacency = _make_adjacency(graph)
     total = _count_between(adjacency, coarse_of, starts[1:])
     np.cumsum(starts, out=starts)
     fill = functools.partial(_fill_between, adjacency, coarse_of)
@@ -111,7 +111,7 @@ _Adjacency: TypeAlias = tuple[Array, Array, Array]
 """Row starts, neighbours, and edge weights. A single weight is for all edges."""
 
 
-def _adjacency(graph: SymmetricGraph) -> _Adjacency:
+def _make_adjacency(graph: SymmetricGraph) -> _Adjacency:
     weights = np.ones(1, np.int32) if graph.edge_weights is None else graph.edge_weights
     return graph.indptr, graph.indices, weights
 
@@ -129,7 +129,7 @@ def _find_clusters(graph: SymmetricGraph, weights: BalanceWeights, key: np.uint6
     _propagate(graph, (labels, loads, matrix, limit), ranks, key=key, refining=False)
     members = np.bincount(labels, minlength=num_nodes).astype(labels.dtype)
     few = 2 * int(np.count_nonzero(members)) <= num_nodes
-    _join_single(_adjacency(graph), labels, members, loads, matrix, limit, few)
+    _join_single(_make_adjacency(graph), labels, members, loads, matrix, limit, few)
     del loads
     used = np.zeros(num_nodes, dtype=labels.dtype)
     used[labels] = 1
@@ -167,9 +167,9 @@ def _propagate(
         key: Random key that decides between labels with equal numbers of neighbours.
         refining: Whether labels are parts with loads that should be even, instead of clusters.
     """
-    num_nodes, adjacency = graph.num_nodes, _adjacency(graph)
+    num_nodes, adjacency = graph.num_nodes, _make_adjacency(graph)
     active, marked = np.ones(num_nodes, np.bool_), np.zeros(num_nodes, np.bool_)
-    rating, streams = np.zeros(len(labelling[1]), np.int64), _streams(graph)
+    rating, streams = np.zeros(len(labelling[1]), np.int64), _cut_streams(graph)
     first, last = ((len(streams) - 1) * rank // ranks.count for rank in (ranks.rank, ranks.rank + 1))
     label = "Refining" if refining else "Clustering"
     shown = ranks.is_first and num_nodes >= SHOWN_FROM
@@ -196,7 +196,7 @@ def _propagate(
                 break
 
 
-def _streams(graph: SymmetricGraph) -> Array:
+def _cut_streams(graph: SymmetricGraph) -> Array:
     # It returns the (S + 1,) first nodes of the streams.
     number = min(max(graph.num_nodes // _MIN_STREAM_NODES, 1), _STREAMS)
     inner = np.searchsorted(graph.indptr, len(graph.indices) * np.arange(1, number) // number)

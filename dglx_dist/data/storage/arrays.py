@@ -293,7 +293,7 @@ class ArrayCache:
         if not self._folder.is_dir():
             return
         remove_abandoned(self._folder)
-        entries = sorted(_entries(self._folder), key=lambda one: (self._is_of_content(one), one.used_s))
+        entries = sorted(_list_entries(self._folder), key=lambda one: (self._is_of_content(one), one.used_s))
         total = sum(entry.num_bytes for entry in entries)
         # Ages are relative to the last opening, because a dataset may not be used for months.
         last_s = max((entry.used_s for entry in entries), default=0.0)
@@ -320,7 +320,7 @@ class ArrayCache:
         return entry.path.relative_to(self._folder).parts[0].endswith(f"-{self._content}")
 
 
-def _entries(folder: Path) -> Iterator[_Entry]:
+def _list_entries(folder: Path) -> Iterator[_Entry]:
     for parent, folders, names in os.walk(folder):
         with_lock = {name.removesuffix(_LOCK) for name in names if name.endswith(_LOCK)}
         folders[:] = [name for name in folders if name not in with_lock and not name.endswith(PARTIAL_SUFFIX)]
@@ -332,10 +332,10 @@ def _entries(folder: Path) -> Iterator[_Entry]:
             with suppress(OSError):
                 # A time in the future would make all other entries look old.
                 used_s = min(opened.stat().st_mtime, time.time())
-                yield _Entry(path=path, used_s=used_s, num_bytes=_size(path))
+                yield _Entry(path=path, used_s=used_s, num_bytes=_measure_size(path))
 
 
-def _size(folder: Path) -> int:
+def _measure_size(folder: Path) -> int:
     files = (Path(parent, name) for parent, _, names in os.walk(folder) for name in names)
     return sum(file.stat().st_size for file in files)
 

@@ -134,9 +134,9 @@ def read_part_config(path: Path) -> PartConfig:
         method=top.optional("part_method", top.text, "dgl"),
         num_parts=num_parts,
         ntypes=ntypes,
-        etypes=[_edge_type(name, path) for name in etypes],
-        nodes=_id_ranges(top, "node_map", ntypes, num_parts),
-        edges=_id_ranges(top, "edge_map", etypes, num_parts),
+        etypes=[_parse_edge_type(name, path) for name in etypes],
+        nodes=_read_id_ranges(top, "node_map", ntypes, num_parts),
+        edges=_read_id_ranges(top, "edge_map", etypes, num_parts),
         files=[top.nested_fields(f"part-{part}").mapping for part in range(num_parts)],
     )
 
@@ -151,7 +151,7 @@ def _read_numbered(top: Fields, key: str, default: str) -> list[str]:
     return names
 
 
-def _edge_type(name: str, path: Path) -> EdgeType:
+def _parse_edge_type(name: str, path: Path) -> EdgeType:
     pieces = name.split(":")
     if len(pieces) != 3:
         raise StorageError(
@@ -161,7 +161,7 @@ def _edge_type(name: str, path: Path) -> EdgeType:
     return pieces[0], pieces[1], pieces[2]
 
 
-def _id_ranges(top: Fields, key: str, names: Sequence[str], num_parts: int) -> IdRanges:
+def _read_id_ranges(top: Fields, key: str, names: Sequence[str], num_parts: int) -> IdRanges:
     # The entry of a part is [first, end), or only the end in old files.
     expected = (
         f"{num_parts} ranges for each of {', '.join(names)}, growing from part to part and type to type"
@@ -378,11 +378,11 @@ def part_structure(nodes: IdRanges, edges: IdRanges, part: int, ends: tuple[Arra
     structure = dgl.graph(
         (torch.from_numpy(local), torch.from_numpy(destination - first)), num_nodes=len(global_ids)
     )
-    structure.ndata[dgl.NID] = _ids(global_ids)
-    structure.ndata["part_id"] = _ids(owners)
+    structure.ndata[dgl.NID] = _convert_ids(global_ids)
+    structure.ndata["part_id"] = _convert_ids(owners)
     structure.ndata["inner_node"] = torch.from_numpy((owners == part).astype(np.uint8))
     edge_ids = np.arange(*edges.part_range(part))
-    structure.edata[dgl.EID] = _ids(edge_ids)
+    structure.edata[dgl.EID] = _convert_ids(edge_ids)
     structure.edata["inner_edge"] = torch.ones(len(edge_ids), dtype=torch.uint8)
     if len(nodes.starts) > 1 or len(edges.starts) > 1:
         structure.ndata[dgl.NTYPE] = torch.from_numpy(kinds.astype(np.int32))
@@ -413,7 +413,7 @@ class _DglWriter:
 
     def write_part(self, part: int, folder: Path) -> None:
         folder.mkdir()
-        structure = part_structure(self._node_ranges, self._edge_ranges, part, self._ends(part))
+        structure = part_structure(self._node_ranges, self._edge_ranges, part, self._find_ends(part))
         dgl.save_graphs(str(folder / _FILES["part_graph"]), [structure], formats=self._formats)
         node_rows = {ntype: rows_of(order, part) for ntype, order in self._nodes.items()}
         edge_rows = {
@@ -432,12 +432,12 @@ class _DglWriter:
         data: Mapping[K, Mapping[str, NodeColumn]],
     ) -> None:
         columns = {
-            f"{_name(owner)}/{name}": self._tensor((owner, name), column, rows)
+            f"{_name(owner)}/{name}": self._make_tensor((owner, name), column, rows)
             for owner, rows in rows_of.items()
             for name, column in data.get(owner, {}).items()
         }
         save_tensors(str(folder / _FILES[kind]), columns)
-        save_tensors(str(folder / ids), {_name(owner): _ids(rows) for owner, rows in rows_of.items()})
+        save_tensors(str(folder / ids), {_name(owner): _convert_ids(rows) for owner, rows in rows_of.items()})
 
     def config(self, assignment: Assignment) -> dict[str, object]:
         etypes = [_name(etype) for etype in self._edges]
@@ -459,7 +459,7 @@ class _DglWriter:
             **parts,
         }
 
-    def _ends(self, part: int) -> tuple[Array, Array]:
+    def _find_ends(self, part: int) -> tuple[Array, Array]:
         sources, destinations = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
         for etype, order in self._edges.items():
             nodes = self._nodes[etype[2]].offsets
@@ -474,7 +474,9 @@ class _DglWriter:
                 sources[-1], destinations[-1] = sources[-1][by_source_id], destinations[-1][by_source_id]
         return np.concatenate(sources), np.concatenate(destinations)
 
-    def _tensor(self, column: tuple[str | EdgeType, str], values: NodeColumn, rows: Array) -> torch.Tensor:
+    def _make_tensor(
+        self, column: tuple[str | EdgeType, str], values: NodeColumn, rows: Array
+    ) -> torch.Tensor:
         kind, name = column
         dtype = self._dtypes[kind].get(name, values.dtype.name)
         if dtype == values.dtype.name:
@@ -499,7 +501,7 @@ class _DglWriter:
             ) from problem
 
 
-def _ids(ids: Array) -> torch.Tensor:
+def _convert_ids(ids: Array) -> torch.Tensor:
     return torch.from_numpy(ids.astype(np.int64))
 
 

@@ -109,7 +109,7 @@ def remove_abandoned(folder: Path, *, below: bool = True) -> None:
 
 def partial_name(target: Path) -> Path:
     """Return a name beside ``target`` for a partial file or folder of this process."""
-    maker = f"{_host()}-{os.getpid()}-{secrets.token_hex(4)}"
+    maker = f"{_get_host()}-{os.getpid()}-{secrets.token_hex(4)}"
     return target.with_name(f"{target.name}.{maker}{PARTIAL_SUFFIX}")
 
 
@@ -129,10 +129,12 @@ def _is_abandoned(partial: Path) -> bool:
         age_s = time.time() - partial.stat().st_mtime
     except OSError:
         return False  # Another rank has just removed it.
-    return age_s > _ABANDONED_S or (maker["host"] == _host() and not psutil.pid_exists(int(maker["process"])))
+    return age_s > _ABANDONED_S or (
+        maker["host"] == _get_host() and not psutil.pid_exists(int(maker["process"]))
+    )
 
 
-def _host() -> str:
+def _get_host() -> str:
     # A dot separates it from the folder's name, so it has none. Containers may share a host name but have
     # their own process ids, so the id of the pid namespace is included.
     return f"{os.uname().nodename.replace('.', '_')}-{Path('/proc/self/ns/pid').stat().st_ino}"

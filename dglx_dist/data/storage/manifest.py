@@ -191,8 +191,8 @@ def from_json(value: object, where: str) -> Manifest:
     node_offsets, node_columns, num_classes, user_ids = {}, {}, {}, {}
     for item in top.nested_list("node_types", 1):
         ntype = item.text("name")
-        node_offsets[ntype] = _offsets(item, num_parts)
-        node_columns[ntype] = _columns(item.nested_fields("columns"))
+        node_offsets[ntype] = _read_offsets(item, num_parts)
+        node_columns[ntype] = _read_columns(item.nested_fields("columns"))
         if item.raw_value("num_classes") is not None:
             num_classes[ntype] = item.integer("num_classes", 0)
         if (kind := item.choice("user_ids", ("int64", "string", None))) is not None:
@@ -202,11 +202,11 @@ def from_json(value: object, where: str) -> Manifest:
     for item in top.nested_list("edge_types"):
         source, relation, destination = item.value("name", _EtypeName)
         etype = (source, relation, destination)
-        edge_offsets[etype] = _offsets(item, num_parts)
-        edge_columns[etype] = _columns(item.nested_fields("columns"))
+        edge_offsets[etype] = _read_offsets(item, num_parts)
+        edge_columns[etype] = _read_columns(item.nested_fields("columns"))
         item.reject_unread()
     entries = top.nested_fields("files")
-    files = {path: _file(entries.nested_fields(path)) for path in entries.mapping}
+    files = {path: _read_file_info(entries.nested_fields(path)) for path in entries.mapping}
     manifest = Manifest(
         name=top.text("name"),
         num_parts=num_parts,
@@ -251,7 +251,7 @@ def read_manifest(folder: Path) -> Manifest:
     try:
         raw = read_small_file(path)
     except OSError as problem:
-        raise StorageError(_why_unreadable(folder, problem)) from problem
+        raise StorageError(_explain_unreadable(folder, problem)) from problem
     try:
         value = json.loads(raw)
     except (ValueError, RecursionError) as problem:
@@ -271,7 +271,7 @@ def read_manifest(folder: Path) -> Manifest:
     return replace(from_json(value, str(path)), checksum=stated)
 
 
-def _why_unreadable(folder: Path, problem: OSError) -> str:
+def _explain_unreadable(folder: Path, problem: OSError) -> str:
     for path in sorted(folder.glob("*.json")) if folder.is_dir() else [folder]:
         if is_dgl_config(path):
             return f'{folder} is in the format of DGL; open it with dx.DistGraph(part_config="{path}")'
@@ -311,7 +311,7 @@ def _check_format(top: Fields) -> None:
         )
 
 
-def _offsets(item: Fields, num_parts: int) -> Array:
+def _read_offsets(item: Fields, num_parts: int) -> Array:
     count = num_parts + 1
     offsets = item.value("offsets", Annotated[tuple[_Count, ...], Within(count, count)])
     if offsets[0] != 0 or any(b < a for a, b in pairwise(offsets)):
@@ -319,7 +319,7 @@ def _offsets(item: Fields, num_parts: int) -> Array:
     return np.array(offsets, dtype=np.int64)
 
 
-def _columns(items: Fields) -> dict[str, ColumnInfo]:
+def _read_columns(items: Fields) -> dict[str, ColumnInfo]:
     columns = {}
     for name in items.mapping:
         item = items.nested_fields(name)
@@ -333,7 +333,7 @@ def _columns_to_json(columns: Mapping[str, ColumnInfo]) -> dict[str, object]:
     return {name: {"dtype": info.dtype, "row_shape": list(info.row_shape)} for name, info in columns.items()}
 
 
-def _file(item: Fields) -> FileInfo:
+def _read_file_info(item: Fields) -> FileInfo:
     info = FileInfo(num_bytes=item.integer("bytes", 0), checksum=item.text("crc32"))
     item.reject_unread()
     return info

@@ -71,7 +71,7 @@ def verify_files(folder: Path, manifest: Manifest, verify: Verify) -> None:
     ids = {path: array for path, array in arrays if array.upper_bound is not None}
     stamps = _read_stamps(folder) if verify == "auto" else {}
     current = {
-        path: [*_stamp(folder / path, info), *([manifest.checksum] if path in ids else [])]
+        path: [*_make_stamp(folder / path, info), *([manifest.checksum] if path in ids else [])]
         for path, info in files.items()
         if (folder / path).exists()
     }
@@ -129,7 +129,7 @@ def find_first_invalid(
     return len(values) - 1 if is_indptr and values[-1] != bound - 1 else None
 
 
-def _stamp(path: Path, info: FileInfo) -> list[object]:
+def _make_stamp(path: Path, info: FileInfo) -> list[object]:
     status = path.stat()
     return [status.st_size, status.st_mtime_ns, status.st_ctime_ns, info.checksum]
 
@@ -200,12 +200,12 @@ class StoredDataset:
         self._parts: dict[int, StoredPart] = {}
 
     def has_part(self, part: int) -> bool:
-        return not self._missing(part)
+        return not self._find_missing_files(part)
 
     def part(self, part: int) -> StoredPart:
         """Return one part without reading it. Raise StorageError if its files are not on this machine."""
         if part not in self._parts:
-            missing = self._missing(part)
+            missing = self._find_missing_files(part)
             if missing:
                 raise StorageError(
                     f"part {part} of {self.folder} is not on this machine: {shorten_list(missing)} missing; "
@@ -214,7 +214,7 @@ class StoredDataset:
             self._parts[part] = StoredPart(self.folder, self.manifest, part)
         return self._parts[part]
 
-    def _missing(self, part: int) -> list[str]:
+    def _find_missing_files(self, part: int) -> list[str]:
         manifest = self.manifest
         if not 0 <= part < manifest.num_parts:
             raise ConfigError(f"{self.folder} has the parts 0..{manifest.num_parts - 1}, not {part}")
@@ -237,31 +237,31 @@ class StoredPart:
 
     def indptr(self, etype: EdgeType) -> Array:
         """Return the (n_dst + 1,) int64 row pointers of the in-edges of the owned destinations, from 0."""
-        return self._array(f"{self._edge_folder(etype)}/indptr.arrow")
+        return self._map_array(f"{self._edge_folder(etype)}/indptr.arrow")
 
     def indices(self, etype: EdgeType) -> Array:
         """Return the (E_part,) int32 or int64 new global source ids, ascending within a destination."""
-        return self._array(f"{self._edge_folder(etype)}/indices.arrow")
+        return self._map_array(f"{self._edge_folder(etype)}/indices.arrow")
 
     def node_data(self, ntype: str, name: str) -> Array:
         """Return the (n, *row) rows of one node tensor. bfloat16 is returned as bits in uint16."""
         path = data_path(self._node_folder(ntype), name)
         _check_known(self._manifest.node_columns[ntype], name, f"tensor of {ntype!r} nodes", self._folder)
-        return self._array(path)
+        return self._map_array(path)
 
     def edge_data(self, etype: EdgeType, name: str) -> Array:
         """Return the (E_part, *row) rows of one edge tensor, in the order of :meth:`indices`."""
         path = data_path(self._edge_folder(etype), name)
         _check_known(self._manifest.edge_columns[etype], name, f"tensor of {etype} edges", self._folder)
-        return self._array(path)
+        return self._map_array(path)
 
     def original_node_ids(self, ntype: str) -> Array:
         """Return the (n,) int64 ascending ids of the owned nodes in the source."""
-        return self._array(f"{self._node_folder(ntype)}/original_ids.arrow")
+        return self._map_array(f"{self._node_folder(ntype)}/original_ids.arrow")
 
     def original_edge_ids(self, etype: EdgeType) -> Array:
         """Return the (E_part,) int64 positions of the edges in the source."""
-        return self._array(f"{self._edge_folder(etype)}/original_ids.arrow")
+        return self._map_array(f"{self._edge_folder(etype)}/original_ids.arrow")
 
     def user_ids(self, ntype: str, workspace: Workspace | None = None) -> Array | None:
         """Return the user's (n,) int64 or unicode ids, or None. Strings are copied."""
@@ -270,7 +270,7 @@ class StoredPart:
             return None
         num_rows = self._stored[path].num_rows
         if kind != "string" or workspace is None or not num_rows:
-            return self._array(path)
+            return self._map_array(path)
         pieces = partial(string_pieces, self._folder / path, path, num_rows, _TEXTS_AT_ONCE)
         (ids,) = concatenate_chunks(workspace, f"ids-{safe_name(ntype)}", [pieces], num_rows)
         return ids
@@ -283,7 +283,7 @@ class StoredPart:
         _check_known(self._manifest.edge_columns, etype, "edge type", self._folder)
         return edge_folder(self._part, etype)
 
-    def _array(self, path: str) -> Array:
+    def _map_array(self, path: str) -> Array:
         # Two threads may both map a file. Either view is valid.
         if path not in self._arrays:
             file, stored = self._folder / path, self._stored[path]
@@ -323,7 +323,7 @@ def load_raw_graph(dataset: StoredDataset, workspace: Workspace | None = None) -
                     f"{dataset.folder} holds {name!r} as bfloat16; partition the graph that it was made from"
                 )
     part = dataset.part(0)
-    destinations = _destinations(part, manifest, workspace)
+    destinations = _expand_destinations(part, manifest, workspace)
     user_ids = {ntype: part.user_ids(ntype, workspace) for ntype in manifest.user_ids}
     return RawGraph(
         name=manifest.name,
@@ -344,7 +344,9 @@ def load_raw_graph(dataset: StoredDataset, workspace: Workspace | None = None) -
     )
 
 
-def _destinations(part: StoredPart, manifest: Manifest, workspace: Workspace | None) -> dict[EdgeType, Array]:
+def _expand_destinations(
+    part: StoredPart, manifest: Manifest, workspace: Workspace | None
+) -> dict[EdgeType, Array]:
     etypes, num_edges = manifest.edge_types, sum(map(manifest.num_edges, manifest.edge_types))
     makers = [
         partial(expand_indptr, part.indptr(etype), id_dtype(manifest.num_nodes(etype[2]))) for etype in etypes

@@ -113,7 +113,7 @@ def narrow(
             from the (k,) ``rows``, or the id of that row from ``ids``.
     """
     if dtype == "bfloat16":
-        target = _bfloat16(_single_bits(piece)).reshape(piece.shape)
+        target = _round_to_bfloat16(_round_to_odd(piece)).reshape(piece.shape)
         is_finite = (target & 0x7F80) != 0x7F80
     else:
         target = _cast_quietly(piece, dtype)
@@ -130,7 +130,7 @@ def narrow(
     return target
 
 
-def _single_bits(values: Array) -> Array:
+def _round_to_odd(values: Array) -> Array:
     """Return float32 bits that round to the bfloat16 nearest to ``values``.
 
     Rounding twice could be wrong at ties. So values that float32 cannot represent are truncated and get an
@@ -151,7 +151,7 @@ def _cast_quietly(values: Array, dtype: Any) -> Array:
         return values.astype(dtype)
 
 
-def _bfloat16(single: Array) -> Array:
+def _round_to_bfloat16(single: Array) -> Array:
     """Round (K,) float32 bits to the nearest 16 bits, with ties to even. NaN stays NaN."""
     high = single >> np.uint32(16)
     is_nan = (single & np.uint32(0x7FFFFFFF)) > np.uint32(0x7F800000)
@@ -402,16 +402,16 @@ def write_dataset(
     check_feature_dtype(feature_dtype, graph)
     node_columns = _columns(graph.num_nodes, graph.node_data, bfloat16, feature_dtype)
     edge_columns = _columns(num_edges, graph.edge_data, bfloat16, feature_dtype)
-    user_ids = _user_id_kinds(graph)
+    user_ids = _find_user_id_kinds(graph)
     parameters = dict(assignment.parameters)
     if graph.class_names:
         parameters["class_names"] = {kind: list(names) for kind, names in graph.class_names.items()}
-    settings = _json_only({"parameters": parameters, "quality": dict(quality or {})})
+    settings = _check_settings({"parameters": parameters, "quality": dict(quality or {})})
     orders = relabel_nodes(graph, assignment)
     columns = [(graph.num_nodes[ntype], infos) for ntype, infos in node_columns.items()]
     columns += [(num_edges[etype], infos) for etype, infos in edge_columns.items()]
     num_bytes = 16 * (graph.total_nodes + graph.total_edges)
-    num_bytes += sum(count * _row_bytes(info) for count, infos in columns for info in infos.values())
+    num_bytes += sum(count * _count_row_bytes(info) for count, infos in columns for info in infos.values())
     ordered = {}
     if workspace is not None:
         ordered = {etype: relabel_on_disk(graph, etype, orders, workspace) for etype in graph.edges}
@@ -476,15 +476,17 @@ class _PartWriter:
         for part in range(self._num_parts):
             self._part = part
             folder, rows = node_folder(part, ntype), rows_of(order, part)
-            self._rows(f"{folder}/original_ids.arrow", IDS, rows, None)
+            self._write_column(f"{folder}/original_ids.arrow", IDS, rows, None)
             path = f"{folder}/user_ids.arrow"
             if user_ids is not None and user_ids.dtype.kind == "U":
                 self._write(path, partial(_write_texts, user_ids, rows))
             elif user_ids is not None:
-                self._rows(path, IDS, rows, user_ids)
+                self._write_column(path, IDS, rows, user_ids)
             for name, info in columns.items():
                 column = graph.node_data[ntype][name]
-                self._rows(data_path(folder, name), info, rows, column, f"node data {name!r} of {ntype!r}")
+                self._write_column(
+                    data_path(folder, name), info, rows, column, f"node data {name!r} of {ntype!r}"
+                )
 
     def write_edge_type(
         self,
@@ -509,15 +511,15 @@ class _PartWriter:
             folder, in_order = edge_folder(part, etype), range(*order.offsets[part : part + 2].tolist())
             indptr = order.indptr[nodes[part] : nodes[part + 1] + 1] - in_order.start
             self._column(f"{folder}/indptr.arrow", IDS, len(indptr), [indptr])
-            self._rows(f"{folder}/indices.arrow", source_info, in_order, order.indices)
+            self._write_column(f"{folder}/indices.arrow", source_info, in_order, order.indices)
             rows = rows_of(order, part) if on_disk is None else in_order
-            self._rows(f"{folder}/original_ids.arrow", IDS, rows, ids)
+            self._write_column(f"{folder}/original_ids.arrow", IDS, rows, ids)
             for name, info in columns.items():
                 description = f"edge data {name!r} of {etype}"
-                self._rows(data_path(folder, name), info, rows, data[name], description, ids)
+                self._write_column(data_path(folder, name), info, rows, data[name], description, ids)
         return order.offsets
 
-    def _rows(
+    def _write_column(
         self,
         path: str,
         info: ColumnInfo,
@@ -527,7 +529,7 @@ class _PartWriter:
         ids: Array | None = None,
     ) -> None:
         """Write ``rows`` of ``column``, or their numbers. Messages use ``description`` and ``ids``."""
-        dtype, step = numpy_dtype(info.dtype), max(1, CHUNK_BYTES // max(1, _row_bytes(info)))
+        dtype, step = numpy_dtype(info.dtype), max(1, CHUNK_BYTES // max(1, _count_row_bytes(info)))
         narrows = (
             description
             and column is not None
@@ -605,7 +607,7 @@ def _check_column(column: NodeColumn, num_rows: int, what: str, is_bfloat16: boo
     return ColumnInfo(dtype="bfloat16", row_shape=info.row_shape)
 
 
-def _user_id_kinds(graph: RawGraph) -> dict[str, str]:
+def _find_user_id_kinds(graph: RawGraph) -> dict[str, str]:
     kinds = {}
     for ntype, ids in graph.user_ids.items():
         count = graph.num_nodes.get(ntype, 0)
@@ -623,11 +625,11 @@ def _user_id_kinds(graph: RawGraph) -> dict[str, str]:
     return kinds
 
 
-def _row_bytes(info: ColumnInfo) -> int:
+def _count_row_bytes(info: ColumnInfo) -> int:
     return math.prod(info.row_shape) * numpy_dtype(info.dtype).itemsize
 
 
-def _json_only(settings: Mapping[str, dict[str, object]]) -> Mapping[str, dict[str, object]]:
+def _check_settings(settings: Mapping[str, dict[str, object]]) -> Mapping[str, dict[str, object]]:
     # The result has the settings as they will be read back.
     for name, values in settings.items():
         for key, value in values.items():

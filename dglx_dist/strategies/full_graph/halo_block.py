@@ -103,9 +103,9 @@ def reduce_without_edges(block: Any, message: Any, reduce: Any) -> dict[str, Ten
 
     def fetch(name: str, rows: Tensor) -> Tensor:
         read[name] = rows
-        return _one_row(rows)
+        return _take_one_row(rows)
 
-    one_edge_block = _one_edge_block(block)
+    one_edge_block = _make_one_edge_block(block)
     set_frame(one_edge_block, make_fetched_frame(block.node_frames[0], fetch, 1))
     before = dict(one_edge_block.dstdata.items())
     one_edge_block.update_all(message, reduce)
@@ -119,7 +119,7 @@ def reduce_without_edges(block: Any, message: Any, reduce: Any) -> dict[str, Ten
     return columns
 
 
-def _one_edge_block(block: Any) -> Any:
+def _make_one_edge_block(block: Any) -> Any:
     source, relation, destination = block.canonical_etypes[0]
     ends = torch.zeros(1, dtype=block.idtype)
     block_with_edge = dgl.create_block(
@@ -131,11 +131,11 @@ def _one_edge_block(block: Any) -> Any:
         (block_with_edge.edata, block.edata),
     ):
         for name, rows in source_data.items():
-            target[name] = _one_row(rows)
+            target[name] = _take_one_row(rows)
     return block_with_edge
 
 
-def _one_row(rows: Tensor) -> Tensor:
+def _take_one_row(rows: Tensor) -> Tensor:
     return torch.zeros((1, *rows.shape[1:]), dtype=rows.dtype, device=rows.device)
 
 

@@ -45,14 +45,14 @@ def gather_rows(h: Tensor, rows: Tensor, out: Tensor) -> Iterator[Tensor]:
     ``h`` is (n, ...), ``rows`` is (k,) int64, and ``out`` is (k, ...), contiguous and of the dtype of ``h``.
     All must be on one device.
     """
-    for piece_rows, piece in zip(_pieces_like(rows, out), _pieces_like(out, out), strict=True):
+    for piece_rows, piece in zip(_cut_like(rows, out), _cut_like(out, out), strict=True):
         torch.index_select(h, 0, piece_rows, out=piece)
         yield piece
 
 
 def copy_rows(source: Tensor, target: Tensor) -> Iterator[bool]:
     """Copy ``source`` to ``target``, both (n, ...), in steps. Yield True after each step."""
-    step = _rows_per_piece(_STEP_BYTES, source)
+    step = _count_rows_per_piece(_STEP_BYTES, source)
     for first in range(0, len(source), step):
         target[first : first + step].copy_(source[first : first + step])
         yield True
@@ -84,9 +84,7 @@ def add_rows(total: Tensor, rows: Sequence[Tensor], incoming: Sequence[Incoming]
 
 def _add_from_peer(total: Tensor, rows: Tensor, part: Incoming) -> Iterator[bool]:
     needed = 0
-    for piece_rows, piece in zip(
-        _pieces_like(rows, part.rows), _pieces_like(part.rows, part.rows), strict=True
-    ):
+    for piece_rows, piece in zip(_cut_like(rows, part.rows), _cut_like(part.rows, part.rows), strict=True):
         needed += piece.numel() * piece.element_size()
         while part.num_arrived < needed:
             yield False
@@ -95,12 +93,12 @@ def _add_from_peer(total: Tensor, rows: Tensor, part: Incoming) -> Iterator[bool
         yield True
 
 
-def _pieces_like(ids: Tensor, rows: Tensor) -> Iterator[Tensor]:
-    step = _rows_per_piece(PIECE_BYTES, rows)
+def _cut_like(ids: Tensor, rows: Tensor) -> Iterator[Tensor]:
+    step = _count_rows_per_piece(PIECE_BYTES, rows)
     return (ids[first : first + step] for first in range(0, len(ids), step))
 
 
-def _rows_per_piece(piece_bytes: int, rows: Tensor) -> int:
+def _count_rows_per_piece(piece_bytes: int, rows: Tensor) -> int:
     """Return the number of the (n, ...) ``rows`` in ``piece_bytes``, or n on an accelerator."""
     if not is_on_host(rows):
         return max(len(rows), 1)
@@ -209,7 +207,7 @@ class HaloExchange:
         wider = torch.float32 if gradient.dtype in HALVES else gradient.dtype
         total = torch.empty(own.shape, dtype=wider, device=gradient.device)
         sent = halo.contiguous() if self._is_readable(halo) else copy_to_host([halo])[0]
-        received = self._memory(self._exchanges.received, self._num_sent, gradient)
+        received = self._reserve_memory(self._exchanges.received, self._num_sent, gradient)
         outgoing, incoming = self.messages(sent, received, BACKWARD)
         adding = add_rows(total, self.rows_on(total.device), incoming)
         self._swap(outgoing, incoming, BACKWARD, chain(copy_rows(own, total), adding))
@@ -219,7 +217,7 @@ class HaloExchange:
         readable, rows_to = self._is_readable(h), self.rows_on(h.device)
         target = halo if readable else allocate_host_memory(halo.shape, halo)
         if readable:
-            sent = self._memory(self._exchanges.sent, self._num_sent, h)
+            sent = self._reserve_memory(self._exchanges.sent, self._num_sent, h)
             outgoing, incoming = self.messages(sent, target, phase)
             for message, rows in zip(outgoing, rows_to, strict=True):
                 message.pieces = gather_rows(h, rows, message.rows)
@@ -256,12 +254,12 @@ class HaloExchange:
     def messages(self, out: Tensor, received: Tensor, phase: str) -> tuple[list[Outgoing], list[Incoming]]:
         """Return the messages that send the rows in ``out`` and those that fill ``received``, by peer."""
         sent_counts, received_counts = self.counts(phase)
-        outgoing = [Outgoing(rank=rank, rows=rows) for rank, rows in _pieces_of(out, sent_counts)]
+        outgoing = [Outgoing(rank=rank, rows=rows) for rank, rows in _cut_by_counts(out, sent_counts)]
         return outgoing, [
-            Incoming(rank=rank, rows=rows) for rank, rows in _pieces_of(received, received_counts)
+            Incoming(rank=rank, rows=rows) for rank, rows in _cut_by_counts(received, received_counts)
         ]
 
-    def _memory(self, buffer: ReusableBuffer, num_rows: int, like: Tensor) -> Tensor:
+    def _reserve_memory(self, buffer: ReusableBuffer, num_rows: int, like: Tensor) -> Tensor:
         shape = (num_rows, *like.shape[1:])
         if is_on_host(like):
             return buffer.take(shape, like.dtype)
@@ -397,13 +395,13 @@ class _AppendLate(torch.autograd.Function):
         own_gradient, halo_gradient = gradient[: halo.own_rows], gradient[halo.own_rows :]
         sent_counts, received_counts = halo.counts(BACKWARD)
         received = ctx.gradients.swap(
-            (part for _, part in _pieces_of(halo_gradient, sent_counts)), halo, BACKWARD, own_gradient
+            (part for _, part in _cut_by_counts(halo_gradient, sent_counts)), halo, BACKWARD, own_gradient
         )
         total = own_gradient.to(
             torch.float32 if own_gradient.dtype in HALVES else own_gradient.dtype, copy=True
         )
         for rows, (_, part) in zip(
-            halo.rows_on(own_gradient.device), _pieces_of(received, received_counts), strict=True
+            halo.rows_on(own_gradient.device), _cut_by_counts(received, received_counts), strict=True
         ):
             total.index_add_(0, rows, part.to(total))
         return None, None, total.to(own_gradient.dtype)
@@ -519,6 +517,6 @@ class StaleHalos:
             self._late[name].rows, self._late[name].is_used = rows, True
 
 
-def _pieces_of(rows: Tensor, counts: Sequence[tuple[int, int]]) -> Iterator[tuple[int, Tensor]]:
+def _cut_by_counts(rows: Tensor, counts: Sequence[tuple[int, int]]) -> Iterator[tuple[int, Tensor]]:
     pieces = torch.split(rows, [count for _, count in counts])
     return zip((rank for rank, _ in counts), pieces, strict=True)

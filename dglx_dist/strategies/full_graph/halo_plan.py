@@ -199,7 +199,7 @@ class PairCover:
 
 def find_covers(layer: HaloLayer) -> dict[int, PairCover]:
     """Return the smallest exchange for sums over the in-edges of ``layer``, by sending rank."""
-    target_of, first_source = _edge_targets(layer), layer.own_rows
+    target_of, first_source = _expand_edge_targets(layer), layer.own_rows
     covers: dict[int, PairCover] = {}
     for rank, count in layer.receive:
         edges = np.flatnonzero((layer.indices >= first_source) & (layer.indices < first_source + count))
@@ -237,32 +237,32 @@ def build_cover(layer: HaloLayer, received: Mapping[int, PairCover], sent: Mappi
         sums_at.append(np.arange(new - len(pair.targets), new))
         old += count
     edges, pairs = np.flatnonzero(kept), received.values()
-    target = np.concatenate([_edge_targets(layer)[edges], *(pair.targets for pair in pairs)])
+    target = np.concatenate([_expand_edge_targets(layer)[edges], *(pair.targets for pair in pairs)])
     order = np.argsort(target, kind="stable")
     sums = np.concatenate(sums_at)
     return Cover(
         layer=HaloLayer(
             own_rows=own_rows,
             targets=layer.targets,
-            indptr=_offsets(np.bincount(target, minlength=layer.targets)),
+            indptr=_compute_offsets(np.bincount(target, minlength=layer.targets)),
             indices=np.concatenate([position[layer.indices[edges]], sums])[order],
             edge_ids=np.concatenate([edges, np.full(len(sums), -1)])[order],
             halo_nodes=np.full(new - own_rows, -1),
             receive=tuple((rank, len(pair.rows) + len(pair.targets)) for rank, pair in received.items()),
             send=tuple(sending),
         ),
-        indptr=_offsets(np.concatenate([NO_IDS, *(pair.counts for pair in sent.values())])),
+        indptr=_compute_offsets(np.concatenate([NO_IDS, *(pair.counts for pair in sent.values())])),
         indices=np.concatenate(summands),
         send_edges=tuple((rank, pair.edges) for rank, pair in received.items() if len(pair.edges)),
         receive_edges=tuple((rank, len(pair.sources)) for rank, pair in sent.items() if len(pair.sources)),
     )
 
 
-def _edge_targets(layer: HaloLayer) -> Array:
+def _expand_edge_targets(layer: HaloLayer) -> Array:
     return np.repeat(np.arange(layer.targets), np.diff(layer.indptr))
 
 
-def _offsets(counts: Array) -> Array:
+def _compute_offsets(counts: Array) -> Array:
     return np.concatenate([np.zeros(1, np.int64), np.cumsum(counts)])
 
 
@@ -357,11 +357,11 @@ class PlanCache:
 
     def holds(self, step: int) -> bool:
         """Return whether the plan of ``step`` exists and is undamaged. Damage is logged."""
-        return self._folder_of(step).find() is not None
+        return self._get_folder(step).find() is not None
 
     def read(self, step: int) -> RankPlan:
         """Return the mapped plan of ``step``. Raise StorageError if it is missing or damaged."""
-        return read_plan(self._folder_of(step))
+        return read_plan(self._get_folder(step))
 
     def write(self, step: int, plan: RankPlan) -> bool:
         """Store the plan of ``step`` and return whether it was written.
@@ -369,7 +369,7 @@ class PlanCache:
         An existing plan is replaced even if it is undamaged. Other ranks may have lost theirs, and only plans
         that were made together fit together.
         """
-        self._can_write = self._can_write and write_plan(self._folder_of(step), plan)
+        self._can_write = self._can_write and write_plan(self._get_folder(step), plan)
         return self._can_write
 
     def accepts(self, column: Column, ids: Array) -> bool:
@@ -383,7 +383,7 @@ class PlanCache:
 
         Damage is logged. The checksum is verified, so the rows are in the page cache when they are used.
         """
-        stored = self._folder_of_rows(column, ids).find(mode="c")
+        stored = self._get_row_folder(column, ids).find(mode="c")
         return view_as_tensor(stored[1][ROWS], column.info) if stored is not None else None
 
     def write_rows(self, column: Column, ids: Array, rows: Tensor) -> bool:
@@ -392,13 +392,13 @@ class PlanCache:
             {ROWS: np.ascontiguousarray(view_as_numpy(rows))},
             f"the fetched rows of {column.name!r}",
         )
-        self._can_write = self._can_write and self._folder_of_rows(column, ids).save(arrays, {}, description)
+        self._can_write = self._can_write and self._get_row_folder(column, ids).save(arrays, {}, description)
         return self._can_write
 
-    def _folder_of(self, step: int) -> ArrayFolder:
+    def _get_folder(self, step: int) -> ArrayFolder:
         return self.folder.subfolder(f"{step}-{self._topology.rank}")
 
-    def _folder_of_rows(self, column: Column, ids: Array) -> ArrayFolder:
+    def _get_row_folder(self, column: Column, ids: Array) -> ArrayFolder:
         digest = hashlib.blake2b(np.ascontiguousarray(ids, np.int64).data, digest_size=16)
         digest.update(json.dumps([column.name, column.info.dtype, *column.info.row_shape]).encode())
         return self.folder.subfolder(f"rows-{self._topology.rank}").subfolder(digest.hexdigest())

@@ -283,7 +283,7 @@ class ColumnReader:
         ``fetch`` maps (own rows, (n_halo, *row) output) to the filled output, in the stored type. With it,
         this call is collective.
         """
-        keys = _first_type(self._columns.inputs)
+        keys = _get_first_type(self._columns.inputs)
         if fetch is None:
             return self._convert(self._read_rows(keys, plan.nodes, PHASE))
         features = {}
@@ -298,12 +298,14 @@ class ColumnReader:
 
     def targets(self, plan: RankPlan) -> dict[str, Tensor]:
         """Return the (seeds, *row) target columns by name."""
-        return self._read_rows(_first_type(self._columns.targets), plan.rows(len(plan.layers)), LABEL_PHASE)
+        return self._read_rows(
+            _get_first_type(self._columns.targets), plan.rows(len(plan.layers)), LABEL_PHASE
+        )
 
     def edges(self, plan: RankPlan) -> dict[str, Tensor]:
         """Return the (E, *row) edge columns of layer 1. Those of later layers are a prefix."""
         return self._convert(
-            self._read_rows(_first_type(self._columns.edges), plan.layers[0].edge_ids, PHASE, 1)
+            self._read_rows(_get_first_type(self._columns.edges), plan.layers[0].edge_ids, PHASE, 1)
         )
 
     def _read_rows(
@@ -329,7 +331,7 @@ class ColumnReader:
         return {name: self._columns.memory.convert(values) for name, values in rows.items()}
 
 
-def _first_type(by_type: Mapping[Any, Mapping[str, str]]) -> Mapping[str, str]:
+def _get_first_type(by_type: Mapping[Any, Mapping[str, str]]) -> Mapping[str, str]:
     return next(iter(by_type.values()), {})
 
 

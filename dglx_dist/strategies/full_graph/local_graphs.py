@@ -106,7 +106,7 @@ class LocalGraph(InEdgesOnlyGraph, RankGraph, DGLGraph):
     def update_all(
         self, message_func: Any, reduce_func: Any, apply_node_func: Any = None, etype: Any = None
     ) -> None:
-        block = self._message_block()
+        block = self._make_message_block()
         columns = block.sums(message_func, reduce_func, self._get_unexchanged)
         if columns:
             self.ndata.update(columns)
@@ -118,7 +118,7 @@ class LocalGraph(InEdgesOnlyGraph, RankGraph, DGLGraph):
     def apply_edges(self, func: Any, edges: Any = ALL, etype: Any = None) -> None:
         if not is_all(edges):
             raise ConfigError(f"apply_edges of a local graph cannot be limited to some edges: {_ALL_EDGES}")
-        self._message_block().apply_edges(func)
+        self._make_message_block().apply_edges(func)
 
     @contextmanager
     def local_scope(self) -> Iterator[None]:
@@ -147,7 +147,7 @@ class LocalGraph(InEdgesOnlyGraph, RankGraph, DGLGraph):
         )
         return moved
 
-    def _message_block(self) -> HaloBlock:
+    def _make_message_block(self) -> HaloBlock:
         (own,) = self.node_frames
         block: HaloBlock = self._block.__copy__()
         block.node_frames = [make_fetched_frame(own, self._get_sources, self._block.num_src_nodes()), own]
@@ -284,7 +284,7 @@ def local_graph(
             )
         check_graph(g)
         names = list(g.ndata) if columns is None else columns
-        return _keys(g.ndata, names, "ndata"), _keys(g.edata, edge_columns, "edata")
+        return _find_keys(g.ndata, names, "ndata"), _find_keys(g.edata, edge_columns, "edata")
 
     node_keys, edge_keys = run_on_all_ranks(g.session, check_columns, ConfigError)
     arguments = {"columns": [*node_keys], "edge_columns": [*edge_keys], "targets": targets, "use_pp": use_pp}
@@ -305,9 +305,9 @@ def local_graph(
         edge_order=g.orig_edge_ids,
     )
     lg = LocalGraph(block)
-    lg.edata.update(_rows(g, edge_keys, layer.edge_ids))
+    lg.edata.update(_pull_rows(g, edge_keys, layer.edge_ids))
     memory = RowMemory()
-    for name, rows in _rows(g, node_keys, plan.nodes).items():
+    for name, rows in _pull_rows(g, node_keys, plan.nodes).items():
         lg.ndata[name] = memory.convert(rows)
         if use_pp and rows.is_floating_point() and rows.dim() > 1:
             # Rows are sent in the stored type, which may be half as wide as the compute type.
@@ -317,7 +317,7 @@ def local_graph(
     return place(lg, g.session.device)
 
 
-def _keys(view: DataView, names: Sequence[str], where: str) -> dict[str, str]:
+def _find_keys(view: DataView, names: Sequence[str], where: str) -> dict[str, str]:
     known, names = list(view), list_names(names)
     for name in names:
         if name not in known or name in (dgl.NID, dgl.EID):
@@ -325,7 +325,7 @@ def _keys(view: DataView, names: Sequence[str], where: str) -> dict[str, str]:
     return {name: view[name].kvstore_key for name in names}
 
 
-def _rows(g: DistGraph, keys: Mapping[str, str], ids: Array) -> dict[str, Tensor]:
+def _pull_rows(g: DistGraph, keys: Mapping[str, str], ids: Array) -> dict[str, Tensor]:
     pulls = {name: g.kvstore.submit_pull(key, ids, distinct=True, phase=PHASE) for name, key in keys.items()}
     return {name: pull() for name, pull in pulls.items()}
 

@@ -130,11 +130,11 @@ PlanSteps: TypeAlias = Generator[PlanStep, dict[int, Any], T]
 def plan_steps(context: PartitionContext, request: PlanRequest) -> PlanSteps[RankPlan]:
     """Make the plan of the rank ``context.topology.rank``."""
     topology = context.topology
-    seeds = yield from _seeds_of_server(context, request)
+    seeds = yield from _gather_seeds(context, request)
     members = topology.ranks_of_server(topology.server)
     shared: dict[int, KHopNeighborhood] = {}
     if topology.rank == members[0]:
-        shared = dict.fromkeys(members, (yield from _rows_of_server(context, request, seeds)))
+        shared = dict.fromkeys(members, (yield from _compute_server_rows(context, request, seeds)))
     held: KHopNeighborhood = (yield PlanStep(name=_SHARED, among=members, outgoing=shared))[members[0]]
     own = _own_rows(held, topology.rank)
     layers = yield from _read_layers(context, request.hops, own, held)
@@ -149,7 +149,7 @@ def plan_steps(context: PartitionContext, request: PlanRequest) -> PlanSteps[Ran
     )
 
 
-def _seeds_of_server(context: PartitionContext, request: PlanRequest) -> PlanSteps[Array]:
+def _gather_seeds(context: PartitionContext, request: PlanRequest) -> PlanSteps[Array]:
     """Send the seeds to the leaders that compute them. Return the received seeds; only leaders get any."""
     topology = context.topology
     seeds = np.unique(as_ids(request.seeds, int(context.bounds[-1]), "the nodes"))
@@ -161,13 +161,13 @@ def _seeds_of_server(context: PartitionContext, request: PlanRequest) -> PlanSte
     return np.unique(np.concatenate([ids for _, ids in received.values()]))
 
 
-def _leaders(context: PartitionContext) -> list[int]:
+def _find_leaders(context: PartitionContext) -> list[int]:
     topology = context.topology
     return [topology.ranks_of_server(server)[0] for server in range(topology.num_servers)]
 
 
 def _split_by_leader(context: PartitionContext, ids: Array) -> dict[int, Array]:
-    return dict(zip(_leaders(context), split_by_server(context, ids), strict=True))
+    return dict(zip(_find_leaders(context), split_by_server(context, ids), strict=True))
 
 
 def split_by_server(context: PartitionContext, seeds: Array) -> list[Array]:
@@ -175,7 +175,7 @@ def split_by_server(context: PartitionContext, seeds: Array) -> list[Array]:
     return np.split(seeds, np.searchsorted(seeds, context.bounds[1:-1]))
 
 
-def _rows_of_server(
+def _compute_server_rows(
     context: PartitionContext, request: PlanRequest, seeds: Array
 ) -> PlanSteps[KHopNeighborhood]:
     """Return the rows that this server computes, each assigned to one of its ranks. Called on leaders.
@@ -184,7 +184,11 @@ def _rows_of_server(
     exchange the ids that they read from each other. Below, a server computes everything that its rows read.
     ``seeds`` are its (K,) ascending distinct int64 output rows.
     """
-    topology, leaders, own = context.topology, _leaders(context), context.own_range(context.topology.server)
+    topology, leaders, own = (
+        context.topology,
+        _find_leaders(context),
+        context.own_range(context.topology.server),
+    )
     allowed = request.eas and np.union1d(request.eas(context.structure, own, seeds), seeds)
     levels, known, sources_so_far = [seeds], seeds, NO_IDS
     edges: list[InEdges] = []
@@ -281,17 +285,21 @@ def _read_layers(
     if hops < len(counts) - 1:
         inside = (own.sources >= first) & (own.sources < last)
         outside = np.flatnonzero(~inside & own.is_read_by(hops + 1))
-        anywhere[outside] = yield from _holders_of(context, hops, own.sources[outside], held)
+        anywhere[outside] = yield from _find_holders(context, hops, own.sources[outside], held)
     place = RowPositions(own.nodes, num_nodes).find(own.sources)
     layers: list[HaloLayer] = []
     for layer in range(1, len(counts)):
         is_same = layer > 1 and layer != hops + 1 and counts[layer - 2] == counts[layer - 1] == counts[layer]
         holders = anywhere if layer > hops else in_server
-        layers.append(layers[-1] if is_same else _layer_of(own, layer, holders, place, context.topology.rank))
+        layers.append(
+            layers[-1] if is_same else _build_layer(own, layer, holders, place, context.topology.rank)
+        )
     return layers
 
 
-def _holders_of(context: PartitionContext, hops: int, ids: Array, held: KHopNeighborhood) -> PlanSteps[Array]:
+def _find_holders(
+    context: PartitionContext, hops: int, ids: Array, held: KHopNeighborhood
+) -> PlanSteps[Array]:
     topology = context.topology
     if hops == 0:
         return RowOwners(context.bounds, topology).find_rank(ids)
@@ -311,7 +319,7 @@ def _holders_of(context: PartitionContext, hops: int, ids: Array, held: KHopNeig
     return np.concatenate([holders[rank][0] for rank in serving])
 
 
-def _layer_of(own: _RankRows, layer: int, holders: Array, place: Array, rank: int) -> HaloLayer:
+def _build_layer(own: _RankRows, layer: int, holders: Array, place: Array, rank: int) -> HaloLayer:
     """Build one layer. The (d,) ``holders`` and ``place`` are the rank and the own row of each source."""
     num_own, targets = int(own.counts[layer - 1]), int(own.counts[layer])
     indptr = own.indptr[: targets + 1]
@@ -421,7 +429,7 @@ def make_all_plans(
     ``seeds`` has the ascending ids of the output nodes of each of S servers, all of its own. ``options`` are
     further fields of a :class:`PlanRequest`.
     """
-    topology, seeds_of = context.topology, dict(zip(_leaders(context), seeds, strict=True))
+    topology, seeds_of = context.topology, dict(zip(_find_leaders(context), seeds, strict=True))
     request = PlanRequest(seeds=NO_IDS, num_layers=num_layers, hops=hops, show_progress=False, **options)
     running = []
     for rank in range(topology.world_size):

@@ -313,11 +313,11 @@ class CutGradient(Tensor):
         first: Any = args[0] if args else None
         with plain_tensors():
             if isinstance(first, cls) and (name.endswith("norm") or name in ("max", "amax")):
-                args = (_values_of(first, 0.0 if name.endswith("norm") else -torch.inf), *args[1:])
+                args = (_get_values(first, 0.0 if name.endswith("norm") else -torch.inf), *args[1:])
             elif name == "_foreach_norm":
                 args = (
                     [
-                        _values_of(gradient, 0.0) if isinstance(gradient, cls) else gradient
+                        _get_values(gradient, 0.0) if isinstance(gradient, cls) else gradient
                         for gradient in first
                     ],
                     *args[1:],
@@ -358,7 +358,7 @@ def mark_pieces(parameters: Iterable[nn.Parameter], session: Session, num_parts:
             parameter.grad = CutGradient.wrap(parameter.grad, session, num_parts)
 
 
-def _values_of(piece: Tensor, fill: float) -> Tensor:
+def _get_values(piece: Tensor, fill: float) -> Tensor:
     """Return dense values for a norm or maximum, or one ``fill`` for a part without columns."""
     values = piece.coalesce().values() if piece.is_sparse else piece
     return values if values.numel() else values.new_full((1,), fill)

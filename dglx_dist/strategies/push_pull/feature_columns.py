@@ -241,7 +241,7 @@ def _stream(store: KVStore, missing: Sequence[ColumnSlice], session: Session) ->
         steps = (
             loaded
             for column_slice in missing
-            for loaded in _load(column_slice, partial(_pieces, store, column_slice, session, op))
+            for loaded in _load(column_slice, partial(_iterate_pieces, store, column_slice, session, op))
         )
         stack.callback(steps.close)
 
@@ -288,7 +288,7 @@ def _load(column_slice: ColumnSlice, pieces: Callable[[], Iterator[Array]]) -> I
     column_slice.rows = rows
 
 
-def _pieces(store: KVStore, column_slice: ColumnSlice, session: Session, op: str) -> Iterator[Array]:
+def _iterate_pieces(store: KVStore, column_slice: ColumnSlice, session: Session, op: str) -> Iterator[Array]:
     """Yield the rows of all servers in order, one message at a time, with a few requested ahead."""
     step = rows_per_message(column_slice.row_bytes)
     pending: deque[Pending] = deque()
@@ -335,7 +335,7 @@ class ColumnStore:
 
     def dtype(self, name: str) -> torch.dtype:
         """Return the stored dtype of a feature."""
-        return torch_dtype(self._slice(name).info.dtype)
+        return torch_dtype(self._get_slice(name).info.dtype)
 
     def rows(self, name: str, nodes: Tensor, memory: RowMemory | None = None) -> Tensor:
         """Return a (K, F_p) copy of the own columns of ``g.ndata[name][nodes]``. Thread-safe, sends nothing.
@@ -347,7 +347,7 @@ class ColumnStore:
             ConfigError: the feature was not opened, or ``nodes`` has a wrong dtype or shape.
             IndexError: an id is out of range.
         """
-        column_slice = self._slice(name)
+        column_slice = self._get_slice(name)
         if nodes.dtype != torch.int64 or nodes.dim() != 1:
             raise ConfigError(f"nodes are {nodes.dtype} of shape {tuple(nodes.shape)}; give (K,) int64 ids")
         ids = nodes.numpy()
@@ -366,7 +366,7 @@ class ColumnStore:
         bytes per node each, under the phase ``columns``. Its result is kept.
         """
         if self._moments is None:
-            slices = [self._slice(name) for name in self.names]
+            slices = [self._get_slice(name) for name in self.names]
             # Other groups hold the same columns, so they add zeros and get the same bits.
             summed_slices = slices if min(self._group.replicas) == self._group.rank else []
             width, num_rows = sum(column_slice.columns.width for column_slice in slices), slices[0].num_rows
@@ -391,7 +391,7 @@ class ColumnStore:
     def close(self) -> None:
         self.slices.clear()
 
-    def _slice(self, name: str) -> ColumnSlice:
+    def _get_slice(self, name: str) -> ColumnSlice:
         if name not in self.slices:
             known = ", ".join(map(repr, self.slices)) or "none: the graph is closed"
             raise ConfigError(
@@ -427,7 +427,7 @@ class ColumnStores:
         if key in self._opened:
             return self._opened[key]
         slices = run_on_all_ranks(
-            g.session, lambda: [_column_slice(g, name, group) for name in names], ConfigError
+            g.session, lambda: [_make_column_slice(g, name, group) for name in names], ConfigError
         )
         request = {"features": list(names), "parts": group.size}
         check_equal(g.session, "the request for columns", request, "every rank must ask for the same")
@@ -459,7 +459,7 @@ class ColumnStores:
             self._opened.popitem()[1].close()
 
 
-def _column_slice(g: DistGraph, name: str, group: Group) -> ColumnSlice:
+def _make_column_slice(g: DistGraph, name: str, group: Group) -> ColumnSlice:
     key = g.ndata[name].kvstore_key
     column = g.kvstore.column(key)
     shape = column.info.row_shape

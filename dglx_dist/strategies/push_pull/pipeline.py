@@ -125,14 +125,14 @@ class VersionLog:
         self._stepped_without_part: set[int] = set()
         """Ids of optimizers that have stepped while the part side's gradients wait."""
         self._warned = False
-        self.close = watch_steps(VersionLog._before, self, after=VersionLog._after)
+        self.close = watch_steps(VersionLog._before_step, self, after=VersionLog._after_step)
         """Function that removes the hooks."""
 
     @contextmanager
     def step_known_optimizers(self) -> Iterator[None]:
         """Step the known optimizers with the gradients that the block adds, and restore the old ones."""
         optimizers = [known for ref in self._known if (known := ref()) is not None]
-        parameters = [parameter for optimizer in optimizers for parameter in _parameters(optimizer)]
+        parameters = [parameter for optimizer in optimizers for parameter in _list_parameters(optimizer)]
         before = [parameter.grad for parameter in parameters]
         held_back, self.held_back = self.held_back, ()
         waiting, self.waiting = self.waiting, []
@@ -145,8 +145,8 @@ class VersionLog:
         for parameter, gradient in zip(parameters, before, strict=True):
             parameter.grad = gradient
 
-    def _before(self, optimizer: Optimizer) -> None:
-        for parameter in _parameters(optimizer) if self.held_back else ():
+    def _before_step(self, optimizer: Optimizer) -> None:
+        for parameter in _list_parameters(optimizer) if self.held_back else ():
             if self._side.get(id(parameter)) in self.held_back and _is_zero(parameter.grad):
                 parameter.grad = None
         stepped = self._find_stepped(optimizer)
@@ -163,7 +163,7 @@ class VersionLog:
             or (known_optimizer is not None and not stepped & self._find_stepped(known_optimizer))
         ]
 
-    def _after(self, optimizer: Optimizer) -> None:
+    def _after_step(self, optimizer: Optimizer) -> None:
         sides = {self._side[key] for key in self._find_stepped(optimizer)}
         if not sides:
             return
@@ -186,10 +186,10 @@ class VersionLog:
             )
 
     def _find_stepped(self, optimizer: Optimizer) -> set[int]:
-        return {id(parameter) for parameter in _parameters(optimizer)} & self._side.keys()
+        return {id(parameter) for parameter in _list_parameters(optimizer)} & self._side.keys()
 
 
-def _parameters(optimizer: Optimizer) -> list[nn.Parameter]:
+def _list_parameters(optimizer: Optimizer) -> list[nn.Parameter]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
@@ -609,7 +609,7 @@ class Pipeline(Shared):
     def _start(
         self, layer: SplittableConv, group_batch: GroupBatch, spec: InputSpec, own_edges: Mapping[str, Tensor]
     ) -> InFlightBatch:
-        with self._span("forward M", group_batch.number):
+        with self._record_span("forward M", group_batch.number):
             batch = InFlightBatch(
                 number=group_batch.number,
                 inputs=group_batch.inputs,
@@ -647,7 +647,7 @@ class Pipeline(Shared):
     def _backward_part(self, batch: InFlightBatch) -> InFlightBatch:
         for push in batch.pushes:
             self._wait_timed(push, f"{WAIT} for the push", batch.number)
-        with self._span("backward M", batch.number):
+        with self._record_span("backward M", batch.number):
             self._part.compute(batch)
         return batch
 
@@ -671,13 +671,13 @@ class Pipeline(Shared):
             self.log.waiting.append((self._current.number, "D", self.log.steps["D"]))
         self._current = None
 
-    def _span(self, name: str, number: int) -> AbstractContextManager[None]:
+    def _record_span(self, name: str, number: int) -> AbstractContextManager[None]:
         timeline = self._session.timeline
         return timeline.span(name, COMPUTE, number) if timeline.on else nullcontext()
 
     def _wait_timed(self, wait: Any, name: str, number: int) -> Any:
         begin = time.perf_counter()
-        with self._span(name, number):
+        with self._record_span(name, number):
             result = wait()
         self.exchange.waited_s += time.perf_counter() - begin
         return result
