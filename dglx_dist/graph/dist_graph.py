@@ -450,10 +450,6 @@ class DistGraph(Shared):
             self.session, lambda: self._resolve_ntype(ntype, "cache_rows(ntype=)"), ConfigError
         )
         return cache_rows(self, CacheRequest(name, key, alpha, policy, seeds, fanouts, batch_size, device))
-        known = run_on_all_ranks(
-            self.session, lambda: self._ntype_or_only(ntype, "cache_rows(ntype=)"), ConfigError
-        )
-        return cache_rows(self, CacheRequest(name, known, alpha, policy, seeds, fanouts, batch_size, device))
 
     def structure(self, etype: str | EdgeType | None = None) -> Structure:
         return self._structures[self._resolve_etype(etype, "an edge type")]

@@ -421,10 +421,12 @@ def spmm_hetero(index: TorchIndex, op: str, how: str, num_lhs: int, *operands: R
         rhs = None if op == "copy_lhs" else edges[etype]
         if lhs is None and rhs is None:
             continue
+        if how == "sum":
             part, total = spmm(relation, op, how, lhs, rhs), out[destination]
             out[destination] = part if total is None else total + part
-        part = compute_messages(relation, op, lhs, rhs, "ue")
-        arriving.setdefault(destination, []).append((relation, part))
+        else:
+            part = compute_messages(relation, op, lhs, rhs, "ue")
+            arriving.setdefault(destination, []).append((relation, part))
     for destination, parts in arriving.items():
         segments = _join_segments([relation.by_dst for relation, _ in parts])
         out[destination] = reduce_edges(torch.cat([rows for _, rows in parts]), segments, how)

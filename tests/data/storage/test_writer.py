@@ -262,10 +262,6 @@ def test_it_is_the_plain_sort(seed: int, num_parts: int, num_nodes: int, num_edg
     assert np.diff(edges.offsets).tolist() == np.bincount(owners, minlength=num_parts).tolist()
 
 
-def owned_by(part_of: object, num_parts: int = 2) -> Assignment:
-    return Assignment(num_parts=num_parts, part_of={NODE_TYPE: np.array(part_of)}, method="", seed=0)
-
-
 HARD = [0.0, -0.0, 1.0, 1 / 3, -2.7, 65504.0, 2.0**-24, 1.00390625, 1.01171875, math.nan, math.inf, -math.inf]
 
 
