@@ -112,7 +112,7 @@ def test_distributing_joins_the_ranks_and_keeps_the_names_of_columns(tmp_path: P
             d.to("cuda")
         assert not hasattr(d, "update_all")
         assert d.to_canonical_etype(None) == ("_N", "_E", "_N")
-        with pytest.raises(AttributeError, match=r"no 'int': .* before dx\.distribute.*dataloading"):
+        with pytest.raises(AttributeError, match=r"no 'int'\. .* before dx\.distribute.*dataloading"):
             d.int()
         with pytest.raises(AttributeError, match=r"no 'max': .* t\[:\] returns all .*dx\.node_split\(mask\)"):
             d.ndata["labels"].max()

@@ -33,7 +33,7 @@ def run(folder: Path, text: str) -> str:
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         ("dx.init(timeout=60)\ndx.wrap(3, None)", "ConfigError: wrap takes a torch.nn.Module, not a int"),
         ("with dx.init(timeout=60):\n    dx.wrap(3, None)", "ConfigError: wrap takes a torch.nn.Module"),
@@ -44,11 +44,11 @@ def run(folder: Path, text: str) -> str:
         (f"dx.distribute({GRAPH}, method='metos')", "no partitioner 'metos'"),
     ],
 )
-def test_an_error_is_one_line_on_one_rank(tmp_path: Path, text: str, said: str) -> None:
+def test_an_error_is_one_line_on_one_rank(tmp_path: Path, text: str, message: str) -> None:
     shown = run(tmp_path, text)
     lines = [line for line in shown.splitlines() if f"{tmp_path / 'script.py'}:" in line]
     assert len(lines) == 1, shown
-    assert re.search(said, lines[0])
+    assert re.search(message, lines[0])
     assert shown.count("Traceback") == 1  # that of torchrun itself
 
 

@@ -27,7 +27,7 @@ def _all_collectives() -> dict[str, Any]:
             "sum": own.tolist(),
             "table": gather_int64([rank, 10 * rank], session).tolist(),
             "nothing": gather_int64([], session).shape,
-            "said": gather_json({"rank": rank, "text": "x" * rank}, session),
+            "texts": gather_json({"rank": rank, "text": "x" * rank}, session),
             "told": broadcast_json({"from": rank}, session, source=last),
         }
         barrier(session, "everyone")
@@ -49,7 +49,7 @@ def test_collectives_give_every_rank_the_same_and_a_sum_costs_a_ring(world_size:
         "sum": [factor] * 3,
         "table": [[rank, 10 * rank] for rank in ranks],
         "nothing": (world_size, 0),
-        "said": [{"rank": rank, "text": "x" * rank} for rank in ranks],
+        "texts": [{"rank": rank, "text": "x" * rank} for rank in ranks],
         "told": {"from": world_size - 1},
     }
     assert result == [expected] * world_size

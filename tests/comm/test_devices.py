@@ -64,7 +64,7 @@ def test_nccl_where_every_rank_has_a_gpu_to_itself(
 
 
 @pytest.mark.parametrize(
-    ("ranks", "backend", "said"),
+    ("ranks", "backend", "message"),
     [
         (
             [*gpus("a0"), NO_GPU],
@@ -81,15 +81,15 @@ def test_nccl_where_every_rank_has_a_gpu_to_itself(
     ],
 )
 def test_ranks_that_cannot_train_together_are_named(
-    ranks: list[RankDevice], backend: str | None, said: str
+    ranks: list[RankDevice], backend: str | None, message: str
 ) -> None:
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises(ConfigError, match=message):
         choose_backend(ranks, ["a", "b"], backend)
     assert choose_backend(gpus("a0", "a1"), ["a", "a"], "nccl") == "nccl"
 
 
 @pytest.mark.parametrize(
-    ("device", "count", "name", "said"),
+    ("device", "count", "name", "message"),
     [
         ("auto", 0, "cpu", "finds no GPU|without CUDA"),
         ("auto", 2, "cuda:1", ""),
@@ -104,7 +104,7 @@ def test_ranks_that_cannot_train_together_are_named(
     ],
 )
 def test_a_rank_takes_the_gpu_of_its_number_or_says_why_not(
-    device: Any, count: int, name: str, said: str
+    device: Any, count: int, name: str, message: str
 ) -> None:
     with (
         mock.patch.object(devices, "count_gpus", return_value=count),
@@ -117,7 +117,7 @@ def test_a_rank_takes_the_gpu_of_its_number_or_says_why_not(
         # The same is refused to a loader, which may have other devices than a session.
         refused = refusal(lambda: read_loader_options({"device": device}), ConfigError)
         assert bool(refused) == (device == "auto" or (not name and device != "meta"))
-    assert re.search(said, chosen.problem or chosen.why)
+    assert re.search(message, chosen.problem or chosen.why)
 
 
 def test_a_gpu_that_cannot_compute_is_left_alone_or_an_error() -> None:
@@ -135,9 +135,9 @@ def test_a_gpu_that_cannot_compute_is_left_alone_or_an_error() -> None:
 
 def _starting(device: str, counts: list[int]) -> list[Any]:
     """Start with as many GPUs as ``counts`` says of this rank; those of one number are one card."""
-    message: list[str] = []
+    messages: list[str] = []
     handler = logging.Handler()
-    handler.emit = lambda record: message.append(record.getMessage())  # type: ignore[method-assign]
+    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("dglx_dist.comm.session").addHandler(handler)
     with (
         mock.patch.object(devices, "count_gpus", return_value=counts[int(os.environ["RANK"])]),
@@ -148,7 +148,7 @@ def _starting(device: str, counts: list[int]) -> list[Any]:
             str(session.device),
             session.ranks_of_device,
             gather_json(session.topology.rank, session),
-            message,
+            messages,
         ]
 
 
@@ -162,7 +162,7 @@ def test_two_ranks_share_a_gpu_by_gloo_and_rank_0_says_so() -> None:
 
 
 @pytest.mark.parametrize(
-    ("device", "counts", "said"),
+    ("device", "counts", "message"),
     [
         (
             "auto",
@@ -172,9 +172,9 @@ def test_two_ranks_share_a_gpu_by_gloo_and_rank_0_says_so() -> None:
         ("cuda", [1, 0], r"rank 1 on \S+: device='cuda', but torch"),
     ],
 )
-def test_all_ranks_refuse_a_device_that_one_lacks(device: str, counts: list[int], said: str) -> None:
+def test_all_ranks_refuse_a_device_that_one_lacks(device: str, counts: list[int], message: str) -> None:
     for result in start_ranks(_starting, 2, args=(device, counts)):
-        assert re.search(f"ConfigError: {said}", result.error), result.error
+        assert re.search(f"ConfigError: {message}", result.error), result.error
 
 
 def test_the_environment_stands_for_auto(monkeypatch: pytest.MonkeyPatch) -> None:

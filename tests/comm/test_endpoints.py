@@ -55,7 +55,7 @@ def test_an_end_that_does_not_know_it_is_refused_by_the_other() -> None:
 
 
 def test_a_proof_cannot_be_sent_back() -> None:
-    """Whoever connects without the secret and returns what the other end said is not admitted."""
+    """Whoever connects without the secret and returns the words of the other end is not admitted."""
     with pair() as (first, second):
 
         def mirror() -> None:
@@ -71,11 +71,11 @@ def test_a_proof_cannot_be_sent_back() -> None:
 
 
 @pytest.mark.parametrize(
-    "said", [b"GET / HTTP/1.1\r\n" + bytes(60), b"dglxstr1" + (9).to_bytes(4, "big") + bytes(32)]
+    "greeting", [b"GET / HTTP/1.1\r\n" + bytes(60), b"dglxstr1" + (9).to_bytes(4, "big") + bytes(32)]
 )
-def test_strangers_are_refused(said: bytes) -> None:
+def test_strangers_are_refused(greeting: bytes) -> None:
     with pair() as (first, second):
-        first.sendall(said)
+        first.sendall(greeting)
         with pytest.raises(ConnectionRefusedError, match="protocol"):
             authenticate(second, {3: SECRET})
 

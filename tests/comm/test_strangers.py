@@ -76,7 +76,7 @@ open_endpoints = session_module.open_endpoints
 
 
 def meet_beside_a_stranger() -> list[str]:
-    rank, message = int(os.environ["RANK"]), []
+    rank, messages = int(os.environ["RANK"]), []
     with start_session(timeout_s=20) as session:
         barrier(session, "all is written")
         first = stranger_at(1)
@@ -99,8 +99,8 @@ def meet_beside_a_stranger() -> list[str]:
             attack()
         with pytest.raises(PeerError) as caught:
             start_session(timeout_s=20)
-        message.append(str(caught.value))
-    return message
+        messages.append(str(caught.value))
+    return messages
 
 
 def test_stranger_who_writes_to_the_store_ends_the_start_and_gets_no_rank() -> None:
@@ -114,7 +114,7 @@ def test_stranger_who_writes_to_the_store_ends_the_start_and_gets_no_rank() -> N
 
 def spoil_the_store() -> list[str]:
     """A stranger who writes and deletes beside training changes nothing, or causes one error."""
-    rank, message = int(os.environ["RANK"]), []
+    rank, messages = int(os.environ["RANK"]), []
     with start_session(timeout_s=20) as session:
         total = torch.zeros(3)
         for step in range(4):
@@ -126,12 +126,12 @@ def spoil_the_store() -> list[str]:
                     stranger.delete_key(key)
             total += sum_over_ranks(torch.full((3,), step + 0.1), session, phase="p")
             barrier(session, f"step {step}")
-        message.append(str(total.tolist()))
+        messages.append(str(total.tolist()))
     if rank == 1:
         job_of_strangers().set("sessions/1", "no number")
     with pytest.raises(PeerError) as caught:
         start_session(timeout_s=2)
-    return [*message, str(caught.value)]
+    return [*messages, str(caught.value)]
 
 
 def test_values_of_strangers_change_nothing_or_cause_one_error() -> None:
@@ -161,13 +161,13 @@ def meet_with(secrets: list[dict[str, str]]) -> str:
 
 
 @pytest.mark.parametrize(
-    ("of_rank_0", "of_rank_1", "said"),
+    ("of_rank_0", "of_rank_1", "message"),
     [("a" * 32, "a" * 32, "met"), ("a" * 32, "b" * 32, SEAL), ("a" * 32, "", SEAL), ("", "b" * 32, SEAL)],
 )
-def test_ranks_meet_with_one_secret(of_rank_0: str, of_rank_1: str, said: str) -> None:
+def test_ranks_meet_with_one_secret(of_rank_0: str, of_rank_1: str, message: str) -> None:
     results = run_ranks(meet_with, 2, args=[[{"DGLX_SECRET": of_rank_0}, {"DGLX_SECRET": of_rank_1}]])
-    assert said in results[0]
-    assert "rank 0 has a secret and rank 1 has none" in results[1] if not of_rank_1 else said in results[1]
+    assert message in results[0]
+    assert "rank 0 has a secret and rank 1 has none" in results[1] if not of_rank_1 else message in results[1]
     assert not any(secret and secret in result for result in results for secret in (of_rank_0, of_rank_1))
 
 

@@ -223,11 +223,11 @@ def wrong_for_one_rank(dataset: Path, wrong: Path, part_config: Path) -> list[st
             return opened(part, etype)
 
         StoredPart.indptr = read  # type: ignore[method-assign]
-        message = [refusal(partial(DistGraph, dataset, structure=mode), StorageError) for mode in MODES]
+        messages = [refusal(partial(DistGraph, dataset, structure=mode), StorageError) for mode in MODES]
         StoredPart.indptr = opened  # type: ignore[method-assign]
-        message.append(refusal(partial(DistGraph, wrong), DglxError))
+        messages.append(refusal(partial(DistGraph, wrong), DglxError))
         config = part_config.with_name("elsewhere.json") if item else part_config
-        return [*message, refusal(lambda: DistGraph(part_config=config), StorageError)]
+        return [*messages, refusal(lambda: DistGraph(part_config=config), StorageError)]
 
 
 def test_damaged_or_missing_file_of_one_rank_is_an_error_on_all(small_dataset: Path, tmp_path: Path) -> None:

@@ -60,15 +60,15 @@ def client(service: str) -> Any:
 
 
 def do(deployment: Deployment, *, dry_run: bool = False) -> list[str]:
-    message: list[str] = []
-    made.deploy(deployment, Changes(message.append, dry_run=dry_run))
-    return [text.removeprefix("would ") for text in message]
+    messages: list[str] = []
+    made.deploy(deployment, Changes(messages.append, dry_run=dry_run))
+    return [text.removeprefix("would ") for text in messages]
 
 
 def remove(*, dry_run: bool = False) -> list[str]:
-    message: list[str] = []
-    made.remove(NAME, PLACE, Changes(message.append, dry_run=dry_run))
-    return [text.removeprefix("would ") for text in message]
+    messages: list[str] = []
+    made.remove(NAME, PLACE, Changes(messages.append, dry_run=dry_run))
+    return [text.removeprefix("would ") for text in messages]
 
 
 plan, plan_removal = functools.partial(do, dry_run=True), functools.partial(remove, dry_run=True)
@@ -122,16 +122,16 @@ def test_a_function_in_a_vpc_may_have_network_cards_there(deployment: Deployment
 
 
 def test_deploy_resumes_where_it_stopped(deployment: Deployment) -> None:
-    message: list[str] = []
+    messages: list[str] = []
 
     def stop_at_function(text: str) -> None:
-        message.append(text)
+        messages.append(text)
         if text.startswith("create the function"):
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
         made.deploy(deployment, Changes(stop_at_function))
-    assert len(message) == 3
+    assert len(messages) == 3
     assert do(deployment)[0].startswith("create the function")
 
 

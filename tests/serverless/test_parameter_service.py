@@ -1,4 +1,4 @@
-"""Parameter servers on real ranks beside torch in one process; bytes; what is said when one dies."""
+"""Parameter servers on real ranks beside torch in one process, their bytes, and errors when one dies."""
 
 import threading
 import time
