@@ -49,7 +49,7 @@ def run_ahead(
     """Yield ``make(step)`` for each step in order. At most ``depth`` steps run ahead of the consumer.
 
     ``make`` runs on ``num_threads`` threads, or on the thread of the consumer if that is 0. An error of a
-    step is raised when it is the turn of that step. Closing the iterator cancels other steps.
+    step is raised when it is the turn of that step. Closing the iterator cancels waiting steps.
     """
     if num_threads == 0:
         yield from map(make, steps)
