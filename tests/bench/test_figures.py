@@ -62,7 +62,7 @@ def test_what_was_not_measured_has_no_figures() -> None:
 
 
 def test_a_target_that_one_repetition_did_not_reach_leaves_no_ratio() -> None:
-    def reached(*epochs: int | None) -> list[Spread | None]:
+    def ratios_at_target(*epochs: int | None) -> list[Spread | None]:
         inputs = outcome(ratio=Ratio(name="R", over="random", under="metis", quantity="epochs_to_target"))
         message = iter((*epochs, *(10,) * 5))
         measured = tuple(
@@ -71,9 +71,9 @@ def test_a_target_that_one_repetition_did_not_reach_leaves_no_ratio() -> None:
         )
         return [ratio_figure.value for ratio_figure in ratio_figures(replace(inputs, measurements=measured))]
 
-    assert reached(10, 11, 12, 13, 14) == [Spread(median=1.2, low=1.1, high=1.3)]
+    assert ratios_at_target(10, 11, 12, 13, 14) == [Spread(median=1.2, low=1.1, high=1.3)]
     # Of those that came there the median would be 1.15, though two of five took longer than was looked at.
-    assert reached(10, 11, 12, None, None) == [None]
+    assert ratios_at_target(10, 11, 12, None, None) == [None]
 
 
 def test_time_to_the_best_accuracy_that_all_reach() -> None:
@@ -130,12 +130,12 @@ def test_nothing_is_judged_without_limited_links_or_at_a_phi_that_was_not_reache
     alone = tuple(replace(item, shape=replace(item.shape, servers=1)) for item in inputs.plan.variants)
     on_one = replace(inputs, plan=replace(inputs.plan, variants=alone), network={})
     assert judge_experiment(EXPERIMENT, on_one).word == "reproduced"
-    for phi, reached in ((0.8, False), (0.64, True)):
-        note = {"phi": phi, "calibration": {"wanted": 0.65, "within_tolerance": reached}}
+    for phi, ratios_at_target in ((0.8, False), (0.64, True)):
+        note = {"phi": phi, "calibration": {"wanted": 0.65, "within_tolerance": ratios_at_target}}
         network = {name: {**value, **note} for name, value in inputs.network.items()}
         result = judge_experiment(EXPERIMENT, replace(inputs, network=network))
-        assert result.word == ("reproduced" if reached else "phi not matched")
-        assert ("phi is 0.80, not 0.65" in result.why) is not reached
+        assert result.word == ("reproduced" if ratios_at_target else "phi not matched")
+        assert ("phi is 0.80, not 0.65" in result.why) is not ratios_at_target
 
 
 def test_absent_failed_and_not_measured_yet_give_the_reason() -> None:
@@ -186,7 +186,7 @@ CELLS = tuple(
 SECONDS = {"1: a": 1.0, "1: b": 2.0, "2: a": 1.2, "2: b": 1.0, "3: a": 1.6, "3: b": 1.0}
 
 
-def judged(of: str, high: float, *, counted: int = 2) -> Outcome:
+def judge_cells(of: str, high: float, *, counted: int = 2) -> Outcome:
     """The chosen ways take 1, 1.2 and 1.6 of the fastest, 50 MB an epoch each."""
     inputs = outcome()
     chosen = ("1: a", "1: a")
@@ -207,15 +207,15 @@ def judged(of: str, high: float, *, counted: int = 2) -> Outcome:
 
 def test_regret_is_of_all_cells_and_predictions_are_judged_beside_it() -> None:
     """Of two ways whose bytes were counted one moved others, then none."""
-    full = judged("median", 1.15)
+    full = judge_cells("median", 1.15)
     without = replace(
         full,
         measurements=tuple(measurement for measurement in full.measurements if measurement.variant != "2: b"),
     )
     assert judge(ratio_figures(full)[0]).word == "not reproduced"
     assert judge(ratio_figures(without)[0]).why.startswith("a cell could not")
-    assert judge_experiment(EXPERIMENT, judged("median", 1.25)).word == "partly reproduced"
-    assert judge_experiment(EXPERIMENT, judged("median", 1.25, counted=1)).word == "reproduced"
+    assert judge_experiment(EXPERIMENT, judge_cells("median", 1.25)).word == "partly reproduced"
+    assert judge_experiment(EXPERIMENT, judge_cells("median", 1.25, counted=1)).word == "reproduced"
 
 
 @pytest.mark.wide

@@ -25,14 +25,16 @@ RATE = Rate.parse("1gbit")
 
 
 @pytest.fixture
-def counted(monkeypatch: pytest.MonkeyPatch) -> None:
+def count_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Surveys take seconds; where only the jobs matter, one by hand stands for all."""
 
     def by_hand(params: Mapping[str, Any], servers: Mapping[str, int]) -> dict[str, Survey]:
-        counted = {"remote_rows": 300, "edges": 900, "feature_bytes": 122_400, "gradient_bytes": 50_000}
-        counted |= {"first_targets": 60, "first_edges": 600}
+        count_bytes = {"remote_rows": 300, "edges": 900, "feature_bytes": 122_400, "gradient_bytes": 50_000}
+        count_bytes |= {"first_targets": 60, "first_edges": 600}
         return {
-            name: survey(seeds_per_rank=[16] * servers[name], **counted) for name in params if servers[name]
+            name: survey(seeds_per_rank=[16] * servers[name], **count_bytes)
+            for name in params
+            if servers[name]
         }
 
     monkeypatch.setattr(push_pull, "survey", by_hand)

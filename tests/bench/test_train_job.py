@@ -51,19 +51,19 @@ def payload(report: dict[str, Any], *phases: str) -> int:
     return sum(report["extra"]["bytes_outside_by_phase"].get(phase, 0) for phase in phases)
 
 
-def counted(folder: Path, **changed: Any) -> counts.Survey:
-    (result,) = run_ranks(surveyed, 1, args=(params_of(folder, **changed),))
+def count_job(folder: Path, **changed: Any) -> counts.Survey:
+    (result,) = run_ranks(run_survey, 1, args=(params_of(folder, **changed),))
     return counts.Survey(**result)
 
 
-def surveyed(params: dict[str, Any]) -> Any:
+def run_survey(params: dict[str, Any]) -> Any:
     return counts.survey({"one": {"train": params, "servers": 2}}, context())["one"]
 
 
 def test_bytes_are_what_one_process_counts_from_the_same_draws(
     folder: Path, two_ranks: list[list[dict[str, Any]]]
 ) -> None:
-    expected, report = counted(folder), two_ranks[0][0]
+    expected, report = count_job(folder), two_ranks[0][0]
     assert expected.remote_rows > 0
     assert payload(report, "features") == expected.feature_bytes == expected.remote_rows * (8 + 12 * 4)
     assert payload(report, "sampling") == expected.sampling_bytes
@@ -83,7 +83,7 @@ def test_own_seeds_on_a_replicated_structure_move_no_structure(
 ) -> None:
     report = two_ranks[0][3]
     assert payload(report, "sampling", "labels") == 0
-    expected = counted(folder, seeds="own", structure="replicated")
+    expected = count_job(folder, seeds="own", structure="replicated")
     assert (expected.sampling_bytes, expected.label_bytes) == (0, 0)
     # Two epochs of as many seeds.
     assert report["extra"]["seeds_per_server"] == [2 * seeds for seeds in expected.seeds_per_rank]
@@ -137,7 +137,7 @@ def test_steps_can_be_limited_and_one_process_moves_nothing(folder: Path) -> Non
     assert report["extra"]["seeds_max_over_mean"] == 1.0
     assert report["extra"]["steps"] == 2
     assert report["epochs"][0]["num_samples"] == 2 * 16
-    assert counted(folder, max_steps=2).seeds_per_rank == [32, 32]
+    assert count_job(folder, max_steps=2).seeds_per_rank == [32, 32]
     # Cards of servers are added once.
     assert train.sum_by_server([(0, 100), (0, 100), (1, 50)]) == 150
     assert train.sum_by_server([(0, 100), (1, -1)]) is None

@@ -26,7 +26,7 @@ LEAST = {"link_prediction": 0.65}
 """Script -> accuracy below which it learned nothing, if not 0.9: a random pair is of one class as often."""
 
 
-def changed(name: str) -> str:
+def change(name: str) -> str:
     """The script with the changes that the page shows below the number of its new lines.
 
     An import goes above the others. Of more new than removed lines the last go above what is removed next.
@@ -76,7 +76,7 @@ def test_plain_scripts_run_in_plain_dgl(tmp_path: Path) -> None:
 def test_changed_scripts_learn_on_any_number_of_ranks(tmp_path: Path, ranks: int) -> None:
     shutil.copy(HERE / "graphs.py", tmp_path)
     for name in ADDED:
-        (tmp_path / f"{name}.py").write_text(changed(name))
+        (tmp_path / f"{name}.py").write_text(change(name))
     # A server for each rank, so that two ranks share no part.
     results = run_ranks(run_scripts, ranks, args=(str(tmp_path), list(ADDED), []), ranks_per_server=1)
     assert all(result == results[0] for result in results), "every rank prints the accuracy over all of them"
@@ -90,6 +90,6 @@ def test_the_page_shows_what_is_changed_and_corrected_in_a_script_of_distdgl() -
     # tests/compat runs it, as it is and with these lines changed.
     script = (SCRIPTS / "node_classification.py").read_text().splitlines()
     blocks = re.findall(r"```diff\n(.*?)```", PAGE.read_text(), flags=re.DOTALL)
-    changed, corrected = ([line for line in block.splitlines() if line] for block in blocks[-2:])
-    assert changed == ["+import dglx_dist", f"-    {DDP}", f"+    {WRAP}"]
+    change, corrected = ([line for line in block.splitlines() if line] for block in blocks[-2:])
+    assert change == ["+import dglx_dist", f"-    {DDP}", f"+    {WRAP}"]
     assert [line[0] for line in corrected if (line[1:] in script) == (line[0] == "+")] == list("-++-+")

@@ -71,7 +71,7 @@ def wait_until_gone(word: str, timeout_s: float = 20.0) -> list[str]:
 NOBODY = Process(pid=2**22 - 1, started=1)
 
 
-def noted(name: str, **more: Any) -> LabState:
+def make_state(name: str, **more: Any) -> LabState:
     values: dict[str, Any] = {
         "spec": LabSpec(servers=1),
         "held": "process",
@@ -154,12 +154,12 @@ def ranks_that_train(epochs: int) -> Callable[..., LabRun]:
                 took = replace(epoch(number, seconds), bytes_outside=2 * BYTES)
                 writer.note_epoch(took if number else replace(took, seconds=9 * seconds, bytes_outside=1))
             writer.write("a", topology, Ledger(topology), failed=False)
-        return ended(0, None)
+        return make_run(0, None)
 
     return run
 
 
-def ended(code: int, failure: str | None, **more: Any) -> LabRun:
+def make_run(code: int, failure: str | None, **more: Any) -> LabRun:
     nothing: dict[str, Any] = {"cards_before": (), "cards_after": (), "trace_folder": None}
     return LabRun(exit_code=code, seconds=1.0, failure=failure, **nothing | more)
 

@@ -19,7 +19,7 @@ from scripts.netlab.base import LabError
 from scripts.netlab.calibrate import LEAST_RATE, Measured, find_rate, measured_of
 from scripts.netlab.launch import LabRun
 from scripts.netlab.traces import Trace
-from tests.netlab.helpers import COMPUTE_S, PaperLab, ended, rank_trace, ranks_that_train, row
+from tests.netlab.helpers import COMPUTE_S, PaperLab, make_run, rank_trace, ranks_that_train, row
 
 SENT = 50e6
 PHIS = [0.2, 0.5, 0.65, 0.8, 0.94]
@@ -142,7 +142,7 @@ def test_it_shows_the_tries_and_writes_the_rate(script: str, tmp_path: Path) -> 
 
 def fails(*_arguments: object, log_folder: Path, **_options: object) -> LabRun:
     (log_folder / "server-1.log").write_text("first\nTypeError: no\n")
-    return ended(3, "server 1: rank 1 ended with exit code 3")
+    return make_run(3, "server 1: rank 1 ended with exit code 3")
 
 
 FAILURE = (

@@ -12,7 +12,7 @@ from scripts.netlab import guard
 FOREVER = "1000"
 
 
-def guarded(grace_s: float, script: str) -> "subprocess.Popen[str]":
+def run_guarded(grace_s: float, script: str) -> "subprocess.Popen[str]":
     return subprocess.Popen(
         [sys.executable, "-I", "-S", guard.__file__, str(grace_s), "sh", "-c", script],
         stdin=subprocess.PIPE,
@@ -50,7 +50,7 @@ def test_a_command_ends_by_itself_or_with_its_input_or_a_signal(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    process = guarded(grace_s, script)
+    process = run_guarded(grace_s, script)
     assert process.stdout.readline() == "ready\n"
     if ending == "end":
         process.stdin.close()

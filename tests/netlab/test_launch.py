@@ -118,7 +118,7 @@ def shells(lab: Lab, tmp_path: Path) -> Callable[..., Started]:
     return make
 
 
-def told(server: int, message: str, second: int, *, lost: bool) -> str:
+def describe(server: int, message: str, second: int, *, lost: bool) -> str:
     code = server + 3
     failure = {"rank": server, "message": message, "exit_code": code, "lost_a_peer": lost, "second": second}
     return f"echo '{json.dumps(failure)}' > server-{server}.json; exit {code}"
@@ -129,14 +129,14 @@ def told(server: int, message: str, second: int, *, lost: bool) -> str:
     [
         # A consequence is seen before its cause.
         (
-            told(0, "lost", 1, lost=True),
+            describe(0, "lost", 1, lost=True),
             "while [ ! -e server-0.json ]; do sleep 0.01; done; sleep 0.3; "
-            + told(1, "cause", 2, lost=False),
+            + describe(1, "cause", 2, lost=False),
             4, "server 1: cause",
         ),
         # Of two causes the earlier one is told.
         (
-            told(0, "late", 3, lost=False), "sleep 0.3; " + told(1, "early", 2, lost=False),
+            describe(0, "late", 3, lost=False), "sleep 0.3; " + describe(1, "early", 2, lost=False),
             4, "server 1: early",
         ),
         # The others end soon after one has failed.

@@ -20,7 +20,7 @@ from tests.helpers import wait_for_checkpoints
 EPOCHS, LIMIT_S = 40, 240
 
 
-def started(lab: NamespaceLab, number: int, data: Path, out: Path) -> subprocess.Popen[bytes]:
+def start_server(lab: NamespaceLab, number: int, data: Path, out: Path) -> subprocess.Popen[bytes]:
     server = lab.servers[number]
     changes = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "HOME": os.environ["HOME"]}
     command = [sys.executable, "-m", "dglx_dist.cli.torchrun", "--nnodes", "2", "--nproc-per-node", "1"]
@@ -61,12 +61,12 @@ def test_a_machine_that_comes_back_costs_no_bit(pair: NamespaceLab, tmp_path: Pa
     subprocess.run(command, check=True, capture_output=True, timeout=LIMIT_S)
     for name in ("disturbed", "undisturbed"):
         out = tmp_path / name
-        ranks = [started(pair, number, data, out) for number in range(2)]
+        ranks = [start_server(pair, number, data, out) for number in range(2)]
         if name == "disturbed":
             wait_for_checkpoints(out / "checkpoints", 2)
             kill(ranks[1])
             time.sleep(5)
-            ranks[1] = started(pair, 1, data, out)
+            ranks[1] = start_server(pair, 1, data, out)
         message = [(tmp_path / f"{name}-{number}.log").read_text for number in range(2)]
         assert [rank.wait(LIMIT_S) for rank in ranks] == [0, 0], [read() for read in message]
         last = out / "checkpoints" / f"epoch-{EPOCHS:06d}-step-000000000"

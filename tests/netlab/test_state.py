@@ -18,7 +18,7 @@ from dglx_dist.planner.records import Rate
 from scripts.netlab import hold, state
 from scripts.netlab.base import LabError, LabSpec
 from scripts.netlab.servers import NamespaceServer, find_process
-from tests.netlab.helpers import NOBODY, noted
+from tests.netlab.helpers import NOBODY, make_state
 
 SERVER = NamespaceServer(
     number=0,
@@ -34,7 +34,7 @@ SERVER = NamespaceServer(
 
 def test_is_read_as_it_was_written(own_notes: Path) -> None:
     spec = LabSpec(servers=2, external=Rate.parse("1gbit"), cpus=0.5)
-    single = noted(
+    single = make_state(
         "a", spec=spec, complete=True, switch=(NOBODY,), servers=(SERVER, replace(SERVER, number=1))
     )
     state.write_notes(single, new=True)
@@ -46,9 +46,9 @@ def test_is_read_as_it_was_written(own_notes: Path) -> None:
 
 
 def test_a_name_is_given_once(own_notes: Path) -> None:
-    state.write_notes(noted("a"), new=True)
+    state.write_notes(make_state("a"), new=True)
     with pytest.raises(ConfigError, match=r"'a' exists.*python scripts/netlab down a"):
-        state.write_notes(noted("a"), new=True)
+        state.write_notes(make_state("a"), new=True)
     assert [path.name for path in own_notes.iterdir()] == ["a.json"]
 
 
@@ -62,16 +62,16 @@ def test_refuses_names_that_are_no_file_names(name: str, own_notes: Path) -> Non
 def test_an_unknown_lab_is_told_with_those_there_are(own_notes: Path) -> None:
     with pytest.raises(ConfigError, match="up are: none"):
         state.read_notes("b")
-    state.write_notes(noted("a"), new=True)
+    state.write_notes(make_state("a"), new=True)
     with pytest.raises(ConfigError, match="no lab called 'b'; up are: a"):
         state.read_notes("b")
 
 
 def test_notes_of_a_lab_that_was_taken_down_are_not_written_again(own_notes: Path) -> None:
-    state.write_notes(noted("a"), new=True)
+    state.write_notes(make_state("a"), new=True)
     state.take_down("a")
     with pytest.raises(LabError, match="taken down"):
-        state.write_notes(noted("a"))
+        state.write_notes(make_state("a"))
     assert list(own_notes.iterdir()) == []
 
 
@@ -96,7 +96,7 @@ def test_notes_of_a_lab_that_was_taken_down_are_not_written_again(own_notes: Pat
 )
 def test_damaged_notes_are_named_until_they_are_taken_down(damage: Any, own_notes: Path) -> None:
     for name in ("a", "b"):
-        state.write_notes(noted(name), new=True)
+        state.write_notes(make_state(name), new=True)
         path = own_notes / f"{name}.json"
         text = json.dumps(json.loads(path.read_text()) | damage) if isinstance(damage, dict) else damage
         path.write_text(text, errors="surrogateescape")
@@ -115,9 +115,9 @@ def test_notes_that_name_another_process_as_theirs_are_damaged(where: str, own_n
     """Whatever a file says: what is no holder is neither entered nor killed."""
     innocent = find_process(os.getpid())
     if where == "switch":
-        state.write_notes(noted("a", switch=(innocent,)), new=True)
+        state.write_notes(make_state("a", switch=(innocent,)), new=True)
     else:
-        state.write_notes(noted("a", servers=(replace(SERVER, **{where: innocent}),)), new=True)
+        state.write_notes(make_state("a", servers=(replace(SERVER, **{where: innocent}),)), new=True)
     with pytest.raises(LabError, match=f"process {innocent.pid} holds no lab"):
         state.read_notes("a")
 
@@ -145,7 +145,7 @@ def test_a_folder_that_others_can_write_to_is_refused(
 def test_a_place_that_cannot_be_written_is_named(
     own_notes: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    state.write_notes(noted("a"), new=True)
+    state.write_notes(make_state("a"), new=True)
 
     def full(*_: object) -> int:
         raise OSError(errno.ENOSPC, "No space left on device")
@@ -153,23 +153,23 @@ def test_a_place_that_cannot_be_written_is_named(
     monkeypatch.setattr(Path, "write_text", full)
     for name, new in (("b", True), ("a", False)):
         with pytest.raises(LabError, match=f"{own_notes}: No space left.*make room"):
-            state.write_notes(noted(name), new=new)
+            state.write_notes(make_state(name), new=new)
     assert [path.name for path in own_notes.iterdir()] == ["a.json"]
     (tmp_path / "file").write_bytes(b"")
     monkeypatch.setattr(state, "notes_folder", lambda: tmp_path / "file" / "notes")
     with pytest.raises(LabError, match=r"file/notes: Not a directory"):
-        state.write_notes(noted("b"), new=True)
+        state.write_notes(make_state("b"), new=True)
 
 
 def test_says_whether_it_lives() -> None:
     me = os.getpid()
-    assert state.describe_life(noted("a", complete=True)) == f"up while process {me} runs"
-    assert state.describe_life(noted("a")) == f"being made by process {me}"
-    assert state.describe_life(noted("a", owner=NOBODY)).startswith("dead")
+    assert state.describe_life(make_state("a", complete=True)) == f"up while process {me} runs"
+    assert state.describe_life(make_state("a")) == f"being made by process {me}"
+    assert state.describe_life(make_state("a", owner=NOBODY)).startswith("dead")
 
 
 def test_a_lab_lives_with_its_owner(own_notes: Path) -> None:
-    own, dead = noted("mine", complete=True), noted("dead", owner=NOBODY, complete=True)
+    own, dead = make_state("mine", complete=True), make_state("dead", owner=NOBODY, complete=True)
     assert own.alive
     assert not dead.alive
     assert not replace(own, boot="another").alive
@@ -184,7 +184,7 @@ def test_a_lab_that_stays_up_lives_with_its_servers(own_notes: Path) -> None:
     waits = [sys.executable, "-c", "input()", hold.__file__]
     with subprocess.Popen(waits, stdin=subprocess.PIPE) as child:
         holder = find_process(child.pid)
-        up = noted("up", owner=NOBODY, held="detached", complete=True, switch=(holder,))
+        up = make_state("up", owner=NOBODY, held="detached", complete=True, switch=(holder,))
         half_made = replace(up, name="half-made", complete=False, switch=())
         assert up.alive
         assert state.describe_life(up) == "up"
@@ -205,7 +205,7 @@ def test_a_process_that_is_no_holder_is_left_alone(
     """It got the number of one that has ended, or the notes are wrong."""
     named = find_process(child.pid)
     named = replace(named, started=1) if got_the_number else named
-    state.write_notes(noted("a", owner=NOBODY, switch=(named,)), new=True)
+    state.write_notes(make_state("a", owner=NOBODY, switch=(named,)), new=True)
     assert got_the_number or state.clean_stale() == []
     state.take_down("a")
     assert state.lab_names() == []
@@ -214,7 +214,7 @@ def test_a_process_that_is_no_holder_is_left_alone(
 
 
 def test_a_lab_of_root_is_left_to_root(own_notes: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    state.write_notes(noted("a", owner=NOBODY), new=True)
+    state.write_notes(make_state("a", owner=NOBODY), new=True)
     monkeypatch.setattr(os, "access", lambda *_: False)
     with pytest.raises(LabError, match="sudo python scripts/netlab down a"):
         state.take_down_all()

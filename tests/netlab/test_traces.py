@@ -16,7 +16,7 @@ from dglx_dist.errors import ConfigError, StorageError
 from scripts.netlab.base import Card, LabSpec, LoopbackLab
 from scripts.netlab.traces import Trace, compare, find_outcome, read_trace
 from tests.bench.helpers import epoch
-from tests.netlab.helpers import ended, rank_trace, row, trace_of
+from tests.netlab.helpers import make_run, rank_trace, row, trace_of
 
 SERVERS = (0, 0, 1)
 
@@ -171,7 +171,7 @@ def test_cards_without_a_session_are_told_and_nothing_is_compared(lab: LoopbackL
     before = (Card(sent=1, received=2), Card(sent=3, received=4))
     after = (Card(sent=11, received=22), Card(sent=33, received=44))
     outcome = find_outcome(
-        lab, ["a.py"], 1, ended(0, None, trace_folder=tmp_path, cards_before=before, cards_after=after)
+        lab, ["a.py"], 1, make_run(0, None, trace_folder=tmp_path, cards_before=before, cards_after=after)
     )
     record = json.loads(json.dumps(outcome.to_json()))
     assert record["cards_after"] == [{"sent": 11, "received": 22}, {"sent": 33, "received": 44}]
@@ -190,7 +190,7 @@ def test_the_first_epoch_compiles_and_does_not_count(
 ) -> None:
     epochs = [epoch(number, second) for number, second in enumerate(seconds)]
     outcome = replace(
-        find_outcome(lab, ["a.py"], 1, ended(0, None)),
+        find_outcome(lab, ["a.py"], 1, make_run(0, None)),
         trace=Trace(sessions=((rank_trace(0, [0], epochs=epochs),),)),
     )
     assert outcome.epoch_seconds == shown
