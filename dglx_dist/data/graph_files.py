@@ -349,9 +349,9 @@ def _group_by_relation(
 ) -> tuple[dict[EdgeType, tuple[Array, Array]], dict[EdgeType, dict[str, Array]]]:
     relation = _read_ids(relation, "rel or etype", where)
     if names is None:
-        check_ids(relation, 1 << 20, "rel or etype", where, what="relation")
+        check_ids(relation, 1 << 20, "rel or etype", where, id_name="relation")
         names = np.array([f"r{code}" for code in range(int(relation.max(initial=-1)) + 1)])
-    check_ids(relation, len(names), "rel or etype", where, what="relation")
+    check_ids(relation, len(names), "rel or etype", where, id_name="relation")
     _check_lengths(source_ids, relation, "relations", where)
     # One stable sort puts each relation's edges together without changing their order.
     order = np.argsort(relation, kind="stable")

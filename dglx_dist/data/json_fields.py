@@ -61,7 +61,7 @@ class Fields:
 
     def __init__(
         self,
-        given: object,
+        value: object,
         where: str,
         key: str = "",
         *,
@@ -69,11 +69,11 @@ class Fields:
         hidden: bool = False,
     ) -> None:
         self.where, self._key, self._error, self._hidden = where, key, error, hidden
-        if not isinstance(given, Mapping) or not all(isinstance(name, str) for name in given):
-            shown = "(not shown)" if hidden else _format_value(given)
+        if not isinstance(value, Mapping) or not all(isinstance(name, str) for name in value):
+            shown = "(not shown)" if hidden else _format_value(value)
             subject = f"key {key!r} is {shown}" if key else f"it is {shown}"
             raise error(f"{where}: {subject}, expected an object with named fields")
-        self.mapping: Mapping[str, Any] = given
+        self.mapping: Mapping[str, Any] = value
         self._read: dict[str, None] = {}
 
     @classmethod
@@ -270,10 +270,10 @@ def _get_hints(kind: Any) -> dict[str, Any]:
 
 
 def read_record(
-    kind: Callable[..., T], given: object, where: str, *, hidden: bool = False, defaults: bool = False
+    kind: Callable[..., T], value: object, where: str, *, hidden: bool = False, defaults: bool = False
 ) -> T:
-    """Read ``given`` as a record of the dataclass ``kind``. See :class:`Fields`."""
-    fields = Fields(given, where, hidden=hidden)
+    """Read ``value`` as a record of the dataclass ``kind``. See :class:`Fields`."""
+    fields = Fields(value, where, hidden=hidden)
     record = fields.record(kind, defaults=defaults)
     fields.reject_unread()
     return record

@@ -431,11 +431,11 @@ def load_dataset(
 
 
 @contextmanager
-def open_text(path: Path, what: str) -> Iterator[IO[bytes]]:
+def open_text(path: Path, content_kind: str) -> Iterator[IO[bytes]]:
     """Open a file, and decompress it if it ends in ``.gz``.
 
     Raises:
-        DatasetError: the file, or the content that the block reads, is not a readable ``what``.
+        DatasetError: the file, or the content that the block reads, is not a readable ``content_kind``.
     """
     try:
         with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
@@ -450,7 +450,7 @@ def open_text(path: Path, what: str) -> Iterator[IO[bytes]]:
             problem = "it ends in .gz, but is not compressed by gzip; remove the suffix"
         elif isinstance(error, (EOFError, zlib.error)):
             problem = "its compressed content is damaged or incomplete; copy it again"
-        raise DatasetError(f"{path}: not a readable {what}: {problem}") from error
+        raise DatasetError(f"{path}: not a readable {content_kind}: {problem}") from error
 
 
 def _estimate_bytes(path: Path) -> int:

@@ -63,11 +63,11 @@ class TableColumn:
         """Return ``count`` values, starting with value number ``first``."""
         return replace(self, values=self.values.slice(first, count), first_row=self.first_row + first)
 
-    def refuse(self, odd: Array, problem: str, what: str = "") -> None:
-        """Raise an error for the first value in the (K,) bool ``odd``. ``what`` comes before the value."""
+    def refuse(self, odd: Array, problem: str, prefix: str = "") -> None:
+        """Raise an error for the first value in the (K,) bool ``odd``. ``prefix`` comes before the value."""
         if odd.any():
             at = find_first_true(odd)
-            raise self.error(f"{what}{self.values[at].as_py()!r} {problem}", at)
+            raise self.error(f"{prefix}{self.values[at].as_py()!r} {problem}", at)
 
     def refuse_gaps(self) -> None:
         if self.values.null_count:

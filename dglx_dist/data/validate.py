@@ -86,12 +86,12 @@ def column_error(where: str, column: str, problem: str, row: int | None = None) 
     return DatasetError(f"{where}: column {column!r}{place} {problem}")
 
 
-def check_ids(ids: Array, end: int, column: str, where: str, what: str = "node id") -> None:
-    """Raise DatasetError unless ``ids`` are (K,) integers in [0, end). Messages call an id ``what``."""
+def check_ids(ids: Array, end: int, column: str, where: str, id_name: str = "node id") -> None:
+    """Raise DatasetError unless ``ids`` are (K,) integers in [0, end). Messages call an id ``id_name``."""
     check_integers(ids, column, where)
     if len(ids) and (int(ids.min()) < 0 or int(ids.max()) >= end):
         row = _find_first((ids < 0) | (ids >= end))
-        raise column_error(where, column, f"{what} {ids[row]} is outside 0..{end - 1}", row)
+        raise column_error(where, column, f"{id_name} {ids[row]} is outside 0..{end - 1}", row)
 
 
 def check_integers(values: Array, column: str, where: str) -> None:

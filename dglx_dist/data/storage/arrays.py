@@ -293,7 +293,9 @@ class ArrayCache:
         if not self._folder.is_dir():
             return
         remove_abandoned(self._folder)
-        entries = sorted(_list_entries(self._folder), key=lambda one: (self._is_of_content(one), one.used_s))
+        entries = sorted(
+            _list_entries(self._folder), key=lambda entry: (self._is_of_content(entry), entry.used_s)
+        )
         total = sum(entry.num_bytes for entry in entries)
         # Ages are relative to the last opening, because a dataset may not be used for months.
         last_s = max((entry.used_s for entry in entries), default=0.0)

@@ -60,11 +60,11 @@ def numpy_dtype(dtype: str) -> np.dtype[np.generic]:
     return np.dtype("uint16" if dtype == "bfloat16" else dtype)
 
 
-def make_column_info(array: Array, what: str) -> ColumnInfo:
+def make_column_info(array: Array, description: str) -> ColumnInfo:
     """Return dtype and row shape of an (N, *row) array. Raise ConfigError if the dtype cannot be stored."""
     if array.dtype.name not in DTYPES:
         raise ConfigError(
-            f"{what} has dtype {array.dtype}, which a dataset cannot hold; convert it to one of "
+            f"{description} has dtype {array.dtype}, which a dataset cannot hold; convert it to one of "
             f"{', '.join(DTYPES)}"
         )
     return ColumnInfo(dtype=array.dtype.name, row_shape=tuple(int(size) for size in array.shape[1:]))

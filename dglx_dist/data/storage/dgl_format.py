@@ -292,10 +292,10 @@ class _DglReader:
             column[nodes.offsets[kind, part] : nodes.offsets[kind, part + 1]] = ids.numpy()
 
 
-def _check_ids(ids: Array, expected: tuple[int, int], what: str, path: Path) -> None:
+def _check_ids(ids: Array, expected: tuple[int, int], kind: str, path: Path) -> None:
     if not np.array_equal(np.sort(ids), np.arange(*expected)):
         raise StorageError(
-            f"{path} owns {len(ids)} {what}, but the JSON file says {expected[0]}..{expected[1] - 1}; "
+            f"{path} owns {len(ids)} {kind}, but the JSON file says {expected[0]}..{expected[1] - 1}; "
             f"its files are not of one partitioning"
         )
 

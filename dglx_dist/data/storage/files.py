@@ -171,9 +171,9 @@ def publish_or_replace(folder: Path, target: Path) -> None:
 
 
 def check_replaceable(
-    folder: Path, overwrite: bool | None, what: str, is_same: Callable[[Path], bool]
+    folder: Path, overwrite: bool | None, content: str, is_same: Callable[[Path], bool]
 ) -> None:
-    """Raise StorageError unless ``folder`` is absent or empty, or ``overwrite`` is set and it holds ``what``.
+    """Raise StorageError unless ``folder`` is absent or empty, or holds ``content`` to overwrite.
 
     ``overwrite`` is None if there is no such option.
     """
@@ -188,17 +188,17 @@ def check_replaceable(
         raise StorageError(f"{folder} exists already; choose another folder, or {remedy}")
     if not is_same(folder):
         raise StorageError(
-            f"{folder} does not hold {what}, so it is not overwritten; choose another folder, or remove it "
-            "yourself"
+            f"{folder} does not hold {content}, so it is not overwritten; choose another folder, or remove "
+            "it yourself"
         )
 
 
 def place_folder(
-    partial: Path, folder: Path, overwrite: bool | None, what: str, is_same: Callable[[Path], bool]
+    partial: Path, folder: Path, overwrite: bool | None, content: str, is_same: Callable[[Path], bool]
 ) -> None:
     """Rename ``partial`` to ``folder``, and remove the old content. See :func:`check_replaceable`."""
     if not publish(partial, folder):
-        check_replaceable(folder, overwrite, what, is_same)
+        check_replaceable(folder, overwrite, content, is_same)
         replace_folder(partial, folder)
 
 

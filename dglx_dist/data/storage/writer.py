@@ -593,17 +593,23 @@ def _columns(
     return infos
 
 
-def _check_column(column: NodeColumn, num_rows: int, what: str, is_bfloat16: bool) -> ColumnInfo:
+def _check_column(column: NodeColumn, num_rows: int, description: str, is_bfloat16: bool) -> ColumnInfo:
     if not column.shape or column.shape[0] != num_rows:
-        raise ConfigError(f"{what} has shape {column.shape}, but there are {num_rows} rows to describe")
+        raise ConfigError(
+            f"{description} has shape {column.shape}, but there are {num_rows} rows to describe"
+        )
     if isinstance(column, SparseRows):
-        info = ColumnInfo(dtype=make_column_info(column.values, what).dtype, row_shape=(column.num_columns,))
+        info = ColumnInfo(
+            dtype=make_column_info(column.values, description).dtype, row_shape=(column.num_columns,)
+        )
     else:
-        info = make_column_info(column, what)
+        info = make_column_info(column, description)
     if not is_bfloat16:
         return info
     if info.dtype != "uint16":
-        raise ConfigError(f"{what} has dtype {info.dtype}; the bits of bfloat16 values are passed as uint16")
+        raise ConfigError(
+            f"{description} has dtype {info.dtype}; the bits of bfloat16 values are passed as uint16"
+        )
     return ColumnInfo(dtype="bfloat16", row_shape=info.row_shape)
 
 

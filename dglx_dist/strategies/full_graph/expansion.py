@@ -262,11 +262,11 @@ def select_external(
     selected, frontier = inner, inner
     outside = None if options.inner == "batch" else own
 
-    def scores(sources: Array, taken: Array) -> Array:
+    def scores(sources: Array, excluded: Array) -> Array:
         if options.policy != "degree" or options.fanout == ALL:
             return np.empty(0, np.int64)
         distinct, find_place = np.unique(sources, return_inverse=True)
-        candidates = ~np.isin(distinct, taken, assume_unique=True)
+        candidates = ~np.isin(distinct, excluded, assume_unique=True)
         values = np.zeros(len(distinct), np.int64)
         values[candidates] = structure.in_degrees(distinct[candidates], outside)
         return values[find_place]
