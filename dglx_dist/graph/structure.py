@@ -232,7 +232,6 @@ class Structure:
             dead or silent, and RemoteError if an owner cannot answer.
         """
         draw = self._get_draw(op)
-        draw = self._get_draw(op)
         remote = self._submit_remote(op, nodes, parameters, exclude, layer=layer, phase=phase)
         return lambda: join_pieces(
             len(nodes), [*self._draw_pieces(draw, nodes, parameters, exclude), *remote()]
