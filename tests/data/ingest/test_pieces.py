@@ -78,7 +78,7 @@ def test_the_first_of_the_unknown_ids_is_named(tmp_path: Path, memory: int) -> N
 @pytest.mark.parametrize("ids", [[str(number) for number in range(20_000)], range(20_000),
                                  [number << 40 for number in range(20_000)]])  # fmt: skip
 def test_ids_spread_evenly_over_the_buckets(tmp_path: Path, ids: Any) -> None:
-    buckets = IdMap(tmp_path, 20_000, is_text=ids[0] == "0", id_bytes=0, memory=240_000)._bucket_of(
+    buckets = IdMap(tmp_path, 20_000, is_text=ids[0] == "0", id_bytes=0, memory=240_000)._find_buckets(
         pa.array(ids)
     )
     assert np.bincount(buckets, minlength=8).min() > 2200
