@@ -452,8 +452,7 @@ def distribute_dataset(dataset: dgl.data.DGLDataset, **options: Any) -> DistData
     count = len(dataset) if isinstance(dataset, Sized) else None
     if count is None:
         raise ConfigError(
-            f"distribute_dataset takes a dataset of DGL, not a {type(dataset).__name__}. Pass a graph to "
-            "dx.distribute."
+            f"distribute_dataset takes a DGL dataset, not a {type(dataset).__name__}. Use dx.distribute."
         )
     if count != 1:
         raise ConfigError(

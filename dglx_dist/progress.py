@@ -62,11 +62,7 @@ class Advance:
 
 @contextmanager
 def progress(
-    description: str,
-    total: int,
-    *,
-    enabled: bool = True,
-    figures: Figures | None = None,
+    description: str, total: int, *, enabled: bool = True, figures: Figures | None = None
 ) -> Iterator[Advance]:
     """Show the progress of ``total`` units on standard error and yield its handle.
 

@@ -119,8 +119,7 @@ def _join_ranks(config: PartitionCommand) -> Iterator[Ranks]:
         return
     if config.memory is None:
         raise ConfigError(
-            "several ranks partition files within a memory limit per rank. Add --memory SIZE, or start one "
-            "process."
+            "several ranks partition files under a memory limit. Add --memory SIZE, or start one process."
         )
     # These modules import torch, which a single process does not need.
     from dglx_dist.comm.collectives import SessionRanks

@@ -51,8 +51,7 @@ def functions() -> None:
 def package(
     target: Annotated[Path, typer.Argument(metavar="FILE", help="Zip file to write.", show_default=False)],
     stage: Annotated[
-        list[str] | None,
-        typer.Option(metavar="NAME=MODULE:CLASS", help="Stage of your own. Repeatable."),
+        list[str] | None, typer.Option(metavar="NAME=MODULE:CLASS", help="Stage of your own. Repeatable.")
     ] = None,
     python: Annotated[
         str | None,

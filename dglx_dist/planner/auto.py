@@ -308,8 +308,7 @@ def _check_inputs(model: nn.Module, g: DistGraph) -> None:
     parts = (part for module in model.modules() for part in vars(module).values())
     if any(isinstance(part, DistEmbedding) for part in parts):
         raise ConfigError(
-            f"the model holds a DistEmbedding, and the trials of strategy {AUTO!r} would train its rows. "
-            "Name a strategy."
+            f"the trials of strategy {AUTO!r} would train the model's DistEmbedding. Name a strategy."
         )
 
 

@@ -274,10 +274,7 @@ _MOST_EDGES = 2_000_000_000
 
 
 def count_batches(
-    run: PlannedRun,
-    draws: Draws,
-    caches: Sequence[tuple[str, float]],
-    sizes: RowSizes,
+    run: PlannedRun, draws: Draws, caches: Sequence[tuple[str, float]], sizes: RowSizes
 ) -> BatchWork:
     """Count an epoch of mini-batches, and the hits of caches of several policies and sizes. Collective.
 

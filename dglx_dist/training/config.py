@@ -383,8 +383,7 @@ class TrainConfig(RunOptions, ModelConfig):
     """SHA-256 of the model file, in hexadecimal."""
     embeddings: int | None = _of_model(
         None,
-        "Width of trainable rows for nodes without features. rgcn and hgt always have such rows, of width "
-        "--hidden.",
+        "Width of trainable rows of nodes without features. rgcn and hgt always have them, --hidden wide.",
         check=at_least(1),
     )
     target: tuple[str, ...] = _of_link(
@@ -468,8 +467,7 @@ class TrainConfig(RunOptions, ModelConfig):
     )
     save_embeddings: str | None = _path_of_run(
         None,
-        "Folder for every node's last hidden layer as Parquet files. With --task link: the rows that are "
-        "scored.",
+        "Folder for every node's last hidden layer as Parquet files. With --task link: the scored rows.",
         metavar="DIR",
     )
 

@@ -222,8 +222,7 @@ def check_updates(
             raise ConfigError("ReduceLROnPlateau needs evaluations, but eval_every=0. Set it to at least 1.")
         if not has_own_evaluation and scheduler.mode != mode:
             raise ConfigError(
-                f"ReduceLROnPlateau(mode={scheduler.mode!r}) gets the validation metric {metric}. "
-                f"Use mode={mode!r}."
+                f"ReduceLROnPlateau(mode={scheduler.mode!r}) gets the metric {metric}. Use mode={mode!r}."
             )
 
 

@@ -244,8 +244,7 @@ def rank_of_positive(positive: Tensor, negatives: Tensor) -> Tensor:
     """
     if positive.dim() != 1 or negatives.dim() != 2 or len(positive) != len(negatives):
         raise ConfigError(
-            f"{tuple(positive.shape)} positives do not match {tuple(negatives.shape)} negatives. Pass (B,) "
-            "and (B, K)."
+            f"{tuple(positive.shape)} positives do not match {tuple(negatives.shape)} negatives: (B,), (B, K)"
         )
     _refuse_nan(positive, negatives)
     return _compute_ranks(positive, negatives)

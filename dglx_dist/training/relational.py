@@ -70,8 +70,7 @@ class EntityInputs:
         for ntype, tensor in self._tensors().items():
             if len(tensor.shape) != 2:
                 raise ConfigError(
-                    f"{feature!r} of nodes of type {ntype!r} has shape {tuple(tensor.shape)}, "
-                    "but must be (N, F)"
+                    f"{feature!r} of nodes of type {ntype!r} must be (N, F), not {tuple(tensor.shape)}"
                 )
 
     @property

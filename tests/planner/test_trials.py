@@ -240,6 +240,6 @@ def test_models_that_trials_would_change_are_refused(data: str) -> None:
         g = DistGraph(data, session=session)
         model = model_of()
         model.rows = DistEmbedding(g.num_nodes(), 4, graph=g)
-        with pytest.raises(ConfigError, match=r"holds a DistEmbedding.*Name a strategy"):
+        with pytest.raises(ConfigError, match=r"DistEmbedding.*Name a strategy"):
             choose_strategy(model, g, fanouts=FANOUTS, batch_size=BATCH)
         g.close()
