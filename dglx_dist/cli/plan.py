@@ -44,9 +44,7 @@ def plan(config: PlanConfig) -> None:
 
 def _check_no_unused_options(config: PlanConfig) -> None:
     if is_launched_by_torchrun():
-        raise ConfigError(
-            "dglx plan runs in one process, but torchrun has started this one. Run it directly."
-        )
+        raise ConfigError("dglx plan runs in one process, but torchrun has started this one. Run it alone.")
     unit = config.unit
     no_effect = {
         "is for mini-batches, but --unit full_graph has none. Leave it out, or use --unit any.": (

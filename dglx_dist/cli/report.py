@@ -218,9 +218,7 @@ def report(
         report_trace(folder, read_batches(batches))
         return
     if batches is not None:
-        raise ConfigError(
-            f"--batches {batches} is for a trace, but {folder} is not one. Pass the trace's file."
-        )
+        raise ConfigError(f"--batches {batches} is for a trace, but {folder} is not one. Pass a trace file.")
     if html is not None:
         from dglx_dist.report.page import check_page
 

@@ -124,9 +124,7 @@ def invoke_test(
     name: Name,
     address: Annotated[
         str | None,
-        typer.Option(
-            help="Address at which the function reaches this machine. Default: the one towards AWS."
-        ),
+        typer.Option(help="Address where the function reaches this machine. Default: the one towards AWS."),
     ] = None,
     region: Region = None,
     endpoint_url: EndpointUrl = None,

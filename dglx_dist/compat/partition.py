@@ -201,9 +201,7 @@ def _add_weights(
         balance_ntypes = {next(iter(graph.num_nodes)): balance_ntypes}
     unknown = sorted(balance_ntypes.keys() - graph.num_nodes.keys())
     if unknown:
-        raise ConfigError(
-            f"balance_ntypes has {unknown}, but the node types are {', '.join(graph.num_nodes)}"
-        )
+        raise ConfigError(f"balance_ntypes has {unknown}, but node types are {', '.join(graph.num_nodes)}")
     node_data = {ntype: dict(columns) for ntype, columns in graph.node_data.items()}
     names = []
     for ntype, count in graph.num_nodes.items():
@@ -320,9 +318,7 @@ def _mask(marked: Any, g: DistGraph, count: int, kind: object) -> Any:
 
 def _find_graph(marked: Any, partition_book: RangePartitionBook | None) -> DistGraph:
     if not isinstance(partition_book, RangePartitionBook | None):
-        raise ConfigError(
-            f"partition_book is a {type(partition_book).__name__}. Pass g.get_partition_book()."
-        )
+        raise ConfigError(f"partition_book is a {type(partition_book).__name__}. Use g.get_partition_book().")
     book = partition_book and partition_book.inner
     if not isinstance(marked, DistTensor):
         return find_book_graph(book)

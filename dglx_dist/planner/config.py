@@ -60,9 +60,7 @@ class PlanConfig(ChoiceOptions, ModelConfig):
         super().__post_init__()
         if self.folder is not None:
             if self.data not in (None, self.folder):
-                raise ConfigError(
-                    f"the dataset is {self.folder}, but --data is {self.data}. Use one of them."
-                )
+                raise ConfigError(f"the dataset is {self.folder}, but --data is {self.data}. Use one.")
             object.__setattr__(self, "data", self.folder)
         if self.data is None:
             raise ConfigError(

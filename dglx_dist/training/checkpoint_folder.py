@@ -46,10 +46,8 @@ def read_state(folder: Path) -> Iterator[dict[str, Any]]:
     try:
         _check_state(folder, state)
         yield state
-    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RuntimeError) as problem:
-        raise CheckpointError(
-            f"{path} is damaged ({type(problem).__name__}: {problem}); {REMEDY}"
-        ) from problem
+    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RuntimeError) as error:
+        raise CheckpointError(f"{path} is damaged ({type(error).__name__}: {error}); {REMEDY}") from error
 
 
 def _check_state(path: Path, state: Any) -> None:

@@ -225,9 +225,7 @@ def compute_rate_factor(config: RunOptions, step: int, steps_of_epoch: int) -> f
 def check_run(config: RunOptions) -> None:
     """Raise ConfigError unless the options agree."""
     if isinstance(config.metric, str):
-        raise ConfigError(
-            f"metric is the string {config.metric!r}, but must be a tuple: ({config.metric!r},)"
-        )
+        raise ConfigError(f"metric is the string {config.metric!r}, not a tuple: ({config.metric!r},)")
     if config.patience is not None and config.eval_every == 0:
         raise ConfigError(
             f"--early-stop {config.patience} counts evaluations, but --eval-every is 0. Set it to at least 1."
@@ -269,9 +267,7 @@ class ModelConfig:
         "layers, concatenated (cat) or their maximum (max).",
         check=one_of("none", "cat", "max"),
     )
-    teleport: float = _of_model(
-        0.1, "Share of a node's first scores in each hop of appnp.", check=between(0, 1)
-    )
+    teleport: float = _of_model(0.1, "Share of a node's first scores in appnp's hops.", check=between(0, 1))
     device: str = _of_model(
         "auto",
         "Device of the model: cuda, cuda:N (not run on a GPU yet), cpu, or auto for a GPU if there is one.",

@@ -91,9 +91,7 @@ def _sum_terms(total: Any, count: Any, problem: str, session: Session) -> Tensor
     values = [math.nan] * 2 if problem else [float(total), float(count)]
     sums = sum_over_ranks(torch.tensor(values, dtype=torch.float64), session, phase=PHASE)
     if sums[1].isnan():
-        raise ConfigError(
-            problem or "another rank has a wrong value for this mean. See the error of that rank."
-        )
+        raise ConfigError(problem or "another rank has a wrong value for this mean. See its error.")
     return sums
 
 

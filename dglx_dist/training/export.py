@@ -184,9 +184,7 @@ def write_relations(decoder: nn.Module, g: DistGraph, folder: str | Path) -> Non
 def _find_tables(rows: DistTensor | Mapping[str, DistTensor], g: DistGraph) -> dict[str, DistTensor]:
     is_mapping = isinstance(rows, Mapping)
     if is_mapping and not rows:
-        raise ConfigError(
-            "there are no rows to write. Pass a DistTensor, or a mapping from node type to one."
-        )
+        raise ConfigError("there are no rows to write. Pass a DistTensor or a mapping from node type to one.")
     named: Mapping[str | None, Any] = dict(rows) if is_mapping else {None: rows}  # type: ignore[arg-type]
     tables = {}
     for ntype, tensor in named.items():
@@ -292,9 +290,7 @@ def _read_texts(g: DistGraph, ntype: str, ids: Array) -> Iterator[Array]:
         if first < last:
             texts = g.dataset.part(part).user_ids(ntype)
             if texts is None:
-                raise StorageError(
-                    f"part {part} lacks the ids of {ntype!r} nodes. Partition the graph again."
-                )
+                raise StorageError(f"part {part} lacks the ids of {ntype!r} nodes. Partition it again.")
             yield texts[first - offsets[part] : last - offsets[part]]
 
 

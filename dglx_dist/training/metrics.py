@@ -60,9 +60,7 @@ def f1(
         class_rows = (label[classes == label], classes, label)
         class_counts = [torch.bincount(rows, minlength=num_classes) for rows in class_rows]
         if max(map(len, class_counts)) > num_classes:
-            raise ConfigError(
-                f"a class is not below num_classes={num_classes}. Pass the number of all classes."
-            )
+            raise ConfigError(f"a class is not below num_classes={num_classes}. Pass the number of classes.")
         return torch.stack(class_counts)
 
     counts = run_on_all_ranks(session, count, ConfigError)

@@ -60,9 +60,7 @@ def _encode(path: str, name: str, value: object, tensors: dict[str, Tensor]) -> 
     if _MAPPINGS.get(kind) is type(value) and isinstance(value, Mapping):
         for key in value:
             if type(key) not in (bool, int, float, str, type(None)):
-                raise CheckpointError(
-                    f"{path} has the key {key!r} of type {type(key).__name__}. Use strings."
-                )
+                raise CheckpointError(f"{path} has a key {key!r} of type {type(key).__name__}. Use strings.")
         entries = [[key, _encode(f"{path}[{key!r}]", name, item, tensors)] for key, item in value.items()]
         return {"mapping": kind, "items": entries}
     if isinstance(value, list | tuple | set) and _SEQUENCES.get(kind) is type(value):

@@ -114,7 +114,9 @@ def test_distributing_joins_the_ranks_and_keeps_the_names_of_columns(tmp_path: P
         assert d.to_canonical_etype(None) == ("_N", "_E", "_N")
         with pytest.raises(AttributeError, match=r"no 'int'\. .* before dx\.distribute.*dataloading"):
             d.int()
-        with pytest.raises(AttributeError, match=r"no 'max': .* t\[:\] returns all .*dx\.node_split\(mask\)"):
+        with pytest.raises(
+            AttributeError, match=r"no 'max'\. .* t\[:\] returns all .*dx\.node_split\(mask\)"
+        ):
             d.ndata["labels"].max()
         with pytest.raises(TypeError, match=r"sum takes no DistTensor\. .*dx\.node_split\(mask\)"):
             torch.sum(d.ndata["train_mask"])  # type: ignore[arg-type]
