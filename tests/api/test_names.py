@@ -61,7 +61,7 @@ def test_inference_takes_one_node_type(g: Any) -> None:
 
 def test_fit_names_the_tuple_that_a_metric_belongs_in() -> None:
     with pytest.raises(
-        dx.ConfigError, match=r"metric is the string 'f1_macro', but must be a tuple: \('f1_macro',\)"
+        dx.ConfigError, match=r"metric is the string 'f1_macro', not a tuple: \('f1_macro',\)"
     ):
         dx.FitConfig(metric="f1_macro")  # type: ignore[arg-type]
 
