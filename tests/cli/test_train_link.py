@@ -296,7 +296,7 @@ def test_links_are_not_proposed_to_those_who_gave_a_task(folders: dict[str, Path
         ({"target": ("buys",)}, "--target .* must be left out without --task link"),
         ({"decoder": "dot"}, "--decoder dot must be left out without --task link"),
         ({"model": "none"}, "--model none must be another model without --task link"),
-        ({"task": "link", "model": "none"}, "--model none must be with --embeddings"),
+        ({"task": "link", "model": "none"}, "--model none must be combined with --embeddings"),
         (
             {"task": "link", "decoder": "best"},
             "--decoder best must be dot, distmult, transe, complex or rotate",
