@@ -225,7 +225,7 @@ def cover_on_rank(folder: str) -> tuple[int, dict[str, int]]:
         layer, width = dgl.nn.GINConv(None, "sum"), 9
         torch.manual_seed(session.topology.rank)
         x = torch.randn(lg.num_nodes(), width, requires_grad=True)
-        moved = test_cover.moved(session, lambda: layer(lg, x).sum().backward())
+        moved = test_cover.count_bytes(session, lambda: layer(lg, x).sum().backward())
         cover = lg._block._exchange.cover
         assert cover is not None
         g.barrier()
