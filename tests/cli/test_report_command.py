@@ -96,7 +96,7 @@ def test_a_trace_is_drawn_beside_it(tmp_path: Path, capsys: pytest.CaptureFixtur
 def test_batches_are_two_numbers_and_of_a_trace(tmp_path: Path) -> None:
     assert read_batches("3:12") == (3, 12)
     for wrong in ("3", "4:3", "a:b", "-1:2", ""):
-        with pytest.raises(ConfigError, match="must be two numbers"):
+        with pytest.raises(ConfigError, match="must be two batch numbers"):
             read_batches(wrong)
     with pytest.raises(ConfigError, match="--batches 1:2 is for a trace"):
         report([tmp_path], "1:2")
