@@ -207,7 +207,9 @@ def _ratio(prediction: Prediction, picked: Prediction, constraints: ChoiceOption
 
 
 def _describe(prediction: Prediction) -> str:
-    name, moved = prediction.candidate.name, format_bytes(prediction.inter_server_bytes)
+    name, moved = prediction.candidate.name, "an unknown number of bytes"
+    if prediction.has_costs:
+        moved = format_bytes(prediction.inter_server_bytes)
     if prediction.trial is not None:
         seconds = _format_seconds(prediction.epoch_seconds)
         return f"{name} took {seconds} an epoch here, and moves {moved} between servers"
@@ -228,5 +230,6 @@ def _compare(prediction: Prediction, picked: Prediction, constraints: ChoiceOpti
         # Their epochs are different work, so their bytes are not comparable.
         return f"{name} takes {ratio:.2f} x as long to learn as much"
     more = prediction.inter_server_bytes - picked.inter_server_bytes
-    moved = f", and moves {format_bytes(more)} more between servers" if more > 0 else ""
+    is_known = prediction.has_costs and picked.has_costs
+    moved = f", and moves {format_bytes(more)} more between servers" if is_known and more > 0 else ""
     return f"{name} takes {ratio:.2f} x as long{moved}"

@@ -232,6 +232,11 @@ class Prediction:
         return not self.why_not
 
     @property
+    def has_costs(self) -> bool:
+        """Whether the strategy has a cost model, which counts bytes and memory."""
+        return self.memory_bytes > 0
+
+    @property
     def inter_server_bytes(self) -> int:
         return sum(self.outside.values())
 

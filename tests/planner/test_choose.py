@@ -222,3 +222,11 @@ def test_bytes_of_a_model_that_is_guessed_are_expected_where_its_layers_exchange
     assert predict(ROWS, guessed).bytes_exact
     # Its first layer may take values of edges, which are sent.
     assert not predict(COLUMNS, guessed).bytes_exact
+
+
+def test_unknown_bytes_are_not_shown_as_zero() -> None:
+    unknown = replace(predict_with_trial(COLUMNS, 0.1), outside={}, inside={}, memory_bytes=0)
+    choice = choose([predict_with_trial(ROWS, 1.0), unknown], make_counts(), ChoiceOptions())
+    assert choice.chosen_prediction.candidate == COLUMNS
+    assert "unknown number of bytes" in choice.why[0]
+    assert not any("0 B" in line or "more between servers" in line for line in choice.why)

@@ -315,7 +315,11 @@ class PushPullLoader(EpochLoader[GroupedBatch, Any]):
 
     def _deliver_batch(self, made: GroupedBatch) -> GroupedBatch:
         group_batch, part = made.group_batch, self._group.part
-        made.batch = self._inner.deliver(group_batch.number % len(self), made.batch)
+        epoch, step = divmod(group_batch.number, len(self))
+        # The inner loader is not iterated, but it numbers the steps of the batches that it delivers.
+        self._inner.first_number = self.first_number
+        self._inner.set_epoch(epoch)
+        made.batch = self._inner.deliver(step, made.batch)
         made.share, block = self._session.step_share, made.batch[-1][0]
         inputs, nodes = group_batch.inputs, group_batch.inputs[part].nodes
         if self._inner.moves_batches:

@@ -382,6 +382,13 @@ def test_one_rank_has_all_columns_and_sends_nothing(graph: DistGraph) -> None:
     assert not moved["structure"]
 
 
+def test_steps_are_numbered_through_all_epochs(graph: DistGraph) -> None:
+    loader = nodes_of(graph)
+    loader.first_number = 5
+    numbers = [graph.session.step_share.step_number for _ in range(2) for _ in loader]
+    assert numbers == list(range(5, 5 + 2 * len(loader)))
+
+
 def test_prefetched_matrices_come_as_columns_and_vectors_as_rows(graph: DistGraph) -> None:
     sampler = sampler_of(prefetch_node_feats=["small", "depth"])
     loader = nodes_of(graph, sampler, feature_dtype=torch.float64)
