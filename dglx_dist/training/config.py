@@ -149,7 +149,7 @@ class RunOptions:
         "the epochs and to a hundredth after three quarters.",
     )
     warmup: int = _of_optimizer(
-        0, "Number of first epochs in which the learning rate rises from 0.", check=at_least(0)
+        0, "Number of epochs at the start over which the learning rate rises from 0.", check=at_least(0)
     )
     """The rate changes with every step. A resume does not affect it."""
     clip_norm: float | None = _of_optimizer(
@@ -192,7 +192,7 @@ class RunOptions:
         check=at_least(1),
     )
     resume: bool = _of_run(
-        False, "Resume from the newest checkpoint in RUNDIR, even if its configuration differs."
+        False, "Resume from the newest checkpoint in RUNDIR, even if other options have changed."
     )
     """Without this option, a run is only resumed if its configuration is the same."""
     overwrite: bool = _of_run(False, "Start over and delete the checkpoints in RUNDIR.")
@@ -202,7 +202,7 @@ class RunOptions:
     trace: str | Path | None = _path_of_run(
         None, "File for a timeline of all ranks, for Perfetto. `dglx report FILE` draws it.", metavar="FILE"
     )
-    trace_steps: int = _of_run(200, "Number of first steps in the trace.", check=at_least(1))
+    trace_steps: int = _of_run(200, "Number of steps to record, from the first one.", check=at_least(1))
     tensorboard: str | Path | None = _path_of_run(
         None, "Folder for a TensorBoard log of the figures in metrics.jsonl.", metavar="DIR"
     )
@@ -259,7 +259,7 @@ class ModelConfig:
         ),
     )
     residual: bool = _of_model(
-        False, "Add a layer's input to its result, from the second layer of these models on."
+        False, "Add a layer's input to its result, from the second layer on (models as for --norm)."
     )
     jk: str = _of_model(
         "none",
@@ -267,10 +267,12 @@ class ModelConfig:
         "layers, concatenated (cat) or their maximum (max).",
         check=one_of("none", "cat", "max"),
     )
-    teleport: float = _of_model(0.1, "Share of a node's first scores in appnp's hops.", check=between(0, 1))
+    teleport: float = _of_model(
+        0.1, "Weight (alpha) of a node's initial scores in appnp's hops.", check=between(0, 1)
+    )
     device: str = _of_model(
         "auto",
-        "Device of the model: cuda, cuda:N (not run on a GPU yet), cpu, or auto for a GPU if there is one.",
+        "Device of the model: cpu, cuda, cuda:N, or auto for a GPU if there is one. Never tested on a GPU.",
     )
     """Ranks on one machine use its GPUs in turn. More ranks than GPUs share them."""
     fanouts: tuple[int, ...] | None = _of_loading(
@@ -324,16 +326,22 @@ class TrainConfig(RunOptions, ModelConfig):
 
     data: str = path_option(..., "Folder that `dglx partition` wrote.", metavar="DIR")
     strategy: str = option(
-        "data_parallel", "Name of the strategy. auto chooses one. An unknown name lists all strategies."
+        "data_parallel",
+        "Way in which the ranks share the work. auto chooses by timing. An unknown name lists all.",
     )
     ranks: int | None = option(
-        None, "Number of processes to start here with torchrun. Default: one, or those of torchrun."
+        None, "Number of processes to start on this machine. Leave it out under torchrun. Default: one."
     )
     servers: int | None = option(
         None, "Number of machines to emulate: ranks are treated as if they were on them. Default: one."
     )
     strategy_options: Mapping[str, object] = named_values("Option of the strategy. Repeatable.")
-    timeout_s: float = option(300.0, "Seconds that a rank may be silent.", flag="--timeout", check=ABOVE_ZERO)
+    timeout_s: float = option(
+        300.0,
+        "Seconds without an answer from a rank until the run stops.",
+        flag="--timeout",
+        check=ABOVE_ZERO,
+    )
     seed: int = option(
         0,
         "Random seed for weights, shuffling and sampling. Results do not depend on the number of ranks.",
@@ -379,7 +387,7 @@ class TrainConfig(RunOptions, ModelConfig):
     """SHA-256 of the model file, in hexadecimal."""
     embeddings: int | None = _of_model(
         None,
-        "Width of trainable rows of nodes without features. rgcn and hgt always have them, --hidden wide.",
+        "Width of learned embeddings of nodes without features. rgcn and hgt always learn --hidden columns.",
         check=at_least(1),
     )
     target: tuple[str, ...] = _of_link(
@@ -411,7 +419,8 @@ class TrainConfig(RunOptions, ModelConfig):
         20, "Number of training epochs, including those before a resume.", check=at_least(1)
     )
     optimizer: Literal["adam", "adamw", "sgd", "adagrad", "rmsprop"] = _of_optimizer(
-        "adam", "Optimizer of torch, with its defaults. Trainable rows (--embeddings) always use Adam."
+        "adam",
+        "Optimizer of torch.optim, with its defaults. Learned embeddings (--embeddings) always use Adam.",
     )
     lr: float = _of_optimizer(0.01, "Learning rate.", check=ABOVE_ZERO)
     momentum: float = _of_optimizer(0.0, "Momentum of the optimizers sgd and rmsprop.", check=at_least(0))
