@@ -140,18 +140,21 @@ SCHEDULER = "scheduler"
 """Name of the scheduler among the objects of a checkpoint."""
 
 
+PLAIN_VALUES: Mapping[str, tuple[object, ...]] = {
+    "precision": (None, FLOAT32),
+    "task": (AUTO_TASK, CLASSIFICATION),
+    "clip_norm": (None,),
+    "accumulate": (1,),
+    "class_weight": ("none",),
+    "schedule": ("constant",),
+    "warmup": (0,),
+}
+"""Options that change the loss or the step, with the values that any strategy trains with."""
+
+
 def needs_own_loop(config: RunOptions) -> str | None:
     """Return the first option that needs a training loop in torch, like ``schedule cosine``, or None."""
-    plain = {
-        "precision": (None, FLOAT32),
-        "task": (AUTO_TASK, CLASSIFICATION),
-        "clip_norm": (None,),
-        "accumulate": (1,),
-        "class_weight": ("none",),
-        "schedule": ("constant",),
-        "warmup": (0,),
-    }
-    for name, plain_values in plain.items():
+    for name, plain_values in PLAIN_VALUES.items():
         value = getattr(config, name)
         if not callable(value) and value not in plain_values:
             return f"{name.replace('_', '-')} {value}"

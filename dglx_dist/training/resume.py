@@ -105,7 +105,7 @@ def _check_numbers(values: Mapping[str, object]) -> dict[str, float]:
     return {name: _check_number(value) for name, value in values.items()}
 
 
-_UPDATE_OPTIONS = ("class_weight", "schedule", "warmup", "clip_norm", "accumulate")
+UPDATE_OPTIONS = ("class_weight", "schedule", "warmup", "clip_norm", "accumulate")
 
 TRAINED_WITH = "strategy"
 """Key in ``extra`` of a checkpoint: name and options of the strategy, and the cache that ``auto`` chose."""
@@ -130,7 +130,7 @@ def describe_run(g: DistGraph, config: FitConfig, optimizer: torch.optim.Optimiz
         **{name: options[name] for name in ("strategy", "options", "seed")},
         "precision": config.precision,
         "task": config.task if isinstance(config.task, str) else "own",
-        **{name: getattr(config, name) for name in _UPDATE_OPTIONS},
+        **{name: getattr(config, name) for name in UPDATE_OPTIONS},
         # With more epochs, a schedule has other rates from the first epoch on.
         **({"epochs": config.epochs} if is_scheduled(config) else {}),
         "optimizer": type(optimizer).__name__,

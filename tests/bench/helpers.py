@@ -1,4 +1,4 @@
-"""What tests of the bench share: a small graph, the context of a rank, outcomes made by hand."""
+"""Helpers of the tests of the bench: a small graph, the context of a rank, outcomes made by hand."""
 
 from __future__ import annotations
 

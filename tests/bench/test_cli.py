@@ -33,7 +33,7 @@ def ends_with(status: Any, reason: str = "") -> Callable[..., Outcome]:
 
 @pytest.fixture
 def no_push_pull(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in an installation without that strategy."""
+    """Simulate an installation without that strategy."""
     remaining = [name for name in suites.STRATEGIES.names() if name != "push_pull"]
     monkeypatch.setattr(suites.STRATEGIES, "names", lambda: remaining)
 

@@ -206,7 +206,7 @@ def judge_cells(of: str, high: float, *, counted: int = 2) -> Outcome:
 
 
 def test_regret_is_of_all_cells_and_predictions_are_judged_beside_it() -> None:
-    """Of two ways whose bytes were counted one moved others, then none."""
+    """One of two variants with counted bytes moved other bytes, then none did."""
     full = judge_cells("median", 1.15)
     without = replace(
         full,

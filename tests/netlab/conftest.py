@@ -1,4 +1,4 @@
-"""What tests share that make emulated servers."""
+"""Fixtures of the tests with emulated servers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What tests of the lab share: scripts for ranks, notes, traces, a lab on paper, commands on servers."""
+"""Helpers of the tests of labs: scripts for ranks, notes, traces, a fake lab, commands on servers."""
 
 from __future__ import annotations
 

@@ -89,7 +89,7 @@ def test_noise_of_five_percent_is_borne(seed: int) -> None:
 
 
 def test_what_is_not_reached_is_said() -> None:
-    """Where the wire costs nothing at any rate, the least rate is tried last."""
+    """If the wire costs nothing at any rate, the least rate is tried last."""
     rate = find_rate(network(lambda _wire: COMPUTE_S), 0.5, max_tries=40)
     assert not rate.within_tolerance
     assert rate.wanted == 0.5

@@ -1,4 +1,4 @@
-"""What is missing for emulated servers, and what to install."""
+"""Missing requirements of emulated servers, and their remedies."""
 
 from __future__ import annotations
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +23,10 @@ from dglx_dist.errors import ConfigError
 from dglx_dist.report.run_folder import read_epochs
 from dglx_dist.training import metrics
 from dglx_dist.training.config import RunOptions, TrainConfig
-from dglx_dist.training.fit_config import needs_own_loop
+from dglx_dist.training.fit_config import PLAIN_VALUES, needs_own_loop
 from dglx_dist.training.link import LinkEvaluation
 from dglx_dist.training.models import build_model
+from dglx_dist.training.resume import UPDATE_OPTIONS
 from dglx_dist.training.tasks import compute_class_weights, compute_moments, measure, warn_of_guesses
 from tests.helpers.ranks import run_ranks
 
@@ -355,6 +357,23 @@ def test_what_needs_a_loop_in_torch() -> None:
     assert needs_own_loop(RunOptions()) is None
     assert needs_own_loop(RunOptions(schedule="cosine")) == "schedule cosine"
     assert needs_own_loop(RunOptions(warmup=2)) == "warmup 2"
+
+
+def test_every_option_is_known_to_change_the_steps_or_not() -> None:
+    """An option that is in neither set would be ignored without a word by lambda and by a resumed run."""
+    unchanged = {
+        "metric",
+        "epochs",
+        "eval_every",
+        "patience",
+        "checkpoint_every",
+        "keep",
+        "resume",
+        "overwrite",
+    }
+    unchanged |= {"goes_on", "trace", "trace_steps", "tensorboard", "watch"}
+    assert {field.name for field in fields(RunOptions)} == {*PLAIN_VALUES, *unchanged}
+    assert {*UPDATE_OPTIONS, "precision", "task"} == {*PLAIN_VALUES}
 
 
 def test_an_accuracy_of_the_majority_is_said(
