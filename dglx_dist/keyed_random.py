@@ -279,27 +279,28 @@ def _draw_distinct_large(key: np.uint64, degree: int, out: Array, bits: Array) -
 
 
 @njit(cache=True, nogil=True)
-def _draw_weighted(csc: Csc, stream: np.uint64, among: Array, out: Array, ages: Array) -> None:
-    """Draw by weight without replacement (Efraimidis and Spirakis), with one keyed draw per edge.
+def _draw_weighted(csc: Csc, stream: np.uint64, candidates: Array, out: Array, scores: Array) -> None:
+    """Draw by weight without replacement (Efraimidis and Spirakis), with one keyed random number per edge.
 
-    The result has the len(out) candidates with the smallest -log(u) / weight.
+    ``out`` receives the len(out) candidates with the smallest scores -log(u) / weight. ``scores`` is a
+    workspace of the same length, which an insertion sort keeps in order.
     """
     count = 0
-    for position in among:
+    for position in candidates:
         draw = draw_unit(item_key(stream, position + csc.first_edge), 0)
-        age = -math.log(draw) / csc.weights[position]
+        score = -math.log(draw) / csc.weights[position]
         if count == len(out):
-            if age >= ages[count - 1]:
+            if score >= scores[count - 1]:
                 continue
             slot = count - 1
         else:
             slot = count
             count += 1
-        while slot > 0 and ages[slot - 1] > age:
-            ages[slot] = ages[slot - 1]
+        while slot > 0 and scores[slot - 1] > score:
+            scores[slot] = scores[slot - 1]
             out[slot] = out[slot - 1]
             slot -= 1
-        ages[slot] = age
+        scores[slot] = score
         out[slot] = position
 
 

@@ -31,11 +31,11 @@ LAUNCHER, LAUNCHED = "--launcher", "--launched"
 def report_error(error: Exception, *, debug: bool) -> None:
     """Show one message on standard error, or a traceback with ``debug``.
 
-    A rank also leaves its message where torchrun collects it. The launcher of ``dglx train`` shows the first
-    one.
+    Under torchrun, the error is also recorded for torchrun. The launcher of ``dglx train`` shows the first
+    error of all ranks, so its ranks print none.
     """
     if is_launched_by_torchrun():
-        # This import loads torch, which torchrun's ranks have loaded anyway.
+        # The import loads torch. Ranks have loaded it anyway, but other commands must start quickly.
         from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
         get_error_handler().record_exception(error)
@@ -43,11 +43,11 @@ def report_error(error: Exception, *, debug: bool) -> None:
         Console(stderr=True, soft_wrap=True).print_exception()
     elif LAUNCHED not in sys.argv:
         rank = f"rank {read_topology().rank}: " if is_launched_by_torchrun() else ""
-        kind, more = "error", ""
+        kind, hint = "error", ""
         if not isinstance(error, DglxError):
             kind = f"unexpected {type(error).__name__}"
-            more = "\nrun the same command with --debug for the traceback"
-        say(f"{rank}{kind}: {error}{more}", "red")
+            hint = "\nrun the same command with --debug for the traceback"
+        say(f"{rank}{kind}: {error}{hint}", "red")
 
 
 def write(text: str, style: str = "") -> None:

@@ -140,26 +140,27 @@ class ZapAuthenticator:
             source.close(0)
 
     def _answer(self) -> None:
+        """Answer a request of ZeroMQ's authentication protocol (ZAP, RFC 27)."""
         frames = self._requests.recv_multipart()
         if len(frames) < 6:
             self._requests.send_multipart([b"1.0", b"", b"500", b"malformed", b"", b""])
             return
-        version, request, _domain, address, _identity, mechanism, *presented = frames
-        if self._accepts(mechanism, presented):
-            self._requests.send_multipart([version, request, b"200", b"OK", b"rank", b""])
+        version, request_id, _domain, address, _identity, mechanism, *proofs = frames
+        if self._accepts(mechanism, proofs):
+            self._requests.send_multipart([version, request_id, b"200", b"OK", b"rank", b""])
             return
         name = address.decode(errors="replace")
         log.warning("refused a connection from %s: it does not know this job's secret", name)
-        self._requests.send_multipart([version, request, b"400", b"not of this job", b"", b""])
+        self._requests.send_multipart([version, request_id, b"400", b"not of this job", b"", b""])
 
-    def _accepts(self, mechanism: bytes, presented: list[bytes]) -> bool:
+    def _accepts(self, mechanism: bytes, proofs: list[bytes]) -> bool:
         credentials = self._credentials
         if credentials.secret_key is not None:
-            is_curve = mechanism == b"CURVE" and len(presented) == 1
-            return is_curve and z85.encode(presented[0]) in credentials.accepted_keys
-        if mechanism != b"PLAIN" or len(presented) != 2:
+            is_curve = mechanism == b"CURVE" and len(proofs) == 1
+            return is_curve and z85.encode(proofs[0]) in credentials.accepted_keys
+        if mechanism != b"PLAIN" or len(proofs) != 2:
             return False
-        nonce, proof = presented
+        nonce, proof = proofs
         if (
             not hmac.compare_digest(proof, credentials.proof("calls", self._rank, nonce))
             or nonce in self._used_nonces

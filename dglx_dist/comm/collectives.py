@@ -76,9 +76,10 @@ def gather_int64(values: Sequence[int] | Array, session: Session) -> Array:
 def gather_rows(
     local: Tensor, session: Session, *, phase: str = CONTROL, group: dist.ProcessGroup | None = None
 ) -> Tensor:
-    """Return (W, ...) on the device of ``local``, row r from rank r; all have one shape and dtype.
+    """Return the tensors of all W ranks as one (W, ...) tensor on the device of ``local``.
 
-    ``group``: as of :func:`sum_over_ranks`.
+    Row r is the tensor of rank r. All ranks must pass the same shape and dtype. For ``group`` see
+    :func:`sum_over_ranks`.
     """
     topology = session.topology
     if topology.world_size == 1:

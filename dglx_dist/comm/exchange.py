@@ -211,10 +211,10 @@ class DeviceExchange(Exchange):
     def __init__(self, session: Session, device: torch.device) -> None:
         super().__init__(session)
         self._in_use = threading.Lock()
-        with report_failed_peers(session, "opening of connections between accelerators"):
-            # It has its own group, because messages have no common order with the sums of gradients.
+        with report_failed_peers(session, "opening connections between accelerators"):
+            # Messages need a group of their own, because they are not ordered with the sums of gradients.
             self._group = dist.new_group(timeout=timedelta(seconds=session.timeout_s))
-            # All ranks must create the communicator together, and later only some of them have messages.
+            # All ranks must create the communicator together. Later, only some of them send messages.
             dist.all_reduce(torch.zeros(1, device=device), group=self._group)
 
     def _post(

@@ -136,26 +136,30 @@ def _draw_keys(
 
 
 def _draw_neighbours(
-    config: SyntheticConfig, own: Array, stubs: _Stubs, generator: np.random.Generator
+    config: SyntheticConfig, communities: Array, stubs: _Stubs, generator: np.random.Generator
 ) -> Array:
-    """Draw one neighbour by weight for each node. ``own`` are the communities of the nodes."""
-    count, classes = len(own), config.classes
-    blocks = config.num_communities // classes
-    class_of, block_of = own % classes, own // classes
-    kind = generator.random(count, dtype=np.float32)
-    leave_block = kind >= config.homophily * config.locality
-    leave_class = kind >= config.homophily if classes > 1 else np.zeros(count, dtype=np.bool_)
-    if blocks > 1:
-        # A nonzero step modulo blocks reaches each of the other blocks with equal probability. In another
-        # class, any block may be reached.
-        step = generator.integers(1, blocks, count, dtype=np.int32)
-        anywhere = generator.integers(0, blocks, count, dtype=np.int32)
-        step = np.where(leave_class, anywhere, step)
-        block_of = np.where(leave_block, (block_of + step) % blocks, block_of)
-    if classes > 1:
-        turn = generator.integers(1, classes, count, dtype=np.int32)
-        class_of = np.where(leave_class, (class_of + turn) % classes, class_of)
-    target = block_of * classes + class_of
+    """Draw one neighbour for each node, with a probability in proportion to the neighbour's weight.
+
+    ``communities`` are those of the nodes. A community is a block of a class. With probability
+    ``homophily * locality`` a neighbour is in the same community, and with ``homophily`` in the same class.
+    """
+    count, num_classes = len(communities), config.classes
+    num_blocks = config.num_communities // num_classes
+    classes, blocks = communities % num_classes, communities // num_classes
+    uniform = generator.random(count, dtype=np.float32)
+    leave_block = uniform >= config.homophily * config.locality
+    leave_class = uniform >= config.homophily if num_classes > 1 else np.zeros(count, dtype=np.bool_)
+    if num_blocks > 1:
+        # Within the class, a step of at least 1 leads to another block. In another class, all blocks are
+        # possible, so the step may be 0.
+        step = generator.integers(1, num_blocks, count, dtype=np.int32)
+        step_in_other_class = generator.integers(0, num_blocks, count, dtype=np.int32)
+        step = np.where(leave_class, step_in_other_class, step)
+        blocks = np.where(leave_block, (blocks + step) % num_blocks, blocks)
+    if num_classes > 1:
+        class_step = generator.integers(1, num_classes, count, dtype=np.int32)
+        classes = np.where(leave_class, (classes + class_step) % num_classes, classes)
+    target = blocks * num_classes + classes
     begin = stubs.first[target]
     position = generator.random(count)
     position *= stubs.first[target + 1] - begin

@@ -217,9 +217,9 @@ def _read_indices(relations: Relations, number: int, dtype: Any) -> Array:
 
 @njit(cache=True, nogil=True)
 def read_sources(relations: Relations, number: int, edges: Array, out: Array) -> None:
-    """Write the keys of the sources of ``edges`` ((k,) ids of edge type ``number``) to ``out`` (int64)."""
+    """Read the source keys of the (k,) ``edges``, ids of edge type ``number``, into ``out`` (int64)."""
     first = relations.offsets[relations.source_types[number]]
-    # Two loops test the width once instead of once for each edge.
+    # The width is tested outside of the loops, because it is the same for all edges.
     if relations.wide[number]:
         wide = _read_indices(relations, number, np.int64)
         for i in range(len(edges)):

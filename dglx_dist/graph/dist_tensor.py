@@ -492,12 +492,13 @@ class DistTensor(Shared):
             self.kvstore.remove(self._key)
 
     def local_rows(self) -> Tensor:
-        """Return the local server's (n, *row) rows.
+        """Return the (n, *row_shape) rows of the local server.
 
-        In memory, this is a view that the server's ranks share.
+        The rows of a tensor in memory are a view that the ranks of the server share. The rows of a dataset
+        are a copy.
         """
         column = self._column
-        if column.writable:
+        if column.writable:  # Only columns in memory are writable.
             return view_as_tensor(column.shards[0].rows, column.info)
         first, last = self.local_range
         return self[first:last]

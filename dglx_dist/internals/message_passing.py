@@ -486,7 +486,10 @@ def _make_segments(rows: Tensor, offsets: Tensor) -> Segments:
 
 
 def gather_mm(rows: Tensor, matrices: Tensor, idx_a: Tensor | None, idx_b: Tensor | None) -> Tensor:
-    """Return (K, B): row ``idx_a[k]`` times matrix ``idx_b[k]``. With None, row or matrix k."""
+    """Multiply row ``idx_a[k]`` by matrix ``idx_b[k]`` for each of the K results of shape (K, B).
+
+    None stands for the indices 0 to K - 1.
+    """
     rows = rows if idx_a is None else rows[idx_a]
     if idx_b is None:
         return torch.bmm(rows.unsqueeze(1), matrices).squeeze(1)

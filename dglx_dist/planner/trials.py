@@ -137,11 +137,14 @@ class _Race:
 
     @property
     def finalists(self) -> list[int]:
-        """Places of the candidates that no turn has shown to be slower."""
+        """Indices into ``predictions`` of the candidates that no turn has shown to be slower."""
         return [*(contestant.place for contestant in self.running), *self._closed_for_memory]
 
     def open_all(self) -> None:
-        """Open every candidate and give it a first turn: the simplest, then those with the fewest bytes."""
+        """Open the feasible candidates and let each take a first turn.
+
+        The first one is the simplest. The others follow in the order of their bytes, the fewest first.
+        """
         places = [place for place, prediction in enumerate(self.predictions) if prediction.feasible]
         places[1:] = sorted(places[1:], key=lambda place: self.predictions[place].network_s)
         for place in places:

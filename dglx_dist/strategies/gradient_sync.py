@@ -63,9 +63,9 @@ class Bucket:
             index: piece.view(parameter.shape)
             for index, piece, parameter in zip(indices, pieces, parameters, strict=True)
         }
-        """Views of the (possibly summed) gradients, by index."""
+        """Views of the gradients in ``flat``, by index. After the exchange they hold sums over ranks."""
         self.missing = len(sizes)
-        """Number of gradients that were not put since the last :meth:`clear`."""
+        """Number of gradients that have not been stored since the last :meth:`clear`."""
         self._num_computed = 0
 
     def clear(self) -> None:

@@ -813,18 +813,22 @@ def lock_folder(folder: str | Path) -> None:
     """Keep other jobs from saving to ``folder`` until the session ends. Collective.
 
     Raises:
-        StorageError: another job saves to it and has not ended within half the time-out.
+        StorageError: another job still saves to it after half of the session's time-out.
     """
     session, target = current_session(), Path(folder).absolute()
-    lock, locks = target.with_name(f".{target.name}.lock"), _LOCKS.get(session)
+    lock_file = target.with_name(f".{target.name}.lock")
+    held_locks = _LOCKS.get(session)
 
-    def take() -> None:
-        if session.topology.rank == 0 and lock not in locks:
-            with suppress(OSError):  # a later write will report the reason
-                session.on_close.append(partial(os.close, lock_exclusive(lock, session.timeout_s / 2)))
-                locks.add(lock)
+    def take_lock() -> None:
+        if session.topology.rank != 0 or lock_file in held_locks:
+            return
+        # If the folder cannot be written, saving a checkpoint will report the reason.
+        with suppress(OSError):
+            descriptor = lock_exclusive(lock_file, session.timeout_s / 2)
+            session.on_close.append(partial(os.close, descriptor))
+            held_locks.add(lock_file)
 
-    run_on_all_ranks(session, take)
+    run_on_all_ranks(session, take_lock)
 
 
 def remove_all(folder: str | Path) -> None:

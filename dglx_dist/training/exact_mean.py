@@ -30,9 +30,9 @@ _NUMBER_LOSSES = (
     *(F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.huber_loss),
     *(F.binary_cross_entropy, F.binary_cross_entropy_with_logits),
 )
-_MOST_MEANS = 8
+_MAX_MEANS = 8
 """Maximum number of means in one loss."""
-NUM_TERMS: SessionField[deque[float]] = SessionField(lambda _: deque(maxlen=_MOST_MEANS))
+NUM_TERMS: SessionField[deque[float]] = SessionField(lambda _: deque(maxlen=_MAX_MEANS))
 """Numbers of terms of all ranks in the latest means."""
 _Replace: TypeAlias = Callable[[Tensor, Tensor], Tensor]
 
@@ -124,15 +124,17 @@ def _divide_sums(total: Tensor, sums: Tensor, session: Session, reduction: Reduc
 
 
 def _complete_arguments(func: Any, kwargs: dict[str, Any] | None) -> dict[str, Any]:
-    """Return the keyword arguments of a call. ``__torch_function__`` of a mode must call this first.
+    """Return the keyword arguments of a call, with the ``weight`` that torch's ``l1_loss`` leaves out.
 
-    Torch's ``l1_loss`` does not pass ``weight`` to a mode, which would then compute without it.
+    ``__torch_function__`` must call this directly, because the weight is read from the calling frames.
     """
-    if func is not F.l1_loss:
-        return kwargs or {}
-    # The frames above are those of __torch_function__, handle_torch_function and l1_loss.
-    weight = sys._getframe(3).f_locals.get("weight")
-    return {**(kwargs or {}), **({} if weight is None else {"weight": weight})}
+    arguments = dict(kwargs or {})
+    if func is F.l1_loss:
+        # Frame 0 is this function. Frames 1 to 3 are __torch_function__, handle_torch_function and l1_loss.
+        weight = sys._getframe(3).f_locals.get("weight")
+        if weight is not None:
+            arguments["weight"] = weight
+    return arguments
 
 
 class _Means(TorchFunctionMode):
@@ -141,8 +143,8 @@ class _Means(TorchFunctionMode):
     def __init__(self, replace: _Replace, num_seeds: int = 0) -> None:
         super().__init__()
         self._replace, self._num_seeds = replace, num_seeds
-        self.is_odd = False
-        """Whether a mean has weights, or another number of rows than ``num_seeds``."""
+        self.has_weighted_means = False
+        """Whether a mean has weights, or another number of terms than ``num_seeds``."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func not in (*_CLASS_LOSSES, *_NUMBER_LOSSES):
@@ -162,7 +164,8 @@ class _Means(TorchFunctionMode):
             weight = None if weight is None else weight[known]
         elif func not in (F.mse_loss, F.l1_loss):
             weight = None  # Torch divides such losses by the number of terms, even with weights.
-        self.is_odd |= weight is not None or known.numel() != terms.numel() or len(terms) != self._num_seeds
+        has_one_term_per_seed = known.numel() == terms.numel() and len(terms) == self._num_seeds
+        self.has_weighted_means |= weight is not None or not has_one_term_per_seed
         count = torch.tensor(float(known.numel())) if weight is None else weight.sum()
         return self._replace(terms.sum(), count)
 
@@ -179,29 +182,33 @@ class ExactMean:
 
     def __init__(self, loss: LossFunction, session: Session, *, has_gaps: bool) -> None:
         self._loss, self._session = loss, session
-        self._is_needed: bool | None = True if has_gaps else None
+        self._combines_ranks: bool | None = True if has_gaps else None
+        """Whether means are combined over the ranks. None: the first step decides."""
 
     def __call__(self, scores: Tensor, labels: Tensor) -> Tensor:
-        if self._is_needed is False:
+        if self._combines_ranks is False:
             return self._loss(scores, labels)
         sums: list[list[float]] = []
 
-        def note(total: Tensor, count: Tensor) -> Tensor:
+        def record_mean(total: Tensor, count: Tensor) -> Tensor:
             sums.append([float(total), float(count)])
             return total / count
 
-        with torch.no_grad(), _Means(note, len(labels)) as means:
+        # The first pass only records the sum and the number of terms of each mean.
+        with torch.no_grad(), _Means(record_mean, len(labels)) as means:
             self._loss(scores.detach(), labels)
-        if len(sums) > _MOST_MEANS:
-            raise ConfigError(
-                f"the loss has {len(sums)} means over terms, but at most {_MOST_MEANS} can be combined"
-            )
-        if self._is_needed is None:
-            self._is_needed = bool(gather_int64([means.is_odd], self._session).any())
-            return self(scores, labels)
-        # Some ranks may compute fewer means, but the tensors must have the same size on all.
-        local = torch.tensor([*sums, *[[0.0, 0.0]] * (_MOST_MEANS - len(sums))], dtype=torch.float64)
+        if len(sums) > _MAX_MEANS:
+            raise ConfigError(f"the loss computes {len(sums)} means, but at most {_MAX_MEANS} are supported")
+        if self._combines_ranks is None:
+            weighted = gather_int64([means.has_weighted_means], self._session)
+            self._combines_ranks = bool(weighted.any())
+            if not self._combines_ranks:
+                return self._loss(scores, labels)
+        # Some ranks may compute fewer means, but the tensors must have the same size on all ranks.
+        local = torch.zeros(_MAX_MEANS, 2, dtype=torch.float64)
+        local[: len(sums)] = torch.tensor(sums, dtype=torch.float64).reshape(len(sums), 2)
         global_sums = iter(sum_over_ranks(local, self._session, phase=PHASE))
+        # The second pass computes the means in the same order and replaces each by the mean over all ranks.
         with _Means(lambda total, _: _divide_sums(total, next(global_sums), self._session)):
             return self._loss(scores, labels)
 

@@ -197,6 +197,7 @@ class TrainingRun:
             self._save(step, wait=True)
 
     def _load_best(self) -> int:
+        """Load the weights and scores of the best epoch, unless it is the last one. Return that epoch."""
         epoch = self.result.best_epoch
         if epoch is None or epoch == self._next - 1:
             return self._next - 1
@@ -206,11 +207,9 @@ class TrainingRun:
             weights.load()
         else:
             self._writer.wait()
-            model, rows = self._step.model, self._step.sparse
-            resumed = checkpoint.load(
-                self._checkpoint_path(epoch), model=model, sparse=rows, random_state=False
-            )
-            scores = Progress(resumed.extra)
+            path, step = self._checkpoint_path(epoch), self._step
+            loaded = checkpoint.load(path, model=step.model, sparse=step.sparse, random_state=False)
+            scores = Progress(loaded.extra)
         self.result = replace(self.result, accuracy=scores.accuracy, metrics=scores.metrics)
         return epoch
 

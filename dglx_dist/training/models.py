@@ -240,23 +240,25 @@ class ResGCN(Layered):
 
 
 def _halo_rows(block: Any, *, keep: bool) -> Callable[[Tensor], Tensor]:
-    """Return a function that maps local rows to the rows of all sources. It keeps the halo of its first call.
+    """Return a function that appends halo rows to local rows, and exchanges the halo only once.
 
-    Blocks of strategies that exchange rows have a method ``all_rows``. Without ``keep`` the convolution calls
-    that method, and the function returns its argument.
+    Later calls, which recompute a layer in backward, use the halo rows of the first call. Without ``keep``,
+    or for blocks without halo rows, the function returns its argument.
     """
-    exchange = getattr(block, "all_rows", None) if keep else None
-    kept: Tensor | None = None
+    exchange = getattr(block, "all_rows", None)
+    if not keep or exchange is None:
+        return lambda h: h
+    saved_halo: Tensor | None = None
 
-    def all_rows(h: Tensor) -> Tensor:
-        nonlocal kept
-        rows: Tensor = h if exchange is None else exchange(h, kept=kept)
-        if rows is not h and kept is None:
-            # A view would also keep the local rows alive.
-            kept = rows[len(h) :].detach().clone()
+    def append_halo(h: Tensor) -> Tensor:
+        nonlocal saved_halo
+        rows: Tensor = exchange(h, kept=saved_halo)
+        if rows is not h and saved_halo is None:
+            # The halo is copied, because a view would hold the local rows in memory, too.
+            saved_halo = rows[len(h) :].detach().clone()
         return rows
 
-    return all_rows
+    return append_halo
 
 
 @final

@@ -108,7 +108,7 @@ def _gather_spans(own: RankSpans, session: Session) -> list[RankSpans]:
 
 
 def _write_own(path: Path, trace: TraceFile, session: Session) -> None:
-    # A failure is only logged, so that it does not hide the error that ended training.
+    # If writing fails, the error is only logged. It must not hide the error that ended training.
     path = rank_path(path, session.topology.rank)
     try:
         check_replaceable(path)
@@ -116,7 +116,7 @@ def _write_own(path: Path, trace: TraceFile, session: Session) -> None:
     except StorageError as error:
         log.warning("%s", error)
     else:
-        log.warning("training failed. The trace of this rank is in %s", path)
+        log.warning("Training failed. The trace of this rank was written to %s", path)
 
 
 def _build_trace(ranks: Sequence[RankSpans], steps: int, num_steps: int, session: Session) -> TraceFile:

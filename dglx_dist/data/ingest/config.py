@@ -243,7 +243,9 @@ def _parse_edge(entry: Fields) -> TypeSpec[EdgeType]:
         raise entry.field_error("relation", "[source node type, relation, destination node type]")
     label = _parse_label(entry)
     if label is not None and label.files:
-        raise entry.error("custom_split_filenames is for nodes; give split_pct, or a column of the table")
+        raise entry.error(
+            "custom_split_filenames cannot split edges; give split_pct, or a column of the table"
+        )
     return TypeSpec(
         kind=(relation[0], relation[1], relation[2]),
         files=read_files(entry),

@@ -65,16 +65,17 @@ class IdMap:
         raise column_error(str(path), column, describe_repeated_id(name, place), here)
 
     def find(self, table: PiecewiseTable, column: str, owner: str, folder: Path) -> Spill:
-        """Return the (E,) int64 node numbers of the ids in a column, in their order.
+        """Return the (E,) int64 node numbers of the E ids in a column, in the order of the rows.
 
         Raises:
-            DatasetError: an id is unknown. The message has the file and row of the first one.
+            DatasetError: an id is unknown. The message names the file and the row of the first one.
         """
         unknown: list[tuple[int, object, int]] = []
 
         def record_unknown(missing: Array, rows: Array, ids: Any) -> None:
-            for at in np.flatnonzero(missing)[:1]:
-                unknown.append((int(rows[at]), ids[int(at)].as_py(), int(missing.sum())))
+            if missing.any():
+                first = int(missing.argmax())
+                unknown.append((int(rows[first]), ids[first].as_py(), int(missing.sum())))
 
         node_numbers = Spill(folder / "nodes", np.int64)
         for piece, ids in self.read(table, column):
@@ -84,29 +85,32 @@ class IdMap:
                 record_unknown((numbers < 0) | (numbers >= self.num_nodes), rows, ids)
                 node_numbers.append(numbers)
             else:
-                self.add(ids, piece.row, folder / "asked")
+                self.add(ids, piece.row, folder / "lookups")
         if not self.is_range:
             scatter = ScatteredRows(folder / "rows", table.num_rows, np.int64, memory=self._memory)
             for number in range(self._num_buckets):
-                own, known = next(read_ids(self._folder / str(number), None), (None, None))
-                for rows, ids in read_ids(folder / "asked" / str(number), self._memory // 8):
-                    places = pc.index_in(ids, value_set=ids[:0] if known is None else known)
-                    missing = as_numpy(pc.is_null(places))
+                # An empty bucket has no file.
+                nodes, known_ids = next(read_ids(self._folder / str(number), None), (None, None))
+                for rows, ids in read_ids(folder / "lookups" / str(number), self._memory // 8):
+                    positions = pc.index_in(ids, value_set=ids[:0] if known_ids is None else known_ids)
+                    missing = as_numpy(pc.is_null(positions))
                     record_unknown(missing, rows, ids)
-                    if own is not None:
-                        scatter.put(rows[~missing], own[places.drop_null().to_numpy()])
-                (folder / "asked" / str(number)).unlink(missing_ok=True)
-                del own, known
+                    if nodes is not None:
+                        scatter.put(rows[~missing], nodes[positions.drop_null().to_numpy()])
+                (folder / "lookups" / str(number)).unlink(missing_ok=True)
+                del nodes, known_ids
                 release_memory()
             for numbers in scatter.chunks():
                 node_numbers.append(numbers)
         if unknown:
-            row, name, _ = min(unknown, key=lambda item: item[0])
-            path, row = table.locate(row)
-            count = f"(rows of {column!r} with unknown ids: {sum(count for *_, count in unknown)})"
-            raise column_error(
-                str(path), column, f"node id {name!r} is not among the ids of {owner} {count}", row
+            row, unknown_id, _ = min(unknown, key=lambda item: item[0])
+            path, row_in_file = table.locate(row)
+            count = sum(num_rows for *_, num_rows in unknown)
+            problem = (
+                f"node id {unknown_id!r} is not among the ids of {owner} "
+                f"(rows of {column!r} with unknown ids: {count})"
             )
+            raise column_error(str(path), column, problem, row_in_file)
         return node_numbers
 
     def _find_buckets(self, ids: Any) -> Array:

@@ -71,11 +71,12 @@ def make_column_info(array: Array, description: str) -> ColumnInfo:
 
 
 def write_column(path: Path, info: ColumnInfo, num_rows: int, chunks: Iterable[Array]) -> FileInfo:
-    """Write rows that arrive in (k, *row) chunks as a new file. Its folder is created if it is missing."""
+    """Write chunks of rows, (k, *row_shape) each, as a new file. Create its folder if it is missing."""
     stored = np.dtype(_STORED_AS.get(info.dtype, info.dtype))
     num_values = num_rows * math.prod(info.row_shape)
     num_bytes = num_values * stored.itemsize
-    # Arrow lays out the file around a body that is only address space. The sink writes the chunks instead.
+    # Arrow computes the layout of the file for a body that is only reserved address space. When it writes the
+    # body, _write_file writes the chunks in its place.
     body = pa.py_buffer(_reserve_space(num_bytes)).slice(0, num_bytes)
     values = pa.Array.from_buffers(pa.from_numpy_dtype(stored), num_values, [None, body], 0)
     metadata = {"dtype": info.dtype, "shape": json.dumps([num_rows, *info.row_shape])}

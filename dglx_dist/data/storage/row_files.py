@@ -116,17 +116,19 @@ def write_rows(
 
 
 def write_index(folder: Path, files: Iterable[RowFile], facts: Mapping[str, object]) -> None:
-    """Write the index over the files of all writers, in any order. One writer calls it at the end.
+    """Write the index of the files of all writers. Call it from one writer, after all have finished.
+
+    The order of ``files`` does not matter.
 
     Raises:
         StorageError: the files of a tensor overlap, have gaps or differ in dtype or row shape.
     """
     index = _build_index(folder, files, facts)
-    lines = [asdict(file) for tensor in index.tensors.values() for file in tensor.files]
-    body = {"version": VERSION, "facts": dict(facts), "files": lines}
+    entries = [asdict(file) for tensor in index.tensors.values() for file in tensor.files]
+    body = {"version": VERSION, "facts": dict(facts), "files": entries}
     text = json.dumps({"checksum": f"{checksum_of(body):08x}", **body}, indent=1)
-    with replace_atomically(folder / INDEX) as partial:
-        partial.write_text(text, encoding="utf-8")
+    with replace_atomically(folder / INDEX) as temporary_path:
+        temporary_path.write_text(text, encoding="utf-8")
 
 
 def read_index(folder: Path) -> RowIndex:

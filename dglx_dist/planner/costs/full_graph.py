@@ -180,10 +180,11 @@ class _LargestPlan:
 
 
 def pack_sizes(plan: RankPlan, world_size: int) -> Array:
-    """Return the (K,) int64 sizes of a plan, as :func:`decode_work` reads them.
+    """Return the sizes of a plan as one int64 array, which :func:`decode_work` unpacks.
 
-    They are the fields of :func:`read_step_sizes`, the number of feature rows that the server fetches from
-    others, and (L, W) numbers of halo rows by the rank that holds them.
+    The array holds, for L layers and W ranks: the fields of the result of :func:`read_step_sizes` in their
+    order, the number of feature rows that the server fetches from other servers, and the (L, W) numbers of
+    halo rows by the rank that sends them.
     """
     received = np.zeros((len(plan.layers), world_size), np.int64)
     for row, layer in zip(received, plan.layers, strict=True):

@@ -198,19 +198,22 @@ class HaloExchange:
         return sources
 
     def return_gradients(self, gradient: Tensor) -> Tensor:
-        """Run the adjoint of :meth:`append`, always into new memory.
+        """Send the gradients of halo rows back, and add those that peers send for this rank's rows.
 
-        Return the own rows of the (own_rows + n_halo, ...) ``gradient`` plus the gradients from the peers.
+        This is the adjoint of :meth:`append`. ``gradient`` has shape (own_rows + n_halo, ...). The result
+        is a new tensor with the (own_rows, ...) sums.
         """
         gradient = gradient.detach()
         own, halo = gradient[: self.own_rows], gradient[self.own_rows :]
-        wider = torch.float32 if gradient.dtype in HALVES else gradient.dtype
-        total = torch.empty(own.shape, dtype=wider, device=gradient.device)
+        # Half precision would round after each addition.
+        sum_dtype = torch.float32 if gradient.dtype in HALVES else gradient.dtype
+        total = torch.empty(own.shape, dtype=sum_dtype, device=gradient.device)
         sent = halo.contiguous() if self._is_readable(halo) else copy_to_host([halo])[0]
         received = self._reserve_memory(self._exchanges.received, self._num_sent, gradient)
         outgoing, incoming = self.messages(sent, received, BACKWARD)
-        adding = add_rows(total, self.rows_on(total.device), incoming)
-        self._swap(outgoing, incoming, BACKWARD, chain(copy_rows(own, total), adding))
+        # The two iterators copy and add rows while the messages are on their way.
+        additions = add_rows(total, self.rows_on(total.device), incoming)
+        self._swap(outgoing, incoming, BACKWARD, chain(copy_rows(own, total), additions))
         return total.to(gradient.dtype)
 
     def _receive(self, h: Tensor, halo: Tensor, phase: str, own: Tensor | None = None) -> None:

@@ -139,12 +139,16 @@ class LocalGraph(InEdgesOnlyGraph, RankGraph, DGLGraph):
         move = partial(Tensor.to, device=target_device, **kwargs)
         moved.node_frames = [copy_frame(column, target_device, move) for column in self.node_frames]
         moved.edge_frames = [copy_frame(column, target_device, move) for column in self.edge_frames]
-        moved._exchanged, names = {}, list(self.ndata.keys())
-        moved._prefetched = tuple(
-            _ExchangedColumn(rows, get_version(rows), column.sources.to(device, **kwargs))
-            for column in self._prefetched
-            for rows in [moved.ndata[name] for name in names if self.ndata[name] is column.own]
-        )
+        moved._exchanged = {}
+        prefetched = []
+        for column in self._prefetched:
+            for name in list(self.ndata.keys()):
+                if self.ndata[name] is column.own:
+                    # The version shows later whether the moved column was changed after the exchange.
+                    moved_rows = moved.ndata[name]
+                    sources = column.sources.to(device, **kwargs)
+                    prefetched.append(_ExchangedColumn(moved_rows, get_version(moved_rows), sources))
+        moved._prefetched = tuple(prefetched)
         return moved
 
     def _make_message_block(self) -> HaloBlock:

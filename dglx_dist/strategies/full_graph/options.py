@@ -103,8 +103,8 @@ class FullGraphOptions:
             )
         if self.eas is None and self.external_inner != "server":
             raise ConfigError(
-                f"option external_inner={self.external_inner!r} belongs to expansion-aware sampling; give "
-                "external_hops=1 and external_fanout=15 with it"
+                f"option external_inner={self.external_inner!r} needs expansion-aware sampling; leave it out, or "
+                "add external_hops=1 and external_fanout=15 (the paper's values)"
             )
         if self.eas is not None and self.hops is not None:
             raise ConfigError(
@@ -114,7 +114,7 @@ class FullGraphOptions:
 
     @property
     def eas(self) -> EasOptions | None:
-        """Options of expansion-aware sampling, or None for the full neighbourhood."""
+        """Options of expansion-aware sampling. None: external neighbours are not sampled, all are used."""
         if (self.external_hops, self.external_fanout, self.external_policy) == (None, None, None):
             return None
         return EasOptions(

@@ -320,10 +320,10 @@ class PartSide:
 
     @contextmanager
     def place(self, leaves: Mapping[str, Tensor]) -> Iterator[None]:
-        """Make the modules compute with ``leaves`` inside the block."""
+        """Replace the parameters of the modules by ``leaves`` (leaf tensors of autograd) inside the block."""
         try:
             for name, (module, attribute) in self._places.items():
-                module._parameters[attribute] = leaves[name]  # type: ignore[assignment]  # any tensor computes
+                module._parameters[attribute] = leaves[name]  # type: ignore[assignment]  # not a Parameter, but modules compute with any tensor
             yield
         finally:
             for name, (module, attribute) in self._places.items():
