@@ -166,7 +166,7 @@ OPTIONS: Sequence[tuple[str, dict[str, Any], str]] = (
     ("cooperative", {"external_fanout": -2}, "external_fanout=-2"),
     ("cooperative", {"external_policy": "best"}, "external_policy='best'"),
     ("cooperative", {"external_inner": "graph"}, "external_inner='graph'"),
-    ("cooperative", {"external_inner": "batch"}, "external_inner='batch' belongs to"),
+    ("cooperative", {"external_inner": "batch"}, "external_inner='batch' needs"),
     ("cooperative", {"hops": 1}, "no option 'hops'"),
 )
 
