@@ -103,8 +103,8 @@ class FullGraphOptions:
             )
         if self.eas is None and self.external_inner != "server":
             raise ConfigError(
-                f"option external_inner={self.external_inner!r} needs expansion-aware sampling; leave it out, or "
-                "add external_hops=1 and external_fanout=15 (the paper's values)"
+                f"option external_inner={self.external_inner!r} needs expansion-aware sampling; leave it "
+                "out, or add external_hops=1 and external_fanout=15 (the paper's values)"
             )
         if self.eas is not None and self.hops is not None:
             raise ConfigError(
