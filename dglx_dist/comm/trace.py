@@ -284,7 +284,7 @@ def read_trace(path: str | Path) -> TraceFile:
         ) from error
     except (OSError, ValueError, RecursionError) as error:
         raise StorageError(
-            f"{path} is not a trace, or is damaged ({error}). Run the command again."
+            f"{path} is not a trace, or is damaged ({error}). Record it again with --trace."
         ) from error
     facts = fields.nested_fields("otherData")
     facts.choice("format", [_FORMAT])

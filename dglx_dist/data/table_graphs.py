@@ -354,7 +354,7 @@ def _collect_ids_in_edges(node_type: str, ends: Sequence[TableColumn]) -> Any:
     if len({str(values.type) for values in distinct}) > 1:
         raise DatasetError(
             f"{ends[0].where}: node type {node_type!r} has no table, and the edges use both integers and "
-            "strings for its ids; use one of them"
+            "strings for its ids; use one kind of ids, or add a table of the nodes"
         )
     return _sort_distinct(pa.chunked_array(distinct))
 

@@ -153,7 +153,8 @@ def check_columns(
         if both.any():
             raise DatasetError(
                 f"{where}: columns {name!r} and {other_name!r} overlap: row {_find_first(both)} is in both "
-                f"({int(both.sum())} rows in all); leave these out of one, or call it another name"
+                f"({int(both.sum())} rows in all); unmark these rows in one column, or "
+                "rename the column if it is not a split"
             )
     label = columns.get(LABEL)
     if label is None or isinstance(label, SparseRows) or label.ndim != 1:

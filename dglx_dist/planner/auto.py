@@ -329,7 +329,7 @@ def check_equal_servers(topology: Topology) -> None:
     if len(counts) > 1:
         raise ConfigError(
             f"servers have {' or '.join(map(str, counts))} ranks, but strategy 'auto' needs the same number "
-            "on each. Start as many on each, or name a strategy."
+            "on each server. Start equally many, or name a strategy."
         )
 
 

@@ -275,7 +275,9 @@ def rank_of_answer(
         raise ConfigError(f"max_scores={max_scores} must be at least 1")
     _check_lengths(subject, relation, answer, "queries")
     if len(answer) and int(answer.min()) < 0:
-        raise ConfigError(f"answer {int(answer.min())} is negative, but answers are columns of the scores")
+        raise ConfigError(
+            f"answer {int(answer.min())} is negative. An answer is the index of a column of the scores."
+        )
     out, first, batch_size = torch.empty(len(answer), dtype=torch.float64), 0, 1
     while first < len(answer):
         rows = slice(first, first + batch_size)

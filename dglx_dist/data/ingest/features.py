@@ -91,7 +91,9 @@ class Unchanged(Transform):
     def apply(self, rows: TableColumn) -> Array:
         matrix = _read_matrix(rows, self._separator)
         if self._width is not None and matrix.shape[1] < self._width:
-            raise rows.error(f"{matrix.shape[1]} numbers, but truncate_dim is {self._width}", 0)
+            raise rows.error(
+                f"a row of {matrix.shape[1]} numbers is shorter than truncate_dim={self._width}", 0
+            )
         return matrix[:, : self._width]
 
 
@@ -124,7 +126,9 @@ class _Scaled(Transform):
         for statistic in self._statistics.values() if len(matrix) else ():
             # A statistic of length 1 comes from the settings and is for all positions.
             if len(statistic) not in (1, matrix.shape[1]):
-                raise rows.error(f"{matrix.shape[1]} numbers, but there were {len(statistic)} before", 0)
+                raise rows.error(
+                    f"a row of {matrix.shape[1]} numbers, but earlier rows have {len(statistic)}", 0
+                )
         return matrix
 
 

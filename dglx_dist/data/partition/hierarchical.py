@@ -99,8 +99,8 @@ class Hierarchical(Partitioner):
             workers = max(num_parts // servers, 1)
         if servers * workers != num_parts:
             raise ConfigError(
-                f"{num_parts} parts are not {servers} servers x {workers} workers = {servers * workers}; "
-                f"use {servers * workers} parts or another number of servers"
+                f"{servers} servers with {workers} workers each need {servers * workers} parts, not "
+                f"{num_parts}; change the number of parts, servers or workers"
             )
         return servers, workers
 

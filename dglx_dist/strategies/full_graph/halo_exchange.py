@@ -438,7 +438,9 @@ class LateRows:
         """
         name = halo.describe(phase)
         if self.is_used:
-            raise ConfigError(f"{name} ran twice; with staleness=1, add up the losses and call backward once")
+            raise ConfigError(
+                f"{name} ran twice in one step; add up the losses and call backward once, or use staleness=0"
+            )
         _, received_counts = halo.counts(phase)
         self.arrive(keep=self._peers in (None, received_counts))
         self.is_used, self._peers = True, received_counts

@@ -532,8 +532,8 @@ class Pipeline(Shared):
             self._begun = None
             if self._spec != spec:
                 raise ConfigError(
-                    "the model gave its first layer other inputs than in the previous batch, which is not "
-                    "supported with batches in flight; use depth=1"
+                    "the inputs of the model's first layer are computed in another way than for the previous "
+                    "batch, which several batches at once do not support; use depth=1"
                 )
         if ahead:
             self._begin_following(layer, group_batch, spec)

@@ -113,8 +113,8 @@ def local_graph(
     num_own = end - first
     if num_own + len(halo) > _MAX_LOCAL:
         raise ConfigError(
-            f"graph server {rank} has {num_own} nodes and {len(halo)} halo nodes, above {_MAX_LOCAL}; "
-            "use more ranks"
+            f"graph server {rank} has {num_own} own nodes and {len(halo)} halo nodes, but its "
+            f"limit is {_MAX_LOCAL}; use more ranks"
         )
     local = np.empty(len(wide), dtype=np.int32)
     local[is_own] = wide[is_own] - first

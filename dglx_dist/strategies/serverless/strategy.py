@@ -44,7 +44,7 @@ class OpenedLambda(OpenedStrategy):
         if reduction != "mean":
             raise ConfigError(
                 f"reduction={reduction!r}: strategy 'lambda' trains the mean loss over all training nodes; "
-                "leave it out, and divide the learning rate instead"
+                f"remove reduction={reduction!r}, and adapt the learning rate instead"
             )
         return LambdaModel(model, self.g, self.options)
 

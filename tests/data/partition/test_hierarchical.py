@@ -138,8 +138,8 @@ def test_a_column_of_that_name_is_not_overwritten() -> None:
     [
         # Of six parts:
         ("", PartitionOptions(), "needs the number of servers"),
-        ("", PartitionOptions(servers=4), "6 parts are not 4 servers x 1 workers"),
-        ("", PartitionOptions(servers=2, workers=2), "6 parts are not 2 servers x 2 workers = 4"),
+        ("", PartitionOptions(servers=4), "4 servers with 1 workers each need 4 parts, not 6"),
+        ("", PartitionOptions(servers=2, workers=2), "2 servers with 2 workers each need 4 parts, not 6"),
         ("", PartitionOptions(servers=2, inner="hierarchical"), "cannot use 'hierarchical'"),
         ("", PartitionOptions(servers=2, inner="ldg", fast=True), "Ldg does not support fast"),
         # Of two parts of two trainers:
