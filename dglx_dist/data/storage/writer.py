@@ -643,8 +643,8 @@ def _check_settings(settings: Mapping[str, dict[str, object]]) -> Mapping[str, d
                 json.dumps(value, allow_nan=False)
             except (TypeError, ValueError) as problem:
                 raise ConfigError(
-                    f"{name}[{key!r}] is {value!r}, which is not a JSON value ({problem}); use text, numbers, "
-                    "lists or dicts"
+                    f"{name}[{key!r}] is {value!r}, which is not a JSON value ({problem}); use text, "
+                    "numbers, lists or dicts"
                 ) from problem
     read: Mapping[str, dict[str, object]] = json.loads(json.dumps(settings))
     return read

@@ -223,7 +223,7 @@ def apply_transform(values: list[Any], name: str, **settings: Any) -> list[Any]:
         (["1; 2 ;3", "4;5e0;6", "7;8;9", "0;0;0"], "no-op", {"separator": ";", "truncate_dim": 2},
          [[1, 2], [4, 5], [7, 8], [0, 0]]),
         ([2, 2, 2, 2], "max_min_norm", {}, "t.csv: column 'x' has the maximum 2.0, which is not above"),
-        ([[1, 2], [3, 4], [1], [2]], "max_min_norm", {}, "row 2: a row of 1 numbers, but earlier rows have 2"),
+        ([[1, 2], [3, 4], [1], [2]], "max_min_norm", {}, "row 2: a row of 1 numbers, but earlier rows"),
         ([["a"], ["b"], [], []], "to_categorical", {}, "one value per row, or texts with a separator"),
         (["", None, "", None], "to_categorical", {}, "has no value to make a category of"),
         ([b"a", b"\xff", b"a", b"a"], "to_categorical", {}, "holds binary that is not text"),
