@@ -32,14 +32,14 @@ app = typer.Typer(
 On several machines, torchrun starts the ranks: `torchrun --nnodes 2 --nproc-per-node 4
 --rdzv-backend c10d --rdzv-endpoint HOST:29500 -m dglx_dist.cli train data/demo --out runs/demo`
 
-Exit codes: 0 for success. 75 if the run received a signal to stop and has saved a checkpoint. The same
-command then resumes it. 2 for an error that you can correct, with one message that says how. 128 + signal
-if a rank was killed. 1 for everything else.
+Exit codes: 0 for success. 2 for an error that you can correct, with one message that says how. 75 if a
+signal stopped the run after it saved a checkpoint. The same command then resumes the run. 128 + signal if a
+rank was killed. 1 for everything else.
 """
 )
 def root(
     debug: Annotated[
-        bool, typer.Option("--debug", help="Show tracebacks. May stand anywhere in the line.")
+        bool, typer.Option("--debug", help="Show tracebacks. Can be given anywhere on the command line.")
     ] = False,
 ) -> None:
     """Partition a graph, train a model on it with many processes, and report the cost."""
