@@ -312,28 +312,29 @@ def build_pairs(
         negative: Ends of the negative pairs, if there is a negative sampler.
 
     Returns:
-        Node type to the (n,) int64 ascending distinct ids in the pairs, which are the seeds of the blocks,
-        and the positive pair graph, followed by the negative one if there is one.
+        (seeds, graphs). ``seeds`` maps a node type to the (n,) int64 ascending distinct ids in the pairs.
+        ``graphs`` holds the positive pair graph and, if there are negatives, the negative pair graph.
     """
-    both = [positive] if negative is None else [positive, negative]
+    pair_sets = [positive] if negative is None else [positive, negative]
     # Use the order of types in dgl.heterograph.
     ntypes, etypes = sorted(ntypes), sorted(positive)
-    type_bits = {ntype: np.int64(place) << _TYPE_SHIFT for place, ntype in enumerate(ntypes)}
+    type_bits = {ntype: np.int64(index) << _TYPE_SHIFT for index, ntype in enumerate(ntypes)}
     keys = [
         np.concatenate([pairs[etype][end] + type_bits[etype[2 * end]] for etype in etypes])
-        for pairs in both
+        for pairs in pair_sets
         for end in (0, 1)
     ]
-    distinct, places = np.unique(np.concatenate(keys), return_inverse=True)
+    # Number all nodes of all pairs at once, by type and then by id.
+    distinct, rows = np.unique(np.concatenate(keys), return_inverse=True)
     starts = np.searchsorted(distinct, np.arange(len(ntypes) + 1) << _TYPE_SHIFT)
     nodes = {
-        ntype: distinct[starts[place] : starts[place + 1]] - type_bits[ntype]
-        for place, ntype in enumerate(ntypes)
+        ntype: distinct[starts[index] : starts[index + 1]] - type_bits[ntype]
+        for index, ntype in enumerate(ntypes)
     }
-    rows_of_ends = np.split(places.reshape(-1), np.cumsum([len(end_keys) for end_keys in keys])[:-1])
+    rows_of_ends = np.split(rows.reshape(-1), np.cumsum([len(end_keys) for end_keys in keys])[:-1])
     graphs = [
-        _build_pair_graph(ntypes, etypes, starts, pairs, np.stack(rows_of_ends[2 * place : 2 * place + 2]))
-        for place, pairs in enumerate(both)
+        _build_pair_graph(ntypes, etypes, starts, pairs, np.stack(rows_of_ends[2 * index : 2 * index + 2]))
+        for index, pairs in enumerate(pair_sets)
     ]
     for graph in graphs:
         for ntype, node_ids in nodes.items():

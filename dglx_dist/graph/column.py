@@ -133,10 +133,7 @@ class JointRequest:
             self.send()
 
     def send(self) -> Sequence[tuple[Pending, int, int]]:
-        """Send the request if it was not sent yet.
-
-        Return (reply, first row, end row) for each message, where rows are sorted by id.
-        """
+        """Send the request if needed. Return (reply, first, end of the sorted rows) for each message."""
         if not self.is_sent:
             ids = np.concatenate([plan.ids for plan in self._plans])
             order = np.argsort(ids) if len(self._plans) > 1 else np.arange(len(ids))
@@ -459,14 +456,12 @@ def _new_table(min_entries: int) -> SlotTable:
 
 
 @njit(cache=True, nogil=True)
-def _move_entries(
-    table: SlotTable, inputs: Array, entries: Array, new_table: SlotTable, new_inputs: Array
-) -> None:
+def _move_entries(table: SlotTable, inputs: Array, entries: Array, out: SlotTable, out_inputs: Array) -> None:
     for entry in entries:
-        new_entry = find_place(new_table.keys, table.keys[entry])
-        new_table.keys[new_entry] = table.keys[entry]
-        new_table.slots[new_entry] = table.slots[entry]
-        new_inputs[new_entry] = inputs[entry]
+        out_entry = find_place(out.keys, table.keys[entry])
+        out.keys[out_entry] = table.keys[entry]
+        out.slots[out_entry] = table.slots[entry]
+        out_inputs[out_entry] = inputs[entry]
 
 
 @njit(cache=True, nogil=True)
@@ -535,10 +530,7 @@ def _assign_slots(
     uses: Array,
     cut: tuple[int, int, int, bool],
 ) -> tuple[Array, Array]:
-    """Give the slots of cached rows beyond the cut to requested ``ids`` within the cut.
-
-    Return the indices of these ids in ``ids`` and their slots.
-    """
+    """Give slots of rows beyond the cut to ``ids`` within it. Return the indices of these ids, and slots."""
     cut_use, num_kept, num_entering, _ = cut
     indices, slots = np.empty(len(ids), np.int64), np.empty(len(ids), np.int64)
     count, slot = 0, 0
