@@ -1,7 +1,7 @@
 """Exchange of rows between ranks that expect them: one interface over streams, calls and NCCL.
 
-docs/design/contracts.md, "Exchanges", tells which one is used where, and shows the measurement behind it.
-Messages that a rank does not expect, or of unknown size, are sent by one-sided calls (rpc.py, mailbox.py).
+docs/design/contracts.md, "Exchanges", lists where each kind of exchange is used, with measurements.
+Unexpected messages and messages of unknown size are sent by one-sided calls (rpc.py, mailbox.py).
 """
 
 import math
@@ -37,7 +37,7 @@ from dglx_dist.records import Array
 class ReusableBuffer:
     """Host memory for one tensor at a time, of any shape and dtype. It grows and never shrinks.
 
-    Page faults of new memory cost more than copying into it. The next :meth:`take` reuses it.
+    Page faults of new memory cost more than copying into the memory. The next :meth:`take` reuses the memory.
     """
 
     def __init__(self) -> None:
@@ -46,19 +46,19 @@ class ReusableBuffer:
     def take(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         num_bytes = math.prod(shape) * dtype.itemsize
         if num_bytes > self._bytes.numel():
-            # Free the old memory first. Otherwise both would add to the peak.
+            # Free the old memory before the allocation, so that the peak does not include both.
             self._bytes = torch.empty(0, dtype=torch.uint8)
             self._bytes = torch.empty(num_bytes, dtype=torch.uint8)
         return self._bytes[:num_bytes].view(dtype).view(tuple(shape))
 
 
-def _flat(tensor: Tensor) -> Tensor:
+def _as_bytes(tensor: Tensor) -> Tensor:
     return tensor.reshape(-1).view(torch.uint8)
 
 
 def view_bytes(tensor: Tensor) -> memoryview:
     """View a contiguous CPU tensor without gradient as its writable bytes, without a copy."""
-    return _flat(tensor).numpy().data
+    return _as_bytes(tensor).numpy().data
 
 
 @dataclass(kw_only=True)
@@ -69,7 +69,7 @@ class Outgoing:
     rows: Tensor
     """Contiguous rows."""
     pieces: Iterator[Tensor] | None = None
-    """Parts of ``rows`` in order. Each is filled when it is reached. None means that all are filled."""
+    """Slices of ``rows`` in order, each filled when the iterator yields it. None if ``rows`` are filled."""
 
 
 @dataclass(kw_only=True)
@@ -92,8 +92,8 @@ Its argument is an iterator of local work in small steps, which is done while by
 yields True if it can continue at once, and False if it needs more of the incoming messages. Call the function
 once, on the thread that posted.
 
-PeerError: a peer is dead, silent for too long, or at another exchange. The message names it. ConfigError:
-another thread runs an exchange on streams.
+The function raises PeerError with the name of a peer that is dead, silent for too long, or at another
+exchange. It raises ConfigError if another thread runs an exchange on streams.
 """
 
 
@@ -107,7 +107,7 @@ class Exchange(ABC):
     def __init__(self, session: Session) -> None:
         self.session = session
         self.waited_s = 0.0
-        """Seconds spent in waiting, including the local work there."""
+        """Seconds in wait functions, including their local work."""
 
     def post(
         self,
@@ -122,41 +122,42 @@ class Exchange(ABC):
     ) -> Wait:
         """Begin to send all of ``outgoing`` and to receive all of ``incoming``.
 
-        Messages without bytes are skipped on both sides. The rows must not change until the end of the wait.
+        Both sides skip messages without bytes. The rows must not change until the wait function returns.
 
         Args:
             outgoing, incoming: Messages, at most one per peer.
             name: Name of the exchange for errors and traces, equal on both sides. At most 32 bytes on
                 streams.
-            phase, layer: Entries of the ledger. Without a phase, nothing is counted.
+            phase, layer: Keys of the traffic ledger. Without a phase, nothing is counted.
             batch: Number of the mini-batch, for traces.
-            codec: Codec of the rows, which are in host memory. None means that they travel unchanged.
+            codec: Codec of the rows, which must be in host memory. None sends the rows unchanged.
 
         Raises:
             PeerError: a peer is dead, or the session is closed.
         """
         messages = [message for message in outgoing if message.rows.numel()]
-        due = codes = [message for message in incoming if message.rows.numel()]
+        expected = transfers = [message for message in incoming if message.rows.numel()]
         if codec is not None:
             rank = self.session.topology.rank
+            # Random rounding is keyed by the row number, so each pair of ranks needs a range of its own.
             messages = [_encode(codec, message, (rank << 12 | message.rank) << 36) for message in messages]
-            codes = [replace(message, rows=codec.empty(message.rows)) for message in due]
-            # Without this, ranks with other dtypes might read codes as rows.
+            transfers = [replace(message, rows=codec.empty(message.rows)) for message in expected]
+            # The name contains the code size. Otherwise ranks with other dtypes might read codes as rows.
             name = f"{name}, {codec.bits} bits x {math.prod(codec.row_shape)}"
         if phase is not None:
             own_rank = self.session.topology.rank
             for message in messages:
                 self.session.ledger.add(phase, layer, own_rank, message.rank, message.rows.nbytes)
-        finish = self._post(messages, codes, name, batch)
+        finish = self._post(messages, transfers, name, batch)
 
         def wait(meanwhile: Iterable[bool] = ()) -> list[Tensor]:
-            started = time.perf_counter()
+            start_s = time.perf_counter()
             work = iter(meanwhile)
             try:
                 with report_failed_peers(self.session, name):
-                    finish(work if codec is None else _decode_arrived(codec, codes, due, work))
+                    finish(work if codec is None else _decode_arrived(codec, transfers, expected, work))
             finally:
-                self.waited_s += time.perf_counter() - started
+                self.waited_s += time.perf_counter() - start_s
             return [message.rows for message in incoming]
 
         return wait
@@ -165,7 +166,7 @@ class Exchange(ABC):
     def _post(
         self, outgoing: Sequence[Outgoing], incoming: Sequence[Incoming], name: str, batch: int | None
     ) -> Callable[[Iterator[bool]], None]:
-        """Post messages with bytes. Return a function that works and waits, which may raise RuntimeError."""
+        """Post messages with bytes. Return a function that works and waits, and may raise RuntimeError."""
 
 
 def _encode(codec: RowCodec, message: Outgoing, first: int) -> Outgoing:
@@ -183,19 +184,19 @@ def _encode(codec: RowCodec, message: Outgoing, first: int) -> Outgoing:
 
 
 def _decode_arrived(
-    codec: RowCodec, codes: Sequence[Incoming], due: Sequence[Incoming], work: Iterator[bool]
+    codec: RowCodec, transfers: Sequence[Incoming], expected: Sequence[Incoming], work: Iterator[bool]
 ) -> Iterator[bool]:
-    """Fill ``due`` from the arrived part of its ``codes``, beside ``work``, which waits for ``due``."""
+    """Decode the codes that arrived in ``transfers`` into ``expected``, in turn with steps of ``work``."""
     while True:
         has_progress = False
-        for message, encoded in zip(due, codes, strict=True):
+        for message, transfer in zip(expected, transfers, strict=True):
             row_bytes = message.rows.nbytes // len(message.rows)
-            first, end = message.num_arrived // row_bytes, encoded.num_arrived // codec.row_bytes
-            message.rows[first:end] = codec.decode(encoded.rows[first:end])
+            first, end = message.num_arrived // row_bytes, transfer.num_arrived // codec.row_bytes
+            message.rows[first:end] = codec.decode(transfer.rows[first:end])
             message.num_arrived = end * row_bytes
             has_progress |= end > first
         can_work = next(work, None)
-        if can_work is None and all(message.num_arrived == message.rows.nbytes for message in due):
+        if can_work is None and all(message.num_arrived == message.rows.nbytes for message in expected):
             return
         yield has_progress or bool(can_work)
 
@@ -204,7 +205,7 @@ def _decode_arrived(
 class DeviceExchange(Exchange):
     """Exchanges rows by torch.distributed between the accelerators of ranks. Every rank must construct it.
 
-    Messages leave at once, in the order of the posts, which must be equal on all ranks. Later work on the
+    Messages are sent at once, in the order of the posts, which must be equal on all ranks. Later work on the
     current stream of the device waits for the rows, but the host does not. Sizes are not compared.
     """
 
@@ -224,8 +225,12 @@ class DeviceExchange(Exchange):
         with report_failed_peers(self.session, name), self._in_use:
             _fill_pieces(outgoing)
             group = self._group
-            ops = [dist.P2POp(dist.isend, _flat(message.rows), message.rank, group) for message in outgoing]
-            ops += [dist.P2POp(dist.irecv, _flat(message.rows), message.rank, group) for message in incoming]
+            ops = [
+                dist.P2POp(dist.isend, _as_bytes(message.rows), message.rank, group) for message in outgoing
+            ]
+            ops += [
+                dist.P2POp(dist.irecv, _as_bytes(message.rows), message.rank, group) for message in incoming
+            ]
             requests = dist.batch_isend_irecv(ops) if ops else []
 
         def finish(work: Iterator[bool]) -> None:
@@ -276,7 +281,7 @@ class _Inbox:
         self._sent = Counter[int]()
         self._posted: weakref.WeakValueDictionary[tuple[int, int], _Arrived] = weakref.WeakValueDictionary()
         self._early: dict[tuple[int, int], tuple[float, str, Array]] = {}
-        """Messages of exchanges that this rank has not posted yet."""
+        """Messages that arrived for exchanges that this rank has not posted yet."""
 
     def post(self, receivers: Iterable[int], senders: Iterable[int]) -> tuple[dict[int, int], _Arrived]:
         """Start an exchange. Return the number of its message to each receiver, and its mailbox."""
@@ -307,8 +312,8 @@ class _Inbox:
 
 def _check_bytes(arrays: Sequence[Array]) -> None:
     if len(arrays) != 1 or arrays[0].dtype != np.uint8 or arrays[0].ndim != 1:
-        kinds = ", ".join(f"{array.dtype} of shape {array.shape}" for array in arrays)
-        raise ValueError(f"a message must be one array of bytes, not {kinds or 'none'}")
+        descriptions = ", ".join(f"{array.dtype} of shape {array.shape}" for array in arrays)
+        raise ValueError(f"a message must be one array of bytes, not {descriptions or 'none'}")
 
 
 @final
@@ -334,7 +339,7 @@ class CallExchange(Exchange):
     ) -> Callable[[Iterator[bool]], None]:
         _fill_pieces(outgoing)
         begin = time.perf_counter()
-        rows_to = {message.rank: [_flat(message.rows).numpy()] for message in outgoing}
+        rows_to = {message.rank: [_as_bytes(message.rows).numpy()] for message in outgoing}
         numbers, mailbox = self._inbox.post(rows_to, [message.rank for message in incoming])
         pending = self._calls.submit(numbers, name, rows_to, phase=None)
 
@@ -349,7 +354,7 @@ class CallExchange(Exchange):
                 if (len(rows), sent_name) != (message.num_arrived, name):
                     expected = f"{message.num_arrived} bytes of {name!r}"
                     raise _make_order_error(message.rank, f"{len(rows)} bytes of {sent_name!r}", expected)
-                _flat(message.rows).numpy()[:] = rows
+                _as_bytes(message.rows).numpy()[:] = rows
             for _ in work:
                 pass
             for call in pending:
@@ -379,9 +384,9 @@ _RECEIVE_BYTES = 1 << 20
 def send_message(connection: socket.socket, header: bytes, message: Outgoing) -> Iterator[None]:
     """Send ``message`` over a non-blocking connection.
 
-    Yields when it is full. Raises OSError if it breaks.
+    Yields when the connection is full. Raises OSError if the connection breaks.
     """
-    # MSG_MORE holds back the header, so that it leaves in one packet with the first rows.
+    # With MSG_MORE, the kernel sends the header in one packet with the first rows.
     unsent, flags = memoryview(header), int(socket.MSG_MORE)
     pieces = iter([message.rows]) if message.pieces is None else message.pieces
     while True:
@@ -438,7 +443,7 @@ def _check_header(header: bytes, expected: bytes, rank: int) -> None:
     if header == expected:
         return
     magic, number, num_bytes, name = _HEADER.unpack(header)
-    _, own_number, own_bytes, own_name = _HEADER.unpack(expected)
+    _, expected_number, expected_bytes, expected_name = _HEADER.unpack(expected)
     if magic != _MAGIC:
         raise PeerError(
             f"rank {rank} sent {magic!r} instead of a message header. Run the same version on all ranks."
@@ -446,7 +451,7 @@ def _check_header(header: bytes, expected: bytes, rank: int) -> None:
     raise _make_order_error(
         rank,
         f"{num_bytes} bytes of {_decode_name(name)!r} (its message {number} to this rank)",
-        f"{own_bytes} bytes of {_decode_name(own_name)!r} (message {own_number})",
+        f"{expected_bytes} bytes of {_decode_name(expected_name)!r} (message {expected_number})",
     )
 
 
@@ -463,14 +468,14 @@ def _decode_name(name: bytes) -> str:
 
 
 _Transfers: TypeAlias = dict[int, Iterator[None]]
-"""Unfinished messages to and from one peer, by the event of the connection that they wait for."""
+"""Unfinished messages to and from one peer, by the connection event that each message waits for."""
 
 
 @final
 class StreamExchange(Exchange):
     """Exchanges rows over a connection per pair of ranks, in host memory. The constructor is collective.
 
-    Nothing moves before the wait. The wait runs on its own thread, one exchange at a time.
+    Rows are sent and received in the wait function, on the thread that calls it, one exchange at a time.
     """
 
     def __init__(self, session: Session) -> None:
@@ -480,7 +485,7 @@ class StreamExchange(Exchange):
         session.on_close.append(self._close)
         self._numbers_to, self._numbers_from = Counter[int](), Counter[int]()
         self._in_use = threading.Lock()
-        self._broken = ""
+        self._aborted = ""
 
     def _post(
         self, outgoing: Sequence[Outgoing], incoming: Sequence[Incoming], name: str, batch: int | None
@@ -492,15 +497,15 @@ class StreamExchange(Exchange):
                     "between ranks. Run the layers of a model on one thread."
                 )
             try:
-                if self._broken:
+                if self._aborted:
                     raise PeerError(
-                        f"{name} cannot be exchanged: an earlier exchange ({self._broken}) was aborted on "
+                        f"{name} cannot be exchanged: an earlier exchange ({self._aborted}) was aborted on "
                         "this rank. End the session and restart from the last checkpoint."
                     )
-                self._broken = name
+                self._aborted = name
                 with self.session.timeline.span(name, NETWORK, batch):
-                    self._run(self._transfers(outgoing, incoming, name), name, work)
-                self._broken = ""
+                    self._run_transfers(self._transfers(outgoing, incoming, name), name, work)
+                self._aborted = ""
             finally:
                 self._in_use.release()
 
@@ -534,21 +539,21 @@ class StreamExchange(Exchange):
             transfers[rank][selectors.EVENT_READ] = receive_message(self._get_connection(rank), header, due)
         return transfers
 
-    def _run(self, transfers: dict[int, _Transfers], name: str, work: Iterator[bool]) -> None:
+    def _run_transfers(self, transfers: dict[int, _Transfers], name: str, work: Iterator[bool]) -> None:
         with selectors.DefaultSelector() as selector:
-            waiting, working, idle = 0, True, False
+            num_waiting, has_work, is_idle = 0, True, False
             for rank, unfinished in transfers.items():
-                self._move(rank, unfinished, selectors.EVENT_WRITE)
+                self._continue_transfers(rank, unfinished, selectors.EVENT_WRITE)
                 if unfinished:
                     selector.register(self._get_connection(rank), sum(unfinished), rank)
-                    waiting += 1
-            while waiting or working:
-                busy = working and not idle
-                ready = selector.select(0 if busy else self.session.timeout_s) if waiting else []
-                if not ready and not busy:
-                    # Work that still waits after all messages arrived is a bug and would not end.
-                    assert waiting, f"work beside the {name} waits for more bytes than expected"
-                    late = ", ".join(self._describe_rank(rank) for rank, parts in transfers.items() if parts)
+                    num_waiting += 1
+            while num_waiting or has_work:
+                is_busy = has_work and not is_idle
+                ready = selector.select(0 if is_busy else self.session.timeout_s) if num_waiting else []
+                if not ready and not is_busy:
+                    # If all messages have arrived and the work still waits, it would wait forever.
+                    assert num_waiting, f"work beside the {name} waits for more bytes than expected"
+                    late = ", ".join(self._describe_rank(rank) for rank, queue in transfers.items() if queue)
                     raise RuntimeError(
                         f"exchange {name!r} made no progress for {self.session.timeout_s:g} s on rank "
                         f"{self.session.topology.rank}, which waits for {late}. Check their output, or raise "
@@ -556,16 +561,16 @@ class StreamExchange(Exchange):
                     )
                 for key, events in ready:
                     unfinished = transfers[key.data]
-                    self._move(key.data, unfinished, events)
+                    self._continue_transfers(key.data, unfinished, events)
                     if not unfinished:
                         selector.unregister(key.fileobj)
-                        waiting -= 1
+                        num_waiting -= 1
                     elif sum(unfinished) != key.events:
                         selector.modify(key.fileobj, sum(unfinished), key.data)
-                can_work = next(work, None) if working else None
-                working, idle = can_work is not None, can_work is False
+                can_work = next(work, None) if has_work else None
+                has_work, is_idle = can_work is not None, can_work is False
 
-    def _move(self, rank: int, unfinished: _Transfers, events: int) -> None:
+    def _continue_transfers(self, rank: int, unfinished: _Transfers, events: int) -> None:
         try:
             for event in (selectors.EVENT_READ, selectors.EVENT_WRITE):
                 if events & event and event in unfinished and next(unfinished[event], self) is self:
@@ -573,7 +578,7 @@ class StreamExchange(Exchange):
         except PeerError:
             raise
         except OSError as error:
-            # report_failed_peers reports the rank that died or failed first.
+            # report_failed_peers, around this call, finds the rank that died or failed first.
             raise RuntimeError(f"the connection to {self._describe_rank(rank)} broke: {error}") from error
 
     def _describe_rank(self, rank: int) -> str:
@@ -593,11 +598,11 @@ class RowExchanges:
         self.streams = CallExchange(session) if encrypted else StreamExchange(session)
         self.devices = DEVICES.get(session)
         self.sent, self.received = ReusableBuffer(), ReusableBuffer()
-        """Host memory of the current exchange."""
+        """Host memory for the rows of the current exchange."""
         self.late: CallExchange | None = None
         """Exchange of messages that are in transit until the next step."""
         self.stale: Any = None
-        """Halo rows of the model that runs forward, if it uses the rows of the epoch before."""
+        """Halo rows of the model that runs forward, if it uses the rows of the previous epoch."""
         self.step = 0
         """Number of the training step, which keys random rounding."""
 

@@ -27,43 +27,42 @@ class RoundEnded(DglxError):
 
 @final
 class Mailbox(Generic[M]):
-    """Received messages. Any thread may put them, and any number of threads may wait.
+    """Received messages. Any thread may put messages, and any number of threads may wait for them.
 
-    Rounds are numbered upwards. Messages of a round that has ended are dropped. ``advice`` is the remedy if a
-    rank sends nothing.
+    Round numbers increase. Messages of a round that has ended are dropped. ``advice`` is the remedy in the
+    error for a rank that sends no message.
     """
 
     def __init__(self, session: Session, advice: str) -> None:
         self._session, self._advice = session, advice
         self._arrived: dict[tuple[int, Hashable], dict[int, M]] = {}
-        self._changed = threading.Condition()
+        self._condition = threading.Condition()
         self.first_round = 0
         self._reason: BaseException | None = None
-        # The exceptions are made when they are raised. A stored one would keep the frames of its traceback
-        # alive.
+        # Functions that create the exceptions. A stored exception would hold the frames of its traceback.
         self._failures: dict[int, Callable[[], BaseException]] = {}
 
     def put(self, round_number: int, step: Hashable, sender: int, message: M) -> None:
         """Add the message of the rank ``sender``, unless its round has ended."""
-        with self._changed:
+        with self._condition:
             if round_number >= self.first_round:
                 self._arrived.setdefault((round_number, step), {})[sender] = message
-                self._changed.notify_all()
+                self._condition.notify_all()
 
     def begin(self, round_number: int, reason: BaseException | None = None) -> None:
-        """End the earlier rounds. Threads that wait for them get the first ``reason``."""
-        with self._changed:
+        """End all rounds before ``round_number``. Threads that wait for them raise the first ``reason``."""
+        with self._condition:
             if round_number > self.first_round:
                 self.first_round, self._reason = round_number, reason
                 self._arrived = {key: value for key, value in self._arrived.items() if key[0] >= round_number}
                 self._failures = {key: value for key, value in self._failures.items() if key >= round_number}
-            self._changed.notify_all()
+            self._condition.notify_all()
 
     def fail(self, round_number: int, reason: Callable[[], BaseException]) -> None:
-        """Let threads that wait for missing messages of ``round_number`` get the first ``reason``."""
-        with self._changed:
+        """Let threads that wait for missing messages of ``round_number`` raise the first ``reason``."""
+        with self._condition:
             self._failures.setdefault(round_number, reason)
-            self._changed.notify_all()
+            self._condition.notify_all()
 
     def take(
         self,
@@ -75,8 +74,8 @@ class Mailbox(Generic[M]):
     ) -> dict[int, M]:
         """Wait for a message of each of the ranks ``senders``, and return them by rank.
 
-        ``what`` names the messages in errors. ``is_busy`` tells whether a late rank works on the round. It
-        then gets more time.
+        ``what`` names the messages in errors. A late rank gets more time if ``is_busy`` returns True for it,
+        because it still works on the round.
 
         Raises:
             PeerError: a rank failed, is dead, or sent nothing within the time limit. The message names it.
@@ -90,20 +89,20 @@ class Mailbox(Generic[M]):
             raise_for_missing(self._session, result, what, advice=self._advice, late=False)
             if time.monotonic() < deadline:
                 continue
-            if absent := [rank for rank in result if not is_busy(rank)]:
-                raise_for_missing(self._session, absent, what, advice=self._advice, late=True)
+            if idle_senders := [rank for rank in result if not is_busy(rank)]:
+                raise_for_missing(self._session, idle_senders, what, advice=self._advice, late=True)
             deadline = time.monotonic() + self._session.timeout_s
 
     def _collect(
         self, round_number: int, step: Hashable, senders: Collection[int], deadline: float
     ) -> list[int] | dict[int, M]:
-        """Wait some time for all messages. Return the messages, or the missing ranks."""
+        """Wait for all messages until the next probe. Return them by rank, or the missing ranks."""
 
         def find_missing() -> list[int]:
             return sorted(set(senders) - self._arrived.get((round_number, step), {}).keys())
 
-        with self._changed:
-            self._changed.wait_for(
+        with self._condition:
+            self._condition.wait_for(
                 lambda: (
                     round_number < self.first_round or round_number in self._failures or not find_missing()
                 ),
@@ -113,14 +112,14 @@ class Mailbox(Generic[M]):
                 raise self._reason or RoundEnded(f"round {round_number} ended before step {step}")
             if find_missing() and round_number in self._failures:
                 raise self._failures[round_number]()
-            if late := find_missing():
-                return late
-            arrived = self._arrived.pop((round_number, step), {})
-            return {rank: arrived[rank] for rank in senders}
+            if missing := find_missing():
+                return missing
+            messages = self._arrived.pop((round_number, step), {})
+            return {rank: messages[rank] for rank in senders}
 
 
 Put: TypeAlias = Callable[[int, str, int, list[Array]], None]
-"""Function of (number of the round, step, sender, arrays) that takes a message like :meth:`Mailbox.put`."""
+"""Function of (round number, step, sender, arrays) that receives a message like :meth:`Mailbox.put`."""
 
 
 @final
@@ -146,21 +145,23 @@ class OneSidedExchange:
         self._session, self._op = session, op
         self.mailbox: Mailbox[list[Array]] = Mailbox(session, advice)
         mailbox, world_size = self.mailbox, session.topology.world_size
-        deliver, current = put or mailbox.put, first_round or (lambda _: mailbox.first_round)
+        deliver, get_round = put or mailbox.put, first_round or (lambda _: mailbox.first_round)
 
         def receive(name: str, arrays: Sequence[Array]) -> list[Array]:
-            number, sender, step = name.split(" ", 2)
+            round_number, sender, step = name.split(" ", 2)
             if not 0 <= int(sender) < world_size:
                 raise ValueError(f"sender {sender} is not one of the {world_size} ranks")
-            current_round = current(int(sender))
-            if not 0 <= int(number) < current_round + MAX_AHEAD:
-                raise ValueError(f"{step!r} of round {number} is not kept: this rank is at {current_round}")
+            current_round = get_round(int(sender))
+            if not 0 <= int(round_number) < current_round + MAX_AHEAD:
+                raise ValueError(
+                    f"{step!r} of round {round_number} is not kept: this rank is at {current_round}"
+                )
             if check is not None:
                 check(arrays)
-            deliver(int(number), step, int(sender), list(arrays))
+            deliver(int(round_number), step, int(sender), list(arrays))
             return []
 
-        # A method would keep the owner of the exchange alive as long as the session.
+        # Register a function, because a method would hold this exchange until the session ends.
         session.rpc.register(op, receive)
         self.close = weakref.finalize(self, session.rpc.unregister, op)
         """Function that stops receiving. It may be called twice."""

@@ -1,6 +1,6 @@
 """Rendezvous of the ranks: network addresses, the rendezvous store with its barriers, and the first failure.
 
-The store itself refuses nobody, so every value that ranks write to it carries an HMAC with a key of the job.
+The store accepts values of any process, so each value of a rank carries an HMAC with a key of the job.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ from dglx_dist.internals.pytorch import TCPStore
 _CHECK_EVERY_S = 1.0
 """Seconds between two probes of the ranks that a rank waits for."""
 _LOCAL_STORE_S = 10.0
-"""Time limit for the store of a launcher on this machine. It runs before the ranks, or it has been killed."""
+"""Seconds to wait for the store of a local launcher, which starts before the ranks unless it was killed."""
 _FIRST_ERROR = "first_error"
 _SECRET, _SECRET_FILE = "secret", "dglx-secret"
 _SEAL_BYTES = 32
-_HOW_TO_SHARE = (
+_SECRET_HINT = (
     "Write a secret (`openssl rand -hex 32`) to a file of mode 600 and set DGLX_SECRET_FILE on all machines."
 )
-_OPEN_SECRET = (
+_OPEN_SECRET_WARNING = (
     "This job has no secret of its own, so its ranks get one through the rendezvous store. Anybody who "
     "reaches the store on the network can read features, change the training, and act as a rank."
 )
@@ -60,13 +60,13 @@ def open_store(rendezvous: Rendezvous, rank: int, world_size: int, timeout_s: fl
         PeerError: the store did not answer within ``timeout_s``.
     """
     host, port = rendezvous.host, rendezvous.port
-    hosts_it = rank == 0 and not rendezvous.hosted_by_agent
+    is_host = rank == 0 and not rendezvous.hosted_by_agent
     limit_s = timeout_s
     if rendezvous.hosted_by_agent and rendezvous.is_local:
         limit_s = min(timeout_s, _LOCAL_STORE_S)
     try:
-        open_it = _host_store if hosts_it else _connect_store
-        store = open_it(host, port, world_size, limit_s)
+        open_tcp_store = _host_store if is_host else _connect_store
+        store = open_tcp_store(host, port, world_size, limit_s)
         store.set_timeout(timedelta(seconds=timeout_s))
     except OSError as error:
         raise PeerError(
@@ -75,22 +75,22 @@ def open_store(rendezvous: Rendezvous, rank: int, world_size: int, timeout_s: fl
         ) from error
     except RuntimeError as error:
         try:
-            # Check this only now, because a name may be known later than its first look-up.
+            # Check the name after the failure, because the first look-up of a new name may fail.
             socket.getaddrinfo(host, port)
-        except OSError as unknown:
+        except OSError as lookup_error:
             raise ConfigError(
-                f"MASTER_ADDR={host!r} is not a host that this machine knows ({unknown})"
+                f"MASTER_ADDR={host!r} is not a host that this machine knows ({lookup_error})"
             ) from None
-        if hosts_it:
+        if is_host:
             reason = _read_first_line(error)
             raise PeerError(f"rank 0 cannot serve the rendezvous at {host}:{port}: {reason}") from error
-        who = "The launcher" if rendezvous.hosted_by_agent else "Rank 0"
+        peer = "The launcher" if rendezvous.hosted_by_agent else "Rank 0"
         raise PeerError(
-            f"rank {rank} found no rendezvous at {host}:{port} within {limit_s:g} s. {who} should serve it. "
+            f"rank {rank} found no rendezvous at {host}:{port} within {limit_s:g} s. {peer} should serve it. "
             f"Is it running, and is the port open? ({_read_first_line(error)})"
         ) from error
     job = PrefixStore(f"dglx/{rendezvous.job}/{rendezvous.attempt}", store)
-    # Every rank counts its own sessions, so that a session sees no keys of an earlier one.
+    # Each rank counts its sessions, and each session has its own prefix, so that old keys are not visible.
     with _report_silent_store():
         return PrefixStore(str(job.add(f"sessions/{rank}", 1)), job)
 
@@ -217,9 +217,9 @@ class SealedStore(Store):
     def wait(self, keys: list[str], *limit: timedelta) -> None:
         self.inner.wait(keys, *limit)
 
-    def with_new_secret(self, *facts: object) -> SealedStore:
-        """Return the store with a secret that is derived from the current one and ``facts`` (JSON)."""
-        return SealedStore(self.inner, derive_key(self._secret, *facts))
+    def with_new_secret(self, *values: object) -> SealedStore:
+        """Return a store with a secret that is derived from the current secret and ``values`` (JSON)."""
+        return SealedStore(self.inner, derive_key(self._secret, *values))
 
     def _seal(self, key: str, value: bytes) -> bytes:
         return hmac.digest(derive_key(self._secret, "value", key), value, "sha256")
@@ -238,7 +238,7 @@ class SealedStore(Store):
 
 @final
 class JobStore:
-    """The store as the ranks of one session use it. Thread-safe."""
+    """Values, barriers and failures of the ranks of one session in the rendezvous store. Thread-safe."""
 
     def __init__(self, store: Store, rank: int, world_size: int, timeout_s: float) -> None:
         self.raw = self.unsealed = self._failures = store
@@ -250,29 +250,30 @@ class JobStore:
     def seal(self, settings: Settings, *, is_local: bool) -> None:
         """Agree on the job's secret, and seal all later values with it.
 
-        Without a secret in the ``settings``, rank 0 makes one. If all ranks are on this machine
-        (``is_local``) they read it from rank 0's memory, which requires the same user. Otherwise it goes
-        through the store, with a warning. Raises ConfigError if only some ranks have a secret, or it is
-        required and missing.
+        If ``settings`` has no secret, rank 0 makes a secret. If all ranks are on this machine (``is_local``),
+        they read the secret from the memory of rank 0, which requires the same user. Otherwise rank 0 writes
+        it to the store, with a warning. Raises ConfigError if only some ranks have a secret, or if a secret
+        is required but missing.
         """
         secret, new_secret = settings.secret, b""
         if secret is None and settings.require_secret and not is_local:
-            raise ConfigError(f"DGLX_REQUIRE_SECRET is set, but there is no secret. {_HOW_TO_SHARE}")
+            raise ConfigError(f"DGLX_REQUIRE_SECRET is set, but there is no secret. {_SECRET_HINT}")
         if self.rank == 0:
             if secret is None:
                 secret = new_secret = secrets.token_hex(_SEAL_BYTES).encode()
             with _private_file(new_secret if is_local else b"") as path:
                 self.raw.set(_SECRET, path or new_secret.decode())
                 if new_secret and not path:
-                    log.warning("%s %s", _OPEN_SECRET, _HOW_TO_SHARE)
+                    log.warning("%s %s", _OPEN_SECRET_WARNING, _SECRET_HINT)
                 self._use_secret(secret)
             return
         if secret is None:
             self._wait_for([_SECRET], "the start", None)
             secret = self.raw.get(_SECRET)
             if not secret:
-                self.raw.set(f"start/{self.rank}", "")  # It has no seal, so that the others do not wait.
-                raise ConfigError(f"rank 0 has a secret and rank {self.rank} has none. {_HOW_TO_SHARE}")
+                # Without this value, the other ranks would wait. They refuse it, because it has no seal.
+                self.raw.set(f"start/{self.rank}", "")
+                raise ConfigError(f"rank 0 has a secret and rank {self.rank} has none. {_SECRET_HINT}")
             if is_local:
                 secret = _read_private_file(secret.decode(errors="replace"))
         self._use_secret(secret)
@@ -281,7 +282,7 @@ class JobStore:
         self.raw = self._failures = SealedStore(self.raw, derive_key(secret, "store", VERSION))
         own_nonce = secrets.token_hex(_SEAL_BYTES)
         nonces = self.exchange("start", own_nonce)
-        # Values of another session would open here, too, but then no two ranks would get the same key.
+        # Values of another session have a valid seal, too, but their nonces lead to a different key.
         nonces[self.rank] = own_nonce
         self.raw = self.raw.with_new_secret(nonces)
         self.key = derive_key(secret, "session", nonces)
@@ -299,15 +300,15 @@ class JobStore:
     def barrier(self, what: str, check: Callable[[list[int]], None] | None = None) -> None:
         """Return when every rank has called this. All ranks must call their barriers in the same order.
 
-        ``check`` is called periodically with the missing ranks and may raise. A PeerError names ranks that
-        are missing after the time limit, or at another barrier.
+        ``check`` is called periodically with the missing ranks and may raise. Raises PeerError with the ranks
+        that are missing after the time limit, or that are at another barrier.
         """
         self._barriers += 1
         keys = [f"barrier/{self._barriers}/{rank}" for rank in range(self.world_size)]
         self.raw.set(keys[self.rank], what)
         self._wait_for(keys, what, check)
-        for rank, raw in enumerate(self.raw.multi_get(keys)):
-            other_barrier = raw.decode(errors="replace")
+        for rank, name in enumerate(self.raw.multi_get(keys)):
+            other_barrier = name.decode(errors="replace")
             if other_barrier != what:
                 raise PeerError(
                     f"rank {rank} is at {other_barrier!r}, but rank {self.rank} is at {what!r}. The ranks "
@@ -316,22 +317,21 @@ class JobStore:
                 )
 
     def _wait_for(self, keys: Sequence[str], what: str, check: Callable[[list[int]], None] | None) -> None:
-        """Wait until all ``keys``, one per rank, are set. Raise PeerError as :meth:`barrier`."""
-        started = time.monotonic()
+        """Wait until all ``keys``, one per rank, are set. Raise PeerError with the ranks that are missing."""
+        start_s = time.monotonic()
         next_check_s = _CHECK_EVERY_S
         while not self._has_keys(keys):
-            waited_s = time.monotonic() - started
+            waited_s = time.monotonic() - start_s
             if waited_s >= min(next_check_s, self.timeout_s):
                 next_check_s = waited_s + _CHECK_EVERY_S
                 missing = self._check_missing(keys, what, check)
                 if missing and waited_s >= self.timeout_s:
-                    names = ", ".join(map(str, missing))
+                    ranks = ", ".join(map(str, missing))
                     raise PeerError(
-                        f"ranks missing: {names} (of {self.world_size}) at {what!r} after {self.timeout_s:g} "
+                        f"ranks missing: {ranks} (of {self.world_size}) at {what!r} after {self.timeout_s:g} "
                         "s. Look at their output, or raise timeout_s (DGLX_TIMEOUT)."
                     )
-            # This polls, because Store.wait blocks the connection that other threads need and warns on
-            # stderr.
+            # Poll, because Store.wait blocks the connection that other threads need, and warns on stderr.
             time.sleep(min(0.0005 + waited_s / 20, 0.05))
 
     def report_failure(self, text: str) -> None:
@@ -341,7 +341,7 @@ class JobStore:
                 self._failures.set(_FIRST_ERROR, json.dumps({"rank": self.rank, "text": text[:2000]}))
 
     def claim_message(self, text: str) -> bool:
-        """Return whether this rank is the first one that wants to show an error with this ``text``."""
+        """Return whether this rank is the first rank that asks to show an error with this ``text``."""
         with contextlib.suppress(RuntimeError):
             return int(self.raw.add(f"shown/{zlib.crc32(text.encode())}", 1)) == 1
         return True
@@ -380,7 +380,7 @@ class JobStore:
                     check(missing)
                 break
             except PeerError:
-                # A rank may have arrived, and even ended, during the check. Its silence is no error then.
+                # A rank may have arrived, and even ended, during the check. Then its silence is no error.
                 old_missing, missing = missing, self._find_missing(keys)
                 if missing == old_missing:
                     raise
@@ -422,12 +422,12 @@ def _read_private_file(path: str) -> bytes:
         reason = str(error.strerror)
     raise PeerError(
         f"the secret of rank 0 cannot be read ({reason}). Ranks run as different users or in different "
-        f"containers, or another process writes to the rendezvous store. {_HOW_TO_SHARE}"
+        f"containers, or another process writes to the rendezvous store. {_SECRET_HINT}"
     )
 
 
 def _is_own_secret_file(path: str, process: str) -> bool:
-    """Return whether ``path`` is a secret in memory that processes of this user made and hold."""
+    """Return whether ``path`` is an in-memory secret file of a process of this user."""
     status, name = os.stat(path), os.readlink(path)
     is_own = status.st_uid == os.geteuid() == os.stat(process).st_uid
     return is_own and stat.S_ISREG(status.st_mode) and name == f"/memfd:{_SECRET_FILE} (deleted)"
@@ -449,8 +449,7 @@ def choose_listening_address(rendezvous: Rendezvous) -> str:
         rendezvous.host, rendezvous.port, f"MASTER_ADDR={rendezvous.host!r}", remedy
     )
     if rendezvous.num_nodes > 1 and ipaddress.ip_address(address).is_loopback:
-        # The rendezvous runs on this machine and its name is loopback here. Other machines use a real
-        # address.
+        # The rendezvous is on this machine, so its name is loopback here. Other machines need a real address.
         address = _find_own_address()
     return address
 
@@ -501,10 +500,10 @@ def _find_own_address() -> str:
         addresses = {str(entry[4][0]) for entry in socket.getaddrinfo(name, None)}
     except OSError:
         addresses = set()
-    outer = sorted(ip for ip in addresses if not ipaddress.ip_address(ip.split("%")[0]).is_loopback)
-    if not outer:
+    reachable = sorted(ip for ip in addresses if not ipaddress.ip_address(ip.split("%")[0]).is_loopback)
+    if not reachable:
         raise ConfigError(
             f"several machines take part, but this one ({name}) knows itself only by a loopback address. Set "
             "GLOO_SOCKET_IFNAME to the network interface that the others reach."
         )
-    return outer[0]
+    return reachable[0]

@@ -47,10 +47,10 @@ log = logging.getLogger(__name__)
 
 _SLOW_S = 2e-3
 """Seconds beyond which an operation counts as slow. Slow operations, and operations without a measurement,
-run on a thread of the pool. Others run on the serving thread, which saves two thread switches."""
+run on a worker thread. Other operations run on the serving thread, which saves two thread switches."""
 
 _NUM_WORKERS = 2
-"""Number of handlers that run at the same time, so that a slow one does not block the others."""
+"""Number of worker threads for slow handlers. With two, one slow handler does not block the next."""
 
 _PROVE = "cluster.prove"
 """First call of a connection, with number 0. The server proves that it knows the key."""
@@ -87,35 +87,35 @@ class Server:
         port = self._router.bind_to_random_port(format_endpoint(address, 0).rsplit(":", 1)[0])
         self.endpoint = format_endpoint(address, port)
         self._replies: deque[tuple[bytes, Buffers]] = deque()
-        self._closing = threading.Event()
+        self._close_event = threading.Event()
         self._op_seconds: dict[str, float] = {}
-        self._slow: queue.SimpleQueue[tuple[bytes, Head, list[Array]] | None] = queue.SimpleQueue()
+        self._slow_requests: queue.SimpleQueue[tuple[bytes, Head, list[Array]] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._serve, name="dglx-serve", daemon=True)
         # Threads of concurrent.futures would end before a script's exit handlers run. A session that such a
         # handler closes must still serve the other ranks.
         self._workers = [
-            threading.Thread(target=self._work, name=f"dglx-handler-{number}", daemon=True)
-            for number in range(_NUM_WORKERS)
+            threading.Thread(target=self._run_slow_handlers, name=f"dglx-handler-{worker_index}", daemon=True)
+            for worker_index in range(_NUM_WORKERS)
         ]
         for thread in (self._thread, *self._workers):
             thread.start()
 
     def close(self) -> None:
         """Stop serving. Waits for running handlers and drops unsent replies."""
-        if self._closing.is_set():
+        if self._close_event.is_set():
             return
-        self._closing.set()
-        self._wake()
+        self._close_event.set()
+        self._wake_server()
         for _ in self._workers:
-            self._slow.put(None)
+            self._slow_requests.put(None)
         for thread in (self._thread, *self._workers):
             thread.join()
         self._authenticator.close()
         self._waker.close(0)
 
     def _serve(self) -> None:
-        # A plain receive is the fastest way to wait. Our own socket wakes it for anything but a request.
-        while not self._closing.is_set():
+        # A blocking receive is the fastest way to wait. A message of `_waker` interrupts it.
+        while not self._close_event.is_set():
             peer = self._router.recv()
             if peer == _WAKE:
                 self._router.recv()
@@ -127,11 +127,11 @@ class Server:
         self._router.close(0)
 
     def _receive(self, peer: bytes) -> None:
-        first = self._router.recv(copy=False)
+        first_frame = self._router.recv(copy=False)
         # The message shows that the connection of this file descriptor passed the handshake.
-        self._authenticator.confirm(int(first.get(zmq.SRCFD)))
+        self._authenticator.confirm(int(first_frame.get(zmq.SRCFD)))
         try:
-            head = decode(first.bytes)
+            head = decode(first_frame.bytes)
             if head.kind is not Kind.REQUEST:
                 raise WireError(f"the message is of kind {head.kind.name}, which is not a request")
             if head.op == _PROVE:
@@ -153,24 +153,24 @@ class Server:
         if self._op_seconds.get(head.op, _SLOW_S) < _SLOW_S:
             self._send(peer, self._answer(head, arrays))
         else:
-            self._slow.put((peer, head, arrays))
+            self._slow_requests.put((peer, head, arrays))
 
-    def _work(self) -> None:
-        while (request := self._slow.get()) is not None:
-            if not self._closing.is_set():
+    def _run_slow_handlers(self) -> None:
+        while (request := self._slow_requests.get()) is not None:
+            if not self._close_event.is_set():
                 peer, head, arrays = request
                 self._replies.append((peer, self._answer(head, arrays)))
-                self._wake()
+                self._wake_server()
 
     def _answer(self, head: Head, arrays: Sequence[Array]) -> Buffers:
-        started = time.perf_counter()
+        start_s = time.perf_counter()
         try:
             answer = run_handler(self._handlers, head.op, head.name, arrays)
             buffers = encode(Head(Kind.REPLY, head.request), answer)
         except BaseException as error:  # noqa: BLE001 - reported to the caller, and this thread must continue
             buffers = _encode_error(head, f"{type(error).__name__}: {error}")
-        took_s, last_s = time.perf_counter() - started, self._op_seconds.get(head.op, 0.0)
-        self._op_seconds[head.op] = max(took_s, 0.5 * last_s)
+        elapsed_s, last_s = time.perf_counter() - start_s, self._op_seconds.get(head.op, 0.0)
+        self._op_seconds[head.op] = max(elapsed_s, 0.5 * last_s)
         return buffers
 
     def _send(self, peer: bytes, buffers: Buffers) -> None:
@@ -178,7 +178,7 @@ class Server:
         self._router.send(peer, zmq.SNDMORE)
         send_message(self._router, buffers)
 
-    def _wake(self) -> None:
+    def _wake_server(self) -> None:
         with (
             self._waker_lock,
             contextlib.suppress(zmq.Again),
@@ -200,10 +200,10 @@ def _configure(socket: zmq.Socket[bytes]) -> None:
     # A connection counts as broken after this silence.
     socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 10_000)
     socket.setsockopt(zmq.HANDSHAKE_IVL, 10_000)
-    # This also limits frames of strangers, which take memory before the handshake ends. Curve adds a few
-    # bytes.
+    # This also limits the memory that an unknown peer can use before the handshake ends. Curve adds a few
+    # bytes to each frame.
     socket.setsockopt(zmq.MAXMSGSIZE, FRAME_BYTES + 64)
-    # Another process may get the port of a dead rank, so no socket connects a second time.
+    # Never reconnect, because another process may have got the port of a dead rank.
     socket.setsockopt(zmq.RECONNECT_IVL, -1)
 
 
@@ -266,26 +266,26 @@ def open_endpoints(
     server = zmq.curve_keypair() if encrypted else (None, None)
     client = zmq.curve_keypair() if encrypted and for_clients else server
     purpose = "clients" if for_clients else "ranks"
-    offers = gather(f"keys of {purpose}", [key and key.decode() for key in (server[0], client[0])])
-    call_key = derive_key(secret, purpose)
-    accepted = frozenset(key.encode() for _, key in offers if key)
+    public_keys = gather(f"keys of {purpose}", [key and key.decode() for key in (server[0], client[0])])
+    job_key = derive_key(secret, purpose)
+    accepted_keys = frozenset(key.encode() for _, key in public_keys if key)
     own_credentials, server_credentials = (
-        Credentials(secret=call_key, public_key=public, secret_key=hidden, accepted_keys=accepted)
-        for public, hidden in (client, server)
+        Credentials(secret=job_key, public_key=public, secret_key=secret_key, accepted_keys=accepted_keys)
+        for public, secret_key in (client, server)
     )
     endpoints = gather(f"endpoints of {purpose}", listen(server_credentials))
     addresses = {
         rank: PeerAddress(
             rank=rank, host=host, endpoint=str(endpoint), public_key=None if key is None else key.encode()
         )
-        for rank, (host, endpoint, (key, _)) in enumerate(zip(hosts, endpoints, offers, strict=True))
+        for rank, (host, endpoint, (key, _)) in enumerate(zip(hosts, endpoints, public_keys, strict=True))
     }
     return own_credentials, addresses
 
 
 @final
 class Pending:
-    """A call in flight, or the ``answer`` of a call to the own rank. Any one thread may wait for it."""
+    """A call in flight, or the ``answer`` of a call to this rank itself. One thread at a time may wait."""
 
     def __init__(self, link: Link | None, request: int, what: str, answer: list[Array] | None = None) -> None:
         self._link, self._request, self._what, self._answer = link, request, what, answer
@@ -325,15 +325,15 @@ class Pending:
         link = self._link
         assert link is not None
         while self._request not in link.replies:
-            left_s = 0.0 if link.broken else timeout_s - self.age_s
-            # Receive even if the time is up, and check again afterwards, as another thread may have received.
-            has_message = link.pump(min(_POLL_MS, max(int(left_s * 1000), 0) + 1))
+            time_left_s = 0.0 if link.broken else timeout_s - self.age_s
+            # Receive even after the deadline, and check again, because another thread may have got the reply.
+            has_message = link.pump(min(_POLL_MS, max(int(time_left_s * 1000), 0) + 1))
             if has_message or self._request in link.replies:
                 continue
             if link.broken:
-                after = f" ({self.age_s:.1f} s after the call)"
-                raise PeerError(f"{link.name} {link.broken} during {self._what}{after}")
-            if left_s <= 0:
+                elapsed = f" ({self.age_s:.1f} s after the call)"
+                raise PeerError(f"{link.name} {link.broken} during {self._what}{elapsed}")
+            if time_left_s <= 0:
                 raise PeerError(
                     f"{link.name} did not answer {self._what} within {round(timeout_s, 3):g} s. It may hang "
                     "or be overloaded. Look at its output, or raise timeout_s (DGLX_TIMEOUT)."
@@ -344,7 +344,7 @@ class Pending:
         return arrays
 
     def __del__(self) -> None:
-        # Nothing can read the reply any more, so it is dropped when it arrives.
+        # Nobody can read the reply any more, so let the link drop the reply when it arrives.
         if self._link is not None:
             self._link.forget(self._request)
 
@@ -361,14 +361,14 @@ class Link:
         self._socket, self._closing = socket, closing
         # Sockets of ZeroMQ are not thread-safe. Another thread must not close one during a call.
         self._in_use = threading.Lock()
-        # The name is unique. pyzmq would use the file descriptor of the socket, and a new socket may get that
-        # before the monitor of the old one has ended.
+        # Choose a unique name. The default of pyzmq contains the file descriptor, which a new socket may get
+        # before the monitor of the old socket has ended.
         self._monitor = socket.get_monitor_socket(_WATCHED, f"inproc://link-{uuid.uuid4().hex}")
         socket.connect(peer.endpoint)
         nonce = secrets.token_hex(16)
         self._due_proof: bytes | None = credentials.proof("serves", peer.rank, nonce.encode())
         """Proof that the server still has to present, or None."""
-        # Again means that the connection has already ended. The first call finds that, too.
+        # Ignore Again: the connection has already ended, and the first call reports that.
         with contextlib.suppress(zmq.Again):
             send_message(socket, encode(Head(Kind.REQUEST, 0, _PROVE, nonce)))
         self._receive_timeout_ms = -1
@@ -393,14 +393,14 @@ class Link:
         return call
 
     def forget(self, request: int) -> None:
-        """Drop the reply of ``request``, also if it arrives later. Thread-safe."""
+        """Drop the reply of ``request``, even if the reply arrives later. Thread-safe."""
         self._waiting.discard(request)
         self.replies.pop(request, None)
 
     def pump(self, timeout_ms: int) -> bool:
-        """Wait at most ``timeout_ms`` for a message and store it. Return whether there was one.
+        """Wait at most ``timeout_ms`` for a message and store it. Return whether a message arrived.
 
-        With 0, this also returns if another thread is receiving.
+        With a time of 0, this returns False if another thread is receiving.
         """
         if not self._in_use.acquire(blocking=timeout_ms > 0):
             return False
@@ -411,7 +411,7 @@ class Link:
                 self._receive_timeout_ms = timeout_ms
             self._receive()
         except zmq.Again:
-            # Read events only after the replies that arrived before the connection ended.
+            # Read events after all replies, because replies may arrive before the connection ends.
             self._read_events()
             return False
         finally:
@@ -430,9 +430,9 @@ class Link:
             raise PeerError("the session was closed on this rank during a call")
 
     def _receive(self) -> None:
-        first = self._socket.recv()
+        first_frame = self._socket.recv()
         try:
-            head = decode(first)
+            head = decode(first_frame)
             if self._due_proof is not None:
                 if not hmac.compare_digest(head.name.encode(), self._due_proof):
                     self.broken = "does not know this job's secret"
@@ -514,7 +514,7 @@ _MAX_STATUS_BYTES = 400
 
 @final
 class Rpc:
-    """Serves and makes one-sided calls, which ``ledger`` counts. An answer may take ``timeout_s``."""
+    """Serves and makes one-sided calls. ``ledger`` counts their bytes. ``timeout_s`` limits each call."""
 
     def __init__(self, rank: int, ledger: Ledger, timeout_s: float) -> None:
         self.rank, self.timeout_s, self.ledger = rank, timeout_s, ledger
@@ -575,11 +575,11 @@ class Rpc:
     ) -> Pending:
         """Call ``rank`` and return at once. ``arrays`` must not change until the result arrives. Thread-safe.
 
-        ``phase`` is an entry of the ledger. With None, nothing is counted. A call to the own rank runs the
-        handler at once, without socket or bytes.
+        ``phase`` is the key of the ledger that counts the bytes, or None to count nothing. A call to this
+        rank itself runs the handler at once, without a socket.
 
         Raises:
-            RemoteError: the handler of the own rank raised.
+            RemoteError: this rank called itself, and its handler raised.
             PeerError: there is no such rank, or the session is closed.
         """
         if rank == self.rank:
@@ -620,7 +620,7 @@ class Rpc:
     ) -> dict[int, list[Array]]:
         """Call all ``ranks`` at once. Return the answers without errors, by rank.
 
-        ``timeout_s`` is counted from the calls, so it holds for all of them together.
+        ``timeout_s`` starts with the calls, so all calls together take no longer.
         """
         calls: dict[int, Pending] = {}
         answers: dict[int, list[Array]] = {}
@@ -637,7 +637,7 @@ class Rpc:
         return [rank for rank, status in self.get_peer_status(ranks, timeout_s).items() if status is None]
 
     def get_peer_status(self, ranks: Sequence[int], timeout_s: float) -> dict[int, str | None]:
-        """Return the collective that each rank waits in. "" means none, and None means that it is silent."""
+        """Return the collective that each rank waits in, "" for none, or None if the rank is silent."""
         answers = self.ask(sorted(ranks), _PING, "", [], timeout_s, phase=CONTROL)
         texts = {rank: status.tobytes().decode(errors="replace") for rank, (status,) in answers.items()}
         return {rank: texts.get(rank) for rank in sorted(ranks)}
@@ -653,7 +653,7 @@ class Rpc:
                 self._contexts.pop().destroy(linger=0)
 
     def forget(self) -> None:
-        """Leave sockets and threads to the parent and refuse calls. For forked processes."""
+        """Refuse calls in a forked process, and leave sockets and threads to the parent."""
         if self._client is not None:
             self._client.closing.set()
 

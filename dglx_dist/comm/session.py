@@ -64,14 +64,14 @@ _MACHINE_OPTIONS = frozenset({"memory", "threads"})
 def collect_shared_facts(
     strategy: str, options: Mapping[str, object], seed: int, curve: bool
 ) -> dict[str, Any]:
-    """Return facts that must be equal on all ranks, as JSON. Other values are replaced by their type."""
+    """Return the settings that must be equal on all ranks, as JSON. Types replace other values."""
     shared = {name: value for name, value in options.items() if name not in _MACHINE_OPTIONS}
     comparable = json.loads(json.dumps(shared, default=lambda value: type(value).__name__))
     return {"strategy": strategy, "options": comparable, "seed": seed, "curve": curve}
 
 
 def check_hellos(facts: list[Any]) -> None:
-    """Raise ConfigError if a rank reports a problem, or other facts than rank 0."""
+    """Raise ConfigError if a rank reports an error, or has other settings than rank 0."""
     for problem in [hello["no_trace"] for hello in facts if hello["no_trace"]]:
         raise ConfigError(problem)
     remedies = {
@@ -94,26 +94,26 @@ def check_values_equal(
             raise error(f"ranks disagree on {what}: rank 0 has {first}, rank {rank} has {second}; {remedy}")
 
 
-_NOTHING = object()
+_MISSING_VALUE = object()
 
 
 def _find_first_difference(a: Any, b: Any) -> tuple[str, str]:
     if isinstance(a, dict) and isinstance(b, dict):
-        pairs = ((name, a.get(name, _NOTHING), b.get(name, _NOTHING)) for name in {**a, **b})
+        pairs = ((name, a.get(name, _MISSING_VALUE), b.get(name, _MISSING_VALUE)) for name in {**a, **b})
         name, a, b = next(pair for pair in pairs if _differ(pair[1], pair[2]))
         return f"{name}={_show_value(a, b)}", f"{name}={_show_value(b, a)}"
     if isinstance(a, list) and isinstance(b, list):
-        a, b = next(pair for pair in zip_longest(a, b, fillvalue=_NOTHING) if _differ(*pair))
+        a, b = next(pair for pair in zip_longest(a, b, fillvalue=_MISSING_VALUE) if _differ(*pair))
     return _show_value(a, b), _show_value(b, a)
 
 
 def _differ(a: object, b: object) -> bool:
-    # With !=, nan would differ from itself, and true would equal 1.
+    # Compare JSON text, because with != nan would differ from itself, and true would equal 1.
     return json.dumps(a, sort_keys=True, default=id) != json.dumps(b, sort_keys=True, default=id)
 
 
 def _show_value(value: object, counterpart: object) -> str:
-    if value is _NOTHING:
+    if value is _MISSING_VALUE:
         return "nothing"
     return repr(value) if str(value) == str(counterpart) else str(value)
 
@@ -126,75 +126,77 @@ CALL_ALIKE = (
 )
 """Remedy if ranks that are alive wait for each other."""
 ALL_GATHER, NEXT_BATCH, _END = "all-gather", "the next batch", "the end of the session"
-"""Statuses of ranks with a waiting training loop: for all ranks, for a loader, and at the end."""
+"""Statuses of a rank that waits for all ranks, for its loader, and at the end of the session."""
 _APART_AFTER = 3
-"""Number of consecutive probes in which ranks wait for each other. Then a warning is logged."""
+"""Number of consecutive probes with ranks that wait for each other, until a warning is logged."""
 _PROBE_S = 5.0
 _PROBE_AT_END_S = 2.0
 _WITHOUT_LAUNCHER_S = 10.0
-"""Time limit for the checkpoint of ranks after their launcher was killed."""
+"""Seconds for the checkpoint of ranks after their launcher was killed."""
 _LEAVES_S = 10.0
-"""Time after a stop in which signals are ignored, because launchers send them several times."""
+"""Seconds after a stop in which signals are ignored, because launchers send a signal several times."""
 
 
 @final
 class FailureWatch:
     """Reports this rank's first error to the others, and names dead ranks after a failure.
 
-    While it is open, an uncaught exception is written to the store before Python ends.
+    Until :meth:`close`, an uncaught exception is written to the store before Python ends.
     """
 
     def __init__(self, store: JobStore, rpc: Rpc, hosts: Sequence[str]) -> None:
         self._store, self._rpc, self._hosts = store, rpc, hosts
         self.failed = False
         self._previous_hook = sys.excepthook
-        sys.excepthook = self._hook
+        sys.excepthook = self._report_exception
 
     def close(self) -> None:
-        if sys.excepthook == self._hook:
+        if sys.excepthook == self._report_exception:
             sys.excepthook = self._previous_hook
 
     def describe(self, activity: str, probe_s: float = _PROBE_S) -> str:
         """Describe the other ranks: the first failure, silent ranks, and ranks in another collective."""
         peers = [rank for rank in range(self._store.world_size) if rank != self._store.rank]
         statuses = self._rpc.get_peer_status(peers, probe_s)
-        # The store is read after the probe. Ranks that lost the dead one, including this one, may have ended
+        # Read the store after the probe, because ranks that lost a peer, including this rank, may have ended
         # their session meanwhile.
-        own, parts = self._store.rank, []
+        own_rank, reasons = self._store.rank, []
         try:
             failure = self._store.first_failure()
         except PeerError as error:
-            failure, parts = None, [str(error)]
+            failure, reasons = None, [str(error)]
         silent = [rank for rank, status in statuses.items() if status is None]
-        if self._store.has_ended(own):
+        if self._store.has_ended(own_rank):
             silent = []
         ended = [rank for rank in silent if self._store.has_ended(rank)]
-        elsewhere = {
+        other_statuses = {
             rank: status
             for rank, status in statuses.items()
             if status is not None and status != self._rpc.status
         }
         if failure is not None:
-            parts.append(f"rank {failure[0]} failed first: {failure[1]}")
+            reasons.append(f"rank {failure[0]} failed first: {failure[1]}")
         if dead := [f"rank {rank} on {self._hosts[rank]}" for rank in silent if rank not in ended]:
-            parts.append(f"{', '.join(dead)} did not answer within {probe_s:g} s and is probably dead")
-        parts = parts or [f"rank {rank} on {self._hosts[rank]} has ended" for rank in ended]
-        if not parts:
+            reasons.append(f"{', '.join(dead)} did not answer within {probe_s:g} s and is probably dead")
+        reasons = reasons or [f"rank {rank} on {self._hosts[rank]} has ended" for rank in ended]
+        if not reasons:
             # All ranks are alive, so they are in different collectives.
-            parts = [
+            reasons = [
                 f"rank {rank} on {self._hosts[rank]} is not in it, but "
                 + (f"waits at {status!r}" if status else "computes")
-                for rank, status in elsewhere.items()
+                for rank, status in other_statuses.items()
             ]
-            parts += [CALL_ALIKE] if parts else []
-        return f"{activity}: " + ("; ".join(parts) if parts else "no rank is known to have ended")
+            reasons += [CALL_ALIKE] if reasons else []
+        return f"{activity}: " + ("; ".join(reasons) if reasons else "no rank is known to have ended")
 
-    def _hook(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    def _report_exception(
+        self, error_type: type[BaseException], error: BaseException, trace: TracebackType | None
+    ) -> None:
         self.failed = True
-        self._store.report_failure(f"{kind.__name__}: {error}")
+        self._store.report_failure(f"{error_type.__name__}: {error}")
         mark_error(error, self._store)
         if not (isinstance(error, DglxError) and error.is_shown_elsewhere):
-            self._previous_hook(kind, error, trace)
+            self._previous_hook(error_type, error, trace)
 
 
 _RANK_PREFIX = re.compile(r"^rank \d+ on \S+: ")
@@ -215,18 +217,18 @@ def show_briefly() -> None:
         sys.excepthook = _show_error
 
 
-def _show_error(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+def _show_error(error_type: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
     if not isinstance(error, DglxError):
-        sys.__excepthook__(kind, error, trace)
+        sys.__excepthook__(error_type, error, trace)
         return
     if error.is_shown_elsewhere:
         return
-    where = ""
+    location = ""
     for frame, line in walk_tb(trace):
         if frame.f_globals.get("__name__", "").partition(".")[0] not in _LIBRARIES:
-            where = f"{frame.f_code.co_filename}:{line}: "
-    # With a process group, torch adds the rank in front.
-    sys.stderr.write(f"{where}{kind.__name__}: {error}\n")
+            location = f"{frame.f_code.co_filename}:{line}: "
+    # With a process group, torch adds the rank as a prefix.
+    sys.stderr.write(f"{location}{error_type.__name__}: {error}\n")
 
 
 _PREFIX = "dglx-"
@@ -238,8 +240,8 @@ _SHARED_MEMORY = Path("/dev/shm")
 class Scratch:
     """The scratch folder ``path`` of a server. Its ranks open it with the same ``job`` and ``server``.
 
-    Each rank holds a shared lock on it, which the kernel releases however the process ends. A folder without
-    a lock is abandoned, and the next Scratch removes it.
+    Each rank holds a shared lock on the folder. The kernel releases the lock, however the process ends. The
+    next Scratch removes folders without a lock.
     """
 
     def __init__(self, job: str, server: int, base: Path | None = None) -> None:
@@ -254,7 +256,7 @@ class Scratch:
         self._lock = lock_shared(self.path / _LOCK, mode=0o700)
 
     def close(self) -> None:
-        """Release the folder. The last rank removes it, and abandoned folders. May be called twice."""
+        """Release the folder. The last rank removes it and abandoned folders. May be called twice."""
         if self._lock < 0:
             return
         os.close(self._lock)
@@ -272,7 +274,7 @@ def _remove_abandoned(base: Path) -> None:
 def call_if_alive(method: Callable[[], None]) -> Callable[[], None]:
     """Return a function that calls the bound ``method`` while its object exists.
 
-    It holds a weak reference.
+    The function holds only a weak reference to the object.
     """
     reference = weakref.WeakMethod(method)
 
@@ -296,9 +298,9 @@ V = TypeVar("V")
 
 @final
 class SessionField(Generic[V]):
-    """A typed field of every session, owned by the module that declares it.
+    """A typed field of every session, for the module that declares the field.
 
-    ``make`` creates the value at the first access. That is collective if it communicates.
+    ``make`` creates the value at the first access. The access is collective if ``make`` communicates.
     """
 
     def __init__(self, make: Callable[[Session], V]) -> None:
@@ -344,7 +346,7 @@ class Session:
     step_share: StepShare | None = field(default=None, init=False)
     """Share of the current step. The loader sets it when it yields a batch."""
     model_share: StepShare | None = field(default=None, init=False)
-    """Share by which the wrapped model that was called last weighs this rank's loss."""
+    """Share with which the wrapped model of the last forward pass weighs the loss of this rank."""
     timeline: Timeline = field(default_factory=Timeline, init=False)
     """Timeline of spans. It is off until it is started."""
     before_close: list[Callable[[], None]] = field(default_factory=list, init=False)
@@ -358,7 +360,7 @@ class Session:
         """Whether ``dx.wrap`` was called, so that all ranks take steps together."""
         self.is_loss_exact = False
         """Whether a loss since the last forward pass is a mean over all ranks."""
-        self._numbers: defaultdict[str, Iterator[int]] = defaultdict(count)
+        self._counters: defaultdict[str, Iterator[int]] = defaultdict(count)
         self._fields: dict[object, Any] = {}
         """Values by :class:`SessionField`."""
         self._closed, self._num_apart = False, 0
@@ -366,12 +368,12 @@ class Session:
         self._watch: FailureWatch | None = None
         self.stop_point = StopPoint(self.rpc, self.topology.world_size)
         self._pipes: list[SignalPipe] = []
-        self._launcher, self._interrupted_s, self._left_s = os.getppid(), math.inf, math.inf
+        self._launcher_pid, self._interrupted_s, self._left_s = os.getppid(), math.inf, math.inf
         if self.store is not None:
             self._watch = FailureWatch(self.store, self.rpc, self.hosts)
             self._pipes.append(SignalPipe([signal.SIGTERM], self._on_signal))
         atexit.register(self._at_exit)
-        os.register_at_fork(after_in_child=call_if_alive(self._leave_to_parent))
+        os.register_at_fork(after_in_child=call_if_alive(self._release_in_fork))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Raise ConfigError, because a session and objects with a session cannot be pickled or copied."""
@@ -386,8 +388,8 @@ class Session:
         self.strategy, self.options = strategy, dict(options)
 
     def next_number(self, kind: str) -> int:
-        """Return 0, 1, 2, ... for each ``kind``. It is equal on all ranks if they make the same calls."""
-        return next(self._numbers[kind])
+        """Return 0, 1, 2, ... for each ``kind``. Ranks that make the same calls get the same numbers."""
+        return next(self._counters[kind])
 
     @property
     def scratch(self) -> Path:
@@ -410,9 +412,9 @@ class Session:
     def close(self, *, failed: bool = False) -> None:
         """End the session. May be called twice.
 
-        This keeps serving until the other ranks close their sessions, because they may still read from here.
-        It does not wait if ``failed``, and never for a failed or dead rank. Raises DglxError if outstanding
-        work failed. The session has ended as a failed one.
+        This rank serves until the other ranks close their sessions, because they may still read its rows. If
+        ``failed``, it does not wait. It never waits for a failed or dead rank. If outstanding work failed,
+        this raises DglxError after closing the session.
         """
         if self._closed:
             return
@@ -457,9 +459,9 @@ class Session:
     def stoppable(self) -> Iterator[StopPoint]:
         """Let SIGTERM, SIGUSR1 and SIGINT stop the ``with`` block on all ranks at the same point. Collective.
 
-        Schedulers send SIGTERM, and so does torchrun to the survivors of a dead rank, and the kernel if
-        torchrun is killed. A second SIGINT ends this rank at once. So does a signal that not all ranks can
-        follow, or one outside of the block. The user's own handlers stay in effect.
+        Schedulers send SIGTERM. torchrun sends SIGTERM to the other ranks if a rank dies, and the kernel if
+        torchrun is killed. This rank ends at once after a second SIGINT, a signal that not all ranks can
+        follow, or a signal outside of the block. The user's own handlers stay in effect.
         """
         pipe = SignalPipe([signal.SIGTERM, signal.SIGUSR1, signal.SIGINT], self._on_signal)
         self._pipes.append(pipe)
@@ -476,25 +478,25 @@ class Session:
                 self._pipes.remove(pipe)
             pipe.close()
 
-    def _on_signal(self, number: int) -> None:
+    def _on_signal(self, signal_number: int) -> None:
         """Stop all ranks, or end this process, even while the main thread hangs in a collective."""
-        now, name = time.monotonic(), signal.Signals(number).name
-        again = number == signal.SIGINT and now - self._interrupted_s > SAME_KEY_S
-        if number == signal.SIGINT:
-            self._interrupted_s = min(self._interrupted_s, now)
-        again = again or now - self._left_s > _LEAVES_S
-        if self.stop_point.is_over and not again:
+        now_s, name = time.monotonic(), signal.Signals(signal_number).name
+        ends_now = signal_number == signal.SIGINT and now_s - self._interrupted_s > SAME_KEY_S
+        if signal_number == signal.SIGINT:
+            self._interrupted_s = min(self._interrupted_s, now_s)
+        ends_now = ends_now or now_s - self._left_s > _LEAVES_S
+        if self.stop_point.is_over and not ends_now:
             return
         activity = f"rank {self.topology.rank} was told to end ({name})"
-        if os.getppid() != self._launcher:
+        if os.getppid() != self._launcher_pid:
             activity = f"rank {self.topology.rank} ends, because the process that started it has ended"
-            limit = threading.Timer(_WITHOUT_LAUNCHER_S, self._end, (number, activity))
-            limit.daemon = True
-            limit.start()
-        if again or not self.stop_point.ask():
-            self._end(number, activity)
+            timer = threading.Timer(_WITHOUT_LAUNCHER_S, self._end, (signal_number, activity))
+            timer.daemon = True
+            timer.start()
+        if ends_now or not self.stop_point.ask():
+            self._end(signal_number, activity)
 
-    def _end(self, number: int, activity: str) -> None:
+    def _end(self, signal_number: int, activity: str) -> None:
         log.error("%s", activity if self._watch is None else self._watch.describe(activity, _PROBE_AT_END_S))
         sys.stdout.flush()
         sys.stderr.flush()
@@ -503,7 +505,7 @@ class Session:
         if self.store is not None:
             self.store.report_end()
         # The main thread may hang in a collective forever, so it cannot end the process.
-        end_process(number)
+        end_process(signal_number)
 
     def _close_pipes(self, *, forked: bool = False) -> None:
         while self._pipes:
@@ -512,8 +514,8 @@ class Session:
     def _at_exit(self) -> None:
         self.close(failed=self._watch is not None and self._watch.failed)
 
-    def _leave_to_parent(self) -> None:
-        """Release everything to the parent in a forked process, because the parent is the rank."""
+    def _release_in_fork(self) -> None:
+        """Release all resources in a forked process without closing them, because the parent is the rank."""
         if self._closed:
             return
         self._closed = True
@@ -542,15 +544,15 @@ class Session:
             )
         if threading.current_thread() is not threading.main_thread() and self.rpc.status != NEXT_BATCH:
             return
-        apart = next((rank for rank, status in statuses.items() if status in (ALL_GATHER, _END)), None)
-        self._num_apart = 0 if apart is None else self._num_apart + 1
-        if apart is None:
+        peer = next((rank for rank, status in statuses.items() if status in (ALL_GATHER, _END)), None)
+        self._num_apart = 0 if peer is None else self._num_apart + 1
+        if peer is None:
             return
         message = (
-            f"rank {apart} on {self.hosts[apart]} waits at {statuses[apart]!r}, but rank "
+            f"rank {peer} on {self.hosts[peer]} waits at {statuses[peer]!r}, but rank "
             f"{self.topology.rank} waits at {what!r}; {CALL_ALIKE}"
         )
-        # An earlier message may still be on its way over a slow network.
+        # Wait before the error, because an earlier message may still be in transit on a slow network.
         if self._num_apart > self.timeout_s / 4:
             raise PeerError(message)
         if self._num_apart == _APART_AFTER:
@@ -691,16 +693,16 @@ def _start_joint(
 ) -> Session:
     """Start a session with the other ranks.
 
-    ``arguments`` are the stored ones of :func:`start_session`. ``request`` is the device and the backend.
+    ``arguments`` are stored in the session. ``request`` is (device, backend), as in :func:`start_session`.
     """
     if not is_launched_by_torchrun():
         raise ConfigError(f"{topology.world_size} ranks need torchrun's environment. Start with torchrun.")
     timeout_s, rendezvous = float(arguments["timeout_s"]), read_rendezvous()
     bind_to_loopback(rendezvous)
-    raw = open_store(rendezvous, topology.rank, topology.world_size, timeout_s)
-    store = JobStore(raw, topology.rank, topology.world_size, timeout_s)
+    raw_store = open_store(rendezvous, topology.rank, topology.world_size, timeout_s)
+    store = JobStore(raw_store, topology.rank, topology.world_size, timeout_s)
     store.seal(settings, is_local=rendezvous.is_local)
-    trace, no_trace = open_trace(settings.trace, topology.rank)
+    trace, trace_error = open_trace(settings.trace, topology.rank)
     device, backend = request
     own_device = take_device(device, rendezvous.local_rank, settings.device)
     hello = {
@@ -709,7 +711,7 @@ def _start_joint(
         **collect_shared_facts(
             arguments["strategy"], arguments["options"], arguments["seed"], settings.curve
         ),
-        "no_trace": no_trace,
+        "no_trace": trace_error,
         "device": asdict(own_device),
     }
     hellos: list[Any] = store.exchange("settings", hello)
@@ -721,8 +723,8 @@ def _start_joint(
         topology = assign_servers(topology, tuple(hello["node"] for hello in hellos))
     ledger = Ledger(topology)
     rpc = Rpc(topology.rank, ledger, timeout_s)
-    with ExitStack() as undo:
-        undo.callback(rpc.close)
+    with ExitStack() as cleanup:
+        cleanup.callback(rpc.close)
         address = choose_listening_address(rendezvous)
         _, addresses = open_endpoints(
             store.exchange,
@@ -733,7 +735,7 @@ def _start_joint(
         )
         rpc.connect(addresses)
         owns_group = _make_group(store, topology, timeout_s, backend)
-        undo.pop_all()
+        cleanup.pop_all()
     if topology.rank == 0:
         _log_devices(devices, hosts, dist.get_backend_config())
         if settings.curve:
@@ -758,16 +760,16 @@ def _start_joint(
 
 
 def _log_devices(ranks: Sequence[RankDevice], hosts: Sequence[str], backend: str) -> None:
-    # Python shows warnings if nobody configured logging. Users with a GPU, or with a torch for GPUs, must see
-    # which device is used. With a torch for CPUs the line says nothing new.
-    is_news = ranks[0].card or (ranks[0].why and is_built_for_gpus())
-    log.log(logging.WARNING if is_news else logging.INFO, "%s", describe(ranks, hosts, backend))
+    # Log a warning, which Python shows without configured logging, if there is a GPU or torch is built for
+    # GPUs. Users must then see which device is used.
+    is_worth_warning = ranks[0].card or (ranks[0].why and is_built_for_gpus())
+    log.log(logging.WARNING if is_worth_warning else logging.INFO, "%s", describe(ranks, hosts, backend))
 
 
 def _make_group(store: JobStore, topology: Topology, timeout_s: float, backend: str) -> bool:
     if dist.is_initialized():
         return False
-    # Threads of NCCL outlive the interpreter, which runs the sealed store.
+    # The sealed store is Python code, but threads of NCCL may use the store after the interpreter has ended.
     group_store = store.raw if backend == "gloo" else store.unsealed
     dist.init_process_group(
         backend,

@@ -53,7 +53,7 @@ if TYPE_CHECKING:
     from dglx_dist.graph.dist_graph import DistGraph
 
 Edges: TypeAlias = Mapping[EdgeType, Array]
-"""Edge type to the (B,) int64 edge ids of a batch."""
+"""Map from edge type to the (B,) int64 edge ids of a batch."""
 
 Exclude: TypeAlias = Callable[[Edges], Excluded]
 """Function from the edges of a batch to the edges that its blocks must not contain."""
@@ -62,7 +62,7 @@ FindReverse: TypeAlias = Callable[[Array], Array]
 """Function from (K,) edge ids to the ids of their reverse edges, -1 for none."""
 
 Reverse: TypeAlias = Mapping[EdgeType, Mapping[EdgeType, FindReverse | None]]
-"""Edge type to the types of its reverse edges, and a function for each. None: all ranks find it together."""
+"""Map from edge type to {type of its reverse edges: function, or None if all ranks must compute it}."""
 
 MODES = ("self", "reverse_id", "reverse_types")
 
@@ -93,10 +93,10 @@ def read_rule(
             raise ConfigError(f"exclude={exclude!r} does not use {name}. Pass exclude={mode!r}.")
     if exclude not in ("reverse_id", "reverse_types"):
         return {}
-    by_id = exclude == "reverse_id"
-    reverse = _read_reverse_ids(g, reverse_eids) if by_id else _read_reverse_types(g, reverse_etypes)
+    is_by_id = exclude == "reverse_id"
+    reverse = _read_reverse_ids(g, reverse_eids) if is_by_id else _read_reverse_types(g, reverse_etypes)
     # As in DGL, a type that reverse_etypes leaves out has no reverse edges to exclude.
-    missing = [etype for etype in _etypes_with_items(edges) if by_id and etype not in reverse]
+    missing = [etype for etype in _etypes_with_items(edges) if is_by_id and etype not in reverse]
     if missing:
         raise ConfigError(
             f"exclude={exclude!r} does not define the reverse of {missing[0]}, which has edges to train on. "
@@ -147,19 +147,19 @@ def _match_reverse_edges(g: DistGraph, etype: EdgeType, back: EdgeType) -> DistT
 def _check_reverse(
     g: DistGraph, etype: EdgeType, back_type: EdgeType, table: FindReverse, ids: Array
 ) -> None:
-    # Compares the ends of edges with the ends of their reverse edges.
+    # Compare the ends of edges with the ends of their reverse edges.
     reverse = table(ids)
     ids, reverse = ids[reverse != NO_REVERSE], reverse[reverse != NO_REVERSE]
     sources, destinations = g.find_edges(ids, etype)
     back_sources, back_destinations = g.find_edges(reverse, back_type)
-    wrong = ((sources != back_destinations) | (destinations != back_sources)).nonzero()[:, 0]
-    if len(wrong):
-        first = int(wrong[0])
-        edge = f"{sources[first]} -> {destinations[first]}"
-        back = f"{back_sources[first]} -> {back_destinations[first]}"
+    wrong_indices = ((sources != back_destinations) | (destinations != back_sources)).nonzero()[:, 0]
+    if len(wrong_indices):
+        k = int(wrong_indices[0])
+        ends = f"{sources[k]} -> {destinations[k]}"
+        back_ends = f"{back_sources[k]} -> {back_destinations[k]}"
         raise ConfigError(
-            f"reverse_eids[{ids[first]}] of {etype} is {reverse[first]}, but edge {ids[first]} is {edge} and "
-            f"edge {reverse[first]} is {back}. Ids change when a graph is partitioned: pass "
+            f"reverse_eids[{ids[k]}] of {etype} is {reverse[k]}, but edge {ids[k]} is {ends} and "
+            f"edge {reverse[k]} is {back_ends}. Ids change when a graph is partitioned: pass "
             "reverse_eids=dx.reverse_edge_ids(g), or a function as exclude= if this is what you want."
         )
 
@@ -224,14 +224,14 @@ def _read_reverse_ids(g: DistGraph, reverse_eids: Any) -> Reverse:
 
 def _read_table(g: DistGraph, etype: EdgeType, back: EdgeType, reverse: Any) -> FindReverse:
     count = g.num_edges(etype)
-    shape, kind = (
+    shape, dtype = (
         (reverse.shape, str(reverse.dtype).removeprefix("torch."))
         if isinstance(reverse, DistTensor | Tensor)
         else (np.shape(reverse), str(np.asarray(reverse).dtype))
     )
-    if tuple(shape) != (count,) or kind not in ("int32", "int64"):
+    if tuple(shape) != (count,) or dtype not in ("int32", "int64"):
         raise ConfigError(
-            f"reverse_eids of {etype} are {kind} of shape {tuple(shape)}. Pass int64 of shape ({count},), "
+            f"reverse_eids of {etype} are {dtype} of shape {tuple(shape)}. Pass int64 of shape ({count},), "
             "one per edge, as dx.reverse_edge_ids(g) returns."
         )
     if isinstance(reverse, DistTensor):
@@ -251,12 +251,12 @@ def _look_up(reverse: DistTensor) -> FindReverse:
 
 
 EdgePairs = Mapping[EdgeType, Sequence[Array]]
-"""Edge type to (sources, destinations), (P,) int64 global node ids each, for every type of the graph."""
+"""Map from each edge type of the graph to (sources, destinations), (P,) int64 global node ids each."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class MergedPairs:
-    """The edges of a pair graph, type after type, which can be read without a call for each type.
+    """The edges of a pair graph in one array, type by type, so that reading needs no call for each type.
 
     The pair graphs of a loader have this record as ``merged_pairs``.
     """
@@ -270,18 +270,18 @@ class MergedPairs:
     ends: Tensor
     """(2, E) int64 sources and destinations: rows of the nodes of all types, type by type."""
     relation: Tensor
-    """(E,) int64 place of the type in ``etypes``."""
+    """(E,) int64 index of the type in ``etypes``."""
 
     def move(self, graph: dgl.DGLGraph, copy: Copy) -> MergedPairs:
         return replace(self, index=get_structure(graph), ends=copy(self.ends), relation=copy(self.relation))
 
 
 def merge_pairs(pair_graph: Any) -> MergedPairs:
-    """Return the merged edges of any graph. The pair graphs of a loader have them already."""
+    """Return the merged edges of any graph. Pair graphs of a loader already hold them."""
     merged: MergedPairs | None = getattr(pair_graph, "merged_pairs", None)
     if merged is not None and merged.index is get_structure(pair_graph):
         return merged
-    # This graph was made by the user, or it was moved or changed.
+    # The user created this graph, or it was moved or changed.
     counts = map(pair_graph.num_nodes, pair_graph.ntypes)
     first_row = dict(zip(pair_graph.ntypes, accumulate(counts, initial=0), strict=False))
     etypes = tuple(pair_graph.canonical_etypes)
@@ -312,28 +312,29 @@ def build_pairs(
         negative: Ends of the negative pairs, if there is a negative sampler.
 
     Returns:
-        Node type to the (n,) int64 ascending distinct ids in the pairs, which are the seeds of the blocks,
-        and the positive pair graph, followed by the negative one if there is one.
+        (seeds, graphs). ``seeds`` maps a node type to the (n,) int64 ascending distinct ids in the pairs.
+        ``graphs`` holds the positive pair graph and, if there are negatives, the negative pair graph.
     """
-    both = [positive] if negative is None else [positive, negative]
-    # dgl.heterograph orders types like this.
+    pair_sets = [positive] if negative is None else [positive, negative]
+    # Use the order of types in dgl.heterograph.
     ntypes, etypes = sorted(ntypes), sorted(positive)
-    type_bits = {ntype: np.int64(place) << _TYPE_SHIFT for place, ntype in enumerate(ntypes)}
+    type_bits = {ntype: np.int64(index) << _TYPE_SHIFT for index, ntype in enumerate(ntypes)}
     keys = [
         np.concatenate([pairs[etype][end] + type_bits[etype[2 * end]] for etype in etypes])
-        for pairs in both
+        for pairs in pair_sets
         for end in (0, 1)
     ]
-    distinct, places = np.unique(np.concatenate(keys), return_inverse=True)
+    # Number all nodes of all pairs at once, by type and then by id.
+    distinct, rows = np.unique(np.concatenate(keys), return_inverse=True)
     starts = np.searchsorted(distinct, np.arange(len(ntypes) + 1) << _TYPE_SHIFT)
     nodes = {
-        ntype: distinct[starts[place] : starts[place + 1]] - type_bits[ntype]
-        for place, ntype in enumerate(ntypes)
+        ntype: distinct[starts[index] : starts[index + 1]] - type_bits[ntype]
+        for index, ntype in enumerate(ntypes)
     }
-    rows_of_ends = np.split(places.reshape(-1), np.cumsum([len(end_keys) for end_keys in keys])[:-1])
+    rows_of_ends = np.split(rows.reshape(-1), np.cumsum([len(end_keys) for end_keys in keys])[:-1])
     graphs = [
-        _build_pair_graph(ntypes, etypes, starts, pairs, np.stack(rows_of_ends[2 * place : 2 * place + 2]))
-        for place, pairs in enumerate(both)
+        _build_pair_graph(ntypes, etypes, starts, pairs, np.stack(rows_of_ends[2 * index : 2 * index + 2]))
+        for index, pairs in enumerate(pair_sets)
     ]
     for graph in graphs:
         for ntype, node_ids in nodes.items():
@@ -595,9 +596,9 @@ def _read_options(
         sampler, negative, labels = sampler.sampler, sampler.negative_sampler, sampler.prefetch_labels
     read_sampler(sampler)
     loader_options = read_loader_options(options)
-    fixed = rule["exclude"]
-    if fixed is not None and not isinstance(fixed, str) and not callable(fixed):
-        loader_options, rule = replace(loader_options, exclude=fixed), {**rule, "exclude": None}
+    exclude = rule["exclude"]
+    if exclude is not None and not isinstance(exclude, str) and not callable(exclude):
+        loader_options, rule = replace(loader_options, exclude=exclude), {**rule, "exclude": None}
     items = read_items(eids, {etype: g.num_edges(etype) for etype in g.canonical_etypes}, "edge")
     return _EdgeOptions(
         sampler=sampler,

@@ -37,7 +37,7 @@ EDGE_PHASE, LABEL_PHASE, FEATURE_PHASE = "edge_features", "labels", "features"
 """Phases of the byte ledger."""
 
 EdgesOfBlock: TypeAlias = Mapping[EdgeType, Array]
-"""Edge type to the (E,) ids of the edges of a block."""
+"""Map from edge type to the (E,) ids of the edges of a block."""
 
 log = logging.getLogger(__name__)
 
@@ -55,11 +55,11 @@ FLOATS = (*HALVES, torch.float32, torch.float64)
 class RowMemory:
     """Buffers for the rows of columns. Converts rows to the floating-point ``dtype`` of batches.
 
-    Page faults of a fresh array cost as much as filling it, so arrays are reused. Nobody returns them: an
-    array is idle when all its views, including tensors, are gone. At most ``num_batches`` arrays are kept per
-    column. Thread-safe.
+    Page faults of a new array cost as much as filling the array, so arrays are reused. An array is idle when
+    no view of it exists, including tensors, so batches need not return it. At most ``num_batches`` arrays are
+    kept per column. Thread-safe.
 
-    Half precision saves disk, memory and network traffic, but few models compute in it. With ``dtype`` None,
+    Half precision saves disk, memory and network traffic, but few models compute in it. If ``dtype`` is None,
     float16 and bfloat16 become float32, and other dtypes stay. Integers and booleans are never converted. If
     ``device`` is a GPU, the memory is page-locked so that rows can be copied from there.
     """
@@ -70,7 +70,7 @@ class RowMemory:
         self._num_batches, self._dtype, self.device = num_batches, check_float(dtype), device
         self._arrays: dict[tuple[str, ColumnInfo], list[Array]] = {}
         self._lock = threading.Lock()
-        # Measure it, because interpreters differ in the number of references that a loop holds.
+        # Measure the number of references, because interpreters differ in the references that a loop holds.
         self._idle_references = _count_references([np.empty(0)])[0]
 
     def rows(self, key: str, count: int, info: ColumnInfo) -> Tensor:
@@ -84,14 +84,18 @@ class RowMemory:
         with self._lock:
             arrays = self._arrays.setdefault((key, info), [])
             counts = _count_references(arrays)
-            idle = [place for place, n in enumerate(counts) if n == self._idle_references]
-            longest = max(idle, key=lambda place: len(arrays[place]), default=None)
-            if longest is not None and len(arrays[longest]) >= count:
-                array = arrays[longest]
+            idle_indices = [
+                index
+                for index, num_references in enumerate(counts)
+                if num_references == self._idle_references
+            ]
+            longest_index = max(idle_indices, key=lambda index: len(arrays[index]), default=None)
+            if longest_index is not None and len(arrays[longest_index]) >= count:
+                array = arrays[longest_index]
             else:
                 array = self._allocate((count + count // _MARGIN, width), info)
-                if longest is not None:
-                    arrays[longest] = array
+                if longest_index is not None:
+                    arrays[longest_index] = array
                 elif len(arrays) < self._num_batches:
                     arrays.append(array)
         return view_as_tensor(array[:count].reshape(count, *info.row_shape), info)
@@ -111,7 +115,7 @@ class RowMemory:
     def convert(self, rows: Tensor) -> Tensor:
         """Return (K, *row) ``rows`` in the output dtype.
 
-        Rows that have it already are returned as they are.
+        Rows that already have the output dtype are returned without a copy.
         """
         dtype = self.get_output_dtype(rows.dtype)
         if dtype == rows.dtype:
@@ -120,7 +124,7 @@ class RowMemory:
 
 
 def _count_references(arrays: Sequence[Array]) -> list[int]:
-    # The counts include the references of this loop. A comprehension would hold others.
+    # The counts include the references of this loop. Keep the loop, because a comprehension holds others.
     counts = []
     for array in arrays:
         counts.append(sys.getrefcount(array))
@@ -147,7 +151,7 @@ NO_CLAIMED_ROWS: ClaimedRows = MappingProxyType({})
 
 @dataclass(frozen=True, kw_only=True)
 class Columns:
-    """The columns to attach. They map a type to names in the frame to names in the store."""
+    """The columns to attach, as {type: {name in the frame: name in the store}}."""
 
     inputs: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     """Columns for the sources of the first block, by node type."""
@@ -163,11 +167,11 @@ class Columns:
         return {key: inputs.get(ntype, NO_ROWS) for ntype, _, key in _iterate_columns(self.inputs)}
 
     def claim(self, store: KVStore) -> ClaimedRows:
-        """Reserve the look-ahead rows of the input columns. Return those that no other loader has."""
+        """Reserve the look-ahead rows of the input columns that no other loader has reserved. Return them."""
         claimed_rows = {}
         for key in self.group_inputs({}):
             ahead = store.column(key).ahead
-            # A column with rows on the device of the batches is split there instead.
+            # If rows of the column are cached on the device of the batches, that cache is used instead.
             if ahead is None or self.on_device(store, key) is not None:
                 continue
             if ahead.claim():
@@ -205,12 +209,12 @@ S = TypeVar("S", bound=Sampled)
 def look_ahead(
     samples: Iterator[S], claimed_rows: ClaimedRows, fetch: Callable[[S], None]
 ) -> Generator[S, None, None]:
-    """Yield the batches of ``samples`` in order. ``fetch`` requests the rows of the next ones.
+    """Yield the batches of ``samples`` in order, and ``fetch`` rows of later batches ahead.
 
     Samples as many batches ahead as are needed to decide which rows to keep, up to :data:`WINDOW_BYTES`.
     Requests one batch ahead, and up to :data:`MOST_REQUESTED` if their rows take less than two messages. The
-    consumer waits for the rows of a batch before it asks for the next one. An error of a sample is raised
-    when it is the turn of that sample.
+    consumer must wait for the rows of a batch before it asks for the next batch. If a sample fails, its error
+    is raised after the previous batches were yielded.
     """
     window: deque[S] = deque()
     num_bytes, failure = 0, None
@@ -237,7 +241,7 @@ def look_ahead(
     requested: deque[S] = deque()
     while window or announce_more():
         num_bytes -= window[0].num_bytes
-        # A variable would keep the batch alive after the consumer has released it.
+        # Don't use a variable here, because it would hold the batch after the consumer has released it.
         requested.append(window.popleft())
         fetch(requested[-1])
         while len(requested) > MOST_REQUESTED or (
@@ -284,65 +288,65 @@ def submit_columns(
     """Send the requests for all rows of a batch without waiting.
 
     Args:
-        inputs: Node type to the (n,) int64 sources of the first block. Types may be missing.
-        targets: Node type to the (B,) int64 destinations of the last block.
-        blocks: Edges of each block, the input-most first. They are read only if edge columns are fetched.
+        inputs: (n,) int64 sources of the first block, by node type. Types may be missing.
+        targets: (B,) int64 destinations of the last block, by node type.
+        blocks: Edges of each block, with layer 1 first. May be empty if no edge columns are fetched.
         distinct: Whether no input node and no target is repeated, as in all batches of compiled kernels.
         claimed_rows: Reserved look-ahead rows of the inputs, which have been announced.
 
     Returns:
-        Function that waits for the rows and sets the columns on the blocks, the input-most first. It returns
-        the columns with rows on the device of the batch, which are set there. It raises PeerError if an owner
-        of rows is dead or silent.
+        Function that waits for the rows and sets the columns on the blocks, with layer 1 first. It returns
+        the columns that are partly cached on the device, which are set there later. It raises PeerError if
+        an owner of rows is dead or silent.
     """
     pending: list[tuple[int, str, Any, str, PendingPull]] = []
-    split: list[tuple[str, str, DeviceRows, Sequence[Array], PendingPull]] = []
+    split_pulls: list[tuple[str, str, DeviceRows, Sequence[Array], PendingPull]] = []
     unused_rows = dict(claimed_rows)
     for ntype, name, key in _iterate_columns(columns.inputs):
         ids, column = inputs.get(ntype, NO_ROWS), store.column(key)
         cached = None if key in claimed_rows else columns.on_device(store, key)
-        places = () if cached is None else store.split_cached(key, ids, cached)
-        if places:
-            ids = ids[places[-1]]
-        # The buffer is allocated when it is filled, because several requested batches wait.
+        positions = () if cached is None else store.split_cached(key, ids, cached)
+        if positions:
+            ids = ids[positions[-1]]
+        # Allocate the buffer when it is filled, because several requested batches wait at a time.
         out = partial(columns.memory.rows, key, len(ids), column.info)
-        # A column that has two names in the blocks was announced once.
+        # If a column has two names in the blocks, only the first pull may use the announced rows.
         ahead = unused_rows.pop(key, None)
         pull = store.submit_pull(key, ids, out=out, distinct=distinct, ahead=ahead, phase=FEATURE_PHASE)
         if cached is not None:
-            split.append((ntype, name, cached, places, pull))
+            split_pulls.append((ntype, name, cached, positions, pull))
         else:
             pending.append((0, "srcnodes", ntype, name, pull))
     for ntype, name, key in _iterate_columns(columns.targets):
         pull = store.submit_pull(key, targets.get(ntype, NO_ROWS), distinct=distinct, phase=LABEL_PHASE)
         pending.append((-1, "dstnodes", ntype, name, pull))
-    for number, edges in enumerate(blocks):
+    for block_index, edges in enumerate(blocks):
         for etype, name, key in _iterate_columns(columns.edges):
             ids = edges[etype].astype(np.int64, copy=False)
-            pull = store.submit_pull(key, ids, phase=EDGE_PHASE, layer=number + 1)
-            pending.append((number, "edges", etype, name, pull))
+            pull = store.submit_pull(key, ids, phase=EDGE_PHASE, layer=block_index + 1)
+            pending.append((block_index, "edges", etype, name, pull))
 
     def finish(blocks: Sequence[DGLBlock]) -> Sequence[SplitColumn]:
-        for number, side, kind, name, pull in pending:
+        for block_index, side, type_name, name, pull in pending:
             rows = pull() if side == "dstnodes" else columns.memory.convert(pull())
-            getattr(blocks[number], side)[kind].data[name] = rows
+            getattr(blocks[block_index], side)[type_name].data[name] = rows
         return [
             SplitColumn(
                 ntype=ntype,
                 name=name,
                 cached=cached,
-                parts=[*map(torch.from_numpy, places), pull()],
+                parts=[*map(torch.from_numpy, positions), pull()],
                 dtype=columns.memory.get_output_dtype(cached.rows.dtype),
             )
-            for ntype, name, cached, places, pull in split
+            for ntype, name, cached, positions, pull in split_pulls
         ]
 
     return finish
 
 
 def _iterate_columns(columns: Mapping[K, Mapping[str, str]]) -> Iterator[tuple[K, str, str]]:
-    # Yields type, name in the frame, name in the store.
-    return ((kind, name, key) for kind, names in columns.items() for name, key in names.items())
+    # Yield (type, name in the frame, name in the store) of each column.
+    return ((type_name, name, key) for type_name, names in columns.items() for name, key in names.items())
 
 
 @final
@@ -358,18 +362,18 @@ class OnDemandColumns(dict[str, Any]):
         super().__init__(columns)
         # Keep the current ids, because scripts for DistDGL see other edge ids in the frame.
         self._ids = columns.get(_ID)
-        self._g, self._kind, self._warned = g, kind, warned
+        self._g, self._type_name, self._warned_columns = g, kind, warned
 
     def __missing__(self, name: str) -> Any:
-        kind = self._kind
-        if isinstance(kind, str):
-            columns, option = self._g.nodes[kind].data, "prefetch_node_feats"
+        type_name = self._type_name
+        if isinstance(type_name, str):
+            columns, option = self._g.nodes[type_name].data, "prefetch_node_feats"
         else:
-            columns, option = self._g.edges[kind].data, "prefetch_edge_feats"
+            columns, option = self._g.edges[type_name].data, "prefetch_edge_feats"
         if name not in columns or self._ids is None:
             raise KeyError(name)  # The message of a wrapped model contains the remedy.
-        if name not in self._warned:
-            self._warned.add(name)
+        if name not in self._warned_columns:
+            self._warned_columns.add(name)
             warn_user(
                 f"the column {name!r} is fetched when the batch reads it, and training waits for it. Pass "
                 f"{option}=[{name!r}] (labels: prefetch_labels) to the sampler to prefetch it."

@@ -104,7 +104,7 @@ _CHUNK = 2048
 
 @njit(cache=True, nogil=True)
 def copy_to(out: Array, values: Array) -> None:
-    """Copy ``values`` to the start of ``out``. Assigning slices would compile for 2 s longer."""
+    """Copy ``values`` to the start of ``out``. A slice assignment would take 2 s longer to compile."""
     for i in range(len(values)):
         out[i] = values[i]
 
@@ -118,7 +118,7 @@ def grow_array(array: Array, used: int, length: int) -> Array:
 
 @dataclass(frozen=True, kw_only=True)
 class Schema:
-    """The types of a graph. The number of a type is its position here."""
+    """The node and edge types of a graph. The number of a type is its index in ``ntypes`` or ``etypes``."""
 
     ntypes: tuple[str, ...]
     num_nodes: tuple[int, ...]
@@ -145,9 +145,9 @@ class Relations(NamedTuple):
     offsets: Array
     """(T + 1,) int64 first key of each node type."""
     source_types: Array
-    """(R,) int64 numbers of the source types."""
+    """(R,) int64 index of each source type."""
     destination_types: Array
-    """(R,) int64 numbers of the destination types."""
+    """(R,) int64 index of each destination type."""
     indptr: Array
     """(R,) int64 addresses of arrays with shape (N + 1,) and dtype int64."""
     indices: Array
@@ -165,9 +165,9 @@ class Relations(NamedTuple):
 
 
 def make_relations(schema: Schema, cscs: Sequence[Csc]) -> Relations:
-    """Return the record of ``cscs``, one complete structure per edge type.
+    """Return the addresses and sizes of ``cscs``, one complete structure per edge type.
 
-    The caller keeps ``cscs`` alive.
+    The caller must keep a reference to ``cscs``, because the result holds only addresses.
     """
     return Relations(
         schema.offsets,
@@ -201,7 +201,7 @@ def _pointer(_context: Any, address: Any) -> Any:
 
 @njit(cache=True, nogil=True)
 def read_csc(relations: Relations, number: int) -> Csc:
-    """Return edge type ``number`` for the draw kernels, which do not read the indices."""
+    """Return the edge type with index ``number``, without ``indices``, which the draw kernels do not read."""
     rows = np.int64(relations.num_destinations[number])
     indptr = carray(_pointer(relations.indptr[number]), rows + 1, dtype=np.int64)
     weights = carray(
@@ -217,17 +217,17 @@ def _read_indices(relations: Relations, number: int, dtype: Any) -> Array:
 
 @njit(cache=True, nogil=True)
 def read_sources(relations: Relations, number: int, edges: Array, out: Array) -> None:
-    """Read the source keys of the (k,) ``edges``, ids of edge type ``number``, into ``out`` (int64)."""
+    """Write the int64 source keys of the (k,) edge ids ``edges`` of edge type ``number`` to ``out``."""
     first = relations.offsets[relations.source_types[number]]
-    # The width is tested outside of the loops, because it is the same for all edges.
+    # Test the width outside of the loops, because it is the same for all edges.
     if relations.wide[number]:
-        wide = _read_indices(relations, number, np.int64)
+        wide_indices = _read_indices(relations, number, np.int64)
         for i in range(len(edges)):
-            out[i] = first + wide[np.uint64(edges[i])]
+            out[i] = first + wide_indices[np.uint64(edges[i])]
     else:
-        narrow = _read_indices(relations, number, np.int32)
+        narrow_indices = _read_indices(relations, number, np.int32)
         for i in range(len(edges)):
-            out[i] = first + narrow[np.uint64(edges[i])]
+            out[i] = first + narrow_indices[np.uint64(edges[i])]
 
 
 class SampleRequest(NamedTuple):
@@ -266,7 +266,7 @@ class RawBatch(NamedTuple):
     node_ends: Array
     """(L + 1, T) int64 ends. The first row holds the numbers of seeds."""
     indptr: Array
-    """int64 row starts. Each relation has one entry per destination and one more, and starts at 0."""
+    """int64 row starts of each relation in turn: one entry per destination and one more, from 0 on."""
     sources: Array
     """int64 positions among the nodes of the source type."""
     edge_ids: Array
@@ -305,7 +305,7 @@ class _Hop(NamedTuple):
 
 @njit(cache=True, nogil=True)
 def grow_nodes(nodes: NumberedNodes, more: Array) -> NumberedNodes:
-    """Return a copy with space for ``more`` ((T,) int64) nodes of each type."""
+    """Return a copy with space for ``more[t]`` further nodes of each type t."""
     num_types = len(nodes.counts)
     starts = np.zeros(num_types + 1, np.int64)
     # Each type gets one extra slot, because `_number_direct` writes before it knows whether a node is new.
@@ -313,9 +313,9 @@ def grow_nodes(nodes: NumberedNodes, more: Array) -> NumberedNodes:
         starts[node_type + 1] = starts[node_type] + nodes.counts[node_type] + more[node_type] + 1
     keys, ids = np.empty(starts[-1], np.int64), np.empty(starts[-1], np.int64)
     for node_type in range(num_types):
-        count, old, new = nodes.counts[node_type], nodes.starts[node_type], starts[node_type]
-        copy_to(keys[new:], nodes.keys[old : old + count])
-        copy_to(ids[new:], nodes.ids[old : old + count])
+        count, old_start, new_start = nodes.counts[node_type], nodes.starts[node_type], starts[node_type]
+        copy_to(keys[new_start:], nodes.keys[old_start : old_start + count])
+        copy_to(ids[new_start:], nodes.ids[old_start : old_start + count])
     return NumberedNodes(keys, ids, starts, nodes.counts)
 
 
@@ -346,25 +346,25 @@ def number_type(table: NodeTable, nodes: NumberedNodes, node_type: int, keys: Ar
 def number_seeds(
     table: NodeTable, offsets: Array, seeds: Array, seed_ends: Array
 ) -> tuple[NodeTable, NumberedNodes]:
-    """Number the seeds. The result has fewer nodes than ``len(seeds)`` if seeds are repeated."""
+    """Number the distinct seeds of each type from 0, and return the table and the numbered nodes."""
     num_types = len(offsets) - 1
     no_nodes = np.empty(0, np.int64)
-    empty = NumberedNodes(
+    no_numbers = NumberedNodes(
         no_nodes, no_nodes, np.zeros(num_types + 1, np.int64), np.zeros(num_types, np.int64)
     )
-    nodes = grow_nodes(empty, seed_ends[1:] - seed_ends[:-1])
+    nodes = grow_nodes(no_numbers, seed_ends[1:] - seed_ends[:-1])
     table = grow_table(table, nodes, len(seeds))
-    local = np.empty(len(seeds), np.int64)
+    numbers = np.empty(len(seeds), np.int64)
     for node_type in range(num_types):
         first, last = seed_ends[node_type], seed_ends[node_type + 1]
-        number_type(table, nodes, node_type, seeds[first:last] + offsets[node_type], local[first:last])
+        number_type(table, nodes, node_type, seeds[first:last] + offsets[node_type], numbers[first:last])
     write_ids(nodes, offsets, np.zeros(num_types, np.int64))
     return table, nodes
 
 
 @njit(cache=True, nogil=True)
 def write_ids(nodes: NumberedNodes, offsets: Array, first_new: Array) -> None:
-    """Write the ids of the nodes of each type t, starting with number ``first_new[t]``."""
+    """Fill in ``nodes.ids`` for the nodes of each type t from number ``first_new[t]`` on."""
     for node_type in range(len(nodes.counts)):
         first, offset = nodes.starts[node_type], offsets[node_type]
         for i in range(first + first_new[node_type], first + nodes.counts[node_type]):
@@ -392,23 +392,24 @@ def _rule(request: SampleRequest, relation: int) -> Rule:
 
 @njit(cache=True, nogil=True)
 def _scale(weights: Array, shares: Array, fanout: int) -> float:
-    # Returns c of a destination. The sum of weight ** 2 / min(1, c * share) equals that of neighbor sampling.
+    # Return the factor c of one destination. It makes the sum of weight ** 2 / min(1, c * share) over the
+    # edges equal to that of neighbor sampling.
     degree = len(weights)
     if degree == 0 or fanout < 0 or fanout >= degree:
         return 1.0 / shares.min() if degree else 0.0
     slack = weights.sum() ** 2 * (1.0 / fanout - 1.0 / degree)
-    scale, last_uncertain = 0.0, degree + 1
+    scale, last_num_uncertain = 0.0, degree + 1
     while True:
-        inverse, squares, uncertain = 0.0, 0.0, 0
+        inverse_sum, square_sum, num_uncertain = 0.0, 0.0, 0
         for i in range(degree):
             if scale * shares[i] < 1.0:
-                inverse += weights[i] * weights[i] / shares[i]
-                squares += weights[i] * weights[i]
-                uncertain += 1
-        # The scale grows from below until no other edge becomes certain.
-        if uncertain == 0 or uncertain >= last_uncertain:
+                inverse_sum += weights[i] * weights[i] / shares[i]
+                square_sum += weights[i] * weights[i]
+                num_uncertain += 1
+        # The scale grows until no further edge gets the probability 1.
+        if num_uncertain == 0 or num_uncertain >= last_num_uncertain:
             return scale
-        scale, last_uncertain = inverse / (slack + squares), uncertain
+        scale, last_num_uncertain = inverse_sum / (slack + square_sum), num_uncertain
 
 
 @njit(cache=True, nogil=True)
@@ -418,9 +419,9 @@ def draw_by_importance(
     """Draw sources with unequal probabilities (LABOR-i, see :func:`~dglx_dist.keyed_random.draw_by_source`).
 
     An edge is kept with probability min(1, c pi). The factor c belongs to its destination, so that the
-    variance of a weighted sum equals that of neighbor sampling with the same fan-out. Without rounds, pi is
-    the weight of the edge, otherwise a value of its source. Every round multiplies the pi of a source by the
-    largest c around it, so that fewer sources are needed.
+    variance of a weighted sum is as in neighbor sampling with the same fan-out. Without rounds, pi is the
+    weight of the edge. Otherwise pi is a value of the source. Each round multiplies the pi of a source by the
+    largest c of its destinations, so that fewer sources are needed.
 
     Args:
         indptr: (K + 1,) int64 row starts of the candidates of K destinations.
@@ -433,46 +434,47 @@ def draw_by_importance(
         (k,) int64 positions of the kept edges, and weight / probability of each, which makes sums unbiased.
     """
     table = make_larger_table(NodeTable(np.empty(0, np.uint32), np.empty(1, np.int64), 1), 2 * len(sources))
-    local, count = np.zeros(len(sources), np.int64), 1
+    # Without rounds, values of sources are not used, so one entry serves all sources.
+    source_indices, num_sources = np.zeros(len(sources), np.int64), 1
     if rounds != 0:
-        count = number_nodes(table, sources, np.empty(len(sources) + 1, np.int64), 0, local)
-    shares, scales, pi = weights.copy(), np.empty(len(indptr) - 1), np.ones(count)
-    num_done, last_expected = 0, np.inf
+        num_sources = number_nodes(table, sources, np.empty(len(sources) + 1, np.int64), 0, source_indices)
+    shares, scales, pi = weights.copy(), np.empty(len(indptr) - 1), np.ones(num_sources)
+    num_done, last_expected_size = 0, np.inf
     while True:
         for i in range(len(scales)):
-            own = slice(indptr[i], indptr[i + 1])
-            scales[i] = _scale(weights[own], shares[own], fanout)
+            row = slice(indptr[i], indptr[i + 1])
+            scales[i] = _scale(weights[row], shares[row], fanout)
         if num_done == rounds:
             break
-        largest = np.zeros(count)
+        max_scales = np.zeros(num_sources)
         for i in range(len(scales)):
             for j in range(indptr[i], indptr[i + 1]):
                 share = scales[i] if num_done else scales[i] * shares[j]
-                largest[local[j]] = max(largest[local[j]], share)
-        pi *= largest
-        shares[:] = pi[local]
+                max_scales[source_indices[j]] = max(max_scales[source_indices[j]], share)
+        pi *= max_scales
+        shares[:] = pi[source_indices]
         num_done += 1
-        expected = np.minimum(pi, 1.0).sum()
-        if expected >= last_expected * (1 - 1e-4):
+        expected_size = np.minimum(pi, 1.0).sum()
+        if expected_size >= last_expected_size * (1 - 1e-4):
             rounds = num_done
-        last_expected = expected
-    kept, inverse, total, rows[0] = np.empty(len(sources), np.int64), np.empty(len(sources)), 0, 0
+        last_expected_size = expected_size
+    indices, kept_weights, size, rows[0] = np.empty(len(sources), np.int64), np.empty(len(sources)), 0, 0
     for i in range(len(scales)):
         for j in range(indptr[i], indptr[i + 1]):
-            likely = min(1.0, scales[i] * shares[j])
-            # The test is not <, because the largest draw may have rounded up to a certain edge's 1.
-            if (item_key(stream, sources[j]) >> np.uint64(11)) * 2.0**-53 <= likely:
-                kept[total], inverse[total] = j, weights[j] / likely
-                total += 1
-        rows[i + 1] = total
-    return kept[:total], inverse[:total]
+            probability = min(1.0, scales[i] * shares[j])
+            # Compare with <=, because an edge with probability 1 must be kept even if the draw rounds to 1.
+            if (item_key(stream, sources[j]) >> np.uint64(11)) * 2.0**-53 <= probability:
+                indices[size], kept_weights[size] = j, weights[j] / probability
+                size += 1
+        rows[i + 1] = size
+    return indices[:size], kept_weights[:size]
 
 
 @njit(cache=True, nogil=True)
 def _draw_by_importance(
     relations: Relations, request: SampleRequest, hop: _Hop, relation: int, frontier: Array, rows: Array
 ) -> tuple[Array, Array]:
-    # Returns edges and their weights, which have mean 1 for each destination.
+    # Return the drawn edges and their weights. The weights of each destination have mean 1.
     csc, fanout, stream = read_csc(relations, relation), hop.fanouts[relation], hop.streams[relation]
     rule, num_rows = _rule(request, relation), len(frontier)
     indptr, starts = np.empty(num_rows + 1, np.int64), np.empty(num_rows, np.int64)
@@ -482,11 +484,11 @@ def _draw_by_importance(
     read_sources(relations, relation, edges, sources)
     sources -= relations.offsets[relations.source_types[relation]]
     weights = csc.weights[edges].astype(np.float64) if len(csc.weights) else np.ones(len(edges))
-    kept, weights = draw_by_importance(indptr, sources, weights, fanout, stream, request.rounds, rows)
+    positions, weights = draw_by_importance(indptr, sources, weights, fanout, stream, request.rounds, rows)
     for i in range(num_rows):
         row_weights = weights[rows[i] : rows[i + 1]]
         row_weights *= len(row_weights) / row_weights.sum() if len(row_weights) else 1.0
-    return edges[kept], weights
+    return edges[positions], weights
 
 
 @njit(cache=True, nogil=True)
@@ -495,15 +497,15 @@ def _draw(
     request: SampleRequest,
     nodes: NumberedNodes,
     hop: _Hop,
-    drawn: tuple[Array, Array],
+    edges_and_weights: tuple[Array, Array],
     by_source: bool | None,
 ) -> tuple[Array, Array]:
-    # Fills indptr and ends. The caller has set ends[0]. Returns all edges of the batch so far, and weights.
-    row, (edges, weights) = 0, drawn
+    # Fill in `hop.indptr` and `hop.ends` after `ends[0]`. Return the edges and weights of the batch so far.
+    first_row, (edges, weights) = 0, edges_and_weights
     for relation in range(len(hop.fanouts)):
         node_type, first = relations.destination_types[relation], hop.ends[relation]
         frontier = nodes.ids[nodes.starts[node_type] :][: hop.sizes[node_type]]
-        rows = hop.indptr[row : row + len(frontier) + 1]
+        rows = hop.indptr[first_row : first_row + len(frontier) + 1]
         csc, fanout, stream = read_csc(relations, relation), hop.fanouts[relation], hop.streams[relation]
         rule = _rule(request, relation)
         if fanout == 0:
@@ -517,17 +519,17 @@ def _draw(
                 edges = grow_array(edges, first, last if relation == len(hop.fanouts) - 1 else 2 * last)
             draw_hop(csc, frontier, stream, fanout < 0, rule, (rows, starts, largest), edges[first:last])
         elif request.rounds != 0 or len(csc.weights) > 0:
-            more, new_weights = _draw_by_importance(relations, request, hop, relation, frontier, rows)
-            edges = np.concatenate((edges[:first], more))
+            hop_edges, new_weights = _draw_by_importance(relations, request, hop, relation, frontier, rows)
+            edges = np.concatenate((edges[:first], hop_edges))
             weights = np.concatenate((weights, new_weights.astype(np.float32)))
         elif relations.wide[relation]:
-            wide = Csc(csc.indptr, _read_indices(relations, relation, np.int64), csc.weights, 0, 0)
-            edges = draw_by_source(wide, frontier, fanout, stream, rule.exclude, rows, edges, first)
+            wide_csc = Csc(csc.indptr, _read_indices(relations, relation, np.int64), csc.weights, 0, 0)
+            edges = draw_by_source(wide_csc, frontier, fanout, stream, rule.exclude, rows, edges, first)
         else:
-            narrow = Csc(csc.indptr, _read_indices(relations, relation, np.int32), csc.weights, 0, 0)
-            edges = draw_by_source(narrow, frontier, fanout, stream, rule.exclude, rows, edges, first)
+            narrow_csc = Csc(csc.indptr, _read_indices(relations, relation, np.int32), csc.weights, 0, 0)
+            edges = draw_by_source(narrow_csc, frontier, fanout, stream, rule.exclude, rows, edges, first)
         hop.ends[relation + 1] = first + rows[len(frontier)]
-        row += len(frontier) + 1
+        first_row += len(frontier) + 1
     return edges, weights
 
 
@@ -562,11 +564,11 @@ def sample_batch(
     Args:
         request: What to sample. With repeated seeds, the first row of ``node_ends`` is smaller and no hop is
             drawn.
-        table: The calling thread's own, over the keys of all node types.
-        by_source: ``request.by_source or None``: without it, LABOR's draws are not compiled.
+        table: Table of the calling thread, with the keys of all node types.
+        by_source: ``request.by_source or None``. Numba does not compile the draws of LABOR for None.
 
     Returns:
-        The batch, and the table to pass next time.
+        The batch, and the table to pass for the next batch.
     """
     num_hops, num_relations = request.fanouts.shape
     node_ends = np.zeros((num_hops + 1, len(relations.offsets) - 1), np.int64)
@@ -579,26 +581,26 @@ def sample_batch(
         num_hops = 0
     for hop_index in range(num_hops):
         sizes = node_ends[hop_index]
-        begin, row_end = hop_index * num_relations, len(indptr)
+        first_relation, row_end = hop_index * num_relations, len(indptr)
         new_rows = sizes[relations.destination_types].sum() + num_relations
         indptr = grow_array(indptr, row_end, row_end + new_rows)
-        ends = edge_ends[begin : begin + num_relations + 1]
+        ends = edge_ends[first_relation : first_relation + num_relations + 1]
         hop = _Hop(request.fanouts[hop_index], request.streams[hop_index], sizes, indptr[row_end:], ends)
         edge_ids, weights = _draw(relations, request, nodes, hop, (edge_ids, weights), by_source)
         first, last = ends[0], ends[num_relations]
         sources = grow_array(sources, first, last)
-        more = np.zeros(len(sizes), np.int64)
+        num_edges_by_type = np.zeros(len(sizes), np.int64)
         for relation in range(num_relations):
-            more[relations.source_types[relation]] += hop.ends[relation + 1] - hop.ends[relation]
-        nodes = grow_nodes(nodes, more)
+            num_edges_by_type[relations.source_types[relation]] += hop.ends[relation + 1] - hop.ends[relation]
+        nodes = grow_nodes(nodes, num_edges_by_type)
         table = grow_table(table, nodes, last - first)
         _number_sources(relations, table, nodes, hop, edge_ids, sources)
         write_ids(nodes, relations.offsets, sizes)
         copy_to(node_ends[hop_index + 1], nodes.counts)
     ids, starts = pack_ids(nodes)
-    used = NodeTable(table.slots, table.keys, table.base + nodes.counts.max())
+    next_table = NodeTable(table.slots, table.keys, table.base + nodes.counts.max())
     edges = edge_ids[: edge_ends[-1]]
-    return RawBatch(ids, starts, node_ends, indptr, sources, edges, edge_ends, weights), used
+    return RawBatch(ids, starts, node_ends, indptr, sources, edges, edge_ends, weights), next_table
 
 
 _DIRECT_LIMIT = 1 << 26
@@ -613,9 +615,9 @@ class ThreadTable:
     """The relabelling table of one thread."""
 
     def __init__(self, num_nodes: int) -> None:
-        direct = num_nodes <= _DIRECT_LIMIT
-        slots = np.zeros(num_nodes if direct else _FIRST_SLOTS, np.uint32)
-        self._table = NodeTable(slots, np.empty(0 if direct else _FIRST_SLOTS, np.int64), 1)
+        is_direct = num_nodes <= _DIRECT_LIMIT
+        slots = np.zeros(num_nodes if is_direct else _FIRST_SLOTS, np.uint32)
+        self._table = NodeTable(slots, np.empty(0 if is_direct else _FIRST_SLOTS, np.int64), 1)
 
     @property
     def table(self) -> NodeTable:

@@ -50,45 +50,45 @@ class BatchBlockBuilder:
     """
 
     def __init__(self, schema: Schema, edge_weights: bool = False) -> None:
-        self._schema, self._weighted = schema, edge_weights
+        self._schema, self._has_weights = schema, edge_weights
         relations = [relation for _, relation, _ in schema.etypes]
         self._sources = schema.source_types.tolist()
         self._destinations = schema.destination_types.tolist()
         self._types = BlockTypes(schema.ntypes, relations, self._sources, self._destinations)
 
     def blocks(self, batch: RawBatch) -> tuple[dict[str, Tensor], list[DGLBlock]]:
-        """Return ({node type: input node ids}, blocks), the input-most first.
+        """Return ({node type: input node ids}, blocks), with the block of layer 1 first.
 
-        They share memory with ``batch``.
+        The tensors share memory with ``batch``.
         """
         all_nodes = torch.from_numpy(batch.nodes)
         nodes = [all_nodes[first:last] for first, last in pairwise(batch.node_starts.tolist())]
         indptr, sources, edge_ids = map(torch.from_numpy, (batch.indptr, batch.sources, batch.edge_ids))
         columns = {dgl.EID: edge_ids}
-        if self._weighted:
+        if self._has_weights:
             columns["edge_weights"] = torch.from_numpy(batch.edge_weights)
         edge_ends, num_relations = batch.edge_ends.tolist(), len(self._sources)
         blocks: list[DGLBlock] = []
-        row = 0
+        first_offset = 0
         for hop, (num_dst_by_type, num_src_by_type) in enumerate(pairwise(batch.node_ends.tolist())):
             edges = []
             ends = edge_ends[hop * num_relations : (hop + 1) * num_relations + 1]
             for relation, (first, last) in enumerate(pairwise(ends)):
                 num_src = num_src_by_type[self._sources[relation]]
                 num_dst = num_dst_by_type[self._destinations[relation]]
-                offsets = indptr[row : row + num_dst + 1]
+                offsets = indptr[first_offset : first_offset + num_dst + 1]
                 type_columns = {name: values[first:last] for name, values in columns.items()}
                 edges.append((num_src, num_dst, offsets, sources[first:last], type_columns))
-                row += num_dst + 1
+                first_offset += num_dst + 1
             blocks.append(self._types.block(edges, nodes, (num_src_by_type, num_dst_by_type)))
         return dict(zip(self._schema.ntypes, nodes, strict=True)), blocks[::-1]
 
 
 Seeds: TypeAlias = Mapping[str, Array]
-"""Node type to (B,) int64 distinct ids. B may be 0, and types without seeds may be missing."""
+"""Map from node type to (B,) int64 distinct ids. B may be 0. Types without seeds may be missing."""
 
 Excluded: TypeAlias = Mapping[EdgeType, Array]
-"""Edge type to (X,) int64 ascending distinct ids of edges that a batch must not draw."""
+"""Map from edge type to (X,) int64 ascending distinct ids of edges that a batch must not draw."""
 
 NodeIds: TypeAlias = Tensor | dict[str, Tensor]
 """(n,) int64 global ids, or a dict of them by type if the graph has more than one node type."""
@@ -102,27 +102,27 @@ class MiniBatch:
 
     seeds: Seeds
     raw: RawBatch | None = None
-    """Arrays that the kernels drew. They are dropped once the blocks are built."""
+    """Arrays from the kernels. None after the blocks are built."""
     sources: Mapping[str, Array] = field(default_factory=dict)
-    """(n,) int64 distinct input nodes by type, if the kernels drew them."""
+    """(n,) int64 distinct input nodes by type, if the kernels sampled the batch."""
     inputs: Mapping[str, Array] = field(default_factory=dict)
-    """The input nodes by column of the store."""
+    """Input nodes by key of the column in the store."""
     num_bytes: int = 0
     """Size in bytes of the batch until its rows are requested."""
     finish_pull: Callable[[Sequence[DGLBlock]], Sequence[SplitColumn]] | None = None
     """Function that waits for the requested columns; see :func:`submit_columns`."""
     input_nodes: NodeIds = field(init=False)
-    """The sources of the first block."""
+    """Source nodes of the first block."""
     output_nodes: NodeIds = field(init=False)
-    """The seeds."""
+    """Seeds of the batch."""
     blocks: list[DGLBlock] = field(init=False)
-    """Blocks with layer 1 first."""
+    """Blocks, with the block of layer 1 first."""
     sample_s: float = 0.0
-    """Seconds of sampling and building blocks. Includes features if one call does both."""
+    """Seconds of sampling and building blocks, including features if the sampler fetches them."""
     fetch_s: float = 0.0
     """Seconds of fetching columns."""
     split: Sequence[SplitColumn] = ()
-    """Columns that are set when the batch is delivered."""
+    """Columns that are set in the blocks when the batch is delivered."""
     arrive: Callable[[], None] | None = None
     """Function that lets the consumer's stream wait for copies to a device."""
 
@@ -147,11 +147,11 @@ def _copy_nodes(nodes: NodeIds, copy: Copy) -> NodeIds:
 
 
 class NodeMaker(Maker[str, MiniBatch]):
-    """The stages of batches of nodes."""
+    """Stages of batches that are sampled for seed nodes."""
 
     def __init__(self, g: DistGraph, columns: Columns) -> None:
         self._g, self._columns = g, columns
-        self._warned: set[str] = set()
+        self._warned_columns: set[str] = set()
 
     def close(self) -> None:
         for rows in self.claimed_rows.values():
@@ -178,13 +178,13 @@ class NodeMaker(Maker[str, MiniBatch]):
     def finish(self, batch: MiniBatch, share: StepShare) -> None:
         """Complete the blocks on the consumer's thread and stamp them with ``share``."""
         batch.finish()
-        fetch_on_access(self._g, batch.blocks, self._warned)
+        fetch_on_access(self._g, batch.blocks, self._warned_columns)
         batch.blocks[-1].step_share = share
 
 
 @final
 class SamplerMaker(NodeMaker):
-    """The stages of batches whose blocks the sampler's own code makes."""
+    """Stages that call the sampler's own code to make blocks."""
 
     def __init__(self, sampler: Any, g: DistGraph, columns: Columns) -> None:
         super().__init__(g, columns)
@@ -192,8 +192,8 @@ class SamplerMaker(NodeMaker):
 
     def sample_blocks(self, batch: MiniBatch, epoch: int, exclude: Excluded, *, step: int) -> None:
         begin = time.perf_counter()
-        sampled = self._sample(_seeds_to_node_ids(batch.seeds, self._g.ntypes), exclude)
-        batch.input_nodes, batch.output_nodes, batch.blocks = sampled
+        nodes_and_blocks = self._sample(_seeds_to_node_ids(batch.seeds, self._g.ntypes), exclude)
+        batch.input_nodes, batch.output_nodes, batch.blocks = nodes_and_blocks
         batch.sample_s = time.perf_counter() - begin
 
     def fetch(self, batch: MiniBatch) -> None:
@@ -219,7 +219,7 @@ class SamplerMaker(NodeMaker):
         edges = {etype: torch.from_numpy(ids) for etype, ids in exclude.items() if len(ids)}
         if not edges:
             return self._sampler.sample(self._g, seeds)
-        # DGL's samplers take a plain tensor if the graph has one edge type.
+        # DGL's samplers expect a tensor instead of a dict if the graph has one edge type.
         excluded = edges if len(self._g.canonical_etypes) > 1 else next(iter(edges.values()))
         return self._sampler.sample(self._g, seeds, exclude_eids=excluded)
 
@@ -247,23 +247,23 @@ def _seeds_to_node_ids(seeds: Seeds, ntypes: Sequence[str]) -> NodeIds:
 
 
 def count_batch_bytes(nodes: int, offsets: int, edges: int) -> int:
-    """Return the size of a drawn batch that waits for its rows. An edge takes a source and an id."""
+    """Return the bytes of a sampled batch without rows. An edge has a source and an id of 8 bytes each."""
     return 8 * (nodes + offsets + 2 * edges)
 
 
 @final
 class KernelMaker(NodeMaker):
-    """The stages of batches whose blocks the compiled kernels make."""
+    """Stages that call the compiled kernels to make blocks."""
 
     def __init__(self, source: BatchSource, draws: DrawSettings, g: DistGraph, columns: Columns) -> None:
         super().__init__(g, columns)
         self._source, self._draws = source, draws
         self._get_source: Callable[[int], BatchSource] = lambda _step: source
         self._schema = draws.schema
-        weighted = draws.by_source is not None and draws.by_source.unequal
-        self._builder = BatchBlockBuilder(draws.schema, weighted)
-        # Tables that no thread uses now. Each thread that makes a batch needs one.
-        self._idle: queue.SimpleQueue[ThreadTable] = queue.SimpleQueue()
+        has_weights = draws.by_source is not None and draws.by_source.unequal
+        self._builder = BatchBlockBuilder(draws.schema, has_weights)
+        # Each thread that makes a batch takes a table from this queue and returns it afterwards.
+        self._idle_tables: queue.SimpleQueue[ThreadTable] = queue.SimpleQueue()
 
     def offline(self) -> KernelMaker:
         if not isinstance(self._source, LocalSource):
@@ -288,31 +288,34 @@ class KernelMaker(NodeMaker):
         self.claimed_rows = self._columns.claim(self._g.kvstore)
 
     def _draw_jointly(self, source: RemoteSource, steps: Iterator[int]) -> Callable[[int], RemoteSource]:
-        """Return a function from step to its source. A source has drawn several batches in one request."""
+        """Return a function from step to its source. Consecutive batches share a source and its requests."""
         lock, max_batches = threading.Lock(), 1
-        # Don't refer to the maker here, because the thread that draws must end with the maker.
+        # Don't refer to the maker in the thread that draws, because the thread must end with the maker.
         request, get_items, epoch = self._draws.request, self.get_items, self.epoch
         sources: dict[int, RemoteSource] = {}
 
         def group_requests() -> Iterator[dict[int, SampleRequest]]:
             group: dict[int, SampleRequest] = {}
             for step in steps:
-                new = request(get_items(step), epoch, NOTHING_EXCLUDED, step)
-                streams_differ = any((member.streams != new.streams).any() for member in group.values())
+                step_request = request(get_items(step), epoch, NOTHING_EXCLUDED, step)
+                streams_differ = any(
+                    (member.streams != step_request.streams).any() for member in group.values()
+                )
                 if len(group) >= max_batches or streams_differ:
                     yield group
                     group = {}
-                group[step] = new
+                group[step] = step_request
             if group:
                 yield group
 
         def draw(group: Mapping[int, SampleRequest]) -> dict[int, RemoteSource]:
             nonlocal max_batches
-            joint = source.draw_jointly([*group.values()])
-            num_edges = sum(len(edges.sources) for hop in joint.known for _, edges in hop)
+            joint_source = source.draw_jointly([*group.values()])
+            num_edges = sum(len(edges.sources) for hop in joint_source.known for _, edges in hop)
+            # A group may use a quarter of the window, and grows at most fourfold at a time.
             growth = min(4, WINDOW_BYTES / 4 / count_batch_bytes(0, 1, num_edges))
             max_batches = max(1, int(len(group) * growth))
-            return dict.fromkeys(group, joint)
+            return dict.fromkeys(group, joint_source)
 
         # The next group is drawn in the background, on a thread that ends with the maker.
         drawn_groups = run_ahead(draw, group_requests(), depth=1, num_threads=min(1, self.loader.num_threads))
@@ -321,7 +324,7 @@ class KernelMaker(NodeMaker):
             with lock:
                 while step not in sources and (group := next(drawn_groups, None)) is not None:
                     sources.update(group)
-                # A batch is drawn alone after an error, or if the end of the iteration has moved.
+                # After an error, or if the end of the iteration has changed, draw this batch alone.
                 return sources.pop(step, source)
 
         return get_source
@@ -331,16 +334,16 @@ class KernelMaker(NodeMaker):
         request = self._draws.request(batch.seeds, epoch, exclude, step)
         source = self._get_source(step)
         try:
-            table = self._idle.get_nowait()
+            table = self._idle_tables.get_nowait()
         except queue.Empty:
             table = ThreadTable(sum(self._schema.num_nodes))
         try:
             raw = batch.raw = source.sample(request, exclude, table)
         finally:
-            self._idle.put(table)
+            self._idle_tables.put(table)
         batch.sources = {
-            ntype: raw.nodes[raw.node_starts[number] : raw.node_starts[number + 1]]
-            for number, ntype in enumerate(self._schema.ntypes)
+            ntype: raw.nodes[raw.node_starts[type_index] : raw.node_starts[type_index + 1]]
+            for type_index, ntype in enumerate(self._schema.ntypes)
         }
         batch.inputs = self._columns.group_inputs(batch.sources)
         batch.num_bytes = count_batch_bytes(len(raw.nodes), len(raw.indptr), len(raw.sources))
@@ -366,12 +369,12 @@ class KernelMaker(NodeMaker):
         wait_for_columns(batch)
 
     def _split_edge_ids(self, batch: RawBatch) -> Sequence[EdgesOfBlock]:
-        # The kernels draw the hop at the seeds first, but blocks start with the input-most.
+        # The kernels draw the hop at the seeds first, but the last block belongs to the seeds.
         ends, num_relations = batch.edge_ends, len(self._schema.etypes)
         blocks: list[EdgesOfBlock] = []
         for first in range(0, len(ends) - 1, num_relations):
             edges = {}
-            for number, etype in enumerate(self._schema.etypes, first):
-                edges[etype] = batch.edge_ids[ends[number] : ends[number + 1]]
+            for index, etype in enumerate(self._schema.etypes, first):
+                edges[etype] = batch.edge_ids[ends[index] : ends[index + 1]]
             blocks.append(edges)
         return blocks[::-1]

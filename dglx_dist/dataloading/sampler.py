@@ -48,11 +48,11 @@ class SourceDraws:
     layer_dependency: bool
     """Whether all hops have the same draws."""
     batch_dependency: int
-    """Number of consecutive steps of an epoch with the same draws. With 0 or less, all batches share them."""
+    """Number of consecutive steps with the same draws. With 0 or less, all batches have the same draws."""
     rounds: int = 0
-    """Number of iterations that lower the number of sources of a hop. -1 means until they converge."""
+    """Number of iterations that lower the number of sources of a hop, or -1 to iterate until convergence."""
     unequal: bool = False
-    """Whether probabilities differ, so that blocks have ``edge_weights``."""
+    """Whether edges have different probabilities. If so, blocks have ``edge_weights``."""
 
     def streams(self, seed: int, epoch: int, step: int, num_hops: int, source_types: Array) -> Array:
         """Return (L, R) uint64 keys of the draws of each hop and edge type."""
@@ -81,10 +81,10 @@ class DrawSettings:
     """Options of LABOR. None draws for each destination independently."""
 
     def signature(self) -> str:
-        """Return the fields except the schema, with a digest of the excluded edges."""
-        excluded = compute_digest(self.exclude.items())[:16]
+        """Return all fields except the schema as a string, with a digest of the excluded edges."""
+        exclude_digest = compute_digest(self.exclude.items())[:16]
         return (
-            f"fanouts={self.fanouts.tolist()}, replace={self.replace}, exclude={excluded}, "
+            f"fanouts={self.fanouts.tolist()}, replace={self.replace}, exclude={exclude_digest}, "
             f"seed={self.seed}, by_source={self.by_source}"
         )
 
@@ -97,11 +97,11 @@ class DrawSettings:
         num_hops, num_relations = self.fanouts.shape
         edges, edge_ends = no_ids, np.zeros(num_relations + 1, np.int64)
         if exclude or self.exclude:
-            lists = [
+            ids_by_type = [
                 merge_ids(self.exclude.get(etype, no_ids), exclude.get(etype, no_ids))
                 for etype in self.schema.etypes
             ]
-            edges, edge_ends = np.concatenate(lists), _sum_lengths(lists)
+            edges, edge_ends = np.concatenate(ids_by_type), _sum_lengths(ids_by_type)
         if self.by_source is None:
             streams = _cached_keys(self.seed, epoch, num_hops, num_relations)
         else:
@@ -132,17 +132,17 @@ class LocalSource:
     """Samples from the complete structure in one compiled call. Thread-safe."""
 
     def __init__(self, schema: Schema, cscs: Sequence[Csc]) -> None:
-        # This keeps the arrays alive, because the record has only their addresses.
+        # Keep a reference to the arrays, because `relations` holds only their addresses.
         self._cscs = tuple(cscs)
         self.relations = make_relations(schema, self._cscs)
 
     def sample(
         self, request: SampleRequest, exclude: Mapping[EdgeType, Array], workspace: ThreadTable
     ) -> RawBatch:
-        """Sample a batch. The draws depend only on ``request``, not on the place of the structure.
+        """Sample a batch. The draws depend only on ``request``, not on how servers share the structure.
 
         Args:
-            exclude: Edges in ``request.exclude`` that only this batch excludes, by type.
+            exclude: Ids by type of the edges in ``request.exclude`` that only this batch excludes.
             workspace: Table of the calling thread, over the nodes of all types.
 
         Raises:
@@ -161,32 +161,32 @@ def load_kernels(tell: Callable[[str], None]) -> None:
     Two processes share the compilation. The caller must have only one thread, because this forks.
     """
     schema = Schema(ntypes=("_N",), num_nodes=(1,), etypes=(("_N", "_E", "_N"),))
-    node, rows = np.zeros(1, np.int64), np.array([0, 1])
-    source = LocalSource(schema, [Csc(rows, node.astype(np.int32), np.empty(0, np.float32), 0, 0)])
+    node, bounds = np.zeros(1, np.int64), np.array([0, 1])
+    source = LocalSource(schema, [Csc(bounds, node.astype(np.int32), np.empty(0, np.float32), 0, 0)])
     draws = DrawSettings(schema=schema, fanouts=np.ones((1, 1), np.int64), replace=False, exclude={}, seed=0)
     request, table = draws.request({"_N": node}, 0, {}), ThreadTable(1).table
     if not any(Path(sample_batch.stats.cache_path).glob("kernels.sample_batch-*.nbi")):
         tell("compiling kernels, once after each installation (about 15 s) ...")
-        helper = os.fork()
-        if helper == 0:
+        child_pid = os.fork()
+        if child_pid == 0:
             try:
                 number_seeds(table, schema.offsets, request.seeds, request.seed_ends)
-                plan_remote(node, rows, 0)
+                plan_remote(node, bounds, 0)
             finally:
                 os._exit(0)  # This process compiles what the helper has not saved.
         draw_first_hop(source.relations, request)
-        os.waitpid(helper, 0)
+        os.waitpid(child_pid, 0)
     source.sample(request, {}, ThreadTable(1))
-    plan_remote(node, rows, 0)
+    plan_remote(node, bounds, 0)
 
 
 def _check_seeds(request: SampleRequest, num_distinct: Array) -> None:
     for (first, last), count in zip(pairwise(request.seed_ends), num_distinct, strict=True):
         if last - first == count:
             continue
-        ids, times = np.unique(request.seeds[first:last], return_counts=True)
+        ids, uses = np.unique(request.seeds[first:last], return_counts=True)
         raise ConfigError(
-            f"the seeds contain node {ids[times > 1][0]} more than once ({last - first} seeds, {count} "
+            f"the seeds contain node {ids[uses > 1][0]} more than once ({last - first} seeds, {count} "
             "distinct), but a block has one row per node. Pass torch.unique(seeds)."
         )
 
@@ -199,8 +199,8 @@ def _sum_lengths(lists: Sequence[Array]) -> Array:
 class RemoteSource:
     """Samples when each server has only the in-edges of its own nodes, with one round of requests per hop.
 
-    For every hop and edge type it sends 8 bytes per remote destination and receives 24 per edge drawn there.
-    Each request also has 8 bytes per edge that the batch excludes there. All ranks serve ``op`` with
+    For each hop and edge type, it sends 8 bytes per remote destination and receives 24 per sampled edge.
+    A request also has 8 bytes for each edge that the batch excludes. All ranks serve ``op`` with
     ``graph.sampling.make_keyed_draw``, by the rule of the loader without the exclusions of single batches.
     Thread-safe.
 
@@ -218,7 +218,7 @@ class RemoteSource:
         self._destination_types = schema.destination_types.tolist()
 
     def draw_jointly(self, requests: Sequence[SampleRequest]) -> RemoteSource:
-        """Draw for all ``requests`` together, and return a source that knows the result.
+        """Draw for all ``requests`` together, and return a source that holds the drawn edges.
 
         The requests differ only in their seeds. Each destination is drawn once.
         """
@@ -228,7 +228,7 @@ class RemoteSource:
         edges: list[InEdges] = []
         for hop in range(len(requests[0].fanouts)):
             for node_type, in_edges in zip(self._source_types, edges, strict=bool(hop)):
-                # This takes a tenth of the time of np.unique.
+                # Sort and drop repeated ids, which takes a tenth of the time of np.unique.
                 ids = np.sort(np.concatenate([nodes[node_type], in_edges.sources]))
                 nodes[node_type] = ids[np.diff(ids, prepend=-1) > 0]
             frontiers = [nodes[node_type] for node_type in self._destination_types]
@@ -240,24 +240,24 @@ class RemoteSource:
         self, request: SampleRequest, exclude: Mapping[EdgeType, Array], workspace: ThreadTable
     ) -> RawBatch:
         table, nodes = number_seeds(workspace.table, self._offsets, request.seeds, request.seed_ends)
-        node_ends, parts = [nodes.counts.copy()], []
+        node_ends, pieces = [nodes.counts.copy()], []
         try:
             _check_seeds(request, nodes.counts)
             for hop in range(len(request.fanouts)):
                 frontiers = [nodes.ids[nodes.starts[t] :][: nodes.counts[t]] for t in self._destination_types]
                 edges = self._draw(request, exclude, hop, frontiers)
-                table, nodes, local = self._number_sources(table, nodes, edges)
-                parts += [
-                    (in_edges.indptr, numbers, in_edges.edge_ids)
-                    for in_edges, numbers in zip(edges, local, strict=True)
+                table, nodes, source_indices = self._number_sources(table, nodes, edges)
+                pieces += [
+                    (in_edges.indptr, indices, in_edges.edge_ids)
+                    for in_edges, indices in zip(edges, source_indices, strict=True)
                 ]
                 node_ends.append(nodes.counts.copy())
         finally:
-            # This also runs after an error. Otherwise the next batch would see the numbers assigned so far.
+            # Also after an error, the next batch must not see the numbers that this batch assigned.
             workspace.keep(table._replace(base=table.base + int(nodes.counts.max())))
         ids, starts = pack_ids(nodes)
-        edge_ends, no_weights = _sum_lengths([edge_ids for _, _, edge_ids in parts]), np.empty(0, np.float32)
-        indptr, sources, edge_ids = (np.concatenate(arrays) for arrays in zip(*parts, strict=True))
+        edge_ends, no_weights = _sum_lengths([edge_ids for _, _, edge_ids in pieces]), np.empty(0, np.float32)
+        indptr, sources, edge_ids = (np.concatenate(arrays) for arrays in zip(*pieces, strict=True))
         return RawBatch(ids, starts, np.array(node_ends), indptr, sources, edge_ids, edge_ends, no_weights)
 
     def _draw(
@@ -265,41 +265,41 @@ class RemoteSource:
     ) -> list[InEdges]:
         if self.known:
             return [
-                _select_known(known, nodes) for known, nodes in zip(self.known[hop], frontiers, strict=True)
+                _select_known(edges, nodes) for edges, nodes in zip(self.known[hop], frontiers, strict=True)
             ]
-        pending: list[Callable[[], InEdges]] = []
+        waits: list[Callable[[], InEdges]] = []
         for relation, (structure, frontier) in enumerate(zip(self._structures, frontiers, strict=True)):
             fanout = int(request.fanouts[hop, relation])
             if fanout == 0 or not len(frontier):
                 starts = np.zeros(len(frontier) + 1, np.int64)
-                pending.append(partial(InEdges, indptr=starts, sources=NO_EDGES, edge_ids=NO_EDGES))
+                waits.append(partial(InEdges, indptr=starts, sources=NO_EDGES, edge_ids=NO_EDGES))
                 continue
             parameters = pack_hop_parameters(fanout, int(request.streams[hop, relation]))
             excluded, layer = exclude.get(self._etypes[relation], NO_EDGES), len(request.fanouts) - hop
-            pending.append(structure.submit(self._op, frontier, parameters, exclude=excluded, layer=layer))
-        return [wait() for wait in pending]
+            waits.append(structure.submit(self._op, frontier, parameters, exclude=excluded, layer=layer))
+        return [wait_for_edges() for wait_for_edges in waits]
 
     def _number_sources(
         self, table: NodeTable, nodes: NumberedNodes, edges: Sequence[InEdges]
     ) -> tuple[NodeTable, NumberedNodes, list[Array]]:
-        more, first_new = np.zeros(len(nodes.counts), np.int64), nodes.counts.copy()
-        np.add.at(more, self._source_types, [len(in_edges.sources) for in_edges in edges])
-        nodes = grow_nodes(nodes, more)
-        table = grow_table(table, nodes, int(more.sum()))
-        local = [np.empty(len(in_edges.sources), np.int64) for in_edges in edges]
+        num_edges_by_type, old_counts = np.zeros(len(nodes.counts), np.int64), nodes.counts.copy()
+        np.add.at(num_edges_by_type, self._source_types, [len(in_edges.sources) for in_edges in edges])
+        nodes = grow_nodes(nodes, num_edges_by_type)
+        table = grow_table(table, nodes, int(num_edges_by_type.sum()))
+        source_indices = [np.empty(len(in_edges.sources), np.int64) for in_edges in edges]
         for relation, in_edges in enumerate(edges):
             node_type = self._source_types[relation]
             keys = in_edges.sources + self._offsets[node_type]
-            number_type(table, nodes, node_type, keys, local[relation])
-        write_ids(nodes, self._offsets, first_new)
-        return table, nodes, local
+            number_type(table, nodes, node_type, keys, source_indices[relation])
+        write_ids(nodes, self._offsets, old_counts)
+        return table, nodes, source_indices
 
 
 BatchSource: TypeAlias = LocalSource | RemoteSource
 
 
 def _select_known(known: tuple[Array, InEdges], nodes: Array) -> InEdges:
-    ids, edges = known
+    known_nodes, edges = known
     shard = CSCShard(indptr=edges.indptr, indices=edges.sources, first_node=0, first_edge=0)
-    selected = all_in_edges(shard, np.searchsorted(ids, nodes))
+    selected = all_in_edges(shard, np.searchsorted(known_nodes, nodes))
     return replace(selected, edge_ids=edges.edge_ids[selected.edge_ids])

@@ -48,8 +48,8 @@ def run_ahead(
 ) -> Generator[T, None, None]:
     """Yield ``make(step)`` for each step in order. At most ``depth`` steps run ahead of the consumer.
 
-    ``make`` runs on ``num_threads`` threads, or on the thread of the consumer if that is 0. An error of a
-    step is raised when it is the turn of that step. Closing the iterator cancels waiting steps.
+    ``make`` runs on ``num_threads`` threads. With 0 threads, it runs on the thread of the consumer. If a step
+    fails, its error is raised instead of its result. Closing the iterator cancels the steps that wait.
     """
     if num_threads == 0:
         yield from map(make, steps)
@@ -61,7 +61,7 @@ def run_ahead(
         started.extend(pool.submit(make, step) for step in islice(remaining, depth))
         while started:
             result = started.popleft().result()
-            # Submit only now, so that at most `depth` results exist beside the one of the consumer.
+            # Submit the next step after the wait, so that at most `depth` results exist beside this one.
             started.extend(pool.submit(make, step) for step in islice(remaining, 1))
             yield result
             del result
@@ -72,12 +72,12 @@ def run_ahead(
 K = TypeVar("K")
 
 _SHUFFLE = -1
-"""Hop number of the shuffle keys of the first type. The numbers of further types count down."""
+"""Hop of the shuffle keys of the first type. Each further type has the next lower number."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Items(Generic[K]):
-    """The ids of this rank by type, numbered as one list in the order of the types."""
+    """The ids of this rank by type. Positions count through the ids of all types, in the order of types."""
 
     ids: Mapping[K, Array]
     """(n_t,) int64 distinct ids of every type of the graph, in the order of the graph. n_t may be 0."""
@@ -86,12 +86,12 @@ class Items(Generic[K]):
         return sum(len(ids) for ids in self.ids.values())
 
     def order(self, *, shuffle: bool, seed: int, epoch: int) -> Array:
-        """Return the (n,) positions in the order of ``epoch``. Shuffling sorts them by a keyed hash."""
+        """Return the (n,) positions of all ids in the order of ``epoch``. Shuffling sorts by a keyed hash."""
         if not shuffle:
             return np.arange(len(self))
         keys = [
-            hash_ids(ids, stream_key(seed, epoch, _SHUFFLE - number))
-            for number, ids in enumerate(self.ids.values())
+            hash_ids(ids, stream_key(seed, epoch, _SHUFFLE - type_index))
+            for type_index, ids in enumerate(self.ids.values())
         ]
         return np.argsort(np.concatenate(keys), kind="stable")
 
@@ -109,8 +109,8 @@ class Items(Generic[K]):
     def digest(self) -> int:
         """Return a 64-bit hash of the ids, which does not depend on their order."""
         digest = np.uint64(0)
-        for number, ids in enumerate(self.ids.values()):
-            digest ^= np.bitwise_xor.reduce(hash_ids(ids, stream_key(0, 0, number)), initial=np.uint64(0))
+        for type_index, ids in enumerate(self.ids.values()):
+            digest ^= np.bitwise_xor.reduce(hash_ids(ids, stream_key(0, 0, type_index)), initial=np.uint64(0))
         return int(digest.view(np.int64))
 
 
@@ -118,22 +118,22 @@ def read_items(indices: Ids | Mapping[Any, Ids], counts: Mapping[K, int], what: 
     """Check the ids of a loader.
 
     Args:
-        indices: (K,) ids or a mask if the graph has one type, else a dict of either by type. An edge type is
-            a triple or a relation.
+        indices: (K,) ids or a mask if the graph has one type. Otherwise a dict by type of ids or masks, where
+            an edge type is a triple or the name of a relation.
         counts: Number of nodes or edges of every type, in the order of the graph.
         what: ``node`` or ``edge``, for messages.
 
     Raises:
-        ConfigError: a type is unknown or ambiguous, ids of several types are no dict, or an id is repeated.
+        ConfigError: a type is unknown or ambiguous, several types need a dict, or an id is repeated.
         IndexError: an id is out of range.
     """
     refuse_by_name(indices)
     ids_by_type = group_by_type(indices, counts, what)
     for key, ids in ids_by_type.items():
-        distinct, times = np.unique(ids, return_counts=True)
+        distinct, uses = np.unique(ids, return_counts=True)
         if len(distinct) != len(ids):
             raise ConfigError(
-                f"indices of type {key!r} contain {what} {distinct[times > 1][0]} more than once ({len(ids)} "
+                f"indices of type {key!r} contain {what} {distinct[uses > 1][0]} more than once ({len(ids)} "
                 f"ids, {len(distinct)} distinct), but an epoch uses each {what} once. Pass "
                 "torch.unique(indices)."
             )
@@ -142,14 +142,14 @@ def read_items(indices: Ids | Mapping[Any, Ids], counts: Mapping[K, int], what: 
     return Items(ids={key: ids_by_type[key].copy() if key in ids_by_type else empty for key in counts})
 
 
-_MOVED = "the loader moves batches to device="
-_NEEDLESS = {
+_DEVICE_HINT = "the loader moves batches to device="
+_IGNORED_OPTIONS = {
     "use_uva": "the threads of the loader read features on the CPU; see g.cache_rows(device=)",
     "use_ddp": "pass each rank its own indices: dx.node_split(mask)",
     "num_workers": "the loader uses threads; see num_threads=",
     "persistent_workers": "there are no worker processes",
     "use_prefetch_thread": "the loader always prefetches depth= batches",
-    **dict.fromkeys(("pin_memory", "use_alternate_streams", "pin_prefetcher"), _MOVED),
+    **dict.fromkeys(("pin_memory", "use_alternate_streams", "pin_prefetcher"), _DEVICE_HINT),
     "gpu_cache": "g.cache_rows(name, alpha=, device='cuda') keeps rows on the device",
 }
 
@@ -160,15 +160,15 @@ class LoaderOptions:
 
     batch_size: int = option(1, "Number of items per rank and step.", check=at_least(1))
     shuffle: bool = False
-    """Whether each epoch has its own order, keyed by seed, epoch, type and id."""
+    """Whether each epoch has a different order, which depends only on seed, epoch, type and id."""
     drop_last: bool = False
-    """Whether a rank leaves out its last batch when it is not full."""
+    """Whether a rank skips its last batch if that batch is not full."""
     seed: int | None = option(
         None, "Seed of the order and of the draws. The default is the seed of the session.", check=at_least(0)
     )
     depth: int = option(
         1,
-        "Number of prefetched batches, at least ``num_threads``. They take memory on host and device.",
+        "Number of prefetched batches, at least ``num_threads``. They use memory on the host and device.",
         check=at_least(1),
     )
     num_threads: int = option(
@@ -192,10 +192,10 @@ def read_loader_options(options: Mapping[str, Any]) -> LoaderOptions:
 
     Raises ConfigError if an option is unknown, or its value is unsupported.
     """
-    for name, reason in _NEEDLESS.items():
+    for name, hint in _IGNORED_OPTIONS.items():
         if options.get(name):
-            warn_user(f"{name}={options[name]} has no effect: {reason}")
-    known_options = {name: value for name, value in options.items() if name not in _NEEDLESS}
+            warn_user(f"{name}={options[name]} has no effect: {hint}")
+    known_options = {name: value for name, value in options.items() if name not in _IGNORED_OPTIONS}
     check_names("the loader", known_options, (field.name for field in fields(LoaderOptions)))
     loader_options = LoaderOptions(**known_options)
     if loader_options.device is not None:
@@ -209,11 +209,11 @@ def read_loader_options(options: Mapping[str, Any]) -> LoaderOptions:
 class Schedule:
     """The seeds of every rank in each step of an epoch.
 
-    All ranks run ``num_steps`` steps. A rank that has run out of seeds takes part without any.
+    All ranks run ``num_steps`` steps. A rank without further seeds takes part with empty batches.
     """
 
     batch_size: int
-    """Seeds per rank and step."""
+    """Number of seeds per rank and step."""
     used: tuple[int, ...]
     """(W,) number of seeds that each rank uses in an epoch."""
     rank: int
@@ -242,7 +242,7 @@ class Schedule:
 
 
 class Timed(Protocol):
-    """A batch that records the seconds of sampling and building, and of fetching columns."""
+    """A batch that records how many seconds its sampling and building, and its fetching of columns took."""
 
     @property
     def sample_s(self) -> float: ...
@@ -254,7 +254,7 @@ B = TypeVar("B", bound=Timed)
 
 
 class Stages(ABC, Generic[B]):
-    """The stages that each batch of an epoch goes through before its turn. Thread-safe.
+    """The stages that each batch of an epoch passes before its delivery. Thread-safe.
 
     A batch is a record. :meth:`sample` creates it, and the other stages fill it in.
     """
@@ -262,7 +262,7 @@ class Stages(ABC, Generic[B]):
     loader: EpochLoader[B, Any]
     epoch: int
     claimed_rows: ClaimedRows = NO_CLAIMED_ROWS
-    """Cache rows that are reserved for the batches. If there are any, batches are fetched in their order."""
+    """Cache rows that are reserved for the batches. With such rows, batches must be fetched in order."""
 
     @abstractmethod
     def sample(self, step: int) -> B:
@@ -327,7 +327,7 @@ class Maker(Stages[B], Generic[K, B]):
             return super().make(step)
 
     def claim(self) -> None:
-        """Reserve cache rows for the batches. Afterwards the batches must be fetched in their order."""
+        """Reserve cache rows for the batches. From then on, batches must be fetched in order."""
 
     def move(self, batch: B, step: int) -> None:
         loader, record = self.loader, cast("Any", batch)
@@ -344,13 +344,13 @@ class Maker(Stages[B], Generic[K, B]):
 
     @abstractmethod
     def offline(self) -> Maker[K, B]:
-        """Return a maker of the batches of any rank, without columns and without requests to other servers.
+        """Return a maker that builds the batches of any rank, without columns or requests to other servers.
 
-        Raises ConfigError if the draws need another server, or depend on more than seed, epoch, step and ids.
+        Raises ConfigError if draws need another server, or do not depend only on seed, epoch, step and ids.
         """
 
     def sampling_signature(self) -> str:
-        """Return a string that is equal on ranks with equal draws. It is empty if draws are not keyed."""
+        """Return a string that is equal on ranks with equal draws, or "" if draws are not reproducible."""
         return ""
 
 
@@ -359,7 +359,7 @@ class LoaderTimes:
     """Seconds since the last reset, summed over the yielded batches."""
 
     sample_s: float = 0.0
-    """Seconds of sampling and building blocks. Includes local features if one call does both."""
+    """Seconds of sampling and building blocks, including local features if the sampler fetches them."""
     fetch_s: float = 0.0
     """Seconds of fetching columns and of starting copies to a device."""
     wait_s: float = 0.0
@@ -368,13 +368,13 @@ class LoaderTimes:
 
 WRAPPED_MODELS: WeakSet[nn.Module] = WeakSet()
 """Models of this process that train together with the other ranks."""
-_CHECKED: WeakSet[Optimizer] = WeakSet()
+_CHECKED_OPTIMIZERS: WeakSet[Optimizer] = WeakSet()
 """Optimizers that are known to train a wrapped model."""
 
 
 def refuse_unwrapped(optimizer: Optimizer, *_: object) -> None:
     """Raise ConfigError if ``optimizer`` trains parameters that belong to no wrapped model."""
-    if optimizer in _CHECKED:
+    if optimizer in _CHECKED_OPTIMIZERS:
         return
     trained = {id(p) for group in optimizer.param_groups for p in group["params"] if p.grad is not None}
     if not trained:
@@ -387,7 +387,7 @@ def refuse_unwrapped(optimizer: Optimizer, *_: object) -> None:
             "model = dx.wrap(model, g) (not DistributedDataParallel), then build the optimizer from "
             "model.parameters()."
         )
-    _CHECKED.add(optimizer)
+    _CHECKED_OPTIMIZERS.add(optimizer)
 
 
 class EpochLoader(ABC, Generic[B, T]):
@@ -405,15 +405,15 @@ class EpochLoader(ABC, Generic[B, T]):
     def __init__(self, session: Session, *, seed: int, depth: int, num_threads: int) -> None:
         self._session = session
         self.seed, self.depth, self.num_threads = seed, depth, num_threads
-        self._epoch, self._next_step, self._started = 0, 0, False
-        self._end: int | None = None
+        self._epoch, self._next_step, self._has_started = 0, 0, False
+        self._end_step: int | None = None
         self.first_number = 0
-        """Number of the first step, which keys dropout. A loader that opens again each epoch changes it."""
+        """Step number of the first step, which keys dropout. Change it if each epoch has a new loader."""
         self.mark: Callable[[Any], Any] | None = None
-        """Function that marks the ids of the first batch."""
+        """Function that replaces the first batch by one with marked ids, and is then removed."""
         self._times, self._waited_s = LoaderTimes(), 0.0
-        self._running: weakref.ref[Generator[T, None, None]] | None = None
-        self._trace_number = 0 if session.trace is None else session.trace.new_loader()
+        self._running_epoch: weakref.ref[Generator[T, None, None]] | None = None
+        self._trace_id = 0 if session.trace is None else session.trace.new_loader()
 
     @abstractmethod
     def __len__(self) -> int:
@@ -443,8 +443,8 @@ class EpochLoader(ABC, Generic[B, T]):
 
     def set_epoch(self, epoch: int) -> None:
         """Set the next epoch. If a position within ``epoch`` was loaded, the loader resumes from it."""
-        if epoch != self._epoch or self._started:
-            self._epoch, self._next_step, self._started = check_integer("epoch", epoch, least=0), 0, False
+        if epoch != self._epoch or self._has_started:
+            self._epoch, self._next_step, self._has_started = check_integer("epoch", epoch, least=0), 0, False
 
     def state_dict(self) -> dict[str, int]:
         """Return the position as JSON values. Inside the loop body, the current step counts as done."""
@@ -456,7 +456,7 @@ class EpochLoader(ABC, Generic[B, T]):
         Raises CheckpointError if ``state`` is not a position of a loader with this seed and number of steps.
         """
         check_position(state, self.seed, len(self))
-        self._epoch, self._next_step, self._started = int(state["epoch"]), int(state["step"]), False
+        self._epoch, self._next_step, self._has_started = int(state["epoch"]), int(state["step"]), False
 
     def end_at(self, step: int | None) -> None:
         """End the current or next iteration after ``step`` steps of its epoch.
@@ -464,7 +464,7 @@ class EpochLoader(ABC, Generic[B, T]):
         The iteration after that continues the epoch. With None, iterations end with the epoch. Every rank
         must call this with the same value.
         """
-        self._end = step
+        self._end_step = step
 
     def times(self, *, reset: bool = False) -> LoaderTimes:
         """Return the seconds since the start or the last reset."""
@@ -475,29 +475,29 @@ class EpochLoader(ABC, Generic[B, T]):
 
     def close(self) -> None:
         """End the running iteration and its threads."""
-        running = None if self._running is None else self._running()
-        if running is not None:
-            running.close()
+        iterator = None if self._running_epoch is None else self._running_epoch()
+        if iterator is not None:
+            iterator.close()
 
     def __iter__(self) -> Iterator[T]:
         """Yield the remaining batches of the current epoch. Breaking out of the loop ends the epoch."""
-        running = self._iterate()
-        self._running = weakref.ref(running)
-        return running
+        iterator = self._iterate()
+        self._running_epoch = weakref.ref(iterator)
+        return iterator
 
     def _iterate(self) -> Generator[T, None, None]:
-        if self._started:
+        if self._has_started:
             self._epoch, self._next_step = self._epoch + 1, 0
-        self._started = True
-        epoch, first = self._epoch, self._next_step
-        begin, waited_s = time.perf_counter(), self._waited_s
-        checks = self.checks_training and self._session.topology.world_size > 1
-        handle = register_optimizer_step_pre_hook(refuse_unwrapped) if checks else None
+        self._has_started = True
+        epoch, first_step = self._epoch, self._next_step
+        begin_s, waited_before_s = time.perf_counter(), self._waited_s
+        checks_optimizers = self.checks_training and self._session.topology.world_size > 1
+        handle = register_optimizer_step_pre_hook(refuse_unwrapped) if checks_optimizers else None
         try:
             with closing(self._prefetch(epoch)) as batches:
                 stream = self.wrap_batches(batches)
                 for step in self._iterate_steps():
-                    batch = self._take_next(step, stream)
+                    batch = self._deliver_next(step, stream)
                     if self.mark is not None:
                         batch, self.mark = self.mark(batch), None
                     yield batch
@@ -507,18 +507,18 @@ class EpochLoader(ABC, Generic[B, T]):
                 handle.remove()
             # A step after the loop does not belong to the last batch and must not get its weight.
             self._session.step_share = None
-            self._end = None
-        self._started = False
+            self._end_step = None
+        self._has_started = False
         if self._next_step < len(self):
             return
-        if first == 0 and self._session.trace is not None:
-            seconds, wait_s = time.perf_counter() - begin, self._waited_s - waited_s
-            epoch_pass = Pass(loader=self._trace_number, steps=len(self), seconds=seconds, wait_s=wait_s)
+        if first_step == 0 and self._session.trace is not None:
+            seconds, wait_s = time.perf_counter() - begin_s, self._waited_s - waited_before_s
+            epoch_pass = Pass(loader=self._trace_id, steps=len(self), seconds=seconds, wait_s=wait_s)
             self._session.trace.note_pass(epoch_pass)
         self._epoch, self._next_step = epoch + 1, 0
 
     def _prefetch(self, epoch: int) -> Generator[B, None, None]:
-        """Yield the remaining batches of ``epoch``. Each goes through all stages ahead of the consumer."""
+        """Yield the remaining batches of ``epoch``. Threads run the stages ahead of the consumer."""
         stages = self.open_stages(epoch, self._iterate_steps)
 
         def sample(step: int) -> B:
@@ -548,7 +548,7 @@ class EpochLoader(ABC, Generic[B, T]):
                     stages.move(batch, step)
                     return batch
 
-                # Use one thread, because each batch changes the rows that are cached for the next one.
+                # Use at most one thread, because each batch changes the cached rows of the next batch.
                 yield from run_ahead(
                     finish, self._iterate_steps(), depth=depth, num_threads=min(1, num_threads)
                 )
@@ -556,25 +556,25 @@ class EpochLoader(ABC, Generic[B, T]):
             stages.close()
 
     def _iterate_steps(self) -> Iterator[int]:
-        # The end is read at each step, because the training loop may move it.
+        # Read the end at each step, because the training loop may call end_at() between steps.
         step = self._next_step
-        while step < (len(self) if self._end is None else min(self._end, len(self))):
+        while step < (len(self) if self._end_step is None else min(self._end_step, len(self))):
             yield step
             step += 1
 
-    def _take_next(self, step: int, batches: Iterator[B]) -> T:
+    def _deliver_next(self, step: int, batches: Iterator[B]) -> T:
         begin = time.perf_counter()
         with self.span(f"{WAIT} for a batch", self._epoch, step, row=COMPUTE):
             batch = next(batches)
         sample_s, fetch_s = batch.sample_s, batch.fetch_s
         delivered = self.deliver(step, batch)
         self._next_step = step + 1
-        waited_s = time.perf_counter() - begin
-        self._waited_s += waited_s
+        step_wait_s = time.perf_counter() - begin
+        self._waited_s += step_wait_s
         self._times = LoaderTimes(
             sample_s=self._times.sample_s + sample_s,
             fetch_s=self._times.fetch_s + fetch_s,
-            wait_s=self._times.wait_s + waited_s,
+            wait_s=self._times.wait_s + step_wait_s,
         )
         return delivered
 
@@ -584,6 +584,7 @@ class StepLoader(EpochLoader[B, T], Generic[K, B, T]):
 
     The constructor is collective, and iteration is not. A rank that has run out of ``items`` gets empty
     batches.
+
     Raises:
         ConfigError: the ranks differ in ``batch_size`` or ``drop_last``.
         PeerError: a rank did not take part.
@@ -592,10 +593,10 @@ class StepLoader(EpochLoader[B, T], Generic[K, B, T]):
     def __init__(self, session: Session, items: Items[K], options: LoaderOptions, maker: Maker[K, B]) -> None:
         self.items, self._options, self._maker = items, options, maker
         self.device = resolve_device(options.device, session.device)
-        # A graph of DGL on a GPU does not tell which tensors a copy fills, so it is moved without a stream.
+        # DGL does not say which tensors a copy to the GPU fills, so its graphs are moved without a stream.
         self.copies = open_copy_stream(self.device) if is_on_torch_path(self.device) else None
         self.moves_batches = self.device.type != "cpu" or is_on_torch_path(self.device)
-        """Whether batches change after their maker: they go to another device or to the torch path."""
+        """Whether batches are moved after they are built, to another device or to graphs for plain torch."""
         counts, size = _gather_item_counts(items, options, session), int(options.batch_size)
         self._schedule = Schedule.from_counts(counts, size, options.drop_last, session.topology.rank)
         seed = resolve_seed(options, session)
@@ -606,12 +607,12 @@ class StepLoader(EpochLoader[B, T], Generic[K, B, T]):
 
     @property
     def num_epoch_targets(self) -> tuple[int, int]:
-        """Number of targets of an epoch: (of this rank, of all ranks)."""
+        """Number of targets in an epoch as (number on this rank, number on all ranks)."""
         used = self._schedule.used
         return used[self._schedule.rank], sum(used)
 
     def offline(self) -> Callable[[Mapping[K, Any], int, int], B]:
-        """Return a thread-safe function of (items, epoch, step) that makes that batch of any rank."""
+        """Return a thread-safe function from (items, epoch, step) to this batch of any rank."""
         maker = self._maker.offline()
         return lambda items, epoch, step: maker.complete(maker.sample_items(items, epoch, step=step))
 
@@ -620,8 +621,8 @@ class StepLoader(EpochLoader[B, T], Generic[K, B, T]):
         batch_size = self._options.batch_size
         shuffle = bool(self._options.shuffle)
         drop_last = bool(self._options.drop_last)
-        order = f"batch_size={batch_size}, shuffle={shuffle}, drop_last={drop_last}"
-        return f"seed={self.seed}, {order}, {self._maker.sampling_signature()}"
+        order_options = f"batch_size={batch_size}, shuffle={shuffle}, drop_last={drop_last}"
+        return f"seed={self.seed}, {order_options}, {self._maker.sampling_signature()}"
 
     def order_items(
         self, epoch: int, items: Items[K] | None = None, rank: int | None = None
@@ -675,14 +676,14 @@ def resolve_seed(options: LoaderOptions, session: Session) -> int:
 
 
 def gather_counts(local: Sequence[int], batch_size: int, drop_last: bool, session: Session) -> Array:
-    """Return the (W, n) int64 values of ``local`` of all ranks. Collective.
+    """Return ``local`` of all W ranks as (W, n) int64, in the order of ranks. Collective.
 
     Raises ConfigError if ``batch_size`` or ``drop_last`` differs between ranks.
     """
     rows = gather_int64([*local, batch_size, int(drop_last)], session)
-    for place, name in ((-2, "batch_size"), (-1, "drop_last")):
+    for column, name in ((-2, "batch_size"), (-1, "drop_last")):
         remedy = "pass the same value on all ranks, so that they have the same number of steps"
-        check_values_equal(name, rows[:, place].tolist(), remedy)
+        check_values_equal(name, rows[:, column].tolist(), remedy)
     return rows[:, :-2]
 
 

@@ -67,10 +67,10 @@ def compute_access_probability(
             edges.
         batch_size: Number of seeds of all types in one batch.
     """
-    total = sum(len(ids) for ids in seeds.values())
+    num_seeds = sum(len(ids) for ids in seeds.values())
     seed_probability = {ntype: np.zeros(count) for ntype, count in num_nodes.items()}
     for ntype, ids in seeds.items():
-        seed_probability[ntype][ids] = min(1.0, batch_size / total) if total else 0.0
+        seed_probability[ntype][ids] = min(1.0, batch_size / num_seeds) if num_seeds else 0.0
     in_batch, joined_last = seed_probability, seed_probability
     not_drawn = {etype: np.zeros(num_nodes[etype[2]]) for etype in shards}
     for hop in reversed(fanouts):
@@ -112,10 +112,10 @@ def select_top_rows(scores: Array, own: tuple[int, int], budget: int) -> Array:
     budget = min(budget, int(np.count_nonzero(remote_scores)))
     if budget == 0:
         return np.empty(0, np.int64)
-    least = np.partition(remote_scores, len(remote_scores) - budget)[len(remote_scores) - budget]
-    above = np.flatnonzero(remote_scores > least)
-    equal = np.flatnonzero(remote_scores == least)[: budget - len(above)]
-    return np.sort(np.concatenate([above, equal])).astype(np.int64)
+    threshold = np.partition(remote_scores, len(remote_scores) - budget)[len(remote_scores) - budget]
+    higher_ids = np.flatnonzero(remote_scores > threshold)
+    equal_ids = np.flatnonzero(remote_scores == threshold)[: budget - len(higher_ids)]
+    return np.sort(np.concatenate([higher_ids, equal_ids])).astype(np.int64)
 
 
 def compute_hit_rate(scores: Array, own: tuple[int, int], cached: Array) -> float | None:
@@ -136,8 +136,8 @@ def _add_log_missed(
             share = 1.0 if fanout < 0 or fanout >= degree else fanout / degree
             frontier.not_drawn[node] = (frontier.not_drawn[node] + frontier.joined_last[node]) * (1.0 - share)
             # Rounding may give a value slightly below 0.
-            missed = max(0.0, 1.0 - frontier.in_batch[node] + frontier.not_drawn[node])
-            log = np.log(missed)
+            probability = max(0.0, 1.0 - frontier.in_batch[node] + frontier.not_drawn[node])
+            log = np.log(probability)
             for edge in range(indptr[row], indptr[row + 1]):
                 log_missed[np.uint64(indices[np.uint64(edge)])] += log
 
@@ -153,8 +153,8 @@ class CachePlan:
 
     policy: str
     rows: int
-    """Number of rows of other servers in the server's cache, or of any server in the cache of this rank's
-    device. With ``lookahead``, the maximum number that this rank keeps."""
+    """Number of cached rows: of other servers in the server's memory, or of any server on this rank's device.
+    With ``lookahead``, the maximum number of rows that this rank keeps."""
     bytes: int
     """Size in bytes of these rows and of their lookup table. The table of ``lookahead`` grows with the
     batches that it knows."""
@@ -189,7 +189,7 @@ def fill_cache(store: KVStore, column: Column, file_name: str, ids: Array) -> Ro
 
 
 def fill_device_rows(store: KVStore, column: Column, ids: Array, device: torch.device) -> DeviceRows:
-    """Fetch (C,) int64 distinct ``ids`` of any server to ``device``. Collective, with own ids on each rank.
+    """Fetch (C,) int64 distinct ``ids`` of any server to ``device``. Collective. Ranks may pass other ids.
 
     Raises ConfigError on all ranks if the rows of one rank do not fit.
     """
@@ -278,35 +278,35 @@ def cache_rows(g: OpenedGraph, request: CacheRequest) -> CachePlan:
     check_equal(session, "cache_rows", arguments, "pass the same arguments on all ranks")
     topology = session.topology
     own = int(column.bounds[topology.server]), int(column.bounds[topology.server + 1])
-    budget, number = int(request.alpha * (own[1] - own[0])), store.next_number()
+    budget, cache_id = int(request.alpha * (own[1] - own[0])), store.next_number()
     if request.policy == LOOK_AHEAD:
         return _open_look_ahead(store, column, request.alpha, own)
-    scores = _SCORES[request.policy](g, request, f"scores-{number}")
-    # Rows of the local server also deserve a place on a device.
+    scores = _SCORES[request.policy](g, request, f"scores-{cache_id}")
+    # A cache on a device may also hold rows of the local server, so no range is left out.
     chooses, own = (True, (0, 0)) if device is not None else (topology.local_rank == 0, own)
-    chosen = select_top_rows(scores, own, budget) if chooses else NO_IDS
-    has_rate = chooses and request.policy == "vip"
-    rate = compute_hit_rate(scores, own, chosen) if has_rate else None
+    top_ids = select_top_rows(scores, own, budget) if chooses else NO_IDS
+    has_hit_rate = chooses and request.policy == "vip"
+    hit_rate = compute_hit_rate(scores, own, top_ids) if has_hit_rate else None
     cache: RowCache | DeviceRows
-    # The cache is set even if no row has a score, so that all ranks agree on whether there is one.
+    # Set the cache even if no row has a score, so that all ranks agree on whether there is a cache.
     if device is not None:
-        # Free the old rows first. Otherwise both would add to the peak memory of the device.
+        # Free the old rows first, so that the device need not hold old and new rows at the same time.
         store.set_device_rows(column.name, None)
         column = store.column(column.name)
-        cache, who = fill_device_rows(store, column, chosen, device), f"rank {topology.rank} on {device}"
+        cache, owner = fill_device_rows(store, column, top_ids, device), f"rank {topology.rank} on {device}"
         store.set_device_rows(column.name, cache if request.alpha > 0 else None)
     else:
-        cache, who = fill_cache(store, column, f"cache-{number}", chosen), f"server {topology.server}"
+        cache, owner = fill_cache(store, column, f"cache-{cache_id}", top_ids), f"server {topology.server}"
         store.set_cache(column.name, cache if request.alpha > 0 else None)
-        rate = gather_json(rate, session)[topology.ranks_of_server(topology.server)[0]]
+        hit_rate = gather_json(hit_rate, session)[topology.ranks_of_server(topology.server)[0]]
     plan = CachePlan(
         policy=request.policy,
         rows=len(cache.rows),
         bytes=sum(array.nbytes for array in (cache.rows, *cache.table)),
-        expected_hit_rate=rate,
+        expected_hit_rate=hit_rate,
     )
     if chooses:
-        log.info("%s caches %s: %s", who, column.name, plan)
+        log.info("%s caches %s: %s", owner, column.name, plan)
     return plan
 
 
@@ -319,9 +319,9 @@ def count_rows_of_rank(alpha: float, own: tuple[int, int], num_rows: int, num_ra
     return min(int(alpha * num_own) // num_ranks, num_rows - num_own)
 
 
-def _open_look_ahead(store: KVStore, column: Column, alpha: float, own: tuple[int, int]) -> CachePlan:
+def _open_look_ahead(store: KVStore, column: Column, alpha: float, local_range: tuple[int, int]) -> CachePlan:
     topology, server = store.session.topology, store.session.topology.server
-    ranks = [len(topology.ranks_of_server(number)) for number in range(topology.num_servers)]
+    ranks = [len(topology.ranks_of_server(server_index)) for server_index in range(topology.num_servers)]
     counts = [
         count_rows_of_rank(alpha, server_range, column.num_rows, num_ranks)
         for server_range, num_ranks in zip(pairwise(column.bounds.tolist()), ranks, strict=True)
@@ -334,10 +334,10 @@ def _open_look_ahead(store: KVStore, column: Column, alpha: float, own: tuple[in
                 f"{ranks[server]} x {count} rows of {column.row_bytes} bytes of {column.name!r} exceed the "
                 "free memory. Use a smaller alpha."
             )
-        return LookAheadRows(count, column.info, own, column.num_rows)
+        return LookAheadRows(count, column.info, local_range, column.num_rows)
 
     rows = run_on_all_ranks(store.session, allocate, ConfigError)
-    # All ranks agree on whether there is a cache. A cache without rows would only cost a thread.
+    # Set a cache on all ranks or on none. If no rank keeps rows, a cache would only cost a thread.
     store.set_cache(column.name, None, rows if any(counts) else None)
     num_bytes = rows.num_bytes if any(counts) else 0
     return CachePlan(policy=LOOK_AHEAD, rows=count, bytes=num_bytes, expected_hit_rate=None)
@@ -366,7 +366,7 @@ def _degree_scores(g: OpenedGraph, request: CacheRequest, _file_name: str) -> Ar
             chooses = is_leader or request.device is not None
             counts = count_sources(structure.shards, structure.num_sources) if chooses else total
         else:
-            # Each server counts the edges that it holds, on one of its ranks.
+            # One rank of each server counts the edges that the server holds.
             local_counts = count_sources(structure.shards if is_leader else (), structure.num_sources)
             counts = sum_over_ranks(
                 torch.from_numpy(local_counts), g.session, phase=PHASE_ROW_CACHE, in_place=True
@@ -380,8 +380,8 @@ def _halo_scores(g: OpenedGraph, request: CacheRequest, _file_name: str) -> Arra
     if g.session.topology.local_rank == 0 or request.device is not None:
         for etype in _select_etypes_from(g, request.ntype):
             bounds, structure = g.get_node_partition_policy(etype[2]).bounds, g.structure(etype)
-            own = int(bounds[server]), int(bounds[server + 1])
-            total += count_sources(structure.shards, structure.num_sources, own)
+            local_range = int(bounds[server]), int(bounds[server + 1])
+            total += count_sources(structure.shards, structure.num_sources, local_range)
     return total
 
 
@@ -396,10 +396,10 @@ def compute_vip_scores(g: OpenedGraph, request: CacheRequest, file_name: str) ->
     info = ColumnInfo(dtype="float64", row_shape=())
     total = map_shared_rows(g.session, file_name, len(local), info)
     topology = g.session.topology
-    for turn in range(max(len(topology.ranks_of_server(s)) for s in range(topology.num_servers))):
-        if topology.local_rank == turn:
+    for local_rank in range(max(len(topology.ranks_of_server(s)) for s in range(topology.num_servers))):
+        if topology.local_rank == local_rank:
             total += local
-        barrier(g.session, f"adding up what batches need ({turn})")
+        barrier(g.session, f"adding up what batches need ({local_rank})")
     return total
 
 
@@ -434,7 +434,7 @@ def _find_seeds(g: OpenedGraph, request: CacheRequest) -> dict[str, Array]:
             seeds = group_by_type(request.seeds, counts, "node")
             return {ntype: np.unique(ids) for ntype, ids in seeds.items()}
         except IndexError as error:
-            # Raise a DglxError, because the other ranks receive only those.
+            # Raise a DglxError, because other ranks receive only errors of this class.
             raise ConfigError(f"seeds: {error}") from error
     masked_types = [ntype for ntype in g.ntypes if TRAIN_MASK in g.nodes[ntype].data]
     if not masked_types:

@@ -70,7 +70,7 @@ class RowCache:
 
 
 _SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
-"""Dtypes that torch cannot index, and the dtypes that are copied instead."""
+"""Dtypes that torch cannot index, and dtypes of the same size that it can index."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -89,88 +89,85 @@ class DeviceRows:
         *row) ``rows`` have the dtype of the column.
         """
         dtype = self.rows.dtype
-        kind = _SIGNED.get(dtype, dtype)
-        cached = self.rows.view(kind)
+        index_dtype = _SIGNED.get(dtype, dtype)
+        cached = self.rows.view(index_dtype)
         out = cached.new_empty((len(hits) + len(missing), *cached.shape[1:]))
         out.index_copy_(0, hits, cached.index_select(0, slots))
-        return out.index_copy_(0, missing, rows.view(kind)).view(dtype)
+        return out.index_copy_(0, missing, rows.view(index_dtype)).view(dtype)
 
 
 _NEVER = 1 << 30
 """Next use of a row that no announced batch uses."""
 _EMPTY = _NEVER + 1
 """Next use of a slot without a row."""
-_LEAST_PLACES = 16
+_MIN_ENTRIES = 16
 _DIRECT_IDS = 1 << 20
-"""Largest number of ids for a table without search (12 bytes per id). Larger tables hold only ids in use."""
+"""Largest number of ids for a direct table (12 bytes per id). Larger tables hold only the ids in use."""
 
 
 Ask: TypeAlias = Callable[[RemotePlan], Sequence[tuple[Pending, int, int]]]
-"""Function that requests the ids of a plan. Returns (answer, first slot, last slot) of each message."""
+"""Function that requests the ids of a plan. Returns (reply, first slot, end slot) for each message."""
 
 
 @final
 class JointRequest:
-    """The rows that several pulls miss, in one message per server, sorted by id.
+    """A request for the rows that several pulls miss: one message per server, with the ids in order.
 
-    It is sent when it is full, when all answers to the ``previous`` request have arrived, or when somebody
-    waits for its rows. The slower the link, the more pulls share a message. Not thread-safe.
+    The request is sent when it is full, when all replies to the ``previous`` request have arrived, or when a
+    pull waits for rows. The slower the link, the more pulls share a message. Not thread-safe.
     """
 
     def __init__(self, ask: Ask, previous: Sequence[Pending]) -> None:
         self.num_rows, self.is_sent = 0, False
-        self._ask, self._previous = ask, previous
+        self._ask, self._previous_replies = ask, previous
         self._plans: list[RemotePlan] = []
         self._replies: Sequence[tuple[Pending, int, int]] = ()
-        self._places: Array = np.empty(0, np.int64)
-        """Places of the rows of all plans, in the order of the plans, among the sorted rows."""
+        self._row_indices: Array = np.empty(0, np.int64)
+        """Indices among the sorted rows, for the rows of all plans in the order in which they were added."""
 
     def add(self, plan: RemotePlan, full: int) -> None:
         """Add the distinct ids of ``plan``. The request is sent at once if it has ``full`` rows."""
         self._plans.append(plan)
         self.num_rows += len(plan.ids)
-        if self.num_rows >= full or all(answer.is_ready() for answer in self._previous):
+        if self.num_rows >= full or all(answer.is_ready() for answer in self._previous_replies):
             self.send()
 
     def send(self) -> Sequence[tuple[Pending, int, int]]:
-        """Send the request unless it is sent.
-
-        Return (answer, first, last of the sorted rows) of each message.
-        """
+        """Send the request if needed. Return (reply, first, end of the sorted rows) for each message."""
         if not self.is_sent:
             ids = np.concatenate([plan.ids for plan in self._plans])
             order = np.argsort(ids) if len(self._plans) > 1 else np.arange(len(ids))
-            self._places = np.empty(len(ids), np.int64)
-            self._places[order] = np.arange(len(ids))
+            self._row_indices = np.empty(len(ids), np.int64)
+            self._row_indices[order] = np.arange(len(ids))
             starts = np.sum([plan.server_starts for plan in self._plans], axis=0)
             self._replies = self._ask(self._plans[0]._replace(ids=ids[order], server_starts=starts))
-            self._previous, self.is_sent = (), True
+            self._previous_replies, self.is_sent = (), True
         return self._replies
 
     def copy(self, plan: RemotePlan, first: int, out: Array) -> None:
-        """Wait for the rows of ``plan``, which start at the requested row ``first``. Copy them to ``out``.
+        """Wait for the rows of ``plan`` and copy them to ``out``. ``first`` rows were added before them.
 
         Raises:
-            PeerError, RemoteError: as for a pull.
-            ValueError: an answer does not match its request.
+            PeerError, RemoteError: a server does not answer or cannot, as in :meth:`KVStore.submit_pull`.
+            ValueError: a reply does not match the request.
         """
-        replies, places = self.send(), self._places[first : first + len(plan.ids)]
+        replies, indices = self.send(), self._row_indices[first : first + len(plan.ids)]
         for reply, begin, end in replies:
             (answer,) = reply.result()
             check_answer(answer, out, end - begin)
             selected: Any = slice(begin, end)
             if len(self._plans) > 1:
-                selected = np.flatnonzero((places >= begin) & (places < end))
-            move_rows(answer, places[selected] - begin, out, plan.positions[selected])
+                selected = np.flatnonzero((indices >= begin) & (indices < end))
+            move_rows(answer, indices[selected] - begin, out, plan.positions[selected])
 
 
 @final
 class LookAheadRows:
     """A rank's copies of remote rows of one column, chosen by the announced batches. Not thread-safe.
 
-    The rows with the furthest next use are evicted (Belady's MIN). One loader at a time has reserved them. It
-    announces its batches in their order, and pulls the rows of each in turn with ``ahead=``. It waits for the
-    rows in this order, so that a slot is read before the next batch overwrites it.
+    The rows with the furthest next use are evicted (Belady's MIN). Only one loader at a time may use this
+    cache. The loader announces batches in order, and pulls their rows in that order with ``ahead=``. It also
+    waits for the rows in that order, so that a slot is read before the next batch overwrites it.
 
     Args:
         count: Maximum number C of rows to keep. May be 0.
@@ -182,50 +179,57 @@ class LookAheadRows:
         self.rows: Array = np.empty((count, *info.row_shape), numpy_dtype(info.dtype))
         """(C, *row) in NumPy's form of the column's dtype. Slot s is row s."""
         self.announce_more: Callable[[], bool] = lambda: False
-        """Function that announces one more batch. False: there is none, or the memory is used up."""
-        self._own, self._num_ids, self._claim = own, num_ids, threading.Lock()
-        self._message = rows_per_message(math.prod(info.row_shape) * self.rows.itemsize)
-        self._forget()
-        self._rewind()
+        """Function that announces one more batch. Returns False if no batch or no memory is left."""
+        self._local_range, self._num_ids, self._claim_lock = own, num_ids, threading.Lock()
+        self._message_rows = rows_per_message(math.prod(info.row_shape) * self.rows.itemsize)
+        self._clear_rows()
+        self._reset_numbers()
 
-    def _forget(self) -> None:
-        # Slots of ids that are announced or cached. -1 means that an id is not cached.
+    def _clear_rows(self) -> None:
+        # The table holds the slots of all ids that are announced or cached, or -1 for ids without a slot.
         self.table = _new_table(0)
         if self._num_ids <= _DIRECT_IDS:
             self.table = SlotTable(np.full(self._num_ids, -1, np.int32), np.empty(0, np.int64))
-        self._last = np.empty(len(self.table.slots), np.int64)
-        # The number of the last announced input of each id, by place in the table.
+        self._last_input = np.empty(len(self.table.slots), np.int64)
         self._num_used = 0
         self._ids_by_slot = np.full(len(self.rows), -1, np.int64)
         self._next_use = np.full(len(self.rows), _EMPTY, np.int32)
-        # The inputs of all batches are numbered consecutively. A ring holds the next uses of inputs to come.
-        self._following = np.empty(_LEAST_PLACES, np.int32)
-        self._firsts: deque[int] = deque()
-        self._unfinished = 0
+        # The inputs of all batches are numbered consecutively. `_last_input` has the last input of each table
+        # entry. The ring buffer `_later_use` has, for each announced input, the next step that uses its id.
+        self._later_use = np.empty(_MIN_ENTRIES, np.int32)
+        self._first_inputs: deque[int] = deque()
+        self._num_unfinished = 0
 
-    def _rewind(self) -> None:
-        # No batch is referred to any more, so numbers restart at 0 and steps fit in 32 bits.
-        self._last.fill(-1)
-        self._end, self._step, self._requested = 0, 0, 0
-        self._joint: JointRequest | None = None
+    def _reset_numbers(self) -> None:
+        # No batch is pending, so steps and inputs can restart at 0. Steps must fit in 32 bits.
+        self._last_input.fill(-1)
+        self._next_input, self._step, self._num_requested = 0, 0, 0
+        self._joint_request: JointRequest | None = None
 
     @property
     def num_bytes(self) -> int:
         """Size in bytes of the rows and of the tables that find and order them."""
-        arrays = (self.rows, *self.table, self._last, self._ids_by_slot, self._next_use, self._following)
+        arrays = (
+            self.rows,
+            *self.table,
+            self._last_input,
+            self._ids_by_slot,
+            self._next_use,
+            self._later_use,
+        )
         return sum(array.nbytes for array in arrays)
 
     def claim(self) -> bool:
-        """Reserve the rows for one loader. Return False if another one has them."""
-        return self._claim.acquire(blocking=False)
+        """Reserve the rows for one loader. Return False if another loader has reserved them."""
+        return self._claim_lock.acquire(blocking=False)
 
     def release(self) -> None:
-        """Give the rows back. They stay for the next loader unless an announced batch was not finished."""
+        """End the reservation. The next loader finds the rows, unless an announced batch was not finished."""
         self.announce_more = lambda: False
-        if self._firsts or self._unfinished:
-            self._forget()
-        self._rewind()
-        self._claim.release()
+        if self._first_inputs or self._num_unfinished:
+            self._clear_rows()
+        self._reset_numbers()
+        self._claim_lock.release()
 
     def announce(self, ids: Array) -> None:
         """Register the (K,) int64 distinct ``ids`` of any server as the inputs of the next batch.
@@ -233,19 +237,19 @@ class LookAheadRows:
         Raises IndexError if an id is out of range.
         """
         check_ids(ids, self._num_ids, "the cached column")
-        remote = ids[(ids < self._own[0]) | (ids >= self._own[1])]
-        self._firsts.append(self._end)
-        self._make_place(len(remote))
-        places, step = (self._end, self._firsts[0]), self._step + len(self._firsts) - 1
+        remote = ids[(ids < self._local_range[0]) | (ids >= self._local_range[1])]
+        self._first_inputs.append(self._next_input)
+        self._reserve_entries(len(remote))
+        bounds, step = (self._next_input, self._first_inputs[0]), self._step + len(self._first_inputs) - 1
         self._num_used += _announce(
-            self.table, self._last, self._next_use, self._following, remote, places, step
+            self.table, self._last_input, self._next_use, self._later_use, remote, bounds, step
         )
-        self._end += len(remote)
+        self._next_input += len(remote)
 
     @property
     def is_busy(self) -> bool:
-        """Whether rows of two messages or more are requested and not copied yet."""
-        return self._requested >= 2 * self._message
+        """Whether as many rows as fit in two messages are requested and not copied yet."""
+        return self._num_requested >= 2 * self._message_rows
 
     def pull(self, plan: RemotePlan, ask: Ask) -> Callable[[Array], None]:
         """Request the distinct ids of ``plan``, and choose the rows to keep as in :meth:`admit`.
@@ -256,70 +260,70 @@ class LookAheadRows:
             Function that waits for the rows, copies them to the (K, *row) rows of the batch, and then copies
             the rows to keep.
         """
-        joint, full = self._joint, self._message // 2
+        joint, full_size = self._joint_request, self._message_rows // 2
         # A batch should not wait for the rows of a much larger one.
-        if joint is None or joint.is_sent or (joint.num_rows and joint.num_rows + len(plan.ids) > full):
+        if joint is None or joint.is_sent or (joint.num_rows and joint.num_rows + len(plan.ids) > full_size):
             previous = () if joint is None else [answer for answer, _, _ in joint.send()]
-            joint = self._joint = JointRequest(ask, previous)
+            joint = self._joint_request = JointRequest(ask, previous)
         first = joint.num_rows
-        joint.add(plan, full)
-        self._requested += len(plan.ids)
+        joint.add(plan, full_size)
+        self._num_requested += len(plan.ids)
         # This follows the request, because it may have to wait for the draws of more batches.
-        keep = self.admit(plan)
+        copy_kept_rows = self.admit(plan)
 
         def finish(rows: Array) -> None:
             joint.copy(plan, first, rows)
-            self._requested -= len(plan.ids)
-            keep(rows)
+            self._num_requested -= len(plan.ids)
+            copy_kept_rows(rows)
 
         return finish
 
     def admit(self, plan: RemotePlan) -> Callable[[Array], None]:
-        """Choose the rows to keep after the batch that was announced first.
+        """Choose the rows to keep after the oldest announced batch.
 
         Announces more batches until a longer look-ahead could not choose better. ``plan`` holds the hits and
         misses of the batch. Returns a function of the (K, *row) rows of the batch that copies the rows to
         keep.
         """
-        positions, hits = np.concatenate([plan.hit_places, plan.positions]), len(plan.hit_places)
-        # Only inputs of other servers have numbers.
-        end = self._firsts[1] if len(self._firsts) > 1 else self._end
-        assert len(positions) == end - self._firsts[0], "another batch was announced first"
-        numbers = self._firsts[0] + np.cumsum(np.bincount(positions))[positions] - 1
+        positions, num_hits = np.concatenate([plan.hit_places, plan.positions]), len(plan.hit_places)
+        # Only inputs of other servers are numbered, so count the remote positions up to each position.
+        end = self._first_inputs[1] if len(self._first_inputs) > 1 else self._next_input
+        assert len(positions) == end - self._first_inputs[0], "another batch is the oldest announced one"
+        inputs = self._first_inputs[0] + np.cumsum(np.bincount(positions))[positions] - 1
         while True:
-            uses = self._following[numbers & (len(self._following) - 1)]
-            self._next_use[plan.hit_slots] = uses[:hits]
-            limits = _find_cut(self._next_use, uses[hits:], self._step, len(self._firsts))
-            if not limits[3] or not self.announce_more():
+            uses = self._later_use[inputs & (len(self._later_use) - 1)]
+            self._next_use[plan.hit_slots] = uses[:num_hits]
+            cut = _find_cut(self._next_use, uses[num_hits:], self._step, len(self._first_inputs))
+            if not cut[3] or not self.announce_more():
                 break
-        self._firsts.popleft()
+        self._first_inputs.popleft()
         self._step += 1
-        self._unfinished += 1
-        new_uses, table = uses[hits:], self.table
-        kept, slots = _assign_slots(table, self._ids_by_slot, self._next_use, plan.ids, new_uses, limits)
-        positions_to_keep = plan.positions[kept]
+        self._num_unfinished += 1
+        miss_uses, table = uses[num_hits:], self.table
+        indices, slots = _assign_slots(table, self._ids_by_slot, self._next_use, plan.ids, miss_uses, cut)
+        positions_to_keep = plan.positions[indices]
 
-        def keep(rows: Array) -> None:
+        def copy_kept_rows(rows: Array) -> None:
             move_rows(rows, positions_to_keep, self.rows, slots)
-            self._unfinished -= 1
+            self._num_unfinished -= 1
 
-        return keep
+        return copy_kept_rows
 
-    def _make_place(self, count: int) -> None:
-        begin, end = self._firsts[0], self._end
-        if end + count - begin > len(self._following):
-            old, numbers = self._following, np.arange(begin, end)
-            self._following = np.empty(1 << (end + count - begin).bit_length(), np.int32)
-            self._following[numbers & (len(self._following) - 1)] = old[numbers & (len(old) - 1)]
+    def _reserve_entries(self, count: int) -> None:
+        first_input, next_input = self._first_inputs[0], self._next_input
+        if next_input + count - first_input > len(self._later_use):
+            old_uses, inputs = self._later_use, np.arange(first_input, next_input)
+            self._later_use = np.empty(1 << (next_input + count - first_input).bit_length(), np.int32)
+            self._later_use[inputs & (len(self._later_use) - 1)] = old_uses[inputs & (len(old_uses) - 1)]
         if len(self.table.keys) and 3 * (self._num_used + count) > 2 * len(self.table.keys):
             # Ids that are neither cached nor announced are dropped.
-            is_needed = (self.table.keys >= 0) & ((self.table.slots >= 0) | (self._last >= begin))
-            places = np.flatnonzero(is_needed)
-            self._num_used = len(places)
-            table = _new_table(2 * (len(places) + count))
-            last = np.full(len(table.keys), -1, np.int64)
-            _move_entries(self.table, self._last, places, table, last)
-            self.table, self._last = table, last
+            is_needed = (self.table.keys >= 0) & ((self.table.slots >= 0) | (self._last_input >= first_input))
+            entries = np.flatnonzero(is_needed)
+            self._num_used = len(entries)
+            table = _new_table(2 * (len(entries) + count))
+            last_inputs = np.full(len(table.keys), -1, np.int64)
+            _move_entries(self.table, self._last_input, entries, table, last_inputs)
+            self.table, self._last_input = table, last_inputs
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -446,52 +450,52 @@ def check_cacheable(column: Column) -> None:
         )
 
 
-def _new_table(least: int) -> SlotTable:
-    length = max(_LEAST_PLACES, 1 << int(least).bit_length())
+def _new_table(min_entries: int) -> SlotTable:
+    length = max(_MIN_ENTRIES, 1 << int(min_entries).bit_length())
     return SlotTable(np.full(length, -1, np.int32), np.full(length, -1, np.int64))
 
 
 @njit(cache=True, nogil=True)
-def _move_entries(table: SlotTable, last: Array, places: Array, to: SlotTable, to_last: Array) -> None:
-    for place in places:
-        new_place = find_place(to.keys, table.keys[place])
-        to.keys[new_place] = table.keys[place]
-        to.slots[new_place] = table.slots[place]
-        to_last[new_place] = last[place]
+def _move_entries(table: SlotTable, inputs: Array, entries: Array, out: SlotTable, out_inputs: Array) -> None:
+    for entry in entries:
+        out_entry = find_place(out.keys, table.keys[entry])
+        out.keys[out_entry] = table.keys[entry]
+        out.slots[out_entry] = table.slots[entry]
+        out_inputs[out_entry] = inputs[entry]
 
 
 @njit(cache=True, nogil=True)
 def _announce(
     table: SlotTable,
-    last: Array,
+    last_inputs: Array,
     next_use: Array,
-    following: Array,
+    later_use: Array,
     ids: Array,
-    places: tuple[int, int],
+    input_bounds: tuple[int, int],
     step: int,
 ) -> int:
-    """Register ``ids``, numbered from ``places[0]``, as used in batch ``step``. Count the new ones.
+    """Register ``ids`` as inputs of the batch ``step``. Return how many of them had no table entry.
 
-    ``places[1]`` is the first number of the batches to come.
+    ``input_bounds`` holds the number of the first of ``ids`` and of the first input not yet pulled.
     """
-    mask, new = len(following) - 1, 0
+    mask, num_new_ids = len(later_use) - 1, 0
     for k in range(len(ids)):
-        number, place = places[0] + k, find_place(table.keys, ids[k])
-        following[number & mask] = _NEVER
-        if len(table.keys) > 0 and table.keys[place] < 0:
-            table.keys[place] = ids[k]
-            new += 1
-        elif last[place] >= places[1]:
-            following[last[place] & mask] = step
-        elif table.slots[place] >= 0:
-            next_use[table.slots[place]] = step
-        last[place] = number
-    return new
+        input_number, entry = input_bounds[0] + k, find_place(table.keys, ids[k])
+        later_use[input_number & mask] = _NEVER
+        if len(table.keys) > 0 and table.keys[entry] < 0:
+            table.keys[entry] = ids[k]
+            num_new_ids += 1
+        elif last_inputs[entry] >= input_bounds[1]:
+            later_use[last_inputs[entry] & mask] = step
+        elif table.slots[entry] >= 0:
+            next_use[table.slots[entry]] = step
+        last_inputs[entry] = input_number
+    return num_new_ids
 
 
 @njit(cache=True, nogil=True)
-def _find_cut(next_use: Array, uses: Array, step: int, known: int) -> tuple[int, int, int, bool]:
-    """Return where to cut the cached and requested rows, in the order of their next use.
+def _find_cut(next_use: Array, uses: Array, step: int, num_known: int) -> tuple[int, int, int, bool]:
+    """Find the next use up to which cached and requested rows are kept.
 
     Args:
         next_use: Next uses of the cached rows.
@@ -499,22 +503,22 @@ def _find_cut(next_use: Array, uses: Array, step: int, known: int) -> tuple[int,
         known: Number of known batches.
 
     Returns:
-        Next use at the cut, number of slots and of requested rows with that use that stay, and whether
-        batches after the known ones could tell the rows at the cut apart.
+        Next use at the cut, number of cached and of requested rows with this use that are kept, and whether
+        announcing more batches could tell the rows at the cut apart.
     """
-    cached_counts, requested_counts = np.zeros(known + 2, np.int64), np.zeros(known + 2, np.int64)
+    num_cached, num_missed = np.zeros(num_known + 2, np.int64), np.zeros(num_known + 2, np.int64)
     for use in next_use:
-        cached_counts[known + use - _NEVER if use >= _NEVER else use - step] += 1
+        num_cached[num_known + use - _NEVER if use >= _NEVER else use - step] += 1
     for use in uses:
-        requested_counts[known if use >= _NEVER else use - step] += 1
-    room, later = len(next_use), 0
-    while cached_counts[later] + requested_counts[later] < room:
-        room -= cached_counts[later] + requested_counts[later]
-        later += 1
-    stay = min(cached_counts[later], room)
-    cut = _NEVER + later - known if later >= known else step + later
-    is_open = later == known and cached_counts[later] + requested_counts[later] > room and len(next_use) > 0
-    return cut, stay, min(requested_counts[later], room - stay), is_open
+        num_missed[num_known if use >= _NEVER else use - step] += 1
+    room, ahead = len(next_use), 0
+    while num_cached[ahead] + num_missed[ahead] < room:
+        room -= num_cached[ahead] + num_missed[ahead]
+        ahead += 1
+    num_kept = min(num_cached[ahead], room)
+    cut = _NEVER + ahead - num_known if ahead >= num_known else step + ahead
+    is_open = ahead == num_known and num_cached[ahead] + num_missed[ahead] > room and len(next_use) > 0
+    return cut, num_kept, min(num_missed[ahead], room - num_kept), is_open
 
 
 @njit(cache=True, nogil=True)
@@ -526,16 +530,16 @@ def _assign_slots(
     uses: Array,
     cut: tuple[int, int, int, bool],
 ) -> tuple[Array, Array]:
-    """Give slots of rows beyond the cut to requested ``ids`` within it. Return their indices and slots."""
-    limit, stay, enter, _ = cut
+    """Give slots of rows beyond the cut to ``ids`` within it. Return the indices of these ids, and slots."""
+    cut_use, num_kept, num_entering, _ = cut
     indices, slots = np.empty(len(ids), np.int64), np.empty(len(ids), np.int64)
     count, slot = 0, 0
     for k in range(len(ids)):
-        if uses[k] > limit or (uses[k] == limit and enter == 0):
+        if uses[k] > cut_use or (uses[k] == cut_use and num_entering == 0):
             continue
-        enter -= uses[k] == limit
-        while next_use[slot] < limit or (next_use[slot] == limit and stay > 0):
-            stay -= next_use[slot] == limit
+        num_entering -= uses[k] == cut_use
+        while next_use[slot] < cut_use or (next_use[slot] == cut_use and num_kept > 0):
+            num_kept -= next_use[slot] == cut_use
             slot += 1
         if ids_by_slot[slot] >= 0:
             table.slots[find_place(table.keys, ids_by_slot[slot])] = -1

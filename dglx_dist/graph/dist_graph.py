@@ -56,11 +56,11 @@ def open_together(folder: Path, session: Session, verify: Verify) -> StoredDatas
     """Open a dataset on every rank. The first rank of each machine checks its files. Collective.
 
     Raises:
-        StorageError: on all ranks, if one cannot open it, or if the ranks see different datasets.
-        DatasetError: an id is out of range, on the rank that checks. The others raise StorageError.
+        StorageError: on all ranks, if a rank cannot open the dataset, or if the ranks see different datasets.
+        DatasetError: on the rank that checks, if an id is out of range. Other ranks raise StorageError.
     """
-    first = session.is_first_on_machine
-    checked = run_on_all_ranks(session, lambda: open_dataset(folder, verify=verify) if first else None)
+    is_first = session.is_first_on_machine
+    checked = run_on_all_ranks(session, lambda: open_dataset(folder, verify=verify) if is_first else None)
     dataset = run_on_all_ranks(session, lambda: checked or open_dataset(folder, verify=verify, checked=True))
     checksum = dataset.manifest.checksum
     check_equal(session, f"the dataset in {folder}", checksum, "copy it again", StorageError)
@@ -68,7 +68,7 @@ def open_together(folder: Path, session: Session, verify: Verify) -> StoredDatas
 
 
 def import_if_changed(part_config: Path, session: Session) -> Path:
-    """Return the folder of our dataset beside DGL's files. Imports them again if they changed. Collective."""
+    """Import DGL's files into a dataset beside them, if they changed. Return its folder. Collective."""
     folder = part_config.absolute().with_suffix(".dglx")
 
     def check() -> None:
@@ -79,7 +79,7 @@ def import_if_changed(part_config: Path, session: Session) -> Path:
 
     def import_files() -> None:
         stamps, stamp_file = _read_stamps(part_config), folder / _IMPORTED
-        # Don't compare which is newer, because the clocks of machines differ.
+        # Compare stamps for equality, not by age, because the clocks of machines differ.
         if not (folder / MANIFEST).exists() or not stamp_file.exists() or stamp_file.read_text() != stamps:
             log.info("importing %s into %s", part_config, folder)
             import_dgl_format(part_config, folder, overwrite=folder.exists())
@@ -88,7 +88,7 @@ def import_if_changed(part_config: Path, session: Session) -> Path:
 
     # All ranks check. Otherwise a rank that does not see the file would wait for the others.
     run_on_all_ranks(session, check)
-    # Rank 0 goes first. On a shared file system the other machines then find its result.
+    # Rank 0 imports first, so that the other machines find the result on a shared file system.
     run_on_all_ranks(session, lambda: import_files() if session.topology.rank == 0 else None)
     run_on_all_ranks(session, lambda: import_files() if session.is_first_on_machine else None)
     return folder
@@ -126,7 +126,7 @@ def open_structures(
 
 
 def _fits_in_memory(dataset: StoredDataset) -> bool:
-    # All parts must be on this machine, and their structure may take at most half its free memory.
+    # All parts must be on this machine, and their structure may take at most half of the free memory.
     manifest = dataset.manifest
     if not all(dataset.has_part(part) for part in range(manifest.num_parts)):
         return False
@@ -139,10 +139,10 @@ def _fits_in_memory(dataset: StoredDataset) -> bool:
 
 
 def _open_replicated(dataset: StoredDataset, session: Session, etype: EdgeType) -> ReplicatedStructure:
-    # The first rank of a machine makes the copy on disk that the others map.
-    first = session.is_first_on_machine
-    copied = run_on_all_ranks(session, lambda: open_structure(dataset, etype) if first else None)
-    csc = run_on_all_ranks(session, lambda: copied or open_structure(dataset, etype))
+    # The first rank of each machine creates a file that the other ranks of the machine map.
+    is_first = session.is_first_on_machine
+    copied_structure = run_on_all_ranks(session, lambda: open_structure(dataset, etype) if is_first else None)
+    csc = run_on_all_ranks(session, lambda: copied_structure or open_structure(dataset, etype))
     return ReplicatedStructure(etype, dataset.manifest.num_nodes(etype[0]), csc.indptr, csc.indices)
 
 
@@ -161,7 +161,7 @@ def add_columns(
         "node": (StoredPart.node_data, StoredPart.original_node_ids),
         "edge": (StoredPart.edge_data, StoredPart.original_edge_ids),
     }
-    large = read_from_disk(
+    on_disk = read_from_disk(
         [
             readers[policy.kind][0](part, key, name=name)
             for key, policy in policies.items()
@@ -177,7 +177,7 @@ def add_columns(
             specs.append((policy.hidden_key(USER_IDS), IDS, partial(StoredPart.user_ids)))
         for name, info, read_part in specs:
             rows = {part: read_part(stored, key) for part, stored in parts.items()}
-            policy.store.add(name, offsets[key], rows, info, on_disk=large)
+            policy.store.add(name, offsets[key], rows, info, on_disk=on_disk)
 
 
 T = TypeVar("T", str, EdgeType)
@@ -186,7 +186,7 @@ T = TypeVar("T", str, EdgeType)
 def _get_only_type(types: Collection[T], what: str, remedy: str) -> T:
     if len(types) == 1:
         return next(iter(types))
-    names = [kind if isinstance(kind, str) else kind[1] for kind in types]
+    names = [key if isinstance(key, str) else key[1] for key in types]
     raise ConfigError(f"the graph has the {what} types {', '.join(names)}. Use {remedy}.")
 
 
@@ -194,7 +194,8 @@ def _get_only_type(types: Collection[T], what: str, remedy: str) -> T:
 class DistGraph(Shared):
     """A partitioned dataset. Opening and closing it is collective. Any rank may use it alone at any time.
 
-    Ids are those of the dataset: contiguous per (type, part). :meth:`orig_ids` returns the ids of the source.
+    Nodes and edges have the ids of the dataset, which are contiguous for each type and part.
+    :meth:`orig_ids` returns the ids of the source.
     This is not a DGLGraph, but DGL's samplers accept it, because they call :meth:`sample_neighbors`.
 
     Args:
@@ -209,8 +210,9 @@ class DistGraph(Shared):
     Raises:
         ConfigError: there is no session, both or none of ``folder`` and ``part_config`` are given, or there
             are fewer parts than servers.
-        StorageError: on all ranks, if one cannot open the dataset.
-        DatasetError: an id is out of range, on the rank that checks the files. The others raise StorageError.
+        StorageError: on all ranks, if a rank cannot open the dataset.
+        DatasetError: on the rank that checks the files, if an id is out of range. Other ranks raise
+            StorageError.
     """
 
     def __init__(
@@ -228,7 +230,7 @@ class DistGraph(Shared):
             )
         self.session = session or current_session()
         if is_on_torch_path(self.session.device):
-            install()  # This is for blocks that a script moves by itself.
+            install()  # Blocks that a script moves itself need this.
         path = Path(folder) if folder is not None else import_if_changed(Path(str(part_config)), self.session)
         self.dataset: StoredDataset = open_together(path, self.session, verify)
         manifest = self.dataset.manifest
@@ -236,10 +238,10 @@ class DistGraph(Shared):
         # The label is unique for each open graph, so that a session may have several.
         label = broadcast_json(secrets.token_hex(4), self.session)
         self.kvstore = KVStore(self.session, self.placement, label)
-        merge, per_part = self.placement.server_offsets, manifest.parameters.get(TRAINERS_PER_PART)
+        merge, trainers_per_part = self.placement.server_offsets, manifest.parameters.get(TRAINERS_PER_PART)
         nodes = {ntype: merge(offsets) for ntype, offsets in manifest.node_offsets.items()}
         edges = {etype: merge(offsets) for etype, offsets in manifest.edge_offsets.items()}
-        num_trainers = manifest.num_parts * per_part if isinstance(per_part, int) else None
+        num_trainers = manifest.num_parts * trainers_per_part if isinstance(trainers_per_part, int) else None
         self._book = PartitionBook(nodes, edges, self.session.topology.server, num_trainers)
         policy = partial(
             PartitionPolicy, partition_book=self._book, store=self.kvstore, dataset=manifest.checksum
@@ -251,11 +253,11 @@ class DistGraph(Shared):
         self._structures = open_structures(self.dataset, self.session, self.placement, label, structure)
         structures = self._structures.values()
         read_from_disk([shard.indices for structure in structures for shard in structure.shards])
-        for opened in structures:
-            serve_uniform(opened)
+        for structure_of_type in structures:
+            serve_uniform(structure_of_type)
         self._node_views = {ntype: DataView(policy) for ntype, policy in self._node_policies.items()}
         self._edge_views = {etype: DataView(policy) for etype, policy in self._edge_policies.items()}
-        self._draws = count()
+        self._draw_counter = count()
         self.on_close: list[Callable[[], None]] = []
         """Functions that :meth:`close` calls when no rank uses the graph any more."""
         self.user_columns: Any = None
@@ -357,9 +359,9 @@ class DistGraph(Shared):
         """Return a policy for rows that are neither nodes nor edges, such as relations. Not collective.
 
         Args:
-            name: Part of the names of its tensors.
-            rows: Number of rows, which are cut evenly over the S servers, or (S + 1,) bounds: server s has
-                the rows ``rows[s]:rows[s + 1]``.
+            name: Name of the policy, which is a part of the names of all tensors with this policy.
+            rows: Number of rows to cut evenly over the S servers, or (S + 1,) bounds. Server s then has the
+                rows ``rows[s]:rows[s + 1]``.
 
         Raises:
             ConfigError: the name contains ``~``, the number is negative, or the bounds are invalid.
@@ -389,9 +391,9 @@ class DistGraph(Shared):
         if len(candidates) == 1:
             return candidates[0]
         sizes = ", ".join(f"{policy.policy_str}: {policy.get_size()}" for policy in policies)
-        problem = "several types have" if candidates else "no type has"
+        finding = "several types have" if candidates else "no type has"
         raise ConfigError(
-            f"{problem} {num_rows} rows ({sizes}). Choose one with part_policy=. For rows that are neither "
+            f"{finding} {num_rows} rows ({sizes}). Choose one with part_policy=. For rows that are neither "
             f"nodes nor edges, use part_policy=g.new_policy(name, {num_rows})."
         )
 
@@ -420,12 +422,12 @@ class DistGraph(Shared):
     ) -> CachePlan:
         """Keep copies of other servers' rows, once per server. No result changes. Collective.
 
-        A second call replaces the rows of the first one, and ``alpha=0`` drops them. With one server there is
-        nothing to keep.
+        A second call replaces the rows of the first call, and ``alpha=0`` drops them. With one server there
+        are no rows to keep.
 
-        With ``device``, each rank keeps rows of any server there and chooses them for itself. Batches of
-        loaders for that device take them from it, so these rows cross neither the network nor the bus. Both
-        caches may be used together.
+        With ``device``, each rank chooses rows of any server and keeps them on that device. Loaders for the
+        device read these rows there, so the rows cross neither the network nor the bus. Both caches may be
+        used together.
 
         Args:
             name: Name of node data of the dataset, which is read-only.
@@ -487,7 +489,7 @@ class DistGraph(Shared):
         etype_sorted: bool = True,
         output_device: torch.device | str | None = None,
     ) -> dgl.DGLGraph:
-        """Return a graph of all nodes with drawn in-edges of ``seed_nodes``, as DGL does.
+        """Sample in-edges of ``seed_nodes``. Return a graph of all nodes and the sampled edges, like DGL.
 
         Args:
             seed_nodes: (K,) ids, or a dict of them by node type.
@@ -503,8 +505,8 @@ class DistGraph(Shared):
             raise ConfigError(
                 f"edge_dir is {edge_dir!r}, but only 'in' can be sampled. Reverse the graph instead."
             )
-        call = np.random.SeedSequence([self.session.seed, self.rank(), next(self._draws)])
-        rule = DrawRule(replace=bool(replace), prob=prob, seed=int(call.generate_state(1, np.uint64)[0]) >> 1)
+        root = np.random.SeedSequence([self.session.seed, self.rank(), next(self._draw_counter)])
+        rule = DrawRule(replace=bool(replace), prob=prob, seed=int(root.generate_state(1, np.uint64)[0]) >> 1)
         graph = build_sampled_graph(self, seed_nodes, fanout, exclude_edges, rule)
         return graph if output_device is None else place(graph, output_device)
 
@@ -518,7 +520,7 @@ class DistGraph(Shared):
         return self._pull_hidden(policy, ORIGINAL_IDS, ids)
 
     def orig_edge_ids(self, ids: Ids, etype: str | EdgeType | None = None) -> Tensor:
-        """Return the (K,) int64 positions of the edges in the source's list."""
+        """Return the (K,) int64 positions of the edges in the edge list of the source."""
         policy = self._edge_policies[self._resolve_etype(etype, "orig_edge_ids(ids, etype)")]
         return self._pull_hidden(policy, ORIGINAL_IDS, ids)
 
@@ -527,8 +529,8 @@ class DistGraph(Shared):
     ) -> Tensor:
         """Return the (K,) int64 ids of nodes. This is the inverse of :meth:`orig_ids` and reads all ids.
 
-        Text, and with ``from_user_ids`` integers, are the user's own ids, as :meth:`user_ids` returns them.
-        Raises IndexError if no node has such an id. The message shows the first one.
+        Text ids are the user's own ids, as :meth:`user_ids` returns them. With ``from_user_ids``, integers
+        are user ids, too. Raises IndexError with the first id that no node has.
         """
         key = self._resolve_ntype(ntype, "new_ids(ids, ntype)")
         is_text = isinstance(ids, Sequence | np.ndarray) and np.asarray(ids).dtype.kind in "UO"
@@ -546,34 +548,34 @@ class DistGraph(Shared):
             StorageError: the ids are text, and not all parts are on this machine.
         """
         key = self._resolve_ntype(ntype, "user_ids(ids, ntype)")
-        policy, kind = self._node_policies[key], self.dataset.manifest.user_ids.get(key)
-        if kind == "string":
+        policy, id_dtype = self._node_policies[key], self.dataset.manifest.user_ids.get(key)
+        if id_dtype == "string":
             # This reads the files at each call.
             parts = [self.dataset.part(part) for part in range(self.dataset.manifest.num_parts)]
             text = np.concatenate([np.asarray(part.user_ids(key)) for part in parts])
             return text[as_ids(ids, policy.get_size(), policy.policy_str)]
-        return self._pull_hidden(policy, USER_IDS if kind else ORIGINAL_IDS, ids).numpy()
+        return self._pull_hidden(policy, USER_IDS if id_dtype else ORIGINAL_IDS, ids).numpy()
 
     def _find_user_ids(self, names: Array, ntype: str) -> Tensor:
         user_ids = self.user_ids(slice(None), ntype)
         if user_ids.dtype.kind == "U" or names.dtype.kind in "UO":
             user_ids, names = user_ids.astype(str), names.astype(str)
         order = user_ids.argsort()
-        places = order[np.searchsorted(user_ids, names, sorter=order).clip(max=len(order) - 1)]
-        if (unknown := user_ids[places] != names).any():
+        positions = order[np.searchsorted(user_ids, names, sorter=order).clip(max=len(order) - 1)]
+        if (unknown := user_ids[positions] != names).any():
             raise IndexError(f"no node of type {ntype!r} has the id {names[unknown][0].item()!r}")
-        return torch.from_numpy(places)
+        return torch.from_numpy(positions)
 
     def rank(self) -> int:
         return self.session.topology.rank
 
     def barrier(self) -> None:
-        """Wait for every rank. Afterwards all ranks see what any rank wrote before."""
+        """Wait for every rank. Afterwards all ranks see everything that any rank wrote before the barrier."""
         run_on_all_ranks(self.session, self.kvstore.fence, RemoteError)
         barrier(self.session, "g.barrier()")
 
     def close(self) -> None:
-        """Stop serving this graph once its own writes are done. Collective."""
+        """Stop serving this graph after all pending writes of the ranks are done. Collective."""
         run_on_all_ranks(self.session, self.kvstore.fence, RemoteError)
         barrier(self.session, f"closing {self.name}")
         for action in [*self.on_close]:  # Some actions remove themselves.

@@ -59,8 +59,7 @@ MAX_BYTES = 64 << 20
 def _cut_into_runs(
     ids: Array, first: int, last: int, step: int, *, has_repeats: bool
 ) -> Iterator[tuple[int, int]]:
-    # Yields ranges of about `step` ids of `ids[first:last]`. Repeated ids, which are ascending, stay
-    # together.
+    """Yield ranges (first, end) of about ``step`` of the sorted ids. Repeated ids are in the same range."""
     while first < last:
         end = min(first + step, last)
         if has_repeats:
@@ -90,12 +89,12 @@ class KVStore:
         self._columns: dict[str, Column] = {}
         self._owners: dict[str, RowOwners] = {}
         self._counts_lock = threading.Lock()
-        self._numbers = count()
+        self._counter = count()
         self._unanswered: deque[tuple[int, Pending, int]] = deque()
-        """(rank, call, its size in bytes) of pushes with ``wait=False``."""
+        """(rank, call, size of the message in bytes) for each push with ``wait=False``, oldest first."""
         self._unanswered_bytes = 0
         self._push_errors: list[DglxError] = []
-        self._pushing = threading.Lock()
+        self._push_lock = threading.Lock()
         self._handlers: dict[str, Handler] = {
             f"{label}.pull": self._serve_pull,
             f"{label}.push": self._serve_write,
@@ -122,7 +121,7 @@ class KVStore:
 
         Args:
             shards: (n, *row) rows of every part of the local server.
-            on_disk: As in :class:`Shard`.
+            on_disk: Whether the rows are in files that do not fit in memory.
 
         Raises:
             ConfigError: the name is taken, or rows do not match ``offsets`` or ``info``.
@@ -155,7 +154,7 @@ class KVStore:
 
     def next_number(self) -> int:
         """Return 0, 1, 2, ... The number is the same on all ranks if only collective operations call this."""
-        return next(self._numbers)
+        return next(self._counter)
 
     def close(self) -> None:
         """Stop serving. Call :meth:`fence` and a barrier first."""
@@ -198,12 +197,12 @@ class KVStore:
             out: (K, *row) contiguous CPU tensor of the column's dtype to fill, or a function that creates it
                 once the rows are waited for. The default is a new tensor.
             distinct: Whether the caller guarantees that no id is repeated, which saves a search.
-            ahead: Look-ahead rows that the caller has reserved. ``ids`` must then be distinct and the oldest
-                announced batch that was not pulled yet. Its pulls must be waited for in that order.
-            phase, layer: Entries of the ledger.
+            ahead: Look-ahead rows that the caller has reserved. ``ids`` must then be distinct and belong to
+                the oldest announced batch. Wait for the pulls in the order in which they were submitted.
+            phase, layer: Keys of the traffic ledger.
 
         Returns:
-            Function that reads the local rows, waits for the other ones, and returns all (K, *row) in the
+            Function that reads local rows, waits for remote rows, and returns all rows (K, *row) in the
             order of the ids. The submitting thread must call it. It raises PeerError if an owner is dead or
             silent, and RemoteError if an owner cannot answer.
 
@@ -218,10 +217,10 @@ class KVStore:
         if isinstance(out, Tensor):
             _check_out(out, len(ids), column)
         cache = column.cache if ahead is None else ahead
-        cached = NO_SLOTS if cache is None else cache.table
-        plan = plan_remote(ids, column.bounds, self._server, cached, distinct=distinct)
-        ask = partial(self._submit_requests, column, phase, layer)
-        finish = partial(_spread_replies, ask(plan), plan) if ahead is None else ahead.pull(plan, ask)
+        cached_slots = NO_SLOTS if cache is None else cache.table
+        plan = plan_remote(ids, column.bounds, self._server, cached_slots, distinct=distinct)
+        send = partial(self._submit_requests, column, phase, layer)
+        copy_replies = partial(_spread_replies, send(plan), plan) if ahead is None else ahead.pull(plan, send)
         with self._counts_lock:
             column.counts[0] += len(ids) - len(plan.hit_places) - len(plan.positions)
             column.counts[1] += len(plan.hit_places)
@@ -237,7 +236,7 @@ class KVStore:
             column.read(ids, rows)
             if cache is not None:
                 move_rows(cache.rows, plan.hit_slots, rows, plan.hit_places)
-            finish(rows)
+            copy_replies(rows)
             return result
 
         return wait
@@ -254,7 +253,7 @@ class KVStore:
     def set_cache(self, name: str, cache: RowCache | None, ahead: LookAheadRows | None = None) -> None:
         """Read rows of ``name`` from ``cache`` before requesting them. None removes it. Not collective.
 
-        ``ahead`` are rows for loaders that replace a cache. Results stay the same. Raises ConfigError if
+        Loaders read from ``ahead`` instead of a cache. Results stay the same. Raises ConfigError if
         there is no such tensor, or it can be written to.
         """
         column = self.column(name)
@@ -262,7 +261,7 @@ class KVStore:
         self._columns[name] = replace(column, cache=cache, ahead=ahead)
 
     def set_device_rows(self, name: str, rows: DeviceRows | None) -> None:
-        """Let batches on the device take rows of ``name`` from ``rows``. Works like :meth:`set_cache`."""
+        """Let batches on the device read rows of ``name`` from ``rows``. None undoes this. Not collective."""
         column = self.column(name)
         check_cacheable(column)
         self._columns[name] = replace(column, on_device=rows)
@@ -270,20 +269,21 @@ class KVStore:
     def split_cached(self, name: str, ids: Array, cached: DeviceRows) -> tuple[Array, Array, Array]:
         """Return the positions of the ``cached`` ids, their slots, and the positions of the other ids.
 
-        Counts the cached ones of the (K,) int64 ``ids`` as requested. Raises IndexError if an id is out of
+        The cached ids among the (K,) int64 ``ids`` count as requested. Raises IndexError if an id is out of
         range.
         """
         column = self.column(name)
         column.check(ids)
-        missing, hits, slots = split_cached(ids, 0, 0, cached.table)
+        # The empty range (0, 0) means that local ids may be cached on the device, too.
+        miss_positions, hit_positions, slots = split_cached(ids, 0, 0, cached.table)
         first, end = column.bounds[self._server : self._server + 2]
-        cached_ids = ids[hits]
+        cached_ids = ids[hit_positions]
         num_local = int(np.count_nonzero((cached_ids >= first) & (cached_ids < end)))
         with self._counts_lock:
             column.counts[0] += num_local
-            column.counts[1] += len(hits) - num_local
-            column.counts[3] += len(hits)
-        return hits, slots, missing
+            column.counts[1] += len(hit_positions) - num_local
+            column.counts[3] += len(hit_positions)
+        return hit_positions, slots, miss_positions
 
     def cache_counts(self, name: str | None = None) -> CacheCounts:
         """Return how many rows this rank requested of one tensor, or of all tensors with a cache."""
@@ -297,12 +297,12 @@ class KVStore:
     def pause_counting(self) -> Iterator[None]:
         """Leave rows that this rank requests inside the ``with`` block out of :meth:`cache_counts`."""
         with self._counts_lock:
-            before = {name: [*column.counts] for name, column in self._columns.items()}
+            saved_counts = {name: [*column.counts] for name, column in self._columns.items()}
         try:
             yield
         finally:
             with self._counts_lock:
-                for name, counts in before.items():
+                for name, counts in saved_counts.items():
                     self._columns[name].counts[:] = counts
 
     @property
@@ -383,7 +383,7 @@ class KVStore:
         """
         limit_s = self.session.timeout_s if timeout_s is None else timeout_s
         deadline = time.monotonic() + limit_s
-        with self._pushing:
+        with self._push_lock:
             while self._unanswered:
                 self._finish_oldest(deadline - time.monotonic())
             errors, self._push_errors = self._push_errors, []
@@ -393,7 +393,7 @@ class KVStore:
             raise errors[0]
 
     def write_local(self, name: str, ids: Array, rows: Array) -> None:
-        """Overwrite rows of the local server. Its other ranks see them at once. IndexError for other rows."""
+        """Overwrite rows of the local server, for all its ranks. Raise IndexError for rows of others."""
         column = self._check_rows(name, ids, rows)
         self._check_range(column, ids, column.bounds[self._server], column.bounds[self._server + 1])
         column.write(ids, np.ascontiguousarray(rows))
@@ -409,7 +409,7 @@ class KVStore:
         each rank registers its own handler. None restores overwriting and adding. Raises ConfigError on all
         ranks, if there is no such writable tensor or if the ranks disagree.
         """
-        self._change_together(name, handler, "push", lambda column: replace(column, on_push=handler))
+        self._change_on_all_ranks(name, handler, "push", lambda column: replace(column, on_push=handler))
 
     def register_pull_handler(self, name: str, handler: PullHandler | None) -> None:
         """Let ``handler`` compute the rows that are pulled from a tensor. Collective.
@@ -418,7 +418,7 @@ class KVStore:
         rank, or for rows of the local server on the pulling rank, from any thread. Otherwise this works like
         :meth:`register_push_handler`.
         """
-        self._change_together(name, handler, "pull", lambda column: replace(column, on_read=handler))
+        self._change_on_all_ranks(name, handler, "pull", lambda column: replace(column, on_read=handler))
 
     def nonzero(self, name: str) -> Array:
         """Return the (n,) int64 ids of the nonzero rows of a one-dimensional tensor, ascending.
@@ -431,7 +431,7 @@ class KVStore:
             raise ConfigError(
                 f"{name!r} has rows of shape {column.info.row_shape}, but a mask must be one-dimensional"
             )
-        bits = self._ask_all("nonzero", name)
+        bits = self._query_servers("nonzero", name)
         ids = [
             np.flatnonzero(np.unpackbits(packed, count=last - first)) + first
             for packed, (first, last) in zip(bits, pairwise(column.bounds.tolist()), strict=True)
@@ -444,7 +444,7 @@ class KVStore:
         Each other server sends 8 bytes. Not collective.
         """
         self.column(name)
-        return sum(int(count[0]) for count in self._ask_all("count_nonzero", name))
+        return sum(int(count[0]) for count in self._query_servers("count_nonzero", name))
 
     def _check_rows(self, name: str, ids: Array, rows: Array) -> Column:
         column = self.column(name)
@@ -468,6 +468,7 @@ class KVStore:
     def _split_by_server(self, column: Column, ids: Array, rows: Array) -> list[tuple[int, list[Array]]]:
         """Return the messages to other servers as (rank, [ids, rows]). Of repeated ids the last row wins."""
         plan = plan_remote(ids, column.bounds, self._server)
+        # The last position of a slot is just before the start of the next slot.
         last_places = plan.positions[plan.starts[1:] - 1]
         return [
             (rank, [plan.ids[first:last], take_rows(rows, last_places[first:last])])
@@ -480,27 +481,27 @@ class KVStore:
         starts = self._owners[column.name].starts
         if accumulate:
             check_summable(column.name, column.info)
-            # The plan has ranks instead of servers. The local one is an extra rank without rows, so all are
-            # remote.
+            # This plan groups ids by rank, not by server. An extra rank without rows acts as the local rank,
+            # so that all ids count as remote.
             plan = plan_remote(ids, np.append(starts, starts[-1]), len(starts) - 1)
             values, sorted_ids, cuts = sum_repeated(rows, plan, column.info), plan.ids, plan.server_starts
         else:
-            # Owners have ascending ranges, so this groups by owner, too. Requests may overtake each other, so
-            # all rows of an id go into one request.
-            by_id = np.argsort(ids, kind="stable")
-            values, sorted_ids = take_rows(rows, by_id), ids[by_id]
+            # Owners have ascending ranges of ids, so sorting by id groups by owner. Requests may overtake
+            # each other, so all rows of one id go into one request.
+            order = np.argsort(ids, kind="stable")
+            values, sorted_ids = take_rows(rows, order), ids[order]
             cuts = np.searchsorted(sorted_ids, starts)
         step = column.rows_per_message
         return [
             (rank, [sorted_ids[first:last], values[first:last]])
-            for rank, ends in enumerate(pairwise(cuts[: len(starts)].tolist()))
-            for first, last in _cut_into_runs(sorted_ids, *ends, step, has_repeats=not accumulate)
+            for rank, bounds in enumerate(pairwise(cuts[: len(starts)].tolist()))
+            for first, last in _cut_into_runs(sorted_ids, *bounds, step, has_repeats=not accumulate)
         ]
 
     def _submit_unanswered(
         self, submit: Callable[[int, list[Array]], Pending], rank: int, arrays: list[Array]
     ) -> None:
-        with self._pushing:
+        with self._push_lock:
             while self._unanswered and (
                 self._unanswered_bytes >= MAX_BYTES or self._unanswered[0][1].is_ready()
             ):
@@ -508,10 +509,10 @@ class KVStore:
             self._unanswered.append((rank, submit(rank, arrays), payload_bytes(arrays)))
             self._unanswered_bytes += payload_bytes(arrays)
 
-    def _finish_oldest(self, left_s: float) -> None:
+    def _finish_oldest(self, time_left_s: float) -> None:
         _, call, num_bytes = self._unanswered[0]
         try:
-            call.result(call.age_s + left_s)
+            call.result(call.age_s + time_left_s)
         except (PeerError, RemoteError) as error:
             if isinstance(error, PeerError) and not call.is_ready():
                 # The owner is late but not dead. A later fence waits for it again.
@@ -522,8 +523,8 @@ class KVStore:
         self._unanswered.popleft()
         self._unanswered_bytes -= num_bytes
 
-    def _change_together(
-        self, name: str, handler: object, kind: str, change: Callable[[Column], Column]
+    def _change_on_all_ranks(
+        self, name: str, handler: object, operation: str, change: Callable[[Column], Column]
     ) -> None:
         """Change a column on all ranks or on none, and return when all have changed it."""
 
@@ -532,13 +533,13 @@ class KVStore:
             self.fence()
 
         run_on_all_ranks(self.session, check, ConfigError)
-        description = f"{kind} of {name!r}" + ("" if handler is not None else ": none")
+        description = f"{operation} of {name!r}" + ("" if handler is not None else ": none")
         check_equal(self.session, "a handler", description, "every rank must register the same")
         self._columns[name] = change(self.column(name))
         barrier(self.session, f"registering a handler of {name!r}")
 
-    def _ask_all(self, op: str, name: str) -> Sequence[Array]:
-        """Return the answers by server. The local server is asked last, so that the others work meanwhile."""
+    def _query_servers(self, op: str, name: str) -> Sequence[Array]:
+        """Return the answers in the order of servers. The local one is asked last, while the others work."""
         ranks = self.placement.serving_ranks
         pending = {
             rank: self.session.rpc.submit(rank, f"{self.label}.{op}", name, [], phase="masks")

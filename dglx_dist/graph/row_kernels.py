@@ -72,18 +72,18 @@ def read_ahead(rows: Array, row: int) -> None:
 def _prefetch(_context: Any, rows: Any, _row: Any, _column: Any) -> Any:
     """Prefetch ``rows[row, column]`` with LLVM. Its hint for writing made no difference in measurements."""
 
-    def make(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        kind = signature.args[0]
-        array = context.make_array(kind)(context, builder, arguments[0])
-        place = cgutils.get_item_pointer(context, builder, kind, array, list(arguments[1:]))
-        byte, word = ir.IntType(8).as_pointer(), ir.IntType(32)
-        signature_type = ir.FunctionType(ir.VoidType(), [byte, word, word, word])
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        array_type = signature.args[0]
+        array = context.make_array(array_type)(context, builder, arguments[0])
+        pointer = cgutils.get_item_pointer(context, builder, array_type, array, list(arguments[1:]))
+        byte_pointer, int32 = ir.IntType(8).as_pointer(), ir.IntType(32)
+        signature_type = ir.FunctionType(ir.VoidType(), [byte_pointer, int32, int32, int32])
         prefetch = cgutils.get_or_insert_function(builder.module, signature_type, "llvm.prefetch.p0i8")
-        for_reading, locality, data_cache = (ir.Constant(word, value) for value in (0, 3, 1))
-        builder.call(prefetch, [builder.bitcast(place, byte), for_reading, locality, data_cache])
+        for_reading, locality, data_cache = (ir.Constant(int32, value) for value in (0, 3, 1))
+        builder.call(prefetch, [builder.bitcast(pointer, byte_pointer), for_reading, locality, data_cache])
         return context.get_dummy_value()
 
-    return types.void(rows, types.intp, types.intp), make
+    return types.void(rows, types.intp, types.intp), generate
 
 
 _WORDS: dict[int, np.dtype[Any]] = {size: np.dtype(f"u{size}") for size in (8, 4, 2, 1)}
@@ -93,14 +93,14 @@ _AHEAD = 8
 
 
 def view_as_words(source: Array, out: Array) -> tuple[Array, Array]:
-    """View C-contiguous (n, *row) arrays as (n, words) of one width.
+    """View two C-contiguous (n, *row) arrays as (n, words) arrays of words with the same width.
 
-    They are not empty and have equal rows.
+    Neither array may be empty, and their rows must have the same shape and dtype.
     """
     row_bytes = source.nbytes // len(source)
-    # The lowest bit that is set in any of these is the widest word that divides all of them.
-    aligned = source.ctypes.data | out.ctypes.data | row_bytes | 8
-    word = _WORDS[aligned & -aligned]
+    # The lowest bit that is set in any of these numbers is the size of the widest word that divides all.
+    alignment_bits = source.ctypes.data | out.ctypes.data | row_bytes | 8
+    word = _WORDS[alignment_bits & -alignment_bits]
     words = row_bytes // word.itemsize
     return (
         source.reshape(-1).view(np.uint8).view(word).reshape(len(source), words),
@@ -120,7 +120,7 @@ def gather_rows(source: Array, first: int, ids: Array, out: Array) -> None:
 
 
 def take_rows(source: Array, places: Array, out: Array | None = None) -> Array:
-    """Copy the rows at (K,) int64 ``places`` to ``out`` or new memory. This is faster than indexing."""
+    """Copy the rows at the (K,) int64 indices ``places`` to ``out`` or a new array. Faster than indexing."""
     if out is None:
         out = np.empty((len(places), *source.shape[1:]), source.dtype)
     gather_rows(source, 0, places, out)
@@ -130,7 +130,7 @@ def take_rows(source: Array, places: Array, out: Array | None = None) -> Array:
 def scatter_rows(rows: Array, target: Array, first: int, ids: Array) -> None:
     """Copy ``rows[k]`` to ``target[ids[k] - first]`` for every k whose row is in ``target``.
 
-    Shapes are those of :func:`gather_rows`. Of several values for one row the last one wins.
+    Shapes and dtypes are as in :func:`gather_rows`. If an id is repeated, its last row wins.
     """
     selected = np.flatnonzero((ids >= first) & (ids < first + len(target)))
     move_rows(rows, selected, target, ids[selected] - first)
@@ -158,7 +158,7 @@ def spread_rows(
 ) -> None:
     """Copy row k of ``rows`` to each position of slot ``first_slot + k``. ``rows`` need not be aligned.
 
-    ``starts`` and ``positions`` are those of :class:`RemotePlan`. Raises as :func:`check_answer`.
+    ``starts`` and ``positions`` are fields of :class:`RemotePlan`. Raises ValueError if ``rows`` do not fit.
     """
     check_answer(rows, out, last_slot - first_slot)
     ends = starts[first_slot : last_slot + 1]
@@ -185,9 +185,9 @@ def read_from_disk(arrays: Sequence[Array]) -> bool:
 
 def request_rows(source: Array, first: int, ids: Array) -> None:
     """Start to read the rows that :func:`gather_rows` will copy from a file. Does not wait."""
-    places = np.sort(ids[(ids >= first) & (ids < first + len(source))]) - first
-    if len(places) and source.size:
-        _request(source.ctypes.data, source.nbytes // len(source), places)
+    rows = np.sort(ids[(ids >= first) & (ids < first + len(source))]) - first
+    if len(rows) and source.size:
+        _request(source.ctypes.data, source.nbytes // len(source), rows)
 
 
 @njit(cache=True, nogil=True)
@@ -198,13 +198,14 @@ def _advise(start: int, begin: int, end: int, advice: int) -> None:
 
 
 @njit(cache=True, nogil=True)
-def _request(start: int, row_bytes: int, places: Array) -> None:
-    begin, end = places[0] * row_bytes, (places[0] + 1) * row_bytes
-    for place in places[1:]:
-        if (start + place * row_bytes) // _PAGE_BYTES > (start + end - 1) // _PAGE_BYTES + 1:
+def _request(start: int, row_bytes: int, rows: Array) -> None:
+    # One call serves all rows that lie on the same page or on neighboring pages.
+    begin, end = rows[0] * row_bytes, (rows[0] + 1) * row_bytes
+    for row in rows[1:]:
+        if (start + row * row_bytes) // _PAGE_BYTES > (start + end - 1) // _PAGE_BYTES + 1:
             _advise(start, begin, end, _WILL_NEED)
-            begin = place * row_bytes
-        end = (place + 1) * row_bytes
+            begin = row * row_bytes
+        end = (row + 1) * row_bytes
     _advise(start, begin, end, _WILL_NEED)
 
 
@@ -214,9 +215,9 @@ def _gather(source: Array, first: int, ids: Array, out: Array) -> None:
     last = ids.shape[0] - 1
     for k in range(ids.shape[0]):
         # Unsigned numbers turn an id below `first` into a huge one, so one comparison checks both ends.
-        coming = np.uint64(ids[min(k + _AHEAD, last)] - first)
-        if coming < np.uint64(count):
-            read_ahead(source, coming)
+        upcoming_row = np.uint64(ids[min(k + _AHEAD, last)] - first)
+        if upcoming_row < np.uint64(count):
+            read_ahead(source, upcoming_row)
         row = np.uint64(ids[k] - first)
         if row < np.uint64(count):
             for word in range(words):
@@ -224,14 +225,14 @@ def _gather(source: Array, first: int, ids: Array, out: Array) -> None:
 
 
 @njit(cache=True, nogil=True)
-def _move(source: Array, rows: Array, out: Array, places: Array) -> None:
+def _move(source: Array, rows: Array, out: Array, out_rows: Array) -> None:
     words = source.shape[1]
     last = rows.shape[0] - 1
     for k in range(rows.shape[0]):
         read_ahead(source, rows[min(k + _AHEAD, last)])
-        row, place = np.uint64(rows[k]), np.uint64(places[k])
+        source_row, out_row = np.uint64(rows[k]), np.uint64(out_rows[k])
         for word in range(words):
-            out[place, np.uint64(word)] = source[row, np.uint64(word)]
+            out[out_row, np.uint64(word)] = source[source_row, np.uint64(word)]
 
 
 @njit(cache=True, nogil=True)
@@ -259,7 +260,7 @@ def check_ids(ids: Array, count: int, what: str) -> None:
 DIRECT_LIMIT = 1 << 26
 """Maximum number of ids of a direct table (4 bytes each, 256 MiB per server). Larger tables are hashed."""
 
-_LEAST_BITS = 4
+_MIN_BITS = 4
 
 
 class SlotTable(NamedTuple):
@@ -268,7 +269,7 @@ class SlotTable(NamedTuple):
     slots: Array
     """Direct: (N,) int32 slots, -1 for ids that are not cached. Hashed: the slot of each of ``keys``."""
     keys: Array
-    """Direct: length 0. Hashed: int64 ids, -1 in free places. The length is a power of two."""
+    """Direct: length 0. Hashed: int64 ids, -1 in free entries. The length is a power of two."""
 
 
 NO_SLOTS = SlotTable(np.empty(0, np.int32), np.empty(0, np.int64))
@@ -280,14 +281,15 @@ def compute_table_sizes(count: int, num_ids: int, direct_limit: int = DIRECT_LIM
     A hash table is at most half full and takes 24 to 48 bytes per cached row. A direct table takes 4 bytes
     per id. It is chosen if it is smaller, or if ``num_ids`` is at most ``direct_limit``.
     """
-    bits = max(_LEAST_BITS, (2 * count - 1).bit_length())
+    bits = max(_MIN_BITS, (2 * count - 1).bit_length())
+    # An entry of a hash table takes 12 bytes: 4 for the slot and 8 for the key.
     if num_ids <= direct_limit or 4 * num_ids <= 12 << bits:
         return num_ids, 0
     return 1 << bits, 1 << bits
 
 
 def fill_table(table: SlotTable, ids: Array) -> None:
-    """Assign the slots 0 to C - 1 to (C,) int64 distinct ``ids``. Sizes: :func:`compute_table_sizes`."""
+    """Assign slots 0 to C - 1 to (C,) int64 distinct ``ids``. See :func:`compute_table_sizes` for lengths."""
     table.slots[:] = -1
     if len(table.keys) == 0:
         table.slots[ids] = np.arange(len(ids), dtype=np.int32)
@@ -306,23 +308,23 @@ def find_slot(table: SlotTable, key: int) -> int:
 
 @njit(cache=True, nogil=True)
 def find_place(keys: Array, key: int) -> np.uint64:
-    """Return the place of the id ``key`` in a table, or the free place where it belongs."""
+    """Return the index of the table entry of the id ``key``, or of the free entry for that id."""
     if len(keys) == 0:
         return np.uint64(key)
-    # Fibonacci hashing takes the high half of the product and cuts it to the length, a power of two.
+    # Fibonacci hashing. The mask reduces the high half of the product to an index into `keys`.
     mask = np.uint64(len(keys) - 1)
-    place = ((np.uint64(key) * np.uint64(0x9E3779B97F4A7C15)) >> np.uint64(32)) & mask
-    while keys[place] >= 0 and keys[place] != key:
-        place = (place + np.uint64(1)) & mask
-    return place
+    entry = ((np.uint64(key) * np.uint64(0x9E3779B97F4A7C15)) >> np.uint64(32)) & mask
+    while keys[entry] >= 0 and keys[entry] != key:
+        entry = (entry + np.uint64(1)) & mask
+    return entry
 
 
 @njit(cache=True, nogil=True)
 def _insert(table: SlotTable, ids: Array) -> None:
     for slot in range(len(ids)):
-        place = find_place(table.keys, ids[slot])
-        table.keys[place] = ids[slot]
-        table.slots[place] = slot
+        entry = find_place(table.keys, ids[slot])
+        table.keys[entry] = ids[slot]
+        table.slots[entry] = slot
 
 
 MAX_IDS = 1 << 20
@@ -330,20 +332,20 @@ MAX_IDS = 1 << 20
 
 
 class RemotePlan(NamedTuple):
-    """The remote part of K requested ids, grouped by server. A slot is a distinct remote id to request."""
+    """The remote ids among K requested ids, grouped by server. Each distinct id to request is one slot."""
 
     ids: Array
-    """(slots,) int64 distinct remote ids, grouped by server, within a server in order of appearance."""
+    """(slots,) int64 distinct remote ids by server. The ids of a server are in order of appearance."""
     server_starts: Array
-    """(S + 1,) int64 starts. The slots of server s are ``[s]:[s + 1]``. The local server has none."""
+    """(S + 1,) int64 starts. Server s has the slots ``[s]:[s + 1]``, and the local server has no slots."""
     starts: Array
     """(slots + 1,) int64 starts. Slot s is requested at ``positions[starts[s]:starts[s + 1]]``."""
     positions: Array
-    """(remote places,) int64 positions in the requested ids."""
+    """(P,) int64 positions of the ids to request among the K ids, sorted by slot."""
     hit_places: Array
-    """(hits,) int64 ascending positions of remote ids that are cached here, in the requested ids."""
+    """(hits,) int64 ascending positions of the cached remote ids among the K ids."""
     hit_slots: Array
-    """(hits,) int64 rows of the cache."""
+    """(hits,) int64 slots of these ids in the cache."""
 
     def requests(self, ranks: Sequence[int], max_ids: int = MAX_IDS) -> list[tuple[int, int, int]]:
         """Return (rank, first slot, last slot) of each message, at most ``max_ids`` slots long.
@@ -362,113 +364,117 @@ def plan_remote(
 ) -> RemotePlan:
     """Split (K,) int64 ``ids`` into ids of the local server, cached ids, and ids to request.
 
-    ``bounds`` are (S + 1,) int64. Server s owns the ids ``bounds[s]:bounds[s + 1]``. ``distinct`` promises
-    that no id is repeated, which saves a search.
+    ``bounds`` are (S + 1,) int64. Server s owns the ids ``bounds[s]:bounds[s + 1]``. With ``distinct``
+    the caller promises that no id is repeated, which saves a search.
     """
     return RemotePlan(*_plan(ids, bounds, own_server, cached, distinct))
 
 
 def number_distinct(ids: Array) -> tuple[Array, Array]:
-    """Return the distinct (K,) int64 ``ids`` in order of appearance, and the (K,) int64 index of each."""
+    """Return the distinct ``ids`` in order of appearance, and the (K,) int64 index of each id among them."""
     index = np.empty(len(ids), np.int64)
     return _find_distinct(ids, np.arange(len(ids)), index), index
 
 
 @njit(cache=True, nogil=True)
-def _plan(ids: Array, bounds: Array, own: int, cached: SlotTable, is_distinct: bool) -> Any:
-    places, hit_places, hit_slots = split_cached(ids, bounds[own], bounds[own + 1], cached)
+def _plan(ids: Array, bounds: Array, server: int, cached: SlotTable, is_distinct: bool) -> Any:
+    misses, hit_places, hit_slots = split_cached(ids, bounds[server], bounds[server + 1], cached)
     if is_distinct:
-        slots, server_starts = group_by_range(ids[places], bounds)
-        positions = np.empty(len(places), np.int64)
-        positions[slots] = places
-        return ids[positions], server_starts, np.arange(len(places) + 1), positions, hit_places, hit_slots
+        slots, server_starts = group_by_range(ids[misses], bounds)
+        positions = np.empty(len(misses), np.int64)
+        positions[slots] = misses
+        return ids[positions], server_starts, np.arange(len(misses) + 1), positions, hit_places, hit_slots
 
-    slot_of_place = np.empty(len(places), np.int64)
-    distinct = _find_distinct(ids, places, slot_of_place)
-    new_slot, server_starts = group_by_range(distinct, bounds)
+    slot_of_miss = np.empty(len(misses), np.int64)
+    distinct = _find_distinct(ids, misses, slot_of_miss)
+    grouped_slots, server_starts = group_by_range(distinct, bounds)
     grouped = np.empty(len(distinct), np.int64)
-    grouped[new_slot] = distinct
+    grouped[grouped_slots] = distinct
     starts = np.zeros(len(distinct) + 1, np.int64)
-    for place in range(len(places)):
-        starts[new_slot[slot_of_place[place]] + 1] += 1
+    for k in range(len(misses)):
+        starts[grouped_slots[slot_of_miss[k]] + 1] += 1
     starts = np.cumsum(starts)
-    fill = starts[:-1].copy()
-    positions = np.empty(len(places), np.int64)
-    for place in range(len(places)):
-        slot = new_slot[slot_of_place[place]]
-        positions[fill[slot]] = places[place]
-        fill[slot] += 1
+    next_index = starts[:-1].copy()
+    positions = np.empty(len(misses), np.int64)
+    for k in range(len(misses)):
+        slot = grouped_slots[slot_of_miss[k]]
+        positions[next_index[slot]] = misses[k]
+        next_index[slot] += 1
     return grouped, server_starts, starts, positions, hit_places, hit_slots
 
 
 @njit(cache=True, nogil=True)
 def split_cached(ids: Array, low: int, high: int, cached: SlotTable) -> tuple[Array, Array, Array]:
-    """Return the places of the ids to request, and places and slots of the cached ids, all int64.
+    """Return the positions of the ids to request, and the positions and slots of the cached ids, all int64.
 
-    Ids from ``low`` to below ``high`` are in neither.
+    Ids in [``low``, ``high``) are local and appear in neither result.
     """
-    # Memory costs nothing until it is written.
-    places = np.empty(len(ids), np.int64)
+    # These arrays are longer than needed, but unused memory costs nothing until it is written.
+    miss_positions = np.empty(len(ids), np.int64)
     hit_places = np.empty(len(ids), np.int64)
     hit_slots = np.empty(len(ids), np.int64)
-    misses, hits = 0, 0
+    num_misses, num_hits = 0, 0
     for position in range(ids.shape[0]):
         key = ids[position]
         if key < low or key >= high:
             slot = find_slot(cached, key)
             if slot >= 0:
-                hit_places[hits] = position
-                hit_slots[hits] = slot
-                hits += 1
+                hit_places[num_hits] = position
+                hit_slots[num_hits] = slot
+                num_hits += 1
             else:
-                places[misses] = position
-                misses += 1
-    return places[:misses], hit_places[:hits], hit_slots[:hits]
+                miss_positions[num_misses] = position
+                num_misses += 1
+    return miss_positions[:num_misses], hit_places[:num_hits], hit_slots[:num_hits]
 
 
 @njit(cache=True, nogil=True)
 def group_by_range(ids: Array, bounds: Array) -> tuple[Array, Array]:
-    """Return the (k,) place of each of ``ids`` after a stable sort by range, and the starts of the ranges.
+    """Return the (k,) index of each id after a stable sort by range, and the first index of each range.
 
-    Range r has the ids ``bounds[r]:bounds[r + 1]`` and the places ``starts[r]:starts[r + 1]``.
+    Range r has the ids ``bounds[r]:bounds[r + 1]`` and the indices ``starts[r]:starts[r + 1]``.
     """
-    places = np.empty(len(ids), np.int64)
+    targets = np.empty(len(ids), np.int64)
     starts = np.zeros(len(bounds), np.int64)
+    # `targets` holds the range of each id first, and then the index of the id.
     for k in range(len(ids)):
-        places[k] = np.searchsorted(bounds, ids[k], side="right") - 1
-        starts[places[k] + 1] += 1
+        targets[k] = np.searchsorted(bounds, ids[k], side="right") - 1
+        starts[targets[k] + 1] += 1
     starts = np.cumsum(starts)
-    following = starts[:-1].copy()
+    next_target = starts[:-1].copy()
     for k in range(len(ids)):
-        place = following[places[k]]
-        following[places[k]] += 1
-        places[k] = place
-    return places, starts
+        target = next_target[targets[k]]
+        next_target[targets[k]] += 1
+        targets[k] = target
+    return targets, starts
 
 
 @njit(cache=True, nogil=True)
-def _find_distinct(ids: Array, places: Array, slot_of_place: Array) -> Any:
-    # Numbers the distinct ids at `places` in order of appearance with an open-addressing hash table.
+def _find_distinct(ids: Array, positions: Array, slot_of_position: Array) -> Any:
+    """Return the distinct ids at ``positions`` in order of appearance, and fill in the slot of each position.
+
+    An open-addressing hash table finds repeated ids.
+    """
     bits = 4
-    while (1 << bits) < 2 * len(places):
+    while (1 << bits) < 2 * len(positions):
         bits += 1
     mask = np.uint64((1 << bits) - 1)
     shift = np.uint64(64 - bits)
     slots = np.full(1 << bits, -1, np.int64)
-    distinct = np.empty(len(places), np.int64)
-    count = 0
-    for place in range(len(places)):
-        key = ids[places[place]]
+    distinct = np.empty(len(positions), np.int64)
+    num_distinct = 0
+    for k in range(len(positions)):
+        key = ids[positions[k]]
         # Fibonacci hashing separates consecutive ids, which are common.
         bucket = (np.uint64(key) * np.uint64(0x9E3779B97F4A7C15)) >> shift
         while slots[bucket] >= 0 and distinct[slots[bucket]] != key:
             bucket = (bucket + np.uint64(1)) & mask
         if slots[bucket] < 0:
-            slots[bucket] = count
-            distinct[count] = key
-            count += 1
-        slot_of_place[place] = slots[bucket]
-    return distinct[:count].copy()
+            slots[bucket] = num_distinct
+            distinct[num_distinct] = key
+            num_distinct += 1
+        slot_of_position[k] = slots[bucket]
+    return distinct[:num_distinct].copy()
 
 
 HALF = ("float16", "bfloat16")
@@ -481,7 +487,7 @@ def check_summable(name: str, info: ColumnInfo) -> None:
 
 
 def sum_repeated(rows: Array, plan: RemotePlan, info: ColumnInfo) -> Array:
-    """Return the sum of the (K, *row) ``rows`` at the positions of each slot of ``plan``, in order.
+    """Return, for each slot of ``plan``, the sum of the (K, *row) ``rows`` at its positions, added in order.
 
     The (slots, *row) result has the dtype of ``info``. Integers wrap around.
     """
@@ -498,7 +504,7 @@ def sum_repeated(rows: Array, plan: RemotePlan, info: ColumnInfo) -> Array:
 def add_rows(target: Array, first: int, ids: Array, rows: Array, info: ColumnInfo) -> None:
     """Add ``rows[k]`` to ``target[ids[k] - first]``. Only one thread may add to a row at a time.
 
-    (K,) int64 ``ids`` are distinct. Ids of other shards are skipped.
+    The (K,) int64 ``ids`` must be distinct. Ids that have no row in ``target`` are skipped.
     """
     is_local = (ids >= first) & (ids < first + len(target))
     if not is_local.all():
@@ -532,8 +538,8 @@ def _sum(rows: Array, starts: Array, positions: Array, out: Array) -> None:
         target = np.uint64(slot)
         for column in range(columns):
             out[target, np.uint64(column)] = rows[row, np.uint64(column)]
-        for place in range(starts[slot] + 1, starts[slot + 1]):
-            row = np.uint64(positions[place])
+        for index in range(starts[slot] + 1, starts[slot + 1]):
+            row = np.uint64(positions[index])
             for column in range(columns):
                 out[target, np.uint64(column)] += rows[row, np.uint64(column)]
 

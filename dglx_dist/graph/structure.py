@@ -63,13 +63,13 @@ ids of edges that must not be drawn) to the drawn in-edges."""
 
 @dataclass(frozen=True, kw_only=True)
 class Piece:
-    """In-edges of some distinct nodes, and the positions of the nodes among the requested ones."""
+    """In-edges of some distinct nodes, and the positions of these nodes among the requested nodes."""
 
     edges: InEdges
     starts: Array
     """(nodes + 1,) int64 starts. Node i of ``edges`` is at ``positions[starts[i]:starts[i + 1]]``."""
     positions: Array
-    """(places,) int64 positions among the requested nodes."""
+    """(P,) int64 positions among the requested nodes, sorted by node."""
 
 
 def join_pieces(count: int, pieces: Sequence[Piece]) -> InEdges:
@@ -88,7 +88,7 @@ def join_pieces(count: int, pieces: Sequence[Piece]) -> InEdges:
 
 
 def to_wire(nodes: Array, edges: InEdges) -> list[Array]:
-    """Return [sources, destinations, edge ids], (e,) int64 each. That is 24 bytes per edge."""
+    """Return [sources, destinations, edge ids], (e,) int64 each, which are 24 bytes per edge."""
     destinations = np.repeat(nodes, np.diff(edges.indptr))
     return [edges.sources.astype(np.int64, copy=False), destinations, edges.edge_ids]
 
@@ -103,12 +103,12 @@ def from_wire(
     """
     sources, destinations, edge_ids = arrays
     if any(array.dtype != np.int64 or array.shape != (len(sources),) for array in arrays):
-        kinds = ", ".join(f"{array.dtype} of shape {array.shape}" for array in arrays)
-        raise ValueError(f"the answer must have three (e,) int64 arrays of one length, not {kinds}")
+        descriptions = ", ".join(f"{array.dtype} of shape {array.shape}" for array in arrays)
+        raise ValueError(f"the answer must have three (e,) int64 arrays of one length, not {descriptions}")
     first, last = int(edge_range[0]), int(edge_range[1])
-    for kind, ids, start, stop in (("source", sources, 0, num_sources), ("edge", edge_ids, first, last)):
+    for name, ids, start, stop in (("source", sources, 0, num_sources), ("edge", edge_ids, first, last)):
         if (position := find_first_outside(ids - start, stop - start)) >= 0:
-            raise ValueError(f"the answer has the {kind} {ids[position]}, but ids are {start} to {stop - 1}")
+            raise ValueError(f"the answer has the {name} {ids[position]}, but ids are {start} to {stop - 1}")
     indptr = np.empty(len(nodes) + 1, dtype=np.int64)
     if _count_runs(nodes, destinations, indptr) != len(destinations):
         raise ValueError("the answer has edges of nodes that were not requested, or in another order")
@@ -116,13 +116,13 @@ def from_wire(
 
 
 def all_in_edges(shard: CSCShard, nodes: Array, _parameters: str = "", _exclude: Array = NO_EDGES) -> InEdges:
-    """Return every in-edge of the (k,) int64 ``nodes``, ascending by edge id. Nothing is excluded."""
-    local = nodes - shard.first_node
-    first, counts = shard.indptr[local], shard.indptr[local + 1] - shard.indptr[local]
+    """Return all in-edges of the (k,) int64 ``nodes``, for each node ascending by edge id."""
+    rows = nodes - shard.first_node
+    starts, counts = shard.indptr[rows], shard.indptr[rows + 1] - shard.indptr[rows]
     indptr = np.concatenate([np.zeros(1, np.int64), np.cumsum(counts)])
-    places = np.arange(indptr[-1]) + np.repeat(first - indptr[:-1], counts)
+    edges = np.arange(indptr[-1]) + np.repeat(starts - indptr[:-1], counts)
     return InEdges(
-        indptr=indptr, sources=shard.indices[places].astype(np.int64), edge_ids=places + shard.first_edge
+        indptr=indptr, sources=shard.indices[edges].astype(np.int64), edge_ids=edges + shard.first_edge
     )
 
 
@@ -145,13 +145,13 @@ def _count(sources: Array, counts: Array) -> None:
 
 
 @njit(cache=True, nogil=True)
-def _fill(indptr: Array, values: Array, starts: Array, positions: Array, to: Array, out: Array) -> None:
+def _fill(indptr: Array, values: Array, starts: Array, positions: Array, out_ptr: Array, out: Array) -> None:
     for node in range(len(indptr) - 1):
-        for place in range(starts[node], starts[node + 1]):
-            place = to[positions[place]]
+        for index in range(starts[node], starts[node + 1]):
+            index = out_ptr[positions[index]]
             for edge in range(indptr[node], indptr[node + 1]):
-                out[place] = values[edge]
-                place += 1
+                out[index] = values[edge]
+                index += 1
 
 
 @njit(cache=True, nogil=True)
@@ -216,15 +216,15 @@ class Structure:
     ) -> Callable[[], InEdges]:
         """Request in-edges of nodes and return at once, before local nodes are drawn.
 
-        Sends 8 bytes per distinct remote node and receives 24 per edge. Every request also has 8 bytes per
-        excluded edge of the serving rank's server. ``phase`` counts them.
+        Sends 8 bytes per distinct remote node and receives 24 bytes per edge. A request also has 8 bytes for
+        each excluded edge of the server that answers.
 
         Args:
             op: Name that was passed to :meth:`serve`, or ``in_edges`` for all in-edges.
             nodes: (K,) int64 global ids of existing destinations in any order. Ids may be repeated.
             parameters: Parameters for the draw function.
             exclude: (X,) int64 ascending ids of edges that the draw function leaves out.
-            layer, phase: Entries of the ledger.
+            layer, phase: Keys of the traffic ledger.
 
         Returns:
             Function that draws for the local server's nodes, waits for the others, and returns all in-edges
@@ -271,31 +271,31 @@ class Structure:
 
     def _draw_pieces(self, draw: Draw, nodes: Array, parameters: str, exclude: Array) -> list[Piece]:
         pieces = []
-        for shard, places in self._find_places(nodes):
-            if len(places):
-                edges = draw(shard, nodes[places], parameters, exclude)
-                pieces.append(Piece(edges=edges, starts=np.arange(len(places) + 1), positions=places))
+        for shard, positions in self._find_local_nodes(nodes):
+            if len(positions):
+                edges = draw(shard, nodes[positions], parameters, exclude)
+                pieces.append(Piece(edges=edges, starts=np.arange(len(positions) + 1), positions=positions))
         return pieces
 
-    def _find_places(self, nodes: Array) -> Iterator[tuple[CSCShard, Array]]:
+    def _find_local_nodes(self, nodes: Array) -> Iterator[tuple[CSCShard, Array]]:
         for shard in self.shards:
             yield shard, np.flatnonzero((nodes >= shard.first_node) & (nodes < shard.last_node))
 
     def _count_in_edges(self, nodes: Array, outside: tuple[int, int] | None = None) -> Sequence[Array]:
         """Return [(K,) int64 in-edges of each node], 0 for nodes that are not local."""
         out = np.zeros(len(nodes), dtype=np.int64)
-        for shard, places in self._find_places(nodes):
-            local = nodes[places] - shard.first_node
+        for shard, positions in self._find_local_nodes(nodes):
+            rows = nodes[positions] - shard.first_node
             if outside is None:
-                out[places] = shard.indptr[local + 1] - shard.indptr[local]
+                out[positions] = shard.indptr[rows + 1] - shard.indptr[rows]
             else:
-                out[places] = _count_outside(shard.indptr, shard.indices, local, *outside)
+                out[positions] = _count_outside(shard.indptr, shard.indices, rows, *outside)
         return [out]
 
     def _count_out_edges(self, nodes: Array) -> Sequence[Array]:
         """Return [(K,) int64 out-edges of each node that end at a local node]."""
         if self._local_out_degrees is None:
-            # The edges are counted at the first request, because that reads every edge.
+            # Count at the first request and not earlier, because counting reads every edge.
             self._local_out_degrees = count_sources(self.shards, self.num_sources)
         return [self._local_out_degrees[nodes]]
 
@@ -304,16 +304,16 @@ class Structure:
         sources = np.zeros(len(edge_ids), dtype=np.int64)
         destinations = np.zeros(len(edge_ids), dtype=np.int64)
         for shard in self.shards:
-            places = np.flatnonzero((edge_ids >= shard.first_edge) & (edge_ids < shard.last_edge))
-            local = edge_ids[places] - shard.first_edge
-            sources[places] = shard.indices[local]
-            destinations[places] = shard.first_node + np.searchsorted(shard.indptr, local, side="right") - 1
+            indices = np.flatnonzero((edge_ids >= shard.first_edge) & (edge_ids < shard.last_edge))
+            edges = edge_ids[indices] - shard.first_edge
+            sources[indices] = shard.indices[edges]
+            destinations[indices] = shard.first_node + np.searchsorted(shard.indptr, edges, side="right") - 1
         return [sources, destinations]
 
 
 @final
 class ReplicatedStructure(Structure):
-    """The complete structure in this server's memory. Positions are edge ids, and nothing is sent."""
+    """The complete structure in this server's memory. Indices of edges are edge ids. Nothing is sent."""
 
     is_replicated = True
 
@@ -377,7 +377,7 @@ class PartitionedStructure(Structure):
             server = self._placement.topology.server_of_rank[rank]
             edge_range = self._edge_bounds[server : server + 2]
             begin, end = np.searchsorted(exclude, edge_range)
-            # No array is sent if no edge is excluded.
+            # Send no second array if no edge is excluded.
             excluded = [exclude[begin:end]] if end > begin else []
             arrays = [plan.ids[first:last], *excluded]
             call = self._session.rpc.submit(

@@ -340,7 +340,7 @@ class _Softmax(Function):
 
 
 gather: Callable[[Tensor, Segments], Tensor] = _Gather.apply
-"""Function from (N, ...) rows of nodes to (E, ...): the row of each edge's end."""
+"""Function from the (N, ...) rows of nodes to the (E, ...) rows of the ends of edges."""
 _sum: Callable[[Tensor, Segments], Tensor] = _Sum.apply
 _extreme: Callable[[Tensor, Segments, str], Tensor] = _Extreme.apply
 _weighted_sum: Callable[[Tensor, Rows, Relation], Tensor] = _WeightedSum.apply
@@ -348,7 +348,7 @@ _softmax: Callable[[Tensor, Segments], Tensor] = _Softmax.apply
 
 
 def reduce_edges(rows: Tensor, segments: Segments, how: str) -> Tensor:
-    """Return (N, ...): "sum", "max" or "min" of (E, ...) rows over each node's edges, 0 for none."""
+    """Return the "sum", "max" or "min" of (E, ...) rows over the edges of each node as (N, ...), or 0."""
     return _sum(rows, segments) if how == "sum" else _extreme(rows, segments, how)
 
 
@@ -358,7 +358,7 @@ def reduce_edges(rows: Tensor, segments: Segments, how: str) -> Tensor:
 def compute_messages(relation: Relation, op: str, lhs: Rows, rhs: Rows, targets: str) -> Tensor:
     """Return the (E, ...) message of each edge. ``targets`` names the ends of the operands, such as "ue".
 
-    Trailing dimensions broadcast as in NumPy. "dot" sums over the last one, which stays with size 1.
+    Trailing dimensions broadcast as in NumPy. "dot" sums over the last dimension and keeps it with size 1.
     """
     sides = ((lhs, targets[0], "copy_rhs"), (rhs, targets[1], "copy_lhs"))
     operands = [
@@ -408,13 +408,13 @@ def edge_softmax(index: TorchIndex, scores: Tensor, eids: Any, norm_by: str) -> 
 
 
 def spmm_hetero(index: TorchIndex, op: str, how: str, num_lhs: int, *operands: Rows) -> tuple[Rows, ...]:
-    """Reduce the messages of all edge types that arrive at a node, by node type.
+    """Reduce the messages of all edge types at each destination. Return the results by node type.
 
-    None means that none arrives.
+    The result is None for a node type without messages.
     """
     sources, edges = operands[:num_lhs], operands[num_lhs:]
     out: list[Rows] = [None] * index.number_of_ntypes()
-    arriving: dict[int, list[tuple[Relation, Tensor]]] = {}
+    messages_by_type: dict[int, list[tuple[Relation, Tensor]]] = {}
     for etype, relation in enumerate(index.relations):
         source, destination = index.metagraph.find_edge(etype)
         lhs = None if op == "copy_rhs" else sources[source]
@@ -426,8 +426,8 @@ def spmm_hetero(index: TorchIndex, op: str, how: str, num_lhs: int, *operands: R
             out[destination] = part if total is None else total + part
         else:
             part = compute_messages(relation, op, lhs, rhs, "ue")
-            arriving.setdefault(destination, []).append((relation, part))
-    for destination, parts in arriving.items():
+            messages_by_type.setdefault(destination, []).append((relation, part))
+    for destination, parts in messages_by_type.items():
         segments = _join_segments([relation.by_dst for relation, _ in parts])
         out[destination] = reduce_edges(torch.cat([rows for _, rows in parts]), segments, how)
     return tuple(out)
@@ -451,12 +451,12 @@ def sddmm_hetero(
 
 def edge_softmax_hetero(index: TorchIndex, eids: Any, norm_by: str, *scores: Rows) -> tuple[Rows, ...]:
     index = index.reverse() if norm_by == "src" else index
-    meeting: dict[int, list[int]] = {}
+    etypes_by_type: dict[int, list[int]] = {}
     for etype, rows in enumerate(scores):
         if rows is not None:
-            meeting.setdefault(index.metagraph.find_edge(etype)[1], []).append(etype)
+            etypes_by_type.setdefault(index.metagraph.find_edge(etype)[1], []).append(etype)
     out: list[Rows] = [None] * len(scores)
-    for etypes in meeting.values():
+    for etypes in etypes_by_type.values():
         segments = [index.relations[etype].by_dst for etype in etypes]
         shares = _softmax(
             torch.cat([rows for e in etypes if (rows := scores[e]) is not None]), _join_segments(segments)
@@ -468,7 +468,7 @@ def edge_softmax_hetero(index: TorchIndex, eids: Any, norm_by: str, *scores: Row
 
 
 def _join_segments(segments: Sequence[Segments]) -> Segments:
-    """Return the edges of several types that have one end of the same node type."""
+    """Join the edges of several edge types whose ends have the same node type."""
     if len(segments) == 1:
         return segments[0]
     ends = torch.cat([segment.ends for segment in segments])
@@ -476,7 +476,7 @@ def _join_segments(segments: Sequence[Segments]) -> Segments:
 
 
 def segment_mm(rows: Tensor, matrices: Tensor, lengths: Tensor) -> Tensor:
-    """Multiply the first ``lengths[0]`` of (N, A) rows by the first of the (R, A, B) matrices, and so on."""
+    """Multiply (N, A) rows by (R, A, B) matrices. Matrix r is for the next ``lengths[r]`` rows."""
     offsets = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)]).to(rows.device, non_blocking=True)
     return multiply_groups(rows, matrices, _make_segments(rows, offsets))
 
@@ -486,9 +486,9 @@ def _make_segments(rows: Tensor, offsets: Tensor) -> Segments:
 
 
 def gather_mm(rows: Tensor, matrices: Tensor, idx_a: Tensor | None, idx_b: Tensor | None) -> Tensor:
-    """Multiply row ``idx_a[k]`` by matrix ``idx_b[k]`` for each of the K results of shape (K, B).
+    """Return the (K, B) products of row ``idx_a[k]`` and matrix ``idx_b[k]`` for k from 0 to K - 1.
 
-    None stands for the indices 0 to K - 1.
+    ``rows`` are (N, A) and ``matrices`` (R, A, B). If an index is None, it is 0 to K - 1.
     """
     rows = rows if idx_a is None else rows[idx_a]
     if idx_b is None:
@@ -503,20 +503,20 @@ def gather_mm(rows: Tensor, matrices: Tensor, idx_a: Tensor | None, idx_b: Tenso
 def multiply_groups(rows: Tensor, matrices: Tensor, segments: Segments) -> Tensor:
     """Multiply (N, A) rows, group by group, by the (R, A, B) matrix of their group.
 
-    Each group is padded to complete blocks of equal size. One batched product then does everything, and no
-    length is read from the device.
+    Each group is padded to complete blocks of equal size. One batched product then computes all groups, and
+    the host need not wait for the group sizes from the device.
     """
     offsets, groups = segments.offsets_and_order[0].long(), segments.ends_in_order.long()
     blocks = (offsets.diff() + _BLOCK_ROWS - 1) // _BLOCK_ROWS
     last_block = blocks.cumsum(0)
-    num_blocks = len(rows) // _BLOCK_ROWS + len(matrices)  # at least the number of blocks
-    first_row = (last_block - blocks) * _BLOCK_ROWS - offsets[:-1]
-    places = torch.arange(len(rows), device=rows.device) + first_row[groups]
-    numbers = torch.arange(num_blocks, device=rows.device)
-    group_of_block = torch.searchsorted(last_block, numbers, right=True).clamp(max=len(matrices) - 1)
-    padded = rows.new_zeros(num_blocks * _BLOCK_ROWS, rows.shape[1]).index_copy(0, places, rows)
+    num_blocks = len(rows) // _BLOCK_ROWS + len(matrices)  # Upper bound of the number of blocks.
+    shift = (last_block - blocks) * _BLOCK_ROWS - offsets[:-1]
+    padded_rows = torch.arange(len(rows), device=rows.device) + shift[groups]
+    block_indices = torch.arange(num_blocks, device=rows.device)
+    group_of_block = torch.searchsorted(last_block, block_indices, right=True).clamp(max=len(matrices) - 1)
+    padded = rows.new_zeros(num_blocks * _BLOCK_ROWS, rows.shape[1]).index_copy(0, padded_rows, rows)
     product = torch.bmm(padded.view(num_blocks, _BLOCK_ROWS, -1), matrices[group_of_block])
-    return product.flatten(0, 1).index_select(0, places)
+    return product.flatten(0, 1).index_select(0, padded_rows)
 
 
 # Interface to DGL.
