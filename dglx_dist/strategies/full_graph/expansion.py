@@ -84,11 +84,7 @@ def keep_edges_from(edges: InEdges, allowed: Array) -> InEdges:
         positions = np.minimum(np.searchsorted(allowed, edges.sources), len(allowed) - 1)
         mask = allowed[positions] == edges.sources
     offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(mask)])
-    return InEdges(
-        indptr=offsets[edges.indptr],
-        sources=edges.sources[mask],
-        edge_ids=edges.edge_ids[mask],
-    )
+    return InEdges(indptr=offsets[edges.indptr], sources=edges.sources[mask], edge_ids=edges.edge_ids[mask])
 
 
 Composition: TypeAlias = Literal["random", "ordered"]
