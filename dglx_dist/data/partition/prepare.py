@@ -337,9 +337,9 @@ _SAMPLED, _AT_ONCE = 4096, 1 << 18
 def _is_one_way(graph: RawGraph) -> bool:
     """Return whether most of 4,096 sampled edges of a homogeneous graph have no opposite edge."""
     ((src, dst),) = graph.edges.values()
-    chosen = np.random.default_rng(0).integers(0, max(len(src), 1), _SAMPLED if len(src) else 0)
-    chosen = chosen[src[chosen] != dst[chosen]]
-    opposite = np.unique(_make_edge_keys(dst[chosen], src[chosen], graph.total_nodes))
+    sample = np.random.default_rng(0).integers(0, max(len(src), 1), _SAMPLED if len(src) else 0)
+    sample = sample[src[sample] != dst[sample]]
+    opposite = np.unique(_make_edge_keys(dst[sample], src[sample], graph.total_nodes))
     has_opposite = np.zeros(len(opposite), np.bool_)
     for piece in pieces(len(src), _AT_ONCE):
         if 2 * has_opposite.sum() >= len(has_opposite):
@@ -389,18 +389,18 @@ def _with_reverse_edges(graph: RawGraph, workspace: Workspace | None) -> RawGrap
         return graph
     if workspace is not None:
         columns = graph.edge_data.get(etype, {}).values()
-        widest = max([8, *(math.prod(column.shape[1:]) * column.dtype.itemsize for column in columns)])
-        workspace.remaining((24 + widest) * len(src), 0, "finding the edges without an opposite one")
+        row_bytes = max([8, *(math.prod(column.shape[1:]) * column.dtype.itemsize for column in columns)])
+        workspace.remaining((24 + row_bytes) * len(src), 0, "finding the edges without an opposite one")
     forward = _make_edge_keys(src, dst, graph.total_nodes)
     forward.sort()
-    lacking = []
+    rows_by_piece = []
     for piece in pieces(len(src), _AT_ONCE):
         keys = _make_edge_keys(dst[piece], src[piece], graph.total_nodes)
-        at = np.minimum(np.searchsorted(forward, keys), len(forward) - 1)
-        lacking.append(piece.start + np.flatnonzero(forward[at] != keys))
+        positions = np.minimum(np.searchsorted(forward, keys), len(forward) - 1)
+        rows_by_piece.append(piece.start + np.flatnonzero(forward[positions] != keys))
     del forward
-    rows = np.concatenate(lacking)
-    del lacking
+    rows = np.concatenate(rows_by_piece)
+    del rows_by_piece
     return _with_edges(graph, (dst[rows], src[rows]), rows, "reverse edges", workspace)
 
 
