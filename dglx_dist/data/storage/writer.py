@@ -641,9 +641,9 @@ def _check_settings(settings: Mapping[str, dict[str, object]]) -> Mapping[str, d
         for key, value in values.items():
             try:
                 json.dumps(value, allow_nan=False)
-            except (TypeError, ValueError) as error:
+            except (TypeError, ValueError) as problem:
                 raise ConfigError(
-                    f"{name}[{key!r}] is {value!r}, which JSON cannot hold ({error})"
-                ) from error
-    stored: Mapping[str, dict[str, object]] = json.loads(json.dumps(settings))
-    return stored
+                    f"{name}[{key!r}] is {value!r}, which JSON cannot hold ({problem})"
+                ) from problem
+    read: Mapping[str, dict[str, object]] = json.loads(json.dumps(settings))
+    return read
