@@ -81,10 +81,10 @@ def open_budget(limit: int) -> Budget:
     Raises:
         ConfigError: the budget is too small.
     """
-    most, _ = machine_memory()
-    if limit > most:
-        say(f"--memory {format_bytes(limit)} is more than this machine has; using {format_bytes(most)}")
-        limit = most
+    available, _ = machine_memory()
+    if limit > available:
+        say(f"--memory {format_bytes(limit)} is more than this machine has; using {format_bytes(available)}")
+        limit = available
     used = resident_bytes() + LIBRARY_BYTES
     budget = Budget(work=limit - used, reserved=used)
     if budget.work < MIN_WORK_BYTES:
@@ -103,13 +103,13 @@ def low_memory_allocators() -> Iterator[None]:
     so far. For example, reading a column of 9 MB in pieces of 1 MB kept 40 MB. The glibc setting is not
     reverted.
     """
-    before = pa.default_memory_pool()
+    previous_pool = pa.default_memory_pool()
     pa.set_memory_pool(pa.system_memory_pool())
     release_memory()
     try:
         yield
     finally:
-        pa.set_memory_pool(before)
+        pa.set_memory_pool(previous_pool)
 
 
 def release_memory() -> None:
@@ -138,8 +138,8 @@ class BucketFiles:
         buckets = buckets.astype(np.uint16) if buckets.max(initial=0) < 1 << 16 else buckets
         order = np.argsort(buckets, kind="stable")
         records = records[order]
-        for number, run in iterate_runs(buckets[order].astype(np.int64)):
-            with (self._folder / str(number)).open("ab") as file:
+        for bucket, run in iterate_runs(buckets[order].astype(np.int64)):
+            with (self._folder / str(bucket)).open("ab") as file:
                 write_array(file, records[run])
 
     def take(self, bucket: int) -> Array:
@@ -172,7 +172,7 @@ class ScatteredRows:
         self._num_rows, self._fill = num_rows, fill
         self._row = np.dtype((dtype, row_shape))
         self._files = BucketFiles(folder, [("at", np.int64), ("row", dtype, row_shape)])
-        # The entries of a file and its rows are in memory at the same time.
+        # The entries of a file are in memory together with the rows that they are written to.
         self._range = max(1, memory // (self._files.dtype.itemsize + self._row.itemsize))
 
     def put(self, positions: Array, rows: Array) -> None:
@@ -267,9 +267,9 @@ Chunks: TypeAlias = Callable[[int], Iterator[Array]]
 
 _SLOTS = 1 << 16
 _KEY_BYTES = 24
-"""Bytes per edge for its sort key, its position and NumPy's temporary arrays."""
+"""Bytes per edge for the sort key, the position and the temporary arrays of NumPy."""
 _HUB_SHARES = 5
-"""Memory shares that the edges of a hub may take. Nothing else is in memory then."""
+"""Number of budget shares that the edges of a hub may take. Nothing else is in memory then."""
 
 
 class EdgeColumn(NamedTuple):
@@ -331,47 +331,47 @@ def sort_edges(
     """Sort edges and their columns by (destination, source, position).
 
     The files ``indptr``, ``indices``, ``carried0``, ``carried1`` ... in ``folder`` are for :func:`map_spill`.
-    A bucket has the in-edges of as many consecutive destinations as fit in ``budget.bucket`` bytes, but at
-    least of one of 65,536 slots of destinations.
+    The destinations are cut into at most 65,536 slots. A bucket has the in-edges of as many consecutive slots
+    as fit in ``budget.bucket`` bytes, but of at least one slot.
 
     Args:
         order: Returns the sorted positions of one bucket's edges.
         advance: Called with 3 for each edge in total.
-        ranks: Ranks that call it with the same edges and budget. Each sorts some destinations, and the result
-            is this rank's. The files have all edges. By default it is this process only.
+        ranks: Ranks that call the function with the same edges and budget. Each rank sorts some destinations
+            and returns these. The files have all edges. By default, this process sorts all edges.
 
     Raises:
         ConfigError: a slot takes more than five times ``budget.bucket`` bytes.
     """
     record = edges.record
-    each = record.itemsize + _KEY_BYTES + max(record[name].itemsize for name in record.names or ())
-    width, step = max(-(-edges.num_destinations // _SLOTS), 1), max(1, budget.bucket // each)
+    edge_bytes = record.itemsize + _KEY_BYTES + max(record[name].itemsize for name in record.names or ())
+    width, step = (max(-(-edges.num_destinations // _SLOTS), 1), max(1, budget.bucket // edge_bytes))
     counts = _count_slots(edges, width, step, advance)
-    _check_fits(counts, width, each, budget)
+    _check_fits(counts, width, edge_bytes, budget)
     ranks = ranks or Ranks()
     total = int(counts.sum()) + width * len(counts)
-    firsts = _find_first_destinations(counts, width, min(step, -(-total // ranks.count)))
-    own = range(*(len(firsts) * rank // ranks.count for rank in (ranks.rank, ranks.rank + 1)))
-    ends = [*firsts[1:], edges.num_destinations]
+    starts = _find_first_destinations(counts, width, min(step, -(-total // ranks.count)))
+    own_buckets = range(*(len(starts) * rank // ranks.count for rank in (ranks.rank, ranks.rank + 1)))
+    ends = [*starts[1:], edges.num_destinations]
     with join_rank_pieces(folder, ranks) as piece:
-        buckets = _write_buckets(edges, firsts, own, piece / "buckets", step, advance)
+        buckets = _write_buckets(edges, starts, own_buckets, piece / "buckets", step, advance)
         result = SortedEdges(
             indptr=spill(piece, "indptr", np.int64, [np.zeros(int(ranks.is_first))]),
             indices=spill(piece, "indices", record["source"]),
             columns=[spill(piece, f"carried{i}", record[str(i)].base) for i in range(len(edges.columns))],
         )
-        written = 0
-        for number in own:
-            records = buckets.take(number)
-            records["destination"] -= firsts[number]
-            counts = np.bincount(records["destination"], minlength=ends[number] - firsts[number])
+        num_written = 0
+        for bucket in own_buckets:
+            records = buckets.take(bucket)
+            records["destination"] -= starts[bucket]
+            counts = np.bincount(records["destination"], minlength=ends[bucket] - starts[bucket])
             # The edges of a bucket are still in the order of the stream.
             positions = order(records["destination"], records["source"])
             result.indices.append(records["source"][positions])
             for i, carried in enumerate(result.columns):
                 carried.append(records[str(i)][positions])
-            result.indptr.append(written + np.cumsum(counts))
-            written += len(records)
+            result.indptr.append(num_written + np.cumsum(counts))
+            num_written += len(records)
             advance(len(records))
             del records, positions
             release_memory()
@@ -387,42 +387,42 @@ def _count_slots(edges: EdgeStream, width: int, step: int, advance: Callable[[in
     return counts
 
 
-def _find_first_destinations(counts: Array, width: int, step: int) -> list[int]:
-    # A bucket has at most ``step`` edges and destinations in total, unless it is a single slot.
-    firsts, held = [0], 0
+def _find_first_destinations(counts: Array, width: int, max_size: int) -> list[int]:
+    # A bucket has at most ``max_size`` edges and destinations in total, unless it is a single slot.
+    starts, bucket_size = [0], 0
     for slot, num_edges in enumerate(counts.tolist()):
-        if held and held + num_edges + width > step:
-            firsts.append(slot * width)
-            held = 0
-        held += num_edges + width
-    return firsts
+        if bucket_size and bucket_size + num_edges + width > max_size:
+            starts.append(slot * width)
+            bucket_size = 0
+        bucket_size += num_edges + width
+    return starts
 
 
-def _check_fits(counts: Array, width: int, each: int, budget: Budget) -> None:
+def _check_fits(counts: Array, width: int, edge_bytes: int, budget: Budget) -> None:
     slot = int(np.argmax(counts))
-    if counts[slot] * each > _HUB_SHARES * budget.bucket:
+    if counts[slot] * edge_bytes > _HUB_SHARES * budget.bucket:
         nodes = f"nodes {slot * width} to {(slot + 1) * width - 1}" if width > 1 else f"node {slot}"
-        needed = (int(counts[slot]) * each // _HUB_SHARES + 1) * BUDGET_SHARES
+        needed = (int(counts[slot]) * edge_bytes // _HUB_SHARES + 1) * BUDGET_SHARES
         raise ConfigError(
             f"{counts[slot]} edges end at {nodes} and must be sorted together; {budget.remedy(needed)}"
         )
 
 
 def _write_buckets(
-    edges: EdgeStream, firsts: list[int], own: range, folder: Path, step: int, advance: Callable[[int], None]
+    edges: EdgeStream, starts: list[int], own: range, folder: Path, step: int, advance: Callable[[int], None]
 ) -> BucketFiles:
-    buckets, is_all = BucketFiles(folder, edges.record), len(own) == len(firsts)
+    buckets, owns_all = BucketFiles(folder, edges.record), len(own) == len(starts)
     ends = zip(edges.sources(step), edges.destinations(step), strict=True)
-    for (sources, destinations), *carried in zip(
+    for (sources, destinations), *columns in zip(
         ends, *(column.rows(step) for column in edges.columns), strict=True
     ):
         records = np.empty(len(sources), edges.record)
         records["source"], records["destination"] = sources, destinations
-        for i, rows in enumerate(carried):
+        for i, rows in enumerate(columns):
             records[str(i)] = rows
-        numbers = np.searchsorted(firsts, destinations, side="right") - 1
-        kept = slice(None) if is_all else (own.start <= numbers) & (numbers < own.stop)
-        buckets.append(numbers[kept], records[kept])
+        bucket_of = np.searchsorted(starts, destinations, side="right") - 1
+        selection = slice(None) if owns_all else (own.start <= bucket_of) & (bucket_of < own.stop)
+        buckets.append(bucket_of[selection], records[selection])
         advance(len(records))
     return buckets
 
@@ -443,20 +443,21 @@ class Workspace:
     """Stages that this process made or compared with their checksums."""
 
     def stage(self, name: str, make: Callable[[Path], object], *, shared: bool = False) -> Path:
-        """Return the folder of a stage. If it does not exist, ``make`` fills it. It is complete or absent.
+        """Return the folder of a stage. If it does not exist, ``make`` fills it. It is complete or
+        absent.
 
         Rank 0 makes the stage, or all ranks together if it is ``shared``. If a stage of an earlier process
-        does not match its checksums, this is printed, and it is made again.
+        does not match its checksums, a message is printed and the stage is made again.
         """
         target, sums = self.folder / name, self.folder / f"{name}.json"
 
-        def place(partial: Path, target: Path) -> None:
+        def save(partial: Path, target: Path) -> None:
             with replace_atomically(sums) as file:
                 file.write_text(json.dumps(_compute_checksums(partial)))
             publish(partial, target)
 
         if not self.ranks.gather_objects(self.ranks.is_first and self._is_intact(target, sums))[0]:
-            with name_write_failures(self.folder), shared_folder(target, self.ranks, place) as partial:
+            with name_write_failures(self.folder), shared_folder(target, self.ranks, save) as partial:
                 if shared or self.ranks.is_first:
                     make(partial)
         self.intact.add(target)
@@ -464,9 +465,9 @@ class Workspace:
 
     def _is_intact(self, stage: Path, sums: Path) -> bool:
         with name_write_failures(self.folder):
-            if not stage.is_dir() or stage in self.intact or not (problem := _find_damage(stage, sums)):
+            if not stage.is_dir() or stage in self.intact or not (damage := _find_damage(stage, sums)):
                 return stage.is_dir()
-            say(f"making {stage} again: {problem}")
+            say(f"making {stage} again: {damage}")
             discard(stage)
             return False
 
@@ -508,8 +509,8 @@ def _find_damage(stage: Path, sums: Path) -> str | None:
         checksums, expected = _compute_checksums(stage), json.loads(read_small_file(sums))
         # Files may have been added, such as the cache of a dataset.
         differing = [name for name, file in expected.items() if checksums.get(name) != file]
-    except (OSError, ValueError, AttributeError, RecursionError) as problem:
-        return f"its files cannot be checked ({problem})"
+    except (OSError, ValueError, AttributeError, RecursionError) as error:
+        return f"its files cannot be checked ({error})"
     if not expected:
         return f"{sums.name} is empty"
     return f"{differing[0]} is damaged" if differing else None
@@ -520,8 +521,8 @@ def shared_folder(
     target: Path, ranks: Ranks, place: Callable[[Path, Path], object] | None = None
 ) -> Iterator[Path]:
     """Yield the same new folder to all ranks. When all have filled it, rank 0 renames it to ``target``."""
-    with partial_folder(target) if ranks.is_first else nullcontext(target) as own:
-        partial = Path(ranks.gather_objects(str(own))[0])
+    with partial_folder(target) if ranks.is_first else nullcontext(target) as own_folder:
+        partial = Path(ranks.gather_objects(str(own_folder))[0])
         try:
             yield partial
             ranks.gather_objects(None)
@@ -545,7 +546,8 @@ _COPY_BYTES = 1 << 24  # bytes at a time
 def join_rank_pieces(folder: Path, ranks: Ranks) -> Iterator[Path]:
     """Yield a folder for this rank's pieces of files. Rank 0 then joins the pieces in ``folder``, by rank.
 
-    A file named indptr has the int64 ends of rows in the rank's own piece, after a 0 on rank 0.
+    A file named indptr has the int64 ends of rows, counted within the rank's piece. On rank 0 it begins with
+    a 0. The ends of later pieces are shifted by the number of edges in the earlier ones.
     """
     if ranks.is_first:
         yield folder
@@ -555,13 +557,13 @@ def join_rank_pieces(folder: Path, ranks: Ranks) -> Iterator[Path]:
     ranks.gather_objects(None)
     for rank in range(1, ranks.count) if ranks.is_first else ():
         for path in sorted((folder / f"rank{rank}").iterdir()):
-            target, before = folder / path.name, 0
+            target, num_previous = folder / path.name, 0
             if path.stem == "indptr":
-                before = int(np.fromfile(target, np.int64, 1, offset=target.stat().st_size - 8)[0])
+                num_previous = int(np.fromfile(target, np.int64, 1, offset=target.stat().st_size - 8)[0])
             with path.open("rb") as piece, target.open("ab") as file:
                 while data := piece.read(_COPY_BYTES):
-                    ends = np.frombuffer(data, np.int64 if before else np.uint8)
-                    write_array(file, ends + before if before else ends)
+                    ends = np.frombuffer(data, np.int64 if num_previous else np.uint8)
+                    write_array(file, ends + num_previous if num_previous else ends)
         shutil.rmtree(folder / f"rank{rank}")
 
 
@@ -578,16 +580,16 @@ def concatenate_chunks(
 
     def write(folder: Path) -> None:
         with progress(f"Writing {name}", total, enabled=total >= SHOWN_FROM) as advance:
-            for number, make in enumerate(makers):
+            for i, make in enumerate(makers):
                 chunks = make()
-                first = next(chunks)
-                values = spill(folder, str(number), first.dtype)
-                for chunk in chain([first], chunks):
+                first_chunk = next(chunks)
+                values = spill(folder, str(i), first_chunk.dtype)
+                for chunk in chain([first_chunk], chunks):
                     values.append(chunk)
                     advance(len(chunk))
 
     folder = workspace.stage(name, write)
-    return [map_spill(folder, str(number)) for number in range(len(makers))]
+    return [map_spill(folder, str(i)) for i in range(len(makers))]
 
 
 SHOWN_FROM = 1_000_000
@@ -605,7 +607,7 @@ _SOURCE_STAGES = (
 )
 """Prefixes of stages that are copies of the source, or quickly made from it."""
 _IN_MEMORY = Path("/dev/shm")  # A workspace there is refused.
-_KINDS_IN_MEMORY = ("tmpfs", "ramfs")
+_MEMORY_FILE_SYSTEMS = ("tmpfs", "ramfs")
 
 
 @contextmanager
@@ -631,8 +633,8 @@ def open_workspace(
             raise StorageError(
                 f"rank {rank} and rank {ranks.rank} differ in {name}; DATA must be the same for all ranks"
             )
-    own = open_budget(limit)
-    work, reserved = min(ranks.gather_objects([own.work, own.reserved]))
+    own_budget = open_budget(limit)
+    work, reserved = min(ranks.gather_objects([own_budget.work, own_budget.reserved]))
     budget = Budget(work=work, reserved=reserved)
     with _claim_folder(folder, settings) if ranks.is_first else nullcontext():
         ranks.gather_objects(None)
@@ -646,13 +648,15 @@ def open_workspace(
 
 @contextmanager
 def _claim_folder(folder: Path, settings: Mapping[str, object]) -> Iterator[None]:
-    kinds, resolved = (
+    file_systems, resolved = (
         {path.mountpoint: path.fstype for path in psutil.disk_partitions(all=True)},
         folder.resolve(),
     )
-    kind = next((kinds[str(path)] for path in (resolved, *resolved.parents) if str(path) in kinds), None)
-    if kind in _KINDS_IN_MEMORY:
-        say(f"{folder} is in memory ({kind}), which --memory does not limit; choose another --scratch")
+    file_system = next(
+        (file_systems[str(path)] for path in (resolved, *resolved.parents) if str(path) in file_systems), None
+    )
+    if file_system in _MEMORY_FILE_SYSTEMS:
+        say(f"{folder} is in memory ({file_system}), which --memory does not limit; choose another --scratch")
     with ExitStack() as stack:
         with name_write_failures(folder):
             folder.mkdir(parents=True, exist_ok=True)
@@ -672,9 +676,9 @@ def _claim_folder(folder: Path, settings: Mapping[str, object]) -> Iterator[None
                 say(f"resuming in {folder}; finished before: {', '.join(stages)}")
         try:
             yield
-        except BaseException as problem:
+        except BaseException as error:
             stages = _list_stages(folder)
-            if isinstance(problem, (ConfigError, DatasetError)):
+            if isinstance(error, (ConfigError, DatasetError)):
                 stages = [name for name in stages if not name.startswith(_SOURCE_STAGES)]
             if stages:
                 say(f"finished stages are kept in {folder}; run the same command to resume, or remove it")
@@ -686,9 +690,9 @@ def _claim_folder(folder: Path, settings: Mapping[str, object]) -> Iterator[None
 
 def _list_stages(folder: Path) -> list[str]:
     # Stages of an inner job are in a folder NAME.work.
-    inner = [f"{path.name}/{stage}" for path in folder.glob("*.work") for stage in _list_stages(path)]
-    own = [path for path in folder.iterdir() if path.is_dir()]
-    return sorted([*(path.name for path in own if path.suffix not in (PARTIAL_SUFFIX, ".work")), *inner])
+    nested = [f"{path.name}/{stage}" for path in folder.glob("*.work") for stage in _list_stages(path)]
+    folders = [path for path in folder.iterdir() if path.is_dir()]
+    return sorted([*(path.name for path in folders if path.suffix not in (PARTIAL_SUFFIX, ".work")), *nested])
 
 
 def _check_key(folder: Path, settings: Mapping[str, object]) -> None:
@@ -702,8 +706,8 @@ def _check_key(folder: Path, settings: Mapping[str, object]) -> None:
         differing = [
             name for name in expected.keys() | stored.keys() if expected.get(name) != stored.get(name)
         ]
-    except (OSError, ValueError, AttributeError, RecursionError) as problem:
-        raise StorageError(f"{path} is damaged ({problem}); remove {folder}") from problem
+    except (OSError, ValueError, AttributeError, RecursionError) as error:
+        raise StorageError(f"{path} is damaged ({error}); remove {folder}") from error
     if differing:
         changes = ", ".join(f"{name} was {stored.get(name)!r}" for name in sorted(differing))
         raise StorageError(

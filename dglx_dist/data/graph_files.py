@@ -105,9 +105,9 @@ def build_graph_from_arrays(arrays: Mapping[str, Array], name: str, where: str) 
         DatasetError: ends of edges or known columns are missing, or have the wrong dtype or length.
     """
     arrays = _rename_pyg(arrays, where)
-    needed = ("head", "rel", "tail") if "head" in arrays else ("src", "dst")
-    _require(arrays, needed, where)
-    source_ids, destination_ids = (_read_ids(arrays[name], name, where) for name in (needed[0], needed[-1]))
+    ends = ("head", "rel", "tail") if "head" in arrays else ("src", "dst")
+    _require(arrays, ends, where)
+    source_ids, destination_ids = (_read_ids(arrays[name], name, where) for name in (ends[0], ends[-1]))
     num_nodes = _read_num_nodes(arrays, source_ids, destination_ids, where)
     node_columns, edge_columns = _read_columns(arrays, num_nodes, len(source_ids), where)
     if "triple_split" in arrays:
@@ -121,8 +121,8 @@ def build_graph_from_arrays(arrays: Mapping[str, Array], name: str, where: str) 
         edges, edge_data = _group_by_relation(
             source_ids, destination_ids, edge_columns, relation, names, where
         )
-    is_given = "num_classes" in arrays
-    num_classes = _count(arrays, "num_classes", where) if is_given else count_classes(node_columns)
+    has_num_classes = "num_classes" in arrays
+    num_classes = _count(arrays, "num_classes", where) if has_num_classes else count_classes(node_columns)
     return RawGraph(
         name=name,
         num_nodes={NODE_TYPE: num_nodes},
@@ -139,14 +139,14 @@ _PYG_NAMES = {"x": FEATURE, "y": LABEL, "edge_type": "etype"}
 def _rename_pyg(arrays: Mapping[str, Array], where: str) -> Mapping[str, Array]:
     if "edge_index" not in arrays:
         return arrays
-    index = arrays["edge_index"]
-    if index.ndim != 2 or len(index) != 2:
-        raise DatasetError(f"{where}: edge_index has shape {index.shape}; expected (2, edges)")
+    edge_index = arrays["edge_index"]
+    if edge_index.ndim != 2 or len(edge_index) != 2:
+        raise DatasetError(f"{where}: edge_index has shape {edge_index.shape}; expected (2, edges)")
     renamed = {_PYG_NAMES.get(name, name): array for name, array in arrays.items() if name != "edge_index"}
     # x and y are node columns, even if there are as many edges as nodes.
-    counted = [renamed[name] for name in (FEATURE, LABEL) if name in renamed and renamed[name].ndim]
-    num_nodes = {"num_nodes": np.array(len(counted[0]))} if counted else {}
-    return {"src": index[0], "dst": index[1], **num_nodes, **renamed}
+    node_columns = [renamed[name] for name in (FEATURE, LABEL) if name in renamed and renamed[name].ndim]
+    num_nodes = {"num_nodes": np.array(len(node_columns[0]))} if node_columns else {}
+    return {"src": edge_index[0], "dst": edge_index[1], **num_nodes, **renamed}
 
 
 def _convert_matrix(matrix: Any, path: Path) -> dict[str, Array]:
@@ -191,11 +191,11 @@ def _read(path: Path, workspace: Workspace | None) -> dict[str, Array]:
     except DglxError:  # Some of them are errors of Python too.
         raise
     except _UNREADABLE as error:
-        problem = f"not a readable .npz file of plain arrays ({error}; text ids are for tables)"
-        raise DatasetError(f"{path}: {problem}") from error
+        reason = f"not a readable .npz file of plain arrays ({error}; text ids are for tables)"
+        raise DatasetError(f"{path}: {reason}") from error
 
 
-_IN_ORDER = ("rel", "etype", "triple_split")
+_EDGE_ORDER_ARRAYS = ("rel", "etype", "triple_split")
 """Arrays that order edges or give them masks."""
 
 
@@ -210,25 +210,25 @@ def _unpack(path: Path, workspace: Workspace) -> dict[str, Array]:
     with zipfile.ZipFile(path) as archive:
         members = [member for member in archive.infolist() if member.filename.endswith(".npy")]
         names = [member.filename.removesuffix(".npy") for member in members]
-        heads = {member: _read_header(archive.open(member)) for member in members}
+        headers = {member: _read_header(archive.open(member)) for member in members}
         num_bytes = sum(member.file_size for member in members)
-        larger = {
+        sizes = {
             name: 8 * math.prod(shape)
-            for name, (dtype, shape) in zip(names, heads.values(), strict=True)
+            for name, (dtype, shape) in zip(names, headers.values(), strict=True)
             if _is_converted(name, dtype)
         }
-        larger |= {name: num_bytes for name in _IN_ORDER if name in names}
-        if not workspace.fits(sum(larger.values())):
+        sizes |= {name: num_bytes for name in _EDGE_ORDER_ARRAYS if name in names}
+        if not workspace.fits(sum(sizes.values())):
             raise ConfigError(
-                f"{path}: {', '.join(sorted(larger))} are converted in memory, which takes up to "
-                f"{format_bytes(sum(larger.values()))}; store them as int32, int64 or float32, make a "
+                f"{path}: {', '.join(sorted(sizes))} are converted in memory, which takes up to "
+                f"{format_bytes(sum(sizes.values()))}; store them as int32, int64 or float32, make a "
                 "dataset with dglx ingest, or grant more --memory"
             )
 
         def write(folder: Path) -> None:
             with progress("Unpacking the arrays", num_bytes) as advance:
-                for number, (member, (dtype, _)) in enumerate(heads.items()):
-                    values = spill(folder, str(number), dtype)
+                for i, (member, (dtype, _)) in enumerate(headers.items()):
+                    values = spill(folder, str(i), dtype)
                     with archive.open(member) as stream:
                         _read_header(stream)
                         while piece := stream.read(dtype.itemsize << 16):
@@ -237,15 +237,15 @@ def _unpack(path: Path, workspace: Workspace) -> dict[str, Array]:
 
         folder = workspace.stage("arrays", write)
     return {
-        name: map_spill(folder, str(number)).reshape(shape)
-        for number, (name, (_, shape)) in enumerate(zip(names, heads.values(), strict=True))
+        name: map_spill(folder, str(i)).reshape(shape)
+        for i, (name, (_, shape)) in enumerate(zip(names, headers.values(), strict=True))
     }
 
 
 def _read_header(stream: IO[bytes]) -> tuple[np.dtype[Any], tuple[int, ...]]:
     version = np.lib.format.read_magic(stream)
-    read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
-    shape, is_fortran, dtype = read(stream)
+    parse = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+    shape, is_fortran, dtype = parse(stream)
     if dtype.hasobject or (is_fortran and len(shape) > 1):
         raise ValueError(f"{stream.name} holds objects, or columns one after the other")
     return dtype, shape
@@ -295,23 +295,26 @@ def _read_columns(
     for name, array in arrays.items():
         if name in _STRUCTURE:
             continue
-        rows, is_of_edges = len(array) if array.ndim else -1, name == EDGE_VALUES or name.startswith("edge_")
+        count, is_of_edges = (
+            len(array) if array.ndim else -1,
+            name == EDGE_VALUES or name.startswith("edge_"),
+        )
         is_of_nodes = name.startswith("node_") or name in _REQUIRED_LENGTH
         is_counted = "num_nodes" in arrays or "num_entities" in arrays
-        if rows == num_edges == num_nodes and not (is_of_edges or is_of_nodes):
+        if count == num_edges == num_nodes and not (is_of_edges or is_of_nodes):
             raise DatasetError(
-                f"{where}: array {name!r} has {rows} rows, and there are as many nodes as edges; rename it "
+                f"{where}: array {name!r} has {count} rows, and there are as many nodes as edges; rename it "
                 f"to 'node_{name}' or 'edge_{name}'"
             )
-        if rows == num_edges != num_nodes and is_of_nodes and not is_counted:
+        if count == num_edges != num_nodes and is_of_nodes and not is_counted:
             raise DatasetError(
-                f"{where}: array {name!r} has a row for each of the {rows} edges, but the largest id is "
-                f"{num_nodes - 1}; give num_nodes={rows} if it belongs to nodes, or rename it to "
+                f"{where}: array {name!r} has a row for each of the {count} edges, but the largest id is "
+                f"{num_nodes - 1}; give num_nodes={count} if it belongs to nodes, or rename it to "
                 f"'edge_{name}'"
             )
-        if rows == num_nodes and not (is_of_edges and rows == num_edges):
+        if count == num_nodes and not (is_of_edges and count == num_edges):
             node_arrays[name] = array
-        elif rows == num_edges:
+        elif count == num_edges:
             edge_arrays["weight" if name == EDGE_VALUES else name] = array
         elif name in _REQUIRED_LENGTH:
             raise DatasetError(
@@ -333,8 +336,8 @@ def _read_columns(
             num_columns=_count(arrays, "feat_dim", where),
         )
     columns = standard_columns(node_arrays, where)
-    empty = columns.get("val_mask")
-    if empty is not None and not isinstance(empty, SparseRows) and not empty.any():
+    val_mask = columns.get("val_mask")
+    if val_mask is not None and not isinstance(val_mask, SparseRows) and not val_mask.any():
         del columns["val_mask"]
     return columns, edge_arrays
 
@@ -355,12 +358,12 @@ def _group_by_relation(
     _check_lengths(source_ids, relation, "relations", where)
     # One stable sort puts each relation's edges together without changing their order.
     order = np.argsort(relation, kind="stable")
-    first = np.searchsorted(relation[order], np.arange(len(names) + 1))
+    offsets = np.searchsorted(relation[order], np.arange(len(names) + 1))
     edges, edge_data = {}, {}
     if (repeat := first_repeat(names)) is not None:
         raise DatasetError(f"{where}: two relations have the name {str(names[repeat[0]])!r}; rename one")
     for code, name in enumerate(names):
-        rows = order[first[code] : first[code + 1]]
+        rows = order[offsets[code] : offsets[code + 1]]
         if len(rows):
             edge_type = (NODE_TYPE, str(name), NODE_TYPE)
             edges[edge_type] = (source_ids[rows], destination_ids[rows])
@@ -396,18 +399,18 @@ class TorchSource(DatasetSource):
         import torch
 
         where, remedy = str(self._path), "save a dict of tensors: for PyG torch.save(data.to_dict(), FILE)"
-        head = b""
+        magic = b""
         with suppress(OSError), self._path.open("rb") as file:
-            head = file.read(4)
+            magic = file.read(4)
         # torch would read any other file as an older format, which can run more code.
-        if head != b"PK\x03\x04":
+        if magic != b"PK\x03\x04":
             raise DatasetError(f"{where} is missing, not a torch.save file, or cut off; {remedy}")
         try:
             values = torch.load(self._path, map_location="cpu", weights_only=True)
         except Exception as error:
             classes = re.findall(r"GLOBAL ([\w.]+)", str(error))
-            problem = f"holds the class {classes[0]}, which is never loaded" if classes else "is damaged"
-            raise DatasetError(f"{where}: {problem}; {remedy}") from error
+            reason = f"holds the class {classes[0]}, which is never loaded" if classes else "is damaged"
+            raise DatasetError(f"{where}: {reason}; {remedy}") from error
         if not isinstance(values, dict) or any(
             isinstance(value, dict) and value for value in values.values()
         ):
@@ -424,7 +427,7 @@ class TorchSource(DatasetSource):
         return build_graph_from_arrays(arrays, self._path.stem, where)
 
 
-_LARGEST = 1 << 28
+_MAX_BYTES = 1 << 28
 
 
 @final
@@ -439,64 +442,64 @@ class NetworkxSource(DatasetSource):
     memory_per_byte = 20
 
     def load(self) -> RawGraph:
-        where, kind = str(self._path), suffix_of(self._path)
+        where, suffix = str(self._path), suffix_of(self._path)
         try:
-            content = read_small_file(self._path, _LARGEST)
+            content = read_small_file(self._path, _MAX_BYTES)
             if self._path.suffix == ".gz":
                 with gzip.open(io.BytesIO(content)) as file:
-                    content = file.read(_LARGEST + 1)
-            if len(content) > _LARGEST:
-                raise ValueError(f"it has more than {format_bytes(_LARGEST)}; save its edges as a .txt")
-            graph = _read_networkx(content.removeprefix(codecs.BOM_UTF8), kind.removesuffix(".gz"))
+                    content = file.read(_MAX_BYTES + 1)
+            if len(content) > _MAX_BYTES:
+                raise ValueError(f"it has more than {format_bytes(_MAX_BYTES)}; save its edges as a .txt")
+            graph = _read_networkx(content.removeprefix(codecs.BOM_UTF8), suffix.removesuffix(".gz"))
         # Each reader raises its own errors for damaged files.
         except Exception as error:
             raise DatasetError(
-                f"{where}: not a readable {kind} of NetworkX, or cut off: {str(error) or repr(error)}"
+                f"{where}: not a readable {suffix} of NetworkX, or cut off: {str(error) or repr(error)}"
             ) from error
         nodes, edges = list(graph.nodes(data=True)), list(graph.edges(data=True))
         if not graph.is_directed():
             edges += [(v, u, _without_split(data)) for u, v, data in edges if u != v]
         # In XML all ids are texts, even numbers.
         texts = [str(node) for node, _ in nodes]
-        id_of: Any = int if all(len(t) < 19 and t.isdecimal() and str(int(t)) == t for t in texts) else str
-        nodes.sort(key=lambda node: int(node[0]) if id_of is int else 0)
+        to_id: Any = int if all(len(t) < 19 and t.isdecimal() and str(int(t)) == t for t in texts) else str
+        nodes.sort(key=lambda node: int(node[0]) if to_id is int else 0)
         node_columns = _read_attributes([data for _, data in nodes], f"{where}, nodes")
         edge_columns = _read_attributes([data for *_, data in edges], f"{where}, edges")
-        node_columns["id"] = pa.array([id_of(node) for node, _ in nodes])
+        node_columns["id"] = pa.array([to_id(node) for node, _ in nodes])
         edge_columns |= {
-            "src": pa.array([id_of(u) for u, *_ in edges]),
-            "dst": pa.array([id_of(v) for _, v, _ in edges]),
+            "src": pa.array([to_id(u) for u, *_ in edges]),
+            "dst": pa.array([to_id(v) for _, v, _ in edges]),
         }
         tables = {NODE_TYPE: (where, pa.table(node_columns))}, {EDGE_TYPE: (where, pa.table(edge_columns))}
-        return build_graph_from_tables(self._path.name.removesuffix(kind), *tables)
+        return build_graph_from_tables(self._path.name.removesuffix(suffix), *tables)
 
 
-def _read_networkx(content: bytes, kind: str) -> Any:
+def _read_networkx(content: bytes, suffix: str) -> Any:
     networkx = importlib.import_module("networkx")
-    if kind == ".json":
+    if suffix == ".json":
         value = json.loads(content)
         _check_node_link(value)
         json.dumps(value, ensure_ascii=False).encode()  # It fails for lone surrogates.
         graph = networkx.node_link_graph(value, edges="links" if "links" in value else "edges")
-        ids = {json.dumps(node.get("id", [number])) for number, node in enumerate(value["nodes"])}
+        ids = {json.dumps(node.get("id", [i])) for i, node in enumerate(value["nodes"])}
         return _check_declared(graph, len(ids))
     # Entities that refer to each other grow without limit. In UTF-16, zero bytes are between the characters.
     if b"<!ENTITY" in content.replace(b"\0", b""):
         raise ValueError("it declares entities (<!ENTITY), which are never expanded")
-    # In .gml, labels are used as names if there are any.
+    # In .gml, nodes are named by their labels if there are any. Parallel edges need the key multigraph.
     has_labels = re.search(rb"node\s*\[[^\]]*?\blabel\s", content)
-    more = {"label": "label" if has_labels else "id"} if kind == ".gml" else {}
-    if kind == ".gml" and not re.search(rb"\bmultigraph\s", content):
+    options = {"label": "label" if has_labels else "id"} if suffix == ".gml" else {}
+    if suffix == ".gml" and not re.search(rb"\bmultigraph\s", content):
         content = re.sub(rb"\bgraph\s*\[", b"graph [ multigraph 1 ", content, count=1)
-    read = getattr(networkx, f"read_{kind[1:]}")
+    read_graph = getattr(networkx, f"read_{suffix[1:]}")
     try:
-        graph = read(io.BytesIO(content), **more)
+        graph = read_graph(io.BytesIO(content), **options)
     except networkx.NetworkXError as error:
         if not has_labels or "label" not in str(error):
             raise
         _LOG.warning("nodes are named by id, because their labels are not unique: %s", error)
-        graph = read(io.BytesIO(content), label="id")
-    if kind != ".gml":
+        graph = read_graph(io.BytesIO(content), label="id")
+    if suffix != ".gml":
         _check_declared(graph, len(re.findall(rb"<(?:\w+:)?node[\s>]", content)))
     return graph
 
@@ -525,8 +528,8 @@ def _check_declared(graph: Any, num_declared: int) -> Any:
 
 def _without_split(data: Mapping[str, Any]) -> dict[str, Any]:
     # Only one direction of an edge may be a target.
-    kept = {name: value for name, value in data.items() if name != "split"}
-    return kept | {name: type(data[name])() for name in SPLITS if name in data}
+    columns = {name: value for name, value in data.items() if name != "split"}
+    return columns | {name: type(data[name])() for name in SPLITS if name in data}
 
 
 def _read_attributes(rows: Sequence[Mapping[str, Any]], where: str) -> dict[str, Any]:
@@ -536,9 +539,11 @@ def _read_attributes(rows: Sequence[Mapping[str, Any]], where: str) -> dict[str,
             column = pa.array([row.get(name) for row in rows])
         except (pa.ArrowException, OverflowError):
             column = pa.nulls(len(rows))
-        kind = getattr(column.type, "value_type", column.type)
-        is_number = pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_boolean(kind)
-        if (is_number and not column.null_count) or (name in (LABEL, "split") and not pa.types.is_null(kind)):
+        dtype = getattr(column.type, "value_type", column.type)
+        is_number = pa.types.is_integer(dtype) or pa.types.is_floating(dtype) or pa.types.is_boolean(dtype)
+        if (is_number and not column.null_count) or (
+            name in (LABEL, "split") and not pa.types.is_null(dtype)
+        ):
             columns[name] = column
         else:
             ignored.append(str(name))
@@ -546,9 +551,9 @@ def _read_attributes(rows: Sequence[Mapping[str, Any]], where: str) -> dict[str,
     return columns
 
 
-def _warn_ignored(where: str, names: Sequence[str], why: str) -> None:
+def _warn_ignored(where: str, names: Sequence[str], reason: str) -> None:
     if names:
-        _LOG.warning("%s: ignored %s: %s", where, ", ".join(names), why)
+        _LOG.warning("%s: ignored %s: %s", where, ", ".join(names), reason)
 
 
 # It also matches times and dates.
@@ -686,16 +691,16 @@ def _refuse_header(read: Any, where: str, line: str) -> None:
     """Refuse a first line with the numbers of nodes and edges, as in METIS's and other formats."""
     if read.shape[1] < 2 or any(column.dtype.kind == "f" for _, column in read.iloc[:, :2].items()):
         return
-    first = [int(text) if re.fullmatch(r"\d+", text := str(number)) else -1 for number in read.iloc[0, :3]]
+    sizes = [int(text) if re.fullmatch(r"\d+", text := str(number)) else -1 for number in read.iloc[0, :3]]
     num_rows = len(read) - 1
     try:
-        largest = int(read.iloc[1:, :2].to_numpy(dtype=np.int64).max(initial=0))
+        max_id = int(read.iloc[1:, :2].to_numpy(dtype=np.int64).max(initial=0))
     except (ValueError, TypeError, OverflowError):
         return
-    is_size = first[1] == num_rows or (len(first) == 3 and first[1] >= largest and first[2] == num_rows)
+    is_size = sizes[1] == num_rows or (len(sizes) == 3 and sizes[1] >= max_id and sizes[2] == num_rows)
     # METIS has a line for each node, and each edge twice.
-    is_metis = first[0] == num_rows and 2 * first[1] == num_rows * read.shape[1]
-    if num_rows and first[0] >= largest and (is_size or is_metis):
+    is_metis = sizes[0] == num_rows and 2 * sizes[1] == num_rows * read.shape[1]
+    if num_rows and sizes[0] >= max_id and (is_size or is_metis):
         raise DatasetError(
             f"{where}: the line {line} could be a header with the numbers of nodes and edges, because "
             f"{num_rows} lines follow; if it is a header, begin it with #, and if it is an edge, move it "
@@ -716,20 +721,20 @@ def _refuse_signs(ids: Any, where: str, signs: str = _SIGNS) -> None:
     if ids.dtype.kind in "iuf":
         return
     texts = ids.astype(str)
-    if (wrong := texts.str.contains(signs, regex=True)).any():
+    if (mask := texts.str.contains(signs, regex=True)).any():
         raise DatasetError(
-            f"{where}: {texts[wrong].iloc[0]!r} is not an id; write the ids of an edge with a space, tab or "
+            f"{where}: {texts[mask].iloc[0]!r} is not an id; write the ids of an edge with a space, tab or "
             "comma between them, without brackets, quotes, arrows or other signs"
         )
 
 
 def _explain_columns(read: Any, where: str, line: str) -> None:
     """Log how further columns of edges are read. Raise DatasetError if their meaning is ambiguous."""
-    columns = [read[number] for number in range(3)]
+    columns = [read[i] for i in range(3)]
     is_alike = len({column.dtype for column in columns}) == 1 and columns[0].dtype.kind in "iuf"
-    integral = 3 not in read and is_alike and all((column % 1 == 0).all() for column in columns)
+    is_whole = 3 not in read and is_alike and all((column % 1 == 0).all() for column in columns)
     # A constant, or numbers larger than all ids, are a weight or a time.
-    if integral and columns[2].nunique() > 1 and columns[2].min() <= max(columns[0].max(), columns[1].max()):
+    if is_whole and columns[2].nunique() > 1 and columns[2].min() <= max(columns[0].max(), columns[1].max()):
         line = f"three whole numbers like {line}"
     elif "::" in line:  # MovieLens writes ratings in this format.
         line = f"lines like {line}"
@@ -769,38 +774,38 @@ def _build_from_item_lists(files: Mapping[int, Path], name: str) -> RawGraph:
 
 
 def _read_lines(path: Path, is_triples: bool | None = None) -> tuple[Any, list[str], list[bool]]:
-    """Return the pandas table of ``path``, its first two lines, and whether each seems to be a triple."""
+    """Return the pandas table of ``path``, its first two lines, and which of these look like triples."""
     import pandas as pd
 
-    before, begin, entries = list[bytes](), list[bytes](), dict[str, Any]()
+    comments, begin, entries = list[bytes](), list[bytes](), dict[str, Any]()
     with open_text(path, "list of edges, or cut off") as file:
         lines = map(bytes.strip, file)
         for line in lines:
-            if not before:
+            if not comments:
                 line = line.removeprefix(codecs.BOM_UTF8)
             if line and not line.startswith((b"#", b"%")):
                 begin = [line, *filter(None, islice(lines, 1))]
                 break
-            before.append(line)
+            comments.append(line)
         if not begin:
             raise ValueError("it has no line with two ids; write the edges")
         file.seek(0)
         source: Any = file
         if not is_triples and re.search(rb"\s\{(['\"].*)?\}$", begin[0]):
-            content = file.read(_LARGEST + 1)
-            if len(content) > _LARGEST:
-                most = format_bytes(_LARGEST)
-                raise ValueError(f"it has dictionaries and over {most}; use write_edgelist(data=['weight'])")
+            content = file.read(_MAX_BYTES + 1)
+            if len(content) > _MAX_BYTES:
+                limit = format_bytes(_MAX_BYTES)
+                raise ValueError(f"it has dictionaries and over {limit}; use write_edgelist(data=['weight'])")
             text, entries = _without_entries(content.decode(), str(path))
-            source, before = io.BytesIO(text.encode()), []
+            source, comments = io.BytesIO(text.encode()), []
             begin = [line.partition(b"{")[0].strip() for line in begin]
         first = begin[0]
         if re.fullmatch(rb"[^\s,]+(::[^\s,]+)+", first):
             source = io.BytesIO(file.read().replace(b"::", b"\t"))
         separator = "," if b"," in first else r"\s+"
-        of_triples = "\t" if first.count(b"\t") == 2 else separator
+        triple_separator = "\t" if first.count(b"\t") == 2 else separator
         are_triples = [
-            _is_triple(re.split(of_triples.encode(), line.replace(b"::", b"\t")))
+            _is_triple(re.split(triple_separator.encode(), line.replace(b"::", b"\t")))
             if is_triples is None
             else is_triples
             for line in begin
@@ -809,10 +814,10 @@ def _read_lines(path: Path, is_triples: bool | None = None) -> tuple[Any, list[s
         try:
             read = pd.read_csv(
                 source,
-                sep=of_triples if is_triples else separator,
-                skiprows=len(before),
+                sep=triple_separator if is_triples else separator,
+                skiprows=len(comments),
                 # An IRI may contain a #, so triples have no comments.
-                comment=None if is_triples else "%" if b"".join(before).startswith(b"%") else "#",
+                comment=None if is_triples else "%" if b"".join(comments).startswith(b"%") else "#",
                 header=None,
                 dtype=str if is_triples else None,
                 low_memory=False,
@@ -823,15 +828,15 @@ def _read_lines(path: Path, is_triples: bool | None = None) -> tuple[Any, list[s
                 na_values=[""],
             )
         except pd.errors.ParserError as error:
-            problem = str(error).removeprefix("Error tokenizing data. C error: ")
+            reason = str(error).removeprefix("Error tokenizing data. C error: ")
             if first.isdigit():
-                problem = (
+                reason = (
                     f"line {first.decode()} is a count, as in OpenKE's files of head, tail and relation; "
                 )
-                problem += "remove it, and put relations between head and tail (--format triples)"
+                reason += "remove it, and put relations between head and tail (--format triples)"
             elif path.stem in _CODE_OF_FILE:
-                problem += "; if each line is a user and all its items, add --format interactions"
-            raise ValueError(problem) from error
+                reason += "; if each line is a user and all its items, add --format interactions"
+            raise ValueError(reason) from error
     return read.assign(**entries), [repr(line.decode(errors="replace")) for line in begin], are_triples
 
 
@@ -853,7 +858,7 @@ def _is_triple(pieces: Sequence[bytes]) -> bool:
 def _build_from_triples(
     read: Iterable[tuple[Path, Any, str]], splits: Sequence[int], name: str, where: str
 ) -> RawGraph:
-    """Return the graph of files. Each has its table and first line from :func:`_read_lines`."""
+    """Return the graph of several files. ``read`` has path, table and first line of each."""
     import pandas as pd
 
     tables = []

@@ -151,10 +151,10 @@ class Fields:
     def text(self, name: str, least: int = 0, most: float = math.inf) -> str:
         """Return a text of ``least`` to ``most`` characters. With ``most``, they must be printable."""
         value, untrusted = self._get(name), most < math.inf
-        good = isinstance(value, str) and least <= len(value) <= most
-        if not good or (untrusted and not value.isprintable()):
-            kind, size = "a printable text" if untrusted else "a text", _format_range(least, most, "of")
-            raise self.field_error(name, f"{kind}{size}{' characters' if size else ''}")
+        is_valid = isinstance(value, str) and least <= len(value) <= most
+        if not is_valid or (untrusted and not value.isprintable()):
+            text_type, size = "a printable text" if untrusted else "a text", _format_range(least, most, "of")
+            raise self.field_error(name, f"{text_type}{size}{' characters' if size else ''}")
         return value
 
     def nonempty_text(self, name: str) -> str:
@@ -167,8 +167,8 @@ class Fields:
         for choice in choices:
             if value == choice and type(value) is type(choice):
                 return choice
-        known = [choice for choice in choices if isinstance(choice, str)]
-        hint = suggest_name(value[:80], known) if isinstance(value, str) else ""
+        texts = [choice for choice in choices if isinstance(choice, str)]
+        hint = suggest_name(value[:80], texts) if isinstance(value, str) else ""
         raise self.field_error(name, f"one of {', '.join(map(repr, choices))}{hint}")
 
     def items(self, name: str, least: int = 0, most: float = math.inf) -> Fields:
@@ -176,7 +176,7 @@ class Fields:
         value = self._get(name)
         if not isinstance(value, list | tuple) or not least <= len(value) <= most:
             raise self.field_error(name, f"a list{_format_range(least, most, 'of')}")
-        return self._make_fields(name, {f"[{at}]": item for at, item in enumerate(value)})
+        return self._make_fields(name, {f"[{index}]": item for index, item in enumerate(value)})
 
     def nested_fields(self, name: str) -> Fields:
         """Return the object in the field."""
@@ -185,7 +185,7 @@ class Fields:
     def nested_list(self, name: str, least: int = 0, most: float = math.inf) -> list[Fields]:
         """Return the objects of the list in the field."""
         items = self.items(name, least, most)
-        return [items.nested_fields(at) for at in items.mapping]
+        return [items.nested_fields(key) for key in items.mapping]
 
     def record(self, kind: Callable[..., T], *, defaults: bool = False, **readers: Reader) -> T:
         """Read a record of the dataclass ``kind``. If its ``repr`` omits a field, messages omit all values.
@@ -215,30 +215,30 @@ class Fields:
 
     def value(self, name: str, hint: Any) -> Any:
         """Return the field as the type ``hint``. See the class for supported types."""
-        kind, *metadata = get_args(hint) if get_origin(hint) is Annotated else (hint,)
+        value_type, *metadata = get_args(hint) if get_origin(hint) is Annotated else (hint,)
         bounds = metadata[0] if metadata else ()
-        if get_origin(kind) in (Union, types.UnionType):
-            return self.optional(name, functools.partial(self.value, hint=get_args(kind)[0]), None)
-        if get_origin(kind) is tuple:
+        if get_origin(value_type) in (Union, types.UnionType):
+            return self.optional(name, functools.partial(self.value, hint=get_args(value_type)[0]), None)
+        if get_origin(value_type) is tuple:
             items = self.items(name, *bounds)
-            return tuple(items.value(at, get_args(kind)[0]) for at in items.mapping)
-        if get_origin(kind) is Mapping:
-            inner = self.nested_fields(name)
-            if bounds and not bounds.low <= len(inner.mapping) <= bounds.high:
+            return tuple(items.value(item_name, get_args(value_type)[0]) for item_name in items.mapping)
+        if get_origin(value_type) is Mapping:
+            fields = self.nested_fields(name)
+            if bounds and not bounds.low <= len(fields.mapping) <= bounds.high:
                 raise self.field_error(
                     name, f"an object{_format_range(bounds.low, bounds.high, 'of')} fields"
                 )
-            return {key: inner.value(key, get_args(kind)[1]) for key in inner.mapping}
-        if dataclasses.is_dataclass(kind):
-            inner = self._make_fields(name, self.raw_value(name), hidden=_hides_values(kind))
-            record = inner.record(cast("Callable[..., Any]", kind))
-            inner.reject_unread()
+            return {key: fields.value(key, get_args(value_type)[1]) for key in fields.mapping}
+        if dataclasses.is_dataclass(value_type):
+            fields = self._make_fields(name, self.raw_value(name), hidden=_hides_values(value_type))
+            record = fields.record(cast("Callable[..., Any]", value_type))
+            fields.reject_unread()
             return record
-        if issubclass(kind, Enum):
-            return kind(self.choice(name, [member.value for member in kind]))
-        if kind is bool:
+        if issubclass(value_type, Enum):
+            return value_type(self.choice(name, [member.value for member in value_type]))
+        if value_type is bool:
             return self.boolean(name)
-        read: Any = {int: self.integer, float: self.number, str: self.text}[kind]
+        read: Any = {int: self.integer, float: self.number, str: self.text}[value_type]
         return read(name, *bounds)
 
     def _make_fields(self, name: str, value: object, *, hidden: bool = False) -> Fields:
@@ -257,14 +257,14 @@ def _format_range(low: float, high: float, between: str) -> str:
     return f" of at least {low}" if low > (0 if between == "of" else -math.inf) else ""
 
 
-def _hides_values(kind: Any) -> bool:
-    return not all(declared.repr for declared in dataclasses.fields(kind))
+def _hides_values(record_type: Any) -> bool:
+    return not all(declared.repr for declared in dataclasses.fields(record_type))
 
 
 @functools.cache
-def _get_hints(kind: Any) -> dict[str, Any]:
+def _get_hints(record_type: Any) -> dict[str, Any]:
     hints = {}
-    for base in reversed(kind.__mro__):
+    for base in reversed(record_type.__mro__):
         hints.update(inspect.get_annotations(base, eval_str=True))
     return hints
 
@@ -287,8 +287,8 @@ def read_json(
         raise error(f"{where} has {len(text)} bytes, more than {longest}; send it in smaller parts")
     try:
         return json.loads(text, parse_constant=_reject_constant)
-    except (ValueError, RecursionError) as problem:
-        raise error(f"{where} is not valid JSON: {problem}") from None
+    except (ValueError, RecursionError) as parse_error:
+        raise error(f"{where} is not valid JSON: {parse_error}") from None
 
 
 def write_json(value: Json) -> bytes:

@@ -146,9 +146,9 @@ def masks_of_split(split_of: Array) -> dict[str, Array]:
 def _as_mask(column: Array, name: str, where: str) -> Array:
     if column.dtype == np.bool_:
         return column
-    odd = (column != 0) & (column != 1)
-    if odd.any():
-        row = int(np.argmax(odd.reshape(len(odd), -1).any(axis=1)))
+    is_invalid = (column != 0) & (column != 1)
+    if is_invalid.any():
+        row = int(np.argmax(is_invalid.reshape(len(is_invalid), -1).any(axis=1)))
         raise column_error(where, name, f"{column[row]} is neither 0 nor 1 (false nor true)", row)
     return column.astype(np.bool_)
 
@@ -165,9 +165,9 @@ def _as_label(column: Array, where: str) -> Array:
     if column.ndim > 1:
         return column
     # Sources store labels with gaps as floating point, with NaN for missing ones.
-    known = column[~np.isnan(column)]
-    largest = 2.0**63 if len(known) < len(column) else max(len(column), FEW_CLASSES)
-    if ((known != np.floor(known)) | (known < 0) | (known >= largest)).any():
+    labels = column[~np.isnan(column)]
+    limit = 2.0**63 if len(labels) < len(column) else max(len(column), FEW_CLASSES)
+    if ((labels != np.floor(labels)) | (labels < 0) | (labels >= limit)).any():
         return column  # They are targets of a regression.
     return np.nan_to_num(column, nan=-1.0).astype(np.int64)
 
@@ -235,13 +235,13 @@ def raw_graph_from_dgl(
 
 def edges_of_dgl(graph: dgl.DGLGraph) -> dict[EdgeType, tuple[Array, Array]]:
     """Return the (E,) sources and destinations of each edge type, in the order of the edge ids."""
-    known = graph.formats()
-    if "coo" not in (*known["created"], *known["not created"]):
+    formats = graph.formats()
+    if "coo" not in (*formats["created"], *formats["not created"]):
         # Only this format returns edges in the order of their ids.
         graph = graph.formats(["coo", "csr", "csc"])
-    every = {etype: graph.edges(etype=etype, order="eid") for etype in graph.canonical_etypes}
+    edges = {etype: graph.edges(etype=etype, order="eid") for etype in graph.canonical_etypes}
     return {
-        etype: (array_of_tensor(source), array_of_tensor(ends)) for etype, (source, ends) in every.items()
+        etype: (array_of_tensor(source), array_of_tensor(ends)) for etype, (source, ends) in edges.items()
     }
 
 
@@ -309,15 +309,15 @@ class DglBinarySource(DatasetSource):
 def _find_dataset_class(name: str) -> Any:
     import dgl
 
-    known = sorted(
+    names = sorted(
         key
         for key, value in vars(dgl.data).items()
         if inspect.isclass(value) and issubclass(value, dgl.data.DGLDataset)
     )
-    if name in known:
+    if name in names:
         return getattr(dgl.data, name)
     raise UnknownNameError(
-        f"dgl.data has no dataset {name!r}{suggest_name(name, known)} (write e.g. dgl:CoraGraphDataset)"
+        f"dgl.data has no dataset {name!r}{suggest_name(name, names)} (write e.g. dgl:CoraGraphDataset)"
     )
 
 
@@ -325,10 +325,8 @@ def _check_index(num_graphs: int, index: int | None, where: str) -> int:
     if index is None and num_graphs == 1:
         return 0
     if index is None or index >= num_graphs:
-        problem = "no index was given" if index is None else f"index={index} is not among them"
-        raise ConfigError(
-            f"{where} has {num_graphs} graphs and {problem}; choose index=0 to {num_graphs - 1}"
-        )
+        reason = "no index was given" if index is None else f"index={index} is not among them"
+        raise ConfigError(f"{where} has {num_graphs} graphs and {reason}; choose index=0 to {num_graphs - 1}")
     return index
 
 

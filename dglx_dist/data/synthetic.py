@@ -76,12 +76,12 @@ def draw_edges(
     first_ends: Array = np.arange(num_nodes, dtype=id_dtype(num_nodes))
     with progress("drawing edges", num_links, enabled=num_links >= _SHOWN_FROM) as advance:
         for _ in range(_MAX_ROUNDS):
-            missing = num_links - len(keys)
-            fresh = _sort_distinct(_draw_keys(config, communities, stubs, first_ends, missing, generator))
-            before = len(keys)
-            keys = _merge_keys(keys, fresh) if before else fresh
-            del fresh
-            advance(len(keys) - before)
+            count = num_links - len(keys)
+            new_keys = _sort_distinct(_draw_keys(config, communities, stubs, first_ends, count, generator))
+            num_before = len(keys)
+            keys = _merge_keys(keys, new_keys) if num_before else new_keys
+            del new_keys
+            advance(len(keys) - num_before)
             if len(keys) >= num_links:
                 break
             first_ends = _find_isolated(keys, num_nodes)
@@ -94,9 +94,9 @@ def _make_stubs(config: SyntheticConfig, communities: Array, generator: np.rando
     # Weights are rounded up with the probability of their fraction, which keeps the expectation.
     copies = np.maximum(1, np.floor(weights + generator.random(num_nodes))).astype(np.int64)
     order = np.argsort(communities, kind="stable").astype(id_dtype(num_nodes))
-    per_community = np.bincount(communities, copies, config.num_communities).astype(np.int64)
-    first = np.concatenate([[0], np.cumsum(per_community)]).astype(np.int64)
-    return _Stubs(nodes=np.repeat(order, copies[order]), first=first)
+    num_stubs = np.bincount(communities, copies, config.num_communities).astype(np.int64)
+    starts = np.concatenate([[0], np.cumsum(num_stubs)]).astype(np.int64)
+    return _Stubs(nodes=np.repeat(order, copies[order]), first=starts)
 
 
 def _draw_weights(config: SyntheticConfig, generator: np.random.Generator, mean: float) -> Array:
@@ -119,20 +119,20 @@ def _draw_keys(
 ) -> Array:
     """Return unsorted keys ``lower id x N + higher id`` of at most ``num_links`` links without self-loops."""
     keys = np.empty(num_links, dtype=np.int64)
-    written = 0
+    num_written = 0
     for first in range(0, num_links, _PAIRS_AT_ONCE):
         count = min(_PAIRS_AT_ONCE, num_links - first)
-        forced = first_ends[first : first + count]
-        drawn = stubs.nodes[generator.integers(0, len(stubs.nodes), count - len(forced))]
-        first_end = np.concatenate([forced, drawn])
+        given_ends = first_ends[first : first + count]
+        drawn_ends = stubs.nodes[generator.integers(0, len(stubs.nodes), count - len(given_ends))]
+        first_end = np.concatenate([given_ends, drawn_ends])
         second_end = _draw_neighbours(config, communities[first_end], stubs, generator)
-        differ = first_end != second_end
-        low = np.minimum(first_end, second_end)[differ].astype(np.int64)
+        is_link = first_end != second_end
+        low = np.minimum(first_end, second_end)[is_link].astype(np.int64)
         low *= config.nodes
-        low += np.maximum(first_end, second_end)[differ]
-        keys[written : written + len(low)] = low
-        written += len(low)
-    return keys[:written]
+        low += np.maximum(first_end, second_end)[is_link]
+        keys[num_written : num_written + len(low)] = low
+        num_written += len(low)
+    return keys[:num_written]
 
 
 def _draw_neighbours(
@@ -147,18 +147,18 @@ def _draw_neighbours(
     num_blocks = config.num_communities // num_classes
     classes, blocks = communities % num_classes, communities // num_classes
     uniform = generator.random(count, dtype=np.float32)
-    leave_block = uniform >= config.homophily * config.locality
-    leave_class = uniform >= config.homophily if num_classes > 1 else np.zeros(count, dtype=np.bool_)
+    leaves_block = uniform >= config.homophily * config.locality
+    leaves_class = uniform >= config.homophily if num_classes > 1 else np.zeros(count, dtype=np.bool_)
     if num_blocks > 1:
         # Within the class, a step of at least 1 leads to another block. In another class, all blocks are
         # possible, so the step may be 0.
         step = generator.integers(1, num_blocks, count, dtype=np.int32)
         step_in_other_class = generator.integers(0, num_blocks, count, dtype=np.int32)
-        step = np.where(leave_class, step_in_other_class, step)
-        blocks = np.where(leave_block, (blocks + step) % num_blocks, blocks)
+        step = np.where(leaves_class, step_in_other_class, step)
+        blocks = np.where(leaves_block, (blocks + step) % num_blocks, blocks)
     if num_classes > 1:
         class_step = generator.integers(1, num_classes, count, dtype=np.int32)
-        classes = np.where(leave_class, (classes + class_step) % num_classes, classes)
+        classes = np.where(leaves_class, (classes + class_step) % num_classes, classes)
     target = blocks * num_classes + classes
     begin = stubs.first[target]
     position = generator.random(count)
@@ -168,15 +168,15 @@ def _draw_neighbours(
 
 def _sort_distinct(keys: Array) -> Array:
     keys.sort()
-    keep = np.ones(len(keys), dtype=np.bool_)
-    np.not_equal(keys[1:], keys[:-1], out=keep[1:])
-    return keys[keep]
+    is_first = np.ones(len(keys), dtype=np.bool_)
+    np.not_equal(keys[1:], keys[:-1], out=is_first[1:])
+    return keys[is_first]
 
 
 def _merge_keys(keys: Array, new_keys: Array) -> Array:
     position = np.searchsorted(keys, new_keys)
-    known = keys[np.minimum(position, len(keys) - 1)] == new_keys
-    return np.insert(keys, position[~known], new_keys[~known])
+    is_known = keys[np.minimum(position, len(keys) - 1)] == new_keys
+    return np.insert(keys, position[~is_known], new_keys[~is_known])
 
 
 def _find_isolated(keys: Array, num_nodes: int) -> Array:
@@ -190,17 +190,17 @@ def _find_isolated(keys: Array, num_nodes: int) -> Array:
 
 def _add_directions(keys: Array, num_nodes: int) -> tuple[Array, Array]:
     num_links = len(keys)
-    turned = np.empty(2 * num_links, dtype=np.int64)
+    directed_keys = np.empty(2 * num_links, dtype=np.int64)
     for first in range(0, num_links, _PAIRS_AT_ONCE):
         piece = keys[first : first + _PAIRS_AT_ONCE]
-        turned[first : first + len(piece)] = piece
+        directed_keys[first : first + len(piece)] = piece
         reverse = piece % num_nodes * num_nodes + piece // num_nodes
-        turned[num_links + first : num_links + first + len(piece)] = reverse
+        directed_keys[num_links + first : num_links + first + len(piece)] = reverse
     del keys
-    turned.sort()
-    ends = np.empty((2, len(turned)), dtype=id_dtype(num_nodes))
-    for first in range(0, len(turned), _PAIRS_AT_ONCE):
-        piece = turned[first : first + _PAIRS_AT_ONCE]
+    directed_keys.sort()
+    ends = np.empty((2, len(directed_keys)), dtype=id_dtype(num_nodes))
+    for first in range(0, len(directed_keys), _PAIRS_AT_ONCE):
+        piece = directed_keys[first : first + _PAIRS_AT_ONCE]
         ends[:, first : first + len(piece)] = divmod(piece, num_nodes)
     return ends[0], ends[1]
 
@@ -280,17 +280,17 @@ class SyntheticConfig:
 
 def parse_config(text: str, options: Mapping[str, object]) -> SyntheticConfig:
     """Parse settings such as ``nodes=20000,degree=25``. ``options`` override them."""
-    numbers: dict[str, object] = {}
+    settings: dict[str, object] = {}
     for item in filter(None, text.split(",")):
         name, equals, value = item.partition("=")
         if not equals:
             raise ConfigError(f"{item!r} in synthetic:{text} is not of the form name=value")
-        numbers[name.strip()] = parse_literal(value.strip())
-    types, numbers = types_in(SyntheticConfig), numbers | {**options}
-    for name, number in numbers.items():
-        if isinstance(number, float) and number.is_integer() and types.get(name) is int:
-            numbers[name] = int(number)  # It may be written as 2e4.
-    return read_options("the synthetic graph", SyntheticConfig, numbers)
+        settings[name.strip()] = parse_literal(value.strip())
+    types, settings = types_in(SyntheticConfig), settings | {**options}
+    for name, setting in settings.items():
+        if isinstance(setting, float) and setting.is_integer() and types.get(name) is int:
+            settings[name] = int(setting)  # It may be written as 2e4.
+    return read_options("the synthetic graph", SyntheticConfig, settings)
 
 
 def generate(config: SyntheticConfig) -> RawGraph:
@@ -305,10 +305,10 @@ def generate(config: SyntheticConfig) -> RawGraph:
     columns: dict[str, Array] = {}
     if config.features:
         columns[FEATURE] = np.empty((config.nodes, config.features), dtype=np.float32)
-        first = 0
+        offset = 0
         for rows in _draw_features(config, true_classes):
-            columns[FEATURE][first : first + len(rows)] = rows
-            first += len(rows)
+            columns[FEATURE][offset : offset + len(rows)] = rows
+            offset += len(rows)
     columns[LABEL] = _labels(config, true_classes)
     columns.update(_draw_splits(config, communities))
     return RawGraph(
@@ -406,14 +406,14 @@ class _HalfLinks(NamedTuple):
 
     order: Array
     """(N,) nodes ordered by class and community."""
-    place: Array
+    position: Array
     """(N,) position of each node in ``order``."""
     community: Array
     """(N,) community of each node, numbered by class."""
-    first: Array
+    starts: Array
     """(communities + 1,) int64 position of the first node of each community."""
     ends: Array
-    """(3, N + 1) int64. On level l, the node at place i has the half-links ``ends[l, i]:ends[l, i + 1]``."""
+    """(3, N + 1) int64. On level l, node i of ``order`` has the half-links ``ends[l, i]:ends[l, i + 1]``."""
     spans: Array
     """(3,) int64 number of communities that a permutation of the level spans."""
     keys: Array
@@ -425,30 +425,30 @@ def _make_half_links(config: SyntheticConfig, communities: Array) -> _HalfLinks:
     blocks = count // classes
     community = (communities % classes) * blocks + communities // classes
     order = np.argsort(community, kind="stable").astype(id_dtype(config.nodes))
-    place = np.empty_like(order)
-    place[order] = np.arange(config.nodes, dtype=order.dtype)
-    first = np.searchsorted(community[order], np.arange(count + 1))
+    position = np.empty_like(order)
+    position[order] = np.arange(config.nodes, dtype=order.dtype)
+    starts = np.searchsorted(community[order], np.arange(count + 1))
     # Links of the last level may also reach the own class.
-    anywhere = min(1.0, (1 - config.homophily) * classes / (classes - 1)) if classes > 1 else 0.0
-    near = min(config.homophily * config.locality, 1 - anywhere)
+    far_share = min(1.0, (1 - config.homophily) * classes / (classes - 1)) if classes > 1 else 0.0
+    near_share = min(config.homophily * config.locality, 1 - far_share)
     spans = np.array([1, blocks, count])
     weights = _draw_weights(config, generator, config.degree)
     ends = np.zeros((3, config.nodes + 1), np.int64)
-    for level, share in enumerate((near, 1 - anywhere - near, anywhere)):
+    for level, share in enumerate((near_share, 1 - far_share - near_share, far_share)):
         counts = ends[level, 1:]
         counts[:] = weights * share + generator.random(config.nodes)
         if level == 0:
             np.maximum(counts, 1, out=counts)
         np.cumsum(counts, out=counts)
         # Half-links are joined in pairs, so the last node of an odd number gets one more.
-        last = first[:: spans[level]][1:]
-        odd = np.diff(ends[level, last], prepend=0) & 1
-        more = np.zeros(config.nodes + 1, np.int8)
-        np.add.at(more, last, odd)
-        ends[level] += np.cumsum(more, dtype=np.int32)
+        last = starts[:: spans[level]][1:]
+        is_odd = np.diff(ends[level, last], prepend=0) & 1
+        extra = np.zeros(config.nodes + 1, np.int8)
+        np.add.at(extra, last, is_odd)
+        ends[level] += np.cumsum(extra, dtype=np.int32)
     keys = generator.integers(0, 1 << 63, 3, dtype=np.uint64)
     return _HalfLinks(
-        order=order, place=place, community=community, first=first, ends=ends, spans=spans, keys=keys
+        order=order, position=position, community=community, starts=starts, ends=ends, spans=spans, keys=keys
     )
 
 
@@ -460,47 +460,48 @@ def _stream_edges(config: SyntheticConfig, communities: Array, sources: Spill) -
     total = int(links.ends[:, -1].sum())
     with progress("drawing edges", total, enabled=total >= _SHOWN_FROM) as advance:
         for first in range(0, config.nodes, step):
-            at = links.place[first : first + step]
-            drawn = int((links.ends[:, at + 1] - links.ends[:, at]).sum())
-            out = np.empty(drawn, links.order.dtype)
-            count = _draw_sources(links, first, out, indptr[first + 1 : first + 1 + len(at)])
-            sources.append(out[:count])
-            advance(drawn)
+            positions = links.position[first : first + step]
+            num_half_links = int((links.ends[:, positions + 1] - links.ends[:, positions]).sum())
+            buffer = np.empty(num_half_links, links.order.dtype)
+            count = _draw_sources(links, first, buffer, indptr[first + 1 : first + 1 + len(positions)])
+            sources.append(buffer[:count])
+            advance(num_half_links)
     return np.cumsum(indptr, out=indptr)
 
 
 @njit(cache=True, nogil=True)
 def _draw_sources(links: _HalfLinks, node: int, out: Array, counts: Array) -> int:
     """Write the ascending distinct sources of ``node`` and the following nodes, and count them."""
-    order, place, community, first, ends, spans, keys = links
+    order, position, community, starts, ends, spans, keys = links
     total = 0
     for i in range(len(counts)):
-        start, own = total, place[node + i]
+        start, home = total, position[node + i]
         for level in range(len(spans)):
             segment = community[node + i] // spans[level]
-            low, high = first[segment * spans[level]], first[(segment + 1) * spans[level]]
+            low, high = starts[segment * spans[level]], starts[(segment + 1) * spans[level]]
             offsets = ends[level, low : high + 1]
             size, key = offsets[-1] - offsets[0], mix(keys[level] ^ np.uint64(segment))
-            for half in range(ends[level, own], ends[level, own + 1]):
-                joined = _permute(half - offsets[0], size, key, False) ^ 1
-                partner = offsets[0] + _permute(joined, size, key, True)
+            for half_link in range(ends[level, home], ends[level, home + 1]):
+                mate = _permute(half_link - offsets[0], size, key, False) ^ 1  # Pairs are (0, 1), (2, 3) ...
+                partner = offsets[0] + _permute(mate, size, key, True)
                 neighbor = low + np.searchsorted(offsets, partner, side="right") - 1
-                if neighbor != own:
+                if neighbor != home:
                     out[total] = order[neighbor]
                     total += 1
         out[start:total].sort()
+        # Repeated sources are dropped in place.
         end, total = total, start
-        for at in range(start, end):
-            if total == start or out[at] != out[total - 1]:
-                out[total] = out[at]
+        for index in range(start, end):
+            if total == start or out[index] != out[total - 1]:
+                out[total] = out[index]
                 total += 1
         counts[i] = total - start
     return total
 
 
 @njit(cache=True, nogil=True)
-def _permute(number: int, size: int, key: np.uint64, inverse: bool) -> int:
-    """Return the position of ``number`` in a keyed permutation of [0, size), or with ``inverse`` the reverse.
+def _permute(index: int, size: int, key: np.uint64, inverse: bool) -> int:
+    """Return the position of ``index`` in a keyed permutation of [0, size), or with ``inverse`` the reverse.
 
     The permutation is a Feistel network over the rows and columns of a square (Black and Rogaway 2002). It is
     repeated until the result is below ``size``.
@@ -508,21 +509,21 @@ def _permute(number: int, size: int, key: np.uint64, inverse: bool) -> int:
     width = int(math.sqrt(size)) + 1
     height = (size + width - 1) // width
     while True:
-        row, column = number // width, number % width
+        row, column = index // width, index % width
         for step in range(_ROUNDS):
-            turn = _ROUNDS - 1 - step if inverse else step
-            fixed, bound = (row, width) if turn & 1 else (column, height)
-            word = np.int64(full_word(key, _ROUNDS * fixed + turn) >> np.uint64(32))
+            round_index = _ROUNDS - 1 - step if inverse else step
+            fixed_part, bound = (row, width) if round_index & 1 else (column, height)
+            word = np.int64(full_word(key, _ROUNDS * fixed_part + round_index) >> np.uint64(32))
             shift = int((word * bound) >> 32)
             if inverse:
                 shift = bound - shift
-            if turn & 1:
+            if round_index & 1:
                 column += shift if column + shift < width else shift - width
             else:
                 row += shift if row + shift < height else shift - height
-        number = row * width + column
-        if number < size:
-            return number
+        index = row * width + column
+        if index < size:
+            return index
 
 
 _NODE_BYTES = 80
@@ -573,8 +574,8 @@ def _draw_features(config: SyntheticConfig, true_classes: Array) -> Iterator[Arr
 def _labels(config: SyntheticConfig, true_classes: Array) -> Array:
     generator = _make_generator(config, stage=3)
     labels = true_classes.astype(np.int64)
-    drawn_anew = generator.random(config.nodes) < config.label_noise
-    labels[drawn_anew] = generator.integers(0, config.classes, int(drawn_anew.sum()))
+    is_random = generator.random(config.nodes) < config.label_noise
+    labels[is_random] = generator.integers(0, config.classes, int(is_random.sum()))
     return labels
 
 
@@ -583,16 +584,16 @@ def _draw_splits(config: SyntheticConfig, communities: Array) -> dict[str, Array
     order = generator.permutation(config.nodes)
     rates = (config.train_rate, config.val_rate, config.test_rate)
     num_train, num_val, num_test = (round(rate * config.nodes) for rate in rates)
-    in_hot = communities[order] < max(1, config.num_communities // 10)
-    hot, cold = order[in_hot], order[~in_hot]
+    is_hot = communities[order] < max(1, config.num_communities // 10)
+    hot, cold = order[is_hot], order[~is_hot]
     even_share = round(num_train * len(hot) / config.nodes)
     num_hot = min(even_share + round(config.skew * (num_train - even_share)), len(hot))
     num_others = min(num_train - num_hot, len(cold))
     train = np.concatenate([hot[:num_hot], cold[:num_others]])
     remaining = generator.permutation(np.concatenate([hot[num_hot:], cold[num_others:]]))
-    chosen = (train, remaining[:num_val], remaining[num_val : num_val + num_test])
+    ids_of_splits = (train, remaining[:num_val], remaining[num_val : num_val + num_test])
     masks = {}
-    for name, ids in zip(SPLITS, chosen, strict=True):
+    for name, ids in zip(SPLITS, ids_of_splits, strict=True):
         if len(ids):
             masks[name] = np.zeros(config.nodes, np.bool_)
             masks[name][ids] = True

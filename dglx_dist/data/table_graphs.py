@@ -30,7 +30,7 @@ from dglx_dist.registry import suggest_name
 
 _LOG = logging.getLogger(__name__)
 SUFFIXES = (".csv", ".parquet")
-_NOT_READ = {".tsv", ".json", ".jsonl", ".ndjson", ".gz", ".xlsx", ".feather", ".arrow", ".pq"}
+_BAD_SUFFIXES = {".tsv", ".json", ".jsonl", ".ndjson", ".gz", ".xlsx", ".feather", ".arrow", ".pq"}
 
 
 def _stack_columns(table: Any, names: Sequence[str], where: str) -> Array:
@@ -62,15 +62,15 @@ def find_tables(folder: Path) -> tuple[dict[str, Path], dict[EdgeType, Path]]:
     if (folder / "graph.json").is_file():
         _LOG.warning("%s is ignored; use it with `dglx ingest %s/graph.json`", folder / "graph.json", folder)
     for path in sorted(path for pattern in ("nodes.*", "edges.*", "*/*") for path in folder.glob(pattern)):
-        if {path.stem.split(".")[0], path.parent.name} & {"nodes", "edges"} and path.suffix in _NOT_READ:
+        if {path.stem.split(".")[0], path.parent.name} & {"nodes", "edges"} and path.suffix in _BAD_SUFFIXES:
             raise DatasetError(f"{path}: tables are .csv or .parquet; convert it, or move it elsewhere")
-    single, nodes = _find_single_file(folder, "edges"), _find_single_file(folder, "nodes")
-    if single is not None:
-        return {} if nodes is None else {NODE_TYPE: nodes}, {EDGE_TYPE: single}
-    of_edges = {_parse_edge_type(path): path for path in _list_tables(folder / "edges")}
-    if not of_edges:
+    edge_table, node_table = _find_single_file(folder, "edges"), _find_single_file(folder, "nodes")
+    if edge_table is not None:
+        return {} if node_table is None else {NODE_TYPE: node_table}, {EDGE_TYPE: edge_table}
+    edge_tables = {_parse_edge_type(path): path for path in _list_tables(folder / "edges")}
+    if not edge_tables:
         raise DatasetError(f"{folder.absolute()} has no table of edges; expected {_CONVENTION}")
-    return {path.stem: path for path in _list_tables(folder / "nodes")}, of_edges
+    return {path.stem: path for path in _list_tables(folder / "nodes")}, edge_tables
 
 
 def _list_tables(folder: Path) -> list[Path]:
@@ -91,7 +91,7 @@ def _parse_edge_type(path: Path) -> EdgeType:
     return pieces[0], pieces[1], pieces[2]
 
 
-_KEYS_OF_EDGES = (
+_END_COLUMNS = (
     *(("src", "dst"), ("source", "destination"), ("source", "target"), ("srcid", "dstid")),
     *(("sourceid", "destinationid"), ("sourceid", "targetid"), ("startid", "endid")),
 )
@@ -100,13 +100,13 @@ SPLIT, _ID = "split", "id"
 _ID_NAMES = {_ID, "ids", "node", "nodeid", "nodeids", "nodeidx", "nid", "vertex", "vertexid"}
 
 
-_OF_NEO4J = re.compile(r"[^:]*:(\w*ID)(\(.*\))?")
+_NEO4J_NAME = re.compile(r"[^:]*:(\w*ID)(\(.*\))?")
 
 
 def _simplify_name(name: str) -> str:
     """Return a column's name in lower case, without punctuation and Neo4j's type name."""
-    of_neo4j = _OF_NEO4J.fullmatch(name)
-    return re.sub(r"[\W_]", "", (of_neo4j[1] if of_neo4j else name).lower())
+    match = _NEO4J_NAME.fullmatch(name)
+    return re.sub(r"[\W_]", "", (match[1] if match else name).lower())
 
 
 def _list_names_of_type(ntype: str) -> tuple[str, str]:
@@ -121,11 +121,11 @@ def is_node_id(name: str, ntype: str) -> bool:
 
 def _read(path: Path, id_names: Collection[str] = ()) -> Any:
     """Read a table. Columns of ids are ``id_names``, ends of edges, and usual names of ids."""
-    known = {*id_names, *(key for keys in _KEYS_OF_EDGES for key in keys)}
+    id_keys = {*id_names, *(key for keys in _END_COLUMNS for key in keys)}
     stems = path.stem.split("__")
 
     def is_id(name: str) -> bool:
-        return bool({name, _simplify_name(name)} & known) or any(is_node_id(name, stem) for stem in stems)
+        return bool({name, _simplify_name(name)} & id_keys) or any(is_node_id(name, stem) for stem in stems)
 
     return read_table(path, is_id)
 
@@ -174,32 +174,32 @@ class TablesSource(DatasetSource):
         self._nodes, self._edges = find_tables(self._path)
 
     def load(self) -> RawGraph:
-        id_names = {form for name in (self._ids or "").split(",") for form in (name, name.strip())}
+        id_names = {spelling for name in (self._ids or "").split(",") for spelling in (name, name.strip())}
         nodes = {ntype: (str(path), _read(path, id_names)) for ntype, path in self._nodes.items()}
         edges = {etype: (str(path), _read(path)) for etype, path in self._edges.items()}
-        of_nodes, of_edges = (
+        node_names, edge_names = (
             list(dict.fromkeys(name for _, table in tables.values() for name in table.column_names))
             for tables in (nodes, edges)
         )
         where = f"{self._name}: no table"
-        ignored = set(filter(None, _choose_names(self._ignored, [*of_nodes, *of_edges], where, "ignore")))
-        known = [name for name in of_nodes if name and name not in ignored]
-        ids = None if self._ids is None else _choose_names(self._ids, known, f"{where} of nodes", "--id")
+        ignored = set(filter(None, _choose_names(self._ignored, [*node_names, *edge_names], where, "ignore")))
+        columns = [name for name in node_names if name and name not in ignored]
+        ids = None if self._ids is None else _choose_names(self._ids, columns, f"{where} of nodes", "--id")
         return build_graph_from_tables(self._name, nodes, edges, ignored, ids)
 
 
-def _choose_names(listed: str, known: Sequence[str], where: str, option: str) -> list[str]:
+def _choose_names(listed: str, columns: Sequence[str], where: str, option: str) -> list[str]:
     """Return the comma-separated names of an option. Only the last one may be empty.
 
     Raises:
-        DatasetError: a name is not among ``known``.
+        DatasetError: a name is not among ``columns``.
     """
-    names = [name if name in known else name.strip() for name in listed.split(",")]
+    names = [name if name in columns else name.strip() for name in listed.split(",")]
     for name in [*filter(None, names), *names[:-1]]:
-        if name not in known:
+        if name not in columns:
             raise DatasetError(
-                f"{where} has the column {name!r} of {option}{suggest_name(name, known)} (columns: "
-                f"{', '.join(known) or 'none'})"
+                f"{where} has the column {name!r} of {option}{suggest_name(name, columns)} (columns: "
+                f"{', '.join(columns) or 'none'})"
             )
     return names
 
@@ -225,21 +225,21 @@ def build_graph_from_tables(
     """
     ends = {etype: _read_ends(table, where, etype) for etype, (where, table) in edges.items()}
     ids: dict[str, Any] = {}
-    owners = {ntype: where for ntype, (where, _) in nodes.items()}
+    id_sources = {ntype: where for ntype, (where, _) in nodes.items()}
     node_data: dict[str, dict[str, NodeColumn]] = {}
     names: dict[str, list[str]] = {}
     for ntype, (where, table) in nodes.items():
-        name_of_ids = _find_id_column(table, ntype, where, ignored, id_names)
-        if name_of_ids is None:
+        id_name = _find_id_column(table, ntype, where, ignored, id_names)
+        if id_name is None:
             if id_names is None:
                 _refuse_likely_ids(table, _collect_ends_at(ntype, ends), where, ignored)
             ids[ntype] = pa.array(np.arange(table.num_rows))
-            owners[ntype] += " (the numbers of its rows; if a column has the ids, add --id COLUMN)"
+            id_sources[ntype] += " (the numbers of its rows; if a column has the ids, add --id COLUMN)"
         else:
-            ids[ntype] = _read_node_ids(table, name_of_ids, where)
-        node_data[ntype] = _convert_columns(table, where, {_ID, name_of_ids or _ID, *ignored})
-        is_column = LABEL in table.column_names and LABEL in node_data[ntype]
-        if is_column and (label := column(table, LABEL, where)).is_text:
+            ids[ntype] = _read_node_ids(table, id_name, where)
+        node_data[ntype] = _convert_columns(table, where, {_ID, id_name or _ID, *ignored})
+        has_label = LABEL in table.column_names and LABEL in node_data[ntype]
+        if has_label and (label := column(table, LABEL, where)).is_text:
             names[ntype] = _read_class_names(label).to_pylist()
             warn_of_unknown(names[ntype], where, LABEL)
     # The order of a set of strings changes from run to run, but ids must not.
@@ -247,11 +247,11 @@ def build_graph_from_tables(
         ids[ntype] = _collect_ids_in_edges(ntype, _collect_ends_at(ntype, ends))
     positions, edge_data = {}, {}
     for etype, etype_ends in ends.items():
-        first, second = (
-            _find_positions(end, ids[ntype], owners.get(ntype))
+        sources, destinations = (
+            _find_positions(end, ids[ntype], id_sources.get(ntype))
             for end, ntype in zip(etype_ends, (etype[0], etype[2]), strict=True)
         )
-        positions[etype] = (first, second)
+        positions[etype] = (sources, destinations)
         data = _convert_columns(
             edges[etype][1], edges[etype][0], {*(end.name for end in etype_ends), *ignored}
         )
@@ -271,39 +271,45 @@ def build_graph_from_tables(
 def _find_id_column(
     table: Any, ntype: str, where: str, ignored: Collection[str], id_names: Sequence[str] | None
 ) -> str | None:
-    """Return the column of ids, one of ``id_names`` or one with a usual name, or None to number by row."""
+    """Return the column with the ids: one of ``id_names``, or else one with a usual name.
+
+    Return None if the nodes are numbered by row.
+    """
     names = [name for name in table.column_names if name and name not in ignored]
-    likely = [name for name in id_names or () if name in names][:1]
-    if _ID in names and likely != [_ID] and (likely or id_names == [""]):
-        used = repr(likely[0]) if likely else "the number of its row"
-        _LOG.warning("%s: by --id, the id of a node is %s; the column 'id' is left out", where, used)
+    # Only the first name of --id that the table has is used.
+    candidates = [name for name in id_names or () if name in names][:1]
+    if _ID in names and candidates != [_ID] and (candidates or id_names == [""]):
+        id_source = repr(candidates[0]) if candidates else "the number of its row"
+        _LOG.warning("%s: by --id, the id of a node is %s; the column 'id' is left out", where, id_source)
     if id_names == [""]:
         return None
-    likely = likely or [name for name in names if name == _ID]
-    likely = likely or [name for name in names if is_node_id(name, ntype)]
-    if len(likely) > 1 or (id_names and not likely and "" not in id_names):
-        problem = f"both {likely[0]!r} and {likely[1]!r} could be" if likely else "no column of --id is"
-        remedy = "" if likely else f" (--id '{','.join(id_names or ())},' numbers such nodes by row)"
+    candidates = candidates or [name for name in names if name == _ID]
+    candidates = candidates or [name for name in names if is_node_id(name, ntype)]
+    if len(candidates) > 1 or (id_names and not candidates and "" not in id_names):
+        reason = (
+            f"both {candidates[0]!r} and {candidates[1]!r} could be" if candidates else "no column of --id is"
+        )
+        remedy = "" if candidates else f" (--id '{','.join(id_names or ())},' numbers such nodes by row)"
         raise DatasetError(
-            f"{where}: {problem} the column of ids (it has {', '.join(table.column_names)}); choose one with "
+            f"{where}: {reason} the column of ids (it has {', '.join(table.column_names)}); choose one with "
             f"--id COLUMN{remedy}"
         )
-    return likely[0] if likely else None
+    return candidates[0] if candidates else None
 
 
 def _refuse_likely_ids(table: Any, ends: Sequence[TableColumn], where: str, ignored: Collection[str]) -> None:
     """Raise DatasetError if nodes would be numbered by row, but a column has the ids of all edge ends."""
-    texts_of_ends = [pc.unique(end.values).cast(pa.large_string()) for end in ends]
-    used = pc.unique(pa.chunked_array(texts_of_ends, pa.large_string()))
-    known = re.compile(rf"({FEATURE}|{LABEL})(_?\d+)?|{SPLIT}")
-    for name in table.column_names if len(used) else ():
-        if name in ignored or known.fullmatch(name):
+    texts_by_end = [pc.unique(end.values).cast(pa.large_string()) for end in ends]
+    end_texts = pc.unique(pa.chunked_array(texts_by_end, pa.large_string()))
+    data_columns = re.compile(rf"({FEATURE}|{LABEL})(_?\d+)?|{SPLIT}")
+    for name in table.column_names if len(end_texts) else ():
+        if name in ignored or data_columns.fullmatch(name):
             continue
         ids = column(table, name, where)
         if not (ids.is_text or ids.is_integer) or ids.values.null_count or _is_range(ids.values):
             continue
         texts = ids.texts()
-        if len(pc.unique(texts)) == len(texts) and pc.all(pc.is_in(used, value_set=texts)).as_py():
+        if len(pc.unique(texts)) == len(texts) and pc.all(pc.is_in(end_texts, value_set=texts)).as_py():
             raise DatasetError(
                 f"{where}: no column has a usual name of ids, but {name!r} ({texts[0]}, ...) looks like the "
                 f"ids that edges use; add --id {name} to use it, or --id '' to number nodes by row"
@@ -318,33 +324,33 @@ def _read_node_ids(table: Any, name: str, where: str) -> Any:
 
 
 def _read_ends(table: Any, where: str, etype: EdgeType) -> tuple[TableColumn, TableColumn]:
-    known = {_simplify_name(name): name for name in table.column_names} | {n: n for n in table.column_names}
+    columns = {_simplify_name(name): name for name in table.column_names} | {n: n for n in table.column_names}
     pairs = zip(_list_names_of_type(etype[0]), _list_names_of_type(etype[2]), strict=True)
-    keys = [*_KEYS_OF_EDGES, *(pair for pair in pairs if pair[0] != pair[1])]
-    names = next(((known[src], known[dst]) for src, dst in keys if {src, dst} <= known.keys()), None)
+    keys = [*_END_COLUMNS, *(pair for pair in pairs if pair[0] != pair[1])]
+    names = next(((columns[src], columns[dst]) for src, dst in keys if {src, dst} <= columns.keys()), None)
     if names is None:
         check_column_names(table.column_names, (), where)
         raise DatasetError(
             f"{where}: has no columns src and dst (it has {', '.join(table.column_names)}); rename them, "
             "name them in a description for dglx ingest, or save triples as a .tsv without a header"
         )
-    for name in names if names != _KEYS_OF_EDGES[0] else ():
-        alike = [
+    for name in names if names != _END_COLUMNS[0] else ():
+        similar = [
             key for key in table.column_names if key != name and _simplify_name(key) == _simplify_name(name)
         ]
-        if alike:
-            raise DatasetError(f"{where}: {name!r} or {alike[0]!r} may be an end of edges; rename one")
+        if similar:
+            raise DatasetError(f"{where}: {name!r} or {similar[0]!r} may be an end of edges; rename one")
     return id_column(table, names[0], where), id_column(table, names[1], where)
 
 
 def _collect_ends_at(
     node_type: str, ends: Mapping[EdgeType, tuple[TableColumn, TableColumn]]
 ) -> list[TableColumn]:
-    """Return the ends of edges at nodes of a type."""
+    """Return the columns with ends of edges that are nodes of type ``node_type``."""
     return [
         end
-        for etype, both in ends.items()
-        for ntype, end in zip((etype[0], etype[2]), both, strict=True)
+        for etype, etype_ends in ends.items()
+        for ntype, end in zip((etype[0], etype[2]), etype_ends, strict=True)
         if ntype == node_type
     ]
 
@@ -361,43 +367,43 @@ def _collect_ids_in_edges(node_type: str, ends: Sequence[TableColumn]) -> Any:
 
 def _find_positions(end: TableColumn, ids: Any, table: str | None) -> Array:
     """Return the (E,) int32 or int64 positions in ``ids`` of the values of ``end``."""
-    owner = f"among the ids of {table}" if table is not None else "a node"
-    # If ids are texts, those in a small table of edges may all look like numbers.
+    origin = f"among the ids of {table}" if table is not None else "a node"
+    # If ids are texts, all values in a small table of edges may still look like numbers.
     values = end.texts() if pa.types.is_large_string(ids.type) or not len(end.values) else end.values
     if not len(values):
         values = values.cast(ids.type)
     if values.type != ids.type:
-        raise end.error(f"holds texts, but the ids {owner} are whole numbers; use the same kind in both")
+        raise end.error(f"holds texts, but the ids {origin} are whole numbers; use the same kind in both")
     if _is_range(ids):
-        numbers = as_numpy(values)
-        unknown = (numbers < 0) | (numbers >= len(ids))
-        positions = numbers.astype(id_dtype(len(ids)))
+        row_numbers = as_numpy(values)
+        is_unknown = (row_numbers < 0) | (row_numbers >= len(ids))
+        positions = row_numbers.astype(id_dtype(len(ids)))
     else:
         indices = pc.index_in(values, value_set=ids)
-        unknown, positions = as_numpy(pc.is_null(indices)), as_numpy(pc.fill_null(indices, -1))
-    count = f"(rows of {end.name!r} with unknown ids: {int(unknown.sum())})"
-    end.refuse(unknown, f"is not {owner} {count}", "node id ")
+        is_unknown, positions = as_numpy(pc.is_null(indices)), as_numpy(pc.fill_null(indices, -1))
+    count = f"(rows of {end.name!r} with unknown ids: {int(is_unknown.sum())})"
+    end.refuse(is_unknown, f"is not {origin} {count}", "node id ")
     return positions
 
 
-def _convert_columns(table: Any, where: str, left_out: set[str]) -> dict[str, NodeColumn]:
+def _convert_columns(table: Any, where: str, excluded: set[str]) -> dict[str, NodeColumn]:
     columns: dict[str, NodeColumn] = {}
-    names = [name for name in table.column_names if name not in left_out]
+    names = [name for name in table.column_names if name not in excluded]
     if LABEL in names:
         columns[LABEL] = _labels(column(table, LABEL, where))
     if SPLIT in names:
         masks = masks_of_split(split_codes(column(table, SPLIT, where)))
         columns.update({name: mask for name, mask in masks.items() if mask.any()})
     for stem in sorted({FEATURE, LABEL} - {*names}):
-        numbered = {name: int(n[1]) for name in names if (n := re.fullmatch(rf"{stem}_?(\d+)", name))}
-        if numbered:
-            in_order = sorted(numbered, key=numbered.__getitem__)
-            first = numbered[in_order[0]]
-            if [numbered[name] for name in in_order] != [*range(first, first + len(in_order))]:
-                shown = ", ".join(in_order[:4]) + (" ..." if len(in_order) > 4 else "")
-                _LOG.warning("%s: the %d columns %s skip or repeat a number", where, len(in_order), shown)
-            columns[stem] = _stack_columns(table, in_order, where)
-            names = [name for name in names if name not in numbered]
+        suffixes = {name: int(n[1]) for name in names if (n := re.fullmatch(rf"{stem}_?(\d+)", name))}
+        if suffixes:
+            ordered = sorted(suffixes, key=suffixes.__getitem__)
+            start = suffixes[ordered[0]]
+            if [suffixes[name] for name in ordered] != [*range(start, start + len(ordered))]:
+                shown = ", ".join(ordered[:4]) + (" ..." if len(ordered) > 4 else "")
+                _LOG.warning("%s: the %d columns %s skip or repeat a number", where, len(ordered), shown)
+            columns[stem] = _stack_columns(table, ordered, where)
+            names = [name for name in names if name not in suffixes]
     for name in names:
         if name in (LABEL, SPLIT):
             continue
@@ -408,9 +414,9 @@ def _convert_columns(table: Any, where: str, left_out: set[str]) -> dict[str, No
             )
             raise table_column.error(f"{shown} feat_0, feat_1 ..., or lists of numbers in Parquet")
         if table_column.is_text:
-            to_id = "" if _ID in table.column_names else f", or 'id' if it has the ids (--id {name})"
-            hint = f"rename it to 'label' if it is to be learnt{to_id}"
-            hint = hint if _ID in left_out else "save triples as a .tsv without a header"
+            id_hint = "" if _ID in table.column_names else f", or 'id' if it has the ids (--id {name})"
+            hint = f"rename it to 'label' if it is to be learnt{id_hint}"
+            hint = hint if _ID in excluded else "save triples as a .tsv without a header"
             raise table_column.error(
                 f"holds strings, which no model can use; {hint}, encode it as numbers, or leave it out (in a "
                 f"folder of tables: --option ignore={name})"
@@ -426,13 +432,13 @@ def _labels(labels: TableColumn) -> Array:
         if pa.types.is_floating(labels.values.type):
             return as_numpy(labels.values)  # A missing label is NaN.
         return as_numpy(pc.fill_null(labels.as_int64(), -1)) if labels.is_integer else labels.numbers()
-    known = pc.if_else(pc.equal(labels.values, ""), None, labels.values)
-    odd = pc.invert(pc.match_substring_regex(known, r"^\s*[-+]?[\d.]+([eE][-+]?\d+)?\s*$"))
-    if 0 < (pc.sum(odd).as_py() or 0) < len(known.drop_null()) / 2:
-        at = find_first_true(pc.fill_null(odd, False))
-        problem = f"{known[at]!s:.40} is no number, but most labels are; all are read as class names"
-        _LOG.warning("%s", labels.error(problem, at))
-    codes = pc.index_in(known, value_set=_read_class_names(labels), skip_nulls=True)
+    names = pc.if_else(pc.equal(labels.values, ""), None, labels.values)
+    is_odd = pc.invert(pc.match_substring_regex(names, r"^\s*[-+]?[\d.]+([eE][-+]?\d+)?\s*$"))
+    if 0 < (pc.sum(is_odd).as_py() or 0) < len(names.drop_null()) / 2:
+        row = find_first_true(pc.fill_null(is_odd, False))
+        message = f"{names[row]!s:.40} is no number, but most labels are; all are read as class names"
+        _LOG.warning("%s", labels.error(message, row))
+    codes = pc.index_in(names, value_set=_read_class_names(labels), skip_nulls=True)
     return as_numpy(pc.fill_null(codes, -1)).astype(np.int64)
 
 
@@ -451,11 +457,11 @@ def split_codes(split: TableColumn) -> Array:
     Raises:
         DatasetError: there is another value.
     """
-    lower = pc.utf8_lower(pc.fill_null(split.texts(), ""))
-    place = pc.index_in(lower, value_set=pa.array(list(_SPLIT_CODES), pa.large_string()))
+    texts = pc.utf8_lower(pc.fill_null(split.texts(), ""))
+    index = pc.index_in(texts, value_set=pa.array(list(_SPLIT_CODES), pa.large_string()))
     remedy = "write train, val or test (or 0, 1, 2), or nothing (or -1) for no split"
-    split.refuse(as_numpy(pc.is_null(place)), f"is not a split; {remedy}")
-    return np.array(list(_SPLIT_CODES.values()))[as_numpy(place)]
+    split.refuse(as_numpy(pc.is_null(index)), f"is not a split; {remedy}")
+    return np.array(list(_SPLIT_CODES.values()))[as_numpy(index)]
 
 
 def _is_range(ids: Any) -> bool:

@@ -66,15 +66,15 @@ class TableColumn:
     def refuse(self, odd: Array, problem: str, prefix: str = "") -> None:
         """Raise an error for the first value in the (K,) bool ``odd``. ``prefix`` comes before the value."""
         if odd.any():
-            at = find_first_true(odd)
-            raise self.error(f"{prefix}{self.values[at].as_py()!r} {problem}", at)
+            row = find_first_true(odd)
+            raise self.error(f"{prefix}{self.values[row].as_py()!r} {problem}", row)
 
     def refuse_gaps(self) -> None:
         if self.values.null_count:
-            at = find_first_true(pc.is_null(self.values))
+            row = find_first_true(pc.is_null(self.values))
             remedy = "; without labels, write 0 and leave 'split' empty" if LABEL in self.name else ""
             raise self.error(
-                f"is empty, or NaN, NA or null ({self.values.null_count} rows in all){remedy}", at
+                f"is empty, or NaN, NA or null ({self.values.null_count} rows in all){remedy}", row
             )
 
     def refuse_non_ids(self) -> None:
@@ -92,9 +92,9 @@ class TableColumn:
             pa.large_string(), f"holds {self.values.type} that is not text; write texts or numbers"
         )
 
-    def _cast_values(self, kind: Any, problem: str) -> Any:
+    def _cast_values(self, dtype: Any, problem: str) -> Any:
         try:
-            return self.values.cast(kind)
+            return self.values.cast(dtype)
         except pa.ArrowException as error:
             raise self.error(problem) from error
 
@@ -105,19 +105,19 @@ class TableColumn:
             DatasetError: values are missing, NaN, infinite or not numbers, or lists differ in length.
         """
         self.refuse_gaps()
-        kind, width, flat = self.values.type, None, self.values
-        if pa.types.is_list(kind) or pa.types.is_large_list(kind):
+        list_type, width, values = self.values.type, None, self.values
+        if pa.types.is_list(list_type) or pa.types.is_large_list(list_type):
             width = self.list_width(self.values)
-        elif pa.types.is_fixed_size_list(kind):
-            width = kind.list_size
+        elif pa.types.is_fixed_size_list(list_type):
+            width = list_type.list_size
         if width is not None:
-            flat = flat.flatten()
+            values = values.flatten()
         types = pa.types
-        if not any(holds(flat.type) for holds in (types.is_integer, types.is_floating, types.is_boolean)):
-            raise self.error(f"must hold numbers; it holds {kind}. Encode it as numbers or leave it out")
-        if flat.null_count:
-            raise self.error("has an empty value", find_first_true(pc.is_null(flat)) // max(width or 1, 1))
-        array = as_numpy(flat)
+        if not any(test(values.type) for test in (types.is_integer, types.is_floating, types.is_boolean)):
+            raise self.error(f"must hold numbers; it holds {list_type}. Encode it as numbers or leave it out")
+        if values.null_count:
+            raise self.error("has an empty value", find_first_true(pc.is_null(values)) // max(width or 1, 1))
+        array = as_numpy(values)
         array = array if width is None else array.reshape(len(self.values), width)
         check_finite(array, self.name, self.where, self.first_row)
         return array
@@ -125,10 +125,10 @@ class TableColumn:
     def list_width(self, lists: Any) -> int:
         """Return the length of all ``lists``. Raise DatasetError if they differ in length."""
         lengths = as_numpy(pc.list_value_length(lists))
-        odd = find_first_true(lengths != lengths[:1])
-        if odd:
+        row = find_first_true(lengths != lengths[:1])
+        if row:
             raise self.error(
-                f"a list of {lengths[odd]} values, but row {self.first_row} has {lengths[0]}", odd
+                f"a list of {lengths[row]} values, but row {self.first_row} has {lengths[0]}", row
             )
         return int(lengths[0]) if len(lengths) else 0
 
@@ -180,8 +180,8 @@ def read_table(path: Path, is_id: Callable[[str], bool] = lambda _name: False) -
 
 def _with_written_ids(path: Path, table: Any, is_id: Callable[[str], bool]) -> Any:
     """Return ``table`` with ids as texts if an id that was read as a number begins with 0, like 007."""
-    known = table.column_names
-    columns = {name: table.column(name) for name in known if known.count(name) == 1 and is_id(name)}
+    all_names = table.column_names
+    columns = {name: table.column(name) for name in all_names if all_names.count(name) == 1 and is_id(name)}
     names = [name for name, ids in columns.items() if pa.types.is_integer(ids.type) and not ids.null_count]
     if not names:
         return table
@@ -189,8 +189,8 @@ def _with_written_ids(path: Path, table: Any, is_id: Callable[[str], bool]) -> A
     options = pyarrow.csv.ConvertOptions(include_columns=names, column_types=types)
     with open_table(path, "csv") as file:
         texts = pyarrow.csv.read_csv(file, convert_options=options)
-    starts = (pc.any(pc.match_substring_regex(ids, "^ *[-+]?0[0-9]")).as_py() for ids in texts.columns)
-    for name in names if any(starts) else ():
+    has_zeros = (pc.any(pc.match_substring_regex(ids, "^ *[-+]?0[0-9]")).as_py() for ids in texts.columns)
+    for name in names if any(has_zeros) else ():
         ids = pc.utf8_trim_whitespace(texts.column(name))
         table = table.set_column(table.column_names.index(name), name, ids)
     return table
@@ -277,12 +277,12 @@ class PiecewiseTable:
         """Yield the columns ``names`` of all rows in order. Without names, pieces only have a row count."""
         row, ends = 0, []
         for path in self.files.paths:
-            first = row
+            first_row = row
             for batch in self._read(path, list(dict.fromkeys(names))):
                 if not batch.num_rows:
                     continue
                 columns = {
-                    name: TableColumn(plain(batch.column(name)), name, str(path), row - first)
+                    name: TableColumn(plain(batch.column(name)), name, str(path), row - first_row)
                     for name in names
                 }
                 yield TablePiece(row=row, columns=columns, num_rows=batch.num_rows)
@@ -299,8 +299,8 @@ class PiecewiseTable:
 
     def locate(self, row: int) -> tuple[Path, int]:
         """Return the file of a row and the row number in it. It is valid when :attr:`num_rows` is."""
-        at = bisect_right(self._ends, row)
-        return self.files.paths[at], row - (self._ends[at - 1] if at else 0)
+        file_index = bisect_right(self._ends, row)
+        return self.files.paths[file_index], row - (self._ends[file_index - 1] if file_index else 0)
 
     def check(self, names: Sequence[str]) -> None:
         """Raise DatasetError unless every file is readable and has each of these columns once."""
@@ -331,11 +331,11 @@ class PiecewiseTable:
             open_table(path, "parquet") as source,
             pyarrow.parquet.ParquetFile(source, buffer_size=1 << 16, pre_buffer=False) as file,
         ):
-            for number in range(file.metadata.num_row_groups):
-                row_bytes = max(_estimate_row_bytes(file, number, names), _MIN_ROW_BYTES)
-                rows = min(max(self._batch_bytes // row_bytes, 1), _MAX_ROWS)
+            for group in range(file.metadata.num_row_groups):
+                row_bytes = max(_estimate_row_bytes(file, group, names), _MIN_ROW_BYTES)
+                num_rows = min(max(self._batch_bytes // row_bytes, 1), _MAX_ROWS)
                 yield from file.iter_batches(
-                    batch_size=rows, row_groups=[number], columns=names, use_threads=False
+                    batch_size=num_rows, row_groups=[group], columns=names, use_threads=False
                 )
 
     def _estimate_block_bytes(self) -> int:
@@ -388,13 +388,13 @@ def _parse_first_id(text: str, path: Path, row: int) -> str:
     return value
 
 
-def _estimate_row_bytes(file: Any, number: int, names: Sequence[str]) -> int:
+def _estimate_row_bytes(file: Any, group_index: int, names: Sequence[str]) -> int:
     """Return the approximate bytes in memory of a row of a row group.
 
     The file stores repeated values once, so the size in memory is computed from the number of values. For
     texts with a dictionary, a few rows are read as a sample.
     """
-    group = file.metadata.row_group(number)
+    group = file.metadata.row_group(group_index)
     total, texts = 0, []
     for i in range(group.num_columns):
         column = group.column(i)
@@ -403,14 +403,14 @@ def _estimate_row_bytes(file: Any, number: int, names: Sequence[str]) -> int:
             total += max(column.total_uncompressed_size, column.num_values * width)
             if column.physical_type == _TEXTS and column.has_dictionary_page:
                 texts.append(column.path_in_schema)
-    probe = 0
+    text_bytes = 0
     if texts and group.num_rows:
         rows = file.iter_batches(
-            batch_size=_PROBED_ROWS, row_groups=[number], columns=texts, use_threads=False
+            batch_size=_PROBED_ROWS, row_groups=[group_index], columns=texts, use_threads=False
         )
-        first = next(rows)
-        probe = sum(plain(column).nbytes for column in first.columns) // first.num_rows
-    return int(total // max(group.num_rows, 1)) + probe
+        sample = next(rows)
+        text_bytes = sum(plain(column).nbytes for column in sample.columns) // sample.num_rows
+    return int(total // max(group.num_rows, 1)) + text_bytes
 
 
 def _read_schema(path: Path) -> Any:
@@ -441,9 +441,9 @@ def numbers_of_text(column: TableColumn, separator: str | None = None) -> Array:
     try:
         numbers = as_numpy(trimmed.cast(pa.float64()))
     except pa.ArrowInvalid:
-        at = _find_first_non_number(trimmed)
-        problem = "is not a number; correct the table (to_categorical encodes features that are texts)"
-        raise column.error(f"{values[at].as_py()!r} {problem}", at // (width or 1)) from None
+        index = _find_first_non_number(trimmed)
+        reason = "is not a number; correct the table (to_categorical encodes features that are texts)"
+        raise column.error(f"{values[index].as_py()!r} {reason}", index // (width or 1)) from None
     numbers = numbers if width is None else numbers.reshape(-1, width)
     check_finite(numbers, column.name, column.where, column.first_row)
     return numbers
@@ -458,9 +458,9 @@ def parse_ids(column: TableColumn, *, is_text: bool) -> Any:
         return texts
     if column.is_text:
         # Arrow also parses 0x10 and 007, which would become other ids when written back.
-        odd = ~as_numpy(pc.match_substring_regex(column.values, _INTEGER))
-        rows = "their row numbers where they have no node_id_col"
-        column.refuse(odd, f"is not a whole number, as those of its nodes are ({rows})", "node id ")
+        is_invalid = ~as_numpy(pc.match_substring_regex(column.values, _INTEGER))
+        hint = "their row numbers where they have no node_id_col"
+        column.refuse(is_invalid, f"is not a whole number, as those of its nodes are ({hint})", "node id ")
     return column.as_int64()
 
 

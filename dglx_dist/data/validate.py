@@ -71,9 +71,9 @@ def check_assignment(assignment: Assignment, graph: RawGraph) -> None:
                 f"the owners of nodes of type {ntype!r} are {part_of.dtype} of shape {part_of.shape}; "
                 f"expected one whole number for each of the {num_nodes} nodes"
             )
-        wrong = (part_of < 0) | (part_of >= assignment.num_parts)
-        if wrong.any():
-            node = _find_first(wrong)
+        is_wrong = (part_of < 0) | (part_of >= assignment.num_parts)
+        if is_wrong.any():
+            node = _find_first(is_wrong)
             raise ConfigError(
                 f"node {node} of type {ntype!r} is assigned to part {part_of[node]}, "
                 f"but the parts are 0..{assignment.num_parts - 1}"
@@ -82,8 +82,8 @@ def check_assignment(assignment: Assignment, graph: RawGraph) -> None:
 
 def column_error(where: str, column: str, problem: str, row: int | None = None) -> DatasetError:
     """Return an error for a ``problem`` of ``column`` in the file ``where``, or of one row of it."""
-    place = "" if row is None else f", row {row}:"
-    return DatasetError(f"{where}: column {column!r}{place} {problem}")
+    row_text = "" if row is None else f", row {row}:"
+    return DatasetError(f"{where}: column {column!r}{row_text} {problem}")
 
 
 def check_ids(ids: Array, end: int, column: str, where: str, id_name: str = "node id") -> None:
@@ -97,9 +97,9 @@ def check_ids(ids: Array, end: int, column: str, where: str, id_name: str = "nod
 def check_integers(values: Array, column: str, where: str) -> None:
     """Raise DatasetError unless ``values`` are (K,) integers."""
     if values.ndim != 1 or values.dtype.kind not in "iu":
-        actual = f"it is {values.dtype} of shape {values.shape}"
-        actual += "; texts as ids are for tables (docs/quickstart.md)" if values.dtype.kind in "USO" else ""
-        raise column_error(where, column, f"must hold one whole number a row; {actual}")
+        details = f"it is {values.dtype} of shape {values.shape}"
+        details += "; texts as ids are for tables (docs/quickstart.md)" if values.dtype.kind in "USO" else ""
+        raise column_error(where, column, f"must hold one whole number a row; {details}")
 
 
 def check_unique(ids: Array, column: str, where: str) -> None:
@@ -118,9 +118,9 @@ def describe_repeated_id(node_id: object, earlier: str) -> str:
 def first_repeat(values: Array) -> tuple[int, int] | None:
     """Return the first row of (K,) ``values`` with a repeated value, and the first row with that value."""
     order = np.argsort(values, kind="stable")
-    in_order = values[order]
+    ordered = values[order]
     # A stable order keeps equal values in row order, so all except the first of a run are repeats.
-    repeats = order[1:][in_order[1:] == in_order[:-1]]
+    repeats = order[1:][ordered[1:] == ordered[:-1]]
     if not len(repeats):
         return None
     row = int(repeats.min())
@@ -162,11 +162,11 @@ def check_columns(
     if num_classes is not None:
         _check_classes(label, num_classes, where)
     for name, mask in masks.items() if num_classes is not None or label.dtype.kind == "f" else ():
-        missing = mask & (label < 0 if label.dtype.kind in "iu" else np.isnan(label))
-        if missing.any():
-            problem = f"no label (empty or -1), but its split is {name.removesuffix('_mask')}"
+        is_missing = mask & (label < 0 if label.dtype.kind in "iu" else np.isnan(label))
+        if is_missing.any():
+            message = f"no label (empty or -1), but its split is {name.removesuffix('_mask')}"
             remedy = f"leave 'split' empty (or {name} False) there"
-            raise column_error(where, LABEL, f"{problem}; {remedy}", _find_first(missing))
+            raise column_error(where, LABEL, f"{message}; {remedy}", _find_first(is_missing))
 
 
 def check_finite(column: Array, name: str, where: str, first_row: int = 0) -> None:
@@ -179,12 +179,12 @@ def check_finite(column: Array, name: str, where: str, first_row: int = 0) -> No
     # Pieces are checked, because a boolean for every feature would take a quarter of their memory.
     for first in range(0, len(column), _ROWS_AT_ONCE):
         piece = column[first : first + _ROWS_AT_ONCE]
-        finite = np.isfinite(piece)
-        if not finite.all():
-            at = tuple(int(axis[0]) for axis in np.nonzero(~finite))
-            position = f" at position {list(at[1:])}" if len(at) > 1 else ""
-            problem = f"{piece[at]}{position} is not a finite number; replace it before loading"
-            raise column_error(where, name, problem, first_row + first + at[0])
+        is_finite = np.isfinite(piece)
+        if not is_finite.all():
+            index = tuple(int(axis[0]) for axis in np.nonzero(~is_finite))
+            position = f" at position {list(index[1:])}" if len(index) > 1 else ""
+            message = f"{piece[index]}{position} is not a finite number; replace it before loading"
+            raise column_error(where, name, message, first_row + first + index[0])
 
 
 def _check_sparse(column: SparseRows, name: str, where: str) -> None:
@@ -195,21 +195,21 @@ def _check_sparse(column: SparseRows, name: str, where: str) -> None:
     if len(column.values) != len(column.indices):
         counts = f"{len(column.indices)} column indices but {len(column.values)} values"
         raise column_error(where, name, f"has {counts}")
-    wrong = (column.indices < 0) | (column.indices >= column.num_columns)
+    is_wrong = (column.indices < 0) | (column.indices >= column.num_columns)
     if column.values.dtype.kind == "f":
-        wrong |= ~np.isfinite(column.values)
-    if wrong.any():
-        position = _find_first(wrong)
+        is_wrong |= ~np.isfinite(column.values)
+    if is_wrong.any():
+        position = _find_first(is_wrong)
         row = int(np.searchsorted(column.indptr, position, side="right")) - 1
         value = f"value {column.values[position]} at position {column.indices[position]}"
-        problem = f"{value} must be finite and in a column of 0..{column.num_columns - 1}"
-        raise column_error(where, name, problem, row)
-    places = np.repeat(np.arange(len(lengths)), lengths) * column.num_columns + column.indices
-    places.sort(kind="stable")  # It is fast if they already ascend.
-    repeats = places[1:][places[1:] == places[:-1]]
+        message = f"{value} must be finite and in a column of 0..{column.num_columns - 1}"
+        raise column_error(where, name, message, row)
+    positions = np.repeat(np.arange(len(lengths)), lengths) * column.num_columns + column.indices
+    positions.sort(kind="stable")  # It is fast if they already ascend.
+    repeats = positions[1:][positions[1:] == positions[:-1]]
     if len(repeats):
-        row, twice = divmod(int(repeats[0]), column.num_columns)
-        raise column_error(where, name, f"position {twice} is stored twice; add up the values", row)
+        row, column_index = divmod(int(repeats[0]), column.num_columns)
+        raise column_error(where, name, f"position {column_index} is stored twice; add up the values", row)
 
 
 def _check_mask(mask: NodeColumn, name: str, where: str, may_be_empty: bool) -> Array:
@@ -223,18 +223,18 @@ def _check_mask(mask: NodeColumn, name: str, where: str, may_be_empty: bool) -> 
 def _check_classes(label: Array, num_classes: int, where: str) -> None:
     if label.dtype.kind not in "iu":
         raise column_error(where, LABEL, f"must hold whole numbers; it is {label.dtype}")
-    wrong = (label < -1) | (label >= num_classes)
-    if wrong.any():
-        row = _find_first(wrong)
-        problem = f"label {label[row]} is outside 0..{num_classes - 1} (-1: none)"
+    is_wrong = (label < -1) | (label >= num_classes)
+    if is_wrong.any():
+        row = _find_first(is_wrong)
+        message = f"label {label[row]} is outside 0..{num_classes - 1} (-1: none)"
         remedy = f"write regression targets with a decimal point, such as {label[row]}.0"
-        raise column_error(where, LABEL, f"{problem}; {remedy}", row)
+        raise column_error(where, LABEL, f"{message}; {remedy}", row)
 
 
 def _warn_of_classes(label: Array, num_classes: int, where: str) -> None:
-    known = label[label >= 0]
-    if num_classes > 20 and num_classes > min(len(known) / 2, 2 * len(np.unique(known))):
-        reason = f"has {num_classes} classes for {len(known)} labelled nodes, or most are empty"
+    labels = label[label >= 0]
+    if num_classes > 20 and num_classes > min(len(labels) / 2, 2 * len(np.unique(labels))):
+        reason = f"has {num_classes} classes for {len(labels)} labelled nodes, or most are empty"
         _LOG.warning("%s: column %r %s; train with --task regression if they measure", where, LABEL, reason)
 
 
@@ -243,9 +243,9 @@ _NO_LABEL = {"unknown", "unk", "na", "n/a", "nan", "none", "null", "nil", "missi
 
 def warn_of_unknown(names: Iterable[str], where: str, column: str) -> None:
     """Log a warning if the name of a class seems to stand for no label."""
-    if likely := [name for name in names if name.strip().lower() in _NO_LABEL]:
+    if candidates := [name for name in names if name.strip().lower() in _NO_LABEL]:
         message = "%s: column %r: %r is read as a class; leave the column empty in rows without a label"
-        _LOG.warning(message, where, column, likely[0])
+        _LOG.warning(message, where, column, candidates[0])
 
 
 def number_codes(graph: RawGraph, where: str) -> RawGraph:
@@ -284,5 +284,5 @@ def _check_length(column: NodeColumn, num_rows: int, name: str, where: str) -> N
         raise column_error(where, name, f"has shape {tuple(column.shape)}; it needs {num_rows} rows")
 
 
-def _find_first(wrong: Array) -> int:
-    return int(np.argmax(wrong))
+def _find_first(mask: Array) -> int:
+    return int(np.argmax(mask))

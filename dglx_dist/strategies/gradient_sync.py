@@ -102,13 +102,13 @@ def make_buckets(parameters: Sequence[nn.Parameter], bucket_bytes: int) -> list[
     """
     groups: list[list[int]] = []
     size = 0
-    kind: tuple[torch.dtype, torch.device] | None = None
+    group_type: tuple[torch.dtype, torch.device] | None = None
     for index in reversed(range(len(parameters))):
         parameter = parameters[index]
         num_bytes = parameter.numel() * parameter.element_size()
-        if not groups or size + num_bytes > bucket_bytes or kind != (parameter.dtype, parameter.device):
+        if not groups or size + num_bytes > bucket_bytes or group_type != (parameter.dtype, parameter.device):
             groups.append([])
-            size, kind = 0, (parameter.dtype, parameter.device)
+            size, group_type = 0, (parameter.dtype, parameter.device)
         groups[-1].append(index)
         size += num_bytes
     return [Bucket(group, [parameters[index] for index in group]) for group in groups]
@@ -144,7 +144,7 @@ class GradientExchange:
         self._graph_task = NO_BACKWARD
         self._weight = 1.0
         self._callback: weakref.ref[Callable[[], None]] | None = None
-        self._before: list[Tensor | None] = []
+        self._sent_gradients: list[Tensor | None] = []
         self._buckets: list[Bucket] = []
         self._bucket_of: dict[int, Bucket] = {}
         self._layout: tuple[tuple[torch.dtype, torch.device], ...] = ()
@@ -192,8 +192,8 @@ class GradientExchange:
             # are not summed.
             _on_accumulation(anchor, lambda _: self._begin(weight, holds))
             # A user's hook on an unused parameter would be called with None, so such parameters are left out.
-            free = [parameter for parameter in self._parameters if not has_gradient_hooks(parameter)]
-            results = _Mark.apply(anchor, len(outputs), *outputs, *free)  # type: ignore[no-untyped-call]  # torch leaves it bare
+            parameters = [parameter for parameter in self._parameters if not has_gradient_hooks(parameter)]
+            results = _Mark.apply(anchor, len(outputs), *outputs, *parameters)  # type: ignore[no-untyped-call]  # torch leaves it bare
             if len(outputs) == 1:
                 self.watch_gaps(results[0])
             return cast("tuple[Tensor, ...]", results)
@@ -213,11 +213,11 @@ class GradientExchange:
     @contextmanager
     def hold_gradients(self) -> Iterator[None]:
         """Keep gradients on this rank. The next backward of a forward call after the block sends them."""
-        before, self._holding = self._holding, True
+        previous, self._holding = self._holding, True
         try:
             yield
         finally:
-            self._holding = before
+            self._holding = previous
 
     def add_delayed(self) -> None:
         """Add the oldest pending sums, if any, to ``.grad``. Every rank must call it."""
@@ -289,7 +289,7 @@ class GradientExchange:
             self._in_flight = []
             self._layout = ()
         self._graph_task, self._weight, self._holds = graph_task, weight, holds
-        self._before = [self._get_sent_gradient(index) for index in range(len(self._parameters))]
+        self._sent_gradients = [self._get_sent_gradient(index) for index in range(len(self._parameters))]
         for parameter in self._parameters:
             parameter.grad = None
         layout = tuple((parameter.dtype, parameter.device) for parameter in self._parameters)
@@ -403,23 +403,23 @@ class GradientExchange:
                 # These buckets are in use until their sums have arrived, so the next call needs new ones.
                 self._layout = ()
             sums = self._wait_oldest(self.delay)
-        for index, (parameter, before) in enumerate(zip(self._parameters, self._before, strict=True)):
+        for index, (parameter, sent) in enumerate(zip(self._parameters, self._sent_gradients, strict=True)):
             total = sums.get(index)
             if total is None:
-                parameter.grad = before
+                parameter.grad = sent
             elif self._holds:
                 local = total.clone()
-                parameter.grad = shown = local if before is None else before + local
-                self._held[index] = HeldGradient(local, before, shown, get_version(shown))
-            elif before is not None:
-                parameter.grad = before.add_(total)
+                parameter.grad = visible = local if sent is None else sent + local
+                self._held[index] = HeldGradient(local, sent, visible, get_version(visible))
+            elif sent is not None:
+                parameter.grad = sent.add_(total)
             elif parameter.grad is not None:
                 parameter.grad.copy_(total)
             else:
                 parameter.grad = total.clone()
         self.after(self._weight)
         self._graph_task = NO_BACKWARD
-        self._before = []
+        self._sent_gradients = []
 
     def _wait_oldest(self, delay: int) -> dict[int, Tensor | None]:
         """Return the sums of the oldest backward call, or {} if at most ``delay`` calls are pending.
@@ -441,7 +441,7 @@ class GradientExchange:
 
 def _collect_sums(buckets: Iterable[Bucket]) -> dict[int, Tensor | None]:
     return {
-        n: bucket.views[n] if used else None for bucket in buckets for n, used in bucket.find_used().items()
+        i: bucket.views[i] if used else None for bucket in buckets for i, used in bucket.find_used().items()
     }
 
 
@@ -485,12 +485,12 @@ class BufferMeans:
 
     def __init__(self, model: nn.Module, session: Session, reduction: Reduction) -> None:
         self._model, self._session, self._reduction = model, session, reduction
-        self._before: list[Tensor] = []
+        self._values: list[Tensor] = []
         self.note()
 
     def note(self) -> None:
         """Record the current values as equal on all ranks, after the model was loaded or moved."""
-        self._before = [buffer.detach().clone() for buffer in self._make_floats()]
+        self._values = [buffer.detach().clone() for buffer in self._make_floats()]
 
     def average(self, weight: float) -> None:
         """Average the changes since the last call over the ranks. Every rank must call it.
@@ -498,15 +498,15 @@ class BufferMeans:
         ``weight`` is the weight of this rank in the step if the loss is a mean.
         """
         # A model without buffers may get some in its first call, such as caches of constants.
-        if self._session.topology.world_size == 1 or not self._before:
+        if self._session.topology.world_size == 1 or not self._values:
             return
         if self._reduction == "sum":
             weight = 1.0 / self._session.topology.world_size
-        for buffer, before in zip(self._make_floats(), self._before, strict=True):
+        for buffer, value in zip(self._make_floats(), self._values, strict=True):
             # Changes are averaged instead of values, so that constants stay equal to the last bit.
-            change = (buffer - before) * weight if weight else torch.zeros_like(buffer)
-            before.add_(sum_over_ranks(change, self._session, phase="buffers", in_place=True))
-            buffer.copy_(before)
+            change = (buffer - value) * weight if weight else torch.zeros_like(buffer)
+            value.add_(sum_over_ranks(change, self._session, phase="buffers", in_place=True))
+            buffer.copy_(value)
 
     def _make_floats(self) -> list[Tensor]:
         return [buffer for buffer in self._model.buffers() if buffer.is_floating_point()]

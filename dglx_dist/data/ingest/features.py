@@ -54,20 +54,20 @@ class Transform(ABC):
 
 def make_transforms(spec: FeatureSpec) -> tuple[Transform, ...]:
     """Make one transform for each column of a feature."""
-    kinds: Mapping[str, type[Transform]] = {
+    classes: Mapping[str, type[Transform]] = {
         "max_min_norm": MaxMin,
         "standard": Standard,
         "to_categorical": Categorical,
         "no-op": Unchanged,
     }
-    kind, count, made = kinds[spec.transform], len(spec.columns), []
-    for number, column in enumerate(spec.columns):
+    cls, count, result = classes[spec.transform], len(spec.columns), []
+    for i, column in enumerate(spec.columns):
         settings = {
-            key: value[number] if count > 1 and isinstance(value, list) and len(value) == count else value
+            key: value[i] if count > 1 and isinstance(value, list) and len(value) == count else value
             for key, value in spec.settings.items()
         }
-        made.append(kind(column, Fields(settings, f"{spec.transform} of the column {column!r}")))
-    return tuple(made)
+        result.append(cls(column, Fields(settings, f"{spec.transform} of the column {column!r}")))
+    return tuple(result)
 
 
 def join_settings(column_settings: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
@@ -145,15 +145,15 @@ class MaxMin(_Scaled):
     def finalize(self, where: str) -> Mapping[str, Any]:
         if len(self._statistics) < 2:
             raise column_error(where, self.column, "has no row to find its minimum and maximum in")
-        for key, name, nearer in (("min_val", "min_bound", np.maximum), ("max_val", "max_bound", np.minimum)):
+        for key, name, clip in (("min_val", "min_bound", np.maximum), ("max_val", "max_bound", np.minimum)):
             bound = self._bounds[name]
             if key in self._missing and bound is not None:
-                self._statistics[key] = nearer(self._statistics[key], bound)
+                self._statistics[key] = clip(self._statistics[key], bound)
         low, high = self._statistics["min_val"], self._statistics["max_val"]
         if (high <= low).any():
-            problem = f"has the maximum {high.max()}, which is not above its minimum {low.min()}"
-            problem = f"{problem}, so max_min_norm would divide by 0"
-            raise column_error(where, self.column, f"{problem}; leave it out")
+            reason = f"has the maximum {high.max()}, which is not above its minimum {low.min()}"
+            reason = f"{reason}, so max_min_norm would divide by 0"
+            raise column_error(where, self.column, f"{reason}; leave it out")
         return {**self.settings, "min_val": low.tolist(), "max_val": high.tolist()}
 
     def apply(self, rows: TableColumn) -> Array:
@@ -196,32 +196,32 @@ class Categorical(Transform):
 
     def scan(self, rows: TableColumn) -> None:
         if not self._has_mapping:
-            why = "to_categorical makes a column of each; encode it otherwise"
-            add_texts(self._seen, self._read_texts(rows)[1], rows, why)
+            hint = "to_categorical makes a column of each; encode it otherwise"
+            add_texts(self._seen, self._read_texts(rows)[1], rows, hint)
 
     def finalize(self, where: str) -> Mapping[str, Any]:
         if not self._has_mapping:
-            self._codes = {text: number for number, text in enumerate(sorted(self._seen))}
+            self._codes = {text: code for code, text in enumerate(sorted(self._seen))}
         if not self._codes:
             raise column_error(where, self.column, "has no value to make a category of; leave it out")
         return {**self.settings, "mapping": dict(self._codes)}
 
     def apply(self, rows: TableColumn) -> Array:
         row_of, texts = self._read_texts(rows)
-        known = pa.array(list(self._codes), pa.large_string())
-        numbers = np.array(list(self._codes.values()), np.int64)
-        indices = pc.index_in(texts, value_set=known)
+        known_texts = pa.array(list(self._codes), pa.large_string())
+        columns = np.array(list(self._codes.values()), np.int64)
+        indices = pc.index_in(texts, value_set=known_texts)
         is_known, codes = ~as_numpy(pc.is_null(indices)), as_numpy(pc.fill_null(indices, 0))
-        out = np.zeros((len(rows.values), len(self._codes)), np.int8)
-        out[row_of[is_known], numbers[codes[is_known]]] = 1
-        return out
+        one_hot = np.zeros((len(rows.values), len(self._codes)), np.int8)
+        one_hot[row_of[is_known], columns[codes[is_known]]] = 1
+        return one_hot
 
     def _read_texts(self, rows: TableColumn) -> tuple[Array, Any]:
         # It returns the (T,) row of each text, and the texts. Empty texts are left out.
-        kind = rows.values.type
-        if pa.types.is_nested(kind):
+        value_type = rows.values.type
+        if pa.types.is_nested(value_type):
             raise rows.error(
-                f"holds {kind}; to_categorical needs one value per row, or texts with a separator"
+                f"holds {value_type}; to_categorical needs one value per row, or texts with a separator"
             )
         texts = rows.texts()
         row_of = np.arange(len(texts))
@@ -229,8 +229,8 @@ class Categorical(Transform):
             lists = pc.fill_null(pc.split_pattern(texts, self._separator), [])
             row_of = np.repeat(row_of, as_numpy(pc.list_value_length(lists)))
             texts = lists.flatten()
-        kept = pc.not_equal(pc.fill_null(texts, ""), "")
-        return row_of[as_numpy(kept)], texts.filter(kept)
+        is_text = pc.not_equal(pc.fill_null(texts, ""), "")
+        return row_of[as_numpy(is_text)], texts.filter(is_text)
 
 
 def add_texts(seen: set[str], texts: Any, rows: TableColumn, why: str) -> None:
@@ -289,22 +289,22 @@ class Features:
         row = _transform_rows(transforms, piece, 0, 1)
         width, dtype = row.shape[1], row.dtype
         if not width:
-            problem = "an empty list; give at least one number per row, or leave the column out"
-            raise piece.columns[transforms[0].column].error(problem, 0)
-        usual = "float32" if dtype.kind == "f" or name == FEATURE else dtype.name
+            message = "an empty list; give at least one number per row, or leave the column out"
+            raise piece.columns[transforms[0].column].error(message, 0)
+        default_dtype = "float32" if dtype.kind == "f" or name == FEATURE else dtype.name
         row_shape = () if width == 1 and name != FEATURE else (width,)
-        return ColumnInfo(dtype=self._dtypes.get(name, usual), row_shape=row_shape)
+        return ColumnInfo(dtype=self._dtypes.get(name, default_dtype), row_shape=row_shape)
 
     def chunks(self, name: str, table: PiecewiseTable, info: ColumnInfo) -> Iterator[Array]:
         """Yield the (k, *row) rows of one tensor, in the dtype of ``info``."""
         transforms, width = self._tensors[name], max(1, int(np.prod(info.row_shape)))
-        at_once = max(1, self._batch_bytes // (8 * width))
+        chunk_rows = max(1, self._batch_bytes // (8 * width))
         for piece in table.pieces([transform.column for transform in transforms]):
             # Errors should name all columns of the tensor.
             names = ", ".join(transform.column for transform in transforms)
             columns = replace(piece.columns[transforms[0].column], name=names)
-            for first in range(0, piece.num_rows, at_once):
-                rows = _transform_rows(transforms, piece, first, at_once)
+            for first in range(0, piece.num_rows, chunk_rows):
+                rows = _transform_rows(transforms, piece, first, chunk_rows)
                 if rows.shape[1] != width:
                     raise columns.error(f"{rows.shape[1]} numbers, but the first row has {width}", first)
                 stored = _cast_rows(rows, info, columns.part(first, len(rows)))
@@ -325,11 +325,11 @@ def _cast_rows(rows: Array, info: ColumnInfo, columns: TableColumn) -> Array:
         return rows.astype(info.dtype, copy=False)
     with np.errstate(over="ignore"):
         stored = rows.astype(info.dtype, copy=False)
-    beyond = ~np.isfinite(stored).all(axis=1)
-    if beyond.any():
-        at = find_first_true(beyond)
-        value = rows[at][~np.isfinite(stored[at])][0]
+    overflows = ~np.isfinite(stored).all(axis=1)
+    if overflows.any():
+        row = find_first_true(overflows)
+        value = rows[row][~np.isfinite(stored[row])][0]
         raise columns.error(
-            f"{value} does not fit {info.dtype}; give a wider out_dtype, or scale the column", at
+            f"{value} does not fit {info.dtype}; give a wider out_dtype, or scale the column", row
         )
     return stored

@@ -57,9 +57,9 @@ def _ingest_nodes(
     folder, column = node_folder(0, spec.kind), next(iter(spec.id_columns), None)
     rows = TypeRows(spec, folder, output)
     names = [] if column else rows.table.names(spec.files.paths[0])
-    if likely := [name for name in names if is_node_id(name, spec.kind)]:
+    if candidates := [name for name in names if is_node_id(name, spec.kind)]:
         message = "nodes %r are numbered by row; if column %r has their ids, give it as node_id_col"
-        _LOG.warning(message, spec.kind, likely[0])
+        _LOG.warning(message, spec.kind, candidates[0])
     id_bytes, is_range = 0, not is_text
     for piece in rows.scan(*spec.id_columns):
         if column is not None:
@@ -67,36 +67,36 @@ def _ingest_nodes(
             id_bytes += (pc.sum(pc.binary_length(ids)).as_py() or 0) if is_text else 8 * len(ids)
             is_range = is_range and np.array_equal(ids, np.arange(piece.row, piece.row + len(ids)))
     num_nodes, step = rows.num_rows, output.budget.batch // 8
-    known = IdMap(
+    id_map = IdMap(
         output.work / "ids",
         num_nodes,
         is_text=is_text,
         id_bytes=None if column is None or is_range else id_bytes,
         memory=output.budget.bucket,
     )
-    if column is not None and not known.is_range:
-        _write_ids(known, rows.table, column, f"{folder}/user_ids.arrow", id_bytes, output)
-        known.check_unique(rows.table, column)
+    if column is not None and not id_map.is_range:
+        _write_ids(id_map, rows.table, column, f"{folder}/user_ids.arrow", id_bytes, output)
+        id_map.check_unique(rows.table, column)
     numbers = (np.arange(first, min(first + step, num_nodes)) for first in range(0, num_nodes, step))
     output.write(f"{folder}/original_ids.arrow", IDS, num_nodes, numbers)
-    rows.write(seed, ids=known)
-    return rows, known
+    rows.write(seed, ids=id_map)
+    return rows, id_map
 
 
 def _write_ids(
-    known: IdMap, table: PiecewiseTable, column: str, path: str, id_bytes: int, output: DatasetOutput
+    id_map: IdMap, table: PiecewiseTable, column: str, path: str, id_bytes: int, output: DatasetOutput
 ) -> None:
     # Ids other than 0..N-1 become a column. They are added to the map at the same time.
     def add_ids() -> Iterator[Any]:
-        for piece, ids in known.read(table, column):
-            known.add(ids, piece.row)
+        for piece, ids in id_map.read(table, column):
+            id_map.add(ids, piece.row)
             yield ids
 
-    if not known.is_text:
-        output.write(path, IDS, known.num_nodes, (ids.to_numpy(zero_copy_only=False) for ids in add_ids()))
+    if not id_map.is_text:
+        output.write(path, IDS, id_map.num_nodes, (ids.to_numpy(zero_copy_only=False) for ids in add_ids()))
         return
-    again = (ids for _, ids in known.read(table, column))
-    output.files[path] = write_strings(output.folder / path, known.num_nodes, id_bytes, add_ids(), again)
+    texts = (ids for _, ids in id_map.read(table, column))
+    output.files[path] = write_strings(output.folder / path, id_map.num_nodes, id_bytes, add_ids(), texts)
     output.advance(1)
 
 
@@ -125,8 +125,8 @@ def _ingest_edges(
     shutil.rmtree(output.work / "forward")
     if reverse is not None:
         _write_structure(reverse, ends[::-1], sizes[::-1], "reverse", output)
-    for number in range(2):
-        shutil.rmtree(output.work / f"end{number}")
+    for i in range(2):
+        shutil.rmtree(output.work / f"end{i}")
     return rows
 
 
@@ -146,28 +146,28 @@ def _write_structure(
         num_destinations=num_destinations,
     )
     edges = sort_edges(stream, output.work / name, output.budget)
-    folder, at_once = edge_folder(0, etype), output.budget.batch // 8
-    output.write(f"{folder}/indptr.arrow", IDS, num_destinations + 1, edges.indptr.chunks(at_once))
+    folder, chunk_rows = edge_folder(0, etype), output.budget.batch // 8
+    output.write(f"{folder}/indptr.arrow", IDS, num_destinations + 1, edges.indptr.chunks(chunk_rows))
     info = ColumnInfo(dtype=id_dtype(num_sources).__name__, row_shape=())
-    output.write(f"{folder}/indices.arrow", info, edges.indices.num_rows, edges.indices.chunks(at_once))
+    output.write(f"{folder}/indices.arrow", info, edges.indices.num_rows, edges.indices.chunks(chunk_rows))
     sorted_rows = edges.columns[0]
-    output.write(f"{folder}/original_ids.arrow", IDS, sorted_rows.num_rows, sorted_rows.chunks(at_once))
+    output.write(f"{folder}/original_ids.arrow", IDS, sorted_rows.num_rows, sorted_rows.chunks(chunk_rows))
     return edges
 
 
 def _make_reordering(rows: Spill, output: DatasetOutput) -> Reorder:
-    """Return a function that reorders table rows into the order of edges. ``rows`` are the edges' rows."""
+    """Return a function that reorders table rows like the edges. ``rows`` has the table row of each edge."""
     folder, memory = output.work / "forward" / "arrange", output.budget.bucket
-    num_edges, numbers, first = rows.num_rows, count(), 0
+    num_edges, names, offset = rows.num_rows, count(), 0
     scatter = ScatteredRows(folder / "scatter", num_edges, np.int64, memory=memory)
     for chunk in rows.chunks(memory // 64 + 1):
-        scatter.put(chunk, np.arange(first, first + len(chunk)))
-        first += len(chunk)
+        scatter.put(chunk, np.arange(offset, offset + len(chunk)))
+        offset += len(chunk)
     positions = Spill(folder / "positions", np.int64, scatter.chunks())
 
     def reorder(chunks: Iterable[Array], info: ColumnInfo) -> Iterator[Array]:
         scattered = ScatteredRows(
-            folder / str(next(numbers)), num_edges, info.dtype, info.row_shape, memory=memory
+            folder / str(next(names)), num_edges, info.dtype, info.row_shape, memory=memory
         )
         with positions.path.open("rb") as file:
             for rows in chunks:
@@ -211,14 +211,14 @@ def ingest(config: IngestConfig, plan: IngestPlan) -> Ingested:
         output = DatasetOutput(folder=partial, work=work, budget=budget, advance=advance)
         nodes, ids, edges = {}, {}, {}
         for i, node in enumerate(config.nodes):
-            own = replace(output, work=work / f"nodes{i}")
-            result = _ingest_nodes(node, is_text=is_text[node.kind], seed=plan.seed, output=own)
+            scoped = replace(output, work=work / f"nodes{i}")
+            result = _ingest_nodes(node, is_text=is_text[node.kind], seed=plan.seed, output=scoped)
             nodes[node.kind], ids[node.kind] = result
             advance.say(f"{nodes[node.kind].num_rows} nodes {node.kind!r}")
         for i, edge in enumerate(config.edges):
-            own = replace(output, work=work / f"edges{i}")
+            scoped = replace(output, work=work / f"edges{i}")
             reverse_type = reverse.get(edge.kind)
-            edges[edge.kind] = _ingest_edges(edge, ids, reverse=reverse_type, seed=plan.seed, output=own)
+            edges[edge.kind] = _ingest_edges(edge, ids, reverse=reverse_type, seed=plan.seed, output=scoped)
             advance.say(f"{edges[edge.kind].num_rows} edges {':'.join(edge.kind)}")
         description = copy.deepcopy(dict(config.raw))
         for entry, node in zip(description["nodes"], config.nodes, strict=True):
@@ -256,10 +256,10 @@ def _check_tables(config: IngestConfig) -> None:
 
 
 def _reverse_types(config: IngestConfig) -> dict[EdgeType, EdgeType]:
-    own = {edge.kind for edge in config.edges}
-    reverse = {etype: (etype[2], f"{etype[1]}{REVERSE}", etype[0]) for etype in own}
+    etypes = {edge.kind for edge in config.edges}
+    reverse = {etype: (etype[2], f"{etype[1]}{REVERSE}", etype[0]) for etype in etypes}
     for etype, reverse_type in reverse.items():
-        if reverse_type in own:
+        if reverse_type in etypes:
             raise ConfigError(
                 f"{config.path}: reverse edges of {etype} would be {reverse_type}, which is described "
                 "already; leave --add-reverse-edges out"
@@ -271,13 +271,13 @@ def _find_text_types(config: IngestConfig) -> dict[str, bool]:
     # Ids are texts unless all tables that name them hold Parquet integers.
     is_text = {}
     for node in config.nodes:
-        used = [(node.files, column) for column in node.id_columns]
+        columns = [(node.files, column) for column in node.id_columns]
         for edge in config.edges:
             ends = zip(edge.kind[::2], edge.id_columns, strict=True)
-            used += [(edge.files, column) for ntype, column in ends if ntype == node.kind]
+            columns += [(edge.files, column) for ntype, column in ends if ntype == node.kind]
         # Row numbers are integers, even if they are in a CSV file.
         is_text[node.kind] = bool(node.id_columns) and not all(
-            PiecewiseTable(files, 0).is_integer(column) for files, column in used
+            PiecewiseTable(files, 0).is_integer(column) for files, column in columns
         )
     return is_text
 
@@ -311,9 +311,9 @@ def _make_manifest(
     for etype, reverse_type in reverse.items():
         columns[reverse_type], counts[reverse_type] = {}, counts[etype]
     labels = {ntype: rows.labels for ntype, rows in nodes.items()}
-    labelled = {**labels, **{":".join(etype): rows.labels for etype, rows in edges.items()}}
-    names = {kind: list(item.names) for kind, item in labelled.items() if item is not None and item.names}
-    kinds = {ntype: "string" if item.is_text else "int64" for ntype, item in ids.items()}
+    all_labels = {**labels, **{":".join(etype): rows.labels for etype, rows in edges.items()}}
+    names = {kind: list(item.names) for kind, item in all_labels.items() if item is not None and item.names}
+    id_kinds = {ntype: "string" if item.is_text else "int64" for ntype, item in ids.items()}
     return Manifest(
         name=plan.name or plan.out.absolute().name,
         num_parts=1,
@@ -324,7 +324,7 @@ def _make_manifest(
         num_classes={
             ntype: item.num_classes for ntype, item in labels.items() if item and item.num_classes is not None
         },
-        user_ids={ntype: kind for ntype, kind in kinds.items() if not ids[ntype].is_range},
+        user_ids={ntype: kind for ntype, kind in id_kinds.items() if not ids[ntype].is_range},
         method="ingest",
         seed=plan.seed,
         parameters={"description": description, "class_names": names},

@@ -50,19 +50,19 @@ class IdMap:
         folder.mkdir(parents=True, exist_ok=True)
         order = np.argsort(buckets, kind="stable")
         rows = pa.record_batch([pa.array(first_row + order), ids.take(pa.array(order))], ["number", "id"])
-        for number, run in iterate_runs(buckets[order]):
-            with (folder / str(number)).open("ab") as file, pa.ipc.new_stream(file, rows.schema) as stream:
+        for bucket, run in iterate_runs(buckets[order]):
+            with (folder / str(bucket)).open("ab") as file, pa.ipc.new_stream(file, rows.schema) as stream:
                 stream.write_batch(rows[run])
 
     def check_unique(self, table: PiecewiseTable, column: str) -> None:
         """Raise DatasetError with both rows if an id occurs twice. Call it after all ids are added."""
-        repeats = [repeat for number in range(self._num_buckets) for repeat in self._find_repeats(number)]
+        repeats = [repeat for bucket in range(self._num_buckets) for repeat in self._find_repeats(bucket)]
         if not repeats:
             return
         row, earlier, name = min(repeats, key=lambda repeat: repeat[0])
-        (path, here), (before, there) = table.locate(row), table.locate(earlier)
-        place = f"row {there}{'' if before == path else f' of {before}'}"
-        raise column_error(str(path), column, describe_repeated_id(name, place), here)
+        (path, row_in_file), (earlier_path, earlier_in_file) = table.locate(row), table.locate(earlier)
+        earlier_name = f"row {earlier_in_file}{'' if earlier_path == path else f' of {earlier_path}'}"
+        raise column_error(str(path), column, describe_repeated_id(name, earlier_name), row_in_file)
 
     def find(self, table: PiecewiseTable, column: str, owner: str, folder: Path) -> Spill:
         """Return the (E,) int64 node numbers of the E ids in a column, in the order of the rows.
@@ -72,45 +72,45 @@ class IdMap:
         """
         unknown: list[tuple[int, object, int]] = []
 
-        def record_unknown(missing: Array, rows: Array, ids: Any) -> None:
-            if missing.any():
-                first = int(missing.argmax())
-                unknown.append((int(rows[first]), ids[first].as_py(), int(missing.sum())))
+        def record_unknown(is_unknown: Array, rows: Array, ids: Any) -> None:
+            if is_unknown.any():
+                index = int(is_unknown.argmax())
+                unknown.append((int(rows[index]), ids[index].as_py(), int(is_unknown.sum())))
 
         node_numbers = Spill(folder / "nodes", np.int64)
         for piece, ids in self.read(table, column):
             if self.is_range:
-                numbers = as_numpy(ids)
+                nodes_of_rows = as_numpy(ids)
                 rows = np.arange(piece.row, piece.row + len(ids))
-                record_unknown((numbers < 0) | (numbers >= self.num_nodes), rows, ids)
-                node_numbers.append(numbers)
+                record_unknown((nodes_of_rows < 0) | (nodes_of_rows >= self.num_nodes), rows, ids)
+                node_numbers.append(nodes_of_rows)
             else:
                 self.add(ids, piece.row, folder / "lookups")
         if not self.is_range:
             scatter = ScatteredRows(folder / "rows", table.num_rows, np.int64, memory=self._memory)
-            for number in range(self._num_buckets):
+            for bucket in range(self._num_buckets):
                 # An empty bucket has no file.
-                nodes, known_ids = next(read_ids(self._folder / str(number), None), (None, None))
-                for rows, ids in read_ids(folder / "lookups" / str(number), self._memory // 8):
+                nodes, known_ids = next(read_ids(self._folder / str(bucket), None), (None, None))
+                for rows, ids in read_ids(folder / "lookups" / str(bucket), self._memory // 8):
                     positions = pc.index_in(ids, value_set=ids[:0] if known_ids is None else known_ids)
-                    missing = as_numpy(pc.is_null(positions))
-                    record_unknown(missing, rows, ids)
+                    is_unknown = as_numpy(pc.is_null(positions))
+                    record_unknown(is_unknown, rows, ids)
                     if nodes is not None:
-                        scatter.put(rows[~missing], nodes[positions.drop_null().to_numpy()])
-                (folder / "lookups" / str(number)).unlink(missing_ok=True)
+                        scatter.put(rows[~is_unknown], nodes[positions.drop_null().to_numpy()])
+                (folder / "lookups" / str(bucket)).unlink(missing_ok=True)
                 del nodes, known_ids
                 release_memory()
-            for numbers in scatter.chunks():
-                node_numbers.append(numbers)
+            for nodes_of_rows in scatter.chunks():
+                node_numbers.append(nodes_of_rows)
         if unknown:
             row, unknown_id, _ = min(unknown, key=lambda item: item[0])
             path, row_in_file = table.locate(row)
             count = sum(num_rows for *_, num_rows in unknown)
-            problem = (
+            message = (
                 f"node id {unknown_id!r} is not among the ids of {owner} "
                 f"(rows of {column!r} with unknown ids: {count})"
             )
-            raise column_error(str(path), column, problem, row_in_file)
+            raise column_error(str(path), column, message, row_in_file)
         return node_numbers
 
     def _find_buckets(self, ids: Any) -> Array:
@@ -121,12 +121,12 @@ class IdMap:
         # The highest bits are used, because they depend on all bits of an id.
         return (words * np.uint64(self._num_buckets) >> np.uint64(32)).astype(np.int64)
 
-    def _find_repeats(self, number: int) -> Iterator[tuple[int, int, object]]:
+    def _find_repeats(self, bucket: int) -> Iterator[tuple[int, int, object]]:
         # It yields (row, earlier row, id) of the first repeated id of a bucket, if any.
-        path = self._folder / str(number)
+        path = self._folder / str(bucket)
         # If one id is in most rows, its bucket does not fit in memory, but the first rows have a repeat.
-        does_fit = not path.is_file() or path.stat().st_size <= self._memory
-        for most_bytes in [None] if does_fit else [self._memory, None]:
+        fits = not path.is_file() or path.stat().st_size <= self._memory
+        for most_bytes in [None] if fits else [self._memory, None]:
             rows, ids = next(read_ids(path, most_bytes), (np.empty(0, np.int64), None))
             if ids is None:
                 return

@@ -118,11 +118,11 @@ def _convert_to_floats(rows: TableColumn) -> Array:
 
 
 def _read_integers(rows: TableColumn) -> Array:
-    numbers = np.where(np.isnan(floats := _convert_to_floats(rows)), -1.0, floats)
-    odd = (numbers != np.floor(numbers)) | (numbers < -1) | np.isinf(numbers)
+    classes = np.where(np.isnan(floats := _convert_to_floats(rows)), -1.0, floats)
+    is_invalid = (classes != np.floor(classes)) | (classes < -1) | np.isinf(classes)
     remedy = "give whole numbers from 0 on (-1 or nothing for no label), or make it a task of regression"
-    rows.refuse(odd, f"is not a class; {remedy}")
-    return numbers.astype(np.int64)
+    rows.refuse(is_invalid, f"is not a class; {remedy}")
+    return classes.astype(np.int64)
 
 
 NO_SPLIT = 255
@@ -149,28 +149,28 @@ def draw_split_codes(
         )
     sizes = _count_shares(num_labelled, shares)
     remaining = np.array([*sizes, num_labelled - sum(sizes)], np.int64)
-    random, ready = np.random.Generator(np.random.PCG64(seed)), np.empty(0, np.uint8)
+    random, unused_codes = np.random.Generator(np.random.PCG64(seed)), np.empty(0, np.uint8)
     for piece in has_label:
         num_codes = int(piece.sum())
-        while len(ready) < num_codes:
+        while len(unused_codes) < num_codes:
             size = int(min(_BLOCK, remaining.sum()))
             assert size > 0, "more labelled rows than were counted"
             counts = random.multivariate_hypergeometric(remaining, size, method="marginals")
             remaining -= counts
             block = np.repeat(np.array([0, 1, 2, NO_SPLIT], np.uint8), counts)
-            ready = np.concatenate([ready, random.permutation(block)])
+            unused_codes = np.concatenate([unused_codes, random.permutation(block)])
         codes = np.full(len(piece), NO_SPLIT, np.uint8)
-        codes[piece], ready = ready[:num_codes], ready[num_codes:]
+        codes[piece], unused_codes = unused_codes[:num_codes], unused_codes[num_codes:]
         yield codes
 
 
 def _count_shares(count: int, shares: Sequence[float]) -> list[int]:
     # Counts are rounded down. If the shares sum to 1, the remaining rows go to the largest remainders.
-    exact = [count * share for share in shares]
+    exact_counts = [count * share for share in shares]
     # In floating point, 0.8 x 1000 may be slightly less than 800.
-    counts = [int(exact_count + 1e-6) for exact_count in exact]
+    counts = [int(exact_count + 1e-6) for exact_count in exact_counts]
     if sum(shares) > 1 - 1e-9:
-        by_remainder = sorted(range(len(shares)), key=lambda i: counts[i] - exact[i])
+        by_remainder = sorted(range(len(shares)), key=lambda i: counts[i] - exact_counts[i])
         for i in by_remainder[: count - sum(counts)]:
             counts[i] += 1
     return counts
@@ -275,24 +275,24 @@ class TypeRows:
         for name in self._features.names:
             info = self._features.info(name, self.table)
             self._put(name, info, reorder(self._features.chunks(name, self.table, info), info))
-        spilled, labels = None, self.labels
+        spilled_labels, labels = None, self.labels
         if labels is not None:
             codes = (
                 labels.codes(piece.columns[labels.column]) for piece in self.table.pieces([labels.column])
             )
-            spilled = Spill(self._output.work / "labels", labels.dtype, codes)
+            spilled_labels = Spill(self._output.work / "labels", labels.dtype, codes)
             info = ColumnInfo(dtype=labels.dtype.name, row_shape=())
-            self._put(LABEL, info, reorder(spilled.chunks(self._at_once), info))
+            self._put(LABEL, info, reorder(spilled_labels.chunks(self._at_once), info))
         if self.spec.label is not None:
-            by_row = self._split(self.spec.label, spilled, seed, ids)
-            work = self._output.work / "stored_codes"
-            stored = Spill(work, np.uint8, reorder(by_row.chunks(self._at_once), _CODE))
+            row_codes = self._split(self.spec.label, spilled_labels, seed, ids)
+            path = self._output.work / "stored_codes"
+            stored_codes = Spill(path, np.uint8, reorder(row_codes.chunks(self._at_once), _CODE))
             used_codes = {
-                code for piece in stored.chunks(self._at_once) for code in np.unique(piece).tolist()
+                code for piece in stored_codes.chunks(self._at_once) for code in np.unique(piece).tolist()
             }
             for code, name in enumerate(SPLITS):
                 if code in used_codes:
-                    self._put(name, _MASK, (piece == code for piece in stored.chunks(self._at_once)))
+                    self._put(name, _MASK, (piece == code for piece in stored_codes.chunks(self._at_once)))
 
     def _put(self, name: str, info: ColumnInfo, chunks: Iterable[Array]) -> None:
         self.columns[name] = info
@@ -311,15 +311,15 @@ class TypeRows:
             paths = self.spec.files.paths
             owner, folder = f"{paths[0]}{' ...' if len(paths) > 1 else ''}", self._output.work / "split"
             codes = read_split_codes(label, ids, owner, folder, self._output.budget.bucket)
-        by_row, first = Spill(self._output.work / "codes", np.uint8, codes), 0
+        by_row, first_row = Spill(self._output.work / "codes", np.uint8, codes), 0
         for has_label, code in zip(self._has_label(labels), by_row.chunks(self._at_once), strict=True):
-            wrong = (code != NO_SPLIT) & ~has_label
-            if wrong.any():
-                path, row = self.table.locate(first + find_first_true(wrong))
-                split = SPLITS[int(code[wrong][0])].removesuffix("_mask")
-                problem = f"no label, but the row is in the {split} split; leave it out of that split"
-                raise column_error(str(path), str(label.column), problem, row)
-            first += len(code)
+            is_wrong = (code != NO_SPLIT) & ~has_label
+            if is_wrong.any():
+                path, row = self.table.locate(first_row + find_first_true(is_wrong))
+                split = SPLITS[int(code[is_wrong][0])].removesuffix("_mask")
+                message = f"no label, but the row is in the {split} split; leave it out of that split"
+                raise column_error(str(path), str(label.column), message, row)
+            first_row += len(code)
         return by_row
 
     def _has_label(self, labels: Spill | None) -> Iterator[Array]:

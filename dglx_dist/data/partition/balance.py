@@ -163,12 +163,12 @@ def enforce_capacities(
     _LOG.info("%s left %s above tolerance; moving nodes", method, missed)
     part_of_node = rebalance(graph, weights, part_of_node)
     missed = weights.find_unmet(part_of_node)
-    for name, reached in missed.items():
+    for name, ratio in missed.items():
         _LOG.warning(
             "%s could not balance %s within its tolerance: the heaviest part has %.3f times its share",
             method,
             name,
-            reached,
+            ratio,
         )
     return part_of_node, missed
 
@@ -217,7 +217,7 @@ def rebalance(graph: SymmetricGraph, weights: BalanceWeights, part_of_node: Arra
     that.
     """
     part = part_of_node.copy()
-    # Weights are integers, so capacities are rounded down.
+    # Weights are integers, so capacities are rounded down. The 1e-6 allows for rounding errors in the shares.
     loads, capacity = weights.loads(part), np.floor(weights.capacities() + 1e-6)
     totals = np.maximum(loads.sum(axis=1), 1.0)
     matrix = np.empty((len(part), len(totals)))

@@ -61,12 +61,14 @@ class BalanceWeights:
         rows = []
         for column, tolerance in zip(self.columns, self.tolerance.tolist(), strict=True):
             total = float(column.sum())
-            heavy, counts = np.unique(
+            heavy_weights, counts = np.unique(
                 column[column > tolerance * total * self.shares.min()], return_counts=True
             )
-            up_to = np.cumsum((heavy * counts)[::-1])[::-1]
-            needed = [float((share * up_to + heavy).max(initial=0)) for share in self.shares.tolist()]
-            rows.append(np.maximum(total * self.shares * (1.0 + tolerance), needed))
+            totals = np.cumsum((heavy_weights * counts)[::-1])[::-1]
+            minima = [
+                float((share * totals + heavy_weights).max(initial=0)) for share in self.shares.tolist()
+            ]
+            rows.append(np.maximum(total * self.shares * (1.0 + tolerance), minima))
         return np.stack(rows)
 
     def find_unmet(self, part_of_node: Array) -> dict[str, float]:
@@ -155,10 +157,10 @@ def in_degrees(graph: RawGraph, etypes: Collection[EdgeType] | None = None) -> A
     """Return the (N,) int64 in-degrees over ``etypes``, or over all edge types."""
     degrees, rows = np.zeros(graph.total_nodes, np.int64), node_slices(graph)
     for etype in graph.edges if etypes is None else etypes:
-        destinations, of_type = graph.edges[etype][1], degrees[rows[etype[2]]]
+        destinations, type_degrees = graph.edges[etype][1], degrees[rows[etype[2]]]
         for piece in pieces(len(destinations)):
             # bincount would cast a copy, and return counts of all nodes for each piece.
-            _count_ids(destinations[piece], of_type)
+            _count_ids(destinations[piece], type_degrees)
     return degrees
 
 
@@ -300,8 +302,8 @@ def symmetrise(
             and memory-mapped, with indices of the default dtype.
     """
     num_nodes = graph.total_nodes
-    per_entry = np.dtype(dtype or id_dtype(num_nodes)).itemsize + 4 * weighted
-    num_bytes = 2 * graph.total_edges * per_entry + 16 * num_nodes
+    entry_bytes = np.dtype(dtype or id_dtype(num_nodes)).itemsize + 4 * weighted
+    num_bytes = 2 * graph.total_edges * entry_bytes + 16 * num_nodes
     if workspace is not None and not workspace.fits(num_bytes + reserved_bytes):
         folder = workspace.stage(
             "symmetric" if weighted else "neighbours",
@@ -314,18 +316,18 @@ def symmetrise(
     weights = np.ones(len(indices) if weighted else 0, dtype=np.int32)
     _fill_rows(graph, 0, num_nodes, indptr[1:-1], indices, weights)
     indptr = indptr[:-1]
-    num_kept = _merge(indptr, indices, weights, weighted, np.full(num_nodes, -1, dtype=np.int64), 0)
+    num_entries = _merge(indptr, indices, weights, weighted, np.full(num_nodes, -1, dtype=np.int64), 0)
     # resize shrinks the array in place if the allocator can, without a copy of the largest array.
-    indices.resize(num_kept, refcheck=False)
+    indices.resize(num_entries, refcheck=False)
     if not weighted:
         return SymmetricGraph(indptr=indptr, indices=indices, edge_weights=None)
-    weights.resize(num_kept, refcheck=False)
+    weights.resize(num_entries, refcheck=False)
     weights_or_none = None if _is_nearly_uniform(weights) else weights
     return SymmetricGraph(indptr=indptr, indices=indices, edge_weights=weights_or_none)
 
 
 def _compute_starts(graph: RawGraph) -> Array:
-    # There is one more slot than rows + 1. While filling, indptr[v + 1] is the next free position of row v.
+    # One slot is added, so that indptr[v + 1] can be the next free position of row v while rows are filled.
     first_id, indptr = first_ids(graph), np.zeros(graph.total_nodes + 2, dtype=np.int64)
     for (src_type, _, dst_type), (src, dst) in graph.edges.items():
         _count(src, dst, first_id[src_type], first_id[dst_type], indptr)
@@ -376,37 +378,37 @@ def write_rows(
         ConfigError: the memory is too small for the arrays of nodes, or for one row.
     """
     num_rows, dtype = len(starts) - 1, np.dtype(id_dtype(len(starts) - 1))
-    per_entry = dtype.itemsize + (0 if weight_dtype is None else np.dtype(weight_dtype).itemsize)
+    entry_bytes = dtype.itemsize + (0 if weight_dtype is None else np.dtype(weight_dtype).itemsize)
     largest = int(np.diff(starts).max(initial=0))
-    min_bytes = per_entry * max(int(starts[-1]) // _MAX_PASSES, largest)
-    name = f"a graph of {num_rows} nodes of up to {largest} neighbours"
-    step = workspace.remaining(2 * NODE_BYTES * num_rows, min_bytes, name) // per_entry
+    min_bytes = entry_bytes * max(int(starts[-1]) // _MAX_PASSES, largest)
+    purpose = f"a graph of {num_rows} nodes of up to {largest} neighbours"
+    step = workspace.remaining(2 * NODE_BYTES * num_rows, min_bytes, purpose) // entry_bytes
     position, ranks = np.full(num_rows, -1, dtype=np.int64), workspace.ranks
     bounds = np.searchsorted(starts, starts[-1] * np.arange(1, ranks.count) // ranks.count)
     first, end = [0, *bounds.tolist(), num_rows][ranks.rank : ranks.rank + 2]
     with (
-        join_rank_pieces(folder, ranks) as own,
+        join_rank_pieces(folder, ranks) as piece,
         progress(label, end - first, enabled=ranks.is_first and num_rows >= SHOWN_FROM) as advance,
     ):
-        indptr = spill(own, "indptr", np.int64, [np.zeros(int(ranks.is_first))])
-        all_indices = spill(own, "indices", dtype)
-        all_weights = None if weight_dtype is None else spill(own, "weights", weight_dtype)
+        indptr = spill(piece, "indptr", np.int64, [np.zeros(int(ranks.is_first))])
+        all_indices = spill(piece, "indices", dtype)
+        all_weights = None if weight_dtype is None else spill(piece, "weights", weight_dtype)
         while first < end:
             last = int(np.searchsorted(starts, starts[first] + step, side="right")) - 1
             last = min(max(last, first + 1), end)
-            local = starts[first : last + 1] - starts[first]
-            indices = np.empty(local[-1], dtype)
-            weights = np.ones(0 if weight_dtype is None else local[-1], weight_dtype)
-            fill(first, last, local[:-1].copy(), indices, weights)
-            written = all_indices.num_rows
-            kept = _merge(local, indices, weights, weight_dtype is not None, position, written)
-            all_indices.append(indices[:kept])
+            local_starts = starts[first : last + 1] - starts[first]
+            indices = np.empty(local_starts[-1], dtype)
+            weights = np.ones(0 if weight_dtype is None else local_starts[-1], weight_dtype)
+            fill(first, last, local_starts[:-1].copy(), indices, weights)
+            num_written = all_indices.num_rows
+            size = _merge(local_starts, indices, weights, weight_dtype is not None, position, num_written)
+            all_indices.append(indices[:size])
             if all_weights is not None:
-                all_weights.append(weights[:kept])
-            indptr.append(local[1:] + written)
+                all_weights.append(weights[:size])
+            indptr.append(local_starts[1:] + num_written)
             advance(last - first)
             first = last
-            # They are freed before the next ones are allocated.
+            # The arrays of this range are freed before those of the next range are allocated.
             del indices, weights
 
 
@@ -451,33 +453,33 @@ def _fill(
 
 @njit(cache=True, nogil=True)
 def _merge(
-    indptr: Array, indices: Array, weights: Array, weighted: bool, position: Array, written_before: int
+    indptr: Array, indices: Array, weights: Array, weighted: bool, position: Array, offset: int
 ) -> int:
     """Merge repeated neighbours in place, compact the rows, and return the number of remaining entries.
 
     ``position`` has the last position of each neighbour, counting entries of earlier calls.
     """
-    written = 0
+    num_written = 0
     begin = indptr[0]
     for u in range(len(indptr) - 1):
         end = indptr[u + 1]
-        row = written
+        row_start = num_written
         for e in range(begin, end):
             v = indices[e]
             # Positions only grow, so a position before this row belongs to another row.
-            at = position[v] - written_before
-            if at >= row:
+            local_position = position[v] - offset
+            if local_position >= row_start:
                 if weighted:
-                    weights[at] += weights[e]
+                    weights[local_position] += weights[e]
                 continue
-            position[v] = written_before + written
-            indices[written] = v
+            position[v] = offset + num_written
+            indices[num_written] = v
             if weighted:
-                weights[written] = weights[e]
-            written += 1
+                weights[num_written] = weights[e]
+            num_written += 1
         begin = end
-        indptr[u + 1] = written
-    return written
+        indptr[u + 1] = num_written
+    return num_written
 
 
 def induced_graph(
@@ -504,10 +506,10 @@ def induced_graph(
 
     def iterate_ends(edge_type: EdgeType, end: int) -> Iterator[Array]:
         # Views are used, because adding the first id to int32 ids may overflow.
-        of_src, of_dst = new_id[first_id[edge_type[0]] :], new_id[first_id[edge_type[2]] :]
+        source_ids, destination_ids = new_id[first_id[edge_type[0]] :], new_id[first_id[edge_type[2]] :]
         src, dst = graph.edges[edge_type]
         for piece in pieces(max(len(src), 1), 1 << 17):
-            ends = np.stack([of_src[src[piece]], of_dst[dst[piece]]])
+            ends = np.stack([source_ids[src[piece]], destination_ids[dst[piece]]])
             yield ends[end, (ends >= 0).all(axis=0)]
 
     makers = [partial(iterate_ends, edge_type, end) for edge_type in graph.edges for end in (0, 1)]

@@ -43,10 +43,10 @@ class Hierarchical(Partitioner):
     def assign(self, graph: RawGraph, num_parts: int, seed: int) -> Assignment:
         servers, workers = self._choose_shape(num_parts)
         weights = balance_weights(graph, self.options, num_parts, self.max_constraints)
-        inner = PARTITIONERS.resolve(self.options.inner or default_partitioner(self.options))
-        if inner in ("hierarchical", "file"):
-            raise ConfigError(f"hierarchical cannot use {inner!r} at its two levels; use metis or kaminpar")
-        plugin = PARTITIONERS.get(inner)
+        method = PARTITIONERS.resolve(self.options.inner or default_partitioner(self.options))
+        if method in ("hierarchical", "file"):
+            raise ConfigError(f"hierarchical cannot use {method!r} at its two levels; use metis or kaminpar")
+        plugin = PARTITIONERS.get(method)
         weighted, options = _with_weight_columns(graph, _make_inner_options(self.options, plugin.honours))
         shares = weights.shares.reshape(servers, workers)
 
@@ -62,24 +62,24 @@ class Hierarchical(Partitioner):
 
         # The result is stored, because a method may give other parts with another memory limit.
         work = self.workspace
-        first = split_servers() if work is None else work.array("servers", split_servers, shared=True)
-        part_of_node = np.empty(len(first), dtype=np.int32)
+        owners = split_servers() if work is None else work.array("servers", split_servers, shared=True)
+        part_of_node = np.empty(len(owners), dtype=np.int32)
         for server in range(servers):
-            local_nodes = np.flatnonzero(first == server)
+            local_nodes = np.flatnonzero(owners == server)
             server_workspace = self._open_level(f"server{server}")
             piece = induced_graph(weighted, local_nodes, options.constraints, server_workspace)
-            second = split(piece, shares[server], server_workspace)
-            part_of_node[local_nodes] = server * workers + concatenate_owners(piece, second)
-        promised = weights if second.parameters.get("tolerance") else None
-        parameters: dict[str, object] = {"servers": servers, "workers": workers, "inner": inner}
-        if promised is not None and weights.find_unmet(part_of_node):
+            assignment = split(piece, shares[server], server_workspace)
+            part_of_node[local_nodes] = server * workers + concatenate_owners(piece, assignment)
+        promised_weights = weights if assignment.parameters.get("tolerance") else None
+        parameters: dict[str, object] = {"servers": servers, "workers": workers, "inner": method}
+        if promised_weights is not None and weights.find_unmet(part_of_node):
             # Each level may exceed its share by one heavy node.
             part_of_node, missed = enforce_capacities(
                 symmetrise(graph, workspace=self.workspace), weights, part_of_node, "hierarchical"
             )
             if missed:
                 parameters["missed"] = missed
-        return assign_parts(self, graph, (num_parts, seed), part_of_node, promised, **parameters)
+        return assign_parts(self, graph, (num_parts, seed), part_of_node, promised_weights, **parameters)
 
     def _open_level(self, name: str) -> Workspace | None:
         # Each partitioning has its own stages.
@@ -107,26 +107,26 @@ class Hierarchical(Partitioner):
 
 def _make_inner_options(options: PartitionOptions, honours: frozenset[str]) -> PartitionOptions:
     # The tolerance of each level is chosen so that two levels together have the requested one.
-    inner = replace(options, servers=None, workers=None, inner=None)
+    inner_options = replace(options, servers=None, workers=None, inner=None)
     if "tolerance" not in honours and not options.tolerance:
-        return inner
+        return inner_options
     tolerance = {c: float(np.sqrt(1.0 + options.tolerance_of(c)) - 1.0) for c in options.constraints}
-    return replace(inner, tolerance=tolerance)
+    return replace(inner_options, tolerance=tolerance)
 
 
 def _with_weight_columns(graph: RawGraph, options: PartitionOptions) -> tuple[RawGraph, PartitionOptions]:
     # Weights that count edges become node columns, because a piece of the graph lacks edges from outside.
     names = {constraint: [constraint] for constraint in options.constraints}
-    added: dict[str, Array] = {}
+    new_columns: dict[str, Array] = {}
     for constraint in [name for name in names if name in COUNT_EDGES]:
         columns = list(constraint_columns(graph, constraint))
         names[constraint] = [f"{name} in the whole graph" for name, _ in columns]
-        added |= dict(zip(names[constraint], (column for _, column in columns), strict=True))
-    if not added:
+        new_columns |= dict(zip(names[constraint], (column for _, column in columns), strict=True))
+    if not new_columns:
         return graph, options
     node_data: dict[str, dict[str, NodeColumn]] = {}
     for ntype, rows in node_slices(graph).items():
-        type_columns: dict[str, NodeColumn] = {name: column[rows] for name, column in added.items()}
+        type_columns: dict[str, NodeColumn] = {name: column[rows] for name, column in new_columns.items()}
         node_data[ntype] = {**graph.node_data.get(ntype, {}), **type_columns}
     tolerance = options.tolerance
     if isinstance(tolerance, Mapping):

@@ -41,10 +41,10 @@ def part_graph_with_dgl(
     symmetric: SymmetricGraph, options: PartitionOptions, weights: BalanceWeights
 ) -> Array:
     """Return (N,) int32 parts by DGL's METIS, with one initial partition, one refinement and a fixed seed."""
-    kinds = np.zeros(symmetric.num_nodes, dtype=np.int64)
+    node_types = np.zeros(symmetric.num_nodes, dtype=np.int64)
     for name, column in zip(weights.names, weights.columns, strict=True):
         if name not in _DGL_WEIGHTS:
-            kinds = kinds * 2 + column
+            node_types = node_types * 2 + column
     dgl, torch = importlib.import_module("dgl"), importlib.import_module("torch")
     csc = tuple(torch.from_numpy(a) for a in (symmetric.indptr, symmetric.indices.astype(np.int64)))
     homogeneous = dgl.graph(("csc", (*csc, torch.empty(0, dtype=torch.int64))))
@@ -53,8 +53,8 @@ def part_graph_with_dgl(
         parts = dgl.metis_partition_assignment(
             homogeneous,
             len(weights.shares),
-            balance_ntypes=torch.from_numpy(np.unique(kinds, return_inverse=True)[1])
-            if kinds.any()
+            balance_ntypes=torch.from_numpy(np.unique(node_types, return_inverse=True)[1])
+            if node_types.any()
             else None,
             balance_edges="degree" in weights.names,
             objtype=options.objective,

@@ -110,9 +110,9 @@ class File(Partitioner):
             raise DatasetError(
                 f"{path.name} has {len(parts)} part ids for {num_nodes} nodes; give one per node"
             )
-        wrong = (parts < 0) | (parts >= num_parts)
-        if wrong.any():
-            row = int(np.argmax(wrong))
+        is_outside = (parts < 0) | (parts >= num_parts)
+        if is_outside.any():
+            row = int(np.argmax(is_outside))
             raise DatasetError(
                 f"{path.name}, row {row}: part {parts[row]} is outside 0..{num_parts - 1}; use "
                 f"{int(parts.max()) + 1} parts or correct it"
@@ -161,22 +161,22 @@ def stream_order(graph: SymmetricGraph, seed: int) -> Array:
 @njit(cache=True, nogil=True)
 def _order_breadth_first(indptr: Array, indices: Array, starts: Array) -> Array:
     order = np.empty(len(starts), dtype=np.int64)
-    seen = np.zeros(len(starts), dtype=np.bool_)
+    is_seen = np.zeros(len(starts), dtype=np.bool_)
     num_found = 0
-    done = 0
+    num_visited = 0
     for start in starts:
-        if seen[start]:
+        if is_seen[start]:
             continue
-        seen[start] = True
+        is_seen[start] = True
         order[num_found] = start
         num_found += 1
-        while done < num_found:
-            u = order[done]
-            done += 1
+        while num_visited < num_found:
+            u = order[num_visited]
+            num_visited += 1
             for e in range(indptr[u], indptr[u + 1]):
                 v = indices[e]
-                if not seen[v]:
-                    seen[v] = True
+                if not is_seen[v]:
+                    is_seen[v] = True
                     order[num_found] = v
                     num_found += 1
     return order

@@ -172,8 +172,8 @@ def partition_to_disk(
         # Compiled code uses the ids unchecked.
         check_ends(graph, etype)
     graph = _prepare(graph, plan, workspace)
-    weighted = _with_weights(graph, weights or {})
-    split = _partition(weighted, plan, workspace)
+    weighted_graph = _with_weights(graph, weights or {})
+    split = _partition(weighted_graph, plan, workspace)
     if is_first:
         _warn(graph, split.quality)
     if split.trainers is not None:
@@ -202,8 +202,8 @@ def partition_to_disk(
         if is_first and write_columns and split.parts.parameters.get(FEATURES) == COLUMNS:
             try:
                 write_columns(open_dataset(target, verify="never"), split.parts.num_parts)
-            except StorageError as problem:
-                log.warning("%s", problem)
+            except StorageError as error:
+                log.warning("%s", error)
     return split.quality
 
 
@@ -219,23 +219,23 @@ def _partition(graph: RawGraph, plan: PartitionPlan, workspace: Workspace | None
     if workspace is None:
         return _assign(graph, plan, None)
     # The owners of nodes are a stage. The stages from which they are made are not needed again.
-    inner = replace(workspace, folder=workspace.folder / "owners.work")
+    inner_workspace = replace(workspace, folder=workspace.folder / "owners.work")
 
     def make(folder: Path) -> None:
-        split = _assign(graph, plan, inner)
+        split = _assign(graph, plan, inner_workspace)
         if workspace.ranks.is_first:
             _store(split, graph, folder)
 
     folder = workspace.stage("owners", make, shared=True)
-    if workspace.ranks.is_first and inner.folder.is_dir():
-        discard(inner.folder)
+    if workspace.ranks.is_first and inner_workspace.folder.is_dir():
+        discard(inner_workspace.folder)
     return _load_split(graph, folder)
 
 
 def _assign(graph: RawGraph, plan: PartitionPlan, workspace: Workspace | None) -> _Split:
-    split = _place(graph, plan, workspace)
-    balancing = replace(plan, options=replace(plan.options, balance=plan.options.balance or ("train",)))
-    partitioner_class = PARTITIONERS.get(balancing.partitioner)
+    split = _assign_once(graph, plan, workspace)
+    balanced_plan = replace(plan, options=replace(plan.options, balance=plan.options.balance or ("train",)))
+    partitioner_class = PARTITIONERS.get(balanced_plan.partitioner)
     can_balance = (
         "balance" in partitioner_class.honours
         and partitioner_class.max_constraints is None
@@ -250,13 +250,13 @@ def _assign(graph: RawGraph, plan: PartitionPlan, workspace: Workspace | None) -
         log.warning(
             "with %s the fullest part has %.2f times its share of the training nodes; partitioning again "
             "with %s and balance train, and keeping the better result (balance nodes keeps the first)",
-            *(plan.partitioner, imbalance, balancing.partitioner),
+            *(plan.partitioner, imbalance, balanced_plan.partitioner),
         )
-    second = _place(graph, balancing, workspace)
-    return second if second.quality.balance["train"] < split.quality.balance["train"] else split
+    retry = _assign_once(graph, balanced_plan, workspace)
+    return retry if retry.quality.balance["train"] < split.quality.balance["train"] else split
 
 
-def _place(graph: RawGraph, plan: PartitionPlan, workspace: Workspace | None) -> _Split:
+def _assign_once(graph: RawGraph, plan: PartitionPlan, workspace: Workspace | None) -> _Split:
     if plan.trainers_per_part == 1:
         partitioner = PARTITIONERS.get(plan.partitioner)(plan.options).within(workspace, graph)
         parts = partitioner.assign(graph, plan.num_parts, plan.seed)
@@ -273,9 +273,9 @@ def _store(split: _Split, graph: RawGraph, folder: Path) -> None:
     record: dict[str, object] = {"quality": asdict(split.quality), "of_trainers": split.of_trainers}
     for name, assignment in (("parts", split.parts), ("trainers", split.trainers)):
         record[name] = assignment and {**vars(assignment), "part_of": None}
-        for number, ntype in enumerate(graph.num_nodes):
+        for i, ntype in enumerate(graph.num_nodes):
             if assignment is not None:
-                spill(folder, f"{name}{number}", np.int32, [assignment.part_of[ntype]])
+                spill(folder, f"{name}{i}", np.int32, [assignment.part_of[ntype]])
     (folder / "split.json").write_text(json.dumps(record))
 
 
@@ -291,7 +291,7 @@ def _load_split(graph: RawGraph, folder: Path) -> _Split:
     return _Split(**{**record, "quality": PartitionQuality(**quality)})
 
 
-_IMBALANCED = 1.5
+_MAX_IMBALANCE = 1.5
 
 
 def _find_imbalances(graph: RawGraph, quality: PartitionQuality) -> dict[str, float]:
@@ -301,7 +301,7 @@ def _find_imbalances(graph: RawGraph, quality: PartitionQuality) -> dict[str, fl
         if name in MASKS and quality.num_parts > 1:
             (_, column), *_ = constraint_columns(graph, name)
             share = max(int(column.sum()), 1) / quality.num_parts
-            if ratio > max(_IMBALANCED, math.ceil(share) / share):
+            if ratio > max(_MAX_IMBALANCE, math.ceil(share) / share):
                 imbalances[name] = ratio
     return imbalances
 
@@ -337,9 +337,9 @@ _SAMPLED, _AT_ONCE = 4096, 1 << 18
 def _is_one_way(graph: RawGraph) -> bool:
     """Return whether most of 4,096 sampled edges of a homogeneous graph have no opposite edge."""
     ((src, dst),) = graph.edges.values()
-    chosen = np.random.default_rng(0).integers(0, max(len(src), 1), _SAMPLED if len(src) else 0)
-    chosen = chosen[src[chosen] != dst[chosen]]
-    opposite = np.unique(_make_edge_keys(dst[chosen], src[chosen], graph.total_nodes))
+    sample = np.random.default_rng(0).integers(0, max(len(src), 1), _SAMPLED if len(src) else 0)
+    sample = sample[src[sample] != dst[sample]]
+    opposite = np.unique(_make_edge_keys(dst[sample], src[sample], graph.total_nodes))
     has_opposite = np.zeros(len(opposite), np.bool_)
     for piece in pieces(len(src), _AT_ONCE):
         if 2 * has_opposite.sum() >= len(has_opposite):
@@ -389,18 +389,18 @@ def _with_reverse_edges(graph: RawGraph, workspace: Workspace | None) -> RawGrap
         return graph
     if workspace is not None:
         columns = graph.edge_data.get(etype, {}).values()
-        widest = max([8, *(math.prod(column.shape[1:]) * column.dtype.itemsize for column in columns)])
-        workspace.remaining((24 + widest) * len(src), 0, "finding the edges without an opposite one")
+        row_bytes = max([8, *(math.prod(column.shape[1:]) * column.dtype.itemsize for column in columns)])
+        workspace.remaining((24 + row_bytes) * len(src), 0, "finding the edges without an opposite one")
     forward = _make_edge_keys(src, dst, graph.total_nodes)
     forward.sort()
-    lacking = []
+    rows_by_piece = []
     for piece in pieces(len(src), _AT_ONCE):
         keys = _make_edge_keys(dst[piece], src[piece], graph.total_nodes)
-        at = np.minimum(np.searchsorted(forward, keys), len(forward) - 1)
-        lacking.append(piece.start + np.flatnonzero(forward[at] != keys))
+        positions = np.minimum(np.searchsorted(forward, keys), len(forward) - 1)
+        rows_by_piece.append(piece.start + np.flatnonzero(forward[positions] != keys))
     del forward
-    rows = np.concatenate(lacking)
-    del lacking
+    rows = np.concatenate(rows_by_piece)
+    del rows_by_piece
     return _with_edges(graph, (dst[rows], src[rows]), rows, "reverse edges", workspace)
 
 

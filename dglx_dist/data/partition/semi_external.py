@@ -57,8 +57,8 @@ def partition(
     names, levels = tuple(f"{name} of clusters" for name in weights.names), [(graph, weights)]
     while not fits(levels[-1][0]):
         fine, columns = levels[-1]
-        make = functools.partial(_coarsen, fine, columns, workspace, seed)
-        folder = workspace.stage(f"level{len(levels)}", make, shared=True)
+        make_level = functools.partial(_coarsen, fine, columns, workspace, seed)
+        folder = workspace.stage(f"level{len(levels)}", make_level, shared=True)
         coarse = SymmetricGraph.open(folder)
         log.info("level %d has %d nodes, %d pairs", len(levels), coarse.num_nodes, len(coarse.indices) // 2)
         cluster_columns = tuple(map_spill(folder, f"column{c}") for c in range(len(weights.columns)))
@@ -66,7 +66,7 @@ def partition(
         if len(coarse.indices) + coarse.num_nodes > _MIN_SHRINKING * (len(fine.indices) + fine.num_nodes):
             break
 
-    def first_parts() -> Array:
+    def partition_coarsest() -> Array:
         coarsest, columns = levels[-1]
         if len(levels) == 1:
             return solve(graph, weights)
@@ -77,7 +77,7 @@ def partition(
         return stream(coarsest, None, columns, passes=1, fennel=False)
 
     # The name has the number of levels, because another memory limit may stop at another level.
-    parts = workspace.array(f"parts{len(levels) - 1}", first_parts)
+    parts = workspace.array(f"parts{len(levels) - 1}", partition_coarsest)
     for level in range(len(levels) - 1, 0, -1):
         coarse_of = map_spill(workspace.folder / f"level{level}", "coarse_of")
         # The capacities of the original graph are used, which hold for single nodes too.
@@ -89,8 +89,8 @@ def partition(
 def _coarsen(
     graph: SymmetricGraph, weights: BalanceWeights, workspace: Workspace, seed: int, folder: Path
 ) -> None:
-    num_nodes, (per_node, per_weight) = graph.num_nodes, _NODE_BYTES
-    num_bytes = (per_node + per_weight * len(weights.columns)) * num_nodes
+    num_nodes, (node_bytes, weight_bytes) = graph.num_nodes, _NODE_BYTES
+    num_bytes = (node_bytes + weight_bytes * len(weights.columns)) * num_nodes
     workspace.remaining(num_bytes, 0, f"a graph of {num_nodes} nodes")
     coarse_of = _find_clusters(graph, weights, np.uint64(seed % 2**64), workspace.ranks)
     num_coarse = int(coarse_of.max(initial=-1)) + 1
@@ -102,9 +102,9 @@ def _coarsen(
     adjacency = _make_adjacency(graph)
     total = _count_between(adjacency, coarse_of, starts[1:])
     np.cumsum(starts, out=starts)
-    fill = functools.partial(_fill_between, adjacency, coarse_of)
+    fill_rows = functools.partial(_fill_between, adjacency, coarse_of)
     held_bytes = (coarse_of.itemsize + 8 * len(weights.columns)) * num_nodes
-    write_rows(folder, starts, fill, id_dtype(total), workspace.with_reserved(held_bytes), "Contracting")
+    write_rows(folder, starts, fill_rows, id_dtype(total), workspace.with_reserved(held_bytes), "Contracting")
 
 
 _Adjacency: TypeAlias = tuple[Array, Array, Array]
@@ -128,13 +128,13 @@ def _find_clusters(graph: SymmetricGraph, weights: BalanceWeights, key: np.uint6
     loads = matrix.copy()
     _propagate(graph, (labels, loads, matrix, limit), ranks, key=key, refining=False)
     members = np.bincount(labels, minlength=num_nodes).astype(labels.dtype)
-    few = 2 * int(np.count_nonzero(members)) <= num_nodes
-    _join_single(_make_adjacency(graph), labels, members, loads, matrix, limit, few)
+    has_few_clusters = 2 * int(np.count_nonzero(members)) <= num_nodes
+    _join_single(_make_adjacency(graph), labels, members, loads, matrix, limit, has_few_clusters)
     del loads
-    used = np.zeros(num_nodes, dtype=labels.dtype)
-    used[labels] = 1
-    np.cumsum(used, out=used)
-    return used[labels] - 1
+    new_labels = np.zeros(num_nodes, dtype=labels.dtype)
+    new_labels[labels] = 1
+    np.cumsum(new_labels, out=new_labels)
+    return new_labels[labels] - 1
 
 
 def _refine(
@@ -143,8 +143,8 @@ def _refine(
     matrix = weights.matrix()
     loads = np.ascontiguousarray(weights.loads(parts).T.astype(np.int64))
     # A capacity allows for the heaviest node. Only one part has it, so the others need not grow so large.
-    even = (1 + weights.tolerance) * np.outer(weights.shares, loads.sum(axis=0))
-    limit = np.minimum(capacities.T, np.maximum(even, loads))
+    even_limit = (1 + weights.tolerance) * np.outer(weights.shares, loads.sum(axis=0))
+    limit = np.minimum(capacities.T, np.maximum(even_limit, loads))
     _propagate(graph, (parts, loads, matrix, limit), ranks, key=np.uint64(0), refining=True)
     return parts
 
@@ -170,24 +170,24 @@ def _propagate(
     num_nodes, adjacency = graph.num_nodes, _make_adjacency(graph)
     active, marked = np.ones(num_nodes, np.bool_), np.zeros(num_nodes, np.bool_)
     rating, streams = np.zeros(len(labelling[1]), np.int64), _cut_streams(graph)
-    first, last = ((len(streams) - 1) * rank // ranks.count for rank in (ranks.rank, ranks.rank + 1))
+    begin, end = ((len(streams) - 1) * rank // ranks.count for rank in (ranks.rank, ranks.rank + 1))
     label = "Refining" if refining else "Clustering"
-    shown = ranks.is_first and num_nodes >= SHOWN_FROM
-    with progress(label, _SWEEPS * _ROUNDS, enabled=shown) as advance:
+    shows_progress = ranks.is_first and num_nodes >= SHOWN_FROM
+    with progress(label, _SWEEPS * _ROUNDS, enabled=shows_progress) as advance:
         for _ in range(_SWEEPS):
             num_moved = 0
-            for number in range(_ROUNDS):
-                # Each stream takes another block. Otherwise pairs at the same place of two streams would
-                # swap.
-                block = (number + np.arange(len(streams) - 1)) % _ROUNDS
-                ends = [streams[:-1] + np.diff(streams) * i // _ROUNDS for i in (block, block + 1)]
-                blocks = np.stack(ends, axis=1)[first:last]
+            for round_index in range(_ROUNDS):
+                # Each stream takes another block. Otherwise neighbours at the same position of two
+                # streams would move in the same round and swap labels.
+                index = (round_index + np.arange(len(streams) - 1)) % _ROUNDS
+                ends = [streams[:-1] + np.diff(streams) * i // _ROUNDS for i in (index, index + 1)]
+                blocks = np.stack(ends, axis=1)[begin:end]
                 moves = np.empty((np.diff(blocks).sum(), 3), id_dtype(max(num_nodes, len(rating))))
                 count = _propose(adjacency, blocks, labelling, (rating, active, marked), key, refining, moves)
                 for rank, rank_moves in enumerate(ranks.gather(moves[:count, :2].copy())):
                     _check_moves(rank_moves, rank, num_nodes, len(rating))
                     num_moved += _apply(rank_moves, labelling, marked)
-                if (number + 1) % _ROUNDS_BEFORE_MARKS == 0:
+                if (round_index + 1) % _ROUNDS_BEFORE_MARKS == 0:
                     active |= ranks.union(marked)
                     marked[:] = False
                 advance(1)
@@ -197,10 +197,10 @@ def _propagate(
 
 
 def _cut_streams(graph: SymmetricGraph) -> Array:
-    # It returns the (S + 1,) first nodes of the streams.
-    number = min(max(graph.num_nodes // _MIN_STREAM_NODES, 1), _STREAMS)
-    inner = np.searchsorted(graph.indptr, len(graph.indices) * np.arange(1, number) // number)
-    return np.array([0, *inner, graph.num_nodes])
+    # The result has the first node of each of S streams, and the number of nodes.
+    num_streams = min(max(graph.num_nodes // _MIN_STREAM_NODES, 1), _STREAMS)
+    cuts = np.searchsorted(graph.indptr, len(graph.indices) * np.arange(1, num_streams) // num_streams)
+    return np.array([0, *cuts, graph.num_nodes])
 
 
 def _check_moves(moves: Array, rank: int, num_nodes: int, num_labels: int) -> None:
@@ -228,16 +228,16 @@ def _propose(
     indptr, indices, edge_weights = adjacency
     labels, loads, matrix, limit = labelling
     rating, active, marked = state
-    count, weighted = 0, len(edge_weights) > 1
+    count, has_weights = 0, len(edge_weights) > 1
     for block in range(len(blocks)):
-        before = count
+        first_move = count
         for u in range(blocks[block, 0], blocks[block, 1]):
             if not active[u]:
                 continue
             active[u] = False
             home = labels[u]
             for e in range(indptr[u], indptr[u + 1]):
-                rating[labels[indices[e]]] += edge_weights[e] if weighted else 1
+                rating[labels[indices[e]]] += edge_weights[e] if has_weights else 1
             best, best_rating, best_key = home, rating[home], np.uint64(0)
             key_of_node = mix(key ^ np.uint64(u))
             for e in range(indptr[u], indptr[u + 1]):
@@ -264,7 +264,7 @@ def _propose(
             count += 1
             for e in range(indptr[u], indptr[u + 1]):
                 marked[indices[e]] = True
-        for move in range(before, count):
+        for move in range(first_move, count):
             _move(moves[move, 0], moves[move, 2], labels, loads, matrix)
     return count
 
@@ -272,16 +272,16 @@ def _propose(
 @njit(cache=True, nogil=True)
 def _apply(moves: Array, labelling: _Labelling, marked: Array) -> int:
     labels, loads, matrix, limit = labelling
-    moved = 0
+    num_moved = 0
     for move in range(len(moves)):
         u, label = moves[move, 0], moves[move, 1]
         if _has_room(matrix[u], loads[label], limit[label]):
             _move(u, label, labels, loads, matrix)
-            moved += 1
+            num_moved += 1
         else:
             # Other nodes of the same round took the room, so the node is marked to try again.
             marked[u] = True
-    return moved
+    return num_moved
 
 
 @njit(cache=True, nogil=True)
@@ -320,7 +320,7 @@ def _join_single(
 ) -> None:
     """Join nodes without neighbours, and single nodes with the same best cluster if that is full."""
     indptr, indices, edge_weights = adjacency
-    num_nodes, weighted = len(labels), len(edge_weights) > 1
+    num_nodes, has_weights = len(labels), len(edge_weights) > 1
     rating = np.zeros(num_nodes, dtype=np.int64)
     # It has the cluster for the next node with the same best cluster. The last is for isolated nodes.
     open_label = np.full(num_nodes + 1, -1, dtype=labels.dtype)
@@ -330,7 +330,7 @@ def _join_single(
         best, best_rating = num_nodes, np.int64(0)
         for e in range(indptr[u], indptr[u + 1]):
             label = labels[indices[e]]
-            rating[label] += edge_weights[e] if weighted else 1
+            rating[label] += edge_weights[e] if has_weights else 1
             if rating[label] > best_rating:
                 best, best_rating = label, rating[label]
         for e in range(indptr[u], indptr[u + 1]):
@@ -348,13 +348,13 @@ def _join_single(
 def _count_between(adjacency: _Adjacency, coarse_of: Array, counts: Array) -> int:
     """Count the entries between clusters by row, and return their total weight."""
     indptr, indices, edge_weights = adjacency
-    total, weighted = 0, len(edge_weights) > 1
+    total, has_weights = 0, len(edge_weights) > 1
     for u in range(len(coarse_of)):
         row = coarse_of[u]
         for e in range(indptr[u], indptr[u + 1]):
             if coarse_of[indices[e]] != row:
                 counts[row] += 1
-                total += edge_weights[e] if weighted else 1
+                total += edge_weights[e] if has_weights else 1
     return total
 
 
@@ -364,12 +364,12 @@ def _fill_between(
     coarse_of: Array,
     first: int,
     last: int,
-    free: Array,
+    free_positions: Array,
     coarse_indices: Array,
     coarse_weights: Array,
 ) -> None:
     indptr, indices, edge_weights = adjacency
-    weighted = len(edge_weights) > 1
+    has_weights = len(edge_weights) > 1
     for u in range(len(coarse_of)):
         row = coarse_of[u]
         if not first <= row < last:
@@ -377,6 +377,6 @@ def _fill_between(
         for e in range(indptr[u], indptr[u + 1]):
             neighbour = coarse_of[indices[e]]
             if neighbour != row:
-                coarse_indices[free[row - first]] = neighbour
-                coarse_weights[free[row - first]] = edge_weights[e] if weighted else 1
-                free[row - first] += 1
+                coarse_indices[free_positions[row - first]] = neighbour
+                coarse_weights[free_positions[row - first]] = edge_weights[e] if has_weights else 1
+                free_positions[row - first] += 1

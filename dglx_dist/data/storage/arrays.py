@@ -49,7 +49,7 @@ CANNOT_WRITE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQU
 
 _MAX_AGE_S = 30 * 86400.0
 _RECENT_S = 86400.0
-"""Age before the most recent opening up to which an entry counts as in use."""
+"""Entries that were opened at most this long before the most recent opening count as in use."""
 
 _SHARE_OF_DISK = 4
 _UNREADABLE = (
@@ -69,17 +69,17 @@ class ArrayStream:
 
     def __init__(self, path: Path, dtype: np.dtype[Any], shape: tuple[int, ...]) -> None:
         self._path, self._dtype, self._shape = path, dtype, shape
-        needed = math.prod(shape) * dtype.itemsize
-        if shutil.disk_usage(path.parent).free < needed:
-            raise OSError(errno.ENOSPC, f"no room for {needed} bytes", str(path.parent))
-        head = io.BytesIO()
+        num_bytes = math.prod(shape) * dtype.itemsize
+        if shutil.disk_usage(path.parent).free < num_bytes:
+            raise OSError(errno.ENOSPC, f"no room for {num_bytes} bytes", str(path.parent))
+        header = io.BytesIO()
         np.lib.format.write_array_header_2_0(
-            head, {"descr": dtype.str, "fortran_order": False, "shape": shape}
+            header, {"descr": dtype.str, "fortran_order": False, "shape": shape}
         )
         self._file = path.open("xb", buffering=0)
         self._checksum, self.num_rows = 0, 0
         """Number of rows in the file."""
-        self._put(head.getbuffer())
+        self._put(header.getbuffer())
 
     def append(self, rows: Array) -> None:
         """Write the next (k, *row) rows. After an OSError, the rows of earlier calls are still there."""
@@ -100,9 +100,9 @@ class ArrayStream:
         self._file.close()
 
     def _put(self, data: memoryview) -> None:
-        done = 0
-        while done < len(data):
-            done += self._file.write(data[done:]) or 0
+        num_written = 0
+        while num_written < len(data):
+            num_written += self._file.write(data[num_written:]) or 0
         self._checksum = zlib.crc32(data, self._checksum)
 
 
@@ -178,10 +178,10 @@ class ArrayFolder:
                 arrays[path.stem] = map_array(path, mode)
             if facts is not None and stored_facts != facts:
                 raise ValueError(f"it has {stored_facts} instead of {facts}")
-        except _UNREADABLE as problem:
+        except _UNREADABLE as error:
             raise StorageError(
-                f"{self.path} is damaged ({problem}); the next run that opens it writes it again"
-            ) from problem
+                f"{self.path} is damaged ({error}); the next run that opens it writes it again"
+            ) from error
         return stored_facts, arrays
 
     def find(
@@ -201,12 +201,12 @@ class ArrayFolder:
             if stored is not None:
                 check(stored[1])
             return stored
-        except (ValueError, LookupError) as problem:
-            _LOG.warning("%s is not used (%s); it is written again", self.path, problem)
+        except (ValueError, LookupError) as error:
+            _LOG.warning("%s is not used (%s); it is written again", self.path, error)
             return None
-        except StorageError as problem:
+        except StorageError as error:
             if log:
-                _LOG.warning("%s", problem)
+                _LOG.warning("%s", error)
             return None
 
     @contextmanager
@@ -222,13 +222,13 @@ class ArrayFolder:
                 for name, array in arrays.items():
                     writer.put(name, array)
                 writer.publish(facts, overwrite=True)
-        except OSError as problem:
-            if problem.errno in CANNOT_WRITE:
+        except OSError as error:
+            if error.errno in CANNOT_WRITE:
                 _LOG.warning(
-                    "%s cannot be written (%s): %s is not kept on disk", self.path, problem, description
+                    "%s cannot be written (%s): %s is not kept on disk", self.path, error, description
                 )
                 return False
-            raise StorageError(f"{self.path} cannot be written ({problem}); check the disk") from problem
+            raise StorageError(f"{self.path} cannot be written ({error}); check the disk") from error
         return True
 
 
@@ -324,16 +324,16 @@ class ArrayCache:
 
 def _list_entries(folder: Path) -> Iterator[_Entry]:
     for parent, folders, names in os.walk(folder):
-        with_lock = {name.removesuffix(_LOCK) for name in names if name.endswith(_LOCK)}
-        folders[:] = [name for name in folders if name not in with_lock and not name.endswith(PARTIAL_SUFFIX)]
-        entries = [(path, _lock_of(path)) for path in (Path(parent, name) for name in with_lock)]
+        stems = {name.removesuffix(_LOCK) for name in names if name.endswith(_LOCK)}
+        folders[:] = [name for name in folders if name not in stems and not name.endswith(PARTIAL_SUFFIX)]
+        entries = [(path, _lock_of(path)) for path in (Path(parent, name) for name in stems)]
         if STAMP in names:  # It may have been copied here without its lock.
             entries.append((Path(parent), Path(parent, STAMP)))
-        for path, opened in entries:
+        for path, time_file in entries:
             # Another process may evict it at the same time.
             with suppress(OSError):
                 # A time in the future would make all other entries look old.
-                used_s = min(opened.stat().st_mtime, time.time())
+                used_s = min(time_file.stat().st_mtime, time.time())
                 yield _Entry(path=path, used_s=used_s, num_bytes=_measure_size(path))
 
 
@@ -343,17 +343,17 @@ def _measure_size(folder: Path) -> int:
 
 
 def _evict(path: Path) -> bool:
-    is_gone = False
-    with suppress(OSError), partial_folder(path) as aside:
+    is_evicted = False
+    with suppress(OSError), partial_folder(path) as trash:
         lock = _lock_of(path)
         os.close(os.open(lock, os.O_RDONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666))
         with try_lock(lock) as is_free:
             if is_free:
                 if path.exists():
-                    path.rename(aside)
-                is_gone = True
+                    path.rename(trash)
+                is_evicted = True
                 lock.unlink()
-    return is_gone
+    return is_evicted
 
 
 _LOCK = ".lock"

@@ -147,8 +147,8 @@ def name_write_failures(folder: Path) -> Iterator[None]:
         yield
     except DglxError:  # Some of them are an OSError too.
         raise
-    except OSError as problem:
-        raise StorageError(f"{folder} cannot be written: {problem}; choose another place") from problem
+    except OSError as error:
+        raise StorageError(f"{folder} cannot be written: {error}; choose another place") from error
 
 
 def publish(folder: Path, target: Path) -> bool:

@@ -95,15 +95,15 @@ def _check_values(folder: Path, path: str, array: StoredArray) -> None:
     remedy = "copy the part again or partition the graph again"
     dtypes = ("int32", "int64") if array.info is None else (array.info.dtype,)
     if values.dtype.name not in dtypes or values.ndim != 1 + len(array.info.row_shape if array.info else ()):
-        kinds = " or ".join(dtypes)
-        raise DatasetError(f"{where} is {values.dtype} of shape {values.shape}, expected {kinds}; {remedy}")
-    flat = values.reshape(-1).view(np.uint8) if values.dtype == np.bool_ else values
-    at = find_first_invalid(flat, bound, least=array.minimum, is_indptr=name == "indptr")
-    if at is not None:
-        ranges = f"below {bound}" if array.minimum is None else f"0 to {bound - 1}"
+        types = " or ".join(dtypes)
+        raise DatasetError(f"{where} is {values.dtype} of shape {values.shape}, expected {types}; {remedy}")
+    items = values.reshape(-1).view(np.uint8) if values.dtype == np.bool_ else values
+    i = find_first_invalid(items, bound, least=array.minimum, is_indptr=name == "indptr")
+    if i is not None:
+        expected = f"below {bound}" if array.minimum is None else f"0 to {bound - 1}"
         if name == "indptr":
-            ranges = f"numbers that never fall, from 0 at first to {bound - 1} at last"
-        raise DatasetError(f"{where}[{at}] is {flat[at]}, expected {ranges} ({array.refers_to}); {remedy}")
+            expected = f"numbers that never fall, from 0 at first to {bound - 1} at last"
+        raise DatasetError(f"{where}[{i}] is {items[i]}, expected {expected} ({array.refers_to}); {remedy}")
 
 
 def find_first_invalid(
@@ -122,10 +122,10 @@ def find_first_invalid(
         # Minimum and maximum need no temporary arrays, which takes a third of the time.
         is_low = least is not None and chunk.min() < least
         if is_low or chunk.max() >= bound or (is_indptr and (chunk[1:] < chunk[:-1]).any()):
-            wrong = (chunk >= bound) | (chunk < (chunk.min() if least is None else least))
+            is_wrong = (chunk >= bound) | (chunk < (chunk.min() if least is None else least))
             if is_indptr:
-                wrong[1:] |= chunk[1:] < chunk[:-1]
-            return first + int(wrong.argmax())
+                is_wrong[1:] |= chunk[1:] < chunk[:-1]
+            return first + int(is_wrong.argmax())
     return len(values) - 1 if is_indptr and values[-1] != bound - 1 else None
 
 
@@ -149,12 +149,12 @@ def _write_stamps(folder: Path, stamps: Stamps) -> None:
         target.parent.mkdir(exist_ok=True)
         with replace_atomically(target) as partial:
             partial.write_text(json.dumps({"crc32": checksum_of(stamps), "files": stamps}))
-    except OSError as problem:
+    except OSError as error:
         _LOG.warning(
             "%s cannot be written (%s), so every opening of this dataset reads all its files; "
             "open it with verify='never' to avoid that",
             target,
-            problem.strerror,
+            error.strerror,
         )
 
 
@@ -183,9 +183,9 @@ def open_dataset(folder: str | Path, *, verify: Verify = "auto", checked: bool =
         cache.clean()
     try:
         verify_files(folder, manifest, "never" if checked and verify == "full" else verify)
-    except PermissionError as problem:
-        where = problem.filename or folder
-        raise StorageError(f"{where} cannot be read by this user; change its permissions") from problem
+    except PermissionError as error:
+        path = error.filename or folder
+        raise StorageError(f"{path} cannot be read by this user; change its permissions") from error
     return StoredDataset(folder, manifest, cache)
 
 
@@ -205,10 +205,10 @@ class StoredDataset:
     def part(self, part: int) -> StoredPart:
         """Return one part without reading it. Raise StorageError if its files are not on this machine."""
         if part not in self._parts:
-            missing = self._find_missing_files(part)
-            if missing:
+            paths = self._find_missing_files(part)
+            if paths:
                 raise StorageError(
-                    f"part {part} of {self.folder} is not on this machine: {shorten_list(missing)} missing; "
+                    f"part {part} of {self.folder} is not on this machine: {shorten_list(paths)} missing; "
                     f"copy the folder part{part} here"
                 )
             self._parts[part] = StoredPart(self.folder, self.manifest, part)

@@ -57,8 +57,8 @@ def check_feature_dtype(feature_dtype: FeatureDtype | None, graph: RawGraph | No
     """Raise ConfigError if a feature dtype is invalid, or ``graph`` does not have a named column."""
     if feature_dtype is None:
         return
-    named = feature_dtype if isinstance(feature_dtype, Mapping) else {"all features": feature_dtype}
-    for column, dtype in named.items():
+    dtypes = feature_dtype if isinstance(feature_dtype, Mapping) else {"all features": feature_dtype}
+    for column, dtype in dtypes.items():
         if dtype not in _FEATURE_DTYPES:
             raise ConfigError(
                 f"the feature dtype of {column} is {dtype!r}; give one of {', '.join(_FEATURE_DTYPES)}"
@@ -120,11 +120,11 @@ def narrow(
         is_finite = np.isfinite(target)
     is_lost = ~is_finite & np.isfinite(piece)
     if is_lost.any():
-        place = np.argwhere(is_lost)[0]
-        row = int(rows[int(place[0])])
+        index = np.argwhere(is_lost)[0]
+        row = int(rows[int(index[0])])
         row = row if ids is None else int(ids[row])
         raise ConfigError(
-            f"{description} has {piece[tuple(place)]} in row {row}, too large for {dtype};"
+            f"{description} has {piece[tuple(index)]} in row {row}, too large for {dtype};"
             f" store it as {'bfloat16 or float32' if dtype == 'float16' else 'float32'}, or scale the column"
         )
     return target
@@ -197,8 +197,8 @@ def relabel_nodes(graph: RawGraph, assignment: Assignment) -> dict[str, NodeOrde
     for ntype, num_nodes in graph.num_nodes.items():
         part_of = np.asarray(assignment.part_of[ntype])
         # The sort is stable, so that nodes keep their order. NumPy sorts 16-bit keys with a radix sort.
-        narrow = part_of.astype(np.uint16 if assignment.num_parts <= 1 << 16 else np.int32)
-        new_to_old = np.argsort(narrow, kind="stable").astype(id_dtype(num_nodes), copy=False)
+        keys = part_of.astype(np.uint16 if assignment.num_parts <= 1 << 16 else np.int32)
+        new_to_old = np.argsort(keys, kind="stable").astype(id_dtype(num_nodes), copy=False)
         old_to_new = np.empty_like(new_to_old)
         old_to_new[new_to_old] = np.arange(num_nodes, dtype=new_to_old.dtype)
         counts = np.bincount(part_of, minlength=assignment.num_parts)
@@ -259,9 +259,9 @@ def relabel_on_disk(
     (src, dst), sources, destinations = graph.edges[etype], orders[etype[0]], orders[etype[2]]
     ids, columns, num_edges = graph.edge_ids.get(etype), graph.edge_data.get(etype, {}), len(src)
 
-    def pieces(take: Callable[[int, int], Array]) -> Chunks:
+    def pieces(read: Callable[[int, int], Array]) -> Chunks:
         def chunks(step: int) -> Iterator[Array]:
-            return (take(first, min(first + step, num_edges)) for first in range(0, num_edges, step))
+            return (read(first, min(first + step, num_edges)) for first in range(0, num_edges, step))
 
         return chunks
 
@@ -280,14 +280,14 @@ def relabel_on_disk(
         num_destinations=len(destinations.new_to_old),
     )
 
-    def make(folder: Path) -> None:
+    def sort(folder: Path) -> None:
         check_ends(graph, etype)
         budget = sorting_budget(graph, workspace.budget)
         description = f"Ordering the edges {':'.join(etype)}"
         with progress(description, 3 * num_edges, enabled=workspace.ranks.is_first) as advance:
             sort_edges(stream, folder, budget, order=_order_of_bucket, advance=advance, ranks=workspace.ranks)
 
-    folder = workspace.stage(f"order{list(graph.edges).index(etype)}", make, shared=True)
+    folder = workspace.stage(f"order{list(graph.edges).index(etype)}", sort, shared=True)
     indptr = map_spill(folder, "indptr")
     order = EdgeOrder(
         indptr=indptr,
@@ -296,8 +296,8 @@ def relabel_on_disk(
         offsets=indptr[destinations.offsets],
     )
     return order, {
-        name: map_spill(folder, f"carried{number}").reshape(column.shape)
-        for number, (name, column) in enumerate(columns.items(), 1)
+        name: map_spill(folder, f"carried{i}").reshape(column.shape)
+        for i, (name, column) in enumerate(columns.items(), 1)
     }
 
 
@@ -307,13 +307,13 @@ _NODE_BYTES = 32
 
 def sorting_budget(graph: RawGraph, budget: Budget) -> Budget:
     """Return the budget beside the arrays of nodes to order edges. Raise ConfigError if it is too small."""
-    for_nodes = _NODE_BYTES * graph.total_nodes
-    if budget.work < for_nodes + MIN_WORK_BYTES:
+    num_bytes = _NODE_BYTES * graph.total_nodes
+    if budget.work < num_bytes + MIN_WORK_BYTES:
         raise ConfigError(
-            f"{graph.total_nodes} nodes take {format_bytes(for_nodes)} of memory, more than --memory grants; "
-            f"{budget.remedy(for_nodes + MIN_WORK_BYTES)}"
+            f"{graph.total_nodes} nodes take {format_bytes(num_bytes)} of memory, more than --memory grants; "
+            f"{budget.remedy(num_bytes + MIN_WORK_BYTES)}"
         )
-    return budget.with_reserved(for_nodes)
+    return budget.with_reserved(num_bytes)
 
 
 def _order_of_bucket(destinations: Array, sources: Array) -> Array:
@@ -412,20 +412,20 @@ def write_dataset(
     columns += [(num_edges[etype], infos) for etype, infos in edge_columns.items()]
     num_bytes = 16 * (graph.total_nodes + graph.total_edges)
     num_bytes += sum(count * _count_row_bytes(info) for count, infos in columns for info in infos.values())
-    ordered = {}
+    disk_orders = {}
     if workspace is not None:
-        ordered = {etype: relabel_on_disk(graph, etype, orders, workspace) for etype in graph.edges}
+        disk_orders = {etype: relabel_on_disk(graph, etype, orders, workspace) for etype in graph.edges}
     ranks = Ranks() if workspace is None else workspace.ranks
     with (
         name_write_failures(folder),
-        shared_folder(folder, ranks, lambda done, target: put_in_place(done, target, overwrite)) as partial,
+        shared_folder(folder, ranks, lambda temp, target: put_in_place(temp, target, overwrite)) as partial,
         progress("Writing the dataset", num_bytes // ranks.count, enabled=ranks.is_first) as advance,
     ):
         writer = _PartWriter(partial, assignment.num_parts, advance, ranks)
         for ntype in graph.num_nodes:
             writer.write_node_type(graph, ntype, orders[ntype], node_columns[ntype])
         edge_offsets = {
-            etype: writer.write_edge_type(graph, etype, orders, edge_columns[etype], ordered.get(etype))
+            etype: writer.write_edge_type(graph, etype, orders, edge_columns[etype], disk_orders.get(etype))
             for etype in graph.edges
         }
         manifest = Manifest(
@@ -496,7 +496,7 @@ class _PartWriter:
         columns: Mapping[str, ColumnInfo],
         on_disk: tuple[EdgeOrder, Mapping[str, Array]] | None,
     ) -> Array:
-        # The result are the (P + 1,) offsets of the edge type.
+        # The result has the (P + 1,) edge offsets of the type.
         source, _, destination = etype
         data: Mapping[str, NodeColumn] = graph.edge_data.get(etype, {})
         ids = graph.edge_ids.get(etype)
@@ -505,14 +505,14 @@ class _PartWriter:
         else:
             order, data = on_disk
             ids = order.new_to_old
-        nodes, source_info = orders[destination].offsets, make_column_info(order.indices, "sources")
+        node_offsets, source_info = orders[destination].offsets, make_column_info(order.indices, "sources")
         for part in range(self._num_parts):
             self._part = part
-            folder, in_order = edge_folder(part, etype), range(*order.offsets[part : part + 2].tolist())
-            indptr = order.indptr[nodes[part] : nodes[part + 1] + 1] - in_order.start
+            folder, edge_range = edge_folder(part, etype), range(*order.offsets[part : part + 2].tolist())
+            indptr = order.indptr[node_offsets[part] : node_offsets[part + 1] + 1] - edge_range.start
             self._column(f"{folder}/indptr.arrow", IDS, len(indptr), [indptr])
-            self._write_column(f"{folder}/indices.arrow", source_info, in_order, order.indices)
-            rows = rows_of(order, part) if on_disk is None else in_order
+            self._write_column(f"{folder}/indices.arrow", source_info, edge_range, order.indices)
+            rows = rows_of(order, part) if on_disk is None else edge_range
             self._write_column(f"{folder}/original_ids.arrow", IDS, rows, ids)
             for name, info in columns.items():
                 description = f"edge data {name!r} of {etype}"
@@ -528,7 +528,7 @@ class _PartWriter:
         description: str = "",
         ids: Array | None = None,
     ) -> None:
-        """Write ``rows`` of ``column``, or their numbers. Messages use ``description`` and ``ids``."""
+        """Write ``rows`` of ``column``, or ``rows`` itself if there is no column. Messages name ``ids``."""
         dtype, step = numpy_dtype(info.dtype), max(1, CHUNK_BYTES // max(1, _count_row_bytes(info)))
         narrows = (
             description

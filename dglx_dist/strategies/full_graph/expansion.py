@@ -77,13 +77,14 @@ def iterate_in_edges(structure: Structure, nodes: Array) -> Iterator[tuple[Array
 
 def keep_edges_from(edges: InEdges, allowed: Array) -> InEdges:
     """Return the ``edges`` with a source in the (n,) ascending int64 ``allowed``."""
-    kept = np.zeros(len(edges.sources), dtype=bool)
+    mask = np.zeros(len(edges.sources), dtype=bool)
     # np.isin would sort both arrays in each call.
     if len(allowed):
-        places = np.minimum(np.searchsorted(allowed, edges.sources), len(allowed) - 1)
-        kept = allowed[places] == edges.sources
-    before = np.concatenate([np.zeros(1, np.int64), np.cumsum(kept)])
-    return InEdges(indptr=before[edges.indptr], sources=edges.sources[kept], edge_ids=edges.edge_ids[kept])
+        # The minimum keeps sources above the last allowed id within the array. They compare as unequal.
+        positions = np.minimum(np.searchsorted(allowed, edges.sources), len(allowed) - 1)
+        mask = allowed[positions] == edges.sources
+    offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(mask)])
+    return InEdges(indptr=offsets[edges.indptr], sources=edges.sources[mask], edge_ids=edges.edge_ids[mask])
 
 
 Composition: TypeAlias = Literal["random", "ordered"]
@@ -168,42 +169,42 @@ def choose_external(
     """
     capacity = indptr[-1] if fanout < 0 else np.minimum(np.diff(indptr), fanout).sum()
     chosen = np.empty(capacity, np.int64)
-    width = max(fanout, 0)
-    best, best_draw = np.empty(width, np.int64), np.empty(width, np.uint64)
-    best_score = np.empty(width, np.int64)
-    total = 0
+    num_slots = max(fanout, 0)
+    best_sources, best_draws = np.empty(num_slots, np.int64), np.empty(num_slots, np.uint64)
+    best_scores = np.empty(num_slots, np.int64)
+    num_chosen = 0
     for i in range(len(nodes)):
         key = item_key(stream, nodes[i])
         count = 0
         for edge in range(indptr[i], indptr[i + 1]):
             source = sources[edge]
             # Parallel edges do not raise the probability of a neighbour.
-            place = np.searchsorted(excluded, source)
-            is_excluded = place < len(excluded) and excluded[place] == source
+            position = np.searchsorted(excluded, source)
+            is_excluded = position < len(excluded) and excluded[position] == source
             if is_excluded or (edge > indptr[i] and sources[edge - 1] == source):
                 continue
             if fanout < 0:
-                chosen[total] = source
-                total += 1
+                chosen[num_chosen] = source
+                num_chosen += 1
                 continue
             score = scores[edge] if len(scores) > 0 else 0
             draw = mix(key ^ mix(np.uint64(source)))
             if count == fanout:
-                if (-score, draw) >= (-best_score[count - 1], best_draw[count - 1]):
+                if (-score, draw) >= (-best_scores[count - 1], best_draws[count - 1]):
                     continue
                 slot = count - 1
             else:
                 slot = count
                 count += 1
-            while slot > 0 and (-score, draw) < (-best_score[slot - 1], best_draw[slot - 1]):
-                best[slot], best_draw[slot] = best[slot - 1], best_draw[slot - 1]
-                best_score[slot] = best_score[slot - 1]
+            while slot > 0 and (-score, draw) < (-best_scores[slot - 1], best_draws[slot - 1]):
+                best_sources[slot], best_draws[slot] = best_sources[slot - 1], best_draws[slot - 1]
+                best_scores[slot] = best_scores[slot - 1]
                 slot -= 1
-            best[slot], best_draw[slot], best_score[slot] = source, draw, score
+            best_sources[slot], best_draws[slot], best_scores[slot] = source, draw, score
         for slot in range(count):
-            chosen[total] = best[slot]
-            total += 1
-    return chosen[:total]
+            chosen[num_chosen] = best_sources[slot]
+            num_chosen += 1
+    return chosen[:num_chosen]
 
 
 EasPolicy: TypeAlias = Literal["uniform_external", "degree"]
@@ -233,15 +234,15 @@ class EasOptions:
 
 def make_selection(options: EasOptions, *, seed: int) -> Selection:
     """Make the :data:`Selection` of plans. It selects once per server unless ``inner`` is "batch"."""
-    chosen: dict[tuple[int, int], Array] = {}
+    selected_nodes: dict[tuple[int, int], Array] = {}
 
-    def select_nodes(structure: Structure, own: tuple[int, int], seeds: Array) -> Array:
+    def select_nodes(structure: Structure, own_range: tuple[int, int], seeds: Array) -> Array:
         if options.inner == "batch":
-            return select_external(structure, own, seeds, options, seed=seed)
-        if own not in chosen:
-            inner = np.arange(*own)
-            chosen[own] = select_external(structure, own, inner, options, seed=seed)
-        return chosen[own]
+            return select_external(structure, own_range, seeds, options, seed=seed)
+        if own_range not in selected_nodes:
+            inner = np.arange(*own_range)
+            selected_nodes[own_range] = select_external(structure, own_range, inner, options, seed=seed)
+        return selected_nodes[own_range]
 
     return select_nodes
 
@@ -253,8 +254,8 @@ def select_external(
 
     ``own`` is the half-open node range of the server. See "Expansion-aware sampling" in
     docs/strategies/shared_preload.md. The result does not depend on the rank, because random numbers are
-    keyed by (seed, node). For a given seed, the result grows with m, and with k for m up to 2. For more
-    rounds a larger k may reach a node earlier, when fewer of its neighbours are selected.
+    keyed by (seed, node). For a given seed, more hops select a superset, and so does a larger fan-out with at
+    most 2 hops. With more hops, a larger fan-out may reach a node in an earlier round and select others.
 
     Each round sends 8 bytes for each frontier node of another server and receives 24 for each of its
     in-edges. ``degree`` also sends and receives 8 bytes for each external candidate.
@@ -262,14 +263,14 @@ def select_external(
     selected, frontier = inner, inner
     outside = None if options.inner == "batch" else own
 
-    def scores(sources: Array, excluded: Array) -> Array:
+    def compute_scores(sources: Array, excluded: Array) -> Array:
         if options.policy != "degree" or options.fanout == ALL:
             return np.empty(0, np.int64)
-        distinct, find_place = np.unique(sources, return_inverse=True)
-        candidates = ~np.isin(distinct, excluded, assume_unique=True)
-        values = np.zeros(len(distinct), np.int64)
-        values[candidates] = structure.in_degrees(distinct[candidates], outside)
-        return values[find_place]
+        distinct_sources, distinct_index = np.unique(sources, return_inverse=True)
+        is_candidate = ~np.isin(distinct_sources, excluded, assume_unique=True)
+        values = np.zeros(len(distinct_sources), np.int64)
+        values[is_candidate] = structure.in_degrees(distinct_sources[is_candidate], outside)
+        return values[distinct_index]
 
     # A node is in one frontier only. Its choice must not depend on the round, so that selections for several
     # m and k contain each other.
@@ -277,15 +278,15 @@ def select_external(
     for _ in range(options.hops):
         chosen = [np.empty(0, np.int64)]
         for nodes, edges in iterate_in_edges(structure, frontier):
-            score = scores(edges.sources, selected)
-            picked = choose_external(
-                edges.indptr, edges.sources, nodes, selected, score, options.fanout, stream
+            edge_scores = compute_scores(edges.sources, selected)
+            external_sources = choose_external(
+                edges.indptr, edges.sources, nodes, selected, edge_scores, options.fanout, stream
             )
-            chosen.append(np.unique(picked))
-        new = np.setdiff1d(np.concatenate(chosen), selected)
-        if not len(new):
+            chosen.append(np.unique(external_sources))
+        new_nodes = np.setdiff1d(np.concatenate(chosen), selected)
+        if not len(new_nodes):
             break
-        selected, frontier = np.union1d(selected, new), new
+        selected, frontier = np.union1d(selected, new_nodes), new_nodes
     return selected
 
 
@@ -328,8 +329,8 @@ def split_rows(closure: KHopNeighborhood, num_ranks: int, seed: int) -> Array:
         return np.zeros(num_rows, dtype=np.int32)
     weights = group_work(closure)
     options = PartitionOptions(balance=tuple(weights), tolerance=TOLERANCE)
-    num_ids = int(max(closure.nodes.max(initial=-1), closure.sources.max(initial=-1))) + 1
-    sources = RowPositions(closure.nodes, num_ids).find(closure.sources)
+    id_limit = int(max(closure.nodes.max(initial=-1), closure.sources.max(initial=-1))) + 1
+    sources = RowPositions(closure.nodes, id_limit).find(closure.sources)
     assert not (sources < 0).any(), "a source is not a row: split_rows needs hops above 0"
     graph = RawGraph(
         name="closure",
@@ -348,10 +349,10 @@ def group_work(closure: KHopNeighborhood) -> dict[str, Array]:
     """
     distinct_counts = np.unique(closure.counts[1:])
     groups = np.array_split(distinct_counts, min(len(distinct_counts), MAX_GROUPS))
-    row, degrees = np.arange(len(closure.nodes)), closure.in_degrees + 1
+    row_indices, degrees = np.arange(len(closure.nodes)), closure.in_degrees + 1
     weights = {}
-    for number, group in enumerate(groups):
+    for group_index, group in enumerate(groups):
         layers = closure.counts[1:][np.isin(closure.counts[1:], group)]
-        times = len(layers) - np.searchsorted(np.sort(layers), row, side="right")
-        weights[f"layers_{number}"] = times * degrees
+        num_layers = len(layers) - np.searchsorted(np.sort(layers), row_indices, side="right")
+        weights[f"layers_{group_index}"] = num_layers * degrees
     return weights

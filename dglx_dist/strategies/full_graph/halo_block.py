@@ -78,10 +78,10 @@ _RESHAPING: tuple[Callable[..., Any], ...] = (Tensor.view, Tensor.reshape, torch
 
 
 def _resolve_sizes(shape: Sequence[int], sizes: Sequence[int]) -> tuple[int, ...]:
-    known = math.prod(size for size in sizes[1:] if size != -1)
-    if len(shape) < 2 or shape[0] or not sizes or sizes[0] or -1 not in sizes or not known:
+    known_size = math.prod(size for size in sizes[1:] if size != -1)
+    if len(shape) < 2 or shape[0] or not sizes or sizes[0] or -1 not in sizes or not known_size:
         return tuple(sizes)
-    return tuple(math.prod(shape[1:]) // known if size == -1 else size for size in sizes)
+    return tuple(math.prod(shape[1:]) // known_size if size == -1 else size for size in sizes)
 
 
 def tie_gradient(output: Any, rows: Tensor) -> Any:
@@ -99,22 +99,22 @@ def reduce_without_edges(block: Any, message: Any, reduce: Any) -> dict[str, Ten
     function reads the same source columns as on other ranks, so the same columns are exchanged. The result is
     connected in autograd to the columns that were read.
     """
-    read: dict[str, Tensor] = {}
+    read_columns: dict[str, Tensor] = {}
 
     def fetch(name: str, rows: Tensor) -> Tensor:
-        read[name] = rows
-        return _take_one_row(rows)
+        read_columns[name] = rows
+        return _make_zero_row(rows)
 
     one_edge_block = _make_one_edge_block(block)
     set_frame(one_edge_block, make_fetched_frame(block.node_frames[0], fetch, 1))
-    before = dict(one_edge_block.dstdata.items())
+    old_columns = dict(one_edge_block.dstdata.items())
     one_edge_block.update_all(message, reduce)
     columns = {
         name: rows.new_zeros((block.num_dst_nodes(), *rows.shape[1:]))
         for name, rows in one_edge_block.dstdata.items()
-        if before.get(name) is not rows
+        if old_columns.get(name) is not rows
     }
-    for rows in read.values():
+    for rows in read_columns.values():
         columns = tie_gradient(columns, rows)
     return columns
 
@@ -131,11 +131,11 @@ def _make_one_edge_block(block: Any) -> Any:
         (block_with_edge.edata, block.edata),
     ):
         for name, rows in source_data.items():
-            target[name] = _take_one_row(rows)
+            target[name] = _make_zero_row(rows)
     return block_with_edge
 
 
-def _take_one_row(rows: Tensor) -> Tensor:
+def _make_zero_row(rows: Tensor) -> Tensor:
     return torch.zeros((1, *rows.shape[1:]), dtype=rows.dtype, device=rows.device)
 
 
@@ -359,9 +359,9 @@ def halo_block(
             not collective. By default the block's own out-degrees are used.
         edge_order: See :func:`~dglx_dist.internals.message_passing.note_edge_order`.
     """
-    own = nodes[: layer.own_rows]
-    repeated = own[:1] if needs_repeated_row(layer) else own[:0]
-    sources = torch.cat([own, torch.from_numpy(layer.halo_nodes), repeated])
+    own_nodes = nodes[: layer.own_rows]
+    repeated_node = own_nodes[:1] if needs_repeated_row(layer) else own_nodes[:0]
+    sources = torch.cat([own_nodes, torch.from_numpy(layer.halo_nodes), repeated_node])
     plain = build_block(torch.from_numpy(layer.indptr), torch.from_numpy(layer.indices), len(sources), etype)
     plain.srcdata[dgl.NID], plain.dstdata[dgl.NID] = sources, sources[: plain.num_dst_nodes()]
     plain.edata[dgl.EID] = torch.from_numpy(layer.edge_ids)
@@ -397,8 +397,8 @@ class OwnCount(Tensor):
                 "a function of all nodes or edges of a local graph would see only those of this rank; reduce "
                 "the rows of ndata, and sum over the ranks with torch.distributed.all_reduce"
             )
-        plain = [
+        arguments = [
             argument.as_subclass(Tensor) if isinstance(argument, OwnCount) else argument for argument in args
         ]
         with plain_tensors():
-            return func(*plain, **(kwargs or {}))
+            return func(*arguments, **(kwargs or {}))

@@ -64,29 +64,29 @@ def add_rows(total: Tensor, rows: Sequence[Tensor], incoming: Sequence[Incoming]
     ``rows`` has the (k,) distinct int64 positions of each peer's rows. Pieces are added round-robin over the
     peers, in an order that does not depend on their arrival. So sums are reproducible to the bit.
     """
-    per_peer = [
+    additions = [
         _add_from_peer(total, peer_rows, part)
         for peer_rows, part in zip(rows, incoming, strict=True)
         if part.rows.numel()
     ]
-    while per_peer:
-        unfinished = []
-        for pieces in per_peer:
-            ready = next(pieces, None)
-            while ready is False:
+    while additions:
+        remaining = []
+        for pieces in additions:
+            is_added = next(pieces, None)
+            while is_added is False:
                 yield False
-                ready = next(pieces, None)
-            if ready:
+                is_added = next(pieces, None)
+            if is_added:
                 yield True
-                unfinished.append(pieces)
-        per_peer = unfinished
+                remaining.append(pieces)
+        additions = remaining
 
 
 def _add_from_peer(total: Tensor, rows: Tensor, part: Incoming) -> Iterator[bool]:
-    needed = 0
+    num_bytes = 0
     for piece_rows, piece in zip(_cut_like(rows, part.rows), _cut_like(part.rows, part.rows), strict=True):
-        needed += piece.numel() * piece.element_size()
-        while part.num_arrived < needed:
+        num_bytes += piece.numel() * piece.element_size()
+        while part.num_arrived < num_bytes:
             yield False
         # Move the piece before its dtype is changed. Otherwise torch would convert it on the host and wait.
         total.index_add_(0, piece_rows, piece.to(total.device, non_blocking=True).to(total.dtype))
@@ -217,9 +217,9 @@ class HaloExchange:
         return total.to(gradient.dtype)
 
     def _receive(self, h: Tensor, halo: Tensor, phase: str, own: Tensor | None = None) -> None:
-        readable, rows_to = self._is_readable(h), self.rows_on(h.device)
-        target = halo if readable else allocate_host_memory(halo.shape, halo)
-        if readable:
+        is_readable, rows_to = self._is_readable(h), self.rows_on(h.device)
+        target = halo if is_readable else allocate_host_memory(halo.shape, halo)
+        if is_readable:
             sent = self._reserve_memory(self._exchanges.sent, self._num_sent, h)
             outgoing, incoming = self.messages(sent, target, phase)
             for message, rows in zip(outgoing, rows_to, strict=True):
@@ -228,11 +228,11 @@ class HaloExchange:
             rows = torch.cat([h[:0], *(h.index_select(0, rows) for rows in rows_to)])
             outgoing, incoming = self.messages(copy_to_host([rows])[0], target, phase)
         self._swap(outgoing, incoming, phase, () if own is None else copy_rows(h, own))
-        if not readable:
+        if not is_readable:
             halo.copy_(target, non_blocking=True)
 
     def _swap(
-        self, outgoing: list[Outgoing], incoming: list[Incoming], phase: str, meanwhile: Iterable[bool]
+        self, outgoing: list[Outgoing], incoming: list[Incoming], phase: str, work: Iterable[bool]
     ) -> None:
         # All rows are in the same kind of memory.
         messages: list[Outgoing | Incoming] = [*outgoing, *incoming]
@@ -241,10 +241,10 @@ class HaloExchange:
         assert exchange is not None
         codec = None
         if self.wire != "same" and phase != ONCE:
-            keys = self._session.seed, self._exchanges.step, 2 * self.number + (phase == BACKWARD)
-            codec = row_codec(self.wire, messages[0].rows, keys)
+            seeds = self._session.seed, self._exchanges.step, 2 * self.number + (phase == BACKWARD)
+            codec = row_codec(self.wire, messages[0].rows, seeds)
         exchange.post(outgoing, incoming, self.describe(phase), phase=phase, layer=self.number, codec=codec)(
-            meanwhile
+            work
         )
 
     def describe(self, phase: str) -> str:
@@ -293,7 +293,7 @@ class HaloExchange:
 class CoverExchange:
     """Sums of source rows over the in-edges of a layer, with the exchange of its :class:`Cover`.
 
-    A rank sends a partial sum instead of its summands where that is fewer rows. Gradients are sent back in
+    A rank sends partial sums instead of their summands if these are fewer rows. Gradients are sent back in
     the same way.
     """
 
@@ -311,12 +311,12 @@ class CoverExchange:
             send=cover.send_edges,
         )
         self._edges = HaloExchange(session, edges, uncovered.number)
-        numbers = torch.from_numpy(np.where(cover.layer.edge_ids < 0, num_edges, cover.layer.edge_ids))
+        index = torch.from_numpy(np.where(cover.layer.edge_ids < 0, num_edges, cover.layer.edge_ids))
         partial, total = (
             build_block(torch.from_numpy(csc.indptr), torch.from_numpy(csc.indices), num_sources)
             for csc, num_sources in ((cover, uncovered.own_rows), (cover.layer, cover.layer.num_sources))
         )
-        self._graphs = {torch.device("cpu"): (partial, total, numbers)}
+        self._graphs = {torch.device("cpu"): (partial, total, index)}
         self._weights: dict[str, tuple[Tensor, int | None, Tensor]] = {}
 
     def for_layer(self, number: int) -> CoverExchange:
@@ -332,7 +332,7 @@ class CoverExchange:
         the ranks that use them. The result is None on all ranks if weights are learned, or computed in an
         evaluation without gradient. Then rows must be exchanged instead (attention).
         """
-        partial, total, numbers = self._graphs_on(h.device)
+        partial, total, index = self._graphs_on(h.device)
         if weights is None:
             return cast("Tensor", ops.copy_u_sum(total, self._exchange_rows(h, ops.copy_u_sum(partial, h))))
         edge_weights = weights[1]
@@ -341,7 +341,7 @@ class CoverExchange:
         if remote is None:
             return None
         # Weights are already applied to partial sums.
-        edge_weights = torch.cat([edge_weights, edge_weights.new_ones(1, *edge_weights.shape[1:])])[numbers]
+        edge_weights = torch.cat([edge_weights, edge_weights.new_ones(1, *edge_weights.shape[1:])])[index]
         rows = self._exchange_rows(h, ops.u_mul_e_sum(partial, h, remote))
         return cast("Tensor", ops.u_mul_e_sum(total, rows, edge_weights))
 
@@ -349,7 +349,7 @@ class CoverExchange:
         return self._rows.exchange(torch.cat([h, partial]) if len(partial) else h)
 
     def _fetch_weights(self, name: str, weights: Tensor) -> Tensor | None:
-        # All ranks must decide alike, even without edges. So objects are compared, not their memory.
+        # All ranks must decide equally, even ranks without edges. So tensors are compared by identity.
         known_weights, version, remote = self._weights.get(name, (None, 0, weights))
         if known_weights is weights and version == get_version(weights) is not None:
             return remote
@@ -360,9 +360,9 @@ class CoverExchange:
         return remote
 
     def _graphs_on(self, device: torch.device) -> tuple[Any, Any, Tensor]:
-        partial, total, numbers = self._graphs[torch.device("cpu")]
+        partial, total, index = self._graphs[torch.device("cpu")]
         if device not in self._graphs:
-            self._graphs[device] = place(partial, device), place(total, device), numbers.to(device)
+            self._graphs[device] = place(partial, device), place(total, device), index.to(device)
         return self._graphs[device]
 
 
@@ -492,18 +492,18 @@ class StaleHalos:
                 "epoch of staleness=1; change them by an optimizer, or in place under torch.no_grad(), not "
                 "by .data"
             )
-        before, self._exchanges.stale = self._exchanges.stale, self
+        previous, self._exchanges.stale = self._exchanges.stale, self
         try:
             yield
         finally:
-            self._exchanges.stale = before
+            self._exchanges.stale = previous
 
     def next_late_rows(self, halo: HaloExchange) -> list[LateRows]:
         """Return the late rows and gradients of the layer's next exchange in this epoch."""
         self._calls[halo.number] += 1
         # The digest keeps rows of another structure from being used, for example after a resume.
-        number = f"{halo.number}/{self._calls[halo.number]}/{halo.digest}"
-        return [self._late[f"{phase}/{number}"] for phase in (FORWARD, BACKWARD)]
+        key = f"{halo.number}/{self._calls[halo.number]}/{halo.digest}"
+        return [self._late[f"{phase}/{key}"] for phase in (FORWARD, BACKWARD)]
 
     def state(self) -> dict[str, Tensor]:
         """Wait for rows in transit, and return the rows that the next epoch uses."""

@@ -137,19 +137,20 @@ def minimum_cover(sources: Array, targets: Array, num_sources: int, num_targets:
     shape = num_sources, num_targets
     graph = csr_matrix((np.ones(len(sources), bool), (sources, targets)), shape=shape)
     match_of_source = maximum_bipartite_matching(graph, perm_type="column")
-    mate = np.full(num_targets, -1)
-    mate[match_of_source[match_of_source >= 0]] = np.flatnonzero(match_of_source >= 0)
-    # Alternating paths lead from source to source. One more node leads to all unmatched sources.
-    ends = np.repeat(np.arange(num_sources), np.diff(graph.indptr))
-    following, unmatched = mate[graph.indices], np.flatnonzero(match_of_source < 0)
-    indices = np.concatenate([np.where(following < 0, ends, following), unmatched])
+    matched_source = np.full(num_targets, -1)
+    matched_source[match_of_source[match_of_source >= 0]] = np.flatnonzero(match_of_source >= 0)
+    # Alternating paths lead from source to source. An extra node has edges to all unmatched sources, so one
+    # search from it finds all sources on alternating paths.
+    edge_sources = np.repeat(np.arange(num_sources), np.diff(graph.indptr))
+    next_source, unmatched = matched_source[graph.indices], np.flatnonzero(match_of_source < 0)
+    indices = np.concatenate([np.where(next_source < 0, edge_sources, next_source), unmatched])
     indptr = np.append(graph.indptr, len(indices))
     paths = csr_matrix((np.ones(len(indices)), indices, indptr), shape=(num_sources + 1, num_sources + 1))
-    reached = np.zeros(num_sources + 1, bool)
-    reached[breadth_first_order(paths, num_sources, return_predecessors=False)] = True
-    covered = np.zeros(num_targets, bool)
-    covered[graph.indices[reached[ends]]] = True
-    return ~reached[:num_sources], covered
+    is_reached = np.zeros(num_sources + 1, bool)
+    is_reached[breadth_first_order(paths, num_sources, return_predecessors=False)] = True
+    is_covered = np.zeros(num_targets, bool)
+    is_covered[graph.indices[is_reached[edge_sources]]] = True
+    return ~is_reached[:num_sources], is_covered
 
 
 @final
@@ -169,13 +170,13 @@ class PairCover:
     """(e,) int64 in-edges that the sender sums, ordered by target. Only the receiver knows them."""
 
     def to_message(self) -> Array:
-        """Return the data that the sender needs, as one array."""
+        """Return the sizes, rows, counts and sources as one array. The sender of the rows needs them."""
         sizes = np.array([len(self.rows), len(self.counts), len(self.sources)], np.int64)
         return np.concatenate([sizes, self.rows, self.counts, self.sources])
 
     @classmethod
     def from_message(cls, rank: int, numbers: Array, num_rows: int) -> PairCover:
-        """Read the message of ``rank``, which gets ``num_rows`` halo rows without a cover.
+        """Read the message of ``rank``, which receives ``num_rows`` halo rows if there is no cover.
 
         Raises:
             PeerError: the numbers are inconsistent, or refer to other rows.
@@ -204,15 +205,15 @@ def find_covers(layer: HaloLayer) -> dict[int, PairCover]:
     for rank, count in layer.receive:
         edges = np.flatnonzero((layer.indices >= first_source) & (layer.indices < first_source + count))
         sources = layer.indices[edges] - first_source
-        targets, target = np.unique(target_of[edges], return_inverse=True)
-        is_sent, is_summed = minimum_cover(sources, target, count, len(targets))
-        summed = ~is_sent[sources]
+        targets, target_index = np.unique(target_of[edges], return_inverse=True)
+        is_sent, is_summed = minimum_cover(sources, target_index, count, len(targets))
+        is_summed_edge = ~is_sent[sources]
         covers[rank] = PairCover(
             rows=np.flatnonzero(is_sent),
             targets=targets[is_summed],
-            counts=np.bincount(target[summed], minlength=len(targets))[is_summed],
-            sources=sources[summed],
-            edges=edges[summed],
+            counts=np.bincount(target_index[is_summed_edge], minlength=len(targets))[is_summed],
+            sources=sources[is_summed_edge],
+            edges=edges[is_summed_edge],
         )
         first_source += count
     return covers
@@ -220,36 +221,36 @@ def find_covers(layer: HaloLayer) -> dict[int, PairCover]:
 
 def build_cover(layer: HaloLayer, received: Mapping[int, PairCover], sent: Mapping[int, PairCover]) -> Cover:
     """Build the cover of ``layer`` from the exchanges with its peers, by ascending rank."""
-    own_rows, sending, summands = layer.own_rows, list[tuple[int, Array]](), [NO_IDS]
+    own_rows, send, summands = layer.own_rows, list[tuple[int, Array]](), [NO_IDS]
     for rank, rows in layer.send:
         pair = sent[rank]
         sums = own_rows + np.arange(len(pair.counts))
-        sending.append((rank, np.concatenate([rows[pair.rows], sums])))
+        send.append((rank, np.concatenate([rows[pair.rows], sums])))
         summands.append(rows[pair.sources])
         own_rows += len(sums)
-    kept, position = np.ones(len(layer.indices), bool), np.arange(layer.num_sources)
-    old, new, sums_at = layer.own_rows, own_rows, [NO_IDS]
+    is_kept, new_rows = np.ones(len(layer.indices), bool), np.arange(layer.num_sources)
+    old_row, new_row, sum_rows = layer.own_rows, own_rows, [NO_IDS]
     for rank, count in layer.receive:
         pair = received[rank]
-        kept[pair.edges] = False
-        position[old + pair.rows] = new + np.arange(len(pair.rows))
-        new += len(pair.rows) + len(pair.targets)
-        sums_at.append(np.arange(new - len(pair.targets), new))
-        old += count
-    edges, pairs = np.flatnonzero(kept), received.values()
+        is_kept[pair.edges] = False
+        new_rows[old_row + pair.rows] = new_row + np.arange(len(pair.rows))
+        new_row += len(pair.rows) + len(pair.targets)
+        sum_rows.append(np.arange(new_row - len(pair.targets), new_row))
+        old_row += count
+    edges, pairs = np.flatnonzero(is_kept), received.values()
     target = np.concatenate([_expand_edge_targets(layer)[edges], *(pair.targets for pair in pairs)])
     order = np.argsort(target, kind="stable")
-    sums = np.concatenate(sums_at)
+    sums = np.concatenate(sum_rows)
     return Cover(
         layer=HaloLayer(
             own_rows=own_rows,
             targets=layer.targets,
             indptr=_compute_offsets(np.bincount(target, minlength=layer.targets)),
-            indices=np.concatenate([position[layer.indices[edges]], sums])[order],
+            indices=np.concatenate([new_rows[layer.indices[edges]], sums])[order],
             edge_ids=np.concatenate([edges, np.full(len(sums), -1)])[order],
-            halo_nodes=np.full(new - own_rows, -1),
+            halo_nodes=np.full(new_row - own_rows, -1),
             receive=tuple((rank, len(pair.rows) + len(pair.targets)) for rank, pair in received.items()),
-            send=tuple(sending),
+            send=tuple(send),
         ),
         indptr=_compute_offsets(np.concatenate([NO_IDS, *(pair.counts for pair in sent.values())])),
         indices=np.concatenate(summands),
@@ -281,16 +282,16 @@ class RowPositions:
 
     def find(self, ids: Array) -> Array:
         """Return the (K,) int64 positions of (K,) int64 ``ids``, or -1 for ids without a row."""
-        places = np.empty(len(ids), np.int64)
-        _find_positions(self._table, self._num_ids, ids, places)
-        return places
+        positions = np.empty(len(ids), np.int64)
+        _find_positions(self._table, self._num_ids, ids, positions)
+        return positions
 
 
 @njit(cache=True, nogil=True)
-def _find_positions(table: SlotTable, num_ids: int, ids: Array, places: Array) -> None:
+def _find_positions(table: SlotTable, num_ids: int, ids: Array, positions: Array) -> None:
     for k in range(len(ids)):
         # Ids come from other ranks, so they are checked before they index the table.
-        places[k] = find_slot(table, ids[k]) if 0 <= ids[k] < num_ids else -1
+        positions[k] = find_slot(table, ids[k]) if 0 <= ids[k] < num_ids else -1
 
 
 VERSION = 6
@@ -312,15 +313,15 @@ def write_plan(folder: ArrayFolder, plan: RankPlan) -> bool:
 
     # Deep models have many layers with one structure. Repetitions are stored as null.
     layers = [
-        None if n and layer is plan.layers[n - 1] else to_json(layer) for n, layer in enumerate(plan.layers)
+        None if i and layer is plan.layers[i - 1] else to_json(layer) for i, layer in enumerate(plan.layers)
     ]
-    head = to_json(replace(plan, layers=())) | {"layers": layers}
-    return folder.save({NUMBERS: np.concatenate(arrays)}, head, "the plan")
+    header = to_json(replace(plan, layers=())) | {"layers": layers}
+    return folder.save({NUMBERS: np.concatenate(arrays)}, header, "the plan")
 
 
 def read_plan(folder: ArrayFolder) -> RankPlan:
     """Return the plan in ``folder``, mapped copy-on-write. For errors see :meth:`ArrayFolder.read`."""
-    head, arrays = folder.read("c")
+    header, arrays = folder.read("c")
 
     def from_json(value: Any) -> Any:
         if isinstance(value, list):
@@ -331,7 +332,7 @@ def read_plan(folder: ArrayFolder) -> RankPlan:
             return arrays[NUMBERS][slice(*value["at"])]
         return {name: from_json(field) for name, field in value.items()}
 
-    plan, layers = from_json(head), list[HaloLayer]()
+    plan, layers = from_json(header), list[HaloLayer]()
     for layer in plan.pop("layers"):
         if layer is not None and layer["cover"] is not None:
             layer["cover"]["layer"] = HaloLayer(**layer["cover"]["layer"])

@@ -81,12 +81,12 @@ def gather_seeds(g: DistGraph, seeds: Array) -> ServerSeeds:
     distinct = np.unique(np.concatenate(gather_arrays(seeds, g.session)))
     if not len(distinct):
         raise ConfigError(NO_SEEDS)
-    at = np.searchsorted(distinct, g.get_node_partition_policy(g.ntypes[0]).bounds)
+    server_offsets = np.searchsorted(distinct, g.get_node_partition_policy(g.ntypes[0]).bounds)
     server = g.session.topology.server
     digest = np.bitwise_xor.reduce(hash_ids(distinct, stream_key(0, 0, 0)), initial=np.uint64(0))
     return ServerSeeds(
-        own=distinct[at[server] : at[server + 1]].copy(),
-        counts=tuple(np.diff(at).tolist()),
+        own=distinct[server_offsets[server] : server_offsets[server + 1]].copy(),
+        counts=tuple(np.diff(server_offsets).tolist()),
         digest=int(digest),
     )
 
@@ -171,7 +171,7 @@ class PlanSource:
         self._cache: PlanCache | None = None
         self._on_disk: set[int] = set()
         self._held: dict[int, RankPlan] = {}
-        """Plans by step that are kept in memory: that of a single batch, and those that are not on disk."""
+        """Plans in memory by step: the plan of a single batch, and plans that could not be stored on disk."""
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="dglx-plans")
         self._pending: dict[tuple[int, int], Future[RankPlan]] = {}
         self._position = (0, spec.num_batches)
@@ -203,7 +203,7 @@ class PlanSource:
     def plan(self, epoch: int, step: int) -> RankPlan:
         """Return the plan of a step. A single batch always has the same object."""
         if len(self) == 1:
-            # Nothing is made ahead, so the plan is made on this thread, where Ctrl-C ends it.
+            # A single plan is not made ahead, so it is made on this thread, where Ctrl-C ends it.
             return self._make(step)
         # The look-ahead of loaders depends on timing, but all ranks must make the same plans. So an epoch
         # that is left early is still planned to its end.
@@ -252,23 +252,23 @@ class PlanSource:
 
 
 def _open_cache(g: DistGraph, seeds: ServerSeeds, spec: PlanSpec) -> PlanCache:
-    facts = asdict(spec) | {
+    inputs = asdict(spec) | {
         "servers": g.session.topology.server_of_rank,
-        # The seed of the spec is the loader's. Rows are split among ranks by the session's.
+        # The spec has the seed of the loader. Rows are split among ranks with the seed of the session.
         "split_seed": g.session.seed,
         "seeds": [seeds.digest, *seeds.counts],
         "edges": list(g.canonical_etypes[0]),
     }
-    return PlanCache(g.dataset.cache, facts, g.session.topology)
+    return PlanCache(g.dataset.cache, inputs, g.session.topology)
 
 
 @final
 class ColumnReader:
     """Reads the columns of plans by one-sided calls, on any thread.
 
-    For each feature row of another server it sends 8 bytes and receives the row, once per server, because its
-    ranks hold different rows. Edge values are read once for all layers. Rows in the ``cache`` on disk are
-    mapped, and nothing is sent for them.
+    For each feature row of another server it sends 8 bytes and receives the row. A server receives each row
+    once, because its ranks hold different rows. Edge values are read once for all layers. Rows in the
+    ``cache`` on disk are mapped, and nothing is sent for them.
     """
 
     def __init__(self, g: DistGraph, columns: Columns, cache: PlanCache | None = None) -> None:
@@ -278,7 +278,7 @@ class ColumnReader:
     def inputs(
         self, plan: RankPlan, fetch: Callable[[Tensor, Tensor], Tensor] | None = None
     ) -> dict[str, Tensor]:
-        """Return the (rows, *row) features of the rank, or with ``fetch`` those of all sources of layer 1.
+        """Return the features of this rank's rows, or of all sources of layer 1 if there is a ``fetch``.
 
         ``fetch`` maps (own rows, (n_halo, *row) output) to the filled output, in the stored type. With it,
         this call is collective.
@@ -288,7 +288,7 @@ class ColumnReader:
             return self._convert(self._read_rows(keys, plan.nodes, PHASE))
         features = {}
         for name, key in keys.items():
-            # Both are read in place, because features take most of the memory of a rank.
+            # Own rows and halo rows are read in place, because features take most of the memory of a rank.
             rows = allocate_rows(plan.layers[0].num_sources, self._store.column(key).info)
             own = rows[: len(plan.nodes)]
             self._store.pull(key, plan.nodes, out=own, distinct=True, phase=PHASE)
@@ -303,7 +303,7 @@ class ColumnReader:
         )
 
     def edges(self, plan: RankPlan) -> dict[str, Tensor]:
-        """Return the (E, *row) edge columns of layer 1. Those of later layers are a prefix."""
+        """Return the (E, *row) edge columns of layer 1. The edges of later layers are a prefix."""
         return self._convert(
             self._read_rows(_get_first_type(self._columns.edges), plan.layers[0].edge_ids, PHASE, 1)
         )
@@ -340,7 +340,7 @@ class HaloBatch:
     """The blocks and columns of one plan on one rank, read by one-sided calls, on any thread.
 
     With ``filled``, the model's input has the rows of all sources of layer 1, including the halo. Then the
-    constructor is collective. Otherwise it has the own rows, and the first layer exchanges their halo.
+    constructor is collective. Otherwise it has only this rank's rows, and layer 1 exchanges the halo.
     """
 
     def __init__(
@@ -441,8 +441,10 @@ class FullGraphLoader(EpochLoader[HaloBatch, Batch]):
             plan = self._source.plan(epoch, step)
             with_halo = self._keeps and self._use_pp
             device, wire = self._request.device, self._request.wire
-            make = partial(HaloBatch, self._g, plan, self._reader, filled=with_halo, device=device, wire=wire)
-            batch, arrive = copy_async(self._copies, device, make)
+            make_batch = partial(
+                HaloBatch, self._g, plan, self._reader, filled=with_halo, device=device, wire=wire
+            )
+            batch, arrive = copy_async(self._copies, device, make_batch)
             batch.arrive = arrive
         if self._keeps:
             self._kept = batch

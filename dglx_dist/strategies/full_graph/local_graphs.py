@@ -66,7 +66,7 @@ class LocalGraph(InEdgesOnlyGraph, RankGraph, DGLGraph):
 
     def __init__(self, block: HaloBlock) -> None:
         rows = block.num_dst_nodes()
-        assert rows == block.own_rows, "a plan of one layer with every node as a seed"
+        assert rows == block.own_rows, "the plan must have one layer and every node as a seed"
         structure, (ntypes, _), etypes, _, edge_frames = get_block_parts(block)
         frames = [Frame(dict(block.dstdata.items()), num_rows=rows)]
         super().__init__(structure, ntypes, etypes, frames, [*edge_frames])
@@ -123,33 +123,33 @@ class LocalGraph(InEdgesOnlyGraph, RankGraph, DGLGraph):
     @contextmanager
     def local_scope(self) -> Iterator[None]:
         """Discard columns that are set inside, as DGL does, and their exchanged rows."""
-        before = self._exchanged
-        self._exchanged = dict(before)
+        previous_columns = self._exchanged
+        self._exchanged = dict(previous_columns)
         with super().local_scope():
             yield
-        self._exchanged = before
+        self._exchanged = previous_columns
 
     def to(self, device: Any, **kwargs: Any) -> LocalGraph:
-        moved: LocalGraph = copy.copy(self)
-        moved._block = self._block.to(device, **kwargs)
-        if moved._block is self._block:
+        graph: LocalGraph = copy.copy(self)
+        graph._block = self._block.to(device, **kwargs)
+        if graph._block is self._block:
             return self
-        moved.take_structure(moved._block)
-        target_device = moved._block.device
+        graph.take_structure(graph._block)
+        target_device = graph._block.device
         move = partial(Tensor.to, device=target_device, **kwargs)
-        moved.node_frames = [copy_frame(column, target_device, move) for column in self.node_frames]
-        moved.edge_frames = [copy_frame(column, target_device, move) for column in self.edge_frames]
-        moved._exchanged = {}
+        graph.node_frames = [copy_frame(column, target_device, move) for column in self.node_frames]
+        graph.edge_frames = [copy_frame(column, target_device, move) for column in self.edge_frames]
+        graph._exchanged = {}
         prefetched = []
         for column in self._prefetched:
             for name in list(self.ndata.keys()):
                 if self.ndata[name] is column.own:
                     # The version shows later whether the moved column was changed after the exchange.
-                    moved_rows = moved.ndata[name]
+                    moved_rows = graph.ndata[name]
                     sources = column.sources.to(device, **kwargs)
                     prefetched.append(_ExchangedColumn(moved_rows, get_version(moved_rows), sources))
-        moved._prefetched = tuple(prefetched)
-        return moved
+        graph._prefetched = tuple(prefetched)
+        return graph
 
     def _make_message_block(self) -> HaloBlock:
         (own,) = self.node_frames
@@ -159,8 +159,8 @@ class LocalGraph(InEdgesOnlyGraph, RankGraph, DGLGraph):
         return block
 
     def _get_unexchanged(self, name: str) -> Tensor | None:
-        rows = self.node_frames[0][name]
-        return None if self._find_exchanged(name, rows) is not None else rows
+        column = self.node_frames[0][name]
+        return None if self._find_exchanged(name, column) is not None else column
 
     def _find_exchanged(self, name: str, rows: Tensor) -> Tensor | None:
         exchanged = self._exchanged.get(name)
@@ -293,12 +293,12 @@ def local_graph(
     node_keys, edge_keys = run_on_all_ranks(g.session, check_columns, ConfigError)
     arguments = {"columns": [*node_keys], "edge_columns": [*edge_keys], "targets": targets, "use_pp": use_pp}
     cover = g.session.options.get("aggregate") == "cover"
-    wire: Any = g.session.options.get("wire_dtype", "same")
-    check_equal(g.session, "a local graph", {**arguments, "cover": cover, "wire_dtype": wire})
-    own = np.arange(*g.get_node_partition_policy(g.ntypes[0]).owned_range)
-    plan = make_plans(g, own, 1, 0, cover=cover)
+    wire_dtype: Any = g.session.options.get("wire_dtype", "same")
+    check_equal(g.session, "a local graph", {**arguments, "cover": cover, "wire_dtype": wire_dtype})
+    own_nodes = np.arange(*g.get_node_partition_policy(g.ntypes[0]).owned_range)
+    plan = make_plans(g, own_nodes, 1, 0, cover=cover)
     (layer,) = plan.layers
-    exchange = HaloExchange(g.session, layer, 1, wire)
+    exchange = HaloExchange(g.session, layer, 1, wire_dtype)
     etype = g.canonical_etypes[0]
     block = halo_block(
         layer,
@@ -308,24 +308,24 @@ def local_graph(
         out_degrees=g.out_degrees,
         edge_order=g.orig_edge_ids,
     )
-    lg = LocalGraph(block)
-    lg.edata.update(_pull_rows(g, edge_keys, layer.edge_ids))
+    graph = LocalGraph(block)
+    graph.edata.update(_pull_rows(g, edge_keys, layer.edge_ids))
     memory = RowMemory()
     for name, rows in _pull_rows(g, node_keys, plan.nodes).items():
-        lg.ndata[name] = memory.convert(rows)
+        graph.ndata[name] = memory.convert(rows)
         if use_pp and rows.is_floating_point() and rows.dim() > 1:
             # Rows are sent in the stored type, which may be half as wide as the compute type.
-            lg.keep_halo(name, memory.convert(exchange.fetch(rows, phase=PHASE)))
-    if targets is not None and targets in lg.ndata:
-        lg.step_share = count_targets(int(lg.ndata[targets].sum()), g.session)
-    return place(lg, g.session.device)
+            graph.keep_halo(name, memory.convert(exchange.fetch(rows, phase=PHASE)))
+    if targets is not None and targets in graph.ndata:
+        graph.step_share = count_targets(int(graph.ndata[targets].sum()), g.session)
+    return place(graph, g.session.device)
 
 
-def _find_keys(view: DataView, names: Sequence[str], where: str) -> dict[str, str]:
+def _find_keys(view: DataView, names: Sequence[str], view_name: str) -> dict[str, str]:
     known, names = list(view), list_names(names)
     for name in names:
         if name not in known or name in (dgl.NID, dgl.EID):
-            raise ConfigError(f"g.{where} has no column {name!r} (known: {', '.join(known) or 'none'})")
+            raise ConfigError(f"g.{view_name} has no column {name!r} (known: {', '.join(known) or 'none'})")
     return {name: view[name].kvstore_key for name in names}
 
 

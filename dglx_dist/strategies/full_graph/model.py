@@ -245,10 +245,10 @@ class HaloModel(ReplicatedModel):
         weight = gradient_weight(share, self._reduction)
         # Blocks before the last one have no share, because their rows are inputs of another model.
         is_even = share == StepShare(num_local=1, num_global=world_size)
-        weighted = output if is_even else _weigh_gradients(output, world_size * weight)
+        weighted_output = output if is_even else _weigh_gradients(output, world_size * weight)
         # The factors W and 1 / W cancel, except for a penalty on the parameters. It bypasses the model's
         # output and must count once in total.
-        return self._exchange.mark(weighted, 1.0 / world_size)
+        return self._exchange.mark(weighted_output, 1.0 / world_size)
 
     def rank_state(self) -> dict[str, Tensor]:
         return {} if self._stale is None else self._stale.state()
@@ -286,17 +286,17 @@ class _WeighGradients(torch.autograd.Function):
 
 
 def _check_not_weighted(arguments: Any) -> None:
-    waiting = [leaf.grad_fn for leaf in tree_leaves(arguments) if torch.is_tensor(leaf)]
-    seen: set[Any] = set()
-    while waiting:
-        node = waiting.pop()
-        if node is None or node in seen:
+    nodes = [leaf.grad_fn for leaf in tree_leaves(arguments) if torch.is_tensor(leaf)]
+    visited: set[Any] = set()
+    while nodes:
+        node = nodes.pop()
+        if node is None or node in visited:
             continue
-        seen.add(node)
+        visited.add(node)
         if getattr(node, "_forward_cls", None) is _WeighGradients:
             raise ConfigError(
                 "the input of a wrapped model is the output of a wrapped model, so gradients would be "
                 "weighted twice by this rank's share of the targets; put both into one nn.Module and wrap "
                 "that, or wrap both with reduction='sum'"
             )
-        waiting += [following for following, _ in node.next_functions]
+        nodes += [next_node for next_node, _ in node.next_functions]

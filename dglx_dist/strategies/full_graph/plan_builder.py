@@ -63,13 +63,13 @@ _NOTIFY_FAILURE_S = 5.0
 """Seconds that a failed rank waits for each rank to receive its failure message."""
 MIN_NODES_FOR_PROGRESS = 1 << 17
 """Minimum number of nodes for which rank 0 shows a progress bar."""
-_SHARED, _SAME_AS_BEFORE = "rows of the server", -1
+_SHARED, _SAME_AS_PREVIOUS = "rows of the server", -1
 NO_SEEDS = "no rank was given a node to compute; give the loader at least one"
 
 
 @dataclass(frozen=True, kw_only=True)
 class PartitionContext:
-    """Graph, partition and ranks of a run."""
+    """The graph, the partition and the ranks of a run."""
 
     structure: Structure
     bounds: Array
@@ -135,17 +135,17 @@ def plan_steps(context: PartitionContext, request: PlanRequest) -> PlanSteps[Ran
     shared: dict[int, KHopNeighborhood] = {}
     if topology.rank == members[0]:
         shared = dict.fromkeys(members, (yield from _compute_server_rows(context, request, seeds)))
-    held: KHopNeighborhood = (yield PlanStep(name=_SHARED, among=members, outgoing=shared))[members[0]]
-    own = _own_rows(held, topology.rank)
-    layers = yield from _read_layers(context, request.hops, own, held)
-    layers = yield from _finish_layers(context, own, layers)
+    server_rows: KHopNeighborhood = (yield PlanStep(name=_SHARED, among=members, outgoing=shared))[members[0]]
+    own_rows = _select_own_rows(server_rows, topology.rank)
+    layers = yield from _read_layers(context, request.hops, own_rows, server_rows)
+    layers = yield from _finish_layers(context, own_rows, layers)
     if request.cover:
         layers = yield from _cover_layers(topology.world_size, layers)
     first, last = context.own_range(topology.server)
     return RankPlan(
-        nodes=own.nodes,
+        nodes=own_rows.nodes,
         layers=tuple(layers),
-        external_nodes=int(np.count_nonzero((held.nodes < first) | (held.nodes >= last))),
+        external_nodes=int(np.count_nonzero((server_rows.nodes < first) | (server_rows.nodes >= last))),
     )
 
 
@@ -184,31 +184,31 @@ def _compute_server_rows(
     exchange the ids that they read from each other. Below, a server computes everything that its rows read.
     ``seeds`` are its (K,) ascending distinct int64 output rows.
     """
-    topology, leaders, own = (
+    topology, leaders, own_range = (
         context.topology,
         _find_leaders(context),
         context.own_range(context.topology.server),
     )
-    allowed = request.eas and np.union1d(request.eas(context.structure, own, seeds), seeds)
-    levels, known, sources_so_far = [seeds], seeds, NO_IDS
+    allowed = request.eas and np.union1d(request.eas(context.structure, own_range, seeds), seeds)
+    levels, known_rows, sources_so_far = [seeds], seeds, NO_IDS
     edges: list[InEdges] = []
-    shown = request.show_progress and topology.rank == 0 and context.bounds[-1] >= MIN_NODES_FOR_PROGRESS
-    with progress("finding rows", request.num_layers + 1, enabled=shown) as advance:
+    enabled = request.show_progress and topology.rank == 0 and context.bounds[-1] >= MIN_NODES_FOR_PROGRESS
+    with progress("finding rows", request.num_layers + 1, enabled=enabled) as advance:
         for level in range(request.num_layers - 1, -1, -1):
             sources = [NO_IDS]
             for _, chunk in iterate_in_edges(context.structure, levels[-1]):
                 edges.append(chunk if allowed is None else keep_edges_from(chunk, allowed))
                 sources.append(number_distinct(edges[-1].sources)[0])
-            read = np.unique(np.concatenate(sources))
+            read_ids = np.unique(np.concatenate(sources))
             # Sources of all levels so far are needed, because the levels above did not add rows of other
             # servers.
-            computed = sources_so_far = np.union1d(sources_so_far, read)
+            computed = sources_so_far = np.union1d(sources_so_far, read_ids)
             if level >= request.hops:
-                outgoing = {rank: [ids] for rank, ids in _split_by_leader(context, read).items()}
+                outgoing = {rank: [ids] for rank, ids in _split_by_leader(context, read_ids).items()}
                 received = yield PlanStep(name=f"rows of level {level}", among=leaders, outgoing=outgoing)
                 computed = np.unique(np.concatenate([ids for (ids,) in received.values()]))
-            levels.append(np.setdiff1d(computed, known, assume_unique=True))
-            known = np.union1d(known, levels[-1])
+            levels.append(np.setdiff1d(computed, known_rows, assume_unique=True))
+            known_rows = np.union1d(known_rows, levels[-1])
             advance(1)
         lengths = [np.diff(chunk.indptr) for chunk in edges]
         rows = KHopNeighborhood(
@@ -241,7 +241,7 @@ class _RankRows:
     sources: Array
     """(d,) ascending int64 global ids of the distinct sources of these edges."""
     source_of: Array
-    """(E,) int64 position of each edge's source in :attr:`sources`."""
+    """(E,) int64 index of the source of each edge in :attr:`sources`."""
 
     def is_read_by(self, layer: int) -> Array:
         """Return the (d,) bool mask of sources that a target of ``layer`` reads."""
@@ -250,56 +250,60 @@ class _RankRows:
         return read
 
 
-def _own_rows(held: KHopNeighborhood, rank: int) -> _RankRows:
-    rows = np.flatnonzero(held.holders == rank)
-    counts = np.searchsorted(rows, held.counts)
-    with_edges = rows[: counts[1]]
-    first, lengths = held.indptr[with_edges], np.diff(held.indptr)[with_edges]
+def _select_own_rows(server_rows: KHopNeighborhood, rank: int) -> _RankRows:
+    """Return the rows of the server that ``rank`` holds, with their in-edges."""
+    rows = np.flatnonzero(server_rows.holders == rank)
+    counts = np.searchsorted(rows, server_rows.counts)
+    rows_with_edges = rows[: counts[1]]
+    first_edges, lengths = server_rows.indptr[rows_with_edges], np.diff(server_rows.indptr)[rows_with_edges]
     indptr = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths)])
-    at = np.arange(indptr[-1]) + np.repeat(first - indptr[:-1], lengths)
-    distinct, number = number_distinct(np.asarray(held.sources[at]))
-    order = np.argsort(distinct)
-    place = np.empty(len(order), np.int64)
-    place[order] = np.arange(len(order))
+    edge_indices = np.arange(indptr[-1]) + np.repeat(first_edges - indptr[:-1], lengths)
+    distinct_sources, source_index = number_distinct(np.asarray(server_rows.sources[edge_indices]))
+    order = np.argsort(distinct_sources)
+    sorted_index = np.empty(len(order), np.int64)
+    sorted_index[order] = np.arange(len(order))
     return _RankRows(
-        nodes=np.asarray(held.nodes[rows]),
+        nodes=np.asarray(server_rows.nodes[rows]),
         counts=counts,
         indptr=indptr,
-        edge_ids=np.asarray(held.edge_ids[at]),
-        sources=distinct[order],
-        source_of=place[number],
+        edge_ids=np.asarray(server_rows.edge_ids[edge_indices]),
+        sources=distinct_sources[order],
+        source_of=sorted_index[source_index],
     )
 
 
 def _read_layers(
-    context: PartitionContext, hops: int, own: _RankRows, held: KHopNeighborhood
+    context: PartitionContext, hops: int, own_rows: _RankRows, server_rows: KHopNeighborhood
 ) -> PlanSteps[list[HaloLayer]]:
     """Return the L layers of a rank, input layer first, without ``send`` lists. Equal layers are one object.
 
-    Layers up to ``hops`` only read rows of the own server.
+    Layers up to ``hops`` read only rows of this rank's server.
     """
     num_nodes, (first, last) = int(context.bounds[-1]), context.own_range(context.topology.server)
-    places = RowPositions(held.nodes, num_nodes).find(own.sources)
-    in_server = np.where(places >= 0, held.holders[places], -1).astype(np.int64)
-    anywhere, counts = in_server.copy(), own.counts
+    positions = RowPositions(server_rows.nodes, num_nodes).find(own_rows.sources)
+    server_holders = np.where(positions >= 0, server_rows.holders[positions], -1).astype(np.int64)
+    all_holders, counts = server_holders.copy(), own_rows.counts
     if hops < len(counts) - 1:
-        inside = (own.sources >= first) & (own.sources < last)
-        outside = np.flatnonzero(~inside & own.is_read_by(hops + 1))
-        anywhere[outside] = yield from _find_holders(context, hops, own.sources[outside], held)
-    place = RowPositions(own.nodes, num_nodes).find(own.sources)
+        inside = (own_rows.sources >= first) & (own_rows.sources < last)
+        outside = np.flatnonzero(~inside & own_rows.is_read_by(hops + 1))
+        all_holders[outside] = yield from _find_holders(context, hops, own_rows.sources[outside], server_rows)
+    own_index = RowPositions(own_rows.nodes, num_nodes).find(own_rows.sources)
     layers: list[HaloLayer] = []
     for layer in range(1, len(counts)):
         is_same = layer > 1 and layer != hops + 1 and counts[layer - 2] == counts[layer - 1] == counts[layer]
-        holders = anywhere if layer > hops else in_server
+        holders = all_holders if layer > hops else server_holders
         layers.append(
-            layers[-1] if is_same else _build_layer(own, layer, holders, place, context.topology.rank)
+            layers[-1]
+            if is_same
+            else _build_layer(own_rows, layer, holders, own_index, context.topology.rank)
         )
     return layers
 
 
 def _find_holders(
-    context: PartitionContext, hops: int, ids: Array, held: KHopNeighborhood
+    context: PartitionContext, hops: int, ids: Array, server_rows: KHopNeighborhood
 ) -> PlanSteps[Array]:
+    """Ask the servers that own the (K,) ascending ``ids`` for the (K,) int64 ranks that hold these rows."""
     topology = context.topology
     if hops == 0:
         return RowOwners(context.bounds, topology).find_rank(ids)
@@ -309,90 +313,92 @@ def _find_holders(
     requests |= {rank: [piece] for rank, piece in zip(serving, pieces, strict=True)}
     received = yield PlanStep(name="requests for holders", among=ranks, outgoing=requests)
     # The index takes as much memory as the server's rows, so it is built once for all requests.
-    index = RowPositions(held.nodes, int(context.bounds[-1]))
+    index = RowPositions(server_rows.nodes, int(context.bounds[-1]))
     answers = {}
     for rank, (requested,) in received.items():
-        places = index.find(requested)
-        assert not (places < 0).any(), "another server requests rows that this one does not compute"
-        answers[rank] = [held.holders[places].astype(np.int64)]
+        positions = index.find(requested)
+        assert not (positions < 0).any(), "another server requests rows that this one does not compute"
+        answers[rank] = [server_rows.holders[positions].astype(np.int64)]
     holders = yield PlanStep(name="holders of rows", among=ranks, outgoing=answers)
     return np.concatenate([holders[rank][0] for rank in serving])
 
 
-def _build_layer(own: _RankRows, layer: int, holders: Array, place: Array, rank: int) -> HaloLayer:
-    """Build one layer. The (d,) ``holders`` and ``place`` are the rank and the own row of each source."""
-    num_own, targets = int(own.counts[layer - 1]), int(own.counts[layer])
-    indptr = own.indptr[: targets + 1]
-    source_of = own.source_of[: indptr[-1]]
-    halo = np.flatnonzero(own.is_read_by(layer) & (holders != rank))
+def _build_layer(own_rows: _RankRows, layer: int, holders: Array, own_index: Array, rank: int) -> HaloLayer:
+    """Build one layer. For each of the d sources, ``holders`` has the rank that holds it, and
+    ``own_index`` has its position in the rows of this rank, or -1."""
+    num_own, num_targets = int(own_rows.counts[layer - 1]), int(own_rows.counts[layer])
+    indptr = own_rows.indptr[: num_targets + 1]
+    source_of = own_rows.source_of[: indptr[-1]]
+    halo_sources = np.flatnonzero(own_rows.is_read_by(layer) & (holders != rank))
     # Sources ascend, so they still ascend within each rank after a stable sort by rank.
-    halo = halo[np.argsort(holders[halo], kind="stable")]
-    position = place.copy()
-    position[halo] = num_own + np.arange(len(halo))
-    indices = position[source_of]
-    assert not len(indices) or 0 <= indices.min() <= indices.max() < num_own + len(halo)
-    ranks, counts = np.unique(holders[halo], return_counts=True)
+    halo_sources = halo_sources[np.argsort(holders[halo_sources], kind="stable")]
+    row_of_source = own_index.copy()
+    row_of_source[halo_sources] = num_own + np.arange(len(halo_sources))
+    indices = row_of_source[source_of]
+    assert not len(indices) or 0 <= indices.min() <= indices.max() < num_own + len(halo_sources)
+    ranks, counts = np.unique(holders[halo_sources], return_counts=True)
     return HaloLayer(
         own_rows=num_own,
-        targets=targets,
+        targets=num_targets,
         indptr=indptr,
         indices=indices,
-        edge_ids=own.edge_ids[: indptr[-1]],
-        halo_nodes=own.sources[halo],
+        edge_ids=own_rows.edge_ids[: indptr[-1]],
+        halo_nodes=own_rows.sources[halo_sources],
         receive=tuple(zip(ranks.tolist(), counts.tolist(), strict=True)),
         send=(),
     )
 
 
 def _finish_layers(
-    context: PartitionContext, own: _RankRows, layers: Sequence[HaloLayer]
+    context: PartitionContext, own_rows: _RankRows, layers: Sequence[HaloLayer]
 ) -> PlanSteps[list[HaloLayer]]:
     """Exchange halo requests, and return ``layers`` with their ``send`` lists.
 
-    Each rank gets the (L,) int64 row counts and the int64 ids of the halo rows. A count of -1 stands for the
-    rows of the previous layer, whose ids are not repeated.
+    Each rank receives the (L,) int64 numbers of its rows that this rank needs, and the int64 ids of these
+    rows. A count of -1 means the same rows as in the previous layer, and their ids are not repeated.
     """
-    ranks, index = range(context.topology.world_size), RowPositions(own.nodes, int(context.bounds[-1]))
-    is_same = [number > 0 and layer is layers[number - 1] for number, layer in enumerate(layers)]
+    ranks, index = range(context.topology.world_size), RowPositions(own_rows.nodes, int(context.bounds[-1]))
+    is_same = [i > 0 and layer is layers[i - 1] for i, layer in enumerate(layers)]
     requests = {}
     for rank in ranks:
         halos = [layer.halo_of(rank) for layer in layers]
-        counts = [_SAME_AS_BEFORE if same else len(ids) for ids, same in zip(halos, is_same, strict=True)]
+        counts = [_SAME_AS_PREVIOUS if same else len(ids) for ids, same in zip(halos, is_same, strict=True)]
         ids = [NO_IDS, *(ids for ids, same in zip(halos, is_same, strict=True) if not same)]
         requests[rank] = [np.array(counts, np.int64), np.concatenate(ids)]
     received = yield PlanStep(name="requested rows", among=ranks, outgoing=requests)
-    sent = {rank: _find_requested_rows(own, index, message) for rank, message in received.items()}
+    sent = {rank: _find_requested_rows(own_rows, index, message) for rank, message in received.items()}
     finished: list[HaloLayer] = []
-    for number, layer in enumerate(layers):
-        if is_same[number] and all(
-            rows[number - 1] is rows[number] or len(rows[number - 1]) == len(rows[number]) == 0
-            for rows in sent.values()
+    for i, layer in enumerate(layers):
+        if is_same[i] and all(
+            rows[i - 1] is rows[i] or len(rows[i - 1]) == len(rows[i]) == 0 for rows in sent.values()
         ):
             finished.append(finished[-1])
         else:
-            send = tuple((rank, rows[number]) for rank, rows in sent.items() if len(rows[number]))
+            send = tuple((rank, rows[i]) for rank, rows in sent.items() if len(rows[i]))
             finished.append(replace(layer, send=send))
     return finished
 
 
-def _find_requested_rows(own: _RankRows, index: RowPositions, message: Sequence[Array]) -> list[Array]:
-    """Return the (n,) int64 own rows of a request for each of the L layers. Equal rows are one object."""
+def _find_requested_rows(own_rows: _RankRows, index: RowPositions, message: Sequence[Array]) -> list[Array]:
+    """Return the (n,) int64 own rows that a message requests for each layer. Equal rows are one object."""
     counts, ids = message
-    rows, requested, first = index.find(ids), [NO_IDS], 0
+    rows, rows_of_layers, offset = index.find(ids), [NO_IDS], 0
     assert not (rows < 0).any(), "another rank requests rows that this one does not hold"
-    for number, count in enumerate(counts.tolist()):
-        if count == _SAME_AS_BEFORE:
-            requested.append(requested[-1])
+    for layer, count in enumerate(counts.tolist()):
+        if count == _SAME_AS_PREVIOUS:
+            rows_of_layers.append(rows_of_layers[-1])
             continue
-        requested.append(rows[first : first + count])
-        assert not count or requested[-1].max() < own.counts[number], "requested rows of too low a level"
-        first += count
-    return requested[1:]
+        rows_of_layers.append(rows[offset : offset + count])
+        assert not count or rows_of_layers[-1].max() < own_rows.counts[layer], (
+            "a requested row is not computed at the level of its layer"
+        )
+        offset += count
+    return rows_of_layers[1:]  # The first entry is only the predecessor of layer 1.
 
 
 def _cover_layers(num_ranks: int, layers: Sequence[HaloLayer]) -> PlanSteps[list[HaloLayer]]:
-    """Return ``layers`` with covers. Sends :meth:`PairCover.to_message` to each rank of a layer's halo."""
-    is_new = [not number or layer is not layers[number - 1] for number, layer in enumerate(layers)]
+    """Return ``layers`` with covers. Each rank that sends halo rows receives its :class:`PairCover`."""
+    is_new = [not i or layer is not layers[i - 1] for i, layer in enumerate(layers)]
     covers = [find_covers(layer) if new else {} for layer, new in zip(layers, is_new, strict=True)]
     outgoing = {
         rank: [pairs[rank].to_message() if rank in pairs else NO_IDS for pairs in covers]
@@ -405,20 +411,21 @@ def _cover_layers(num_ranks: int, layers: Sequence[HaloLayer]) -> PlanSteps[list
                 f"rank {rank} sends partial sums of {len(arrays)} layers, but this rank has {len(layers)}; "
                 "give the sampler the same number of layers on every rank"
             )
-    finished: list[HaloLayer] = []
-    known: dict[int, Array] = {}
-    for number, layer in enumerate(layers):
-        # A rank sends nothing for a layer that is equal to its previous one.
-        known |= {rank: arrays[number] for rank, arrays in answers.items() if len(arrays[number])}
-        if not is_new[number]:
-            finished.append(finished[-1])
+    covered_layers: list[HaloLayer] = []
+    messages: dict[int, Array] = {}
+    for i, layer in enumerate(layers):
+        # The message of a rank is empty for a layer that is the same as its previous layer. Then its last
+        # message still applies.
+        messages |= {rank: arrays[i] for rank, arrays in answers.items() if len(arrays[i])}
+        if not is_new[i]:
+            covered_layers.append(covered_layers[-1])
             continue
         sent = {
-            rank: PairCover.from_message(rank, known.get(rank, NO_IDS), len(rows))
+            rank: PairCover.from_message(rank, messages.get(rank, NO_IDS), len(rows))
             for rank, rows in layer.send
         }
-        finished.append(replace(layer, cover=build_cover(layer, covers[number], sent)))
-    return finished
+        covered_layers.append(replace(layer, cover=build_cover(layer, covers[i], sent)))
+    return covered_layers
 
 
 def make_all_plans(
@@ -426,28 +433,28 @@ def make_all_plans(
 ) -> list[RankPlan]:
     """Make the plans of all W ranks in this process, which must have the structure of the whole graph.
 
-    ``seeds`` has the ascending ids of the output nodes of each of S servers, all of its own. ``options`` are
-    further fields of a :class:`PlanRequest`.
+    ``seeds`` has one array for each server: the ascending ids of output nodes that this server owns.
+    ``options`` are further fields of a :class:`PlanRequest`.
     """
     topology, seeds_of = context.topology, dict(zip(_find_leaders(context), seeds, strict=True))
     request = PlanRequest(seeds=NO_IDS, num_layers=num_layers, hops=hops, show_progress=False, **options)
-    running = []
+    generators = []
     for rank in range(topology.world_size):
-        own = replace(request, seeds=seeds_of.get(rank, NO_IDS))
-        running.append(plan_steps(replace(context, topology=context.for_rank(rank)), own))
-    waiting = {rank: next(steps) for rank, steps in enumerate(running)}
-    sent: dict[str, dict[int, PlanStep]] = defaultdict(dict)
+        rank_request = replace(request, seeds=seeds_of.get(rank, NO_IDS))
+        generators.append(plan_steps(replace(context, topology=context.for_rank(rank)), rank_request))
+    waiting = {rank: next(steps) for rank, steps in enumerate(generators)}
+    posted: dict[str, dict[int, PlanStep]] = defaultdict(dict)
     plans: dict[int, RankPlan] = {}
     while waiting:
         for rank, step in waiting.items():
-            sent[step.name][rank] = step
-        ready = [rank for rank, step in waiting.items() if sent[step.name].keys() >= {*step.among}]
+            posted[step.name][rank] = step
+        ready = [rank for rank, step in waiting.items() if posted[step.name].keys() >= {*step.among}]
         assert ready, f"no rank can continue: { ({rank: step.name for rank, step in waiting.items()}) }"
         for rank in ready:
             step = waiting.pop(rank)
-            answer = {sender: sent[step.name][sender].outgoing.get(rank, ()) for sender in step.among}
+            answer = {sender: posted[step.name][sender].outgoing.get(rank, ()) for sender in step.among}
             try:
-                waiting[rank] = running[rank].send(answer)
+                waiting[rank] = generators[rank].send(answer)
             except StopIteration as finished:
                 plans[rank] = finished.value
     return [plans[rank] for rank in range(topology.world_size)]
@@ -499,7 +506,7 @@ class PlanExchange:
         except FailedOnAnotherRankError:
             raise
         except Exception as error:
-            self._tell_failure(error)
+            self._send_failure(error)
             raise
         finally:
             self._current[0] = 0
@@ -508,8 +515,8 @@ class PlanExchange:
         """Send the arrays of ``step`` and return those of the other ranks, by ascending rank.
 
         Raises:
-            RemoteError: another rank failed in this job. The message has the text of its error.
-            PeerError: a rank is dead, or did not begin to plan within the session's time-out.
+            RemoteError: another rank failed in this job. The message contains the error of that rank.
+            PeerError: a rank is dead, or it did not begin to plan within the session's time-out.
         """
         sent = {rank: step.outgoing.get(rank, ()) for rank in step.among}
         self._arrays.post(self._job, step.name, sent, phase=PLAN)
@@ -521,7 +528,7 @@ class PlanExchange:
         (job,) = self._session.rpc.call(rank, self._job_op, "", [], phase=CONTROL)
         return int(job[0]) == self._job
 
-    def _tell_failure(self, error: Exception) -> None:
+    def _send_failure(self, error: Exception) -> None:
         # Some ranks may be dead or hang, so delivery has a time limit.
         topology, rpc = self._session.topology, self._session.rpc
         text = np.frombuffer(f"{type(error).__name__}: {error}".encode()[:2000], dtype=np.uint8)
@@ -571,18 +578,19 @@ class Planner:
                     return plan
 
     def _share(self, step: PlanStep, job: int) -> dict[int, Any]:
-        leader, own_rows = min(step.among), step.outgoing.get(self._session.topology.rank)
+        """Return the leader's rows by the rank of the leader. Ranks of a server share them as files."""
+        leader, server_rows = min(step.among), step.outgoing.get(self._session.topology.rank)
         if len(step.among) > 1:
             folder = self._session.scratch / f"{self._label}-{job}"
-            if own_rows is not None:
-                write_neighborhood(folder, own_rows)
+            if server_rows is not None:
+                write_neighborhood(folder, server_rows)
             self._exchange.exchange(replace(step, outgoing={}))
-            rows = read_neighborhood(folder) if own_rows is None else own_rows
+            shared_rows = read_neighborhood(folder) if server_rows is None else server_rows
             self._exchange.exchange(PlanStep(name="rows read", among=step.among, outgoing={}))
-            if own_rows is not None:
+            if server_rows is not None:
                 shutil.rmtree(folder, ignore_errors=True)
-            return {leader: rows}
-        return {leader: own_rows}
+            return {leader: shared_rows}
+        return {leader: server_rows}
 
 
 def border_rows(dataset: StoredDataset, servers: int) -> tuple[int, int]:
@@ -596,20 +604,20 @@ def border_rows(dataset: StoredDataset, servers: int) -> tuple[int, int]:
     offsets = dataset.manifest.node_offsets[etype[2]]
     bounds = placement.server_offsets(offsets)
     for server in range(servers):
-        ends = []
+        edges_by_part = []
         for part in placement.parts_of_server(server):
             indptr, sources = dataset.part(part).indptr(etype), dataset.part(part).indices(etype)
-            foreign = np.flatnonzero((sources < bounds[server]) | (sources >= bounds[server + 1]))
-            targets = offsets[part] + np.searchsorted(indptr, foreign, "right") - 1
-            ends.append((sources[foreign], targets))
-        sources, targets = map(np.concatenate, zip(*ends, strict=True))
+            foreign_edges = np.flatnonzero((sources < bounds[server]) | (sources >= bounds[server + 1]))
+            targets = offsets[part] + np.searchsorted(indptr, foreign_edges, "right") - 1
+            edges_by_part.append((sources[foreign_edges], targets))
+        sources, targets = map(np.concatenate, zip(*edges_by_part, strict=True))
         holders = np.searchsorted(bounds, sources, "right")
         for holder in np.unique(holders):
             edges = holders == holder
-            distinct, source = np.unique(sources[edges], return_inverse=True)
+            ids, source = np.unique(sources[edges], return_inverse=True)
             read, target = np.unique(targets[edges], return_inverse=True)
-            num_sources += len(distinct)
-            num_rows += int(np.sum(np.concatenate(minimum_cover(source, target, len(distinct), len(read)))))
+            num_sources += len(ids)
+            num_rows += int(np.sum(np.concatenate(minimum_cover(source, target, len(ids), len(read)))))
     return num_sources, num_rows
 
 

@@ -75,10 +75,10 @@ def make_group(session: Session, size: int) -> Group:
         raise ConfigError(
             f"group_size={size} does not divide the {world_size} ranks; choose one of {', '.join(divisors)}"
         )
-    first = rank // size * size
+    first_rank = rank // size * size
     return Group(
         rank=rank,
-        members=tuple(range(first, first + size)),
+        members=tuple(range(first_rank, first_rank + size)),
         replicas=tuple(range(rank % size, world_size, size)),
     )
 
@@ -153,16 +153,16 @@ class AsyncExchange:
     def _post(
         self,
         exchange: Exchange,
-        sent: Sequence[Tensor],
+        tensors: Sequence[Tensor],
         like: Sequence[Tensor],
         phase: str,
         batch: int | None,
     ) -> Transfer:
-        own, peers, parts = sent[self._group.part].detach(), self._group.peers, range(self._group.size)
+        own, peers, parts = (tensors[self._group.part].detach(), self._group.peers, range(self._group.size))
         if not peers:
             return lambda: [own]
         # One tensor may go to several members.
-        rows = {id(sent[part]): sent[part].detach().contiguous() for part, _ in peers}
+        rows = {id(tensors[part]): tensors[part].detach().contiguous() for part, _ in peers}
         received = {part: like[part].new_empty(like[part].shape) for part, _ in peers}
         codec = None
         if self._wire != "same" and batch is not None:
@@ -172,7 +172,7 @@ class AsyncExchange:
         elif not is_on_host(own):
             rows = dict(zip(rows, copy_to_host([*rows.values()]), strict=True))
             received = {part: allocate_host_memory(like[part].shape, like[part]) for part, _ in peers}
-        outgoing = [Outgoing(rank=rank, rows=rows[id(sent[part])]) for part, rank in peers]
+        outgoing = [Outgoing(rank=rank, rows=rows[id(tensors[part])]) for part, rank in peers]
         incoming = [Incoming(rank=rank, rows=received[part]) for part, rank in peers]
         name = phase if batch is None else f"{phase} of batch {batch}"
         wait = exchange.post(outgoing, incoming, name, phase=phase, layer=1, batch=batch, codec=codec)
@@ -187,7 +187,7 @@ class AsyncExchange:
 
 
 def add_in_order(received: Received) -> Tensor:
-    """Sum the tensors in the order of the parts, so that the bits do not depend on their arrival.
+    """Sum the tensors in the order of the parts, so that the order of arrival does not change the bits.
 
     Half precision is summed in float32.
     """
@@ -228,14 +228,16 @@ def share_edge_values(
             if cuts is None
             else [cut_out(uncut, part_columns, 1) for part_columns in cuts]
         )
-        own = pieces[group.part]
-        like = [own.new_empty((part_columns.block.num_edges(), *own.shape[1:])) for part_columns in inputs]
+        piece = pieces[group.part]
+        like = [
+            piece.new_empty((part_columns.block.num_edges(), *piece.shape[1:])) for part_columns in inputs
+        ]
         # Other parts number the edges by their position in the CSC.
         *_, edge_ids = inputs[group.part].block.adj_tensors("csc")
-        sent = [part_columns[edge_ids.long()] for part_columns in pieces] if len(edge_ids) else pieces
-        for of_owner, received in zip(by_owner, exchange.push(sent, like, STRUCTURE)(), strict=True):
-            of_owner[name] = received
-        by_owner[group.part][name] = own
+        tensors = [part_columns[edge_ids.long()] for part_columns in pieces] if len(edge_ids) else pieces
+        for owner_values, received in zip(by_owner, exchange.push(tensors, like, STRUCTURE)(), strict=True):
+            owner_values[name] = received
+        by_owner[group.part][name] = piece
     return by_owner
 
 
@@ -285,7 +287,7 @@ _JOINS: dict[str, Callable[..., Tensor]] = {
 class CutGradient(Tensor):
     """A gradient that is cut over the parts. Its norms and sums are collective and cover the uncut gradient.
 
-    So ranks clip alike with torch's functions, and skip a step alike with GradScaler. All other functions
+    So all ranks clip equally with torch's functions, and skip the same steps with GradScaler. Other functions
     compute with the piece and return a plain tensor.
     """
 
@@ -359,7 +361,7 @@ def mark_pieces(parameters: Iterable[nn.Parameter], session: Session, num_parts:
 
 
 def _get_values(piece: Tensor, fill: float) -> Tensor:
-    """Return dense values for a norm or maximum, or one ``fill`` for a part without columns."""
+    """Return dense values for a norm or maximum. A part without columns returns a single ``fill``."""
     values = piece.coalesce().values() if piece.is_sparse else piece
     return values if values.numel() else values.new_full((1,), fill)
 

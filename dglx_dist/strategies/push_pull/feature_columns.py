@@ -167,11 +167,11 @@ def write_slices(dataset: StoredDataset, num_parts: int) -> None:
         if name != LABEL and len(info.row_shape) == 1 and info.row_shape[0] and manifest.num_nodes(ntype):
             try:
                 _write_feature(dataset, ntype, name, num_parts)
-            except OSError as problem:
+            except OSError as error:
                 raise StorageError(
-                    f"the columns of {name!r} cannot be written into {dataset.folder}: {problem}; the "
+                    f"the columns of {name!r} cannot be written into {dataset.folder}: {error}; the "
                     "dataset is complete without them, and training makes them at its start"
-                ) from problem
+                ) from error
 
 
 def _write_feature(dataset: StoredDataset, ntype: str, name: str, num_parts: int) -> None:
@@ -208,20 +208,20 @@ def load_columns(store: KVStore, slices: Sequence[ColumnSlice], session: Session
     """Load columns. Every rank must call it for the same features.
 
     A rank that has its columns in a file only serves the others. One rank of a machine loads the columns, and
-    other ranks with the same columns map its file. If no file could be made, they load them too. For errors
-    see :meth:`ColumnStores.open`.
+    other ranks with the same columns map its file. If no file could be made, they load them too. It raises
+    the errors of :meth:`ColumnStores.open`.
     """
-    for is_last_turn in (False, True):
+    for is_last_round in (False, True):
         local = run_on_all_ranks(session, lambda: [column_slice.find_local(store) for column_slice in slices])
         for column_slice, rows in zip(slices, local, strict=True):
             column_slice.rows = column_slice.rows if rows is None else rows
-        missing = [
+        missing_slices = [
             column_slice
             for column_slice in slices
-            if not column_slice.is_loaded and (column_slice.is_leader or is_last_turn)
+            if not column_slice.is_loaded and (column_slice.is_leader or is_last_round)
         ]
-        if gather_int64([len(missing)], session).any():
-            _stream(store, missing, session)
+        if gather_int64([len(missing_slices)], session).any():
+            _stream(store, missing_slices, session)
         if not gather_int64([sum(not column_slice.is_loaded for column_slice in slices)], session).any():
             break
     is_on_disk = read_from_disk([column_slice.rows for column_slice in slices])
@@ -229,18 +229,18 @@ def load_columns(store: KVStore, slices: Sequence[ColumnSlice], session: Session
         column_slice.on_disk = is_on_disk
 
 
-def _stream(store: KVStore, missing: Sequence[ColumnSlice], session: Session) -> None:
-    """Load ``missing`` while serving the other ranks. Collective."""
-    num_bytes = sum(column_slice.num_rows * column_slice.row_bytes for column_slice in missing)
-    shown = session.topology.rank == 0 and num_bytes > PROGRESS_BYTES
+def _stream(store: KVStore, missing_slices: Sequence[ColumnSlice], session: Session) -> None:
+    """Load ``missing_slices`` while serving the other ranks. Collective."""
+    num_bytes = sum(column_slice.num_rows * column_slice.row_bytes for column_slice in missing_slices)
+    shows_progress = session.topology.rank == 0 and num_bytes > PROGRESS_BYTES
     op = f"{store.label}.columns"
     session.rpc.register(op, partial(_serve_columns, store))
-    with ExitStack() as stack, progress("Loading columns", num_bytes, enabled=shown) as advance:
+    with ExitStack() as stack, progress("Loading columns", num_bytes, enabled=shows_progress) as advance:
         stack.callback(session.rpc.unregister, op)
         barrier(session, "loading columns")
         steps = (
             loaded
-            for column_slice in missing
+            for column_slice in missing_slices
             for loaded in _load(column_slice, partial(_iterate_pieces, store, column_slice, session, op))
         )
         stack.callback(steps.close)
@@ -276,13 +276,13 @@ def _load(column_slice: ColumnSlice, pieces: Callable[[], Iterator[Array]]) -> I
             return
         except PeerError:
             raise  # It is a ConnectionError and thus an OSError, but has nothing to do with the file.
-        except OSError as problem:
-            column_slice.problem = f"{column_slice.folder.path} cannot be written ({problem})"
+        except OSError as error:
+            column_slice.problem = f"{column_slice.folder.path} cannot be written ({error})"
     rows = np.empty(column_slice.shape, column_slice.dtype)
-    first = 0
+    first_row = 0
     for piece in pieces():
-        rows[first : first + len(piece)] = piece
-        first += len(piece)
+        rows[first_row : first_row + len(piece)] = piece
+        first_row += len(piece)
         yield piece.nbytes
     rows.flags.writeable = False
     column_slice.rows = rows
@@ -367,11 +367,11 @@ class ColumnStore:
         """
         if self._moments is None:
             slices = [self._get_slice(name) for name in self.names]
-            # Other groups hold the same columns, so they add zeros and get the same bits.
+            # Other groups hold the same columns. They add zeros, so all ranks get the same bits.
             summed_slices = slices if min(self._group.replicas) == self._group.rank else []
             width, num_rows = sum(column_slice.columns.width for column_slice in slices), slices[0].num_rows
 
-            def mean_of(function: Callable[[Tensor, slice], Tensor]) -> Tensor:
+            def compute_mean(function: Callable[[Tensor, slice], Tensor]) -> Tensor:
                 # The function gets (k, F_p) float64 values and their rows.
                 sums = torch.zeros(num_rows, dtype=torch.float64)
                 for column_slice in summed_slices:
@@ -384,8 +384,8 @@ class ColumnStore:
                         sums[chunk] += function(values, chunk).sum(1)
                 return sum_over_ranks(sums, self._session, phase=PHASE, in_place=True).div_(width)
 
-            mean = mean_of(lambda values, _: values)
-            self._moments = mean, mean_of(lambda values, rows: (values - mean[rows, None]).square_())
+            mean = compute_mean(lambda values, _: values)
+            self._moments = mean, compute_mean(lambda values, rows: (values - mean[rows, None]).square_())
         return self._moments
 
     def close(self) -> None:
@@ -393,9 +393,9 @@ class ColumnStore:
 
     def _get_slice(self, name: str) -> ColumnSlice:
         if name not in self.slices:
-            known = ", ".join(map(repr, self.slices)) or "none: the graph is closed"
+            open_names = ", ".join(map(repr, self.slices)) or "none: the graph is closed"
             raise ConfigError(
-                f"the columns of {name!r} are not open (open: {known}); add it to the option `features`"
+                f"the columns of {name!r} are not open (open: {open_names}); add it to the option `features`"
             )
         return self.slices[name]
 
@@ -406,8 +406,8 @@ class ColumnStores:
 
     Columns that are not in a file yet are sent once, under the phase ``columns``. They are written to a file
     beside the dataset, which is mapped. Later openings with the same number of parts send nothing, even in
-    other jobs. Tensors that the program made are kept in memory. So are columns for which no file can be
-    made, and rank 0 logs that.
+    other jobs. Tensors that the program made are kept in memory. Columns for which no file can be made
+    are kept in memory too, and rank 0 logs a warning.
     """
 
     def __init__(self, g: DistGraph, group: Group) -> None:
@@ -437,9 +437,9 @@ class ColumnStores:
             for store in self._opened.values()
             for name, column_slice in store.slices.items()
         }
-        missing = [column_slice for column_slice in slices if column_slice.name not in open_slices]
-        load_columns(g.kvstore, missing, g.session)
-        problem = next((column_slice.problem for column_slice in missing if column_slice.problem), "")
+        missing_slices = [column_slice for column_slice in slices if column_slice.name not in open_slices]
+        load_columns(g.kvstore, missing_slices, g.session)
+        problem = next((column_slice.problem for column_slice in missing_slices if column_slice.problem), "")
         problems = [column_slice for column_slice in gather_json(problem, g.session) if column_slice]
         if problems and g.session.topology.rank == 0:
             log.warning(

@@ -85,8 +85,8 @@ def unpack_block(arrays: list[Array], etype: EdgeType, idtype: torch.dtype) -> O
 def _check_block(arrays: Sequence[Array]) -> None:
     # The sender gets this ValueError. Without it, kernels would read outside of the arrays.
     if len(arrays) != 3 or any(array.ndim != 1 or array.dtype.kind != "i" for array in arrays):
-        kinds = [f"{array.dtype} {array.shape}" for array in arrays]
-        raise ValueError(f"arrays {kinds} are no block; it has three one-dimensional integer arrays")
+        descriptions = [f"{array.dtype} {array.shape}" for array in arrays]
+        raise ValueError(f"arrays {descriptions} are no block; it has three one-dimensional integer arrays")
     nodes, indptr, indices = arrays
     if (
         not len(indptr)
@@ -123,9 +123,9 @@ class PushPullLoader(EpochLoader[GroupedBatch, Any]):
     """Yields the batches of ``inner``. ``blocks[0].push_pull`` is the batch as all parts see it.
 
     ``blocks[0].srcdata`` has this rank's (L0, F_p) columns under the name of each feature. Construction is
-    collective, and all ranks must iterate alike. The loader's threads exchange structure without collectives.
-    At the normal end of an epoch, the ``pipelines`` of the models for this loader are drained, which is
-    collective.
+    collective, and all ranks must iterate over the same steps. Its threads exchange structure without
+    collectives. At the normal end of an epoch, the ``pipelines`` of the models for this loader are drained,
+    which is collective.
 
     ``inner`` is a loader of nodes or edges of one type. It must not fetch features.
 
@@ -205,7 +205,7 @@ class PushPullLoader(EpochLoader[GroupedBatch, Any]):
                 pipeline.drain()
 
     def close(self) -> None:
-        # This comes first, because the loader's threads may wait for other ranks.
+        # The mailbox comes first, because the loader's threads may wait there for other ranks.
         self._pushes.mailbox.begin(self._iteration + 1)
         super().close()
         self._pushes.close()
@@ -236,14 +236,14 @@ class PushPullLoader(EpochLoader[GroupedBatch, Any]):
     def exchange_blocks(self, made: GroupedBatch, iteration: int) -> OwnerBlocks:
         """Push the own block to the other owners, and return theirs."""
         epoch, step = divmod(made.number, len(self))
-        own = made.own
+        own_block = made.own
         ranks = [rank for _, rank in self._group.peers]
-        sent = dict.fromkeys(ranks, pack_block(own, wide=self._wide))
-        self._pushes.post(iteration, str(step), sent, phase=STRUCTURE, layer=1)
+        messages = dict.fromkeys(ranks, pack_block(own_block, wide=self._wide))
+        self._pushes.post(iteration, str(step), messages, phase=STRUCTURE, layer=1)
         description = f"the structure of step {step} of epoch {epoch}"
         received = self._pushes.mailbox.take(iteration, str(step), ranks, description)
         return {
-            part: unpack_block(received[rank], self._etype, own.block.idtype)
+            part: unpack_block(received[rank], self._etype, own_block.block.idtype)
             for part, rank in self._group.peers
         }
 
@@ -260,12 +260,12 @@ class PushPullLoader(EpochLoader[GroupedBatch, Any]):
         sample = run_on_all_ranks(session, loader.offline, ConfigError)
         # The samplers of the ranks may exclude other edges, or have another seed.
         check_equal(session, "the sampler", loader.sampling_signature())
-        op, kinds, arrays = f"{self._label}.seeds", list(loader.items.ids), list(loader.items.ids.values())
+        op, types, arrays = (f"{self._label}.seeds", list(loader.items.ids), list(loader.items.ids.values()))
         # This is collective, so that all ranks can answer before one asks.
         run_on_all_ranks(session, lambda: session.rpc.register(op, lambda _name, _arrays: arrays))
         weakref.finalize(self, session.rpc.unregister, op)
         items: dict[int, Items[Any]] = {
-            rank: Items(ids=dict(zip(kinds, session.rpc.call(rank, op, "", [], phase=SEEDS), strict=True)))
+            rank: Items(ids=dict(zip(types, session.rpc.call(rank, op, "", [], phase=SEEDS), strict=True)))
             for _, rank in group.peers
         }
 
@@ -285,14 +285,14 @@ class PushPullLoader(EpochLoader[GroupedBatch, Any]):
 
     def gather_inputs(self, made: GroupedBatch) -> tuple[PartInput, ...]:
         """Return the batches of all owners with this part's columns."""
-        store, keyed = self._store, self.first_number + made.number
+        store, batch_number = self._store, self.first_number + made.number
         blocks = {self._group.part: made.own, **made.other_blocks}
         return tuple(
             PartInput(
                 block=owner.block,
                 nodes=owner.nodes,
                 columns={name: store.rows(name, owner.nodes, self._memory) for name in store.names},
-                number=keyed,
+                number=batch_number,
             )
             for _, owner in sorted(blocks.items())
         )
@@ -330,8 +330,8 @@ class PushPullLoader(EpochLoader[GroupedBatch, Any]):
             block.srcdata[name] = columns
         # The batch gets a view of the user's block, because that refers to the batch. A reference cycle would
         # keep the rows in memory until the garbage collector finds it.
-        own = replace(inputs[part], block=block.local_var(), nodes=nodes)
-        group_batch.inputs = (*inputs[:part], own, *inputs[part + 1 :])
+        own_input = replace(inputs[part], block=block.local_var(), nodes=nodes)
+        group_batch.inputs = (*inputs[:part], own_input, *inputs[part + 1 :])
         block.push_pull = group_batch
         return made
 
@@ -418,9 +418,9 @@ def split_prefetch(g: DistGraph, sampler: Any, names: tuple[str, ...]) -> tuple[
         ConfigError: the sampler gives blocks edge weights.
     """
     if isinstance(sampler, EdgePredictionSampler):
-        outer = copy.copy(sampler)
-        outer.sampler, names = split_prefetch(g, sampler.sampler, names)
-        return outer, names
+        edge_sampler = copy.copy(sampler)
+        edge_sampler.sampler, names = split_prefetch(g, sampler.sampler, names)
+        return edge_sampler, names
     plan = read_sampler(sampler)
     if plan.has_edge_weights:
         raise ConfigError(
@@ -433,6 +433,6 @@ def split_prefetch(g: DistGraph, sampler: Any, names: tuple[str, ...]) -> tuple[
     )
     matrices = [name for name in prefetched if name in g.ndata and len(g.ndata[name].shape) == 2]
     names = tuple(dict.fromkeys([*names, *matrices]))
-    without = copy.copy(sampler)
-    without.prefetch_node_feats = [name for name in prefetched if name not in names]
-    return without, names
+    reduced_sampler = copy.copy(sampler)
+    reduced_sampler.prefetch_node_feats = [name for name in prefetched if name not in names]
+    return reduced_sampler, names

@@ -74,17 +74,17 @@ def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
     An optimizer must step each element by that element's gradients alone. Exceptions and their subclasses are
     recognised by class name. Unknown classes are accepted.
     """
-    kind = type(optimizer)
+    cls = type(optimizer)
     remedy = f"use one that steps each element by itself ({_ELEMENTWISE}), or strategy='data_parallel'"
-    if _WHOLE_TENSORS.intersection(base.__name__ for base in kind.__mro__):
+    if _WHOLE_TENSORS.intersection(base.__name__ for base in cls.__mro__):
         raise ConfigError(
-            f"{kind.__name__} uses uncut parameters, but this rank only has some of their columns, so its "
+            f"{cls.__name__} uses uncut parameters, but this rank only has some of their columns, so its "
             f"steps would differ from those of one process; {remedy}"
         )
-    closure = inspect.signature(kind.step).parameters.get("closure")
+    closure = inspect.signature(cls.step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
         raise ConfigError(
-            f"{kind.__name__} calls the model again within a step (its step() needs a closure), but a "
+            f"{cls.__name__} calls the model again within a step (its step() needs a closure), but a "
             f"pipeline does not support that; {remedy}"
         )
 
@@ -130,10 +130,10 @@ class VersionLog:
 
     @contextmanager
     def step_known_optimizers(self) -> Iterator[None]:
-        """Step the known optimizers with the gradients that the block adds, and restore the old ones."""
-        optimizers = [known for ref in self._known if (known := ref()) is not None]
+        """Step the known optimizers with the gradients that the block adds. Restore the user's gradients."""
+        optimizers = [optimizer_or_none for ref in self._known if (optimizer_or_none := ref()) is not None]
         parameters = [parameter for optimizer in optimizers for parameter in _list_parameters(optimizer)]
-        before = [parameter.grad for parameter in parameters]
+        user_gradients = [parameter.grad for parameter in parameters]
         held_back, self.held_back = self.held_back, ()
         waiting, self.waiting = self.waiting, []
         for parameter in parameters:
@@ -142,15 +142,15 @@ class VersionLog:
         for optimizer in optimizers:
             optimizer.step()
         self.held_back, self.waiting = held_back, waiting + self.waiting
-        for parameter, gradient in zip(parameters, before, strict=True):
+        for parameter, gradient in zip(parameters, user_gradients, strict=True):
             parameter.grad = gradient
 
     def _before_step(self, optimizer: Optimizer) -> None:
         for parameter in _list_parameters(optimizer) if self.held_back else ():
             if self._side.get(id(parameter)) in self.held_back and _is_zero(parameter.grad):
                 parameter.grad = None
-        stepped = self._find_stepped(optimizer)
-        if not stepped:
+        own_parameters = self._find_stepped(optimizer)
+        if not own_parameters:
             return
         if not any(ref() is optimizer for ref in self._known):
             check_optimizer(optimizer)
@@ -160,7 +160,7 @@ class VersionLog:
             ref
             for ref in self._known
             if (known_optimizer := ref()) is optimizer
-            or (known_optimizer is not None and not stepped & self._find_stepped(known_optimizer))
+            or (known_optimizer is not None and not own_parameters & self._find_stepped(known_optimizer))
         ]
 
     def _after_step(self, optimizer: Optimizer) -> None:
@@ -168,10 +168,10 @@ class VersionLog:
         if not sides:
             return
         # If the model was called twice on a batch, there is one gradient, the sum of both.
-        stepped = dict.fromkeys(key for key in self.waiting if key[1] in sides)
-        self.waiting = [key for key in self.waiting if key not in stepped]
-        self.versions.extend(Version(*key, self.steps[key[1]]) for key in stepped)
-        for side in {side for _, side, _ in stepped}:
+        entries = dict.fromkeys(key for key in self.waiting if key[1] in sides)
+        self.waiting = [key for key in self.waiting if key not in entries]
+        self.versions.extend(Version(*key, self.steps[key[1]]) for key in entries)
+        for side in {side for _, side, _ in entries}:
             self.steps[side] += 1
         # If an optimizer steps twice while the part side's gradients wait, no optimizer has them.
         if not any(side == "M" for _, side, _ in self.waiting):
@@ -209,7 +209,7 @@ class OwnerSide:
         self._live: list[Tensor] | None = None
 
     def copy_values(self) -> list[Tensor]:
-        """Return copies of the live values, even while other values are placed."""
+        """Return copies of the live values, even while :meth:`place` has replaced them."""
         values = self._live or [parameter.data for parameter in self.parameters]
         return [value.clone() for value in values]
 
@@ -221,7 +221,7 @@ class OwnerSide:
             parameter.data = value
 
     def restore(self) -> None:
-        """Restore the live values, if other values are placed."""
+        """Restore the live values if :meth:`place` has replaced them."""
         if self._live is None:
             return
         for parameter, value in zip(self.parameters, self._live, strict=True):
@@ -356,8 +356,8 @@ class PartSide:
             gradients | self._sum_gradients(batch, self._shared, self._sum_over_all)
         ).items():
             if batch.leaves[name].requires_grad and gradient is not None:
-                parameter, new = self.parameters[name], gradient.detach()
-                parameter.grad = new if parameter.grad is None else parameter.grad + new
+                parameter, addend = self.parameters[name], gradient.detach()
+                parameter.grad = addend if parameter.grad is None else parameter.grad + addend
         if batch.source_gradients and batch.origin.embedding is not None:
             nodes = [part_input.nodes for part_input in batch.inputs]
             rows = list(zip(nodes, batch.source_gradients, strict=True))
@@ -371,42 +371,42 @@ class PartSide:
     ) -> dict[str, Tensor | None]:
         if not names:
             return {}
-        like = [batch.leaves[name] for name in names]
+        leaves = [batch.leaves[name] for name in names]
         gradients = [batch.gradients.get(name) for name in names]
-        flat = torch.cat(
+        flat_gradients = torch.cat(
             [
                 (torch.zeros_like(leaf) if gradient is None else gradient).reshape(-1)
-                for gradient, leaf in zip(gradients, like, strict=True)
+                for gradient, leaf in zip(gradients, leaves, strict=True)
             ]
         )
-        pieces = torch.split(all_reduce(flat), [leaf.numel() for leaf in like])
+        pieces = torch.split(all_reduce(flat_gradients), [leaf.numel() for leaf in leaves])
         # Concatenation has promoted several dtypes to the widest.
         return {
             name: piece.view_as(leaf).to(leaf.dtype)
-            for name, piece, leaf in zip(names, pieces, like, strict=True)
+            for name, piece, leaf in zip(names, pieces, leaves, strict=True)
         }
 
     def _sum_over_replicas(self, flat: Tensor) -> Tensor:
-        rank, ring = self._group.rank, self._group.replicas
-        place = ring.index(rank)
+        rank, replicas = self._group.rank, self._group.replicas
+        index = replicas.index(rank)
         with report_failed_peers(self._session, "the sum of gradients over replicas"):
             dist.all_reduce(flat, group=self._replicas)
-        sent = ring_bytes(flat.nbytes, len(ring), place)
-        self._session.ledger.add(PHASE, 1, rank, ring[(place + 1) % len(ring)], sent)
+        sent = ring_bytes(flat.nbytes, len(replicas), index)
+        self._session.ledger.add(PHASE, 1, rank, replicas[(index + 1) % len(replicas)], sent)
         return flat
 
     def _sum_over_all(self, flat: Tensor) -> Tensor:
         return sum_over_ranks(flat, self._session, phase=PHASE, layer=1, in_place=True)
 
     def _gather_replicas(
-        self, row_gradients: Sequence[tuple[Tensor, Tensor | None]], like: Sequence[Tensor]
+        self, row_gradients: Sequence[tuple[Tensor, Tensor | None]], sources: Sequence[Tensor]
     ) -> list[tuple[Tensor, Tensor | None]]:
-        """Return nodes and gradients of all replicas in their order, so that all ranks add alike."""
+        """Return nodes and gradients of all replicas by rank, so that all ranks add in the same order."""
         nodes = torch.cat([ids for ids, _ in row_gradients])
         values = torch.cat(
             [
                 torch.zeros_like(row) if gradient is None else gradient
-                for (_, gradient), row in zip(row_gradients, like, strict=True)
+                for (_, gradient), row in zip(row_gradients, sources, strict=True)
             ]
         )
         sizes = gather_int64([len(nodes)], self._session)[list(self._group.replicas), 0].tolist()
@@ -514,8 +514,8 @@ class Pipeline(Shared):
                 "other ranks do not know it; use the batches of dglx_dist.DataLoader, and model.whole() to "
                 "compute without the other ranks"
             )
-        ahead = self._looks_ahead and torch.is_grad_enabled()
-        if ahead:
+        looks_ahead = self._looks_ahead and torch.is_grad_enabled()
+        if looks_ahead:
             # A second call would replace the weights of the first before its backward.
             if self._last_called() is group_batch:
                 raise ConfigError(
@@ -535,7 +535,7 @@ class Pipeline(Shared):
                     "the inputs of the model's first layer are computed in another way than for the previous "
                     "batch, which several batches at once do not support; use depth=1"
                 )
-        if ahead:
+        if looks_ahead:
             self._begin_following(layer, group_batch, spec)
         sums = self._wait_timed(batch.sums, f"{WAIT} for the pull", batch.number)
         if not torch.is_grad_enabled():
@@ -579,8 +579,8 @@ class Pipeline(Shared):
             )
         for gradient, shares in zip(gradients, batch.shares, strict=True):
             # A mean over no targets is NaN, and NaN times a weight of 0 is NaN.
-            weighed = gradient * batch.weight if batch.weight else torch.zeros_like(gradient)
-            batch.pushes.append(self._activations.push(weighed, shares, BACKWARD, batch.number))
+            weighted_gradient = gradient * batch.weight if batch.weight else torch.zeros_like(gradient)
+            batch.pushes.append(self._activations.push(weighted_gradient, shares, BACKWARD, batch.number))
         self._pushed.append(batch)
         while len(self._pushed) > self._delay:
             self._ready.append(self._backward_part(self._pushed.pop(0)))
@@ -594,8 +594,8 @@ class Pipeline(Shared):
             self._edge_kinds = kinds
 
     def _get_begun(self, group_batch: GroupBatch) -> InFlightBatch | None:
-        begun = self._begun if torch.is_grad_enabled() else None
-        return begun if begun is not None and begun.inputs is group_batch.inputs else None
+        batch = self._begun if torch.is_grad_enabled() else None
+        return batch if batch is not None and batch.inputs is group_batch.inputs else None
 
     def _begin_following(self, layer: SplittableConv, group_batch: GroupBatch, spec: InputSpec) -> None:
         following = group_batch.following

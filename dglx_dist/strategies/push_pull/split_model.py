@@ -114,8 +114,8 @@ class Origin:
 class InputProvenance(Shared):
     """Records the origins of tensors in the model's current batch.
 
-    A tensor is recognised by its storage. So a view of the loader's tensor is known, and anything computed
-    from it is unknown.
+    A tensor is recognised by its storage. So a view of the loader's tensor is recognised, but a result
+    that is computed from it is not.
     """
 
     def __init__(self, seed: int) -> None:
@@ -139,33 +139,33 @@ class InputProvenance(Shared):
 
     def find(self, rows: Tensor) -> Origin | None:
         """Return the origin of ``rows``, including a change of dtype, or None if it is unknown."""
-        for known, origin in self._known:
-            if known is rows or _is_same_view(known, rows):
+        for tensor, origin in self._known:
+            if tensor is rows or _is_same_view(tensor, rows):
                 return origin
-        for known, origin in reversed(self._known):
-            if not rows.requires_grad and _is_copy(known, rows, origin):
-                return origin if known.dtype == rows.dtype else origin.with_step(Converted(rows.dtype))
+        for tensor, origin in reversed(self._known):
+            if not rows.requires_grad and _is_copy(tensor, rows, origin):
+                return origin if tensor.dtype == rows.dtype else origin.with_step(Converted(rows.dtype))
         return None
 
     def shares_memory(self, rows: Tensor) -> bool:
         """Return whether ``rows`` share memory with known rows."""
         storage = rows.untyped_storage()._cdata
-        return any(known.untyped_storage()._cdata == storage for known, _ in self._known)
+        return any(tensor.untyped_storage()._cdata == storage for tensor, _ in self._known)
 
 
-def _is_same_view(known: Tensor, rows: Tensor) -> bool:
+def _is_same_view(tensor: Tensor, rows: Tensor) -> bool:
     return (
-        known.shape == rows.shape
-        and known.dtype == rows.dtype
-        and known.stride() == rows.stride()
-        and known.storage_offset() == rows.storage_offset()
-        and known.untyped_storage()._cdata == rows.untyped_storage()._cdata
+        tensor.shape == rows.shape
+        and tensor.dtype == rows.dtype
+        and tensor.stride() == rows.stride()
+        and tensor.storage_offset() == rows.storage_offset()
+        and tensor.untyped_storage()._cdata == rows.untyped_storage()._cdata
     )
 
 
-def _is_copy(known: Tensor, rows: Tensor, origin: Origin) -> bool:
-    may_be = known.dtype != rows.dtype or (len(origin.names) > 1 and not origin.steps)
-    return may_be and known.shape == rows.shape and torch.equal(known.to(rows.dtype), rows)
+def _is_copy(tensor: Tensor, rows: Tensor, origin: Origin) -> bool:
+    can_be_copy = tensor.dtype != rows.dtype or (len(origin.names) > 1 and not origin.steps)
+    return can_be_copy and tensor.shape == rows.shape and torch.equal(tensor.to(rows.dtype), rows)
 
 
 InputModule: TypeAlias = "ColumnDropout | ColumnEmbedding | ColumnLayerNorm"
@@ -194,18 +194,18 @@ class ColumnDropout:
             return functional.dropout(x, dropout.p, dropout.training, dropout.inplace)
         origin = self._provenance.find(x)
         if origin is None:
-            draw = self._provenance.dropouts.drop
-            dropped = draw(x, dropout.p, module=self._number, edges=self._edges)
-            return functional.dropout(x, dropout.p) if dropped is None else dropped
+            drop = self._provenance.dropouts.drop
+            result = drop(x, dropout.p, module=self._number, edges=self._edges)
+            return functional.dropout(x, dropout.p) if result is None else result
         if dropout.inplace:
             raise ConfigError(
                 "nn.Dropout(inplace=True) would change the loader's features, which batches in flight need; "
                 "use inplace=False"
             )
         step = Dropped(probability=dropout.p, seed=self._seed, stream=MODULES + self._number)
-        dropped = step.apply(x, own, origin.runs)
-        self._provenance.add(dropped, origin.with_step(step))
-        return dropped
+        result = step.apply(x, own, origin.runs)
+        self._provenance.add(result, origin.with_step(step))
+        return result
 
 
 @final
@@ -254,18 +254,18 @@ class ColumnEmbedding:
 
     def add_gradients(self, row_gradients: Sequence[tuple[Tensor, Tensor | None]]) -> None:
         """Add (K, D_p) gradients of rows to ``weight.grad``, at their (K,) int64 nodes, which may repeat."""
-        trained = [(nodes, gradient) for nodes, gradient in row_gradients if gradient is not None]
-        if not trained:
+        pairs = [(nodes, gradient) for nodes, gradient in row_gradients if gradient is not None]
+        if not pairs:
             return
         weight, padding = self.weight, self._embedding.padding_idx
-        nodes = torch.cat([nodes for nodes, _ in trained])
-        gradients = torch.cat([gradient for _, gradient in trained]).to(weight).detach()
+        nodes = torch.cat([nodes for nodes, _ in pairs])
+        gradients = torch.cat([gradient for _, gradient in pairs]).to(weight).detach()
         if padding is not None and not self._embedding.sparse:
             gradients = gradients.masked_fill((nodes == padding).unsqueeze(1), 0)
         if self._embedding.sparse:
             # coalesce() reads the number of distinct rows from the device.
-            kept = slice(None) if padding is None else nodes != padding
-            nodes, gradients = nodes[kept], gradients[kept]
+            selection = slice(None) if padding is None else nodes != padding
+            nodes, gradients = nodes[selection], gradients[selection]
             total = torch.sparse_coo_tensor(
                 nodes.unsqueeze(0), gradients, weight.shape, check_invariants=True
             ).coalesce()
@@ -396,9 +396,9 @@ def find_input_modules(
 ) -> dict[nn.Module, InputModule]:
     """Find the modules that may work on the input, and the replacements of their ``forward``. Collective.
 
-    Every dropout is replaced, because one ``nn.Dropout`` usually serves all layers. Norms and embeddings of
-    all nodes are cut if they are as wide as the input. A norm must also be registered before the first layer,
-    or no other parameter of the model may be that wide.
+    Every dropout is replaced, because models often use one ``nn.Dropout`` for all layers. Norms and
+    embeddings of all nodes are cut if they are as wide as the input. A norm must also be
+    registered before the first layer, or no other parameter of the model may be that wide.
 
     Args:
         runs: Columns of this part.
@@ -449,11 +449,11 @@ def find_input_modules(
     if any(dropout.p > 0 for _, dropout in dropouts):
         provenance.dropouts.track(model)
     # The stages of the first layer apply its own dropout.
-    inside = set(first.modules())
+    inner_modules = set(first.modules())
     return {
         module: replacements[module]
         for module in model.modules()
-        if module in replacements and module not in inside
+        if module in replacements and module not in inner_modules
     }
 
 
@@ -472,14 +472,14 @@ def embeddings_of_all_nodes(model: nn.Module, num_nodes: int) -> Iterator[tuple[
 
 
 def _is_before(model: nn.Module, module: nn.Module, first: nn.Module, width: int) -> bool:
-    modules, inside = list(model.modules()), set(first.modules())
-    if module in inside or modules.index(module) < modules.index(first):
-        return module not in inside
+    modules, inner_modules = list(model.modules()), set(first.modules())
+    if module in inner_modules or modules.index(module) < modules.index(first):
+        return module not in inner_modules
     norms = (nn.LayerNorm, nn.BatchNorm1d, BatchNorm)
     return not any(
         width in parameter.shape
         for candidate in modules
-        if candidate not in inside and not isinstance(candidate, norms)
+        if candidate not in inner_modules and not isinstance(candidate, norms)
         for parameter in candidate.parameters(recurse=False)
     )
 
@@ -573,34 +573,36 @@ def split_model(
     names, widths, (name, layer) = _find_input(model, store, num_nodes, sync)
     first, provenance = model.get_submodule(name), InputProvenance(seed)
     runs = deal_out_concatenated(widths, group.size)
-    own = runs[group.part]
-    inputs = find_input_modules(model, first, provenance, own, store.moments, num_nodes=num_nodes, seed=seed)
+    own_runs = runs[group.part]
+    inputs = find_input_modules(
+        model, first, provenance, own_runs, store.moments, num_nodes=num_nodes, seed=seed
+    )
     dimensions: dict[nn.Module, Mapping[str, int]] = {first: layer.cut}
     dimensions |= {module: input_module.cut for module, input_module in inputs.items() if input_module.cut}
     cuts = _find_cuts(model, dimensions, runs)
-    prefixes = {module: f"{place}." if place else "" for place, module in model.named_modules()}
+    prefixes = {module: f"{path}." if path else "" for path, module in model.named_modules()}
     prefix = prefixes[first]
-    stashed = [prefix + inner for inner in (*layer.cut, *layer.shared)]
+    stashed = [prefix + inner_name for inner_name in (*layer.cut, *layer.shared)]
     for module, input_module in inputs.items():
         stashed += [
-            prefixes[module] + inner
-            for inner in input_module.cut
+            prefixes[module] + inner_name
+            for inner_name in input_module.cut
             if not isinstance(input_module, ColumnEmbedding)
         ]
         compute_by(module, input_module.forward)
     for module, cut in dimensions.items():
-        cut_in_place(module, cut, own)
+        cut_in_place(module, cut, own_runs)
     if layer is not first:
         compute_by(first, partial(_forward_by_stages, first, layer))
-    features = [Origin(names=(name,), runs=(run,)) for name, run in zip(names, own, strict=bool(names))]
+    features = [Origin(names=(name,), runs=(run,)) for name, run in zip(names, own_runs, strict=bool(names))]
     return SplitModel(
         layer=layer,
         runs=runs,
-        features=[*features, Origin(names=names, runs=own)] if len(names) > 1 else features,
+        features=[*features, Origin(names=names, runs=own_runs)] if len(names) > 1 else features,
         provenance=provenance,
         cuts=cuts,
         stashed=tuple(stashed),
-        shared=tuple(prefix + inner for inner in layer.shared),
+        shared=tuple(prefix + inner_name for inner_name in layer.shared),
     )
 
 
@@ -609,18 +611,20 @@ def _find_cuts(
     dimensions: Mapping[nn.Module, Mapping[str, int]],
     runs: tuple[tuple[ColumnRange, ...], ...],
 ) -> dict[str, Cut]:
-    known: dict[nn.Parameter, tuple[tuple[nn.Module, str], int]] = {}
+    cut_parameters: dict[nn.Parameter, tuple[tuple[nn.Module, str], int]] = {}
     for module, cut in dimensions.items():
-        for inner, dimension in cut.items():
-            owner, _, last = inner.rpartition(".")
-            known.setdefault(module.get_parameter(inner), ((module.get_submodule(owner), last), dimension))
+        for inner_name, dimension in cut.items():
+            owner, _, attribute = inner_name.rpartition(".")
+            cut_parameters.setdefault(
+                module.get_parameter(inner_name), ((module.get_submodule(owner), attribute), dimension)
+            )
     cuts, tied = {}, {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        owner, _, last = name.rpartition(".")
-        place, dimension = known.get(parameter, (None, 0))
-        if place == (model.get_submodule(owner), last):
+        owner, _, attribute = name.rpartition(".")
+        owner_and_name, dimension = cut_parameters.get(parameter, (None, 0))
+        if owner_and_name == (model.get_submodule(owner), attribute):
             cuts[name] = Cut(shape=tuple(parameter.shape), dimension=dimension, runs=runs)
-        elif place is not None:
+        elif owner_and_name is not None:
             tied[name] = parameter
     for tied_name, parameter in tied.items():
         name = next(name for name in cuts if model.get_parameter(name) is parameter)
@@ -647,10 +651,10 @@ def find_first_layer(model: nn.Module, width: int, sync: Sync) -> tuple[str, Spl
     for name, module in find_convolutions(model):
         try:
             stages = make_stages(module, sync)
-            computed = stages.cut.keys() - dict(stages.named_parameters(remove_duplicate=False)).keys()
-            if computed:
+            derived = stages.cut.keys() - dict(stages.named_parameters(remove_duplicate=False)).keys()
+            if derived:
                 raise ConfigError(
-                    f"{min(computed)!r} is computed from other parameters, for example by a weight norm, "
+                    f"{min(derived)!r} is computed from other parameters, for example by a weight norm, "
                     "which needs all columns; remove that, or use strategy='data_parallel'"
                 )
         except ConfigError as error:
@@ -674,12 +678,12 @@ def _find_input(
     inputs = {store.names: tuple(store.widths.values())} if store.names else {}
     for _, embedding in embeddings_of_all_nodes(model, num_nodes):
         inputs.setdefault((), (embedding.embedding_dim,))
-    problems = []
+    errors = []
     for names, widths in inputs.items():
         try:
             layer = find_first_layer(model, sum(widths), sync)
         except ConfigError as error:
-            problems.append(error)
+            errors.append(error)
             continue
         for name in names:
             if not store.dtype(name).is_floating_point:
@@ -689,8 +693,8 @@ def _find_input(
                     "the option features="
                 )
         return names, widths, layer
-    if problems:
-        raise problems[0]
+    if errors:
+        raise errors[0]
     raise ConfigError(
         "the nodes have none of the configured features, and the model has no "
         f"torch.nn.Embedding({num_nodes}, ...) instead; name the features with the option features="

@@ -141,27 +141,27 @@ class OpenedPushPull(OpenedStrategy):
     ) -> PushPullLoader:
         """Return a loader like ``inner_class`` with the columns of matrices that ``sampler`` prefetches."""
         store = self.columns
-        without, names = run_on_all_ranks(
+        reduced_sampler, names = run_on_all_ranks(
             self.session, lambda: split_prefetch(self.g, sampler, self._names), ConfigError
         )
-        inner = inner_class(self.g, seeds, without, **loader_options)
+        inner_loader = inner_class(self.g, seeds, reduced_sampler, **loader_options)
         if names != self._names:
             store = self._open_columns(names)
         dtype = loader_options.get("feature_dtype")  # The inner loader has checked it.
-        return PushPullLoader(inner, self.g, store, self.group, self.options, self.pipelines, dtype)
+        return PushPullLoader(inner_loader, self.g, store, self.group, self.options, self.pipelines, dtype)
 
     def make_model(self, model: nn.Module, reduction: Reduction) -> PushPullModel:
         return PushPullModel(model, self, reduction)
 
     def _find_features(self) -> tuple[str, ...]:
         g, names = self.g, self.options.names
-        missing = [name for name in names if name not in g.ndata]
-        if missing == [FEATURE] and names == (FEATURE,):
+        missing_names = [name for name in names if name not in g.ndata]
+        if missing_names == [FEATURE] and names == (FEATURE,):
             # The option has its default, so the input may be an embedding.
             return ()
-        if missing:
-            known = ", ".join(map(repr, g.ndata)) or "none"
-            raise ConfigError(f"option features: the nodes have no {missing[0]!r} (known: {known})")
+        if missing_names:
+            columns = ", ".join(map(repr, g.ndata)) or "none"
+            raise ConfigError(f"option features: the nodes have no {missing_names[0]!r} (known: {columns})")
         return names
 
     def _choose_group_size(self) -> int:
@@ -216,11 +216,11 @@ class PushPullModel(WrappedModel):
         split.layer.run_parts = self._pipeline
         self._statistics = install_batch_norms(model, session, split.provenance.dropouts)
         self._provenance, self._first = split.provenance, type(split.layer).__name__
-        inside, cut = set(split.layer.modules()), {model.get_parameter(name) for name in split.cuts}
+        modules, cut = set(split.layer.modules()), {model.get_parameter(name) for name in split.cuts}
         self._uncut_inputs = {
             id(submodule): name
             for name, submodule in model.named_modules()
-            if submodule not in inside and (owned := set(submodule.parameters())) and owned.isdisjoint(cut)
+            if submodule not in modules and (owned := set(submodule.parameters())) and owned.isdisjoint(cut)
         }
         """Names of modules with weights that are not split. They must not be called on a part's columns."""
 
@@ -363,8 +363,8 @@ class PushPullModel(WrappedModel):
                     f"the uncut shape in the current model is {cut.shape}; load a state_dict() of the "
                     "wrapped model"
                 )
-        own = {name: self.cut_state(name, value) for name, value in state_dict.items()}
-        return super().load_state_dict(own, strict, assign)
+        pieces = {name: self.cut_state(name, value) for name, value in state_dict.items()}
+        return super().load_state_dict(pieces, strict, assign)
 
     def note_buffers(self) -> None:
         self._buffer_means.note()
