@@ -144,7 +144,7 @@ def _read_entry(folder: Path, name: str, entry: Mapping[str, Any]) -> SavedTenso
     """Check an entry of ``state.json``. Nothing is allocated, as an untrusted entry may have any size."""
     file_name, dtype = entry["file"], parse_dtype(entry["dtype"])
     shape = tuple(read_count(size) for size in entry["shape"])
-    path, first_byte, num_bytes = (
+    path, start, num_bytes = (
         folder / file_name,
         read_count(entry["first_byte"]),
         read_count(entry["num_bytes"]),
@@ -153,14 +153,12 @@ def _read_entry(folder: Path, name: str, entry: Mapping[str, Any]) -> SavedTenso
         raise CheckpointError(f"{folder} refers to {file_name!r} outside of it. Load another checkpoint.")
     if not path.is_file():
         raise CheckpointError(f"{path} is missing; {REMEDY}")
-    if path.stat().st_size < first_byte + num_bytes:
-        raise CheckpointError(
-            f"{path} is damaged: it is shorter than {first_byte + num_bytes} bytes; {REMEDY}"
-        )
+    if path.stat().st_size < start + num_bytes:
+        raise CheckpointError(f"{path} is damaged: it is shorter than {start + num_bytes} bytes; {REMEDY}")
     if num_bytes != math.prod(shape) * dtype.itemsize:
         raise ValueError(f"{name!r} has the shape {list(shape)} of {dtype} and {num_bytes} bytes")
     return SavedTensor(
-        dtype=dtype, shape=shape, path=path, first_byte=first_byte, crc32=read_count(entry["crc32"])
+        dtype=dtype, shape=shape, path=path, first_byte=start, crc32=read_count(entry["crc32"])
     )
 
 
@@ -621,7 +619,7 @@ class Checkpoints:
         current_session().before_close.append(self.close)
 
     def close(self) -> None:
-        """Wait for the last checkpoint. From now on signals end ranks at once. Sessions call it at the end."""
+        """Wait for the last checkpoint. Signals then end ranks at once. Every session calls it at its end."""
         self._open.close()
         self._writer.wait()
 

@@ -57,7 +57,7 @@ def global_mean(total: Tensor, count: float | Tensor, reduction: Reduction = "me
         ConfigError: on all ranks, if the number of seeds of this step is unknown, because no batch of a
             loader went through the wrapped model, or if a value of some rank is wrong.
     """
-    session, message = current_session(), _check_number("count", count, minimum=0.0)
+    session, message = current_session(), _check_number("count", count, limit=0.0)
     if not isinstance(total, Tensor) or total.dim() or not total.is_floating_point():
         message = f"total={_show(total)} must be the sum of this rank's losses, a tensor of shape ()"
     if reduction not in ("mean", "sum"):
@@ -79,17 +79,14 @@ def reduce_mean(value: float | Tensor, count: int) -> float:
     Raises:
         ConfigError: on all ranks, if a value of some rank is not a number or its count is below 0.
     """
-    message = _check_number("count", count, minimum=0.0) or (_check_number("value", value) if count else "")
+    message = _check_number("count", count, limit=0.0) or (_check_number("value", value) if count else "")
     total = float(value) * float(count) if not message and count else 0.0
     total, count = _sum_terms(total, count, message, current_session()).tolist()
     return total / count if count else math.nan
 
 
 def _sum_terms(total: Any, count: Any, message: str, session: Session) -> Tensor:
-    """Return the (2,) float64 sums of ``total`` and ``count`` over all ranks.
-
-    Raise ConfigError on all ranks if any rank passes a ``message``, its error message.
-    """
+    """Return the (2,) float64 sums over all ranks. Raise ConfigError on all if one has a ``message``."""
     # NaN tells the other ranks that this rank has a wrong value.
     values = [math.nan] * 2 if message else [float(total), float(count)]
     sums = sum_over_ranks(torch.tensor(values, dtype=torch.float64), session, phase=PHASE)
@@ -98,17 +95,15 @@ def _sum_terms(total: Any, count: Any, message: str, session: Session) -> Tensor
     return sums
 
 
-def _check_number(name: str, value: Any, minimum: float | None = None) -> str:
-    """Return an error message if ``value`` is not one number, or not finite and at least ``minimum``."""
+def _check_number(name: str, value: Any, limit: float | None = None) -> str:
+    """Return an error message if ``value`` is not one number, or not finite and at least ``limit``."""
     try:
         number = float(value) if isinstance(value, SupportsFloat) else None
     except (TypeError, ValueError, RuntimeError):
         number = None
-    if number is not None and (minimum is None or minimum <= number < math.inf):
+    if number is not None and (limit is None or limit <= number < math.inf):
         return ""
-    return f"{name}={_show(value)} must be one number" + (
-        "" if minimum is None else ", finite and at least 0"
-    )
+    return f"{name}={_show(value)} must be one number" + ("" if limit is None else ", finite and at least 0")
 
 
 def _show(value: Any) -> str:

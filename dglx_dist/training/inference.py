@@ -392,13 +392,11 @@ def _compute_all(g: DistGraph, compute: _Compute, batch_size: int, ntypes: Seque
     owned = {ntype: g.get_node_partition_policy(ntype).owned_range for ntype in ntypes}
     shares = {ntype: list(_split_nodes(g, ntype, share, batch_size)) for ntype, share in owned.items()}
     # All ranks must know the shapes of the results before allocation, even those without nodes.
-    first_ranges = {ntype: share[0] if share else (0, 0) for ntype, share in shares.items()}
+    ranges = {ntype: share[0] if share else (0, 0) for ntype, share in shares.items()}
     # A rank without nodes starts only types without any nodes, to find their shapes.
-    ntypes_to_start = [ntype for ntype, share in shares.items() if share or not g.num_nodes(ntype)]
+    types = [ntype for ntype, share in shares.items() if share or not g.num_nodes(ntype)]
     first_results = run_on_all_ranks(
-        g.session,
-        lambda: {ntype: compute(ntype, np.arange(*first_ranges[ntype])) for ntype in ntypes_to_start},
-        ConfigError,
+        g.session, lambda: {ntype: compute(ntype, np.arange(*ranges[ntype])) for ntype in types}, ConfigError
     )
     out = _allocate_rows(g, first_results)
 
@@ -651,14 +649,10 @@ def check_layers(
         try:
             step_rows = _find_rows(module, run_in_turn, batch, inputs)
         except MODEL_ERRORS as error:
-            raise ConfigError(
-                f"forward() runs, but its layers fail when called in turn ({error}); {_REMEDY}"
-            ) from error
+            raise ConfigError(f"forward() runs, but its layers fail in turn ({error}); {_REMEDY}") from error
         for depth, layer in enumerate(layers):
-            expected, actual = forward_rows[id(layer)], step_rows[id(layer)]
-            if len(expected) == len(actual) == 1 and (
-                expected[0].shape != actual[0].shape or not _is_close(expected[0], actual[0])
-            ):
+            a, b = forward_rows[id(layer)], step_rows[id(layer)]
+            if len(a) == len(b) == 1 and (a[0].shape != b[0].shape or not _is_close(a[0], b[0])):
                 raise ConfigError(
                     f"layer {depth} gets other rows in forward() than from the layers in turn, so the scores "
                     f"would be wrong; {_REMEDY}"

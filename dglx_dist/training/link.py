@@ -122,9 +122,7 @@ def link_targets(g: DistGraph, names: Sequence[str] = ()) -> list[EdgeType]:
     etypes = g.canonical_etypes
     if names:
         return [resolve_etype(name, etypes) for name in names]
-    targets = [
-        etype for etype in etypes if not any(_has_name_of_reverse(etype, candidate) for candidate in etypes)
-    ]
+    targets = [etype for etype in etypes if not any(_has_name_of_reverse(etype, peer) for peer in etypes)]
     if len(g.ntypes) > 1 and len(targets) > 1:
         names = ", ".join(etype[1] for etype in targets)
         raise ConfigError(
@@ -417,14 +415,12 @@ def score_pairs(
     if not isinstance(h, Tensor):
         template, pieces = next(iter(h.values())), []
         for ntype in pair_graph.ntypes:
-            num_nodes = pair_graph.num_nodes(ntype)
+            count = pair_graph.num_nodes(ntype)
             # A type without a target may have no rows. A model may return rows of more nodes.
-            pieces.append(
-                h[ntype][:num_nodes] if ntype in h else template.new_zeros(num_nodes, template.shape[1])
-            )
-            if len(pieces[-1]) < num_nodes:
+            pieces.append(h[ntype][:count] if ntype in h else template.new_zeros(count, template.shape[1]))
+            if len(pieces[-1]) < count:
                 raise ConfigError(
-                    f"there are {len(pieces[-1])} rows for the {num_nodes} nodes of type {ntype!r} of the "
+                    f"there are {len(pieces[-1])} rows for the {count} nodes of type {ntype!r} of the "
                     "pair graph. Return one row per node, in the order of the last block's destinations."
                 )
         h = torch.cat(pieces)

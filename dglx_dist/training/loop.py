@@ -100,7 +100,7 @@ class TrainingRun:
         self._next_epoch = 0
         """Index of the next or current epoch."""
         self._stopping = EarlyStopping(config.patience, self._deciding_metric in LESS_IS_BETTER)
-        self._partial_figures: dict[str, float] = {}
+        self._figures: dict[str, float] = {}
         """Figures of the steps of the current epoch that are done."""
         self._best: tuple[BestWeights, FitResult | Progress] | None = None
         """Weights and results of the best epoch, if no folder has them."""
@@ -134,7 +134,7 @@ class TrainingRun:
             self._stopping.resume(saved.best, saved.evaluations_since_best)
         self.first_step = resumed.step
         if resumed.step:
-            self._partial_figures = saved.so_far[self._session.topology.rank]
+            self._figures = saved.so_far[self._session.topology.rank]
         self.result = FitResult(
             accuracy=saved.accuracy,
             metrics=saved.metrics,
@@ -179,9 +179,7 @@ class TrainingRun:
         if (patience := self._config.patience) is not None:
             is_measured = self._config.own_task is None or self._config.evaluate is not None
             remedy = "partition with a val_mask" if is_measured else "set evaluate="
-            raise ConfigError(
-                f"--early-stop {patience} needs validation targets. Remove --early-stop, or {remedy}."
-            )
+            raise ConfigError(f"--early-stop {patience} needs validation targets. Remove it, or {remedy}.")
 
     @property
     def is_stopped(self) -> bool:
@@ -269,13 +267,11 @@ class TrainingRun:
                 # bytes equal those of a resumed run.
                 self._end_pass_at(next_save - self._next_epoch * len(self._loader))
             counts_before = self._g.kvstore.cache_counts()
-            figures, rows = train_pass(
-                self._step, self._loader, self._session, after_each, self._partial_figures
-            )
+            figures, rows = train_pass(self._step, self._loader, self._session, after_each, self._figures)
             self._count_bytes(rows)
             counts = self._g.kvstore.cache_counts() - counts_before
-            hits, misses = (self._partial_figures.get(name, 0) for name in ("hits", "misses"))
-            self._partial_figures |= {**figures, "hits": hits + counts.hits, "misses": misses + counts.misses}
+            hits, misses = (self._figures.get(name, 0) for name in ("hits", "misses"))
+            self._figures |= {**figures, "hits": hits + counts.hits, "misses": misses + counts.misses}
             if overlaps:
                 stop_point.should_stop()
             if not (step := self._loader.state_dict()["step"]):
@@ -283,11 +279,8 @@ class TrainingRun:
             if self.is_stopped:
                 return None
             pause = self._save(step)
-            self._partial_figures = {
-                **self._partial_figures,
-                "checkpoint_s": self._partial_figures.get("checkpoint_s", 0) + pause,
-            }
-        totals, self._partial_figures = self._partial_figures, {}
+            self._figures = {**self._figures, "checkpoint_s": self._figures.get("checkpoint_s", 0) + pause}
+        totals, self._figures = self._figures, {}
         record = tracing.gather_figures(gather_json(totals, self._session), self._next_epoch)
         has_classes = self._task == CLASSIFICATION or self._task not in METRICS_OF
         return record if has_classes else replace(record, train_accuracy=math.nan)
@@ -305,9 +298,7 @@ class TrainingRun:
         # The loader of a trainer has one step per epoch, so steps between checkpoints are epochs.
         config = self._config
         intervals = [interval for interval in (config.eval_every, self._steps_between) if interval]
-        return min(
-            [config.epochs, *((self._next_epoch // interval + 1) * interval for interval in intervals)]
-        )
+        return min([config.epochs, *((self._next_epoch // every + 1) * every for every in intervals)])
 
     def _finish(self, record: EpochRecord) -> EpochRecord:
         """Evaluate, step the scheduler and save, if due after an epoch. Return the completed record."""
@@ -320,12 +311,9 @@ class TrainingRun:
             self._scheduler.step()
         self._session.stop_point.should_stop()
         # Otherwise the checkpoint that a resumed run began with would remain its newest one.
-        has_saves, interval = (
-            self._steps_between or self._saved_at is not None,
-            self._steps_between or math.inf,
-        )
+        saves, interval = self._steps_between or self._saved_at is not None, self._steps_between or math.inf
         is_best = self._writer is not None and config.patience and self.result.best_epoch == record.epoch
-        if is_best or (has_saves and (is_last or self._next_epoch * len(self._loader) % interval == 0)):
+        if is_best or (saves and (is_last or self._next_epoch * len(self._loader) % interval == 0)):
             pauses = gather_json(self._save(wait=is_last), self._session)
             record = replace(record, checkpoint_s=record.checkpoint_s + max(pauses))
         return record
@@ -398,7 +386,7 @@ class TrainingRun:
                 "evaluations_since_best": self._stopping.evaluations_since,
                 "accuracy": self.result.accuracy,
                 "metrics": self.result.metrics,
-                "so_far": gather_json(self._partial_figures, self._session) if step else [],
+                "so_far": gather_json(self._figures, self._session) if step else [],
                 TRAINED_WITH: describe_strategy(self._session),
                 PRECISION: self.result.precision,
                 FACTS: self._facts,
@@ -464,13 +452,11 @@ def train_pass(
     for batch in loader:
         # Steps are numbered like the loader's batches, so that a trace shows the batch of a step.
         position = loader.state_dict()
-        step_index = position["epoch"] * len(loader) + position["step"] - 1
+        index = position["epoch"] * len(loader) + position["step"] - 1
         if step.schedule is not None:
-            step.set_rates(compute_rate_factor(step.schedule, step_index, len(loader)))
-        step_range = position["step"], step.accumulation.find_last_step(position["step"], len(loader))
-        step_loss = _train_step(
-            step, batch, step_range, partial(session.timeline.span, row=COMPUTE, batch=step_index)
-        )
+            step.set_rates(compute_rate_factor(step.schedule, index, len(loader)))
+        place = position["step"], step.accumulation.find_last_step(position["step"], len(loader))
+        step_loss = _train_step(step, batch, place, partial(session.timeline.span, row=COMPUTE, batch=index))
         if step_loss.num_targets:
             # The mean over no targets is NaN, which would spoil the total.
             steps.append((step_loss.loss.detach(), step_loss.num_correct, step_loss.num_targets))

@@ -367,8 +367,8 @@ def _group_negatives(negative: Tensor, pairs: Any, negative_pairs: Any) -> Tenso
         if num_negatives != per_edge * num_edges:
             raise ConfigError(
                 f"there are {num_negatives} negatives for {num_edges} edges of {etype}, and {sum(sizes)} for "
-                f"{total} in total, but pair_loss needs as many for each edge. Use dx.negative.Uniform(k), or "
-                "InBatch(k) with batches of more than k edges of each type."
+                f"{total} in total, but pair_loss needs as many for each edge. Use dx.negative.Uniform(k) "
+                "or InBatch(k) with batches of more than k edges of each type."
             )
     return negative.view(total, per_edge)
 
