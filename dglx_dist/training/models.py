@@ -272,8 +272,8 @@ class Stack(Layered):
     the input of a layer to its result, with a linear map if widths differ. It starts at the second layer,
     because the first layer may be split by input columns. With ``jk`` (jumping knowledge), a linear map of
     the results of all layers gives the scores. The results are concatenated (``cat``), or reduced to their
-    maximum (``max``). A layer then returns a tuple with the rows of all layers so far. ConfigError if ``norm``
-    or ``jk`` is unknown.
+    maximum (``max``). A layer then returns a tuple with the rows of all layers so far. ConfigError if
+    ``norm`` or ``jk`` is unknown.
     """
 
     def __init__(

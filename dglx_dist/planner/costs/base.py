@@ -247,7 +247,7 @@ class Traffic:
     exact: bool = True
 
     def seconds(self, cluster: Cluster) -> float:
-        """Return the seconds of an epoch on the slower links, between or within servers. Each server has both."""
+        """Return the seconds of an epoch on the slower links, between or in servers. Each server has both."""
         outside = sum(self.outside.values()) / cluster.external_bytes_per_s
         inside = sum(self.inside.values()) / cluster.internal_bytes_per_s
         return max(outside, inside) / cluster.servers
