@@ -237,8 +237,8 @@ class DistTensor(Wrapper, of=InnerDistTensor):
     Creating one is collective. Writing waits until the owners have the rows, unlike in DGL. A tensor that is
     not persistent is freed when a later one is created and no rank refers to it any more. Its name is then
     free for any shape. As long as one rank refers to the tensor, all attach to it. Attaching to persistent
-    tensors, which are never freed, is not collective. ``attach`` has no effect. In DGL it appends the number of a
-    group of clients, but there is one group here.
+    tensors, which are never freed, is not collective. ``attach`` has no effect. In DGL it appends the
+    number of a group of clients, but there is one group here.
     """
 
     inner: InnerDistTensor
