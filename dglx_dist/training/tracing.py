@@ -152,8 +152,8 @@ def open_scalars_writer(
     """Yield a callback that writes figures for TensorBoard. It replaces earlier figures from ``epoch`` on.
     Collective.
 
-    The callback does nothing without ``folder``. If a write fails, it warns and stops writing. StorageError if
-    the folder cannot be written.
+    The callback does nothing without ``folder``. If a write fails, it warns and stops writing.
+    StorageError if the folder cannot be written.
     """
 
     def start() -> Any:
