@@ -152,8 +152,8 @@ def _fork(count: int) -> list[_ForkedRank] | None:
     # The garbage collector of a rank then does not touch these objects, so their pages are not copied.
     gc.freeze()
     ranks: list[_ForkedRank] = []
-    for number in range(count):
-        rank = _ForkedRank(number, ranks)
+    for local_rank in range(count):
+        rank = _ForkedRank(local_rank, ranks)
         if rank.pid == 0:
             return None
         ranks.append(rank)
@@ -163,7 +163,7 @@ def _fork(count: int) -> list[_ForkedRank] | None:
 class _ForkedRank:
     """A forked rank with the interface that torchrun's agent expects. In the rank itself ``pid`` is 0."""
 
-    def __init__(self, number: int, earlier: Sequence[_ForkedRank]) -> None:
+    def __init__(self, local_rank: int, earlier_ranks: Sequence[_ForkedRank]) -> None:
         read, self._pipe = os.pipe()
         self.pid = os.fork()
         if self.pid:
@@ -171,8 +171,8 @@ class _ForkedRank:
             self.proc, self._process = self, psutil.Process(self.pid)
             return
         os.setsid()
-        ctypes.CDLL(None).prctl(_PR_SET_NAME, f"dglx-rank-{number}".encode())
-        for descriptor in (self._pipe, *(rank._pipe for rank in earlier)):
+        ctypes.CDLL(None).prctl(_PR_SET_NAME, f"dglx-rank-{local_rank}".encode())
+        for descriptor in (self._pipe, *(rank._pipe for rank in earlier_ranks)):
             os.close(descriptor)
         with open(read, encoding="utf-8") as pipe:
             environment = pipe.read()
@@ -252,12 +252,12 @@ class _Signals:
 
     def _pass_on(self, number: int, _frame: FrameType | None) -> None:
         ranks = psutil.Process().children()
-        again = number == signal.SIGINT and self.first and time.monotonic() - self._first_s > SAME_KEY_S
+        is_repeated = number == signal.SIGINT and self.first and time.monotonic() - self._first_s > SAME_KEY_S
         if not self.first:
             self.first, self._first_s = number, time.monotonic()
         for rank in ranks:
             with suppress(psutil.NoSuchProcess):
-                rank.send_signal(signal.SIGKILL if again else signal.SIGTERM)
+                rank.send_signal(signal.SIGKILL if is_repeated else signal.SIGTERM)
         if not self.has_agent:
             raise agent.SignalException("a signal came before ranks were started", signal.Signals(number))
 

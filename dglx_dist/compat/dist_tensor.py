@@ -107,11 +107,11 @@ class KVClient(Wrapper, of=KVStore):
         is_gdata: bool = True,
     ) -> None:
         """Create a tensor called ``<policy>~<tensor>``. Every rank must call it."""
-        short = name.removeprefix(part_policy.get_data_name(""))
-        if short in ("", name):
+        tensor_name = name.removeprefix(part_policy.get_data_name(""))
+        if tensor_name in ("", name):
             raise ConfigError(f"the name {name!r} must be {part_policy.get_data_name('<tensor>')!r}")
         policy = inner_policy(part_policy)
-        InnerDistTensor(tuple(shape), dtype, short, init_func, policy, True, is_gdata, False)
+        InnerDistTensor(tuple(shape), dtype, tensor_name, init_func, policy, True, is_gdata, False)
 
     def delete_data(self, name: str) -> None:
         """Free a tensor. Every rank must call it."""
@@ -175,12 +175,12 @@ class KVClient(Wrapper, of=KVStore):
 
     def _tensor(self, name: str) -> InnerDistTensor:
         key = self.inner.column(self._key(name)).name
-        shown = key.removeprefix(_HIDDEN)
-        if not shown.startswith(_KINDS):
+        public_key = key.removeprefix(_HIDDEN)
+        if not public_key.startswith(_KINDS):
             raise ConfigError(f"{name!r} is not partitioned by nodes or edges of a type. Use its own tensor.")
-        kind, type_name, short = shown.split("~", 2)
+        kind, type_name, tensor_name = public_key.split("~", 2)
         policy = self.all_possible_part_policy[f"{kind}~{type_name}"]
-        return InnerDistTensor.from_existing(policy.inner, short, key)
+        return InnerDistTensor.from_existing(policy.inner, tensor_name, key)
 
 
 @final
@@ -232,13 +232,13 @@ def _free_unused(store: KVStore, keys: Sequence[str]) -> list[int]:
 
 @final
 class DistTensor(Wrapper, of=InnerDistTensor):
-    """Rows on the servers, with DGL's arguments. ``.inner`` is ours.
+    """Rows on the servers, with DGL's arguments. ``.inner`` is this package's tensor.
 
     Creating one is collective. Writing waits until the owners have the rows, unlike in DGL. A tensor that is
     not persistent is freed when a later one is created and no rank refers to it any more. Its name is then
-    free for any shape. As long as one rank refers to it, all attach to it. Attaching to persistent tensors,
-    which are never freed, is not collective. ``attach`` has no effect. In DGL it appends the number of a
-    group of clients, but there is one group here.
+    free for any shape. As long as one rank refers to the tensor, all attach to it. Attaching to persistent
+    tensors, which are never freed, is not collective. ``attach`` has no effect. In DGL it appends the
+    number of a group of clients, but there is one group here.
     """
 
     inner: InnerDistTensor

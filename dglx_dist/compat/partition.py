@@ -51,8 +51,8 @@ def raw_graph(
 
     def columns(owner: str | EdgeType, data: Any) -> dict[str, Array]:
         bfloat16.extend((owner, key) for key, rows in data.items() if rows.dtype == torch.bfloat16)
-        kept = {key: rows.detach().cpu().contiguous() for key, rows in data.items() if key not in dropped}
-        return {key: view_as_numpy(rows) for key, rows in kept.items()}
+        tensors = {key: rows.detach().cpu().contiguous() for key, rows in data.items() if key not in dropped}
+        return {key: view_as_numpy(rows) for key, rows in tensors.items()}
 
     raw = RawGraph(
         name=name,
@@ -139,7 +139,7 @@ def partition_graph(  # noqa: PLR0913 - DGL's signature
     )
     if num_trainers_per_machine > 1:
         _set_trainer_ids(g, raw)
-    return _mapping(config, num_parts) if return_mapping else None
+    return _read_mapping(config, num_parts) if return_mapping else None
 
 
 def load_partition(
@@ -173,8 +173,8 @@ def load_partition_book(
     if part_metadata is not None:
         raise ConfigError("part_metadata is not supported, because part_config is read again. Leave it out.")
     config = read_part_config(Path(part_config).absolute())
-    ntypes = {ntype: number for number, ntype in enumerate(config.ntypes)}
-    etypes = {etype: number for number, etype in enumerate(config.etypes)}
+    ntypes = {ntype: type_id for type_id, ntype in enumerate(config.ntypes)}
+    etypes = {etype: type_id for type_id, etype in enumerate(config.etypes)}
     maps = ranges_by_type(config.ntypes, config.nodes), ranges_by_type(config.etypes, config.edges)
     book = RangePartitionBook(part_id, config.num_parts, *maps, ntypes, etypes)
     return book, config.name, ntypes, etypes
@@ -205,16 +205,16 @@ def _add_weights(
     node_data = {ntype: dict(columns) for ntype, columns in graph.node_data.items()}
     names = []
     for ntype, count in graph.num_nodes.items():
-        kinds = (
+        values = (
             torch.as_tensor(balance_ntypes[ntype]).numpy()
             if ntype in balance_ntypes
             else np.zeros(count, np.int64)
         )
-        if kinds.shape != (count,):
-            raise ConfigError(f"balance_ntypes has shape {kinds.shape} for the {count} nodes of {ntype!r}")
-        for value in np.unique(kinds):
+        if values.shape != (count,):
+            raise ConfigError(f"balance_ntypes has shape {values.shape} for the {count} nodes of {ntype!r}")
+        for value in np.unique(values):
             names.append(f"balance_ntypes.{ntype}={value}")
-            node_data.setdefault(ntype, {})[names[-1]] = (kinds == value).astype(np.int64)
+            node_data.setdefault(ntype, {})[names[-1]] = (values == value).astype(np.int64)
     return replace(graph, node_data=node_data), tuple(names)
 
 
@@ -232,7 +232,7 @@ def _replace_files(out: Path, write: Callable[[Path], Path]) -> Path:
     return out / config.name
 
 
-def _mapping(config: Path, num_parts: int) -> tuple[Ids, Ids]:
+def _read_mapping(config: Path, num_parts: int) -> tuple[Ids, Ids]:
     types = read_part_config(config.absolute())
 
     def join_parts(name: str, key: str) -> Tensor:
@@ -255,10 +255,10 @@ def _file(part_config: str | Path, part: int, kind: str) -> Path:
     return config.file(part, kind)
 
 
-def _tensors(part_config: str | Path, part: int, kind: str, only: str) -> dict[str, Tensor]:
+def _tensors(part_config: str | Path, part: int, kind: str, type_name: str) -> dict[str, Tensor]:
     # Files of old versions do not name the type if there is only one.
     tensors = load_tensors(_file(part_config, part, kind))
-    return {name if "/" in name else f"{only}/{name}": tensor for name, tensor in tensors.items()}
+    return {name if "/" in name else f"{type_name}/{name}": tensor for name, tensor in tensors.items()}
 
 
 def node_split(

@@ -94,7 +94,7 @@ class Training:
                     f"fanouts={self.fanouts!r} must be a list of one whole number for each layer, input-most "
                     "first, where -1 means all"
                 )
-            # They become int, because JSON does not accept integers of NumPy.
+            # Fan-outs become int, because JSON does not accept integers of NumPy.
             fanouts = [
                 check_integer(f"fanouts[{at}]", fanout, least=-1) for at, fanout in enumerate(self.fanouts)
             ]
@@ -124,7 +124,7 @@ def _is_deep(unit: str, num_layers: int, fanouts: Sequence[int] | None) -> bool:
 
 
 def batch_assumptions(unit: str, num_layers: int, fanouts: Sequence[int] | None) -> tuple[str, ...]:
-    """Return a line if mini-batches are excluded because of the depth alone."""
+    """Return an assumption if mini-batches are excluded only because of the number of layers."""
     return (_NO_BATCHES,) if _is_deep(unit, num_layers, fanouts) else ()
 
 
@@ -201,8 +201,8 @@ def _read_checkpointed(value: object, folder: str | Path | None) -> Candidate:
     """
     values: Mapping[str, Any] = value if isinstance(value, dict) else {}
     name, options, cache = values.get("name"), values.get("options"), values.get("cache")
-    known = list_choosable().get(str(name))
-    if known is None or not isinstance(options, dict) or not options.keys() <= known:
+    option_names = list_choosable().get(str(name))
+    if option_names is None or not isinstance(options, dict) or not options.keys() <= option_names:
         raise ConfigError(
             f"the checkpoint in {folder} was not trained with a strategy and options that 'auto' chooses "
             f"(found: {name!r}). Name the strategy that it was trained with, and its options."
@@ -254,9 +254,9 @@ def _choose(
     begin = time.perf_counter()
     # The targets of a user's loop may be no labels. The width of the last layer is then unknown.
     features, classes = g.ndata[FEATURE].shape[1], g.dataset.manifest.num_classes.get(g.ntypes[0], 1)
-    known: dict[str, Any] = {"kind": training.kind or "", "hidden": training.hidden or 0}
-    known["is_guessed"] = training.kind is None
-    shape = infer_shape(model, features, classes, training.num_layers, **known)
+    shape_options: dict[str, Any] = {"kind": training.kind or "", "hidden": training.hidden or 0}
+    shape_options["is_guessed"] = training.kind is None
+    shape = infer_shape(model, features, classes, training.num_layers, **shape_options)
     notify("probing the links")
     cluster = _cluster(g.session, options, find_float_parameter(model).device)
     layers, epoch = len(shape.layers), min(1, training.epochs - 1)

@@ -116,9 +116,9 @@ def choose(
     ``finalists`` are the names of the candidates among which trials did not decide. None: there were no
     trials.
     """
-    every = [replace(p, barred=find_bar(p.candidate, constraints)) for p in predictions]
-    allowed = [p for p in every if not any(_rank(p))]
-    ranked = sorted(every, key=lambda p: (*_rank(p), constraints.comparable_seconds(p)))
+    candidates = [replace(p, barred=find_bar(p.candidate, constraints)) for p in predictions]
+    allowed = [p for p in candidates if not any(_rank(p))]
+    ranked = sorted(candidates, key=lambda p: (*_rank(p), constraints.comparable_seconds(p)))
     undecided = [p for p in allowed if finalists is None or p.candidate.name in finalists]
     picked = _pick(undecided, constraints)
     assumptions = [*counts.cluster.assumptions, *counts.assumptions]
@@ -133,7 +133,7 @@ def choose(
         cluster=counts.cluster,
         predictions=tuple(ranked),
         picked=-1 if picked is None else ranked.index(picked),
-        why=tuple(_explain(picked, undecided, every, constraints)),
+        why=tuple(_explain(picked, undecided, candidates, constraints)),
         assumptions=tuple(assumptions),
         epoch=counts.epoch,
     )
@@ -154,11 +154,11 @@ def _pick(allowed: Sequence[Prediction], constraints: ChoiceOptions) -> Predicti
 def _explain(
     picked: Prediction | None,
     finalists: Sequence[Prediction],
-    every: Sequence[Prediction],
+    candidates: Sequence[Prediction],
     constraints: ChoiceOptions,
 ) -> list[str]:
     if picked is None:
-        return [_find_nearest([p for p in every if not p.barred])]
+        return [_find_nearest([p for p in candidates if not p.barred])]
     reasons = [_describe(picked)]
     fastest = min(finalists, key=constraints.comparable_seconds)
     if fastest is not picked:
@@ -167,32 +167,32 @@ def _explain(
             f"but among candidates within {100 * (NEAR - 1):.0f} % of the fastest the simplest is taken"
         )
     strategy = picked.candidate.strategy
-    allowed = [p for p in every if not any(_rank(p)) and p.epoch_seconds]
+    allowed = [p for p in candidates if not any(_rank(p)) and p.epoch_seconds]
     alternatives = [p for p in allowed if p != fastest and p.candidate.strategy != strategy]
     alternatives.sort(key=constraints.comparable_seconds)
     reasons += [_compare(p, picked, constraints) for p in alternatives[:2]]
-    better = [
+    faster = [
         p
-        for p in every
+        for p in candidates
         if p.feasible and p.barred and p.candidate.unit == picked.candidate.unit and p.epoch_seconds
         if constraints.comparable_seconds(p) < constraints.comparable_seconds(picked)
     ]
-    if better and picked.trial is None:
-        barred = min(better, key=constraints.comparable_seconds)
+    if faster and picked.trial is None:
+        barred = min(faster, key=constraints.comparable_seconds)
         reasons.append(
             f"{barred.candidate.name} would take {_format_seconds(barred.epoch_seconds)}, but is another "
             f"estimator, only with {barred.barred}"
         )
-    too_large = [p.candidate.name for p in every if "GB a rank" in p.why_not]
+    too_large = [p.candidate.name for p in candidates if "GB a rank" in p.why_not]
     if too_large:
         reasons.append(f"these do not fit the memory: {', '.join(too_large)}")
     return reasons
 
 
 def _find_nearest(allowed: Sequence[Prediction]) -> str:
-    large = [p for p in allowed if p.memory_bytes and p.why_not]
-    if large:
-        nearest = min(large, key=lambda p: p.memory_bytes)
+    too_large = [p for p in allowed if p.memory_bytes and p.why_not]
+    if too_large:
+        nearest = min(too_large, key=lambda p: p.memory_bytes)
         return (
             f"no allowed candidate fits; nearest is {nearest.candidate.name}, which {nearest.why_not}. Use "
             "smaller batches or fan-outs, more servers, or ranks with more memory (--memory, "
@@ -207,15 +207,15 @@ def _ratio(prediction: Prediction, picked: Prediction, constraints: ChoiceOption
 
 
 def _describe(prediction: Prediction) -> str:
-    name, moved = prediction.candidate.name, "an unknown number of bytes"
+    name, traffic = prediction.candidate.name, "an unknown number of bytes"
     if prediction.has_costs:
-        moved = format_bytes(prediction.inter_server_bytes)
+        traffic = format_bytes(prediction.inter_server_bytes)
     if prediction.trial is not None:
         seconds = _format_seconds(prediction.epoch_seconds)
-        return f"{name} took {seconds} an epoch here, and moves {moved} between servers"
+        return f"{name} took {seconds} an epoch here, and moves {traffic} between servers"
     return (
         f"{name} computes for {_format_seconds(prediction.compute_s)} an epoch, as measured here, and moves "
-        f"{moved} between servers, {_format_seconds(prediction.network_s)} at the given bandwidth"
+        f"{traffic} between servers, {_format_seconds(prediction.network_s)} at the given bandwidth"
     )
 
 
@@ -229,7 +229,7 @@ def _compare(prediction: Prediction, picked: Prediction, constraints: ChoiceOpti
     if prediction.candidate.unit != picked.candidate.unit:
         # Their epochs are different work, so their bytes are not comparable.
         return f"{name} takes {ratio:.2f} x as long to learn as much"
-    more = prediction.inter_server_bytes - picked.inter_server_bytes
+    extra = prediction.inter_server_bytes - picked.inter_server_bytes
     is_known = prediction.has_costs and picked.has_costs
-    moved = f", and moves {format_bytes(more)} more between servers" if is_known and more > 0 else ""
-    return f"{name} takes {ratio:.2f} x as long{moved}"
+    traffic = f", and moves {format_bytes(extra)} more between servers" if is_known and extra > 0 else ""
+    return f"{name} takes {ratio:.2f} x as long{traffic}"

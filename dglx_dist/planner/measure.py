@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from dglx_dist.graph.dist_graph import DistGraph
 
 PROGRAM_BYTES = 690 * 10**6
-"""Memory of a rank that has imported everything and evaluated once (torch 2.13, Linux)."""
+"""Memory of a rank that has imported all modules and evaluated once (torch 2.13, Linux)."""
 _WITHOUT_COSTS = "it has no cost model, so only a running job with strategy auto can measure it"
 _REPETITIONS = 3
 _TIMED_BATCHES = 3
@@ -56,11 +56,11 @@ PROBE_PHASE = "link_probe"
 
 @dataclass(frozen=True, kw_only=True)
 class CountConfig:
-    """Description of the counts that are requested."""
+    """Options of :func:`count`."""
 
     cluster: Cluster
     draws: Draws | None
-    """Mini-batches. None: they were not requested."""
+    """Options of mini-batches. None: mini-batches are not counted."""
     is_offered: Callable[[Candidate], bool] = lambda _: True
     """Tells whether a candidate is counted."""
     caches: bool = True
@@ -98,8 +98,8 @@ def count(
     context = _make_context(run, config)
     candidates = tuple(filter(config.is_offered, enumerate_candidates(context)))
     # Counting is collective, but each rank has its own registry.
-    offered = [f"{candidate.name} {list_works([candidate], context)}" for candidate in candidates]
-    check_equal(run.g.session, "a candidate of strategy", offered, "load the same plugins on every rank")
+    descriptions = [f"{candidate.name} {list_works([candidate], context)}" for candidate in candidates]
+    check_equal(run.g.session, "a candidate of strategy", descriptions, "load the same plugins on every rank")
     batches = None
     if config.draws is not None:
         notify("batches of all ranks")
@@ -167,12 +167,12 @@ def predict_and_time(
     """Return the costs of an epoch of each candidate, with the seconds that its steps compute here.
 
     Steps of mini-batches are timed on a few drawn batches, and steps of whole graphs on the plan of the rank
-    with the largest step. Ranks with less than a core each take turns, so their steps take longer.
+    with the largest step. If ranks have less than a core each, the seconds are multiplied accordingly.
     """
     predictions = [predict(candidate, counts) for candidate in candidates]
     features = counts.shape.features
-    slower = 1.0 / min(counts.cluster.cores, 1.0)
-    batch_seconds = _time_mini_batches(g, model, counts) * slower
+    slowdown = 1.0 / min(counts.cluster.cores, 1.0)
+    batch_seconds = _time_mini_batches(g, model, counts) * slowdown
     work_seconds: dict[object, float] = {}
     results = []
     for prediction in predictions:
@@ -185,7 +185,7 @@ def predict_and_time(
             if work not in work_seconds:
                 step = work.blocks(counts.works[work])
                 work_seconds[work] = (
-                    0.0 if step is None else step[1] * time_step(model, step[0], features) * slower
+                    0.0 if step is None else step[1] * time_step(model, step[0], features) * slowdown
                 )
             seconds = work_seconds[work]
         results.append(replace(prediction, compute_s=seconds))
@@ -198,8 +198,8 @@ def _time_mini_batches(g: DistGraph, model: nn.Module, counts: EpochCounts) -> f
     draws, seeds = counts.draws, read_marked_ids(g.ndata[TRAIN_MASK], g.num_nodes())
     size = min(draws.batch_size, -(-len(seeds) // counts.cluster.ranks))
     steps = [
-        time_step(model, sample_blocks(g, seeds[number:], size, draws.fanouts), counts.shape.features)
-        for number in range(min(_TIMED_BATCHES, len(seeds)))
+        time_step(model, sample_blocks(g, seeds[offset:], size, draws.fanouts), counts.shape.features)
+        for offset in range(min(_TIMED_BATCHES, len(seeds)))
     ]
     return statistics.median(steps) * counts.mini_batches.steps
 
@@ -226,35 +226,35 @@ def time_step(model: nn.Module, blocks: Sequence[Any], features: int) -> float:
         raise ConfigError(
             f"the {type(model).__name__} has no parameters to train, so there is nothing to choose"
         )
-    like = find_float_parameter(model)
-    placed = [place(block, like.device) for block in blocks]
+    weight = find_float_parameter(model)
+    device_blocks = [place(block, weight.device) for block in blocks]
     try:
         model_copy = copy.deepcopy(model).train()
         dropouts = install_node_dropouts(model_copy, 0)
-        dropouts.begin(0, find_pass_ids(placed[0]))
+        dropouts.begin(0, find_pass_ids(device_blocks[0]))
         optimizer = make_optimizer(model_copy)
-        rows = like.new_ones(placed[0].num_src_nodes(), features)
+        rows = weight.new_ones(device_blocks[0].num_src_nodes(), features)
         seconds = []
         for _ in range(1 + _REPETITIONS):
-            synchronize(like.device)
+            synchronize(weight.device)
             begin = time.perf_counter()
-            take_step(model_copy, optimizer, placed, rows)
-            synchronize(like.device)
+            take_step(model_copy, optimizer, device_blocks, rows)
+            synchronize(weight.device)
             seconds.append(time.perf_counter() - begin)
-    except MODEL_ERRORS as problem:
+    except MODEL_ERRORS as error:
         raise ConfigError(
-            f"the model could not be timed on a batch ({type(problem).__name__}: {problem}). It is called as "
+            f"the model could not be timed on a batch ({type(error).__name__}: {error}). It is called as "
             f"model(blocks, features) with {len(blocks)} blocks, one per fan-out, and must return a row of "
             "scores for each target."
-        ) from problem
+        ) from error
     return statistics.median(seconds[1:])
 
 
 def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
     """Return an optimizer that hardly changes ``model``: Adam, or SGD if gradients of rows are sparse."""
     is_sparse = any(getattr(module, "sparse", False) for module in model.modules())
-    kind = torch.optim.SGD if is_sparse else torch.optim.Adam
-    return kind(model.parameters(), lr=1e-9)
+    optimizer_class = torch.optim.SGD if is_sparse else torch.optim.Adam
+    return optimizer_class(model.parameters(), lr=1e-9)
 
 
 def take_step(
@@ -284,8 +284,8 @@ class Links:
 def probe(session: Session, *, seconds: float = 2.0) -> Links:
     """Time messages around rings of ranks, first between servers and then within them, for about ``seconds``.
 
-    It is collective, and the result is the same on all ranks. There are no limits for one rank. The session
-    should be idle. The ledger counts the messages as :data:`PROBE_PHASE`.
+    It is collective, and the result is the same on all ranks. With one rank, the links have no limits. The
+    session should be idle. The ledger counts the messages as :data:`PROBE_PHASE`.
     """
     topology = session.topology
     if topology.world_size == 1:
@@ -296,7 +296,7 @@ def probe(session: Session, *, seconds: float = 2.0) -> Links:
     external = _measure_bandwidth(session, across, seconds / 2) if len(servers) > 1 else None
     internal = _measure_bandwidth(session, inside, seconds / 2) if max(map(len, servers)) > 1 else None
     if internal is not None:
-        # Each rank of the ring within a server moves this much.
+        # All ranks of the ring within a server send at this rate.
         internal *= len(servers[topology.server])
     rate = external or internal
     assert rate is not None
@@ -306,22 +306,22 @@ def probe(session: Session, *, seconds: float = 2.0) -> Links:
 def _ring_neighbours(members: Sequence[int], rank: int) -> tuple[int, int] | None:
     if rank not in members or len(members) == 1:
         return None
-    place = members.index(rank)
-    return members[place - 1], members[(place + 1) % len(members)]
+    index = members.index(rank)
+    return members[index - 1], members[(index + 1) % len(members)]
 
 
 def _measure_bandwidth(session: Session, neighbors: tuple[int, int] | None, seconds: float) -> float:
-    """Return the median rate of rounds over about ``seconds``."""
-    num_bytes, spent, rounds = _FIRST_BYTES, 0.0, list[float]()
-    while len(rounds) <= _ROUNDS and (spent < seconds or not rounds):
-        took = max(map(float, gather_json(_time_swap(session, neighbors, num_bytes), session)))
-        spent += took
-        if rounds or took >= _LONG_ENOUGH_S or spent >= seconds / 2 or num_bytes >= _MOST_BYTES:
-            rounds.append(took)
+    """Return the median bytes per second of the rounds within about ``seconds``."""
+    num_bytes, elapsed_s, rounds = _FIRST_BYTES, 0.0, list[float]()
+    while len(rounds) <= _ROUNDS and (elapsed_s < seconds or not rounds):
+        round_s = max(map(float, gather_json(_time_swap(session, neighbors, num_bytes), session)))
+        elapsed_s += round_s
+        if rounds or round_s >= _LONG_ENOUGH_S or elapsed_s >= seconds / 2 or num_bytes >= _MOST_BYTES:
+            rounds.append(round_s)
             continue
         # The next round should last long enough, but grow at most eightfold, because bursts look too fast.
-        enough = num_bytes * 1.2 * _LONG_ENOUGH_S / max(took, 1e-9)
-        num_bytes = int(min(max(enough, 2 * num_bytes), 8 * num_bytes, _MOST_BYTES))
+        long_enough = num_bytes * 1.2 * _LONG_ENOUGH_S / max(round_s, 1e-9)
+        num_bytes = int(min(max(long_enough, 2 * num_bytes), 8 * num_bytes, _MOST_BYTES))
     return num_bytes / max(statistics.median(rounds[1:] or rounds), 1e-9)
 
 
@@ -330,8 +330,8 @@ def _time_swap(session: Session, neighbors: tuple[int, int] | None, num_bytes: i
     barrier(session, _EXCHANGE_NAME)
     begin = time.perf_counter()
     if neighbors is not None:
-        before, after = neighbors
-        outgoing = [Outgoing(rank=after, rows=torch.zeros(num_bytes, dtype=torch.uint8))]
-        incoming = [Incoming(rank=before, rows=torch.empty(num_bytes, dtype=torch.uint8))]
+        previous_rank, next_rank = neighbors
+        outgoing = [Outgoing(rank=next_rank, rows=torch.zeros(num_bytes, dtype=torch.uint8))]
+        incoming = [Incoming(rank=previous_rank, rows=torch.empty(num_bytes, dtype=torch.uint8))]
         streams.post(outgoing, incoming, _EXCHANGE_NAME, phase=PROBE_PHASE)()
     return time.perf_counter() - begin

@@ -1,4 +1,4 @@
-"""Timed trials of candidates in a running job: real steps in turns, while the slower half is dropped."""
+"""Timed trials of candidates in a running job. They train in turns, and the slower half is dropped."""
 
 from __future__ import annotations
 
@@ -47,32 +47,32 @@ _TURNS_OF_ROUND, _MOST_ROUNDS = 3, 4
 _CLEARLY = 1.2
 """Candidates slower by this factor are dropped at once. Epochs of the same run differ by a tenth."""
 _LEAST_TRIED = 2
-"""Number of candidates that are tried however long that takes."""
+"""Number of candidates that are always tried, whatever the time."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrialConfig:
-    """The training that trials take steps of."""
+    """Training run whose steps the trials time."""
 
     g: DistGraph
     model: nn.Module
     """The user's model. Each trial trains a copy."""
     num_layers: int
     draws: Draws | None
-    """Mini-batches. None: there are none."""
+    """Options of the mini-batches. None: the training has no mini-batches."""
     epochs: int
     constraints: ChoiceOptions
     memory_bytes: int
     """Memory of a rank for all candidates that are open at a time."""
     base_bytes: int
-    """Part of that memory that every candidate needs once: the program, the structure and the features."""
+    """Part of ``memory_bytes`` that all candidates share: the program, the structure and the features."""
 
 
 @final
 @dataclass(kw_only=True)
 class _Contestant:
     place: int
-    """Position among the predictions."""
+    """Index of the candidate among the predictions."""
     run: CandidateRun
     seconds: list[float] = field(default_factory=list)
     """Seconds of an epoch by turn."""
@@ -80,7 +80,7 @@ class _Contestant:
 
     @property
     def steps_of_turn(self) -> int:
-        """Number of steps that last long enough. It is the same on all ranks."""
+        """Number of steps that take at least ``_TURN_S``, equal on all ranks."""
         return max(_WARM_STEPS, math.ceil(_TURN_S * self.run.num_steps / self.seconds[0]))
 
     @property
@@ -113,10 +113,10 @@ def run_trials(
             race.open_all()
             race.halve()
         except BaseException:
-            # Closing what is open would wait for ranks that have failed.
+            # Closing the open candidates would wait for ranks that have failed.
             stack.pop_all()
             raise
-        return race.predictions, [race.predictions[place].candidate.name for place in race.finalists]
+        return race.predictions, [race.predictions[index].candidate.name for index in race.finalists]
 
 
 @final
@@ -143,80 +143,81 @@ class _Race:
     def open_all(self) -> None:
         """Open the feasible candidates and let each take a first turn.
 
-        The first one is the simplest. The others follow in the order of their bytes, the fewest first.
+        The simplest candidate comes first. The others follow by their seconds on the network, shortest first.
         """
-        places = [place for place, prediction in enumerate(self.predictions) if prediction.feasible]
-        places[1:] = sorted(places[1:], key=lambda place: self.predictions[place].network_s)
-        for place in places:
-            prediction = self.predictions[place]
+        indices = [index for index, prediction in enumerate(self.predictions) if prediction.feasible]
+        indices[1:] = sorted(indices[1:], key=lambda index: self.predictions[index].network_s)
+        for index in indices:
+            prediction = self.predictions[index]
             if reason := self._find_obstacle(prediction):
-                self.predictions[place] = replace(prediction, not_tried=reason)
+                self.predictions[index] = replace(prediction, not_tried=reason)
                 continue
             self._make_room(prediction)
             self._notify(f"trying {prediction.candidate.name}")
-            if problem := self._open(place):
-                self.predictions[place] = replace(prediction, why_not=problem)
+            if problem := self._open(index):
+                self.predictions[index] = replace(prediction, why_not=problem)
 
     def halve(self) -> None:
         """Let the candidates alternate, and drop the slower half, until the remaining ones are equal."""
-        # First turns say little, because opening has read files and allocated memory.
-        longest, self._begin, self._elapsed = 1, time.perf_counter(), 0.0
-        for number in range(_MOST_ROUNDS):
+        # First turns are not reliable, because opening has read files and allocated memory.
+        turn_factor, self._begin, self._elapsed = 1, time.perf_counter(), 0.0
+        for round_index in range(_MOST_ROUNDS):
             if self._are_equal() or self._is_over():
                 break
-            self._notify(f"round {number + 1}: {len(self.running)} candidates")
+            self._notify(f"round {round_index + 1}: {len(self.running)} candidates")
             for contestant in self.running * _TURNS_OF_ROUND:
                 is_late = self._is_over() and len(contestant.seconds) > 1
                 if is_late or contestant not in self.running:
                     continue
-                self._take_turn(contestant, longest * contestant.steps_of_turn)
+                self._time_turn(contestant, turn_factor * contestant.steps_of_turn)
             self._drop_slower()
-            longest *= 2
+            turn_factor *= 2
         for contestant in self.running:
-            self._note(contestant)
+            self._record_trial(contestant)
 
     def _drop_slower(self) -> None:
-        ordered = sorted(self.running, key=self._worth)
+        ordered = sorted(self.running, key=self._weigh_seconds)
         if not ordered:  # the strategies have refused all candidates in this round
             return
+        # The negations round up, so that the larger half stays.
         half, best = -(-len(ordered) // 2), ordered[0]
         high = _CLEARLY * best.trial.high * self._weight(best)
-        limit = NEAR * self._worth(best)
-        for place, contestant in enumerate(ordered):
+        limit = NEAR * self._weigh_seconds(best)
+        for index, contestant in enumerate(ordered):
             is_slower = contestant.trial.low * self._weight(contestant) > high
             # The simplest of several equal candidates will win, so all of them stay.
-            if is_slower or (place >= half and self._worth(contestant) > limit):
+            if is_slower or (index >= half and self._weigh_seconds(contestant) > limit):
                 self._drop(contestant)
 
     def _are_equal(self) -> bool:
-        worths = [self._worth(contestant) for contestant in self.running]
+        costs = [self._weigh_seconds(contestant) for contestant in self.running]
         is_timed = all(len(contestant.seconds) > _TURNS_OF_ROUND for contestant in self.running)
-        return len(worths) < 2 or (is_timed and max(worths) <= NEAR * min(worths))
+        return len(costs) < 2 or (is_timed and max(costs) <= NEAR * min(costs))
 
     def _drop(self, contestant: _Contestant) -> None:
-        self._note(contestant)
+        self._record_trial(contestant)
         contestant.run.close()
         self.running.remove(contestant)
 
     def _weight(self, contestant: _Contestant) -> float:
         return self._config.constraints.weight(self.predictions[contestant.place].candidate)
 
-    def _worth(self, contestant: _Contestant) -> float:
+    def _weigh_seconds(self, contestant: _Contestant) -> float:
         return contestant.trial.seconds * self._weight(contestant)
 
-    def _note(self, contestant: _Contestant) -> None:
-        place = contestant.place
-        self.predictions[place] = replace(self.predictions[place], trial=contestant.trial)
+    def _record_trial(self, contestant: _Contestant) -> None:
+        index = contestant.place
+        self.predictions[index] = replace(self.predictions[index], trial=contestant.trial)
 
     def _is_over(self) -> bool:
-        # One candidate alone is no choice.
+        # A choice needs at least two candidates.
         if self._num_opened < _LEAST_TRIED:
             return False
         fastest = min((contestant.trial.seconds for contestant in self.running), default=0.0)
         return self._elapsed > max(LEAST_S, MOST_SHARE * self._config.epochs * fastest)
 
     def _find_obstacle(self, prediction: Prediction) -> str:
-        best = min(map(self._worth, self.running), default=math.inf)
+        best = min(map(self._weigh_seconds, self.running), default=math.inf)
         # Rows between accelerators do not use the measured links.
         is_bound = prediction.bytes_exact and self._config.g.session.device.type == "cpu"
         if is_bound and prediction.network_s * self._config.constraints.weight(prediction.candidate) > best:
@@ -224,67 +225,67 @@ class _Race:
         return "the time for the choice is over" if self._is_over() else ""
 
     def _make_room(self, prediction: Prediction) -> None:
-        # The memory that every candidate needs exists once.
+        # The memory that all candidates share exists once.
         config = self._config
-        free = config.memory_bytes - config.base_bytes
+        free_bytes = config.memory_bytes - config.base_bytes
 
         def sum_needs() -> int:
-            candidates = (prediction, *(self.predictions[each.place] for each in self.running))
-            return sum(max(each.memory_bytes - config.base_bytes, 0) for each in candidates)
+            candidates = (prediction, *(self.predictions[contestant.place] for contestant in self.running))
+            return sum(max(candidate.memory_bytes - config.base_bytes, 0) for candidate in candidates)
 
-        while self.running and sum_needs() > free:
-            slowest = max(self.running, key=self._worth)
+        while self.running and sum_needs() > free_bytes:
+            slowest = max(self.running, key=self._weigh_seconds)
             self._drop(slowest)
             self._closed_for_memory.append(slowest.place)
 
-    def _open(self, place: int) -> str:
+    def _open(self, index: int) -> str:
         """Open a candidate and time its first turn. Return the reason if a rank refuses it."""
-        opened: list[CandidateRun] = []
+        runs: list[CandidateRun] = []
 
-        def begin() -> tuple[float, int]:
-            opened.append(CandidateRun(self.predictions[place].candidate, self._config))
-            self._stack.callback(opened[0].close)
-            return opened[0].take_turn(_LEAST_STEPS)
+        def open_run() -> tuple[float, int]:
+            runs.append(CandidateRun(self.predictions[index].candidate, self._config))
+            self._stack.callback(runs[0].close)
+            return runs[0].take_turn(_LEAST_STEPS)
 
-        seconds, steps, problem = self._on_all_ranks(place, begin)
+        seconds, steps, problem = self._run_turn(index, open_run)
         self._num_opened += 1
         if not problem:
-            self.running.append(_Contestant(place=place, run=opened[0], seconds=[seconds], steps=steps))
-        elif opened:
-            opened[0].close()
+            self.running.append(_Contestant(place=index, run=runs[0], seconds=[seconds], steps=steps))
+        elif runs:
+            runs[0].close()
         return problem
 
-    def _take_turn(self, contestant: _Contestant, steps: int) -> None:
-        place = contestant.place
-        seconds, steps_taken, problem = self._on_all_ranks(place, lambda: contestant.run.take_turn(steps))
+    def _time_turn(self, contestant: _Contestant, steps: int) -> None:
+        index = contestant.place
+        seconds, steps_taken, problem = self._run_turn(index, lambda: contestant.run.take_turn(steps))
         if problem:
             self._drop(contestant)
-            self.predictions[place] = replace(self.predictions[place], why_not=problem)
+            self.predictions[index] = replace(self.predictions[index], why_not=problem)
             return
         contestant.seconds.append(seconds)
         contestant.steps += steps_taken
 
-    def _on_all_ranks(self, place: int, turn: Callable[[], tuple[float, int]]) -> tuple[float, int, str]:
-        """Return the seconds of the slowest rank, the steps, and the reason if the strategy refuses them."""
-        seconds, steps, problem = 0.0, 0, ""
+    def _run_turn(self, index: int, time_turn: Callable[[], tuple[float, int]]) -> tuple[float, int, str]:
+        """Return the seconds of the slowest rank, the steps, and the reason if the strategy refuses."""
+        seconds, steps, refusal = 0.0, 0, ""
         try:
-            seconds, steps = turn()
+            seconds, steps = time_turn()
         except ConfigError as error:
             # Strategies raise it on all ranks alike.
-            problem = first_sentence(error)
+            refusal = first_sentence(error)
         except (MemoryError, RuntimeError) as error:
             # Other ranks may be in an exchange with this one, so the job must end.
-            name = self.predictions[place].candidate.name
+            name = self.predictions[index].candidate.name
             raise ConfigError(
                 f"the trial of {name} failed: {type(error).__name__}: {error}. Name a strategy instead of "
                 f"{AUTO!r}, or exclude candidates with its option memory."
             ) from error
         elapsed = time.perf_counter() - self._begin
-        turns = gather_json([seconds, steps, problem, elapsed], self._session)
-        # The clock of rank 0 decides for all ranks when the time is over.
-        self._elapsed = float(turns[0][3])
-        problem = next((str(turn[2]) for turn in turns if turn[2]), "")
-        return max(float(turn[0]) for turn in turns), int(turns[0][1]), problem
+        reports = gather_json([seconds, steps, refusal, elapsed], self._session)
+        # The clock of rank 0 decides for all ranks whether the time is over.
+        self._elapsed = float(reports[0][3])
+        refusal = next((str(report[2]) for report in reports if report[2]), "")
+        return max(float(report[0]) for report in reports), int(reports[0][1]), refusal
 
 
 @final
@@ -348,16 +349,16 @@ class CandidateRun:
         synchronize(self._device)
         return time.perf_counter() - begin
 
-    def _take_epochs(self, number: int) -> None:
+    def _take_epochs(self, num_epochs: int) -> None:
         if self._trainer is not None:
-            self._trainer.run(self._epochs, number)
-            self._epochs += number
+            self._trainer.run(self._epochs, num_epochs)
+            self._epochs += num_epochs
             return
-        for _ in range(number):
+        for _ in range(num_epochs):
             self._train_on(self._loader)
 
-    def _take_steps(self, number: int) -> None:
-        self._train_on(islice(iter(self._loader), number))
+    def _take_steps(self, num_steps: int) -> None:
+        self._train_on(islice(iter(self._loader), num_steps))
 
     def _train_on(self, batches: Iterable[Any]) -> None:
         for batch in batches:
@@ -366,11 +367,11 @@ class CandidateRun:
             take_step(self._model, self._optimizer, blocks, rows)
 
     def _fill_cache(self, candidate: Candidate, draws: Draws | None) -> tuple[Any, Any]:
-        assert draws is not None, "caches are of mini-batches"
-        before = self._find_column()
+        assert draws is not None, "caches belong to mini-batches"
+        uncached = self._find_column()
         fill_cache(self._g, candidate, draws.fanouts, draws.batch_size)
         column = self._find_column()
-        self._g.kvstore.set_cache(before.name, before.cache, before.ahead)
+        self._g.kvstore.set_cache(uncached.name, uncached.cache, uncached.ahead)
         return column.cache, column.ahead
 
     def _find_column(self) -> Column:
@@ -379,16 +380,16 @@ class CandidateRun:
 
     @contextmanager
     def _cache_in_use(self) -> Iterator[None]:
-        # All candidates use the same columns in their turns.
+        # All candidates share the columns, so each installs its cache only during its turns.
         if self._cache is None:
             yield
             return
-        store, before = self._g.kvstore, self._find_column()
-        store.set_cache(before.name, *self._cache)
+        store, column = self._g.kvstore, self._find_column()
+        store.set_cache(column.name, *self._cache)
         try:
             yield
         finally:
-            store.set_cache(before.name, before.cache, before.ahead)
+            store.set_cache(column.name, column.cache, column.ahead)
 
 
 def fill_cache(g: DistGraph, candidate: Candidate, fanouts: Sequence[int], batch_size: int | None) -> None:
@@ -422,10 +423,10 @@ def leave_unchanged(g: DistGraph, device: torch.device) -> Iterator[None]:
     go to a separate folder, which is removed.
     """
     session, cache = g.session, g.dataset.cache
-    sent, trace = session.ledger.snapshot(), session.trace
+    ledger_before, trace = session.ledger.snapshot(), session.trace
     shares = session.step_share, session.model_share
-    beside = g.dataset.folder / CACHE
-    folder = beside / str(broadcast_json(partial_name(beside / "trials").name, session))
+    parent = g.dataset.folder / CACHE
+    folder = parent / str(broadcast_json(partial_name(parent / "trials").name, session))
     g.dataset.cache = ArrayCache(folder, g.dataset.manifest.checksum, trusted=True)
     session.trace = None
     try:
@@ -434,7 +435,7 @@ def leave_unchanged(g: DistGraph, device: torch.device) -> Iterator[None]:
     finally:
         g.dataset.cache, session.trace = cache, trace
         session.step_share, session.model_share = shares
-        session.ledger.restore(sent)
+        session.ledger.restore(ledger_before)
     barrier(session, "the end of the trials")
     if session.is_first_on_machine:
         shutil.rmtree(folder, ignore_errors=True)

@@ -59,7 +59,7 @@ class RankCount:
 
     seeds: int
     steps: int
-    """Number of batches that its loader yields, counted or not. In a job it is equal on all ranks."""
+    """Number of batches of the rank's loader, counted or not. In a job it is equal on all ranks."""
     counted_steps: int
     remote_rows: int
     """Number of input rows that other servers own."""
@@ -123,7 +123,7 @@ def count_rank(
     sampler = dgl.dataloading.NeighborSampler(list(draws.fanouts))
     options: dict[str, Any] = {"shuffle": True, "num_threads": 0, "device": "cpu"}
     loader = DataLoader(g, own_seeds, sampler, batch_size=draws.batch_size, **options)
-    own = int(bounds[topology.server]), int(bounds[topology.server + 1])
+    own_range = int(bounds[topology.server]), int(bounds[topology.server + 1])
     layers, steps = len(draws.fanouts), range(len(loader))[: draws.most_batches]
     sizes, largest = np.zeros((3, layers), np.int64), np.zeros((3, layers), np.int64)
     remote_rows = remote_seeds = requested = returned = 0
@@ -133,19 +133,19 @@ def count_rank(
         inputs, targets, blocks = batch.input_nodes, batch.output_nodes, batch.blocks
         assert isinstance(inputs, Tensor)
         assert isinstance(targets, Tensor)
-        remote = inputs.numpy()[_outside(inputs.numpy(), own)]
-        remote_rows += len(remote)
-        remote_seeds += int(_outside(targets.numpy(), own).sum())
+        remote_ids = inputs.numpy()[_is_outside(inputs.numpy(), own_range)]
+        remote_rows += len(remote_ids)
+        remote_seeds += int(_is_outside(targets.numpy(), own_range).sum())
         block_sizes = np.array(count_block_sizes(blocks))
         if inputs_of is not None:
             offsets, edges = int(block_sizes[1].sum()) + layers, int(block_sizes[2].sum())
-            inputs_of.append((remote, count_batch_bytes(len(inputs), offsets, edges)))
+            inputs_of.append((remote_ids, count_batch_bytes(len(inputs), offsets, edges)))
         sizes += block_sizes
         largest = max(largest, block_sizes, key=lambda sizes: int(sizes[0, 0]))
         for block in blocks:
-            away = _outside(block.dstdata[dgl.NID], own)
-            requested += int(away.sum())
-            returned += int(block.in_degrees()[away].sum())
+            is_remote = _is_outside(block.dstdata[dgl.NID], own_range)
+            requested += int(is_remote.sum())
+            returned += int(block.in_degrees()[is_remote].sum())
     return RankCount(
         seeds=len(own_seeds),
         steps=len(loader),
@@ -166,13 +166,13 @@ def simulate_look_ahead(
 ) -> tuple[int, int]:
     """Return (hits in the last epoch, bytes) of a rank's look-ahead cache of size ``alpha``.
 
-    It goes over the batches with the code of the loader, but fetches no rows.
+    The simulation runs the loader's code on the batches, but fetches no rows.
     """
     (topology, bounds), server = place, place[0].server
-    own, num_rows = (int(bounds[server]), int(bounds[server + 1])), int(bounds[-1])
-    count = count_rows_of_rank(alpha, own, num_rows, len(topology.ranks_of_server(server)))
-    rows = LookAheadRows(count, ColumnInfo(dtype="uint8", row_shape=(0,)), own, num_rows)
-    waiting, beside, hits = 0, 0, 0
+    own_range, num_rows = (int(bounds[server]), int(bounds[server + 1])), int(bounds[-1])
+    count = count_rows_of_rank(alpha, own_range, num_rows, len(topology.ranks_of_server(server)))
+    rows = LookAheadRows(count, ColumnInfo(dtype="uint8", row_shape=(0,)), own_range, num_rows)
+    waiting, extra, hits = 0, 0, 0
 
     def announce(epoch: Sequence[Inputs]) -> Iterator[_Announced]:
         nonlocal waiting
@@ -181,18 +181,18 @@ def simulate_look_ahead(
             yield _Announced(inputs={FEATURE: ids}, num_bytes=num_bytes)
 
     def fetch(batch: _Announced) -> None:
-        nonlocal waiting, beside
+        nonlocal waiting, extra
         plan = plan_remote(batch.inputs[FEATURE], bounds, server, rows.table, distinct=True)
-        keep = rows.admit(plan)
-        beside, waiting = max(beside, waiting + rows.num_bytes), waiting - batch.num_bytes
-        keep(rows.rows)
+        store = rows.admit(plan)
+        extra, waiting = max(extra, waiting + rows.num_bytes), waiting - batch.num_bytes
+        store(rows.rows)
         batch.hits = len(plan.hit_places)
 
     for epoch in epochs:
         rows.claim()
         hits = sum(batch.hits for batch in look_ahead(announce(epoch), {FEATURE: rows}, fetch))
         rows.release()
-    return hits, count * row_bytes + beside
+    return hits, count * row_bytes + extra
 
 
 @dataclass(kw_only=True)
@@ -202,12 +202,12 @@ class _Announced:
     hits: int = 0
 
 
-def _outside(nodes: Any, own: tuple[int, int]) -> Any:
-    return (nodes < own[0]) | (nodes >= own[1])
+def _is_outside(nodes: Any, own_range: tuple[int, int]) -> Any:
+    return (nodes < own_range[0]) | (nodes >= own_range[1])
 
 
 def count_block_sizes(blocks: Sequence[Any]) -> tuple[list[int], list[int], list[int]]:
-    """Return (L,) sources, targets and edges."""
+    """Return three lists of L numbers: sources, targets and edges of each block."""
     return (
         [int(block.num_src_nodes()) for block in blocks],
         [int(block.num_dst_nodes()) for block in blocks],
@@ -216,7 +216,7 @@ def count_block_sizes(blocks: Sequence[Any]) -> tuple[list[int], list[int], list
 
 
 def sum_counts(ranks: Sequence[RankCount], sizes: RowSizes, *, ranks_per_server: int = 1) -> Survey:
-    """Return the sum over the (W,) ranks."""
+    """Return the totals of the counts of all W ranks."""
     steps, world_size = max(rank.steps for rank in ranks), len(ranks)
     remote = sum(rank.remote_rows for rank in ranks)
     sampling = sum(ID_BYTES * rank.requested + EDGE_BYTES * rank.returned for rank in ranks)
@@ -237,7 +237,7 @@ def sum_counts(ranks: Sequence[RankCount], sizes: RowSizes, *, ranks_per_server:
 
 
 def combine_counts(ranks: Sequence[RankCount], topology: Topology, sizes: RowSizes) -> BatchWork:
-    """Return the work of the ranks' counts. It is scaled to the epoch if only a part was counted."""
+    """Return the work of an epoch. Counts of a part of the epoch are scaled to the whole epoch."""
     scaled = [_scale_to_epoch(rank) for rank in ranks]
     largest = max(scaled, key=lambda rank: rank.largest[0][0]).largest
     return BatchWork(
@@ -250,18 +250,18 @@ def combine_counts(ranks: Sequence[RankCount], topology: Topology, sizes: RowSiz
 
 def _join_cache_hits(ranks: Sequence[Mapping[str, Any]]) -> CacheHits:
     sums = {name: sum(rank[name] for rank in ranks) for name in ("hits", "once_rows")}
-    most = {name: max(rank[name] for rank in ranks) for name in ("server_bytes", "rank_bytes")}
-    return CacheHits(**{**ranks[0], **sums, **most})
+    maxima = {name: max(rank[name] for rank in ranks) for name in ("server_bytes", "rank_bytes")}
+    return CacheHits(**{**ranks[0], **sums, **maxima})
 
 
 def _scale_to_epoch(count: RankCount) -> RankCount:
     if count.counted_steps >= count.steps or not count.counted_steps:
         return count
-    # The factor is that of targets, because the last batch of an epoch may be smaller.
+    # The factor compares targets, not steps, because the last batch of an epoch may be smaller.
     factor = count.seeds / max(count.targets[-1], 1)
 
     def scale(value: Any) -> Any:
-        return [round(factor * each) for each in value] if isinstance(value, list) else round(factor * value)
+        return [round(factor * item) for item in value] if isinstance(value, list) else round(factor * value)
 
     unscaled = ("seeds", "steps", "counted_steps", "largest", "caches")
     values = {name: value if name in unscaled else scale(value) for name, value in vars(count).items()}
@@ -285,7 +285,7 @@ def count_batches(
     policies = (LOOK_AHEAD, "vip") if run.in_job or edges <= _MOST_EDGES else (LOOK_AHEAD,)
     caches = [cache for cache in caches if cache[0] in policies]
     looks_ahead = any(policy == LOOK_AHEAD for policy, _ in caches)
-    cached_rows = _cached_rows(run, draws, [alpha for policy, alpha in caches if policy == "vip"])
+    cached_rows = _mask_rows(run, draws, [alpha for policy, alpha in caches if policy == "vip"])
     counts = []
     for rank in run.ranks_here:
         place, inputs = (partition.for_rank(rank), partition.bounds), list[Inputs]()
@@ -305,14 +305,14 @@ def count_batches(
 
 def _count_cache(
     cache: tuple[str, float],
-    place: tuple[Topology, Array],
+    location: tuple[Topology, Array],
     epochs: Sequence[Sequence[Inputs]],
     cached_rows: Mapping[tuple[int, float], Array],
     row_bytes: int,
 ) -> CacheHits:
-    (policy, alpha), (topology, _) = cache, place
+    (policy, alpha), (topology, _) = cache, location
     if policy == LOOK_AHEAD:
-        hits, rank_bytes = simulate_look_ahead(epochs, alpha, place, row_bytes)
+        hits, rank_bytes = simulate_look_ahead(epochs, alpha, location, row_bytes)
         return CacheHits(policy=policy, alpha=alpha, hits=hits, rank_bytes=rank_bytes)
     mask = cached_rows[topology.server, alpha]
     rows = int(mask.sum())
@@ -326,19 +326,19 @@ def _count_cache(
     )
 
 
-def _cached_rows(run: PlannedRun, draws: Draws, alphas: Sequence[float]) -> dict[tuple[int, float], Array]:
+def _mask_rows(run: PlannedRun, draws: Draws, alphas: Sequence[float]) -> dict[tuple[int, float], Array]:
     """Return the rows in caches of ``vip`` by (server counted here, size), as (N,) masks. Collective."""
     g, topology, masks = run.g, run.partition.topology, {}
     for server in dict.fromkeys(topology.server_of_rank[rank] for rank in run.ranks_here) if alphas else ():
-        scores = _scores_in_job(g, draws) if run.in_job else _scores_alone(run, draws, server)
-        own = run.partition.own_range(server)
+        scores = _score_in_job(g, draws) if run.in_job else _score_alone(run, draws, server)
+        own_range = run.partition.own_range(server)
         for alpha in alphas:
             masks[server, alpha] = mask = np.zeros(g.num_nodes(), np.bool_)
-            mask[select_top_rows(scores, own, int(alpha * (own[1] - own[0])))] = True
+            mask[select_top_rows(scores, own_range, int(alpha * (own_range[1] - own_range[0])))] = True
     return masks
 
 
-def _scores_in_job(g: DistGraph, draws: Draws) -> Array:
+def _score_in_job(g: DistGraph, draws: Draws) -> Array:
     """Return (N,) float64: the expected number of this server's ranks that need each row in a step."""
     request = CacheRequest(
         name=FEATURE,
@@ -352,15 +352,15 @@ def _scores_in_job(g: DistGraph, draws: Draws) -> Array:
     return compute_vip_scores(g, request, f"scores-{g.kvstore.next_number()}")
 
 
-def _scores_alone(run: PlannedRun, draws: Draws, server: int) -> Array:
+def _score_alone(run: PlannedRun, draws: Draws, server: int) -> Array:
     g, partition = run.g, run.partition
     etype, ntype, total = g.canonical_etypes[0], g.ntypes[0], np.zeros(g.num_nodes())
     fanouts = [{etype: fanout} for fanout in draws.fanouts]
     shards, counts = {etype: partition.structure.shards[0]}, {ntype: g.num_nodes()}
     for rank in partition.topology.ranks_of_server(server):
         seeds = split_ids(run.seeds, partition.bounds, partition.for_rank(rank), force_even=draws.force_even)
-        own = {ntype: seeds[: draws.most_seeds]}
-        total += compute_access_probability(shards, counts, own, fanouts, draws.batch_size)[ntype]
+        rank_seeds = {ntype: seeds[: draws.most_seeds]}
+        total += compute_access_probability(shards, counts, rank_seeds, fanouts, draws.batch_size)[ntype]
     return total
 
 
@@ -380,11 +380,11 @@ def read_graph_stats(dataset: StoredDataset, servers: int) -> GraphStats:
     placement = Placement(manifest.num_parts, build_topology(servers, 1))
     bounds = placement.server_offsets(manifest.node_offsets[ntype])
     cut = train = 0
-    for number in range(manifest.num_parts):
-        part, server = dataset.part(number), int(placement.server_of_part[number])
+    for part_id in range(manifest.num_parts):
+        part, server = dataset.part(part_id), int(placement.server_of_part[part_id])
         indices = part.indices(etype)
-        for at in range(0, len(indices), _EDGES_AT_ONCE):
-            piece = indices[at : at + _EDGES_AT_ONCE]
+        for start in range(0, len(indices), _EDGES_AT_ONCE):
+            piece = indices[start : start + _EDGES_AT_ONCE]
             cut += int(np.count_nonzero((piece < bounds[server]) | (piece >= bounds[server + 1])))
         train += int(np.count_nonzero(part.node_data(ntype, TRAIN_MASK)))
     edge_cut = cut / max(manifest.num_edges(etype), 1)
@@ -397,7 +397,7 @@ def estimate_graph_stats(manifest: Manifest, servers: int, train_nodes: int) -> 
     info = manifest.node_columns[ntype][FEATURE]
     cut, parts = float(str(manifest.quality.get("edge_cut", 0.0))), manifest.num_parts
     # If P parts are on fewer servers, edges between parts of one server are not cut.
-    fewer = (servers - 1) / servers * parts / max(parts - 1, 1)
+    cut_factor = (servers - 1) / servers * parts / max(parts - 1, 1)
     return GraphStats(
         name=manifest.name,
         nodes=manifest.num_nodes(ntype),
@@ -406,7 +406,7 @@ def estimate_graph_stats(manifest: Manifest, servers: int, train_nodes: int) -> 
         feature_bytes=numpy_dtype(info.dtype).itemsize * math.prod(info.row_shape),
         classes=int(manifest.num_classes.get(ntype, 0)),
         train_nodes=train_nodes,
-        edge_cut=cut * fewer,
+        edge_cut=cut * cut_factor,
         method=manifest.method,
     )
 
@@ -424,5 +424,5 @@ def check_plannable(manifest: Manifest, where: str) -> None:
         if name not in columns:
             raise ConfigError(
                 f"{where} has no node data {name!r} (known: {', '.join(columns) or 'none'}). Partition a "
-                "graph that has it."
+                "graph with this column."
             )

@@ -37,7 +37,7 @@ def overlap(trace: TraceFile, row: str = NETWORK) -> float | None:
     The time of a rank is that in which at least one span of ``row`` runs, summed over the ranks. Waiting is
     not computing. None without such spans.
     """
-    busy_s = beside_s = 0.0
+    busy_s = overlap_s = 0.0
     for rank in trace.ranks:
         busy = [span for span in rank.spans if span.row == row and not is_wait(span)]
         work = [span for span in rank.spans if span.row in (COMPUTE, GRAPH_SERVER)]
@@ -45,8 +45,8 @@ def overlap(trace: TraceFile, row: str = NETWORK) -> float | None:
         busy_s += _sum_covered(busy)
         # Computing time that no span of the row overlaps is subtracted.
         alone_s = _sum_covered([*busy, *work]) - _sum_covered([*busy, *waits])
-        beside_s += _sum_covered(work) - _sum_covered(waits) - alone_s
-    return beside_s / busy_s if busy_s > 0 else None
+        overlap_s += _sum_covered(work) - _sum_covered(waits) - alone_s
+    return overlap_s / busy_s if busy_s > 0 else None
 
 
 def is_wait(span: Span) -> bool:
@@ -67,19 +67,19 @@ def _choose(
 ) -> tuple[int, int]:
     """Return the range of batches to draw: by default ``usual`` in the middle, moved by ``early`` / 2."""
     spans = (span for rank in trace.ranks for span in rank.spans)
-    known = sorted({span.batch for span in spans if span.row == row and span.batch is not None})
-    if not known:
+    batch_ids = sorted({span.batch for span in spans if span.row == row and span.batch is not None})
+    if not batch_ids:
         raise ConfigError(f"the trace has no {unit} to draw. Record more with --trace-steps.")
     if requested is None:
-        middle = max((len(known) - usual + early) // 2, 0)
-        return known[middle], known[min(middle + usual, len(known)) - 1]
+        middle = max((len(batch_ids) - usual + early) // 2, 0)
+        return batch_ids[middle], batch_ids[min(middle + usual, len(batch_ids)) - 1]
     first, last = requested
-    if not any(first <= number <= last for number in known):
+    if not any(first <= batch <= last for batch in batch_ids):
         raise ConfigError(
-            f"the trace has no {unit} from {first} to {last}, only {known[0]} to {known[-1]}. Choose others "
-            "with --batches FIRST:LAST."
+            f"the trace has no {unit} from {first} to {last}, only {batch_ids[0]} to {batch_ids[-1]}. Choose "
+            "others with --batches FIRST:LAST."
         )
-    return max(first, known[0]), min(last, known[-1])
+    return max(first, batch_ids[0]), min(last, batch_ids[-1])
 
 
 def _window(
@@ -182,9 +182,9 @@ def _draw_traffic(axes: Any, epochs: Sequence[EpochRecord]) -> None:
 
 def draw_parts(columns: Mapping[str, Sequence[float]], path: str | Path, *, title: str) -> None:
     """Draw a panel per column (nodes, edges, ...) to a PNG file: a bar per part and a line at the mean."""
-    across = min(max(len(columns), 1), 2)
-    down = max(-(-len(columns) // across), 1)
-    with _picture(path, (6 * across, 3.5 * down), title, (down, across)) as panels:
+    num_columns = min(max(len(columns), 1), 2)
+    num_rows = max(-(-len(columns) // num_columns), 1)
+    with _picture(path, (6 * num_columns, 3.5 * num_rows), title, (num_rows, num_columns)) as panels:
         for axes, (name, values) in zip(panels, columns.items(), strict=False):
             axes.bar(range(len(values)), values, color="#4c72b0")
             axes.axhline(sum(values) / max(len(values), 1), color="#444444", linestyle="--", linewidth=1)
@@ -204,7 +204,7 @@ def draw_expansion(factors: Sequence[Sequence[float]], path: str | Path, *, titl
     with _picture(path, (6, 3.5), title) as (axes,):
         for server in range(servers):
             axes.plot(hops, [row[server] for row in factors], marker="o", label=f"server {server}")
-        # The upper bound.
+        # No neighbourhood is larger than the whole graph.
         axes.axhline(servers, color="#444444", linestyle="--", linewidth=1, label="the whole graph")
         axes.set(xlabel="hops", ylabel="nodes held / own nodes", ylim=(0, None))
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
@@ -250,7 +250,7 @@ SHORT = {
     "push gradient": "push",
     "push structure": "structure",
 }
-"""Labels of spans. Other spans have their names."""
+"""Short labels of spans. Other spans are labelled with their names."""
 SPLIT = {"forward": "fD", "backward": "bD"}
 """Labels if the first layer has its own spans on top, so that the rest is the owner's side."""
 _BACKWARD_PREFIXES = ("grad", "publish", "collect")
@@ -283,15 +283,15 @@ def draw_trace(
     heading = f"{title}: {units} {first} to {last}, {describe_overlap(trace)}"
     with _picture(path, (13, 1.4 + 0.38 * len(rows)), heading) as (axes,):
         for height, (_, spans) in enumerate(rows):
-            for place, span in enumerate(spans):
-                number, mark = (span.interval, " i") if by_epoch else (span.batch, "")
+            for index, span in enumerate(spans):
+                color_id, prefix = (span.interval, " i") if by_epoch else (span.batch, "")
                 is_backward = by_epoch and span.name.startswith(_BACKWARD_PREFIXES)
-                color = UNNUMBERED if number is None else COLORS[number % len(COLORS)]
+                color = UNNUMBERED if color_id is None else COLORS[color_id % len(COLORS)]
                 ends, waits = _clip(span, window), is_wait(span)
                 _draw_box(axes, height, ends, color, waits=waits, hatched=is_backward)
-                label = names.get(span.name, span.name) + ("" if number is None else f"{mark}{number}")
+                label = names.get(span.name, span.name) + ("" if color_id is None else f"{prefix}{color_id}")
                 # Nested spans come later and lie on top.
-                left, right = _clip(_longest_part(span, spans[place + 1 :]), window)
+                left, right = _clip(_longest_part(span, spans[index + 1 :]), window)
                 if not waits and right - left > _CHAR_WIDTH * len(label) * 1e3 * (window[1] - window[0]):
                     style = {"ha": "center", "va": "center", "fontsize": 6, "color": "white"}
                     axes.text((left + right) / 2, height, label, **style)
@@ -303,32 +303,32 @@ def draw_trace(
 def _list_rows(
     rank: RankSpans, window: tuple[float, float], by_epoch: bool
 ) -> Iterator[tuple[str, list[Span]]]:
-    kinds = (GRAPH_SERVER, WORKER, PARAMETER_SERVER, NETWORK) if by_epoch else (COMPUTE, NETWORK, LOADER)
-    within = [span for span in rank.spans if span.end_s > window[0] and span.begin_s < window[1]]
-    for kind in kinds:
-        tracks = assign_tracks([span for span in within if span.row == kind], nested=kind == COMPUTE)
-        for number, spans in enumerate(tracks or [[]]):
-            name = f"{kind} {number + 1}" if kind == WORKER else kind
-            yield f"rank {rank.rank}\n{name}" if number == 0 or kind == WORKER else "", spans
+    row_names = (GRAPH_SERVER, WORKER, PARAMETER_SERVER, NETWORK) if by_epoch else (COMPUTE, NETWORK, LOADER)
+    window_spans = [span for span in rank.spans if span.end_s > window[0] and span.begin_s < window[1]]
+    for row in row_names:
+        tracks = assign_tracks([span for span in window_spans if span.row == row], nested=row == COMPUTE)
+        for track, spans in enumerate(tracks or [[]]):
+            name = f"{row} {track + 1}" if row == WORKER else row
+            yield f"rank {rank.rank}\n{name}" if track == 0 or row == WORKER else "", spans
 
 
 def describe_overlap(trace: TraceFile) -> str:
     """Return ``82.0 % of the network's time beside compute``, or the time of workers for a pipeline."""
-    row, nothing, beside = NETWORK, "nothing on the network", "the network's time beside compute"
+    row, no_spans, overlap_text = NETWORK, "nothing on the network", "the network's time beside compute"
     if has_intervals(trace):
-        row, nothing, beside = WORKER, "no task of a worker", "the workers' time beside graph servers"
+        row, no_spans, overlap_text = WORKER, "no task of a worker", "the workers' time beside graph servers"
     fraction = overlap(trace, row)
-    return nothing if fraction is None else f"{format_percent(fraction)} of {beside}"
+    return no_spans if fraction is None else f"{format_percent(fraction)} of {overlap_text}"
 
 
 def _longest_part(span: Span, later: Sequence[Span]) -> Span:
     """Return the longest part of ``span`` that no span of ``later`` (in order) covers."""
-    free, begin = [(span.begin_s, span.begin_s)], span.begin_s
+    gaps, begin = [(span.begin_s, span.begin_s)], span.begin_s
     for cover in later:
         if cover.begin_s >= span.end_s:
             break
-        free.append((begin, cover.begin_s))
+        gaps.append((begin, cover.begin_s))
         begin = max(begin, cover.end_s)
-    free.append((begin, span.end_s))
-    left, right = max(free, key=lambda part: part[1] - part[0])
+    gaps.append((begin, span.end_s))
+    left, right = max(gaps, key=lambda part: part[1] - part[0])
     return replace(span, begin_s=left, end_s=right)

@@ -97,10 +97,10 @@ def build_plan_table(choice: Choice) -> Table:
 
 
 def _plan_cells(prediction: Prediction, *, chosen: bool) -> tuple[str, ...]:
-    only = f"only with {prediction.barred}" if prediction.barred else ""
-    remark = prediction.why_not or "; ".join(filter(None, (prediction.not_tried, only, prediction.note)))
+    limit = f"only with {prediction.barred}" if prediction.barred else ""
+    remark = prediction.why_not or "; ".join(filter(None, (prediction.not_tried, limit, prediction.note)))
     kind = "exact" if prediction.candidate.exact else "estimate"
-    about = "" if prediction.bytes_exact else "~"
+    prefix = "" if prediction.bytes_exact else "~"
     trial = prediction.trial
     numbers = (
         [""] * 5
@@ -115,8 +115,8 @@ def _plan_cells(prediction: Prediction, *, chosen: bool) -> tuple[str, ...]:
         [""] * 4
         if not prediction.memory_bytes
         else [
-            about + format_bytes(prediction.inter_server_bytes),
-            about + format_bytes(prediction.intra_server_bytes),
+            prefix + format_bytes(prediction.inter_server_bytes),
+            prefix + format_bytes(prediction.intra_server_bytes),
             format_bytes(prediction.memory_bytes - prediction.device_memory_bytes),
             format_bytes(prediction.device_memory_bytes),
         ]
@@ -192,7 +192,7 @@ def build_epoch_table(epochs: Iterable[EpochRecord], width: int = 1000) -> Table
     ``hits`` is the hit rate of a cache of remote rows, and ``saving`` the time that training stood still for
     checkpoints.
 
-    Cost columns with only zeros are left out, and so are the last ones that do not fit in ``width``
+    Cost columns with only zeros are left out, and so are the last columns that do not fit in ``width``
     characters.
     """
     epochs = list(epochs)
@@ -312,9 +312,9 @@ def flat_cells(values: Mapping[str, object]) -> dict[str, tuple[object, str]]:
         if name in ("traffic", "rank_memory_bytes"):
             continue
         nested = value if isinstance(value, Mapping) else {"": value}
-        for inner, figure in nested.items():
-            key = f"{name}.{inner}" if nested is value else name
-            cells[key] = (figure, _format_cell(figure, str(inner), name))
+        for inner_name, figure in nested.items():
+            key = f"{name}.{inner_name}" if nested is value else name
+            cells[key] = (figure, _format_cell(figure, str(inner_name), name))
     return cells
 
 
@@ -351,12 +351,12 @@ def build_expansion_table(
 
     Args:
         factors: (K + 1, S) nodes within h hops relative to own nodes.
-        foreign: (K + 1,) nodes of other servers, on the server with the most.
+        foreign: (K + 1,) nodes of other servers, on the server with the most such nodes.
         work: (K + 1,) edges aggregated by a model of h layers, relative to those without replicas.
     """
     servers = len(factors[0])
     heads = (
-        [f"server {number}" for number in range(servers)]
+        [f"server {server}" for server in range(servers)]
         if servers <= _MAX_COLUMNS
         else ["least", "mean", "most"]
     )

@@ -99,7 +99,7 @@ def _storage_errors() -> Iterator[None]:
 
 @dataclass(frozen=True, kw_only=True)
 class SavedTensor:
-    """A tensor of a checkpoint."""
+    """Position, type and checksum of a tensor in a checkpoint."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -144,7 +144,7 @@ def _read_entry(folder: Path, name: str, entry: Mapping[str, Any]) -> SavedTenso
     """Check an entry of ``state.json``. Nothing is allocated, as an untrusted entry may have any size."""
     file_name, dtype = entry["file"], parse_dtype(entry["dtype"])
     shape = tuple(read_count(size) for size in entry["shape"])
-    path, first, num_bytes = (
+    path, start, num_bytes = (
         folder / file_name,
         read_count(entry["first_byte"]),
         read_count(entry["num_bytes"]),
@@ -153,12 +153,12 @@ def _read_entry(folder: Path, name: str, entry: Mapping[str, Any]) -> SavedTenso
         raise CheckpointError(f"{folder} refers to {file_name!r} outside of it. Load another checkpoint.")
     if not path.is_file():
         raise CheckpointError(f"{path} is missing; {REMEDY}")
-    if path.stat().st_size < first + num_bytes:
-        raise CheckpointError(f"{path} is damaged: it is shorter than {first + num_bytes} bytes; {REMEDY}")
+    if path.stat().st_size < start + num_bytes:
+        raise CheckpointError(f"{path} is damaged: it is shorter than {start + num_bytes} bytes; {REMEDY}")
     if num_bytes != math.prod(shape) * dtype.itemsize:
         raise ValueError(f"{name!r} has the shape {list(shape)} of {dtype} and {num_bytes} bytes")
     return SavedTensor(
-        dtype=dtype, shape=shape, path=path, first_byte=first, crc32=read_count(entry["crc32"])
+        dtype=dtype, shape=shape, path=path, first_byte=start, crc32=read_count(entry["crc32"])
     )
 
 
@@ -172,14 +172,14 @@ def _check_model(path: Path, saved_tensors: Mapping[str, SavedTensor], model: Ma
         tensor, saved = model.get(name), saved_entries.get(name)
         if tensor is None or saved is None:
             owner, other_side = (path, "this model") if tensor is None else ("this model", path)
-            remedy = "Build the model as it was."
+            remedy = "Build the model as in the saved run."
             if tensor is None and name.endswith("target_scale"):
-                remedy = "For a regression, call model.standardise(torch.zeros(K), torch.ones(K)) before."
+                remedy = "For a regression, first call model.standardise(torch.zeros(K), torch.ones(K))."
             raise CheckpointError(f"{owner} has {name!r}, but {other_side} does not. {remedy}")
         if tensor.shape != saved.shape or tensor.dtype != saved.dtype:
             raise CheckpointError(
                 f"{name!r} is {saved.shape} {saved.dtype} in {path} but "
-                f"{tuple(tensor.shape)} {tensor.dtype} in this model. Build the model as it was."
+                f"{tuple(tensor.shape)} {tensor.dtype} in this model. Build the model as in the saved run."
             )
 
 
@@ -223,16 +223,16 @@ def list_optimizers(sparse: Sparse) -> Sequence[SparseOptimizer]:
     return (sparse,) if isinstance(sparse, SparseOptimizer) else tuple(sparse)
 
 
-def _check_sparse(checkpoint: Path, indices: Sequence[int], sparse: Sparse) -> None:
-    optimizers, saved = list_optimizers(sparse), len(indices)
+def _check_sparse(checkpoint: Path, checksums: Sequence[int], sparse: Sparse) -> None:
+    optimizers, saved = list_optimizers(sparse), len(checksums)
     if len(optimizers) != saved:
         raise CheckpointError(
             f"{checkpoint} has {saved} optimizers of embeddings, but sparse= has {len(optimizers)}. Pass the "
-            "ones that it was saved with, in that order."
+            "optimizers of the saved run in the same order."
         )
-    for number, (optimizer, index) in enumerate(zip(optimizers, indices, strict=True)):
-        folder = _sparse_folder(checkpoint, number)
-        if _checksum_index(folder) != index:
+    for index, (optimizer, checksum) in enumerate(zip(optimizers, checksums, strict=True)):
+        folder = _sparse_folder(checkpoint, index)
+        if _checksum_index(folder) != checksum:
             raise CheckpointError(f"{folder} is damaged or belongs to another checkpoint; {REMEDY}")
         optimizer.check_saved(folder)
 
@@ -245,8 +245,8 @@ def _checksum_index(folder: Path) -> int:
         raise CheckpointError(f"cannot read {folder / INDEX}: {error}; {REMEDY}") from error
 
 
-def _sparse_folder(checkpoint: Path, number: int) -> Path:
-    return checkpoint / "sparse" / str(number)
+def _sparse_folder(checkpoint: Path, index: int) -> Path:
+    return checkpoint / "sparse" / str(index)
 
 
 class ResumableLoader(Protocol):
@@ -279,7 +279,7 @@ class LoadedCheckpoint:
     extra: Mapping[str, Any] = field(default_factory=dict)
 
 
-def save(  # noqa: PLR0913 - one for each thing that can be saved
+def save(  # noqa: PLR0913 - one for each object that can be saved
     folder: str | Path,
     *,
     model: nn.Module,
@@ -306,7 +306,7 @@ def save(  # noqa: PLR0913 - one for each thing that can be saved
         epoch: Next epoch to run if ``step`` is 0, otherwise the current one. None: that of ``loader``, or 0.
         step: Completed steps of that epoch. None: those of ``loader``, or 0.
         extra: JSON values of your own.
-        dataset: Facts that must be equal on load. JSON values only.
+        dataset: JSON values that must be equal when the checkpoint is loaded.
         state: More objects with ``state_dict`` and ``load_state_dict``, by name: schedulers, further
             optimizers, a GradScaler, averaged weights. Their states may differ between ranks.
 
@@ -347,8 +347,8 @@ def _position_to_save(loader: ResumableLoader | None, epoch: int | None, step: i
     if not (explicit.items() <= position.items() or explicit.items() <= state.items()):
         raise ConfigError(
             f"{' and '.join(f'{name}={value}' for name, value in explicit.items())} would name the "
-            f"checkpoint, but its loader is at step {position['step']} of epoch {position['epoch']}. Leave "
-            "them out."
+            f"checkpoint, but its loader is at step {position['step']} of epoch {position['epoch']}. Remove "
+            "these arguments."
         )
     return {name: position[name] for name in values}
 
@@ -369,7 +369,7 @@ class RunState:
 class _Snapshot:
     """Share of one rank in a checkpoint, and ``state.json`` without the entries of its tensors."""
 
-    own: Mapping[str, Tensor]
+    own_tensors: Mapping[str, Tensor]
     rows: Sequence[tuple[WriteOwn, Mapping[str, object]]]
     state: Mapping[str, object]
 
@@ -380,8 +380,8 @@ _WRITTEN = "written"
 class CheckpointWriter:
     """Saves the checkpoints of a run from a copy, on a thread, while training continues.
 
-    All ranks create it alike. The thread calls no collective: each rank reports its share to rank 0, which
-    then publishes the checkpoint.
+    All ranks must create it with the same arguments. The thread calls no collective. Each rank reports its
+    share to rank 0, which then publishes the checkpoint.
 
     Args:
         keep: Number of newest checkpoints to keep. Older ones are removed after a new one is complete. None:
@@ -391,11 +391,11 @@ class CheckpointWriter:
     def __init__(self, folder: str | Path, run: RunState, keep: int | None = None) -> None:
         self._session, self._folder, self._run, self._keep = current_session(), Path(folder), run, keep
         op = f"checkpoints-{self._session.next_number('checkpoints')}"
-        self._reports = OneSidedExchange(self._session, op, "start again from the checkpoint before")
+        self._reports = OneSidedExchange(self._session, op, "start again from the previous checkpoint")
         self._buffers: dict[str, Tensor] = {}
         """Buffers that the next copy reuses, because new memory is slow to fill."""
         self._thread: Thread | None = None
-        self._number, self._problem = 0, ""
+        self._num_saves, self._failure = 0, ""
         self.protected: Path | None = None
         """Checkpoint that is kept, however many newer ones there are."""
 
@@ -403,15 +403,15 @@ class CheckpointWriter:
     def save(self, *, epoch: int, step: int, extra: Mapping[str, object], wait: bool = False) -> Path:
         """Save like :func:`save`. Without ``wait``, return when everything is copied. Collective.
 
-        It first waits for the previous checkpoint and raises its error. If memory for a copy is short on a
-        rank, all ranks write at once.
+        The call first waits for the previous checkpoint and raises the error of that save. If memory for a
+        copy is short on a rank, all ranks write without a copy before they return.
         """
         self.wait()
         stack, final = ExitStack(), self._folder / folder_name(epoch, step)
         facts = {"version": VERSION, "epoch": epoch, "step": step, "extra": dict(extra)}
         snapshot, copied = self._snapshot(facts, wait=wait)
         folder = stack.enter_context(open_partial_folder(self._session, final))
-        self._number += 1
+        self._num_saves += 1
         self._thread = Thread(
             target=self._write, args=(snapshot, folder, final, stack), name="dglx-checkpoint", daemon=True
         )
@@ -434,21 +434,21 @@ class CheckpointWriter:
             return
         if thread.ident is not None:
             thread.join()
-        problems = [text for text in gather_json(self._problem, self._session) if text]
+        problems = [text for text in gather_json(self._failure, self._session) if text]
         if problems:
-            self._problem = ""
+            self._failure = ""
             raise CheckpointError(problems[0])
 
     def abandon(self) -> None:
         """Give up a checkpoint that is being written, after a failure. Waits for nobody."""
-        self._reports.mailbox.begin(self._number + 1)
+        self._reports.mailbox.begin(self._num_saves + 1)
 
     def _snapshot(self, facts: Mapping[str, object], *, wait: bool) -> tuple[_Snapshot, bool]:
-        """Return this rank's share, and whether it is a copy. Collective."""
+        """Return this rank's share, and whether its tensors are copies. Collective."""
         session, model, optimizer = self._session, self._run.model, self._run.optimizer
         module, loader, dataset = _plain_module(model), self._run.loader, self._run.dataset
-        # This comes first, because it completes the steps that a pipeline has in flight. They change the
-        # optimizer too.
+        # state_dict() comes first, because it completes the steps that a pipeline has in flight. These steps
+        # also change the optimizer.
         weights = model.state_dict()
         check_replicas({n: weights[n] for n, _ in module.named_parameters() if n in weights}, session)
 
@@ -457,35 +457,37 @@ class CheckpointWriter:
             split = split_optimizer(optimizer, module) if optimizer is not None else ({}, None)
             return *split, *split_objects(self._run.state or {})
 
-        moments, plain, object_tensors, values = run_on_all_ranks(session, prepare, CheckpointError)
+        moments, plain_state, object_tensors, values = run_on_all_ranks(session, prepare, CheckpointError)
         objects = describe_objects(values, object_tensors, session)
-        if plain is not None:
-            moments, plain = join_optimizer(model, moments, plain, session)
+        if plain_state is not None:
+            moments, plain_state = join_optimizer(model, moments, plain_state, session)
         tensors = {f"model/{name}": value for name, value in weights.items()}
         tensors |= {f"optimizer/{name}": value for name, value in moments.items()}
         prefix = find_prefix(objects, session.topology.rank)
         tensors |= {f"{prefix}{name}": value for name, value in object_tensors.items()}
-        own = _select_own_tensors(tensors, session)
-        own[f"random/{session.topology.rank}/cpu"] = torch.get_rng_state()
+        own_tensors = _select_own_tensors(tensors, session)
+        own_tensors[f"random/{session.topology.rank}/cpu"] = torch.get_rng_state()
         if isinstance(model, WrappedModel):
-            own |= {f"rank/{session.topology.rank}/{name}": rows for name, rows in model.rank_state().items()}
+            own_tensors |= {
+                f"rank/{session.topology.rank}/{name}": rows for name, rows in model.rank_state().items()
+            }
         if session.device.type == "cuda":
-            own[f"random/{session.topology.rank}/cuda"] = torch.cuda.get_rng_state(session.device)
+            own_tensors[f"random/{session.topology.rank}/cuda"] = torch.cuda.get_rng_state(session.device)
         sparse = list_optimizers(self._run.sparse)
         all_rows = chain.from_iterable(optimizer.own_rows for optimizer in sparse)
-        is_copy = not wait and self._has_memory([*own.values(), *all_rows])
-        keep = self._copy_to_buffer if is_copy else lambda _place, _name, tensor: tensor
+        is_copy = not wait and self._has_memory([*own_tensors.values(), *all_rows])
+        keep_tensor = self._copy_to_buffer if is_copy else lambda _folder, _name, tensor: tensor
         rows = [
-            optimizer.rows_to_save(partial(keep, f"sparse/{number}"))
-            for number, optimizer in enumerate(sparse)
+            optimizer.rows_to_save(partial(keep_tensor, f"sparse/{index}"))
+            for index, optimizer in enumerate(sparse)
         ]
         snapshot = _Snapshot(
-            own={name: keep("", name, tensor) for name, tensor in own.items()},
+            own_tensors={name: keep_tensor("", name, tensor) for name, tensor in own_tensors.items()},
             rows=rows,
             state={
                 **facts,
                 "world_size": session.topology.world_size,
-                "optimizer": plain,
+                "optimizer": plain_state,
                 "loader": gather_json(None if loader is None else _find_next_position(loader), session),
                 "dataset": dict(dataset),
                 "objects": objects,
@@ -502,8 +504,8 @@ class CheckpointWriter:
         is_enough = needed * ranks_on_host < machine_memory()[1]
         return bool(gather_int64([is_enough], session).all())
 
-    def _copy_to_buffer(self, place: str, name: str, tensor: Tensor) -> Tensor:
-        buffer = self._buffers.get(name := f"{place}/{name}")
+    def _copy_to_buffer(self, folder: str, name: str, tensor: Tensor) -> Tensor:
+        buffer = self._buffers.get(name := f"{folder}/{name}")
         if buffer is None or (buffer.shape, buffer.dtype) != (tensor.shape, tensor.dtype):
             buffer = self._buffers[name] = torch.empty(tensor.shape, dtype=tensor.dtype)
         return buffer.copy_(tensor.detach())
@@ -516,41 +518,41 @@ class CheckpointWriter:
                 report = self._write_own_files(snapshot, folder, final)
                 if rank > 0:
                     raw = np.frombuffer(json.dumps(report).encode(), np.uint8)
-                    self._reports.post(self._number, _WRITTEN, {0: [raw]}, phase=None)
+                    self._reports.post(self._num_saves, _WRITTEN, {0: [raw]}, phase=None)
                     return
                 sources = range(1, session.topology.world_size)
                 request = f"its share of {final.name}"
-                received = self._reports.mailbox.take(self._number, _WRITTEN, sources, request)
+                received = self._reports.mailbox.take(self._num_saves, _WRITTEN, sources, request)
                 reports = [report, *(json.loads(received[source][0].tobytes()) for source in sources)]
                 self._publish(reports, snapshot, folder, final)
         except Exception as error:  # noqa: BLE001 - the training loop raises it on all ranks
-            self._problem = str(error) if isinstance(error, DglxError) else f"{type(error).__name__}: {error}"
+            self._failure = str(error) if isinstance(error, DglxError) else f"{type(error).__name__}: {error}"
 
     def _write_own_files(self, snapshot: _Snapshot, folder: Path, final: Path) -> dict[str, Any]:
         rank = self._session.topology.rank
         try:
             with name_write_failures(final):
-                entries = write_tensors(snapshot.own, folder / f"tensors-{rank}.bin")
-                lines = [
-                    write_share(_sparse_folder(folder, number), write_own)
-                    for number, (write_own, _) in enumerate(snapshot.rows)
+                entries = write_tensors(snapshot.own_tensors, folder / f"tensors-{rank}.bin")
+                row_entries = [
+                    write_share(_sparse_folder(folder, index), write_own)
+                    for index, (write_own, _) in enumerate(snapshot.rows)
                 ]
         except StorageError as error:
             return {"problem": f"rank {rank} on {self._session.hosts[rank]}: {error}"}
-        return {"problem": "", "tensors": entries, "rows": lines}
+        return {"problem": "", "tensors": entries, "rows": row_entries}
 
     def _publish(
         self, reports: Sequence[dict[str, Any]], snapshot: _Snapshot, folder: Path, final: Path
     ) -> None:
-        """Complete and rename the checkpoint. If it replaces one, a complete one exists at every moment."""
+        """Complete and rename the checkpoint. At every moment, the old or the new one is complete."""
         for report in reports:
             if report["problem"]:
                 raise CheckpointError(report["problem"])
-        for number, (_, facts) in enumerate(snapshot.rows):
-            lines = [report["rows"][number] for report in reports]
-            index_shares(_sparse_folder(folder, number), lines, facts)
+        for index, (_, metadata) in enumerate(snapshot.rows):
+            row_entries = [report["rows"][index] for report in reports]
+            index_shares(_sparse_folder(folder, index), row_entries, metadata)
         tensors = dict(chain.from_iterable(report["tensors"].items() for report in reports))
-        indices = [_checksum_index(_sparse_folder(folder, number)) for number in range(len(snapshot.rows))]
+        indices = [_checksum_index(_sparse_folder(folder, index)) for index in range(len(snapshot.rows))]
         with name_write_failures(final):
             state = {**snapshot.state, "sparse": indices, "tensors": tensors}
             write_json(folder / STATE_NAME, state)
@@ -563,8 +565,8 @@ class Checkpoints:
     """Checkpoints for your own training loop. Resumes from the newest one in ``folder`` and saves during
     training.
 
-    All ranks create it alike, after model, optimizer and loader. The end of the session waits for the last
-    one::
+    All ranks must create it with the same arguments, after model, optimizer and loader. The end of the
+    session waits for the last checkpoint::
 
         saved = dx.checkpoints("run", model, optimizer, loader, every="200steps", keep=2)
         for epoch in range(saved.epoch, 10):
@@ -617,7 +619,7 @@ class Checkpoints:
         current_session().before_close.append(self.close)
 
     def close(self) -> None:
-        """Wait for the last checkpoint. From now on signals end ranks at once. The session's end calls it."""
+        """Wait for the last checkpoint. Signals then end ranks at once. Every session calls it at its end."""
         self._open.close()
         self._writer.wait()
 
@@ -646,6 +648,7 @@ def _remove_older(newest: Path, keep: int, protected: Path | None) -> None:
     older = sorted(
         entry for entry in list_complete(newest.parent) if entry < (parse_key(newest.name), newest)
     )
+    # The newest checkpoint counts as one of the ``keep``.
     for _, path in older[: max(0, len(older) + 1 - keep)]:
         try:
             if path != protected:
@@ -655,7 +658,7 @@ def _remove_older(newest: Path, keep: int, protected: Path | None) -> None:
 
 
 def _select_own_tensors(tensors: Mapping[str, Tensor], session: Session) -> dict[str, Tensor]:
-    """Return the tensors that this rank writes, of those that several ranks have. Collective."""
+    """Return the tensors that this rank writes. The ranks that hold a tensor take turns. Collective."""
     names = gather_json(list(tensors), session)
     # A rank may lack the optimizer's state of a parameter that had no gradient there.
     holders: dict[str, list[int]] = {}
@@ -664,13 +667,13 @@ def _select_own_tensors(tensors: Mapping[str, Tensor], session: Session) -> dict
             holders.setdefault(name, []).append(rank)
     return {
         name: tensors[name]
-        for place, (name, ranks) in enumerate(holders.items())
-        if ranks[place % len(ranks)] == session.topology.rank
+        for index, (name, ranks) in enumerate(holders.items())
+        if ranks[index % len(ranks)] == session.topology.rank
     }
 
 
 @_storage_errors()
-def load(  # noqa: PLR0913 - one for each thing that can be loaded
+def load(  # noqa: PLR0913 - one for each object that can be loaded
     folder: str | Path,
     *,
     model: nn.Module,
@@ -695,17 +698,17 @@ def load(  # noqa: PLR0913 - one for each thing that can be loaded
         optimizer: Optimizer of the same kind and over the same parameters as the saved one.
         loader: Loader that is set to the saved position.
         sparse: Optimizers of the same kind and over the same embeddings as the saved ones, in the same order.
-        dataset: Facts to compare with the saved ones, as far as both exist.
+        dataset: Values to compare with the saved ones. A name that only one side has is ignored.
         random_state: Whether to restore torch's generators.
-        state: Objects under the names that they were saved with. May be left out only if no optimizer is
-            loaded, as for predictions.
+        state: Objects under the names that they were saved with. It may be None only if no optimizer
+            is loaded, as for predictions.
         which: Checkpoint to load: ``best`` by validation, as ``dx.fit`` and ``dglx train`` record it, or
             ``newest``. None: the newest with ``optimizer`` or ``loader``, otherwise the best if there is one.
 
     Raises:
         CheckpointError: on all ranks, if there is no checkpoint, it is damaged, or its model, optimizer,
-            dataset or ``state`` differs. The message names the first difference. Nothing has been changed
-            then.
+            dataset or ``state`` differs. The message names the first difference. No object
+            is changed in this case.
         PeerError: a rank is dead or silent.
     """
     kind = NEWEST if which is None and not (optimizer is None and loader is None) else which
@@ -724,9 +727,12 @@ def load(  # noqa: PLR0913 - one for each thing that can be loaded
             saved_tensors = _select_prefix("optimizer/", tensors)
             check_optimizer(path, contents["optimizer"], optimizer, module, saved_tensors)
             _check_sparse(path, contents["sparse"], sparse)
-            is_alike = contents["world_size"] == session.topology.world_size
-            needs = {"model/": True, "optimizer/": optimizer is not None, f"rank/{rank}/": is_alike}
-            prefixes = tuple(filter(needs.get, needs)) + (f"random/{rank}/",) * (is_alike and random_state)
+            is_same_size = contents["world_size"] == session.topology.world_size
+            needs = {"model/": True, "optimizer/": optimizer is not None, f"rank/{rank}/": is_same_size}
+            # A tuple times False is empty.
+            prefixes = tuple(filter(needs.get, needs)) + (f"random/{rank}/",) * (
+                is_same_size and random_state
+            )
             values = {name: entry.read(name) for name, entry in tensors.items() if name.startswith(prefixes)}
             needs_state = state is not None or optimizer is not None
             objects = _read_objects(path, contents, tensors, state or {}) if needs_state else {}
@@ -745,9 +751,9 @@ def load(  # noqa: PLR0913 - one for each thing that can be loaded
         load_optimizer(optimizer, dict(moments))
     for name, object_state in objects.items():
         (state or {})[name].load_state_dict(object_state)
-    for number, rows in enumerate(list_optimizers(sparse)):
+    for index, rows in enumerate(list_optimizers(sparse)):
         rows.flush()
-        rows.read_saved(_sparse_folder(path, number))
+        rows.read_saved(_sparse_folder(path, index))
     _load_rank_state(model, values, session)
     return LoadedCheckpoint(
         path=path, **{name: contents[name] for name in ("epoch", "step", "world_size", "extra")}
@@ -761,9 +767,9 @@ def _read_objects(
     objects: Mapping[str, Stateful],
 ) -> dict[str, Any]:
     """Return the saved states of ``objects`` by name. Earlier versions saved none."""
-    session, entry = current_session(), contents.get("objects", {})
-    values = select_values(path, entry, objects, session)
-    prefix = find_prefix(entry, session.topology.rank)
+    session, entries = current_session(), contents.get("objects", {})
+    values = select_values(path, entries, objects, session)
+    prefix = find_prefix(entries, session.topology.rank)
     saved = (
         {name: tensor.read(name) for name, tensor in _select_prefix(prefix, tensors).items()}
         if objects
@@ -787,7 +793,7 @@ def _load_rank_state(model: nn.Module, tensors: Mapping[str, Tensor], session: S
 def read_extra(
     folder: str | Path, check: Callable[[dict[str, Any]], object] | None = None
 ) -> Mapping[str, Any] | None:
-    """Return ``extra`` of a run's newest checkpoint on rank 0's disk, or None if there is none. Collective.
+    """Return ``extra`` of the newest checkpoint on rank 0's disk, or None without checkpoints. Collective.
 
     Raises:
         CheckpointError: the checkpoint is damaged, or ``check`` raised a ValueError or a similar error.
@@ -847,8 +853,8 @@ def remove_all(folder: str | Path) -> None:
     run_on_all_ranks(session, remove, CheckpointError)
 
 
-def _check_values(plain: Mapping[str, object], weights: Mapping[str, object]) -> None:
-    for name, value in plain.items():
+def _check_values(json_values: Mapping[str, object], weights: Mapping[str, object]) -> None:
+    for name, value in json_values.items():
         try:
             json.dumps(value)
         except (TypeError, ValueError) as error:

@@ -57,12 +57,12 @@ def global_mean(total: Tensor, count: float | Tensor, reduction: Reduction = "me
         ConfigError: on all ranks, if the number of seeds of this step is unknown, because no batch of a
             loader went through the wrapped model, or if a value of some rank is wrong.
     """
-    session, problem = current_session(), _find_problem("count", count, least=0.0)
+    session, message = current_session(), _check_number("count", count, limit=0.0)
     if not isinstance(total, Tensor) or total.dim() or not total.is_floating_point():
-        problem = f"total={_show(total)} must be the sum of this rank's losses, a tensor of shape ()"
+        message = f"total={_show(total)} must be the sum of this rank's losses, a tensor of shape ()"
     if reduction not in ("mean", "sum"):
-        problem = f"reduction={reduction!r} must be 'mean' or 'sum', as in dx.wrap"
-    sums = _sum_terms(total if problem else float(total.detach()), count, problem, session)
+        message = f"reduction={reduction!r} must be 'mean' or 'sum', as in dx.wrap"
+    sums = _sum_terms(total if message else float(total.detach()), count, message, session)
     return _divide_sums(total, sums, session, reduction)
 
 
@@ -79,31 +79,31 @@ def reduce_mean(value: float | Tensor, count: int) -> float:
     Raises:
         ConfigError: on all ranks, if a value of some rank is not a number or its count is below 0.
     """
-    problem = _find_problem("count", count, least=0.0) or (_find_problem("value", value) if count else "")
-    total = float(value) * float(count) if not problem and count else 0.0
-    total, count = _sum_terms(total, count, problem, current_session()).tolist()
+    message = _check_number("count", count, limit=0.0) or (_check_number("value", value) if count else "")
+    total = float(value) * float(count) if not message and count else 0.0
+    total, count = _sum_terms(total, count, message, current_session()).tolist()
     return total / count if count else math.nan
 
 
-def _sum_terms(total: Any, count: Any, problem: str, session: Session) -> Tensor:
-    """Return the sums over the ranks, (2,) float64. Raise ConfigError on all if one has a ``problem``."""
-    # NaN tells the other ranks that this one has a problem.
-    values = [math.nan] * 2 if problem else [float(total), float(count)]
+def _sum_terms(total: Any, count: Any, message: str, session: Session) -> Tensor:
+    """Return the (2,) float64 sums over all ranks. Raise ConfigError on all if one has a ``message``."""
+    # NaN tells the other ranks that this rank has a wrong value.
+    values = [math.nan] * 2 if message else [float(total), float(count)]
     sums = sum_over_ranks(torch.tensor(values, dtype=torch.float64), session, phase=PHASE)
     if sums[1].isnan():
-        raise ConfigError(problem or "another rank has a wrong value for this mean. See its error.")
+        raise ConfigError(message or "another rank has a wrong value for this mean. See its error.")
     return sums
 
 
-def _find_problem(name: str, value: Any, least: float | None = None) -> str:
-    """Return a sentence if ``value`` is not one number, or not finite and at least ``least``."""
+def _check_number(name: str, value: Any, limit: float | None = None) -> str:
+    """Return an error message if ``value`` is not one number, or not finite and at least ``limit``."""
     try:
         number = float(value) if isinstance(value, SupportsFloat) else None
     except (TypeError, ValueError, RuntimeError):
         number = None
-    if number is not None and (least is None or least <= number < math.inf):
+    if number is not None and (limit is None or limit <= number < math.inf):
         return ""
-    return f"{name}={_show(value)} must be one number" + ("" if least is None else ", finite and at least 0")
+    return f"{name}={_show(value)} must be one number" + ("" if limit is None else ", finite and at least 0")
 
 
 def _show(value: Any) -> str:
@@ -117,9 +117,10 @@ def _divide_sums(total: Tensor, sums: Tensor, session: Session, reduction: Reduc
     weight = gradient_weight(session.model_share, reduction)
     loss_sum, num_terms = sums.tolist()
     NUM_TERMS.get(session).append(num_terms)
-    # A rank without seeds has the weight 0, and no terms.
+    # A rank without seeds has the weight 0 and no terms, so its gradient is 0.
     factor = 1 / (num_terms * weight) if num_terms and weight else 0.0
     scaled = total * factor
+    # The value is the mean over all ranks, while the gradient is that of this rank's terms.
     return scaled + ((loss_sum / num_terms if num_terms else 0.0) - scaled.detach())
 
 
@@ -157,23 +158,24 @@ class _Means(TorchFunctionMode):
             return func(**options)
         terms = func(**{**options, "reduction": "none"})
         if terms.dim() == 0:
-            return func(**options)  # It is no mean over targets, but for example a penalty.
-        target, weight, known = options["target"], options.get("weight"), terms
+            return func(**options)  # A scalar is not a mean over targets. It may be a penalty.
+        target, weight, known_terms = options["target"], options.get("weight"), terms
         if func in _CLASS_LOSSES and not target.is_floating_point():
-            known = target[target != options["ignore_index"]]
-            weight = None if weight is None else weight[known]
+            known_terms = target[target != options["ignore_index"]]
+            weight = None if weight is None else weight[known_terms]
         elif func not in (F.mse_loss, F.l1_loss):
             weight = None  # Torch divides such losses by the number of terms, even with weights.
-        has_one_term_per_seed = known.numel() == terms.numel() and len(terms) == self._num_seeds
+        has_one_term_per_seed = known_terms.numel() == terms.numel() and len(terms) == self._num_seeds
         self.has_weighted_means |= weight is not None or not has_one_term_per_seed
-        count = torch.tensor(float(known.numel())) if weight is None else weight.sum()
+        count = torch.tensor(float(known_terms.numel())) if weight is None else weight.sum()
         return self._replace(terms.sum(), count)
 
 
 class ExactMean:
     """A loss in which every mean that torch computes is the mean over the terms of all ranks.
 
-    All ranks call it alike, after the wrapped model. If each seed is one term, it is the loss itself.
+    All ranks must call it in the same steps, after the wrapped model. If each seed is one term, the result is
+    the value of ``loss`` itself.
 
     Args:
         has_gaps: Whether any rank may leave out a label. Otherwise the first step shows whether terms are
@@ -206,6 +208,7 @@ class ExactMean:
                 return self._loss(scores, labels)
         # Some ranks may compute fewer means, but the tensors must have the same size on all ranks.
         local = torch.zeros(_MAX_MEANS, 2, dtype=torch.float64)
+        # Without means, the tensor of ``sums`` has the shape (0,), not (0, 2).
         local[: len(sums)] = torch.tensor(sums, dtype=torch.float64).reshape(len(sums), 2)
         global_sums = iter(sum_over_ranks(local, self._session, phase=PHASE))
         # The second pass computes the means in the same order and replaces each by the mean over all ranks.

@@ -132,13 +132,13 @@ def write_edges(
 
 def _edge_table(columns: Mapping[str, Tensor], ids: Mapping[str, pa.Array]) -> pa.Table:
     is_candidate, arrays = columns["best_scores"] > -math.inf, {}
-    first = np.concatenate([[0], is_candidate.sum(1).cumsum(0).numpy()]).astype(np.int32)
+    offsets = np.concatenate([[0], is_candidate.sum(1).cumsum(0).numpy()]).astype(np.int32)
     for name in filter(columns.__contains__, _COLUMNS):
         values = columns[name]
         is_list = values.dim() == 2
         array = pa.array((values[is_candidate] if is_list else values).numpy())
         array = ids[name].take(array) if name in ids else array
-        arrays[name] = pa.ListArray.from_arrays(first, array) if is_list else array
+        arrays[name] = pa.ListArray.from_arrays(offsets, array) if is_list else array
     return pa.table(arrays)
 
 
@@ -185,9 +185,9 @@ def _find_tables(rows: DistTensor | Mapping[str, DistTensor], g: DistGraph) -> d
     is_mapping = isinstance(rows, Mapping)
     if is_mapping and not rows:
         raise ConfigError("there are no rows to write. Pass a DistTensor or a mapping from node type to one.")
-    named: Mapping[str | None, Any] = dict(rows) if is_mapping else {None: rows}  # type: ignore[arg-type]
+    tensors: Mapping[str | None, Any] = dict(rows) if is_mapping else {None: rows}  # type: ignore[arg-type]
     tables = {}
-    for ntype, tensor in named.items():
+    for ntype, tensor in tensors.items():
         label = "rows" if ntype is None else f"rows[{ntype!r}]"
         if not isinstance(tensor, DistTensor):
             raise ConfigError(
@@ -230,11 +230,11 @@ def _write_share(
         ntype, (first, last) = str(rows.part_policy.type_name), rows.part_policy.owned_range
         path = Path(subfolder) / f"part-{rank:05d}.parquet"
         is_text = g.dataset.manifest.user_ids.get(ntype) == "string"
-        kinds = {
+        types = {
             ID: pa.string() if is_text else pa.int64(),
             **{name: _find_row_type(column) for name, column in columns.items()},
         }
-        schema = pa.schema([*kinds.items(), *([(CLASS, pa.string())] if classes else [])])
+        schema = pa.schema([*types.items(), *([(CLASS, pa.string())] if classes else [])])
         widths = [math.prod(column.shape[1:]) * max(column.dtype.itemsize, 4) for column in columns.values()]
         row_bytes = 8 + sum(widths)
         step = max(ROW_GROUP_BYTES // row_bytes, 1)

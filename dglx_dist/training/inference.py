@@ -38,9 +38,9 @@ if TYPE_CHECKING:
 
 
 def _place_with_degrees(block: Any, g: DistGraph, device: torch.device) -> Any:
-    full = _FullBlock(*get_block_parts(block))
-    full.graph, full.on_host = g, block
-    return place(full, device)
+    full_block = _FullBlock(*get_block_parts(block))
+    full_block.graph, full_block.host_block = g, block
+    return place(full_block, device)
 
 
 class _FullBlock(DGLBlock):
@@ -52,19 +52,19 @@ class _FullBlock(DGLBlock):
 
     graph: DistGraph | None = None
     """The graph. Set after construction, because DGL constructs slices and copies with this class."""
-    on_host: Any = None
+    host_block: Any = None
     """The block with the ids of its sources on the CPU, for reading degrees."""
 
     def __getitem__(self, key: Any) -> Any:
-        part = super().__getitem__(key)
-        part.graph, part.on_host = self.graph, self.on_host
-        return part
+        etype_slice = super().__getitem__(key)
+        etype_slice.graph, etype_slice.host_block = self.graph, self.host_block
+        return etype_slice
 
     def out_degrees(self, u: Any = "__ALL__", etype: Any = None) -> Tensor:
         """Return the degrees. They are only read if a convolution asks for them."""
         assert self.graph is not None
         etype = self.to_canonical_etype(etype)  # raises an error if there are several types
-        ids = self.on_host.srcnodes[etype[0]].data[dgl.NID]
+        ids = self.host_block.srcnodes[etype[0]].data[dgl.NID]
         ids = ids if isinstance(u, str) else ids[torch.as_tensor(u).cpu()]
         return self.graph.out_degrees(ids, etype).to(self.device)
 
@@ -78,30 +78,30 @@ def list_layers(
 
     See :func:`layerwise_inference` for the arguments. Raise ConfigError if the model defines no layers.
     """
-    kind = type(module).__name__
+    class_name = type(module).__name__
     if layers is None:
-        defined = getattr(module, "inference_layers", None)
-        if defined is None:
+        get_layers = getattr(module, "inference_layers", None)
+        if get_layers is None:
             raise ConfigError(
-                f"{kind} does not define its layers. Add a method inference_layers() that returns one "
+                f"{class_name} does not define its layers. Add a method inference_layers() that returns one "
                 "callable (block, h) -> h per layer (see dglx_dist.training.models), name the list with "
                 "layers=, or pass num_layers= to evaluate(), which computes each batch's whole neighbourhood."
             )
-        layers = defined()
+        layers = get_layers()
     elif isinstance(layers, str):
         name, layers = layers, getattr(module, layers, None)
         if not isinstance(layers, (nn.ModuleList, nn.Sequential, list, tuple)):
             raise ConfigError(
-                f"layers={name!r}, but {kind} has no list of layers of that name. Pass the name of its "
+                f"layers={name!r}, but {class_name} has no list of layers of that name. Pass the name of its "
                 "nn.ModuleList, or one callable (block, h) -> h per layer."
             )
     steps = list(layers)
     if not steps:
-        raise ConfigError(f"{kind} has no layers to compute. Pass one callable per layer.")
+        raise ConfigError(f"{class_name} has no layers to compute. Pass one callable per layer.")
     if between is None:
         return steps
-    inner = [lambda block, h, layer=layer: between(layer(block, h)) for layer in steps[:-1]]
-    return [*inner, steps[-1]]
+    inner_layers = [lambda block, h, layer=layer: between(layer(block, h)) for layer in steps[:-1]]
+    return [*inner_layers, steps[-1]]
 
 
 Path: TypeAlias = tuple[str | int, ...]
@@ -121,8 +121,8 @@ def flatten(value: Any, path: Path = ()) -> dict[Path, Any]:
     else:
         return {path: value}
     leaves: dict[Path, Any] = {}
-    for key, inner in items:
-        leaves |= flatten(inner, (*path, key))
+    for key, item in items:
+        leaves |= flatten(item, (*path, key))
     return leaves
 
 
@@ -130,17 +130,17 @@ def nest(leaves: Mapping[Path, T]) -> Any:
     """Undo :func:`flatten`, except that lists become tuples. Raise ConfigError for missing positions."""
     if list(leaves) == [()]:
         return leaves[()]
-    inner: dict[str | int, dict[Path, T]] = {}
+    subtrees: dict[str | int, dict[Path, T]] = {}
     for (key, *subpath), leaf in leaves.items():
-        inner.setdefault(key, {})[tuple(subpath)] = leaf
-    if inner and all(isinstance(key, int) for key in inner):
-        if set(inner) != set(range(len(inner))):
+        subtrees.setdefault(key, {})[tuple(subpath)] = leaf
+    if subtrees and all(isinstance(key, int) for key in subtrees):
+        if set(subtrees) != set(range(len(subtrees))):
             raise ConfigError(
-                f"only the positions {sorted(inner, key=str)} of a tuple of outputs belong to the requested "
-                "node types. Return a dictionary, or request all types."
+                f"only the positions {sorted(subtrees, key=str)} of a tuple of outputs belong to the "
+                "requested node types. Return a dictionary, or request all types."
             )
-        return tuple(nest(inner[place]) for place in range(len(inner)))
-    return {key: nest(below) for key, below in inner.items()}
+        return tuple(nest(subtrees[index]) for index in range(len(subtrees)))
+    return {key: nest(subtree) for key, subtree in subtrees.items()}
 
 
 Inputs: TypeAlias = DistTensor | Mapping[str, DistTensor]
@@ -191,15 +191,15 @@ def layerwise_inference(  # noqa: PLR0913 - all but two have defaults
         model: Wrapped or plain model, equal on all ranks. It is in evaluation mode during the call.
         g: The distributed graph.
         feature: Node data of the first layer. Every node type must have it.
-        inputs: Replaces ``feature``: a tensor (features, or ``embedding.weight``) for a graph of one node
-            type, otherwise one per node type. The first layer gets a dictionary if this is one.
-        batch_size: Maximum number of destinations computed at once. It is less if they have over 512 in-edges
-            each.
+        inputs: Tensor to read instead of ``feature``, such as ``embedding.weight``. With several node types,
+            a dictionary of a tensor per node type. The first layer gets a dictionary if ``inputs`` is one.
+        batch_size: Maximum number of destinations computed at once. Destinations with more than 512 in-edges
+            on average are computed in smaller batches.
         layers: ``(block, h) -> h`` per layer, by default the model's ``inference_layers()``. Or the name of
             the attribute that holds them, like ``"layers"`` for an ``nn.ModuleList``. For a wrapped model,
-            take them from ``model.whole()`` and pass that as ``model``.
+            take the layers from ``module = model.whole()`` and pass ``module`` as ``model``.
         between: Function applied to the result of each layer except the last, like ``F.relu``, if the model
-            does that outside its layers. Each result must then be a tensor.
+            applies it outside its layers. Each result must then be a tensor.
         ntypes: Node types for which the last layer is computed. By default all.
         mask: Edge data of every edge type that marks the edges to use. None: all. Degrees count all edges.
         edge_feats: Names of edge data for the blocks, or names by edge type, as a sampler's
@@ -216,9 +216,9 @@ def layerwise_inference(  # noqa: PLR0913 - all but two have defaults
     module = gather_module(model)
     steps, rows = list_layers(module, layers, between), read_first_rows(g, feature, inputs)
     if layers is not None and list(rows) == [()] and len(rows[()].shape) == 2:
-        named: Any = read_column_names(edge_feats, "edge_feats")
+        names_by_type: Any = read_column_names(edge_feats, "edge_feats")
         data = g.edges[g.canonical_etypes[0]].data
-        names = chain(*named.values()) if isinstance(named, Mapping) else named
+        names = chain(*names_by_type.values()) if isinstance(names_by_type, Mapping) else names_by_type
         columns = {str(name): data[name] for name in names if name in data}
         check_layers(module, list_layers(module, layers, None), steps, rows[()].shape[1], columns)
     passes = [_make_pass(step) for step in steps]
@@ -242,9 +242,9 @@ def minibatch_inference(
 ) -> Any:
     """Compute every node's results from its whole neighbourhood of ``num_layers`` hops. Collective.
 
-    It is exact for any model that is called as ``model(blocks, h)`` with ``num_layers`` blocks, but each
-    batch recomputes shared neighbours. If the model defines its layers, prefer :func:`layerwise_inference`,
-    which has the same other arguments, result and errors.
+    The results are exact for any model that is called as ``model(blocks, h)`` with ``num_layers`` blocks, but
+    each batch recomputes shared neighbours. If the model defines its layers, prefer
+    :func:`layerwise_inference`. Its other arguments, its result and its errors are the same.
     """
     _check_num_layers(num_layers)
     module = gather_module(model)
@@ -288,6 +288,8 @@ def _make_compute(
     rows: _Rows,
     target: tuple[torch.device, torch.dtype | None],
 ) -> _Compute:
+    """Return a function that runs a pass on the nodes of a batch, with ``rows`` as the input."""
+
     def compute(ntype: str, ids: Array) -> dict[Path, Tensor]:
         blocks = maker.complete(maker.sample_items({ntype: ids}, 0, step=0)).blocks
         sources = blocks[0].srcnodes
@@ -317,13 +319,14 @@ def _split_nodes(
 ) -> Iterator[tuple[int, int]]:
     """Cut a rank's ``share`` of the nodes like :func:`split_range`, and also at too many in-edges."""
     structures = [g.structure(etype) for etype in g.canonical_etypes if etype[2] == ntype]
-    most = _BATCH_DEGREE * batch_size
+    max_edges = _BATCH_DEGREE * batch_size
     for first, last in split_range(share, batch_size):
         ids = np.arange(first, last)
         edges = np.cumsum(
             sum((structure.in_degrees(ids) for structure in structures), np.zeros(len(ids), np.int64))
         )
-        starts = first + np.flatnonzero(np.diff(np.maximum(edges - 1, 0) // most, prepend=-1))
+        # A piece starts where the running number of in-edges exceeds a multiple of ``max_edges``.
+        starts = first + np.flatnonzero(np.diff(np.maximum(edges - 1, 0) // max_edges, prepend=-1))
         yield from pairwise([*starts.tolist(), last])
 
 
@@ -356,10 +359,10 @@ def find_type(path: Path, g: DistGraph) -> str:
         if key in g.ntypes:
             return str(key)
     if len(g.ntypes) > 1:
-        where = "".join(f"[{key!r}]" for key in path) or "a tensor"
+        location = "".join(f"[{key!r}]" for key in path) or "a tensor"
         raise ConfigError(
-            f"the rows in {where} belong to no node type. With several types, use dictionaries by node type "
-            f"({', '.join(g.ntypes)})."
+            f"the rows in {location} belong to no node type. With several types, use dictionaries by node "
+            f"type ({', '.join(g.ntypes)})."
         )
     return g.ntypes[0]
 
@@ -373,12 +376,15 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 
 def _select_leaves(ntype: str, output: Any, g: DistGraph, count: int) -> dict[Path, Tensor]:
+    """Return the results of a batch of ``count`` nodes of type ``ntype`` by path."""
     leaves = {path: leaf for path, leaf in flatten(output).items() if find_type(path, g) == ntype}
     for path, leaf in leaves.items():
         if not isinstance(leaf, Tensor) or not leaf.dim() or len(leaf) != count:
-            kind = tuple(leaf.shape) if isinstance(leaf, Tensor) else type(leaf).__name__
-            where = "".join(f"[{key!r}]" for key in path) or "the output"
-            raise ConfigError(f"{where} is {kind}, not a tensor with a row for each of {count} {ntype!r}")
+            description = tuple(leaf.shape) if isinstance(leaf, Tensor) else type(leaf).__name__
+            location = "".join(f"[{key!r}]" for key in path) or "the output"
+            raise ConfigError(
+                f"{location} is {description}, not a tensor with a row for each of {count} nodes of {ntype!r}"
+            )
     return leaves
 
 
@@ -386,18 +392,19 @@ def _compute_all(g: DistGraph, compute: _Compute, batch_size: int, ntypes: Seque
     owned = {ntype: g.get_node_partition_policy(ntype).owned_range for ntype in ntypes}
     shares = {ntype: list(_split_nodes(g, ntype, share, batch_size)) for ntype, share in owned.items()}
     # All ranks must know the shapes of the results before allocation, even those without nodes.
-    firsts = {ntype: share[0] if share else (0, 0) for ntype, share in shares.items()}
-    begun = [ntype for ntype, share in shares.items() if share or not g.num_nodes(ntype)]
-    started = run_on_all_ranks(
-        g.session, lambda: {ntype: compute(ntype, np.arange(*firsts[ntype])) for ntype in begun}, ConfigError
+    ranges = {ntype: share[0] if share else (0, 0) for ntype, share in shares.items()}
+    # A rank without nodes starts only types without any nodes, to find their shapes.
+    types = [ntype for ntype, share in shares.items() if share or not g.num_nodes(ntype)]
+    first_results = run_on_all_ranks(
+        g.session, lambda: {ntype: compute(ntype, np.arange(*ranges[ntype])) for ntype in types}, ConfigError
     )
-    out = _allocate_rows(g, started)
+    out = _allocate_rows(g, first_results)
 
     def fill() -> None:
         for ntype, share in shares.items():
             expected = {path for path in out if find_type(path, g) == ntype}
-            for number, (first, last) in enumerate(share):
-                values = started.pop(ntype) if number == 0 else compute(ntype, np.arange(first, last))
+            for index, (first, last) in enumerate(share):
+                values = first_results.pop(ntype) if index == 0 else compute(ntype, np.arange(first, last))
                 if set(values) != expected:
                     raise ConfigError(
                         f"a layer returned rows for some nodes of type {ntype!r} but not for {first} to "
@@ -413,21 +420,21 @@ def _compute_all(g: DistGraph, compute: _Compute, batch_size: int, ntypes: Seque
     return out
 
 
-def _allocate_rows(g: DistGraph, started: Mapping[str, Mapping[Path, Tensor]]) -> _Rows:
-    local = [
+def _allocate_rows(g: DistGraph, first_results: Mapping[str, Mapping[Path, Tensor]]) -> _Rows:
+    local_layouts = [
         [list(path), ntype, list(leaf.shape[1:]), str(leaf.dtype).removeprefix("torch.")]
-        for ntype, leaves in started.items()
+        for ntype, leaves in first_results.items()
         for path, leaf in leaves.items()
     ]
     layouts: dict[Path, Any] = {}
-    for specs in gather_json(local, g.session):
+    for specs in gather_json(local_layouts, g.session):
         for path, *layout in specs:
             if layouts.setdefault(tuple(path), layout) != layout:
                 raise ConfigError(
                     f"a layer returns {layout} at {path} on one rank and {layouts[tuple(path)]} on another"
                 )
     if not layouts:
-        raise ConfigError("a layer returns no rows for any node. It must return those of its destinations.")
+        raise ConfigError("a layer returns no rows for any node. It must return a row for each destination.")
     # All ranks allocate in the same order.
     ordered = sorted(layouts.items(), key=lambda item: g.ntypes.index(item[1][0]))
     tensors = {}
@@ -440,9 +447,9 @@ def _allocate_rows(g: DistGraph, started: Mapping[str, Mapping[Path, Tensor]]) -
 def _read_feature(g: DistGraph, ntype: str, feature: str) -> DistTensor:
     data = g.nodes[ntype].data
     if feature not in data:
-        known = ", ".join(map(repr, data)) or "none"
+        columns = ", ".join(map(repr, data)) or "none"
         raise ConfigError(
-            f"nodes of type {ntype!r} have no tensor {feature!r} (known: {known}). Pass inputs=, for "
+            f"nodes of type {ntype!r} have no tensor {feature!r} (known: {columns}). Pass inputs=, for "
             f"instance {{{ntype!r}: embedding.weight}}."
         )
     return data[feature]
@@ -471,7 +478,8 @@ def evaluate(  # noqa: PLR0913 - all optional
     Args:
         model: Wrapped or plain model, equal on all ranks.
         g: The distributed graph.
-        masks: Name or names of boolean node data. By default the existing ones of train, val and test masks.
+        masks: Name or names of boolean node data. By default ``train_mask``, ``val_mask`` and
+            ``test_mask``, as far as they exist.
         label: (N,) integer node data. Rows below 0 have no label and do not count.
         num_layers: Number of blocks of a model without ``inference_layers()``. Each batch then computes its
             whole neighbourhood (:func:`minibatch_inference`).
@@ -482,14 +490,14 @@ def evaluate(  # noqa: PLR0913 - all optional
         metrics: Metrics of the ``task``, like ``f1_macro``.
 
     Returns:
-        Mask to accuracy, NaN if a mask has no labelled node, and the metrics.
+        The accuracy by mask, NaN for a mask without labelled nodes, and the ``metrics`` by name.
 
     Raises:
         ConfigError: the model does not define its layers and ``num_layers`` is missing, the nodes have no
-            such ``label`` or mask, or type or output is ambiguous.
+            such ``label`` or mask, or the node type or output is ambiguous.
     """
     ntype = find_labelled_type(g, label) if ntype is None else ntype
-    names = _names(g, masks, label, ntype, task)
+    names = _resolve_masks(g, masks, label, ntype, task)
     metrics = list_metrics(task, metrics) if metrics else ()
     options: dict[str, Any] = {"feature": feature, "inputs": inputs, "batch_size": batch_size}
     options["edge_feats"] = edge_feats
@@ -503,7 +511,7 @@ def evaluate(  # noqa: PLR0913 - all optional
         if len(outputs) != 1:
             paths = ", ".join("".join(f"[{key!r}]" for key in path) for path in computed)
             raise ConfigError(f"the model returns {paths}. Choose the scores with output=.")
-        scores = _accuracy(outputs[0], g, ntype, label, names) if task == CLASSIFICATION else {}
+        scores = _measure_accuracy(outputs[0], g, ntype, label, names) if task == CLASSIFICATION else {}
         for mask in names if metrics else ():
             if mask == SPLITS[0]:
                 continue
@@ -521,7 +529,7 @@ def evaluate(  # noqa: PLR0913 - all optional
 
 def check_evaluable(model: nn.Module, g: DistGraph, options: Mapping[str, Any]) -> None:
     """Check ``options``, all arguments of a call of :func:`evaluate`, without computing. Collective."""
-    _names(g, None, options["label"], options["ntype"], options["task"])
+    _resolve_masks(g, None, options["label"], options["ntype"], options["task"])
     list_metrics(options["task"], options["metrics"])
     read_first_rows(g, options["feature"], options["inputs"])
     find_edge_columns(g, read_column_names(options["edge_feats"], "edge_feats"), "edge_feats")
@@ -537,15 +545,16 @@ def _check_num_layers(num_layers: int) -> None:
         raise ConfigError(f"num_layers={num_layers} must be at least 1")
 
 
-def _names(g: DistGraph, masks: Sequence[str] | None, label: str, ntype: str, task: str) -> list[str]:
+def _resolve_masks(g: DistGraph, masks: Sequence[str] | None, label: str, ntype: str, task: str) -> list[str]:
+    """Return the names of the masks. Raise ConfigError if the labels or a mask have a wrong type."""
     data = g.nodes[ntype].data
     if isinstance(masks, Tensor | DistTensor):
         raise ConfigError("masks is a tensor. Pass names of columns of g.ndata, like ['val_mask'].")
     names = [name for name in SPLITS if name in data] if masks is None else [*list_names(masks)]
     for name in (label, *names):
         if name not in data:
-            known = ", ".join(map(repr, data)) or "none"
-            raise ConfigError(f"the nodes have no tensor {name!r} to evaluate with (known: {known})")
+            columns = ", ".join(map(repr, data)) or "none"
+            raise ConfigError(f"the nodes have no tensor {name!r} to evaluate with (known: {columns})")
     for name in names:
         if data[name].dtype not in (torch.bool, torch.uint8) or data[name].ndim != 1:
             raise ConfigError(
@@ -570,7 +579,7 @@ def find_labelled_type(g: DistGraph, label: str = LABEL) -> str:
     return labelled[0]
 
 
-def _accuracy(
+def _measure_accuracy(
     scores: DistTensor, g: DistGraph, ntype: str, label: str, names: Sequence[str]
 ) -> dict[str, float]:
     counts = torch.zeros(len(names), 2, dtype=torch.int64)
@@ -585,7 +594,7 @@ def _accuracy(
     return {name: hit / n if n else math.nan for name, (hit, n) in zip(names, totals, strict=True)}
 
 
-_TARGETS = 4
+_NUM_CHECKED = 4  # destinations of the last random block in check_layers
 
 _REMEDY = (
     "pass the function that forward() applies between its layers as between=, like F.relu, or define "
@@ -607,7 +616,7 @@ def check_layers(
     Args:
         layers: The user's layers. ``steps`` are these layers with the function between them.
         width: Columns of the input.
-        edges: Edge columns by name. The batch gets random rows of them.
+        edges: Edge columns by name. The batch gets random values in columns of their dtype and shape.
     """
 
     def run_in_turn(blocks: Sequence[Any], h: Any) -> None:
@@ -617,9 +626,9 @@ def check_layers(
     if not any(isinstance(layer, nn.Module) for layer in layers):
         return
     weight, generator = find_float_parameter(module), torch.Generator().manual_seed(0)
-    sizes = range(_TARGETS * (len(steps) + 1), 0, -_TARGETS)
-    blocks = [random_block(few, many, 3 * few, generator) for many, few in pairwise(sizes)]
-    graph = dgl.add_self_loop(dgl.rand_graph(_TARGETS, _TARGETS))
+    sizes = range(_NUM_CHECKED * (len(steps) + 1), 0, -_NUM_CHECKED)
+    blocks = [random_block(num_dst, num_src, 3 * num_dst, generator) for num_src, num_dst in pairwise(sizes)]
+    graph = dgl.add_self_loop(dgl.rand_graph(_NUM_CHECKED, _NUM_CHECKED))
     graph.ndata[dgl.NID] = graph.nodes()
     for block in (*blocks, graph):
         for name, column in edges.items():
@@ -627,21 +636,22 @@ def check_layers(
             block.edata[name] = rows.to(column.dtype)
     rows = torch.randn(sizes[0], width, generator=generator).to(weight)
     graphs = [graph.to(weight.device)] * len(steps)
+    # A model takes one block per layer or one graph. The first kind that it runs on decides.
     for forward, batch in (
         (module, [block.to(weight.device) for block in blocks]),
         (lambda graphs, h: module(graphs[0], h), graphs),
     ):
-        start = rows[: batch[0].num_src_nodes()]
+        inputs = rows[: batch[0].num_src_nodes()]
         try:
-            in_forward = _find_rows(module, forward, batch, start)
+            forward_rows = _find_rows(module, forward, batch, inputs)
         except MODEL_ERRORS:
             continue
         try:
-            in_turn = _find_rows(module, run_in_turn, batch, start)
+            step_rows = _find_rows(module, run_in_turn, batch, inputs)
         except MODEL_ERRORS as error:
-            raise ConfigError(f"forward() runs, but not the layers in turn ({error}); {_REMEDY}") from error
+            raise ConfigError(f"forward() runs, but its layers fail in turn ({error}); {_REMEDY}") from error
         for depth, layer in enumerate(layers):
-            a, b = in_forward[id(layer)], in_turn[id(layer)]
+            a, b = forward_rows[id(layer)], step_rows[id(layer)]
             if len(a) == len(b) == 1 and (a[0].shape != b[0].shape or not _is_close(a[0], b[0])):
                 raise ConfigError(
                     f"layer {depth} gets other rows in forward() than from the layers in turn, so the scores "

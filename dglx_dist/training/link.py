@@ -68,17 +68,17 @@ PAIR_LOSSES: Mapping[str, PairLoss | None] = {"bce": None, "bpr": bpr_loss, "sof
 
 _SHARES = (0.8, 0.9)
 """Training edges end at the first share, validation edges at the second."""
-_MADE: WeakKeyDictionary[DistGraph, set[EdgeType]] = WeakKeyDictionary()
-"""Edge types that got their masks from :func:`split_edges`."""
+_GENERATED_MASKS: WeakKeyDictionary[DistGraph, set[EdgeType]] = WeakKeyDictionary()
+"""Edge types with masks from :func:`split_edges`."""
 _TYPE_SHIFT = np.int64(44)
 """Number of bits of a node id in the key of a pair."""
 _REVERSED = ("{}-rev", "rev-{}", "{}_rev", "rev_{}", "reverse_{}")
 """Names of an edge type in the opposite direction."""
 
 
-def _has_name_of_reverse(back: EdgeType, etype: EdgeType) -> bool:
-    swapped = (back[0], back[2]) == (etype[2], etype[0])
-    return swapped and any(form.format(etype[1]) == back[1] for form in _REVERSED)
+def _has_name_of_reverse(candidate: EdgeType, etype: EdgeType) -> bool:
+    swapped = (candidate[0], candidate[2]) == (etype[2], etype[0])
+    return swapped and any(form.format(etype[1]) == candidate[1] for form in _REVERSED)
 
 
 def find_reverse_types(g: DistGraph, targets: Sequence[EdgeType]) -> dict[EdgeType, list[EdgeType]]:
@@ -104,7 +104,7 @@ def find_reverse_types(g: DistGraph, targets: Sequence[EdgeType]) -> dict[EdgeTy
                 elif matched and g.session.topology.rank == 0:
                     names = map(format_type, (candidate, etype))
                     log.warning(
-                        "only %d edges of %s reverse edges of %s: they are not left out", matched, *names
+                        "only %d edges of %s are reverse edges of %s. Batches keep them.", matched, *names
                     )
     return reverse_types
 
@@ -119,14 +119,14 @@ def link_targets(g: DistGraph, names: Sequence[str] = ()) -> list[EdgeType]:
         ConfigError: there is no such edge type, or the graph has several node types and several such edge
             types.
     """
-    known = g.canonical_etypes
+    etypes = g.canonical_etypes
     if names:
-        return [resolve_etype(name, known) for name in names]
-    targets = [etype for etype in known if not any(_has_name_of_reverse(etype, peer) for peer in known)]
+        return [resolve_etype(name, etypes) for name in names]
+    targets = [etype for etype in etypes if not any(_has_name_of_reverse(etype, peer) for peer in etypes)]
     if len(g.ntypes) > 1 and len(targets) > 1:
         names = ", ".join(etype[1] for etype in targets)
         raise ConfigError(
-            f"{g.dataset.folder} has the edge types {names}. Choose some, as with --target {targets[0][1]}."
+            f"{g.dataset.folder} has the edge types {names}. Choose types, as with --target {targets[0][1]}."
         )
     return targets
 
@@ -141,7 +141,7 @@ def split_edges(g: DistGraph, targets: Sequence[EdgeType]) -> bool:
     ones.
 
     Returns:
-        Whether the masks were made by this or an earlier call. False: they belong to the dataset.
+        Whether this or an earlier call added the masks. False: they belong to the dataset.
 
     Raises:
         ConfigError: on all ranks, if only some of the targets have a ``train_mask``.
@@ -151,22 +151,22 @@ def split_edges(g: DistGraph, targets: Sequence[EdgeType]) -> bool:
         unmasked = [etype for etype in targets if TRAIN not in g.edges[etype].data]
         if unmasked and len(unmasked) < len(targets):
             raise ConfigError(
-                f"edges of {unmasked[0]} have no {TRAIN!r}, but those of other targets have. Add masks to "
+                f"edges of {unmasked[0]} have no {TRAIN!r}, but edges of other targets have it. Add masks to "
                 "all of them or to none, or name fewer edge types with --target."
             )
         return unmasked
 
     unmasked = run_on_all_ranks(g.session, find_unmasked, ConfigError)
     for etype in unmasked:
-        for place, name in enumerate(SPLITS):
-            _add_mask(g, etype, name, partial(_is_on_side, g, etype, place))
+        for side, name in enumerate(SPLITS):
+            _add_mask(g, etype, name, partial(_is_on_side, g, etype, side))
     if not count_marked(g, targets, TRAIN):
         raise ConfigError(
             f"no edge of {', '.join(etype[1] for etype in targets[:3])} in {g.dataset.folder} is marked by "
-            f"{TRAIN!r}. Mark some, or name other edge types with --target."
+            f"{TRAIN!r}. Mark edges in this mask, or name other edge types with --target."
         )
-    _MADE.setdefault(g, set()).update(unmasked)
-    made = _MADE[g].issuperset(targets)
+    _GENERATED_MASKS.setdefault(g, set()).update(unmasked)
+    is_generated = _GENERATED_MASKS[g].issuperset(targets)
     reverse = {
         reverse_type: etype
         for etype, reverse_types in find_reverse_types(g, targets).items()
@@ -177,11 +177,11 @@ def split_edges(g: DistGraph, targets: Sequence[EdgeType]) -> bool:
             continue
         if etype not in reverse:
             _add_mask(g, etype, TRAIN, lambda ids: np.ones(len(ids), np.bool_))
-        elif made:
+        elif is_generated:
             _add_mask(g, etype, TRAIN, partial(_is_on_side, g, etype, 0))
         else:
             _add_mask(g, etype, TRAIN, _read_reverse_mask(g, etype, reverse[etype]))
-    return made
+    return is_generated
 
 
 def count_marked(g: DistGraph, targets: Sequence[EdgeType], mask: str) -> int:
@@ -191,41 +191,43 @@ def count_marked(g: DistGraph, targets: Sequence[EdgeType], mask: str) -> int:
     return int(gather_int64([marked], g.session).sum())
 
 
-def _add_mask(g: DistGraph, etype: EdgeType, name: str, mask_of: Callable[[Array], Array]) -> None:
+def _add_mask(g: DistGraph, etype: EdgeType, name: str, compute_mask: Callable[[Array], Array]) -> None:
     policy = g.get_edge_partition_policy(etype)
 
-    def rows(_shape: tuple[int, ...], _dtype: torch.dtype) -> Tensor:
-        first, last = (int(at) for at in policy.bounds[policy.part_id : policy.part_id + 2])
-        return torch.from_numpy(mask_of(np.arange(first, last)))
+    def read_rows(_shape: tuple[int, ...], _dtype: torch.dtype) -> Tensor:
+        first, last = (int(bound) for bound in policy.bounds[policy.part_id : policy.part_id + 2])
+        return torch.from_numpy(compute_mask(np.arange(first, last)))
 
-    DistTensor((g.num_edges(etype),), torch.bool, name, rows, policy, graph=g)
+    DistTensor((g.num_edges(etype),), torch.bool, name, read_rows, policy, graph=g)
 
 
 def _is_on_side(g: DistGraph, etype: EdgeType, side: int, ids: Array) -> Array:
-    """Return (K,) whether edges are on a side: 0 training, 1 validation, 2 test."""
+    """Return (K,) bool: whether each edge is on ``side``, which is 0 for training, 1 validation, 2 test."""
     ends = []
     for ntype, nodes in zip((etype[0], etype[2]), g.find_edges(ids, etype), strict=True):
         ends.append(g.orig_ids(nodes, ntype).numpy() + (g.ntypes.index(ntype) << _TYPE_SHIFT))
     low, high = np.minimum(*ends), np.maximum(*ends)
     words = splitmix64(hash_ids(low, stream_key(0, 0, 0)) ^ hash_ids(high, stream_key(0, 0, 1)))
+    # The words are uniform below 2**64, so the quotients are uniform in [0, 1).
     return np.asarray(np.searchsorted(_SHARES, words / 2.0**64, side="right") == side)
 
 
 def _read_reverse_mask(g: DistGraph, etype: EdgeType, target: EdgeType) -> Callable[[Array], Array]:
-    table, mask = reverse_edge_ids(g, etype, reverse_etype=target), g.edges[target].data[TRAIN]
+    """Return a function from ids to the train mask of the edges that they reverse, or True without any."""
+    target_ids, mask = reverse_edge_ids(g, etype, reverse_etype=target), g.edges[target].data[TRAIN]
 
-    def mask_of(ids: Array) -> Array:
-        targets = table[ids].numpy()
+    def read_mask(ids: Array) -> Array:
+        targets = target_ids[ids].numpy()
         is_reverse = targets != NO_REVERSE
         marked = np.ones(len(ids), np.bool_)
         marked[is_reverse] = mask[targets[is_reverse]].bool().numpy()
         return marked
 
-    return mask_of
+    return read_mask
 
 
 class Decoder(nn.Module, ABC):
-    """Scores of (subject, relation, object). Relations are numbers, and rows have width d.
+    """Scores of (subject, relation, object). Relations are indices, and rows have width d.
 
     A decoder turns a known end and a relation into a query row. It compares the query with rows of the other
     end by their dot product, unless it overrides :meth:`_score_pairs` and :meth:`_score_candidates`.
@@ -379,7 +381,7 @@ def _check_halves(name: str, width: int) -> None:
 
 
 def _multiply_complex(rows: Tensor, real: Tensor, imaginary: Tensor) -> Tensor:
-    """Return the complex product of (E, d) rows with (E, d / 2) numbers."""
+    """Return the (E, d) complex products of (E, d) rows with the (E, d / 2) parts of complex numbers."""
     a, b = rows.chunk(2, -1)
     return torch.cat([a * real - b * imaginary, a * imaginary + b * real], -1)
 
@@ -398,12 +400,12 @@ def score_pairs(
 ) -> Tensor:
     """Return the (E,) scores of all edges of a pair graph, in the order of its edge types.
 
-    One product computes them even without edges, because such a rank must still take part in backward.
+    The scores are computed even without edges, because every rank must take part in backward.
 
     Args:
-        decoder: Scores the ends.
+        decoder: Decoder that scores the ends of each edge.
         pair_graph: Graph of positives or of negatives that an edge loader yields.
-        h: (num_nodes, d) rows of its nodes per node type, or a tensor if there is one node type.
+        h: (num_nodes, d) rows of the pair graph's nodes per node type, or a tensor if there is one node type.
         etypes: Edge types in the decoder's order: ``g.canonical_etypes``.
 
     Raises:
@@ -411,31 +413,31 @@ def score_pairs(
     """
     merged = merge_pairs(pair_graph)
     if not isinstance(h, Tensor):
-        like, pieces = next(iter(h.values())), []
+        template, pieces = next(iter(h.values())), []
         for ntype in pair_graph.ntypes:
-            n = pair_graph.num_nodes(ntype)
+            count = pair_graph.num_nodes(ntype)
             # A type without a target may have no rows. A model may return rows of more nodes.
-            pieces.append(h[ntype][:n] if ntype in h else like.new_zeros(n, like.shape[1]))
-            if len(pieces[-1]) < n:
+            pieces.append(h[ntype][:count] if ntype in h else template.new_zeros(count, template.shape[1]))
+            if len(pieces[-1]) < count:
                 raise ConfigError(
-                    f"there are {len(pieces[-1])} rows for the {n} nodes of type {ntype!r} of the pair "
-                    "graph. Return one per node, in the order of the last block's destinations."
+                    f"there are {len(pieces[-1])} rows for the {count} nodes of type {ntype!r} of the "
+                    "pair graph. Return one row per node, in the order of the last block's destinations."
                 )
         h = torch.cat(pieces)
-    numbers = {etype: number for number, etype in enumerate(etypes)}
-    number_of = torch.tensor([numbers[etype] for etype in merged.etypes], device=h.device)
+    indices = {etype: index for index, etype in enumerate(etypes)}
+    relations = torch.tensor([indices[etype] for etype in merged.etypes], device=h.device)
     subject, objects = (h.index_select(0, ends) for ends in merged.ends)
-    return decoder(subject, number_of[merged.relation], objects)
+    return decoder(subject, relations[merged.relation], objects)
 
 
 @final
 class LinkModel(nn.Module):
-    """Rows of nodes, computed by an encoder or trained directly, and the scores of pairs of them.
+    """Scores of pairs of nodes from rows that an encoder computes or that are trained directly.
 
     Args:
         encoder: Called with blocks and rows. None: trainable rows with ``scale=decoder.row_scale`` are
             scored.
-        decoder: Scores pairs. A trained bias is added.
+        decoder: Decoder that scores pairs. The model adds a trained bias.
         etypes: ``g.canonical_etypes``.
 
     Raises:
@@ -472,7 +474,7 @@ def _uses_graph_degrees(module: nn.Module) -> bool:
 def compute_rows(
     model: nn.Module, g: DistGraph, inputs: EntityInputs | None, feature: str = FEATURE
 ) -> Iterator[dict[str, DistTensor]]:
-    """Yield the (N, d) rows of every node type that a :class:`LinkModel` scores. Collective.
+    """Yield the (N, d) rows that a :class:`LinkModel` scores, by node type. Collective.
 
     An encoder computes them along edges of ``train_mask``. Its rows are deleted at the end of the block.
     """
@@ -487,12 +489,12 @@ def compute_rows(
 
 
 SplitEdges: TypeAlias = dict[tuple[str, str], Array]
-"""Node types of the ends to this rank's edges of a split: (4, Q) int64 position of the edge type in
-``g.canonical_etypes``, source, destination, and a random destination.
+"""Maps the node types of both ends to this rank's Q edges of a split: (4, Q) int64 with the rows index of the
+edge type in ``g.canonical_etypes``, source, destination, and random destination.
 """
 RankedEdges: TypeAlias = Mapping[tuple[str, str], Mapping[str, Tensor]]
-"""Node types of the ends to columns of this rank's Q edges, see :meth:`LinkEvaluation.test_edges`."""
-_BEST = 10
+"""Maps the node types of both ends to columns of Q edges, see :meth:`LinkEvaluation.test_edges`."""
+_NUM_BEST = 10  # maximum number of destinations that are listed for a test edge
 
 
 @final
@@ -523,7 +525,7 @@ class LinkEvaluation:
         self.g, self.targets, self.inputs = g, targets, inputs
         self.metrics, self.feature = list_names(metrics) or list_metrics(LINK, ()), feature
         self._edges_by_split: dict[str, SplitEdges] = {}
-        self._true: KnownEdges | None = None
+        self._true_edges: KnownEdges | None = None
 
     def __call__(self, model: nn.Module) -> dict[str, float]:
         """Return ``val_mrr``, ``test_mrr`` and so on. Collective.
@@ -543,7 +545,7 @@ class LinkEvaluation:
         """Rank this rank's test edges, with the ``stored`` rows of :func:`compute_rows` if given. Collective.
 
         Returns:
-            By pair of node types, which are the same on all ranks: (Q,) int64 ``relation`` (position in
+            By pair of node types, which are the same on all ranks: (Q,) int64 ``relation`` (index in
                 ``g.canonical_etypes``), ``source``, ``destination``; (Q,) ``score`` without the model's bias;
                 (Q,) float64 ``rank`` of the destination, and ``source_rank`` if sources are ranked; (Q, K)
                 ``best``, at most 10 destinations other than the source that are no known edges, and
@@ -557,44 +559,46 @@ class LinkEvaluation:
         def rank_edges() -> RankedEdges:
             test_edges = self._edges_by_split.get(TEST, {}).items()
             return {
-                ntypes: self._find_best(module.decoder, rows, ntypes, edges) for ntypes, edges in test_edges
+                ntypes: self._find_best_ids(module.decoder, rows, ntypes, edges)
+                for ntypes, edges in test_edges
             }
 
         with evaluating(module):
             return run_on_all_ranks(self.g.session, rank_edges, ConfigError)
 
-    def _find_best(
+    def _find_best_ids(
         self, decoder: Decoder, rows: Mapping[str, Tensor], ntypes: tuple[str, str], edges: Array
     ) -> Mapping[str, Tensor]:
+        """Return the columns of :meth:`test_edges` for the edges of a pair of node types."""
         source, destination = (rows[ntype] for ntype in ntypes)
-        at_most = min(_BEST, len(destination))
-        kept = [(torch.empty(0), torch.empty(0, at_most, dtype=torch.int64), torch.empty(0, at_most))]
+        num_best = min(_NUM_BEST, len(destination))
+        batches = [(torch.empty(0), torch.empty(0, num_best, dtype=torch.int64), torch.empty(0, num_best))]
 
-        def keep(positive: Tensor, candidates: Tensor) -> None:
+        def keep_best(positive: Tensor, candidates: Tensor) -> None:
             candidates.masked_fill_(candidates.isnan(), -math.inf)
-            if ntypes[0] == ntypes[1]:  # an edge from a node to itself is not proposed
-                first = sum(len(scores) for scores, *_ in kept)
-                own = torch.from_numpy(edges[1, first : first + len(candidates)]).to(candidates.device)
-                candidates[torch.arange(len(own), device=own.device), own] = -math.inf
-            best = candidates.topk(at_most)
-            kept.append((positive.cpu(), best.indices.cpu(), best.values.cpu()))
+            if ntypes[0] == ntypes[1]:  # edges from a node to itself are no candidates
+                offset = sum(len(scores) for scores, *_ in batches)
+                sources = torch.from_numpy(edges[1, offset : offset + len(candidates)]).to(candidates.device)
+                candidates[torch.arange(len(sources), device=sources.device), sources] = -math.inf
+            best = candidates.topk(num_best)
+            batches.append((positive.cpu(), best.indices.cpu(), best.values.cpu()))
 
-        ranks = self._rank(decoder, source, destination, self._make_queries(ntypes, edges), keep)
+        ranks = self._rank(decoder, source, destination, self._make_queries(ntypes, edges), keep_best)
         columns = dict(zip(("relation", "source", "destination"), torch.from_numpy(edges), strict=False))
         columns |= dict(zip(("rank", "source_rank"), ranks, strict=False))
-        best_columns = map(torch.cat, zip(*kept, strict=True))
+        best_columns = map(torch.cat, zip(*batches, strict=True))
         return columns | dict(zip(("score", "best", "best_scores"), best_columns, strict=True))
 
     def _read(self, model: nn.Module, stored: Any = None) -> tuple[Any, dict[str, Tensor]]:
         """Return the uncut model and all rows of the ranked types. Collective."""
-        if self._true is None:
+        if self._true_edges is None:
             splits = {name: self._read_split(name) for name in (VALIDATION, TEST)}
             sizes = [sum(edges.shape[1] for edges in split.values()) for split in splits.values()]
             totals = gather_int64(sizes, self.g.session).sum(axis=0)
             self._edges_by_split = {
                 name: splits[name] for name, total in zip(splits, totals, strict=True) if total
             }
-            self._true = self._find_true_edges(self._edges_by_split.values())
+            self._true_edges = self._find_true_edges(self._edges_by_split.values())
         module: Any = gather_module(model)
         ntypes = {ntype for etype in self.targets for ntype in (etype[0], etype[2])}
         source: Any = nullcontext(stored)
@@ -604,19 +608,21 @@ class LinkEvaluation:
             return module, {ntype: rows[ntype][:].to(module.bias) for ntype in ntypes}
 
     def _read_split(self, split: str) -> SplitEdges:
-        g, pieces = self.g, dict[tuple[str, str], list[Array]]()
-        for number, etype in enumerate(g.canonical_etypes):
+        """Return this rank's edges of a split. The ids of the edges determine the random destinations."""
+        g, columns_by_ntypes = self.g, dict[tuple[str, str], list[Array]]()
+        for relation, etype in enumerate(g.canonical_etypes):
             if etype in self.targets and split in g.edges[etype].data:
                 ids = edge_split(g.edges[etype].data[split], g.get_partition_book(), etype).numpy()
                 u, v = (ends.numpy() for ends in g.find_edges(ids, etype))
-                random = hash_ids(ids, stream_key(0, 1, number)) % np.uint64(g.num_nodes(etype[2]))
-                columns = [np.full_like(u, number), u, v, random.astype(np.int64)]
-                pieces.setdefault((etype[0], etype[2]), []).append(np.stack(columns))
-        return {ntypes: np.concatenate(columns, 1) for ntypes, columns in pieces.items()}
+                random_ids = hash_ids(ids, stream_key(0, 1, relation)) % np.uint64(g.num_nodes(etype[2]))
+                columns = [np.full_like(u, relation), u, v, random_ids.astype(np.int64)]
+                columns_by_ntypes.setdefault((etype[0], etype[2]), []).append(np.stack(columns))
+        return {ntypes: np.concatenate(columns, 1) for ntypes, columns in columns_by_ntypes.items()}
 
     def _make_queries(self, ntypes: tuple[str, str], edges: Array) -> list[Array]:
         """Return (3, Q) subjects, relations and answers for each end that is ranked."""
-        # The number of the relation encodes the types of the ids and the end that is ranked.
+        # Queries for sources have relations after all edge types, to keep them apart from queries for
+        # destinations.
         relation, u, v = edges[:3]
         queries = [np.stack([u, relation, v])]
         if ntypes[0] == ntypes[1]:
@@ -624,32 +630,34 @@ class LinkEvaluation:
         return queries
 
     def _find_true_edges(self, splits: Iterable[SplitEdges]) -> KnownEdges:
-        """Return the answers of all ranks' queries. Collective."""
-        g, width, nothing = self.g, max(map(self.g.num_nodes, self.g.ntypes)), np.empty((3, 0), np.int64)
+        """Return the true edges that answer the queries of all ranks. Collective."""
+        g, id_limit, empty = self.g, max(map(self.g.num_nodes, self.g.ntypes)), np.empty((3, 0), np.int64)
 
         def make_keys(queries: Array) -> Array:
-            return np.asarray(queries[1] * width + queries[0])
+            return np.asarray(queries[1] * id_limit + queries[0])
 
-        queries = [nothing]
+        queries = [empty]
         for split in splits:
             for ntypes, edges in split.items():
                 queries += self._make_queries(ntypes, edges)
         keys = np.unique(make_keys(np.concatenate(queries, 1)))
-        query_keys, kept = np.unique(np.concatenate(gather_arrays(keys, g.session))), [nothing]
-        for number, etype in enumerate(g.canonical_etypes):
+        query_keys, answers = np.unique(np.concatenate(gather_arrays(keys, g.session))), [empty]
+        for relation, etype in enumerate(g.canonical_etypes):
             owned = g.get_edge_partition_policy(etype).owned_range if etype in self.targets else (0, 0)
             for first, last in split_range(owned, _EDGES_AT_ONCE):
                 u, v = (ends.numpy() for ends in g.find_edges(np.arange(first, last), etype))
-                own_edges = np.stack([np.full_like(u, number), u, v])
+                own_edges = np.stack([np.full_like(u, relation), u, v])
                 for query in self._make_queries((etype[0], etype[2]), own_edges):
-                    kept.append(query[:, np.isin(make_keys(query), query_keys)])
-        edges_of_all = np.concatenate(gather_arrays(np.concatenate(kept, 1).T.copy(), g.session))
+                    answers.append(query[:, np.isin(make_keys(query), query_keys)])
+        edges_of_all = np.concatenate(gather_arrays(np.concatenate(answers, 1).T.copy(), g.session))
         return KnownEdges(*torch.from_numpy(edges_of_all.T.copy()))
 
     def _measure_split(
         self, decoder: Decoder, rows: Mapping[str, Tensor], split_edges: SplitEdges
     ) -> dict[str, float]:
-        def score() -> tuple[Tensor, Tensor]:
+        """Return the metrics of a split by name. Collective."""
+
+        def score_edges() -> tuple[Tensor, Tensor]:
             ranks, scores = [torch.empty(0)], [torch.empty(2, 0)]
             for ntypes, edges in split_edges.items():
                 source, destination = (rows[ntype] for ntype in ntypes)
@@ -660,13 +668,13 @@ class LinkEvaluation:
             return torch.cat(ranks), torch.cat(scores, 1)
 
         session = self.g.session
-        ranks, scores = run_on_all_ranks(session, score, ConfigError)
-        label = torch.tensor([[1], [0]]).expand_as(scores).flatten()
+        ranks, scores = run_on_all_ranks(session, score_edges, ConfigError)
+        labels = torch.tensor([[1], [0]]).expand_as(scores).flatten()
         pair_metrics = {"auc": roc_auc, "roc_auc": roc_auc, "average_precision": average_precision}
 
         def compute_metric(name: str) -> float:
             if name in pair_metrics:
-                return pair_metrics[name](scores.flatten(), label, session)
+                return pair_metrics[name](scores.flatten(), labels, session)
             if name == "mrr":
                 return mrr(ranks, session)
             return hits_at(int(name.removeprefix("hits@")), ranks, session)
@@ -681,6 +689,8 @@ class LinkEvaluation:
         queries: Sequence[Array],
         after: AfterRanking | None = None,
     ) -> Iterator[Tensor]:
+        """Yield the (Q,) ranks of destinations, then of sources if there are queries for them."""
+
         def score_objects(ids: Tensor, relation: Tensor) -> Tensor:
             return decoder.all_objects(source[ids], relation.to(source.device), destination)
 
@@ -691,10 +701,10 @@ class LinkEvaluation:
         for score_all, query, hook in zip(
             (score_objects, score_subjects), queries, (after, None), strict=False
         ):
-            yield rank_of_answer(score_all, *map(torch.from_numpy, query), known=self._true, after=hook)
+            yield rank_of_answer(score_all, *map(torch.from_numpy, query), known=self._true_edges, after=hook)
 
 
-_EDGES_AT_ONCE = 1 << 22
+_EDGES_AT_ONCE = 1 << 22  # edges whose ends are read at a time
 
 
 def link_loader(
@@ -721,10 +731,10 @@ def link_loader(
     """
     book = g.get_partition_book()
     eids = {etype: edge_split(g.edges[etype].data[TRAIN], book, etype) for etype in targets}
-    both = all(etype[0] == etype[2] for etype in targets)
-    options["negative_sampler"] = Uniform(negatives, "both" if both else "tail")
+    replaces_sources = all(etype[0] == etype[2] for etype in targets)
+    options["negative_sampler"] = Uniform(negatives, "both" if replaces_sources else "tail")
     if fanouts is None:
-        sampler = dgl.dataloading.NeighborSampler([0])
+        sampler = dgl.dataloading.NeighborSampler([0])  # one block without edges
     else:
         types = g.ntypes if inputs is None else inputs.feature_widths
         columns = {ntype: [FEATURE if inputs is None else inputs.feature] for ntype in types}
@@ -732,8 +742,8 @@ def link_loader(
         reverse_types = find_reverse_types(g, targets)
         tables = {
             etype: {
-                back: reverse_edge_ids(g, etype, reverse_etype=back)
-                for back in [*([etype] if etype[0] == etype[2] else []), *reverse_types[etype]]
+                reverse_type: reverse_edge_ids(g, etype, reverse_etype=reverse_type)
+                for reverse_type in [*([etype] if etype[0] == etype[2] else []), *reverse_types[etype]]
             }
             for etype in targets
         }

@@ -90,22 +90,22 @@ class TrainingRun:
         self._scheduler = objects.get(SCHEDULER)
         self.files = WeightFiles(config.weights_folder, step.model)
         folder, every = config.checkpoint_folder, count_steps_between(config.checkpoint_every, len(loader))
-        # If checkpoints only serve the best epoch, all other ones are useless.
+        # If checkpoints only keep the best epoch, one is enough.
         keep = config.keep or (1 if config.patience and not every else None)
         self._writer = None if folder is None else checkpoint.CheckpointWriter(folder, self._state, keep)
-        self._deciding = config.metric[0] if config.metric else ""
+        self._deciding_metric = config.metric[0] if config.metric else ""
         self._task = config.task if isinstance(config.task, str) else "own"
         self.result = FitResult(precision=step.precision, task=self._task)
         """Result of the epochs so far."""
-        self._next = 0
-        """Number of the next or current epoch."""
-        self._stopping = EarlyStopping(config.patience, self._deciding in LESS_IS_BETTER)
-        self._so_far: dict[str, float] = {}
-        """Figures of the current epoch, before the loader's position."""
+        self._next_epoch = 0
+        """Index of the next or current epoch."""
+        self._stopping = EarlyStopping(config.patience, self._deciding_metric in LESS_IS_BETTER)
+        self._figures: dict[str, float] = {}
+        """Figures of the steps of the current epoch that are done."""
         self._best: tuple[BestWeights, FitResult | Progress] | None = None
         """Weights and results of the best epoch, if no folder has them."""
         self.sent = Counter[tracing.Pair]()
-        """Bytes of this rank's ledger in training so far."""
+        """Bytes of this rank's ledger during training so far."""
         self._steps_between = 0 if folder is None else every
         """Number of steps between regular checkpoints. 0: there are none."""
         self._saved_at: tuple[int, int] | None = None
@@ -126,15 +126,15 @@ class TrainingRun:
         resumed = checkpoint.load(folder, **vars(self._state), which="newest")
         if self._session.topology.rank == 0:
             differences = find_differences(extra, self._facts)
-            note = f" of another configuration ({differences}), with its settings of the optimizer"
-            log.warning("resuming from %s%s", resumed.path, note if differences else "")
+            suffix = f" of another configuration ({differences}), with its settings of the optimizer"
+            log.warning("resuming from %s%s", resumed.path, suffix if differences else "")
         saved, self._saved_at = Progress(resumed.extra), (resumed.epoch, resumed.step)
-        self._next = resumed.epoch
+        self._next_epoch = resumed.epoch
         if self._is_comparable(saved, folder):
             self._stopping.resume(saved.best, saved.evaluations_since_best)
         self.first_step = resumed.step
         if resumed.step:
-            self._so_far = saved.so_far[self._session.topology.rank]
+            self._figures = saved.so_far[self._session.topology.rank]
         self.result = FitResult(
             accuracy=saved.accuracy,
             metrics=saved.metrics,
@@ -146,22 +146,22 @@ class TrainingRun:
             precision=self._step.precision,
         )
         if not self.has_epochs and self._session.topology.rank == 0:
-            log.warning("nothing to train: %d epochs are done", self._next)
+            log.warning("nothing to train: %d epochs are done", self._next_epoch)
 
     def _is_comparable(self, saved: Progress, folder: str | Path) -> bool:
         """Return whether the saved best epoch has the same metric and its weights exist. Collective."""
         if saved.best[0] is None:
             return True
-        problem = ""
-        if saved.deciding not in (None, self._deciding):
-            problem = f"by {saved.deciding}, but {self._deciding or 'the accuracy'} decides now"
+        reason = ""
+        if saved.deciding not in (None, self._deciding_metric):
+            reason = f"by {saved.deciding}, but {self._deciding_metric or 'the accuracy'} decides now"
         elif self._config.patience is not None:
             extra = checkpoint.read_extra(self._checkpoint_path(saved.best[0]), Progress)
             if extra is None or str(Progress(extra).best) != str(saved.best):
-                problem = f"but {folder} does not have its weights"
-        if problem and self._session.topology.rank == 0:
-            log.warning("epoch %d was the best, %s. Only later epochs are compared.", saved.best[0], problem)
-        return not problem
+                reason = f"but {folder} does not have its weights"
+        if reason and self._session.topology.rank == 0:
+            log.warning("epoch %d was the best, %s. Only later epochs are compared.", saved.best[0], reason)
+        return not reason
 
     def _checkpoint_path(self, epoch: int) -> Path:
         assert self._config.checkpoint_folder is not None
@@ -179,7 +179,7 @@ class TrainingRun:
         if (patience := self._config.patience) is not None:
             is_measured = self._config.own_task is None or self._config.evaluate is not None
             remedy = "partition with a val_mask" if is_measured else "set evaluate="
-            raise ConfigError(f"--early-stop {patience} needs validation targets. Leave it out, or {remedy}.")
+            raise ConfigError(f"--early-stop {patience} needs validation targets. Remove it, or {remedy}.")
 
     @property
     def is_stopped(self) -> bool:
@@ -189,18 +189,18 @@ class TrainingRun:
         """End training. Save a checkpoint if it was stopped, or return to the best epoch. Collective."""
         self._session.stop_point.close()
         if not self.is_stopped:
-            self.files.write(FINAL_WEIGHTS, self._next - 1)
-            shown_epoch = self._next - 1 if self._config.patience is None else self._load_best()
+            self.files.write(FINAL_WEIGHTS, self._next_epoch - 1)
+            shown_epoch = self._next_epoch - 1 if self._config.patience is None else self._load_best()
             self.files.complete(shown_epoch, self.result.best_epoch)
         step = int(self._loader.state_dict()["step"])
-        if self.is_stopped and self._saved_at != (self._next, step):
+        if self.is_stopped and self._saved_at != (self._next_epoch, step):
             self._save(step, wait=True)
 
     def _load_best(self) -> int:
         """Load the weights and scores of the best epoch, unless it is the last one. Return that epoch."""
         epoch = self.result.best_epoch
-        if epoch is None or epoch == self._next - 1:
-            return self._next - 1
+        if epoch is None or epoch == self._next_epoch - 1:
+            return self._next_epoch - 1
         if self._writer is None:
             assert self._best is not None
             weights, scores = self._best
@@ -214,14 +214,14 @@ class TrainingRun:
         return epoch
 
     def make_stop_error(self) -> Stopped:
-        error = Stopped(*(self._saved_at or (self._next, 0)), self._config.checkpoint_folder)
+        error = Stopped(*(self._saved_at or (self._next_epoch, 0)), self._config.checkpoint_folder)
         if self._session.topology.rank == 0:
             log.warning("%s", error)
         return error
 
     @property
     def has_epochs(self) -> bool:
-        return self._next < self._config.epochs and not self.result.stopped_early
+        return self._next_epoch < self._config.epochs and not self.result.stopped_early
 
     def advance(self, trainer: EpochTrainer | None, after_step: Callable[[], None]) -> Sequence[EpochRecord]:
         """Train one epoch, or with a ``trainer`` the epochs until the next stop. Evaluate and save there."""
@@ -230,13 +230,13 @@ class TrainingRun:
                 return []
             records = [record]
         else:
-            records, rows = trainer.run(self._next, self._next_stop() - self._next)
+            records, rows = trainer.run(self._next_epoch, self._next_stop() - self._next_epoch)
             self._count_bytes(rows)
             for _ in records:
                 after_step()
-        self._next += len(records)
-        own = dict(self._step.model.module.named_parameters())
-        check_replicas({name: own[name] for name in self._step.model.parts.replicated}, self._session)
+        self._next_epoch += len(records)
+        parameters = dict(self._step.model.module.named_parameters())
+        check_replicas({name: parameters[name] for name in self._step.model.parts.replicated}, self._session)
         records[-1] = self._finish(records[-1])
         self.result.epochs.extend(records)
         if any(math.isnan(record.loss) for record in records) and not self._is_warned:
@@ -261,17 +261,17 @@ class TrainingRun:
 
         while True:
             if self._steps_between:
-                steps_done = self._next * len(self._loader) + self._loader.state_dict()["step"]
-                due = (steps_done // self._steps_between + 1) * self._steps_between
+                steps_done = self._next_epoch * len(self._loader) + self._loader.state_dict()["step"]
+                next_save = (steps_done // self._steps_between + 1) * self._steps_between
                 # A pass that ends at the checkpoint has no batches in flight or prefetched, so its bits and
                 # bytes equal those of a resumed run.
-                self._end_pass_at(due - self._next * len(self._loader))
-            before = self._g.kvstore.cache_counts()
-            figures, rows = train_pass(self._step, self._loader, self._session, after_each, self._so_far)
+                self._end_pass_at(next_save - self._next_epoch * len(self._loader))
+            counts_before = self._g.kvstore.cache_counts()
+            figures, rows = train_pass(self._step, self._loader, self._session, after_each, self._figures)
             self._count_bytes(rows)
-            counts = self._g.kvstore.cache_counts() - before
-            hits, misses = (self._so_far.get(name, 0) for name in ("hits", "misses"))
-            self._so_far |= {**figures, "hits": hits + counts.hits, "misses": misses + counts.misses}
+            counts = self._g.kvstore.cache_counts() - counts_before
+            hits, misses = (self._figures.get(name, 0) for name in ("hits", "misses"))
+            self._figures |= {**figures, "hits": hits + counts.hits, "misses": misses + counts.misses}
             if overlaps:
                 stop_point.should_stop()
             if not (step := self._loader.state_dict()["step"]):
@@ -279,9 +279,9 @@ class TrainingRun:
             if self.is_stopped:
                 return None
             pause = self._save(step)
-            self._so_far = {**self._so_far, "checkpoint_s": self._so_far.get("checkpoint_s", 0) + pause}
-        totals, self._so_far = self._so_far, {}
-        record = tracing.gather_figures(gather_json(totals, self._session), self._next)
+            self._figures = {**self._figures, "checkpoint_s": self._figures.get("checkpoint_s", 0) + pause}
+        totals, self._figures = self._figures, {}
+        record = tracing.gather_figures(gather_json(totals, self._session), self._next_epoch)
         has_classes = self._task == CLASSIFICATION or self._task not in METRICS_OF
         return record if has_classes else replace(record, train_accuracy=math.nan)
 
@@ -294,29 +294,32 @@ class TrainingRun:
             self.sent[row.phase, row.source, row.destination] += row.num_bytes
 
     def _next_stop(self) -> int:
-        # The loader of a trainer has one step per epoch.
+        """Return the epoch before which a trainer stops for an evaluation or a checkpoint, or at the end."""
+        # The loader of a trainer has one step per epoch, so steps between checkpoints are epochs.
         config = self._config
-        every = [number for number in (config.eval_every, self._steps_between) if number]
-        return min([config.epochs, *((self._next // number + 1) * number for number in every)])
+        intervals = [interval for interval in (config.eval_every, self._steps_between) if interval]
+        return min([config.epochs, *((self._next_epoch // every + 1) * every for every in intervals)])
 
     def _finish(self, record: EpochRecord) -> EpochRecord:
+        """Evaluate, step the scheduler and save, if due after an epoch. Return the completed record."""
         config = self._config
-        last = self._next == config.epochs
-        if last or (config.eval_every and self._next % config.eval_every == 0):
+        is_last = self._next_epoch == config.epochs
+        if is_last or (config.eval_every and self._next_epoch % config.eval_every == 0):
             record = self._evaluate(record)
-        last = last or self.result.stopped_early
+        is_last = is_last or self.result.stopped_early
         if self._scheduler is not None and not isinstance(self._scheduler, ReduceLROnPlateau):
             self._scheduler.step()
         self._session.stop_point.should_stop()
         # Otherwise the checkpoint that a resumed run began with would remain its newest one.
-        saves, every = self._steps_between or self._saved_at is not None, self._steps_between or math.inf
+        saves, interval = self._steps_between or self._saved_at is not None, self._steps_between or math.inf
         is_best = self._writer is not None and config.patience and self.result.best_epoch == record.epoch
-        if is_best or (saves and (last or self._next * len(self._loader) % every == 0)):
-            pauses = gather_json(self._save(wait=last), self._session)
+        if is_best or (saves and (is_last or self._next_epoch * len(self._loader) % interval == 0)):
+            pauses = gather_json(self._save(wait=is_last), self._session)
             record = replace(record, checkpoint_s=record.checkpoint_s + max(pauses))
         return record
 
     def _evaluate(self, record: EpochRecord) -> EpochRecord:
+        """Update the result and the best epoch. Return ``record`` with the metrics. Collective."""
         config = self._config
         for rows in self._step.sparse:
             # With an asynchronous optimizer, other ranks may still be writing rows.
@@ -330,7 +333,7 @@ class TrainingRun:
             val_accuracy = accuracy.get(VALIDATION, metrics.get("val_accuracy"))
             record = replace(record, metrics=metrics, val_accuracy=val_accuracy)
         self.result = replace(self.result, accuracy=accuracy, metrics=metrics)
-        validation = metrics.get(f"val_{self._deciding}", accuracy.get(VALIDATION))
+        validation = metrics.get(f"val_{self._deciding_metric}", accuracy.get(VALIDATION))
         if validation is None:
             self._check_patience()
             return record
@@ -375,15 +378,15 @@ class TrainingRun:
             None if best[0] is None or not self._config.patience else self._checkpoint_path(best[0])
         )
         self._writer.save(
-            epoch=self._next,
+            epoch=self._next_epoch,
             step=step,
             extra={
                 "best": None if best[0] is None else best,
-                "deciding": self._deciding,
+                "deciding": self._deciding_metric,
                 "evaluations_since_best": self._stopping.evaluations_since,
                 "accuracy": self.result.accuracy,
                 "metrics": self.result.metrics,
-                "so_far": gather_json(self._so_far, self._session) if step else [],
+                "so_far": gather_json(self._figures, self._session) if step else [],
                 TRAINED_WITH: describe_strategy(self._session),
                 PRECISION: self.result.precision,
                 FACTS: self._facts,
@@ -391,7 +394,7 @@ class TrainingRun:
             },
             wait=wait,
         )
-        self._saved_at = (self._next, step)
+        self._saved_at = (self._next_epoch, step)
         return time.perf_counter() - begin
 
 
@@ -449,11 +452,11 @@ def train_pass(
     for batch in loader:
         # Steps are numbered like the loader's batches, so that a trace shows the batch of a step.
         position = loader.state_dict()
-        number = position["epoch"] * len(loader) + position["step"] - 1
+        index = position["epoch"] * len(loader) + position["step"] - 1
         if step.schedule is not None:
-            step.set_rates(compute_rate_factor(step.schedule, number, len(loader)))
+            step.set_rates(compute_rate_factor(step.schedule, index, len(loader)))
         place = position["step"], step.accumulation.find_last_step(position["step"], len(loader))
-        step_loss = _train_step(step, batch, place, partial(session.timeline.span, row=COMPUTE, batch=number))
+        step_loss = _train_step(step, batch, place, partial(session.timeline.span, row=COMPUTE, batch=index))
         if step_loss.num_targets:
             # The mean over no targets is NaN, which would spoil the total.
             steps.append((step_loss.loss.detach(), step_loss.num_correct, step_loss.num_targets))
@@ -484,18 +487,18 @@ def train_pass(
 
 
 def _train_step(
-    step: Step, batch: Any, position: tuple[int, int], span: Callable[[str], AbstractContextManager[None]]
+    step: Step, batch: Any, step_range: tuple[int, int], span: Callable[[str], AbstractContextManager[None]]
 ) -> StepLoss:
-    """Train on a batch. ``position`` is (its number, the number of the last batch of the optimizer step)."""
+    """Train on a batch. ``step_range`` is its step in the epoch and the last step with the same update."""
     autocast: AbstractContextManager[Any] = nullcontext()
     if step.precision == BF16:
         autocast = torch.autocast(find_float_parameter(step.model).device.type, torch.bfloat16)
-    is_last = position[0] == position[1]
+    is_last = step_range[0] == step_range[1]
     step.accumulation.begin()
     with nullcontext() if is_last else step.model.no_sync():
         with span("forward"), autocast:
             step_loss = step.task(step.model, batch)
-        if (position[0] - 1) % step.accumulation.number == 0:
+        if (step_range[0] - 1) % step.accumulation.number == 0:
             step.optimizer.zero_grad(set_to_none=True)
             for rows in step.sparse:
                 rows.zero_grad()
@@ -535,7 +538,7 @@ class Accumulation:
         if len(counts) > 1 or share is None:
             raise ConfigError(
                 f"accumulate={self.number} needs a loss that is one mean over a known number of terms, but "
-                f"this one has {sorted(counts) or 'none'}. Leave it out."
+                f"the means of this loss have {sorted(counts) or 'none'}. Remove accumulate=."
             )
         terms = next(iter(counts), float(share.num_global))
         self._sum += terms

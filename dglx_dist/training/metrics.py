@@ -88,7 +88,7 @@ def roc_auc(score: Tensor, label: Tensor, session: Session) -> float:
         ConfigError: on all ranks, if a score is NaN or shapes differ.
     """
     run_on_all_ranks(session, lambda: _check_scores(score, label), ConfigError)
-    return _mean_of_columns(_roc_auc, score.detach(), label.to(torch.bool), session)
+    return _average_columns(_roc_auc, score.detach(), label.to(torch.bool), session)
 
 
 def average_precision(score: Tensor, label: Tensor, session: Session) -> float:
@@ -98,10 +98,10 @@ def average_precision(score: Tensor, label: Tensor, session: Session) -> float:
     columns that have positives. Arguments and errors are those of :func:`roc_auc`.
     """
     run_on_all_ranks(session, lambda: _check_scores(score, label), ConfigError)
-    return _mean_of_columns(_average_precision, score.detach(), label.to(torch.bool), session)
+    return _average_columns(_average_precision, score.detach(), label.to(torch.bool), session)
 
 
-def _mean_of_columns(
+def _average_columns(
     metric: Callable[[Tensor, Tensor, Session], float], score: Tensor, label: Tensor, session: Session
 ) -> float:
     columns = [(score, label)] if score.dim() == 1 else zip(score.T, label.T, strict=True)
@@ -111,11 +111,11 @@ def _mean_of_columns(
 
 
 def _average_precision(score: Tensor, positive: Tensor, session: Session) -> float:
-    of_positives, of_negatives = (
-        _gather_sorted(score[of_kind], session) for of_kind in (positive, ~positive)
+    positive_scores, negative_scores = (
+        _gather_sorted(score[rows], session) for rows in (positive, ~positive)
     )
-    hits = len(of_positives) - torch.searchsorted(of_positives, of_positives)
-    misses = len(of_negatives) - torch.searchsorted(of_negatives, of_positives)
+    hits = len(positive_scores) - torch.searchsorted(positive_scores, positive_scores)
+    misses = len(negative_scores) - torch.searchsorted(negative_scores, positive_scores)
     return float((hits.double() / (hits + misses)).mean()) if len(hits) else math.nan
 
 
@@ -200,8 +200,8 @@ class KnownEdges:
     """
 
     def __init__(self, subject: Tensor, relation: Tensor, answer: Tensor) -> None:
-        subjects, relations = _ids(subject, "subject"), _ids(relation, "relation")
-        answers = _ids(answer, "answer")
+        subjects, relations = _read_ids(subject, "subject"), _read_ids(relation, "relation")
+        answers = _read_ids(answer, "answer")
         _check_lengths(subjects, relations, answers, "edges")
         self._num_subjects = 1 + int(subjects.max(initial=-1))
         if self._num_subjects * (1 + int(relations.max(initial=-1))) >= 2**63:
@@ -209,9 +209,9 @@ class KnownEdges:
         keys = relations * self._num_subjects + subjects
         order = np.lexsort((answers, keys))
         keys, answers = keys[order], answers[order]
-        fresh = np.ones(len(keys), dtype=bool)
-        fresh[1:] = (keys[1:] != keys[:-1]) | (answers[1:] != answers[:-1])
-        self._keys, self._answers = keys[fresh], answers[fresh]
+        is_new = np.ones(len(keys), dtype=bool)
+        is_new[1:] = (keys[1:] != keys[:-1]) | (answers[1:] != answers[:-1])
+        self._keys, self._answers = keys[is_new], answers[is_new]
 
     def __len__(self) -> int:
         """Number of distinct edges."""
@@ -219,19 +219,19 @@ class KnownEdges:
 
     def find_answers(self, subject: Tensor, relation: Tensor) -> tuple[Tensor, Tensor]:
         """Return all known answers of (b,) ``subject`` and ``relation`` as (row, answer), each (M,) int64."""
-        subjects, relations = _ids(subject, "subject"), _ids(relation, "relation")
+        subjects, relations = _read_ids(subject, "subject"), _read_ids(relation, "relation")
         keys = relations * self._num_subjects + subjects
         # The key of an unknown larger subject would belong to the next relation.
         keys[subjects >= self._num_subjects] = -1
-        first = np.searchsorted(self._keys, keys, side="left")
-        counts = np.searchsorted(self._keys, keys, side="right") - first
+        starts = np.searchsorted(self._keys, keys, side="left")
+        counts = np.searchsorted(self._keys, keys, side="right") - starts
         rows = np.repeat(np.arange(len(keys)), counts)
-        positions = np.arange(len(rows)) + np.repeat(first - np.cumsum(counts) + counts, counts)
+        positions = np.arange(len(rows)) + np.repeat(starts - np.cumsum(counts) + counts, counts)
         return torch.from_numpy(rows), torch.from_numpy(self._answers[positions])
 
 
 def rank_of_positive(positive: Tensor, negatives: Tensor) -> Tensor:
-    """Return the (B,) float64 ranks of positives among their negatives; ties count half.
+    """Return the (B,) float64 ranks of positives among their negatives. Ties count half.
 
     Args:
         positive: (B,) scores.
@@ -283,8 +283,8 @@ def rank_of_answer(
         rows = slice(first, first + batch_size)
         with torch.no_grad():
             scores = score_all(subject[rows], relation[rows])
-        hidden = None if known is None else known.find_answers(subject[rows], relation[rows])
-        positive, negatives = _remove_known(scores.detach(), answer[rows], hidden)
+        known_answers = None if known is None else known.find_answers(subject[rows], relation[rows])
+        positive, negatives = _remove_known(scores.detach(), answer[rows], known_answers)
         out[rows] = _compute_ranks(positive, negatives).cpu()
         if after is not None:
             after(positive, negatives)
@@ -314,11 +314,11 @@ def hits_at(k: int, ranks: Tensor, session: Session) -> float:
 
 
 def _remove_known(
-    scores: Tensor, answer: Tensor, hidden: tuple[Tensor, Tensor] | None
+    scores: Tensor, answer: Tensor, known_answers: tuple[Tensor, Tensor] | None
 ) -> tuple[Tensor, Tensor]:
     _refuse_nan(scores)
     columns = answer.to(scores.device)
-    id_columns = [answer] if hidden is None else [answer, hidden[1]]
+    id_columns = [answer] if known_answers is None else [answer, known_answers[1]]
     largest = max((int(ids.max()) for ids in id_columns if len(ids)), default=-1)
     if largest >= scores.shape[1]:
         raise ConfigError(
@@ -327,8 +327,8 @@ def _remove_known(
     rows = torch.arange(len(scores), device=scores.device)
     positive = scores[rows, columns]
     # NaN is neither above nor equal to any score, so these columns do not count.
-    if hidden is not None:
-        scores[hidden[0].to(scores.device), hidden[1].to(scores.device)] = math.nan
+    if known_answers is not None:
+        scores[known_answers[0].to(scores.device), known_answers[1].to(scores.device)] = math.nan
     scores[rows, columns] = math.nan
     return positive, scores
 
@@ -352,7 +352,7 @@ def _refuse_nan(*scores: Tensor) -> None:
         raise ConfigError("a score is NaN and cannot be ranked. Check the model for its source.")
 
 
-def _ids(ids: Tensor, name: str) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+def _read_ids(ids: Tensor, name: str) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
     array = torch.as_tensor(ids).cpu().numpy().astype(np.int64).reshape(-1)
     if len(array) and array.min() < 0:
         raise ConfigError(f"{name} {array.min()} is negative, but ids count from 0")

@@ -41,7 +41,7 @@ InferenceLayer: TypeAlias = Callable[[Any, Any], Any]
 """Maps (block, h) to the next h: tensors, or dictionaries and tuples for several types or outputs."""
 
 RECOMPUTE = ("none", "exchange", "keep")
-"""Values that a layer of a deep model keeps for backward: all (``none``), only its input (``exchange``), or
+"""Values that a layer of a deep model saves for backward: all (``none``), only its input (``exchange``), or
 its input and the rows of other ranks (``keep``). The rest is recomputed, and ``exchange`` also repeats the
 exchange of rows.
 """
@@ -79,21 +79,21 @@ class SymmetricConv(SplittableConv):
         # Factors of the norm: (num_sources,) for the first sources and (D1,) for the targets.
         g, weight = self._graph, self.conv.weight
         degrees = g.in_degrees(block.dstdata[dgl.NID]), g.out_degrees(block.srcdata[dgl.NID])
-        d, o = (to_device(degree.clamp(min=1), weight.device).to(weight) for degree in degrees)
-        return o[:num_sources].rsqrt(), d.sqrt() / block.in_degrees().clamp(min=1).to(d)
+        d_in, d_out = (to_device(degree.clamp(min=1), weight.device).to(weight) for degree in degrees)
+        return d_out[:num_sources].rsqrt(), d_in.sqrt() / block.in_degrees().clamp(min=1).to(d_in)
 
     def forward(self, block: DGLBlock, x: Any, *edges: Tensor | None, **named: Tensor | None) -> Tensor:
         if self.run_parts is not None or edges or named:
             return super().forward(block, x, *edges, **named)
-        # A strategy that exchanges sums passes own rows only.
+        # A strategy that exchanges sums passes only the rows of this rank.
         rows, weight = self._read_sources(block, x), self.conv.weight
         source_factors, target_factors = self._compute_norm_factors(block, len(rows))
         rows = rows * source_factors.to(rows).unsqueeze(-1)
         # The order depends on widths only, because all ranks must send the same number of columns.
-        first = weight.shape[0] > weight.shape[1]
-        total = sum_in_edges(block, rows @ weight if first else rows)
+        projects_first = weight.shape[0] > weight.shape[1]
+        total = sum_in_edges(block, rows @ weight if projects_first else rows)
         total = total * target_factors.to(total).unsqueeze(-1)
-        return self.apply_nodes(block, (total if first else total @ weight,))
+        return self.apply_nodes(block, (total if projects_first else total @ weight,))
 
     def transform(self, inputs: StageInput) -> Tensor:
         return project_rows(inputs, inputs.x, self.conv.weight, after_sum=False)
@@ -145,7 +145,7 @@ class Layered(nn.Module, ABC):
         destinations.
 
         ``blocks`` are one per layer, input-most first, or one graph for all layers. ConfigError for another
-        number.
+        number of blocks.
         """
         if isinstance(blocks, dgl.DGLGraph):
             blocks = [blocks] * self.num_layers
@@ -169,10 +169,10 @@ class Layered(nn.Module, ABC):
 
         def rescale(rows: Tensor) -> Tensor:
             if rows.shape[1:] != mean.shape:
-                return rows  # the loss will refuse them
+                return rows  # the loss raises the error for this shape
             # Under autocast rows are bfloat16, which is too coarse for a large mean.
-            wide = rows.to(torch.promote_types(rows.dtype, torch.float32))
-            return wide * deviation.to(wide) + mean.to(wide)
+            precise_rows = rows.to(torch.promote_types(rows.dtype, torch.float32))
+            return precise_rows * deviation.to(precise_rows) + mean.to(precise_rows)
 
         scores = last(block, h)
         if isinstance(scores, dict):
@@ -180,7 +180,7 @@ class Layered(nn.Module, ABC):
         return rescale(scores)
 
     def _weights(self, block: Any, rows: Tensor) -> dict[str, Tensor]:
-        """Return the argument of DGL's layers for edge weights, if there is one."""
+        """Return the keyword argument with edge weights for DGL's layers, or {} without ``edge_weight``."""
         name = self.edge_weight
         return {} if name is None else {WEIGHTED: block.edata[name].to(rows).reshape(-1)}
 
@@ -224,7 +224,7 @@ class ResGCN(Layered):
     def _layer(self, depth: int, block: Any, h: Tensor) -> Tensor:
         if depth == 0:
             h = self.encoder(h)
-        residual = partial(self._residual, depth, block, _halo_rows(block, keep=self.recompute == "keep"))
+        residual = partial(self._residual, depth, block, _make_appender(block, keep=self.recompute == "keep"))
         if self.recompute == "none" or not torch.is_grad_enabled():
             h = residual(h)
         else:
@@ -239,7 +239,7 @@ class ResGCN(Layered):
         return self.dropout(torch.relu(self.norms[depth](h)))
 
 
-def _halo_rows(block: Any, *, keep: bool) -> Callable[[Tensor], Tensor]:
+def _make_appender(block: Any, *, keep: bool) -> Callable[[Tensor], Tensor]:
     """Return a function that appends halo rows to local rows, and exchanges the halo only once.
 
     Later calls, which recompute a layer in backward, use the halo rows of the first call. Without ``keep``,
@@ -265,13 +265,15 @@ def _halo_rows(block: Any, *, keep: bool) -> Callable[[Tensor], Tensor]:
 class Stack(Layered):
     """A sequence of convolutions, with norm, activation and dropout after all except the last.
 
-    They are called as ``conv(block, h)`` and return (num_dst, H), or (num_dst, heads, H) for attention.
+    A convolution is called as ``conv(block, h)`` and returns (num_dst, H) rows, or (num_dst, heads, H) rows
+    for attention.
 
-    ``widths`` of features and of all results are needed by the following options. ``residual`` adds a layer's
-    input to its result, with a linear map if widths differ. It starts at the second layer, because the first
-    one may be split by input columns. With ``jk`` (jumping knowledge), a linear map of the results of all
-    layers gives the scores. They are concatenated (``cat``), or reduced to their maximum (``max``). A layer
-    then returns a tuple with the rows of all layers so far. ConfigError for an unknown word.
+    The following options need ``widths``, the columns of the features and of all results. ``residual`` adds
+    the input of a layer to its result, with a linear map if widths differ. It starts at the second layer,
+    because the first layer may be split by input columns. With ``jk`` (jumping knowledge), a linear map of
+    the results of all layers gives the scores. The results are concatenated (``cat``), or reduced to their
+    maximum (``max``). A layer then returns a tuple with the rows of all layers so far. ConfigError if
+    ``norm`` or ``jk`` is unknown.
     """
 
     def __init__(
@@ -292,8 +294,8 @@ class Stack(Layered):
         self.dropout = nn.Dropout(dropout)
         self._activation, self._jk = activation, jk
         # Norms follow the layers, because a norm before the first layer would be split with it.
-        inner = widths[1:-1] if norm == "layer" else ()
-        self.norms = nn.ModuleList(nn.LayerNorm(width) for width in inner)
+        norm_widths = widths[1:-1] if norm == "layer" else ()
+        self.norms = nn.ModuleList(nn.LayerNorm(width) for width in norm_widths)
         pairs = list(pairwise(widths))[1 : len(convs)] if residual else []
         self.skips = nn.ModuleList(nn.Identity() if a == b else nn.Linear(a, b, bias=False) for a, b in pairs)
         self.head = None
@@ -301,19 +303,19 @@ class Stack(Layered):
             self.head = nn.Linear(sum(widths[1:-1]) if jk == "cat" else widths[-2], widths[-1])
 
     def _layer(self, depth: int, block: Any, h: Any) -> Any:
-        before = h if isinstance(h, tuple) else (h,)
-        out = self.layers[depth](block, before[-1], **self._weights(block, before[-1]))
+        inputs = h if isinstance(h, tuple) else (h,)
+        out = self.layers[depth](block, inputs[-1], **self._weights(block, inputs[-1]))
         num_dst = block.num_dst_nodes()
-        last = depth == self.num_layers - 1
+        is_last = depth == self.num_layers - 1
         if out.dim() == 3:
-            out = out.mean(1) if last and self.head is None else out.flatten(1)
+            out = out.mean(1) if is_last and self.head is None else out.flatten(1)
         if depth and self.skips:
-            out = out + self.skips[depth - 1](before[-1][:num_dst])
-        if last and self.head is None:
+            out = out + self.skips[depth - 1](inputs[-1][:num_dst])
+        if is_last and self.head is None:
             return out
         out = self.dropout(self._activation(self.norms[depth](out) if self.norms else out))
-        rows = (*(layer_rows[:num_dst] for layer_rows in before if depth), out)
-        if not last or self.head is None:
+        rows = (*(layer_rows[:num_dst] for layer_rows in inputs if depth), out)
+        if not is_last or self.head is None:
             return out if self.head is None else rows
         return self.head(torch.cat(rows, 1) if self._jk == "cat" else torch.stack(rows).amax(0))
 
@@ -340,11 +342,11 @@ class APPNP(Layered):
         self.teleport = teleport
 
     def _layer(self, depth: int, block: Any, h: Any) -> Any:
-        first, h = h if depth else [self.encoder(h)] * 2
-        first = first[: block.num_dst_nodes()]
+        initial_scores, h = h if depth else [self.encoder(h)] * 2
+        initial_scores = initial_scores[: block.num_dst_nodes()]
         h = (1 - self.teleport) * self.layers[depth](block, h, **self._weights(block, h))
-        h = h + self.teleport * first
-        return h if depth == self.num_layers - 1 else (first, h)
+        h = h + self.teleport * initial_scores
+        return h if depth == self.num_layers - 1 else (initial_scores, h)
 
 
 class OwnRows(nn.Module):
@@ -406,11 +408,11 @@ def build_model(  # noqa: PLR0913 - all but four have defaults
     """
     check_kind(kind)
     _check_sizes(f"model {kind!r}", in_dim, hidden, classes, layers, dropout)
-    active = [name for name, value in between.items() if value not in ("none", False)]
-    if unsupported := [name for name in active if not has_option(kind, name)]:
+    active_options = [name for name, value in between.items() if value not in ("none", False)]
+    if unsupported := [name for name in active_options if not has_option(kind, name)]:
         raise ConfigError(
             f"model {kind!r} takes no {' and no '.join(unsupported)}, because only {list_kinds('jk')} have "
-            "norm, residual and jk. Leave them out."
+            "norm, residual and jk. Remove these options."
         )
     if has_option(kind, "heads") and (heads < 1 or hidden % heads):
         raise ConfigError(f"heads={heads} must divide hidden={hidden}. Choose another number of heads.")
@@ -439,8 +441,8 @@ Conv: TypeAlias = Callable[..., nn.Module]
 """Maps (source columns, result columns, is last, ``heads`` or ``graph``) to a layer."""
 
 
-def _stack(conv: Conv, activation: Callable[[Tensor], Tensor] = torch.relu) -> Callable[..., Stack]:
-    """Return a builder of stacks of the layers that ``conv`` makes."""
+def _make_builder(conv: Conv, activation: Callable[[Tensor], Tensor] = torch.relu) -> Callable[..., Stack]:
+    """Return a function that builds a :class:`Stack` of layers that ``conv`` returns."""
 
     def build(
         in_dim: int,
@@ -452,43 +454,43 @@ def _stack(conv: Conv, activation: Callable[[Tensor], Tensor] = torch.relu) -> C
         norm: str = "none",
         residual: bool = False,
         jk: str = "none",
-        **of_conv: Any,
+        **conv_options: Any,
     ) -> Stack:
         # With jumping knowledge, the last pair of widths belongs to the linear map.
         widths = [in_dim, *[hidden] * (layers - 1 + (jk != "none")), classes]
         pairs = list(pairwise(widths))
         last = len(pairs) - 1
-        convs = [conv(*pair, depth == last, **of_conv) for depth, pair in enumerate(pairs[:layers])]
+        convs = [conv(*pair, depth == last, **conv_options) for depth, pair in enumerate(pairs[:layers])]
         return Stack(convs, activation, dropout, widths=widths, norm=norm, residual=residual, jk=jk)
 
     return build
 
 
-def _gcn(in_dim: int, out_dim: int, _last: bool, graph: DistGraph | None) -> nn.Module:
+def _gcn(in_dim: int, out_dim: int, _is_last: bool, graph: DistGraph | None) -> nn.Module:
     if graph is None:
         return dgl.nn.GraphConv(in_dim, out_dim, **_MEAN)
     return SymmetricConv(in_dim, out_dim, graph)
 
 
 def _make_attention(layer: Callable[..., nn.Module]) -> Conv:
-    def conv(in_dim: int, out_dim: int, last: bool, heads: int) -> nn.Module:
-        return layer(in_dim, out_dim if last else out_dim // heads, heads, allow_zero_in_degree=True)
+    def conv(in_dim: int, out_dim: int, is_last: bool, heads: int) -> nn.Module:
+        return layer(in_dim, out_dim if is_last else out_dim // heads, heads, allow_zero_in_degree=True)
 
     return conv
 
 
-def _gin(in_dim: int, out_dim: int, _last: bool) -> nn.Module:
+def _gin(in_dim: int, out_dim: int, _is_last: bool) -> nn.Module:
     # There is no batch norm, because its means would cover one rank's rows only.
     maps = nn.Sequential(nn.Linear(in_dim, out_dim), nn.ReLU(), nn.Linear(out_dim, out_dim))
     return dgl.nn.GINConv(maps, "sum")
 
 
-build_sage = _stack(lambda in_dim, out_dim, _last: dgl.nn.SAGEConv(in_dim, out_dim, "mean"))
-build_gcn = _stack(_gcn)
-build_gat = _stack(_make_attention(dgl.nn.GATConv), nn.functional.elu)
-build_gatv2 = _stack(_make_attention(dgl.nn.GATv2Conv), nn.functional.elu)
-build_gin = _stack(_gin)
-build_mlp = _stack(lambda in_dim, out_dim, _last: OwnRows(in_dim, out_dim))
+build_sage = _make_builder(lambda in_dim, out_dim, _last: dgl.nn.SAGEConv(in_dim, out_dim, "mean"))
+build_gcn = _make_builder(_gcn)
+build_gat = _make_builder(_make_attention(dgl.nn.GATConv), nn.functional.elu)
+build_gatv2 = _make_builder(_make_attention(dgl.nn.GATv2Conv), nn.functional.elu)
+build_gin = _make_builder(_gin)
+build_mlp = _make_builder(lambda in_dim, out_dim, _last: OwnRows(in_dim, out_dim))
 
 
 def build_sgc(in_dim: int, _hidden: int, classes: int, layers: int, dropout: float) -> Stack:

@@ -48,7 +48,7 @@ def split_objects(objects: Mapping[str, Stateful]) -> tuple[dict[str, Tensor], d
 
 
 def _encode(path: str, name: str, value: object, tensors: dict[str, Tensor]) -> Any:
-    kind = type(value).__name__
+    class_name = type(value).__name__
     if isinstance(value, Tensor) and value.layout == torch.strided:
         key = f"{name}/{len(tensors)}"
         tensors[key] = value
@@ -57,18 +57,18 @@ def _encode(path: str, name: str, value: object, tensors: dict[str, Tensor]) -> 
         return value.item()
     if value is None or type(value) in (bool, int, float, str):
         return value
-    if _MAPPINGS.get(kind) is type(value) and isinstance(value, Mapping):
+    if _MAPPINGS.get(class_name) is type(value) and isinstance(value, Mapping):
         for key in value:
             if type(key) not in (bool, int, float, str, type(None)):
                 raise CheckpointError(f"{path} has a key {key!r} of type {type(key).__name__}. Use strings.")
         entries = [[key, _encode(f"{path}[{key!r}]", name, item, tensors)] for key, item in value.items()]
-        return {"mapping": kind, "items": entries}
-    if isinstance(value, list | tuple | set) and _SEQUENCES.get(kind) is type(value):
-        entries = [_encode(f"{path}[{at}]", name, item, tensors) for at, item in enumerate(value)]
-        return {"sequence": kind, "items": entries}
+        return {"mapping": class_name, "items": entries}
+    if isinstance(value, list | tuple | set) and _SEQUENCES.get(class_name) is type(value):
+        entries = [_encode(f"{path}[{index}]", name, item, tensors) for index, item in enumerate(value)]
+        return {"sequence": class_name, "items": entries}
     raise CheckpointError(
         f"{path} is of type {type(value).__name__}, which cannot be saved without running code on load. "
-        "Leave it out of state_dict(), and set it again where the object is created."
+        "Remove the value from state_dict(), and set it again where the object is created."
     )
 
 
@@ -94,7 +94,7 @@ def select_values(
     if objects.keys() != saved[0].keys():
         raise CheckpointError(
             f"{path} has state of {sorted(saved[0]) or 'no objects'}, but state= has {sorted(objects)}. Pass "
-            "the objects that it was saved with, under the same names."
+            "the objects of the saved run under the same names."
         )
     if "per_rank" in entry:
         size = session.topology.world_size
@@ -151,23 +151,23 @@ def check_optimizer(
     if optimizer is None:
         return
     if saved is None:
-        raise CheckpointError(f"{path} has no optimizer. Load it without one.")
+        raise CheckpointError(f"{path} has no optimizer. Load it without an optimizer.")
     kind = type(optimizer).__name__
     if kind != saved["kind"]:
         raise CheckpointError(
-            f"the checkpoint's optimizer is {saved['kind']}, not {kind}. Use the same, or load without one."
+            f"the checkpoint's optimizer is {saved['kind']}, not {kind}. Use the same, or load no optimizer."
         )
-    names = _names(optimizer, module)
+    names = _name_parameters(optimizer, module)
     current = [
         sorted(names[position] for position in group["params"])
         for group in optimizer.state_dict()["param_groups"]
     ]
     saved_groups = [sorted(group["params"]) for group in saved["groups"]]
     if current != saved_groups:
-        wrong = next(at for at, (a, b) in enumerate(zip_longest(current, saved_groups)) if a != b)
+        group_index = next(index for index, (a, b) in enumerate(zip_longest(current, saved_groups)) if a != b)
         raise CheckpointError(
-            f"parameter group {wrong} of the optimizer has other parameters than in the checkpoint. Build it "
-            "from the same parameters."
+            f"parameter group {group_index} of the optimizer has other parameters than in the checkpoint. "
+            "Build it from the same parameters."
         )
     unknown = {_parameter_name(tensor) for tensor in tensors}.union(saved["scalars"]) - set(
         chain.from_iterable(saved_groups)
@@ -179,7 +179,7 @@ def check_optimizer(
 def join_optimizer(
     model: nn.Module, tensors: Mapping[str, Tensor], plain: Mapping[str, Any], session: Session
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Join the ranks' results of :func:`split_optimizer` to those of the uncut model. Collective.
+    """Join the results of :func:`split_optimizer` on all ranks to the state of the uncut model. Collective.
 
     A rank without columns, whose piece never had a gradient, may lack a tensor. Zeros replace it. Values that
     exist once per parameter, such as steps, come from the lowest rank.
@@ -230,8 +230,8 @@ _SCALARS = (int, float, bool, str, type(None))
 def split_optimizer(
     optimizer: torch.optim.Optimizer, model: nn.Module
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Return the state as tensors by <parameter>/<key> and JSON values. ``model`` is not wrapped."""
-    names = _names(optimizer, model)
+    """Return the optimizer's tensors by <parameter>/<key> and its JSON values. ``model`` is not wrapped."""
+    names = _name_parameters(optimizer, model)
     state = optimizer.state_dict()
     tensors: dict[str, Tensor] = {}
     scalars: dict[str, dict[str, Any]] = {}
@@ -241,9 +241,9 @@ def split_optimizer(
             if isinstance(value, Tensor):
                 tensors[f"{names[position]}/{key}"] = value
             else:
-                scalars[names[position]][key] = _plain(f"{names[position]}/{key}", value)
+                scalars[names[position]][key] = _to_json(f"{names[position]}/{key}", value)
     groups = [
-        {key: _plain(key, value) for key, value in group.items() if key != "params"}
+        {key: _to_json(key, value) for key, value in group.items() if key != "params"}
         | {"params": [names[position] for position in group["params"]]}
         for group in state["param_groups"]
     ]
@@ -257,40 +257,40 @@ def build_optimizer_state(
     plain: Mapping[str, Any],
 ) -> dict[str, Any]:
     """Undo :func:`split_optimizer`. Return the state that the optimizer loads."""
-    position_of = {name: position for position, name in _names(optimizer, model).items()}
+    position_of = {name: position for position, name in _name_parameters(optimizer, model).items()}
     state: dict[int, dict[str, Any]] = {
-        position_of[name]: {key: _from_plain(value) for key, value in scalars.items()}
+        position_of[name]: {key: _from_json(value) for key, value in scalars.items()}
         for name, scalars in plain["scalars"].items()
     }
     for path, tensor in tensors.items():
         name, _, key = path.rpartition("/")
         state[position_of[name]][key] = tensor
     groups = []
-    for group, own in zip(plain["groups"], optimizer.state_dict()["param_groups"], strict=True):
-        values = {key: _from_plain(value) for key, value in group.items() if key != "params"}
+    for group, current_group in zip(plain["groups"], optimizer.state_dict()["param_groups"], strict=True):
+        values = {key: _from_json(value) for key, value in group.items() if key != "params"}
         # Strategies may list parameters in another order. The saved state refers to them by name, and torch's
         # by position.
-        groups.append(values | {"params": own["params"]})
+        groups.append(values | {"params": current_group["params"]})
         _check_group(optimizer, len(groups) - 1, values, state)
     return {"state": state, "param_groups": groups}
 
 
 def load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
-    """Load ``state`` with its own dtypes. Torch alone would convert all values to the parameters' dtype."""
+    """Load ``state`` with the dtypes of its tensors. Torch would convert them to the parameters' dtype."""
     optimizer.load_state_dict(state)
     parameters = chain.from_iterable(group["params"] for group in optimizer.param_groups)
     for position, parameter in enumerate(parameters):
-        own = optimizer.state[parameter]
+        entries = optimizer.state[parameter]
         for key, value in state["state"].get(position, {}).items():
-            if isinstance(value, Tensor) and own[key].dtype != value.dtype:
-                own[key] = value.to(own[key].device)
+            if isinstance(value, Tensor) and entries[key].dtype != value.dtype:
+                entries[key] = value.to(entries[key].device)
 
 
 def _check_group(
-    optimizer: torch.optim.Optimizer, number: int, values: Mapping[str, Any], state: Mapping[int, Any]
+    optimizer: torch.optim.Optimizer, index: int, values: Mapping[str, Any], state: Mapping[int, Any]
 ) -> None:
     """Raise ValueError unless the optimizer can continue with these settings and states of a group."""
-    own, positions = optimizer.param_groups[number], optimizer.state_dict()["param_groups"][number]["params"]
+    own, positions = optimizer.param_groups[index], optimizer.state_dict()["param_groups"][index]["params"]
     for key, value in values.items():
         kind = bool if isinstance(own.get(key), bool) else float | int | Tensor
         if isinstance(own.get(key), bool | float) and not isinstance(value, kind):
@@ -303,34 +303,34 @@ def _check_group(
     ):
         return
     # A step of small parameters checks the settings. Torch checks arguments, but not the values of a group.
-    small = {p.dim(): torch.zeros((2,) * p.dim(), dtype=p.dtype, device=p.device) for p in own["params"]}
-    for parameter in small.values():
+    probes = {p.dim(): torch.zeros((2,) * p.dim(), dtype=p.dtype, device=p.device) for p in own["params"]}
+    for parameter in probes.values():
         ones = torch.ones_like(parameter)
         parameter.grad = ones.to_sparse() if type(optimizer) is torch.optim.SparseAdam else ones
-    known = inspect.signature(type(optimizer)).parameters
+    options = inspect.signature(type(optimizer)).parameters
     try:
-        settings: Any = {name: value for name, value in values.items() if name in known}
-        probe = type(optimizer)(list(small.values()), **settings)
+        settings: Any = {name: value for name, value in values.items() if name in options}
+        probe = type(optimizer)(list(probes.values()), **settings)
         probe.step()
     except Exception as error:
         kind = type(optimizer).__name__
         raise ValueError(f"{kind} does not take the saved settings: {error}") from error
     for position, parameter in zip(positions, own["params"], strict=True):
         saved = state.get(position) or {}
-        for key, example in probe.state[small[parameter.dim()]].items() if saved else ():
+        for key, example in probe.state[probes[parameter.dim()]].items() if saved else ():
             example_shape, shape = (getattr(value, "shape", None) for value in (example, saved[key]))
             is_like_parameter = example_shape == (2,) * parameter.dim()
             if (example_shape is None) != (shape is None) or (is_like_parameter and shape != parameter.shape):
                 raise ValueError(f"{key!r} of the optimizer's state has shape {shape}")
 
 
-def _names(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[int, str]:
-    named = {id(parameter): name for name, parameter in model.named_parameters()}
+def _name_parameters(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[int, str]:
+    names_by_id = {id(parameter): name for name, parameter in model.named_parameters()}
     parameters = chain.from_iterable(group["params"] for group in optimizer.param_groups)
-    return {at: named.get(id(parameter), f"#{at}") for at, parameter in enumerate(parameters)}
+    return {index: names_by_id.get(id(parameter), f"#{index}") for index, parameter in enumerate(parameters)}
 
 
-def _plain(name: str, value: object) -> Any:
+def _to_json(name: str, value: object) -> Any:
     if isinstance(value, Tensor) and value.numel() == 1:
         return {"tensor": value.item(), "dtype": format_dtype(value)}
     if isinstance(value, tuple | list) and all(isinstance(entry, _SCALARS) for entry in value):
@@ -343,7 +343,7 @@ def _plain(name: str, value: object) -> Any:
     )
 
 
-def _from_plain(value: Any) -> Any:
+def _from_json(value: Any) -> Any:
     if isinstance(value, dict) and "tuple" in value:
         return tuple(value["tuple"])
     if isinstance(value, dict) and "tensor" in value:

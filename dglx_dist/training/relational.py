@@ -117,25 +117,25 @@ def _merge_types(
 ) -> tuple[Any, Tensor, Tensor]:
     """Merge a block to one node type and one edge type. Sources begin with the destinations, type by type.
 
-    Return it, the (num_src,) int64 positions of the sources in the node types, and the (E,) int64 positions
-    of the edges in the edge types.
+    Return the merged block, the (num_src,) int64 indices of the sources' node types, and the (E,) int64
+    indices of the edges' types.
     """
     num_other = {ntype: block.num_src_nodes(ntype) - count for ntype, count in num_dst.items()}
     first_dst = _accumulate_starts(num_dst, 0)
     first_other = _accumulate_starts(num_other, sum(num_dst.values()))
-    sources, destinations, kinds = [], [], []
-    for number, (source, relation, destination) in enumerate(etypes):
+    sources, destinations, edge_types = [], [], []
+    for index, (source, relation, destination) in enumerate(etypes):
         u, v = (ends.long() for ends in block.edges(etype=(source, relation, destination)))
-        inside = u < num_dst[source]
-        sources.append(torch.where(inside, u + first_dst[source], u - num_dst[source] + first_other[source]))
+        is_dst = u < num_dst[source]
+        sources.append(torch.where(is_dst, u + first_dst[source], u - num_dst[source] + first_other[source]))
         destinations.append(v + first_dst[destination])
-        kinds.append(torch.full_like(u, number))
+        edge_types.append(torch.full_like(u, index))
     counts, total = [*num_dst.values(), *num_other.values()], sum(num_dst.values())
     ends = torch.cat(destinations), torch.cat(sources)
     merged = create_block("coo", *ends, num_src=sum(counts), num_dst=total)
     # A tensor of counts is avoided, because copying it to a device would block.
-    kinds_of = (torch.full((count,), k % len(num_dst), device=block.device) for k, count in enumerate(counts))
-    return merged, torch.cat([*kinds_of]), torch.cat(kinds)
+    types = (torch.full((count,), k % len(num_dst), device=block.device) for k, count in enumerate(counts))
+    return merged, torch.cat([*types]), torch.cat(edge_types)
 
 
 def _split_by_type(rows: Tensor, num_dst: Mapping[str, int]) -> dict[str, Tensor]:
@@ -202,10 +202,10 @@ class RelationalModel(Layered):
     def _layer(self, depth: int, block: Any, h: Rows | Tensor) -> Rows | Tensor:
         rows = {self.ntypes[0]: h} if isinstance(h, Tensor) else dict(h)
         if depth == 0:
-            rows = {ntype: self._project(ntype, of_type) for ntype, of_type in rows.items()}
+            rows = {ntype: self._project(ntype, type_rows) for ntype, type_rows in rows.items()}
         rows = self.apply_layer(depth, block, rows)
         if depth == self.num_layers - 1:
-            rows = {ntype: of_type for ntype, of_type in rows.items() if ntype in self.out_types}
+            rows = {ntype: type_rows for ntype, type_rows in rows.items() if ntype in self.out_types}
         return rows[self.ntypes[0]] if isinstance(h, Tensor) else rows
 
     def _project(self, ntype: str, rows: Tensor) -> Tensor:
@@ -224,7 +224,7 @@ class RGCN(RelationalModel):
     """Relational graph convolution (Schlichtkrull et al. 2018): a mean per relation.
 
     ``h_v = W_0 h_v + b + sum_r mean over N_r(v) of W_r h_u``, with a W_0 and b per node type. A relation
-    without in-edges of a destination contributes nothing to it.
+    without in-edges of a destination contributes nothing to this destination.
 
     Args beside those of :class:`RelationalModel`:
         out_dim: Width of the result.
@@ -313,20 +313,20 @@ def _merge_relations(
     """Merge the edges of a block, with a destination for each pair of relation and destination.
 
     Return a block from all sources, type by type, to the (n,) pairs that have edges, relation by relation; a
-    mapping from the position of each relation with edges to its number of pairs; and the (n,) int64
+    mapping from the index of each relation with edges to the number of its pairs; and the (n,) int64
     destination of each pair among those of the requested types. Return None without edges.
     """
-    # One product covers all relations. Separate ones would each touch all sources and destinations.
+    # One product covers all relations. Separate products would each touch all sources and destinations.
     num_src = {ntype: block.num_src_nodes(ntype) for ntype in ntypes}
     first_src, first_dst = _accumulate_starts(num_src, 0), _accumulate_starts(num_dst, 0)
     sources, degrees, targets, sizes = [], [], [], {}
-    for number, etype in enumerate(etypes):
+    for relation, etype in enumerate(etypes):
         if etype[2] not in num_dst or not block.num_edges(etype):
             continue
         indptr, indices, _ = block.adj_tensors("csc", etype)
         degree = indptr.diff()
         pairs = _find_destinations(degree)
-        sizes[number] = len(pairs)
+        sizes[relation] = len(pairs)
         sources.append(indices + first_src[etype[0]])
         degrees.append(degree[pairs])
         targets.append(pairs + first_dst[etype[2]])
@@ -339,7 +339,7 @@ def _merge_relations(
 
 
 def _find_destinations(degree: Tensor) -> Tensor:
-    """Return the destinations with edges, but all on a GPU, where counting would wait."""
+    """Return the destinations with edges. On a GPU, return all, because a count would wait for the device."""
     if degree.is_cpu:
         return degree.nonzero(as_tuple=True)[0]
     return torch.arange(len(degree), device=degree.device)

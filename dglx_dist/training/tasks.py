@@ -32,15 +32,15 @@ log = logging.getLogger(__name__)
 LossFunction: TypeAlias = Callable[[Tensor, Tensor], Tensor]
 """Maps (B, C) scores and (B,) or (B, C) labels to the mean loss over the B rows. Ignored if B is 0."""
 _FEW_CLASSES, _CLASSES_OF_FEW = 1000, 100
-"""Number of classes that any graph may have, however small it is, or however few training nodes it has."""
+"""Numbers of classes that are accepted for any number of nodes, and for any number of training nodes."""
 _ROWS_AT_ONCE = 1 << 16
-"""Number of own rows of scores and labels that are read at a time."""
+"""Number of rows of scores and labels that a rank reads at a time."""
 
 
 def read_task(g: DistGraph, ntype: str, label: str, requested: str = AUTO_TASK) -> tuple[str, int]:
     """Return the task of the labels of ``ntype``, and the width of a model's scores. Collective.
 
-    The width is 0 for classification, where ``g.num_classes`` has it. ConfigError if the labels do not fit
+    The width is 0 for classification, because ``g.num_classes`` has it. ConfigError if the labels do not fit
     the task.
     """
     data = g.nodes[ntype].data
@@ -66,7 +66,7 @@ def read_task(g: DistGraph, ntype: str, label: str, requested: str = AUTO_TASK) 
     task = candidates[0]
     if task == REGRESSION and g.dataset.manifest.class_names.get(ntype):
         raise ConfigError(
-            f"the labels {label!r} are classes with names, which do not fit --task regression. Leave it out, "
+            f"the labels {label!r} are classes with names, which do not fit --task regression. Remove it, "
             "or partition with numbers as labels, written with a decimal point like 7.0."
         )
     if task == CLASSIFICATION:
@@ -75,26 +75,26 @@ def read_task(g: DistGraph, ntype: str, label: str, requested: str = AUTO_TASK) 
 
 
 def _check_classes(g: DistGraph, ntype: str, label: str, *, is_guess: bool) -> None:
-    """Raise ConfigError if there are too many classes. A task that is a guess has a lower limit."""
-    manifest, few = g.dataset.manifest, _FEW_CLASSES
-    classes, number, kind = manifest.num_classes.get(ntype, 0), g.num_nodes(ntype), "nodes"
+    """Raise ConfigError if there are too many classes. The limit is lower if the task was guessed."""
+    manifest, minimum = g.dataset.manifest, _FEW_CLASSES
+    classes, num_nodes, nodes = manifest.num_classes.get(ntype, 0), g.num_nodes(ntype), "nodes"
     has_names = bool(manifest.class_names.get(ntype))
-    is_guess = is_guess and _CLASSES_OF_FEW < classes <= max(number, few) and not has_names
+    is_guess = is_guess and _CLASSES_OF_FEW < classes <= max(num_nodes, minimum) and not has_names
     if is_guess and SPLITS[0] in g.nodes[ntype].data:
         count = torch.tensor([len(_read_labels(g, ntype, label, SPLITS[0]))])
-        number, few = int(sum_over_ranks(count, g.session, phase=metrics.PHASE)), _CLASSES_OF_FEW
-        kind = "training nodes"
-    if classes > max(number, few):
+        num_nodes, minimum = int(sum_over_ranks(count, g.session, phase=metrics.PHASE)), _CLASSES_OF_FEW
+        nodes = "training nodes"
+    if classes > max(num_nodes, minimum):
         raise ConfigError(
-            f"the labels {label!r} reach {classes - 1}: {classes} classes for {number} {kind}. For numbers "
-            "such as prices, use --task regression (in Python task='regression'). For codes of classes, "
-            "partition with np.unique(labels, return_inverse=True)[1] as labels"
+            f"the labels {label!r} reach {classes - 1}: {classes} classes for {num_nodes} {nodes}. For "
+            "numbers such as prices, use --task regression (in Python task='regression'). For codes of "
+            "classes, partition with np.unique(labels, return_inverse=True)[1] as labels"
             f"{', or use --task classification' if is_guess else ''}."
         )
 
 
 def split_owned_rows(g: DistGraph, ntype: str) -> Iterator[slice]:
-    """Yield the rows of this rank's nodes in pieces."""
+    """Yield slices of this rank's rows, each of at most ``_ROWS_AT_ONCE`` rows."""
     first, last = g.get_node_partition_policy(ntype).owned_range
     for begin in range(first, last, _ROWS_AT_ONCE):
         yield slice(begin, min(begin + _ROWS_AT_ONCE, last))
@@ -120,7 +120,7 @@ def choose_loss(task: str, weights: Tensor | None = None) -> LossFunction:
             error is divided by.
     """
     if task == CLASSIFICATION:
-        return F.cross_entropy if weights is None else partial(_weighted, weights)
+        return F.cross_entropy if weights is None else partial(_weighted_cross_entropy, weights)
     return partial(_squared_error if task == REGRESSION else _binary_loss, weights)
 
 
@@ -148,7 +148,7 @@ def _binary_loss(weights: Tensor | None, scores: Tensor, labels: Tensor) -> Tens
     return F.binary_cross_entropy_with_logits(scores, _match_scores(labels, scores), pos_weight=weights)
 
 
-def _weighted(weights: Tensor, scores: Tensor, labels: Tensor) -> Tensor:
+def _weighted_cross_entropy(weights: Tensor, scores: Tensor, labels: Tensor) -> Tensor:
     return (F.cross_entropy(scores, labels, reduction="none") * weights.to(scores.device)[labels]).mean()
 
 
@@ -156,17 +156,17 @@ def compute_class_weights(g: DistGraph, ntype: str, label: str, task: str) -> Te
     """Return the ``balanced`` weights of the classes, (C,) float32. Collective.
 
     For classification they are n / (C * n_c) with n_c training nodes of class c out of n, and 0 for a class
-    without any. For multilabel they are the zeros over the ones of each column, and 1 for a column without
-    zeros or ones. ConfigError on all ranks if a training node has no class.
+    without any. For multilabel they are the number of zeros divided by the number of ones of each column, and
+    1 for a column without zeros or ones. ConfigError on all ranks if a training node has no class.
     """
     if task == REGRESSION:
-        raise ConfigError("class weights need classes, but the task is regression. Leave them out.")
+        raise ConfigError("class weights need classes, but the task is regression. Remove the class weights.")
     is_class = task == CLASSIFICATION
 
     def read() -> Tensor:
         labels = _read_labels(g, ntype, label, SPLITS[0])
         if is_class and bool((labels < 0).any()):
-            raise ConfigError("a training node has no class (-1). Leave it out of train_mask.")
+            raise ConfigError("a training node has no class (-1). Remove the node from train_mask.")
         return labels
 
     labels = run_on_all_ranks(g.session, read, ConfigError)
@@ -176,10 +176,10 @@ def compute_class_weights(g: DistGraph, ntype: str, label: str, task: str) -> Te
     counts = torch.bincount(labels, minlength=classes) if is_class else labels.double().sum(0).long()
     counts = torch.cat([counts, torch.tensor([len(labels)])])
     counts = sum_over_ranks(counts, g.session, phase=metrics.PHASE)
-    ones, number = counts[:-1].float(), float(counts[-1])
+    ones, num_rows = counts[:-1].float(), float(counts[-1])
     if is_class:
-        return torch.where(ones > 0, number / (classes * ones), torch.tensor(0.0))
-    return torch.where((ones > 0) & (ones < number), (number - ones) / ones, torch.tensor(1.0))
+        return torch.where(ones > 0, num_rows / (classes * ones), torch.tensor(0.0))
+    return torch.where((ones > 0) & (ones < num_rows), (num_rows - ones) / ones, torch.tensor(1.0))
 
 
 def compute_moments(g: DistGraph, ntype: str, label: str, mask: str) -> tuple[Tensor, Tensor]:
@@ -197,7 +197,7 @@ def compute_moments(g: DistGraph, ntype: str, label: str, mask: str) -> tuple[Te
 
 
 def to_probabilities(task: str, scores: Tensor) -> Tensor:
-    """Return the probabilities of (B, C) scores of classes or of labels. Keep other scores."""
+    """Return the probabilities for (B, C) scores of classes or labels. Return other scores unchanged."""
     if task == CLASSIFICATION:
         return scores.softmax(1)
     return scores.sigmoid() if task == MULTILABEL else scores
@@ -213,7 +213,7 @@ def to_predictions(task: str, scores: Tensor) -> Tensor:
 def measure(
     scores: DistTensor, g: DistGraph, ntype: str, label: str, mask: str, task: str, names: Sequence[str]
 ) -> dict[str, float]:
-    """Return the metrics ``names`` of (N, C) scores within a mask. They are NaN without rows. Collective."""
+    """Return the metrics ``names`` of (N, C) scores within a mask, NaN for an empty mask. Collective."""
     if not names:
         return {}
     data, empty = g.nodes[ntype].data, slice(0, 0)
@@ -221,10 +221,10 @@ def measure(
         _check_columns(data[label], scores)  # on all ranks, because some may have no rows
     pieces = [(scores[empty], data[label][empty])]
     for rows in split_owned_rows(g, ntype):
-        labels, inside = data[label][rows], data[mask][rows].bool()
+        labels, is_counted = data[label][rows], data[mask][rows].bool()
         if task == CLASSIFICATION:
-            inside = inside & (labels >= 0)
-        pieces.append((scores[rows][inside], labels[inside]))
+            is_counted = is_counted & (labels >= 0)
+        pieces.append((scores[rows][is_counted], labels[is_counted]))
     mask_scores, truth = (torch.cat(list(column)) for column in zip(*pieces, strict=True))
     return {name: _compute_metric(name, mask_scores, truth, g.session, task) for name in names}
 
@@ -240,34 +240,36 @@ def _compute_metric(name: str, scores: Tensor, labels: Tensor, session: Session,
     if name in ("f1_micro", "f1_macro"):
         average: Literal["micro", "macro"] = "micro" if name == "f1_micro" else "macro"
         return metrics.f1(predictions, labels, classes, session, average=average)
-    probable, truth = to_probabilities(task, scores.double()), labels
+    probabilities, truth = to_probabilities(task, scores.double()), labels
     if task == CLASSIFICATION:
         truth = (labels[:, None] == torch.arange(classes)).long()
         if classes == 2:
             # The second class is the positive one. The first would count the same pairs again.
-            probable, truth = probable[:, 1:], truth[:, 1:]
+            probabilities, truth = probabilities[:, 1:], truth[:, 1:]
     score_metric = metrics.roc_auc if name == "roc_auc" else metrics.average_precision
-    return score_metric(probable, truth, session)
+    return score_metric(probabilities, truth, session)
 
 
 def warn_of_guesses(task: str, values: Mapping[str, float], g: DistGraph, ntype: str, label: str) -> None:
-    """Warn on rank 0 if the metrics ``found`` of the test targets are those of guesses. Collective."""
+    """Warn on rank 0 if the test metrics in ``values`` are hardly better than guesses. Collective."""
     name = "auc" if "test_auc" in values else "roc_auc"
     guess, is_poor = 0.5, values.get(f"test_{name}", 1.0) < 0.55
-    why = "that of guesses. Train longer, or with another --lr or --embeddings, or for links another --loss"
+    reason = (
+        "that of guesses. Train longer, or with another --lr or --embeddings, or for links another --loss"
+    )
     if task == CLASSIFICATION and "test_accuracy" in values:
         guess = _majority_share(g, ntype, label)
         name, is_poor = "accuracy", values["test_accuracy"] <= guess
-        why = "the share of the largest class. See --metric f1_macro and --class-weight balanced"
-        why = "because all test targets have one class" if guess == 1 else why
+        reason = "the share of the largest class. See --metric f1_macro and --class-weight balanced"
+        reason = "because all test targets have one class" if guess == 1 else reason
     elif task == REGRESSION and "test_rmse" in values:
         guess = float(compute_moments(g, ntype, label, SPLITS[2])[1].square().mean().sqrt())
         name, is_poor = "rmse", values["test_rmse"] > 0.9 * guess > 0
-        why = "the standard deviation of the labels. Train longer, or with another --lr"
+        reason = "the standard deviation of the labels. Train longer, or with another --lr"
     if is_poor and g.session.topology.rank == 0:
         value = values[f"test_{name}"]
-        how = "hardly" if (value < guess if name in LESS_IS_BETTER else value > guess) else "not"
-        log.warning("the test %s of %.4g is %s better than %.4g, %s", name, value, how, guess, why)
+        degree = "hardly" if (value < guess if name in LESS_IS_BETTER else value > guess) else "not"
+        log.warning("the test %s of %.4g is %s better than %.4g, %s", name, value, degree, guess, reason)
 
 
 def _read_labels(g: DistGraph, ntype: str, label: str, mask: str) -> Tensor:
@@ -337,7 +339,7 @@ class LinkPrediction:
     loss: LossFunction = F.binary_cross_entropy_with_logits
     """Loss of (P + Q,) scores and as many float labels: 1 for an edge, 0 for a negative."""
     pair_loss: Callable[[Tensor, Tensor], Tensor] | None = None
-    """Loss that replaces it, of (P,) scores and (P, Q / P) scores of each edge's negatives, such as
+    """Loss that replaces ``loss``, of (P,) scores and (P, Q / P) scores of each edge's negatives, such as
     :func:`dglx_dist.training.link.bpr_loss`. An edge above all its negatives is correct.
     """
     feature: str = FEATURE
@@ -359,16 +361,16 @@ class LinkPrediction:
 
 def _group_negatives(negative: Tensor, pairs: Any, negative_pairs: Any) -> Tensor:
     merged, sizes = merge_pairs(pairs), merge_pairs(negative_pairs).sizes
-    edges = sum(merged.sizes)
-    each = len(negative) // max(1, edges)
-    for etype, few, many in zip(merged.etypes, merged.sizes, sizes, strict=True):
-        if many != each * few:
+    total = sum(merged.sizes)
+    per_edge = len(negative) // max(1, total)
+    for etype, num_edges, num_negatives in zip(merged.etypes, merged.sizes, sizes, strict=True):
+        if num_negatives != per_edge * num_edges:
             raise ConfigError(
-                f"there are {many} negatives for {few} edges of {etype}, and {sum(sizes)} for {edges} in "
-                "total, but pair_loss needs as many for each edge. Use dx.negative.Uniform(k), or InBatch(k) "
-                "with batches of more than k edges of each type."
+                f"there are {num_negatives} negatives for {num_edges} edges of {etype}, and {sum(sizes)} for "
+                f"{total} in total, but pair_loss needs as many for each edge. Use dx.negative.Uniform(k) "
+                "or InBatch(k) with batches of more than k edges of each type."
             )
-    return negative.view(edges, each)
+    return negative.view(total, per_edge)
 
 
 def gather_input_rows(model: nn.Module, block: Any, feature: str, inputs: EntityInputs | None) -> Any:
@@ -376,8 +378,8 @@ def gather_input_rows(model: nn.Module, block: Any, feature: str, inputs: Entity
 
     def convert(rows: Tensor) -> Tensor:
         # Autocast uses bfloat16 directly, so a conversion would be undone.
-        half = rows.dtype == torch.bfloat16 and torch.is_autocast_enabled(weight.device.type)
-        return rows if half else rows.to(weight.dtype)
+        is_bfloat16 = rows.dtype == torch.bfloat16 and torch.is_autocast_enabled(weight.device.type)
+        return rows if is_bfloat16 else rows.to(weight.dtype)
 
     if inputs is None:
         return convert(block.srcdata[feature])

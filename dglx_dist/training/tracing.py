@@ -76,7 +76,7 @@ def record_steps(file: str | Path | None, num_steps: int, session: Session) -> I
         ranks = _gather_spans(_collect_spans(session, clock), session)
     except BaseException:
         timeline.on = False
-        _write_own(path, _build_trace([_collect_spans(session, clock)], steps, num_steps, session), session)
+        _write_part(path, _build_trace([_collect_spans(session, clock)], steps, num_steps, session), session)
         raise
     run_on_all_ranks(
         session, lambda: write_trace(path, _build_trace(ranks, steps, num_steps, session)) if ranks else None
@@ -94,12 +94,12 @@ def _collect_spans(session: Session, clock: Clock) -> RankSpans:
     )
 
 
-def _gather_spans(own: RankSpans, session: Session) -> list[RankSpans]:
-    """Return the spans of all ranks on rank 0, and nothing on the others. Collective."""
-    ranks, sent = [], asdict(own)
+def _gather_spans(local_spans: RankSpans, session: Session) -> list[RankSpans]:
+    """Return the spans of all ranks on rank 0, and an empty list on other ranks. Collective."""
+    ranks, payload = [], asdict(local_spans)
     for source in range(session.topology.world_size):
         # The ranks send in turn, because the spans of a rank may have megabytes.
-        rank_spans = broadcast_json(sent, session, source)
+        rank_spans = broadcast_json(payload, session, source)
         if session.topology.rank == 0:
             ranks.append(
                 RankSpans(**rank_spans | {"spans": tuple(Span(**span) for span in rank_spans["spans"])})
@@ -107,7 +107,7 @@ def _gather_spans(own: RankSpans, session: Session) -> list[RankSpans]:
     return ranks
 
 
-def _write_own(path: Path, trace: TraceFile, session: Session) -> None:
+def _write_part(path: Path, trace: TraceFile, session: Session) -> None:
     # If writing fails, the error is only logged. It must not hide the error that ended training.
     path = rank_path(path, session.topology.rank)
     try:
@@ -136,11 +136,11 @@ def _build_trace(ranks: Sequence[RankSpans], steps: int, num_steps: int, session
 def list_traffic(sent: Counter[Pair], session: Session) -> dict[str, list[list[int]]]:
     """Sum the bytes of all ranks. Return phase to [source, destination, bytes]. Collective."""
     ranks = gather_json([[*key, num_bytes] for key, num_bytes in sent.items()], session)
-    total = Counter[Pair]()
+    totals = Counter[Pair]()
     for phase, source, destination, num_bytes in chain.from_iterable(ranks):
-        total[phase, source, destination] += num_bytes
+        totals[phase, source, destination] += num_bytes
     traffic: dict[str, list[list[int]]] = {}
-    for (phase, source, destination), num_bytes in sorted(total.items()):
+    for (phase, source, destination), num_bytes in sorted(totals.items()):
         traffic.setdefault(phase, []).append([source, destination, num_bytes])
     return traffic
 
@@ -149,11 +149,11 @@ def list_traffic(sent: Counter[Pair], session: Session) -> dict[str, list[list[i
 def open_scalars_writer(
     folder: str | Path | None, epoch: int, session: Session
 ) -> Iterator[Callable[[EpochRecord], None]]:
-    """Yield a callback that writes figures for TensorBoard. It replaces earlier ones from ``epoch`` on.
+    """Yield a callback that writes figures for TensorBoard. It replaces earlier figures from ``epoch`` on.
     Collective.
 
-    It does nothing without ``folder``. If a write fails, it warns and stops writing. StorageError if the
-    folder cannot be written.
+    The callback does nothing without ``folder``. If a write fails, it warns and stops writing.
+    StorageError if the folder cannot be written.
     """
 
     def start() -> Any:
@@ -223,7 +223,7 @@ def _hide_credentials(value: object) -> object:
 
 
 def gather_figures(ranks: Sequence[Any], epoch: int) -> EpochRecord:
-    """Sum counts and bytes over the ``ranks``. Seconds are those of the slowest rank, phases are means.
+    """Sum counts and bytes over the ``ranks``. Return the seconds of the slowest rank and mean phases.
 
     Ranks in lock-step wait and exchange at different times, so the sum of the longest phases would exceed the
     epoch. Compute is the remainder.

@@ -67,7 +67,7 @@ def check_resuming(dataset: str, folder: Path) -> None:
     train_dataset(replace(again, epochs=EPOCHS + 1, **cut))
     train_dataset(replace(again, epochs=EPOCHS + 2, strategy="data_parallel"))
     for way in {"strategy": "full_graph"}, cut:
-        with pytest.raises(CheckpointError, match="Build the model as it was"):
+        with pytest.raises(CheckpointError, match="Build the model as in the saved run"):
             train_dataset(replace(again, epochs=EPOCHS + 3, hidden=16, **way))
     assert len((parts / "metrics.jsonl").read_text().splitlines()) == EPOCHS + 2
 

@@ -114,7 +114,7 @@ def _save_elsewhere(folder: str) -> None:
     odd = start_session().topology.rank == 1
     loader = Position(epoch=2, step=3)
     for inputs, problem in (
-        ({"loader": loader, "epoch": 0}, "^epoch=0 would name .* step 3 of epoch 2. Leave"),
+        ({"loader": loader, "epoch": 0}, "^epoch=0 would name .* step 3 of epoch 2. Remove"),
         ({"loader": loader, "epoch": 2, "step": 1}, "^epoch=2 and step=1 would"),
         ({"loader": loader, "epoch": 2 + odd}, "epoch=3 would" if odd else "rank 1 .*epoch=3"),
         ({"epoch": 2 + odd}, "epoch and step of a checkpoint"),

@@ -37,14 +37,14 @@ _BLOCK_EDGE_BYTES, _BLOCK_ROW_BYTES = 28, 24
 
 @dataclass(frozen=True)
 class Work(ABC):
-    """Work of an epoch, beside mini-batches, that is counted once for all candidates that need it.
+    """Work of an epoch other than mini-batches. It is counted once for all candidates that need it.
 
     Subclasses are frozen dataclasses of JSON values.
     """
 
     @abstractmethod
     def describe(self, num_layers: int) -> str:
-        """Return a description of the count, for progress."""
+        """Return a description of the counted work, for progress messages."""
 
     @abstractmethod
     def count(self, run: PlannedRun) -> Any:
@@ -67,9 +67,9 @@ class PlannedRun:
     cluster: Cluster
     num_layers: int
     in_job: bool
-    """Whether the ranks of the run count together, each its own. Otherwise this process counts for all."""
+    """Whether each rank of the run counts its own work. Otherwise this process counts for all ranks."""
     works: dict[Work, Any] = field(default_factory=dict)
-    """Results so far."""
+    """Counts of the works that are already done."""
 
     @property
     def ranks_here(self) -> Sequence[int]:
@@ -83,7 +83,7 @@ class Survey:
     """Totals of an epoch of mini-batches over all ranks."""
 
     steps: int
-    """Number of steps of every rank: as many as the rank with the most seeds needs."""
+    """Number of steps of every rank. The rank with the most seeds needs this number."""
     input_rows: int
     remote_rows: int
     """Number of input rows that belong to another server."""
@@ -92,7 +92,7 @@ class Survey:
     feature_bytes: int
     """(8 + F s) bytes for each remote row."""
     sampling_bytes: int
-    """8 bytes per remote node asked for in-edges, 24 per returned edge. 0 with the whole structure."""
+    """8 bytes per remote node whose in-edges are read, and 24 per edge. 0 if ranks have all edges."""
     label_bytes: int
     gradient_bytes: int
     """2 (W - 1) (|theta| s + a flag of s bytes for each parameter tensor) bytes for each step."""
@@ -144,7 +144,7 @@ class BatchWork:
 
 @dataclass(frozen=True, kw_only=True)
 class EpochCounts:
-    """Statistics and counts of one graph, model and cluster."""
+    """Statistics and counts of an epoch for one graph, model and cluster."""
 
     graph: GraphStats
     shape: ModelShape
@@ -170,7 +170,7 @@ class EpochCounts:
 
     @property
     def mini_batches(self) -> BatchWork:
-        """The counted mini-batches. Candidates of that unit always have them."""
+        """Counted mini-batches. They exist for every candidate that trains on mini-batches."""
         assert self.batches is not None, "candidates of mini-batches need counted batches"
         return self.batches
 
@@ -214,7 +214,7 @@ class EpochCounts:
         Args:
             held: Bytes of features that are mapped or kept.
             owners: Ranks with layer-1 blocks in a batch (push-pull's N_f). Each brings its part of the
-                columns, and together they are as large as one row.
+                columns, and all parts together are as large as the whole rows.
             in_flight: Number of batches that are trained at a time.
         """
         sources, targets, edges = self.mini_batches.largest
@@ -222,12 +222,12 @@ class EpochCounts:
         blocks = _BLOCK_EDGE_BYTES * sum(edges) + _BLOCK_ROW_BYTES * sum(sources)
         blocks += (owners - 1) * (_BLOCK_EDGE_BYTES * edges[0] + _BLOCK_ROW_BYTES * sources[0])
         activations = self.activations(targets, sources)
-        step = sum(activations) + self.backward_bytes(activations)
-        ahead = (_BATCHES_AHEAD + 1 + in_flight) * (inputs + blocks)
+        step_bytes = sum(activations) + self.backward_bytes(activations)
+        loaded_bytes = (_BATCHES_AHEAD + 1 + in_flight) * (inputs + blocks)
         static_bytes = (
             self.fixed_bytes + OPTIMIZER_COPIES * self.parameter_bytes + held + self.structure_bytes
         )
-        return static_bytes + round(ALLOCATOR_OVERHEAD * (step + ahead))
+        return static_bytes + round(ALLOCATOR_OVERHEAD * (step_bytes + loaded_bytes))
 
     def find_cache(self, candidate: Candidate) -> CacheHits | None:
         """Return the counted cache of ``candidate``, or None if it has none or it was not counted."""
@@ -247,7 +247,7 @@ class Traffic:
     exact: bool = True
 
     def seconds(self, cluster: Cluster) -> float:
-        """Return the seconds of an epoch on the slower links, outside or inside. Each server has its own."""
+        """Return the seconds of an epoch on the slower links, between or in servers. Each server has both."""
         outside = sum(self.outside.values()) / cluster.external_bytes_per_s
         inside = sum(self.inside.values()) / cluster.internal_bytes_per_s
         return max(outside, inside) / cluster.servers
@@ -275,7 +275,7 @@ class CostModel(ABC):
 
     @staticmethod
     def inspect(model: nn.Module, features: int) -> Any:
-        """Return the facts that :meth:`cost` needs of a model with ``features`` input columns, for
+        """Return what :meth:`cost` must know of a model with ``features`` input columns. It is stored in
         ``shape.inspected``.
 
         Raises:
@@ -307,11 +307,11 @@ COSTS: Registry[CostModel] = Registry(
     },
     group="dglx_dist.costs",
 )
-"""Cost models by the name of their strategy. A strategy without one is tried without knowing its bytes."""
+"""Cost models by the name of the strategy. Without a cost model, a strategy is tried with unknown bytes."""
 
 
 def present(**phases: int) -> dict[str, int]:
-    """Return the phases that have bytes, by name."""
+    """Return the bytes of the phases that are not 0, sorted by name."""
     return {name: count for name, count in sorted(phases.items()) if count}
 
 
@@ -323,7 +323,7 @@ def build_traffic(
     once: int = 0,
     exact: bool,
 ) -> Traffic:
-    """Return the traffic of rows, and of (outside, inside) bytes of summed gradients."""
+    """Return the traffic of rows by phase, and of (outside, inside) bytes ``sums`` of summed gradients."""
     return Traffic(
         outside=present(**{**outside, GRADIENTS: sums[0]}),
         inside=present(**{**inside, GRADIENTS: sums[1]}),
@@ -335,6 +335,7 @@ def build_traffic(
 def ring_split(num_bytes: int, server_of: Sequence[int], steps: int) -> tuple[int, int]:
     """Return the bytes (between servers, within) of ``steps`` ring all-reduces by ranks on (W,) servers."""
     ranks = len(server_of)
-    far = [rank for rank, server in enumerate(server_of) if server != server_of[(rank + 1) % ranks]]
-    outside = steps * sum(ring_bytes(num_bytes, ranks, rank) for rank in far)
+    # A rank of the ring sends to the next rank, which may be on another server.
+    border_ranks = [rank for rank, server in enumerate(server_of) if server != server_of[(rank + 1) % ranks]]
+    outside = steps * sum(ring_bytes(num_bytes, ranks, rank) for rank in border_ranks)
     return outside, steps * 2 * (ranks - 1) * num_bytes - outside

@@ -102,33 +102,33 @@ class FullWork:
 @final
 @dataclass(frozen=True)
 class FullGraphScheme(Work):
-    """The way a whole graph is trained on."""
+    """Plans and batches of training on a whole graph."""
 
     hops: int
     """Number of layers that a server computes without rows of other servers."""
     eas: EasOptions | None = None
-    """Limit of the external neighbourhood. None: there is none."""
+    """Limits of the external neighbourhood. None: it has no limit."""
     cooperative_batches: int = 1
 
     def describe(self, num_layers: int) -> str:
-        number = self.cooperative_batches
-        batches = f" in {number} cooperative batches" if number > 1 else ""
+        num_batches = self.cooperative_batches
+        batches = f" in {num_batches} cooperative batches" if num_batches > 1 else ""
         sampled = ", sampled" if self.eas else ""
         return f"plans of {self.hops} of {num_layers} layers preloaded{sampled}{batches}"
 
     def count(self, run: PlannedRun) -> FullWork | None:
         if run.graph.edges * run.num_layers * self.cooperative_batches > _MOST_EDGES:
             return None
-        # In a job all ranks must count or none of them, and each has its own memory.
-        free = machine_memory()[1] if not run.in_job else sys.maxsize
-        if run.graph.edges * _PLAN_BYTES > free:
+        # In a job, free memory differs between ranks, but either all ranks must count or none.
+        free_bytes = machine_memory()[1] if not run.in_job else sys.maxsize
+        if run.graph.edges * _PLAN_BYTES > free_bytes:
             return None
         covers = self.cooperative_batches == 1 and not self.eas
-        covers &= run.graph.edges * (_PLAN_BYTES + _COVER_BYTES) <= free
-        partition, number = run.partition, self.cooperative_batches
+        covers &= run.graph.edges * (_PLAN_BYTES + _COVER_BYTES) <= free_bytes
+        partition, num_batches = run.partition, self.cooperative_batches
         pieces = [
-            [own] if number == 1 else compose_batches(own, number, "random", seed=partition.seed)
-            for own in split_by_server(partition, run.seeds)
+            [ids] if num_batches == 1 else compose_batches(ids, num_batches, "random", seed=partition.seed)
+            for ids in split_by_server(partition, run.seeds)
         ]
         # A server may have fewer seeds than there are batches.
         steps = [step for step in zip(*pieces, strict=True) if any(map(len, step))]
@@ -157,12 +157,12 @@ class FullGraphScheme(Work):
             return lambda seeds: make_all_plans(run.partition, seeds, **options)
         planner = Planner(run.g)
 
-        def make(seeds: list[Array]) -> list[RankPlan]:
+        def make_plan(seeds: list[Array]) -> list[RankPlan]:
             # One rank of a server passes the seeds of the whole server.
-            own = seeds[topology.server] if topology.local_rank == 0 else NO_IDS
-            return [planner.plan(PlanRequest(seeds=own, show_progress=False, **options))]
+            server_seeds = seeds[topology.server] if topology.local_rank == 0 else NO_IDS
+            return [planner.plan(PlanRequest(seeds=server_seeds, show_progress=False, **options))]
 
-        return make
+        return make_plan
 
     def blocks(self, counts: FullWork) -> tuple[list[Any], int] | None:
         return None if counts.plan is None else (build_blocks(counts.plan), counts.steps)
@@ -196,7 +196,7 @@ def pack_sizes(plan: RankPlan, world_size: int) -> Array:
 
 
 def use_covers(plan: RankPlan) -> RankPlan:
-    """Return ``plan`` with the sizes of its covers. Layer 1 keeps its rows, like with ``use_pp``."""
+    """Return ``plan`` with the sizes of its covers above layer 1. Layer 1 is kept, as with ``use_pp``."""
     first, *above = plan.layers
     covers = [layer.cover for layer in above if layer.cover is not None]
     assert len(covers) == len(above), "the plan was made without covers"
@@ -217,16 +217,16 @@ def decode_work(sizes: Array, topology: Topology) -> FullWork:
     leaders = [topology.ranks_of_server(server)[0] for server in range(num_servers)]
     server = np.array(topology.server_of_rank)
     is_same = server[:, None] == server
-    # (receiving rank, layer, sending rank) rows.
+    # Numbers of halo rows by receiving rank, layer and sending rank.
     halo = received.sum(axis=0).reshape(world_size, layers, world_size)
 
-    def numbers(counts: Array) -> tuple[int, ...]:
+    def to_ints(counts: Array) -> tuple[int, ...]:
         return tuple(counts.tolist())
 
     return FullWork(
-        largest=StepSizes(*(numbers(field[step, rank]) for field in step_fields)),
-        outside=numbers((halo * ~is_same[:, None]).sum(axis=(0, 2))),
-        inside=numbers((halo * is_same[:, None]).sum(axis=(0, 2))),
+        largest=StepSizes(*(to_ints(field[step, rank]) for field in step_fields)),
+        outside=to_ints((halo * ~is_same[:, None]).sum(axis=(0, 2))),
+        inside=to_ints((halo * is_same[:, None]).sum(axis=(0, 2))),
         external_rows=int(external[:, leaders].sum()),
         steps=len(sizes),
     )
@@ -271,17 +271,17 @@ class FullGraphCosts(CostModel):
         options = _read_options(candidate)
         work: FullWork = counts.works[FullGraphCosts.works(candidate, counts.context)[0]]
         if options.aggregate == "cover":
-            return _cost_of_covers(counts, work)
+            return _build_cover_cost(counts, work)
         # If there are several batches, none of them keeps the features of its halo.
         use_pp = work.steps == 1
         traffic = _traffic(counts, work, use_pp=use_pp, wire=options.wire_dtype)
         memory = estimate_memory(counts, work, ahead=0 if work.steps == 1 else 1)
         if options.staleness:
-            # The rows of an epoch, sent and received, in buffers and in transit.
+            # Factor 4: the rows of an epoch are sent and received, and each is in a buffer and in transit.
             pairs = tuple(map(sum, zip(work.outside, work.inside, strict=True)))
             moved = count_exchanged_bytes(pairs, counts.shape, use_pp=use_pp)
             memory += 4 * sum(moved.values()) // counts.cluster.ranks
-        return _cost(counts, traffic, memory)
+        return _build_cost(counts, traffic, memory)
 
 
 def _read_options(candidate: Candidate) -> FullGraphOptions:
@@ -289,12 +289,12 @@ def _read_options(candidate: Candidate) -> FullGraphOptions:
     return options
 
 
-def _cost(counts: EpochCounts, traffic: Traffic, memory: int) -> Cost:
-    own = counts.own_feature_bytes
-    return Cost(traffic=traffic, memory=memory, shared=own, on_host=counts.program_bytes + own)
+def _build_cost(counts: EpochCounts, traffic: Traffic, memory: int) -> Cost:
+    features = counts.own_feature_bytes
+    return Cost(traffic=traffic, memory=memory, shared=features, on_host=counts.program_bytes + features)
 
 
-def _cost_of_covers(counts: EpochCounts, sources: FullWork) -> Cost:
+def _build_cover_cost(counts: EpochCounts, sources: FullWork) -> Cost:
     first, *above = counts.shape.layers
     if not above or not all(layer.sums_sources for layer in above):
         return Cost(why_not="a layer reads its sources by more than a sum or mean")
@@ -304,29 +304,30 @@ def _cost_of_covers(counts: EpochCounts, sources: FullWork) -> Cost:
     narrowed = (first, *(replace(layer, inputs=layer.summed) for layer in above))
     counts = replace(counts, shape=replace(counts.shape, layers=narrowed))
     # The blocks of source rows are kept in addition to those of the covers.
-    blocks = sum(_structure_of(sources.largest))
+    blocks = sum(_list_structure_bytes(sources.largest))
     memory = estimate_memory(counts, work) + round(ALLOCATOR_OVERHEAD * blocks)
-    return _cost(counts, _traffic(counts, work, use_pp=True), memory)
+    return _build_cost(counts, _traffic(counts, work, use_pp=True), memory)
 
 
 def estimate_memory(counts: EpochCounts, work: FullWork, *, ahead: int = 0) -> int:
-    """Return the peak of a rank that trains on whole graphs; ``ahead``: batches loaded in advance."""
+    """Return the peak bytes of a rank that trains on whole graphs and loads ``ahead`` batches in advance."""
     shape, sizes = counts.shape, work.largest
-    loaded = sizes.rows[0] * shape.features * shape.itemsize + sum(_structure_of(sizes))
+    loaded_bytes = sizes.rows[0] * shape.features * shape.itemsize + sum(_list_structure_bytes(sizes))
     activations = counts.activations(sizes.rows[1:], sizes.sources)
-    step = (1 + ahead) * loaded + sum(activations) + counts.backward_bytes(activations)
+    step_bytes = (1 + ahead) * loaded_bytes + sum(activations) + counts.backward_bytes(activations)
     sent = [rows * layer.inputs for rows, layer in zip(sizes.sent, shape.layers, strict=True)]
     # The buffers of sent rows, and of the gradients that come back.
-    held = OPTIMIZER_COPIES * counts.parameter_bytes + 2 * max(sent) * shape.itemsize
-    return counts.fixed_bytes + counts.own_feature_bytes + held + round(ALLOCATOR_OVERHEAD * step)
+    held_bytes = OPTIMIZER_COPIES * counts.parameter_bytes + 2 * max(sent) * shape.itemsize
+    return counts.fixed_bytes + counts.own_feature_bytes + held_bytes + round(ALLOCATOR_OVERHEAD * step_bytes)
 
 
-def _structure_of(sizes: StepSizes) -> list[int]:
-    """Return (L,) bytes of the blocks and plans of the layers. A layer like the one before shares its own."""
+def _list_structure_bytes(sizes: StepSizes) -> list[int]:
+    """Return (L,) bytes of the layers' blocks and plans. Equal successive layers count once."""
+    # For the first layer, the slice before it is empty and equals no layer.
     layers = [*zip(sizes.edges, sizes.sources, sizes.rows[1:], sizes.sent, strict=True)]
     return [
-        0 if layers[:number][-1:] == [layer] else _structure_bytes(*layer)
-        for number, layer in enumerate(layers)
+        0 if layers[:depth][-1:] == [layer] else _structure_bytes(*layer)
+        for depth, layer in enumerate(layers)
     ]
 
 
@@ -344,9 +345,9 @@ def count_exchanged_bytes(
 ) -> dict[str, int]:
     """Return the bytes of an epoch by ledger phase, for (L,) ``pairs`` outside or inside of servers.
 
-    ``halo`` is b_0 B_1 + b_1 B_2 + ..., where b_l are the bytes of d_l numbers as ``wire`` sends them. Its
-    first term is left out if layer-1 rows are cached (``use_pp``). ``halo_gradients`` is the same without the
-    terms of rows that have no gradient. Empty phases are left out.
+    ``halo`` is b_0 B_1 + b_1 B_2 + ..., where b_l are the bytes of d_l numbers as ``wire`` sends them. The
+    first term is missing if layer-1 rows are cached (``use_pp``). ``halo_gradients`` is the same sum
+    without the terms of rows that have no gradient. The result has no empty phases.
     """
     first, *above = (
         wire_bytes(wire, layer.inputs, shape.itemsize) * count

@@ -81,27 +81,27 @@ class PushPullCosts(CostModel):
         depth = int(candidate.options.get("depth", 1))
         pushed = candidate.options.get("structure", "push") == "push"
         columns = counts.graph.nodes * counts.graph.feature_bytes // size
-        held = columns + counts.own_feature_bytes
+        held_bytes = columns + counts.own_feature_bytes
         late_sums = (depth - 1) * 4 * work.largest[1][0] * counts.shape.layers[0].outputs
         return Cost(
             traffic=_traffic(counts, first, size, pushed=pushed),
-            memory=counts.batch_memory(held=held, owners=size, in_flight=depth) + late_sums,
+            memory=counts.batch_memory(held=held_bytes, owners=size, in_flight=depth) + late_sums,
             shared=counts.own_feature_bytes + counts.structure_bytes,
-            on_host=counts.program_bytes + held + counts.structure_bytes,
+            on_host=counts.program_bytes + held_bytes + counts.structure_bytes,
         )
 
 
 def column_bytes(survey: Survey, first: FirstLayer, *, group_size: int, pushed: bool) -> dict[str, int]:
     """Return the bytes of all ranks by ledger phase, without empty phases.
 
-    For each batch, with N_f parts in a group (all ranks W where it is 0)::
+    For each batch, with ``group_size`` N_f (0 means all W ranks)::
 
         structure             (N_f - 1) 4 (D1 + 1 + E1 + L0)       nothing when every part samples for itself
-        activations           (N_f - 1) s (D1 H + 2 (L0 + D1) K)   K only where layer 1 attends
+        activations           (N_f - 1) s (D1 H + 2 (L0 + D1) K)   K is 0 without attention
         activation_gradients  the same, the other way
         gradients             2 (W - 1) (|theta_D| + flags) s, and for W / N_f > 1 groups the cut weights too
 
-    Depth and versions of weights change none of it.
+    The bytes do not depend on the depth and the versions of weights.
 
     Args:
         survey: Counts on the same cut, seeds and fan-outs, with one rank per server.
@@ -109,14 +109,14 @@ def column_bytes(survey: Survey, first: FirstLayer, *, group_size: int, pushed: 
         pushed: Whether owners send the structure of their first blocks.
     """
     ranks, size = survey.ranks, group_size or survey.ranks
-    pulled = survey.first_targets * first.sum_width
-    pulled += 2 * (survey.input_rows + survey.first_targets) * first.logit_width
+    num_values = survey.first_targets * first.sum_width
+    num_values += 2 * (survey.input_rows + survey.first_targets) * first.logit_width
     # Each part's pieces are summed over the groups.
     cut = 2 * (ranks // size - 1) * first.cut_bytes
     return present(
         structure=(size - 1) * structure_bytes(survey) if pushed else 0,
-        activations=(size - 1) * first.itemsize * pulled,
-        activation_gradients=(size - 1) * first.itemsize * pulled,
+        activations=(size - 1) * first.itemsize * num_values,
+        activation_gradients=(size - 1) * first.itemsize * num_values,
         sampling=survey.sampling_bytes,
         labels=survey.label_bytes,
         gradients=survey.steps * (2 * (ranks - 1) * first.replicated_bytes + cut),
@@ -124,7 +124,7 @@ def column_bytes(survey: Survey, first: FirstLayer, *, group_size: int, pushed: 
 
 
 def structure_bytes(survey: Survey) -> int:
-    """Return the bytes of the first blocks, once each."""
+    """Return the bytes of the layer-1 blocks of an epoch if each is sent once."""
     batches = survey.steps * survey.ranks
     return _SHORT_ID_BYTES * (survey.first_targets + batches + survey.first_edges + survey.input_rows)
 
@@ -133,26 +133,26 @@ def _traffic(counts: EpochCounts, first: FirstLayer, size: int, *, pushed: bool)
     cluster, work = counts.cluster, counts.mini_batches
     phases = column_bytes(work.survey, first, group_size=size, pushed=pushed)
     in_group = {name: phases.get(name, 0) for name in ("structure", *_SUMS)}
-    # Ordered pairs of different ranks of a group, and those on different servers.
+    # Ordered pairs of different ranks of a group, and the number of pairs on different servers.
     pairs, groups = cluster.ranks * (size - 1), np.array(cluster.server_of_rank).reshape(-1, size)
-    away = int((groups[:, :, None] != groups[:, None, :]).sum())
-    crossing = {name: count * away // pairs if pairs else 0 for name, count in in_group.items()}
+    remote_pairs = int((groups[:, :, None] != groups[:, None, :]).sum())
+    crossing = {name: count * remote_pairs // pairs if pairs else 0 for name, count in in_group.items()}
     inside = {name: count - crossing[name] for name, count in in_group.items()}
     sums = ring_split(first.replicated_bytes, cluster.server_of_rank, work.steps)
     if len(groups) > 1:
         # Every part's ring has the same bytes, up to columns that do not divide evenly.
-        every = 2 * (len(groups) - 1) * first.cut_bytes * work.steps
+        cut_bytes = 2 * (len(groups) - 1) * first.cut_bytes * work.steps
         server_of = cluster.server_of_rank
         far = sum(server != server_of[(rank + size) % cluster.ranks] for rank, server in enumerate(server_of))
-        outside = every * far // cluster.ranks
-        sums = sums[0] + outside, sums[1] + every - outside
-    moved = counts.graph.nodes * (cluster.servers - 1) // cluster.servers * counts.graph.feature_bytes
-    aligned = size % cluster.ranks_per_server == 0 or cluster.ranks_per_server % size == 0
+        outside = cut_bytes * far // cluster.ranks
+        sums = sums[0] + outside, sums[1] + cut_bytes - outside
+    remote_bytes = counts.graph.nodes * (cluster.servers - 1) // cluster.servers * counts.graph.feature_bytes
+    is_aligned = size % cluster.ranks_per_server == 0 or cluster.ranks_per_server % size == 0
     return build_traffic(
         {**phases, **crossing},
         inside,
         sums,
-        once=cluster.ranks * moved // size,
-        # A model of the user's own may give its first layer values of edges.
-        exact=work.is_complete and aligned and first.known and not counts.shape.is_guessed,
+        once=cluster.ranks * remote_bytes // size,
+        # The first layer of a custom model may get values of edges.
+        exact=work.is_complete and is_aligned and first.known and not counts.shape.is_guessed,
     )

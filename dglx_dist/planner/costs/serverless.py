@@ -37,14 +37,14 @@ _EXCHANGING = FullGraphScheme(0)
 @final
 @dataclass(frozen=True)
 class HaloPairs(Work):
-    """Pairs of a node and another rank that reads it, which intervals exchange."""
+    """Pairs of a node and another rank that reads the node. Intervals exchange the rows of these pairs."""
 
     def describe(self, num_layers: int) -> str:
         return "pairs of border nodes"
 
     def count(self, run: PlannedRun) -> HaloCounts | None:
         if run.in_job:
-            # These are only rows that training needs, mostly in the first layer. Intervals need all.
+            # A job counts only the rows that training needs in the first layer. Intervals exchange all rows.
             work = run.works[_EXCHANGING]
             return work and HaloCounts(outside=work.outside[0], inside=work.inside[0], is_complete=False)
         shard = run.partition.structure.shards[0]
@@ -71,14 +71,14 @@ def count_halo_pairs(indptr: Array, indices: Array, bounds: Array, topology: Top
     for rank in range(topology.world_size):
         first, last = int(starts[rank]), int(starts[rank + 1])
         server = topology.server_of_rank[rank]
-        seen, edges = np.zeros(int(bounds[-1]), np.bool_), indices[int(indptr[first]) : int(indptr[last])]
-        for at in range(0, len(edges), _EDGES_AT_ONCE):
-            seen[edges[at : at + _EDGES_AT_ONCE]] = True
-        sources = np.flatnonzero(seen)
-        away = np.count_nonzero((sources < bounds[server]) | (sources >= bounds[server + 1]))
-        own = np.count_nonzero((sources >= first) & (sources < last))
-        outside += int(away)
-        inside += int(len(sources) - away - own)
+        is_read, edges = np.zeros(int(bounds[-1]), np.bool_), indices[int(indptr[first]) : int(indptr[last])]
+        for start in range(0, len(edges), _EDGES_AT_ONCE):
+            is_read[edges[start : start + _EDGES_AT_ONCE]] = True
+        sources = np.flatnonzero(is_read)
+        num_outside = np.count_nonzero((sources < bounds[server]) | (sources >= bounds[server + 1]))
+        num_own = np.count_nonzero((sources >= first) & (sources < last))
+        outside += int(num_outside)
+        inside += int(len(sources) - num_outside - num_own)
     return HaloCounts(outside=outside, inside=inside)
 
 
@@ -114,19 +114,19 @@ def serverless_bytes(
     down = up = weights_down = weights_up = 0
     last = len(widths) - 1
     for layer in range(1, last + 1):
-        wide, narrow = (1 + own_rows) * widths[layer - 1], widths[layer]
-        weights = intervals * (wide + 1) * narrow * itemsize
-        back = 0 if layer == 1 else nodes * wide * itemsize
+        num_inputs, num_outputs = (1 + own_rows) * widths[layer - 1], widths[layer]
+        weights = intervals * (num_inputs + 1) * num_outputs * itemsize
+        gradient_bytes = 0 if layer == 1 else nodes * num_inputs * itemsize
         weights_up += weights
         if layer == last and fusion:
-            down += nodes * (wide * itemsize + _LABEL_BYTES)
-            up += back + intervals * _STATISTICS_BYTES
+            down += nodes * (num_inputs * itemsize + _LABEL_BYTES)
+            up += gradient_bytes + intervals * _STATISTICS_BYTES
             weights_down += weights
             continue
-        saved = 0 if rematerialise else nodes * narrow * itemsize
-        rows = nodes * itemsize
-        down += rows * wide + rows * (wide + narrow) + saved
-        up += rows * narrow + saved + back
+        activation_bytes = 0 if rematerialise else nodes * num_outputs * itemsize
+        column_bytes = nodes * itemsize
+        down += column_bytes * num_inputs + column_bytes * (num_inputs + num_outputs) + activation_bytes
+        up += column_bytes * num_outputs + activation_bytes + gradient_bytes
         weights_down += 2 * weights
     return {
         "ghost_gradients": boundary,
@@ -148,7 +148,7 @@ def _traffic(counts: EpochCounts, ghosts: HaloCounts, read: int) -> Traffic:
         intervals=LambdaOptions().intervals * cluster.ranks,
         own_rows=own_rows,
     )
-    # When the pipeline is emptied, all ranks except the one that has the weights read them.
+    # When the pipeline is emptied, all ranks read the weights, except the rank that stores them.
     phases["weights_read"] = read * (cluster.ranks - 1)
     inside = {name: phases[name] * ghosts.inside // max(total, 1) for name in _GHOSTS}
     inside["weights_read"] = read * (cluster.ranks_per_server - 1)
@@ -183,7 +183,7 @@ class LambdaCosts(CostModel):
             counts, counts.works[HaloPairs()], counts.shape.inspected.get(candidate.strategy, 0)
         )
         # Every epoch in flight keeps its activations.
-        in_flight = 1 + 0.5 * (int(candidate.options.get("staleness", -1)) + 1)
-        kept = estimate_memory(counts, counts.works[_EXCHANGING]) - counts.fixed_bytes
-        memory = counts.fixed_bytes + round(kept * in_flight)
+        num_in_flight = 1 + 0.5 * (int(candidate.options.get("staleness", -1)) + 1)
+        epoch_bytes = estimate_memory(counts, counts.works[_EXCHANGING]) - counts.fixed_bytes
+        memory = counts.fixed_bytes + round(epoch_bytes * num_in_flight)
         return Cost(traffic=traffic, memory=memory, note="workers on the same servers")
