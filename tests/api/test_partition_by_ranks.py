@@ -94,9 +94,9 @@ def test_without_a_limit_ranks_are_refused(tmp_path: Path) -> None:
 SCRIPT = """
 import sys
 from pathlib import Path
-from tests.api.test_partition_by_ranks import killed
+from tests.api.test_partition_by_ranks import partition_until_killed
 
-killed("sweep", 1, *map(Path, sys.argv[1:3]))
+partition_until_killed("sweep", 1, *map(Path, sys.argv[1:3]))
 """
 
 

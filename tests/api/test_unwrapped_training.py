@@ -83,7 +83,7 @@ def test_one_rank_trains_an_unwrapped_model() -> None:
 def test_wrap_refuses_a_lazy_module_by_the_name_of_its_parameter() -> None:
     with dx.init():
         g = dx.distribute(plain_graph(), parts=1)
-        with pytest.raises(ConfigError, match=r"'0.weight' lazy module.*Run one forward"):
+        with pytest.raises(ConfigError, match=r"'0.weight' belongs to a lazy module.*Run one forward"):
             dx.wrap(nn.Sequential(nn.LazyLinear(3)), g)
 
 

@@ -40,7 +40,7 @@ def count_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(push_pull, "survey", by_hand)
 
 
-@pytest.mark.usefixtures("counted")
+@pytest.mark.usefixtures("count_bytes")
 @pytest.mark.parametrize("name", push_pull.BUILDS)
 def test_every_experiment_builds_its_jobs(name: str, bench: BenchPlan) -> None:
     plan = push_pull.plan_at(name, bench, TINY)
@@ -51,7 +51,7 @@ def test_every_experiment_builds_its_jobs(name: str, bench: BenchPlan) -> None:
     assert any(ratio.predicted is not None for ratio in plan.ratios)
 
 
-@pytest.mark.usefixtures("counted")
+@pytest.mark.usefixtures("count_bytes")
 def test_stock_distdgl_trains_on_the_same_cut(bench: BenchPlan) -> None:
     plan = push_pull.plan_at("P1", bench, TINY)
     by_name = {variant.name: variant for variant in plan.variants}

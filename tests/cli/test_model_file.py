@@ -168,5 +168,5 @@ def test_what_is_refused_before_a_start(dataset: str, tmp_path: Path) -> None:
         own(dataset, tmp_path / "run", SAGE, model="gat")
     with pytest.raises(ConfigError, match=r"--model my_model\.py:Model has no --norm"):
         own(dataset, tmp_path / "run", SAGE, norm="layer")
-    with pytest.raises(ConfigError, match=r"has no inference_layers\(\).*leave these out"):
+    with pytest.raises(ConfigError, match=r"has no inference_layers\(\).*leave these options out"):
         train_dataset(own(dataset, tmp_path / "run", SAGE))

@@ -344,7 +344,7 @@ def test_a_target_is_known_before_ranks_start(folders: dict[str, Path]) -> None:
     check_before_launch(TrainConfig(**{**options, "target": ("user:buys:item", "buys-rev")}))
     for name in ("likes", "item:buys:user"):
         with pytest.raises(
-            ConfigError, match=r"no edge type .*; give one of user:buys:item, item:buys-rev:user"
+            ConfigError, match=r"no edge type .*Use one of user:buys:item, item:buys-rev:user"
         ):
             check_before_launch(TrainConfig(**{**options, "target": (name,)}))
 

@@ -245,7 +245,7 @@ def test_sums_that_do_not_come_are_named(dead: list[int], says: str, monkeypatch
         return Answered([np.frombuffer(b"all of it", np.uint8)] if op == ops.MISSING else [])
 
     monkeypatch.setattr(rpc, "submit", submit)
-    monkeypatch.setattr(rpc, "silent", lambda ranks, _: [rank for rank in ranks if rank in dead])
+    monkeypatch.setattr(rpc, "find_silent", lambda ranks, _: [rank for rank in ranks if rank in dead])
     monkeypatch.setattr(rpc, "timeout_s", 0.02)
     with serve(rpc, plan_of(2)) as (_, client):
         push(client)
