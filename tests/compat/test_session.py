@@ -80,7 +80,7 @@ def test_dgls_launcher_is_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(message) == 1
     start_later(None)
     monkeypatch.setenv("DGL_ROLE", "server")
-    with pytest.raises(ConfigError, match="start the script with torchrun"):
+    with pytest.raises(ConfigError, match="Start the script with torchrun"):
         session.initialize()
 
 

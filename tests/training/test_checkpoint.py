@@ -497,7 +497,7 @@ def test_several_optimisers_are_saved_in_their_order(tmp_path: Path) -> None:
             optimizer.lr = 9.0
         for wrong, message in (
             (both[:1], "has 2 optimizers of embeddings, but sparse= has 1"),
-            (both[::-1], "'SparseAdam', this run has 'SparseSGD'"),
+            (both[::-1], "'SparseAdam', but this run has 'SparseSGD'"),
             ([], "sparse= has 0"),
         ):
             with pytest.raises(CheckpointError, match=message):

@@ -209,7 +209,7 @@ def test_input_rows_are_the_same_whether_the_loader_attached_them_or_not(tmp_pat
             ({"embeddings": {"author": wrong}}, "has 60 rows for 40 nodes"),
             (
                 {"feature": "flat", "embeddings": {"author": authors}},
-                r"'flat' .* 'paper' has shape \(60,\)",
+                r"'flat' .* 'paper' must be \(N, F\), not \(60,\)",
             ),
         ):
             with pytest.raises(ConfigError, match=message):
