@@ -95,7 +95,8 @@ def _fit(folder: Path, way: str, **options: Any) -> list[list[float]]:
 def test_a_stopped_run_ends_after_a_step_and_resumes_with_the_same_bits(tmp_path: Path) -> None:
     every = {"checkpoint_every": "4steps"}
     expected = _fit(tmp_path / "whole", "go on", **every)
-    with pytest.raises(Stopped, match="stopped after 3 steps of epoch 1"):
+    # A thread receives the signal, so on a busy machine one more step of three batches may come first.
+    with pytest.raises(Stopped, match=r"stopped after [36] steps of epoch 1"):
         _fit(tmp_path / "stopped", "stop", **every)
     assert _fit(tmp_path / "stopped", "go on", **every) == expected
 
