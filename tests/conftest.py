@@ -9,7 +9,7 @@ import pytest
 import torch
 from numba.core.dispatcher import Dispatcher
 
-from dglx_dist.serverless.aws.package import write_zip
+from dglx_dist.strategies.serverless.aws.package import write_zip
 
 torch.set_num_threads(1)
 

@@ -10,7 +10,7 @@ from dglx_dist.cli.common import command, warn, write
 from dglx_dist.errors import ConfigError
 from dglx_dist.memory import format_bytes
 from dglx_dist.options import option, parse_pairs
-from dglx_dist.serverless.aws.clients import ARCHITECTURES, Deployment, Place
+from dglx_dist.strategies.serverless.aws.clients import ARCHITECTURES, Deployment, Place
 
 lambda_app = typer.Typer(
     name="lambda",
@@ -72,8 +72,8 @@ def package(
     from hashlib import sha256
     from tempfile import TemporaryDirectory
 
-    from dglx_dist.serverless.aws.deploy import what_aws_lacks
-    from dglx_dist.serverless.aws.package import download_wheels, write_zip
+    from dglx_dist.strategies.serverless.aws.deploy import what_aws_lacks
+    from dglx_dist.strategies.serverless.aws.package import download_wheels, write_zip
 
     if architecture is not None and python is None:
         raise ConfigError(
@@ -111,7 +111,7 @@ def deploy(config: DeployCommand) -> None:
 
     Example: `dglx lambda deploy dglx-worker --package worker.zip --memory 512 --dry-run`
     """
-    from dglx_dist.serverless.aws import deploy as aws
+    from dglx_dist.strategies.serverless.aws import deploy as aws
 
     changes = aws.Changes(write, dry_run=config.dry_run)
     aws.deploy(replace(config, place=Place(region=config.region, endpoint_url=config.endpoint_url)), changes)
@@ -136,7 +136,7 @@ def invoke_test(
 
     Example: `dglx lambda invoke-test dglx-worker --address 10.0.0.5`
     """
-    from dglx_dist.serverless.aws.deploy import try_function
+    from dglx_dist.strategies.serverless.aws.deploy import try_function
 
     place = Place(region=region, endpoint_url=endpoint_url)
     for seconds, answer in try_function(name, place, write, address=address):
@@ -152,7 +152,7 @@ def remove(
 
     Example: `dglx lambda remove dglx-worker --dry-run`
     """
-    from dglx_dist.serverless.aws import deploy as aws
+    from dglx_dist.strategies.serverless.aws import deploy as aws
 
     changes = aws.Changes(write, dry_run=dry_run)
     aws.remove(name, Place(region=region, endpoint_url=endpoint_url), changes)
@@ -173,6 +173,6 @@ def prices(
 
     Example: `dglx lambda prices > mine.json`
     """
-    from dglx_dist.serverless import cost as tables
+    from dglx_dist.strategies.serverless import cost as tables
 
     typer.echo(tables.prices(name).to_json(), nl=False)

@@ -12,7 +12,19 @@ import sys
 import types
 from collections.abc import Callable, Collection, Mapping, Sequence
 from enum import Enum
-from typing import Annotated, Any, NamedTuple, TypeAlias, TypeVar, Union, cast, final, get_args, get_origin
+from typing import (
+    Annotated,
+    Any,
+    Literal,
+    NamedTuple,
+    TypeAlias,
+    TypeVar,
+    Union,
+    cast,
+    final,
+    get_args,
+    get_origin,
+)
 
 from dglx_dist.errors import ConfigError, DglxError
 from dglx_dist.registry import suggest_name
@@ -234,6 +246,10 @@ class Fields:
             record = fields.record(cast("Callable[..., Any]", value_type))
             fields.reject_unread()
             return record
+        if get_origin(value_type) is Literal:
+            return self.choice(name, get_args(value_type))
+        if value_type is Any:
+            return self.raw_value(name)
         if issubclass(value_type, Enum):
             return value_type(self.choice(name, [member.value for member in value_type]))
         if value_type is bool:

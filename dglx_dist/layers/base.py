@@ -59,7 +59,7 @@ class DeclaredStage:
     """A layer as a sum over in-edges on graph servers, followed by a stage on workers."""
 
     stage: str
-    """Name in the registry of stages; see ``dglx_dist.serverless.stages.base.register_stage``."""
+    """Name in the registry of stages; see ``dglx_dist.strategies.serverless.stages.base.register_stage``."""
     config: Mapping[str, Any]
     """Configuration of the stage, as JSON values."""
     weights: tuple[str, ...]

@@ -26,24 +26,9 @@ from torch.utils.hooks import RemovableHandle
 from dglx_dist.comm.devices import is_on_host
 from dglx_dist.errors import ConfigError
 from dglx_dist.internals.pytorch import NO_BACKWARD, current_backward, tree_leaves
-from dglx_dist.keyed_random import full_word, item_key, shift_right, stream_key, words_on_device
+from dglx_dist.keyed_random import item_key, stream_key
+from dglx_dist.layers.masks import ColumnRange, count_dropped, draw_bits, draw_kept_entries, draw_on_device
 from dglx_dist.records import Array
-
-
-@dataclass(frozen=True, kw_only=True)
-class ColumnRange:
-    """The columns ``first:last`` of a matrix with ``width`` columns. There may be none."""
-
-    first: int
-    last: int
-    width: int
-
-    def __len__(self) -> int:
-        return self.last - self.first
-
-    @property
-    def cut(self) -> slice:
-        return slice(self.first, self.last)
 
 
 def deal_out_columns(width: int, parts: int) -> tuple[ColumnRange, ...]:
@@ -113,7 +98,7 @@ def drop_attention(block: DGLBlock, attention: Tensor, probability: float, draws
     owner's.
     """
     indptr, _, edge_ids = block.adj_tensors("csc")
-    stream, threshold = stream_key(draws.seed, draws.number, ATTENTION), _threshold(probability)
+    stream, threshold = stream_key(draws.seed, draws.number, ATTENTION), count_dropped(probability)
     first, nodes, heads = indptr.long(), draws.nodes[: block.num_dst_nodes()], attention.shape[1]
     if is_on_host(first):
         kept = torch.from_numpy(_draw_kept_edges(stream, nodes.numpy(), first.numpy(), heads, threshold))
@@ -123,7 +108,7 @@ def drop_attention(block: DGLBlock, attention: Tensor, probability: float, draws
         targets = targets.repeat_interleave(first.diff(), output_size=count)
         places = torch.arange(count, device=first.device) - first[targets]
         numbers = (places * heads).unsqueeze(1) + torch.arange(heads, device=first.device)
-        kept = _draw_on_device(stream, nodes[targets], numbers, threshold)
+        kept = draw_on_device(stream, nodes[targets], numbers, threshold)
     scaled = _scale_mask(kept, probability, attention)
     if len(edge_ids):
         # Reorder from the CSC matrix to the block's edge numbers.
@@ -131,48 +116,9 @@ def drop_attention(block: DGLBlock, attention: Tensor, probability: float, draws
     return attention * scaled.unsqueeze(-1)
 
 
-def draw_kept_entries(
-    seed: int, number: int, stream: int, nodes: Tensor, runs: Sequence[ColumnRange], probability: float
-) -> Tensor:
-    """Return the (L0, F_p) bool mask of kept entries for the columns ``runs`` of ``nodes`` ((L0,) int64).
-
-    It is on the device of ``nodes``, and has the same bits on every device.
-    """
-    key, threshold = stream_key(seed, number, stream), _threshold(probability)
-    if is_on_host(nodes):
-        columns = np.concatenate([np.arange(run.first, run.last) for run in runs]).astype(np.int64)
-        return torch.from_numpy(_draw_kept(key, np.ascontiguousarray(nodes.numpy()), columns, threshold))
-    numbers = torch.cat([torch.arange(run.first, run.last, device=nodes.device) for run in runs])
-    # The nodes are split, because the words take 8 bytes for each entry.
-    pieces = torch.split(nodes, max(_WORDS_AT_ONCE // max(len(numbers), 1), 1))
-    return torch.cat([_draw_on_device(key, piece, numbers, threshold) for piece in pieces])
-
-
-_WORDS_AT_ONCE = 1 << 22
-
-
-def _draw_on_device(stream: np.uint64, nodes: Tensor, numbers: Tensor, threshold: np.uint64) -> Tensor:
-    return shift_right(words_on_device(stream, nodes, numbers), 32) >= int(threshold)
-
-
-def _threshold(probability: float) -> np.uint64:
-    # Returns the number of dropped values among the values of 32 random bits.
-    return np.uint64(round(probability * (1 << 32)))
-
-
 def _scale_mask(kept: Tensor, probability: float, like: Tensor) -> Tensor:
     scale = 1 / (1 - probability) if probability < 1 else 0.0
     return kept.to(like.device, like.dtype).mul_(scale)
-
-
-@njit(cache=True, nogil=True)
-def _draw_kept(stream: np.uint64, nodes: Array, columns: Array, threshold: np.uint64) -> Array:
-    out = np.empty((len(nodes), len(columns)), np.bool_)
-    for row in range(len(nodes)):
-        key = item_key(stream, nodes[row])
-        for place in range(len(columns)):
-            out[row, place] = _draw_bits(key, columns[place]) >= threshold
-    return out
 
 
 @njit(cache=True, nogil=True)
@@ -184,13 +130,8 @@ def _draw_kept_edges(
         key = item_key(stream, nodes[target])
         for edge in range(first[target], first[target + 1]):
             for head in range(heads):
-                out[edge, head] = _draw_bits(key, (edge - first[target]) * heads + head) >= threshold
+                out[edge, head] = draw_bits(key, (edge - first[target]) * heads + head) >= threshold
     return out
-
-
-@njit(cache=True, nogil=True)
-def _draw_bits(key: np.uint64, number: int) -> np.uint64:
-    return full_word(key, number) >> np.uint64(32)
 
 
 _MAX_PASSES = 4

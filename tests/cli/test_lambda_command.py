@@ -10,7 +10,7 @@ from typer.testing import CliRunner, Result
 
 from dglx_dist.cli.app import app
 from dglx_dist.errors import ConfigError
-from dglx_dist.serverless.aws import package
+from dglx_dist.strategies.serverless.aws import package
 
 from ..helpers.functions_service import REGION, FunctionsService
 

@@ -16,7 +16,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
-from dglx_dist.serverless.executors.local import arithmetic_variables
+from dglx_dist.strategies.serverless.executors.local import arithmetic_variables
 
 API = "/2018-06-01/runtime"
 RUNTIME_MODULES = ("awslambdaric", "runtime_client", "snapshot_restore_py", "simplejson")

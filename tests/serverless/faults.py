@@ -6,9 +6,9 @@ from collections.abc import Callable
 
 import pytest
 
-from dglx_dist.serverless.executors.base import Latency, PoolExecutor
-from dglx_dist.serverless.tasks import Task, TaskKey
-from dglx_dist.serverless.worker_process import Fault
+from dglx_dist.strategies.serverless.executors.base import Latency, PoolExecutor
+from dglx_dist.strategies.serverless.tasks import Task, TaskKey
+from dglx_dist.strategies.serverless.worker_process import Fault
 
 
 def none(_key: TaskKey, _attempt: int) -> Fault | None:

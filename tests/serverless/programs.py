@@ -12,9 +12,9 @@ from torch import Tensor
 
 from dglx_dist.data.json_fields import Json
 from dglx_dist.records import Array
-from dglx_dist.serverless.parameter_server import ParameterServer
-from dglx_dist.serverless.program import Drop, Edge, Gather, Program, ProgramStep, Scatter, Slot, Vertex
-from dglx_dist.serverless.stages.base import VertexStage
+from dglx_dist.strategies.serverless.parameter_server import ParameterServer
+from dglx_dist.strategies.serverless.program import Drop, Edge, Gather, Program, ProgramStep, Scatter, Slot, Vertex
+from dglx_dist.strategies.serverless.stages.base import VertexStage
 
 RELU: Json = {"name": "relu"}
 ELU: Json = {"name": "elu", "alpha": 1.0}

@@ -19,10 +19,10 @@ from dglx_dist.comm.topology import Topology
 from dglx_dist.comm.wire import payload_bytes
 from dglx_dist.errors import ConfigError
 from dglx_dist.records import Array
-from dglx_dist.serverless import worker as ops
-from dglx_dist.serverless.executors.base import Executor, Lost
-from dglx_dist.serverless.program import Edge, Program, Vertex
-from dglx_dist.serverless.tasks import (
+from dglx_dist.strategies.serverless import worker as ops
+from dglx_dist.strategies.serverless.executors.base import Executor, Lost
+from dglx_dist.strategies.serverless.program import Edge, Program, Vertex
+from dglx_dist.strategies.serverless.tasks import (
     Address,
     Direction,
     Item,

@@ -11,11 +11,11 @@ import pytest
 
 from dglx_dist.cli.train_job import train_dataset
 from dglx_dist.errors import ConfigError, PeerError, RemoteError
-from dglx_dist.serverless.aws import clients, package
-from dglx_dist.serverless.aws.clients import Place, is_amazon
-from dglx_dist.serverless.aws.deploy import try_function
-from dglx_dist.serverless.aws.executor import AwsExecutor, read_report
-from dglx_dist.serverless.executors.base import EXECUTORS, ExecutorContext, Invocation, Lost
+from dglx_dist.strategies.serverless.aws import clients, package
+from dglx_dist.strategies.serverless.aws.clients import Place, is_amazon
+from dglx_dist.strategies.serverless.aws.deploy import try_function
+from dglx_dist.strategies.serverless.aws.executor import AwsExecutor, read_report
+from dglx_dist.strategies.serverless.executors.base import EXECUTORS, ExecutorContext, Invocation, Lost
 from dglx_dist.training.config import TrainConfig
 
 from ..helpers.functions_service import REGION, Function, FunctionsService

@@ -9,10 +9,10 @@ from collections.abc import Mapping
 import pytest
 
 from dglx_dist.errors import ConfigError, PeerError
-from dglx_dist.serverless.controller import Autotuner, Controller, ControllerOptions, most_workers
-from dglx_dist.serverless.cost import prices
-from dglx_dist.serverless.executors.base import Executor, ExecutorContext, Invocation, Lost
-from dglx_dist.serverless.tasks import Address, Direction, Secrets, Task, TaskKey
+from dglx_dist.strategies.serverless.controller import Autotuner, Controller, ControllerOptions, most_workers
+from dglx_dist.strategies.serverless.cost import prices
+from dglx_dist.strategies.serverless.executors.base import Executor, ExecutorContext, Invocation, Lost
+from dglx_dist.strategies.serverless.tasks import Address, Direction, Secrets, Task, TaskKey
 
 SERVER = Address(rank=0, host="here", endpoint="tcp://127.0.0.1:1")
 
@@ -257,7 +257,7 @@ def test_reducing_workers_keeps_one_for_tasks_that_early_ones_wait_for() -> None
 
 
 def test_a_thread_ticks_when_it_is_woken_and_its_error_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dglx_dist.serverless.controller._TICK_S", 60)
+    monkeypatch.setattr("dglx_dist.strategies.serverless.controller._TICK_S", 60)
     executor = Noted()
     controller = Controller(executor, ControllerOptions(most=1, workers=1, retries=0))
     task = make_task(0)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from dglx_dist.errors import ConfigError
-from dglx_dist.serverless.cost import Counts, bill, billed_gb_seconds, dollars, prices
+from dglx_dist.strategies.serverless.cost import Counts, bill, billed_gb_seconds, dollars, prices
 
 PAPER, NOW = prices("dorylus"), prices("aws")
 

@@ -16,10 +16,10 @@ from moto import mock_aws
 
 import dglx_dist
 from dglx_dist.errors import ConfigError
-from dglx_dist.serverless.aws import clients as bounds
-from dglx_dist.serverless.aws import deploy as made
-from dglx_dist.serverless.aws.clients import HANDLER, Deployment, Place
-from dglx_dist.serverless.aws.deploy import Changes, compiled_of, runtime_for, what_aws_lacks
+from dglx_dist.strategies.serverless.aws import clients as bounds
+from dglx_dist.strategies.serverless.aws import deploy as made
+from dglx_dist.strategies.serverless.aws.clients import HANDLER, Deployment, Place
+from dglx_dist.strategies.serverless.aws.deploy import Changes, compiled_of, runtime_for, what_aws_lacks
 
 from ..helpers.zips import write_zip
 

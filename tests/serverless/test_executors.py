@@ -17,7 +17,7 @@ import pytest
 
 from dglx_dist.comm.rpc import Handler
 from dglx_dist.errors import ConfigError, PeerError
-from dglx_dist.serverless.executors.base import (
+from dglx_dist.strategies.serverless.executors.base import (
     EXECUTORS,
     Executor,
     ExecutorContext,
@@ -25,9 +25,9 @@ from dglx_dist.serverless.executors.base import (
     Latency,
     Lost,
 )
-from dglx_dist.serverless.tasks import Direction, TaskKey
-from dglx_dist.serverless.worker import RemoteCaller, TaskPhase, Worker
-from dglx_dist.serverless.worker_process import Fault
+from dglx_dist.strategies.serverless.tasks import Direction, TaskKey
+from dglx_dist.strategies.serverless.worker import RemoteCaller, TaskPhase, Worker
+from dglx_dist.strategies.serverless.worker_process import Fault
 
 from .programs import gat, gcn, sage
 from .servers import Bench, keys_of, serve, until

@@ -13,13 +13,13 @@ import psutil
 import pytest
 
 from dglx_dist.errors import ConfigError
-from dglx_dist.serverless.aws.package import stage_paths, stages_of
-from dglx_dist.serverless.executors import local
-from dglx_dist.serverless.executors.base import ExecutorContext, Invocation
-from dglx_dist.serverless.executors.local import LocalExecutor
-from dglx_dist.serverless.program import Gather, Program, Vertex
-from dglx_dist.serverless.stages.base import register_stage
-from dglx_dist.serverless.tasks import Direction, TaskKey
+from dglx_dist.strategies.serverless.aws.package import stage_paths, stages_of
+from dglx_dist.strategies.serverless.executors import local
+from dglx_dist.strategies.serverless.executors.base import ExecutorContext, Invocation
+from dglx_dist.strategies.serverless.executors.local import LocalExecutor
+from dglx_dist.strategies.serverless.program import Gather, Program, Vertex
+from dglx_dist.strategies.serverless.stages.base import register_stage
+from dglx_dist.strategies.serverless.tasks import Direction, TaskKey
 
 from .programs import gcn
 from .servers import Bench, keys_of, serve, until
@@ -31,7 +31,7 @@ import sys
 
 import numpy as np
 
-from dglx_dist.serverless.stages.base import Backward, Forward, StageShapes, VertexStage
+from dglx_dist.strategies.serverless.stages.base import Backward, Forward, StageShapes, VertexStage
 
 
 class Scaled(VertexStage):
@@ -107,8 +107,8 @@ def test_a_process_shows_no_secret_and_sees_nothing_of_its_user(
 
 PARENT = """
 import os, sys, time
-from dglx_dist.serverless.executors.base import ExecutorContext
-from dglx_dist.serverless.executors.local import LocalExecutor
+from dglx_dist.strategies.serverless.executors.base import ExecutorContext
+from dglx_dist.strategies.serverless.executors.local import LocalExecutor
 
 executor = LocalExecutor(ExecutorContext(), {})
 executor.invoke(sys.stdin.read().encode())

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from dglx_dist.errors import ConfigError
-from dglx_dist.serverless.aws import package as libraries
-from dglx_dist.serverless.aws.package import (
+from dglx_dist.strategies.serverless.aws import package as libraries
+from dglx_dist.strategies.serverless.aws.package import (
     LIBRARIES,
     download_wheels,
     package_root,
@@ -19,8 +19,8 @@ from dglx_dist.serverless.aws.package import (
     worker_files,
     write_zip,
 )
-from dglx_dist.serverless.tasks import Direction, TaskKey
-from dglx_dist.serverless.worker import WorkerAnswer
+from dglx_dist.strategies.serverless.tasks import Direction, TaskKey
+from dglx_dist.strategies.serverless.worker import WorkerAnswer
 
 from .programs import gat
 from .servers import Bench, serve
@@ -29,7 +29,7 @@ AS_A_FUNCTION = """
 import json, sys
 sys.path.insert(0, sys.argv[1])
 event = json.load(sys.stdin)
-from dglx_dist.serverless.aws.function import handler
+from dglx_dist.strategies.serverless.aws.function import handler
 print(json.dumps(handler(event, None)))
 files = {name: getattr(module, "__file__", None) for name, module in sys.modules.items()}
 print(json.dumps(sorted(str(file) for name, file in files.items() if file and name.partition(".")[0] in (
@@ -43,10 +43,10 @@ def test_files_are_those_that_a_worker_imports() -> None:
     files = worker_files(package_root())
     assert files == tuple(sorted(files))
     rooms = {"/".join(file.split("/")[:2]) for file in files if file.count("/") > 1}
-    assert rooms == {"dglx_dist/comm", "dglx_dist/data", "dglx_dist/internals", "dglx_dist/serverless"}
+    assert rooms == {"dglx_dist/comm", "dglx_dist/data", "dglx_dist/internals", "dglx_dist/strategies/serverless"}
     assert "dglx_dist/internals/pytorch.py" not in files
-    assert {"dglx_dist/serverless/worker_process.py", "dglx_dist/serverless/stages/conv.py"} <= set(files)
-    assert not {"dglx_dist/comm/session.py", "dglx_dist/serverless/aws/executor.py"} & set(files)
+    assert {"dglx_dist/strategies/serverless/worker_process.py", "dglx_dist/strategies/serverless/stages/conv.py"} <= set(files)
+    assert not {"dglx_dist/comm/session.py", "dglx_dist/strategies/serverless/aws/executor.py"} & set(files)
     for file in files:
         parents = Path(file).parents
         assert all(f"{parent}/__init__.py" in files for parent in parents if parent.name), file

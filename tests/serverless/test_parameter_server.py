@@ -13,7 +13,7 @@ import torch
 
 from dglx_dist.errors import CheckpointError, ConfigError
 from dglx_dist.records import Array
-from dglx_dist.serverless.parameter_server import ParameterPlan, ParameterServer, Update, assign
+from dglx_dist.strategies.serverless.parameter_server import ParameterPlan, ParameterServer, Update, assign
 
 from .programs import LINEAR_STEPS as STEPS
 from .programs import exchange, linear

@@ -18,10 +18,10 @@ from dglx_dist.comm.topology import Topology
 from dglx_dist.comm.trace import Timeline
 from dglx_dist.errors import ConfigError, PeerError, RemoteError
 from dglx_dist.records import Array
-from dglx_dist.serverless import parameter_service as ops
-from dglx_dist.serverless.parameter_server import ParameterPlan, ParameterServer, Update, assign
-from dglx_dist.serverless.parameter_service import ParameterClient, ParameterService
-from dglx_dist.serverless.tasks import Direction, TaskKey
+from dglx_dist.strategies.serverless import parameter_service as ops
+from dglx_dist.strategies.serverless.parameter_server import ParameterPlan, ParameterServer, Update, assign
+from dglx_dist.strategies.serverless.parameter_service import ParameterClient, ParameterService
+from dglx_dist.strategies.serverless.tasks import Direction, TaskKey
 from tests.helpers.ranks import run_ranks
 
 from .programs import LINEAR_STEPS, linear

@@ -14,7 +14,7 @@ import pytest
 
 from dglx_dist.errors import ConfigError, UnknownNameError
 from dglx_dist.records import Array
-from dglx_dist.serverless.program import (
+from dglx_dist.strategies.serverless.program import (
     MAX_PROGRAM_BYTES,
     Gather,
     Program,
@@ -23,7 +23,7 @@ from dglx_dist.serverless.program import (
     Slot,
     Vertex,
 )
-from dglx_dist.serverless.stages.base import (
+from dglx_dist.strategies.serverless.stages.base import (
     Backward,
     Config,
     Forward,
@@ -33,7 +33,7 @@ from dglx_dist.serverless.stages.base import (
     VertexStage,
     register_stage,
 )
-from dglx_dist.serverless.tasks import Direction, TaskComputation
+from dglx_dist.strategies.serverless.tasks import Direction, TaskComputation
 from tests.helpers.schema import check_every_field
 
 from .programs import dropping, gat, gcn, sage

@@ -13,7 +13,7 @@ from torch.nn import functional
 from dglx_dist.data.json_fields import Json
 from dglx_dist.errors import ConfigError
 from dglx_dist.records import Array
-from dglx_dist.serverless.stages.base import STAGES, Config, edge_stage, register_stage, vertex_stage
+from dglx_dist.strategies.serverless.stages.base import STAGES, Config, edge_stage, register_stage, vertex_stage
 
 from .programs import TorchStage, sequence
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from dglx_dist.errors import ConfigError
-from dglx_dist.serverless.tasks import (
+from dglx_dist.strategies.serverless.tasks import (
     MAX_EVENT_BYTES,
     Address,
     Direction,

@@ -15,11 +15,11 @@ import pytest
 
 from dglx_dist.errors import ConfigError, PeerError, RemoteError
 from dglx_dist.records import Array
-from dglx_dist.serverless import worker as caller_module
-from dglx_dist.serverless.aws import function
-from dglx_dist.serverless.tasks import TASK_OVER, Direction, TaskKey, kernels
-from dglx_dist.serverless.worker import DirectCaller, RemoteCaller, TaskPhase, Worker, WorkerAnswer
-from dglx_dist.serverless.worker_process import Fault, FaultInjector
+from dglx_dist.strategies.serverless import worker as caller_module
+from dglx_dist.strategies.serverless.aws import function
+from dglx_dist.strategies.serverless.tasks import TASK_OVER, Direction, TaskKey, kernels
+from dglx_dist.strategies.serverless.worker import DirectCaller, RemoteCaller, TaskPhase, Worker, WorkerAnswer
+from dglx_dist.strategies.serverless.worker_process import Fault, FaultInjector
 
 from .programs import gcn, sage
 from .servers import Bench, keys_of, serve

@@ -12,11 +12,11 @@ from contextlib import contextmanager
 import pytest
 
 from dglx_dist.errors import PeerError
-from dglx_dist.serverless import worker_process
-from dglx_dist.serverless.executors.base import Lost, PoolExecutor, WorkerHandle
-from dglx_dist.serverless.tasks import Task, TaskKey
-from dglx_dist.serverless.worker import WorkerAnswer
-from dglx_dist.serverless.worker_process import CpuThrottle, Fault, Relay
+from dglx_dist.strategies.serverless import worker_process
+from dglx_dist.strategies.serverless.executors.base import Lost, PoolExecutor, WorkerHandle
+from dglx_dist.strategies.serverless.tasks import Task, TaskKey
+from dglx_dist.strategies.serverless.worker import WorkerAnswer
+from dglx_dist.strategies.serverless.worker_process import CpuThrottle, Fault, Relay
 
 from .programs import gcn
 from .servers import Bench, keys_of, until

@@ -167,10 +167,10 @@ class LambdaCosts(CostModel):
     @staticmethod
     def inspect(model: nn.Module, features: int) -> int:
         # Recognising layers imports the workers' code, which other strategies do not need.
-        from dglx_dist.serverless.parameter_service import bytes_of_read
-        from dglx_dist.strategies.serverless.model_to_program import chain_of
+        from dglx_dist.strategies.serverless.parameter_service import bytes_of_read
+        from dglx_dist.strategies.serverless.cut import capture
 
-        program = chain_of(model).program
+        program = capture(model, features).program
         return bytes_of_read(program.weight_shapes, program.dtype)
 
     @staticmethod

@@ -18,8 +18,8 @@ from dglx_dist.graph.partition_book import RowOwners
 from dglx_dist.graph.row_kernels import torch_dtype
 from dglx_dist.records import Array
 from dglx_dist.strategies.base import Objective
-from dglx_dist.strategies.serverless.layer_kinds import EdgeFactor, degree_powers
-from dglx_dist.strategies.serverless.model_to_program import Chain
+from dglx_dist.strategies.serverless.cut import Captured
+from dglx_dist.strategies.serverless.program import EDGE_DATA, FEATURES, Program, Slot
 
 if TYPE_CHECKING:
     from dglx_dist.graph.dist_graph import DistGraph
@@ -148,12 +148,10 @@ class Part:
     """(W k,) number of nodes of each interval of all graph servers."""
     boundary: Sequence[Array]
     """For each peer (b,) int32 ascending own nodes in the halo of the peer. See :class:`ServerGraph`."""
-    features: Array
-    """(n + m, F) own rows, then halo rows, of the program's dtype."""
+    inputs: Mapping[str, Array]
+    """The program's inputs by slot: (n + m, width) own rows, then halo rows, or (E, width) of edges."""
     labels: Array
-    """(n,) int32, -1 for nodes that are not trained on."""
-    fixed: Mapping[str, Array]
-    """Fixed edge weights by name, such as "fixed:0", each (E, 1) of the program's dtype."""
+    """(n,) int32 classes, -1 for nodes that are not trained on, or (n, width) numbers, NaN for them."""
 
     @cached_property
     def boundary_bounds(self) -> list[Array]:
@@ -277,35 +275,25 @@ def read_features(g: DistGraph, graph: ServerGraph, name: str, dtype: str) -> Ar
     return np.ascontiguousarray(rows.to(torch_dtype(dtype)).numpy())
 
 
-def edge_values(factor: EdgeFactor, g: DistGraph, nodes: Array, dtype: str) -> Array:
-    """Return the (E, 1) weights of the in-edges of this server's (K,) int64 ``nodes``, node by node.
+def read_input(g: DistGraph, graph: ServerGraph, slot: Slot, dtype: str, feature: str) -> Array:
+    """Return the rows of an input of the program: (n + m, width) of nodes, or (E, width) of edges.
 
-    Requests the degrees of nodes and the edge data of other servers.
-
-    Raises:
-        ConfigError: the edge data is not one number per edge.
+    Requests degrees of nodes and data of other servers. ``feature`` names the node data of the slot x.
     """
-    (etype,) = g.canonical_etypes
-    edges = g.structure(etype).ask("in_edges", nodes)
-    degrees = np.diff(edges.indptr)
-    values = np.repeat(degree_powers(degrees, factor.target), degrees)
-    if factor.source:
-        sources, place = np.unique(edges.sources, return_inverse=True)
-        out_degrees = g.out_degrees(torch.from_numpy(sources)).numpy()
-        values *= degree_powers(out_degrees, factor.source)[place]
-    if factor.column is not None:
-        rows = g.edata[factor.column][torch.from_numpy(edges.edge_ids)].to(torch.float64).numpy()
-        if rows.size != len(edges.edge_ids):
-            raise ConfigError(
-                f"the edge data {factor.column!r} has {rows.shape[1:]} numbers per edge, but a layer takes "
-                "one; name a column of one number per edge"
-            )
-        values *= rows.reshape(-1)
-    return values.astype(dtype)[:, None]
+    if slot.name == FEATURES:
+        return read_features(g, graph, feature, dtype)
+    if slot.per == "node":
+        ids = torch.from_numpy(np.concatenate([graph.own_ids, graph.halo]))
+        degrees = (g.in_degrees if slot.name == "in_degrees" else g.out_degrees)(ids)
+        return np.ascontiguousarray(degrees.numpy(), np.int64)[:, None]
+    name = slot.name.removeprefix(EDGE_DATA)
+    ids = torch.arange(graph.first_edge, graph.first_edge + len(graph.sources))
+    rows = g.edata[name][ids].to(torch_dtype(slot.dtype or dtype))
+    return np.ascontiguousarray(rows.reshape(len(ids), slot.width).numpy())
 
 
-def open_part(g: DistGraph, chain: Chain, objective: Objective, targets: Array, intervals: int) -> Part:
-    """Return this rank's part, with the data of the graph that ``chain`` reads. Every rank must call it.
+def open_part(g: DistGraph, captured: Captured, objective: Objective, targets: Array, intervals: int) -> Part:
+    """Return this rank's part, with the data of the graph that the program reads. Every rank must call it.
 
     Args:
         targets: (n,) bool of the own nodes that are trained on.
@@ -314,65 +302,71 @@ def open_part(g: DistGraph, chain: Chain, objective: Objective, targets: Array, 
     Raises:
         ConfigError: the graph does not fit on a rank. All ranks raise it.
     """
-    session, program = g.session, chain.program
-    run_on_all_ranks(session, lambda: check_columns(g, objective, program.features), ConfigError)
+    session, program = g.session, captured.program
+    run_on_all_ranks(session, lambda: check_columns(g, objective, program), ConfigError)
     graph = read_structure(g)
     boundary = exchange_boundaries(session, graph)
     bounds = cut_intervals(graph.indptr, graph.sources, intervals)
     sizes = gather_int64(np.diff(bounds), session).reshape(-1)
 
     def read() -> Part:
-        own, layers = graph.own_ids, chain.want_in_edges
         # Evaluation calls the layers themselves, which would raise only after training.
         isolated = np.flatnonzero(np.diff(graph.indptr) == 0)
-        if layers and len(isolated):
+        if captured.needs_in_edges and len(isolated):
             raise ConfigError(
-                f"node {int(own[isolated[0]])} has no in-edge, and layer {layers[0]!r} refuses such nodes; "
-                "make it with allow_zero_in_degree=True, or add self-loops to the graph"
+                f"node {int(graph.own_ids[isolated[0]])} has no in-edge, and {captured.needs_in_edges} "
+                "refuses such nodes; make it with allow_zero_in_degree=True, or add self-loops to the graph"
             )
         return Part(
             graph=graph,
             boundary=boundary,
             bounds=bounds,
             interval_sizes=sizes,
-            features=read_features(g, graph, objective.feature, program.dtype),
-            labels=_labels(g, own, objective.label, targets, program.classes),
-            fixed={
-                name: edge_values(factor, g, own, program.dtype) for name, factor in chain.factors.items()
+            inputs={
+                slot.name: read_input(g, graph, slot, program.dtype, objective.feature)
+                for slot in program.inputs
             },
+            labels=read_labels(g, graph.own_ids, objective.label, targets, program),
         )
 
     return run_on_all_ranks(session, read, ConfigError)
 
 
-def check_columns(g: DistGraph, objective: Objective, width: int) -> None:
-    """Raise ConfigError unless nodes have features of ``width`` columns, and integer labels."""
+def check_columns(g: DistGraph, objective: Objective, program: Program) -> None:
+    """Raise ConfigError unless nodes have features and labels of the program's shapes."""
     for name in (objective.feature, objective.label):
         if name not in g.ndata:
             known = ", ".join(map(repr, g.ndata)) or "none"
             raise ConfigError(f"the nodes have no tensor {name!r} (known: {known})")
     shape = tuple(g.ndata[objective.feature].shape)
-    if len(shape) != 2 or shape[1] != width:
+    if len(shape) != 2 or shape[1] != program.features:
         raise ConfigError(
             f"the features {objective.feature!r} have the shape {shape}, but the model's first layer takes "
-            f"{width} columns; build the model for this number of columns"
-        )
-    labels = g.ndata[objective.label]
-    if len(labels.shape) != 1 or labels.dtype.is_floating_point or labels.dtype.is_complex:
-        raise ConfigError(
-            f"the labels {objective.label!r} are {labels.dtype} of shape {tuple(labels.shape)}; give one "
-            "whole number per node, the class"
+            f"{program.features} columns; build the model for this number of columns"
         )
 
 
-def _labels(g: DistGraph, own: Array, name: str, targets: Array, classes: int) -> Array:
+def read_labels(g: DistGraph, own: Array, name: str, targets: Array, program: Program) -> Array:
+    """Return the labels of the ``own`` nodes. See :class:`Part`.
+
+    Raises:
+        ConfigError: the label of a training node is no class of the model, or not finite.
+    """
     labels = g.ndata[name][torch.from_numpy(own)].numpy()
     # Checked before narrowing to int32: a label of 2**32 would become class 0.
-    wrong = np.flatnonzero(targets & ((labels < 0) | (labels >= classes)))
+    if program.label.dtype:
+        classes = program.scores.shape[0]
+        wrong = np.flatnonzero(targets & ((labels < 0) | (labels >= classes)))
+        expected = f"the model has classes from 0 to {classes - 1}"
+    else:
+        labels = labels.reshape(len(own), program.label.width).astype(program.dtype)
+        wrong = np.flatnonzero(targets & ~np.isfinite(labels).all(axis=1))
+        expected = "it must be finite"
     if len(wrong):
         raise ConfigError(
-            f"training node {int(own[wrong[0]])} has the label {int(labels[wrong[0]])}, but the model has "
-            f"classes from 0 to {classes - 1}; remove nodes without a label from the training nodes, or "
-            "build the model with more classes"
+            f"training node {int(own[wrong[0]])} has the label {labels[wrong[0]]}, but {expected}; remove "
+            "nodes without a label from the training nodes, or build the model with more classes"
         )
-    return np.where(targets, labels, -1).astype(np.int32)
+    if program.label.dtype:
+        return np.where(targets, labels, -1).astype(np.int32)
+    return np.where(targets[:, None], labels, np.nan).astype(program.dtype)

@@ -1,176 +1,78 @@
 """Graph server of strategy ``lambda``, which has the rows of its part and executes the tasks of intervals.
 
-See section 4 of Dorylus. The scheduler decides the order of tasks and carries messages. The arrays of the
-kernels, for n own nodes, m halo nodes, E edges into own nodes and K heads, are:
-
-- ``indptr`` (n + 1,) int64 and ``sources`` (E,) int32 local ids in [0, n + m), in-edges in CSC order. Those
-of
-  node v are from ``indptr[v]`` to ``indptr[v + 1]``.
-- ``out_indptr`` (n + m + 1,) int64, ``out_targets`` (E,) int32 and ``out_edges`` (E,) positions in CSC order,
-  the same edges by source. Those of local id u are from ``out_indptr[u]`` to ``out_indptr[u + 1]``.
-- ``rows`` (n + m, w) of sources.
-- ``values`` (E, K) of edges in CSC order, where K divides w, or None if all are 1.
-- ``first`` is the first node of ``out``, and ``nodes`` (k,) int32 are local ids.
-
-Every sum is in the order of the edges, so equal rows give equal bits. Kernels release the interpreter lock.
-There is one compiled version for values and one for None.
+See section 4 of Dorylus. The scheduler decides the order of tasks and carries messages.
 """
 
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
-from typing import NamedTuple, TypeAlias, final
+from typing import NamedTuple, Protocol, TypeAlias, final
 
 import numpy as np
 import torch
-from numba import njit
 
 from dglx_dist.errors import ConfigError
-from dglx_dist.graph.row_kernels import read_ahead
-from dglx_dist.layers.dropout import MODULES, ColumnRange, draw_kept_entries
 from dglx_dist.records import Array
-from dglx_dist.serverless.program import (
-    FEATURES,
-    Drop,
-    Edge,
+from dglx_dist.strategies.serverless.edge_kernels import (
+    edge_products,
+    gather,
+    gather_extreme,
+    pull_back,
+    pull_back_extreme,
+    segment_sums,
+    softmax,
+    softmax_gradient,
+)
+from dglx_dist.strategies.serverless.graph_partition import Part
+from dglx_dist.strategies.serverless.options import LambdaOptions
+from dglx_dist.strategies.serverless.program import (
+    Apply,
     Gather,
     Program,
     ProgramStep,
     Scatter,
-    Vertex,
-    drops_features,
+    Softmax,
     inputs_of,
     outputs_of,
 )
-from dglx_dist.serverless.stages.base import loss_in_halves
-from dglx_dist.serverless.tasks import (
+from dglx_dist.strategies.serverless.tasks import (
     TASK_OVER,
+    Arrays,
     Direction,
     Item,
-    Per,
     Role,
     TaskComputation,
     TaskKey,
     check_payload,
     half_length,
-    take_half,
+    half_rows,
+    loss_gradient,
 )
-from dglx_dist.strategies.serverless.graph_partition import Part
-from dglx_dist.strategies.serverless.options import LambdaOptions
-
-_AHEAD = 8
-"""Rows are prefetched this many edges ahead, because sources are scattered in memory."""
-
-
-@njit(cache=True, nogil=True)
-def gather(indptr: Array, sources: Array, values: Array | None, rows: Array, first: int, out: Array) -> None:
-    """Write to ``out[i]``, (nodes, w), the sum of the source rows of node ``first + i``, times the values."""
-    heads = 1 if values is None else values.shape[1]
-    width = rows.shape[1] // heads
-    last_edge = indptr[first + out.shape[0]]
-    for i in range(out.shape[0]):
-        out[i, :] = 0
-        for edge in range(indptr[first + i], indptr[first + i + 1]):
-            if edge + _AHEAD < last_edge:
-                read_ahead(rows, sources[edge + _AHEAD])
-            for head in range(heads):
-                # Slices, because indices that might be negative keep the loop from becoming vector code.
-                total = out[i, head * width : (head + 1) * width]
-                row = rows[sources[edge], head * width : (head + 1) * width]
-                if values is None:
-                    for column in range(width):
-                        total[column] += row[column]
-                else:
-                    value = values[edge, head]
-                    for column in range(width):
-                        total[column] += value * row[column]
-
-
-@njit(cache=True, nogil=True)
-def pull_back(
-    out_indptr: Array,
-    places: Array,
-    out_edges: Array,
-    values: Array | None,
-    gradients: Array,
-    nodes: Array,
-    out: Array,
-) -> None:
-    """Add to ``out[i]``, (k, w), the gradients at the ``places`` of the out-edges of ``nodes[i]``.
-
-    This is Gather transposed. For the gradients of nodes ``places`` are ``out_targets``, and each gradient is
-    multiplied by the value of its edge. For gradients of edges they are ``out_edges``.
-    """
-    heads = 1 if values is None else values.shape[1]
-    width = gradients.shape[1] // heads
-    for i in range(len(nodes)):
-        for at in range(out_indptr[nodes[i]], out_indptr[nodes[i] + 1]):
-            for head in range(heads):
-                total = out[i, head * width : (head + 1) * width]
-                row = gradients[places[at], head * width : (head + 1) * width]
-                if values is None:
-                    for column in range(width):
-                        total[column] += row[column]
-                else:
-                    value = values[out_edges[at], head]
-                    for column in range(width):
-                        total[column] += value * row[column]
-
-
-@njit(cache=True, nogil=True)
-def edge_products(
-    indptr: Array, sources: Array, gradients: Array, rows: Array, first: int, out: Array
-) -> None:
-    """Write to ``out``, (edges, K), the product of the target's gradient and the source's row, by head.
-
-    ``gradients`` is (nodes, w), and ``out`` has the in-edges of these nodes.
-    """
-    width = rows.shape[1] // out.shape[1]
-    begin = indptr[first]
-    for i in range(gradients.shape[0]):
-        for edge in range(indptr[first + i], indptr[first + i + 1]):
-            source = sources[edge]
-            for head in range(out.shape[1]):
-                total = out.dtype.type(0)
-                for column in range(head * width, (head + 1) * width):
-                    total += gradients[i, column] * rows[source, column]
-                out[edge - begin, head] = total
-
-
-@njit(cache=True, nogil=True)
-def segment_sums(indptr: Array, values: Array, first: int, out: Array) -> None:
-    """Write to ``out[i]``, (nodes, K), the sum over the in-edges of node ``first + i``.
-
-    ``values`` (edges, K) has only the in-edges of these nodes.
-    """
-    begin = indptr[first]
-    for i in range(out.shape[0]):
-        out[i, :] = 0
-        for edge in range(indptr[first + i], indptr[first + i + 1]):
-            for column in range(values.shape[1]):
-                out[i, column] += values[edge - begin, column]
+from dglx_dist.strategies.serverless.tensor_program import RowKeys
 
 
 class TaskKind(Enum):
     """Type of a task. Graph servers execute all but WORK."""
 
     GATHER = "gather"
-    """Sum source rows over in-edges."""
-    DROP = "drop"
-    """Drop entries of rows or of edge values."""
+    """Reduce rows over in-edges."""
+    SOFTMAX = "softmax"
+    """Normalise values of in-edges."""
+    APPLY = "apply"
+    """Run a tensor program here, forward or backward."""
     SCATTER = "scatter"
     """Send boundary rows to halo nodes."""
     WORK = "work"
-    """Apply a stage forward, backward or fused."""
+    """Run a tensor program on a worker, forward, backward or fused."""
     LOSS = "loss"
     """Compute the loss where the last step is not fused."""
     PUBLISH = "publish"
-    """Publish the gradient of a gathered sum to its sources, and compute those of its edges."""
+    """Publish the gradient of a gathered row to its sources, and compute those of its edges."""
+    SOFTMAX_GRADIENT = "softmax_gradient"
+    """Compute the gradient of a softmax."""
     SEND_BACK = "send_back"
     """Send the gradients of halo nodes to their owners."""
-    DROP_GRADIENT = "drop_gradient"
-    """Drop the same entries of the gradient."""
     COLLECT = "collect"
     """Add gradients from out-edges to those of own rows."""
 
@@ -197,56 +99,61 @@ class ScheduledTask:
     barrier: Barrier = Barrier.NONE
 
 
-_FORWARD = {Gather: TaskKind.GATHER, Scatter: TaskKind.SCATTER, Drop: TaskKind.DROP}
-_BACKWARD = {
-    Gather: [TaskKind.PUBLISH],
-    Scatter: [TaskKind.SEND_BACK, TaskKind.COLLECT],
-    Drop: [TaskKind.DROP_GRADIENT],
-}
-"""Tasks of a step. Workers execute those of other steps."""
-_BARRIERS = {TaskKind.SEND_BACK: Barrier.LOCAL, TaskKind.COLLECT: Barrier.GLOBAL}
-
-
 def epoch_schedule(program: Program, fused: bool) -> tuple[ScheduledTask, ...]:
     """Return the tasks of an epoch in order.
 
     Args:
         fused: Whether one task does the last step forward and backward.
     """
-    steps, last = program.steps, program.last
-    tasks = [
-        ScheduledTask(_FORWARD.get(type(step), TaskKind.WORK), index, barrier=_barrier_before(program, index))
-        for index, step in enumerate(steps)
-    ]
+    tasks: list[ScheduledTask] = []
+    barrier = Barrier.NONE
+    for index, step in enumerate(program.steps):
+        if (kind := _kind_of(step)) is not None:
+            tasks.append(ScheduledTask(kind, index, barrier=barrier))
+            barrier = Barrier.NONE
+        # Halo rows may be read only after a Scatter, or once every interval has computed its share of them.
+        if isinstance(step, Scatter):
+            barrier = Barrier.GLOBAL
+        elif kind is TaskKind.APPLY and program.covers_halo(step):
+            barrier = Barrier.LOCAL
+    last = program.last
     if fused:
-        tasks[last] = replace(tasks[last], direction=Direction.FUSED)
+        tasks[-1] = replace(tasks[-1], direction=Direction.FUSED)
     else:
-        both = (TaskKind.LOSS, TaskKind.WORK)
-        tasks += [ScheduledTask(kind, last, Direction.BACKWARD) for kind in both]
+        tasks += [ScheduledTask(kind, last, Direction.BACKWARD) for kind in (TaskKind.LOSS, TaskKind.WORK)]
     for index in reversed(range(last)):
-        if _has_gradient(program, steps[index]):
-            tasks += [
-                ScheduledTask(kind, index, Direction.BACKWARD, _BARRIERS.get(kind, Barrier.NONE))
-                for kind in _BACKWARD.get(type(steps[index]), [TaskKind.WORK])
-            ]
+        tasks += [
+            ScheduledTask(kind, index, Direction.BACKWARD, _BARRIERS.get(kind, Barrier.NONE))
+            for kind in _backward_kinds(program, program.steps[index])
+        ]
     return tuple(tasks)
 
 
-def _barrier_before(program: Program, index: int) -> Barrier:
-    before = program.steps[index - 1] if index else None
-    # Halo rows may be read only after a Scatter, or once every interval has dropped its share of features.
-    if isinstance(before, Scatter):
-        return Barrier.GLOBAL
-    return Barrier.LOCAL if before is not None and drops_features(before) else Barrier.NONE
+_BARRIERS = {TaskKind.SEND_BACK: Barrier.LOCAL, TaskKind.COLLECT: Barrier.GLOBAL}
 
 
-def _has_gradient(program: Program, step: ProgramStep) -> bool:
-    # Whether a trained weight gets a gradient from the backward step.
-    if isinstance(step, Vertex) and step.weights:
-        return True
-    if isinstance(step, Vertex | Scatter):
-        return not program.trained_slots.isdisjoint(inputs_of(step))
-    return step.output.name in program.trained_slots
+def _kind_of(step: ProgramStep) -> TaskKind | None:
+    """Return the kind of the task that runs ``step`` forward, or None if it runs once before the epochs."""
+    if isinstance(step, Apply):
+        return {"worker": TaskKind.WORK, "server": TaskKind.APPLY}.get(step.place)
+    kinds = {Gather: TaskKind.GATHER, Softmax: TaskKind.SOFTMAX, Scatter: TaskKind.SCATTER}
+    return kinds[type(step)]
+
+
+def _backward_kinds(program: Program, step: ProgramStep) -> tuple[TaskKind, ...]:
+    """Return the kinds of tasks that compute gradients of ``step``, if a trained weight gets one from it."""
+    has_weights = isinstance(step, Apply) and bool(step.weights)
+    if not has_weights and program.trained_slots.isdisjoint(inputs_of(step)):
+        return ()
+    if isinstance(step, Apply):
+        kind = _kind_of(step)
+        return () if kind is None else (kind,)
+    kinds = {
+        Gather: (TaskKind.PUBLISH,),
+        Softmax: (TaskKind.SOFTMAX_GRADIENT,),
+        Scatter: (TaskKind.SEND_BACK, TaskKind.COLLECT),
+    }
+    return kinds[type(step)]
 
 
 class SubmitResult(Enum):
@@ -260,7 +167,7 @@ class SubmitResult(Enum):
 
 class _OpenTask(NamedTuple):
     rows: int
-    halves: tuple[list[Array], list[Array]]
+    arrays: Sequence[Array]
     submitted: dict[int, Sequence[Array]]
 
 
@@ -269,11 +176,18 @@ HaloMessage: TypeAlias = tuple[int, list[Array]]
 (r, width) rows of each slot."""
 
 
+class Parameters(Protocol):
+    """The parameter servers, for steps with weights that the graph server runs itself."""
+
+    def weights(self, key: TaskKey) -> list[Array]: ...
+    def gradients(self, key: TaskKey, arrays: Sequence[Array]) -> object: ...
+
+
 @final
 class GraphServer:
     """Executes the tasks of intervals, in order within an interval and concurrently across intervals.
 
-    No method blocks.
+    No method but :meth:`compute` blocks, and that one only to call ``parameters``.
 
     Args:
         run: Number of the run in its session, a part of task keys. Workers of other runs are rejected.
@@ -281,62 +195,96 @@ class GraphServer:
     """
 
     def __init__(
-        self, part: Part, program: Program, options: LambdaOptions, *, run: int = 0, seed: int = 0
+        self,
+        part: Part,
+        program: Program,
+        options: LambdaOptions,
+        parameters: Parameters | None = None,
+        *,
+        run: int = 0,
+        seed: int = 0,
     ) -> None:
-        self.part, self.program, self.options, self.run, self._seed = part, program, options, run, seed
+        self.part, self.program, self.options, self.run, self.seed = part, program, options, run, seed
+        self._parameters = parameters
         self.schedule = epoch_schedule(program, options.fusion)
         """The tasks of each epoch."""
-        self._rows = {**part.fixed, FEATURES: part.features}
+        self._rows = dict(part.inputs)
         """The latest rows. A slot of nodes has (n, width), or (n + m, width) with halo rows. A slot of
-        edges or fixed values has (E, width). Only its interval writes an own row."""
+        edges has (E, width). Only its interval writes an own row."""
         # There is no lock, because in synchronous epochs barriers separate readers and writers. In
         # asynchronous ones a row may be read while it is written. Then its columns are of two epochs, both
         # within the bound.
-        self._published: dict[tuple[str, int], Array] = {}
-        """(slot, step) -> gradient that sources in the slot read, (n, width) of the sums of a Gather, or
-        (E, width) of the logits of an Edge step."""
+        self._best: dict[int, Array] = {}
+        """(n, width) int64 edges from which each Gather of a maximum or minimum took its values."""
+        self._published: dict[tuple[str, int, int], Array] = {}
+        """(slot, step, input) -> gradient that sources in the slot read: (n, width) of the results of a
+        Gather, or (E, width) of an Apply on edges."""
         self._received: dict[tuple[str, int], Array] = {}
         """(slot, peer) -> (b, width), the last gradient of boundary rows from the peer."""
         self._allocate()
         each = range(part.num_intervals)
-        # By interval: gradients by slot, what stages saved by step, rows of sources by Edge step.
+        # By interval: gradients by slot, saved products by step, rows of sources by step and input.
         self._gradients: list[dict[str, Array]] = [{} for _ in each]
         self._saved: list[dict[int, list[Array]]] = [{} for _ in each]
-        self._sources: list[dict[int, Array]] = [{} for _ in each]
+        self._sources: list[dict[tuple[int, str], Array]] = [{} for _ in each]
         self._statistics: dict[int, dict[int, Array]] = {}
         self._lock = threading.Lock()
+        kinds = TaskKind.WORK, TaskKind.APPLY
         self.works = {
             (task.step, task.direction): TaskComputation(
-                program, task.step, task.direction, options.rematerialise
+                program, task.step, task.direction, options.rematerialise or task.kind is TaskKind.APPLY
             )
             for task in self.schedule
-            if task.kind is TaskKind.WORK
+            if task.kind in kinds
         }
-        """Worker tasks by step and direction."""
+        """Tensor tasks by step and direction."""
         self._order = {kind: at for at, kind in enumerate(self.works)}
         self._open: dict[TaskKey, _OpenTask] = {}
         self._completed: dict[int, tuple[int, int]] = {}
         """Interval -> epoch and order of the last worker task that is done."""
+        self._compute_constants()
 
     def _allocate(self) -> None:
         graph, program = self.part.graph, self.program
-        scattered = {name for step in program.steps if isinstance(step, Scatter) for name in step.slots}
         for index, step in enumerate(program.steps):
-            source = (
-                step.source if isinstance(step, Gather) else step.sources if isinstance(step, Edge) else ""
-            )
             for slot in outputs_of(step):
-                length = len(graph.sources) if slot.name in program.edge_slots else graph.num_own
-                has_halo = slot.name in scattered or drops_features(step)
+                length = len(graph.sources) if slot.per == "edge" else graph.num_own
+                has_halo = slot.name in program.slots_with_halo
                 self._rows[slot.name] = self._zeros(graph.num_local if has_halo else length, slot.name)
-                if {source, slot.name} <= program.trained_slots:
-                    self._published[source, index] = self._zeros(length, slot.name)
-        for name in scattered & program.trained_slots:
-            for peer, nodes in enumerate(self.part.boundary):
-                self._received[name, peer] = self._zeros(len(nodes), name)
+            if isinstance(step, Gather):
+                if step.how != "sum":
+                    self._best[index] = np.full((graph.num_own, step.output.width), -1)
+                if step.source in program.trained_slots:
+                    self._published[step.source, index, 0] = self._zeros(graph.num_own, step.output.name)
+            elif isinstance(step, Apply):
+                for at, item in enumerate(step.inputs):
+                    if item.end == "source" and item.slot in program.trained_slots:
+                        self._published[item.slot, index, at] = self._zeros(len(graph.sources), item.slot)
+            elif isinstance(step, Scatter):
+                for name in self._trained_slots(step):
+                    for peer, nodes in enumerate(self.part.boundary):
+                        self._received[name, peer] = self._zeros(len(nodes), name)
+
+    def _compute_constants(self) -> None:
+        for index, step in enumerate(self.program.steps):
+            if isinstance(step, Apply) and step.place == "once":
+                graph = self.part.graph
+                whole = slice(0, graph.num_local if step.per == "node" else len(graph.sources))
+                edges = slice(0, len(graph.sources))
+                inputs = [
+                    self._rows_at(
+                        item.slot, item.end, slice(0, graph.num_own), whole if item.end == "row" else edges
+                    )
+                    for item in step.inputs
+                ]
+                work = TaskComputation(self.program, index, Direction.FORWARD, True)
+                keys = RowKeys(0, 0, torch.arange(0))
+                made = work.half([], inputs, whole.stop, keys)
+                for slot, rows in zip(step.outputs, made.rows, strict=True):
+                    self._rows[slot.name] = rows
 
     def _zeros(self, length: int, slot: str) -> Array:
-        return np.zeros((length, self.program.slots[slot].width), dtype=self.program.dtype)
+        return np.zeros((length, self.program.slots[slot].width), dtype=self.program.dtype_of(slot))
 
     @property
     def rank(self) -> int:
@@ -345,51 +293,85 @@ class GraphServer:
     def key_of(self, interval: int, epoch: int, task: ScheduledTask) -> TaskKey:
         return TaskKey(epoch, task.step, self.part.first_interval + interval, task.direction, self.run)
 
-    def rows_of(self, interval: int) -> int:
-        nodes = self.part.nodes_of(interval)
-        return nodes.stop - nodes.start
+    def rows_of(self, interval: int, step: int) -> slice:
+        """Return the own nodes, or the in-edges, on which ``step`` runs for ``interval``."""
+        apply = self.program.steps[step]
+        is_edge = isinstance(apply, Apply) and apply.per == "edge"
+        return self.part.edges_of(interval) if is_edge else self.part.nodes_of(interval)
+
+    def first_id(self, step: int) -> int:
+        """Return the global id of the first own row of ``step``."""
+        apply, graph = self.program.steps[step], self.part.graph
+        is_edge = isinstance(apply, Apply) and apply.per == "edge"
+        return graph.first_edge if is_edge else int(graph.starts[graph.rank])
 
     def compute(self, interval: int, epoch: int, task: ScheduledTask) -> None:
         """Execute a task that involves neither workers nor other graph servers."""
-        match task.kind, self.program.steps[task.step]:
-            case TaskKind.GATHER, Gather() as step:
-                nodes, graph = self.part.nodes_of(interval), self.part.graph
-                values = None if step.edges is None else self._rows[step.edges]
-                # Not in place, because other intervals may read the rows meanwhile.
-                sums = self._zeros(nodes.stop - nodes.start, step.output.name)
-                gather(graph.indptr, graph.sources, values, self._rows[step.source], nodes.start, sums)
-                self._rows[step.output.name][nodes] = sums
-            case TaskKind.PUBLISH, Gather() as step:
+        step = self.program.steps[task.step]
+        match task.kind, step:
+            case TaskKind.GATHER, Gather():
+                self._gather(interval, task.step, step)
+            case TaskKind.SOFTMAX, Softmax():
+                edges, first = self.part.edges_of(interval), self.part.nodes_of(interval).start
+                scores = self._rows[step.source][edges]
+                softmax(self.part.graph.indptr, scores, first, self._rows[step.output.name][edges])
+            case TaskKind.SOFTMAX_GRADIENT, Softmax():
+                edges, first = self.part.edges_of(interval), self.part.nodes_of(interval).start
+                gradient = self._take_gradient(interval, step.output.name, edges)
+                result = np.empty_like(gradient)
+                shares = self._rows[step.output.name][edges]
+                softmax_gradient(self.part.graph.indptr, shares, gradient, first, result)
+                self._add_gradient(interval, step.source, result)
+            case TaskKind.APPLY, Apply():
+                self._apply(interval, epoch, task, step)
+            case TaskKind.PUBLISH, Gather():
                 self._publish(interval, task.step, step)
-            case TaskKind.DROP, Drop() as step:
-                self._drop(interval, epoch, step)
-            case TaskKind.DROP_GRADIENT, Drop() as step:
-                where, ids = self._rows_of_slot(interval, step.source)
-                gradient = self._take_gradient(interval, step.output.name, where)
-                self._add_gradient(interval, step.source, self._apply_dropout(step, epoch, ids, gradient))
-            case TaskKind.COLLECT, Scatter() as step:
+            case TaskKind.COLLECT, Scatter():
                 self._collect(interval, step)
-            case TaskKind.LOSS, Vertex() as step:
-                self._loss(interval, epoch, step)
+            case TaskKind.LOSS, Apply():
+                nodes, name = self.part.nodes_of(interval), self.program.scores.name
+                labels = self.part.labels[nodes]
+                gradient, statistics = loss_gradient(self.program, self._rows[name][nodes], labels)
+                self._add_gradient(interval, name, gradient)
+                self._note(interval, epoch, statistics)
             case _:
                 raise AssertionError(f"{task} is not computed here")
 
+    def _apply(self, interval: int, epoch: int, task: ScheduledTask, step: Apply) -> None:
+        work, key = self.works[task.step, task.direction], self.key_of(interval, epoch, task)
+        weights = []
+        if step.weights:
+            assert self._parameters is not None, "a step with weights needs the parameter servers"
+            weights = self._parameters.weights(key)
+        where = self.rows_of(interval, task.step)
+        keys = self._keys(epoch, np.arange(where.start, where.stop) + self.first_id(task.step))
+        arrays = self._take_inputs(interval, task)
+        computed = work.compute_halves(weights, arrays, where.stop - where.start, keys)
+        if step.weights and work.pushes:
+            assert self._parameters is not None
+            self._parameters.gradients(key, computed.gradients)
+        self._take_results(interval, key, work.given, computed.rows)
+        if task.direction is Direction.FORWARD and self.program.covers_halo(step):
+            self._apply_to_halo(interval, epoch, step, work)
+
+    def _apply_to_halo(self, interval: int, epoch: int, step: Apply, work: TaskComputation) -> None:
+        # Each interval computes a share of the halo nodes.
+        graph, count = self.part.graph, self.part.num_intervals
+        share = slice(graph.num_halo * interval // count, graph.num_halo * (interval + 1) // count)
+        halo = slice(graph.num_own + share.start, graph.num_own + share.stop)
+        inputs = [self._rows[item.slot][halo] for item in step.inputs]
+        made = work.half([], inputs, share.stop - share.start, self._keys(epoch, graph.halo[share]))
+        for slot, rows in zip(step.outputs, made.rows, strict=True):
+            self._rows[slot.name][halo] = rows
+
+    def _keys(self, epoch: int, ids: Array) -> RowKeys:
+        return RowKeys(self.seed, epoch, torch.from_numpy(np.ascontiguousarray(ids, np.int64)))
+
     def open(self, interval: int, epoch: int, task: ScheduledTask) -> None:
-        work = self.works[task.step, task.direction]
-        step = self.program.steps[task.step]
-        if isinstance(step, Edge) and task.direction is Direction.FORWARD:
-            # Kept for backward, whose gradient must match the forward pass. Halo rows may change before it.
-            sources = self.part.graph.sources[self.part.edges_of(interval)]
-            self._sources[interval][task.step] = self._rows[step.sources].take(sources, axis=0)
-        saved = iter(self._saved[interval].pop(task.step, []))
-        arrays = [
-            next(saved) if item.role is Role.SAVED else self._get_input(interval, task.step, item)
-            for item in work.pulled
-        ]
-        rows = self.rows_of(interval)
-        halves = take_half(work.pulled, arrays, rows, 0), take_half(work.pulled, arrays, rows, 1)
+        arrays, where = self._take_inputs(interval, task), self.rows_of(interval, task.step)
         with self._lock:
-            self._open[self.key_of(interval, epoch, task)] = _OpenTask(rows, halves, {})
+            opened = _OpenTask(where.stop - where.start, arrays, {})
+            self._open[self.key_of(interval, epoch, task)] = opened
 
     @property
     def open_tasks(self) -> list[TaskKey]:
@@ -402,7 +384,7 @@ class GraphServer:
         self._work_of(key)
         with self._lock:
             if (task := self._open.get(key)) is not None:
-                return task.halves[half]
+                return [array[half_rows(task.rows, half)] for array in task.arrays]
             return [TASK_OVER] if self._is_complete(key) else []
 
     def submit(self, key: TaskKey, half: int, arrays: Sequence[Array]) -> SubmitResult:
@@ -414,19 +396,17 @@ class GraphServer:
                 raise ConfigError(f"rows of task {key} came before it began")
             if task is None or half in task.submitted:
                 return SubmitResult.LATE if task is None else SubmitResult.AGAIN
-            rows, edges = half_length(task.rows, half), len(task.halves[half][0])
-            check_payload(work.given, arrays, rows, f"what came of {key}", num_edges=edges)
+            check_payload(work.given, arrays, half_length(task.rows, half), f"what came of {key}")
             task.submitted[half] = arrays
             if len(task.submitted) < 2:
                 return SubmitResult.TAKEN
             del self._open[key]
             self._completed[key.interval] = key.epoch, self._order[key.step, key.direction]
-        interval, step = key.interval - self.part.first_interval, self.program.steps[key.step]
-        for item, *halves in zip(work.given, task.submitted[0], task.submitted[1], strict=True):
-            if isinstance(step, Edge) and item.role is Role.GRADIENT:
-                self._take_edge_gradients(interval, key.step, step, halves)
-            else:
-                self._take(interval, key, item, halves)
+        joined = tuple(
+            first + second if item.role is Role.STATISTICS else np.concatenate([first, second])
+            for item, first, second in zip(work.given, task.submitted[0], task.submitted[1], strict=True)
+        )
+        self._take_results(key.interval - self.part.first_interval, key, work.given, joined)
         return SubmitResult.LAST
 
     def _work_of(self, key: TaskKey) -> TaskComputation:
@@ -437,7 +417,8 @@ class GraphServer:
                 f"task {key} is of no interval from {first} to {end - 1}, those of this graph server"
             )
         work = self.works.get((key.step, key.direction))
-        if work is None:
+        step = self.program.steps[key.step] if work is not None else None
+        if work is None or not isinstance(step, Apply) or step.place != "worker":
             raise ConfigError(f"task {key}: no worker does step {key.step} in this direction here")
         return work
 
@@ -497,19 +478,72 @@ class GraphServer:
         with self._lock:
             return int(sum(statistics[1] for statistics in self._statistics.get(epoch, {}).values()))
 
-    def _get_input(self, interval: int, index: int, item: Item) -> Array:
-        nodes, edges = self.part.nodes_of(interval), self.part.edges_of(interval)
-        if item.role is Role.LABELS:
-            return self.part.labels[nodes]
-        if item.role is Role.INDPTR:
-            bounds = self.part.graph.indptr[nodes.start : nodes.stop + 1]
-            return bounds - bounds[0]
-        if item.role is Role.SOURCES:
-            return self._sources[interval][index]
-        where = edges if item.per is Per.EDGE else nodes
-        if item.role is Role.GRADIENT:
-            return self._take_gradient(interval, item.slot, where)
-        return self._rows[item.slot][where]
+    # Rows and gradients of an interval.
+
+    def _take_inputs(self, interval: int, task: ScheduledTask) -> list[Array]:
+        """Return the arrays that a tensor task reads. Gradients and saved products are removed."""
+        saved = iter(self._saved[interval].pop(task.step, []))
+        nodes, where = self.part.nodes_of(interval), self.rows_of(interval, task.step)
+        arrays = []
+        for item in self.works[task.step, task.direction].pulled:
+            if item.role is Role.LABELS:
+                arrays.append(self.part.labels[nodes])
+            elif item.role is Role.SAVED:
+                arrays.append(next(saved))
+            elif item.role is Role.GRADIENT:
+                arrays.append(self._take_gradient(interval, item.slot, where))
+            elif item.end != "source" or self.options.mode != "async":
+                arrays.append(self._rows_at(item.slot, item.end, nodes, where))
+            else:
+                arrays.append(self._stable_sources(interval, task, item, nodes, where))
+        return arrays
+
+    def _stable_sources(
+        self, interval: int, task: ScheduledTask, item: Item, nodes: slice, where: slice
+    ) -> Array:
+        # Halo rows may change before backward, whose gradient must match the forward pass.
+        key = task.step, item.slot
+        if task.direction is Direction.FORWARD:
+            self._sources[interval][key] = self._rows_at(item.slot, item.end, nodes, where)
+            return self._sources[interval][key]
+        return self._sources[interval].pop(key)
+
+    def _rows_at(self, slot: str, end: str, nodes: slice, where: slice) -> Array:
+        """Return the rows of ``slot`` of the nodes or edges ``where``, or at ends of the edges ``where``."""
+        if end == "row":
+            return self._rows[slot][where]
+        graph = self.part.graph
+        if end == "source":
+            return self._rows[slot].take(graph.sources[where], axis=0)
+        degrees = np.diff(graph.indptr[nodes.start : nodes.stop + 1])
+        return np.repeat(self._rows[slot][nodes], degrees, axis=0)
+
+    def _take_results(self, interval: int, key: TaskKey, items: Sequence[Item], arrays: Arrays) -> None:
+        where, step = self.rows_of(interval, key.step), self.program.steps[key.step]
+        assert isinstance(step, Apply)
+        places = iter(at for at, item in enumerate(step.inputs) if item.slot in self.program.trained_slots)
+        for item, array in zip(items, arrays, strict=True):
+            if item.role is Role.OUTPUT:
+                self._rows[item.slot][where] = array
+            elif item.role is Role.SAVED:
+                self._saved[interval].setdefault(key.step, []).append(array)
+            elif item.role is Role.STATISTICS:
+                self._note(interval, key.epoch, array)
+            elif item.end == "source":
+                self._published[item.slot, key.step, next(places)][where] = array
+            elif item.end == "target":
+                next(places)
+                self._add_gradient(interval, item.slot, self._sum_edges(interval, array))
+            else:
+                next(places)
+                self._add_gradient(interval, item.slot, array)
+
+    def _sum_edges(self, interval: int, rows: Array) -> Array:
+        """Return the sums of (edges, width) ``rows`` of the interval over the in-edges of its nodes."""
+        nodes = self.part.nodes_of(interval)
+        sums = np.zeros((nodes.stop - nodes.start, rows.shape[1]), rows.dtype)
+        segment_sums(self.part.graph.indptr, rows, nodes.start, sums)
+        return sums
 
     def _take_gradient(self, interval: int, slot: str, where: slice) -> Array:
         gradient = self._gradients[interval].pop(slot, None)
@@ -518,72 +552,46 @@ class GraphServer:
         # No later step reads the slot.
         return self._zeros(where.stop - where.start, slot)
 
-    def _add_gradient(self, interval: int, slot: str, *parts: Array) -> None:
+    def _add_gradient(self, interval: int, slot: str, gradient: Array) -> None:
         gradients = self._gradients[interval]
-        gradient = np.concatenate(parts)
-        if slot in gradients:
-            gradients[slot] += gradient
-        else:
-            gradients[slot] = gradient
+        gradients[slot] = gradients[slot] + gradient if slot in gradients else gradient
 
-    def _take(self, interval: int, key: TaskKey, item: Item, halves: Sequence[Array]) -> None:
-        if item.role is Role.OUTPUT:
-            of_edges = item.per is Per.EDGE
-            where = self.part.edges_of(interval) if of_edges else self.part.nodes_of(interval)
-            np.concatenate(halves, out=self._rows[item.slot][where])
-        elif item.role is Role.GRADIENT:
-            self._add_gradient(interval, item.slot, *halves)
-        elif item.role is Role.SAVED:
-            saved = self._saved[interval].setdefault(key.step, [])
-            saved.append(np.concatenate(halves))
+    def _gather(self, interval: int, index: int, step: Gather) -> None:
+        nodes, edges, graph = self.part.nodes_of(interval), self.part.edges_of(interval), self.part.graph
+        # Not in place, because other intervals may read the rows meanwhile.
+        result = self._zeros(nodes.stop - nodes.start, step.output.name)
+        of_edges = None if step.edges is None else self._rows[step.edges]
+        if step.how != "sum":
+            rows, sources = (
+                (of_edges[edges], None) if step.source is None else (self._rows[step.source], graph.sources)
+            )
+            best = self._best[index][nodes]
+            gather_extreme(graph.indptr, sources, rows, nodes.start, step.how == "max", result, best)
+        elif step.source is None:
+            result = self._sum_edges(interval, of_edges[edges])
         else:
-            self._note(interval, key.epoch, halves[0] + halves[1])
-
-    def _take_edge_gradients(self, interval: int, index: int, step: Edge, halves: Sequence[Array]) -> None:
-        del self._sources[interval][index]
-        gradients = np.concatenate(halves)
-        if step.sources in self.program.trained_slots:
-            self._published[step.sources, index][self.part.edges_of(interval)] = gradients
-        if step.targets in self.program.trained_slots:
-            nodes = self.part.nodes_of(interval)
-            sums = self._zeros(nodes.stop - nodes.start, step.output.name)
-            segment_sums(self.part.graph.indptr, gradients, nodes.start, sums)
-            self._add_gradient(interval, step.targets, sums)
+            gather(graph.indptr, graph.sources, of_edges, self._rows[step.source], nodes.start, result)
+        self._rows[step.output.name][nodes] = result
 
     def _publish(self, interval: int, index: int, step: Gather) -> None:
-        nodes = self.part.nodes_of(interval)
+        nodes, edges, graph = self.part.nodes_of(interval), self.part.edges_of(interval), self.part.graph
         gradients = self._take_gradient(interval, step.output.name, nodes)
-        if step.source in self.program.trained_slots:
-            self._published[step.source, index][nodes] = gradients
-        if step.edges is not None and step.edges in self.program.trained_slots:
-            edges, graph = self.part.edges_of(interval), self.part.graph
-            products = self._zeros(edges.stop - edges.start, step.edges)
+        trained = self.program.trained_slots
+        if step.source is not None and step.source in trained:
+            self._published[step.source, index, 0][nodes] = gradients
+        if step.edges is None or step.edges not in trained:
+            return
+        of_edges = self._zeros(edges.stop - edges.start, step.edges)
+        if step.source is not None:
             rows = self._rows[step.source]
-            edge_products(graph.indptr, graph.sources, gradients, rows, nodes.start, products)
-            self._add_gradient(interval, step.edges, products)
-
-    def _drop(self, interval: int, epoch: int, step: Drop) -> None:
-        graph = self.part.graph
-        source, output = self._rows[step.source], self._rows[step.output.name]
-        where, ids = self._rows_of_slot(interval, step.source)
-        output[where] = self._apply_dropout(step, epoch, ids, source[where])
-        if drops_features(step):
-            count, number = self.part.num_intervals, graph.num_halo
-            share = slice(number * interval // count, number * (interval + 1) // count)
-            halo = slice(graph.num_own + share.start, graph.num_own + share.stop)
-            output[halo] = self._apply_dropout(step, epoch, graph.halo[share], source[halo])
-
-    def _rows_of_slot(self, interval: int, slot: str) -> tuple[slice, Array]:
-        of_edges, graph = slot in self.program.edge_slots, self.part.graph
-        where = self.part.edges_of(interval) if of_edges else self.part.nodes_of(interval)
-        first = graph.first_edge if of_edges else int(graph.starts[graph.rank])
-        return where, np.arange(first + where.start, first + where.stop)
-
-    def _apply_dropout(self, step: Drop, epoch: int, ids: Array, rows: Array) -> Array:
-        columns = ColumnRange(first=0, last=rows.shape[1], width=rows.shape[1])
-        stream, p = MODULES + step.call, step.probability
-        kept = draw_kept_entries(self._seed, epoch, stream, torch.from_numpy(ids), (columns,), p).numpy()
-        return kept.astype(rows.dtype) * (1 / (1 - p) if p < 1 else 0.0) * rows
+            edge_products(graph.indptr, graph.sources, gradients, rows, nodes.start, of_edges)
+        else:
+            degrees = np.diff(graph.indptr[nodes.start : nodes.stop + 1])
+            of_edges = np.repeat(gradients, degrees, axis=0)
+            if step.how != "sum":
+                taken = np.repeat(self._best[index][nodes], degrees, axis=0)
+                of_edges *= taken == np.arange(edges.start, edges.stop)[:, None]
+        self._add_gradient(interval, step.edges, of_edges)
 
     def _collect(self, interval: int, step: Scatter) -> None:
         nodes = self.part.nodes_of(interval)
@@ -594,13 +602,6 @@ class GraphServer:
             for peer, selected, of_peer in self._boundary(interval):
                 gradient[of_peer - nodes.start] += self._received[name, peer][selected]
             self._gradients[interval][name] = gradient
-
-    def _loss(self, interval: int, epoch: int, step: Vertex) -> None:
-        nodes, name = self.part.nodes_of(interval), step.outputs[0].name
-        labels, scale = self.part.labels[nodes], 1 / self.program.num_train
-        loss = loss_in_halves(self._rows[name][nodes], labels, scale)
-        self._add_gradient(interval, name, loss.gradient)
-        self._note(interval, epoch, np.array([loss.loss_sum, loss.correct]))
 
     def _note(self, interval: int, epoch: int, statistics: Array) -> None:
         with self._lock:
@@ -630,12 +631,19 @@ class GraphServer:
     def _pull_back(self, slot: str, nodes: Array, out: Array) -> None:
         """Add to ``out``, (k, width), the gradients of ``slot`` over the out-edges of the (k,) ``nodes``."""
         graph = self.part.graph
-        for (source, index), gradients in self._published.items():
+        for (source, index, _), gradients in self._published.items():
+            if source != slot:
+                continue
             step, places, values = self.program.steps[index], graph.out_edges, None
             if isinstance(step, Gather):
+                if step.how != "sum":
+                    best = self._best[index]
+                    pull_back_extreme(
+                        graph.out_indptr, graph.out_targets, graph.out_edges, best, gradients, nodes, out
+                    )
+                    continue
                 places, values = graph.out_targets, None if step.edges is None else self._rows[step.edges]
-            if source == slot:
-                pull_back(graph.out_indptr, places, graph.out_edges, values, gradients, nodes, out)
+            pull_back(graph.out_indptr, places, graph.out_edges, values, gradients, nodes, out)
 
     def _trained_slots(self, step: Scatter) -> list[str]:
         return [name for name in step.slots if name in self.program.trained_slots]

@@ -7,8 +7,8 @@ from typing import Literal, TypeAlias, final
 
 from dglx_dist.errors import ConfigError
 from dglx_dist.options import Check, between, check_names, check_ranges, option, read_options
-from dglx_dist.serverless.cost import DEFAULT_PRICES, PriceTable, prices
-from dglx_dist.serverless.executors.base import EXECUTORS
+from dglx_dist.strategies.serverless.cost import DEFAULT_PRICES, PriceTable, prices
+from dglx_dist.strategies.serverless.executors.base import EXECUTORS
 
 Mode: TypeAlias = Literal["no_pipe", "pipe", "async"]
 Scheme: TypeAlias = Literal["keep", "xavier_uniform", "xavier_normal", "he_uniform", "he_normal"]
@@ -48,6 +48,9 @@ class LambdaOptions:
     """Name or file of a price table."""
     server: str = field(default=DEFAULT_SERVER, repr=False)
     """Server type of the table by which a rank is billed."""
+    edge_tasks: Literal["auto", "workers", "servers"] = option(
+        "auto", "Where steps on edges run; auto: on graph servers unless they compute much for each byte."
+    )
     interface: str = field(default="", repr=False)
     """Network interface on which a run of one rank answers workers, or "" for loopback only.
 

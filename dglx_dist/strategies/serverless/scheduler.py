@@ -25,13 +25,8 @@ from dglx_dist.comm.session import Session
 from dglx_dist.comm.trace import GRAPH_SERVER, NETWORK, WAIT, WORKER, Span, Timeline
 from dglx_dist.errors import ConfigError, DglxError
 from dglx_dist.records import Array
-from dglx_dist.serverless.aws.package import stages_of
-from dglx_dist.serverless.controller import Controller, ControllerOptions, most_workers
-from dglx_dist.serverless.executors.base import EXECUTORS, ExecutorContext
-from dglx_dist.serverless.parameter_server import ParameterPlan
-from dglx_dist.serverless.parameter_service import pair_name, parse_pair
-from dglx_dist.serverless.program import Program
-from dglx_dist.serverless.tasks import MAX_TIMEOUT_S, Address, Direction, Secrets, Task, TaskKey
+from dglx_dist.strategies.serverless.controller import Controller, ControllerOptions, most_workers
+from dglx_dist.strategies.serverless.executors.base import EXECUTORS, ExecutorContext
 from dglx_dist.strategies.serverless.graph_server import (
     Barrier,
     GraphServer,
@@ -40,6 +35,10 @@ from dglx_dist.strategies.serverless.graph_server import (
     epoch_schedule,
 )
 from dglx_dist.strategies.serverless.options import LambdaOptions
+from dglx_dist.strategies.serverless.parameter_server import ParameterPlan
+from dglx_dist.strategies.serverless.parameter_service import pair_name, parse_pair
+from dglx_dist.strategies.serverless.program import Program
+from dglx_dist.strategies.serverless.tasks import MAX_TIMEOUT_S, Address, Direction, Secrets, Task, TaskKey
 
 
 @final
@@ -204,6 +203,7 @@ class WorkerPool:
             graph_server=self._addresses[rank],
             secrets=secrets,
             timeout_s=min(session.timeout_s, MAX_TIMEOUT_S),
+            seed=session.seed,
             streaming=options.streaming,
             rematerialise=options.rematerialise,
         )
@@ -213,7 +213,6 @@ class WorkerPool:
             context = ExecutorContext(
                 # The session removes it, however the rank ends.
                 folder=session.scratch,
-                stages=stages_of(program.steps),
                 handlers=handlers,
                 notice=lambda: self._wake(),
             )
@@ -240,10 +239,15 @@ class WorkerPool:
             self.close = undo.pop_all().close
             """Stops all workers immediately; idempotent."""
 
-    def launch(self, key: TaskKey, rows: int, *, ready: bool) -> None:
-        """Launch a task of ``rows`` nodes; ``ready``: whether its rows can be pulled already."""
+    def launch(self, key: TaskKey, rows: slice, first_id: int, *, ready: bool) -> None:
+        """Launch a task on the local ``rows``, whose global ids begin at ``first_id`` for row 0.
+
+        ``ready`` tells whether its rows can be pulled already.
+        """
         server = self._addresses[int(self._plan.server_of_interval[key.interval])]
-        self.controller.launch(self._task(key=key, rows=rows, parameter_server=server), ready=ready)
+        first_row = first_id + rows.start
+        task = self._task(key=key, rows=rows.stop - rows.start, first_row=first_row, parameter_server=server)
+        self.controller.launch(task, ready=ready)
 
 
 def check_reachable(host: str, *, paid: bool) -> None:
@@ -291,7 +295,7 @@ _SPANS = {
     TaskKind.WORK: "open {}",
     TaskKind.LOSS: "loss of {}",
     TaskKind.PUBLISH: "publish {}",
-    TaskKind.DROP_GRADIENT: "grad{}",
+    TaskKind.SOFTMAX_GRADIENT: "grad{}",
     TaskKind.SEND_BACK: "grad{}",
     TaskKind.COLLECT: "collect {}",
 }
@@ -500,7 +504,7 @@ class ThreadScheduler:
                 return
             if (work := self._early.get(task)) is not None:
                 key = server.key_of(interval, epoch, work)
-                self._workers.launch(key, server.rows_of(interval), ready=False)
+                self._launch(interval, key, ready=False)
             if task.kind in EXCHANGED:
                 self._send(interval, task)
             else:
@@ -514,7 +518,11 @@ class ThreadScheduler:
         if task in self._early.values():
             self._workers.ready(key)
         else:
-            self._workers.launch(key, self._server.rows_of(interval), ready=True)
+            self._launch(interval, key, ready=True)
+
+    def _launch(self, interval: int, key: TaskKey, *, ready: bool) -> None:
+        rows, first_id = self._server.rows_of(interval, key.step), self._server.first_id(key.step)
+        self._workers.launch(key, rows, first_id, ready=ready)
 
     def _send(self, interval: int, task: ScheduledTask) -> None:
         op, phase = EXCHANGED[task.kind]

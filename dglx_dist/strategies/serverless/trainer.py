@@ -9,12 +9,13 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, replace
-from typing import TYPE_CHECKING, Any, TypeAlias, cast, final
+from typing import TYPE_CHECKING, Any, cast, final
 
 import numpy as np
 import torch
+from dgl.nn import GraphConv
 from torch import Tensor, nn
-from torch.nn import functional
+from torch.nn.functional import cross_entropy
 from torch.optim import Optimizer
 
 from dglx_dist.comm.collectives import (
@@ -37,22 +38,20 @@ from dglx_dist.dataloading.step_loader import Items, LoaderTimes, read_items
 from dglx_dist.errors import CheckpointError, ConfigError, PeerError
 from dglx_dist.graph.dist_tensor import DistTensor
 from dglx_dist.graph.partition_book import Ids
-from dglx_dist.records import Array, EpochRecord
-from dglx_dist.serverless.aws.package import check_imports, stages_of
-from dglx_dist.serverless.cost import Bill, Counts, bill, dollars
-from dglx_dist.serverless.parameter_server import ParameterPlan, ParameterServer, Update, assign
-from dglx_dist.serverless.parameter_service import ParameterClient, ParameterService, what_misses
-from dglx_dist.serverless.program import Program
-from dglx_dist.serverless.stages.base import Backward, Forward
-from dglx_dist.serverless.tasks import TaskKey, kernels, parse_attempt, parse_half
-from dglx_dist.serverless.worker import GIVE, GRADIENTS, PROGRAM, PULL, WEIGHTS
+from dglx_dist.records import FEATURE, Array, EpochRecord
 from dglx_dist.strategies.base import EpochTrainer, Objective, WrappedModel, check_one_type
 from dglx_dist.strategies.replicated import broadcast_state, check_same_model
+from dglx_dist.strategies.serverless.cost import Bill, Counts, bill, dollars
+from dglx_dist.strategies.serverless.cut import CLASS_LABEL, Captured, capture
 from dglx_dist.strategies.serverless.graph_partition import Part, open_part
 from dglx_dist.strategies.serverless.graph_server import GraphServer, SubmitResult
-from dglx_dist.strategies.serverless.model_to_program import Chain, chain_of, find_layers
 from dglx_dist.strategies.serverless.options import LambdaOptions, Scheme
+from dglx_dist.strategies.serverless.parameter_server import ParameterPlan, ParameterServer, Update, assign
+from dglx_dist.strategies.serverless.parameter_service import ParameterClient, ParameterService, what_misses
+from dglx_dist.strategies.serverless.program import EDGE_DATA, Program, Slot
 from dglx_dist.strategies.serverless.scheduler import IntervalProgress, ThreadScheduler, WorkerPool
+from dglx_dist.strategies.serverless.tasks import TaskKey, kernels, parse_attempt, parse_half
+from dglx_dist.strategies.serverless.worker import GIVE, GRADIENTS, PROGRAM, PULL, WEIGHTS
 
 if TYPE_CHECKING:
     from dglx_dist.graph.dist_graph import DistGraph
@@ -118,9 +117,6 @@ class Engine:
             staleness=options.staleness,
             first_epoch=first_epoch,
         )
-        self._server = server = GraphServer(
-            part, program, options, run=1 + session.next_number("run of lambda"), seed=session.seed
-        )
         self.progress = IntervalProgress(
             program, options, part.num_intervals, self._peers, first_epoch, synchronous_from
         )
@@ -137,6 +133,10 @@ class Engine:
             self.parameters = ParameterClient(rpc, plan, self._note_updates)
             """The latest weights and the optimizer's state, between runs."""
             undo.callback(self.parameters.close)
+            number = 1 + session.next_number("run of lambda")
+            self._server = server = GraphServer(
+                part, program, options, self.parameters, run=number, seed=session.seed
+            )
             if self._parameter_server is not None:
                 world_size, timeline = session.topology.world_size, session.timeline
                 service = ParameterService(rpc, self._parameter_server, world_size, timeline, server.run)
@@ -435,17 +435,18 @@ def draw_weights(model: nn.Module, scheme: Scheme, seed: int) -> None:
     """
     draw = getattr(nn.init, f"{scheme.replace('he_', 'kaiming_')}_")
     generator = torch.Generator().manual_seed(seed)
-    for layer in find_layers(model):
-        for name, weight in layer.module.named_parameters():
-            drawn = torch.zeros(weight.shape, dtype=weight.dtype)
-            if weight.dim() > 1 and scheme.startswith("he"):
-                # DGL's GraphConv has (inputs, outputs), where torch's fan_in is of (outputs, inputs).
-                is_transposed = weight.dim() == 2 and weight.shape == (layer.width, *(layer.row_shape or ()))
-                draw(drawn, 0, "fan_out" if is_transposed else "fan_in", "relu", generator)
-            elif weight.dim() > 1:
-                draw(drawn, generator=generator)
-            if weight.requires_grad and (weight.dim() > 1 or name.rpartition(".")[2] == "bias"):
-                weight.detach().copy_(drawn)
+    modules = dict(model.named_modules())
+    for name, weight in model.named_parameters():
+        module, _, own_name = name.rpartition(".")
+        drawn = torch.zeros(weight.shape, dtype=weight.dtype)
+        if weight.dim() > 1 and scheme.startswith("he"):
+            # DGL's GraphConv has (inputs, outputs), where torch's fan_in is of (outputs, inputs).
+            mode = "fan_out" if isinstance(modules[module], GraphConv) else "fan_in"
+            draw(drawn, 0, mode, "relu", generator)
+        elif weight.dim() > 1:
+            draw(drawn, generator=generator)
+        if weight.requires_grad and (weight.dim() > 1 or own_name == "bias"):
+            weight.detach().copy_(drawn)
 
 
 def write_back(
@@ -490,7 +491,7 @@ class LambdaTrainer(EpochTrainer):
         self,
         model: nn.Module,
         optimizer: Optimizer,
-        chain: Chain,
+        captured: Captured,
         loader: IntervalLoader,
         objective: Objective,
         options: LambdaOptions,
@@ -500,10 +501,13 @@ class LambdaTrainer(EpochTrainer):
         self._options, self._show = options, show
         self._session = loader.g.session
         targets, num_train = loader.own_targets()
-        self._program = replace(chain.program, num_train=num_train)
+        captured = run_on_all_ranks(
+            self._session, lambda: _with_loss(captured, loader.g, objective, num_train), ConfigError
+        )
+        self._program = captured.program
         self._names = list(self._program.weight_shapes)
         run_on_all_ranks(self._session, lambda: update_of(optimizer, model, self._names), ConfigError)
-        self._part = open_part(loader.g, chain, objective, targets, options.intervals)
+        self._part = open_part(loader.g, captured, objective, targets, options.intervals)
         self._engine: Engine | None = None
         self._last_fingerprint = ""
         self._synchronous_from: int | None = None
@@ -609,10 +613,8 @@ class LambdaModel(WrappedModel):
             draw_weights(model, options.initialise, g.session.seed)
         broadcast_state(model, g.session)
         self.module = model
-        columns = {name: tuple(g.edata[name].shape[1:]) for name in g.edata}
-        self._chain, self._options = chain_of(model, columns), options
-        if not options.in_process:
-            check_imports(stages_of(self._chain.program.steps), options.executor)
+        self._options = options
+        self._captured = run_on_all_ranks(g.session, lambda: _capture(model, g, options), ConfigError)
 
     def exchange_seconds(self, *, reset: bool = False) -> float:
         return 0.0  # Epochs overlap, so no rank waits only for exchanges.
@@ -641,68 +643,38 @@ class LambdaModel(WrappedModel):
                 f"{' and '.join(objective.extra_terms)} would take part in a step, but strategy 'lambda' "
                 "computes it from the features alone; leave it out, or use strategy='data_parallel'"
             )
-        _check_loss(objective.loss)
-        return LambdaTrainer(self.module, optimizer, self._chain, loader, objective, self._options, show)
+        return LambdaTrainer(self.module, optimizer, self._captured, loader, objective, self._options, show)
 
 
-def _check_loss(loss: object) -> None:
-    plain = nn.CrossEntropyLoss()
-    same = isinstance(loss, nn.CrossEntropyLoss) and (
-        loss.weight is None
-        and (loss.ignore_index, loss.reduction, loss.label_smoothing)
-        == (plain.ignore_index, plain.reduction, plain.label_smoothing)
-    )
-    if loss is not functional.cross_entropy and not same:
-        name = getattr(loss, "__name__", type(loss).__name__)
-        raise ConfigError(
-            f"the loss is {name}, but workers know torch.nn.functional.cross_entropy only, without options; "
-            "use it, or strategy='data_parallel'"
-        )
+def _capture(model: nn.Module, g: DistGraph, options: LambdaOptions) -> Captured:
+    columns = {name: slot for name in g.edata if (slot := _edge_slot(name, g.edata[name])) is not None}
+    widths = [g.ndata[name].shape[1] for name in (FEATURE, *g.ndata) if _is_features(g, name)]
+    on_workers = {"auto": None, "workers": True, "servers": False}[options.edge_tasks]
+    errors = []
+    for width in dict.fromkeys(widths):
+        try:
+            return capture(model, width, columns, on_workers)
+        except ConfigError as error:
+            errors.append(error)
+    raise errors[0] if errors else ConfigError("the nodes have no features: a matrix of floats")
 
 
-Compute: TypeAlias = Callable[[Sequence[Tensor], Sequence[Tensor]], Sequence[Tensor]]
-"""Maps weights and inputs, one (n, width) each, to outputs, one (n, width) each; deterministic."""
+def _is_features(g: DistGraph, name: str) -> bool:
+    return name in g.ndata and len(g.ndata[name].shape) == 2 and g.ndata[name].dtype.is_floating_point
 
 
-def forward_by_torch(compute: Compute, weights: Sequence[Array], inputs: Sequence[Array]) -> Forward:
-    """Implement ``VertexStage.forward`` by ``compute``; nothing is saved for backward."""
-    with torch.no_grad():
-        outputs = compute(_tensors(weights), _tensors(inputs))
-    return Forward(tuple(output.contiguous().numpy() for output in outputs), ())
+def _edge_slot(name: str, data: DistTensor) -> Slot | None:
+    if data.dtype.is_complex or data.dtype is torch.bool:
+        return None
+    dtype: Any = "" if data.dtype.is_floating_point else "int64"
+    return Slot(name=f"{EDGE_DATA}{name}", shape=tuple(data.shape[1:]), per="edge", dtype=dtype)
 
 
-def backward_by_torch(
-    compute: Compute,
-    weights: Sequence[Array],
-    inputs: Sequence[Array],
-    gradients: Sequence[Array],
-    *,
-    wanted: Sequence[bool] | None = None,
-) -> Backward:
-    """Implement ``VertexStage.backward``: call ``compute`` again and differentiate it with torch."""
-    needs_gradient = [True] * len(inputs) if wanted is None else wanted
-    of_weights = [tensor.requires_grad_() for tensor in _tensors(weights)]
-    of_inputs = [
-        tensor.requires_grad_(needed) for tensor, needed in zip(_tensors(inputs), needs_gradient, strict=True)
-    ]
-    with torch.enable_grad():
-        outputs = compute(of_weights, of_inputs)
-    leaves = [*of_weights, *(tensor for tensor in of_inputs if tensor.requires_grad)]
-    roots = [pair for pair in zip(outputs, _tensors(gradients), strict=True) if pair[0].requires_grad]
-    gradients_of_leaves = tuple(torch.zeros_like(leaf) for leaf in leaves)
-    if roots and leaves:
-        ends, slopes = zip(*roots, strict=True)
-        gradients_of_leaves = torch.autograd.grad(
-            ends, leaves, slopes, allow_unused=True, materialize_grads=True
-        )
-    arrays = [gradient.contiguous().numpy() for gradient in gradients_of_leaves]
-    gradients_of_inputs = iter(arrays[len(of_weights) :])
-    return Backward(
-        tuple(next(gradients_of_inputs) if needed else None for needed in needs_gradient),
-        tuple(arrays[: len(of_weights)]),
-    )
-
-
-def _tensors(arrays: Sequence[Array]) -> list[Tensor]:
-    # Copies, because rows may be views that others write, or read-only, for which torch would warn.
-    return [torch.from_numpy(array.copy()) for array in arrays]
+def _with_loss(captured: Captured, g: DistGraph, objective: Objective, num_train: int) -> Captured:
+    if objective.label not in g.ndata:
+        raise ConfigError(f"the nodes have no labels {objective.label!r} (known: {', '.join(g.ndata)})")
+    labels = g.ndata[objective.label]
+    label = CLASS_LABEL
+    if labels.dtype.is_floating_point or len(labels.shape) > 1:
+        label = Slot(name="label", shape=tuple(labels.shape[1:]), per="node")
+    return captured.with_loss(objective.loss or cross_entropy, label, num_train)

@@ -17,7 +17,7 @@ from dglx_dist.data.storage.reader import open_dataset
 from dglx_dist.data.synthetic import SyntheticConfig
 from dglx_dist.planner.costs.serverless import serverless_bytes
 from dglx_dist.records import FEATURE, LABEL, NODE_TYPE, Array, NodeColumn, RawGraph, SparseRows
-from dglx_dist.serverless.cost import prices
+from dglx_dist.strategies.serverless.cost import prices
 from scripts.bench import data
 from scripts.bench.experiments.common import builds, bytes_quotient, clustered_graph, quotient
 from scripts.bench.records import PREDICTED_BYTES, BenchPlan, ExperimentPlan, Job, Ratio, Shape, Variant

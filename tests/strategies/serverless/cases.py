@@ -15,9 +15,9 @@ from torch.nn.functional import cross_entropy, leaky_relu
 from dglx_dist.comm.session import Session
 from dglx_dist.layers.dropout import MODULES, ColumnRange, DropDraws, drop_entries
 from dglx_dist.records import Array
-from dglx_dist.serverless.parameter_server import ParameterPlan, ParameterServer, Update, assign
-from dglx_dist.serverless.program import Drop, Edge, Gather, Program, Vertex
-from dglx_dist.serverless.stages.base import vertex_stage
+from dglx_dist.strategies.serverless.parameter_server import ParameterPlan, ParameterServer, Update, assign
+from dglx_dist.strategies.serverless.program import Drop, Edge, Gather, Program, Vertex
+from dglx_dist.strategies.serverless.stages.base import vertex_stage
 from dglx_dist.strategies.serverless.graph_partition import (
     Part,
     ServerGraph,

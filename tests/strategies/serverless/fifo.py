@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from dglx_dist.graph.dist_graph import DistGraph
-from dglx_dist.serverless.parameter_server import ParameterServer
+from dglx_dist.strategies.serverless.parameter_server import ParameterServer
 from dglx_dist.strategies.serverless.graph_partition import edge_values
 from dglx_dist.strategies.serverless.graph_server import GraphServer
 from dglx_dist.strategies.serverless.model_to_program import Chain, chain_of

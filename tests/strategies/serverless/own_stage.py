@@ -8,7 +8,7 @@ import numpy as np
 
 from dglx_dist.data.json_fields import Fields
 from dglx_dist.records import Array
-from dglx_dist.serverless.stages.base import Backward, Config, Forward, StageShapes, VertexStage
+from dglx_dist.strategies.serverless.stages.base import Backward, Config, Forward, StageShapes, VertexStage
 
 
 class Gate(VertexStage):

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from dglx_dist.records import Array
-from dglx_dist.serverless.stages.base import Backward, Forward
+from dglx_dist.strategies.serverless.stages.base import Backward, Forward
 from dglx_dist.strategies.serverless.trainer import backward_by_torch, forward_by_torch
 
 from .own_stage import Gate

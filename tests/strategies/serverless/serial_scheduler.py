@@ -11,9 +11,9 @@ from typing import NamedTuple, TypeAlias, final
 
 import numpy as np
 
-from dglx_dist.serverless.parameter_server import ParameterServer
-from dglx_dist.serverless.stages.base import half_rows
-from dglx_dist.serverless.tasks import Computed, TaskKey, add_gradients
+from dglx_dist.strategies.serverless.parameter_server import ParameterServer
+from dglx_dist.strategies.serverless.stages.base import half_rows
+from dglx_dist.strategies.serverless.tasks import Computed, TaskKey, add_gradients
 from dglx_dist.strategies.serverless.graph_server import GraphServer, SubmitResult, TaskKind
 from dglx_dist.strategies.serverless.scheduler import EXCHANGED, IntervalProgress
 from tests.serverless.programs import exchange

@@ -16,9 +16,9 @@ from dglx_dist.comm.collectives import barrier, gather_int64
 from dglx_dist.comm.session import Session, start_session
 from dglx_dist.errors import ConfigError, PeerError, RemoteError
 from dglx_dist.graph.dist_graph import DistGraph
-from dglx_dist.serverless.cost import Counts
-from dglx_dist.serverless.tasks import Direction, TaskKey
-from dglx_dist.serverless.worker import GIVE
+from dglx_dist.strategies.serverless.cost import Counts
+from dglx_dist.strategies.serverless.tasks import Direction, TaskKey
+from dglx_dist.strategies.serverless.worker import GIVE
 from dglx_dist.strategies.serverless.graph_partition import exchange_boundaries, read_features, read_structure
 from dglx_dist.strategies.serverless.options import read_lambda_options
 from dglx_dist.strategies.serverless.scheduler import check_reachable

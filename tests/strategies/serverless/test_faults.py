@@ -14,9 +14,9 @@ import dglx_dist as dx
 from dglx_dist.comm.session import current_session
 from dglx_dist.errors import DglxError
 from dglx_dist.records import EpochRecord
-from dglx_dist.serverless.tasks import Direction, TaskKey, kernels
-from dglx_dist.serverless.worker import TaskPhase
-from dglx_dist.serverless.worker_process import Fault
+from dglx_dist.strategies.serverless.tasks import Direction, TaskKey, kernels
+from dglx_dist.strategies.serverless.worker import TaskPhase
+from dglx_dist.strategies.serverless.worker_process import Fault
 from dglx_dist.training.fit_config import FitConfig, FitResult
 from tests.helpers import wait_for_checkpoints
 from tests.helpers.ranks import start_ranks

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from dglx_dist.errors import ConfigError
-from dglx_dist.serverless.tasks import TASK_OVER, TaskKey
+from dglx_dist.strategies.serverless.tasks import TASK_OVER, TaskKey
 from dglx_dist.strategies.serverless.graph_partition import crossing_edges, cut_intervals
 from dglx_dist.strategies.serverless.graph_server import SubmitResult, TaskKind
 

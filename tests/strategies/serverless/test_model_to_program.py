@@ -19,8 +19,8 @@ import dglx_dist as dx
 from dglx_dist.errors import ConfigError
 from dglx_dist.layers.base import DeclaredStage
 from dglx_dist.records import Array
-from dglx_dist.serverless.program import Edge, Gather, Scatter, Vertex
-from dglx_dist.serverless.stages.base import STAGES, register_stage
+from dglx_dist.strategies.serverless.program import Edge, Gather, Scatter, Vertex
+from dglx_dist.strategies.serverless.stages.base import STAGES, register_stage
 from dglx_dist.strategies.serverless.graph_partition import edge_values
 from dglx_dist.strategies.serverless.layer_kinds import FACTOR_OF_NORM, EdgeFactor
 from dglx_dist.strategies.serverless.model_to_program import chain_of, find_layers

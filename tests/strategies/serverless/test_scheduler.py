@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from dglx_dist.errors import ConfigError
-from dglx_dist.serverless.cost import prices
+from dglx_dist.strategies.serverless.cost import prices
 from dglx_dist.strategies.serverless.graph_server import Barrier, TaskKind, epoch_schedule
 from dglx_dist.strategies.serverless.options import LambdaOptions, read_lambda_options
 from dglx_dist.strategies.serverless.scheduler import IntervalProgress

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dglx_dist.serverless.parameter_server import ParameterServer
+from dglx_dist.strategies.serverless.parameter_server import ParameterServer
 from dglx_dist.strategies.serverless.graph_server import GraphServer, TaskKind
 from tests.helpers import wide
 

@@ -15,8 +15,8 @@ from dglx_dist.errors import PeerError, RemoteError
 from dglx_dist.graph.kvstore import KVStore
 from dglx_dist.graph.partition_book import Placement
 from dglx_dist.records import Array
-from dglx_dist.serverless.tasks import Direction, TaskComputation, TaskKey, attempt_name, half_name
-from dglx_dist.serverless.worker import GIVE, GRADIENTS, PROGRAM, PULL, WEIGHTS, RemoteCaller
+from dglx_dist.strategies.serverless.tasks import Direction, TaskComputation, TaskKey, attempt_name, half_name
+from dglx_dist.strategies.serverless.worker import GIVE, GRADIENTS, PROGRAM, PULL, WEIGHTS, RemoteCaller
 from dglx_dist.strategies.serverless.scheduler import addresses_of
 from dglx_dist.strategies.serverless.trainer import Engine
 from tests.helpers.ranks import run_ranks

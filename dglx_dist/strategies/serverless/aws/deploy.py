@@ -24,8 +24,8 @@ from dglx_dist.comm.topology import Topology
 from dglx_dist.errors import ConfigError, PeerError, RemoteError
 from dglx_dist.memory import format_bytes
 from dglx_dist.records import Array
-from dglx_dist.serverless import worker as ops
-from dglx_dist.serverless.aws.clients import (
+from dglx_dist.strategies.serverless import worker as ops
+from dglx_dist.strategies.serverless.aws.clients import (
     ARCHITECTURES,
     EVENT_AGE_S,
     HANDLER,
@@ -40,8 +40,8 @@ from dglx_dist.serverless.aws.clients import (
     found_or_none,
     is_amazon,
 )
-from dglx_dist.serverless.program import FEATURES, Program, Slot, Vertex
-from dglx_dist.serverless.tasks import (
+from dglx_dist.strategies.serverless.program import FEATURES, Program, Slot, Vertex
+from dglx_dist.strategies.serverless.tasks import (
     Address,
     Direction,
     Secrets,
@@ -52,7 +52,7 @@ from dglx_dist.serverless.tasks import (
     parse_half,
     take_half,
 )
-from dglx_dist.serverless.worker import WorkerAnswer
+from dglx_dist.strategies.serverless.worker import WorkerAnswer
 
 _MANAGED = "arn:aws:iam::aws:policy/service-role/"
 LOG_POLICY = f"{_MANAGED}AWSLambdaBasicExecutionRole"

@@ -20,8 +20,8 @@ from typing import Annotated, BinaryIO, NoReturn, final
 
 from dglx_dist.comm.topology import format_endpoint
 from dglx_dist.data.json_fields import Fields, Within, read_json, read_record, write_json
-from dglx_dist.serverless.tasks import MAX_EVENT_BYTES
-from dglx_dist.serverless.worker import RemoteCaller, TaskPhase, Worker, register_packaged_stages
+from dglx_dist.strategies.serverless.tasks import MAX_EVENT_BYTES
+from dglx_dist.strategies.serverless.worker import RemoteCaller, TaskPhase, Worker
 
 MAX_SECONDS = 3600.0
 _PIECE_S, _BURST_S, _CONNECT_S = 0.002, 0.002, 10.0
@@ -143,11 +143,42 @@ class Setup:
     """Network rate in each direction; None: no limit."""
 
 
+def serve_starts(number: int) -> None:
+    """Start workers as copies of this process, as the socket ``number`` asks, until it closes.
+
+    A request is JSON: ``{"start": true}`` with two files, the worker's stream and its standard error, or
+    ``{"wait": pid}``. This process never runs an operation of torch, so that it has no other thread.
+    """
+    requests = socket.socket(fileno=number)
+    while True:
+        content, files, _, _ = socket.recv_fds(requests, 4096, 2)
+        if not content:
+            os._exit(0)
+        request = read_json(content, 4096, "a request")
+        assert isinstance(request, dict)
+        if "wait" in request:
+            _, status = os.waitpid(int(str(request["wait"])), 0)
+            requests.send(write_json({"code": os.waitstatus_to_exitcode(status)}))
+        elif pid := os.fork():
+            for file in files:
+                os.close(file)
+            requests.send(write_json({"pid": pid}))
+        else:
+            requests.close()
+            stream, errors = files
+            for source, target in ((stream, 0), (stream, 1), (errors, 2)):
+                os.dup2(source, target)
+            try:
+                main()
+            finally:
+                os._exit(1)
+
+
 def main() -> None:
     """Run tasks until the input ends."""
     lines: queue.SimpleQueue[bytes] = queue.SimpleQueue()
     answers = os.fdopen(os.dup(1), "wb", buffering=0)
-    # Output that a user's stage prints must not mix with the answers.
+    # What a library prints must not mix with the answers.
     os.dup2(2, 1)
     threading.Thread(target=_read, args=(sys.stdin.buffer, lines), name="dglx-input", daemon=True).start()
     values = read_json(lines.get(), _LONGEST_LINE, "a worker's setup")
@@ -161,7 +192,6 @@ def main() -> None:
 
     through = str if setup.bytes_per_s is None else Relay(setup.bytes_per_s).endpoint
     worker = Worker(RemoteCaller(through), at_phase)
-    register_packaged_stages()
 
     def answer(line: bytes) -> bytes:
         fields = Fields.parse(line, "a line of input", _LONGEST_LINE)

@@ -20,9 +20,9 @@ from dglx_dist.comm.rpc import Handler
 from dglx_dist.data.json_fields import Within
 from dglx_dist.errors import ConfigError, DglxError, PeerError
 from dglx_dist.registry import Registry
-from dglx_dist.serverless.tasks import Task, TaskKey
-from dglx_dist.serverless.worker import TaskPhase, WorkerAnswer
-from dglx_dist.serverless.worker_process import MAX_SECONDS, Fault
+from dglx_dist.strategies.serverless.tasks import Task, TaskKey
+from dglx_dist.strategies.serverless.worker import TaskPhase, WorkerAnswer
+from dglx_dist.strategies.serverless.worker_process import MAX_SECONDS, Fault
 
 MemoryMb: TypeAlias = Annotated[int, Within(1, 1 << 20)]
 DEFAULT_MEMORY_MB = 192
@@ -39,8 +39,6 @@ class ExecutorContext:
 
     folder: Path = field(default_factory=lambda: Path(tempfile.gettempdir()))
     """Folder in which the executor may create one of its own, which it removes when it is closed."""
-    stages: Mapping[str, str] = field(default_factory=dict)
-    """The user's own stages: name to ``module:Class``."""
     handlers: Mapping[str, Handler] = field(default_factory=dict)
     """Handlers of a worker's operations, for executors in this process."""
     notice: Callable[[], None] = lambda: None
@@ -81,7 +79,7 @@ class Executor(ABC):
     simulated: bool = True
     """Whether no provider is paid, so that dollars are an estimate."""
     in_process: ClassVar[bool] = False
-    """Whether workers are threads of this process and can import everything that it can."""
+    """Whether workers are threads of this process, so that no function is paid for."""
     option_names: ClassVar[tuple[str, ...]] = ()
     """All supported options; others are rejected before anything is opened."""
 
@@ -307,10 +305,10 @@ EXECUTORS: Registry[Executor] = Registry(
     "executor",
     Executor,  # type: ignore[type-abstract]  # the registry only asks for subclasses of it
     builtin={
-        "aws": "dglx_dist.serverless.aws.executor:AwsExecutor",  # imports boto3, only when chosen
-        "http": "dglx_dist.serverless.executors.http:HttpExecutor",
-        "inline": "dglx_dist.serverless.executors.local:InlineExecutor",
-        "local": "dglx_dist.serverless.executors.local:LocalExecutor",
+        "aws": "dglx_dist.strategies.serverless.aws.executor:AwsExecutor",  # imports boto3, only when chosen
+        "http": "dglx_dist.strategies.serverless.executors.http:HttpExecutor",
+        "inline": "dglx_dist.strategies.serverless.executors.local:InlineExecutor",
+        "local": "dglx_dist.strategies.serverless.executors.local:LocalExecutor",
     },
     group="dglx_dist.executors",
 )

@@ -15,9 +15,9 @@ from dataclasses import dataclass, field
 from typing import final
 
 from dglx_dist.errors import ConfigError, DglxError, PeerError
-from dglx_dist.serverless.cost import Counts, PriceTable, billed_gb_seconds, prices
-from dglx_dist.serverless.executors.base import Executor
-from dglx_dist.serverless.tasks import Direction, Task, TaskKey
+from dglx_dist.strategies.serverless.cost import Counts, PriceTable, billed_gb_seconds, prices
+from dglx_dist.strategies.serverless.executors.base import Executor
+from dglx_dist.strategies.serverless.tasks import Direction, Task, TaskKey
 
 MOST_WORKERS = 100
 WORKER_BYTES_PER_S = 25e6

@@ -15,9 +15,9 @@ import dglx_dist
 from dglx_dist.data.json_fields import write_json
 from dglx_dist.data.storage.files import replace_atomically
 from dglx_dist.errors import ConfigError
-from dglx_dist.serverless.program import ProgramStep, stage_names
-from dglx_dist.serverless.stages.base import STAGES
-from dglx_dist.serverless.worker import STAGES_FILE
+from dglx_dist.strategies.serverless.program import ProgramStep, stage_names
+from dglx_dist.strategies.serverless.stages.base import STAGES
+from dglx_dist.strategies.serverless.worker import STAGES_FILE
 
 LIBRARIES = {"numpy": "numpy", "zmq": "pyzmq"}
 """Package folder to project name, which is part of ``NAME.libs`` and ``NAME-*.dist-info``."""
@@ -25,10 +25,10 @@ _UNUSED_FOLDERS = {"tests", "__pycache__", "include", "f2py", "_examples", "dist
 _UNUSED_ENDINGS = (".pyi", ".pyc", ".pxd", ".pyx", ".h", ".c", ".a", ".lib")
 _MAX_OUTPUT = 2000
 ENTRIES = (
-    *("dglx_dist.serverless.aws.function", "dglx_dist.serverless.worker_process"),
+    *("dglx_dist.strategies.serverless.aws.function", "dglx_dist.strategies.serverless.worker_process"),
     "dglx_dist.internals.dgl_import",  # the package's own __init__ imports it
 )
-_STAGES = "dglx_dist/serverless/stages"
+_STAGES = "dglx_dist/strategies/serverless/stages"
 """The registry names these modules in strings, so no import leads to them."""
 _DATE = (1980, 1, 1, 0, 0, 0)
 _MODE = 0o100644 << 16

@@ -11,7 +11,7 @@ from typing import Annotated, final
 
 from dglx_dist.data.json_fields import Within, read_record
 from dglx_dist.errors import ConfigError, PeerError
-from dglx_dist.serverless.aws.clients import (
+from dglx_dist.strategies.serverless.aws.clients import (
     Client,
     Place,
     check_name,
@@ -19,15 +19,15 @@ from dglx_dist.serverless.aws.clients import (
     found_or_none,
     is_amazon,
 )
-from dglx_dist.serverless.executors.base import (
+from dglx_dist.strategies.serverless.executors.base import (
     ExecutorContext,
     Invocation,
     PoolExecutor,
     WorkerHandle,
     names_of,
 )
-from dglx_dist.serverless.worker import WorkerAnswer
-from dglx_dist.serverless.worker_process import Fault
+from dglx_dist.strategies.serverless.worker import WorkerAnswer
+from dglx_dist.strategies.serverless.worker_process import Fault
 
 log = logging.getLogger(__name__)
 

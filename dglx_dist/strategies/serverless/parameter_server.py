@@ -14,8 +14,7 @@ import torch
 
 from dglx_dist.errors import CheckpointError, ConfigError, shorten_list
 from dglx_dist.records import Array
-from dglx_dist.serverless.program import Program
-from dglx_dist.serverless.stages.base import Shapes
+from dglx_dist.strategies.serverless.program import Program
 
 
 def assign(sizes: Sequence[int] | Array, num_servers: int) -> Array:
@@ -57,14 +56,14 @@ class ParameterPlan:
     """Next epoch; above 0 when training resumes from a checkpoint."""
 
     @cached_property
-    def shapes(self) -> Shapes:
+    def shapes(self) -> dict[str, tuple[int, ...]]:
         """Shape of each weight by name, in the order in which weights are stored, summed and sent."""
         return self.program.weight_shapes
 
     @cached_property
     def steps(self) -> dict[int, list[str]]:
-        """Index of each Vertex step -> names of its weights, possibly none."""
-        return {index: list(self.program.weights_of(index)) for index in self.program.vertex_steps}
+        """Index of each step with weights -> their names. Steps may share a weight."""
+        return {index: list(self.program.weights_of(index)) for index in self.program.weighted_steps}
 
     @property
     def num_servers(self) -> int:
@@ -309,16 +308,13 @@ class ParameterServer:
         subject = f"gradients of interval {interval}, epoch {epoch}, step {step}"
         self._check_key(interval, epoch, step)
         self.plan.check_weights(self.plan.steps[step], arrays, subject)
-        if not self.plan.steps[step]:
-            return True
         digest, key = _digest(arrays), (epoch, interval, step)
         with self._lock:
             self._check_begun(interval, epoch)
             if key in self._digests or epoch < self.updates:
                 if self._digests.get(key, digest) != digest:
                     raise ConfigError(
-                        f"{subject} came twice with different bits; make stages deterministic and equal on "
-                        "all workers"
+                        f"{subject} came twice with different bits: workers compute with different kernels"
                     )
                 return False
             self._digests[key] = digest
@@ -335,9 +331,16 @@ class ParameterServer:
                 return None
             received = self._received.setdefault(epoch, {})
             if self.index not in received:
-                totals = [total.reshape(-1) for step_sum in sums.values() for total in step_sum.total]
-                received[self.index] = np.concatenate(totals)
+                received[self.index] = self._add_steps(sums)
             return epoch, received[self.index]
+
+    def _add_steps(self, sums: Mapping[int, _StepSum]) -> Array:
+        # A weight that several steps share gets the sum of their gradients.
+        totals: dict[str, Array] = {}
+        for step, step_sum in sums.items():
+            for name, total in zip(self.plan.steps[step], step_sum.total, strict=True):
+                totals[name] = totals[name] + total if name in totals else total
+        return np.concatenate([totals[name].reshape(-1) for name in self.plan.shapes])
 
     def receive_sums(self, server: int, epoch: int, vector: Array) -> None:
         """Store the sums of another server; ignores repeated ones."""
@@ -413,8 +416,7 @@ class ParameterServer:
         assert len(used) <= self.plan.staleness + 2, f"{used} of staleness {self.plan.staleness}"
 
     def _no_sums(self) -> dict[int, _StepSum]:
-        # In the order of the steps, which is that of the weights.
-        return {step: _StepSum(self._intervals) for step, names in self.plan.steps.items() if names}
+        return {step: _StepSum(self._intervals) for step in self.plan.steps}
 
     def _check_key(self, interval: int, epoch: int, step: int) -> None:
         if step not in self.plan.steps:

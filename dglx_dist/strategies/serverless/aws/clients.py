@@ -24,7 +24,7 @@ _FORBIDDEN = (
     *("AccessDeniedException", "AccessDenied", "UnrecognizedClientException", "InvalidClientTokenId"),
     *("SignatureDoesNotMatch", "InvalidSignatureException", "ExpiredTokenException", "ExpiredToken"),
 )
-HANDLER = "dglx_dist.serverless.aws.function.handler"
+HANDLER = "dglx_dist.strategies.serverless.aws.function.handler"
 TAG = "dglx_dist"
 """Marks resources created by dglx; others are never changed or removed."""
 MAX_DIRECT_BYTES = 50 * 1024 * 1024

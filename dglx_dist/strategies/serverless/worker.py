@@ -7,21 +7,19 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from pathlib import Path
 from typing import Annotated, TypeAlias, final
 
 import numpy as np
+import torch
 import zmq
 
-import dglx_dist
 from dglx_dist.comm.auth import Credentials
 from dglx_dist.comm.rpc import Client, Handler, PeerAddress, run_handler
 from dglx_dist.data.json_fields import Fields, Json, Within, printable
 from dglx_dist.errors import ConfigError, DglxError, PeerError, RemoteError
 from dglx_dist.records import Array
-from dglx_dist.serverless.program import MAX_PROGRAM_BYTES, Program
-from dglx_dist.serverless.stages.base import register_stage
-from dglx_dist.serverless.tasks import (
+from dglx_dist.strategies.serverless.program import MAX_PROGRAM_BYTES, Program
+from dglx_dist.strategies.serverless.tasks import (
     MAX_ATTEMPT,
     TASK_OVER,
     Address,
@@ -35,8 +33,10 @@ from dglx_dist.serverless.tasks import (
     attempt_name,
     half_length,
     half_name,
+    half_rows,
     kernels,
 )
+from dglx_dist.strategies.serverless.tensor_program import RowKeys
 
 MAX_ANSWER_BYTES = 64 * 1024
 _LONGEST_ERROR = 4000
@@ -48,9 +48,6 @@ PROGRAM, PULL, GIVE = "lambda.program", "lambda.pull", "lambda.give"
 WEIGHTS, GRADIENTS = "lambda.weights", "lambda.gradients"
 """Operations of parameter servers."""
 _SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 0.002, 0.02
-STAGES_FILE = "dglx_stages.json"
-"""File beside the package ``dglx_dist``: name of each user's stage to its ``module:Class``."""
-_MAX_BYTES, _MAX_PATH = 64 * 1024, 1024
 
 
 @final
@@ -340,7 +337,8 @@ class Worker:
         for half in (0, 1):
             if half == len(pulled):
                 pulled.append(calls.rows(second, 1))
-            computed.append(work.half(weights, pulled[half], half_length(task.rows, half)))
+            keys = _keys_of_half(task, half)
+            computed.append(work.half(weights, pulled[half], half_length(task.rows, half), keys))
             self._hook(TaskPhase.HALF)
             if half == 0 and streaming and task.key.direction is Direction.FORWARD:
                 submitted.append(calls.submit(0, computed[0].rows))
@@ -373,11 +371,7 @@ class Worker:
         return self._works[kind]
 
 
-def register_packaged_stages() -> None:
-    """Register the stages of ``STAGES_FILE``, if it exists; ConfigError if it is invalid."""
-    file = Path(dglx_dist.__file__).parent.parent / STAGES_FILE
-    if not file.is_file():
-        return
-    fields = Fields.parse(file.read_bytes(), STAGES_FILE, _MAX_BYTES)
-    for name in fields.mapping:
-        register_stage(name, fields.text(name, 1, _MAX_PATH))
+def _keys_of_half(task: Task, half: int) -> RowKeys:
+    part = half_rows(task.rows, half)
+    ids = torch.arange(task.first_row + part.start, task.first_row + part.stop)
+    return RowKeys(task.seed, task.key.epoch, ids)

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 
 from dglx_dist.data.json_fields import Json
 from dglx_dist.errors import ConfigError
-from dglx_dist.serverless.worker import RemoteCaller, Worker, register_packaged_stages
+from dglx_dist.strategies.serverless.worker import RemoteCaller, Worker, register_packaged_stages
 
 register_packaged_stages()
 # A functions service keeps the modules of a warm container and nothing else, so the state between

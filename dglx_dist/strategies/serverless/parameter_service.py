@@ -17,11 +17,10 @@ from dglx_dist.comm.trace import PARAMETER_SERVER, Timeline
 from dglx_dist.comm.wire import payload_bytes
 from dglx_dist.errors import ConfigError, DglxError, PeerError
 from dglx_dist.records import Array
-from dglx_dist.serverless.parameter_server import ParameterPlan, ParameterServer
-from dglx_dist.serverless.program import DTYPES
-from dglx_dist.serverless.stages.base import Shapes
-from dglx_dist.serverless.tasks import Direction, TaskKey
-from dglx_dist.serverless.worker import GRADIENTS, WEIGHTS
+from dglx_dist.strategies.serverless.parameter_server import ParameterPlan, ParameterServer
+from dglx_dist.strategies.serverless.program import DTYPES
+from dglx_dist.strategies.serverless.tasks import Direction, TaskKey
+from dglx_dist.strategies.serverless.worker import GRADIENTS, WEIGHTS
 
 WEIGHTS_FOR_RANK, GRADIENTS_OF_RANK = "lambda.weights_for_rank", "lambda.gradients_of_rank"
 """Variants of WEIGHTS and GRADIENTS for ranks that run a task themselves; the caller counts the bytes."""
@@ -81,7 +80,7 @@ def unpack_state(plan: ParameterPlan, packed: Sequence[Array]) -> dict[str, Arra
     return state
 
 
-def bytes_of_read(shapes: Shapes, dtype: str) -> int:
+def bytes_of_read(shapes: Mapping[str, tuple[int, ...]], dtype: str) -> int:
     """Return the bytes of :meth:`ParameterClient.latest` and ``state``, once Adam has made a step."""
     weights = {name: np.empty(shape, dtype) for name, shape in shapes.items()}
     moments = {f"{name}/{key}": value for name, value in weights.items() for key in ("exp_avg", "exp_avg_sq")}

@@ -14,7 +14,7 @@ from urllib.parse import SplitResult, urlsplit
 
 from dglx_dist.data.json_fields import Within, printable, read_record
 from dglx_dist.errors import ConfigError, PeerError, RemoteError
-from dglx_dist.serverless.executors.base import (
+from dglx_dist.strategies.serverless.executors.base import (
     DEFAULT_MEMORY_MB,
     ExecutorContext,
     MemoryMb,
@@ -22,8 +22,8 @@ from dglx_dist.serverless.executors.base import (
     WorkerHandle,
     names_of,
 )
-from dglx_dist.serverless.worker import MAX_ANSWER_BYTES, WorkerAnswer
-from dglx_dist.serverless.worker_process import Fault
+from dglx_dist.strategies.serverless.worker import MAX_ANSWER_BYTES, WorkerAnswer
+from dglx_dist.strategies.serverless.worker_process import Fault
 
 _SHOWN = 500
 _Text: TypeAlias = Annotated[str, Within(1, 4096)]

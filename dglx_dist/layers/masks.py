@@ -1,0 +1,74 @@
+"""Keyed masks of dropout: which entries of rows are kept, by the ids of the rows and the columns."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numba import njit
+from torch import Tensor
+
+from dglx_dist.keyed_random import full_word, item_key, shift_right, stream_key, words_on_device
+from dglx_dist.records import Array
+
+
+@dataclass(frozen=True, kw_only=True)
+class ColumnRange:
+    """The columns ``first:last`` of a matrix with ``width`` columns. There may be none."""
+
+    first: int
+    last: int
+    width: int
+
+    def __len__(self) -> int:
+        return self.last - self.first
+
+    @property
+    def cut(self) -> slice:
+        return slice(self.first, self.last)
+
+
+def draw_kept_entries(
+    seed: int, number: int, stream: int, nodes: Tensor, runs: Sequence[ColumnRange], probability: float
+) -> Tensor:
+    """Return the (L0, F_p) bool mask of kept entries for the columns ``runs`` of ``nodes`` ((L0,) int64).
+
+    It is on the device of ``nodes``, and has the same bits on every device.
+    """
+    key, threshold = stream_key(seed, number, stream), count_dropped(probability)
+    if nodes.device.type == "cpu":
+        columns = np.concatenate([np.arange(run.first, run.last) for run in runs]).astype(np.int64)
+        return torch.from_numpy(_draw_kept(key, np.ascontiguousarray(nodes.numpy()), columns, threshold))
+    numbers = torch.cat([torch.arange(run.first, run.last, device=nodes.device) for run in runs])
+    # The nodes are split, because the words take 8 bytes for each entry.
+    pieces = torch.split(nodes, max(_WORDS_AT_ONCE // max(len(numbers), 1), 1))
+    return torch.cat([draw_on_device(key, piece, numbers, threshold) for piece in pieces])
+
+
+_WORDS_AT_ONCE = 1 << 22
+
+
+def draw_on_device(stream: np.uint64, nodes: Tensor, numbers: Tensor, threshold: np.uint64) -> Tensor:
+    return shift_right(words_on_device(stream, nodes, numbers), 32) >= int(threshold)
+
+
+def count_dropped(probability: float) -> np.uint64:
+    # Returns the number of dropped values among the values of 32 random bits.
+    return np.uint64(round(probability * (1 << 32)))
+
+
+@njit(cache=True, nogil=True)
+def _draw_kept(stream: np.uint64, nodes: Array, columns: Array, threshold: np.uint64) -> Array:
+    out = np.empty((len(nodes), len(columns)), np.bool_)
+    for row in range(len(nodes)):
+        key = item_key(stream, nodes[row])
+        for place in range(len(columns)):
+            out[row, place] = draw_bits(key, columns[place]) >= threshold
+    return out
+
+
+@njit(cache=True, nogil=True)
+def draw_bits(key: np.uint64, number: int) -> np.uint64:
+    return full_word(key, number) >> np.uint64(32)

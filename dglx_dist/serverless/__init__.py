@@ -1,1 +1,0 @@
-"""Serverless execution: tasks, stages, controller, workers, executors and parameter servers."""

@@ -1,1 +1,0 @@
-"""Tensor stages in NumPy, as workers run them."""

@@ -1,0 +1,463 @@
+"""Capture of a model: what it computes between operations of the graph, as a program (see ``program``).
+
+The model runs on two small random graphs of different sizes. Operations of the graph are recorded as such,
+and everything between them as ATen operations. The recording is cut at the operations of the graph. Each
+piece must be row-wise, which is verified by the operations used and by running it on other rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, NoReturn, final
+
+import dgl
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from dglx_dist.errors import ConfigError
+from dglx_dist.internals.interception import InterceptedDropout, intercept
+from dglx_dist.internals.pytorch import tree_leaves, tree_map_only
+from dglx_dist.layers.dropout import MODULES
+from dglx_dist.layers.tracer import MODEL_ERRORS, find_convolutions, preserve_state, random_block
+from dglx_dist.strategies.serverless.program import EDGE_DATA, FEATURES, Per, Slot
+from dglx_dist.strategies.serverless.tensor_program import RowKeys, drop_rows
+
+SIZES = (37, 149), (41, 163)
+"""Nodes and edges of the two graphs: numbers that no model has as a size of its own."""
+_MOST_BLOCKS = 64
+OTHER_STRATEGY = "or use strategy='data_parallel'"
+
+_RANDOM = (
+    "bernoulli",
+    "rand",
+    "randn",
+    "randint",
+    "normal",
+    "uniform",
+    "exponential",
+    "multinomial",
+    "rrelu",
+)
+_READS_NUMBERS = ("_local_scalar_dense", "is_nonzero", "equal")
+_UNINITIALISED = {"empty": "zeros", "empty_like": "zeros_like", "new_empty": "new_zeros"}
+"""Tensors that are filled later. Workers make zeros, because they must not send what was in memory."""
+_OVER_ROWS = ("batch_norm", "instance_norm")
+
+
+@dataclass(eq=False, repr=False)
+class Value:
+    """A tensor of the recording."""
+
+    tensor: Tensor
+    per: Per | None = None
+    """None: it has no rows, such as a weight or what is computed from weights only."""
+    maker: Node | None = None
+    name: str = ""
+    """Name of an input or weight."""
+    is_constant: bool = True
+    """Whether it depends on neither weights nor dropout."""
+
+
+@dataclass(eq=False)
+class Node:
+    """A recorded operation."""
+
+    kind: str
+    """"tensor", "drop", "spread" (from nodes to edges), "gather" or "softmax"."""
+    name: str
+    """Name of the ATen operation, the end of "spread", or the reduction of "gather"."""
+    arguments: tuple[Any, ...]
+    keywords: Mapping[str, Any]
+    inputs: list[Value]
+    outputs: list[Value] = field(default_factory=list)
+    module: str = ""
+    """Module that called it, such as ``Linear 'layers.0.fc'``."""
+
+
+@final
+class Recording(TorchDispatchMode):
+    """Records the operations of one call, as :class:`GraphOperations` those of the graph, too."""
+
+    def __init__(self, weights: Mapping[int, str], block: Any = None) -> None:
+        super().__init__()
+        self.nodes: list[Node] = []
+        self.inputs: dict[str, Value] = {}
+        self.modules: list[str] = []
+        """Modules that are being called, outermost first."""
+        self.needs_in_edges = ""
+        """Module that refuses nodes without in-edges, if any."""
+        self._weights, self._block = weights, block
+        self._values: dict[int, Value] = {}
+        self._spreads: dict[tuple[Value, str], Tensor] = {}
+        self._constants: dict[str, Value] = {}
+        self._kept: list[Tensor] = []
+        """Tensors that must live on, because others would get their id."""
+        self._is_paused = False
+        self._num_drops = 0
+        if block is not None:
+            self._pers: dict[int, Per] = {block.num_dst_nodes(): "node", block.num_edges(): "edge"}
+            self._ends = dict(zip(("source", "target"), block.edges(), strict=True))
+            self._degrees = {name: getattr(block, name)() for name in ("in_degrees", "out_degrees")}
+
+    def add_input(self, name: str, tensor: Tensor, per: Per) -> Tensor:
+        self.inputs[name] = self._values[id(tensor)] = Value(tensor, per, name=name)
+        return tensor
+
+    def value_of(self, tensor: Tensor) -> Value:
+        """Return the value of ``tensor``, which is a constant or a weight if it is not known yet."""
+        if id(tensor) not in self._values:
+            name = self._weights.get(id(tensor), "")
+            self._values[id(tensor)] = Value(tensor, name=name, is_constant=not name)
+        return self._values[id(tensor)]
+
+    # Operations of torch.
+
+    def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        keywords = kwargs or {}
+        if self._is_paused:
+            return operation(*args, **keywords)
+        name = operation._schema.name.removeprefix("aten::")
+        if name in _READS_NUMBERS:
+            self._note_read(name, args[0])
+            return operation(*args, **keywords)
+        self._check_allowed(name)
+        result = operation(*args, **keywords)
+        if (spread := self._find_spread(name, args)) is not None:
+            return spread
+        if self._is_all_rows(name, args, result):
+            self._values[id(result)] = self.value_of(args[0])
+            self._kept.append(result)
+            return result
+        if name == "clamp" and self._block is not None and args[2:3] == (self._block.num_edges(),):
+            # DGL's mean bounds degrees by the number of edges, which none exceeds.
+            args = (*args[:2], None)
+        if operation._schema.is_mutable:
+            name = self._name_without_write(operation, name)
+        overload = operation._overloadname
+        if name in _UNINITIALISED:
+            name, overload = _UNINITIALISED[name], "default"
+        self._add("tensor", f"{name}.{overload}", args, keywords, result)
+        return result
+
+    def _check_allowed(self, name: str) -> None:
+        base = name.strip("_")
+        if any(base.startswith(word) for word in _RANDOM) or "dropout" in name:
+            self.refuse(f"random numbers ({name})", "use torch.nn.Dropout, whose masks are the same anywhere")
+        if any(word in name for word in _OVER_ROWS):
+            self.refuse(
+                "statistics over all nodes", "use nn.LayerNorm or nn.GroupNorm, which normalise each row"
+            )
+
+    def _note_read(self, name: str, tensor: Tensor) -> None:
+        # A number of constants is the same in every call of the model; the second graph shows if it is not.
+        if not (value := self.value_of(tensor)).is_constant:
+            self.refuse(f"a value of a tensor in Python ({name})", "compute with tensors instead")
+        names = {source.name for source in list_needed(value)}
+        if "in_degrees" in names and tensor.dtype is torch.bool:
+            self.needs_in_edges = self.needs_in_edges or self._module
+
+    def _name_without_write(self, operation: Any, name: str) -> str:
+        pure = name.rstrip("_")
+        overloads = getattr(getattr(torch.ops.aten, pure, None), "overloads", list)()
+        if pure == name or operation._overloadname not in overloads:
+            self.refuse(
+                f"an operation that writes to its arguments ({name})", "use one that returns its result"
+            )
+        return pure
+
+    def _find_spread(self, name: str, args: Any) -> Tensor | None:
+        # Messages in Python read the rows of sources and targets by their ids.
+        if name == "index_select" and args[1] == 0:
+            rows, index = args[0], args[2]
+        elif name == "index" and len(args[1]) == 1:
+            rows, (index,) = args
+        else:
+            return None
+        if self.value_of(rows).per != "node" or self.value_of(index).per is not None:
+            return None
+        for end, ids in self._ends.items():
+            if index.shape == ids.shape and bool((index == ids).all()):
+                return self._spread(rows, end)
+        return self.refuse("rows of other nodes than the ends of edges", "pass messages along edges instead")
+
+    def _is_all_rows(self, name: str, args: Any, result: Any) -> bool:
+        # Sources and targets are the same nodes here, so that a slice of the first rows has all of them.
+        if name != "slice" or not isinstance(result, Tensor) or self.value_of(args[0]).per is None:
+            return False
+        return (args[1] if len(args) > 1 else 0) == 0 and result.shape == args[0].shape
+
+    def _add(
+        self,
+        kind: str,
+        name: str,
+        args: Any,
+        keywords: Mapping[str, Any],
+        result: Any,
+        per: Per | None = None,
+    ) -> None:
+        leaves = tree_leaves([args, dict(keywords)])
+        inputs = [self.value_of(leaf) for leaf in leaves if isinstance(leaf, Tensor)]
+        pers = {value.per for value in inputs} - {None}
+        if kind == "tensor" and len(pers) > 1:
+            self.refuse(f"rows of nodes and of edges in one operation ({name})", "pass messages along edges")
+        to_value = partial(tree_map_only, Tensor, self.value_of)
+        node = Node(
+            kind, name, tuple(to_value(list(args))), to_value(dict(keywords)), inputs, module=self._module
+        )
+        is_constant = kind in ("tensor", "spread") and all(value.is_constant for value in inputs)
+        # Powers of degrees are the same in every layer.
+        key = f"{name} {node.arguments} {keywords}" if is_constant and kind == "tensor" and pers else ""
+        if key in self._constants and isinstance(result, Tensor):
+            self._values[id(result)] = self._constants[key]
+            self._kept.append(result)
+            return
+        for tensor in result if isinstance(result, tuple | list) else (result,):
+            rows_of = per or next(iter(pers), None)
+            if not inputs and self._block is not None and tensor.dim():
+                # New rows, such as torch.ones(graph.num_edges(), 1).
+                rows_of = self._pers.get(len(tensor))
+            value = Value(tensor, rows_of, node, is_constant=is_constant)
+            node.outputs.append(value)
+            if key:
+                self._constants[key] = value
+            if isinstance(tensor, Tensor):
+                self._values[id(tensor)] = value
+        self.nodes.append(node)
+
+    @property
+    def _module(self) -> str:
+        return self.modules[-1] if self.modules else "the model"
+
+    # Operations of the graph.
+
+    def reduce(self, stock: Any, index: Any, operator: str, how: str, rows: Any, edges: Any) -> Tensor:
+        self._check_graph(index)
+        if operator in ("copy_lhs", "copy_rhs"):
+            only = (rows, None) if operator == "copy_lhs" else (None, edges)
+            return self._gather(stock, index, operator, how, *only)
+        if operator == "mul" and how == "sum" and _has_factor_per_head(rows, edges):
+            return self._gather(stock, index, operator, how, rows, edges)
+        messages = self.combine(index, operator, rows, edges, ("u", "e"))
+        return self._gather(stock, index, "copy_rhs", how, None, messages)
+
+    def _gather(self, stock: Any, index: Any, operator: str, how: str, rows: Any, edges: Any) -> Tensor:
+        result: Tensor = self._run(stock, index, operator, how, rows, edges)
+        self._add("gather", how, (rows, edges), {"stock": operator}, result, "node")
+        return result
+
+    def combine(self, index: Any, operator: str, left: Any, right: Any, ends: tuple[str, str]) -> Tensor:
+        self._check_graph(index)
+        pairs = zip((left, right), ends, strict=True)
+        first, second = (None if rows is None else self._to_edges(rows, end) for rows, end in pairs)
+        if operator == "copy_lhs" or second is None:
+            return first
+        if operator == "copy_rhs" or first is None:
+            return second
+        if operator == "dot":
+            return (first * second).sum(-1, keepdim=True)
+        combined: Tensor = {"add": torch.add, "mul": torch.mul}[operator](first, second)
+        return combined
+
+    def softmax(self, stock: Any, index: Any, scores: Tensor, norm_by: str) -> Tensor:
+        self._check_graph(index)
+        if norm_by != "dst":
+            self.refuse("a softmax over the out-edges of nodes", "normalise over in-edges")
+        result: Tensor = self._run(stock, index, scores, torch.arange(len(scores)), norm_by)
+        self._add("softmax", "softmax", (scores,), {}, result)
+        return result
+
+    def degrees(self, graph: Any, name: str) -> Tensor:
+        self._check_graph(graph._graph)
+        if name not in self.inputs:
+            self.add_input(name, self._degrees[name], "node")
+        return self._degrees[name]
+
+    def drop(self, rows: Tensor, probability: float) -> Tensor:
+        if self.value_of(rows).per is None:
+            self.refuse("dropout of weights", "drop entries of rows")
+        stream, self._num_drops = MODULES + self._num_drops, self._num_drops + 1
+        result = self._run(drop_rows, rows, probability, stream, RowKeys(0, 0, torch.arange(len(rows))))
+        self._add("drop", "drop", (rows, probability, stream), {}, result)
+        return result
+
+    def refuse(self, description: str, remedy: str = "") -> NoReturn:
+        raise ConfigError(
+            f"{self._module} uses {description}, but strategy 'lambda' computes rows of nodes and edges in "
+            f"separate tasks; {remedy + ', ' if remedy else ''}{OTHER_STRATEGY}"
+        )
+
+    def _to_edges(self, rows: Tensor, end: str) -> Tensor:
+        return rows if end == "e" else self._spread(rows, {"u": "source", "v": "target"}[end])
+
+    def _spread(self, rows: Tensor, end: str) -> Tensor:
+        key = (self.value_of(rows), end)
+        if key not in self._spreads:
+            self._spreads[key] = self._run(torch.index_select, rows, 0, self._ends[end])
+            self._add("spread", end, (rows,), {}, self._spreads[key], "edge")
+        return self._spreads[key]
+
+    def _check_graph(self, index: Any) -> None:
+        ends = zip(index.edges(0, "eid"), self._ends.values(), strict=False)
+        if not all(found.shape == ids.shape and self._run(torch.equal, found, ids) for found, ids in ends):
+            self.refuse("another graph than its blocks", "pass messages along the blocks it is given")
+
+    def _run(self, function: Any, *arguments: Any) -> Any:
+        self._is_paused = True
+        try:
+            return function(*arguments)
+        finally:
+            self._is_paused = False
+
+
+def _has_factor_per_head(rows: Tensor, edges: Tensor) -> bool:
+    of_row, of_edge = tuple(rows.shape[1:]), tuple(edges.shape[1:])
+    while of_edge and of_edge[-1] == 1:
+        of_edge = of_edge[:-1]
+    return of_row[: len(of_edge)] == of_edge
+
+
+# Calls of the model.
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelCall:
+    """How a model is called: ``model(blocks, x)``, all blocks being the same graph."""
+
+    model: nn.Module
+    features: int
+    edge_columns: Mapping[str, Slot]
+    """Data of edges by name."""
+    num_blocks: int = 1
+    on_blocks: bool = True
+    """Some layers of DGL refuse blocks, and take graphs only."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return next(p.dtype for p in self.model.parameters() if p.is_floating_point())
+
+    def make_graph(self, size: int) -> tuple[Any, Tensor]:
+        """Return random block ``size``, 0 or 1, and its features."""
+        num_nodes, num_edges = SIZES[size]
+        generator = torch.Generator().manual_seed(17 + size)
+        block = random_block(num_nodes, num_nodes, num_edges - num_nodes, generator)
+        if not self.on_blocks:
+            block = dgl.graph(block.edges(), num_nodes=num_nodes)
+        for name, slot in self.edge_columns.items():
+            shape = (num_edges, *slot.shape)
+            block.edata[name] = (
+                torch.zeros(shape, dtype=torch.int64)
+                if slot.dtype
+                else torch.rand(shape, dtype=self.dtype, generator=generator)
+            )
+        return block, torch.randn(num_nodes, self.features, dtype=self.dtype, generator=generator)
+
+    def run(self, block: Any, x: Tensor) -> Any:
+        return self.model([block] * self.num_blocks, x)
+
+    def record(self, size: int) -> tuple[Recording, Value]:
+        """Return the recording of a call on graph ``size``, and the value of its scores."""
+        block, x = self.make_graph(size)
+        weights = {id(p): name for name, p in self.model.named_parameters()}
+        recording = Recording(weights, block)
+        recording.add_input(FEATURES, x, "node")
+        for name in self.edge_columns:
+            recording.add_input(f"{EDGE_DATA}{name}", block.edata[name], "edge")
+        with (
+            preserve_state(self.model, training=True),
+            torch.random.fork_rng(devices=[]),
+            _name_modules(self.model, recording.modules),
+            torch.no_grad(),
+        ):
+            try:
+                with intercept(recording), InterceptedDropout(recording.drop), recording:
+                    result = self.run(block, x)
+            except ConfigError:
+                raise
+            except MODEL_ERRORS as error:
+                raise ConfigError(
+                    f"the model could not be called as model(blocks, x) with {self.num_blocks} blocks and x "
+                    f"of {self.features} columns: {type(error).__name__}: {error}; make it support this "
+                    f"call, {OTHER_STRATEGY}"
+                ) from error
+        if not isinstance(result, Tensor) or recording.value_of(result).per != "node":
+            kind = "rows of edges or no rows" if isinstance(result, Tensor) else type(result).__name__
+            raise ConfigError(
+                f"the model returns {kind}; strategy 'lambda' needs one tensor with a row for each node"
+            )
+        return recording, recording.value_of(result)
+
+
+@contextmanager
+def _name_modules(model: nn.Module, names: list[str]) -> Iterator[None]:
+    hooks = []
+    for name, module in model.named_modules():
+        text = f"{type(module).__name__} {name!r}" if name else type(module).__name__
+
+        def enter(_module: nn.Module, _args: Any, text: str = text) -> None:
+            names.append(text)
+
+        def leave(_module: nn.Module, _args: Any, _result: Any) -> None:
+            names.pop()
+
+        hooks += [module.register_forward_pre_hook(enter), module.register_forward_hook(leave)]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def find_call(model: nn.Module, features: int, edge_columns: Mapping[str, Slot]) -> ModelCall:
+    """Return the call of ``model`` with the least number of blocks in which it uses most of its weights.
+
+    Raises:
+        ConfigError: no number of blocks works.
+    """
+    call = partial(ModelCall, model=model, features=features, edge_columns=edge_columns)
+    errors: list[ConfigError] = []
+    for on_blocks in (True, False):
+        try:
+            return _find_number_of_blocks(partial(call, on_blocks=on_blocks), model)
+        except ConfigError as error:
+            errors.append(error)
+    raise errors[0]
+
+
+def _find_number_of_blocks(make_call: Callable[..., ModelCall], model: nn.Module) -> ModelCall:
+    expected = max(1, sum(1 for _ in find_convolutions(model)))
+    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    best: tuple[int, ModelCall] | None = None
+    first_error: ConfigError | None = None
+    for number in (expected, *(n for n in range(1, _MOST_BLOCKS) if n != expected)):
+        call = make_call(num_blocks=number)
+        try:
+            _, scores = call.record(0)
+        except ConfigError as error:
+            first_error = first_error or error
+            continue
+        num_unused = len(trained - {value.name for value in list_needed(scores)})
+        if best is not None and num_unused >= best[0] and number > best[1].num_blocks:
+            break
+        if best is None or num_unused < best[0]:
+            best = num_unused, call
+        if num_unused == 0:
+            break
+    if best is None:
+        assert first_error is not None
+        raise first_error
+    return best[1]
+
+
+def list_needed(scores: Value) -> Iterator[Value]:
+    seen, waiting = {scores}, [scores]
+    while waiting:
+        value = waiting.pop()
+        yield value
+        for source in value.maker.inputs if value.maker else ():
+            if source not in seen:
+                seen.add(source)
+                waiting.append(source)

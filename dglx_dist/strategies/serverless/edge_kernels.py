@@ -1,0 +1,191 @@
+"""Kernels of a graph server over the edges of its nodes.
+
+Their arrays, for n own nodes, m halo nodes, E edges into own nodes and K heads, are:
+
+- ``indptr`` (n + 1,) int64 and ``sources`` (E,) int32 local ids in [0, n + m), in-edges in CSC order. Those
+  of node v are from ``indptr[v]`` to ``indptr[v + 1]``.
+- ``out_indptr`` (n + m + 1,) int64, ``out_targets`` (E,) int32 and ``out_edges`` (E,) positions in CSC order,
+  the same edges by source. Those of local id u are from ``out_indptr[u]`` to ``out_indptr[u + 1]``.
+- ``rows`` (n + m, w) of sources.
+- ``values`` (E, K) of edges in CSC order, where K divides w, or None if all are 1.
+- ``first`` is the first node of ``out``, and ``nodes`` (k,) int32 are local ids.
+
+Every sum is in the order of the edges, so equal rows give equal bits. Kernels release the interpreter lock.
+There is one compiled version for values and one for None.
+"""
+
+import numpy as np
+from numba import njit
+
+from dglx_dist.graph.row_kernels import read_ahead
+from dglx_dist.records import Array
+
+_AHEAD = 8
+"""Rows are prefetched this many edges ahead, because sources are scattered in memory."""
+
+
+@njit(cache=True, nogil=True)
+def gather(indptr: Array, sources: Array, values: Array | None, rows: Array, first: int, out: Array) -> None:
+    """Write to ``out[i]``, (nodes, w), the sum of the source rows of node ``first + i``, times the values."""
+    heads = 1 if values is None else values.shape[1]
+    width = rows.shape[1] // heads
+    last_edge = indptr[first + out.shape[0]]
+    for i in range(out.shape[0]):
+        out[i, :] = 0
+        for edge in range(indptr[first + i], indptr[first + i + 1]):
+            if edge + _AHEAD < last_edge:
+                read_ahead(rows, sources[edge + _AHEAD])
+            for head in range(heads):
+                # Slices, because indices that might be negative keep the loop from becoming vector code.
+                total = out[i, head * width : (head + 1) * width]
+                row = rows[sources[edge], head * width : (head + 1) * width]
+                if values is None:
+                    for column in range(width):
+                        total[column] += row[column]
+                else:
+                    value = values[edge, head]
+                    for column in range(width):
+                        total[column] += value * row[column]
+
+
+@njit(cache=True, nogil=True)
+def pull_back(
+    out_indptr: Array,
+    places: Array,
+    out_edges: Array,
+    values: Array | None,
+    gradients: Array,
+    nodes: Array,
+    out: Array,
+) -> None:
+    """Add to ``out[i]``, (k, w), the gradients at the ``places`` of the out-edges of ``nodes[i]``.
+
+    This is Gather transposed. For the gradients of nodes ``places`` are ``out_targets``, and each gradient is
+    multiplied by the value of its edge. For gradients of edges they are ``out_edges``.
+    """
+    heads = 1 if values is None else values.shape[1]
+    width = gradients.shape[1] // heads
+    for i in range(len(nodes)):
+        for at in range(out_indptr[nodes[i]], out_indptr[nodes[i] + 1]):
+            for head in range(heads):
+                total = out[i, head * width : (head + 1) * width]
+                row = gradients[places[at], head * width : (head + 1) * width]
+                if values is None:
+                    for column in range(width):
+                        total[column] += row[column]
+                else:
+                    value = values[out_edges[at], head]
+                    for column in range(width):
+                        total[column] += value * row[column]
+
+
+@njit(cache=True, nogil=True)
+def edge_products(
+    indptr: Array, sources: Array, gradients: Array, rows: Array, first: int, out: Array
+) -> None:
+    """Write to ``out``, (edges, K), the product of the target's gradient and the source's row, by head.
+
+    ``gradients`` is (nodes, w), and ``out`` has the in-edges of these nodes.
+    """
+    width = rows.shape[1] // out.shape[1]
+    begin = indptr[first]
+    for i in range(gradients.shape[0]):
+        for edge in range(indptr[first + i], indptr[first + i + 1]):
+            source = sources[edge]
+            for head in range(out.shape[1]):
+                total = out.dtype.type(0)
+                for column in range(head * width, (head + 1) * width):
+                    total += gradients[i, column] * rows[source, column]
+                out[edge - begin, head] = total
+
+
+@njit(cache=True, nogil=True)
+def segment_sums(indptr: Array, values: Array, first: int, out: Array) -> None:
+    """Write to ``out[i]``, (nodes, K), the sum over the in-edges of node ``first + i``.
+
+    ``values`` (edges, K) has only the in-edges of these nodes.
+    """
+    begin = indptr[first]
+    for i in range(out.shape[0]):
+        out[i, :] = 0
+        for edge in range(indptr[first + i], indptr[first + i + 1]):
+            for column in range(values.shape[1]):
+                out[i, column] += values[edge - begin, column]
+
+
+@njit(cache=True, nogil=True)
+def gather_extreme(
+    indptr: Array, sources: Array | None, rows: Array, first: int, is_max: bool, out: Array, best: Array
+) -> None:
+    """Write to ``out[i]``, (nodes, w), the largest or smallest row of the in-edges of node ``first + i``.
+
+    ``rows`` are those of sources, or of these nodes' in-edges if ``sources`` is None. ``best`` (nodes, w)
+    gets the position of the edge, the first of equal ones, or -1 without edges, where ``out`` is infinite.
+    """
+    out[:] = -np.inf if is_max else np.inf
+    best[:] = -1
+    begin = indptr[first]
+    for i in range(out.shape[0]):
+        for edge in range(indptr[first + i], indptr[first + i + 1]):
+            row = rows[edge - begin] if sources is None else rows[sources[edge]]
+            for column in range(out.shape[1]):
+                value, so_far = row[column], out[i, column]
+                if best[i, column] < 0 or (value > so_far if is_max else value < so_far):
+                    out[i, column] = value
+                    best[i, column] = edge
+
+
+@njit(cache=True, nogil=True)
+def pull_back_extreme(
+    out_indptr: Array,
+    out_targets: Array,
+    out_edges: Array,
+    best: Array,
+    gradients: Array,
+    nodes: Array,
+    out: Array,
+) -> None:
+    """Add to ``out[i]``, (k, w), the gradients of targets of ``nodes[i]`` that took their value from it."""
+    for i in range(len(nodes)):
+        for at in range(out_indptr[nodes[i]], out_indptr[nodes[i] + 1]):
+            target, edge = out_targets[at], out_edges[at]
+            for column in range(out.shape[1]):
+                if best[target, column] == edge:
+                    out[i, column] += gradients[target, column]
+
+
+@njit(cache=True, nogil=True)
+def softmax(indptr: Array, scores: Array, first: int, out: Array) -> None:
+    """Write to ``out`` the softmax of ``scores`` over the in-edges of each node, (edges, K) of these nodes.
+
+    ``indptr`` is that of the graph, and ``first`` the first node. The number of edges tells the last.
+    """
+    begin, node = indptr[first], first
+    while indptr[node] - begin < len(scores):
+        start, end = indptr[node] - begin, indptr[node + 1] - begin
+        for column in range(scores.shape[1]):
+            largest = -np.inf
+            for edge in range(start, end):
+                largest = max(largest, scores[edge, column])
+            total = 0.0
+            for edge in range(start, end):
+                out[edge, column] = np.exp(scores[edge, column] - largest)
+                total += out[edge, column]
+            for edge in range(start, end):
+                out[edge, column] /= total
+        node += 1
+
+
+@njit(cache=True, nogil=True)
+def softmax_gradient(indptr: Array, shares: Array, gradients: Array, first: int, out: Array) -> None:
+    """Write to ``out`` the gradient of the scores, from :func:`softmax`'s result and its gradient."""
+    begin, node = indptr[first], first
+    while indptr[node] - begin < len(shares):
+        start, end = indptr[node] - begin, indptr[node + 1] - begin
+        for column in range(shares.shape[1]):
+            total = 0.0
+            for edge in range(start, end):
+                total += shares[edge, column] * gradients[edge, column]
+            for edge in range(start, end):
+                out[edge, column] = shares[edge, column] * (gradients[edge, column] - total)
+        node += 1

@@ -1,0 +1,273 @@
+"""Executors on this machine: ``local``, whose workers are isolated processes, throttled on request, and
+``inline``, whose workers are threads of the graph server (the paper's CPU-only servers)."""
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any, NoReturn, final
+
+import dglx_dist
+from dglx_dist.comm.topology import copy_environment
+from dglx_dist.data.json_fields import Json, read_record, write_json
+from dglx_dist.errors import ConfigError, PeerError
+from dglx_dist.options import select_common_fields
+from dglx_dist.strategies.serverless.executors.base import (
+    DEFAULT_MEMORY_MB,
+    ExecutorContext,
+    Latency,
+    MemoryMb,
+    PoolExecutor,
+    WorkerHandle,
+    names_of,
+)
+from dglx_dist.strategies.serverless.tasks import Task
+from dglx_dist.strategies.serverless.worker import MAX_ANSWER_BYTES, DirectCaller, Worker, WorkerAnswer
+from dglx_dist.strategies.serverless.worker_process import Fault, FaultInjector, Setup
+
+_BOOT = """
+import sys
+number, folder = sys.argv[1:]
+sys.path.append(folder)
+from dglx_dist.strategies.serverless.worker_process import serve_starts
+serve_starts(int(number))
+"""
+# A function has less than one core, so threads of BLAS would only compete.
+_ENVIRONMENT = {
+    "OMP_NUM_THREADS": "1",
+    "OPENBLAS_NUM_THREADS": "1",
+    "MKL_NUM_THREADS": "1",
+    "LANG": "C.UTF-8",
+}
+_DECIDES_BITS = (
+    *("OPENBLAS_CORETYPE", "OPENBLAS_BLOCK_FACTOR", "OPENBLAS_L2_SIZE", "GOTO_BLOCK_FACTOR"),
+    *("MKL_CBWR", "MKL_ENABLE_INSTRUCTIONS", "MKL_DEBUG_CPU_TYPE"),
+    *("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA", "NPY_DISABLE_CPU_FEATURES"),
+    *("NPY_ENABLE_CPU_FEATURES", "GLIBC_TUNABLES"),
+)
+"""Variables by which torch and its libraries choose kernels. Others may be secrets, and are never passed."""
+_MAX_OUTPUT, _EXIT_WAIT_S, _START_S = 2000, 0.5, 120.0
+
+
+def arithmetic_variables() -> dict[str, str]:
+    """Return the environment variables of this process that affect the bits of a result."""
+    return {name: value for name, value in copy_environment().items() if name in _DECIDES_BITS}
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class LocalOptions(Latency, Setup):
+    """Options of executor ``local``, besides latency and the limits of a process."""
+
+    memory_mb: MemoryMb = DEFAULT_MEMORY_MB
+    """For the bill."""
+
+
+@final
+class LocalExecutor(PoolExecutor):
+    """Starts processes on demand and keeps them warm; they end with this process.
+
+    They are copies of one process that has imported torch, so that a start takes milliseconds. It has no
+    environment but :func:`arithmetic_variables`. Options: :class:`LocalOptions`.
+    """
+
+    option_names = names_of(LocalOptions)
+
+    def __init__(self, context: ExecutorContext, options: Mapping[str, object]) -> None:
+        settings = read_record(LocalOptions, options, "executor 'local'", defaults=True)
+        setup = select_common_fields(settings, Setup)
+        self._starter = _Starter(context.folder)
+        super().__init__(
+            lambda: _Process(self._starter, setup),
+            context.notice,
+            memory_mb=settings.memory_mb,
+            latency=settings,
+        )
+
+    def close(self) -> None:
+        super().close()
+        self._starter.close()
+
+
+@final
+class _Starter:
+    """The process of which workers are copies. Thread-safe."""
+
+    def __init__(self, folder: Path) -> None:
+        own, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        own.settimeout(_START_S)
+        self._socket, self._lock, self._folder = own, threading.Lock(), folder
+        root = Path(dglx_dist.__file__).parent.parent
+        # -I: nothing of the user's environment or folder.
+        self._process = subprocess.Popen(
+            [
+                sys.executable,
+                "-I",
+                "-c",
+                _BOOT,
+                str(its.fileno()),
+                str(Path(dglx_dist.__file__).parent.parent),
+            ],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            cwd="/",
+            env={**arithmetic_variables(), **_ENVIRONMENT},
+            pass_fds=[its.fileno()],
+            start_new_session=True,  # Ctrl-C is for the graph server; workers end with it
+        )
+        its.close()
+
+    def start(self) -> tuple[int, socket.socket, IO[bytes]]:
+        """Return a new worker's process id, its stream, and a file with its messages."""
+        output = tempfile.TemporaryFile(dir=self._folder)  # noqa: SIM115 - open as long as the process runs
+        own, its = socket.socketpair()
+        with its:
+            answer = self._ask({"start": True}, [its.fileno(), output.fileno()])
+        return int(answer["pid"]), own, output
+
+    def wait(self, pid: int) -> int:
+        """Return the exit code of a worker that has ended, or is about to."""
+        return int(self._ask({"wait": pid}, [])["code"])
+
+    def close(self) -> None:
+        """End the process and all workers. May be called twice."""
+        self._socket.close()
+        self._process.kill()
+        self._process.wait()
+
+    def _ask(self, request: Mapping[str, Json], files: list[int]) -> Any:
+        with self._lock:
+            try:
+                socket.send_fds(self._socket, [write_json(dict(request))], files)
+                answer = self._socket.recv(4096)
+            except OSError as error:
+                raise PeerError(f"the process that starts workers does not answer: {error}") from error
+        if not answer:
+            raise PeerError(f"the process that starts workers ended with code {self._process.wait()}")
+        return json.loads(answer)
+
+
+@final
+class _Process(WorkerHandle):
+    def __init__(self, starter: _Starter, setup: Mapping[str, Json]) -> None:
+        self._starter, self._setup = starter, setup
+        self._pid = 0
+        """0: none is running."""
+        self._stream: socket.socket | None = None
+        self._answers: IO[bytes] | None = None
+        self._output: IO[bytes] | None = None
+        self._stopping = threading.Lock()
+        self._stopped = False
+
+    def invoke(self, event: bytes, fault: Fault | None) -> WorkerAnswer:
+        fault_json = write_json(None if fault is None else vars(fault))
+        line = event.replace(b"\n", b" ")  # JSON strings contain no raw newline
+        stream, answers = self._running()
+        _write(stream, b'{"event":' + line + b',"fault":' + fault_json + b"}\n")
+        answer = b""
+        with contextlib.suppress(ConnectionError):
+            answer = answers.readline(MAX_ANSWER_BYTES)
+        if not answer.endswith(b"\n"):  # it died
+            task = Task.from_event(event)
+            raise PeerError(f"task {task.key}, attempt {task.attempt}: {self._exit_report()}")
+        return WorkerAnswer.from_json(answer)
+
+    def stop(self) -> None:
+        with self._stopping:
+            self._stopped = True
+            self._kill()
+
+    def end(self) -> None:
+        self.stop()
+        self._release()
+
+    def _kill(self) -> None:
+        # Until somebody waits for it, its number belongs to no other process.
+        if self._pid:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self._pid, signal.SIGKILL)
+
+    def _running(self) -> tuple[socket.socket, IO[bytes]]:
+        if self._stream is None or self._answers is None:
+            with self._stopping:
+                if self._stopped:
+                    raise PeerError("the executor is closed")
+                self._pid, self._stream, self._output = self._starter.start()
+                self._answers = self._stream.makefile("rb")
+            _write(self._stream, write_json(self._setup) + b"\n")
+        return self._stream, self._answers
+
+    def _release(self) -> None:
+        for file in (self._answers, self._stream, self._output):
+            if file is not None:
+                file.close()
+        with self._stopping:
+            self._pid, self._stream, self._answers, self._output = 0, None, None, None
+
+    def _exit_report(self) -> str:
+        pid, output = self._pid, b""
+        self._kill()  # in case it only closed its output
+        code = self._starter.wait(pid)
+        if self._output is not None:
+            self._output.seek(max(self._output.seek(0, 2) - _MAX_OUTPUT, 0))
+            output = self._output.read()
+        self._release()
+        how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
+        last = output.decode(errors="replace").strip() or "no output"
+        return f"worker process {pid} {how}: {last}"
+
+
+def _write(stream: socket.socket, line: bytes) -> None:
+    with contextlib.suppress(ConnectionError):  # it died; the next read reports that
+        stream.sendall(line)
+
+
+@final
+class InlineExecutor(PoolExecutor):
+    """Runs workers as threads without sockets; nothing is billed. Options: :class:`Latency`.
+
+    A thread finishes its computation after :meth:`close`; its results are rejected.
+    """
+
+    in_process = True
+    option_names = names_of(Latency)
+
+    def __init__(self, context: ExecutorContext, options: Mapping[str, object]) -> None:
+        latency = read_record(Latency, options, "executor 'inline'", defaults=True)
+        handlers = context.handlers
+        if not handlers:
+            raise ConfigError("executor 'inline' needs the graph server's handlers; pass them in its context")
+        super().__init__(
+            lambda: _Thread(DirectCaller(handlers)),
+            context.notice,
+            memory_mb=0,
+            billed=False,
+            latency=latency,
+        )
+
+
+@final
+class _Thread(WorkerHandle):
+    def __init__(self, caller: DirectCaller) -> None:
+        self._caller = caller
+        self._faults = FaultInjector(_die)
+        self._worker = Worker(caller, self._faults)
+
+    def invoke(self, event: bytes, fault: Fault | None) -> WorkerAnswer:
+        self._faults.next = fault
+        return self._worker.attempt(event)[0]
+
+    def stop(self) -> None:
+        self._caller.close()
+
+
+def _die() -> NoReturn:
+    raise PeerError("the worker was killed by an injected fault")

@@ -1,0 +1,370 @@
+"""Programs: a captured model as a sequence of steps for graph servers and workers."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from typing import Annotated, Any, Literal, NoReturn, TypeAlias, final, get_args
+
+from dglx_dist.data.json_fields import Fields, Within, read_record, write_json
+from dglx_dist.errors import ConfigError
+from dglx_dist.registry import suggest_name
+from dglx_dist.strategies.serverless.tensor_program import MAX_ARRAYS, Shape, TensorProgram
+
+FEATURES = "x"
+"""Slot of the features."""
+EDGE_DATA = "edge:"
+"""Prefix of slots with data of edges."""
+MAX_STEPS = 512
+MAX_TRAIN = 1 << 40
+MAX_PROGRAM_BYTES = 1 << 24
+_NAME = re.compile(r"[A-Za-z0-9_.:-]{1,256}")
+_Name: TypeAlias = Annotated[str, Within(1, 256)]
+_Names: TypeAlias = Annotated[tuple[_Name, ...], Within(0, MAX_ARRAYS)]
+DTYPES = ("float32", "float64")
+_VERSION = 2
+
+Per: TypeAlias = Literal["node", "edge"]
+"""Whether a row belongs to a node or to an in-edge."""
+End: TypeAlias = Literal["row", "source", "target"]
+"""Which row a step on edges reads: that of the edge, of its source, or of its target."""
+How: TypeAlias = Literal["sum", "max", "min"]
+Place: TypeAlias = Literal["worker", "server", "once"]
+"""Where a tensor step runs: on workers, on the graph server, or there once, before the first epoch."""
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Slot:
+    """Rows passed between steps: one for each node or each in-edge."""
+
+    name: _Name
+    shape: Shape
+    """Shape of one row. () is one number."""
+    per: Per
+    dtype: Literal["", "int64"] = ""
+    """The default is the program's dtype."""
+
+    @property
+    def width(self) -> int:
+        """Number of columns in which a row is stored."""
+        return math.prod(self.shape)
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Gather:
+    """Reduce the rows of sources or of in-edges to one row for each node (GA), on the graph server."""
+
+    name: _Name
+    source: _Name | None
+    """Slot of nodes, read at the source of each edge. None: the edges' own rows are reduced."""
+    edges: _Name | None
+    """Slot of edges. Beside a source it has a factor for each run of columns (head). None: factors are 1."""
+    how: How
+    output: Slot
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Softmax:
+    """Softmax over the in-edges of each node, column by column, on the graph server."""
+
+    name: _Name
+    source: _Name
+    """Slot of edges."""
+    output: Slot
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Scatter:
+    """Send boundary rows to the graph servers that have them as halo nodes (SC)."""
+
+    name: _Name
+    slots: _Names
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Input:
+    """What a tensor step reads."""
+
+    slot: _Name
+    end: End = "row"
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Apply:
+    """Run a tensor program on rows of nodes (AV) or of edges (AE)."""
+
+    name: _Name
+    per: Per
+    place: Place
+    inputs: Annotated[tuple[Input, ...], Within(0, MAX_ARRAYS)]
+    outputs: Annotated[tuple[Slot, ...], Within(0, MAX_ARRAYS)]
+    weights: _Names
+    """The user's names (state_dict)."""
+    body: TensorProgram
+
+
+ProgramStep: TypeAlias = Gather | Softmax | Scatter | Apply
+
+
+def inputs_of(step: ProgramStep) -> tuple[str, ...]:
+    """Return the slots that ``step`` reads."""
+    if isinstance(step, Gather):
+        return tuple(name for name in (step.source, step.edges) if name is not None)
+    if isinstance(step, Scatter):
+        return step.slots
+    return (step.source,) if isinstance(step, Softmax) else tuple(item.slot for item in step.inputs)
+
+
+def outputs_of(step: ProgramStep) -> tuple[Slot, ...]:
+    if isinstance(step, Apply):
+        return step.outputs
+    return () if isinstance(step, Scatter) else (step.output,)
+
+
+def sources_of(step: ProgramStep) -> Iterator[str]:
+    """Yield the slots of nodes that ``step`` reads at the sources of edges, and that need halo rows."""
+    if isinstance(step, Gather) and step.source is not None:
+        yield step.source
+    elif isinstance(step, Apply):
+        yield from dict.fromkeys(item.slot for item in step.inputs if item.end == "source")
+
+
+_STEPS: Mapping[str, Callable[..., ProgramStep]] = {
+    kind.__name__.lower(): kind for kind in get_args(ProgramStep)
+}
+
+
+def _read_step(fields: Fields) -> ProgramStep:
+    kind = fields.choice("kind", tuple(_STEPS))
+    values = {name: value for name, value in fields.mapping.items() if name != "kind"}
+    return read_record(_STEPS[kind], values, f"a step {kind!r}")
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Program:
+    """Steps of the forward pass of one epoch. The backward pass runs them in reverse.
+
+    Raises:
+        ConfigError: the steps cannot run in order. The message names the step.
+    """
+
+    inputs: tuple[Slot, ...]
+    """Slots that never change: the features ``x``, degrees, and data of edges."""
+    steps: tuple[ProgramStep, ...]
+    """The last step is an Apply on workers with one output, the scores."""
+    loss: TensorProgram
+    """Maps the scores and labels of n nodes to their (n,) losses."""
+    label: Slot
+    """int64 classes, which travel as int32 with -1 where there is none, or numbers, NaN there."""
+    num_train: int = 1
+    """M: training nodes on all graph servers; divides the sum of losses."""
+    dtype: str = "float32"
+    """Type of rows and weights: float32 or float64."""
+
+    def __post_init__(self) -> None:
+        if self.dtype not in DTYPES or not 1 <= self.num_train <= MAX_TRAIN:
+            raise ConfigError(f"a program of dtype {self.dtype!r} for {self.num_train} training nodes")
+        if not 0 < len(self.steps) <= MAX_STEPS:
+            raise ConfigError(f"a program of {len(self.steps)} steps; give 1 to {MAX_STEPS}")
+        _Checker(self)
+
+    @cached_property
+    def digest(self) -> str:
+        """64 hexadecimal characters. Equal programs have equal digests on all machines."""
+        return hashlib.sha256(self.to_json()).hexdigest()
+
+    def to_json(self) -> bytes:
+        """Return the program as JSON. Equal programs give equal bytes."""
+        steps = [{"kind": type(step).__name__.lower(), **asdict(step)} for step in self.steps]
+        return write_json({**asdict(self), "version": _VERSION, "steps": steps})
+
+    @classmethod
+    def from_json(cls, text: bytes | str) -> Program:
+        """Read the result of :meth:`to_json`, at most 16 MiB. Nothing that it names is imported.
+
+        Raises:
+            ConfigError: it is not a valid program of this version.
+        """
+        fields = Fields.parse(text, "a program", MAX_PROGRAM_BYTES)
+        fields.integer("version", _VERSION, _VERSION)
+        steps = tuple(map(_read_step, fields.nested_list("steps", 0, MAX_STEPS)))
+        program = fields.record(cls, steps=lambda _name: steps)
+        fields.reject_unread()
+        return program
+
+    @cached_property
+    def slots(self) -> dict[str, Slot]:
+        """All slots by name: inputs, then those of the steps in order."""
+        made = [slot for step in self.steps for slot in outputs_of(step)]
+        return {slot.name: slot for slot in (*self.inputs, *made)}
+
+    def dtype_of(self, name: str) -> str:
+        return self.slots[name].dtype or self.dtype
+
+    @property
+    def features(self) -> int:
+        """Number of columns of the features."""
+        return self.slots[FEATURES].width
+
+    @property
+    def last(self) -> int:
+        """Index of the last step, which may run fused with its backward pass."""
+        return len(self.steps) - 1
+
+    @property
+    def scores(self) -> Slot:
+        return outputs_of(self.steps[-1])[0]
+
+    @cached_property
+    def weighted_steps(self) -> tuple[int, ...]:
+        """Indices of the steps that have weights."""
+        return tuple(at for at, step in enumerate(self.steps) if isinstance(step, Apply) and step.weights)
+
+    @cached_property
+    def weight_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shape of each weight by the user's name, in the order of the steps."""
+        return {name: shape for at in self.weighted_steps for name, shape in self.weights_of(at).items()}
+
+    def weights_of(self, index: int) -> dict[str, tuple[int, ...]]:
+        """Return the shape of each weight of step ``index`` by the user's name."""
+        step = self.steps[index]
+        return dict(zip(step.weights, step.body.weights, strict=True)) if isinstance(step, Apply) else {}
+
+    @cached_property
+    def trained_slots(self) -> frozenset[str]:
+        """Slots that depend on a weight and therefore have gradients. Inputs never do."""
+        names: set[str] = set()
+        for step in self.steps:
+            if (isinstance(step, Apply) and step.weights) or names.intersection(inputs_of(step)):
+                names.update(slot.name for slot in outputs_of(step))
+        return frozenset(names)
+
+    @cached_property
+    def slots_with_halo(self) -> frozenset[str]:
+        """Slots of nodes whose rows at halo nodes are fetched, sent, or computed from those."""
+        names = {slot.name for slot in self.inputs if slot.per == "node"}
+        for step in self.steps:
+            if isinstance(step, Scatter):
+                names.update(step.slots)
+            elif self.covers_halo(step, names):
+                names.update(slot.name for slot in outputs_of(step))
+        return frozenset(names)
+
+    def covers_halo(self, step: ProgramStep, with_halo: Any = None) -> bool:
+        """Return True if the graph server computes ``step`` for halo nodes, too, so that none sends them."""
+        names = self.slots_with_halo if with_halo is None else with_halo
+        is_untrained = isinstance(step, Apply) and step.per == "node" and step.place != "worker"
+        return (
+            is_untrained
+            and not step.weights
+            and all(name in names and name not in self.trained_slots for name in inputs_of(step))
+        )
+
+
+@final
+class _Checker:
+    """Checks the steps of a program in order."""
+
+    def __init__(self, program: Program) -> None:
+        self._program = program
+        self._slots: dict[str, Slot] = {}
+        self._names: set[str] = set()
+        for slot in program.inputs:
+            self._make("the inputs", slot)
+        if FEATURES not in self._slots:
+            raise ConfigError(f"a program has no input {FEATURES!r}, the features")
+        for step in program.steps:
+            self._check(step)
+        last = program.steps[-1]
+        if not isinstance(last, Apply) or last.place != "worker" or len(last.outputs) != 1:
+            _refuse(last, "is the last one, which must run on workers and make only the scores")
+        label = program.label
+        dtypes = (program.dtype, label.dtype or program.dtype)
+        if program.loss.inputs != (last.outputs[0].shape, label.shape) or program.loss.weights:
+            _refuse(last, "makes scores of another shape than the loss takes")
+        if program.loss.shapes_of(dtypes, program.dtype)[0] != [()]:
+            raise ConfigError("the loss of a program makes more than one number for each node")
+
+    def _check(self, step: ProgramStep) -> None:
+        if not _NAME.fullmatch(step.name) or step.name in self._names:
+            raise ConfigError(f"the step name {step.name[:80]!r} is taken, or not of A-Z a-z 0-9 _ . : -")
+        self._names.add(step.name)
+        for name in inputs_of(step):
+            if name not in self._slots:
+                _refuse(step, f"reads {name!r}, which no step before makes{suggest_name(name, self._slots)}")
+        for name in sources_of(step):
+            if name not in self._program.slots_with_halo:
+                _refuse(step, f"reads {name!r} at the sources of edges; put a Scatter of it before")
+        if isinstance(step, Gather):
+            self._check_gather(step)
+        elif isinstance(step, Softmax):
+            self._check_per(step, step.source, "edge")
+            if step.output.per != "edge" or step.output.shape != self._slots[step.source].shape:
+                _refuse(step, "makes other rows than it reads")
+        elif isinstance(step, Apply):
+            self._check_apply(step)
+        else:
+            for name in step.slots:
+                self._check_per(step, name, "node")
+        for slot in outputs_of(step):
+            self._make(f"step {step.name!r}", slot)
+
+    def _check_gather(self, step: Gather) -> None:
+        if step.source is None and step.edges is None:
+            _refuse(step, "reads neither nodes nor edges")
+        for name, per in ((step.source, "node"), (step.edges, "edge")):
+            if name is not None:
+                self._check_per(step, name, per)
+        first = self._slots[step.source or step.edges or ""]
+        if step.output.per != "node" or step.output.width != first.width:
+            _refuse(step, f"makes {step.output.width} columns from {first.width}")
+        if step.source is not None and step.edges is not None:
+            heads = self._slots[step.edges].width
+            if step.how != "sum" or not heads or first.width % heads:
+                _refuse(step, f"weights {first.width} columns by {heads} heads, or is no sum")
+
+    def _check_apply(self, step: Apply) -> None:
+        for item in step.inputs:
+            self._check_per(step, item.slot, step.per if item.end == "row" else "node")
+            if step.per == "node" and item.end != "row":
+                _refuse(step, "is of nodes, and reads ends of edges")
+        shapes = tuple(self._slots[item.slot].shape for item in step.inputs)
+        if step.body.inputs != shapes or len(step.body.weights) != len(step.weights):
+            _refuse(step, "has other inputs or weights than its tensor program")
+        if step.place == "once" and step.weights:
+            _refuse(step, "has weights, so it must run in every epoch")
+        dtypes = [self._slots[item.slot].dtype or self._program.dtype for item in step.inputs]
+        made, _ = step.body.shapes_of(dtypes, self._program.dtype)
+        if made != [slot.shape for slot in step.outputs] or any(s.per != step.per for s in step.outputs):
+            _refuse(step, f"makes rows of the shapes {made}, not those of its outputs")
+        for name, shape in zip(step.weights, step.body.weights, strict=True):
+            if self._program.weight_shapes[name] != shape:
+                _refuse(step, f"reads the weight {name!r} in another shape than a step before")
+
+    def _check_per(self, step: ProgramStep, name: str, per: str) -> None:
+        if self._slots[name].per != per:
+            _refuse(step, f"reads {name!r} as rows of {per}s")
+
+    def _make(self, maker: str, slot: Slot) -> None:
+        if not _NAME.fullmatch(slot.name) or slot.name in self._slots:
+            raise ConfigError(f"{maker} makes the slot {slot.name[:80]!r} again, or its name is invalid")
+        self._slots[slot.name] = slot
+
+
+def _refuse(step: ProgramStep, reason: str) -> NoReturn:
+    raise ConfigError(f"step {step.name!r} {reason}")
+
+
+def find_trained(program: Program, names: Sequence[str]) -> list[str]:
+    return [name for name in names if name in program.trained_slots]
