@@ -9,7 +9,7 @@ import pytest
 import torch
 from numba.core.dispatcher import Dispatcher
 
-from dglx_dist.strategies.serverless.aws.package import write_zip
+from dglx_dist.strategies.serverless.aws.image import write_context
 
 torch.set_num_threads(1)
 
@@ -41,9 +41,9 @@ def _place(names: dict[str, Any]) -> int:
 
 @pytest.fixture(scope="session")
 def worker_package(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The whole package of a worker, NumPy and pyzmq included; written once, for it takes seconds."""
-    target = tmp_path_factory.mktemp("package") / "worker.zip"
-    write_zip(target)
+    """The build context of a worker's image."""
+    target = tmp_path_factory.mktemp("package") / "worker"
+    write_context(target)
     return target
 
 

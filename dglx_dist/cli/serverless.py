@@ -6,11 +6,9 @@ from typing import Annotated
 
 import typer
 
-from dglx_dist.cli.common import command, warn, write
-from dglx_dist.errors import ConfigError
-from dglx_dist.memory import format_bytes
-from dglx_dist.options import option, parse_pairs
-from dglx_dist.strategies.serverless.aws.clients import ARCHITECTURES, Deployment, Place
+from dglx_dist.cli.common import command, write
+from dglx_dist.options import option
+from dglx_dist.strategies.serverless.aws.clients import Deployment, Place
 
 lambda_app = typer.Typer(
     name="lambda",
@@ -30,10 +28,11 @@ DryRun = Annotated[bool, typer.Option("--dry-run", help=DRY_RUN)]
 
 @lambda_app.callback(
     epilog="""
-**Workers on AWS, in four commands**
+**Workers on AWS**, where REGISTRY is a repository of your account in Amazon ECR
 
-    dglx lambda package worker.zip --python 3.12\n
-    dglx lambda deploy dglx-worker --package worker.zip --subnet subnet-1 --security-group sg-1 --memory 512\n
+    dglx lambda image worker && docker build -t REGISTRY/dglx-worker:1 worker\n
+    docker push REGISTRY/dglx-worker:1\n
+    dglx lambda deploy dglx-worker --image REGISTRY/dglx-worker:1 --subnet subnet-1 --security-group sg-1\n
     dglx lambda invoke-test dglx-worker\n
     dglx train data/demo --strategy lambda --option executor=aws \\
 
@@ -48,49 +47,18 @@ def functions() -> None:
 
 
 @lambda_app.command()
-def package(
-    target: Annotated[Path, typer.Argument(metavar="FILE", help="Zip file to write.", show_default=False)],
-    stage: Annotated[
-        list[str] | None, typer.Option(metavar="NAME=MODULE:CLASS", help="Stage of your own. Repeatable.")
-    ] = None,
-    python: Annotated[
-        str | None,
-        typer.Option(help="Python version of numpy and pyzmq, like 3.12. Default: that of this Python."),
-    ] = None,
-    architecture: Annotated[
-        str | None,
-        typer.Option(help="Processor for --python: x86_64 or arm64. Default: x86_64.", show_default=False),
-    ] = None,
+def image(
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Folder to write.", show_default=False)],
+    python: Annotated[str, typer.Option(help="Version of Python in the image.")] = "3.12",
 ) -> None:
-    """Write the package of a worker: the modules of dglx_dist that it imports, numpy, pyzmq, and your own
-    stages.
+    """Write the build context of a worker's image: a Dockerfile with torch for CPUs, and this package.
 
-    Equal contents give equal files, so a function is updated only if something has changed.
-
-    Example: `dglx lambda package worker.zip --python 3.12`
+    Example: `dglx lambda image worker && docker build -t dglx-worker worker`
     """
-    from hashlib import sha256
-    from tempfile import TemporaryDirectory
+    from dglx_dist.strategies.serverless.aws.image import write_context
 
-    from dglx_dist.strategies.serverless.aws.deploy import what_aws_lacks
-    from dglx_dist.strategies.serverless.aws.package import download_wheels, write_zip
-
-    if architecture is not None and python is None:
-        raise ConfigError(
-            f"--architecture {architecture} selects the wheels that --python fetches. Add --python."
-        )
-    if architecture is not None and architecture not in ARCHITECTURES:
-        raise ConfigError(f"--architecture {architecture} must be one of {', '.join(ARCHITECTURES)}")
-    with TemporaryDirectory(prefix="dglx-wheels-") as folder:
-        wheels = None
-        if python is not None:
-            wheels = Path(folder)
-            download_wheels(wheels, python=python, architecture=ARCHITECTURES[architecture or "x86_64"])
-        write_zip(target, parse_pairs(stage or [], "--stage"), wheels=wheels)
-    written = target.read_bytes()
-    write(f"{target}: {format_bytes(len(written))}, SHA-256 {sha256(written).hexdigest()[:16]}")
-    if lacks := what_aws_lacks(target):
-        warn(f"AWS cannot run it: {lacks}")
+    write_context(folder, python)
+    write(f"{folder}: build it with `docker build -t dglx-worker {folder}`, and push it to a registry of AWS")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,7 +77,7 @@ def deploy(config: DeployCommand) -> None:
 
     Parts that are up to date are not touched, so a repeated call continues where the last one stopped.
 
-    Example: `dglx lambda deploy dglx-worker --package worker.zip --memory 512 --dry-run`
+    Example: `dglx lambda deploy dglx-worker --image REGISTRY/dglx-worker:1 --dry-run`
     """
     from dglx_dist.strategies.serverless.aws import deploy as aws
 
@@ -131,7 +99,7 @@ def invoke_test(
 ) -> None:
     """Run two small tasks in the function for this machine, and check their results.
 
-    The function connects back to this machine, so this tests network, secret and package. It costs two
+    The function connects back to this machine, so this tests network, secret and image. It costs two
     invocations.
 
     Example: `dglx lambda invoke-test dglx-worker --address 10.0.0.5`

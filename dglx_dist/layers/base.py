@@ -4,7 +4,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias, runtime_checkable
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import dgl.function as fn
 import torch
@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from dglx_dist.errors import ConfigError
-from dglx_dist.layers.dropout import ColumnRange, DropDraws, drop_attention, drop_entries
+from dglx_dist.layers.dropout import DropDraws, drop_attention, drop_entries
+from dglx_dist.layers.masks import ColumnRange
 
 PartialSums: TypeAlias = tuple[Tensor, ...]
 """Tensors that are summed over the parts."""
@@ -47,44 +48,6 @@ class LayerWidths:
     """Number of columns that are summed along an edge."""
     sums_sources: bool = False
     """Whether the layer reads its sources only by a sum or mean over in-edges, of :attr:`summed` columns."""
-
-
-Around: TypeAlias = Literal["sum", "mean", "left", "both"]
-"""Sum over in-neighbors: plain, divided by the node's in-degree, by the sources' out-degrees, or by the
-square roots of both, as ``norm`` of ``dgl.nn.GraphConv``. Degrees of 0 count as 1."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class DeclaredStage:
-    """A layer as a sum over in-edges on graph servers, followed by a stage on workers."""
-
-    stage: str
-    """Name in the registry of stages; see ``dglx_dist.strategies.serverless.stages.base.register_stage``."""
-    config: Mapping[str, Any]
-    """Configuration of the stage, as JSON values."""
-    weights: tuple[str, ...]
-    """Names of the module's parameters, in the order of the stage's weights."""
-    around: Around | None = "sum"
-    """Sum that is the first input of the stage. None means that the layer uses no neighbors."""
-    own: bool = False
-    """Whether the node's own row is the next input of the stage. Without ``around`` it is the only one."""
-    depends_on_the_graph: bool = False
-    """Whether the module reads the distributed graph, so that it cannot be compared with its stage."""
-    takes_activation: bool = False
-    """Whether an activation after the layer may go into ``config`` as ``activation``."""
-    activation: Callable[[Tensor], Tensor] | None = None
-    """Activation that the module applies to the stage's result, if it is not in ``config``."""
-    dropout: str = ""
-    """Name of a dropout that the module applies to its input."""
-
-
-@runtime_checkable
-class Declares(Protocol):
-    """A module, called as ``layer(block, h)``, that declares an equivalent stage."""
-
-    def vertex_stage(self) -> DeclaredStage:
-        """Return the stage. Both must return (num_dst, width), with the same gradients."""
-        ...
 
 
 RunParts: TypeAlias = Callable[["SplittableConv", StageInput], PartialSums]

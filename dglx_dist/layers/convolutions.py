@@ -25,8 +25,6 @@ from torch.nn import functional
 
 from dglx_dist.errors import ConfigError
 from dglx_dist.layers.base import (
-    Around,
-    DeclaredStage,
     LayerWidths,
     PartialSums,
     SplittableConv,
@@ -452,43 +450,6 @@ class SgcStages(SplittableConv):
         return _add_bias(gathered[0], self.fc.bias)
 
 
-def _declare_graph_conv(conv: dglnn.GraphConv) -> DeclaredStage:
-    bias = ("bias",) if conv.bias is not None else ()
-    widths = (
-        {"width": conv._in_feats} if conv.weight is None else {"in": conv._in_feats, "out": conv._out_feats}
-    )
-    around: dict[str, Around] = {"none": "sum", "right": "mean", "left": "left", "both": "both"}
-    return DeclaredStage(
-        stage="rows" if conv.weight is None else "dense",
-        config={**widths, "bias": bool(bias)},
-        weights=bias if conv.weight is None else ("weight", *bias),
-        around=around[conv._norm],
-        takes_activation=True,
-        activation=conv._activation,
-    )
-
-
-def _declare_sage(conv: dglnn.SAGEConv) -> DeclaredStage:
-    if conv._aggre_type != "mean":
-        raise ConfigError(f"has the aggregator {conv._aggre_type!r}, but stages support only 'mean'. Use it.")
-    if conv.norm is not None:
-        raise ConfigError("has a norm, which no stage supports. Leave it out.")
-    own, neigh = conv.fc_self, conv.fc_neigh
-    if own.in_features != neigh.in_features:
-        raise ConfigError("has different widths for sources and destinations. Use one width.")
-    bias = ("fc_self.bias",) if own.bias is not None else ()
-    return DeclaredStage(
-        stage="sage",
-        config={"in": neigh.in_features, "out": neigh.out_features, "bias": bool(bias)},
-        weights=("fc_self.weight", "fc_neigh.weight", *bias),
-        around="mean",
-        own=True,
-        takes_activation=True,
-        activation=conv.activation,
-        dropout="feat_drop",
-    )
-
-
 @final
 @dataclass(frozen=True, kw_only=True)
 class Convolution:
@@ -500,8 +461,6 @@ class Convolution:
     """Function that returns its stages by rows, under ``sync="inputs"``. The default is ``columns``."""
     against: str = ""
     """Reason why it cannot be split by columns."""
-    on_workers: Callable[[Any], DeclaredStage] | None = None
-    """Function that returns its stage of strategy ``lambda``, or raises ConfigError with the reason."""
     on_blocks: bool = True
     """Whether DGL supports it on blocks, and not only on complete graphs."""
     like: str = "gcn"
@@ -515,10 +474,9 @@ CONVOLUTIONS: Mapping[type[nn.Module], Convolution] = MappingProxyType(
         dglnn.SAGEConv: Convolution(
             columns=SageStages,
             rows=lambda conv: PoolStages(conv) if conv._aggre_type == "pool" else SageStages(conv),
-            on_workers=_declare_sage,
             like="sage",
         ),
-        dglnn.GraphConv: Convolution(columns=GraphConvStages, on_workers=_declare_graph_conv),
+        dglnn.GraphConv: Convolution(columns=GraphConvStages),
         dglnn.SGConv: Convolution(columns=SgcStages, on_blocks=False, like="sgc"),
         dglnn.GINConv: Convolution(columns=GinStages),
         dglnn.GATConv: Convolution(

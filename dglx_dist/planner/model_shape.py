@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from dglx_dist.comm.topology import Topology
 from dglx_dist.errors import ConfigError, first_sentence
 from dglx_dist.internals.message_passing import place
-from dglx_dist.layers.base import Declares, LayerWidths, SplittableConv
+from dglx_dist.layers.base import LayerWidths, SplittableConv
 from dglx_dist.layers.convolutions import CONVOLUTIONS, make_stages, sums_sources
 from dglx_dist.layers.tracer import (
     MODEL_ERRORS,
@@ -25,6 +25,7 @@ from dglx_dist.layers.tracer import (
 from dglx_dist.planner.costs.base import COSTS
 from dglx_dist.planner.records import ModelShape
 from dglx_dist.strategies.base import STRATEGIES, find_float_parameter
+from dglx_dist.training.models import OwnRows
 
 
 def build_topology(servers: int, ranks_per_server: int) -> Topology:
@@ -92,8 +93,7 @@ def _find_widths(module: nn.Module, inputs: int, outputs: int) -> LayerWidths:
     try:
         widths = replace(make_stages(module, "inputs").widths(), outputs=outputs)
     except ConfigError:
-        uses_edges = not isinstance(module, Declares) or module.vertex_stage().around is not None
-        summed = min(inputs, outputs) if uses_edges else 0
+        summed = 0 if isinstance(module, OwnRows) else min(inputs, outputs)
         widths = LayerWidths(inputs=inputs, outputs=outputs, summed=summed)
     return replace(widths, sums_sources=sums_sources(module))
 

@@ -80,6 +80,10 @@ class Objective:
     label: str = LABEL
     extra_terms: tuple[str, ...] = ()
     """Names of options that add another term to the loss."""
+    clip_norm: float | None = None
+    """Largest norm of the gradient of all weights together."""
+    rate_factor: Callable[[int], float] | None = None
+    """Maps an epoch to the factor of the learning rates. None: rates are those of the optimizer."""
 
 
 class EpochTrainer(ABC):

@@ -103,10 +103,13 @@ class EarlyStopping:
     Args:
         patience: Number of evaluations without a better score after which training stops. None: never.
         less_is_better: Whether the best score is the smallest one.
+        min_delta: A score that is better by less than this does not make training go on.
     """
 
-    def __init__(self, patience: int | None, less_is_better: bool) -> None:
-        self._patience, self._sign = patience, -1 if less_is_better else 1
+    def __init__(self, patience: int | None, less_is_better: bool, min_delta: float = 0.0) -> None:
+        self._patience, self._sign, self._min_delta = patience, -1 if less_is_better else 1, min_delta
+        self._last: float | None = None
+        """Last score by which training went on."""
         self.epoch: int | None = None
         """Best epoch. None before the first evaluation."""
         self.score: float | None = None
@@ -120,12 +123,16 @@ class EarlyStopping:
         """Record a score and return whether it is the best so far. Any number is better than NaN."""
         best = self.score
         was_nan = best is not None and math.isnan(best) and not math.isnan(score)
-        if best is None or was_nan or self._sign * score > self._sign * best:
-            self.epoch, self.score, self.evaluations_since = epoch, score, 0
-            return True
-        self.evaluations_since += 1
-        return False
+        is_best = best is None or was_nan or self._sign * score > self._sign * best
+        if is_best:
+            self.epoch, self.score = epoch, score
+        if is_best and (was_nan or self._last is None or abs(score - self._last) >= self._min_delta):
+            self._last, self.evaluations_since = score, 0
+        else:
+            self.evaluations_since += 1
+        return is_best
 
     def resume(self, best: tuple[int | None, float | None], evaluations_since: int) -> None:
         """Continue from the best epoch and its score in a checkpoint."""
         (self.epoch, self.score), self.evaluations_since = best, evaluations_since
+        self._last = self.score

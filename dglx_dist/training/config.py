@@ -178,6 +178,12 @@ class RunOptions:
         check=at_least(1),
     )
     """None: training does not stop early, and results are those of the last epoch."""
+    min_delta: float = _of_run(
+        0.0,
+        "Change of the metric below which an evaluation counts as no improvement for --early-stop.",
+        flag="--early-stop-delta",
+        check=at_least(0),
+    )
     checkpoint_every: Every = _of_run(
         1,
         "Epochs between checkpoints, or steps: 200steps.",
@@ -569,7 +575,17 @@ class TrainConfig(RunOptions, ModelConfig):
 
 
 _NOT_TRAINED = (
-    *("epochs", "eval_every", "patience", "metric", "checkpoint_every", "keep", "resume", "overwrite"),
+    *(
+        "epochs",
+        "eval_every",
+        "patience",
+        "min_delta",
+        "metric",
+        "checkpoint_every",
+        "keep",
+        "resume",
+        "overwrite",
+    ),
     *("goes_on", "trace", "trace_steps", "tensorboard", "watch", "device", "structure", "data", "ranks"),
     *("servers", "timeout_s", "recompute", "seeds", "cache", "cache_alpha", "depth", "loader_threads"),
     *("verify", "out", "predictions", "scores", "save_embeddings", "model_file"),

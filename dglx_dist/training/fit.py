@@ -26,7 +26,7 @@ from dglx_dist.strategies.base import (
 )
 from dglx_dist.training import tracing
 from dglx_dist.training.checkpoint import Sparse, list_optimizers
-from dglx_dist.training.config import FLOAT32, REGRESSION, list_metrics
+from dglx_dist.training.config import FLOAT32, REGRESSION, compute_rate_factor, list_metrics
 from dglx_dist.training.exact_mean import make_exact
 from dglx_dist.training.fit_config import (
     SCHEDULER,
@@ -104,7 +104,7 @@ def train(  # noqa: PLR0913 - all but four have defaults
     groups = [{**group, "params": len(group["params"])} for group in optimizer.param_groups]
     check_equal(g.session, "the settings of the optimizer", groups)
     config = _use_exact_loss(_resolve_task(config, g, model.module), g, is_own=config.loss is not None)
-    check_loop(config, get_strategy(g.session).traits, g.session.strategy, scheduler)
+    check_loop(config, get_strategy(g.session).traits, g.session.strategy)
     facts = describe_run(g, config, optimizer)
     check_updates(
         config,
@@ -231,6 +231,9 @@ def _make_objective(config: FitConfig, sparse: Sparse) -> Objective:
         feature=config.feature,
         label=config.label,
         extra_terms=tuple(name for name, value in additions.items() if value is not None),
+        clip_norm=config.clip_norm,
+        # A trainer's epoch is one step.
+        rate_factor=(lambda epoch: compute_rate_factor(config, epoch, 1)) if is_scheduled(config) else None,
     )
 
 

@@ -16,14 +16,7 @@ from dglx_dist.graph.optim import SparseOptimizer
 from dglx_dist.options import check_ranges
 from dglx_dist.records import FEATURE, LABEL, TEST, VALIDATION, EpochRecord
 from dglx_dist.strategies.base import Traits, WrappedModel
-from dglx_dist.training.config import (
-    AUTO_TASK,
-    CLASSIFICATION,
-    FLOAT32,
-    LESS_IS_BETTER,
-    RunOptions,
-    check_run,
-)
+from dglx_dist.training.config import AUTO_TASK, FLOAT32, LESS_IS_BETTER, RunOptions, check_run
 from dglx_dist.training.inference import EdgeNames
 from dglx_dist.training.object_state import Stateful
 from dglx_dist.training.relational import EntityInputs
@@ -142,18 +135,13 @@ SCHEDULER = "scheduler"
 
 PLAIN_VALUES: Mapping[str, tuple[object, ...]] = {
     "precision": (None, FLOAT32),
-    "task": (AUTO_TASK, CLASSIFICATION),
-    "clip_norm": (None,),
     "accumulate": (1,),
-    "class_weight": ("none",),
-    "schedule": ("constant",),
-    "warmup": (0,),
 }
-"""Options that change the loss or the step, with the values that any strategy trains with."""
+"""Options that change a step, with the values that any strategy trains with."""
 
 
 def needs_own_loop(config: RunOptions) -> str | None:
-    """Return the first option that needs a training loop in torch, like ``schedule cosine``, or None."""
+    """Return the first option that needs a training loop in torch, like ``accumulate 2``, or None."""
     for name, plain_values in PLAIN_VALUES.items():
         value = getattr(config, name)
         if not callable(value) and value not in plain_values:
@@ -161,20 +149,14 @@ def needs_own_loop(config: RunOptions) -> str | None:
     return None
 
 
-def check_loop(config: RunOptions, traits: Traits, strategy: str, scheduler: object = None) -> None:
+def check_loop(config: RunOptions, traits: Traits, strategy: str) -> None:
     """Raise ConfigError if a strategy without a training loop in torch would have to change its steps."""
     if traits.own_loop:
         return
     if option := needs_own_loop(config):
         raise ConfigError(
-            f"{option}: strategy {strategy!r} computes without torch on workers. They support only plain "
-            "cross-entropy at a constant learning rate in the dtype of the weights. Leave it out, or use "
-            "strategy='data_parallel'."
-        )
-    if scheduler is not None:
-        raise ConfigError(
-            f"{type(scheduler).__name__}: strategy {strategy!r} trains at a constant learning rate on "
-            "workers. Leave the scheduler out, or use strategy='data_parallel'."
+            f"{option}: strategy {strategy!r} takes one step per epoch, in the dtype of the weights. Leave "
+            "it out, or use strategy='data_parallel'."
         )
 
 

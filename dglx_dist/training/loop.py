@@ -99,7 +99,9 @@ class TrainingRun:
         """Result of the epochs so far."""
         self._next_epoch = 0
         """Index of the next or current epoch."""
-        self._stopping = EarlyStopping(config.patience, self._deciding_metric in LESS_IS_BETTER)
+        self._stopping = EarlyStopping(
+            config.patience, self._deciding_metric in LESS_IS_BETTER, config.min_delta
+        )
         self._figures: dict[str, float] = {}
         """Figures of the steps of the current epoch that are done."""
         self._best: tuple[BestWeights, FitResult | Progress] | None = None
@@ -231,6 +233,7 @@ class TrainingRun:
             records = [record]
         else:
             records, rows = trainer.run(self._next_epoch, self._next_stop() - self._next_epoch)
+            records = [self._without_accuracy(record) for record in records]
             self._count_bytes(rows)
             for _ in records:
                 after_step()
@@ -282,6 +285,9 @@ class TrainingRun:
             self._figures = {**self._figures, "checkpoint_s": self._figures.get("checkpoint_s", 0) + pause}
         totals, self._figures = self._figures, {}
         record = tracing.gather_figures(gather_json(totals, self._session), self._next_epoch)
+        return self._without_accuracy(record)
+
+    def _without_accuracy(self, record: EpochRecord) -> EpochRecord:
         has_classes = self._task == CLASSIFICATION or self._task not in METRICS_OF
         return record if has_classes else replace(record, train_accuracy=math.nan)
 
@@ -298,6 +304,8 @@ class TrainingRun:
         # The loader of a trainer has one step per epoch, so steps between checkpoints are epochs.
         config = self._config
         intervals = [interval for interval in (config.eval_every, self._steps_between) if interval]
+        if self._scheduler is not None:
+            intervals.append(1)
         return min([config.epochs, *((self._next_epoch // every + 1) * every for every in intervals)])
 
     def _finish(self, record: EpochRecord) -> EpochRecord:

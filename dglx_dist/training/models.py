@@ -23,14 +23,7 @@ from torch.utils.checkpoint import checkpoint
 
 from dglx_dist.errors import ConfigError
 from dglx_dist.internals.pytorch import to_device
-from dglx_dist.layers.base import (
-    DeclaredStage,
-    PartialSums,
-    SplittableConv,
-    StageInput,
-    project_rows,
-    sum_in_edges,
-)
+from dglx_dist.layers.base import PartialSums, SplittableConv, StageInput, project_rows, sum_in_edges
 from dglx_dist.training.model_kinds import KINDS, WEIGHTED, check_kind, has_option, list_kinds
 
 if TYPE_CHECKING:
@@ -105,17 +98,6 @@ class SymmetricConv(SplittableConv):
 
     def apply_nodes(self, block: DGLBlock, gathered: PartialSums) -> Tensor:
         return gathered[0] + self.conv.bias
-
-    def vertex_stage(self) -> DeclaredStage:
-        wide, narrow = self.conv.weight.shape
-        return DeclaredStage(
-            stage="dense",
-            config={"in": wide, "out": narrow, "bias": True},
-            weights=("conv.weight", "conv.bias"),
-            around="both",
-            depends_on_the_graph=True,
-            takes_activation=True,
-        )
 
 
 class Layered(nn.Module, ABC):
@@ -359,18 +341,6 @@ class OwnRows(nn.Module):
     def forward(self, block: Any, h: Tensor) -> Tensor:
         """Map (num_src, F) to (num_dst, H). Destinations come first among a block's sources."""
         return self.linear(h[: block.num_dst_nodes()])
-
-    def vertex_stage(self) -> DeclaredStage:
-        """Return the stage that strategy ``lambda`` runs on workers."""
-        config = {"in": self.linear.in_features, "out": self.linear.out_features}
-        return DeclaredStage(
-            stage="dense",
-            config={**config, "bias": True, "transposed": True},
-            weights=("linear.weight", "linear.bias"),
-            around=None,
-            own=True,
-            takes_activation=True,
-        )
 
 
 def build_model(  # noqa: PLR0913 - all but four have defaults

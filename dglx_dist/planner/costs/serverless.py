@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import final
+from typing import TYPE_CHECKING, final
 
 import numpy as np
 from torch import nn
@@ -26,10 +27,11 @@ from dglx_dist.records import Array
 from dglx_dist.strategies.candidate import Candidate, CandidateContext
 from dglx_dist.strategies.serverless.options import LambdaOptions
 
-_SHORT_ID_BYTES, _LABEL_BYTES, _STATISTICS_BYTES = 4, 4, 2 * 2 * 8
-"""Bytes of an id, of a label, and of loss and correct predictions. A label is sent as a number, where the
-paper sends one-hot rows. The statistics are two float64 for each half of a fused task.
-"""
+if TYPE_CHECKING:
+    from dglx_dist.strategies.serverless.program import Program
+
+_SHORT_ID_BYTES, _STATISTICS_BYTES = 4, 2 * 2 * 8
+"""Bytes of an id, and of loss and correct predictions: two float64 for each half of a fused task."""
 _GHOSTS = ("ghosts", "ghost_gradients")
 _EXCHANGING = FullGraphScheme(0)
 
@@ -82,81 +84,94 @@ def count_halo_pairs(indptr: Array, indices: Array, bounds: Array, topology: Top
     return HaloCounts(outside=outside, inside=inside)
 
 
-def serverless_bytes(
-    *,
-    widths: Sequence[int],
-    nodes: int,
-    ghosts: int,
-    intervals: int,
-    fusion: bool = True,
-    rematerialise: bool = True,
-    own_rows: bool = False,
-    itemsize: int = 4,
-) -> dict[str, int]:
+@dataclass(frozen=True, kw_only=True)
+class PartSizes:
+    """Sizes of a graph and its parts."""
+
+    nodes: int
+    edges: int
+    pairs: int
+    """Pairs of a node and another graph server that reads it."""
+    intervals: int
+    """Number of intervals of all graph servers."""
+    remote_intervals: int = 0
+    """Number of intervals of graph servers other than the parameter server's."""
+
+
+def serverless_bytes(program: Program, sizes: PartSizes, options: LambdaOptions) -> dict[str, int]:
     """Return the bytes of an epoch by ledger phase, over all ranks, with one parameter server.
 
-    The formulas hold for convolutions that map sums, with i = d_{l-1} columns, like GCN's. With ``own_rows``
-    they hold for a sum beside the own row, with i = 2 d_{l-1}, like GraphSAGE's. Streaming does not change
-    them. For each layer l of L, with n nodes, |G| pairs of a node and another graph server that reads it, s
-    bytes per number and K intervals::
+    For each task of a worker, on n rows of nodes or edges, with s bytes per number and K intervals::
 
-        ghosts            |G| (4 + s d_l)               l < L, and as much back
-        AV l              n i s down                    n d_l s up, twice that without rematerialisation
-        fused AV L        n (i s + 4) down              n i s up, not for L = 1; 32 K of loss and count
-        gradAV l          n (i + d_l) s down            n i s up, not for l = 1; n d_l s more down
-                                                        without rematerialisation
-        weights           K |W_l| s for each task down, once back
+        lambda_down       n s (columns of inputs, of gradients of outputs, and of saved products)
+        lambda_up         n s (columns of outputs and saved products, or of gradients of inputs)
+        fused last task   n 4 down for classes, 32 K up for loss and count
+        weights           K |W| s down, and once up for a backward task
 
-    ``widths`` are d_0 to d_L: features, hidden widths, classes.
+    A Scatter sends (4 + s d) for each pair, and as much back. Dorylus has these formulas for GCN. Streaming
+    does not change them.
     """
-    hidden = sum(widths[1:-1])
-    boundary = ghosts * (_SHORT_ID_BYTES * (len(widths) - 2) + itemsize * hidden)
-    down = up = weights_down = weights_up = 0
-    last = len(widths) - 1
-    for layer in range(1, last + 1):
-        num_inputs, num_outputs = (1 + own_rows) * widths[layer - 1], widths[layer]
-        weights = intervals * (num_inputs + 1) * num_outputs * itemsize
-        gradient_bytes = 0 if layer == 1 else nodes * num_inputs * itemsize
-        weights_up += weights
-        if layer == last and fusion:
-            down += nodes * (num_inputs * itemsize + _LABEL_BYTES)
-            up += gradient_bytes + intervals * _STATISTICS_BYTES
-            weights_down += weights
-            continue
-        activation_bytes = 0 if rematerialise else nodes * num_outputs * itemsize
-        column_bytes = nodes * itemsize
-        down += column_bytes * num_inputs + column_bytes * (num_inputs + num_outputs) + activation_bytes
-        up += column_bytes * num_outputs + activation_bytes + gradient_bytes
-        weights_down += 2 * weights
-    return {
-        "ghost_gradients": boundary,
-        "ghosts": boundary,
-        "lambda_down": down,
-        "lambda_up": up,
-        "weights_down": weights_down,
-        "weights_up": weights_up,
-    }
+    from dglx_dist.strategies.serverless.graph_server import TaskKind, epoch_schedule
+    from dglx_dist.strategies.serverless.program import Apply, Scatter
+    from dglx_dist.strategies.serverless.tasks import Direction, Item, Role, given_items, pulled_items
+
+    itemsize = np.dtype(program.dtype).itemsize
+    totals = dict.fromkeys((*_GHOSTS, "lambda_down", "lambda_up", "weights_down", "weights_up"), 0)
+
+    def count(items: Sequence[Item], rows: int) -> int:
+        statistics = sum(item.role is Role.STATISTICS for item in items) * _STATISTICS_BYTES * sizes.intervals
+        columns = sum(
+            (item.width if item.slot or item.width else 1) * np.dtype(item.dtype).itemsize
+            for item in items
+            if item.role is not Role.STATISTICS
+        )
+        return rows * columns + statistics
+
+    for task in epoch_schedule(program, options.fusion):
+        step = program.steps[task.step]
+        if isinstance(step, Scatter):
+            is_back = task.kind is TaskKind.SEND_BACK
+            if not is_back and task.kind is not TaskKind.SCATTER:
+                continue
+            names = [name for name in step.slots if not is_back or name in program.trained_slots]
+            row = _SHORT_ID_BYTES + itemsize * sum(program.slots[name].width for name in names)
+            totals[_GHOSTS[is_back]] += sizes.pairs * row
+        elif isinstance(step, Apply) and task.kind in (TaskKind.WORK, TaskKind.APPLY):
+            on_worker = task.kind is TaskKind.WORK
+            if on_worker:
+                rows = sizes.nodes if step.per == "node" else sizes.edges
+                kind = task.step, task.direction, options.rematerialise
+                totals["lambda_down"] += count(pulled_items(program, *kind), rows)
+                totals["lambda_up"] += count(given_items(program, *kind), rows)
+            weights = sum(map(math.prod, program.weights_of(task.step).values())) * itemsize
+            weights *= sizes.intervals if on_worker else sizes.remote_intervals
+            totals["weights_down"] += weights
+            totals["weights_up"] += weights * (task.direction is not Direction.FORWARD)
+    return totals
 
 
-def _traffic(counts: EpochCounts, ghosts: HaloCounts, read: int) -> Traffic:
+def _traffic(counts: EpochCounts, ghosts: HaloCounts, program: Program) -> Traffic:
+    from dglx_dist.strategies.serverless.parameter_service import bytes_of_read
+
     cluster, shape, total = counts.cluster, counts.shape, ghosts.outside + ghosts.inside
-    own_rows = shape.kind == "sage"
-    phases = serverless_bytes(
-        widths=(shape.features, *(layer.outputs for layer in shape.layers)),
+    intervals = LambdaOptions().intervals
+    sizes = PartSizes(
         nodes=counts.graph.nodes,
-        ghosts=total,
-        intervals=LambdaOptions().intervals * cluster.ranks,
-        own_rows=own_rows,
+        edges=counts.graph.edges,
+        pairs=total,
+        intervals=intervals * cluster.ranks,
+        remote_intervals=intervals * (cluster.ranks - 1),
     )
+    phases = serverless_bytes(program, sizes, LambdaOptions())
     # When the pipeline is emptied, all ranks read the weights, except the rank that stores them.
+    read = bytes_of_read(program.weight_shapes, program.dtype)
     phases["weights_read"] = read * (cluster.ranks - 1)
     inside = {name: phases[name] * ghosts.inside // max(total, 1) for name in _GHOSTS}
     inside["weights_read"] = read * (cluster.ranks_per_server - 1)
     outside = {name: count - inside.get(name, 0) for name, count in phases.items()}
     once = ghosts.outside * (2 * ID_BYTES + counts.graph.feature_bytes)
-    # The weights of norms between the layers are not counted.
-    known_weights = shape.kind in ("gcn", "sage") and shape.tensors == (2 + own_rows) * len(shape.layers)
-    is_exact = ghosts.is_complete and known_weights and not shape.is_guessed
+    # Degrees and data of edges that are read before the first epoch are not counted.
+    is_exact = ghosts.is_complete and not shape.is_guessed
     return build_traffic(outside, inside, (0, 0), once=once, exact=is_exact)
 
 
@@ -165,13 +180,11 @@ class LambdaCosts(CostModel):
     """Border rows between graph servers, and rows and weights to and from workers on the same servers."""
 
     @staticmethod
-    def inspect(model: nn.Module, features: int) -> int:
-        # Recognising layers imports the workers' code, which other strategies do not need.
-        from dglx_dist.strategies.serverless.parameter_service import bytes_of_read
+    def inspect(model: nn.Module, features: int) -> Program:
+        # Other strategies do not need the capture of models.
         from dglx_dist.strategies.serverless.cut import capture
 
-        program = capture(model, features).program
-        return bytes_of_read(program.weight_shapes, program.dtype)
+        return capture(model, features).program
 
     @staticmethod
     def works(candidate: Candidate, context: CandidateContext) -> tuple[Work, ...]:
@@ -179,9 +192,7 @@ class LambdaCosts(CostModel):
 
     @staticmethod
     def cost(candidate: Candidate, counts: EpochCounts) -> Cost:
-        traffic = _traffic(
-            counts, counts.works[HaloPairs()], counts.shape.inspected.get(candidate.strategy, 0)
-        )
+        traffic = _traffic(counts, counts.works[HaloPairs()], counts.shape.inspected[candidate.strategy])
         # Every epoch in flight keeps its activations.
         num_in_flight = 1 + 0.5 * (int(candidate.options.get("staleness", -1)) + 1)
         epoch_bytes = estimate_memory(counts, counts.works[_EXCHANGING]) - counts.fixed_bytes

@@ -24,7 +24,7 @@ from dglx_dist.dataloading.feature_fetch import HALVES
 from dglx_dist.errors import ConfigError
 from dglx_dist.internals.pytorch import plain_tensors, retype
 from dglx_dist.layers.base import cut_out
-from dglx_dist.layers.dropout import ColumnRange
+from dglx_dist.layers.masks import ColumnRange
 
 FORWARD, BACKWARD = "activations", "activation_gradients"
 """Ledger phases of the forward pull and the backward push."""

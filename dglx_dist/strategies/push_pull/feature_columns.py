@@ -42,7 +42,8 @@ from dglx_dist.graph.row_kernels import (
     view_as_numpy,
     view_as_tensor,
 )
-from dglx_dist.layers.dropout import ColumnRange, deal_out_columns
+from dglx_dist.layers.dropout import deal_out_columns
+from dglx_dist.layers.masks import ColumnRange
 from dglx_dist.progress import progress
 from dglx_dist.records import LABEL, Array, ColumnInfo
 from dglx_dist.strategies.push_pull.exchange import Group

@@ -25,12 +25,12 @@ from dglx_dist.layers.dropout import (
     EDGE_DROPOUTS,
     LATER_MODULES,
     MODULES,
-    ColumnRange,
     DropDraws,
     NodeDropouts,
     deal_out_concatenated,
     drop_entries,
 )
+from dglx_dist.layers.masks import ColumnRange
 from dglx_dist.layers.nn import BatchNorm
 from dglx_dist.layers.tracer import find_convolutions
 from dglx_dist.strategies.push_pull.exchange import Group, GroupBatch, PartInput

@@ -8,10 +8,11 @@ piece must be row-wise, which is verified by the operations used and by running 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NoReturn, final
+from unittest.mock import patch
 
 import dgl
 import torch
@@ -19,6 +20,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dglx_dist.errors import ConfigError
+from dglx_dist.graph.dist_graph import DistGraph
 from dglx_dist.internals.interception import InterceptedDropout, intercept
 from dglx_dist.internals.pytorch import tree_leaves, tree_map_only
 from dglx_dist.layers.dropout import MODULES
@@ -79,11 +81,11 @@ class Node:
 
 
 @final
-class Recording(TorchDispatchMode):
+class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Records the operations of one call, as :class:`GraphOperations` those of the graph, too."""
 
     def __init__(self, weights: Mapping[int, str], block: Any = None) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.nodes: list[Node] = []
         self.inputs: dict[str, Value] = {}
         self.modules: list[str] = []
@@ -162,8 +164,8 @@ class Recording(TorchDispatchMode):
 
     def _name_without_write(self, operation: Any, name: str) -> str:
         pure = name.rstrip("_")
-        overloads = getattr(getattr(torch.ops.aten, pure, None), "overloads", list)()
-        if pure == name or operation._overloadname not in overloads:
+        packet = getattr(torch.ops.aten, pure, None)
+        if pure == name or packet is None or operation._overloadname not in packet.overloads():
             self.refuse(
                 f"an operation that writes to its arguments ({name})", "use one that returns its result"
             )
@@ -252,15 +254,13 @@ class Recording(TorchDispatchMode):
     def combine(self, index: Any, operator: str, left: Any, right: Any, ends: tuple[str, str]) -> Tensor:
         self._check_graph(index)
         pairs = zip((left, right), ends, strict=True)
-        first, second = (None if rows is None else self._to_edges(rows, end) for rows, end in pairs)
-        if operator == "copy_lhs" or second is None:
-            return first
-        if operator == "copy_rhs" or first is None:
-            return second
-        if operator == "dot":
-            return (first * second).sum(-1, keepdim=True)
-        combined: Tensor = {"add": torch.add, "mul": torch.mul}[operator](first, second)
-        return combined
+        rows = [self._to_edges(rows, end) for rows, end in pairs if rows is not None]
+        if len(rows) == 1 or operator == "copy_lhs":
+            return rows[0]
+        if operator == "copy_rhs":
+            return rows[1]
+        product = rows[0] * rows[1] if operator != "add" else rows[0] + rows[1]
+        return product.sum(-1, keepdim=True) if operator == "dot" else product
 
     def softmax(self, stock: Any, index: Any, scores: Tensor, norm_by: str) -> Tensor:
         self._check_graph(index)
@@ -272,6 +272,9 @@ class Recording(TorchDispatchMode):
 
     def degrees(self, graph: Any, name: str) -> Tensor:
         self._check_graph(graph._graph)
+        return self.read_degrees(name)
+
+    def read_degrees(self, name: str) -> Tensor:
         if name not in self.inputs:
             self.add_input(name, self._degrees[name], "node")
         return self._degrees[name]
@@ -355,8 +358,15 @@ class ModelCall:
             )
         return block, torch.randn(num_nodes, self.features, dtype=self.dtype, generator=generator)
 
-    def run(self, block: Any, x: Tensor) -> Any:
-        return self.model([block] * self.num_blocks, x)
+    def run(self, block: Any, x: Tensor, degrees: Callable[[str], Tensor] | None = None) -> Any:
+        """Call the model. ``degrees`` maps "in_degrees" or "out_degrees" to those of all nodes."""
+        read = degrees or (lambda name: getattr(block, name)())
+        with ExitStack() as stack:
+            for name in ("in_degrees", "out_degrees"):
+                # Ready-made models ask the distributed graph.
+                answer = lambda *_, name=name: read(name)  # noqa: E731
+                stack.enter_context(patch.object(DistGraph, name, answer))
+            return self.model([block] * self.num_blocks, x)
 
     def record(self, size: int) -> tuple[Recording, Value]:
         """Return the recording of a call on graph ``size``, and the value of its scores."""
@@ -374,7 +384,7 @@ class ModelCall:
         ):
             try:
                 with intercept(recording), InterceptedDropout(recording.drop), recording:
-                    result = self.run(block, x)
+                    result = self.run(block, x, recording.read_degrees)
             except ConfigError:
                 raise
             except MODEL_ERRORS as error:

@@ -6,6 +6,7 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from types import MappingProxyType
 from typing import Any, TypeAlias, final
 
@@ -526,7 +527,7 @@ def capture_loss(loss: Loss, shape: tuple[int, ...], label: Slot, dtype: torch.d
         recording.add_input("labels", labels, "node")
         try:
             with torch.no_grad(), recording:
-                by_row = vmap(lambda row, target: loss(row[None], target[None]).reshape(()))(scores, labels)
+                by_row: Tensor = vmap(partial(_loss_of_row, loss))(scores, labels)  # type: ignore[no-untyped-call]
             mean = loss(scores, labels).detach()
         except MODEL_ERRORS as error:
             raise ConfigError(
@@ -553,6 +554,10 @@ def capture_loss(loss: Loss, shape: tuple[int, ...], label: Slot, dtype: torch.d
     return _BodyWriter(
         others, dict(zip(recordings[0].nodes, recordings[1].nodes, strict=True)), piece
     ).write()
+
+
+def _loss_of_row(loss: Loss, row: Tensor, label: Tensor) -> Tensor:
+    return loss(row[None], label[None]).reshape(())
 
 
 def pair_values(first: Recording, second: Recording) -> dict[Value, Value]:

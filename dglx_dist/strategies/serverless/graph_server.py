@@ -568,7 +568,7 @@ class GraphServer:
             best = self._best[index][nodes]
             gather_extreme(graph.indptr, sources, rows, nodes.start, step.how == "max", result, best)
         elif step.source is None:
-            result = self._sum_edges(interval, of_edges[edges])
+            result = self._sum_edges(interval, self._rows[step.edges or ""][edges])
         else:
             gather(graph.indptr, graph.sources, of_edges, self._rows[step.source], nodes.start, result)
         self._rows[step.output.name][nodes] = result

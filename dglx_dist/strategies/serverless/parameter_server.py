@@ -121,6 +121,7 @@ class Update:
         groups: Parameter groups with names of weights as "params"; weights in none stay unchanged.
         names: Names of all weights, in the order of the arguments of :meth:`apply`.
         state: :attr:`state` of an earlier instance; CheckpointError if it is of another model or optimizer.
+        clip_norm: Largest norm of the gradient of all weights together. None: gradients are not clipped.
     """
 
     def __init__(
@@ -129,7 +130,9 @@ class Update:
         groups: Sequence[Mapping[str, Any]],
         names: Sequence[str],
         state: Mapping[str, Array] | None = None,
+        clip_norm: float | None = None,
     ) -> None:
+        self._clip_norm = clip_norm
         if kind not in _STATE_KEYS:
             raise ConfigError(
                 f"the parameter servers have no optimizer {kind!r}; use torch.optim.SGD, Adam or AdamW, "
@@ -160,13 +163,24 @@ class Update:
             for key, value in self._states.get(parameter, {}).items()
         }
 
-    def apply(self, weights: Sequence[Array], gradients: Sequence[Array]) -> tuple[Array, ...]:
-        """Return the weights after one step, as new read-only arrays."""
+    def apply(
+        self, weights: Sequence[Array], gradients: Sequence[Array], rates: Sequence[float] | None = None
+    ) -> tuple[Array, ...]:
+        """Return the weights after one step, as new read-only arrays.
+
+        Args:
+            rates: Learning rate of each group. None: those of the groups.
+        """
         for name, weight, gradient in zip(self.names, weights, gradients, strict=True):
             parameter = self._parameters[name]
             parameter.data = torch.tensor(weight, device="cpu")
             parameter.grad = torch.as_tensor(gradient, device="cpu")
-        for optimizer in self._optimizers:
+        if self._clip_norm is not None:
+            trained = (p for optimizer in self._optimizers for p in optimizer.param_groups[0]["params"])
+            torch.nn.utils.clip_grad_norm_(trained, self._clip_norm)
+        for number, optimizer in enumerate(self._optimizers):
+            if rates is not None:
+                optimizer.param_groups[0]["lr"] = rates[number]
             optimizer.step()
         for parameter in self._parameters.values():
             parameter.grad = None
@@ -264,6 +278,8 @@ class ParameterServer:
         self.plan, self.index, self.updates = plan, index, plan.first_epoch
         """Number of updates, which is the latest version and the next epoch to be summed."""
         self._update, self._lock = update, threading.Lock()
+        self.rates: dict[int, Sequence[float]] = {}
+        """Learning rates of the groups by epoch, where they are not those of the update."""
         self._versions = {self.updates: tuple(weights)}
         self._stash_of: dict[int, tuple[int, int]] = {}
         """Epoch and version of each interval."""
@@ -380,7 +396,7 @@ class ParameterServer:
         total = received[0].copy()
         for server in range(1, self.plan.num_servers):
             total += received[server]
-        after = self._update.apply(weights, self.plan.unflatten(total))
+        after = self._update.apply(weights, self.plan.unflatten(total), self.rates.get(epoch))
         with self._lock:
             self.updates += 1
             self._versions[self.updates] = after

@@ -264,12 +264,9 @@ class Program:
     def covers_halo(self, step: ProgramStep, with_halo: Any = None) -> bool:
         """Return True if the graph server computes ``step`` for halo nodes, too, so that none sends them."""
         names = self.slots_with_halo if with_halo is None else with_halo
-        is_untrained = isinstance(step, Apply) and step.per == "node" and step.place != "worker"
-        return (
-            is_untrained
-            and not step.weights
-            and all(name in names and name not in self.trained_slots for name in inputs_of(step))
-        )
+        if not isinstance(step, Apply) or step.per != "node" or step.place == "worker" or step.weights:
+            return False
+        return all(name in names and name not in self.trained_slots for name in inputs_of(step))
 
 
 @final

@@ -25,7 +25,10 @@ from dglx_dist.records import Array
 from dglx_dist.strategies.serverless.program import Apply, End, Program
 from dglx_dist.strategies.serverless.tensor_program import RowKeys
 
-warnings.filterwarnings("ignore", message="The given NumPy array is not writ")  # operations only read them
+with warnings.catch_warnings():
+    # torch warns once of arrays that cannot be written. Operations of programs only read them.
+    warnings.simplefilter("ignore")
+    torch.from_numpy(np.frombuffer(bytes(8)))
 Arrays: TypeAlias = tuple[Array, ...]
 MAX_EVENT_BYTES = 256 * 1024
 MAX_ATTEMPT, MAX_ROWS, MAX_RANK, MAX_TIMEOUT_S = 10**6 - 1, 1 << 40, 10**6, 86_400.0
@@ -319,9 +322,11 @@ def _list_saved(program: Program, step: Apply) -> tuple[Item, ...]:
 @functools.cache
 def kernels() -> str:
     """Describe the arithmetic of this process. Others with another description may compute other bits."""
-    built = " ".join(torch.__config__.show().split())
-    capability, threads = torch.backends.cpu.get_cpu_capability(), torch.get_num_threads()
-    return f"PyTorch {torch.__version__}, {capability}, {threads} threads; {built}"
+    libraries = re.findall(
+        r"BLAS_INFO=\w+|oneAPI Math Kernel Library Version [\w.-]+", torch.__config__.show()
+    )
+    capability = torch.backends.cpu.get_cpu_capability()
+    return ", ".join([f"PyTorch {torch.__version__}", capability, *libraries])
 
 
 class Computed(NamedTuple):
@@ -363,11 +368,11 @@ class TaskComputation:
             raise ConfigError(f"step {name!r} got weights {actual}, not {expected} ({list(self.weights)})")
         if not rows:
             return self._no_rows()
-        tensors = [torch.from_numpy(array) for array in arrays]
+        matrices, tensors = (list(map(_to_tensor, array)) for array in (weights, arrays))
         if self._direction is Direction.FORWARD:
             with torch.no_grad():
-                return self._forward([torch.from_numpy(weight) for weight in weights], tensors, keys)
-        return self._backward([torch.from_numpy(weight) for weight in weights], tensors, keys)
+                return self._forward(matrices, tensors, keys)
+        return self._backward(matrices, tensors, keys)
 
     def compute_halves(
         self, weights: Sequence[Array], arrays: Sequence[Array], rows: int, keys: RowKeys
@@ -403,7 +408,6 @@ class TaskComputation:
     def _backward(self, weights: list[Tensor], arrays: list[Tensor], keys: RowKeys) -> Computed:
         step, trained = self._step, self._program.trained_slots
         num_inputs, num_outputs = len(step.inputs), len(step.outputs)
-        # Copies, because rows without a copy belong to the graph server.
         inputs = [
             tensor.detach().requires_grad_() if item.slot in trained else tensor
             for item, tensor in zip(step.inputs, arrays[:num_inputs], strict=True)
@@ -464,7 +468,7 @@ def loss_gradient(program: Program, scores: Array, labels: Array) -> tuple[Array
     gradients, statistics = [], np.zeros(2)
     for half in (0, 1):
         part = half_rows(len(scores), half)
-        leaf = torch.from_numpy(scores[part]).reshape(-1, *program.scores.shape).requires_grad_()
+        leaf = _to_tensor(scores[part]).reshape(-1, *program.scores.shape).requires_grad_()
         if len(leaf):
             loss = compute_loss(program, leaf, torch.from_numpy(labels[part]))
             (gradient,) = torch.autograd.grad(loss.scaled, leaf)
@@ -475,6 +479,15 @@ def loss_gradient(program: Program, scores: Array, labels: Array) -> tuple[Array
 
 def add_gradients(first: Sequence[Array], second: Sequence[Array]) -> Arrays:
     return tuple(left + right for left, right in zip(first, second, strict=True))
+
+
+_ALIGNMENT = 64
+"""Bytes. The last bits of MKL's products depend on the alignment of memory."""
+
+
+def _to_tensor(array: Array) -> Tensor:
+    tensor = torch.from_numpy(array)
+    return tensor.clone() if tensor.data_ptr() % _ALIGNMENT else tensor.detach()
 
 
 def _to_array(tensor: Tensor) -> Array:

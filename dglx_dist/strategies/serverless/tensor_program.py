@@ -30,16 +30,17 @@ DROP = "drop"
 
 _NAMES = """
 abs acos acosh add addcdiv addcmul addmm alias all amax amin any argmax argmin asin asinh atan atan2 atanh
-baddbmm bitwise_and bitwise_not bitwise_or bmm cat ceil celu clamp clamp_max clamp_min clone constant_pad_nd copy
-cos cosh cummax cummin cumprod cumsum detach div elu embedding eq erf erfc exp exp2 expand expm1 fill flip floor
-fmod full full_like gather ge gelu glu gt hardsigmoid hardswish hardtanh huber_loss index index_select isfinite
-isinf isnan le leaky_relu lerp lgamma lift_fresh linalg_vector_norm log log10 log1p log2 logical_and logical_not
-logical_or logical_xor log_sigmoid_forward _log_softmax logsumexp lt masked_fill max maximum mean min minimum mish
-mm mse_loss mul native_group_norm native_layer_norm ne neg new_full new_ones new_zeros norm ones ones_like permute
-pow _prelu_kernel prod reciprocal relu remainder repeat round rsqrt rsub scalar_tensor scatter scatter_add select
-sgn sigmoid sign silu sin sinh slice smooth_l1_loss _softmax softplus softshrink split split_with_sizes sqrt
-square squeeze stack sub sum t tan tanh threshold _to_copy topk transpose trunc unbind unsafe_split unsqueeze
-_unsafe_view var var_mean view where xlogy zeros zeros_like
+baddbmm bitwise_and bitwise_not bitwise_or bmm cat ceil celu clamp clamp_max clamp_min clone constant_pad_nd
+copy cos cosh cummax cummin cumprod cumsum detach div elu embedding eq erf erfc exp exp2 expand expm1 fill
+flip floor fmod full full_like gather ge gelu glu gt hardsigmoid hardswish hardtanh huber_loss index
+index_select isfinite isinf isnan le leaky_relu lerp lgamma lift_fresh linalg_vector_norm log log10 log1p
+log2 logical_and logical_not logical_or logical_xor log_sigmoid_forward _log_softmax logsumexp lt
+masked_fill max maximum mean min minimum mish mm mse_loss mul native_group_norm native_layer_norm ne neg
+new_full new_ones new_zeros norm ones ones_like permute pow _prelu_kernel prod reciprocal relu remainder
+repeat round rsqrt rsub scalar_tensor scatter scatter_add select sgn sigmoid sign silu sin sinh slice
+smooth_l1_loss _softmax softplus softshrink split split_with_sizes sqrt square squeeze stack sub sum t tan
+tanh threshold _to_copy topk transpose trunc unbind unsafe_split unsqueeze _unsafe_view var var_mean view
+where xlogy zeros zeros_like
 """
 ALLOWED = frozenset(_NAMES.split())
 """ATen operations that workers run. Each is a function: it neither writes to arguments nor draws numbers."""
@@ -160,7 +161,7 @@ class TensorProgram:
         """
         rows = len(inputs[0]) if inputs else 0
         shaped = [array.reshape(rows, *shape) for array, shape in zip(inputs, self.inputs, strict=True)]
-        values = dict(enumerate([*shaped, *weights, *(c.to(shaped[0].device) for c in self._constants)]))
+        values = dict(enumerate([*shaped, *weights, *self._constants]))
         known = iter(saved or ())
         for operation, (function, name) in zip(self.operations, self._steps, strict=True):
             arguments = [_resolve(argument, values, rows) for argument in operation.arguments]
@@ -176,7 +177,7 @@ class TensorProgram:
         return values
 
     def shapes_of(self, dtypes: Sequence[str], dtype: str) -> tuple[list[tuple[int, ...]], list[int]]:
-        """Return the shapes of a row of the outputs, and the widths of the products, without data.
+        """Return the shapes of a row of the outputs, and the widths of the products, of zeros.
 
         Args:
             dtypes: Names of the dtypes of the inputs.
@@ -187,10 +188,10 @@ class TensorProgram:
         """
         rows = 2
         inputs = [
-            torch.empty(rows, math.prod(shape), dtype=DTYPES[name], device="meta")
+            torch.zeros(rows, math.prod(shape), dtype=DTYPES[name])
             for shape, name in zip(self.inputs, dtypes, strict=True)
         ]
-        weights = [torch.empty(shape, dtype=DTYPES[dtype], device="meta") for shape in self.weights]
+        weights = [torch.zeros(shape, dtype=DTYPES[dtype]) for shape in self.weights]
         try:
             values = self.run(inputs, weights, None)
         except (RuntimeError, TypeError, ValueError, IndexError, KeyError) as error:
@@ -240,7 +241,7 @@ def _resolve(argument: Any, values: Mapping[int, Tensor], rows: int) -> Any:
 
 def drop_rows(rows: Tensor, probability: float, stream: int, keys: RowKeys | None) -> Tensor:
     """Return (n, ...) ``rows`` with entries dropped. Masks are those of :mod:`dglx_dist.layers.dropout`."""
-    if keys is None or rows.is_meta:
+    if keys is None:
         return rows.clone()
     width = math.prod(rows.shape[1:])
     columns = ColumnRange(first=0, last=width, width=width)
@@ -264,4 +265,7 @@ class _KnownProduct(Function):
         left, right = ctx.saved_tensors
         of_left = gradient.mm(right.t()) if ctx.needs_input_grad[-2] else None
         bias = (gradient.sum(0),) if ctx.bias else ()
-        return None, *bias, of_left, left.t().mm(gradient)
+        # As torch computes it for a transposed matrix, to the bit.
+        is_transposed = right.stride() == (1, len(right))
+        of_right = gradient.t().mm(left).t() if is_transposed else left.t().mm(gradient)
+        return None, *bias, of_left, of_right

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, replace
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, cast, final
 
 import numpy as np
@@ -150,8 +151,15 @@ class Engine:
             self.abandon = undo.pop_all().close
             """Releases everything after a failure, without waiting for other ranks."""
 
-    def run(self, epochs: int, show: Callable[[], None] = lambda: None) -> list[EpochRecord]:
+    def run(
+        self,
+        epochs: int,
+        show: Callable[[], None] = lambda: None,
+        rates: Mapping[int, Sequence[float]] = MappingProxyType({}),
+    ) -> list[EpochRecord]:
         """Train ``epochs`` more epochs; no rank has work in flight afterwards. Collective.
+
+        ``rates`` has the learning rates of the groups by epoch, where they are not the optimizer's.
 
         The records are of all ranks, without bytes. An epoch takes the time between the weight updates before
         and after it, on the slowest rank; epochs may overlap. Calls ``show`` every half a second. Raises
@@ -160,6 +168,8 @@ class Engine:
         """
         first, end = self.epoch, self.epoch + epochs
         self._updated_at, self._show = {first: time.perf_counter()}, show
+        if self._parameter_server is not None:
+            self._parameter_server.rates = dict(rates)
         self.scheduler.run(end, self._check)
         self.epoch = end
         barrier(self._session, f"the end of epoch {end - 1}")
@@ -389,13 +399,15 @@ def _check_items(g: DistGraph, indices: Ids, sampler: Any, options: Mapping[str,
     return read_items(indices, {ntype: g.num_nodes(ntype) for ntype in g.ntypes}, "node")
 
 
-def update_of(optimizer: torch.optim.Optimizer, model: nn.Module, names: Sequence[str]) -> Update:
+def update_of(
+    optimizer: torch.optim.Optimizer, model: nn.Module, names: Sequence[str], clip_norm: float | None = None
+) -> Update:
     """Return the update that continues from ``optimizer``, bit for bit as on the CPU; it is only read.
 
     ``names`` are those of the weights in the parameter servers' order. ConfigError for unknown optimizers.
     """
     groups, state = _settings(optimizer, model)
-    return Update(type(optimizer).__name__, groups, names, state)
+    return Update(type(optimizer).__name__, groups, names, state, clip_norm)
 
 
 def _settings(optimizer: Optimizer, model: nn.Module) -> tuple[list[dict[str, Any]], dict[str, Array]]:
@@ -470,6 +482,8 @@ def write_back(
 def fingerprint(model: nn.Module, optimizer: Optimizer) -> str:
     """Return a digest of the training state: parameters, optimizer, what it trains, and its state."""
     groups, state = _settings(optimizer, model)
+    # Learning rates are given anew with every run.
+    groups = [{key: value for key, value in group.items() if "lr" not in key} for group in groups]
     digest = hashlib.sha256(repr([type(optimizer).__name__, groups]).encode())
     weights = {name: weight.detach().cpu().numpy() for name, weight in model.named_parameters()}
     for name, array in (*weights.items(), *sorted(state.items())):
@@ -498,6 +512,7 @@ class LambdaTrainer(EpochTrainer):
         show: Callable[[str], None] | None,
     ) -> None:
         self._model, self._optimizer, self._loader = model, optimizer, loader
+        self._objective = objective
         self._options, self._show = options, show
         self._session = loader.g.session
         targets, num_train = loader.own_targets()
@@ -524,7 +539,7 @@ class LambdaTrainer(EpochTrainer):
             if self._show is not None:
                 self._show(progress_line(engine, self._options, used))
 
-        records = engine.run(number, show)
+        records = engine.run(number, show, self._rates(range(first, first + number)))
         write_back(self._model, self._optimizer, engine.parameters.latest(), engine.parameters.state())
         self._past += Counts(server_seconds=time.perf_counter() - began)
         self._last_fingerprint = fingerprint(self._model, self._optimizer)
@@ -541,6 +556,11 @@ class LambdaTrainer(EpochTrainer):
             replace(record, bytes_inside=int(inside), bytes_outside=int(outside))
             for record, (inside, outside) in zip(records, np.diff(ends, axis=0), strict=True)
         ], moved
+
+    def _rates(self, epochs: range) -> dict[int, list[float]]:
+        rates = [float(group["lr"]) for group in self._optimizer.param_groups]
+        factor = self._objective.rate_factor or (lambda _epoch: 1.0)
+        return {epoch: [rate * factor(epoch) for rate in rates] for epoch in epochs}
 
     def close(self, *, failed: bool = False) -> None:
         if (engine := self._engine) is not None:
@@ -565,7 +585,8 @@ class LambdaTrainer(EpochTrainer):
         now = fingerprint(self._model, self._optimizer)
         # Checked each time: if only some ranks had changed something, the others would wait for them.
         remedy = "make weights and optimizer equal, and change them on all ranks"
-        check_equal(self._session, "the digest of weights and optimizer", now, remedy)
+        rates = [float(group["lr"]) for group in self._optimizer.param_groups]
+        check_equal(self._session, "the digest of weights and optimizer", f"{now} {rates}", remedy)
         # A new run where the user changed weights, optimizer or epoch.
         changed = now != self._last_fingerprint
         if self._engine is not None and (changed or self._engine.epoch != epoch):
@@ -577,7 +598,7 @@ class LambdaTrainer(EpochTrainer):
                 self._part,
                 self._options,
                 weights_of(self._model, self._names),
-                update_of(self._optimizer, self._model, self._names),
+                update_of(self._optimizer, self._model, self._names, self._objective.clip_norm),
                 epoch,
                 # Once training became synchronous, as switch_at requests, it stays so.
                 None if self._synchronous_from is None else epoch,
@@ -614,7 +635,7 @@ class LambdaModel(WrappedModel):
         broadcast_state(model, g.session)
         self.module = model
         self._options = options
-        self._captured = run_on_all_ranks(g.session, lambda: _capture(model, g, options), ConfigError)
+        run_on_all_ranks(g.session, lambda: _capture(model, g, options), ConfigError)
 
     def exchange_seconds(self, *, reset: bool = False) -> float:
         return 0.0  # Epochs overlap, so no rank waits only for exchanges.
@@ -643,7 +664,11 @@ class LambdaModel(WrappedModel):
                 f"{' and '.join(objective.extra_terms)} would take part in a step, but strategy 'lambda' "
                 "computes it from the features alone; leave it out, or use strategy='data_parallel'"
             )
-        return LambdaTrainer(self.module, optimizer, self._captured, loader, objective, self._options, show)
+        # Again, because the task may have changed buffers of the model, such as the scale of its result.
+        captured = run_on_all_ranks(
+            loader.g.session, lambda: _capture(self.module, loader.g, self._options), ConfigError
+        )
+        return LambdaTrainer(self.module, optimizer, captured, loader, objective, self._options, show)
 
 
 def _capture(model: nn.Module, g: DistGraph, options: LambdaOptions) -> Captured:

@@ -141,6 +141,6 @@ def _refuse(step: Apply, name: str) -> None:
     weights = f" (it uses {', '.join(step.weights)})" if step.weights else ""
     raise ConfigError(
         f"the model computes rows of {step.per}s{weights} from each other with {name}, as a softmax or a "
-        "mean over all nodes does; strategy 'lambda' computes each row alone. Normalise each row, as nn.LayerNorm "
-        f"does, {OTHER_STRATEGY}"
+        "mean over all nodes does; strategy 'lambda' computes each row alone. Normalise each row, as "
+        f"nn.LayerNorm does, {OTHER_STRATEGY}"
     )

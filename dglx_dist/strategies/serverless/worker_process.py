@@ -18,9 +18,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated, BinaryIO, NoReturn, final
 
+import torch
+
 from dglx_dist.comm.topology import format_endpoint
 from dglx_dist.data.json_fields import Fields, Within, read_json, read_record, write_json
 from dglx_dist.strategies.serverless.tasks import MAX_EVENT_BYTES
+from dglx_dist.strategies.serverless.tensor_program import RowKeys, drop_rows
 from dglx_dist.strategies.serverless.worker import RemoteCaller, TaskPhase, Worker
 
 MAX_SECONDS = 3600.0
@@ -147,10 +150,15 @@ def serve_starts(number: int) -> None:
     """Start workers as copies of this process, as the socket ``number`` asks, until it closes.
 
     A request is JSON: ``{"start": true}`` with two files, the worker's stream and its standard error, or
-    ``{"wait": pid}``. This process never runs an operation of torch, so that it has no other thread.
+    ``{"wait": pid}``. With one thread for torch, this process has no other thread that a copy would lack.
     """
-    requests = socket.socket(fileno=number)
+    requests, parent = socket.socket(fileno=number), os.getppid()
+    _warm_up()
     while True:
+        # A process forked by the parent may keep the socket open.
+        while not select.select([requests], [], [], _POLL_MS / 1e3)[0]:
+            if os.getppid() != parent:
+                os._exit(0)
         content, files, _, _ = socket.recv_fds(requests, 4096, 2)
         if not content:
             os._exit(0)
@@ -172,6 +180,13 @@ def serve_starts(number: int) -> None:
                 main()
             finally:
                 os._exit(1)
+
+
+def _warm_up() -> None:
+    # What the first operations import and compile, copies have from the start.
+    rows = torch.ones(2, 2, requires_grad=True)
+    loss = drop_rows(rows.mm(rows).relu(), 0.5, 0, RowKeys(0, 0, torch.arange(2))).sum()
+    torch.autograd.grad(loss, rows, allow_unused=True, materialize_grads=True)
 
 
 def main() -> None:

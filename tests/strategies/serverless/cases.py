@@ -8,16 +8,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+import dgl
 import numpy as np
 import torch
-from torch.nn.functional import cross_entropy, leaky_relu
+from torch.nn.functional import cross_entropy
 
 from dglx_dist.comm.session import Session
-from dglx_dist.layers.dropout import MODULES, ColumnRange, DropDraws, drop_entries
+from dglx_dist.internals.interception import InterceptedDropout
+from dglx_dist.layers.dropout import MODULES
 from dglx_dist.records import Array
-from dglx_dist.strategies.serverless.parameter_server import ParameterPlan, ParameterServer, Update, assign
-from dglx_dist.strategies.serverless.program import Drop, Edge, Gather, Program, Vertex
-from dglx_dist.strategies.serverless.stages.base import vertex_stage
 from dglx_dist.strategies.serverless.graph_partition import (
     Part,
     ServerGraph,
@@ -27,10 +26,14 @@ from dglx_dist.strategies.serverless.graph_partition import (
 )
 from dglx_dist.strategies.serverless.graph_server import GraphServer
 from dglx_dist.strategies.serverless.options import LambdaOptions, read_lambda_options
+from dglx_dist.strategies.serverless.parameter_server import ParameterPlan, ParameterServer, Update, assign
+from dglx_dist.strategies.serverless.program import Program
+from dglx_dist.strategies.serverless.tasks import TaskKey
+from dglx_dist.strategies.serverless.tensor_program import RowKeys, drop_rows
 from dglx_dist.strategies.serverless.trainer import Engine
-from tests.serverless.programs import TorchStage, dropping, gat, gcn, sage
+from tests.strategies.serverless.programs import MODELS, NUM_TRAIN, make_model, make_program
 
-PROGRAMS = {"gcn": gcn, "sage": sage, "gat": gat, "dropping": dropping}
+PROGRAMS = {name: functools.partial(make_program, name) for name in MODELS}
 LR = 0.05
 
 
@@ -40,8 +43,8 @@ class Case:
     sources: Array
     x: Array = field(repr=False)
     labels: Array
-    fixed: Mapping[str, Array]
-    """Weights of edges by name, (E, 1)."""
+    weights: Array
+    """(E, 1) weights of edges."""
 
     @property
     def num_nodes(self) -> int:
@@ -55,7 +58,7 @@ class Case:
             results.append(local_graph(rank, starts, indptr, self.sources[edges], edges.start))
         return results
 
-    def part(self, graph: ServerGraph, boundary: Sequence[Array], intervals: int) -> Part:
+    def part(self, program: Program, graph: ServerGraph, boundary: Sequence[Array], intervals: int) -> Part:
         first, end = graph.starts[graph.rank], graph.starts[graph.rank + 1]
         edges = slice(int(self.indptr[first]), int(self.indptr[end]))
         graphs = self.graphs(graph.starts)
@@ -65,16 +68,33 @@ class Case:
             boundary=boundary,
             bounds=bounds[graph.rank],
             interval_sizes=np.concatenate([np.diff(of_part) for of_part in bounds]),
-            features=np.concatenate([self.x[first:end], self.x[graph.halo]]),
+            inputs={
+                slot.name: self.weights[edges]
+                if slot.per == "edge"
+                else self.rows_of(slot.name)[np.concatenate([np.arange(first, end), graph.halo])]
+                for slot in program.inputs
+            },
             labels=self.labels[first:end],
-            fixed={name: values[edges] for name, values in self.fixed.items()},
         )
 
-    def parts(self, starts: Sequence[int], intervals: int) -> list[Part]:
+    def rows_of(self, name: str) -> Array:
+        if name == "x":
+            return self.x
+        ends = np.repeat(np.arange(self.num_nodes), np.diff(self.indptr)), self.sources
+        return np.bincount(ends[name == "out_degrees"], minlength=self.num_nodes)[:, None]
+
+    def block(self) -> Any:
+        """The whole graph as one block."""
+        targets = np.repeat(np.arange(self.num_nodes), np.diff(self.indptr))
+        block = dgl.create_block((self.sources, targets), self.num_nodes, self.num_nodes)
+        block.edata["w"] = torch.from_numpy(self.weights)
+        return block
+
+    def parts(self, program: Program, starts: Sequence[int], intervals: int) -> list[Part]:
         graphs = self.graphs(starts)
         boundaries = boundaries_of(graphs)
         return [
-            self.part(*graph_and_boundary, intervals)
+            self.part(program, *graph_and_boundary, intervals)
             for graph_and_boundary in zip(graphs, boundaries, strict=True)
         ]
 
@@ -101,7 +121,7 @@ def case(num_nodes: int = 40, num_edges: int = 160, seed: int = 0) -> Case:
         sources=sources[order],
         x=draw.standard_normal((num_nodes, 5)),
         labels=labels,
-        fixed={"fixed:0": draw.random((num_edges, 1))},
+        weights=draw.random((num_edges, 1)),
     )
 
 
@@ -116,48 +136,34 @@ class PlainRun(NamedTuple):
     gradients: dict[str, Array]
 
 
-def plain_run(program: Program, weights: Mapping[str, Array], graph: Case, epoch: int = 0) -> PlainRun:
-    """Run the steps over plain edge lists; torch differentiates all but stages. Masks are those of seed 0."""
-    leaves = {name: torch.tensor(value, requires_grad=True) for name, value in weights.items()}
-    degrees, sources = torch.from_numpy(np.diff(graph.indptr)), torch.from_numpy(graph.sources).long()
-    targets = torch.arange(graph.num_nodes).repeat_interleave(degrees)
-    rows = {name: torch.tensor(value) for name, value in {"x": graph.x, **graph.fixed}.items()}
-    for step in program.steps:
-        if isinstance(step, Gather):
-            values = torch.ones(len(sources), 1) if step.edges is None else rows[step.edges]
-            spread = values.repeat_interleave(step.output.width // values.shape[1], 1)
-            sums = torch.zeros(graph.num_nodes, step.output.width, dtype=torch.float64)
-            rows[step.output.name] = sums.index_add(0, targets, spread * rows[step.source][sources])
-        elif isinstance(step, Edge):
-            slope: Any = step.config["slope"]
-            logits = leaky_relu(rows[step.sources][sources] + rows[step.targets][targets], slope)
-            by_target = logits.split(degrees.tolist())
-            rows[step.output.name] = torch.cat([logit.softmax(0) for logit in by_target])
-        elif isinstance(step, Drop):
-            source, width = rows[step.source], step.output.width
-            columns = ColumnRange(first=0, last=width, width=width)
-            draws = DropDraws(seed=0, number=epoch, nodes=torch.arange(len(source)), runs=(columns,))
-            rows[step.output.name] = drop_entries(source, step.probability, draws, MODULES + step.call)
-        elif isinstance(step, Vertex):
-            arguments = [*(leaves[name] for name in step.weights), *(rows[name] for name in step.inputs)]
-            stage = vertex_stage(step.stage, step.config)
-            made: Any = TorchStage.apply(stage, len(step.weights), *arguments)  # type: ignore[no-untyped-call]
-            rows |= {slot.name: output for slot, output in zip(step.outputs, made, strict=True)}
-    labels = torch.from_numpy(graph.labels).long()
-    scores, labels = rows[program.steps[-1].outputs[0].name][labels >= 0], labels[labels >= 0]
-    loss = cross_entropy(scores, labels, reduction="sum")
-    (loss / program.num_train).backward()
-    gradients = {name: leaf.grad.numpy() for name, leaf in leaves.items()}
-    return PlainRun(loss.item(), int((scores.argmax(1) == labels).sum()), gradients)
+def plain_run(
+    name: str, weights: Mapping[str, Array], graph: Case, epoch: int = 0, num_train: int = NUM_TRAIN
+) -> PlainRun:
+    """Call the model itself on the whole graph, with the masks of seed 0. DGL and torch differentiate it."""
+    model, drops = make_model(name), itertools.count()
+
+    def drop(rows: torch.Tensor, probability: float) -> torch.Tensor:
+        return drop_rows(rows, probability, MODULES + next(drops), RowKeys(0, epoch, torch.arange(len(rows))))
+
+    model.load_state_dict({key: torch.tensor(value) for key, value in weights.items()})
+    model.zero_grad()
+    with InterceptedDropout(drop):
+        scores = model([graph.block()] * (3 if name == "dropping" else 2), torch.tensor(graph.x))
+    has_label, labels = graph.labels >= 0, torch.from_numpy(graph.labels).long()
+    loss = cross_entropy(scores[has_label], labels[has_label], reduction="sum")
+    (loss / num_train).backward()
+    gradients = {key: parameter.grad.numpy().copy() for key, parameter in model.named_parameters()}
+    correct = int((scores.argmax(1) == labels)[has_label].sum())
+    return PlainRun(loss.item(), correct, gradients)
 
 
 @functools.cache
 def plain_answer(name: str, epochs: int) -> tuple[dict[str, Array], list[tuple[float, int]]]:
     """Weights after ``epochs`` of SGD in one process, without tasks, intervals or servers; loss of each."""
-    program, graph = PROGRAMS[name](), case()
-    weights, losses = first_weights(program), []
+    graph = case()
+    weights, losses = first_weights(make_program(name)), []
     for epoch in range(epochs):
-        answer = plain_run(program, weights, graph, epoch)
+        answer = plain_run(name, weights, graph, epoch)
         losses.append((answer.loss_sum, answer.correct))
         weights = {key: value - LR * answer.gradients[key] for key, value in weights.items()}
     return weights, losses
@@ -186,12 +192,27 @@ def servers(
     graph: Case | None = None,
     **given: Any,
 ) -> tuple[list[GraphServer], list[ParameterServer]]:
-    parts, options = (graph or case()).parts(starts, intervals), LambdaOptions(**given)
+    parts, options = (graph or case()).parts(program, starts, intervals), LambdaOptions(**given)
     plan = plan_of(program, parts, num_parameter_servers, options.staleness)
-    return (
-        [GraphServer(part, program, options) for part in parts],
-        [parameter_server(program, plan, index) for index in range(num_parameter_servers)],
-    )
+    parameters = [parameter_server(program, plan, index) for index in range(num_parameter_servers)]
+    direct = DirectParameters(parameters)
+    return [GraphServer(part, program, options, direct) for part in parts], parameters
+
+
+class DirectParameters:
+    """The parameter servers of this process, for steps that graph servers run themselves."""
+
+    def __init__(self, servers: Sequence[ParameterServer]) -> None:
+        self._servers = servers
+
+    def weights(self, key: TaskKey) -> list[Array]:
+        return self._server(key).weights(key.interval, key.epoch, key.step)
+
+    def gradients(self, key: TaskKey, arrays: Sequence[Array]) -> bool:
+        return self._server(key).gradients(key.interval, key.epoch, key.step, arrays)
+
+    def _server(self, key: TaskKey) -> ParameterServer:
+        return self._servers[int(self._servers[0].plan.server_of_interval[key.interval])]
 
 
 def latest(parameters: ParameterServer) -> dict[str, Array]:
@@ -206,7 +227,7 @@ INTERVALS = 3
 def engine(session: Session, name: str, **options: Any) -> Engine:
     program, starts = PROGRAMS[name](), STARTS[session.topology.world_size]
     graph, names = case().graphs(starts)[session.topology.rank], list(program.weight_shapes)
-    part = case().part(graph, exchange_boundaries(session, graph), INTERVALS)
+    part = case().part(program, graph, exchange_boundaries(session, graph), INTERVALS)
     weights = [first_weights(program)[name] for name in names]
     update = Update("SGD", [{"lr": LR, "params": names}], names)
     read = read_lambda_options({"executor": "inline", "workers": 3} | options)

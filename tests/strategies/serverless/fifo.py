@@ -7,13 +7,13 @@ from typing import Any
 
 import numpy as np
 import torch
+from dglx_dist.strategies.serverless.model_to_program import Chain, chain_of
 
 from dglx_dist.graph.dist_graph import DistGraph
-from dglx_dist.strategies.serverless.parameter_server import ParameterServer
 from dglx_dist.strategies.serverless.graph_partition import edge_values
 from dglx_dist.strategies.serverless.graph_server import GraphServer
-from dglx_dist.strategies.serverless.model_to_program import Chain, chain_of
 from dglx_dist.strategies.serverless.options import LambdaOptions
+from dglx_dist.strategies.serverless.parameter_server import ParameterServer
 from dglx_dist.strategies.serverless.trainer import update_of, weights_of, write_back
 from tests.strategies import equality
 

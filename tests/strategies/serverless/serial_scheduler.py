@@ -10,13 +10,14 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple, TypeAlias, final
 
 import numpy as np
+import torch
 
-from dglx_dist.strategies.serverless.parameter_server import ParameterServer
-from dglx_dist.strategies.serverless.stages.base import half_rows
-from dglx_dist.strategies.serverless.tasks import Computed, TaskKey, add_gradients
 from dglx_dist.strategies.serverless.graph_server import GraphServer, SubmitResult, TaskKind
+from dglx_dist.strategies.serverless.parameter_server import ParameterServer
 from dglx_dist.strategies.serverless.scheduler import EXCHANGED, IntervalProgress
-from tests.serverless.programs import exchange
+from dglx_dist.strategies.serverless.tasks import Computed, TaskKey, add_gradients, half_rows
+from dglx_dist.strategies.serverless.tensor_program import RowKeys
+from tests.strategies.serverless.programs import exchange
 
 
 def server_of(key: TaskKey, parameters: Sequence[ParameterServer]) -> ParameterServer:
@@ -28,14 +29,16 @@ Halves: TypeAlias = list[Computed]
 
 def compute_task(server: GraphServer, parameters: Sequence[ParameterServer], key: TaskKey) -> Halves:
     work = server.works[key.step, key.direction]
-    rows = server.rows_of(key.interval - server.part.first_interval)
+    where = server.rows_of(key.interval - server.part.first_interval, key.step)
+    rows, first = where.stop - where.start, server.first_id(key.step) + where.start
     owner = server_of(key, parameters)
     weights = owner.weights(key.interval, key.epoch, key.step) if work.weights else []
     results = []
     for half in (0, 1):
         arrays, nodes = server.pull(key, half), half_rows(rows, half)
         assert arrays, f"task {key} is not open"
-        results.append(work.half(weights, arrays, nodes.stop - nodes.start))
+        keys = RowKeys(server.seed, key.epoch, torch.arange(first + nodes.start, first + nodes.stop))
+        results.append(work.half(weights, arrays, nodes.stop - nodes.start, keys))
     return results
 
 

@@ -17,15 +17,15 @@ from dglx_dist.comm.session import Session, start_session
 from dglx_dist.errors import ConfigError, PeerError, RemoteError
 from dglx_dist.graph.dist_graph import DistGraph
 from dglx_dist.strategies.serverless.cost import Counts
-from dglx_dist.strategies.serverless.tasks import Direction, TaskKey
-from dglx_dist.strategies.serverless.worker import GIVE
 from dglx_dist.strategies.serverless.graph_partition import exchange_boundaries, read_features, read_structure
 from dglx_dist.strategies.serverless.options import read_lambda_options
 from dglx_dist.strategies.serverless.scheduler import check_reachable
+from dglx_dist.strategies.serverless.tasks import Direction, TaskKey
 from dglx_dist.strategies.serverless.trainer import describe_costs, progress_line
+from dglx_dist.strategies.serverless.worker import GIVE
 from tests.helpers.ranks import run_ranks, start_ranks
-from tests.serverless.faults import strike
 from tests.strategies.equality import write_parts
+from tests.strategies.serverless.faults import strike
 
 from . import cases
 
@@ -38,9 +38,9 @@ def train(session: Session, name: str, mode: str, **options: Any) -> None:
     engine = cases.engine(session, name, mode=mode, parameter_servers=servers, **options)
     launch, was_ready = engine.workers.launch, set[bool]()
 
-    def note(key: TaskKey, rows: int, *, ready: bool) -> None:
+    def note(key: TaskKey, rows: slice, first_id: int, *, ready: bool) -> None:
         was_ready.add(ready)
-        launch(key, rows, ready=ready)
+        launch(key, rows, first_id, ready=ready)
 
     engine.workers.launch = note  # type: ignore[method-assign]
     totals = engine.run(EPOCHS // 2)
@@ -110,12 +110,12 @@ def a_death() -> str:
         engine.run(1)
         launch = engine.workers.launch
 
-        def launch_or_die(key: TaskKey, rows: int, *, ready: bool) -> None:
+        def launch_or_die(key: TaskKey, rows: slice, first_id: int, *, ready: bool) -> None:
             if (key.step, key.direction) == (1, Direction.BACKWARD):
                 # Until the other rank has done its part, too: it waits for no barrier any more.
                 time.sleep(1.0)
                 os._exit(3)
-            launch(key, rows, ready=ready)
+            launch(key, rows, first_id, ready=ready)
 
         if session.topology.rank == 1:
             engine.workers.launch = launch_or_die  # type: ignore[method-assign]

@@ -20,9 +20,9 @@ from dglx_dist.strategies.serverless.worker_process import Fault
 from dglx_dist.training.fit_config import FitConfig, FitResult
 from tests.helpers import wait_for_checkpoints
 from tests.helpers.ranks import start_ranks
-from tests.serverless.faults import strike
-from tests.serverless.servers import other_core
 from tests.strategies import equality
+from tests.strategies.serverless.faults import strike
+from tests.strategies.serverless.servers import other_capability
 
 EPOCHS, INTERVALS = 3, 3
 
@@ -49,7 +49,7 @@ def faultless(folder: Path) -> list[Any]:
 
 def first_attempts() -> list[TaskKey]:
     """Return the keys of the first run with two layers: AV forward, fused last AV, AV backward."""
-    kinds = ((1, Direction.FORWARD), (4, Direction.FUSED), (1, Direction.BACKWARD))
+    kinds = ((2, Direction.FORWARD), (5, Direction.FUSED), (2, Direction.BACKWARD))
     return [
         TaskKey(epoch, step, interval, direction, 1)
         for epoch in range(EPOCHS)
@@ -95,13 +95,13 @@ def test_a_run_of_unlike_kernels_says_so_once(
         train(folder, FitConfig(epochs=2, eval_every=1, show_progress=False), executor=executor)
         return [record.getMessage() for record in caplog.records if "kernels" in record.getMessage()]
 
-    core = other_core()
-    # NumPy of this process is loaded, and has its kernels; workers take those that the variable says.
-    monkeypatch.setenv("OPENBLAS_CORETYPE", core)
+    capability = other_capability()
+    # torch of this process is loaded, and has its kernels; workers take those that the variable says.
+    monkeypatch.setenv("ATEN_CPU_CAPABILITY", capability)
     assert warnings("inline") == []
     (message,) = warnings("local")
     assert kernels() in message
-    assert core.upper() in message.upper()
+    assert capability.upper() in message
 
 
 def saving(saved: Path, **more: Any) -> FitConfig:

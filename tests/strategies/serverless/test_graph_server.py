@@ -6,18 +6,19 @@ import numpy as np
 import pytest
 
 from dglx_dist.errors import ConfigError
-from dglx_dist.strategies.serverless.tasks import TASK_OVER, TaskKey
 from dglx_dist.strategies.serverless.graph_partition import crossing_edges, cut_intervals
 from dglx_dist.strategies.serverless.graph_server import SubmitResult, TaskKind
+from dglx_dist.strategies.serverless.tasks import TASK_OVER, TaskKey
 
 from . import cases
+from .programs import gcn
 from .serial_scheduler import compute_task
 
 STARTS = [0, 17, 40]
 
 
 def test_messages_that_are_not_what_a_scatter_sends_are_refused() -> None:
-    (server, peer), _ = cases.servers(cases.gcn(), STARTS, 2)
+    (server, peer), _ = cases.servers(gcn(), STARTS, 2)
     ((_, good),) = peer.halo_messages(1, peer.schedule[2])
     assert good[1].shape == (len(good[0]), 4)
     server.receive(1, TaskKind.SCATTER, 2, good)
@@ -45,13 +46,13 @@ def test_messages_that_are_not_what_a_scatter_sends_are_refused() -> None:
 
 def test_each_half_is_taken_once_and_only_while_its_task_is_open() -> None:
     """Tests of refusals before and after it are in test_worker_access.py."""
-    (server, _), parameters = cases.servers(cases.gcn(), STARTS, 2)
+    (server, _), parameters = cases.servers(gcn(), STARTS, 2)
     key = TaskKey.parse("r0.e0.s1.i0.f")
     assert server.pull(key, 0) == []
     server.compute(0, 0, server.schedule[0])
     server.open(0, 0, server.schedule[1])
     first, second = (half.rows for half in compute_task(server, parameters, key))
-    with pytest.raises(ConfigError, match="output h1 of shape"):
+    with pytest.raises(ConfigError, match="output h2 of shape"):
         server.submit(key, 0, [first[0][:-1]])
     assert server.submit(key, 0, first) is SubmitResult.TAKEN
     assert server.submit(key, 0, first) is SubmitResult.AGAIN
@@ -62,7 +63,7 @@ def test_each_half_is_taken_once_and_only_while_its_task_is_open() -> None:
         assert server.submit(key, half, first) is SubmitResult.LATE
         assert server.pull(key, half) == [TASK_OVER]
     rows = server.part.nodes_of(0)
-    np.testing.assert_array_equal(server._rows["h1"][rows], np.concatenate([first[0], second[0]]))
+    np.testing.assert_array_equal(server._rows["h2"][rows], np.concatenate([first[0], second[0]]))
 
 
 def test_lists_of_another_partition_are_refused() -> None:

@@ -8,11 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dglx_dist.strategies.serverless.parameter_server import ParameterServer
 from dglx_dist.strategies.serverless.graph_server import GraphServer, TaskKind
+from dglx_dist.strategies.serverless.parameter_server import ParameterServer
 from tests.helpers import wide
 
 from . import cases
+from .programs import gcn
 from .serial_scheduler import Choice, Event, SerialScheduler, choose_randomly, first_come
 
 
@@ -172,7 +173,7 @@ SMALL = functools.partial(cases.case, 12, 30, 3)
 @pytest.mark.parametrize(("staleness", "runs"), [(1, 400), *wide((0, 300), (2, 300))])
 def test_bounds_hold_in_a_thousand_random_schedules(staleness: int, runs: int) -> None:
     worst, epochs = {"spread": 0, "lag": 0, "alive": 0}, 2 + staleness
-    program = cases.gcn((5, 2, 3))
+    program = gcn((5, 2, 3))
     for seed in range(runs):
         servers, parameters = cases.servers(
             program,
@@ -210,7 +211,7 @@ def uneven(seed: int) -> Choice:
 
 
 def test_the_watch_sees_a_gate_that_is_left_open() -> None:
-    program = cases.gcn((5, 2, 3))
+    program = gcn((5, 2, 3))
     servers, parameters = cases.servers(program, [0, 7, 12], 1, mode="async", staleness=3, graph=SMALL())
     schedule = SerialScheduler(servers, parameters, uneven(0))
     Bounds(schedule, parameters, 1)

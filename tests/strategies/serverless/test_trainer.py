@@ -22,29 +22,11 @@ from dglx_dist.records import EpochRecord
 from dglx_dist.strategies.base import Objective, WrappedModel
 from dglx_dist.strategies.serverless.graph_partition import read_features, read_structure
 from dglx_dist.strategies.serverless.graph_server import GraphServer
-from dglx_dist.strategies.serverless.trainer import (
-    IntervalLoader,
-    backward_by_torch,
-    draw_weights,
-    forward_by_torch,
-    update_of,
-    write_back,
-)
+from dglx_dist.strategies.serverless.trainer import IntervalLoader, draw_weights, update_of, write_back
 from dglx_dist.training import checkpoint
 from dglx_dist.training.fit_config import FitConfig
 from tests.helpers.ranks import run_ranks
 from tests.strategies import equality
-
-
-def test_what_nothing_depends_on_has_gradient_zero() -> None:
-    weights, inputs = [np.ones((2, 2))], [np.ones((3, 2)), np.ones((3, 2))]
-    second: Any = lambda _weights, inputs: [inputs[1] * 2]  # noqa: E731
-    assert forward_by_torch(second, weights, inputs).outputs[0].tolist() == [[2.0, 2.0]] * 3
-    back = backward_by_torch(second, weights, inputs, [np.ones((3, 2))])
-    assert [array is not None and array.max() for array in back.inputs] == [0, 2]
-    assert not back.weights[0].any()
-    constant: Any = lambda _weights, inputs: [torch.ones_like(inputs[0])]  # noqa: E731
-    assert not backward_by_torch(constant, weights, inputs, [np.ones((3, 2))]).weights[0].any()
 
 
 def test_what_does_not_fit_is_refused() -> None:
@@ -116,7 +98,7 @@ def fit(
 
 @pytest.mark.filterwarnings("error:.*without effect")
 def test_fit_is_plain_training(g: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where the learning rate changes at a stop: parameter servers go on with it, as a new run."""
+    """Also where the learning rate changes at a stop: parameter servers go on with it."""
     runs: list[int] = []
 
     def make_server(*given: Any, run: int, **more: Any) -> GraphServer:
@@ -127,7 +109,7 @@ def test_fit_is_plain_training(g: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     model, _, result = fit(g, FitConfig(epochs=8, eval_every=3, show_progress=False), slower_on=(0,))
     seen = result.epochs
     expected, losses = plain(8, lambda epoch: 0.02 if epoch <= 5 else 0.005)
-    assert runs == [runs[0], runs[0] + 1]
+    assert len(runs) == 1
     assert difference(model.whole(), expected) < 1e-12
     assert [record.epoch for record in seen] == list(range(8))
     assert [record.val_accuracy is not None for record in seen] == [e in (2, 5, 7) for e in range(8)]
@@ -289,9 +271,9 @@ def test_what_no_worker_can_train_is_refused(g: Any) -> None:
         with pytest.raises(ConfigError, match=reason):
             dx.fit(equality.model_of("sage", g), g, config=config_of or FitConfig(**config), **more)
 
-    check_refusal("the loss is nll_loss", FitConfig(**config, loss=F.nll_loss))
-    smooth = nn.CrossEntropyLoss(label_smoothing=0.1)
-    check_refusal("the loss is CrossEntropyLoss", FitConfig(**config, loss=smooth))
+    weighted = nn.CrossEntropyLoss(weight=torch.arange(1.0, 1 + equality.CLASSES).double())
+    check_refusal("needs a mean over rows: divide a weighted loss", FitConfig(**config, loss=weighted))
+    check_refusal("needs a mean over rows", FitConfig(**config, loss=nn.CrossEntropyLoss(reduction="sum")))
     check_refusal(r"config\.task would take part", FitConfig(**config, task=lambda model, batch: None))  # type: ignore[arg-type, return-value]
     rows = dx.DistEmbedding(g.num_nodes(), 4, graph=g)
     check_refusal("sparse would take part", sparse=SparseAdam([rows], lr=0.1))
@@ -300,11 +282,11 @@ def test_what_no_worker_can_train_is_refused(g: Any) -> None:
         "no tensor 'colour'", FitConfig(**config, feature="colour"), loader=_loader(g, torch.arange(9))
     )
     wide = equality.build_model("sage", 9, 4, equality.CLASSES, dropout=0.0).double()
-    with pytest.raises(ConfigError, match=r"shape \(500, 7\), but the model's first layer takes 9 columns"):
+    with pytest.raises(ConfigError, match="x of 7 columns: RuntimeError: mat1 and mat2 shapes"):
         dx.fit(wide, g, config=FitConfig(**config))
     strict = equality.model_of("gcn", g)
     strict.layers[1].set_allow_zero_in_degree(False)
-    with pytest.raises(ConfigError, match=r"node \d+ has no in-edge, and layer 'layers\.1' refuses"):
+    with pytest.raises(ConfigError, match=r"node \d+ has no in-edge, and GraphConv 'layers\.1' refuses"):
         dx.fit(strict, g, config=FitConfig(**config))
     model = dx.wrap(equality.model_of("sage", g), g)
     with pytest.raises(ConfigError, match="the loader is a list"):
@@ -347,7 +329,6 @@ def test_labels_are_whole_numbers_of_classes(g: Any) -> None:
     too_large, without = labels.clone(), labels.clone()
     too_large[first], without[first] = 2**32, -1
     for name, changed, reason in (
-        ("real", labels.double(), "task regression: strategy 'lambda' computes without torch"),
         ("large", too_large, f"training node {first} has the label 4294967296"),
         ("without", without, f"training node {first} has the label -1"),
     ):

@@ -15,10 +15,10 @@ from dglx_dist.errors import PeerError, RemoteError
 from dglx_dist.graph.kvstore import KVStore
 from dglx_dist.graph.partition_book import Placement
 from dglx_dist.records import Array
-from dglx_dist.strategies.serverless.tasks import Direction, TaskComputation, TaskKey, attempt_name, half_name
-from dglx_dist.strategies.serverless.worker import GIVE, GRADIENTS, PROGRAM, PULL, WEIGHTS, RemoteCaller
 from dglx_dist.strategies.serverless.scheduler import addresses_of
+from dglx_dist.strategies.serverless.tasks import Direction, TaskComputation, TaskKey, attempt_name, half_name
 from dglx_dist.strategies.serverless.trainer import Engine
+from dglx_dist.strategies.serverless.worker import GIVE, GRADIENTS, PROGRAM, PULL, WEIGHTS, RemoteCaller
 from tests.helpers.ranks import run_ranks
 
 from . import cases
@@ -112,8 +112,8 @@ class Attacker:
         engine.workers.launch = self.launch  # type: ignore[method-assign]
         self.attacked: set[tuple[int, Direction]] = set()
 
-    def launch(self, key: TaskKey, rows: int, *, ready: bool) -> None:
-        work = self._works[key.step, key.direction]
+    def launch(self, key: TaskKey, where: slice, first_id: int, *, ready: bool) -> None:
+        work, rows = self._works[key.step, key.direction], where.stop - where.start
         if not self.attacked:
             self._by_names()
         if (key.step, key.direction) not in self.attacked:
@@ -123,7 +123,7 @@ class Attacker:
         if key.interval == 1:
             self._by_keys(key, work)
         self.attacked.add((key.step, key.direction))
-        self._launch(key, rows, ready=ready)
+        self._launch(key, where, first_id, ready=ready)
 
     def _by_names(self) -> None:
         for op in (PULL, GIVE):

@@ -5,12 +5,10 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
-from pathlib import Path
 from typing import Any, TypeAlias, final
 from urllib.parse import urlsplit
 
 from dglx_dist.errors import ConfigError, DglxError, PeerError
-from dglx_dist.memory import format_bytes
 from dglx_dist.options import option
 
 Client: TypeAlias = Any
@@ -24,18 +22,16 @@ _FORBIDDEN = (
     *("AccessDeniedException", "AccessDenied", "UnrecognizedClientException", "InvalidClientTokenId"),
     *("SignatureDoesNotMatch", "InvalidSignatureException", "ExpiredTokenException", "ExpiredToken"),
 )
-HANDLER = "dglx_dist.strategies.serverless.aws.function.handler"
 TAG = "dglx_dist"
 """Marks resources created by dglx; others are never changed or removed."""
-MAX_DIRECT_BYTES = 50 * 1024 * 1024
-"""Largest package that AWS accepts in a request."""
 MEMORY_MB, MAX_TIMEOUT_S = (128, 10_240), 900
 EVENT_AGE_S = 60
 """An event that waits longer is dropped: by then the controller has sent another attempt."""
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 NETWORK = "Network: a function must reach the graph servers"
-ARCHITECTURES = {"x86_64": "x86_64", "arm64": "aarch64"}
-"""AWS's name of a processor to the name in compiled files."""
+ARCHITECTURES = ("x86_64", "arm64")
+"""AWS's names of processors."""
+_IMAGE = re.compile(r"[\w.-]+(:[0-9]+)?/[\w./-]+(:[\w.-]+|@sha256:[0-9a-f]{64})")
 
 
 @final
@@ -140,9 +136,9 @@ class Deployment:
     """Desired state of one function; ConfigError for what is outside the limits of AWS."""
 
     name: str = option(..., "Name of the function.", metavar="NAME")
-    package: Path = option(..., "What `dglx lambda package` wrote.", flag="--package", metavar="FILE")
+    image: str = option(..., "Image in a registry of AWS: HOST/NAME:TAG.", flag="--image", metavar="URI")
     memory_mb: int = option(
-        192, "Memory; AWS gives cores by it: one for 1769 MB.", flag="--memory", metavar="MB"
+        1024, "Memory; AWS gives cores by it: one for 1769 MB.", flag="--memory", metavar="MB"
     )
     timeout_s: int = option(60, "After which AWS ends an invocation.", flag="--timeout", metavar="SECONDS")
     role: str | None = option(None, "Name or ARN of its role. Default: one is made, NAME-role.")
@@ -156,8 +152,11 @@ class Deployment:
 
     def __post_init__(self) -> None:
         check_name(self.name)
-        if not self.package.is_file():
-            raise ConfigError(f"there is no package {self.package}; write it with `dglx lambda package`")
+        if _IMAGE.fullmatch(self.image) is None:
+            raise ConfigError(
+                f"--image {self.image!r} is no image; build one with `dglx lambda image` and docker, push it "
+                "to a registry, and give HOST/NAME:TAG or HOST/NAME@sha256:DIGEST"
+            )
         low, high = MEMORY_MB
         if not low <= self.memory_mb <= high:
             raise ConfigError(f"a function of {self.memory_mb} MB; AWS offers {low} to {high}")
@@ -170,11 +169,6 @@ class Deployment:
             )
         if self.architecture not in ARCHITECTURES:
             raise ConfigError(f"architecture {self.architecture!r}; give one of {', '.join(ARCHITECTURES)}")
-        if self.package.stat().st_size > MAX_DIRECT_BYTES:
-            size, most = map(format_bytes, (self.package.stat().st_size, MAX_DIRECT_BYTES))
-            raise ConfigError(
-                f"{self.package} has {size} and AWS accepts {most}; package fewer stages of your own"
-            )
 
 
 def check_name(name: str) -> None:

@@ -1,20 +1,18 @@
 """Deploys, tests and removes the AWS Lambda function of workers; announces each change before it is made."""
 
 import base64
-import hashlib
 import json
-import re
 import secrets
 import socket
-import sys
 import time
-import zipfile
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any, final
 from urllib.parse import urlsplit
 
 import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
 
 from dglx_dist.comm.auth import Credentials
 from dglx_dist.comm.ledger import Ledger
@@ -22,13 +20,10 @@ from dglx_dist.comm.rendezvous import find_address_towards
 from dglx_dist.comm.rpc import Handler, Rpc
 from dglx_dist.comm.topology import Topology
 from dglx_dist.errors import ConfigError, PeerError, RemoteError
-from dglx_dist.memory import format_bytes
 from dglx_dist.records import Array
 from dglx_dist.strategies.serverless import worker as ops
 from dglx_dist.strategies.serverless.aws.clients import (
-    ARCHITECTURES,
     EVENT_AGE_S,
-    HANDLER,
     MAX_TIMEOUT_S,
     TAG,
     Client,
@@ -38,9 +33,8 @@ from dglx_dist.strategies.serverless.aws.clients import (
     check_name,
     explain_errors,
     found_or_none,
-    is_amazon,
 )
-from dglx_dist.strategies.serverless.program import FEATURES, Program, Slot, Vertex
+from dglx_dist.strategies.serverless.cut import CLASS_LABEL, capture
 from dglx_dist.strategies.serverless.tasks import (
     Address,
     Direction,
@@ -48,10 +42,12 @@ from dglx_dist.strategies.serverless.tasks import (
     Task,
     TaskComputation,
     TaskKey,
+    add_gradients,
     attempt_name,
+    half_rows,
     parse_half,
-    take_half,
 )
+from dglx_dist.strategies.serverless.tensor_program import RowKeys
 from dglx_dist.strategies.serverless.worker import WorkerAnswer
 
 _MANAGED = "arn:aws:iam::aws:policy/service-role/"
@@ -64,10 +60,6 @@ _TRUST = {
         {"Effect": "Allow", "Principal": {"Service": "lambda.amazonaws.com"}, "Action": "sts:AssumeRole"}
     ],
 }
-_COMPILED = re.compile(r"\.cpython-3(?P<minor>\d+)-(?P<machine>\w+?)-linux-\w+\.so$")
-_GLIBC = re.compile(rb"GLIBC_2\.(\d+)")
-_AMAZON_2023 = 12
-"""First minor version of Python whose runtime is Amazon Linux 2023; older ones run on Amazon Linux 2."""
 ACTIVE_WITHIN_S = 300.0
 """Creating network interfaces in a VPC takes a minute or two the first time."""
 ROLE_KNOWN_WITHIN_S = 60.0
@@ -108,28 +100,24 @@ def deploy(deployment: Deployment, change: Changes) -> None:
         PeerError: AWS is unreachable.
     """
     client, name = deployment.place.client("lambda"), deployment.name
-    package, runtime = deployment.package.read_bytes(), runtime_for(deployment, on_aws=is_amazon(client))
     function = _own_function(client, name)
     settings = {
         "Role": _role_arn(deployment, change),
-        "Handler": HANDLER,
-        "Runtime": runtime,
         "MemorySize": deployment.memory_mb,
         "Timeout": deployment.timeout_s,
         "VpcConfig": _vpc({"SubnetIds": deployment.subnets, "SecurityGroupIds": deployment.security_groups}),
     }
     architecture = [deployment.architecture]
-    size = format_bytes(len(package))
     if function is None:
         subnets = f", VPC subnets {' '.join(deployment.subnets)}" if deployment.subnets else ""
         change(
             f"create the function {name}: memory {deployment.memory_mb} MB, "
-            f"time-out {deployment.timeout_s} s, runtime {runtime}, package {size}{subnets}",
+            f"time-out {deployment.timeout_s} s, image {deployment.image}{subnets}",
             _create_function,
             client=client,
             FunctionName=name,
-            Code={"ZipFile": package},
-            PackageType="Zip",
+            Code={"ImageUri": deployment.image},
+            PackageType="Image",
             Architectures=architecture,
             Description="Workers of dglx_dist: tensor tasks of graph training",
             Tags={TAG: name},
@@ -143,10 +131,10 @@ def deploy(deployment: Deployment, change: Changes) -> None:
             _wait(client, name, change, "active")
         elif now.get("LastUpdateStatus") == "InProgress":
             _wait(client, name, change, "updated")
-        digest = base64.b64encode(hashlib.sha256(package).digest()).decode()
-        if now["CodeSha256"] != digest or now.get("Architectures", ["x86_64"]) != architecture:
-            code = {"FunctionName": name, "ZipFile": package, "Architectures": architecture}
-            change(f"update the code of {name} ({size})", client.update_function_code, **code)
+        current_image = function.get("Code", {}).get("ImageUri")
+        if current_image != deployment.image or now.get("Architectures", ["x86_64"]) != architecture:
+            code = {"FunctionName": name, "ImageUri": deployment.image, "Architectures": architecture}
+            change(f"update the image of {name} to {deployment.image}", client.update_function_code, **code)
             _wait(client, name, change, "updated")
         current = {**now, "VpcConfig": _vpc(now.get("VpcConfig") or {})}
         changed = {key: value for key, value in settings.items() if current.get(key) != value}
@@ -313,63 +301,6 @@ def _drops_failures(client: Client, name: str) -> bool:
     return now is not None and _NO_RETRIES.items() <= now.items()
 
 
-def compiled_of(package: Path) -> tuple[int | None, str | None, int | None]:
-    """Return what the compiled files of the zip ``package`` need, each None without such files.
-
-    (12, "arm64", 27) for Python 3.12, a processor by AWS's name, and glibc 2.27; ConfigError if they are
-    contradictory.
-    """
-    kinds, needed = set[tuple[int, str]](), set[int]()
-    aws_name = {machine: name for name, machine in ARCHITECTURES.items()}
-    try:
-        with zipfile.ZipFile(package) as archive:
-            for name in archive.namelist():
-                if match := _COMPILED.search(name):
-                    kinds.add((int(match["minor"]), aws_name.get(match["machine"], match["machine"])))
-                if ".so" in Path(name).name:
-                    needed |= {int(minor) for minor in _GLIBC.findall(archive.read(name))}
-    except (zipfile.BadZipFile, OSError) as error:
-        raise ConfigError(
-            f"{package} is not a package: {error}; write one with `dglx lambda package`"
-        ) from error
-    if len(kinds) > 1:
-        made = ", ".join(f"Python 3.{minor} on {machine}" for minor, machine in sorted(kinds))
-        raise ConfigError(
-            f"{package} has files for {made}; a function runs one: write it with `dglx lambda package "
-            "--python`"
-        )
-    python, architecture = kinds.pop() if kinds else (None, None)
-    return python, architecture, max(needed, default=None)
-
-
-def runtime_for(deployment: Deployment, *, on_aws: bool) -> str:
-    """Return the runtime of the package's libraries.
-
-    ConfigError if the processor is another, or, ``on_aws``, if AWS's C library is too old.
-    """
-    package, (python, architecture, _) = deployment.package, compiled_of(deployment.package)
-    if architecture not in (None, deployment.architecture):
-        raise ConfigError(
-            f"{package} is made for {architecture} and the function runs on "
-            f"{deployment.architecture}; give the same --architecture to `dglx lambda package` and `deploy`"
-        )
-    if on_aws and (problem := what_aws_lacks(package)):
-        raise ConfigError(problem)
-    return f"python3.{sys.version_info.minor if python is None else python}"
-
-
-def what_aws_lacks(package: Path) -> str:
-    """Return why AWS cannot load the libraries of ``package`` and the remedy; "" if it can."""
-    python, _, glibc = compiled_of(package)
-    has = 34 if python is None or python >= _AMAZON_2023 else 26
-    if glibc is None or glibc <= has:
-        return ""
-    return (
-        f"{package} needs glibc 2.{glibc} and AWS's Python 3.{python} has 2.{has}; write "
-        f"it with `dglx lambda package --python 3.{_AMAZON_2023}`"
-    )
-
-
 def try_function(
     name: str, place: Place, say: Callable[[str], None], *, address: str | None = None
 ) -> list[tuple[float, WorkerAnswer]]:
@@ -410,19 +341,22 @@ def try_function(
         rpc.close()
 
 
+class _Linear(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(FEATURES_IN, CLASSES)
+
+    def forward(self, blocks: Any, x: Tensor) -> Tensor:
+        result: Tensor = self.linear(x)
+        return result
+
+
 @final
 class _Trial:
     def __init__(self, endpoint: str, secret: str) -> None:
         self.endpoint, self._secret = endpoint, secret
-        layer = Vertex(
-            name="AV1",
-            stage="dense",
-            config={"in": FEATURES_IN, "out": CLASSES, "bias": True},
-            inputs=(FEATURES,),
-            outputs=(Slot("h1", CLASSES),),
-            weights=("weight", "bias"),
-        )
-        self._program = Program(steps=(layer,), features=FEATURES_IN, classes=CLASSES, num_train=ROWS)
+        captured = capture(_Linear(), FEATURES_IN).with_loss(cross_entropy, CLASS_LABEL, ROWS)
+        self._program = captured.program
         self._work = TaskComputation(self._program, 0, Direction.FUSED, True)
         rng = np.random.default_rng(0)
         self._weights = [rng.normal(size=shape).astype(np.float32) for shape in self._work.weights.values()]
@@ -432,10 +366,12 @@ class _Trial:
         """Rows and gradients, by the name under which they came."""
 
     def handlers(self) -> dict[str, Handler]:
-        program, pulled = np.frombuffer(self._program.to_json(), np.uint8), self._work.pulled
+        program = np.frombuffer(self._program.to_json(), np.uint8)
         return {
             ops.PROGRAM: lambda _name, _arrays: [program],
-            ops.PULL: lambda name, _arrays: take_half(pulled, self._arrays, ROWS, parse_half(name)[1]),
+            ops.PULL: lambda name, _arrays: [
+                array[half_rows(ROWS, parse_half(name)[1])] for array in self._arrays
+            ],
             ops.WEIGHTS: lambda _name, _arrays: self._weights,
             ops.GRADIENTS: self._take,
             ops.GIVE: self._take,
@@ -446,6 +382,8 @@ class _Trial:
         task = Task(
             key=TaskKey(epoch, 0, 0, Direction.FUSED),
             rows=ROWS,
+            first_row=0,
+            seed=0,
             program=self._program.digest,
             graph_server=here,
             parameter_server=here,
@@ -467,18 +405,25 @@ class _Trial:
         return seconds, worker
 
     def _check(self, name: str, key: TaskKey) -> None:
-        expected = self._work.compute_halves(self._weights, self._arrays, ROWS)
         names = [attempt_name(key, 0, 0), attempt_name(key, 1, 0), str(key)]
         if not self._given.keys() >= set(names):
             raise ConfigError(f"the function {name} answered but sent no rows or gradients; deploy it again")
         results = [array for key in names for array in self._given[key]]
         # Not bit for bit: BLAS kernels of another processor round sums differently.
-        for result, reference in zip(results, [*expected.rows, *expected.gradients], strict=True):
+        keys, halves = RowKeys(0, 0, torch.arange(ROWS)), (half_rows(ROWS, half) for half in (0, 1))
+        first, second = (
+            self._work.half(
+                self._weights, [array[part] for array in self._arrays], part.stop - part.start, keys
+            )
+            for part in halves
+        )
+        gradients = add_gradients(first.gradients, second.gradients)
+        for result, reference in zip(results, [*first.rows, *second.rows, *gradients], strict=True):
             if not np.allclose(result, reference, rtol=1e-4, atol=1e-5):
                 worst = float(np.max(np.abs(result - reference)))
                 raise ConfigError(
                     f"the results of the function {name} differ from this machine's by up to {worst:.3g}; "
-                    "package and deploy this version"
+                    "build and deploy the image of this version"
                 )
 
     def _take(self, name: str, arrays: Sequence[Array]) -> list[Array]:

@@ -5,9 +5,8 @@ from collections.abc import Mapping
 
 from dglx_dist.data.json_fields import Json
 from dglx_dist.errors import ConfigError
-from dglx_dist.strategies.serverless.worker import RemoteCaller, Worker, register_packaged_stages
+from dglx_dist.strategies.serverless.worker import RemoteCaller, Worker
 
-register_packaged_stages()
 # A functions service keeps the modules of a warm container and nothing else, so the state between
 # invocations is a module variable. No connection is opened before the first event.
 _WORKER = Worker(RemoteCaller())

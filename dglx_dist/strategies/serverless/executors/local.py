@@ -1,6 +1,8 @@
 """Executors on this machine: ``local``, whose workers are isolated processes, throttled on request, and
 ``inline``, whose workers are threads of the graph server (the paper's CPU-only servers)."""
 
+from __future__ import annotations
+
 import contextlib
 import json
 import os
@@ -84,28 +86,37 @@ class LocalExecutor(PoolExecutor):
     def __init__(self, context: ExecutorContext, options: Mapping[str, object]) -> None:
         settings = read_record(LocalOptions, options, "executor 'local'", defaults=True)
         setup = select_common_fields(settings, Setup)
-        self._starter = _Starter(context.folder)
+        starter = _find_starter()
         super().__init__(
-            lambda: _Process(self._starter, setup),
+            lambda: _Process(starter, setup),
             context.notice,
             memory_mb=settings.memory_mb,
             latency=settings,
         )
 
-    def close(self) -> None:
-        super().close()
-        self._starter.close()
+
+_STARTING = threading.Lock()
+_starters: dict[tuple[tuple[str, str], ...], _Starter] = {}
+
+
+def _find_starter() -> _Starter:
+    """Return the process that starts workers. It lives as long as this one, for all runs."""
+    variables = arithmetic_variables()
+    key = tuple(sorted(variables.items()))
+    with _STARTING:
+        if key not in _starters or not _starters[key].is_alive:
+            _starters[key] = _Starter(variables)
+        return _starters[key]
 
 
 @final
 class _Starter:
     """The process of which workers are copies. Thread-safe."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, variables: Mapping[str, str]) -> None:
         own, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         own.settimeout(_START_S)
-        self._socket, self._lock, self._folder = own, threading.Lock(), folder
-        root = Path(dglx_dist.__file__).parent.parent
+        self._socket, self._lock = own, threading.Lock()
         # -I: nothing of the user's environment or folder.
         self._process = subprocess.Popen(
             [
@@ -119,7 +130,7 @@ class _Starter:
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             cwd="/",
-            env={**arithmetic_variables(), **_ENVIRONMENT},
+            env={**variables, **_ENVIRONMENT},
             pass_fds=[its.fileno()],
             start_new_session=True,  # Ctrl-C is for the graph server; workers end with it
         )
@@ -127,7 +138,7 @@ class _Starter:
 
     def start(self) -> tuple[int, socket.socket, IO[bytes]]:
         """Return a new worker's process id, its stream, and a file with its messages."""
-        output = tempfile.TemporaryFile(dir=self._folder)  # noqa: SIM115 - open as long as the process runs
+        output = tempfile.TemporaryFile()  # noqa: SIM115 - open as long as the process runs
         own, its = socket.socketpair()
         with its:
             answer = self._ask({"start": True}, [its.fileno(), output.fileno()])
@@ -137,11 +148,9 @@ class _Starter:
         """Return the exit code of a worker that has ended, or is about to."""
         return int(self._ask({"wait": pid}, [])["code"])
 
-    def close(self) -> None:
-        """End the process and all workers. May be called twice."""
-        self._socket.close()
-        self._process.kill()
-        self._process.wait()
+    @property
+    def is_alive(self) -> bool:
+        return self._process.poll() is None
 
     def _ask(self, request: Mapping[str, Json], files: list[int]) -> Any:
         with self._lock:
@@ -206,6 +215,9 @@ class _Process(WorkerHandle):
         return self._stream, self._answers
 
     def _release(self) -> None:
+        if self._pid:
+            with contextlib.suppress(PeerError):
+                self._starter.wait(self._pid)
         for file in (self._answers, self._stream, self._output):
             if file is not None:
                 file.close()
@@ -216,6 +228,7 @@ class _Process(WorkerHandle):
         pid, output = self._pid, b""
         self._kill()  # in case it only closed its output
         code = self._starter.wait(pid)
+        self._pid = 0
         if self._output is not None:
             self._output.seek(max(self._output.seek(0, 2) - _MAX_OUTPUT, 0))
             output = self._output.read()

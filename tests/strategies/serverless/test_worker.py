@@ -239,7 +239,7 @@ def test_malicious_bodies_of_requests_are_refused(body: str) -> None:
     [
         ("lambda.program", [], "without one program"),
         ("lambda.program", [np.zeros(8, np.uint8)] * 2, "without one program"),
-        ("lambda.program", [np.zeros((1 << 20) + 1, np.uint8)], "one program of at most 1048576 bytes"),
+        ("lambda.program", [np.zeros((1 << 24) + 1, np.uint8)], "one program of at most 16777216 bytes"),
         ("lambda.program", [np.frombuffer(b"\x80\x04cos\nsystem\n.", np.uint8)], "not valid JSON"),
         (
             "lambda.program",

@@ -182,10 +182,10 @@ def alone() -> Rpc:
 
 def test_timeout_error_names_the_missing_gradients() -> None:
     with serve(alone(), plan_of(1)) as (_, client):
-        push(client, lacking=((2, 0), (4, 0), (4, 2)))
+        push(client, lacking=((2, 0), (4, 0), (4, 3)))
         with pytest.raises(PeerError) as caught:
             wait_for(client, 1, within_s=0.01)
-    text = "epoch 0, step 0: gradients of intervals 2, 4; epoch 0, step 2: gradients of intervals 4"
+    text = "epoch 0, step 0: gradients of intervals 2, 4; epoch 0, step 3: gradients of intervals 4"
     assert text in str(caught.value)
     assert "parameter server 0 on rank 0" in str(caught.value)
 
@@ -253,12 +253,16 @@ def test_sums_that_do_not_come_are_named(dead: list[int], says: str, monkeypatch
             wait_for(client, 1)
 
 
-def broken(_weights: Sequence[Array], _gradients: Sequence[Array]) -> tuple[Array, ...]:
+def broken(_weights: Sequence[Array], _gradients: Sequence[Array], _rates: object) -> tuple[Array, ...]:
     raise ValueError("no room")
 
 
 def test_a_state_comes_back_and_others_are_refused() -> None:
-    state = {"w/step": np.array(3, np.float32), "w/exp_avg": np.ones((3, 2)), "b/exp_avg": np.zeros(2)}
+    state = {
+        "first.weight/step": np.array(3, np.float32),
+        "first.weight/exp_avg": np.ones((2, 3)),
+        "first.bias/exp_avg": np.zeros(2),
+    }
     table, numbers = ops.pack_state(state)
     result = ops.unpack_state(plan_of(1), [table, numbers])
     assert list(result) == list(state)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import platform
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -10,6 +9,7 @@ from contextlib import contextmanager
 
 import numpy as np
 import pytest
+import torch
 import zmq
 
 from dglx_dist.comm.auth import Credentials
@@ -21,25 +21,23 @@ from dglx_dist.errors import ConfigError
 from dglx_dist.records import Array
 from dglx_dist.strategies.serverless import worker as ops
 from dglx_dist.strategies.serverless.executors.base import Executor, Lost
-from dglx_dist.strategies.serverless.program import Edge, Program, Vertex
+from dglx_dist.strategies.serverless.program import Apply, Program
 from dglx_dist.strategies.serverless.tasks import (
     Address,
     Direction,
     Item,
-    Per,
     Role,
     Secrets,
     Task,
     TaskComputation,
     TaskKey,
-    kernels,
+    half_rows,
     parse_attempt,
     parse_half,
-    take_half,
 )
+from dglx_dist.strategies.serverless.tensor_program import RowKeys
 
 PATIENCE_S = 60.0
-CORES = {"x86_64": ("Nehalem", "Haswell"), "aarch64": ("ARMV8", "NEOVERSEN1")}
 
 
 def until(holds: Callable[[], object], what: str = "so") -> None:
@@ -49,17 +47,17 @@ def until(holds: Callable[[], object], what: str = "so") -> None:
         time.sleep(0.002)
 
 
-def other_core() -> str:
-    """A core type of OpenBLAS, for OPENBLAS_CORETYPE, whose kernels this process does not compute with."""
-    if "OpenBLAS" not in kernels() or platform.machine() not in CORES:
-        pytest.skip("NumPy has no OpenBLAS that is told its kernels")
-    return next(core for core in CORES[platform.machine()] if core.upper() not in kernels().upper())
+def other_capability() -> str:
+    """A value of ATEN_CPU_CAPABILITY with which another process computes with other kernels."""
+    if torch.backends.cpu.get_cpu_capability() == "DEFAULT":
+        pytest.skip("torch has only its plainest kernels here")
+    return "default"
 
 
 def keys_of(program: Program, interval: int = 0, epoch: int = 0) -> list[TaskKey]:
     results = []
     for index, step in enumerate(program.steps):
-        if isinstance(step, Vertex | Edge):
+        if isinstance(step, Apply) and step.place == "worker":
             results += [
                 TaskKey(epoch, index, interval, way) for way in (Direction.FORWARD, Direction.BACKWARD)
             ]
@@ -105,6 +103,8 @@ class Bench:
         return Task(
             key=key,
             rows=self.rows[key.interval],
+            first_row=100 * key.interval,
+            seed=3,
             program=self.program.digest,
             graph_server=self.address,
             parameter_server=self.address,
@@ -117,20 +117,25 @@ class Bench:
     def arrays(self, key: TaskKey) -> list[Array]:
         rng = np.random.default_rng([key.step, key.interval, len(key.direction.value)])
         rows = self.rows[key.interval]
-        indptr = np.concatenate([[0], np.cumsum(rng.integers(0, 4, size=rows))])
-        return [self._draw(rng, item, rows, indptr) for item in self.work(key).pulled]
+        return [self._draw(rng, item, rows) for item in self.work(key).pulled]
 
     def check(self, key: TaskKey) -> None:
-        work = self.work(key)
-        expected = work.compute_halves(
-            [self.weights[name] for name in work.weights], self.arrays(key), self.task(key).rows
-        )
-        halves = self.given[key]
+        work, task = self.work(key), self.task(key)
+        weights, halves, gradients = [self.weights[name] for name in work.weights], self.given[key], []
         assert sorted(halves) == [0, 1]
-        for left, right in zip([*halves[0], *halves[1]], expected.rows, strict=True):
-            assert left.dtype == right.dtype
-            np.testing.assert_array_equal(left, right)
-        for left, right in zip(self.pushed.get(key, []), expected.gradients, strict=True):
+        for half in (0, 1):
+            part = half_rows(task.rows, half)
+            keys = RowKeys(
+                3, key.epoch, torch.arange(task.first_row + part.start, task.first_row + part.stop)
+            )
+            arrays = [array[part] for array in self.arrays(key)]
+            expected = work.half(weights, arrays, part.stop - part.start, keys)
+            gradients.append(expected.gradients)
+            for left, right in zip(halves[half], expected.rows, strict=True):
+                assert left.dtype == right.dtype
+                np.testing.assert_array_equal(left, right)
+        sums = [left + right for left, right in zip(*gradients, strict=True)]
+        for left, right in zip(self.pushed.get(key, []), sums, strict=True):
             np.testing.assert_array_equal(left, right)
 
     def wait_for(self, executor: Executor, keys: Sequence[TaskKey]) -> list[Lost]:
@@ -143,13 +148,10 @@ class Bench:
             time.sleep(0.002)
         return lost + executor.take_lost()
 
-    def _draw(self, rng: np.random.Generator, item: Item, rows: int, indptr: Array) -> Array:
-        if item.role is Role.INDPTR:
-            return indptr
+    def _draw(self, rng: np.random.Generator, item: Item, rows: int) -> Array:
         if item.role is Role.LABELS:
-            return rng.integers(-1, self.program.classes, size=rows, dtype=np.int32)
-        length = int(indptr[-1]) if item.per is Per.EDGE else rows
-        return rng.normal(size=(length, item.width)).astype(item.dtype)
+            return rng.integers(-1, self.program.scores.width, size=rows, dtype=np.int32)
+        return rng.normal(size=(rows, item.width)).astype(item.dtype)
 
     def _give_program(self, name: str, arrays: Sequence[Array]) -> list[Array]:
         return self._note("program", name, [np.frombuffer(self.program.to_json(), np.uint8)])
@@ -160,8 +162,8 @@ class Bench:
         with self._lock:
             is_late = self.late > 0
             self.late -= is_late
-        rows = self.rows[key.interval]
-        result = [] if is_late else take_half(self.work(key).pulled, self.arrays(key), rows, half)
+        part = half_rows(self.rows[key.interval], half)
+        result = [] if is_late else [array[part] for array in self.arrays(key)]
         return self._note("pull", name, result)
 
     def _take(self, name: str, arrays: Sequence[Array]) -> list[Array]:

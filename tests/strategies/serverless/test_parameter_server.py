@@ -51,7 +51,7 @@ def answer_for(server_of: tuple[int, ...], num_servers: int, epochs: int) -> lis
         of_servers = []
         for server in range(num_servers):
             intervals = [at for at, item in enumerate(server_of) if item == server]
-            parts = [gradients_of(at, epoch, 0) + gradients_of(at, epoch, 2) for at in intervals]
+            parts = [gradients_of(at, epoch, 0) + gradients_of(at, epoch, 3) for at in intervals]
             of_servers.append([functools.reduce(np.add, item) for item in zip(*parts, strict=True)])
         total = [functools.reduce(np.add, item) for item in zip(*of_servers, strict=True)]
         weights = update.apply(weights, total)
@@ -73,7 +73,7 @@ def go_through(
             yield
             assert bits(server.weights(interval, epoch, 0)) == seen
             assert server.gradients(interval, epoch, step, gradients_of(interval, epoch, step))
-            sent += [(interval, epoch, step)] if step != 1 else []
+            sent.append((interval, epoch, step))
             if sent and draw.random() < 0.2:
                 again = sent[int(draw.integers(len(sent)))]
                 assert not server.gradients(*again, gradients_of(*again))
@@ -94,7 +94,7 @@ def test_hundreds_of_orders_leave_the_same_bits_and_nothing_behind() -> None:
                 next(single)
             except StopIteration:
                 under_way.remove(single)
-            if draw.random() < 0.2:
+            if draw.random() < 0.35:
                 exchange(servers)
             for server in servers:
                 assert len(server._versions) <= staleness + 2
@@ -109,7 +109,7 @@ def test_hundreds_of_orders_leave_the_same_bits_and_nothing_behind() -> None:
             assert list(server._versions) == [3]
             assert not server._stash_of
     # The orders do reach old versions: otherwise they would show nothing.
-    assert {(1, -1), (2, -2), (2, 0)} <= versions_seen
+    assert {(1, -1), (2, -2), (2, -1)} <= versions_seen
 
 
 def finish(server: ParameterServer, epoch: int) -> None:
@@ -120,14 +120,14 @@ def finish(server: ParameterServer, epoch: int) -> None:
 
 def test_a_duplicate_with_other_bits_is_an_error() -> None:
     (server,) = servers_of(plan_of())
-    server.gradients(0, 0, 2, gradients_of(0, 0, 2))
-    second = [value + 1e-6 for value in gradients_of(0, 0, 2)]
-    with pytest.raises(ConfigError, match="interval 0, epoch 0, step 2 came twice with different bits"):
-        server.gradients(0, 0, 2, second)
+    server.gradients(0, 0, 3, gradients_of(0, 0, 3))
+    second = [value + 1e-6 for value in gradients_of(0, 0, 3)]
+    with pytest.raises(ConfigError, match="interval 0, epoch 0, step 3 came twice with different bits"):
+        server.gradients(0, 0, 3, second)
     finish(server, 0)
     assert exchange([server]) == 1
     with pytest.raises(ConfigError, match="twice with different bits"):
-        server.gradients(0, 0, 2, second)
+        server.gradients(0, 0, 3, second)
     assert bits(server.latest()) == plain_answer(server.plan, 1)
 
 
@@ -137,9 +137,9 @@ def test_keys_of_another_server_or_epoch_are_refused() -> None:
     first, second = servers_of(plan)
     own, second_one = plan.intervals_of(0)[0], plan.intervals_of(1)[0]
     with pytest.raises(ConfigError, match=f"interval {second_one} is of parameter server 1, not of 0"):
-        first.gradients(second_one, 0, 2, gradients_of(second_one, 0, 2))
+        first.gradients(second_one, 0, 3, gradients_of(second_one, 0, 3))
     with pytest.raises(ConfigError, match="beyond staleness 1"):
-        first.weights(own, 2, 2)
+        first.weights(own, 2, 3)
     vector = np.zeros(plan.size)
     for sender, epoch, sums in ((0, 0, vector), (2, 0, vector), (1, 3, vector), (1, 0, vector[:1])):
         with pytest.raises(ConfigError, match="server"):

@@ -77,6 +77,8 @@ def make_task(interval: int, epoch: int = 0, step: int = 1) -> Task:
     return Task(
         key=key,
         rows=3,
+        first_row=0,
+        seed=0,
         program="0" * 64,
         graph_server=SERVER,
         parameter_server=SERVER,
