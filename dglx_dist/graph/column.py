@@ -69,33 +69,6 @@ class RowCache:
     """(C, *row) in NumPy's form of the column's dtype. Slot s is row s."""
 
 
-_SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
-"""Dtypes that torch cannot index, and dtypes of the same size that it can index."""
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class DeviceRows:
-    """Some rows of one column on the device of this rank. Immutable."""
-
-    table: SlotTable
-    """Table that maps the id of a row to its slot."""
-    rows: Tensor
-    """(C, *row) in the dtype of the column. Slot s is row s."""
-
-    def join_rows(self, hits: Tensor, slots: Tensor, missing: Tensor, rows: Tensor) -> Tensor:
-        """Return (h + m, *row) with the cached ``slots`` at positions ``hits``, and ``rows`` at ``missing``.
-
-        ``hits`` and ``missing`` are (h,) and (m,) int64 positions. Everything is on the device, and the (m,
-        *row) ``rows`` have the dtype of the column.
-        """
-        dtype = self.rows.dtype
-        index_dtype = _SIGNED.get(dtype, dtype)
-        cached = self.rows.view(index_dtype)
-        out = cached.new_empty((len(hits) + len(missing), *cached.shape[1:]))
-        out.index_copy_(0, hits, cached.index_select(0, slots))
-        return out.index_copy_(0, missing, rows.view(index_dtype)).view(dtype)
-
-
 _NEVER = 1 << 30
 """Next use of a row that no announced batch uses."""
 _EMPTY = _NEVER + 1
@@ -343,13 +316,11 @@ class Column:
     """Function that applies pushed rows."""
     cache: RowCache | None = None
     """Cached rows of other servers. Only for a column of the dataset."""
-    on_device: DeviceRows | None = None
-    """Cached rows of any server, for batches on that device. Only for a column of the dataset."""
     ahead: LookAheadRows | None = None
     """Cached rows of other servers for the loader that has reserved them. It replaces ``cache``."""
     lock: threading.Lock = field(default_factory=threading.Lock)
     """Lock that this rank holds while it updates rows that it owns from their old values."""
-    counts: list[int] = field(default_factory=lambda: [0, 0, 0, 0])
+    counts: list[int] = field(default_factory=lambda: [0, 0, 0])
     """Number of rows that this rank requested, as in :class:`CacheCounts`."""
 
     def __post_init__(self) -> None:
@@ -435,8 +406,6 @@ class CacheCounts:
     """Number of rows of other servers that were in a cache."""
     misses: int = 0
     """Number of rows that were requested from other servers."""
-    on_device: int = 0
-    """Number of rows of any server in the cache on the device. They are also counted above."""
 
     def __sub__(self, other: CacheCounts) -> CacheCounts:
         return CacheCounts(**{name: count - getattr(other, name) for name, count in vars(self).items()})

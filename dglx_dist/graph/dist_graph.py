@@ -418,16 +418,11 @@ class DistGraph(Shared):
         seeds: Ids | Mapping[str, Ids] | None = None,
         fanouts: Fanouts | None = None,
         batch_size: int | None = None,
-        device: torch.device | str | None = None,
     ) -> CachePlan:
         """Keep copies of other servers' rows, once per server. No result changes. Collective.
 
         A second call replaces the rows of the first call, and ``alpha=0`` drops them. With one server there
         are no rows to keep.
-
-        With ``device``, each rank chooses rows of any server and keeps them on that device. Loaders for the
-        device read these rows there, so the rows cross neither the network nor the bus. Both caches may be
-        used together.
 
         Args:
             name: Name of node data of the dataset, which is read-only.
@@ -443,15 +438,16 @@ class DistGraph(Shared):
             ntype: Node type. It may be None if there is one.
             seeds: Training nodes of this rank, for ``vip``. The default is its share of ``train_mask``.
             fanouts, batch_size: Values of the loader, for ``vip``.
-            device: Device of the loader's batches, such as ``"cuda"``. The default is the server's memory.
 
         Raises:
             ConfigError: on all ranks, if an argument is invalid or memory is short on one of them.
         """
-        key = run_on_all_ranks(
-            self.session, lambda: self._resolve_ntype(ntype, "cache_rows(ntype=)"), ConfigError
-        )
-        return cache_rows(self, CacheRequest(name, key, alpha, policy, seeds, fanouts, batch_size, device))
+
+        def resolve_ntype() -> str:
+            return self._resolve_ntype(ntype, "cache_rows(ntype=)")
+
+        key = run_on_all_ranks(self.session, resolve_ntype, ConfigError)
+        return cache_rows(self, CacheRequest(name, key, alpha, policy, seeds, fanouts, batch_size))
 
     def structure(self, etype: str | EdgeType | None = None) -> Structure:
         return self._structures[self._resolve_etype(etype, "an edge type")]

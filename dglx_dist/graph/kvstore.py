@@ -23,7 +23,6 @@ from dglx_dist.errors import ConfigError, DglxError, PeerError, RemoteError
 from dglx_dist.graph.column import (
     CacheCounts,
     Column,
-    DeviceRows,
     LookAheadRows,
     PendingPull,
     PullHandler,
@@ -42,7 +41,6 @@ from dglx_dist.graph.row_kernels import (
     find_first_outside,
     move_rows,
     plan_remote,
-    split_cached,
     spread_rows,
     sum_repeated,
     take_rows,
@@ -260,38 +258,12 @@ class KVStore:
         check_cacheable(column)
         self._columns[name] = replace(column, cache=cache, ahead=ahead)
 
-    def set_device_rows(self, name: str, rows: DeviceRows | None) -> None:
-        """Let batches on the device read rows of ``name`` from ``rows``. None undoes this. Not collective."""
-        column = self.column(name)
-        check_cacheable(column)
-        self._columns[name] = replace(column, on_device=rows)
-
-    def split_cached(self, name: str, ids: Array, cached: DeviceRows) -> tuple[Array, Array, Array]:
-        """Return the positions of the ``cached`` ids, their slots, and the positions of the other ids.
-
-        The cached ids among the (K,) int64 ``ids`` count as requested. Raises IndexError if an id is out of
-        range.
-        """
-        column = self.column(name)
-        column.check(ids)
-        # The empty range (0, 0) means that local ids may be cached on the device, too.
-        miss_positions, hit_positions, slots = split_cached(ids, 0, 0, cached.table)
-        first, end = column.bounds[self._server : self._server + 2]
-        cached_ids = ids[hit_positions]
-        num_local = int(np.count_nonzero((cached_ids >= first) & (cached_ids < end)))
-        with self._counts_lock:
-            column.counts[0] += num_local
-            column.counts[1] += len(hit_positions) - num_local
-            column.counts[3] += len(hit_positions)
-        return hit_positions, slots, miss_positions
-
     def cache_counts(self, name: str | None = None) -> CacheCounts:
         """Return how many rows this rank requested of one tensor, or of all tensors with a cache."""
         columns = self._list_cached() if name is None else [self.column(name)]
         with self._counts_lock:
-            counts = [[0] * 4, *(column.counts for column in columns)]
-            local, hits, misses, on_device = np.sum(counts, axis=0).tolist()
-        return CacheCounts(local=local, hits=hits, misses=misses, on_device=on_device)
+            local, hits, misses = np.sum([[0] * 3, *(column.counts for column in columns)], axis=0).tolist()
+        return CacheCounts(local=local, hits=hits, misses=misses)
 
     @contextmanager
     def pause_counting(self) -> Iterator[None]:
@@ -314,11 +286,7 @@ class KVStore:
         return any(column.ahead is not None for column in self._columns.values())
 
     def _list_cached(self) -> list[Column]:
-        return [
-            column
-            for column in self._columns.values()
-            if (column.cache, column.on_device, column.ahead) != (None, None, None)
-        ]
+        return [column for column in self._columns.values() if column.cache or column.ahead]
 
     def push(
         self, name: str, ids: Array, rows: Array, *, accumulate: bool = False, wait: bool = True

@@ -150,10 +150,7 @@ class PushPullLoader(EpochLoader[GroupedBatch, Any]):
         self._memory = RowMemory((inner.depth + _EXTRA_BATCHES) * group.size, feature_dtype, inner.device)
         self._looks_ahead = options.depth > 1
         columns = [g.kvstore.column(g.ndata[name].kvstore_key) for name in store.names]
-        if any(
-            column.cache or column.on_device or (column.ahead and g.structure().is_replicated)
-            for column in columns
-        ):
+        if any(column.cache or (column.ahead and g.structure().is_replicated) for column in columns):
             log.warning("push_pull fetches no features; policy='lookahead' is for partitioned structure")
         # All ranks construct their loaders in the same order, so the loaders have the same label.
         self._label = f"push_pull.{session.next_number('push_pull')}"
