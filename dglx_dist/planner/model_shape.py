@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from dgl.nn import pytorch as dglnn
 from torch import Tensor, nn
 
 from dglx_dist.comm.topology import Topology
@@ -90,12 +91,26 @@ def _find_kind(module: nn.Module) -> str:
 
 def _find_widths(module: nn.Module, inputs: int, outputs: int) -> LayerWidths:
     try:
-        widths = replace(make_stages(module, "inputs").widths(), outputs=outputs)
+        widths = replace(_read_widths(module), outputs=outputs)
     except ConfigError:
         uses_edges = not isinstance(module, Declares) or module.vertex_stage().around is not None
         summed = min(inputs, outputs) if uses_edges else 0
         widths = LayerWidths(inputs=inputs, outputs=outputs, summed=summed)
     return replace(widths, sums_sources=sums_sources(module))
+
+
+def _read_widths(module: Any) -> LayerWidths:
+    """Return the columns of a convolution that has stages, or of GATv2 or SAGE-pool, which have none.
+
+    Raises ConfigError for other modules.
+    """
+    if type(module) is dglnn.GATv2Conv:
+        heads, outputs = module._num_heads, module._num_heads * module._out_feats
+        return LayerWidths(inputs=module._in_src_feats, outputs=outputs, summed=outputs + 6 * heads)
+    if type(module) is dglnn.SAGEConv and module._aggre_type == "pool":
+        inputs, outputs = module.fc_pool.in_features, module.fc_neigh.out_features
+        return LayerWidths(inputs=inputs, outputs=outputs, summed=inputs)
+    return make_stages(module).widths()
 
 
 def _trace_layers(module: nn.Module, features: int, num_layers: int) -> tuple[tuple[LayerWidths, ...], bool]:
@@ -134,9 +149,7 @@ def _list_registered(
 ) -> tuple[LayerWidths, ...]:
     """Return the layers that a model has registered if their number matches, otherwise those of GraphSAGE."""
     try:
-        layers = tuple(
-            replace(make_stages(conv, "inputs").widths(), sums_sources=sums_sources(conv)) for conv in known
-        )
+        layers = tuple(replace(_read_widths(conv), sums_sources=sums_sources(conv)) for conv in known)
     except ConfigError:
         layers = ()
     if len(layers) == num_layers:

@@ -66,13 +66,6 @@ COLUMNS += [
         shares=("uneven",),
         name="stacks of push_pull",
     ),
-    Column(
-        "push_pull",
-        (("sync", "inputs"),),
-        models=("gatv2", "gatv2 cat"),
-        shares=("uneven",),
-        name="stacks by rows",
-    ),
     *(
         Column(strategy, options, FEW, ("empty",), keeps_loader=True, name=f"stacks of {strategy}")
         for strategy, options in (

@@ -6,7 +6,6 @@ from typing import Literal, final
 
 from dglx_dist.comm.codec import WireDtype
 from dglx_dist.errors import ConfigError
-from dglx_dist.layers.convolutions import Sync
 from dglx_dist.memory import read_size
 from dglx_dist.options import Check, at_least, check_ranges, option, read_options
 from dglx_dist.records import FEATURE
@@ -38,7 +37,6 @@ class PushPullOptions:
     structure: Literal["push", "resample"] = option(
         "push", "Whether owners push their blocks to the parts, or the parts sample them again."
     )
-    sync: Sync = option("columns", "Values that are summed over the parts.")
     features: str = FEATURE
     """Comma-separated names, in the order in which the model concatenates them."""
     wire_dtype: WireDtype = option("same", "Type in which partial activations and gradients are sent.")

@@ -20,7 +20,7 @@ from torch.nn import functional
 from dglx_dist.comm.session import Shared
 from dglx_dist.errors import ConfigError
 from dglx_dist.layers.base import SplittableConv, StageInput, cut_in_place
-from dglx_dist.layers.convolutions import Sync, make_stages
+from dglx_dist.layers.convolutions import make_stages
 from dglx_dist.layers.dropout import (
     EDGE_DROPOUTS,
     LATER_MODULES,
@@ -334,8 +334,6 @@ class InputSpec:
 
     def edges(self, layer: SplittableConv, block: DGLBlock) -> dict[str, Tensor]:
         """Return the per-edge values of a block before the model is called on it."""
-        if layer.edges_after_sync:
-            return {}
         for name, key in self.keys.items():
             if key is None:
                 raise ConfigError(
@@ -561,7 +559,7 @@ class SplitModel:
 
 
 def split_model(
-    model: nn.Module, store: ColumnStore, group: Group, *, num_nodes: int, seed: int, sync: Sync
+    model: nn.Module, store: ColumnStore, group: Group, *, num_nodes: int, seed: int
 ) -> SplitModel:
     """Cut the first layer of ``model`` and the modules before it to this rank's part. Collective.
 
@@ -570,7 +568,7 @@ def split_model(
     Raises:
         ConfigError: no layer takes the input's columns and can be split, or a module before it cannot be cut.
     """
-    names, widths, (name, layer) = _find_input(model, store, num_nodes, sync)
+    names, widths, (name, layer) = _find_input(model, store, num_nodes)
     first, provenance = model.get_submodule(name), InputProvenance(seed)
     runs = deal_out_concatenated(widths, group.size)
     own_runs = runs[group.part]
@@ -641,7 +639,7 @@ def _forward_by_stages(conv: nn.Module, stages: SplittableConv, *args: Any, **kw
     return stages.forward(*args, **kwargs)
 
 
-def find_first_layer(model: nn.Module, width: int, sync: Sync) -> tuple[str, SplittableConv]:
+def find_first_layer(model: nn.Module, width: int) -> tuple[str, SplittableConv]:
     """Return the name and the stages of the first convolution with ``width`` input columns.
 
     Raises:
@@ -650,7 +648,7 @@ def find_first_layer(model: nn.Module, width: int, sync: Sync) -> tuple[str, Spl
     reasons = []
     for name, module in find_convolutions(model):
         try:
-            stages = make_stages(module, sync)
+            stages = make_stages(module)
             derived = stages.cut.keys() - dict(stages.named_parameters(remove_duplicate=False)).keys()
             if derived:
                 raise ConfigError(
@@ -669,7 +667,7 @@ def find_first_layer(model: nn.Module, width: int, sync: Sync) -> tuple[str, Spl
 
 
 def _find_input(
-    model: nn.Module, store: ColumnStore, num_nodes: int, sync: Sync
+    model: nn.Module, store: ColumnStore, num_nodes: int
 ) -> tuple[tuple[str, ...], tuple[int, ...], tuple[str, SplittableConv]]:
     """Return the names and widths of the input features, and the name and stages of the layer for them.
 
@@ -681,7 +679,7 @@ def _find_input(
     errors = []
     for names, widths in inputs.items():
         try:
-            layer = find_first_layer(model, sum(widths), sync)
+            layer = find_first_layer(model, sum(widths))
         except ConfigError as error:
             errors.append(error)
             continue

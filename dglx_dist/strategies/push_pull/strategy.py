@@ -203,9 +203,7 @@ class PushPullModel(WrappedModel):
         self._session, self._reduction, self._group = session, reduction, group
         # This comes before the cut, so that the user's model stays uncut if another rank fails.
         replicas = opened.replicas()
-        split = split_model(
-            model, store, group, num_nodes=opened.g.num_nodes(), seed=session.seed, sync=options.sync
-        )
+        split = split_model(model, store, group, num_nodes=opened.g.num_nodes(), seed=session.seed)
         self.module, self._cuts, self._depth = model, split.cuts, options.depth
         self._exchange = AsyncExchange(session, group)
         self._buffer_means = BufferMeans(self.module, session, reduction)
