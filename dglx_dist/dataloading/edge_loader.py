@@ -70,9 +70,7 @@ _NUM_CHECKED = 1024
 """Number of edges per rank that are compared with their reverse edges."""
 
 
-def read_rule(
-    g: DistGraph, edges: Edges, exclude: Any, reverse_eids: Any = None, reverse_etypes: Any = None
-) -> Reverse:
+def read_rule(g: DistGraph, edges: Edges, exclude: Any, reverse_eids: Any, reverse_etypes: Any) -> Reverse:
     """Check the exclusion options on one rank, for its ``edges``. Return how to find reverse edges.
 
     The options are those of :class:`DistEdgeDataLoader`, without fixed ids. Raises ConfigError if the mode is
@@ -144,14 +142,12 @@ def _match_reverse_edges(g: DistGraph, etype: EdgeType, back: EdgeType) -> DistT
     return matched_ids
 
 
-def _check_reverse(
-    g: DistGraph, etype: EdgeType, back_type: EdgeType, table: FindReverse, ids: Array
-) -> None:
+def _check_reverse(g: DistGraph, etype: EdgeType, back: EdgeType, table: FindReverse, ids: Array) -> None:
     # Compare the ends of edges with the ends of their reverse edges.
     reverse = table(ids)
     ids, reverse = ids[reverse != NO_REVERSE], reverse[reverse != NO_REVERSE]
     sources, destinations = g.find_edges(ids, etype)
-    back_sources, back_destinations = g.find_edges(reverse, back_type)
+    back_sources, back_destinations = g.find_edges(reverse, back)
     wrong_indices = ((sources != back_destinations) | (destinations != back_sources)).nonzero()[:, 0]
     if len(wrong_indices):
         k = int(wrong_indices[0])
@@ -164,11 +160,9 @@ def _check_reverse(
         )
 
 
-def _exclude_with_reverse(
-    edges: Edges, reverse: Mapping[EdgeType, Mapping[EdgeType, FindReverse]]
-) -> Excluded:
+def _exclude_with_reverse(edges: Edges, find: Mapping[EdgeType, Mapping[EdgeType, FindReverse]]) -> Excluded:
     pieces = {etype: [ids] for etype, ids in edges.items()}
-    for etype, tables in reverse.items():
+    for etype, tables in find.items():
         for back, table in tables.items() if len(edges.get(etype, ())) else ():
             ids = table(edges[etype])
             pieces.setdefault(back, []).append(ids[ids != NO_REVERSE])
@@ -186,9 +180,7 @@ def _call_exclude(g: DistGraph, exclude: Callable[[Any], Any], edges: Edges) -> 
 
 def _read_reverse_types(g: DistGraph, reverse_etypes: Any) -> Reverse:
     if not isinstance(reverse_etypes, Mapping):
-        raise ConfigError(
-            f"reverse_etypes is {reverse_etypes!r}. Pass {{edge type: type of its reverse edges}}."
-        )
+        raise ConfigError(f"reverse_etypes is {reverse_etypes!r}. Pass {{edge type: its reverse edge type}}.")
     types = {g.to_canonical_etype(key): g.to_canonical_etype(value) for key, value in reverse_etypes.items()}
     for etype, back in types.items():
         if (back[0], back[2]) != (etype[2], etype[0]) or etype == back:
@@ -327,10 +319,7 @@ def build_pairs(
     # Number all nodes of all pairs at once, by type and then by id.
     distinct, rows = np.unique(np.concatenate(keys), return_inverse=True)
     starts = np.searchsorted(distinct, np.arange(len(ntypes) + 1) << _TYPE_SHIFT)
-    nodes = {
-        ntype: distinct[starts[index] : starts[index + 1]] - type_bits[ntype]
-        for index, ntype in enumerate(ntypes)
-    }
+    nodes = {ntype: distinct[starts[i] : starts[i + 1]] - type_bits[ntype] for i, ntype in enumerate(ntypes)}
     rows_of_ends = np.split(rows.reshape(-1), np.cumsum([len(end_keys) for end_keys in keys])[:-1])
     graphs = [
         _build_pair_graph(ntypes, etypes, starts, pairs, np.stack(rows_of_ends[2 * index : 2 * index + 2]))

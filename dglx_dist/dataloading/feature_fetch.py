@@ -63,9 +63,7 @@ class RowMemory:
     ``device`` is a GPU, the memory is page-locked so that rows can be copied from there.
     """
 
-    def __init__(
-        self, num_batches: int = 4, dtype: torch.dtype | None = None, device: torch.device = _CPU
-    ) -> None:
+    def __init__(self, num_batches: int = 4, dtype: torch.dtype | None = None, device: Any = _CPU) -> None:
         self._num_batches, self._dtype, self.device = num_batches, check_float(dtype), device
         self._arrays: dict[tuple[str, ColumnInfo], list[Array]] = {}
         self._lock = threading.Lock()
@@ -83,11 +81,7 @@ class RowMemory:
         with self._lock:
             arrays = self._arrays.setdefault((key, info), [])
             counts = _count_references(arrays)
-            idle_indices = [
-                index
-                for index, num_references in enumerate(counts)
-                if num_references == self._idle_references
-            ]
+            idle_indices = [index for index, count in enumerate(counts) if count == self._idle_references]
             longest_index = max(idle_indices, key=lambda index: len(arrays[index]), default=None)
             if longest_index is not None and len(arrays[longest_index]) >= count:
                 array = arrays[longest_index]

@@ -204,9 +204,7 @@ def read_csc(relations: Relations, number: int) -> Csc:
     """Return the edge type with index ``number``, without ``indices``, which the draw kernels do not read."""
     rows = np.int64(relations.num_destinations[number])
     indptr = carray(_pointer(relations.indptr[number]), rows + 1, dtype=np.int64)
-    weights = carray(
-        _pointer(relations.weights[number]), np.int64(relations.num_weights[number]), dtype=np.float32
-    )
+    weights = carray(_pointer(relations.weights[number]), relations.num_weights[number], dtype=np.float32)
     return Csc(indptr, np.empty(0, np.int64), weights, 0, 0)
 
 

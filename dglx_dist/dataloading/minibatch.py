@@ -291,14 +291,12 @@ class KernelMaker(NodeMaker):
         def group_requests() -> Iterator[dict[int, SampleRequest]]:
             group: dict[int, SampleRequest] = {}
             for step in steps:
-                step_request = request(get_items(step), epoch, NOTHING_EXCLUDED, step)
-                streams_differ = any(
-                    (member.streams != step_request.streams).any() for member in group.values()
-                )
+                needed = request(get_items(step), epoch, NOTHING_EXCLUDED, step)
+                streams_differ = any((member.streams != needed.streams).any() for member in group.values())
                 if len(group) >= max_batches or streams_differ:
                     yield group
                     group = {}
-                group[step] = step_request
+                group[step] = needed
             if group:
                 yield group
 

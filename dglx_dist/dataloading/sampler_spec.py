@@ -67,9 +67,7 @@ class SamplePlan:
             )
 
 
-_NEIGHBORS = (
-    "Use dgl.dataloading.NeighborSampler(fanouts), which draws the neighbors of each node independently."
-)
+_NEIGHBORS = "Use dgl.dataloading.NeighborSampler(fanouts), which draws the neighbors of each node alone."
 _IDS = "Pass the ids as a tensor or a dict by type. batch_size= and shuffle= are options of the loader."
 _REMEDIES: Mapping[str, str] = {
     "ClusterGCNSampler": "Use strategy='cooperative', which trains on groups of nodes and drops no edge.",
@@ -88,9 +86,7 @@ def refuse_by_name(value: object) -> None:
     """Raise ConfigError with a remedy if ``value`` is a sampler or loader that cannot work here."""
     for kind in type(value).__mro__:
         if kind.__name__ in _REMEDIES and kind.__module__.startswith("dgl."):
-            raise ConfigError(
-                f"{kind.__module__}.{kind.__name__} is not supported. {_REMEDIES[kind.__name__]}"
-            )
+            raise ConfigError(f"{kind.__module__}.{kind.__name__} is unsupported. {_REMEDIES[kind.__name__]}")
 
 
 def read_sampler(sampler: object) -> SamplePlan:
@@ -109,9 +105,7 @@ def read_sampler(sampler: object) -> SamplePlan:
             "dx.DataLoader or dx.DistEdgeDataLoader."
         )
     if not isinstance(sampler, BlockSampler):
-        raise ConfigError(
-            f"{type(sampler).__qualname__} does not make blocks for a node loader. {_SUPPORTED}"
-        )
+        raise ConfigError(f"{type(sampler).__qualname__} makes no blocks for a node loader. {_SUPPORTED}")
     plan = SamplePlan(
         fanouts=None,
         node_feats=read_column_names(sampler.prefetch_node_feats, "prefetch_node_feats"),
@@ -152,9 +146,7 @@ def _is_stock(sampler: BlockSampler) -> bool:
 def _read_source_draws(sampler: LaborSampler) -> SourceDraws:
     rounds = sampler.importance_sampling
     if not is_integer(rounds):
-        raise ConfigError(
-            f"importance_sampling={rounds!r}. Use a number of rounds, 0 for none, or -1 until they converge."
-        )
+        raise ConfigError(f"importance_sampling={rounds!r}. Use a number of rounds, or -1 for convergence.")
     return SourceDraws(
         layer_dependency=bool(sampler.layer_dependency),
         batch_dependency=int(sampler.cnt[1]),  # DGL keeps this option only in its counters.
@@ -313,7 +305,5 @@ def _read_weights(rows: Array, info: ColumnInfo, name: str, first_edge: int) -> 
     # Minimum and maximum need no temporary arrays. They are NaN if one weight is.
     if len(weights) and not 0 <= weights.min() <= weights.max() < np.inf:
         bad = int(np.argmin((weights >= 0) & (weights < np.inf)))
-        raise ConfigError(
-            f"edata[{name!r}] is {weights[bad]} at edge {first_edge + bad}. Use finite weights of at least 0."
-        )
+        raise ConfigError(f"edata[{name!r}] is {weights[bad]} at edge {first_edge + bad}. Use 0 or more.")
     return weights

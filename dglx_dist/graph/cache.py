@@ -81,8 +81,7 @@ def compute_access_probability(
                 shard.indptr, shard.indices, shard.first_node, frontier, hop[etype], log_missed[source]
             )
         probability = {
-            ntype: 1.0 - (1.0 - seed_probability[ntype]) * np.exp(missed)
-            for ntype, missed in log_missed.items()
+            ntype: 1.0 - (1.0 - seed_probability[ntype]) * np.exp(log) for ntype, log in log_missed.items()
         }
         joined_last = {ntype: probability[ntype] - in_batch[ntype] for ntype in probability}
         in_batch = probability

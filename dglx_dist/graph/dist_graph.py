@@ -73,9 +73,7 @@ def import_if_changed(part_config: Path, session: Session) -> Path:
 
     def check() -> None:
         if not part_config.exists():
-            raise StorageError(
-                f"{part_config} does not exist. Pass the JSON file that DGL's partition_graph wrote."
-            )
+            raise StorageError(f"{part_config} does not exist. Pass the JSON file of DGL's partition_graph.")
 
     def import_files() -> None:
         stamps, stamp_file = _read_stamps(part_config), folder / _IMPORTED
@@ -225,9 +223,7 @@ class DistGraph(Shared):
         session: Session | None = None,
     ) -> None:
         if (folder is None) == (part_config is None):
-            raise ConfigError(
-                "pass DistGraph either the folder of a partitioned dataset or part_config=, DGL's JSON file"
-            )
+            raise ConfigError("pass DistGraph the folder of a dataset, or DGL's JSON file as part_config=")
         self.session = session or current_session()
         if is_on_torch_path(self.session.device):
             install()  # Blocks that a script moves itself need this.
@@ -280,9 +276,7 @@ class DistGraph(Shared):
         """Return the graph itself for the CPU. Raise ConfigError for other devices."""
         if torch.device(device).type == "cpu":
             return self
-        raise ConfigError(
-            f"a distributed graph stays on the CPU. Leave out .to({device}), as batches are moved."
-        )
+        raise ConfigError(f"a distributed graph stays on the CPU. Leave out .to({device}): batches move.")
 
     @property
     def idtype(self) -> torch.dtype:
@@ -333,9 +327,7 @@ class DistGraph(Shared):
         key = self._resolve_ntype(ntype, "num_classes(ntype)")
         classes = self.dataset.manifest.num_classes
         if key not in classes:
-            raise ConfigError(
-                f"{self.dataset.folder} states no classes of {key!r}. Partition it with labels."
-            )
+            raise ConfigError(f"{self.dataset.folder} has no classes of {key!r}. Partition it with labels.")
         return classes[key]
 
     def to_canonical_etype(self, etype: str | EdgeType | None) -> EdgeType:
@@ -498,9 +490,7 @@ class DistGraph(Shared):
             output_device: Device of the result. The default is the CPU.
         """
         if edge_dir != "in":
-            raise ConfigError(
-                f"edge_dir is {edge_dir!r}, but only 'in' can be sampled. Reverse the graph instead."
-            )
+            raise ConfigError(f"edge_dir is {edge_dir!r}, but only 'in' can be sampled. Reverse the graph.")
         root = np.random.SeedSequence([self.session.seed, self.rank(), next(self._draw_counter)])
         rule = DrawRule(replace=bool(replace), prob=prob, seed=int(root.generate_state(1, np.uint64)[0]) >> 1)
         graph = build_sampled_graph(self, seed_nodes, fanout, exclude_edges, rule)

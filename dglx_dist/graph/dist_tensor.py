@@ -240,9 +240,7 @@ class DistTensor(Shared):
 
         def describe() -> tuple[PartitionPolicy, ColumnInfo, str]:
             if policy is not part_policy:
-                raise ConfigError(
-                    f"part_policy is {part_policy!r}. Pass the result of g.get_node_partition_policy."
-                )
+                raise ConfigError(f"part_policy is {part_policy!r}. Use g.get_node_partition_policy(ntype).")
             place, info = _resolve_place(shape, dtype, policy or graph or get_opened_graph())
             return place, info, place.key(self._name) if is_gdata else place.hidden_key(self._name)
 
@@ -389,9 +387,7 @@ class DistTensor(Shared):
         try:
             rows = self._convert(rows).broadcast_to(shape)
         except RuntimeError:
-            raise ConfigError(
-                f"{self._name!r} takes values of shape {shape} here, not {tuple(rows.shape)}"
-            ) from None
+            raise ConfigError(f"{self._name!r} takes shape {shape} here, not {tuple(rows.shape)}") from None
         self.kvstore.push(self._key, ids, view_as_numpy(rows.contiguous()), accumulate=accumulate, wait=wait)
 
     def fence(self, timeout_s: float | None = None) -> None:
@@ -532,9 +528,7 @@ class DistTensor(Shared):
             raise ConfigError(f"there is already a tensor {self._name!r}. Choose another name.")
         present, requested = describe(column.info, column.bounds), describe(info, self.part_policy.bounds)
         if present != requested:
-            raise ConfigError(
-                f"the existing tensor {self._name!r} is {present}, not {requested}. Choose another name."
-            )
+            raise ConfigError(f"the tensor {self._name!r} is {present}, not {requested}. Use another name.")
         if init is not None and not column.writable:
             raise ConfigError(
                 f"{self._name!r} is data of the dataset, which init_func cannot fill. Choose another name."

@@ -165,9 +165,7 @@ class KVStore:
         """Return the column called ``name``. If there is none, a ConfigError lists the existing columns."""
         column = self._columns.get(name)
         if column is None:
-            raise ConfigError(
-                f"there is no tensor {name!r} (known: {', '.join(map(repr, self._columns)) or 'none'})"
-            )
+            raise ConfigError(f"there is no tensor {name!r} (known: {', '.join(map(repr, self._columns))})")
         return column
 
     def pull(self, name: str, ids: Array, **options: Any) -> Tensor:
@@ -396,9 +394,7 @@ class KVStore:
         """
         column = self.column(name)
         if column.info.row_shape:
-            raise ConfigError(
-                f"{name!r} has rows of shape {column.info.row_shape}, but a mask must be one-dimensional"
-            )
+            raise ConfigError(f"{name!r} has rows of shape {column.info.row_shape}, but a mask has numbers")
         bits = self._query_servers("nonzero", name)
         ids = [
             np.flatnonzero(np.unpackbits(packed, count=last - first)) + first
@@ -541,9 +537,7 @@ class KVStore:
         ids, rows = arrays
         column = self._check_owned(name, ids, rows)
         if column.on_push is None:
-            raise ConfigError(
-                f"no push handler of {name!r} is registered here. Register it on every rank before pushing."
-            )
+            raise ConfigError(f"{name!r} has no push handler here. Register it on every rank before pushing.")
         (shard,) = column.shards  # A writable tensor has one shard.
         with column.lock:
             column.on_push(

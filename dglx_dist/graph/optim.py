@@ -254,9 +254,7 @@ class SparseOptimizer:
                 if key == "dataset":
                     remedy = "Use the dataset that it was saved with (dx.distribute cuts another one for "
                     remedy += "another number of servers, unless parts= is given)."
-                raise StorageError(
-                    f"{folder} was saved with {key} {facts.get(key)!r}, but this run has {value!r}. {remedy}"
-                )
+                raise StorageError(f"{folder} has {key} {facts.get(key)!r}, this run has {value!r}. {remedy}")
         if facts.get("embeddings") != self._facts():
             raise StorageError(
                 f"{folder} holds the embeddings {facts.get('embeddings')}, but this optimizer has "

@@ -231,9 +231,7 @@ class _Ranges(Generic[K]):
     def _get_range(self, partition: int, key: K) -> tuple[int, int]:
         bounds = self.bounds(key)
         if not 0 <= partition < self.num_partitions:
-            raise ConfigError(
-                f"there is no partition {partition}. Partitions are 0 to {self.num_partitions - 1}."
-            )
+            raise ConfigError(f"there is no partition {partition}, only 0 to {self.num_partitions - 1}.")
         return int(bounds[partition]), int(bounds[partition + 1])
 
 
@@ -374,9 +372,7 @@ def integer_ids(index: Ids, count: int, what: str) -> Array:
     if ids.dtype == np.uint8 and ids.ndim == 1:
         ids = _read_bytes(ids, count, what, is_tensor=isinstance(index, Tensor))
     if ids.ndim != 1:
-        raise IndexError(
-            f"{what} is indexed with an array of shape {ids.shape}. Use a one-dimensional array."
-        )
+        raise IndexError(f"{what} is indexed with an array of shape {ids.shape}. Use one dimension.")
     if ids.dtype == np.bool_:
         if len(ids) != count:
             raise IndexError(f"{what} has {count} rows but the mask has {len(ids)} elements")

@@ -210,9 +210,7 @@ def _compute_first_values(init: InitRows, rows: Array, info: ColumnInfo) -> Arra
     if not isinstance(values, Tensor):
         raise ConfigError(f"init_func returned a {type(values).__name__}, but it must return a tensor")
     if tuple(values.shape) != shape or values.dtype != dtype:
-        raise ConfigError(
-            f"init_func returned {values.dtype} of shape {tuple(values.shape)} for {dtype} of shape {shape}"
-        )
+        raise ConfigError(f"init_func returned {values.dtype} {tuple(values.shape)}, not {dtype} {shape}")
     return view_as_numpy(values.detach().contiguous())
 
 

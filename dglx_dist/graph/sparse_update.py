@@ -201,9 +201,7 @@ class SparseExchange:
 
     def __init__(self, session: Session, op: str, tables: Sequence[OwnedRows], staleness: int | None) -> None:
         self._session, self._op, self._tables, self._staleness = session, op, tuple(tables), staleness
-        self._mailbox: Mailbox[StepMessage] = Mailbox(
-            session, "every rank must call step(), also without gradients"
-        )
+        self._mailbox: Mailbox[StepMessage] = Mailbox(session, "every rank must call step() in each step")
         self._in_flight: deque[list[Pending]] = deque()
         self._step = self._lag_sum = self._largest = self._waits = 0
         self._waited_s = 0.0

@@ -275,9 +275,7 @@ class SplittableConv(nn.Module, ABC):
         return {name: values for name, values in edges.items() if values is not None}
 
 
-def sum_in_edges(
-    block: DGLBlock, rows: Tensor, weight: Tensor | None = None, how: Literal["sum", "mean"] = "sum"
-) -> Tensor:
+def sum_in_edges(block: DGLBlock, rows: Tensor, weight: Tensor | None = None, *, how: str = "sum") -> Tensor:
     """Return (D1, ...) sums of the (L0, ...) source rows over in-edges, times ``weight`` ((E1, ...))."""
     # DGL's kernels reject rows without columns.
     if rows.numel():

@@ -176,15 +176,13 @@ def _draw_kept(stream: np.uint64, nodes: Array, columns: Array, threshold: np.ui
 
 
 @njit(cache=True, nogil=True)
-def _draw_kept_edges(
-    stream: np.uint64, nodes: Array, first: Array, heads: int, threshold: np.uint64
-) -> Array:
+def _draw_kept_edges(stream: np.uint64, nodes: Array, first: Array, heads: int, limit: np.uint64) -> Array:
     out = np.empty((first[-1], heads), np.bool_)
     for target in range(len(nodes)):
         key = item_key(stream, nodes[target])
         for edge in range(first[target], first[target + 1]):
             for head in range(heads):
-                out[edge, head] = _draw_bits(key, (edge - first[target]) * heads + head) >= threshold
+                out[edge, head] = _draw_bits(key, (edge - first[target]) * heads + head) >= limit
     return out
 
 
