@@ -138,7 +138,6 @@ def partition_graph(  # noqa: PLR0913  # the signature is DGL's
     *,
     balance: Sequence[str] = (),
     tolerance: float | Mapping[str, float] | None = None,
-    target_weights: Sequence[float] | None = None,
     fast: bool = False,
     seed: int = 0,
     format: Literal["dglx", "dgl"] = "dglx",
@@ -168,7 +167,6 @@ def partition_graph(  # noqa: PLR0913  # the signature is DGL's
         use_graphbolt: Must be False.
         balance: Weights to balance: nodes, degree, train, val, test, ntype, etype or a node column.
         tolerance: How much the heaviest part may exceed its share, for all constraints or by constraint.
-        target_weights: (P,) shares for unequal machines.
         fast: Use the cheap variant of kaminpar (less time) or metis (less memory, as in DistDGL). The cut is
             worse.
         seed: Random seed. The same seed gives the same parts.
@@ -192,7 +190,6 @@ def partition_graph(  # noqa: PLR0913  # the signature is DGL's
     options = PartitionOptions(
         balance=tuple(dict.fromkeys((*list_names(balance), *type_weights, *edge_weights))),
         tolerance={} if tolerance is None else tolerance,
-        target_weights=None if target_weights is None else tuple(target_weights),
         objective=objtype,
         fast=fast,
     )
@@ -451,9 +448,7 @@ def distribute_dataset(dataset: dgl.data.DGLDataset, **options: Any) -> DistData
     """
     count = len(dataset) if isinstance(dataset, Sized) else None
     if count is None:
-        raise ConfigError(
-            f"distribute_dataset takes a DGL dataset, not a {type(dataset).__name__}. Use dx.distribute."
-        )
+        raise ConfigError(f"{type(dataset).__name__} is not a DGL dataset. Use dx.distribute for a graph.")
     if count != 1:
         raise ConfigError(
             f"{type(dataset).__name__} has {count} graphs, but only one can be distributed. Choose one with "
@@ -581,7 +576,7 @@ DistNodeDataLoader = DataLoader
 
 
 def wrap(model: nn.Module, g: DistGraph | ScriptGraph, reduction: Reduction = "mean") -> WrappedModel:
-    """Wrap ``model`` for training with the other ranks, like DistributedDataParallel. Collective.
+    """Wrap ``model`` for training with the other ranks, like DistributedDataParallel. All ranks call this.
 
     Build the optimizer afterwards, from the parameters of the result.
 
@@ -653,7 +648,7 @@ def choose_strategy(
     batch_size: int | None = None,
     epochs: int = 20,
 ) -> Choice:
-    """Choose the strategy that trains ``model`` on ``g`` fastest, in a session with ``auto``. Collective.
+    """Choose the fastest strategy for ``model`` on ``g`` in a session with ``auto``. All ranks call this.
 
     Call it before the first loader is created and before :func:`wrap`. :func:`fit` calls it itself. It counts
     bytes and takes real steps with every candidate, in turns, for about 15 seconds or 2 % of the training.
@@ -755,7 +750,7 @@ def fit(  # noqa: PLR0913 - all but two have defaults
     choice = None
     if g.session.strategy == AUTO:
         _check_auto(config)
-        # Strategies that compute steps themselves support only plain classification. Collective.
+        # Strategies that compute steps themselves support only plain classification. All ranks run this.
         task = read_task(g, find_labelled_type(g, config.label), config.label, str(config.task))[0]
         own_loop = needs_own_loop(replace(config, task=task)) is not None
         batches: dict[str, Any] = {"fanouts": fanouts, "batch_size": batch_size, "epochs": config.epochs}

@@ -79,9 +79,8 @@ class Registry(Generic[T]):
         accepted = sorted({*known, *also})
         hint = suggest_name(name, [*accepted, *self._aliases])
         aliases = f"; aliases: {', '.join(sorted(self._aliases))}" if self._aliases else ""
-        raise UnknownNameError(
-            f"there is no {self._kind} {name!r}{hint} (known: {', '.join(accepted)}{aliases})"
-        )
+        choices = f"{', '.join(accepted)}{aliases}"
+        raise UnknownNameError(f"there is no {self._kind} {name!r}{hint} (known: {choices})")
 
     def get(self, name: str) -> type[T]:
         """Import and return the class behind ``name``.

@@ -49,7 +49,7 @@ _CHECK_EVERY_S = 1.0
 
 
 def open_streams(session: Session) -> dict[int, socket.socket]:
-    """Return a new non-blocking connection to every other rank, by rank. Collective.
+    """Return a new non-blocking connection to every other rank, by rank. Every rank must call this.
 
     Raises PeerError if a rank is dead or did not connect within the time limit. The message names it.
     """
@@ -61,10 +61,8 @@ def open_streams(session: Session) -> dict[int, socket.socket]:
     with ExitStack() as undo:
         listener = undo.enter_context(socket.create_server((address, 0), family=family, backlog=world_size))
         offers = {peer: _derive_pair_key(session, rank, peer) for peer in range(rank + 1, world_size)}
-        own_address: list[Array] = [
-            np.frombuffer(address.encode(), np.uint8),
-            np.array([listener.getsockname()[1]]),
-        ]
+        port = np.array([listener.getsockname()[1]])
+        own_address: list[Array] = [np.frombuffer(address.encode(), np.uint8), port]
         session.rpc.register(_OFFER, lambda _name, _arrays: own_address)
         undo.callback(session.rpc.unregister, _OFFER)
         barrier(session, _OPENING)
@@ -200,9 +198,8 @@ def open_client_access(session: Session, interface: str = "") -> ClientAccess:
     access = _CLIENT_ACCESS.get(session)
     if access is not None:
         return access
-    address = session.rpc.address or (
-        find_interface_address(interface, "option interface") if interface else "127.0.0.1"
-    )
+    default = find_interface_address(interface, "option interface") if interface else "127.0.0.1"
+    address = session.rpc.address or default
     credentials, addresses = open_endpoints(
         (lambda _, value: [value]) if session.store is None else session.store.exchange,
         session.hosts,

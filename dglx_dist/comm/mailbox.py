@@ -153,9 +153,7 @@ class OneSidedExchange:
                 raise ValueError(f"sender {sender} is not one of the {world_size} ranks")
             current_round = get_round(int(sender))
             if not 0 <= int(round_number) < current_round + MAX_AHEAD:
-                raise ValueError(
-                    f"{step!r} of round {round_number} is not kept: this rank is at {current_round}"
-                )
+                raise ValueError(f"{step!r} of round {round_number} is not kept: rank is at {current_round}")
             if check is not None:
                 check(arrays)
             deliver(int(round_number), step, int(sender), list(arrays))

@@ -140,9 +140,8 @@ class Server:
                 return
             if head.op not in self._handlers:
                 # Arrays of unregistered operations are not read, which matters for external clients.
-                self._send(
-                    peer, _encode_error(head, f"LookupError: {_unknown_operation(head.op, self._handlers)}")
-                )
+                reason = f"LookupError: {_unknown_operation(head.op, self._handlers)}"
+                self._send(peer, _encode_error(head, reason))
                 return
             arrays = read_arrays(self._router, head)
         except WireError as error:
@@ -249,7 +248,7 @@ def open_endpoints(
     encrypted: bool,
     for_clients: bool = False,
 ) -> tuple[Credentials, dict[int, PeerAddress]]:
-    """Exchange public keys, and listen with the credentials. Collective.
+    """Exchange public keys, and listen with the credentials. Every rank must call this.
 
     Args:
         gather: Function from (what, JSON value) to the values of all ranks.
@@ -659,7 +658,6 @@ class Rpc:
 
     def _serve(self, address: str, credentials: Credentials, handlers: Mapping[str, Handler]) -> str:
         self._contexts.append(zmq.Context())
-        self._servers.append(
-            Server(self._contexts[-1], self.rank, address, credentials, handlers, self._watch)
-        )
+        server = Server(self._contexts[-1], self.rank, address, credentials, handlers, self._watch)
+        self._servers.append(server)
         return self._servers[-1].endpoint

@@ -283,9 +283,7 @@ def _read_integer(
     if name not in variables:
         if default is not None:
             return default
-        raise ConfigError(
-            f"{name} is not set. Start the script with torchrun, or unset RANK to run one process."
-        )
+        raise ConfigError(f"{name} is not set. Start the script with torchrun, or unset RANK.")
 
     def parse(text: str) -> int | None:
         value = int(text)

@@ -111,9 +111,8 @@ def encode(head: Head, arrays: Sequence[Array] = ()) -> Buffers:
             raise WireError(
                 f"an array of {array.ndim} dimensions cannot be sent. Reshape it to {MAX_DIMENSIONS}."
             )
-        parts.append(
-            _ARRAY.pack(_CODES[_get_wire_dtype(array)], array.ndim) + _SHAPES[array.ndim].pack(*array.shape)
-        )
+        kind = _CODES[_get_wire_dtype(array)]
+        parts.append(_ARRAY.pack(kind, array.ndim) + _SHAPES[array.ndim].pack(*array.shape))
         (inline if len(raw) <= INLINE_BYTES else large).append(raw)
     return [b"".join([*parts, *inline]), *large]
 
@@ -156,9 +155,7 @@ def decode(data: bytes) -> Head:
     inline = 0
     for spec in specs:
         if (spec.shape and min(spec.shape) < 0) or spec.num_bytes > MAX_ARRAY_BYTES:
-            raise WireError(
-                f"an array of shape {spec.shape}, negative or of more than {MAX_ARRAY_BYTES} bytes"
-            )
+            raise WireError(f"an array of shape {spec.shape}, negative or above {MAX_ARRAY_BYTES} bytes")
         if spec.num_bytes <= INLINE_BYTES:
             inline += spec.num_bytes
     if position + inline != len(data):

@@ -109,9 +109,8 @@ class DistDataLoader(_Epochs):
 
         steps = range(schedule.num_steps)
         try:
-            batches = run_ahead(
-                make, steps, depth=max(self.queue_size, 1), num_threads=int(self.queue_size > 0)
-            )
+            depth, num_threads = max(self.queue_size, 1), int(self.queue_size > 0)
+            batches = run_ahead(make, steps, depth=depth, num_threads=num_threads)
             for step, batch in zip(steps, batches, strict=True):
                 share = schedule.share(step)
                 self._session.step_share = replace(share, num_global=share.num_global * weight)

@@ -93,9 +93,7 @@ def _check(stamped: Sequence[tuple[str, str, int, int, int]]) -> None:
             reasons = _Child.of(os.getpid()).answers(request, len(stamped), limit_s)
     for (_, path, *_), reason in zip(stamped, reasons, strict=False):
         if reason != "read":
-            raise StorageError(
-                reason if reason.startswith(path) else f"{path} is damaged: {reason}; {_REMEDY}"
-            )
+            raise StorageError(reason if path in reason else f"{path} is damaged: {reason}; {_REMEDY}")
 
 
 @final
@@ -171,6 +169,4 @@ def _read_and_check(kind: str, path: Path) -> None:
             ends = graph.edges(order="eid", etype=etype)
             for end, ntype in zip(ends, (etype[0], etype[2]), strict=True):
                 if len(end) and not 0 <= int(end.min()) <= int(end.max()) < graph.num_nodes(ntype):
-                    raise StorageError(
-                        f"{path} has edges of type {etype} between nodes that do not exist; {_REMEDY}"
-                    )
+                    raise StorageError(f"{path} has edges of type {etype} between unknown nodes; {_REMEDY}")

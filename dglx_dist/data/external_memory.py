@@ -403,9 +403,7 @@ def _check_fits(counts: Array, width: int, edge_bytes: int, budget: Budget) -> N
     if counts[slot] * edge_bytes > _HUB_SHARES * budget.bucket:
         nodes = f"nodes {slot * width} to {(slot + 1) * width - 1}" if width > 1 else f"node {slot}"
         needed = (int(counts[slot]) * edge_bytes // _HUB_SHARES + 1) * BUDGET_SHARES
-        raise ConfigError(
-            f"{counts[slot]} edges end at {nodes} and must be sorted together; {budget.remedy(needed)}"
-        )
+        raise ConfigError(f"{counts[slot]} edges end at {nodes}, sorted together; {budget.remedy(needed)}")
 
 
 def _write_buckets(
@@ -493,9 +491,7 @@ class Workspace:
         """Return the bytes left beside ``num_bytes``. Raise ConfigError if they are fewer than ``least``."""
         if not self.fits(num_bytes + least):
             needed = num_bytes + least
-            raise ConfigError(
-                f"{purpose} takes at least {format_bytes(needed)} of memory; {self.budget.remedy(needed)}"
-            )
+            raise ConfigError(f"{purpose} takes {format_bytes(needed)} or more; {self.budget.remedy(needed)}")
         return self.budget.work - num_bytes
 
 
@@ -664,9 +660,7 @@ def _claim_folder(folder: Path, settings: Mapping[str, object]) -> Iterator[None
             names = {path.name for path in folder.iterdir()}
             # The key is written before the first stage.
             if not {_KEY, _LOCK} <= names and any(not name.startswith((_KEY, _LOCK)) for name in names):
-                raise StorageError(
-                    f"{folder} holds files that are not unfinished work; choose another --scratch"
-                )
+                raise StorageError(f"{folder} has files of something else; choose another --scratch")
             (folder / _LOCK).touch()
             if not stack.enter_context(try_lock(folder / _LOCK)):
                 raise StorageError(f"{folder} is in use by another process; wait for it")
@@ -703,9 +697,7 @@ def _check_key(folder: Path, settings: Mapping[str, object]) -> None:
         return
     try:
         stored = json.loads(read_small_file(path))
-        differing = [
-            name for name in expected.keys() | stored.keys() if expected.get(name) != stored.get(name)
-        ]
+        differing = [key for key in expected.keys() | stored.keys() if expected.get(key) != stored.get(key)]
     except (OSError, ValueError, AttributeError, RecursionError) as error:
         raise StorageError(f"{path} is damaged ({error}); remove {folder}") from error
     if differing:

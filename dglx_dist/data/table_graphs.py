@@ -335,9 +335,8 @@ def _read_ends(table: Any, where: str, etype: EdgeType) -> tuple[TableColumn, Ta
             "name them in a description for dglx ingest, or save triples as a .tsv without a header"
         )
     for name in names if names != _END_COLUMNS[0] else ():
-        similar = [
-            key for key in table.column_names if key != name and _simplify_name(key) == _simplify_name(name)
-        ]
+        simple_name = _simplify_name(name)
+        similar = [key for key in table.column_names if key != name and _simplify_name(key) == simple_name]
         if similar:
             raise DatasetError(f"{where}: {name!r} or {similar[0]!r} may be an end of edges; rename one")
     return id_column(table, names[0], where), id_column(table, names[1], where)
@@ -409,9 +408,7 @@ def _convert_columns(table: Any, where: str, excluded: set[str]) -> dict[str, No
             continue
         table_column = column(table, name, where)
         if table_column.is_text and name == FEATURE:
-            shown = (
-                f"holds texts, such as {table_column.values[0].as_py()!r:.40}; write its numbers in columns"
-            )
+            shown = f"holds texts, such as {table_column.values[0].as_py()!r:.40}; write numbers in columns"
             raise table_column.error(f"{shown} feat_0, feat_1 ..., or lists of numbers in Parquet")
         if table_column.is_text:
             id_hint = "" if _ID in table.column_names else f", or 'id' if it has the ids (--id {name})"

@@ -73,9 +73,7 @@ class TableColumn:
         if self.values.null_count:
             row = find_first_true(pc.is_null(self.values))
             remedy = "; without labels, write 0 and leave 'split' empty" if LABEL in self.name else ""
-            raise self.error(
-                f"is empty, or NaN, NA or null ({self.values.null_count} rows in all){remedy}", row
-            )
+            raise self.error(f"is empty, or NaN, NA or null ({self.values.null_count} rows){remedy}", row)
 
     def refuse_non_ids(self) -> None:
         self.refuse_gaps()
@@ -88,9 +86,7 @@ class TableColumn:
 
     def texts(self) -> Any:
         """Return the values as a pyarrow array of large_string."""
-        return self._cast_values(
-            pa.large_string(), f"holds {self.values.type} that is not text; write texts or numbers"
-        )
+        return self._cast_values(pa.large_string(), f"holds {self.values.type}; write texts or numbers")
 
     def _cast_values(self, dtype: Any, problem: str) -> Any:
         try:

@@ -127,7 +127,7 @@ def open_exclude(g: DistGraph, exclude: Any, reverse: Reverse) -> Exclude:
 
 
 def _match_reverse_edges(g: DistGraph, etype: EdgeType, back: EdgeType) -> DistTensor:
-    """Return the reverse edges of all edges of ``etype``. Collective.
+    """Return the reverse edges of all edges of ``etype``. Every rank must call this.
 
     Edges are matched by position in the source's edge list if the ends of those pairs agree. Otherwise they
     are matched by their ends, because parts that DGL has cut list the edges of the cut graph.

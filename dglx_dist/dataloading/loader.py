@@ -49,7 +49,7 @@ _SPARE_BUFFERS = 2
 
 
 def open_maker(g: DistGraph, sampler: Any, plan: SamplePlan, options: LoaderOptions, seed: int) -> NodeMaker:
-    """Return the maker of a loader's batches. Collective.
+    """Return the maker of a loader's batches. Every rank must call this.
 
     Raises:
         ConfigError: on all ranks, if one cannot combine ``g``, plan and options, or if the plans differ.
@@ -130,7 +130,7 @@ def _read_structures(g: DistGraph, weights: str | None) -> list[Csc]:
 
 
 def _serve_draws(g: DistGraph, weights: str | None, draws: DrawSettings) -> str:
-    """Register this loader's draws as an RPC operation on all servers and return its name. Collective.
+    """Register the draws as an RPC operation on all servers. Return its name. Every rank must call this.
 
     The name is a hash of the rules of all ranks, so loaders with the same rule share an operation.
     """

@@ -19,7 +19,7 @@ from numba import njit
 
 from dglx_dist.errors import ConfigError
 from dglx_dist.graph.partition_book import as_ids
-from dglx_dist.keyed_random import draw_below, draw_unit, hash_ids, item_key, stream_key
+from dglx_dist.keyed_random import draw_below, hash_ids, item_key, stream_key
 from dglx_dist.options import check_integer
 from dglx_dist.records import Array, EdgeType
 
@@ -123,33 +123,6 @@ class PerSourceUniform(NegativeSampler):
 
 @final
 @dataclass(frozen=True)
-class DegreeWeighted(NegativeSampler):
-    """Works like :class:`Uniform`, but draws nodes in proportion to their degree to the power ``power``.
-
-    Destinations are drawn by in-degree and sources by out-degree, both of the edge type. Opening the sampler
-    gathers the degrees of all nodes of a type (8 bytes each) into a table. A draw is a binary search in it.
-
-    Raises:
-        ConfigError: as for :class:`Uniform`, or ``power`` is negative or not finite.
-    """
-
-    k: int
-    power: float = 0.75
-    corrupt: Corrupt = "tail"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not isinstance(self.power, (int, float)) or not 0 <= self.power < float("inf"):
-            raise ConfigError(f"power={self.power!r}. Use a finite number of at least 0, e.g. 0.75.")
-
-    def open(self, g: DistGraph, etypes: Sequence[EdgeType]) -> DrawEnds:
-        ends = _REPLACED_ENDS[self.corrupt]
-        tables = {(etype, end): _sum_degrees(g, etype, end, self.power) for etype in etypes for end in ends}
-        return lambda edges, end: _weighted(edges.ids, edges.stream(end), self.k, tables[edges.etype, end])
-
-
-@final
-@dataclass(frozen=True)
 class InBatch(NegativeSampler):
     """Takes the ends of other edges of the batch, so that no further nodes are needed.
 
@@ -179,17 +152,6 @@ class InBatch(NegativeSampler):
         return draw_ends
 
 
-def _sum_degrees(g: DistGraph, etype: EdgeType, end: int, power: float) -> Array:
-    """Return the (N,) float64 cumulative sums of degree ** power."""
-    degrees = (g.out_degrees if end == _SOURCE else g.in_degrees)(None, etype).numpy()
-    # Nodes without an edge have weight 0 even at power 0, where 0 ** 0 would be 1.
-    with np.errstate(over="ignore"):
-        sums = np.cumsum(np.where(degrees > 0, degrees.astype(np.float64) ** power, 0.0))
-    if len(sums) and not np.isfinite(sums[-1]):
-        raise ConfigError(f"power={power} is too large for degrees up to {degrees.max()}. Use e.g. 0.75.")
-    return sums
-
-
 @njit(cache=True, nogil=True)
 def _uniform(ids: Array, stream: np.uint64, k: int, bound: int) -> Array:
     """Return (len(ids), k) draws in [0, bound). Row i is keyed by ``ids[i]``."""
@@ -199,19 +161,6 @@ def _uniform(ids: Array, stream: np.uint64, k: int, bound: int) -> Array:
         number = 0
         for j in range(k):
             out[i, j], number = draw_below(key, number, bound)
-    return out
-
-
-@njit(cache=True, nogil=True)
-def _weighted(ids: Array, stream: np.uint64, k: int, sums: Array) -> Array:
-    """Return (len(ids), k) draws in proportion to the increments of the cumulative ``sums``."""
-    out = np.empty((len(ids), k), np.int64)
-    for i in range(len(ids)):
-        key = item_key(stream, ids[i])
-        for j in range(k):
-            slot = np.searchsorted(sums, draw_unit(key, j) * sums[-1], side="right")
-            # A product that rounds up to the total lies behind the last node with an edge.
-            out[i, j] = slot if slot < len(sums) else np.searchsorted(sums, sums[-1], side="left")
     return out
 
 

@@ -676,7 +676,7 @@ def resolve_seed(options: LoaderOptions, session: Session) -> int:
 
 
 def gather_counts(local: Sequence[int], batch_size: int, drop_last: bool, session: Session) -> Array:
-    """Return ``local`` of all W ranks as (W, n) int64, in the order of ranks. Collective.
+    """Return ``local`` of all W ranks as (W, n) int64, in the order of ranks. Every rank must call this.
 
     Raises ConfigError if ``batch_size`` or ``drop_last`` differs between ranks.
     """
@@ -688,7 +688,7 @@ def gather_counts(local: Sequence[int], batch_size: int, drop_last: bool, sessio
 
 
 def _gather_item_counts(items: Items[K], options: LoaderOptions, session: Session) -> tuple[int, ...]:
-    """Return the number of items of each rank. Warns if all ranks have the same items. Collective."""
+    """Return the number of items of each rank. Warns if all ranks have the same items. All ranks call it."""
     local = [len(items), items.digest() if len(items) else 0]
     rows = gather_counts(local, int(options.batch_size), options.drop_last, session)
     if len(rows) > 1 and len(items) and bool((rows == rows[0]).all()):

@@ -158,7 +158,7 @@ def reverse_edge_ids(
     reverse_etype: str | EdgeType | None = None,
     by: Matching = "endpoints",
 ) -> DistTensor:
-    """Return the id of the reverse of every edge. Collective.
+    """Return the id of the reverse of every edge. Every rank must call this.
 
     Partitioning gives edges new ids, so reverse edges by the ids of the source are wrong here. Pass the
     result as ``reverse_eids``. A second call with the same arguments only compares them between the ranks.

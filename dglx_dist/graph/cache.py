@@ -161,7 +161,7 @@ class CachePlan:
 
 
 def fill_cache(store: KVStore, column: Column, file_name: str, ids: Array) -> RowCache:
-    """Fetch rows of other servers into memory that the ranks of this server share. Collective.
+    """Fetch rows of other servers into memory that the ranks of this server share. Every rank must call this.
 
     Args:
         file_name: Prefix of unused names of shared memory.

@@ -53,7 +53,7 @@ log = logging.getLogger(__name__)
 
 
 def open_together(folder: Path, session: Session, verify: Verify) -> StoredDataset:
-    """Open a dataset on every rank. The first rank of each machine checks its files. Collective.
+    """Open a dataset on every rank. The first rank of each machine checks its files. All ranks call this.
 
     Raises:
         StorageError: on all ranks, if a rank cannot open the dataset, or if the ranks see different datasets.
@@ -68,7 +68,7 @@ def open_together(folder: Path, session: Session, verify: Verify) -> StoredDatas
 
 
 def import_if_changed(part_config: Path, session: Session) -> Path:
-    """Import DGL's files into a dataset beside them, if they changed. Return its folder. Collective."""
+    """Import DGL's files, if changed, into a dataset beside them. Return its folder. All ranks call this."""
     folder = part_config.absolute().with_suffix(".dglx")
 
     def check() -> None:
@@ -106,7 +106,7 @@ def _read_stamps(part_config: Path) -> str:
 def open_structures(
     dataset: StoredDataset, session: Session, placement: Placement, label: str, mode: StructureMode
 ) -> dict[EdgeType, Structure]:
-    """Open the structure of every edge type, replicated or partitioned. Collective."""
+    """Open the structure of every edge type, replicated or partitioned. Every rank must call this."""
     if mode not in ("auto", "replicated", "partitioned"):
         raise ConfigError(f"structure is {mode!r}. Choose 'auto', 'replicated' or 'partitioned'.")
     manifest = dataset.manifest
@@ -397,7 +397,7 @@ class DistGraph(Shared):
         init_func: InitRows | None = None,
         part_policy: PartitionPolicy | None = None,
     ) -> DistTensor:
-        """Return a tensor in memory for nodes or edges of this graph; see :class:`DistTensor`. Collective."""
+        """Make a :class:`DistTensor` for nodes or edges of this graph. Every rank must call this."""
         return DistTensor(shape, dtype, name, init_func, part_policy, graph=self)
 
     def cache_rows(
@@ -411,7 +411,7 @@ class DistGraph(Shared):
         fanouts: Fanouts | None = None,
         batch_size: int | None = None,
     ) -> CachePlan:
-        """Keep copies of other servers' rows, once per server. No result changes. Collective.
+        """Keep copies of other servers' rows, once per server. No result changes. Every rank must call this.
 
         A second call replaces the rows of the first call, and ``alpha=0`` drops them. With one server there
         are no rows to keep.
@@ -561,7 +561,7 @@ class DistGraph(Shared):
         barrier(self.session, "g.barrier()")
 
     def close(self) -> None:
-        """Stop serving this graph after all pending writes of the ranks are done. Collective."""
+        """Stop serving this graph after all pending writes of the ranks are done. All ranks call this."""
         run_on_all_ranks(self.session, self.kvstore.fence, RemoteError)
         barrier(self.session, f"closing {self.name}")
         for action in [*self.on_close]:  # Some actions remove themselves.

@@ -394,7 +394,7 @@ class DistTensor(Shared):
         self.kvstore.fence(timeout_s)
 
     def __or__(self, other: DistTensor) -> DistTensor:
-        """Return a new tensor with the bitwise or of both, such as the union of two masks. Collective.
+        """Return a new tensor with the bitwise or of both, like a union of masks. Every rank must call this.
 
         Raises ConfigError on all ranks if they differ in shape, dtype or policy, or are floating-point.
         """
@@ -424,7 +424,7 @@ class DistTensor(Shared):
         return tensor
 
     def save(self, folder: str | Path) -> None:
-        """Write the tensor into ``folder``. If this fails, the former content stays. Collective.
+        """Write the tensor into ``folder``. If this fails, the former content stays. All ranks call this.
 
         Every rank writes the rows that it owns as one file. Rank 0 then writes the index and renames the
         folder. All ranks must see the folder under this name. Concurrent pushes may be saved or not. Raises
@@ -446,7 +446,7 @@ class DistTensor(Shared):
         save_folder(self.kvstore.session, target, write_own, facts)
 
     def load(self, folder: str | Path, name: str | None = None) -> None:
-        """Fill the tensor from the result of :meth:`save` on any number of ranks. Collective.
+        """Fill the tensor from the result of :meth:`save` on any number of ranks. Every rank must call this.
 
         ``name`` is the name of the tensor in the folder. It may be None if the folder has one tensor.
 

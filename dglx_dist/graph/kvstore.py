@@ -365,7 +365,7 @@ class KVStore:
         column.write(ids, np.ascontiguousarray(rows))
 
     def register_push_handler(self, name: str, handler: PushHandler | None) -> None:
-        """Let ``handler`` apply pushes to a tensor instead of overwriting or adding. Collective.
+        """Let ``handler`` apply pushes to a tensor instead of overwriting or adding. All ranks call this.
 
         ``handler(rows, local_ids, values)`` runs on the rank that owns the pushed rows, on a thread of its
         own, never twice at a time for one tensor. ``rows`` (n, *row) is the memory of the local server's
@@ -378,7 +378,7 @@ class KVStore:
         self._change_on_all_ranks(name, handler, "push", lambda column: replace(column, on_push=handler))
 
     def register_pull_handler(self, name: str, handler: PullHandler | None) -> None:
-        """Let ``handler`` compute the rows that are pulled from a tensor. Collective.
+        """Let ``handler`` compute the rows that are pulled from a tensor. Every rank must call this.
 
         ``handler(rows, local_ids)`` returns (k, *row) values in the tensor's dtype. It runs on the serving
         rank, or for rows of the local server on the pulling rank, from any thread. Otherwise this works like

@@ -142,7 +142,7 @@ class SparseOptimizer:
             param.reset_trace()
 
     def flush(self) -> None:
-        """Wait until the gradients of all ranks are applied. Call it before evaluation. Collective."""
+        """Wait until the gradients of all ranks are applied. All ranks call this, like before evaluation."""
         self._exchange.flush()
 
     def staleness_report(self) -> StalenessReport:
@@ -187,7 +187,7 @@ class SparseOptimizer:
         self.lr = float(local_state_dict["params"]["lr"])
 
     def save(self, f: str | bytes | PathLike[str]) -> None:
-        """Write the embeddings and the state as the folder ``f``. Collective.
+        """Write the embeddings and the state as the folder ``f``. Every rank must call this.
 
         Each rank writes the rows that it owns. All ranks must see the folder. It replaces an earlier one
         completely or not at all. Raises StorageError on all ranks if one cannot write, or if ``f`` holds
@@ -197,7 +197,7 @@ class SparseOptimizer:
         save_folder(self.session, target, *self.rows_to_save())
 
     def load(self, f: str | bytes | PathLike[str]) -> None:
-        """Load the result of :meth:`save` on any number of ranks and servers. Collective.
+        """Load the result of :meth:`save` on any number of ranks and servers. Every rank must call this.
 
         Raises StorageError on all ranks if the folder is missing or damaged for one, or belongs to another
         dataset, optimizer or embeddings. Nothing has changed then.
@@ -214,7 +214,7 @@ class SparseOptimizer:
     def rows_to_save(
         self, copy: Callable[[str, torch.Tensor], torch.Tensor] = lambda _name, rows: rows
     ) -> tuple[WriteOwn, Mapping[str, object]]:
-        """Return a function that writes this rank's rows, and the facts of the index. Collective.
+        """Return a function that writes this rank's rows, and the facts of the index. All ranks call this.
 
         ``copy`` maps a name and rows to a copy of them, so that training can go on while they are written.
         """
@@ -269,7 +269,7 @@ class SparseOptimizer:
             check_rows(folder, index.tensor(name, folder), table.first, table.last)
 
     def read_saved(self, folder: Path) -> None:
-        """Load this rank's rows and the settings from ``folder``, after :meth:`check_saved`. Collective.
+        """Load this rank's rows and settings from ``folder``, after :meth:`check_saved`. All ranks call this.
 
         Raises StorageError if a file cannot be read any more.
         """
@@ -288,7 +288,7 @@ class SparseOptimizer:
         barrier(self.session, f"loading {folder}")
 
     def close(self) -> None:
-        """Free the state and stop serving. The embeddings stay. Collective."""
+        """Free the state and stop serving. The embeddings stay. Every rank must call this."""
         self.flush()
         barrier(self.session, f"closing {type(self).__name__}")
         self._exchange.close()

@@ -220,7 +220,7 @@ class SparseExchange:
             self._bound_lag(self._staleness)
 
     def flush(self) -> None:
-        """Wait until all gradients of all ranks are applied. Collective."""
+        """Wait until all gradients of all ranks are applied. Every rank must call this."""
         while self._in_flight:
             self._finish_oldest()
         if self._staleness is not None:

@@ -169,9 +169,8 @@ class Segments:
             return self.reduce(ordered.float(), how).to(ordered.dtype)
         flat = ordered.reshape(self.num_edges, math.prod(ordered.shape[1:])).contiguous()
         first = 0 if how == "sum" else None
-        out = torch.segment_reduce(
-            flat, how, offsets=self.offsets_and_order[0], axis=0, unsafe=True, initial=first
-        )
+        offsets = self.offsets_and_order[0]
+        out = torch.segment_reduce(flat, how, offsets=offsets, axis=0, unsafe=True, initial=first)
         return out.reshape(self.num_nodes, *ordered.shape[1:])
 
     def find_edge_ids(self, nodes: Tensor) -> Tensor:
@@ -458,9 +457,8 @@ def edge_softmax_hetero(index: TorchIndex, eids: Any, norm_by: str, *scores: Row
     out: list[Rows] = [None] * len(scores)
     for etypes in etypes_by_type.values():
         segments = [index.relations[etype].by_dst for etype in etypes]
-        shares = _softmax(
-            torch.cat([rows for e in etypes if (rows := scores[e]) is not None]), _join_segments(segments)
-        )
+        given = torch.cat([rows for e in etypes if (rows := scores[e]) is not None])
+        shares = _softmax(given, _join_segments(segments))
         parts = torch.split(shares, [segment.num_edges for segment in segments])
         for etype, part in zip(etypes, parts, strict=True):
             out[etype] = part
@@ -534,9 +532,8 @@ class TorchIndex(HeteroGraphIndex):
     @classmethod
     def from_index(cls, index: HeteroGraphIndex, device: torch.device, move: Copy) -> TorchIndex:
         etypes = range(index.number_of_etypes())
-        return cls.from_relations(
-            cpu_index(index), tuple(_make_relation(index, etype, move) for etype in etypes), device
-        )
+        relations = tuple(_make_relation(index, etype, move) for etype in etypes)
+        return cls.from_relations(cpu_index(index), relations, device)
 
     @classmethod
     def from_relations(cls, index: Any, relations: tuple[Relation, ...], device: torch.device) -> TorchIndex:

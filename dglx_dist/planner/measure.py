@@ -139,12 +139,11 @@ def _make_context(run: PlannedRun, config: CountConfig) -> CandidateContext:
 
 def _plan_run(g: DistGraph, num_layers: int, config: CountConfig) -> PlannedRun:
     manifest, cluster = g.dataset.manifest, config.cluster
-    topology = (
-        g.session.topology if config.in_job else build_topology(cluster.servers, cluster.ranks_per_server)
-    )
-    bounds = Placement(manifest.num_parts, topology).server_offsets(
-        manifest.node_offsets[manifest.node_types[0]]
-    )
+    topology = build_topology(cluster.servers, cluster.ranks_per_server)
+    if config.in_job:
+        topology = g.session.topology
+    offsets = manifest.node_offsets[manifest.node_types[0]]
+    bounds = Placement(manifest.num_parts, topology).server_offsets(offsets)
     seeds = read_marked_ids(g.ndata[TRAIN_MASK], g.num_nodes())
     return PlannedRun(
         g=g,
@@ -184,9 +183,9 @@ def predict_and_time(
         if work is not None and prediction.feasible:
             if work not in work_seconds:
                 step = work.blocks(counts.works[work])
-                work_seconds[work] = (
-                    0.0 if step is None else step[1] * time_step(model, step[0], features) * slowdown
-                )
+                work_seconds[work] = 0.0
+                if step is not None:
+                    work_seconds[work] = step[1] * time_step(model, step[0], features) * slowdown
             seconds = work_seconds[work]
         results.append(replace(prediction, compute_s=seconds))
     return results
@@ -223,9 +222,7 @@ def time_step(model: nn.Module, blocks: Sequence[Any], features: int) -> float:
         ConfigError: the model fails on the blocks.
     """
     if not any(parameter.requires_grad for parameter in model.parameters()):
-        raise ConfigError(
-            f"the {type(model).__name__} has no parameters to train, so there is nothing to choose"
-        )
+        raise ConfigError(f"the {type(model).__name__} has no parameters to train: nothing to choose")
     weight = find_float_parameter(model)
     device_blocks = [place(block, weight.device) for block in blocks]
     try:

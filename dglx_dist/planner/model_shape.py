@@ -29,9 +29,8 @@ from dglx_dist.strategies.base import STRATEGIES, find_float_parameter
 
 
 def build_topology(servers: int, ranks_per_server: int) -> Topology:
-    return Topology(
-        0, servers * ranks_per_server, tuple(np.repeat(range(servers), ranks_per_server).tolist())
-    )
+    server_of_rank = np.repeat(range(servers), ranks_per_server).tolist()
+    return Topology(0, servers * ranks_per_server, tuple(server_of_rank))
 
 
 def infer_shape(

@@ -244,7 +244,7 @@ class WrappedModel(nn.Module, ABC):
         return self.module
 
     def join_state(self, name: str, piece: Tensor) -> Tensor:
-        """Join the pieces of all ranks, which are cut like parameter ``name``. Collective.
+        """Join the pieces of all ranks, which are cut like parameter ``name``. Every rank must call this.
 
         It is used for optimizer state. If the parameter is replicated, ``piece`` itself is returned.
         """
@@ -255,14 +255,14 @@ class WrappedModel(nn.Module, ABC):
         return uncut
 
     def rank_state(self) -> dict[str, Tensor]:
-        """Return the tensors that a checkpoint stores for this rank in addition to parameters. Collective."""
+        """Return the tensors that a checkpoint stores for this rank beside parameters. All ranks call it."""
         return {}
 
     def load_rank_state(self, state: Mapping[str, Tensor]) -> None:
-        """Load the result of :meth:`rank_state`. It is {} if the number of ranks has changed. Collective."""
+        """Load :meth:`rank_state`, or {} if the number of ranks has changed. Every rank must call this."""
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
-        """Clip the gradients by their norm over the uncut model, like torch's function. Collective.
+        """Clip the gradients by their norm over the uncut model, like torch's function. All ranks call this.
 
         Returns:
             The norm before clipping, a scalar that is equal on every rank.
@@ -276,7 +276,7 @@ class WrappedModel(nn.Module, ABC):
         objective: Objective,
         show: Callable[[str], None] | None = None,
     ) -> EpochTrainer | None:
-        """Return the trainer that replaces a loop over ``loader``, or None if there is none. Collective.
+        """Return the trainer that replaces a loop over ``loader``, or None. Every rank must call this.
 
         Args:
             optimizer: An optimizer of this model's parameters.
@@ -436,7 +436,7 @@ class OpenedStrategy(ABC):
 
     @final
     def edge_loader(self, eids: Any, sampler: Any, **loader_options: Any) -> Any:
-        """Return an iterable of ``(input_nodes, pair_graph, [negative_pair_graph,] blocks)``. Collective.
+        """Yield ``(input_nodes, pair_graph, [negative_pair_graph,] blocks)``. Every rank must call this.
 
         ``eids`` are the edge ids of this rank, or a dict of them by edge type. They may be empty. For the
         other arguments see :meth:`loader` and ``dglx_dist.DistEdgeDataLoader``.

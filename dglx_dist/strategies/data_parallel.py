@@ -41,9 +41,7 @@ if TYPE_CHECKING:
 class DataParallelOptions:
     """Options of data_parallel."""
 
-    bucket_bytes: int = option(
-        BUCKET_BYTES, "Size in bytes of gradients that are sent together.", check=at_least(1)
-    )
+    bucket_bytes: int = option(BUCKET_BYTES, "Bytes of gradients that are sent together.", check=at_least(1))
 
     def __post_init__(self) -> None:
         check_ranges(self, "option {name}={value!r}")

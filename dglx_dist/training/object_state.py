@@ -73,7 +73,7 @@ def _encode(path: str, name: str, value: object, tensors: dict[str, Tensor]) -> 
 
 
 def describe_objects(values: Mapping[str, Any], tensors: Mapping[str, Tensor], session: Session) -> Any:
-    """Return the entry of ``state.json``, with ``per_rank`` if the ranks' states differ. Collective."""
+    """Return the entry of ``state.json``, with ``per_rank`` if states differ. Every rank must call this."""
     digests = {name: crc32(view_bytes(value.detach().cpu().contiguous())) for name, value in tensors.items()}
     ranks = gather_json({"values": values, "digests": digests}, session)
     if any(rank != ranks[0] for rank in ranks):
@@ -179,7 +179,7 @@ def check_optimizer(
 def join_optimizer(
     model: nn.Module, tensors: Mapping[str, Tensor], plain: Mapping[str, Any], session: Session
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Join the results of :func:`split_optimizer` on all ranks to the state of the uncut model. Collective.
+    """Join the results of :func:`split_optimizer` to the state of the uncut model. All ranks call this.
 
     A rank without columns, whose piece never had a gradient, may lack a tensor. Zeros replace it. Values that
     exist once per parameter, such as steps, come from the lowest rank.

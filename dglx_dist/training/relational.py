@@ -270,9 +270,8 @@ class RGCN(RelationalModel):
                 for weight in weights:
                     nn.init.xavier_uniform_(weight)
                 self.weights.append(nn.Parameter(weights))
-            self.own.append(
-                nn.ModuleDict({make_module_name(ntype): nn.Linear(into, out) for ntype in self.ntypes})
-            )
+            linears = {make_module_name(ntype): nn.Linear(into, out) for ntype in self.ntypes}
+            self.own.append(nn.ModuleDict(linears))
             if num_bases is not None:
                 self.bases.append(WeightBasis((into, out), num_bases, len(relations)))
         self.dropout, self._residual = nn.Dropout(dropout), residual
@@ -300,9 +299,8 @@ class RGCN(RelationalModel):
             rows = rows + torch.cat([h[ntype][:count] for ntype, count in num_dst.items()])
         if self.norms:
             norms: Any = self.norms[depth]
-            rows = torch.cat(
-                [norms[make_module_name(ntype)](x) for ntype, x in _split_by_type(rows, num_dst).items()]
-            )
+            by_type = _split_by_type(rows, num_dst).items()
+            rows = torch.cat([norms[make_module_name(ntype)](x) for ntype, x in by_type])
         keys = make_type_keys(block.dstnodes, result_types)
         return _split_by_type(drop_rows(self.dropout, torch.relu(rows), keys), num_dst)
 

@@ -32,7 +32,7 @@ saved it, and the precision of forward passes.
 
 
 def resolve_resume(config: Options, checkpoints: str | Path | None, session: Session) -> Options:
-    """Return ``config`` with the settings that the checkpoints decide. Collective.
+    """Return ``config`` with the settings that the checkpoints decide. Every rank must call this.
 
     If there are checkpoints and ``overwrite`` does not replace them, ``resume`` and ``goes_on`` are set.
     Without ``precision``, that of the checkpoint is used.
@@ -114,9 +114,8 @@ TRAINED_WITH = "strategy"
 def describe_run(g: DistGraph, config: FitConfig, optimizer: torch.optim.Optimizer) -> dict[str, object]:
     """Return the facts that a run must have in common with the run that it resumes, as JSON values."""
     session = g.session
-    options = collect_shared_facts(
-        session.strategy, tracing.hide_credentials(session.options), session.seed, curve=False
-    )
+    shown = tracing.hide_credentials(session.options)
+    options = collect_shared_facts(session.strategy, shown, session.seed, curve=False)
     groups = {
         f"optimizer.{number}.{name}": _plain(value)
         for number, group in enumerate(optimizer.param_groups)

@@ -317,7 +317,7 @@ def test_links_are_not_proposed_to_those_who_gave_a_task(folders: dict[str, Path
         ({"model": "GCN"}, "there is no model 'GCN'; did you mean 'gcn'"),
         ({"patience": 5, "eval_every": 0}, "--early-stop 5 counts evaluations, but --eval-every is 0"),
         ({"seeds": (0, 0)}, "--seeds 0,0 must be different"),
-        ({"task": "link", "strategy": "auto"}, "--task link needs a named strategy like data_parallel"),
+        ({"task": "link", "strategy": "auto"}, "--task link needs a strategy like data_parallel"),
     ],
 )
 def test_wrong_options_are_refused(options: dict[str, Any], said: str) -> None:

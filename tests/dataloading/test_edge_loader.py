@@ -307,9 +307,6 @@ WRONG_ON_ONE = {
     "range": ([240], {}, IndexError, "id 240 at position 0"),
     "column": ([3], {"sampler": NeighborSampler([2], prefetch_node_feats=["fest"])}, ConfigError, "'fest'"),
     "fixed": ([3], {"exclude": [240]}, IndexError, "240"),
-    "power": (
-        [3], {"negative_sampler": negative.DegreeWeighted(2, power=1e3)}, ConfigError, "power=1000.0 is too",
-    ),
 }  # fmt: skip
 
 

@@ -120,7 +120,7 @@ def test_errors_name_files_that_cannot_be_loaded(graph: DistGraph, tmp_path: Pat
     with pytest.raises(StorageError, match=r"has no index\.json: nothing was saved there"):
         tensor.load(tmp_path / "nowhere")
     tensor.save(tmp_path / "h")
-    with pytest.raises(StorageError, match=r"holds no tensor 'x' \(known: 'h'\)"):
+    with pytest.raises(StorageError, match=r"has no tensor 'x' \(known: 'h'\)"):
         tensor.load(tmp_path / "h", "x")
     with pytest.raises(ConfigError, match="read-only"):
         graph.ndata["label"].load(tmp_path / "h")

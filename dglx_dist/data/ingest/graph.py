@@ -194,9 +194,7 @@ def ingest(config: IngestConfig, plan: IngestPlan) -> Ingested:
     workspace = (plan.workspace or out.parent).absolute()
     for option_name, path in (("workspace", workspace), ("output-conf-file", plan.output_description)):
         if path is not None and path.resolve().is_relative_to(out.resolve()):
-            raise ConfigError(
-                f"the {option_name} {path} is in {out}, the folder of the dataset; choose another"
-            )
+            raise ConfigError(f"the {option_name} {path} is in {out}, the dataset's folder; choose another")
     _check_tables(config)
     reverse = _reverse_types(config) if plan.reverse_edges else {}
     is_text = _find_text_types(config)

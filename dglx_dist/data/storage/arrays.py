@@ -179,9 +179,7 @@ class ArrayFolder:
             if facts is not None and stored_facts != facts:
                 raise ValueError(f"it has {stored_facts} instead of {facts}")
         except _UNREADABLE as error:
-            raise StorageError(
-                f"{self.path} is damaged ({error}); the next run that opens it writes it again"
-            ) from error
+            raise StorageError(f"{self.path} is damaged ({error}); the next run writes it again") from error
         return stored_facts, arrays
 
     def find(
@@ -224,9 +222,7 @@ class ArrayFolder:
                 writer.publish(facts, overwrite=True)
         except OSError as error:
             if error.errno in CANNOT_WRITE:
-                _LOG.warning(
-                    "%s cannot be written (%s): %s is not kept on disk", self.path, error, description
-                )
+                _LOG.warning("%s cannot be written (%s): %s is not kept", self.path, error, description)
                 return False
             raise StorageError(f"{self.path} cannot be written ({error}); check the disk") from error
         return True

@@ -163,9 +163,7 @@ def _parse_edge_type(name: str, path: Path) -> EdgeType:
 
 def _read_id_ranges(top: Fields, key: str, names: Sequence[str], num_parts: int) -> IdRanges:
     # The entry of a part is [first, end), or only the end in old files.
-    expected = (
-        f"{num_parts} ranges for each of {', '.join(names)}, growing from part to part and type to type"
-    )
+    expected = f"{num_parts} ranges for each of {', '.join(names)}, growing by part and type"
     ranges_by_name = top.raw_value(key)
     # Old files with one type do not name it.
     named_ranges = (
@@ -496,9 +494,7 @@ class _DglWriter:
         try:
             return torch.from_numpy(np.ascontiguousarray(array))
         except (TypeError, ValueError) as problem:
-            raise ConfigError(
-                f"{kind}/{name} has dtype {array.dtype}, which DGL's files cannot hold"
-            ) from problem
+            raise ConfigError(f"{kind}/{name} is {array.dtype}, which DGL's files cannot hold") from problem
 
 
 def _convert_ids(ids: Array) -> torch.Tensor:

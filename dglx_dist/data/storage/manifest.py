@@ -226,9 +226,7 @@ def from_json(value: object, where: str) -> Manifest:
     for etype in manifest.edge_types:
         for ntype in (etype[0], etype[2]):
             if ntype not in node_columns:
-                raise StorageError(
-                    f"{where}: key 'edge_types' has {etype}, but there is no node type {ntype!r}"
-                )
+                raise StorageError(f"{where}: key 'edge_types' has {etype}, but no node type is {ntype!r}")
     for ntype, names in manifest.class_names.items():
         if len(names) != (classes := num_classes.get(ntype, 0)):
             raise StorageError(f"{where}: {len(names)} class_names for {classes} classes of {ntype!r}")

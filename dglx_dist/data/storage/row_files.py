@@ -88,9 +88,7 @@ class RowIndex:
         """Return one tensor. Raise StorageError if it does not exist."""
         if name not in self.tensors:
             known = ", ".join(map(repr, self.tensors)) or "none"
-            raise StorageError(
-                f"{folder} holds no tensor {name!r} (known: {known}); give another name or folder"
-            )
+            raise StorageError(f"{folder} has no tensor {name!r} (known: {known}); give another name")
         return self.tensors[name]
 
 

@@ -60,9 +60,7 @@ def check_feature_dtype(feature_dtype: FeatureDtype | None, graph: RawGraph | No
     dtypes = feature_dtype if isinstance(feature_dtype, Mapping) else {"all features": feature_dtype}
     for column, dtype in dtypes.items():
         if dtype not in _FEATURE_DTYPES:
-            raise ConfigError(
-                f"the feature dtype of {column} is {dtype!r}; give one of {', '.join(_FEATURE_DTYPES)}"
-            )
+            raise ConfigError(f"the feature dtype of {column} is {dtype!r}, not {', '.join(_FEATURE_DTYPES)}")
     if graph is not None and isinstance(feature_dtype, Mapping):
         _check_names(graph, feature_dtype)
 
@@ -595,9 +593,7 @@ def _columns(
 
 def _check_column(column: NodeColumn, num_rows: int, description: str, is_bfloat16: bool) -> ColumnInfo:
     if not column.shape or column.shape[0] != num_rows:
-        raise ConfigError(
-            f"{description} has shape {column.shape}, but there are {num_rows} rows to describe"
-        )
+        raise ConfigError(f"{description} has shape {column.shape}, but there are {num_rows} rows")
     if isinstance(column, SparseRows):
         info = ColumnInfo(
             dtype=make_column_info(column.values, description).dtype, row_shape=(column.num_columns,)
@@ -607,9 +603,7 @@ def _check_column(column: NodeColumn, num_rows: int, description: str, is_bfloat
     if not is_bfloat16:
         return info
     if info.dtype != "uint16":
-        raise ConfigError(
-            f"{description} has dtype {info.dtype}; the bits of bfloat16 values are passed as uint16"
-        )
+        raise ConfigError(f"{description} is {info.dtype}; the bits of bfloat16 values are passed as uint16")
     return ColumnInfo(dtype="bfloat16", row_shape=info.row_shape)
 
 

@@ -48,7 +48,7 @@ class Work(ABC):
 
     @abstractmethod
     def count(self, run: PlannedRun) -> Any:
-        """Return the counts of all ranks, or None if counting takes too long. Collective."""
+        """Return the counts of all ranks, or None if counting takes too long. Every rank must call this."""
 
     def blocks(self, counts: Any) -> tuple[list[Any], int] | None:
         """Return the blocks of a step of the busiest rank, and the steps of an epoch. None by default."""
@@ -224,9 +224,8 @@ class EpochCounts:
         activations = self.activations(targets, sources)
         step_bytes = sum(activations) + self.backward_bytes(activations)
         loaded_bytes = (_BATCHES_AHEAD + 1 + in_flight) * (inputs + blocks)
-        static_bytes = (
-            self.fixed_bytes + OPTIMIZER_COPIES * self.parameter_bytes + held + self.structure_bytes
-        )
+        parameter_bytes = self.fixed_bytes + OPTIMIZER_COPIES * self.parameter_bytes
+        static_bytes = parameter_bytes + held + self.structure_bytes
         return static_bytes + round(ALLOCATOR_OVERHEAD * (step_bytes + loaded_bytes))
 
     def find_cache(self, candidate: Candidate) -> CacheHits | None:

@@ -190,9 +190,8 @@ def pack_sizes(plan: RankPlan, world_size: int) -> Array:
     for row, layer in zip(received, plan.layers, strict=True):
         for rank, count in layer.receive:
             row[rank] = count
-    return np.concatenate(
-        [*vars(read_step_sizes(plan)).values(), [plan.external_nodes], received.reshape(-1)]
-    )
+    sizes = vars(read_step_sizes(plan)).values()
+    return np.concatenate([*sizes, [plan.external_nodes], received.reshape(-1)])
 
 
 def use_covers(plan: RankPlan) -> RankPlan:
@@ -200,9 +199,8 @@ def use_covers(plan: RankPlan) -> RankPlan:
     first, *above = plan.layers
     covers = [layer.cover for layer in above if layer.cover is not None]
     assert len(covers) == len(above), "the plan was made without covers"
-    layers = (
-        replace(cover.layer, indices=np.concatenate([cover.layer.indices, cover.indices])) for cover in covers
-    )
+    indices = [np.concatenate([cover.layer.indices, cover.indices]) for cover in covers]
+    layers = (replace(cover.layer, indices=ids) for cover, ids in zip(covers, indices, strict=True))
     return replace(plan, layers=(first, *layers))
 
 

@@ -71,7 +71,7 @@ class ServerSeeds:
 
 
 def gather_seeds(g: DistGraph, seeds: Array) -> ServerSeeds:
-    """Gather the seeds of all ranks and return those of this server. Collective.
+    """Gather the seeds of all ranks and return those of this server. Every rank must call this.
 
     Each rank temporarily holds the seeds of all ranks, 8 bytes each.
 
@@ -121,10 +121,8 @@ class PlanMaker:
         self._planner = Planner(g)
         self._is_leader = g.session.topology.local_rank == 0
         # External nodes of a server are selected once for all of its batches.
-        self._composed, self._selection = (
-            lru_cache(1)(partial(_compose, g, seeds)),
-            lru_cache(1)(make_selection),
-        )
+        self._composed = lru_cache(1)(partial(_compose, g, seeds))
+        self._selection = lru_cache(1)(make_selection)
 
     def make(self, spec: PlanSpec, step: int) -> RankPlan:
         """Return this rank's plan of the step. All ranks must call it, each from one thread at a time."""
@@ -298,15 +296,13 @@ class ColumnReader:
 
     def targets(self, plan: RankPlan) -> dict[str, Tensor]:
         """Return the (seeds, *row) target columns by name."""
-        return self._read_rows(
-            _get_first_type(self._columns.targets), plan.rows(len(plan.layers)), LABEL_PHASE
-        )
+        keys = _get_first_type(self._columns.targets)
+        return self._read_rows(keys, plan.rows(len(plan.layers)), LABEL_PHASE)
 
     def edges(self, plan: RankPlan) -> dict[str, Tensor]:
         """Return the (E, *row) edge columns of layer 1. The edges of later layers are a prefix."""
-        return self._convert(
-            self._read_rows(_get_first_type(self._columns.edges), plan.layers[0].edge_ids, PHASE, 1)
-        )
+        keys = _get_first_type(self._columns.edges)
+        return self._convert(self._read_rows(keys, plan.layers[0].edge_ids, PHASE, 1))
 
     def _read_rows(
         self, keys: Mapping[str, str], ids: Array, phase: str, layer: int = 0

@@ -224,9 +224,7 @@ _EDGE_ENDS = (
     "the sources of its edges are on several ranks, so they have no rows here; use update_all or "
     "apply_edges, which see both ends"
 )
-_ALL_EDGES = (
-    "messages must be sent along all edges at once, so that ranks exchange the same rows; use update_all"
-)
+_ALL_EDGES = "messages must go along all edges at once, so that ranks exchange the same rows; use update_all"
 _REFUSED: Mapping[str, str] = {
     _FIXED: """
         add_nodes add_edges remove_nodes remove_edges add_self_loop remove_self_loop to_simple

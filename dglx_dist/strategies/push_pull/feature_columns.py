@@ -230,7 +230,7 @@ def load_columns(store: KVStore, slices: Sequence[ColumnSlice], session: Session
 
 
 def _stream(store: KVStore, missing_slices: Sequence[ColumnSlice], session: Session) -> None:
-    """Load ``missing_slices`` while serving the other ranks. Collective."""
+    """Load ``missing_slices`` while serving the other ranks. Every rank must call this."""
     num_bytes = sum(column_slice.num_rows * column_slice.row_bytes for column_slice in missing_slices)
     shows_progress = session.topology.rank == 0 and num_bytes > PROGRESS_BYTES
     op = f"{store.label}.columns"
@@ -378,9 +378,8 @@ class ColumnStore:
                     step = max(1, CHUNK_VALUES // max(1, len(column_slice.columns)))
                     for first in range(0, num_rows, step):
                         chunk = slice(first, min(first + step, num_rows))
-                        values = view_as_tensor(column_slice.rows[chunk].copy(), column_slice.info).to(
-                            torch.float64
-                        )
+                        rows = view_as_tensor(column_slice.rows[chunk].copy(), column_slice.info)
+                        values = rows.to(torch.float64)
                         sums[chunk] += function(values, chunk).sum(1)
                 return sum_over_ranks(sums, self._session, phase=PHASE, in_place=True).div_(width)
 
@@ -415,7 +414,7 @@ class ColumnStores:
         self._opened: dict[tuple[str, ...], ColumnStore] = {}
 
     def open(self, names: Sequence[str]) -> ColumnStore:
-        """Return the columns of features of one node type, the same object at each call. Collective.
+        """Return the columns of features of one node type, the same object at each call. All ranks call this.
 
         Raises:
             ConfigError: a feature is not a matrix, or ranks request different columns. It is raised on all

@@ -211,10 +211,8 @@ class PushPullLoader(EpochLoader[GroupedBatch, Any]):
         return self._group.size == 1 or any(pipeline() for pipeline in self._pipelines)
 
     def _refuse_unwrapped(self, module: nn.Module, arguments: tuple[Any, ...]) -> None:
-        if (
-            any(hasattr(argument, "push_pull") for argument in flatten_arguments(arguments))
-            and not self._has_model()
-        ):
+        has_batch = any(hasattr(value, "push_pull") for value in flatten_arguments(arguments))
+        if has_batch and not self._has_model():
             raise ConfigError(
                 f"{type(module).__name__} was called on a batch of push_pull, which only has this rank's "
                 "share of the feature columns; call model = dx.wrap(model, g) before the loop"
@@ -248,7 +246,7 @@ class PushPullLoader(EpochLoader[GroupedBatch, Any]):
         """Exchange the seeds of the group, and return a function that samples the blocks of other owners.
 
         The function maps an epoch to a function of the step. Random numbers are keyed by (seed, epoch, hop,
-        node), so all ranks sample equal blocks. Collective.
+        node), so all ranks sample equal blocks. Every rank must call this.
 
         Raises:
             ConfigError: the sampling of a rank cannot be repeated by others. It is raised on all ranks.
@@ -425,9 +423,7 @@ def split_prefetch(g: DistGraph, sampler: Any, names: tuple[str, ...]) -> tuple[
             "not send them to other ranks; leave both out, or use strategy='data_parallel'"
         )
     feats = plan.node_feats
-    prefetched = (
-        [name for of_type in feats.values() for name in of_type] if isinstance(feats, Mapping) else feats
-    )
+    prefetched = [name for keys in feats.values() for name in keys] if isinstance(feats, Mapping) else feats
     matrices = [name for name in prefetched if name in g.ndata and len(g.ndata[name].shape) == 2]
     names = tuple(dict.fromkeys([*names, *matrices]))
     reduced_sampler = copy.copy(sampler)

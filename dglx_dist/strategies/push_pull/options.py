@@ -40,9 +40,7 @@ class PushPullOptions:
     features: str = FEATURE
     """Comma-separated names, in the order in which the model concatenates them."""
     wire_dtype: WireDtype = option("same", "Type in which partial activations and gradients are sent.")
-    bucket_bytes: int = option(
-        BUCKET_BYTES, "Size in bytes of gradients that are sent together.", check=at_least(1)
-    )
+    bucket_bytes: int = option(BUCKET_BYTES, "Bytes of gradients that are sent together.", check=at_least(1))
 
     def __post_init__(self) -> None:
         check_ranges(self, "option {name}={value!r}")

@@ -63,9 +63,7 @@ _WHOLE_TENSORS = frozenset(
 )
 """Optimizer classes that use norms, rows or factors of a parameter, and not only single elements."""
 
-_ELEMENTWISE = (
-    "SGD, Adam, AdamW, NAdam, RAdam, Adamax, Adagrad, Adadelta, RMSprop, Rprop, ASGD and SparseAdam"
-)
+_ELEMENTWISE = "SGD, Adam, AdamW, NAdam, RAdam, Adamax, Adagrad, Adadelta, RMSprop, Rprop, ASGD, SparseAdam"
 
 
 def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
@@ -352,9 +350,8 @@ class PartSide:
         gradients = {name: batch.gradients.get(name) for name in self._cut}
         if len(self._group.replicas) > 1:
             gradients = self._sum_gradients(batch, self._cut, self._sum_over_replicas)
-        for name, gradient in (
-            gradients | self._sum_gradients(batch, self._shared, self._sum_over_all)
-        ).items():
+        gradients |= self._sum_gradients(batch, self._shared, self._sum_over_all)
+        for name, gradient in gradients.items():
             if batch.leaves[name].requires_grad and gradient is not None:
                 parameter, addend = self.parameters[name], gradient.detach()
                 parameter.grad = addend if parameter.grad is None else parameter.grad + addend
@@ -381,10 +378,8 @@ class PartSide:
         )
         pieces = torch.split(all_reduce(flat_gradients), [leaf.numel() for leaf in leaves])
         # Concatenation has promoted several dtypes to the widest.
-        return {
-            name: piece.view_as(leaf).to(leaf.dtype)
-            for name, piece, leaf in zip(names, pieces, leaves, strict=True)
-        }
+        pairs = zip(names, pieces, leaves, strict=True)
+        return {name: piece.view_as(leaf).to(leaf.dtype) for name, piece, leaf in pairs}
 
     def _sum_over_replicas(self, flat: Tensor) -> Tensor:
         rank, replicas = self._group.rank, self._group.replicas
@@ -639,9 +634,7 @@ class Pipeline(Shared):
                     )
                 ]
                 batch.shares = compute_shares(layer, stage_inputs, self._group, self._activations)
-            batch.pulls = [
-                self._activations.pull(part_input, FORWARD, batch.number) for part_input in batch.shares
-            ]
+            batch.pulls = [self._activations.pull(part, FORWARD, batch.number) for part in batch.shares]
         return batch
 
     def _backward_part(self, batch: InFlightBatch) -> InFlightBatch:

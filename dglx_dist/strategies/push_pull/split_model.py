@@ -392,7 +392,7 @@ def find_input_modules(
     num_nodes: int,
     seed: int,
 ) -> dict[nn.Module, InputModule]:
-    """Find the modules that may work on the input, and the replacements of their ``forward``. Collective.
+    """Find the modules that work on the input, and their new ``forward``. Every rank must call this.
 
     Every dropout is replaced, because models often use one ``nn.Dropout`` for all layers. Norms and
     embeddings of all nodes are cut if they are as wide as the input. A norm must also be
@@ -431,9 +431,7 @@ def find_input_modules(
             "use strategy='data_parallel'"
         )
     replacements: dict[nn.Module, InputModule] = {}
-    replacements |= {
-        embedding: ColumnEmbedding(embedding, provenance, runs) for embedding in embeddings.values()
-    }
+    replacements |= {rows: ColumnEmbedding(rows, provenance, runs) for rows in embeddings.values()}
     if norms:
         moments_of_rows = moments()
         replacements |= {
@@ -561,7 +559,7 @@ class SplitModel:
 def split_model(
     model: nn.Module, store: ColumnStore, group: Group, *, num_nodes: int, seed: int
 ) -> SplitModel:
-    """Cut the first layer of ``model`` and the modules before it to this rank's part. Collective.
+    """Cut the first layer of ``model`` and the modules before it to this rank's part. All ranks call this.
 
     The user's modules are kept. Their parameters become pieces, and their ``forward`` computes by stages.
 

@@ -110,7 +110,7 @@ class OpenedPushPull(OpenedStrategy):
         self.on_close += [self._columns.close, self._leave_replicas]
 
     def replicas(self) -> dist.ProcessGroup | None:
-        """Return the process group of the ranks with the same columns, or None. Collective."""
+        """Return the process group of the ranks with the same columns, or None. Every rank must call this."""
         self._replicas = self._replicas or make_replica_group(self.session, self.group)
         return self._replicas
 
@@ -259,12 +259,9 @@ class PushPullModel(WrappedModel):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the user's module on blocks of the strategy's loader. Other blocks raise ConfigError."""
-        batches = (
-            getattr(argument, "push_pull", None) for argument in flatten_arguments((*args, *kwargs.values()))
-        )
-        self._pipeline.begin(
-            next((argument for argument in batches if isinstance(argument, GroupBatch)), None)
-        )
+        arguments = flatten_arguments((*args, *kwargs.values()))
+        batches = (getattr(argument, "push_pull", None) for argument in arguments)
+        self._pipeline.begin(next((batch for batch in batches if isinstance(batch, GroupBatch)), None))
         if self._provenance.dropouts.in_use:
             self._provenance.dropouts.set_row_counts((*args, *kwargs.values()))
         if not torch.is_grad_enabled():
