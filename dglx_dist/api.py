@@ -84,10 +84,8 @@ def partition_cached(graph: RawGraph, plan: PartitionPlan, cache: Path) -> Path:
     intact.
 
     One process calls this function. If another run partitions the same graph into the same cache at the same
-    time, the result of the first one is used. Incomplete folders of killed runs are removed.
-
-    Raises:
-        StorageError: the cache cannot be written. This is checked before the graph is partitioned.
+    time, the result of the first one is used. Incomplete folders of killed runs are removed. Raises
+    StorageError if the cache cannot be written. This is checked before the graph is partitioned.
     """
     folder = (cache / f"{Path(graph.name).name}-{content_key(graph, plan)}").absolute()
     if not (folder / MANIFEST).is_file():
@@ -318,9 +316,10 @@ def _explain_timeout(session: Session) -> Iterator[None]:
 
 
 def _session_for(strategy: str | None) -> Session:
-    session = get_session_or_start(
-        lambda: begin(resolve_strategy(strategy, auto=True), {}, check=check_session_options)
-    )
+    def start() -> Session:
+        return begin(resolve_strategy(strategy, auto=True), {}, check=check_session_options)
+
+    session = get_session_or_start(start)
     if strategy is not None and session.strategy != resolve_strategy(strategy, auto=True):
         raise ConfigError(
             f"strategy={strategy!r} differs from {session.strategy!r}, the strategy of the open session. "
@@ -816,7 +815,7 @@ def training_nodes(g: DistGraph, ntype: str) -> Tensor:
 
 
 def _node_loader(
-    g: DistGraph, config: FitConfig, fanouts: Sequence[int], options: Mapping[str, Any]
+    g: DistGraph, config: FitConfig, sizes: Sequence[int], options: Mapping[str, Any]
 ) -> TrainingLoader:
     ntype = find_labelled_type(g, config.label) if config.ntype is None else config.ntype
     feats = {ntype: [config.feature]}
@@ -824,7 +823,7 @@ def _node_loader(
         feats = {name: [config.inputs.feature] for name in config.inputs.feature_widths}
     seeds, labels = {ntype: training_nodes(g, ntype)}, {ntype: [config.label]}
     sampler = dgl.dataloading.NeighborSampler(
-        list(fanouts),
+        list(sizes),
         prefetch_node_feats=feats,
         prefetch_labels=labels,
         prefetch_edge_feats=config.edge_feats or None,

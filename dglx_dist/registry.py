@@ -85,9 +85,8 @@ class Registry(Generic[T]):
     def get(self, name: str) -> type[T]:
         """Import and return the class behind ``name``.
 
-        Raises:
-            UnknownNameError: no plugin has that name.
-            ConfigError: the plugin is not a subclass of the base.
+        Raises UnknownNameError if no plugin has that name, and ConfigError if the plugin is not a subclass of
+        the base.
         """
         resolved = self.resolve(name)
         if resolved in self._added:
@@ -102,8 +101,7 @@ class Registry(Generic[T]):
     def register(self, name: str) -> Callable[[type[T]], type[T]]:
         """Return a class decorator that registers ``name``.
 
-        Raises:
-            ConfigError: the name is taken, or the class is not a subclass of the base.
+        Raises ConfigError if the name is taken, or the class is not a subclass of the base.
         """
 
         def add(plugin: type[T]) -> type[T]:

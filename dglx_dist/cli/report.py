@@ -246,9 +246,7 @@ def report(
         draw_or_warn(lambda: draw(run.epochs, folder / PICTURE, title=title), folder / PICTURE)
 
 
-def _report_runs(
-    folders: Sequence[Path], spreads: Mapping[Path, Mapping[str, Any]], html: Path | None
-) -> list[Run]:
+def _report_runs(folders: Sequence[Path], spreads: Mapping[Path, Mapping[str, Any]], html: Any) -> list[Run]:
     """Print the figures of runs side by side, with each seed of ``spreads``, and write their page."""
     from dglx_dist.report.page import render_page, write_page
     from dglx_dist.report.run_folder import read_run
@@ -294,9 +292,8 @@ def _explain_damage(path: Path) -> Iterator[None]:
 def report_trace(path: Path, batches: tuple[int, int] | None) -> None:
     """Draw the trace ``path`` to a PNG file beside it, and print how much of the traffic was hidden.
 
-    Raises:
-        StorageError: the file is not a trace, or is damaged.
-        ConfigError: it has no such ``batches``.
+    Raises StorageError if the file is not a trace, or is damaged, and ConfigError if it has no such
+    ``batches``.
     """
     from dglx_dist.comm.trace import read_trace
     from dglx_dist.report.pictures import describe_overlap, draw_trace

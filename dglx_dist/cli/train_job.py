@@ -83,9 +83,7 @@ PREDICTION, EMBEDDING, SCORES = "prediction", "embedding", "scores"
 """Column names of written results."""
 
 
-def _resolve_auto(
-    plan: TrainConfig, g: DistGraph, module: nn.Module
-) -> tuple[TrainConfig, dict[str, Any] | None]:
+def _resolve_auto(plan: TrainConfig, g: DistGraph, module: nn.Module) -> tuple[TrainConfig, Any]:
     """Choose a strategy for ``auto``, or resume with that of the checkpoint. Every rank must call this.
 
     Return the plan with the session's strategy, and ``Choice.to_json()`` if there was a choice.
@@ -94,8 +92,8 @@ def _resolve_auto(
         return plan, None
     folder = Path(plan.out)
     own_loop, kind = needs_own_loop(plan) is not None, None if plan.model_file else plan.model
-    facts = {"kind": kind, "own_loop": own_loop, **select_common_fields(plan, Training)}
-    training = Training(num_layers=plan.layers, **facts)
+    common = select_common_fields(plan, Training)
+    training = Training(num_layers=plan.layers, kind=kind, own_loop=own_loop, **common)
     candidate, choice = resolve(module, g, training, folder / CHECKPOINTS if plan.resume else None)
     choice_json = read_run_plan(folder, g.session) if choice is None else choice.to_json()
     plan = replace(plan, strategy=candidate.strategy, strategy_options=dict(candidate.options))

@@ -325,9 +325,8 @@ class CallExchange(Exchange):
         op, self._span = f"exchange-{session.next_number('exchange')}", span
         self._inbox = _Inbox(session)
         inbox = self._inbox
-        self._calls = OneSidedExchange(
-            session, op, _ADVICE, _check_bytes, inbox.put, inbox.expected.__getitem__
-        )
+        get = inbox.expected.__getitem__
+        self._calls = OneSidedExchange(session, op, _ADVICE, _check_bytes, inbox.put, get)
         barrier(session, f"opening of {op}")
 
     def _post(
@@ -400,9 +399,8 @@ def send_message(connection: socket.socket, header: bytes, message: Outgoing) ->
 def receive_message(connection: socket.socket, expected: bytes, message: Incoming) -> Iterator[None]:
     """Receive ``message`` over a non-blocking connection. Yields after each read.
 
-    Raises:
-        PeerError: the header is not ``expected``, so the peer is at another exchange.
-        OSError: the connection broke.
+    Raises PeerError if the header is not ``expected``, so the peer is at another exchange, and OSError if the
+    connection broke.
     """
     header, num_read = memoryview(bytearray(_HEADER.size)), 0
     while num_read < _HEADER.size:

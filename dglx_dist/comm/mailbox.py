@@ -192,9 +192,7 @@ class OneSidedExchange:
     ) -> None:
         """Send each rank its ``arrays`` and wait until all are delivered. See :meth:`submit`.
 
-        Raises:
-            PeerError: a rank is dead or silent.
-            RemoteError: a rank rejects the arrays.
+        Raises PeerError if a rank is dead or silent, and RemoteError if a rank rejects the arrays.
         """
         for call in self.submit(round_number, step, arrays, **counted):
             call.result()

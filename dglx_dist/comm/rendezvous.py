@@ -55,9 +55,7 @@ log = logging.getLogger(__name__)
 def open_store(rendezvous: Rendezvous, rank: int, world_size: int, timeout_s: float) -> Store:
     """Connect to the store of the job, or host it on rank 0 if the launcher does not.
 
-    Raises:
-        ConfigError: the host is unknown.
-        PeerError: the store did not answer within ``timeout_s``.
+    Raises ConfigError if the host is unknown, and PeerError if the store did not answer within ``timeout_s``.
     """
     host, port = rendezvous.host, rendezvous.port
     is_host = rank == 0 and not rendezvous.hosted_by_agent
@@ -182,10 +180,7 @@ def _host_store(host: str, port: int, world_size: int, timeout_s: float) -> Stor
 class SealedStore(Store):
     """Store that writes an HMAC before each value of ``inner``. Counters have none.
 
-    The HMAC binds a value to its key.
-
-    Raises:
-        PeerError: a value was not written with ``secret``.
+    The HMAC binds a value to its key. Raises PeerError if a value was not written with ``secret``.
     """
 
     def __init__(self, inner: Store, secret: bytes) -> None:

@@ -575,11 +575,8 @@ class Rpc:
         """Call ``rank`` and return at once. ``arrays`` must not change until the result arrives. Thread-safe.
 
         ``phase`` is the key of the ledger that counts the bytes, or None to count nothing. A call to this
-        rank itself runs the handler at once, without a socket.
-
-        Raises:
-            RemoteError: this rank called itself, and its handler raised.
-            PeerError: there is no such rank, or the session is closed.
+        rank itself runs the handler at once, without a socket. Raises RemoteError if this rank called itself,
+        and its handler raised, and PeerError if there is no such rank, or the session is closed.
         """
         if rank == self.rank:
             try:

@@ -108,9 +108,7 @@ def encode(head: Head, arrays: Sequence[Array] = ()) -> Buffers:
     for array in arrays:
         raw = raw_bytes(array)
         if array.ndim > MAX_DIMENSIONS:
-            raise WireError(
-                f"an array of {array.ndim} dimensions cannot be sent. Reshape it to {MAX_DIMENSIONS}."
-            )
+            raise WireError(f"an array of {array.ndim} dimensions, which are more than {MAX_DIMENSIONS}")
         kind = _CODES[_get_wire_dtype(array)]
         parts.append(_ARRAY.pack(kind, array.ndim) + _SHAPES[array.ndim].pack(*array.shape))
         (inline if len(raw) <= INLINE_BYTES else large).append(raw)

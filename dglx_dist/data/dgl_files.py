@@ -68,8 +68,7 @@ def _load(kind: str, path: Path) -> Any:
 def check_files(files: Iterable[DglFile]) -> None:
     """Read the files in a child process, unless they were checked before and have not changed.
 
-    Raises:
-        StorageError: a file is missing or cannot be read.
+    Raises StorageError if a file is missing or cannot be read.
     """
     stamped = []
     for kind, path in files:
@@ -115,8 +114,7 @@ class _Child:
     def answers(self, request: str, count: int, limit_s: float) -> list[str]:
         """Return an answer for each file, up to the first one that could not be read.
 
-        Raises:
-            ConnectionError: the child ended before it got the request.
+        Raises ConnectionError if the child ended before it got the request.
         """
         process, text, end_s = self._process, b"", time.monotonic() + limit_s
         assert process.stdin is not None

@@ -293,8 +293,7 @@ def read_json(
 def write_json(value: Json) -> bytes:
     """Return ``value`` as canonical JSON with sorted keys and no blanks, so equal values give equal bytes.
 
-    Raises:
-        ConfigError: JSON cannot represent a value, such as NaN.
+    Raises ConfigError if JSON cannot represent a value, such as NaN.
     """
     try:
         return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()

@@ -76,8 +76,7 @@ class DatasetSource(ABC):
     def load(self) -> RawGraph:
         """Read the whole graph. Node ids are 0..N-1 per type, and splits are boolean masks.
 
-        Raises:
-            DatasetError: the data is missing or wrong. The message names file, column and first row.
+        Raises DatasetError if the data is missing or wrong. The message names file, column and first row.
         """
 
 
@@ -96,10 +95,7 @@ def standard_columns(
 
     ``features`` and ``feats`` become ``feat``, and ``labels`` becomes ``label``, unless that name is taken.
     Without ``rename``, names and dtypes are kept, except for splits and class labels. ``where`` starts
-    messages.
-
-    Raises:
-        DatasetError: a split has a value other than 0 and 1, or a label is not a number.
+    messages. Raises DatasetError if a split has a value other than 0 and 1, or a label is not a number.
     """
     standard: dict[str, NodeColumn] = {}
     for source_name, column in columns.items():
@@ -427,8 +423,7 @@ def load_dataset(
 def open_text(path: Path, content_kind: str) -> Iterator[IO[bytes]]:
     """Open a file, and decompress it if it ends in ``.gz``.
 
-    Raises:
-        DatasetError: the file, or the content that the block reads, is not a readable ``content_kind``.
+    Raises DatasetError if the file, or the content that the block reads, is not a readable ``content_kind``.
     """
     try:
         with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:

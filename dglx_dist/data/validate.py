@@ -19,10 +19,9 @@ MAX_CLASSES = 1 << 24
 def check_raw_graph(graph: RawGraph, where: str) -> None:
     """Check that ids, columns, labels and splits of ``graph`` are consistent. ``where`` starts messages.
 
-    Raises:
-        DatasetError: there is no node, an id is out of range, a column has the wrong length, a feature is NaN
-            or infinite, a label is outside [-1, classes), a user id occurs twice, or splits overlap, are
-            empty, or contain a node without label.
+    Raises DatasetError if there is no node, an id is out of range, a column has the wrong length, a feature
+    is NaN or infinite, a label is outside [-1, classes), a user id occurs twice, or splits overlap, are
+    empty, or contain a node without label.
     """
     if graph.total_nodes == 0:
         raise DatasetError(f"{where}: the graph has no nodes; there must be at least one")

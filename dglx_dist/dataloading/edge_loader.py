@@ -284,9 +284,8 @@ def merge_pairs(pair_graph: Any) -> MergedPairs:
         sizes.append(len(sources))
     relation = torch.arange(len(sizes)).repeat_interleave(torch.tensor(sizes)).to(pair_graph.device)
     index = get_structure(pair_graph)
-    return MergedPairs(
-        index=index, etypes=etypes, sizes=tuple(sizes), ends=torch.cat(ends, 1), relation=relation
-    )
+    joined = torch.cat(ends, 1)
+    return MergedPairs(index=index, etypes=etypes, sizes=tuple(sizes), ends=joined, relation=relation)
 
 
 _TYPE_SHIFT = 44
@@ -348,9 +347,8 @@ def _build_pair_graph(
         shape = (1 + (source != destination), counts[source], counts[destination])
         relations.append(heterograph_index.create_unitgraph_from_coo(*shape, u, v, ["coo", "csr", "csc"]))
     metagraph = graph_index.from_coo(len(ntypes), *map(list, zip(*kinds, strict=True)), True)
-    index = heterograph_index.create_heterograph_from_relations(
-        metagraph, relations, utils.toindex(counts, "int64")
-    )
+    make, num_nodes = heterograph_index.create_heterograph_from_relations, utils.toindex(counts, "int64")
+    index = make(metagraph, relations, num_nodes)
     graph = dgl.DGLGraph(index, list(ntypes), [relation for _, relation, _ in etypes])
     relation = torch.from_numpy(np.repeat(np.arange(len(sizes)), sizes))
     graph.merged_pairs = MergedPairs(

@@ -51,9 +51,8 @@ _SPARE_BUFFERS = 2
 def open_maker(g: DistGraph, sampler: Any, plan: SamplePlan, options: LoaderOptions, seed: int) -> NodeMaker:
     """Return the maker of a loader's batches. Every rank must call this.
 
-    Raises:
-        ConfigError: on all ranks, if one cannot combine ``g``, plan and options, or if the plans differ.
-        IndexError: an excluded edge does not exist. The other ranks raise ConfigError.
+    Raises ConfigError on all ranks, if one cannot combine ``g``, plan and options, or if the plans differ,
+    and IndexError if an excluded edge does not exist. The other ranks raise ConfigError.
     """
     columns, draws = run_on_all_ranks(
         g.session, lambda: _read_local_plan(g, sampler, plan, options, seed), ConfigError

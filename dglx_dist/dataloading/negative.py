@@ -97,10 +97,8 @@ class NegativeSampler(ABC):
 class Uniform(NegativeSampler):
     """Keeps one end of each edge and draws the other one uniformly among the nodes of its type.
 
-    With ``corrupt="tail"`` this does the same as DGL's ``Uniform`` and ``PerSourceUniform``.
-
-    Raises:
-        ConfigError: ``k`` is not an integer of at least 1, or ``corrupt`` is none of its three values.
+    With ``corrupt="tail"`` this does the same as DGL's ``Uniform`` and ``PerSourceUniform``. Raises
+    ConfigError if ``k`` is not an integer of at least 1, or ``corrupt`` is none of its three values.
     """
 
     def open(self, g: DistGraph, etypes: Sequence[EdgeType]) -> DrawEnds:

@@ -64,10 +64,8 @@ def measure_expansion(dataset: StoredDataset, servers: int, hops: int) -> Expans
 
     The dataset has one node and one edge type, and all its parts are on this machine. It is streamed: memory
     is a few bytes per node, and a hop reads only the in-edges of the nodes that the previous hop reached.
-
-    Raises:
-        ConfigError: there are several types, no servers, fewer parts than servers, or negative ``hops``.
-        StorageError: a part is not on this machine, or damaged.
+    Raises ConfigError if there are several types, no servers, fewer parts than servers, or negative ``hops``,
+    and StorageError if a part is not on this machine, or damaged.
     """
     manifest = dataset.manifest
     if len(manifest.node_types) != 1 or len(manifest.edge_types) != 1:

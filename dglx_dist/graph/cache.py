@@ -77,9 +77,8 @@ def compute_access_probability(
         for etype, shard in shards.items():
             source, _, destination = etype
             frontier = _Frontier(in_batch[destination], joined_last[destination], not_drawn[etype])
-            _add_log_missed(
-                shard.indptr, shard.indices, shard.first_node, frontier, hop[etype], log_missed[source]
-            )
+            add_to = log_missed[source]
+            _add_log_missed(shard.indptr, shard.indices, shard.first_node, frontier, hop[etype], add_to)
         probability = {
             ntype: 1.0 - (1.0 - seed_probability[ntype]) * np.exp(log) for ntype, log in log_missed.items()
         }

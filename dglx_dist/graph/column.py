@@ -120,9 +120,8 @@ class JointRequest:
     def copy(self, plan: RemotePlan, first: int, out: Array) -> None:
         """Wait for the rows of ``plan`` and copy them to ``out``. ``first`` rows were added before them.
 
-        Raises:
-            PeerError, RemoteError: a server does not answer or cannot, as in :meth:`KVStore.submit_pull`.
-            ValueError: a reply does not match the request.
+        Raises PeerError or RemoteError if a server does not answer or cannot, as in
+        :meth:`KVStore.submit_pull`, and ValueError if a reply does not match the request.
         """
         replies, indices = self.send(), self._row_indices[first : first + len(plan.ids)]
         for reply, begin, end in replies:
@@ -182,14 +181,8 @@ class LookAheadRows:
     @property
     def num_bytes(self) -> int:
         """Size in bytes of the rows and of the tables that find and order them."""
-        arrays = (
-            self.rows,
-            *self.table,
-            self._last_input,
-            self._ids_by_slot,
-            self._next_use,
-            self._later_use,
-        )
+        uses = self._last_input, self._ids_by_slot, self._next_use, self._later_use
+        arrays = (self.rows, *self.table, *uses)
         return sum(array.nbytes for array in arrays)
 
     def claim(self) -> bool:
@@ -214,9 +207,8 @@ class LookAheadRows:
         self._first_inputs.append(self._next_input)
         self._reserve_entries(len(remote))
         bounds, step = (self._next_input, self._first_inputs[0]), self._step + len(self._first_inputs) - 1
-        self._num_used += _announce(
-            self.table, self._last_input, self._next_use, self._later_use, remote, bounds, step
-        )
+        uses = self._last_input, self._next_use, self._later_use
+        self._num_used += _announce(self.table, *uses, remote, bounds, step)
         self._next_input += len(remote)
 
     @property

@@ -116,10 +116,8 @@ def open_structures(
     if session.topology.rank == 0:
         log.info("%s: %d parts, structure %s", dataset.folder, manifest.num_parts, mode)
     if mode == "partitioned":
-        return {
-            etype: PartitionedStructure(session, dataset, placement, label, etype)
-            for etype in manifest.edge_types
-        }
+        make = partial(PartitionedStructure, session, dataset, placement, label)
+        return {etype: make(etype) for etype in manifest.edge_types}
     return {etype: _open_replicated(dataset, session, etype) for etype in manifest.edge_types}
 
 
@@ -372,9 +370,8 @@ class DistGraph(Shared):
                     f"the policy {name!r} has the bounds {list(rows)} for {servers} server(s). Pass "
                     f"{servers + 1} ascending numbers from 0 on, or only the number of rows."
                 )
-        return PartitionPolicy(
-            kind="own", type_name=name, bounds=bounds, partition_book=self._book, store=self.kvstore
-        )
+        book, store = self._book, self.kvstore
+        return PartitionPolicy(kind="own", type_name=name, bounds=bounds, partition_book=book, store=store)
 
     def find_policy_of_length(self, num_rows: int) -> PartitionPolicy:
         """Return the policy of the only node or edge type with ``num_rows`` rows, or raise ConfigError."""
@@ -529,9 +526,8 @@ class DistGraph(Shared):
     def user_ids(self, ids: Ids, ntype: str | None = None) -> Array:
         """Return the user's own (K,) ids of nodes, int64 or unicode text. The default is :meth:`orig_ids`.
 
-        Raises:
-            IndexError: an id is out of range.
-            StorageError: the ids are text, and not all parts are on this machine.
+        Raises IndexError if an id is out of range, and StorageError if the ids are text, and not all parts
+        are on this machine.
         """
         key = self._resolve_ntype(ntype, "user_ids(ids, ntype)")
         policy, id_dtype = self._node_policies[key], self.dataset.manifest.user_ids.get(key)

@@ -530,9 +530,7 @@ class DistTensor(Shared):
         if present != requested:
             raise ConfigError(f"the tensor {self._name!r} is {present}, not {requested}. Use another name.")
         if init is not None and not column.writable:
-            raise ConfigError(
-                f"{self._name!r} is data of the dataset, which init_func cannot fill. Choose another name."
-            )
+            raise ConfigError(f"{self._name!r} is data of the dataset. init_func cannot fill it.")
 
     def _convert(self, values: Tensor) -> Tensor:
         if values.dim() and not torch.can_cast(values.dtype, self.dtype):

@@ -181,9 +181,8 @@ class DistEmbedding(Shared):
         return _COMPUTE_DTYPE[self.weight.dtype]
 
     def __repr__(self) -> str:
-        return (
-            f"DistEmbedding({self.name!r}, {self.num_embeddings}, {self.embedding_dim}, {self.weight.dtype})"
-        )
+        shape = f"{self.num_embeddings}, {self.embedding_dim}"
+        return f"DistEmbedding({self.name!r}, {shape}, {self.weight.dtype})"
 
     def __call__(self, ids: Ids, device: torch.device | str | None = None) -> Tensor:
         """Return the rows of ``ids``. With gradients enabled, ``backward`` stores their gradients here.

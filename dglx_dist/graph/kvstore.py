@@ -416,9 +416,7 @@ class KVStore:
         column.check(ids)
         dtype, shape = numpy_dtype(column.info.dtype), (len(ids), *column.info.row_shape)
         if rows.dtype != dtype or rows.shape != shape:
-            raise ConfigError(
-                f"{name!r} takes rows of {dtype} and shape {shape}, not {rows.dtype} of shape {rows.shape}"
-            )
+            raise ConfigError(f"{name!r} takes {dtype} {shape}, not {rows.dtype} {rows.shape}")
         return column
 
     def _check_range(self, column: Column, ids: Array, first: int, last: int) -> None:

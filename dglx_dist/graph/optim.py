@@ -116,12 +116,9 @@ class SparseOptimizer:
 
         In mode "sync" every rank must call this, also without gradients. It returns when all owners have
         applied the step. In mode "async" a rank may call it alone. Sends 8 bytes and one row of the compute
-        dtype for each distinct row of another rank.
-
-        Raises:
-            ConfigError: on all ranks, if the loss is a mean and an embedding was called in a step with an
-                unknown number of targets.
-            PeerError: a rank is dead, or did not call this within the time limit. The message names the rank.
+        dtype for each distinct row of another rank. Raises ConfigError on all ranks, if the loss is a mean
+        and an embedding was called in a step with an unknown number of targets, and PeerError if a rank is
+        dead, or did not call this within the time limit. The message names the rank.
         """
         gradients_by_param = [param.take_gradients() for param in self.params]
         used = [bool(gradients) for gradients in gradients_by_param]

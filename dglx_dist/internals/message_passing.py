@@ -546,9 +546,8 @@ class TorchIndex(HeteroGraphIndex):
         return self.from_relations(graph, (self.relations[etype],), self.device)
 
     def reverse(self) -> TorchIndex:
-        return self.from_relations(
-            super().reverse(), tuple(relation.reverse for relation in self.relations), self.device
-        )
+        relations = tuple(relation.reverse for relation in self.relations)
+        return self.from_relations(super().reverse(), relations, self.device)
 
     def num_edges(self, etype: int) -> int:
         return self.relations[etype].by_dst.num_edges
@@ -606,17 +605,15 @@ def _make_relation(index: HeteroGraphIndex, etype: int, move: Copy) -> Relation:
     num_src, num_dst, num_edges = index.num_nodes(source), index.num_nodes(destination), graph.num_edges(0)
     if "csc" not in graph.formats()["created"]:
         src, dst, _ = graph.edges(0, "eid")
-        return Relation(
-            Segments(num_src, num_edges, ends=move(src)), Segments(num_dst, num_edges, ends=move(dst))
-        )
+        by_src = Segments(num_src, num_edges, ends=move(src))
+        return Relation(by_src, Segments(num_dst, num_edges, ends=move(dst)))
     _, _, offsets, sources, order = graph.adjacency_matrix_tensors(0, True, "csr")
     in_order = not len(order) or bool((order[1:] > order[:-1]).all())
     if not in_order:
         # Reorder on the host, because the device may not have its copies yet.
         sources = torch.empty_like(sources).index_copy_(0, order.long(), sources)
-    by_dst = Segments(
-        num_dst, num_edges, offsets_and_order=(move(offsets), None if in_order else move(order))
-    )
+    order_of_edges = None if in_order else move(order)
+    by_dst = Segments(num_dst, num_edges, offsets_and_order=(move(offsets), order_of_edges))
     return Relation(Segments(num_src, num_edges, ends=move(sources)), by_dst)
 
 

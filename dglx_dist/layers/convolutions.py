@@ -344,9 +344,9 @@ class SgcStages(SplittableConv):
 
 def _declare_graph_conv(conv: dglnn.GraphConv) -> DeclaredStage:
     bias = ("bias",) if conv.bias is not None else ()
-    widths = (
-        {"width": conv._in_feats} if conv.weight is None else {"in": conv._in_feats, "out": conv._out_feats}
-    )
+    widths = {"in": conv._in_feats, "out": conv._out_feats}
+    if conv.weight is None:
+        widths = {"width": conv._in_feats}
     around: dict[str, Around] = {"none": "sum", "right": "mean", "left": "left", "both": "both"}
     return DeclaredStage(
         stage="rows" if conv.weight is None else "dense",

@@ -53,10 +53,8 @@ def deal_out_columns(width: int, parts: int) -> tuple[ColumnRange, ...]:
     """
     least, num_longer = divmod(width, parts)
     ends = [(part + 1) * least + min(part + 1, num_longer) for part in range(parts)]
-    return tuple(
-        ColumnRange(first=first, last=last, width=width)
-        for first, last in zip([0, *ends], ends, strict=False)
-    )
+    pairs = zip([0, *ends], ends, strict=False)
+    return tuple(ColumnRange(first=first, last=last, width=width) for first, last in pairs)
 
 
 def deal_out_concatenated(widths: Sequence[int], parts: int) -> tuple[tuple[ColumnRange, ...], ...]:
@@ -416,9 +414,8 @@ class NodeDropouts:
         for _, graph, pair in reversed(self._entries):
             if graph is not None and len(pair) == 2 and len(graph.srctypes) == len(graph.dsttypes) == 1:
                 data = (graph.srcdata, graph.dstdata)
-                return next(
-                    (side.get(dgl.NID) for side, rows in zip(data, pair, strict=True) if rows is x), None
-                )
+                pairs = zip(data, pair, strict=True)
+                return next((side.get(dgl.NID) for side, rows in pairs if rows is x), None)
         return None
 
     @torch.compiler.disable

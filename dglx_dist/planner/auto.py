@@ -163,11 +163,8 @@ def resolve(
     """Give the session the strategy of the newest checkpoint, or choose one. Every rank must call this.
 
     A resumed run is not planned again, because another strategy may be another estimator with other steps.
-
-    Raises:
-        ConfigError: the checkpoint names no strategy, or none that ``auto`` chooses, or these ranks cannot
-            run it.
-        CheckpointError: the checkpoint is damaged.
+    Raises ConfigError if the checkpoint names no strategy, or none that ``auto`` chooses, or these ranks
+    cannot run it, and CheckpointError if the checkpoint is damaged.
     """
     extra = None if checkpoints is None else checkpoint.read_extra(checkpoints)
     if extra is None:

@@ -80,12 +80,9 @@ def count(
 ) -> tuple[EpochCounts, tuple[Candidate, ...]]:
     """Count an epoch and return the counts and the candidates. In a job it is collective, with equal results.
 
-    Outside of a job the session of ``g`` has one rank, and it has the structure of the whole graph.
-
-    Raises:
-        ConfigError: the graph lacks data or has fewer parts than servers, or the ranks know different
-            candidates.
-        PeerError: a rank is dead or silent.
+    Outside of a job the session of ``g`` has one rank, and it has the structure of the whole graph. Raises
+    ConfigError if the graph lacks data or has fewer parts than servers, or the ranks know different
+    candidates, and PeerError if a rank is dead or silent.
     """
     notify = notify or (lambda _: None)
     notify("figures of the graph")
@@ -216,10 +213,8 @@ def time_step(model: nn.Module, blocks: Sequence[Any], features: int) -> float:
     """Return the seconds of a training step of a copy of ``model`` on ``blocks``, on its device.
 
     The input rows have ``features`` columns. The result is the median of three steps after one that is not
-    timed. Dropout is keyed by node, like under the strategies.
-
-    Raises:
-        ConfigError: the model fails on the blocks.
+    timed. Dropout is keyed by node, like under the strategies. Raises ConfigError if the model fails on the
+    blocks.
     """
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise ConfigError(f"the {type(model).__name__} has no parameters to train: nothing to choose")

@@ -369,9 +369,8 @@ _EDGES_AT_ONCE = 1 << 20
 def read_graph_stats(dataset: StoredDataset, servers: int) -> GraphStats:
     """Return the statistics of a dataset on ``servers`` servers. All its edges are read once.
 
-    Raises:
-        ConfigError: several types, missing columns, or fewer parts than servers.
-        StorageError: a part is missing or damaged.
+    Raises ConfigError if several types, missing columns, or fewer parts than servers, and StorageError if a
+    part is missing or damaged.
     """
     manifest = dataset.manifest
     check_plannable(manifest, str(dataset.folder))

@@ -112,9 +112,8 @@ class DataParallelModel(ReplicatedModel):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the user's module. The step's share is read from the blocks among the arguments.
 
-        Raises:
-            ConfigError: the step's number of targets is unknown in training, or a parameter was unfrozen
-                after wrapping.
+        Raises ConfigError if the step's number of targets is unknown in training, or a parameter was unfrozen
+        after wrapping.
         """
         if not torch.is_grad_enabled() or not self._trained:
             begin_dropouts(self._dropouts, None, ())

@@ -154,9 +154,8 @@ def _read_entry(folder: Path, name: str, entry: Mapping[str, Any]) -> SavedTenso
         raise CheckpointError(f"{path} is damaged: it is shorter than {start + num_bytes} bytes; {REMEDY}")
     if num_bytes != math.prod(shape) * dtype.itemsize:
         raise ValueError(f"{name!r} has the shape {list(shape)} of {dtype} and {num_bytes} bytes")
-    return SavedTensor(
-        dtype=dtype, shape=shape, path=path, first_byte=start, crc32=read_count(entry["crc32"])
-    )
+    crc32 = read_count(entry["crc32"])
+    return SavedTensor(dtype=dtype, shape=shape, path=path, first_byte=start, crc32=crc32)
 
 
 def _select_prefix(prefix: str, tensors: Mapping[str, Any]) -> dict[str, Any]:
@@ -260,6 +259,9 @@ def _find_next_position(loader: ResumableLoader) -> Any:
     position = loader.state_dict()
     is_over = position["step"] == len(loader)
     return position | {"epoch": position["epoch"] + 1, "step": 0} if is_over else position
+
+
+_POSITION = ("epoch", "step", "world_size", "extra")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -414,9 +416,8 @@ class CheckpointWriter:
     def wait(self) -> None:
         """Wait until the last checkpoint is complete. Every rank must call this.
 
-        Raises:
-            CheckpointError: a rank could not write. All ranks raise the same message. Earlier checkpoints are
-                unchanged.
+        Raises CheckpointError if a rank could not write. All ranks raise the same message. Earlier
+        checkpoints are unchanged.
         """
         thread, self._thread = self._thread, None
         if thread is None:
@@ -633,9 +634,8 @@ checkpoints = Checkpoints
 
 
 def _remove_older(newest: Path, keep: int, protected: Path | None) -> None:
-    older = sorted(
-        entry for entry in list_complete(newest.parent) if entry < (parse_key(newest.name), newest)
-    )
+    newest_key = parse_key(newest.name), newest
+    older = sorted(entry for entry in list_complete(newest.parent) if entry < newest_key)
     # The newest checkpoint counts as one of the ``keep``.
     for _, path in older[: max(0, len(older) + 1 - keep)]:
         try:
@@ -741,8 +741,7 @@ def load(  # noqa: PLR0913 - one for each object that can be loaded
         rows.flush()
         rows.read_saved(_sparse_folder(path, index))
     _load_rank_state(model, values, session)
-    facts = {name: contents[name] for name in ("epoch", "step", "world_size", "extra")}
-    return LoadedCheckpoint(path=path, **facts)
+    return LoadedCheckpoint(path=path, **{name: contents[name] for name in _POSITION})
 
 
 def _read_objects(
@@ -777,8 +776,7 @@ def read_extra(
 ) -> Mapping[str, Any] | None:
     """Return ``extra`` of the newest checkpoint on rank 0's disk, or None. Every rank must call this.
 
-    Raises:
-        CheckpointError: the checkpoint is damaged, or ``check`` raised a ValueError or a similar error.
+    Raises CheckpointError if the checkpoint is damaged, or ``check`` raised a ValueError or a similar error.
     """
     session = current_session()
 
@@ -800,8 +798,7 @@ _LOCKS: SessionField[set[Path]] = SessionField(lambda _session: set())
 def lock_folder(folder: str | Path) -> None:
     """Keep other jobs from saving to ``folder`` until the session ends. Every rank must call this.
 
-    Raises:
-        StorageError: another job still saves to it after half of the session's time-out.
+    Raises StorageError if another job still saves to it after half of the session's time-out.
     """
     session, target = current_session(), Path(folder).absolute()
     lock_file = target.with_name(f".{target.name}.lock")

@@ -424,9 +424,8 @@ def _allocate_rows(g: DistGraph, first_results: Mapping[str, Mapping[Path, Tenso
     for specs in gather_json(local_layouts, g.session):
         for path, *layout in specs:
             if layouts.setdefault(tuple(path), layout) != layout:
-                raise ConfigError(
-                    f"a layer returns {layout} at {path} on one rank and {layouts[tuple(path)]} on another"
-                )
+                expected = layouts[tuple(path)]
+                raise ConfigError(f"a layer returns {layout} at {path} on one rank and {expected} on another")
     if not layouts:
         raise ConfigError("a layer returns no rows for any node. It must return a row for each destination.")
     # All ranks allocate in the same order.

@@ -113,11 +113,8 @@ def link_targets(g: DistGraph, names: Sequence[str] = ()) -> list[EdgeType]:
     """Return the edge types to predict, by name or as ``source:name:destination``.
 
     Without names, these are the types that do not have the name of a reverse type, such as ``NAME-rev``. A
-    graph with several node types must have exactly one such type.
-
-    Raises:
-        ConfigError: there is no such edge type, or the graph has several node types and several such edge
-            types.
+    graph with several node types must have exactly one such type. Raises ConfigError if there is no such edge
+    type, or the graph has several node types and several such edge types.
     """
     etypes = g.canonical_etypes
     if names:
@@ -528,8 +525,7 @@ class LinkEvaluation:
     def __call__(self, model: nn.Module) -> dict[str, float]:
         """Return ``val_mrr``, ``test_mrr`` and so on. Every rank must call this.
 
-        Raises:
-            ConfigError: on all ranks, if a score is NaN.
+        Raises ConfigError on all ranks, if a score is NaN.
         """
         module, rows = self._read(model)
         metrics: dict[str, float] = {}

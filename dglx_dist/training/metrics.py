@@ -298,8 +298,7 @@ def mrr(ranks: Tensor, session: Session) -> float:
 def hits_at(k: int, ranks: Tensor, session: Session) -> float:
     """Return the share of all ranks' (Q,) ``ranks`` up to ``k``, or NaN without any. All ranks call this.
 
-    Raises:
-        ConfigError: on all ranks, if ``k`` is below 1.
+    Raises ConfigError on all ranks, if ``k`` is below 1.
     """
 
     def find_hits() -> Tensor:

@@ -158,10 +158,8 @@ def check_optimizer(
             f"the checkpoint's optimizer is {saved['kind']}, not {kind}. Use the same, or load no optimizer."
         )
     names = _name_parameters(optimizer, module)
-    current = [
-        sorted(names[position] for position in group["params"])
-        for group in optimizer.state_dict()["param_groups"]
-    ]
+    groups = optimizer.state_dict()["param_groups"]
+    current = [sorted(names[position] for position in group["params"]) for group in groups]
     saved_groups = [sorted(group["params"]) for group in saved["groups"]]
     if current != saved_groups:
         group_index = next(index for index, (a, b) in enumerate(zip_longest(current, saved_groups)) if a != b)
@@ -297,10 +295,8 @@ def _check_group(
             raise ValueError(f"{key!r} of the optimizer is {value!r}")
     if "lr" in own and not 0 <= float(values["lr"]) <= _LARGEST:
         raise ValueError(f"'lr' of the optimizer is {values['lr']!r}")
-    if (
-        type(optimizer).__module__.split(".")[:2] != ["torch", "optim"]
-        or type(optimizer) is torch.optim.LBFGS
-    ):
+    is_known = type(optimizer).__module__.split(".")[:2] == ["torch", "optim"]
+    if not is_known or type(optimizer) is torch.optim.LBFGS:
         return
     # A step of small parameters checks the settings. Torch checks arguments, but not the values of a group.
     probes = {p.dim(): torch.zeros((2,) * p.dim(), dtype=p.dtype, device=p.device) for p in own["params"]}

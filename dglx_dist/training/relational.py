@@ -69,9 +69,7 @@ class EntityInputs:
                 )
         for ntype, tensor in self._tensors().items():
             if len(tensor.shape) != 2:
-                raise ConfigError(
-                    f"{feature!r} of nodes of type {ntype!r} must be (N, F), not {tuple(tensor.shape)}"
-                )
+                raise ConfigError(f"{feature!r} of {ntype!r} must be (N, F), not {tuple(tensor.shape)}")
 
     @property
     def feature_widths(self) -> dict[str, int]:

@@ -38,10 +38,7 @@ def resolve_resume(config: Options, checkpoints: str | Path | None, session: Ses
     Without ``precision``, that of the checkpoint is used.
 
     This function comes before all other collectives, because ranks with different settings would wait for
-    each other in them.
-
-    Raises:
-        ConfigError: the settings differ between ranks.
+    each other in them. Raises ConfigError if the settings differ between ranks.
     """
     names = {field.name for field in fields(RunOptions)} - {"trace", "tensorboard"}
     shared = {name: getattr(config, name) for name in sorted(names)}

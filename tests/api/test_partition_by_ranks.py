@@ -192,7 +192,7 @@ class Differing(Several):
 
 def test_ranks_that_see_other_data_under_its_name_are_refused(tmp_path: Path) -> None:
     with (
-        pytest.raises(StorageError, match=r"rank 0 and rank 1 differ in graph; DATA must be the same"),
+        pytest.raises(StorageError, match=r"rank 0 and rank 1 differ in graph; pass all the same DATA"),
         external_memory.open_workspace(tmp_path / "work", {"graph": "one"}, 1 << 40, Differing(1)),
     ):
         raise AssertionError

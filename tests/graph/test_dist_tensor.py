@@ -358,7 +358,7 @@ def test_policies_are_named_as_in_dgl(graph: DistGraph) -> None:
         (lambda _: DistTensor((NUM_NODES,), torch.int64, "label", attach=False), "already"),
         (
             lambda _: DistTensor((NUM_NODES, 5), torch.float32, "feat", init_func=ones),
-            "'feat' is data of the dataset, which init_func cannot fill",
+            "'feat' is data of the dataset. init_func cannot fill",
         ),
         (lambda g: g.ndata["train_mask"] | g.ndata["label"], r"cannot be joined\. Use two masks"),
         (lambda g: g.ndata["feat"] | g.ndata["feat"], "cannot be joined"),

@@ -124,9 +124,7 @@ class _Scaled(Transform):
         for statistic in self._statistics.values() if len(matrix) else ():
             # A statistic of length 1 comes from the settings and is for all positions.
             if len(statistic) not in (1, matrix.shape[1]):
-                raise rows.error(
-                    f"a row of {matrix.shape[1]} numbers, but earlier rows have {len(statistic)}", 0
-                )
+                raise rows.error(f"a row of {matrix.shape[1]} numbers, but earlier have {len(statistic)}", 0)
         return matrix
 
 

@@ -166,9 +166,8 @@ def _make_reordering(rows: Spill, output: DatasetOutput) -> Reorder:
     positions = Spill(folder / "positions", np.int64, scatter.chunks())
 
     def reorder(chunks: Iterable[Array], info: ColumnInfo) -> Iterator[Array]:
-        scattered = ScatteredRows(
-            folder / str(next(names)), num_edges, info.dtype, info.row_shape, memory=memory
-        )
+        path = folder / str(next(names))
+        scattered = ScatteredRows(path, num_edges, info.dtype, info.row_shape, memory=memory)
         with positions.path.open("rb") as file:
             for rows in chunks:
                 scattered.put(np.fromfile(file, np.int64, len(rows)), rows)

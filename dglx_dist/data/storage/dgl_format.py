@@ -55,13 +55,10 @@ K = TypeVar("K", bound=str | EdgeType)
 def import_dgl_format(part_config: Path, folder: Path, *, overwrite: bool = False) -> Manifest:
     """Write a dataset from the files of DGL's ``partition_graph``. One process calls it.
 
-    Parts and node ids are the same as DGL's per-type global ids. Edges get new ids, and
-    ``original_edge_ids`` are DGL's per-type global edge ids. Ids in ``orig_nids.dgl`` become user ids. DGL
-    stores booleans as uint8, so uint8 columns named ``*mask`` become booleans. The whole graph must fit in
-    memory.
-
-    Raises:
-        StorageError: a file is missing, damaged or of an unsupported kind.
+    Parts and node ids are the same as DGL's per-type global ids. Edges get new ids, and ``original_edge_ids``
+    are DGL's per-type global edge ids. Ids in ``orig_nids.dgl`` become user ids. DGL stores booleans as
+    uint8, so uint8 columns named ``*mask`` become booleans. The whole graph must fit in memory. Raises
+    StorageError if a file is missing, damaged or of an unsupported kind.
     """
     config = read_part_config(Path(part_config).absolute())
     check_files(file for part in range(config.num_parts) for file in config.dgl_files(part))
@@ -124,10 +121,8 @@ def read_part_config(path: Path) -> PartConfig:
         raise StorageError(f"{path} cannot be read ({problem.strerror})") from problem
     top = Fields.parse(raw, str(path), error=StorageError)
     num_parts = top.integer("num_parts", 1)
-    ntypes, etypes = (
-        _read_numbered(top, "ntypes", NODE_TYPE),
-        _read_numbered(top, "etypes", ":".join(EDGE_TYPE)),
-    )
+    ntypes = _read_numbered(top, "ntypes", NODE_TYPE)
+    etypes = _read_numbered(top, "etypes", ":".join(EDGE_TYPE))
     return PartConfig(
         path=path,
         name=top.text("graph_name"),
@@ -373,9 +368,8 @@ def part_structure(nodes: IdRanges, edges: IdRanges, part: int, ends: tuple[Arra
     local = np.where(owned, source - first, (last - first) + np.searchsorted(halo, source))
     global_ids = np.concatenate([np.arange(first, last), halo])
     kinds, owners = nodes.locate(global_ids)
-    structure = dgl.graph(
-        (torch.from_numpy(local), torch.from_numpy(destination - first)), num_nodes=len(global_ids)
-    )
+    local_ends = torch.from_numpy(local), torch.from_numpy(destination - first)
+    structure = dgl.graph(local_ends, num_nodes=len(global_ids))
     structure.ndata[dgl.NID] = _convert_ids(global_ids)
     structure.ndata["part_id"] = _convert_ids(owners)
     structure.ndata["inner_node"] = torch.from_numpy((owners == part).astype(np.uint8))
@@ -484,9 +478,8 @@ class _DglWriter:
             step = max(CHUNK_BYTES // max(array[:1].nbytes, 1), 1)
             for first in range(0, len(rows), step):
                 chunk = rows[first : first + step]
-                array[first : first + step] = narrow(
-                    take_rows(values, chunk), dtype, f"{name!r} of {kind!r}", chunk
-                )
+                description = f"{name!r} of {kind!r}"
+                array[first : first + step] = narrow(take_rows(values, chunk), dtype, description, chunk)
         if column in self._bfloat16 or dtype == "bfloat16":
             return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
         if array.dtype == np.bool_:

@@ -277,8 +277,7 @@ class CostModel(ABC):
         """Return what :meth:`cost` must know of a model with ``features`` input columns. It is stored in
         ``shape.inspected``.
 
-        Raises:
-            ConfigError: the strategy cannot train the model, as far as that is known without a step.
+        Raises ConfigError if the strategy cannot train the model, as far as that is known without a step.
         """
         return None
 

@@ -323,10 +323,8 @@ def _list_structure_bytes(sizes: StepSizes) -> list[int]:
     """Return (L,) bytes of the layers' blocks and plans. Equal successive layers count once."""
     # For the first layer, the slice before it is empty and equals no layer.
     layers = [*zip(sizes.edges, sizes.sources, sizes.rows[1:], sizes.sent, strict=True)]
-    return [
-        0 if layers[:depth][-1:] == [layer] else _structure_bytes(*layer)
-        for depth, layer in enumerate(layers)
-    ]
+    repeats = [layers[:depth][-1:] == [layer] for depth, layer in enumerate(layers)]
+    return [0 if same else _structure_bytes(*layer) for same, layer in zip(repeats, layers, strict=True)]
 
 
 def _structure_bytes(edges: int, sources: int, targets: int, sent: int) -> int:

@@ -242,11 +242,8 @@ class HaloBlock(InEdgesOnlyGraph, DGLBlock):
 
         If ``h`` is (own_rows, ...), it is exchanged. If it is (num_src_nodes, ...), it is returned. ``kept``
         are (num_src_nodes - own_rows, ...) halo rows that an earlier call returned for the same ``h``. With
-        them, only gradients are sent.
-
-        Raises:
-            ConfigError: ``h`` has neither number of rows.
-            PeerError: a rank is dead, silent, or at another layer.
+        them, only gradients are sent. Raises ConfigError if ``h`` has neither number of rows, and PeerError
+        if a rank is dead, silent, or at another layer.
         """
         count, sources = (len(h) if h.dim() else 0), self.num_src_nodes()
         if count == sources:

@@ -116,10 +116,8 @@ class HaloExchange:
 
     The first exchange of a session opens connections, so every rank must construct one, even without peers.
     All ranks must run their exchanges in the same order. Rows of every step and their gradients are sent in
-    the format ``wire``. Formats other than "same" go through host memory.
-
-    Raises:
-        PeerError: a rank is dead or did not connect within the time-out.
+    the format ``wire``. Formats other than "same" go through host memory. Raises PeerError if a rank is dead
+    or did not connect within the time-out.
     """
 
     def __init__(self, session: Session, layer: HaloLayer, number: int, wire: WireDtype = "same") -> None:
@@ -154,11 +152,9 @@ class HaloExchange:
         this rank has no peers at this layer.
 
         ``kept`` is the (n_halo, ...) halo that an earlier call returned for the same ``h``. With it, forward
-        sends nothing. Pass it on all ranks or on none.
-
-        Raises:
-            ConfigError: ``h`` or ``kept`` has another number of rows.
-            PeerError: a peer is dead, silent, or at another exchange. The message has its rank.
+        sends nothing. Pass it on all ranks or on none. Raises ConfigError if ``h`` or ``kept`` has another
+        number of rows, and PeerError if a peer is dead, silent, or at another exchange. The message has its
+        rank.
         """
         self._check_rows(h, self.own_rows, "the own rows")
         if kept is not None:

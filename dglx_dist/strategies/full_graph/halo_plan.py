@@ -178,8 +178,7 @@ class PairCover:
     def from_message(cls, rank: int, numbers: Array, num_rows: int) -> PairCover:
         """Read the message of ``rank``, which receives ``num_rows`` halo rows if there is no cover.
 
-        Raises:
-            PeerError: the numbers are inconsistent, or refer to other rows.
+        Raises PeerError if the numbers are inconsistent, or refer to other rows.
         """
         sizes, values = numbers[:3], numbers[3:]
         is_array = numbers.dtype == np.int64 and numbers.ndim == 1

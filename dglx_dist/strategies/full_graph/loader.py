@@ -73,10 +73,8 @@ class ServerSeeds:
 def gather_seeds(g: DistGraph, seeds: Array) -> ServerSeeds:
     """Gather the seeds of all ranks and return those of this server. Every rank must call this.
 
-    Each rank temporarily holds the seeds of all ranks, 8 bytes each.
-
-    Raises:
-        ConfigError: there are no seeds.
+    Each rank temporarily holds the seeds of all ranks, 8 bytes each. Raises ConfigError if there are no
+    seeds.
     """
     distinct = np.unique(np.concatenate(gather_arrays(seeds, g.session)))
     if not len(distinct):
@@ -157,11 +155,9 @@ class PlanSource:
 
     All ranks have the same number of steps and request them in the same order. Requests use no collectives,
     so a thread can make plans one step ahead while the model trains. All epochs have the same plans. Plans of
-    cooperative batches are stored on disk, with their fetched rows if there are several batches.
-
-    Raises:
-        ConfigError: there are more batches than the largest server has seeds.
-        PeerError: a rank did not take part.
+    cooperative batches are stored on disk, with their fetched rows if there are several batches. Raises
+    ConfigError if there are more batches than the largest server has seeds, and PeerError if a rank did not
+    take part.
     """
 
     def __init__(self, g: DistGraph, maker: PlanMaker, spec: PlanSpec) -> None:

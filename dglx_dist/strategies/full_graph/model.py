@@ -175,11 +175,9 @@ class HaloModel(ReplicatedModel):
     ranks, so the weight n_local / n_global is already applied to the gradient at the model's output.
     ``nn.Dropout`` drops by (seed, step, node, column), so results do not depend on the number of ranks.
 
-    The user's model is changed in place. It gets hooks and dropouts that act on halo blocks only.
-
-    Raises:
-        ConfigError: a module mixes rows of nodes that are not neighbours, such as a batch norm, or
-            data_parallel could not train the model either.
+    The user's model is changed in place. It gets hooks and dropouts that act on halo blocks only. Raises
+    ConfigError if a module mixes rows of nodes that are not neighbours, such as a batch norm, or
+    data_parallel could not train the model either.
     """
 
     def _check(self, model: nn.Module) -> None:
@@ -200,10 +198,9 @@ class HaloModel(ReplicatedModel):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the user's module. The step is read from the blocks among the arguments.
 
-        Raises:
-            ConfigError: in training, the blocks are not from the strategy's loader, a parameter was unfrozen
-                after wrapping, the model has fewer layers than blocks, or an input is the output of another
-                wrapped model.
+        Raises ConfigError if in training, the blocks are not from the strategy's loader, a parameter was
+        unfrozen after wrapping, the model has fewer layers than blocks, or an input is the output of another
+        wrapped model.
         """
         arguments = flatten_arguments((*args, *kwargs.values()))
         graphs = [graph for graph in arguments if isinstance(graph, HaloBlock | LocalGraph)]

@@ -51,8 +51,7 @@ _FANOUT = Check(
 class FullGraphOptions:
     """Options of full_graph, shared_preload and cooperative. Each strategy takes some of them.
 
-    Raises:
-        ConfigError: a value is invalid, or does not fit another one.
+    Raises ConfigError if a value is invalid, or does not fit another one.
     """
 
     use_pp: bool = True

@@ -154,10 +154,7 @@ def write_slices(dataset: StoredDataset, num_parts: int) -> None:
 
     One process calls it. It reads the dataset once, in chunks. Nothing is written for graphs of several node
     types, because no strategy cuts them by columns. Nothing is written for one rank with one part either,
-    because it maps the rows.
-
-    Raises:
-        StorageError: the folder cannot be written, or a part is damaged.
+    because it maps the rows. Raises StorageError if the folder cannot be written, or a part is damaged.
     """
     manifest = dataset.manifest
     if len(manifest.node_types) > 1 or num_parts == manifest.num_parts == 1:
@@ -342,10 +339,8 @@ class ColumnStore:
 
         ``nodes`` are (K,) int64 ids on the CPU in any order, and may repeat. ``memory`` has the buffers and
         the dtype of the copy. By default float16 and bfloat16 become float32, as in data parallel training.
-
-        Raises:
-            ConfigError: the feature was not opened, or ``nodes`` has a wrong dtype or shape.
-            IndexError: an id is out of range.
+        Raises ConfigError if the feature was not opened, or ``nodes`` has a wrong dtype or shape, and
+        IndexError if an id is out of range.
         """
         column_slice = self._get_slice(name)
         if nodes.dtype != torch.int64 or nodes.dim() != 1:

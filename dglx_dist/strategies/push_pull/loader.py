@@ -246,10 +246,8 @@ class PushPullLoader(EpochLoader[GroupedBatch, Any]):
         """Exchange the seeds of the group, and return a function that samples the blocks of other owners.
 
         The function maps an epoch to a function of the step. Random numbers are keyed by (seed, epoch, hop,
-        node), so all ranks sample equal blocks. Every rank must call this.
-
-        Raises:
-            ConfigError: the sampling of a rank cannot be repeated by others. It is raised on all ranks.
+        node), so all ranks sample equal blocks. Every rank must call this. Raises ConfigError if the sampling
+        of a rank cannot be repeated by others. It is raised on all ranks.
         """
         loader, session, group, etype = self._inner, self._session, self._group, self._etype
         sample = run_on_all_ranks(session, loader.offline, ConfigError)
@@ -409,8 +407,7 @@ class GroupStages(Stages[GroupedBatch]):
 def split_prefetch(g: DistGraph, sampler: Any, names: tuple[str, ...]) -> tuple[Any, tuple[str, ...]]:
     """Return ``sampler`` without prefetched feature matrices, and ``names`` with those matrices.
 
-    Raises:
-        ConfigError: the sampler gives blocks edge weights.
+    Raises ConfigError if the sampler gives blocks edge weights.
     """
     if isinstance(sampler, EdgePredictionSampler):
         edge_sampler = copy.copy(sampler)

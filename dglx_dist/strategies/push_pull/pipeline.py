@@ -498,9 +498,8 @@ class Pipeline(Shared):
     def __call__(self, layer: SplittableConv, stage_input: StageInput) -> PartialSums:
         """Return the sums of all parts for this rank's block. Forward and backward are collective.
 
-        Raises:
-            ConfigError: the block does not come from the strategy's loader, or the rows are not its own.
-            PeerError: a rank is dead or did not take part within the time-out.
+        Raises ConfigError if the block does not come from the strategy's loader, or the rows are not its own,
+        and PeerError if a rank is dead or did not take part within the time-out.
         """
         group_batch: GroupBatch | None = getattr(stage_input.block, "push_pull", None)
         if group_batch is None:
@@ -564,8 +563,7 @@ class Pipeline(Shared):
     def complete(self, batch: InFlightBatch | None, gradients: Sequence[Tensor]) -> None:
         """Push the gradients of the sums, and run the part's backward of the batches that are due.
 
-        Raises:
-            ConfigError: the batch is None, because it was completed before.
+        Raises ConfigError if the batch is None, because it was completed before.
         """
         if batch is None:
             raise ConfigError(
@@ -614,9 +612,8 @@ class Pipeline(Shared):
                 values=self._owner.copy_values() if self._one_version and torch.is_grad_enabled() else None,
             )
             by_column = dict.fromkeys(layer.edges_by_column, self._split.runs)
-            edges = share_edge_values(
-                own_edges, group_batch.inputs, by_column, self._group, self._activations
-            )
+            inputs = group_batch.inputs
+            edges = share_edge_values(own_edges, inputs, by_column, self._group, self._activations)
             seed, runs = self._session.seed, spec.origin.runs
             with self._part.place(batch.leaves):
                 batch.sources = [spec.origin.read_source(part_input) for part_input in group_batch.inputs]

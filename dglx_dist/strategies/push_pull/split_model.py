@@ -213,10 +213,8 @@ class ColumnEmbedding:
     """``nn.Embedding`` of all nodes as the input.
 
     Any torch optimizer can train it. With ``sparse=True`` its gradient is sparse. Gradients are computed for
-    rows, so batches in flight have no leaves of the weight.
-
-    Raises:
-        ConfigError: an option of the embedding needs whole rows.
+    rows, so batches in flight have no leaves of the weight. Raises ConfigError if an option of the embedding
+    needs whole rows.
     """
 
     def __init__(
@@ -266,9 +264,8 @@ class ColumnEmbedding:
             # coalesce() reads the number of distinct rows from the device.
             selection = slice(None) if padding is None else nodes != padding
             nodes, gradients = nodes[selection], gradients[selection]
-            total = torch.sparse_coo_tensor(
-                nodes.unsqueeze(0), gradients, weight.shape, check_invariants=True
-            ).coalesce()
+            ids = nodes.unsqueeze(0)
+            total = torch.sparse_coo_tensor(ids, gradients, weight.shape, check_invariants=True).coalesce()
         else:
             total = torch.zeros_like(weight).index_add_(0, nodes, gradients)
         weight.grad = total if weight.grad is None else weight.grad + total
@@ -367,11 +364,8 @@ def read_input_spec(layer: SplittableConv, arguments: StageInput, provenance: In
                 f"the first layer's {name!r} is trained, and its gradient would need every part's rows; "
                 "use strategy='data_parallel'"
             )
-    keys = {
-        name: _find_edge_key(values, arguments.block)
-        for name, values in arguments.edges.items()
-        if name not in own
-    }
+    computed = {name: values for name, values in arguments.edges.items() if name not in own}
+    keys = {name: _find_edge_key(values, arguments.block) for name, values in computed.items()}
     return InputSpec(origin=origin, keys=keys)
 
 
@@ -507,8 +501,7 @@ def compute_by(module: nn.Module, forward: Callable[..., Tensor]) -> None:
 def uncut_copy(module: nn.Module, uncut: Mapping[str, Tensor]) -> nn.Module:
     """Return a copy of the user's module with ``uncut`` tensors instead of pieces, by parameter name.
 
-    Raises:
-        ConfigError: the module holds something that cannot be copied.
+    Raises ConfigError if the module holds something that cannot be copied.
     """
     # Modules may hold results with an autograd history, which torch does not copy.
     memo: dict[int, Any] = {
@@ -562,9 +555,8 @@ def split_model(
     """Cut the first layer of ``model`` and the modules before it to this rank's part. All ranks call this.
 
     The user's modules are kept. Their parameters become pieces, and their ``forward`` computes by stages.
-
-    Raises:
-        ConfigError: no layer takes the input's columns and can be split, or a module before it cannot be cut.
+    Raises ConfigError if no layer takes the input's columns and can be split, or a module before it cannot be
+    cut.
     """
     names, widths, (name, layer) = _find_input(model, store, num_nodes)
     first, provenance = model.get_submodule(name), InputProvenance(seed)
@@ -640,8 +632,7 @@ def _forward_by_stages(conv: nn.Module, stages: SplittableConv, *args: Any, **kw
 def find_first_layer(model: nn.Module, width: int) -> tuple[str, SplittableConv]:
     """Return the name and the stages of the first convolution with ``width`` input columns.
 
-    Raises:
-        ConfigError: there is none, or it cannot be split.
+    Raises ConfigError if there is none, or it cannot be split.
     """
     reasons = []
     for name, module in find_convolutions(model):

@@ -187,11 +187,8 @@ class PushPullModel(WrappedModel):
 
     Forward and backward are collective. Every rank must run both in every step, even without targets. With
     several mini-batches in flight, a step of the user's optimizer applies the gradients of the batch that is
-    due. The last batches are stepped when the pipeline is drained.
-
-    Raises:
-        ConfigError: no layer of the model takes the input's columns and can be split, or data_parallel could
-            not train the model either.
+    due. The last batches are stepped when the pipeline is drained. Raises ConfigError if no layer of the
+    model takes the input's columns and can be split, or data_parallel could not train the model either.
     """
 
     def __init__(self, model: nn.Module, opened: OpenedPushPull, reduction: Reduction) -> None:
@@ -328,8 +325,7 @@ class PushPullModel(WrappedModel):
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Clip as described in the base class. Pieces count once for each part, not for its replicas.
 
-        Raises:
-            ConfigError: ``norm_type`` is not above 0.
+        Raises ConfigError if ``norm_type`` is not above 0.
         """
         if not norm_type > 0:
             raise ConfigError(f"norm_type={norm_type} must be above 0, or inf for the largest gradient")
