@@ -461,9 +461,9 @@ def _check_inputs(plan: TrainConfig, g: DistGraph) -> None:
         )
     # A relational model has trainable rows for nodes without features.
     if not relational and plan.embeddings is None and FEATURE not in g.nodes[g.ntypes[0]].data:
-        known = ", ".join(g.nodes[g.ntypes[0]].data) or "none"
+        columns = ", ".join(g.nodes[g.ntypes[0]].data) or "none"
         raise ConfigError(
-            f"{where} has no node data {FEATURE!r} (known: {known}). Add trainable rows with --embeddings "
+            f"{where} has no node data {FEATURE!r} (known: {columns}). Add trainable rows with --embeddings "
             "64, or partition a graph that has it (docs/quickstart.md names the columns)."
         )
     for name in g.ntypes:

@@ -339,9 +339,9 @@ def _read_seconds(variables: Mapping[str, str], name: str) -> float | None:
 
 
 def _read_flag(variables: Mapping[str, str], name: str) -> bool:
-    known = dict.fromkeys(_TRUE, True) | dict.fromkeys(_FALSE, False)
+    words = dict.fromkeys(_TRUE, True) | dict.fromkeys(_FALSE, False)
     description = "one of 1, true, yes, on, 0, false, no, off"
-    return _read_value(variables, name, lambda text: known.get(text.strip().lower()), description)
+    return _read_value(variables, name, lambda text: words.get(text.strip().lower()), description)
 
 
 def _read_value(variables: Mapping[str, str], name: str, parse: Callable[[str], T | None], form: str) -> T:

@@ -202,8 +202,8 @@ def _get_wire_dtype(array: Array) -> np.dtype[Any]:
     """Return the little-endian dtype in which ``array`` is sent. Raise WireError if there is none."""
     dtype = array.dtype if array.dtype in _CODES else array.dtype.newbyteorder("<")
     if dtype not in _CODES:
-        known = ", ".join(_DTYPE_NAMES)
-        raise WireError(f"arrays of dtype {array.dtype} cannot be sent. Convert them to one of {known}.")
+        names = ", ".join(_DTYPE_NAMES)
+        raise WireError(f"arrays of dtype {array.dtype} cannot be sent. Convert them to one of {names}.")
     return dtype
 
 

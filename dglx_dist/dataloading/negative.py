@@ -142,9 +142,9 @@ class InBatch(NegativeSampler):
             num_candidates = max(len(edges.ids) - 1, 0)
             count = num_candidates if self.k is None else min(self.k, num_candidates)
             circle = np.argsort(hash_ids(edges.ids, edges.stream(end)), kind="stable")
-            place = np.empty_like(circle)
-            place[circle] = np.arange(len(circle))
-            steps = place[:, None] + np.arange(1, count + 1)
+            position = np.empty_like(circle)
+            position[circle] = np.arange(len(circle))
+            steps = position[:, None] + np.arange(1, count + 1)
             return edges.ends[end][circle[steps % max(len(circle), 1)]]
 
         return draw_ends
@@ -156,9 +156,9 @@ def _uniform(ids: Array, stream: np.uint64, k: int, bound: int) -> Array:
     out = np.empty((len(ids), k), np.int64)
     for i in range(len(ids)):
         key = item_key(stream, ids[i])
-        number = 0
+        draw_number = 0
         for j in range(k):
-            out[i, j], number = draw_below(key, number, bound)
+            out[i, j], draw_number = draw_below(key, draw_number, bound)
     return out
 
 
@@ -199,9 +199,9 @@ def open_negative(g: DistGraph, sampler: Any, etypes: Sequence[EdgeType]) -> Dra
 def _draw_pairs(edges: Positives, draw_ends: DrawEnds, corrupt: Corrupt) -> Pairs:
     pieces = []
     for end in _REPLACED_ENDS[corrupt]:
-        drawn = draw_ends(edges, end)
-        kept = np.broadcast_to(edges.ends[1 - end][:, None], drawn.shape)
-        pieces.append((drawn, kept) if end == _SOURCE else (kept, drawn))
+        drawn_ends = draw_ends(edges, end)
+        kept_ends = np.broadcast_to(edges.ends[1 - end][:, None], drawn_ends.shape)
+        pieces.append((drawn_ends, kept_ends) if end == _SOURCE else (kept_ends, drawn_ends))
     sources, destinations = (np.concatenate(ends, axis=1).reshape(-1) for ends in zip(*pieces, strict=True))
     return sources, destinations
 

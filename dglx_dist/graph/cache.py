@@ -98,14 +98,14 @@ class _Frontier(NamedTuple):
     """Probability of having joined earlier without drawing a given in-edge so far. The hop updates it."""
 
 
-def select_top_rows(scores: Array, own: tuple[int, int], budget: int) -> Array:
+def select_top_rows(scores: Array, local_range: tuple[int, int], budget: int) -> Array:
     """Return the (C,) int64 ids of the at most ``budget`` rows with the highest (N,) scores, ascending.
 
-    Rows with score 0 and rows of the local server, ``own`` = (first, end), are left out. Of equal scores, the
-    smaller ids are chosen.
+    Rows with score 0 and rows of the local server, the ids of ``local_range`` (first, end), are left out. Of
+    equal scores, the smaller ids are chosen.
     """
     remote_scores = scores.copy()
-    remote_scores[own[0] : own[1]] = 0
+    remote_scores[local_range[0] : local_range[1]] = 0
     budget = min(budget, int(np.count_nonzero(remote_scores)))
     if budget == 0:
         return np.empty(0, np.int64)
@@ -115,9 +115,9 @@ def select_top_rows(scores: Array, own: tuple[int, int], budget: int) -> Array:
     return np.sort(np.concatenate([higher_ids, equal_ids])).astype(np.int64)
 
 
-def compute_hit_rate(scores: Array, own: tuple[int, int], cached: Array) -> float | None:
+def compute_hit_rate(scores: Array, local_range: tuple[int, int], cached: Array) -> float | None:
     """Return the share of ``cached`` rows in the remote scores, or None if all remote scores are 0."""
-    remote = float(scores[: own[0]].sum() + scores[own[1] :].sum())
+    remote = float(scores[: local_range[0]].sum() + scores[local_range[1] :].sum())
     return float(scores[cached].sum()) / remote if remote > 0 else None
 
 
@@ -262,12 +262,12 @@ def cache_rows(g: OpenedGraph, request: CacheRequest) -> CachePlan:
     return plan
 
 
-def count_rows_of_rank(alpha: float, own: tuple[int, int], num_rows: int, num_ranks: int) -> int:
+def count_rows_of_rank(alpha: float, local_range: tuple[int, int], num_rows: int, num_ranks: int) -> int:
     """Return the maximum number of rows that each rank of a server keeps with ``lookahead``.
 
-    ``own`` is the range of rows that the server owns.
+    ``local_range`` is the range of rows that the server owns.
     """
-    num_own = own[1] - own[0]
+    num_own = local_range[1] - local_range[0]
     return min(int(alpha * num_own) // num_ranks, num_rows - num_own)
 
 

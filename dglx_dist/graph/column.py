@@ -147,12 +147,12 @@ class LookAheadRows:
         num_ids: Number of rows of all servers.
     """
 
-    def __init__(self, count: int, info: ColumnInfo, own: tuple[int, int], num_ids: int) -> None:
+    def __init__(self, count: int, info: ColumnInfo, local_range: tuple[int, int], num_ids: int) -> None:
         self.rows: Array = np.empty((count, *info.row_shape), numpy_dtype(info.dtype))
         """(C, *row) in NumPy's form of the column's dtype. Slot s is row s."""
         self.announce_more: Callable[[], bool] = lambda: False
         """Function that announces one more batch. Returns False if no batch or no memory is left."""
-        self._local_range, self._num_ids, self._claim_lock = own, num_ids, threading.Lock()
+        self._local_range, self._num_ids, self._claim_lock = local_range, num_ids, threading.Lock()
         self._message_rows = rows_per_message(math.prod(info.row_shape) * self.rows.itemsize)
         self._clear_rows()
         self._reset_numbers()

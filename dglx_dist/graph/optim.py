@@ -171,11 +171,12 @@ class SparseOptimizer:
         """
         tables = {table.embedding.name: table for table in self.tables}
         for name, entry in local_state_dict["emb_states"].items():
-            known = sorted(tensor.name for tensor in tables[name].states) if name in tables else None
-            if known != sorted(entry["states"]):
+            state_names = sorted(tensor.name for tensor in tables[name].states) if name in tables else None
+            present = f"no embedding {name!r}" if state_names is None else state_names
+            if state_names != sorted(entry["states"]):
                 raise ConfigError(
                     f"the state holds {sorted(entry['states'])} of {name!r}, but this optimizer has "
-                    f"{known if known is not None else f'no embedding {name!r}'}. Build the same optimizer."
+                    f"{present}. Build the same optimizer."
                 )
         for name, entry in local_state_dict["emb_states"].items():
             for tensor in tables[name].states:
@@ -228,8 +229,8 @@ class SparseOptimizer:
 
         def write_own(folder: Path) -> list[RowFile]:
             return [
-                write_rows(folder, name, first, view_as_numpy(own), info=info)
-                for name, first, info, own in rows
+                write_rows(folder, name, first, view_as_numpy(owned_rows), info=info)
+                for name, first, info, owned_rows in rows
             ]
 
         # This follows the copies. In mode "async" a rank that went on would change rows of others, and the

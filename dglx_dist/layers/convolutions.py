@@ -141,14 +141,16 @@ class GinStages(SplittableConv):
     def gather(self, inputs: StageInput, transformed: Tensor, scattered: PartialSums) -> PartialSums:
         """Return (D1, H) sums over in-edges and, if eps is trained, the nodes' own (D1, H) rows."""
         reduce = mean_in_edges if self._mean else sum_in_edges
-        around = reduce(inputs.block, transformed, inputs.edges.get("edge_weight"))
-        own = transformed[: inputs.block.num_dst_nodes()]
+        neighbor_sums = reduce(inputs.block, transformed, inputs.edges.get("edge_weight"))
+        target_rows = transformed[: inputs.block.num_dst_nodes()]
         # A trained eps needs full sums. Its gradient would otherwise be the gradient of one part.
-        return (around, own) if self.eps.requires_grad else (around + (1 + self.eps) * own,)
+        if self.eps.requires_grad:
+            return neighbor_sums, target_rows
+        return (neighbor_sums + (1 + self.eps) * target_rows,)
 
     def apply_nodes(self, block: DGLBlock, gathered: PartialSums) -> Tensor:
-        around, *own = gathered
-        out = around + (1 + self.eps) * own[0] if own else around
+        neighbor_sums, *target_rows = gathered
+        out = neighbor_sums + (1 + self.eps) * target_rows[0] if target_rows else neighbor_sums
         out = _add_bias(out, self._first[0].bias)
         if isinstance(self.apply_func, nn.Sequential):
             out = self.apply_func[1:](out)
@@ -220,17 +222,17 @@ class RelationalStages(SplittableConv):
 
     def gather(self, inputs: StageInput, transformed: Tensor, scattered: PartialSums) -> PartialSums:
         """Return (D1, H) sums of messages plus the nodes' own share, apart if a norm is between them."""
-        around = self._sum_messages(inputs, transformed)
+        neighbor_sums = self._sum_messages(inputs, transformed)
         if not self.self_loop:
-            return (around,)
-        own = transformed[: inputs.block.num_dst_nodes()] @ self.loop_weight
-        return (around, own) if self.layer_norm else (around + own,)
+            return (neighbor_sums,)
+        target_rows = transformed[: inputs.block.num_dst_nodes()] @ self.loop_weight
+        return (neighbor_sums, target_rows) if self.layer_norm else (neighbor_sums + target_rows,)
 
     def apply_nodes(self, block: DGLBlock, gathered: PartialSums) -> Tensor:
-        out, *own = gathered
+        out, *target_rows = gathered
         out = self.layer_norm_weight(out) if self.layer_norm else out
         out = out + self.h_bias if self.bias else out
-        out = out + own[0] if own else out
+        out = out + target_rows[0] if target_rows else out
         return self.dropout(_apply(self.activation, out))
 
     def _sum_messages(self, inputs: StageInput, rows: Tensor) -> Tensor:
@@ -276,11 +278,11 @@ class SageStages(SplittableConv):
     def gather(
         self, inputs: StageInput, transformed: tuple[Tensor, Tensor], scattered: PartialSums
     ) -> PartialSums:
-        block, weight, (rows, own) = inputs.block, inputs.edges.get("edge_weight"), transformed
+        block, weight, (rows, target_rows) = inputs.block, inputs.edges.get("edge_weight"), transformed
         matrix = self.fc_neigh.weight.T
         if self._aggregator == "mean":
-            around = project_rows(inputs, mean_in_edges(block, rows, weight), matrix, after_sum=True)
-            return (around + functional.linear(own, self.fc_self.weight),)
+            neighbor_sums = project_rows(inputs, mean_in_edges(block, rows, weight), matrix, after_sum=True)
+            return (neighbor_sums + functional.linear(target_rows, self.fc_self.weight),)
         total = sum_in_edges(block, rows, weight) + rows[: block.num_dst_nodes()]
         total = total / (block.in_degrees().to(total).unsqueeze(-1) + 1)
         return (project_rows(inputs, total, matrix, after_sum=True),)
@@ -363,13 +365,13 @@ def _declare_sage(conv: dglnn.SAGEConv) -> DeclaredStage:
         raise ConfigError(f"has the aggregator {conv._aggre_type!r}, but stages support only 'mean'. Use it.")
     if conv.norm is not None:
         raise ConfigError("has a norm, which no stage supports. Leave it out.")
-    own, neigh = conv.fc_self, conv.fc_neigh
-    if own.in_features != neigh.in_features:
+    own_linear, neighbor_linear = conv.fc_self, conv.fc_neigh
+    if own_linear.in_features != neighbor_linear.in_features:
         raise ConfigError("has different widths for sources and destinations. Use one width.")
-    bias = ("fc_self.bias",) if own.bias is not None else ()
+    bias = ("fc_self.bias",) if own_linear.bias is not None else ()
     return DeclaredStage(
         stage="sage",
-        config={"in": neigh.in_features, "out": neigh.out_features, "bias": bool(bias)},
+        config={"in": neighbor_linear.in_features, "out": neighbor_linear.out_features, "bias": bool(bias)},
         weights=("fc_self.weight", "fc_neigh.weight", *bias),
         around="mean",
         own=True,

@@ -99,8 +99,8 @@ def drop_entries(x: Tensor, probability: float, draws: DropDraws, stream: int = 
 
     The runs of ``draws`` have F_p columns together. Different streams draw independently.
     """
-    kept = draw_kept_entries(draws.seed, draws.number, stream, draws.nodes, draws.runs, probability)
-    return x * _scale_mask(kept, probability, x)
+    is_kept = draw_kept_entries(draws.seed, draws.number, stream, draws.nodes, draws.runs, probability)
+    return x * _scale_mask(is_kept, probability, x)
 
 
 def drop_attention(block: DGLBlock, attention: Tensor, probability: float, draws: DropDraws) -> Tensor:
@@ -114,15 +114,15 @@ def drop_attention(block: DGLBlock, attention: Tensor, probability: float, draws
     stream, threshold = stream_key(draws.seed, draws.number, ATTENTION), _threshold(probability)
     first, nodes, heads = indptr.long(), draws.nodes[: block.num_dst_nodes()], attention.shape[1]
     if is_on_host(first):
-        kept = torch.from_numpy(_draw_kept_edges(stream, nodes.numpy(), first.numpy(), heads, threshold))
+        is_kept = torch.from_numpy(_draw_kept_edges(stream, nodes.numpy(), first.numpy(), heads, threshold))
     else:
         count = len(attention)
         targets = torch.arange(len(nodes), device=first.device)
         targets = targets.repeat_interleave(first.diff(), output_size=count)
         places = torch.arange(count, device=first.device) - first[targets]
         numbers = (places * heads).unsqueeze(1) + torch.arange(heads, device=first.device)
-        kept = _draw_on_device(stream, nodes[targets], numbers, threshold)
-    scaled = _scale_mask(kept, probability, attention)
+        is_kept = _draw_on_device(stream, nodes[targets], numbers, threshold)
+    scaled = _scale_mask(is_kept, probability, attention)
     if len(edge_ids):
         # Reorder from the CSC matrix to the block's edge numbers.
         scaled = torch.empty_like(scaled).index_copy_(0, edge_ids.long(), scaled)

@@ -309,8 +309,8 @@ def _check_model(model: nn.Module, g: DistGraph, counts: EpochCounts) -> None:
     layers, topology = len(counts.shape.layers), g.session.topology
     fanouts = (2,) * layers if counts.draws is None else counts.draws.fanouts
     seeds = read_marked_ids(g.ndata[TRAIN_MASK], g.num_nodes())
-    own = seeds[topology.rank :: topology.world_size]
-    blocks = sample_blocks(g, own if len(own) else seeds[:1], _CHECKED_SEEDS, fanouts)
+    own_seeds = seeds[topology.rank :: topology.world_size]
+    blocks = sample_blocks(g, own_seeds if len(own_seeds) else seeds[:1], _CHECKED_SEEDS, fanouts)
     step = partial(time_step, model, blocks, counts.shape.features)
     run_on_all_ranks(g.session, step, ConfigError)
 

@@ -54,16 +54,16 @@ def infer_shape(
         hidden: Width of the hidden layers. 0: that of its first layer.
         is_guessed: Whether it is not a ready-made model.
     """
-    known = [conv for _, conv in find_convolutions(module) if _find_kind(conv)]
-    num_layers = num_layers or len(known) or 2
+    convs = [conv for _, conv in find_convolutions(module) if _find_kind(conv)]
+    num_layers = num_layers or len(convs) or 2
     try:
         layers, first_learns = _trace_layers(module, features, num_layers)
     except MODEL_ERRORS:
-        layers, first_learns = _list_registered(known, features, hidden, classes, num_layers), False
+        layers, first_learns = _list_registered(convs, features, hidden, classes, num_layers), False
     inspected, refusals = _inspect(module, features)
     parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
     return ModelShape(
-        kind=kind or (_find_kind(known[0]) if known else "mlp" if not layers[0].summed else "sage"),
+        kind=kind or (_find_kind(convs[0]) if convs else "mlp" if not layers[0].summed else "sage"),
         layers=layers,
         features=features,
         hidden=hidden or layers[0].outputs,
@@ -84,8 +84,8 @@ _USUAL_WIDTH = 64
 def _find_kind(module: nn.Module) -> str:
     if isinstance(module, SplittableConv):
         return "gcn"
-    known = CONVOLUTIONS.get(type(module))
-    return "" if known is None else known.like
+    convolution = CONVOLUTIONS.get(type(module))
+    return "" if convolution is None else convolution.like
 
 
 def _find_widths(module: nn.Module, inputs: int, outputs: int) -> LayerWidths:
@@ -144,11 +144,11 @@ def _zeros(outputs: int, block: Any, x: Any, *_edges: Any) -> Tensor:
 
 
 def _list_registered(
-    known: Sequence[nn.Module], features: int, hidden: int, classes: int, num_layers: int
+    convs: Sequence[nn.Module], features: int, hidden: int, classes: int, num_layers: int
 ) -> tuple[LayerWidths, ...]:
     """Return the layers that a model has registered if their number matches, otherwise those of GraphSAGE."""
     try:
-        layers = tuple(replace(_read_widths(conv), sums_sources=sums_sources(conv)) for conv in known)
+        layers = tuple(replace(_read_widths(conv), sums_sources=sums_sources(conv)) for conv in convs)
     except ConfigError:
         layers = ()
     if len(layers) == num_layers:

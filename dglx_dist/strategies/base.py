@@ -133,9 +133,9 @@ def explain_missing_edge_data(advice: str = _PREFETCH) -> Iterator[None]:
         data = next((owner for owner in owners if isinstance(owner, HeteroEdgeDataView)), None)
         if data is None:
             raise
-        known = ", ".join(map(repr, data)) or "none"
+        columns = ", ".join(map(repr, data)) or "none"
         raise ConfigError(
-            f"the model reads edge data {error}, but its block does not have it (known: {known}); "
+            f"the model reads edge data {error}, but its block does not have it (known: {columns}); "
             f"{advice.format(name=error)}"
         ) from error
 

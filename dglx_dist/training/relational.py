@@ -280,10 +280,11 @@ class RGCN(RelationalModel):
 
     def apply_layer(self, depth: int, block: Any, h: Rows) -> Rows:
         is_last = depth == self.num_layers - 1
-        own: Any = self.own[depth]
+        linears: Any = self.own[depth]
         result_types = [ntype for ntype in self.ntypes if ntype in self.out_types or not is_last]
         num_dst = {ntype: block.num_dst_nodes(ntype) for ntype in result_types}
-        rows = torch.cat([own[make_module_name(ntype)](h[ntype][:count]) for ntype, count in num_dst.items()])
+        target_rows = ((ntype, h[ntype][:count]) for ntype, count in num_dst.items())
+        rows = torch.cat([linears[make_module_name(ntype)](x) for ntype, x in target_rows])
         merged_edges = _merge_relations(block, self.ntypes, self.etypes, num_dst)
         if merged_edges is not None:
             merged, sizes, targets = merged_edges

@@ -294,8 +294,8 @@ class StoredPart:
 
 def _check_known(mapping: Mapping[K, Any], key: K, kind: str, folder: Path) -> None:
     if key not in mapping:
-        known = ", ".join(repr(name) for name in mapping) or "none"
-        raise ConfigError(f"{folder} has no {kind} {key!r} (known: {known})")
+        names = ", ".join(repr(name) for name in mapping) or "none"
+        raise ConfigError(f"{folder} has no {kind} {key!r} (known: {names})")
 
 
 def load_raw_graph(dataset: StoredDataset, workspace: Workspace | None = None) -> RawGraph:

@@ -87,8 +87,8 @@ class RowIndex:
     def tensor(self, name: str, folder: Path) -> SavedRows:
         """Return one tensor. Raise StorageError if it does not exist."""
         if name not in self.tensors:
-            known = ", ".join(map(repr, self.tensors)) or "none"
-            raise StorageError(f"{folder} has no tensor {name!r} (known: {known}); give another name")
+            names = ", ".join(map(repr, self.tensors)) or "none"
+            raise StorageError(f"{folder} has no tensor {name!r} (known: {names}); give another name")
         return self.tensors[name]
 
 

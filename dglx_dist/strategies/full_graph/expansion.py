@@ -248,11 +248,11 @@ def make_selection(options: EasOptions, *, seed: int) -> Selection:
 
 
 def select_external(
-    structure: Structure, own: tuple[int, int], inner: Array, options: EasOptions, *, seed: int
+    structure: Structure, own_range: tuple[int, int], inner: Array, options: EasOptions, *, seed: int
 ) -> Array:
     """Expand the (n,) int64 ascending ``inner`` nodes to the (s,) int64 ascending selected nodes.
 
-    ``own`` is the half-open node range of the server. See "Expansion-aware sampling" in
+    ``own_range`` is the half-open node range of the server. See "Expansion-aware sampling" in
     docs/strategies/shared_preload.md. The result does not depend on the rank, because random numbers are
     keyed by (seed, node). For a given seed, more hops select a superset, and so does a larger fan-out with at
     most 2 hops. With more hops, a larger fan-out may reach a node in an earlier round and select others.
@@ -261,7 +261,7 @@ def select_external(
     in-edges. ``degree`` also sends and receives 8 bytes for each external candidate.
     """
     selected, frontier = inner, inner
-    outside = None if options.inner == "batch" else own
+    outside = None if options.inner == "batch" else own_range
 
     def compute_scores(sources: Array, excluded: Array) -> Array:
         if options.policy != "degree" or options.fanout == ALL:

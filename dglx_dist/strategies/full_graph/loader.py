@@ -142,11 +142,11 @@ class PlanMaker:
 
 def _compose(g: DistGraph, seeds: ServerSeeds | Array, spec: PlanSpec) -> tuple[Array, ...]:
     assert isinstance(seeds, ServerSeeds)
-    own, server, clusters = seeds.own, g.session.topology.server, None
+    own_seeds, server, clusters = seeds.own, g.session.topology.server, None
     if spec.composition == "ordered":
         nodes = np.arange(*g.get_node_partition_policy(g.ntypes[0]).bounds[server : server + 2])
-        clusters = cluster_seeds(g.structure(), nodes, own, spec.num_batches, seed=spec.seed)
-    return compose_batches(own, spec.num_batches, spec.composition, seed=spec.seed, clusters=clusters)
+        clusters = cluster_seeds(g.structure(), nodes, own_seeds, spec.num_batches, seed=spec.seed)
+    return compose_batches(own_seeds, spec.num_batches, spec.composition, seed=spec.seed, clusters=clusters)
 
 
 @final

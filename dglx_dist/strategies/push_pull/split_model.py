@@ -357,14 +357,14 @@ def read_input_spec(layer: SplittableConv, arguments: StageInput, provenance: In
             "and torch.nn.Embedding of the node ids may replace the features; for anything else use "
             "strategy='data_parallel'"
         )
-    own = layer.own_edges(arguments.block).keys()
+    own_edges = layer.own_edges(arguments.block).keys()
     for name, values in arguments.edges.items():
         if values.requires_grad:
             raise ConfigError(
                 f"the first layer's {name!r} is trained, and its gradient would need every part's rows; "
                 "use strategy='data_parallel'"
             )
-    computed = {name: values for name, values in arguments.edges.items() if name not in own}
+    computed = {name: values for name, values in arguments.edges.items() if name not in own_edges}
     keys = {name: _find_edge_key(values, arguments.block) for name, values in computed.items()}
     return InputSpec(origin=origin, keys=keys)
 
