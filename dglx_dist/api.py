@@ -822,12 +822,8 @@ def _node_loader(
     if config.inputs is not None:
         feats = {name: [config.inputs.feature] for name in config.inputs.feature_widths}
     seeds, labels = {ntype: training_nodes(g, ntype)}, {ntype: [config.label]}
-    sampler = dgl.dataloading.NeighborSampler(
-        list(sizes),
-        prefetch_node_feats=feats,
-        prefetch_labels=labels,
-        prefetch_edge_feats=config.edge_feats or None,
-    )
+    columns = {"prefetch_labels": labels, "prefetch_edge_feats": config.edge_feats or None}
+    sampler = dgl.dataloading.NeighborSampler(list(sizes), prefetch_node_feats=feats, **columns)
     stored = {g.nodes[name].data[column].dtype for name, (column,) in feats.items()}
     if config.precision == BF16 and stored == {torch.bfloat16}:
         options = {"feature_dtype": torch.bfloat16, **options}

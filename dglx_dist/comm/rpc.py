@@ -463,7 +463,7 @@ class Client:
 
     def __init__(
         self,
-        context: zmq.Context[zmq.Socket[bytes]],
+        context: zmq.Context[Any],
         peers: Mapping[int, PeerAddress],
         credentials: Credentials,
     ) -> None:

@@ -168,7 +168,7 @@ class LoaderOptions:
     )
     depth: int = option(
         1,
-        "Number of prefetched batches, at least ``num_threads``. They use memory on the host and device.",
+        "Number of prefetched batches, at least ``num_threads``. They take memory.",
         check=at_least(1),
     )
     num_threads: int = option(

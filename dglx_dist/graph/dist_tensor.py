@@ -143,12 +143,8 @@ def _resolve_place(
 
 def _create(policy: PartitionPolicy, key: str, info: ColumnInfo, init: InitRows | None) -> None:
     store = policy.store
-    facts = {
-        "key": key,
-        "shape": [policy.get_size(), *info.row_shape],
-        "dtype": info.dtype,
-        "bounds": policy.bounds.tolist(),
-    }
+    shape = [policy.get_size(), *info.row_shape]
+    facts = {"key": key, "shape": shape, "dtype": info.dtype, "bounds": policy.bounds.tolist()}
     check_equal(store.session, "a tensor", facts, "create it with the same arguments on all ranks")
     file_name = f"{store.label}-tensor-{store.next_number()}"
     rows = map_shared_rows(store.session, file_name, policy.get_part_size(), info, init)

@@ -355,27 +355,23 @@ def _check_params(params: Sequence[DistEmbedding]) -> tuple[DistEmbedding, ...]:
 class SparseSGD(SparseOptimizer):
     """``torch.optim.SGD`` without momentum, for embeddings.
 
-    :class:`~dglx_dist.graph.optim.SparseOptimizer` explains ``mode``, ``staleness``, ``reduction`` and
-    errors.
+    ``options`` are ``mode``, ``staleness`` and ``reduction``, see :class:`SparseOptimizer`.
     """
 
     def __init__(
         self,
         params: Sequence[DistEmbedding],
         lr: float,
-        *,
-        mode: Mode = "sync",
-        staleness: int = 1,
-        reduction: Reduction = "mean",
+        **options: Any,
     ) -> None:
-        super().__init__(params, lambda: sgd_rule(lr), mode, staleness, reduction)
+        super().__init__(params, lambda: sgd_rule(lr), **options)
 
 
 @final
 class SparseAdagrad(SparseOptimizer):
     """``torch.optim.Adagrad`` for embeddings. Keeps one row of squares for each row.
 
-    ``eps`` is added to the root of the sum of squares. The other arguments are those of :class:`SparseSGD`.
+    ``eps`` is added to the root of the sum of squares. ``options`` are those of :class:`SparseSGD`.
     """
 
     def __init__(
@@ -383,12 +379,9 @@ class SparseAdagrad(SparseOptimizer):
         params: Sequence[DistEmbedding],
         lr: float,
         eps: float = 1e-10,
-        *,
-        mode: Mode = "sync",
-        staleness: int = 1,
-        reduction: Reduction = "mean",
+        **options: Any,
     ) -> None:
-        super().__init__(params, lambda: adagrad_rule(lr, eps), mode, staleness, reduction)
+        super().__init__(params, lambda: adagrad_rule(lr, eps), **options)
 
 
 @final
@@ -396,8 +389,8 @@ class SparseAdam(SparseOptimizer):
     """``torch.optim.SparseAdam`` for embeddings. Keeps two rows of moments for each row.
 
     In mode "async" the step of the bias correction is the number of pushes that the owner has applied.
-    ``betas`` are the decay rates of the moments, and ``eps`` is added to the root of the second moment. The
-    other arguments are those of :class:`SparseSGD`.
+    ``betas`` are the decay rates of the moments, and ``eps`` is added to the root of the second moment.
+    ``options`` are those of :class:`SparseSGD`.
     """
 
     def __init__(
@@ -406,9 +399,6 @@ class SparseAdam(SparseOptimizer):
         lr: float,
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
-        *,
-        mode: Mode = "sync",
-        staleness: int = 1,
-        reduction: Reduction = "mean",
+        **options: Any,
     ) -> None:
-        super().__init__(params, lambda: adam_rule(lr, betas, eps), mode, staleness, reduction)
+        super().__init__(params, lambda: adam_rule(lr, betas, eps), **options)

@@ -429,7 +429,7 @@ class PartitionedStructure(Structure):
         op: str,
         ids: Array,
         bounds: Array,
-        compute: Callable[[Array], Sequence[Array]],
+        compute: Callable[[Array], Any],
         parameters: str = "",
     ) -> PendingAnswers:
         """Ask ``op`` of the servers that own ``ids``. It answers there as ``compute`` does here.

@@ -193,7 +193,7 @@ class SplittableConv(nn.Module, ABC):
         block: DGLBlock,
         x: Tensor | tuple[Tensor, Tensor],
         *edges: Tensor | None,
-        **named: Tensor | None,
+        **named: Any,
     ) -> Tensor:
         """Run all stages: (L0, F) to the layer's (D1, ...).
 

@@ -128,17 +128,17 @@ def batch_assumptions(unit: str, num_layers: int, fanouts: Sequence[int] | None)
 
 def plan_draws(
     choice: ChoiceOptions,
-    num_layers: int,
+    layers: int,
     fanouts: Sequence[int] | None,
     batch_size: int | None,
     *,
     epoch: int,
 ) -> Draws | None:
     """Return the mini-batches of ``epoch`` to count, or None. Fan-outs and batch size have defaults."""
-    if choice.unit == "full_graph" or _is_deep(choice.unit, num_layers, fanouts):
+    if choice.unit == "full_graph" or _is_deep(choice.unit, layers, fanouts):
         return None
     if fanouts is None:
-        fanouts = default_fanouts(DEFAULT_STRATEGY, num_layers)
+        fanouts = default_fanouts(DEFAULT_STRATEGY, layers)
     size = batch_size or default_batch_size(DEFAULT_STRATEGY)
     assert size is not None
     limit = choice.dry_batches or None

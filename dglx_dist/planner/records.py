@@ -164,7 +164,7 @@ class ChoiceOptions:
     )
     full_graph_epochs: float = _of_choice(
         5.0,
-        "Number of epochs on whole graphs that are worth one of mini-batches, for --unit any.",
+        "Epochs on whole graphs that are worth one of mini-batches, for --unit any.",
         check=ABOVE_ZERO,
     )
     allow_estimators: bool = _of_choice(False, "Also allow strategies that do not train exactly.")

@@ -339,15 +339,7 @@ def _mask_rows(run: PlannedRun, draws: Draws, alphas: Sequence[float]) -> dict[t
 
 def _score_in_job(g: DistGraph, draws: Draws) -> Array:
     """Return (N,) float64: the expected number of this server's ranks that need each row in a step."""
-    request = CacheRequest(
-        name=FEATURE,
-        ntype=g.ntypes[0],
-        alpha=0.0,
-        policy="vip",
-        seeds=None,
-        fanouts=list(draws.fanouts),
-        batch_size=draws.batch_size,
-    )
+    request = CacheRequest(FEATURE, g.ntypes[0], 0.0, "vip", None, list(draws.fanouts), draws.batch_size)
     return compute_vip_scores(g, request, f"scores-{g.kvstore.next_number()}")
 
 

@@ -746,7 +746,7 @@ def load(  # noqa: PLR0913 - one for each object that can be loaded
 
 def _read_objects(
     path: Path,
-    contents: Mapping[str, Any],
+    contents: dict[str, Any],
     tensors: Mapping[str, SavedTensor],
     objects: Mapping[str, Stateful],
 ) -> dict[str, Any]:

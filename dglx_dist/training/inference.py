@@ -285,7 +285,7 @@ def _make_compute(
     g: DistGraph,
     maker: NodeMaker,
     rows: _Rows,
-    target: tuple[torch.device, torch.dtype | None],
+    target: tuple[Any, Any],
 ) -> _Compute:
     """Return a function that runs a pass on the nodes of a batch, with ``rows`` as the input."""
 

@@ -252,7 +252,7 @@ def build_optimizer_state(
     optimizer: torch.optim.Optimizer,
     model: nn.Module,
     tensors: Mapping[str, Tensor],
-    plain: Mapping[str, Any],
+    plain: dict[str, Any],
 ) -> dict[str, Any]:
     """Undo :func:`split_optimizer`. Return the state that the optimizer loads."""
     position_of = {name: position for position, name in _name_parameters(optimizer, model).items()}

@@ -39,7 +39,7 @@ class PartitionOptions:
     in-edges of each edge type. Other names are node columns of non-negative numbers."""
     tolerance: float | Mapping[str, float] = option(
         dict,
-        "Allowed excess of the heaviest part: 0.05, or train=0.1,degree=0.02.",
+        "Allowed excess of a part: 0.05, or train=0.1,degree=0.02.",
         metavar="T",
         parse=parse_tolerances,
     )

@@ -163,7 +163,7 @@ class _Multilevel(Partitioner):
 
             return partition(symmetric, weights, solve, fits, workspace, seed)
 
-        def count_library_bytes(weights: BalanceWeights) -> int:
+        def count_bytes(weights: BalanceWeights) -> int:
             return self._estimate_bytes(graph.total_nodes, 2 * graph.total_edges, True, len(weights.columns))
 
         return assign_balanced(
@@ -172,7 +172,7 @@ class _Multilevel(Partitioner):
             (num_parts, seed),
             compute,
             dtype=self._dtype,
-            count_reserved_bytes=count_library_bytes,
+            count_reserved_bytes=count_bytes,
         )
 
     @abstractmethod

@@ -316,7 +316,7 @@ def present(**phases: int) -> dict[str, int]:
 def build_traffic(
     outside: Mapping[str, int],
     inside: Mapping[str, int],
-    sums: tuple[int, int],
+    sums: Sequence[int],
     *,
     once: int = 0,
     exact: bool,

@@ -149,7 +149,7 @@ def choose_external(
     indptr: Array,
     sources: Array,
     nodes: Array,
-    excluded: Array,
+    exclude: Array,
     scores: Array,
     fanout: int,
     stream: np.uint64,
@@ -163,7 +163,7 @@ def choose_external(
         indptr: (K + 1,) int64.
         sources: (E,) int64, ascending for each node.
         nodes: (K,) int64 global ids.
-        excluded: (T,) int64 ascending ids that are not candidates.
+        exclude: (T,) int64 ascending ids that are not candidates.
         scores: (E,) int64 score of each source, higher first. Empty if all scores are equal.
         fanout: Maximum number of sources per node, or -1 for all.
     """
@@ -179,8 +179,8 @@ def choose_external(
         for edge in range(indptr[i], indptr[i + 1]):
             source = sources[edge]
             # Parallel edges do not raise the probability of a neighbour.
-            position = np.searchsorted(excluded, source)
-            is_excluded = position < len(excluded) and excluded[position] == source
+            position = np.searchsorted(exclude, source)
+            is_excluded = position < len(exclude) and exclude[position] == source
             if is_excluded or (edge > indptr[i] and sources[edge - 1] == source):
                 continue
             if fanout < 0:

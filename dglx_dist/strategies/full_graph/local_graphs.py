@@ -298,14 +298,8 @@ def local_graph(
     (layer,) = plan.layers
     exchange = HaloExchange(g.session, layer, 1, wire_dtype)
     etype = g.canonical_etypes[0]
-    block = halo_block(
-        layer,
-        torch.from_numpy(plan.nodes),
-        exchange,
-        etype=etype,
-        out_degrees=g.out_degrees,
-        edge_order=g.orig_edge_ids,
-    )
+    graph_data: dict[str, Any] = {"out_degrees": g.out_degrees, "edge_order": g.orig_edge_ids}
+    block = halo_block(layer, torch.from_numpy(plan.nodes), exchange, etype=etype, **graph_data)
     graph = LocalGraph(block)
     graph.edata.update(_pull_rows(g, edge_keys, layer.edge_ids))
     memory = RowMemory()

@@ -29,7 +29,7 @@ class PushPullOptions:
     )
     group_size: int = option(
         0,
-        "Number of ranks that hold all columns together. 0: as few as ``memory`` allows, or all without it.",
+        "Ranks that hold all columns together. 0: as few as ``memory`` allows, or all.",
         check=at_least(0),
     )
     memory: str = ""
