@@ -132,12 +132,10 @@ def read_sampler(sampler: object) -> SamplePlan:
 
 def _is_stock(sampler: BlockSampler) -> bool:
     # The compiled kernels can replace DGL's code only if no part of it is overridden.
-    kind, stock_classes = type(sampler), (NeighborSampler, LaborSampler)
+    kind = type(sampler)
     return (
-        any(
-            isinstance(sampler, stock) and kind.sample_blocks is stock.sample_blocks
-            for stock in stock_classes
-        )
+        isinstance(sampler, NeighborSampler | LaborSampler)
+        and kind.sample_blocks in (NeighborSampler.sample_blocks, LaborSampler.sample_blocks)
         and kind.sample is BlockSampler.sample
         and kind.assign_lazy_features is BlockSampler.assign_lazy_features
     )
@@ -158,20 +156,20 @@ def _read_source_draws(sampler: LaborSampler) -> SourceDraws:
 def _read_fanouts(fanouts: object) -> tuple[Fanout, ...]:
     if not isinstance(fanouts, (list, tuple, np.ndarray)) or len(fanouts) == 0:
         raise ConfigError(f"fanouts is {fanouts!r}. Use one number per layer, e.g. [15, 10, 5].")
-    read: list[Fanout] = []
+    checked: list[Fanout] = []
     for layer, fanout in enumerate(fanouts):
-        where = f"fanouts[{layer}]"
+        option = f"fanouts[{layer}]"
         if isinstance(fanout, Mapping):
-            counts = {etype: _read_fanout(count, f"{where}[{etype!r}]") for etype, count in fanout.items()}
-            read.append(counts)
+            counts = {etype: _read_fanout(count, f"{option}[{etype!r}]") for etype, count in fanout.items()}
+            checked.append(counts)
         else:
-            read.append(_read_fanout(fanout, where))
-    return tuple(read)
+            checked.append(_read_fanout(fanout, option))
+    return tuple(checked)
 
 
-def _read_fanout(fanout: Any, where: str) -> int:
+def _read_fanout(fanout: Any, option: str) -> int:
     if not is_integer(fanout) or fanout < -1:
-        raise ConfigError(f"{where} is {fanout!r}. Use a number of in-edges, 0 or more, or -1 for all.")
+        raise ConfigError(f"{option} is {fanout!r}. Use a number of in-edges, 0 or more, or -1 for all.")
     return int(fanout)
 
 
@@ -216,25 +214,25 @@ def find_edge_columns(g: DistGraph, names: Names, option: str) -> dict[EdgeType,
 
 def find_edge_keys(g: DistGraph, etype: EdgeType, names: Sequence[str], option: str) -> dict[str, str]:
     """Return the store keys of the edge columns ``names``. A ConfigError lists the existing ones."""
-    where = "g.edata" if len(g.canonical_etypes) == 1 else f"g.edges[{etype}].data"
-    return _find_keys(g.edges[etype].data, names, option, where)
+    columns = "g.edata" if len(g.canonical_etypes) == 1 else f"g.edges[{etype}].data"
+    return _find_keys(g.edges[etype].data, names, option, columns)
 
 
 def _find_node_columns(g: DistGraph, names: Names, option: str) -> dict[str, dict[str, str]]:
     def resolve_ntype(name: str) -> str:
         return str(g.get_node_partition_policy(name).type_name)
 
-    where = "g.ndata" if len(g.ntypes) == 1 else "g.nodes[{!r}].data"
-    return {
-        ntype: _find_keys(g.nodes[ntype].data, columns, option, where.format(ntype))
-        for ntype, columns in _group_names(names, g.ntypes, resolve_ntype, option).items()
-    }
+    keys = {}
+    for ntype, columns in _group_names(names, g.ntypes, resolve_ntype, option).items():
+        data_name = "g.ndata" if len(g.ntypes) == 1 else f"g.nodes[{ntype!r}].data"
+        keys[ntype] = _find_keys(g.nodes[ntype].data, columns, option, data_name)
+    return keys
 
 
-def _find_keys(data: Any, names: Sequence[str], option: str, where: str) -> dict[str, str]:
+def _find_keys(data: Any, names: Sequence[str], option: str, data_name: str) -> dict[str, str]:
     for name in names:
         if name not in data:
-            raise ConfigError(f"{option} names {name!r}, but {where} has {sorted(data)}")
+            raise ConfigError(f"{option} names {name!r}, but {data_name} has {sorted(data)}")
     return {name: str(data[name].kvstore_key) for name in names}
 
 

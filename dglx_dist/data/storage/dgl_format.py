@@ -233,19 +233,19 @@ class _DglReader:
 
     def _add_edges(self, ids: Array, sources: Array, destinations: Array, path: Path) -> None:
         config = self._config
-        kinds, typed = config.edges.to_typed(ids)
+        kinds, ids_of_type = config.edges.to_typed(ids)
         source_kinds, sources = config.nodes.to_typed(sources)
-        destination_kinds, destinations = config.nodes.to_typed(destinations)
+        target_kinds, destinations = config.nodes.to_typed(destinations)
         for kind, etype in enumerate(config.etypes):
-            chosen = kinds == kind
-            ends = (etype[0], source_kinds), (etype[2], destination_kinds)
-            if any((end_kinds[chosen] != config.ntypes.index(ntype)).any() for ntype, end_kinds in ends):
-                raise StorageError(f"{path} has edges of type {etype} between nodes of other types")
-            self._ends[kind][:, typed[chosen]] = sources[chosen], destinations[chosen]
+            is_of_type = kinds == kind
+            for ntype, end_kinds in ((etype[0], source_kinds), (etype[2], target_kinds)):
+                if (end_kinds[is_of_type] != config.ntypes.index(ntype)).any():
+                    raise StorageError(f"{path} has edges of type {etype} between nodes of other types")
+            self._ends[kind][:, ids_of_type[is_of_type]] = sources[is_of_type], destinations[is_of_type]
 
     def _add_columns(self, data: dict[K, dict[str, Array]], path: Path, ranges: IdRanges, ids: Array) -> None:
         owners = {format_type(kind_name): kind_name for kind_name in data}
-        kinds, typed = ranges.to_typed(ids)
+        kinds, ids_of_type = ranges.to_typed(ids)
         for key, tensor in load_tensors(path).items():
             # Keys are type/column. Old files with one type leave it out.
             type_name, slash, name = key.partition("/")
@@ -254,15 +254,15 @@ class _DglReader:
             if type_name not in owners:
                 raise StorageError(f"{path}: {key!r} names none of the types {', '.join(owners)}")
             owner, kind = owners[type_name], list(owners).index(type_name)
-            chosen = typed[kinds == kind]
-            if len(tensor) != len(chosen):
-                raise StorageError(f"{path}: {name!r} has {len(tensor)} rows for {len(chosen)} owned ids")
+            owned_ids = ids_of_type[kinds == kind]
+            if len(tensor) != len(owned_ids):
+                raise StorageError(f"{path}: {name!r} has {len(tensor)} rows for {len(owned_ids)} owned ids")
             rows = self._as_array(owner, name, tensor)
             total = int(ranges.counts[kind].sum())
             column = data[owner].setdefault(name, np.zeros((total, *rows.shape[1:]), rows.dtype))
             if column.shape[1:] != rows.shape[1:] or column.dtype != rows.dtype:
                 raise StorageError(f"{path}: {name!r} has another shape or dtype than in the other parts")
-            column[chosen] = rows
+            column[owned_ids] = rows
 
     def _as_array(self, owner: str | EdgeType, name: str, tensor: torch.Tensor) -> Array:
         if tensor.dtype == torch.bfloat16:
