@@ -29,7 +29,7 @@ FIXED = pa.FixedSizeListArray.from_arrays(pa.array([1.0, 2.0, 3.0, 4.0]), 2)
         (pa.array([1.0, None]), "column 'x', row 1: is empty"),
         (pa.array([1.0, np.nan]), "column 'x', row 1: nan"),
         (pa.array([[1.0, 2.0], [3.0, None]]), "column 'x', row 1: has an empty value"),
-        (pa.array([[1.0], []]), "column 'x', row 1: a list of 0 values, but row 0 has 1"),
+        (pa.array([[1.0], []]), "column 'x', row 1: a list of 0, but row 0 has 1"),
         (pa.array(["a"]), "column 'x' must hold numbers; it holds string"),
     ],
 )

@@ -433,7 +433,7 @@ WRAPPED = as_edge_prediction_sampler(SAMPLER)
         ({"batch_size": 0}, "batch_size=0"),
         ({"seed": -1}, "seed=-1"),
         ({"batchsize": 3}, "no option 'batchsize'"),
-        ({"sampler": "all"}, "str does not make blocks"),
+        ({"sampler": "all"}, "str makes no blocks"),
         ({"exclude": "self", "sampler": WRAPPED}, "not to both"),
         ({"sampler": as_edge_prediction_sampler(SAMPLER, prefetch_labels=["star"])}, "star"),
         ({"sampler": Own(SAMPLER)}, "Own samples edges with its own code"),

@@ -112,7 +112,7 @@ def test_gradient_is_finite_where_ends_meet() -> None:
 
 def test_wrong_decoders_are_refused() -> None:
     for kind in (ComplEx, RotatE):
-        with pytest.raises(ConfigError, match=r"width is 5\. Make it even"):
+        with pytest.raises(ConfigError, match=r"Make the width 5 even"):
             kind(R, 5)
 
 
