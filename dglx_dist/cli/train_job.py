@@ -47,17 +47,13 @@ from dglx_dist.training.checkpoint import read_extra
 from dglx_dist.training.config import (
     AUTO_TASK,
     CLASSIFICATION,
-    KINDS,
     LINK,
     MULTILABEL,
     NO_ENCODER,
     OWN_ARGUMENTS,
     REGRESSION,
-    RELATIONAL_KINDS,
-    WEIGHTED,
     TrainConfig,
     collect_configuration,
-    list_kinds,
     list_metrics,
 )
 from dglx_dist.training.export import check_target, write_edges, write_embeddings, write_relations
@@ -74,6 +70,7 @@ from dglx_dist.training.link import (
     link_targets,
     split_edges,
 )
+from dglx_dist.training.model_kinds import KINDS, RELATIONAL_KINDS, WEIGHTED, list_kinds
 from dglx_dist.training.models import build_model
 from dglx_dist.training.relational import EntityInputs
 from dglx_dist.training.resume import check_same, resolve_resume
@@ -127,7 +124,7 @@ def build(plan: TrainConfig, g: DistGraph, ntype: str | None, width: int) -> Bui
             module = run_on_all_ranks(g.session, partial(_load_own_model, plan, arguments), ConfigError)
             check_equal(g.session, f"the content of --model-file {plan.model_file}", plan.model_sha256)
             return module, inputs, sparse
-        own: dict[str, Any] = {"recompute": plan.recompute, **plan.between}
+        own: dict[str, Any] = {"teleport": plan.teleport, "recompute": plan.recompute, **plan.between}
         model: Any = build_model(plan.model, columns, *sizes, plan.heads, g, **own)
         model.edge_weight = plan.edge_weight
         return model, inputs, sparse

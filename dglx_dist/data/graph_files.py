@@ -1,8 +1,10 @@
-"""Graphs in single files: ``.npz`` archives, tensors of torch, and edge lists."""
+"""Graphs in single files: ``.npz`` archives, tensors of torch, NetworkX's formats, and edge lists."""
 
 import codecs
+import gzip
 import importlib
 import io
+import json
 import logging
 import math
 import re
@@ -12,7 +14,7 @@ import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import IO, Any, final
 
@@ -32,6 +34,7 @@ from dglx_dist.data.sources import (
     standard_columns,
     suffix_of,
 )
+from dglx_dist.data.storage.files import read_small_file
 from dglx_dist.data.table_graphs import build_graph_from_tables
 from dglx_dist.data.tables import as_numpy, id_column
 from dglx_dist.data.validate import check_ids, check_integers, first_repeat
@@ -421,6 +424,111 @@ class TorchSource(DatasetSource):
         return build_graph_from_arrays(arrays, self._path.stem, where)
 
 
+_MAX_BYTES = 1 << 28
+
+
+@final
+class NetworkxSource(DatasetSource):
+    """A NetworkX file of at most 256 MiB: ``.graphml`` or ``.json``, also with ``.gz``.
+
+    Edges of an undirected graph are stored in both directions. The second direction has no mask. Attributes
+    have the same meaning as columns of tables (``TablesSource``). Texts, and attributes that some nodes or
+    edges lack, are ignored. It has no options.
+    """
+
+    memory_per_byte = 20
+
+    def load(self) -> RawGraph:
+        where, suffix = str(self._path), suffix_of(self._path)
+        try:
+            content = read_small_file(self._path, _MAX_BYTES)
+            if self._path.suffix == ".gz":
+                with gzip.open(io.BytesIO(content)) as file:
+                    content = file.read(_MAX_BYTES + 1)
+            if len(content) > _MAX_BYTES:
+                raise ValueError(f"it has more than {format_bytes(_MAX_BYTES)}; save its edges as a .txt")
+            graph = _read_networkx(content.removeprefix(codecs.BOM_UTF8), suffix.removesuffix(".gz"))
+        # Each reader raises its own errors for damaged files.
+        except Exception as error:
+            raise DatasetError(
+                f"{where}: not a readable {suffix} of NetworkX, or cut off: {str(error) or repr(error)}"
+            ) from error
+        nodes, edges = list(graph.nodes(data=True)), list(graph.edges(data=True))
+        if not graph.is_directed():
+            edges += [(v, u, _without_split(data)) for u, v, data in edges if u != v]
+        # In XML all ids are texts, even numbers.
+        texts = [str(node) for node, _ in nodes]
+        to_id: Any = int if all(len(t) < 19 and t.isdecimal() and str(int(t)) == t for t in texts) else str
+        nodes.sort(key=lambda node: int(node[0]) if to_id is int else 0)
+        node_columns = _read_attributes([data for _, data in nodes], f"{where}, nodes")
+        edge_columns = _read_attributes([data for *_, data in edges], f"{where}, edges")
+        node_columns["id"] = pa.array([to_id(node) for node, _ in nodes])
+        destinations = pa.array([to_id(v) for _, v, _ in edges])
+        edge_columns |= {"src": pa.array([to_id(u) for u, *_ in edges]), "dst": destinations}
+        tables = {NODE_TYPE: (where, pa.table(node_columns))}, {EDGE_TYPE: (where, pa.table(edge_columns))}
+        return build_graph_from_tables(self._path.name.removesuffix(suffix), *tables)
+
+
+def _read_networkx(content: bytes, suffix: str) -> Any:
+    networkx = importlib.import_module("networkx")
+    if suffix == ".json":
+        value = json.loads(content)
+        _check_node_link(value)
+        json.dumps(value, ensure_ascii=False).encode()  # It fails for lone surrogates.
+        graph = networkx.node_link_graph(value, edges="links" if "links" in value else "edges")
+        ids = {json.dumps(node.get("id", [i])) for i, node in enumerate(value["nodes"])}
+        return _check_declared(graph, len(ids))
+    # Entities that refer to each other grow without limit. In UTF-16, zero bytes are between the characters.
+    if b"<!ENTITY" in content.replace(b"\0", b""):
+        raise ValueError("it declares entities (<!ENTITY), which are never expanded")
+    graph = networkx.read_graphml(io.BytesIO(content))
+    return _check_declared(graph, len(re.findall(rb"<(?:\w+:)?node[\s>]", content)))
+
+
+def _check_node_link(value: Any) -> None:
+    """Raise ValueError unless the JSON value has nodes and links in the format of NetworkX and D3."""
+    keys: Mapping[str, Any] = value if isinstance(value, dict) else {}
+    rows: Any = [keys.get("nodes"), keys.get("links", keys.get("edges"))]
+    is_sound = all(isinstance(part, list) and all(isinstance(row, dict) for row in part) for part in rows)
+    if not is_sound or not all({"source", "target"} <= link.keys() for link in rows[1]):
+        raise ValueError(
+            "it needs a list 'nodes' of objects with an id, and a list 'links' or 'edges' of objects with "
+            f"source and target (it has {', '.join(map(repr, keys)) or 'no keys'}); write "
+            "networkx.node_link_data, or a text with two ids per line"
+        )
+
+
+def _check_declared(graph: Any, num_declared: int) -> Any:
+    """Return ``graph``. Raise ValueError if edges have ends other than the ``num_declared`` nodes."""
+    if len(graph) > num_declared:
+        raise ValueError(f"an edge ends in {list(graph)[num_declared]!r}, which is not among the nodes")
+    return graph
+
+
+def _without_split(data: Mapping[str, Any]) -> dict[str, Any]:
+    # Only one direction of an edge may be a target.
+    columns = {name: value for name, value in data.items() if name != "split"}
+    return columns | {name: type(data[name])() for name in SPLITS if name in data}
+
+
+def _read_attributes(rows: Sequence[Mapping[str, Any]], where: str) -> dict[str, Any]:
+    columns, ignored = {}, []
+    for name in dict.fromkeys(chain.from_iterable(rows)):
+        try:
+            column = pa.array([row.get(name) for row in rows])
+        except (pa.ArrowException, OverflowError):
+            column = pa.nulls(len(rows))
+        dtype = getattr(column.type, "value_type", column.type)
+        is_number = pa.types.is_integer(dtype) or pa.types.is_floating(dtype) or pa.types.is_boolean(dtype)
+        is_given = name in (LABEL, "split") and not pa.types.is_null(dtype)
+        if (is_number and not column.null_count) or is_given:
+            columns[name] = column
+        else:
+            ignored.append(str(name))
+    _warn_ignored(where, ignored, "not a number in each")
+    return columns
+
+
 def _warn_ignored(where: str, names: Sequence[str], reason: str) -> None:
     if names:
         _LOG.warning("%s: ignored %s: %s", where, ", ".join(names), reason)
@@ -428,6 +536,10 @@ def _warn_ignored(where: str, names: Sequence[str], reason: str) -> None:
 
 # It also matches times and dates.
 _NUMBER = re.compile(rb"[-+.:/\d]+([eT][-+.:\dZ]+)?")
+_ENTRY = re.compile(r"'(?!(?:src|dst)')([^']+)': (?:(-?\d+(?:\.\d+)?(?:e[-+]\d+)?)(?=[,}]))?")
+"""Pattern of a key in NetworkX's dictionaries, and of its value if that is a number."""
+_TEXT = re.compile(r""": ("(?:[^"\\]|\\.)*"|'(?:[^'\\]|\\.)*')""")
+"""Pattern of a text value in such a dictionary. It may contain text that looks like an entry."""
 INTERACTION = ("user", "interacts", "item")
 _CODE_OF_FILE = {"train": 0, "valid": 1, "val": 1, "dev": 1, "test": 2}
 
@@ -437,9 +549,10 @@ class EdgeListSource(DatasetSource):
     """A text with one edge per line, such as SNAP's ``.txt.gz``.
 
     A line has two ids and any columns of numbers. They are separated by spaces, tabs, commas or ``::``. ``#``
-    starts a comment, or ``%`` if the text begins with it. Texts, and ids other than 0..N-1, are kept as the
-    user's ids. One further column is called ``weight``. More are called ``column2``, ``column3`` ... No
-    reverse edges are added. For lists with each edge once, use ``--add-reverse-edges``.
+    starts a comment, or ``%`` if the text begins with it. Numbers in NetworkX's dictionary at the end of a
+    line become columns. Texts, and ids other than 0..N-1, are kept as the user's ids. One further column is
+    called ``weight``. More are called ``column2``, ``column3`` ... No reverse edges are added. For lists with
+    each edge once, use ``--add-reverse-edges``.
 
     The option ``format`` gives the meaning of a line: ``edges``, ``triples`` or ``interactions``.
     Interactions are edges ("user", "interacts", "item") with separate ids of users and items. Lines of three
@@ -611,8 +724,7 @@ def _read_lines(path: Path, is_triples: bool | None = None) -> tuple[Any, list[s
     """Return the pandas table of ``path``, its first two lines, and which of these look like triples."""
     import pandas as pd
 
-    comments: list[bytes] = []
-    begin: list[bytes] = []
+    comments, begin, entries = list[bytes](), list[bytes](), dict[str, Any]()
     with open_text(path, "list of edges, or cut off") as file:
         lines = map(bytes.strip, file)
         for line in lines:
@@ -627,7 +739,13 @@ def _read_lines(path: Path, is_triples: bool | None = None) -> tuple[Any, list[s
         file.seek(0)
         source: Any = file
         if not is_triples and re.search(rb"\s\{(['\"].*)?\}$", begin[0]):
-            raise ValueError("it has dictionaries of NetworkX; use write_edgelist(..., data=['weight'])")
+            content = file.read(_MAX_BYTES + 1)
+            if len(content) > _MAX_BYTES:
+                limit = format_bytes(_MAX_BYTES)
+                raise ValueError(f"it has dictionaries and over {limit}; use write_edgelist(data=['weight'])")
+            text, entries = _without_entries(content.decode(), str(path))
+            source, comments = io.BytesIO(text.encode()), []
+            begin = [line.partition(b"{")[0].strip() for line in begin]
         first = begin[0]
         if re.fullmatch(rb"[^\s,]+(::[^\s,]+)+", first):
             source = io.BytesIO(file.read().replace(b"::", b"\t"))
@@ -664,7 +782,17 @@ def _read_lines(path: Path, is_triples: bool | None = None) -> tuple[Any, list[s
             elif path.stem in _CODE_OF_FILE:
                 reason += "; if each line is a user and all its items, write a user and an item per line"
             raise ValueError(reason) from error
-    return read, [repr(line.decode(errors="replace")) for line in begin], are_triples
+    return read.assign(**entries), [repr(line.decode(errors="replace")) for line in begin], are_triples
+
+
+def _without_entries(text: str, where: str) -> tuple[str, dict[str, Any]]:
+    """Return lines of ``networkx.write_edgelist`` without their dictionaries, and the numbers in them."""
+    lines = [re.split(r"\s(?=\{.*\}$)", line.strip(), maxsplit=1) for line in text.splitlines()]
+    lines = [line for line in lines if line[0] and line[0][0] not in "#%"]
+    entries = [_ENTRY.findall(_TEXT.sub(": ?", "".join(line[1:]))) for line in lines]
+    rows = [{name: json.loads(number or "null") for name, number in line_entries} for line_entries in entries]
+    columns = _read_attributes(rows, where)
+    return "\n".join(line[0] for line in lines), {name: as_numpy(number) for name, number in columns.items()}
 
 
 def _is_triple(pieces: Sequence[bytes]) -> bool:

@@ -59,6 +59,9 @@ class DatasetSource(ABC):
     external: ClassVar[bool] = False
     """Whether :attr:`workspace` is used, so that a graph may be larger than the granted memory."""
 
+    memory_per_byte: ClassVar[int] = 4
+    """Memory of :meth:`load` per byte of its uncompressed files. A number in a text takes 8 bytes."""
+
     workspace: Workspace | None = None
     """Workspace for limited memory. It is set before :meth:`load`."""
 
@@ -351,6 +354,7 @@ DATASETS: Registry[DatasetSource] = Registry(
         "synthetic": "dglx_dist.data.synthetic:SyntheticSource",
         "npz": "dglx_dist.data.graph_files:NpzSource",
         "torch": "dglx_dist.data.graph_files:TorchSource",
+        "networkx": "dglx_dist.data.graph_files:NetworkxSource",
         "edge_list": "dglx_dist.data.graph_files:EdgeListSource",
         "dgl": "dglx_dist.data.sources:DglDataSource",
         "dgl_binary": "dglx_dist.data.sources:DglBinarySource",
@@ -365,12 +369,13 @@ _SOURCE_OF_SUFFIX = {
     ".npz": "npz",
     **dict.fromkeys((".bin", ".dgl"), "dgl_binary"),
     **dict.fromkeys((".pt", ".pth"), "torch"),
+    **dict.fromkeys((".graphml", ".json"), "networkx"),
     **dict.fromkeys((".txt", ".tsv", ".edgelist", ".edges", ".ncol", ".mtx"), "edge_list"),
     **dict.fromkeys((".dat", ".data", ".rating"), "edge_list"),
 }
 FORMATS = (
     "a `.npz` of arrays or of a SciPy matrix, a `.bin` of saved DGL graphs, a `.pt` of tensors (PyG), "
-    "a `.txt` of edges (SNAP) or triples, a `.mtx`, these also with `.gz`, "
+    "NetworkX's `.graphml` or `.json`, a `.txt` of edges (SNAP) or triples, a `.mtx`, these also with `.gz`, "
     "a folder of CSV / Parquet tables, or of triples in train.txt, valid.txt and test.txt"
 )
 """Description of the files that :func:`load_dataset` reads."""
@@ -408,7 +413,7 @@ def load_dataset(
     source = DATASETS.get(name)(location, options)
     source.workspace = workspace
     if workspace is not None and not source.external:
-        _check_fits(name, Path(location).expanduser(), workspace)
+        _check_fits(name, source.memory_per_byte, Path(location).expanduser(), workspace)
     graph = number_codes(source.load(), str(spec))
     check_raw_graph(graph, where=str(spec))
     return graph
@@ -436,10 +441,6 @@ def open_text(path: Path, content_kind: str) -> Iterator[IO[bytes]]:
         raise DatasetError(f"{path}: not a readable {content_kind}: {problem}") from error
 
 
-_MEMORY_PER_BYTE = 4
-"""Memory of :meth:`DatasetSource.load` per byte of uncompressed files. A number in a text takes 8 bytes."""
-
-
 def _estimate_bytes(path: Path) -> int:
     if path.suffix != ".gz":
         return path.stat().st_size
@@ -447,9 +448,9 @@ def _estimate_bytes(path: Path) -> int:
         return sum(map(len, iter(partial(file.read, 1 << 20), b"")))
 
 
-def _check_fits(name: str, path: Path, workspace: Workspace) -> None:
+def _check_fits(name: str, per_byte: int, path: Path, workspace: Workspace) -> None:
     files = [file for file in path.rglob("*") if file.is_file()] if path.is_dir() else [path]
-    needed = _MEMORY_PER_BYTE * sum(_estimate_bytes(file) for file in files if file.exists())
+    needed = per_byte * sum(_estimate_bytes(file) for file in files if file.exists())
     if needed > workspace.budget.work:
         remedy = "first `dglx ingest` them (docs/ingest.md)" if path.is_dir() else "give an uncompressed .npz"
         raise ConfigError(
@@ -464,17 +465,15 @@ def _find_source(spec: str) -> tuple[str, str]:
     if path.exists():
         if path.is_file() and not path.stat().st_size:
             raise DatasetError(f"{path} is empty; write the graph again, or remove the file")
-        suffix = suffix_of(path).removesuffix(".gz")
-        source = _SOURCE_OF_SUFFIX.get(suffix)
+        source = _SOURCE_OF_SUFFIX.get(suffix_of(path).removesuffix(".gz"))
         if path.is_dir():
             source = "edge_list" if any(path.glob("train.t[xs][tv]")) else "tables"
         if source is None:
-            if suffix in (".graphml", ".gexf", ".gml", ".net", ".paj", ".json"):
-                known = (
-                    "edges, so read it by NetworkX and networkx.write_edgelist(g, 'a.txt', data=['weight'])"
-                )
+            kind = {".net": "pajek", ".paj": "pajek", ".gexf": "gexf", ".gml": "gml"}.get(path.suffix)
+            if kind is not None:
+                known = f"GraphML, so write networkx.write_graphml(networkx.read_{kind}(FILE), 'a.graphml')"
             raise DatasetError(
-                f"{path}: the suffix {suffix!r} belongs to no dataset source; expected {known} (a lone "
+                f"{path}: the suffix {path.suffix!r} belongs to no dataset source; expected {known} (a lone "
                 "table goes into a folder as edges.csv or edges.parquet)"
             )
         return source, str(path)

@@ -7,7 +7,8 @@ from dglx_dist.errors import ConfigError
 from dglx_dist.memory import read_size
 from dglx_dist.options import ABOVE_ZERO, at_least, option, path_option, prefix_errors
 from dglx_dist.planner.records import ChoiceOptions, Rate
-from dglx_dist.training.config import MODEL_KINDS, ModelConfig, check_kind, count_ranks_per_server
+from dglx_dist.training.config import ModelConfig, count_ranks_per_server
+from dglx_dist.training.model_kinds import MODEL_KINDS, check_kind
 
 _of_servers = partial(option, panel="Servers")
 _MAX_BITS_PER_S = 10**14

@@ -6,20 +6,20 @@ Imports no torch, so that ``dglx --help`` is fast.
 import hashlib
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import partial
-from importlib import import_module
 from importlib.util import find_spec
 from itertools import permutations
 from pathlib import Path
-from typing import Any, Literal, TypeAlias, final
+from typing import Any, Literal, TypeAlias
 
-from dglx_dist.errors import ConfigError, UnknownNameError
+from dglx_dist.errors import ConfigError
 from dglx_dist.options import (
     ABOVE_ZERO,
     Check,
     at_least,
+    between,
     check_ranges,
     check_values,
     list_names,
@@ -31,6 +31,7 @@ from dglx_dist.options import (
     path_option,
 )
 from dglx_dist.registry import AUTO, suggest_name
+from dglx_dist.training.model_kinds import KINDS, LAYER_OPTIONS, WEIGHTED, check_kind, has_option, list_kinds
 
 FLOAT32, BF16 = PRECISIONS = "float32", "bf16"
 """Precisions of forward passes in training. Weights, gradients and evaluation keep the model's dtype."""
@@ -68,67 +69,8 @@ def list_metrics(task: str, metrics: Sequence[str]) -> tuple[str, ...]:
     return metrics or known[: {CLASSIFICATION: 1, LINK: 5}.get(task, 2)]
 
 
-LAYER_OPTIONS = ("norm", "residual")
-"""Options of the operations between the layers of a stack."""
-WEIGHTED = "edge_weight"
-
-
-@final
-@dataclass(frozen=True)
-class ModelKind:
-    """One ready-made model."""
-
-    builder: str
-    """``module:name`` of a function or class that is called with (in_dim, hidden, classes, layers, dropout),
-    or for several types with (graph, feature_widths, hidden, classes), and with :attr:`options` by name."""
-    options: tuple[str, ...]
-    """Options that not every model has. ``graph``: the norm depends on its degrees."""
-    several_types: bool = False
-    """Whether it is for graphs of several node or edge types."""
-
-    def build(self, *arguments: Any, **options: Any) -> Any:
-        """Import the module of the model and build the model."""
-        module, _, name = self.builder.partition(":")
-        return getattr(import_module(module), name)(*arguments, **options)
-
-
-KINDS: Mapping[str, ModelKind] = {
-    "sage": ModelKind("dglx_dist.training.models:build_sage", (*LAYER_OPTIONS, WEIGHTED)),
-    "gcn": ModelKind("dglx_dist.training.models:build_gcn", (*LAYER_OPTIONS, "graph", WEIGHTED)),
-    "sgc": ModelKind("dglx_dist.training.models:build_sgc", (WEIGHTED,)),
-    "gat": ModelKind("dglx_dist.training.models:build_gat", (*LAYER_OPTIONS, "heads", WEIGHTED)),
-    "mlp": ModelKind("dglx_dist.training.models:build_mlp", LAYER_OPTIONS),
-    "resgcn": ModelKind("dglx_dist.training.models:ResGCN", ("recompute", WEIGHTED)),
-    "gatv2": ModelKind("dglx_dist.training.models:build_gatv2", (*LAYER_OPTIONS, "heads")),
-    "gin": ModelKind("dglx_dist.training.models:build_gin", (*LAYER_OPTIONS, WEIGHTED)),
-    "rgcn": ModelKind("dglx_dist.training.relational:RGCN", LAYER_OPTIONS, several_types=True),
-    "hgt": ModelKind("dglx_dist.training.relational:HGT", ("heads",), several_types=True),
-}
-"""Ready-made models by name."""
-MODEL_KINDS = tuple(name for name, kind in KINDS.items() if not kind.several_types)
-RELATIONAL_KINDS = tuple(name for name, kind in KINDS.items() if kind.several_types)
-
-
-def has_option(model: str, option: str) -> bool:
-    """Return whether ``model`` has an ``option`` that not every model has. Your own model has none."""
-    return model in KINDS and option in KINDS[model].options
-
-
-def list_kinds(option: str) -> str:
-    """Return the names of the models that have ``option``, for a message."""
-    return ", ".join(name for name in KINDS if has_option(name, option))
-
-
-def check_kind(kind: str, known: Iterable[str] = MODEL_KINDS) -> None:
-    """Raise UnknownNameError, which suggests the nearest name, unless ``kind`` is one of ``known``."""
-    known = tuple(known)
-    if kind not in known:
-        hint = f"{suggest_name(kind, known)} (known: {', '.join(known)})"
-        raise UnknownNameError(f"there is no model {kind!r}{hint}")
-
-
 _MODELS = (
-    "sage, gcn, gat, gatv2, gin (needs all neighbours, because it sums them), mlp, sgc or resgcn "
+    "sage, gcn, gat, gatv2, gin (needs all neighbours, because it sums them), mlp, sgc, appnp or resgcn "
     "(deep). For graphs of several types: rgcn or hgt."
 )
 OWN_ARGUMENTS = ("in_dim", "hidden", "classes", "layers", "dropout", "heads", "graph")
@@ -312,6 +254,7 @@ class ModelConfig:
     residual: bool = _of_model(
         False, "Add a layer's input to its result, from the second layer on (models as for --norm)."
     )
+    teleport: float = _of_model(0.1, "Weight of a node's initial scores in appnp.", check=between(0, 1))
     device: str = _of_model(
         "auto",
         "Device of the model: cpu, cuda, cuda:N, or auto for a GPU if there is one. Never tested on a GPU.",
@@ -344,9 +287,11 @@ class ModelConfig:
             )
         is_wrong = has_option(self.model, "heads") and (self.heads < 1 or self.hidden % self.heads > 0)
         heads = ("heads", is_wrong, f"a divisor of --hidden {self.hidden}")
+        has_no_use = not has_option(self.model, "teleport") and self.teleport != type(self).teleport
+        teleport = ("teleport", has_no_use, f"left out with --model {self.model}: only appnp has it")
         least = 3 if self.model == "rgcn" else 2  # the last layer of rgcn has no residual connection either
         residual = ("residual", self.residual and self.layers < least, f"with --layers {least} or more")
-        check_values(self, [heads, residual])
+        check_values(self, [heads, teleport, residual])
         if self.fanouts is not None and len(self.fanouts) != self.layers:
             raise ConfigError(
                 f"--fanout {','.join(map(str, self.fanouts))} is for {len(self.fanouts)} layers, but "

@@ -31,7 +31,7 @@ from dglx_dist.layers.base import (
     project_rows,
     sum_in_edges,
 )
-from dglx_dist.training.config import KINDS, WEIGHTED, check_kind, has_option, list_kinds
+from dglx_dist.training.model_kinds import KINDS, WEIGHTED, check_kind, has_option, list_kinds
 
 if TYPE_CHECKING:
     from dglx_dist.graph.dist_graph import DistGraph
@@ -307,6 +307,34 @@ class Stack(Layered):
         return self.dropout(self._activation(self.norms[depth](out) if self.norms else out))
 
 
+@final
+class APPNP(Layered):
+    """APPNP (Gasteiger et al. 2019): two linear maps score a node's own row, and each layer is a hop.
+
+    ``h <- (1 - teleport) mean(h) + teleport h_0``, with the mean over in-neighbours and the first scores h_0.
+    Initial weights come from torch's global generator. ConfigError if a number is out of range.
+    """
+
+    def __init__(
+        self, in_dim: int, hidden: int, classes: int, layers: int, dropout: float = 0.5, teleport: float = 0.1
+    ) -> None:
+        super().__init__()
+        _check_sizes("APPNP", in_dim, hidden, classes, layers, dropout)
+        if not 0.0 <= teleport <= 1.0:
+            raise ConfigError(f"teleport={teleport} must be from 0 to 1")
+        maps = nn.Linear(in_dim, hidden), nn.ReLU(), nn.Dropout(dropout), nn.Linear(hidden, classes)
+        self.encoder = nn.Sequential(*maps)
+        self.layers, self.num_layers = nn.ModuleList(_make_hops(classes, layers)), layers
+        self.teleport = teleport
+
+    def _layer(self, depth: int, block: Any, h: Any) -> Any:
+        initial_scores, h = h if depth else [self.encoder(h)] * 2
+        initial_scores = initial_scores[: block.num_dst_nodes()]
+        h = (1 - self.teleport) * self.layers[depth](block, h, **self._weights(block, h))
+        h = h + self.teleport * initial_scores
+        return h if depth == self.num_layers - 1 else (initial_scores, h)
+
+
 class OwnRows(nn.Module):
     """A linear layer on the destinations' rows: a convolution without neighbours."""
 
@@ -331,7 +359,7 @@ class OwnRows(nn.Module):
         )
 
 
-def build_model(
+def build_model(  # noqa: PLR0913 - all but four have defaults
     kind: str,
     in_dim: int,
     hidden: int,
@@ -340,13 +368,15 @@ def build_model(
     dropout: float = 0.5,
     heads: int = 4,
     graph: DistGraph | None = None,
+    *,
+    teleport: float = 0.1,
     **between: Any,
-) -> Stack | ResGCN:
+) -> Stack | ResGCN | APPNP:
     """Build a model. Initial weights come from torch's global generator.
 
     Args:
         kind: ``sage`` (mean), ``gcn``, ``gat``, ``gatv2``, ``gin`` (sum, two linear maps), ``mlp``; ``sgc``
-            (one linear map to the classes and a mean per layer, without ``hidden``) or ``resgcn``.
+            (one linear map to the classes and a mean per layer, without ``hidden``), ``appnp`` or ``resgcn``.
         in_dim: Number of feature columns.
         hidden: Width between layers. For attention, of all heads together.
         classes: Width of the result.
@@ -355,6 +385,7 @@ def build_model(
         heads: Number of attention heads of ``gat`` and ``gatv2``. Must divide ``hidden``.
         graph: For ``gcn``, the graph with the degrees of the symmetric norm (:class:`SymmetricConv`). Without
             it a node takes the mean over its in-neighbours (``GraphConv(norm="right")``).
+        teleport: Share of the first scores in :class:`APPNP`. Other kinds ignore it.
         between: ``norm`` and ``residual`` of :class:`Stack`, for the first kinds up to ``mlp``.
 
     Raises:
@@ -371,7 +402,7 @@ def build_model(
         )
     if has_option(kind, "heads") and (heads < 1 or hidden % heads):
         raise ConfigError(f"heads={heads} must divide hidden={hidden}. Choose another number of heads.")
-    options = {"heads": heads, "graph": graph, **between}
+    options = {"heads": heads, "graph": graph, "teleport": teleport, **between}
     options = {name: value for name, value in options.items() if has_option(kind, name)}
     return KINDS[kind].build(in_dim, hidden, classes, layers, dropout, **options)
 

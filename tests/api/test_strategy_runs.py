@@ -155,10 +155,12 @@ def test_what_push_pull_cannot_do_is_refused(dataset: str, tmp_path: Path) -> No
 
 STACKS: dict[str, dict[str, Any]] = {
     "cat": {"model": "sage", "norm": "layer", "residual": True},
+    "appnp": {"model": "appnp", "teleport": 0.2},
     "gatv2": {"model": "gatv2", "heads": 2},
 }
 REFUSED = {
     "cat": r"between the layers 'layers\.1' and 'norms\.1' .*the model does something",
+    "appnp": r"between the layers 'layers\.0' and 'layers\.1' the model does something",
     "gatv2": r"layer 'layers\.0', GATv2Conv, is not known to workers",
 }
 
@@ -177,7 +179,7 @@ def train_stacks(dataset: str, folder: str) -> object:
     options |= {"strategy": "auto", "predictions": None, "save_embeddings": None}
     chosen = train_dataset(plan_of(dataset, out / "auto", **options)).summary["strategy"]
     with pytest.raises(ConfigError, match=r"push_pull found no layer that takes the 7 columns"):
-        train_dataset(plan_of(dataset, Path(folder) / "wrong", **STACKS["gatv2"], strategy="push_pull"))
+        train_dataset(plan_of(dataset, Path(folder) / "wrong", **STACKS["appnp"], strategy="push_pull"))
     return chosen
 
 
@@ -185,7 +187,7 @@ def test_what_is_between_layers_under_strategies(dataset: str, tmp_path: Path) -
     """Rows of several layers travel together; a node's embedding is the last of them."""
     for result in run_ranks(train_stacks, 2, args=(dataset, str(tmp_path)), timeout_s=240):
         assert result not in ("lambda", "push_pull")
-    for name, width in {"cat": 8, "gatv2": 8}.items():
+    for name, width in {"cat": 8, "appnp": equality.CLASSES, "gatv2": 8}.items():
         classes, rows = read_tables(tmp_path / name / "data_parallel")
         same, remaining = read_tables(tmp_path / name / "full_graph")
         assert rows.shape == (equality.NUM_NODES, width)

@@ -1,13 +1,15 @@
-"""Files of SciPy, torch (PyG) and SNAP, written by these libraries; and what of them is refused."""
+"""Files of SciPy, torch (PyG), NetworkX and SNAP, written by these libraries; and what of them is refused."""
 
 from __future__ import annotations
 
 import gzip
+import json
 import zipfile
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import networkx as nx
 import numpy as np
 import pandas as pd
 import pytest
@@ -138,10 +140,86 @@ def test_no_class_is_unpickled(tmp_path: Path) -> None:
             load_dataset(f"torch:{tmp_path / name}.pt")
 
 
+def networkx_graph(*, directed: bool) -> Any:
+    graph = nx.gnp_random_graph(12, 0.3, seed=0, directed=directed)
+    for node in graph:
+        graph.nodes[node].update(
+            feat_0=node / 2, feat_1=1.0, label=node % 3, split=("train", "test")[node % 2]
+        )
+        graph.nodes[node]["note"] = "text"
+    for number, (u, v) in enumerate(graph.edges):
+        graph.edges[u, v]["weight"] = number + 0.5
+    return graph
+
+
+@pytest.mark.parametrize("directed", [True, False])
+@pytest.mark.parametrize("kind", ["graphml", "graphml.gz", "json"])
+def test_reads_graphs_of_networkx(
+    tmp_path: Path, kind: str, directed: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    original, path = networkx_graph(directed=directed), tmp_path / f"my.graph.{kind}"
+    if kind == "json":
+        path.write_text(json.dumps(nx.node_link_data(original)))
+    else:
+        getattr(nx, f"write_{kind.removesuffix('.gz')}")(original, path)
+    graph = load_dataset(path)
+    assert graph.name == "my.graph"
+    expected = {(u, v): data["weight"] for u, v, data in nx.DiGraph(original).edges(data=True)}
+    ends, weights = zip(*edges_of(graph), strict=True), graph.edge_data[EDGE_TYPE]["weight"].tolist()
+    assert dict(zip(ends, weights, strict=True)) == expected
+    columns = columns_of(graph)
+    assert columns["feat"].tolist() == [[node / 2, 1.0] for node in range(12)]
+    if kind == "gml":  # whose labels are names
+        assert "label" not in columns
+    else:
+        assert columns["label"].tolist() == [node % 3 for node in range(12)]
+    assert columns["train_mask"].tolist() == [node % 2 == 0 for node in range(12)]
+    assert graph.user_ids == {}
+    assert ["ignored note: not a number in each" in record.getMessage() for record in caplog.records] == [
+        True
+    ]
+
+
+@pytest.mark.parametrize("names", [{}, {0: "Ann", 1: "b'c"}])
+def test_reads_edge_lists_of_networkx(
+    tmp_path: Path, names: dict[int, str], caplog: pytest.LogCaptureFixture
+) -> None:
+    original = nx.relabel_nodes(nx.path_graph(4, create_using=nx.DiGraph), names)
+    nx.write_edgelist(original, tmp_path / "plain.txt")
+    assert load_dataset(tmp_path / "plain.txt").edge_data[EDGE_TYPE] == {}
+    for number, (_, _, data) in enumerate(original.edges(data=True)):
+        data |= {
+            "src": 7,
+            "weight": number / 2 - 1e-9,
+            "note": "{'w': __import__('os'), 'v': 9, }",
+            "times": number,
+        }
+    nx.write_edgelist(original, tmp_path / "a.edgelist")
+    graph = load_dataset(tmp_path / "a.edgelist")
+    assert len(edges_of(graph)[0]) == 3
+    columns = {name: column.tolist() for name, column in graph.edge_data[EDGE_TYPE].items()}
+    assert columns == {"weight": [-1e-9, 0.5 - 1e-9, 1 - 1e-9], "times": [0, 1, 2]}
+    assert "ignored note: not a number in each" in caplog.text
+
+
+def test_braces_in_a_list_of_networkx_may_be_of_an_id(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("a b {}\n{c} d {}\n")
+    assert load_dataset(tmp_path / "a.txt").user_ids[NODE_TYPE].tolist() == ["a", "b", "d", "{c}"]
+
+
 def test_a_tail_in_braces_is_no_dictionary(tmp_path: Path) -> None:
     (tmp_path / "kg.txt").write_text("a likes {b}\n{b} likes a\n")
     graph = load_dataset(tmp_path / "kg.txt")
     assert (list(graph.edges), graph.total_edges) == ([("_N", "likes", "_N")], 2)
+
+
+def test_names_of_nodes_become_their_ids(tmp_path: Path) -> None:
+    original = nx.karate_club_graph()
+    nx.write_graphml(nx.relabel_nodes(original, {0: "hi"}), tmp_path / "club.graphml")
+    graph = load_dataset(tmp_path / "club.graphml")
+    assert sorted(graph.user_ids[NODE_TYPE].tolist()) == sorted(["hi", *map(str, range(1, 34))])
+    assert "label" not in graph.node_data[NODE_TYPE]
+    assert graph.total_edges == 2 * original.number_of_edges()
 
 
 SNAP = (
@@ -192,10 +270,14 @@ def test_further_columns_of_a_list_are_kept(tmp_path: Path) -> None:
         ("a.txt", "7\n8\n", "the line '7' does not have two ids"),
         ("a.txt.gz", gzip.compress(SNAP.encode(), mtime=0)[:-20], "not a readable list of edges, or cut off"),
         ("a.txt.gz", "0 1\n", "not a readable list of edges"),
-        ("a.gexf", "no", r"the suffix '.gexf' .*write_edgelist"),
-        ("a.graphml.gz", "no", r"the suffix '.graphml' .*write_edgelist"),
-        ("a.txt", "0 1 {}\n", "it has dictionaries of NetworkX"),
-        ("a.txt", "0 1 {'weight': 2}\n", "it has dictionaries of NetworkX"),
+        ("a.graphml", "<graphml><graph>", "not a readable .graphml of NetworkX, or cut off"),
+        ("a.gexf", "no", r"the suffix '.gexf' .*read_gexf"),
+        ("a.json", '{"nodes": [{"id": 0}]}', "not a readable .json of NetworkX"),
+        ("a.json", '{"nodes": [], "links": []}', "the graph has no nodes"),
+        ("a.json", '{"nodes": [{"id": 1}, {"id": "1"}], "links": [{"source": 1, "target": "1"}]}', "already"),
+        ("a.json", '{"nodes": [{"id": "\\ud800"}], "edges": []}', "not a readable .json"),
+        ("a.graphml", '<!DOCTYPE g [<!ENTITY a "aa">]><graphml>&a;</graphml>', "declares entities"),
+        ("a.graphml", '<!DOCTYPE g [<!ENTITY a "aa">]><g>&a;</g>'.encode("utf-16"), "declares entities"),
         ("a.txt", "node_1,node_2\n0,1\n1,2\n", "the line 'node_1,node_2' is a header; begin it with #"),
     ],
 )
@@ -208,6 +290,7 @@ def test_a_bad_file_is_named(tmp_path: Path, name: str, content: str | bytes, me
 
 def test_no_damaged_byte_ends_in_another_error(tmp_path: Path) -> None:
     torch.save(pyg(), tmp_path / "a.pt")
+    nx.write_graphml(networkx_graph(directed=True), tmp_path / "a.graphml.gz")
     sp.save_npz(tmp_path / "a.npz", matrix().tocsr())
     for path in list(tmp_path.iterdir()):
         original, refused = path.read_bytes(), 0
@@ -243,6 +326,20 @@ def test_an_older_file_of_torch_with_an_archive_behind_it_is_refused(tmp_path: P
     assert zipfile.is_zipfile(tmp_path / "both.pt")
     with pytest.raises(DatasetError, match=r"both\.pt is missing, not a torch\.save file"):
         load_dataset(tmp_path / "both.pt")
+
+
+def test_the_opposite_edge_of_networkx_is_no_target(tmp_path: Path) -> None:
+    original = nx.path_graph(3)
+    original.edges[0, 1].update(train_mask=True, split="train")
+    original.edges[1, 2].update(train_mask=False, split="val")
+    for name in ("train_mask", "split"):
+        undirected = nx.Graph()
+        undirected.add_nodes_from(original)
+        undirected.add_edges_from((u, v, {name: data[name]}) for u, v, data in original.edges(data=True))
+        nx.write_graphml(undirected, tmp_path / f"{name}.graphml")
+        graph = load_dataset(tmp_path / f"{name}.graphml")
+        assert edges_of(graph) == [[0, 1, 1, 2], [1, 2, 0, 1]]
+        assert graph.edge_data[EDGE_TYPE]["train_mask"].tolist() == [True, False, False, False]
 
 
 @pytest.mark.parametrize("text", ["a, b\nb, NA\n", 'a, b\nb, "\n'])
@@ -309,6 +406,23 @@ def test_refuses_a_line_of_sizes_before_the_edges(tmp_path: Path, text: str) -> 
         load_dataset(tmp_path / "a.txt")
     (tmp_path / "b.txt").write_text("# " + text)
     assert load_dataset(tmp_path / "b.txt").total_edges == text.count("\n") - 1
+
+
+def test_refuses_edges_to_unknown_nodes(tmp_path: Path) -> None:
+    graph = nx.path_graph(4)
+    for name, change in (
+        ("a.json", lambda text: text.replace('"target": 3', '"target": 9')),
+        ("a.graphml", lambda text: text.replace('target="3"', 'target="9"')),
+    ):
+        path = tmp_path / name
+        if name.endswith("json"):
+            path.write_text(json.dumps(nx.node_link_data(graph, edges="links")))
+        else:
+            nx.write_graphml(graph, path)
+        assert load_dataset(path).num_nodes == {NODE_TYPE: 4}
+        path.write_text(change(path.read_text()))
+        with pytest.raises(DatasetError, match=r"an edge ends in '?9'?, which is not among the nodes"):
+            load_dataset(path)
 
 
 @pytest.mark.parametrize("comment", ["# source, target\n", "% sym\n", ""])
@@ -534,7 +648,7 @@ def test_a_count_before_triples_is_named(tmp_path: Path) -> None:
         load_dataset(tmp_path / "train2id.txt")
 
 
-@pytest.mark.parametrize("name", ["a.txt", "a.mtx", "a.npz", "a.pt", "a.bin"])
+@pytest.mark.parametrize("name", ["a.txt", "a.mtx", "a.json", "a.npz", "a.pt", "a.bin"])
 def test_names_an_empty_file(tmp_path: Path, name: str) -> None:
     (tmp_path / name).touch()
     with pytest.raises(DatasetError, match=rf"{name} is empty; write the graph again"):
@@ -592,6 +706,11 @@ def test_refuses_a_format_of_lines_for_what_is_in_its_own_format(tmp_path: Path,
         path.write_text(matrix)
         with pytest.raises(ConfigError, match=rf"{name} defines its own format; leave out --format {lines}"):
             load_dataset(path, format=lines)
+    nx.write_graphml(networkx_graph(directed=True), tmp_path / "a.graphml")
+    with pytest.raises(
+        ConfigError, match=r"'networkx' has no option 'format' \(its options: none: leave it out\)"
+    ):
+        load_dataset(tmp_path / "a.graphml", format=lines)
 
 
 def test_refuses_the_format_edges_for_a_folder_of_splits(tmp_path: Path) -> None:
@@ -608,5 +727,42 @@ def test_reads_ncol_and_names_the_way_to_read_pajek(tmp_path: Path) -> None:
     assert graph.user_ids[NODE_TYPE].tolist() == ["ann", "bob", "cid"]
     assert graph.edge_data[EDGE_TYPE]["weight"].tolist() == [2.5, 1]
     (tmp_path / "a.net").write_text('*Vertices 1\n1 "a"\n')
-    with pytest.raises(DatasetError, match=r"networkx\.write_edgelist\("):
+    with pytest.raises(DatasetError, match=r"networkx\.write_graphml\(networkx\.read_pajek"):
         load_dataset(tmp_path / "a.net")
+
+
+@pytest.mark.parametrize(
+    ("content", "ids", "edges"),
+    [
+        ({"nodes": [{"id": "b", "group": 1}, {"id": "a", "group": 2}],
+          "links": [{"source": "a", "target": "b", "value": 3}]}, ["b", "a"], [[0, 1], [1, 0]]),
+        ({"nodes": [{"name": "x"}, {"name": "y"}], "links": [{"source": 0, "target": 1}]},
+         None, [[0, 1], [1, 0]]),
+        ({"directed": True, "nodes": [{"id": 0}, {"id": 1}], "edges": [{"source": 1, "target": 0}]},
+         None, [[1], [0]]),
+    ],
+)  # fmt: skip
+def test_reads_nodes_and_links_of_other_tools(tmp_path: Path, content: Any, ids: Any, edges: Any) -> None:
+    (tmp_path / "a.json").write_text(json.dumps(content))
+    graph = load_dataset(tmp_path / "a.json")
+    assert edges_of(graph) == edges
+    assert graph.num_nodes == {NODE_TYPE: 2}
+    assert ids is None or graph.user_ids[NODE_TYPE].tolist() == ids
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        {"edges": [[0, 1]], "features": {}},
+        {"nodes": [{"id": 0}], "links": [{"from": 0, "to": 0}]},
+        {"nodes": [0, 1], "links": [{"source": 0, "target": 1}]},
+        {"elements": {"nodes": []}},
+        [[0, 1]],
+    ],
+)
+def test_refuses_json_that_is_no_list_of_nodes_and_links(tmp_path: Path, content: Any) -> None:
+    (tmp_path / "a.json").write_text(json.dumps(content))
+    with pytest.raises(
+        DatasetError, match=r"it needs a list 'nodes' of objects with an id, and a list 'links' or 'edges'"
+    ):
+        load_dataset(tmp_path / "a.json")

@@ -22,7 +22,7 @@ from tests.helpers.ranks import run_ranks
 from tests.training.test_schedules import said_of
 from tests.training.test_tasks import EXACT, graph, labels, plan
 
-MODELS = ("sage", "gcn", "gat", "gin", "sgc", "resgcn")
+MODELS = ("sage", "gcn", "gat", "gin", "sgc", "appnp", "resgcn")
 
 
 def weighted_graph(task: str = "classification") -> dgl.DGLGraph:
@@ -85,6 +85,9 @@ def test_ready_made_models_weigh_edges_as_the_layers_of_dgl(kind: str) -> None:
         "sgc": lambda model, h: model.layers[0](g, h, edge_weight=weight),
         "gcn": lambda model, h: dgl.nn.GraphConv.forward(
             norm_both(model.layers[0].conv), g, h, edge_weight=weight
+        ),
+        "appnp": lambda model, h: (
+            0.9 * model.layers[0](g, model.encoder(h), edge_weight=weight) + 0.1 * model.encoder(h)
         ),
     }
     if kind == "resgcn":

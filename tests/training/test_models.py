@@ -83,6 +83,7 @@ def test_symmetric_norm_splits_by_columns(width: int) -> None:
         (("resgnc", 1, 1, 1), UnknownNameError, "did you mean 'resgcn'"),
         (("sage", 1, 8, 2, 2, 1.0), ConfigError, r"dropout=1\.0"),
         (("gatv2", 1, 8, 2, 2, 0.5, 3), ConfigError, "heads=3 must divide hidden=8"),
+        (("appnp", 1, 8, 2, 0), ConfigError, "layers=0"),
     ],
 )
 def test_refusals(arguments: Any, kind: type[Exception], message: str) -> None:
@@ -93,7 +94,7 @@ def test_refusals(arguments: Any, kind: type[Exception], message: str) -> None:
 def test_words_between_layers_are_refused() -> None:
     with pytest.raises(ConfigError, match="norm='batch' must be none or layer"):
         build_model("sage", 3, 8, 2, norm="batch")
-    for kind in ("sgc", "resgcn"):
+    for kind in ("sgc", "appnp", "resgcn"):
         with pytest.raises(ConfigError, match="only sage, gcn"):
             build_model(kind, 3, 8, 2, residual=True)
     for wrong, message in (
@@ -101,6 +102,8 @@ def test_words_between_layers_are_refused() -> None:
             {"norm": "batch"},
             "--norm batch must be none or layer; means of batch norm would depend on",
         ),
+        ({"teleport": 1.5}, "--teleport 1.5 must be from 0 to 1"),
+        ({"teleport": 0.3}, "--teleport 0.3 must be left out with --model sage: only appnp has it"),
         (
             {"model": "hgt", "residual": True},
             "--model hgt has no --norm and --residual",
@@ -111,10 +114,11 @@ def test_words_between_layers_are_refused() -> None:
     ):
         with pytest.raises(ConfigError, match=re.escape(message)):
             TrainConfig(data="d", **wrong)
+    assert TrainConfig(data="d", model="appnp", teleport=0.3).teleport == 0.3
     assert TrainConfig(data="d", model="rgcn", layers=3, norm="layer", residual=True).residual
 
 
-@pytest.mark.parametrize("kind", [*equality.STACKS])
+@pytest.mark.parametrize("kind", ["appnp", *equality.STACKS])
 def test_layers_one_by_one_are_the_whole_model(dataset: str, kind: str) -> None:
     """Exact inference and a batch of two hops, against plain DGL on the whole graph."""
     graph, plain = equality.plain_graph(), equality.plain_model(kind)

@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Literal, TypeVar
 from dglx_dist.errors import ConfigError
 from dglx_dist.options import ABOVE_ZERO, Check, at_least, check_ranges, option
 from dglx_dist.registry import suggest_name
-from dglx_dist.training.config import check_kind
+from dglx_dist.training.model_kinds import check_kind
 from scripts.bench.simulate import ComputeCost
 from scripts.json_records import read_record
 
