@@ -3,16 +3,19 @@
 import logging
 import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, final
+from typing import Any, TypeAlias, final
 
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
 from rich.text import Text
 
+Figures: TypeAlias = Callable[[float, float], Mapping[str, str]]
+"""Maps finished units and units per second to the cells of a table. Called from another thread."""
 _CODES = re.compile("[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ufeff\ud800-\udfff]")
 
 
@@ -58,8 +61,13 @@ class Advance:
 
 
 @contextmanager
-def progress(description: str, total: int, *, enabled: bool = True) -> Iterator[Advance]:
-    """Show the progress of ``total`` units on standard error and yield its handle."""
+def progress(
+    description: str, total: int, *, enabled: bool = True, figures: Figures | None = None
+) -> Iterator[Advance]:
+    """Show the progress of ``total`` units on standard error and yield its handle.
+
+    On a terminal, a table of ``figures`` below the bar is updated a few times a second.
+    """
     if not enabled:
         yield Advance(_do_nothing, _do_nothing, _do_nothing)
         return
@@ -73,15 +81,30 @@ def progress(description: str, total: int, *, enabled: bool = True) -> Iterator[
         BarColumn(),
         TextColumn("{task.percentage:>3.0f} %"),
         TimeElapsedColumn(),
-        TimeRemainingColumn(),
+        *([TimeRemainingColumn()] if figures is None else []),
     )
-    with Progress(*columns, console=console, transient=True, refresh_per_second=4) as bar:
+    with _Bar(*columns, console=console, transient=True, refresh_per_second=4) as bar:
+        bar.figures = figures
         task = bar.add_task(visible(description), total=max(total, 1))
         yield Advance(
             lambda units: bar.advance(task, units),
             console.print,
             lambda state: bar.update(task, description=visible(f"{description} | {state}")),
         )
+
+
+@final
+class _Bar(Progress):
+    figures: Figures | None = None
+
+    def get_renderables(self) -> Iterable[RenderableType]:
+        yield from super().get_renderables()
+        for task in self.tasks:
+            if self.figures is not None:
+                cells = self.figures(task.completed, task.speed or 0.0)
+                table = Table(*cells)
+                table.add_row(*cells.values())
+                yield table
 
 
 _LINE_S = 30.0

@@ -72,24 +72,29 @@ def test_a_line_stands_above_a_bar(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "100 %" in screen.getvalue()
 
 
-def test_a_terminal_gets_a_bar_that_is_gone_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_terminal_gets_a_table_of_figures_that_is_gone_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
     screen = io.StringIO()
     monkeypatch.setattr("sys.stderr", screen)
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setenv("COLUMNS", "90")
-    with progress("training", 2) as advance:
+
+    def figures(done: float, speed: float) -> dict[str, str]:
+        return {"step": f"{done:.0f} of 2", "steps/s": f"{speed:.0f}"}
+
+    with progress("training", 2, figures=figures) as advance:
         advance(1)
         advance.say("epoch 2: loss [0.5]")
         advance.show("workers 4")
     shown = re.sub(r"\x1b\[[0-9;?]*m", "", screen.getvalue())
     assert "epoch 2: loss [0.5]\n" in shown
-    for text in ("training", "━", "50 %", "workers 4"):
+    for text in ("training", "━", "│ 1 of 2 │ 0       │", "┃ step   ┃ steps/s ┃", "50 %", "workers 4"):
         assert text in shown
-    assert shown.endswith("\x1b[1A\x1b[2K")
+    # Bar and table, of six lines, are erased.
+    assert shown.endswith("\x1b[1A\x1b[2K" * 6)
 
 
-def test_without_a_terminal_progress_is_lines(capfd: pytest.CaptureFixture[str]) -> None:
-    with progress("training", 2) as advance:
+def test_without_a_terminal_figures_are_lines(capfd: pytest.CaptureFixture[str]) -> None:
+    with progress("training", 2, figures=lambda done, speed: {}) as advance:
         advance.say("epoch 0: loss 0.5")
     assert capfd.readouterr() == ("", "training ...\nepoch 0: loss 0.5\n")
 

@@ -202,6 +202,7 @@ class RunOptions:
     tensorboard: str | Path | None = _path_of_run(
         None, "Folder for a TensorBoard log of the figures in metrics.jsonl.", metavar="DIR"
     )
+    watch: bool = _of_run(False, "Show a live table of throughput, memory and bytes on a terminal.")
 
 
 def compute_rate_factor(config: RunOptions, step: int, steps_of_epoch: int) -> float:
@@ -544,7 +545,7 @@ class TrainConfig(RunOptions, ModelConfig):
 
 _UNTRAINED = (
     *("epochs", "eval_every", "patience", "metric", "checkpoint_every", "keep", "resume", "overwrite"),
-    *("goes_on", "trace", "trace_steps", "tensorboard", "device", "structure", "data", "ranks"),
+    *("goes_on", "trace", "trace_steps", "tensorboard", "watch", "device", "structure", "data", "ranks"),
     *("servers", "timeout_s", "recompute", "seeds", "cache", "cache_alpha", "depth", "loader_threads"),
     *("verify", "out", "predictions", "scores", "save_embeddings", "model_file"),
     "optimizer",

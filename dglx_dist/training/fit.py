@@ -125,7 +125,7 @@ def train(  # noqa: PLR0913 - all but four have defaults
         tracing.open_scalars_writer(config.tensorboard, run.result.first_epoch, g.session) as write,
         _begin_run(g.session, config, is_over=not run.has_epochs),
         tracing.record_steps(config.trace, config.trace_steps, g.session) as count_step,
-        _show_progress(run, loader, config, enabled=enabled) as advance,
+        _show_progress(run, loader, config, g.session, enabled=enabled) as advance,
     ):
 
         def after_step() -> None:
@@ -188,12 +188,17 @@ def _begin_run(session: Session, config: FitConfig, *, is_over: bool) -> Iterato
 
 
 def _show_progress(
-    run: TrainingRun, loader: TrainingLoader, config: FitConfig, *, enabled: bool
+    run: TrainingRun, loader: TrainingLoader, config: FitConfig, session: Session, *, enabled: bool
 ) -> AbstractContextManager[Advance]:
     first, end = run.result.first_epoch, config.epochs
     title = f"training epoch {first}" if first + 1 == end else f"training epochs {first} to {end - 1}"
-    num_steps = len(loader) * (end - first) - run.first_step
-    return progress(title, num_steps, enabled=enabled)
+    done, total = len(loader) * first + run.first_step, len(loader) * end
+
+    def figures(num_done: float, speed: float) -> dict[str, str]:
+        step = done + int(num_done)
+        return tracing.format_live_figures(step, total, len(loader), speed, run.result.epochs, session)
+
+    return progress(title, total - done, enabled=enabled, figures=figures if config.watch else None)
 
 
 def _make_step(

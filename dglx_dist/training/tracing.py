@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
+from datetime import timedelta
 from importlib import metadata
 from itertools import chain
 from pathlib import Path
@@ -24,6 +25,7 @@ from dglx_dist.comm.trace import (
     write_trace,
 )
 from dglx_dist.errors import StorageError
+from dglx_dist.memory import format_bytes, resident_bytes
 from dglx_dist.records import EpochRecord
 
 log = logging.getLogger(__name__)
@@ -185,6 +187,21 @@ def open_scalars_writer(
         if writer is not None:
             with suppress(OSError):  # `write` has flushed everything, or warned about it.
                 writer.close()
+
+
+def format_live_figures(
+    step: int, total: int, of_epoch: int, speed: float, epochs: Sequence[EpochRecord], session: Session
+) -> dict[str, str]:
+    """Return the figures of a run on rank 0 after ``step`` of ``total`` steps, at ``speed`` steps/s."""
+    return {
+        "epoch": str(step // of_epoch),
+        "step": f"{step % of_epoch}/{of_epoch}",
+        "steps/s": f"{speed:.3g}",
+        "samples/s": f"{speed * epochs[-1].num_samples / of_epoch:.0f}" if epochs else "-",
+        "time left": str(timedelta(seconds=round((total - step) / speed))) if speed else "-",
+        "memory (rank 0)": format_bytes(resident_bytes()),
+        "bytes (rank 0)": format_bytes(session.ledger.total()),
+    }
 
 
 def hide_credentials(options: Mapping[str, object]) -> dict[str, object]:

@@ -146,7 +146,7 @@ def test_a_run_that_resumes_inside_an_epoch_is_the_uninterrupted_one(folder: Pat
 
 def observe_run(folder: str, out: str) -> dict[str, Any]:
     start_session(timeout_s=60)
-    options = {"tensorboard": Path(out, "tb")}
+    options = {"tensorboard": Path(out, "tb"), "watch": True}
     result, _ = _fit(DistGraph(folder), epochs=3, eval_every=2, **options)
     return {"scalars": [record.scalars() for record in result.epochs], "traffic": result.traffic}
 

@@ -371,7 +371,7 @@ def test_every_option_is_known_to_change_the_steps_or_not() -> None:
         "resume",
         "overwrite",
     }
-    unchanged |= {"goes_on", "trace", "trace_steps", "tensorboard"}
+    unchanged |= {"goes_on", "trace", "trace_steps", "tensorboard", "watch"}
     assert {field.name for field in fields(RunOptions)} == {*PLAIN_VALUES, *unchanged}
     assert {*UPDATE_OPTIONS, "precision", "task"} == {*PLAIN_VALUES}
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import resource
 from decimal import Decimal
 from itertools import pairwise
@@ -13,6 +14,7 @@ import pytest
 import torch
 
 from dglx_dist.comm.collectives import measure_clock
+from dglx_dist.comm.ledger import WORKER
 from dglx_dist.comm.session import start_session
 from dglx_dist.comm.trace import COMPUTE, LOADER, NETWORK, RankSpans, read_trace, write_trace
 from dglx_dist.errors import StorageError
@@ -21,7 +23,7 @@ from dglx_dist.records import EpochRecord
 from dglx_dist.training.fit import train
 from dglx_dist.training.fit_config import FitConfig
 from dglx_dist.training.models import build_model
-from dglx_dist.training.tracing import hide_credentials, open_scalars_writer
+from dglx_dist.training.tracing import format_live_figures, hide_credentials, open_scalars_writer
 from tests.helpers.ranks import run_ranks
 from tests.report.records import epoch
 from tests.report.traces import span, trace_of
@@ -194,6 +196,20 @@ def test_a_trace_tells_no_key_of_an_endpoint() -> None:
     options = {"url": "https://me:word@host:8443/run?code=key#key", "headers": {"x-key": "key"}, "workers": 4}
     message = hide_credentials(options)
     assert message == {"url": "https://host:8443/run", "headers": ["x-key"], "workers": 4}
+
+
+def test_live_figures_have_speed_memory_and_bytes() -> None:
+    with start_session() as session:
+        session.ledger.add("features", 0, 0, WORKER, 3000)
+        result = format_live_figures(13, 153, 4, 2.0, [epoch(2)], session)
+        first = format_live_figures(0, 153, 4, 0.0, [], session)
+    assert re.fullmatch(r"[\d.]+ [MG]B", result.pop("memory (rank 0)"))
+    # 100 samples in the four steps of an epoch.
+    expected = ("3", "1/4", "2", "50", "0:01:10", "3 KB")
+    assert tuple(result.items()) == tuple(
+        zip(("epoch", "step", "steps/s", "samples/s", "time left", "bytes (rank 0)"), expected, strict=True)
+    )
+    assert (first["samples/s"], first["time left"]) == ("-", "-")
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # of TensorBoard's thread
