@@ -110,7 +110,7 @@ Built: TypeAlias = tuple[nn.Module, EntityInputs | None, SparseOptimizer | None]
 
 
 def build(plan: TrainConfig, g: DistGraph, ntype: str | None, width: int) -> Built:
-    """Build a model with ``width`` results for ``ntype``, or all types if it is None. All ranks call this.
+    """Build a model with results of ``width`` for ``ntype``, or for all types if it is None. Collective.
 
     Nodes without features get trainable rows.
     """
@@ -157,11 +157,13 @@ def _load_own_model(plan: TrainConfig, arguments: Mapping[str, Any]) -> nn.Modul
         blocks = [random_block(b, a, 3 * b, torch.Generator()) for a, b in pairwise(sizes)]
         for block in blocks if plan.edge_weight else ():
             column = arguments["graph"].edges[arguments["graph"].canonical_etypes[0]].data[plan.edge_weight]
-            ones = torch.ones(block.num_edges(), *column.shape[1:], dtype=column.dtype)
-            block.edata[plan.edge_weight] = ones
+            block.edata[plan.edge_weight] = torch.ones(
+                block.num_edges(), *column.shape[1:], dtype=column.dtype
+            )
         with preserve_state(model, training=False), torch.random.fork_rng(devices=[]), torch.no_grad():
-            dtype = find_float_parameter(model).dtype
-            out = model(blocks, torch.zeros(sizes[0], arguments["in_dim"], dtype=dtype))
+            out = model(
+                blocks, torch.zeros(sizes[0], arguments["in_dim"], dtype=find_float_parameter(model).dtype)
+            )
         shape = tuple(out.shape) if isinstance(out, Tensor) else type(out).__name__
         if shape != (2, arguments["classes"]):
             raise ConfigError(f"for 2 targets of {arguments['classes']} classes it returns {shape}")
@@ -343,7 +345,7 @@ Target: TypeAlias = str | LinkEvaluation
 
 
 def _prepare(plan: TrainConfig, g: DistGraph) -> tuple[TrainConfig, Target, Built, dict[str, object]]:
-    """Return the plan with task and metrics, target, model, and notes for the summary. All ranks call it."""
+    """Return the plan with task and metrics, its target, the model, and notes for the summary. Collective."""
     if plan.task != LINK:
         ntype = _check_trainable(plan, g)
         _check_edge_weight(plan, g)
@@ -401,7 +403,7 @@ def train_seeds(plan: TrainConfig) -> Trained:
 
 
 def _configuration(plan: TrainConfig, g: DistGraph, folder: Path) -> dict[str, object]:
-    """Return the facts that a resumed run must share. Raise ConfigError if they differ. All ranks call it."""
+    """Return the facts that a resumed run must share. Raise ConfigError if they differ. Collective."""
     facts = collect_configuration(plan, g.dataset.manifest.checksum)
     facts["strategy_options"] = hide_credentials(plan.strategy_options)
     saved = read_extra(folder / CHECKPOINTS) if plan.goes_on else None

@@ -140,7 +140,9 @@ class RunOptions:
         "none", "balanced weighs each class in the loss by the inverse of its share of the training nodes."
     )
     """For multilabel, the ones of each column are weighed by zeros / ones."""
-    epochs: int = _of_optimizer(10, "Number of epochs, including those before a resume.", check=at_least(1))
+    epochs: int = _of_optimizer(
+        10, "Number of training epochs, including those before a resume.", check=at_least(1)
+    )
     schedule: Literal["constant", "cosine", "step"] = _of_optimizer(
         "constant",
         "Learning-rate schedule over all epochs. cosine decays to 0. step decays to a tenth after half of "
@@ -189,7 +191,9 @@ class RunOptions:
         "Number of newest checkpoints to keep. Older ones are removed after a save.",
         check=at_least(1),
     )
-    resume: bool = _of_run(False, "Resume from the newest checkpoint in RUNDIR, even if options changed.")
+    resume: bool = _of_run(
+        False, "Resume from the newest checkpoint in RUNDIR, even if other options have changed."
+    )
     """Without this option, a run is only resumed if its configuration is the same."""
     overwrite: bool = _of_run(False, "Start over and delete the checkpoints in RUNDIR.")
     """A restart by torchrun still resumes from checkpoints of the same start of torchrun."""
@@ -227,7 +231,9 @@ def check_run(config: RunOptions) -> None:
             f"--early-stop {config.patience} counts evaluations, but --eval-every is 0. Set it to at least 1."
         )
     if config.warmup >= config.epochs and config.warmup:
-        raise ConfigError(f"a warmup of {config.warmup} epochs does not fit in {config.epochs}. Reduce it.")
+        raise ConfigError(
+            f"a warmup of {config.warmup} epochs does not fit in {config.epochs} epochs. Make it shorter."
+        )
     if config.tensorboard is not None and find_spec("tensorboard") is None:
         raise ConfigError(
             f"tensorboard {config.tensorboard}: TensorBoard is not installed. Run `pip install "
@@ -247,13 +253,19 @@ class ModelConfig:
     heads: int = _of_model(4, "Number of attention heads of gat, gatv2 and hgt.")
     norm: str = _of_model(
         "none",
-        f"Norm between the layers of {list_kinds('norm')}: none, or layer for LayerNorm.",
+        f"Norm between the layers of {list_kinds('jk')} and rgcn: none, or layer for LayerNorm.",
         check=Check(
             ("none", "layer").__contains__, "none or layer; means of batch norm would depend on the ranks"
         ),
     )
     residual: bool = _of_model(
         False, "Add a layer's input to its result, from the second layer on (models as for --norm)."
+    )
+    jk: str = _of_model(
+        "none",
+        "Jumping knowledge of these models except rgcn: scores are a linear map of the results of all "
+        "layers, concatenated (cat) or their maximum (max).",
+        check=one_of("none", "cat", "max"),
     )
     teleport: float = _of_model(0.1, "Weight of a node's initial scores in appnp.", check=between(0, 1))
     device: str = _of_model(
@@ -284,7 +296,8 @@ class ModelConfig:
         missing = [name for name in LAYER_OPTIONS if not has_option(self.model, name)]
         if {self.between[name] for name in missing} - {"none", False}:
             raise ConfigError(
-                f"--model {self.model} has no --{' and --'.join(missing)}. Use {list_kinds('residual')}."
+                f"--model {self.model} has no --{' and --'.join(missing)}. {list_kinds('jk')} have --norm, "
+                "--residual and --jk, and rgcn has --norm and --residual."
             )
         is_wrong = has_option(self.model, "heads") and (self.heads < 1 or self.hidden % self.heads > 0)
         heads = ("heads", is_wrong, f"a divisor of --hidden {self.hidden}")
@@ -400,7 +413,9 @@ class TrainConfig(RunOptions, ModelConfig):
         "Loss of an edge and its negatives. softmax: cross-entropy of the edge among them. bpr: the edge is "
         "ranked above each of them. bce: each is classified alone, which may not learn.",
     )
-    epochs: int = _of_optimizer(20, "Number of epochs, including those before a resume.", check=at_least(1))
+    epochs: int = _of_optimizer(
+        20, "Number of training epochs, including those before a resume.", check=at_least(1)
+    )
     optimizer: Literal["adam", "adamw", "sgd", "adagrad", "rmsprop"] = _of_optimizer(
         "adam",
         "Optimizer of torch.optim, with its defaults. Learned embeddings (--embeddings) always use Adam.",
@@ -535,15 +550,21 @@ class TrainConfig(RunOptions, ModelConfig):
             return
         yield "class-weight", self.class_weight != "none", "none with --task link, which has no classes"
         if auto:
-            raise ConfigError("--task link needs a strategy like data_parallel: auto tries batches of nodes")
+            raise ConfigError(
+                "--task link needs a named strategy like data_parallel, because auto tries batches of nodes"
+            )
         width = "embeddings" if self.model == NO_ENCODER else "hidden"
         is_odd = self.decoder in ("complex", "rotate") and (getattr(self, width) or 0) % 2 == 1
         yield width, is_odd, f"even with --decoder {self.decoder}, whose rows have real and imaginary halves"
         has_no_rows = self.model == NO_ENCODER and self.embeddings is None
-        yield "model", has_no_rows, "combined with --embeddings, the width of the rows to score, like 64"
+        yield (
+            "model",
+            has_no_rows,
+            "combined with --embeddings, the width of the rows that it scores, like 64",
+        )
 
 
-_UNTRAINED = (
+_NOT_TRAINED = (
     *("epochs", "eval_every", "patience", "metric", "checkpoint_every", "keep", "resume", "overwrite"),
     *("goes_on", "trace", "trace_steps", "tensorboard", "watch", "device", "structure", "data", "ranks"),
     *("servers", "timeout_s", "recompute", "seeds", "cache", "cache_alpha", "depth", "loader_threads"),
@@ -559,7 +580,9 @@ compared by its content. Another number of ranks can resume too, but not with th
 
 def collect_configuration(plan: TrainConfig, dataset: str) -> dict[str, object]:
     """Return the JSON values that must be equal in a resumed run. ``dataset`` is a checksum."""
-    shared = {field.name: getattr(plan, field.name) for field in fields(plan) if field.name not in _UNTRAINED}
+    shared = {
+        field.name: getattr(plan, field.name) for field in fields(plan) if field.name not in _NOT_TRAINED
+    }
     return {"dataset": dataset, **shared}
 
 

@@ -33,7 +33,7 @@ Callback = Callable[[EpochRecord], None]
 """Called on every rank after each epoch, with the same record."""
 
 Evaluate = Callable[[WrappedModel], Mapping[str, float]]
-"""Maps the wrapped model to metrics by name, equal on all ranks. Every rank must call this.
+"""Maps the wrapped model to metrics by name, equal on all ranks. Collective.
 
 ``val_mask`` and ``test_mask`` are accuracies or other scores where more is better. Other metrics are recorded
 under their names, like ``val_mrr``.
@@ -222,7 +222,9 @@ def check_updates(
         if config.eval_every == 0:
             raise ConfigError("ReduceLROnPlateau needs evaluations, but eval_every=0. Set it to at least 1.")
         if not has_own_evaluation and scheduler.mode != mode:
-            raise ConfigError(f"ReduceLROnPlateau(mode={scheduler.mode!r}) gets {metric}. Use mode={mode!r}.")
+            raise ConfigError(
+                f"ReduceLROnPlateau(mode={scheduler.mode!r}) gets the metric {metric}. Use mode={mode!r}."
+            )
 
 
 def is_scheduled(config: RunOptions) -> bool:

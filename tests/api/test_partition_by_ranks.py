@@ -86,7 +86,7 @@ def test_types_columns_and_more_ranks_than_parts(tmp_path: Path) -> None:
 
 def test_without_a_limit_ranks_are_refused(tmp_path: Path) -> None:
     data = one_part(shop(), tmp_path / "data")
-    with pytest.raises(RankError, match="Add --memory SIZE"):
+    with pytest.raises(RankError, match="Add --memory SIZE, or start one process"):
         run_ranks(partition, 2, args=(data, tmp_path / "out"))
     assert [path.name for path in tmp_path.iterdir()] == ["data"]
 

@@ -348,7 +348,7 @@ def test_a_folder_of_something_else_is_refused(tmp_path: Path, names: list[str])
     for name in names:
         (work / name).write_text("")
     message = refusal(lambda: partition(data, tmp_path / "out", memory=PLENTY), StorageError)
-    assert "has files of something else" in message
+    assert "holds files that are not unfinished work" in message
     assert content(work) == dict.fromkeys(names, b"")
 
 

@@ -62,7 +62,7 @@ COLUMNS += [
     Column("data_parallel", models=(*FEW, *STACKS), shares=("uneven",), name="stacks of data_parallel"),
     Column(
         "push_pull",
-        models=("sage residual", "gin residual", "gat residual"),
+        models=("sage cat", "gin residual", "gat max"),
         shares=("uneven",),
         name="stacks of push_pull",
     ),

@@ -41,7 +41,9 @@ class IngestPlan:
         metavar="FILE",
     )
     """File of ``write_description``. It is checked before ingestion starts."""
-    workspace: Path | None = option(None, "Folder for spilled data. Default: beside --out.", metavar="DIR")
+    workspace: Path | None = option(
+        None, "Folder for spilled data. Default: beside DIR of --out.", metavar="DIR"
+    )
     overwrite: bool = option(False, "Replace what is in DIR.")
 
     def __post_init__(self) -> None:
@@ -236,7 +238,9 @@ def _parse_edge(entry: Fields) -> TypeSpec[EdgeType]:
         raise entry.field_error("relation", "[source node type, relation, destination node type]")
     label = _parse_label(entry)
     if label is not None and label.files:
-        raise entry.error("custom_split_filenames cannot split edges; give split_pct, or a column of a table")
+        raise entry.error(
+            "custom_split_filenames cannot split edges; give split_pct, or a column of the table"
+        )
     return TypeSpec(
         kind=(relation[0], relation[1], relation[2]),
         files=read_files(entry),
@@ -331,7 +335,9 @@ def _check_types(config: IngestConfig) -> None:
     names, relations = [node.kind for node in config.nodes], [edge.kind for edge in config.edges]
     for kind, count in Counter([*names, *relations]).items():
         if count > 1:
-            raise ConfigError(f"{config.path}: the type {kind!r} is described twice; use one entry")
+            raise ConfigError(
+                f"{config.path}: the type {kind!r} is described twice; list its files in one entry"
+            )
     for source, relation, destination in relations:
         for ntype in (source, destination):
             if ntype not in names:

@@ -21,6 +21,7 @@ from dglx_dist.data.partition.graph_views import (
     has_node_column,
     imbalance,
     in_degrees,
+    part_shares,
     sum_by_part,
     symmetrise,
 )
@@ -90,7 +91,8 @@ def _balance(graph: RawGraph, part: Array, assignment: Assignment) -> dict[str, 
     if len(graph.num_nodes) > 1:
         constraints.append("ntype")
     constraints += [c for c in requested if c not in constraints] if isinstance(requested, list) else []
-    shares = np.full(assignment.num_parts, 1.0 / assignment.num_parts)
+    targets = assignment.parameters.get("target_weights")
+    shares = part_shares(targets if isinstance(targets, list) else None, assignment.num_parts)
     return {
         name: imbalance(sum_by_part(part, column, assignment.num_parts), shares)
         for constraint in constraints

@@ -41,7 +41,7 @@ class BalanceWeights:
     tolerance: Array
     """(C,) float64 tolerances."""
     shares: Array
-    """(P,) float64 shares of the parts, all 1 / P."""
+    """(P,) float64 target shares of the parts, which sum to 1."""
 
     def matrix(self) -> Array:
         """Return the (N, C) int64 weights, without a copy for one constraint."""
@@ -61,8 +61,9 @@ class BalanceWeights:
         rows = []
         for column, tolerance in zip(self.columns, self.tolerance.tolist(), strict=True):
             total = float(column.sum())
-            is_heavy = column > tolerance * total * self.shares.min()
-            heavy_weights, counts = np.unique(column[is_heavy], return_counts=True)
+            heavy_weights, counts = np.unique(
+                column[column > tolerance * total * self.shares.min()], return_counts=True
+            )
             totals = np.cumsum((heavy_weights * counts)[::-1])[::-1]
             shares = self.shares.tolist()
             minima = [float((share * totals + heavy_weights).max(initial=0)) for share in shares]
@@ -112,8 +113,20 @@ def balance_weights(
         names=names,
         columns=tuple(column for *_, column in columns),
         tolerance=np.array([options.tolerance_of(constraint) for constraint, *_ in columns]),
-        shares=np.full(num_parts, 1.0 / num_parts),
+        shares=part_shares(options.target_weights, num_parts),
     )
+
+
+def part_shares(target_weights: Sequence[float] | None, num_parts: int) -> Array:
+    """Return the (P,) float64 shares, with sum 1. Raise ConfigError unless there is one weight per part."""
+    if target_weights is None:
+        return np.full(num_parts, 1.0 / num_parts)
+    if len(target_weights) != num_parts:
+        raise ConfigError(
+            f"target_weights has {len(target_weights)} values for {num_parts} parts; give one per part"
+        )
+    weights = np.asarray(target_weights, dtype=np.float64)
+    return weights / weights.sum()
 
 
 def constraint_columns(graph: RawGraph, constraint: str) -> Iterator[tuple[str, Array]]:
@@ -237,6 +250,7 @@ def describe(options: PartitionOptions, weights: BalanceWeights | None) -> dict[
     promised = () if weights is None else zip(weights.names, weights.tolerance.tolist(), strict=True)
     settings: dict[str, object] = {
         "balance": list(options.balance) or None,
+        "target_weights": None if options.target_weights is None else list(options.target_weights),
         "objective": options.objective if options.objective != "cut" else None,
         "fast": options.fast or None,
     }

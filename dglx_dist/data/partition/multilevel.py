@@ -31,7 +31,7 @@ def dgl_supports(options: PartitionOptions, weights: BalanceWeights) -> bool:
     """Return whether DGL's METIS supports the request. It has equal parts and no tolerances."""
     tolerance = options.tolerance
     tolerances = list(tolerance.values()) if isinstance(tolerance, Mapping) else [tolerance]
-    if any(tolerance != DEFAULT_TOLERANCE for tolerance in tolerances):
+    if options.target_weights is not None or any(t != DEFAULT_TOLERANCE for t in tolerances):
         return False
     columns = zip(weights.names, weights.columns, strict=True)
     return all(name in _DGL_WEIGHTS or column.max(initial=0) <= 1 for name, column in columns)
@@ -189,7 +189,7 @@ class _Multilevel(Partitioner):
 class Metis(_Multilevel):
     """Multilevel k-way partitioning of the symmetrised graph (DistDGL).
 
-    It supports any number of constraints, a tolerance for each, the objective and ``fast``.
+    It supports any number of constraints, a tolerance for each, target weights, the objective and ``fast``.
     With ``fast`` it uses DGL's own build of METIS like DistDGL, with one initial partition and one refinement
     pass. If that build does not support the options, it uses one refinement pass instead of ten.
 
@@ -198,7 +198,7 @@ class Metis(_Multilevel):
     :mod:`.semi_external`.
     """
 
-    honours = frozenset({"balance", "tolerance", "objective", "fast"})
+    honours = frozenset({"balance", "tolerance", "target_weights", "objective", "fast"})
     max_constraints = None
     _dtype = np.int64
 
@@ -241,14 +241,14 @@ def write_parhip(path: Path, graph: SymmetricGraph, node_weights: Array | None) 
 
 @final
 class Kaminpar(_Multilevel):
-    """KaMinPar, the default for one balance weight. It has one thread, because more are not reproducible.
+    """KaMinPar, the default for one balance weight. It is reproducible with one thread only.
 
-    It supports one constraint, its tolerance and ``fast``. Graphs larger than memory are clustered first, see
-    :mod:`.semi_external`. KaMinPar's own compressed graphs are not used, because the same seed does not
-    always give the same parts.
+    It supports one constraint, its tolerance, target weights, ``fast`` and ``threads``. Graphs larger than
+    memory are clustered first, see :mod:`.semi_external`. KaMinPar's own compressed graphs are not used,
+    because the same seed does not always give the same parts.
     """
 
-    honours = frozenset({"balance", "tolerance", "fast"})
+    honours = frozenset({"balance", "tolerance", "target_weights", "fast", "threads"})
 
     @staticmethod
     def _estimate_bytes(num_nodes: int, num_entries: int, has_weights: bool, num_weights: int) -> int:
@@ -266,7 +266,7 @@ class Kaminpar(_Multilevel):
             loaded = library.load_graph(str(path), library.GraphFileFormat.PARHIP)
         context = library.fast_context() if self.options.fast else library.default_context()
         library.reseed(seed % 2**31)
-        partitioner = library.KaMinPar(1, context)
+        partitioner = library.KaMinPar(self.options.threads, context)
         capacities = np.floor(weights.capacities()[0]).astype(np.int64)
         parts = partitioner.compute_partition(loaded, max_block_weights=capacities.tolist())
         return np.fromiter(parts, dtype=np.int32, count=graph.num_nodes)

@@ -28,7 +28,7 @@ class Contiguous(Partitioner):
     It supports one balance weight and target weights. No range exceeds its share by more than one node.
     """
 
-    honours = frozenset({"balance", "tolerance"})
+    honours = frozenset({"balance", "target_weights", "tolerance"})
     external = True
 
     def assign(self, graph: RawGraph, num_parts: int, seed: int) -> Assignment:
@@ -107,7 +107,9 @@ class File(Partitioner):
                 f"{path.name} holds {parts.dtype} of shape {parts.shape}; part ids are {num_nodes} integers"
             )
         if len(parts) != num_nodes:
-            raise DatasetError(f"{path.name} has {len(parts)} parts for {num_nodes} nodes; give one per node")
+            raise DatasetError(
+                f"{path.name} has {len(parts)} part ids for {num_nodes} nodes; give one per node"
+            )
         is_outside = (parts < 0) | (parts >= num_parts)
         if is_outside.any():
             row = int(np.argmax(is_outside))
@@ -135,6 +137,7 @@ def read_parts(path: Path) -> Array:
 class Random(Partitioner):
     """A random permutation that is cut into ranges. Shares are exact to one node."""
 
+    honours = frozenset({"target_weights"})
     external = True
 
     def assign(self, graph: RawGraph, num_parts: int, seed: int) -> Assignment:
@@ -184,7 +187,7 @@ GAMMA = 1.5
 
 
 class _Streaming(Partitioner):
-    honours = frozenset({"balance", "tolerance", "passes"})
+    honours = frozenset({"balance", "tolerance", "target_weights", "passes"})
     max_constraints = None
     external = True
 
