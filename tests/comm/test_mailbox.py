@@ -51,12 +51,6 @@ def test_collect_waits_for_all_senders_and_returns_messages_once(mailbox: Mailbo
     assert mailbox.take(0, 9, (), "nothing") == {}
 
 
-def test_messages_of_others_than_the_senders_are_left_out(mailbox: Mailbox[str]) -> None:
-    mailbox.put(0, 0, 7, "from nobody asked")
-    mailbox.put(0, 0, 1, "a")
-    assert mailbox.take(0, 0, (1,), "rows") == {1: "a"}
-
-
 ROWS = np.zeros(4, np.uint8)
 
 
@@ -117,15 +111,6 @@ def test_failed_round_returns_complete_steps_and_the_reason_for_others(mailbox: 
     mailbox.begin(2)
     mailbox.put(2, 0, 1, "b")
     assert mailbox.take(2, 0, (1,), "rows") == {1: "b"}
-
-
-def test_a_new_round_drops_the_earlier_ones(mailbox: Mailbox[str]) -> None:
-    mailbox.put(0, 0, 1, "old")
-    mailbox.put(1, 0, 1, "a")
-    mailbox.begin(1)
-    mailbox.put(1, 0, 2, "b")
-    assert mailbox.take(1, 0, OTHERS, "rows") == {1: "a", 2: "b"}
-    assert len(mailbox._arrived) == 0
 
 
 def test_silent_ranks_are_named_and_busy_ones_get_more_time() -> None:

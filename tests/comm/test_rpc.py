@@ -195,21 +195,6 @@ def test_end_of_the_peer_is_noticed_while_waiting() -> None:
             caller.call(1, "wait", "", [], phase="p")
 
 
-def test_closing_ends_calls_under_way() -> None:
-    with pair() as (caller, server):
-        release = threading.Event()
-        server.register("wait", lambda _name, _arrays: release.wait(20) and [])
-        pending = caller.submit(1, "wait", "", [], phase="p")
-        caller._client.close()
-        with pytest.raises(PeerError, match="session was closed"):
-            pending.result()
-        with pytest.raises(PeerError, match="session is closed"):
-            caller.call(1, "wait", "", [], phase="p")
-        release.set()
-        caller.close()
-        caller.close()
-
-
 def test_closing_under_calls_of_other_threads_ends_them_with_an_error_that_says_so() -> None:
     with ThreadPoolExecutor(3) as pool, pair() as (caller, server):
         server.register("rows", lambda _name, _arrays: [np.zeros(300_000)])

@@ -130,8 +130,3 @@ def test_inside_a_server_another_rate_holds_also_for_packets_above_the_smallest_
     assert measure_program(lab, 0) == pytest.approx(160, rel=TOLERANCE)
     lab.set_rates(None, Rate.parse("4mbit"))
     assert measure_program(lab, 0, seconds=0.5) > 0
-
-
-def test_without_a_limit_it_is_far_above(lab: Lab) -> None:
-    lab.set_rates(None, None)
-    assert measure_program(lab, 1, seconds=0.5) > 500
