@@ -288,20 +288,6 @@ def test_entries_without_a_lock_are_evicted_too(tmp_path: Path) -> None:
     assert not list(tmp_path.rglob("*copied*"))
 
 
-def test_an_entry_counts_as_evicted_when_it_is_renamed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse(*_: object) -> None:
-        raise PermissionError
-
-    leave_free(monkeypatch, 20_000)
-    for name, days_ago in (("old", 9), ("new", 1)):
-        used(tmp_path, name, days_ago)
-    monkeypatch.setattr(Path, "unlink", refuse)
-    ArrayCache(tmp_path, "def").clean()
-    assert list_entries(tmp_path) == ["new"]
-
-
 def hold_until_told(folder: Path, ready: Any, end: Any) -> None:
     cache = ArrayCache(folder, "abc")
     cache.entry("columns", "mine")
