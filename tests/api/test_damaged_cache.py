@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,7 +17,6 @@ from dglx_dist.data.partition.base import PARTITIONERS, PartitionOptions, Partit
 from dglx_dist.data.partition.prepare import partition_to_disk
 from dglx_dist.data.storage.arrays import STAMP
 from dglx_dist.data.storage.columns import CACHE, MANIFEST
-from dglx_dist.data.storage.files import partial_folder
 from dglx_dist.data.storage.reader import open_dataset
 from dglx_dist.data.storage.writer import write_dataset
 from dglx_dist.data.synthetic import SyntheticConfig, generate
@@ -167,19 +164,6 @@ def test_what_is_no_cut_stays(tmp_path: Path) -> None:
     (folder / MANIFEST).unlink()
     with pytest.raises(StorageError, match=r"exists already; .* remove it yourself$"):
         partition_cached(two_triangles(), PLAN, tmp_path)
-
-
-def test_what_a_killed_run_left_goes(tmp_path: Path) -> None:
-    with partial_folder(tmp_path / "graph") as own:
-        done = subprocess.Popen(["true"])
-        done.wait()
-        left = own.rename(own.with_name(own.name.replace(f"-{os.getpid()}-", f"-{done.pid}-")))
-        (left / "part0").mkdir()
-        (tmp_path / "other" / left.name).mkdir(parents=True)
-        folder = partition_cached(two_triangles(), PLAN, tmp_path)
-    # Not what lies deeper: the cache may be a folder with much else in it.
-    assert sorted(tmp_path.iterdir()) == sorted([folder, tmp_path / "other"])
-    assert [path.name for path in (tmp_path / "other").iterdir()] == [left.name]
 
 
 def test_a_cache_that_cannot_be_written_is_told_before_the_work(

@@ -7,22 +7,19 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from dglx_dist.cli.app import app
 from dglx_dist.data import external_memory
 from dglx_dist.data.external_memory import Budget, Ranks
-from dglx_dist.data.partition import graph_views, semi_external
+from dglx_dist.data.partition import semi_external
 from dglx_dist.data.sources import load_dataset
 from dglx_dist.data.storage import writer
-from dglx_dist.data.storage.writer import NodeOrder
-from dglx_dist.errors import ConfigError, StorageError
-from dglx_dist.records import NODE_TYPE, Array, RawGraph
+from dglx_dist.errors import StorageError
+from dglx_dist.records import Array
 from tests.api.test_partition_in_files import content, one_part, shop
 from tests.helpers.ranks import RankError, run_ranks, start_ranks
 
@@ -143,29 +140,6 @@ def test_a_killed_rank_ends_all_and_the_next_run_resumes(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "script.py"]
 
 
-def failing(data: Path, out: Path) -> None:
-    """Partition; rank 0 fails in a stage, and rank 1 writes when the folder has been removed."""
-    merge = graph_views._merge
-
-    def fails(*given: Any) -> int:
-        if os.environ["RANK"] == "0":
-            raise ConfigError("the reason")
-        while any(out.parent.glob("*/*/symmetric.*.partial")):
-            time.sleep(0.01)
-        return merge(*given)
-
-    graph_views._merge = fails
-    partition(data, out, *LEVELS)
-
-
-def test_what_a_failed_rank_removes_is_not_the_reason(data: Path, tmp_path: Path) -> None:
-    first, second = start_ranks(failing, 2, args=(data, tmp_path / "out"))
-    assert first.error.startswith("ConfigError: the reason")
-    assert second.error.startswith("PeerError")
-    assert "rank 0 failed first: ConfigError: the reason" in second.error
-    assert list(tmp_path.iterdir()) == []
-
-
 class Several(Ranks):
     """A rank whose others have made and said the same."""
 
@@ -196,22 +170,3 @@ def test_ranks_that_see_other_data_under_its_name_are_refused(tmp_path: Path) ->
         external_memory.open_workspace(tmp_path / "work", {"graph": "one"}, 1 << 40, Differing(1)),
     ):
         raise AssertionError
-
-
-class Second(Several):
-    def gather_objects(self, value: Any) -> list[Any]:
-        return [value, [item or {"num_bytes": 0, "checksum": ""} for item in value]]
-
-
-@pytest.mark.parametrize("rank", [0, 1])
-def test_a_rank_that_does_not_publish_synchronises_its_own_files(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rank: int
-) -> None:
-    synchronised: list[Path] = []
-    monkeypatch.setattr(writer, "synchronise", synchronised.append)
-    parts = writer._PartWriter(tmp_path, 2, lambda _: None, Second(rank))
-    order = NodeOrder(old_to_new=np.arange(4), new_to_old=np.arange(4), offsets=np.array([0, 2, 4]))
-    parts.write_node_type(RawGraph(name="g", num_nodes={NODE_TYPE: 4}, edges={}), NODE_TYPE, order, {})
-    parts.files()
-    assert synchronised == ([] if rank == 0 else list(tmp_path.rglob("part1/**/*.arrow")))
-    assert len(synchronised) == rank
