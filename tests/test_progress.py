@@ -1,7 +1,5 @@
 """Progress is shown where somebody can see it, and nowhere else."""
 
-from __future__ import annotations
-
 import io
 import logging
 import re

@@ -1,7 +1,5 @@
 """Plugins: built in, announced by another package, or made known by a decorator."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The Python and the versions that scripts/setup.sh takes, with Pythons that only print their arguments."""
 
-from __future__ import annotations
-
 import re
 import shutil
 import subprocess

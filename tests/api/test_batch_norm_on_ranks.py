@@ -1,7 +1,5 @@
 """Batch norms whose statistics are those of one process, on any number of ranks."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 import warnings

@@ -1,7 +1,5 @@
 """Files that are kept beside a dataset: made once, checked, and made again when one bit differs."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

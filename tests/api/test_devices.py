@@ -1,7 +1,5 @@
 """Models and batches on wrong devices; ``meta`` stands in for a GPU, as its tensors mix with no other."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """Dropout of mini-batch strategies: the same entries on any number of ranks."""
 
-from __future__ import annotations
-
 import pickle
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Losses over fewer terms than seeds: gradients of ranks are those of one process."""
 
-from __future__ import annotations
-
 import logging.handlers
 import warnings
 from collections.abc import Callable

@@ -3,8 +3,6 @@
 A habit is a function of a model and its steps. It trains, and runs unchanged in one process and on ranks.
 """
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import functools

@@ -1,7 +1,5 @@
 """User-defined reductions see the messages of a node in the order of the source's list of edges."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import dgl

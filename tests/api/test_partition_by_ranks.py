@@ -1,7 +1,5 @@
 """Partitioning shared by ranks: the bytes of one process, and resumed after one is killed."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal

@@ -1,7 +1,5 @@
 """Partitioning within a limited memory: the same bytes, after kills and full disks too."""
 
-from __future__ import annotations
-
 import os
 import re
 import resource

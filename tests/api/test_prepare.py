@@ -1,7 +1,5 @@
 """From a graph in memory to a partitioned dataset: one part a rank; an existing one is kept."""
 
-from __future__ import annotations
-
 import os
 from collections import Counter
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """``dglx train`` and dx.fit under strategies that work inside the model, against data_parallel."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

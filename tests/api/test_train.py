@@ -1,7 +1,5 @@
 """``dglx train`` in one process: the run's folder, the predictions, every built-in model."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -3,8 +3,6 @@
 Those of all measured ones are compared with docs/results by test_pages.py: medians, ratios, most verdicts.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Experiments with full-graph training: each builds its jobs, and predicts the bytes of a real run."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

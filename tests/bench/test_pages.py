@@ -1,7 +1,5 @@
 """Pages: the README.md of a folder of results, docs/performance.md, and the pictures beside them."""
 
-from __future__ import annotations
-
 import gzip
 import re
 from dataclasses import replace

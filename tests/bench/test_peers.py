@@ -1,7 +1,5 @@
 """Peers: stock DistDGL and ours on one partition, and what is said of a peer that is not installed."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The protocol of a worker pool, and real ranks on plain loopback that do the job "echo"."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

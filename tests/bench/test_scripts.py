@@ -1,7 +1,5 @@
 """The programs are run by hand only, so what they import must not move unseen."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Experiments with training in intervals: jobs that can be read, bytes that are those of a real run."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Graphs without edges, and types without rows beside others, from their tables to a trained model."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

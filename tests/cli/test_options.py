@@ -1,7 +1,5 @@
 """Words of the command line become values, and records become commands."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields, replace

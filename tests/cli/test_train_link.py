@@ -1,7 +1,5 @@
 """``dglx train --task link``: the same figures on any number of ranks, and what is refused."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """An error of the package in a script under torchrun is one line on one rank."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Narrower rows: unbiased, bounded errors, bytes of the formula, and numbers that must stay visible."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 

@@ -3,8 +3,6 @@
 ``count_gpus`` and ``use_gpu`` are replaced, and the code above them runs. No GPU is needed.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import re

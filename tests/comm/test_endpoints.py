@@ -1,7 +1,5 @@
 """Connections between ranks: authentication, order, and messages of any size."""
 
-from __future__ import annotations
-
 import contextlib
 import socket
 import threading

@@ -1,7 +1,5 @@
 """Exchanges between ranks: buffers, messages on a connection, and which ranks have an accelerator each."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal

@@ -1,7 +1,5 @@
 """Tests of the messages and the end of the other ranks when a rank raises, is killed or never comes."""
 
-from __future__ import annotations
-
 import atexit
 import contextlib
 import multiprocessing

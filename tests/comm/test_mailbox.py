@@ -1,7 +1,5 @@
 """The mailbox: complete rounds, cancelled rounds, and errors that name the silent ranks."""
 
-from __future__ import annotations
-
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 

@@ -1,7 +1,5 @@
 """One-sided calls: between real ranks, and with hand-made pairs in one process."""
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import socket

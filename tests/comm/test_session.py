@@ -1,7 +1,5 @@
 """Sessions: one at a time, options that all ranks must share, scratch folders, network, clean ends."""
 
-from __future__ import annotations
-
 import fcntl
 import os
 import shutil

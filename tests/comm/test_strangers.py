@@ -1,7 +1,5 @@
 """Strangers who reach a job's ports and its rendezvous store: what they try fails, and training goes on."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import re

@@ -1,7 +1,5 @@
 """Topologies from torchrun's environment, and the environment that is derived from one."""
 
-from __future__ import annotations
-
 import os
 import re
 from pathlib import Path

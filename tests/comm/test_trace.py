@@ -1,7 +1,5 @@
 """Traces: events, their order over ranks, and the files that a session leaves under DGLX_TRACE."""
 
-from __future__ import annotations
-
 import json
 import os
 from concurrent.futures import ThreadPoolExecutor

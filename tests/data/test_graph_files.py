@@ -1,7 +1,5 @@
 """Files of SciPy, torch (PyG), NetworkX and SNAP, written by these libraries; and what of them is refused."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import zipfile

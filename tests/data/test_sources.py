@@ -1,7 +1,5 @@
 """Sources of raw graphs: npz, DGL, OGB, arrays; options and the registry."""
 
-from __future__ import annotations
-
 import importlib.util
 import subprocess
 import sys

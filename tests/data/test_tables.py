@@ -1,7 +1,5 @@
 """CSV and Parquet tables with the user's own ids: layout, files, errors that name the row."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Every kind of bad input is refused with the file, the column and the first offending row."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

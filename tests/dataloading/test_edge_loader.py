@@ -1,7 +1,5 @@
 """Mini-batches of edges: pairs, excluded edges, steps on one rank and several, bytes."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from itertools import chain
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """Loaders with look-ahead caches over real ranks: the same bits, and as few rows as Belady's rule fetches."""
 
-from __future__ import annotations
-
 import os
 import signal
 import time

@@ -1,7 +1,5 @@
 """Negative edges, alone and in batches of edges."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

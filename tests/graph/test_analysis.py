@@ -1,7 +1,5 @@
 """Graph-wide passes over real ranks: k-hop closures and reverse edges."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """DistTensor: creation, policies, reads, writes, and the search for nonzero rows."""
 
-from __future__ import annotations
-
 import itertools
 import os
 import sys

@@ -1,7 +1,5 @@
 """Trained embeddings and their optimizers against dense torch."""
 
-from __future__ import annotations
-
 import gc
 import weakref
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Pulls and pushes over real ranks, with the byte ledger at zero tolerance."""
 
-from __future__ import annotations
-
 import os
 import signal
 import threading

@@ -1,7 +1,5 @@
 """Row kernels: gather, add, read-ahead, and the plan of a remote pull."""
 
-from __future__ import annotations
-
 import ctypes
 import mmap
 import os

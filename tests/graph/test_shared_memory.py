@@ -1,7 +1,5 @@
 """Folders of rows: complete or absent, whoever dies, and no other folder is ever replaced."""
 
-from __future__ import annotations
-
 import os
 import signal
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Tensors and optimizer state saved by some ranks and loaded by others."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from typing import Any

@@ -5,8 +5,6 @@ Processes are forked from a server that has torch and dgl imported already, so a
 of a second.
 """
 
-from __future__ import annotations
-
 import faulthandler
 import multiprocessing
 import os

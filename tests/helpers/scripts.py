@@ -1,7 +1,5 @@
 """Runs a script as torchrun would, in ranks that find torch and dgl imported, which saves each seconds."""
 
-from __future__ import annotations
-
 import os
 import runpy
 import sys

@@ -1,7 +1,5 @@
 """Stages of convolutions: alone they are DGL's layer; cut by columns and added up they still are."""
 
-from __future__ import annotations
-
 import copy
 import re
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """Helpers of the tests of labs: scripts for ranks, notes, traces, a fake lab, commands on servers."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Labels of labs, cores dealt out to servers, and plain loopback."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

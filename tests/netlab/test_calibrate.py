@@ -1,7 +1,5 @@
 """Finding the rate of a wanted phi, on networks whose answer is known."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from functools import partial

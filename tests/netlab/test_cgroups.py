@@ -1,7 +1,5 @@
 """Control groups that limit cores."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """``python scripts/netlab`` as a user starts it, on emulated servers and on plain loopback."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """Missing requirements of emulated servers, and their remedies."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

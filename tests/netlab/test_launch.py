@@ -1,7 +1,5 @@
 """Commands on servers: under real launchers of torchrun, and with shells in their place."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

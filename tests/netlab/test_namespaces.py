@@ -1,7 +1,5 @@
 """Emulated servers: what they see of each other and of this machine, what holds them, and what stays."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """Plain TCP streams between the servers of a lab have the rates that were set, within 8 %."""
 
-from __future__ import annotations
-
 import contextlib
 import subprocess
 import sys

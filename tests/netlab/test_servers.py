@@ -1,7 +1,5 @@
 """Processes told apart for good, links of servers, and what their cards count."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import time

@@ -1,7 +1,5 @@
 """Notes of labs: names, files, damage, and what is removed by them."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """Traces of ranks, read back and added up."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

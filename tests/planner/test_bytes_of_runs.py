@@ -1,7 +1,5 @@
 """An epoch of every way to train, on 2 servers of 2 ranks: the ledger has what was predicted."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace

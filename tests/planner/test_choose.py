@@ -1,7 +1,5 @@
 """Predictions and choices on records made by hand."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """Sizes of layers, read from a call of the model, and what refuses a model."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import dgl

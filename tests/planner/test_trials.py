@@ -1,7 +1,5 @@
 """Trials leave the job as it was: a run that ``auto`` chose is the run of the strategy by its name."""
 
-from __future__ import annotations
-
 import os
 import shutil
 from pathlib import Path

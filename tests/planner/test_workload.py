@@ -1,7 +1,5 @@
 """Work of a batch, estimated and counted."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

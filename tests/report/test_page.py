@@ -1,7 +1,5 @@
 """The HTML page of runs: nothing is loaded, nothing of a run is run, and every figure is drawn."""
 
-from __future__ import annotations
-
 import json
 import math
 import re

@@ -1,7 +1,5 @@
 """A user's loop under ``torch.autocast`` in bfloat16 on CPUs: every strategy against plain DGL."""
 
-from __future__ import annotations
-
 import functools
 from collections import Counter
 from dataclasses import dataclass

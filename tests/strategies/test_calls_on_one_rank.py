@@ -1,7 +1,5 @@
 """Collective calls on rank 0 alone: waiting ranks report them at once, and not after the time-out."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

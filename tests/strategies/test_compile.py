@@ -1,7 +1,5 @@
 """torch.compile in and around the wrapped model trains as without it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

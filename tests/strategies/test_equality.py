@@ -3,8 +3,6 @@
 A new strategy is one more line in COLUMNS.
 """
 
-from __future__ import annotations
-
 import functools
 from dataclasses import replace
 from pathlib import Path

@@ -4,8 +4,6 @@ What goes through the CPU or NumPy, reads a value, or makes a tensor on a wrong 
 Structure, sampling, agreements and the ledger are real; torch's fake backend "sends" what has no data.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from pathlib import Path
 from typing import Any

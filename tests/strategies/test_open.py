@@ -1,7 +1,5 @@
 """A strategy that is opened beside the session's, stepped and closed leaves nothing and changes nothing."""
 
-from __future__ import annotations
-
 import gc
 import threading
 import weakref

@@ -1,7 +1,5 @@
 """A step on accumulated gradients is that on the union of the batches, on any number of ranks."""
 
-from __future__ import annotations
-
 import logging.handlers
 import os
 import signal

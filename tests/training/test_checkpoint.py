@@ -1,7 +1,5 @@
 """Checkpoints: complete or absent, of whole and of split models, loaded by other numbers of ranks."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

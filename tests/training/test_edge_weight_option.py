@@ -1,7 +1,5 @@
 """``dglx train --edge-weight``: ready-made models multiply messages by an edge column, as DGL's layers do."""
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path

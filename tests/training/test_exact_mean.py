@@ -1,7 +1,5 @@
 """Losses of ``dx.fit`` over fewer terms than seeds, or weighed ones: the weights are those of one process."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial

@@ -1,7 +1,5 @@
 """The training loop: tasks, figures equal to plain DGL's, a resumed run bit for bit."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """Training when edges do not fit the memory: nothing that a rank allocates grows with their number."""
 
-from __future__ import annotations
-
 import ctypes
 import gc
 import os

@@ -1,7 +1,5 @@
 """Decoders, losses, split and filtered ranking of link prediction beside their formulas in plain NumPy."""
 
-from __future__ import annotations
-
 from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace

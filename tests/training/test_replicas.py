@@ -1,7 +1,5 @@
 """Ranks that train apart are found at the next evaluation, checkpoint or end of an epoch."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Schedules of the learning rate, the best epoch's weights, and runs of several seeds."""
 
-from __future__ import annotations
-
 import json
 import math
 import shutil

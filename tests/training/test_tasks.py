@@ -1,7 +1,5 @@
 """Several labels, regression and class weights: metrics by hand, and losses of plain torch, on any ranks."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Clipped gradients, schedulers and optimizers of a training run."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The weights that ``dx.load`` takes from a run, and the plain files of weights that a run writes."""
 
-from __future__ import annotations
-
 import errno
 import json
 import logging

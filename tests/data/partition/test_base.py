@@ -1,7 +1,5 @@
 """Assignments, options and the registry of partitioners."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

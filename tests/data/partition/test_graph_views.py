@@ -1,7 +1,5 @@
 """The graph as partitioners see it: flat ids, symmetric edges, weights, induced subgraphs."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from typing import Any

@@ -1,7 +1,5 @@
 """METIS through pymetis and through DGL, and KaMinPar: constraints, unequal servers, failures."""
 
-from __future__ import annotations
-
 import importlib
 import sys
 import types

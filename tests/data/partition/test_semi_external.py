@@ -1,7 +1,5 @@
 """Partitioning with less memory than the graph takes: on disk, in levels, the same after a kill."""
 
-from __future__ import annotations
-
 import shutil
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Array folders and their cache: damage, concurrent writers, killed processes, full disks, eviction."""
 
-from __future__ import annotations
-
 import errno
 import gc
 import json

@@ -1,7 +1,5 @@
 """Folders replaced as a whole by concurrent writers, merged replicas, and the memory of a process."""
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import shutil

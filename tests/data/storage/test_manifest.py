@@ -1,7 +1,5 @@
 """Every field of the manifest is checked; the error names the file and the key."""
 
-from __future__ import annotations
-
 import functools
 import json
 import operator

@@ -1,7 +1,5 @@
 """Parts that are here or not, unknown names and versions; damaged bytes and wrong ids name the file, once."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

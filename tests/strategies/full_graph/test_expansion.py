@@ -1,7 +1,5 @@
 """Neighbourhoods of servers in one process: composed seeds, split rows, external nodes."""
 
-from __future__ import annotations
-
 import resource
 from dataclasses import replace
 from itertools import product

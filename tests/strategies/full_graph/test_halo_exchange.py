@@ -1,7 +1,5 @@
 """The halo exchange against its matrix: values, adjoint, bytes, devices, failures."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal

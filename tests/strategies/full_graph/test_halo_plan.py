@@ -1,7 +1,5 @@
 """Halo plans: row indices, files beside a dataset."""
 
-from __future__ import annotations
-
 import errno
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Layers of dgl.nn and layers by hand, on blocks and on local graphs: four real ranks against one process."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable
 from pathlib import Path

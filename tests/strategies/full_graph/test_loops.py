@@ -1,7 +1,5 @@
 """Losses and loops that users write leave the weights of one process; a rank that dies is named."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal

@@ -1,7 +1,5 @@
 """Peak memory of a process, for sizes that are large enough for stable results."""
 
-from __future__ import annotations
-
 import ctypes
 import resource
 from pathlib import Path

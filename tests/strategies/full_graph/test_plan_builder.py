@@ -1,7 +1,5 @@
 """Halo plans against sets over the whole edge list, made by one process and by real ranks."""
 
-from __future__ import annotations
-
 import re
 import threading
 import time

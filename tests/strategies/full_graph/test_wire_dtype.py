@@ -1,7 +1,5 @@
 """Halo rows in fewer bits on real ranks: bytes of the formula, bounded errors, the same bits again."""
 
-from __future__ import annotations
-
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A rank's columns are those of the rows: any dtype, any number of ranks, from files and from peers."""
 
-from __future__ import annotations
-
 import resource
 import shutil
 import tracemalloc

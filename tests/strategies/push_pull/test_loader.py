@@ -1,7 +1,5 @@
 """Batches of push-pull: every rank has every block and its own columns of it; failures of one rank."""
 
-from __future__ import annotations
-
 import os
 import signal
 import threading

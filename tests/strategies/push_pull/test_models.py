@@ -4,8 +4,6 @@ Each trains to the weights of data_parallel on the same ranks and seeds, or of o
 dropout are keyed or the batches are late.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path

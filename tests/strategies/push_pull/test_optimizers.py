@@ -1,7 +1,5 @@
 """Optimizers that may step columns of a parameter by themselves, and those that may not."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from typing import Any

@@ -4,8 +4,6 @@ Every depth and both variants of the weights, with uneven and empty shares; rand
 no bit.
 """
 
-from __future__ import annotations
-
 import functools
 import random
 import time
