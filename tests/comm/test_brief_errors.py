@@ -1,9 +1,6 @@
 """An error of the package in a script under torchrun is one line on one rank."""
 
-import atexit
-import os
 import re
-import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -11,26 +8,16 @@ from pathlib import Path
 import pytest
 
 from dglx_dist.errors import shorten_list
-from tests.helpers.ranks import start_ranks
+from tests.helpers.scripts import start_script
 
 START = "import os, torch, dgl, dglx_dist as dx\nrank = int(os.environ['RANK'])\n"
 GRAPH = "dgl.graph(([0, 1], [1, 0]))"
 
 
-def run_and_leave(script: Path) -> None:
-    """Run ``script`` and end as the interpreter does after an uncaught error."""
-    try:
-        runpy.run_path(str(script), run_name="__main__")
-    except BaseException:
-        sys.excepthook(*sys.exc_info())
-    atexit._run_exitfuncs()
-    os._exit(1)
-
-
 def run(folder: Path, text: str) -> str:
     script = folder / "script.py"
     script.write_text(START + text)
-    outcomes = start_ranks(run_and_leave, 2, args=(script,))
+    outcomes = start_script(script)
     assert {outcome.exitcode for outcome in outcomes} == {1}
     return "".join(outcome.output for outcome in outcomes)
 
@@ -67,6 +54,7 @@ def line_of(folder: Path, shown: str) -> str:
     return line
 
 
+@pytest.mark.wide
 def test_torchrun_adds_its_own_traceback_only(tmp_path: Path) -> None:
     shown = run_under_torchrun(tmp_path, RANK_1_FAILS)
     assert re.search("rank1.*ConfigError: wrap takes", line_of(tmp_path, shown))
