@@ -23,6 +23,7 @@ from torch import Tensor, nn
 import dglx_dist as dx
 from dglx_dist.errors import ConfigError
 from dglx_dist.strategies.base import WrappedModel
+from tests.helpers import wide
 from tests.helpers.ranks import run_ranks
 
 NUM_NODES, CLASSES, STEPS = 40, 3, 4
@@ -354,7 +355,7 @@ def call_model(blocks: Any, model: nn.Module) -> Tensor:
     return scores
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [*wide(1), 2])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_habits_train_as_in_one_process(strategy: str, ranks: int) -> None:
     for differences in run_ranks(of_ranks, ranks, args=(strategy, False)):

@@ -88,8 +88,7 @@ def test_training_on_two_emulated_servers_is_counted_by_cards_and_ledger(tmp_pat
     ("number", "kind"),
     [
         (signal.SIGTERM, "loopback"),
-        (signal.SIGKILL, "namespaces"),
-        *wide((signal.SIGTERM, "namespaces"), (signal.SIGKILL, "loopback")),
+        *wide((signal.SIGKILL, "namespaces"), (signal.SIGTERM, "namespaces"), (signal.SIGKILL, "loopback")),
     ],
 )
 def test_a_command_that_is_ended_leaves_nothing(
@@ -105,7 +104,8 @@ def test_a_command_that_is_ended_leaves_nothing(
         assert wait_until_gone(path) == []
 
 
-@pytest.mark.parametrize(("code", "told"), [(0, True), *wide((7, False))])
+@pytest.mark.wide
+@pytest.mark.parametrize(("code", "told"), [(0, True), (7, False)])
 def test_counts_that_are_missing_are_told_of_a_command_that_ended_well(
     code: int, told: bool, tmp_path: Path
 ) -> None:

@@ -27,13 +27,12 @@ from dglx_dist.strategies.base import STRATEGIES
 from dglx_dist.strategies.push_pull.strategy import OpenedPushPull
 from dglx_dist.training.fit_config import FitConfig
 from dglx_dist.training.models import build_model
+from tests.helpers import wide
 from tests.helpers.ranks import RankError, run_ranks
 
 FEATURES, CLASSES, FANOUTS, BATCH = 12, 3, (3, 3), 40
-CHOSEN = (
-    *("data_parallel", "data_parallel cache=vip:0.5", "push_pull structure=push", "full_graph"),
-    "cooperative batches=2",
-)
+SIMPLE = ("data_parallel", "full_graph", "cooperative batches=2")
+CHOSEN = ("data_parallel cache=vip:0.5", "push_pull structure=push", *SIMPLE)
 
 
 @pytest.fixture(scope="module")
@@ -112,7 +111,7 @@ def train_twice(folders: list[str], name: str) -> list[dict[str, Any]]:
     return [train(folder, name, chosen=chosen) for folder, chosen in zip(folders, (True, False), strict=True)]
 
 
-@pytest.mark.parametrize("name", CHOSEN)
+@pytest.mark.parametrize("name", [*CHOSEN[:2], *wide(*SIMPLE)])
 def test_a_run_after_trials_has_the_bits_and_bytes_of_the_named_run(
     data: str, tmp_path: Path, name: str
 ) -> None:

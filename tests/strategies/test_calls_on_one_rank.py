@@ -9,6 +9,7 @@ from torch import nn
 
 import dglx_dist as dx
 from tests.api.test_loop_habits import STRATEGIES, Net, call_model, loader_of, plain_graph
+from tests.helpers import wide
 from tests.helpers.ranks import start_ranks
 
 
@@ -38,7 +39,7 @@ def call_on_rank_0(strategy: str, call: str, epochs: int) -> None:
                 ALONE[call](model, validation, blocks)
 
 
-@pytest.mark.parametrize("epochs", [1, 2])
+@pytest.mark.parametrize("epochs", [1, *wide(2)])
 @pytest.mark.parametrize(
     ("strategy", "call"), [*(("push_pull", call) for call in ALONE), ("full_graph", "validation")]
 )
