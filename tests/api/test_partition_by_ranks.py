@@ -1,10 +1,7 @@
 """Partitioning shared by ranks: the bytes of one process, and resumed after one is killed."""
 
 import os
-import re
 import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +18,6 @@ from dglx_dist.records import Array
 from tests.api.test_partition_in_files import content, one_part, shop
 from tests.helpers.ranks import RankError, run_ranks, start_ranks
 
-ROOT = Path(__file__).parents[2]
 # Beside the program. Of 13,000 nodes it leaves one level on disk, and there are three streams to share.
 WORK = "3MB"
 
@@ -86,15 +82,6 @@ def test_without_a_limit_ranks_are_refused(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["data"]
 
 
-SCRIPT = """
-import sys
-from pathlib import Path
-from tests.api.test_partition_by_ranks import partition_until_killed
-
-partition_until_killed("sweep", 1, *map(Path, sys.argv[1:3]))
-"""
-
-
 def partition_until_killed(where: str, rank: int, data: Path, out: Path) -> None:
     """Partition; ``rank`` is killed in its tenth round of a sweep, or when it has found the owners."""
     module, name = (semi_external, "_propose") if where == "sweep" else (external_memory, "publish")
@@ -116,26 +103,20 @@ def test_a_killed_rank_ends_all_and_the_next_run_resumes(
     data: Path, expected_files: dict[str, bytes], tmp_path: Path
 ) -> None:
     out = tmp_path / "out"
-    command = ["-m", "dglx_dist.cli.torchrun", "--standalone", "--nproc-per-node=2"]
-    (script := tmp_path / "script.py").write_text(SCRIPT)
-    command = [sys.executable, *command, str(script), str(data), str(out)]
-    ended = subprocess.run(
-        command, capture_output=True, text=True, timeout=100, env={**os.environ, "PYTHONPATH": str(ROOT)}
-    )
-    assert ended.returncode == 137, ended.stderr
-    assert re.search(r"rank 1 .* was ended by SIGKILL", ended.stderr)
-    # Without a launcher, that ends the others, they notice it and say so.
+    left, dead = start_ranks(partition_until_killed, 2, args=("sweep", 1, data, out))
+    assert dead.exitcode == -signal.SIGKILL
+    assert "rank 1" in left.error
     dead, left = start_ranks(partition_until_killed, 2, args=("owners", 0, data, out))
     assert dead.exitcode == -signal.SIGKILL
     assert "resuming in" in dead.output
     assert "finished before: edges, owners.work/symmetric" in dead.output
     assert left.error.startswith("PeerError")
     assert "rank 0" in left.error
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["out.work", "script.py"]
+    assert [path.name for path in tmp_path.iterdir()] == ["out.work"]
     # With another number of ranks.
     run_ranks(partition, 3, args=(data, out, *LEVELS))
     assert content(out) == expected_files
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "script.py"]
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
 class Several(Ranks):

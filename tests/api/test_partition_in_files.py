@@ -458,7 +458,7 @@ for number, method in enumerate(methods):
 """
 
 
-IN_GATE = ("hash", "kaminpar --trainers-per-server 2", "ldg --passes 2", "metis")
+IN_GATE = ("hash", "kaminpar --trainers-per-server 2")
 
 
 @pytest.mark.parametrize("gate", [True, pytest.param(False, marks=pytest.mark.wide)])
