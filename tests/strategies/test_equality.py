@@ -89,7 +89,7 @@ IN_TORCH = [
 ]
 
 # (ranks, ranks per server): one server, several of them, servers of unequal size (three ranks: two and one).
-PLACEMENTS = [(1, 1), (2, 1), (3, 2), (4, 2), *wide((2, 2), (3, 3), (3, 1), (4, 4), (4, 1))]
+PLACEMENTS = [(1, 1), (2, 1), (4, 2), *wide((3, 2), (2, 2), (3, 3), (3, 1), (4, 4), (4, 1))]
 TOLERANCE = 1e-10
 
 
@@ -107,7 +107,7 @@ def difference(mine: list[Any], other: list[Any]) -> float:
 def test_every_strategy_trains_the_weights_of_one_process(
     folder: Path, ranks: int, ranks_per_server: int
 ) -> None:
-    columns = [*COLUMNS, *IN_TORCH] if ranks in (1, 3) else COLUMNS
+    columns = [*COLUMNS, *IN_TORCH] if ranks in (2, 3) else COLUMNS
     results = run_ranks(
         equality.on_ranks,
         ranks,

@@ -117,6 +117,7 @@ def on_rank(folder: str) -> dict[str, dict[str, Any]]:
     not torch._C._dispatch_has_kernel_for_dispatch_key("c10d::allreduce_", "Meta"),
     reason="torch 2.4 has no collectives on meta",
 )
+@pytest.mark.wide
 def test_a_step_without_data_is_the_same_in_all_but_the_numbers(folder: Path) -> None:
     for rank, result in enumerate(run_ranks(on_rank, 2, args=(str(folder),), ranks_per_server=1)):
         for name, by_device in result.items():

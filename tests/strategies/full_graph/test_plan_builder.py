@@ -247,6 +247,7 @@ def talk() -> str:
     return message
 
 
+@pytest.mark.wide
 def test_slow_ranks_are_waited_for_and_missing_ones_are_named() -> None:
     message, _ = run_ranks(talk, 2, ranks_per_server=1)
     assert "rank 1 on " in message
