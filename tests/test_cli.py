@@ -229,9 +229,7 @@ def test_partition_names_what_tables_lack(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_partition_names_the_command_that_works(
-    tables: dict[str, str], said: str, options: str, tmp_path: Path
-) -> None:
+def test_partition_names_the_command(tables: dict[str, str], said: str, options: str, tmp_path: Path) -> None:
     (tmp_path / "edges").mkdir()
     write(tmp_path, tables if "nodes.csv" not in tables else tables | {"edges.csv": "src,dst\n0,1\n"})
     printed = " ".join(

@@ -124,9 +124,7 @@ def test_a_cut_with_a_flipped_bit_is_made_again(tmp_path: Path, caplog: pytest.L
 
 
 @pytest.mark.parametrize("is_damaged", [False, True])
-def test_of_two_runs_that_cut_at_once_the_first_counts(
-    tmp_path: Path, instead: Callable[..., None], is_damaged: bool
-) -> None:
+def test_first_of_two_runs_counts(tmp_path: Path, instead: Callable[..., None], is_damaged: bool) -> None:
     def cut(*arguments: Any, **options: Any) -> None:
         partition_to_disk(*arguments, **options)
         # Meanwhile another run finishes the same cut, and maps its files.
@@ -145,7 +143,7 @@ def test_of_two_runs_that_cut_at_once_the_first_counts(
 
 
 @pytest.mark.parametrize("error", [StorageError("the disk is full"), FileNotFoundError("of the source")])
-def test_an_error_of_the_cutting_is_not_blamed_on_the_cache(
+def test_errors_of_the_partitioner_pass(
     tmp_path: Path, instead: Callable[..., None], error: Exception
 ) -> None:
     def cut(*_: object, **_options: object) -> None:
@@ -164,9 +162,7 @@ def test_what_is_no_cut_stays(tmp_path: Path) -> None:
         partition_cached(two_triangles(), PLAN, tmp_path)
 
 
-def test_a_cache_that_cannot_be_written_is_told_before_the_work(
-    tmp_path: Path, instead: Callable[..., None]
-) -> None:
+def test_names_a_cache_that_cannot_be_written(tmp_path: Path, instead: Callable[..., None]) -> None:
     instead(refuse)
     (tmp_path / "file").write_text("mine")
     with pytest.raises(StorageError, match="cannot be written"):

@@ -58,7 +58,7 @@ def expected_files(data: Path, tmp_path_factory: pytest.TempPathFactory) -> dict
 
 
 @pytest.mark.parametrize("num_ranks", [pytest.param(2, marks=pytest.mark.wide), 3])
-def test_ranks_write_the_bytes_of_one_process(
+def test_ranks_write_equal_bytes(
     data: Path, expected_files: dict[str, bytes], num_ranks: int, tmp_path: Path
 ) -> None:
     run_ranks(partition, num_ranks, args=(data, tmp_path / "out", *LEVELS))
@@ -99,9 +99,7 @@ def partition_until_killed(where: str, rank: int, data: Path, out: Path) -> None
     partition(data, out, *LEVELS)
 
 
-def test_a_killed_rank_ends_all_and_the_next_run_resumes(
-    data: Path, expected_files: dict[str, bytes], tmp_path: Path
-) -> None:
+def test_a_killed_rank_ends_all_ranks(data: Path, expected_files: dict[str, bytes], tmp_path: Path) -> None:
     out = tmp_path / "out"
     left, dead = start_ranks(partition_until_killed, 2, args=("sweep", 1, data, out))
     assert dead.exitcode == -signal.SIGKILL

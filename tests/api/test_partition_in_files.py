@@ -236,9 +236,7 @@ def files_of_at_most(num_bytes: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
-def test_a_full_disk_is_one_message_and_the_work_resumes(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_work_resumes_after_a_full_disk(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     data, out = one_part(random_homogeneous(0, num_edges=20_000), tmp_path / "data"), tmp_path / "out"
     partition(data, tmp_path / "whole")
     with files_of_at_most(90_000):
@@ -259,9 +257,7 @@ def test_two_processes_do_not_share_one_workspace(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["data"]
 
 
-def test_unfinished_work_of_other_settings_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_refuses_unfinished_work_of_other_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     data, out, work = (
         one_part(random_homogeneous(0), tmp_path / "data"),
         tmp_path / "out",

@@ -252,9 +252,7 @@ def test_training_nodes_are_balanced_where_nothing_else_is_asked(
         assert "add --balance train,val, with metis" in caplog.text
 
 
-def test_as_few_nodes_as_cannot_be_spread_are_not_told_of(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_says_nothing_of_nodes_too_few_to_spread(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     graph = two_triangles()  # with two training nodes
     partition_to_disk(graph, tmp_path / "x", PartitionPlan(num_parts=4, method="contiguous"))
     assert "share" not in caplog.text

@@ -53,9 +53,7 @@ def test_what_is_absent_is_reported_and_is_no_failure(tmp_path: Path, no_push_pu
     assert sorted(path.name for path in tmp_path.iterdir()) == ["P1.json", "P2.json", "README.md"]
 
 
-def test_a_failure_does_not_stop_the_next_and_ends_with_1(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failure_ends_with_1_after_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(driver, "run", ends_with("failed", "rank 1 died\n  a log"))
     shown = bench("--only", "D1,D2", "--out", str(tmp_path))
     assert shown.exit_code == 1
@@ -63,9 +61,7 @@ def test_a_failure_does_not_stop_the_next_and_ends_with_1(
     assert {item.experiment for item in results.read(tmp_path)} == {"D1", "D2"}
 
 
-def test_an_interrupt_says_where_the_results_so_far_are(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_interrupt_says_where_the_results_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def run(*_: object) -> Outcome:
         raise KeyboardInterrupt
 

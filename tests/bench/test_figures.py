@@ -113,9 +113,7 @@ TWICE = (2.0,) * 5
         ((0.7, 0.8, 0.9, 0.9, 0.9), None, 0.95, "reproduced"),
     ],
 )
-def test_a_ratio_is_judged_by_its_bounds(
-    slow: tuple[float, ...], low: float | None, high: float | None, word: str
-) -> None:
+def test_judges_ratios(slow: tuple[float, ...], low: float | None, high: float | None, word: str) -> None:
     (figures,) = ratio_figures(outcome(slow=slow, fast=(1.0,) * 5, ratio=ratio(low, high)))
     assert judge(figures).word == word
 

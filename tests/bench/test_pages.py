@@ -91,9 +91,7 @@ def test_without_results_nothing_is_measured_yet_and_parts_stand_at_the_end(fold
     assert page.endswith("\n\n## First part\n\n    a command\n\n## Second part\n\ntext\n")
 
 
-def test_results_are_taken_over_gzipped_and_found_out_of_date_when_they_change(
-    folder: Path, tmp_path: Path
-) -> None:
+def test_results_are_gzipped_and_found_out_of_date_when_they_change(folder: Path, tmp_path: Path) -> None:
     out, page = tmp_path / "out", tmp_path / "page.md"
     results.write(out, replace(outcome(), experiment="P1"))
     expected = ["--results", str(folder), "--to", str(page)]

@@ -123,9 +123,7 @@ METRICS = [f"{split}_{metric}" for split in ("val", "test") for metric in list_m
 
 
 @pytest.mark.parametrize("case", ["sage", "rgcn", *wide("push_pull", "sgc")])
-def test_split_and_metrics_of_encoders_are_those_of_one_rank(
-    case: str, folders: dict[str, Path], tmp_path: Path
-) -> None:
+def test_metrics_of_encoders_equal_one_rank(case: str, folders: dict[str, Path], tmp_path: Path) -> None:
     """Almost without learning: a rank leaves out the edges of its own batch only, so steps differ."""
     name, options = CASES[case]
     options = {**options, "epochs": 1, "lr": 1e-9}
@@ -204,9 +202,7 @@ def test_predictions_have_the_users_ids_and_give_the_metrics(
 
 
 @pytest.mark.parametrize("name", ["ring", "plain"])
-def test_predictions_of_one_node_type_have_both_ranks(
-    name: str, folders: dict[str, Path], tmp_path: Path
-) -> None:
+def test_predictions_of_one_type_have_both_ranks(name: str, folders: dict[str, Path], tmp_path: Path) -> None:
     """Ten of the nodes that are not next to the source."""
     encoder: dict[str, Any] = {"ring": {"fanouts": (5, 5), "hidden": 8}}.get(
         name, {"model": "none", "embeddings": 8}
@@ -218,9 +214,7 @@ def test_predictions_of_one_node_type_have_both_ranks(
         assert not {(item - source) % 40 for item in best} & {0, 1, 2, 38, 39}
 
 
-def test_targets_between_other_types_have_folders_of_their_own(
-    folders: dict[str, Path], tmp_path: Path
-) -> None:
+def test_targets_between_other_types_have_own_folders(folders: dict[str, Path], tmp_path: Path) -> None:
     options: dict[str, Any] = {
         "model": "none",
         "embeddings": 4,
@@ -234,9 +228,7 @@ def test_targets_between_other_types_have_folders_of_their_own(
     assert "best_scores" not in results["item.user"].column_names
 
 
-def test_what_a_run_writes_is_by_its_evaluation_and_by_rows_made_once(
-    folders: dict[str, Path], tmp_path: Path
-) -> None:
+def test_a_run_evaluates_and_makes_rows_for_files_once(folders: dict[str, Path], tmp_path: Path) -> None:
     outputs = {"predictions": str(tmp_path / "said"), "save_embeddings": str(tmp_path / "rows")}
     options = {"target": ("buys",), "model": "rgcn", "hidden": 8, "epochs": 1, **outputs}
     with (

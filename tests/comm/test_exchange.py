@@ -41,7 +41,7 @@ from tests.helpers.ranks import run_ranks, start_ranks
         ("cuda", "gloo", 1, False, False),
     ],
 )
-def test_only_ranks_with_an_accelerator_each(
+def test_needs_one_accelerator_a_rank(
     device: str, backend: str, sharing: int, others: bool, direct: bool
 ) -> None:
     session: Any = SimpleNamespace(device=torch.device(device), ranks_of_device=sharing)

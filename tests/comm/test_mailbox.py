@@ -67,9 +67,7 @@ ROWS = np.zeros(4, np.uint8)
         ("0 0 rows", [ROWS[None]], "not uint8 of shape .1, 4."),
     ],
 )
-def test_messages_that_no_rank_sends_are_refused(
-    op: str, name: str, arrays: list[np.ndarray], problem: str
-) -> None:
+def test_refuses_messages_of_no_rank(op: str, name: str, arrays: list[np.ndarray], problem: str) -> None:
     with start_session() as session:
         exchange = OneSidedExchange(session, "box", "all ranks must send", _check_bytes)
         calls = CallExchange(session, "pull")

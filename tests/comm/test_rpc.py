@@ -288,9 +288,7 @@ def send_raw_bytes(endpoint: str) -> None:
 
 
 @pytest.mark.parametrize("come", [greet_without_security, send_raw_bytes])
-def test_strangers_are_refused_and_logged(
-    caplog: pytest.LogCaptureFixture, come: Callable[[str], None]
-) -> None:
+def test_refuses_and_logs_strangers(caplog: pytest.LogCaptureFixture, come: Callable[[str], None]) -> None:
     with caplog.at_level(logging.WARNING), pair() as (caller, server):
         server.register("rows", lambda _name, _arrays: pytest.fail("a stranger was served"))
         server.register("echo", lambda _name, arrays: arrays)

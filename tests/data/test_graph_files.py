@@ -48,9 +48,7 @@ def test_a_sparse_matrix_is_a_weighted_graph(tmp_path: Path, kind: str) -> None:
     ],
     ids=lambda wrong: next(iter(wrong)),
 )
-def test_an_unsound_matrix_is_refused_before_compiled_code_follows_it(
-    tmp_path: Path, wrong: dict[str, Array]
-) -> None:
+def test_refuses_an_unsound_matrix_before_compiled_code(tmp_path: Path, wrong: dict[str, Array]) -> None:
     sound = {"indptr": np.array([0, 1, 1, 2]), "indices": np.array([0, 2]), "data": np.ones(2)}
     sound |= {"shape": np.array([3, 3]), "format": np.array(b"csr")}
     np.savez(tmp_path / "a.npz", **(sound | wrong))
@@ -135,7 +133,7 @@ def networkx_graph(*, directed: bool) -> Any:
 
 @pytest.mark.parametrize("directed", [True, False])
 @pytest.mark.parametrize("kind", ["graphml", "graphml.gz", "gml", "json"])
-def test_reads_graphs_of_networkx(
+def test_reads_networkx_graphs(
     tmp_path: Path, kind: str, directed: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     original, path = networkx_graph(directed=directed), tmp_path / f"my.graph.{kind}"
@@ -162,9 +160,7 @@ def test_reads_graphs_of_networkx(
 
 
 @pytest.mark.parametrize("names", [{}, {0: "Ann", 1: "b'c"}])
-def test_reads_edge_lists_of_networkx(
-    tmp_path: Path, names: dict[int, str], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_reads_nx_edge_lists(tmp_path: Path, names: dict[int, str], caplog: pytest.LogCaptureFixture) -> None:
     original = nx.relabel_nodes(nx.path_graph(4, create_using=nx.DiGraph), names)
     nx.write_edgelist(original, tmp_path / "plain.txt")
     assert load_dataset(tmp_path / "plain.txt").edge_data[EDGE_TYPE] == {}
@@ -321,9 +317,7 @@ CUT_OFF = "not a readable .*its compressed content is damaged or incomplete"
         ("a.graph", "\n\n", "line 1 has 0 numbers"),
     ],
 )  # fmt: skip
-def test_a_file_that_holds_no_graph_is_refused(
-    tmp_path: Path, name: str, content: str | bytes, message: str
-) -> None:
+def test_refuses_files_without_graph(tmp_path: Path, name: str, content: str | bytes, message: str) -> None:
     path = tmp_path / name
     path.write_bytes(content if isinstance(content, bytes) else content.encode())
     with pytest.raises(DatasetError, match=rf"{name}.*{message}"):
@@ -615,7 +609,7 @@ def test_refuses_three_whole_numbers_unless_the_format_is_given(tmp_path: Path, 
         ("196 242 3 881250949\n186 302 4 891717742\n", "column2"),
     ],
 )
-def test_says_once_how_columns_are_read(
+def test_says_how_columns_read(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, text: str, name: str
 ) -> None:
     (tmp_path / "a.txt").write_text(text)

@@ -393,9 +393,7 @@ def test_values_of_a_matrix_are_edge_weights_also_with_as_many_nodes(tmp_path: P
 
 
 @pytest.mark.parametrize(("stored", "loaded"), [("u1", "i4"), ("u8", "i8"), (">i8", "i8"), (">i4", "i8")])
-def test_ids_come_in_the_dtypes_that_every_later_stage_compiles_for(
-    tmp_path: Path, stored: str, loaded: str
-) -> None:
+def test_ids_have_the_dtypes_that_later_stages_compile_for(tmp_path: Path, stored: str, loaded: str) -> None:
     graph = load_npz(tmp_path, **{name: PATH_OF_FOUR[name].astype(stored) for name in ("src", "dst")})
     assert edges_of(graph) == [[0, 1, 2], [1, 2, 3]]
     assert [ids.dtype for ids in graph.edges[EDGE_TYPE]] == [loaded, loaded]

@@ -455,8 +455,6 @@ def test_unsupported_options_are_refused(g: DistGraph, options: dict[str, Any], 
         ({"buys": [1]}, by_types(["buys"]), "Pass {edge type"),
     ],
 )
-def test_unsupported_options_over_types_are_refused(
-    shop: DistGraph, eids: Any, rule: Any, message: str
-) -> None:
+def test_refuses_unsupported_options_over_types(shop: DistGraph, eids: Any, rule: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         loader_of(shop, eids=eids, **rule)

@@ -134,7 +134,7 @@ def cached_on_device(folder: Path, structure: Any) -> None:
 
 
 @pytest.mark.parametrize(("ranks", "per_server", "structure"), [(3, 1, "partitioned"), (4, 2, "replicated")])
-def test_rows_on_the_device_are_asked_of_nobody(
+def test_nobody_is_asked_for_own_rows(
     small_dataset: Path, ranks: int, per_server: int, structure: str
 ) -> None:
     run_ranks(cached_on_device, ranks, args=(small_dataset, structure), ranks_per_server=per_server)

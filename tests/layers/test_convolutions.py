@@ -189,9 +189,7 @@ def close(found: Tensor | None, expected: Tensor | None) -> None:
         ("inputs", PNAConv(4, 3, ["max"], ["identity"], 1.0), "PNAConv cannot be cut"),
     ],
 )
-def test_layers_that_cannot_be_split_are_refused_with_the_reason(
-    sync: Sync, module: nn.Module, message: str
-) -> None:
+def test_refuses_to_split_other_layers_with_a_reason(sync: Sync, module: nn.Module, message: str) -> None:
     """And says so where rows would do."""
     with pytest.raises(ConfigError, match=message) as caught:
         make_stages(module, sync)

@@ -106,9 +106,7 @@ def test_a_command_that_is_ended_leaves_nothing(
 
 @pytest.mark.wide
 @pytest.mark.parametrize(("code", "told"), [(0, True), (7, False)])
-def test_counts_that_are_missing_are_told_of_a_command_that_ended_well(
-    code: int, told: bool, tmp_path: Path
-) -> None:
+def test_names_missing_counts_of_a_command_that_ended_well(code: int, told: bool, tmp_path: Path) -> None:
     unfinished = f"open(os.environ['DGLX_TRACE'] + '/rank-0.json{UNFINISHED}', 'w').close()"
     path = script(tmp_path, f"import os, sys\n{unfinished}\nsys.exit({code})\n")
     done = netlab("run", "--loopback", "--servers", "1", "--", path)

@@ -53,9 +53,7 @@ def test_each_server_is_a_node_of_torchrun(
         )
 
 
-def test_a_command_that_takes_too_long_is_ended_and_who_it_waited_for_is_named(
-    lab: Lab, tmp_path: Path
-) -> None:
+def test_a_command_that_takes_too_long_ends_and_names_the_servers(lab: Lab, tmp_path: Path) -> None:
     path = script(tmp_path, WAITS)
     with (
         start(lab, [path], ranks_per_server=1, show=False) as started,

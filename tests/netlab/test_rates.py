@@ -108,9 +108,7 @@ def lab(needs_lab: None) -> Iterator[Lab]:
         (100, [(0, 1), (0, 2)], 100),
     ],
 )
-def test_streams_between_servers_have_the_rate(
-    lab: Lab, rate: int, pairs: list[tuple[int, int]], total: int
-) -> None:
+def test_streams_have_the_rate(lab: Lab, rate: int, pairs: list[tuple[int, int]], total: int) -> None:
     lab.set_rates(Rate.parse(f"{rate}mbit"), None)
     expected = pytest.approx(total, rel=TOLERANCE)
     for _ in range(4):

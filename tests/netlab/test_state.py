@@ -112,9 +112,7 @@ def test_notes_that_name_another_process_as_theirs_are_damaged(where: str, own_n
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
-def test_a_folder_that_others_can_write_to_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_refuses_a_folder_that_others_can_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "access", lambda *_: False)
     monkeypatch.setattr(state, "_FOLDER", "dglx-lab-of-a-test")
     monkeypatch.setattr(state.tempfile, "gettempdir", lambda: str(tmp_path))

@@ -112,9 +112,7 @@ def train_twice(folders: list[str], name: str) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("name", [*CHOSEN[:2], *wide(*SIMPLE)])
-def test_a_run_after_trials_has_the_bits_and_bytes_of_the_named_run(
-    data: str, tmp_path: Path, name: str
-) -> None:
+def test_a_run_after_trials_equals_the_named_run(data: str, tmp_path: Path, name: str) -> None:
     folders = [str(shutil.copytree(data, tmp_path / copy)) for copy in ("chosen", "named")]
     for chosen, named in run_ranks(train_twice, 2, args=(folders, name), ranks_per_server=1, timeout_s=200):
         assert set(CHOSEN) <= set(chosen["tried"])
@@ -160,9 +158,7 @@ def test_a_candidate_that_a_strategy_refuses_is_no_choice(data: str) -> None:
         ("die", "rank 1"),
     ],
 )
-def test_a_trial_that_fails_on_one_rank_ends_the_job_with_its_reason(
-    data: str, failure: str, message: str
-) -> None:
+def test_a_trial_that_fails_on_one_rank_ends_the_job(data: str, failure: str, message: str) -> None:
     with pytest.raises(RankError, match=message):
         run_ranks(choose_beside, 2, args=(data, failure), ranks_per_server=1, timeout_s=100)
 

@@ -104,7 +104,7 @@ def difference(mine: list[Any], other: list[Any]) -> float:
 
 
 @pytest.mark.parametrize(("ranks", "ranks_per_server"), PLACEMENTS)
-def test_every_strategy_trains_the_weights_of_one_process(
+def test_every_strategy_has_the_weights_of_one_process(
     folder: Path, ranks: int, ranks_per_server: int
 ) -> None:
     columns = [*COLUMNS, *IN_TORCH] if ranks in (2, 3) else COLUMNS

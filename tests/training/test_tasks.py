@@ -295,9 +295,7 @@ def test_strategies_that_compute_the_loss_themselves_say_so(data: Path, tmp_path
         ("regression", {"class_weight": "balanced"}, "class weights need classes"),
     ],
 )
-def test_labels_of_another_task(
-    stored: str, wanted: dict[str, Any], said: str, data: Path, tmp_path: Path
-) -> None:
+def test_refuses_labels(stored: str, wanted: dict[str, Any], said: str, data: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=said):
         _train({**plan(data, stored, tmp_path), **wanted})
 
@@ -381,7 +379,7 @@ def test_every_option_is_known_to_change_the_steps_or_not() -> None:
     assert {*UPDATE_OPTIONS, "precision", "task"} == {*PLAIN_VALUES}
 
 
-def test_an_accuracy_of_the_majority_is_said(
+def test_warns_of_the_majoritys_accuracy(
     data: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     truth = labels("classification")
@@ -395,9 +393,7 @@ def test_an_accuracy_of_the_majority_is_said(
     assert result <= share, "an untrained model is not better"
 
 
-def test_a_regression_no_better_than_the_mean_is_said(
-    data: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_warns_of_no_better_than_means(data: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     for lr, message in ((1e-9, 1), (0.05, 0)):
         caplog.clear()
         _train(plan(data, "regression", tmp_path / str(lr), model="mlp", epochs=40, lr=lr))
@@ -406,9 +402,7 @@ def test_a_regression_no_better_than_the_mean_is_said(
         )
 
 
-def test_a_constant_column_does_not_hide_the_error_of_another(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_constant_column_hides_no_other_error(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     g = graph()
     g.ndata["label"] = torch.stack([0.1 * torch.arange(NODES) / NODES, torch.full((NODES,), 0.3)], 1)
     dx.partition_graph(g, "half", 1, tmp_path)
@@ -427,9 +421,7 @@ def test_an_area_under_the_curve_of_guesses_is_said(data: Path, caplog: pytest.L
     assert warning.startswith("the test roc_auc of 0.52 is hardly better than 0.5, that of guesses")
 
 
-def test_early_stop_needs_validation_nodes(
-    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_early_stop_needs_validation(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("dglx_dist.training.loop.train_pass", lambda *_: pytest.fail("trained"))
     folder = tmp_path / "data"
     raw = graph()

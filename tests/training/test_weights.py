@@ -74,9 +74,7 @@ def test_load_takes_the_best_epoch_of_a_run(strategy: str, data: Path, tmp_path:
     assert newest != message
 
 
-def test_load_says_which_checkpoint_it_takes(
-    data: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_load_names_its_checkpoint(data: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     _train(plan(data, "regression", tmp_path, epochs=40, lr=0.1, patience=3))
     best = json.loads((tmp_path / "summary.json").read_text())["best_epoch"]
     newest, run = len(read_epochs(tmp_path)), str(tmp_path)
@@ -233,17 +231,13 @@ def test_tied_weights_are_read_under_each_name(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "odd", [torch.zeros(2, dtype=torch.complex128), torch.eye(3).to_sparse(), {"of": "no tensor"}]
 )
-def test_says_what_safetensors_cannot_hold(
-    odd: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_names_what_safetensors_lacks(odd: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     write_safetensors({"fine": torch.ones(2), "odd": odd}, tmp_path / "y")
     assert "Use dx.save" in caplog.messages[-1]
     assert not list(tmp_path.iterdir())
 
 
-def test_interrupted_writing_leaves_the_weights_of_before(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_interrupted_write_leaves_old_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "x"
     write_safetensors({"a": torch.ones(2)}, path)
     before = path.read_bytes()

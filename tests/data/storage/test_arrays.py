@@ -59,9 +59,7 @@ def test_what_is_written_is_mapped(tmp_path: Path, mode: Any) -> None:
 
 
 @pytest.mark.parametrize("name", ["rows.npy", STAMP])
-def test_every_flipped_bit_is_found_and_repaired(
-    tmp_path: Path, name: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_flipped_bits_are_repaired(tmp_path: Path, name: str, caplog: pytest.LogCaptureFixture) -> None:
     folder = ArrayFolder(tmp_path / "a")
     write(folder)
     for at in flipped_bits(tmp_path / "a" / name, every=5):
@@ -153,9 +151,7 @@ def test_of_several_writers_the_first_wins(tmp_path: Path, is_damaged: bool) -> 
     assert names(tmp_path) == ["x"]
 
 
-def test_a_full_disk_is_found_before_anything_is_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_finds_a_full_disk_before_it_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     usage = namedtuple("usage", ["free"])
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage(119))
     with pytest.raises(OSError, match="no room for 120 bytes"):

@@ -53,9 +53,7 @@ def test_a_lock_that_is_a_link_is_not_followed(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("can_exchange", [True, False])
-def test_replaced_folder_has_the_new_files(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, can_exchange: bool
-) -> None:
+def test_replaces_a_folder_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, can_exchange: bool) -> None:
     if not can_exchange:
         monkeypatch.setattr(folders, "_exchange", lambda *_: False)
     old, new = make_folder(tmp_path / "old", "old"), make_folder(tmp_path / "new", "new")

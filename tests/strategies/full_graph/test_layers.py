@@ -290,9 +290,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_layers_compute_on_ranks_what_they_compute_in_one_process(
-    results: list[dict[str, Any]], name: str
-) -> None:
+def test_layers_compute_on_ranks_what_one_process_does(results: list[dict[str, Any]], name: str) -> None:
     for rank_results in results:
         values = {key: value for key, value in rank_results.items() if key.partition("/")[0] == name}
         assert values

@@ -131,9 +131,7 @@ def plan_on_rank(folder: str, structure: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("ranks", "per_server", "structure"), [(4, 2, "partitioned"), (2, 1, "partitioned"), (2, 1, "replicated")]
 )
-def test_ranks_make_the_plans_of_one_process(
-    folder: Path, ranks: int, per_server: int, structure: str
-) -> None:
+def test_ranks_make_plans_of_one_process(folder: Path, ranks: int, per_server: int, structure: str) -> None:
     results = run_ranks(plan_on_rank, ranks, args=(str(folder), structure), ranks_per_server=per_server)
     context = PartitionContext(
         structure=structure_of(NUM_NODES, *results[0]["edges"]),

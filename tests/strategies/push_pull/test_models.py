@@ -315,9 +315,7 @@ def test_the_state_is_that_of_data_parallel(results: dict[int, list[dict[str, An
 
 @pytest.mark.parametrize("how", ["keyed", "keyed, late"])
 @pytest.mark.parametrize("name", KEYED)
-def test_dropout_is_the_same_on_any_number_of_parts(
-    results: dict[int, list[dict[str, Any]]], name: str, how: str
-) -> None:
+def test_dropout_is_equal_on_all_parts(results: dict[int, list[dict[str, Any]]], name: str, how: str) -> None:
     (alone,) = results[1]
     for result in results[3]:
         for key, value in alone[f"{name}, {how}"].items():
