@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import dglx_dist as dx
 from tests.helpers.ranks import run_each, run_ranks
+from tests.strategies import equality
 
 NUM_NODES, WIDTH, CLASSES = 40, 5, 3
 
@@ -144,13 +145,7 @@ def trained_state(strategy: str, parts: int, is_converted: bool) -> dict[str, An
         loader = dx.DataLoader(g, dx.node_split(g.ndata["train_mask"]), sampler, batch_size=NUM_NODES)
         model: Any = Net()
         model = dx.wrap(dx.nn.BatchNorm.convert(model) if is_converted else model, g)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
-        for _ in range(3):
-            for _, _, blocks in loader:
-                scores = model(blocks, blocks[0].srcdata["feat"])
-                optimizer.zero_grad()
-                nn.functional.cross_entropy(scores, blocks[-1].dstdata["label"]).backward()
-                optimizer.step()
+        equality.loop(model, loader, torch.optim.SGD(model.parameters(), lr=0.3), 3)
         state = {name: value.numpy().copy() for name, value in model.state_dict().items()}
         sent = g.session.ledger.total(phase="batch_norm")
         warned = [str(warning.message) for warning in caught if "batch norm" in str(warning.message)]

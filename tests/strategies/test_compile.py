@@ -5,14 +5,14 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
 import dglx_dist as dx
-from tests.api.test_loop_habits import STRATEGIES, Net, call_model, loader_of, plain_graph
+from tests.api.test_loop_habits import STRATEGIES, Net, loader_of, plain_graph
 from tests.helpers import wide
 from tests.helpers.ranks import run_each
+from tests.strategies.equality import loop
 
 WAYS: dict[str, Callable[[Any, str], nn.Module]] = {
     "in wrap": lambda g, backend: dx.wrap(torch.compile(Scored(), backend=backend), g),
@@ -34,13 +34,7 @@ class Scored(nn.Module):
 
 
 def train(g: Any, model: nn.Module) -> dict[str, Tensor]:
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    loader = loader_of(g)
-    for _ in range(2):
-        for _, _, blocks in loader:
-            optimizer.zero_grad()
-            F.cross_entropy(call_model(blocks, model), blocks[-1].dstdata["label"]).backward()
-            optimizer.step()
+    loop(model, loader_of(g), torch.optim.SGD(model.parameters(), lr=0.5), 2)
     return {name.replace("_orig_mod.", ""): value.clone() for name, value in model.state_dict().items()}
 
 
