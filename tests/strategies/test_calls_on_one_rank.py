@@ -41,7 +41,12 @@ def call_on_rank_0(strategy: str, call: str, epochs: int) -> None:
 
 @pytest.mark.parametrize("epochs", [1, *wide(2)])
 @pytest.mark.parametrize(
-    ("strategy", "call"), [*(("push_pull", call) for call in ALONE), ("full_graph", "validation")]
+    ("strategy", "call"),
+    [
+        *(("push_pull", call) for call in ("state_dict", "validation")),
+        ("full_graph", "validation"),
+        *wide(*(("push_pull", call) for call in ("whole", "call"))),
+    ],
 )
 def test_names_the_calls_that_every_rank_must_make(strategy: str, call: str, epochs: int) -> None:
     outcomes = start_ranks(call_on_rank_0, 2, args=(strategy, call, epochs), timeout_s=100)
