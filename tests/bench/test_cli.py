@@ -1,5 +1,4 @@
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,10 +8,7 @@ from typer.testing import CliRunner
 from dglx_dist.errors import ConfigError, UnknownNameError
 from scripts.bench import driver, results, suites
 from scripts.bench.cli import app, choose
-from scripts.bench.figures import figures_of
-from scripts.bench.pages import summary
 from scripts.bench.records import BenchPlan, Experiment, Outcome
-from tests.bench.helpers import SLOW, outcome
 
 
 def bench(*arguments: str) -> Any:
@@ -61,16 +57,6 @@ def test_a_failure_ends_with_1_after_the_others(tmp_path: Path, monkeypatch: pyt
     assert {item.experiment for item in results.read(tmp_path)} == {"D1", "D2"}
 
 
-def test_an_interrupt_says_where_the_results_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def run(*_: object) -> Outcome:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(driver, "run", run)
-    shown = bench("--only", "D1,D2", "--out", str(tmp_path))
-    assert shown.exit_code == 130
-    assert f"python scripts/bench --report {tmp_path}" in shown.stderr
-
-
 def test_earlier_results_are_reported_anew(tmp_path: Path) -> None:
     results.write(tmp_path, Outcome(experiment="P1", status="absent", reason="it is a test"))
     shown = bench("--report", str(tmp_path))
@@ -113,10 +99,3 @@ def test_mistakes_are_told_before_anything_runs(
     assert isinstance(shown.exception, error)
     assert said in str(shown.exception)
     assert list(tmp_path.iterdir()) == []
-
-
-def test_the_last_lines_say_what_came_out() -> None:
-    inputs = replace(outcome(kind="loopback", fast=SLOW), label="quick look")
-    assert summary(figures_of(suites.find("D1"), inputs)) == (
-        "links not limited; quick look: `speed-up` **1.00**, predicted 1.90, bound at least 1.5 missed"
-    )

@@ -13,7 +13,6 @@ from scripts.bench.driver import find_distinct
 from scripts.bench.experiments import choice
 from scripts.bench.figures import (
     Spread,
-    Verdict,
     accuracy_in_words,
     figures_of,
     judge,
@@ -132,20 +131,6 @@ def test_nothing_is_judged_without_limited_links_or_at_a_phi_that_was_not_reache
         result = judge_experiment(EXPERIMENT, replace(inputs, network=network))
         assert result.word == ("reproduced" if ratios_at_target else "phi not matched")
         assert ("phi is 0.80, not 0.65" in result.why) is not ratios_at_target
-
-
-def test_absent_failed_and_not_measured_yet_give_the_reason() -> None:
-    absent = Outcome(experiment="D1", status="absent", reason="not installed here: torch_geometric")
-    assert judge_experiment(EXPERIMENT, absent) == Verdict(word="absent", why=absent.reason)
-    failed = replace(outcome(), status="failed", reason="rank 1 died")
-    assert judge_experiment(EXPERIMENT, failed) == Verdict(word="failed", why="rank 1 died")
-    assert judge_experiment(EXPERIMENT, None).word == "absent"
-    # What is installed here does not decide about a page.
-    ready = replace(EXPERIMENT, needs=("no_such_module",), build=lambda _: ExperimentPlan(variants=()))
-    assert judge_experiment(ready, None).word == "not measured yet"
-    result = judge_experiment(replace(ready, strategies=("teleport",)), None)
-    assert result.word == "absent"
-    assert "teleport" in result.why
 
 
 def with_phases(name: str, phases: dict[str, int], **drawn: int) -> Measurement:
