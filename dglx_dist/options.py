@@ -153,10 +153,8 @@ def read_options(
     """Return ``options`` as a ``record`` with the fields ``names``. Without names, all fields are allowed.
 
     A whole number is converted if a text or a float is expected, because the command line reads
-    ``memory=1000`` as an integer.
-
-    Raises:
-        ConfigError: ``owner`` has no such option, a value has another type, or the record refuses it.
+    ``memory=1000`` as an integer. Raises ConfigError if ``owner`` has no such option, a value has another
+    type, or the record refuses it.
     """
     types = types_in(record)
     types = {name: types[name] for name in names or types}
@@ -194,9 +192,8 @@ def check_ranges(config: Any, template: str = "{flag} {value}") -> None:
         elif check is None and get_origin(hint) is Literal:
             check = one_of(*get_args(hint))
         if check is not None and not check.holds(value):
-            text = template.format(
-                flag=find_flag(type(config), config_field.name), name=config_field.name, value=value
-            )
+            flag = find_flag(type(config), config_field.name)
+            text = template.format(flag=flag, name=config_field.name, value=value)
             raise ConfigError(f"{text} must be {check.allowed}")
 
 
@@ -226,14 +223,6 @@ def parse_integers(text: str, flag: str, like: str = "25,10 (-1: all)") -> tuple
     if not words or not all(re.fullmatch(r"-1|[0-9]+", word) for word in words):
         raise ConfigError(f"{flag} {text!r} must be whole numbers separated by commas, like {like}")
     return tuple(map(int, words))
-
-
-def parse_fractions(text: str, flag: str) -> tuple[float, ...]:
-    """Parse ``1,1,2`` as (1.0, 1.0, 2.0)."""
-    try:
-        return tuple(float(word) for word in parse_names(text))
-    except ValueError:
-        raise ConfigError(f"{flag} {text!r} must be numbers separated by commas, like 1,1,2") from None
 
 
 def parse_tolerances(text: str, flag: str) -> float | dict[str, float]:

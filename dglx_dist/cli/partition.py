@@ -45,14 +45,11 @@ def ingest(config: IngestCommand) -> None:
     done = build(read_config(config.config), config)
     for ntype, columns in done.manifest.node_columns.items():
         kind = done.manifest.user_ids.get(ntype, "row numbers")
-        write(
-            f"{done.manifest.num_nodes(ntype)} nodes {ntype!r}, ids: {kind}; "
-            f"{', '.join(columns) or 'no tensors'}"
-        )
+        names = ", ".join(columns) or "no tensors"
+        write(f"{done.manifest.num_nodes(ntype)} nodes {ntype!r}, ids: {kind}; {names}")
     for etype, columns in done.manifest.edge_columns.items():
-        write(
-            f"{done.manifest.num_edges(etype)} edges {':'.join(etype)}; {', '.join(columns) or 'no tensors'}"
-        )
+        names = ", ".join(columns) or "no tensors"
+        write(f"{done.manifest.num_edges(etype)} edges {':'.join(etype)}; {names}")
     write(f"peak memory {done.peak_bytes / 10**6:.0f} MB of {config.memory}")
     if config.output_description is not None:
         write_description(done, config.output_description)
@@ -74,9 +71,7 @@ class PartitionCommand(PartitionOptions, PartitionPlan):
         metavar="DATA",
     )
     out: Path = option(Path("data/partitioned"), "Output folder. Must be empty or not exist.", metavar="DIR")
-    num_parts: int = option(
-        2, "Number of parts. It does not depend on the number of ranks and servers.", flag="--parts"
-    )
+    num_parts: int = option(2, "Number of parts. It may differ from the number of ranks.", flag="--parts")
     id: str | None = option(
         None,
         "Name of the id column in node tables, or several names separated by commas if tables differ. '' "
@@ -116,9 +111,7 @@ def _join_ranks(config: PartitionCommand) -> Iterator[Ranks]:
         yield Ranks()
         return
     if config.memory is None:
-        raise ConfigError(
-            "several ranks partition files under a memory limit. Add --memory SIZE, or start one process."
-        )
+        raise ConfigError("several ranks partition files under a memory limit. Add --memory SIZE.")
     # These modules import torch, which a single process does not need.
     from dglx_dist.comm.collectives import SessionRanks
     from dglx_dist.comm.session import start_session

@@ -43,9 +43,8 @@ def start_ranks(arguments: Sequence[str], *, ranks: int, servers: int | None) ->
         ConfigError: the servers are uneven, or there are no ranks.
     """
     mark_as_parent()
-    environment = add_secret(
-        build_rank_environment(ranks, ranks_per_server=count_ranks_per_server(ranks, servers))
-    )
+    per_server = count_ranks_per_server(ranks, servers)
+    environment = add_secret(build_rank_environment(ranks, ranks_per_server=per_server))
     command = [sys.executable, "-m", "dglx_dist.cli", LAUNCHER, *arguments]
     process, received = subprocess.Popen(command, env=environment), set[int]()
 
@@ -62,10 +61,7 @@ def start_ranks(arguments: Sequence[str], *, ranks: int, servers: int | None) ->
     code = 128 - code if -code in received else code
     if code in _SIGNAL_CODES:
         name = "interrupted" if code == INTERRUPTED else f"ended by {signal.Signals(code - 128).name}"
-        say(
-            f"{name}; the ranks have ended. The same command resumes from the newest checkpoint, if any",
-            "red",
-        )
+        say(f"{name}; the ranks have ended. The same command resumes from the newest checkpoint.", "red")
     if code < 0:
         name = signal.Signals(-code).name
         say(f"the launcher of the ranks was ended by {name}. The ranks end with it.", "red")

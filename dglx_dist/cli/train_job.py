@@ -83,10 +83,8 @@ PREDICTION, EMBEDDING, SCORES = "prediction", "embedding", "scores"
 """Column names of written results."""
 
 
-def _resolve_auto(
-    plan: TrainConfig, g: DistGraph, module: nn.Module
-) -> tuple[TrainConfig, dict[str, Any] | None]:
-    """Choose a strategy for ``auto``, or resume with that of the checkpoint. Collective.
+def _resolve_auto(plan: TrainConfig, g: DistGraph, module: nn.Module) -> tuple[TrainConfig, Any]:
+    """Choose a strategy for ``auto``, or resume with that of the checkpoint. Every rank must call this.
 
     Return the plan with the session's strategy, and ``Choice.to_json()`` if there was a choice.
     """
@@ -94,9 +92,8 @@ def _resolve_auto(
         return plan, None
     folder = Path(plan.out)
     own_loop, kind = needs_own_loop(plan) is not None, None if plan.model_file else plan.model
-    training = Training(
-        num_layers=plan.layers, kind=kind, own_loop=own_loop, **select_common_fields(plan, Training)
-    )
+    common = select_common_fields(plan, Training)
+    training = Training(num_layers=plan.layers, kind=kind, own_loop=own_loop, **common)
     candidate, choice = resolve(module, g, training, folder / CHECKPOINTS if plan.resume else None)
     choice_json = read_run_plan(folder, g.session) if choice is None else choice.to_json()
     plan = replace(plan, strategy=candidate.strategy, strategy_options=dict(candidate.options))
@@ -113,7 +110,7 @@ Built: TypeAlias = tuple[nn.Module, EntityInputs | None, SparseOptimizer | None]
 
 
 def build(plan: TrainConfig, g: DistGraph, ntype: str | None, width: int) -> Built:
-    """Build a model with results of ``width`` for ``ntype``, or for all types if it is None. Collective.
+    """Build a model with ``width`` results for ``ntype``, or all types if it is None. All ranks call this.
 
     Nodes without features get trainable rows.
     """
@@ -160,13 +157,11 @@ def _load_own_model(plan: TrainConfig, arguments: Mapping[str, Any]) -> nn.Modul
         blocks = [random_block(b, a, 3 * b, torch.Generator()) for a, b in pairwise(sizes)]
         for block in blocks if plan.edge_weight else ():
             column = arguments["graph"].edges[arguments["graph"].canonical_etypes[0]].data[plan.edge_weight]
-            block.edata[plan.edge_weight] = torch.ones(
-                block.num_edges(), *column.shape[1:], dtype=column.dtype
-            )
+            ones = torch.ones(block.num_edges(), *column.shape[1:], dtype=column.dtype)
+            block.edata[plan.edge_weight] = ones
         with preserve_state(model, training=False), torch.random.fork_rng(devices=[]), torch.no_grad():
-            out = model(
-                blocks, torch.zeros(sizes[0], arguments["in_dim"], dtype=find_float_parameter(model).dtype)
-            )
+            dtype = find_float_parameter(model).dtype
+            out = model(blocks, torch.zeros(sizes[0], arguments["in_dim"], dtype=dtype))
         shape = tuple(out.shape) if isinstance(out, Tensor) else type(out).__name__
         if shape != (2, arguments["classes"]):
             raise ConfigError(f"for 2 targets of {arguments['classes']} classes it returns {shape}")
@@ -348,7 +343,7 @@ Target: TypeAlias = str | LinkEvaluation
 
 
 def _prepare(plan: TrainConfig, g: DistGraph) -> tuple[TrainConfig, Target, Built, dict[str, object]]:
-    """Return the plan with task and metrics, its target, the model, and notes for the summary. Collective."""
+    """Return the plan with task and metrics, target, model, and notes for the summary. All ranks call it."""
     if plan.task != LINK:
         ntype = _check_trainable(plan, g)
         _check_edge_weight(plan, g)
@@ -406,7 +401,7 @@ def train_seeds(plan: TrainConfig) -> Trained:
 
 
 def _configuration(plan: TrainConfig, g: DistGraph, folder: Path) -> dict[str, object]:
-    """Return the facts that a resumed run must share. Raise ConfigError if they differ. Collective."""
+    """Return the facts that a resumed run must share. Raise ConfigError if they differ. All ranks call it."""
     facts = collect_configuration(plan, g.dataset.manifest.checksum)
     facts["strategy_options"] = hide_credentials(plan.strategy_options)
     saved = read_extra(folder / CHECKPOINTS) if plan.goes_on else None
@@ -466,9 +461,9 @@ def _check_inputs(plan: TrainConfig, g: DistGraph) -> None:
         )
     # A relational model has trainable rows for nodes without features.
     if not relational and plan.embeddings is None and FEATURE not in g.nodes[g.ntypes[0]].data:
-        known = ", ".join(g.nodes[g.ntypes[0]].data) or "none"
+        columns = ", ".join(g.nodes[g.ntypes[0]].data) or "none"
         raise ConfigError(
-            f"{where} has no node data {FEATURE!r} (known: {known}). Add trainable rows with --embeddings "
+            f"{where} has no node data {FEATURE!r} (known: {columns}). Add trainable rows with --embeddings "
             "64, or partition a graph that has it (docs/quickstart.md names the columns)."
         )
     for name in g.ntypes:

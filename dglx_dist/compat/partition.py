@@ -111,9 +111,7 @@ def partition_graph(  # noqa: PLR0913 - DGL's signature
         raise ConfigError(f"partition_graph has no argument {', '.join(unknown)}. Leave it out.")
     if use_graphbolt or kwargs:
         names = ", ".join(["use_graphbolt"] * use_graphbolt + [*kwargs])
-        warn_user(
-            f"{names}: not used, because GraphBolt's files are not written. Only DGL's GraphBolt needs them."
-        )
+        warn_user(f"{names}: not used, because GraphBolt's files are not written. Only GraphBolt needs them.")
     check_integer("num_parts", num_parts, least=1)
     check_integer("num_trainers_per_machine", num_trainers_per_machine, least=1)
     check_integer("seed", seed, least=0)
@@ -195,9 +193,7 @@ def _add_weights(
         return graph, ()
     if not isinstance(balance_ntypes, Mapping):
         if len(graph.num_nodes) > 1:
-            raise ConfigError(
-                "balance_ntypes is one tensor, but there are several node types. Pass a dict by type."
-            )
+            raise ConfigError("balance_ntypes is one tensor for several node types. Pass a dict by type.")
         balance_ntypes = {next(iter(graph.num_nodes)): balance_ntypes}
     unknown = sorted(balance_ntypes.keys() - graph.num_nodes.keys())
     if unknown:
@@ -205,11 +201,8 @@ def _add_weights(
     node_data = {ntype: dict(columns) for ntype, columns in graph.node_data.items()}
     names = []
     for ntype, count in graph.num_nodes.items():
-        values = (
-            torch.as_tensor(balance_ntypes[ntype]).numpy()
-            if ntype in balance_ntypes
-            else np.zeros(count, np.int64)
-        )
+        is_given = ntype in balance_ntypes
+        values = torch.as_tensor(balance_ntypes[ntype]).numpy() if is_given else np.zeros(count, np.int64)
         if values.shape != (count,):
             raise ConfigError(f"balance_ntypes has shape {values.shape} for the {count} nodes of {ntype!r}")
         for value in np.unique(values):
@@ -302,9 +295,7 @@ def edge_split(
 
 def _mask(marked: Any, g: DistGraph, count: int, kind: object) -> Any:
     if len(marked) != count:
-        raise ConfigError(
-            f"the mask has {len(marked)} values for {count} rows of {kind!r}. Pass one per row."
-        )
+        raise ConfigError(f"the mask has {len(marked)} values for {count} rows of {kind!r}. Use one per row.")
     if isinstance(marked, DistTensor):
         if marked.dtype == torch.bool:
             return marked.inner

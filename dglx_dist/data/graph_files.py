@@ -23,7 +23,6 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from dglx_dist.data.external_memory import Workspace, map_spill, spill
-from dglx_dist.data.metis_text import EDGE_VALUES, read_metis
 from dglx_dist.data.sources import (
     LINE_FORMATS,
     OTHER_NAMES,
@@ -63,6 +62,8 @@ _STRUCTURE = {
     *("num_classes", "num_nodes", "num_etypes", "num_entities", "num_relations", "both_directions", "split"),
     *_SPARSE,
 }
+_EDGE_VALUES = "values of edges"
+"""Name of the array that becomes the edge column ``weight``, even if there are as many nodes as edges."""
 _REQUIRED_LENGTH = {FEATURE, LABEL, *OTHER_NAMES, *SPLITS}
 """Columns that training uses. A wrong length is an error."""
 # NumPy reads an array's header before its checksum, so a damaged archive raises any of these.
@@ -101,8 +102,7 @@ class NpzSource(DatasetSource):
 def build_graph_from_arrays(arrays: Mapping[str, Array], name: str, where: str) -> RawGraph:
     """Build the graph from arrays with the names of :class:`NpzSource`. ``where`` starts messages.
 
-    Raises:
-        DatasetError: ends of edges or known columns are missing, or have the wrong dtype or length.
+    Raises DatasetError if ends of edges or known columns are missing, or have the wrong dtype or length.
     """
     arrays = _rename_pyg(arrays, where)
     ends = ("head", "rel", "tail") if "head" in arrays else ("src", "dst")
@@ -160,7 +160,7 @@ def _convert_matrix(matrix: Any, path: Path) -> dict[str, Array]:
             "types of nodes write tables (docs/quickstart.md)"
         )
     arrays = {"src": matrix.row, "dst": matrix.col, "num_nodes": np.array(matrix.shape[0])}
-    return arrays | ({EDGE_VALUES: matrix.data} if (matrix.data != 1).any() else {})
+    return arrays | ({_EDGE_VALUES: matrix.data} if (matrix.data != 1).any() else {})
 
 
 def _read(path: Path, workspace: Workspace | None) -> dict[str, Array]:
@@ -267,16 +267,14 @@ def _count(arrays: Mapping[str, Array], name: str, where: str) -> int:
     return int(value.item())
 
 
-def _read_num_nodes(
-    arrays: Mapping[str, Array], source_ids: Array, destination_ids: Array, where: str
-) -> int:
+def _read_num_nodes(arrays: Mapping[str, Array], source_ids: Array, target_ids: Array, where: str) -> int:
     count_names = [name for name in ("num_nodes", "num_entities") if name in arrays]
     if count_names:
         num_nodes = _count(arrays, count_names[0], where)
     else:
         node_columns = [arrays[name] for name in (FEATURE, LABEL, *OTHER_NAMES) if name in arrays]
         counts = [len(column) for column in node_columns if column.ndim and len(column) != len(source_ids)]
-        num_nodes = max(*counts, *(1 + int(ids.max(initial=-1)) for ids in (source_ids, destination_ids)))
+        num_nodes = max(*counts, *(1 + int(ids.max(initial=-1)) for ids in (source_ids, target_ids)))
     if 8 * num_nodes > machine_memory()[0]:
         raise DatasetError(
             f"{where}: there are {num_nodes} nodes by num_nodes or the largest id, and one number for each "
@@ -297,7 +295,7 @@ def _read_columns(
             continue
         count, is_of_edges = (
             len(array) if array.ndim else -1,
-            name == EDGE_VALUES or name.startswith("edge_"),
+            name == _EDGE_VALUES or name.startswith("edge_"),
         )
         is_of_nodes = name.startswith("node_") or name in _REQUIRED_LENGTH
         is_counted = "num_nodes" in arrays or "num_entities" in arrays
@@ -315,7 +313,7 @@ def _read_columns(
         if count == num_nodes and not (is_of_edges and count == num_edges):
             node_arrays[name] = array
         elif count == num_edges:
-            edge_arrays["weight" if name == EDGE_VALUES else name] = array
+            edge_arrays["weight" if name == _EDGE_VALUES else name] = array
         elif name in _REQUIRED_LENGTH:
             raise DatasetError(
                 f"{where}: array {name!r} has shape {array.shape}, which is neither one row for each of the "
@@ -411,9 +409,8 @@ class TorchSource(DatasetSource):
             classes = re.findall(r"GLOBAL ([\w.]+)", str(error))
             reason = f"holds the class {classes[0]}, which is never loaded" if classes else "is damaged"
             raise DatasetError(f"{where}: {reason}; {remedy}") from error
-        if not isinstance(values, dict) or any(
-            isinstance(value, dict) and value for value in values.values()
-        ):
+        has_type = isinstance(values, dict) and not any(isinstance(v, dict) and v for v in values.values())
+        if not has_type:
             raise DatasetError(f"{where} does not hold a dict of tensors of one type; {remedy}")
         arrays, ignored = {}, []
         for name, value in values.items():
@@ -432,7 +429,7 @@ _MAX_BYTES = 1 << 28
 
 @final
 class NetworkxSource(DatasetSource):
-    """A NetworkX file of at most 256 MiB: ``.graphml``, ``.gml`` or ``.json``, also with ``.gz``.
+    """A NetworkX file of at most 256 MiB: ``.graphml`` or ``.json``, also with ``.gz``.
 
     Edges of an undirected graph are stored in both directions. The second direction has no mask. Attributes
     have the same meaning as columns of tables (``TablesSource``). Texts, and attributes that some nodes or
@@ -466,10 +463,8 @@ class NetworkxSource(DatasetSource):
         node_columns = _read_attributes([data for _, data in nodes], f"{where}, nodes")
         edge_columns = _read_attributes([data for *_, data in edges], f"{where}, edges")
         node_columns["id"] = pa.array([to_id(node) for node, _ in nodes])
-        edge_columns |= {
-            "src": pa.array([to_id(u) for u, *_ in edges]),
-            "dst": pa.array([to_id(v) for _, v, _ in edges]),
-        }
+        destinations = pa.array([to_id(v) for _, v, _ in edges])
+        edge_columns |= {"src": pa.array([to_id(u) for u, *_ in edges]), "dst": destinations}
         tables = {NODE_TYPE: (where, pa.table(node_columns))}, {EDGE_TYPE: (where, pa.table(edge_columns))}
         return build_graph_from_tables(self._path.name.removesuffix(suffix), *tables)
 
@@ -486,31 +481,15 @@ def _read_networkx(content: bytes, suffix: str) -> Any:
     # Entities that refer to each other grow without limit. In UTF-16, zero bytes are between the characters.
     if b"<!ENTITY" in content.replace(b"\0", b""):
         raise ValueError("it declares entities (<!ENTITY), which are never expanded")
-    # In .gml, nodes are named by their labels if there are any. Parallel edges need the key multigraph.
-    has_labels = re.search(rb"node\s*\[[^\]]*?\blabel\s", content)
-    options = {"label": "label" if has_labels else "id"} if suffix == ".gml" else {}
-    if suffix == ".gml" and not re.search(rb"\bmultigraph\s", content):
-        content = re.sub(rb"\bgraph\s*\[", b"graph [ multigraph 1 ", content, count=1)
-    read_graph = getattr(networkx, f"read_{suffix[1:]}")
-    try:
-        graph = read_graph(io.BytesIO(content), **options)
-    except networkx.NetworkXError as error:
-        if not has_labels or "label" not in str(error):
-            raise
-        _LOG.warning("nodes are named by id, because their labels are not unique: %s", error)
-        graph = read_graph(io.BytesIO(content), label="id")
-    if suffix != ".gml":
-        _check_declared(graph, len(re.findall(rb"<(?:\w+:)?node[\s>]", content)))
-    return graph
+    graph = networkx.read_graphml(io.BytesIO(content))
+    return _check_declared(graph, len(re.findall(rb"<(?:\w+:)?node[\s>]", content)))
 
 
 def _check_node_link(value: Any) -> None:
     """Raise ValueError unless the JSON value has nodes and links in the format of NetworkX and D3."""
     keys: Mapping[str, Any] = value if isinstance(value, dict) else {}
     rows: Any = [keys.get("nodes"), keys.get("links", keys.get("edges"))]
-    is_sound = all(
-        isinstance(entries, list) and all(isinstance(row, dict) for row in entries) for entries in rows
-    )
+    is_sound = all(isinstance(part, list) and all(isinstance(row, dict) for row in part) for part in rows)
     if not is_sound or not all({"source", "target"} <= link.keys() for link in rows[1]):
         raise ValueError(
             "it needs a list 'nodes' of objects with an id, and a list 'links' or 'edges' of objects with "
@@ -541,9 +520,8 @@ def _read_attributes(rows: Sequence[Mapping[str, Any]], where: str) -> dict[str,
             column = pa.nulls(len(rows))
         dtype = getattr(column.type, "value_type", column.type)
         is_number = pa.types.is_integer(dtype) or pa.types.is_floating(dtype) or pa.types.is_boolean(dtype)
-        if (is_number and not column.null_count) or (
-            name in (LABEL, "split") and not pa.types.is_null(dtype)
-        ):
+        is_given = name in (LABEL, "split") and not pa.types.is_null(dtype)
+        if (is_number and not column.null_count) or is_given:
             columns[name] = column
         else:
             ignored.append(str(name))
@@ -577,16 +555,15 @@ class EdgeListSource(DatasetSource):
     each edge once, use ``--add-reverse-edges``.
 
     The option ``format`` gives the meaning of a line: ``edges``, ``triples`` or ``interactions``.
-    Interactions are edges ("user", "interacts", "item") with separate ids of users and items. In a folder,
-    each line has a user and all its items. Lines of three whole numbers are ambiguous and need the option.
+    Interactions are edges ("user", "interacts", "item") with separate ids of users and items. Lines of three
+    whole numbers are ambiguous and need the option.
 
     Lines with three texts, or a text between two numbers, are head, relation and tail of a knowledge graph.
     Ids stay texts, and each relation is an edge type. A folder with ``train.txt``, ``valid.txt`` (``val``,
     ``dev``) and ``test.txt``, or ``.tsv``, is a knowledge graph with its split.
 
     A text that begins with ``%%MatrixMarket`` (``.mtx``) is a square matrix. Row u, column v, counted from 1,
-    is an edge from u - 1 to v - 1, in both directions if the matrix is symmetric. A ``.graph`` is in METIS's
-    format. Its edges have both directions, and its node weights are called ``node_weight``.
+    is an edge from u - 1 to v - 1, in both directions if the matrix is symmetric.
     """
 
     known_options = ("format",)
@@ -600,23 +577,18 @@ class EdgeListSource(DatasetSource):
     def load(self) -> RawGraph:
         if self._path.is_dir():
             return self._load_folder()
-        is_metis = suffix_of(self._path).removesuffix(".gz") == ".graph"
-        if (arrays := (read_metis if is_metis else _read_matrix_market)(self._path)) is None:
+        if (arrays := _read_matrix_market(self._path)) is None:
             return self._load_lines()
         if self._format is not None:
             raise ConfigError(f"{self._path} defines its own format; leave out --format {self._format}")
-        return build_graph_from_arrays(
-            arrays, self._path.name.removesuffix(suffix_of(self._path)), str(self._path)
-        )
+        name = self._path.name.removesuffix(suffix_of(self._path))
+        return build_graph_from_arrays(arrays, name, str(self._path))
 
     def _load_folder(self) -> RawGraph:
         files, name = self._find_split_files(), self._path.resolve().name
-        if self._format == "interactions":
-            return _build_from_item_lists(files, name)
-        if self._format == "edges":
+        if self._format not in (None, "triples"):
             raise ConfigError(
-                f"{self._path} is a folder of splits, which holds triples or interactions; give --format "
-                "triples or interactions, or one file of edges"
+                f"{self._path} is a folder of splits, which holds triples; give --format triples, or one file"
             )
         read_all = ((path, *_read_lines(path, is_triples=True)) for path in files.values())
         tables = ((path, read, lines[0]) for path, read, lines, _ in read_all)
@@ -626,9 +598,8 @@ class EdgeListSource(DatasetSource):
         import pandas as pd
 
         where, name = str(self._path), self._path.name.removesuffix(suffix_of(self._path))
-        read, lines, are_triples = _read_lines(
-            self._path, None if self._format is None else self._format == "triples"
-        )
+        is_triples = None if self._format is None else self._format == "triples"
+        read, lines, are_triples = _read_lines(self._path, is_triples)
         line = lines[0]
         _refuse_header(read, where, line)
         # Names of relations may be any text, but a -> b is an edge.
@@ -704,7 +675,7 @@ def _refuse_header(read: Any, where: str, line: str) -> None:
         raise DatasetError(
             f"{where}: the line {line} could be a header with the numbers of nodes and edges, because "
             f"{num_rows} lines follow; if it is a header, begin it with #, and if it is an edge, move it "
-            "behind the other lines (if it is a METIS file, rename it to end in .graph)"
+            "behind the other lines (write the edges of a METIS file with two ids per line)"
         )
 
 
@@ -747,30 +718,6 @@ def _explain_columns(read: Any, where: str, line: str) -> None:
         f"{where}: {line} may be an edge and a weight, head, relation and tail, or user, item and rating; "
         "give --format edges, triples or interactions (in Python load_dataset(path, format=...))"
     )
-
-
-def _build_from_item_lists(files: Mapping[int, Path], name: str) -> RawGraph:
-    """Return the interactions of texts with a user and all its items per line, as in LightGCN's data."""
-    rows: list[tuple[bytes, bytes, int]] = []
-    for code, path in files.items():
-        content = path.read_bytes().removeprefix(codecs.BOM_UTF8)
-        lines = [line.split() for line in content.splitlines() if not line.lstrip().startswith((b"#", b"%"))]
-        if len(widths := {len(line) for line in lines if line}) == 1 and max(widths) > 2:
-            raise DatasetError(
-                f"{path}: each line has {max(widths)} fields, and some may be ratings or times; write a user "
-                "and an item in each line"
-            )
-        rows += [(line[0], item, code) for line in lines for item in line[1:]]
-    where = str(next(iter(files.values())).parent)
-    if not rows:
-        raise DatasetError(f"{where}: no line has a user and an item; write both in each line")
-    users, items, splits = zip(*rows, strict=True)
-    table = {"split": pa.array(splits)}
-    for end, ids in (("src", users), ("dst", items)):
-        texts = pa.array([node_id.decode(errors="replace") for node_id in ids])
-        is_number = pc.all(pc.match_substring_regex(texts, r"^(0|[1-9]\d{0,17})$")).as_py()
-        table[end] = texts.cast(pa.int64()) if is_number else texts
-    return build_graph_from_tables(name, {}, {INTERACTION: (where, pa.table(table))})
 
 
 def _read_lines(path: Path, is_triples: bool | None = None) -> tuple[Any, list[str], list[bool]]:
@@ -830,12 +777,10 @@ def _read_lines(path: Path, is_triples: bool | None = None) -> tuple[Any, list[s
         except pd.errors.ParserError as error:
             reason = str(error).removeprefix("Error tokenizing data. C error: ")
             if first.isdigit():
-                reason = (
-                    f"line {first.decode()} is a count, as in OpenKE's files of head, tail and relation; "
-                )
+                reason = f"line {first.decode()} is a count, as in OpenKE's files of head, tail, relation; "
                 reason += "remove it, and put relations between head and tail (--format triples)"
             elif path.stem in _CODE_OF_FILE:
-                reason += "; if each line is a user and all its items, add --format interactions"
+                reason += "; if each line is a user and all its items, write a user and an item per line"
             raise ValueError(reason) from error
     return read.assign(**entries), [repr(line.decode(errors="replace")) for line in begin], are_triples
 
@@ -864,9 +809,11 @@ def _build_from_triples(
     tables = []
     for path, table, line in read:
         if table.shape[1] != 3 or str(table.iloc[0, 1]).lower() in ("relation", "predicate"):
-            # In a folder, two columns are a user with one item.
-            is_edge = table.shape[1] == 2 and splits == [-1]
-            kind = "edges if it is an edge" if is_edge else "interactions if it is a user and its items"
+            kind = (
+                "edges if it is an edge"
+                if table.shape[1] == 2
+                else "interactions if it is a user and an item"
+            )
             raise DatasetError(
                 f"{path}: the line {line} is not head, relation and tail; remove a header, or add "
                 f"--format {kind}"

@@ -76,8 +76,7 @@ class DatasetSource(ABC):
     def load(self) -> RawGraph:
         """Read the whole graph. Node ids are 0..N-1 per type, and splits are boolean masks.
 
-        Raises:
-            DatasetError: the data is missing or wrong. The message names file, column and first row.
+        Raises DatasetError if the data is missing or wrong. The message names file, column and first row.
         """
 
 
@@ -96,10 +95,7 @@ def standard_columns(
 
     ``features`` and ``feats`` become ``feat``, and ``labels`` becomes ``label``, unless that name is taken.
     Without ``rename``, names and dtypes are kept, except for splits and class labels. ``where`` starts
-    messages.
-
-    Raises:
-        DatasetError: a split has a value other than 0 and 1, or a label is not a number.
+    messages. Raises DatasetError if a split has a value other than 0 and 1, or a label is not a number.
     """
     standard: dict[str, NodeColumn] = {}
     for source_name, column in columns.items():
@@ -240,9 +236,7 @@ def edges_of_dgl(graph: dgl.DGLGraph) -> dict[EdgeType, tuple[Array, Array]]:
         # Only this format returns edges in the order of their ids.
         graph = graph.formats(["coo", "csr", "csc"])
     edges = {etype: graph.edges(etype=etype, order="eid") for etype in graph.canonical_etypes}
-    return {
-        etype: (array_of_tensor(source), array_of_tensor(ends)) for etype, (source, ends) in edges.items()
-    }
+    return {etype: (array_of_tensor(ends[0]), array_of_tensor(ends[1])) for etype, ends in edges.items()}
 
 
 @final
@@ -375,17 +369,14 @@ _SOURCE_OF_SUFFIX = {
     ".npz": "npz",
     **dict.fromkeys((".bin", ".dgl"), "dgl_binary"),
     **dict.fromkeys((".pt", ".pth"), "torch"),
-    **dict.fromkeys((".graphml", ".gml", ".json"), "networkx"),
-    **dict.fromkeys(
-        (".txt", ".tsv", ".edgelist", ".edges", ".ncol", ".dat", ".data", ".rating"), "edge_list"
-    ),
-    **dict.fromkeys((".mtx", ".graph"), "edge_list"),
+    **dict.fromkeys((".graphml", ".json"), "networkx"),
+    **dict.fromkeys((".txt", ".tsv", ".edgelist", ".edges", ".ncol", ".mtx"), "edge_list"),
+    **dict.fromkeys((".dat", ".data", ".rating"), "edge_list"),
 }
 FORMATS = (
     "a `.npz` of arrays or of a SciPy matrix, a `.bin` of saved DGL graphs, a `.pt` of tensors (PyG), "
-    "NetworkX's `.graphml`, `.gml` or `.json`, a `.txt` of edges (SNAP) or triples, a `.mtx`, "
-    "METIS's `.graph`, these also with `.gz`, a folder of CSV / Parquet tables, or of triples in train.txt, "
-    "valid.txt and test.txt"
+    "NetworkX's `.graphml` or `.json`, a `.txt` of edges (SNAP) or triples, a `.mtx`, these also with `.gz`, "
+    "a folder of CSV / Parquet tables, or of triples in train.txt, valid.txt and test.txt"
 )
 """Description of the files that :func:`load_dataset` reads."""
 LINE_FORMATS = ("triples", "edges", "interactions")
@@ -432,8 +423,7 @@ def load_dataset(
 def open_text(path: Path, content_kind: str) -> Iterator[IO[bytes]]:
     """Open a file, and decompress it if it ends in ``.gz``.
 
-    Raises:
-        DatasetError: the file, or the content that the block reads, is not a readable ``content_kind``.
+    Raises DatasetError if the file, or the content that the block reads, is not a readable ``content_kind``.
     """
     try:
         with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
@@ -479,8 +469,8 @@ def _find_source(spec: str) -> tuple[str, str]:
         if path.is_dir():
             source = "edge_list" if any(path.glob("train.t[xs][tv]")) else "tables"
         if source is None:
-            if path.suffix in (".net", ".paj", ".gexf"):
-                kind = "gexf" if path.suffix == ".gexf" else "pajek"
+            kind = {".net": "pajek", ".paj": "pajek", ".gexf": "gexf", ".gml": "gml"}.get(path.suffix)
+            if kind is not None:
                 known = f"GraphML, so write networkx.write_graphml(networkx.read_{kind}(FILE), 'a.graphml')"
             raise DatasetError(
                 f"{path}: the suffix {path.suffix!r} belongs to no dataset source; expected {known} (a lone "
@@ -497,9 +487,7 @@ def _find_source(spec: str) -> tuple[str, str]:
     hint = f"; near it: {', '.join(near)}" if near else ""
     if not path.parent.is_dir():
         hint = f"; the folder {path.parent} does not exist either"
-    raise DatasetError(
-        f"there is no file or folder {path} (that is {path.absolute()}){hint}. Expected {known}"
-    )
+    raise DatasetError(f"there is no file or folder {path} ({path.absolute()}){hint}. Expected {known}")
 
 
 _MASK_OF_PART = dict(zip(("train", "valid", "test"), SPLITS, strict=True))

@@ -264,9 +264,8 @@ class RemoteSource:
         self, request: SampleRequest, exclude: Mapping[EdgeType, Array], hop: int, frontiers: Sequence[Array]
     ) -> list[InEdges]:
         if self.known:
-            return [
-                _select_known(edges, nodes) for edges, nodes in zip(self.known[hop], frontiers, strict=True)
-            ]
+            known = zip(self.known[hop], frontiers, strict=True)
+            return [_select_known(edges, nodes) for edges, nodes in known]
         waits: list[Callable[[], InEdges]] = []
         for relation, (structure, frontier) in enumerate(zip(self._structures, frontiers, strict=True)):
             fanout = int(request.fanouts[hop, relation])

@@ -112,7 +112,7 @@ def update_adam(
     targets: Array,
     states: tuple[Array, Array],
     gradient: RowSum,
-    constants: tuple[float, float, float, float],
+    constants: tuple[float, ...],
 ) -> None:
     """Apply ``m += a (g - m); v += b (g^2 - v); w -= rate * m / (sqrt(v) + eps)``.
 

@@ -172,10 +172,7 @@ class GradientExchange:
     def mark(self, output: Any, weight: float) -> Any:
         """Return the (nested) ``output`` so that backward through its tensors exchanges with ``weight``.
 
-        If one rank runs backward, every rank must run it.
-
-        Raises:
-            ConfigError: the exchange is closed.
+        If one rank runs backward, every rank must run it. Raises ConfigError if the exchange is closed.
         """
         if self._is_closed:
             raise ConfigError(

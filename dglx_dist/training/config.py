@@ -140,9 +140,7 @@ class RunOptions:
         "none", "balanced weighs each class in the loss by the inverse of its share of the training nodes."
     )
     """For multilabel, the ones of each column are weighed by zeros / ones."""
-    epochs: int = _of_optimizer(
-        10, "Number of training epochs, including those before a resume.", check=at_least(1)
-    )
+    epochs: int = _of_optimizer(10, "Number of epochs, including those before a resume.", check=at_least(1))
     schedule: Literal["constant", "cosine", "step"] = _of_optimizer(
         "constant",
         "Learning-rate schedule over all epochs. cosine decays to 0. step decays to a tenth after half of "
@@ -158,7 +156,7 @@ class RunOptions:
     """The norm is that of the uncut model."""
     accumulate: int = _of_optimizer(
         1,
-        "Number of batches to accumulate per step. The result equals a step on all of them together.",
+        "Number of batches per step. The result equals a step on all of them together.",
         check=at_least(1),
     )
     """The last step of an epoch has the remaining batches."""
@@ -180,7 +178,7 @@ class RunOptions:
     """None: training does not stop early, and results are those of the last epoch."""
     checkpoint_every: Every = _of_run(
         1,
-        "Epochs between checkpoints, or steps: 200steps.",
+        "Epochs between checkpoints, or 200steps.",
         check=_make_every_check(0),
         kind=str,
         parse=_every,
@@ -188,12 +186,10 @@ class RunOptions:
     """The last epoch is saved too. 0: a checkpoint is saved only when training receives a signal to stop."""
     keep: int | None = _of_run(
         None,
-        "Number of newest checkpoints to keep. Older ones are removed after a new one is complete.",
+        "Number of newest checkpoints to keep. Older ones are removed after a save.",
         check=at_least(1),
     )
-    resume: bool = _of_run(
-        False, "Resume from the newest checkpoint in RUNDIR, even if other options have changed."
-    )
+    resume: bool = _of_run(False, "Resume from the newest checkpoint in RUNDIR, even if options changed.")
     """Without this option, a run is only resumed if its configuration is the same."""
     overwrite: bool = _of_run(False, "Start over and delete the checkpoints in RUNDIR.")
     """A restart by torchrun still resumes from checkpoints of the same start of torchrun."""
@@ -231,9 +227,7 @@ def check_run(config: RunOptions) -> None:
             f"--early-stop {config.patience} counts evaluations, but --eval-every is 0. Set it to at least 1."
         )
     if config.warmup >= config.epochs and config.warmup:
-        raise ConfigError(
-            f"a warmup of {config.warmup} epochs does not fit in {config.epochs} epochs. Make it shorter."
-        )
+        raise ConfigError(f"a warmup of {config.warmup} epochs does not fit in {config.epochs}. Reduce it.")
     if config.tensorboard is not None and find_spec("tensorboard") is None:
         raise ConfigError(
             f"tensorboard {config.tensorboard}: TensorBoard is not installed. Run `pip install "
@@ -253,7 +247,7 @@ class ModelConfig:
     heads: int = _of_model(4, "Number of attention heads of gat, gatv2 and hgt.")
     norm: str = _of_model(
         "none",
-        f"Norm between the layers of {list_kinds('jk')} and rgcn: none, or layer for LayerNorm.",
+        f"Norm between the layers of {list_kinds('norm')}: none, or layer for LayerNorm.",
         check=Check(
             ("none", "layer").__contains__, "none or layer; means of batch norm would depend on the ranks"
         ),
@@ -261,15 +255,7 @@ class ModelConfig:
     residual: bool = _of_model(
         False, "Add a layer's input to its result, from the second layer on (models as for --norm)."
     )
-    jk: str = _of_model(
-        "none",
-        "Jumping knowledge of these models except rgcn: scores are a linear map of the results of all "
-        "layers, concatenated (cat) or their maximum (max).",
-        check=one_of("none", "cat", "max"),
-    )
-    teleport: float = _of_model(
-        0.1, "Weight (alpha) of a node's initial scores in appnp's hops.", check=between(0, 1)
-    )
+    teleport: float = _of_model(0.1, "Weight of a node's initial scores in appnp.", check=between(0, 1))
     device: str = _of_model(
         "auto",
         "Device of the model: cpu, cuda, cuda:N, or auto for a GPU if there is one. Never tested on a GPU.",
@@ -286,7 +272,7 @@ class ModelConfig:
     """None: the default of the strategy."""
     batch_size: int | None = _of_loading(
         None,
-        "Number of targets per rank and step. Default: 512. Full-graph strategies have no batch size.",
+        "Targets per rank and step. Default: 512. Not for full-graph strategies.",
         check=at_least(1),
     )
     structure: Literal["auto", "replicated", "partitioned"] = _of_loading(
@@ -298,8 +284,7 @@ class ModelConfig:
         missing = [name for name in LAYER_OPTIONS if not has_option(self.model, name)]
         if {self.between[name] for name in missing} - {"none", False}:
             raise ConfigError(
-                f"--model {self.model} has no --{' and --'.join(missing)}. {list_kinds('jk')} have --norm, "
-                "--residual and --jk, and rgcn has --norm and --residual."
+                f"--model {self.model} has no --{' and --'.join(missing)}. Use {list_kinds('residual')}."
             )
         is_wrong = has_option(self.model, "heads") and (self.heads < 1 or self.hidden % self.heads > 0)
         heads = ("heads", is_wrong, f"a divisor of --hidden {self.hidden}")
@@ -338,13 +323,13 @@ class TrainConfig(RunOptions, ModelConfig):
     strategy_options: Mapping[str, object] = named_values("Option of the strategy. Repeatable.")
     timeout_s: float = option(
         300.0,
-        "Seconds without an answer from a rank until the run stops.",
+        "Seconds without an answer of a rank until the run stops.",
         flag="--timeout",
         check=ABOVE_ZERO,
     )
     seed: int = option(
         0,
-        "Random seed for weights, shuffling and sampling. Results do not depend on the number of ranks.",
+        "Seed of weights, shuffling and sampling, the same on any number of ranks.",
         check=at_least(0),
     )
     seeds: tuple[int, ...] = option(
@@ -415,9 +400,7 @@ class TrainConfig(RunOptions, ModelConfig):
         "Loss of an edge and its negatives. softmax: cross-entropy of the edge among them. bpr: the edge is "
         "ranked above each of them. bce: each is classified alone, which may not learn.",
     )
-    epochs: int = _of_optimizer(
-        20, "Number of training epochs, including those before a resume.", check=at_least(1)
-    )
+    epochs: int = _of_optimizer(20, "Number of epochs, including those before a resume.", check=at_least(1))
     optimizer: Literal["adam", "adamw", "sgd", "adagrad", "rmsprop"] = _of_optimizer(
         "adam",
         "Optimizer of torch.optim, with its defaults. Learned embeddings (--embeddings) always use Adam.",
@@ -432,13 +415,11 @@ class TrainConfig(RunOptions, ModelConfig):
         metavar="POLICY",
         check=one_of("lookahead", "vip", "degree", "halo"),
     )
-    cache_alpha: float = _of_loading(
-        0.2, "Size of the cache, as a fraction of the server's own nodes.", check=at_least(0)
-    )
+    cache_alpha: float = _of_loading(0.2, "Size of the cache as a fraction of own nodes.", check=at_least(0))
     depth: int | None = _of_loading(None, "Number of batches prepared ahead. Default: 1.", check=at_least(1))
     loader_threads: int | None = _of_loading(
         None,
-        "Number of threads that prepare batches. 0: the training loop prepares them. Default: 1.",
+        "Threads that prepare batches. 0: the training loop does it. Default: 1.",
         check=at_least(0),
     )
     verify: Literal["auto", "full", "never"] = _of_loading(
@@ -472,7 +453,7 @@ class TrainConfig(RunOptions, ModelConfig):
     )
     save_embeddings: str | None = _path_of_run(
         None,
-        "Folder for every node's last hidden layer as Parquet files. With --task link: the scored rows.",
+        "Folder for the last hidden layer as Parquet. With --task link: the scored rows.",
         metavar="DIR",
     )
 
@@ -554,21 +535,15 @@ class TrainConfig(RunOptions, ModelConfig):
             return
         yield "class-weight", self.class_weight != "none", "none with --task link, which has no classes"
         if auto:
-            raise ConfigError(
-                "--task link needs a named strategy like data_parallel, because auto tries batches of nodes"
-            )
+            raise ConfigError("--task link needs a strategy like data_parallel: auto tries batches of nodes")
         width = "embeddings" if self.model == NO_ENCODER else "hidden"
         is_odd = self.decoder in ("complex", "rotate") and (getattr(self, width) or 0) % 2 == 1
         yield width, is_odd, f"even with --decoder {self.decoder}, whose rows have real and imaginary halves"
         has_no_rows = self.model == NO_ENCODER and self.embeddings is None
-        yield (
-            "model",
-            has_no_rows,
-            "combined with --embeddings, the width of the rows that it scores, like 64",
-        )
+        yield "model", has_no_rows, "combined with --embeddings, the width of the rows to score, like 64"
 
 
-_NOT_TRAINED = (
+_UNTRAINED = (
     *("epochs", "eval_every", "patience", "metric", "checkpoint_every", "keep", "resume", "overwrite"),
     *("goes_on", "trace", "trace_steps", "tensorboard", "watch", "device", "structure", "data", "ranks"),
     *("servers", "timeout_s", "recompute", "seeds", "cache", "cache_alpha", "depth", "loader_threads"),
@@ -584,9 +559,7 @@ compared by its content. Another number of ranks can resume too, but not with th
 
 def collect_configuration(plan: TrainConfig, dataset: str) -> dict[str, object]:
     """Return the JSON values that must be equal in a resumed run. ``dataset`` is a checksum."""
-    shared = {
-        field.name: getattr(plan, field.name) for field in fields(plan) if field.name not in _NOT_TRAINED
-    }
+    shared = {field.name: getattr(plan, field.name) for field in fields(plan) if field.name not in _UNTRAINED}
     return {"dataset": dataset, **shared}
 
 

@@ -33,7 +33,7 @@ Callback = Callable[[EpochRecord], None]
 """Called on every rank after each epoch, with the same record."""
 
 Evaluate = Callable[[WrappedModel], Mapping[str, float]]
-"""Maps the wrapped model to metrics by name, equal on all ranks. Collective.
+"""Maps the wrapped model to metrics by name, equal on all ranks. Every rank must call this.
 
 ``val_mask`` and ``test_mask`` are accuracies or other scores where more is better. Other metrics are recorded
 under their names, like ``val_mrr``.
@@ -203,12 +203,10 @@ def check_updates(
     uses = {"clip_norm": config.clip_norm, "accumulate": config.accumulate if config.accumulate > 1 else None}
     name = next((name for name, value in uses.items() if value is not None), None)
     if name and (model.overlaps_steps or sparse):
-        obstacle = (
-            "embeddings have separate gradients" if sparse else "steps overlap (pipeline depth above 1)"
-        )
-        raise ConfigError(
-            f"{name}={uses[name]} needs all gradients of a step at once, but {obstacle}. Leave it out."
-        )
+        obstacle = "steps overlap (pipeline depth above 1)"
+        if sparse:
+            obstacle = "embeddings have separate gradients"
+        raise ConfigError(f"{name}={uses[name]} needs all gradients of a step, but {obstacle}. Leave it out.")
     if SCHEDULER in state:
         raise ConfigError(f"state has the name {SCHEDULER!r}, which scheduler= uses. Choose another name.")
     if scheduler is None:
@@ -224,9 +222,7 @@ def check_updates(
         if config.eval_every == 0:
             raise ConfigError("ReduceLROnPlateau needs evaluations, but eval_every=0. Set it to at least 1.")
         if not has_own_evaluation and scheduler.mode != mode:
-            raise ConfigError(
-                f"ReduceLROnPlateau(mode={scheduler.mode!r}) gets the metric {metric}. Use mode={mode!r}."
-            )
+            raise ConfigError(f"ReduceLROnPlateau(mode={scheduler.mode!r}) gets {metric}. Use mode={mode!r}.")
 
 
 def is_scheduled(config: RunOptions) -> bool:

@@ -11,7 +11,7 @@ from typing import Any, final
 from dglx_dist.errors import UnknownNameError
 from dglx_dist.registry import suggest_name
 
-LAYER_OPTIONS = ("norm", "residual", "jk")
+LAYER_OPTIONS = ("norm", "residual")
 """Options of the operations between the layers of a stack."""
 WEIGHTED = "edge_weight"
 
@@ -45,7 +45,7 @@ KINDS: Mapping[str, ModelKind] = {
     "gatv2": ModelKind("dglx_dist.training.models:build_gatv2", (*LAYER_OPTIONS, "heads")),
     "gin": ModelKind("dglx_dist.training.models:build_gin", (*LAYER_OPTIONS, WEIGHTED)),
     "appnp": ModelKind("dglx_dist.training.models:APPNP", ("teleport", WEIGHTED)),
-    "rgcn": ModelKind("dglx_dist.training.relational:RGCN", ("norm", "residual"), several_types=True),
+    "rgcn": ModelKind("dglx_dist.training.relational:RGCN", LAYER_OPTIONS, several_types=True),
     "hgt": ModelKind("dglx_dist.training.relational:HGT", ("heads",), several_types=True),
 }
 """Ready-made models by name."""
@@ -67,6 +67,5 @@ def check_kind(kind: str, known: Iterable[str] = MODEL_KINDS) -> None:
     """Raise UnknownNameError, which suggests the nearest name, unless ``kind`` is one of ``known``."""
     known = tuple(known)
     if kind not in known:
-        raise UnknownNameError(
-            f"there is no model {kind!r}{suggest_name(kind, known)} (known: {', '.join(known)})"
-        )
+        hint = f"{suggest_name(kind, known)} (known: {', '.join(known)})"
+        raise UnknownNameError(f"there is no model {kind!r}{hint}")

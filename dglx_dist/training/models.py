@@ -270,10 +270,7 @@ class Stack(Layered):
 
     The following options need ``widths``, the columns of the features and of all results. ``residual`` adds
     the input of a layer to its result, with a linear map if widths differ. It starts at the second layer,
-    because the first layer may be split by input columns. With ``jk`` (jumping knowledge), a linear map of
-    the results of all layers gives the scores. The results are concatenated (``cat``), or reduced to their
-    maximum (``max``). A layer then returns a tuple with the rows of all layers so far. ConfigError if
-    ``norm`` or ``jk`` is unknown.
+    because the first layer may be split by input columns. ConfigError if ``norm`` is unknown.
     """
 
     def __init__(
@@ -285,39 +282,29 @@ class Stack(Layered):
         widths: Sequence[int] = (),
         norm: str = "none",
         residual: bool = False,
-        jk: str = "none",
     ) -> None:
         super().__init__()
-        if norm not in ("none", "layer") or jk not in ("none", "cat", "max"):
-            raise ConfigError(f"norm={norm!r} and jk={jk!r} must be none or layer, and none, cat or max")
+        if norm not in ("none", "layer"):
+            raise ConfigError(f"norm={norm!r} must be none or layer")
         self.layers, self.num_layers = nn.ModuleList(convs), len(convs)
         self.dropout = nn.Dropout(dropout)
-        self._activation, self._jk = activation, jk
+        self._activation = activation
         # Norms follow the layers, because a norm before the first layer would be split with it.
         norm_widths = widths[1:-1] if norm == "layer" else ()
         self.norms = nn.ModuleList(nn.LayerNorm(width) for width in norm_widths)
         pairs = list(pairwise(widths))[1 : len(convs)] if residual else []
         self.skips = nn.ModuleList(nn.Identity() if a == b else nn.Linear(a, b, bias=False) for a, b in pairs)
-        self.head = None
-        if jk != "none":
-            self.head = nn.Linear(sum(widths[1:-1]) if jk == "cat" else widths[-2], widths[-1])
 
     def _layer(self, depth: int, block: Any, h: Any) -> Any:
-        inputs = h if isinstance(h, tuple) else (h,)
-        out = self.layers[depth](block, inputs[-1], **self._weights(block, inputs[-1]))
-        num_dst = block.num_dst_nodes()
+        out = self.layers[depth](block, h, **self._weights(block, h))
         is_last = depth == self.num_layers - 1
         if out.dim() == 3:
-            out = out.mean(1) if is_last and self.head is None else out.flatten(1)
+            out = out.mean(1) if is_last else out.flatten(1)
         if depth and self.skips:
-            out = out + self.skips[depth - 1](inputs[-1][:num_dst])
-        if is_last and self.head is None:
+            out = out + self.skips[depth - 1](h[: block.num_dst_nodes()])
+        if is_last:
             return out
-        out = self.dropout(self._activation(self.norms[depth](out) if self.norms else out))
-        rows = (*(layer_rows[:num_dst] for layer_rows in inputs if depth), out)
-        if not is_last or self.head is None:
-            return out if self.head is None else rows
-        return self.head(torch.cat(rows, 1) if self._jk == "cat" else torch.stack(rows).amax(0))
+        return self.dropout(self._activation(self.norms[depth](out) if self.norms else out))
 
 
 @final
@@ -335,9 +322,8 @@ class APPNP(Layered):
         _check_sizes("APPNP", in_dim, hidden, classes, layers, dropout)
         if not 0.0 <= teleport <= 1.0:
             raise ConfigError(f"teleport={teleport} must be from 0 to 1")
-        self.encoder = nn.Sequential(
-            nn.Linear(in_dim, hidden), nn.ReLU(), nn.Dropout(dropout), nn.Linear(hidden, classes)
-        )
+        maps = nn.Linear(in_dim, hidden), nn.ReLU(), nn.Dropout(dropout), nn.Linear(hidden, classes)
+        self.encoder = nn.Sequential(*maps)
         self.layers, self.num_layers = nn.ModuleList(_make_hops(classes, layers)), layers
         self.teleport = teleport
 
@@ -400,7 +386,7 @@ def build_model(  # noqa: PLR0913 - all but four have defaults
         graph: For ``gcn``, the graph with the degrees of the symmetric norm (:class:`SymmetricConv`). Without
             it a node takes the mean over its in-neighbours (``GraphConv(norm="right")``).
         teleport: Share of the first scores in :class:`APPNP`. Other kinds ignore it.
-        between: ``norm``, ``residual`` and ``jk`` of :class:`Stack`, for the first kinds up to ``mlp``.
+        between: ``norm`` and ``residual`` of :class:`Stack`, for the first kinds up to ``mlp``.
 
     Raises:
         UnknownNameError: ``kind`` is unknown.
@@ -411,8 +397,8 @@ def build_model(  # noqa: PLR0913 - all but four have defaults
     active_options = [name for name, value in between.items() if value not in ("none", False)]
     if unsupported := [name for name in active_options if not has_option(kind, name)]:
         raise ConfigError(
-            f"model {kind!r} takes no {' and no '.join(unsupported)}, because only {list_kinds('jk')} have "
-            "norm, residual and jk. Remove these options."
+            f"model {kind!r} takes no {' and no '.join(unsupported)}, because only {list_kinds('residual')} "
+            "have norm and residual. Remove these options."
         )
     if has_option(kind, "heads") and (heads < 1 or hidden % heads):
         raise ConfigError(f"heads={heads} must divide hidden={hidden}. Choose another number of heads.")
@@ -453,15 +439,12 @@ def _make_builder(conv: Conv, activation: Callable[[Tensor], Tensor] = torch.rel
         *,
         norm: str = "none",
         residual: bool = False,
-        jk: str = "none",
         **conv_options: Any,
     ) -> Stack:
-        # With jumping knowledge, the last pair of widths belongs to the linear map.
-        widths = [in_dim, *[hidden] * (layers - 1 + (jk != "none")), classes]
-        pairs = list(pairwise(widths))
-        last = len(pairs) - 1
-        convs = [conv(*pair, depth == last, **conv_options) for depth, pair in enumerate(pairs[:layers])]
-        return Stack(convs, activation, dropout, widths=widths, norm=norm, residual=residual, jk=jk)
+        widths = [in_dim, *[hidden] * (layers - 1), classes]
+        last, pairs = layers - 1, enumerate(pairwise(widths))
+        convs = [conv(*pair, depth == last, **conv_options) for depth, pair in pairs]
+        return Stack(convs, activation, dropout, widths=widths, norm=norm, residual=residual)
 
     return build
 

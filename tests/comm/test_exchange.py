@@ -112,7 +112,7 @@ def test_a_message_ends_where_it_ends() -> None:
         (message_header(1, fill(0, 8), "halo of layer 2"), "rank 5 sends 8 bytes of 'halo of layer 2'"),
         (message_header(1, fill(0, 16), "halo of layer 1"), "rank 5 sends 16 bytes"),
         (message_header(3, fill(0, 8), "halo of layer 1"), "its message 3 to this rank"),
-        (b"GET " + bytes(80), "b'GET ' instead of a message header"),
+        (b"GET " + bytes(80), "b'GET ' instead of a header"),
     ],
 )
 def test_anything_else_is_refused(sent: bytes, message: str) -> None:

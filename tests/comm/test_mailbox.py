@@ -58,7 +58,7 @@ ROWS = np.zeros(4, np.uint8)
     [
         ("0 1 rows", [ROWS], "sender 1 is not one of the 1 ranks"),
         ("0 -1 rows", [ROWS], "sender -1 is not one of the 1 ranks"),
-        ("-1 0 rows", [ROWS], "'rows' of round -1 is not kept: this rank is at 0"),
+        ("-1 0 rows", [ROWS], "'rows' of round -1 is not kept: rank is at 0"),
         (f"{MAX_AHEAD} 0 rows", [ROWS], f"round {MAX_AHEAD} is not kept"),
         ("0 0", [ROWS], "not enough values"),
         ("0 0 rows", [], "one array of bytes, not none"),

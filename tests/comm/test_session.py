@@ -187,7 +187,7 @@ def test_rows_that_ranks_share_are_in_a_folder_on_disk_where_one_is_named(
         shared_memory.check_memory(session, np.array([0, 1000]), 8, "a tensor", "")
     assert list(tmp_path.iterdir()) == []
     monkeypatch.setenv("DGLX_SCRATCH", str(tmp_path / "missing"))
-    with pytest.raises(ConfigError, match=r"DGLX_SCRATCH=\S*missing is not a writable folder"):
+    with pytest.raises(ConfigError, match=r"DGLX_SCRATCH=\S*missing is no writable folder"):
         start_session()
 
 
@@ -236,7 +236,7 @@ def test_the_address_of_the_interface_or_towards_the_rendezvous_is_taken() -> No
     assert find_interface_address("lo") == "127.0.0.1"
     for variables in ({"GLOO_SOCKET_IFNAME": "lo"}, {}, {"MASTER_ADDR": "localhost"}):
         assert choose_listening_address(rendezvous(**variables)) in ("127.0.0.1", "::1")
-    with pytest.raises(ConfigError, match=r"GLOO_SOCKET_IFNAME='nope0'.*there are: .*lo"):
+    with pytest.raises(ConfigError, match=r"GLOO_SOCKET_IFNAME='nope0'.*known: .*lo"):
         choose_listening_address(rendezvous(GLOO_SOCKET_IFNAME="nope0"))
     with pytest.raises(ConfigError, match=r"MASTER_ADDR='no\.such\.host\.invalid'"):
         choose_listening_address(rendezvous(MASTER_ADDR="no.such.host.invalid"))

@@ -502,7 +502,7 @@ def test_codes_of_classes_are_numbered_and_kept_as_names(
     assert graph.node_data[NODE_TYPE]["label"].tolist() == [1, 0] * 4 + [-1]
     assert graph.class_names == {NODE_TYPE: [str(base + 2834), str(base + 7372)]}
     assert graph.num_classes == {NODE_TYPE: 2}
-    assert caplog.text.count("are numbered as names of 2 classes; if they measure, write") == 1
+    assert caplog.text.count("are numbered as 2 classes; if they measure, write") == 1
 
 
 @pytest.mark.parametrize("labels", [np.arange(8) * 1000, np.array([0, 1] * 4), np.array([0, 1000] * 4) / 2.5])

@@ -27,7 +27,7 @@ FIXED = pa.FixedSizeListArray.from_arrays(pa.array([1.0, 2.0, 3.0, 4.0]), 2)
         (pa.array([1.0, None]), "column 'x', row 1: is empty"),
         (pa.array([1.0, np.nan]), "column 'x', row 1: nan"),
         (pa.array([[1.0, 2.0], [3.0, None]]), "column 'x', row 1: has an empty value"),
-        (pa.array([[1.0], []]), "column 'x', row 1: a list of 0 values, but row 0 has 1"),
+        (pa.array([[1.0], []]), "column 'x', row 1: a list of 0, but row 0 has 1"),
         (pa.array(["a"]), "column 'x' must hold numbers; it holds string"),
     ],
 )
@@ -175,7 +175,7 @@ def test_takes_src_and_dst_beside_columns_with_similar_names(tmp_path: Path) -> 
         ("id,x,x\n1,1,2\n", "1,1", r"nodes\.csv: has 2 columns 'x'; rename"),
         ("id\n1\n2\n", "1,2\n1,2,3", r"edges\.csv: not readable as a csv table"),
         ("id\n", "", r"the graph has no nodes; there must be at least one"),
-        ({"split": [[0], [1]]}, "0,1", "column 'split' holds list<.*> that is not text; write texts or numb"),
+        ({"split": [[0], [1]]}, "0,1", "column 'split' holds list<.*>; write texts or numb"),
         ({"id": WIDE}, "0,1", r"nodes\.parquet: column 'id' has a number beyond 64 signed bits"),
         ({"id": [0, 1], "label": WIDE}, "0,1", r"nodes\.parquet: column 'label' has a number beyond"),
         ({"feat_0": [1, 2], "feat_1": [[1], [2]]}, "0,1", "column 'feat_1' holds lists; put all features"),
@@ -256,7 +256,7 @@ def test_warns_of_skipped_numbers_of_labels(tmp_path: Path, caplog: pytest.LogCa
         (["1.5", "n.a.", "2", "3"], "column 'label', row 1: n.a. is no number, but most labels are"),
         (
             [str(1000 + n % 6) for n in range(24)],
-            "the labels 1000 to 1005 are numbered as names of 6 classes; if they measure, write 1000.0",
+            "the labels 1000 to 1005 are numbered as 6 classes; if they measure, write 1000.0",
         ),
         ([str(n) for n in range(24)], "has 24 classes for 24 labelled nodes"),
         ([str(n % 6) for n in range(24)], ""),

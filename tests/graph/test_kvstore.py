@@ -424,7 +424,7 @@ def push_one_row_often() -> None:
 
 NOT_TO_PUSH: list[tuple[Any, Any, str]] = [
     ([31], np.ones(1), "id 31 at position 0"),
-    ([30], np.ones(2), r"shape \(1,\), not"),
+    ([30], np.ones(2), r"\(1,\), not"),
     ([30], np.ones(1, np.float32), "float64"),
     (np.array([30], np.int32), np.ones(1), r"must be \(K,\) int64"),
     ([[30]], np.ones(1), r"shape \(1, 1\)"),
@@ -510,7 +510,7 @@ def test_writable_columns_are_not_cached_and_wrong_rows_change_nothing(target: K
         target.set_cache("d", cache=RowCache(table=NO_SLOTS, rows=np.empty(0)))
     with pytest.raises(IndexError, match="id 31 at position 1"):
         target.push("d", np.array([0, 31]), np.ones(2), accumulate=True)
-    with pytest.raises(ConfigError, match=r"takes rows of float32 and shape \(1, 5\)"):
+    with pytest.raises(ConfigError, match=r"takes float32 \(1, 5\)"):
         target.push("f", np.array([0]), np.ones((1, 4), np.float32), accumulate=True)
     assert target.pull("d", np.arange(NUM_ROWS)).abs().sum() == 0
 

@@ -36,13 +36,12 @@ STACKS: dict[str, tuple[str, dict[str, Any]]] = {
     "gatv2": ("gatv2", {}),
     "gin sums": ("gin", {}),
     "sage norm": ("sage", {"norm": "layer"}),
-    "sage cat": ("sage", {"norm": "layer", "residual": True, "jk": "cat"}),
-    "gat max": ("gat", {"residual": True, "jk": "max"}),
-    "gatv2 cat": ("gatv2", {"jk": "cat"}),
+    "sage residual": ("sage", {"norm": "layer", "residual": True}),
+    "gat residual": ("gat", {"residual": True}),
     "gin residual": ("gin", {"norm": "layer", "residual": True}),
 }
 """Ready-made models, and what is between their layers."""
-FEW = ("appnp", "sage cat", "gat max", "gatv2 cat", "gin residual")
+FEW = ("appnp", "sage residual", "gat residual", "gin residual")
 
 SHARES = {"even": (1.0, 1.0, 1.0, 1.0), "uneven": (1.0, 5.0, 2.0, 9.0), "empty": (3.0, 0.0, 4.0, 0.0)}
 """How the training nodes are cut over the ranks, as proportions; one rank always has all of them."""
@@ -121,37 +120,22 @@ class PlainResidual(nn.Module):
 class PlainStack(nn.Module):
     """Layers of dgl.nn, with what the option says between them, written down step by step."""
 
-    def __init__(self, kind: str, norm: str = "none", residual: bool = False, jk: str = "none") -> None:
+    def __init__(self, kind: str, norm: str = "none", residual: bool = False) -> None:
         super().__init__()
-        self.kind, self.jk = kind, jk
-        second = CLASSES if jk == "none" else HIDDEN
-        is_last = (False, jk == "none")
+        self.kind = kind
         self.convs = nn.ModuleList(
-            _plain_conv(kind, a, b, is_last[i])
-            for i, (a, b) in enumerate([(WIDTH, HIDDEN), (HIDDEN, second)])
+            [_plain_conv(kind, WIDTH, HIDDEN, False), _plain_conv(kind, HIDDEN, CLASSES, True)]
         )
-        self.norms = nn.ModuleList(
-            nn.LayerNorm(HIDDEN) for _ in range(1 if jk == "none" else 2) if norm == "layer"
-        )
-        self.skip = nn.Linear(HIDDEN, CLASSES, bias=False) if residual and jk == "none" else None
-        self.residual = residual
-        self.head = (
-            nn.Linear({"none": 1, "cat": 2 * HIDDEN, "max": HIDDEN}[jk], CLASSES) if jk != "none" else None
-        )
+        self.norms = nn.ModuleList([nn.LayerNorm(HIDDEN)] if norm == "layer" else [])
+        self.skip = nn.Linear(HIDDEN, CLASSES, bias=False) if residual else None
 
     def forward(self, graphs: list[Any], x: Tensor) -> Tensor:
         act = F.elu if "gat" in self.kind else torch.relu
         first = self.convs[0](graphs[0], x).flatten(1)
         first = act(self.norms[0](first) if self.norms else first)
         second = self.convs[1](graphs[1], first)
-        if self.head is None:
-            second = second.mean(1) if second.dim() == 3 else second
-            return second + self.skip(first) if self.skip is not None else second
-        second = second.flatten(1) + (first if self.residual else 0)
-        second = act(self.norms[1](second) if self.norms else second)
-        joined = torch.cat([first, second], 1) if self.jk == "cat" else torch.maximum(first, second)
-        scores: Tensor = self.head(joined)
-        return scores
+        scores: Tensor = second.mean(1) if second.dim() == 3 else second
+        return scores + self.skip(first) if self.skip is not None else scores
 
 
 class PlainAppnp(nn.Module):

@@ -48,7 +48,6 @@ class Way:
 WAYS = [
     Way("data_parallel", {}),
     Way("push_pull", {"depth": 2}, BY_COLUMNS, "activations"),
-    Way("push_pull", {"sync": "inputs"}, ("pool", "gatv2"), "activations"),
     Way("full_graph", {}, exchanged="halo"),
     Way("shared_preload", {"hops": 1}, ("sage", "gat"), "halo"),
     Way("cooperative", {"batches": 1}, ("sage", "gat"), "halo"),

@@ -60,16 +60,9 @@ COLUMNS += [
     Column("data_parallel", models=(*FEW, *STACKS), shares=("uneven",), name="stacks of data_parallel"),
     Column(
         "push_pull",
-        models=("sage cat", "gin residual", "gat max"),
+        models=("sage residual", "gin residual", "gat residual"),
         shares=("uneven",),
         name="stacks of push_pull",
-    ),
-    Column(
-        "push_pull",
-        (("sync", "inputs"),),
-        models=("gatv2", "gatv2 cat"),
-        shares=("uneven",),
-        name="stacks by rows",
     ),
     *(
         Column(strategy, options, FEW, ("empty",), keeps_loader=True, name=f"stacks of {strategy}")

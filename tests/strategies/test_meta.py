@@ -33,7 +33,6 @@ COLUMNS = [
     Column("push_pull", (("depth", 2),), models=("sage", DROPPED)),
     Column("push_pull", (("depth", 3), ("weights", "split")), models=("gat",)),
     Column("push_pull", (("group_size", 1),), models=("sage", TRAINED)),
-    Column("push_pull", (("sync", "inputs"),), models=("gat",)),
     Column("full_graph", models=(*MODELS, DROPPED)),
     Column("full_graph", (("use_pp", False),), models=("gat",)),
     Column("shared_preload", (("hops", 1),), models=("gcn_symmetric",)),

@@ -22,11 +22,7 @@ from dglx_dist.records import LABEL, SPLITS, EdgeType
 
 @dataclass(frozen=True, kw_only=True)
 class IngestPlan:
-    """Options of one ingestion.
-
-    Raises:
-        ConfigError: the seed is negative.
-    """
+    """Options of one ingestion. Raises ConfigError if the seed is negative."""
 
     out: Path = option(Path("data/ingested"), "Folder to write. It must be new or empty.", metavar="DIR")
     memory: str = option(
@@ -45,9 +41,7 @@ class IngestPlan:
         metavar="FILE",
     )
     """File of ``write_description``. It is checked before ingestion starts."""
-    workspace: Path | None = option(
-        None, "Folder for spilled data. Default: beside DIR of --out.", metavar="DIR"
-    )
+    workspace: Path | None = option(None, "Folder for spilled data. Default: beside --out.", metavar="DIR")
     overwrite: bool = option(False, "Replace what is in DIR.")
 
     def __post_init__(self) -> None:
@@ -211,8 +205,7 @@ class IngestConfig:
 def read_config(path: Path) -> IngestConfig:
     """Read and check a description. No table is opened.
 
-    Raises:
-        ConfigError: it is missing or not JSON, has an unsupported key or value, or names no file.
+    Raises ConfigError if it is missing or not JSON, has an unsupported key or value, or names no file.
     """
     top = Fields(read_json(path), str(path)).reject_unknown(("version", "nodes", "edges"))
     if top.has("version"):
@@ -243,9 +236,7 @@ def _parse_edge(entry: Fields) -> TypeSpec[EdgeType]:
         raise entry.field_error("relation", "[source node type, relation, destination node type]")
     label = _parse_label(entry)
     if label is not None and label.files:
-        raise entry.error(
-            "custom_split_filenames cannot split edges; give split_pct, or a column of the table"
-        )
+        raise entry.error("custom_split_filenames cannot split edges; give split_pct, or a column of a table")
     return TypeSpec(
         kind=(relation[0], relation[1], relation[2]),
         files=read_files(entry),
@@ -340,9 +331,7 @@ def _check_types(config: IngestConfig) -> None:
     names, relations = [node.kind for node in config.nodes], [edge.kind for edge in config.edges]
     for kind, count in Counter([*names, *relations]).items():
         if count > 1:
-            raise ConfigError(
-                f"{config.path}: the type {kind!r} is described twice; list its files in one entry"
-            )
+            raise ConfigError(f"{config.path}: the type {kind!r} is described twice; use one entry")
     for source, relation, destination in relations:
         for ntype in (source, destination):
             if ntype not in names:

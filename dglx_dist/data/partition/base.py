@@ -13,15 +13,7 @@ from typing import ClassVar, Literal
 from dglx_dist.data.external_memory import Workspace
 from dglx_dist.errors import ConfigError
 from dglx_dist.memory import format_bytes, read_size
-from dglx_dist.options import (
-    at_least,
-    check_ranges,
-    option,
-    parse_by_name,
-    parse_fractions,
-    parse_names,
-    parse_tolerances,
-)
+from dglx_dist.options import at_least, check_ranges, option, parse_by_name, parse_names, parse_tolerances
 from dglx_dist.records import Assignment, RawGraph
 from dglx_dist.registry import Registry
 
@@ -47,54 +39,31 @@ class PartitionOptions:
     in-edges of each edge type. Other names are node columns of non-negative numbers."""
     tolerance: float | Mapping[str, float] = option(
         dict,
-        "Allowed excess of the heaviest part: 0.05, or train=0.1,degree=0.02.",
+        "Allowed excess of a part: 0.05, or train=0.1,degree=0.02.",
         metavar="T",
         parse=parse_tolerances,
     )
     """Allowed excess of a part over its share, where 0.05 is 5 %. One value, or by constraint."""
-    target_weights: tuple[float, ...] | None = option(
-        None, "Share of each part, for unequal machines: 1,1,2.", metavar="W,W", parse=parse_fractions
-    )
-    """(P,) positive relative shares of the parts, or None for equal shares."""
     objective: Literal["cut", "vol"] = option("cut", "Minimise cut edges (cut) or communicated nodes (vol).")
     """Minimise the cut edges, or with ``vol`` the (node, remote part) pairs that must be communicated."""
     fast: bool = option(False, "Use less time (kaminpar) or memory (metis), with a worse cut.")
     """Whether to use the fast mode of kaminpar, or DistDGL's mode of metis."""
-    servers: int | None = option(
-        None, "Number of servers for hierarchical. Parts = servers x workers.", check=at_least(1)
-    )
-    workers: int | None = option(
-        None, "Number of workers in each server, for hierarchical.", check=at_least(1)
-    )
-    inner: str | None = None
-    """Partitioner of both levels of ``hierarchical``, or None for the default."""
-    file: str | PathLike[str] | None = option(
-        None, "A .npy file with one part id per node, for file.", kind=Path
-    )
+    servers: int | None = option(None, "Servers of hierarchical: parts / workers.", check=at_least(1))
+    workers: int | None = option(None, "Workers in each server, for hierarchical.", check=at_least(1))
+    file: str | PathLike[str] | None = option(None, "A .npy file with one part per node.", kind=Path)
     """File of part ids, one node type after the other."""
-    passes: int = option(
-        1, "Passes of ldg and fennel. More passes take time and cut fewer edges.", check=at_least(1)
-    )
+    passes: int = option(1, "Passes of ldg and fennel. More take time and cut less.", check=at_least(1))
     """Number of passes. Each pass assigns every node again."""
-    threads: int = option(1, "Threads of the partitioner, if it supports them.", check=at_least(1))
-    """Threads of ``kaminpar``. With more than 1, results may not be reproducible."""
 
     def __post_init__(self) -> None:
         if isinstance(self.balance, str):
-            raise ConfigError(
-                f"balance is the text {self.balance!r}; it must be a tuple of names: ({self.balance!r},)"
-            )
+            raise ConfigError(f"balance={self.balance!r} must be a tuple of names: ({self.balance!r},)")
         for name in self.balance:
             if self.balance.count(name) > 1:
                 raise ConfigError(f"balance names {name!r} twice; name each constraint once")
         object.__setattr__(self, "balance", tuple(self.balance))
         _check_tolerance(self.tolerance, self.constraints)
         check_ranges(self, "{name} is {value}; it")
-        if self.target_weights is not None:
-            object.__setattr__(self, "target_weights", tuple(float(w) for w in self.target_weights))
-            for part, weight in enumerate(self.target_weights):
-                if not (weight > 0 and math.isfinite(weight)):
-                    raise ConfigError(f"target_weights[{part}] is {weight}; every share must be above 0")
 
     @property
     def constraints(self) -> tuple[str, ...]:
@@ -130,8 +99,7 @@ def _check_tolerance(tolerance: float | Mapping[str, float], constraints: tuple[
 class Partitioner(ABC):
     """Assigns every node to one owner.
 
-    Raises:
-        ConfigError: ``options`` sets a field that is not in :attr:`honours`.
+    Raises ConfigError if ``options`` sets a field that is not in :attr:`honours`.
     """
 
     honours: ClassVar[frozenset[str]] = frozenset()
@@ -159,14 +127,13 @@ class Partitioner(ABC):
         for name in sorted(changed - self.honours):
             raise ConfigError(
                 f"{type(self).__name__} does not support {name}={getattr(options, name)!r}; leave it out or "
-                "choose another method (metis honours balance, tolerance, target_weights, objective and fast)"
+                "choose another method (metis supports balance, tolerance, objective and fast)"
             )
 
     def within(self, workspace: Workspace | None, graph: RawGraph) -> Partitioner:
         """Return this partitioner, to work in ``workspace``.
 
-        Raises:
-            ConfigError: it only works in memory, and the edges of ``graph`` do not fit.
+        Raises ConfigError if it only works in memory, and the edges of ``graph`` do not fit.
         """
         num_bytes = 32 * graph.total_edges
         if workspace is not None and not self.external and not workspace.fits(num_bytes):
@@ -184,10 +151,8 @@ class Partitioner(ABC):
 
         The result must be deterministic, and the graph must not be changed. It must support a single part,
         more parts than nodes (some are empty), graphs without edges, and several node types.
-        ``Assignment.parameters["tolerance"]`` has the promised balance by constraint.
-
-        Raises:
-            ConfigError: the options do not match ``graph`` or ``num_parts``.
+        ``Assignment.parameters["tolerance"]`` has the promised balance by constraint. Raises ConfigError if
+        the options do not match ``graph`` or ``num_parts``.
         """
 
 
@@ -225,8 +190,7 @@ def default_partitioner(options: PartitionOptions) -> str:
 class PartitionPlan:
     """Partitioning method, its options, and the format of the dataset.
 
-    Raises:
-        ConfigError: a value is wrong.
+    Raises ConfigError if a value is wrong.
     """
 
     num_parts: int
@@ -253,9 +217,7 @@ class PartitionPlan:
         None, "Memory limit of each process, such as 4GB. Larger data is processed in files.", metavar="SIZE"
     )
     """Memory limit, or None to keep everything in memory."""
-    scratch: Path | None = option(
-        None, "Folder on a disk for these files. Default: beside --out.", metavar="DIR"
-    )
+    scratch: Path | None = option(None, "Folder for these files. Default: beside --out.", metavar="DIR")
     add_reverse_edges: bool = option(
         False,
         "Store an opposite edge for each edge that has none. With several edge types, store opposite edges "

@@ -41,7 +41,7 @@ class BalanceWeights:
     tolerance: Array
     """(C,) float64 tolerances."""
     shares: Array
-    """(P,) float64 target shares of the parts, which sum to 1."""
+    """(P,) float64 shares of the parts, all 1 / P."""
 
     def matrix(self) -> Array:
         """Return the (N, C) int64 weights, without a copy for one constraint."""
@@ -61,13 +61,11 @@ class BalanceWeights:
         rows = []
         for column, tolerance in zip(self.columns, self.tolerance.tolist(), strict=True):
             total = float(column.sum())
-            heavy_weights, counts = np.unique(
-                column[column > tolerance * total * self.shares.min()], return_counts=True
-            )
+            is_heavy = column > tolerance * total * self.shares.min()
+            heavy_weights, counts = np.unique(column[is_heavy], return_counts=True)
             totals = np.cumsum((heavy_weights * counts)[::-1])[::-1]
-            minima = [
-                float((share * totals + heavy_weights).max(initial=0)) for share in self.shares.tolist()
-            ]
+            shares = self.shares.tolist()
+            minima = [float((share * totals + heavy_weights).max(initial=0)) for share in shares]
             rows.append(np.maximum(total * self.shares * (1.0 + tolerance), minima))
         return np.stack(rows)
 
@@ -114,20 +112,8 @@ def balance_weights(
         names=names,
         columns=tuple(column for *_, column in columns),
         tolerance=np.array([options.tolerance_of(constraint) for constraint, *_ in columns]),
-        shares=part_shares(options.target_weights, num_parts),
+        shares=np.full(num_parts, 1.0 / num_parts),
     )
-
-
-def part_shares(target_weights: Sequence[float] | None, num_parts: int) -> Array:
-    """Return the (P,) float64 shares, with sum 1. Raise ConfigError unless there is one weight per part."""
-    if target_weights is None:
-        return np.full(num_parts, 1.0 / num_parts)
-    if len(target_weights) != num_parts:
-        raise ConfigError(
-            f"target_weights has {len(target_weights)} values for {num_parts} parts; give one per part"
-        )
-    weights = np.asarray(target_weights, dtype=np.float64)
-    return weights / weights.sum()
 
 
 def constraint_columns(graph: RawGraph, constraint: str) -> Iterator[tuple[str, Array]]:
@@ -249,15 +235,13 @@ def describe(options: PartitionOptions, weights: BalanceWeights | None) -> dict[
     ``weights`` are the constraints that the partitioner guarantees, or None if there are none.
     """
     promised = () if weights is None else zip(weights.names, weights.tolerance.tolist(), strict=True)
-    settings = {
+    settings: dict[str, object] = {
         "balance": list(options.balance) or None,
-        "target_weights": None if options.target_weights is None else list(options.target_weights),
         "objective": options.objective if options.objective != "cut" else None,
         "fast": options.fast or None,
     }
-    return {"tolerance": dict(promised)} | {
-        name: value for name, value in settings.items() if value is not None
-    }
+    changed = {name: value for name, value in settings.items() if value is not None}
+    return {"tolerance": dict(promised)} | changed
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,7 +18,6 @@ from dglx_dist.data.partition.graph_views import (
     constraint_columns,
     induced_graph,
     node_slices,
-    part_shares,
     symmetrise,
 )
 from dglx_dist.errors import ConfigError
@@ -27,38 +26,31 @@ from dglx_dist.records import Array, Assignment, EdgeType, NodeColumn, RawGraph
 
 @final
 class Hierarchical(Partitioner):
-    """Partitions over ``options.servers``, then each piece over ``options.workers``, with ``options.inner``.
+    """Partitions over ``options.servers``, then each piece over ``options.workers``.
 
-    Server s has the parts s x workers to (s + 1) x workers - 1. The inner method gets all other options, and
-    may reject them.
+    Server s has the parts s x workers to (s + 1) x workers - 1. Both levels use the default method for the
+    other options, or :attr:`method`, which may reject them.
     """
 
-    honours = frozenset(
-        {"balance", "tolerance", "target_weights", "objective", "fast", "threads", "passes"}
-        | {"servers", "workers", "inner"}
-    )
+    honours = frozenset({"balance", "tolerance", "objective", "fast", "passes", "servers", "workers"})
     max_constraints = None
     external = True
+    method: str | None = None
 
     def assign(self, graph: RawGraph, num_parts: int, seed: int) -> Assignment:
         servers, workers = self._choose_shape(num_parts)
         weights = balance_weights(graph, self.options, num_parts, self.max_constraints)
-        method = PARTITIONERS.resolve(self.options.inner or default_partitioner(self.options))
+        method = PARTITIONERS.resolve(self.method or default_partitioner(self.options))
         if method in ("hierarchical", "file"):
             raise ConfigError(f"hierarchical cannot use {method!r} at its two levels; use metis or kaminpar")
         plugin = PARTITIONERS.get(method)
         weighted, options = _with_weight_columns(graph, _make_inner_options(self.options, plugin.honours))
-        shares = weights.shares.reshape(servers, workers)
 
-        def split(graph: RawGraph, shares: Array, workspace: Workspace | None) -> Assignment:
-            has_targets = options.target_weights is not None
-            level_options = replace(options, target_weights=tuple(shares)) if has_targets else options
-            return plugin(level_options).within(workspace, graph).assign(graph, len(shares), seed)
+        def split(graph: RawGraph, num_parts: int, workspace: Workspace | None) -> Assignment:
+            return plugin(options).within(workspace, graph).assign(graph, num_parts, seed)
 
         def split_servers() -> Array:
-            return concatenate_owners(
-                weighted, split(weighted, shares.sum(axis=1), self._open_level("servers"))
-            )
+            return concatenate_owners(weighted, split(weighted, servers, self._open_level("servers")))
 
         # The result is stored, because a method may give other parts with another memory limit.
         work = self.workspace
@@ -68,7 +60,7 @@ class Hierarchical(Partitioner):
             local_nodes = np.flatnonzero(owners == server)
             server_workspace = self._open_level(f"server{server}")
             piece = induced_graph(weighted, local_nodes, options.constraints, server_workspace)
-            assignment = split(piece, shares[server], server_workspace)
+            assignment = split(piece, workers, server_workspace)
             part_of_node[local_nodes] = server * workers + concatenate_owners(piece, assignment)
         promised_weights = weights if assignment.parameters.get("tolerance") else None
         parameters: dict[str, object] = {"servers": servers, "workers": workers, "inner": method}
@@ -90,9 +82,7 @@ class Hierarchical(Partitioner):
         # It returns (servers, workers). A missing number is computed from the other one.
         servers, workers = self.options.servers, self.options.workers
         if servers is None and workers is None:
-            raise ConfigError(
-                "method hierarchical needs the number of servers or of workers per server; set one"
-            )
+            raise ConfigError("method hierarchical needs the number of servers or workers per server; set it")
         if servers is None:
             servers = max(num_parts // (workers or 1), 1)
         if workers is None:
@@ -107,7 +97,7 @@ class Hierarchical(Partitioner):
 
 def _make_inner_options(options: PartitionOptions, honours: frozenset[str]) -> PartitionOptions:
     # The tolerance of each level is chosen so that two levels together have the requested one.
-    inner_options = replace(options, servers=None, workers=None, inner=None)
+    inner_options = replace(options, servers=None, workers=None)
     if "tolerance" not in honours and not options.tolerance:
         return inner_options
     tolerance = {c: float(np.sqrt(1.0 + options.tolerance_of(c)) - 1.0) for c in options.constraints}
@@ -161,13 +151,13 @@ def assign_two_levels(
     """Partition ``graph`` over P parts, and each part over t trainers, with the same method.
 
     ``size`` is (P, t). Constraints apply at both levels, and ``parameters["missed"]`` of each level has those
-    that are not met. The ``target_weights`` are those of the parts. The trainers of a part are equal.
+    that are not met.
     """
     num_parts, per_part = size
-    if options.servers is not None or options.workers is not None or options.inner is not None:
+    if options.servers is not None or options.workers is not None:
         raise ConfigError(
-            f"servers, workers and inner are for method hierarchical only, and {per_part} trainers per part "
-            "already need two levels; leave them out"
+            f"servers and workers are for method hierarchical only, and {per_part} trainers per part already "
+            "need two levels; leave them out"
         )
     for name, columns in (*graph.node_data.items(), *graph.edge_data.items()):
         if TRAINER_ID in columns:
@@ -175,21 +165,13 @@ def assign_two_levels(
                 f"{graph.name} already has {TRAINER_ID!r} as data of {name!r}; remove it, or partition for "
                 "one trainer per part"
             )
-    part_shares(options.target_weights, num_parts)
-    targets = None
-    if options.target_weights is not None:
-        targets = tuple(weight / per_part for weight in options.target_weights for _ in range(per_part))
-    two_level_options = replace(
-        options, servers=num_parts, workers=per_part, inner=method, target_weights=targets
-    )
-    partitioner = Hierarchical(two_level_options).within(workspace, graph)
-    trainers = partitioner.assign(graph, num_parts * per_part, seed)
+    partitioner = Hierarchical(replace(options, servers=num_parts, workers=per_part))
+    partitioner.method = method
+    trainers = partitioner.within(workspace, graph).assign(graph, num_parts * per_part, seed)
     part_of = {ntype: owners // np.int32(per_part) for ntype, owners in trainers.part_of.items()}
-    level_parameters = ("servers", "workers", "inner", "missed", "target_weights")
+    level_parameters = ("servers", "workers", "inner", "missed")
     parameters = {name: value for name, value in trainers.parameters.items() if name not in level_parameters}
     parameters[TRAINERS_PER_PART] = per_part
-    if options.target_weights is not None:
-        parameters["target_weights"] = list(options.target_weights)
     parts = Assignment(num_parts=num_parts, part_of=part_of, method=method, seed=seed, parameters=parameters)
     if parameters.get("tolerance"):
         weights = balance_weights(graph, options, num_parts, None)

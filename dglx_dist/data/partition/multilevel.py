@@ -31,7 +31,7 @@ def dgl_supports(options: PartitionOptions, weights: BalanceWeights) -> bool:
     """Return whether DGL's METIS supports the request. It has equal parts and no tolerances."""
     tolerance = options.tolerance
     tolerances = list(tolerance.values()) if isinstance(tolerance, Mapping) else [tolerance]
-    if options.target_weights is not None or any(t != DEFAULT_TOLERANCE for t in tolerances):
+    if any(tolerance != DEFAULT_TOLERANCE for tolerance in tolerances):
         return False
     columns = zip(weights.names, weights.columns, strict=True)
     return all(name in _DGL_WEIGHTS or column.max(initial=0) <= 1 for name, column in columns)
@@ -83,10 +83,8 @@ def part_graph(
 ) -> Array:
     """Return (N,) int32 parts by METIS_PartGraphKway of the library ``path``. It releases the GIL.
 
-    Indices other than int64 are copied. Weight columns of zeros are left out.
-
-    Raises:
-        ConfigError: METIS failed.
+    Indices other than int64 are copied. Weight columns of zeros are left out. Raises ConfigError if METIS
+    failed.
     """
     library = ctypes.CDLL(path)
     used = [c for c, column in enumerate(weights.columns) if column.any()]
@@ -159,16 +157,13 @@ class _Multilevel(Partitioner):
             beside_columns = workspace.with_reserved(8 * num_weights * graph.total_nodes)
 
             def fits(coarse_graph: SymmetricGraph) -> bool:
-                size = (
-                    coarse_graph.num_nodes,
-                    len(coarse_graph.indices),
-                    coarse_graph.edge_weights is not None,
-                )
+                has_weights = coarse_graph.edge_weights is not None
+                size = coarse_graph.num_nodes, len(coarse_graph.indices), has_weights
                 return beside_columns.fits(self._estimate_bytes(*size, num_weights))
 
             return partition(symmetric, weights, solve, fits, workspace, seed)
 
-        def count_library_bytes(weights: BalanceWeights) -> int:
+        def count_bytes(weights: BalanceWeights) -> int:
             return self._estimate_bytes(graph.total_nodes, 2 * graph.total_edges, True, len(weights.columns))
 
         return assign_balanced(
@@ -177,7 +172,7 @@ class _Multilevel(Partitioner):
             (num_parts, seed),
             compute,
             dtype=self._dtype,
-            count_reserved_bytes=count_library_bytes,
+            count_reserved_bytes=count_bytes,
         )
 
     @abstractmethod
@@ -194,7 +189,7 @@ class _Multilevel(Partitioner):
 class Metis(_Multilevel):
     """Multilevel k-way partitioning of the symmetrised graph (DistDGL).
 
-    It supports any number of constraints, a tolerance for each, target weights, the objective and ``fast``.
+    It supports any number of constraints, a tolerance for each, the objective and ``fast``.
     With ``fast`` it uses DGL's own build of METIS like DistDGL, with one initial partition and one refinement
     pass. If that build does not support the options, it uses one refinement pass instead of ten.
 
@@ -203,7 +198,7 @@ class Metis(_Multilevel):
     :mod:`.semi_external`.
     """
 
-    honours = frozenset({"balance", "tolerance", "target_weights", "objective", "fast"})
+    honours = frozenset({"balance", "tolerance", "objective", "fast"})
     max_constraints = None
     _dtype = np.int64
 
@@ -246,14 +241,14 @@ def write_parhip(path: Path, graph: SymmetricGraph, node_weights: Array | None) 
 
 @final
 class Kaminpar(_Multilevel):
-    """KaMinPar, the default for one balance weight. It is reproducible with one thread only.
+    """KaMinPar, the default for one balance weight. It has one thread, because more are not reproducible.
 
-    It supports one constraint, its tolerance, target weights, ``fast`` and ``threads``. Graphs larger than
-    memory are clustered first, see :mod:`.semi_external`. KaMinPar's own compressed graphs are not used,
-    because the same seed does not always give the same parts.
+    It supports one constraint, its tolerance and ``fast``. Graphs larger than memory are clustered first, see
+    :mod:`.semi_external`. KaMinPar's own compressed graphs are not used, because the same seed does not
+    always give the same parts.
     """
 
-    honours = frozenset({"balance", "tolerance", "target_weights", "fast", "threads"})
+    honours = frozenset({"balance", "tolerance", "fast"})
 
     @staticmethod
     def _estimate_bytes(num_nodes: int, num_entries: int, has_weights: bool, num_weights: int) -> int:
@@ -271,7 +266,7 @@ class Kaminpar(_Multilevel):
             loaded = library.load_graph(str(path), library.GraphFileFormat.PARHIP)
         context = library.fast_context() if self.options.fast else library.default_context()
         library.reseed(seed % 2**31)
-        partitioner = library.KaMinPar(self.options.threads, context)
+        partitioner = library.KaMinPar(1, context)
         capacities = np.floor(weights.capacities()[0]).astype(np.int64)
         parts = partitioner.compute_partition(loaded, max_block_weights=capacities.tolist())
         return np.fromiter(parts, dtype=np.int32, count=graph.num_nodes)

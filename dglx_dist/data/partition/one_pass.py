@@ -28,7 +28,7 @@ class Contiguous(Partitioner):
     It supports one balance weight and target weights. No range exceeds its share by more than one node.
     """
 
-    honours = frozenset({"balance", "target_weights", "tolerance"})
+    honours = frozenset({"balance", "tolerance"})
     external = True
 
     def assign(self, graph: RawGraph, num_parts: int, seed: int) -> Assignment:
@@ -107,9 +107,7 @@ class File(Partitioner):
                 f"{path.name} holds {parts.dtype} of shape {parts.shape}; part ids are {num_nodes} integers"
             )
         if len(parts) != num_nodes:
-            raise DatasetError(
-                f"{path.name} has {len(parts)} part ids for {num_nodes} nodes; give one per node"
-            )
+            raise DatasetError(f"{path.name} has {len(parts)} parts for {num_nodes} nodes; give one per node")
         is_outside = (parts < 0) | (parts >= num_parts)
         if is_outside.any():
             row = int(np.argmax(is_outside))
@@ -137,7 +135,6 @@ def read_parts(path: Path) -> Array:
 class Random(Partitioner):
     """A random permutation that is cut into ranges. Shares are exact to one node."""
 
-    honours = frozenset({"target_weights"})
     external = True
 
     def assign(self, graph: RawGraph, num_parts: int, seed: int) -> Assignment:
@@ -187,7 +184,7 @@ GAMMA = 1.5
 
 
 class _Streaming(Partitioner):
-    honours = frozenset({"balance", "tolerance", "target_weights", "passes"})
+    honours = frozenset({"balance", "tolerance", "passes"})
     max_constraints = None
     external = True
 
@@ -202,13 +199,9 @@ class _Streaming(Partitioner):
             fennel = isinstance(self, Fennel)
             return stream(symmetric, order, weights, passes=self.options.passes, fennel=fennel)
 
+        num_bytes, size = 80 * graph.total_nodes, (num_parts, seed)
         return assign_balanced(
-            self,
-            graph,
-            (num_parts, seed),
-            compute,
-            weighted=False,
-            count_reserved_bytes=lambda _: 80 * graph.total_nodes,
+            self, graph, size, compute, weighted=False, count_reserved_bytes=lambda _: num_bytes
         )
 
 

@@ -102,9 +102,8 @@ def _open_plan_workspace(
     work = (plan.scratch or target.parent) / f"{target.name}.work"
     if work.resolve().is_relative_to(target.resolve()):
         raise ConfigError(f"scratch {plan.scratch} is in {folder}, the folder to write; choose another place")
-    return open_workspace(
-        work, {name: repr(value) for name, value in settings.items()}, read_size(plan.memory), ranks
-    )
+    facts = {name: repr(value) for name, value in settings.items()}
+    return open_workspace(work, facts, read_size(plan.memory), ranks)
 
 
 _NOT_OF_RESULT = ("memory", "scratch", "overwrite")
@@ -122,9 +121,7 @@ def load_graph(
     if isinstance(spec, (str, os.PathLike)) and (Path(spec).expanduser() / MANIFEST).is_file():
         folder = Path(spec).expanduser()
         if options:
-            raise ConfigError(
-                f"{folder} is a dataset and has no option {next(iter(options))!r}; leave it out"
-            )
+            raise ConfigError(f"{folder} is a dataset and has no option {next(iter(options))!r}; omit it")
         return load_raw_graph(open_dataset(folder), workspace)
     return load_dataset(spec, workspace=workspace, **options)
 
@@ -236,11 +233,7 @@ def _assign(graph: RawGraph, plan: PartitionPlan, workspace: Workspace | None) -
     split = _assign_once(graph, plan, workspace)
     balanced_plan = replace(plan, options=replace(plan.options, balance=plan.options.balance or ("train",)))
     partitioner_class = PARTITIONERS.get(balanced_plan.partitioner)
-    can_balance = (
-        "balance" in partitioner_class.honours
-        and partitioner_class.max_constraints is None
-        and plan.options.threads == 1
-    )
+    can_balance = "balance" in partitioner_class.honours and partitioner_class.max_constraints is None
     if plan.options.balance or not can_balance or "train" not in _find_imbalances(graph, split.quality):
         return split
     if workspace is not None:
@@ -378,9 +371,7 @@ def _with_reverse_edges(graph: RawGraph, workspace: Workspace | None) -> RawGrap
         name_of = {etype: (etype[2], f"{etype[1]}{REVERSE}", etype[0]) for etype in graph.edges}
         for etype, name in name_of.items():
             if name in graph.edges:
-                raise ConfigError(
-                    f"reverse edges of {etype} already exist as {name}; leave out --add-reverse-edges"
-                )
+                raise ConfigError(f"reverse edges of {etype} exist as {name}; leave out --add-reverse-edges")
         edges = {name_of[etype]: (dst, src) for etype, (src, dst) in graph.edges.items()}
         ids = {name_of[etype]: ids for etype, ids in graph.edge_ids.items()}
         return replace(graph, edges={**graph.edges, **edges}, edge_ids={**graph.edge_ids, **ids})
@@ -417,7 +408,7 @@ def _with_edges(
     graph: RawGraph,
     ends: tuple[Array, Array],
     rows: Array | None,
-    stage_name: str,
+    stage: str,
     workspace: Workspace | None,
 ) -> RawGraph:
     """Append edges to a homogeneous ``graph``. They get the columns of the edges ``rows``, or 1."""
@@ -436,7 +427,7 @@ def _with_edges(
     makers += [partial(join_rows, column, None, name) for name, column in columns.items()]
     if etype in graph.edge_ids:
         makers.append(partial(join_rows, graph.edge_ids[etype], np.arange(len(src), len(src) + count)))
-    joined = concatenate_chunks(workspace, stage_name, makers, len(makers) * (len(src) + count))
+    joined = concatenate_chunks(workspace, stage, makers, len(makers) * (len(src) + count))
     data = zip(columns.items(), joined[2:], strict=False)
     return replace(
         graph,

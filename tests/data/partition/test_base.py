@@ -11,14 +11,11 @@ from dglx_dist.errors import ConfigError
 SAID = {
     "balance": PartitionOptions(balance=("degree",)),
     "tolerance": PartitionOptions(tolerance=0.1),
-    "target_weights": PartitionOptions(target_weights=(1, 2)),
     "objective": PartitionOptions(objective="vol"),
     "fast": PartitionOptions(fast=True),
     "servers": PartitionOptions(servers=2),
     "workers": PartitionOptions(workers=2),
-    "inner": PartitionOptions(inner="metis"),
     "file": PartitionOptions(file="parts.npy"),
-    "threads": PartitionOptions(threads=2),
     "passes": PartitionOptions(passes=2),
 }
 
@@ -71,10 +68,8 @@ def test_a_tolerance_is_one_for_all_or_by_name() -> None:
         ({"tolerance": float("nan")}, "nan"),
         ({"tolerance": {"trian": 0.1}}, "'trian', which is not balanced"),
         ({"objective": "volume"}, "objective is volume; it must be cut or vol"),
-        ({"target_weights": (1.0, 0.0)}, r"target_weights\[1\] is 0.0"),
         ({"servers": 0}, "servers is 0"),
         ({"workers": -1}, "workers is -1"),
-        ({"threads": 0}, "threads is 0"),
         ({"passes": 0}, "passes is 0"),
     ],
 )
@@ -88,7 +83,6 @@ def test_a_wrong_value_is_named(fields: dict[str, object], named: str) -> None:
     [
         (PartitionOptions(), "kaminpar"),
         (PartitionOptions(balance=("degree",)), "kaminpar"),
-        (PartitionOptions(target_weights=(1, 2)), "kaminpar"),
         (PartitionOptions(balance=("train",)), "metis"),
         (PartitionOptions(balance=("nodes", "degree")), "metis"),
         (PartitionOptions(balance=("ntype",)), "metis"),

@@ -78,14 +78,6 @@ def test_the_tolerance_holds(name: str, balance: str, tolerance: float) -> None:
     assert quality.missed == {}
 
 
-@pytest.mark.parametrize("name", those_that_honour("target_weights"))
-def test_unequal_machines_get_unequal_parts(name: str) -> None:
-    graph = communities()
-    options = {"tolerance": 0.02} if name in those_that_honour("tolerance") else {}
-    sizes = np.array(measure(graph, assign(name, graph, 2, target_weights=(3, 1), **options)).num_nodes)
-    assert (sizes <= np.array([1530, 510])).all()
-
-
 @every_partitioner
 def test_same_seed_same_answer_and_the_graph_is_left_alone(name: str) -> None:
     graph, untouched = communities(), communities()

@@ -2,6 +2,7 @@
 
 import json
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -22,14 +23,11 @@ from tests.data.partition.graphs import AUTHORS_AND_PAPERS, TWO_TRIANGLES, commu
 
 
 def test_what_was_told_survives_json() -> None:
-    options = PartitionOptions(
-        balance=("degree",), tolerance=0.1, target_weights=(1, 2), fast=True, objective="vol"
-    )
+    options = PartitionOptions(balance=("degree",), tolerance=0.1, fast=True, objective="vol")
     description = describe(options, balance_weights(TWO_TRIANGLES, options, 2, None))
     assert json.loads(json.dumps(description)) == {
         "tolerance": {"degree": 0.1},
         "balance": ["degree"],
-        "target_weights": [1.0, 2.0],
         "fast": True,
         "objective": "vol",
     }
@@ -113,8 +111,8 @@ def test_each_node_type_is_a_constraint() -> None:
 
 def test_loads_above_their_capacities_are_unmet() -> None:
     graph = homogeneous(4, [], cost=np.array([10, 20, 30, 40]))
-    options = PartitionOptions(balance=("nodes", "cost"), tolerance=0.25, target_weights=(3, 1))
-    weights = balance_weights(graph, options, 2, None)
+    options = PartitionOptions(balance=("nodes", "cost"), tolerance=0.25)
+    weights = replace(balance_weights(graph, options, 2, None), shares=np.array([0.75, 0.25]))
     # nodes: shares 3 and 1, one more allowed; cost: shares 75 and 25, 25 % more, or 40 beside a share of 40.
     assert weights.capacities().tolist() == [[4.0, 2.0], [93.75, 50.0]]
     parts = np.array([0, 0, 1, 1], dtype=np.int32)

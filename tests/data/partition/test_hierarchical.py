@@ -105,13 +105,6 @@ def test_in_edges_of_every_type_are_balanced_at_both_levels() -> None:
             assert quality.balance[name] <= max(1.1, 1 + heaviest / share) + 1e-9, (name, quality.balance)
 
 
-def test_shares_of_unequal_machines_are_divided_evenly_inside() -> None:
-    graph = communities()
-    split = assign_two_levels(graph, "metis", PartitionOptions(target_weights=(3, 1)), (2, 2), 0)
-    assert measure(graph, split.parts).num_nodes == pytest.approx((1500, 500), rel=0.12)
-    assert measure(graph, split.trainers).num_nodes == pytest.approx((750, 750, 250, 250), rel=0.15)
-
-
 def test_edges_have_the_trainer_of_their_destination() -> None:
     graph = AUTHORS_AND_PAPERS
     split = assign_two_levels(graph, "random", PartitionOptions(), (2, 2), 0)
@@ -138,13 +131,11 @@ def test_a_column_of_that_name_is_not_overwritten() -> None:
         ("", PartitionOptions(), "needs the number of servers"),
         ("", PartitionOptions(servers=4), "4 servers with 1 workers each need 4 parts, not 6"),
         ("", PartitionOptions(servers=2, workers=2), "2 servers with 2 workers each need 4 parts, not 6"),
-        ("", PartitionOptions(servers=2, inner="hierarchical"), "cannot use 'hierarchical'"),
-        ("", PartitionOptions(servers=2, inner="ldg", fast=True), "Ldg does not support fast"),
         # Of two parts of two trainers:
         ("hierarchical", PartitionOptions(), "cannot use 'hierarchical'"),
         ("file", PartitionOptions(), "cannot use 'file'"),
         ("metis", PartitionOptions(servers=2), "already need two levels"),
-        ("metis", PartitionOptions(target_weights=(1, 2, 3)), "target_weights has 3 values for 2 parts"),
+        ("ldg", PartitionOptions(fast=True), "Ldg does not support fast"),
         ("random", PartitionOptions(balance=("train",)), "Random does not support balance"),
     ],
 )

@@ -65,7 +65,7 @@ def test_parts_come_as_they_were_written(tmp_path: Path) -> None:
         ("parts.npy", np.zeros((6, 1), dtype=int), r"parts.npy.* int64 of shape \(6, 1\)"),
         ("parts.npy", np.array([0, 0, 0, 0, 0, 5]), "row 5: part 5 is outside 0..1; use 6 parts"),
         ("parts.npy", np.array([0, -1, 1, 0, 0, 0]), "parts.npy, row 1: part -1"),
-        ("parts.npy", np.array([0, 1]), "parts.npy has 2 part ids for 6 nodes"),
+        ("parts.npy", np.array([0, 1]), "parts.npy has 2 parts for 6 nodes"),
         ("parts.npy", np.array(["a"] * 6, dtype=object), "parts.npy is not a plain .npy array"),
         ("parts.npy", b"", "not a plain .npy array"),
         ("parts.npy", b"\xff\xfe", "not a plain .npy array"),

@@ -150,7 +150,7 @@ def on_three(folder: str) -> dict[str, Any]:
     with start_session(timeout_s=200, seed=5) as session:
         g, results = DistGraph(folder, structure="replicated"), {}
         excluded = {"exclude": "reverse_id", "reverse_eids": reverse_edge_ids(g)}
-        drawn = negative.DegreeWeighted(2, corrupt="both")
+        drawn = negative.PerSourceUniform(2, corrupt="both")
         for structure in ("push", "resample"):
             kinds = {
                 "nodes": nodes_of(g, structure=structure, shuffle=True, depth=2, num_threads=2),

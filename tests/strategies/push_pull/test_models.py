@@ -129,10 +129,6 @@ class Case:
     data: str = "parts"
 
 
-def by_rows(make: Callable[[int], nn.Module]) -> Case:
-    return Case(lambda: Net(make), options={"sync": "inputs"})
-
-
 SIDE_BY_SIDE = {"features": "feat,extra"}
 WIDE = WIDTH + EXTRA
 ZERO = {"allow_zero_in_degree": True}
@@ -151,8 +147,6 @@ CASES: Mapping[str, Case] = {
     "embedding without features": Case(lambda: Net(width=3, sparse=False), (), data="bare"),
     "embedding of replicas": Case(lambda: Net(sparse=False), options={"group_size": 1}),
     "sparse embedding of replicas": Case(lambda: Net(sparse=True), options={"group_size": 1}),
-    "pool": by_rows(lambda width: dgl.nn.SAGEConv(width, HIDDEN, "pool")),
-    "gatv2": by_rows(lambda width: dgl.nn.GATv2Conv(width, HIDDEN // 2, 2, **ZERO)),
     "values of edges by column": Case(lambda: Net(Shifted)),
     **{f"tied {kind}": Case(lambda kind=kind: Tied(kind)) for kind in ("activation", "bias", "two names")},
 }
