@@ -29,6 +29,7 @@ def chaos(*arguments: str) -> str:
     return done.stdout
 
 
+@pytest.mark.wide
 @pytest.mark.timeout(1200)
 def test_a_worker_a_rank_and_a_preemption_cost_no_bit() -> None:
     rows = chaos("--kills", "2", "--preemptions", "1", "--only", "lambda", "--epochs", "40", "--seed", "29")

@@ -1,7 +1,5 @@
 """The package as a user installs it: built, not editable, run from a folder elsewhere."""
 
-from __future__ import annotations
-
 import shutil
 import subprocess
 import sys

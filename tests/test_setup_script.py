@@ -1,7 +1,5 @@
 """The Python and the versions that scripts/setup.sh takes, with Pythons that only print their arguments."""
 
-from __future__ import annotations
-
 import re
 import shutil
 import subprocess
@@ -69,9 +67,7 @@ def setup(copy: Path, found: dict[str, str], python: str | None = None) -> tuple
         ({"python3.11": "3.11 bare", "python3.12": "", "python3.10": "3.10"}, None, "3.10"),
     ],
 )
-def test_the_versions_are_those_of_the_python(
-    copy: Path, found: dict[str, str], python: str | None, version: str
-) -> None:
+def test_versions_suit_python(copy: Path, found: dict[str, str], python: str | None, version: str) -> None:
     code, message, line = setup(copy, found, python)
     assert code == 0, message
     (torch,) = re.findall(r"^torch==.*", (ROOT / "constraints" / f"{version}.txt").read_text(), re.MULTILINE)
@@ -92,9 +88,7 @@ def test_the_versions_are_those_of_the_python(
         (ALL, "/no/such/python", "found at PYTHON=/no/such/python. DGL"),
     ],
 )
-def test_other_pythons_are_refused(
-    copy: Path, found: dict[str, str], python: str | None, message: str
-) -> None:
+def test_refuses_other_pythons(copy: Path, found: dict[str, str], python: str | None, message: str) -> None:
     code, output, request = setup(copy, found, python)
     assert (code, request) == (1, "")
     assert message in output

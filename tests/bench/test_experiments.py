@@ -1,7 +1,5 @@
 """Tables of experiments: what each says, what it builds, and what is predicted."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Pages: the README.md of a folder of results, docs/performance.md, and the pictures beside them."""
 
-from __future__ import annotations
-
 import gzip
 import re
 from dataclasses import replace
@@ -93,9 +91,7 @@ def test_without_results_nothing_is_measured_yet_and_parts_stand_at_the_end(fold
     assert page.endswith("\n\n## First part\n\n    a command\n\n## Second part\n\ntext\n")
 
 
-def test_results_are_taken_over_gzipped_and_found_out_of_date_when_they_change(
-    folder: Path, tmp_path: Path
-) -> None:
+def test_results_are_gzipped_and_found_out_of_date_when_they_change(folder: Path, tmp_path: Path) -> None:
     out, page = tmp_path / "out", tmp_path / "page.md"
     results.write(out, replace(outcome(), experiment="P1"))
     expected = ["--results", str(folder), "--to", str(page)]
@@ -213,25 +209,3 @@ def test_an_experiment_gets_the_pictures_that_it_has_figures_for(tmp_path: Path)
         check_plan(
             "D1", replace(inputs.plan, lines=(Line(what="rate", name="x", points=((1, "elsewhere"),)),))
         )
-
-
-def test_bars_are_the_medians_of_phases_and_bytes() -> None:
-    axes = Figure().subplots()
-    rows = variant_rows(outcome())
-    plots.draw_phases(axes, rows)
-    bars = {bars.get_label(): [bar.get_height() for bar in bars] for bars in axes.containers[:5]}
-    assert bars["compute"] == pytest.approx([item["compute_s"] for item in rows])
-    assert bars["fetch (threads)"] == pytest.approx([item["fetch_s"] for item in rows])
-    # What stands on top of the others ends where the epoch does: nothing is stacked that runs beside it.
-    tops = [bar.get_y() + bar.get_height() for bar in axes.containers[2]]
-    assert tops == pytest.approx([item["seconds"][0] for item in rows])
-    assert [text.get_text() for text in axes.texts] == ["2.1 s", "1.05 s"]
-    axes = Figure().subplots()
-    plots.draw_phases(axes, variant_rows(outcome(simulated="compute is slept")))
-    assert [text.get_text() for text in axes.texts] == ["2.1 s sim.", "1.05 s sim."]
-    axes = Figure().subplots()
-    plots.draw_bytes(axes, rows)
-    bars = {bars.get_label(): [bar.get_height() for bar in bars] for bars in axes.containers}
-    assert bars["payload between servers (ledger)"] == [40, 10]
-    assert bars["payload inside a server (ledger)"] == [10, 10]
-    assert bars["between servers, by the cards"] == [42, 11]

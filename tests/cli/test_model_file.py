@@ -1,7 +1,5 @@
 """``dglx train --model-file``: a model of the user's own, from a file that every rank runs."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

@@ -1,7 +1,5 @@
 """External clients: their endpoint, their credentials, and the operations registered for them."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 
 import numpy as np

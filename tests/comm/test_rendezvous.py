@@ -1,7 +1,5 @@
 """Missing ranks are named when ranks come and go during the rendezvous."""
 
-from __future__ import annotations
-
 import gc
 import socket
 from dataclasses import replace

@@ -1,14 +1,11 @@
 """Sessions: one at a time, options that all ranks must share, scratch folders, network, clean ends."""
 
-from __future__ import annotations
-
 import fcntl
 import os
 import shutil
 import signal
 import threading
 import uuid
-import weakref
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,7 +19,6 @@ from dglx_dist.comm.collectives import barrier, gather_int64
 from dglx_dist.comm.rendezvous import choose_listening_address, find_interface_address, read_link_speed
 from dglx_dist.comm.session import (
     Scratch,
-    call_if_alive,
     check_hellos,
     check_values_equal,
     collect_shared_facts,
@@ -165,16 +161,6 @@ def test_order_machines_and_objects_do_not_matter() -> None:
 def test_ranks_that_differ_are_named(other: dict[str, Any], reason: str) -> None:
     with pytest.raises(ConfigError, match=reason):
         check_hellos([make_hello(depth=2), make_hello(depth=2), other])
-
-
-def test_call_if_alive_does_nothing_without_the_object() -> None:
-    event = threading.Event()
-    call, alive = call_if_alive(event.set), weakref.ref(event)
-    call()
-    assert event.is_set()
-    del event
-    call()
-    assert alive() is None
 
 
 def test_the_last_one_to_leave_removes_the_folder_and_nobody_elses() -> None:

@@ -1,7 +1,5 @@
 """The wire format: messages survive the round trip; malformed ones are refused whole."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from unittest import mock
 

@@ -1,7 +1,5 @@
 """Every name that DGL has is in the table, and behaves as the table says."""
 
-from __future__ import annotations
-
 import inspect
 import re
 from pathlib import Path

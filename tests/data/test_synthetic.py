@@ -1,7 +1,5 @@
 """The built-in graph: sizes, distributions, and labels that neighbours help to predict."""
 
-from __future__ import annotations
-
 import dataclasses
 import resource
 from pathlib import Path

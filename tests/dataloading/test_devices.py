@@ -1,7 +1,5 @@
 """Loaders for a device: what is copied when and on which thread, with stand-ins, and the batches there."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any

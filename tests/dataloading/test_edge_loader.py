@@ -1,7 +1,5 @@
 """Mini-batches of edges: pairs, excluded edges, steps on one rank and several, bytes."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from itertools import chain
 from types import SimpleNamespace
@@ -454,8 +452,6 @@ def test_unsupported_options_are_refused(g: DistGraph, options: dict[str, Any], 
         ({"buys": [1]}, by_types(["buys"]), "Pass {edge type"),
     ],
 )
-def test_unsupported_options_over_types_are_refused(
-    shop: DistGraph, eids: Any, rule: Any, message: str
-) -> None:
+def test_refuses_unsupported_options_over_types(shop: DistGraph, eids: Any, rule: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         loader_of(shop, eids=eids, **rule)

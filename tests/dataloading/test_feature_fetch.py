@@ -1,7 +1,5 @@
 """The order of sends: requests before local work, and one batch's wait beside another's work."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """The node loader: batches of every rank, resuming, and sessions that are opened and closed."""
 
-from __future__ import annotations
-
 import re
 import warnings
 from itertools import chain

@@ -1,7 +1,5 @@
 """Negative edges, alone and in batches of edges."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np
@@ -140,9 +138,7 @@ def test_a_users_own_code_is_run(graph: DistGraph) -> None:
         ({"likes": (torch.tensor([1]), torch.tensor([2]))}, ConfigError, "likes"),
     ],
 )
-def test_wrong_results_of_samplers_are_refused(
-    graph: DistGraph, answer: Any, error: Any, message: str
-) -> None:
+def test_refuses_wrong_results_of_samplers(graph: DistGraph, answer: Any, error: Any, message: str) -> None:
     draw = open_negative(graph, lambda g, eids: answer, [EDGE_TYPE])
     with pytest.raises(error, match=message):
         draw([positives(graph, [1])])

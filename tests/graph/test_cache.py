@@ -1,7 +1,5 @@
 """Caches of remote rows over real ranks: the same bits, fewer bytes, and errors on every rank."""
 
-from __future__ import annotations
-
 import dataclasses
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Opening a dataset as a DistGraph: counts, types, ids, views, refusals."""
 
-from __future__ import annotations
-
 import os
 import shutil
 from collections.abc import Callable

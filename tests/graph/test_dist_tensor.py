@@ -1,7 +1,5 @@
 """DistTensor: creation, policies, reads, writes, and the search for nonzero rows."""
 
-from __future__ import annotations
-
 import itertools
 import os
 import sys
@@ -155,9 +153,7 @@ def test_values_are_broadcast_and_a_narrowing_dtype_is_refused(graph: DistGraph)
         (torch.int64, float("nan"), "nan"),
     ],
 )
-def test_values_that_integers_cannot_hold_are_refused(
-    graph: DistGraph, dtype: torch.dtype, values: Any, lost: str
-) -> None:
+def test_integers_refuse_other_values(graph: DistGraph, dtype: torch.dtype, values: Any, lost: str) -> None:
     tensor = graph.new_tensor((NUM_NODES, 2), dtype)
     with pytest.raises(ConfigError, match=f"holds {dtype}, which cannot hold {lost}"):
         tensor[[0]] = values
@@ -370,9 +366,7 @@ def test_policies_are_named_as_in_dgl(graph: DistGraph) -> None:
         (lambda g: g.ndata["feat"].push([0], torch.zeros(1, 5)), "read-only. Create a writable tensor"),
     ],
 )
-def test_invalid_creation_and_writes_are_refused(
-    graph: DistGraph, make: Callable[[DistGraph], object], message: str
-) -> None:
+def test_refuses_wrong_writes(graph: DistGraph, make: Callable[[DistGraph], object], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         make(graph)
 

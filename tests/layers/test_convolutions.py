@@ -1,7 +1,5 @@
 """Stages of convolutions: alone they are DGL's layer; cut by columns and added up they still are."""
 
-from __future__ import annotations
-
 import copy
 import re
 from collections.abc import Callable, Sequence
@@ -171,7 +169,7 @@ def close(found: Tensor | None, expected: Tensor | None) -> None:
         (nn.Linear(3, 3), "Linear cannot be cut .* its stages are not defined"),
     ],
 )
-def test_layers_that_cannot_be_split_are_refused_with_the_reason(module: nn.Module, message: str) -> None:
+def test_refuses_to_split_other_layers_with_a_reason(module: nn.Module, message: str) -> None:
     with pytest.raises(ConfigError, match=message) as caught:
         make_stages(module)
     assert "data_parallel" in str(caught.value)

@@ -1,7 +1,5 @@
 """Dropout with masks keyed by node and edge."""
 
-from __future__ import annotations
-
 import copy
 import gc
 from typing import Any

@@ -4,8 +4,6 @@ What goes through the CPU or NumPy, reads a value, or makes a tensor on a wrong 
 Structure, sampling, agreements and the ledger are real; torch's fake backend "sends" what has no data.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -118,6 +116,7 @@ def on_rank(folder: str) -> dict[str, dict[str, Any]]:
     not torch._C._dispatch_has_kernel_for_dispatch_key("c10d::allreduce_", "Meta"),
     reason="torch 2.4 has no collectives on meta",
 )
+@pytest.mark.wide
 def test_a_step_without_data_is_the_same_in_all_but_the_numbers(folder: Path) -> None:
     for rank, result in enumerate(run_ranks(on_rank, 2, args=(str(folder),), ranks_per_server=1)):
         for name, by_device in result.items():

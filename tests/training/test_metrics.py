@@ -1,7 +1,5 @@
 """Metrics of rows that are split over the ranks, by hand and by counting all pairs."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

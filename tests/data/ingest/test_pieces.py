@@ -103,9 +103,7 @@ def test_more_edges_of_a_node_than_can_be_sorted_are_told(tmp_path: Path) -> Non
         (5, (0.5, 0.5, 0.0), [3, 2, 0]),
     ],
 )
-def test_shares_that_make_up_the_whole_leave_no_row_out(
-    count: int, shares: tuple[float, ...], expected: list[int]
-) -> None:
+def test_shares_of_1_leave_no_row_out(count: int, shares: tuple[float, ...], expected: list[int]) -> None:
     codes = draw_codes([np.ones(count, bool)], count, shares)
     assert np.bincount(codes, minlength=3)[:3].tolist() == expected
 
@@ -243,9 +241,7 @@ def apply_transform(values: list[Any], name: str, **settings: Any) -> list[Any]:
         ([], "no-op", {"truncate_dim": True}, "'truncate_dim' is True"),
     ],
 )  # fmt: skip
-def test_a_column_is_transformed_or_refused(
-    values: list[Any], name: str, settings: dict[str, Any], expected: Any
-) -> None:
+def test_transforms_a_column(values: list[Any], name: str, settings: dict[str, Any], expected: Any) -> None:
     if isinstance(expected, list):
         assert apply_transform(values, name, **settings) == expected
         return

@@ -1,7 +1,5 @@
 """read(write(x)) == x, in every precision with original ids; a killed write leaves nothing that loads."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 import os

@@ -1,7 +1,5 @@
 """Each convolution that is split has the names and values of DGL's: in states, uncut, and in checkpoints."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Batches of push-pull: every rank has every block and its own columns of it; failures of one rank."""
 
-from __future__ import annotations
-
 import os
 import signal
 import threading
@@ -209,9 +207,7 @@ def test_epochs_differ_and_an_empty_rank_has_blocks_without_destinations(three: 
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_structure_bytes_follow_the_formula_and_are_zero_if_resampled(
-    three: list[dict[str, Any]], kind: str
-) -> None:
+def test_structure_bytes_are_those_of_the_formula(three: list[dict[str, Any]], kind: str) -> None:
     """int32 CSC to each of two peers; nothing when structure is drawn again."""
     for rank, result in enumerate(three):
         for (epoch, pushed), (_, drawn) in zip(

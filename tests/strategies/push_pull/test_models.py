@@ -4,8 +4,6 @@ Each trains to the weights of data_parallel on the same ranks and seeds, or of o
 dropout are keyed or the batches are late.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -311,9 +309,7 @@ def test_the_state_is_that_of_data_parallel(results: dict[int, list[dict[str, An
 
 @pytest.mark.parametrize("how", ["keyed", "keyed, late"])
 @pytest.mark.parametrize("name", KEYED)
-def test_dropout_is_the_same_on_any_number_of_parts(
-    results: dict[int, list[dict[str, Any]]], name: str, how: str
-) -> None:
+def test_dropout_is_equal_on_all_parts(results: dict[int, list[dict[str, Any]]], name: str, how: str) -> None:
     (alone,) = results[1]
     for result in results[3]:
         for key, value in alone[f"{name}, {how}"].items():
