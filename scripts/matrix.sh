@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Runs the demo and a part of the tests on the oldest, the middle and the newest supported versions, each in a clone
-# of the last commit with an environment of its own. By hand, before a release; prints the table of docs/compat.md.
+# of the last commit with an environment of its own. By hand, before a release; prints the table of docs/reference/compat.md.
 #
 #   scripts/matrix.sh                       all of them
 #   scripts/matrix.sh 3.10 3.13             some of them
