@@ -87,3 +87,29 @@ def test_the_first_run_works(tmp_path: Path) -> None:
         assert done.returncode == 0, done.stderr
     for name in re.findall(r"^\| `([\w.]+)` \|", page, re.MULTILINE):
         assert (tmp_path / "runs" / "demo" / name).is_file(), name
+
+
+def test_the_samplers_of_the_page_work(tmp_path: Path) -> None:
+    page = (ROOT / "docs" / "guides" / "samplers.md").read_text()
+    prefetching, own = (text for language, text in BLOCK.findall(page) if language == "python")
+    program = f"""
+import dgl
+import torch
+import dglx_dist as dx
+
+dx.init()
+graph = dgl.rand_graph(200, 2000)
+graph.ndata["feat"] = torch.rand(200, 4)
+graph.ndata["label"] = torch.randint(3, (200,))
+graph.ndata["train_mask"] = torch.ones(200, dtype=torch.bool)
+g = dx.distribute(graph)
+train_ids = dx.node_split(g.ndata["train_mask"])
+{prefetching}
+    assert x.shape[1] == 4 and len(y) == len(output_nodes)
+{own}
+for input_nodes, output_nodes, blocks in loader:
+    assert len(blocks) == 2 and blocks[0].num_src_nodes() == len(input_nodes)
+"""
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=200, check=False)
+    assert done.returncode == 0, done.stderr
