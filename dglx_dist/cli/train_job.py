@@ -174,7 +174,7 @@ def _load_own_model(plan: TrainConfig, arguments: Mapping[str, Any]) -> nn.Modul
         reason = f"line {lines[-1]}: {reason}" if lines else reason
         raise ConfigError(
             f"--model-file {plan.model_file}: {reason}. It is called with those of {', '.join(arguments)} "
-            f"that it names, and its forward with {plan.layers} blocks and h (docs/quickstart.md, Models)."
+            f"that it names, and its forward with {plan.layers} blocks and h (docs/guides/training.md)."
         ) from error
     needs_layers = plan.predictions or plan.save_embeddings or plan.task == LINK
     if needs_layers and not hasattr(model, "inference_layers"):
@@ -434,7 +434,7 @@ def _check_trainable(plan: TrainConfig, g: DistGraph) -> str:
     data = columns[ntype]
     missing = f"{g.dataset.folder} has no node data {{!r}} (known: {', '.join(data) or 'none'}). "
     if LABEL not in data:
-        remedy = "Partition a graph that has it (docs/quickstart.md names the columns)"
+        remedy = "Partition a graph that has it (docs/guides/your_data.md names the columns)"
         if names := list_possible_labels(columns):
             remedy = f"Rename one of {names} to {LABEL!r} in nodes.csv or the .npz, and partition again"
         if plan.task == AUTO_TASK:
@@ -466,7 +466,7 @@ def _check_inputs(plan: TrainConfig, g: DistGraph) -> None:
         columns = ", ".join(g.nodes[g.ntypes[0]].data) or "none"
         raise ConfigError(
             f"{where} has no node data {FEATURE!r} (known: {columns}). Add trainable rows with --embeddings "
-            "64, or partition a graph that has it (docs/quickstart.md names the columns)."
+            "64, or partition a graph that has it (docs/guides/your_data.md names the columns)."
         )
     for name in g.ntypes:
         shape = g.nodes[name].data[FEATURE].shape if FEATURE in g.nodes[name].data else (0, 0)

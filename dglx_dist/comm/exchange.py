@@ -1,6 +1,6 @@
 """Exchange of rows between ranks that expect them: one interface over streams, calls and NCCL.
 
-docs/design/contracts.md, "Exchanges", lists where each kind of exchange is used, with measurements.
+docs/development/contracts.md, "Exchanges", lists where each kind of exchange is used, with measurements.
 Unexpected messages and messages of unknown size are sent by one-sided calls (rpc.py, mailbox.py).
 """
 

@@ -186,7 +186,9 @@ def build_replacements() -> dict[str, Any]:
     return {**SUPPORTED, **CONSTANTS, **refused}
 
 
-_NO_PROCESSES = "there are no server and no sampler processes; see their replacements in docs/compat.md"
+_NO_PROCESSES = (
+    "there are no server and no sampler processes; see their replacements in docs/reference/compat.md"
+)
 _PROCESS_MODULES = ("role", "rpc", "rpc_client", "rpc_server", "dist_context", "graph_services")
 
 

@@ -156,7 +156,7 @@ def _convert_matrix(matrix: Any, path: Path) -> dict[str, Array]:
     if matrix.shape[0] != matrix.shape[1]:
         raise DatasetError(
             f"{path}: the matrix has shape {matrix.shape}, but the matrix of a graph is square; for two "
-            "types of nodes write tables (docs/quickstart.md)"
+            "types of nodes write tables (docs/guides/your_data.md)"
         )
     arrays = {"src": matrix.row, "dst": matrix.col, "num_nodes": np.array(matrix.shape[0])}
     return arrays | ({EDGE_VALUES: matrix.data} if (matrix.data != 1).any() else {})

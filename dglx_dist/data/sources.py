@@ -457,7 +457,11 @@ def _check_fits(name: str, per_byte: int, path: Path, workspace: Workspace) -> N
     files = [file for file in path.rglob("*") if file.is_file()] if path.is_dir() else [path]
     needed = per_byte * sum(_estimate_bytes(file) for file in files if file.exists())
     if needed > workspace.budget.work:
-        remedy = "first `dglx ingest` them (docs/ingest.md)" if path.is_dir() else "give an uncompressed .npz"
+        remedy = (
+            "first `dglx ingest` them (docs/guides/ingest.md)"
+            if path.is_dir()
+            else "give an uncompressed .npz"
+        )
         raise ConfigError(
             f"{path} would take about {format_bytes(needed)} of memory, because {name} reads it at once; "
             f"{remedy}, or grant more --memory"

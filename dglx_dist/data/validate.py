@@ -95,7 +95,9 @@ def check_integers(values: Array, column: str, where: str) -> None:
     """Raise DatasetError unless ``values`` are (K,) integers."""
     if values.ndim != 1 or values.dtype.kind not in "iu":
         details = f"it is {values.dtype} of shape {values.shape}"
-        details += "; texts as ids are for tables (docs/quickstart.md)" if values.dtype.kind in "USO" else ""
+        details += (
+            "; texts as ids are for tables (docs/guides/your_data.md)" if values.dtype.kind in "USO" else ""
+        )
         raise column_error(where, column, f"must hold one whole number a row; {details}")
 
 

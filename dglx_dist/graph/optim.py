@@ -40,9 +40,9 @@ class SparseOptimizer:
 
     Creating it is collective, with the same arguments. The owner of a row updates it from the sum of the
     gradients of all ranks. They are weighted like those of the model (the gradient rule,
-    docs/design/contracts.md). The share of a call is the ``session.step_share`` at that time. Rows without
-    gradients and their state stay unchanged. If several optimizers have the same embedding, the first one
-    that steps takes the gradients.
+    docs/development/contracts.md). The share of a call is the ``session.step_share`` at that time. Rows
+    without gradients and their state stay unchanged. If several optimizers have the same embedding, the first
+    one that steps takes the gradients.
 
     Args:
         rule: Function that returns the formula. Its errors are raised on all ranks.

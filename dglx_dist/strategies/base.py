@@ -648,7 +648,8 @@ def gradient_weight(share: StepShare | None, reduction: Reduction) -> float:
 
     If the loss is a mean, the factor is n_local / n_global, so that the sum is the mean over all targets. If
     the loss is a sum, the factor is 1. On a rank without targets it is 0. See "the gradient rule" in
-    docs/design/contracts.md. Raises ConfigError if the loss is a mean and the number of targets is unknown.
+    docs/development/contracts.md. Raises ConfigError if the loss is a mean and the number of targets is
+    unknown.
     """
     if share is not None and share.num_local == 0:
         return 0.0

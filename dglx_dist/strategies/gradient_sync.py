@@ -1,6 +1,6 @@
 """Sums gradients of replicated parameters over the ranks during backward, and averages buffers.
 
-Only backward communicates, and only new gradients. docs/design/decisions.md explains why
+Only backward communicates, and only new gradients. docs/development/decisions.md explains why
 ``DistributedDataParallel`` is not used.
 """
 

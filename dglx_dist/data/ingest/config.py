@@ -1,7 +1,7 @@
 """Options of an ingestion, and the description of its tables in the format of GraphStorm's ``gconstruct``.
 
-docs/ingest.md lists the supported keys. Any other key is an error. Paths are relative to the folder of the
-description or to the current folder.
+docs/guides/ingest.md lists the supported keys. Any other key is an error. Paths are relative to the folder
+of the description or to the current folder.
 """
 
 import json

@@ -256,7 +256,7 @@ class InFlightBatch:
     source_gradients: Sequence[Tensor | None] = ()
     """(N_f,) gradients of the sources, if they are trained (bM)."""
     weight: float = 1.0
-    """Weight of this rank's gradient in the step (the gradient rule, docs/design/contracts.md)."""
+    """Weight of this rank's gradient in the step (the gradient rule, docs/development/contracts.md)."""
 
     def sums(self) -> PartialSums:
         """Wait for the parts' shares and return their sums, without a gradient."""

@@ -630,6 +630,6 @@ def layer_of(name: str, module: nn.Module) -> Layer | None:
     if any(base.__module__.startswith("dgl.nn.") for base in kind.__mro__):
         raise ConfigError(
             f"layer {name!r}, {kind.__name__}, is not known to workers; known are {KNOWN_LAYERS}. Give it "
-            "vertex_stage() (docs/extending.md), or use strategy='data_parallel'"
+            "vertex_stage() (docs/guides/extending.md), or use strategy='data_parallel'"
         )
     return None

@@ -27,7 +27,7 @@ from dglx_dist.strategies.serverless.layer_kinds import (
     same_gradient,
 )
 
-_REMEDY = "write a layer with vertex_stage() (docs/extending.md), or use strategy='data_parallel'"
+_REMEDY = "write a layer with vertex_stage() (docs/guides/extending.md), or use strategy='data_parallel'"
 _DTYPES = {torch.float32: "float32", torch.float64: "float64"}
 
 
