@@ -90,9 +90,8 @@ __all__ = sorted(_MODULE_OF)
 
 def __getattr__(name: str) -> object:
     if name not in _MODULE_OF:
-        raise AttributeError(
-            f"module 'dglx_dist' has no attribute {name!r}; public names: {', '.join(__all__)}"
-        )
+        known = ", ".join(__all__)
+        raise AttributeError(f"module 'dglx_dist' has no attribute {name!r}; public names: {known}")
     # With a fromlist, as a name may be a module of its own that nobody has imported yet.
     return getattr(__import__(_MODULE_OF[name], fromlist=[name]), name)
 

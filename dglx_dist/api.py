@@ -84,10 +84,8 @@ def partition_cached(graph: RawGraph, plan: PartitionPlan, cache: Path) -> Path:
     intact.
 
     One process calls this function. If another run partitions the same graph into the same cache at the same
-    time, the result of the first one is used. Incomplete folders of killed runs are removed.
-
-    Raises:
-        StorageError: the cache cannot be written. This is checked before the graph is partitioned.
+    time, the result of the first one is used. Incomplete folders of killed runs are removed. Raises
+    StorageError if the cache cannot be written. This is checked before the graph is partitioned.
     """
     folder = (cache / f"{Path(graph.name).name}-{content_key(graph, plan)}").absolute()
     if not (folder / MANIFEST).is_file():
@@ -138,7 +136,6 @@ def partition_graph(  # noqa: PLR0913  # the signature is DGL's
     *,
     balance: Sequence[str] = (),
     tolerance: float | Mapping[str, float] | None = None,
-    target_weights: Sequence[float] | None = None,
     fast: bool = False,
     seed: int = 0,
     format: Literal["dglx", "dgl"] = "dglx",
@@ -168,7 +165,6 @@ def partition_graph(  # noqa: PLR0913  # the signature is DGL's
         use_graphbolt: Must be False.
         balance: Weights to balance: nodes, degree, train, val, test, ntype, etype or a node column.
         tolerance: How much the heaviest part may exceed its share, for all constraints or by constraint.
-        target_weights: (P,) shares for unequal machines.
         fast: Use the cheap variant of kaminpar (less time) or metis (less memory, as in DistDGL). The cut is
             worse.
         seed: Random seed. The same seed gives the same parts.
@@ -192,7 +188,6 @@ def partition_graph(  # noqa: PLR0913  # the signature is DGL's
     options = PartitionOptions(
         balance=tuple(dict.fromkeys((*list_names(balance), *type_weights, *edge_weights))),
         tolerance={} if tolerance is None else tolerance,
-        target_weights=None if target_weights is None else tuple(target_weights),
         objective=objtype,
         fast=fast,
     )
@@ -321,9 +316,10 @@ def _explain_timeout(session: Session) -> Iterator[None]:
 
 
 def _session_for(strategy: str | None) -> Session:
-    session = get_session_or_start(
-        lambda: begin(resolve_strategy(strategy, auto=True), {}, check=check_session_options)
-    )
+    def start() -> Session:
+        return begin(resolve_strategy(strategy, auto=True), {}, check=check_session_options)
+
+    session = get_session_or_start(start)
     if strategy is not None and session.strategy != resolve_strategy(strategy, auto=True):
         raise ConfigError(
             f"strategy={strategy!r} differs from {session.strategy!r}, the strategy of the open session. "
@@ -451,9 +447,7 @@ def distribute_dataset(dataset: dgl.data.DGLDataset, **options: Any) -> DistData
     """
     count = len(dataset) if isinstance(dataset, Sized) else None
     if count is None:
-        raise ConfigError(
-            f"distribute_dataset takes a DGL dataset, not a {type(dataset).__name__}. Use dx.distribute."
-        )
+        raise ConfigError(f"{type(dataset).__name__} is not a DGL dataset. Use dx.distribute for a graph.")
     if count != 1:
         raise ConfigError(
             f"{type(dataset).__name__} has {count} graphs, but only one can be distributed. Choose one with "
@@ -581,7 +575,7 @@ DistNodeDataLoader = DataLoader
 
 
 def wrap(model: nn.Module, g: DistGraph | ScriptGraph, reduction: Reduction = "mean") -> WrappedModel:
-    """Wrap ``model`` for training with the other ranks, like DistributedDataParallel. Collective.
+    """Wrap ``model`` for training with the other ranks, like DistributedDataParallel. All ranks call this.
 
     Build the optimizer afterwards, from the parameters of the result.
 
@@ -653,7 +647,7 @@ def choose_strategy(
     batch_size: int | None = None,
     epochs: int = 20,
 ) -> Choice:
-    """Choose the strategy that trains ``model`` on ``g`` fastest, in a session with ``auto``. Collective.
+    """Choose the fastest strategy for ``model`` on ``g`` in a session with ``auto``. All ranks call this.
 
     Call it before the first loader is created and before :func:`wrap`. :func:`fit` calls it itself. It counts
     bytes and takes real steps with every candidate, in turns, for about 15 seconds or 2 % of the training.
@@ -755,7 +749,7 @@ def fit(  # noqa: PLR0913 - all but two have defaults
     choice = None
     if g.session.strategy == AUTO:
         _check_auto(config)
-        # Strategies that compute steps themselves support only plain classification. Collective.
+        # Strategies that compute steps themselves support only plain classification. All ranks run this.
         task = read_task(g, find_labelled_type(g, config.label), config.label, str(config.task))[0]
         own_loop = needs_own_loop(replace(config, task=task)) is not None
         batches: dict[str, Any] = {"fanouts": fanouts, "batch_size": batch_size, "epochs": config.epochs}
@@ -821,19 +815,15 @@ def training_nodes(g: DistGraph, ntype: str) -> Tensor:
 
 
 def _node_loader(
-    g: DistGraph, config: FitConfig, fanouts: Sequence[int], options: Mapping[str, Any]
+    g: DistGraph, config: FitConfig, sizes: Sequence[int], options: Mapping[str, Any]
 ) -> TrainingLoader:
     ntype = find_labelled_type(g, config.label) if config.ntype is None else config.ntype
     feats = {ntype: [config.feature]}
     if config.inputs is not None:
         feats = {name: [config.inputs.feature] for name in config.inputs.feature_widths}
     seeds, labels = {ntype: training_nodes(g, ntype)}, {ntype: [config.label]}
-    sampler = dgl.dataloading.NeighborSampler(
-        list(fanouts),
-        prefetch_node_feats=feats,
-        prefetch_labels=labels,
-        prefetch_edge_feats=config.edge_feats or None,
-    )
+    columns = {"prefetch_labels": labels, "prefetch_edge_feats": config.edge_feats or None}
+    sampler = dgl.dataloading.NeighborSampler(list(sizes), prefetch_node_feats=feats, **columns)
     stored = {g.nodes[name].data[column].dtype for name, (column,) in feats.items()}
     if config.precision == BF16 and stored == {torch.bfloat16}:
         options = {"feature_dtype": torch.bfloat16, **options}

@@ -97,9 +97,8 @@ def return_memory(large: int = 1 << 20) -> bool:
     memory in use.
     """
     # A threshold that is set is not raised by glibc when a large block is freed.
-    is_set = _set_allocator(
-        (_MMAP_MAX, _DEFAULT_MMAP_MAX), (_MMAP_THRESHOLD, large), (_TRIM_THRESHOLD, large)
-    )
+    settings = (_MMAP_MAX, _DEFAULT_MMAP_MAX), (_MMAP_THRESHOLD, large), (_TRIM_THRESHOLD, large)
+    is_set = _set_allocator(*settings)
     if is_set:
         ctypes.CDLL(None).malloc_trim(0)
     return is_set

@@ -153,10 +153,8 @@ def read_options(
     """Return ``options`` as a ``record`` with the fields ``names``. Without names, all fields are allowed.
 
     A whole number is converted if a text or a float is expected, because the command line reads
-    ``memory=1000`` as an integer.
-
-    Raises:
-        ConfigError: ``owner`` has no such option, a value has another type, or the record refuses it.
+    ``memory=1000`` as an integer. Raises ConfigError if ``owner`` has no such option, a value has another
+    type, or the record refuses it.
     """
     types = types_in(record)
     types = {name: types[name] for name in names or types}

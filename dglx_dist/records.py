@@ -138,7 +138,7 @@ class ColumnInfo:
 
 @dataclass(frozen=True, kw_only=True)
 class StepShare:
-    """Targets of this rank and of all ranks in one step. See the gradient rule, docs/design/contracts.md."""
+    """Targets of this rank and of all ranks in one step (gradient rule, docs/development/contracts.md)."""
 
     num_local: int
     num_global: int

@@ -79,16 +79,14 @@ class Registry(Generic[T]):
         accepted = sorted({*known, *also})
         hint = suggest_name(name, [*accepted, *self._aliases])
         aliases = f"; aliases: {', '.join(sorted(self._aliases))}" if self._aliases else ""
-        raise UnknownNameError(
-            f"there is no {self._kind} {name!r}{hint} (known: {', '.join(accepted)}{aliases})"
-        )
+        choices = f"{', '.join(accepted)}{aliases}"
+        raise UnknownNameError(f"there is no {self._kind} {name!r}{hint} (known: {choices})")
 
     def get(self, name: str) -> type[T]:
         """Import and return the class behind ``name``.
 
-        Raises:
-            UnknownNameError: no plugin has that name.
-            ConfigError: the plugin is not a subclass of the base.
+        Raises UnknownNameError if no plugin has that name, and ConfigError if the plugin is not a subclass of
+        the base.
         """
         resolved = self.resolve(name)
         if resolved in self._added:
@@ -103,8 +101,7 @@ class Registry(Generic[T]):
     def register(self, name: str) -> Callable[[type[T]], type[T]]:
         """Return a class decorator that registers ``name``.
 
-        Raises:
-            ConfigError: the name is taken, or the class is not a subclass of the base.
+        Raises ConfigError if the name is taken, or the class is not a subclass of the base.
         """
 
         def add(plugin: type[T]) -> type[T]:

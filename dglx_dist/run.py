@@ -24,9 +24,7 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument(
         "--option", action="append", default=[], help="Option of the strategy as NAME=VALUE. Repeatable."
     )
-    parser.add_argument(
-        *("--local-rank", "--local_rank"), help="Ignored. torch.distributed.launch also sets LOCAL_RANK."
-    )
+    parser.add_argument(*("--local-rank", "--local_rank"), help="Ignored. The environment has LOCAL_RANK.")
     parser.add_argument("script", help="Python file to run.")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="Arguments of the script.")
     parsed = parser.parse_args(arguments)

@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
 # Runs the demo and a part of the tests on the oldest, the middle and the newest supported versions, each in a clone
-# of the last commit with an environment of its own. By hand, before a release; prints the table of docs/compat.md.
+# of the last commit with an environment of its own. By hand, before a release; prints the table of docs/reference/compat.md.
 #
 #   scripts/matrix.sh                       all of them
-#   scripts/matrix.sh 3.10 3.12             some of them
+#   scripts/matrix.sh 3.10 3.13             some of them
 #   MATRIX=/tmp/matrix scripts/matrix.sh    where the clones are kept (default: build/matrix)
 #
-# python3.10, python3.11 and python3.12 must be on the path (pyenv: PYENV_VERSION=3.10.13:3.11.7:3.12.1).
+# python3.10 to python3.13 must be on the path (pyenv: PYENV_VERSION=3.10.13:3.11.7:3.12.1:3.13.0).
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -14,7 +14,7 @@ where=${MATRIX:-$PWD/build/matrix}
 tests=(tests/test_dgl_import.py tests/test_message_passing.py tests/strategies/test_*.py tests/compat tests/data/storage
     tests/graph/test_sampling.py tests/dataloading/test_loader.py tests/training/test_checkpoint.py)
 packages="torch dgl numpy numba pyarrow"
-[ $# -gt 0 ] || set -- 3.10 3.11 3.12
+[ $# -gt 0 ] || set -- 3.10 3.11 3.12 3.13
 
 run_one() {
     local folder=$where/$1 log=$where/$1.log versions demo=failed tested seconds

@@ -2,7 +2,7 @@
 # Makes .venv with the CPU dependencies pinned for its Python, and installs dglx_dist into it, editable.
 # Runs in a second, and without network, when nothing has changed since the last time.
 #
-#   scripts/setup.sh              takes Python 3.11, else 3.12, else 3.10
+#   scripts/setup.sh              takes Python 3.11, else 3.12, 3.10 or 3.13
 #   PYTHON=/path/to/python3.12 scripts/setup.sh
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -17,7 +17,7 @@ version_of() {
 }
 
 find_python() {
-    local candidate version found="" usable="" candidates=(python3.11 python3.12 python3.10 python3 python)
+    local candidate version found="" usable="" candidates=(python3.11 python3.12 python3.10 python3.13 python3 python)
     [ -z "${PYTHON:-}" ] || candidates=("$PYTHON")
     for candidate in "${candidates[@]}"; do
         version=$(version_of "$candidate") || continue
@@ -33,7 +33,7 @@ find_python() {
         echo "$usable"
         return
     fi
-    die "no Python 3.10, 3.11 or 3.12 found${PYTHON:+ at PYTHON=$PYTHON}${found:+, only$found}. DGL has wheels for these. Install one
+    die "no Python 3.10, 3.11, 3.12 or 3.13 found${PYTHON:+ at PYTHON=$PYTHON}${found:+, only$found}. DGL runs on these. Install one
 (Debian, Ubuntu: apt-get install python3 python3-venv) or point PYTHON at it."
 }
 
@@ -82,14 +82,17 @@ main() {
     constraints=constraints/$version.txt
     [ -f "$constraints" ] || die ".venv has Python $version, which is not supported; remove the folder and try again"
     stamp=.venv/dglx_dist.stamp
-    now=$(cat setup.py "$constraints" scripts/setup.sh | sha256sum | cut -d' ' -f1)
+    now=$(cat pyproject.toml "$constraints" scripts/setup.sh | sha256sum | cut -d' ' -f1)
     if [ -x .venv/bin/dglx ] && [ "$(cat "$stamp" 2>/dev/null)" = "$now  $PWD" ]; then
         return
     fi
     echo "installing the pinned dependencies; a few minutes the first time"
     install_torch || die "torch could not be installed; the message above says why (a proxy? an offline machine?)"
-    .venv/bin/python -m pip install -qq --constraint "$constraints" "setuptools>=68" wheel -e ".[dev]" ||
+    .venv/bin/python -m pip install -qq --constraint "$constraints" "setuptools>=77" wheel -e ".[dev]" ||
         die "the dependencies could not be installed; the message above says which one and why"
+    # DGL has no wheel for Python 3.13. This one does nothing where DGL is installed.
+    [ "$version" != 3.13 ] || .venv/bin/dglx doctor --install-dgl --yes >/dev/null ||
+        die "DGL could not be installed; the message above says why"
     .venv/bin/python -c 'import dglx_dist, dgl' ||
         die "dgl does not load; when the message above names libgomp.so.1: apt-get install libgomp1 (or dnf install libgomp)"
     .venv/bin/python -c 'from dglx_dist.dataloading.sampler import load_kernels; load_kernels(print)' ||

@@ -1,4 +1,4 @@
-"""Measures the time from ``dglx train`` to its first step: a table for docs/troubleshooting.md.
+"""Measures the time from ``dglx train`` to its first step: a table for docs/guides/troubleshooting.md.
 
     python scripts/startup.py data/demo             the kernels are in Numba's cache
     python scripts/startup.py data/demo --cold      the kernels are compiled

@@ -1,7 +1,5 @@
 """Settings of all tests: one compute thread, because the machines that run them are small."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

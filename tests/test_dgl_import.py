@@ -1,7 +1,5 @@
 """`import dgl` after `import dglx_dist`, where GraphBolt works, fails or is absent; with a dgl of our own."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

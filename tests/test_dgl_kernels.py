@@ -1,7 +1,5 @@
 """Operators of DGL on graphs without edges, corrected."""
 
-from __future__ import annotations
-
 import dgl
 import dgl.function as fn
 import pytest

@@ -81,7 +81,7 @@ def test_every_named_file_is_there() -> None:
 
 
 def test_every_phase_of_the_ledger_is_there() -> None:
-    page = (ROOT / "docs" / "design" / "contracts.md").read_text()
+    page = (ROOT / "docs" / "development" / "contracts.md").read_text()
     table = page[page.index("| phase | bytes |") :].split("\n\n")[0]
     phases = [
         name for line in table.splitlines()[2:] for name in re.findall(r"`([\w.]+)`", line.split("|")[1])

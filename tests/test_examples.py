@@ -48,7 +48,7 @@ def test_data_parallel(tmp_path: Path) -> None:
 
 def test_partition_once_and_go_on(tmp_path: Path) -> None:
     script = "03_partition_once.py"
-    assert "new node 0" in run(tmp_path, sys.executable, str(EXAMPLES / script), "--partition")
+    assert "new node 0" in run_script(EXAMPLES / script, tmp_path, "--partition", ranks=1)
     first = on_ranks(tmp_path, script)
     assert "epoch 0:" in first
     assert accuracies(first)[0] > 0.7

@@ -1,4 +1,4 @@
-"""docs/guarantees.md names tests that are there, and runs that are killed and preempted lose nothing."""
+"""The page of guarantees names tests that are there, and runs that are killed and preempted lose nothing."""
 
 import os
 import re
@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[1]
 
 
 def test_every_named_test_is_there() -> None:
-    page = (ROOT / "docs" / "guarantees.md").read_text()
+    page = (ROOT / "docs" / "reference" / "guarantees.md").read_text()
     tables = [part for part in page.split("\n\n") if part.startswith("| guaranteed | against | tested by |")]
     rows = [line for part in tables for line in part.splitlines()[2:]]
     assert len(rows) > 20
@@ -29,6 +29,7 @@ def chaos(*arguments: str) -> str:
     return done.stdout
 
 
+@pytest.mark.wide
 @pytest.mark.timeout(1200)
 def test_a_worker_a_rank_and_a_preemption_cost_no_bit() -> None:
     rows = chaos("--kills", "2", "--preemptions", "1", "--only", "lambda", "--epochs", "40", "--seed", "29")

@@ -1,4 +1,4 @@
-"""A room imports only rooms named before it in the list of docs/design/contracts.md."""
+"""A room imports only rooms named before it in the list of docs/development/contracts.md."""
 
 import ast
 import graphlib
@@ -16,7 +16,7 @@ NAMED = r"(dglx_dist|scripts)(\.\w+)+:\w+"
 
 
 def order() -> list[str]:
-    page = (ROOT / "docs" / "design" / "contracts.md").read_text()
+    page = (ROOT / "docs" / "development" / "contracts.md").read_text()
     (listed,) = re.findall(r"rooms named before it in this list: (.*?)\.\n", page, flags=re.DOTALL)
     return [name.strip() for name in listed.split(",")]
 
@@ -67,7 +67,7 @@ def test_imports_point_upwards() -> None:
     rooms = order()
     inside = [source for source in sources() if source.name != "__init__.py"]
     unlisted = sorted({room_of(source) for source in inside} - set(rooms))
-    assert unlisted == [], "not in docs/design/contracts.md"
+    assert unlisted == [], "not in docs/development/contracts.md"
     assert [wrong for source in sources() for wrong in wrongly_imported(source, [*rooms, "__init__"])] == []
 
 

@@ -1,7 +1,5 @@
 """Limits and use of memory, the allocator's settings, and sizes as text."""
 
-from __future__ import annotations
-
 import resource
 import subprocess
 import sys

@@ -4,8 +4,6 @@ Float64, on the CPU or the device that DGLX_DEVICE names. What DGL's kernels do 
 lines of plain torch.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Iterator
 from functools import partial

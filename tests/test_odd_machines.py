@@ -1,7 +1,5 @@
 """Machines without a home folder, with a package that cannot be written, and with names that are no text."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """Progress is shown where somebody can see it, and nowhere else."""
 
-from __future__ import annotations
-
 import io
 import logging
 import re
@@ -18,7 +16,7 @@ SHOWN = r"[red]x[/red] [/] :smile: \x1b[31m \x07 \u202e \x9b \r $a$ " + "\u00e4"
 """Text of a user that consoles would interpret, and what they show."""
 
 
-def test_a_line_stands_as_it_is_without_a_terminal_and_nothing_of_other_ranks(
+def test_a_line_without_a_terminal_stands_and_none_of_other_ranks(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     for enabled in (False, True):
@@ -28,9 +26,7 @@ def test_a_line_stands_as_it_is_without_a_terminal_and_nothing_of_other_ranks(
     assert capfd.readouterr() == ("", "writing parts ...\n" + "part 0 " * 20 + "[done]\n")
 
 
-def test_text_of_the_user_is_shown_as_it_is(
-    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_shows_text_unchanged(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     table = Table(ODD, "n", title=ODD)
     table.add_row(ODD, "a\nb")
     write(f"{ODD}\n")

@@ -1,7 +1,5 @@
 """Plugins: built in, announced by another package, or made known by a decorator."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 
@@ -72,9 +70,7 @@ def test_a_plugin_of_another_kind_is_refused() -> None:
         make().register("path")(Path)  # type: ignore[type-var]
 
 
-def test_an_installed_package_announces_a_partitioner(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_installed_package_adds_a_partitioner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from tests.data.partition.graphs import communities
 
     (tmp_path / "last_part.py").write_text(PLUGIN)

@@ -4,6 +4,9 @@ from typing import Annotated
 
 import typer
 
+import dglx_dist
+from dglx_dist.cli.common import write
+from dglx_dist.cli.doctor import doctor
 from dglx_dist.cli.partition import ingest, partition
 from dglx_dist.cli.plan import plan
 from dglx_dist.cli.report import inspect, report
@@ -18,6 +21,12 @@ app = typer.Typer(
     rich_markup_mode="markdown",
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
 )
+
+
+def _show_version(is_asked: bool) -> None:
+    if is_asked:
+        write(f"dglx_dist {dglx_dist.__version__}")
+        raise typer.Exit
 
 
 @app.callback(
@@ -41,6 +50,9 @@ def root(
     debug: Annotated[
         bool, typer.Option("--debug", help="Show tracebacks. Can be given anywhere on the command line.")
     ] = False,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version.")
+    ] = False,
 ) -> None:
     """Partition a graph, train a model on it with many processes, and report the cost."""
 
@@ -49,4 +61,5 @@ def root(
 _RENAMED = {"token_normalize_func": lambda name: "early-stop" if name == "patience" else name}
 for command in (partition, ingest, inspect, plan, train, report):
     app.command(no_args_is_help=True, context_settings=_RENAMED if command is train else None)(command)
+app.command()(doctor)
 app.add_typer(lambda_app)

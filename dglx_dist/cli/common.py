@@ -137,9 +137,8 @@ def _make_parameter(field: Field[Any], option: Option, hint: Any, flag: str) -> 
         kind = kind | None if default is None else kind
     is_option = flag.startswith("-") and (default is not inspect.Parameter.empty or option.flag is not None)
     info = typer.Option(flag, **option.shown) if is_option else typer.Argument(**option.shown)
-    return inspect.Parameter(
-        field.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, info]
-    )
+    keyword = inspect.Parameter.KEYWORD_ONLY
+    return inspect.Parameter(field.name, keyword, default=default, annotation=Annotated[kind, info])
 
 
 def list_possible_labels(node_columns: Mapping[str, Mapping[str, Any]]) -> str:

@@ -26,7 +26,7 @@ class IngestCommand(IngestPlan):
 
     config: Path = option(
         ...,
-        "Configuration of the graph's tables, in the format of GraphStorm's gconstruct (docs/ingest.md).",
+        "Configuration of the tables, in the format of GraphStorm's gconstruct (docs/guides/ingest.md).",
         metavar="CONFIG.json",
     )
 

@@ -51,9 +51,8 @@ def make_plan(plan: PlanConfig, notify: Notify | None = None) -> Choice:
     """Count and time every way to train, and choose one. One process calls it. ``notify`` gets each next
     step.
 
-    Raises:
-        ConfigError: the dataset lacks data for training, or parts for the servers.
-        StorageError: the dataset is damaged.
+    Raises ConfigError if the dataset lacks data for training, or parts for the servers, and StorageError if
+    the dataset is damaged.
     """
     counts, predictions = measure(plan, notify)
     return choose(predictions, counts, read_constraints(plan))

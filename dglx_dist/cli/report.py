@@ -36,21 +36,13 @@ class InspectCommand:
     """Options of ``dglx inspect``."""
 
     folder: Path = option(..., "Folder that `dglx partition` wrote.", metavar="DIR")
-    picture: Path | None = option(
-        None, "File for the picture. Default: cache/partition.png in DIR.", metavar="FILE"
-    )
+    picture: Path | None = option(None, "File of the picture. Default: cache/partition.png.", metavar="FILE")
     verify: Literal["auto", "full", "never"] = option(
         "auto", "Verification of files: auto for new files, full for all files, or never."
     )
-    closure: bool = option(
-        False, "Show how many nodes a server needs if it preloads its neighbourhood, by hop."
-    )
-    hops: int | None = option(
-        None, f"Number of the model's layers for --closure. Default: {HOPS}.", check=at_least(0)
-    )
-    servers: int | None = option(
-        None, "Number of servers for --closure. Default: one per part.", check=at_least(1)
-    )
+    closure: bool = option(False, "Show how many nodes a server needs to preload its neighbourhood, by hop.")
+    hops: int | None = option(None, f"Layers of the model for --closure. Default: {HOPS}.", check=at_least(0))
+    servers: int | None = option(None, "Servers for --closure. Default: one per part.", check=at_least(1))
 
     def __post_init__(self) -> None:
         check_ranges(self)
@@ -159,9 +151,8 @@ def _show_closure(dataset: StoredDataset, picture: Path, config: InspectCommand)
     hops = HOPS if config.hops is None else config.hops
     expansion = measure_expansion(dataset, config.servers or manifest.num_parts, hops)
     factors, foreign = expansion.factors.tolist(), expansion.foreign.max(axis=1).tolist()
-    show(
-        build_expansion_table(factors, foreign, feature_bytes(manifest), expansion.work.max(axis=1).tolist())
-    )
+    work = expansion.work.max(axis=1).tolist()
+    show(build_expansion_table(factors, foreign, feature_bytes(manifest), work))
     target = picture.with_name(f"{picture.stem}-closure.png")
     cut = manifest.quality.get("cut_edges")
     num_edges = cut if isinstance(cut, int) else sum(map(manifest.num_edges, manifest.edge_types))
@@ -255,9 +246,7 @@ def report(
         draw_or_warn(lambda: draw(run.epochs, folder / PICTURE, title=title), folder / PICTURE)
 
 
-def _report_runs(
-    folders: Sequence[Path], spreads: Mapping[Path, Mapping[str, Any]], html: Path | None
-) -> list[Run]:
+def _report_runs(folders: Sequence[Path], spreads: Mapping[Path, Mapping[str, Any]], html: Any) -> list[Run]:
     """Print the figures of runs side by side, with each seed of ``spreads``, and write their page."""
     from dglx_dist.report.page import render_page, write_page
     from dglx_dist.report.run_folder import read_run
@@ -303,9 +292,8 @@ def _explain_damage(path: Path) -> Iterator[None]:
 def report_trace(path: Path, batches: tuple[int, int] | None) -> None:
     """Draw the trace ``path`` to a PNG file beside it, and print how much of the traffic was hidden.
 
-    Raises:
-        StorageError: the file is not a trace, or is damaged.
-        ConfigError: it has no such ``batches``.
+    Raises StorageError if the file is not a trace, or is damaged, and ConfigError if it has no such
+    ``batches``.
     """
     from dglx_dist.comm.trace import read_trace
     from dglx_dist.report.pictures import describe_overlap, draw_trace

@@ -130,9 +130,8 @@ def _can_fork(parsed: argparse.Namespace) -> bool:
     names = "no_python", "run_path", "local_ranks_filter", "numa_binding", "logs_specs"
     plain = not any(getattr(parsed, name, None) for name in names) and parsed.redirects == parsed.tee == "0"
     # GPU drivers do not survive a fork, and asking torch for GPUs would load them.
-    has_gpus = is_built_for_gpus() and any(
-        Path("/dev", name).exists() for name in ("nvidiactl", "kfd", "dxg")
-    )
+    devices = "nvidiactl", "kfd", "dxg"
+    has_gpus = is_built_for_gpus() and any(Path("/dev", name).exists() for name in devices)
     return is_train and plain and not has_gpus
 
 

@@ -83,10 +83,8 @@ PREDICTION, EMBEDDING, SCORES = "prediction", "embedding", "scores"
 """Column names of written results."""
 
 
-def _resolve_auto(
-    plan: TrainConfig, g: DistGraph, module: nn.Module
-) -> tuple[TrainConfig, dict[str, Any] | None]:
-    """Choose a strategy for ``auto``, or resume with that of the checkpoint. Collective.
+def _resolve_auto(plan: TrainConfig, g: DistGraph, module: nn.Module) -> tuple[TrainConfig, Any]:
+    """Choose a strategy for ``auto``, or resume with that of the checkpoint. Every rank must call this.
 
     Return the plan with the session's strategy, and ``Choice.to_json()`` if there was a choice.
     """
@@ -94,9 +92,8 @@ def _resolve_auto(
         return plan, None
     folder = Path(plan.out)
     own_loop, kind = needs_own_loop(plan) is not None, None if plan.model_file else plan.model
-    training = Training(
-        num_layers=plan.layers, kind=kind, own_loop=own_loop, **select_common_fields(plan, Training)
-    )
+    common = select_common_fields(plan, Training)
+    training = Training(num_layers=plan.layers, kind=kind, own_loop=own_loop, **common)
     candidate, choice = resolve(module, g, training, folder / CHECKPOINTS if plan.resume else None)
     choice_json = read_run_plan(folder, g.session) if choice is None else choice.to_json()
     plan = replace(plan, strategy=candidate.strategy, strategy_options=dict(candidate.options))
@@ -177,7 +174,7 @@ def _load_own_model(plan: TrainConfig, arguments: Mapping[str, Any]) -> nn.Modul
         reason = f"line {lines[-1]}: {reason}" if lines else reason
         raise ConfigError(
             f"--model-file {plan.model_file}: {reason}. It is called with those of {', '.join(arguments)} "
-            f"that it names, and its forward with {plan.layers} blocks and h (docs/quickstart.md, Models)."
+            f"that it names, and its forward with {plan.layers} blocks and h (docs/guides/training.md)."
         ) from error
     needs_layers = plan.predictions or plan.save_embeddings or plan.task == LINK
     if needs_layers and not hasattr(model, "inference_layers"):
@@ -437,7 +434,7 @@ def _check_trainable(plan: TrainConfig, g: DistGraph) -> str:
     data = columns[ntype]
     missing = f"{g.dataset.folder} has no node data {{!r}} (known: {', '.join(data) or 'none'}). "
     if LABEL not in data:
-        remedy = "Partition a graph that has it (docs/quickstart.md names the columns)"
+        remedy = "Partition a graph that has it (docs/guides/your_data.md names the columns)"
         if names := list_possible_labels(columns):
             remedy = f"Rename one of {names} to {LABEL!r} in nodes.csv or the .npz, and partition again"
         if plan.task == AUTO_TASK:
@@ -466,10 +463,10 @@ def _check_inputs(plan: TrainConfig, g: DistGraph) -> None:
         )
     # A relational model has trainable rows for nodes without features.
     if not relational and plan.embeddings is None and FEATURE not in g.nodes[g.ntypes[0]].data:
-        known = ", ".join(g.nodes[g.ntypes[0]].data) or "none"
+        columns = ", ".join(g.nodes[g.ntypes[0]].data) or "none"
         raise ConfigError(
-            f"{where} has no node data {FEATURE!r} (known: {known}). Add trainable rows with --embeddings "
-            "64, or partition a graph that has it (docs/quickstart.md names the columns)."
+            f"{where} has no node data {FEATURE!r} (known: {columns}). Add trainable rows with --embeddings "
+            "64, or partition a graph that has it (docs/guides/your_data.md names the columns)."
         )
     for name in g.ntypes:
         shape = g.nodes[name].data[FEATURE].shape if FEATURE in g.nodes[name].data else (0, 0)

@@ -161,10 +161,8 @@ class ZapAuthenticator:
         if mechanism != b"PLAIN" or len(proofs) != 2:
             return False
         nonce, proof = proofs
-        if (
-            not hmac.compare_digest(proof, credentials.proof("calls", self._rank, nonce))
-            or nonce in self._used_nonces
-        ):
+        expected = credentials.proof("calls", self._rank, nonce)
+        if not hmac.compare_digest(proof, expected) or nonce in self._used_nonces:
             return False
         self._used_nonces.add(nonce)
         return True

@@ -81,27 +81,31 @@ def row_codec(wire: WireDtype, rows: Tensor, keys: Sequence[int]) -> RowCodec | 
     ``keys`` are the seed, the step, and a number for everything else. The result is None if the rows travel
     unchanged, because they are integers or would not get smaller.
     """
-    shape, itemsize = tuple(rows.shape[1:]), rows.element_size()
-    row_bytes = wire_bytes(wire, math.prod(shape), itemsize)
-    if not rows.is_floating_point() or row_bytes == math.prod(shape) * itemsize:
+    shape = tuple(rows.shape[1:])
+    width = math.prod(shape)
+    row_bytes = wire_bytes(wire, width, rows.element_size())
+    if not rows.is_floating_point() or row_bytes == width * rows.element_size():
         return None
-    seed, step, number = keys
-    stream = stream_key(seed, step, _STREAMS + number)
+    seed, step, stream_number = keys
+    stream = stream_key(seed, step, _STREAMS + stream_number)
     return RowCodec(bits=_BITS[wire], row_shape=shape, row_bytes=row_bytes, stream=stream)
 
 
 @njit(cache=True, nogil=True)
 def _range(scale: float, bits: int) -> tuple[int, int]:
     """Return the code of 0, and the number of steps from there to the largest number."""
-    zero = 0 if scale <= 0 else (1 << (bits - 1)) - 1
-    return zero, zero or (1 << bits) - 1
+    if scale <= 0:
+        return 0, (1 << bits) - 1
+    zero = (1 << (bits - 1)) - 1
+    return zero, zero
 
 
 @njit(cache=True, nogil=True)
 def _encode(rows: Array, scales: Array, bits: int, stream: np.uint64, first: int, out: Array) -> None:
     out[:] = 0
     for i in range(len(rows)):
-        largest, key = abs(np.float64(scales[i])), item_key(stream, first + i)
+        key = item_key(stream, first + i)
+        largest = abs(np.float64(scales[i]))
         zero, steps = _range(scales[i], bits)
         num_columns = rows.shape[1] if largest > 0 else 0
         for j in range(num_columns):

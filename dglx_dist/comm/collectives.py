@@ -36,7 +36,7 @@ def sum_over_ranks(
     in_place: bool = False,
     group: dist.ProcessGroup | None = None,
 ) -> Tensor:
-    """Return the sum of ``tensor`` over all ranks, without gradient. Collective.
+    """Return the sum of ``tensor`` over all ranks, without gradient. Every rank must call this.
 
     Every rank gets the same bits. ``tensor`` has the same shape and dtype on all ranks. The ledger counts a
     ring all-reduce: 2 (W - 1) / W of its bytes per rank, to the next rank.
@@ -236,7 +236,7 @@ def check_equal(
     remedy: str = "pass the same value on all ranks",
     error: type[DglxError] = ConfigError,
 ) -> None:
-    """Raise ``error`` on all ranks unless all of them pass the same ``value``. Collective.
+    """Raise ``error`` on all ranks unless all of them pass the same ``value``. Every rank must call this.
 
     ``value`` consists of JSON values and scalars of NumPy or torch. Other objects count by their ``repr``.
     For a dictionary or a list, the message shows the first item that differs.
@@ -250,7 +250,7 @@ def check_equal(
 
 
 def run_on_all_ranks(session: Session, action: Callable[[], T], error: type[DglxError] = StorageError) -> T:
-    """Return the result of ``action``. If it raises on one rank, all ranks raise. Collective.
+    """Return the result of ``action``. If it raises on one rank, all ranks raise. Every rank must call this.
 
     ``action`` must not call a collective. The other ranks raise ``error`` with the failed rank and its
     message, or DatasetError if the failed rank does.

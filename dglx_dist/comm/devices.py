@@ -48,9 +48,7 @@ def check_device(device: object, name: str = "device") -> torch.device:
     try:
         checked = torch.device(device)  # type: ignore[call-overload]  # any object of the user
     except (RuntimeError, TypeError) as error:
-        raise ConfigError(
-            f"{name}={device!r} is not a device. Use 'cpu', 'cuda', or a GPU such as 'cuda:0'."
-        ) from error
+        raise ConfigError(f"{name}={device!r} is not a device. Use 'cpu', 'cuda', or 'cuda:0'.") from error
     if checked.type != "cuda":
         return checked
     count = count_gpus()

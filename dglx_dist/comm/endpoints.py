@@ -49,7 +49,7 @@ _CHECK_EVERY_S = 1.0
 
 
 def open_streams(session: Session) -> dict[int, socket.socket]:
-    """Return a new non-blocking connection to every other rank, by rank. Collective.
+    """Return a new non-blocking connection to every other rank, by rank. Every rank must call this.
 
     Raises PeerError if a rank is dead or did not connect within the time limit. The message names it.
     """
@@ -61,10 +61,8 @@ def open_streams(session: Session) -> dict[int, socket.socket]:
     with ExitStack() as undo:
         listener = undo.enter_context(socket.create_server((address, 0), family=family, backlog=world_size))
         offers = {peer: _derive_pair_key(session, rank, peer) for peer in range(rank + 1, world_size)}
-        own_address: list[Array] = [
-            np.frombuffer(address.encode(), np.uint8),
-            np.array([listener.getsockname()[1]]),
-        ]
+        port = np.array([listener.getsockname()[1]])
+        own_address: list[Array] = [np.frombuffer(address.encode(), np.uint8), port]
         session.rpc.register(_OFFER, lambda _name, _arrays: own_address)
         undo.callback(session.rpc.unregister, _OFFER)
         barrier(session, _OPENING)
@@ -136,13 +134,14 @@ def _accept(
 
 def prove_rank(connection: socket.socket, rank: int, secret: bytes) -> None:
     """Prove to the listening end that this is ``rank``. Raise OSError if it does not know ``secret``."""
-    local = secrets.token_bytes(_NONCE_BYTES)
-    connection.sendall(_HELLO.pack(_MAGIC, rank, local))
+    our_nonce = secrets.token_bytes(_NONCE_BYTES)
+    connection.sendall(_HELLO.pack(_MAGIC, rank, our_nonce))
     answer = _read(connection, _NONCE_BYTES + _PROOF_BYTES)
-    remote, proof = answer[:_NONCE_BYTES], answer[_NONCE_BYTES:]
-    if not hmac.compare_digest(proof, _make_proof(secret, b"listens", local, remote)):
+    nonce = answer[:_NONCE_BYTES]
+    proof = answer[_NONCE_BYTES:]
+    if not hmac.compare_digest(proof, _make_proof(secret, b"listens", our_nonce, nonce)):
         raise ConnectionRefusedError("it does not know this job's secret")
-    connection.sendall(_make_proof(secret, b"connects", local, remote))
+    connection.sendall(_make_proof(secret, b"connects", our_nonce, nonce))
 
 
 def authenticate(connection: socket.socket, offers: Mapping[int, bytes]) -> int:
@@ -150,13 +149,13 @@ def authenticate(connection: socket.socket, offers: Mapping[int, bytes]) -> int:
 
     Otherwise raise OSError.
     """
-    magic, rank, remote = _HELLO.unpack(_read(connection, _HELLO.size))
+    magic, rank, nonce = _HELLO.unpack(_read(connection, _HELLO.size))
     if magic != _MAGIC or rank not in offers:
         raise ConnectionRefusedError("it does not speak this job's protocol")
-    local = secrets.token_bytes(_NONCE_BYTES)
-    connection.sendall(local + _make_proof(offers[rank], b"listens", remote, local))
+    our_nonce = secrets.token_bytes(_NONCE_BYTES)
+    connection.sendall(our_nonce + _make_proof(offers[rank], b"listens", nonce, our_nonce))
     proof = _read(connection, _PROOF_BYTES)
-    if not hmac.compare_digest(proof, _make_proof(offers[rank], b"connects", remote, local)):
+    if not hmac.compare_digest(proof, _make_proof(offers[rank], b"connects", nonce, our_nonce)):
         raise ConnectionRefusedError("it does not know this job's secret")
     return int(rank)
 
@@ -167,8 +166,9 @@ def _make_proof(secret: bytes, role: bytes, connecting: bytes, listening: bytes)
 
 def _read(connection: socket.socket, size: int) -> bytes:
     # The time limit holds for the whole message, because a stranger may send it byte by byte.
-    data, limit_s = b"", connection.gettimeout() or 0.0
+    limit_s = connection.gettimeout() or 0.0
     deadline = time.monotonic() + limit_s
+    data = b""
     while len(data) < size:
         connection.settimeout(max(deadline - time.monotonic(), 1e-3))
         piece = connection.recv(size - len(data))
@@ -200,9 +200,8 @@ def open_client_access(session: Session, interface: str = "") -> ClientAccess:
     access = _CLIENT_ACCESS.get(session)
     if access is not None:
         return access
-    address = session.rpc.address or (
-        find_interface_address(interface, "option interface") if interface else "127.0.0.1"
-    )
+    default = find_interface_address(interface, "option interface") if interface else "127.0.0.1"
+    address = session.rpc.address or default
     credentials, addresses = open_endpoints(
         (lambda _, value: [value]) if session.store is None else session.store.exchange,
         session.hosts,

@@ -1,6 +1,6 @@
 """Exchange of rows between ranks that expect them: one interface over streams, calls and NCCL.
 
-docs/design/contracts.md, "Exchanges", lists where each kind of exchange is used, with measurements.
+docs/development/contracts.md, "Exchanges", lists where each kind of exchange is used, with measurements.
 Unexpected messages and messages of unknown size are sent by one-sided calls (rpc.py, mailbox.py).
 """
 
@@ -225,12 +225,8 @@ class DeviceExchange(Exchange):
         with report_failed_peers(self.session, name), self._in_use:
             _fill_pieces(outgoing)
             group = self._group
-            ops = [
-                dist.P2POp(dist.isend, _as_bytes(message.rows), message.rank, group) for message in outgoing
-            ]
-            ops += [
-                dist.P2POp(dist.irecv, _as_bytes(message.rows), message.rank, group) for message in incoming
-            ]
+            ops = [dist.P2POp(dist.isend, _as_bytes(sent.rows), sent.rank, group) for sent in outgoing]
+            ops += [dist.P2POp(dist.irecv, _as_bytes(due.rows), due.rank, group) for due in incoming]
             requests = dist.batch_isend_irecv(ops) if ops else []
 
         def finish(work: Iterator[bool]) -> None:
@@ -250,7 +246,7 @@ class DeviceExchange(Exchange):
 
 
 def open_devices(session: Session) -> DeviceExchange | None:
-    """Return the exchange between accelerators, or None unless each rank has its own. Collective."""
+    """Return the exchange between accelerators, or None unless each rank has its own. All ranks call this."""
     device = session.device
     # A single rank has no process group.
     on_nccl = device.type == "cuda" and dist.is_initialized() and "nccl" in dist.get_backend_config()
@@ -329,9 +325,8 @@ class CallExchange(Exchange):
         op, self._span = f"exchange-{session.next_number('exchange')}", span
         self._inbox = _Inbox(session)
         inbox = self._inbox
-        self._calls = OneSidedExchange(
-            session, op, _ADVICE, _check_bytes, inbox.put, inbox.expected.__getitem__
-        )
+        get = inbox.expected.__getitem__
+        self._calls = OneSidedExchange(session, op, _ADVICE, _check_bytes, inbox.put, get)
         barrier(session, f"opening of {op}")
 
     def _post(
@@ -404,9 +399,8 @@ def send_message(connection: socket.socket, header: bytes, message: Outgoing) ->
 def receive_message(connection: socket.socket, expected: bytes, message: Incoming) -> Iterator[None]:
     """Receive ``message`` over a non-blocking connection. Yields after each read.
 
-    Raises:
-        PeerError: the header is not ``expected``, so the peer is at another exchange.
-        OSError: the connection broke.
+    Raises PeerError if the header is not ``expected``, so the peer is at another exchange, and OSError if the
+    connection broke.
     """
     header, num_read = memoryview(bytearray(_HEADER.size)), 0
     while num_read < _HEADER.size:
@@ -445,9 +439,7 @@ def _check_header(header: bytes, expected: bytes, rank: int) -> None:
     magic, number, num_bytes, name = _HEADER.unpack(header)
     _, expected_number, expected_bytes, expected_name = _HEADER.unpack(expected)
     if magic != _MAGIC:
-        raise PeerError(
-            f"rank {rank} sent {magic!r} instead of a message header. Run the same version on all ranks."
-        )
+        raise PeerError(f"rank {rank} sent {magic!r} instead of a header. Run the same version on all ranks.")
     raise _make_order_error(
         rank,
         f"{num_bytes} bytes of {_decode_name(name)!r} (its message {number} to this rank)",
@@ -517,9 +509,7 @@ class StreamExchange(Exchange):
 
     def _get_connection(self, rank: int) -> socket.socket:
         if rank not in self._connections:
-            raise PeerError(
-                f"there is no connection to rank {rank}: it is this rank, or the session has ended"
-            )
+            raise PeerError(f"there is no connection to rank {rank}: it is this rank, or the session ended")
         return self._connections[rank]
 
     def _transfers(

@@ -153,9 +153,7 @@ class OneSidedExchange:
                 raise ValueError(f"sender {sender} is not one of the {world_size} ranks")
             current_round = get_round(int(sender))
             if not 0 <= int(round_number) < current_round + MAX_AHEAD:
-                raise ValueError(
-                    f"{step!r} of round {round_number} is not kept: this rank is at {current_round}"
-                )
+                raise ValueError(f"{step!r} of round {round_number} is not kept: rank is at {current_round}")
             if check is not None:
                 check(arrays)
             deliver(int(round_number), step, int(sender), list(arrays))
@@ -194,9 +192,7 @@ class OneSidedExchange:
     ) -> None:
         """Send each rank its ``arrays`` and wait until all are delivered. See :meth:`submit`.
 
-        Raises:
-            PeerError: a rank is dead or silent.
-            RemoteError: a rank rejects the arrays.
+        Raises PeerError if a rank is dead or silent, and RemoteError if a rank rejects the arrays.
         """
         for call in self.submit(round_number, step, arrays, **counted):
             call.result()

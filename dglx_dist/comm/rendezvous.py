@@ -55,9 +55,7 @@ log = logging.getLogger(__name__)
 def open_store(rendezvous: Rendezvous, rank: int, world_size: int, timeout_s: float) -> Store:
     """Connect to the store of the job, or host it on rank 0 if the launcher does not.
 
-    Raises:
-        ConfigError: the host is unknown.
-        PeerError: the store did not answer within ``timeout_s``.
+    Raises ConfigError if the host is unknown, and PeerError if the store did not answer within ``timeout_s``.
     """
     host, port = rendezvous.host, rendezvous.port
     is_host = rank == 0 and not rendezvous.hosted_by_agent
@@ -78,9 +76,7 @@ def open_store(rendezvous: Rendezvous, rank: int, world_size: int, timeout_s: fl
             # Check the name after the failure, because the first look-up of a new name may fail.
             socket.getaddrinfo(host, port)
         except OSError as lookup_error:
-            raise ConfigError(
-                f"MASTER_ADDR={host!r} is not a host that this machine knows ({lookup_error})"
-            ) from None
+            raise ConfigError(f"MASTER_ADDR={host!r} is not a known host ({lookup_error})") from None
         if is_host:
             reason = _read_first_line(error)
             raise PeerError(f"rank 0 cannot serve the rendezvous at {host}:{port}: {reason}") from error
@@ -184,10 +180,7 @@ def _host_store(host: str, port: int, world_size: int, timeout_s: float) -> Stor
 class SealedStore(Store):
     """Store that writes an HMAC before each value of ``inner``. Counters have none.
 
-    The HMAC binds a value to its key.
-
-    Raises:
-        PeerError: a value was not written with ``secret``.
+    The HMAC binds a value to its key. Raises PeerError if a value was not written with ``secret``.
     """
 
     def __init__(self, inner: Store, secret: bytes) -> None:
@@ -445,9 +438,8 @@ def choose_listening_address(rendezvous: Rendezvous) -> str:
     if rendezvous.interface:
         return find_interface_address(rendezvous.interface)
     remedy = "Use a name or address that every machine resolves, or set GLOO_SOCKET_IFNAME."
-    address = find_address_towards(
-        rendezvous.host, rendezvous.port, f"MASTER_ADDR={rendezvous.host!r}", remedy
-    )
+    setting = f"MASTER_ADDR={rendezvous.host!r}"
+    address = find_address_towards(rendezvous.host, rendezvous.port, setting, remedy)
     if rendezvous.num_nodes > 1 and ipaddress.ip_address(address).is_loopback:
         # The rendezvous is on this machine, so its name is loopback here. Other machines need a real address.
         address = _find_own_address()
@@ -461,9 +453,7 @@ def find_interface_address(name: str, setting: str = "GLOO_SOCKET_IFNAME") -> st
     """
     interfaces = psutil.net_if_addrs()
     if name not in interfaces:
-        raise ConfigError(
-            f"{setting}={name!r} is not a network interface here (there are: {', '.join(interfaces)})"
-        )
+        raise ConfigError(f"{setting}={name!r} is no network interface here (known: {', '.join(interfaces)})")
     for family in (socket.AF_INET, socket.AF_INET6):
         for address in interfaces[name]:
             if address.family == family:

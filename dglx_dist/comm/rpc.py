@@ -140,9 +140,8 @@ class Server:
                 return
             if head.op not in self._handlers:
                 # Arrays of unregistered operations are not read, which matters for external clients.
-                self._send(
-                    peer, _encode_error(head, f"LookupError: {_unknown_operation(head.op, self._handlers)}")
-                )
+                reason = f"LookupError: {_unknown_operation(head.op, self._handlers)}"
+                self._send(peer, _encode_error(head, reason))
                 return
             arrays = read_arrays(self._router, head)
         except WireError as error:
@@ -249,7 +248,7 @@ def open_endpoints(
     encrypted: bool,
     for_clients: bool = False,
 ) -> tuple[Credentials, dict[int, PeerAddress]]:
-    """Exchange public keys, and listen with the credentials. Collective.
+    """Exchange public keys, and listen with the credentials. Every rank must call this.
 
     Args:
         gather: Function from (what, JSON value) to the values of all ranks.
@@ -464,7 +463,7 @@ class Client:
 
     def __init__(
         self,
-        context: zmq.Context[zmq.Socket[bytes]],
+        context: zmq.Context[Any],
         peers: Mapping[int, PeerAddress],
         credentials: Credentials,
     ) -> None:
@@ -576,11 +575,8 @@ class Rpc:
         """Call ``rank`` and return at once. ``arrays`` must not change until the result arrives. Thread-safe.
 
         ``phase`` is the key of the ledger that counts the bytes, or None to count nothing. A call to this
-        rank itself runs the handler at once, without a socket.
-
-        Raises:
-            RemoteError: this rank called itself, and its handler raised.
-            PeerError: there is no such rank, or the session is closed.
+        rank itself runs the handler at once, without a socket. Raises RemoteError if this rank called itself,
+        and its handler raised, and PeerError if there is no such rank, or the session is closed.
         """
         if rank == self.rank:
             try:
@@ -659,7 +655,6 @@ class Rpc:
 
     def _serve(self, address: str, credentials: Credentials, handlers: Mapping[str, Handler]) -> str:
         self._contexts.append(zmq.Context())
-        self._servers.append(
-            Server(self._contexts[-1], self.rank, address, credentials, handlers, self._watch)
-        )
+        server = Server(self._contexts[-1], self.rank, address, credentials, handlers, self._watch)
+        self._servers.append(server)
         return self._servers[-1].endpoint

@@ -248,9 +248,7 @@ class Scratch:
         if base is None:
             base = _SHARED_MEMORY if os.access(_SHARED_MEMORY, os.W_OK) else Path(tempfile.gettempdir())
         elif not (base.is_dir() and os.access(base, os.W_OK)):
-            raise ConfigError(
-                f"DGLX_SCRATCH={base} is not a writable folder. Make it, or unset DGLX_SCRATCH."
-            )
+            raise ConfigError(f"DGLX_SCRATCH={base} is no writable folder. Make it, or unset DGLX_SCRATCH.")
         self.path = base / f"{_PREFIX}{os.getuid()}-{job}-s{server}"
         _remove_abandoned(base)
         self._lock = lock_shared(self.path / _LOCK, mode=0o700)
@@ -457,7 +455,7 @@ class Session:
 
     @contextmanager
     def stoppable(self) -> Iterator[StopPoint]:
-        """Let SIGTERM, SIGUSR1 and SIGINT stop the ``with`` block on all ranks at the same point. Collective.
+        """Let SIGTERM, SIGUSR1 and SIGINT stop the ``with`` blocks of all ranks at the same point.
 
         Schedulers send SIGTERM. torchrun sends SIGTERM to the other ranks if a rank dies, and the kernel if
         torchrun is killed. This rank ends at once after a second SIGINT, a signal that not all ranks can
@@ -569,7 +567,7 @@ def start_session(
     device: torch.device | str = AUTO,
     topology: Topology | None = None,
 ) -> Session:
-    """Join the other ranks of the job and make the session the current one. Collective.
+    """Join the other ranks of the job and make the session the current one. Every rank must call this.
 
     Without torchrun the session has one rank and uses no network. The process group is created unless one
     exists. In a process of torchrun, glibc is set to keep freed memory for the next step, unless the
@@ -591,9 +589,7 @@ def start_session(
     show_briefly()
     if _CURRENT or _LATER:
         origin = "" if _CURRENT else " (dgl.distributed.initialize() requested it)"
-        raise ConfigError(
-            f"a session is already open{origin}. Close it with dglx_dist.shutdown(), or use it."
-        )
+        raise ConfigError(f"a session is already open{origin}. Close it by dglx_dist.shutdown(), or use it.")
     if topology is None:
         _check_group(read_topology().world_size)
     settings = read_settings()

@@ -45,9 +45,8 @@ class SignalPipe:
         if threading.current_thread() is not threading.main_thread():
             return
         defaults = (signal.SIG_DFL, signal.default_int_handler)
-        self._previous = {
-            number: handler for number in numbers if (handler := signal.getsignal(number)) in defaults
-        }
+        handlers = {number: signal.getsignal(number) for number in numbers}
+        self._previous = {number: handler for number, handler in handlers.items() if handler in defaults}
         if not self._previous:
             return
         self._action = action

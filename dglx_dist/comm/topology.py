@@ -138,9 +138,9 @@ def read_topology(variables: Mapping[str, str] = os.environ) -> Topology:
     """
     if not is_launched_by_torchrun(variables):
         return Topology(0, 1, (0,))
-    world_size = _read_integer(variables, "WORLD_SIZE", minimum=1)
-    rank = _read_integer(variables, "RANK", minimum=0, below=world_size)
-    per_node = _read_integer(variables, "LOCAL_WORLD_SIZE", minimum=1, default=world_size)
+    world_size = _read_integer(variables, "WORLD_SIZE", least=1)
+    rank = _read_integer(variables, "RANK", least=0, below=world_size)
+    per_node = _read_integer(variables, "LOCAL_WORLD_SIZE", least=1, default=world_size)
     node_of_rank = tuple(member // per_node for member in range(world_size))
     return assign_servers(Topology(rank, world_size, (0,) * world_size), node_of_rank, variables)
 
@@ -165,24 +165,24 @@ def read_rendezvous(variables: Mapping[str, str] = os.environ) -> Rendezvous:
             "RANK and WORLD_SIZE are set but MASTER_ADDR is not. Start the script with torchrun, or unset "
             "RANK and WORLD_SIZE to run one process."
         )
-    world_size = _read_integer(variables, "WORLD_SIZE", minimum=1)
-    per_node = _read_integer(variables, "LOCAL_WORLD_SIZE", minimum=1, default=world_size)
-    rank = _read_integer(variables, "RANK", minimum=0, below=world_size)
+    world_size = _read_integer(variables, "WORLD_SIZE", least=1)
+    per_node = _read_integer(variables, "LOCAL_WORLD_SIZE", least=1, default=world_size)
+    rank = _read_integer(variables, "RANK", least=0, below=world_size)
     interface = variables.get("GLOO_SOCKET_IFNAME", "").split(",")[0].strip()
     hosted_by_agent = _read_flag(variables, "TORCHELASTIC_USE_AGENT_STORE")
     return Rendezvous(
         host=variables["MASTER_ADDR"],
-        port=_read_integer(variables, "MASTER_PORT", minimum=1, below=65536),
+        port=_read_integer(variables, "MASTER_PORT", least=1, below=65536),
         hosted_by_agent=hosted_by_agent,
         # Each launcher counts its own restarts, so a machine that came back starts at 0. The store of a
         # launcher outlives attempts, but the store of rank 0 does not.
-        attempt=_read_integer(variables, "TORCHELASTIC_RESTART_COUNT", minimum=0, default=0)
+        attempt=_read_integer(variables, "TORCHELASTIC_RESTART_COUNT", least=0, default=0)
         if hosted_by_agent
         else 0,
         job=variables.get("TORCHELASTIC_RUN_ID", "none"),
-        num_nodes=_read_integer(variables, "GROUP_WORLD_SIZE", minimum=1, default=-(-world_size // per_node)),
-        node=_read_integer(variables, "GROUP_RANK", minimum=0, default=rank // per_node),
-        local_rank=_read_integer(variables, "LOCAL_RANK", minimum=0, default=rank % per_node),
+        num_nodes=_read_integer(variables, "GROUP_WORLD_SIZE", least=1, default=-(-world_size // per_node)),
+        node=_read_integer(variables, "GROUP_RANK", least=0, default=rank // per_node),
+        local_rank=_read_integer(variables, "LOCAL_RANK", least=0, default=rank % per_node),
         is_local=variables.get("GROUP_WORLD_SIZE") == "1" or variables["MASTER_ADDR"] in LOOPBACK_HOSTS,
         interface=interface or (_LOOPBACK if variables.get("GROUP_WORLD_SIZE") == "1" else None),
     )
@@ -197,8 +197,8 @@ def read_launch() -> tuple[str, int]:
     # FOLDER/JOB_RANDOM/attempt_1/0/error.json: the name with random letters is the same after a restart.
     variables = os.environ
     parents = Path(variables.get("TORCHELASTIC_ERROR_FILE", "")).parents
-    attempt = _read_integer(variables, "TORCHELASTIC_RESTART_COUNT", minimum=0, default=0)
-    if _read_integer(variables, "GROUP_WORLD_SIZE", minimum=1, default=1) > 1:
+    attempt = _read_integer(variables, "TORCHELASTIC_RESTART_COUNT", least=0, default=0)
+    if _read_integer(variables, "GROUP_WORLD_SIZE", least=1, default=1) > 1:
         return variables.get("TORCHELASTIC_RUN_ID", ""), attempt
     return (parents[2].name, attempt) if len(parents) > 2 else ("", attempt)
 
@@ -223,7 +223,7 @@ def read_settings(variables: Mapping[str, str] = os.environ) -> Settings:
     """Read the DGLX_ variables. A ConfigError names the variable with an invalid value."""
     per_server = None
     if "DGLX_RANKS_PER_SERVER" in variables:
-        per_server = _read_integer(variables, "DGLX_RANKS_PER_SERVER", minimum=1)
+        per_server = _read_integer(variables, "DGLX_RANKS_PER_SERVER", least=1)
     threads = variables.get("OMP_NUM_THREADS", "").split(",")[0].strip()
     return Settings(
         strategy=variables.get("DGLX_STRATEGY") or None,
@@ -273,26 +273,24 @@ def copy_environment() -> dict[str, str]:
 
 
 def _read_integer(
-    variables: Mapping[str, str],
+    values: Mapping[str, str],
     name: str,
     *,
-    minimum: int,
+    least: int,
     below: int | None = None,
     default: int | None = None,
 ) -> int:
-    if name not in variables:
+    if name not in values:
         if default is not None:
             return default
-        raise ConfigError(
-            f"{name} is not set. Start the script with torchrun, or unset RANK to run one process."
-        )
+        raise ConfigError(f"{name} is not set. Start the script with torchrun, or unset RANK.")
 
     def parse(text: str) -> int | None:
         value = int(text)
-        return value if minimum <= value and (below is None or value < below) else None
+        return value if least <= value and (below is None or value < below) else None
 
-    description = f"a whole number of at least {minimum}" + ("" if below is None else f" and below {below}")
-    return _read_value(variables, name, parse, description)
+    description = f"a whole number of at least {least}" + ("" if below is None else f" and below {below}")
+    return _read_value(values, name, parse, description)
 
 
 def _read_secret(variables: Mapping[str, str]) -> bytes | None:
@@ -341,9 +339,9 @@ def _read_seconds(variables: Mapping[str, str], name: str) -> float | None:
 
 
 def _read_flag(variables: Mapping[str, str], name: str) -> bool:
-    known = dict.fromkeys(_TRUE, True) | dict.fromkeys(_FALSE, False)
+    words = dict.fromkeys(_TRUE, True) | dict.fromkeys(_FALSE, False)
     description = "one of 1, true, yes, on, 0, false, no, off"
-    return _read_value(variables, name, lambda text: known.get(text.strip().lower()), description)
+    return _read_value(variables, name, lambda text: words.get(text.strip().lower()), description)
 
 
 def _read_value(variables: Mapping[str, str], name: str, parse: Callable[[str], T | None], form: str) -> T:

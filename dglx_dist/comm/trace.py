@@ -279,13 +279,9 @@ def read_trace(path: str | Path) -> TraceFile:
     try:
         fields = Fields(json.loads(read_small_file(Path(path), 1 << 30)), str(path), error=StorageError)
     except FileNotFoundError as error:
-        raise StorageError(
-            f"there is no file {path}. `dglx train --trace FILE` and fit(trace=) write traces."
-        ) from error
+        raise StorageError(f"there is no file {path}. `dglx train --trace FILE` writes traces.") from error
     except (OSError, ValueError, RecursionError) as error:
-        raise StorageError(
-            f"{path} is not a trace, or is damaged ({error}). Record it again with --trace."
-        ) from error
+        raise StorageError(f"{path} is no trace, or damaged ({error}). Record it again.") from error
     facts = fields.nested_fields("otherData")
     facts.choice("format", [_FORMAT])
     events = fields.nested_list("traceEvents")

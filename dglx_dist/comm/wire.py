@@ -108,12 +108,9 @@ def encode(head: Head, arrays: Sequence[Array] = ()) -> Buffers:
     for array in arrays:
         raw = raw_bytes(array)
         if array.ndim > MAX_DIMENSIONS:
-            raise WireError(
-                f"an array of {array.ndim} dimensions cannot be sent. Reshape it to {MAX_DIMENSIONS}."
-            )
-        parts.append(
-            _ARRAY.pack(_CODES[_get_wire_dtype(array)], array.ndim) + _SHAPES[array.ndim].pack(*array.shape)
-        )
+            raise WireError(f"an array of {array.ndim} dimensions, which are more than {MAX_DIMENSIONS}")
+        kind = _CODES[_get_wire_dtype(array)]
+        parts.append(_ARRAY.pack(kind, array.ndim) + _SHAPES[array.ndim].pack(*array.shape))
         (inline if len(raw) <= INLINE_BYTES else large).append(raw)
     return [b"".join([*parts, *inline]), *large]
 
@@ -156,9 +153,7 @@ def decode(data: bytes) -> Head:
     inline = 0
     for spec in specs:
         if (spec.shape and min(spec.shape) < 0) or spec.num_bytes > MAX_ARRAY_BYTES:
-            raise WireError(
-                f"an array of shape {spec.shape}, negative or of more than {MAX_ARRAY_BYTES} bytes"
-            )
+            raise WireError(f"an array of shape {spec.shape}, negative or above {MAX_ARRAY_BYTES} bytes")
         if spec.num_bytes <= INLINE_BYTES:
             inline += spec.num_bytes
     if position + inline != len(data):
@@ -207,8 +202,8 @@ def _get_wire_dtype(array: Array) -> np.dtype[Any]:
     """Return the little-endian dtype in which ``array`` is sent. Raise WireError if there is none."""
     dtype = array.dtype if array.dtype in _CODES else array.dtype.newbyteorder("<")
     if dtype not in _CODES:
-        known = ", ".join(_DTYPE_NAMES)
-        raise WireError(f"arrays of dtype {array.dtype} cannot be sent. Convert them to one of {known}.")
+        names = ", ".join(_DTYPE_NAMES)
+        raise WireError(f"arrays of dtype {array.dtype} cannot be sent. Convert them to one of {names}.")
     return dtype
 
 

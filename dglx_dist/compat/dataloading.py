@@ -109,9 +109,8 @@ class DistDataLoader(_Epochs):
 
         steps = range(schedule.num_steps)
         try:
-            batches = run_ahead(
-                make, steps, depth=max(self.queue_size, 1), num_threads=int(self.queue_size > 0)
-            )
+            depth, num_threads = max(self.queue_size, 1), int(self.queue_size > 0)
+            batches = run_ahead(make, steps, depth=depth, num_threads=num_threads)
             for step, batch in zip(steps, batches, strict=True):
                 share = schedule.share(step)
                 self._session.step_share = replace(share, num_global=share.num_global * weight)
@@ -231,9 +230,7 @@ class DistEdgeDataLoader(_Loader):
         inner = inner_graph(g)
         sampling = kwargs.pop("g_sampling", None)
         if sampling is not None and inner_graph(sampling) is not inner:
-            raise ConfigError(
-                "g_sampling is another graph, but blocks are sampled from that of the edges. Leave it out."
-            )
+            raise ConfigError("g_sampling is not the graph of the edges, which is sampled. Leave it out.")
         options, opened = {**_options(kwargs, device), **_edge_options(g, inner, kwargs)}, _open(inner)
         ours = map_each_type(find_our_edges, inner, eids)
         super().__init__(opened, opened.edge_loader(ours, graph_sampler, **options), options)

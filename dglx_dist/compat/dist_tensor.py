@@ -215,7 +215,7 @@ def add_user(tensor: InnerDistTensor, user: object) -> None:
 
 
 def _free_unused(store: KVStore, keys: Sequence[str]) -> list[int]:
-    """Free tensors without a reference on any rank, and return the ranks that use ``keys``. Collective."""
+    """Free tensors that no rank refers to. Return the ranks that use ``keys``. Every rank must call this."""
     users = get_users(store)
     if any(users.get(key) for key in keys):
         gc.collect()  # the last reference may be part of a cycle
@@ -293,7 +293,7 @@ class DistTensor(Wrapper, of=InnerDistTensor):
         self.inner[_convert_ids(self.inner, idx)] = val
 
     def __or__(self, other: DistTensor) -> DistTensor:
-        """Return the bitwise or as a new tensor, for instance the union of two masks. Collective."""
+        """Return the bitwise or as a new tensor, for instance the union of two masks. All ranks call this."""
         if not isinstance(other, DistTensor):
             return NotImplemented
         union = DistTensor.over(self.inner | other.inner)

@@ -182,14 +182,13 @@ _LOADER_NAMES = ("DistGraph", "DistDataLoader", "DistNodeDataLoader", "DistEdgeD
 
 def build_replacements() -> dict[str, Any]:
     """Return the replacement of every name of the package. Unsupported ones raise when they are used."""
-    return {
-        **SUPPORTED,
-        **CONSTANTS,
-        **{name: make_refusal(name, reason) for name, reason in REFUSED.items()},
-    }
+    refused = {name: make_refusal(name, reason) for name, reason in REFUSED.items()}
+    return {**SUPPORTED, **CONSTANTS, **refused}
 
 
-_NO_PROCESSES = "there are no server and no sampler processes; see their replacements in docs/compat.md"
+_NO_PROCESSES = (
+    "there are no server and no sampler processes; see their replacements in docs/reference/compat.md"
+)
 _PROCESS_MODULES = ("role", "rpc", "rpc_client", "rpc_server", "dist_context", "graph_services")
 
 

@@ -68,8 +68,7 @@ def _load(kind: str, path: Path) -> Any:
 def check_files(files: Iterable[DglFile]) -> None:
     """Read the files in a child process, unless they were checked before and have not changed.
 
-    Raises:
-        StorageError: a file is missing or cannot be read.
+    Raises StorageError if a file is missing or cannot be read.
     """
     stamped = []
     for kind, path in files:
@@ -93,9 +92,7 @@ def _check(stamped: Sequence[tuple[str, str, int, int, int]]) -> None:
             reasons = _Child.of(os.getpid()).answers(request, len(stamped), limit_s)
     for (_, path, *_), reason in zip(stamped, reasons, strict=False):
         if reason != "read":
-            raise StorageError(
-                reason if reason.startswith(path) else f"{path} is damaged: {reason}; {_REMEDY}"
-            )
+            raise StorageError(reason if path in reason else f"{path} is damaged: {reason}; {_REMEDY}")
 
 
 @final
@@ -117,8 +114,7 @@ class _Child:
     def answers(self, request: str, count: int, limit_s: float) -> list[str]:
         """Return an answer for each file, up to the first one that could not be read.
 
-        Raises:
-            ConnectionError: the child ended before it got the request.
+        Raises ConnectionError if the child ended before it got the request.
         """
         process, text, end_s = self._process, b"", time.monotonic() + limit_s
         assert process.stdin is not None
@@ -171,6 +167,4 @@ def _read_and_check(kind: str, path: Path) -> None:
             ends = graph.edges(order="eid", etype=etype)
             for end, ntype in zip(ends, (etype[0], etype[2]), strict=True):
                 if len(end) and not 0 <= int(end.min()) <= int(end.max()) < graph.num_nodes(ntype):
-                    raise StorageError(
-                        f"{path} has edges of type {etype} between nodes that do not exist; {_REMEDY}"
-                    )
+                    raise StorageError(f"{path} has edges of type {etype} between unknown nodes; {_REMEDY}")

@@ -76,10 +76,8 @@ class Budget:
 def open_budget(limit: int) -> Budget:
     """Return the budget: ``limit`` bytes minus the current memory of this process.
 
-    If the machine or the control group has less memory, that is the limit, which is printed.
-
-    Raises:
-        ConfigError: the budget is too small.
+    If the machine or the control group has less memory, that is the limit, which is printed. Raises
+    ConfigError if the budget is too small.
     """
     available, _ = machine_memory()
     if limit > available:
@@ -294,9 +292,8 @@ class EdgeStream:
         """Dtype of one edge in a bucket."""
         infos = enumerate(column.info for column in self.columns)
         ends = [("destination", id_dtype(self.num_destinations)), ("source", id_dtype(self.num_sources))]
-        return np.dtype(
-            [*ends, *((str(i), numpy_dtype(column.dtype), column.row_shape) for i, column in infos)]
-        )
+        data = ((str(i), numpy_dtype(column.dtype), column.row_shape) for i, column in infos)
+        return np.dtype([*ends, *data])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -403,9 +400,7 @@ def _check_fits(counts: Array, width: int, edge_bytes: int, budget: Budget) -> N
     if counts[slot] * edge_bytes > _HUB_SHARES * budget.bucket:
         nodes = f"nodes {slot * width} to {(slot + 1) * width - 1}" if width > 1 else f"node {slot}"
         needed = (int(counts[slot]) * edge_bytes // _HUB_SHARES + 1) * BUDGET_SHARES
-        raise ConfigError(
-            f"{counts[slot]} edges end at {nodes} and must be sorted together; {budget.remedy(needed)}"
-        )
+        raise ConfigError(f"{counts[slot]} edges end at {nodes}, sorted together; {budget.remedy(needed)}")
 
 
 def _write_buckets(
@@ -413,9 +408,8 @@ def _write_buckets(
 ) -> BucketFiles:
     buckets, owns_all = BucketFiles(folder, edges.record), len(own) == len(starts)
     ends = zip(edges.sources(step), edges.destinations(step), strict=True)
-    for (sources, destinations), *columns in zip(
-        ends, *(column.rows(step) for column in edges.columns), strict=True
-    ):
+    rows = (column.rows(step) for column in edges.columns)
+    for (sources, destinations), *columns in zip(ends, *rows, strict=True):
         records = np.empty(len(sources), edges.record)
         records["source"], records["destination"] = sources, destinations
         for i, rows in enumerate(columns):
@@ -493,9 +487,7 @@ class Workspace:
         """Return the bytes left beside ``num_bytes``. Raise ConfigError if they are fewer than ``least``."""
         if not self.fits(num_bytes + least):
             needed = num_bytes + least
-            raise ConfigError(
-                f"{purpose} takes at least {format_bytes(needed)} of memory; {self.budget.remedy(needed)}"
-            )
+            raise ConfigError(f"{purpose} takes {format_bytes(needed)} or more; {self.budget.remedy(needed)}")
         return self.budget.work - num_bytes
 
 
@@ -596,14 +588,8 @@ SHOWN_FROM = 1_000_000
 """Minimum number of values or nodes for which progress is shown."""
 _KEY, _LOCK = "key.json", "lock"
 _SOURCE_STAGES = (
-    "arrays",
-    "edges",
-    "features",
-    "generator",
-    "ids-",
-    "reverse edges",
-    "self-loops",
-    "synthetic",
+    *("arrays", "edges", "features", "generator"),
+    *("ids-", "reverse edges", "self-loops", "synthetic"),
 )
 """Prefixes of stages that are copies of the source, or quickly made from it."""
 _IN_MEMORY = Path("/dev/shm")  # A workspace there is refused.
@@ -619,20 +605,15 @@ def open_workspace(
     After an error or a kill, its finished stages are kept. A job with the same ``settings`` (JSON values)
     resumes and prints which stages it found. After a ConfigError or DatasetError, copies of the source alone
     are not kept, because the remedy changes the settings. All ``ranks`` must open it. By default it is this
-    process only.
-
-    Raises:
-        ConfigError: ``folder`` is in memory, or ``limit`` is too small.
-        StorageError: ``folder`` has stages of other settings or foreign files, is in use, or is not writable.
+    process only. Raises ConfigError if ``folder`` is in memory, or ``limit`` is too small, and StorageError
+    if ``folder`` has stages of other settings or foreign files, is in use, or is not writable.
     """
     folder, ranks = folder.absolute(), ranks or Ranks()
     if folder.resolve().is_relative_to(_IN_MEMORY):
         raise ConfigError(f"{folder} is in memory; choose a folder on a disk (--scratch DIR)")
     for rank, rank_settings in enumerate(ranks.gather_objects(dict(settings))):
         for name in (name for name, value in settings.items() if rank_settings.get(name) != value):
-            raise StorageError(
-                f"rank {rank} and rank {ranks.rank} differ in {name}; DATA must be the same for all ranks"
-            )
+            raise StorageError(f"rank {rank} and rank {ranks.rank} differ in {name}; pass all the same DATA")
     own_budget = open_budget(limit)
     work, reserved = min(ranks.gather_objects([own_budget.work, own_budget.reserved]))
     budget = Budget(work=work, reserved=reserved)
@@ -664,9 +645,7 @@ def _claim_folder(folder: Path, settings: Mapping[str, object]) -> Iterator[None
             names = {path.name for path in folder.iterdir()}
             # The key is written before the first stage.
             if not {_KEY, _LOCK} <= names and any(not name.startswith((_KEY, _LOCK)) for name in names):
-                raise StorageError(
-                    f"{folder} holds files that are not unfinished work; choose another --scratch"
-                )
+                raise StorageError(f"{folder} has files of something else; choose another --scratch")
             (folder / _LOCK).touch()
             if not stack.enter_context(try_lock(folder / _LOCK)):
                 raise StorageError(f"{folder} is in use by another process; wait for it")
@@ -703,9 +682,7 @@ def _check_key(folder: Path, settings: Mapping[str, object]) -> None:
         return
     try:
         stored = json.loads(read_small_file(path))
-        differing = [
-            name for name in expected.keys() | stored.keys() if expected.get(name) != stored.get(name)
-        ]
+        differing = [key for key in expected.keys() | stored.keys() if expected.get(key) != stored.get(key)]
     except (OSError, ValueError, AttributeError, RecursionError) as error:
         raise StorageError(f"{path} is damaged ({error}); remove {folder}") from error
     if differing:

@@ -101,8 +101,7 @@ class NpzSource(DatasetSource):
 def build_graph_from_arrays(arrays: Mapping[str, Array], name: str, where: str) -> RawGraph:
     """Build the graph from arrays with the names of :class:`NpzSource`. ``where`` starts messages.
 
-    Raises:
-        DatasetError: ends of edges or known columns are missing, or have the wrong dtype or length.
+    Raises DatasetError if ends of edges or known columns are missing, or have the wrong dtype or length.
     """
     arrays = _rename_pyg(arrays, where)
     ends = ("head", "rel", "tail") if "head" in arrays else ("src", "dst")
@@ -157,7 +156,7 @@ def _convert_matrix(matrix: Any, path: Path) -> dict[str, Array]:
     if matrix.shape[0] != matrix.shape[1]:
         raise DatasetError(
             f"{path}: the matrix has shape {matrix.shape}, but the matrix of a graph is square; for two "
-            "types of nodes write tables (docs/quickstart.md)"
+            "types of nodes write tables (docs/guides/your_data.md)"
         )
     arrays = {"src": matrix.row, "dst": matrix.col, "num_nodes": np.array(matrix.shape[0])}
     return arrays | ({EDGE_VALUES: matrix.data} if (matrix.data != 1).any() else {})
@@ -411,9 +410,8 @@ class TorchSource(DatasetSource):
             classes = re.findall(r"GLOBAL ([\w.]+)", str(error))
             reason = f"holds the class {classes[0]}, which is never loaded" if classes else "is damaged"
             raise DatasetError(f"{where}: {reason}; {remedy}") from error
-        if not isinstance(values, dict) or any(
-            isinstance(value, dict) and value for value in values.values()
-        ):
+        has_type = isinstance(values, dict) and not any(isinstance(v, dict) and v for v in values.values())
+        if not has_type:
             raise DatasetError(f"{where} does not hold a dict of tensors of one type; {remedy}")
         arrays, ignored = {}, []
         for name, value in values.items():
@@ -466,10 +464,8 @@ class NetworkxSource(DatasetSource):
         node_columns = _read_attributes([data for _, data in nodes], f"{where}, nodes")
         edge_columns = _read_attributes([data for *_, data in edges], f"{where}, edges")
         node_columns["id"] = pa.array([to_id(node) for node, _ in nodes])
-        edge_columns |= {
-            "src": pa.array([to_id(u) for u, *_ in edges]),
-            "dst": pa.array([to_id(v) for _, v, _ in edges]),
-        }
+        destinations = pa.array([to_id(v) for _, v, _ in edges])
+        edge_columns |= {"src": pa.array([to_id(u) for u, *_ in edges]), "dst": destinations}
         tables = {NODE_TYPE: (where, pa.table(node_columns))}, {EDGE_TYPE: (where, pa.table(edge_columns))}
         return build_graph_from_tables(self._path.name.removesuffix(suffix), *tables)
 
@@ -508,9 +504,7 @@ def _check_node_link(value: Any) -> None:
     """Raise ValueError unless the JSON value has nodes and links in the format of NetworkX and D3."""
     keys: Mapping[str, Any] = value if isinstance(value, dict) else {}
     rows: Any = [keys.get("nodes"), keys.get("links", keys.get("edges"))]
-    is_sound = all(
-        isinstance(entries, list) and all(isinstance(row, dict) for row in entries) for entries in rows
-    )
+    is_sound = all(isinstance(part, list) and all(isinstance(row, dict) for row in part) for part in rows)
     if not is_sound or not all({"source", "target"} <= link.keys() for link in rows[1]):
         raise ValueError(
             "it needs a list 'nodes' of objects with an id, and a list 'links' or 'edges' of objects with "
@@ -541,9 +535,8 @@ def _read_attributes(rows: Sequence[Mapping[str, Any]], where: str) -> dict[str,
             column = pa.nulls(len(rows))
         dtype = getattr(column.type, "value_type", column.type)
         is_number = pa.types.is_integer(dtype) or pa.types.is_floating(dtype) or pa.types.is_boolean(dtype)
-        if (is_number and not column.null_count) or (
-            name in (LABEL, "split") and not pa.types.is_null(dtype)
-        ):
+        is_given = name in (LABEL, "split") and not pa.types.is_null(dtype)
+        if (is_number and not column.null_count) or is_given:
             columns[name] = column
         else:
             ignored.append(str(name))
@@ -626,9 +619,8 @@ class EdgeListSource(DatasetSource):
         import pandas as pd
 
         where, name = str(self._path), self._path.name.removesuffix(suffix_of(self._path))
-        read, lines, are_triples = _read_lines(
-            self._path, None if self._format is None else self._format == "triples"
-        )
+        is_triples = None if self._format is None else self._format == "triples"
+        read, lines, are_triples = _read_lines(self._path, is_triples)
         line = lines[0]
         _refuse_header(read, where, line)
         # Names of relations may be any text, but a -> b is an edge.

@@ -12,6 +12,7 @@ import sys
 import types
 from collections.abc import Callable, Collection, Mapping, Sequence
 from enum import Enum
+from functools import partial
 from typing import (
     Annotated,
     Any,
@@ -211,9 +212,7 @@ class Fields:
         hints = _get_hints(kind)
         values = {}
         for declared_field in declared_fields:
-            read = readers.get(declared_field.name) or functools.partial(
-                self.value, hint=hints[declared_field.name]
-            )
+            read = readers.get(declared_field.name) or partial(self.value, hint=hints[declared_field.name])
             optional = defaults and declared_field.default is not dataclasses.MISSING
             values[declared_field.name] = (
                 self.optional(declared_field.name, read, declared_field.default)
@@ -230,7 +229,7 @@ class Fields:
         value_type, *metadata = get_args(hint) if get_origin(hint) is Annotated else (hint,)
         bounds = metadata[0] if metadata else ()
         if get_origin(value_type) in (Union, types.UnionType):
-            return self.optional(name, functools.partial(self.value, hint=get_args(value_type)[0]), None)
+            return self.optional(name, partial(self.value, hint=get_args(value_type)[0]), None)
         if get_origin(value_type) is tuple:
             items = self.items(name, *bounds)
             return tuple(items.value(item_name, get_args(value_type)[0]) for item_name in items.mapping)
@@ -310,8 +309,7 @@ def read_json(
 def write_json(value: Json) -> bytes:
     """Return ``value`` as canonical JSON with sorted keys and no blanks, so equal values give equal bytes.
 
-    Raises:
-        ConfigError: JSON cannot represent a value, such as NaN.
+    Raises ConfigError if JSON cannot represent a value, such as NaN.
     """
     try:
         return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()

@@ -76,8 +76,7 @@ class DatasetSource(ABC):
     def load(self) -> RawGraph:
         """Read the whole graph. Node ids are 0..N-1 per type, and splits are boolean masks.
 
-        Raises:
-            DatasetError: the data is missing or wrong. The message names file, column and first row.
+        Raises DatasetError if the data is missing or wrong. The message names file, column and first row.
         """
 
 
@@ -96,10 +95,7 @@ def standard_columns(
 
     ``features`` and ``feats`` become ``feat``, and ``labels`` becomes ``label``, unless that name is taken.
     Without ``rename``, names and dtypes are kept, except for splits and class labels. ``where`` starts
-    messages.
-
-    Raises:
-        DatasetError: a split has a value other than 0 and 1, or a label is not a number.
+    messages. Raises DatasetError if a split has a value other than 0 and 1, or a label is not a number.
     """
     standard: dict[str, NodeColumn] = {}
     for source_name, column in columns.items():
@@ -432,8 +428,7 @@ def load_dataset(
 def open_text(path: Path, content_kind: str) -> Iterator[IO[bytes]]:
     """Open a file, and decompress it if it ends in ``.gz``.
 
-    Raises:
-        DatasetError: the file, or the content that the block reads, is not a readable ``content_kind``.
+    Raises DatasetError if the file, or the content that the block reads, is not a readable ``content_kind``.
     """
     try:
         with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
@@ -462,7 +457,11 @@ def _check_fits(name: str, per_byte: int, path: Path, workspace: Workspace) -> N
     files = [file for file in path.rglob("*") if file.is_file()] if path.is_dir() else [path]
     needed = per_byte * sum(_estimate_bytes(file) for file in files if file.exists())
     if needed > workspace.budget.work:
-        remedy = "first `dglx ingest` them (docs/ingest.md)" if path.is_dir() else "give an uncompressed .npz"
+        remedy = (
+            "first `dglx ingest` them (docs/guides/ingest.md)"
+            if path.is_dir()
+            else "give an uncompressed .npz"
+        )
         raise ConfigError(
             f"{path} would take about {format_bytes(needed)} of memory, because {name} reads it at once; "
             f"{remedy}, or grant more --memory"

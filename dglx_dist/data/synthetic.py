@@ -238,9 +238,7 @@ class SyntheticConfig:
     train_rate: float = _share(0.1, "Share of nodes that are training nodes (label rate).")
     val_rate: float = _share(0.1, "Share of nodes that are validation nodes.")
     test_rate: float = _share(0.2, "Share of nodes that are test nodes.")
-    skew: float = _share(
-        0.0, "Share of training nodes that are in one tenth of the communities. 0 spreads them evenly."
-    )
+    skew: float = _share(0.0, "Share of training nodes in one tenth of the communities. 0 spreads evenly.")
     seed: int = option(0, "Random seed.", check=at_least(0))
 
     def __post_init__(self) -> None:
@@ -373,10 +371,8 @@ def write_streamed(config: SyntheticConfig, folder: Path, *, feature_dtype: str 
         if config.features:
             rows = (piece.astype(feature_dtype) for piece in _draw_features(config, true_classes))
             write_data(FEATURE, ColumnInfo(dtype=feature_dtype, row_shape=(config.features,)), rows)
-        for name, values in {
-            LABEL: _labels(config, true_classes),
-            **_draw_splits(config, communities),
-        }.items():
+        labels_and_masks = {LABEL: _labels(config, true_classes), **_draw_splits(config, communities)}
+        for name, values in labels_and_masks.items():
             write_data(name, make_column_info(values, name), [values])
         manifest = Manifest(
             name="synthetic",

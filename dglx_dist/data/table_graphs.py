@@ -191,8 +191,7 @@ class TablesSource(DatasetSource):
 def _choose_names(listed: str, columns: Sequence[str], where: str, option: str) -> list[str]:
     """Return the comma-separated names of an option. Only the last one may be empty.
 
-    Raises:
-        DatasetError: a name is not among ``columns``.
+    Raises DatasetError if a name is not among ``columns``.
     """
     names = [name if name in columns else name.strip() for name in listed.split(",")]
     for name in [*filter(None, names), *names[:-1]]:
@@ -252,9 +251,8 @@ def build_graph_from_tables(
             for end, ntype in zip(etype_ends, (etype[0], etype[2]), strict=True)
         )
         positions[etype] = (sources, destinations)
-        data = _convert_columns(
-            edges[etype][1], edges[etype][0], {*(end.name for end in etype_ends), *ignored}
-        )
+        end_names = {end.name for end in etype_ends}
+        data = _convert_columns(edges[etype][1], edges[etype][0], {*end_names, *ignored})
         edge_data[etype] = {key: value for key, value in data.items() if isinstance(value, np.ndarray)}
     return RawGraph(
         name=name,
@@ -286,9 +284,9 @@ def _find_id_column(
     candidates = candidates or [name for name in names if name == _ID]
     candidates = candidates or [name for name in names if is_node_id(name, ntype)]
     if len(candidates) > 1 or (id_names and not candidates and "" not in id_names):
-        reason = (
-            f"both {candidates[0]!r} and {candidates[1]!r} could be" if candidates else "no column of --id is"
-        )
+        reason = "no column of --id is"
+        if candidates:
+            reason = f"both {candidates[0]!r} and {candidates[1]!r} could be"
         remedy = "" if candidates else f" (--id '{','.join(id_names or ())},' numbers such nodes by row)"
         raise DatasetError(
             f"{where}: {reason} the column of ids (it has {', '.join(table.column_names)}); choose one with "
@@ -335,9 +333,8 @@ def _read_ends(table: Any, where: str, etype: EdgeType) -> tuple[TableColumn, Ta
             "name them in a description for dglx ingest, or save triples as a .tsv without a header"
         )
     for name in names if names != _END_COLUMNS[0] else ():
-        similar = [
-            key for key in table.column_names if key != name and _simplify_name(key) == _simplify_name(name)
-        ]
+        simple_name = _simplify_name(name)
+        similar = [key for key in table.column_names if key != name and _simplify_name(key) == simple_name]
         if similar:
             raise DatasetError(f"{where}: {name!r} or {similar[0]!r} may be an end of edges; rename one")
     return id_column(table, names[0], where), id_column(table, names[1], where)
@@ -409,9 +406,7 @@ def _convert_columns(table: Any, where: str, excluded: set[str]) -> dict[str, No
             continue
         table_column = column(table, name, where)
         if table_column.is_text and name == FEATURE:
-            shown = (
-                f"holds texts, such as {table_column.values[0].as_py()!r:.40}; write its numbers in columns"
-            )
+            shown = f"holds texts, such as {table_column.values[0].as_py()!r:.40}; write numbers in columns"
             raise table_column.error(f"{shown} feat_0, feat_1 ..., or lists of numbers in Parquet")
         if table_column.is_text:
             id_hint = "" if _ID in table.column_names else f", or 'id' if it has the ids (--id {name})"
@@ -454,8 +449,7 @@ def _sort_distinct(values: Any) -> Any:
 def split_codes(split: TableColumn) -> Array:
     """Return the (K,) int64 codes 0, 1 and 2 for train, val and test, and -1 for none.
 
-    Raises:
-        DatasetError: there is another value.
+    Raises DatasetError if there is another value.
     """
     texts = pc.utf8_lower(pc.fill_null(split.texts(), ""))
     index = pc.index_in(texts, value_set=pa.array(list(_SPLIT_CODES), pa.large_string()))

@@ -73,9 +73,7 @@ class TableColumn:
         if self.values.null_count:
             row = find_first_true(pc.is_null(self.values))
             remedy = "; without labels, write 0 and leave 'split' empty" if LABEL in self.name else ""
-            raise self.error(
-                f"is empty, or NaN, NA or null ({self.values.null_count} rows in all){remedy}", row
-            )
+            raise self.error(f"is empty, or NaN, NA or null ({self.values.null_count} rows){remedy}", row)
 
     def refuse_non_ids(self) -> None:
         self.refuse_gaps()
@@ -88,9 +86,7 @@ class TableColumn:
 
     def texts(self) -> Any:
         """Return the values as a pyarrow array of large_string."""
-        return self._cast_values(
-            pa.large_string(), f"holds {self.values.type} that is not text; write texts or numbers"
-        )
+        return self._cast_values(pa.large_string(), f"holds {self.values.type}; write texts or numbers")
 
     def _cast_values(self, dtype: Any, problem: str) -> Any:
         try:
@@ -101,8 +97,7 @@ class TableColumn:
     def numbers(self) -> Array:
         """Return (K,) numbers or booleans, or (K, F) if rows are lists.
 
-        Raises:
-            DatasetError: values are missing, NaN, infinite or not numbers, or lists differ in length.
+        Raises DatasetError if values are missing, NaN, infinite or not numbers, or lists differ in length.
         """
         self.refuse_gaps()
         list_type, width, values = self.values.type, None, self.values
@@ -127,9 +122,7 @@ class TableColumn:
         lengths = as_numpy(pc.list_value_length(lists))
         row = find_first_true(lengths != lengths[:1])
         if row:
-            raise self.error(
-                f"a list of {lengths[row]} values, but row {self.first_row} has {lengths[0]}", row
-            )
+            raise self.error(f"a list of {lengths[row]}, but row {self.first_row} has {lengths[0]}", row)
         return int(lengths[0]) if len(lengths) else 0
 
 
@@ -148,8 +141,7 @@ def find_first_true(wrong: Any) -> int:
 def open_table(path: Path, kind: str, longest: int = 1 << 20) -> Iterator[Any]:
     """Open a table as an Arrow file. ``longest`` is the maximum number of bytes of a row, for messages.
 
-    Raises:
-        DatasetError: the file, or the content that the block reads, is not a table of this kind.
+    Raises DatasetError if the file, or the content that the block reads, is not a table of this kind.
     """
     try:
         # Arrow itself refuses paths that are not UTF-8.

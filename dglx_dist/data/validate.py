@@ -19,17 +19,14 @@ MAX_CLASSES = 1 << 24
 def check_raw_graph(graph: RawGraph, where: str) -> None:
     """Check that ids, columns, labels and splits of ``graph`` are consistent. ``where`` starts messages.
 
-    Raises:
-        DatasetError: there is no node, an id is out of range, a column has the wrong length, a feature is NaN
-            or infinite, a label is outside [-1, classes), a user id occurs twice, or splits overlap, are
-            empty, or contain a node without label.
+    Raises DatasetError if there is no node, an id is out of range, a column has the wrong length, a feature
+    is NaN or infinite, a label is outside [-1, classes), a user id occurs twice, or splits overlap, are
+    empty, or contain a node without label.
     """
     if graph.total_nodes == 0:
         raise DatasetError(f"{where}: the graph has no nodes; there must be at least one")
     masks = [(name, column) for columns in graph.edge_data.values() for name, column in columns.items()]
-    selecting = {
-        name for name, mask in masks if name in SPLITS and isinstance(mask, np.ndarray) and mask.any()
-    }
+    chosen = {name for name, mask in masks if name in SPLITS and isinstance(mask, np.ndarray) and mask.any()}
     for edge_type, (source_ids, destination_ids) in graph.edges.items():
         source, relation, destination = edge_type
         for node_type in (source, destination):
@@ -43,7 +40,7 @@ def check_raw_graph(graph: RawGraph, where: str) -> None:
             raise DatasetError(f"{here}: {len(source_ids)} sources but {len(destination_ids)} destinations")
         check_ids(source_ids, graph.num_nodes[source], "src", here)
         check_ids(destination_ids, graph.num_nodes[destination], "dst", here)
-        check_columns(graph.edge_data.get(edge_type, {}), len(source_ids), None, here, selecting)
+        check_columns(graph.edge_data.get(edge_type, {}), len(source_ids), None, here, chosen)
     for node_type in {**graph.node_data, **graph.user_ids}:
         here = where if graph.is_homogeneous else f"{where}, nodes {node_type!r}"
         if node_type not in graph.num_nodes:
@@ -98,7 +95,9 @@ def check_integers(values: Array, column: str, where: str) -> None:
     """Raise DatasetError unless ``values`` are (K,) integers."""
     if values.ndim != 1 or values.dtype.kind not in "iu":
         details = f"it is {values.dtype} of shape {values.shape}"
-        details += "; texts as ids are for tables (docs/quickstart.md)" if values.dtype.kind in "USO" else ""
+        details += (
+            "; texts as ids are for tables (docs/guides/your_data.md)" if values.dtype.kind in "USO" else ""
+        )
         raise column_error(where, column, f"must hold one whole number a row; {details}")
 
 
@@ -262,9 +261,7 @@ def number_codes(graph: RawGraph, where: str) -> RawGraph:
         codes, counts = np.unique(label[label >= 0], return_counts=True)
         if _REPEATS * len(codes) <= counts.sum():
             numbered = {**columns, LABEL: np.where(label < 0, -1, np.searchsorted(codes, label))}
-            message = (
-                "%s: the labels %d to %d are numbered as names of %d classes; if they measure, write %d.0"
-            )
+            message = "%s: the labels %d to %d are numbered as %d classes; if they measure, write %d.0"
             _LOG.warning(message, where, codes[0], codes[-1], len(codes), codes[0])
             graph = replace(
                 graph,

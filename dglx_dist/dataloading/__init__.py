@@ -19,9 +19,8 @@ from dgl.dataloading import negative_sampler as negative_sampler
 def __getattr__(name: str) -> Any:
     """Resolve this package's loaders by name.
 
-    Raises:
-        ImportError: DGL has ``name``, but only for graphs of one process.
-        AttributeError: DGL does not have ``name`` either.
+    Raises ImportError if DGL has ``name``, but only for graphs of one process, and AttributeError if DGL does
+    not have ``name`` either.
     """
     if name in ("DataLoader", "DistEdgeDataLoader", "DistNodeDataLoader"):
         # The public loaders live in the top-level package, which is always imported before this one.

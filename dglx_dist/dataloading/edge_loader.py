@@ -70,9 +70,7 @@ _NUM_CHECKED = 1024
 """Number of edges per rank that are compared with their reverse edges."""
 
 
-def read_rule(
-    g: DistGraph, edges: Edges, exclude: Any, reverse_eids: Any = None, reverse_etypes: Any = None
-) -> Reverse:
+def read_rule(g: DistGraph, edges: Edges, exclude: Any, reverse_eids: Any, reverse_etypes: Any) -> Reverse:
     """Check the exclusion options on one rank, for its ``edges``. Return how to find reverse edges.
 
     The options are those of :class:`DistEdgeDataLoader`, without fixed ids. Raises ConfigError if the mode is
@@ -129,7 +127,7 @@ def open_exclude(g: DistGraph, exclude: Any, reverse: Reverse) -> Exclude:
 
 
 def _match_reverse_edges(g: DistGraph, etype: EdgeType, back: EdgeType) -> DistTensor:
-    """Return the reverse edges of all edges of ``etype``. Collective.
+    """Return the reverse edges of all edges of ``etype``. Every rank must call this.
 
     Edges are matched by position in the source's edge list if the ends of those pairs agree. Otherwise they
     are matched by their ends, because parts that DGL has cut list the edges of the cut graph.
@@ -144,14 +142,12 @@ def _match_reverse_edges(g: DistGraph, etype: EdgeType, back: EdgeType) -> DistT
     return matched_ids
 
 
-def _check_reverse(
-    g: DistGraph, etype: EdgeType, back_type: EdgeType, table: FindReverse, ids: Array
-) -> None:
+def _check_reverse(g: DistGraph, etype: EdgeType, back: EdgeType, table: FindReverse, ids: Array) -> None:
     # Compare the ends of edges with the ends of their reverse edges.
     reverse = table(ids)
     ids, reverse = ids[reverse != NO_REVERSE], reverse[reverse != NO_REVERSE]
     sources, destinations = g.find_edges(ids, etype)
-    back_sources, back_destinations = g.find_edges(reverse, back_type)
+    back_sources, back_destinations = g.find_edges(reverse, back)
     wrong_indices = ((sources != back_destinations) | (destinations != back_sources)).nonzero()[:, 0]
     if len(wrong_indices):
         k = int(wrong_indices[0])
@@ -164,11 +160,9 @@ def _check_reverse(
         )
 
 
-def _exclude_with_reverse(
-    edges: Edges, reverse: Mapping[EdgeType, Mapping[EdgeType, FindReverse]]
-) -> Excluded:
+def _exclude_with_reverse(edges: Edges, find: Mapping[EdgeType, Mapping[EdgeType, FindReverse]]) -> Excluded:
     pieces = {etype: [ids] for etype, ids in edges.items()}
-    for etype, tables in reverse.items():
+    for etype, tables in find.items():
         for back, table in tables.items() if len(edges.get(etype, ())) else ():
             ids = table(edges[etype])
             pieces.setdefault(back, []).append(ids[ids != NO_REVERSE])
@@ -186,9 +180,7 @@ def _call_exclude(g: DistGraph, exclude: Callable[[Any], Any], edges: Edges) -> 
 
 def _read_reverse_types(g: DistGraph, reverse_etypes: Any) -> Reverse:
     if not isinstance(reverse_etypes, Mapping):
-        raise ConfigError(
-            f"reverse_etypes is {reverse_etypes!r}. Pass {{edge type: type of its reverse edges}}."
-        )
+        raise ConfigError(f"reverse_etypes is {reverse_etypes!r}. Pass {{edge type: its reverse edge type}}.")
     types = {g.to_canonical_etype(key): g.to_canonical_etype(value) for key, value in reverse_etypes.items()}
     for etype, back in types.items():
         if (back[0], back[2]) != (etype[2], etype[0]) or etype == back:
@@ -292,9 +284,8 @@ def merge_pairs(pair_graph: Any) -> MergedPairs:
         sizes.append(len(sources))
     relation = torch.arange(len(sizes)).repeat_interleave(torch.tensor(sizes)).to(pair_graph.device)
     index = get_structure(pair_graph)
-    return MergedPairs(
-        index=index, etypes=etypes, sizes=tuple(sizes), ends=torch.cat(ends, 1), relation=relation
-    )
+    joined = torch.cat(ends, 1)
+    return MergedPairs(index=index, etypes=etypes, sizes=tuple(sizes), ends=joined, relation=relation)
 
 
 _TYPE_SHIFT = 44
@@ -327,10 +318,7 @@ def build_pairs(
     # Number all nodes of all pairs at once, by type and then by id.
     distinct, rows = np.unique(np.concatenate(keys), return_inverse=True)
     starts = np.searchsorted(distinct, np.arange(len(ntypes) + 1) << _TYPE_SHIFT)
-    nodes = {
-        ntype: distinct[starts[index] : starts[index + 1]] - type_bits[ntype]
-        for index, ntype in enumerate(ntypes)
-    }
+    nodes = {ntype: distinct[starts[i] : starts[i + 1]] - type_bits[ntype] for i, ntype in enumerate(ntypes)}
     rows_of_ends = np.split(rows.reshape(-1), np.cumsum([len(end_keys) for end_keys in keys])[:-1])
     graphs = [
         _build_pair_graph(ntypes, etypes, starts, pairs, np.stack(rows_of_ends[2 * index : 2 * index + 2]))
@@ -359,9 +347,8 @@ def _build_pair_graph(
         shape = (1 + (source != destination), counts[source], counts[destination])
         relations.append(heterograph_index.create_unitgraph_from_coo(*shape, u, v, ["coo", "csr", "csc"]))
     metagraph = graph_index.from_coo(len(ntypes), *map(list, zip(*kinds, strict=True)), True)
-    index = heterograph_index.create_heterograph_from_relations(
-        metagraph, relations, utils.toindex(counts, "int64")
-    )
+    make, num_nodes = heterograph_index.create_heterograph_from_relations, utils.toindex(counts, "int64")
+    index = make(metagraph, relations, num_nodes)
     graph = dgl.DGLGraph(index, list(ntypes), [relation for _, relation, _ in etypes])
     relation = torch.from_numpy(np.repeat(np.arange(len(sizes)), sizes))
     graph.merged_pairs = MergedPairs(

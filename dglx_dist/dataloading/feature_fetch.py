@@ -8,7 +8,7 @@ import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypeVar, final
@@ -22,12 +22,11 @@ from torch import Tensor
 from dglx_dist.comm.session import warn_user
 from dglx_dist.data.storage.columns import numpy_dtype
 from dglx_dist.errors import ConfigError
-from dglx_dist.graph.column import DeviceRows, LookAheadRows, PendingPull
+from dglx_dist.graph.column import LookAheadRows, PendingPull
 from dglx_dist.graph.kvstore import KVStore
 from dglx_dist.graph.row_kernels import allocate_rows, make_column_info, torch_dtype, view_as_tensor
 from dglx_dist.internals.graphs import Column, frames_by_type, replace_columns
 from dglx_dist.internals.message_passing import note_edge_order
-from dglx_dist.internals.pytorch import Copy
 from dglx_dist.records import Array, ColumnInfo, EdgeType
 
 if TYPE_CHECKING:
@@ -64,9 +63,7 @@ class RowMemory:
     ``device`` is a GPU, the memory is page-locked so that rows can be copied from there.
     """
 
-    def __init__(
-        self, num_batches: int = 4, dtype: torch.dtype | None = None, device: torch.device = _CPU
-    ) -> None:
+    def __init__(self, num_batches: int = 4, dtype: torch.dtype | None = None, device: Any = _CPU) -> None:
         self._num_batches, self._dtype, self.device = num_batches, check_float(dtype), device
         self._arrays: dict[tuple[str, ColumnInfo], list[Array]] = {}
         self._lock = threading.Lock()
@@ -84,11 +81,7 @@ class RowMemory:
         with self._lock:
             arrays = self._arrays.setdefault((key, info), [])
             counts = _count_references(arrays)
-            idle_indices = [
-                index
-                for index, num_references in enumerate(counts)
-                if num_references == self._idle_references
-            ]
+            idle_indices = [index for index, count in enumerate(counts) if count == self._idle_references]
             longest_index = max(idle_indices, key=lambda index: len(arrays[index]), default=None)
             if longest_index is not None and len(arrays[longest_index]) >= count:
                 array = arrays[longest_index]
@@ -107,17 +100,11 @@ class RowMemory:
         dtype = torch.int16 if info.dtype == "bfloat16" else torch_dtype(info.dtype)
         return torch.empty(shape, dtype=dtype, pin_memory=torch.cuda.is_available()).numpy()
 
-    def get_output_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        if dtype not in FLOATS:
-            return dtype
-        return self._dtype or (torch.float32 if dtype in HALVES else dtype)
-
     def convert(self, rows: Tensor) -> Tensor:
-        """Return (K, *row) ``rows`` in the output dtype.
-
-        Rows that already have the output dtype are returned without a copy.
-        """
-        dtype = self.get_output_dtype(rows.dtype)
+        """Return (K, *row) ``rows`` in the dtype of batches, without a copy if they have it already."""
+        dtype = rows.dtype
+        if dtype in FLOATS:
+            dtype = self._dtype or (torch.float32 if dtype in HALVES else dtype)
         if dtype == rows.dtype:
             return rows
         return self.rows("", len(rows), make_column_info(dtype, tuple(rows.shape[1:]))).copy_(rows)
@@ -171,19 +158,13 @@ class Columns:
         claimed_rows = {}
         for key in self.group_inputs({}):
             ahead = store.column(key).ahead
-            # If rows of the column are cached on the device of the batches, that cache is used instead.
-            if ahead is None or self.on_device(store, key) is not None:
+            if ahead is None:
                 continue
             if ahead.claim():
                 claimed_rows[key] = ahead
             else:
                 log.info("another loader uses the look-ahead cache of %s, so this one fetches every row", key)
         return claimed_rows
-
-    def on_device(self, store: KVStore, key: str) -> DeviceRows | None:
-        """Return the rows of a column that are cached on the device of the batches."""
-        rows = store.column(key).on_device
-        return rows if rows is not None and rows.rows.device == self.memory.device else None
 
 
 WINDOW_BYTES = 256 << 20
@@ -254,27 +235,6 @@ def look_ahead(
         raise failure
 
 
-@final
-@dataclass(frozen=True, kw_only=True)
-class SplitColumn:
-    """A column of the first block's sources. Some of its rows are cached on the device of the batch."""
-
-    ntype: str
-    name: str
-    cached: DeviceRows
-    parts: Sequence[Tensor]
-    """Arguments of :meth:`DeviceRows.join_rows`."""
-    dtype: torch.dtype
-    """Dtype of the column in the block."""
-
-    def move(self, copy: Copy) -> SplitColumn:
-        return replace(self, parts=[copy(part) for part in self.parts])
-
-    def attach(self, blocks: Sequence[DGLBlock]) -> None:
-        rows = self.cached.join_rows(*self.parts)
-        blocks[0].srcnodes[self.ntype].data[self.name] = rows.to(self.dtype)
-
-
 def submit_columns(
     store: KVStore,
     columns: Columns,
@@ -284,7 +244,7 @@ def submit_columns(
     *,
     distinct: bool = True,
     claimed_rows: ClaimedRows = NO_CLAIMED_ROWS,
-) -> Callable[[Sequence[DGLBlock]], Sequence[SplitColumn]]:
+) -> Callable[[Sequence[DGLBlock]], None]:
     """Send the requests for all rows of a batch without waiting.
 
     Args:
@@ -295,28 +255,19 @@ def submit_columns(
         claimed_rows: Reserved look-ahead rows of the inputs, which have been announced.
 
     Returns:
-        Function that waits for the rows and sets the columns on the blocks, with layer 1 first. It returns
-        the columns that are partly cached on the device, which are set there later. It raises PeerError if
-        an owner of rows is dead or silent.
+        Function that waits for the rows and sets the columns on the blocks, with layer 1 first. It raises
+        PeerError if an owner of rows is dead or silent.
     """
     pending: list[tuple[int, str, Any, str, PendingPull]] = []
-    split_pulls: list[tuple[str, str, DeviceRows, Sequence[Array], PendingPull]] = []
     unused_rows = dict(claimed_rows)
     for ntype, name, key in _iterate_columns(columns.inputs):
         ids, column = inputs.get(ntype, NO_ROWS), store.column(key)
-        cached = None if key in claimed_rows else columns.on_device(store, key)
-        positions = () if cached is None else store.split_cached(key, ids, cached)
-        if positions:
-            ids = ids[positions[-1]]
         # Allocate the buffer when it is filled, because several requested batches wait at a time.
         out = partial(columns.memory.rows, key, len(ids), column.info)
         # If a column has two names in the blocks, only the first pull may use the announced rows.
         ahead = unused_rows.pop(key, None)
         pull = store.submit_pull(key, ids, out=out, distinct=distinct, ahead=ahead, phase=FEATURE_PHASE)
-        if cached is not None:
-            split_pulls.append((ntype, name, cached, positions, pull))
-        else:
-            pending.append((0, "srcnodes", ntype, name, pull))
+        pending.append((0, "srcnodes", ntype, name, pull))
     for ntype, name, key in _iterate_columns(columns.targets):
         pull = store.submit_pull(key, targets.get(ntype, NO_ROWS), distinct=distinct, phase=LABEL_PHASE)
         pending.append((-1, "dstnodes", ntype, name, pull))
@@ -326,20 +277,10 @@ def submit_columns(
             pull = store.submit_pull(key, ids, phase=EDGE_PHASE, layer=block_index + 1)
             pending.append((block_index, "edges", etype, name, pull))
 
-    def finish(blocks: Sequence[DGLBlock]) -> Sequence[SplitColumn]:
+    def finish(blocks: Sequence[DGLBlock]) -> None:
         for block_index, side, type_name, name, pull in pending:
             rows = pull() if side == "dstnodes" else columns.memory.convert(pull())
             getattr(blocks[block_index], side)[type_name].data[name] = rows
-        return [
-            SplitColumn(
-                ntype=ntype,
-                name=name,
-                cached=cached,
-                parts=[*map(torch.from_numpy, positions), pull()],
-                dtype=columns.memory.get_output_dtype(cached.rows.dtype),
-            )
-            for ntype, name, cached, positions, pull in split_pulls
-        ]
 
     return finish
 

@@ -204,9 +204,7 @@ def read_csc(relations: Relations, number: int) -> Csc:
     """Return the edge type with index ``number``, without ``indices``, which the draw kernels do not read."""
     rows = np.int64(relations.num_destinations[number])
     indptr = carray(_pointer(relations.indptr[number]), rows + 1, dtype=np.int64)
-    weights = carray(
-        _pointer(relations.weights[number]), np.int64(relations.num_weights[number]), dtype=np.float32
-    )
+    weights = carray(_pointer(relations.weights[number]), relations.num_weights[number], dtype=np.float32)
     return Csc(indptr, np.empty(0, np.int64), weights, 0, 0)
 
 
@@ -349,9 +347,8 @@ def number_seeds(
     """Number the distinct seeds of each type from 0, and return the table and the numbered nodes."""
     num_types = len(offsets) - 1
     no_nodes = np.empty(0, np.int64)
-    no_numbers = NumberedNodes(
-        no_nodes, no_nodes, np.zeros(num_types + 1, np.int64), np.zeros(num_types, np.int64)
-    )
+    starts, counts = np.zeros(num_types + 1, np.int64), np.zeros(num_types, np.int64)
+    no_numbers = NumberedNodes(no_nodes, no_nodes, starts, counts)
     nodes = grow_nodes(no_numbers, seed_ends[1:] - seed_ends[:-1])
     table = grow_table(table, nodes, len(seeds))
     numbers = np.empty(len(seeds), np.int64)

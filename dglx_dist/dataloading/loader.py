@@ -49,11 +49,10 @@ _SPARE_BUFFERS = 2
 
 
 def open_maker(g: DistGraph, sampler: Any, plan: SamplePlan, options: LoaderOptions, seed: int) -> NodeMaker:
-    """Return the maker of a loader's batches. Collective.
+    """Return the maker of a loader's batches. Every rank must call this.
 
-    Raises:
-        ConfigError: on all ranks, if one cannot combine ``g``, plan and options, or if the plans differ.
-        IndexError: an excluded edge does not exist. The other ranks raise ConfigError.
+    Raises ConfigError on all ranks, if one cannot combine ``g``, plan and options, or if the plans differ,
+    and IndexError if an excluded edge does not exist. The other ranks raise ConfigError.
     """
     columns, draws = run_on_all_ranks(
         g.session, lambda: _read_local_plan(g, sampler, plan, options, seed), ConfigError
@@ -68,7 +67,7 @@ def open_maker(g: DistGraph, sampler: Any, plan: SamplePlan, options: LoaderOpti
 def _read_local_plan(
     g: DistGraph, sampler: Any, plan: SamplePlan, options: LoaderOptions, seed: int
 ) -> tuple[Columns, DrawSettings | None]:
-    # Not collective. Without draws, the sampler runs its own code.
+    # If the draws are None, the sampler runs its own code.
     device = resolve_device(options.device, g.session.device)
     memory = RowMemory(options.depth + _SPARE_BUFFERS, options.feature_dtype, device)
     columns = find_columns(g, plan, memory)
@@ -130,7 +129,7 @@ def _read_structures(g: DistGraph, weights: str | None) -> list[Csc]:
 
 
 def _serve_draws(g: DistGraph, weights: str | None, draws: DrawSettings) -> str:
-    """Register this loader's draws as an RPC operation on all servers and return its name. Collective.
+    """Register the draws as an RPC operation on all servers. Return its name. Every rank must call this.
 
     The name is a hash of the rules of all ranks, so loaders with the same rule share an operation.
     """
@@ -148,8 +147,9 @@ def _serve_draws(g: DistGraph, weights: str | None, draws: DrawSettings) -> str:
     contents = [*excluded.items()]
     for etype, shard_weights in weights_by_shard.items():
         contents += [(etype, shard_weights[first_node]) for first_node in sorted(shard_weights)]
-    own_rule = [bool(draws.replace), draws.by_source is not None, compute_digest(contents)]
-    op = f"sample.{hashlib.sha256(str(gather_json(own_rule, g.session)).encode()).hexdigest()}"
+    rule_of_rank = [bool(draws.replace), draws.by_source is not None, compute_digest(contents)]
+    rules = gather_json(rule_of_rank, g.session)
+    op = f"sample.{hashlib.sha256(str(rules).encode()).hexdigest()}"
     for etype, ids in excluded.items():
         if not g.structure(etype).serves(op):
             rule = Rule(draws.replace, ids, draws.by_source is not None)

@@ -23,7 +23,6 @@ from dglx_dist.dataloading.feature_fetch import (
     WINDOW_BYTES,
     Columns,
     EdgesOfBlock,
-    SplitColumn,
     fetch_on_access,
     get_edge_ids,
     submit_columns,
@@ -109,7 +108,7 @@ class MiniBatch:
     """Input nodes by key of the column in the store."""
     num_bytes: int = 0
     """Size in bytes of the batch until its rows are requested."""
-    finish_pull: Callable[[Sequence[DGLBlock]], Sequence[SplitColumn]] | None = None
+    finish_pull: Callable[[Sequence[DGLBlock]], None] | None = None
     """Function that waits for the requested columns; see :func:`submit_columns`."""
     input_nodes: NodeIds = field(init=False)
     """Source nodes of the first block."""
@@ -121,25 +120,20 @@ class MiniBatch:
     """Seconds of sampling and building blocks, including features if the sampler fetches them."""
     fetch_s: float = 0.0
     """Seconds of fetching columns."""
-    split: Sequence[SplitColumn] = ()
-    """Columns that are set in the blocks when the batch is delivered."""
     arrive: Callable[[], None] | None = None
     """Function that lets the consumer's stream wait for copies to a device."""
 
     def move(self, device: torch.device, copy: Copy) -> None:
-        """Begin to copy the batch to ``device``. :meth:`finish` sets the remaining columns there."""
+        """Begin to copy the batch to ``device``."""
         copy_ids = partial(ids_to_device, device=device, copy=copy)
         self.input_nodes = _copy_nodes(self.input_nodes, copy_ids)
         self.output_nodes = _copy_nodes(self.output_nodes, copy_ids)
         self.blocks = [place(block, device, copy=copy) for block in self.blocks]
-        self.split = [column.move(copy) for column in self.split]
 
     def finish(self) -> None:
-        """Let the current stream wait for the copies, and set the columns that are partly cached."""
+        """Let the current stream wait for the copies."""
         if self.arrive is not None:
             self.arrive()
-        for column in self.split:
-            column.attach(self.blocks)
 
 
 def _copy_nodes(nodes: NodeIds, copy: Copy) -> NodeIds:
@@ -201,9 +195,8 @@ class SamplerMaker(NodeMaker):
         edges = [get_edge_ids(block) for block in batch.blocks] if self._columns.edges else []
         inputs, targets = self._to_arrays(batch.input_nodes), self._to_arrays(batch.output_nodes)
         # The sampler of a user may repeat nodes.
-        batch.finish_pull = submit_columns(
-            self._g.kvstore, self._columns, inputs, targets, edges, distinct=False
-        )
+        store = self._g.kvstore
+        batch.finish_pull = submit_columns(store, self._columns, inputs, targets, edges, distinct=False)
         batch.fetch_s = time.perf_counter() - begin
 
     def build(self, batch: MiniBatch) -> None:
@@ -232,7 +225,8 @@ class SamplerMaker(NodeMaker):
 def wait_for_columns(batch: MiniBatch) -> None:
     begin = time.perf_counter()
     assert batch.finish_pull is not None
-    batch.split, batch.finish_pull = batch.finish_pull(batch.blocks), None
+    batch.finish_pull(batch.blocks)
+    batch.finish_pull = None
     batch.fetch_s += time.perf_counter() - begin
 
 
@@ -297,14 +291,12 @@ class KernelMaker(NodeMaker):
         def group_requests() -> Iterator[dict[int, SampleRequest]]:
             group: dict[int, SampleRequest] = {}
             for step in steps:
-                step_request = request(get_items(step), epoch, NOTHING_EXCLUDED, step)
-                streams_differ = any(
-                    (member.streams != step_request.streams).any() for member in group.values()
-                )
+                needed = request(get_items(step), epoch, NOTHING_EXCLUDED, step)
+                streams_differ = any((member.streams != needed.streams).any() for member in group.values())
                 if len(group) >= max_batches or streams_differ:
                     yield group
                     group = {}
-                group[step] = step_request
+                group[step] = needed
             if group:
                 yield group
 

@@ -19,7 +19,7 @@ from numba import njit
 
 from dglx_dist.errors import ConfigError
 from dglx_dist.graph.partition_book import as_ids
-from dglx_dist.keyed_random import draw_below, draw_unit, hash_ids, item_key, stream_key
+from dglx_dist.keyed_random import draw_below, hash_ids, item_key, stream_key
 from dglx_dist.options import check_integer
 from dglx_dist.records import Array, EdgeType
 
@@ -97,10 +97,8 @@ class NegativeSampler(ABC):
 class Uniform(NegativeSampler):
     """Keeps one end of each edge and draws the other one uniformly among the nodes of its type.
 
-    With ``corrupt="tail"`` this does the same as DGL's ``Uniform`` and ``PerSourceUniform``.
-
-    Raises:
-        ConfigError: ``k`` is not an integer of at least 1, or ``corrupt`` is none of its three values.
+    With ``corrupt="tail"`` this does the same as DGL's ``Uniform`` and ``PerSourceUniform``. Raises
+    ConfigError if ``k`` is not an integer of at least 1, or ``corrupt`` is none of its three values.
     """
 
     def open(self, g: DistGraph, etypes: Sequence[EdgeType]) -> DrawEnds:
@@ -119,33 +117,6 @@ class PerSourceUniform(NegativeSampler):
         return lambda edges, end: _uniform(
             edges.ends[1 - end], edges.stream(end), self.k, edges.num_nodes[end]
         )
-
-
-@final
-@dataclass(frozen=True)
-class DegreeWeighted(NegativeSampler):
-    """Works like :class:`Uniform`, but draws nodes in proportion to their degree to the power ``power``.
-
-    Destinations are drawn by in-degree and sources by out-degree, both of the edge type. Opening the sampler
-    gathers the degrees of all nodes of a type (8 bytes each) into a table. A draw is a binary search in it.
-
-    Raises:
-        ConfigError: as for :class:`Uniform`, or ``power`` is negative or not finite.
-    """
-
-    k: int
-    power: float = 0.75
-    corrupt: Corrupt = "tail"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not isinstance(self.power, (int, float)) or not 0 <= self.power < float("inf"):
-            raise ConfigError(f"power={self.power!r}. Use a finite number of at least 0, e.g. 0.75.")
-
-    def open(self, g: DistGraph, etypes: Sequence[EdgeType]) -> DrawEnds:
-        ends = _REPLACED_ENDS[self.corrupt]
-        tables = {(etype, end): _sum_degrees(g, etype, end, self.power) for etype in etypes for end in ends}
-        return lambda edges, end: _weighted(edges.ids, edges.stream(end), self.k, tables[edges.etype, end])
 
 
 @final
@@ -171,23 +142,12 @@ class InBatch(NegativeSampler):
             num_candidates = max(len(edges.ids) - 1, 0)
             count = num_candidates if self.k is None else min(self.k, num_candidates)
             circle = np.argsort(hash_ids(edges.ids, edges.stream(end)), kind="stable")
-            place = np.empty_like(circle)
-            place[circle] = np.arange(len(circle))
-            steps = place[:, None] + np.arange(1, count + 1)
+            position = np.empty_like(circle)
+            position[circle] = np.arange(len(circle))
+            steps = position[:, None] + np.arange(1, count + 1)
             return edges.ends[end][circle[steps % max(len(circle), 1)]]
 
         return draw_ends
-
-
-def _sum_degrees(g: DistGraph, etype: EdgeType, end: int, power: float) -> Array:
-    """Return the (N,) float64 cumulative sums of degree ** power."""
-    degrees = (g.out_degrees if end == _SOURCE else g.in_degrees)(None, etype).numpy()
-    # Nodes without an edge have weight 0 even at power 0, where 0 ** 0 would be 1.
-    with np.errstate(over="ignore"):
-        sums = np.cumsum(np.where(degrees > 0, degrees.astype(np.float64) ** power, 0.0))
-    if len(sums) and not np.isfinite(sums[-1]):
-        raise ConfigError(f"power={power} is too large for degrees up to {degrees.max()}. Use e.g. 0.75.")
-    return sums
 
 
 @njit(cache=True, nogil=True)
@@ -196,22 +156,9 @@ def _uniform(ids: Array, stream: np.uint64, k: int, bound: int) -> Array:
     out = np.empty((len(ids), k), np.int64)
     for i in range(len(ids)):
         key = item_key(stream, ids[i])
-        number = 0
+        draw_number = 0
         for j in range(k):
-            out[i, j], number = draw_below(key, number, bound)
-    return out
-
-
-@njit(cache=True, nogil=True)
-def _weighted(ids: Array, stream: np.uint64, k: int, sums: Array) -> Array:
-    """Return (len(ids), k) draws in proportion to the increments of the cumulative ``sums``."""
-    out = np.empty((len(ids), k), np.int64)
-    for i in range(len(ids)):
-        key = item_key(stream, ids[i])
-        for j in range(k):
-            slot = np.searchsorted(sums, draw_unit(key, j) * sums[-1], side="right")
-            # A product that rounds up to the total lies behind the last node with an edge.
-            out[i, j] = slot if slot < len(sums) else np.searchsorted(sums, sums[-1], side="left")
+            out[i, j], draw_number = draw_below(key, draw_number, bound)
     return out
 
 
@@ -252,9 +199,9 @@ def open_negative(g: DistGraph, sampler: Any, etypes: Sequence[EdgeType]) -> Dra
 def _draw_pairs(edges: Positives, draw_ends: DrawEnds, corrupt: Corrupt) -> Pairs:
     pieces = []
     for end in _REPLACED_ENDS[corrupt]:
-        drawn = draw_ends(edges, end)
-        kept = np.broadcast_to(edges.ends[1 - end][:, None], drawn.shape)
-        pieces.append((drawn, kept) if end == _SOURCE else (kept, drawn))
+        drawn_ends = draw_ends(edges, end)
+        kept_ends = np.broadcast_to(edges.ends[1 - end][:, None], drawn_ends.shape)
+        pieces.append((drawn_ends, kept_ends) if end == _SOURCE else (kept_ends, drawn_ends))
     sources, destinations = (np.concatenate(ends, axis=1).reshape(-1) for ends in zip(*pieces, strict=True))
     return sources, destinations
 

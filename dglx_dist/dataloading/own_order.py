@@ -120,7 +120,7 @@ def _is_same_column(column: Tensor, values: Tensor) -> bool:
 
 
 def check_order(g: DistGraph, loader: Any, seeds: Any, what: Literal["node", "edge"]) -> None:
-    """Check the ``seeds`` of ``loader``, and let it check what its first batch indexes. Collective.
+    """Check the ``seeds`` of ``loader``, and let it check what its first batch indexes. All ranks call this.
 
     Raises ConfigError on all ranks if the seeds are the ids of a mask before ``dx.distribute``.
     """

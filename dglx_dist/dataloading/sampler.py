@@ -155,6 +155,11 @@ class LocalSource:
         return batch
 
 
+def is_compiled() -> bool:
+    """Return whether Numba's cache has the kernel of mini-batches. It may be one of an older build."""
+    return any(Path(sample_batch.stats.cache_path).glob("kernels.sample_batch-*.nbi"))
+
+
 def load_kernels(tell: Callable[[str], None]) -> None:
     """Load the kernels of mini-batches from Numba's cache, or compile them and call ``tell`` with a notice.
 
@@ -165,7 +170,7 @@ def load_kernels(tell: Callable[[str], None]) -> None:
     source = LocalSource(schema, [Csc(bounds, node.astype(np.int32), np.empty(0, np.float32), 0, 0)])
     draws = DrawSettings(schema=schema, fanouts=np.ones((1, 1), np.int64), replace=False, exclude={}, seed=0)
     request, table = draws.request({"_N": node}, 0, {}), ThreadTable(1).table
-    if not any(Path(sample_batch.stats.cache_path).glob("kernels.sample_batch-*.nbi")):
+    if not is_compiled():
         tell("compiling kernels, once after each installation (about 15 s) ...")
         child_pid = os.fork()
         if child_pid == 0:
@@ -264,9 +269,8 @@ class RemoteSource:
         self, request: SampleRequest, exclude: Mapping[EdgeType, Array], hop: int, frontiers: Sequence[Array]
     ) -> list[InEdges]:
         if self.known:
-            return [
-                _select_known(edges, nodes) for edges, nodes in zip(self.known[hop], frontiers, strict=True)
-            ]
+            known = zip(self.known[hop], frontiers, strict=True)
+            return [_select_known(edges, nodes) for edges, nodes in known]
         waits: list[Callable[[], InEdges]] = []
         for relation, (structure, frontier) in enumerate(zip(self._structures, frontiers, strict=True)):
             fanout = int(request.fanouts[hop, relation])

@@ -67,9 +67,7 @@ class SamplePlan:
             )
 
 
-_NEIGHBORS = (
-    "Use dgl.dataloading.NeighborSampler(fanouts), which draws the neighbors of each node independently."
-)
+_NEIGHBORS = "Use dgl.dataloading.NeighborSampler(fanouts), which draws the neighbors of each node alone."
 _IDS = "Pass the ids as a tensor or a dict by type. batch_size= and shuffle= are options of the loader."
 _REMEDIES: Mapping[str, str] = {
     "ClusterGCNSampler": "Use strategy='cooperative', which trains on groups of nodes and drops no edge.",
@@ -88,9 +86,7 @@ def refuse_by_name(value: object) -> None:
     """Raise ConfigError with a remedy if ``value`` is a sampler or loader that cannot work here."""
     for kind in type(value).__mro__:
         if kind.__name__ in _REMEDIES and kind.__module__.startswith("dgl."):
-            raise ConfigError(
-                f"{kind.__module__}.{kind.__name__} is not supported. {_REMEDIES[kind.__name__]}"
-            )
+            raise ConfigError(f"{kind.__module__}.{kind.__name__} is unsupported. {_REMEDIES[kind.__name__]}")
 
 
 def read_sampler(sampler: object) -> SamplePlan:
@@ -109,9 +105,7 @@ def read_sampler(sampler: object) -> SamplePlan:
             "dx.DataLoader or dx.DistEdgeDataLoader."
         )
     if not isinstance(sampler, BlockSampler):
-        raise ConfigError(
-            f"{type(sampler).__qualname__} does not make blocks for a node loader. {_SUPPORTED}"
-        )
+        raise ConfigError(f"{type(sampler).__qualname__} makes no blocks for a node loader. {_SUPPORTED}")
     plan = SamplePlan(
         fanouts=None,
         node_feats=read_column_names(sampler.prefetch_node_feats, "prefetch_node_feats"),
@@ -138,12 +132,10 @@ def read_sampler(sampler: object) -> SamplePlan:
 
 def _is_stock(sampler: BlockSampler) -> bool:
     # The compiled kernels can replace DGL's code only if no part of it is overridden.
-    kind, stock_classes = type(sampler), (NeighborSampler, LaborSampler)
+    kind = type(sampler)
     return (
-        any(
-            isinstance(sampler, stock) and kind.sample_blocks is stock.sample_blocks
-            for stock in stock_classes
-        )
+        isinstance(sampler, NeighborSampler | LaborSampler)
+        and kind.sample_blocks in (NeighborSampler.sample_blocks, LaborSampler.sample_blocks)
         and kind.sample is BlockSampler.sample
         and kind.assign_lazy_features is BlockSampler.assign_lazy_features
     )
@@ -152,9 +144,7 @@ def _is_stock(sampler: BlockSampler) -> bool:
 def _read_source_draws(sampler: LaborSampler) -> SourceDraws:
     rounds = sampler.importance_sampling
     if not is_integer(rounds):
-        raise ConfigError(
-            f"importance_sampling={rounds!r}. Use a number of rounds, 0 for none, or -1 until they converge."
-        )
+        raise ConfigError(f"importance_sampling={rounds!r}. Use a number of rounds, or -1 for convergence.")
     return SourceDraws(
         layer_dependency=bool(sampler.layer_dependency),
         batch_dependency=int(sampler.cnt[1]),  # DGL keeps this option only in its counters.
@@ -166,20 +156,20 @@ def _read_source_draws(sampler: LaborSampler) -> SourceDraws:
 def _read_fanouts(fanouts: object) -> tuple[Fanout, ...]:
     if not isinstance(fanouts, (list, tuple, np.ndarray)) or len(fanouts) == 0:
         raise ConfigError(f"fanouts is {fanouts!r}. Use one number per layer, e.g. [15, 10, 5].")
-    read: list[Fanout] = []
+    checked: list[Fanout] = []
     for layer, fanout in enumerate(fanouts):
-        where = f"fanouts[{layer}]"
+        option = f"fanouts[{layer}]"
         if isinstance(fanout, Mapping):
-            counts = {etype: _read_fanout(count, f"{where}[{etype!r}]") for etype, count in fanout.items()}
-            read.append(counts)
+            counts = {etype: _read_fanout(count, f"{option}[{etype!r}]") for etype, count in fanout.items()}
+            checked.append(counts)
         else:
-            read.append(_read_fanout(fanout, where))
-    return tuple(read)
+            checked.append(_read_fanout(fanout, option))
+    return tuple(checked)
 
 
-def _read_fanout(fanout: Any, where: str) -> int:
+def _read_fanout(fanout: Any, option: str) -> int:
     if not is_integer(fanout) or fanout < -1:
-        raise ConfigError(f"{where} is {fanout!r}. Use a number of in-edges, 0 or more, or -1 for all.")
+        raise ConfigError(f"{option} is {fanout!r}. Use a number of in-edges, 0 or more, or -1 for all.")
     return int(fanout)
 
 
@@ -224,25 +214,25 @@ def find_edge_columns(g: DistGraph, names: Names, option: str) -> dict[EdgeType,
 
 def find_edge_keys(g: DistGraph, etype: EdgeType, names: Sequence[str], option: str) -> dict[str, str]:
     """Return the store keys of the edge columns ``names``. A ConfigError lists the existing ones."""
-    where = "g.edata" if len(g.canonical_etypes) == 1 else f"g.edges[{etype}].data"
-    return _find_keys(g.edges[etype].data, names, option, where)
+    columns = "g.edata" if len(g.canonical_etypes) == 1 else f"g.edges[{etype}].data"
+    return _find_keys(g.edges[etype].data, names, option, columns)
 
 
 def _find_node_columns(g: DistGraph, names: Names, option: str) -> dict[str, dict[str, str]]:
     def resolve_ntype(name: str) -> str:
         return str(g.get_node_partition_policy(name).type_name)
 
-    where = "g.ndata" if len(g.ntypes) == 1 else "g.nodes[{!r}].data"
-    return {
-        ntype: _find_keys(g.nodes[ntype].data, columns, option, where.format(ntype))
-        for ntype, columns in _group_names(names, g.ntypes, resolve_ntype, option).items()
-    }
+    keys = {}
+    for ntype, columns in _group_names(names, g.ntypes, resolve_ntype, option).items():
+        data_name = "g.ndata" if len(g.ntypes) == 1 else f"g.nodes[{ntype!r}].data"
+        keys[ntype] = _find_keys(g.nodes[ntype].data, columns, option, data_name)
+    return keys
 
 
-def _find_keys(data: Any, names: Sequence[str], option: str, where: str) -> dict[str, str]:
+def _find_keys(data: Any, names: Sequence[str], option: str, data_name: str) -> dict[str, str]:
     for name in names:
         if name not in data:
-            raise ConfigError(f"{option} names {name!r}, but {where} has {sorted(data)}")
+            raise ConfigError(f"{option} names {name!r}, but {data_name} has {sorted(data)}")
     return {name: str(data[name].kvstore_key) for name in names}
 
 
@@ -313,7 +303,5 @@ def _read_weights(rows: Array, info: ColumnInfo, name: str, first_edge: int) -> 
     # Minimum and maximum need no temporary arrays. They are NaN if one weight is.
     if len(weights) and not 0 <= weights.min() <= weights.max() < np.inf:
         bad = int(np.argmin((weights >= 0) & (weights < np.inf)))
-        raise ConfigError(
-            f"edata[{name!r}] is {weights[bad]} at edge {first_edge + bad}. Use finite weights of at least 0."
-        )
+        raise ConfigError(f"edata[{name!r}] is {weights[bad]} at edge {first_edge + bad}. Use 0 or more.")
     return weights

@@ -168,7 +168,7 @@ class LoaderOptions:
     )
     depth: int = option(
         1,
-        "Number of prefetched batches, at least ``num_threads``. They use memory on the host and device.",
+        "Number of prefetched batches, at least ``num_threads``. They take memory.",
         check=at_least(1),
     )
     num_threads: int = option(
@@ -268,9 +268,8 @@ class Stages(ABC, Generic[B]):
     def sample(self, step: int) -> B:
         """Sample the batch of ``step``.
 
-        Raises:
-            ConfigError: a node is repeated, or a function of the user returned an unusable value.
-            PeerError: another rank is dead or silent.
+        Raises ConfigError if a node is repeated, or a function of the user returned an unusable value, and
+        PeerError if another rank is dead or silent.
         """
 
     def fetch(self, batch: B) -> None:
@@ -549,9 +548,8 @@ class EpochLoader(ABC, Generic[B, T]):
                     return batch
 
                 # Use at most one thread, because each batch changes the cached rows of the next batch.
-                yield from run_ahead(
-                    finish, self._iterate_steps(), depth=depth, num_threads=min(1, num_threads)
-                )
+                steps = self._iterate_steps()
+                yield from run_ahead(finish, steps, depth=depth, num_threads=min(1, num_threads))
         finally:
             stages.close()
 
@@ -583,11 +581,8 @@ class StepLoader(EpochLoader[B, T], Generic[K, B, T]):
     """Yields batches of this rank's items, in the same number of steps on every rank.
 
     The constructor is collective, and iteration is not. A rank that has run out of ``items`` gets empty
-    batches.
-
-    Raises:
-        ConfigError: the ranks differ in ``batch_size`` or ``drop_last``.
-        PeerError: a rank did not take part.
+    batches. Raises ConfigError if the ranks differ in ``batch_size`` or ``drop_last``, and PeerError if a
+    rank did not take part.
     """
 
     def __init__(self, session: Session, items: Items[K], options: LoaderOptions, maker: Maker[K, B]) -> None:
@@ -642,9 +637,8 @@ class StepLoader(EpochLoader[B, T], Generic[K, B, T]):
         return stages
 
     def deliver(self, step: int, batch: B) -> T:
-        share = replace(
-            self._schedule.share(step), step_number=self.first_number + self._epoch * len(self) + step
-        )
+        number = self.first_number + self._epoch * len(self) + step
+        share = replace(self._schedule.share(step), step_number=number)
         self._session.step_share = share
         delivered: T = self._maker.deliver(batch, share)
         return delivered
@@ -676,7 +670,7 @@ def resolve_seed(options: LoaderOptions, session: Session) -> int:
 
 
 def gather_counts(local: Sequence[int], batch_size: int, drop_last: bool, session: Session) -> Array:
-    """Return ``local`` of all W ranks as (W, n) int64, in the order of ranks. Collective.
+    """Return ``local`` of all W ranks as (W, n) int64, in the order of ranks. Every rank must call this.
 
     Raises ConfigError if ``batch_size`` or ``drop_last`` differs between ranks.
     """
@@ -688,7 +682,7 @@ def gather_counts(local: Sequence[int], batch_size: int, drop_last: bool, sessio
 
 
 def _gather_item_counts(items: Items[K], options: LoaderOptions, session: Session) -> tuple[int, ...]:
-    """Return the number of items of each rank. Warns if all ranks have the same items. Collective."""
+    """Return the number of items of each rank. Warns if all ranks have the same items. All ranks call it."""
     local = [len(items), items.digest() if len(items) else 0]
     rows = gather_counts(local, int(options.batch_size), options.drop_last, session)
     if len(rows) > 1 and len(items) and bool((rows == rows[0]).all()):

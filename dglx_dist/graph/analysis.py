@@ -64,10 +64,8 @@ def measure_expansion(dataset: StoredDataset, servers: int, hops: int) -> Expans
 
     The dataset has one node and one edge type, and all its parts are on this machine. It is streamed: memory
     is a few bytes per node, and a hop reads only the in-edges of the nodes that the previous hop reached.
-
-    Raises:
-        ConfigError: there are several types, no servers, fewer parts than servers, or negative ``hops``.
-        StorageError: a part is not on this machine, or damaged.
+    Raises ConfigError if there are several types, no servers, fewer parts than servers, or negative ``hops``,
+    and StorageError if a part is not on this machine, or damaged.
     """
     manifest = dataset.manifest
     if len(manifest.node_types) != 1 or len(manifest.edge_types) != 1:
@@ -158,7 +156,7 @@ def reverse_edge_ids(
     reverse_etype: str | EdgeType | None = None,
     by: Matching = "endpoints",
 ) -> DistTensor:
-    """Return the id of the reverse of every edge. Collective.
+    """Return the id of the reverse of every edge. Every rank must call this.
 
     Partitioning gives edges new ids, so reverse edges by the ids of the source are wrong here. Pass the
     result as ``reverse_eids``. A second call with the same arguments only compares them between the ranks.

@@ -21,10 +21,9 @@ from dglx_dist.comm.collectives import (
     run_on_all_ranks,
     sum_over_ranks,
 )
-from dglx_dist.comm.devices import resolve_device
 from dglx_dist.data.storage.columns import IDS
 from dglx_dist.errors import ConfigError
-from dglx_dist.graph.column import Column, DeviceRows, LookAheadRows, RowCache, check_cacheable
+from dglx_dist.graph.column import Column, LookAheadRows, RowCache, check_cacheable
 from dglx_dist.graph.dist_tensor import OpenedGraph
 from dglx_dist.graph.kvstore import KVStore
 from dglx_dist.graph.partition_book import Ids
@@ -78,12 +77,10 @@ def compute_access_probability(
         for etype, shard in shards.items():
             source, _, destination = etype
             frontier = _Frontier(in_batch[destination], joined_last[destination], not_drawn[etype])
-            _add_log_missed(
-                shard.indptr, shard.indices, shard.first_node, frontier, hop[etype], log_missed[source]
-            )
+            add_to = log_missed[source]
+            _add_log_missed(shard.indptr, shard.indices, shard.first_node, frontier, hop[etype], add_to)
         probability = {
-            ntype: 1.0 - (1.0 - seed_probability[ntype]) * np.exp(missed)
-            for ntype, missed in log_missed.items()
+            ntype: 1.0 - (1.0 - seed_probability[ntype]) * np.exp(log) for ntype, log in log_missed.items()
         }
         joined_last = {ntype: probability[ntype] - in_batch[ntype] for ntype in probability}
         in_batch = probability
@@ -101,14 +98,14 @@ class _Frontier(NamedTuple):
     """Probability of having joined earlier without drawing a given in-edge so far. The hop updates it."""
 
 
-def select_top_rows(scores: Array, own: tuple[int, int], budget: int) -> Array:
+def select_top_rows(scores: Array, local_range: tuple[int, int], budget: int) -> Array:
     """Return the (C,) int64 ids of the at most ``budget`` rows with the highest (N,) scores, ascending.
 
-    Rows with score 0 and rows of the local server, ``own`` = (first, end), are left out. Of equal scores, the
-    smaller ids are chosen.
+    Rows with score 0 and rows of the local server, the ids of ``local_range`` (first, end), are left out. Of
+    equal scores, the smaller ids are chosen.
     """
     remote_scores = scores.copy()
-    remote_scores[own[0] : own[1]] = 0
+    remote_scores[local_range[0] : local_range[1]] = 0
     budget = min(budget, int(np.count_nonzero(remote_scores)))
     if budget == 0:
         return np.empty(0, np.int64)
@@ -118,9 +115,9 @@ def select_top_rows(scores: Array, own: tuple[int, int], budget: int) -> Array:
     return np.sort(np.concatenate([higher_ids, equal_ids])).astype(np.int64)
 
 
-def compute_hit_rate(scores: Array, own: tuple[int, int], cached: Array) -> float | None:
+def compute_hit_rate(scores: Array, local_range: tuple[int, int], cached: Array) -> float | None:
     """Return the share of ``cached`` rows in the remote scores, or None if all remote scores are 0."""
-    remote = float(scores[: own[0]].sum() + scores[own[1] :].sum())
+    remote = float(scores[: local_range[0]].sum() + scores[local_range[1] :].sum())
     return float(scores[cached].sum()) / remote if remote > 0 else None
 
 
@@ -153,18 +150,17 @@ class CachePlan:
 
     policy: str
     rows: int
-    """Number of cached rows: of other servers in the server's memory, or of any server on this rank's device.
-    With ``lookahead``, the maximum number of rows that this rank keeps."""
+    """Number of rows of other servers that the server keeps. With ``lookahead``, the maximum number of rows
+    that this rank keeps."""
     bytes: int
     """Size in bytes of these rows and of their lookup table. The table of ``lookahead`` grows with the
     batches that it knows."""
     expected_hit_rate: float | None
-    """Share of hits among remote rows (on a device: among all rows) that the model of the policy predicts, or
-    None if the policy has no model."""
+    """Share of hits among remote rows that the model of the policy predicts, or None if it has no model."""
 
 
 def fill_cache(store: KVStore, column: Column, file_name: str, ids: Array) -> RowCache:
-    """Fetch rows of other servers into memory that the ranks of this server share. Collective.
+    """Fetch rows of other servers into memory that the ranks of this server share. Every rank must call this.
 
     Args:
         file_name: Prefix of unused names of shared memory.
@@ -188,32 +184,6 @@ def fill_cache(store: KVStore, column: Column, file_name: str, ids: Array) -> Ro
     return RowCache(table=SlotTable(slots, keys), rows=rows)
 
 
-def fill_device_rows(store: KVStore, column: Column, ids: Array, device: torch.device) -> DeviceRows:
-    """Fetch (C,) int64 distinct ``ids`` of any server to ``device``. Collective. Ranks may pass other ids.
-
-    Raises ConfigError on all ranks if the rows of one rank do not fit.
-    """
-    session = store.session
-    num_slots, num_keys = compute_table_sizes(len(ids), column.num_rows) if len(ids) else (0, 0)
-    table = SlotTable(np.empty(num_slots, np.int32), np.empty(num_keys, np.int64))
-    fill_table(table, ids)
-    rows = run_on_all_ranks(
-        session, lambda: store.pull(column.name, ids, distinct=True, phase=PHASE_ROW_CACHE)
-    )
-
-    def move_rows() -> DeviceRows:
-        try:
-            return DeviceRows(table=table, rows=rows.to(device))
-        except RuntimeError as error:
-            reason = str(error).splitlines()[0]
-            raise ConfigError(
-                f"{len(ids)} rows of {column.row_bytes} bytes of {column.name!r} cannot be kept on {device} "
-                f"({reason}). Use a smaller alpha, or leave out device= to keep them in the server's memory."
-            ) from error
-
-    return run_on_all_ranks(session, move_rows, ConfigError)
-
-
 POLICIES = ("vip", "degree", "halo", LOOK_AHEAD)
 TRAIN_MASK = "train_mask"
 
@@ -234,20 +204,13 @@ class CacheRequest:
     seeds: Ids | Mapping[str, Ids] | None
     fanouts: Fanouts | None
     batch_size: int | None
-    device: torch.device | str | None = None
 
     def check(self) -> None:
         check_budget(self.policy, self.alpha)
         if self.policy == "vip":
             self._check_vip()
         elif (self.seeds, self.fanouts, self.batch_size) != (None, None, None):
-            raise ConfigError(
-                f"seeds=, fanouts= and batch_size= are for policy='vip', but the policy is {self.policy!r}"
-            )
-        if self.policy == LOOK_AHEAD and self.device is not None:
-            raise ConfigError(
-                "policy='lookahead' keeps rows in host memory. Leave out device=, or use another policy."
-            )
+            raise ConfigError(f"seeds=, fanouts= and batch_size= are for policy='vip', not {self.policy!r}.")
 
     def _check_vip(self) -> None:
         if self.fanouts is None or self.batch_size is None:
@@ -266,56 +229,45 @@ def check_budget(policy: str, alpha: float) -> None:
         raise ConfigError(f"policy={policy!r}. Choose one of {', '.join(map(repr, POLICIES))}.")
     is_number = isinstance(alpha, (int, float)) and not isinstance(alpha, bool)
     if not is_number or not 0 <= alpha < math.inf:
-        raise ConfigError(
-            f"alpha={alpha!r}. Pass the budget as a fraction of the server's own rows, 0 or more."
-        )
+        raise ConfigError(f"alpha={alpha!r}. Pass the budget as a fraction of the server's rows, 0 or more.")
 
 
 def cache_rows(g: OpenedGraph, request: CacheRequest) -> CachePlan:
     session, store = g.session, g.kvstore
-    column, device = run_on_all_ranks(session, lambda: _find_column(g, request), ConfigError)
-    arguments = [request.name, request.ntype, float(request.alpha), request.policy, device and device.type]
+    column = run_on_all_ranks(session, lambda: _find_column(g, request), ConfigError)
+    arguments = [request.name, request.ntype, float(request.alpha), request.policy]
     check_equal(session, "cache_rows", arguments, "pass the same arguments on all ranks")
     topology = session.topology
-    own = int(column.bounds[topology.server]), int(column.bounds[topology.server + 1])
-    budget, cache_id = int(request.alpha * (own[1] - own[0])), store.next_number()
+    local_range = int(column.bounds[topology.server]), int(column.bounds[topology.server + 1])
+    budget, cache_id = int(request.alpha * (local_range[1] - local_range[0])), store.next_number()
     if request.policy == LOOK_AHEAD:
-        return _open_look_ahead(store, column, request.alpha, own)
+        return _open_look_ahead(store, column, request.alpha, local_range)
     scores = _SCORES[request.policy](g, request, f"scores-{cache_id}")
-    # A cache on a device may also hold rows of the local server, so no range is left out.
-    chooses, own = (True, (0, 0)) if device is not None else (topology.local_rank == 0, own)
-    top_ids = select_top_rows(scores, own, budget) if chooses else NO_IDS
-    has_hit_rate = chooses and request.policy == "vip"
-    hit_rate = compute_hit_rate(scores, own, top_ids) if has_hit_rate else None
-    cache: RowCache | DeviceRows
+    is_leader, top_ids, hit_rate = topology.local_rank == 0, NO_IDS, None
+    if is_leader:
+        top_ids = select_top_rows(scores, local_range, budget)
+        hit_rate = compute_hit_rate(scores, local_range, top_ids) if request.policy == "vip" else None
+    cache = fill_cache(store, column, f"cache-{cache_id}", top_ids)
     # Set the cache even if no row has a score, so that all ranks agree on whether there is a cache.
-    if device is not None:
-        # Free the old rows first, so that the device need not hold old and new rows at the same time.
-        store.set_device_rows(column.name, None)
-        column = store.column(column.name)
-        cache, owner = fill_device_rows(store, column, top_ids, device), f"rank {topology.rank} on {device}"
-        store.set_device_rows(column.name, cache if request.alpha > 0 else None)
-    else:
-        cache, owner = fill_cache(store, column, f"cache-{cache_id}", top_ids), f"server {topology.server}"
-        store.set_cache(column.name, cache if request.alpha > 0 else None)
-        hit_rate = gather_json(hit_rate, session)[topology.ranks_of_server(topology.server)[0]]
+    store.set_cache(column.name, cache if request.alpha > 0 else None)
+    hit_rate = gather_json(hit_rate, session)[topology.ranks_of_server(topology.server)[0]]
     plan = CachePlan(
         policy=request.policy,
         rows=len(cache.rows),
         bytes=sum(array.nbytes for array in (cache.rows, *cache.table)),
         expected_hit_rate=hit_rate,
     )
-    if chooses:
-        log.info("%s caches %s: %s", owner, column.name, plan)
+    if is_leader:
+        log.info("server %d caches %s: %s", topology.server, column.name, plan)
     return plan
 
 
-def count_rows_of_rank(alpha: float, own: tuple[int, int], num_rows: int, num_ranks: int) -> int:
+def count_rows_of_rank(alpha: float, local_range: tuple[int, int], num_rows: int, num_ranks: int) -> int:
     """Return the maximum number of rows that each rank of a server keeps with ``lookahead``.
 
-    ``own`` is the range of rows that the server owns.
+    ``local_range`` is the range of rows that the server owns.
     """
-    num_own = own[1] - own[0]
+    num_own = local_range[1] - local_range[0]
     return min(int(alpha * num_own) // num_ranks, num_rows - num_own)
 
 
@@ -343,7 +295,7 @@ def _open_look_ahead(store: KVStore, column: Column, alpha: float, local_range: 
     return CachePlan(policy=LOOK_AHEAD, rows=count, bytes=num_bytes, expected_hit_rate=None)
 
 
-def _find_column(g: OpenedGraph, request: CacheRequest) -> tuple[Column, torch.device | None]:
+def _find_column(g: OpenedGraph, request: CacheRequest) -> Column:
     request.check()
     policy = g.get_node_partition_policy(request.ntype)
     data = g.nodes[request.ntype].data
@@ -354,7 +306,7 @@ def _find_column(g: OpenedGraph, request: CacheRequest) -> tuple[Column, torch.d
         )
     column = policy.store.column(policy.key(request.name))
     check_cacheable(column)
-    return column, None if request.device is None else resolve_device(request.device, g.session.device)
+    return column
 
 
 def _degree_scores(g: OpenedGraph, request: CacheRequest, _file_name: str) -> Array:
@@ -362,22 +314,18 @@ def _degree_scores(g: OpenedGraph, request: CacheRequest, _file_name: str) -> Ar
     is_leader, total = g.session.topology.local_rank == 0, np.zeros(0, np.int64)
     for etype in _select_etypes_from(g, request.ntype):
         structure = g.structure(etype)
-        if structure.is_replicated:
-            chooses = is_leader or request.device is not None
-            counts = count_sources(structure.shards, structure.num_sources) if chooses else total
-        else:
-            # One rank of each server counts the edges that the server holds.
-            local_counts = count_sources(structure.shards if is_leader else (), structure.num_sources)
-            counts = sum_over_ranks(
-                torch.from_numpy(local_counts), g.session, phase=PHASE_ROW_CACHE, in_place=True
-            ).numpy()
+        # One rank of each server counts the edges that the server holds.
+        counts = count_sources(structure.shards if is_leader else (), structure.num_sources)
+        if not structure.is_replicated:
+            local_counts = torch.from_numpy(counts)
+            counts = sum_over_ranks(local_counts, g.session, phase=PHASE_ROW_CACHE, in_place=True).numpy()
         total = counts if not len(total) else total + counts
     return total
 
 
 def _halo_scores(g: OpenedGraph, request: CacheRequest, _file_name: str) -> Array:
     server, total = g.session.topology.server, np.zeros(g.num_nodes(request.ntype), np.int64)
-    if g.session.topology.local_rank == 0 or request.device is not None:
+    if g.session.topology.local_rank == 0:
         for etype in _select_etypes_from(g, request.ntype):
             bounds, structure = g.get_node_partition_policy(etype[2]).bounds, g.structure(etype)
             local_range = int(bounds[server]), int(bounds[server + 1])
@@ -386,13 +334,8 @@ def _halo_scores(g: OpenedGraph, request: CacheRequest, _file_name: str) -> Arra
 
 
 def compute_vip_scores(g: OpenedGraph, request: CacheRequest, file_name: str) -> Array:
-    """Return how many ranks of the server need each row per step on average, in memory that they share.
-
-    For a cache on a device, only this rank counts.
-    """
+    """Return how many ranks of the server need each row per step on average, in memory that they share."""
     local = run_on_all_ranks(g.session, lambda: _compute_local_access(g, request), ConfigError)
-    if request.device is not None:
-        return local
     info = ColumnInfo(dtype="float64", row_shape=())
     total = map_shared_rows(g.session, file_name, len(local), info)
     topology = g.session.topology
@@ -415,9 +358,7 @@ def _compute_local_access(g: OpenedGraph, request: CacheRequest) -> Array:
     fanouts = [read_fanouts(fanout, g.canonical_etypes) for fanout in request.fanouts]
     invalid_sizes = [size for layer in fanouts for size in layer.values() if size < -1]
     if invalid_sizes:
-        raise ConfigError(
-            f"fanouts={request.fanouts} contains {invalid_sizes[0]}. Use 0 or more, or -1 for all."
-        )
+        raise ConfigError(f"fanouts={request.fanouts} contains {invalid_sizes[0]}. Use -1 for all edges.")
     return compute_access_probability(
         {etype: structure.shards[0] for etype, structure in structures.items()},
         {ntype: g.num_nodes(ntype) for ntype in g.ntypes},
@@ -438,9 +379,7 @@ def _find_seeds(g: OpenedGraph, request: CacheRequest) -> dict[str, Array]:
             raise ConfigError(f"seeds: {error}") from error
     masked_types = [ntype for ntype in g.ntypes if TRAIN_MASK in g.nodes[ntype].data]
     if not masked_types:
-        raise ConfigError(
-            f"the nodes have no {TRAIN_MASK!r}. Pass the training nodes of this rank as seeds=."
-        )
+        raise ConfigError(f"the nodes have no {TRAIN_MASK!r}. Pass this rank's training nodes as seeds=.")
     book = g.get_partition_book()
     return {ntype: node_split(g.nodes[ntype].data[TRAIN_MASK], book, ntype).numpy() for ntype in masked_types}
 

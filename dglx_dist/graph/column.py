@@ -69,33 +69,6 @@ class RowCache:
     """(C, *row) in NumPy's form of the column's dtype. Slot s is row s."""
 
 
-_SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
-"""Dtypes that torch cannot index, and dtypes of the same size that it can index."""
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class DeviceRows:
-    """Some rows of one column on the device of this rank. Immutable."""
-
-    table: SlotTable
-    """Table that maps the id of a row to its slot."""
-    rows: Tensor
-    """(C, *row) in the dtype of the column. Slot s is row s."""
-
-    def join_rows(self, hits: Tensor, slots: Tensor, missing: Tensor, rows: Tensor) -> Tensor:
-        """Return (h + m, *row) with the cached ``slots`` at positions ``hits``, and ``rows`` at ``missing``.
-
-        ``hits`` and ``missing`` are (h,) and (m,) int64 positions. Everything is on the device, and the (m,
-        *row) ``rows`` have the dtype of the column.
-        """
-        dtype = self.rows.dtype
-        index_dtype = _SIGNED.get(dtype, dtype)
-        cached = self.rows.view(index_dtype)
-        out = cached.new_empty((len(hits) + len(missing), *cached.shape[1:]))
-        out.index_copy_(0, hits, cached.index_select(0, slots))
-        return out.index_copy_(0, missing, rows.view(index_dtype)).view(dtype)
-
-
 _NEVER = 1 << 30
 """Next use of a row that no announced batch uses."""
 _EMPTY = _NEVER + 1
@@ -147,9 +120,8 @@ class JointRequest:
     def copy(self, plan: RemotePlan, first: int, out: Array) -> None:
         """Wait for the rows of ``plan`` and copy them to ``out``. ``first`` rows were added before them.
 
-        Raises:
-            PeerError, RemoteError: a server does not answer or cannot, as in :meth:`KVStore.submit_pull`.
-            ValueError: a reply does not match the request.
+        Raises PeerError or RemoteError if a server does not answer or cannot, as in
+        :meth:`KVStore.submit_pull`, and ValueError if a reply does not match the request.
         """
         replies, indices = self.send(), self._row_indices[first : first + len(plan.ids)]
         for reply, begin, end in replies:
@@ -175,12 +147,12 @@ class LookAheadRows:
         num_ids: Number of rows of all servers.
     """
 
-    def __init__(self, count: int, info: ColumnInfo, own: tuple[int, int], num_ids: int) -> None:
+    def __init__(self, count: int, info: ColumnInfo, local_range: tuple[int, int], num_ids: int) -> None:
         self.rows: Array = np.empty((count, *info.row_shape), numpy_dtype(info.dtype))
         """(C, *row) in NumPy's form of the column's dtype. Slot s is row s."""
         self.announce_more: Callable[[], bool] = lambda: False
         """Function that announces one more batch. Returns False if no batch or no memory is left."""
-        self._local_range, self._num_ids, self._claim_lock = own, num_ids, threading.Lock()
+        self._local_range, self._num_ids, self._claim_lock = local_range, num_ids, threading.Lock()
         self._message_rows = rows_per_message(math.prod(info.row_shape) * self.rows.itemsize)
         self._clear_rows()
         self._reset_numbers()
@@ -209,14 +181,8 @@ class LookAheadRows:
     @property
     def num_bytes(self) -> int:
         """Size in bytes of the rows and of the tables that find and order them."""
-        arrays = (
-            self.rows,
-            *self.table,
-            self._last_input,
-            self._ids_by_slot,
-            self._next_use,
-            self._later_use,
-        )
+        uses = self._last_input, self._ids_by_slot, self._next_use, self._later_use
+        arrays = (self.rows, *self.table, *uses)
         return sum(array.nbytes for array in arrays)
 
     def claim(self) -> bool:
@@ -241,9 +207,8 @@ class LookAheadRows:
         self._first_inputs.append(self._next_input)
         self._reserve_entries(len(remote))
         bounds, step = (self._next_input, self._first_inputs[0]), self._step + len(self._first_inputs) - 1
-        self._num_used += _announce(
-            self.table, self._last_input, self._next_use, self._later_use, remote, bounds, step
-        )
+        uses = self._last_input, self._next_use, self._later_use
+        self._num_used += _announce(self.table, *uses, remote, bounds, step)
         self._next_input += len(remote)
 
     @property
@@ -343,13 +308,11 @@ class Column:
     """Function that applies pushed rows."""
     cache: RowCache | None = None
     """Cached rows of other servers. Only for a column of the dataset."""
-    on_device: DeviceRows | None = None
-    """Cached rows of any server, for batches on that device. Only for a column of the dataset."""
     ahead: LookAheadRows | None = None
     """Cached rows of other servers for the loader that has reserved them. It replaces ``cache``."""
     lock: threading.Lock = field(default_factory=threading.Lock)
     """Lock that this rank holds while it updates rows that it owns from their old values."""
-    counts: list[int] = field(default_factory=lambda: [0, 0, 0, 0])
+    counts: list[int] = field(default_factory=lambda: [0, 0, 0])
     """Number of rows that this rank requested, as in :class:`CacheCounts`."""
 
     def __post_init__(self) -> None:
@@ -435,8 +398,6 @@ class CacheCounts:
     """Number of rows of other servers that were in a cache."""
     misses: int = 0
     """Number of rows that were requested from other servers."""
-    on_device: int = 0
-    """Number of rows of any server in the cache on the device. They are also counted above."""
 
     def __sub__(self, other: CacheCounts) -> CacheCounts:
         return CacheCounts(**{name: count - getattr(other, name) for name, count in vars(self).items()})

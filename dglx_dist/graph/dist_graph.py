@@ -53,7 +53,7 @@ log = logging.getLogger(__name__)
 
 
 def open_together(folder: Path, session: Session, verify: Verify) -> StoredDataset:
-    """Open a dataset on every rank. The first rank of each machine checks its files. Collective.
+    """Open a dataset on every rank. The first rank of each machine checks its files. All ranks call this.
 
     Raises:
         StorageError: on all ranks, if a rank cannot open the dataset, or if the ranks see different datasets.
@@ -68,14 +68,12 @@ def open_together(folder: Path, session: Session, verify: Verify) -> StoredDatas
 
 
 def import_if_changed(part_config: Path, session: Session) -> Path:
-    """Import DGL's files into a dataset beside them, if they changed. Return its folder. Collective."""
+    """Import DGL's files, if changed, into a dataset beside them. Return its folder. All ranks call this."""
     folder = part_config.absolute().with_suffix(".dglx")
 
     def check() -> None:
         if not part_config.exists():
-            raise StorageError(
-                f"{part_config} does not exist. Pass the JSON file that DGL's partition_graph wrote."
-            )
+            raise StorageError(f"{part_config} does not exist. Pass the JSON file of DGL's partition_graph.")
 
     def import_files() -> None:
         stamps, stamp_file = _read_stamps(part_config), folder / _IMPORTED
@@ -108,7 +106,7 @@ def _read_stamps(part_config: Path) -> str:
 def open_structures(
     dataset: StoredDataset, session: Session, placement: Placement, label: str, mode: StructureMode
 ) -> dict[EdgeType, Structure]:
-    """Open the structure of every edge type, replicated or partitioned. Collective."""
+    """Open the structure of every edge type, replicated or partitioned. Every rank must call this."""
     if mode not in ("auto", "replicated", "partitioned"):
         raise ConfigError(f"structure is {mode!r}. Choose 'auto', 'replicated' or 'partitioned'.")
     manifest = dataset.manifest
@@ -118,10 +116,8 @@ def open_structures(
     if session.topology.rank == 0:
         log.info("%s: %d parts, structure %s", dataset.folder, manifest.num_parts, mode)
     if mode == "partitioned":
-        return {
-            etype: PartitionedStructure(session, dataset, placement, label, etype)
-            for etype in manifest.edge_types
-        }
+        make = partial(PartitionedStructure, session, dataset, placement, label)
+        return {etype: make(etype) for etype in manifest.edge_types}
     return {etype: _open_replicated(dataset, session, etype) for etype in manifest.edge_types}
 
 
@@ -225,9 +221,7 @@ class DistGraph(Shared):
         session: Session | None = None,
     ) -> None:
         if (folder is None) == (part_config is None):
-            raise ConfigError(
-                "pass DistGraph either the folder of a partitioned dataset or part_config=, DGL's JSON file"
-            )
+            raise ConfigError("pass DistGraph the folder of a dataset, or DGL's JSON file as part_config=")
         self.session = session or current_session()
         if is_on_torch_path(self.session.device):
             install()  # Blocks that a script moves itself need this.
@@ -280,9 +274,7 @@ class DistGraph(Shared):
         """Return the graph itself for the CPU. Raise ConfigError for other devices."""
         if torch.device(device).type == "cpu":
             return self
-        raise ConfigError(
-            f"a distributed graph stays on the CPU. Leave out .to({device}), as batches are moved."
-        )
+        raise ConfigError(f"a distributed graph stays on the CPU. Leave out .to({device}): batches move.")
 
     @property
     def idtype(self) -> torch.dtype:
@@ -333,9 +325,7 @@ class DistGraph(Shared):
         key = self._resolve_ntype(ntype, "num_classes(ntype)")
         classes = self.dataset.manifest.num_classes
         if key not in classes:
-            raise ConfigError(
-                f"{self.dataset.folder} states no classes of {key!r}. Partition it with labels."
-            )
+            raise ConfigError(f"{self.dataset.folder} has no classes of {key!r}. Partition it with labels.")
         return classes[key]
 
     def to_canonical_etype(self, etype: str | EdgeType | None) -> EdgeType:
@@ -380,9 +370,8 @@ class DistGraph(Shared):
                     f"the policy {name!r} has the bounds {list(rows)} for {servers} server(s). Pass "
                     f"{servers + 1} ascending numbers from 0 on, or only the number of rows."
                 )
-        return PartitionPolicy(
-            kind="own", type_name=name, bounds=bounds, partition_book=self._book, store=self.kvstore
-        )
+        book, store = self._book, self.kvstore
+        return PartitionPolicy(kind="own", type_name=name, bounds=bounds, partition_book=book, store=store)
 
     def find_policy_of_length(self, num_rows: int) -> PartitionPolicy:
         """Return the policy of the only node or edge type with ``num_rows`` rows, or raise ConfigError."""
@@ -405,7 +394,7 @@ class DistGraph(Shared):
         init_func: InitRows | None = None,
         part_policy: PartitionPolicy | None = None,
     ) -> DistTensor:
-        """Return a tensor in memory for nodes or edges of this graph; see :class:`DistTensor`. Collective."""
+        """Make a :class:`DistTensor` for nodes or edges of this graph. Every rank must call this."""
         return DistTensor(shape, dtype, name, init_func, part_policy, graph=self)
 
     def cache_rows(
@@ -418,16 +407,11 @@ class DistGraph(Shared):
         seeds: Ids | Mapping[str, Ids] | None = None,
         fanouts: Fanouts | None = None,
         batch_size: int | None = None,
-        device: torch.device | str | None = None,
     ) -> CachePlan:
-        """Keep copies of other servers' rows, once per server. No result changes. Collective.
+        """Keep copies of other servers' rows, once per server. No result changes. Every rank must call this.
 
         A second call replaces the rows of the first call, and ``alpha=0`` drops them. With one server there
         are no rows to keep.
-
-        With ``device``, each rank chooses rows of any server and keeps them on that device. Loaders for the
-        device read these rows there, so the rows cross neither the network nor the bus. Both caches may be
-        used together.
 
         Args:
             name: Name of node data of the dataset, which is read-only.
@@ -443,15 +427,16 @@ class DistGraph(Shared):
             ntype: Node type. It may be None if there is one.
             seeds: Training nodes of this rank, for ``vip``. The default is its share of ``train_mask``.
             fanouts, batch_size: Values of the loader, for ``vip``.
-            device: Device of the loader's batches, such as ``"cuda"``. The default is the server's memory.
 
         Raises:
             ConfigError: on all ranks, if an argument is invalid or memory is short on one of them.
         """
-        key = run_on_all_ranks(
-            self.session, lambda: self._resolve_ntype(ntype, "cache_rows(ntype=)"), ConfigError
-        )
-        return cache_rows(self, CacheRequest(name, key, alpha, policy, seeds, fanouts, batch_size, device))
+
+        def resolve_ntype() -> str:
+            return self._resolve_ntype(ntype, "cache_rows(ntype=)")
+
+        key = run_on_all_ranks(self.session, resolve_ntype, ConfigError)
+        return cache_rows(self, CacheRequest(name, key, alpha, policy, seeds, fanouts, batch_size))
 
     def structure(self, etype: str | EdgeType | None = None) -> Structure:
         return self._structures[self._resolve_etype(etype, "an edge type")]
@@ -502,9 +487,7 @@ class DistGraph(Shared):
             output_device: Device of the result. The default is the CPU.
         """
         if edge_dir != "in":
-            raise ConfigError(
-                f"edge_dir is {edge_dir!r}, but only 'in' can be sampled. Reverse the graph instead."
-            )
+            raise ConfigError(f"edge_dir is {edge_dir!r}, but only 'in' can be sampled. Reverse the graph.")
         root = np.random.SeedSequence([self.session.seed, self.rank(), next(self._draw_counter)])
         rule = DrawRule(replace=bool(replace), prob=prob, seed=int(root.generate_state(1, np.uint64)[0]) >> 1)
         graph = build_sampled_graph(self, seed_nodes, fanout, exclude_edges, rule)
@@ -543,9 +526,8 @@ class DistGraph(Shared):
     def user_ids(self, ids: Ids, ntype: str | None = None) -> Array:
         """Return the user's own (K,) ids of nodes, int64 or unicode text. The default is :meth:`orig_ids`.
 
-        Raises:
-            IndexError: an id is out of range.
-            StorageError: the ids are text, and not all parts are on this machine.
+        Raises IndexError if an id is out of range, and StorageError if the ids are text, and not all parts
+        are on this machine.
         """
         key = self._resolve_ntype(ntype, "user_ids(ids, ntype)")
         policy, id_dtype = self._node_policies[key], self.dataset.manifest.user_ids.get(key)
@@ -575,7 +557,7 @@ class DistGraph(Shared):
         barrier(self.session, "g.barrier()")
 
     def close(self) -> None:
-        """Stop serving this graph after all pending writes of the ranks are done. Collective."""
+        """Stop serving this graph after all pending writes of the ranks are done. All ranks call this."""
         run_on_all_ranks(self.session, self.kvstore.fence, RemoteError)
         barrier(self.session, f"closing {self.name}")
         for action in [*self.on_close]:  # Some actions remove themselves.

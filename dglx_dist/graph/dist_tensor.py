@@ -143,12 +143,8 @@ def _resolve_place(
 
 def _create(policy: PartitionPolicy, key: str, info: ColumnInfo, init: InitRows | None) -> None:
     store = policy.store
-    facts = {
-        "key": key,
-        "shape": [policy.get_size(), *info.row_shape],
-        "dtype": info.dtype,
-        "bounds": policy.bounds.tolist(),
-    }
+    shape = [policy.get_size(), *info.row_shape]
+    facts = {"key": key, "shape": shape, "dtype": info.dtype, "bounds": policy.bounds.tolist()}
     check_equal(store.session, "a tensor", facts, "create it with the same arguments on all ranks")
     file_name = f"{store.label}-tensor-{store.next_number()}"
     rows = map_shared_rows(store.session, file_name, policy.get_part_size(), info, init)
@@ -240,9 +236,7 @@ class DistTensor(Shared):
 
         def describe() -> tuple[PartitionPolicy, ColumnInfo, str]:
             if policy is not part_policy:
-                raise ConfigError(
-                    f"part_policy is {part_policy!r}. Pass the result of g.get_node_partition_policy."
-                )
+                raise ConfigError(f"part_policy is {part_policy!r}. Use g.get_node_partition_policy(ntype).")
             place, info = _resolve_place(shape, dtype, policy or graph or get_opened_graph())
             return place, info, place.key(self._name) if is_gdata else place.hidden_key(self._name)
 
@@ -389,16 +383,14 @@ class DistTensor(Shared):
         try:
             rows = self._convert(rows).broadcast_to(shape)
         except RuntimeError:
-            raise ConfigError(
-                f"{self._name!r} takes values of shape {shape} here, not {tuple(rows.shape)}"
-            ) from None
+            raise ConfigError(f"{self._name!r} takes shape {shape} here, not {tuple(rows.shape)}") from None
         self.kvstore.push(self._key, ids, view_as_numpy(rows.contiguous()), accumulate=accumulate, wait=wait)
 
     def fence(self, timeout_s: float | None = None) -> None:
         self.kvstore.fence(timeout_s)
 
     def __or__(self, other: DistTensor) -> DistTensor:
-        """Return a new tensor with the bitwise or of both, such as the union of two masks. Collective.
+        """Return a new tensor with the bitwise or of both, like a union of masks. Every rank must call this.
 
         Raises ConfigError on all ranks if they differ in shape, dtype or policy, or are floating-point.
         """
@@ -428,7 +420,7 @@ class DistTensor(Shared):
         return tensor
 
     def save(self, folder: str | Path) -> None:
-        """Write the tensor into ``folder``. If this fails, the former content stays. Collective.
+        """Write the tensor into ``folder``. If this fails, the former content stays. All ranks call this.
 
         Every rank writes the rows that it owns as one file. Rank 0 then writes the index and renames the
         folder. All ranks must see the folder under this name. Concurrent pushes may be saved or not. Raises
@@ -450,7 +442,7 @@ class DistTensor(Shared):
         save_folder(self.kvstore.session, target, write_own, facts)
 
     def load(self, folder: str | Path, name: str | None = None) -> None:
-        """Fill the tensor from the result of :meth:`save` on any number of ranks. Collective.
+        """Fill the tensor from the result of :meth:`save` on any number of ranks. Every rank must call this.
 
         ``name`` is the name of the tensor in the folder. It may be None if the folder has one tensor.
 
@@ -532,13 +524,9 @@ class DistTensor(Shared):
             raise ConfigError(f"there is already a tensor {self._name!r}. Choose another name.")
         present, requested = describe(column.info, column.bounds), describe(info, self.part_policy.bounds)
         if present != requested:
-            raise ConfigError(
-                f"the existing tensor {self._name!r} is {present}, not {requested}. Choose another name."
-            )
+            raise ConfigError(f"the tensor {self._name!r} is {present}, not {requested}. Use another name.")
         if init is not None and not column.writable:
-            raise ConfigError(
-                f"{self._name!r} is data of the dataset, which init_func cannot fill. Choose another name."
-            )
+            raise ConfigError(f"{self._name!r} is data of the dataset. init_func cannot fill it.")
 
     def _convert(self, values: Tensor) -> Tensor:
         if values.dim() and not torch.can_cast(values.dtype, self.dtype):

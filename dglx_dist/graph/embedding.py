@@ -120,8 +120,8 @@ class DistEmbedding(Shared):
 
         def check() -> PartitionPolicy:
             if dtype not in _COMPUTE_DTYPE:
-                known = ", ".join(map(str, _COMPUTE_DTYPE))
-                raise ConfigError(f"a DistEmbedding cannot train {dtype} rows. Use one of {known}.")
+                dtypes = ", ".join(map(str, _COMPUTE_DTYPE))
+                raise ConfigError(f"a DistEmbedding cannot train {dtype} rows. Use one of {dtypes}.")
             if not isinstance(embedding_dim, int) or embedding_dim < 1:
                 raise ConfigError(f"embedding_dim is {embedding_dim!r}. Use an integer of at least 1.")
             return part_policy or (graph or get_opened_graph()).find_policy_of_length(num_embeddings)
@@ -181,9 +181,8 @@ class DistEmbedding(Shared):
         return _COMPUTE_DTYPE[self.weight.dtype]
 
     def __repr__(self) -> str:
-        return (
-            f"DistEmbedding({self.name!r}, {self.num_embeddings}, {self.embedding_dim}, {self.weight.dtype})"
-        )
+        shape = f"{self.num_embeddings}, {self.embedding_dim}"
+        return f"DistEmbedding({self.name!r}, {shape}, {self.weight.dtype})"
 
     def __call__(self, ids: Ids, device: torch.device | str | None = None) -> Tensor:
         """Return the rows of ``ids``. With gradients enabled, ``backward`` stores their gradients here.

@@ -23,7 +23,6 @@ from dglx_dist.errors import ConfigError, DglxError, PeerError, RemoteError
 from dglx_dist.graph.column import (
     CacheCounts,
     Column,
-    DeviceRows,
     LookAheadRows,
     PendingPull,
     PullHandler,
@@ -42,7 +41,6 @@ from dglx_dist.graph.row_kernels import (
     find_first_outside,
     move_rows,
     plan_remote,
-    split_cached,
     spread_rows,
     sum_repeated,
     take_rows,
@@ -167,9 +165,7 @@ class KVStore:
         """Return the column called ``name``. If there is none, a ConfigError lists the existing columns."""
         column = self._columns.get(name)
         if column is None:
-            raise ConfigError(
-                f"there is no tensor {name!r} (known: {', '.join(map(repr, self._columns)) or 'none'})"
-            )
+            raise ConfigError(f"there is no tensor {name!r} (known: {', '.join(map(repr, self._columns))})")
         return column
 
     def pull(self, name: str, ids: Array, **options: Any) -> Tensor:
@@ -260,38 +256,12 @@ class KVStore:
         check_cacheable(column)
         self._columns[name] = replace(column, cache=cache, ahead=ahead)
 
-    def set_device_rows(self, name: str, rows: DeviceRows | None) -> None:
-        """Let batches on the device read rows of ``name`` from ``rows``. None undoes this. Not collective."""
-        column = self.column(name)
-        check_cacheable(column)
-        self._columns[name] = replace(column, on_device=rows)
-
-    def split_cached(self, name: str, ids: Array, cached: DeviceRows) -> tuple[Array, Array, Array]:
-        """Return the positions of the ``cached`` ids, their slots, and the positions of the other ids.
-
-        The cached ids among the (K,) int64 ``ids`` count as requested. Raises IndexError if an id is out of
-        range.
-        """
-        column = self.column(name)
-        column.check(ids)
-        # The empty range (0, 0) means that local ids may be cached on the device, too.
-        miss_positions, hit_positions, slots = split_cached(ids, 0, 0, cached.table)
-        first, end = column.bounds[self._server : self._server + 2]
-        cached_ids = ids[hit_positions]
-        num_local = int(np.count_nonzero((cached_ids >= first) & (cached_ids < end)))
-        with self._counts_lock:
-            column.counts[0] += num_local
-            column.counts[1] += len(hit_positions) - num_local
-            column.counts[3] += len(hit_positions)
-        return hit_positions, slots, miss_positions
-
     def cache_counts(self, name: str | None = None) -> CacheCounts:
         """Return how many rows this rank requested of one tensor, or of all tensors with a cache."""
         columns = self._list_cached() if name is None else [self.column(name)]
         with self._counts_lock:
-            counts = [[0] * 4, *(column.counts for column in columns)]
-            local, hits, misses, on_device = np.sum(counts, axis=0).tolist()
-        return CacheCounts(local=local, hits=hits, misses=misses, on_device=on_device)
+            local, hits, misses = np.sum([[0] * 3, *(column.counts for column in columns)], axis=0).tolist()
+        return CacheCounts(local=local, hits=hits, misses=misses)
 
     @contextmanager
     def pause_counting(self) -> Iterator[None]:
@@ -314,11 +284,7 @@ class KVStore:
         return any(column.ahead is not None for column in self._columns.values())
 
     def _list_cached(self) -> list[Column]:
-        return [
-            column
-            for column in self._columns.values()
-            if (column.cache, column.on_device, column.ahead) != (None, None, None)
-        ]
+        return [column for column in self._columns.values() if column.cache or column.ahead]
 
     def push(
         self, name: str, ids: Array, rows: Array, *, accumulate: bool = False, wait: bool = True
@@ -399,7 +365,7 @@ class KVStore:
         column.write(ids, np.ascontiguousarray(rows))
 
     def register_push_handler(self, name: str, handler: PushHandler | None) -> None:
-        """Let ``handler`` apply pushes to a tensor instead of overwriting or adding. Collective.
+        """Let ``handler`` apply pushes to a tensor instead of overwriting or adding. All ranks call this.
 
         ``handler(rows, local_ids, values)`` runs on the rank that owns the pushed rows, on a thread of its
         own, never twice at a time for one tensor. ``rows`` (n, *row) is the memory of the local server's
@@ -412,7 +378,7 @@ class KVStore:
         self._change_on_all_ranks(name, handler, "push", lambda column: replace(column, on_push=handler))
 
     def register_pull_handler(self, name: str, handler: PullHandler | None) -> None:
-        """Let ``handler`` compute the rows that are pulled from a tensor. Collective.
+        """Let ``handler`` compute the rows that are pulled from a tensor. Every rank must call this.
 
         ``handler(rows, local_ids)`` returns (k, *row) values in the tensor's dtype. It runs on the serving
         rank, or for rows of the local server on the pulling rank, from any thread. Otherwise this works like
@@ -428,9 +394,7 @@ class KVStore:
         """
         column = self.column(name)
         if column.info.row_shape:
-            raise ConfigError(
-                f"{name!r} has rows of shape {column.info.row_shape}, but a mask must be one-dimensional"
-            )
+            raise ConfigError(f"{name!r} has rows of shape {column.info.row_shape}, but a mask has numbers")
         bits = self._query_servers("nonzero", name)
         ids = [
             np.flatnonzero(np.unpackbits(packed, count=last - first)) + first
@@ -452,9 +416,7 @@ class KVStore:
         column.check(ids)
         dtype, shape = numpy_dtype(column.info.dtype), (len(ids), *column.info.row_shape)
         if rows.dtype != dtype or rows.shape != shape:
-            raise ConfigError(
-                f"{name!r} takes rows of {dtype} and shape {shape}, not {rows.dtype} of shape {rows.shape}"
-            )
+            raise ConfigError(f"{name!r} takes {dtype} {shape}, not {rows.dtype} {rows.shape}")
         return column
 
     def _check_range(self, column: Column, ids: Array, first: int, last: int) -> None:
@@ -573,9 +535,7 @@ class KVStore:
         ids, rows = arrays
         column = self._check_owned(name, ids, rows)
         if column.on_push is None:
-            raise ConfigError(
-                f"no push handler of {name!r} is registered here. Register it on every rank before pushing."
-            )
+            raise ConfigError(f"{name!r} has no push handler here. Register it on every rank before pushing.")
         (shard,) = column.shards  # A writable tensor has one shard.
         with column.lock:
             column.on_push(

@@ -40,9 +40,9 @@ class SparseOptimizer:
 
     Creating it is collective, with the same arguments. The owner of a row updates it from the sum of the
     gradients of all ranks. They are weighted like those of the model (the gradient rule,
-    docs/design/contracts.md). The share of a call is the ``session.step_share`` at that time. Rows without
-    gradients and their state stay unchanged. If several optimizers have the same embedding, the first one
-    that steps takes the gradients.
+    docs/development/contracts.md). The share of a call is the ``session.step_share`` at that time. Rows
+    without gradients and their state stay unchanged. If several optimizers have the same embedding, the first
+    one that steps takes the gradients.
 
     Args:
         rule: Function that returns the formula. Its errors are raised on all ranks.
@@ -116,12 +116,9 @@ class SparseOptimizer:
 
         In mode "sync" every rank must call this, also without gradients. It returns when all owners have
         applied the step. In mode "async" a rank may call it alone. Sends 8 bytes and one row of the compute
-        dtype for each distinct row of another rank.
-
-        Raises:
-            ConfigError: on all ranks, if the loss is a mean and an embedding was called in a step with an
-                unknown number of targets.
-            PeerError: a rank is dead, or did not call this within the time limit. The message names the rank.
+        dtype for each distinct row of another rank. Raises ConfigError on all ranks, if the loss is a mean
+        and an embedding was called in a step with an unknown number of targets, and PeerError if a rank is
+        dead, or did not call this within the time limit. The message names the rank.
         """
         gradients_by_param = [param.take_gradients() for param in self.params]
         used = [bool(gradients) for gradients in gradients_by_param]
@@ -142,7 +139,7 @@ class SparseOptimizer:
             param.reset_trace()
 
     def flush(self) -> None:
-        """Wait until the gradients of all ranks are applied. Call it before evaluation. Collective."""
+        """Wait until the gradients of all ranks are applied. All ranks call this, like before evaluation."""
         self._exchange.flush()
 
     def staleness_report(self) -> StalenessReport:
@@ -174,11 +171,12 @@ class SparseOptimizer:
         """
         tables = {table.embedding.name: table for table in self.tables}
         for name, entry in local_state_dict["emb_states"].items():
-            known = sorted(tensor.name for tensor in tables[name].states) if name in tables else None
-            if known != sorted(entry["states"]):
+            state_names = sorted(tensor.name for tensor in tables[name].states) if name in tables else None
+            present = f"no embedding {name!r}" if state_names is None else state_names
+            if state_names != sorted(entry["states"]):
                 raise ConfigError(
                     f"the state holds {sorted(entry['states'])} of {name!r}, but this optimizer has "
-                    f"{known if known is not None else f'no embedding {name!r}'}. Build the same optimizer."
+                    f"{present}. Build the same optimizer."
                 )
         for name, entry in local_state_dict["emb_states"].items():
             for tensor in tables[name].states:
@@ -187,7 +185,7 @@ class SparseOptimizer:
         self.lr = float(local_state_dict["params"]["lr"])
 
     def save(self, f: str | bytes | PathLike[str]) -> None:
-        """Write the embeddings and the state as the folder ``f``. Collective.
+        """Write the embeddings and the state as the folder ``f``. Every rank must call this.
 
         Each rank writes the rows that it owns. All ranks must see the folder. It replaces an earlier one
         completely or not at all. Raises StorageError on all ranks if one cannot write, or if ``f`` holds
@@ -197,7 +195,7 @@ class SparseOptimizer:
         save_folder(self.session, target, *self.rows_to_save())
 
     def load(self, f: str | bytes | PathLike[str]) -> None:
-        """Load the result of :meth:`save` on any number of ranks and servers. Collective.
+        """Load the result of :meth:`save` on any number of ranks and servers. Every rank must call this.
 
         Raises StorageError on all ranks if the folder is missing or damaged for one, or belongs to another
         dataset, optimizer or embeddings. Nothing has changed then.
@@ -214,7 +212,7 @@ class SparseOptimizer:
     def rows_to_save(
         self, copy: Callable[[str, torch.Tensor], torch.Tensor] = lambda _name, rows: rows
     ) -> tuple[WriteOwn, Mapping[str, object]]:
-        """Return a function that writes this rank's rows, and the facts of the index. Collective.
+        """Return a function that writes this rank's rows, and the facts of the index. All ranks call this.
 
         ``copy`` maps a name and rows to a copy of them, so that training can go on while they are written.
         """
@@ -231,8 +229,8 @@ class SparseOptimizer:
 
         def write_own(folder: Path) -> list[RowFile]:
             return [
-                write_rows(folder, name, first, view_as_numpy(own), info=info)
-                for name, first, info, own in rows
+                write_rows(folder, name, first, view_as_numpy(owned_rows), info=info)
+                for name, first, info, owned_rows in rows
             ]
 
         # This follows the copies. In mode "async" a rank that went on would change rows of others, and the
@@ -254,9 +252,7 @@ class SparseOptimizer:
                 if key == "dataset":
                     remedy = "Use the dataset that it was saved with (dx.distribute cuts another one for "
                     remedy += "another number of servers, unless parts= is given)."
-                raise StorageError(
-                    f"{folder} was saved with {key} {facts.get(key)!r}, but this run has {value!r}. {remedy}"
-                )
+                raise StorageError(f"{folder} has {key} {facts.get(key)!r}, this run has {value!r}. {remedy}")
         if facts.get("embeddings") != self._facts():
             raise StorageError(
                 f"{folder} holds the embeddings {facts.get('embeddings')}, but this optimizer has "
@@ -271,7 +267,7 @@ class SparseOptimizer:
             check_rows(folder, index.tensor(name, folder), table.first, table.last)
 
     def read_saved(self, folder: Path) -> None:
-        """Load this rank's rows and the settings from ``folder``, after :meth:`check_saved`. Collective.
+        """Load this rank's rows and settings from ``folder``, after :meth:`check_saved`. All ranks call this.
 
         Raises StorageError if a file cannot be read any more.
         """
@@ -290,7 +286,7 @@ class SparseOptimizer:
         barrier(self.session, f"loading {folder}")
 
     def close(self) -> None:
-        """Free the state and stop serving. The embeddings stay. Collective."""
+        """Free the state and stop serving. The embeddings stay. Every rank must call this."""
         self.flush()
         barrier(self.session, f"closing {type(self).__name__}")
         self._exchange.close()
@@ -359,27 +355,23 @@ def _check_params(params: Sequence[DistEmbedding]) -> tuple[DistEmbedding, ...]:
 class SparseSGD(SparseOptimizer):
     """``torch.optim.SGD`` without momentum, for embeddings.
 
-    :class:`~dglx_dist.graph.optim.SparseOptimizer` explains ``mode``, ``staleness``, ``reduction`` and
-    errors.
+    ``options`` are ``mode``, ``staleness`` and ``reduction``, see :class:`SparseOptimizer`.
     """
 
     def __init__(
         self,
         params: Sequence[DistEmbedding],
         lr: float,
-        *,
-        mode: Mode = "sync",
-        staleness: int = 1,
-        reduction: Reduction = "mean",
+        **options: Any,
     ) -> None:
-        super().__init__(params, lambda: sgd_rule(lr), mode, staleness, reduction)
+        super().__init__(params, lambda: sgd_rule(lr), **options)
 
 
 @final
 class SparseAdagrad(SparseOptimizer):
     """``torch.optim.Adagrad`` for embeddings. Keeps one row of squares for each row.
 
-    ``eps`` is added to the root of the sum of squares. The other arguments are those of :class:`SparseSGD`.
+    ``eps`` is added to the root of the sum of squares. ``options`` are those of :class:`SparseSGD`.
     """
 
     def __init__(
@@ -387,12 +379,9 @@ class SparseAdagrad(SparseOptimizer):
         params: Sequence[DistEmbedding],
         lr: float,
         eps: float = 1e-10,
-        *,
-        mode: Mode = "sync",
-        staleness: int = 1,
-        reduction: Reduction = "mean",
+        **options: Any,
     ) -> None:
-        super().__init__(params, lambda: adagrad_rule(lr, eps), mode, staleness, reduction)
+        super().__init__(params, lambda: adagrad_rule(lr, eps), **options)
 
 
 @final
@@ -400,8 +389,8 @@ class SparseAdam(SparseOptimizer):
     """``torch.optim.SparseAdam`` for embeddings. Keeps two rows of moments for each row.
 
     In mode "async" the step of the bias correction is the number of pushes that the owner has applied.
-    ``betas`` are the decay rates of the moments, and ``eps`` is added to the root of the second moment. The
-    other arguments are those of :class:`SparseSGD`.
+    ``betas`` are the decay rates of the moments, and ``eps`` is added to the root of the second moment.
+    ``options`` are those of :class:`SparseSGD`.
     """
 
     def __init__(
@@ -410,9 +399,6 @@ class SparseAdam(SparseOptimizer):
         lr: float,
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
-        *,
-        mode: Mode = "sync",
-        staleness: int = 1,
-        reduction: Reduction = "mean",
+        **options: Any,
     ) -> None:
-        super().__init__(params, lambda: adam_rule(lr, betas, eps), mode, staleness, reduction)
+        super().__init__(params, lambda: adam_rule(lr, betas, eps), **options)

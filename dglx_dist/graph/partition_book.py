@@ -170,13 +170,13 @@ class PartitionBook:
         return self._edges.join_types(ids, self.to_canonical_etype(etype))
 
 
-def resolve_etype(etype: str | EdgeType | None, known: Sequence[EdgeType]) -> EdgeType:
+def resolve_etype(etype: str | EdgeType | None, etypes: Sequence[EdgeType]) -> EdgeType:
     """Return the triple of ``etype``: a triple, a relation, ``source:relation:destination``, or None."""
-    candidates = [triple for triple in known if etype is None or etype in (triple, triple[1])]
-    candidates = candidates or [triple for triple in known if format_type(triple) == etype]
+    candidates = [triple for triple in etypes if etype is None or etype in (triple, triple[1])]
+    candidates = candidates or [triple for triple in etypes if format_type(triple) == etype]
     if len(candidates) == 1:
         return candidates[0]
-    names = ", ".join(map(format_type, known))
+    names = ", ".join(map(format_type, etypes))
     if etype is None:
         raise ConfigError(f"the graph has the edge types {names}. Choose one with etype=.")
     problem = "several edge types have the relation" if candidates else "there is no edge type"
@@ -193,8 +193,8 @@ class _Ranges(Generic[K]):
 
     def bounds(self, key: K) -> Array:
         if key not in self._bounds:
-            known = ", ".join(map(repr, self.types))
-            raise ConfigError(f"there are no {self._what} of type {key!r} (known: {known})")
+            types = ", ".join(map(repr, self.types))
+            raise ConfigError(f"there are no {self._what} of type {key!r} (known: {types})")
         return self._bounds[key]
 
     @property
@@ -222,8 +222,10 @@ class _Ranges(Generic[K]):
         return torch.from_numpy(local)
 
     def split_types(self, ids: Ids) -> tuple[Tensor, Tensor]:
-        kinds, within = self._ids.to_typed(as_ids(ids, self.total(None), f"the {self._what} of all types"))
-        return torch.from_numpy(kinds), torch.from_numpy(within)
+        kinds, ids_within_type = self._ids.to_typed(
+            as_ids(ids, self.total(None), f"the {self._what} of all types")
+        )
+        return torch.from_numpy(kinds), torch.from_numpy(ids_within_type)
 
     def join_types(self, ids: Ids, key: K) -> Tensor:
         return torch.from_numpy(self._ids.from_typed(self.types.index(key), self._check_ids(ids, key)))
@@ -231,9 +233,7 @@ class _Ranges(Generic[K]):
     def _get_range(self, partition: int, key: K) -> tuple[int, int]:
         bounds = self.bounds(key)
         if not 0 <= partition < self.num_partitions:
-            raise ConfigError(
-                f"there is no partition {partition}. Partitions are 0 to {self.num_partitions - 1}."
-            )
+            raise ConfigError(f"there is no partition {partition}, only 0 to {self.num_partitions - 1}.")
         return int(bounds[partition]), int(bounds[partition + 1])
 
 
@@ -312,9 +312,9 @@ def split_ids(
         quota = _compute_even_quota(last - first, len(ranks))
     preferred = None if trainer_of is None else trainer_of[first:last] - ranks[0]
     if preferred is not None and not force_even:
-        known = preferred[(preferred >= 0) & (preferred < len(ranks))]
-        unassigned_quota = _compute_even_quota(len(preferred) - len(known), len(ranks))
-        quota = np.bincount(known, minlength=len(ranks)) + unassigned_quota
+        existing = preferred[(preferred >= 0) & (preferred < len(ranks))]
+        unassigned_quota = _compute_even_quota(len(preferred) - len(existing), len(ranks))
+        quota = np.bincount(existing, minlength=len(ranks)) + unassigned_quota
     # The order is random but the same on every rank and in every run. It differs between servers.
     order = np.random.default_rng(server).permutation(last - first)
     owner = np.repeat(np.arange(len(ranks)), quota)
@@ -374,9 +374,7 @@ def integer_ids(index: Ids, count: int, what: str) -> Array:
     if ids.dtype == np.uint8 and ids.ndim == 1:
         ids = _read_bytes(ids, count, what, is_tensor=isinstance(index, Tensor))
     if ids.ndim != 1:
-        raise IndexError(
-            f"{what} is indexed with an array of shape {ids.shape}. Use a one-dimensional array."
-        )
+        raise IndexError(f"{what} is indexed with an array of shape {ids.shape}. Use one dimension.")
     if ids.dtype == np.bool_:
         if len(ids) != count:
             raise IndexError(f"{what} has {count} rows but the mask has {len(ids)} elements")

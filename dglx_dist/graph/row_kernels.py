@@ -378,7 +378,7 @@ def number_distinct(ids: Array) -> tuple[Array, Array]:
 
 @njit(cache=True, nogil=True)
 def _plan(ids: Array, bounds: Array, server: int, cached: SlotTable, is_distinct: bool) -> Any:
-    misses, hit_places, hit_slots = split_cached(ids, bounds[server], bounds[server + 1], cached)
+    misses, hit_places, hit_slots = _split_cached(ids, bounds[server], bounds[server + 1], cached)
     if is_distinct:
         slots, server_starts = group_by_range(ids[misses], bounds)
         positions = np.empty(len(misses), np.int64)
@@ -404,7 +404,7 @@ def _plan(ids: Array, bounds: Array, server: int, cached: SlotTable, is_distinct
 
 
 @njit(cache=True, nogil=True)
-def split_cached(ids: Array, low: int, high: int, cached: SlotTable) -> tuple[Array, Array, Array]:
+def _split_cached(ids: Array, low: int, high: int, cached: SlotTable) -> tuple[Array, Array, Array]:
     """Return the positions of the ids to request, and the positions and slots of the cached ids, all int64.
 
     Ids in [``low``, ``high``) are local and appear in neither result.

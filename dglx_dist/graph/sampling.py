@@ -174,9 +174,7 @@ def _pull_weights(g: OpenedGraph, etype: EdgeType, name: str, edge_ids: Array) -
     key = data[name].kvstore_key if name in data else g.get_edge_partition_policy(etype).key(name)
     values: Tensor = g.kvstore.pull(key, edge_ids, phase="sampling").double()
     if values.dim() != 1:
-        raise ConfigError(
-            f"{key!r} has rows of shape {tuple(values.shape[1:])}, but weights must be one number per edge"
-        )
+        raise ConfigError(f"{key!r} has rows of shape {tuple(values.shape[1:])}, but weights are numbers")
     weights = values.numpy()
     if len(weights) and not weights.min() >= 0:
         raise ConfigError(f"{key!r} has a weight of {weights.min()}. Use weights of 0 or more.")

@@ -34,7 +34,7 @@ log = logging.getLogger(__name__)
 
 
 def check_memory(session: Session, bounds: Array, row_bytes: int, what: str, remedy: str) -> None:
-    """Raise ConfigError on all ranks if rows exceed the free memory of a machine. Collective.
+    """Raise ConfigError on all ranks if rows exceed the free memory of a machine. Every rank must call this.
 
     Server s will have the rows ``bounds[s]:bounds[s + 1]``, each with ``row_bytes`` in the session's scratch.
     """
@@ -84,7 +84,7 @@ def _count_local_rows(session: Session, bounds: Array) -> tuple[str, int]:
 
 @contextmanager
 def open_partial_folder(session: Session, target: Path) -> Iterator[Path]:
-    """Yield an empty folder beside ``target`` that all ranks fill and rank 0 renames. Collective.
+    """Yield an empty folder beside ``target`` that all ranks fill and rank 0 renames. All ranks call this.
 
     It is removed if it still exists at the end. Leftovers of killed runs beside ``target`` are removed, too.
     Raises StorageError on all ranks if rank 0 cannot make it, or if another rank does not see it.
@@ -117,7 +117,7 @@ WriteOwn: TypeAlias = Callable[[Path], Sequence[RowFile]]
 
 
 def save_folder(session: Session, target: Path, write_own: WriteOwn, facts: Mapping[str, object]) -> None:
-    """Write rows of all ranks as ``target``. If this fails, its former content stays. Collective.
+    """Write rows of all ranks as ``target``. If this fails, its former content stays. All ranks call this.
 
     All ranks must see ``target`` under this name. Rows that were saved there before are replaced. The index
     stores the ``facts`` of rank 0. Raises StorageError on all ranks if one cannot write or does not see the
@@ -163,7 +163,7 @@ InitRows: TypeAlias = Callable[[tuple[int, ...], torch.dtype], Tensor]
 def map_shared_rows(
     session: Session, file_name: str, count: int, info: ColumnInfo, init: InitRows | None = None
 ) -> Array:
-    """Return writable rows that the ranks of the local server share. Collective.
+    """Return writable rows that the ranks of the local server share. Every rank must call this.
 
     The (``count``, *row) array, with bfloat16 as uint16, is freed when no rank holds it any more.
     ``file_name`` is unused in the session's ``scratch`` and the same on the ranks of a server. Without
@@ -210,9 +210,7 @@ def _compute_first_values(init: InitRows, rows: Array, info: ColumnInfo) -> Arra
     if not isinstance(values, Tensor):
         raise ConfigError(f"init_func returned a {type(values).__name__}, but it must return a tensor")
     if tuple(values.shape) != shape or values.dtype != dtype:
-        raise ConfigError(
-            f"init_func returned {values.dtype} of shape {tuple(values.shape)} for {dtype} of shape {shape}"
-        )
+        raise ConfigError(f"init_func returned {values.dtype} {tuple(values.shape)}, not {dtype} {shape}")
     return view_as_numpy(values.detach().contiguous())
 
 

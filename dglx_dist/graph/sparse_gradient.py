@@ -112,7 +112,7 @@ def update_adam(
     targets: Array,
     states: tuple[Array, Array],
     gradient: RowSum,
-    constants: tuple[float, float, float, float],
+    constants: tuple[float, ...],
 ) -> None:
     """Apply ``m += a (g - m); v += b (g^2 - v); w -= rate * m / (sqrt(v) + eps)``.
 
@@ -159,7 +159,7 @@ def compute_weight(share: StepShare | None, reduction: Reduction, world_size: in
     """Return the factor of a rank's gradient in the sum over ranks.
 
     It is n_local / n_global for a mean and 1 for a sum. It is 0 on a rank without targets, whatever its loss
-    is (the gradient rule, docs/design/contracts.md).
+    is (the gradient rule, docs/development/contracts.md).
     """
     if share is not None and share.num_local == 0:
         return 0.0

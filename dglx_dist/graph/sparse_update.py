@@ -201,9 +201,7 @@ class SparseExchange:
 
     def __init__(self, session: Session, op: str, tables: Sequence[OwnedRows], staleness: int | None) -> None:
         self._session, self._op, self._tables, self._staleness = session, op, tuple(tables), staleness
-        self._mailbox: Mailbox[StepMessage] = Mailbox(
-            session, "every rank must call step(), also without gradients"
-        )
+        self._mailbox: Mailbox[StepMessage] = Mailbox(session, "every rank must call step() in each step")
         self._in_flight: deque[list[Pending]] = deque()
         self._step = self._lag_sum = self._largest = self._waits = 0
         self._waited_s = 0.0
@@ -222,7 +220,7 @@ class SparseExchange:
             self._bound_lag(self._staleness)
 
     def flush(self) -> None:
-        """Wait until all gradients of all ranks are applied. Collective."""
+        """Wait until all gradients of all ranks are applied. Every rank must call this."""
         while self._in_flight:
             self._finish_oldest()
         if self._staleness is not None:
@@ -275,17 +273,19 @@ class SparseExchange:
 
     def _send(self, sums: Sequence[RowSum | None], used: Sequence[bool], problem: str = "") -> list[Pending]:
         self._step += 1
-        own, world_size = self._session.topology.rank, self._session.topology.world_size
+        this_rank, world_size = self._session.topology.rank, self._session.topology.world_size
         shares = [] if problem else [self._split(*pair) for pair in zip(self._tables, sums, strict=True)]
         # The name of a call does not count as payload.
-        name = f"{own} {self._step} {''.join(str(int(flag)) for flag in used)} {problem[:_MAX_PROBLEM]}"
+        name = f"{this_rank} {self._step} {''.join(str(int(flag)) for flag in used)} {problem[:_MAX_PROBLEM]}"
         pending = []
-        for rank in (*range(own + 1, world_size), *range(own)):
+        for rank in (*range(this_rank + 1, world_size), *range(this_rank)):
             arrays = [array for share in shares for array in share[rank].compact()[:2]]
             submit = self._session.rpc.submit
             pending.append(submit(rank, self._op, name, arrays, phase="sparse_gradients"))
         # Local rows skip the handler, so they are neither copied nor checked.
-        self._accept(own, self._step, StepMessage(used, [share[own] for share in shares], problem))
+        self._accept(
+            this_rank, self._step, StepMessage(used, [share[this_rank] for share in shares], problem)
+        )
         return pending
 
     def _split(self, table: OwnedRows, total: RowSum | None) -> list[RowSum]:

@@ -143,8 +143,8 @@ def _split(
             )
         # The last trainers may have no row of this type, so the largest id does not give their number.
         is_of_dataset = isinstance(trainer_ids, DistTensor) and trainer_ids.name == TRAINER_ID
-        known = book.num_trainers if is_of_dataset and book.num_trainers else 0
-        num_trainers = max(world_size, known, int(trainers.max(initial=-1)) + 1)
+        num_known_trainers = book.num_trainers if is_of_dataset and book.num_trainers else 0
+        num_trainers = max(world_size, num_known_trainers, int(trainers.max(initial=-1)) + 1)
         if num_trainers % world_size:
             raise ConfigError(
                 f"trainer ids go up to {num_trainers - 1} but there are {world_size} ranks. Partition for a "

@@ -121,9 +121,8 @@ def all_in_edges(shard: CSCShard, nodes: Array, _parameters: str = "", _exclude:
     starts, counts = shard.indptr[rows], shard.indptr[rows + 1] - shard.indptr[rows]
     indptr = np.concatenate([np.zeros(1, np.int64), np.cumsum(counts)])
     edges = np.arange(indptr[-1]) + np.repeat(starts - indptr[:-1], counts)
-    return InEdges(
-        indptr=indptr, sources=shard.indices[edges].astype(np.int64), edge_ids=edges + shard.first_edge
-    )
+    sources = shard.indices[edges].astype(np.int64)
+    return InEdges(indptr=indptr, sources=sources, edge_ids=edges + shard.first_edge)
 
 
 def count_sources(
@@ -380,9 +379,8 @@ class PartitionedStructure(Structure):
             # Send no second array if no edge is excluded.
             excluded = [exclude[begin:end]] if end > begin else []
             arrays = [plan.ids[first:last], *excluded]
-            call = self._session.rpc.submit(
-                rank, self._name_op(op), parameters, arrays, phase=phase, layer=layer
-            )
+            submit = self._session.rpc.submit
+            call = submit(rank, self._name_op(op), parameters, arrays, phase=phase, layer=layer)
             calls.append((call, first, last, edge_range))
 
         def wait() -> list[Piece]:
@@ -431,7 +429,7 @@ class PartitionedStructure(Structure):
         op: str,
         ids: Array,
         bounds: Array,
-        compute: Callable[[Array], Sequence[Array]],
+        compute: Callable[[Array], Any],
         parameters: str = "",
     ) -> PendingAnswers:
         """Ask ``op`` of the servers that own ``ids``. It answers there as ``compute`` does here.

@@ -99,9 +99,7 @@ def _provide_cache(variable: str, base: str, default: str, name: str) -> None:
         # warning.
         report = log.warning if name == "numba" and os.environ.get("LOCAL_RANK", "0") == "0" else log.info
         reason = f"{usual} cannot be written ({error.strerror})"
-        report(
-            "%s. The cache of %s is in %s. Set %s to choose another folder.", reason, name, folder, variable
-        )
+        report("%s. The cache of %s is in %s. Set %s to choose another.", reason, name, folder, variable)
 
 
 def _temporary_folder() -> Path:

@@ -217,8 +217,8 @@ class FetchedColumn(LazyFeature):
         return FetchedColumn(lambda: self.data.index_select(0, rows.long()))
 
 
-def make_fetched_frame(own: Frame, fetch: Callable[[str, Tensor], Tensor], num_sources: int) -> Frame:
-    """Return a source frame with the columns of ``own``, completed by their halo on first read.
+def make_fetched_frame(own_rows: Frame, fetch: Callable[[str, Tensor], Tensor], num_sources: int) -> Frame:
+    """Return a source frame with the columns of ``own_rows``, completed by their halo on first read.
 
     The columns that are read determine the exchanges and their order, so all ranks must read the same
     columns. DGL's functions do that, also on a rank without edges. ``fetch`` maps (name, stored rows) to
@@ -226,9 +226,9 @@ def make_fetched_frame(own: Frame, fetch: Callable[[str, Tensor], Tensor], num_s
     """
 
     def column(name: str) -> FetchedColumn:
-        return FetchedColumn(lambda: fetch(name, own[name]))
+        return FetchedColumn(lambda: fetch(name, own_rows[name]))
 
-    return Frame({name: column(name) for name in own}, num_rows=num_sources)
+    return Frame({name: column(name) for name in own_rows}, num_rows=num_sources)
 
 
 @final

@@ -169,9 +169,8 @@ class Segments:
             return self.reduce(ordered.float(), how).to(ordered.dtype)
         flat = ordered.reshape(self.num_edges, math.prod(ordered.shape[1:])).contiguous()
         first = 0 if how == "sum" else None
-        out = torch.segment_reduce(
-            flat, how, offsets=self.offsets_and_order[0], axis=0, unsafe=True, initial=first
-        )
+        offsets = self.offsets_and_order[0]
+        out = torch.segment_reduce(flat, how, offsets=offsets, axis=0, unsafe=True, initial=first)
         return out.reshape(self.num_nodes, *ordered.shape[1:])
 
     def find_edge_ids(self, nodes: Tensor) -> Tensor:
@@ -458,9 +457,8 @@ def edge_softmax_hetero(index: TorchIndex, eids: Any, norm_by: str, *scores: Row
     out: list[Rows] = [None] * len(scores)
     for etypes in etypes_by_type.values():
         segments = [index.relations[etype].by_dst for etype in etypes]
-        shares = _softmax(
-            torch.cat([rows for e in etypes if (rows := scores[e]) is not None]), _join_segments(segments)
-        )
+        given = torch.cat([rows for e in etypes if (rows := scores[e]) is not None])
+        shares = _softmax(given, _join_segments(segments))
         parts = torch.split(shares, [segment.num_edges for segment in segments])
         for etype, part in zip(etypes, parts, strict=True):
             out[etype] = part
@@ -534,9 +532,8 @@ class TorchIndex(HeteroGraphIndex):
     @classmethod
     def from_index(cls, index: HeteroGraphIndex, device: torch.device, move: Copy) -> TorchIndex:
         etypes = range(index.number_of_etypes())
-        return cls.from_relations(
-            cpu_index(index), tuple(_make_relation(index, etype, move) for etype in etypes), device
-        )
+        relations = tuple(_make_relation(index, etype, move) for etype in etypes)
+        return cls.from_relations(cpu_index(index), relations, device)
 
     @classmethod
     def from_relations(cls, index: Any, relations: tuple[Relation, ...], device: torch.device) -> TorchIndex:
@@ -549,9 +546,8 @@ class TorchIndex(HeteroGraphIndex):
         return self.from_relations(graph, (self.relations[etype],), self.device)
 
     def reverse(self) -> TorchIndex:
-        return self.from_relations(
-            super().reverse(), tuple(relation.reverse for relation in self.relations), self.device
-        )
+        relations = tuple(relation.reverse for relation in self.relations)
+        return self.from_relations(super().reverse(), relations, self.device)
 
     def num_edges(self, etype: int) -> int:
         return self.relations[etype].by_dst.num_edges
@@ -609,17 +605,15 @@ def _make_relation(index: HeteroGraphIndex, etype: int, move: Copy) -> Relation:
     num_src, num_dst, num_edges = index.num_nodes(source), index.num_nodes(destination), graph.num_edges(0)
     if "csc" not in graph.formats()["created"]:
         src, dst, _ = graph.edges(0, "eid")
-        return Relation(
-            Segments(num_src, num_edges, ends=move(src)), Segments(num_dst, num_edges, ends=move(dst))
-        )
+        by_src = Segments(num_src, num_edges, ends=move(src))
+        return Relation(by_src, Segments(num_dst, num_edges, ends=move(dst)))
     _, _, offsets, sources, order = graph.adjacency_matrix_tensors(0, True, "csr")
     in_order = not len(order) or bool((order[1:] > order[:-1]).all())
     if not in_order:
         # Reorder on the host, because the device may not have its copies yet.
         sources = torch.empty_like(sources).index_copy_(0, order.long(), sources)
-    by_dst = Segments(
-        num_dst, num_edges, offsets_and_order=(move(offsets), None if in_order else move(order))
-    )
+    order_of_edges = None if in_order else move(order)
+    by_dst = Segments(num_dst, num_edges, offsets_and_order=(move(offsets), order_of_edges))
     return Relation(Segments(num_src, num_edges, ends=move(sources)), by_dst)
 
 

@@ -2,9 +2,9 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import dgl.function as fn
 import torch
@@ -85,8 +85,6 @@ class SplittableConv(nn.Module, ABC):
     """Names of the per-edge arguments that every call has, so that their bytes always count."""
     edges_by_column: tuple[str, ...] = ()
     """Names of (E1, F) per-edge values as wide as the uncut input. A part gets its own columns of them."""
-    edges_after_sync: bool = False
-    """Whether only :meth:`apply_edges` uses the per-edge values, which then stay with the owner."""
     sums_sources: bool = False
     """Whether :meth:`forward` of the unsplit layer reads sources only by sums over in-edges."""
     heads: int = 0
@@ -149,23 +147,16 @@ class SplittableConv(nn.Module, ABC):
         ``scattered`` are the results of :meth:`scatter`, summed over the parts.
         """
 
+    @abstractmethod
     def apply_nodes(self, block: DGLBlock, gathered: PartialSums) -> Tensor:
         """Return the layer's output from the results of :meth:`gather` that are summed over the parts."""
-        raise NotImplementedError(f"{type(self).__name__} defines neither apply_nodes nor apply_edges")
-
-    def apply_edges(self, inputs: StageInput, gathered: PartialSums) -> Tensor:
-        """Return the layer's output for layers that need edges here. The default is :meth:`apply_nodes`.
-
-        This runs on the owner of a block. ``inputs`` has all ``edges``, but only a part's columns of ``x``.
-        """
-        return self.apply_nodes(inputs.block, gathered)
 
     def forward(
         self,
         block: DGLBlock,
         x: Tensor | tuple[Tensor, Tensor],
         *edges: Tensor | None,
-        **named: Tensor | None,
+        **named: Any,
     ) -> Tensor:
         """Run all stages: (L0, F) to the layer's (D1, ...).
 
@@ -177,8 +168,7 @@ class SplittableConv(nn.Module, ABC):
         """
         values = {**self.own_edges(block), **self._name_edges(edges, named)}
         inputs = StageInput(block=block, x=self._read_sources(block, x), edges=values)
-        sums = self.sync(replace(inputs, edges={}) if self.edges_after_sync else inputs)
-        return self.apply_edges(inputs, sums)
+        return self.apply_nodes(block, self.sync(inputs))
 
     def sync(self, inputs: StageInput) -> PartialSums:
         """Return the results of :meth:`gather`, summed over all parts. A strategy sets :attr:`run_parts`."""
@@ -210,17 +200,15 @@ class SplittableConv(nn.Module, ABC):
                 "convolution."
             )
 
-    def _drop(
-        self, inputs: StageInput, values: Tensor, probability: float, drop_by_keys: Callable[..., Tensor]
-    ) -> Tensor:
-        if probability == 0 or not self.training:
+    def _drop(self, inputs: StageInput, values: Tensor, p: float, drop: Callable[..., Tensor]) -> Tensor:
+        if p == 0 or not self.training:
             return values
         if inputs.draws is not None:
-            return drop_by_keys(values, probability, inputs.draws)
+            return drop(values, p, inputs.draws)
         if self.run_parts is None:
-            return functional.dropout(values, probability)
+            return functional.dropout(values, p)
         raise ConfigError(
-            f"{type(self).__name__} drops with probability {probability} before its sum, but the strategy "
+            f"{type(self).__name__} drops with probability {p} before its sum, but the strategy "
             "has no keys for the masks of all parts. Set it to 0 in the first layer, or use "
             "strategy='data_parallel'."
         )
@@ -250,9 +238,7 @@ class SplittableConv(nn.Module, ABC):
         return {name: values for name, values in edges.items() if values is not None}
 
 
-def sum_in_edges(
-    block: DGLBlock, rows: Tensor, weight: Tensor | None = None, how: Literal["sum", "mean", "max"] = "sum"
-) -> Tensor:
+def sum_in_edges(block: DGLBlock, rows: Tensor, weight: Tensor | None = None, *, how: str = "sum") -> Tensor:
     """Return (D1, ...) sums of the (L0, ...) source rows over in-edges, times ``weight`` ((E1, ...))."""
     # DGL's kernels reject rows without columns.
     if rows.numel():
@@ -271,8 +257,6 @@ def sum_in_edges(
 
 mean_in_edges = partial(sum_in_edges, how="mean")
 """Return the mean over in-edges instead of the sum, or zeros where there are none."""
-max_in_edges = partial(sum_in_edges, how="max")
-"""Return the maximum over in-edges instead of the sum, or zeros where there are none."""
 
 
 def projects_first(sources: int, targets: int, edges: int, columns: int, width: int) -> bool:

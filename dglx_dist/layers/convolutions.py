@@ -1,18 +1,14 @@
 """Registry of graph convolutions: how each one of ``dgl.nn`` splits by input columns, and its work.
 
-Most are split by columns. Convolutions that are nonlinear before their sum over edges are split by rows
-(``sync="inputs"``): a part projects its columns of every source row, and the owner sums the parts' rows and
-computes the rest. That is exact, but sends (L0, width) instead of (D1, H), rarely less than the features.
-
 A convolution is one :class:`SplittableConv` here, made from the module whose parameters it shares under the
 same names, and one entry of :data:`CONVOLUTIONS`. The constructor raises ConfigError, with the reason, where
 a configuration cannot be split.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, Literal, TypeAlias, final
+from typing import Any, final
 
 import dgl.function as fn
 import torch
@@ -30,14 +26,10 @@ from dglx_dist.layers.base import (
     SplittableConv,
     StageInput,
     apply_to_edges,
-    max_in_edges,
     mean_in_edges,
     project_rows,
     sum_in_edges,
 )
-
-Sync: TypeAlias = Literal["columns", "inputs"]
-"""Values that are summed over the parts: sums over in-edges, or projected source rows."""
 
 
 def _add_bias(rows: Tensor, bias: Tensor | None) -> Tensor:
@@ -48,39 +40,31 @@ def _apply(function: Callable[[Tensor], Tensor] | None, rows: Tensor) -> Tensor:
     return rows if function is None else function(rows)
 
 
-_TWO_WIDTHS = "separate widths for sources and destinations"
-
-
-def _check_attention(conv: Any, problem: str) -> None:
-    kind = type(conv).__name__
-    if problem:
-        raise ConfigError(
-            f"{kind} with {problem} cannot be the split first layer. Build it without, or use "
-            "strategy='data_parallel'."
-        )
-    if conv.res_fc is not None and not isinstance(conv.res_fc, nn.Linear):
-        raise ConfigError(
-            f"{kind} adds its input to its output (residual=True with equal widths), so a part would need "
-            "all columns. Set residual=False in the first layer, or use strategy='data_parallel'."
-        )
-
-
+@final
 class GatStages(SplittableConv):
-    """Stages of ``GATConv``, by columns or by rows.
+    """Stages of ``GATConv``.
 
-    By columns: a logit is linear in the input columns, el = <a_l, W x>, so each part has a share of it. The
-    softmax is not linear, so the shares are summed (*scatter*) and every part computes the same attention.
-    Each part then aggregates its own columns' share of the projected rows. A sum of the parts' complete
-    outputs would be wrong, because a softmax is not the sum of the softmaxes of the parts' logits.
-
-    By rows: only the owner computes attention, from sums of projected rows.
+    A logit is linear in the input columns, el = <a_l, W x>, so each part has a share of it. The softmax is
+    not linear, so the shares are summed (*scatter*) and every part computes the same attention. Each part
+    then aggregates its own columns' share of the projected rows. A sum of the parts' complete outputs would
+    be wrong, because a softmax is not the sum of the softmaxes of the parts' logits.
     """
 
-    def __init__(self, conv: dglnn.GATConv, *, by_rows: bool = False) -> None:
+    shared = ("attn_l", "attn_r")
+
+    def __init__(self, conv: dglnn.GATConv) -> None:
         super().__init__(conv)
-        _check_attention(conv, "" if "fc" in conv._modules else _TWO_WIDTHS)
+        if "fc" not in conv._modules:
+            raise ConfigError(
+                "GATConv with separate widths for sources and destinations cannot be the split first layer. "
+                "Build it with one width, or use strategy='data_parallel'."
+            )
+        if conv.res_fc is not None and not isinstance(conv.res_fc, nn.Linear):
+            raise ConfigError(
+                "GATConv adds its input to its output (residual=True with equal widths), so parts would need "
+                "all columns. Set residual=False in the first layer, or use strategy='data_parallel'."
+            )
         self.heads, self._width = conv._num_heads, conv._out_feats
-        self.edges_after_sync, self.shared = by_rows, () if by_rows else ("attn_l", "attn_r")
         self.cut = {"fc.weight": 1} | ({"res_fc.weight": 1} if self.res_fc is not None else {})
 
     def transform(self, inputs: StageInput) -> tuple[Tensor, Tensor]:
@@ -90,86 +74,29 @@ class GatStages(SplittableConv):
         return rows, x[: inputs.block.num_dst_nodes()]
 
     def scatter(self, inputs: StageInput, transformed: tuple[Tensor, Tensor]) -> PartialSums:
-        return () if self.edges_after_sync else self._logits(inputs.block, transformed[0])
+        """Return this part's logits of the sources (L0, K, 1) and of the destinations (D1, K, 1)."""
+        rows = transformed[0]
+        target_rows = rows[: inputs.block.num_dst_nodes()]
+        return (rows * self.attn_l).sum(-1, keepdim=True), (target_rows * self.attn_r).sum(-1, keepdim=True)
 
     def gather(
         self, inputs: StageInput, transformed: tuple[Tensor, Tensor], scattered: PartialSums
     ) -> PartialSums:
-        """Return one (D1, K, H) by columns, or (L0, K H) and the residual by rows."""
-        rows, own = transformed
-        residual = () if self.res_fc is None else (functional.linear(own, self.res_fc.weight),)
-        if self.edges_after_sync:
-            return (rows.flatten(1), *residual)
-        self.check_in_edges(inputs.block)
-        attention = self.drop_edges(inputs, self._attention(inputs.block, scattered), self.attn_drop.p)
-        return (self._sum_rows(inputs, rows, attention, residual),)
-
-    def apply_edges(self, inputs: StageInput, gathered: PartialSums) -> Tensor:
-        out, *residual = gathered
-        if self.edges_after_sync:
-            self.check_in_edges(inputs.block)
-            rows = out.view(-1, self.heads, self._width)
-            attention = self._attention(inputs.block, self._logits(inputs.block, rows))
-            # This draw needs no keys, because only this rank computes it.
-            attention = functional.dropout(attention, self.attn_drop.p, self.training)
-            out = self._sum_rows(inputs, rows, attention, residual)
-        bias = self.bias if self.res_fc is None else self.res_fc.bias
-        return _apply(self.activation, out if bias is None else out + bias.view(1, self.heads, self._width))
-
-    def _logits(self, block: DGLBlock, rows: Tensor) -> PartialSums:
-        # (L0, K, 1) of sources and (D1, K, 1) of destinations.
-        targets = rows[: block.num_dst_nodes()]
-        return (rows * self.attn_l).sum(-1, keepdim=True), (targets * self.attn_r).sum(-1, keepdim=True)
-
-    def _attention(self, block: DGLBlock, logits: PartialSums) -> Tensor:
-        # (E1, K, 1), from logits of all parts.
-        attention: Tensor = edge_softmax(block, self.leaky_relu(apply_to_edges(block, fn.u_add_v, *logits)))
-        return attention
-
-    def _sum_rows(
-        self, inputs: StageInput, rows: Tensor, attention: Tensor, residual: Sequence[Tensor]
-    ) -> Tensor:
-        weight = inputs.edges.get("edge_weight")
+        """Return this part's share of the output before the bias, one (D1, K, H)."""
+        block, weight, (rows, targets) = inputs.block, inputs.edges.get("edge_weight"), transformed
+        self.check_in_edges(block)
+        logits = apply_to_edges(block, fn.u_add_v, *scattered)
+        attention = self.drop_edges(inputs, edge_softmax(block, self.leaky_relu(logits)), self.attn_drop.p)
         attention = attention if weight is None else attention * weight.view(-1, 1, 1)
-        out = sum_in_edges(inputs.block, rows, attention)
-        return out + residual[0].view_as(out) if residual else out
-
-
-@final
-class GatV2Stages(SplittableConv):
-    """Stages of ``GATv2Conv`` by rows. Both projections are summed over the parts."""
-
-    edge_arguments = ()
-
-    def __init__(self, conv: dglnn.GATv2Conv) -> None:
-        super().__init__(conv)
-        tied = "share_weights=True (one weight under two names)" if conv.share_weights else ""
-        _check_attention(conv, tied if conv._in_src_feats == conv._in_dst_feats else _TWO_WIDTHS)
-        self.heads, self._width = conv._num_heads, conv._out_feats
-        residual = {} if self.res_fc is None else {"res_fc.weight": 1}
-        self.cut = {"fc_src.weight": 1, "fc_dst.weight": 1, **residual}
-
-    def transform(self, inputs: StageInput) -> Tensor:
-        return self.drop_inputs(inputs, self.feat_drop.p)
-
-    def gather(self, inputs: StageInput, transformed: Tensor, scattered: PartialSums) -> PartialSums:
-        """Return the shares of sources (L0, K H), destinations and residual (D1, K H)."""
-        own = transformed[: inputs.block.num_dst_nodes()]
-        linears = [self.fc_dst] if self.res_fc is None else [self.fc_dst, self.res_fc]
-        target_rows = [functional.linear(own, linear.weight) for linear in linears]
-        return (functional.linear(transformed, self.fc_src.weight), *target_rows)
+        out = sum_in_edges(block, rows, attention)
+        if self.res_fc is not None:
+            out = out + functional.linear(targets, self.res_fc.weight).view_as(out)
+        return (out,)
 
     def apply_nodes(self, block: DGLBlock, gathered: PartialSums) -> Tensor:
-        self.check_in_edges(block)
-        sources, targets, *residual = gathered
-        rows = _add_bias(sources, self.fc_src.bias).view(-1, self.heads, self._width)
-        own = _add_bias(targets, self.fc_dst.bias).view(-1, self.heads, self._width)
-        edges = self.leaky_relu(apply_to_edges(block, fn.u_add_v, rows, own))
-        logits = (edges * self.attn).sum(-1, keepdim=True)
-        out = sum_in_edges(block, rows, self.attn_drop(edge_softmax(block, logits)))
-        if residual:
-            out = out + _add_bias(residual[0], self.res_fc.bias).view_as(out)
-        return _apply(self.activation, out)
+        (out,) = gathered
+        bias = self.bias if self.res_fc is None else self.res_fc.bias
+        return _apply(self.activation, out if bias is None else out + bias.view(1, self.heads, self._width))
 
 
 @final
@@ -212,14 +139,16 @@ class GinStages(SplittableConv):
     def gather(self, inputs: StageInput, transformed: Tensor, scattered: PartialSums) -> PartialSums:
         """Return (D1, H) sums over in-edges and, if eps is trained, the nodes' own (D1, H) rows."""
         reduce = mean_in_edges if self._mean else sum_in_edges
-        around = reduce(inputs.block, transformed, inputs.edges.get("edge_weight"))
-        own = transformed[: inputs.block.num_dst_nodes()]
+        neighbor_sums = reduce(inputs.block, transformed, inputs.edges.get("edge_weight"))
+        target_rows = transformed[: inputs.block.num_dst_nodes()]
         # A trained eps needs full sums. Its gradient would otherwise be the gradient of one part.
-        return (around, own) if self.eps.requires_grad else (around + (1 + self.eps) * own,)
+        if self.eps.requires_grad:
+            return neighbor_sums, target_rows
+        return (neighbor_sums + (1 + self.eps) * target_rows,)
 
     def apply_nodes(self, block: DGLBlock, gathered: PartialSums) -> Tensor:
-        around, *own = gathered
-        out = around + (1 + self.eps) * own[0] if own else around
+        neighbor_sums, *target_rows = gathered
+        out = neighbor_sums + (1 + self.eps) * target_rows[0] if target_rows else neighbor_sums
         out = _add_bias(out, self._first[0].bias)
         if isinstance(self.apply_func, nn.Sequential):
             out = self.apply_func[1:](out)
@@ -291,17 +220,17 @@ class RelationalStages(SplittableConv):
 
     def gather(self, inputs: StageInput, transformed: Tensor, scattered: PartialSums) -> PartialSums:
         """Return (D1, H) sums of messages plus the nodes' own share, apart if a norm is between them."""
-        around = self._sum_messages(inputs, transformed)
+        neighbor_sums = self._sum_messages(inputs, transformed)
         if not self.self_loop:
-            return (around,)
-        own = transformed[: inputs.block.num_dst_nodes()] @ self.loop_weight
-        return (around, own) if self.layer_norm else (around + own,)
+            return (neighbor_sums,)
+        target_rows = transformed[: inputs.block.num_dst_nodes()] @ self.loop_weight
+        return (neighbor_sums, target_rows) if self.layer_norm else (neighbor_sums + target_rows,)
 
     def apply_nodes(self, block: DGLBlock, gathered: PartialSums) -> Tensor:
-        out, *own = gathered
+        out, *target_rows = gathered
         out = self.layer_norm_weight(out) if self.layer_norm else out
         out = out + self.h_bias if self.bias else out
-        out = out + own[0] if own else out
+        out = out + target_rows[0] if target_rows else out
         return self.dropout(_apply(self.activation, out))
 
     def _sum_messages(self, inputs: StageInput, rows: Tensor) -> Tensor:
@@ -322,9 +251,6 @@ class RelationalStages(SplittableConv):
         return out.index_add(0, targets.long(), messages)
 
 
-_SPLIT = ("mean", "gcn")
-
-
 @final
 class SageStages(SplittableConv):
     """Stages of ``SAGEConv`` with aggregator mean or gcn, by columns."""
@@ -332,12 +258,10 @@ class SageStages(SplittableConv):
     def __init__(self, conv: dglnn.SAGEConv) -> None:
         super().__init__(conv)
         self._aggregator = conv._aggre_type
-        if self._aggregator not in _SPLIT:
-            remedy = "sync='inputs', which sends its projected rows, " if self._aggregator == "pool" else ""
+        if self._aggregator not in ("mean", "gcn"):
             raise ConfigError(
                 f"SAGEConv with aggregator {self._aggregator!r} has a nonlinear step before its sum, so it "
-                f"cannot be split by input columns. Use {' or '.join(_SPLIT)}, {remedy}or "
-                "strategy='data_parallel'."
+                "cannot be split by input columns. Use mean or gcn, or strategy='data_parallel'."
             )
         self.cut = {"fc_neigh.weight": 1}
         if self._aggregator == "mean":
@@ -352,11 +276,11 @@ class SageStages(SplittableConv):
     def gather(
         self, inputs: StageInput, transformed: tuple[Tensor, Tensor], scattered: PartialSums
     ) -> PartialSums:
-        block, weight, (rows, own) = inputs.block, inputs.edges.get("edge_weight"), transformed
+        block, weight, (rows, target_rows) = inputs.block, inputs.edges.get("edge_weight"), transformed
         matrix = self.fc_neigh.weight.T
         if self._aggregator == "mean":
-            around = project_rows(inputs, mean_in_edges(block, rows, weight), matrix, after_sum=True)
-            return (around + functional.linear(own, self.fc_self.weight),)
+            neighbor_sums = project_rows(inputs, mean_in_edges(block, rows, weight), matrix, after_sum=True)
+            return (neighbor_sums + functional.linear(target_rows, self.fc_self.weight),)
         total = sum_in_edges(block, rows, weight) + rows[: block.num_dst_nodes()]
         total = total / (block.in_degrees().to(total).unsqueeze(-1) + 1)
         return (project_rows(inputs, total, matrix, after_sum=True),)
@@ -365,38 +289,6 @@ class SageStages(SplittableConv):
         (out,) = gathered
         bias = self.fc_self.bias if self._aggregator == "mean" else self.bias
         return _apply(self.norm, _apply(self.activation, _add_bias(out, bias)))
-
-
-@final
-class PoolStages(SplittableConv):
-    """Stages of ``SAGEConv`` with aggregator pool, by rows. The owner takes the maximum."""
-
-    edges_after_sync = True
-
-    def __init__(self, conv: dglnn.SAGEConv) -> None:
-        super().__init__(conv)
-        self.cut = {"fc_pool.weight": 1, "fc_self.weight": 1}
-
-    def widths(self) -> LayerWidths:
-        return LayerWidths(
-            inputs=self.width, outputs=self.fc_neigh.out_features, summed=self.fc_pool.out_features
-        )
-
-    def transform(self, inputs: StageInput) -> Tensor:
-        return self.drop_inputs(inputs, self.feat_drop.p)
-
-    def gather(self, inputs: StageInput, transformed: Tensor, scattered: PartialSums) -> PartialSums:
-        """Return the shares of ``fc_pool`` (L0, F) and of ``fc_self`` (D1, H)."""
-        own = transformed[: inputs.block.num_dst_nodes()]
-        pooled = functional.linear(transformed, self.fc_pool.weight)
-        return pooled, functional.linear(own, self.fc_self.weight)
-
-    def apply_edges(self, inputs: StageInput, gathered: PartialSums) -> Tensor:
-        rows, own = gathered
-        rows = functional.relu(_add_bias(rows, self.fc_pool.bias))
-        largest = max_in_edges(inputs.block, rows, inputs.edges.get("edge_weight"))
-        out = _add_bias(own, self.fc_self.bias) + self.fc_neigh(largest)
-        return _apply(self.norm, _apply(self.activation, out))
 
 
 @final
@@ -457,8 +349,6 @@ class Convolution:
 
     columns: Callable[[Any], SplittableConv] | None = None
     """Function that returns its stages by columns."""
-    rows: Callable[[Any], SplittableConv] | None = None
-    """Function that returns its stages by rows, under ``sync="inputs"``. The default is ``columns``."""
     against: str = ""
     """Reason why it cannot be split by columns."""
     on_blocks: bool = True
@@ -471,20 +361,13 @@ _SPREAD = "it takes the maximum, the minimum and the spread of messages of compl
 
 CONVOLUTIONS: Mapping[type[nn.Module], Convolution] = MappingProxyType(
     {
-        dglnn.SAGEConv: Convolution(
-            columns=SageStages,
-            rows=lambda conv: PoolStages(conv) if conv._aggre_type == "pool" else SageStages(conv),
-            like="sage",
-        ),
+        dglnn.SAGEConv: Convolution(columns=SageStages, like="sage"),
         dglnn.GraphConv: Convolution(columns=GraphConvStages),
         dglnn.SGConv: Convolution(columns=SgcStages, on_blocks=False, like="sgc"),
         dglnn.GINConv: Convolution(columns=GinStages),
-        dglnn.GATConv: Convolution(
-            columns=GatStages, rows=lambda conv: GatStages(conv, by_rows=True), like="gat"
-        ),
+        dglnn.GATConv: Convolution(columns=GatStages, like="gat"),
         dglnn.RelGraphConv: Convolution(columns=RelationalStages),
         dglnn.GATv2Conv: Convolution(
-            rows=GatV2Stages,
             against="its logits are nonlinear in the sum of both ends, so an edge needs all columns of both",
             like="gat",
         ),
@@ -530,26 +413,19 @@ def sums_sources(module: nn.Module) -> bool:
     return type(module) is dglnn.GraphConv or getattr(module, "sums_sources", False) is True
 
 
-def make_stages(module: nn.Module, sync: Sync = "columns") -> SplittableConv:
+def make_stages(module: nn.Module) -> SplittableConv:
     """Return ``module`` as stages that share its parameters.
 
-    With ``sync="inputs"``, layers that only begin with a linear map of each source row can be split, too.
     Raises ConfigError if the module cannot be split. The message has the reason and a remedy.
     """
     if isinstance(module, SplittableConv):
         return module
-    known = CONVOLUTIONS.get(type(module), Convolution())
-    make = known.rows or known.columns if sync == "inputs" else known.columns
-    if make is not None:
-        return make(module)
-    hint = "With sync='inputs', its projected rows are sent. " if known.rows is not None else ""
-    names = [
-        kind.__name__
-        for kind, conv in CONVOLUTIONS.items()
-        if conv.columns or (conv.rows and sync == "inputs")
-    ]
+    convolution = CONVOLUTIONS.get(type(module), Convolution())
+    if convolution.columns is not None:
+        return convolution.columns(module)
+    names = [kind.__name__ for kind, conv in CONVOLUTIONS.items() if conv.columns]
     raise ConfigError(
         f"{type(module).__name__} cannot be cut by input columns: "
-        f"{known.against or 'its stages are not defined'}. {hint}Use one of {', '.join(names)} or a subclass "
+        f"{convolution.against or 'its stages are not defined'}. Use one of {', '.join(names)} or a subclass "
         "of dglx_dist.layers.base.SplittableConv, or strategy='data_parallel', which trains any module."
     )

@@ -12,7 +12,6 @@ import weakref
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 from typing import Any, cast, final
 
 import dgl
@@ -36,12 +35,10 @@ def deal_out_columns(width: int, parts: int) -> tuple[ColumnRange, ...]:
 
     If there are more parts than columns, the last parts get none.
     """
-    least, num_longer = divmod(width, parts)
-    ends = [(part + 1) * least + min(part + 1, num_longer) for part in range(parts)]
-    return tuple(
-        ColumnRange(first=first, last=last, width=width)
-        for first, last in zip([0, *ends], ends, strict=False)
-    )
+    shortest, num_longer = divmod(width, parts)
+    ends = [(part + 1) * shortest + min(part + 1, num_longer) for part in range(parts)]
+    pairs = zip([0, *ends], ends, strict=False)
+    return tuple(ColumnRange(first=first, last=last, width=width) for first, last in pairs)
 
 
 def deal_out_concatenated(widths: Sequence[int], parts: int) -> tuple[tuple[ColumnRange, ...], ...]:
@@ -49,14 +46,15 @@ def deal_out_concatenated(widths: Sequence[int], parts: int) -> tuple[tuple[Colu
 
     Returns the runs of each part, one per matrix and possibly empty, as columns of the concatenation.
     """
-    total, starts = sum(widths), accumulate(widths, initial=0)
-    cuts = [
-        [
-            ColumnRange(first=start + run.first, last=start + run.last, width=total)
-            for run in deal_out_columns(width, parts)
-        ]
-        for start, width in zip(starts, widths, strict=False)
-    ]
+    total = sum(widths)
+    cuts = []
+    start = 0
+    for width in widths:
+        runs = deal_out_columns(width, parts)
+        cuts.append(
+            [ColumnRange(first=start + run.first, last=start + run.last, width=total) for run in runs]
+        )
+        start += width
     return tuple(zip(*cuts, strict=True))
 
 
@@ -86,8 +84,8 @@ def drop_entries(x: Tensor, probability: float, draws: DropDraws, stream: int = 
 
     The runs of ``draws`` have F_p columns together. Different streams draw independently.
     """
-    kept = draw_kept_entries(draws.seed, draws.number, stream, draws.nodes, draws.runs, probability)
-    return x * _scale_mask(kept, probability, x)
+    is_kept = draw_kept_entries(draws.seed, draws.number, stream, draws.nodes, draws.runs, probability)
+    return x * _scale_mask(is_kept, probability, x)
 
 
 def drop_attention(block: DGLBlock, attention: Tensor, probability: float, draws: DropDraws) -> Tensor:
@@ -98,18 +96,21 @@ def drop_attention(block: DGLBlock, attention: Tensor, probability: float, draws
     owner's.
     """
     indptr, _, edge_ids = block.adj_tensors("csc")
-    stream, threshold = stream_key(draws.seed, draws.number, ATTENTION), count_dropped(probability)
-    first, nodes, heads = indptr.long(), draws.nodes[: block.num_dst_nodes()], attention.shape[1]
-    if is_on_host(first):
-        kept = torch.from_numpy(_draw_kept_edges(stream, nodes.numpy(), first.numpy(), heads, threshold))
+    stream = stream_key(draws.seed, draws.number, ATTENTION)
+    threshold = count_dropped(probability)
+    starts = indptr.long()
+    nodes = draws.nodes[: block.num_dst_nodes()]
+    heads = attention.shape[1]
+    if is_on_host(starts):
+        is_kept = torch.from_numpy(_draw_kept_edges(stream, nodes.numpy(), starts.numpy(), heads, threshold))
     else:
-        count = len(attention)
-        targets = torch.arange(len(nodes), device=first.device)
-        targets = targets.repeat_interleave(first.diff(), output_size=count)
-        places = torch.arange(count, device=first.device) - first[targets]
-        numbers = (places * heads).unsqueeze(1) + torch.arange(heads, device=first.device)
-        kept = draw_on_device(stream, nodes[targets], numbers, threshold)
-    scaled = _scale_mask(kept, probability, attention)
+        num_edges = len(attention)
+        targets = torch.arange(len(nodes), device=starts.device)
+        targets = targets.repeat_interleave(starts.diff(), output_size=num_edges)
+        positions = torch.arange(num_edges, device=starts.device) - starts[targets]
+        draw_numbers = (positions * heads).unsqueeze(1) + torch.arange(heads, device=starts.device)
+        is_kept = draw_on_device(stream, nodes[targets], draw_numbers, threshold)
+    scaled = _scale_mask(is_kept, probability, attention)
     if len(edge_ids):
         # Reorder from the CSC matrix to the block's edge numbers.
         scaled = torch.empty_like(scaled).index_copy_(0, edge_ids.long(), scaled)
@@ -122,15 +123,13 @@ def _scale_mask(kept: Tensor, probability: float, like: Tensor) -> Tensor:
 
 
 @njit(cache=True, nogil=True)
-def _draw_kept_edges(
-    stream: np.uint64, nodes: Array, first: Array, heads: int, threshold: np.uint64
-) -> Array:
-    out = np.empty((first[-1], heads), np.bool_)
+def _draw_kept_edges(stream: np.uint64, nodes: Array, starts: Array, heads: int, limit: np.uint64) -> Array:
+    out = np.empty((starts[-1], heads), np.bool_)
     for target in range(len(nodes)):
         key = item_key(stream, nodes[target])
-        for edge in range(first[target], first[target + 1]):
+        for edge in range(starts[target], starts[target + 1]):
             for head in range(heads):
-                out[edge, head] = draw_bits(key, (edge - first[target]) * heads + head) >= threshold
+                out[edge, head] = draw_bits(key, (edge - starts[target]) * heads + head) >= limit
     return out
 
 
@@ -141,7 +140,7 @@ EDGE_DROPOUTS = ("attn_drop", "edge_drop")
 
 
 def install_node_dropouts(model: nn.Module, seed: int) -> NodeDropouts:
-    """Turn every ``nn.Dropout`` in ``model`` into a :class:`NodeDropout`. Not collective.
+    """Turn every ``nn.Dropout`` in ``model`` into a :class:`NodeDropout`. One rank may call this alone.
 
     Earlier :class:`NodeDropout` modules lose their state. Names of parameters and buffers do not change.
     Subclasses, ``nn.AlphaDropout`` and the like, and calls of ``torch.nn.functional.dropout`` stay unchanged,
@@ -330,7 +329,8 @@ class NodeDropouts:
         return nodes[:count] if nodes is not None and count <= len(nodes) else None
 
     def _record_call(self, step: int, nodes: Tensor | None, module: int) -> tuple[_DropoutCall, Any]:
-        state, graph = int(torch.randint(1 << 62, ()).item()), self._get_graph()
+        state = int(torch.randint(1 << 62, ()).item())
+        graph = self._get_graph()
         if current_backward() == NO_BACKWARD:  # in forward
             reference = None if graph is None else weakref.ref(graph)
             # A rank may skip the module of a relation without edges, so calls are counted by module here.
@@ -358,10 +358,9 @@ class NodeDropouts:
         # destinations.
         for _, graph, pair in reversed(self._entries):
             if graph is not None and len(pair) == 2 and len(graph.srctypes) == len(graph.dsttypes) == 1:
-                data = (graph.srcdata, graph.dstdata)
-                return next(
-                    (side.get(dgl.NID) for side, rows in zip(data, pair, strict=True) if rows is x), None
-                )
+                if pair[0] is x:
+                    return graph.srcdata.get(dgl.NID)
+                return graph.dstdata.get(dgl.NID) if pair[1] is x else None
         return None
 
     @torch.compiler.disable

@@ -37,7 +37,8 @@ def draw_kept_entries(
 
     It is on the device of ``nodes``, and has the same bits on every device.
     """
-    key, threshold = stream_key(seed, number, stream), count_dropped(probability)
+    key = stream_key(seed, number, stream)
+    threshold = count_dropped(probability)
     if nodes.device.type == "cpu":
         columns = np.concatenate([np.arange(run.first, run.last) for run in runs]).astype(np.int64)
         return torch.from_numpy(_draw_kept(key, np.ascontiguousarray(nodes.numpy()), columns, threshold))
@@ -64,8 +65,8 @@ def _draw_kept(stream: np.uint64, nodes: Array, columns: Array, threshold: np.ui
     out = np.empty((len(nodes), len(columns)), np.bool_)
     for row in range(len(nodes)):
         key = item_key(stream, nodes[row])
-        for place in range(len(columns)):
-            out[row, place] = draw_bits(key, columns[place]) >= threshold
+        for i in range(len(columns)):
+            out[row, i] = draw_bits(key, columns[i]) >= threshold
     return out
 
 

@@ -59,14 +59,17 @@ def read_call(
     edges.
     """
     named = named_arguments(module.forward, args, kwargs)
-    place = next((n for n, (_, _, value) in enumerate(named) if isinstance(value, graph)), None)
-    if place is None:
+    position = next((i for i, (_, _, value) in enumerate(named) if isinstance(value, graph)), None)
+    if position is None:
         return None
+    neighbors = named[position + 1 : position + 2]
+    if position > 0:
+        neighbors.append(named[position - 1])
     # This must not depend on the number of rows of this rank, because all ranks must agree.
-    for key, name, value in (*named[place + 1 : place + 2], *(named[place - 1 : place] if place else ())):
+    for key, name, value in neighbors:
         is_of_nodes = not name.startswith("edge") and name not in _EDGE_ARGUMENTS
         if isinstance(value, dict) or (is_of_nodes and _is_rows(value)):
-            return GraphCall(named[place][2], key, value)
+            return GraphCall(named[position][2], key, value)
     return None
 
 
@@ -75,10 +78,10 @@ def named_arguments(
 ) -> list[tuple[int | str, str, Any]]:
     """Return (position or name, name, value) of the arguments in the order of the parameters."""
     names = list(inspect.signature(forward).parameters)
-    named: list[tuple[int | str, str, Any]] = [
-        (n, names[n] if n < len(names) else "", value) for n, value in enumerate(args)
-    ]
-    order = {name: n for n, name in enumerate(names)}
+    named: list[tuple[int | str, str, Any]] = []
+    for position, value in enumerate(args):
+        named.append((position, names[position] if position < len(names) else "", value))
+    order = {name: position for position, name in enumerate(names)}
     for name in sorted(kwargs, key=lambda name: order.get(name, len(order))):
         named.append((name, name, kwargs[name]))
     return named
@@ -119,12 +122,13 @@ def trace_calls(
 
     def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         call = read_call(module, args, kwargs)
-        same = (n for n, block in enumerate(blocks) if call is not None and call.graph is block)
-        block_stack.append(next(same, None))
+        positions = (i for i, block in enumerate(blocks) if call is not None and call.graph is block)
+        block_stack.append(next(positions, None))
 
     def leave(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
-        block, call = block_stack.pop(), read_call(module, args, kwargs)
-        rows = args[0] if call is None and args else None if call is None else call.rows
+        block = block_stack.pop()
+        call = read_call(module, args, kwargs)
+        rows = call.rows if call is not None else next(iter(args), None)
         rows = rows[0] if isinstance(rows, tuple) else rows
         if torch.is_tensor(rows) and rows.dim() > 1:
             outer_block = next((block for block in block_stack if block is not None), None)

@@ -95,9 +95,7 @@ class Training:
                     "first, where -1 means all"
                 )
             # Fan-outs become int, because JSON does not accept integers of NumPy.
-            fanouts = [
-                check_integer(f"fanouts[{at}]", fanout, least=-1) for at, fanout in enumerate(self.fanouts)
-            ]
+            fanouts = [check_integer(f"fanouts[{i}]", size, least=-1) for i, size in enumerate(self.fanouts)]
             object.__setattr__(self, "fanouts", fanouts)
         if self.batch_size is not None:
             object.__setattr__(self, "batch_size", check_integer("batch_size", self.batch_size, least=1))
@@ -130,22 +128,21 @@ def batch_assumptions(unit: str, num_layers: int, fanouts: Sequence[int] | None)
 
 def plan_draws(
     choice: ChoiceOptions,
-    num_layers: int,
+    layers: int,
     fanouts: Sequence[int] | None,
     batch_size: int | None,
     *,
     epoch: int,
 ) -> Draws | None:
     """Return the mini-batches of ``epoch`` to count, or None. Fan-outs and batch size have defaults."""
-    if choice.unit == "full_graph" or _is_deep(choice.unit, num_layers, fanouts):
+    if choice.unit == "full_graph" or _is_deep(choice.unit, layers, fanouts):
         return None
     if fanouts is None:
-        fanouts = default_fanouts(DEFAULT_STRATEGY, num_layers)
+        fanouts = default_fanouts(DEFAULT_STRATEGY, layers)
     size = batch_size or default_batch_size(DEFAULT_STRATEGY)
     assert size is not None
-    return Draws(
-        fanouts=tuple(fanouts), batch_size=size, epoch=epoch, most_batches=choice.dry_batches or None
-    )
+    limit = choice.dry_batches or None
+    return Draws(fanouts=tuple(fanouts), batch_size=size, epoch=epoch, most_batches=limit)
 
 
 def default_fanouts(strategy: str, num_layers: int) -> tuple[int, ...]:
@@ -163,14 +160,11 @@ def default_batch_size(strategy: str) -> int | None:
 def resolve(
     model: nn.Module, g: DistGraph, training: Training, checkpoints: str | Path | None
 ) -> tuple[Candidate, Choice | None]:
-    """Give the session the strategy of the newest checkpoint in ``checkpoints``, or choose one. Collective.
+    """Give the session the strategy of the newest checkpoint, or choose one. Every rank must call this.
 
     A resumed run is not planned again, because another strategy may be another estimator with other steps.
-
-    Raises:
-        ConfigError: the checkpoint names no strategy, or none that ``auto`` chooses, or these ranks cannot
-            run it.
-        CheckpointError: the checkpoint is damaged.
+    Raises ConfigError if the checkpoint names no strategy, or none that ``auto`` chooses, or these ranks
+    cannot run it, and CheckpointError if the checkpoint is damaged.
     """
     extra = None if checkpoints is None else checkpoint.read_extra(checkpoints)
     if extra is None:
@@ -216,7 +210,7 @@ def _read_checkpointed(value: object, folder: str | Path | None) -> Candidate:
 
 
 def choose_in_job(model: nn.Module, g: DistGraph, training: Training) -> Choice:
-    """Choose like :func:`dglx_dist.choose_strategy`, and give the strategy to the session. Collective.
+    """Choose like :func:`dglx_dist.choose_strategy`, and set the session's strategy. All ranks call this.
 
     Rank 0 prints the choice and its reason.
     """
@@ -307,9 +301,7 @@ def _check_inputs(model: nn.Module, g: DistGraph) -> None:
         )
     parts = (part for module in model.modules() for part in vars(module).values())
     if any(isinstance(part, DistEmbedding) for part in parts):
-        raise ConfigError(
-            f"the trials of strategy {AUTO!r} would train the model's DistEmbedding. Name a strategy."
-        )
+        raise ConfigError(f"the trials of {AUTO!r} would train the model's DistEmbedding. Name a strategy.")
 
 
 def _check_model(model: nn.Module, g: DistGraph, counts: EpochCounts) -> None:
@@ -317,8 +309,8 @@ def _check_model(model: nn.Module, g: DistGraph, counts: EpochCounts) -> None:
     layers, topology = len(counts.shape.layers), g.session.topology
     fanouts = (2,) * layers if counts.draws is None else counts.draws.fanouts
     seeds = read_marked_ids(g.ndata[TRAIN_MASK], g.num_nodes())
-    own = seeds[topology.rank :: topology.world_size]
-    blocks = sample_blocks(g, own if len(own) else seeds[:1], _CHECKED_SEEDS, fanouts)
+    own_seeds = seeds[topology.rank :: topology.world_size]
+    blocks = sample_blocks(g, own_seeds if len(own_seeds) else seeds[:1], _CHECKED_SEEDS, fanouts)
     step = partial(time_step, model, blocks, counts.shape.features)
     run_on_all_ranks(g.session, step, ConfigError)
 

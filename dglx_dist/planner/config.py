@@ -63,9 +63,7 @@ class PlanConfig(ChoiceOptions, ModelConfig):
                 raise ConfigError(f"the dataset is {self.folder}, but --data is {self.data}. Use one.")
             object.__setattr__(self, "data", self.folder)
         if self.data is None:
-            raise ConfigError(
-                "the folder DIR of a dataset is missing. Pass a folder that `dglx partition` wrote."
-            )
+            raise ConfigError("the folder DIR of a dataset is missing. Pass one that `dglx partition` wrote.")
         each = self.per_server
         if self.ranks_per_server not in (None, each):
             raise ConfigError(

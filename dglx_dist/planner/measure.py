@@ -80,12 +80,9 @@ def count(
 ) -> tuple[EpochCounts, tuple[Candidate, ...]]:
     """Count an epoch and return the counts and the candidates. In a job it is collective, with equal results.
 
-    Outside of a job the session of ``g`` has one rank, and it has the structure of the whole graph.
-
-    Raises:
-        ConfigError: the graph lacks data or has fewer parts than servers, or the ranks know different
-            candidates.
-        PeerError: a rank is dead or silent.
+    Outside of a job the session of ``g`` has one rank, and it has the structure of the whole graph. Raises
+    ConfigError if the graph lacks data or has fewer parts than servers, or the ranks know different
+    candidates, and PeerError if a rank is dead or silent.
     """
     notify = notify or (lambda _: None)
     notify("figures of the graph")
@@ -139,12 +136,11 @@ def _make_context(run: PlannedRun, config: CountConfig) -> CandidateContext:
 
 def _plan_run(g: DistGraph, num_layers: int, config: CountConfig) -> PlannedRun:
     manifest, cluster = g.dataset.manifest, config.cluster
-    topology = (
-        g.session.topology if config.in_job else build_topology(cluster.servers, cluster.ranks_per_server)
-    )
-    bounds = Placement(manifest.num_parts, topology).server_offsets(
-        manifest.node_offsets[manifest.node_types[0]]
-    )
+    topology = build_topology(cluster.servers, cluster.ranks_per_server)
+    if config.in_job:
+        topology = g.session.topology
+    offsets = manifest.node_offsets[manifest.node_types[0]]
+    bounds = Placement(manifest.num_parts, topology).server_offsets(offsets)
     seeds = read_marked_ids(g.ndata[TRAIN_MASK], g.num_nodes())
     return PlannedRun(
         g=g,
@@ -184,9 +180,9 @@ def predict_and_time(
         if work is not None and prediction.feasible:
             if work not in work_seconds:
                 step = work.blocks(counts.works[work])
-                work_seconds[work] = (
-                    0.0 if step is None else step[1] * time_step(model, step[0], features) * slowdown
-                )
+                work_seconds[work] = 0.0
+                if step is not None:
+                    work_seconds[work] = step[1] * time_step(model, step[0], features) * slowdown
             seconds = work_seconds[work]
         results.append(replace(prediction, compute_s=seconds))
     return results
@@ -217,15 +213,11 @@ def time_step(model: nn.Module, blocks: Sequence[Any], features: int) -> float:
     """Return the seconds of a training step of a copy of ``model`` on ``blocks``, on its device.
 
     The input rows have ``features`` columns. The result is the median of three steps after one that is not
-    timed. Dropout is keyed by node, like under the strategies.
-
-    Raises:
-        ConfigError: the model fails on the blocks.
+    timed. Dropout is keyed by node, like under the strategies. Raises ConfigError if the model fails on the
+    blocks.
     """
     if not any(parameter.requires_grad for parameter in model.parameters()):
-        raise ConfigError(
-            f"the {type(model).__name__} has no parameters to train, so there is nothing to choose"
-        )
+        raise ConfigError(f"the {type(model).__name__} has no parameters to train: nothing to choose")
     weight = find_float_parameter(model)
     device_blocks = [place(block, weight.device) for block in blocks]
     try:

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from dgl.nn import pytorch as dglnn
 from torch import Tensor, nn
 
 from dglx_dist.comm.topology import Topology
@@ -29,9 +30,8 @@ from dglx_dist.training.models import OwnRows
 
 
 def build_topology(servers: int, ranks_per_server: int) -> Topology:
-    return Topology(
-        0, servers * ranks_per_server, tuple(np.repeat(range(servers), ranks_per_server).tolist())
-    )
+    server_of_rank = np.repeat(range(servers), ranks_per_server).tolist()
+    return Topology(0, servers * ranks_per_server, tuple(server_of_rank))
 
 
 def infer_shape(
@@ -55,16 +55,16 @@ def infer_shape(
         hidden: Width of the hidden layers. 0: that of its first layer.
         is_guessed: Whether it is not a ready-made model.
     """
-    known = [conv for _, conv in find_convolutions(module) if _find_kind(conv)]
-    num_layers = num_layers or len(known) or 2
+    convs = [conv for _, conv in find_convolutions(module) if _find_kind(conv)]
+    num_layers = num_layers or len(convs) or 2
     try:
         layers, first_learns = _trace_layers(module, features, num_layers)
     except MODEL_ERRORS:
-        layers, first_learns = _list_registered(known, features, hidden, classes, num_layers), False
+        layers, first_learns = _list_registered(convs, features, hidden, classes, num_layers), False
     inspected, refusals = _inspect(module, features)
     parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
     return ModelShape(
-        kind=kind or (_find_kind(known[0]) if known else "mlp" if not layers[0].summed else "sage"),
+        kind=kind or (_find_kind(convs[0]) if convs else "mlp" if not layers[0].summed else "sage"),
         layers=layers,
         features=features,
         hidden=hidden or layers[0].outputs,
@@ -85,17 +85,31 @@ _USUAL_WIDTH = 64
 def _find_kind(module: nn.Module) -> str:
     if isinstance(module, SplittableConv):
         return "gcn"
-    known = CONVOLUTIONS.get(type(module))
-    return "" if known is None else known.like
+    convolution = CONVOLUTIONS.get(type(module))
+    return "" if convolution is None else convolution.like
 
 
 def _find_widths(module: nn.Module, inputs: int, outputs: int) -> LayerWidths:
     try:
-        widths = replace(make_stages(module, "inputs").widths(), outputs=outputs)
+        widths = replace(_read_widths(module), outputs=outputs)
     except ConfigError:
         summed = 0 if isinstance(module, OwnRows) else min(inputs, outputs)
         widths = LayerWidths(inputs=inputs, outputs=outputs, summed=summed)
     return replace(widths, sums_sources=sums_sources(module))
+
+
+def _read_widths(module: Any) -> LayerWidths:
+    """Return the columns of a convolution that has stages, or of GATv2 or SAGE-pool, which have none.
+
+    Raises ConfigError for other modules.
+    """
+    if type(module) is dglnn.GATv2Conv:
+        heads, outputs = module._num_heads, module._num_heads * module._out_feats
+        return LayerWidths(inputs=module._in_src_feats, outputs=outputs, summed=outputs + 6 * heads)
+    if type(module) is dglnn.SAGEConv and module._aggre_type == "pool":
+        inputs, outputs = module.fc_pool.in_features, module.fc_neigh.out_features
+        return LayerWidths(inputs=inputs, outputs=outputs, summed=inputs)
+    return make_stages(module).widths()
 
 
 def _trace_layers(module: nn.Module, features: int, num_layers: int) -> tuple[tuple[LayerWidths, ...], bool]:
@@ -130,13 +144,11 @@ def _zeros(outputs: int, block: Any, x: Any, *_edges: Any) -> Tensor:
 
 
 def _list_registered(
-    known: Sequence[nn.Module], features: int, hidden: int, classes: int, num_layers: int
+    convs: Sequence[nn.Module], features: int, hidden: int, classes: int, num_layers: int
 ) -> tuple[LayerWidths, ...]:
     """Return the layers that a model has registered if their number matches, otherwise those of GraphSAGE."""
     try:
-        layers = tuple(
-            replace(make_stages(conv, "inputs").widths(), sums_sources=sums_sources(conv)) for conv in known
-        )
+        layers = tuple(replace(_read_widths(conv), sums_sources=sums_sources(conv)) for conv in convs)
     except ConfigError:
         layers = ()
     if len(layers) == num_layers:

@@ -164,13 +164,11 @@ class ChoiceOptions:
     )
     full_graph_epochs: float = _of_choice(
         5.0,
-        "Number of epochs on whole graphs that are worth one of mini-batches, for --unit any.",
+        "Epochs on whole graphs that are worth one of mini-batches, for --unit any.",
         check=ABOVE_ZERO,
     )
     allow_estimators: bool = _of_choice(False, "Also allow strategies that do not train exactly.")
-    dry_batches: int = option(
-        20, "Number of batches to count per rank. 0: all of an epoch, exactly.", check=at_least(0)
-    )
+    dry_batches: int = option(20, "Batches to count per rank. 0: all of an epoch.", check=at_least(0))
 
     def comparable_seconds(self, prediction: Prediction) -> float:
         """Return the seconds of as many epochs as are worth an exact epoch of mini-batches."""

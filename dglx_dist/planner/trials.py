@@ -87,9 +87,8 @@ class _Contestant:
     def trial(self) -> Trial:
         # The first turn is a short one, just after the candidate was opened.
         seconds = self.seconds[1:] or self.seconds
-        return Trial(
-            seconds=statistics.median(seconds), low=min(seconds), high=max(seconds), steps=self.steps
-        )
+        median = statistics.median(seconds)
+        return Trial(seconds=median, low=min(seconds), high=max(seconds), steps=self.steps)
 
 
 def run_trials(
@@ -97,7 +96,7 @@ def run_trials(
 ) -> tuple[list[Prediction], list[str]]:
     """Time the candidates of ``predictions``, the simplest first, and return them with their trials.
 
-    Collective. Call it within :func:`leave_unchanged`.
+    Every rank must call this. Call it within :func:`leave_unchanged`.
 
     Returns:
         The predictions with trials, or with reasons why they were not tried, and the names of the candidates

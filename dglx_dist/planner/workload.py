@@ -111,7 +111,7 @@ def count_rank(
     *,
     inputs_of: list[Inputs] | None = None,
 ) -> RankCount:
-    """Build the batches of one rank and count them. The session of ``g`` may have one rank. Collective.
+    """Build and count the batches of one rank. ``g`` may be open on one rank. All ranks call this.
 
     Args:
         seeds: (K,) int64 marked nodes of all ranks, ascending. The rank counts its share.
@@ -276,7 +276,7 @@ _MOST_EDGES = 2_000_000_000
 def count_batches(
     run: PlannedRun, draws: Draws, caches: Sequence[tuple[str, float]], sizes: RowSizes
 ) -> BatchWork:
-    """Count an epoch of mini-batches, and the hits of caches of several policies and sizes. Collective.
+    """Count an epoch of mini-batches, and the hits of several caches. Every rank must call this.
 
     If all batches are counted, a cache that looks ahead begins with rows of the previous epoch.
     """
@@ -294,9 +294,8 @@ def count_batches(
         # Counting is collective, and the condition is equal on all ranks.
         if draws.epoch and count.counted_steps >= count.steps and looks_ahead:
             count_rank(run.g, replace(draws, epoch=draws.epoch - 1), run.seeds, place, inputs_of=previous)
-        cache_hits = [
-            _count_cache(cache, place, [previous, inputs], cached_rows, sizes.feature) for cache in caches
-        ]
+        rows = [previous, inputs]
+        cache_hits = [_count_cache(cache, place, rows, cached_rows, sizes.feature) for cache in caches]
         counts.append(replace(count, caches=list(map(asdict, cache_hits))))
     gathered = gather_json([asdict(count) for count in counts], run.g.session)
     ranks = [RankCount(**count) for counts_here in gathered for count in counts_here]
@@ -327,7 +326,7 @@ def _count_cache(
 
 
 def _mask_rows(run: PlannedRun, draws: Draws, alphas: Sequence[float]) -> dict[tuple[int, float], Array]:
-    """Return the rows in caches of ``vip`` by (server counted here, size), as (N,) masks. Collective."""
+    """Return (N,) masks of rows in caches of ``vip``, by (server counted here, size). All ranks call it."""
     g, topology, masks = run.g, run.partition.topology, {}
     for server in dict.fromkeys(topology.server_of_rank[rank] for rank in run.ranks_here) if alphas else ():
         scores = _score_in_job(g, draws) if run.in_job else _score_alone(run, draws, server)
@@ -340,15 +339,7 @@ def _mask_rows(run: PlannedRun, draws: Draws, alphas: Sequence[float]) -> dict[t
 
 def _score_in_job(g: DistGraph, draws: Draws) -> Array:
     """Return (N,) float64: the expected number of this server's ranks that need each row in a step."""
-    request = CacheRequest(
-        name=FEATURE,
-        ntype=g.ntypes[0],
-        alpha=0.0,
-        policy="vip",
-        seeds=None,
-        fanouts=list(draws.fanouts),
-        batch_size=draws.batch_size,
-    )
+    request = CacheRequest(FEATURE, g.ntypes[0], 0.0, "vip", None, list(draws.fanouts), draws.batch_size)
     return compute_vip_scores(g, request, f"scores-{g.kvstore.next_number()}")
 
 
@@ -370,9 +361,8 @@ _EDGES_AT_ONCE = 1 << 20
 def read_graph_stats(dataset: StoredDataset, servers: int) -> GraphStats:
     """Return the statistics of a dataset on ``servers`` servers. All its edges are read once.
 
-    Raises:
-        ConfigError: several types, missing columns, or fewer parts than servers.
-        StorageError: a part is missing or damaged.
+    Raises ConfigError if several types, missing columns, or fewer parts than servers, and StorageError if a
+    part is missing or damaged.
     """
     manifest = dataset.manifest
     check_plannable(manifest, str(dataset.folder))

@@ -20,7 +20,7 @@ from dglx_dist.training.fit_config import FitResult
 
 
 def read_run_plan(folder: Path, session: Session) -> dict[str, Any] | None:
-    """Return ``plan.json`` of the run in ``folder`` on rank 0, or None if there is none. Collective."""
+    """Return ``plan.json`` of the run in ``folder`` on rank 0, or None. Every rank must call this."""
 
     def read() -> dict[str, Any] | None:
         value = read_plan(folder) if session.topology.rank == 0 else None
@@ -72,7 +72,7 @@ def summarize_plan(value: Mapping[str, Any]) -> dict[str, object]:
 
 
 def collect_facts(model: nn.Module, session: Session, result: FitResult) -> dict[str, Any]:
-    """Return strategy, ranks, accuracies, the model's device and the peak memory of any rank. Collective."""
+    """Return strategy, ranks, accuracies, the model's device and peak memory. Every rank must call this."""
     device = find_float_parameter(model).device
     on_gpu = device.type == "cuda"
     reserved = torch.cuda.max_memory_reserved(device) if on_gpu else None

@@ -181,9 +181,8 @@ def _traffic(figures: _Figures, name: str, summary: Values) -> str:
 
 
 def _plan(figures: _Figures, name: str, plan: Values) -> str:
-    named = {
-        f"{number}. {candidate['name']}": candidate for number, candidate in enumerate(plan["predictions"], 1)
-    }
+    candidates = enumerate(plan["predictions"], 1)
+    named = {f"{number}. {candidate['name']}": candidate for number, candidate in candidates}
     timed = {
         place: candidate
         for place, candidate in named.items()

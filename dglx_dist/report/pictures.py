@@ -264,9 +264,7 @@ def draw_trace(
 
     Each batch has a colour, and waiting is grey. For a strategy that trains in intervals, the batches are
     epochs, each interval has a colour, and backward is hatched. Return the first and the last batch or epoch.
-
-    Raises:
-        ConfigError: the trace has no such batch or epoch.
+    Raises ConfigError if the trace has no such batch or epoch.
     """
     by_epoch, names = has_intervals(trace), SHORT
     if by_epoch:

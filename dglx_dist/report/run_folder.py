@@ -93,8 +93,7 @@ def read_plan(folder: Path) -> dict[str, Any] | None:
 def read_run(folder: str | Path) -> Run:
     """Read a finished run, or one that was stopped after at least one epoch.
 
-    Raises:
-        StorageError: the folder is not a run, or a file in it is damaged.
+    Raises StorageError if the folder is not a run, or a file in it is damaged.
     """
     source = Path(folder)
     if not source.is_dir():
@@ -147,10 +146,7 @@ def read_epochs(folder: Path) -> tuple[EpochRecord, ...]:
     """Read the epochs of a run, finished or not. There are none if the folder does not exist.
 
     A resumed run repeats epochs, so a later line replaces all lines from its epoch on. An incomplete last
-    line of a killed run is ignored.
-
-    Raises:
-        StorageError: a line is damaged. The message names it.
+    line of a killed run is ignored. Raises StorageError if a line is damaged. The message names it.
     """
     path = folder / METRICS
     if not path.is_file():

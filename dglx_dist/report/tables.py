@@ -290,10 +290,8 @@ def build_spread_table(summary: Mapping[str, Any]) -> Table:
 def spread_cells(summary: Mapping[str, Any]) -> dict[str, tuple[object, str]]:
     """Return (mean, text of mean and standard deviation) of each metric of :func:`spread`."""
     deviations = {name: _format_cell(summary["std"][name], name) for name in summary["mean"]}
-    return {
-        name: (mean, f"{_format_cell(mean, name)} ± {deviations[name]}")
-        for name, mean in summary["mean"].items()
-    }
+    means = summary["mean"].items()
+    return {name: (mean, f"{_format_cell(mean, name)} ± {deviations[name]}") for name, mean in means}
 
 
 def build_runs_table(summaries: Mapping[str, Mapping[str, object]]) -> Table:
@@ -355,11 +353,9 @@ def build_expansion_table(
         work: (K + 1,) edges aggregated by a model of h layers, relative to those without replicas.
     """
     servers = len(factors[0])
-    heads = (
-        [f"server {server}" for server in range(servers)]
-        if servers <= _MAX_COLUMNS
-        else ["least", "mean", "most"]
-    )
+    heads = ["least", "mean", "most"]
+    if servers <= _MAX_COLUMNS:
+        heads = [f"server {server}" for server in range(servers)]
     table = _table(("hops", *heads, "foreign nodes", "features", "work"), _EXPANSION_LEGEND)
     for hop, (row, nodes, times) in enumerate(zip(factors, foreign, work, strict=True)):
         figures = row if servers <= _MAX_COLUMNS else [min(row), sum(row) / servers, max(row)]

@@ -137,9 +137,9 @@ def explain_missing_edge_data(advice: str = _PREFETCH) -> Iterator[None]:
         data = next((owner for owner in owners if isinstance(owner, HeteroEdgeDataView)), None)
         if data is None:
             raise
-        known = ", ".join(map(repr, data)) or "none"
+        columns = ", ".join(map(repr, data)) or "none"
         raise ConfigError(
-            f"the model reads edge data {error}, but its block does not have it (known: {known}); "
+            f"the model reads edge data {error}, but its block does not have it (known: {columns}); "
             f"{advice.format(name=error)}"
         ) from error
 
@@ -169,9 +169,8 @@ class WrappedModel(nn.Module, ABC):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the user's module.
 
-        Raises:
-            ConfigError: the model reads edge data that its block does not have, or is on another device than
-                its inputs.
+        Raises ConfigError if the model reads edge data that its block does not have, or is on another device
+        than its inputs.
         """
         # Autocast caches converted weights until its block ends. A block around the whole loop would reuse
         # the weights of the first step.
@@ -248,7 +247,7 @@ class WrappedModel(nn.Module, ABC):
         return self.module
 
     def join_state(self, name: str, piece: Tensor) -> Tensor:
-        """Join the pieces of all ranks, which are cut like parameter ``name``. Collective.
+        """Join the pieces of all ranks, which are cut like parameter ``name``. Every rank must call this.
 
         It is used for optimizer state. If the parameter is replicated, ``piece`` itself is returned.
         """
@@ -259,14 +258,14 @@ class WrappedModel(nn.Module, ABC):
         return uncut
 
     def rank_state(self) -> dict[str, Tensor]:
-        """Return the tensors that a checkpoint stores for this rank in addition to parameters. Collective."""
+        """Return the tensors that a checkpoint stores for this rank beside parameters. All ranks call it."""
         return {}
 
     def load_rank_state(self, state: Mapping[str, Tensor]) -> None:
-        """Load the result of :meth:`rank_state`. It is {} if the number of ranks has changed. Collective."""
+        """Load :meth:`rank_state`, or {} if the number of ranks has changed. Every rank must call this."""
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
-        """Clip the gradients by their norm over the uncut model, like torch's function. Collective.
+        """Clip the gradients by their norm over the uncut model, like torch's function. All ranks call this.
 
         Returns:
             The norm before clipping, a scalar that is equal on every rank.
@@ -280,7 +279,7 @@ class WrappedModel(nn.Module, ABC):
         objective: Objective,
         show: Callable[[str], None] | None = None,
     ) -> EpochTrainer | None:
-        """Return the trainer that replaces a loop over ``loader``, or None if there is none. Collective.
+        """Return the trainer that replaces a loop over ``loader``, or None. Every rank must call this.
 
         Args:
             optimizer: An optimizer of this model's parameters.
@@ -318,8 +317,7 @@ class WrappedModel(nn.Module, ABC):
     ) -> Any:
         """Load the state of an unwrapped module. Every rank must load the same state.
 
-        Raises:
-            RuntimeError: names or shapes differ (torch's own error).
+        Raises RuntimeError if names or shapes differ (torch's own error).
         """
         result = self.module.load_state_dict(state_dict, strict=strict, assign=assign)
         self.note_buffers()
@@ -360,8 +358,7 @@ def find_float_parameter(model: nn.Module) -> Tensor:
 class Strategy(ABC):
     """A way to distribute training over the ranks, with its options checked for one session.
 
-    Raises:
-        ConfigError: an option is unknown or has a value that is not supported.
+    Raises ConfigError if an option is unknown or has a value that is not supported.
     """
 
     traits: ClassVar[Traits]
@@ -370,10 +367,8 @@ class Strategy(ABC):
     def read_options(options: Mapping[str, object]) -> Any:
         """Check ``options`` as far as possible without a session, before any rank is started.
 
-        The default accepts everything.
-
-        Raises:
-            ConfigError: an option is unknown or has a value that is not supported.
+        The default accepts everything. Raises ConfigError if an option is unknown or has a value that is not
+        supported.
         """
         return options
 
@@ -387,10 +382,8 @@ class Strategy(ABC):
     def open(self, g: DistGraph) -> OpenedStrategy:
         """Open the strategy on ``g``, to make loaders and models. Every rank must call it.
 
-        Several strategies may be open on one graph. They share nothing.
-
-        Raises:
-            ConfigError: the strategy does not train on this graph.
+        Several strategies may be open on one graph. They share nothing. Raises ConfigError if the strategy
+        does not train on this graph.
         """
 
     @classmethod
@@ -440,13 +433,11 @@ class OpenedStrategy(ABC):
 
     @final
     def edge_loader(self, eids: Any, sampler: Any, **loader_options: Any) -> Any:
-        """Return an iterable of ``(input_nodes, pair_graph, [negative_pair_graph,] blocks)``. Collective.
+        """Yield ``(input_nodes, pair_graph, [negative_pair_graph,] blocks)``. Every rank must call this.
 
         ``eids`` are the edge ids of this rank, or a dict of them by edge type. They may be empty. For the
-        other arguments see :meth:`loader` and ``dglx_dist.DistEdgeDataLoader``.
-
-        Raises:
-            ConfigError: the strategy trains on nodes only.
+        other arguments see :meth:`loader` and ``dglx_dist.DistEdgeDataLoader``. Raises ConfigError if the
+        strategy trains on nodes only.
         """
         if not self.strategy.traits.on_edges:
             raise ConfigError(
@@ -545,8 +536,7 @@ _OPENED: SessionField[WeakValueDictionary[str, OpenedStrategy]] = SessionField(
 def open_strategy(g: DistGraph) -> OpenedStrategy:
     """Return the session's strategy on ``g``, the same object at each call. Every rank must call it.
 
-    Raises:
-        ConfigError: see :func:`get_strategy`, or the strategy does not train on this graph.
+    Raises ConfigError if see :func:`get_strategy`, or the strategy does not train on this graph.
     """
     strategy, opened_by_label = get_strategy(g.session), _OPENED.get(g.session)
     opened = opened_by_label.get(g.kvstore.label)
@@ -558,8 +548,7 @@ def open_strategy(g: DistGraph) -> OpenedStrategy:
 def get_strategy(session: Session) -> Strategy:
     """Return the strategy of the session.
 
-    Raises:
-        ConfigError: an option of the session is unknown, or ``auto`` has not chosen yet.
+    Raises ConfigError if an option of the session is unknown, or ``auto`` has not chosen yet.
     """
     if session.strategy == AUTO:
         raise ConfigError(
@@ -663,10 +652,8 @@ def gradient_weight(share: StepShare | None, reduction: Reduction) -> float:
 
     If the loss is a mean, the factor is n_local / n_global, so that the sum is the mean over all targets. If
     the loss is a sum, the factor is 1. On a rank without targets it is 0. See "the gradient rule" in
-    docs/design/contracts.md.
-
-    Raises:
-        ConfigError: the loss is a mean and the number of targets is unknown.
+    docs/development/contracts.md. Raises ConfigError if the loss is a mean and the number of targets is
+    unknown.
     """
     if share is not None and share.num_local == 0:
         return 0.0

@@ -41,9 +41,7 @@ if TYPE_CHECKING:
 class DataParallelOptions:
     """Options of data_parallel."""
 
-    bucket_bytes: int = option(
-        BUCKET_BYTES, "Size in bytes of gradients that are sent together.", check=at_least(1)
-    )
+    bucket_bytes: int = option(BUCKET_BYTES, "Bytes of gradients that are sent together.", check=at_least(1))
 
     def __post_init__(self) -> None:
         check_ranges(self, "option {name}={value!r}")
@@ -114,9 +112,8 @@ class DataParallelModel(ReplicatedModel):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the user's module. The step's share is read from the blocks among the arguments.
 
-        Raises:
-            ConfigError: the step's number of targets is unknown in training, or a parameter was unfrozen
-                after wrapping.
+        Raises ConfigError if the step's number of targets is unknown in training, or a parameter was unfrozen
+        after wrapping.
         """
         if not torch.is_grad_enabled() or not self._trained:
             begin_dropouts(self._dropouts, None, ())

@@ -1,6 +1,6 @@
 """Sums gradients of replicated parameters over the ranks during backward, and averages buffers.
 
-Only backward communicates, and only new gradients. docs/design/decisions.md explains why
+Only backward communicates, and only new gradients. docs/development/decisions.md explains why
 ``DistributedDataParallel`` is not used.
 """
 
@@ -172,10 +172,7 @@ class GradientExchange:
     def mark(self, output: Any, weight: float) -> Any:
         """Return the (nested) ``output`` so that backward through its tensors exchanges with ``weight``.
 
-        If one rank runs backward, every rank must run it.
-
-        Raises:
-            ConfigError: the exchange is closed.
+        If one rank runs backward, every rank must run it. Raises ConfigError if the exchange is closed.
         """
         if self._is_closed:
             raise ConfigError(

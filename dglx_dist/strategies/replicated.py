@@ -93,7 +93,7 @@ def broadcast_state(model: nn.Module, session: Session) -> None:
 def check_same_model(
     model: nn.Module, session: Session, settings: str = "", reduction: Reduction = "mean"
 ) -> None:
-    """Raise ConfigError if the models of the ranks differ or ``reduction`` is unknown. Collective.
+    """Raise ConfigError if the models of the ranks differ or ``reduction`` is unknown. All ranks call this.
 
     The check compares names, shapes, dtypes, devices, frozen parameters, ``settings`` and ``reduction``. Each
     model must be on one device.
@@ -143,7 +143,7 @@ _CAUSES = (
 
 
 def check_replicas(weights: Mapping[str, Tensor], session: Session) -> None:
-    """Raise ConfigError on all ranks unless their uncut ``weights`` are equal to the bit. Collective."""
+    """Raise ConfigError on all ranks unless their ``weights`` are equal to the bit. All ranks call this."""
     if session.topology.world_size == 1:
         return
     digests = {name: zlib.crc32(view_bytes(t.detach().cpu().contiguous())) for name, t in weights.items()}

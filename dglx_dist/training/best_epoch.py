@@ -83,7 +83,7 @@ class WeightFiles:
 
 
 class BestWeights:
-    """A copy of the weights of the best epoch in memory, for a run without checkpoints. Collective."""
+    """A copy in memory of the weights of the best epoch, without checkpoints. All ranks make it."""
 
     def __init__(self, model: nn.Module, sparse: Sequence[SparseOptimizer]) -> None:
         self._model, self._rows = model, [rows for optimizer in sparse for rows in optimizer.own_rows]

@@ -144,11 +144,8 @@ def _read_entry(folder: Path, name: str, entry: Mapping[str, Any]) -> SavedTenso
     """Check an entry of ``state.json``. Nothing is allocated, as an untrusted entry may have any size."""
     file_name, dtype = entry["file"], parse_dtype(entry["dtype"])
     shape = tuple(read_count(size) for size in entry["shape"])
-    path, start, num_bytes = (
-        folder / file_name,
-        read_count(entry["first_byte"]),
-        read_count(entry["num_bytes"]),
-    )
+    path, start = folder / file_name, read_count(entry["first_byte"])
+    num_bytes = read_count(entry["num_bytes"])
     if path.name != file_name:
         raise CheckpointError(f"{folder} refers to {file_name!r} outside of it. Load another checkpoint.")
     if not path.is_file():
@@ -157,9 +154,8 @@ def _read_entry(folder: Path, name: str, entry: Mapping[str, Any]) -> SavedTenso
         raise CheckpointError(f"{path} is damaged: it is shorter than {start + num_bytes} bytes; {REMEDY}")
     if num_bytes != math.prod(shape) * dtype.itemsize:
         raise ValueError(f"{name!r} has the shape {list(shape)} of {dtype} and {num_bytes} bytes")
-    return SavedTensor(
-        dtype=dtype, shape=shape, path=path, first_byte=start, crc32=read_count(entry["crc32"])
-    )
+    crc32 = read_count(entry["crc32"])
+    return SavedTensor(dtype=dtype, shape=shape, path=path, first_byte=start, crc32=crc32)
 
 
 def _select_prefix(prefix: str, tensors: Mapping[str, Any]) -> dict[str, Any]:
@@ -208,9 +204,7 @@ def _check_run(
         raise CheckpointError(f"{path} has no loader position. Load it without ``loader``.")
     saved, current = tensors.get(f"random/{topology.rank}/cpu"), torch.get_rng_state()
     if random_state and saved is not None and (saved.shape, saved.dtype) != (current.shape, current.dtype):
-        raise CheckpointError(
-            f"{path} has the random state of another version of torch. Load it with random_state=False."
-        )
+        raise CheckpointError(f"{path} has a random state of another torch. Load with random_state=False.")
 
 
 Sparse: TypeAlias = SparseOptimizer | Sequence[SparseOptimizer] | None
@@ -267,6 +261,9 @@ def _find_next_position(loader: ResumableLoader) -> Any:
     return position | {"epoch": position["epoch"] + 1, "step": 0} if is_over else position
 
 
+_POSITION = ("epoch", "step", "world_size", "extra")
+
+
 @dataclass(frozen=True, kw_only=True)
 class LoadedCheckpoint:
     """Position of a loaded checkpoint."""
@@ -292,7 +289,7 @@ def save(  # noqa: PLR0913 - one for each object that can be saved
     dataset: Mapping[str, object] | None = None,
     state: Mapping[str, Stateful] | None = None,
 ) -> Path:
-    """Write a checkpoint and return its folder. Collective.
+    """Write a checkpoint and return its folder. Every rank must call this.
 
     Names and shapes are those of the user's module, whatever the strategy.
 
@@ -321,9 +318,7 @@ def save(  # noqa: PLR0913 - one for each object that can be saved
     check_equal(session, "epoch and step of a checkpoint", position)
     final = Path(folder) / folder_name(**position)
     if loader is None and epoch is None and (final / STATE_NAME).is_file():
-        warn_user(
-            f"{final} is replaced, because saves without epoch= share one name. Pass epoch= to keep both."
-        )
+        warn_user(f"{final} is replaced: saves without epoch= share one name. Pass epoch= to keep both.")
     saved = RunState(
         model=model, optimizer=optimizer, loader=loader, sparse=sparse, dataset=dataset or {}, state=state
     )
@@ -333,16 +328,12 @@ def save(  # noqa: PLR0913 - one for each object that can be saved
 def _position_to_save(loader: ResumableLoader | None, epoch: int | None, step: int | None) -> dict[str, int]:
     """Return the epoch and step of a checkpoint. Raise ConfigError if they differ from the loader's."""
     values = {"epoch": epoch, "step": step}
-    explicit = {
-        name: check_integer(name, value, least=0) for name, value in values.items() if value is not None
-    }
+    explicit = {key: check_integer(key, value, least=0) for key, value in values.items() if value is not None}
     if loader is None:
         return {"epoch": 0, "step": 0, **explicit}
     state = loader.state_dict()
     if not isinstance(state, Mapping) or not values.keys() <= state.keys():
-        raise ConfigError(
-            f"the position {state!r} of the loader has no epoch and step. Its state_dict() needs both."
-        )
+        raise ConfigError(f"the position {state!r} of the loader needs epoch and step from its state_dict().")
     position = _find_next_position(loader)
     if not (explicit.items() <= position.items() or explicit.items() <= state.items()):
         raise ConfigError(
@@ -401,7 +392,7 @@ class CheckpointWriter:
 
     @_storage_errors()
     def save(self, *, epoch: int, step: int, extra: Mapping[str, object], wait: bool = False) -> Path:
-        """Save like :func:`save`. Without ``wait``, return when everything is copied. Collective.
+        """Save like :func:`save`. Without ``wait``, return when everything is copied. All ranks call this.
 
         The call first waits for the previous checkpoint and raises the error of that save. If memory for a
         copy is short on a rank, all ranks write without a copy before they return.
@@ -423,11 +414,10 @@ class CheckpointWriter:
         return final
 
     def wait(self) -> None:
-        """Wait until the last checkpoint is complete. Collective.
+        """Wait until the last checkpoint is complete. Every rank must call this.
 
-        Raises:
-            CheckpointError: a rank could not write. All ranks raise the same message. Earlier checkpoints are
-                unchanged.
+        Raises CheckpointError if a rank could not write. All ranks raise the same message. Earlier
+        checkpoints are unchanged.
         """
         thread, self._thread = self._thread, None
         if thread is None:
@@ -444,7 +434,7 @@ class CheckpointWriter:
         self._reports.mailbox.begin(self._num_saves + 1)
 
     def _snapshot(self, facts: Mapping[str, object], *, wait: bool) -> tuple[_Snapshot, bool]:
-        """Return this rank's share, and whether its tensors are copies. Collective."""
+        """Return this rank's share, and whether its tensors are copies. Every rank must call this."""
         session, model, optimizer = self._session, self._run.model, self._run.optimizer
         module, loader, dataset = _plain_module(model), self._run.loader, self._run.dataset
         # state_dict() comes first, because it completes the steps that a pipeline has in flight. These steps
@@ -468,9 +458,8 @@ class CheckpointWriter:
         own_tensors = _select_own_tensors(tensors, session)
         own_tensors[f"random/{session.topology.rank}/cpu"] = torch.get_rng_state()
         if isinstance(model, WrappedModel):
-            own_tensors |= {
-                f"rank/{session.topology.rank}/{name}": rows for name, rows in model.rank_state().items()
-            }
+            prefix = f"rank/{session.topology.rank}/"
+            own_tensors |= {prefix + name: rows for name, rows in model.rank_state().items()}
         if session.device.type == "cuda":
             own_tensors[f"random/{session.topology.rank}/cuda"] = torch.cuda.get_rng_state(session.device)
         sparse = list_optimizers(self._run.sparse)
@@ -496,7 +485,7 @@ class CheckpointWriter:
         return snapshot, is_copy
 
     def _has_memory(self, tensors: Sequence[Tensor]) -> bool:
-        """Return whether every rank can hold a copy of its ``tensors``. Collective."""
+        """Return whether every rank can hold a copy of its ``tensors``. Every rank must call this."""
         session = self._session
         buffer_bytes = sum(buffer.nbytes for buffer in self._buffers.values())
         needed = max(0, sum(tensor.nbytes for tensor in tensors) - buffer_bytes)
@@ -645,9 +634,8 @@ checkpoints = Checkpoints
 
 
 def _remove_older(newest: Path, keep: int, protected: Path | None) -> None:
-    older = sorted(
-        entry for entry in list_complete(newest.parent) if entry < (parse_key(newest.name), newest)
-    )
+    newest_key = parse_key(newest.name), newest
+    older = sorted(entry for entry in list_complete(newest.parent) if entry < newest_key)
     # The newest checkpoint counts as one of the ``keep``.
     for _, path in older[: max(0, len(older) + 1 - keep)]:
         try:
@@ -658,7 +646,7 @@ def _remove_older(newest: Path, keep: int, protected: Path | None) -> None:
 
 
 def _select_own_tensors(tensors: Mapping[str, Tensor], session: Session) -> dict[str, Tensor]:
-    """Return the tensors that this rank writes. The ranks that hold a tensor take turns. Collective."""
+    """Return the tensors that this rank writes. Ranks with the same tensor take turns. All ranks call it."""
     names = gather_json(list(tensors), session)
     # A rank may lack the optimizer's state of a parameter that had no gradient there.
     holders: dict[str, list[int]] = {}
@@ -685,7 +673,7 @@ def load(  # noqa: PLR0913 - one for each object that can be loaded
     state: Mapping[str, Stateful] | None = None,
     which: Which | None = None,
 ) -> LoadedCheckpoint:
-    """Resume from a checkpoint. Collective.
+    """Resume from a checkpoint. Every rank must call this.
 
     Any number of ranks may load it. With the number of ranks that saved it, the resumed run is bit-equal to
     one that was never interrupted. Otherwise the ranks' random state is not restored, and a position inside
@@ -729,10 +717,8 @@ def load(  # noqa: PLR0913 - one for each object that can be loaded
             _check_sparse(path, contents["sparse"], sparse)
             is_same_size = contents["world_size"] == session.topology.world_size
             needs = {"model/": True, "optimizer/": optimizer is not None, f"rank/{rank}/": is_same_size}
-            # A tuple times False is empty.
-            prefixes = tuple(filter(needs.get, needs)) + (f"random/{rank}/",) * (
-                is_same_size and random_state
-            )
+            needs[f"random/{rank}/"] = is_same_size and random_state
+            prefixes = tuple(filter(needs.get, needs))
             values = {name: entry.read(name) for name, entry in tensors.items() if name.startswith(prefixes)}
             needs_state = state is not None or optimizer is not None
             objects = _read_objects(path, contents, tensors, state or {}) if needs_state else {}
@@ -755,14 +741,12 @@ def load(  # noqa: PLR0913 - one for each object that can be loaded
         rows.flush()
         rows.read_saved(_sparse_folder(path, index))
     _load_rank_state(model, values, session)
-    return LoadedCheckpoint(
-        path=path, **{name: contents[name] for name in ("epoch", "step", "world_size", "extra")}
-    )
+    return LoadedCheckpoint(path=path, **{name: contents[name] for name in _POSITION})
 
 
 def _read_objects(
     path: Path,
-    contents: Mapping[str, Any],
+    contents: dict[str, Any],
     tensors: Mapping[str, SavedTensor],
     objects: Mapping[str, Stateful],
 ) -> dict[str, Any]:
@@ -770,11 +754,8 @@ def _read_objects(
     session, entries = current_session(), contents.get("objects", {})
     values = select_values(path, entries, objects, session)
     prefix = find_prefix(entries, session.topology.rank)
-    saved = (
-        {name: tensor.read(name) for name, tensor in _select_prefix(prefix, tensors).items()}
-        if objects
-        else {}
-    )
+    selected = _select_prefix(prefix, tensors) if objects else {}
+    saved = {name: tensor.read(name) for name, tensor in selected.items()}
     return {name: decode(value["value"], saved) for name, value in values.items()}
 
 
@@ -793,10 +774,9 @@ def _load_rank_state(model: nn.Module, tensors: Mapping[str, Tensor], session: S
 def read_extra(
     folder: str | Path, check: Callable[[dict[str, Any]], object] | None = None
 ) -> Mapping[str, Any] | None:
-    """Return ``extra`` of the newest checkpoint on rank 0's disk, or None without checkpoints. Collective.
+    """Return ``extra`` of the newest checkpoint on rank 0's disk, or None. Every rank must call this.
 
-    Raises:
-        CheckpointError: the checkpoint is damaged, or ``check`` raised a ValueError or a similar error.
+    Raises CheckpointError if the checkpoint is damaged, or ``check`` raised a ValueError or a similar error.
     """
     session = current_session()
 
@@ -816,10 +796,9 @@ _LOCKS: SessionField[set[Path]] = SessionField(lambda _session: set())
 
 
 def lock_folder(folder: str | Path) -> None:
-    """Keep other jobs from saving to ``folder`` until the session ends. Collective.
+    """Keep other jobs from saving to ``folder`` until the session ends. Every rank must call this.
 
-    Raises:
-        StorageError: another job still saves to it after half of the session's time-out.
+    Raises StorageError if another job still saves to it after half of the session's time-out.
     """
     session, target = current_session(), Path(folder).absolute()
     lock_file = target.with_name(f".{target.name}.lock")
@@ -838,7 +817,7 @@ def lock_folder(folder: str | Path) -> None:
 
 
 def remove_all(folder: str | Path) -> None:
-    """Remove the checkpoints in ``folder``. Collective."""
+    """Remove the checkpoints in ``folder``. Every rank must call this."""
     session = current_session()
 
     def remove() -> None:

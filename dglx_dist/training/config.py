@@ -158,7 +158,7 @@ class RunOptions:
     """The norm is that of the uncut model."""
     accumulate: int = _of_optimizer(
         1,
-        "Number of batches to accumulate per step. The result equals a step on all of them together.",
+        "Number of batches per step. The result equals a step on all of them together.",
         check=at_least(1),
     )
     """The last step of an epoch has the remaining batches."""
@@ -186,7 +186,7 @@ class RunOptions:
     )
     checkpoint_every: Every = _of_run(
         1,
-        "Epochs between checkpoints, or steps: 200steps.",
+        "Epochs between checkpoints, or 200steps.",
         check=_make_every_check(0),
         kind=str,
         parse=_every,
@@ -194,7 +194,7 @@ class RunOptions:
     """The last epoch is saved too. 0: a checkpoint is saved only when training receives a signal to stop."""
     keep: int | None = _of_run(
         None,
-        "Number of newest checkpoints to keep. Older ones are removed after a new one is complete.",
+        "Number of newest checkpoints to keep. Older ones are removed after a save.",
         check=at_least(1),
     )
     resume: bool = _of_run(
@@ -273,9 +273,7 @@ class ModelConfig:
         "layers, concatenated (cat) or their maximum (max).",
         check=one_of("none", "cat", "max"),
     )
-    teleport: float = _of_model(
-        0.1, "Weight (alpha) of a node's initial scores in appnp's hops.", check=between(0, 1)
-    )
+    teleport: float = _of_model(0.1, "Weight of a node's initial scores in appnp.", check=between(0, 1))
     device: str = _of_model(
         "auto",
         "Device of the model: cpu, cuda, cuda:N, or auto for a GPU if there is one. Never tested on a GPU.",
@@ -292,7 +290,7 @@ class ModelConfig:
     """None: the default of the strategy."""
     batch_size: int | None = _of_loading(
         None,
-        "Number of targets per rank and step. Default: 512. Full-graph strategies have no batch size.",
+        "Targets per rank and step. Default: 512. Not for full-graph strategies.",
         check=at_least(1),
     )
     structure: Literal["auto", "replicated", "partitioned"] = _of_loading(
@@ -344,13 +342,13 @@ class TrainConfig(RunOptions, ModelConfig):
     strategy_options: Mapping[str, object] = named_values("Option of the strategy. Repeatable.")
     timeout_s: float = option(
         300.0,
-        "Seconds without an answer from a rank until the run stops.",
+        "Seconds without an answer of a rank until the run stops.",
         flag="--timeout",
         check=ABOVE_ZERO,
     )
     seed: int = option(
         0,
-        "Random seed for weights, shuffling and sampling. Results do not depend on the number of ranks.",
+        "Seed of weights, shuffling and sampling, the same on any number of ranks.",
         check=at_least(0),
     )
     seeds: tuple[int, ...] = option(
@@ -438,13 +436,11 @@ class TrainConfig(RunOptions, ModelConfig):
         metavar="POLICY",
         check=one_of("lookahead", "vip", "degree", "halo"),
     )
-    cache_alpha: float = _of_loading(
-        0.2, "Size of the cache, as a fraction of the server's own nodes.", check=at_least(0)
-    )
+    cache_alpha: float = _of_loading(0.2, "Size of the cache as a fraction of own nodes.", check=at_least(0))
     depth: int | None = _of_loading(None, "Number of batches prepared ahead. Default: 1.", check=at_least(1))
     loader_threads: int | None = _of_loading(
         None,
-        "Number of threads that prepare batches. 0: the training loop prepares them. Default: 1.",
+        "Threads that prepare batches. 0: the training loop does it. Default: 1.",
         check=at_least(0),
     )
     verify: Literal["auto", "full", "never"] = _of_loading(
@@ -478,7 +474,7 @@ class TrainConfig(RunOptions, ModelConfig):
     )
     save_embeddings: str | None = _path_of_run(
         None,
-        "Folder for every node's last hidden layer as Parquet files. With --task link: the scored rows.",
+        "Folder for the last hidden layer as Parquet. With --task link: the scored rows.",
         metavar="DIR",
     )
 

@@ -219,7 +219,7 @@ class ExactMean:
 def make_exact(
     loss: LossFunction | None, g: DistGraph, ntype: str, label: str, *, is_own: bool
 ) -> LossFunction | None:
-    """Return ``loss`` with exact means, or the task's own loss unchanged if all labels count. Collective.
+    """Return ``loss`` with exact means, or the task's loss if all labels count. All ranks call this.
 
     The task's own cross-entropy leaves out nodes with a label below 0, like :func:`evaluate`.
     """

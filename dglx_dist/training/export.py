@@ -56,7 +56,7 @@ def write_embeddings(
     more: Mapping[str, DistTensor] | None = None,
     classes: Sequence[str] = (),
 ) -> Path:
-    """Write node rows as Parquet files, one per rank. Collective.
+    """Write node rows as Parquet files, one per rank. Every rank must call this.
 
     A table has the column ``id`` (the dataset's user id, text or int64, or the int64 id before partitioning
     if there is none) and the column ``name`` (a number per row, or fixed-size lists of them), in no
@@ -103,7 +103,7 @@ def write_embeddings(
 def write_edges(
     edges: RankedEdges, g: DistGraph, folder: str | Path, *, scores: bool = False, overwrite: bool = False
 ) -> None:
-    """Write ranked edges with the user's ids, as :func:`write_embeddings` writes rows. Collective.
+    """Write ranked edges with the user's ids, as :func:`write_embeddings` writes rows. All ranks call this.
 
     The columns are those of :meth:`LinkEvaluation.test_edges`. ``relation`` is a name, ``best`` is a list,
     and ``scores`` adds ``best_scores``. With several pairs of node types, each has its own folder
@@ -169,7 +169,7 @@ def _write_file(path: Path, schema: pa.Schema, batches: Iterable[pa.RecordBatch]
 
 
 def write_relations(decoder: nn.Module, g: DistGraph, folder: str | Path) -> None:
-    """Write ``_relations.parquet`` with the decoder's parameters per edge type, if any. Collective."""
+    """Write ``_relations.parquet`` with a decoder's parameters per edge type, if any. All ranks call it."""
     columns = {name: pa.array(list(rows.detach().cpu().numpy())) for name, rows in decoder.named_parameters()}
 
     def write() -> None:

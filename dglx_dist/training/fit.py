@@ -68,7 +68,7 @@ def train(  # noqa: PLR0913 - all but four have defaults
     scheduler: Scheduler | None = None,
     state: Mapping[str, Stateful] | None = None,
 ) -> FitResult:
-    """Train ``model`` and evaluate it exactly. Collective.
+    """Train ``model`` and evaluate it exactly. Every rank must call this.
 
     Resume from the newest checkpoint in ``config.checkpoint_folder`` if there is one. On the same number of
     ranks, the weights are then bit-equal to those of a run that was never interrupted. With that folder,
@@ -153,7 +153,7 @@ def train(  # noqa: PLR0913 - all but four have defaults
 
 
 def _resolve_task(config: FitConfig, g: DistGraph, module: nn.Module) -> FitConfig:
-    """Return ``config`` with task, loss and metrics. Standardise a model of regression. Collective."""
+    """Return ``config`` with task, loss and metrics. Standardise a regression. Every rank must call this."""
     if not isinstance(config.task, str):
         return config
     ntype = find_labelled_type(g, config.label) if config.ntype is None else config.ntype
@@ -169,9 +169,8 @@ def _resolve_task(config: FitConfig, g: DistGraph, module: nn.Module) -> FitConf
         weights = torch.where(deviation > 0, deviation, 1.0).to(find_float_parameter(module).device)
         module.standardise(mean.to(weights), weights)
     metric = config.metric if config.evaluate else list_metrics(task, config.metric)
-    return replace(
-        config, ntype=ntype, task=task, metric=metric, loss=config.loss or choose_loss(task, weights)
-    )
+    loss = config.loss or choose_loss(task, weights)
+    return replace(config, ntype=ntype, task=task, metric=metric, loss=loss)
 
 
 def _use_exact_loss(config: FitConfig, g: DistGraph, *, is_own: bool) -> FitConfig:

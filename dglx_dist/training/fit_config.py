@@ -185,12 +185,10 @@ def check_updates(
     uses = {"clip_norm": config.clip_norm, "accumulate": config.accumulate if config.accumulate > 1 else None}
     name = next((name for name, value in uses.items() if value is not None), None)
     if name and (model.overlaps_steps or sparse):
-        obstacle = (
-            "embeddings have separate gradients" if sparse else "steps overlap (pipeline depth above 1)"
-        )
-        raise ConfigError(
-            f"{name}={uses[name]} needs all gradients of a step at once, but {obstacle}. Leave it out."
-        )
+        obstacle = "steps overlap (pipeline depth above 1)"
+        if sparse:
+            obstacle = "embeddings have separate gradients"
+        raise ConfigError(f"{name}={uses[name]} needs all gradients of a step, but {obstacle}. Leave it out.")
     if SCHEDULER in state:
         raise ConfigError(f"state has the name {SCHEDULER!r}, which scheduler= uses. Choose another name.")
     if scheduler is None:

@@ -177,7 +177,7 @@ def layerwise_inference(  # noqa: PLR0913 - all but two have defaults
     mask: str | None = None,
     edge_feats: EdgeNames = (),
 ) -> Any:
-    """Compute every layer once for every node, over all neighbours. Collective.
+    """Compute every layer once for every node, over all neighbours. Every rank must call this.
 
     Each rank computes its share of its server's nodes and reads the previous layer through the KVStore, so
     memory holds two layers of activations. Convolutions see the degrees of the whole graph.
@@ -240,7 +240,7 @@ def minibatch_inference(
     ntypes: Sequence[str] | None = None,
     edge_feats: EdgeNames = (),
 ) -> Any:
-    """Compute every node's results from its whole neighbourhood of ``num_layers`` hops. Collective.
+    """Compute every node's results from its whole neighbourhood of ``num_layers`` hops. All ranks call this.
 
     The results are exact for any model that is called as ``model(blocks, h)`` with ``num_layers`` blocks, but
     each batch recomputes shared neighbours. If the model defines its layers, prefer
@@ -263,15 +263,14 @@ def _infer(  # noqa: PLR0913 - the arguments of two public functions
     mask: str | None = None,
     edge_feats: EdgeNames = (),
 ) -> Any:
-    """Compute the passes in turn for all nodes, each on ``num_layers`` blocks. Collective."""
+    """Compute the passes in turn for all nodes, each on ``num_layers`` blocks. Every rank must call this."""
     check_replicas(dict(module.named_parameters()), g.session)
     target, maker = find_float_parameter(module), open_neighborhood_maker(g, num_layers, mask, edge_feats)
     with evaluating(module):
         for depth, run_pass in enumerate(passes):
             # Later passes read the results of the previous one.
-            compute = _make_compute(
-                run_pass, g, maker, rows, (target.device, target.dtype if depth == 0 else None)
-            )
+            placement = target.device, target.dtype if depth == 0 else None
+            compute = _make_compute(run_pass, g, maker, rows, placement)
             out_types = g.ntypes if ntypes is None or depth < len(passes) - 1 else list_names(ntypes)
             computed = _compute_all(g, compute, batch_size, out_types, f"pass {depth} over all nodes")
             if depth > 0:
@@ -286,17 +285,15 @@ def _make_compute(
     g: DistGraph,
     maker: NodeMaker,
     rows: _Rows,
-    target: tuple[torch.device, torch.dtype | None],
+    target: tuple[Any, Any],
 ) -> _Compute:
     """Return a function that runs a pass on the nodes of a batch, with ``rows`` as the input."""
 
     def compute(ntype: str, ids: Array) -> dict[Path, Tensor]:
         blocks = maker.complete(maker.sample_items({ntype: ids}, 0, step=0)).blocks
         sources = blocks[0].srcnodes
-        h = {
-            path: tensor[sources[find_type(path, g)].data[dgl.NID]].to(*target)
-            for path, tensor in rows.items()
-        }
+        ids_by_path = {path: sources[find_type(path, g)].data[dgl.NID] for path in rows}
+        h = {path: tensor[ids_by_path[path]].to(*target) for path, tensor in rows.items()}
         graph_blocks = [_place_with_degrees(block, g, target[0]) for block in blocks]
         for block in graph_blocks:
             note_edge_order(block, g.orig_edge_ids)
@@ -322,16 +319,15 @@ def _split_nodes(
     max_edges = _BATCH_DEGREE * batch_size
     for first, last in split_range(share, batch_size):
         ids = np.arange(first, last)
-        edges = np.cumsum(
-            sum((structure.in_degrees(ids) for structure in structures), np.zeros(len(ids), np.int64))
-        )
+        degrees = (structure.in_degrees(ids) for structure in structures)
+        edges = np.cumsum(sum(degrees, np.zeros(len(ids), np.int64)))
         # A piece starts where the running number of in-edges exceeds a multiple of ``max_edges``.
         starts = first + np.flatnonzero(np.diff(np.maximum(edges - 1, 0) // max_edges, prepend=-1))
         yield from pairwise([*starts.tolist(), last])
 
 
 def gather_module(model: nn.Module) -> nn.Module:
-    """Return the user's module with uncut weights. Collective."""
+    """Return the user's module with uncut weights. Every rank must call this."""
     return model.whole() if isinstance(model, WrappedModel) else model
 
 
@@ -347,9 +343,7 @@ def read_first_rows(g: DistGraph, feature: str, inputs: Inputs | None) -> dict[P
         if path and path[0] != ntype:
             raise ConfigError(f"inputs has the unknown node type {path[0]!r} (known: {', '.join(g.ntypes)})")
         if len(tensor) != g.num_nodes(ntype):
-            raise ConfigError(
-                f"inputs has {len(tensor)} rows for the {g.num_nodes(ntype)} nodes of type {ntype!r}"
-            )
+            raise ConfigError(f"inputs has {len(tensor)} rows for {g.num_nodes(ntype)} nodes {ntype!r}")
     return rows
 
 
@@ -430,9 +424,8 @@ def _allocate_rows(g: DistGraph, first_results: Mapping[str, Mapping[Path, Tenso
     for specs in gather_json(local_layouts, g.session):
         for path, *layout in specs:
             if layouts.setdefault(tuple(path), layout) != layout:
-                raise ConfigError(
-                    f"a layer returns {layout} at {path} on one rank and {layouts[tuple(path)]} on another"
-                )
+                expected = layouts[tuple(path)]
+                raise ConfigError(f"a layer returns {layout} at {path} on one rank and {expected} on another")
     if not layouts:
         raise ConfigError("a layer returns no rows for any node. It must return a row for each destination.")
     # All ranks allocate in the same order.
@@ -471,7 +464,7 @@ def evaluate(  # noqa: PLR0913 - all optional
     metrics: Sequence[str] = (),
     edge_feats: EdgeNames = (),
 ) -> dict[str, float]:
-    """Return the exact accuracy within each mask, equal on every rank. Collective.
+    """Return the exact accuracy within each mask, equal on every rank. Every rank must call this.
 
     With ``metrics``, their values are added as ``val_f1_micro`` for all masks except that of training.
 
@@ -517,9 +510,8 @@ def evaluate(  # noqa: PLR0913 - all optional
                 continue
             # The accuracy has been counted already.
             values = {"accuracy": scores[mask]} if task == CLASSIFICATION else {}
-            values |= measure(
-                outputs[0], g, ntype, label, mask, task, [m for m in metrics if m not in values]
-            )
+            missing = [name for name in metrics if name not in values]
+            values |= measure(outputs[0], g, ntype, label, mask, task, missing)
             scores |= {f"{mask.removesuffix('_mask')}_{name}": values[name] for name in metrics}
         return scores
     finally:
@@ -528,7 +520,7 @@ def evaluate(  # noqa: PLR0913 - all optional
 
 
 def check_evaluable(model: nn.Module, g: DistGraph, options: Mapping[str, Any]) -> None:
-    """Check ``options``, all arguments of a call of :func:`evaluate`, without computing. Collective."""
+    """Check ``options``, all arguments of :func:`evaluate`, without computing. Every rank must call this."""
     _resolve_masks(g, None, options["label"], options["ntype"], options["task"])
     list_metrics(options["task"], options["metrics"])
     read_first_rows(g, options["feature"], options["inputs"])

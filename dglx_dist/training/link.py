@@ -82,7 +82,7 @@ def _has_name_of_reverse(candidate: EdgeType, etype: EdgeType) -> bool:
 
 
 def find_reverse_types(g: DistGraph, targets: Sequence[EdgeType]) -> dict[EdgeType, list[EdgeType]]:
-    """Return the types of the reverse edges of each target, whatever their names. Collective.
+    """Return the types of the reverse edges of each target, whatever their names. Every rank must call this.
 
     A type between the swapped node types is one if its name says so, such as ``NAME-rev``, or if most edges
     of the smaller of both types are reverse edges of the other. Two targets of one node type are compared by
@@ -113,11 +113,8 @@ def link_targets(g: DistGraph, names: Sequence[str] = ()) -> list[EdgeType]:
     """Return the edge types to predict, by name or as ``source:name:destination``.
 
     Without names, these are the types that do not have the name of a reverse type, such as ``NAME-rev``. A
-    graph with several node types must have exactly one such type.
-
-    Raises:
-        ConfigError: there is no such edge type, or the graph has several node types and several such edge
-            types.
+    graph with several node types must have exactly one such type. Raises ConfigError if there is no such edge
+    type, or the graph has several node types and several such edge types.
     """
     etypes = g.canonical_etypes
     if names:
@@ -132,7 +129,7 @@ def link_targets(g: DistGraph, names: Sequence[str] = ()) -> list[EdgeType]:
 
 
 def split_edges(g: DistGraph, targets: Sequence[EdgeType]) -> bool:
-    """Add training, validation and test masks to the ``targets``, unless they have them. Collective.
+    """Add training, validation and test masks to the ``targets``, unless they have them. All ranks call this.
 
     The split is 80 / 10 / 10. It is keyed by the original ids of the two ends of an edge, so it does not
     depend on the number of parts and ranks. All edges between two nodes of one type, in both directions, are
@@ -185,7 +182,7 @@ def split_edges(g: DistGraph, targets: Sequence[EdgeType]) -> bool:
 
 
 def count_marked(g: DistGraph, targets: Sequence[EdgeType], mask: str) -> int:
-    """Return the number of edges of the ``targets`` that a mask marks, on all ranks together. Collective."""
+    """Return the number of marked edges of ``targets`` on all ranks. Every rank must call this."""
     book, columns = g.get_partition_book(), [(g.edges[etype].data, etype) for etype in targets]
     marked = sum(len(edge_split(data[mask], book, etype)) for data, etype in columns if mask in data)
     return int(gather_int64([marked], g.session).sum())
@@ -375,9 +372,7 @@ DECODERS: Mapping[str, Callable[[int, int], Decoder]] = {
 
 def _check_halves(name: str, width: int) -> None:
     if width % 2:
-        raise ConfigError(
-            f"{name} needs rows of real and imaginary halves, but the width is {width}. Make it even."
-        )
+        raise ConfigError(f"{name} needs rows of real and imaginary halves. Make the width {width} even.")
 
 
 def _multiply_complex(rows: Tensor, real: Tensor, imaginary: Tensor) -> Tensor:
@@ -474,7 +469,7 @@ def _uses_graph_degrees(module: nn.Module) -> bool:
 def compute_rows(
     model: nn.Module, g: DistGraph, inputs: EntityInputs | None, feature: str = FEATURE
 ) -> Iterator[dict[str, DistTensor]]:
-    """Yield the (N, d) rows that a :class:`LinkModel` scores, by node type. Collective.
+    """Yield the (N, d) rows that a :class:`LinkModel` scores, by node type. Every rank must call this.
 
     An encoder computes them along edges of ``train_mask``. Its rows are deleted at the end of the block.
     """
@@ -528,10 +523,9 @@ class LinkEvaluation:
         self._true_edges: KnownEdges | None = None
 
     def __call__(self, model: nn.Module) -> dict[str, float]:
-        """Return ``val_mrr``, ``test_mrr`` and so on. Collective.
+        """Return ``val_mrr``, ``test_mrr`` and so on. Every rank must call this.
 
-        Raises:
-            ConfigError: on all ranks, if a score is NaN.
+        Raises ConfigError on all ranks, if a score is NaN.
         """
         module, rows = self._read(model)
         metrics: dict[str, float] = {}
@@ -542,7 +536,7 @@ class LinkEvaluation:
         return metrics
 
     def test_edges(self, model: nn.Module, stored: Mapping[str, DistTensor] | None = None) -> RankedEdges:
-        """Rank this rank's test edges, with the ``stored`` rows of :func:`compute_rows` if given. Collective.
+        """Rank this rank's test edges, with ``stored`` rows of :func:`compute_rows`. All ranks call this.
 
         Returns:
             By pair of node types, which are the same on all ranks: (Q,) int64 ``relation`` (index in
@@ -558,10 +552,8 @@ class LinkEvaluation:
 
         def rank_edges() -> RankedEdges:
             test_edges = self._edges_by_split.get(TEST, {}).items()
-            return {
-                ntypes: self._find_best_ids(module.decoder, rows, ntypes, edges)
-                for ntypes, edges in test_edges
-            }
+            decoder = module.decoder
+            return {ntypes: self._find_best_ids(decoder, rows, ntypes, edges) for ntypes, edges in test_edges}
 
         with evaluating(module):
             return run_on_all_ranks(self.g.session, rank_edges, ConfigError)
@@ -590,14 +582,13 @@ class LinkEvaluation:
         return columns | dict(zip(("score", "best", "best_scores"), best_columns, strict=True))
 
     def _read(self, model: nn.Module, stored: Any = None) -> tuple[Any, dict[str, Tensor]]:
-        """Return the uncut model and all rows of the ranked types. Collective."""
+        """Return the uncut model and all rows of the ranked types. Every rank must call this."""
         if self._true_edges is None:
             splits = {name: self._read_split(name) for name in (VALIDATION, TEST)}
             sizes = [sum(edges.shape[1] for edges in split.values()) for split in splits.values()]
             totals = gather_int64(sizes, self.g.session).sum(axis=0)
-            self._edges_by_split = {
-                name: splits[name] for name, total in zip(splits, totals, strict=True) if total
-            }
+            totals_by_name = zip(splits, totals, strict=True)
+            self._edges_by_split = {name: splits[name] for name, total in totals_by_name if total}
             self._true_edges = self._find_true_edges(self._edges_by_split.values())
         module: Any = gather_module(model)
         ntypes = {ntype for etype in self.targets for ntype in (etype[0], etype[2])}
@@ -630,7 +621,7 @@ class LinkEvaluation:
         return queries
 
     def _find_true_edges(self, splits: Iterable[SplitEdges]) -> KnownEdges:
-        """Return the true edges that answer the queries of all ranks. Collective."""
+        """Return the true edges that answer the queries of all ranks. Every rank must call this."""
         g, id_limit, empty = self.g, max(map(self.g.num_nodes, self.g.ntypes)), np.empty((3, 0), np.int64)
 
         def make_keys(queries: Array) -> Array:
@@ -655,7 +646,7 @@ class LinkEvaluation:
     def _measure_split(
         self, decoder: Decoder, rows: Mapping[str, Tensor], split_edges: SplitEdges
     ) -> dict[str, float]:
-        """Return the metrics of a split by name. Collective."""
+        """Return the metrics of a split by name. Every rank must call this."""
 
         def score_edges() -> tuple[Tensor, Tensor]:
             ranks, scores = [torch.empty(0)], [torch.empty(2, 0)]
@@ -698,9 +689,8 @@ class LinkEvaluation:
             relation = relation.to(source.device) - len(self.g.canonical_etypes)
             return decoder.all_subjects(destination[ids], relation, source)
 
-        for score_all, query, hook in zip(
-            (score_objects, score_subjects), queries, (after, None), strict=False
-        ):
+        ends = zip((score_objects, score_subjects), queries, (after, None), strict=False)
+        for score_all, query, hook in ends:
             yield rank_of_answer(score_all, *map(torch.from_numpy, query), known=self._true_edges, after=hook)
 
 
@@ -717,7 +707,7 @@ def link_loader(
     inputs: EntityInputs | None = None,
     **options: Any,
 ) -> Any:
-    """Return the loader of training edges and their negatives. Collective.
+    """Return the loader of training edges and their negatives. Every rank must call this.
 
     Messages run along edges of ``train_mask`` (:func:`split_edges`). Edges of the batch, their opposite edges
     of the same type and those of :func:`find_reverse_types` are left out.

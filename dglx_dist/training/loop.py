@@ -64,7 +64,7 @@ log = logging.getLogger(__name__)
 
 
 class TrainingRun:
-    """A run of :func:`~dglx_dist.training.fit.train` from its first epoch to its last. Collective."""
+    """A run of :func:`~dglx_dist.training.fit.train` from first to last epoch. All ranks call it."""
 
     def __init__(
         self,
@@ -151,7 +151,7 @@ class TrainingRun:
             log.warning("nothing to train: %d epochs are done", self._next_epoch)
 
     def _is_comparable(self, saved: Progress, folder: str | Path) -> bool:
-        """Return whether the saved best epoch has the same metric and its weights exist. Collective."""
+        """Return whether the saved best epoch has this metric and its weights. Every rank must call this."""
         if saved.best[0] is None:
             return True
         reason = ""
@@ -188,7 +188,7 @@ class TrainingRun:
         return self._config.checkpoint_folder is not None and self._session.stop_point.is_over
 
     def leave(self) -> None:
-        """End training. Save a checkpoint if it was stopped, or return to the best epoch. Collective."""
+        """End training. Save if it was stopped, else return to the best epoch. Every rank must call this."""
         self._session.stop_point.close()
         if not self.is_stopped:
             self.files.write(FINAL_WEIGHTS, self._next_epoch - 1)
@@ -327,7 +327,7 @@ class TrainingRun:
         return record
 
     def _evaluate(self, record: EpochRecord) -> EpochRecord:
-        """Update the result and the best epoch. Return ``record`` with the metrics. Collective."""
+        """Update the result and the best epoch. Return ``record`` with the metrics. All ranks call this."""
         config = self._config
         for rows in self._step.sparse:
             # With an asynchronous optimizer, other ranks may still be writing rows.
@@ -359,9 +359,8 @@ class TrainingRun:
     @property
     def _evaluate_options(self) -> dict[str, Any]:
         config = self._config
-        options = {
-            name: getattr(config, name) for name in ("feature", "label", "num_layers", "ntype", "edge_feats")
-        }
+        names = "feature", "label", "num_layers", "ntype", "edge_feats"
+        options = {name: getattr(config, name) for name in names}
         inputs = None if config.inputs is None else config.inputs.tensors
         options |= {"batch_size": config.eval_batch_size, "inputs": inputs, "task": config.task}
         return {**options, "metrics": config.metric}
@@ -373,7 +372,7 @@ class TrainingRun:
             self._writer.abandon() if failed else self._writer.wait()
 
     def _save(self, step: int = 0, *, wait: bool = False) -> float:
-        """Save after ``step`` steps of the next epoch, where the loader's pass has ended. Collective.
+        """Save after ``step`` steps of the next epoch, where the loader's pass has ended. All ranks call it.
 
         Return the seconds for which training stood still. With ``wait``, the checkpoint is complete on
         return.
@@ -382,9 +381,8 @@ class TrainingRun:
         begin = time.perf_counter()
         best = (self._stopping.epoch, self._stopping.score)
         self._writer.wait()  # The writer thread reads ``protected``.
-        self._writer.protected = (
-            None if best[0] is None or not self._config.patience else self._checkpoint_path(best[0])
-        )
+        best_epoch = best[0] if self._config.patience else None
+        self._writer.protected = None if best_epoch is None else self._checkpoint_path(best_epoch)
         self._writer.save(
             epoch=self._next_epoch,
             step=step,

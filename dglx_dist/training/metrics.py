@@ -111,9 +111,8 @@ def _average_columns(
 
 
 def _average_precision(score: Tensor, positive: Tensor, session: Session) -> float:
-    positive_scores, negative_scores = (
-        _gather_sorted(score[rows], session) for rows in (positive, ~positive)
-    )
+    split = positive, ~positive
+    positive_scores, negative_scores = (_gather_sorted(score[rows], session) for rows in split)
     hits = len(positive_scores) - torch.searchsorted(positive_scores, positive_scores)
     misses = len(negative_scores) - torch.searchsorted(negative_scores, positive_scores)
     return float((hits.double() / (hits + misses)).mean()) if len(hits) else math.nan
@@ -275,9 +274,7 @@ def rank_of_answer(
         raise ConfigError(f"max_scores={max_scores} must be at least 1")
     _check_lengths(subject, relation, answer, "queries")
     if len(answer) and int(answer.min()) < 0:
-        raise ConfigError(
-            f"answer {int(answer.min())} is negative. An answer is the index of a column of the scores."
-        )
+        raise ConfigError(f"answer {int(answer.min())} is negative. An answer is the index of a score.")
     out, first, batch_size = torch.empty(len(answer), dtype=torch.float64), 0, 1
     while first < len(answer):
         rows = slice(first, first + batch_size)
@@ -294,15 +291,14 @@ def rank_of_answer(
 
 
 def mrr(ranks: Tensor, session: Session) -> float:
-    """Return the mean reciprocal rank over all ranks' (Q,) ``ranks``. NaN without any. Collective."""
+    """Return the mean reciprocal rank of all ranks' (Q,) ``ranks``, or NaN. Every rank must call this."""
     return _mean(1.0 / ranks.to(torch.float64), session)
 
 
 def hits_at(k: int, ranks: Tensor, session: Session) -> float:
-    """Return the share of all ranks' (Q,) ``ranks`` that are at most ``k``. NaN without any. Collective.
+    """Return the share of all ranks' (Q,) ``ranks`` up to ``k``, or NaN without any. All ranks call this.
 
-    Raises:
-        ConfigError: on all ranks, if ``k`` is below 1.
+    Raises ConfigError on all ranks, if ``k`` is below 1.
     """
 
     def find_hits() -> Tensor:
@@ -321,9 +317,7 @@ def _remove_known(
     id_columns = [answer] if known_answers is None else [answer, known_answers[1]]
     largest = max((int(ids.max()) for ids in id_columns if len(ids)), default=-1)
     if largest >= scores.shape[1]:
-        raise ConfigError(
-            f"answer {largest} has no column among the {scores.shape[1]} candidates. Score all of them."
-        )
+        raise ConfigError(f"answer {largest} is beyond the {scores.shape[1]} candidates. Score all of them.")
     rows = torch.arange(len(scores), device=scores.device)
     positive = scores[rows, columns]
     # NaN is neither above nor equal to any score, so these columns do not count.

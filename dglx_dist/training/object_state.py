@@ -73,7 +73,7 @@ def _encode(path: str, name: str, value: object, tensors: dict[str, Tensor]) -> 
 
 
 def describe_objects(values: Mapping[str, Any], tensors: Mapping[str, Tensor], session: Session) -> Any:
-    """Return the entry of ``state.json``, with ``per_rank`` if the ranks' states differ. Collective."""
+    """Return the entry of ``state.json``, with ``per_rank`` if states differ. Every rank must call this."""
     digests = {name: crc32(view_bytes(value.detach().cpu().contiguous())) for name, value in tensors.items()}
     ranks = gather_json({"values": values, "digests": digests}, session)
     if any(rank != ranks[0] for rank in ranks):
@@ -158,10 +158,8 @@ def check_optimizer(
             f"the checkpoint's optimizer is {saved['kind']}, not {kind}. Use the same, or load no optimizer."
         )
     names = _name_parameters(optimizer, module)
-    current = [
-        sorted(names[position] for position in group["params"])
-        for group in optimizer.state_dict()["param_groups"]
-    ]
+    groups = optimizer.state_dict()["param_groups"]
+    current = [sorted(names[position] for position in group["params"]) for group in groups]
     saved_groups = [sorted(group["params"]) for group in saved["groups"]]
     if current != saved_groups:
         group_index = next(index for index, (a, b) in enumerate(zip_longest(current, saved_groups)) if a != b)
@@ -179,7 +177,7 @@ def check_optimizer(
 def join_optimizer(
     model: nn.Module, tensors: Mapping[str, Tensor], plain: Mapping[str, Any], session: Session
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Join the results of :func:`split_optimizer` on all ranks to the state of the uncut model. Collective.
+    """Join the results of :func:`split_optimizer` to the state of the uncut model. All ranks call this.
 
     A rank without columns, whose piece never had a gradient, may lack a tensor. Zeros replace it. Values that
     exist once per parameter, such as steps, come from the lowest rank.
@@ -254,7 +252,7 @@ def build_optimizer_state(
     optimizer: torch.optim.Optimizer,
     model: nn.Module,
     tensors: Mapping[str, Tensor],
-    plain: Mapping[str, Any],
+    plain: dict[str, Any],
 ) -> dict[str, Any]:
     """Undo :func:`split_optimizer`. Return the state that the optimizer loads."""
     position_of = {name: position for position, name in _name_parameters(optimizer, model).items()}
@@ -297,10 +295,8 @@ def _check_group(
             raise ValueError(f"{key!r} of the optimizer is {value!r}")
     if "lr" in own and not 0 <= float(values["lr"]) <= _LARGEST:
         raise ValueError(f"'lr' of the optimizer is {values['lr']!r}")
-    if (
-        type(optimizer).__module__.split(".")[:2] != ["torch", "optim"]
-        or type(optimizer) is torch.optim.LBFGS
-    ):
+    is_known = type(optimizer).__module__.split(".")[:2] == ["torch", "optim"]
+    if not is_known or type(optimizer) is torch.optim.LBFGS:
         return
     # A step of small parameters checks the settings. Torch checks arguments, but not the values of a group.
     probes = {p.dim(): torch.zeros((2,) * p.dim(), dtype=p.dtype, device=p.device) for p in own["params"]}

@@ -69,9 +69,7 @@ class EntityInputs:
                 )
         for ntype, tensor in self._tensors().items():
             if len(tensor.shape) != 2:
-                raise ConfigError(
-                    f"{feature!r} of nodes of type {ntype!r} must be (N, F), not {tuple(tensor.shape)}"
-                )
+                raise ConfigError(f"{feature!r} of {ntype!r} must be (N, F), not {tuple(tensor.shape)}")
 
     @property
     def feature_widths(self) -> dict[str, int]:
@@ -270,9 +268,8 @@ class RGCN(RelationalModel):
                 for weight in weights:
                     nn.init.xavier_uniform_(weight)
                 self.weights.append(nn.Parameter(weights))
-            self.own.append(
-                nn.ModuleDict({make_module_name(ntype): nn.Linear(into, out) for ntype in self.ntypes})
-            )
+            linears = {make_module_name(ntype): nn.Linear(into, out) for ntype in self.ntypes}
+            self.own.append(nn.ModuleDict(linears))
             if num_bases is not None:
                 self.bases.append(WeightBasis((into, out), num_bases, len(relations)))
         self.dropout, self._residual = nn.Dropout(dropout), residual
@@ -283,10 +280,11 @@ class RGCN(RelationalModel):
 
     def apply_layer(self, depth: int, block: Any, h: Rows) -> Rows:
         is_last = depth == self.num_layers - 1
-        own: Any = self.own[depth]
+        linears: Any = self.own[depth]
         result_types = [ntype for ntype in self.ntypes if ntype in self.out_types or not is_last]
         num_dst = {ntype: block.num_dst_nodes(ntype) for ntype in result_types}
-        rows = torch.cat([own[make_module_name(ntype)](h[ntype][:count]) for ntype, count in num_dst.items()])
+        target_rows = ((ntype, h[ntype][:count]) for ntype, count in num_dst.items())
+        rows = torch.cat([linears[make_module_name(ntype)](x) for ntype, x in target_rows])
         merged_edges = _merge_relations(block, self.ntypes, self.etypes, num_dst)
         if merged_edges is not None:
             merged, sizes, targets = merged_edges
@@ -300,9 +298,8 @@ class RGCN(RelationalModel):
             rows = rows + torch.cat([h[ntype][:count] for ntype, count in num_dst.items()])
         if self.norms:
             norms: Any = self.norms[depth]
-            rows = torch.cat(
-                [norms[make_module_name(ntype)](x) for ntype, x in _split_by_type(rows, num_dst).items()]
-            )
+            by_type = _split_by_type(rows, num_dst).items()
+            rows = torch.cat([norms[make_module_name(ntype)](x) for ntype, x in by_type])
         keys = make_type_keys(block.dstnodes, result_types)
         return _split_by_type(drop_rows(self.dropout, torch.relu(rows), keys), num_dst)
 

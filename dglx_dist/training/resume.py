@@ -32,16 +32,13 @@ saved it, and the precision of forward passes.
 
 
 def resolve_resume(config: Options, checkpoints: str | Path | None, session: Session) -> Options:
-    """Return ``config`` with the settings that the checkpoints decide. Collective.
+    """Return ``config`` with the settings that the checkpoints decide. Every rank must call this.
 
     If there are checkpoints and ``overwrite`` does not replace them, ``resume`` and ``goes_on`` are set.
     Without ``precision``, that of the checkpoint is used.
 
     This function comes before all other collectives, because ranks with different settings would wait for
-    each other in them.
-
-    Raises:
-        ConfigError: the settings differ between ranks.
+    each other in them. Raises ConfigError if the settings differ between ranks.
     """
     names = {field.name for field in fields(RunOptions)} - {"trace", "tensorboard"}
     shared = {name: getattr(config, name) for name in sorted(names)}
@@ -114,9 +111,8 @@ TRAINED_WITH = "strategy"
 def describe_run(g: DistGraph, config: FitConfig, optimizer: torch.optim.Optimizer) -> dict[str, object]:
     """Return the facts that a run must have in common with the run that it resumes, as JSON values."""
     session = g.session
-    options = collect_shared_facts(
-        session.strategy, tracing.hide_credentials(session.options), session.seed, curve=False
-    )
+    shown = tracing.hide_credentials(session.options)
+    options = collect_shared_facts(session.strategy, shown, session.seed, curve=False)
     groups = {
         f"optimizer.{number}.{name}": _plain(value)
         for number, group in enumerate(optimizer.param_groups)

@@ -38,7 +38,7 @@ _ROWS_AT_ONCE = 1 << 16
 
 
 def read_task(g: DistGraph, ntype: str, label: str, requested: str = AUTO_TASK) -> tuple[str, int]:
-    """Return the task of the labels of ``ntype``, and the width of a model's scores. Collective.
+    """Return the task of the labels of ``ntype``, and the width of a model's scores. All ranks call this.
 
     The width is 0 for classification, because ``g.num_classes`` has it. ConfigError if the labels do not fit
     the task.
@@ -153,7 +153,7 @@ def _weighted_cross_entropy(weights: Tensor, scores: Tensor, labels: Tensor) -> 
 
 
 def compute_class_weights(g: DistGraph, ntype: str, label: str, task: str) -> Tensor:
-    """Return the ``balanced`` weights of the classes, (C,) float32. Collective.
+    """Return the ``balanced`` weights of the classes, (C,) float32. Every rank must call this.
 
     For classification they are n / (C * n_c) with n_c training nodes of class c out of n, and 0 for a class
     without any. For multilabel they are the number of zeros divided by the number of ones of each column, and
@@ -185,7 +185,7 @@ def compute_class_weights(g: DistGraph, ntype: str, label: str, task: str) -> Te
 def compute_moments(g: DistGraph, ntype: str, label: str, mask: str) -> tuple[Tensor, Tensor]:
     """Return the (K,) float64 means and standard deviations of the columns of the targets in ``mask``.
 
-    Collective. The deviation is 0 if the targets are equal in float32 or there are none.
+    Every rank must call this. The deviation is 0 if the targets are equal in float32 or there are none.
     """
     targets = _read_labels(g, ntype, label, mask).double()
     targets = targets.reshape(len(targets), math.prod(targets.shape[1:]))
@@ -213,7 +213,7 @@ def to_predictions(task: str, scores: Tensor) -> Tensor:
 def measure(
     scores: DistTensor, g: DistGraph, ntype: str, label: str, mask: str, task: str, names: Sequence[str]
 ) -> dict[str, float]:
-    """Return the metrics ``names`` of (N, C) scores within a mask, NaN for an empty mask. Collective."""
+    """Return the metrics ``names`` of (N, C) scores in a mask, NaN if it is empty. All ranks call this."""
     if not names:
         return {}
     data, empty = g.nodes[ntype].data, slice(0, 0)
@@ -251,7 +251,7 @@ def _compute_metric(name: str, scores: Tensor, labels: Tensor, session: Session,
 
 
 def warn_of_guesses(task: str, values: Mapping[str, float], g: DistGraph, ntype: str, label: str) -> None:
-    """Warn on rank 0 if the test metrics in ``values`` are hardly better than guesses. Collective."""
+    """Warn on rank 0 if the test metrics in ``values`` are hardly better than guesses. All ranks call it."""
     name = "auc" if "test_auc" in values else "roc_auc"
     guess, is_poor = 0.5, values.get(f"test_{name}", 1.0) < 0.55
     reason = (
@@ -278,7 +278,7 @@ def _read_labels(g: DistGraph, ntype: str, label: str, mask: str) -> Tensor:
 
 
 def _majority_share(g: DistGraph, ntype: str, label: str) -> float:
-    """Return the share of the largest class among the test targets, -1 without classes. Collective."""
+    """Return the share of the largest class among test targets, -1 without classes. All ranks call this."""
     if not (classes := g.dataset.manifest.num_classes.get(ntype, 0)):
         return -1.0
     labels = _read_labels(g, ntype, label, SPLITS[2])

@@ -35,7 +35,7 @@ Pair: TypeAlias = tuple[str, int, int]
 
 
 def check_trace(path: Path, session: Session) -> None:
-    """Raise StorageError on all ranks before training if the trace cannot be written. Collective."""
+    """Raise StorageError on all ranks before training if the trace cannot be written. All ranks call this."""
     run_on_all_ranks(session, lambda: check_replaceable(path) if session.topology.rank == 0 else None)
 
 
@@ -46,7 +46,7 @@ def rank_path(path: Path, rank: int) -> Path:
 
 @contextmanager
 def record_steps(file: str | Path | None, num_steps: int, session: Session) -> Iterator[Callable[[], None]]:
-    """Record the first steps of the block and write the trace at its end. Collective.
+    """Record the first steps of the block and write the trace at its end. Every rank must call this.
 
     Rank 0 writes the trace and replaces an earlier one. After a failure each rank writes its own part on its
     own machine, see :func:`rank_path`.
@@ -95,15 +95,14 @@ def _collect_spans(session: Session, clock: Clock) -> RankSpans:
 
 
 def _gather_spans(local_spans: RankSpans, session: Session) -> list[RankSpans]:
-    """Return the spans of all ranks on rank 0, and an empty list on other ranks. Collective."""
+    """Return the spans of all ranks on rank 0, and an empty list on other ranks. All ranks call this."""
     ranks, payload = [], asdict(local_spans)
     for source in range(session.topology.world_size):
         # The ranks send in turn, because the spans of a rank may have megabytes.
         rank_spans = broadcast_json(payload, session, source)
         if session.topology.rank == 0:
-            ranks.append(
-                RankSpans(**rank_spans | {"spans": tuple(Span(**span) for span in rank_spans["spans"])})
-            )
+            spans = tuple(Span(**span) for span in rank_spans["spans"])
+            ranks.append(RankSpans(**rank_spans | {"spans": spans}))
     return ranks
 
 
@@ -134,7 +133,7 @@ def _build_trace(ranks: Sequence[RankSpans], steps: int, num_steps: int, session
 
 
 def list_traffic(sent: Counter[Pair], session: Session) -> dict[str, list[list[int]]]:
-    """Sum the bytes of all ranks. Return phase to [source, destination, bytes]. Collective."""
+    """Sum the bytes of all ranks. Return phase to [source, destination, bytes]. Every rank must call this."""
     ranks = gather_json([[*key, num_bytes] for key, num_bytes in sent.items()], session)
     totals = Counter[Pair]()
     for phase, source, destination, num_bytes in chain.from_iterable(ranks):
@@ -150,7 +149,7 @@ def open_scalars_writer(
     folder: str | Path | None, epoch: int, session: Session
 ) -> Iterator[Callable[[EpochRecord], None]]:
     """Yield a callback that writes figures for TensorBoard. It replaces earlier figures from ``epoch`` on.
-    Collective.
+    Every rank must call this.
 
     The callback does nothing without ``folder``. If a write fails, it warns and stops writing.
     StorageError if the folder cannot be written.

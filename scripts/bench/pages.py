@@ -1,4 +1,4 @@
-"""Writes Markdown pages from figures and notes: README.md of a folder of results, and docs/performance.md."""
+"""Writes Markdown pages from figures and notes: README.md of a folder, and the pages of docs/results."""
 
 from __future__ import annotations
 
@@ -17,16 +17,32 @@ from scripts.bench.suites import everything, find
 from scripts.out_files import markdown_table, write_text
 
 _WIDTH = 120
-_HEAD = """<!-- Made by `python scripts/bench performance` from docs/results: change what is there. -->
-
-# Performance: what was measured, and the command that repeats it"""
-_LEGEND = """How to read it: a ratio's value is the quotient of two medians, the range behind it the quartiles
-of the quotients of single repetitions, which ran one after the other. A claim counts as reproduced when the
-value is within the bounds that its experiment states and, where these claim a difference, the range leaves 1
-out. phi is the share of its time that the baseline spends on the network at the rate shown. Seconds, phases
-(means over ranks; sample and fetch run on threads beside the others) and MB are of one epoch, MB of all
-ranks. What is simulated is marked so. On plain loopback nothing limits the links, and no claim is judged."""
+_HEAD = "<!-- Made by `python scripts/bench performance` from docs/results: change what is there. -->"
+INDEX = "index.md"
+_PACKAGE = "package.md"
+_PAGES = {
+    "distdgl.md": ("D", "DistDGL: partitions and scaling"),
+    "p3.md": ("P", "P3: push_pull"),
+    "granndis.md": ("G", "GraNNDis: preloading"),
+    "dorylus.md": ("Y", "Dorylus: stateless workers"),
+    "fewer_bytes.md": ("B", "Caches, covers and narrow rows"),
+    "auto.md": ("A", "The automatic choice"),
+    "peers.md": ("PEER", "Other packages"),
+    _PACKAGE: ("", "Parts of this package"),
+}
+"""Page to the letters that the ids of its experiments begin with, and its title."""
+_TEN = ("D1", "D2", "P1", "P6", "G1", "G4", "Y2", "B1", "A1", "PEER1")
+"""The experiments of the short table."""
+_PICTURE = "G1-phases.png"
+_LEGEND = """How to read it: a ratio is the quotient of two medians. The range behind it has the quartiles
+of the quotients of single repetitions, which ran one after the other. A claim counts as
+reproduced when the ratio is within the bounds that its experiment states. If the bounds claim
+a difference, the range must leave 1 out. phi is the share of its time that the baseline spends
+on the network at the rate shown. Seconds, phases and MB are those of one epoch. Phases are
+means over the ranks, and MB are sums. Sample and fetch run on threads beside the others. What
+is simulated is marked. On plain loopback nothing limits the links, and no claim is judged."""
 _OVERVIEW = ("experiment", "claim of, or aim", "measured here", "verdict")
+_RATIO_HEADS = ("comparison", "measured", "predicted", "bound")
 _DETAILS = ("variants", "ratios", "cells", "bytes", "closed form", "done once")
 """Keys of the figures that a detailed section shows as tables."""
 
@@ -46,24 +62,54 @@ def write_page(out: Path) -> Path:
     return write_text(out / "README.md", "\n\n".join(["# Results", overview, _LEGEND, *sections]) + "\n")
 
 
-def render(figures: Mapping[str, Mapping[str, Any]], notes: Notes, folder: Path) -> str:
-    """Return the text of docs/performance.md from figures by id, notes, and the pictures in ``folder``."""
-    rows, sections = [], []
+def render(figures: Mapping[str, Mapping[str, Any]], notes: Notes, folder: Path) -> dict[str, str]:
+    """Return the text of each page of docs/results, with the pictures that are in ``folder``."""
+    rows: dict[str, tuple[str, ...]] = {}
+    sections: dict[str, list[str]] = {page: [] for page in _PAGES}
     for experiment in everything():
         experiment_figures = figures.get(experiment.id)
+        page = find_page(experiment.id)
         shown = bool(experiment_figures and (experiment_figures["variants"] or experiment_figures["cells"]))
-        rows.append(_overview_row(experiment, experiment_figures))
+        rows[experiment.id] = _overview_row(experiment, experiment_figures, page)
         if experiment_figures and shown:
             note = notes.experiments.get(experiment.id, {})
-            pictures = [f"{folder.name}/{name}" for name in pictures_of(experiment, folder)]
-            sections.append(_section(experiment, experiment_figures, note, pictures))
+            pictures = pictures_of(experiment, folder)
+            sections[page].append(_section(experiment, experiment_figures, note, pictures))
+    parts = []
     for title, part in notes.parts.items():
         if part["Overview"]:
-            rows.append((_link(title), *(cell.strip() for cell in part["Overview"].split("|"))))
-        sections.append(f"## {title}\n\n{part['Text']}")
-    overview = markdown_table(_OVERVIEW, rows)
-    parts = [_HEAD, notes.intro, overview, _machines(list(figures.values())), *sections]
-    return "\n\n".join(part.strip("\n") for part in parts) + "\n"
+            parts.append(
+                (_link(title, page=_PACKAGE), *(cell.strip() for cell in part["Overview"].split("|")))
+            )
+        sections[_PACKAGE].append(f"## {title}\n\n{part['Text']}")
+    intro, _, settings = notes.intro.partition("### Settings\n")
+    index = [
+        "# Results",
+        _HEAD,
+        intro,
+        "## In ten rows",
+        markdown_table(_OVERVIEW, [rows[name] for name in _TEN]),
+        f"![Seconds of an epoch by phase]({_PICTURE})" if (folder / _PICTURE).is_file() else "",
+        "## All experiments",
+        markdown_table(_OVERVIEW, list(rows.values())),
+        "## Parts of this package",
+        markdown_table(("part", *_OVERVIEW[1:]), parts),
+        f"## Settings\n{settings}" if settings else "",
+        "## Machines",
+        _machines(list(figures.values())),
+    ]
+    pages = {page: [f"# {title}", _HEAD, *sections[page]] for page, (_, title) in _PAGES.items()}
+    return {
+        page: "\n\n".join(part.strip("\n") for part in content if part) + "\n"
+        for page, content in {INDEX: index, **pages}.items()
+        if len(content) > 2
+    }
+
+
+def find_page(experiment: str) -> str:
+    """Return the page of an experiment: that of the letters which its id begins with."""
+    letters = experiment.rstrip("0123456789")
+    return next((page for page, (prefix, _) in _PAGES.items() if prefix == letters), _PACKAGE)
 
 
 def pictures_of(experiment: Experiment, folder: Path) -> list[str]:
@@ -72,7 +118,9 @@ def pictures_of(experiment: Experiment, folder: Path) -> list[str]:
     return [name for name in names if (folder / name).is_file()]
 
 
-def _overview_row(experiment: Experiment, figures: Mapping[str, Any] | None) -> tuple[str, ...]:
+def _overview_row(
+    experiment: Experiment, figures: Mapping[str, Any] | None, page: str = ""
+) -> tuple[str, ...]:
     paper = experiment.claim.paper
     if figures is None:
         return (_title(experiment), paper, "-", str(judge_experiment(experiment, None)))
@@ -83,7 +131,7 @@ def _overview_row(experiment: Experiment, figures: Mapping[str, Any] | None) -> 
     ]
     verdict = _verdict(figures)
     count = f" ({met} of {len(bounded)} bounds)" if verdict.startswith("partly") else ""
-    link = _link(_title(experiment), experiment.id)
+    link = _link(_title(experiment), experiment.id, page)
     return f"{link}: {experiment.title}", paper, " ".join(ratios_shown) or "-", verdict + count
 
 
@@ -113,22 +161,28 @@ def _section(
     # The lesson was written for the published result, so a new result shows its verdict instead.
     lesson = f"{figures['why']}." if detailed else note.get("Lesson", "")
     ratios = [ratio for ratio in figures["ratios"] if ratio["bound"] or not _is_formula(ratio)]
-    result = ["; ".join(map(_format_ratio, ratios)), _format_bytes(figures["bytes"])]
-    result += [figures["nearness"], figures["accuracy"]]
+    result = [_format_bytes(figures["bytes"]), figures["nearness"], figures["accuracy"]]
     result += [f"Simulated: {text}" for text in figures["simulated"]]
     bullets = {
-        "Claim": f"{claim.says} ({claim.paper}; {claim.setting}).",
+        "Claim": f"{_capitalize(claim.says)} ({claim.paper}).",
+        "Their setting": f"{_capitalize(claim.setting)}.",
         "Predicted": experiment.prediction if detailed else "",
         "Here": _capitalize(note.get("Here", "")),
-        "Result": " ".join(f"{_capitalize(text).rstrip('.')}." for text in result if text),
+        "Also": " ".join(f"{_capitalize(text).rstrip('.')}." for text in result if text),
         "Verdict": f"**{verdict}**. {_capitalize(lesson)}",
     }
     source = f"`{figures['command']}`, {figures['repetitions']} repetitions, {figures['date'][:10]}"
     parts = [
         f"## {_title(experiment)}",
         "\n".join(_fill(f"- **{name}**: {text}", "  ") for name, text in bullets.items() if text),
+        *(
+            [markdown_table(_RATIO_HEADS, [_ratio_row(ratio) for ratio in ratios])]
+            if ratios and not detailed
+            else ()
+        ),
         *(_details(figures) if detailed else ()),
-        " ".join([source, *(f"![{experiment.id}]({picture})" for picture in pictures)]),
+        source,
+        *(f"![{experiment.id}]({picture})" for picture in pictures),
     ]
     return "\n\n".join(parts)
 
@@ -169,9 +223,9 @@ def _title(experiment: Experiment) -> str:
     return f"{experiment.id}: {experiment.title}"
 
 
-def _link(title: str, text: str = "") -> str:
+def _link(title: str, text: str = "", page: str = "") -> str:
     anchor = re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-")
-    return f"[{text or title}](#{anchor})"
+    return f"[{text or title}]({page}#{anchor})"
 
 
 def _format_measured(ratio: Mapping[str, Any], mark: str = "") -> str:
@@ -191,6 +245,17 @@ def _format_ratio(ratio: Mapping[str, Any]) -> str:
     met = "met" if ratio["verdict"].startswith("reproduced") else "missed"
     words += [f"bound {ratio['bound']} {met}"] if ratio["bound"] else []
     return f"`{ratio['name']}` {', '.join(words)}"
+
+
+def _ratio_row(ratio: Mapping[str, Any]) -> tuple[str, ...]:
+    predicted = "" if ratio["predicted"] is None else f"{ratio['predicted']:.2f}"
+    met = "met" if ratio["verdict"].startswith("reproduced") else "missed"
+    return (
+        ratio["name"],
+        _format_measured(ratio),
+        predicted,
+        f"{ratio['bound']}: {met}" if ratio["bound"] else "",
+    )
 
 
 def _format_bytes(rows: Sequence[Mapping[str, str]]) -> str:

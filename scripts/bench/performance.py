@@ -1,8 +1,8 @@
-"""Compact figures of all experiments, docs/results/ID.json, and the page made from them, docs/performance.md.
+"""Compact figures of all experiments, docs/results/ID.json, and the pages made from them.
 
 python scripts/bench performance                # from docs/results/raw and docs/results/notes.md
 python scripts/bench performance --add DIR      # first take over the results and pictures of a bench
-python scripts/bench performance --check        # fail where figures or page are out of date
+python scripts/bench performance --check        # fail where figures or pages are out of date
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from scripts.out_files import make_folder, write_text
 
 
 def main(arguments: Sequence[str] | None = None) -> int | str:
-    """Write figures and page; return 0, or what is out of date."""
+    """Write figures and pages; return 0, or what is out of date."""
     parser = argparse.ArgumentParser(
         prog="python scripts/bench performance",
         description=__doc__,
         formatter_class=argparse.RawTextHelpFormatter,
     )
     parser.add_argument("--results", type=Path, default=DOCS / "results", help="folder of raw/ and notes.md")
-    parser.add_argument("--to", type=Path, default=DOCS / "performance.md")
+    parser.add_argument("--to", type=Path, default=DOCS / "results", help="folder of the pages")
     parser.add_argument("--add", type=Path, help="folder that the bench wrote (its --out)")
     parser.add_argument("--check", action="store_true", help="write nothing")
     options = parser.parse_args(arguments)
@@ -44,8 +44,11 @@ def main(arguments: Sequence[str] | None = None) -> int | str:
     texts = {
         result_path(options.results, name): dump_figures(one_figures) for name, one_figures in figures.items()
     }
-    texts[options.to] = render(figures, read_notes(options.results / "notes.md"), options.results)
+    pages = render(figures, read_notes(options.results / "notes.md"), options.results)
+    texts |= {options.to / name: text for name, text in pages.items()}
     stale = [path for path, text in texts.items() if not path.is_file() or path.read_text("utf-8") != text]
+    if not options.check:
+        make_folder(options.to)
     for path in () if options.check else stale:
         write_text(path, texts[path])
     return f"out of date: {', '.join(map(str, stale))}" if options.check and stale else 0

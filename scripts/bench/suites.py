@@ -19,7 +19,7 @@ Build: TypeAlias = Callable[[BenchPlan], ExperimentPlan]
 FAMILIES = ("data_parallel", "push_pull", "full_graph", "serverless", "fewer_bytes", "choice", "peers")
 """Modules in ``experiments``; each has BUILDS: id -> what makes or finds datasets and says what to run."""
 PROGRAMS: Mapping[str, tuple[str, str]] = {
-    "performance": ("performance:main", "puts docs/performance.md together from docs/results"),
+    "performance": ("performance:main", "puts docs/results/index.md together from docs/results"),
     "same_bits": ("micro.same_bits:main", "digests of weights, losses, bytes: equal in two checkouts?"),
     "message_passing": ("micro.message_passing:main", "DGL's kernels beside the torch path, on the CPU"),
     "sampling": ("micro.sampling:main", "neighbour sampling beside stock DGL"),

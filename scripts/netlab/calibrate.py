@@ -2,7 +2,8 @@
 
     phi = 1 - seconds with links that are not limited / seconds at the rate
 
-is the part of the time that the network costs; docs/netlab.md, "Matched phi", says why shares are compared.
+is the part of the time that the network costs; docs/development/netlab.md, "Matched phi",
+says why shares are compared.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """Reads the traces of a command's ranks, and compares the ledger with the counters of network cards.
 
-All bytes of a server's card are compared with all payload that the ledger has between this server and others,
-both directions together, as acknowledgements go the other way. docs/netlab.md, "Validation", says what the
-card has beside; traffic on a server's loopback goes through no card, nor does the ledger count it as outside.
+All bytes of a server's card are compared with all payload that the ledger has between this server and
+others, both directions together, as acknowledgements go the other way. docs/development/netlab.md,
+"Validation", says what the card has beside; traffic on a server's loopback goes through no card, nor does
+the ledger count it as outside.
 """
 
 from __future__ import annotations

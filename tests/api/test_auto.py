@@ -1,7 +1,5 @@
 """``auto``: the ranks choose together, train as if the strategy had been named, and tell what came of it."""
 
-from __future__ import annotations
-
 import json
 import warnings
 from dataclasses import replace

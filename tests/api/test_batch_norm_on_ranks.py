@@ -1,7 +1,5 @@
 """Batch norms whose statistics are those of one process, on any number of ranks."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 import warnings
@@ -14,7 +12,8 @@ from dgl.nn import SAGEConv
 from torch import Tensor, nn
 
 import dglx_dist as dx
-from tests.helpers.ranks import run_ranks
+from tests.helpers.ranks import run_each, run_ranks
+from tests.strategies import equality
 
 NUM_NODES, WIDTH, CLASSES = 40, 5, 3
 
@@ -97,12 +96,12 @@ def conversion_after_wrap(strategy: str) -> list[str]:
     return errors
 
 
-@pytest.mark.parametrize("strategy", ["data_parallel", "push_pull"])
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_refuses_to_convert_a_wrapped_model(strategy: str, ranks: int) -> None:
-    for errors in run_ranks(conversion_after_wrap, ranks, args=(strategy,)):
-        assert len(errors) == 3
-        assert all("Call model = dx.nn.BatchNorm.convert(model) before dx.wrap" in text for text in errors)
+def test_refuses_to_convert_a_wrapped_model(ranks: int) -> None:
+    for of_ranks in run_each(conversion_after_wrap, [("data_parallel",), ("push_pull",)], ranks):
+        for errors in of_ranks:
+            assert len(errors) == 3
+            assert all("model = dx.nn.BatchNorm.convert(model) before dx.wrap" in text for text in errors)
 
 
 def passes_of_rows(rows_of_ranks: list[int], shape: tuple[int, ...]) -> tuple[str, list[float]]:
@@ -120,23 +119,20 @@ def passes_of_rows(rows_of_ranks: list[int], shape: tuple[int, ...]) -> tuple[st
         return "", [*norm.running_mean.tolist(), *norm.running_var.tolist()]
 
 
-@pytest.mark.parametrize("rows_of_ranks", [[1], [0, 1], [1, 0]])
-def test_refuses_one_row_over_all_ranks(rows_of_ranks: list[int]) -> None:
-    for error, running_mean in run_ranks(passes_of_rows, len(rows_of_ranks), args=(rows_of_ranks, (3,))):
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_refuses_one_row_over_all_ranks_and_keeps_statistics_where_no_rank_has_one(ranks: int) -> None:
+    cases = [([0] * ranks, (3,)), ([1, 0], (3,)), *[([0, 1], (3,))] * (ranks - 1)]
+    without, *of_one_row = run_each(passes_of_rows, cases, ranks)
+    assert without == [("", [2, 2, 2, 1, 1, 1])] * ranks
+    for error, running_mean in (result for of_ranks in of_one_row for result in of_ranks):
         assert "more than 1" in error
         assert running_mean == [2, 2, 2]
 
 
-def test_keeps_running_statistics_where_no_rank_has_a_row() -> None:
-    for rows_of_ranks in ([0], [0, 0]):
-        results = run_ranks(passes_of_rows, len(rows_of_ranks), args=(rows_of_ranks, (3,)))
-        assert results == [("", [2, 2, 2, 1, 1, 1])] * len(rows_of_ranks)
-
-
-@pytest.mark.parametrize("shape", [(4,), (3, 3), ()])
-def test_refuses_inputs_that_are_no_rows(shape: tuple[int, ...]) -> None:
-    for error, _ in run_ranks(passes_of_rows, 2, args=([2, 2], shape)):
-        assert "dx.nn.BatchNorm(3) takes rows of 3 columns" in error
+def test_refuses_inputs_that_are_no_rows() -> None:
+    for of_ranks in run_each(passes_of_rows, [([2, 2], shape) for shape in ((4,), (3, 3), ())], 2):
+        for error, _ in of_ranks:
+            assert "dx.nn.BatchNorm(3) takes rows of 3 columns" in error
 
 
 def trained_state(strategy: str, parts: int, is_converted: bool) -> dict[str, Any]:
@@ -149,13 +145,7 @@ def trained_state(strategy: str, parts: int, is_converted: bool) -> dict[str, An
         loader = dx.DataLoader(g, dx.node_split(g.ndata["train_mask"]), sampler, batch_size=NUM_NODES)
         model: Any = Net()
         model = dx.wrap(dx.nn.BatchNorm.convert(model) if is_converted else model, g)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
-        for _ in range(3):
-            for _, _, blocks in loader:
-                scores = model(blocks, blocks[0].srcdata["feat"])
-                optimizer.zero_grad()
-                nn.functional.cross_entropy(scores, blocks[-1].dstdata["label"]).backward()
-                optimizer.step()
+        equality.loop(model, loader, torch.optim.SGD(model.parameters(), lr=0.3), 3)
         state = {name: value.numpy().copy() for name, value in model.state_dict().items()}
         sent = g.session.ledger.total(phase="batch_norm")
         warned = [str(warning.message) for warning in caught if "batch norm" in str(warning.message)]
@@ -166,25 +156,24 @@ def distance(first: dict[str, Any], other: dict[str, Any]) -> float:
     return max(float(abs(first["state"][name] - other["state"][name]).max()) for name in first["state"])
 
 
-@pytest.mark.parametrize("strategy", ["data_parallel", "push_pull"])
 @pytest.mark.parametrize("ranks", [1, 2, 3])
-def test_ranks_train_with_the_statistics_of_one_process(strategy: str, ranks: int) -> None:
+def test_ranks_train_with_the_statistics_of_one_process(ranks: int) -> None:
     single = run_ranks(trained_state, 1, args=("data_parallel", ranks, False))[0]
-    for of_rank in run_ranks(trained_state, ranks, args=(strategy, ranks, True)):
+    cases = [("data_parallel", ranks, True), ("push_pull", ranks, True)]
+    for of_rank in (result for of_ranks in run_each(trained_state, cases, ranks) for result in of_ranks):
         assert distance(single, of_rank) < 1e-10
         assert of_rank["warned"] == 0
 
 
-@pytest.mark.parametrize("strategy", ["full_graph", "shared_preload", "cooperative"])
-def test_whole_graphs_have_the_statistics_of_one_process(strategy: str) -> None:
-    single = run_ranks(trained_state, 1, args=(strategy, 2, True))[0]
-    for of_rank in run_ranks(trained_state, 2, args=(strategy, 2, True)):
-        assert distance(single, of_rank) < 1e-10
+def test_whole_graphs_have_the_statistics_of_one_process() -> None:
+    cases = [(strategy, 2, True) for strategy in ("full_graph", "shared_preload", "cooperative")]
+    alone, both = (run_each(trained_state, cases, ranks) for ranks in (1, 2))
+    for case, (single,), of_ranks in zip(cases, alone, both, strict=True):
+        assert max(distance(single, of_rank) for of_rank in of_ranks) < 1e-10, case
 
 
 def test_statistics_of_each_rank_differ_and_are_warned_of() -> None:
-    single = run_ranks(trained_state, 1, args=("data_parallel", 2, False))[0]
-    of_ranks = run_ranks(trained_state, 2, args=("data_parallel", 2, False))
+    (single,), of_ranks = (run_ranks(trained_state, n, args=("data_parallel", 2, False)) for n in (1, 2))
     assert distance(single, of_ranks[0]) > 1e-3
     assert [of_rank["warned"] for of_rank in of_ranks] == [1, 0]
     assert single["warned"] == 0

@@ -1,7 +1,5 @@
 """Training with a cache of remote rows: the same to the last bit, and as many hits as predicted."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,9 +1,5 @@
 """Files that are kept beside a dataset: made once, checked, and made again when one bit differs."""
 
-from __future__ import annotations
-
-import os
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,7 +15,6 @@ from dglx_dist.data.partition.base import PARTITIONERS, PartitionOptions, Partit
 from dglx_dist.data.partition.prepare import partition_to_disk
 from dglx_dist.data.storage.arrays import STAMP
 from dglx_dist.data.storage.columns import CACHE, MANIFEST
-from dglx_dist.data.storage.files import partial_folder
 from dglx_dist.data.storage.reader import open_dataset
 from dglx_dist.data.storage.writer import write_dataset
 from dglx_dist.data.synthetic import SyntheticConfig, generate
@@ -129,9 +124,7 @@ def test_a_cut_with_a_flipped_bit_is_made_again(tmp_path: Path, caplog: pytest.L
 
 
 @pytest.mark.parametrize("is_damaged", [False, True])
-def test_of_two_runs_that_cut_at_once_the_first_counts(
-    tmp_path: Path, instead: Callable[..., None], is_damaged: bool
-) -> None:
+def test_first_of_two_runs_counts(tmp_path: Path, instead: Callable[..., None], is_damaged: bool) -> None:
     def cut(*arguments: Any, **options: Any) -> None:
         partition_to_disk(*arguments, **options)
         # Meanwhile another run finishes the same cut, and maps its files.
@@ -150,7 +143,7 @@ def test_of_two_runs_that_cut_at_once_the_first_counts(
 
 
 @pytest.mark.parametrize("error", [StorageError("the disk is full"), FileNotFoundError("of the source")])
-def test_an_error_of_the_cutting_is_not_blamed_on_the_cache(
+def test_errors_of_the_partitioner_pass(
     tmp_path: Path, instead: Callable[..., None], error: Exception
 ) -> None:
     def cut(*_: object, **_options: object) -> None:
@@ -169,22 +162,7 @@ def test_what_is_no_cut_stays(tmp_path: Path) -> None:
         partition_cached(two_triangles(), PLAN, tmp_path)
 
 
-def test_what_a_killed_run_left_goes(tmp_path: Path) -> None:
-    with partial_folder(tmp_path / "graph") as own:
-        done = subprocess.Popen(["true"])
-        done.wait()
-        left = own.rename(own.with_name(own.name.replace(f"-{os.getpid()}-", f"-{done.pid}-")))
-        (left / "part0").mkdir()
-        (tmp_path / "other" / left.name).mkdir(parents=True)
-        folder = partition_cached(two_triangles(), PLAN, tmp_path)
-    # Not what lies deeper: the cache may be a folder with much else in it.
-    assert sorted(tmp_path.iterdir()) == sorted([folder, tmp_path / "other"])
-    assert [path.name for path in (tmp_path / "other").iterdir()] == [left.name]
-
-
-def test_a_cache_that_cannot_be_written_is_told_before_the_work(
-    tmp_path: Path, instead: Callable[..., None]
-) -> None:
+def test_names_a_cache_that_cannot_be_written(tmp_path: Path, instead: Callable[..., None]) -> None:
     instead(refuse)
     (tmp_path / "file").write_text("mine")
     with pytest.raises(StorageError, match="cannot be written"):

@@ -1,7 +1,5 @@
 """Models and batches on wrong devices; ``meta`` stands in for a GPU, as its tensors mix with no other."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from types import SimpleNamespace
@@ -96,9 +94,7 @@ def test_errors_of_the_model_itself_stay(dataset: str) -> None:
             model(torch.ones(2, 3, device="meta"))
 
 
-def test_random_states_of_gpus_are_saved_and_left_where_there_is_none(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_random_states_of_gpus_are_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A checkpoint of a GPU loads on a CPU and the other way round."""
     state, restored = torch.arange(16, dtype=torch.uint8), []
     monkeypatch.setattr(torch.cuda, "get_rng_state", lambda device: state)

@@ -1,7 +1,5 @@
 """Dropout of mini-batch strategies: the same entries on any number of ranks."""
 
-from __future__ import annotations
-
 import pickle
 from typing import Any
 
@@ -15,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import dglx_dist as dx
 from dglx_dist.training.relational import HGT, RGCN
-from tests.helpers.ranks import run_ranks
+from tests.helpers.ranks import run_each, run_ranks
 
 NUM_NODES, WIDTH, CLASSES = 40, 5, 3
 
@@ -145,26 +143,13 @@ def weights_after_two_steps(strategy: str, model_name: str, parts: int) -> dict[
         return {name: value.numpy().copy() for name, value in model.state_dict().items()}
 
 
-def distance(strategy: str, model_name: str) -> float:
-    first, *remaining = (
-        run_ranks(weights_after_two_steps, ranks, args=(strategy, model_name, 2))[0] for ranks in (1, 2)
-    )
-    return max(abs(first[name] - second[name]).max() for second in remaining for name in first)
-
-
-@pytest.mark.parametrize("model_name", ONE_TYPE)
-@pytest.mark.parametrize("strategy", ["data_parallel", "push_pull"])
-def test_two_ranks_drop_the_entries_of_one(strategy: str, model_name: str) -> None:
-    assert distance(strategy, model_name) < 1e-12
-
-
-@pytest.mark.parametrize("model_name", TWO_TYPES)
-def test_two_ranks_drop_the_entries_of_one_on_several_types(model_name: str) -> None:
-    assert distance("data_parallel", model_name) < 1e-12
-
-
-def test_functional_dropout_has_no_nodes_and_differs() -> None:
-    assert distance("data_parallel", "functional") > 1e-3
+def test_two_ranks_drop_the_entries_of_one_but_functional_dropout_has_no_nodes() -> None:
+    cases = [(strategy, name, 2) for strategy in ("data_parallel", "push_pull") for name in ONE_TYPE]
+    cases += [("data_parallel", name, 2) for name in (*TWO_TYPES, "functional")]
+    alone, both = (run_each(weights_after_two_steps, cases, ranks) for ranks in (1, 2))
+    for case, (first,), (second, _) in zip(cases, alone, both, strict=True):
+        distance = max(abs(first[name] - second[name]).max() for name in first)
+        assert distance > 1e-3 if case[1] == "functional" else distance < 1e-12, case
 
 
 def error_of_a_late_probability(strategy: str) -> str:
@@ -184,9 +169,10 @@ def error_of_a_late_probability(strategy: str) -> str:
         return str(caught.value)
 
 
-@pytest.mark.parametrize("strategy", ["data_parallel", "push_pull", "full_graph"])
-def test_a_probability_is_set_before_wrap(strategy: str) -> None:
-    assert "before dx.wrap" in run_ranks(error_of_a_late_probability, 1, args=(strategy,))[0]
+def test_a_probability_is_set_before_wrap() -> None:
+    cases = [("data_parallel",), ("push_pull",), ("full_graph",)]
+    for (message,) in run_each(error_of_a_late_probability, cases, 1):
+        assert "before dx.wrap" in message
 
 
 class Counted(nn.Module):
@@ -228,15 +214,14 @@ def masks_of_epochs(anew: bool) -> list[Any]:
         return [tensor.numpy() for tensor in kept]
 
 
-@pytest.mark.parametrize("anew", [False, True])
-def test_masks_differ_in_each_step_and_epoch_and_drop_their_share(anew: bool) -> None:
-    kept = run_ranks(masks_of_epochs, 1, args=(anew,))[0]
-    steps = len(kept) // 3
-    assert abs(sum(tensor.sum() for tensor in kept) / sum(tensor.size for tensor in kept) - 0.5) < 0.05
-    for step in range(steps):
-        first, second, third = (kept[epoch * steps + step] for epoch in range(3))
-        assert first.shape != second.shape or (first != second).any()
-        assert second.shape != third.shape or (second != third).any()
+def test_masks_differ_in_each_step_and_epoch_and_drop_their_share() -> None:
+    for (kept,) in run_each(masks_of_epochs, [(False,), (True,)], 1):
+        steps = len(kept) // 3
+        assert abs(sum(tensor.sum() for tensor in kept) / sum(tensor.size for tensor in kept) - 0.5) < 0.05
+        for step in range(steps):
+            first, second, third = (kept[epoch * steps + step] for epoch in range(3))
+            assert first.shape != second.shape or (first != second).any()
+            assert second.shape != third.shape or (second != third).any()
 
 
 class Linked(Sage):

@@ -1,7 +1,5 @@
 """Exact evaluation of models that read edge data."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

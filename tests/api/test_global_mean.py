@@ -1,7 +1,5 @@
 """Losses over fewer terms than seeds: gradients of ranks are those of one process."""
 
-from __future__ import annotations
-
 import logging.handlers
 import warnings
 from collections.abc import Callable
@@ -68,6 +66,7 @@ def masking(scores: Tensor, ids: Tensor, labels: Tensor) -> tuple[Tensor, float]
     return F.mse_loss(scores[known, 0], targets[known], reduction="sum"), float(known.sum())
 
 
+STRATEGIES = ("data_parallel", "push_pull", "full_graph")
 LOSSES: dict[str, Callable[[Tensor, Tensor, Tensor], tuple[Tensor, float]]] = {
     function.__name__: function for function in (ignoring, ignoring_all_but_one, weighing, masking)
 }
@@ -108,11 +107,15 @@ def furthest_from_plain(strategy: str) -> dict[str, float]:
         return differences
 
 
+def by_strategy(function: Callable[[str], Any]) -> dict[str, Any]:
+    return {strategy: function(strategy) for strategy in STRATEGIES}
+
+
 @pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("strategy", ["data_parallel", "push_pull", "full_graph"])
-def test_a_mean_over_fewer_terms_has_the_gradient_of_one_process(strategy: str, ranks: int) -> None:
-    for differences in run_ranks(furthest_from_plain, ranks, args=(strategy,)):
-        assert differences == pytest.approx(dict.fromkeys(LOSSES, 0.0), abs=1e-12)
+def test_a_mean_over_fewer_terms_has_the_gradient_of_one_process(ranks: int) -> None:
+    for results in run_ranks(by_strategy, ranks, args=(furthest_from_plain,)):
+        for differences in results.values():
+            assert differences == pytest.approx(dict.fromkeys(LOSSES, 0.0), abs=1e-12)
 
 
 def step_with_gaps(strategy: str, way: str) -> tuple[list[str], list[str]]:
@@ -161,24 +164,31 @@ def step_with_gaps(strategy: str, way: str) -> tuple[list[str], list[str]]:
         return warned, [record.getMessage() for record in handler.buffer]
 
 
-@pytest.mark.parametrize("strategy", ["data_parallel", "push_pull", "full_graph"])
-@pytest.mark.parametrize("way", ["read", "nan", "global mean", "global mean, then not", "sum", "numbers"])
-def test_warns_once_of_steps_over_seeds_without_targets(strategy: str, way: str) -> None:
-    (warned, logged), (not_warned, of_rank_1) = run_ranks(step_with_gaps, 2, args=(strategy, way))
-    assert (logged, not_warned) == ([], [])
-    if way in ("global mean", "sum", "numbers"):
-        assert (warned, of_rank_1) == ([], [])
-    else:
-        assert len(warned) == 1
-        assert "seeds in this batch of rank 0 have no part in the loss" in warned[0]
-        assert len(of_rank_1) <= 1
+WAYS = ("read", "nan", "global mean", "global mean, then not", "sum", "numbers", "one rank")
 
 
-@pytest.mark.parametrize("strategy", ["data_parallel", "push_pull", "full_graph"])
-def test_warns_where_seeds_of_one_rank_only_have_no_target(strategy: str) -> None:
-    (warned, _), (_, logged) = run_ranks(step_with_gaps, 2, args=(strategy, "one rank"))
-    (message,) = warned + logged
-    assert f"seeds in this batch of rank {int(not warned)} have no part in the loss" in message
+def steps_with_gaps(strategy: str) -> dict[str, tuple[list[str], list[str]]]:
+    return {way: step_with_gaps(strategy, way) for way in WAYS}
+
+
+def test_warns_once_of_steps_over_seeds_without_targets() -> None:
+    first, second = run_ranks(by_strategy, 2, args=(steps_with_gaps,))
+    for strategy in STRATEGIES:
+        for way in WAYS:
+            (warned, logged), (not_warned, of_rank_1) = first[strategy][way], second[strategy][way]
+            case = f"{strategy}, {way}"
+            if way == "one rank":
+                (message,) = warned + of_rank_1
+                rank = int(not warned)
+                assert f"seeds in this batch of rank {rank} have no part in the loss" in message, case
+                continue
+            assert (logged, not_warned) == ([], []), case
+            if way in ("global mean", "sum", "numbers"):
+                assert (warned, of_rank_1) == ([], []), case
+            else:
+                assert len(warned) == 1, case
+                assert "seeds in this batch of rank 0 have no part in the loss" in warned[0], case
+                assert len(of_rank_1) <= 1, case
 
 
 class OnGpu(Tensor):
@@ -245,7 +255,7 @@ def test_looks_at_scores_of_seeds_on_cpus_alone(scores: Tensor) -> None:
     assert messages_of(scores, lambda one: one.sum() * 0) == []
 
 
-def errors_of_wrong_values(case: int) -> str:
+def errors_of_wrong_values() -> list[str]:
     wrong: list[tuple[Any, Any, Any]] = [
         (torch.tensor(1.0), -1, "mean"),
         (torch.tensor(1.0), torch.tensor(torch.nan), "mean"),
@@ -264,16 +274,15 @@ def errors_of_wrong_values(case: int) -> str:
         (np.array("x"), 3, None),
     ]
     with dx.init(strategy="data_parallel") as session:
-        total, count, reduction = wrong[case] if session.topology.rank == 0 else (torch.tensor(2.0), 3, "sum")
+        errors = []
         session.model_share = count_targets(1, session)
-        try:
-            if wrong[case][2] is None:
-                dx.reduce_mean(total, count)
-            else:
-                dx.global_mean(total, count, reduction)
-        except dx.ConfigError as error:
-            return str(error)
-    return ""
+        for case in wrong:
+            total, count, reduction = case if session.topology.rank == 0 else (torch.tensor(2.0), 3, "sum")
+            is_value = case[2] is None
+            with pytest.raises(dx.ConfigError) as refused:
+                dx.reduce_mean(total, count) if is_value else dx.global_mean(total, count, reduction)
+            errors.append(str(refused.value))
+        return errors
 
 
 WRONG_VALUES = (
@@ -285,11 +294,11 @@ WRONG_VALUES = (
 )
 
 
-@pytest.mark.parametrize("case", range(len(WRONG_VALUES)))
-def test_refuses_what_is_no_sum_and_no_count_on_all_ranks(case: int) -> None:
-    first, second = run_ranks(errors_of_wrong_values, 2, args=(case,))
-    assert first.startswith(WRONG_VALUES[case])
-    assert "another rank has a wrong value for this mean" in second
+def test_refuses_what_is_no_sum_and_no_count_on_all_ranks() -> None:
+    first, second = run_ranks(errors_of_wrong_values, 2)
+    for message, other, words in zip(first, second, WRONG_VALUES, strict=True):
+        assert message.startswith(words)
+        assert "another rank has a wrong value for this mean" in other
 
 
 def test_ignores_the_mean_of_no_values() -> None:

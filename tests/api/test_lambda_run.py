@@ -1,7 +1,5 @@
 """``dglx train --strategy lambda`` and what it writes."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
@@ -56,7 +54,7 @@ def test_a_run_its_bill_and_its_resume(dataset: str, tmp_path: Path) -> None:
         ({"strategy_options": {**OPTIONS, "mode": "pype"}}, "mode='pype'"),
     ],
 )
-def test_what_it_cannot_do_is_refused(
+def test_refuses_what_it_cannot_do(
     dataset: str, tmp_path: Path, changes: dict[str, Any], reason: str
 ) -> None:
     with pytest.raises(ConfigError, match=reason):

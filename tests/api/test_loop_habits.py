@@ -3,8 +3,6 @@
 A habit is a function of a model and its steps. It trains, and runs unchanged in one process and on ranks.
 """
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import functools
@@ -25,7 +23,8 @@ from torch import Tensor, nn
 import dglx_dist as dx
 from dglx_dist.errors import ConfigError
 from dglx_dist.strategies.base import WrappedModel
-from tests.helpers.ranks import run_ranks
+from tests.helpers import wide
+from tests.helpers.ranks import run_each
 
 NUM_NODES, CLASSES, STEPS = 40, 3, 4
 HUGE = 1e290
@@ -356,21 +355,29 @@ def call_model(blocks: Any, model: nn.Module) -> Tensor:
     return scores
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_habits_train_as_in_one_process(strategy: str, ranks: int) -> None:
-    for differences in run_ranks(of_ranks, ranks, args=(strategy, False)):
-        for (refusing, habit), message in REFUSALS.items():
-            if refusing == strategy:
-                assert message in str(differences[habit])
-                differences[habit] = 0.0
-        assert differences == pytest.approx(dict.fromkeys(HABITS, 0.0), abs=1e-12)
+def of_each_strategy(
+    function: Callable[..., Any], ranks: int = 2, *arguments: Any
+) -> Iterator[tuple[str, list[Any]]]:
+    """Yield each strategy and what ``function(strategy, *arguments)`` returns on every rank."""
+    cases = [(strategy, *arguments) for strategy in STRATEGIES]
+    yield from zip(STRATEGIES, run_each(function, cases, ranks), strict=True)
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_all_ranks_skip_a_step_that_overflows_on_one(strategy: str) -> None:
-    for differences in run_ranks(of_ranks, 2, args=(strategy, True)):
-        assert differences == pytest.approx(dict.fromkeys(OVERFLOWS, 0.0), abs=1e-12)
+@pytest.mark.parametrize("ranks", [*wide(1), 2])
+def test_habits_train_as_in_one_process(ranks: int) -> None:
+    for strategy, results in of_each_strategy(of_ranks, ranks, False):
+        for differences in results:
+            for (refusing, habit), message in REFUSALS.items():
+                if refusing == strategy:
+                    assert message in str(differences[habit])
+                    differences[habit] = 0.0
+            assert differences == pytest.approx(dict.fromkeys(HABITS, 0.0), abs=1e-12), strategy
+
+
+def test_all_ranks_skip_a_step_that_overflows_on_one() -> None:
+    for strategy, results in of_each_strategy(of_ranks, 2, True):
+        for differences in results:
+            assert differences == pytest.approx(dict.fromkeys(OVERFLOWS, 0.0), abs=1e-12), strategy
 
 
 def train_in(dtype: torch.dtype, model: nn.Module, batches: Callable[[], Iterator[Any]]) -> dict[str, Tensor]:
@@ -405,8 +412,8 @@ def in_lower_precision(strategy: str) -> dict[str, Any]:
         return weights
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_lower_precision_trains_to_its_rounding_and_half_is_refused_by_dgl_on_cpus(strategy: str) -> None:
+@pytest.mark.parametrize("ranks", [*wide(1), 2])
+def test_lower_precision_trains_to_its_rounding_and_half_is_refused_by_dgl_on_cpus(ranks: int) -> None:
     g = plain_graph()
     seeds = g.ndata["train_mask"].nonzero()[:, 0]
     nodes = torch.cat([seeds, (~g.ndata["train_mask"]).nonzero()[:, 0]])
@@ -415,8 +422,8 @@ def test_lower_precision_trains_to_its_rounding_and_half_is_refused_by_dgl_on_cp
     expected = train_in(torch.bfloat16, Net().bfloat16(), lambda: iter([batch]))
     with pytest.raises(dgl.DGLError, match="can only be bfloat16"):
         train_in(torch.float16, Net().half(), lambda: iter([batch]))
-    for ranks in (1, 2):
-        for weights in run_ranks(in_lower_precision, ranks, args=(strategy,)):
+    for _, results in of_each_strategy(in_lower_precision, ranks):
+        for weights in results:
             assert "can only be bfloat16" in weights["half"]
             for when in ("before", "after"):
                 for name, value in expected.items():
@@ -451,14 +458,12 @@ def gradient_bytes_of_accumulation(strategy: str) -> tuple[int, int, str]:
         return sent[0], sent[1], ""
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_no_sync_sends_gradients_once_and_refuses_to_step_before(strategy: str) -> None:
-    for one_backward, three_backwards, message in run_ranks(
-        gradient_bytes_of_accumulation, 2, args=(strategy,)
-    ):
-        assert one_backward == three_backwards > 0
-        assert "SGD would step by the gradient of 'convs." in message
-        assert "outside of no_sync()" in message
+def test_no_sync_sends_gradients_once_and_refuses_to_step_before() -> None:
+    for strategy, results in of_each_strategy(gradient_bytes_of_accumulation):
+        for one_backward, three_backwards, message in results:
+            assert one_backward == three_backwards > 0, strategy
+            assert "SGD would step by the gradient of 'convs." in message
+            assert "outside of no_sync()" in message
 
 
 class Normalized(nn.Module):
@@ -483,15 +488,12 @@ def train_with_sync_batch_norm(strategy: str) -> str:
         return ""
 
 
-@pytest.mark.parametrize(
-    ("strategy", "message"),
-    [
-        ("data_parallel", "SyncBatchNorm expected input tensor to be on GPU"),
-        ("push_pull", "SyncBatchNorm expected input tensor to be on GPU"),
-        ("full_graph", "'norm' is a SyncBatchNorm"),
-        ("shared_preload", "'norm' is a SyncBatchNorm"),
-    ],
-)
-def test_refuses_sync_batch_norm_on_the_cpu(strategy: str, message: str) -> None:
-    for error in run_ranks(train_with_sync_batch_norm, 2, args=(strategy,)):
-        assert message in error
+def test_refuses_sync_batch_norm_on_the_cpu() -> None:
+    messages = {
+        "data_parallel": "SyncBatchNorm expected input tensor to be on GPU",
+        "push_pull": "SyncBatchNorm expected input tensor to be on GPU",
+        "full_graph": "'norm' is a SyncBatchNorm",
+        "shared_preload": "'norm' is a SyncBatchNorm",
+    }
+    for strategy, errors in of_each_strategy(train_with_sync_batch_norm):
+        assert all(messages[strategy] in error for error in errors), strategy

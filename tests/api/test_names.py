@@ -1,7 +1,5 @@
 """Arguments that are names of columns: one name, several, or what is none of them."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """User-defined reductions see the messages of a node in the order of the source's list of edges."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import dgl
@@ -11,7 +9,7 @@ from dgl.nn import HeteroGraphConv, SAGEConv
 from torch import Tensor, nn
 
 import dglx_dist as dx
-from tests.helpers.ranks import run_ranks
+from tests.helpers.ranks import run_each
 
 NUM_NODES, WIDTH, CLASSES = 30, 4, 3
 
@@ -85,10 +83,9 @@ def furthest_from_plain(strategy: str, is_typed: bool) -> tuple[float, float]:
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize(
-    ("strategy", "is_typed"), [("data_parallel", False), ("data_parallel", True), ("full_graph", False)]
-)
-def test_an_lstm_trains_and_predicts_as_in_one_process(strategy: str, is_typed: bool, ranks: int) -> None:
-    for of_weights, of_rows in run_ranks(furthest_from_plain, ranks, args=(strategy, is_typed)):
-        assert of_weights < 1e-10
-        assert of_rows < 1e-10
+def test_an_lstm_trains_and_predicts_as_in_one_process(ranks: int) -> None:
+    cases = [("data_parallel", False), ("data_parallel", True), ("full_graph", False)]
+    for case, of_ranks in zip(cases, run_each(furthest_from_plain, cases, ranks), strict=True):
+        for of_weights, of_rows in of_ranks:
+            assert of_weights < 1e-10, case
+            assert of_rows < 1e-10, case

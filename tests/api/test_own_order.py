@@ -1,7 +1,5 @@
 """Ids and columns of before dx.distribute are refused where the partition has renumbered the graph."""
 
-from __future__ import annotations
-
 import pickle
 from typing import Any
 

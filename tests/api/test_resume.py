@@ -1,7 +1,5 @@
 """Resuming ``dx.fit`` under ``auto``: the strategy is the checkpoint's."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from dglx_dist.api import fit, init

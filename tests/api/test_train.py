@@ -1,12 +1,11 @@
 """``dglx train`` in one process: the run's folder, the predictions, every built-in model."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,7 +24,7 @@ from dglx_dist.report.run_folder import append_epoch
 from dglx_dist.training.config import TrainConfig
 from tests.api.graphs import as_dgl, plan_of, read_tables
 from tests.helpers import wait_for_checkpoints, wide
-from tests.helpers.ranks import run_ranks
+from tests.helpers.ranks import run_ranks, start_ranks
 from tests.training import hetero
 
 
@@ -114,34 +113,8 @@ def test_a_run_that_is_done_says_so_and_a_resumed_one_what_it_keeps(
     assert "lr: 0.01 -> 0.5" in message
 
 
-def test_a_restart_by_torchrun_keeps_the_checkpoints_and_ends_with_the_same_weights(
-    dataset: str, tmp_path: Path
-) -> None:
-    record, result = {}, {}
-    for name, killed in (("killed", True), ("whole", False)):
-        plan = {"data": dataset, "out": str(tmp_path / name), "epochs": 4, "checkpoint_every": 1}
-        command = [sys.executable, "-m", "dglx_dist.cli.torchrun", "--standalone", "--nproc-per-node", "2"]
-        command += ["--max-restarts", "1", "-m", __name__, json.dumps([killed, plan])]
-        done = subprocess.run(
-            command, cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=300, check=False
-        )
-        assert done.returncode == 0, done.stderr
-        record[name] = done.stderr
-        last = tmp_path / name / CHECKPOINTS / "epoch-000004-step-000000000"
-        # The order in which tensors lie in the files may differ.
-        result[name] = {
-            tensor: (last / saved["file"]).read_bytes()[saved["first_byte"] :][: saved["num_bytes"]]
-            for tensor, saved in json.loads((last / "state.json").read_text())["tensors"].items()
-        }
-    assert record["killed"].count("resuming from ") == 1
-    assert "training epochs 2 to 3" in record["killed"]
-    assert "going on" not in record["whole"]
-    before = json.loads((tmp_path / "killed" / "before.json").read_text())
-    assert len(before) == 2
-    assert before.items() <= _times_of(tmp_path / "killed").items()
-    assert result["killed"] == result["whole"]
-    epochs = (tmp_path / "killed" / "metrics.jsonl").read_text().splitlines()
-    assert [json.loads(line)["epoch"] for line in epochs] == [0, 1, 2, 3]
+def _train_plan(plan: dict[str, Any]) -> None:
+    train_dataset(TrainConfig(**plan))
 
 
 def _times_of(run: Path) -> dict[str, int]:
@@ -154,6 +127,57 @@ def _append_and_die(folder: Path, record: EpochRecord) -> None:
         wait_for_checkpoints(folder / CHECKPOINTS, 2)
         (folder / "before.json").write_text(json.dumps(_times_of(folder)))
         os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _train_and_die(plan: dict[str, Any]) -> None:
+    with mock.patch("dglx_dist.cli.train_job.append_epoch", _append_and_die):
+        _train_plan(plan)
+
+
+def _restart_by_torchrun(plan: dict[str, Any]) -> str:
+    command = [sys.executable, "-m", "dglx_dist.cli.torchrun", "--standalone", "--nproc-per-node", "2"]
+    command += ["--max-restarts", "1", "-m", __name__, json.dumps(plan)]
+    root = Path(__file__).parents[2]
+    done = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stderr
+
+
+def _restart_in_forks(plan: dict[str, Any]) -> str:
+    """Start the ranks twice, as torchrun does."""
+    first = start_ranks(_train_and_die, 2, args=(plan,))
+    assert -signal.SIGKILL in [outcome.exitcode for outcome in first]
+    second = start_ranks(_train_plan, 2, args=(plan,), environment={"TORCHELASTIC_RESTART_COUNT": "1"})
+    assert [outcome.exitcode for outcome in second] == [0, 0]
+    return "".join(outcome.output for outcome in (*first, *second))
+
+
+@pytest.mark.parametrize("restart", [_restart_in_forks, *wide(_restart_by_torchrun)])
+def test_a_restart_keeps_the_checkpoints_and_ends_with_the_same_weights(
+    dataset: str, tmp_path: Path, restart: Callable[[dict[str, Any]], str]
+) -> None:
+    plans = {
+        name: {"data": dataset, "out": str(tmp_path / name), "epochs": 4, "checkpoint_every": 1}
+        for name in ("killed", "whole")
+    }
+    shown = restart(plans["killed"])
+    run_ranks(_train_plan, 2, args=(plans["whole"],))
+    result = {}
+    for name in plans:
+        last = tmp_path / name / CHECKPOINTS / "epoch-000004-step-000000000"
+        # The order in which tensors lie in the files may differ.
+        result[name] = {
+            tensor: (last / saved["file"]).read_bytes()[saved["first_byte"] :][: saved["num_bytes"]]
+            for tensor, saved in json.loads((last / "state.json").read_text())["tensors"].items()
+        }
+    assert shown.count("resuming from ") == 1
+    assert "training epochs 2 to 3" in shown
+    before = json.loads((tmp_path / "killed" / "before.json").read_text())
+    assert len(before) == 2
+    assert before.items() <= _times_of(tmp_path / "killed").items()
+    assert result["killed"] == result["whole"]
+    epochs = (tmp_path / "killed" / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["epoch"] for line in epochs] == [0, 1, 2, 3]
 
 
 def test_a_picture_that_cannot_be_written_is_an_error_of_ours_and_costs_no_figure(
@@ -270,6 +294,4 @@ def test_a_model_for_one_type_names_those_for_several(tmp_path: Path) -> None:
 
 
 if __name__ == "__main__":
-    dies, of_plan = json.loads(sys.argv[1])
-    with mock.patch("dglx_dist.cli.train_job.append_epoch", _append_and_die if dies else append_epoch):
-        train_dataset(TrainConfig(**of_plan))
+    _train_and_die(json.loads(sys.argv[1]))

@@ -1,7 +1,5 @@
 """Models that would train on every rank by itself are refused with the line to add."""
 
-from __future__ import annotations
-
 import copy
 import io
 from collections.abc import Sequence

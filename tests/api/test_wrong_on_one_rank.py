@@ -1,7 +1,5 @@
 """A wrong argument on one rank of a collective call is an error on all ranks, and the run goes on."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from functools import partial

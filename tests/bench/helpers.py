@@ -1,7 +1,5 @@
 """Helpers of the tests of the bench: a small graph, the context of a rank, outcomes made by hand."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path

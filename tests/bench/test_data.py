@@ -1,12 +1,8 @@
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from dglx_dist.data.partition.base import PartitionPlan
-from dglx_dist.data.partition.prepare import partition_to_disk
-from dglx_dist.data.storage.columns import MANIFEST
 from dglx_dist.data.storage.reader import open_dataset
 from dglx_dist.errors import StorageError
 from scripts.bench import data
@@ -33,13 +29,3 @@ def test_a_dataset_that_was_cut_short_is_told(tmp_path: Path) -> None:
     largest.write_bytes(largest.read_bytes()[:-64])
     with pytest.raises(StorageError, match=largest.name):
         data.prepare(SMALL, {"halves": HALVES}, tmp_path)
-
-
-def test_who_loses_the_race_takes_what_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def beaten(raw: object, folder: Path, cut: PartitionPlan, **options: Any) -> None:
-        partition_to_disk(raw, folder, cut, **options)  # type: ignore[arg-type]
-        raise StorageError("there already")
-
-    monkeypatch.setattr(data, "partition_to_disk", beaten)
-    folder = data.prepare(SMALL, {"halves": HALVES}, tmp_path)["halves"]
-    assert (folder / MANIFEST).is_file()

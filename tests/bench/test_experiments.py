@@ -1,7 +1,5 @@
 """Tables of experiments: what each says, what it builds, and what is predicted."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any
@@ -104,7 +102,7 @@ def test_weak_scaling_by_hand() -> None:
 
 
 def test_the_experiment_of_the_docs_can_be_copied(bench: BenchPlan, tmp_path: Path) -> None:
-    page = (Path(__file__).parents[2] / "docs" / "bench.md").read_text()
+    page = (Path(__file__).parents[2] / "docs" / "development" / "bench.md").read_text()
     (code,) = re.findall(r"```python\n(\"\"\".*?)```", page, flags=re.DOTALL)
     results: dict[str, Any] = {}
     exec(compile(code, "x1.py", "exec"), results)

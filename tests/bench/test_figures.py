@@ -3,8 +3,6 @@
 Those of all measured ones are compared with docs/results by test_pages.py: medians, ratios, most verdicts.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +13,6 @@ from scripts.bench.driver import find_distinct
 from scripts.bench.experiments import choice
 from scripts.bench.figures import (
     Spread,
-    Verdict,
     accuracy_in_words,
     figures_of,
     judge,
@@ -115,9 +112,7 @@ TWICE = (2.0,) * 5
         ((0.7, 0.8, 0.9, 0.9, 0.9), None, 0.95, "reproduced"),
     ],
 )
-def test_a_ratio_is_judged_by_its_bounds(
-    slow: tuple[float, ...], low: float | None, high: float | None, word: str
-) -> None:
+def test_judges_ratios(slow: tuple[float, ...], low: float | None, high: float | None, word: str) -> None:
     (figures,) = ratio_figures(outcome(slow=slow, fast=(1.0,) * 5, ratio=ratio(low, high)))
     assert judge(figures).word == word
 
@@ -136,20 +131,6 @@ def test_nothing_is_judged_without_limited_links_or_at_a_phi_that_was_not_reache
         result = judge_experiment(EXPERIMENT, replace(inputs, network=network))
         assert result.word == ("reproduced" if ratios_at_target else "phi not matched")
         assert ("phi is 0.80, not 0.65" in result.why) is not ratios_at_target
-
-
-def test_absent_failed_and_not_measured_yet_give_the_reason() -> None:
-    absent = Outcome(experiment="D1", status="absent", reason="not installed here: torch_geometric")
-    assert judge_experiment(EXPERIMENT, absent) == Verdict(word="absent", why=absent.reason)
-    failed = replace(outcome(), status="failed", reason="rank 1 died")
-    assert judge_experiment(EXPERIMENT, failed) == Verdict(word="failed", why="rank 1 died")
-    assert judge_experiment(EXPERIMENT, None).word == "absent"
-    # What is installed here does not decide about a page.
-    ready = replace(EXPERIMENT, needs=("no_such_module",), build=lambda _: ExperimentPlan(variants=()))
-    assert judge_experiment(ready, None).word == "not measured yet"
-    result = judge_experiment(replace(ready, strategies=("teleport",)), None)
-    assert result.word == "absent"
-    assert "teleport" in result.why
 
 
 def with_phases(name: str, phases: dict[str, int], **drawn: int) -> Measurement:

@@ -1,7 +1,5 @@
 """Experiments with full-graph training: each builds its jobs, and predicts the bytes of a real run."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 
@@ -44,6 +42,7 @@ def train_all(jobs: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
     return {name: train.run({**params, "warmup": 1}, context())["extra"] for name, params in jobs.items()}
 
 
+@pytest.mark.wide
 def test_bytes_and_work_are_those_that_are_predicted(bench: BenchPlan) -> None:
     flat = full_graph.Setting(phi=0.8, features=20, layers=2, hidden=8, raw=())
     deep = full_graph.Setting(phi=0.8, features=20, layers=3, hidden=8, model="resgcn", label="deep", raw=())

@@ -1,6 +1,4 @@
-"""Pages: the README.md of a folder of results, docs/performance.md, and the pictures beside them."""
-
-from __future__ import annotations
+"""Pages: the README.md of a folder of results, docs/results/index.md, and the pictures beside them."""
 
 import gzip
 import re
@@ -15,7 +13,7 @@ from dglx_dist.errors import ConfigError, DglxError, StorageError
 from scripts.bench import plots, results
 from scripts.bench.figures import figures_of, variant_rows
 from scripts.bench.notes import read_notes
-from scripts.bench.pages import render, write_page
+from scripts.bench.pages import find_page, render, write_page
 from scripts.bench.performance import main
 from scripts.bench.records import Line, Outcome, check_plan
 from scripts.bench.suites import everything, find
@@ -57,31 +55,37 @@ def folder(tmp_path: Path) -> Path:
 
 def page_of(folder: Path, *outcomes: Outcome) -> str:
     figures = {item.experiment: figures_of(find(item.experiment), item) for item in outcomes}
-    return render(figures, read_notes(folder / "notes.md"), folder)
+    return "\n\n".join(render(figures, read_notes(folder / "notes.md"), folder).values())
 
 
 def row(page: str, experiment: str) -> str:
-    (result,) = re.findall(rf"(?m)^\| \[?{experiment}(?:\]\([^)]*\))?: .*$", page)
+    found_rows = re.findall(rf"(?m)^\| \[?{experiment}(?:\]\([^)]*\))?: .*$", page)
+    # The index may have it in its short table, too.
+    (result,) = set(found_rows)
     return str(result)
 
 
 def test_figures_and_page_are_what_raw_results_and_notes_give() -> None:
     assert main(["--check"]) == 0, "run: python scripts/bench performance"
-    assert len((DOCS / "performance.md").read_text(encoding="utf-8").splitlines()) <= 600
+    for path in (DOCS / "results").glob("[!n]*.md"):
+        assert len(path.read_text(encoding="utf-8").splitlines()) <= 600, path
     for path in (DOCS / "results").glob("*.json"):
         assert len(path.read_text(encoding="utf-8").splitlines()) < 200, path
 
 
 def test_every_experiment_appears_and_has_hand_written_texts() -> None:
-    page = (DOCS / "performance.md").read_text(encoding="utf-8")
     notes = read_notes(DOCS / "results" / "notes.md")
+    pages = {path.name: path.read_text(encoding="utf-8") for path in (DOCS / "results").glob("*.md")}
     for experiment in everything():
-        assert row(page, experiment.id)
-        texts = {"Here", "Lesson"} if f"\n## {experiment.id}: " in page else {"Here"}
-        assert texts <= set(notes.experiments[experiment.id])
-    titles = re.findall(r"(?m)^## (.*)$", page)
-    anchors = {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
-    assert set(re.findall(r"\]\(#([^)]*)\)", page)) <= anchors
+        assert row(pages["index.md"], experiment.id)
+        is_shown = f"\n## {experiment.id}: " in pages.get(find_page(experiment.id), "")
+        assert {"Here", "Lesson"} if is_shown else {"Here"} <= set(notes.experiments[experiment.id])
+    anchors = {
+        (name, re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-"))
+        for name, page in pages.items()
+        for title in re.findall(r"(?m)^## (.*)$", page)
+    }
+    assert set(re.findall(r"\]\(([a-z_0-9]+\.md)#([^)]*)\)", pages["index.md"])) <= anchors
 
 
 def test_without_results_nothing_is_measured_yet_and_parts_stand_at_the_end(folder: Path) -> None:
@@ -89,25 +93,26 @@ def test_without_results_nothing_is_measured_yet_and_parts_stand_at_the_end(fold
     assert "No experiment has been measured yet." in page
     for experiment in everything():
         assert row(page, experiment.id).endswith("| - | not measured yet |")
-    assert "| [First part](#first-part) | aim: 1.7 | 2.3 | met |" in page
+    assert "| [First part](package.md#first-part) | aim: 1.7 | 2.3 | met |" in page
     assert page.endswith("\n\n## First part\n\n    a command\n\n## Second part\n\ntext\n")
+    assert len(render({}, read_notes(folder / "notes.md"), folder)) == 2
 
 
-def test_results_are_taken_over_gzipped_and_found_out_of_date_when_they_change(
-    folder: Path, tmp_path: Path
-) -> None:
-    out, page = tmp_path / "out", tmp_path / "page.md"
+def test_results_are_gzipped_and_found_out_of_date_when_they_change(folder: Path, tmp_path: Path) -> None:
+    out, page = tmp_path / "out", tmp_path / "pages"
     results.write(out, replace(outcome(), experiment="P1"))
     expected = ["--results", str(folder), "--to", str(page)]
     assert main([*expected, "--add", str(out)]) == 0
     packed = folder / "raw" / "P1.json.gz"
     assert gzip.decompress(packed.read_bytes()) == (out / "P1.json").read_bytes()
-    assert "speed-up: 2.00" in page.read_text(encoding="utf-8")
+    assert "speed-up: 2.00" in (page / "index.md").read_text(encoding="utf-8")
     before = packed.read_bytes()
     assert main([*expected, "--add", str(out), "--check"]) == 0
     assert packed.read_bytes() == before
     results.write(out, replace(outcome(fast=(0.5,) * 5), experiment="P1"))
-    assert main([*expected, "--add", str(out), "--check"]) == f"out of date: {folder / 'P1.json'}, {page}"
+    assert main([*expected, "--add", str(out), "--check"]) == (
+        f"out of date: {folder / 'P1.json'}, {page / 'index.md'}, {page / 'p3.md'}"
+    )
 
 
 def test_missing_and_misshapen_sources_are_refused(folder: Path) -> None:
@@ -213,25 +218,3 @@ def test_an_experiment_gets_the_pictures_that_it_has_figures_for(tmp_path: Path)
         check_plan(
             "D1", replace(inputs.plan, lines=(Line(what="rate", name="x", points=((1, "elsewhere"),)),))
         )
-
-
-def test_bars_are_the_medians_of_phases_and_bytes() -> None:
-    axes = Figure().subplots()
-    rows = variant_rows(outcome())
-    plots.draw_phases(axes, rows)
-    bars = {bars.get_label(): [bar.get_height() for bar in bars] for bars in axes.containers[:5]}
-    assert bars["compute"] == pytest.approx([item["compute_s"] for item in rows])
-    assert bars["fetch (threads)"] == pytest.approx([item["fetch_s"] for item in rows])
-    # What stands on top of the others ends where the epoch does: nothing is stacked that runs beside it.
-    tops = [bar.get_y() + bar.get_height() for bar in axes.containers[2]]
-    assert tops == pytest.approx([item["seconds"][0] for item in rows])
-    assert [text.get_text() for text in axes.texts] == ["2.1 s", "1.05 s"]
-    axes = Figure().subplots()
-    plots.draw_phases(axes, variant_rows(outcome(simulated="compute is slept")))
-    assert [text.get_text() for text in axes.texts] == ["2.1 s sim.", "1.05 s sim."]
-    axes = Figure().subplots()
-    plots.draw_bytes(axes, rows)
-    bars = {bars.get_label(): [bar.get_height() for bar in bars] for bars in axes.containers}
-    assert bars["payload between servers (ledger)"] == [40, 10]
-    assert bars["payload inside a server (ledger)"] == [10, 10]
-    assert bars["between servers, by the cards"] == [42, 11]

@@ -1,7 +1,5 @@
 """Peers: stock DistDGL and ours on one partition, and what is said of a peer that is not installed."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
@@ -31,9 +29,7 @@ def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.wide
-def test_stock_and_ours_train_the_same_seeds_of_the_same_partition(
-    needs_lab: None, work: Path, tmp_path: Path
-) -> None:
+def test_stock_and_ours_train_the_same_seeds(needs_lab: None, work: Path, tmp_path: Path) -> None:
     launches = {
         system: launch_of(system, GRAPH, CUT, work, TRAINING, epochs=1, warmup=0)
         for system in ("stock", "ours")

@@ -1,7 +1,5 @@
 """The protocol of a worker pool, and real ranks on plain loopback that do the job "echo"."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess
@@ -17,7 +15,6 @@ from scripts.bench.pool import WorkerPool, open_stage
 from scripts.bench.records import Job, JobError, Shape
 from scripts.bench.worker import wait_for_job
 from scripts.netlab.base import Lab, LabSpec, LoopbackLab
-from tests.helpers import wide
 from tests.netlab.helpers import processes_with, wait_until_gone
 
 ECHO = Job(kind="echo", params={"word": "hello"})
@@ -45,6 +42,7 @@ def test_the_same_ranks_do_job_after_job_until_the_pool_is_closed(lab: Lab, tmp_
     assert processes_with(str(tmp_path)) == []
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(
     ("params", "said"),
     [
@@ -54,9 +52,7 @@ def test_the_same_ranks_do_job_after_job_until_the_pool_is_closed(lab: Lab, tmp_
         ),
         # With where it hangs.
         ({"silent_on": 0}, r"(?s)rank 0 did not finish job 1 \(echo\) in 5 s; the others did.*echo\.py"),
-        *wide(
-            ({"dies_on": 1}, r"job 1 \(echo\) failed: server 1: rank 1 .*was ended by SIGKILL"),
-        ),
+        ({"dies_on": 1}, r"job 1 \(echo\) failed: server 1: rank 1 .*was ended by SIGKILL"),
     ],
 )
 def test_a_rank_that_fails_dies_or_is_silent_is_named_and_ends_the_pool(
@@ -99,7 +95,8 @@ def test_each_shape_has_servers_and_ranks_of_its_own() -> None:
         assert stage.limits(second) == (described["kind"] == "namespaces")
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, *wide(signal.SIGTERM)])
+@pytest.mark.wide
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 def test_nothing_outlives_a_bench_that_is_ended(
     number: signal.Signals, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -105,6 +105,7 @@ def cases() -> list[Case]:
     ]
 
 
+@pytest.mark.wide
 def test_bytes_are_those_that_the_formulas_predict(bench: BenchPlan) -> None:
     plan = push_pull.plan_of(bench, TINY, cases(), [])
     jobs = {variant.name: dict(variant.job.params) for variant in plan.variants}

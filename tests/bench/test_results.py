@@ -1,5 +1,4 @@
 import json
-import math
 from collections.abc import Callable
 from dataclasses import fields, replace
 from pathlib import Path
@@ -9,9 +8,9 @@ import pytest
 
 from dglx_dist.errors import StorageError
 from scripts.bench import results
-from scripts.bench.records import Measurement, Outcome
+from scripts.bench.records import Outcome
 from scripts.out_files import write_text
-from tests.bench.helpers import epoch, outcome, with_curves
+from tests.bench.helpers import outcome, with_curves
 
 PLAYED = replace(with_curves(outcome(simulated="compute")), status="failed", reason="stopped", label="quick")
 MEASURED = Path(__file__).parents[2] / "docs" / "results" / "raw"
@@ -30,15 +29,6 @@ def test_what_is_read_is_what_was_written(tmp_path: Path) -> None:
         assert results.read_one(path) == item
     assert results.read(tmp_path / "new") == tuple(result.values())
     assert len(list((tmp_path / "new").iterdir())) == 3
-
-
-def test_a_loss_that_is_no_number_is_null_in_the_file_and_no_number_again(tmp_path: Path) -> None:
-    odd = Measurement(variant="a", repetition=0, epochs=(epoch(loss=math.nan, train_accuracy=math.nan),))
-    path = results.write(tmp_path, replace(PLAYED, measurements=(odd,)))
-    assert "NaN" not in path.read_text()
-    (read,) = results.read(tmp_path)
-    assert math.isnan(read.measurements[0].epochs[0].loss)
-    assert math.isnan(read.measurements[0].epochs[0].train_accuracy)
 
 
 def test_other_files_are_left_alone_and_results_come_by_id(tmp_path: Path) -> None:

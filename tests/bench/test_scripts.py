@@ -1,7 +1,5 @@
 """The programs are run by hand only, so what they import must not move unseen."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path
@@ -24,9 +22,7 @@ def test_every_program_is_there_and_every_script_is_one() -> None:
     }  # fmt: skip
 
 
-def test_a_program_gets_its_own_arguments(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_passes_arguments_on(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(sys, "argv", ["scripts/bench", "halo", "--help"])
     with pytest.raises(SystemExit) as ended:
         main()

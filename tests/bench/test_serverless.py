@@ -1,7 +1,5 @@
 """Experiments with training in intervals: jobs that can be read, bytes that are those of a real run."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +45,7 @@ def run_all(jobs: dict[str, dict[str, Any]]) -> dict[str, Any]:
     return {name: job.run(params, context()) for name, params in jobs.items()}
 
 
+@pytest.mark.wide
 def test_what_a_run_moves_is_predicted_to_the_byte(bench: BenchPlan) -> None:
     cases = [
         Case(name=name, options={"executor": "local", "workers": 1, **options})

@@ -60,9 +60,7 @@ def run_survey(params: dict[str, Any]) -> Any:
     return counts.survey({"one": {"train": params, "servers": 2}}, context())["one"]
 
 
-def test_bytes_are_what_one_process_counts_from_the_same_draws(
-    folder: Path, two_ranks: list[list[dict[str, Any]]]
-) -> None:
+def test_bytes_are_those_of_the_same_draws(folder: Path, two_ranks: list[list[dict[str, Any]]]) -> None:
     expected, report = count_job(folder), two_ranks[0][0]
     assert expected.remote_rows > 0
     assert payload(report, "features") == expected.feature_bytes == expected.remote_rows * (8 + 12 * 4)
@@ -78,9 +76,7 @@ def test_bytes_are_what_one_process_counts_from_the_same_draws(
     assert payload(two_ranks[0][1], "features", "sampling") == payload(report, "features", "sampling")
 
 
-def test_own_seeds_on_a_replicated_structure_move_no_structure(
-    folder: Path, two_ranks: list[list[dict[str, Any]]]
-) -> None:
+def test_a_replicated_structure_moves_nothing(folder: Path, two_ranks: list[list[dict[str, Any]]]) -> None:
     report = two_ranks[0][3]
     assert payload(report, "sampling", "labels") == 0
     expected = count_job(folder, seeds="own", structure="replicated")

@@ -1,7 +1,5 @@
 """Graphs without edges, and types without rows beside others, from their tables to a trained model."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
@@ -28,9 +26,7 @@ def train(folder: Path, *options: str) -> str:
         (["--add-self-loops"], NUM_NODES, ["--model", "gcn", "--ranks", "2", "--strategy", "full_graph"]),
     ],
 )
-def test_trains_on_a_graph_without_edges(
-    tmp_path: Path, more: list[str], num_edges: int, options: list[str]
-) -> None:
+def test_trains_without_edges(tmp_path: Path, more: list[str], num_edges: int, options: list[str]) -> None:
     write(tmp_path / "raw", {"nodes.csv": NODES, "edges.csv": "src,dst\n"})
     message = run_dglx(
         "partition", str(tmp_path / "raw"), "--parts", "2", "--out", f"{tmp_path}/parts", *more

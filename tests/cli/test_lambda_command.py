@@ -1,7 +1,5 @@
 """`dglx lambda` as a user types it, against a functions service on this machine."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

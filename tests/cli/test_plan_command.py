@@ -1,7 +1,5 @@
 """``dglx plan``: the table, JSON, and the likeliest mistakes."""
 
-from __future__ import annotations
-
 import ctypes
 import json
 from typing import Any

@@ -114,8 +114,6 @@ def test_a_rank_that_ends_before_it_is_started_is_told() -> None:
         ("--local-ranks-filter 0 -m dglx_dist.cli train data", False),
     ],
 )
-def test_ranks_of_our_own_command_alone_are_forks(
-    words: str, forks: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_only_our_own_command_forks_ranks(words: str, forks: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torchrun, "is_built_for_gpus", lambda: False)
     assert _can_fork(run.parse_args(["--nproc-per-node", "2", *words.split()])) == forks

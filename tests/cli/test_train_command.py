@@ -65,9 +65,7 @@ def test_nothing_is_started_where_auto_has_nothing_to_choose_among(tmp_path: Pat
         ("auto", {"unit": "graph"}, "unit='graph' must be mini_batch, full_graph or any"),
     ],
 )
-def test_wrong_options_of_strategies_are_refused_before_ranks_start(
-    strategy: str, options: dict[str, object], said: str
-) -> None:
+def test_refuses_wrong_options_of_strategies(strategy: str, options: dict[str, object], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         check_before_launch(make_config(strategy, Path("nowhere"), **options))
 
@@ -80,9 +78,7 @@ def test_wrong_options_of_strategies_are_refused_before_ranks_start(
         ({"strategy": "dorylus", "precision": "bf16"}, "'lambda' computes without torch"),
     ],
 )
-def test_what_does_not_fit_is_refused_before_ranks_start(
-    tmp_path: Path, options: dict[str, Any], said: str
-) -> None:
+def test_refuses_what_does_not_fit_before_ranks(tmp_path: Path, options: dict[str, Any], said: str) -> None:
     partition_to_disk(two_triangles(), tmp_path / "two", PartitionPlan(num_parts=2, method="contiguous"))
     with pytest.raises(DglxError, match=said):
         check_before_launch(TrainConfig(**({"data": str(tmp_path / "two"), "ranks": 2} | options)))

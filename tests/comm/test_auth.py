@@ -1,7 +1,5 @@
 """External clients: their endpoint, their credentials, and the operations registered for them."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -36,7 +34,7 @@ def ask(
 
 
 def test_a_session_of_one_rank_listens_when_access_is_opened(session: Session) -> None:
-    with pytest.raises(ConfigError, match="option interface='nowhere0' is not a network interface"):
+    with pytest.raises(ConfigError, match="option interface='nowhere0' is no network interface"):
         open_client_access(session, "nowhere0")
     access = open_client_access(session, "lo")
     assert session.rpc.credentials is None  # no rank is expected

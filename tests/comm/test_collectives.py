@@ -1,7 +1,5 @@
 """Sums, gathers, broadcasts and barriers of real ranks."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

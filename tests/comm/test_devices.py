@@ -3,8 +3,6 @@
 ``count_gpus`` and ``use_gpu`` are replaced, and the code above them runs. No GPU is needed.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import re
@@ -53,9 +51,7 @@ def gpus(*cards: str) -> list[RankDevice]:
         ([RankDevice()], "a", "gloo", "1 rank, cpu"),
     ],
 )
-def test_nccl_where_every_rank_has_a_gpu_to_itself(
-    ranks: list[RankDevice], hosts: str, backend: str, line: str
-) -> None:
+def test_nccl_needs_a_gpu_for_each_rank(ranks: list[RankDevice], hosts: str, backend: str, line: str) -> None:
     with mock.patch.object(devices.dist, "is_nccl_available", return_value=True):
         assert choose_backend(ranks, list(hosts), None) == backend
         assert describe(ranks, list(hosts), backend) == line
@@ -80,9 +76,7 @@ def test_nccl_where_every_rank_has_a_gpu_to_itself(
         (gpus("a0", "a0"), "nccl", "ranks share a GPU, which NCCL does not support. Leave backend out"),
     ],
 )
-def test_ranks_that_cannot_train_together_are_named(
-    ranks: list[RankDevice], backend: str | None, message: str
-) -> None:
+def test_names_ranks_that_cannot_train(ranks: list[RankDevice], backend: str | None, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         choose_backend(ranks, ["a", "b"], backend)
     assert choose_backend(gpus("a0", "a1"), ["a", "a"], "nccl") == "nccl"
@@ -103,9 +97,7 @@ def test_ranks_that_cannot_train_together_are_named(
         ("meta", 2, "", "device='meta': ranks train on GPUs or CPUs. Use auto, cuda or cpu"),
     ],
 )
-def test_a_rank_takes_the_gpu_of_its_number_or_says_why_not(
-    device: Any, count: int, name: str, message: str
-) -> None:
+def test_a_rank_takes_the_gpu_of_its_number(device: Any, count: int, name: str, message: str) -> None:
     with (
         mock.patch.object(devices, "count_gpus", return_value=count),
         mock.patch.object(devices, "use_gpu", side_effect=lambda number: f"card {number}"),

@@ -1,7 +1,5 @@
 """Counting bytes."""
 
-from __future__ import annotations
-
 import pytest
 
 from dglx_dist.comm.ledger import CONTROL, WORKER, Ledger, ring_bytes

@@ -1,7 +1,5 @@
 """Missing ranks are named when ranks come and go during the rendezvous."""
 
-from __future__ import annotations
-
 import gc
 import socket
 from dataclasses import replace
@@ -115,5 +113,5 @@ def test_another_server_at_the_address_is_no_rendezvous() -> None:
 
 
 def test_an_unknown_host_is_named() -> None:
-    with pytest.raises(ConfigError, match=r"MASTER_ADDR='256\.1\.1\.1' is not a host"):
+    with pytest.raises(ConfigError, match=r"MASTER_ADDR='256\.1\.1\.1' is not a known host"):
         module.open_store(rendezvous_at(1, "256.1.1.1"), 0, 1, 2.0)

@@ -1,7 +1,5 @@
 """One-sided calls: between real ranks, and with hand-made pairs in one process."""
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import socket
@@ -195,21 +193,6 @@ def test_end_of_the_peer_is_noticed_while_waiting() -> None:
             caller.call(1, "wait", "", [], phase="p")
 
 
-def test_closing_ends_calls_under_way() -> None:
-    with pair() as (caller, server):
-        release = threading.Event()
-        server.register("wait", lambda _name, _arrays: release.wait(20) and [])
-        pending = caller.submit(1, "wait", "", [], phase="p")
-        caller._client.close()
-        with pytest.raises(PeerError, match="session was closed"):
-            pending.result()
-        with pytest.raises(PeerError, match="session is closed"):
-            caller.call(1, "wait", "", [], phase="p")
-        release.set()
-        caller.close()
-        caller.close()
-
-
 def test_closing_under_calls_of_other_threads_ends_them_with_an_error_that_says_so() -> None:
     with ThreadPoolExecutor(3) as pool, pair() as (caller, server):
         server.register("rows", lambda _name, _arrays: [np.zeros(300_000)])
@@ -305,9 +288,7 @@ def send_raw_bytes(endpoint: str) -> None:
 
 
 @pytest.mark.parametrize("come", [greet_without_security, send_raw_bytes])
-def test_strangers_are_refused_and_logged(
-    caplog: pytest.LogCaptureFixture, come: Callable[[str], None]
-) -> None:
+def test_refuses_and_logs_strangers(caplog: pytest.LogCaptureFixture, come: Callable[[str], None]) -> None:
     with caplog.at_level(logging.WARNING), pair() as (caller, server):
         server.register("rows", lambda _name, _arrays: pytest.fail("a stranger was served"))
         server.register("echo", lambda _name, arrays: arrays)

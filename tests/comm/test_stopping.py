@@ -1,7 +1,5 @@
 """Ranks agree on the point at which all of them stop, however far apart they are."""
 
-from __future__ import annotations
-
 import signal
 import subprocess
 import sys

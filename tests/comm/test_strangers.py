@@ -1,7 +1,5 @@
 """Strangers who reach a job's ports and its rendezvous store: what they try fails, and training goes on."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import re
@@ -219,9 +217,7 @@ def test_few_free_descriptors_are_noticed_once(caplog: pytest.LogCaptureFixture)
     assert re.search(r"\d+ sockets of 127\.0\.0\.1", caplog.text)
 
 
-def test_the_watch_of_descriptors_raises_nothing(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_the_watch_raises_nothing(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     """Its thread admits connections. Sockets of other families have names of other forms, or none."""
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.ExitStack() as undo:

@@ -1,7 +1,5 @@
 """Topologies from torchrun's environment, and the environment that is derived from one."""
 
-from __future__ import annotations
-
 import os
 import re
 from pathlib import Path
@@ -111,7 +109,7 @@ def test_impossible_topologies_are_refused(servers: tuple[int, ...]) -> None:
         Topology(0, len(servers) if servers != (0,) else 2, servers)
 
 
-def test_gloo_and_nccl_follow_the_ranks_to_loopback_unless_the_user_set_them(
+def test_gloo_and_nccl_bind_to_loopback_unless_the_user_set_them(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     for variable in (GLOO, NCCL):

@@ -1,7 +1,5 @@
 """Traces: events, their order over ranks, and the files that a session leaves under DGLX_TRACE."""
 
-from __future__ import annotations
-
 import json
 import os
 from concurrent.futures import ThreadPoolExecutor
@@ -90,9 +88,7 @@ def test_folder_that_is_a_file_is_an_error_at_start(tmp_path: Path, monkeypatch:
         assert session.trace is None
 
 
-def test_a_write_that_fails_at_the_end_is_only_a_warning(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_failed_write_at_the_end_is_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     writer = TraceWriter(tmp_path / "gone", 0)
     (tmp_path / "gone" / "rank-0.json.part").unlink()
     (tmp_path / "gone").rmdir()

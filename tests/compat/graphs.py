@@ -1,7 +1,5 @@
 """Small graphs, and how the same script is run with DGL's own ``dgl.distributed`` and with ours."""
 
-from __future__ import annotations
-
 import json
 import os
 import runpy

@@ -1,4 +1,4 @@
-"""DGL's own tests/distributed pass here, unedited, but for those that docs/compat.md names.
+"""DGL's own tests/distributed pass here, unedited, but for those that docs/reference/compat.md names.
 
 Whoever runs this fetches them: ``DGL_SOURCE`` is a checkout of DGL at the tag of the installed version, or at
 v2.4.0 with DGL 2.1.0 installed.
@@ -16,7 +16,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 SOURCE = Path(os.environ.get("DGL_SOURCE", ""))
-PAGE = (ROOT / "docs" / "compat.md").read_text()
+PAGE = (ROOT / "docs" / "reference" / "compat.md").read_text()
 COLUMNS = {"1.1.3": "1.1.3", "2.1.0": "2.1.0", "2.4.0": "2.1.0"}
 """Version of the sources, in the order of the page, to the installed one."""
 ROWS = re.findall(r"(?m)^\| `(test_\w+)\.py` \| ([\d of|-]+?) \|( [^\d-].*)$", PAGE)

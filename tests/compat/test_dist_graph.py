@@ -1,7 +1,5 @@
 """DGL's DistGraph, its store, policies and optimizers in one process, typed graphs too."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path

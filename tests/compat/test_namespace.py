@@ -1,7 +1,5 @@
 """Every name that DGL has is in the table, and behaves as the table says."""
 
-from __future__ import annotations
-
 import inspect
 import re
 from pathlib import Path
@@ -14,7 +12,7 @@ from dgl.distributed import graph_partition_book
 from dglx_dist.compat.namespace import CONSTANTS, REFUSED, SUPPORTED, build_replacements
 from dglx_dist.errors import ConfigError
 
-PAGE = (Path(__file__).parents[2] / "docs" / "compat.md").read_text()
+PAGE = (Path(__file__).parents[2] / "docs" / "reference" / "compat.md").read_text()
 ROWS = [
     line.split("|")[1:3] for line in PAGE.split("## Every name")[1].splitlines() if line.startswith("| `")
 ]

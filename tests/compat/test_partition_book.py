@@ -1,7 +1,5 @@
 """Partition books made by hand: their homogeneous ids must run through the partitions, then the types."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import dgl.distributed

@@ -1,7 +1,5 @@
 """Scripts of DistDGL, unedited under data_parallel, and with one line changed under other strategies."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Mapping
 from pathlib import Path

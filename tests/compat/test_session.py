@@ -215,7 +215,7 @@ def test_the_name_of_a_deleted_tensor_is_free(g: DistGraph) -> None:
     assert (again.shape, key in g._client.gdata_name_list()) == ((60, 3), True)
     kept = DistTensor((60,), torch.float32, "kept", persistent=True)
     del kept
-    with pytest.raises(ConfigError, match="the existing tensor 'kept' is float32"):
+    with pytest.raises(ConfigError, match="the tensor 'kept' is float32"):
         DistTensor((60, 3), torch.float32, "kept")
 
 

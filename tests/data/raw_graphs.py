@@ -1,7 +1,5 @@
 """Tables in files, and what was read."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any

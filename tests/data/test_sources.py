@@ -1,7 +1,5 @@
 """Sources of raw graphs: npz, DGL, OGB, arrays; options and the registry."""
 
-from __future__ import annotations
-
 import importlib.util
 import subprocess
 import sys
@@ -395,26 +393,10 @@ def test_values_of_a_matrix_are_edge_weights_also_with_as_many_nodes(tmp_path: P
 
 
 @pytest.mark.parametrize(("stored", "loaded"), [("u1", "i4"), ("u8", "i8"), (">i8", "i8"), (">i4", "i8")])
-def test_ids_come_in_the_dtypes_that_every_later_stage_compiles_for(
-    tmp_path: Path, stored: str, loaded: str
-) -> None:
+def test_ids_have_the_dtypes_that_later_stages_compile_for(tmp_path: Path, stored: str, loaded: str) -> None:
     graph = load_npz(tmp_path, **{name: PATH_OF_FOUR[name].astype(stored) for name in ("src", "dst")})
     assert edges_of(graph) == [[0, 1, 2], [1, 2, 3]]
     assert [ids.dtype for ids in graph.edges[EDGE_TYPE]] == [loaded, loaded]
-
-
-def test_no_damaged_byte_ends_in_another_error(tmp_path: Path) -> None:
-    path = tmp_path / "graph.npz"
-    np.savez_compressed(path, src=np.arange(200), dst=np.arange(200), feat=np.eye(200))
-    original = path.read_bytes()
-    damaged = [
-        original[:at] + bytes([original[at] ^ 255]) + original[at + 1 :] for at in range(0, len(original), 5)
-    ]
-    refused = 0
-    for content in (original[: len(original) // 2], *damaged):
-        path.write_bytes(content)
-        refused += refusal(lambda: load_dataset(path), DatasetError) != ""
-    assert refused > 50
 
 
 REAL = Path(__file__).parents[3] / "shared" / "data"
@@ -520,7 +502,7 @@ def test_codes_of_classes_are_numbered_and_kept_as_names(
     assert graph.node_data[NODE_TYPE]["label"].tolist() == [1, 0] * 4 + [-1]
     assert graph.class_names == {NODE_TYPE: [str(base + 2834), str(base + 7372)]}
     assert graph.num_classes == {NODE_TYPE: 2}
-    assert caplog.text.count("are numbered as names of 2 classes; if they measure, write") == 1
+    assert caplog.text.count("are numbered as 2 classes") == 1
 
 
 @pytest.mark.parametrize("labels", [np.arange(8) * 1000, np.array([0, 1] * 4), np.array([0, 1000] * 4) / 2.5])

@@ -1,7 +1,5 @@
 """CSV and Parquet tables with the user's own ids: layout, files, errors that name the row."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +27,7 @@ FIXED = pa.FixedSizeListArray.from_arrays(pa.array([1.0, 2.0, 3.0, 4.0]), 2)
         (pa.array([1.0, None]), "column 'x', row 1: is empty"),
         (pa.array([1.0, np.nan]), "column 'x', row 1: nan"),
         (pa.array([[1.0, 2.0], [3.0, None]]), "column 'x', row 1: has an empty value"),
-        (pa.array([[1.0], []]), "column 'x', row 1: a list of 0 values, but row 0 has 1"),
+        (pa.array([[1.0], []]), "column 'x', row 1: a list of 0, but row 0 has 1"),
         (pa.array(["a"]), "column 'x' must hold numbers; it holds string"),
     ],
 )
@@ -177,7 +175,7 @@ def test_takes_src_and_dst_beside_columns_with_similar_names(tmp_path: Path) -> 
         ("id,x,x\n1,1,2\n", "1,1", r"nodes\.csv: has 2 columns 'x'; rename"),
         ("id\n1\n2\n", "1,2\n1,2,3", r"edges\.csv: not readable as a csv table"),
         ("id\n", "", r"the graph has no nodes; there must be at least one"),
-        ({"split": [[0], [1]]}, "0,1", "column 'split' holds list<.*> that is not text; write texts or numb"),
+        ({"split": [[0], [1]]}, "0,1", "column 'split' holds list<.*>; write texts or numb"),
         ({"id": WIDE}, "0,1", r"nodes\.parquet: column 'id' has a number beyond 64 signed bits"),
         ({"id": [0, 1], "label": WIDE}, "0,1", r"nodes\.parquet: column 'label' has a number beyond"),
         ({"feat_0": [1, 2], "feat_1": [[1], [2]]}, "0,1", "column 'feat_1' holds lists; put all features"),
@@ -215,9 +213,7 @@ def test_tables_are_in_utf_8(tmp_path: Path, text: str) -> None:
         read_table(tmp_path / "nodes.csv")
 
 
-def test_a_description_for_ingest_is_not_read_in_silence(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_says_that_a_description_is_not_read(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     write(tmp_path, {"edges.csv": "src,dst\n0,1\n", "graph.json": "{}"})
     assert load_dataset(tmp_path).total_edges == 1
     assert f"graph.json is ignored; use it with `dglx ingest {tmp_path}/graph.json`" in caplog.text
@@ -247,9 +243,7 @@ def test_numbered_columns_of_labels_are_one_label_with_several_columns(tmp_path:
     assert graph.num_classes == {NODE_TYPE: 2}
 
 
-def test_a_number_that_columns_of_labels_skip_is_warned_of(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_warns_of_skipped_numbers_of_labels(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     nodes = "id,label_0,label_2,feat_1,feat_2\n0,1,0,1,1\n1,0,1,1,1\n"
     load_dataset(write(tmp_path, {"nodes.csv": nodes, "edges.csv": "src,dst\n0,1\n"}))
     assert "the 2 columns label_0, label_2 skip or repeat a number" in caplog.text
@@ -262,7 +256,7 @@ def test_a_number_that_columns_of_labels_skip_is_warned_of(
         (["1.5", "n.a.", "2", "3"], "column 'label', row 1: n.a. is no number, but most labels are"),
         (
             [str(1000 + n % 6) for n in range(24)],
-            "the labels 1000 to 1005 are numbered as names of 6 classes; if they measure, write 1000.0",
+            "the labels 1000 to 1005 are numbered as 6 classes; if they measure, write 1000.0",
         ),
         ([str(n) for n in range(24)], "has 24 classes for 24 labelled nodes"),
         ([str(n % 6) for n in range(24)], ""),
@@ -295,9 +289,7 @@ ROWS_OF_IDS = [[12, 2], [10, 0], [11, 1]]
     ["node_id", "nodeId", "NodeID", "nid", "node", "ids", ":ID", "_id", "movieId:ID(Movie)", "Id", "my"],
 )
 @pytest.mark.parametrize("kind", ["csv", "parquet", "type"])
-def test_reads_ids_under_their_usual_names_or_the_one_of_the_option(
-    tmp_path: Path, name: str, kind: str
-) -> None:
+def test_reads_ids_under_usual_names_or_the_one_of_the_option(tmp_path: Path, name: str, kind: str) -> None:
     text = "".join(f"{node},{feature}\n" for node, feature in ROWS_OF_IDS)
     nodes: Any = f"{name},feat_0\n{text}"
     if kind == "parquet":
@@ -353,9 +345,7 @@ def test_reads_ends_of_edges_under_their_usual_names(tmp_path: Path, names: str)
         ("node_id,x\n1,1\n1,2\n", "1,1", r"column 'node_id', row 1: node id 1 already occurs in row 0"),
     ],
 )
-def test_refuses_to_number_by_row_where_a_column_has_the_ids(
-    tmp_path: Path, nodes: str, edges: str, message: str
-) -> None:
+def test_refuses_rows_as_ids_beside_a_column(tmp_path: Path, nodes: str, edges: str, message: str) -> None:
     write(tmp_path, {"nodes.csv": nodes, "edges.csv": f"src,dst\n{edges}\n"})
     with pytest.raises(DatasetError, match=message):
         load_dataset(tmp_path)

@@ -1,7 +1,5 @@
 """Every kind of bad input is refused with the file, the column and the first offending row."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np
@@ -135,9 +133,3 @@ def test_a_mask_may_select_no_edge_of_one_type_but_not_of_all() -> None:
     check_raw_graph(graph, WHERE)
     with pytest.raises(DatasetError, match="edges 'often': column 'val_mask' selects no row"):
         check_raw_graph(replace(graph, edge_data={etypes[0]: {"val_mask": masks[1]}}), WHERE)
-
-
-def test_a_label_of_too_many_classes_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
-    graph = replace(graph_with(label=array(0, 1, 2, 10**12)), num_classes={NODE_TYPE: 10**12 + 1})
-    check_raw_graph(graph, WHERE)
-    assert "has 1000000000001 classes for 4 labelled nodes" in caplog.text

@@ -1,7 +1,5 @@
 """Graphs whose edges have reverse edges: one of one type, and a shop with reverse types."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

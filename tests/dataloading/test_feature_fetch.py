@@ -1,7 +1,5 @@
 """The order of sends: requests before local work, and one batch's wait beside another's work."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -32,7 +30,7 @@ class FakeStore:
         self._note = note
 
     def column(self, _key):
-        return SimpleNamespace(info=ColumnInfo(dtype="int64", row_shape=()), on_device=None)
+        return SimpleNamespace(info=ColumnInfo(dtype="int64", row_shape=()))
 
     def submit_pull(self, key, ids, **_options):
         self._note("ask", key)

@@ -1,7 +1,5 @@
 """The sampling kernels alone: fan-outs, numbering of nodes, typed relations, reused workspaces."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Sequence
 

@@ -1,7 +1,5 @@
 """LABOR: draws keyed by the source are unbiased, equal on any number of ranks, and shared as options say."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, TypeAlias

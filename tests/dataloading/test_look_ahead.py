@@ -1,7 +1,5 @@
 """Loaders with look-ahead caches over real ranks: the same bits, and as few rows as Belady's rule fetches."""
 
-from __future__ import annotations
-
 import os
 import signal
 import time
@@ -152,7 +150,7 @@ def check_resuming(g: DistGraph, plain: list[bytes]) -> None:
     ("ranks", "per_server", "structure"),
     [(2, 1, "replicated"), (3, 1, "partitioned"), *wide((4, 2, "partitioned"))],
 )
-def test_the_same_batches_for_the_least_bytes(
+def test_batches_take_least_bytes(
     shops: dict[int, Path], ranks: int, per_server: int, structure: str
 ) -> None:
     run_ranks(looked_ahead, ranks, args=(shops[ranks // per_server], structure), ranks_per_server=per_server)

@@ -1,7 +1,5 @@
 """The loader over several types, from a graph on disk to blocks with columns."""
 
-from __future__ import annotations
-
 import dgl
 import numpy as np
 import pytest

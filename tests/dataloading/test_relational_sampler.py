@@ -1,7 +1,5 @@
 """Sampling over several edge types, in one process and over servers: equal draws, exact bytes."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import dgl

@@ -1,7 +1,5 @@
 """Row buffers of a batch: columns, precision, memory that is reused."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Blocks of several types are DGL's own; ranks that were given the same seeds."""
 
-from __future__ import annotations
-
 import warnings
 
 import dgl

@@ -1,7 +1,5 @@
 """Options of neighbour sampling: fan-outs and edge weights."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Steps of an epoch: schedule, look-ahead, items, options, and ranks of unequal shares."""
 
-from __future__ import annotations
-
 import json
 import threading
 import time

@@ -1,7 +1,5 @@
 """A small graph on disk, partitioned unevenly, that every test of this room can draw."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 

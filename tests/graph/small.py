@@ -1,7 +1,5 @@
 """A graph of 40 nodes: a path with chords to node 0, and features that tell the node."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Training of embeddings on some ranks, and the same in one process with torch, for tests of this room."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Graph-wide passes over real ranks: k-hop closures and reverse edges."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -123,9 +121,7 @@ LOOP = np.array([0, 1, 1, 2]), np.array([1, 0, 2, 2]), np.arange(4)
         (BACKWARD, (NONE, NONE, NONE), [-1, -1]),
     ],
 )
-def test_each_edge_finds_the_edge_back_in_the_order_of_the_source(
-    edges: Any, others: Any, expected: list[int]
-) -> None:
+def test_each_edge_finds_the_edge_back_in_source_order(edges: Any, others: Any, expected: list[int]) -> None:
     assert match_reverse(edges, others).tolist() == expected
 
 

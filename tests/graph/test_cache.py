@@ -1,10 +1,7 @@
 """Caches of remote rows over real ranks: the same bits, fewer bytes, and errors on every rank."""
 
-from __future__ import annotations
-
 import dataclasses
 import re
-import weakref
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +15,7 @@ from dglx_dist.comm.topology import Topology
 from dglx_dist.dataloading.loader import DataLoader
 from dglx_dist.errors import ConfigError, DglxError
 from dglx_dist.graph.cache import select_top_rows
-from dglx_dist.graph.column import DeviceRows
 from dglx_dist.graph.dist_graph import DistGraph
-from dglx_dist.graph.kvstore import KVStore
-from dglx_dist.graph.row_kernels import NO_SLOTS, SlotTable, fill_table, split_cached
 from dglx_dist.records import NODE_TYPE
 from tests.graph.small import NUM_NODES, edges
 from tests.helpers.ranks import run_ranks
@@ -96,122 +90,6 @@ def test_the_same_rows_for_fewer_bytes(
     run_ranks(check_cached, ranks, args=(small_dataset, structure), ranks_per_server=per_server)
 
 
-def cached_on_device(folder: Path, structure: Any) -> None:
-    """A batch takes the rows that its device has from there, and asks other servers for the rest."""
-    with start_session() as session:
-        g = DistGraph(folder, structure=structure)
-        key, (first, end) = g.ndata["feat"].kvstore_key, own_range(g)
-        plain_pulls, plain = pulls(g), batches(g)
-        for policy, alpha in (("degree", 0.4), ("halo", 0.4), ("vip", 0.4), ("degree", 100.0)):
-            if policy == "vip" and structure == "partitioned":
-                continue
-            how = {"fanouts": [2, 2], "batch_size": 4} if policy == "vip" else {}
-            g.cache_rows("feat", alpha=0, policy="degree", device="cpu")
-            filled = session.ledger.total(phase="cache")
-            plan = g.cache_rows("feat", alpha=alpha, policy=policy, device="cpu", **how)
-            rows = g.kvstore.column(key).on_device
-            kept = np.flatnonzero(rows.table.slots >= 0) if rows and plan.rows else np.empty(0, np.int64)
-            assert len(kept) == plan.rows <= int(alpha * (end - first))
-            remote = np.count_nonzero((kept < first) | (kept >= end))
-            if structure == "replicated":  # else degrees were added up, too
-                assert session.ledger.total(phase="cache") - filled == (8 + ROW) * remote
-            assert (plan.rows == plan.rows - remote == 0) == (end == first)
-            # Others than batches read as before.
-            assert pulls(g) == plain_pulls
-            before, counted = session.ledger.total(phase="features"), g.kvstore.cache_counts(key)
-            result = batches(g)
-            assert result == plain
-            ids = [np.frombuffer(result[: len(result) * 8 // (8 + ROW)], np.int64) for result in result]
-            request = np.concatenate(ids)
-            local, hit = (request >= first) & (request < end), np.isin(request, kept)
-            counts, missed = g.kvstore.cache_counts(key) - counted, np.count_nonzero(~local & ~hit)
-            assert counts.on_device == np.count_nonzero(hit)
-            assert (counts.local, counts.misses) == (np.count_nonzero(local), missed)
-            assert counts.hits == np.count_nonzero(hit & ~local)
-            assert session.ledger.total(phase="features") - before == (8 + ROW) * missed
-        # With both caches, and with another one from the second batch on.
-        g.cache_rows("feat", alpha=0.4, policy="halo")
-        assert batches(g) == plain
-        g.close()
-
-
-@pytest.mark.parametrize(("ranks", "per_server", "structure"), [(3, 1, "partitioned"), (4, 2, "replicated")])
-def test_rows_on_the_device_are_asked_of_nobody(
-    small_dataset: Path, ranks: int, per_server: int, structure: str
-) -> None:
-    run_ranks(cached_on_device, ranks, args=(small_dataset, structure), ranks_per_server=per_server)
-
-
-def test_each_rank_of_a_server_caches_its_own_rows(small_dataset: Path) -> None:
-    def find_kept(g: DistGraph, seeds: list[int]) -> tuple[list[int], float | None]:
-        how: Any = {"fanouts": [-1], "batch_size": 2, "seeds": np.array(seeds), "device": "cpu"}
-        plan = g.cache_rows("feat", alpha=3 / NUM_NODES, **how)
-        rows = g.kvstore.column(g.ndata["feat"].kvstore_key).on_device
-        assert rows is not None
-        return g.orig_ids(np.flatnonzero(rows.table.slots >= 0)).tolist(), plan.expected_hit_rate
-
-    with start_session(topology=Topology(0, 1, (0,))):
-        g = DistGraph(small_dataset)
-        new_of = np.argsort(g.orig_ids(np.arange(NUM_NODES)).numpy())
-        # Nodes 7 and 9 have the in-neighbours 6 and 8: four inputs, of which three fit.
-        result, rate = find_kept(g, new_of[[7, 9]].tolist())
-        assert set(result) < {6, 7, 8, 9}
-        assert (len(result), rate) == (3, 0.75)
-
-
-def test_former_rows_on_a_device_are_freed_first(
-    small_dataset: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with start_session(topology=Topology(0, 1, (0,))):
-        g, pull = DistGraph(small_dataset), KVStore.pull
-        g.cache_rows("feat", alpha=0.5, policy="degree", device="cpu")
-        kept = g.kvstore.column(g.ndata["feat"].kvstore_key).on_device
-        assert kept is not None
-        former = weakref.ref(kept.rows)
-        del kept
-
-        def check_and_pull(*args: Any, **options: Any) -> torch.Tensor:
-            assert former() is None
-            return pull(*args, **options)
-
-        monkeypatch.setattr(KVStore, "pull", check_and_pull)
-        assert g.cache_rows("feat", alpha=0.2, policy="degree", device="cpu").rows > 0
-
-
-def column_of(dtype: torch.dtype, row: tuple[int, ...]) -> Any:
-    rows = torch.arange(12 * max(int(np.prod(row)), 0)).view(12, *row) % 7
-    return rows.to(dtype)
-
-
-@pytest.mark.parametrize("row", [(), (1,), (2, 3), (0,)])
-@pytest.mark.parametrize(
-    "dtype",
-    [torch.bool, torch.uint8, torch.uint16, torch.int64, torch.float16, torch.bfloat16, torch.float64],
-)
-def test_any_column_of_any_split_is_put_together(dtype: torch.dtype, row: tuple[int, ...]) -> None:
-    rows = column_of(dtype, row)
-    for kept in ([], [4], list(range(12))[::-1]):
-        table = NO_SLOTS
-        if kept:
-            table = SlotTable(np.empty(12, np.int32), np.empty(0, np.int64))
-            fill_table(table, np.array(kept))
-        cached = DeviceRows(table=table, rows=rows[kept])
-        for ids in ([], [4, 4], [11, 0, 4, 3, 4], list(range(12))):
-            request = np.array(ids, np.int64)
-            missing, hits, slots = split_cached(request, 0, 0, cached.table)
-            assert set(request[hits]) <= set(kept)
-            assert not set(request[missing]) & set(kept)
-            places = [torch.from_numpy(case) for case in (hits, slots, missing)]
-            tensor = cached.join_rows(*places, rows[request[missing]])
-            assert tensor.dtype == dtype
-            assert torch.equal(tensor, rows[request])
-            there = DeviceRows(table=table, rows=cached.rows.to("meta"))
-            shape = there.join_rows(
-                *(place.to("meta") for place in places), rows[request[missing]].to("meta")
-            )
-            assert (shape.device.type, shape.shape, shape.dtype) == ("meta", tensor.shape, dtype)
-
-
 def chosen_by(folder: Path) -> None:
     """A policy keeps the remote rows that cost nothing to read."""
     with start_session() as session:
@@ -267,10 +145,7 @@ def test_degree_and_halo_keep_the_documented_rows(small_dataset: Path) -> None:
         ({"policy": "vip", "fanouts": [5], "batch_size": 0}, "batch_size=0"),
         ({"policy": "vip", "fanouts": [5], "batch_size": 10}, "structure='replicated'"),
         ({"batch_size": 10}, "are for policy='vip'"),
-        ({"policy": "lookahead", "device": "cpu"}, "Leave out device="),
         ({"policy": "lookahead", "fanouts": [5]}, "are for policy='vip'"),
-        ({"device": "gpu"}, "device='gpu' is not a device"),
-        ({"device": "cuda"}, "device='cuda', but torch"),
     ],
 )
 def test_unsupported_caches_are_refused(small_dataset: Path, how: dict[str, Any], part: str) -> None:

@@ -1,7 +1,5 @@
 """Tensors and embeddings whose ids, values and gradients lie on a device."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

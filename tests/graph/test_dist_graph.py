@@ -1,7 +1,5 @@
 """Opening a dataset as a DistGraph: counts, types, ids, views, refusals."""
 
-from __future__ import annotations
-
 import os
 import shutil
 from collections.abc import Callable
@@ -106,7 +104,7 @@ def test_edges_of_weight_zero_and_excluded_ones_are_never_drawn(graph: DistGraph
         (lambda g: g.nodes["user"], "no node type 'user'"),
         (lambda g: DistGraph(g.dataset.folder / "nowhere"), "nowhere"),
         (lambda g: DistGraph(g.dataset.folder, structure="cut"), "structure is 'cut'"),
-        (lambda _: DistGraph(), "either the folder"),
+        (lambda _: DistGraph(), "pass DistGraph the folder"),
         (lambda g: DistGraph(part_config=g.dataset.folder / "x.json"), r"x\.json"),
     ],
 )

@@ -1,7 +1,5 @@
 """Trained embeddings and their optimizers against dense torch."""
 
-from __future__ import annotations
-
 import gc
 import weakref
 from collections.abc import Callable
@@ -140,9 +138,7 @@ def test_embeddings_of_one_name_are_one(graph: DistGraph) -> None:
         (lambda e: setattr(optim.SparseSGD([e], lr=0.1), "lr", float("inf")), "must be a number, at least 0"),
     ],
 )
-def test_wrong_arguments_are_named(
-    graph: DistGraph, make: Callable[[DistEmbedding], object], message: str
-) -> None:
+def test_names_wrong_values(graph: DistGraph, make: Callable[[DistEmbedding], object], message: str) -> None:
     embedding = DistEmbedding(NUM_NODES, 2, "e")
     with pytest.raises((ConfigError, IndexError), match=message):
         make(embedding)

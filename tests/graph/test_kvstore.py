@@ -1,7 +1,5 @@
 """Pulls and pushes over real ranks, with the byte ledger at zero tolerance."""
 
-from __future__ import annotations
-
 import os
 import signal
 import threading
@@ -125,9 +123,7 @@ def store(alone: Session) -> KVStore:
         (lambda kv: kv.pull("feat", FIRST, out=torch.empty(2, 5)), r"shape \(1, 5\)"),
     ],
 )
-def test_invalid_pulls_and_pushes_are_refused(
-    store: KVStore, ask: Callable[[KVStore], object], message: str
-) -> None:
+def test_refuses_wrong_pulls_pushes(store: KVStore, ask: Callable[[KVStore], object], message: str) -> None:
     with pytest.raises((IndexError, ConfigError), match=message):
         ask(store)
 
@@ -184,9 +180,7 @@ def push(store: KVStore, *names: str) -> None:
         store.push(name, np.array([1]), np.array([5]), wait=False)
 
 
-def test_a_fence_that_waits_in_vain_names_who_is_missing_and_can_be_repeated(
-    remote: KVStore, rpc: FakeRpc
-) -> None:
+def test_a_fence_that_waits_in_vain_names_the_missing_and_repeats(remote: KVStore, rpc: FakeRpc) -> None:
     push(remote, "a", "b")
     for _ in range(2):
         with pytest.raises(
@@ -208,9 +202,7 @@ def test_errors_are_raised_at_the_fence_once_and_counted(remote: KVStore, rpc: F
     assert rpc.sent == ["a", "bad a", "bad b", "bad a", "b"]
 
 
-def test_push_beyond_the_limit_waits_for_room(
-    remote: KVStore, rpc: FakeRpc, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_push_waits_for_room(remote: KVStore, rpc: FakeRpc, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kvstore, "MAX_BYTES", 32)
     push(remote, "a", "b")  # 16 bytes each
     assert rpc.waited == []
@@ -432,7 +424,7 @@ def push_one_row_often() -> None:
 
 NOT_TO_PUSH: list[tuple[Any, Any, str]] = [
     ([31], np.ones(1), "id 31 at position 0"),
-    ([30], np.ones(2), r"shape \(1,\), not"),
+    ([30], np.ones(2), r"\(1,\), not"),
     ([30], np.ones(1, np.float32), "float64"),
     (np.array([30], np.int32), np.ones(1), r"must be \(K,\) int64"),
     ([[30]], np.ones(1), r"shape \(1, 1\)"),
@@ -518,7 +510,7 @@ def test_writable_columns_are_not_cached_and_wrong_rows_change_nothing(target: K
         target.set_cache("d", cache=RowCache(table=NO_SLOTS, rows=np.empty(0)))
     with pytest.raises(IndexError, match="id 31 at position 1"):
         target.push("d", np.array([0, 31]), np.ones(2), accumulate=True)
-    with pytest.raises(ConfigError, match=r"takes rows of float32 and shape \(1, 5\)"):
+    with pytest.raises(ConfigError, match=r"takes float32 \(1, 5\)"):
         target.push("f", np.array([0]), np.ones((1, 4), np.float32), accumulate=True)
     assert target.pull("d", np.arange(NUM_ROWS)).abs().sum() == 0
 

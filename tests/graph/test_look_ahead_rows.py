@@ -1,7 +1,5 @@
 """Rows kept by look-ahead: as few fetched as by any choice, and as many batches announced as that needs."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from itertools import combinations
 from typing import Any

@@ -1,7 +1,5 @@
 """Owners of ids, and the placement of parts on ranks and servers."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import numpy as np

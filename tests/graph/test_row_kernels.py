@@ -1,7 +1,5 @@
 """Row kernels: gather, add, read-ahead, and the plan of a remote pull."""
 
-from __future__ import annotations
-
 import ctypes
 import mmap
 import os
@@ -144,9 +142,7 @@ def _resident(rows: Array) -> set[int]:
     return {page for page, state in enumerate(result) if state & 1}
 
 
-def test_rows_larger_than_memory_are_read_page_by_page_and_ahead(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rows_larger_than_memory_are_read_by_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path, values = tmp_path / "rows", np.arange(1 << 21, dtype=np.int64).reshape(-1, 512)
     values.tofile(path)  # 4096 rows of a page each
 

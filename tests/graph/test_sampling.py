@@ -1,7 +1,5 @@
 """Neighbours of given nodes: sampled and whole."""
 
-from __future__ import annotations
-
 import pytest
 
 from dglx_dist.errors import ConfigError

@@ -1,7 +1,5 @@
 """Folders of rows: complete or absent, whoever dies, and no other folder is ever replaced."""
 
-from __future__ import annotations
-
 import os
 import signal
 from collections.abc import Sequence
@@ -118,7 +116,7 @@ def test_nothing_but_saved_rows_is_replaced(alone: Session, tmp_path: Path) -> N
     assert sorted(os.listdir(tmp_path)) == ["file", "project", "rows"]
 
 
-def test_a_folder_that_a_rank_does_not_see_is_named(
+def test_names_a_folder_unseen_by_a_rank(
     alone: Session, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(shared_memory, "broadcast_json", lambda *_: str(tmp_path / "of another machine"))

@@ -1,7 +1,5 @@
 """Sparse gradients: summed by row, encoded, exchanged between ranks to the byte."""
 
-from __future__ import annotations
-
 import os
 import threading
 from collections.abc import Sequence

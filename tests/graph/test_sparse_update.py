@@ -1,7 +1,5 @@
 """Sparse optimizers: rules, state, several embeddings and several optimizers."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

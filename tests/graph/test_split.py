@@ -1,7 +1,5 @@
 """Splits of nodes and edges over ranks."""
 
-from __future__ import annotations
-
 from itertools import chain
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """In-edges of a part, and access probabilities worked out by hand and counted on drawn batches."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

@@ -1,7 +1,5 @@
 """Opens a page in headless Chromium, without network, and tells what became of it."""
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import json

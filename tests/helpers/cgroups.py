@@ -1,7 +1,5 @@
 """Reads what the kernel grants a control group."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 

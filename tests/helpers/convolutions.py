@@ -1,7 +1,5 @@
 """Every convolution of dgl.nn, and what it is given."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial

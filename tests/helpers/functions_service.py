@@ -99,7 +99,11 @@ class FunctionsService(AbstractContextManager["FunctionsService"]):
         function.folder.cleanup()
 
     def add(self, name: str, code: bytes, **settings: Any) -> Function:
-        defaults = {"Handler": "dglx_dist.strategies.serverless.aws.function.handler", "MemorySize": 192, "Timeout": 30}
+        defaults = {
+            "Handler": "dglx_dist.strategies.serverless.aws.function.handler",
+            "MemorySize": 192,
+            "Timeout": 30,
+        }
         self.functions[name] = Function(name, {**defaults, **settings}, code, {})
         return self.functions[name]
 

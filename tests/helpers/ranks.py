@@ -5,8 +5,6 @@ Processes are forked from a server that has torch and dgl imported already, so a
 of a second.
 """
 
-from __future__ import annotations
-
 import faulthandler
 import multiprocessing
 import os
@@ -73,6 +71,18 @@ def run_ranks(function: Callable[..., Any], world_size: int, **how: Any) -> list
     if failures:
         raise RankError("\n\n".join(_describe(failure, world_size) for failure in failures))
     return [outcome.result for outcome in outcomes]
+
+
+def run_each(
+    function: Callable[..., Any], cases: Sequence[Sequence[Any]], world_size: int, **how: Any
+) -> list[list[Any]]:
+    """Call ``function`` for one case after another in the same ranks; return results by case, by rank."""
+    by_rank = run_ranks(_call_each, world_size, args=(function, cases), **how)
+    return [list(results) for results in zip(*by_rank, strict=True)]
+
+
+def _call_each(function: Callable[..., Any], cases: Sequence[Sequence[Any]]) -> list[Any]:
+    return [function(*case) for case in cases]
 
 
 def start_ranks(

@@ -1,7 +1,5 @@
 """Changes of a JSON value, one at a time, that a strict reader must notice or keep."""
 
-from __future__ import annotations
-
 import copy
 import json
 import re

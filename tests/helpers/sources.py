@@ -1,7 +1,5 @@
 """The source files of the package and of its scripts, each read and parsed once for all tests."""
 
-from __future__ import annotations
-
 import ast
 import functools
 from dataclasses import dataclass

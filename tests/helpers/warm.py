@@ -5,8 +5,6 @@ picture at the end of a run costs as much, so ranks leave an empty file in its p
 tests/report look at pictures.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Small zips, as packages of functions."""
 
-from __future__ import annotations
-
 import zipfile
 from pathlib import Path
 

@@ -1,12 +1,8 @@
 """Stages of convolutions: alone they are DGL's layer; cut by columns and added up they still are."""
 
-from __future__ import annotations
-
 import copy
 import re
 from collections.abc import Callable, Sequence
-from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +26,7 @@ from torch import Tensor, nn
 
 from dglx_dist.errors import ConfigError
 from dglx_dist.layers.base import PartialSums, SplittableConv, StageInput, cut_in_place
-from dglx_dist.layers.convolutions import Sync, make_stages
+from dglx_dist.layers.convolutions import make_stages
 from dglx_dist.layers.dropout import ColumnRange, deal_out_columns
 
 WIDTHS, PARTS = (1, 3, 100, 101), (1, 2, 3, 4)
@@ -54,15 +50,6 @@ CONVS: dict[str, Make] = {
     "gat": lambda f: GATConv(f, H, 2, activation=torch.tanh),
     "gat-residual": lambda f: GATConv(f, H, 3, residual=True),
 }
-BY_ROWS: dict[str, Make] = {
-    "pool": lambda f: SAGEConv(f, H, "pool", activation=torch.tanh, norm=nn.LayerNorm(H)),
-    "gat-rows": lambda f: GATConv(f, H, 2, activation=torch.tanh),
-    "gat-rows-residual": lambda f: GATConv(f, H, 3, residual=True),
-    "gatv2": lambda f: GATv2Conv(f, H, 2, activation=torch.tanh),
-    "gatv2-residual": lambda f: GATv2Conv(f, H, 3, residual=True, bias=False),
-}
-"""Layers for ``sync="inputs"``."""
-NO_WEIGHTS = ("gatv2",)
 
 
 def block_and_rows(width: int) -> tuple[dgl.DGLGraph, Tensor, Tensor]:
@@ -77,17 +64,17 @@ def block_and_rows(width: int) -> tuple[dgl.DGLGraph, Tensor, Tensor]:
 
 def make(name: str, width: int) -> tuple[nn.Module, SplittableConv]:
     torch.manual_seed(width)
-    conv = (CONVS | BY_ROWS)[name](width).double()
+    conv = CONVS[name](width).double()
     for parameter in conv.parameters():
         nn.init.uniform_(parameter, -1, 1)  # zeros of a bias would hide a bias added twice
-    return conv, make_stages(conv, "inputs" if name in BY_ROWS else "columns")
+    return conv, make_stages(conv)
 
 
 def edge_choices(name: str, weight: Tensor) -> list[dict[str, Tensor]]:
     if name.startswith("rel"):
         relation = torch.arange(len(weight)) % 3
         return [{"etypes": relation}, {"etypes": relation, "norm": weight.view(-1, 1)}]
-    return [{}] if name.startswith(NO_WEIGHTS) else [{}, {"edge_weight": weight}]
+    return [{}, {"edge_weight": weight}]
 
 
 def part_of(layer: SplittableConv, runs: Sequence[ColumnRange]) -> SplittableConv:
@@ -107,12 +94,11 @@ def run_parts(
 
     ``drops`` gives the draws of a part's columns.
     """
-    handed = {} if layers[0].edges_after_sync else edges
     inputs = [
         StageInput(
             block=block,
             x=x[:, deal_out_column.cut],
-            edges=handed,
+            edges=edges,
             draws=None if drops is None else drops(deal_out_column),
         )
         for deal_out_column in deal_out_columns(x.shape[1], len(layers))
@@ -125,7 +111,7 @@ def run_parts(
         layer.gather(item, rows, scattered)
         for layer, item, rows in zip(layers, inputs, transformed, strict=True)
     ]
-    return layers[0].apply_edges(replace(inputs[0], edges=edges), add_up(gathered))
+    return layers[0].apply_nodes(block, add_up(gathered))
 
 
 def summed_gradient(layers: list[SplittableConv], name: str) -> Tensor | None:
@@ -138,7 +124,7 @@ def summed_gradient(layers: list[SplittableConv], name: str) -> Tensor | None:
     return results[0]
 
 
-@pytest.mark.parametrize("name", [*CONVS, *BY_ROWS])
+@pytest.mark.parametrize("name", list(CONVS))
 @pytest.mark.parametrize("width", WIDTHS)
 def test_parts_add_up_to_dgls_layer(name: str, width: int) -> None:
     block, x, weight = block_and_rows(width)
@@ -163,45 +149,30 @@ def close(found: Tensor | None, expected: Tensor | None) -> None:
 
 
 @pytest.mark.parametrize(
-    ("sync", "module", "message"),
+    ("module", "message"),
     [
-        ("columns", SAGEConv(4, 3, "pool"), "aggregator 'pool'"),
-        ("columns", SAGEConv(4, 3, "lstm"), "aggregator 'lstm'"),
-        ("columns", GATv2Conv(4, 3, 2), "GATv2Conv cannot be cut .* nonlinear"),
-        ("columns", GraphConv(4, 4, weight=False, bias=False), "weight=False"),
-        ("columns", GINConv(nn.Linear(4, 3), "max"), "'max'"),
-        ("columns", GINConv(nn.ReLU(), "sum"), "begins with ReLU"),
-        ("columns", GATConv(3, 3, 1, residual=True), "residual=True"),
-        ("columns", GATConv((3, 4), 3, 1), "separate widths"),
-        ("columns", RelGraphConv(4, 4, 2, "bdd", 2), "bdd"),
-        ("columns", SGConv(4, 3, k=2), "2 hops, but a block has one"),
-        ("columns", SGConv(4, 3, norm=nn.LayerNorm(4)), "normalizes complete rows"),
-        ("columns", SGConv(4, 3, cached=True), "caches the first batch's result"),
-        ("columns", EdgeConv(4, 3), "EdgeConv cannot be cut .* maximum"),
-        ("inputs", EdgeConv(4, 3), "EdgeConv cannot be cut .* maximum"),
-        ("columns", PNAConv(4, 3, ["max"], ["identity"], 1.0), "PNAConv cannot be cut .* maximum"),
-        ("columns", DotGatConv(4, 3, 1), "DotGatConv cannot be cut .* complete rows"),
-        ("columns", nn.Linear(3, 3), "Linear cannot be cut .* its stages are not defined"),
-        ("inputs", SAGEConv(4, 3, "lstm"), "aggregator 'lstm'"),
-        ("inputs", GATv2Conv(4, 3, 2, share_weights=True), "share_weights=True"),
-        ("inputs", GATv2Conv((4, 3), 3, 2), "separate widths"),
-        ("inputs", GATv2Conv(6, 3, 2, residual=True), "residual=True"),
-        ("inputs", GATConv(3, 3, 1, residual=True), "residual=True"),
-        ("inputs", GINConv(nn.Linear(4, 3), "max"), "'max'"),
-        ("inputs", PNAConv(4, 3, ["max"], ["identity"], 1.0), "PNAConv cannot be cut"),
+        (SAGEConv(4, 3, "pool"), "aggregator 'pool'"),
+        (SAGEConv(4, 3, "lstm"), "aggregator 'lstm'"),
+        (GATv2Conv(4, 3, 2), "GATv2Conv cannot be cut .* nonlinear"),
+        (GraphConv(4, 4, weight=False, bias=False), "weight=False"),
+        (GINConv(nn.Linear(4, 3), "max"), "'max'"),
+        (GINConv(nn.ReLU(), "sum"), "begins with ReLU"),
+        (GATConv(3, 3, 1, residual=True), "residual=True"),
+        (GATConv((3, 4), 3, 1), "separate widths"),
+        (RelGraphConv(4, 4, 2, "bdd", 2), "bdd"),
+        (SGConv(4, 3, k=2), "2 hops, but a block has one"),
+        (SGConv(4, 3, norm=nn.LayerNorm(4)), "normalizes complete rows"),
+        (SGConv(4, 3, cached=True), "caches the first batch's result"),
+        (EdgeConv(4, 3), "EdgeConv cannot be cut .* maximum"),
+        (PNAConv(4, 3, ["max"], ["identity"], 1.0), "PNAConv cannot be cut .* maximum"),
+        (DotGatConv(4, 3, 1), "DotGatConv cannot be cut .* complete rows"),
+        (nn.Linear(3, 3), "Linear cannot be cut .* its stages are not defined"),
     ],
 )
-def test_layers_that_cannot_be_split_are_refused_with_the_reason(
-    sync: Sync, module: nn.Module, message: str
-) -> None:
-    """And says so where rows would do."""
+def test_refuses_to_split_other_layers_with_a_reason(module: nn.Module, message: str) -> None:
     with pytest.raises(ConfigError, match=message) as caught:
-        make_stages(module, sync)
+        make_stages(module)
     assert "data_parallel" in str(caught.value)
-    by_rows = False
-    with suppress(ConfigError):
-        by_rows = make_stages(module, "inputs").width == 4
-    assert ("sync='inputs'" in str(caught.value)) == by_rows
 
 
 def test_relations_that_are_not_passed_are_named() -> None:
@@ -209,18 +180,6 @@ def test_relations_that_are_not_passed_are_named() -> None:
     _, staged = make("rel", 3)
     with pytest.raises(ConfigError, match="Pass etypes"):
         staged(block, x)
-
-
-def test_parts_send_rows_of_sources() -> None:
-    """(L0, width) of each, where a layer that splits sends (D1, H)."""
-    block, x, _ = block_and_rows(7)
-    for name, widths in (("pool", [7, H]), ("gatv2", [2 * H, 2 * H])):
-        _, staged = make(name, 7)
-        rows, own = staged.sync(StageInput(block=block, x=x, edges={}))
-        assert [rows.shape, own.shape] == [
-            (block.num_src_nodes(), widths[0]),
-            (block.num_dst_nodes(), widths[1]),
-        ]
 
 
 @pytest.mark.parametrize("out", [3, 9])
@@ -259,7 +218,7 @@ def test_one_hop_of_sgc_on_a_block_weighs_as_dgls_norm_of_edges_does() -> None:
     close(staged(block, x), staged(block, x, torch.ones_like(weight)))
 
 
-PAGE = Path(__file__).parents[2] / "docs/extending.md"
+PAGE = Path(__file__).parents[2] / "docs/guides/extending.md"
 
 
 def test_the_layer_of_the_page_adds_up() -> None:

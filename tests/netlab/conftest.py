@@ -1,7 +1,5 @@
 """Fixtures of the tests with emulated servers."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from collections.abc import Iterator

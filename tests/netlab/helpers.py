@@ -1,7 +1,5 @@
 """Helpers of the tests of labs: scripts for ranks, notes, traces, a fake lab, commands on servers."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
@@ -34,14 +32,6 @@ words = ("who", *(os.environ[name] for name in names), str(sorted(os.sched_getaf
 # In one piece: output is not buffered, and another rank writes to the same pipe.
 sys.stdout.write(" ".join(words) + "\\n")
 sys.stderr.write(f"error of {os.environ['RANK']}\\n")
-"""
-# The last rank fails at once, the others would go on for ever.
-FAILS = """\
-import os, sys, time
-if int(os.environ["RANK"]) + 1 < int(os.environ["WORLD_SIZE"]):
-    print("waits", flush=True)
-    time.sleep(1000)
-sys.exit(int(sys.argv[1]))
 """
 WAITS = """\
 import os, time

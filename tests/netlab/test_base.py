@@ -1,7 +1,5 @@
 """Labels of labs, cores dealt out to servers, and plain loopback."""
 
-from __future__ import annotations
-
 import json
 
 import pytest
@@ -35,15 +33,6 @@ def test_servers_have_whole_cores_or_share_what_there_is(
     assert {item.needs_quota for item in dealt} == {share != 2.0}
 
 
-@pytest.mark.parametrize(("servers", "cpus"), [(4, 0.1), (4, 0.3), (7, 2 / 7), (3, 0.5)])
-def test_no_core_is_dealt_out_twice(servers: int, cpus: float) -> None:
-    dealt = deal_out(TWO, servers, cpus)
-    load = {
-        core: sum(share.share / len(share.cores) for share in dealt if core in share.cores) for core in TWO
-    }
-    assert all(share <= 1 + 1e-9 for share in load.values())
-
-
 RATE = Rate.parse("100mbit")
 
 
@@ -58,10 +47,6 @@ def test_without_taskset_nothing_is_said_to_be_held(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr("shutil.which", lambda name: None)
     server = LoopbackLab(LabSpec(servers=1)).servers[0]
     assert (server.cpu_held_by, server.inside(["a"])) == ("nothing", ["a"])
-
-
-def test_a_fraction_of_a_core_is_not_held_without_a_quota() -> None:
-    assert LoopbackLab(LabSpec(servers=1, cpus=0.5)).servers[0].cpu_held_by == "nothing"
 
 
 def test_a_rate_that_was_asked_for_is_reported_as_not_held() -> None:

@@ -1,7 +1,5 @@
 """Control groups that limit cores."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
@@ -52,10 +50,3 @@ def test_groups_are_made_below_our_own_or_at_the_top(
     own = "4:cpu,cpuacct:/jobs/one\n3:memory:/\n0::/session\n"
     result = cgroups.parents(mounts.format(root=tmp_path), own)
     assert result == [tmp_path / folder for folder in expected]
-
-
-def test_no_group_where_there_is_no_controller(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A plain folder holds no processes: it has no file for quotas, and must not stay."""
-    monkeypatch.setattr(cgroups, "_parents", lambda: [tmp_path, tmp_path / "missing"])
-    assert cgroups.make("one", 0.5) is None
-    assert list(tmp_path.iterdir()) == []

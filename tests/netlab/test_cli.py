@@ -1,7 +1,5 @@
 """``python scripts/netlab`` as a user starts it, on emulated servers and on plain loopback."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal
@@ -22,7 +20,7 @@ from scripts.netlab.base import LabError
 from scripts.netlab.cli import app
 from scripts.netlab.traces import make_out
 from tests.helpers import wide
-from tests.netlab.helpers import FAILS, WAITS, script, wait_until_gone
+from tests.netlab.helpers import WAITS, script, wait_until_gone
 
 NETLAB = (sys.executable, str(Path(__file__).parents[2] / "scripts" / "netlab"))
 GRAPH = "synthetic:nodes=2000,degree=10,classes=4,features=400,seed=1"
@@ -90,8 +88,7 @@ def test_training_on_two_emulated_servers_is_counted_by_cards_and_ledger(tmp_pat
     ("number", "kind"),
     [
         (signal.SIGTERM, "loopback"),
-        (signal.SIGKILL, "namespaces"),
-        *wide((signal.SIGTERM, "namespaces"), (signal.SIGKILL, "loopback")),
+        *wide((signal.SIGKILL, "namespaces"), (signal.SIGTERM, "namespaces"), (signal.SIGKILL, "loopback")),
     ],
 )
 def test_a_command_that_is_ended_leaves_nothing(
@@ -108,21 +105,8 @@ def test_a_command_that_is_ended_leaves_nothing(
 
 
 @pytest.mark.wide
-def test_the_rank_that_failed_is_told_last_and_its_code_is_the_commands(tmp_path: Path) -> None:
-    path = script(tmp_path, FAILS)
-    done = netlab("run", "--loopback", "--external", "1gbit", "--", path, "7", "--debug", "--timeout")
-    assert done.returncode == 7
-    last = done.stderr.splitlines()[-1]
-    assert last.startswith("server 1: rank 1 (process ")
-    assert "ended with exit code 7" in last
-    assert "loopback, links not limited: asked for" in done.stderr
-    assert wait_until_gone(path) == []
-
-
-@pytest.mark.parametrize(("code", "told"), [(0, True), *wide((7, False))])
-def test_counts_that_are_missing_are_told_of_a_command_that_ended_well(
-    code: int, told: bool, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize(("code", "told"), [(0, True), (7, False)])
+def test_names_missing_counts_of_a_command_that_ended_well(code: int, told: bool, tmp_path: Path) -> None:
     unfinished = f"open(os.environ['DGLX_TRACE'] + '/rank-0.json{UNFINISHED}', 'w').close()"
     path = script(tmp_path, f"import os, sys\n{unfinished}\nsys.exit({code})\n")
     done = netlab("run", "--loopback", "--servers", "1", "--", path)
@@ -149,25 +133,6 @@ def test_mistakes_are_found_before_any_server_is_made(arguments: Sequence[str], 
     with pytest.raises(ConfigError) as refused:
         app(["run", *arguments], standalone_mode=False)
     assert says in str(refused.value)
-
-
-@pytest.mark.wide
-def test_what_is_missing_is_told_and_the_command_runs_on_loopback(tmp_path: Path) -> None:
-    # A folder of programs that has neither ip nor tc.
-    programs = tmp_path / "bin"
-    programs.mkdir()
-    for name in ("sh", "taskset", "unshare", "nsenter", "mount"):
-        results = [folder for folder in ("/usr/bin", "/bin") if Path(folder, name).exists()]
-        if results:
-            (programs / name).symlink_to(Path(results[0], name))
-    (tmp_path / "who.py").write_text("import os; print('rank', os.environ['RANK'])")
-    done = netlab("run", "--external", "1gbit", "--", str(tmp_path / "who.py"), PATH=str(programs))
-    assert done.returncode == 0, done.stderr
-    assert "warning: nothing is emulated" in done.stderr
-    assert "apt-get install iproute2" in done.stderr
-    assert "loopback, links not limited" in done.stdout
-    assert "rank 0" in done.stdout.splitlines()
-    assert "server 1 | rank 1" in done.stdout.splitlines()
 
 
 def test_traces_of_an_earlier_command_are_removed_and_nothing_else(tmp_path: Path) -> None:
@@ -211,17 +176,6 @@ def test_up_status_down(own_notes: Path, needs_lab: None) -> None:
         gone = lab("down", "--all")
     assert gone.output == "down: slow\n"
     assert lab("status").output == "no lab is up\n"
-
-
-def test_down_wants_one_lab_that_there_is_or_all(own_notes: Path) -> None:
-    for arguments in ((), ("slow", "--all")):
-        refused = lab("down", *arguments).exception
-        assert isinstance(refused, ConfigError)
-        assert "--all" in str(refused)
-    refused = lab("down", "fast").exception
-    assert isinstance(refused, ConfigError)
-    assert str(refused) == "there is no lab called 'fast'; up are: none"
-    assert lab("down", "--all").output == "no lab was up\n"
 
 
 def test_up_and_status_say_what_is_missing(own_notes: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -58,10 +58,3 @@ def test_a_command_ends_by_itself_or_with_its_input_or_a_signal(
         process.terminate()
     # Output ends only when nobody is left who could write.
     assert (process.stdout.read(), process.wait(timeout=30)) == (said, code)
-
-
-def test_a_command_that_does_not_exist_is_said() -> None:
-    done = subprocess.run(
-        [sys.executable, guard.__file__, "5", "/no/such/program"], capture_output=True, text=True
-    )
-    assert (done.returncode, done.stderr) == (127, "/no/such/program: No such file or directory\n")

@@ -1,14 +1,8 @@
 """Commands on servers: under real launchers of torchrun, and with shells in their place."""
 
-from __future__ import annotations
-
-import io
 import json
 import os
 import signal
-import socket
-import sys
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -19,17 +13,8 @@ import pytest
 
 from dglx_dist.errors import ConfigError, PeerError
 from scripts.netlab import guard, launch
-from scripts.netlab.base import Lab, LabError, LabSpec, LoopbackLab, Server
-from scripts.netlab.launch import (
-    Launcher,
-    Started,
-    free_port,
-    relay,
-    run,
-    server_environment,
-    start,
-    with_changes,
-)
+from scripts.netlab.base import Lab, LabSpec, LoopbackLab, Server
+from scripts.netlab.launch import Launcher, Started, run, server_environment, start, with_changes
 from tests.netlab.helpers import WAITS, WHO, processes_with, script, wait_until_gone
 
 
@@ -68,9 +53,7 @@ def test_each_server_is_a_node_of_torchrun(
         )
 
 
-def test_a_command_that_takes_too_long_is_ended_and_who_it_waited_for_is_named(
-    lab: Lab, tmp_path: Path
-) -> None:
+def test_a_command_that_takes_too_long_ends_and_names_the_servers(lab: Lab, tmp_path: Path) -> None:
     path = script(tmp_path, WAITS)
     with (
         start(lab, [path], ranks_per_server=1, show=False) as started,
@@ -169,70 +152,6 @@ def test_leaving_the_block_ends_all(shells: Callable[..., Started], tmp_path: Pa
     assert wait_until_gone(str(tmp_path)) == []
 
 
-class Closed(io.StringIO):
-    """A screen that nobody reads any more."""
-
-    def write(self, text: str) -> int:
-        raise BrokenPipeError
-
-
-def pipe() -> tuple[io.BufferedReader, int]:
-    read, write = os.pipe()
-    return os.fdopen(read, "rb"), write
-
-
-def test_every_line_comes_whole_behind_its_prefix_and_as_it_was_in_the_file(tmp_path: Path) -> None:
-    shown, screen = io.StringIO(), threading.Lock()
-    log = (tmp_path / "server-1.log").open("wb", buffering=0)
-    pipes = [pipe() for _ in range(3)]
-    relays = [relay(source, screen, shown, f"server {n} | ", log) for n, (source, _) in enumerate(pipes)]
-    lines = 500
-
-    def fill(number: int, end: int) -> None:
-        with os.fdopen(end, "wb") as target:
-            for line in range(lines):
-                target.write(f"{number} {line}\n".encode())
-            # More than a pipe holds, no text, and no end of the line.
-            target.write(b"x" * 200_000 + b"\xff")
-
-    writers = [threading.Thread(target=fill, args=(n, end)) for n, (_, end) in enumerate(pipes)]
-    for thread in writers:
-        thread.start()
-    for thread in (*writers, *relays):
-        thread.join(30)
-    log.close()
-    result = shown.getvalue().splitlines()
-    for number in range(3):
-        own = [line for line in result if line.startswith(f"server {number} | ")]
-        message = [*(f"{number} {line}" for line in range(lines)), "x" * 200_000 + "\ufffd"]
-        assert own == [f"server {number} | {line}" for line in message]
-    assert len(result) == 3 * (lines + 1)
-    logged = (tmp_path / "server-1.log").stat().st_size
-    assert logged == sum(len(f"{n} {line}\n") for n in range(3) for line in range(lines)) + 600_003
-
-
-def test_a_screen_that_is_gone_and_a_full_disk_stop_nobody() -> None:
-    source, end = pipe()
-    with Path("/dev/full").open("wb", buffering=0) as full:
-        thread = relay(source, threading.Lock(), Closed(), "", full)
-        # Writing returns only because the relay goes on reading.
-        for _ in range(50):
-            os.write(end, b"line\n" * 10_000)
-        os.close(end)
-        thread.join(30)
-
-
-def test_a_port_that_somebody_listens_at_is_not_taken(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
-    with socket.socket() as second:
-        second.bind(("127.0.0.1", 0))
-        second.listen()
-        number = second.getsockname()[1]
-        monkeypatch.setattr(launch, "_PORTS", range(number, number + 1))
-        with pytest.raises(LabError, match="no free port between"):
-            free_port(lab)
-    assert free_port(lab) == number
-
-
 ENVIRONMENT: Mapping[str, str] = {"PATH": "/usr/bin:/bin"}
 
 
@@ -244,25 +163,6 @@ def servers() -> Sequence[Server]:
 def launcher(server: Server, script: str, folder: Path, **options: object) -> Launcher:
     inputs = {"screen": None, "log": None, "failure_file": folder / f"server-{server.number}.json", **options}
     return Launcher(server, ["sh", "-c", script], ENVIRONMENT, **inputs)  # type: ignore[arg-type]
-
-
-def ends(one: Launcher) -> int | None:
-    while one.poll() is None:
-        time.sleep(0.01)
-    one.stop()
-    return one.poll()
-
-
-def test_server_0_has_the_terminal_itself_and_only_that(
-    servers: Sequence[Server],
-    tmp_path: Path,
-    capfd: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
-    single = launcher(servers[0], "echo direct; echo relayed >&2", tmp_path, screen=threading.Lock())
-    ends(single)
-    assert capfd.readouterr().out == "direct\n"
 
 
 def test_ranks_in_sessions_of_their_own_end_with_a_guard_that_does_not_answer(

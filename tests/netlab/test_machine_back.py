@@ -1,7 +1,5 @@
 """One of two machines is killed with all that runs on it, and comes back under torchrun's rendezvous."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

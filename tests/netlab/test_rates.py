@@ -1,7 +1,5 @@
 """Plain TCP streams between the servers of a lab have the rates that were set, within 8 %."""
 
-from __future__ import annotations
-
 import contextlib
 import subprocess
 import sys
@@ -110,9 +108,7 @@ def lab(needs_lab: None) -> Iterator[Lab]:
         (100, [(0, 1), (0, 2)], 100),
     ],
 )
-def test_streams_between_servers_have_the_rate(
-    lab: Lab, rate: int, pairs: list[tuple[int, int]], total: int
-) -> None:
+def test_streams_have_the_rate(lab: Lab, rate: int, pairs: list[tuple[int, int]], total: int) -> None:
     lab.set_rates(Rate.parse(f"{rate}mbit"), None)
     expected = pytest.approx(total, rel=TOLERANCE)
     for _ in range(4):
@@ -130,8 +126,3 @@ def test_inside_a_server_another_rate_holds_also_for_packets_above_the_smallest_
     assert measure_program(lab, 0) == pytest.approx(160, rel=TOLERANCE)
     lab.set_rates(None, Rate.parse("4mbit"))
     assert measure_program(lab, 0, seconds=0.5) > 0
-
-
-def test_without_a_limit_it_is_far_above(lab: Lab) -> None:
-    lab.set_rates(None, None)
-    assert measure_program(lab, 1, seconds=0.5) > 500

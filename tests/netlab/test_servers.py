@@ -1,8 +1,5 @@
 """Processes told apart for good, links of servers, and what their cards count."""
 
-from __future__ import annotations
-
-import os
 import subprocess
 import time
 from pathlib import Path
@@ -26,14 +23,6 @@ def test_a_process_lives_until_it_ends(child: subprocess.Popen[bytes]) -> None:
         find_process(child.pid)
 
 
-def test_a_zombie_has_ended(child: subprocess.Popen[bytes]) -> None:
-    process = find_process(child.pid)
-    process.kill()
-    # Not waited for yet: it stays as a zombie.
-    os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
-    assert not process.alive()
-
-
 @pytest.mark.parametrize(("rate", "burst"), [("10gbit", 2_500_000), ("1gbit", 262_144), ("49mbit", 30_625)])
 def test_a_bucket_lasts_20_milliseconds_and_less_where_bundles_are_torn(rate: str, burst: int) -> None:
     words = ["tbf", "rate", f"{Rate.parse(rate).bits_per_s}bit", "burst", str(burst), "latency", "50ms"]
@@ -45,17 +34,6 @@ def test_a_failure_is_told_with_command_and_answer() -> None:
         servers.run_command(["sh", "-c", "echo no such thing >&2; exit 3"])
     with pytest.raises(LabError, match=r"false: exit code 1"):
         servers.run_command(["false"])
-
-
-def test_the_first_failure_ends_the_commands(needs_lab: None) -> None:
-    with pytest.raises(LabError, match="nonesuch"):
-        servers.run_inside(os.getpid(), [["true"], ["cat", "/nonesuch"], ["echo", "not reached"]])
-    assert servers.run_inside(os.getpid(), [["echo", "a b"], ["echo", "$HOME"]]) == "a b\n$HOME\n"
-
-
-def test_an_unknown_device_is_told_with_those_there_are() -> None:
-    with pytest.raises(LabError, match=r"no network device 'eth99' here, only .*lo"):
-        servers.read_card("eth99")
 
 
 def test_what_hangs_is_killed_with_its_children(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -1,7 +1,5 @@
 """Traces of ranks, read back and added up."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -74,23 +72,6 @@ def _pass(loader: int, seconds: float) -> Pass:
     return Pass(loader=loader, steps=1, seconds=seconds, wait_s=0.0)
 
 
-def test_sessions_come_in_their_order(tmp_path: Path) -> None:
-    for number, job in enumerate(["second", "first", "third"]):
-        for rank in range(3):
-            _write(tmp_path, rank, job=job, epochs=number)
-    assert [ranks[0].job for ranks in read_trace(tmp_path).sessions] == ["second", "first", "third"]
-
-
-def test_a_rank_that_is_missing_or_was_killed_is_named(tmp_path: Path) -> None:
-    _write(tmp_path, 0)
-    with pytest.raises(StorageError, match="no trace of rank 1, 2 of 3"):
-        read_trace(tmp_path)
-    _write(tmp_path, 1)
-    TraceWriter(tmp_path, 2)
-    with pytest.raises(StorageError, match=r"rank-2\.json was never written.*killed"):
-        read_trace(tmp_path)
-
-
 @pytest.mark.parametrize(
     ("values", "message"),
     [
@@ -147,15 +128,6 @@ def test_within_eight_percent_agrees() -> None:
         assert [witness.verdict for witness in compare(BEFORE, after, _trace(10, 10))] == [verdict] * 3
 
 
-def test_below_four_megabytes_nothing_is_said() -> None:
-    first, second, total = compare(BEFORE, _after((9, 1.9), (1.9, 2.0)), _trace(1, 2))
-    assert first.verdict == second.verdict == "too little traffic to compare"
-    assert total.ledger == Card(sent=3 * MB, received=3 * MB)
-    assert total.verdict == "differs"
-    result = compare(BEFORE, _after((50, 50), (50, 50)), Trace(sessions=()))
-    assert {(result.ratio, result.verdict) for result in result} == {(None, "too little traffic to compare")}
-
-
 def test_more_servers_than_cards_is_an_error() -> None:
     three = trace_of((0, 1, 2), [[], [], []])
     with pytest.raises(ConfigError, match=r"2 and 2 cards .* 3 servers.*DGLX_RANKS_PER_SERVER"):
@@ -165,23 +137,6 @@ def test_more_servers_than_cards_is_an_error() -> None:
 @pytest.fixture
 def lab() -> LoopbackLab:
     return LoopbackLab(LabSpec(servers=2), "no root")
-
-
-def test_cards_without_a_session_are_told_and_nothing_is_compared(lab: LoopbackLab, tmp_path: Path) -> None:
-    before = (Card(sent=1, received=2), Card(sent=3, received=4))
-    after = (Card(sent=11, received=22), Card(sent=33, received=44))
-    outcome = find_outcome(
-        lab, ["a.py"], 1, make_run(0, None, trace_folder=tmp_path, cards_before=before, cards_after=after)
-    )
-    record = json.loads(json.dumps(outcome.to_json()))
-    assert record["cards_after"] == [{"sent": 11, "received": 22}, {"sent": 33, "received": 44}]
-    assert [message["card"] for message in record["servers"]] == [
-        {"sent": 10, "received": 20},
-        {"sent": 30, "received": 40},
-    ]
-    assert record["sum"]["card"] == {"sent": 40, "received": 60}
-    assert record["sum"]["ratio"] is None
-    assert outcome.epoch_seconds is None
 
 
 @pytest.mark.parametrize(("seconds", "shown"), [((), None), ((9.0,), 9.0), ((9.0, 1.0, 3.0), 2.0)])

@@ -1,7 +1,5 @@
 """Records by hand: a graph of 1000 nodes, 2 servers of 1 rank, a GraphSAGE of 2 layers."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The planner and ``auto`` ask strategies: they name none of them, and none of their options."""
 
-from __future__ import annotations
-
 import ast
 import re
 from dataclasses import fields

@@ -1,7 +1,5 @@
 """An epoch of every way to train, on 2 servers of 2 ranks: the ledger has what was predicted."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
@@ -24,6 +22,7 @@ from dglx_dist.strategies.base import STRATEGIES
 from dglx_dist.strategies.candidate import CACHE_SIZES
 from dglx_dist.training.fit_config import FitConfig
 from dglx_dist.training.models import build_model
+from tests.helpers import wide
 from tests.helpers.ranks import run_ranks
 
 FEATURES, HIDDEN, CLASSES, BATCH, FANOUTS = 13, 5, 3, 32, (4, 3)
@@ -179,7 +178,7 @@ def epochs_of_workers(data: str) -> dict[str, tuple[int, int]]:
     return results
 
 
-@pytest.mark.parametrize("servers", [1, 2])
+@pytest.mark.parametrize("servers", [*wide(1), 2])
 def test_records_of_workers_have_the_bytes_of_the_plan(tmp_path: Path, servers: int) -> None:
     config = SyntheticConfig(nodes=600, degree=8, features=FEATURES, classes=CLASSES, train_rate=0.3, seed=1)
     partition_to_disk(generate(config), tmp_path / "graph", PartitionPlan(num_parts=servers, method="metis"))

@@ -1,7 +1,5 @@
 """Predictions and choices on records made by hand."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest
@@ -149,7 +147,7 @@ def test_a_tie_goes_to_the_simpler(seconds: float, expected: Candidate) -> None:
     assert any("simplest is taken" in line for line in choice.why) is (expected is ROWS)
 
 
-def test_a_strategy_without_a_cost_model_is_feasible_and_its_bytes_are_unknown(
+def test_a_strategy_without_a_cost_model_has_unknown_bytes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.delitem(COSTS._paths, "push_pull")

@@ -1,7 +1,5 @@
 """Full-graph plans of all ranks made by one process, against plain counts of the same graph."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any

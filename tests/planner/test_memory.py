@@ -4,8 +4,6 @@ Ranks of ``dglx train --ranks`` and of other tests are forks of a process that h
 have less.
 """
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

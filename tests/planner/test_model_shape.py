@@ -1,7 +1,5 @@
 """Sizes of layers, read from a call of the model, and what refuses a model."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import dgl
@@ -145,7 +143,7 @@ def test_a_module_tells_what_refuses_it() -> None:
     assert "push_pull" in result.refusals
 
 
-def test_an_error_in_a_strategys_inspection_refuses_that_strategy_alone(
+def test_an_error_of_an_inspection_refuses_its_strategy_alone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def fails(_model: nn.Module, _features: int) -> None:

@@ -1,7 +1,5 @@
 """Rates of links as users write them."""
 
-from __future__ import annotations
-
 import pytest
 
 from dglx_dist.errors import ConfigError

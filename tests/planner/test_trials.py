@@ -1,7 +1,5 @@
 """Trials leave the job as it was: a run that ``auto`` chose is the run of the strategy by its name."""
 
-from __future__ import annotations
-
 import os
 import shutil
 from pathlib import Path
@@ -29,13 +27,12 @@ from dglx_dist.strategies.base import STRATEGIES
 from dglx_dist.strategies.push_pull.strategy import OpenedPushPull
 from dglx_dist.training.fit_config import FitConfig
 from dglx_dist.training.models import build_model
+from tests.helpers import wide
 from tests.helpers.ranks import RankError, run_ranks
 
 FEATURES, CLASSES, FANOUTS, BATCH = 12, 3, (3, 3), 40
-CHOSEN = (
-    *("data_parallel", "data_parallel cache=vip:0.5", "push_pull structure=push", "full_graph"),
-    "cooperative batches=2",
-)
+SIMPLE = ("data_parallel", "full_graph", "cooperative batches=2")
+CHOSEN = ("data_parallel cache=vip:0.5", "push_pull structure=push", *SIMPLE)
 
 
 @pytest.fixture(scope="module")
@@ -114,10 +111,8 @@ def train_twice(folders: list[str], name: str) -> list[dict[str, Any]]:
     return [train(folder, name, chosen=chosen) for folder, chosen in zip(folders, (True, False), strict=True)]
 
 
-@pytest.mark.parametrize("name", CHOSEN)
-def test_a_run_after_trials_has_the_bits_and_bytes_of_the_named_run(
-    data: str, tmp_path: Path, name: str
-) -> None:
+@pytest.mark.parametrize("name", [*CHOSEN[:2], *wide(*SIMPLE)])
+def test_a_run_after_trials_equals_the_named_run(data: str, tmp_path: Path, name: str) -> None:
     folders = [str(shutil.copytree(data, tmp_path / copy)) for copy in ("chosen", "named")]
     for chosen, named in run_ranks(train_twice, 2, args=(folders, name), ranks_per_server=1, timeout_s=200):
         assert set(CHOSEN) <= set(chosen["tried"])
@@ -163,9 +158,7 @@ def test_a_candidate_that_a_strategy_refuses_is_no_choice(data: str) -> None:
         ("die", "rank 1"),
     ],
 )
-def test_a_trial_that_fails_on_one_rank_ends_the_job_with_its_reason(
-    data: str, failure: str, message: str
-) -> None:
+def test_a_trial_that_fails_on_one_rank_ends_the_job(data: str, failure: str, message: str) -> None:
     with pytest.raises(RankError, match=message):
         run_ranks(choose_beside, 2, args=(data, failure), ranks_per_server=1, timeout_s=100)
 

@@ -1,7 +1,5 @@
 """Work of a batch, estimated and counted."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 
@@ -99,9 +97,7 @@ def test_options_that_make_no_sense_are_refused() -> None:
         PlanConfig(data="x", fanouts=(1, 2, 3))
 
 
-def test_plans_that_the_memory_cannot_hold_are_no_choice(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_plans_beyond_the_memory_are_no_choice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     raw = generate(SyntheticConfig(nodes=400, degree=6, features=4, seed=3))
     partition_to_disk(raw, tmp_path / "data", PartitionPlan(num_parts=2, method="hash"))
     plan = PlanConfig(data=str(tmp_path / "data"), servers=2, layers=2, hidden=4, unit="full_graph")

@@ -1,7 +1,5 @@
 """The HTML page of runs: nothing is loaded, nothing of a run is run, and every figure is drawn."""
 
-from __future__ import annotations
-
 import json
 import math
 import re
@@ -125,9 +123,7 @@ def test_codes_in_names_are_written_out(tmp_path: Path) -> None:
     assert r"\u202eb\x1b" not in json.dumps(data_of(page)).replace(r"\\", "")
 
 
-def test_without_plotly_the_command_says_how_to_get_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_plotly_the_command_names_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "plotly.offline", None)
     with pytest.raises(ConfigError, match=r"pip install 'dglx_dist\[report\]'"):
         write_page({"run": run_in(tmp_path)}, tmp_path / "page.html")

@@ -1,7 +1,5 @@
 """Pictures of runs and of traces."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -41,9 +39,7 @@ BUSY, SILENT = [span("forward", "compute", 0, 4)], [span("pull", "network", 0, 4
 @pytest.mark.parametrize(
     ("ranks", "fraction"), [([STEP], 3 / 5), ([INSIDE_WORK], 1 / 7), ([BUSY, SILENT], 0.0), ([BUSY], None)]
 )
-def test_what_lies_beside_work_of_its_rank_is_counted_once(
-    ranks: list[list[Span]], fraction: float | None
-) -> None:
+def test_counts_what_lies_beside_work_once(ranks: list[list[Span]], fraction: float | None) -> None:
     assert overlap(trace_of(*ranks)) == pytest.approx(fraction)
 
 
@@ -150,9 +146,7 @@ def test_the_batches_or_epochs_asked_for_are_drawn_in_their_colours(
         (trace_of([]), "no batch to draw"),
     ],
 )
-def test_batches_that_are_not_there_are_refused_and_nothing_is_written(
-    tmp_path: Path, trace: TraceFile, said: str
-) -> None:
+def test_refuses_batches_that_are_not_there(tmp_path: Path, trace: TraceFile, said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         draw_trace(trace, tmp_path / "a.png", title="t", batches=(7, 9))
     assert not list(tmp_path.iterdir())

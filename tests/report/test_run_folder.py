@@ -1,7 +1,5 @@
 """A run's folder read back."""
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Tables of runs, and units."""
 
-from __future__ import annotations
-
 import io
 from dataclasses import replace
 

@@ -4,8 +4,6 @@
 The ranks write down what they trained on in original ids, and one process repeats it over the whole graph.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any

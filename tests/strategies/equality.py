@@ -3,8 +3,6 @@
 500 nodes, float64, plain SGD, no dropout, every in-neighbour, one batch of all training nodes, ten steps.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 from collections import Counter

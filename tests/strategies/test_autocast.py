@@ -1,7 +1,5 @@
 """A user's loop under ``torch.autocast`` in bfloat16 on CPUs: every strategy against plain DGL."""
 
-from __future__ import annotations
-
 import functools
 from collections import Counter
 from dataclasses import dataclass
@@ -50,7 +48,6 @@ class Way:
 WAYS = [
     Way("data_parallel", {}),
     Way("push_pull", {"depth": 2}, BY_COLUMNS, "activations"),
-    Way("push_pull", {"sync": "inputs"}, ("pool", "gatv2"), "activations"),
     Way("full_graph", {}, exchanged="halo"),
     Way("shared_preload", {"hops": 1}, ("sage", "gat"), "halo"),
     Way("cooperative", {"batches": 1}, ("sage", "gat"), "halo"),
@@ -128,7 +125,7 @@ def distance(mine: list[Any], other: list[Any]) -> float:
     return float(np.sqrt(sum(((a - b) ** 2).sum() for a, b in zip(mine, other, strict=True))))
 
 
-@pytest.mark.parametrize(("ranks", "path"), [(2, "dgl"), (2, "torch"), *wide((1, "dgl"), (3, "dgl"))])
+@pytest.mark.parametrize(("ranks", "path"), [(2, "dgl"), *wide((2, "torch"), (1, "dgl"), (3, "dgl"))])
 def test_every_strategy_is_one_process_but_for_rounding(folder: Path, ranks: int, path: str) -> None:
     """A strategy may round as often again as bfloat16 in one process does: not more than twice its distance
     from float32."""

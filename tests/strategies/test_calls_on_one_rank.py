@@ -1,7 +1,5 @@
 """Collective calls on rank 0 alone: waiting ranks report them at once, and not after the time-out."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +9,7 @@ from torch import nn
 
 import dglx_dist as dx
 from tests.api.test_loop_habits import STRATEGIES, Net, call_model, loader_of, plain_graph
+from tests.helpers import wide
 from tests.helpers.ranks import start_ranks
 
 
@@ -40,9 +39,14 @@ def call_on_rank_0(strategy: str, call: str, epochs: int) -> None:
                 ALONE[call](model, validation, blocks)
 
 
-@pytest.mark.parametrize("epochs", [1, 2])
+@pytest.mark.parametrize("epochs", [1, *wide(2)])
 @pytest.mark.parametrize(
-    ("strategy", "call"), [*(("push_pull", call) for call in ALONE), ("full_graph", "validation")]
+    ("strategy", "call"),
+    [
+        *(("push_pull", call) for call in ("state_dict", "validation")),
+        ("full_graph", "validation"),
+        *wide(*(("push_pull", call) for call in ("whole", "call"))),
+    ],
 )
 def test_names_the_calls_that_every_rank_must_make(strategy: str, call: str, epochs: int) -> None:
     outcomes = start_ranks(call_on_rank_0, 2, args=(strategy, call, epochs), timeout_s=100)

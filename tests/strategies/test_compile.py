@@ -1,19 +1,18 @@
 """torch.compile in and around the wrapped model trains as without it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
 import dglx_dist as dx
-from tests.api.test_loop_habits import STRATEGIES, Net, call_model, loader_of, plain_graph
-from tests.helpers.ranks import run_ranks
+from tests.api.test_loop_habits import STRATEGIES, Net, loader_of, plain_graph
+from tests.helpers import wide
+from tests.helpers.ranks import run_each
+from tests.strategies.equality import loop
 
 WAYS: dict[str, Callable[[Any, str], nn.Module]] = {
     "in wrap": lambda g, backend: dx.wrap(torch.compile(Scored(), backend=backend), g),
@@ -35,13 +34,7 @@ class Scored(nn.Module):
 
 
 def train(g: Any, model: nn.Module) -> dict[str, Tensor]:
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    loader = loader_of(g)
-    for _ in range(2):
-        for _, _, blocks in loader:
-            optimizer.zero_grad()
-            F.cross_entropy(call_model(blocks, model), blocks[-1].dstdata["label"]).backward()
-            optimizer.step()
+    loop(model, loader_of(g), torch.optim.SGD(model.parameters(), lr=0.5), 2)
     return {name.replace("_orig_mod.", ""): value.clone() for name, value in model.state_dict().items()}
 
 
@@ -58,8 +51,9 @@ def furthest_from_eager(strategy: str, backend: str) -> dict[str, float]:
         return differences
 
 
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_trains_a_compiled_model_as_without_compilation(strategy: str, backend: str) -> None:
-    for differences in run_ranks(furthest_from_eager, 2, args=(strategy, backend)):
-        assert differences == pytest.approx(dict.fromkeys(WAYS, 0.0), abs=1e-12)
+@pytest.mark.parametrize("backend", ["eager", *wide("aot_eager")])
+def test_trains_a_compiled_model_as_without_compilation(backend: str) -> None:
+    cases = [(strategy, backend) for strategy in STRATEGIES]
+    for case, results in zip(cases, run_each(furthest_from_eager, cases, 2), strict=True):
+        for differences in results:
+            assert differences == pytest.approx(dict.fromkeys(WAYS, 0.0), abs=1e-12), case

@@ -3,8 +3,6 @@
 Every case runs in each rank and returns its gradients; the answer is one process over all rows.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from types import SimpleNamespace

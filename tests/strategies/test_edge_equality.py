@@ -1,7 +1,5 @@
 """Edge tasks: ranks leave the weights of one plain DGL process that trains on the same pairs."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -3,8 +3,6 @@
 A new strategy is one more line in COLUMNS.
 """
 
-from __future__ import annotations
-
 import functools
 from dataclasses import replace
 from pathlib import Path
@@ -66,13 +64,6 @@ COLUMNS += [
         shares=("uneven",),
         name="stacks of push_pull",
     ),
-    Column(
-        "push_pull",
-        (("sync", "inputs"),),
-        models=("gatv2", "gatv2 cat"),
-        shares=("uneven",),
-        name="stacks by rows",
-    ),
     *(
         Column(strategy, options, FEW, ("empty",), keeps_loader=True, name=f"stacks of {strategy}")
         for strategy, options in (
@@ -91,7 +82,7 @@ IN_TORCH = [
 ]
 
 # (ranks, ranks per server): one server, several of them, servers of unequal size (three ranks: two and one).
-PLACEMENTS = [(1, 1), (2, 1), (3, 2), (4, 2), *wide((2, 2), (3, 3), (3, 1), (4, 4), (4, 1))]
+PLACEMENTS = [(1, 1), (2, 1), (4, 2), *wide((3, 2), (2, 2), (3, 3), (3, 1), (4, 4), (4, 1))]
 TOLERANCE = 1e-10
 
 
@@ -106,10 +97,10 @@ def difference(mine: list[Any], other: list[Any]) -> float:
 
 
 @pytest.mark.parametrize(("ranks", "ranks_per_server"), PLACEMENTS)
-def test_every_strategy_trains_the_weights_of_one_process(
+def test_every_strategy_has_the_weights_of_one_process(
     folder: Path, ranks: int, ranks_per_server: int
 ) -> None:
-    columns = [*COLUMNS, *IN_TORCH] if ranks in (1, 3) else COLUMNS
+    columns = [*COLUMNS, *IN_TORCH] if ranks in (2, 3) else COLUMNS
     results = run_ranks(
         equality.on_ranks,
         ranks,

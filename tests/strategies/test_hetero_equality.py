@@ -4,8 +4,6 @@ Ten steps of SGD in float64 with every in-neighbour, dense weights and embedding
 ``torch.nn.Embedding``. Without bases by a loop as a user writes it, with bases by ``fit.train``.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

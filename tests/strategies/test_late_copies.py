@@ -1,7 +1,5 @@
 """Training from batches that are copied on a stream of their own, and on a device that mixes with none."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

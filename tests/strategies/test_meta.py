@@ -4,8 +4,6 @@ What goes through the CPU or NumPy, reads a value, or makes a tensor on a wrong 
 Structure, sampling, agreements and the ledger are real; torch's fake backend "sends" what has no data.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -14,6 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import torch.testing._internal.distributed.fake_pg  # registers the backend "fake"
+from dglx_dist.strategies.serverless.model_to_program import chain_of
 from torch import Tensor, nn
 
 from dglx_dist.comm.exchange import DEVICES, DeviceExchange
@@ -21,7 +20,6 @@ from dglx_dist.comm.session import start_session
 from dglx_dist.errors import ConfigError
 from dglx_dist.graph.dist_graph import DistGraph
 from dglx_dist.strategies.base import STRATEGIES
-from dglx_dist.strategies.serverless.model_to_program import chain_of
 from tests.helpers.ranks import run_ranks
 from tests.strategies import equality
 from tests.strategies.equality import MODELS, Column
@@ -35,7 +33,6 @@ COLUMNS = [
     Column("push_pull", (("depth", 2),), models=("sage", DROPPED)),
     Column("push_pull", (("depth", 3), ("weights", "split")), models=("gat",)),
     Column("push_pull", (("group_size", 1),), models=("sage", TRAINED)),
-    Column("push_pull", (("sync", "inputs"),), models=("gat",)),
     Column("full_graph", models=(*MODELS, DROPPED)),
     Column("full_graph", (("use_pp", False),), models=("gat",)),
     Column("shared_preload", (("hops", 1),), models=("gcn_symmetric",)),
@@ -119,6 +116,7 @@ def on_rank(folder: str) -> dict[str, dict[str, Any]]:
     not torch._C._dispatch_has_kernel_for_dispatch_key("c10d::allreduce_", "Meta"),
     reason="torch 2.4 has no collectives on meta",
 )
+@pytest.mark.wide
 def test_a_step_without_data_is_the_same_in_all_but_the_numbers(folder: Path) -> None:
     for rank, result in enumerate(run_ranks(on_rank, 2, args=(str(folder),), ranks_per_server=1)):
         for name, by_device in result.items():

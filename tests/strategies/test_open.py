@@ -1,7 +1,5 @@
 """A strategy that is opened beside the session's, stepped and closed leaves nothing and changes nothing."""
 
-from __future__ import annotations
-
 import gc
 import threading
 import weakref
@@ -133,6 +131,7 @@ def on_rank(folder: str, tries: bool) -> dict[str, Any]:
     return results
 
 
+@pytest.mark.wide
 def test_a_run_is_the_same_after_others_were_tried(folder: Path) -> None:
     plain = run_ranks(on_rank, 2, args=(str(folder), False), timeout_s=200)
     after = run_ranks(on_rank, 2, args=(str(folder), True), timeout_s=200)

@@ -1,7 +1,5 @@
 """Papers with features and labels, venues with features, authors with none; joined by five relations."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

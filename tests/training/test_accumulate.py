@@ -1,7 +1,5 @@
 """A step on accumulated gradients is that on the union of the batches, on any number of ranks."""
 
-from __future__ import annotations
-
 import logging.handlers
 import os
 import signal
@@ -20,7 +18,7 @@ from dglx_dist.errors import ConfigError, Stopped
 from dglx_dist.training.config import TrainConfig
 from dglx_dist.training.fit_config import FitConfig
 from tests.api.test_global_mean import CLASS_WEIGHTS, plain_graph
-from tests.helpers.ranks import run_ranks
+from tests.helpers.ranks import run_each
 from tests.training.test_exact_mean import Layers, given_graph
 
 LOSSES: dict[str, tuple[str, Any]] = {
@@ -59,16 +57,14 @@ def difference(strategy: str, name: str, clip: float | None) -> float:
         return max(float((weights[key] - expected[key]).abs().max()) for key in expected)
 
 
+WAYS = [("data_parallel", None), ("data_parallel", 0.01), ("push_pull", 0.01)]
+
+
 @pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("name", LOSSES)
-@pytest.mark.parametrize(
-    ("strategy", "clip"), [("data_parallel", None), ("data_parallel", 0.01), ("push_pull", 0.01)]
-)
-def test_accumulated_steps_are_those_of_the_union(
-    strategy: str, clip: float | None, name: str, ranks: int
-) -> None:
-    for largest in run_ranks(difference, ranks, args=(strategy, name, clip)):
-        assert largest < 1e-12
+def test_accumulated_steps_are_those_of_the_union(ranks: int) -> None:
+    cases = [(strategy, name, clip) for strategy, clip in WAYS for name in LOSSES]
+    for case, differences in zip(cases, run_each(difference, cases, ranks), strict=True):
+        assert max(differences) < 1e-12, case
 
 
 def _fit(folder: Path, way: str, **options: Any) -> list[list[float]]:
@@ -129,18 +125,15 @@ def through_pipeline(strategy: str) -> str:
 
 
 def test_refuses_steps_that_overlap() -> None:
-    assert all(
-        "accumulate=2 needs" in result for result in run_ranks(through_pipeline, 2, args=("push_pull",))
-    )
-    assert all(
-        "accumulate 2: strategy" in result for result in run_ranks(through_pipeline, 2, args=("lambda",))
-    )
+    by_columns, by_workers = run_each(through_pipeline, [("push_pull",), ("lambda",)], 2)
+    assert all("accumulate=2 needs" in message for message in by_columns)
+    assert all("accumulate 2: strategy" in message for message in by_workers)
 
 
-def logged_without_effect(strategy: str, accumulate: int, **of_strategy: int) -> list[str]:
+def logged_without_effect(strategy: str, accumulate: int, batches: int | None = None) -> list[str]:
     handler = logging.handlers.BufferingHandler(99)
     logging.getLogger("dglx_dist").addHandler(handler)
-    with dx.init(strategy, **of_strategy):
+    with dx.init(strategy, **({} if batches is None else {"batches": batches})):
         g = dx.distribute(plain_graph(), parts=2)
         config = FitConfig(epochs=1, accumulate=accumulate, eval_every=0, show_progress=False)
         options = {} if strategy == "full_graph" else {"fanouts": [-1, -1], "batch_size": 20}
@@ -149,14 +142,12 @@ def logged_without_effect(strategy: str, accumulate: int, **of_strategy: int) ->
     return [message for message in messages if "has no effect" in message]
 
 
-@pytest.mark.parametrize("strategy", ["full_graph", "shared_preload", "cooperative", "push_pull"])
-def test_says_that_the_only_step_of_an_epoch_accumulates_nothing(strategy: str) -> None:
-    first, second = run_ranks(logged_without_effect, 2, args=(strategy, 3))
-    assert [message.partition(",")[0] for message in first] == ["accumulate=3 has no effect"]
-    assert not second
-    assert run_ranks(logged_without_effect, 2, args=(strategy, 1)) == [[], []]
-
-
-def test_says_nothing_of_several_steps() -> None:
-    logged = partial(logged_without_effect, batches=2)
-    assert run_ranks(logged, 2, args=("cooperative", 3)) == [[], []]
+def test_says_that_the_only_step_of_an_epoch_accumulates_nothing() -> None:
+    strategies = ("full_graph", "shared_preload", "cooperative", "push_pull")
+    for first, second in run_each(logged_without_effect, [(strategy, 3) for strategy in strategies], 2):
+        assert [message.partition(",")[0] for message in first] == ["accumulate=3 has no effect"]
+        assert not second
+    of_one_batch = [(strategy, 1) for strategy in strategies]
+    several_steps = ("cooperative", 3, 2)
+    for messages in run_each(logged_without_effect, [*of_one_batch, several_steps], 2):
+        assert messages == [[], []]

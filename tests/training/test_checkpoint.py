@@ -1,7 +1,5 @@
 """Checkpoints: complete or absent, of whole and of split models, loaded by other numbers of ranks."""
 
-from __future__ import annotations
-
 import json
 import math
 import os
@@ -162,7 +160,7 @@ def saved_folder(tmp_path: Path) -> Path:
         )
 
 
-def test_continues_with_the_dtypes_of_an_optimizer_that_keeps_others_than_its_parameters(
+def test_continues_with_the_dtypes_of_an_optimizer_that_differ_from_parameters(
     tmp_path: Path,
 ) -> None:
     """NAdam multiplies its momentum in float32, also for parameters of float64."""
@@ -454,9 +452,7 @@ def test_saving_again_replaces_and_the_newest_wins(tmp_path: Path) -> None:
             assert checkpoint.load(tmp_path, model=net()).epoch == 10
 
 
-def test_a_full_disk_is_one_message_and_leaves_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_disk_is_one_message_without_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(descriptor: int) -> None:
         raise OSError(28, "No space left on device")
 

@@ -1,7 +1,5 @@
 """Labels that are no classes are refused before a model of that many classes is built."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import dgl

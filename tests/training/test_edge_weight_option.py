@@ -1,7 +1,5 @@
 """``dglx train --edge-weight``: ready-made models multiply messages by an edge column, as DGL's layers do."""
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path
@@ -18,7 +16,7 @@ from dglx_dist.errors import ConfigError
 from dglx_dist.report.run_folder import read_epochs
 from dglx_dist.training.config import TrainConfig
 from dglx_dist.training.models import ResGCN, build_model
-from tests.helpers.ranks import run_ranks
+from tests.helpers.ranks import run_each, run_ranks
 from tests.training.test_schedules import said_of
 from tests.training.test_tasks import EXACT, graph, labels, plan
 
@@ -107,29 +105,31 @@ def norm_both(conv: Any) -> Any:
     return copied
 
 
-@pytest.mark.parametrize(
-    ("kind", "strategy"),
-    [
-        *(("sage", strategy) for strategy in EXACT),
-        *(("gcn", strategy) for strategy in EXACT[:3]),
-        *(("gat", strategy) for strategy in EXACT[:3]),
-        *((kind, "full_graph") for kind in MODELS[3:]),
-    ],
-)
-def test_weighted_training_is_that_of_one_process(
-    kind: str, strategy: str, data: Path, tmp_path: Path
-) -> None:
-    options = plan(data, "classification", tmp_path, strategy=strategy, model=kind, edge_weight="weight")
-    run_ranks(_train, 2, args=(options,), ranks_per_server=1)
-    losses, classes = plain_losses(kind, "weight")
-    assert [record.loss for record in read_epochs(tmp_path)] == pytest.approx(losses, rel=2e-5)
-    # The units of gin are dead on this graph.
-    assert kind == "gin" or losses != pytest.approx(plain_losses(kind, None)[0], rel=1e-4)
-    assert said_of(tmp_path).tolist() == classes.tolist()
-    inside = weighted_graph().ndata["test_mask"]
-    right = (classes == weighted_graph().ndata["label"])[inside].float().mean()
-    accuracy = json.loads((tmp_path / "summary.json").read_text())["test_accuracy"]
-    assert accuracy == pytest.approx(float(right))
+WAYS = [
+    *(("sage", strategy) for strategy in EXACT),
+    *(("gcn", strategy) for strategy in EXACT[:3]),
+    *(("gat", strategy) for strategy in EXACT[:3]),
+    *((kind, "full_graph") for kind in MODELS[3:]),
+]
+
+
+def test_weighted_training_is_that_of_one_process(data: Path, tmp_path: Path) -> None:
+    folders = [tmp_path / f"{kind}-{strategy}" for kind, strategy in WAYS]
+    plans = [
+        (plan(data, "classification", out, strategy=strategy, model=kind, edge_weight="weight"),)
+        for (kind, strategy), out in zip(WAYS, folders, strict=True)
+    ]
+    run_each(_train, plans, 2, ranks_per_server=1)
+    for (kind, strategy), out in zip(WAYS, folders, strict=True):
+        losses, classes = plain_losses(kind, "weight")
+        assert [record.loss for record in read_epochs(out)] == pytest.approx(losses, rel=2e-5), strategy
+        # The units of gin are dead on this graph.
+        assert kind == "gin" or losses != pytest.approx(plain_losses(kind, None)[0], rel=1e-4)
+        assert said_of(out).tolist() == classes.tolist()
+        inside = weighted_graph().ndata["test_mask"]
+        right = (classes == weighted_graph().ndata["label"])[inside].float().mean()
+        accuracy = json.loads((out / "summary.json").read_text())["test_accuracy"]
+        assert accuracy == pytest.approx(float(right))
 
 
 def test_a_column_of_one_number_for_each_edge_is_read(data: Path, tmp_path: Path) -> None:

@@ -1,7 +1,5 @@
 """Losses of ``dx.fit`` over fewer terms than seeds, or weighed ones: the weights are those of one process."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -16,7 +14,7 @@ from torch import Tensor, nn
 import dglx_dist as dx
 from dglx_dist.training.fit_config import FitConfig, FitResult
 from tests.api.test_global_mean import CLASS_WEIGHTS, Net, plain_graph
-from tests.helpers.ranks import run_ranks
+from tests.helpers.ranks import run_each
 
 STEPS = 2
 
@@ -136,10 +134,11 @@ def difference_from_plain(name: str, model: nn.Module, found: FitResult) -> floa
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("strategy", ["data_parallel", "push_pull", "full_graph"])
-def test_fit_takes_the_mean_over_the_terms_of_all_ranks(strategy: str, ranks: int) -> None:
-    for differences in run_ranks(furthest_from_plain, ranks, args=(strategy,)):
-        assert differences == pytest.approx(dict.fromkeys([*LOSSES, "scores"], 0.0), abs=1e-12)
+def test_fit_takes_the_mean_over_the_terms_of_all_ranks(ranks: int) -> None:
+    strategies = ["data_parallel", "push_pull", "full_graph"]
+    for of_ranks in run_each(furthest_from_plain, [(strategy,) for strategy in strategies], ranks):
+        for differences in of_ranks:
+            assert differences == pytest.approx(dict.fromkeys([*LOSSES, "scores"], 0.0), abs=1e-12)
 
 
 def bytes_of_training(loss: Callable[[Tensor, Tensor], Tensor] | None) -> dict[str, Any]:
@@ -151,10 +150,11 @@ def bytes_of_training(loss: Callable[[Tensor, Tensor], Tensor] | None) -> dict[s
 
 
 def test_a_loss_with_a_term_for_each_seed_sends_nothing_more() -> None:
-    plain, own = (run_ranks(bytes_of_training, 2, args=(loss,)) for loss in (None, F.cross_entropy))
+    losses = [(None,), (F.cross_entropy,), (nn.CrossEntropyLoss(CLASS_WEIGHTS),)]
+    plain, own, weighed = run_each(bytes_of_training, losses, 2)
     assert plain == own
     assert "metrics" not in own[0]
-    assert "metrics" in run_ranks(bytes_of_training, 2, args=(nn.CrossEntropyLoss(CLASS_WEIGHTS),))[0]
+    assert "metrics" in weighed[0]
 
 
 def test_warns_once_where_the_training_loss_is_nan() -> None:

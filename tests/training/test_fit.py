@@ -1,7 +1,5 @@
 """The training loop: tasks, figures equal to plain DGL's, a resumed run bit for bit."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
@@ -340,9 +338,7 @@ def test_early_stop_and_first_loss(folder: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "extra", [{"best": 5}, {"best": [1, "a"]}, {"accuracy": [1]}, {"so_far": [{"loss": ""}]}]
 )
-def test_what_a_checkpoint_says_of_the_run_is_checked(
-    extra: dict[str, Any], folder: Path, tmp_path: Path
-) -> None:
+def test_checks_what_a_checkpoint_says_of_runs(extra: dict[str, Any], folder: Path, tmp_path: Path) -> None:
     with start_session():
         g = DistGraph(folder)
         loader, model = prepare(g, equality.model_of("sage", g), [-1, -1], batch_size=BATCH)

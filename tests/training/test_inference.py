@@ -1,7 +1,5 @@
 """Exact inference and evaluation of every node, equal to plain DGL on the whole graph."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any

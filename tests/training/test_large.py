@@ -1,7 +1,5 @@
 """Training when edges do not fit the memory: nothing that a rank allocates grows with their number."""
 
-from __future__ import annotations
-
 import ctypes
 import gc
 import os
@@ -30,6 +28,7 @@ from dglx_dist.training import inference
 from dglx_dist.training.fit_config import FitConfig
 from dglx_dist.training.inference import layerwise_inference
 from dglx_dist.training.models import build_model
+from tests.helpers import wide
 from tests.helpers.ranks import run_ranks
 
 NODES, DEGREE, MB = 20_000, 800, 2**20
@@ -101,7 +100,7 @@ def measure_peak(folders: list[str], strategy: str, structure: StructureMode) ->
 
 @pytest.mark.parametrize(
     ("strategy", "structure"),
-    [("data_parallel", "replicated"), ("data_parallel", "partitioned"), ("push_pull", "auto")],
+    [("data_parallel", "partitioned"), *wide(("data_parallel", "replicated"), ("push_pull", "auto"))],
 )
 def test_no_rank_allocates_edges(folders: list[str], strategy: str, structure: StructureMode) -> None:
     """16 M edges: 64 MB of sources, 32 MB in a part; each rank has 24 MB beyond what 200,000 edges take."""
@@ -176,7 +175,7 @@ def test_strategies_that_hold_edges_say_so_before_they_read_any(
         assert "for 200000 edges, but 0.001 GB are free" in warned[0]
 
 
-@pytest.mark.parametrize("strategy", ["data_parallel", "push_pull"])
+@pytest.mark.parametrize("strategy", ["push_pull", *wide("data_parallel")])
 def test_features_that_memory_cannot_hold_train_to_the_same_weights(
     folders: list[str], strategy: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

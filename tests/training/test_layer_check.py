@@ -1,7 +1,5 @@
 """``layerwise_inference`` refuses layers that leave out what ``forward`` does between them."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

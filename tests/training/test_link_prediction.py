@@ -1,7 +1,5 @@
 """DistMult on a generated knowledge graph: the same figures on one process and on two servers."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import dgl

@@ -1,7 +1,5 @@
 """Metrics of rows that are split over the ranks, by hand and by counting all pairs."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 
@@ -169,7 +167,7 @@ def collective(metric: Any, *given: Any, **options: Any) -> None:
     ("call", "message"),
     [
         (lambda: rank_answer(ONE - 1), "answer -1 is negative"),
-        (lambda: rank_answer(ONE + 7), "answer 7 has no column among the 2"),
+        (lambda: rank_answer(ONE + 7), "answer 7 is beyond the 2"),
         (lambda: rank_answer(subject=TWO), "2 subjects, 1 relations and 1 answers"),
         (lambda: rank_answer(score=math.nan), "NaN"),
         (lambda: rank_answer(max_scores=0), "max_scores=0"),

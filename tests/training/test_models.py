@@ -1,7 +1,5 @@
 """Built-in models and decoders, on a graph worked out by hand."""
 
-from __future__ import annotations
-
 import re
 from types import SimpleNamespace
 from typing import Any

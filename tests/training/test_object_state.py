@@ -1,7 +1,5 @@
 """Schedulers, further optimizers and averaged weights in checkpoints."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Steps, inference and timing of models on ``meta``: what reads a value or mixes devices fails there."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Training that is told to end at any step goes on later to the same bits, under every strategy."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """Trainable rows on a real graph without features, and two ranks: R-GCN on aifb."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

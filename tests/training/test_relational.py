@@ -1,7 +1,5 @@
 """R-GCN is its formula, HGT is DGL's on the homogeneous graph; smaller blocks: test_inference.py."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace

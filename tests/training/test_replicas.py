@@ -1,8 +1,5 @@
 """Ranks that train apart are found at the next evaluation, checkpoint or end of an epoch."""
 
-from __future__ import annotations
-
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +13,7 @@ from dglx_dist.comm.ledger import CONTROL
 from dglx_dist.errors import ConfigError
 from dglx_dist.training.fit_config import FitConfig
 from dglx_dist.training.inference import minibatch_inference
-from tests.helpers.ranks import run_ranks
+from tests.helpers.ranks import run_each, run_ranks
 from tests.training.test_exact_mean import Layers, plain_graph
 
 import dgl  # isort: skip
@@ -90,31 +87,28 @@ def messages_of(strategy: str, way: str, folder: Path) -> dict[str, str]:
         return messages
 
 
-@pytest.mark.parametrize(
-    ("strategy", "way"),
-    [
-        *(("data_parallel", way) for way in ("module", "autograd", "scheduler", "second", "reset", "rank 1")),
-        *(("push_pull", way) for way in ("scheduler", "second", "rank 1")),
-        *(("full_graph", way) for way in ("scheduler", "second", "reset", "rank 1")),
-    ],
-)
-def test_ranks_that_train_apart_are_an_error_with_the_likely_causes(
-    strategy: str, way: str, tmp_path: Path
-) -> None:
-    first, second = run_ranks(messages_of, 2, args=(strategy, way, tmp_path))
-    assert first == second
-    for message in first.values():
-        assert "differs between rank 0 and ranks 1" in message
-        assert "model.module(...)" in message
-        assert "dx.reduce_mean" in message
+WRONG_WAYS = [
+    *(("data_parallel", way) for way in ("module", "autograd", "scheduler", "second", "reset", "rank 1")),
+    *(("push_pull", way) for way in ("scheduler", "second", "rank 1")),
+    *(("full_graph", way) for way in ("scheduler", "second", "reset", "rank 1")),
+]
+STRATEGIES = ("data_parallel", "push_pull", "full_graph")
+
+
+def test_ranks_that_train_apart_are_an_error_with_the_likely_causes(tmp_path: Path) -> None:
+    for first, second in run_each(messages_of, [(*way, tmp_path) for way in WRONG_WAYS], 2):
+        assert first == second
+        for message in first.values():
+            assert "differs between rank 0 and ranks 1" in message
+            assert "model.module(...)" in message
+            assert "dx.reduce_mean" in message
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("strategy", ["data_parallel", "push_pull", "full_graph"])
-def test_ranks_that_train_together_pass(strategy: str, tmp_path: Path) -> None:
-    for messages in run_ranks(messages_of, 2, args=(strategy, "none", tmp_path)):
-        assert set(messages.values()) == {""}
-    shutil.rmtree(tmp_path)
+def test_ranks_that_train_together_pass(tmp_path: Path) -> None:
+    cases = [(strategy, "none", tmp_path / strategy) for strategy in STRATEGIES]
+    for of_ranks in run_each(messages_of, cases, 2):
+        assert [set(messages.values()) for messages in of_ranks] == [{""}] * 2
 
 
 class Apart(Layers):
@@ -136,9 +130,9 @@ def fit_apart(strategy: str) -> tuple[str, int]:
         return strategy, len(ended)
 
 
-@pytest.mark.parametrize("strategy", ["data_parallel", "push_pull", "full_graph"])
-def test_fit_compares_the_weights_after_each_epoch(strategy: str) -> None:
-    assert run_ranks(fit_apart, 2, args=(strategy,)) == [(strategy, 0)] * 2
+def test_fit_compares_the_weights_after_each_epoch() -> None:
+    results = run_each(fit_apart, [(strategy,) for strategy in STRATEGIES], 2)
+    assert results == [[(strategy, 0)] * 2 for strategy in STRATEGIES]
 
 
 def wrap_twice() -> None:

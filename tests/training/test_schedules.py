@@ -1,7 +1,5 @@
 """Schedules of the learning rate, the best epoch's weights, and runs of several seeds."""
 
-from __future__ import annotations
-
 import json
 import math
 import shutil
@@ -29,7 +27,8 @@ from dglx_dist.training.checkpoint_folder import folder_name
 from dglx_dist.training.config import RunOptions, TrainConfig, compute_rate_factor
 from dglx_dist.training.fit_config import FitConfig
 from dglx_dist.training.models import build_model
-from tests.helpers.ranks import run_ranks
+from tests.helpers import wide
+from tests.helpers.ranks import run_each, run_ranks
 from tests.training.test_tasks import EXACT, NODES, graph, labels, plain_losses, plan
 
 
@@ -56,12 +55,13 @@ def _train(values: dict[str, Any]) -> None:
     train_dataset(TrainConfig(**values))
 
 
-@pytest.mark.parametrize("strategy", EXACT[:3])
-def test_a_schedule_gives_the_rates_of_a_plain_loop(strategy: str, data: Path, tmp_path: Path) -> None:
-    options = plan(data, "regression", tmp_path, strategy=strategy, schedule="cosine", warmup=1)
-    run_ranks(_train, 2, args=(options,), ranks_per_server=1)
-    losses = [record.loss for record in read_epochs(tmp_path)]
-    assert losses == pytest.approx(plain_losses("regression", rates=[1.0, 1.0, 0.5]), rel=1e-5)
+def test_a_schedule_gives_the_rates_of_a_plain_loop(data: Path, tmp_path: Path) -> None:
+    more: dict[str, Any] = {"schedule": "cosine", "warmup": 1}
+    plans = [(plan(data, "regression", tmp_path / name, strategy=name, **more),) for name in EXACT[:3]]
+    run_each(_train, plans, 2, ranks_per_server=1)
+    for name in EXACT[:3]:
+        losses = [record.loss for record in read_epochs(tmp_path / name)]
+        assert losses == pytest.approx(plain_losses("regression", rates=[1.0, 1.0, 0.5]), rel=1e-5), name
 
 
 def test_a_resumed_schedule_goes_on_with_the_same_bits(data: Path, tmp_path: Path) -> None:
@@ -83,7 +83,7 @@ def said_of(out: Path) -> np.ndarray:
     return np.array(table["prediction"].to_pylist())
 
 
-@pytest.mark.parametrize("strategy", ["data_parallel", "push_pull"])
+@pytest.mark.parametrize("strategy", ["push_pull", *wide("data_parallel")])
 def test_predictions_are_those_of_the_best_epoch(strategy: str, data: Path, tmp_path: Path) -> None:
     options = plan(data, "regression", tmp_path, strategy=strategy, epochs=40, lr=0.1, patience=3)
     run_ranks(_train, 2, args=(options,))

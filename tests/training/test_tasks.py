@@ -1,7 +1,5 @@
 """Several labels, regression and class weights: metrics by hand, and losses of plain torch, on any ranks."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Sequence
@@ -28,7 +26,8 @@ from dglx_dist.training.link import LinkEvaluation
 from dglx_dist.training.models import build_model
 from dglx_dist.training.resume import UPDATE_OPTIONS
 from dglx_dist.training.tasks import compute_class_weights, compute_moments, measure, warn_of_guesses
-from tests.helpers.ranks import run_ranks
+from tests.helpers import wide
+from tests.helpers.ranks import run_each, run_ranks
 
 NODES, LABELS = 60, 3
 MASKS = ("train_mask", "val_mask", "test_mask")
@@ -162,12 +161,17 @@ def plain_losses(
     return result
 
 
-@pytest.mark.parametrize("task", ["multilabel", "regression"])
-@pytest.mark.parametrize("strategy", EXACT)
-def test_losses_are_those_of_plain_torch(task: str, strategy: str, data: Path, tmp_path: Path) -> None:
-    run_ranks(_train, 2, args=(plan(data, task, tmp_path, strategy=strategy),), ranks_per_server=1)
-    losses = [record.loss for record in read_epochs(tmp_path)]
-    assert losses == pytest.approx(plain_losses(task), rel=1e-5)
+def test_losses_are_those_of_plain_torch(data: Path, tmp_path: Path) -> None:
+    cases = [(task, strategy) for task in ("multilabel", "regression") for strategy in EXACT]
+    folders = [tmp_path / f"{task}-{strategy}" for task, strategy in cases]
+    plans = [
+        (plan(data, task, out, strategy=strategy),)
+        for (task, strategy), out in zip(cases, folders, strict=True)
+    ]
+    run_each(_train, plans, 2, ranks_per_server=1)
+    for (task, strategy), out in zip(cases, folders, strict=True):
+        losses = [record.loss for record in read_epochs(out)]
+        assert losses == pytest.approx(plain_losses(task), rel=1e-5), strategy
 
 
 def said_of(out: Path, task: str) -> np.ndarray:
@@ -199,19 +203,20 @@ def test_metrics_are_those_of_the_written_predictions(ranks: int, data: Path, tm
     assert summary["test_rmse"] == pytest.approx(math.sqrt((error**2).mean()), rel=1e-6)
 
 
-@pytest.mark.parametrize("strategy", EXACT)
-def test_targets_far_from_0_are_learnt_as_well(strategy: str, data: Path, tmp_path: Path) -> None:
-    for task in ("regression", "far"):
-        run_ranks(_train, 2, args=(plan(data, task, tmp_path / task, strategy=strategy),))
-    near, far = (read_epochs(tmp_path / task) for task in ("regression", "far"))
-    # Scores of 1e6 are float32, whose last bit is 1/16.
-    assert [epoch.loss for epoch in far] == pytest.approx([epoch.loss for epoch in near], rel=1e-3)
-    result, expected = far[-1].metrics["test_rmse"], 1e3 * near[-1].metrics["test_rmse"]
-    assert result == pytest.approx(expected, rel=1e-3)
-    error = said_of(tmp_path / "far", "far") - labels("far").numpy()
-    assert math.sqrt((error[graph().ndata["test_mask"].numpy()] ** 2).mean()) == pytest.approx(
-        result, rel=1e-4
-    )
+def test_targets_far_from_0_are_learnt_as_well(data: Path, tmp_path: Path) -> None:
+    tasks = ("regression", "far")
+    cases = [(task, tmp_path / strategy / task, strategy) for strategy in EXACT for task in tasks]
+    plans = [(plan(data, task, out, strategy=strategy),) for task, out, strategy in cases]
+    run_each(_train, plans, 2)
+    for strategy in EXACT:
+        near, far = (read_epochs(tmp_path / strategy / task) for task in tasks)
+        # Scores of 1e6 are float32, whose last bit is 1/16.
+        assert [epoch.loss for epoch in far] == pytest.approx([epoch.loss for epoch in near], rel=1e-3)
+        result, expected = far[-1].metrics["test_rmse"], 1e3 * near[-1].metrics["test_rmse"]
+        assert result == pytest.approx(expected, rel=1e-3)
+        error = said_of(tmp_path / strategy / "far", "far") - labels("far").numpy()
+        of_test = error[graph().ndata["test_mask"].numpy()]
+        assert math.sqrt((of_test**2).mean()) == pytest.approx(result, rel=1e-4), strategy
 
 
 def _fitted_far(folder: str) -> tuple[list[float], float, float]:
@@ -231,7 +236,7 @@ def _fitted_far(folder: str) -> tuple[list[float], float, float]:
         return [float(mean), float(deviation)], result.metrics["val_error"], again
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("ranks", [3, *wide(1, 2)])
 def test_scores_of_a_regression_are_in_the_unit_of_its_labels(ranks: int, data: Path) -> None:
     known = labels("far")[graph().ndata["train_mask"]]
     expected = [float(known.mean()), float(known.std(correction=0))]
@@ -290,9 +295,7 @@ def test_strategies_that_compute_the_loss_themselves_say_so(data: Path, tmp_path
         ("regression", {"class_weight": "balanced"}, "class weights need classes"),
     ],
 )
-def test_labels_of_another_task(
-    stored: str, wanted: dict[str, Any], said: str, data: Path, tmp_path: Path
-) -> None:
+def test_refuses_labels(stored: str, wanted: dict[str, Any], said: str, data: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=said):
         _train({**plan(data, stored, tmp_path), **wanted})
 
@@ -376,7 +379,7 @@ def test_every_option_is_known_to_change_the_steps_or_not() -> None:
     assert {*UPDATE_OPTIONS, "precision", "task"} == {*PLAIN_VALUES}
 
 
-def test_an_accuracy_of_the_majority_is_said(
+def test_warns_of_the_majoritys_accuracy(
     data: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     truth = labels("classification")
@@ -390,9 +393,7 @@ def test_an_accuracy_of_the_majority_is_said(
     assert result <= share, "an untrained model is not better"
 
 
-def test_a_regression_no_better_than_the_mean_is_said(
-    data: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_warns_of_no_better_than_means(data: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     for lr, message in ((1e-9, 1), (0.05, 0)):
         caplog.clear()
         _train(plan(data, "regression", tmp_path / str(lr), model="mlp", epochs=40, lr=lr))
@@ -401,9 +402,7 @@ def test_a_regression_no_better_than_the_mean_is_said(
         )
 
 
-def test_a_constant_column_does_not_hide_the_error_of_another(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_constant_column_hides_no_other_error(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     g = graph()
     g.ndata["label"] = torch.stack([0.1 * torch.arange(NODES) / NODES, torch.full((NODES,), 0.3)], 1)
     dx.partition_graph(g, "half", 1, tmp_path)
@@ -422,9 +421,7 @@ def test_an_area_under_the_curve_of_guesses_is_said(data: Path, caplog: pytest.L
     assert warning.startswith("the test roc_auc of 0.52 is hardly better than 0.5, that of guesses")
 
 
-def test_early_stop_needs_validation_nodes(
-    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_early_stop_needs_validation(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("dglx_dist.training.loop.train_pass", lambda *_: pytest.fail("trained"))
     folder = tmp_path / "data"
     raw = graph()

@@ -1,7 +1,5 @@
 """Traces of real runs: one file with all ranks on one clock, or a file of each rank that failed."""
 
-from __future__ import annotations
-
 import json
 import re
 import resource

@@ -1,7 +1,5 @@
 """The weights that ``dx.load`` takes from a run, and the plain files of weights that a run writes."""
 
-from __future__ import annotations
-
 import errno
 import json
 import logging
@@ -27,7 +25,8 @@ from dglx_dist.training.checkpoint_folder import folder_name
 from dglx_dist.training.config import TrainConfig
 from dglx_dist.training.fit_config import FitConfig
 from dglx_dist.training.models import build_model
-from tests.helpers.ranks import run_ranks
+from tests.helpers import wide
+from tests.helpers.ranks import run_each, run_ranks
 from tests.training.test_schedules import said_of
 from tests.training.test_tasks import EXACT, graph, labels, plan
 
@@ -63,7 +62,7 @@ def _predict(folder: str, run: str, how: dict[str, Any]) -> list[float]:
         return [float(value) for value in rows[ids].reshape(-1)]
 
 
-@pytest.mark.parametrize("strategy", ["data_parallel", "push_pull"])
+@pytest.mark.parametrize("strategy", ["push_pull", *wide("data_parallel")])
 def test_load_takes_the_best_epoch_of_a_run(strategy: str, data: Path, tmp_path: Path) -> None:
     options = plan(data, "regression", tmp_path, strategy=strategy, epochs=40, lr=0.1, patience=3)
     run_ranks(_train, 2, args=(options,))
@@ -75,9 +74,7 @@ def test_load_takes_the_best_epoch_of_a_run(strategy: str, data: Path, tmp_path:
     assert newest != message
 
 
-def test_load_says_which_checkpoint_it_takes(
-    data: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_load_names_its_checkpoint(data: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     _train(plan(data, "regression", tmp_path, epochs=40, lr=0.1, patience=3))
     best = json.loads((tmp_path / "summary.json").read_text())["best_epoch"]
     newest, run = len(read_epochs(tmp_path)), str(tmp_path)
@@ -126,21 +123,26 @@ def test_values_of_the_users_own_loop_are_not_taken_for_a_best_epoch(tmp_path: P
         assert dx.load(tmp_path, model=model).epoch == 2
 
 
-@pytest.mark.parametrize("strategy", [*EXACT, "lambda"])
-def test_a_run_leaves_its_best_and_its_final_weights(strategy: str, data: Path, tmp_path: Path) -> None:
-    model = "gcn" if strategy == "lambda" else "sage"
-    options = plan(data, "classification", tmp_path, strategy=strategy, epochs=6, lr=0.3, model=model)
-    run_ranks(_train, 2, args=({**options, "checkpoint_every": 1},), ranks_per_server=1)
-    scores = [record.val_accuracy for record in read_epochs(tmp_path)]
-    best = max(range(6), key=lambda epoch: (scores[epoch], -epoch))
-    with dx.init("data_parallel"):
-        plain = build_model(model, 8, 8, 2, dropout=0.0, graph=dx.DistGraph(data / "classification"))
-        for name, epoch in (("model", best), ("final", 5)):
-            state, facts = read_weights(tmp_path / f"{name}.safetensors")
-            assert facts == {"format": "pt", "epoch": str(epoch)}
-            assert plain.load_state_dict(state)
-            dx.load(tmp_path / "checkpoints" / folder_name(epoch + 1), model=plain)
-            assert all(torch.equal(value, state[key]) for key, value in plain.state_dict().items())
+def test_a_run_leaves_its_best_and_its_final_weights(data: Path, tmp_path: Path) -> None:
+    models = {**dict.fromkeys(EXACT, "sage"), "lambda": "gcn"}
+    more: dict[str, Any] = {"epochs": 6, "lr": 0.3, "checkpoint_every": 1}
+    plans = [
+        (plan(data, "classification", tmp_path / strategy, strategy=strategy, model=model, **more),)
+        for strategy, model in models.items()
+    ]
+    run_each(_train, plans, 2, ranks_per_server=1)
+    for strategy, model in models.items():
+        out = tmp_path / strategy
+        scores = [record.val_accuracy for record in read_epochs(out)]
+        best = max(range(6), key=lambda epoch: (scores[epoch], -epoch))
+        with dx.init("data_parallel"):
+            plain = build_model(model, 8, 8, 2, dropout=0.0, graph=dx.DistGraph(data / "classification"))
+            for name, epoch in (("model", best), ("final", 5)):
+                state, facts = read_weights(out / f"{name}.safetensors")
+                assert facts == {"format": "pt", "epoch": str(epoch)}
+                assert plain.load_state_dict(state)
+                dx.load(out / "checkpoints" / folder_name(epoch + 1), model=plain)
+                assert all(torch.equal(value, state[key]) for key, value in plain.state_dict().items())
 
 
 def test_the_last_line_of_a_run_says_where_its_weights_are(data: Path, tmp_path: Path) -> None:
@@ -229,17 +231,13 @@ def test_tied_weights_are_read_under_each_name(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "odd", [torch.zeros(2, dtype=torch.complex128), torch.eye(3).to_sparse(), {"of": "no tensor"}]
 )
-def test_says_what_safetensors_cannot_hold(
-    odd: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_names_what_safetensors_lacks(odd: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     write_safetensors({"fine": torch.ones(2), "odd": odd}, tmp_path / "y")
     assert "Use dx.save" in caplog.messages[-1]
     assert not list(tmp_path.iterdir())
 
 
-def test_interrupted_writing_leaves_the_weights_of_before(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_interrupted_write_leaves_old_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "x"
     write_safetensors({"a": torch.ones(2)}, path)
     before = path.read_bytes()

@@ -1,7 +1,7 @@
 """Options of an ingestion, and the description of its tables in the format of GraphStorm's ``gconstruct``.
 
-docs/ingest.md lists the supported keys. Any other key is an error. Paths are relative to the folder of the
-description or to the current folder.
+docs/guides/ingest.md lists the supported keys. Any other key is an error. Paths are relative to the folder
+of the description or to the current folder.
 """
 
 import json
@@ -22,11 +22,7 @@ from dglx_dist.records import LABEL, SPLITS, EdgeType
 
 @dataclass(frozen=True, kw_only=True)
 class IngestPlan:
-    """Options of one ingestion.
-
-    Raises:
-        ConfigError: the seed is negative.
-    """
+    """Options of one ingestion. Raises ConfigError if the seed is negative."""
 
     out: Path = option(Path("data/ingested"), "Folder to write. It must be new or empty.", metavar="DIR")
     memory: str = option(
@@ -211,8 +207,7 @@ class IngestConfig:
 def read_config(path: Path) -> IngestConfig:
     """Read and check a description. No table is opened.
 
-    Raises:
-        ConfigError: it is missing or not JSON, has an unsupported key or value, or names no file.
+    Raises ConfigError if it is missing or not JSON, has an unsupported key or value, or names no file.
     """
     top = Fields(read_json(path), str(path)).reject_unknown(("version", "nodes", "edges"))
     if top.has("version"):

@@ -91,9 +91,7 @@ class Unchanged(Transform):
     def apply(self, rows: TableColumn) -> Array:
         matrix = _read_matrix(rows, self._separator)
         if self._width is not None and matrix.shape[1] < self._width:
-            raise rows.error(
-                f"a row of {matrix.shape[1]} numbers is shorter than truncate_dim={self._width}", 0
-            )
+            raise rows.error(f"a row of {matrix.shape[1]} numbers is below truncate_dim={self._width}", 0)
         return matrix[:, : self._width]
 
 
@@ -126,9 +124,7 @@ class _Scaled(Transform):
         for statistic in self._statistics.values() if len(matrix) else ():
             # A statistic of length 1 comes from the settings and is for all positions.
             if len(statistic) not in (1, matrix.shape[1]):
-                raise rows.error(
-                    f"a row of {matrix.shape[1]} numbers, but earlier rows have {len(statistic)}", 0
-                )
+                raise rows.error(f"a row of {matrix.shape[1]} numbers, but earlier have {len(statistic)}", 0)
         return matrix
 
 
@@ -220,9 +216,7 @@ class Categorical(Transform):
         # It returns the (T,) row of each text, and the texts. Empty texts are left out.
         value_type = rows.values.type
         if pa.types.is_nested(value_type):
-            raise rows.error(
-                f"holds {value_type}; to_categorical needs one value per row, or texts with a separator"
-            )
+            raise rows.error(f"holds {value_type}; to_categorical needs one value or separated texts per row")
         texts = rows.texts()
         row_of = np.arange(len(texts))
         if self._separator is not None:
@@ -329,7 +323,5 @@ def _cast_rows(rows: Array, info: ColumnInfo, columns: TableColumn) -> Array:
     if overflows.any():
         row = find_first_true(overflows)
         value = rows[row][~np.isfinite(stored[row])][0]
-        raise columns.error(
-            f"{value} does not fit {info.dtype}; give a wider out_dtype, or scale the column", row
-        )
+        raise columns.error(f"{value} does not fit {info.dtype}; give a wider out_dtype, or scale it", row)
     return stored

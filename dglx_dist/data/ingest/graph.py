@@ -166,9 +166,8 @@ def _make_reordering(rows: Spill, output: DatasetOutput) -> Reorder:
     positions = Spill(folder / "positions", np.int64, scatter.chunks())
 
     def reorder(chunks: Iterable[Array], info: ColumnInfo) -> Iterator[Array]:
-        scattered = ScatteredRows(
-            folder / str(next(names)), num_edges, info.dtype, info.row_shape, memory=memory
-        )
+        path = folder / str(next(names))
+        scattered = ScatteredRows(path, num_edges, info.dtype, info.row_shape, memory=memory)
         with positions.path.open("rb") as file:
             for rows in chunks:
                 scattered.put(np.fromfile(file, np.int64, len(rows)), rows)
@@ -194,9 +193,7 @@ def ingest(config: IngestConfig, plan: IngestPlan) -> Ingested:
     workspace = (plan.workspace or out.parent).absolute()
     for option_name, path in (("workspace", workspace), ("output-conf-file", plan.output_description)):
         if path is not None and path.resolve().is_relative_to(out.resolve()):
-            raise ConfigError(
-                f"the {option_name} {path} is in {out}, the folder of the dataset; choose another"
-            )
+            raise ConfigError(f"the {option_name} {path} is in {out}, the dataset's folder; choose another")
     _check_tables(config)
     reverse = _reverse_types(config) if plan.reverse_edges else {}
     is_text = _find_text_types(config)

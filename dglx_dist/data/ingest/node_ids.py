@@ -67,8 +67,7 @@ class IdMap:
     def find(self, table: PiecewiseTable, column: str, owner: str, folder: Path) -> Spill:
         """Return the (E,) int64 node numbers of the E ids in a column, in the order of the rows.
 
-        Raises:
-            DatasetError: an id is unknown. The message names the file and the row of the first one.
+        Raises DatasetError if an id is unknown. The message names the file and the row of the first one.
         """
         unknown: list[tuple[int, object, int]] = []
 

@@ -58,9 +58,7 @@ class Labels:
             return
         if self._is_text not in (None, rows.is_text):
             before = "numbers" if rows.is_text else "texts"
-            raise rows.error(
-                f"holds {rows.values.type}, but an earlier file holds {before}; use one type in all files"
-            )
+            raise rows.error(f"holds {rows.values.type}, but an earlier file holds {before}; use one type")
         self._is_text = rows.is_text
         if rows.is_text:
             known = rows.values.filter(pc.not_equal(pc.fill_null(rows.values, ""), ""))
@@ -277,9 +275,7 @@ class TypeRows:
             self._put(name, info, reorder(self._features.chunks(name, self.table, info), info))
         spilled_labels, labels = None, self.labels
         if labels is not None:
-            codes = (
-                labels.codes(piece.columns[labels.column]) for piece in self.table.pieces([labels.column])
-            )
+            codes = (labels.codes(part.columns[labels.column]) for part in self.table.pieces([labels.column]))
             spilled_labels = Spill(self._output.work / "labels", labels.dtype, codes)
             info = ColumnInfo(dtype=labels.dtype.name, row_shape=())
             self._put(LABEL, info, reorder(spilled_labels.chunks(self._at_once), info))
@@ -287,9 +283,7 @@ class TypeRows:
             row_codes = self._split(self.spec.label, spilled_labels, seed, ids)
             path = self._output.work / "stored_codes"
             stored_codes = Spill(path, np.uint8, reorder(row_codes.chunks(self._at_once), _CODE))
-            used_codes = {
-                code for piece in stored_codes.chunks(self._at_once) for code in np.unique(piece).tolist()
-            }
+            used_codes = {code for chunk in stored_codes.chunks(self._at_once) for code in np.unique(chunk)}
             for code, name in enumerate(SPLITS):
                 if code in used_codes:
                     self._put(name, _MASK, (piece == code for piece in stored_codes.chunks(self._at_once)))

@@ -165,7 +165,7 @@ def enforce_capacities(
     missed = weights.find_unmet(part_of_node)
     for name, ratio in missed.items():
         _LOG.warning(
-            "%s could not balance %s within its tolerance: the heaviest part has %.3f times its share",
+            "%s could not balance %s: the heaviest part has %.3f times its share",
             method,
             name,
             ratio,
@@ -196,12 +196,9 @@ def assign_balanced(
     workspace = partitioner.workspace
     if workspace is not None:
         workspace = workspace.with_reserved(8 * len(weights.columns) * num_nodes)
+    reserved = count_reserved_bytes(weights)
     symmetric = symmetrise(
-        graph,
-        dtype=dtype,
-        weighted=weighted,
-        workspace=workspace,
-        reserved_bytes=count_reserved_bytes(weights),
+        graph, dtype=dtype, weighted=weighted, workspace=workspace, reserved_bytes=reserved
     )
     name = PARTITIONERS.name_of(type(partitioner))
     parts, missed = enforce_capacities(symmetric, weights, compute(symmetric, weights), name)
@@ -227,8 +224,8 @@ def rebalance(graph: SymmetricGraph, weights: BalanceWeights, part_of_node: Arra
     capacity /= totals[:, None]
     for attempt in range(_MAX_PASSES):
         # At first only nodes that lose no neighbour may move. The allowed loss doubles, then is unlimited.
-        allowed_loss = 2**attempt - 1 if attempt < _MAX_PASSES // 2 else 2**62
-        _move(graph.indptr, graph.indices, matrix, loads, capacity, part, np.int64(allowed_loss))
+        max_loss = 2**attempt - 1 if attempt < _MAX_PASSES // 2 else 2**62
+        _move(graph.indptr, graph.indices, matrix, loads, capacity, part, np.int64(max_loss))
         if (loads <= capacity * (1 + 1e-9)).all():
             break
     return part
@@ -242,7 +239,7 @@ def _move(
     loads: Array,
     capacity: Array,
     part: Array,
-    allowed_loss: int,
+    max_loss: int,
 ) -> None:
     num_parts = loads.shape[1]
     links = np.zeros(num_parts, dtype=np.int64)
@@ -263,7 +260,7 @@ def _move(
                 continue
             if links[p] > best_links or (links[p] == best_links and burden < best_burden):
                 best, best_links, best_burden = p, links[p], burden
-        if best >= 0 and links[home] - best_links <= allowed_loss:
+        if best >= 0 and links[home] - best_links <= max_loss:
             part[u] = best
             loads[:, home] -= matrix[u]
             loads[:, best] += matrix[u]

@@ -47,7 +47,7 @@ class PartitionOptions:
     in-edges of each edge type. Other names are node columns of non-negative numbers."""
     tolerance: float | Mapping[str, float] = option(
         dict,
-        "Allowed excess of the heaviest part: 0.05, or train=0.1,degree=0.02.",
+        "Allowed excess of a part: 0.05, or train=0.1,degree=0.02.",
         metavar="T",
         parse=parse_tolerances,
     )
@@ -130,8 +130,7 @@ def _check_tolerance(tolerance: float | Mapping[str, float], constraints: tuple[
 class Partitioner(ABC):
     """Assigns every node to one owner.
 
-    Raises:
-        ConfigError: ``options`` sets a field that is not in :attr:`honours`.
+    Raises ConfigError if ``options`` sets a field that is not in :attr:`honours`.
     """
 
     honours: ClassVar[frozenset[str]] = frozenset()
@@ -165,8 +164,7 @@ class Partitioner(ABC):
     def within(self, workspace: Workspace | None, graph: RawGraph) -> Partitioner:
         """Return this partitioner, to work in ``workspace``.
 
-        Raises:
-            ConfigError: it only works in memory, and the edges of ``graph`` do not fit.
+        Raises ConfigError if it only works in memory, and the edges of ``graph`` do not fit.
         """
         num_bytes = 32 * graph.total_edges
         if workspace is not None and not self.external and not workspace.fits(num_bytes):
@@ -184,10 +182,8 @@ class Partitioner(ABC):
 
         The result must be deterministic, and the graph must not be changed. It must support a single part,
         more parts than nodes (some are empty), graphs without edges, and several node types.
-        ``Assignment.parameters["tolerance"]`` has the promised balance by constraint.
-
-        Raises:
-            ConfigError: the options do not match ``graph`` or ``num_parts``.
+        ``Assignment.parameters["tolerance"]`` has the promised balance by constraint. Raises ConfigError if
+        the options do not match ``graph`` or ``num_parts``.
         """
 
 
@@ -225,8 +221,7 @@ def default_partitioner(options: PartitionOptions) -> str:
 class PartitionPlan:
     """Partitioning method, its options, and the format of the dataset.
 
-    Raises:
-        ConfigError: a value is wrong.
+    Raises ConfigError if a value is wrong.
     """
 
     num_parts: int

@@ -65,9 +65,8 @@ class BalanceWeights:
                 column[column > tolerance * total * self.shares.min()], return_counts=True
             )
             totals = np.cumsum((heavy_weights * counts)[::-1])[::-1]
-            minima = [
-                float((share * totals + heavy_weights).max(initial=0)) for share in self.shares.tolist()
-            ]
+            shares = self.shares.tolist()
+            minima = [float((share * totals + heavy_weights).max(initial=0)) for share in shares]
             rows.append(np.maximum(total * self.shares * (1.0 + tolerance), minima))
         return np.stack(rows)
 
@@ -249,15 +248,14 @@ def describe(options: PartitionOptions, weights: BalanceWeights | None) -> dict[
     ``weights`` are the constraints that the partitioner guarantees, or None if there are none.
     """
     promised = () if weights is None else zip(weights.names, weights.tolerance.tolist(), strict=True)
-    settings = {
+    settings: dict[str, object] = {
         "balance": list(options.balance) or None,
         "target_weights": None if options.target_weights is None else list(options.target_weights),
         "objective": options.objective if options.objective != "cut" else None,
         "fast": options.fast or None,
     }
-    return {"tolerance": dict(promised)} | {
-        name: value for name, value in settings.items() if value is not None
-    }
+    changed = {name: value for name, value in settings.items() if value is not None}
+    return {"tolerance": dict(promised)} | changed
 
 
 @dataclass(frozen=True, kw_only=True)

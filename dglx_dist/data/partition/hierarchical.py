@@ -90,9 +90,7 @@ class Hierarchical(Partitioner):
         # It returns (servers, workers). A missing number is computed from the other one.
         servers, workers = self.options.servers, self.options.workers
         if servers is None and workers is None:
-            raise ConfigError(
-                "method hierarchical needs the number of servers or of workers per server; set one"
-            )
+            raise ConfigError("method hierarchical needs the number of servers or workers per server; set it")
         if servers is None:
             servers = max(num_parts // (workers or 1), 1)
         if workers is None:

@@ -83,10 +83,8 @@ def part_graph(
 ) -> Array:
     """Return (N,) int32 parts by METIS_PartGraphKway of the library ``path``. It releases the GIL.
 
-    Indices other than int64 are copied. Weight columns of zeros are left out.
-
-    Raises:
-        ConfigError: METIS failed.
+    Indices other than int64 are copied. Weight columns of zeros are left out. Raises ConfigError if METIS
+    failed.
     """
     library = ctypes.CDLL(path)
     used = [c for c, column in enumerate(weights.columns) if column.any()]
@@ -159,16 +157,13 @@ class _Multilevel(Partitioner):
             beside_columns = workspace.with_reserved(8 * num_weights * graph.total_nodes)
 
             def fits(coarse_graph: SymmetricGraph) -> bool:
-                size = (
-                    coarse_graph.num_nodes,
-                    len(coarse_graph.indices),
-                    coarse_graph.edge_weights is not None,
-                )
+                has_weights = coarse_graph.edge_weights is not None
+                size = coarse_graph.num_nodes, len(coarse_graph.indices), has_weights
                 return beside_columns.fits(self._estimate_bytes(*size, num_weights))
 
             return partition(symmetric, weights, solve, fits, workspace, seed)
 
-        def count_library_bytes(weights: BalanceWeights) -> int:
+        def count_bytes(weights: BalanceWeights) -> int:
             return self._estimate_bytes(graph.total_nodes, 2 * graph.total_edges, True, len(weights.columns))
 
         return assign_balanced(
@@ -177,7 +172,7 @@ class _Multilevel(Partitioner):
             (num_parts, seed),
             compute,
             dtype=self._dtype,
-            count_reserved_bytes=count_library_bytes,
+            count_reserved_bytes=count_bytes,
         )
 
     @abstractmethod

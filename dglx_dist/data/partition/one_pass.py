@@ -202,13 +202,9 @@ class _Streaming(Partitioner):
             fennel = isinstance(self, Fennel)
             return stream(symmetric, order, weights, passes=self.options.passes, fennel=fennel)
 
+        num_bytes, size = 80 * graph.total_nodes, (num_parts, seed)
         return assign_balanced(
-            self,
-            graph,
-            (num_parts, seed),
-            compute,
-            weighted=False,
-            count_reserved_bytes=lambda _: 80 * graph.total_nodes,
+            self, graph, size, compute, weighted=False, count_reserved_bytes=lambda _: num_bytes
         )
 
 

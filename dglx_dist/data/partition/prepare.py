@@ -417,7 +417,7 @@ def _with_edges(
     graph: RawGraph,
     ends: tuple[Array, Array],
     rows: Array | None,
-    stage_name: str,
+    stage: str,
     workspace: Workspace | None,
 ) -> RawGraph:
     """Append edges to a homogeneous ``graph``. They get the columns of the edges ``rows``, or 1."""
@@ -436,7 +436,7 @@ def _with_edges(
     makers += [partial(join_rows, column, None, name) for name, column in columns.items()]
     if etype in graph.edge_ids:
         makers.append(partial(join_rows, graph.edge_ids[etype], np.arange(len(src), len(src) + count)))
-    joined = concatenate_chunks(workspace, stage_name, makers, len(makers) * (len(src) + count))
+    joined = concatenate_chunks(workspace, stage, makers, len(makers) * (len(src) + count))
     data = zip(columns.items(), joined[2:], strict=False)
     return replace(
         graph,

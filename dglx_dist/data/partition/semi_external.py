@@ -48,10 +48,8 @@ def partition(
     """Return (N,) int32 parts. ``solve`` partitions a clustered graph that ``fits``. The result is refined.
 
     Each level is a stage of ``workspace``, and so are its parts. Parts exceed their capacities only if those
-    of ``solve`` do. The result is deterministic if ``solve`` is.
-
-    Raises:
-        ConfigError: the arrays of nodes do not fit in the workspace.
+    of ``solve`` do. The result is deterministic if ``solve`` is. Raises ConfigError if the arrays of nodes do
+    not fit in the workspace.
     """
     # The names differ from the original ones, because a cluster has the weight of all its nodes.
     names, levels = tuple(f"{name} of clusters" for name in weights.names), [(graph, weights)]

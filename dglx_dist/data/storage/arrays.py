@@ -63,8 +63,7 @@ _LOG = logging.getLogger(__name__)
 class ArrayStream:
     """Writes the rows of one array in order.
 
-    Raises:
-        OSError: the file cannot be written, or the disk has too little space for all rows.
+    Raises OSError if the file cannot be written, or the disk has too little space for all rows.
     """
 
     def __init__(self, path: Path, dtype: np.dtype[Any], shape: tuple[int, ...]) -> None:
@@ -73,9 +72,8 @@ class ArrayStream:
         if shutil.disk_usage(path.parent).free < num_bytes:
             raise OSError(errno.ENOSPC, f"no room for {num_bytes} bytes", str(path.parent))
         header = io.BytesIO()
-        np.lib.format.write_array_header_2_0(
-            header, {"descr": dtype.str, "fortran_order": False, "shape": shape}
-        )
+        fields = {"descr": dtype.str, "fortran_order": False, "shape": shape}
+        np.lib.format.write_array_header_2_0(header, fields)
         self._file = path.open("xb", buffering=0)
         self._checksum, self.num_rows = 0, 0
         """Number of rows in the file."""
@@ -129,10 +127,8 @@ class ArrayWriter:
         Without ``overwrite``, an intact folder with the same facts is kept instead.
         """
         files = {f"{name}.npy": stream.finish() for name, stream in self._streams.items()}
-        head = {
-            "told": facts,
-            "files": {name: [file.num_bytes, file.checksum] for name, file in files.items()},
-        }
+        sums = {name: [file.num_bytes, file.checksum] for name, file in files.items()}
+        head = {"told": facts, "files": sums}
         (self._partial / STAMP).write_text(json.dumps({"crc32": checksum_of(head), "head": head}))
         path = self._folder.path
         if not publish(self._partial, path) and (overwrite or self._folder.find(facts, log=False) is None):
@@ -159,8 +155,7 @@ class ArrayFolder:
     ) -> tuple[Any, dict[str, Array]]:
         """Check all files, and return the facts and the mapped arrays. Mode c is copy-on-write.
 
-        Raises:
-            StorageError: a file is missing or damaged, or the facts differ from ``facts``.
+        Raises StorageError if a file is missing or damaged, or the facts differ from ``facts``.
         """
         try:
             stamp = json.loads(read_small_file(self.path / STAMP))
@@ -179,9 +174,7 @@ class ArrayFolder:
             if facts is not None and stored_facts != facts:
                 raise ValueError(f"it has {stored_facts} instead of {facts}")
         except _UNREADABLE as error:
-            raise StorageError(
-                f"{self.path} is damaged ({error}); the next run that opens it writes it again"
-            ) from error
+            raise StorageError(f"{self.path} is damaged ({error}); the next run writes it again") from error
         return stored_facts, arrays
 
     def find(
@@ -224,9 +217,7 @@ class ArrayFolder:
                 writer.publish(facts, overwrite=True)
         except OSError as error:
             if error.errno in CANNOT_WRITE:
-                _LOG.warning(
-                    "%s cannot be written (%s): %s is not kept on disk", self.path, error, description
-                )
+                _LOG.warning("%s cannot be written (%s): %s is not kept", self.path, error, description)
                 return False
             raise StorageError(f"{self.path} cannot be written ({error}); check the disk") from error
         return True

@@ -111,11 +111,8 @@ def write_strings(
     space = _reserve_space(8 * (num_rows + 1), writable=True)
     # Arrow reads the size of the data from the last offset.
     np.frombuffer(space, np.int64)[num_rows] = num_bytes
-    buffers = [
-        None,
-        pa.py_buffer(space).slice(0, 8 * (num_rows + 1)),
-        pa.py_buffer(_reserve_space(num_bytes)),
-    ]
+    offsets = pa.py_buffer(space).slice(0, 8 * (num_rows + 1))
+    buffers = [None, offsets, pa.py_buffer(_reserve_space(num_bytes))]
     values = pa.Array.from_buffers(pa.large_string(), num_rows, buffers)
     data = (text_buffers(texts_piece)[1] for texts_piece in texts_again)
     bodies = [_Body(map(_bytes, ends()), 8 * (num_rows + 1)), _Body(data, num_bytes)]
@@ -259,9 +256,7 @@ def _open_column(path: Path, name: str) -> tuple[pa.Array, dict[str, str]]:
             column = reader.get_batch(0).column(_COLUMN)
             metadata = {key.decode(): value.decode() for key, value in (reader.schema.metadata or {}).items()}
     except FileNotFoundError as problem:
-        raise StorageError(
-            f"{path} ({name}) is missing; copy it here or partition the graph again"
-        ) from problem
+        raise StorageError(f"{path} ({name}) is missing; copy it here or partition again") from problem
     except (pa.ArrowException, OSError, ValueError, KeyError, IndexError) as problem:
         raise _make_damage_error(name, path, problem) from problem
     return column, metadata

@@ -55,13 +55,10 @@ K = TypeVar("K", bound=str | EdgeType)
 def import_dgl_format(part_config: Path, folder: Path, *, overwrite: bool = False) -> Manifest:
     """Write a dataset from the files of DGL's ``partition_graph``. One process calls it.
 
-    Parts and node ids are the same as DGL's per-type global ids. Edges get new ids, and
-    ``original_edge_ids`` are DGL's per-type global edge ids. Ids in ``orig_nids.dgl`` become user ids. DGL
-    stores booleans as uint8, so uint8 columns named ``*mask`` become booleans. The whole graph must fit in
-    memory.
-
-    Raises:
-        StorageError: a file is missing, damaged or of an unsupported kind.
+    Parts and node ids are the same as DGL's per-type global ids. Edges get new ids, and ``original_edge_ids``
+    are DGL's per-type global edge ids. Ids in ``orig_nids.dgl`` become user ids. DGL stores booleans as
+    uint8, so uint8 columns named ``*mask`` become booleans. The whole graph must fit in memory. Raises
+    StorageError if a file is missing, damaged or of an unsupported kind.
     """
     config = read_part_config(Path(part_config).absolute())
     check_files(file for part in range(config.num_parts) for file in config.dgl_files(part))
@@ -124,10 +121,8 @@ def read_part_config(path: Path) -> PartConfig:
         raise StorageError(f"{path} cannot be read ({problem.strerror})") from problem
     top = Fields.parse(raw, str(path), error=StorageError)
     num_parts = top.integer("num_parts", 1)
-    ntypes, etypes = (
-        _read_numbered(top, "ntypes", NODE_TYPE),
-        _read_numbered(top, "etypes", ":".join(EDGE_TYPE)),
-    )
+    ntypes = _read_numbered(top, "ntypes", NODE_TYPE)
+    etypes = _read_numbered(top, "etypes", ":".join(EDGE_TYPE))
     return PartConfig(
         path=path,
         name=top.text("graph_name"),
@@ -163,9 +158,7 @@ def _parse_edge_type(name: str, path: Path) -> EdgeType:
 
 def _read_id_ranges(top: Fields, key: str, names: Sequence[str], num_parts: int) -> IdRanges:
     # The entry of a part is [first, end), or only the end in old files.
-    expected = (
-        f"{num_parts} ranges for each of {', '.join(names)}, growing from part to part and type to type"
-    )
+    expected = f"{num_parts} ranges for each of {', '.join(names)}, growing by part and type"
     ranges_by_name = top.raw_value(key)
     # Old files with one type do not name it.
     named_ranges = (
@@ -240,19 +233,19 @@ class _DglReader:
 
     def _add_edges(self, ids: Array, sources: Array, destinations: Array, path: Path) -> None:
         config = self._config
-        kinds, typed = config.edges.to_typed(ids)
+        kinds, ids_of_type = config.edges.to_typed(ids)
         source_kinds, sources = config.nodes.to_typed(sources)
-        destination_kinds, destinations = config.nodes.to_typed(destinations)
+        target_kinds, destinations = config.nodes.to_typed(destinations)
         for kind, etype in enumerate(config.etypes):
-            chosen = kinds == kind
-            ends = (etype[0], source_kinds), (etype[2], destination_kinds)
-            if any((end_kinds[chosen] != config.ntypes.index(ntype)).any() for ntype, end_kinds in ends):
-                raise StorageError(f"{path} has edges of type {etype} between nodes of other types")
-            self._ends[kind][:, typed[chosen]] = sources[chosen], destinations[chosen]
+            is_of_type = kinds == kind
+            for ntype, end_kinds in ((etype[0], source_kinds), (etype[2], target_kinds)):
+                if (end_kinds[is_of_type] != config.ntypes.index(ntype)).any():
+                    raise StorageError(f"{path} has edges of type {etype} between nodes of other types")
+            self._ends[kind][:, ids_of_type[is_of_type]] = sources[is_of_type], destinations[is_of_type]
 
     def _add_columns(self, data: dict[K, dict[str, Array]], path: Path, ranges: IdRanges, ids: Array) -> None:
         owners = {format_type(kind_name): kind_name for kind_name in data}
-        kinds, typed = ranges.to_typed(ids)
+        kinds, ids_of_type = ranges.to_typed(ids)
         for key, tensor in load_tensors(path).items():
             # Keys are type/column. Old files with one type leave it out.
             type_name, slash, name = key.partition("/")
@@ -261,15 +254,15 @@ class _DglReader:
             if type_name not in owners:
                 raise StorageError(f"{path}: {key!r} names none of the types {', '.join(owners)}")
             owner, kind = owners[type_name], list(owners).index(type_name)
-            chosen = typed[kinds == kind]
-            if len(tensor) != len(chosen):
-                raise StorageError(f"{path}: {name!r} has {len(tensor)} rows for {len(chosen)} owned ids")
+            owned_ids = ids_of_type[kinds == kind]
+            if len(tensor) != len(owned_ids):
+                raise StorageError(f"{path}: {name!r} has {len(tensor)} rows for {len(owned_ids)} owned ids")
             rows = self._as_array(owner, name, tensor)
             total = int(ranges.counts[kind].sum())
             column = data[owner].setdefault(name, np.zeros((total, *rows.shape[1:]), rows.dtype))
             if column.shape[1:] != rows.shape[1:] or column.dtype != rows.dtype:
                 raise StorageError(f"{path}: {name!r} has another shape or dtype than in the other parts")
-            column[chosen] = rows
+            column[owned_ids] = rows
 
     def _as_array(self, owner: str | EdgeType, name: str, tensor: torch.Tensor) -> Array:
         if tensor.dtype == torch.bfloat16:
@@ -375,9 +368,8 @@ def part_structure(nodes: IdRanges, edges: IdRanges, part: int, ends: tuple[Arra
     local = np.where(owned, source - first, (last - first) + np.searchsorted(halo, source))
     global_ids = np.concatenate([np.arange(first, last), halo])
     kinds, owners = nodes.locate(global_ids)
-    structure = dgl.graph(
-        (torch.from_numpy(local), torch.from_numpy(destination - first)), num_nodes=len(global_ids)
-    )
+    local_ends = torch.from_numpy(local), torch.from_numpy(destination - first)
+    structure = dgl.graph(local_ends, num_nodes=len(global_ids))
     structure.ndata[dgl.NID] = _convert_ids(global_ids)
     structure.ndata["part_id"] = _convert_ids(owners)
     structure.ndata["inner_node"] = torch.from_numpy((owners == part).astype(np.uint8))
@@ -486,9 +478,8 @@ class _DglWriter:
             step = max(CHUNK_BYTES // max(array[:1].nbytes, 1), 1)
             for first in range(0, len(rows), step):
                 chunk = rows[first : first + step]
-                array[first : first + step] = narrow(
-                    take_rows(values, chunk), dtype, f"{name!r} of {kind!r}", chunk
-                )
+                description = f"{name!r} of {kind!r}"
+                array[first : first + step] = narrow(take_rows(values, chunk), dtype, description, chunk)
         if column in self._bfloat16 or dtype == "bfloat16":
             return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
         if array.dtype == np.bool_:
@@ -496,9 +487,7 @@ class _DglWriter:
         try:
             return torch.from_numpy(np.ascontiguousarray(array))
         except (TypeError, ValueError) as problem:
-            raise ConfigError(
-                f"{kind}/{name} has dtype {array.dtype}, which DGL's files cannot hold"
-            ) from problem
+            raise ConfigError(f"{kind}/{name} is {array.dtype}, which DGL's files cannot hold") from problem
 
 
 def _convert_ids(ids: Array) -> torch.Tensor:

@@ -67,10 +67,8 @@ def replace_atomically(target: Path) -> Iterator[Path]:
 def read_small_file(path: Path, most: int = 1 << 28) -> bytes:
     """Return the content of a small file, such as JSON.
 
-    Devices and pipes may never end, and parsed values take many times the memory of their text.
-
-    Raises:
-        OSError: it is not a regular file, or has more than ``most`` bytes.
+    Devices and pipes may never end, and parsed values take many times the memory of their text. Raises
+    OSError if it is not a regular file, or has more than ``most`` bytes.
     """
     with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
         status = os.fstat(file.fileno())
@@ -129,9 +127,8 @@ def _is_abandoned(partial: Path) -> bool:
         age_s = time.time() - partial.stat().st_mtime
     except OSError:
         return False  # Another rank has just removed it.
-    return age_s > _ABANDONED_S or (
-        maker["host"] == _get_host() and not psutil.pid_exists(int(maker["process"]))
-    )
+    is_here = maker["host"] == _get_host()
+    return age_s > _ABANDONED_S or (is_here and not psutil.pid_exists(int(maker["process"])))
 
 
 def _get_host() -> str:
@@ -255,10 +252,8 @@ def lock_shared(path: Path, mode: int = 0o777) -> int:
 def lock_exclusive(path: Path, limit_s: float) -> int:
     """Take an exclusive lock on ``path``, and return a descriptor. Closing it releases the lock.
 
-    A file system without locks is not locked.
-
-    Raises:
-        StorageError: another process holds the lock for ``limit_s``.
+    A file system without locks is not locked. Raises StorageError if another process holds the lock for
+    ``limit_s``.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)

@@ -128,9 +128,8 @@ def part_arrays(manifest: Manifest, part: int) -> dict[str, StoredArray]:
         folder, num_edges = edge_folder(part, etype), count_owned(manifest.edge_offsets[etype])
         num_rows, nodes_or_edges = count_owned(manifest.node_offsets[etype[2]]) + 1, f"edges {etype}"
         sources = manifest.num_nodes(etype[0]), f"{etype[0]!r} nodes"
-        arrays[f"{folder}/indptr.arrow"] = StoredArray(
-            IDS, num_rows, num_edges + 1, f"{nodes_or_edges} of the part"
-        )
+        described = f"{nodes_or_edges} of the part"
+        arrays[f"{folder}/indptr.arrow"] = StoredArray(IDS, num_rows, num_edges + 1, described)
         arrays[f"{folder}/indices.arrow"] = StoredArray(None, num_edges, *sources)
         arrays[f"{folder}/original_ids.arrow"] = StoredArray(
             IDS, num_edges, manifest.num_edges(etype), nodes_or_edges
@@ -182,8 +181,7 @@ def to_json(manifest: Manifest) -> dict[str, object]:
 def from_json(value: object, where: str) -> Manifest:
     """Return the manifest of the parsed JSON of the file ``where``.
 
-    Raises:
-        StorageError: a key is missing, unknown or of the wrong kind, or the format version is newer.
+    Raises StorageError if a key is missing, unknown or of the wrong kind, or the format version is newer.
     """
     top = Fields(value, where, error=StorageError)
     _check_format(top)
@@ -226,9 +224,7 @@ def from_json(value: object, where: str) -> Manifest:
     for etype in manifest.edge_types:
         for ntype in (etype[0], etype[2]):
             if ntype not in node_columns:
-                raise StorageError(
-                    f"{where}: key 'edge_types' has {etype}, but there is no node type {ntype!r}"
-                )
+                raise StorageError(f"{where}: key 'edge_types' has {etype}, but no node type is {ntype!r}")
     for ntype, names in manifest.class_names.items():
         if len(names) != (classes := num_classes.get(ntype, 0)):
             raise StorageError(f"{where}: {len(names)} class_names for {classes} classes of {ntype!r}")

@@ -58,11 +58,8 @@ def verify_files(folder: Path, manifest: Manifest, verify: Verify) -> None:
 
     ``full`` reads all files. ``auto`` skips files with the same size and times as at the last verification,
     which are recorded in ``cache/verified.json``. If that cannot be written, a warning is logged, and every
-    opening reads all files.
-
-    Raises:
-        StorageError: a file is damaged.
-        DatasetError: a value is out of range.
+    opening reads all files. Raises StorageError if a file is damaged, and DatasetError if a value is out of
+    range.
     """
     if verify == "never":
         return
@@ -297,18 +294,15 @@ class StoredPart:
 
 def _check_known(mapping: Mapping[K, Any], key: K, kind: str, folder: Path) -> None:
     if key not in mapping:
-        known = ", ".join(repr(name) for name in mapping) or "none"
-        raise ConfigError(f"{folder} has no {kind} {key!r} (known: {known})")
+        names = ", ".join(repr(name) for name in mapping) or "none"
+        raise ConfigError(f"{folder} has no {kind} {key!r} (known: {names})")
 
 
 def load_raw_graph(dataset: StoredDataset, workspace: Workspace | None = None) -> RawGraph:
     """Return the graph of a dataset with one part, with edges in their stored order.
 
     Arrays are memory-mapped, except for destinations. These are in memory, or in a stage of the
-    ``workspace``.
-
-    Raises:
-        ConfigError: the dataset has several parts, or a tensor is stored as bfloat16.
+    ``workspace``. Raises ConfigError if the dataset has several parts, or a tensor is stored as bfloat16.
     """
     manifest = dataset.manifest
     if manifest.num_parts != 1:
@@ -388,10 +382,7 @@ def open_structure(dataset: StoredDataset, etype: EdgeType) -> CSC:
     If there are several parts, the first process writes a copy into the cache. Later ones use it as long as
     the manifest is the same. A damaged copy is logged and rewritten. If several processes write a copy, the
     first to finish wins. If the folder cannot be written, a warning is logged, and the copy is made in
-    memory.
-
-    Raises:
-        StorageError: a part is damaged or not on this machine.
+    memory. Raises StorageError if a part is damaged or not on this machine.
     """
     manifest = dataset.manifest
     if etype not in manifest.edge_offsets:

@@ -87,10 +87,8 @@ class RowIndex:
     def tensor(self, name: str, folder: Path) -> SavedRows:
         """Return one tensor. Raise StorageError if it does not exist."""
         if name not in self.tensors:
-            known = ", ".join(map(repr, self.tensors)) or "none"
-            raise StorageError(
-                f"{folder} holds no tensor {name!r} (known: {known}); give another name or folder"
-            )
+            names = ", ".join(map(repr, self.tensors)) or "none"
+            raise StorageError(f"{folder} has no tensor {name!r} (known: {names}); give another name")
         return self.tensors[name]
 
 
@@ -100,11 +98,8 @@ def write_rows(
     """Write the (n, *row) ``rows`` from row ``first`` on as one file, and return its index entry.
 
     It is not collective. Each writer calls it for its own range, even if that is empty. bfloat16 is passed as
-    uint16 with its ``info``.
-
-    Raises:
-        ConfigError: values of this dtype cannot be stored.
-        OSError: the file cannot be written.
+    uint16 with its ``info``. Raises ConfigError if values of this dtype cannot be stored, and OSError if the
+    file cannot be written.
     """
     info = info or make_column_info(rows, name)
     path = f"{safe_name(name)}.{first}-{first + len(rows)}{SUFFIX}"
@@ -118,10 +113,8 @@ def write_rows(
 def write_index(folder: Path, files: Iterable[RowFile], facts: Mapping[str, object]) -> None:
     """Write the index of the files of all writers. Call it from one writer, after all have finished.
 
-    The order of ``files`` does not matter.
-
-    Raises:
-        StorageError: the files of a tensor overlap, have gaps or differ in dtype or row shape.
+    The order of ``files`` does not matter. Raises StorageError if the files of a tensor overlap, have gaps or
+    differ in dtype or row shape.
     """
     index = _build_index(folder, files, facts)
     entries = [asdict(file) for tensor in index.tensors.values() for file in tensor.files]
@@ -181,10 +174,7 @@ def check_rows(folder: Path, saved: SavedRows, first: int, last: int) -> None:
 def read_rows(folder: Path, saved: SavedRows, first: int, last: int, out: Array) -> None:
     """Copy the rows ``first`` to ``last - 1`` into the (last - first, *row) ``out``, bfloat16 as uint16.
 
-    Call :func:`check_rows` before.
-
-    Raises:
-        StorageError: a file or the tensor does not have these rows.
+    Call :func:`check_rows` before. Raises StorageError if a file or the tensor does not have these rows.
     """
     if not 0 <= first <= last <= saved.num_rows:
         raise StorageError(

@@ -60,9 +60,7 @@ def check_feature_dtype(feature_dtype: FeatureDtype | None, graph: RawGraph | No
     dtypes = feature_dtype if isinstance(feature_dtype, Mapping) else {"all features": feature_dtype}
     for column, dtype in dtypes.items():
         if dtype not in _FEATURE_DTYPES:
-            raise ConfigError(
-                f"the feature dtype of {column} is {dtype!r}; give one of {', '.join(_FEATURE_DTYPES)}"
-            )
+            raise ConfigError(f"the feature dtype of {column} is {dtype!r}, not {', '.join(_FEATURE_DTYPES)}")
     if graph is not None and isinstance(feature_dtype, Mapping):
         _check_names(graph, feature_dtype)
 
@@ -108,9 +106,8 @@ def narrow(
 ) -> Array:
     """Round a (k, ...) floating-point ``piece`` to ``dtype``. bfloat16 is returned as bits in uint16.
 
-    Raises:
-        ConfigError: a finite value would become infinite. The message has ``description`` and the value's row
-            from the (k,) ``rows``, or the id of that row from ``ids``.
+    Raises ConfigError if a finite value would become infinite. The message has ``description`` and the
+    value's row from the (k,) ``rows``, or the id of that row from ``ids``.
     """
     if dtype == "bfloat16":
         target = _round_to_bfloat16(_round_to_odd(piece)).reshape(piece.shape)
@@ -211,10 +208,8 @@ def relabel_nodes(graph: RawGraph, assignment: Assignment) -> dict[str, NodeOrde
 def relabel_edges(graph: RawGraph, etype: EdgeType, sources: NodeOrder, destinations: NodeOrder) -> EdgeOrder:
     """Return the edges of one type ordered by (new destination, new source, original edge id).
 
-    It takes linear time and 2 E ids of temporary memory.
-
-    Raises:
-        DatasetError: an edge names a node that does not exist.
+    It takes linear time and 2 E ids of temporary memory. Raises DatasetError if an edge names a node that
+    does not exist.
     """
     check_ends(graph, etype)
     src, dst = graph.edges[etype]
@@ -227,17 +222,15 @@ def relabel_edges(graph: RawGraph, etype: EdgeType, sources: NodeOrder, destinat
     del by_source
     indices = np.empty(len(src), dtype=sources.old_to_new.dtype)
     _gather_twice(src, sources.old_to_new, new_to_old, indices)
-    return EdgeOrder(
-        indptr=indptr, indices=indices, new_to_old=new_to_old, offsets=indptr[destinations.offsets]
-    )
+    edge_offsets = indptr[destinations.offsets]
+    return EdgeOrder(indptr=indptr, indices=indices, new_to_old=new_to_old, offsets=edge_offsets)
 
 
 def check_ends(graph: RawGraph, etype: EdgeType) -> None:
     """Check the ends of the edges of one type.
 
-    Raises:
-        DatasetError: an end is not a node.
-        ConfigError: there are more sources than destinations, or fewer.
+    Raises DatasetError if an end is not a node, and ConfigError if there are more sources than destinations,
+    or fewer.
     """
     src, dst = graph.edges[etype]
     check_ids(src, graph.num_nodes[etype[0]], "src", f"edges {etype}")
@@ -251,10 +244,8 @@ def relabel_on_disk(
 ) -> tuple[EdgeOrder, dict[str, Array]]:
     """Return the edges of one type in the order of :func:`relabel_edges`, and their columns in that order.
 
-    Arrays are memory-mapped from a stage of ``workspace``.
-
-    Raises:
-        ConfigError: the memory of the workspace is too small.
+    Arrays are memory-mapped from a stage of ``workspace``. Raises ConfigError if the memory of the workspace
+    is too small.
     """
     (src, dst), sources, destinations = graph.edges[etype], orders[etype[0]], orders[etype[2]]
     ids, columns, num_edges = graph.edge_ids.get(etype), graph.edge_data.get(etype, {}), len(src)
@@ -484,9 +475,8 @@ class _PartWriter:
                 self._write_column(path, IDS, rows, user_ids)
             for name, info in columns.items():
                 column = graph.node_data[ntype][name]
-                self._write_column(
-                    data_path(folder, name), info, rows, column, f"node data {name!r} of {ntype!r}"
-                )
+                description = f"node data {name!r} of {ntype!r}"
+                self._write_column(data_path(folder, name), info, rows, column, description)
 
     def write_edge_type(
         self,
@@ -530,12 +520,9 @@ class _PartWriter:
     ) -> None:
         """Write ``rows`` of ``column``, or ``rows`` itself if there is no column. Messages name ``ids``."""
         dtype, step = numpy_dtype(info.dtype), max(1, CHUNK_BYTES // max(1, _count_row_bytes(info)))
-        narrows = (
-            description
-            and column is not None
-            and column.dtype.kind == "f"
-            and column.dtype.name != info.dtype
-        )
+        narrows = False
+        if description and column is not None and column.dtype.kind == "f":
+            narrows = column.dtype.name != info.dtype
 
         def chunks() -> Iterator[Array]:
             for first in range(0, len(rows), step):
@@ -595,21 +582,16 @@ def _columns(
 
 def _check_column(column: NodeColumn, num_rows: int, description: str, is_bfloat16: bool) -> ColumnInfo:
     if not column.shape or column.shape[0] != num_rows:
-        raise ConfigError(
-            f"{description} has shape {column.shape}, but there are {num_rows} rows to describe"
-        )
+        raise ConfigError(f"{description} has shape {column.shape}, but there are {num_rows} rows")
     if isinstance(column, SparseRows):
-        info = ColumnInfo(
-            dtype=make_column_info(column.values, description).dtype, row_shape=(column.num_columns,)
-        )
+        dtype = make_column_info(column.values, description).dtype
+        info = ColumnInfo(dtype=dtype, row_shape=(column.num_columns,))
     else:
         info = make_column_info(column, description)
     if not is_bfloat16:
         return info
     if info.dtype != "uint16":
-        raise ConfigError(
-            f"{description} has dtype {info.dtype}; the bits of bfloat16 values are passed as uint16"
-        )
+        raise ConfigError(f"{description} is {info.dtype}; the bits of bfloat16 values are passed as uint16")
     return ColumnInfo(dtype="bfloat16", row_shape=info.row_shape)
 
 

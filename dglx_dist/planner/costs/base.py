@@ -48,7 +48,7 @@ class Work(ABC):
 
     @abstractmethod
     def count(self, run: PlannedRun) -> Any:
-        """Return the counts of all ranks, or None if counting takes too long. Collective."""
+        """Return the counts of all ranks, or None if counting takes too long. Every rank must call this."""
 
     def blocks(self, counts: Any) -> tuple[list[Any], int] | None:
         """Return the blocks of a step of the busiest rank, and the steps of an epoch. None by default."""
@@ -224,9 +224,8 @@ class EpochCounts:
         activations = self.activations(targets, sources)
         step_bytes = sum(activations) + self.backward_bytes(activations)
         loaded_bytes = (_BATCHES_AHEAD + 1 + in_flight) * (inputs + blocks)
-        static_bytes = (
-            self.fixed_bytes + OPTIMIZER_COPIES * self.parameter_bytes + held + self.structure_bytes
-        )
+        parameter_bytes = self.fixed_bytes + OPTIMIZER_COPIES * self.parameter_bytes
+        static_bytes = parameter_bytes + held + self.structure_bytes
         return static_bytes + round(ALLOCATOR_OVERHEAD * (step_bytes + loaded_bytes))
 
     def find_cache(self, candidate: Candidate) -> CacheHits | None:
@@ -278,8 +277,7 @@ class CostModel(ABC):
         """Return what :meth:`cost` must know of a model with ``features`` input columns. It is stored in
         ``shape.inspected``.
 
-        Raises:
-            ConfigError: the strategy cannot train the model, as far as that is known without a step.
+        Raises ConfigError if the strategy cannot train the model, as far as that is known without a step.
         """
         return None
 
@@ -318,7 +316,7 @@ def present(**phases: int) -> dict[str, int]:
 def build_traffic(
     outside: Mapping[str, int],
     inside: Mapping[str, int],
-    sums: tuple[int, int],
+    sums: Sequence[int],
     *,
     once: int = 0,
     exact: bool,

@@ -190,9 +190,8 @@ def pack_sizes(plan: RankPlan, world_size: int) -> Array:
     for row, layer in zip(received, plan.layers, strict=True):
         for rank, count in layer.receive:
             row[rank] = count
-    return np.concatenate(
-        [*vars(read_step_sizes(plan)).values(), [plan.external_nodes], received.reshape(-1)]
-    )
+    sizes = vars(read_step_sizes(plan)).values()
+    return np.concatenate([*sizes, [plan.external_nodes], received.reshape(-1)])
 
 
 def use_covers(plan: RankPlan) -> RankPlan:
@@ -200,9 +199,8 @@ def use_covers(plan: RankPlan) -> RankPlan:
     first, *above = plan.layers
     covers = [layer.cover for layer in above if layer.cover is not None]
     assert len(covers) == len(above), "the plan was made without covers"
-    layers = (
-        replace(cover.layer, indices=np.concatenate([cover.layer.indices, cover.indices])) for cover in covers
-    )
+    indices = [np.concatenate([cover.layer.indices, cover.indices]) for cover in covers]
+    layers = (replace(cover.layer, indices=ids) for cover, ids in zip(covers, indices, strict=True))
     return replace(plan, layers=(first, *layers))
 
 
@@ -325,10 +323,8 @@ def _list_structure_bytes(sizes: StepSizes) -> list[int]:
     """Return (L,) bytes of the layers' blocks and plans. Equal successive layers count once."""
     # For the first layer, the slice before it is empty and equals no layer.
     layers = [*zip(sizes.edges, sizes.sources, sizes.rows[1:], sizes.sent, strict=True)]
-    return [
-        0 if layers[:depth][-1:] == [layer] else _structure_bytes(*layer)
-        for depth, layer in enumerate(layers)
-    ]
+    repeats = [layers[:depth][-1:] == [layer] for depth, layer in enumerate(layers)]
+    return [0 if same else _structure_bytes(*layer) for same, layer in zip(repeats, layers, strict=True)]
 
 
 def _structure_bytes(edges: int, sources: int, targets: int, sent: int) -> int:

@@ -47,7 +47,7 @@ class FirstLayer:
 
 def inspect(model: nn.Module, features: int) -> FirstLayer:
     """Return the sizes of ``model`` split at its ``features``. Raise ConfigError if it cannot be split."""
-    name, stages = find_first_layer(model, features, "columns")
+    name, stages = find_first_layer(model, features)
     cut = [stages.get_parameter(name) for name in stages.cut]
     split = {id(parameter) for parameter in cut}
     replicated = [parameter for parameter in model.parameters() if id(parameter) not in split]

@@ -149,7 +149,7 @@ def choose_external(
     indptr: Array,
     sources: Array,
     nodes: Array,
-    excluded: Array,
+    exclude: Array,
     scores: Array,
     fanout: int,
     stream: np.uint64,
@@ -163,7 +163,7 @@ def choose_external(
         indptr: (K + 1,) int64.
         sources: (E,) int64, ascending for each node.
         nodes: (K,) int64 global ids.
-        excluded: (T,) int64 ascending ids that are not candidates.
+        exclude: (T,) int64 ascending ids that are not candidates.
         scores: (E,) int64 score of each source, higher first. Empty if all scores are equal.
         fanout: Maximum number of sources per node, or -1 for all.
     """
@@ -179,8 +179,8 @@ def choose_external(
         for edge in range(indptr[i], indptr[i + 1]):
             source = sources[edge]
             # Parallel edges do not raise the probability of a neighbour.
-            position = np.searchsorted(excluded, source)
-            is_excluded = position < len(excluded) and excluded[position] == source
+            position = np.searchsorted(exclude, source)
+            is_excluded = position < len(exclude) and exclude[position] == source
             if is_excluded or (edge > indptr[i] and sources[edge - 1] == source):
                 continue
             if fanout < 0:
@@ -248,11 +248,11 @@ def make_selection(options: EasOptions, *, seed: int) -> Selection:
 
 
 def select_external(
-    structure: Structure, own: tuple[int, int], inner: Array, options: EasOptions, *, seed: int
+    structure: Structure, own_range: tuple[int, int], inner: Array, options: EasOptions, *, seed: int
 ) -> Array:
     """Expand the (n,) int64 ascending ``inner`` nodes to the (s,) int64 ascending selected nodes.
 
-    ``own`` is the half-open node range of the server. See "Expansion-aware sampling" in
+    ``own_range`` is the half-open node range of the server. See "Expansion-aware sampling" in
     docs/strategies/shared_preload.md. The result does not depend on the rank, because random numbers are
     keyed by (seed, node). For a given seed, more hops select a superset, and so does a larger fan-out with at
     most 2 hops. With more hops, a larger fan-out may reach a node in an earlier round and select others.
@@ -261,7 +261,7 @@ def select_external(
     in-edges. ``degree`` also sends and receives 8 bytes for each external candidate.
     """
     selected, frontier = inner, inner
-    outside = None if options.inner == "batch" else own
+    outside = None if options.inner == "batch" else own_range
 
     def compute_scores(sources: Array, excluded: Array) -> Array:
         if options.policy != "degree" or options.fanout == ALL:

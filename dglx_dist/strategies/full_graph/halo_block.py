@@ -122,14 +122,11 @@ def reduce_without_edges(block: Any, message: Any, reduce: Any) -> dict[str, Ten
 def _make_one_edge_block(block: Any) -> Any:
     source, relation, destination = block.canonical_etypes[0]
     ends = torch.zeros(1, dtype=block.idtype)
-    block_with_edge = dgl.create_block(
-        {(source, relation, destination): (ends, ends)}, {source: 1}, {destination: 1}
-    )
+    ntypes = {source: 1}, {destination: 1}
+    block_with_edge = dgl.create_block({(source, relation, destination): (ends, ends)}, *ntypes)
     block_with_edge = place(block_with_edge, block.device)
-    for target, source_data in (
-        (block_with_edge.dstdata, block.dstdata),
-        (block_with_edge.edata, block.edata),
-    ):
+    pairs = (block_with_edge.dstdata, block.dstdata), (block_with_edge.edata, block.edata)
+    for target, source_data in pairs:
         for name, rows in source_data.items():
             target[name] = _make_zero_row(rows)
     return block_with_edge
@@ -245,11 +242,8 @@ class HaloBlock(InEdgesOnlyGraph, DGLBlock):
 
         If ``h`` is (own_rows, ...), it is exchanged. If it is (num_src_nodes, ...), it is returned. ``kept``
         are (num_src_nodes - own_rows, ...) halo rows that an earlier call returned for the same ``h``. With
-        them, only gradients are sent.
-
-        Raises:
-            ConfigError: ``h`` has neither number of rows.
-            PeerError: a rank is dead, silent, or at another layer.
+        them, only gradients are sent. Raises ConfigError if ``h`` has neither number of rows, and PeerError
+        if a rank is dead, silent, or at another layer.
         """
         count, sources = (len(h) if h.dim() else 0), self.num_src_nodes()
         if count == sources:
@@ -397,8 +391,6 @@ class OwnCount(Tensor):
                 "a function of all nodes or edges of a local graph would see only those of this rank; reduce "
                 "the rows of ndata, and sum over the ranks with torch.distributed.all_reduce"
             )
-        arguments = [
-            argument.as_subclass(Tensor) if isinstance(argument, OwnCount) else argument for argument in args
-        ]
+        arguments = [value.as_subclass(Tensor) if isinstance(value, OwnCount) else value for value in args]
         with plain_tensors():
             return func(*arguments, **(kwargs or {}))

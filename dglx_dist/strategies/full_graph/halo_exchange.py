@@ -116,10 +116,8 @@ class HaloExchange:
 
     The first exchange of a session opens connections, so every rank must construct one, even without peers.
     All ranks must run their exchanges in the same order. Rows of every step and their gradients are sent in
-    the format ``wire``. Formats other than "same" go through host memory.
-
-    Raises:
-        PeerError: a rank is dead or did not connect within the time-out.
+    the format ``wire``. Formats other than "same" go through host memory. Raises PeerError if a rank is dead
+    or did not connect within the time-out.
     """
 
     def __init__(self, session: Session, layer: HaloLayer, number: int, wire: WireDtype = "same") -> None:
@@ -132,9 +130,8 @@ class HaloExchange:
         self._sent = [(rank, len(rows)) for rank, rows in layer.send]
         self._num_sent = sum(count for _, count in self._sent)
         self._received = layer.receive
-        self.digest = zlib.crc32(
-            np.concatenate([layer.halo_nodes, *(peer_rows for _, peer_rows in layer.send)]).data
-        )
+        requests = np.concatenate([layer.halo_nodes, *(peer_rows for _, peer_rows in layer.send)])
+        self.digest = zlib.crc32(requests.data)
         self.cover = None if layer.cover is None else CoverExchange(session, layer.cover, self)
 
     def for_layer(self, number: int) -> HaloExchange:
@@ -155,11 +152,9 @@ class HaloExchange:
         this rank has no peers at this layer.
 
         ``kept`` is the (n_halo, ...) halo that an earlier call returned for the same ``h``. With it, forward
-        sends nothing. Pass it on all ranks or on none.
-
-        Raises:
-            ConfigError: ``h`` or ``kept`` has another number of rows.
-            PeerError: a peer is dead, silent, or at another exchange. The message has its rank.
+        sends nothing. Pass it on all ranks or on none. Raises ConfigError if ``h`` or ``kept`` has another
+        number of rows, and PeerError if a peer is dead, silent, or at another exchange. The message has its
+        rank.
         """
         self._check_rows(h, self.own_rows, "the own rows")
         if kept is not None:
@@ -243,9 +238,8 @@ class HaloExchange:
         if self.wire != "same" and phase != ONCE:
             seeds = self._session.seed, self._exchanges.step, 2 * self.number + (phase == BACKWARD)
             codec = row_codec(self.wire, messages[0].rows, seeds)
-        exchange.post(outgoing, incoming, self.describe(phase), phase=phase, layer=self.number, codec=codec)(
-            work
-        )
+        kind = self.describe(phase)
+        exchange.post(outgoing, incoming, kind, phase=phase, layer=self.number, codec=codec)(work)
 
     def describe(self, phase: str) -> str:
         return f"{phase.replace('_', ' ')} of layer {self.number}"
@@ -258,9 +252,8 @@ class HaloExchange:
         """Return the messages that send the rows in ``out`` and those that fill ``received``, by peer."""
         sent_counts, received_counts = self.counts(phase)
         outgoing = [Outgoing(rank=rank, rows=rows) for rank, rows in _cut_by_counts(out, sent_counts)]
-        return outgoing, [
-            Incoming(rank=rank, rows=rows) for rank, rows in _cut_by_counts(received, received_counts)
-        ]
+        pieces = _cut_by_counts(received, received_counts)
+        return outgoing, [Incoming(rank=rank, rows=rows) for rank, rows in pieces]
 
     def _reserve_memory(self, buffer: ReusableBuffer, num_rows: int, like: Tensor) -> Tensor:
         shape = (num_rows, *like.shape[1:])
@@ -400,9 +393,8 @@ class _AppendLate(torch.autograd.Function):
         received = ctx.gradients.swap(
             (part for _, part in _cut_by_counts(halo_gradient, sent_counts)), halo, BACKWARD, own_gradient
         )
-        total = own_gradient.to(
-            torch.float32 if own_gradient.dtype in HALVES else own_gradient.dtype, copy=True
-        )
+        sum_dtype = torch.float32 if own_gradient.dtype in HALVES else own_gradient.dtype
+        total = own_gradient.to(sum_dtype, copy=True)
         for rows, (_, part) in zip(
             halo.rows_on(own_gradient.device), _cut_by_counts(received, received_counts), strict=True
         ):
@@ -509,9 +501,7 @@ class StaleHalos:
         """Wait for rows in transit, and return the rows that the next epoch uses."""
         for late in self._late.values():
             late.arrive()
-        return {
-            name: late.rows for name, late in self._late.items() if late.is_used and late.rows is not None
-        }
+        return {key: late.rows for key, late in self._late.items() if late.is_used and late.rows is not None}
 
     def load(self, state: Mapping[str, Tensor]) -> None:
         """Continue with the result of :meth:`state`. With {} the next epoch is exact."""

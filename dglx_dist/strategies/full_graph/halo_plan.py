@@ -178,17 +178,14 @@ class PairCover:
     def from_message(cls, rank: int, numbers: Array, num_rows: int) -> PairCover:
         """Read the message of ``rank``, which receives ``num_rows`` halo rows if there is no cover.
 
-        Raises:
-            PeerError: the numbers are inconsistent, or refer to other rows.
+        Raises PeerError if the numbers are inconsistent, or refer to other rows.
         """
         sizes, values = numbers[:3], numbers[3:]
         is_array = numbers.dtype == np.int64 and numbers.ndim == 1
         if is_array and len(sizes) == 3 and numbers.min() >= 0:
             rows, counts, sources = np.split(values, np.cumsum(sizes[:2]))
             # Each number is checked by itself first, because sums may overflow.
-            is_consistent = max(sizes) <= len(values) == sizes.sum() and max(counts, default=0) <= len(
-                sources
-            )
+            is_consistent = max(sizes) <= len(values) == sizes.sum() and counts.max(initial=0) <= len(sources)
             largest = max(rows.max(initial=-1), sources.max(initial=-1))
             if is_consistent and counts.sum() == len(sources) and largest < num_rows:
                 return cls(rows=rows, targets=NO_IDS, counts=counts, sources=sources, edges=NO_IDS)
@@ -389,10 +386,8 @@ class PlanCache:
 
     def write_rows(self, column: Column, ids: Array, rows: Tensor) -> bool:
         """Store the (K, *row) ``rows`` and return whether they were written."""
-        arrays, description = (
-            {ROWS: np.ascontiguousarray(view_as_numpy(rows))},
-            f"the fetched rows of {column.name!r}",
-        )
+        arrays = {ROWS: np.ascontiguousarray(view_as_numpy(rows))}
+        description = f"the fetched rows of {column.name!r}"
         self._can_write = self._can_write and self._get_row_folder(column, ids).save(arrays, {}, description)
         return self._can_write
 

@@ -71,12 +71,10 @@ class ServerSeeds:
 
 
 def gather_seeds(g: DistGraph, seeds: Array) -> ServerSeeds:
-    """Gather the seeds of all ranks and return those of this server. Collective.
+    """Gather the seeds of all ranks and return those of this server. Every rank must call this.
 
-    Each rank temporarily holds the seeds of all ranks, 8 bytes each.
-
-    Raises:
-        ConfigError: there are no seeds.
+    Each rank temporarily holds the seeds of all ranks, 8 bytes each. Raises ConfigError if there are no
+    seeds.
     """
     distinct = np.unique(np.concatenate(gather_arrays(seeds, g.session)))
     if not len(distinct):
@@ -121,10 +119,8 @@ class PlanMaker:
         self._planner = Planner(g)
         self._is_leader = g.session.topology.local_rank == 0
         # External nodes of a server are selected once for all of its batches.
-        self._composed, self._selection = (
-            lru_cache(1)(partial(_compose, g, seeds)),
-            lru_cache(1)(make_selection),
-        )
+        self._composed = lru_cache(1)(partial(_compose, g, seeds))
+        self._selection = lru_cache(1)(make_selection)
 
     def make(self, spec: PlanSpec, step: int) -> RankPlan:
         """Return this rank's plan of the step. All ranks must call it, each from one thread at a time."""
@@ -146,11 +142,11 @@ class PlanMaker:
 
 def _compose(g: DistGraph, seeds: ServerSeeds | Array, spec: PlanSpec) -> tuple[Array, ...]:
     assert isinstance(seeds, ServerSeeds)
-    own, server, clusters = seeds.own, g.session.topology.server, None
+    own_seeds, server, clusters = seeds.own, g.session.topology.server, None
     if spec.composition == "ordered":
         nodes = np.arange(*g.get_node_partition_policy(g.ntypes[0]).bounds[server : server + 2])
-        clusters = cluster_seeds(g.structure(), nodes, own, spec.num_batches, seed=spec.seed)
-    return compose_batches(own, spec.num_batches, spec.composition, seed=spec.seed, clusters=clusters)
+        clusters = cluster_seeds(g.structure(), nodes, own_seeds, spec.num_batches, seed=spec.seed)
+    return compose_batches(own_seeds, spec.num_batches, spec.composition, seed=spec.seed, clusters=clusters)
 
 
 @final
@@ -159,11 +155,9 @@ class PlanSource:
 
     All ranks have the same number of steps and request them in the same order. Requests use no collectives,
     so a thread can make plans one step ahead while the model trains. All epochs have the same plans. Plans of
-    cooperative batches are stored on disk, with their fetched rows if there are several batches.
-
-    Raises:
-        ConfigError: there are more batches than the largest server has seeds.
-        PeerError: a rank did not take part.
+    cooperative batches are stored on disk, with their fetched rows if there are several batches. Raises
+    ConfigError if there are more batches than the largest server has seeds, and PeerError if a rank did not
+    take part.
     """
 
     def __init__(self, g: DistGraph, maker: PlanMaker, spec: PlanSpec) -> None:
@@ -298,15 +292,13 @@ class ColumnReader:
 
     def targets(self, plan: RankPlan) -> dict[str, Tensor]:
         """Return the (seeds, *row) target columns by name."""
-        return self._read_rows(
-            _get_first_type(self._columns.targets), plan.rows(len(plan.layers)), LABEL_PHASE
-        )
+        keys = _get_first_type(self._columns.targets)
+        return self._read_rows(keys, plan.rows(len(plan.layers)), LABEL_PHASE)
 
     def edges(self, plan: RankPlan) -> dict[str, Tensor]:
         """Return the (E, *row) edge columns of layer 1. The edges of later layers are a prefix."""
-        return self._convert(
-            self._read_rows(_get_first_type(self._columns.edges), plan.layers[0].edge_ids, PHASE, 1)
-        )
+        keys = _get_first_type(self._columns.edges)
+        return self._convert(self._read_rows(keys, plan.layers[0].edge_ids, PHASE, 1))
 
     def _read_rows(
         self, keys: Mapping[str, str], ids: Array, phase: str, layer: int = 0

@@ -224,9 +224,7 @@ _EDGE_ENDS = (
     "the sources of its edges are on several ranks, so they have no rows here; use update_all or "
     "apply_edges, which see both ends"
 )
-_ALL_EDGES = (
-    "messages must be sent along all edges at once, so that ranks exchange the same rows; use update_all"
-)
+_ALL_EDGES = "messages must go along all edges at once, so that ranks exchange the same rows; use update_all"
 _REFUSED: Mapping[str, str] = {
     _FIXED: """
         add_nodes add_edges remove_nodes remove_edges add_self_loop remove_self_loop to_simple
@@ -300,14 +298,8 @@ def local_graph(
     (layer,) = plan.layers
     exchange = HaloExchange(g.session, layer, 1, wire_dtype)
     etype = g.canonical_etypes[0]
-    block = halo_block(
-        layer,
-        torch.from_numpy(plan.nodes),
-        exchange,
-        etype=etype,
-        out_degrees=g.out_degrees,
-        edge_order=g.orig_edge_ids,
-    )
+    graph_data: dict[str, Any] = {"out_degrees": g.out_degrees, "edge_order": g.orig_edge_ids}
+    block = halo_block(layer, torch.from_numpy(plan.nodes), exchange, etype=etype, **graph_data)
     graph = LocalGraph(block)
     graph.edata.update(_pull_rows(g, edge_keys, layer.edge_ids))
     memory = RowMemory()

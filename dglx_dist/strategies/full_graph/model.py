@@ -57,9 +57,7 @@ def install(model: nn.Module) -> None:
 
 
 def _exchange_inputs(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    is_distributed = any(
-        isinstance(argument, HaloBlock | LocalGraph) for argument in (*args, *kwargs.values())
-    )
+    is_distributed = any(isinstance(value, HaloBlock | LocalGraph) for value in (*args, *kwargs.values()))
     if is_distributed and isinstance(module, EdgeWeightNorm) and module._norm == "both":
         raise_for_reverse("EdgeWeightNorm('both')")
     if not (blocks := _find_blocks(args, kwargs)):
@@ -75,9 +73,7 @@ def _exchange_inputs(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str,
         if len(call.sources) == call.graph.own_rows:
             block = call.graph.of_own_rows()
             args = tuple(block if argument is call.graph else argument for argument in args)
-            kwargs = {
-                name: block if argument is call.graph else argument for name, argument in kwargs.items()
-            }
+            kwargs = {name: block if value is call.graph else value for name, value in kwargs.items()}
     elif call is not None and len(call.sources) == call.graph.own_rows:
         sources = call.graph.all_rows(call.sources)
         value_with_halo = sources if torch.is_tensor(call.rows) else (sources, call.rows[1])
@@ -138,9 +134,7 @@ def _accepts_two_arguments(forward: Callable[..., Any]) -> bool:
 def check_rows_stay_apart(model: nn.Module, features: int = 0) -> None:
     """Raise ConfigError if a module of ``model`` mixes rows of nodes that are not neighbours."""
     for name, module in model.named_modules():
-        where = (
-            f"{name!r} is a {type(module).__name__}" if name else f"the model is a {type(module).__name__}"
-        )
+        where = f"{name!r} is a {type(module).__name__}" if name else f"the model is {type(module).__name__}"
         if isinstance(module, AnyBatchNorm):
             raise ConfigError(
                 f"{where}: its statistics would cover this rank's rows only, and rows on several ranks would "
@@ -181,11 +175,9 @@ class HaloModel(ReplicatedModel):
     ranks, so the weight n_local / n_global is already applied to the gradient at the model's output.
     ``nn.Dropout`` drops by (seed, step, node, column), so results do not depend on the number of ranks.
 
-    The user's model is changed in place. It gets hooks and dropouts that act on halo blocks only.
-
-    Raises:
-        ConfigError: a module mixes rows of nodes that are not neighbours, such as a batch norm, or
-            data_parallel could not train the model either.
+    The user's model is changed in place. It gets hooks and dropouts that act on halo blocks only. Raises
+    ConfigError if a module mixes rows of nodes that are not neighbours, such as a batch norm, or
+    data_parallel could not train the model either.
     """
 
     def _check(self, model: nn.Module) -> None:
@@ -206,10 +198,9 @@ class HaloModel(ReplicatedModel):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the user's module. The step is read from the blocks among the arguments.
 
-        Raises:
-            ConfigError: in training, the blocks are not from the strategy's loader, a parameter was unfrozen
-                after wrapping, the model has fewer layers than blocks, or an input is the output of another
-                wrapped model.
+        Raises ConfigError if in training, the blocks are not from the strategy's loader, a parameter was
+        unfrozen after wrapping, the model has fewer layers than blocks, or an input is the output of another
+        wrapped model.
         """
         arguments = flatten_arguments((*args, *kwargs.values()))
         graphs = [graph for graph in arguments if isinstance(graph, HaloBlock | LocalGraph)]

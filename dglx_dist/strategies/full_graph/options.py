@@ -51,15 +51,12 @@ _FANOUT = Check(
 class FullGraphOptions:
     """Options of full_graph, shared_preload and cooperative. Each strategy takes some of them.
 
-    Raises:
-        ConfigError: a value is invalid, or does not fit another one.
+    Raises ConfigError if a value is invalid, or does not fit another one.
     """
 
     use_pp: bool = True
     """Whether halo features are fetched once instead of in each epoch. No effect with several batches."""
-    bucket_bytes: int = option(
-        4 * 2**20, "Size in bytes of gradients that are sent together.", check=at_least(1)
-    )
+    bucket_bytes: int = option(4 * 2**20, "Bytes of gradients that are sent together.", check=at_least(1))
     aggregate: Aggregate = option(
         "sources",
         "Rows to send for sums and means over in-edges: source rows (sources), or the fewest rows, some of "
@@ -76,12 +73,8 @@ class FullGraphOptions:
         "Number of first layers that a server computes alone. 0 is full_graph, and None means all layers.",
         check=at_least(0),
     )
-    external_hops: int | None = option(
-        None, "Rounds of expansion-aware sampling (m in the paper).", check=at_least(0)
-    )
-    external_fanout: int | None = option(
-        None, "Fan-out of expansion-aware sampling (k in the paper).", check=_FANOUT
-    )
+    external_hops: int | None = option(None, "Rounds of expansion-aware sampling (m).", check=at_least(0))
+    external_fanout: int | None = option(None, "Fan-out of expansion-aware sampling (k).", check=_FANOUT)
     external_policy: EasPolicy | None = option(
         None, "How external nodes are chosen.", check=one_of(*get_args(EasPolicy))
     )

@@ -184,11 +184,8 @@ def _compute_server_rows(
     exchange the ids that they read from each other. Below, a server computes everything that its rows read.
     ``seeds`` are its (K,) ascending distinct int64 output rows.
     """
-    topology, leaders, own_range = (
-        context.topology,
-        _find_leaders(context),
-        context.own_range(context.topology.server),
-    )
+    topology, leaders = context.topology, _find_leaders(context)
+    own_range = context.own_range(topology.server)
     allowed = request.eas and np.union1d(request.eas(context.structure, own_range, seeds), seeds)
     levels, known_rows, sources_so_far = [seeds], seeds, NO_IDS
     edges: list[InEdges] = []
@@ -292,11 +289,8 @@ def _read_layers(
     for layer in range(1, len(counts)):
         is_same = layer > 1 and layer != hops + 1 and counts[layer - 2] == counts[layer - 1] == counts[layer]
         holders = all_holders if layer > hops else server_holders
-        layers.append(
-            layers[-1]
-            if is_same
-            else _build_layer(own_rows, layer, holders, own_index, context.topology.rank)
-        )
+        rank = context.topology.rank
+        layers.append(layers[-1] if is_same else _build_layer(own_rows, layer, holders, own_index, rank))
     return layers
 
 
@@ -420,10 +414,8 @@ def _cover_layers(num_ranks: int, layers: Sequence[HaloLayer]) -> PlanSteps[list
         if not is_new[i]:
             covered_layers.append(covered_layers[-1])
             continue
-        sent = {
-            rank: PairCover.from_message(rank, messages.get(rank, NO_IDS), len(rows))
-            for rank, rows in layer.send
-        }
+        received = {rank: messages.get(rank, NO_IDS) for rank, _ in layer.send}
+        sent = {rank: PairCover.from_message(rank, received[rank], len(rows)) for rank, rows in layer.send}
         covered_layers.append(replace(layer, cover=build_cover(layer, covers[i], sent)))
     return covered_layers
 

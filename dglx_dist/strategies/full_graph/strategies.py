@@ -75,11 +75,8 @@ class OpenedFullGraph(OpenedStrategy):
         """Return the loader. Every rank must call it.
 
         The rank or server that owns a seed computes it. The sampler gives the number of layers and the
-        columns to prefetch. A batch size has no effect.
-
-        Raises:
-            ConfigError: an argument or option is not supported, see :func:`read_request`.
-            PeerError: a rank did not take part.
+        columns to prefetch. A batch size has no effect. Raises ConfigError if an argument or option is not
+        supported, see :func:`read_request`, and PeerError if a rank did not take part.
         """
         g, options, strategy = self.g, self.options, self.strategy
         check_equal(g.session, f"an option of {strategy.name}", asdict(options))
@@ -104,9 +101,8 @@ class OpenedFullGraph(OpenedStrategy):
     def make_model(self, model: nn.Module, reduction: Reduction) -> HaloModel:
         """Wrap ``model`` so that its layers exchange rows. Every rank must call it.
 
-        Raises:
-            ConfigError: the model mixes rows like a batch norm, the graph has several types, or
-                data_parallel could not train it either.
+        Raises ConfigError if the model mixes rows like a batch norm, the graph has several types, or
+        data_parallel could not train it either.
         """
         check_one_type(self.strategy.name, self.g)
         return HaloModel(model, self.session, self.options, reduction=reduction)

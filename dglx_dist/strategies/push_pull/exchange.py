@@ -223,15 +223,9 @@ def share_edge_values(
                 f"the first layer's {name!r} has shape {list(uncut.shape)}, but each part needs its own "
                 f"columns of it; give one value for each of the {width} input columns, or use data_parallel"
             )
-        pieces = (
-            [uncut] * group.size
-            if cuts is None
-            else [cut_out(uncut, part_columns, 1) for part_columns in cuts]
-        )
+        pieces = [uncut] * group.size if cuts is None else [cut_out(uncut, columns, 1) for columns in cuts]
         piece = pieces[group.part]
-        like = [
-            piece.new_empty((part_columns.block.num_edges(), *piece.shape[1:])) for part_columns in inputs
-        ]
+        like = [piece.new_empty((part.block.num_edges(), *piece.shape[1:])) for part in inputs]
         # Other parts number the edges by their position in the CSC.
         *_, edge_ids = inputs[group.part].block.adj_tensors("csc")
         tensors = [part_columns[edge_ids.long()] for part_columns in pieces] if len(edge_ids) else pieces

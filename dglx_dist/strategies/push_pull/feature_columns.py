@@ -155,10 +155,7 @@ def write_slices(dataset: StoredDataset, num_parts: int) -> None:
 
     One process calls it. It reads the dataset once, in chunks. Nothing is written for graphs of several node
     types, because no strategy cuts them by columns. Nothing is written for one rank with one part either,
-    because it maps the rows.
-
-    Raises:
-        StorageError: the folder cannot be written, or a part is damaged.
+    because it maps the rows. Raises StorageError if the folder cannot be written, or a part is damaged.
     """
     manifest = dataset.manifest
     if len(manifest.node_types) > 1 or num_parts == manifest.num_parts == 1:
@@ -231,7 +228,7 @@ def load_columns(store: KVStore, slices: Sequence[ColumnSlice], session: Session
 
 
 def _stream(store: KVStore, missing_slices: Sequence[ColumnSlice], session: Session) -> None:
-    """Load ``missing_slices`` while serving the other ranks. Collective."""
+    """Load ``missing_slices`` while serving the other ranks. Every rank must call this."""
     num_bytes = sum(column_slice.num_rows * column_slice.row_bytes for column_slice in missing_slices)
     shows_progress = session.topology.rank == 0 and num_bytes > PROGRESS_BYTES
     op = f"{store.label}.columns"
@@ -343,10 +340,8 @@ class ColumnStore:
 
         ``nodes`` are (K,) int64 ids on the CPU in any order, and may repeat. ``memory`` has the buffers and
         the dtype of the copy. By default float16 and bfloat16 become float32, as in data parallel training.
-
-        Raises:
-            ConfigError: the feature was not opened, or ``nodes`` has a wrong dtype or shape.
-            IndexError: an id is out of range.
+        Raises ConfigError if the feature was not opened, or ``nodes`` has a wrong dtype or shape, and
+        IndexError if an id is out of range.
         """
         column_slice = self._get_slice(name)
         if nodes.dtype != torch.int64 or nodes.dim() != 1:
@@ -379,9 +374,8 @@ class ColumnStore:
                     step = max(1, CHUNK_VALUES // max(1, len(column_slice.columns)))
                     for first in range(0, num_rows, step):
                         chunk = slice(first, min(first + step, num_rows))
-                        values = view_as_tensor(column_slice.rows[chunk].copy(), column_slice.info).to(
-                            torch.float64
-                        )
+                        rows = view_as_tensor(column_slice.rows[chunk].copy(), column_slice.info)
+                        values = rows.to(torch.float64)
                         sums[chunk] += function(values, chunk).sum(1)
                 return sum_over_ranks(sums, self._session, phase=PHASE, in_place=True).div_(width)
 
@@ -416,7 +410,7 @@ class ColumnStores:
         self._opened: dict[tuple[str, ...], ColumnStore] = {}
 
     def open(self, names: Sequence[str]) -> ColumnStore:
-        """Return the columns of features of one node type, the same object at each call. Collective.
+        """Return the columns of features of one node type, the same object at each call. All ranks call this.
 
         Raises:
             ConfigError: a feature is not a matrix, or ranks request different columns. It is raised on all

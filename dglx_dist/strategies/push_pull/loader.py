@@ -150,10 +150,7 @@ class PushPullLoader(EpochLoader[GroupedBatch, Any]):
         self._memory = RowMemory((inner.depth + _EXTRA_BATCHES) * group.size, feature_dtype, inner.device)
         self._looks_ahead = options.depth > 1
         columns = [g.kvstore.column(g.ndata[name].kvstore_key) for name in store.names]
-        if any(
-            column.cache or column.on_device or (column.ahead and g.structure().is_replicated)
-            for column in columns
-        ):
+        if any(column.cache or (column.ahead and g.structure().is_replicated) for column in columns):
             log.warning("push_pull fetches no features; policy='lookahead' is for partitioned structure")
         # All ranks construct their loaders in the same order, so the loaders have the same label.
         self._label = f"push_pull.{session.next_number('push_pull')}"
@@ -214,10 +211,8 @@ class PushPullLoader(EpochLoader[GroupedBatch, Any]):
         return self._group.size == 1 or any(pipeline() for pipeline in self._pipelines)
 
     def _refuse_unwrapped(self, module: nn.Module, arguments: tuple[Any, ...]) -> None:
-        if (
-            any(hasattr(argument, "push_pull") for argument in flatten_arguments(arguments))
-            and not self._has_model()
-        ):
+        has_batch = any(hasattr(value, "push_pull") for value in flatten_arguments(arguments))
+        if has_batch and not self._has_model():
             raise ConfigError(
                 f"{type(module).__name__} was called on a batch of push_pull, which only has this rank's "
                 "share of the feature columns; call model = dx.wrap(model, g) before the loop"
@@ -251,10 +246,8 @@ class PushPullLoader(EpochLoader[GroupedBatch, Any]):
         """Exchange the seeds of the group, and return a function that samples the blocks of other owners.
 
         The function maps an epoch to a function of the step. Random numbers are keyed by (seed, epoch, hop,
-        node), so all ranks sample equal blocks. Collective.
-
-        Raises:
-            ConfigError: the sampling of a rank cannot be repeated by others. It is raised on all ranks.
+        node), so all ranks sample equal blocks. Every rank must call this. Raises ConfigError if the sampling
+        of a rank cannot be repeated by others. It is raised on all ranks.
         """
         loader, session, group, etype = self._inner, self._session, self._group, self._etype
         sample = run_on_all_ranks(session, loader.offline, ConfigError)
@@ -414,8 +407,7 @@ class GroupStages(Stages[GroupedBatch]):
 def split_prefetch(g: DistGraph, sampler: Any, names: tuple[str, ...]) -> tuple[Any, tuple[str, ...]]:
     """Return ``sampler`` without prefetched feature matrices, and ``names`` with those matrices.
 
-    Raises:
-        ConfigError: the sampler gives blocks edge weights.
+    Raises ConfigError if the sampler gives blocks edge weights.
     """
     if isinstance(sampler, EdgePredictionSampler):
         edge_sampler = copy.copy(sampler)
@@ -428,9 +420,7 @@ def split_prefetch(g: DistGraph, sampler: Any, names: tuple[str, ...]) -> tuple[
             "not send them to other ranks; leave both out, or use strategy='data_parallel'"
         )
     feats = plan.node_feats
-    prefetched = (
-        [name for of_type in feats.values() for name in of_type] if isinstance(feats, Mapping) else feats
-    )
+    prefetched = [name for keys in feats.values() for name in keys] if isinstance(feats, Mapping) else feats
     matrices = [name for name in prefetched if name in g.ndata and len(g.ndata[name].shape) == 2]
     names = tuple(dict.fromkeys([*names, *matrices]))
     reduced_sampler = copy.copy(sampler)

@@ -6,7 +6,6 @@ from typing import Literal, final
 
 from dglx_dist.comm.codec import WireDtype
 from dglx_dist.errors import ConfigError
-from dglx_dist.layers.convolutions import Sync
 from dglx_dist.memory import read_size
 from dglx_dist.options import Check, at_least, check_ranges, option, read_options
 from dglx_dist.records import FEATURE
@@ -30,7 +29,7 @@ class PushPullOptions:
     )
     group_size: int = option(
         0,
-        "Number of ranks that hold all columns together. 0: as few as ``memory`` allows, or all without it.",
+        "Ranks that hold all columns together. 0: as few as ``memory`` allows, or all.",
         check=at_least(0),
     )
     memory: str = ""
@@ -38,13 +37,10 @@ class PushPullOptions:
     structure: Literal["push", "resample"] = option(
         "push", "Whether owners push their blocks to the parts, or the parts sample them again."
     )
-    sync: Sync = option("columns", "Values that are summed over the parts.")
     features: str = FEATURE
     """Comma-separated names, in the order in which the model concatenates them."""
     wire_dtype: WireDtype = option("same", "Type in which partial activations and gradients are sent.")
-    bucket_bytes: int = option(
-        BUCKET_BYTES, "Size in bytes of gradients that are sent together.", check=at_least(1)
-    )
+    bucket_bytes: int = option(BUCKET_BYTES, "Bytes of gradients that are sent together.", check=at_least(1))
 
     def __post_init__(self) -> None:
         check_ranges(self, "option {name}={value!r}")

@@ -63,9 +63,7 @@ _WHOLE_TENSORS = frozenset(
 )
 """Optimizer classes that use norms, rows or factors of a parameter, and not only single elements."""
 
-_ELEMENTWISE = (
-    "SGD, Adam, AdamW, NAdam, RAdam, Adamax, Adagrad, Adadelta, RMSprop, Rprop, ASGD and SparseAdam"
-)
+_ELEMENTWISE = "SGD, Adam, AdamW, NAdam, RAdam, Adamax, Adagrad, Adadelta, RMSprop, Rprop, ASGD, SparseAdam"
 
 
 def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
@@ -258,7 +256,7 @@ class InFlightBatch:
     source_gradients: Sequence[Tensor | None] = ()
     """(N_f,) gradients of the sources, if they are trained (bM)."""
     weight: float = 1.0
-    """Weight of this rank's gradient in the step (the gradient rule, docs/design/contracts.md)."""
+    """Weight of this rank's gradient in the step (the gradient rule, docs/development/contracts.md)."""
 
     def sums(self) -> PartialSums:
         """Wait for the parts' shares and return their sums, without a gradient."""
@@ -352,9 +350,8 @@ class PartSide:
         gradients = {name: batch.gradients.get(name) for name in self._cut}
         if len(self._group.replicas) > 1:
             gradients = self._sum_gradients(batch, self._cut, self._sum_over_replicas)
-        for name, gradient in (
-            gradients | self._sum_gradients(batch, self._shared, self._sum_over_all)
-        ).items():
+        gradients |= self._sum_gradients(batch, self._shared, self._sum_over_all)
+        for name, gradient in gradients.items():
             if batch.leaves[name].requires_grad and gradient is not None:
                 parameter, addend = self.parameters[name], gradient.detach()
                 parameter.grad = addend if parameter.grad is None else parameter.grad + addend
@@ -381,10 +378,8 @@ class PartSide:
         )
         pieces = torch.split(all_reduce(flat_gradients), [leaf.numel() for leaf in leaves])
         # Concatenation has promoted several dtypes to the widest.
-        return {
-            name: piece.view_as(leaf).to(leaf.dtype)
-            for name, piece, leaf in zip(names, pieces, leaves, strict=True)
-        }
+        pairs = zip(names, pieces, leaves, strict=True)
+        return {name: piece.view_as(leaf).to(leaf.dtype) for name, piece, leaf in pairs}
 
     def _sum_over_replicas(self, flat: Tensor) -> Tensor:
         rank, replicas = self._group.rank, self._group.replicas
@@ -503,9 +498,8 @@ class Pipeline(Shared):
     def __call__(self, layer: SplittableConv, stage_input: StageInput) -> PartialSums:
         """Return the sums of all parts for this rank's block. Forward and backward are collective.
 
-        Raises:
-            ConfigError: the block does not come from the strategy's loader, or the rows are not its own.
-            PeerError: a rank is dead or did not take part within the time-out.
+        Raises ConfigError if the block does not come from the strategy's loader, or the rows are not its own,
+        and PeerError if a rank is dead or did not take part within the time-out.
         """
         group_batch: GroupBatch | None = getattr(stage_input.block, "push_pull", None)
         if group_batch is None:
@@ -569,8 +563,7 @@ class Pipeline(Shared):
     def complete(self, batch: InFlightBatch | None, gradients: Sequence[Tensor]) -> None:
         """Push the gradients of the sums, and run the part's backward of the batches that are due.
 
-        Raises:
-            ConfigError: the batch is None, because it was completed before.
+        Raises ConfigError if the batch is None, because it was completed before.
         """
         if batch is None:
             raise ConfigError(
@@ -619,9 +612,8 @@ class Pipeline(Shared):
                 values=self._owner.copy_values() if self._one_version and torch.is_grad_enabled() else None,
             )
             by_column = dict.fromkeys(layer.edges_by_column, self._split.runs)
-            edges = share_edge_values(
-                own_edges, group_batch.inputs, by_column, self._group, self._activations
-            )
+            inputs = group_batch.inputs
+            edges = share_edge_values(own_edges, inputs, by_column, self._group, self._activations)
             seed, runs = self._session.seed, spec.origin.runs
             with self._part.place(batch.leaves):
                 batch.sources = [spec.origin.read_source(part_input) for part_input in group_batch.inputs]
@@ -639,9 +631,7 @@ class Pipeline(Shared):
                     )
                 ]
                 batch.shares = compute_shares(layer, stage_inputs, self._group, self._activations)
-            batch.pulls = [
-                self._activations.pull(part_input, FORWARD, batch.number) for part_input in batch.shares
-            ]
+            batch.pulls = [self._activations.pull(part, FORWARD, batch.number) for part in batch.shares]
         return batch
 
     def _backward_part(self, batch: InFlightBatch) -> InFlightBatch:

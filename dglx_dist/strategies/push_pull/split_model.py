@@ -20,7 +20,7 @@ from torch.nn import functional
 from dglx_dist.comm.session import Shared
 from dglx_dist.errors import ConfigError
 from dglx_dist.layers.base import SplittableConv, StageInput, cut_in_place
-from dglx_dist.layers.convolutions import Sync, make_stages
+from dglx_dist.layers.convolutions import make_stages
 from dglx_dist.layers.dropout import (
     EDGE_DROPOUTS,
     LATER_MODULES,
@@ -213,10 +213,8 @@ class ColumnEmbedding:
     """``nn.Embedding`` of all nodes as the input.
 
     Any torch optimizer can train it. With ``sparse=True`` its gradient is sparse. Gradients are computed for
-    rows, so batches in flight have no leaves of the weight.
-
-    Raises:
-        ConfigError: an option of the embedding needs whole rows.
+    rows, so batches in flight have no leaves of the weight. Raises ConfigError if an option of the embedding
+    needs whole rows.
     """
 
     def __init__(
@@ -266,9 +264,8 @@ class ColumnEmbedding:
             # coalesce() reads the number of distinct rows from the device.
             selection = slice(None) if padding is None else nodes != padding
             nodes, gradients = nodes[selection], gradients[selection]
-            total = torch.sparse_coo_tensor(
-                nodes.unsqueeze(0), gradients, weight.shape, check_invariants=True
-            ).coalesce()
+            ids = nodes.unsqueeze(0)
+            total = torch.sparse_coo_tensor(ids, gradients, weight.shape, check_invariants=True).coalesce()
         else:
             total = torch.zeros_like(weight).index_add_(0, nodes, gradients)
         weight.grad = total if weight.grad is None else weight.grad + total
@@ -334,8 +331,6 @@ class InputSpec:
 
     def edges(self, layer: SplittableConv, block: DGLBlock) -> dict[str, Tensor]:
         """Return the per-edge values of a block before the model is called on it."""
-        if layer.edges_after_sync:
-            return {}
         for name, key in self.keys.items():
             if key is None:
                 raise ConfigError(
@@ -362,18 +357,15 @@ def read_input_spec(layer: SplittableConv, arguments: StageInput, provenance: In
             "and torch.nn.Embedding of the node ids may replace the features; for anything else use "
             "strategy='data_parallel'"
         )
-    own = layer.own_edges(arguments.block).keys()
+    own_edges = layer.own_edges(arguments.block).keys()
     for name, values in arguments.edges.items():
         if values.requires_grad:
             raise ConfigError(
                 f"the first layer's {name!r} is trained, and its gradient would need every part's rows; "
                 "use strategy='data_parallel'"
             )
-    keys = {
-        name: _find_edge_key(values, arguments.block)
-        for name, values in arguments.edges.items()
-        if name not in own
-    }
+    computed = {name: values for name, values in arguments.edges.items() if name not in own_edges}
+    keys = {name: _find_edge_key(values, arguments.block) for name, values in computed.items()}
     return InputSpec(origin=origin, keys=keys)
 
 
@@ -394,7 +386,7 @@ def find_input_modules(
     num_nodes: int,
     seed: int,
 ) -> dict[nn.Module, InputModule]:
-    """Find the modules that may work on the input, and the replacements of their ``forward``. Collective.
+    """Find the modules that work on the input, and their new ``forward``. Every rank must call this.
 
     Every dropout is replaced, because models often use one ``nn.Dropout`` for all layers. Norms and
     embeddings of all nodes are cut if they are as wide as the input. A norm must also be
@@ -433,9 +425,7 @@ def find_input_modules(
             "use strategy='data_parallel'"
         )
     replacements: dict[nn.Module, InputModule] = {}
-    replacements |= {
-        embedding: ColumnEmbedding(embedding, provenance, runs) for embedding in embeddings.values()
-    }
+    replacements |= {rows: ColumnEmbedding(rows, provenance, runs) for rows in embeddings.values()}
     if norms:
         moments_of_rows = moments()
         replacements |= {
@@ -511,8 +501,7 @@ def compute_by(module: nn.Module, forward: Callable[..., Tensor]) -> None:
 def uncut_copy(module: nn.Module, uncut: Mapping[str, Tensor]) -> nn.Module:
     """Return a copy of the user's module with ``uncut`` tensors instead of pieces, by parameter name.
 
-    Raises:
-        ConfigError: the module holds something that cannot be copied.
+    Raises ConfigError if the module holds something that cannot be copied.
     """
     # Modules may hold results with an autograd history, which torch does not copy.
     memo: dict[int, Any] = {
@@ -561,16 +550,15 @@ class SplitModel:
 
 
 def split_model(
-    model: nn.Module, store: ColumnStore, group: Group, *, num_nodes: int, seed: int, sync: Sync
+    model: nn.Module, store: ColumnStore, group: Group, *, num_nodes: int, seed: int
 ) -> SplitModel:
-    """Cut the first layer of ``model`` and the modules before it to this rank's part. Collective.
+    """Cut the first layer of ``model`` and the modules before it to this rank's part. All ranks call this.
 
     The user's modules are kept. Their parameters become pieces, and their ``forward`` computes by stages.
-
-    Raises:
-        ConfigError: no layer takes the input's columns and can be split, or a module before it cannot be cut.
+    Raises ConfigError if no layer takes the input's columns and can be split, or a module before it cannot be
+    cut.
     """
-    names, widths, (name, layer) = _find_input(model, store, num_nodes, sync)
+    names, widths, (name, layer) = _find_input(model, store, num_nodes)
     first, provenance = model.get_submodule(name), InputProvenance(seed)
     runs = deal_out_concatenated(widths, group.size)
     own_runs = runs[group.part]
@@ -641,16 +629,15 @@ def _forward_by_stages(conv: nn.Module, stages: SplittableConv, *args: Any, **kw
     return stages.forward(*args, **kwargs)
 
 
-def find_first_layer(model: nn.Module, width: int, sync: Sync) -> tuple[str, SplittableConv]:
+def find_first_layer(model: nn.Module, width: int) -> tuple[str, SplittableConv]:
     """Return the name and the stages of the first convolution with ``width`` input columns.
 
-    Raises:
-        ConfigError: there is none, or it cannot be split.
+    Raises ConfigError if there is none, or it cannot be split.
     """
     reasons = []
     for name, module in find_convolutions(model):
         try:
-            stages = make_stages(module, sync)
+            stages = make_stages(module)
             derived = stages.cut.keys() - dict(stages.named_parameters(remove_duplicate=False)).keys()
             if derived:
                 raise ConfigError(
@@ -669,7 +656,7 @@ def find_first_layer(model: nn.Module, width: int, sync: Sync) -> tuple[str, Spl
 
 
 def _find_input(
-    model: nn.Module, store: ColumnStore, num_nodes: int, sync: Sync
+    model: nn.Module, store: ColumnStore, num_nodes: int
 ) -> tuple[tuple[str, ...], tuple[int, ...], tuple[str, SplittableConv]]:
     """Return the names and widths of the input features, and the name and stages of the layer for them.
 
@@ -681,7 +668,7 @@ def _find_input(
     errors = []
     for names, widths in inputs.items():
         try:
-            layer = find_first_layer(model, sum(widths), sync)
+            layer = find_first_layer(model, sum(widths))
         except ConfigError as error:
             errors.append(error)
             continue

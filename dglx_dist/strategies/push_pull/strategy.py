@@ -110,7 +110,7 @@ class OpenedPushPull(OpenedStrategy):
         self.on_close += [self._columns.close, self._leave_replicas]
 
     def replicas(self) -> dist.ProcessGroup | None:
-        """Return the process group of the ranks with the same columns, or None. Collective."""
+        """Return the process group of the ranks with the same columns, or None. Every rank must call this."""
         self._replicas = self._replicas or make_replica_group(self.session, self.group)
         return self._replicas
 
@@ -187,11 +187,8 @@ class PushPullModel(WrappedModel):
 
     Forward and backward are collective. Every rank must run both in every step, even without targets. With
     several mini-batches in flight, a step of the user's optimizer applies the gradients of the batch that is
-    due. The last batches are stepped when the pipeline is drained.
-
-    Raises:
-        ConfigError: no layer of the model takes the input's columns and can be split, or data_parallel could
-            not train the model either.
+    due. The last batches are stepped when the pipeline is drained. Raises ConfigError if no layer of the
+    model takes the input's columns and can be split, or data_parallel could not train the model either.
     """
 
     def __init__(self, model: nn.Module, opened: OpenedPushPull, reduction: Reduction) -> None:
@@ -203,9 +200,7 @@ class PushPullModel(WrappedModel):
         self._session, self._reduction, self._group = session, reduction, group
         # This comes before the cut, so that the user's model stays uncut if another rank fails.
         replicas = opened.replicas()
-        split = split_model(
-            model, store, group, num_nodes=opened.g.num_nodes(), seed=session.seed, sync=options.sync
-        )
+        split = split_model(model, store, group, num_nodes=opened.g.num_nodes(), seed=session.seed)
         self.module, self._cuts, self._depth = model, split.cuts, options.depth
         self._exchange = AsyncExchange(session, group)
         self._buffer_means = BufferMeans(self.module, session, reduction)
@@ -261,12 +256,9 @@ class PushPullModel(WrappedModel):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the user's module on blocks of the strategy's loader. Other blocks raise ConfigError."""
-        batches = (
-            getattr(argument, "push_pull", None) for argument in flatten_arguments((*args, *kwargs.values()))
-        )
-        self._pipeline.begin(
-            next((argument for argument in batches if isinstance(argument, GroupBatch)), None)
-        )
+        arguments = flatten_arguments((*args, *kwargs.values()))
+        batches = (getattr(argument, "push_pull", None) for argument in arguments)
+        self._pipeline.begin(next((batch for batch in batches if isinstance(batch, GroupBatch)), None))
         if self._provenance.dropouts.in_use:
             self._provenance.dropouts.set_row_counts((*args, *kwargs.values()))
         if not torch.is_grad_enabled():
@@ -333,8 +325,7 @@ class PushPullModel(WrappedModel):
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Clip as described in the base class. Pieces count once for each part, not for its replicas.
 
-        Raises:
-            ConfigError: ``norm_type`` is not above 0.
+        Raises ConfigError if ``norm_type`` is not above 0.
         """
         if not norm_type > 0:
             raise ConfigError(f"norm_type={norm_type} must be above 0, or inf for the largest gradient")

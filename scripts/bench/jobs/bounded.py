@@ -20,8 +20,8 @@ from dglx_dist.graph.dist_graph import DistGraph
 from dglx_dist.graph.split import node_split
 from dglx_dist.memory import peak_bytes
 from dglx_dist.records import FEATURE, NODE_TYPE, EpochRecord
-from dglx_dist.strategies.serverless.parameter_service import READ
 from dglx_dist.strategies.base import Objective
+from dglx_dist.strategies.serverless.parameter_service import READ
 from dglx_dist.training.inference import evaluate
 from dglx_dist.training.models import build_model
 from scripts.bench.jobs.params import IntervalParams, read_params

@@ -245,9 +245,7 @@ def test_files_name_the_split(tmp_path: Path) -> None:
         ("knows.csv", "a;b\nann;bob\nann\n", r"knows.csv: not readable as a csv table: .*Expected 2 col"),
     ],
 )  # fmt: skip
-def test_a_bad_row_is_named_and_nothing_is_written(
-    tmp_path: Path, file: str, content: object, message: str
-) -> None:
+def test_names_bad_rows_and_writes_nothing(tmp_path: Path, file: str, content: object, message: str) -> None:
     with pytest.raises(DatasetError, match=message):
         run(tmp_path, tables=TABLES | {file: content})
     assert not (tmp_path / "out").exists()

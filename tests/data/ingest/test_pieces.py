@@ -88,7 +88,7 @@ def test_more_edges_of_a_node_than_can_be_sorted_are_told(tmp_path: Path) -> Non
     zeros = Spill(tmp_path / "zeros", np.int64, [np.zeros(100)]).chunks
     edges = EdgeStream(sources=zeros, destinations=zeros, columns=[], num_sources=20, num_destinations=10)
     with pytest.raises(
-        ConfigError, match=r"100 edges end at node 0 and must be sorted together; grant --memory 2\d\dMB"
+        ConfigError, match=r"100 edges end at node 0, sorted together; grant --memory 2\d\dMB"
     ):
         sort_edges(edges, tmp_path / "out", Budget(work=6 * 700))
 
@@ -103,9 +103,7 @@ def test_more_edges_of_a_node_than_can_be_sorted_are_told(tmp_path: Path) -> Non
         (5, (0.5, 0.5, 0.0), [3, 2, 0]),
     ],
 )
-def test_shares_that_make_up_the_whole_leave_no_row_out(
-    count: int, shares: tuple[float, ...], expected: list[int]
-) -> None:
+def test_shares_of_1_leave_no_row_out(count: int, shares: tuple[float, ...], expected: list[int]) -> None:
     codes = draw_codes([np.ones(count, bool)], count, shares)
     assert np.bincount(codes, minlength=3)[:3].tolist() == expected
 
@@ -223,13 +221,13 @@ def apply_transform(values: list[Any], name: str, **settings: Any) -> list[Any]:
         (["1; 2 ;3", "4;5e0;6", "7;8;9", "0;0;0"], "no-op", {"separator": ";", "truncate_dim": 2},
          [[1, 2], [4, 5], [7, 8], [0, 0]]),
         ([2, 2, 2, 2], "max_min_norm", {}, "t.csv: column 'x' has the maximum 2.0, which is not above"),
-        ([[1, 2], [3, 4], [1], [2]], "max_min_norm", {}, "row 2: a row of 1 numbers, but earlier rows"),
-        ([["a"], ["b"], [], []], "to_categorical", {}, "one value per row, or texts with a separator"),
+        ([[1, 2], [3, 4], [1], [2]], "max_min_norm", {}, "row 2: a row of 1 numbers, but earlier have"),
+        ([["a"], ["b"], [], []], "to_categorical", {}, "one value or separated texts per row"),
         (["", None, "", None], "to_categorical", {}, "has no value to make a category of"),
-        ([b"a", b"\xff", b"a", b"a"], "to_categorical", {}, "holds binary that is not text"),
-        ([[1], [2], [3], [4]], "no-op", {"truncate_dim": 2}, "shorter than truncate_dim=2"),
+        ([b"a", b"\xff", b"a", b"a"], "to_categorical", {}, "holds binary; write texts"),
+        ([[1], [2], [3], [4]], "no-op", {"truncate_dim": 2}, "below truncate_dim=2"),
         (["1;2", "3;4", "b;5", ";"], "no-op", {"separator": ";"}, "column 'x', row 2: 'b' is not a number"),
-        (["1;2", "3", "1", "2"], "no-op", {"separator": ";"}, "row 1: a list of 1 values, but row 0 has 2"),
+        (["1;2", "3", "1", "2"], "no-op", {"separator": ";"}, "row 1: a list of 1, but row 0 has 2"),
         ([1, 2, None, 3], "standard", {}, "t.csv: column 'x', row 2: is empty"),
         ([], "max_min_norm", {"max_bound": "5"}, "of the column 'x': key 'max_bound' is '5', expected"),
         ([], "max_min_norm", {"min_val": []}, "'min_val' is .*, expected a list of at least 1"),
@@ -243,9 +241,7 @@ def apply_transform(values: list[Any], name: str, **settings: Any) -> list[Any]:
         ([], "no-op", {"truncate_dim": True}, "'truncate_dim' is True"),
     ],
 )  # fmt: skip
-def test_a_column_is_transformed_or_refused(
-    values: list[Any], name: str, settings: dict[str, Any], expected: Any
-) -> None:
+def test_transforms_a_column(values: list[Any], name: str, settings: dict[str, Any], expected: Any) -> None:
     if isinstance(expected, list):
         assert apply_transform(values, name, **settings) == expected
         return

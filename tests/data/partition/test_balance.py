@@ -1,7 +1,5 @@
 """Constraints on the sizes of parts: repaired cuts, and the quality of every method."""
 
-from __future__ import annotations
-
 import logging
 from dataclasses import replace
 

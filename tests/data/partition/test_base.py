@@ -1,7 +1,5 @@
 """Assignments, options and the registry of partitioners."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 
@@ -52,7 +50,7 @@ def test_every_option_is_tried_above() -> None:
         (("ntype",), ("ntype",)),
     ],
 )
-def test_nodes_are_balanced_when_nothing_else_covers_them(
+def test_balances_nodes_where_nothing_else_does(
     balance: tuple[str, ...], constraints: tuple[str, ...]
 ) -> None:
     assert PartitionOptions(balance=balance).constraints == constraints

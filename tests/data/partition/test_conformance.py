@@ -45,9 +45,7 @@ def those_that_honour(*fields: str) -> list[str]:
 @every_partitioner
 @pytest.mark.parametrize("graph", GRAPHS.values(), ids=GRAPHS)
 @pytest.mark.parametrize("num_parts", [1, 3, 70, *wide(2, 4)])
-def test_every_node_has_one_owner_and_parts_are_as_even_as_stated(
-    name: str, graph: RawGraph, num_parts: int
-) -> None:
+def test_every_node_has_one_owner_and_parts_are_even(name: str, graph: RawGraph, num_parts: int) -> None:
     assignment = assign(name, graph, num_parts)
     assert assignment.num_parts == num_parts
     assert assignment.method == name

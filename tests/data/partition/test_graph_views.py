@@ -1,7 +1,5 @@
 """The graph as partitioners see it: flat ids, symmetric edges, weights, induced subgraphs."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from typing import Any
@@ -86,9 +84,7 @@ def test_weights_that_hardly_differ_are_left_out() -> None:
         homogeneous(4, [(0, 1), (0, 1), (1, 0), (2, 2), (1, 2)]),
     ],
 )
-def test_parallel_and_opposite_edges_become_a_weight_and_loops_nothing(
-    graph: RawGraph, weighted: bool
-) -> None:
+def test_parallel_and_opposite_edges_become_a_weight(graph: RawGraph, weighted: bool) -> None:
     first, plain = first_ids(graph), [Counter() for _ in range(graph.total_nodes)]
     for (source, _, destination), (src, dst) in graph.edges.items():
         for u, v in zip((src + first[source]).tolist(), (dst + first[destination]).tolist(), strict=True):

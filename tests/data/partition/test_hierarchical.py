@@ -1,7 +1,5 @@
 """Parts for servers, then for the ranks of each."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

@@ -1,7 +1,5 @@
 """METIS through pymetis and through DGL, and KaMinPar: constraints, unequal servers, failures."""
 
-from __future__ import annotations
-
 import importlib
 import sys
 import types
@@ -210,9 +208,7 @@ def test_the_answer_does_not_depend_on_what_ran_before_but_on_fast() -> None:
     assert flat(Kaminpar(PartitionOptions()).assign(graph, 8, 5).part_of) == first
 
 
-def test_without_shared_memory_the_temporary_folder_serves(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_uses_the_temporary_folder_without_shm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     graph = communities(num_nodes=400)
     first = flat(Kaminpar(PartitionOptions()).assign(graph, 2, 0).part_of)
     monkeypatch.setattr(multilevel, "_SHARED_MEMORY", tmp_path / "absent")

@@ -1,7 +1,5 @@
 """Partitioners of at most one pass: contiguous, hash, random, by feature, from a file, Fennel and LDG."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Partitioning with less memory than the graph takes: on disk, in levels, the same after a kill."""
 
-from __future__ import annotations
-
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -225,9 +223,7 @@ def make_skewed_graph() -> RawGraph:
         *[(name, ("train", "degree", "etype")) for name in ("metis", "ldg", "fennel")],
     ],
 )
-def test_every_weight_of_a_skewed_graph_is_balanced(
-    name: str, balance: tuple[str, ...], tmp_path: Path
-) -> None:
+def test_balances_every_weight_of_a_skewed_graph(name: str, balance: tuple[str, ...], tmp_path: Path) -> None:
     graph = make_skewed_graph()
     work = workspace(tmp_path, 700_000)
     assignment = assign(name, graph, 4, work, balance=balance, tolerance=0.1)

@@ -1,7 +1,5 @@
 """Small graphs to store, and what a stored dataset says when it is put together again."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Array folders and their cache: damage, concurrent writers, killed processes, full disks, eviction."""
 
-from __future__ import annotations
-
 import errno
 import gc
 import json
@@ -61,9 +59,7 @@ def test_what_is_written_is_mapped(tmp_path: Path, mode: Any) -> None:
 
 
 @pytest.mark.parametrize("name", ["rows.npy", STAMP])
-def test_every_flipped_bit_is_found_and_repaired(
-    tmp_path: Path, name: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_flipped_bits_are_repaired(tmp_path: Path, name: str, caplog: pytest.LogCaptureFixture) -> None:
     folder = ArrayFolder(tmp_path / "a")
     write(folder)
     for at in flipped_bits(tmp_path / "a" / name, every=5):
@@ -155,9 +151,7 @@ def test_of_several_writers_the_first_wins(tmp_path: Path, is_damaged: bool) -> 
     assert names(tmp_path) == ["x"]
 
 
-def test_a_full_disk_is_found_before_anything_is_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_finds_a_full_disk_before_it_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     usage = namedtuple("usage", ["free"])
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage(119))
     with pytest.raises(OSError, match="no room for 120 bytes"):
@@ -172,7 +166,7 @@ def test_a_disk_that_fills_up_is_logged(tmp_path: Path, caplog: pytest.LogCaptur
         assert not ArrayFolder(tmp_path / "x").save({"x": np.arange(1 << 17)}, {}, "the plan")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    assert "the plan is not kept on disk" in caplog.text
+    assert "the plan is not kept" in caplog.text
     assert not list(tmp_path.iterdir())
 
 
@@ -286,20 +280,6 @@ def test_entries_without_a_lock_are_evicted_too(tmp_path: Path) -> None:
     ArrayCache(tmp_path, "abc").clean()
     assert list_entries(tmp_path) == ["now"]
     assert not list(tmp_path.rglob("*copied*"))
-
-
-def test_an_entry_counts_as_evicted_when_it_is_renamed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse(*_: object) -> None:
-        raise PermissionError
-
-    leave_free(monkeypatch, 20_000)
-    for name, days_ago in (("old", 9), ("new", 1)):
-        used(tmp_path, name, days_ago)
-    monkeypatch.setattr(Path, "unlink", refuse)
-    ArrayCache(tmp_path, "def").clean()
-    assert list_entries(tmp_path) == ["new"]
 
 
 def hold_until_told(folder: Path, ready: Any, end: Any) -> None:

@@ -1,7 +1,5 @@
 """One array in one file: equal after the round trip, memory-mapped, read-only; and the paths of a part."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

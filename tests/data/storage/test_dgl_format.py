@@ -1,7 +1,5 @@
 """DGL's format, both ways: stock DGL loads what is written, and its folders are read, ids included."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Callable

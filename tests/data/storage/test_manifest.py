@@ -1,7 +1,5 @@
 """Every field of the manifest is checked; the error names the file and the key."""
 
-from __future__ import annotations
-
 import functools
 import json
 import operator
@@ -75,9 +73,7 @@ def test_something_else_than_a_manifest_is_refused(tmp_path: Path, text: str) ->
 
 
 @pytest.mark.parametrize("stated", ["CHECKSUM", "", "00000000", "x" * 8, "\\ud800"])
-def test_an_edited_manifest_or_checksum_is_refused(
-    tmp_path: Path, value: dict[str, Any], stated: str
-) -> None:
+def test_refuses_an_edited_manifest_or_checksum(tmp_path: Path, value: dict[str, Any], stated: str) -> None:
     checksum = write_manifest(from_json(value, "x"), tmp_path).checksum
     path = tmp_path / "manifest.json"
     edit = ('"seed": 7', '"seed": 8') if stated == "CHECKSUM" else (f'"{checksum}"', f'"{stated}"')

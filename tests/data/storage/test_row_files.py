@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import itertools
 import json
 import zlib
@@ -34,9 +32,7 @@ def save(folder: Path, cuts: list[int], **facts: object) -> list[RowFile]:
 
 @pytest.mark.parametrize("cuts", [[], [3], [3, 3, 9], [0, 11]])
 @pytest.mark.parametrize("readers", [[], [5], [2, 2, 4]])
-def test_what_some_wrote_others_read_whatever_their_number(
-    tmp_path: Path, cuts: list[int], readers: list[int]
-) -> None:
+def test_any_number_of_ranks_reads_the_files(tmp_path: Path, cuts: list[int], readers: list[int]) -> None:
     save(tmp_path, cuts, epoch=3)
     index = read_index(tmp_path)
     saved = index.tensor("w/x", tmp_path)

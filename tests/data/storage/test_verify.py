@@ -1,7 +1,5 @@
 """Parts that are here or not, unknown names and versions; damaged bytes and wrong ids name the file, once."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -89,9 +87,7 @@ def test_a_part_that_is_elsewhere_or_lacks_a_file_is_named(folder: Path) -> None
         (lambda dataset: open_dataset(dataset.folder, verify="maybe"), "'maybe'"),
     ],
 )
-def test_unknown_names_list_what_exists(
-    stored_dataset: Path, read: Callable[[Any], object], message: str
-) -> None:
+def test_unknown_names_list_others(stored_dataset: Path, read: Callable[[Any], object], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         read(open_dataset(stored_dataset))
 
@@ -110,9 +106,7 @@ def stored_files(folder: Path) -> list[Path]:
 @given(st.data())
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @pytest.mark.parametrize("how", ["auto", *wide("full")])
-def test_one_flipped_byte_anywhere_is_found(
-    stored_dataset: Path, how: verify.Verify, data: st.DataObject
-) -> None:
+def test_finds_any_flipped_byte(stored_dataset: Path, how: verify.Verify, data: st.DataObject) -> None:
     path = data.draw(st.sampled_from(stored_files(stored_dataset)))
     content = path.read_bytes()
     position = data.draw(st.integers(0, len(content) - 1))
@@ -316,7 +310,7 @@ def test_an_array_that_holds_no_ids_is_named(folder: Path) -> None:
         open_dataset(folder)
 
 
-def test_whole_files_are_read_and_ids_compared_once(
+def test_files_are_read_and_compared_once(
     folder: Path, compared_paths: list[str], read_files: list[str]
 ) -> None:
     files = read_manifest(folder).files

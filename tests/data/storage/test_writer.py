@@ -1,7 +1,5 @@
 """read(write(x)) == x, in every precision with original ids; a killed write leaves nothing that loads."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 import os
@@ -367,7 +365,7 @@ def test_sparse_values_are_rounded_as_dense_ones() -> None:
         (SPARSE, "float16", r"'feat' of '_N' has 1000000\.0 in row 2"),
         (1.0, "float8", "feature dtype of all features is 'float8'"),
         (1.0, {"feat": "int8"}, "feature dtype of feat is 'int8'"),
-        (1.0, {"feat": None}, "feature dtype of feat is None; give one of"),
+        (1.0, {"feat": None}, "feature dtype of feat is None, not"),
         (1.0, {"feet": "float16"}, "names 'feet', which ring does not have; did you mean 'feat'"),
         (1.0, {"train_mask": "float16"}, "names 'train_mask', which is bool"),
     ],

@@ -4,8 +4,6 @@ What runs where is the table at the end: LAYERS on blocks and on local graphs; O
 alone, as DGL runs them on no block; REFUSED nowhere, with the words of the refusal.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

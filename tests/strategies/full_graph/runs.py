@@ -1,7 +1,5 @@
 """Full-graph training in a rank and in one process: the equality graph, float64, plain SGD, what moved."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any

@@ -1,7 +1,5 @@
 """Full-graph training moves the bytes that docs/strategies say, inside a server and between servers."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Cooperative batching on real ranks: float64, plain SGD."""
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import threading

@@ -1,7 +1,5 @@
 """The smallest exchange of sums: covers against all subsets, the same sums, the bytes of the formula."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable
 from itertools import combinations

@@ -1,7 +1,5 @@
 """Neighbourhoods of servers in one process: composed seeds, split rows, external nodes."""
 
-from __future__ import annotations
-
 import resource
 from dataclasses import replace
 from itertools import product
@@ -173,7 +171,7 @@ def test_rounds_by_the_definition(chosen_by: dict[tuple[EasPolicy, int, int], se
             assert nodes <= chosen_by[policy, hops, fanout + 1 if fanout < 3 else -1]
 
 
-def test_degree_prefers_nodes_that_read_much_from_outside(
+def test_degree_prefers_readers_of_others(
     chosen_by: dict[tuple[EasPolicy, int, int], set[int]],
 ) -> None:
     context = plain_context(3, 1)

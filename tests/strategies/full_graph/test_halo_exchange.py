@@ -1,7 +1,5 @@
 """The halo exchange against its matrix: values, adjoint, bytes, devices, failures."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal
@@ -358,9 +356,7 @@ def in_another(what: str) -> str:
         ),
     ],
 )
-def test_another_order_or_width_is_reported(
-    what: str, on_zero: str, on_one: str, environment: dict[str, str]
-) -> None:
+def test_another_order_is_reported(what: str, on_zero: str, on_one: str, environment: dict[str, str]) -> None:
     zero, first = run_ranks(in_another, 2, args=(what,), environment=environment)
     assert re.search(on_zero, zero, re.DOTALL)
     assert re.search(on_one, first, re.DOTALL)

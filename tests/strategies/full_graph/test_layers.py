@@ -1,7 +1,5 @@
 """Layers of dgl.nn and layers by hand, on blocks and on local graphs: four real ranks against one process."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable
 from pathlib import Path
@@ -292,9 +290,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_layers_compute_on_ranks_what_they_compute_in_one_process(
-    results: list[dict[str, Any]], name: str
-) -> None:
+def test_layers_compute_on_ranks_what_one_process_does(results: list[dict[str, Any]], name: str) -> None:
     for rank_results in results:
         values = {key: value for key, value in rank_results.items() if key.partition("/")[0] == name}
         assert values

@@ -1,7 +1,5 @@
 """The full-graph loader: steps of an epoch, resuming, shared preloading, external nodes chosen anew."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Losses and loops that users write leave the weights of one process; a rank that dies is named."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal
@@ -204,7 +202,7 @@ def test_a_local_graph_of_one_rank_is_the_whole_graph(folder: Path) -> None:
     assert difference(weights, expected_of("plain")) <= TOLERANCE
 
 
-def test_a_local_graph_sends_features_once_and_layer_2_its_narrower_output(
+def test_a_local_graph_sends_features_once_and_narrower_outputs(
     results: list[dict[str, Any]],
 ) -> None:
     moved, halo = np.sum([result["bytes"] for result in results], axis=0).tolist()
@@ -212,9 +210,7 @@ def test_a_local_graph_sends_features_once_and_layer_2_its_narrower_output(
 
 
 @pytest.mark.parametrize("way", ["full_graph", "one hop", "closed"])
-def test_replicas_are_their_owners_rows_and_share_its_gradient(
-    results: list[dict[str, Any]], way: str
-) -> None:
+def test_replicas_have_their_owners_rows_and_gradient(results: list[dict[str, Any]], way: str) -> None:
     graph = equality.plain_graph()
     model: Any = runs.first_model("sage")
     x = graph.ndata["feat"].requires_grad_()

@@ -1,7 +1,5 @@
 """Deep models with dropout on 1, 2 and 4 ranks of 1 and 2 servers: recomputed or not, they train alike."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Peak memory of a process, for sizes that are large enough for stable results."""
 
-from __future__ import annotations
-
 import ctypes
 import resource
 from pathlib import Path
@@ -9,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 
 from dglx_dist.comm.session import start_session
 from dglx_dist.data.partition.base import PartitionPlan
@@ -19,6 +16,7 @@ from dglx_dist.graph.dist_graph import DistGraph
 from dglx_dist.strategies.base import STRATEGIES
 from dglx_dist.training.models import build_model
 from tests.helpers.ranks import run_ranks
+from tests.strategies import equality
 from tests.strategies.full_graph import runs
 
 _ARENA_MAX = -8
@@ -63,13 +61,7 @@ def _train(g: DistGraph, name: str, options: dict[str, Any], kind: str, epochs: 
     model = strategy.wrap(_model(kind))
     loader = strategy.loader(_my_share(g), runs.sampler(LAYERS))
     optimizer = torch.optim.Adam(model.parameters())
-    for _ in range(epochs):
-        for _, _, blocks in loader:
-            scores = model(blocks, blocks[0].srcdata["feat"])
-            loss = F.cross_entropy(scores, blocks[-1].dstdata["label"])
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
+    equality.loop(model, loader, optimizer, epochs)
     return loader
 
 

@@ -1,7 +1,5 @@
 """Halo plans against sets over the whole edge list, made by one process and by real ranks."""
 
-from __future__ import annotations
-
 import re
 import threading
 import time
@@ -133,9 +131,7 @@ def plan_on_rank(folder: str, structure: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("ranks", "per_server", "structure"), [(4, 2, "partitioned"), (2, 1, "partitioned"), (2, 1, "replicated")]
 )
-def test_ranks_make_the_plans_of_one_process(
-    folder: Path, ranks: int, per_server: int, structure: str
-) -> None:
+def test_ranks_make_plans_of_one_process(folder: Path, ranks: int, per_server: int, structure: str) -> None:
     results = run_ranks(plan_on_rank, ranks, args=(str(folder), structure), ranks_per_server=per_server)
     context = PartitionContext(
         structure=structure_of(NUM_NODES, *results[0]["edges"]),
@@ -249,6 +245,7 @@ def talk() -> str:
     return message
 
 
+@pytest.mark.wide
 def test_slow_ranks_are_waited_for_and_missing_ones_are_named() -> None:
     message, _ = run_ranks(talk, 2, ranks_per_server=1)
     assert "rank 1 on " in message

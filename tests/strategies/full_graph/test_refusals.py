@@ -1,7 +1,5 @@
 """Unsupported inputs of full-graph training: every rank raises at once, and the message names the remedy."""
 
-from __future__ import annotations
-
 import re
 import warnings
 from collections.abc import Callable, Mapping, Sequence

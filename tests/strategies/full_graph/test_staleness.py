@@ -1,7 +1,5 @@
 """Halo rows and gradients of the epoch before: values of a plain simulation, bytes, resume, a dead peer."""
 
-from __future__ import annotations
-
 import itertools
 import os
 import shutil

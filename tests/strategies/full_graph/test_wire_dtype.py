@@ -1,7 +1,5 @@
 """Halo rows in fewer bits on real ranks: bytes of the formula, bounded errors, the same bits again."""
 
-from __future__ import annotations
-
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
@@ -187,9 +185,7 @@ def train_on_rank(folder: str) -> tuple[dict[str, Notes], Any, Any]:
 
 
 @pytest.mark.parametrize(("ranks", "ranks_per_server"), [(4, 2), *wide((2, 1), (3, 1))])
-def test_training_sends_the_bytes_of_the_formula_and_repeats(
-    folder: Path, ranks: int, ranks_per_server: int
-) -> None:
+def test_training_sends_the_bytes_of_the_formula(folder: Path, ranks: int, ranks_per_server: int) -> None:
     results = run_ranks(train_on_rank, ranks, args=(str(folder),), ranks_per_server=ranks_per_server)
     result, original, servers = results[0]
     exact = result["none"].weights

@@ -1,7 +1,5 @@
 """Mistakes that other implementations make leave other weights: equality is no accident."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """One run of push-pull in a rank: several batches an epoch, uneven shares, and notes of all that matters."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field

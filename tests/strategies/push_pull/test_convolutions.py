@@ -1,7 +1,5 @@
 """Each convolution that is split has the names and values of DGL's: in states, uncut, and in checkpoints."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +13,10 @@ from dglx_dist.graph.dist_graph import DistGraph
 from dglx_dist.strategies.base import STRATEGIES
 from dglx_dist.training import checkpoint
 from tests.helpers.ranks import run_ranks
-from tests.layers.test_convolutions import BY_ROWS, CONVS
+from tests.layers.test_convolutions import CONVS
 from tests.strategies import equality
 
-MAKE = {**CONVS, **BY_ROWS, "sgc": lambda width: dgl.nn.SGConv(width, 5)}
+MAKE = {**CONVS, "sgc": lambda width: dgl.nn.SGConv(width, 5)}
 
 
 def first_of(name: str, seed: int) -> nn.Module:
@@ -37,8 +35,7 @@ def there_and_back(g: DistGraph, name: str, folder: Path) -> list[list[str]]:
     """Save rows, load them cut, save the cut model, load it uncut; return what differs from the first."""
 
     def wrap(strategy: str, seed: int) -> Any:
-        options = {"sync": "inputs"} if name in BY_ROWS and strategy == "push_pull" else {}
-        return STRATEGIES.get(strategy)(g.session, options).open(g).wrap(first_of(name, seed))
+        return STRATEGIES.get(strategy)(g.session, {}).open(g).wrap(first_of(name, seed))
 
     expected = first_of(name, 1).state_dict()
     checkpoint.save(folder / "rows", model=wrap("data_parallel", 1))

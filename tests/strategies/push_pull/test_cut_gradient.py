@@ -1,7 +1,5 @@
 """Norms, sums and checks for infinity of pieces of gradients are those of the uncut gradient."""
 
-from __future__ import annotations
-
 import copy
 import io
 import math

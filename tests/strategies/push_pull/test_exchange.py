@@ -1,7 +1,5 @@
 """Partial sums of activations: groups of replicas, equal weights, exact bytes."""
 
-from __future__ import annotations
-
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A rank's columns are those of the rows: any dtype, any number of ranks, from files and from peers."""
 
-from __future__ import annotations
-
 import resource
 import shutil
 import tracemalloc
@@ -244,9 +242,7 @@ def test_rows_that_do_not_exist_are_refused(tmp_path: Path, session: Session) ->
     g.close()
 
 
-def test_tensors_of_the_program_are_copied_as_they_are_and_never_kept_on_disk(
-    tmp_path: Path, session: Session
-) -> None:
+def test_tensors_of_the_program_are_copied_and_never_kept_on_disk(tmp_path: Path, session: Session) -> None:
     g = DistGraph(write(tmp_path, num_parts=1))
     made = g.new_tensor((NUM_NODES, 2), torch.float64, "made")
     made[torch.arange(NUM_NODES)] = torch.ones(NUM_NODES, 2, dtype=torch.float64)

@@ -3,8 +3,6 @@
 That they train as in one process is in test_models.py.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

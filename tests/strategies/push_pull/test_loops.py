@@ -3,8 +3,6 @@
 Each is a function that runs on every rank; the test of its name shows how it failed.
 """
 
-from __future__ import annotations
-
 import gc
 import logging
 import sys

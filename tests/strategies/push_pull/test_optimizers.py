@@ -1,7 +1,5 @@
 """Optimizers that may step columns of a parameter by themselves, and those that may not."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from typing import Any
@@ -63,7 +61,7 @@ class MyAdafactor(torch.optim.Adafactor):
         (lambda: NeedsClosure(matrix(), lr=0.1), "needs a closure"),
     ],
 )
-def test_what_does_not_is_refused_and_told_what_works(
+def test_refuses_others_and_names_those_that_work(
     make: Callable[[], torch.optim.Optimizer], words: str
 ) -> None:
     with pytest.raises(ConfigError, match=words) as error:

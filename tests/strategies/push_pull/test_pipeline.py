@@ -4,8 +4,6 @@ Every depth and both variants of the weights, with uneven and empty shares; rand
 no bit.
 """
 
-from __future__ import annotations
-
 import functools
 import random
 import time
@@ -76,9 +74,7 @@ ON_THREE = [name for name in RUNS if "depth': 1" not in name]
 @pytest.mark.parametrize(
     ("ranks", "ranks_per_server", "names"), [(2, 1, list(RUNS)), *wide((1, 1, ALONE), (3, 2, ON_THREE))]
 )
-def test_weights_are_those_of_delayed_sgd(
-    folder: Path, ranks: int, ranks_per_server: int, names: list[str]
-) -> None:
+def test_weights_equal_delayed_sgd(folder: Path, ranks: int, ranks_per_server: int, names: list[str]) -> None:
     if ranks == 1:
         results = [on_rank(str(folder), names)]
     else:

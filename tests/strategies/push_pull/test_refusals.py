@@ -1,7 +1,5 @@
 """Refusals of push-pull: every rank raises at once, and the message names the remedy."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A rank is killed in the middle of an epoch; the restart goes on from the checkpoint to the same weights."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal

@@ -1,7 +1,5 @@
 """The whole model from its parts: joined, split, copied, and the norm of its gradients."""
 
-from __future__ import annotations
-
 import copy
 import math
 from types import SimpleNamespace

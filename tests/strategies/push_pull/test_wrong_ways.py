@@ -1,7 +1,5 @@
 """Mistakes that implementations of P3 make, in the real code: each leaves other weights, so tests see it."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
