@@ -12,11 +12,13 @@ import pytest
 from dglx_dist.comm.codec import wire_bytes
 from dglx_dist.planner.costs.base import Survey
 from dglx_dist.planner.costs.push_pull import FirstLayer, column_bytes
-from dglx_dist.planner.costs.serverless import serverless_bytes
+from dglx_dist.planner.costs.serverless import PartSizes, serverless_bytes
 from dglx_dist.strategies.full_graph.options import COOPERATIVE, EXCHANGING, PRELOADING, FullGraphOptions
 from dglx_dist.strategies.push_pull.options import PushPullOptions
 from dglx_dist.strategies.serverless.options import LambdaOptions
+from dglx_dist.strategies.serverless.program import Program
 from tests.helpers.sources import ROOT, sources
+from tests.strategies.serverless.programs import gcn
 
 STRATEGIES = ROOT / "docs" / "strategies"
 EXAMPLES = ("script.py", "my_model.py", "x1.py")
@@ -180,9 +182,9 @@ def test_bytes_of_push_pull_are_those_of_its_page() -> None:
 def test_bytes_of_lambda_are_those_of_its_page() -> None:
     page = STRATEGIES / "lambda.md"
     nodes, halo, intervals, widths = 100, 30, 4, (16, 8, 5)
-    counts = serverless_bytes(
-        widths=widths, nodes=nodes, ghosts=halo, intervals=intervals, fusion=False, rematerialise=True
-    )
+    program = Program.from_json(gcn(widths).to_json().replace(b"float64", b"float32"))
+    sizes = PartSizes(nodes=nodes, edges=500, pairs=halo, intervals=intervals)
+    counts = serverless_bytes(program, sizes, LambdaOptions(fusion=False))
 
     def cells(start: str) -> list[str]:
         return [re.split(r" down| up", cell)[0] for cell in re.split(r"\s{2,}", line_of(page, start))[1:]]

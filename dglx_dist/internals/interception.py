@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 
 
 class GraphOperations(Protocol):
-    """What runs instead of DGL's operations. ``index`` is the structure of the graph of a call.
+    """Functions that run instead of DGL's operations. ``index`` is the structure of the graph of a call.
 
     ``stock`` is DGL's own function, with the same arguments after ``index``.
     """
@@ -89,6 +89,6 @@ class InterceptedDropout(TorchFunctionMode):
         keywords = kwargs or {}
         if function is not torch.nn.functional.dropout:
             return function(*args, **keywords)
-        given = dict(zip(("input", "p", "training"), args, strict=False)) | keywords
-        rows, probability = given["input"], given.get("p", 0.5)
-        return self._drop(rows, probability) if given.get("training", True) and probability else rows
+        arguments = dict(zip(("input", "p", "training"), args, strict=False)) | keywords
+        rows, probability = arguments["input"], arguments.get("p", 0.5)
+        return self._drop(rows, probability) if arguments.get("training", True) and probability else rows

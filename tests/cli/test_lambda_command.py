@@ -4,11 +4,11 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 from typer.testing import CliRunner, Result
 
 from dglx_dist.cli.app import app
 from dglx_dist.errors import ConfigError
-from dglx_dist.strategies.serverless.aws import package
 
 from ..helpers.functions_service import REGION, FunctionsService
 
@@ -23,7 +23,7 @@ def functions(*arguments: str) -> Result:
 def test_deploy_try_and_remove(worker_package: Path) -> None:
     with FunctionsService() as service:
         where = ("--endpoint-url", service.url)
-        inputs = f"--package {worker_package} --role {ROLE} --memory 256".split()
+        inputs = f"--image {service.push(worker_package)} --role {ROLE} --memory 256".split()
         command = ("deploy", "ours", *inputs, *where)
         planned = functions(*command, "--dry-run")
         assert planned.exit_code == 0, planned.output
@@ -43,25 +43,16 @@ def test_deploy_try_and_remove(worker_package: Path) -> None:
         assert functions("remove", "ours", *where, "--dry-run").output == "nothing is left of ours\n"
 
 
-def test_package_writes_the_same_file_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(package, "LIBRARIES", {})  # 15 MB, which test_package.py packs
-    target = tmp_path / "worker.zip"
-    message = [functions("package", str(target)).output for _ in range(2)]
-    assert message[0] == message[1]
-    assert str(target) in message[0]
-
-
-@pytest.mark.parametrize(
-    ("given", "told"),
-    [
-        (("--architecture", "arm64"), "Add --python"),
-        (("--architecture", "sparc", "--python", "3.12"), "x86_64, arm64"),
-    ],
-)
-def test_what_would_have_no_effect_is_refused(given: tuple[str, ...], told: str, tmp_path: Path) -> None:
-    refused = functions("package", str(tmp_path / "worker.zip"), *given).exception
+def test_the_image_has_torch_and_this_package(tmp_path: Path) -> None:
+    target = tmp_path / "worker"
+    assert functions("image", str(target)).output.startswith(f"{target}: build it with `docker build")
+    text = (target / "Dockerfile").read_text()
+    assert f"torch=={torch.__version__.partition('+')[0]} --index-url" in text
+    assert (target / "dglx_dist" / "strategies" / "serverless" / "aws" / "function.py").is_file()
+    assert not list(target.rglob("__pycache__"))
+    refused = functions("image", str(target)).exception
     assert isinstance(refused, ConfigError)
-    assert told in str(refused)
+    assert "is not empty" in str(refused)
 
 
 def test_prices_can_be_changed_and_given_back(tmp_path: Path) -> None:

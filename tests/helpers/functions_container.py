@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import queue
+import re
 import subprocess
 import sys
 import tempfile
@@ -16,12 +17,12 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from dglx_dist.strategies.serverless.executors.local import arithmetic_variables
 
 API = "/2018-06-01/runtime"
 RUNTIME_MODULES = ("awslambdaric", "runtime_client", "snapshot_restore_py", "simplejson")
-LAYER_MODULES = ("numpy", "zmq")
-"""The modules that a function with any "Layers" can import besides its package."""
 INIT_WITHIN_S = 60.0
 
 
@@ -131,21 +132,21 @@ class Container:
 
     def _start(self, task: Path) -> subprocess.Popen[bytes]:
         places = [task, _links(Path(self._folder.name, "runtime"), RUNTIME_MODULES)]
-        if self._configuration.get("Layers"):
-            places.append(_links(Path(self._folder.name, "layer"), LAYER_MODULES))
-        port = self._server.server_address[1]
+        # What the image installs. dglx_dist is installed here by a .pth file, which -S does not read.
+        places.append(Path(torch.__file__).parent.parent)
+        port, handler = self._server.server_address[1], _read_handler(task)
         environment = {
             "AWS_LAMBDA_RUNTIME_API": f"127.0.0.1:{port}",
             "AWS_LAMBDA_FUNCTION_NAME": self._configuration["FunctionName"],
             "AWS_LAMBDA_FUNCTION_MEMORY_SIZE": str(self._configuration["MemorySize"]),
             "LAMBDA_TASK_ROOT": str(task),
-            "_HANDLER": self._configuration["Handler"],
+            "_HANDLER": handler,
             "PYTHONPATH": ":".join(map(str, places)),
             "OPENBLAS_NUM_THREADS": "1",
             **arithmetic_variables(),
         }
-        # -S: no site-packages, so what is not in the zip is not there.
-        command = [sys.executable, "-S", "-m", "awslambdaric", self._configuration["Handler"]]
+        # -S: dglx_dist is that of the image.
+        command = [sys.executable, "-S", "-m", "awslambdaric", handler]
         with self._log.open("wb") as log:
             return subprocess.Popen(command, env=environment, cwd=task, stdout=log, stderr=log)
 
@@ -190,6 +191,11 @@ class _RuntimeApi(Answering):
             kind = self.headers.get("Lambda-Runtime-Function-Error-Type", "Unhandled")
             self.owner.finish(parts[1], f"Sandbox.{kind}" if parts[0] == "init" else kind, body)
         self.answer(202, b"", {})
+
+
+def _read_handler(task: Path) -> str:
+    (command,) = re.findall(r'^CMD \["(.+)"\]$', Path(task, "Dockerfile").read_text(), re.MULTILINE)
+    return str(command)
 
 
 def _links(folder: Path, modules: Sequence[str]) -> Path:

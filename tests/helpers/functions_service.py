@@ -1,22 +1,18 @@
 """A functions service on this machine: AWS's Lambda Invoke API in front, its Runtime API for containers.
 
-A container is a process in which AWS's own runtime client (``awslambdaric``) runs the handler from an
-unpacked zip, with nothing else of this machine's Python in reach. boto3 talks to it by ``endpoint_url``. The
+A container is a process in which AWS's own runtime client (``awslambdaric``) runs the handler from the build
+context of an image, with the libraries that are installed here. boto3 talks to it by ``endpoint_url``. The
 parts of the interface that deploying and reading logs need are there, too; IAM knows no role.
 """
 
 from __future__ import annotations
 
 import base64
-import hashlib
-import io
 import json
 import re
-import tempfile
 import threading
 import time
 import uuid
-import zipfile
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -26,6 +22,7 @@ from .functions_container import Answering, Container, Outcome, serve
 
 REGION = "eu-west-1"
 ACCOUNT = "123456789012"
+REGISTRY = f"{ACCOUNT}.dkr.ecr.{REGION}.amazonaws.com"
 _FUNCTION = re.compile(r"/20\d\d-\d\d-\d\d/functions/([A-Za-z0-9_-]+)(/[a-z-]+)?")
 
 
@@ -40,7 +37,9 @@ class Refused(Exception):
 class Function:
     """One function, its containers and the events that wait for one."""
 
-    def __init__(self, name: str, settings: dict[str, Any], code: bytes, tags: dict[str, str]) -> None:
+    def __init__(
+        self, name: str, settings: dict[str, Any], task: Path, image: str, tags: dict[str, str]
+    ) -> None:
         self.name, self.settings, self.tags = name, dict(settings), tags
         self.retries, self.age_s = 2, 21_600
         self.event_config: dict[str, Any] | None = None
@@ -50,21 +49,15 @@ class Function:
         self.busy: set[Container] = set()
         self.outcomes: list[Outcome] = []
         self.lines: list[tuple[int, str]] = []
-        self.folder = tempfile.TemporaryDirectory(prefix="function-")
-        self.code, self.task = code, Path(self.folder.name)
-        with zipfile.ZipFile(io.BytesIO(code)) as package:
-            package.extractall(self.task)
+        self.task, self.image = task, image
 
     @property
     def configuration(self) -> dict[str, Any]:
-        digest = base64.b64encode(hashlib.sha256(self.code).digest()).decode()
         return {
             "FunctionName": self.name,
             "FunctionArn": f"arn:aws:lambda:{REGION}:{ACCOUNT}:function:{self.name}",
             "State": "Active",
             "LastUpdateStatus": "Successful",
-            "CodeSha256": digest,
-            "CodeSize": len(self.code),
             "Version": "$LATEST",
             **self.settings,
         }
@@ -75,6 +68,7 @@ class FunctionsService(AbstractContextManager["FunctionsService"]):
 
     def __init__(self) -> None:
         self.functions: dict[str, Function] = {}
+        self.images: dict[str, Path] = {}
         self._changed = threading.Condition()
         self._closed = False
         self._threads: list[threading.Thread] = []
@@ -96,15 +90,16 @@ class FunctionsService(AbstractContextManager["FunctionsService"]):
     def discard(self, function: Function) -> None:
         for container in function.made:
             container.close()
-        function.folder.cleanup()
 
-    def add(self, name: str, code: bytes, **settings: Any) -> Function:
-        defaults = {
-            "Handler": "dglx_dist.strategies.serverless.aws.function.handler",
-            "MemorySize": 192,
-            "Timeout": 30,
-        }
-        self.functions[name] = Function(name, {**defaults, **settings}, code, {})
+    def push(self, folder: Path) -> str:
+        """Return the URI of an image whose build context is ``folder``."""
+        uri = f"{REGISTRY}/{folder.name}:{len(self.images)}"
+        self.images[uri] = folder
+        return uri
+
+    def add(self, name: str, folder: Path, **settings: Any) -> Function:
+        defaults = {"MemorySize": 192, "Timeout": 60}
+        self.functions[name] = Function(name, {**defaults, **settings}, folder, self.push(folder), {})
         return self.functions[name]
 
     def kill_busy(self, name: str) -> int:
@@ -221,7 +216,11 @@ class _Handler(Answering):
             raise Refused(404, "ResourceNotFoundException", f"Function not found: {self.path}")
         kind, label = (self.command, match[2] or ""), function
         routes: dict[tuple[str, str], Callable[[], object]] = {
-            ("GET", ""): lambda: {"Configuration": label.configuration, "Tags": label.tags, "Code": {}},
+            ("GET", ""): lambda: {
+                "Configuration": label.configuration,
+                "Tags": label.tags,
+                "Code": {"ImageUri": label.image},
+            },
             ("GET", "/configuration"): lambda: label.configuration,
             ("PUT", "/event-invoke-config"): lambda: self._put_event_config(label, json.loads(body)),
             ("GET", "/event-invoke-config"): lambda: self._event_config(label),
@@ -233,8 +232,11 @@ class _Handler(Answering):
             self._send(204 if self.command == "DELETE" else 200, routes[kind](), request)
 
     def _create(self, request: str, asked: dict[str, Any]) -> None:
-        name, code = asked.pop("FunctionName"), base64.b64decode(asked.pop("Code")["ZipFile"])
-        self.owner.functions[name] = Function(name, asked, code, asked.pop("Tags", {}))
+        name, image = asked.pop("FunctionName"), asked.pop("Code")["ImageUri"]
+        if image not in self.owner.images:
+            raise Refused(400, "InvalidParameterValueException", f"Source image {image} does not exist.")
+        folder, tags = self.owner.images[image], asked.pop("Tags", {})
+        self.owner.functions[name] = Function(name, asked, folder, image, tags)
         self._send(201, self.owner.functions[name].configuration, request)
 
     def _put_event_config(self, function: Function, asked: dict[str, Any]) -> dict[str, Any]:

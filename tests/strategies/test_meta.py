@@ -12,7 +12,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 import torch.testing._internal.distributed.fake_pg  # registers the backend "fake"
-from dglx_dist.strategies.serverless.model_to_program import chain_of
 from torch import Tensor, nn
 
 from dglx_dist.comm.exchange import DEVICES, DeviceExchange
@@ -20,6 +19,7 @@ from dglx_dist.comm.session import start_session
 from dglx_dist.errors import ConfigError
 from dglx_dist.graph.dist_graph import DistGraph
 from dglx_dist.strategies.base import STRATEGIES
+from dglx_dist.strategies.serverless.cut import capture
 from tests.helpers.ranks import run_ranks
 from tests.strategies import equality
 from tests.strategies.equality import MODELS, Column
@@ -129,4 +129,4 @@ def test_a_step_without_data_is_the_same_in_all_but_the_numbers(folder: Path) ->
 
 def test_lambda_computes_on_cpus() -> None:
     with pytest.raises(ConfigError, match=r"the model is on meta, .* leave model\.to\(device\) out"):
-        chain_of(Model("sage").to(META))
+        capture(Model("sage").to(META), 4)

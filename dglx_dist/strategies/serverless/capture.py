@@ -305,7 +305,7 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _check_graph(self, index: Any) -> None:
         ends = zip(index.edges(0, "eid"), self._ends.values(), strict=False)
-        if not all(found.shape == ids.shape and self._run(torch.equal, found, ids) for found, ids in ends):
+        if not all(nodes.shape == ids.shape and self._run(torch.equal, nodes, ids) for nodes, ids in ends):
             self.refuse("another graph than its blocks", "pass messages along the blocks it is given")
 
     def _run(self, function: Any, *arguments: Any) -> Any:

@@ -65,7 +65,7 @@ _ONCE: _Depth = -1
 
 @final
 @dataclass
-class Piece:
+class TensorPiece:
     """Operations on rows of one kind without an operation of the graph between them."""
 
     per: Per
@@ -88,13 +88,13 @@ class Cutter:
 
     def __init__(self, recordings: Sequence[Recording], scores: Value, edges_on_workers: bool | None) -> None:
         self._first, second = recordings
-        self._other_values = pair_values(self._first, second)
-        self._other = dict(zip(self._first.nodes, second.nodes, strict=True))
+        self._twin_values = pair_values(self._first, second)
+        self._twins = dict(zip(self._first.nodes, second.nodes, strict=True))
         needed = set(list_needed(scores))
         self._nodes = [node for node in self._first.nodes if not needed.isdisjoint(node.outputs)]
         self._scores, self._edges_on_workers = scores, edges_on_workers
         self._depths = self._find_depths()
-        self._pieces: dict[tuple[_Depth, Per], Piece] = {}
+        self._pieces: dict[tuple[_Depth, Per], TensorPiece] = {}
         self._slots: dict[Value, Slot] = {}
         self._counts: defaultdict[str, int] = defaultdict(int)
 
@@ -190,16 +190,16 @@ class Cutter:
                     self._materialise(value, self._depths[node] - 1)
         self._materialise(self._scores, self._depth_of(self._scores), is_scores=True)
 
-    def _piece(self, depth: _Depth, per: Per) -> Piece:
-        return self._pieces.setdefault((depth, per), Piece(per))
+    def _piece(self, depth: _Depth, per: Per) -> TensorPiece:
+        return self._pieces.setdefault((depth, per), TensorPiece(per))
 
-    def _home(self, value: Value) -> Piece | None:
+    def _home(self, value: Value) -> TensorPiece | None:
         maker = value.maker
         if maker is None or maker.kind not in ("tensor", "drop") or value.per is None:
             return None
         return self._pieces.get((_ONCE if self._is_once(value) else self._depths[maker], value.per))
 
-    def _read(self, piece: Piece, value: Value) -> None:
+    def _read(self, piece: TensorPiece, value: Value) -> None:
         if value.maker is not None and value.maker.kind == "spread":
             source, end = value.maker.inputs[0], value.maker.name
             self._materialise(source, 0)
@@ -250,12 +250,12 @@ class Cutter:
         how: Any = node.name
         return Gather(name=self._name("GA"), source=source, edges=edges, how=how, output=output)
 
-    def _make_apply(self, piece: Piece, *, is_once: bool, is_last: bool) -> Apply:
+    def _make_apply(self, piece: TensorPiece, *, is_once: bool, is_last: bool) -> Apply:
         if not piece.inputs:
             # New rows depend on nothing, but need a number.
             piece.inputs[self._first.inputs[FEATURES], "row" if piece.per == "node" else "target"] = None
             self._slot_of(self._first.inputs[FEATURES])
-        writer = _BodyWriter(self._other_values, self._other, piece)
+        writer = _BodyWriter(self._twin_values, self._twins, piece)
         body = writer.write()
         place: Place = "once" if is_once else "server"
         if not is_once and piece.per == "node" and (is_last or piece.has_product or writer.weights):
@@ -320,7 +320,7 @@ A graph server like the paper's c5.2xlarge makes some 20 G operations a second i
 functions move 2.5 GB a second, 200 Mbit/s each (Dorylus, section 6)."""
 
 
-def _moves_less_than_it_computes(piece: Piece) -> bool:
+def _moves_less_than_it_computes(piece: TensorPiece) -> bool:
     rows = next(iter(piece.outputs)).tensor.shape[0]
     computed = 0
     for node in piece.nodes:
@@ -338,8 +338,10 @@ def _moves_less_than_it_computes(piece: Piece) -> bool:
 class _BodyWriter:
     """Writes the tensor program of a piece."""
 
-    def __init__(self, other_values: Mapping[Value, Value], other: Mapping[Node, Node], piece: Piece) -> None:
-        self._other_values, self._other, self._piece = other_values, other, piece
+    def __init__(
+        self, twin_values: Mapping[Value, Value], twins: Mapping[Node, Node], piece: TensorPiece
+    ) -> None:
+        self._twin_values, self._twins, self._piece = twin_values, twins, piece
         self.weights: dict[str, Value] = {}
         """Weights that it reads, by the user's name."""
         self._constants: list[Value] = []
@@ -356,7 +358,7 @@ class _BodyWriter:
             numbers[value] = len(numbers)
         next_number = len(numbers)
         operations = []
-        order = [node for node in self._other if node in helpers or node in self._members]
+        order = [node for node in self._twins if node in helpers or node in self._members]
         for node in order:
             results = range(next_number, next_number + len(node.outputs))
             next_number = results.stop
@@ -392,55 +394,60 @@ class _BodyWriter:
         """Return the value that stands for ``value`` at an end of edges."""
         if end == "row":
             return value
-        spreads = (node for node in self._other if node.kind == "spread" and node.name == end)
+        spreads = (node for node in self._twins if node.kind == "spread" and node.name == end)
         return next((node.outputs[0] for node in spreads if node.inputs[0] is value), value)
 
     def _write_operation(
         self, node: Node, numbers: Mapping[Value, int], results: tuple[int, ...]
     ) -> Operation:
-        other = self._other[node]
+        twin = self._twins[node]
         if node.kind == "tensor":
             try:
                 find_operation(node.name)
             except ConfigError as error:
                 raise ConfigError(f"{node.module}: {error}; {OTHER_STRATEGY}") from None
-        write = lambda mine, its: self._write_argument(node, mine, its, numbers)  # noqa: E731
+
+        def write(argument: Any, twin_argument: Any) -> Any:
+            return self._write_argument(node, argument, twin_argument, numbers)
+
         keywords = {
-            name: write(value, other.keywords[name])
+            name: write(value, twin.keywords[name])
             for name, value in node.keywords.items()
             if name not in _IGNORED_KEYWORDS
         }
-        arguments = tuple(map(write, node.arguments, other.arguments))
+        arguments = tuple(map(write, node.arguments, twin.arguments))
         if node.name in ("view.default", "_unsafe_view.default"):
             # -1 would be ambiguous without rows.
-            shapes = (list(made.outputs[0].tensor.shape) for made in (node, other))
+            shapes = (list(made.outputs[0].tensor.shape) for made in (node, twin))
             arguments = (arguments[0], write(*shapes))
         return Operation(name=node.name, arguments=arguments, keywords=keywords, results=results)
 
-    def _write_argument(self, node: Node, mine: Any, its: Any, numbers: Mapping[Value, int]) -> Any:
-        if isinstance(mine, list | tuple):
-            pairs = zip(mine, its, strict=True)
-            return [self._write_argument(node, item, other, numbers) for item, other in pairs]
-        if isinstance(mine, Value):
-            return {"value": numbers[mine]}
-        if isinstance(mine, torch.dtype):
-            return {"dtype": _NAMES_OF_DTYPES[mine]}
-        if isinstance(mine, float) and not math.isfinite(mine):
-            return {"number": str(mine)}
-        if mine == its and (mine is None or isinstance(mine, bool | int | float | str)):
-            return mine
-        if isinstance(mine, int) and isinstance(its, int):
-            (times, rest), (other_times, other_rest) = map(divmod, (mine, its), self._sizes)
-            if times == other_times and not rest and not other_rest:
+    def _write_argument(
+        self, node: Node, argument: Any, twin_argument: Any, numbers: Mapping[Value, int]
+    ) -> Any:
+        if isinstance(argument, list | tuple):
+            pairs = zip(argument, twin_argument, strict=True)
+            return [self._write_argument(node, item, twin, numbers) for item, twin in pairs]
+        if isinstance(argument, Value):
+            return {"value": numbers[argument]}
+        if isinstance(argument, torch.dtype):
+            return {"dtype": _NAMES_OF_DTYPES[argument]}
+        if isinstance(argument, float) and not math.isfinite(argument):
+            return {"number": str(argument)}
+        if argument == twin_argument and (argument is None or isinstance(argument, bool | int | float | str)):
+            return argument
+        if isinstance(argument, int) and isinstance(twin_argument, int):
+            (times, rest), (twin_times, twin_rest) = map(divmod, (argument, twin_argument), self._sizes)
+            if times == twin_times and not rest and not twin_rest:
                 return {"rows": times}
         raise ConfigError(
-            f"{node.module} computes with the number of nodes or edges ({node.name}: {mine} on one graph, "
-            f"{its} on another), but a task has only some of the rows; remove it, {OTHER_STRATEGY}"
+            f"{node.module} computes with the number of nodes or edges ({node.name}: {argument} on one graph, "
+            f"{twin_argument} on another), but a task has only some of the rows; remove it, {OTHER_STRATEGY}"
         )
 
     def _write_constant(self, value: Value) -> Constant:
-        tensor, other = value.tensor, self._other_values[value].tensor
-        is_equal = tensor.shape == other.shape and torch.equal(tensor, other)
+        tensor, twin = value.tensor, self._twin_values[value].tensor
+        is_equal = tensor.shape == twin.shape and torch.equal(tensor, twin)
         if not is_equal or tensor.numel() > MAX_CONSTANT or tensor.dtype not in _NAMES_OF_DTYPES:
             raise ConfigError(
                 f"the model reads a tensor of shape {tuple(tensor.shape)} and {tensor.dtype} that is neither "
@@ -527,7 +534,7 @@ def capture_loss(loss: Loss, shape: tuple[int, ...], label: Slot, dtype: torch.d
         recording.add_input("labels", labels, "node")
         try:
             with torch.no_grad(), recording:
-                by_row: Tensor = vmap(partial(_loss_of_row, loss))(scores, labels)  # type: ignore[no-untyped-call]
+                by_row: Tensor = vmap(partial(_loss_of_row, loss))(scores, labels)
             mean = loss(scores, labels).detach()
         except MODEL_ERRORS as error:
             raise ConfigError(
@@ -542,8 +549,10 @@ def capture_loss(loss: Loss, shape: tuple[int, ...], label: Slot, dtype: torch.d
             )
         recordings.append(recording)
         results.append(recording.value_of(by_row))
-    piece = Piece("node", inputs=dict.fromkeys((value, "row") for value in recordings[0].inputs.values()))
-    others = pair_values(*recordings)
+    piece = TensorPiece(
+        "node", inputs=dict.fromkeys((value, "row") for value in recordings[0].inputs.values())
+    )
+    twins = pair_values(*recordings)
     needed = set(list_needed(results[0]))
     piece.nodes = [
         node
@@ -551,9 +560,7 @@ def capture_loss(loss: Loss, shape: tuple[int, ...], label: Slot, dtype: torch.d
         if node.outputs[0].per == "node" and not needed.isdisjoint(node.outputs)
     ]
     piece.outputs[results[0]] = None
-    return _BodyWriter(
-        others, dict(zip(recordings[0].nodes, recordings[1].nodes, strict=True)), piece
-    ).write()
+    return _BodyWriter(twins, dict(zip(recordings[0].nodes, recordings[1].nodes, strict=True)), piece).write()
 
 
 def _loss_of_row(loss: Loss, row: Tensor, label: Tensor) -> Tensor:
@@ -568,9 +575,11 @@ def pair_values(first: Recording, second: Recording) -> dict[Value, Value]:
             f"{OTHER_STRATEGY}"
         )
     return {
-        mine: its
-        for node, other in zip(first.nodes, second.nodes, strict=True)
-        for mine, its in zip([*node.inputs, *node.outputs], [*other.inputs, *other.outputs], strict=True)
+        value: twin_value
+        for node, twin in zip(first.nodes, second.nodes, strict=True)
+        for value, twin_value in zip(
+            [*node.inputs, *node.outputs], [*twin.inputs, *twin.outputs], strict=True
+        )
     }
 
 

@@ -269,17 +269,17 @@ class GraphServer:
         for index, step in enumerate(self.program.steps):
             if isinstance(step, Apply) and step.place == "once":
                 graph = self.part.graph
-                whole = slice(0, graph.num_local if step.per == "node" else len(graph.sources))
+                all_rows = slice(0, graph.num_local if step.per == "node" else len(graph.sources))
                 edges = slice(0, len(graph.sources))
                 inputs = [
                     self._rows_at(
-                        item.slot, item.end, slice(0, graph.num_own), whole if item.end == "row" else edges
+                        item.slot, item.end, slice(0, graph.num_own), all_rows if item.end == "row" else edges
                     )
                     for item in step.inputs
                 ]
                 work = TaskComputation(self.program, index, Direction.FORWARD, True)
                 keys = RowKeys(0, 0, torch.arange(0))
-                made = work.half([], inputs, whole.stop, keys)
+                made = work.half([], inputs, all_rows.stop, keys)
                 for slot, rows in zip(step.outputs, made.rows, strict=True):
                     self._rows[slot.name] = rows
 
@@ -562,9 +562,8 @@ class GraphServer:
         result = self._zeros(nodes.stop - nodes.start, step.output.name)
         of_edges = None if step.edges is None else self._rows[step.edges]
         if step.how != "sum":
-            rows, sources = (
-                (of_edges[edges], None) if step.source is None else (self._rows[step.source], graph.sources)
-            )
+            sources = None if step.source is None else graph.sources
+            rows = self._rows[step.edges or ""][edges] if step.source is None else self._rows[step.source]
             best = self._best[index][nodes]
             gather_extreme(graph.indptr, sources, rows, nodes.start, step.how == "max", result, best)
         elif step.source is None:
@@ -589,8 +588,8 @@ class GraphServer:
             degrees = np.diff(graph.indptr[nodes.start : nodes.stop + 1])
             of_edges = np.repeat(gradients, degrees, axis=0)
             if step.how != "sum":
-                taken = np.repeat(self._best[index][nodes], degrees, axis=0)
-                of_edges *= taken == np.arange(edges.start, edges.stop)[:, None]
+                best_edges = np.repeat(self._best[index][nodes], degrees, axis=0)
+                of_edges *= best_edges == np.arange(edges.start, edges.stop)[:, None]
         self._add_gradient(interval, step.edges, of_edges)
 
     def _collect(self, interval: int, step: Scatter) -> None:

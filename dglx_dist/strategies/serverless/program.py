@@ -31,10 +31,10 @@ _VERSION = 2
 Per: TypeAlias = Literal["node", "edge"]
 """Whether a row belongs to a node or to an in-edge."""
 End: TypeAlias = Literal["row", "source", "target"]
-"""Which row a step on edges reads: that of the edge, of its source, or of its target."""
+"""Row that a step on edges reads: that of the edge, of its source, or of its target."""
 How: TypeAlias = Literal["sum", "max", "min"]
 Place: TypeAlias = Literal["worker", "server", "once"]
-"""Where a tensor step runs: on workers, on the graph server, or there once, before the first epoch."""
+"""Place of a tensor step: workers, the graph server, or the graph server once, before the first epoch."""
 
 
 @final
@@ -92,7 +92,7 @@ class Scatter:
 @final
 @dataclass(frozen=True, kw_only=True)
 class Input:
-    """What a tensor step reads."""
+    """One input of a tensor step."""
 
     slot: _Name
     end: End = "row"

@@ -126,14 +126,14 @@ def _check_rows(step: Apply, rows: Mapping[str, Tensor], block: Any, weights: Ma
     ]
     for operation in step.body.operations:
         for number in operation.results:
-            whole = complete[number]
+            all_rows = complete[number]
             is_output = number in step.body.outputs
-            if whole.dim() == 0 or len(whole) != count or len(pieces[0][number]) != len(parts[0]):
+            if all_rows.dim() == 0 or len(all_rows) != count or len(pieces[0][number]) != len(parts[0]):
                 if is_output:
                     _refuse(step, operation.name)
                 continue
             ordered = torch.cat([piece[number] for piece in pieces])
-            if not torch.allclose(ordered, whole[order], rtol=1e-4, atol=1e-5, equal_nan=True):
+            if not torch.allclose(ordered, all_rows[order], rtol=1e-4, atol=1e-5, equal_nan=True):
                 _refuse(step, operation.name)
 
 

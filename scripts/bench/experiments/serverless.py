@@ -15,9 +15,13 @@ from dglx_dist.data.sources import load_dataset
 from dglx_dist.data.storage.columns import MANIFEST
 from dglx_dist.data.storage.reader import open_dataset
 from dglx_dist.data.synthetic import SyntheticConfig
-from dglx_dist.planner.costs.serverless import serverless_bytes
+from dglx_dist.graph.dist_graph import DistGraph
+from dglx_dist.planner.costs.serverless import PartSizes, serverless_bytes
 from dglx_dist.records import FEATURE, LABEL, NODE_TYPE, Array, NodeColumn, RawGraph, SparseRows
 from dglx_dist.strategies.serverless.cost import prices
+from dglx_dist.strategies.serverless.cut import capture
+from dglx_dist.strategies.serverless.options import read_lambda_options
+from dglx_dist.training.models import build_model
 from scripts.bench import data
 from scripts.bench.experiments.common import builds, bytes_quotient, clustered_graph, quotient
 from scripts.bench.records import PREDICTED_BYTES, BenchPlan, ExperimentPlan, Job, Ratio, Shape, Variant
@@ -275,14 +279,18 @@ def _predict_bytes(case: Case, folder: Path, size: Size, classes: int) -> dict[s
     manifest = open_dataset(folder).manifest
     halo = manifest.quality["halo_nodes"]
     assert isinstance(halo, Sequence)
-    return serverless_bytes(
-        widths=(size.features, size.hidden, classes),
+    sizes = PartSizes(
         nodes=sum(manifest.num_nodes(kind) for kind in manifest.node_types),
-        ghosts=sum(int(count) for count in halo),
+        edges=sum(manifest.num_edges(kind) for kind in manifest.edge_types),
+        pairs=sum(int(count) for count in halo),
         intervals=SERVERS * size.intervals,
-        fusion=bool(case.options.get("fusion", True)),
-        rematerialise=bool(case.options.get("rematerialise", True)),
+        remote_intervals=(SERVERS - 1) * size.intervals,
     )
+    # Its degrees are asked for by name only while a model is captured.
+    graph = object.__new__(DistGraph)
+    model = build_model("gcn", size.features, size.hidden, classes, 2, 0.0, graph=graph)
+    options = read_lambda_options(case.options)
+    return serverless_bytes(capture(model, size.features).program, sizes, options)
 
 
 _SHARES = (0.66, 0.10)

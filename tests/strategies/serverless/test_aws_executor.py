@@ -11,20 +11,20 @@ import pytest
 
 from dglx_dist.cli.train_job import train_dataset
 from dglx_dist.errors import ConfigError, PeerError, RemoteError
-from dglx_dist.strategies.serverless.aws import clients, package
+from dglx_dist.strategies.serverless.aws import clients
 from dglx_dist.strategies.serverless.aws.clients import Place, is_amazon
 from dglx_dist.strategies.serverless.aws.deploy import try_function
 from dglx_dist.strategies.serverless.aws.executor import AwsExecutor, read_report
 from dglx_dist.strategies.serverless.executors.base import EXECUTORS, ExecutorContext, Invocation, Lost
 from dglx_dist.training.config import TrainConfig
+from tests.helpers.functions_service import REGION, Function, FunctionsService
+from tests.helpers.images import write_image
+from tests.strategies import equality
 
-from ..helpers.functions_service import REGION, Function, FunctionsService
-from ..helpers.zips import write_zip
-from ..strategies import equality
 from .programs import gcn
 from .servers import Bench, keys_of, serve, until
 
-NAME, LAYER = "dglx-worker", f"arn:aws:lambda:{REGION}:123456789012:layer:numpy-pyzmq:1"
+NAME = "dglx-worker"
 
 
 @pytest.fixture(autouse=True)
@@ -37,17 +37,10 @@ def credentials(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(scope="module")
-def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FunctionsService]:
-    """One service with one function for all tests: its first container takes the longest.
-
-    NumPy and pyzmq are in a layer, so that 15 MB are neither packed nor unpacked.
-    """
-    code = tmp_path_factory.mktemp("package") / "worker.zip"
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(package, "LIBRARIES", {})
-        package.write_zip(code)
+def service(worker_package: Path) -> Iterator[FunctionsService]:
+    """One service with one function for all tests: its first container takes the longest."""
     with FunctionsService() as running:
-        running.add(NAME, code.read_bytes(), Layers=[{"Arn": LAYER}])
+        running.add(NAME, worker_package)
         yield running
 
 
@@ -125,15 +118,10 @@ def test_task_of_a_dead_container_runs_in_another(service: FunctionsService) -> 
     bench.check(key)
 
 
-def ours(folder: Path, code: str) -> bytes:
-    return write_zip(folder, code, name="ours.py").read_bytes()
-
-
 def test_the_trial_shows_why_a_function_fails(service: FunctionsService, tmp_path: Path) -> None:
     service.add(
         "other",
-        ours(tmp_path, "def handler(event, context): raise OSError('no memory')\n"),
-        Handler="ours.handler",
+        write_image(tmp_path, "def handler(event, context): raise OSError('no memory')\n"),
     )
     with pytest.raises(RemoteError, match="no memory"):
         try_function("other", Place(endpoint_url=service.url), lambda _: None)
@@ -180,7 +168,7 @@ def test_dollars_are_simulated_wherever_the_address_comes_from(
 def test_an_event_that_aws_does_not_take_is_lost_at_once(service: FunctionsService, tmp_path: Path) -> None:
     bench = Bench(gcn(), [7])
     (key, *_) = keys_of(bench.program)
-    service.add("gone", ours(tmp_path, ""), Handler="ours.handler")
+    service.add("gone", write_image(tmp_path, ""))
     with serve(bench), executor(service, function="gone", read_log=False) as running:
         service.discard(service.functions.pop("gone"))
         running.invoke(bench.task(key).to_event())

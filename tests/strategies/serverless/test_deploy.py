@@ -16,16 +16,13 @@ from moto import mock_aws
 
 import dglx_dist
 from dglx_dist.errors import ConfigError
-from dglx_dist.strategies.serverless.aws import clients as bounds
 from dglx_dist.strategies.serverless.aws import deploy as made
-from dglx_dist.strategies.serverless.aws.clients import HANDLER, Deployment, Place
-from dglx_dist.strategies.serverless.aws.deploy import Changes, compiled_of, runtime_for, what_aws_lacks
-
-from ..helpers.zips import write_zip
+from dglx_dist.strategies.serverless.aws.clients import Deployment, Place
+from dglx_dist.strategies.serverless.aws.deploy import Changes
 
 NAME, REGION = "dglx-worker", "eu-west-1"
-NEW_CODE = ["update the code of dglx-worker", "wait until dglx-worker is updated"]
-RUNTIME = f"python3.{sys.version_info.minor}"
+REGISTRY = "123456789012.dkr.ecr.eu-west-1.amazonaws.com"
+IMAGE, SECOND = f"{REGISTRY}/dglx-worker:1", f"{REGISTRY}/dglx-worker:2"
 PLACE = Place(region=REGION)
 """One for all tests: each new one reads boto3's descriptions of the services again."""
 
@@ -50,8 +47,10 @@ def aws(mock_service: Any, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def deployment(tmp_path: Path) -> Deployment:
-    return Deployment(name=NAME, package=write_zip(tmp_path), place=PLACE)
+def deployment(monkeypatch: pytest.MonkeyPatch) -> Deployment:
+    # moto then does not look for images in a registry.
+    monkeypatch.setenv("MOTO_LAMBDA_STUB_ECR", "true")
+    return Deployment(name=NAME, image=IMAGE, place=PLACE)
 
 
 @functools.cache
@@ -86,10 +85,10 @@ def test_a_function_is_made_with_its_role_and_the_second_time_nothing_is_done(de
     assert message[0] == "create the role dglx-worker-role"
     assert message[1] == "let the role dglx-worker-role use AWSLambdaBasicExecutionRole"
     assert message[2].startswith(
-        f"create the function dglx-worker: memory 192 MB, time-out 60 s, runtime {RUNTIME}"
+        f"create the function dglx-worker: memory 1024 MB, time-out 60 s, image {IMAGE}"
     )
     record = settings()
-    assert (record["Handler"], record["MemorySize"], record["Timeout"]) == (HANDLER, 192, 60)
+    assert (record["PackageType"], record["MemorySize"], record["Timeout"]) == ("Image", 1024, 60)
     assert record["Role"].endswith(":role/dglx-worker-role")
     events = client("lambda").get_function_event_invoke_config(FunctionName=NAME)
     assert events["MaximumRetryAttempts"] == 0
@@ -98,16 +97,16 @@ def test_a_function_is_made_with_its_role_and_the_second_time_nothing_is_done(de
     assert do(deployment) == []
 
 
-def test_only_differing_settings_are_updated(deployment: Deployment, tmp_path: Path) -> None:
+def test_only_differing_settings_are_updated(deployment: Deployment) -> None:
     do(deployment)
-    first = settings()["CodeSha256"]
     message = do(replace(deployment, memory_mb=512, timeout_s=30))
     assert message == ["update MemorySize, Timeout of dglx-worker", "wait until dglx-worker is updated"]
-    assert (settings()["MemorySize"], settings()["Timeout"], settings()["CodeSha256"]) == (512, 30, first)
-    write_zip(tmp_path, "second")
-    message = do(replace(deployment, memory_mb=512, timeout_s=30))
-    assert [text.split(" (")[0] for text in message] == NEW_CODE
-    assert settings()["CodeSha256"] != first
+    assert (settings()["MemorySize"], settings()["Timeout"]) == (512, 30)
+    message = plan(replace(deployment, memory_mb=512, timeout_s=30, image=SECOND))
+    assert message == [f"update the image of dglx-worker to {SECOND}", "wait until dglx-worker is updated"]
+    # The processor is a part of the image.
+    message = plan(replace(deployment, memory_mb=512, timeout_s=30, architecture="arm64"))
+    assert message[0] == f"update the image of dglx-worker to {IMAGE}"
 
 
 def test_a_function_in_a_vpc_may_have_network_cards_there(deployment: Deployment) -> None:
@@ -147,14 +146,6 @@ def test_a_given_role_is_used_and_never_touched(deployment: Deployment) -> None:
     assert [list_role["RoleName"] for list_role in client("iam").list_roles()["Roles"]] == ["mine"]
 
 
-def test_a_package_larger_than_aws_accepts_is_refused(
-    deployment: Deployment, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(bounds, "MAX_DIRECT_BYTES", 10)
-    with pytest.raises(ConfigError, match="AWS accepts 10 B; package fewer stages"):
-        replace(deployment)
-
-
 def test_everything_that_was_made_is_removed_and_nothing_else(deployment: Deployment) -> None:
     do(deployment)
     client("logs").create_log_group(logGroupName=f"/aws/lambda/{NAME}")
@@ -180,9 +171,8 @@ def test_resources_of_others_are_left_alone(deployment: Deployment) -> None:
     with pytest.raises(ConfigError, match="not made for the function dglx-worker"):
         plan(deployment)
     arn = iam.get_role(RoleName="dglx-worker-role")["Role"]["Arn"]
-    code = {"ZipFile": deployment.package.read_bytes()}
     client("lambda").create_function(
-        FunctionName=NAME, Runtime="python3.12", Role=arn, Handler="a.b", Code=code
+        FunctionName=NAME, PackageType="Image", Role=arn, Code={"ImageUri": IMAGE}
     )
     for attempt in (lambda: plan(replace(deployment, role=arn)), plan_removal):
         with pytest.raises(ConfigError, match="was not made by dglx"):
@@ -210,13 +200,6 @@ def test_a_function_that_aws_is_still_at_work_on_is_waited_for(
         monkeypatch.setattr(made, "_own_function", lambda _client, _name, there=there: there)
         assert plan(deployment) == [f"wait until dglx-worker is {waits}"]
         assert plan(replace(deployment, memory_mb=512))[0] == f"wait until dglx-worker is {waits}"
-
-
-def test_another_processor_is_a_change_of_the_code(deployment: Deployment) -> None:
-    """Without libraries a package is the same for both."""
-    do(deployment)
-    # moto does not change it.
-    assert [text.split(" (")[0] for text in plan(replace(deployment, architecture="arm64"))] == NEW_CODE
 
 
 def test_a_role_that_is_not_known_yet_is_waited_for(
@@ -261,7 +244,7 @@ def test_function_that_cannot_be_used_is_an_error(
         ({"timeout_s": 901}, "1 to 900"),
         ({"subnets": ("subnet-1",)}, "needs both"),
         ({"architecture": "sparc"}, "x86_64, arm64"),
-        ({"package": Path("absent.zip")}, "dglx lambda package"),
+        ({"image": "dglx-worker"}, "is no image; build one with `dglx lambda image`"),
     ],
 )
 def test_settings_that_aws_does_not_take_are_refused(
@@ -269,24 +252,6 @@ def test_settings_that_aws_does_not_take_are_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=told):
         replace(deployment, **change)
-
-
-def test_a_package_must_fit_its_runtime(deployment: Deployment, tmp_path: Path) -> None:
-    """NumPy 2 needs glibc 2.27, and AWS's Python 3.11 stands on Amazon Linux 2 with 2.26."""
-    assert runtime_for(deployment, on_aws=True) == RUNTIME
-    old = write_zip(tmp_path, "\0GLIBC_2.5\0GLIBC_2.27\0", name="numpy/x.cpython-311-x86_64-linux-gnu.so")
-    assert compiled_of(old) == (11, "x86_64", 27)
-    with pytest.raises(ConfigError, match=r"needs glibc 2.27 .* has 2.26; .*--python 3.12"):
-        runtime_for(deployment, on_aws=True)
-    assert runtime_for(deployment, on_aws=False) == "python3.11"
-    new = write_zip(tmp_path, "\0GLIBC_2.27\0", name="numpy/x.cpython-312-aarch64-linux-gnu.so")
-    assert what_aws_lacks(new) == ""
-    with pytest.raises(ConfigError, match="made for arm64"):
-        runtime_for(deployment, on_aws=True)
-    assert runtime_for(replace(deployment, architecture="arm64"), on_aws=True) == "python3.12"
-    old.write_text("no zip")
-    with pytest.raises(ConfigError, match="is not a package"):
-        runtime_for(deployment, on_aws=True)
 
 
 def test_boto3_is_asked_for_when_it_is_needed_and_nowhere_else(monkeypatch: pytest.MonkeyPatch) -> None:
