@@ -142,6 +142,9 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
         overload = operation._overloadname
         if name in _UNINITIALISED:
             name, overload = _UNINITIALISED[name], "default"
+        if not any(isinstance(leaf, Tensor) for leaf in tree_leaves([args, keywords])):
+            # A worker may have another default dtype.
+            keywords = {**keywords, "dtype": result.dtype}
         self._add("tensor", f"{name}.{overload}", args, keywords, result)
         return result
 
@@ -434,7 +437,8 @@ def find_call(model: nn.Module, features: int, edge_columns: Mapping[str, Slot])
             return _find_number_of_blocks(partial(call, on_blocks=on_blocks), model)
         except ConfigError as error:
             errors.append(error)
-    raise errors[0]
+    # DGL's own checks tell that a layer takes no blocks.
+    raise errors[isinstance(errors[0].__cause__, AssertionError | dgl.DGLError)]
 
 
 def _find_number_of_blocks(make_call: Callable[..., ModelCall], model: nn.Module) -> ModelCall:

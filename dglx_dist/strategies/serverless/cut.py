@@ -441,7 +441,7 @@ class _BodyWriter:
             if times == twin_times and not rest and not twin_rest:
                 return {"rows": times}
         raise ConfigError(
-            f"{node.module} computes with the number of nodes or edges ({node.name}: {argument} on one graph, "
+            f"{node.module} computes with a number of the graph ({node.name}: {argument} on one graph, "
             f"{twin_argument} on another), but a task has only some of the rows; remove it, {OTHER_STRATEGY}"
         )
 

@@ -31,9 +31,17 @@ from dglx_dist.strategies.serverless.program import Program
 from dglx_dist.strategies.serverless.tasks import TaskKey
 from dglx_dist.strategies.serverless.tensor_program import RowKeys, drop_rows
 from dglx_dist.strategies.serverless.trainer import Engine
-from tests.strategies.serverless.programs import MODELS, NUM_TRAIN, make_model, make_program
+from tests.strategies.serverless.programs import (
+    CONVOLUTIONS,
+    MODELS,
+    NUM_TRAIN,
+    ON_GRAPHS,
+    double_by_default,
+    make_model,
+    make_program,
+)
 
-PROGRAMS = {name: functools.partial(make_program, name) for name in MODELS}
+PROGRAMS = {name: functools.partial(make_program, name) for name in (*MODELS, *CONVOLUTIONS)}
 LR = 0.05
 
 
@@ -83,10 +91,13 @@ class Case:
         ends = np.repeat(np.arange(self.num_nodes), np.diff(self.indptr)), self.sources
         return np.bincount(ends[name == "out_degrees"], minlength=self.num_nodes)[:, None]
 
-    def block(self) -> Any:
-        """The whole graph as one block."""
+    def block(self, name: str) -> Any:
+        """The whole graph as one block, or as a graph for models that take only those."""
         targets = np.repeat(np.arange(self.num_nodes), np.diff(self.indptr))
-        block = dgl.create_block((self.sources, targets), self.num_nodes, self.num_nodes)
+        if name in ON_GRAPHS:
+            block = dgl.graph((self.sources, targets), num_nodes=self.num_nodes)
+        else:
+            block = dgl.create_block((self.sources, targets), self.num_nodes, self.num_nodes)
         block.edata["w"] = torch.from_numpy(self.weights)
         return block
 
@@ -145,14 +156,18 @@ def plain_run(
     def drop(rows: torch.Tensor, probability: float) -> torch.Tensor:
         return drop_rows(rows, probability, MODULES + next(drops), RowKeys(0, epoch, torch.arange(len(rows))))
 
-    model.load_state_dict({key: torch.tensor(value) for key, value in weights.items()})
+    model.load_state_dict({key: torch.tensor(value) for key, value in weights.items()}, strict=False)
     model.zero_grad()
-    with InterceptedDropout(drop):
-        scores = model([graph.block()] * (3 if name == "dropping" else 2), torch.tensor(graph.x))
+    with double_by_default(), InterceptedDropout(drop):
+        scores = model([graph.block(name)] * (3 if name == "dropping" else 2), torch.tensor(graph.x))
     has_label, labels = graph.labels >= 0, torch.from_numpy(graph.labels).long()
     loss = cross_entropy(scores[has_label], labels[has_label], reduction="sum")
     (loss / num_train).backward()
-    gradients = {key: parameter.grad.numpy().copy() for key, parameter in model.named_parameters()}
+    gradients = {
+        key: parameter.grad.numpy().copy()
+        for key, parameter in model.named_parameters()
+        if parameter.grad is not None
+    }
     correct = int((scores.argmax(1) == labels)[has_label].sum())
     return PlainRun(loss.item(), correct, gradients)
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import dgl
@@ -94,6 +95,54 @@ class Dropping(nn.Module):
         return result
 
 
+class Stack(nn.Module):
+    """Two convolutions with an activation and dropout between them; heads are flattened, then averaged."""
+
+    def __init__(self, first: nn.Module, second: nn.Module, *edge_data: str) -> None:
+        super().__init__()
+        self.layers, self.dropout = nn.ModuleList([first, second]), nn.Dropout(0.3)
+        self.edge_data = edge_data
+
+    def forward(self, blocks: Sequence[Any], h: Tensor) -> Tensor:
+        h = self.layers[0](blocks[0], h, *self.read_edges(blocks[0])).flatten(1)
+        h = self.layers[1](blocks[1], self.dropout(elu(h)), *self.read_edges(blocks[1]))
+        return h.mean(1) if h.dim() == 3 else h
+
+    def read_edges(self, block: Any) -> list[Tensor]:
+        weights = block.edata["w"]
+        values = {"w": weights, "type": (weights[:, 0] > 0.5).long()}
+        return [values[name] for name in self.edge_data]
+
+
+class Jumping(nn.Module):
+    """A model of a user's own: an MLP between layers, a gate, and jumping knowledge."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = dgl.nn.SAGEConv(FEATURES, 6, "mean")
+        self.mlp = nn.Sequential(nn.Linear(6, 8), nn.GELU(), nn.Dropout(0.4), nn.Linear(8, 6))
+        self.second = dgl.nn.SAGEConv(6, 6, "gcn")
+        self.norm, self.gate, self.head = nn.LayerNorm(6), nn.GRUCell(6, 6), nn.Linear(12, CLASSES)
+
+    def forward(self, blocks: Sequence[Any], h: Tensor) -> Tensor:
+        first = self.mlp(self.first(blocks[0], h))
+        second = self.gate(self.norm(self.second(blocks[1], first)), first)
+        result: Tensor = self.head(torch.cat([first, second], 1))
+        return result
+
+
+class Hops(nn.Module):
+    """Layers of DGL that make several hops in one call, on whole graphs only."""
+
+    def __init__(self, layer: nn.Module, width: int) -> None:
+        super().__init__()
+        self.before, self.layer, self.after = nn.Linear(FEATURES, width), layer, nn.Linear(width, CLASSES)
+
+    def forward(self, graphs: Sequence[Any], h: Tensor) -> Tensor:
+        result: Tensor = self.after(torch.tanh(self.layer(graphs[0], self.before(h))))
+        return result
+
+
 class Linear(nn.Module):
     """Two linear layers around one sum."""
 
@@ -106,13 +155,58 @@ class Linear(nn.Module):
         return result
 
 
+FREE = {"allow_zero_in_degree": True}
 MODELS: dict[str, Callable[[], nn.Module]] = {"gcn": Gcn, "sage": Sage, "gat": Gat, "dropping": Dropping}
+"""Models that are tried with every number of servers and intervals."""
+CONVOLUTIONS: dict[str, Callable[[], nn.Module]] = {
+    "GraphConv": lambda: Stack(dgl.nn.GraphConv(FEATURES, 4, **FREE), dgl.nn.GraphConv(4, CLASSES, **FREE)),
+    "SAGEConv": lambda: Stack(dgl.nn.SAGEConv(FEATURES, 4, "gcn"), dgl.nn.SAGEConv(4, CLASSES, "pool")),
+    "GATv2Conv": lambda: Stack(
+        dgl.nn.GATv2Conv(FEATURES, 2, 3, 0.2, 0.3, **FREE),
+        dgl.nn.GATv2Conv(6, CLASSES, 2, residual=True, **FREE),
+    ),
+    "GINConv": lambda: Stack(
+        dgl.nn.GINConv(
+            nn.Sequential(nn.Linear(FEATURES, 6), nn.ReLU(), nn.Linear(6, 4)), "sum", learn_eps=True
+        ),
+        dgl.nn.GINConv(nn.Linear(4, CLASSES), "max"),
+    ),
+    "EdgeConv": lambda: Stack(dgl.nn.EdgeConv(FEATURES, 4, **FREE), dgl.nn.EdgeConv(4, CLASSES, **FREE)),
+    "DotGatConv": lambda: Stack(
+        dgl.nn.DotGatConv(FEATURES, 2, 2, **FREE), dgl.nn.DotGatConv(4, CLASSES, 2, **FREE)
+    ),
+    "NNConv": lambda: Stack(
+        dgl.nn.NNConv(FEATURES, 4, nn.Linear(1, 4 * FEATURES), "mean"),
+        dgl.nn.NNConv(4, CLASSES, nn.Sequential(nn.Linear(1, 4 * CLASSES), nn.Tanh()), "max"),
+        "w",
+    ),
+    "RelGraphConv": lambda: Stack(
+        dgl.nn.RelGraphConv(FEATURES, 4, 2, "basis", 2), dgl.nn.RelGraphConv(4, CLASSES, 2), "type"
+    ),
+    "a model of one's own": Jumping,
+    "APPNPConv": lambda: Hops(dgl.nn.APPNPConv(3, 0.2, edge_drop=0.3), 4),
+    "GatedGraphConv": lambda: Hops(dgl.nn.GatedGraphConv(4, 4, 2, 1), 4),
+    "TAGConv": lambda: Hops(dgl.nn.TAGConv(4, 4, 2), 4),
+}
+"""Models that are tried once."""
+ON_GRAPHS = ("APPNPConv", "GatedGraphConv", "TAGConv")
+
+
+@contextmanager
+def double_by_default() -> Iterator[None]:
+    """APPNPConv makes weights of edges of the default dtype."""
+    torch.set_default_dtype(torch.float64)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(torch.float32)
 
 
 @functools.cache
 def make_model(name: str) -> nn.Module:
     torch.manual_seed(1)
-    return MODELS[name]().double()
+    with double_by_default():
+        return {**MODELS, **CONVOLUTIONS}[name]().double()
 
 
 def program_of(model: nn.Module, features: int = FEATURES, num_train: int = NUM_TRAIN) -> Program:
@@ -121,7 +215,9 @@ def program_of(model: nn.Module, features: int = FEATURES, num_train: int = NUM_
 
 @functools.cache
 def make_program(name: str) -> Program:
-    return program_of(make_model(name))
+    model = make_model(name)
+    with double_by_default():
+        return program_of(model)
 
 
 @functools.cache

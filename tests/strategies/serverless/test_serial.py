@@ -13,7 +13,7 @@ from dglx_dist.strategies.serverless.parameter_server import ParameterServer
 from tests.helpers import wide
 
 from . import cases
-from .programs import gcn
+from .programs import CONVOLUTIONS, MODELS, gcn
 from .serial_scheduler import Choice, Event, SerialScheduler, choose_randomly, first_come
 
 
@@ -49,7 +49,14 @@ def check_equal_to_plain(
         assert sum(statistics[1] for statistics in results) == correct
 
 
-@pytest.mark.parametrize("name", cases.PROGRAMS)
+@pytest.mark.parametrize("name", CONVOLUTIONS)
+@pytest.mark.parametrize("edge_tasks", ["workers", "servers"])
+def test_any_convolution_is_plain_training(name: str, edge_tasks: str) -> None:
+    trained = train(name, 3, 2, choose_randomly(5), epochs=3, parameter_servers=2, edge_tasks=edge_tasks)
+    check_equal_to_plain(name, *trained, 3)
+
+
+@pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("graph_servers", cases.STARTS)
 @pytest.mark.parametrize(("intervals", "parameter_servers"), [(1, 1), (3, 3), (7, 2)])
 def test_pipe_is_plain_training(
@@ -76,7 +83,7 @@ def test_twenty_epochs_or_a_hundred_intervals_equal_plain_training(
     check_equal_to_plain(name, *trained, epochs)
 
 
-@pytest.mark.parametrize("name", cases.PROGRAMS)
+@pytest.mark.parametrize("name", [*MODELS, "EdgeConv", "NNConv"])
 def test_async_without_staleness_in_order_is_pipe_to_the_bit(name: str) -> None:
     results = []
     for mode, choose in (("pipe", choose_randomly(1)), ("pipe", first_come), ("async", first_come)):
@@ -85,7 +92,7 @@ def test_async_without_staleness_in_order_is_pipe_to_the_bit(name: str) -> None:
     assert results[0] == results[1] == results[2]
 
 
-@pytest.mark.parametrize("name", ["gat", "dropping"])
+@pytest.mark.parametrize("name", ["gat", "dropping", "NNConv", "a model of one's own"])
 def test_options_and_modes_change_no_bit(name: str) -> None:
     results = []
     for fusion, rematerialise, mode in itertools.product((True, False), (True, False), ("pipe", "no_pipe")):
