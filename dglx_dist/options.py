@@ -63,9 +63,9 @@ def between(least: float, most: float) -> Check:
     return Check(lambda value: least <= value <= most, f"from {least:g} to {most:g}")
 
 
-def one_of(*known: str) -> Check:
+def one_of(*choices: str) -> Check:
     """Return a check for one of several words."""
-    return Check(lambda value: value in known, f"{', '.join(known[:-1])} or {known[-1]}")
+    return Check(lambda value: value in choices, f"{', '.join(choices[:-1])} or {choices[-1]}")
 
 
 @dataclass(frozen=True, kw_only=True)

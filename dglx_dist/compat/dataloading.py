@@ -104,8 +104,8 @@ class DistDataLoader(_Epochs):
         weight = self._session.topology.world_size if schedule is self._own else 1
 
         def make(step: int) -> Any:
-            chosen = order[schedule.slice_seeds(step)].tolist()
-            return self.collate_fn([_item(self.dataset[at]) for at in chosen])
+            positions = order[schedule.slice_seeds(step)].tolist()
+            return self.collate_fn([_item(self.dataset[at]) for at in positions])
 
         steps = range(schedule.num_steps)
         try:

@@ -60,8 +60,8 @@ def is_on_torch_path(device: torch.device | str) -> bool:
 
     Raises ConfigError if DGLX_MESSAGE_PASSING is neither ``torch`` nor ``dgl``.
     """
-    chosen = _read_choice()
-    return torch.device(device).type != "cpu" if chosen is None else chosen == "torch"
+    choice = _read_choice()
+    return torch.device(device).type != "cpu" if choice is None else choice == "torch"
 
 
 def _read_choice() -> str | None:
@@ -457,8 +457,8 @@ def edge_softmax_hetero(index: TorchIndex, eids: Any, norm_by: str, *scores: Row
     out: list[Rows] = [None] * len(scores)
     for etypes in etypes_by_type.values():
         segments = [index.relations[etype].by_dst for etype in etypes]
-        given = torch.cat([rows for e in etypes if (rows := scores[e]) is not None])
-        shares = _softmax(given, _join_segments(segments))
+        all_scores = torch.cat([rows for e in etypes if (rows := scores[e]) is not None])
+        shares = _softmax(all_scores, _join_segments(segments))
         parts = torch.split(shares, [segment.num_edges for segment in segments])
         for etype, part in zip(etypes, parts, strict=True):
             out[etype] = part

@@ -162,9 +162,9 @@ def _threshold(probability: float) -> np.uint64:
     return np.uint64(round(probability * (1 << 32)))
 
 
-def _scale_mask(kept: Tensor, probability: float, like: Tensor) -> Tensor:
+def _scale_mask(is_kept: Tensor, probability: float, like: Tensor) -> Tensor:
     scale = 1 / (1 - probability) if probability < 1 else 0.0
-    return kept.to(like.device, like.dtype).mul_(scale)
+    return is_kept.to(like.device, like.dtype).mul_(scale)
 
 
 @njit(cache=True, nogil=True)

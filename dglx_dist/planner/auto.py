@@ -232,10 +232,10 @@ def choose_in_job(model: nn.Module, g: DistGraph, training: Training) -> Choice:
         advance(1)
         for line in choice.lines():
             advance.say(line)
-    chosen = choice.chosen_prediction
-    if chosen is None:
+    prediction = choice.chosen_prediction
+    if prediction is None:
         raise ConfigError(f"{choice.why[0]} With auto, use the option memory=.")
-    candidate = chosen.candidate
+    candidate = prediction.candidate
     session.adopt(candidate.strategy, candidate.options)
     if candidate.cache is not None and draws is not None:
         _use_cache(g, candidate, draws.fanouts, draws.batch_size)

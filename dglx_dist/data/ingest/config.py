@@ -282,9 +282,9 @@ def _parse_feature(entry: Fields) -> FeatureSpec:
     transform = form.optional("name", form.nonempty_text, "")
     keys = TRANSFORMS.get(transform, ())
     if not keys:
-        supported = ", ".join(TRANSFORMS)
         raise entry.error(
-            f"transform {transform!r} is not supported (supported: {supported}); apply it to the table beforehand"
+            f"transform {transform!r} is not supported (supported: {', '.join(TRANSFORMS)}); apply it to the "
+            "table beforehand"
         )
     form.reject_unknown(("name", *keys))
     settings = {key: form.raw_value(key) for key in keys if form.has(key)}
