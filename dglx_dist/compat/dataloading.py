@@ -231,7 +231,8 @@ class DistEdgeDataLoader(_Loader):
         sampling = kwargs.pop("g_sampling", None)
         if sampling is not None and inner_graph(sampling) is not inner:
             raise ConfigError("g_sampling is not the graph of the edges, which is sampled. Leave it out.")
-        options, opened = {**_options(kwargs, device), **_edge_options(g, inner, kwargs)}, _open(inner)
+        options = {**_options(kwargs, device), **_edge_options(g, inner, kwargs)}
+        opened = _open(inner)
         ours = map_each_type(find_our_edges, inner, eids)
         super().__init__(opened, opened.edge_loader(ours, graph_sampler, **options), options)
 

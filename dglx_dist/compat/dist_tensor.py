@@ -349,10 +349,8 @@ def inner_tensor(value: object) -> object:
 
 def _by_our_ids(init: InitRows, policy: InnerPolicy | None, shape: Sequence[int]) -> InitRows:
     def init_rows(local_shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        row_policy, rows = (
-            policy or get_opened_graph().find_policy_of_length(shape[0]),
-            init(local_shape, dtype),
-        )
+        row_policy = policy or get_opened_graph().find_policy_of_length(shape[0])
+        rows = init(local_shape, dtype)
         ids = get_edge_ids(row_policy.store, row_policy.type_name)
         return rows if ids is None else rows[torch.from_numpy(ids.source.copy())]
 

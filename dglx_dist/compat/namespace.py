@@ -274,7 +274,8 @@ def _rebind(package: ModuleType, undo: ExitStack) -> None:
     names = {name: value for name, value in build_replacements().items() if not isinstance(value, ModuleType)}
     for name, value in names.items():
         _set(package, name, value, undo)
-    inside, outside = {**names, **_OPTIMIZERS}, {name: SUPPORTED[name] for name in _LOADER_NAMES}
+    inside = {**names, **_OPTIMIZERS}
+    outside = {name: SUPPORTED[name] for name in _LOADER_NAMES}
     for path, module in list(sys.modules.items()):
         if path.startswith((f"{NAME}.", "dgl.dataloading.")):
             replacements = inside if path.startswith(f"{NAME}.") else outside

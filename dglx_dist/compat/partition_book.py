@@ -58,7 +58,8 @@ class RangePartitionBook(GraphPartitionBook, of=PartitionBook):
             raise ConfigError("a book needs node types and edge types. Pass ntypes and etypes.")
         nodes, nodes_unusual = _bounds(node_map, ntypes, num_parts)
         edges, edges_unusual = _bounds(edge_map, etypes, num_parts)
-        self.inner, self._unusual = PartitionBook(nodes, edges, part_id), nodes_unusual or edges_unusual
+        self.inner = PartitionBook(nodes, edges, part_id)
+        self._unusual = nodes_unusual or edges_unusual
         if self._unusual:
             names = "map_to_per_ntype", "map_to_per_etype", "map_to_homo_nid", "map_to_homo_eid"
             vars(self).update(dict.fromkeys(names, self._refuse_homogeneous))

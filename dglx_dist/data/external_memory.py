@@ -342,7 +342,8 @@ def sort_edges(
     """
     record = edges.record
     edge_bytes = record.itemsize + _KEY_BYTES + max(record[name].itemsize for name in record.names or ())
-    width, step = (max(-(-edges.num_destinations // _SLOTS), 1), max(1, budget.bucket // edge_bytes))
+    width = max(-(-edges.num_destinations // _SLOTS), 1)
+    step = max(1, budget.bucket // edge_bytes)
     counts = _count_slots(edges, width, step, advance)
     _check_fits(counts, width, edge_bytes, budget)
     ranks = ranks or Ranks()
@@ -636,10 +637,8 @@ def open_workspace(
 
 @contextmanager
 def _claim_folder(folder: Path, settings: Mapping[str, object]) -> Iterator[None]:
-    file_systems, resolved = (
-        {path.mountpoint: path.fstype for path in psutil.disk_partitions(all=True)},
-        folder.resolve(),
-    )
+    file_systems = {path.mountpoint: path.fstype for path in psutil.disk_partitions(all=True)}
+    resolved = folder.resolve()
     file_system = next(
         (file_systems[str(path)] for path in (resolved, *resolved.parents) if str(path) in file_systems), None
     )

@@ -294,10 +294,8 @@ def _read_columns(
     for name, array in arrays.items():
         if name in _STRUCTURE:
             continue
-        count, is_of_edges = (
-            len(array) if array.ndim else -1,
-            name == EDGE_VALUES or name.startswith("edge_"),
-        )
+        count = len(array) if array.ndim else -1
+        is_of_edges = name == EDGE_VALUES or name.startswith("edge_")
         is_of_nodes = name.startswith("node_") or name in _REQUIRED_LENGTH
         is_counted = "num_nodes" in arrays or "num_entities" in arrays
         if count == num_edges == num_nodes and not (is_of_edges or is_of_nodes):

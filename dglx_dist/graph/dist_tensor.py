@@ -531,7 +531,8 @@ class DistTensor(Shared):
         column = self._column
         if not attach:
             raise ConfigError(f"there is already a tensor {self._name!r}. Choose another name.")
-        present, requested = describe(column.info, column.bounds), describe(info, self.part_policy.bounds)
+        present = describe(column.info, column.bounds)
+        requested = describe(info, self.part_policy.bounds)
         if present != requested:
             raise ConfigError(f"the tensor {self._name!r} is {present}, not {requested}. Use another name.")
         if init is not None and not column.writable:

@@ -353,7 +353,8 @@ class PartitionedStructure(Structure):
         super().__init__(etype, manifest.num_nodes(etype[0]), shards)
         self._node_bounds = placement.server_offsets(node_offsets)
         self._edge_bounds = placement.server_offsets(edge_offsets)
-        self.num_destinations, self.num_edges = int(self._node_bounds[-1]), int(self._edge_bounds[-1])
+        self.num_destinations = int(self._node_bounds[-1])
+        self.num_edges = int(self._edge_bounds[-1])
         self._session = session
         self._placement = placement
         self._label = f"{label}.{':'.join(etype)}"

@@ -151,7 +151,8 @@ def remove_empty_types(graph: dgl.DGLGraph) -> dgl.DGLGraph:
         kept_relations = tuple(index.relations[number] for number in numbers)
         TorchIndex.from_relations(reduced_index, kept_relations, index.device)
     ntypes = (graph.srctypes, graph.dsttypes) if graph.is_block else graph.ntypes
-    names, frames = [name for _, name, _ in etypes], [graph._edge_frames[number] for number in numbers]
+    names = [name for _, name, _ in etypes]
+    frames = [graph._edge_frames[number] for number in numbers]
     kind = DGLBlock if graph.is_block else dgl.DGLGraph
     reduced = kind(reduced_index, ntypes, names, graph._node_frames, frames)
     reduced.step_share = getattr(graph, "step_share", None)

@@ -602,7 +602,9 @@ def cpu_index(index: HeteroGraphIndex) -> HeteroGraphIndex:
 def _make_relation(index: HeteroGraphIndex, etype: int, move: Copy) -> Relation:
     graph = HeteroGraphIndex.get_relation_graph(index, etype)
     source, destination = index.metagraph.find_edge(etype)
-    num_src, num_dst, num_edges = index.num_nodes(source), index.num_nodes(destination), graph.num_edges(0)
+    num_src = index.num_nodes(source)
+    num_dst = index.num_nodes(destination)
+    num_edges = graph.num_edges(0)
     if "csc" not in graph.formats()["created"]:
         src, dst, _ = graph.edges(0, "eid")
         by_src = Segments(num_src, num_edges, ends=move(src))

@@ -265,7 +265,8 @@ def _infer(  # noqa: PLR0913 - the arguments of two public functions
 ) -> Any:
     """Compute the passes in turn for all nodes, each on ``num_layers`` blocks. Every rank must call this."""
     check_replicas(dict(module.named_parameters()), g.session)
-    target, maker = find_float_parameter(module), open_neighborhood_maker(g, num_layers, mask, edge_feats)
+    target = find_float_parameter(module)
+    maker = open_neighborhood_maker(g, num_layers, mask, edge_feats)
     with evaluating(module):
         for depth, run_pass in enumerate(passes):
             # Later passes read the results of the previous one.

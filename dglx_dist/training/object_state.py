@@ -288,7 +288,8 @@ def _check_group(
     optimizer: torch.optim.Optimizer, index: int, values: Mapping[str, Any], state: Mapping[int, Any]
 ) -> None:
     """Raise ValueError unless the optimizer can continue with these settings and states of a group."""
-    group, positions = optimizer.param_groups[index], optimizer.state_dict()["param_groups"][index]["params"]
+    group = optimizer.param_groups[index]
+    positions = optimizer.state_dict()["param_groups"][index]["params"]
     for key, value in values.items():
         kind = bool if isinstance(group.get(key), bool) else float | int | Tensor
         if isinstance(group.get(key), bool | float) and not isinstance(value, kind):

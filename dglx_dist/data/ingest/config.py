@@ -332,7 +332,8 @@ def _parse_shares(entry: Fields) -> tuple[float, float, float]:
 
 
 def _check_types(config: IngestConfig) -> None:
-    names, relations = [node.kind for node in config.nodes], [edge.kind for edge in config.edges]
+    names = [node.kind for node in config.nodes]
+    relations = [edge.kind for edge in config.edges]
     for kind, count in Counter([*names, *relations]).items():
         if count > 1:
             raise ConfigError(

@@ -303,7 +303,8 @@ class TypeRows:
         else:
             assert ids is not None, "only nodes have split files"
             paths = self.spec.files.paths
-            owner, folder = f"{paths[0]}{' ...' if len(paths) > 1 else ''}", self._output.work / "split"
+            owner = f"{paths[0]}{' ...' if len(paths) > 1 else ''}"
+            folder = self._output.work / "split"
             codes = read_split_codes(label, ids, owner, folder, self._output.budget.bucket)
         by_row, first_row = Spill(self._output.work / "codes", np.uint8, codes), 0
         for has_label, code in zip(self._has_label(labels), by_row.chunks(self._at_once), strict=True):

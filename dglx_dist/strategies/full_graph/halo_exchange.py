@@ -314,7 +314,8 @@ class CoverExchange:
 
     def for_layer(self, number: int) -> CoverExchange:
         exchange = copy.copy(self)
-        exchange._rows, exchange._edges = self._rows.for_layer(number), self._edges.for_layer(number)
+        exchange._rows = self._rows.for_layer(number)
+        exchange._edges = self._edges.for_layer(number)
         exchange._weights = {}
         return exchange
 

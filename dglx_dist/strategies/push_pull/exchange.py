@@ -158,11 +158,9 @@ class AsyncExchange:
         phase: str,
         batch: int | None,
     ) -> Transfer:
-        own_part, peers, parts = (
-            tensors[self._group.part].detach(),
-            self._group.peers,
-            range(self._group.size),
-        )
+        own_part = tensors[self._group.part].detach()
+        peers = self._group.peers
+        parts = range(self._group.size)
         if not peers:
             return lambda: [own_part]
         # One tensor may go to several members.
