@@ -104,7 +104,6 @@ class RangePartitionBook(GraphPartitionBook, of=PartitionBook):
 
 
 def _adapt_method(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Extend a method of our book, with a type as its last argument, to both kinds of ids."""
     signature = inspect.signature(method)
 
     @functools.wraps(method)

@@ -665,7 +665,6 @@ class EdgeListSource(DatasetSource):
 
 
 def _read_matrix_market(path: Path) -> dict[str, Array] | None:
-    """Return the arrays of a text in MatrixMarket's format, or None for another text."""
     with open_text(path, "list of edges or matrix, or cut off") as file:
         if not file.readline().removeprefix(codecs.BOM_UTF8).lower().startswith(b"%%matrixmarket"):
             return None
@@ -707,7 +706,6 @@ _SIGNS = rf"""{_ARROW}|^[-=]+>|^["'].|.["',;:]$|^<.+>$|^\([^)]*\)$|^\[[^\]]*\]$|
 
 
 def _refuse_signs(ids: Any, where: str, signs: str = _SIGNS) -> None:
-    """Refuse ids with brackets, quotes or separators, and arrows instead of ids."""
     if ids.dtype.kind in "iuf":
         return
     texts = ids.astype(str)

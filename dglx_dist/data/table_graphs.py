@@ -344,7 +344,6 @@ def _read_ends(table: Any, where: str, etype: EdgeType) -> tuple[TableColumn, Ta
 def _collect_ends_at(
     node_type: str, ends: Mapping[EdgeType, tuple[TableColumn, TableColumn]]
 ) -> list[TableColumn]:
-    """Return the columns with ends of edges that are nodes of type ``node_type``."""
     return [
         end
         for etype, etype_ends in ends.items()

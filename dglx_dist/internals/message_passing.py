@@ -65,7 +65,6 @@ def is_on_torch_path(device: torch.device | str) -> bool:
 
 
 def _read_choice() -> str | None:
-    """Return the value of DGLX_MESSAGE_PASSING, or None if it is not set."""
     value = os.environ.get("DGLX_MESSAGE_PASSING") or None
     if value in (None, "torch", "dgl"):
         return value
@@ -466,7 +465,6 @@ def edge_softmax_hetero(index: TorchIndex, eids: Any, norm_by: str, *scores: Row
 
 
 def _join_segments(segments: Sequence[Segments]) -> Segments:
-    """Join the edges of several edge types whose ends have the same node type."""
     if len(segments) == 1:
         return segments[0]
     ends = torch.cat([segment.ends for segment in segments])

@@ -139,8 +139,6 @@ class BatchNorm(NormWithStatistics):
 
 
 class _Normalize(torch.autograd.Function):
-    """Normalizes rows over all ranks in float64, and updates the running statistics."""
-
     @staticmethod
     def forward(ctx: Any, x: Tensor, norm: BatchNorm, exchange: StatisticsExchange, factor: float) -> Tensor:
         width = norm.num_features

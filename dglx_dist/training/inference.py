@@ -371,7 +371,6 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 
 def _select_leaves(ntype: str, output: Any, g: DistGraph, count: int) -> dict[Path, Tensor]:
-    """Return the results of a batch of ``count`` nodes of type ``ntype`` by path."""
     leaves = {path: leaf for path, leaf in flatten(output).items() if find_type(path, g) == ntype}
     for path, leaf in leaves.items():
         if not isinstance(leaf, Tensor) or not leaf.dim() or len(leaf) != count:

@@ -248,7 +248,6 @@ class _RankRows:
 
 
 def _select_own_rows(server_rows: KHopNeighborhood, rank: int) -> _RankRows:
-    """Return the rows of the server that ``rank`` holds, with their in-edges."""
     rows = np.flatnonzero(server_rows.holders == rank)
     counts = np.searchsorted(rows, server_rows.counts)
     rows_with_edges = rows[: counts[1]]
