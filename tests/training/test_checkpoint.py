@@ -137,7 +137,7 @@ def test_warns_when_a_save_without_epoch_replaces_one(tmp_path: Path) -> None:
         assert not shown
         path = checkpoint.save(tmp_path, model=net())
     assert [str(warning.message).partition(";")[0] for warning in shown] == [
-        f"{path} is replaced, because saves without epoch= share one name. Pass epoch= to keep both."
+        f"{path} is replaced: saves without epoch= share one name. Pass epoch= to keep both."
     ]
 
 
