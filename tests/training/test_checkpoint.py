@@ -118,7 +118,7 @@ def _save_elsewhere(folder: str) -> None:
         ({"epoch": 2 + odd}, "epoch and step of a checkpoint"),
         ({"epoch": -1}, "epoch=-1"),
         ({"step": 1.5}, "step=1.5"),
-        ({"loader": Unnumbered()}, "position {'batches': 3} of the loader has no epoch and step. Its"),
+        ({"loader": Unnumbered()}, "position {'batches': 3} of the loader needs epoch and step"),
     ):
         with pytest.raises(ConfigError, match=problem):
             checkpoint.save(folder, model=net(), **inputs)
