@@ -89,8 +89,8 @@ def draw_below(key: np.uint64, number: int, bound: int) -> tuple[np.int64, int]:
     product = half_word(key, number) * np.uint64(bound)
     number += 1
     if (product & _LOW_32) < np.uint64(bound):
-        unfair = (np.uint64(1 << 32) - np.uint64(bound)) % np.uint64(bound)
-        while (product & _LOW_32) < unfair:
+        num_rejected = (np.uint64(1 << 32) - np.uint64(bound)) % np.uint64(bound)
+        while (product & _LOW_32) < num_rejected:
             product = half_word(key, number) * np.uint64(bound)
             number += 1
     return np.int64(product >> np.uint64(32)), number
@@ -255,11 +255,11 @@ def _draw_distinct_small(key: np.uint64, degree: int, out: Array) -> None:
     count = len(out)
     for i in range(count):
         last = degree - count + i
-        chosen, number = draw_below(key, number, last + 1)
-        if (bits >> np.uint64(chosen)) & np.uint64(1):
-            chosen = last
-        bits |= np.uint64(1) << np.uint64(chosen)
-        out[i] = chosen
+        value, number = draw_below(key, number, last + 1)
+        if (bits >> np.uint64(value)) & np.uint64(1):
+            value = last
+        bits |= np.uint64(1) << np.uint64(value)
+        out[i] = value
 
 
 @njit(cache=True, nogil=True)
@@ -269,11 +269,11 @@ def _draw_distinct_large(key: np.uint64, degree: int, out: Array, bits: Array) -
     count = len(out)
     for i in range(count):
         last = degree - count + i
-        chosen, number = draw_below(key, number, last + 1)
-        if (bits[chosen >> 6] >> np.uint64(chosen & 63)) & np.uint64(1):
-            chosen = last
-        bits[chosen >> 6] |= np.uint64(1) << np.uint64(chosen & 63)
-        out[i] = chosen
+        value, number = draw_below(key, number, last + 1)
+        if (bits[value >> 6] >> np.uint64(value & 63)) & np.uint64(1):
+            value = last
+        bits[value >> 6] |= np.uint64(1) << np.uint64(value & 63)
+        out[i] = value
     for i in range(count):
         bits[out[i] >> 6] = np.uint64(0)
 
@@ -305,33 +305,35 @@ def _draw_weighted(csc: Csc, stream: np.uint64, candidates: Array, out: Array, s
 
 
 @njit(cache=True, nogil=True)
-def _draw_weighted_with_replacement(csc: Csc, key: np.uint64, among: Array, out: Array, sums: Array) -> None:
+def _draw_weighted_with_replacement(
+    csc: Csc, key: np.uint64, choices: Array, out: Array, sums: Array
+) -> None:
     total = 0.0
-    for i in range(len(among)):
-        total += csc.weights[among[i]]
+    for i in range(len(choices)):
+        total += csc.weights[choices[i]]
         sums[i] = total
     for i in range(len(out)):
-        slot = np.searchsorted(sums[: len(among)], draw_unit(key, i) * total, side="right")
-        out[i] = among[min(slot, len(among) - 1)]
+        slot = np.searchsorted(sums[: len(choices)], draw_unit(key, i) * total, side="right")
+        out[i] = choices[min(slot, len(choices) - 1)]
 
 
 @njit(cache=True, nogil=True)
 def _draw_unequal(
-    csc: Csc, stream: np.uint64, key: np.uint64, rule: Rule, among: Array, out: Array, scratch: Array
+    csc: Csc, stream: np.uint64, key: np.uint64, rule: Rule, choices: Array, out: Array, scratch: Array
 ) -> None:
     if len(out) == 0:
         return
-    if len(out) == len(among) and not rule.replace:
-        for i in range(len(among)):  # assigning a slice would compile for 2 s longer
-            out[i] = among[i]
+    if len(out) == len(choices) and not rule.replace:
+        for i in range(len(choices)):  # assigning a slice would compile for 2 s longer
+            out[i] = choices[i]
     elif len(csc.weights) > 0 and rule.replace:
-        _draw_weighted_with_replacement(csc, key, among, out, scratch)
+        _draw_weighted_with_replacement(csc, key, choices, out, scratch)
     elif len(csc.weights) > 0:
-        _draw_weighted(csc, stream, among, out, scratch)
+        _draw_weighted(csc, stream, choices, out, scratch)
     else:
-        _draw_uniform(key, len(among), rule.replace, out, np.zeros((len(among) >> 6) + 1, np.uint64))
+        _draw_uniform(key, len(choices), rule.replace, out, np.zeros((len(choices) >> 6) + 1, np.uint64))
         for i in range(len(out)):
-            out[i] = among[out[i]]
+            out[i] = choices[out[i]]
 
 
 @njit(cache=True, nogil=True)
@@ -363,16 +365,16 @@ def draw_hop(
     indptr, starts, largest = space
     ends = csc.indptr
     bits = np.zeros((largest >> 6) + 1, np.uint64)
-    plain = len(csc.weights) == 0 and len(rule.exclude) == 0
-    among = np.empty(0 if plain else largest, np.int64)
-    scratch = np.empty(0 if plain else largest, np.float64)
+    all_plain = len(csc.weights) == 0 and len(rule.exclude) == 0
+    candidates = np.empty(0 if all_plain else largest, np.int64)
+    scratch = np.empty(0 if all_plain else largest, np.float64)
     for i in range(len(nodes)):
         if indptr[i] == indptr[i + 1]:
             continue
         out = edges[indptr[i] : indptr[i + 1]]
         start, end = starts[i], ends[np.uint64(nodes[i] - csc.first_node) + np.uint64(1)]
         degree = end - start
-        if plain or _is_plain(csc, rule.exclude, start, end):
+        if all_plain or _is_plain(csc, rule.exclude, start, end):
             if len(out) == degree and (take_all or not rule.replace):
                 for j in range(degree):
                     out[j] = j
@@ -380,9 +382,11 @@ def draw_hop(
                 _draw_uniform(item_key(stream, nodes[i]), degree, rule.replace, out, bits)
             first = start + csc.first_edge
         else:
-            count = _list_candidates(csc, rule.exclude, start, end, among)
+            count = _list_candidates(csc, rule.exclude, start, end, candidates)
             node_rule = Rule(rule.replace and not take_all, rule.exclude, False)
-            _draw_unequal(csc, stream, item_key(stream, nodes[i]), node_rule, among[:count], out, scratch)
+            _draw_unequal(
+                csc, stream, item_key(stream, nodes[i]), node_rule, candidates[:count], out, scratch
+            )
             first = np.int64(csc.first_edge)
         for j in range(len(out)):
             out[j] += first
@@ -432,11 +436,11 @@ def draw_by_source(
         keep_all = fanout < 0 or fanout >= degree
         # The limit is a share of 2**64. Its rounding error is below degree / 2**64.
         limit = _LARGEST if keep_all else _LARGEST // np.uint64(degree) * np.uint64(fanout)
-        own, keys = indices[start:end], edges[total : total + end - start].view(np.uint64)
-        # A separate loop uses vector instructions. An edge overwrites its own key or an earlier one.
-        for j in range(len(own)):
-            keys[j] = item_key(stream, own[j])
-        for j in range(len(own)):
+        sources, keys = indices[start:end], edges[total : total + end - start].view(np.uint64)
+        # A separate loop uses vector instructions. An edge overwrites its sources key or an earlier one.
+        for j in range(len(sources)):
+            keys[j] = item_key(stream, sources[j])
+        for j in range(len(sources)):
             edge = start + j + first_edge
             if excluded < last_excluded and exclude[excluded] == edge:
                 excluded += 1
@@ -492,12 +496,12 @@ def draw_among(csc: Csc, nodes: Array, fanout: int, stream: np.uint64, replace: 
     indptr = np.empty(len(nodes) + 1, np.int64)
     largest = count_hop(csc, np.arange(len(nodes)), fanout, rule, indptr, np.empty(len(nodes), np.int64))
     out = np.empty(indptr[-1], np.int64)
-    among, scratch = np.empty(largest, np.int64), np.empty(largest, np.float64)
+    candidates, scratch = np.empty(largest, np.int64), np.empty(largest, np.float64)
     for i in range(len(nodes)):
         start, end = csc.indptr[i], csc.indptr[i + 1]
         key = item_key(stream, nodes[i])
-        # The key of an edge is its position among the node's edges.
+        # The key of an edge is its position candidates the node's edges.
         node_csc = Csc(csc.indptr, csc.indices, csc.weights, 0, -start)
-        count = _list_candidates(csc, rule.exclude, start, end, among)
-        _draw_unequal(node_csc, key, key, rule, among[:count], out[indptr[i] : indptr[i + 1]], scratch)
+        count = _list_candidates(csc, rule.exclude, start, end, candidates)
+        _draw_unequal(node_csc, key, key, rule, candidates[:count], out[indptr[i] : indptr[i + 1]], scratch)
     return indptr, out

@@ -37,32 +37,37 @@ _GROUPS = (
 
 
 def machine_memory(
-    groups: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")
+    mounted: Path = Path("/sys/fs/cgroup"), groups: Path = Path("/proc/self/cgroup")
 ) -> tuple[int, int]:
     """Return the bytes that this process can have at most, and the bytes that it can still get.
 
     Limits of the process, of its control group and of the machine are considered.
 
     Args:
-        groups: Folder where control groups are mounted.
-        own: File that names the control groups of this process.
+        mounted: Folder where control groups are mounted.
+        groups: File that names the control groups of this process.
     """
-    machine, process = psutil.virtual_memory(), psutil.Process().memory_info()
-    total, free = machine.total, machine.available
+    machine = psutil.virtual_memory()
+    process = psutil.Process().memory_info()
+    total = machine.total
+    free = machine.available
     for kind, in_use in ((resource.RLIMIT_AS, process.vms), (resource.RLIMIT_DATA, process.data)):
-        if (bound := resource.getrlimit(kind)[0]) != resource.RLIM_INFINITY:
-            total, free = min(total, bound), max(0, min(free, bound - in_use))
-    for line in own.read_text().splitlines() if own.is_file() else ():
+        bound = resource.getrlimit(kind)[0]
+        if bound != resource.RLIM_INFINITY:
+            total = min(total, bound)
+            free = max(0, min(free, bound - in_use))
+    for line in groups.read_text().splitlines() if groups.is_file() else ():
         _, controllers, path = line.split(":", 2)
         # In a container the mounted tree may start at the container's own group, whatever the path says.
         subfolder = Path(path.lstrip("/")) if controllers in ("", "memory") else Path()
-        for (mount, limit, used, droppable), place in product(_GROUPS, (subfolder, *subfolder.parents)):
-            folder = groups / mount / place
+        for (mount, limit, used, droppable), group in product(_GROUPS, (subfolder, *subfolder.parents)):
+            folder = mounted / mount / group
             with suppress(OSError, ValueError, KeyError):  # another version, or no limit
                 bound = int((folder / limit).read_text())
                 stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
                 group_use = int((folder / used).read_text()) - int(stat[droppable])
-                total, free = min(total, bound), max(0, min(free, bound - group_use))
+                total = min(total, bound)
+                free = max(0, min(free, bound - group_use))
     return total, free
 
 

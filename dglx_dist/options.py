@@ -63,9 +63,9 @@ def between(least: float, most: float) -> Check:
     return Check(lambda value: least <= value <= most, f"from {least:g} to {most:g}")
 
 
-def one_of(*known: str) -> Check:
+def one_of(*choices: str) -> Check:
     """Return a check for one of several words."""
-    return Check(lambda value: value in known, f"{', '.join(known[:-1])} or {known[-1]}")
+    return Check(lambda value: value in choices, f"{', '.join(choices[:-1])} or {choices[-1]}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -184,7 +184,9 @@ def check_ranges(config: Any, template: str = "{flag} {value}") -> None:
     """Raise ConfigError for the first option that is out of its range, written as ``template``."""
     hints = get_type_hints(type(config))
     for config_field, option in list_options(type(config)):
-        value, hint, check = getattr(config, config_field.name), hints[config_field.name], option.check
+        value = getattr(config, config_field.name)
+        hint = hints[config_field.name]
+        check = option.check
         if value is None and hint is not int:
             continue
         if hint in (int, int | None) and not is_integer(value):

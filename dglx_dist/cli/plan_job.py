@@ -102,10 +102,10 @@ def _measure_on(
         module = build_model(plan.model, *sizes, heads=plan.heads, graph=g, **plan.between)
     shape = infer_shape(module, features, classes, plan.layers, kind=plan.model, hidden=plan.hidden)
     module.to(g.session.device)
-    here, assumptions = len(os.sched_getaffinity(0)), []
-    if cluster.cores > here:
+    cores_here, assumptions = len(os.sched_getaffinity(0)), []
+    if cluster.cores > cores_here:
         cores = plural(cluster.cores, "core")
-        assumptions = [f"a rank with {cores} computes as fast as the {here} cores here that timed it"]
+        assumptions = [f"a rank with {cores} computes as fast as the {cores_here} cores here that timed it"]
     requested = CountConfig(
         cluster=cluster,
         draws=_plan_draws(plan),

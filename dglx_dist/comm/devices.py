@@ -55,8 +55,8 @@ def check_device(device: object, name: str = "device") -> torch.device:
     if not count:
         raise ConfigError(f"{name}={str(device)!r}, but {explain_missing_gpu()}. {_REMEDY}")
     if (checked.index or 0) >= count:
-        known = ", ".join(f"cuda:{number}" for number in range(count))
-        raise ConfigError(f"{name}={str(device)!r}, but this machine has {known}. Use one of them.")
+        available = ", ".join(f"cuda:{number}" for number in range(count))
+        raise ConfigError(f"{name}={str(device)!r}, but this machine has {available}. Use one of them.")
     return checked
 
 
@@ -166,16 +166,16 @@ def get_device_memory(device: torch.device) -> int:
 T = TypeVar("T")
 
 
-def resolve_device(requested: torch.device | str | None, own: torch.device) -> torch.device:
-    """Return the ``requested`` device on a rank with device ``own``. The default is ``own``.
+def resolve_device(requested: torch.device | str | None, rank_device: torch.device) -> torch.device:
+    """Return the ``requested`` device on a rank with device ``rank_device``. The default is ``rank_device``.
 
     Raises ConfigError if it is not a device, or this machine does not have it.
     """
     if requested is None:
-        return own
+        return rank_device
     device = check_device(requested)
-    if device.index is None and device.type == own.type:
-        return own
+    if device.index is None and device.type == rank_device.type:
+        return rank_device
     # On another thread than this one, "cuda" without an index would mean the first GPU.
     has_index = device.index is not None or device.type != "cuda"
     return device if has_index else torch.device("cuda", torch.cuda.current_device())

@@ -152,10 +152,10 @@ def assign_servers(
     per_server = read_settings(variables).ranks_per_server
     groups: list[tuple[int, int]] = []
     for rank, node in enumerate(node_of_rank):
-        local = rank - node_of_rank.index(node)
-        groups.append((node, local // per_server if per_server else 0))
-    order = {group: server for server, group in enumerate(dict.fromkeys(groups))}
-    return replace(topology, server_of_rank=tuple(order[group] for group in groups))
+        local_rank = rank - node_of_rank.index(node)
+        groups.append((node, local_rank // per_server if per_server else 0))
+    server_of_group = {group: server for server, group in enumerate(dict.fromkeys(groups))}
+    return replace(topology, server_of_rank=tuple(server_of_group[group] for group in groups))
 
 
 def read_rendezvous(variables: Mapping[str, str] = os.environ) -> Rendezvous:
@@ -170,15 +170,16 @@ def read_rendezvous(variables: Mapping[str, str] = os.environ) -> Rendezvous:
     rank = _read_integer(variables, "RANK", least=0, below=world_size)
     interface = variables.get("GLOO_SOCKET_IFNAME", "").split(",")[0].strip()
     hosted_by_agent = _read_flag(variables, "TORCHELASTIC_USE_AGENT_STORE")
+    attempt = 0
+    # Each launcher counts its own restarts, so a machine that came back starts at 0. The store of a launcher
+    # outlives attempts, but the store of rank 0 does not.
+    if hosted_by_agent:
+        attempt = _read_integer(variables, "TORCHELASTIC_RESTART_COUNT", least=0, default=0)
     return Rendezvous(
         host=variables["MASTER_ADDR"],
         port=_read_integer(variables, "MASTER_PORT", least=1, below=65536),
         hosted_by_agent=hosted_by_agent,
-        # Each launcher counts its own restarts, so a machine that came back starts at 0. The store of a
-        # launcher outlives attempts, but the store of rank 0 does not.
-        attempt=_read_integer(variables, "TORCHELASTIC_RESTART_COUNT", least=0, default=0)
-        if hosted_by_agent
-        else 0,
+        attempt=attempt,
         job=variables.get("TORCHELASTIC_RUN_ID", "none"),
         num_nodes=_read_integer(variables, "GROUP_WORLD_SIZE", least=1, default=-(-world_size // per_node)),
         node=_read_integer(variables, "GROUP_RANK", least=0, default=rank // per_node),
@@ -296,8 +297,8 @@ def _read_integer(
 def _read_secret(variables: Mapping[str, str]) -> bytes | None:
     # No message may show any part of the secret.
     name = variables.get("DGLX_SECRET_FILE", "")
-    secret = _read_private_file(name) if name else os.fsencode(variables.get("DGLX_SECRET", ""))
-    secret = secret.strip()
+    content = _read_private_file(name) if name else os.fsencode(variables.get("DGLX_SECRET", ""))
+    secret = content.strip()
     if not name and not secret:
         return None
     if not _LEAST_SECRET <= len(secret) <= _MOST_SECRET:
@@ -383,9 +384,9 @@ def build_rank_environment(
     """
     if num_ranks < 1 or (ranks_per_server is not None and ranks_per_server < 1):
         raise ConfigError(f"{num_ranks} ranks, {ranks_per_server} per server: both must be at least 1")
-    start = copy_environment() if environment is None else dict(environment)
+    environment = os.environ if environment is None else environment
     threads = max(len(os.sched_getaffinity(0)) // num_ranks, 1)
-    variables = {**_RANK_DEFAULTS, "OMP_NUM_THREADS": str(threads), **start}
+    variables = {**_RANK_DEFAULTS, "OMP_NUM_THREADS": str(threads), **environment}
     if ranks_per_server is not None:
         variables["DGLX_RANKS_PER_SERVER"] = str(ranks_per_server)
     return variables

@@ -167,12 +167,12 @@ def open_trace(folder: Path | None, rank: int) -> tuple[TraceWriter | None, str]
 
 
 def _reserve_file(folder: Path, rank: int) -> Path:
-    number = 0
+    suffix = 0
     try:
         folder.mkdir(parents=True, exist_ok=True)
         while True:
-            path = folder / (f"rank-{rank}.{number}.json" if number else f"rank-{rank}.json")
-            number += 1
+            path = folder / (f"rank-{rank}.{suffix}.json" if suffix else f"rank-{rank}.json")
+            suffix += 1
             with contextlib.suppress(FileExistsError):
                 os.close(os.open(_get_part_path(path), os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644))
                 # Check this last. Another session may have renamed its reserved file meanwhile.
@@ -249,7 +249,7 @@ def remove_trace(path: Path) -> None:
 
 def write_trace(path: Path, trace: TraceFile) -> None:
     """Write ``path`` atomically over an earlier trace. Raise StorageError if that fails."""
-    zero = min((span.begin_s for rank in trace.ranks for span in rank.spans), default=0.0)
+    origin_s = min((span.begin_s for rank in trace.ranks for span in rank.spans), default=0.0)
     ranks = [
         {
             "rank": rank.rank,
@@ -264,7 +264,7 @@ def write_trace(path: Path, trace: TraceFile) -> None:
             # The head comes first, so that a trace is recognized without reading all of it.
             file.write(_HEAD + ", " + json.dumps({"run": trace.facts, "ranks": ranks}, default=str)[1:])
             file.write(', "displayTimeUnit": "ms", "traceEvents": [\n')
-            events = (event for rank in trace.ranks for event in _make_events(rank, zero))
+            events = (event for rank in trace.ranks for event in _make_events(rank, origin_s))
             file.write(",\n".join(map(json.dumps, events)))
             file.write("\n]}\n")
     except OSError as error:
@@ -307,7 +307,7 @@ def _is_trace(path: Path) -> bool:
         return file.read(len(_HEAD)) == _HEAD.encode()
 
 
-def _make_events(rank_spans: RankSpans, zero: float) -> Iterator[dict[str, Any]]:
+def _make_events(rank_spans: RankSpans, origin_s: float) -> Iterator[dict[str, Any]]:
     def metadata(name: str, thread: int, args: Mapping[str, object]) -> dict[str, Any]:
         return {"name": name, "ph": "M", "pid": rank_spans.rank, "tid": thread, "args": args}
 
@@ -323,19 +323,19 @@ def _make_events(rank_spans: RankSpans, zero: float) -> Iterator[dict[str, Any]]
             yield metadata("thread_name", thread, {"name": name})
             yield metadata("thread_sort_index", thread, {"sort_index": thread})
             for span in track:
-                yield _make_event(span, rank_spans.rank, thread, zero)
+                yield _make_event(span, rank_spans.rank, thread, origin_s)
 
 
-def _make_event(span: Span, rank: int, thread: int, zero: float) -> dict[str, Any]:
+def _make_event(span: Span, rank: int, thread: int, origin_s: float) -> dict[str, Any]:
     numbers = {name: getattr(span, name) for name in _NUMBERS}
-    begin = round(1e9 * (span.begin_s - zero))
+    begin = round(1e9 * (span.begin_s - origin_s))
     return {
         "name": span.name,
         "cat": span.row,
         "ph": "X",
         # Both ends are rounded, because a rounded duration may reach beyond the span around it.
         "ts": begin / 1e3,
-        "dur": (round(1e9 * (span.end_s - zero)) - begin) / 1e3,
+        "dur": (round(1e9 * (span.end_s - origin_s)) - begin) / 1e3,
         "pid": rank,
         "tid": thread,
         "args": {name: value for name, value in numbers.items() if value is not None},
@@ -361,11 +361,12 @@ def assign_tracks(spans: Iterable[Span], *, nested: bool = True) -> list[list[Sp
 
 
 def _read_span(event: Fields) -> Span:
-    begin, duration = event.number("ts", 0, _MAX_US), event.number("dur", 0, _MAX_US)
+    begin_us = event.number("ts", 0, _MAX_US)
+    end_us = begin_us + event.number("dur", 0, _MAX_US)
     args = event.nested_fields("args")
     numbers = {name: args.integer(name) if name in args.mapping else None for name in _NUMBERS}
     name, row = event.text("name"), event.text("cat")
-    return Span(name=name, row=row, begin_s=begin / 1e6, end_s=(begin + duration) / 1e6, **numbers)
+    return Span(name=name, row=row, begin_s=begin_us / 1e6, end_s=end_us / 1e6, **numbers)
 
 
 def shift_spans(spans: Iterable[Span], offset_s: float) -> tuple[Span, ...]:

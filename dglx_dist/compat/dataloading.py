@@ -104,8 +104,8 @@ class DistDataLoader(_Epochs):
         weight = self._session.topology.world_size if schedule is self._own else 1
 
         def make(step: int) -> Any:
-            chosen = order[schedule.slice_seeds(step)].tolist()
-            return self.collate_fn([_item(self.dataset[at]) for at in chosen])
+            positions = order[schedule.slice_seeds(step)].tolist()
+            return self.collate_fn([_item(self.dataset[at]) for at in positions])
 
         steps = range(schedule.num_steps)
         try:
@@ -231,7 +231,8 @@ class DistEdgeDataLoader(_Loader):
         sampling = kwargs.pop("g_sampling", None)
         if sampling is not None and inner_graph(sampling) is not inner:
             raise ConfigError("g_sampling is not the graph of the edges, which is sampled. Leave it out.")
-        options, opened = {**_options(kwargs, device), **_edge_options(g, inner, kwargs)}, _open(inner)
+        options = {**_options(kwargs, device), **_edge_options(g, inner, kwargs)}
+        opened = _open(inner)
         ours = map_each_type(find_our_edges, inner, eids)
         super().__init__(opened, opened.edge_loader(ours, graph_sampler, **options), options)
 

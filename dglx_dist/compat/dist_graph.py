@@ -135,10 +135,10 @@ class DistGraph(Wrapper, of=InnerDistGraph):
 
     def get_ntype_id(self, ntype: str | None) -> int:
         """Return the number of a node type. None stands for the only type, otherwise it is a ConfigError."""
-        known = self.ntypes
-        if ntype not in (known if len(known) > 1 else (*known, None)):
-            raise ConfigError(f"there is no node type {ntype!r} (known: {', '.join(known)})")
-        return 0 if ntype is None else known.index(ntype)
+        ntypes = self.ntypes
+        if ntype not in (ntypes if len(ntypes) > 1 else (*ntypes, None)):
+            raise ConfigError(f"there is no node type {ntype!r} (known: {', '.join(ntypes)})")
+        return 0 if ntype is None else ntypes.index(ntype)
 
     def get_etype_id(self, etype: str | EdgeType | None) -> int:
         """Return the number of an edge type. None stands for the only type, otherwise it is a ConfigError."""
@@ -212,8 +212,8 @@ def find_edges(g: object, edge_ids: Ids) -> tuple[Tensor, Tensor]:
     kinds, typed = book.map_to_per_etype(edge_ids)
     sources, destinations = torch.empty_like(typed), torch.empty_like(typed)
     for number, etype in enumerate(book.canonical_etypes):
-        chosen = kinds == number
-        u, v = inner.find_edges(typed[chosen], etype)
-        sources[chosen] = book.map_to_homo_nid(u, etype[0])
-        destinations[chosen] = book.map_to_homo_nid(v, etype[2])
+        is_of_type = kinds == number
+        u, v = inner.find_edges(typed[is_of_type], etype)
+        sources[is_of_type] = book.map_to_homo_nid(u, etype[0])
+        destinations[is_of_type] = book.map_to_homo_nid(v, etype[2])
     return sources, destinations

@@ -226,8 +226,8 @@ def _free_unused(store: KVStore, keys: Sequence[str]) -> list[int]:
     for key in sorted(set.intersection(*map(set, unused_by_rank))):
         store.remove(key)
         del users[key]
-    kept = {key for key in keys if key in users}
-    return [rank for rank, rank_unused in enumerate(unused_by_rank) if kept - set(rank_unused)]
+    used_keys = {key for key in keys if key in users}
+    return [rank for rank, rank_unused in enumerate(unused_by_rank) if used_keys - set(rank_unused)]
 
 
 @final
@@ -349,8 +349,9 @@ def inner_tensor(value: object) -> object:
 
 def _by_our_ids(init: InitRows, policy: InnerPolicy | None, shape: Sequence[int]) -> InitRows:
     def init_rows(local_shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        place, rows = policy or get_opened_graph().find_policy_of_length(shape[0]), init(local_shape, dtype)
-        ids = get_edge_ids(place.store, place.type_name)
+        row_policy = policy or get_opened_graph().find_policy_of_length(shape[0])
+        rows = init(local_shape, dtype)
+        ids = get_edge_ids(row_policy.store, row_policy.type_name)
         return rows if ids is None else rows[torch.from_numpy(ids.source.copy())]
 
     return init_rows

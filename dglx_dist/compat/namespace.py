@@ -274,14 +274,15 @@ def _rebind(package: ModuleType, undo: ExitStack) -> None:
     names = {name: value for name, value in build_replacements().items() if not isinstance(value, ModuleType)}
     for name, value in names.items():
         _set(package, name, value, undo)
-    inside, outside = {**names, **_OPTIMIZERS}, {name: SUPPORTED[name] for name in _LOADER_NAMES}
+    inside = {**names, **_OPTIMIZERS}
+    outside = {name: SUPPORTED[name] for name in _LOADER_NAMES}
     for path, module in list(sys.modules.items()):
         if path.startswith((f"{NAME}.", "dgl.dataloading.")):
-            known = inside if path.startswith(f"{NAME}.") else outside
+            replacements = inside if path.startswith(f"{NAME}.") else outside
             # A submodule may use the name for something else.
             shared = {
-                name: known[name]
-                for name in known.keys() & vars(module).keys()
+                name: replacements[name]
+                for name in replacements.keys() & vars(module).keys()
                 if name not in stock or vars(module)[name] is stock[name]
             }
             own = _find_replacements(module) if path.startswith(f"{NAME}.") else {}

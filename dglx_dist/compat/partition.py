@@ -276,7 +276,8 @@ def node_split(
     one.
     """
     g = _find_graph(nodes, partition_book)
-    kind, how = resolve_node_type(g, ntype), (rank, force_even, cast("Any", inner_tensor(node_trainer_ids)))
+    kind = resolve_node_type(g, ntype)
+    how = (rank, force_even, cast("Any", inner_tensor(node_trainer_ids)))
     return split_nodes(_mask(nodes, g, g.num_nodes(kind), kind), g.get_partition_book(), kind, *how)
 
 

@@ -58,7 +58,8 @@ class RangePartitionBook(GraphPartitionBook, of=PartitionBook):
             raise ConfigError("a book needs node types and edge types. Pass ntypes and etypes.")
         nodes, nodes_unusual = _bounds(node_map, ntypes, num_parts)
         edges, edges_unusual = _bounds(edge_map, etypes, num_parts)
-        self.inner, self._unusual = PartitionBook(nodes, edges, part_id), nodes_unusual or edges_unusual
+        self.inner = PartitionBook(nodes, edges, part_id)
+        self._unusual = nodes_unusual or edges_unusual
         if self._unusual:
             names = "map_to_per_ntype", "map_to_per_etype", "map_to_homo_nid", "map_to_homo_eid"
             vars(self).update(dict.fromkeys(names, self._refuse_homogeneous))
@@ -94,8 +95,8 @@ class RangePartitionBook(GraphPartitionBook, of=PartitionBook):
     def _find_book(self, kind: str | EdgeType | None) -> PartitionBook:
         """Return the book for ids of ``kind``. DGL's defaults usually mean homogeneous ids."""
         book = self.inner
-        known = kind in book.ntypes or kind in (*book.canonical_etypes, *book.etypes)
-        if known or kind not in (NODE_TYPE, EDGE_TYPE, EDGE_TYPE[1]):
+        is_type = kind in book.ntypes or kind in (*book.canonical_etypes, *book.etypes)
+        if is_type or kind not in (NODE_TYPE, EDGE_TYPE, EDGE_TYPE[1]):
             return book
         if self._unusual:
             self._refuse_homogeneous()
@@ -103,7 +104,6 @@ class RangePartitionBook(GraphPartitionBook, of=PartitionBook):
 
 
 def _adapt_method(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Extend a method of our book, with a type as its last argument, to both kinds of ids."""
     signature = inspect.signature(method)
 
     @functools.wraps(method)
@@ -176,9 +176,9 @@ def get_edge_ids(store: KVStore, etype: object) -> EdgeIds | None:
 
 def find_our_edges(store: KVStore, etype: object, ids: Ids) -> Ids:
     """Return our ids for a script's ids of edges."""
-    if (known := get_edge_ids(store, etype)) is None:
+    if (edge_ids := get_edge_ids(store, etype)) is None:
         return ids
-    our_ids = torch.from_numpy(known.ours[as_ids(ids, len(known.ours), f"the edges {etype}")])
+    our_ids = torch.from_numpy(edge_ids.ours[as_ids(ids, len(edge_ids.ours), f"the edges {etype}")])
     return ids_to_device(our_ids, ids.device) if isinstance(ids, Tensor) else our_ids
 
 
@@ -192,17 +192,19 @@ def map_each_type(convert: Callable[..., Any], g: DistGraph, edges: Any) -> Any:
 
 def find_shown_edges(store: KVStore, etype: object, ids: Tensor) -> Tensor:
     """Return a script's ids for our ids of edges."""
-    known = get_edge_ids(store, etype)
-    if known is None:
+    edge_ids = get_edge_ids(store, etype)
+    if edge_ids is None:
         return ids
-    return ids_to_device(torch.from_numpy(known.source[as_array(ids)]), ids.device)
+    return ids_to_device(torch.from_numpy(edge_ids.source[as_array(ids)]), ids.device)
 
 
 def find_book_graph(book: PartitionBook | None) -> DistGraph:
     """Return the open graph of ``book``, which may be read from a file. None stands for the only graph."""
     books = {g: g.get_partition_book() for g in _open_graphs()}
-    own = [g for g in books if books[g] is book]
-    matching = own or [g for g in books if book is None or _count_rows(books[g]) == _count_rows(book)]
+    graphs_of_book = [g for g in books if books[g] is book]
+    matching = graphs_of_book or [
+        g for g in books if book is None or _count_rows(books[g]) == _count_rows(book)
+    ]
     names, remedy = ", ".join(repr(g.name) for g in books), "Pass g.get_partition_book()."
     if not matching:
         raise ConfigError(f"the partition book belongs to none of the open graphs ({names}). {remedy}")

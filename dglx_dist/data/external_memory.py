@@ -342,7 +342,8 @@ def sort_edges(
     """
     record = edges.record
     edge_bytes = record.itemsize + _KEY_BYTES + max(record[name].itemsize for name in record.names or ())
-    width, step = (max(-(-edges.num_destinations // _SLOTS), 1), max(1, budget.bucket // edge_bytes))
+    width = max(-(-edges.num_destinations // _SLOTS), 1)
+    step = max(1, budget.bucket // edge_bytes)
     counts = _count_slots(edges, width, step, advance)
     _check_fits(counts, width, edge_bytes, budget)
     ranks = ranks or Ranks()
@@ -404,9 +405,14 @@ def _check_fits(counts: Array, width: int, edge_bytes: int, budget: Budget) -> N
 
 
 def _write_buckets(
-    edges: EdgeStream, starts: list[int], own: range, folder: Path, step: int, advance: Callable[[int], None]
+    edges: EdgeStream,
+    starts: list[int],
+    bucket_range: range,
+    folder: Path,
+    step: int,
+    advance: Callable[[int], None],
 ) -> BucketFiles:
-    buckets, owns_all = BucketFiles(folder, edges.record), len(own) == len(starts)
+    buckets, owns_all = BucketFiles(folder, edges.record), len(bucket_range) == len(starts)
     ends = zip(edges.sources(step), edges.destinations(step), strict=True)
     rows = (column.rows(step) for column in edges.columns)
     for (sources, destinations), *columns in zip(ends, *rows, strict=True):
@@ -415,7 +421,9 @@ def _write_buckets(
         for i, rows in enumerate(columns):
             records[str(i)] = rows
         bucket_of = np.searchsorted(starts, destinations, side="right") - 1
-        selection = slice(None) if owns_all else (own.start <= bucket_of) & (bucket_of < own.stop)
+        selection = (
+            slice(None) if owns_all else (bucket_range.start <= bucket_of) & (bucket_of < bucket_range.stop)
+        )
         buckets.append(bucket_of[selection], records[selection])
         advance(len(records))
     return buckets
@@ -544,8 +552,8 @@ def join_rank_pieces(folder: Path, ranks: Ranks) -> Iterator[Path]:
     if ranks.is_first:
         yield folder
     else:
-        (own := folder / f"rank{ranks.rank}").mkdir()
-        yield own
+        (rank_folder := folder / f"rank{ranks.rank}").mkdir()
+        yield rank_folder
     ranks.gather_objects(None)
     for rank in range(1, ranks.count) if ranks.is_first else ():
         for path in sorted((folder / f"rank{rank}").iterdir()):
@@ -629,10 +637,8 @@ def open_workspace(
 
 @contextmanager
 def _claim_folder(folder: Path, settings: Mapping[str, object]) -> Iterator[None]:
-    file_systems, resolved = (
-        {path.mountpoint: path.fstype for path in psutil.disk_partitions(all=True)},
-        folder.resolve(),
-    )
+    file_systems = {path.mountpoint: path.fstype for path in psutil.disk_partitions(all=True)}
+    resolved = folder.resolve()
     file_system = next(
         (file_systems[str(path)] for path in (resolved, *resolved.parents) if str(path) in file_systems), None
     )

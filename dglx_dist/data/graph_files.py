@@ -294,10 +294,8 @@ def _read_columns(
     for name, array in arrays.items():
         if name in _STRUCTURE:
             continue
-        count, is_of_edges = (
-            len(array) if array.ndim else -1,
-            name == EDGE_VALUES or name.startswith("edge_"),
-        )
+        count = len(array) if array.ndim else -1
+        is_of_edges = name == EDGE_VALUES or name.startswith("edge_")
         is_of_nodes = name.startswith("node_") or name in _REQUIRED_LENGTH
         is_counted = "num_nodes" in arrays or "num_entities" in arrays
         if count == num_edges == num_nodes and not (is_of_edges or is_of_nodes):
@@ -667,7 +665,6 @@ class EdgeListSource(DatasetSource):
 
 
 def _read_matrix_market(path: Path) -> dict[str, Array] | None:
-    """Return the arrays of a text in MatrixMarket's format, or None for another text."""
     with open_text(path, "list of edges or matrix, or cut off") as file:
         if not file.readline().removeprefix(codecs.BOM_UTF8).lower().startswith(b"%%matrixmarket"):
             return None
@@ -709,7 +706,6 @@ _SIGNS = rf"""{_ARROW}|^[-=]+>|^["'].|.["',;:]$|^<.+>$|^\([^)]*\)$|^\[[^\]]*\]$|
 
 
 def _refuse_signs(ids: Any, where: str, signs: str = _SIGNS) -> None:
-    """Refuse ids with brackets, quotes or separators, and arrows instead of ids."""
     if ids.dtype.kind in "iuf":
         return
     texts = ids.astype(str)

@@ -166,7 +166,8 @@ class Fields:
         value, untrusted = self._get(name), most < math.inf
         is_valid = isinstance(value, str) and least <= len(value) <= most
         if not is_valid or (untrusted and not value.isprintable()):
-            text_type, size = "a printable text" if untrusted else "a text", _format_range(least, most, "of")
+            text_type = "a printable text" if untrusted else "a text"
+            size = _format_range(least, most, "of")
             raise self.field_error(name, f"{text_type}{size}{' characters' if size else ''}")
         return value
 

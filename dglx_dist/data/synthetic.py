@@ -344,7 +344,9 @@ def write_streamed(config: SyntheticConfig, folder: Path, *, feature_dtype: str 
     """
     folder = Path(folder).absolute()
     check_target(folder, None)
-    edges, nodes, files = edge_folder(0, EDGE_TYPE), node_folder(0, NODE_TYPE), dict[str, FileInfo]()
+    edges = edge_folder(0, EDGE_TYPE)
+    nodes = node_folder(0, NODE_TYPE)
+    files = dict[str, FileInfo]()
     ids = ColumnInfo(dtype=id_dtype(config.nodes).__name__, row_shape=())
     communities = assign_communities(config)
     true_classes = communities % config.classes

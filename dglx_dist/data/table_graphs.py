@@ -64,7 +64,8 @@ def find_tables(folder: Path) -> tuple[dict[str, Path], dict[EdgeType, Path]]:
     for path in sorted(path for pattern in ("nodes.*", "edges.*", "*/*") for path in folder.glob(pattern)):
         if {path.stem.split(".")[0], path.parent.name} & {"nodes", "edges"} and path.suffix in _BAD_SUFFIXES:
             raise DatasetError(f"{path}: tables are .csv or .parquet; convert it, or move it elsewhere")
-    edge_table, node_table = _find_single_file(folder, "edges"), _find_single_file(folder, "nodes")
+    edge_table = _find_single_file(folder, "edges")
+    node_table = _find_single_file(folder, "nodes")
     if edge_table is not None:
         return {} if node_table is None else {NODE_TYPE: node_table}, {EDGE_TYPE: edge_table}
     edge_tables = {_parse_edge_type(path): path for path in _list_tables(folder / "edges")}
@@ -343,7 +344,6 @@ def _read_ends(table: Any, where: str, etype: EdgeType) -> tuple[TableColumn, Ta
 def _collect_ends_at(
     node_type: str, ends: Mapping[EdgeType, tuple[TableColumn, TableColumn]]
 ) -> list[TableColumn]:
-    """Return the columns with ends of edges that are nodes of type ``node_type``."""
     return [
         end
         for etype, etype_ends in ends.items()

@@ -199,16 +199,16 @@ def column(table: Any, name: str, where: str) -> TableColumn:
     return TableColumn(plain(values), name, where)
 
 
-def check_column_names(known: Sequence[str], names: Sequence[str], where: str) -> None:
-    """Raise DatasetError unless each of ``names`` occurs once in the columns ``known``."""
-    if len(known) == 1 and ";" in known[0]:
+def check_column_names(columns: Sequence[str], names: Sequence[str], where: str) -> None:
+    """Raise DatasetError unless each of ``names`` occurs once in ``columns``."""
+    if len(columns) == 1 and ";" in columns[0]:
         remedy = "save it with commas, or name the separator in a description for dglx ingest"
-        raise DatasetError(f"{where}: the columns are separated by ';' ({known[0]}); {remedy}")
+        raise DatasetError(f"{where}: the columns are separated by ';' ({columns[0]}); {remedy}")
     for name in names:
-        if name not in known:
-            listed = ", ".join(known) or "none"
+        if name not in columns:
+            listed = ", ".join(columns) or "none"
             raise DatasetError(f"{where}: has no column {name!r} of the description (it has {listed})")
-        if (count := list(known).count(name)) > 1:
+        if (count := list(columns).count(name)) > 1:
             raise DatasetError(f"{where}: has {count} columns {name!r}; rename all but one")
 
 

@@ -26,7 +26,9 @@ def check_raw_graph(graph: RawGraph, where: str) -> None:
     if graph.total_nodes == 0:
         raise DatasetError(f"{where}: the graph has no nodes; there must be at least one")
     masks = [(name, column) for columns in graph.edge_data.values() for name, column in columns.items()]
-    chosen = {name for name, mask in masks if name in SPLITS and isinstance(mask, np.ndarray) and mask.any()}
+    selecting = {
+        name for name, mask in masks if name in SPLITS and isinstance(mask, np.ndarray) and mask.any()
+    }
     for edge_type, (source_ids, destination_ids) in graph.edges.items():
         source, relation, destination = edge_type
         for node_type in (source, destination):
@@ -35,24 +37,24 @@ def check_raw_graph(graph: RawGraph, where: str) -> None:
                     f"{where}: edge type {edge_type} ends in node type {node_type!r}, which the graph "
                     f"lacks (it has {', '.join(map(repr, graph.num_nodes))})"
                 )
-        here = where if graph.is_homogeneous else f"{where}, edges {relation!r}"
+        owner = where if graph.is_homogeneous else f"{where}, edges {relation!r}"
         if len(source_ids) != len(destination_ids):
-            raise DatasetError(f"{here}: {len(source_ids)} sources but {len(destination_ids)} destinations")
-        check_ids(source_ids, graph.num_nodes[source], "src", here)
-        check_ids(destination_ids, graph.num_nodes[destination], "dst", here)
-        check_columns(graph.edge_data.get(edge_type, {}), len(source_ids), None, here, chosen)
+            raise DatasetError(f"{owner}: {len(source_ids)} sources but {len(destination_ids)} destinations")
+        check_ids(source_ids, graph.num_nodes[source], "src", owner)
+        check_ids(destination_ids, graph.num_nodes[destination], "dst", owner)
+        check_columns(graph.edge_data.get(edge_type, {}), len(source_ids), None, owner, selecting)
     for node_type in {**graph.node_data, **graph.user_ids}:
-        here = where if graph.is_homogeneous else f"{where}, nodes {node_type!r}"
+        owner = where if graph.is_homogeneous else f"{where}, nodes {node_type!r}"
         if node_type not in graph.num_nodes:
-            raise DatasetError(f"{here}: columns or user ids of a node type that the graph lacks")
+            raise DatasetError(f"{owner}: columns or user ids of a node type that the graph lacks")
         columns, count = graph.node_data.get(node_type, {}), graph.num_nodes[node_type]
         classes, label = graph.num_classes.get(node_type), columns.get(LABEL)
-        check_columns(columns, count, classes, here)
+        check_columns(columns, count, classes, owner)
         if classes is not None and isinstance(label, np.ndarray) and label.ndim == 1:
-            _warn_of_classes(label, classes, here)
+            _warn_of_classes(label, classes, owner)
         if node_type in graph.user_ids:
-            _check_length(graph.user_ids[node_type], count, "id", here)
-            check_unique(graph.user_ids[node_type], "id", here)
+            _check_length(graph.user_ids[node_type], count, "id", owner)
+            check_unique(graph.user_ids[node_type], "id", owner)
 
 
 def check_assignment(assignment: Assignment, graph: RawGraph) -> None:

@@ -337,7 +337,8 @@ def _build_pair_graph(
 ) -> dgl.DGLGraph:
     """Do what dgl.heterograph does, without its checks. They take most of a step if there are many types."""
     sizes = [len(pairs[etype][0]) for etype in etypes]
-    merged, number = torch.from_numpy(ends), {ntype: place for place, ntype in enumerate(ntypes)}
+    merged = torch.from_numpy(ends)
+    number = {ntype: index for index, ntype in enumerate(ntypes)}
     counts, last, relations = np.diff(starts).tolist(), np.cumsum(sizes).tolist(), []
     kinds = [(number[source], number[destination]) for source, _, destination in etypes]
     for (source, destination), size, end in zip(kinds, sizes, last, strict=True):

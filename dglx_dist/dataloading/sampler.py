@@ -261,7 +261,8 @@ class RemoteSource:
             # Also after an error, the next batch must not see the numbers that this batch assigned.
             workspace.keep(table._replace(base=table.base + int(nodes.counts.max())))
         ids, starts = pack_ids(nodes)
-        edge_ends, no_weights = _sum_lengths([edge_ids for _, _, edge_ids in pieces]), np.empty(0, np.float32)
+        edge_ends = _sum_lengths([edge_ids for _, _, edge_ids in pieces])
+        no_weights = np.empty(0, np.float32)
         indptr, sources, edge_ids = (np.concatenate(arrays) for arrays in zip(*pieces, strict=True))
         return RawBatch(ids, starts, np.array(node_ends), indptr, sources, edge_ids, edge_ends, no_weights)
 

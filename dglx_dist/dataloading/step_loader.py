@@ -455,7 +455,9 @@ class EpochLoader(ABC, Generic[B, T]):
         Raises CheckpointError if ``state`` is not a position of a loader with this seed and number of steps.
         """
         check_position(state, self.seed, len(self))
-        self._epoch, self._next_step, self._has_started = int(state["epoch"]), int(state["step"]), False
+        self._epoch = int(state["epoch"])
+        self._next_step = int(state["step"])
+        self._has_started = False
 
     def end_at(self, step: int | None) -> None:
         """End the current or next iteration after ``step`` steps of its epoch.

@@ -239,7 +239,8 @@ def cache_rows(g: OpenedGraph, request: CacheRequest) -> CachePlan:
     check_equal(session, "cache_rows", arguments, "pass the same arguments on all ranks")
     topology = session.topology
     local_range = int(column.bounds[topology.server]), int(column.bounds[topology.server + 1])
-    budget, cache_id = int(request.alpha * (local_range[1] - local_range[0])), store.next_number()
+    budget = int(request.alpha * (local_range[1] - local_range[0]))
+    cache_id = store.next_number()
     if request.policy == LOOK_AHEAD:
         return _open_look_ahead(store, column, request.alpha, local_range)
     scores = _SCORES[request.policy](g, request, f"scores-{cache_id}")

@@ -206,7 +206,8 @@ class LookAheadRows:
         remote = ids[(ids < self._local_range[0]) | (ids >= self._local_range[1])]
         self._first_inputs.append(self._next_input)
         self._reserve_entries(len(remote))
-        bounds, step = (self._next_input, self._first_inputs[0]), self._step + len(self._first_inputs) - 1
+        bounds = (self._next_input, self._first_inputs[0])
+        step = self._step + len(self._first_inputs) - 1
         uses = self._last_input, self._next_use, self._later_use
         self._num_used += _announce(self.table, *uses, remote, bounds, step)
         self._next_input += len(remote)
@@ -250,7 +251,8 @@ class LookAheadRows:
         misses of the batch. Returns a function of the (K, *row) rows of the batch that copies the rows to
         keep.
         """
-        positions, num_hits = np.concatenate([plan.hit_places, plan.positions]), len(plan.hit_places)
+        positions = np.concatenate([plan.hit_places, plan.positions])
+        num_hits = len(plan.hit_places)
         # Only inputs of other servers are numbered, so count the remote positions up to each position.
         end = self._first_inputs[1] if len(self._first_inputs) > 1 else self._next_input
         assert len(positions) == end - self._first_inputs[0], "another batch is the oldest announced one"

@@ -122,17 +122,21 @@ class PartitionPolicy:
         return f"hidden~{self.policy_str}~{name}"
 
 
-def _resolve_place(
-    shape: Sequence[int], dtype: torch.dtype, place: PartitionPolicy | OpenedGraph
+def _resolve_policy(
+    shape: Sequence[int], dtype: torch.dtype, policy_or_graph: PartitionPolicy | OpenedGraph
 ) -> tuple[PartitionPolicy, ColumnInfo]:
-    """Return the policy and the rows of a tensor. ``place`` is the policy, or the graph to search for it."""
+    """Return the policy and the rows of a tensor. A graph is searched for a policy of as many rows."""
     try:
         sizes = tuple(operator.index(size) for size in shape)
     except TypeError:
         raise ConfigError(f"shape is {shape!r}. Use integers, such as (g.num_nodes(), 16).") from None
     if not sizes or min(sizes) < 0:
         raise ConfigError(f"shape is {sizes}. Start with the number of rows, and use no size below 0.")
-    policy = place if isinstance(place, PartitionPolicy) else place.find_policy_of_length(sizes[0])
+    policy = (
+        policy_or_graph
+        if isinstance(policy_or_graph, PartitionPolicy)
+        else policy_or_graph.find_policy_of_length(sizes[0])
+    )
     if sizes[0] != policy.get_size():
         raise ConfigError(
             f"a tensor has {sizes[0]} rows, but {policy.policy_str} has {policy.get_size()}. Use the same "
@@ -237,8 +241,9 @@ class DistTensor(Shared):
         def describe() -> tuple[PartitionPolicy, ColumnInfo, str]:
             if policy is not part_policy:
                 raise ConfigError(f"part_policy is {part_policy!r}. Use g.get_node_partition_policy(ntype).")
-            place, info = _resolve_place(shape, dtype, policy or graph or get_opened_graph())
-            return place, info, place.key(self._name) if is_gdata else place.hidden_key(self._name)
+            resolved, info = _resolve_policy(shape, dtype, policy or graph or get_opened_graph())
+            key = resolved.key(self._name) if is_gdata else resolved.hidden_key(self._name)
+            return resolved, info, key
 
         # Attaching is not collective.
         may_attach = any(key.endswith(f"~{self._name}") for key in store.names())
@@ -253,8 +258,11 @@ class DistTensor(Shared):
     @classmethod
     def from_existing(cls, policy: PartitionPolicy, name: str, key: str) -> DistTensor:
         tensor = cls.__new__(cls)
-        tensor.part_policy, tensor._name, tensor._key = policy, name, key
-        tensor._device, tensor.persistent = torch.device("cpu"), False
+        tensor.part_policy = policy
+        tensor._name = name
+        tensor._key = key
+        tensor._device = torch.device("cpu")
+        tensor.persistent = False
         return tensor
 
     if not TYPE_CHECKING:
@@ -270,7 +278,8 @@ class DistTensor(Shared):
         The share is that of ``dx.node_split``. Scripts for one machine train on ``mask.nonzero()``. Raises
         ConfigError if the tensor has more than one dimension.
         """
-        nonzero_ids, topology = self.kvstore.nonzero(self._key), self.kvstore.session.topology
+        nonzero_ids = self.kvstore.nonzero(self._key)
+        topology = self.kvstore.session.topology
         share = torch.from_numpy(split_ids(nonzero_ids, self.part_policy.bounds, topology))
         return (share,) if as_tuple else share[:, None]
 
@@ -428,10 +437,10 @@ class DistTensor(Shared):
         something other than a saved tensor.
         """
 
-        def write_own(temporary: Path) -> list[RowFile]:
-            column, (first, last) = self._column, self.part_policy.owned_range
-            rows = _view_rows(column, first, last)
-            return [write_rows(temporary, self._name, first, rows, info=column.info)]
+        def write_owned_rows(temporary: Path) -> list[RowFile]:
+            first, last = self.part_policy.owned_range
+            rows = _view_rows(self._column, first, last)
+            return [write_rows(temporary, self._name, first, rows, info=self._column.info)]
 
         def finish_writes() -> Path:
             self.fence()
@@ -439,7 +448,7 @@ class DistTensor(Shared):
 
         target = run_on_all_ranks(self.kvstore.session, finish_writes)
         facts = {"policy": self.part_policy.policy_str, "dataset": self.part_policy.dataset}
-        save_folder(self.kvstore.session, target, write_own, facts)
+        save_folder(self.kvstore.session, target, write_owned_rows, facts)
 
     def load(self, folder: str | Path, name: str | None = None) -> None:
         """Fill the tensor from the result of :meth:`save` on any number of ranks. Every rank must call this.
@@ -522,7 +531,8 @@ class DistTensor(Shared):
         column = self._column
         if not attach:
             raise ConfigError(f"there is already a tensor {self._name!r}. Choose another name.")
-        present, requested = describe(column.info, column.bounds), describe(info, self.part_policy.bounds)
+        present = describe(column.info, column.bounds)
+        requested = describe(info, self.part_policy.bounds)
         if present != requested:
             raise ConfigError(f"the tensor {self._name!r} is {present}, not {requested}. Use another name.")
         if init is not None and not column.writable:

@@ -134,7 +134,8 @@ class DistEmbedding(Shared):
         same_store = open_graph.kvstore is policy.store
         self.dataset = open_graph.dataset.manifest.checksum if same_store else ""
         """Checksum of the dataset that numbers the rows. "" if its graph is closed."""
-        attaches, shape = name is not None and store.has(policy.key(name)), (num_embeddings, embedding_dim)
+        attaches = name is not None and store.has(policy.key(name))
+        shape = (num_embeddings, embedding_dim)
         if not attaches:
             row_bytes = embedding_dim * dtype.itemsize * (1 if init_func is None else 2)
             remedy = "use a smaller embedding_dim or dtype=torch.bfloat16, or more servers on more machines"

@@ -91,8 +91,8 @@ def draw_in_edges(
     if len(exclude):
         weights[np.isin(edges.edge_ids, exclude)] = 0
     csc = Csc(edges.indptr, edges.sources, weights, 0, 0)
-    indptr, chosen = draw_among(csc, nodes, fanout, np.uint64(rule.seed), rule.replace)
-    return InEdges(indptr=indptr, sources=edges.sources[chosen], edge_ids=edges.edge_ids[chosen])
+    indptr, positions = draw_among(csc, nodes, fanout, np.uint64(rule.seed), rule.replace)
+    return InEdges(indptr=indptr, sources=edges.sources[positions], edge_ids=edges.edge_ids[positions])
 
 
 def build_sampled_graph(

@@ -57,14 +57,14 @@ def _add(gradient: RowSum, slots: Array, out: Array, num_used: int) -> int:
     """Add to the rows ``slots`` of ``out``, numbered by appearance. Return how many rows are used now."""
     factor = out.dtype.type(gradient.weight)
     for k in range(len(slots)):
-        slot, place = np.uint64(slots[k]), np.uint64(gradient.places[k])
+        slot, source = np.uint64(slots[k]), np.uint64(gradient.places[k])
         if slots[k] == num_used:
             num_used += 1
             for column in range(out.shape[1]):
-                out[slot, np.uint64(column)] = factor * gradient.rows[place, np.uint64(column)]
+                out[slot, np.uint64(column)] = factor * gradient.rows[source, np.uint64(column)]
         else:
             for column in range(out.shape[1]):
-                out[slot, np.uint64(column)] += factor * gradient.rows[place, np.uint64(column)]
+                out[slot, np.uint64(column)] += factor * gradient.rows[source, np.uint64(column)]
     return num_used
 
 
@@ -79,10 +79,10 @@ def update_sgd(
     kind = weight.dtype.type
     step, factor = kind(constants[0]), kind(gradient.weight)
     for k in range(len(targets)):
-        row, place = np.uint64(targets[k]), np.uint64(gradient.places[k])
+        row, source = np.uint64(targets[k]), np.uint64(gradient.places[k])
         for number in range(weight.shape[1]):
             column = np.uint64(number)
-            weight[row, column] -= step * (factor * gradient.rows[place, column])
+            weight[row, column] -= step * (factor * gradient.rows[source, column])
 
 
 @njit(cache=True, nogil=True, error_model="numpy")
@@ -97,10 +97,10 @@ def update_adagrad(
         read_ahead(weight, targets[min(k + AHEAD, last)])
         read_ahead(total, state_rows[min(k + AHEAD, last)])
         row, state = np.uint64(targets[k]), np.uint64(state_rows[k])
-        place = np.uint64(gradient.places[k])
+        source = np.uint64(gradient.places[k])
         for number in range(weight.shape[1]):
             column = np.uint64(number)
-            g = factor * gradient.rows[place, column]
+            g = factor * gradient.rows[source, column]
             s = total[state, column] + g * g
             total[state, column] = s
             weight[row, column] -= step * g / (np.sqrt(s) + small)
@@ -127,10 +127,10 @@ def update_adam(
         read_ahead(mean, state_rows[min(k + AHEAD, last)])
         read_ahead(square, state_rows[min(k + AHEAD, last)])
         row, state = np.uint64(targets[k]), np.uint64(state_rows[k])
-        place = np.uint64(gradient.places[k])
+        source = np.uint64(gradient.places[k])
         for number in range(weight.shape[1]):
             column = np.uint64(number)
-            g = factor * gradient.rows[place, column]
+            g = factor * gradient.rows[source, column]
             m = mean[state, column] + gain_mean * (g - mean[state, column])
             v = square[state, column] + gain_square * (g * g - square[state, column])
             mean[state, column] = m

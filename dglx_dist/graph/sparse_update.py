@@ -295,8 +295,8 @@ class SparseExchange:
         positions[places] = np.arange(len(places))
         shares = []
         for start, end in pairwise(first.tolist()):
-            chosen = positions[start:end]
-            shares.append(RowSum(total.ids[chosen], total.rows, total.places[chosen], total.weight))
+            selected = positions[start:end]
+            shares.append(RowSum(total.ids[selected], total.rows, total.places[selected], total.weight))
         return shares
 
     def _receive(self, name: str, arrays: Sequence[Array]) -> list[Array]:

@@ -353,7 +353,8 @@ class PartitionedStructure(Structure):
         super().__init__(etype, manifest.num_nodes(etype[0]), shards)
         self._node_bounds = placement.server_offsets(node_offsets)
         self._edge_bounds = placement.server_offsets(edge_offsets)
-        self.num_destinations, self.num_edges = int(self._node_bounds[-1]), int(self._edge_bounds[-1])
+        self.num_destinations = int(self._node_bounds[-1])
+        self.num_edges = int(self._edge_bounds[-1])
         self._session = session
         self._placement = placement
         self._label = f"{label}.{':'.join(etype)}"
@@ -437,8 +438,8 @@ class PartitionedStructure(Structure):
         Sends 8 bytes per distinct remote id and receives 8 bytes per answer. The returned function waits for
         as many (K,) int64 arrays as ``compute`` returns, in the order of ``ids``.
         """
-        own = self._placement.topology.server
-        plan = plan_remote(ids, bounds, own)
+        server = self._placement.topology.server
+        plan = plan_remote(ids, bounds, server)
         submit, op = self._session.rpc.submit, self._name_op(op)
         calls = [
             (submit(rank, op, parameters, [plan.ids[first:last]], phase="structure"), first, last)
@@ -446,7 +447,7 @@ class PartitionedStructure(Structure):
         ]
 
         def wait() -> list[Array]:
-            local = np.flatnonzero((ids >= bounds[own]) & (ids < bounds[own + 1]))
+            local = np.flatnonzero((ids >= bounds[server]) & (ids < bounds[server + 1]))
             answers = compute(ids[local])
             out = [np.empty(len(ids), dtype=np.int64) for _ in answers]
             for column, values in zip(out, answers, strict=True):
@@ -466,10 +467,10 @@ class PartitionedStructure(Structure):
 
         def answer(parameters: str, arrays: Sequence[Array]) -> list[Array]:
             nodes, exclude = arrays[0], arrays[1] if len(arrays) > 1 else NO_EDGES
-            own = self._placement.topology.server
-            first, last = self._node_bounds[own], self._node_bounds[own + 1]
+            server = self._placement.topology.server
+            first, last = self._node_bounds[server], self._node_bounds[server + 1]
             if len(nodes) and (nodes.min() < first or nodes.max() >= last):
-                raise IndexError(f"server {own} owns the nodes {first} to {last - 1} of {self.etype[2]!r}")
+                raise IndexError(f"server {server} owns the nodes {first} to {last - 1} of {self.etype[2]!r}")
             edges = join_pieces(len(nodes), self._draw_pieces(draw, nodes, parameters, exclude))
             return to_wire(nodes, edges)
 

@@ -136,10 +136,10 @@ def remove_empty_types(graph: dgl.DGLGraph) -> dgl.DGLGraph:
     A model over several types then returns rows only for the types of the seeds, as scripts expect. Node
     types and the data of nodes and edges stay.
     """
-    kept = [etype for etype in graph.canonical_etypes if graph.num_edges(etype)]
-    if len(kept) in (0, len(graph.canonical_etypes)):
+    etypes = [etype for etype in graph.canonical_etypes if graph.num_edges(etype)]
+    if len(etypes) in (0, len(graph.canonical_etypes)):
         return graph
-    index, numbers = graph._graph, [graph.get_etype_id(etype) for etype in kept]
+    index, numbers = graph._graph, [graph.get_etype_id(etype) for etype in etypes]
     sources, destinations = zip(*map(index.metagraph.find_edge, numbers), strict=True)
     counts = [index.num_nodes(ntype) for ntype in range(index.number_of_ntypes())]
     metagraph = graph_index.from_coo(len(counts), sources, destinations, True)
@@ -151,7 +151,8 @@ def remove_empty_types(graph: dgl.DGLGraph) -> dgl.DGLGraph:
         kept_relations = tuple(index.relations[number] for number in numbers)
         TorchIndex.from_relations(reduced_index, kept_relations, index.device)
     ntypes = (graph.srctypes, graph.dsttypes) if graph.is_block else graph.ntypes
-    names, frames = [name for _, name, _ in kept], [graph._edge_frames[number] for number in numbers]
+    names = [name for _, name, _ in etypes]
+    frames = [graph._edge_frames[number] for number in numbers]
     kind = DGLBlock if graph.is_block else dgl.DGLGraph
     reduced = kind(reduced_index, ntypes, names, graph._node_frames, frames)
     reduced.step_share = getattr(graph, "step_share", None)

@@ -60,12 +60,11 @@ def is_on_torch_path(device: torch.device | str) -> bool:
 
     Raises ConfigError if DGLX_MESSAGE_PASSING is neither ``torch`` nor ``dgl``.
     """
-    chosen = _read_choice()
-    return torch.device(device).type != "cpu" if chosen is None else chosen == "torch"
+    choice = _read_choice()
+    return torch.device(device).type != "cpu" if choice is None else choice == "torch"
 
 
 def _read_choice() -> str | None:
-    """Return the value of DGLX_MESSAGE_PASSING, or None if it is not set."""
     value = os.environ.get("DGLX_MESSAGE_PASSING") or None
     if value in (None, "torch", "dgl"):
         return value
@@ -457,8 +456,8 @@ def edge_softmax_hetero(index: TorchIndex, eids: Any, norm_by: str, *scores: Row
     out: list[Rows] = [None] * len(scores)
     for etypes in etypes_by_type.values():
         segments = [index.relations[etype].by_dst for etype in etypes]
-        given = torch.cat([rows for e in etypes if (rows := scores[e]) is not None])
-        shares = _softmax(given, _join_segments(segments))
+        all_scores = torch.cat([rows for e in etypes if (rows := scores[e]) is not None])
+        shares = _softmax(all_scores, _join_segments(segments))
         parts = torch.split(shares, [segment.num_edges for segment in segments])
         for etype, part in zip(etypes, parts, strict=True):
             out[etype] = part
@@ -466,7 +465,6 @@ def edge_softmax_hetero(index: TorchIndex, eids: Any, norm_by: str, *scores: Row
 
 
 def _join_segments(segments: Sequence[Segments]) -> Segments:
-    """Join the edges of several edge types whose ends have the same node type."""
     if len(segments) == 1:
         return segments[0]
     ends = torch.cat([segment.ends for segment in segments])
@@ -602,7 +600,9 @@ def cpu_index(index: HeteroGraphIndex) -> HeteroGraphIndex:
 def _make_relation(index: HeteroGraphIndex, etype: int, move: Copy) -> Relation:
     graph = HeteroGraphIndex.get_relation_graph(index, etype)
     source, destination = index.metagraph.find_edge(etype)
-    num_src, num_dst, num_edges = index.num_nodes(source), index.num_nodes(destination), graph.num_edges(0)
+    num_src = index.num_nodes(source)
+    num_dst = index.num_nodes(destination)
+    num_edges = graph.num_edges(0)
     if "csc" not in graph.formats()["created"]:
         src, dst, _ = graph.edges(0, "eid")
         by_src = Segments(num_src, num_edges, ends=move(src))

@@ -117,9 +117,9 @@ def drop_attention(block: DGLBlock, attention: Tensor, probability: float, draws
     return attention * scaled.unsqueeze(-1)
 
 
-def _scale_mask(kept: Tensor, probability: float, like: Tensor) -> Tensor:
+def _scale_mask(is_kept: Tensor, probability: float, like: Tensor) -> Tensor:
     scale = 1 / (1 - probability) if probability < 1 else 0.0
-    return kept.to(like.device, like.dtype).mul_(scale)
+    return is_kept.to(like.device, like.dtype).mul_(scale)
 
 
 @njit(cache=True, nogil=True)

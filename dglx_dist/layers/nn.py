@@ -122,7 +122,7 @@ class BatchNorm(NormWithStatistics):
 
     @torch.compiler.disable
     def forward(self, x: Tensor) -> Tensor:
-        """Return the normalized (n, C) rows of ``x``. Collective in training within a wrapped model.
+        """Return the normalized (n, C) rows of ``x``. In training after ``wrap``, every rank must call this.
 
         Raises ConfigError in training, if all ranks have one row together, or if ``x`` is not a matrix.
         """
@@ -139,8 +139,6 @@ class BatchNorm(NormWithStatistics):
 
 
 class _Normalize(torch.autograd.Function):
-    """Normalizes rows over all ranks in float64, and updates the running statistics."""
-
     @staticmethod
     def forward(ctx: Any, x: Tensor, norm: BatchNorm, exchange: StatisticsExchange, factor: float) -> Tensor:
         width = norm.num_features
@@ -150,9 +148,11 @@ class _Normalize(torch.autograd.Function):
                 f"{tuple(x.shape)}. Reshape it to (rows, {width}) before, and back afterwards."
             )
         # Moments about a value near the mean keep their digits.
-        running_mean, running_var = cast("tuple[Tensor, Tensor]", (norm.running_mean, norm.running_var))
+        running_mean = cast("Tensor", norm.running_mean)
+        running_var = cast("Tensor", norm.running_var)
         origin = running_mean.double()
-        rows, shares = x.detach().double() - origin, exchange.compute_shares(x)
+        rows = x.detach().double() - origin
+        shares = exchange.compute_shares(x)
         weighted = rows * shares
         total = exchange.sum(torch.cat([shares.sum(0), weighted.sum(0), (weighted * rows).sum(0)]))
         count, mean = float(total[0]), total[1 : 1 + width] / total[0]

@@ -232,10 +232,10 @@ def choose_in_job(model: nn.Module, g: DistGraph, training: Training) -> Choice:
         advance(1)
         for line in choice.lines():
             advance.say(line)
-    chosen = choice.chosen_prediction
-    if chosen is None:
+    prediction = choice.chosen_prediction
+    if prediction is None:
         raise ConfigError(f"{choice.why[0]} With auto, use the option memory=.")
-    candidate = chosen.candidate
+    candidate = prediction.candidate
     session.adopt(candidate.strategy, candidate.options)
     if candidate.cache is not None and draws is not None:
         _use_cache(g, candidate, draws.fanouts, draws.batch_size)
@@ -247,7 +247,8 @@ def _choose(
 ) -> tuple[Choice, Draws | None]:
     begin = time.perf_counter()
     # The targets of a user's loop may be no labels. The width of the last layer is then unknown.
-    features, classes = g.ndata[FEATURE].shape[1], g.dataset.manifest.num_classes.get(g.ntypes[0], 1)
+    features = g.ndata[FEATURE].shape[1]
+    classes = g.dataset.manifest.num_classes.get(g.ntypes[0], 1)
     shape_options: dict[str, Any] = {"kind": training.kind or "", "hidden": training.hidden or 0}
     shape_options["is_guessed"] = training.kind is None
     shape = infer_shape(model, features, classes, training.num_layers, **shape_options)

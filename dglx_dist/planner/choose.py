@@ -21,8 +21,8 @@ def enumerate_candidates(context: CandidateContext) -> tuple[Candidate, ...]:
     for name in STRATEGIES.names():
         strategy = STRATEGIES.get(name)
         for candidate in strategy.candidates(context):
-            place = candidate.unit != "mini_batch", strategy.traits.complexity
-            ordered.append((*place, replace(candidate, strategy=name)))
+            sort_key = candidate.unit != "mini_batch", strategy.traits.complexity
+            ordered.append((*sort_key, replace(candidate, strategy=name)))
     return tuple(candidate for *_, candidate in sorted(ordered, key=lambda entry: entry[:2]))
 
 

@@ -202,9 +202,9 @@ def _time_mini_batches(g: DistGraph, model: nn.Module, counts: EpochCounts) -> f
 
 def sample_blocks(g: DistGraph, seeds: Array, size: int, fanouts: Sequence[int]) -> list[Any]:
     """Return the blocks of one batch of ``size`` of the (K,) ``seeds``, spread over the graph."""
-    chosen = seeds[np.unique(np.linspace(0, len(seeds) - 1, min(size, len(seeds))).astype(np.int64))]
+    spread_seeds = seeds[np.unique(np.linspace(0, len(seeds) - 1, min(size, len(seeds))).astype(np.int64))]
     sampler = dgl.dataloading.NeighborSampler(list(fanouts))
-    loader = DataLoader(g, chosen, sampler, batch_size=len(chosen), num_threads=0, device="cpu")
+    loader = DataLoader(g, spread_seeds, sampler, batch_size=len(spread_seeds), num_threads=0, device="cpu")
     ((_, _, blocks),) = list(loader)
     return list(blocks)
 

@@ -107,7 +107,7 @@ def count_rank(
     g: DistGraph,
     draws: Draws,
     seeds: Array,
-    place: tuple[Topology, Array],
+    placement: tuple[Topology, Array],
     *,
     inputs_of: list[Inputs] | None = None,
 ) -> RankCount:
@@ -115,10 +115,10 @@ def count_rank(
 
     Args:
         seeds: (K,) int64 marked nodes of all ranks, ascending. The rank counts its share.
-        place: Topology of the rank, and the (S + 1,) int64 first node of each server.
+        placement: Topology of the rank, and the (S + 1,) int64 first node of each server.
         inputs_of: The remote inputs of each batch are appended to this list.
     """
-    topology, bounds = place
+    topology, bounds = placement
     own_seeds = split_ids(seeds, bounds, topology, force_even=draws.force_even)[: draws.most_seeds]
     sampler = dgl.dataloading.NeighborSampler(list(draws.fanouts))
     options: dict[str, Any] = {"shuffle": True, "num_threads": 0, "device": "cpu"}
@@ -162,13 +162,13 @@ def count_rank(
 
 
 def simulate_look_ahead(
-    epochs: Sequence[Sequence[Inputs]], alpha: float, place: tuple[Topology, Array], row_bytes: int
+    epochs: Sequence[Sequence[Inputs]], alpha: float, placement: tuple[Topology, Array], row_bytes: int
 ) -> tuple[int, int]:
     """Return (hits in the last epoch, bytes) of a rank's look-ahead cache of size ``alpha``.
 
     The simulation runs the loader's code on the batches, but fetches no rows.
     """
-    (topology, bounds), server = place, place[0].server
+    (topology, bounds), server = placement, placement[0].server
     own_range, num_rows = (int(bounds[server]), int(bounds[server + 1])), int(bounds[-1])
     count = count_rows_of_rank(alpha, own_range, num_rows, len(topology.ranks_of_server(server)))
     rows = LookAheadRows(count, ColumnInfo(dtype="uint8", row_shape=(0,)), own_range, num_rows)
@@ -288,14 +288,14 @@ def count_batches(
     cached_rows = _mask_rows(run, draws, [alpha for policy, alpha in caches if policy == "vip"])
     counts = []
     for rank in run.ranks_here:
-        place, inputs = (partition.for_rank(rank), partition.bounds), list[Inputs]()
-        count = count_rank(run.g, draws, run.seeds, place, inputs_of=inputs if caches else None)
+        placement, inputs = (partition.for_rank(rank), partition.bounds), list[Inputs]()
+        count = count_rank(run.g, draws, run.seeds, placement, inputs_of=inputs if caches else None)
         previous: list[Inputs] = []
         # Counting is collective, and the condition is equal on all ranks.
         if draws.epoch and count.counted_steps >= count.steps and looks_ahead:
-            count_rank(run.g, replace(draws, epoch=draws.epoch - 1), run.seeds, place, inputs_of=previous)
+            count_rank(run.g, replace(draws, epoch=draws.epoch - 1), run.seeds, placement, inputs_of=previous)
         rows = [previous, inputs]
-        cache_hits = [_count_cache(cache, place, rows, cached_rows, sizes.feature) for cache in caches]
+        cache_hits = [_count_cache(cache, placement, rows, cached_rows, sizes.feature) for cache in caches]
         counts.append(replace(count, caches=list(map(asdict, cache_hits))))
     gathered = gather_json([asdict(count) for count in counts], run.g.session)
     ranks = [RankCount(**count) for counts_here in gathered for count in counts_here]

@@ -51,15 +51,15 @@ def build_outcome(epoch: int, epochs: Sequence[EpochRecord], facts: Mapping[str,
 
 def summarize_plan(value: Mapping[str, Any]) -> dict[str, object]:
     """Return the entry of ``summary.json`` for ``Choice.to_json()``: prediction, and outcome if any."""
-    chosen, outcome = value["predictions"][value["picked"]], value["outcome"]
+    picked, outcome = value["predictions"][value["picked"]], value["outcome"]
     entry: dict[str, object] = {
-        "chosen": chosen["name"],
+        "chosen": picked["name"],
         "why": "; ".join(value["why"]),
-        "predicted_epoch_seconds": chosen["epoch_seconds"],
-        "predicted_bytes_outside": chosen["bytes_outside"],
-        "predicted_bytes_inside": chosen["bytes_inside"],
-        "predicted_peak_memory_bytes": chosen["memory_bytes"],
-        "bytes_are_counted": chosen["bytes_exact"],
+        "predicted_epoch_seconds": picked["epoch_seconds"],
+        "predicted_bytes_outside": picked["bytes_outside"],
+        "predicted_bytes_inside": picked["bytes_inside"],
+        "predicted_peak_memory_bytes": picked["memory_bytes"],
+        "bytes_are_counted": picked["bytes_exact"],
     }
     if outcome is None:
         return entry
@@ -67,7 +67,7 @@ def summarize_plan(value: Mapping[str, Any]) -> dict[str, object]:
         entry[name] = outcome[name]
     entry["of_epoch"] = outcome["epoch"]
     if outcome["epoch_seconds"] > 0:
-        entry["predicted_by_measured"] = chosen["epoch_seconds"] / outcome["epoch_seconds"]
+        entry["predicted_by_measured"] = picked["epoch_seconds"] / outcome["epoch_seconds"]
     return entry
 
 

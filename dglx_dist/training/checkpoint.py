@@ -380,7 +380,10 @@ class CheckpointWriter:
     """
 
     def __init__(self, folder: str | Path, run: RunState, keep: int | None = None) -> None:
-        self._session, self._folder, self._run, self._keep = current_session(), Path(folder), run, keep
+        self._session = current_session()
+        self._folder = Path(folder)
+        self._run = run
+        self._keep = keep
         op = f"checkpoints-{self._session.next_number('checkpoints')}"
         self._reports = OneSidedExchange(self._session, op, "start again from the previous checkpoint")
         self._buffers: dict[str, Tensor] = {}

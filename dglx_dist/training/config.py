@@ -59,14 +59,14 @@ _METRICS = tuple(dict.fromkeys(name for known in METRICS_OF.values() for name in
 
 def list_metrics(task: str, metrics: Sequence[str]) -> tuple[str, ...]:
     """Return ``metrics``, or the defaults of ``task``. Raise ConfigError for a metric of another task."""
-    known, metrics = METRICS_OF.get(task, ()), list_names(metrics)
+    allowed, metrics = METRICS_OF.get(task, ()), list_names(metrics)
     for name in metrics:
-        if name not in known:
+        if name not in allowed:
             raise ConfigError(
-                f"metric {name} is not one of {task}{suggest_name(name, known)}. Choose some of "
-                f"{', '.join(known)}, or another --task."
+                f"metric {name} is not one of {task}{suggest_name(name, allowed)}. Choose some of "
+                f"{', '.join(allowed)}, or another --task."
             )
-    return metrics or known[: {CLASSIFICATION: 1, LINK: 5}.get(task, 2)]
+    return metrics or allowed[: {CLASSIFICATION: 1, LINK: 5}.get(task, 2)]
 
 
 _MODELS = (

@@ -222,7 +222,6 @@ def _is_export(folder: Path) -> bool:
 def _write_share(
     tables: Mapping[str, Mapping[str, DistTensor]], g: DistGraph, partial: Path, classes: Sequence[str]
 ) -> list[dict[str, Any]]:
-    """Write this rank's files and return their index entries."""
     rank = g.session.topology.rank
     files = []
     for subfolder, columns in tables.items():

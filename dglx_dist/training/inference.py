@@ -265,7 +265,8 @@ def _infer(  # noqa: PLR0913 - the arguments of two public functions
 ) -> Any:
     """Compute the passes in turn for all nodes, each on ``num_layers`` blocks. Every rank must call this."""
     check_replicas(dict(module.named_parameters()), g.session)
-    target, maker = find_float_parameter(module), open_neighborhood_maker(g, num_layers, mask, edge_feats)
+    target = find_float_parameter(module)
+    maker = open_neighborhood_maker(g, num_layers, mask, edge_feats)
     with evaluating(module):
         for depth, run_pass in enumerate(passes):
             # Later passes read the results of the previous one.
@@ -370,7 +371,6 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 
 def _select_leaves(ntype: str, output: Any, g: DistGraph, count: int) -> dict[Path, Tensor]:
-    """Return the results of a batch of ``count`` nodes of type ``ntype`` by path."""
     leaves = {path: leaf for path, leaf in flatten(output).items() if find_type(path, g) == ntype}
     for path, leaf in leaves.items():
         if not isinstance(leaf, Tensor) or not leaf.dim() or len(leaf) != count:

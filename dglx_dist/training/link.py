@@ -211,7 +211,8 @@ def _is_on_side(g: DistGraph, etype: EdgeType, side: int, ids: Array) -> Array:
 
 def _read_reverse_mask(g: DistGraph, etype: EdgeType, target: EdgeType) -> Callable[[Array], Array]:
     """Return a function from ids to the train mask of the edges that they reverse, or True without any."""
-    target_ids, mask = reverse_edge_ids(g, etype, reverse_etype=target), g.edges[target].data[TRAIN]
+    target_ids = reverse_edge_ids(g, etype, reverse_etype=target)
+    mask = g.edges[target].data[TRAIN]
 
     def read_mask(ids: Array) -> Array:
         targets = target_ids[ids].numpy()
@@ -622,7 +623,9 @@ class LinkEvaluation:
 
     def _find_true_edges(self, splits: Iterable[SplitEdges]) -> KnownEdges:
         """Return the true edges that answer the queries of all ranks. Every rank must call this."""
-        g, id_limit, empty = self.g, max(map(self.g.num_nodes, self.g.ntypes)), np.empty((3, 0), np.int64)
+        g = self.g
+        id_limit = max(map(self.g.num_nodes, self.g.ntypes))
+        empty = np.empty((3, 0), np.int64)
 
         def make_keys(queries: Array) -> Array:
             return np.asarray(queries[1] * id_limit + queries[0])

@@ -319,7 +319,8 @@ class TrainingRun:
             self._scheduler.step()
         self._session.stop_point.should_stop()
         # Otherwise the checkpoint that a resumed run began with would remain its newest one.
-        saves, interval = self._steps_between or self._saved_at is not None, self._steps_between or math.inf
+        saves = self._steps_between or self._saved_at is not None
+        interval = self._steps_between or math.inf
         is_best = self._writer is not None and config.patience and self.result.best_epoch == record.epoch
         if is_best or (saves and (is_last or self._next_epoch * len(self._loader) % interval == 0)):
             pauses = gather_json(self._save(wait=is_last), self._session)

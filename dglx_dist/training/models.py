@@ -412,8 +412,6 @@ Conv: TypeAlias = Callable[..., nn.Module]
 
 
 def _make_builder(conv: Conv, activation: Callable[[Tensor], Tensor] = torch.relu) -> Callable[..., Stack]:
-    """Return a function that builds a :class:`Stack` of layers that ``conv`` returns."""
-
     def build(
         in_dim: int,
         hidden: int,

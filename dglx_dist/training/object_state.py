@@ -288,18 +288,19 @@ def _check_group(
     optimizer: torch.optim.Optimizer, index: int, values: Mapping[str, Any], state: Mapping[int, Any]
 ) -> None:
     """Raise ValueError unless the optimizer can continue with these settings and states of a group."""
-    own, positions = optimizer.param_groups[index], optimizer.state_dict()["param_groups"][index]["params"]
+    group = optimizer.param_groups[index]
+    positions = optimizer.state_dict()["param_groups"][index]["params"]
     for key, value in values.items():
-        kind = bool if isinstance(own.get(key), bool) else float | int | Tensor
-        if isinstance(own.get(key), bool | float) and not isinstance(value, kind):
+        kind = bool if isinstance(group.get(key), bool) else float | int | Tensor
+        if isinstance(group.get(key), bool | float) and not isinstance(value, kind):
             raise ValueError(f"{key!r} of the optimizer is {value!r}")
-    if "lr" in own and not 0 <= float(values["lr"]) <= _LARGEST:
+    if "lr" in group and not 0 <= float(values["lr"]) <= _LARGEST:
         raise ValueError(f"'lr' of the optimizer is {values['lr']!r}")
     is_known = type(optimizer).__module__.split(".")[:2] == ["torch", "optim"]
     if not is_known or type(optimizer) is torch.optim.LBFGS:
         return
     # A step of small parameters checks the settings. Torch checks arguments, but not the values of a group.
-    probes = {p.dim(): torch.zeros((2,) * p.dim(), dtype=p.dtype, device=p.device) for p in own["params"]}
+    probes = {p.dim(): torch.zeros((2,) * p.dim(), dtype=p.dtype, device=p.device) for p in group["params"]}
     for parameter in probes.values():
         ones = torch.ones_like(parameter)
         parameter.grad = ones.to_sparse() if type(optimizer) is torch.optim.SparseAdam else ones
@@ -311,7 +312,7 @@ def _check_group(
     except Exception as error:
         kind = type(optimizer).__name__
         raise ValueError(f"{kind} does not take the saved settings: {error}") from error
-    for position, parameter in zip(positions, own["params"], strict=True):
+    for position, parameter in zip(positions, group["params"], strict=True):
         saved = state.get(position) or {}
         for key, example in probe.state[probes[parameter.dim()]].items() if saved else ():
             example_shape, shape = (getattr(value, "shape", None) for value in (example, saved[key]))

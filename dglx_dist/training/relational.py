@@ -183,7 +183,8 @@ class RelationalModel(Layered):
                 f"feature_widths={dict(feature_widths)}"
             )
         # Sorted, because DGLGraph and DistGraph list types in different orders.
-        self.ntypes, self.etypes = tuple(sorted(graph.ntypes)), tuple(sorted(graph.canonical_etypes))
+        self.ntypes = tuple(sorted(graph.ntypes))
+        self.etypes = tuple(sorted(graph.canonical_etypes))
         for ntype in (*feature_widths, *(out_types or ())):
             if ntype not in self.ntypes:
                 raise ConfigError(f"there is no node type {ntype!r} (known: {', '.join(self.ntypes)})")

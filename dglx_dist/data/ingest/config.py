@@ -82,14 +82,15 @@ def read_files(entry: Fields) -> FileSet:
         return named_files(entry, "files")
     paths = _find_paths(entry, "files")
     form = entry.nested_fields("format").reject_unknown(("name", "separator"))
-    name, separator = form.choice("name", FORMATS), form.optional("separator", form.nonempty_text, None)
-    if separator is not None and name != "csv":
+    name = form.choice("name", FORMATS)
+    if not form.has("separator"):
+        return FileSet(paths=paths, format=name)
+    separator = form.nonempty_text("separator")
+    if name != "csv":
         raise form.field_error("separator", f"nothing for {name}")
-    if separator is not None and not (
-        len(separator) == 1 and separator.isascii() and separator not in '"\r\n\0'
-    ):
+    if len(separator) > 1 or not separator.isascii() or separator in '"\r\n\0':
         raise form.field_error("separator", "one ASCII character other than a quote or an end of line")
-    return FileSet(paths=paths, format=name, separator=separator or ",")
+    return FileSet(paths=paths, format=name, separator=separator)
 
 
 def named_files(entry: Fields, key: str) -> FileSet:
@@ -278,16 +279,16 @@ def _parse_feature(entry: Fields) -> FeatureSpec:
     if not entry.has("transform"):
         return FeatureSpec(columns=columns, name=name, dtype=dtype)
     form = entry.nested_fields("transform")
-    chosen = form.optional("name", form.nonempty_text, "")
-    known = TRANSFORMS.get(chosen, ())
-    if not known:
+    transform = form.optional("name", form.nonempty_text, "")
+    keys = TRANSFORMS.get(transform, ())
+    if not keys:
         raise entry.error(
-            f"transform {chosen!r} is not supported (supported: {', '.join(TRANSFORMS)}); apply it to the "
+            f"transform {transform!r} is not supported (supported: {', '.join(TRANSFORMS)}); apply it to the "
             "table beforehand"
         )
-    form.reject_unknown(("name", *known))
-    settings = {key: form.raw_value(key) for key in known if form.has(key)}
-    return FeatureSpec(columns=columns, name=name, transform=chosen, settings=settings, dtype=dtype)
+    form.reject_unknown(("name", *keys))
+    settings = {key: form.raw_value(key) for key in keys if form.has(key)}
+    return FeatureSpec(columns=columns, name=name, transform=transform, settings=settings, dtype=dtype)
 
 
 def _parse_label(parent: Fields) -> LabelSpec | None:
@@ -309,13 +310,12 @@ def _parse_label(parent: Fields) -> LabelSpec | None:
     columns = _read_words(form, "column") if form.has("column") else (None,)
     if len(columns) > 1:
         raise form.field_error("column", "one column of ids")
-    files = {
-        name: FileSet(paths=_find_paths(form, name), format="lines")
-        if columns[0] is None
-        else named_files(form, name)
-        for name in SPLIT_FILES
-        if form.has(name)
-    }
+    files: dict[str, FileSet] = {}
+    for name in filter(form.has, SPLIT_FILES):
+        if columns[0] is None:
+            files[name] = FileSet(paths=_find_paths(form, name), format="lines")
+        else:
+            files[name] = named_files(form, name)
     if not files:
         raise form.error("it names no file; give train, valid or test")
     return LabelSpec(task=task, column=column, split=None, files=files, id_column=columns[0])
@@ -332,7 +332,8 @@ def _parse_shares(entry: Fields) -> tuple[float, float, float]:
 
 
 def _check_types(config: IngestConfig) -> None:
-    names, relations = [node.kind for node in config.nodes], [edge.kind for edge in config.edges]
+    names = [node.kind for node in config.nodes]
+    relations = [edge.kind for edge in config.edges]
     for kind, count in Counter([*names, *relations]).items():
         if count > 1:
             raise ConfigError(

@@ -60,7 +60,8 @@ class IdMap:
         if not repeats:
             return
         row, earlier, name = min(repeats, key=lambda repeat: repeat[0])
-        (path, row_in_file), (earlier_path, earlier_in_file) = table.locate(row), table.locate(earlier)
+        path, row_in_file = table.locate(row)
+        earlier_path, earlier_in_file = table.locate(earlier)
         earlier_name = f"row {earlier_in_file}{'' if earlier_path == path else f' of {earlier_path}'}"
         raise column_error(str(path), column, describe_repeated_id(name, earlier_name), row_in_file)
 

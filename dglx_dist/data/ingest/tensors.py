@@ -61,8 +61,8 @@ class Labels:
             raise rows.error(f"holds {rows.values.type}, but an earlier file holds {before}; use one type")
         self._is_text = rows.is_text
         if rows.is_text:
-            known = rows.values.filter(pc.not_equal(pc.fill_null(rows.values, ""), ""))
-            add_texts(self._texts, known, rows, "check whether it is a name, or a task of regression")
+            texts = rows.values.filter(pc.not_equal(pc.fill_null(rows.values, ""), ""))
+            add_texts(self._texts, texts, rows, "check whether it is a name, or a task of regression")
         else:
             self._largest = max(self._largest, int(_read_integers(rows).max(initial=-1)))
 
@@ -100,11 +100,11 @@ class Labels:
             return np.where(as_numpy(empty), np.nan, numbers).astype(np.float32)
         if not rows.is_text:
             return _read_integers(rows)
-        known = pc.if_else(pc.equal(rows.values, ""), None, rows.values).cast(pa.large_string())
+        texts = pc.if_else(pc.equal(rows.values, ""), None, rows.values).cast(pa.large_string())
         if self._class_names is None:
-            numbers = known.cast(pa.float64())
+            numbers = texts.cast(pa.float64())
         else:
-            numbers = pc.index_in(known, value_set=self._class_names, skip_nulls=True)
+            numbers = pc.index_in(texts, value_set=self._class_names, skip_nulls=True)
         return as_numpy(pc.fill_null(numbers, -1)).astype(np.int64)
 
 
@@ -303,7 +303,8 @@ class TypeRows:
         else:
             assert ids is not None, "only nodes have split files"
             paths = self.spec.files.paths
-            owner, folder = f"{paths[0]}{' ...' if len(paths) > 1 else ''}", self._output.work / "split"
+            owner = f"{paths[0]}{' ...' if len(paths) > 1 else ''}"
+            folder = self._output.work / "split"
             codes = read_split_codes(label, ids, owner, folder, self._output.budget.bucket)
         by_row, first_row = Spill(self._output.work / "codes", np.uint8, codes), 0
         for has_label, code in zip(self._has_label(labels), by_row.chunks(self._at_once), strict=True):

@@ -67,7 +67,8 @@ def measure(graph: RawGraph, assignment: Assignment) -> PartitionQuality:
     edges = sum_by_part(part, in_degrees(graph), num_parts).astype(np.int64)
     remote, halo = _count_remote_and_halo(graph, part, num_parts)
     num_cut, num_edges = int(remote.sum()), graph.total_edges
-    tolerance, missed = assignment.parameters.get("tolerance"), assignment.parameters.get("missed")
+    tolerance = assignment.parameters.get("tolerance")
+    missed = assignment.parameters.get("missed")
     return PartitionQuality(
         num_parts=num_parts,
         num_nodes=tuple(owned.tolist()),

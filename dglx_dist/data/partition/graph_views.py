@@ -504,7 +504,8 @@ def induced_graph(
 
     def iterate_ends(edge_type: EdgeType, end: int) -> Iterator[Array]:
         # Views are used, because adding the first id to int32 ids may overflow.
-        source_ids, destination_ids = new_id[first_id[edge_type[0]] :], new_id[first_id[edge_type[2]] :]
+        source_ids = new_id[first_id[edge_type[0]] :]
+        destination_ids = new_id[first_id[edge_type[2]] :]
         src, dst = graph.edges[edge_type]
         for piece in pieces(max(len(src), 1), 1 << 17):
             ends = np.stack([source_ids[src[piece]], destination_ids[dst[piece]]])

@@ -285,7 +285,7 @@ def _stream(
             if score > best_score or (score == best_score and fill < best_fill):
                 best, best_score, best_fill = p, score, fill
         # If all parts are full, the emptiest one takes the node.
-        chosen = best if best >= 0 else emptiest
-        part[u] = chosen
+        target_part = best if best >= 0 else emptiest
+        part[u] = target_part
         for c in range(num_weights):
-            load[chosen, c] += weights[u, c]
+            load[target_part, c] += weights[u, c]

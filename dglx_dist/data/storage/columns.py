@@ -127,7 +127,8 @@ def read_column(path: Path, name: str, info: ColumnInfo | None = None, num_rows:
     """
     column, metadata = _open_column(path, name)
     try:
-        dtype, shape = metadata["dtype"], tuple(int(size) for size in json.loads(metadata["shape"]))
+        dtype = metadata["dtype"]
+        shape = tuple(int(size) for size in json.loads(metadata["shape"]))
         array = _view(column, dtype, shape)
     except (LookupError, ValueError, TypeError, ArithmeticError, RecursionError) as problem:
         raise _make_damage_error(name, path, problem) from problem

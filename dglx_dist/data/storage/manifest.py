@@ -109,11 +109,10 @@ def part_arrays(manifest: Manifest, part: int) -> dict[str, StoredArray]:
 
     arrays = {}
     for ntype, columns in manifest.node_columns.items():
-        folder, num_nodes = node_folder(part, ntype), count_owned(manifest.node_offsets[ntype])
-        nodes_or_edges = f"{ntype!r} nodes"
-        arrays[f"{folder}/original_ids.arrow"] = StoredArray(
-            IDS, num_nodes, manifest.num_nodes(ntype), nodes_or_edges
-        )
+        folder = node_folder(part, ntype)
+        num_nodes = count_owned(manifest.node_offsets[ntype])
+        original_ids = StoredArray(IDS, num_nodes, manifest.num_nodes(ntype), f"{ntype!r} nodes")
+        arrays[f"{folder}/original_ids.arrow"] = original_ids
         if (kind := manifest.user_ids.get(ntype)) is not None:
             arrays[f"{folder}/user_ids.arrow"] = StoredArray(IDS if kind == "int64" else STRINGS, num_nodes)
         num_classes = manifest.num_classes.get(ntype)
@@ -125,15 +124,15 @@ def part_arrays(manifest: Manifest, part: int) -> dict[str, StoredArray]:
                 array = array._replace(upper_bound=num_classes, refers_to="num_classes", minimum=None)
             arrays[data_path(folder, name)] = array
     for etype, columns in manifest.edge_columns.items():
-        folder, num_edges = edge_folder(part, etype), count_owned(manifest.edge_offsets[etype])
-        num_rows, nodes_or_edges = count_owned(manifest.node_offsets[etype[2]]) + 1, f"edges {etype}"
-        sources = manifest.num_nodes(etype[0]), f"{etype[0]!r} nodes"
-        described = f"{nodes_or_edges} of the part"
-        arrays[f"{folder}/indptr.arrow"] = StoredArray(IDS, num_rows, num_edges + 1, described)
-        arrays[f"{folder}/indices.arrow"] = StoredArray(None, num_edges, *sources)
-        arrays[f"{folder}/original_ids.arrow"] = StoredArray(
-            IDS, num_edges, manifest.num_edges(etype), nodes_or_edges
-        )
+        folder = edge_folder(part, etype)
+        num_edges = count_owned(manifest.edge_offsets[etype])
+        num_rows = count_owned(manifest.node_offsets[etype[2]]) + 1
+        num_sources = manifest.num_nodes(etype[0])
+        original_ids = StoredArray(IDS, num_edges, manifest.num_edges(etype), f"edges {etype}")
+        indptr = StoredArray(IDS, num_rows, num_edges + 1, f"edges {etype} of the part")
+        arrays[f"{folder}/indptr.arrow"] = indptr
+        arrays[f"{folder}/indices.arrow"] = StoredArray(None, num_edges, num_sources, f"{etype[0]!r} nodes")
+        arrays[f"{folder}/original_ids.arrow"] = original_ids
         arrays |= {data_path(folder, name): _column(info, num_edges) for name, info in columns.items()}
     return arrays
 

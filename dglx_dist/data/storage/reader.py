@@ -262,7 +262,8 @@ class StoredPart:
 
     def user_ids(self, ntype: str, workspace: Workspace | None = None) -> Array | None:
         """Return the user's (n,) int64 or unicode ids, or None. Strings are copied."""
-        path, kind = f"{self._node_folder(ntype)}/user_ids.arrow", self._manifest.user_ids.get(ntype)
+        path = f"{self._node_folder(ntype)}/user_ids.arrow"
+        kind = self._manifest.user_ids.get(ntype)
         if kind is None:
             return None
         num_rows = self._stored[path].num_rows

@@ -248,7 +248,9 @@ def relabel_on_disk(
     is too small.
     """
     (src, dst), sources, destinations = graph.edges[etype], orders[etype[0]], orders[etype[2]]
-    ids, columns, num_edges = graph.edge_ids.get(etype), graph.edge_data.get(etype, {}), len(src)
+    ids = graph.edge_ids.get(etype)
+    columns = graph.edge_data.get(etype, {})
+    num_edges = len(src)
 
     def pieces(read: Callable[[int, int], Array]) -> Chunks:
         def chunks(step: int) -> Iterator[Array]:
@@ -498,7 +500,8 @@ class _PartWriter:
         node_offsets, source_info = orders[destination].offsets, make_column_info(order.indices, "sources")
         for part in range(self._num_parts):
             self._part = part
-            folder, edge_range = edge_folder(part, etype), range(*order.offsets[part : part + 2].tolist())
+            folder = edge_folder(part, etype)
+            edge_range = range(*order.offsets[part : part + 2].tolist())
             indptr = order.indptr[node_offsets[part] : node_offsets[part + 1] + 1] - edge_range.start
             self._column(f"{folder}/indptr.arrow", IDS, len(indptr), [indptr])
             self._write_column(f"{folder}/indices.arrow", source_info, edge_range, order.indices)
@@ -519,7 +522,8 @@ class _PartWriter:
         ids: Array | None = None,
     ) -> None:
         """Write ``rows`` of ``column``, or ``rows`` itself if there is no column. Messages name ``ids``."""
-        dtype, step = numpy_dtype(info.dtype), max(1, CHUNK_BYTES // max(1, _count_row_bytes(info)))
+        dtype = numpy_dtype(info.dtype)
+        step = max(1, CHUNK_BYTES // max(1, _count_row_bytes(info)))
         narrows = False
         if description and column is not None and column.dtype.kind == "f":
             narrows = column.dtype.name != info.dtype

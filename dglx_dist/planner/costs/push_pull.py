@@ -134,7 +134,8 @@ def _traffic(counts: EpochCounts, first: FirstLayer, size: int, *, pushed: bool)
     phases = column_bytes(work.survey, first, group_size=size, pushed=pushed)
     in_group = {name: phases.get(name, 0) for name in ("structure", *_SUMS)}
     # Ordered pairs of different ranks of a group, and the number of pairs on different servers.
-    pairs, groups = cluster.ranks * (size - 1), np.array(cluster.server_of_rank).reshape(-1, size)
+    pairs = cluster.ranks * (size - 1)
+    groups = np.array(cluster.server_of_rank).reshape(-1, size)
     remote_pairs = int((groups[:, :, None] != groups[:, None, :]).sum())
     crossing = {name: count * remote_pairs // pairs if pairs else 0 for name, count in in_group.items()}
     inside = {name: count - crossing[name] for name, count in in_group.items()}

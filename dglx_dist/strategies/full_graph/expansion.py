@@ -168,7 +168,7 @@ def choose_external(
         fanout: Maximum number of sources per node, or -1 for all.
     """
     capacity = indptr[-1] if fanout < 0 else np.minimum(np.diff(indptr), fanout).sum()
-    chosen = np.empty(capacity, np.int64)
+    selected = np.empty(capacity, np.int64)
     num_slots = max(fanout, 0)
     best_sources, best_draws = np.empty(num_slots, np.int64), np.empty(num_slots, np.uint64)
     best_scores = np.empty(num_slots, np.int64)
@@ -184,7 +184,7 @@ def choose_external(
             if is_excluded or (edge > indptr[i] and sources[edge - 1] == source):
                 continue
             if fanout < 0:
-                chosen[num_chosen] = source
+                selected[num_chosen] = source
                 num_chosen += 1
                 continue
             score = scores[edge] if len(scores) > 0 else 0
@@ -202,9 +202,9 @@ def choose_external(
                 slot -= 1
             best_sources[slot], best_draws[slot], best_scores[slot] = source, draw, score
         for slot in range(count):
-            chosen[num_chosen] = best_sources[slot]
+            selected[num_chosen] = best_sources[slot]
             num_chosen += 1
-    return chosen[:num_chosen]
+    return selected[:num_chosen]
 
 
 EasPolicy: TypeAlias = Literal["uniform_external", "degree"]
@@ -276,14 +276,14 @@ def select_external(
     # m and k contain each other.
     stream = stream_key(seed, 0, _EAS_STREAM)
     for _ in range(options.hops):
-        chosen = [np.empty(0, np.int64)]
+        external = [np.empty(0, np.int64)]
         for nodes, edges in iterate_in_edges(structure, frontier):
             edge_scores = compute_scores(edges.sources, selected)
             external_sources = choose_external(
                 edges.indptr, edges.sources, nodes, selected, edge_scores, options.fanout, stream
             )
-            chosen.append(np.unique(external_sources))
-        new_nodes = np.setdiff1d(np.concatenate(chosen), selected)
+            external.append(np.unique(external_sources))
+        new_nodes = np.setdiff1d(np.concatenate(external), selected)
         if not len(new_nodes):
             break
         selected, frontier = np.union1d(selected, new_nodes), new_nodes

@@ -316,21 +316,21 @@ class HaloBlock(InEdgesOnlyGraph, DGLBlock):
         return get_own_rows(self.node_frames[0], name)
 
     def _with_fetched_sources(self) -> HaloBlock:
-        own = self.node_frames[0]
-        if all(get_own_rows(own, name) is None for name in own):
+        frame = self.node_frames[0]
+        if all(get_own_rows(frame, name) is None for name in frame):
             return self
         block: HaloBlock = self.__copy__()
-        sources = make_fetched_frame(own, lambda _, rows: self.all_rows(rows), self.num_src_nodes())
+        sources = make_fetched_frame(frame, lambda _, rows: self.all_rows(rows), self.num_src_nodes())
         block.node_frames = [sources, self.node_frames[1]]
         return block
 
     def set_columns(self, side: int, rows: Any, data: Any) -> None:
         if side == 0 and is_all(rows) and self._is_of_own_rows:
-            for name, own in data.items():
-                self.set_own(name, own)
+            for name, column in data.items():
+                self.set_own(name, column)
             return
         if side == 0 and is_all(rows):
-            data = {name: self.all_rows(own) for name, own in data.items()}
+            data = {name: self.all_rows(column) for name, column in data.items()}
         super().set_columns(side, rows, data)
 
 

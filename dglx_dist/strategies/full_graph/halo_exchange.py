@@ -184,11 +184,11 @@ class HaloExchange:
     def append(self, h: Tensor, kept: Tensor | None) -> Tensor:
         """Run :meth:`exchange` without gradient, always into new memory."""
         sources = h.new_empty((self.own_rows + self.num_halo, *h.shape[1:]))
-        own, halo = sources[: self.own_rows], sources[self.own_rows :]
+        local_rows, halo = sources[: self.own_rows], sources[self.own_rows :]
         if kept is None:
-            self._receive(h, halo, FORWARD, own)
+            self._receive(h, halo, FORWARD, local_rows)
         else:
-            own.copy_(h)
+            local_rows.copy_(h)
             halo.copy_(kept)
         return sources
 
@@ -199,19 +199,19 @@ class HaloExchange:
         is a new tensor with the (own_rows, ...) sums.
         """
         gradient = gradient.detach()
-        own, halo = gradient[: self.own_rows], gradient[self.own_rows :]
+        local_gradient, halo = gradient[: self.own_rows], gradient[self.own_rows :]
         # Half precision would round after each addition.
         sum_dtype = torch.float32 if gradient.dtype in HALVES else gradient.dtype
-        total = torch.empty(own.shape, dtype=sum_dtype, device=gradient.device)
+        total = torch.empty(local_gradient.shape, dtype=sum_dtype, device=gradient.device)
         sent = halo.contiguous() if self._is_readable(halo) else copy_to_host([halo])[0]
         received = self._reserve_memory(self._exchanges.received, self._num_sent, gradient)
         outgoing, incoming = self.messages(sent, received, BACKWARD)
         # The two iterators copy and add rows while the messages are on their way.
         additions = add_rows(total, self.rows_on(total.device), incoming)
-        self._swap(outgoing, incoming, BACKWARD, chain(copy_rows(own, total), additions))
+        self._swap(outgoing, incoming, BACKWARD, chain(copy_rows(local_gradient, total), additions))
         return total.to(gradient.dtype)
 
-    def _receive(self, h: Tensor, halo: Tensor, phase: str, own: Tensor | None = None) -> None:
+    def _receive(self, h: Tensor, halo: Tensor, phase: str, local_rows: Tensor | None = None) -> None:
         is_readable, rows_to = self._is_readable(h), self.rows_on(h.device)
         target = halo if is_readable else allocate_host_memory(halo.shape, halo)
         if is_readable:
@@ -222,7 +222,7 @@ class HaloExchange:
         else:
             rows = torch.cat([h[:0], *(h.index_select(0, rows) for rows in rows_to)])
             outgoing, incoming = self.messages(copy_to_host([rows])[0], target, phase)
-        self._swap(outgoing, incoming, phase, () if own is None else copy_rows(h, own))
+        self._swap(outgoing, incoming, phase, () if local_rows is None else copy_rows(h, local_rows))
         if not is_readable:
             halo.copy_(target, non_blocking=True)
 
@@ -314,7 +314,8 @@ class CoverExchange:
 
     def for_layer(self, number: int) -> CoverExchange:
         exchange = copy.copy(self)
-        exchange._rows, exchange._edges = self._rows.for_layer(number), self._edges.for_layer(number)
+        exchange._rows = self._rows.for_layer(number)
+        exchange._edges = self._edges.for_layer(number)
         exchange._weights = {}
         return exchange
 

@@ -284,9 +284,9 @@ class ColumnReader:
         for name, key in keys.items():
             # Own rows and halo rows are read in place, because features take most of the memory of a rank.
             rows = allocate_rows(plan.layers[0].num_sources, self._store.column(key).info)
-            own = rows[: len(plan.nodes)]
-            self._store.pull(key, plan.nodes, out=own, distinct=True, phase=PHASE)
-            fetch(own, rows[len(plan.nodes) :])
+            local_rows = rows[: len(plan.nodes)]
+            self._store.pull(key, plan.nodes, out=local_rows, distinct=True, phase=PHASE)
+            fetch(local_rows, rows[len(plan.nodes) :])
             features[name] = rows
         return self._convert(features)
 

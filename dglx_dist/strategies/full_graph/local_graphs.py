@@ -80,10 +80,10 @@ class LocalGraph(InEdgesOnlyGraph, RankGraph, DGLGraph):
 
     def keep_halo(self, name: str, halo: Tensor) -> None:
         """Use the (n_halo, ...) ``halo`` for the column ``name`` until its values change."""
-        own = self.ndata[name]
-        self._block.set_all(name, torch.cat([own, halo]))
+        rows = self.ndata[name]
+        self._block.set_all(name, torch.cat([rows, halo]))
         sources = self._block.srcdata.pop(name)
-        self._prefetched = (*self._prefetched, _ExchangedColumn(own, get_version(own), sources))
+        self._prefetched = (*self._prefetched, _ExchangedColumn(rows, get_version(rows), sources))
 
     def in_degrees(self, v: Any = ALL, etype: Any = None) -> Any:
         return self._block.in_degrees(v)
@@ -152,9 +152,9 @@ class LocalGraph(InEdgesOnlyGraph, RankGraph, DGLGraph):
         return graph
 
     def _make_message_block(self) -> HaloBlock:
-        (own,) = self.node_frames
+        (frame,) = self.node_frames
         block: HaloBlock = self._block.__copy__()
-        block.node_frames = [make_fetched_frame(own, self._get_sources, self._block.num_src_nodes()), own]
+        block.node_frames = [make_fetched_frame(frame, self._get_sources, self._block.num_src_nodes()), frame]
         block.edge_frames = self.edge_frames
         return block
 
@@ -179,10 +179,10 @@ class LocalGraph(InEdgesOnlyGraph, RankGraph, DGLGraph):
         if not is_all(rows):
             self.node_frames[0].update_row(torch.as_tensor(rows, device=self.device).long(), data)
             return
-        for name, own in data.items():
-            if len(own) != self.num_nodes():
+        for name, column in data.items():
+            if len(column) != self.num_nodes():
                 raise ConfigError(
-                    f"{len(own)} rows of {name!r} for a local graph of {self.num_nodes()} nodes; pass the "
+                    f"{len(column)} rows of {name!r} for a local graph of {self.num_nodes()} nodes; pass the "
                     "rows of this rank's nodes"
                 )
         self.node_frames[0].update(data)
@@ -314,10 +314,10 @@ def local_graph(
 
 
 def _find_keys(view: DataView, names: Sequence[str], view_name: str) -> dict[str, str]:
-    known, names = list(view), list_names(names)
+    columns, names = list(view), list_names(names)
     for name in names:
-        if name not in known or name in (dgl.NID, dgl.EID):
-            raise ConfigError(f"g.{view_name} has no column {name!r} (known: {', '.join(known) or 'none'})")
+        if name not in columns or name in (dgl.NID, dgl.EID):
+            raise ConfigError(f"g.{view_name} has no column {name!r} (known: {', '.join(columns) or 'none'})")
     return {name: view[name].kvstore_key for name in names}
 
 

@@ -248,11 +248,11 @@ class _RankRows:
 
 
 def _select_own_rows(server_rows: KHopNeighborhood, rank: int) -> _RankRows:
-    """Return the rows of the server that ``rank`` holds, with their in-edges."""
     rows = np.flatnonzero(server_rows.holders == rank)
     counts = np.searchsorted(rows, server_rows.counts)
     rows_with_edges = rows[: counts[1]]
-    first_edges, lengths = server_rows.indptr[rows_with_edges], np.diff(server_rows.indptr)[rows_with_edges]
+    first_edges = server_rows.indptr[rows_with_edges]
+    lengths = np.diff(server_rows.indptr)[rows_with_edges]
     indptr = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths)])
     edge_indices = np.arange(indptr[-1]) + np.repeat(first_edges - indptr[:-1], lengths)
     distinct_sources, source_index = number_distinct(np.asarray(server_rows.sources[edge_indices]))
@@ -276,7 +276,8 @@ def _read_layers(
 
     Layers up to ``hops`` read only rows of this rank's server.
     """
-    num_nodes, (first, last) = int(context.bounds[-1]), context.own_range(context.topology.server)
+    num_nodes = int(context.bounds[-1])
+    first, last = context.own_range(context.topology.server)
     positions = RowPositions(server_rows.nodes, num_nodes).find(own_rows.sources)
     server_holders = np.where(positions >= 0, server_rows.holders[positions], -1).astype(np.int64)
     all_holders, counts = server_holders.copy(), own_rows.counts
@@ -351,7 +352,8 @@ def _finish_layers(
     Each rank receives the (L,) int64 numbers of its rows that this rank needs, and the int64 ids of these
     rows. A count of -1 means the same rows as in the previous layer, and their ids are not repeated.
     """
-    ranks, index = range(context.topology.world_size), RowPositions(own_rows.nodes, int(context.bounds[-1]))
+    ranks = range(context.topology.world_size)
+    index = RowPositions(own_rows.nodes, int(context.bounds[-1]))
     is_same = [i > 0 and layer is layers[i - 1] for i, layer in enumerate(layers)]
     requests = {}
     for rank in ranks:
@@ -524,7 +526,8 @@ class PlanExchange:
         # Some ranks may be dead or hang, so delivery has a time limit.
         topology, rpc = self._session.topology, self._session.rpc
         text = np.frombuffer(f"{type(error).__name__}: {error}".encode()[:2000], dtype=np.uint8)
-        name, other_ranks = f"{self._job} {topology.rank}", {*range(topology.world_size)} - {topology.rank}
+        name = f"{self._job} {topology.rank}"
+        other_ranks = {*range(topology.world_size)} - {topology.rank}
         rpc.ask(other_ranks, self._failed_op, name, [text], _NOTIFY_FAILURE_S, phase=CONTROL)
 
 

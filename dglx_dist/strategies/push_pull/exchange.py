@@ -158,18 +158,20 @@ class AsyncExchange:
         phase: str,
         batch: int | None,
     ) -> Transfer:
-        own, peers, parts = (tensors[self._group.part].detach(), self._group.peers, range(self._group.size))
+        own_part = tensors[self._group.part].detach()
+        peers = self._group.peers
+        parts = range(self._group.size)
         if not peers:
-            return lambda: [own]
+            return lambda: [own_part]
         # One tensor may go to several members.
         rows = {id(tensors[part]): tensors[part].detach().contiguous() for part, _ in peers}
         received = {part: like[part].new_empty(like[part].shape) for part, _ in peers}
         codec = None
         if self._wire != "same" and batch is not None:
-            codec = row_codec(self._wire, own, (exchange.session.seed, batch, int(phase == BACKWARD)))
-        if self._devices is not None and codec is None and not is_on_host(own):
+            codec = row_codec(self._wire, own_part, (exchange.session.seed, batch, int(phase == BACKWARD)))
+        if self._devices is not None and codec is None and not is_on_host(own_part):
             exchange = self._devices
-        elif not is_on_host(own):
+        elif not is_on_host(own_part):
             rows = dict(zip(rows, copy_to_host([*rows.values()]), strict=True))
             received = {part: allocate_host_memory(like[part].shape, like[part]) for part, _ in peers}
         outgoing = [Outgoing(rank=rank, rows=rows[id(tensors[part])]) for part, rank in peers]
@@ -180,8 +182,8 @@ class AsyncExchange:
         @cache
         def receive() -> Received:
             wait()
-            on_device = {part: rows.to(own.device, non_blocking=True) for part, rows in received.items()}
-            return [on_device.get(part, own) for part in parts]
+            on_device = {part: rows.to(own_part.device, non_blocking=True) for part, rows in received.items()}
+            return [on_device.get(part, own_part) for part in parts]
 
         return receive
 

@@ -173,7 +173,8 @@ def write_slices(dataset: StoredDataset, num_parts: int) -> None:
 
 
 def _write_feature(dataset: StoredDataset, ntype: str, name: str, num_parts: int) -> None:
-    num_rows, info = dataset.manifest.num_nodes(ntype), dataset.manifest.node_columns[ntype][name]
+    num_rows = dataset.manifest.num_nodes(ntype)
+    info = dataset.manifest.node_columns[ntype][name]
     cuts = [columns for columns in deal_out_columns(info.row_shape[0], num_parts) if len(columns)]
     slices = [stored_slice(dataset, ntype, name, columns) for columns in cuts]
     row_bytes = info.row_shape[0] * numpy_dtype(info.dtype).itemsize

@@ -253,7 +253,9 @@ class PushPullLoader(EpochLoader[GroupedBatch, Any]):
         sample = run_on_all_ranks(session, loader.offline, ConfigError)
         # The samplers of the ranks may exclude other edges, or have another seed.
         check_equal(session, "the sampler", loader.sampling_signature())
-        op, types, arrays = (f"{self._label}.seeds", list(loader.items.ids), list(loader.items.ids.values()))
+        op = f"{self._label}.seeds"
+        types = list(loader.items.ids)
+        arrays = list(loader.items.ids.values())
         # This is collective, so that all ranks can answer before one asks.
         run_on_all_ranks(session, lambda: session.rpc.register(op, lambda _name, _arrays: arrays))
         weakref.finalize(self, session.rpc.unregister, op)

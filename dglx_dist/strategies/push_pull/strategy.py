@@ -211,7 +211,8 @@ class PushPullModel(WrappedModel):
         split.layer.run_parts = self._pipeline
         self._statistics = install_batch_norms(model, session, split.provenance.dropouts)
         self._provenance, self._first = split.provenance, type(split.layer).__name__
-        modules, cut = set(split.layer.modules()), {model.get_parameter(name) for name in split.cuts}
+        modules = set(split.layer.modules())
+        cut = {model.get_parameter(name) for name in split.cuts}
         self._uncut_inputs = {
             id(submodule): name
             for name, submodule in model.named_modules()

@@ -38,7 +38,7 @@ WRONG = [
     ("node_types 0 user_ids", "float", "'float', expected one of 'int64', 'string', None"),
     ("node_types 0 columns feat dtype", "float3", r"columns\.feat\.dtype' is 'float3'"),
     ("edge_types 0 name", ["_N", "_N"], r"'edge_types\[0\]\.name' .*expected a list of 3"),
-    ("edge_types 0 name", ["_N", "_E", "user"], "no node type 'user'"),
+    ("edge_types 0 name", ["_N", "_E", "user"], "no node type is 'user'"),
     ("files x.arrow", {"bytes": -1, "crc32": "0"}, r"'files\.x\.arrow\.bytes' is -1"),
     ("files x.arrow", {"bytes": 1}, r"'files\.x\.arrow\.crc32' is missing"),
     ("files ../x", {"bytes": 1, "crc32": "0"}, r"'files' has the unexpected '\.\./x'"),
