@@ -289,7 +289,7 @@ def test_a_folder_of_something_else_is_refused(tmp_path: Path, names: list[str])
     for name in names:
         (work / name).write_text("")
     message = refusal(lambda: partition(data, tmp_path / "out", memory=PLENTY), StorageError)
-    assert "holds files that are not unfinished work" in message
+    assert "has files of something else" in message
     assert content(work) == dict.fromkeys(names, b"")
 
 

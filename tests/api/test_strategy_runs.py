@@ -150,7 +150,7 @@ def test_what_push_pull_cannot_do_is_refused(dataset: str, tmp_path: Path) -> No
 
 
 STACKS: dict[str, dict[str, Any]] = {
-    "cat": {"model": "sage", "norm": "layer", "residual": True},
+    "cat": {"model": "sage", "norm": "layer", "residual": True, "jk": "cat"},
     "appnp": {"model": "appnp", "teleport": 0.2},
     "gatv2": {"model": "gatv2", "heads": 2},
 }

@@ -359,7 +359,8 @@ def test_no_edges_ask_for_no_negatives(g: DistGraph) -> None:
 
 def exclude_edges(g: DistGraph, edges: dict[Any, list[int]], **options: Any) -> dict[Any, list[int]]:
     positive = {etype: np.array(ids, np.int64) for etype, ids in edges.items()}
-    excluded = open_exclude(g, options["exclude"], read_rule(g, positive, **options))(positive)
+    rule = read_rule(g, positive, **{"reverse_eids": None, "reverse_etypes": None, **options})
+    excluded = open_exclude(g, options["exclude"], rule)(positive)
     return {etype: ids.tolist() for etype, ids in excluded.items()}
 
 

@@ -193,7 +193,7 @@ def test_state_of_another_optimizer_is_refused_and_changes_nothing(graph: DistGr
     changed.node_data[NODE_TYPE]["feat"][0] += 1
     write(changed, tmp_path / "changed")
     DistGraph(tmp_path / "changed")
-    with pytest.raises(StorageError, match=r"saved with dataset .* Use the dataset .* parts= is given"):
+    with pytest.raises(StorageError, match=r"has dataset .* Use the dataset .* parts= is given"):
         optim.SparseAdagrad([DistEmbedding(NUM_NODES, 2, "e")], lr=0.1).load(tmp_path / "saved")
 
 

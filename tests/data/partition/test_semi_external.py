@@ -316,9 +316,7 @@ def test_another_seed_gives_other_clusters(tmp_path: Path) -> None:
 def test_too_little_for_the_nodes_alone_is_refused_with_what_suffices(tmp_path: Path) -> None:
     graph = communities(num_nodes=2000)
     for name in ("kaminpar", "metis", "ldg"):
-        with pytest.raises(
-            ConfigError, match=r"2000 nodes .* takes at least \d+ KB of memory; grant --memory \d+MB"
-        ):
+        with pytest.raises(ConfigError, match=r"2000 nodes .* takes \d+ KB or more; grant --memory \d+MB"):
             assign(name, graph, 2, workspace(tmp_path, 20_000))
 
 
