@@ -60,9 +60,7 @@ def test_caches_go_to_a_folder_of_their_user(foreign: str, tmp_path: Path) -> No
         assert (cache == usual) != bool(foreign)
         assert cache.stat().st_mode & 0o777 == 0o700
     (line,) = done.stderr.splitlines()
-    assert line.endswith(
-        f"The cache of numba is in {caches[0]}. Set NUMBA_CACHE_DIR to choose another folder."
-    )
+    assert line.endswith(f"The cache of numba is in {caches[0]}. Set NUMBA_CACHE_DIR to choose another.")
 
 
 def test_names_that_are_not_utf_8(tmp_path: Path) -> None:

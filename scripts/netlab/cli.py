@@ -216,12 +216,14 @@ def _ended_on_signals() -> Iterator[None]:
     def end(number: int, _: FrameType | None) -> NoReturn:
         raise SystemExit(128 + number)
 
-    signal.signal(signal.SIGTERM, end)
+    former = signal.signal(signal.SIGTERM, end)
     try:
         yield
     except KeyboardInterrupt:
         say("interrupted; COMMAND has ended on all servers", style="red")
         raise typer.Exit(INTERRUPTED) from None
+    finally:
+        signal.signal(signal.SIGTERM, former)
 
 
 def _report(outcome: LabOutcome, out: Path | None) -> None:

@@ -25,6 +25,7 @@ from dglx_dist.training.config import TrainConfig
         (options.parse_names, "", ()),
         (parse_integers, "25,10", (25, 10)),
         (parse_integers, "-1", (-1,)),
+        (options.parse_fractions, "1,1,2.5", (1.0, 1.0, 2.5)),
         (options.parse_tolerances, "0.1", 0.1),
         (options.parse_tolerances, "train=0.1,degree=0.02", {"train": 0.1, "degree": 0.02}),
         (options.parse_tolerances, "", {}),
@@ -42,6 +43,7 @@ def test_words_become_values(read: Callable[[Any, str], object], text: Any, valu
     [
         *[(parse_integers, text, "--flag '.*' must be") for text in ("", "a,b", "2.5", "-2")],
         (partial(parse_integers, like="0,1,2"), "0-2", "commas, like 0,1,2$"),
+        (options.parse_fractions, "x", "--flag 'x'"),
         *[
             (options.parse_tolerances, text, "--flag '.*' must be")
             for text in ("a lot", "train=x", "0.1,degree=2")

@@ -306,7 +306,7 @@ def test_a_graph_that_a_task_cannot_use_is_refused(folders: dict[str, Path], tmp
         ({"model": "GCN"}, "there is no model 'GCN'; did you mean 'gcn'"),
         ({"patience": 5, "eval_every": 0}, "--early-stop 5 counts evaluations, but --eval-every is 0"),
         ({"seeds": (0, 0)}, "--seeds 0,0 must be different"),
-        ({"task": "link", "strategy": "auto"}, "--task link needs a strategy like data_parallel"),
+        ({"task": "link", "strategy": "auto"}, "--task link needs a named strategy like data_parallel"),
     ],
 )
 def test_wrong_options_are_refused(options: dict[str, Any], said: str) -> None:

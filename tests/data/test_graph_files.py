@@ -132,7 +132,7 @@ def networkx_graph(*, directed: bool) -> Any:
 
 
 @pytest.mark.parametrize("directed", [True, False])
-@pytest.mark.parametrize("kind", ["graphml", "graphml.gz", "json"])
+@pytest.mark.parametrize("kind", ["graphml", "graphml.gz", "gml", "json"])
 def test_reads_networkx_graphs(
     tmp_path: Path, kind: str, directed: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -148,7 +148,10 @@ def test_reads_networkx_graphs(
     assert dict(zip(ends, weights, strict=True)) == expected
     columns = columns_of(graph)
     assert columns["feat"].tolist() == [[node / 2, 1.0] for node in range(12)]
-    assert columns["label"].tolist() == [node % 3 for node in range(12)]
+    if kind == "gml":  # whose labels are names
+        assert "label" not in columns
+    else:
+        assert columns["label"].tolist() == [node % 3 for node in range(12)]
     assert columns["train_mask"].tolist() == [node % 2 == 0 for node in range(12)]
     assert graph.user_ids == {}
     assert ["ignored note: not a number in each" in record.getMessage() for record in caplog.records] == [
@@ -185,6 +188,15 @@ def test_a_tail_in_braces_is_no_dictionary(tmp_path: Path) -> None:
     (tmp_path / "kg.txt").write_text("a likes {b}\n{b} likes a\n")
     graph = load_dataset(tmp_path / "kg.txt")
     assert (list(graph.edges), graph.total_edges) == ([("_N", "likes", "_N")], 2)
+
+
+def test_gml_without_labels_has_ids_as_names(tmp_path: Path) -> None:
+    (tmp_path / "a.gml").write_text(
+        'graph [ node [ id 5 ] node [ id 7 ] edge [ source 5 target 7 weight 2 label "x" ] ]'
+    )
+    graph = load_dataset(tmp_path / "a.gml")
+    assert graph.user_ids[NODE_TYPE].tolist() == [5, 7]
+    assert graph.edge_data[EDGE_TYPE]["weight"].tolist() == [2, 2]
 
 
 def test_names_of_nodes_become_their_ids(tmp_path: Path) -> None:
@@ -241,7 +253,7 @@ CUT_OFF = "not a readable .*its compressed content is damaged or incomplete"
     ("name", "content", "message"),
     [
         *((f"a.{suffix}", "", "is empty; write the graph again")
-          for suffix in ("txt", "mtx", "json", "npz", "pt", "bin")),
+          for suffix in ("txt", "graph", "mtx", "json", "gml", "npz", "pt", "bin")),
         # Lists of edges.
         ("a.txt", "0 1\n2 -3\n", "column 'dst', row 1: node id -3 is negative"),
         ("a.txt", "0 1\n1 2 3\n",
@@ -259,8 +271,10 @@ CUT_OFF = "not a readable .*its compressed content is damaged or incomplete"
                        "<a> <b>", "[a](0\t1)[b]", "1,000\t2,000")),
         ("a.txt.gz", gzipped(SNAP)[:-20], "not a readable list of edges, or cut off"),
         ("a.txt.gz", "0 1\n", f"{NOT_COMPRESSED}; remove the suffix"),
+        ("a.graph.gz", "1 0\n", NOT_COMPRESSED),
         ("a.mtx.gz", "1 0\n", NOT_COMPRESSED),
         ("a.txt.gz", gzipped("0 1\n")[:-6], f"{CUT_OFF}; copy it"),
+        ("a.graph.gz", gzipped("1 0\n")[:-6], CUT_OFF),
         # Triples.
         *(("a.tsv", f"{text}\n", "is not an id")
           for text in ("(a\tr\tb)", "[a]\tr\tb", "a\t->\tb", "('a', 'b', 'c')", '"a"\tr\tb')),
@@ -286,6 +300,21 @@ CUT_OFF = "not a readable .*its compressed content is damaged or incomplete"
         ("a.json", '{"nodes": [0, 1], "links": [{"source": 0, "target": 1}]}', NO_LIST),
         ("a.json", '{"elements": {"nodes": []}}', NO_LIST),
         ("a.json", "[[0, 1]]", NO_LIST),
+        # METIS.
+        ("a.graph", "3 2\n2\n1 3\n", "not one line for each of 3 nodes"),
+        ("a.graph", "3 2\n2\n1 3\n2\n4\n", "not one line for each of 3 nodes"),
+        ("a.graph", "3 3\n2\n1 3\n2\n", "4 neighbours, but 3 edges have 6"),
+        ("a.graph", "3 2\n2\n1 3\n4\n", r"a neighbour outside 1\.\.3"),
+        ("a.graph", "3 2\n2 3\n1 3\n\n", "an edge that is in the line of only one of its ends"),
+        ("a.graph", "3 2 7\n2\n1 3\n2\n", "the format 007"),
+        ("a.graph", "% n\n3 2\n\n1 9\n2\n", r"a neighbour outside 1\.\.3 \(line 4\)"),
+        ("a.graph", "3 2 1\n2 5\n1 5 3\n2 5\n", r"a line with missing weights \(line 3\)"),
+        ("a.graph", "% n\n3 2\n2\n1 x\n2\n", "line 4: 'x' is no whole number; correct it"),
+        ("a.graph", "3 2\n2\n1 1.5\n2\n", "line 3: '1.5' is no whole number"),
+        ("a.graph", "3 2\n2\n1 99999999999999999999\n2\n", "line 3: '9{20}' is no whole number"),
+        ("a.graph", "a b\n", "line 1: 'a' is no whole number"),
+        ("a.graph", "\n5\n", "line 2 has 1 numbers, but the first line must have the number"),
+        ("a.graph", "\n\n", "line 1 has 0 numbers"),
     ],
 )  # fmt: skip
 def test_refuses_files_without_graph(tmp_path: Path, name: str, content: str | bytes, message: str) -> None:
@@ -408,6 +437,27 @@ def test_refuses_edges_to_unknown_nodes(tmp_path: Path) -> None:
         path.write_text(change(path.read_text()))
         with pytest.raises(DatasetError, match=r"an edge ends in '?9'?, which is not among the nodes"):
             load_dataset(path)
+
+
+GML_NODES = "".join(f' node [ id {number} label "b{number}" ]\n' for number in range(3))
+GML_EDGES = " edge [ source 0 target 1 ]\n edge [ source 0 target 1 ]\n edge [ source 1 target 2 ]\n"
+
+
+@pytest.mark.parametrize(
+    ("nodes", "names"),
+    [
+        (GML_NODES, ["b0", "b1", "b2"]),
+        (GML_NODES.replace("b2", "b1"), None),
+        (GML_NODES.replace(' label "b1"', ""), None),
+    ],
+)
+def test_reads_gml_with_parallel_edges_and_labels_that_are_no_names(
+    tmp_path: Path, nodes: str, names: list[str] | None
+) -> None:
+    (tmp_path / "a.gml").write_text(f"graph [\n directed 1\n{nodes}{GML_EDGES}]\n")
+    graph = load_dataset(tmp_path / "a.gml")
+    assert (graph.num_nodes, graph.total_edges) == ({NODE_TYPE: 3}, 3)
+    assert names is None or graph.user_ids[NODE_TYPE].tolist() == names
 
 
 @pytest.mark.parametrize("comment", ["# source, target\n", "% sym\n", ""])
@@ -589,6 +639,80 @@ def test_reads_ids_as_numpy_and_pandas_write_them(tmp_path: Path) -> None:
         load_dataset(tmp_path / "a.txt")
 
 
+def test_a_user_and_its_items_in_each_line_are_interactions(tmp_path: Path) -> None:
+    (tmp_path / "train.txt").write_text("0 1 2 3\n1 4\n2\n\n")
+    (tmp_path / "test.txt").write_text("0 4\n1 1 2\n")
+    with pytest.raises(DatasetError, match="if each line is a user and all its items, add --format"):
+        load_dataset(tmp_path)
+    graph = load_dataset(tmp_path, format="interactions")
+    etype = ("user", "interacts", "item")
+    assert (graph.num_nodes, graph.user_ids["item"].tolist()) == ({"item": 4, "user": 2}, [1, 2, 3, 4])
+    assert edges_of(graph, etype) == [[0, 1, 1, 0, 0, 0, 1], [3, 0, 1, 0, 1, 2, 3]]
+    assert graph.edge_data[etype]["test_mask"].tolist() == [True] * 3 + [False] * 4
+    (tmp_path / "train.txt").write_text("0 1 5\n1 4 3\n")
+    with pytest.raises(DatasetError, match=r"train\.txt: each line has 3 fields.* ratings or times"):
+        load_dataset(tmp_path, format="interactions")
+
+
+def test_reads_interactions_without_comments_and_byte_order_mark(tmp_path: Path) -> None:
+    (tmp_path / "train.txt").write_bytes(b"\xef\xbb\xbf# user items\n 7 1 2\n8 2\n% end\n")
+    (tmp_path / "test.txt").write_bytes(b"\xef\xbb\xbf7 3\n")
+    graph = load_dataset(tmp_path, format="interactions")
+    assert graph.user_ids["user"].tolist() == [7, 8]
+    assert graph.user_ids["item"].tolist() == [1, 2, 3]
+
+
+@pytest.mark.parametrize("text", ["", "0\n1\n", "# user items\n"])
+def test_refuses_interactions_without_items(tmp_path: Path, text: str) -> None:
+    (tmp_path / "train.txt").write_text(text)
+    with pytest.raises(DatasetError, match="no line has a user and an item"):
+        load_dataset(tmp_path, format="interactions")
+
+
+# The graph of METIS's manual: a square of seven nodes, with weights of edges and three of nodes.
+METIS_EDGES = [[1, 2], [1, 3], [1, 5], [2, 3], [2, 4], [3, 4], [3, 5], [4, 6], [4, 7], [5, 6], [6, 7]]
+
+
+def metis(head: str, *, weighted: bool = False, before: str = "") -> str:
+    ends = [*METIS_EDGES, *(pair[::-1] for pair in METIS_EDGES)]
+    lines = [
+        " ".join(
+            [before.format(node), *(f"{v} {u + v}" if weighted else f"{v}" for u, v in ends if u == node)]
+        )
+        for node in range(1, 9)
+    ]
+    return "% a comment\n" + "\n".join([head, *lines]) + "\n"
+
+
+@pytest.mark.parametrize("suffix", [".graph", ".graph.gz"])
+@pytest.mark.parametrize(
+    ("text", "node_weight", "is_weighted"),
+    [
+        (metis("8 11"), None, False),
+        (metis("8 11 0"), None, False),
+        (metis("8 11 1", weighted=True), None, True),
+        (metis("8 11 001", weighted=True), None, True),
+        (metis("8 11 10", before="{}"), list(range(1, 9)), False),
+        (metis("8 11 011 2", weighted=True, before="{0} 5"), [[n, 5] for n in range(1, 9)], True),
+        (metis("8 11 110", before="7 {0}"), list(range(1, 9)), False),
+    ],
+)
+def test_reads_metis(tmp_path: Path, suffix: str, text: str, node_weight: Any, is_weighted: bool) -> None:
+    path = tmp_path / f"a{suffix}"
+    path.write_bytes(gzip.compress(text.encode()) if suffix.endswith("gz") else text.encode())
+    graph = load_dataset(path)
+    assert (graph.name, graph.num_nodes, graph.total_edges) == ("a", {NODE_TYPE: 8}, 22)
+    expected = sorted([u - 1, v - 1] for pair in METIS_EDGES for u, v in (pair, pair[::-1]))
+    src, dst = edges_of(graph)
+    assert sorted(map(list, zip(src, dst, strict=True))) == expected
+    columns = {name: column.tolist() for name, column in columns_of(graph).items()}
+    assert columns == ({} if node_weight is None else {"node_weight": node_weight})
+    weights = graph.edge_data[EDGE_TYPE]
+    assert set(weights) == ({"weight"} if is_weighted else set())
+    if is_weighted:
+        assert weights["weight"].tolist() == [u + v + 2 for u, v in zip(src, dst, strict=True)]
+
+
 @pytest.mark.parametrize("relation", ["[red]x[/red]", "(a)", '"likes"', "works at:", "'s"])
 def test_reads_relations_of_any_signs(tmp_path: Path, relation: str) -> None:
     (tmp_path / "a.tsv").write_text(f"Paris (France)\t{relation}\t(R)-carvone\nb\tr\t[18F]FDG\n")
@@ -606,23 +730,26 @@ def test_names_the_format_of_two_columns_that_are_no_triples(tmp_path: Path) -> 
 @pytest.mark.parametrize("lines", ["triples", "edges", "interactions"])
 def test_refuses_a_format_of_lines_for_what_is_in_its_own_format(tmp_path: Path, lines: str) -> None:
     matrix = "%%MatrixMarket matrix coordinate pattern general\n2 2 1\n1 2\n"
-    for name in ("a.mtx", "a.txt"):
+    texts = {"a.graph": metis("8 11"), "a.mtx": matrix, "a.txt": matrix, "a.graph.gz": ""}
+    for name, text in texts.items():
         path = tmp_path / name
-        path.write_text(matrix)
+        path.write_bytes(gzip.compress(metis("8 11").encode()) if name.endswith("gz") else text.encode())
         with pytest.raises(ConfigError, match=rf"{name} defines its own format; leave out --format {lines}"):
             load_dataset(path, format=lines)
-    nx.write_graphml(networkx_graph(directed=True), tmp_path / "a.graphml")
+    nx.write_gml(networkx_graph(directed=True), tmp_path / "a.gml")
     with pytest.raises(
         ConfigError, match=r"'networkx' has no option 'format' \(its options: none: leave it out\)"
     ):
-        load_dataset(tmp_path / "a.graphml", format=lines)
+        load_dataset(tmp_path / "a.gml", format=lines)
 
 
 def test_refuses_the_format_edges_for_a_folder_of_splits(tmp_path: Path) -> None:
     with pytest.raises(DatasetError, match=r"has no train\.txt, valid\.txt or test\.txt"):
         load_dataset(f"edge_list:{tmp_path}")
     (tmp_path / "train.txt").write_text("a r b\n")
-    with pytest.raises(ConfigError, match="holds triples or interactions; give --format"):
+    with pytest.raises(
+        ConfigError, match="a folder of splits, which holds triples or interactions; give --format"
+    ):
         load_dataset(tmp_path, format="edges")
 
 

@@ -118,7 +118,7 @@ def _save_elsewhere(folder: str) -> None:
         ({"epoch": 2 + odd}, "epoch and step of a checkpoint"),
         ({"epoch": -1}, "epoch=-1"),
         ({"step": 1.5}, "step=1.5"),
-        ({"loader": Unnumbered()}, "position {'batches': 3} of the loader needs epoch and step"),
+        ({"loader": Unnumbered()}, "position {'batches': 3} of the loader needs epoch and step from its"),
     ):
         with pytest.raises(ConfigError, match=problem):
             checkpoint.save(folder, model=net(), **inputs)
@@ -493,7 +493,7 @@ def test_several_optimisers_are_saved_in_their_order(tmp_path: Path) -> None:
             optimizer.lr = 9.0
         for wrong, message in (
             (both[:1], "has 2 optimizers of embeddings, but sparse= has 1"),
-            (both[::-1], "'SparseAdam', but this run has 'SparseSGD'"),
+            (both[::-1], "'SparseAdam', this run has 'SparseSGD'"),
             ([], "sparse= has 0"),
         ):
             with pytest.raises(CheckpointError, match=message):

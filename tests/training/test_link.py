@@ -161,7 +161,7 @@ def test_scores_take_the_rows_of_each_type() -> None:
     rows = {"a": torch.randn(5, D), "b": torch.randn(3, D)}
     result = edge_scores(DotProduct(), graph, rows, [etype])[etype]
     assert torch.allclose(result, (rows["a"][:2] * rows["b"][[1, 0]]).sum(1))
-    with pytest.raises(ConfigError, match="1 rows for 2 nodes 'a'"):
+    with pytest.raises(ConfigError, match="1 rows for the 2 nodes of type 'a'"):
         edge_scores(DotProduct(), graph, {**rows, "a": rows["a"][:1]}, [etype])
 
 

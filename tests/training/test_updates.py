@@ -83,7 +83,7 @@ def test_feeds_the_validation_metric_to_a_plateau(tmp_path: Path) -> None:
         _, result = _fit(g, make_scheduler=schedule)
         assert made[-1].best == result.best_val_accuracy
         assert made[-1].last_epoch == 4
-        with pytest.raises(ConfigError, match=r"mode='min'\) gets accuracy. Use mode='max'"):
+        with pytest.raises(ConfigError, match=r"mode='min'\) gets the metric accuracy. Use mode='max'"):
             _fit(g, make_scheduler=lambda optimizer: schedule(optimizer, "min"))
         with pytest.raises(ConfigError, match="both set the learning rate"):
             _fit(g, make_scheduler=schedule, config={"schedule": "cosine"})

@@ -127,11 +127,11 @@ ROWS = SparseRows(indptr=np.arange(7), indices=np.zeros(6, np.int32), values=np.
     ("change", "how", "message"),
     [
         ({}, {"quality": {"edge_cut": math.nan}}, r"quality\['edge_cut'\] is nan"),
-        ({}, {"bfloat16": [(NODE_TYPE, "feat")]}, r"feat has dtype float32; the bits of bfloat16"),
+        ({}, {"bfloat16": [(NODE_TYPE, "feat")]}, r"feat is float32; the bits of bfloat16"),
         (
             {"node_data": {NODE_TYPE: {"x": ROWS}}},
             {"bfloat16": [(NODE_TYPE, "x")]},
-            "x has dtype float64; the",
+            "x is float64; the",
         ),
         ({"node_data": {NODE_TYPE: {"x": np.zeros(5)}}}, {}, r"_N/x has shape \(5,\), but there are 6"),
         ({"user_ids": {NODE_TYPE: np.full(6, 2**63, np.uint64)}}, {}, "'_N' have dtype uint64"),
