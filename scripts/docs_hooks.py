@@ -1,4 +1,4 @@
-"""What MkDocs does to each page of the site beside building it (docs/mkdocs.yml)."""
+"""Hooks of MkDocs that change pages of the site (docs/mkdocs.yml)."""
 
 import re
 from typing import Any

@@ -622,9 +622,7 @@ def test_refuses_the_format_edges_for_a_folder_of_splits(tmp_path: Path) -> None
     with pytest.raises(DatasetError, match=r"has no train\.txt, valid\.txt or test\.txt"):
         load_dataset(f"edge_list:{tmp_path}")
     (tmp_path / "train.txt").write_text("a r b\n")
-    with pytest.raises(
-        ConfigError, match="holds triples or interactions; give --format"
-    ):
+    with pytest.raises(ConfigError, match="holds triples or interactions; give --format"):
         load_dataset(tmp_path, format="edges")
 
 
