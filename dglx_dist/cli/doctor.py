@@ -160,7 +160,9 @@ def _check_network(diagnosis: Diagnosis) -> None:
         else:
             address = rendezvous.find_address_towards(_ANY_ADDRESS, 9, "another machine", "")
     except DglxError as error:
-        diagnosis.advice.append(f"{error} To train on several machines, set GLOO_SOCKET_IFNAME.")
+        diagnosis.advice.append(
+            f"{str(error).rstrip('.')}. To train on several machines, set GLOO_SOCKET_IFNAME."
+        )
     else:
         owners = psutil.net_if_addrs().items()
         found = (card for card, entries in owners if any(entry.address == address for entry in entries))
