@@ -75,7 +75,7 @@ def test_refuses_wrong_options_of_strategies(strategy: str, options: dict[str, o
     [
         ({"strategy": "data_paralel"}, r"did you mean 'data_parallel'\? \(known: auto, "),
         ({"ranks": 3, "servers": 3}, "has 2 parts, too few for --servers 3"),
-        ({"strategy": "dorylus", "precision": "bf16"}, "'lambda' computes without torch"),
+        ({"strategy": "dorylus", "precision": "bf16"}, "'lambda' takes one step per epoch"),
     ],
 )
 def test_refuses_what_does_not_fit_before_ranks(tmp_path: Path, options: dict[str, Any], said: str) -> None:

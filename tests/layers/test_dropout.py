@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from dglx_dist.errors import ConfigError
-from dglx_dist.layers import dropout
+from dglx_dist.layers import dropout, masks
 from dglx_dist.layers.convolutions import make_stages
 from dglx_dist.layers.dropout import (
     ColumnRange,
@@ -154,7 +154,7 @@ def test_a_device_drops_the_same_entries(monkeypatch: pytest.MonkeyPatch) -> Non
 
     expected = draw()
     monkeypatch.setattr(dropout, "is_on_host", lambda tensor: False)
-    monkeypatch.setattr(dropout, "_WORDS_AT_ONCE", 100)
+    monkeypatch.setattr(masks, "_WORDS_AT_ONCE", 100)
     for result, target in zip(draw(), expected, strict=True):
         assert torch.equal(result, target)
     assert not result.any()

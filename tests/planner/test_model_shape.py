@@ -139,7 +139,7 @@ def test_a_module_tells_what_refuses_it() -> None:
     mixing = torch.nn.Sequential(torch.nn.BatchNorm1d(100), torch.nn.Linear(100, 10))
     result = infer_shape(mixing, 100, 10, 1)
     assert result.refusals["full_graph"] == "'0' is a BatchNorm1d"
-    assert result.refusals["lambda"].startswith("'0', BatchNorm1d, takes means over all nodes")
+    assert result.refusals["lambda"].startswith("the model could not be called as model(blocks, x)")
     assert "push_pull" in result.refusals
 
 

@@ -281,9 +281,20 @@ def test_the_task_of_a_run_is_said(task: str, said: str, data: Path, tmp_path: P
         assert describe_target(config, g, four).endswith("4 edge types, decoder distmult")
 
 
-def test_strategies_that_compute_the_loss_themselves_say_so(data: Path, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"lambda.*multilabel|multilabel.*lambda"):
-        _train(plan(data, "multilabel", tmp_path, strategy="lambda"))
+@pytest.mark.parametrize("task", ["classification", "multilabel", "regression"])
+def test_workers_train_every_task_with_weights_a_schedule_and_clipping(
+    task: str, data: Path, tmp_path: Path
+) -> None:
+    """Epochs are full-graph steps, as under full_graph."""
+    weights = {} if task == "regression" else {"class_weight": "balanced"}
+    options = {"schedule": "cosine", "warmup": 2, "clip_norm": 0.05, "weight_decay": 0.1, "epochs": 5}
+    losses = []
+    for strategy, more in (("full_graph", {}), ("lambda", {"strategy_options": {"executor": "inline"}})):
+        out = tmp_path / strategy
+        changes = {"strategy": strategy, "batch_size": None, **options, **weights, **more}
+        _train({**plan(data, task, out), **changes})
+        losses.append([(record.loss, record.train_accuracy) for record in read_epochs(out)])
+    np.testing.assert_allclose(losses[1], losses[0], rtol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -358,8 +369,9 @@ def test_labels_that_are_wrong_on_one_rank_are_refused_on_all(data: Path) -> Non
 
 def test_what_needs_a_loop_in_torch() -> None:
     assert needs_own_loop(RunOptions()) is None
-    assert needs_own_loop(RunOptions(schedule="cosine")) == "schedule cosine"
-    assert needs_own_loop(RunOptions(warmup=2)) == "warmup 2"
+    assert needs_own_loop(RunOptions(schedule="cosine", warmup=2, clip_norm=1.0)) is None
+    assert needs_own_loop(RunOptions(accumulate=2)) == "accumulate 2"
+    assert needs_own_loop(RunOptions(precision="bf16")) == "precision bf16"
 
 
 def test_every_option_is_known_to_change_the_steps_or_not() -> None:
@@ -369,14 +381,17 @@ def test_every_option_is_known_to_change_the_steps_or_not() -> None:
         "epochs",
         "eval_every",
         "patience",
+        "min_delta",
         "checkpoint_every",
         "keep",
         "resume",
         "overwrite",
     }
     unchanged |= {"goes_on", "trace", "trace_steps", "tensorboard", "watch"}
-    assert {field.name for field in fields(RunOptions)} == {*PLAIN_VALUES, *unchanged}
-    assert {*UPDATE_OPTIONS, "precision", "task"} == {*PLAIN_VALUES}
+    # Options of Objective, and those that only a loop in torch can follow.
+    of_objective = {"task", "class_weight", "schedule", "warmup", "clip_norm"}
+    assert {field.name for field in fields(RunOptions)} == {*PLAIN_VALUES, *of_objective, *unchanged}
+    assert {*UPDATE_OPTIONS, "precision", "task"} == {*PLAIN_VALUES, *of_objective}
 
 
 def test_warns_of_the_majoritys_accuracy(

@@ -182,9 +182,11 @@ class LambdaCosts(CostModel):
     @staticmethod
     def inspect(model: nn.Module, features: int) -> Program:
         # Other strategies do not need the capture of models.
-        from dglx_dist.strategies.serverless.cut import capture
+        from torch.nn.functional import cross_entropy
 
-        return capture(model, features).program
+        from dglx_dist.strategies.serverless.cut import CLASS_LABEL, capture
+
+        return capture(model, features).with_loss(cross_entropy, CLASS_LABEL).program
 
     @staticmethod
     def works(candidate: Candidate, context: CandidateContext) -> tuple[Work, ...]:

@@ -128,6 +128,8 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return operation(*args, **keywords)
         self._check_allowed(name)
         result = operation(*args, **keywords)
+        if not any(isinstance(leaf, Tensor) for leaf in tree_leaves(result)):
+            return result  # such as the number of elements
         if (spread := self._find_spread(name, args)) is not None:
             return spread
         if self._is_all_rows(name, args, result):

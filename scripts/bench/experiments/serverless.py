@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from torch.nn.functional import cross_entropy
 
 from dglx_dist.data.partition.base import PartitionPlan
 from dglx_dist.data.partition.prepare import partition_to_disk
@@ -19,7 +20,7 @@ from dglx_dist.graph.dist_graph import DistGraph
 from dglx_dist.planner.costs.serverless import PartSizes, serverless_bytes
 from dglx_dist.records import FEATURE, LABEL, NODE_TYPE, Array, NodeColumn, RawGraph, SparseRows
 from dglx_dist.strategies.serverless.cost import prices
-from dglx_dist.strategies.serverless.cut import capture
+from dglx_dist.strategies.serverless.cut import CLASS_LABEL, capture
 from dglx_dist.strategies.serverless.options import read_lambda_options
 from dglx_dist.training.models import build_model
 from scripts.bench import data
@@ -290,7 +291,8 @@ def _predict_bytes(case: Case, folder: Path, size: Size, classes: int) -> dict[s
     graph = object.__new__(DistGraph)
     model = build_model("gcn", size.features, size.hidden, classes, 2, 0.0, graph=graph)
     options = read_lambda_options(case.options)
-    return serverless_bytes(capture(model, size.features).program, sizes, options)
+    captured = capture(model, size.features).with_loss(cross_entropy, CLASS_LABEL)
+    return serverless_bytes(captured.program, sizes, options)
 
 
 _SHARES = (0.66, 0.10)
