@@ -454,7 +454,7 @@ class _BodyWriter:
                 f"features, data of edges nor a parameter; make it a parameter without gradient, "
                 f"{OTHER_STRATEGY}"
             )
-        numbers = tuple(tensor.detach().flatten().tolist())
+        numbers = tuple(map(float, tensor.detach().flatten().tolist()))
         dtype = _NAMES_OF_DTYPES[tensor.dtype]
         return Constant(dtype=dtype, shape=tuple(tensor.shape), numbers=numbers)
 
