@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import math
-import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from functools import cached_property
-from typing import Annotated, Any, Literal, NoReturn, TypeAlias, final, get_args
+from typing import Annotated, Any, Literal, TypeAlias, final, get_args
 
 from dglx_dist.data.json_fields import Fields, Within, read_record, write_json
 from dglx_dist.errors import ConfigError
-from dglx_dist.registry import suggest_name
 from dglx_dist.strategies.serverless.tensor_program import MAX_ARRAYS, Shape, TensorProgram
 
 FEATURES = "x"
@@ -22,7 +20,6 @@ EDGE_DATA = "edge:"
 MAX_STEPS = 512
 MAX_TRAIN = 1 << 40
 MAX_PROGRAM_BYTES = 1 << 24
-_NAME = re.compile(r"[A-Za-z0-9_.:-]{1,256}")
 _Name: TypeAlias = Annotated[str, Within(1, 256)]
 _Names: TypeAlias = Annotated[tuple[_Name, ...], Within(0, MAX_ARRAYS)]
 DTYPES = ("float32", "float64")
@@ -156,7 +153,7 @@ class Program:
     """Steps of the forward pass of one epoch. The backward pass runs them in reverse.
 
     Raises:
-        ConfigError: the steps cannot run in order. The message names the step.
+        ConfigError: a step reads what no step before it makes. The message names the step.
     """
 
     inputs: tuple[Slot, ...]
@@ -177,7 +174,11 @@ class Program:
             raise ConfigError(f"a program of dtype {self.dtype!r} for {self.num_train} training nodes")
         if not 0 < len(self.steps) <= MAX_STEPS:
             raise ConfigError(f"a program of {len(self.steps)} steps; give 1 to {MAX_STEPS}")
-        _Checker(self)
+        made = {slot.name for slot in self.inputs}
+        for step in self.steps:
+            if missing := {*inputs_of(step)} - made:
+                raise ConfigError(f"step {step.name!r} reads {sorted(missing)}, which no step before makes")
+            made.update(slot.name for slot in outputs_of(step))
 
     @cached_property
     def digest(self) -> str:
@@ -267,101 +268,3 @@ class Program:
         if not isinstance(step, Apply) or step.per != "node" or step.place == "worker" or step.weights:
             return False
         return all(name in names and name not in self.trained_slots for name in inputs_of(step))
-
-
-@final
-class _Checker:
-    """Checks the steps of a program in order."""
-
-    def __init__(self, program: Program) -> None:
-        self._program = program
-        self._slots: dict[str, Slot] = {}
-        self._names: set[str] = set()
-        for slot in program.inputs:
-            self._make("the inputs", slot)
-        if FEATURES not in self._slots:
-            raise ConfigError(f"a program has no input {FEATURES!r}, the features")
-        for step in program.steps:
-            self._check(step)
-        last = program.steps[-1]
-        if not isinstance(last, Apply) or last.place != "worker" or len(last.outputs) != 1:
-            _refuse(last, "is the last one, which must run on workers and make only the scores")
-        label = program.label
-        dtypes = (program.dtype, label.dtype or program.dtype)
-        if program.loss.inputs != (last.outputs[0].shape, label.shape) or program.loss.weights:
-            _refuse(last, "makes scores of another shape than the loss takes")
-        if program.loss.shapes_of(dtypes, program.dtype)[0] != [()]:
-            raise ConfigError("the loss of a program makes more than one number for each node")
-
-    def _check(self, step: ProgramStep) -> None:
-        if not _NAME.fullmatch(step.name) or step.name in self._names:
-            raise ConfigError(f"the step name {step.name[:80]!r} is taken, or not of A-Z a-z 0-9 _ . : -")
-        self._names.add(step.name)
-        for name in inputs_of(step):
-            if name not in self._slots:
-                _refuse(step, f"reads {name!r}, which no step before makes{suggest_name(name, self._slots)}")
-        for name in sources_of(step):
-            if name not in self._program.slots_with_halo:
-                _refuse(step, f"reads {name!r} at the sources of edges; put a Scatter of it before")
-        if isinstance(step, Gather):
-            self._check_gather(step)
-        elif isinstance(step, Softmax):
-            self._check_per(step, step.source, "edge")
-            if step.output.per != "edge" or step.output.shape != self._slots[step.source].shape:
-                _refuse(step, "makes other rows than it reads")
-        elif isinstance(step, Apply):
-            self._check_apply(step)
-        else:
-            for name in step.slots:
-                self._check_per(step, name, "node")
-        for slot in outputs_of(step):
-            self._make(f"step {step.name!r}", slot)
-
-    def _check_gather(self, step: Gather) -> None:
-        if step.source is None and step.edges is None:
-            _refuse(step, "reads neither nodes nor edges")
-        for name, per in ((step.source, "node"), (step.edges, "edge")):
-            if name is not None:
-                self._check_per(step, name, per)
-        first = self._slots[step.source or step.edges or ""]
-        if step.output.per != "node" or step.output.width != first.width:
-            _refuse(step, f"makes {step.output.width} columns from {first.width}")
-        if step.source is not None and step.edges is not None:
-            heads = self._slots[step.edges].width
-            if step.how != "sum" or not heads or first.width % heads:
-                _refuse(step, f"weights {first.width} columns by {heads} heads, or is no sum")
-
-    def _check_apply(self, step: Apply) -> None:
-        for item in step.inputs:
-            self._check_per(step, item.slot, step.per if item.end == "row" else "node")
-            if step.per == "node" and item.end != "row":
-                _refuse(step, "is of nodes, and reads ends of edges")
-        shapes = tuple(self._slots[item.slot].shape for item in step.inputs)
-        if step.body.inputs != shapes or len(step.body.weights) != len(step.weights):
-            _refuse(step, "has other inputs or weights than its tensor program")
-        if step.place == "once" and step.weights:
-            _refuse(step, "has weights, so it must run in every epoch")
-        dtypes = [self._slots[item.slot].dtype or self._program.dtype for item in step.inputs]
-        made, _ = step.body.shapes_of(dtypes, self._program.dtype)
-        if made != [slot.shape for slot in step.outputs] or any(s.per != step.per for s in step.outputs):
-            _refuse(step, f"makes rows of the shapes {made}, not those of its outputs")
-        for name, shape in zip(step.weights, step.body.weights, strict=True):
-            if self._program.weight_shapes[name] != shape:
-                _refuse(step, f"reads the weight {name!r} in another shape than a step before")
-
-    def _check_per(self, step: ProgramStep, name: str, per: str) -> None:
-        if self._slots[name].per != per:
-            _refuse(step, f"reads {name!r} as rows of {per}s")
-
-    def _make(self, maker: str, slot: Slot) -> None:
-        if not _NAME.fullmatch(slot.name) or slot.name in self._slots:
-            raise ConfigError(f"{maker} makes the slot {slot.name[:80]!r} again, or its name is invalid")
-        self._slots[slot.name] = slot
-
-
-def _refuse(step: ProgramStep, reason: str) -> NoReturn:
-    raise ConfigError(f"step {step.name!r} {reason}")
-
-
-def find_trained(program: Program, names: Sequence[str]) -> list[str]:
-    return [name for name in names if name in program.trained_slots]

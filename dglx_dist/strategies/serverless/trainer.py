@@ -573,6 +573,11 @@ class LambdaTrainer(EpochTrainer):
     def account(self) -> dict[str, object]:
         used = _counts_of_ranks(self._used(), self._session)
         costs = describe_costs(used, self._options, simulated=self._simulated)
+        seconds = used.server_seconds / self._session.topology.world_size
+        if seconds and (dollars_spent := float(str(costs["dollars"]))):
+            # Performance for each dollar (Dorylus, section 7.2). Only ratios of it mean something.
+            costs["value"] = 1 / (seconds * dollars_spent)
+            costs["text"] = f"{costs['text']}; value {costs['value']:.4g}"
         if self._options.switch_at:
             costs["synchronous_from"] = self._synchronous_from
         return costs
