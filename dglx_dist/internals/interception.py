@@ -78,15 +78,25 @@ def _make_degrees(name: str, operations: GraphOperations) -> Callable[..., Any]:
     return degrees
 
 
-class InterceptedDropout(TorchFunctionMode):
-    """Calls ``drop(rows, probability)`` instead of ``torch.nn.functional.dropout`` in the ``with`` block."""
+_READS = (Tensor.tolist, Tensor.numpy, Tensor.__array__)
 
-    def __init__(self, drop: Callable[[Tensor, float], Tensor]) -> None:
+
+class InterceptedDropout(TorchFunctionMode):
+    """Calls ``drop(rows, probability)`` instead of ``torch.nn.functional.dropout`` in the ``with`` block.
+
+    ``read`` is called before a tensor becomes a list or an array.
+    """
+
+    def __init__(
+        self, drop: Callable[[Tensor, float], Tensor], read: Callable[[Tensor], object] = lambda _: None
+    ) -> None:
         super().__init__()
-        self._drop = drop
+        self._drop, self._read = drop, read
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         keywords = kwargs or {}
+        if function in _READS:
+            self._read(args[0])
         if function is not torch.nn.functional.dropout:
             return function(*args, **keywords)
         arguments = dict(zip(("input", "p", "training"), args, strict=False)) | keywords

@@ -127,6 +127,8 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._note_read(name, args[0])
             return operation(*args, **keywords)
         self._check_allowed(name)
+        if operation._schema.is_mutable:
+            self._check_write(name, args[0] if args else None)
         result = operation(*args, **keywords)
         if not any(isinstance(leaf, Tensor) for leaf in tree_leaves(result)):
             return result  # such as the number of elements
@@ -160,12 +162,32 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
             )
 
     def _note_read(self, name: str, tensor: Tensor) -> None:
-        # A number of constants is the same in every call of the model; the second graph shows if it is not.
-        if not (value := self.value_of(tensor)).is_constant:
+        value = self.value_of(tensor)
+        names = {source.name for source in list_needed(value)} - {"", "in_degrees", "out_degrees"}
+        # DGL's layers ask whether weights of edges are positive, and raise if they are not.
+        is_test_of_edges = tensor.dtype is torch.bool and all(self._is_edge_number(name) for name in names)
+        if not value.is_constant or (names and not is_test_of_edges):
             self.refuse(f"a value of a tensor in Python ({name})", "compute with tensors instead")
-        names = {source.name for source in list_needed(value)}
-        if "in_degrees" in names and tensor.dtype is torch.bool:
+        if self._reads_in_degrees(value) and tensor.dtype is torch.bool:
             self.needs_in_edges = self.needs_in_edges or self._module
+
+    def read_in_python(self, tensor: Tensor) -> None:
+        """Refuse ``tensor.tolist()`` and the like, which no operation shows."""
+        value = self.value_of(tensor)
+        if not value.is_constant or any(source.name for source in list_needed(value)):
+            self.refuse("a value of a tensor in Python", "compute with tensors instead")
+
+    def _is_edge_number(self, name: str) -> bool:
+        return name.startswith(EDGE_DATA) and self.inputs[name].tensor.is_floating_point()
+
+    def _reads_in_degrees(self, value: Value) -> bool:
+        return any(source.name == "in_degrees" for source in list_needed(value))
+
+    def _check_write(self, name: str, written: Any) -> None:
+        value = self.value_of(written) if isinstance(written, Tensor) else None
+        is_of_batch_norm = self._module.startswith(("BatchNorm", "SyncBatchNorm"))
+        if value is not None and value.maker is None and value.per is None and not is_of_batch_norm:
+            self.refuse(f"a buffer or weight that it changes ({name})", "leave it as it is")
 
     def _name_without_write(self, operation: Any, name: str) -> str:
         pure = name.rstrip("_")
@@ -252,6 +274,8 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return self._gather(stock, index, "copy_rhs", how, None, messages)
 
     def _gather(self, stock: Any, index: Any, operator: str, how: str, rows: Any, edges: Any) -> Tensor:
+        if any(operand is not None and self.value_of(operand).per is None for operand in (rows, edges)):
+            self.refuse("messages of weights alone", "multiply rows by them")
         result: Tensor = self._run(stock, index, operator, how, rows, edges)
         self._add("gather", how, (rows, edges), {"stock": operator}, result, "node")
         return result
@@ -388,7 +412,11 @@ class ModelCall:
             torch.no_grad(),
         ):
             try:
-                with intercept(recording), InterceptedDropout(recording.drop), recording:
+                with (
+                    intercept(recording),
+                    InterceptedDropout(recording.drop, recording.read_in_python),
+                    recording,
+                ):
                     result = self.run(block, x, recording.read_degrees)
             except ConfigError:
                 raise

@@ -224,7 +224,7 @@ class Cutter:
             maker, per = value.maker, value.per
             assert per is not None, "only rows travel"
             dtype = value.tensor.dtype
-            if not dtype.is_floating_point and dtype is not torch.int64:
+            if dtype not in (torch.int64, self._first.inputs[FEATURES].tensor.dtype):
                 raise ConfigError(
                     f"{maker.module if maker else 'the model'} passes rows of {dtype} over edges; convert "
                     f"them to the dtype of the weights, {OTHER_STRATEGY}"
@@ -345,7 +345,10 @@ class _BodyWriter:
         self.weights: dict[str, Value] = {}
         """Weights that it reads, by the user's name."""
         self._constants: list[Value] = []
-        self._sizes = [size[piece.per == "edge"] for size in SIZES]
+        value, _ = next(iter(piece.inputs))
+        self._sizes = [len(rows.tensor) for rows in (value, twin_values[value])]
+        if piece.per == "edge":
+            self._sizes = [num_edges for _, num_edges in SIZES]
 
     def write(self) -> TensorProgram:
         helpers: dict[Node, None] = {}
@@ -430,7 +433,7 @@ class _BodyWriter:
             return [self._write_argument(node, item, twin, numbers) for item, twin in pairs]
         if isinstance(argument, Value):
             return {"value": numbers[argument]}
-        if isinstance(argument, torch.dtype):
+        if isinstance(argument, torch.dtype) and argument in _NAMES_OF_DTYPES:
             return {"dtype": _NAMES_OF_DTYPES[argument]}
         if isinstance(argument, float) and not math.isfinite(argument):
             return {"number": str(argument)}
@@ -448,11 +451,16 @@ class _BodyWriter:
     def _write_constant(self, value: Value) -> Constant:
         tensor, twin = value.tensor, self._twin_values[value].tensor
         is_equal = tensor.shape == twin.shape and torch.equal(tensor, twin)
-        if not is_equal or tensor.numel() > MAX_CONSTANT or tensor.dtype not in _NAMES_OF_DTYPES:
+        is_finite = not tensor.is_floating_point() or bool(tensor.isfinite().all())
+        if (
+            not (is_equal and is_finite)
+            or tensor.numel() > MAX_CONSTANT
+            or tensor.dtype not in _NAMES_OF_DTYPES
+        ):
             raise ConfigError(
                 f"the model reads a tensor of shape {tuple(tensor.shape)} and {tensor.dtype} that is neither "
-                f"features, data of edges nor a parameter; make it a parameter without gradient, "
-                f"{OTHER_STRATEGY}"
+                "features, data of edges nor a parameter, or is not finite; make it a parameter without "
+                f"gradient, {OTHER_STRATEGY}"
             )
         numbers = tuple(map(float, tensor.detach().flatten().tolist()))
         dtype = _NAMES_OF_DTYPES[tensor.dtype]
@@ -524,11 +532,14 @@ def capture_loss(loss: Loss, shape: tuple[int, ...], label: Slot, dtype: torch.d
     ``loss`` must be the mean of the losses of its rows. ConfigError if it is not.
     """
     recordings, results = [], []
-    for num_rows, _ in SIZES:
+    # As many rows as classes, so that each has its own weight.
+    classes = math.prod(shape) if label.dtype else 1
+    for num_rows in (max(size, classes) for size, _ in SIZES):
         generator = torch.Generator().manual_seed(num_rows)
         scores = torch.randn(num_rows, *shape, dtype=dtype, generator=generator)
-        labels = torch.randint(2, (num_rows, *label.shape), generator=generator)
-        labels = labels if label.dtype else labels.to(dtype)
+        labels = torch.arange(num_rows) % classes
+        if not label.dtype:
+            labels = torch.rand(num_rows, *label.shape, dtype=dtype, generator=generator)
         recording = Recording({})
         recording.add_input("scores", scores, "node")
         recording.add_input("labels", labels, "node")

@@ -455,7 +455,8 @@ class GraphServer:
         size = len(self.part.boundary[peer]) if is_gradient else len(graph.halo_ids(peer))
         positions = arrays[0] if arrays else np.empty(0)
         shapes = [(positions.size, self.program.slots[name].width) for name in slots]
-        expected = [((positions.size,), "int32"), *((shape, self.program.dtype) for shape in shapes)]
+        dtypes = [self.program.dtype_of(name) for name in slots]
+        expected = [((positions.size,), "int32"), *zip(shapes, dtypes, strict=True)]
         actual = [(array.shape, array.dtype.name) for array in arrays]
         if actual != expected or (positions.size and not 0 <= positions.min() <= positions.max() < size):
             raise ConfigError(

@@ -248,7 +248,7 @@ class Program:
         names: set[str] = set()
         for step in self.steps:
             if (isinstance(step, Apply) and step.weights) or names.intersection(inputs_of(step)):
-                names.update(slot.name for slot in outputs_of(step))
+                names.update(slot.name for slot in outputs_of(step) if not slot.dtype)
         return frozenset(names)
 
     @cached_property

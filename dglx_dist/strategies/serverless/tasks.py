@@ -453,13 +453,15 @@ def compute_loss(program: Program, scores: Tensor, labels: Tensor) -> Loss:
     """Return the loss of (n, ...) ``scores`` and :func:`label_item` labels. ConfigError for a wrong class."""
     is_class = bool(program.label.dtype)
     has_label = labels >= 0 if is_class else ~labels[:, 0].isnan()
-    known = labels.long().clamp(min=0) if is_class else labels.nan_to_num()
-    flat = scores.reshape(len(scores), program.scores.width)
-    losses = program.loss.run([flat, known], [], None)[program.loss.outputs[0]]
-    total = torch.where(has_label, losses, 0).sum()
-    correct = 0
+    # Other rows first go: the loss of a made-up label may have an infinite slope.
+    chosen, known = scores[has_label], labels[has_label]
+    known = known.long() if is_class else known
+    total, correct = 0 * chosen.sum(), 0
+    if len(chosen):
+        flat = chosen.reshape(len(chosen), program.scores.width)
+        total = program.loss.run([flat, known], [], None)[program.loss.outputs[0]].sum()
     if is_class and scores.dim() == 2:
-        correct = int(((scores.argmax(1) == known) & has_label).sum())
+        correct = int((chosen.argmax(1) == known).sum())
     return Loss(total * (1 / program.num_train), np.array([total.item(), correct], np.float64))
 
 

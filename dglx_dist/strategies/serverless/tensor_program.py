@@ -140,10 +140,22 @@ class TensorProgram:
 
     @cached_property
     def products(self) -> tuple[int, ...]:
-        """Results of products of matrices that a backward task may get instead of computing them."""
-        return tuple(
-            operation.results[0] for operation in self.operations if operation.name in _SAVED_PRODUCTS
-        )
+        """Results of products of rows and a matrix, which a backward task may get ready-made."""
+        with_rows = set(range(len(self.inputs)))
+        numbers: list[int] = []
+        for operation in self.operations:
+            if not with_rows.isdisjoint(_values_in([*operation.arguments, *operation.keywords.values()])):
+                with_rows.update(operation.results)
+            if operation.name in _SAVED_PRODUCTS and not operation.keywords:
+                *bias, left, right = (next(_values_in(argument)) for argument in operation.arguments)
+                is_vector = all(self._is_vector(number) for number in bias)
+                if left in with_rows and right not in with_rows and is_vector:
+                    numbers.append(operation.results[0])
+        return tuple(numbers)
+
+    def _is_vector(self, number: int) -> bool:
+        first = len(self.inputs)
+        return first <= number < first + len(self.weights) and len(self.weights[number - first]) == 1
 
     def run(
         self,
@@ -168,7 +180,7 @@ class TensorProgram:
             keywords = {key: _resolve(value, values, rows) for key, value in operation.keywords.items()}
             if name == DROP:
                 results = drop_rows(arguments[0], arguments[1], arguments[2], keys)
-            elif saved is not None and name in _SAVED_PRODUCTS:
+            elif saved is not None and operation.results[0] in self.products:
                 results = _KnownProduct.apply(next(known), *arguments)  # type: ignore[no-untyped-call]
             else:
                 results = function(*arguments, **keywords)

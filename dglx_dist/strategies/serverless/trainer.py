@@ -407,6 +407,8 @@ def update_of(
     ``names`` are those of the weights in the parameter servers' order. ConfigError for unknown optimizers.
     """
     groups, state = _settings(optimizer, model)
+    # torch leaves parameters without a gradient as they are.
+    groups = [{**group, "params": [name for name in group["params"] if name in names]} for group in groups]
     return Update(type(optimizer).__name__, groups, names, state, clip_norm)
 
 

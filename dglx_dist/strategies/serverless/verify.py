@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import dgl
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from dglx_dist.errors import ConfigError
 from dglx_dist.internals.interception import InterceptedDropout
@@ -67,6 +68,28 @@ def check_program(program: Program, call: ModelCall) -> None:
     """Raise ConfigError unless ``program`` has the values and gradients of its model, and is row-wise."""
     block, x = call.make_graph(0)
     weights = dict(call.model.named_parameters())
+    with _other_weights(weights.values()):
+        _check_with(program, call, block, x, weights)
+
+
+@contextmanager
+def _other_weights(weights: Iterable[nn.Parameter]) -> Iterator[None]:
+    """Change weights in the ``with`` block. A weight that begins as 0 would hide what it multiplies."""
+    generator = torch.Generator().manual_seed(29)
+    before = [(weight, weight.data) for weight in weights]
+    try:
+        for weight, data in before:
+            noise = torch.randn(data.shape, dtype=data.dtype, generator=generator)
+            weight.data = data + 0.5 * noise
+        yield
+    finally:
+        for weight, data in before:
+            weight.data = data
+
+
+def _check_with(
+    program: Program, call: ModelCall, block: Any, x: Tensor, weights: Mapping[str, nn.Parameter]
+) -> None:
     with torch.no_grad():
         rows = run_program(program, block, x, weights)
         for step in program.steps:
@@ -85,13 +108,14 @@ def check_program(program: Program, call: ModelCall) -> None:
             expected = call.run(block, x)
         scores = run_program(program, block, x, weights)[program.scores.name]
         expected = expected.reshape(scores.shape)
-        _compare("result", expected, scores)
+        _compare("result", expected, scores, float(expected.detach().abs().nan_to_num().max()))
         cotangent = torch.randn(scores.shape, dtype=scores.dtype, generator=torch.Generator().manual_seed(3))
         expected_gradients, gradients = (
             _differentiate(result, list(trained.values()), cotangent) for result in (expected, scores)
         )
+    largest = max((float(gradient.abs().nan_to_num().max()) for gradient in expected_gradients), default=0.0)
     for name, left, right in zip(trained, expected_gradients, gradients, strict=True):
-        _compare(f"gradient of {name!r}", left, right)
+        _compare(f"gradient of {name!r}", left, right, largest)
 
 
 def _differentiate(result: Tensor, weights: Sequence[Tensor], cotangent: Tensor) -> Sequence[Tensor]:
@@ -100,10 +124,13 @@ def _differentiate(result: Tensor, weights: Sequence[Tensor], cotangent: Tensor)
     return torch.autograd.grad(result, weights, cotangent, allow_unused=True, materialize_grads=True)
 
 
-def _compare(subject: str, expected: Tensor, computed: Tensor) -> None:
-    scale = max(1.0, float(expected.detach().abs().max())) if expected.numel() else 1.0
-    difference = float((expected - computed).detach().abs().max()) if expected.numel() else 0.0
-    if not difference <= _TOLERANCE[expected.dtype] * scale:
+def _compare(subject: str, expected: Tensor, computed: Tensor, scale: float) -> None:
+    tolerance = _TOLERANCE[expected.dtype]
+    close = torch.isclose(
+        computed, expected, rtol=tolerance, atol=tolerance * max(scale, 1e-30), equal_nan=True
+    )
+    if not bool(close.all()):
+        difference = float((expected - computed).detach().abs().max())
         raise ConfigError(
             f"the {subject} of the model differs by {difference:.3g} from that of its recorded operations. A "
             "cause may be rows that are changed in place through a view, torch.no_grad() inside of the "
@@ -132,7 +159,10 @@ def _check_rows(step: Apply, rows: Mapping[str, Tensor], block: Any, weights: Ma
                 if is_output:
                     _refuse(step, operation.name)
                 continue
-            ordered = torch.cat([piece[number] for piece in pieces])
+            parts_of_value = [piece[number] for piece in pieces]
+            if any(part.shape[1:] != all_rows.shape[1:] for part in parts_of_value):
+                _refuse(step, operation.name)
+            ordered = torch.cat(parts_of_value)
             if not torch.allclose(ordered, all_rows[order], rtol=1e-4, atol=1e-5, equal_nan=True):
                 _refuse(step, operation.name)
 

@@ -337,7 +337,7 @@ class Worker:
         for half in (0, 1):
             if half == len(pulled):
                 pulled.append(calls.rows(second, 1))
-            keys = _keys_of_half(task, half)
+            keys = _keys_of_half(task, half, len(pulled[half][0]) if pulled[half] else 0)
             computed.append(work.half(weights, pulled[half], half_length(task.rows, half), keys))
             self._hook(TaskPhase.HALF)
             if half == 0 and streaming and task.key.direction is Direction.FORWARD:
@@ -371,7 +371,7 @@ class Worker:
         return self._works[kind]
 
 
-def _keys_of_half(task: Task, half: int) -> RowKeys:
-    part = half_rows(task.rows, half)
-    ids = torch.arange(task.first_row + part.start, task.first_row + part.stop)
-    return RowKeys(task.seed, task.key.epoch, ids)
+def _keys_of_half(task: Task, half: int, num_rows: int) -> RowKeys:
+    # As many as there are rows, whatever the event says.
+    first = task.first_row + half_rows(task.rows, half).start
+    return RowKeys(task.seed, task.key.epoch, torch.arange(first, first + num_rows))

@@ -14,6 +14,7 @@ import socket
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated, BinaryIO, NoReturn, final
@@ -178,8 +179,10 @@ def serve_starts(number: int) -> None:
                 os.dup2(source, target)
             try:
                 main()
-            finally:
-                os._exit(1)
+            except BaseException:  # noqa: BLE001 - the last words of this process
+                traceback.print_exc()
+                sys.stderr.flush()
+            os._exit(1)
 
 
 def _warm_up() -> None:

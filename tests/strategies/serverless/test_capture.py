@@ -4,6 +4,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+import dgl.function as fn
 import dgl.nn as dglnn
 import pytest
 import torch
@@ -28,9 +29,10 @@ class Changed(nn.Module):
     def __init__(self, kind: str) -> None:
         super().__init__()
         self.kind, self.conv = kind, dglnn.GraphConv(5, 4)
-        self.norm = nn.BatchNorm1d(4)
+        self.norm, self.gate = nn.BatchNorm1d(4), nn.Parameter(torch.zeros(1))
+        self.register_buffer("calls", torch.zeros(()))
 
-    def forward(self, blocks: list[Any], x: Tensor) -> Tensor:
+    def forward(self, blocks: list[Any], x: Tensor) -> Tensor:  # noqa: C901 - a case for each kind
         h: Tensor = self.conv(blocks[0], x)
         match self.kind:
             case "batch norm":
@@ -54,6 +56,25 @@ class Changed(nn.Module):
                 with torch.no_grad():
                     h = self.conv(blocks[0], x)
                 return self.conv(blocks[0], h[:, [0, 1, 2, 3, 0]])
+            case "branch":
+                return h * 2 if bool((x > 100).any()) else h
+            case "list":
+                return h * 2 if self.conv.weight.tolist()[0][0] > -100 else h
+            case "buffer":
+                self.calls += 1
+                return h / self.calls
+            case "hidden mean":
+                return h + self.gate * h.mean(0, keepdim=True)
+            case "nodes with nodes":
+                return (h @ h.t()) @ h
+            case "messages of weights":
+                blocks[0].srcdata["w"] = self.gate.expand(len(x), 4)
+                blocks[0].update_all(fn.copy_u("w", "m"), fn.sum("m", "s"))
+                return h + blocks[0].dstdata["s"]
+            case "small gradient":
+                with torch.no_grad():
+                    h = self.conv(blocks[0], x)
+                return 1e-6 * (self.conv(blocks[0], h[:, [0, 1, 2, 3, 0]]))
             case "reversed":
                 return h.flip(0)
         raise AssertionError(self.kind)
@@ -66,7 +87,14 @@ class Changed(nn.Module):
         ("softmax", "rows of nodes .* from each other with _softmax"),
         ("mean", "rows of nodes .* from each other with sub"),
         ("number", r"from each other with div|computes with a number of the graph"),
-        ("value", "computes with a number of the graph"),
+        ("value", "a value of a tensor in Python"),
+        ("branch", "a value of a tensor in Python"),
+        ("list", "a value of a tensor in Python"),
+        ("buffer", "a buffer or weight that it changes"),
+        ("hidden mean", "rows of nodes .* from each other with"),
+        ("nodes with nodes", "from each other with"),
+        ("messages of weights", "messages of weights alone"),
+        ("small gradient", "gradient of 'conv.weight' of the model differs"),
         ("values", "a value of a tensor in Python"),
         ("noise", r"random numbers \(rand_like\).*use torch\.nn\.Dropout"),
         ("view", "differs by .* changed in place through a view"),

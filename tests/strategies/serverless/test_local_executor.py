@@ -68,7 +68,7 @@ def test_a_process_shows_no_secret_and_sees_nothing_of_its_user(
         assert b"sesame" not in variables + command
         names = {entry.partition(b"=")[0] for entry in variables.split(b"\0")}
         threads = {b"OMP_NUM_THREADS", b"OPENBLAS_NUM_THREADS", b"MKL_NUM_THREADS"}
-        assert names == {b"", b"LANG", b"NPY_DISABLE_CPU_FEATURES"} | threads
+        assert names == {b"", b"LANG", b"NPY_DISABLE_CPU_FEATURES", b"CUDA_VISIBLE_DEVICES"} | threads
         assert os.readlink(f"/proc/{pid}/cwd") == "/"
     # Closed in the middle of a task: nothing is left, and the task is nobody's news.
     assert not is_alive(pid)

@@ -15,9 +15,8 @@ FROM public.ecr.aws/lambda/python:{python}
 RUN pip install --no-cache-dir torch=={torch} --index-url https://download.pytorch.org/whl/cpu \\
  && pip install --no-cache-dir {libraries}
 COPY dglx_dist ${{LAMBDA_TASK_ROOT}}/dglx_dist
-# Compiled before the first call, because a function cannot write to its own folder.
-ENV OMP_NUM_THREADS=1 NUMBA_CACHE_DIR=/var/task/numba
-RUN python -c "import {module}"
+# A function can write to /tmp only.
+ENV OMP_NUM_THREADS=1 NUMBA_CACHE_DIR=/tmp/numba
 CMD ["{handler}"]
 """
 
@@ -41,7 +40,6 @@ def write_context(folder: Path, python: str = "3.12") -> None:
         python=python,
         torch=versions["torch"].partition("+")[0],
         libraries=" ".join(f"{name}=={versions[name]}" for name in _LIBRARIES),
-        module=HANDLER.rpartition(".")[0],
         handler=HANDLER,
     )
     (folder / "Dockerfile").write_text(text, encoding="utf-8")

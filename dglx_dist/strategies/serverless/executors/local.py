@@ -48,6 +48,8 @@ _ENVIRONMENT = {
     "OPENBLAS_NUM_THREADS": "1",
     "MKL_NUM_THREADS": "1",
     "LANG": "C.UTF-8",
+    # Workers compute on CPUs. With a GPU, torch's autograd would start threads, which a copy lacks.
+    "CUDA_VISIBLE_DEVICES": "",
 }
 _DECIDES_BITS = (
     *("OPENBLAS_CORETYPE", "OPENBLAS_BLOCK_FACTOR", "OPENBLAS_L2_SIZE", "GOTO_BLOCK_FACTOR"),
@@ -86,9 +88,9 @@ class LocalExecutor(PoolExecutor):
     def __init__(self, context: ExecutorContext, options: Mapping[str, object]) -> None:
         settings = read_record(LocalOptions, options, "executor 'local'", defaults=True)
         setup = select_common_fields(settings, Setup)
-        starter = _find_starter()
+        _find_starter()  # begins to import
         super().__init__(
-            lambda: _Process(starter, setup),
+            lambda: _Process(setup),
             context.notice,
             memory_mb=settings.memory_mb,
             latency=settings,
@@ -158,6 +160,8 @@ class _Starter:
                 socket.send_fds(self._socket, [write_json(dict(request))], files)
                 answer = self._socket.recv(4096)
             except OSError as error:
+                # A late answer would be taken for that of the next request.
+                self._process.kill()
                 raise PeerError(f"the process that starts workers does not answer: {error}") from error
         if not answer:
             raise PeerError(f"the process that starts workers ended with code {self._process.wait()}")
@@ -166,8 +170,10 @@ class _Starter:
 
 @final
 class _Process(WorkerHandle):
-    def __init__(self, starter: _Starter, setup: Mapping[str, Json]) -> None:
-        self._starter, self._setup = starter, setup
+    def __init__(self, setup: Mapping[str, Json]) -> None:
+        self._setup = setup
+        self._starter: _Starter
+        """Process that started the running worker."""
         self._pid = 0
         """0: none is running."""
         self._stream: socket.socket | None = None
@@ -209,6 +215,7 @@ class _Process(WorkerHandle):
             with self._stopping:
                 if self._stopped:
                     raise PeerError("the executor is closed")
+                self._starter = _find_starter()
                 self._pid, self._stream, self._output = self._starter.start()
                 self._answers = self._stream.makefile("rb")
             _write(self._stream, write_json(self._setup) + b"\n")
