@@ -212,19 +212,23 @@ def _compute_weight(values: NodeColumn, constraint: str, node_type: str) -> Arra
 def assign_parts(
     partitioner: Partitioner,
     graph: RawGraph,
-    size: tuple[int, int],
+    num_parts: int,
+    seed: int,
     parts: Array,
     weights: BalanceWeights | None = None,
     **parameters: object,
 ) -> Assignment:
-    """Return the assignment for the (N,) int ``parts`` of a method.
+    """Return the assignment that ``partitioner`` has computed.
 
     Args:
-        size: (P, seed).
+        partitioner: Partitioner with its options. The assignment records its name and options.
+        graph: The partitioned graph.
+        num_parts: Number of parts P.
+        seed: Seed of the partitioner.
+        parts: (N,) integer part of each node, one node type after the other.
         weights: Weights that the method balances. The assignment promises the tolerances for them only.
         parameters: Further parameters of the assignment.
     """
-    num_parts, seed = size
     assert len(parts) == graph.total_nodes, "a method assigns every node once"
     owners = parts.astype(np.int32)
     return Assignment(

@@ -79,7 +79,7 @@ class Hierarchical(Partitioner):
             )
             if missed:
                 parameters["missed"] = missed
-        return assign_parts(self, graph, (num_parts, seed), part_of_node, promised_weights, **parameters)
+        return assign_parts(self, graph, num_parts, seed, part_of_node, promised_weights, **parameters)
 
     def _open_level(self, name: str) -> Workspace | None:
         # Each partitioning has its own stages.

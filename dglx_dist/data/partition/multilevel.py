@@ -169,7 +169,8 @@ class _Multilevel(Partitioner):
         return assign_balanced(
             self,
             graph,
-            (num_parts, seed),
+            num_parts,
+            seed,
             compute,
             dtype=self._dtype,
             count_reserved_bytes=count_bytes,

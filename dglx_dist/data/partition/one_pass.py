@@ -34,7 +34,7 @@ class Contiguous(Partitioner):
     def assign(self, graph: RawGraph, num_parts: int, seed: int) -> Assignment:
         weights = balance_weights(graph, self.options, num_parts, self.max_constraints)
         parts = cut_ranges(weights.columns[0], weights.shares)
-        return assign_parts(self, graph, (num_parts, seed), parts, weights)
+        return assign_parts(self, graph, num_parts, seed, parts, weights)
 
 
 def cut_ranges(weights: Array, shares: Array) -> Array:
@@ -58,7 +58,7 @@ class _ByHash(Partitioner):
 
     def assign(self, graph: RawGraph, num_parts: int, seed: int) -> Assignment:
         parts = hash_parts(graph.total_nodes, num_parts)
-        return assign_parts(self, graph, (num_parts, seed), parts, None, **self._parameters)
+        return assign_parts(self, graph, num_parts, seed, parts, None, **self._parameters)
 
 
 @final
@@ -117,7 +117,7 @@ class File(Partitioner):
                 f"{path.name}, row {row}: part {parts[row]} is outside 0..{num_parts - 1}; use "
                 f"{int(parts.max()) + 1} parts or correct it"
             )
-        return assign_parts(self, graph, (num_parts, seed), parts, file=path.name)
+        return assign_parts(self, graph, num_parts, seed, parts, file=path.name)
 
 
 def read_parts(path: Path) -> Array:
@@ -146,7 +146,7 @@ class Random(Partitioner):
         parts = np.empty(graph.total_nodes, dtype=np.int32)
         order = np.random.default_rng(seed).permutation(ids)
         parts[order] = cut_ranges(weights.columns[0], weights.shares)
-        return assign_parts(self, graph, (num_parts, seed), parts, weights)
+        return assign_parts(self, graph, num_parts, seed, parts, weights)
 
 
 def stream_order(graph: SymmetricGraph, seed: int) -> Array:
@@ -202,9 +202,9 @@ class _Streaming(Partitioner):
             fennel = isinstance(self, Fennel)
             return stream(symmetric, order, weights, passes=self.options.passes, fennel=fennel)
 
-        num_bytes, size = 80 * graph.total_nodes, (num_parts, seed)
+        num_bytes = 80 * graph.total_nodes
         return assign_balanced(
-            self, graph, size, compute, weighted=False, count_reserved_bytes=lambda _: num_bytes
+            self, graph, num_parts, seed, compute, weighted=False, count_reserved_bytes=lambda _: num_bytes
         )
 
 

@@ -153,7 +153,7 @@ def _traffic(counts: EpochCounts, first: FirstLayer, size: int, *, pushed: bool)
         {**phases, **crossing},
         inside,
         sums,
-        once=cluster.ranks * remote_bytes // size,
+        startup_bytes=cluster.ranks * remote_bytes // size,
         # The first layer of a custom model may get values of edges.
-        exact=work.is_complete and is_aligned and first.known and not counts.shape.is_guessed,
+        is_exact=work.is_complete and is_aligned and first.known and not counts.shape.is_guessed,
     )

@@ -169,10 +169,10 @@ def _traffic(counts: EpochCounts, ghosts: HaloCounts, program: Program) -> Traff
     inside = {name: phases[name] * ghosts.inside // max(total, 1) for name in _GHOSTS}
     inside["weights_read"] = read * (cluster.ranks_per_server - 1)
     outside = {name: count - inside.get(name, 0) for name, count in phases.items()}
-    once = ghosts.outside * (2 * ID_BYTES + counts.graph.feature_bytes)
+    startup_bytes = ghosts.outside * (2 * ID_BYTES + counts.graph.feature_bytes)
     # Degrees and data of edges that are read before the first epoch are not counted.
     is_exact = ghosts.is_complete and not shape.is_guessed
-    return build_traffic(outside, inside, (0, 0), once=once, exact=is_exact)
+    return build_traffic(outside, inside, (0, 0), startup_bytes=startup_bytes, is_exact=is_exact)
 
 
 @final
