@@ -531,14 +531,12 @@ class EpochLoader(ABC, Generic[B, T]):
     def _prefetch(self, epoch: int) -> Generator[B, None, None]:
         """Yield the remaining batches of ``epoch``. Threads prepare them ahead of the consumer."""
         stages = self.open_stages(epoch, self._iterate_steps)
+        make, depth, num_threads = stages.make_on_device, self.depth, self.num_threads
         try:
             if stages.claimed_rows:
                 yield from self._prefetch_in_order(stages)
             else:
-                steps = self._iterate_steps()
-                yield from run_ahead(
-                    stages.make_on_device, steps, depth=self.depth, num_threads=self.num_threads
-                )
+                yield from run_ahead(make, self._iterate_steps(), depth=depth, num_threads=num_threads)
         finally:
             stages.close()
 
@@ -553,9 +551,8 @@ class EpochLoader(ABC, Generic[B, T]):
             with stages.span("sample", step):
                 return stages.sample(step)
 
-        sampled: Any = run_ahead(
-            sample, self._iterate_steps(), depth=self.depth, num_threads=self.num_threads
-        )
+        depth, num_threads = self.depth, self.num_threads
+        sampled: Any = run_ahead(sample, self._iterate_steps(), depth=depth, num_threads=num_threads)
         with closing(sampled), closing(look_ahead(sampled, stages.claimed_rows, stages.fetch)) as fetched:
 
             def build_next(step: int) -> B:
@@ -566,10 +563,8 @@ class EpochLoader(ABC, Generic[B, T]):
                 return batch
 
             # With 0 threads, the thread of the consumer builds the batches.
-            num_builders = min(1, self.num_threads)
-            yield from run_ahead(
-                build_next, self._iterate_steps(), depth=self.depth, num_threads=num_builders
-            )
+            num_builders, steps = min(1, num_threads), self._iterate_steps()
+            yield from run_ahead(build_next, steps, depth=depth, num_threads=num_builders)
 
     def _iterate_steps(self) -> Iterator[int]:
         # Read the end at each step, because the training loop may call end_at() between steps.

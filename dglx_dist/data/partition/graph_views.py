@@ -82,7 +82,8 @@ class BalanceWeights:
 
 
 def sum_by_part(part_of_node: Array, column: Array, num_parts: int) -> Array:
-    """Return the (P,) float64 sums of an (N,) integer column. np.bincount would copy the column twice."""
+    """Return the (P,) float64 sums of the (N,) integer ``column`` over the nodes of each part."""
+    # Sum in pieces, because np.bincount copies its arguments.
     rows = pieces(len(column), 1 << 20)
     sums = (np.bincount(part_of_node[row], column[row], num_parts) for row in rows)
     return sum(sums, np.zeros(num_parts))

@@ -229,10 +229,11 @@ class Ldg(_Streaming):
 def stream(
     graph: SymmetricGraph, order: Array | None, weights: BalanceWeights, *, passes: int, fennel: bool
 ) -> Array:
-    """Return (N,) int32 parts by LDG or Fennel. ``order`` is the (N,) int64 order of nodes, by default by id.
+    """Return (N,) int32 parts. Nodes are assigned one by one, by LDG, or by Fennel with ``fennel``.
 
-    Each further pass assigns all nodes again by the current parts of their neighbours (Nishimura and Ugander,
-    "Restreaming Graph Partitioning", KDD 2013).
+    ``order`` has the (N,) int64 nodes in the order of their assignment. None is the order of their ids. Each
+    of ``passes`` after the first assigns all nodes again by the current parts of their neighbours (Nishimura
+    and Ugander, "Restreaming Graph Partitioning", KDD 2013).
     """
     order = np.arange(graph.num_nodes) if order is None else order
     part = np.full(graph.num_nodes, -1, dtype=np.int32)

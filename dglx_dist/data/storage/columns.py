@@ -96,11 +96,7 @@ def text_buffers(texts: Any) -> tuple[Array, Array]:
 
 
 def write_strings(
-    path: Path,
-    num_rows: int,
-    num_bytes: int,
-    texts_for_offsets: Iterable[Any],
-    texts_for_data: Iterable[Any],
+    path: Path, num_rows: int, num_bytes: int, offset_texts: Iterable[Any], data_texts: Iterable[Any]
 ) -> FileInfo:
     """Write a column of texts as a new file, one piece at a time. Create its folder if it is missing.
 
@@ -111,15 +107,15 @@ def write_strings(
         path: The new file.
         num_rows: Number of texts.
         num_bytes: Length of all texts in UTF-8.
-        texts_for_offsets: The texts in order, as non-empty large_string arrays.
-        texts_for_data: The same arrays again. They are read after all of ``texts_for_offsets``.
+        offset_texts: The texts in order, as non-empty large_string arrays. Only their lengths are used.
+        data_texts: The same arrays again. They are read after all of ``offset_texts``.
     """
     offset_bytes = 8 * (num_rows + 1)
 
     def iterate_offsets() -> Iterator[Array]:
         offsets = np.zeros(1, np.int64)
         yield offsets
-        for texts in texts_for_offsets:
+        for texts in offset_texts:
             offsets = offsets[-1] + text_buffers(texts)[0][1:]
             yield offsets
 
@@ -131,7 +127,7 @@ def write_strings(
     buffers = [None, offset_buffer, pa.py_buffer(_reserve_space(num_bytes))]
     column = pa.Array.from_buffers(pa.large_string(), num_rows, buffers)
     offsets_body = _Body(map(_bytes, iterate_offsets()), offset_bytes)
-    data_body = _Body((text_buffers(texts)[1] for texts in texts_for_data), num_bytes)
+    data_body = _Body((text_buffers(texts)[1] for texts in data_texts), num_bytes)
     return _write_file(path, column, {"dtype": "string"}, [offsets_body, data_body])
 
 
@@ -167,10 +163,7 @@ def read_strings(path: Path, name: str, num_rows: int) -> Array:
 
 
 def string_pieces(path: Path, name: str, num_rows: int, step: int) -> Iterator[Array]:
-    """Yield the texts of one file in arrays of up to ``step`` texts, which all have the same dtype.
-
-    The other arguments and the errors are the same as for :func:`read_strings`.
-    """
+    """Yield the texts of :func:`read_strings` in arrays of up to ``step`` texts, all of the same dtype."""
     column, starts = _open_strings(path, name, num_rows), range(0, num_rows, step)
     lists = (column.slice(first, step).to_pylist() for first in starts)
     width = max((len(text) for texts in lists for text in texts), default=0)
