@@ -213,7 +213,7 @@ def _read_checkpointed(value: object, folder: str | Path | None) -> Candidate:
 
 
 def choose_in_job(model: nn.Module, g: DistGraph, training: Training) -> Choice:
-    """Choose like :func:`dglx_dist.choose_strategy`, and set the session's strategy. All ranks call this.
+    """Choose a strategy and set it as the strategy of the session. Every rank must call this.
 
     Rank 0 prints the choice and its reason.
     """

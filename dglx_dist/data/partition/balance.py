@@ -212,12 +212,9 @@ def assign_balanced(
     if workspace is not None:
         # Each balance weight is a column of one int64 per node.
         workspace = workspace.with_reserved(8 * len(weights.columns) * num_nodes)
+    reserved = count_reserved_bytes(weights)
     symmetric = symmetrise(
-        graph,
-        dtype=dtype,
-        weighted=weighted,
-        workspace=workspace,
-        reserved_bytes=count_reserved_bytes(weights),
+        graph, dtype=dtype, weighted=weighted, workspace=workspace, reserved_bytes=reserved
     )
     method = PARTITIONERS.name_of(type(partitioner))
     parts, unmet = enforce_capacities(symmetric, weights, compute(symmetric, weights), method)

@@ -71,7 +71,7 @@ class BalanceWeights:
         return np.stack(rows)
 
     def find_unmet(self, part_of_node: Array) -> dict[str, float]:
-        """Return the largest load / share of each constraint that exceeds its capacity."""
+        """Return load / share of the most loaded part, for each constraint with a part above its capacity."""
         loads, capacities = self.loads(part_of_node), self.capacities()
         return {
             name: imbalance(loads[c], self.shares)

@@ -136,9 +136,7 @@ class ArrayWriter:
         (self._partial / STAMP).write_text(json.dumps(stamp))
         target = self._folder.path
         is_renamed = publish(self._partial, target)
-        if is_renamed:
-            return
-        if overwrite or self._folder.find(metadata, log=False) is None:
+        if not is_renamed and (overwrite or self._folder.find(metadata, log=False) is None):
             replace_folder(self._partial, target)
 
 
@@ -193,13 +191,10 @@ class ArrayFolder:
         check: Callable[[Mapping[str, Array]], None] = lambda _: None,
         log: bool = True,
     ) -> tuple[Any, dict[str, Array]] | None:
-        """Return the result of :meth:`read`, or None if the folder is missing or cannot be used.
+        """Return the result of :meth:`read`, or None if the folder is missing, damaged or must not be used.
 
-        Args:
-            metadata: Expected metadata. A folder with other metadata is not used. None: any metadata.
-            mode: See :meth:`read`.
-            check: Function of the arrays that raises ValueError or LookupError if they must not be used.
-            log: Whether to log why a folder cannot be read.
+        ``check`` is called with the arrays. It raises ValueError or LookupError if they must not be used, and
+        that is logged. ``log`` is whether to log damage and other metadata than ``metadata``.
         """
         try:
             stored = self.read(mode, metadata) if self.path.exists() else None
@@ -310,7 +305,9 @@ class ArrayCache:
         for entry in entries:
             age_s = last_s - entry.used_s
             is_too_much = total > max_bytes and (age_s > _RECENT_S or not self._is_of_content(entry))
-            if (is_too_much or age_s > _MAX_AGE_S or not entry.num_bytes) and _evict(entry.path):
+            should_evict = is_too_much or age_s > _MAX_AGE_S or not entry.num_bytes
+            is_evicted = should_evict and _evict(entry.path)
+            if is_evicted:
                 total -= entry.num_bytes
                 if entry.num_bytes:
                     size, days = format_bytes(entry.num_bytes), age_s / 86400

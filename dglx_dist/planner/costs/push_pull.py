@@ -130,6 +130,7 @@ def structure_bytes(survey: Survey) -> int:
 
 
 def _traffic(counts: EpochCounts, first: FirstLayer, size: int, *, pushed: bool) -> Traffic:
+    """Return the traffic of an epoch with groups of ``size`` ranks. ``pushed`` is whether blocks are sent."""
     cluster, work = counts.cluster, counts.mini_batches
     phases = column_bytes(work.survey, first, group_size=size, pushed=pushed)
     in_group = {name: phases.get(name, 0) for name in ("structure", *_SUMS)}
