@@ -220,7 +220,7 @@ class Spill:
 
 
 def spill(folder: Path, name: str, dtype: Any, chunks: Iterable[Array] = ()) -> Spill:
-    """Create a file for :func:`map_spill`. Its name contains ``dtype``."""
+    """Write ``chunks`` to a new file for :func:`map_spill`. Its name contains ``dtype``."""
     return Spill(folder / f"{name}.{np.dtype(dtype).str}", dtype, chunks)
 
 

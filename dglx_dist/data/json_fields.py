@@ -93,7 +93,7 @@ class Fields:
     def parse(
         cls, text: bytes | str, where: str, longest: float = math.inf, *, error: type[DglxError] = ConfigError
     ) -> Fields:
-        """Return the fields of the JSON object in ``text``. For errors see :func:`read_json`."""
+        """Return the fields of the JSON object in ``text``. The arguments are those of :func:`read_json`."""
         return cls(read_json(text, longest, where, error=error), where, error=error)
 
     def reject_unknown(self, known: Collection[str]) -> Fields:
@@ -186,7 +186,7 @@ class Fields:
         raise self.field_error(name, f"one of {', '.join(map(repr, choices))}{hint}")
 
     def items(self, name: str, least: int = 0, most: float = math.inf) -> Fields:
-        """Return the items of a list as the fields ``[0]``, ``[1]``, ... of an object."""
+        """Return the ``least`` to ``most`` items of a list as an object with fields ``[0]``, ``[1]``, ..."""
         value = self._get(name)
         if not isinstance(value, list | tuple) or not least <= len(value) <= most:
             raise self.field_error(name, f"a list{_format_range(least, most, 'of')}")
@@ -197,7 +197,7 @@ class Fields:
         return self._make_fields(name, self.raw_value(name))
 
     def nested_list(self, name: str, least: int = 0, most: float = math.inf) -> list[Fields]:
-        """Return the objects of the list in the field."""
+        """Return the ``least`` to ``most`` objects of the list in the field."""
         items = self.items(name, least, most)
         return [items.nested_fields(key) for key in items.mapping]
 
@@ -288,7 +288,11 @@ def _get_hints(record_type: Any) -> dict[str, Any]:
 def read_record(
     kind: Callable[..., T], value: object, where: str, *, hidden: bool = False, defaults: bool = False
 ) -> T:
-    """Read ``value`` as a record of the dataclass ``kind``. See :class:`Fields`."""
+    """Read ``value`` as a record of the dataclass ``kind``, and refuse fields that ``kind`` does not have.
+
+    ``where`` names the value in messages. ``hidden`` leaves the value out of them. With ``defaults``, fields
+    with a default may be missing.
+    """
     fields = Fields(value, where, hidden=hidden)
     record = fields.record(kind, defaults=defaults)
     fields.reject_unread()

@@ -201,6 +201,7 @@ def look_ahead(
     num_bytes, failure = 0, None
 
     def announce_more() -> bool:
+        """Sample the next batch and announce its rows, unless the window is full. Return whether it did."""
         nonlocal num_bytes, failure
         if failure is not None or (window and num_bytes >= WINDOW_BYTES):
             return False

@@ -335,7 +335,7 @@ def grow_table(table: NodeTable, nodes: NumberedNodes, more: int) -> NodeTable:
 
 @njit(cache=True, nogil=True)
 def number_type(table: NodeTable, nodes: NumberedNodes, node_type: int, keys: Array, local: Array) -> None:
-    """Write the numbers of ``keys`` ((K,) int64, of one type) to ``local``; see :func:`number_nodes`."""
+    """Write the numbers of the nodes with the (K,) int64 ``keys``, all of ``node_type``, to ``local``."""
     segment = nodes.keys[nodes.starts[node_type] : nodes.starts[node_type + 1]]
     nodes.counts[node_type] = number_nodes(table, keys, segment, nodes.counts[node_type], local)
 
@@ -344,7 +344,10 @@ def number_type(table: NodeTable, nodes: NumberedNodes, node_type: int, keys: Ar
 def number_seeds(
     table: NodeTable, offsets: Array, seeds: Array, seed_ends: Array
 ) -> tuple[NodeTable, NumberedNodes]:
-    """Number the distinct seeds of each type from 0, and return the table and the numbered nodes."""
+    """Number the distinct seeds of each type from 0, and return the table and the numbered nodes.
+
+    Seeds of type t are ``seeds[seed_ends[t]:seed_ends[t + 1]]``, and their keys are larger by ``offsets[t]``.
+    """
     num_types = len(offsets) - 1
     no_nodes = np.empty(0, np.int64)
     starts, counts = np.zeros(num_types + 1, np.int64), np.zeros(num_types, np.int64)
@@ -531,7 +534,7 @@ def _draw(
 
 
 def draw_first_hop(relations: Relations, request: SampleRequest) -> None:
-    """Compile the kernel that draws one hop, as :func:`sample_batch` calls it."""
+    """Draw one hop and drop the result. This compiles its kernel before :func:`sample_batch` needs it."""
     nodes = NumberedNodes(request.seeds, request.seeds, request.seed_ends, np.ones(1, np.int64))
     rows, ends = np.zeros(2, np.int64), np.zeros(2, np.int64)
     hop = _Hop(request.fanouts[0], request.streams[0], nodes.counts, rows, ends)

@@ -290,6 +290,16 @@ class Stages(ABC, Generic[B]):
         """Return the batch of ``step`` in host memory."""
         return self.complete(self.sample(step))
 
+    def make_on_device(self, step: int) -> B:
+        """Return the batch of ``step`` on the device of the loader. An error stops all other batches."""
+        try:
+            batch = self.make(step)
+            self.move(batch, step)
+        except BaseException as error:
+            self.fail(error)
+            raise
+        return batch
+
     def fail(self, error: BaseException) -> None:
         """Stop the stages of all other batches, because one batch failed with ``error``."""
 
@@ -519,41 +529,42 @@ class EpochLoader(ABC, Generic[B, T]):
         self._epoch, self._next_step = epoch + 1, 0
 
     def _prefetch(self, epoch: int) -> Generator[B, None, None]:
-        """Yield the remaining batches of ``epoch``. Threads run the stages ahead of the consumer."""
+        """Yield the remaining batches of ``epoch``. Threads prepare them ahead of the consumer."""
         stages = self.open_stages(epoch, self._iterate_steps)
+        make, depth, num_threads = stages.make_on_device, self.depth, self.num_threads
+        try:
+            if stages.claimed_rows:
+                yield from self._prefetch_in_order(stages)
+            else:
+                yield from run_ahead(make, self._iterate_steps(), depth=depth, num_threads=num_threads)
+        finally:
+            stages.close()
+
+    def _prefetch_in_order(self, stages: Stages[B]) -> Generator[B, None, None]:
+        """Yield the batches of ``stages`` that reserve rows of a cache.
+
+        Each batch changes the cached rows that the next batch finds. So several threads sample batches, but
+        rows are fetched and batches are built one after the other.
+        """
 
         def sample(step: int) -> B:
             with stages.span("sample", step):
                 return stages.sample(step)
 
-        def make(step: int) -> B:
-            try:
-                batch = stages.make(step)
+        depth, num_threads = self.depth, self.num_threads
+        sampled: Any = run_ahead(sample, self._iterate_steps(), depth=depth, num_threads=num_threads)
+        with closing(sampled), closing(look_ahead(sampled, stages.claimed_rows, stages.fetch)) as fetched:
+
+            def build_next(step: int) -> B:
+                # Batches are yielded in the order of the steps, so the next one is the batch of `step`.
+                batch = next(fetched)
+                stages.build(batch)
                 stages.move(batch, step)
-            except BaseException as error:
-                stages.fail(error)
-                raise
-            return batch
+                return batch
 
-        try:
-            depth, num_threads = self.depth, self.num_threads
-            if not stages.claimed_rows:
-                yield from run_ahead(make, self._iterate_steps(), depth=depth, num_threads=num_threads)
-                return
-            samples: Any = run_ahead(sample, self._iterate_steps(), depth=depth, num_threads=num_threads)
-            with closing(samples), closing(look_ahead(samples, stages.claimed_rows, stages.fetch)) as fetched:
-
-                def finish(step: int) -> B:
-                    batch = next(fetched)
-                    stages.build(batch)
-                    stages.move(batch, step)
-                    return batch
-
-                # Use at most one thread, because each batch changes the cached rows of the next batch.
-                steps = self._iterate_steps()
-                yield from run_ahead(finish, steps, depth=depth, num_threads=min(1, num_threads))
-        finally:
-            stages.close()
+            # With 0 threads, the thread of the consumer builds the batches.
+            num_builders, steps = min(1, num_threads), self._iterate_steps()
+            yield from run_ahead(build_next, steps, depth=depth, num_threads=num_builders)
 
     def _iterate_steps(self) -> Iterator[int]:
         # Read the end at each step, because the training loop may call end_at() between steps.

@@ -311,7 +311,7 @@ def _find_column(g: OpenedGraph, request: CacheRequest) -> Column:
 
 
 def _degree_scores(g: OpenedGraph, request: CacheRequest, _file_name: str) -> Array:
-    """Return the number of out-edges of each row in the graph. Ranks that choose no rows may return (0,)."""
+    """Return the (N,) number of out-edges of each row. Ranks that do not choose rows may return (0,)."""
     is_leader, total = g.session.topology.local_rank == 0, np.zeros(0, np.int64)
     for etype in _select_etypes_from(g, request.ntype):
         structure = g.structure(etype)

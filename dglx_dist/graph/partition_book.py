@@ -295,33 +295,47 @@ def rows_per_message(row_bytes: int) -> int:
 def split_ids(
     ids: Array, bounds: Array, topology: Topology, *, force_even: bool = True, trainer_of: Array | None = None
 ) -> Array:
-    """Return the share of ``topology.rank`` in the ascending, distinct (n,) int64 ``ids``.
+    """Return the ids of ``topology.rank`` when ``ids`` are divided among all ranks.
 
-    ``bounds`` are the (S + 1,) int64 id ranges of the servers, and ``trainer_of`` is the (n,) preferred rank
-    of each id.
+    Each id goes to one rank. A server assigns its ids to its ranks at random, with the number of the server
+    as seed, so every rank can compute the same result.
+
+    Args:
+        ids: (n,) int64 distinct ids, ascending.
+        bounds: (S + 1,) int64. Server s owns the ids ``bounds[s]`` to ``bounds[s + 1] - 1``.
+        topology: Ranks of each server, and the rank to return the ids of.
+        force_even: Whether the number of ids may differ by at most one between any two ranks. A server then
+            gets a contiguous range of ``ids``, and may own only some of them. Otherwise each server divides
+            the ids that it owns.
+        trainer_of: (n,) preferred rank of each id, or None if there are no preferences. With ``force_even``,
+            an id goes to another rank if its preferred rank has its number of ids already.
+
+    Returns:
+        (k,) int64 ids of the rank, ascending.
     """
     server = topology.server
     ranks = topology.ranks_of_server(server)
     if force_even:
-        rank_quota = _compute_even_quota(len(ids), topology.world_size)
-        quota = rank_quota[ranks[0] : ranks[-1] + 1]
-        first = int(rank_quota[: ranks[0]].sum())
+        quota_of_all = _compute_even_quota(len(ids), topology.world_size)
+        quota = quota_of_all[ranks[0] : ranks[-1] + 1]
+        first = int(quota_of_all[: ranks[0]].sum())
         last = first + int(quota.sum())
     else:
         first, last = np.searchsorted(ids, bounds[server : server + 2]).tolist()
         quota = _compute_even_quota(last - first, len(ranks))
-    preferred = None if trainer_of is None else trainer_of[first:last] - ranks[0]
-    if preferred is not None and not force_even:
-        existing = preferred[(preferred >= 0) & (preferred < len(ranks))]
-        unassigned_quota = _compute_even_quota(len(preferred) - len(existing), len(ranks))
-        quota = np.bincount(existing, minlength=len(ranks)) + unassigned_quota
-    # The order is random but the same on every rank and in every run. It differs between servers.
     order = np.random.default_rng(server).permutation(last - first)
-    owner = np.repeat(np.arange(len(ranks)), quota)
-    if preferred is not None:
-        # A local rank that does not exist stands for any rank.
+    if trainer_of is None:
+        owner = np.repeat(np.arange(len(ranks)), quota)
+    else:
+        preferred = trainer_of[first:last] - ranks[0]
+        if not force_even:
+            # Every id with a preferred rank on this server goes to that rank.
+            is_local = (preferred >= 0) & (preferred < len(ranks))
+            others_quota = _compute_even_quota(int(np.count_nonzero(~is_local)), len(ranks))
+            quota = np.bincount(preferred[is_local], minlength=len(ranks)) + others_quota
         owner = _assign_preferred(preferred[order], quota)
-    return np.sort(ids[first:last][order[owner == topology.local_rank]])
+    own_positions = order[owner == topology.local_rank]
+    return np.sort(ids[first:last][own_positions])
 
 
 def _compute_even_quota(num_ids: int, num_ranks: int) -> Array:
@@ -331,7 +345,10 @@ def _compute_even_quota(num_ids: int, num_ranks: int) -> Array:
 
 
 def _assign_preferred(preferred: Array, quota: Array) -> Array:
-    """Assign each position to its preferred rank up to the quota of that rank, and the others to any rank."""
+    """Return the (n,) rank of each id. Rank r gets ``quota[r]`` ids, first those that prefer it.
+
+    Ranks are counted within the server. A number in ``preferred`` that is no such rank is no preference.
+    """
     owner = np.full(len(preferred), -1, dtype=np.int64)
     for rank, size in enumerate(quota):
         owner[np.flatnonzero(preferred == rank)[:size]] = rank
@@ -354,8 +371,8 @@ def as_array(values: Tensor | Array | Sequence[int] | int) -> Array:
 def as_ids(index: Ids, count: int, what: str) -> Array:
     """Return the ids that ``index`` names, each in [0, ``count``).
 
-    Raises IndexError as for :func:`integer_ids`, or an id is out of range. The message shows the first one
-    and its position.
+    Raises IndexError if an id is out of range, with the first such id and its position in the message, or in
+    the cases of :func:`integer_ids`. Messages call the rows ``what``.
     """
     ids = integer_ids(index, count, what)
     check_ids(ids, count, what)

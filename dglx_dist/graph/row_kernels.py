@@ -130,7 +130,8 @@ def take_rows(source: Array, places: Array, out: Array | None = None) -> Array:
 def scatter_rows(rows: Array, target: Array, first: int, ids: Array) -> None:
     """Copy ``rows[k]`` to ``target[ids[k] - first]`` for every k whose row is in ``target``.
 
-    Shapes and dtypes are as in :func:`gather_rows`. If an id is repeated, its last row wins.
+    ``first`` is the id of the first row of ``target``. Rows and target have the same row shape and dtype. If
+    one of the (K,) int64 ``ids`` is repeated, its last row wins.
     """
     selected = np.flatnonzero((ids >= first) & (ids < first + len(target)))
     move_rows(rows, selected, target, ids[selected] - first)
@@ -158,7 +159,8 @@ def spread_rows(
 ) -> None:
     """Copy row k of ``rows`` to each position of slot ``first_slot + k``. ``rows`` need not be aligned.
 
-    ``starts`` and ``positions`` are fields of :class:`RemotePlan`. Raises ValueError if ``rows`` do not fit.
+    The rows are those of the slots up to ``last_slot - 1``. ``starts`` and ``positions`` are fields of
+    :class:`RemotePlan`. Raises ValueError if the number, shape or dtype of ``rows`` is wrong.
     """
     check_answer(rows, out, last_slot - first_slot)
     ends = starts[first_slot : last_slot + 1]

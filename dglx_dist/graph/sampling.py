@@ -66,21 +66,24 @@ def serve_uniform(structure: Structure) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class DrawRule:
-    """Parameters of a draw."""
+    """How :func:`draw_in_edges` draws."""
 
     replace: bool
+    """Whether an edge may be drawn more than once."""
     prob: str | None
-    """Name of an edge tensor of weights, or of a mask."""
+    """Name of an edge tensor of weights, or of a mask. None: all edges are equally likely."""
     seed: int
+    """Seed of the draw. The same seed draws the same edges of a node."""
 
 
 def draw_in_edges(
     g: OpenedGraph, structure: Structure, nodes: Array, fanout: int, rule: DrawRule, exclude: Array
 ) -> InEdges:
-    """Return at most ``fanout`` (-1: all) drawn in-edges of each of the (K,) int64 ``nodes``.
+    """Draw at most ``fanout`` in-edges, or all with -1, of each of the (K,) int64 ``nodes``.
 
-    The owner of a node makes uniform draws. With weights or excluded edges this rank fetches all in-edges and
-    draws itself, in proportion to the weights. Edges with weight 0 are never drawn.
+    The edges are those of the edge type that ``structure`` holds. ``exclude`` has (M,) int64 ids of edges
+    that are never drawn. The server that owns a node makes uniform draws. With weights or excluded edges this
+    rank fetches all in-edges, and draws in proportion to the weights. Edges of weight 0 are never drawn.
     """
     if rule.prob is None and not len(exclude):
         return structure.ask(_UNIFORM[rule.replace], nodes, pack_hop_parameters(fanout, rule.seed))
@@ -102,25 +105,36 @@ def build_sampled_graph(
     exclude_edges: Ids | Mapping[Any, Ids] | None,
     rule: DrawRule,
 ) -> dgl.DGLGraph:
-    """Return a graph of all nodes with in-edges drawn by ``rule``.
+    """Draw in-edges of some nodes, and return a graph of all nodes of ``g`` and the drawn edges.
 
-    The edges have their ids as ``dgl.EID``.
+    Args:
+        g: The opened graph.
+        seed_nodes: Nodes whose in-edges are drawn: ids, or a dict of ids by node type.
+        fanout: Maximum number of edges per node and edge type, -1 for all, or a dict of such numbers by edge
+            type.
+        exclude_edges: Ids of edges that are never drawn, a dict of ids by edge type, or None.
+        rule: Replacement, weights and seed of the draw.
+
+    Returns:
+        The graph. Its edge data ``dgl.EID`` holds the id of each edge in ``g``.
     """
     import dgl  # Imported late, because the rest of the package works without it.
 
-    counts = {ntype: g.num_nodes(ntype) for ntype in g.ntypes}
+    node_counts = {ntype: g.num_nodes(ntype) for ntype in g.ntypes}
     edge_counts = {etype: g.num_edges(etype) for etype in g.canonical_etypes}
-    seeds = group_by_type(seed_nodes, counts, "node")
+    seeds = group_by_type(seed_nodes, node_counts, "node")
     fanouts = read_fanouts(fanout, g.canonical_etypes)
     excluded = {} if exclude_edges is None else group_by_type(exclude_edges, edge_counts, "edge")
-    ends, edge_ids = {}, {}
+    edges, edge_ids = {}, {}
     for etype in g.canonical_etypes:
-        nodes, exclude = seeds.get(etype[2], NO_IDS), excluded.get(etype, NO_IDS)
+        _, _, destination_type = etype
+        nodes, exclude = seeds.get(destination_type, NO_IDS), excluded.get(etype, NO_IDS)
         drawn = draw_in_edges(g, g.structure(etype), nodes, fanouts[etype], rule, exclude)
+        # The drawn edges are grouped by destination, in the order of `nodes`.
         destinations = np.repeat(nodes, np.diff(drawn.indptr))
-        ends[etype] = torch.from_numpy(drawn.sources), torch.from_numpy(destinations)
+        edges[etype] = torch.from_numpy(drawn.sources), torch.from_numpy(destinations)
         edge_ids[etype] = torch.from_numpy(drawn.edge_ids)
-    graph = dgl.heterograph(ends, num_nodes_dict=counts, idtype=torch.int64)
+    graph = dgl.heterograph(edges, num_nodes_dict=node_counts, idtype=torch.int64)
     for etype, ids in edge_ids.items():
         graph.edges[etype].data[dgl.EID] = ids
     return graph

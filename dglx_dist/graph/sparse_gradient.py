@@ -159,7 +159,8 @@ def compute_weight(share: StepShare | None, reduction: Reduction, world_size: in
     """Return the factor of a rank's gradient in the sum over ranks.
 
     It is n_local / n_global for a mean and 1 for a sum. It is 0 on a rank without targets, whatever its loss
-    is (the gradient rule, docs/development/contracts.md).
+    is (the gradient rule, docs/development/contracts.md). ``share`` has the numbers of targets of the step on
+    this rank and on all ranks. Raises ConfigError if a mean needs them and ``share`` is None.
     """
     if share is not None and share.num_local == 0:
         return 0.0
@@ -179,7 +180,7 @@ def compute_weight(share: StepShare | None, reduction: Reduction, world_size: in
 def weighted_sum(gradients: Sequence[RowGradient], reduction: Reduction, world_size: int) -> RowSum | None:
     """Return this rank's contribution to the gradient of a step, or None if no weight is above 0.
 
-    ``gradients`` are in the order of the backward passes. Raises as :func:`compute_weight`.
+    ``gradients`` are in the order of the backward passes. Raises ConfigError if the weight of one is unknown.
     """
     weighted = [(gradient, compute_weight(gradient.share, reduction, world_size)) for gradient in gradients]
     # Gradients with weight 0 are left out instead of multiplied, because a mean over no targets is NaN.

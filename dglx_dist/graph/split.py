@@ -68,7 +68,7 @@ def edge_split(
     force_even: bool = True,
     edge_trainer_ids: DistTensor | Tensor | Array | None = None,
 ) -> Tensor:
-    """Return a rank's share of the marked edges. Works like :func:`node_split`."""
+    """Return a rank's share of the marked edges, with the same rules and arguments as :func:`node_split`."""
     book = _find_book(edges, partition_book)
     bounds = book.edge_bounds(_resolve_type(edges, "edge", etype, EDGE_TYPE))
     return _split(edges, book, bounds, rank, force_even, edge_trainer_ids)

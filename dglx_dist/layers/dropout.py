@@ -12,6 +12,7 @@ import weakref
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, cast, final
 
 import dgl
@@ -31,31 +32,38 @@ from dglx_dist.records import Array
 
 
 def deal_out_columns(width: int, parts: int) -> tuple[ColumnRange, ...]:
-    """Cut ``width`` columns into ``parts`` runs. The first ``width % parts`` runs are one longer (P3).
+    """Divide ``width`` columns evenly into (parts,) contiguous ranges, as in the paper on P3.
 
-    If there are more parts than columns, the last parts get none.
+    The first ``width % parts`` ranges have one column more than the others. If there are more parts than
+    columns, the last ranges are empty.
     """
     shortest, num_longer = divmod(width, parts)
     ends = [(part + 1) * shortest + min(part + 1, num_longer) for part in range(parts)]
-    pairs = zip([0, *ends], ends, strict=False)
-    return tuple(ColumnRange(first=first, last=last, width=width) for first, last in pairs)
+    bounds = [0, *ends]
+    return tuple(ColumnRange(first=first, last=last, width=width) for first, last in pairwise(bounds))
 
 
 def deal_out_concatenated(widths: Sequence[int], parts: int) -> tuple[tuple[ColumnRange, ...], ...]:
-    """Cut each of several concatenated matrices with ``widths`` columns, as :func:`deal_out_columns`.
+    """Divide the columns of each of several matrices evenly among the parts of a group.
 
-    Returns the runs of each part, one per matrix and possibly empty, as columns of the concatenation.
+    The matrices are concatenated along their columns, and the ranges count columns of the concatenation.
+
+    Args:
+        widths: Number of columns of each matrix.
+        parts: Number of parts. Each part gets a contiguous range of every matrix.
+
+    Returns:
+        For each part, its range of each matrix in the order of ``widths``. A range may be empty.
     """
-    total = sum(widths)
-    cuts = []
-    start = 0
+    total_width = sum(widths)
+    ranges_of_parts: list[list[ColumnRange]] = [[] for _ in range(parts)]
+    offset = 0
     for width in widths:
-        runs = deal_out_columns(width, parts)
-        cuts.append(
-            [ColumnRange(first=start + run.first, last=start + run.last, width=total) for run in runs]
-        )
-        start += width
-    return tuple(zip(*cuts, strict=True))
+        for part, columns in enumerate(deal_out_columns(width, parts)):
+            first, last = offset + columns.first, offset + columns.last
+            ranges_of_parts[part].append(ColumnRange(first=first, last=last, width=total_width))
+        offset += width
+    return tuple(map(tuple, ranges_of_parts))
 
 
 INPUTS, ATTENTION, MODULES, LATER_MODULES = 1 << 32, (1 << 32) + 1, 1 << 33, 1 << 34

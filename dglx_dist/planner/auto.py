@@ -122,7 +122,7 @@ def _is_deep(unit: str, num_layers: int, fanouts: Sequence[int] | None) -> bool:
 
 
 def batch_assumptions(unit: str, num_layers: int, fanouts: Sequence[int] | None) -> tuple[str, ...]:
-    """Return an assumption if mini-batches are excluded only because of the number of layers."""
+    """Return an assumption if mini-batches are left out because many layers have no given ``fanouts``."""
     return (_NO_BATCHES,) if _is_deep(unit, num_layers, fanouts) else ()
 
 
@@ -134,7 +134,10 @@ def plan_draws(
     *,
     epoch: int,
 ) -> Draws | None:
-    """Return the mini-batches of ``epoch`` to count, or None. Fan-outs and batch size have defaults."""
+    """Return the mini-batches of ``epoch`` to count, or None if the choice has none.
+
+    If ``fanouts`` or ``batch_size`` is None, it is the default of data parallel training.
+    """
     if choice.unit == "full_graph" or _is_deep(choice.unit, layers, fanouts):
         return None
     if fanouts is None:
@@ -210,7 +213,7 @@ def _read_checkpointed(value: object, folder: str | Path | None) -> Candidate:
 
 
 def choose_in_job(model: nn.Module, g: DistGraph, training: Training) -> Choice:
-    """Choose like :func:`dglx_dist.choose_strategy`, and set the session's strategy. All ranks call this.
+    """Choose a strategy and set it as the strategy of the session. Every rank must call this.
 
     Rank 0 prints the choice and its reason.
     """

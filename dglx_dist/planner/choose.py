@@ -111,10 +111,10 @@ def choose(
     *,
     finalists: Collection[str] | None = None,
 ) -> Choice:
-    """Choose the fastest prediction that is allowed and feasible.
+    """Choose the fastest candidate that is allowed and feasible.
 
-    ``finalists`` are the names of the candidates among which trials did not decide. None: there were no
-    trials.
+    ``constraints`` says which candidates the user allows. ``finalists`` has the names of the candidates that
+    were equally fast in trials, and the choice is one of them. None: there were no trials.
     """
     candidates = [replace(p, barred=find_bar(p.candidate, constraints)) for p in predictions]
     allowed = [p for p in candidates if not any(_rank(p))]

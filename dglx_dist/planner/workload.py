@@ -164,9 +164,11 @@ def count_rank(
 def simulate_look_ahead(
     epochs: Sequence[Sequence[Inputs]], alpha: float, placement: tuple[Topology, Array], row_bytes: int
 ) -> tuple[int, int]:
-    """Return (hits in the last epoch, bytes) of a rank's look-ahead cache of size ``alpha``.
+    """Return (hits in the last epoch, bytes) of a rank's look-ahead cache.
 
-    The simulation runs the loader's code on the batches, but fetches no rows.
+    The simulation runs the loader's code on the input nodes of each batch in ``epochs``, but fetches no rows.
+    The caches of a server's ranks have ``alpha`` times as many rows as the server owns. ``placement`` is the
+    topology of the rank, and the (S + 1,) bounds of the rows of the servers.
     """
     (topology, bounds), server = placement, placement[0].server
     own_range, num_rows = (int(bounds[server]), int(bounds[server + 1])), int(bounds[-1])

@@ -536,7 +536,7 @@ _OPENED: SessionField[WeakValueDictionary[str, OpenedStrategy]] = SessionField(
 def open_strategy(g: DistGraph) -> OpenedStrategy:
     """Return the session's strategy on ``g``, the same object at each call. Every rank must call it.
 
-    Raises ConfigError if see :func:`get_strategy`, or the strategy does not train on this graph.
+    Raises ConfigError if the strategy does not train on this graph, or in the cases of :func:`get_strategy`.
     """
     strategy, opened_by_label = get_strategy(g.session), _OPENED.get(g.session)
     opened = opened_by_label.get(g.kvstore.label)

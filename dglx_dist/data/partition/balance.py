@@ -154,57 +154,72 @@ _EPSILON = 1e-12
 def enforce_capacities(
     graph: SymmetricGraph, weights: BalanceWeights, part_of_node: Array, method: str
 ) -> tuple[Array, dict[str, float]]:
-    """Return the (N,) int32 ``part_of_node`` within its capacities, if possible.
+    """Return the (N,) int32 ``part_of_node`` with nodes moved until no part exceeds its tolerance.
 
-    Constraints that are still exceeded are returned with their value, and logged as warnings.
+    That may be impossible. Constraints that are still exceeded are logged as warnings, with the name of the
+    ``method``. They are also returned, each with the largest ratio of a part's load to its share.
     """
-    missed = weights.find_unmet(part_of_node)
-    if not missed:
-        return part_of_node, missed
-    _LOG.info("%s left %s above tolerance; moving nodes", method, missed)
+    unmet = weights.find_unmet(part_of_node)
+    if not unmet:
+        return part_of_node, unmet
+    _LOG.info("%s left %s above tolerance; moving nodes", method, unmet)
     part_of_node = rebalance(graph, weights, part_of_node)
-    missed = weights.find_unmet(part_of_node)
-    for name, ratio in missed.items():
+    unmet = weights.find_unmet(part_of_node)
+    for name, ratio in unmet.items():
         _LOG.warning(
             "%s could not balance %s: the heaviest part has %.3f times its share",
             method,
             name,
             ratio,
         )
-    return part_of_node, missed
+    return part_of_node, unmet
 
 
 def assign_balanced(
     partitioner: Partitioner,
     graph: RawGraph,
-    size: tuple[int, int],
+    num_parts: int,
+    seed: int,
     compute: Callable[[SymmetricGraph, BalanceWeights], Array],
     *,
     dtype: Any = None,
     weighted: bool = True,
     count_reserved_bytes: Callable[[BalanceWeights], int],
 ) -> Assignment:
-    """Return the assignment of a method that balances. Excess is corrected or reported.
+    """Partition ``graph`` with ``compute``, and move nodes out of parts that exceed their tolerance.
 
-    ``compute`` gets the graph of :func:`symmetrise` and the weights. It is not called if the result is
-    trivial. For ``size`` see :func:`assign_parts`, and for ``dtype`` and ``weighted`` see :func:`symmetrise`.
+    If some parts still exceed it, a warning is logged and ``parameters["missed"]`` of the assignment lists
+    their constraints.
+
+    Args:
+        partitioner: Partitioner with the options and the workspace.
+        graph: The graph to partition.
+        num_parts: Number of parts P. With one part, or with at least as many parts as nodes, ``compute`` is
+            not called.
+        seed: Seed that the assignment records.
+        compute: Function from the undirected graph and the balance weights to the (N,) part of each node.
+        dtype: Dtype of the neighbour ids that ``compute`` reads. By default int32 if N fits, else int64.
+        weighted: Whether ``compute`` reads the number of parallel and opposite edges between two nodes.
+        count_reserved_bytes: Function from the balance weights to the bytes that ``compute`` takes in
+            addition to its arguments. The graph is kept on disk if they do not fit beside it.
     """
-    num_parts, num_nodes = size[0], graph.total_nodes
+    num_nodes = graph.total_nodes
     weights = balance_weights(graph, partitioner.options, num_parts, partitioner.max_constraints)
     if num_parts == 1 or num_parts >= num_nodes:
         parts = np.arange(num_nodes, dtype=np.int32) % np.int32(num_parts)
-        return assign_parts(partitioner, graph, size, parts, weights)
+        return assign_parts(partitioner, graph, num_parts, seed, parts, weights)
     workspace = partitioner.workspace
     if workspace is not None:
+        # Each balance weight is a column of one int64 per node.
         workspace = workspace.with_reserved(8 * len(weights.columns) * num_nodes)
     reserved = count_reserved_bytes(weights)
     symmetric = symmetrise(
         graph, dtype=dtype, weighted=weighted, workspace=workspace, reserved_bytes=reserved
     )
-    name = PARTITIONERS.name_of(type(partitioner))
-    parts, missed = enforce_capacities(symmetric, weights, compute(symmetric, weights), name)
-    extra_parameters = {"missed": missed} if missed else {}
-    return assign_parts(partitioner, graph, size, parts, weights, **extra_parameters)
+    method = PARTITIONERS.name_of(type(partitioner))
+    parts, unmet = enforce_capacities(symmetric, weights, compute(symmetric, weights), method)
+    extra_parameters = {"missed": unmet} if unmet else {}
+    return assign_parts(partitioner, graph, num_parts, seed, parts, weights, **extra_parameters)
 
 
 def rebalance(graph: SymmetricGraph, weights: BalanceWeights, part_of_node: Array) -> Array:

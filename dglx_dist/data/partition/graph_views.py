@@ -71,7 +71,7 @@ class BalanceWeights:
         return np.stack(rows)
 
     def find_unmet(self, part_of_node: Array) -> dict[str, float]:
-        """Return the largest load / share of each constraint that exceeds its capacity."""
+        """Return load / share of the most loaded part, for each constraint with a part above its capacity."""
         loads, capacities = self.loads(part_of_node), self.capacities()
         return {
             name: imbalance(loads[c], self.shares)
@@ -82,7 +82,8 @@ class BalanceWeights:
 
 
 def sum_by_part(part_of_node: Array, column: Array, num_parts: int) -> Array:
-    """Return the (P,) float64 sums of an (N,) integer column. np.bincount would copy the column twice."""
+    """Return the (P,) float64 sums of the (N,) integer ``column`` over the nodes of each part."""
+    # Sum in pieces, because np.bincount copies its arguments.
     rows = pieces(len(column), 1 << 20)
     sums = (np.bincount(part_of_node[row], column[row], num_parts) for row in rows)
     return sum(sums, np.zeros(num_parts))
@@ -212,19 +213,23 @@ def _compute_weight(values: NodeColumn, constraint: str, node_type: str) -> Arra
 def assign_parts(
     partitioner: Partitioner,
     graph: RawGraph,
-    size: tuple[int, int],
+    num_parts: int,
+    seed: int,
     parts: Array,
     weights: BalanceWeights | None = None,
     **parameters: object,
 ) -> Assignment:
-    """Return the assignment for the (N,) int ``parts`` of a method.
+    """Return the assignment that ``partitioner`` has computed.
 
     Args:
-        size: (P, seed).
+        partitioner: Partitioner with its options. The assignment records its name and options.
+        graph: The partitioned graph.
+        num_parts: Number of parts P.
+        seed: Seed of the partitioner.
+        parts: (N,) integer part of each node, one node type after the other.
         weights: Weights that the method balances. The assignment promises the tolerances for them only.
         parameters: Further parameters of the assignment.
     """
-    num_parts, seed = size
     assert len(parts) == graph.total_nodes, "a method assigns every node once"
     owners = parts.astype(np.int32)
     return Assignment(

@@ -79,7 +79,7 @@ class Hierarchical(Partitioner):
             )
             if missed:
                 parameters["missed"] = missed
-        return assign_parts(self, graph, (num_parts, seed), part_of_node, promised_weights, **parameters)
+        return assign_parts(self, graph, num_parts, seed, part_of_node, promised_weights, **parameters)
 
     def _open_level(self, name: str) -> Workspace | None:
         # Each partitioning has its own stages.
@@ -152,16 +152,17 @@ def assign_two_levels(
     graph: RawGraph,
     method: str,
     options: PartitionOptions,
-    size: tuple[int, int],
+    level_sizes: tuple[int, int],
     seed: int,
     workspace: Workspace | None = None,
 ) -> TwoLevelSplit:
     """Partition ``graph`` over P parts, and each part over t trainers, with the same method.
 
-    ``size`` is (P, t). Constraints apply at both levels, and ``parameters["missed"]`` of each level has those
-    that are not met. The ``target_weights`` are those of the parts. The trainers of a part are equal.
+    ``level_sizes`` is (P, t). The constraints of ``options`` apply at both levels, and
+    ``parameters["missed"]`` of each level has those that are not met. Its ``target_weights`` are the shares
+    of the parts. The trainers of a part get equal shares.
     """
-    num_parts, per_part = size
+    num_parts, per_part = level_sizes
     if options.servers is not None or options.workers is not None or options.inner is not None:
         raise ConfigError(
             f"servers, workers and inner are for method hierarchical only, and {per_part} trainers per part "

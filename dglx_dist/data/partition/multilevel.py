@@ -7,6 +7,7 @@ import io
 import tempfile
 from abc import abstractmethod
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, final
 
@@ -81,10 +82,10 @@ def library_path() -> str:
 def part_graph(
     path: str, graph: SymmetricGraph, weights: BalanceWeights, options: PartitionOptions, seed: int
 ) -> Array:
-    """Return (N,) int32 parts by METIS_PartGraphKway of the library ``path``. It releases the GIL.
+    """Return (N,) int32 parts by METIS_PartGraphKway of the shared library ``path``, without the GIL.
 
-    Indices other than int64 are copied. Weight columns of zeros are left out. Raises ConfigError if METIS
-    failed.
+    Neighbour ids of another dtype than int64 are copied. Columns of ``weights`` that are all 0 are left out.
+    Raises ConfigError if METIS failed.
     """
     library = ctypes.CDLL(path)
     used = [c for c, column in enumerate(weights.columns) if column.any()]
@@ -143,37 +144,41 @@ class _Multilevel(Partitioner):
     _dtype: ClassVar[Any] = None
 
     def assign(self, graph: RawGraph, num_parts: int, seed: int) -> Assignment:
-        def compute(symmetric: SymmetricGraph, weights: BalanceWeights) -> Array:
-            workspace = self.workspace
-
-            def solve(coarse_graph: SymmetricGraph, columns: BalanceWeights) -> Array:
-                # The library does not report its progress.
-                with progress("Placing the nodes", 1, enabled=len(coarse_graph.indices) >= SHOWN_FROM):
-                    return self._compute(seed, coarse_graph, columns)
-
-            if workspace is None:
-                return solve(symmetric, weights)
-            num_weights = len(weights.columns)
-            beside_columns = workspace.with_reserved(8 * num_weights * graph.total_nodes)
-
-            def fits(coarse_graph: SymmetricGraph) -> bool:
-                has_weights = coarse_graph.edge_weights is not None
-                size = coarse_graph.num_nodes, len(coarse_graph.indices), has_weights
-                return beside_columns.fits(self._estimate_bytes(*size, num_weights))
-
-            return partition(symmetric, weights, solve, fits, workspace, seed)
-
         def count_bytes(weights: BalanceWeights) -> int:
             return self._estimate_bytes(graph.total_nodes, 2 * graph.total_edges, True, len(weights.columns))
 
         return assign_balanced(
             self,
             graph,
-            (num_parts, seed),
-            compute,
+            num_parts,
+            seed,
+            partial(self._partition, seed),
             dtype=self._dtype,
             count_reserved_bytes=count_bytes,
         )
+
+    def _partition(self, seed: int, symmetric: SymmetricGraph, weights: BalanceWeights) -> Array:
+        """Return (N,) int32 parts. If memory is limited, a graph that is too large is clustered first."""
+        workspace = self.workspace
+        if workspace is None:
+            return self._compute_with_progress(seed, symmetric, weights)
+        num_weights = len(weights.columns)
+        # Each balance weight is a column of one int64 per node, which stays in memory.
+        workspace_beside_columns = workspace.with_reserved(8 * num_weights * symmetric.num_nodes)
+
+        def fits(coarse_graph: SymmetricGraph) -> bool:
+            has_weights = coarse_graph.edge_weights is not None
+            num_nodes, num_entries = coarse_graph.num_nodes, len(coarse_graph.indices)
+            num_bytes = self._estimate_bytes(num_nodes, num_entries, has_weights, num_weights)
+            return workspace_beside_columns.fits(num_bytes)
+
+        solve = partial(self._compute_with_progress, seed)
+        return partition(symmetric, weights, solve, fits, workspace, seed)
+
+    def _compute_with_progress(self, seed: int, symmetric: SymmetricGraph, weights: BalanceWeights) -> Array:
+        # The library does not report its progress.
+        with progress("Placing the nodes", 1, enabled=len(symmetric.indices) >= SHOWN_FROM):
+            return self._compute(seed, symmetric, weights)
 
     @abstractmethod
     def _compute(self, seed: int, symmetric: SymmetricGraph, weights: BalanceWeights) -> Array:

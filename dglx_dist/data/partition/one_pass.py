@@ -34,7 +34,7 @@ class Contiguous(Partitioner):
     def assign(self, graph: RawGraph, num_parts: int, seed: int) -> Assignment:
         weights = balance_weights(graph, self.options, num_parts, self.max_constraints)
         parts = cut_ranges(weights.columns[0], weights.shares)
-        return assign_parts(self, graph, (num_parts, seed), parts, weights)
+        return assign_parts(self, graph, num_parts, seed, parts, weights)
 
 
 def cut_ranges(weights: Array, shares: Array) -> Array:
@@ -58,7 +58,7 @@ class _ByHash(Partitioner):
 
     def assign(self, graph: RawGraph, num_parts: int, seed: int) -> Assignment:
         parts = hash_parts(graph.total_nodes, num_parts)
-        return assign_parts(self, graph, (num_parts, seed), parts, None, **self._parameters)
+        return assign_parts(self, graph, num_parts, seed, parts, None, **self._parameters)
 
 
 @final
@@ -117,7 +117,7 @@ class File(Partitioner):
                 f"{path.name}, row {row}: part {parts[row]} is outside 0..{num_parts - 1}; use "
                 f"{int(parts.max()) + 1} parts or correct it"
             )
-        return assign_parts(self, graph, (num_parts, seed), parts, file=path.name)
+        return assign_parts(self, graph, num_parts, seed, parts, file=path.name)
 
 
 def read_parts(path: Path) -> Array:
@@ -146,7 +146,7 @@ class Random(Partitioner):
         parts = np.empty(graph.total_nodes, dtype=np.int32)
         order = np.random.default_rng(seed).permutation(ids)
         parts[order] = cut_ranges(weights.columns[0], weights.shares)
-        return assign_parts(self, graph, (num_parts, seed), parts, weights)
+        return assign_parts(self, graph, num_parts, seed, parts, weights)
 
 
 def stream_order(graph: SymmetricGraph, seed: int) -> Array:
@@ -202,9 +202,9 @@ class _Streaming(Partitioner):
             fennel = isinstance(self, Fennel)
             return stream(symmetric, order, weights, passes=self.options.passes, fennel=fennel)
 
-        num_bytes, size = 80 * graph.total_nodes, (num_parts, seed)
+        num_bytes = 80 * graph.total_nodes
         return assign_balanced(
-            self, graph, size, compute, weighted=False, count_reserved_bytes=lambda _: num_bytes
+            self, graph, num_parts, seed, compute, weighted=False, count_reserved_bytes=lambda _: num_bytes
         )
 
 
@@ -229,10 +229,11 @@ class Ldg(_Streaming):
 def stream(
     graph: SymmetricGraph, order: Array | None, weights: BalanceWeights, *, passes: int, fennel: bool
 ) -> Array:
-    """Return (N,) int32 parts by LDG or Fennel. ``order`` is the (N,) int64 order of nodes, by default by id.
+    """Return (N,) int32 parts. Nodes are assigned one by one, by LDG, or by Fennel with ``fennel``.
 
-    Each further pass assigns all nodes again by the current parts of their neighbours (Nishimura and Ugander,
-    "Restreaming Graph Partitioning", KDD 2013).
+    ``order`` has the (N,) int64 nodes in the order of their assignment. None is the order of their ids. Each
+    of ``passes`` after the first assigns all nodes again by the current parts of their neighbours (Nishimura
+    and Ugander, "Restreaming Graph Partitioning", KDD 2013).
     """
     order = np.arange(graph.num_nodes) if order is None else order
     part = np.full(graph.num_nodes, -1, dtype=np.int32)

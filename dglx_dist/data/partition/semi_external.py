@@ -45,11 +45,12 @@ def partition(
     workspace: Workspace,
     seed: int,
 ) -> Array:
-    """Return (N,) int32 parts. ``solve`` partitions a clustered graph that ``fits``. The result is refined.
+    """Return (N,) int32 parts of a graph that is larger than memory.
 
-    Each level is a stage of ``workspace``, and so are its parts. Parts exceed their capacities only if those
-    of ``solve`` do. The result is deterministic if ``solve`` is. Raises ConfigError if the arrays of nodes do
-    not fit in the workspace.
+    Nodes are merged into clusters, level by level, until the graph of clusters ``fits`` in memory. ``solve``
+    partitions it, and its parts are refined on each level. Each level is a stage of ``workspace``, and so are
+    its parts. Parts exceed their capacities only if those of ``solve`` do. The result is deterministic if
+    ``solve`` is. Raises ConfigError if the arrays of nodes do not fit in the workspace.
     """
     # The names differ from the original ones, because a cluster has the weight of all its nodes.
     names, levels = tuple(f"{name} of clusters" for name in weights.names), [(graph, weights)]
@@ -316,7 +317,7 @@ def _join_single(
     limit: Array,
     isolated_only: bool,
 ) -> None:
-    """Join nodes without neighbours, and single nodes with the same best cluster if that is full."""
+    """Join nodes without neighbours to one cluster, and single nodes that prefer the same full cluster."""
     indptr, indices, edge_weights = adjacency
     num_nodes, has_weights = len(labels), len(edge_weights) > 1
     rating = np.zeros(num_nodes, dtype=np.int64)

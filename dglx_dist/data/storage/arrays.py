@@ -42,7 +42,7 @@ from dglx_dist.memory import format_bytes
 from dglx_dist.records import Array
 
 STAMP = "stamp.json"
-"""Name of the file with the checksums of an array folder and the facts of its writer."""
+"""Name of the file with the checksums and the metadata of an array folder."""
 
 CANNOT_WRITE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 """Errors for missing permission or space. A run continues without the cache."""
@@ -113,7 +113,7 @@ class ArrayWriter:
         self._streams: dict[str, ArrayStream] = {}
 
     def stream(self, name: str, dtype: np.dtype[Any], shape: tuple[int, ...]) -> ArrayStream:
-        """Begin an array with rows that arrive in pieces."""
+        """Begin the array ``name``, and return the stream that takes its rows in pieces."""
         stream = self._streams[name] = ArrayStream(self._partial / f"{name}.npy", dtype, shape)
         self._stack.callback(stream.close)
         return stream
@@ -121,18 +121,23 @@ class ArrayWriter:
     def put(self, name: str, array: Array) -> None:
         self.stream(name, array.dtype, array.shape).append(array)
 
-    def publish(self, facts: Mapping[str, Any], *, overwrite: bool = False) -> None:
-        """Complete the folder with JSON values ``facts``, and rename it to its final name.
+    def publish(self, metadata: Mapping[str, Any], *, overwrite: bool = False) -> None:
+        """Finish the arrays, and give the folder its final name. The writer cannot be used afterwards.
 
-        Without ``overwrite``, an intact folder with the same facts is kept instead.
+        Args:
+            metadata: JSON values that describe the arrays.
+            overwrite: Whether to replace a folder that has this name already. Otherwise it is kept if it is
+                intact and has the same metadata.
         """
         files = {f"{name}.npy": stream.finish() for name, stream in self._streams.items()}
-        sums = {name: [file.num_bytes, file.checksum] for name, file in files.items()}
-        head = {"told": facts, "files": sums}
-        (self._partial / STAMP).write_text(json.dumps({"crc32": checksum_of(head), "head": head}))
-        path = self._folder.path
-        if not publish(self._partial, path) and (overwrite or self._folder.find(facts, log=False) is None):
-            replace_folder(self._partial, path)
+        checksums = {name: [file.num_bytes, file.checksum] for name, file in files.items()}
+        content = {"told": metadata, "files": checksums}
+        stamp = {"crc32": checksum_of(content), "head": content}
+        (self._partial / STAMP).write_text(json.dumps(stamp))
+        target = self._folder.path
+        is_renamed = publish(self._partial, target)
+        if not is_renamed and (overwrite or self._folder.find(metadata, log=False) is None):
+            replace_folder(self._partial, target)
 
 
 @final
@@ -151,17 +156,18 @@ class ArrayFolder:
         return ArrayFolder(self.path / name, trusted=self._trusted)
 
     def read(
-        self, mode: Literal["r", "c"] = "r", facts: Mapping[str, Any] | None = None
+        self, mode: Literal["r", "c"] = "r", metadata: Mapping[str, Any] | None = None
     ) -> tuple[Any, dict[str, Array]]:
-        """Check all files, and return the facts and the mapped arrays. Mode c is copy-on-write.
+        """Check all files, and return the stored metadata and the mapped arrays by name.
 
-        Raises StorageError if a file is missing or damaged, or the facts differ from ``facts``.
+        Arrays are read-only, or with mode "c" they may be changed in memory (copy-on-write). Raises
+        StorageError if a file is missing or damaged, or the stored metadata differs from ``metadata``.
         """
         try:
             stamp = json.loads(read_small_file(self.path / STAMP))
             if not isinstance(stamp, dict) or stamp.get("crc32") != checksum_of(stamp.get("head")):
                 raise ValueError(f"{STAMP} does not match its checksum")
-            stored_facts, arrays = stamp["head"]["told"], {}
+            stored_metadata, arrays = stamp["head"]["told"], {}
             for name, (num_bytes, crc32) in stamp["head"]["files"].items():
                 path, expected = self.path / name, FileInfo(num_bytes=num_bytes, checksum=crc32)
                 if path.parent != self.path or not path.is_file():
@@ -171,26 +177,27 @@ class ArrayFolder:
                 if actual != expected:
                     raise ValueError(f"{name} does not match its checksum")
                 arrays[path.stem] = map_array(path, mode)
-            if facts is not None and stored_facts != facts:
-                raise ValueError(f"it has {stored_facts} instead of {facts}")
+            if metadata is not None and stored_metadata != metadata:
+                raise ValueError(f"it has {stored_metadata} instead of {metadata}")
         except _UNREADABLE as error:
             raise StorageError(f"{self.path} is damaged ({error}); the next run writes it again") from error
-        return stored_facts, arrays
+        return stored_metadata, arrays
 
     def find(
         self,
-        facts: Mapping[str, Any] | None = None,
+        metadata: Mapping[str, Any] | None = None,
         mode: Literal["r", "c"] = "r",
         *,
         check: Callable[[Mapping[str, Array]], None] = lambda _: None,
         log: bool = True,
     ) -> tuple[Any, dict[str, Array]] | None:
-        """Return the result of :meth:`read`, or None if the folder is missing, damaged or has other facts.
+        """Return the result of :meth:`read`, or None if the folder is missing, damaged or must not be used.
 
-        Damage is logged. ``check`` raises ValueError or LookupError for arrays that must not be used.
+        ``check`` is called with the arrays. It raises ValueError or LookupError if they must not be used, and
+        that is logged. ``log`` is whether to log damage and other metadata than ``metadata``.
         """
         try:
-            stored = self.read(mode, facts) if self.path.exists() else None
+            stored = self.read(mode, metadata) if self.path.exists() else None
             if stored is not None:
                 check(stored[1])
             return stored
@@ -208,13 +215,17 @@ class ArrayFolder:
         with partial_folder(self.path) as partial, ExitStack() as stack:
             yield ArrayWriter(self, partial, stack)
 
-    def save(self, arrays: Mapping[str, Array], facts: Mapping[str, Any], description: str) -> bool:
-        """Replace the folder. If there is no space or permission, log that and return False."""
+    def save(self, arrays: Mapping[str, Array], metadata: Mapping[str, Any], description: str) -> bool:
+        """Replace the folder by one with ``arrays``, and return whether it was written.
+
+        If there is no space or permission, a warning says that ``description`` is not kept. Other errors of
+        the disk raise StorageError.
+        """
         try:
             with self.open_writer() as writer:
                 for name, array in arrays.items():
                     writer.put(name, array)
-                writer.publish(facts, overwrite=True)
+                writer.publish(metadata, overwrite=True)
         except OSError as error:
             if error.errno in CANNOT_WRITE:
                 _LOG.warning("%s cannot be written (%s): %s is not kept", self.path, error, description)
@@ -294,7 +305,9 @@ class ArrayCache:
         for entry in entries:
             age_s = last_s - entry.used_s
             is_too_much = total > max_bytes and (age_s > _RECENT_S or not self._is_of_content(entry))
-            if (is_too_much or age_s > _MAX_AGE_S or not entry.num_bytes) and _evict(entry.path):
+            should_evict = is_too_much or age_s > _MAX_AGE_S or not entry.num_bytes
+            is_evicted = should_evict and _evict(entry.path)
+            if is_evicted:
                 total -= entry.num_bytes
                 if entry.num_bytes:
                     size, days = format_bytes(entry.num_bytes), age_s / 86400

@@ -71,7 +71,10 @@ def make_column_info(array: Array, description: str) -> ColumnInfo:
 
 
 def write_column(path: Path, info: ColumnInfo, num_rows: int, chunks: Iterable[Array]) -> FileInfo:
-    """Write chunks of rows, (k, *row_shape) each, as a new file. Create its folder if it is missing."""
+    """Write a column of ``num_rows`` rows as a new file. Create its folder if it is missing.
+
+    Each of ``chunks`` has the next (k, *row_shape) rows. bfloat16 rows are passed as bits in uint16.
+    """
     stored = np.dtype(_STORED_AS.get(info.dtype, info.dtype))
     num_values = num_rows * math.prod(info.row_shape)
     num_bytes = num_values * stored.itemsize
@@ -93,30 +96,39 @@ def text_buffers(texts: Any) -> tuple[Array, Array]:
 
 
 def write_strings(
-    path: Path, num_rows: int, num_bytes: int, texts: Iterable[Any], texts_again: Iterable[Any]
+    path: Path, num_rows: int, num_bytes: int, offset_texts: Iterable[Any], data_texts: Iterable[Any]
 ) -> FileInfo:
-    """Write ``num_rows`` texts with ``num_bytes`` in UTF-8 as an Arrow string column.
+    """Write a column of texts as a new file, one piece at a time. Create its folder if it is missing.
 
-    ``texts`` and ``texts_again`` yield the same non-empty large_string arrays. The first is for the ends of
-    the texts, the second for their bytes.
+    An Arrow string column has a buffer of offsets, followed by a buffer of UTF-8 data. So the texts are read
+    twice: first for the offsets, then for the data.
+
+    Args:
+        path: The new file.
+        num_rows: Number of texts.
+        num_bytes: Length of all texts in UTF-8.
+        offset_texts: The texts in order, as non-empty large_string arrays. Only their lengths are used.
+        data_texts: The same arrays again. They are read after all of ``offset_texts``.
     """
+    offset_bytes = 8 * (num_rows + 1)
 
-    def ends() -> Iterator[Array]:
-        last = np.zeros(1, np.int64)
-        yield last
-        for texts_piece in texts:
-            last = text_buffers(texts_piece)[0][1:] + last[-1]
-            yield last
+    def iterate_offsets() -> Iterator[Array]:
+        offsets = np.zeros(1, np.int64)
+        yield offsets
+        for texts in offset_texts:
+            offsets = offsets[-1] + text_buffers(texts)[0][1:]
+            yield offsets
 
-    space = _reserve_space(8 * (num_rows + 1), writable=True)
-    # Arrow reads the size of the data from the last offset.
-    np.frombuffer(space, np.int64)[num_rows] = num_bytes
-    offsets = pa.py_buffer(space).slice(0, 8 * (num_rows + 1))
-    buffers = [None, offsets, pa.py_buffer(_reserve_space(num_bytes))]
-    values = pa.Array.from_buffers(pa.large_string(), num_rows, buffers)
-    data = (text_buffers(texts_piece)[1] for texts_piece in texts_again)
-    bodies = [_Body(map(_bytes, ends()), 8 * (num_rows + 1)), _Body(data, num_bytes)]
-    return _write_file(path, values, {"dtype": "string"}, bodies)
+    # As in write_column, the column that Arrow writes is only reserved address space. Arrow reads the length
+    # of the data from the last offset, so this offset must be correct.
+    offset_space = _reserve_space(offset_bytes, writable=True)
+    np.frombuffer(offset_space, np.int64)[num_rows] = num_bytes
+    offset_buffer = pa.py_buffer(offset_space).slice(0, offset_bytes)
+    buffers = [None, offset_buffer, pa.py_buffer(_reserve_space(num_bytes))]
+    column = pa.Array.from_buffers(pa.large_string(), num_rows, buffers)
+    offsets_body = _Body(map(_bytes, iterate_offsets()), offset_bytes)
+    data_body = _Body((text_buffers(texts)[1] for texts in data_texts), num_bytes)
+    return _write_file(path, column, {"dtype": "string"}, [offsets_body, data_body])
 
 
 def read_column(path: Path, name: str, info: ColumnInfo | None = None, num_rows: int | None = None) -> Array:
@@ -143,12 +155,15 @@ def read_column(path: Path, name: str, info: ColumnInfo | None = None, num_rows:
 
 
 def read_strings(path: Path, name: str, num_rows: int) -> Array:
-    """Return a copy of the (N,) unicode array in one file. For errors see :func:`read_column`."""
+    """Return a copy of the ``num_rows`` texts in one file as a unicode array. Messages call it ``name``.
+
+    Raises StorageError if the file is missing or damaged, or has another number of texts.
+    """
     return np.array(_open_strings(path, name, num_rows).to_pylist(), dtype=np.str_)
 
 
 def string_pieces(path: Path, name: str, num_rows: int, step: int) -> Iterator[Array]:
-    """Yield the texts of one file as (k,) unicode arrays of one dtype. For errors see :func:`read_column`."""
+    """Yield the texts of :func:`read_strings` in arrays of up to ``step`` texts, all of the same dtype."""
     column, starts = _open_strings(path, name, num_rows), range(0, num_rows, step)
     lists = (column.slice(first, step).to_pylist() for first in starts)
     width = max((len(text) for texts in lists for text in texts), default=0)

@@ -172,7 +172,8 @@ def check_replaceable(
 ) -> None:
     """Raise StorageError unless ``folder`` is absent or empty, or holds ``content`` to overwrite.
 
-    ``overwrite`` is None if there is no such option.
+    ``is_same`` returns whether a folder holds ``content``, a phrase for messages. ``overwrite`` is None if
+    the user has no such option.
     """
     if folder.is_symlink():  # The finished folder would replace the link.
         raise StorageError(f"{folder} is a symbolic link; give the folder itself, {folder.resolve()}")
@@ -193,7 +194,7 @@ def check_replaceable(
 def place_folder(
     partial: Path, folder: Path, overwrite: bool | None, content: str, is_same: Callable[[Path], bool]
 ) -> None:
-    """Rename ``partial`` to ``folder``, and remove the old content. See :func:`check_replaceable`."""
+    """Rename ``partial`` to ``folder``, and remove the old content if :func:`check_replaceable` allows it."""
     if not publish(partial, folder):
         check_replaceable(folder, overwrite, content, is_same)
         replace_folder(partial, folder)

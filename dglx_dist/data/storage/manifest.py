@@ -351,7 +351,7 @@ def check_target(folder: Path, overwrite: bool | None) -> None:
 
 
 def put_in_place(partial: Path, folder: Path, overwrite: bool | None) -> None:
-    """Rename the finished dataset ``partial`` to ``folder``. For errors see :func:`check_target`."""
+    """Rename the finished dataset ``partial`` to ``folder``. Raises the errors of :func:`check_target`."""
     place_folder(partial, folder, overwrite, _DESCRIPTION, _is_dataset)
 
 

@@ -104,27 +104,43 @@ def _check_names(graph: RawGraph, feature_dtype: Mapping[str, str]) -> None:
 def narrow(
     piece: Array, dtype: str, description: str, rows: Array | range, ids: Array | None = None
 ) -> Array:
-    """Round a (k, ...) floating-point ``piece`` to ``dtype``. bfloat16 is returned as bits in uint16.
+    """Round the values of ``piece`` to ``dtype``, and check that no finite value becomes infinite.
 
-    Raises ConfigError if a finite value would become infinite. The message has ``description`` and the
-    value's row from the (k,) ``rows``, or the id of that row from ``ids``.
+    Args:
+        piece: (k, ...) floating-point rows of a column.
+        dtype: Name of the dtype to store. NumPy has no bfloat16, so its bits are returned as uint16.
+        description: Name of the column in the error message.
+        rows: (k,) number of each row of ``piece`` in the column.
+        ids: (N,) id of each row of the column, or None if the id of a row is its number.
+
+    Returns:
+        (k, ...) rounded values.
+
+    Raises:
+        ConfigError: a finite value is too large for ``dtype``. The message shows the value and its id.
     """
     if dtype == "bfloat16":
-        target = _round_to_bfloat16(_round_to_odd(piece)).reshape(piece.shape)
-        is_finite = (target & 0x7F80) != 0x7F80
+        narrowed = _round_to_bfloat16(_round_to_odd(piece)).reshape(piece.shape)
+        # Infinity and NaN have all bits of the exponent set, and finite values do not.
+        is_finite = (narrowed & _BFLOAT16_EXPONENT) != _BFLOAT16_EXPONENT
     else:
-        target = _cast_quietly(piece, dtype)
-        is_finite = np.isfinite(target)
-    is_lost = ~is_finite & np.isfinite(piece)
-    if is_lost.any():
-        index = np.argwhere(is_lost)[0]
-        row = int(rows[int(index[0])])
-        row = row if ids is None else int(ids[row])
+        narrowed = _cast_quietly(piece, dtype)
+        is_finite = np.isfinite(narrowed)
+    is_overflow = ~is_finite & np.isfinite(piece)
+    if is_overflow.any():
+        index = tuple(np.argwhere(is_overflow)[0].tolist())
+        row = int(rows[index[0]])
+        row_id = row if ids is None else int(ids[row])
+        wider = "bfloat16 or float32" if dtype == "float16" else "float32"
         raise ConfigError(
-            f"{description} has {piece[tuple(index)]} in row {row}, too large for {dtype};"
-            f" store it as {'bfloat16 or float32' if dtype == 'float16' else 'float32'}, or scale the column"
+            f"{description} has {piece[index]} in row {row_id}, too large for {dtype};"
+            f" store it as {wider}, or scale the column"
         )
-    return target
+    return narrowed
+
+
+_BFLOAT16_EXPONENT = 0x7F80
+"""Bits of the exponent of a bfloat16 value."""
 
 
 def _round_to_odd(values: Array) -> Array:

@@ -240,10 +240,13 @@ class Traffic:
     """Bytes of one epoch by ledger phase, of all ranks."""
 
     outside: Mapping[str, int] = field(default_factory=dict)
+    """Bytes between servers."""
     inside: Mapping[str, int] = field(default_factory=dict)
+    """Bytes between ranks of the same server."""
     once: int = 0
     """Bytes between servers before the first epoch."""
     exact: bool = True
+    """Whether the bytes equal the ledger's. Otherwise they are estimates."""
 
     def seconds(self, cluster: Cluster) -> float:
         """Return the seconds of an epoch on the slower links, between or in servers. Each server has both."""
@@ -309,29 +312,41 @@ COSTS: Registry[CostModel] = Registry(
 
 
 def present(**phases: int) -> dict[str, int]:
-    """Return the bytes of the phases that are not 0, sorted by name."""
+    """Return the bytes by ledger phase, sorted by name, without phases of 0 bytes."""
     return {name: count for name, count in sorted(phases.items()) if count}
 
 
 def build_traffic(
     outside: Mapping[str, int],
     inside: Mapping[str, int],
-    sums: Sequence[int],
+    gradient_sums: Sequence[int],
     *,
-    once: int = 0,
-    exact: bool,
+    startup_bytes: int = 0,
+    is_exact: bool,
 ) -> Traffic:
-    """Return the traffic of rows by phase, and of (outside, inside) bytes ``sums`` of summed gradients."""
+    """Return the traffic of an epoch, without phases that send nothing.
+
+    Args:
+        outside: Bytes between servers by ledger phase, without the sums of gradients.
+        inside: Bytes between ranks of the same server by ledger phase, without the sums of gradients.
+        gradient_sums: Bytes to sum the gradients over all ranks, as (between servers, within servers).
+        startup_bytes: Bytes between servers before the first epoch.
+        is_exact: Whether the ledger of a run will show the same bytes. Otherwise they are estimates.
+    """
+    bytes_outside, bytes_inside = gradient_sums
     return Traffic(
-        outside=present(**{**outside, GRADIENTS: sums[0]}),
-        inside=present(**{**inside, GRADIENTS: sums[1]}),
-        once=once,
-        exact=exact,
+        outside=present(**{**outside, GRADIENTS: bytes_outside}),
+        inside=present(**{**inside, GRADIENTS: bytes_inside}),
+        once=startup_bytes,
+        exact=is_exact,
     )
 
 
 def ring_split(num_bytes: int, server_of: Sequence[int], steps: int) -> tuple[int, int]:
-    """Return the bytes (between servers, within) of ``steps`` ring all-reduces by ranks on (W,) servers."""
+    """Return the bytes (between servers, within servers) of ``steps`` ring all-reduces of ``num_bytes`` each.
+
+    ``server_of`` has the server of each of the W ranks. A rank sends to the rank with the next number.
+    """
     ranks = len(server_of)
     # A rank of the ring sends to the next rank, which may be on another server.
     border_ranks = [rank for rank, server in enumerate(server_of) if server != server_of[(rank + 1) % ranks]]

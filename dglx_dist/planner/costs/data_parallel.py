@@ -31,8 +31,9 @@ class DataParallelCosts(CostModel):
         phases = count_row_bytes(replace(work.survey, feature_bytes=missed))
         sums = ring_split(counts.shape.gradient_bytes, counts.cluster.server_of_rank, work.steps)
         shared = cache.server_bytes + counts.own_feature_bytes
+        startup_bytes = cache.once_rows * row
         return Cost(
-            traffic=build_traffic(phases, {}, sums, once=cache.once_rows * row, exact=work.is_complete),
+            traffic=build_traffic(phases, {}, sums, startup_bytes=startup_bytes, is_exact=work.is_complete),
             memory=counts.batch_memory(held=shared + cache.rank_bytes),
             shared=shared + counts.structure_bytes,
             on_host=counts.program_bytes + shared + cache.rank_bytes + counts.structure_bytes,

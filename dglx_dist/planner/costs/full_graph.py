@@ -367,6 +367,6 @@ def _traffic(counts: EpochCounts, work: FullWork, *, use_pp: bool, wire: WireDty
         outside,
         inside,
         ring_split(counts.shape.gradient_bytes, counts.cluster.server_of_rank, work.steps),
-        once=work.external_rows * (ID_BYTES + row) + halo,
-        exact=one_planner and widths_known,
+        startup_bytes=work.external_rows * (ID_BYTES + row) + halo,
+        is_exact=one_planner and widths_known,
     )

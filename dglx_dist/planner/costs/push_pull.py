@@ -130,6 +130,7 @@ def structure_bytes(survey: Survey) -> int:
 
 
 def _traffic(counts: EpochCounts, first: FirstLayer, size: int, *, pushed: bool) -> Traffic:
+    """Return the traffic of an epoch with groups of ``size`` ranks. ``pushed`` is whether blocks are sent."""
     cluster, work = counts.cluster, counts.mini_batches
     phases = column_bytes(work.survey, first, group_size=size, pushed=pushed)
     in_group = {name: phases.get(name, 0) for name in ("structure", *_SUMS)}
@@ -153,7 +154,7 @@ def _traffic(counts: EpochCounts, first: FirstLayer, size: int, *, pushed: bool)
         {**phases, **crossing},
         inside,
         sums,
-        once=cluster.ranks * remote_bytes // size,
+        startup_bytes=cluster.ranks * remote_bytes // size,
         # The first layer of a custom model may get values of edges.
-        exact=work.is_complete and is_aligned and first.known and not counts.shape.is_guessed,
+        is_exact=work.is_complete and is_aligned and first.known and not counts.shape.is_guessed,
     )

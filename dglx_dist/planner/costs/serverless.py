@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 _SHORT_ID_BYTES, _STATISTICS_BYTES = 4, 2 * 2 * 8
 """Bytes of an id, and of loss and correct predictions: two float64 for each half of a fused task."""
-_GHOSTS = ("ghosts", "ghost_gradients")
+_HALO_PHASES = ("ghosts", "ghost_gradients")
 _EXCHANGING = FullGraphScheme(0)
 
 
@@ -116,7 +116,7 @@ def serverless_bytes(program: Program, sizes: PartSizes, options: LambdaOptions)
     from dglx_dist.strategies.serverless.tasks import Direction, Item, Role, given_items, pulled_items
 
     itemsize = np.dtype(program.dtype).itemsize
-    totals = dict.fromkeys((*_GHOSTS, "lambda_down", "lambda_up", "weights_down", "weights_up"), 0)
+    totals = dict.fromkeys((*_HALO_PHASES, "lambda_down", "lambda_up", "weights_down", "weights_up"), 0)
 
     def count(items: Sequence[Item], rows: int) -> int:
         statistics = sum(item.role is Role.STATISTICS for item in items) * _STATISTICS_BYTES * sizes.intervals
@@ -135,7 +135,7 @@ def serverless_bytes(program: Program, sizes: PartSizes, options: LambdaOptions)
                 continue
             names = [name for name in step.slots if not is_back or name in program.trained_slots]
             row = _SHORT_ID_BYTES + itemsize * sum(program.slots[name].width for name in names)
-            totals[_GHOSTS[is_back]] += sizes.pairs * row
+            totals[_HALO_PHASES[is_back]] += sizes.pairs * row
         elif isinstance(step, Apply) and task.kind in (TaskKind.WORK, TaskKind.APPLY):
             on_worker = task.kind is TaskKind.WORK
             if on_worker:
@@ -150,10 +150,10 @@ def serverless_bytes(program: Program, sizes: PartSizes, options: LambdaOptions)
     return totals
 
 
-def _traffic(counts: EpochCounts, ghosts: HaloCounts, program: Program) -> Traffic:
+def _traffic(counts: EpochCounts, halo: HaloCounts, program: Program) -> Traffic:
     from dglx_dist.strategies.serverless.parameter_service import bytes_of_read
 
-    cluster, shape, total = counts.cluster, counts.shape, ghosts.outside + ghosts.inside
+    cluster, shape, total = counts.cluster, counts.shape, halo.outside + halo.inside
     intervals = LambdaOptions().intervals
     sizes = PartSizes(
         nodes=counts.graph.nodes,
@@ -166,13 +166,13 @@ def _traffic(counts: EpochCounts, ghosts: HaloCounts, program: Program) -> Traff
     # When the pipeline is emptied, all ranks read the weights, except the rank that stores them.
     read = bytes_of_read(program.weight_shapes, program.dtype)
     phases["weights_read"] = read * (cluster.ranks - 1)
-    inside = {name: phases[name] * ghosts.inside // max(total, 1) for name in _GHOSTS}
+    inside = {name: phases[name] * halo.inside // max(total, 1) for name in _HALO_PHASES}
     inside["weights_read"] = read * (cluster.ranks_per_server - 1)
     outside = {name: count - inside.get(name, 0) for name, count in phases.items()}
-    once = ghosts.outside * (2 * ID_BYTES + counts.graph.feature_bytes)
+    startup_bytes = halo.outside * (2 * ID_BYTES + counts.graph.feature_bytes)
     # Degrees and data of edges that are read before the first epoch are not counted.
-    is_exact = ghosts.is_complete and not shape.is_guessed
-    return build_traffic(outside, inside, (0, 0), once=once, exact=is_exact)
+    is_exact = halo.is_complete and not shape.is_guessed
+    return build_traffic(outside, inside, (0, 0), startup_bytes=startup_bytes, is_exact=is_exact)
 
 
 @final

@@ -319,8 +319,11 @@ def _find_holders(
 
 
 def _build_layer(own_rows: _RankRows, layer: int, holders: Array, own_index: Array, rank: int) -> HaloLayer:
-    """Build one layer. For each of the d sources, ``holders`` has the rank that holds it, and
-    ``own_index`` has its position in the rows of this rank, or -1."""
+    """Build a layer of ``rank``, without its ``send`` lists.
+
+    For each of the d sources, ``holders`` has the rank that holds its row, and ``own_index`` has the position
+    of its row among the rows of this rank, or -1.
+    """
     num_own, num_targets = int(own_rows.counts[layer - 1]), int(own_rows.counts[layer])
     indptr = own_rows.indptr[: num_targets + 1]
     source_of = own_rows.source_of[: indptr[-1]]
@@ -617,7 +620,7 @@ def border_rows(dataset: StoredDataset, servers: int) -> tuple[int, int]:
 
 
 def make_plans(g: DistGraph, seeds: Ids, num_layers: int, hops: int, **options: Any) -> RankPlan:
-    """Make this rank's plan. Every rank must call it. ``options`` are further fields of a PlanRequest."""
+    """Make this rank's plan. Every rank must call it. The arguments are fields of :class:`PlanRequest`."""
     return Planner(g).plan(PlanRequest(seeds=seeds, num_layers=num_layers, hops=hops, **options))
 
 

@@ -266,9 +266,10 @@ class InFlightBatch:
 def compute_shares(
     layer: SplittableConv, inputs: Sequence[StageInput], group: Group, exchange: AsyncExchange
 ) -> list[list[Tensor]]:
-    """Compute this part's stages up to the sum for every owner (fM). Collective if the layer scatters.
+    """Compute this part's stages of the first layer, up to the sum over parts (P3's partial forward).
 
-    Return the shares by gathered tensor, then by owner.
+    Collective within ``group`` if the layer scatters. ``inputs`` has one entry for each owner of a batch.
+    Return this part's summands by gathered tensor, then by owner.
     """
     transformed = [layer.transform(stage_input) for stage_input in inputs]
     shares = [layer.scatter(stage_input, rows) for stage_input, rows in zip(inputs, transformed, strict=True)]

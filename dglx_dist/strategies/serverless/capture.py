@@ -30,6 +30,8 @@ from dglx_dist.strategies.serverless.tensor_program import RowKeys, drop_rows
 
 SIZES = (37, 149), (41, 163)
 """Nodes and edges of the two graphs: numbers that no model has as a size of its own."""
+_SEED = 17
+"""Seed of the first graph. Each further graph has the next seed."""
 _MOST_BLOCKS = 64
 OTHER_STRATEGY = "or use strategy='data_parallel'"
 
@@ -371,20 +373,26 @@ class ModelCall:
     def dtype(self) -> torch.dtype:
         return next(p.dtype for p in self.model.parameters() if p.is_floating_point())
 
-    def make_graph(self, size: int) -> tuple[Any, Tensor]:
-        """Return random block ``size``, 0 or 1, and its features."""
-        num_nodes, num_edges = SIZES[size]
-        generator = torch.Generator().manual_seed(17 + size)
+    def make_graph(self, index: int) -> tuple[Any, Tensor]:
+        """Return a random graph to call the model on, and the features of its nodes.
+
+        Calls with the same index give the same graph. Rows of node and edge data have the shape of those of
+        the dataset. Integers are 0, because 0 is a valid index of any embedding. Other values are random.
+
+        Args:
+            index: 0 or 1. ``SIZES[index]`` has the numbers of nodes and edges.
+        """
+        num_nodes, num_edges = SIZES[index]
+        generator = torch.Generator().manual_seed(_SEED + index)
         block = random_block(num_nodes, num_nodes, num_edges - num_nodes, generator)
         if not self.on_blocks:
             block = dgl.graph(block.edges(), num_nodes=num_nodes)
         for name, slot in self.edge_columns.items():
             shape = (num_edges, *slot.shape)
-            block.edata[name] = (
-                torch.zeros(shape, dtype=torch.int64)
-                if slot.dtype
-                else torch.rand(shape, dtype=self.dtype, generator=generator)
-            )
+            if slot.dtype:  # A slot only has a dtype if it holds integers.
+                block.edata[name] = torch.zeros(shape, dtype=torch.int64)
+            else:
+                block.edata[name] = torch.rand(shape, dtype=self.dtype, generator=generator)
         return block, torch.randn(num_nodes, self.features, dtype=self.dtype, generator=generator)
 
     def run(self, block: Any, x: Tensor, degrees: Callable[[str], Tensor] | None = None) -> Any:
@@ -397,9 +405,9 @@ class ModelCall:
                 stack.enter_context(patch.object(DistGraph, name, answer))
             return self.model([block] * self.num_blocks, x)
 
-    def record(self, size: int) -> tuple[Recording, Value]:
-        """Return the recording of a call on graph ``size``, and the value of its scores."""
-        block, x = self.make_graph(size)
+    def record(self, index: int) -> tuple[Recording, Value]:
+        """Call the model on ``make_graph(index)``. Return the recording and the value of the scores."""
+        block, x = self.make_graph(index)
         weights = {id(p): name for name, p in self.model.named_parameters()}
         recording = Recording(weights, block)
         recording.add_input(FEATURES, x, "node")

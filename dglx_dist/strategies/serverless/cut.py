@@ -506,7 +506,7 @@ def capture(
     """
     _check_parameters(model)
     call = find_call(model, features, edge_columns)
-    (recording, scores), (second, _) = (call.record(size) for size in range(len(SIZES)))
+    (recording, scores), (second, _) = (call.record(index) for index in range(len(SIZES)))
     cutter = Cutter([recording, second], scores, edges_on_workers)
     steps = cutter.cut()
     shape = outputs_of(steps[-1])[0].shape

@@ -160,22 +160,25 @@ class Part:
 
     @cached_property
     def returned_positions(self) -> list[list[Array]]:
-        """For each peer and interval (g,) int32 halo nodes whose gradients the interval sends back.
+        """Halo nodes that each interval sends gradients of, by peer and then by interval.
 
-        They are positions among this server's halo nodes that the peer owns. A halo node's gradient is sent
-        by its home, the last interval with an edge from it. By then all others have computed their
-        contributions.
+        Several intervals may have an edge from the same halo node. The last of them sends the sum of their
+        gradients to the peer that owns the node, because all others are done by then. An entry has (g,) int32
+        ascending positions in the list of the peer's halo nodes, which is described in :class:`ServerGraph`.
         """
-        graph, positions = self.graph, []
-        # Out-edges are in the order of their targets, so the last one of a halo node has the last target.
-        highest = graph.out_targets[graph.out_indptr[graph.num_own + 1 :] - 1]
-        home = np.searchsorted(self.bounds, highest, side="right") - 1
+        graph = self.graph
+        # The out-edges of a node are in the order of their targets, so the last one has the last target.
+        last_edges = graph.out_indptr[graph.num_own + 1 :] - 1
+        last_targets = graph.out_targets[last_edges]
+        sender = np.searchsorted(self.bounds, last_targets, side="right") - 1
+        positions_of_peers = []
         for peer in range(graph.num_servers):
-            homes_of_peer = home[graph.halo_starts[peer] : graph.halo_starts[peer + 1]]
-            order = np.argsort(homes_of_peer, kind="stable").astype(np.int32)
-            ends = np.searchsorted(homes_of_peer[order], np.arange(1, self.num_intervals))
-            positions.append(np.split(order, ends))
-        return positions
+            sender_of_peer = sender[graph.halo_starts[peer] : graph.halo_starts[peer + 1]]
+            # Sort the positions by interval, and cut the result where the next interval begins.
+            order = np.argsort(sender_of_peer, kind="stable").astype(np.int32)
+            cuts = np.searchsorted(sender_of_peer[order], np.arange(1, self.num_intervals))
+            positions_of_peers.append(np.split(order, cuts))
+        return positions_of_peers
 
     @property
     def first_interval(self) -> int:
