@@ -1,5 +1,8 @@
 """Settings of all tests: one compute thread, because the machines that run them are small."""
 
+import signal
+import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +38,17 @@ def _place(names: dict[str, Any]) -> int:
     if not _STARTERS.isdisjoint(names):
         return 1
     return 0 if any(isinstance(name, Dispatcher) for name in names.values()) else 2
+
+
+@pytest.fixture(autouse=True)
+def handlers_of_signals() -> Iterator[None]:
+    """A command that starts ranks installs its own, and usually ends with its process."""
+    numbers = signal.SIGTERM, signal.SIGINT, signal.SIGUSR1
+    before = {number: signal.getsignal(number) for number in numbers}
+    yield
+    if threading.current_thread() is threading.main_thread():
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 @pytest.fixture(scope="session")

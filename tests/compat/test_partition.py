@@ -149,7 +149,7 @@ def test_files_of_an_earlier_partition_are_replaced(tmp_path: Path) -> None:
         ({"seed": -1}, "seed=-1 must be a whole number of at least 0"),
         ({"balance_ntypes": {"paper": torch.zeros(60)}}, r"has \['paper'\], but node types are _N"),
         ({"balance_ntypes": torch.zeros(7)}, r"has shape \(7,\) for the 60 nodes of '_N'"),
-        ({"part_method": "hash", "balance_edges": True}, "supports balance"),
+        ({"part_method": "hash", "balance_edges": True}, "Hash does not support balance="),
         ({"part_method": "nothing"}, "there is no partitioner 'nothing'"),
         ({"objtype": "both"}, "objective is both"),
     ],

@@ -178,8 +178,8 @@ def odd(name: str, dtype: str) -> RawGraph:
     [
         (odd("a:b", "f4"), "type name 'a:b'"),
         (odd("a/b", "f4"), "type name 'a/b'"),
-        (odd("a", "U1"), "a/odd has dtype <U1, which DGL's files cannot"),
-        (odd("a", ">f4"), "a/odd has dtype >f4, which DGL's files cannot"),
+        (odd("a", "U1"), "a/odd is <U1, which DGL's files cannot"),
+        (odd("a", ">f4"), "a/odd is >f4, which DGL's files cannot"),
     ],
 )
 def test_what_dgl_cannot_hold_is_refused(tmp_path: Path, graph: RawGraph, message: str) -> None:

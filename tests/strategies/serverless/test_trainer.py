@@ -35,8 +35,8 @@ def test_what_does_not_fit_is_refused() -> None:
     names = [name for name, _ in model.named_parameters()]
     with pytest.raises(ConfigError, match=r"shape \(3, 4\) that is not one of the model's"):
         update_of(optimizer, nn.Linear(1, 1), names)
-    with pytest.raises(ConfigError, match=r"has '0\.weight', the model only"):
-        update_of(optimizer, model, names[1:])
+    # The program does not read the first weight, and so it stays as it is.
+    assert "0.weight" not in update_of(optimizer, model, names[1:]).names
     with pytest.raises(ConfigError, match="belongs to no parameter"):
         write_back(model, optimizer, {}, {"9.bias/momentum_buffer": np.zeros(3)})
 
