@@ -2,7 +2,7 @@
 
 The model runs on two small random graphs of different sizes. Operations of the graph are recorded as such,
 and everything between them as ATen operations. The recording is cut at the operations of the graph. Each
-piece must be row-wise, which is verified by the operations used and by running it on other rows.
+piece must be row-wise, which is verified by running it on some of its rows.
 """
 
 from __future__ import annotations
@@ -165,12 +165,13 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _note_read(self, name: str, tensor: Tensor) -> None:
         value = self.value_of(tensor)
-        names = {source.name for source in list_needed(value)} - {"", "in_degrees", "out_degrees"}
+        sources = {source.name for source in list_needed(value)}
+        names = sources - {"", "in_degrees", "out_degrees"}
         # DGL's layers ask whether weights of edges are positive, and raise if they are not.
         is_test_of_edges = tensor.dtype is torch.bool and all(self._is_edge_number(name) for name in names)
         if not value.is_constant or (names and not is_test_of_edges):
             self.refuse(f"a value of a tensor in Python ({name})", "compute with tensors instead")
-        if self._reads_in_degrees(value) and tensor.dtype is torch.bool:
+        if "in_degrees" in sources and tensor.dtype is torch.bool:
             self.needs_in_edges = self.needs_in_edges or self._module
 
     def read_in_python(self, tensor: Tensor) -> None:
@@ -181,9 +182,6 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _is_edge_number(self, name: str) -> bool:
         return name.startswith(EDGE_DATA) and self.inputs[name].tensor.is_floating_point()
-
-    def _reads_in_degrees(self, value: Value) -> bool:
-        return any(source.name == "in_degrees" for source in list_needed(value))
 
     def _check_write(self, name: str, written: Any) -> None:
         value = self.value_of(written) if isinstance(written, Tensor) else None
@@ -241,7 +239,7 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
         )
         is_constant = kind in ("tensor", "spread") and all(value.is_constant for value in inputs)
         # Powers of degrees are the same in every layer.
-        key = f"{name} {node.arguments} {keywords}" if is_constant and kind == "tensor" and pers else ""
+        key = f"{name} {node.arguments} {node.keywords}" if is_constant and kind == "tensor" and pers else ""
         if key in self._constants and isinstance(result, Tensor):
             self._values[id(result)] = self._constants[key]
             self._kept.append(result)
@@ -279,7 +277,7 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if any(operand is not None and self.value_of(operand).per is None for operand in (rows, edges)):
             self.refuse("messages of weights alone", "multiply rows by them")
         result: Tensor = self._run(stock, index, operator, how, rows, edges)
-        self._add("gather", how, (rows, edges), {"stock": operator}, result, "node")
+        self._add("gather", how, (rows, edges), {}, result, "node")
         return result
 
     def combine(self, index: Any, operator: str, left: Any, right: Any, ends: tuple[str, str]) -> Tensor:

@@ -169,9 +169,7 @@ class Cutter:
         return depths
 
     def _depth_of(self, value: Value) -> _Depth:
-        if value is self._scores and value.maker is not None and value.maker.kind in ("tensor", "drop"):
-            return self._depths[value.maker]
-        # The scores are a sum over edges, or the features themselves.
+        # Features have no maker.
         return self._depths[value.maker] if value.maker else 0
 
     # Pieces.
@@ -361,8 +359,10 @@ class _BodyWriter:
             numbers[value] = len(numbers)
         next_number = len(numbers)
         operations = []
-        order = [node for node in self._twins if node in helpers or node in self._members]
-        for node in order:
+        written = {*helpers, *self._piece.nodes}
+        for node in self._twins:
+            if node not in written:
+                continue
             results = range(next_number, next_number + len(node.outputs))
             next_number = results.stop
             operations.append(self._write_operation(node, numbers, tuple(results)))
@@ -374,10 +374,6 @@ class _BodyWriter:
             operations=tuple(operations),
             outputs=tuple(numbers[value] for value in self._piece.outputs),
         )
-
-    @property
-    def _members(self) -> set[Node]:
-        return set(self._piece.nodes)
 
     def _collect(self, value: Value, helpers: dict[Node, None]) -> None:
         # What has no rows is computed in every piece that reads it.

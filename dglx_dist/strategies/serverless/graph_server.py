@@ -47,6 +47,7 @@ from dglx_dist.strategies.serverless.tasks import (
     check_payload,
     half_length,
     half_rows,
+    join_halves,
     loss_gradient,
 )
 from dglx_dist.strategies.serverless.tensor_program import RowKeys
@@ -271,10 +272,9 @@ class GraphServer:
                 graph = self.part.graph
                 all_rows = slice(0, graph.num_local if step.per == "node" else len(graph.sources))
                 edges = slice(0, len(graph.sources))
+                own = slice(0, graph.num_own)
                 inputs = [
-                    self._rows_at(
-                        item.slot, item.end, slice(0, graph.num_own), all_rows if item.end == "row" else edges
-                    )
+                    self._rows_at(item.slot, item.end, own, all_rows if item.end == "row" else edges)
                     for item in step.inputs
                 ]
                 work = TaskComputation(self.program, index, Direction.FORWARD, True)
@@ -295,15 +295,17 @@ class GraphServer:
 
     def rows_of(self, interval: int, step: int) -> slice:
         """Return the own nodes, or the in-edges, on which ``step`` runs for ``interval``."""
-        apply = self.program.steps[step]
-        is_edge = isinstance(apply, Apply) and apply.per == "edge"
-        return self.part.edges_of(interval) if is_edge else self.part.nodes_of(interval)
+        of_edges = self._is_of_edges(step)
+        return self.part.edges_of(interval) if of_edges else self.part.nodes_of(interval)
 
     def first_id(self, step: int) -> int:
         """Return the global id of the first own row of ``step``."""
-        apply, graph = self.program.steps[step], self.part.graph
-        is_edge = isinstance(apply, Apply) and apply.per == "edge"
-        return graph.first_edge if is_edge else int(graph.starts[graph.rank])
+        graph = self.part.graph
+        return graph.first_edge if self._is_of_edges(step) else int(graph.starts[graph.rank])
+
+    def _is_of_edges(self, step: int) -> bool:
+        apply = self.program.steps[step]
+        return isinstance(apply, Apply) and apply.per == "edge"
 
     def compute(self, interval: int, epoch: int, task: ScheduledTask) -> None:
         """Execute a task that involves neither workers nor other graph servers."""
@@ -402,10 +404,7 @@ class GraphServer:
                 return SubmitResult.TAKEN
             del self._open[key]
             self._completed[key.interval] = key.epoch, self._order[key.step, key.direction]
-        joined = tuple(
-            first + second if item.role is Role.STATISTICS else np.concatenate([first, second])
-            for item, first, second in zip(work.given, task.submitted[0], task.submitted[1], strict=True)
-        )
+        joined = join_halves(work.given, task.submitted[0], task.submitted[1])
         self._take_results(key.interval - self.part.first_interval, key, work.given, joined)
         return SubmitResult.LAST
 
@@ -530,14 +529,13 @@ class GraphServer:
                 self._saved[interval].setdefault(key.step, []).append(array)
             elif item.role is Role.STATISTICS:
                 self._note(interval, key.epoch, array)
-            elif item.end == "source":
-                self._published[item.slot, key.step, next(places)][where] = array
-            elif item.end == "target":
-                next(places)
-                self._add_gradient(interval, item.slot, self._sum_edges(interval, array))
             else:
-                next(places)
-                self._add_gradient(interval, item.slot, array)
+                place = next(places)
+                if item.end == "source":
+                    self._published[item.slot, key.step, place][where] = array
+                    continue
+                gradient = self._sum_edges(interval, array) if item.end == "target" else array
+                self._add_gradient(interval, item.slot, gradient)
 
     def _sum_edges(self, interval: int, rows: Array) -> Array:
         """Return the sums of (edges, width) ``rows`` of the interval over the in-edges of its nodes."""

@@ -385,11 +385,10 @@ class TaskComputation:
             half_keys = keys._replace(ids=keys.ids[part])
             computed.append(self.half(weights, of_half, half_length(rows, half), half_keys))
         first, second = computed
-        joined = tuple(
-            left + right if item.role is Role.STATISTICS else np.concatenate([left, right])
-            for item, left, right in zip(self.given, first.rows, second.rows, strict=True)
+        return Computed(
+            join_halves(self.given, first.rows, second.rows),
+            add_gradients(first.gradients, second.gradients),
         )
-        return Computed(joined, add_gradients(first.gradients, second.gradients))
 
     def _no_rows(self) -> Computed:
         shapes = [(2,) if item.role is Role.STATISTICS else (0, item.width) for item in self.given]
@@ -450,7 +449,7 @@ class Loss(NamedTuple):
 
 
 def compute_loss(program: Program, scores: Tensor, labels: Tensor) -> Loss:
-    """Return the loss of (n, ...) ``scores`` and :func:`label_item` labels. ConfigError for a wrong class."""
+    """Return the loss of (n, ...) ``scores`` and :func:`label_item` labels."""
     is_class = bool(program.label.dtype)
     has_label = labels >= 0 if is_class else ~labels[:, 0].isnan()
     # Other rows first go: the loss of a made-up label may have an infinite slope.
@@ -477,6 +476,14 @@ def loss_gradient(program: Program, scores: Array, labels: Array) -> tuple[Array
             gradients.append(_to_array(gradient.reshape(len(leaf), program.scores.width)))
             statistics += loss.statistics
     return np.concatenate([np.zeros((0, program.scores.width), scores.dtype), *gradients]), statistics
+
+
+def join_halves(items: Sequence[Item], first: Sequence[Array], second: Sequence[Array]) -> Arrays:
+    """Return the arrays of a task from those of its halves, one for each of ``items``."""
+    return tuple(
+        left + right if item.role is Role.STATISTICS else np.concatenate([left, right])
+        for item, left, right in zip(items, first, second, strict=True)
+    )
 
 
 def add_gradients(first: Sequence[Array], second: Sequence[Array]) -> Arrays:

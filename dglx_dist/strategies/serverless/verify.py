@@ -21,14 +21,11 @@ from dglx_dist.strategies.serverless.tensor_program import RowKeys, drop_rows
 _TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-8}
 
 
-def run_program(
-    program: Program, block: Any, x: Tensor, weights: Mapping[str, Tensor], seed: int = 0, epoch: int = 0
-) -> dict[str, Tensor]:
+def run_program(program: Program, block: Any, x: Tensor, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return the (n, width) or (E, width) rows of all slots, computed on one graph by torch and DGL.
 
     ``block`` has all nodes as sources and as targets. Autograd records the steps.
     """
-    ends = dict(zip(("source", "target"), block.edges(), strict=True))
     rows: dict[str, Tensor] = {}
     for slot in program.inputs:
         tensor = x if slot.name == FEATURES else None
@@ -38,11 +35,8 @@ def run_program(
         rows[slot.name] = tensor.reshape(len(tensor), slot.width)
     for step in program.steps:
         if isinstance(step, Apply):
-            inputs = [
-                rows[item.slot] if item.end == "row" else rows[item.slot][ends[item.end]]
-                for item in step.inputs
-            ]
-            keys = RowKeys(seed, epoch, torch.arange(len(inputs[0])))
+            inputs = _read_inputs(step, rows, block)
+            keys = RowKeys(0, 0, torch.arange(len(inputs[0])))
             values = step.body.run(inputs, [weights[name] for name in step.weights], keys)
             for slot, number in zip(step.outputs, step.body.outputs, strict=True):
                 rows[slot.name] = values[number].reshape(-1, slot.width)
@@ -51,6 +45,11 @@ def run_program(
         elif isinstance(step, Gather):
             rows[step.output.name] = _gather(block, step, rows)
     return rows
+
+
+def _read_inputs(step: Apply, rows: Mapping[str, Tensor], block: Any) -> list[Tensor]:
+    ends = dict(zip(("source", "target"), block.edges(), strict=True))
+    return [rows[item.slot] if item.end == "row" else rows[item.slot][ends[item.end]] for item in step.inputs]
 
 
 def _gather(block: Any, step: Gather, rows: Mapping[str, Tensor]) -> Tensor:
@@ -139,10 +138,7 @@ def _compare(subject: str, expected: Tensor, computed: Tensor, scale: float) -> 
 
 
 def _check_rows(step: Apply, rows: Mapping[str, Tensor], block: Any, weights: Mapping[str, Tensor]) -> None:
-    ends = dict(zip(("source", "target"), block.edges(), strict=True))
-    inputs = [
-        rows[item.slot] if item.end == "row" else rows[item.slot][ends[item.end]] for item in step.inputs
-    ]
+    inputs = _read_inputs(step, rows, block)
     own_weights = [weights[name] for name in step.weights]
     count = len(inputs[0])
     order = torch.randperm(count, generator=torch.Generator().manual_seed(9))
