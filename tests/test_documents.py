@@ -23,7 +23,7 @@ from tests.strategies.serverless.programs import gcn
 STRATEGIES = ROOT / "docs" / "strategies"
 EXAMPLES = ("script.py", "my_model.py", "x1.py")
 """Files that stand for the reader's own."""
-OF_DGL = ("compat.md", "migrating.md")
+OF_DGL = ("compat.md", "migrating.md", "migrating_distdgl.md")
 """Pages that name files of DGL."""
 
 

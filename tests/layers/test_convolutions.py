@@ -218,7 +218,7 @@ def test_one_hop_of_sgc_on_a_block_weighs_as_dgls_norm_of_edges_does() -> None:
     close(staged(block, x), staged(block, x, torch.ones_like(weight)))
 
 
-PAGE = Path(__file__).parents[2] / "docs/guides/extending.md"
+PAGE = Path(__file__).parents[2] / "docs/guides/own_model.md"
 
 
 def test_the_layer_of_the_page_adds_up() -> None:
