@@ -62,6 +62,6 @@ class Stopped(SystemExit):
     def __init__(self, epoch: int, step: int, folder: object) -> None:
         super().__init__(self.EXIT_CODE)
         self.args = (
-            f"stopped after {step} steps of epoch {epoch}, as requested. A checkpoint is saved in {folder}. "
-            "Run the same command again to resume.",
+            f"stopped after step {step} of epoch {epoch}, because a rank received a signal or its launcher "
+            f"ended. A checkpoint is saved in {folder}. Run the same command again to resume.",
         )

@@ -80,7 +80,10 @@ class Registry(Generic[T]):
         hint = suggest_name(name, [*accepted, *self._aliases])
         aliases = f"; aliases: {', '.join(sorted(self._aliases))}" if self._aliases else ""
         choices = f"{', '.join(accepted)}{aliases}"
-        raise UnknownNameError(f"there is no {self._kind} {name!r}{hint} (known: {choices})")
+        raise UnknownNameError(
+            f"there is no {self._kind} {name!r}{hint} (known: {choices}). A class of your own needs a "
+            f"decorator in the running script, or an entry point {self._group!r} of an installed package."
+        )
 
     def get(self, name: str) -> type[T]:
         """Import and return the class behind ``name``.
@@ -105,7 +108,10 @@ class Registry(Generic[T]):
         """
 
         def add(plugin: type[T]) -> type[T]:
-            if name in self.names() or name in self._aliases:
+            # The entry point of a package may name a class that its module registers, too.
+            own_names = {point.value for point in _entry_points(self._group) if point.name == name}
+            is_free = own_names == {f"{plugin.__module__}:{plugin.__qualname__}"} or name not in self.names()
+            if not is_free or name in self._aliases:
                 raise ConfigError(f"the {self._kind} name {name!r} is taken. Choose another one.")
             self._added[name] = self._check(name, plugin)
             return plugin

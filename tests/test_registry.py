@@ -70,10 +70,18 @@ def test_a_plugin_of_another_kind_is_refused() -> None:
         make().register("path")(Path)  # type: ignore[type-var]
 
 
-def test_an_installed_package_adds_a_partitioner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("is_decorated", [False, True])
+def test_an_installed_package_adds_a_partitioner(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_decorated: bool
+) -> None:
     from tests.data.partition.graphs import communities
 
-    (tmp_path / "last_part.py").write_text(PLUGIN)
+    decorated = "import dglx_dist as dx\n" + PLUGIN.replace(
+        "class", '@dx.register_partitioner("last")\nclass', 1
+    )
+    (tmp_path / "last_part.py").write_text(decorated if is_decorated else PLUGIN)
+    monkeypatch.setattr(PARTITIONERS, "_added", {})
+    monkeypatch.delitem(sys.modules, "last_part", raising=False)
     info = tmp_path / "last_part-1.0.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: last-part\nVersion: 1.0\n")

@@ -174,7 +174,7 @@ def _load_own_model(plan: TrainConfig, arguments: Mapping[str, Any]) -> nn.Modul
         reason = f"line {lines[-1]}: {reason}" if lines else reason
         raise ConfigError(
             f"--model-file {plan.model_file}: {reason}. It is called with those of {', '.join(arguments)} "
-            f"that it names, and its forward with {plan.layers} blocks and h (docs/guides/training.md)."
+            f"that it names, and its forward with {plan.layers} blocks and h (docs/guides/own_model.md)."
         ) from error
     needs_layers = plan.predictions or plan.save_embeddings or plan.task == LINK
     if needs_layers and not hasattr(model, "inference_layers"):

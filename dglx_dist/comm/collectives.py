@@ -5,7 +5,8 @@ All ranks must call every function in the same order. On one rank nothing is sen
 
 import json
 import time
-from collections.abc import Callable, Iterator, Sequence
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar, final
@@ -16,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dglx_dist.comm.ledger import CONTROL, ring_bytes
-from dglx_dist.comm.session import ALL_GATHER, Session, check_values_equal
+from dglx_dist.comm.session import ALL_GATHER, Session, check_values_equal, warn_user
 from dglx_dist.data.external_memory import Ranks
 from dglx_dist.errors import ConfigError, DatasetError, DglxError, PeerError, StorageError
 from dglx_dist.records import Array
@@ -273,3 +274,33 @@ def run_on_all_ranks(session: Session, action: Callable[[], T], error: type[Dglx
         if text:
             raise (DatasetError if is_of_data else error)(f"rank {rank} on {session.hosts[rank]}: {text}")
     return result  # type: ignore[return-value]  # It is set, because nothing was raised.
+
+
+_CAUSES = (
+    "the loop calls model.module(...) or torch.autograd.grad; a step depends on the loss of one rank (give a "
+    "scheduler dx.reduce_mean); a second model is not wrapped; DistributedDataParallel is used; "
+    "reset_parameters() is called, or one rank loads other weights, after dx.wrap"
+)
+
+
+def check_replicas(weights: Mapping[str, Tensor], session: Session) -> None:
+    """Raise ConfigError on all ranks unless their ``weights`` are equal to the bit. All ranks call this."""
+    if session.topology.world_size == 1:
+        return
+    rows = {name: tensor.detach().cpu().contiguous().view(-1) for name, tensor in weights.items()}
+    digests = {name: zlib.crc32(row.view(torch.uint8).numpy()) for name, row in rows.items()}
+    total_digests = gather_int64([zlib.crc32(repr(digests).encode())], session)[:, 0]
+    if not (total_digests != total_digests[0]).any():
+        return
+    all_digests = gather_json(digests, session)
+    differing_ranks = [rank for rank, digest in enumerate(all_digests) if digest != all_digests[0]]
+    names = {**digests, **all_digests[differing_ranks[0]]}
+    name = next(name for name in names if len({digest.get(name) for digest in all_digests}) > 1)
+    message = f"{name!r} differs between rank 0 and ranks {', '.join(map(str, differing_ranks))}"
+    if len(set(session.hosts)) > 1 and all(digest.keys() == digests.keys() for digest in all_digests):
+        # Processors of different machines may round differently.
+        norms = gather_rows(weights[name].detach().double().norm().cpu(), session)
+        if float(norms.max() - norms.min()) <= 1e-6 * float(norms.max()):
+            warn_user(f"{message} by no more than rounding")
+            return
+    raise ConfigError(f"{message}, so the ranks train different models. Likely causes: {_CAUSES}")

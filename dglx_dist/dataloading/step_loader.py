@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from dglx_dist.comm.collectives import gather_int64
+from dglx_dist.comm.collectives import check_replicas, gather_int64
 from dglx_dist.comm.devices import check_device, copy_async, open_copy_stream, resolve_device
 from dglx_dist.comm.session import Session, check_values_equal, warn_user
 from dglx_dist.comm.trace import COMPUTE, LOADER, WAIT, Pass
@@ -399,6 +399,37 @@ def refuse_unwrapped(optimizer: Optimizer, *_: object) -> None:
     _CHECKED_OPTIMIZERS.add(optimizer)
 
 
+STEPS_BETWEEN_CHECKS = 32
+"""Least number of steps between two comparisons of the replicated weights of the ranks."""
+
+
+class StepCheck:
+    """Hook of optimizer steps within an iteration. It refuses unwrapped models and ranks that train apart."""
+
+    def __init__(self, session: Session, *, compares_weights: bool) -> None:
+        self._session, self._compares_weights = session, compares_weights
+
+    def __call__(self, optimizer: Optimizer, *_: object) -> None:
+        refuse_unwrapped(optimizer)
+        if self._compares_weights:
+            self._compares_weights = False
+            check_replicas(_find_replicated(optimizer), self._session)
+
+
+def _find_replicated(optimizer: Optimizer) -> dict[str, Tensor]:
+    """Return the replicated weights that ``optimizer`` trains, by name."""
+    names: dict[int, str] = {}
+    model: Any
+    for model in WRAPPED_MODELS:
+        parameters = dict(model.module.named_parameters())
+        names |= {id(parameters[name]): name for name in model.parts.replicated}
+    weights: dict[str, Tensor] = {}
+    for number, parameter in enumerate(p for group in optimizer.param_groups for p in group["params"]):
+        if (name := names.get(id(parameter))) is not None:
+            weights[f"{name} ({number})" if name in weights else name] = parameter
+    return weights
+
+
 class EpochLoader(ABC, Generic[B, T]):
     """Yields the batches of an epoch, which threads prefetch. Each iteration is the next epoch.
 
@@ -502,8 +533,11 @@ class EpochLoader(ABC, Generic[B, T]):
         self._has_started = True
         epoch, first_step = self._epoch, self._next_step
         begin_s, waited_before_s = time.perf_counter(), self._waited_s
-        checks_optimizers = self.checks_training and self._session.topology.world_size > 1
-        handle = register_optimizer_step_pre_hook(refuse_unwrapped) if checks_optimizers else None
+        handle = None
+        if self.checks_training and self._session.topology.world_size > 1:
+            compares_weights = epoch % max(STEPS_BETWEEN_CHECKS // max(len(self), 1), 1) == 0
+            check = StepCheck(self._session, compares_weights=compares_weights)
+            handle = register_optimizer_step_pre_hook(check)
         try:
             with closing(self._prefetch(epoch)) as batches:
                 stream = self.wrap_batches(batches)

@@ -1,8 +1,6 @@
 """Models that are replicated on every rank: equal at the start, gradients summed, buffers averaged."""
 
 import copy
-import zlib
-from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -10,15 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from dglx_dist.comm.collectives import (
-    check_equal,
-    gather_int64,
-    gather_json,
-    gather_rows,
-    report_failed_peers,
-)
-from dglx_dist.comm.exchange import view_bytes
-from dglx_dist.comm.session import Session, warn_user
+from dglx_dist.comm.collectives import check_equal, report_failed_peers
+from dglx_dist.comm.session import Session
 from dglx_dist.errors import ConfigError
 from dglx_dist.strategies.base import Reduction, WrappedModel
 from dglx_dist.strategies.gradient_sync import BufferMeans, GradientExchange
@@ -133,32 +124,3 @@ def _describe_kind(tensor: Tensor) -> str:
     # Ranks have different GPUs, but the same type of device.
     location = "" if tensor.device.type == "cpu" else f" on {tensor.device.type}"
     return f"{tuple(tensor.shape)} {tensor.dtype}{location}".replace("torch.", "")
-
-
-_CAUSES = (
-    "the loop calls model.module(...) or torch.autograd.grad; a step depends on the loss of one rank (give a "
-    "scheduler dx.reduce_mean); a second model is not wrapped; DistributedDataParallel is used; "
-    "reset_parameters() is called, or one rank loads other weights, after dx.wrap"
-)
-
-
-def check_replicas(weights: Mapping[str, Tensor], session: Session) -> None:
-    """Raise ConfigError on all ranks unless their ``weights`` are equal to the bit. All ranks call this."""
-    if session.topology.world_size == 1:
-        return
-    digests = {name: zlib.crc32(view_bytes(t.detach().cpu().contiguous())) for name, t in weights.items()}
-    total_digests = gather_int64([zlib.crc32(repr(digests).encode())], session)[:, 0]
-    if not (total_digests != total_digests[0]).any():
-        return
-    all_digests = gather_json(digests, session)
-    differing_ranks = [rank for rank, digest in enumerate(all_digests) if digest != all_digests[0]]
-    names = {**digests, **all_digests[differing_ranks[0]]}
-    name = next(name for name in names if len({digest.get(name) for digest in all_digests}) > 1)
-    message = f"{name!r} differs between rank 0 and ranks {', '.join(map(str, differing_ranks))}"
-    if len(set(session.hosts)) > 1 and all(digest.keys() == digests.keys() for digest in all_digests):
-        # Processors of different machines may round differently.
-        norms = gather_rows(weights[name].detach().double().norm().cpu(), session)
-        if float(norms.max() - norms.min()) <= 1e-6 * float(norms.max()):
-            warn_user(f"{message} by no more than rounding")
-            return
-    raise ConfigError(f"{message}, so the ranks train different models. Likely causes: {_CAUSES}")

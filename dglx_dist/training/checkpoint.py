@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from dglx_dist.comm.collectives import (
     broadcast_json,
     check_equal,
+    check_replicas,
     gather_int64,
     gather_json,
     run_on_all_ranks,
@@ -49,7 +50,6 @@ from dglx_dist.graph.shared_memory import WriteOwn, index_shares, open_partial_f
 from dglx_dist.memory import machine_memory
 from dglx_dist.options import check_integer
 from dglx_dist.strategies.base import WrappedModel
-from dglx_dist.strategies.replicated import check_replicas
 from dglx_dist.training.checkpoint_folder import (
     FOLDER_NAME,
     NEWEST,

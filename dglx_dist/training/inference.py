@@ -15,7 +15,7 @@ import torch
 from dgl.heterograph import DGLBlock
 from torch import Tensor, nn
 
-from dglx_dist.comm.collectives import barrier, gather_json, run_on_all_ranks, sum_over_ranks
+from dglx_dist.comm.collectives import barrier, check_replicas, gather_json, run_on_all_ranks, sum_over_ranks
 from dglx_dist.dataloading.loader import open_neighborhood_maker
 from dglx_dist.dataloading.minibatch import NodeMaker
 from dglx_dist.dataloading.sampler_spec import find_edge_columns, read_column_names
@@ -28,7 +28,6 @@ from dglx_dist.layers.tracer import MODEL_ERRORS, preserve_state, random_block, 
 from dglx_dist.options import list_names
 from dglx_dist.records import FEATURE, LABEL, SPLITS, Array
 from dglx_dist.strategies.base import WrappedModel, explain_missing_edge_data, find_float_parameter
-from dglx_dist.strategies.replicated import check_replicas
 from dglx_dist.training.config import CLASSIFICATION, list_metrics
 from dglx_dist.training.models import InferenceLayer
 from dglx_dist.training.tasks import measure, split_owned_rows

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from dglx_dist.comm.collectives import gather_json
+from dglx_dist.comm.collectives import check_replicas, gather_json
 from dglx_dist.comm.ledger import LedgerRow
 from dglx_dist.comm.session import Session, warn_user
 from dglx_dist.comm.topology import read_launch
@@ -27,7 +27,6 @@ from dglx_dist.errors import ConfigError, Stopped
 from dglx_dist.graph.optim import SparseOptimizer
 from dglx_dist.records import VALIDATION, EpochRecord
 from dglx_dist.strategies.base import EpochTrainer, WrappedModel, find_float_parameter
-from dglx_dist.strategies.replicated import check_replicas
 from dglx_dist.training import checkpoint, tracing
 from dglx_dist.training.best_epoch import BEST_WEIGHTS, FINAL_WEIGHTS, BestWeights, EarlyStopping, WeightFiles
 from dglx_dist.training.checkpoint import ResumableLoader

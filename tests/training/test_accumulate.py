@@ -95,7 +95,7 @@ def _fit(folder: Path, way: str, **options: Any) -> list[list[float]]:
 def test_a_stopped_run_ends_after_a_step_and_resumes_with_the_same_bits(tmp_path: Path) -> None:
     every = {"checkpoint_every": "4steps"}
     expected = _fit(tmp_path / "whole", "go on", **every)
-    with pytest.raises(Stopped, match="stopped after 3 steps of epoch 1"):
+    with pytest.raises(Stopped, match="stopped after step 3 of epoch 1"):
         _fit(tmp_path / "stopped", "stop", **every)
     assert _fit(tmp_path / "stopped", "go on", **every) == expected
 

@@ -1,4 +1,4 @@
-"""Ranks that train apart are found at the next evaluation, checkpoint or end of an epoch."""
+"""Ranks that train apart are found at the next epoch, evaluation or checkpoint."""
 
 from pathlib import Path
 from typing import Any
@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 import dglx_dist as dx
 from dglx_dist.comm.ledger import CONTROL
+from dglx_dist.dataloading.step_loader import STEPS_BETWEEN_CHECKS
 from dglx_dist.errors import ConfigError
 from dglx_dist.training.fit_config import FitConfig
 from dglx_dist.training.inference import minibatch_inference
@@ -62,7 +63,7 @@ def messages_of(strategy: str, way: str, folder: Path) -> dict[str, str]:
             model.module.convs[1].fc_self.bias.data += session.topology.rank
         optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
         loader = dx.DataLoader(g, dx.node_split(g.ndata["train_mask"]), sampler, **sizes)
-        for _ in range(2):
+        if way not in BEFORE_TRAINING:
             for _, _, blocks in loader:
                 step(way, model, optimizer, blocks)
         evaluated: nn.Module = model
@@ -92,6 +93,7 @@ WRONG_WAYS = [
     *(("push_pull", way) for way in ("scheduler", "second", "rank 1")),
     *(("full_graph", way) for way in ("scheduler", "second", "reset", "rank 1")),
 ]
+BEFORE_TRAINING = ("reset", "rank 1")
 STRATEGIES = ("data_parallel", "push_pull", "full_graph")
 
 
@@ -109,6 +111,43 @@ def test_ranks_that_train_together_pass(tmp_path: Path) -> None:
     cases = [(strategy, "none", tmp_path / strategy) for strategy in STRATEGIES]
     for of_ranks in run_each(messages_of, cases, 2):
         assert [set(messages.values()) for messages in of_ranks] == [{""}] * 2
+
+
+def train_without_evaluation(strategy: str, way: str) -> tuple[int, str]:
+    """Return the number of steps before the loop ends, and the error that ends it."""
+    with dx.init(strategy=strategy, seed=0) as session:
+        g = dx.distribute(plain_graph(), parts=2)
+        sampler = dgl.dataloading.MultiLayerFullNeighborSampler(
+            2, prefetch_node_feats=["feat"], prefetch_labels=["label"]
+        )
+        sizes = {} if strategy == "full_graph" else {"batch_size": 20}
+        model = dx.wrap(Layers(), g)
+        if way == "rank 1":
+            model.module.convs[1].fc_self.bias.data += session.topology.rank
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+        loader = dx.DataLoader(g, dx.node_split(g.ndata["train_mask"]), sampler, **sizes)
+        steps = 0
+        try:
+            for _ in range(STEPS_BETWEEN_CHECKS + 1):
+                for _, _, blocks in loader:
+                    step(way, model, optimizer, blocks)
+                    steps += 1
+        except ConfigError as error:
+            return steps // len(loader), str(error)
+        return steps // len(loader), ""
+
+
+def test_loops_without_an_evaluation_compare_the_weights_in_later_epochs() -> None:
+    ways = [(strategy, way) for strategy in STRATEGIES for way in ("scheduler", "rank 1", "none")]
+    for (_, way), ranks in zip(ways, run_each(train_without_evaluation, ways, 2), strict=True):
+        assert ranks[0] == ranks[1]
+        epochs, message = ranks[0]
+        if way == "none":
+            assert (epochs, message) == (STEPS_BETWEEN_CHECKS + 1, "")
+            continue
+        assert "differs between rank 0 and ranks 1" in message
+        assert "dx.reduce_mean" in message
+        assert epochs == (0 if way == "rank 1" else STEPS_BETWEEN_CHECKS)
 
 
 class Apart(Layers):

@@ -255,3 +255,14 @@ def test_an_interrupted_write_leaves_old_weights(tmp_path: Path, monkeypatch: py
         write_safetensors({"a": torch.zeros(2)}, path)
     assert path.read_bytes() == before
     assert list(tmp_path.iterdir()) == [path]
+
+
+def test_equal_weights_are_equal_files(tmp_path: Path) -> None:
+    """The library writes the facts of a file in random order."""
+    facts = {"epoch": 1, "best": "yes", "name": "é", "note": "x"}
+    for number in range(20):
+        write_safetensors({"w": torch.ones(3)}, tmp_path / str(number), **facts)
+    assert len({(tmp_path / str(number)).read_bytes() for number in range(20)}) == 1
+    weights, stored = read_weights(tmp_path / "0")
+    assert torch.equal(weights["w"], torch.ones(3))
+    assert stored == {"format": "pt"} | {name: str(fact) for name, fact in facts.items()}
