@@ -99,7 +99,7 @@ def test_a_file_trains_as_the_ready_made_model(dataset: str, tmp_path: Path) -> 
 
 def test_the_model_of_the_docs(dataset: str, tmp_path: Path) -> None:
     """Its layers give the predictions."""
-    page = (Path(__file__).parents[2] / "docs" / "guides" / "training.md").read_text()
+    page = (Path(__file__).parents[2] / "docs" / "guides" / "own_model.md").read_text()
     (text,) = (item for item in re.findall(r"```python\n(.*?)```", page, re.S) if "class Model" in item)
     trained = train_dataset(own(dataset, tmp_path / "run", text))
     assert trained.epochs[1].loss < trained.epochs[0].loss
