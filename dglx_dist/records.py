@@ -184,6 +184,10 @@ class EpochRecord:
     """Rows of cached tensors that had to be fetched."""
     checkpoint_s: float = 0.0
     """Time that training stood still for checkpoints on the slowest rank. Not part of ``seconds``."""
+    evaluation_s: float = 0.0
+    """Time of the evaluation after this epoch on the slowest rank. Not part of ``seconds``."""
+    evaluation_bytes_outside: int = 0
+    """Payload between servers of that evaluation, in bytes. Not part of ``bytes_outside``."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     """Exact metrics of the validation and test targets, like ``val_f1_micro``. Empty if not evaluated."""
 

@@ -288,7 +288,7 @@ def check_replicas(weights: Mapping[str, Tensor], session: Session) -> None:
     if session.topology.world_size == 1:
         return
     rows = {name: tensor.detach().cpu().contiguous().view(-1) for name, tensor in weights.items()}
-    digests = {name: zlib.crc32(row.view(torch.uint8).numpy()) for name, row in rows.items()}
+    digests = {name: zlib.crc32(row.view(torch.uint8).numpy().data) for name, row in rows.items()}
     total_digests = gather_int64([zlib.crc32(repr(digests).encode())], session)[:, 0]
     if not (total_digests != total_digests[0]).any():
         return

@@ -21,7 +21,7 @@ Cells: TypeAlias = Mapping[str, tuple[object, str]]  # column -> value to sort b
 _ABSENT = (None, "-")
 _SPLIT = re.compile(r"(?:^|(?<=[/_ ]))(train|val|test)(?:[/_ ]|$)")
 _DASHES = {"": "solid", "train": "dot", "val": "solid", "test": "dash"}
-_COST = re.compile(r".*_s|seconds|num_samples|cache_.*|bytes_.*")
+_COST = re.compile(r".*_s|seconds|num_samples|cache_.*|.*bytes_.*")
 _PLANNED = ("epoch_seconds", "bytes_outside", "bytes_inside", "memory_bytes")
 _BEGIN = """<!doctype html><html lang="en"><head><meta charset="utf-8">
 <meta name="generator" content="dglx report">"""

@@ -145,9 +145,11 @@ def summarise(facts: Mapping[str, object], epochs: Sequence[EpochRecord]) -> dic
 
     The first epoch warms caches and compiles kernels, so it is left out if there are others.
     ``epoch_seconds`` and ``samples_per_second`` are medians, ``bytes_*`` and ``phase_seconds`` are means.
-    ``checkpoint_seconds`` is the time that training stood still for checkpoints in all epochs.
+    ``checkpoint_seconds`` is the time that training stood still for checkpoints in all epochs, and
+    ``evaluation_seconds`` the time of all evaluations. ``evaluation_bytes_outside`` is a mean over these.
     """
     warm = list(epochs[1:]) or list(epochs)
+    evaluated = [e for e in epochs if e.evaluation_s]
     hits, misses = sum(e.cache_hits for e in warm), sum(e.cache_misses for e in warm)
     return {
         **facts,
@@ -158,8 +160,16 @@ def summarise(facts: Mapping[str, object], epochs: Sequence[EpochRecord]) -> dic
         "bytes_outside": round(fmean(e.bytes_outside for e in warm)) if warm else 0,
         # There is no rate if no row of a cached tensor was remote.
         **({"cache_hit_rate": hits / (hits + misses)} if hits + misses else {}),
+        **(_summarise_evaluations(evaluated) if evaluated else {}),
         **({"checkpoint_seconds": pauses} if (pauses := sum(e.checkpoint_s for e in epochs)) else {}),
         "phase_seconds": average_phases(warm),
+    }
+
+
+def _summarise_evaluations(epochs: Sequence[EpochRecord]) -> dict[str, object]:
+    return {
+        "evaluation_seconds": sum(epoch.evaluation_s for epoch in epochs),
+        "evaluation_bytes_outside": round(fmean(epoch.evaluation_bytes_outside for epoch in epochs)),
     }
 
 
@@ -209,6 +219,8 @@ def build_epoch_table(epochs: Iterable[EpochRecord], width: int = 1000) -> Table
     if any(record.cache_hit_rate is not None for record in epochs):
         costs["hits"] = [format_percent(record.cache_hit_rate) for record in epochs]
     costs["saving"] = [format_seconds(record.checkpoint_s) for record in epochs]
+    costs["eval"] = [format_seconds(record.evaluation_s) for record in epochs]
+    costs["eval\noutside"] = [format_bytes(record.evaluation_bytes_outside) for record in epochs]
     required = {
         "epoch": [str(record.epoch) for record in epochs],
         "loss": [f"{record.loss:.4f}" for record in epochs],
@@ -233,7 +245,8 @@ def _measure_width(columns: Mapping[str, Sequence[str]]) -> int:
 
 _EPOCH_LEGEND = (
     "phases are means over ranks: sample and fetch run on the loader's threads, and wait is the time that "
-    "training waited for them; bytes inside / outside the servers, all ranks; saving: time for checkpoints"
+    "training waited for them; bytes inside / outside the servers, all ranks; saving, eval: time for "
+    "checkpoints and evaluations"
 )
 
 

@@ -312,7 +312,14 @@ class TrainingRun:
         config = self._config
         is_last = self._next_epoch == config.epochs
         if is_last or (config.eval_every and self._next_epoch % config.eval_every == 0):
+            begin, before = time.perf_counter(), self._session.ledger.snapshot()
             record = self._evaluate(record)
+            figures = (
+                time.perf_counter() - begin,
+                _count_outside(self._session.ledger.since(before, control=False)),
+            )
+            seconds, sent = zip(*gather_json(figures, self._session), strict=True)
+            record = replace(record, evaluation_s=max(seconds), evaluation_bytes_outside=sum(sent))
         is_last = is_last or self.result.stopped_early
         if self._scheduler is not None and not isinstance(self._scheduler, ReduceLROnPlateau):
             self._scheduler.step()
@@ -445,6 +452,10 @@ Figures: TypeAlias = Mapping[str, float]
 """Counts, bytes and seconds of an epoch so far on this rank, by name."""
 
 
+def _count_outside(rows: Sequence[LedgerRow]) -> int:
+    return sum(row.num_bytes for row in rows if not row.inside)
+
+
 def train_pass(
     step: Step, loader: TrainingLoader, session: Session, after_step: Callable[[], None], before: Figures
 ) -> tuple[Figures, Sequence[LedgerRow]]:
@@ -480,7 +491,7 @@ def train_pass(
         "correct": correct,
         "targets": targets,
         "inside": sum(row.num_bytes for row in rows if row.inside),
-        "outside": sum(row.num_bytes for row in rows if not row.inside),
+        "outside": _count_outside(rows),
         "seconds": seconds,
         "sample_s": times.sample_s,
         "fetch_s": times.fetch_s,

@@ -96,3 +96,13 @@ def test_a_narrow_table_keeps_metrics_and_says_what_it_leaves_out() -> None:
     assert "no room for" not in text(build_epoch_table(epochs))
     free = [replace(item, checkpoint_s=0.0) for item in epochs]
     assert len(build_epoch_table(epochs).columns) == len(build_epoch_table(free).columns) + 1
+
+
+def test_evaluations_are_counted_apart_from_training() -> None:
+    epochs = [epoch(0), replace(epoch(1), evaluation_s=0.5, evaluation_bytes_outside=3_000_000), epoch(2)]
+    epochs.append(replace(epoch(3), evaluation_s=0.25, evaluation_bytes_outside=1_000_000))
+    summary = summarise(FACTS, epochs)
+    assert (summary["evaluation_seconds"], summary["evaluation_bytes_outside"]) == (0.75, 2_000_000)
+    assert summary["bytes_outside"] == summarise(FACTS, [epoch(i) for i in range(4)])["bytes_outside"]
+    assert "3 MB" in text(build_epoch_table(epochs))
+    assert "evaluation_seconds" not in summarise(FACTS, [epoch(0)])
