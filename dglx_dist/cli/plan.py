@@ -40,6 +40,8 @@ def plan(config: PlanConfig) -> None:
     show(build_plan_table(choice))
     for line in choice.lines():
         write(line)
+    if choice.chosen_prediction is not None:
+        write(f"options of dglx train: {choice.chosen_prediction.candidate.arguments}")
 
 
 def _check_no_unused_options(config: PlanConfig) -> None:

@@ -48,3 +48,10 @@ class Candidate:
         options = [f"{name}={value}" for name, value in self.options.items()]
         cache = [f"cache={self.cache}:{self.cache_alpha:g}"] if self.cache else []
         return " ".join([self.strategy, *options, *cache])
+
+    @property
+    def arguments(self) -> str:
+        """Options of ``dglx train`` that train this candidate."""
+        options = [f"--option {name}={str(value).lower()}" for name, value in self.options.items()]
+        cache = [f"--cache {self.cache} --cache-alpha {self.cache_alpha:g}"] if self.cache else []
+        return " ".join([f"--strategy {self.strategy}", *options, *cache])

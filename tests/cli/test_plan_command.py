@@ -29,6 +29,7 @@ def test_a_dataset_has_a_table_and_a_choice(dataset: str) -> None:
     for part in ("data_parallel", "push_pull", "full_graph", "cooperative", "chosen: ", "assumed:", "exact"):
         assert part in shown.output
     assert shown.output.count("->") == 1
+    assert "options of dglx train: --strategy " in shown.output
     # So deep a model has no mini-batches: whole graphs are compared.
     deep = json.loads(plan(dataset, "--hidden", "8", "--layers", "8", "--json").output)
     assert not deep["chosen"].startswith(("data_parallel", "push_pull"))

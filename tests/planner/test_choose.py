@@ -1,9 +1,11 @@
 """Predictions and choices on records made by hand."""
 
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 
+from dglx_dist.options import parse_literals
 from dglx_dist.planner.choose import choose, enumerate_candidates, list_works, predict
 from dglx_dist.planner.costs.base import COSTS, CacheHits, Traffic, ring_split
 from dglx_dist.planner.costs.full_graph import FullGraphScheme
@@ -183,6 +185,11 @@ def test_candidates_follow_the_servers() -> None:
     assert {item.strategy for item in alone} == {"data_parallel", "full_graph", "lambda"}
     context = CandidateContext(ranks=4, servers=2, num_layers=3, steps=3)
     many = enumerate_candidates(context)
+    for candidate in many:
+        words = candidate.arguments.split()
+        values = [value for flag, value in pairwise(words) if flag == "--option"]
+        assert parse_literals(values, "--option") == candidate.options
+        assert ("--cache" in words) == (candidate.cache is not None)
     assert {item.options.get("hops") for item in many if item.strategy == "shared_preload"} == {None, 1, 2}
     assert {item.options.get("group_size") for item in many if item.strategy == "push_pull"} == {None, 1, 2}
     assert FullGraphScheme(3, cooperative_batches=3) in list_works(many, context)
