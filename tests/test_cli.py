@@ -134,6 +134,7 @@ def test_inspect_shows_cut_balance_and_draws(dataset: Path, tmp_path: Path) -> N
     assert "--picture" in read_refusal("inspect", str(folder), "--picture", str(folder / "cache" / "x.png"))
 
 
+@pytest.mark.wide
 def test_ids_out_of_range_are_one_error(dataset: Path, tmp_path: Path) -> None:
     """Compiled kernels index with them; the process would be killed by a signal."""
     wrong, path = tmp_path / "wrong", "part1/edges/_N._E._N/indptr.arrow"
@@ -261,6 +262,7 @@ def test_partition_takes_how_lines_are_read(tmp_path: Path) -> None:
     assert message in read_refusal(*arguments, "--format", "nothing")
 
 
+@pytest.mark.wide
 def test_a_regression_of_classes_is_warned_of(tmp_path: Path) -> None:
     nodes = "id,feat_0,label,split\n0,0,0,train\n1,1,1,val\n2,1,1,test\n"
     write(tmp_path, {"nodes.csv": nodes, "edges.csv": "src,dst\n0,1\n1,0\n"})
@@ -361,6 +363,7 @@ def killed_within(pids: Iterable[int], seconds: float) -> bool:
     return not alive
 
 
+@pytest.mark.wide
 def test_a_command_that_is_told_to_end_saves_what_it_has(dataset: Path, tmp_path: Path) -> None:
     """With the code and the line that users look for."""
     with training(dataset, tmp_path) as process:

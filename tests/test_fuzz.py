@@ -13,7 +13,7 @@ ROOT = Path(__file__).parent.parent
 
 
 @pytest.mark.timeout(900)  # it is mostly starting processes, which takes long on a busy machine
-@pytest.mark.parametrize("cases", [80, *wide(300)])
+@pytest.mark.parametrize("cases", [25, *wide(300)])
 def test_damage_ends_in_an_error_of_ours_or_in_equal_values(cases: int) -> None:
     # Without those that draw pictures or start processes, which take longer; development/testing.md has all.
     quick = [

@@ -73,6 +73,7 @@ def test_distributions_are_complete_and_accepted_by_an_index(built: Path) -> Non
     assert modules | {"README.md", "LICENSE", "pyproject.toml", "dglx_dist/py.typed"} <= packed
 
 
+@pytest.mark.wide
 def test_the_installed_command_partitions_and_trains(environment: Path, tmp_path: Path) -> None:
     python, dglx = str(environment / "bin" / "python"), str(environment / "bin" / "dglx")
     where = run(python, "-c", "import dglx_dist; print(dglx_dist.__file__)", folder=tmp_path)

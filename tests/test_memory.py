@@ -43,6 +43,7 @@ def printed_by(setting: str) -> list[int]:
     return [int(line) for line in done.stdout.split()]
 
 
+@pytest.mark.wide
 @pytest.mark.skipif(sys.platform != "linux", reason="glibc only")
 def test_memory_is_kept_for_the_next_tensor_or_returned() -> None:
     (left_kept, pages_kept), (left_returned, _) = printed_by("kept"), printed_by("returned")

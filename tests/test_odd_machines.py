@@ -41,6 +41,7 @@ def in_namespace(*command: str) -> list[str]:
     return [*inside, *command]
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("foreign", ["", "somebody's"], ids=["none", "foreign"])
 def test_caches_go_to_a_folder_of_their_user(foreign: str, tmp_path: Path) -> None:
     usual = tmp_path / f"dglx-cache-{os.getuid()}"

@@ -125,6 +125,11 @@ CALL_ALIKE = (
     "such calls out of `if rank == 0`)"
 )
 """Remedy if ranks that are alive wait for each other."""
+_END_ALIKE = (
+    "end the training loop after the same step on every rank, so give early stopping a number that is equal "
+    f"on all ranks (dx.reduce_mean); {CALL_ALIKE}"
+)
+"""Remedy if a rank waits for another one that has reached its end."""
 ALL_GATHER, NEXT_BATCH, _END = "all-gather", "the next batch", "the end of the session"
 """Statuses of a rank that waits for all ranks, for its loader, and at the end of the session."""
 _APART_AFTER = 3
@@ -186,7 +191,8 @@ class FailureWatch:
                 + (f"waits at {status!r}" if status else "computes")
                 for rank, status in other_statuses.items()
             ]
-            reasons += [CALL_ALIKE] if reasons else []
+            alike = _END_ALIKE if _END in statuses.values() else CALL_ALIKE
+            reasons += [alike] if reasons else []
         return f"{activity}: " + ("; ".join(reasons) if reasons else "no rank is known to have ended")
 
     def _report_exception(
@@ -542,13 +548,16 @@ class Session:
             )
         if threading.current_thread() is not threading.main_thread() and self.rpc.status != NEXT_BATCH:
             return
-        peer = next((rank for rank, status in statuses.items() if status in (ALL_GATHER, _END)), None)
+        # A rank at its end still serves rows, but joins no collective call.
+        hopeless = {*statuses.values()} - {"", None, NEXT_BATCH} if what == _END else {ALL_GATHER, _END}
+        peer = next((rank for rank, status in statuses.items() if status in hopeless), None)
         self._num_apart = 0 if peer is None else self._num_apart + 1
         if peer is None:
             return
+        remedy = _END_ALIKE if _END in (what, statuses[peer]) else CALL_ALIKE
         message = (
             f"rank {peer} on {self.hosts[peer]} waits at {statuses[peer]!r}, but rank "
-            f"{self.topology.rank} waits at {what!r}; {CALL_ALIKE}"
+            f"{self.topology.rank} waits at {what!r}; {remedy}"
         )
         # Wait before the error, because an earlier message may still be in transit on a slow network.
         if self._num_apart > self.timeout_s / 4:

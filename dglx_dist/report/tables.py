@@ -68,8 +68,9 @@ _OF_TRIALS, _OF_PLANS = ("from", "to"), ("compute", "network")
 _PLAN_LEGEND = (
     "s: seconds of an epoch. {seconds}. bytes: payload of an epoch between servers and inside of them, "
     "counted, or expected with ~. memory: peak of a rank on the host, and on its GPU. exact: the same "
-    "weights as one process on the same batches. group_size: N_f of P3. hops: k, external_hops: m, "
-    "batches: R of GraNNDis. staleness: S of Dorylus. cache: policy and alpha."
+    "weights as one process on the same batches. group_size: ranks that share the columns of the features. "
+    "hops: layers whose rows are fetched once. batches: pieces of an epoch. cache: policy and share of own "
+    "nodes."
 )
 _SECONDS_OF_TRIALS = "They are the median of the timed turns, and the fastest and slowest one"
 _SECONDS_OF_PLANS = "They are computing time of one process here, and bytes divided by the links' bandwidth"

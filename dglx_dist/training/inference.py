@@ -83,8 +83,9 @@ def list_layers(
         if get_layers is None:
             raise ConfigError(
                 f"{class_name} does not define its layers. Add a method inference_layers() that returns one "
-                "callable (block, h) -> h per layer (see dglx_dist.training.models), name the list with "
-                "layers=, or pass num_layers= to evaluate(), which computes each batch's whole neighbourhood."
+                "callable (block, h) -> h per layer (docs/guides/own_model.md), name the list with "
+                "layerwise_inference(layers=...), or pass num_layers= to evaluate(). It computes the whole "
+                "neighbourhood of each batch."
             )
         layers = get_layers()
     elif isinstance(layers, str):

@@ -231,6 +231,7 @@ def test_what_is_distributed_under_auto_is_chosen_for_once(dataset: str) -> None
         wrap(model, g)
 
 
+@pytest.mark.wide
 def test_one_process_has_a_choice_too(dataset: str, tmp_path: Path) -> None:
     trained = train_dataset(plan_of(dataset, tmp_path / "alone", epochs=1))
     assert trained.summary["strategy"] == "data_parallel"

@@ -69,6 +69,7 @@ def flip_first(session: Session, paths: list[Path]) -> None:
     barrier(session, "bits are flipped")
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("kind", KINDS)
 def test_training_is_the_same_to_the_last_bit(tmp_path: Path, kind: str) -> None:
     graph = generate(SyntheticConfig(nodes=300, degree=6, features=8, classes=4, seed=1))

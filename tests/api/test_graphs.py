@@ -228,6 +228,7 @@ def _split_by_trainer(folder: str, num_trainers: int) -> None:
         assert sum(row.num_bytes for row in session.ledger.since(before)) == (8 + 6 * 2) * 7
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("num_trainers", [2, 4])
 def test_ranks_work_on_the_nodes_of_their_trainer(num_trainers: int, tmp_path: Path) -> None:
     dx.partition_graph(

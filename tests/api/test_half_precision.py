@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import dgl
+import pytest
 import torch
 
 import dglx_dist as dx
@@ -53,6 +54,7 @@ def _check_fit(folder: str) -> None:
                 assert wrapped.module.seen == inputs, strategy
 
 
+@pytest.mark.wide
 def test_rows_stored_in_bfloat16_are_trained_on_as_they_are(tmp_path: Path) -> None:
     g = as_dgl()
     g.ndata["feat"] = torch.rand(g.num_nodes(), 2)

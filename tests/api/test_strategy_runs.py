@@ -171,6 +171,7 @@ def train_stacks(dataset: str, folder: str) -> object:
     return chosen
 
 
+@pytest.mark.wide
 def test_what_is_between_layers_under_strategies(dataset: str, tmp_path: Path) -> None:
     """Rows of several layers travel together; a node's embedding is the last of them."""
     for result in run_ranks(train_stacks, 2, args=(dataset, str(tmp_path)), timeout_s=240):

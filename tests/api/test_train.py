@@ -40,6 +40,7 @@ def dataset(tmp_path: Path) -> str:
     return str(tmp_path / "t")
 
 
+@pytest.mark.wide
 def test_a_run_that_replaces_another_says_so_and_leaves_no_checkpoint_of_it(
     dataset: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -265,6 +266,7 @@ def test_a_run_on_two_servers_is_that_of_one_process(model: str, tmp_path: Path)
     assert 0.0 <= summary["test_accuracy"] <= 1.0
 
 
+@pytest.mark.wide
 def test_a_resumed_run_goes_on_with_its_rows(tmp_path: Path) -> None:
     """With the state of both optimizers and of dropout."""
     data, full, parts = str(hetero.write_parts(tmp_path)), str(tmp_path / "whole"), str(tmp_path / "run")

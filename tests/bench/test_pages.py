@@ -185,6 +185,7 @@ def test_bad_folders_are_refused_and_leave_nothing(tmp_path: Path) -> None:
         write_page(tmp_path)
 
 
+@pytest.mark.wide
 def test_an_experiment_gets_the_pictures_that_it_has_figures_for(tmp_path: Path) -> None:
     for case in (replace(outcome(), experiment="P1"), Outcome(experiment="P2", status="absent", reason="no")):
         results.write(tmp_path, case)

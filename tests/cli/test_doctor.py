@@ -128,6 +128,7 @@ def wheel(tmp_path: Path) -> Path:
     return path
 
 
+@pytest.mark.wide
 def test_pip_removes_the_wheel(wheel: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     environment = tmp_path / "environment"
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", environment], check=True)

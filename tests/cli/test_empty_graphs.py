@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from tests.data.raw_graphs import write
+from tests.helpers import wide
 from tests.test_cli import run_dglx
 
 NUM_NODES = 12
@@ -22,8 +23,8 @@ def train(folder: Path, *options: str) -> str:
 @pytest.mark.parametrize(
     ("more", "num_edges", "options"),
     [
-        ([], 0, ["--model", "mlp", "--ranks", "2"]),
         (["--add-self-loops"], NUM_NODES, ["--model", "gcn", "--ranks", "2", "--strategy", "full_graph"]),
+        *wide(([], 0, ["--model", "mlp", "--ranks", "2"])),
     ],
 )
 def test_trains_without_edges(tmp_path: Path, more: list[str], num_edges: int, options: list[str]) -> None:

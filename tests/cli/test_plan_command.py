@@ -35,6 +35,7 @@ def test_a_dataset_has_a_table_and_a_choice(dataset: str) -> None:
     assert not deep["chosen"].startswith(("data_parallel", "push_pull"))
 
 
+@pytest.mark.wide
 def test_servers_that_are_not_here_are_described(dataset: str) -> None:
     message = (
         dataset,

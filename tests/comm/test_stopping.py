@@ -7,6 +7,7 @@ import threading
 import time
 
 import numpy as np
+import pytest
 
 from dglx_dist.comm.collectives import barrier, gather_int64
 from dglx_dist.comm.session import start_session
@@ -90,6 +91,7 @@ with module.start_session() as session:
 """
 
 
+@pytest.mark.wide
 def test_a_signal_long_after_the_stop_ends_a_rank_that_has_gone_on() -> None:
     command = [sys.executable, "-c", LATE]
     done = subprocess.run(command, timeout=50, check=False, capture_output=True, text=True)

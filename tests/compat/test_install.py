@@ -4,6 +4,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 
 REBOUND = """
@@ -86,6 +88,7 @@ def run(program: str) -> None:
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.wide
 def test_names_are_rebound_where_dgl_has_loaded_its_package() -> None:
     run(REBOUND)
 

@@ -198,6 +198,7 @@ def test_tensors_are_freed_once_nobody_refers_to_them(g: DistGraph) -> None:
     assert not [name for name in g.ndata if name.startswith("unnamed-0")]
 
 
+@pytest.mark.wide
 def test_the_name_of_a_deleted_tensor_is_free(g: DistGraph) -> None:
     tensor = DistTensor((60,), torch.float32, "t", lambda shape, dtype: torch.ones(shape, dtype=dtype))
     key = tensor.kvstore_key

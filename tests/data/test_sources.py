@@ -122,6 +122,7 @@ def test_one_of_several_splits_is_chosen_and_ids_of_a_larger_graph_are_left_out(
     assert dgl.EID not in graph.edge_data[EDGE_TYPE]
 
 
+@pytest.mark.wide
 def test_several_saved_graphs_need_an_index(tmp_path: Path) -> None:
     path = tmp_path / "two.bin"
     dgl.save_graphs(str(path), [shop(), dgl.graph(([0], [1]))])

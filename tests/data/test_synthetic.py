@@ -220,6 +220,7 @@ def _streamed_within(folder: Path) -> int:
     return write_streamed(config, folder / "large").num_edges(EDGE_TYPE)
 
 
+@pytest.mark.wide
 def test_streamed_graphs_have_no_edges_in_memory(tmp_path: Path) -> None:
     (num_edges,) = run_ranks(_streamed_within, 1, args=(tmp_path,))
     assert num_edges > 6_000_000

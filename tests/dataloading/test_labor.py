@@ -128,6 +128,7 @@ def test_sums_of_unequal_draws_are_unbiased(weighted: bool, rounds: int) -> None
     assert sums.std(axis=0)[:3].min() > 0.1
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(("weighted", "rounds"), KINDS[:4])
 def test_unequal_draws_keep_edges_whose_source_draws_below_their_probability(
     weighted: bool, rounds: int

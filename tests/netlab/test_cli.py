@@ -84,6 +84,7 @@ def test_training_on_two_emulated_servers_is_counted_by_cards_and_ledger(tmp_pat
     assert "test_accuracy" in (out / "server-0.log").read_text()
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(
     ("number", "kind"),
     [

@@ -25,6 +25,7 @@ def lab(monkeypatch: pytest.MonkeyPatch) -> Lab:
     return LoopbackLab(LabSpec(servers=2), "a test")
 
 
+@pytest.mark.wide
 def test_each_server_is_a_node_of_torchrun(
     lab: Lab, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -98,6 +98,7 @@ def lab(needs_lab: None) -> Iterator[Lab]:
         yield made
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(
     ("rate", "pairs", "total"),
     [

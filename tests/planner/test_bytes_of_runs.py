@@ -178,6 +178,7 @@ def epochs_of_workers(data: str) -> dict[str, tuple[int, int]]:
     return results
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("servers", [*wide(1), 2])
 def test_records_of_workers_have_the_bytes_of_the_plan(tmp_path: Path, servers: int) -> None:
     config = SyntheticConfig(nodes=600, degree=8, features=FEATURES, classes=CLASSES, train_rate=0.3, seed=1)

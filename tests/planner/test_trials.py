@@ -111,7 +111,7 @@ def train_twice(folders: list[str], name: str) -> list[dict[str, Any]]:
     return [train(folder, name, chosen=chosen) for folder, chosen in zip(folders, (True, False), strict=True)]
 
 
-@pytest.mark.parametrize("name", [*CHOSEN[:2], *wide(*SIMPLE)])
+@pytest.mark.parametrize("name", [CHOSEN[0], *wide(CHOSEN[1], *SIMPLE)])
 def test_a_run_after_trials_equals_the_named_run(data: str, tmp_path: Path, name: str) -> None:
     folders = [str(shutil.copytree(data, tmp_path / copy)) for copy in ("chosen", "named")]
     for chosen, named in run_ranks(train_twice, 2, args=(folders, name), ranks_per_server=1, timeout_s=200):
@@ -185,6 +185,7 @@ def choose_in_no_time(data: str) -> list[dict[str, str]]:
     return reasons
 
 
+@pytest.mark.wide
 def test_candidates_that_time_or_bytes_rule_out_are_not_tried(data: str) -> None:
     for late, slow in run_ranks(choose_in_no_time, 2, args=(data,), ranks_per_server=1, timeout_s=100):
         assert sorted(set(late.values())) == ["", "the time for the choice is over"]
@@ -219,6 +220,7 @@ def close_all(race: Any, _: Any) -> None:
         race._closed_for_memory.append(contestant.place)
 
 
+@pytest.mark.wide
 def test_candidates_that_were_closed_for_memory_may_be_chosen(data: str) -> None:
     (first, second) = run_ranks(
         choose_with_memory_for_one, 2, args=(data,), ranks_per_server=1, timeout_s=100

@@ -77,6 +77,7 @@ def measure_some(data: str) -> BatchWork:
     return counts.mini_batches
 
 
+@pytest.mark.wide
 def test_ranks_count_the_same_epochs_if_only_one_has_seeds_left(tmp_path: Path) -> None:
     """17 seeds in batches of 4: after two batches rank 1 has none, and rank 0 has one."""
     raw = generate(SyntheticConfig(nodes=68, degree=4, features=4, classes=2, seed=3))
@@ -97,6 +98,7 @@ def test_options_that_make_no_sense_are_refused() -> None:
         PlanConfig(data="x", fanouts=(1, 2, 3))
 
 
+@pytest.mark.wide
 def test_plans_beyond_the_memory_are_no_choice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     raw = generate(SyntheticConfig(nodes=400, degree=6, features=4, seed=3))
     partition_to_disk(raw, tmp_path / "data", PartitionPlan(num_parts=2, method="hash"))

@@ -19,6 +19,7 @@ from dglx_dist.report import run_folder
 from dglx_dist.report.page import render_page, write_page
 from dglx_dist.report.run_folder import Run, read_run, write_json, write_run
 from dglx_dist.report.tables import flat_cells, spread, summarise
+from tests.helpers import wide
 from tests.helpers.browser import BROWSER, MISSING, open_page
 from tests.report.records import epoch
 
@@ -249,7 +250,7 @@ return found;
 
 
 @pytest.mark.skipif(BROWSER is None, reason=MISSING)
-@pytest.mark.parametrize("size", [(1280, 900), (390, 844)])
+@pytest.mark.parametrize("size", [(1280, 900), *wide(((390, 844),))])
 def test_a_browser_draws_every_figure_and_complains_of_nothing(tmp_path: Path, size: tuple[int, int]) -> None:
     pytest.importorskip("plotly")
     # As texts, and as numbers in texts, 9.5 is before 9.25.

@@ -54,6 +54,7 @@ def test_a_run_becomes_a_picture_without_epochs_or_evaluation_too(tmp_path: Path
     assert width > height > 300
 
 
+@pytest.mark.wide
 def test_panels_stand_two_to_a_row(tmp_path: Path) -> None:
     columns = {name: [1.0, 2.0] for name in "abcde"}
     draw_parts(dict(list(columns.items())[:2]), tmp_path / "two.png", title="two")
@@ -114,6 +115,7 @@ def batches(number: int) -> list[Span]:
     return [case for both in of_each for case in both]
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(
     ("trace", "asked", "drawn", "colors"),
     [

@@ -125,6 +125,7 @@ def distance(mine: list[Any], other: list[Any]) -> float:
     return float(np.sqrt(sum(((a - b) ** 2).sum() for a, b in zip(mine, other, strict=True))))
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(("ranks", "path"), [(2, "dgl"), *wide((2, "torch"), (1, "dgl"), (3, "dgl"))])
 def test_every_strategy_is_one_process_but_for_rounding(folder: Path, ranks: int, path: str) -> None:
     """A strategy may round as often again as bfloat16 in one process does: not more than twice its distance

@@ -55,6 +55,25 @@ def test_names_the_calls_that_every_rank_must_make(strategy: str, call: str, epo
     )
 
 
+def stop_early_on_rank_0(strategy: str) -> None:
+    with dx.init(strategy=strategy, seed=0, timeout=20, **STRATEGIES[strategy]) as session:
+        g = dx.distribute(plain_graph(), parts=2)
+        model, loader = dx.wrap(Net(), g), loader_of(g)
+        for epoch in range(3):
+            for _, _, blocks in loader:
+                call_model(blocks, model).sum().backward()
+            if session.topology.rank == 0 and epoch == 1:
+                break
+
+
+@pytest.mark.parametrize("strategy", ["data_parallel", *wide("push_pull", "full_graph")])
+def test_names_the_rank_whose_loop_ended_early(strategy: str) -> None:
+    outcomes = start_ranks(stop_early_on_rank_0, 2, args=(strategy,), timeout_s=100)
+    shown = "".join(outcome.error + outcome.output for outcome in outcomes)
+    assert "end the training loop after the same step on every rank" in shown
+    assert "dx.reduce_mean" in shown
+
+
 def call_unwrapped() -> str:
     with dx.init(strategy="push_pull", timeout=30):
         g = dx.distribute(plain_graph(), parts=2)

@@ -121,6 +121,7 @@ def test_every_strategy_has_the_weights_of_one_process(
         assert not wrong
 
 
+@pytest.mark.wide
 def test_lambda_async_without_staleness_trains_the_weights_of_one_process(folder: Path) -> None:
     """Column `lambda async(S=0, FIFO)`: threads have no order, so all graph servers are in one."""
     with start_session() as session:

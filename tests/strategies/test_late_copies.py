@@ -68,6 +68,7 @@ def train(folder: str) -> None:
                 assert all(map(torch.equal, weights_after(name, g, DEVICE), expected)), name
 
 
+@pytest.mark.wide
 def test_batches_on_a_stream_or_a_device_of_their_own_train_the_same_weights(tmp_path: Path) -> None:
     variables = {"DGLX_MESSAGE_PASSING": "torch"}
     run_ranks(train, 2, args=(str(write_parts(tmp_path)),), environment=variables)

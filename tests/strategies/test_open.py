@@ -157,6 +157,7 @@ def what_stays(folder: str) -> None:
             assert now == left, (way, {name: (left[name], now[name]) for name in left})
 
 
+@pytest.mark.wide
 def test_nothing_remains_of_closed_strategies(folder: Path) -> None:
     run_ranks(what_stays, 2, args=(str(folder),), timeout_s=200)
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 import dglx_dist as dx
 from dglx_dist.training.fit_config import FitConfig, FitResult
 from tests.api.test_global_mean import CLASS_WEIGHTS, Net, plain_graph
+from tests.helpers import wide
 from tests.helpers.ranks import run_each
 
 STEPS = 2
@@ -133,7 +134,7 @@ def difference_from_plain(name: str, model: nn.Module, found: FitResult) -> floa
     return furthest + abs(found.epochs[-1].loss - value)
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [2, *wide(1)])
 def test_fit_takes_the_mean_over_the_terms_of_all_ranks(ranks: int) -> None:
     strategies = ["data_parallel", "push_pull", "full_graph"]
     for of_ranks in run_each(furthest_from_plain, [(strategy,) for strategy in strategies], ranks):

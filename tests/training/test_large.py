@@ -98,6 +98,7 @@ def measure_peak(folders: list[str], strategy: str, structure: StructureMode) ->
     return loss
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(
     ("strategy", "structure"),
     [("data_parallel", "partitioned"), *wide(("data_parallel", "replicated"), ("push_pull", "auto"))],
@@ -127,6 +128,7 @@ def looked_at(folders: list[str]) -> str:
         return run(folders[1])
 
 
+@pytest.mark.wide
 def test_inspect_and_plan_hold_no_edges(folders: list[str]) -> None:
     (shown,) = run_ranks(looked_at, 1, args=(folders,))
     assert f"{NODES * DEGREE}: no tensors" in shown

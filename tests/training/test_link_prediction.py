@@ -128,6 +128,7 @@ def loop(model: Any, g: dx.DistGraph, inputs: Any, sparse: Any) -> list[float]:
     return losses
 
 
+@pytest.mark.wide
 def test_figures_are_those_of_one_process_and_of_a_fit(folder: str) -> None:
     """The last through ``dx.fit`` with a loader of edges, a task and the optimizer of the rows."""
     (alone,) = run_ranks(train_link, 1, args=(folder, "loop"))

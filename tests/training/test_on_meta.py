@@ -151,6 +151,7 @@ def test_relations_are_merged_without_reading_them(kind: Any, monkeypatch: pytes
     }
 
 
+@pytest.mark.wide
 def test_the_planner_measures_where_the_model_is(dataset: str) -> None:
     """Batches are counted on the CPU; steps on them and on plans of whole graphs are timed on the device."""
     draws = Draws(fanouts=(3, 3), batch_size=20, epoch=1, most_batches=2)

@@ -83,6 +83,7 @@ def said_of(out: Path) -> np.ndarray:
     return np.array(table["prediction"].to_pylist())
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("strategy", ["push_pull", *wide("data_parallel")])
 def test_predictions_are_those_of_the_best_epoch(strategy: str, data: Path, tmp_path: Path) -> None:
     options = plan(data, "regression", tmp_path, strategy=strategy, epochs=40, lr=0.1, patience=3)
@@ -101,6 +102,7 @@ def test_predictions_are_those_of_the_best_epoch(strategy: str, data: Path, tmp_
     assert kept == [folder_name(best.epoch + 1), folder_name(len(records))]
 
 
+@pytest.mark.wide
 def test_a_best_epoch_without_weights_or_of_another_metric_is_forgotten(data: Path, tmp_path: Path) -> None:
     options = plan(data, "regression", tmp_path, epochs=2, lr=1e-12, checkpoint_every=2)
     _train(options)
@@ -135,12 +137,14 @@ def _fit_twice(folder: str) -> tuple[dict[str, float], dict[str, float], float]:
         return measurement.metrics, again, min(record.metrics["val_rmse"] for record in measurement.epochs)
 
 
+@pytest.mark.wide
 def test_without_checkpoints_the_best_weights_are_in_memory(data: Path) -> None:
     for kept, again, best in run_ranks(_fit_twice, 2, args=(str(data / "regression"),)):
         assert kept == again
         assert kept["val_rmse"] == best
 
 
+@pytest.mark.wide
 def test_mean_and_spread_of_seeds(data: Path, tmp_path: Path) -> None:
     options = plan(data, "regression", tmp_path, seeds=(3, 5, 8))
     result = train_seeds(TrainConfig(**options))

@@ -107,6 +107,7 @@ def drawn_scores() -> tuple[np.ndarray, np.ndarray]:
     return np.round(draw.normal(size=(40, 4)) + truth, 1), truth
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("cut", [(0, 40), (0, 7, 7, 40)])
 def test_metrics_of_several_columns(cut: tuple[int, ...]) -> None:
     score, truth = drawn_scores()
@@ -180,6 +181,7 @@ def said_of(out: Path, task: str) -> np.ndarray:
     return np.array(table["prediction"].to_pylist())
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_metrics_are_those_of_the_written_predictions(ranks: int, data: Path, tmp_path: Path) -> None:
     test = graph().ndata["test_mask"].numpy()
@@ -203,6 +205,7 @@ def test_metrics_are_those_of_the_written_predictions(ranks: int, data: Path, tm
     assert summary["test_rmse"] == pytest.approx(math.sqrt((error**2).mean()), rel=1e-6)
 
 
+@pytest.mark.wide
 def test_targets_far_from_0_are_learnt_as_well(data: Path, tmp_path: Path) -> None:
     tasks = ("regression", "far")
     cases = [(task, tmp_path / strategy / task, strategy) for strategy in EXACT for task in tasks]
@@ -408,6 +411,7 @@ def test_warns_of_the_majoritys_accuracy(
     assert result <= share, "an untrained model is not better"
 
 
+@pytest.mark.wide
 def test_warns_of_no_better_than_means(data: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     for lr, message in ((1e-9, 1), (0.05, 0)):
         caplog.clear()

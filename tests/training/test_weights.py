@@ -74,6 +74,7 @@ def test_load_takes_the_best_epoch_of_a_run(strategy: str, data: Path, tmp_path:
     assert newest != message
 
 
+@pytest.mark.wide
 def test_load_names_its_checkpoint(data: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     _train(plan(data, "regression", tmp_path, epochs=40, lr=0.1, patience=3))
     best = json.loads((tmp_path / "summary.json").read_text())["best_epoch"]
@@ -123,6 +124,7 @@ def test_values_of_the_users_own_loop_are_not_taken_for_a_best_epoch(tmp_path: P
         assert dx.load(tmp_path, model=model).epoch == 2
 
 
+@pytest.mark.wide
 def test_a_run_leaves_its_best_and_its_final_weights(data: Path, tmp_path: Path) -> None:
     models = {**dict.fromkeys(EXACT, "sage"), "lambda": "gcn"}
     more: dict[str, Any] = {"epochs": 6, "lr": 0.3, "checkpoint_every": 1}

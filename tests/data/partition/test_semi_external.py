@@ -48,6 +48,7 @@ ODD = {
 }
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("name", PARTITIONERS.names())
 @pytest.mark.parametrize("num_parts", [1, 3, 70])
 def test_odd_graphs_get_even_parts(name: str, num_parts: int, tmp_path: Path) -> None:

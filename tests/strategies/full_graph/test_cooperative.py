@@ -182,6 +182,7 @@ def second_run(folder: str) -> dict[str, Any]:
     return result
 
 
+@pytest.mark.wide
 def test_a_later_run_reads_the_plans(folder: Path) -> None:
     first = run_ranks(second_run, 3, args=(str(folder),), ranks_per_server=2)
     again = run_ranks(second_run, 3, args=(str(folder),), ranks_per_server=2)
@@ -194,6 +195,7 @@ def test_a_later_run_reads_the_plans(folder: Path) -> None:
             assert difference(gradient, expected_gradient) == 0
 
 
+@pytest.mark.wide
 def test_plans_of_another_seed_are_not_found_and_a_closed_graph_is_let_go(folder: Path) -> None:
     kept = []
     for seed in (0, 0, 1):

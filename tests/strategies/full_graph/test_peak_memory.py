@@ -91,6 +91,7 @@ def train_within_limit(folders: list[str], strategy_name: str, options: dict[str
         return f"{type(error).__name__}: {error}", 0
 
 
+@pytest.mark.wide
 def test_what_full_graph_cannot_hold_trains_in_batches(folders: list[str]) -> None:
     """RLIMIT_AS holds both to 160 MiB more than they begin with; full_graph needs over 200."""
     ((failure, _),) = run_ranks(train_within_limit, 1, args=(folders, "full_graph", {}))

@@ -222,6 +222,7 @@ def test_a_resumed_run_has_the_bits_of_one_without_an_end(folder: Path, tmp_path
                 np.testing.assert_array_equal(gradient, expected)
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(("ranks", "more"), [(2, {}), (3, {"aggregate": "cover"})])
 def test_with_another_exchange_a_resumed_run_begins_with_an_exact_epoch(
     folder: Path, tmp_path: Path, ranks: int, more: dict[str, Any]

@@ -113,6 +113,7 @@ def exchange_on_rank() -> None:
         assert halo.exchange(integers).dtype == torch.int64
 
 
+@pytest.mark.wide
 def test_rows_and_gradients_are_within_a_step() -> None:
     run_ranks(exchange_on_rank, 3, ranks_per_server=1)
 
@@ -171,6 +172,7 @@ def resume_on_rank(folder: str, saved: str) -> None:
         g.barrier()
 
 
+@pytest.mark.wide
 def test_a_resumed_run_has_the_bits_of_the_whole_one(folder: Path, tmp_path: Path) -> None:
     run_ranks(resume_on_rank, 2, args=(str(folder), str(tmp_path)), ranks_per_server=1)
 

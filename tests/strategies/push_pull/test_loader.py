@@ -320,6 +320,7 @@ def asked_for(g: DistGraph, batches: list[Any], sizes: Sequence[int]) -> int:
     return sent
 
 
+@pytest.mark.wide
 def test_what_batches_share_is_drawn_once(folder: Path) -> None:
     saved = run_ranks(ahead_on_four, 4, args=(str(folder),), ranks_per_server=2, timeout_s=250)
     # Batches of a single rank may happen to share nothing.

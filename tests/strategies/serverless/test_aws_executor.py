@@ -77,6 +77,7 @@ def test_tasks_come_back_with_their_bill(service: FunctionsService) -> None:
     assert running.simulated
 
 
+@pytest.mark.wide
 def test_run_on_functions_equals_a_run_without_bit_for_bit(
     service: FunctionsService, tmp_path_factory: pytest.TempPathFactory
 ) -> None:

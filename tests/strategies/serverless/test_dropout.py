@@ -92,6 +92,7 @@ def check(results: dict[str, Any], expected_results: dict[str, Any]) -> None:
         np.testing.assert_allclose(epochs, expected_results[kind][1], rtol=TOLERANCE)
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(
     "options",
     [

@@ -87,6 +87,7 @@ def test_failed_calls_do_not_change_the_weights(
     assert account["invocations"] == len(first_attempts()) + account["relaunched"]
 
 
+@pytest.mark.wide
 def test_a_run_of_unlike_kernels_says_so_once(
     folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -177,6 +177,7 @@ def sources_of(server: GraphServer, bounds: Sequence[np.ndarray]) -> list[set[tu
 SMALL = functools.partial(cases.case, 12, 30, 3)
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(("staleness", "runs"), [(1, 400), *wide((0, 300), (2, 300))])
 def test_bounds_hold_in_a_thousand_random_schedules(staleness: int, runs: int) -> None:
     worst, epochs = {"spread": 0, "lag": 0, "alive": 0}, 2 + staleness
