@@ -14,10 +14,12 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import psutil
 import pytest
 
 from dglx_dist.cli import main
+from dglx_dist.data.storage.reader import open_dataset
 from tests.data.raw_graphs import write
 from tests.data.storage.graphs import put_value
 from tests.helpers.commands import dglx
@@ -250,6 +252,36 @@ def test_partition_takes_the_column_of_ids(tmp_path: Path) -> None:
     assert "3 nodes, 2 edges" in run_dglx(*arguments, "--id", "uid")
     assert "other columns: uid" in run_dglx(
         *arguments, "--id", "", "--overwrite", "--option", "ignore=feat_0"
+    )
+
+
+def test_partition_draws_the_split_of_labelled_nodes(tmp_path: Path) -> None:
+    rows = [f"{number},{number},{'' if number % 5 == 4 else number % 2}" for number in range(100)]
+    edges = [f"{number},{(number + 1) % 100}" for number in range(100)]
+    write(
+        tmp_path,
+        {"nodes.csv": "\n".join(["id,feat_0,label", *rows]), "edges.csv": "\n".join(["src,dst", *edges])},
+    )
+    arguments = ["partition", str(tmp_path), "--parts", "2", "--out", str(tmp_path / "o")]
+    assert "Add --split 0.8,0.1,0.1 to draw one" in run_dglx(*arguments)
+    message = "must be shares of train, validation and test nodes, together at most 1"
+    for shares in ("0.5,0.5", "0.8,0.2,0.2", "1.2,-0.1,-0.1"):
+        assert message in read_refusal(*arguments, "--split", shares)
+    assert "--split draws in memory" in read_refusal(*arguments, "--split", "0.8,0.1,0.1", "--memory", "1GB")
+    masks = []
+    for _ in range(2):
+        assert "; next: " in run_dglx(*arguments, "--overwrite", "--split", "0.5,0.25,0.25")
+        dataset = open_dataset(tmp_path / "o")
+        columns = [dataset.part(part) for part in range(2)]
+        names = ("train_mask", "val_mask", "test_mask")
+        masks.append(
+            np.concatenate([np.stack([part.node_data("_N", n) for n in names]) for part in columns], 1)
+        )
+    assert masks[0].sum(1).tolist() == [40, 20, 20]
+    assert masks[0].sum(0).max() == 1
+    assert (masks[0] == masks[1]).all()
+    assert "no such labels" in read_refusal(
+        "partition", "synthetic:nodes=200,degree=3", *arguments[2:], "--split", "0.8,0.1,0.1", "--overwrite"
     )
 
 

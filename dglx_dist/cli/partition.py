@@ -1,11 +1,13 @@
 """``dglx ingest`` and ``dglx partition``."""
 
 import shlex
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from dglx_dist.cli.common import command, list_possible_labels, suggest_training_command, write
 from dglx_dist.comm.topology import is_launched_by_torchrun, read_topology
@@ -15,8 +17,8 @@ from dglx_dist.data.partition.base import PartitionOptions, PartitionPlan
 from dglx_dist.data.sources import FORMATS, LINE_FORMATS
 from dglx_dist.data.storage.reader import StoredDataset
 from dglx_dist.errors import ConfigError
-from dglx_dist.options import named_values, option, select_common_fields
-from dglx_dist.records import FEATURE, LABEL, SPLITS
+from dglx_dist.options import named_values, option, parse_fractions, select_common_fields
+from dglx_dist.records import FEATURE, LABEL, SPLITS, Array, RawGraph
 from dglx_dist.report.tables import plural
 
 
@@ -90,6 +92,12 @@ class PartitionCommand(PartitionOptions, PartitionPlan):
         kind=str,
     )
     source_options: Mapping[str, object] = named_values("Option of the dataset source. Repeatable.")
+    split: tuple[float, ...] | None = option(
+        None,
+        "Draw a split of the labelled nodes: shares of train, validation and test. For data without a split.",
+        metavar="T,V,T",
+        parse=parse_fractions,
+    )
 
     def __post_init__(self) -> None:
         added = {} if self.id is None else {"id": self.id}
@@ -102,7 +110,40 @@ class PartitionCommand(PartitionOptions, PartitionPlan):
                 f"{', '.join(LINE_FORMATS)}"
             )
         object.__setattr__(self, "source_options", {**self.source_options, **added})
+        if self.split is not None:
+            check_shares(self.split, self.memory)
         super().__post_init__()
+
+
+def check_shares(shares: Sequence[float], memory: object) -> None:
+    """Raise ConfigError unless ``shares`` are three that a split can be drawn of."""
+    if len(shares) != len(SPLITS) or min(shares) < 0 or not 0 < sum(shares) <= 1 + 1e-9:
+        raise ConfigError(
+            f"--split {','.join(map(str, shares))} must be shares of train, validation and test nodes, "
+            "together at most 1, such as 0.8,0.1,0.1"
+        )
+    if memory is not None:
+        raise ConfigError("--split draws in memory, so it cannot be used with --memory. Use `dglx ingest`.")
+
+
+def draw_splits(graph: RawGraph, shares: Sequence[float], seed: int) -> RawGraph:
+    """Return ``graph`` with random masks of the labelled nodes of each type that has labels and no split.
+
+    Raises ConfigError if there is no such type.
+    """
+    from dglx_dist.data.ingest.tensors import draw_split_codes
+
+    node_data = {ntype: dict(columns) for ntype, columns in graph.node_data.items()}
+    without_split = [c for c in node_data.values() if LABEL in c and not c.keys() & {*SPLITS}]
+    if not without_split:
+        raise ConfigError("--split draws a split of labels without one, but the data has no such labels")
+    for columns in without_split:
+        labels = np.asarray(columns[LABEL])
+        labels = labels.reshape(len(labels), -1)
+        has_label: Array = np.all(np.isfinite(labels) if labels.dtype.kind == "f" else labels >= 0, axis=1)
+        (codes,) = draw_split_codes([has_label], int(has_label.sum()), shares, seed)
+        columns |= {name: codes == code for code, name in enumerate(SPLITS)}
+    return replace(graph, node_data=node_data)
 
 
 _LONGEST_WAIT_S = 6 * 3600.0
@@ -164,6 +205,8 @@ def partition(config: PartitionCommand) -> None:
                 f"{plural(plan.num_parts, 'part')} by {method}"
                 + (f", each for {trainers} trainers" if trainers > 1 else "")
             )
+            if config.split is not None:
+                graph = draw_splits(graph, config.split, plan.seed)
             node_columns = {ntype: graph.node_data.get(ntype, {}) for ntype in graph.num_nodes}
             if not any(LABEL in data for data in node_columns.values()):
                 names = list_possible_labels(node_columns)
@@ -176,7 +219,11 @@ def partition(config: PartitionCommand) -> None:
                     columns = f"feat_0, feat_1 ... or {FEATURE!r}; other columns: {names}"
                     tell(f"note: there are no features ({columns})")
                 if LABEL in data and not data.keys() & {*SPLITS}:
-                    tell(f"note: nodes {ntype!r} have labels, but not the 'split' that `dglx train` needs")
+                    nodes = "nodes" if graph.is_homogeneous else f"nodes {ntype!r}"
+                    tell(
+                        f"note: {nodes} have labels, but not the 'split' that `dglx train` needs. Add "
+                        "--split 0.8,0.1,0.1 to draw one."
+                    )
             quality = partition_to_disk(graph, out, plan, workspace=workspace, write_columns=_write_columns)
     tell(
         f"cut {quality.edge_cut:.1%} of the edges ({sum(quality.num_edges)} stored); "
