@@ -108,7 +108,7 @@ def open_columns(g: DistGraph, names: Sequence[str], group: Group) -> ColumnStor
     if key not in STORES:
         STORES[key] = ColumnStores(g, group)
         g.on_close.append(STORES[key].close)
-    return STORES[key].open(names)
+    return STORES[key].open(NODE_TYPE, names)
 
 
 @contextmanager

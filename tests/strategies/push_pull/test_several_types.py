@@ -1,0 +1,194 @@
+"""push_pull on several node and edge types: weights of one process on any ranks, and bytes of the formula."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+
+from dglx_dist.comm.session import start_session
+from dglx_dist.graph.dist_graph import DistGraph
+from dglx_dist.layers.convolutions import SageStages
+from dglx_dist.layers.several_types import HeteroStages
+from dglx_dist.planner.costs.push_pull import TypedCounts, inspect_types, typed_bytes
+from dglx_dist.strategies.push_pull.pipeline import Pipeline
+from dglx_dist.training.relational import RgcnStages
+from tests.helpers import wide
+from tests.helpers.ranks import run_ranks
+from tests.strategies.push_pull import several_types
+from tests.strategies.push_pull.several_types import CASES, RELATIONAL, WIDTHS, Run
+
+PLACEMENTS = [(2, 1), (4, 2), *wide((1, 1), (3, 3), (4, 4))]
+TOLERANCE = 1e-10
+EMPTY = ("sage mean", "mixed", "rgcn")
+"""Models that are also trained with ranks that have no seeds."""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return several_types.write_parts(tmp_path_factory.mktemp("types"))
+
+
+def list_runs(ranks: int) -> list[Run]:
+    runs = [Run(name) for name in (*CASES, *RELATIONAL)]
+    if ranks > 1:
+        runs += [Run(name, share="empty") for name in EMPTY]
+        runs += [Run(name, options={"structure": "resample"}) for name in ("mixed", "rgcn")]
+        runs += [
+            Run(name, options={"group_size": ranks // 2})
+            for name in ("mixed", "gat", "rgcn")
+            if ranks % 2 == 0
+        ]
+    return runs
+
+
+def train_on_rank(folder: str, runs: list[Run]) -> list[several_types.Notes]:
+    with start_session(timeout_s=60):
+        g = DistGraph(folder)
+        results = [several_types.train(g, run) for run in runs]
+        g.barrier()
+        return results
+
+
+def find_differences(weights: Mapping[str, Any], expected: Mapping[str, Any]) -> dict[str, float]:
+    assert weights.keys() == expected.keys()
+    return {name: float(np.abs(weights[name] - expected[name]).max()) for name in expected}
+
+
+@pytest.mark.parametrize(("ranks", "ranks_per_server"), PLACEMENTS)
+def test_weights_and_bytes_are_exact(folder: Path, ranks: int, ranks_per_server: int) -> None:
+    runs = list_runs(ranks)
+    by_rank = run_ranks(train_on_rank, ranks, args=(str(folder), runs), ranks_per_server=ranks_per_server)
+    for run, notes in zip(runs, zip(*by_rank, strict=True), strict=True):
+        expected = several_types.train_in_one_process(run, ranks)
+        for result in notes:
+            differences = find_differences(result.weights, expected)
+            assert not {name: value for name, value in differences.items() if not value <= TOLERANCE}, run
+        counted = sum((result.counts for result in notes[1:]), notes[0].counts)
+        moved = sum((result.moved for result in notes[1:]), notes[0].moved)
+        first = inspect_types(several_types.make_model(run), list(several_types.NUM_EDGES), WIDTHS)
+        counts = TypedCounts(
+            batches=ranks * several_types.STEPS,
+            sources={ntype: counted["L0", ntype] for ntype in several_types.NUM_NODES},
+            targets={ntype: counted["D1", ntype] for ntype in several_types.NUM_NODES},
+            edges={etype: counted["E1", etype] for etype in several_types.NUM_EDGES},
+        )
+        size, pushed = run.options.get("group_size", 0), "structure" not in run.options
+        predicted = typed_bytes(counts, first, ranks=ranks, group_size=size, pushed=pushed)
+        names = ("structure", "activations", "activation_gradients", "gradients")
+        assert {name: moved[name] for name in names if moved[name]} == predicted, run
+
+
+@pytest.mark.parametrize("name", [*CASES, *RELATIONAL])
+def test_steps_move_the_weights_of_the_first_layer(name: str) -> None:
+    """Otherwise equality would say nothing."""
+    run = Run(name)
+    start = several_types.weights_of(several_types.make_model(run))
+    end = several_types.train_in_one_process(run, 2)
+    kept = {name for name, value in start.items() if value.size and np.abs(value - end[name]).max() < 1e-7}
+    # A relation has no edges, and RGCN of one layer returns papers only. Second layers return unused types.
+    unused = ("retracts", "second", "own.1") if run.num_layers > 1 else ("own.0",)
+    assert not {name for name in kept if not any(words in name for words in unused) and "own.2" not in name}
+
+
+@pytest.mark.parametrize("name", ["sage", "sage mean", "mixed"])
+def test_one_exchange_carries_all_relations_of_a_destination_type(name: str) -> None:
+    run = Run(name)
+    stages = HeteroStages(several_types.make_model(run).first, list(several_types.NUM_EDGES), WIDTHS)
+    # GINConv with a trained eps sends two sums.
+    apart = 4 if name == "mixed" else 0
+    assert stages.sum_widths == {
+        "paper": (1 + apart) * several_types.HIDDEN,
+        "venue": several_types.HIDDEN,
+        "author": several_types.HIDDEN,
+    }
+
+
+Gather = HeteroStages.gather
+
+
+def change_sums(change: Any) -> Any:
+    """Return a ``gather`` with other sums by destination type."""
+
+    def gather(self: Any, *arguments: Any) -> Any:
+        sums = dict(zip(self._sum_types, Gather(self, *arguments), strict=True))
+        return tuple(change(sums).values())
+
+    return gather
+
+
+def swap_types(sums: dict[str, Any]) -> dict[str, Any]:
+    paper, venue = sums["paper"], sums["venue"]
+    rows = min(len(paper), len(venue))
+    moved = torch.cat([paper[:rows] + venue[:rows], paper[rows:]])
+    return {**sums, "paper": moved, "venue": 0 * venue}
+
+
+def shift_twice(self: Any, rows: Any) -> Any:
+    return rows + 2 * self.fc_self.bias
+
+
+def shift_each_share(self: Any, block: Any, rows: Any) -> Any:
+    return rows + self.fc_self.bias
+
+
+rgcn_gather = RgcnStages.gather
+
+
+def add_bias_in_every_part(self: Any, inputs: Any, *stages: Any) -> Any:
+    by_type = {
+        ntype: replace(end, is_own=end.is_own or ntype != "author") for ntype, end in inputs.by_type.items()
+    }
+    return rgcn_gather(self, replace(inputs, by_type=by_type), *stages)
+
+
+complete = Pipeline.complete
+
+
+def weigh_rows_twice(self: Any, batch: Any, gradients: Any) -> Any:
+    return [gradient * batch.weight for gradient in complete(self, batch, gradients)]
+
+
+WRONG: Mapping[str, tuple[str, Any, str, Any]] = {
+    "a sum at another destination type": ("sage", HeteroStages, "gather", change_sums(swap_types)),
+    "a type is dropped": (
+        "sage",
+        HeteroStages,
+        "gather",
+        change_sums(lambda sums: {**sums, "venue": 0 * sums["venue"]}),
+    ),
+    "a destination counts twice": (
+        "sage",
+        HeteroStages,
+        "gather",
+        change_sums(lambda sums: {**sums, "paper": 2 * sums["paper"]}),
+    ),
+    "a bias counts twice": ("sage", SageStages, "shift", shift_twice),
+    "a bias in every share": ("sage", SageStages, "scale", shift_each_share),
+    "a projection's bias in every part": ("rgcn", RgcnStages, "gather", add_bias_in_every_part),
+    "gradients of rows are weighed twice": ("rgcn", Pipeline, "complete", weigh_rows_twice),
+}
+"""Mistake to its model, the object and name that are replaced, and the replacement."""
+
+
+def make_mistakes_on_rank(folder: str) -> dict[str, Any]:
+    results = {}
+    with start_session(timeout_s=60):
+        g = DistGraph(folder)
+        for name, (model, *mistake) in WRONG.items():
+            with mock.patch.object(*mistake):
+                results[name] = several_types.train(g, Run(model)).weights
+        g.barrier()
+    return results
+
+
+def test_every_mistake_leaves_other_weights_than_one_process(folder: Path) -> None:
+    results = run_ranks(make_mistakes_on_rank, 3, args=(str(folder),))
+    for name, (model, *_) in WRONG.items():
+        expected = several_types.train_in_one_process(Run(model), 3)
+        for result in results:
+            assert max(find_differences(result[name], expected).values()) > 1e-4, name
