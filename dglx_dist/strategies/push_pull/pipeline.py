@@ -260,13 +260,18 @@ class InFlightBatch:
     source_gradients: Sequence[Tensor | None] = ()
     """(N_f,) gradients of the sources, if they are trained (bM)."""
     row_gradients: Sequence[Tensor | None] = ()
-    """Gradients of :attr:`own_rows` (bM)."""
+    """Gradients of :attr:`own_rows`, times :attr:`weight` (bM)."""
     weight: float = 1.0
     """Weight of this rank's gradient in the step (the gradient rule, docs/development/contracts.md)."""
 
     def sums(self) -> PartialSums:
         """Wait for the parts' shares and return their sums, without a gradient."""
         return tuple(add_in_order(pull()) for pull in self.pulls)
+
+    def unweigh_row_gradients(self) -> list[Tensor | None]:
+        """Return the gradients of this rank's loss by :attr:`own_rows`. The step weighs them itself."""
+        weight = self.weight or 1.0
+        return [None if gradient is None else gradient / weight for gradient in self.row_gradients]
 
 
 def compute_shares(
@@ -577,10 +582,8 @@ class Pipeline(Shared):
         self.log.close()
         self.exchange.close()
 
-    def complete(self, batch: InFlightBatch | None, gradients: Sequence[Tensor]) -> list[Tensor | None]:
+    def complete(self, batch: InFlightBatch | None, gradients: Sequence[Tensor]) -> None:
         """Push the gradients of the sums, and run the part's backward of the batches that are due.
-
-        Return the gradients of this rank's loss by the own rows that are not cut.
 
         Raises ConfigError if the batch is None, because it was completed before.
         """
@@ -596,9 +599,6 @@ class Pipeline(Shared):
         self._pushed.append(batch)
         while len(self._pushed) > self._delay:
             self._ready.append(self._backward_part(self._pushed.pop(0)))
-        # The step weighs gradients of such rows, as all gradients of this rank.
-        weight = batch.weight or 1.0
-        return [None if gradient is None else gradient / weight for gradient in batch.row_gradients]
 
     def _read_own_rows(self, layer: SplittableConv, stage_input: StageInput) -> dict[str, Tensor]:
         if layer.own_types and self._looks_ahead:
@@ -739,5 +739,6 @@ class PullBackward(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         # The graph lives as long as the user keeps the loss, but the batch should be freed.
         batch, ctx.batch = ctx.batch, None
-        row_gradients = ctx.pipeline.complete(batch, gradients)
-        return gradients[0].new_zeros(()), None, None, *row_gradients, *[None] * len(gradients)
+        ctx.pipeline.complete(batch, gradients)
+        anchor_gradient = gradients[0].new_zeros(())
+        return anchor_gradient, None, None, *batch.unweigh_row_gradients(), *[None] * len(gradients)

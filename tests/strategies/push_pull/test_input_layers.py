@@ -48,7 +48,8 @@ def modules_of(
 
     runs = (columns,)
     modules = find_input_modules(model, first, provenance, NODE_TYPE, runs, moments, num_nodes=V)
-    return modules | dict(find_dropouts(model, provenance, seed=5))
+    modules |= dict(find_dropouts(model, provenance, seed=5))
+    return {module: modules[module] for module in modules.keys() - set(first.modules())}
 
 
 def begin_batch(

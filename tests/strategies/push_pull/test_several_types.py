@@ -15,7 +15,7 @@ from dglx_dist.graph.dist_graph import DistGraph
 from dglx_dist.layers.convolutions import SageStages
 from dglx_dist.layers.several_types import HeteroStages
 from dglx_dist.planner.costs.push_pull import TypedCounts, inspect_types, typed_bytes
-from dglx_dist.strategies.push_pull.pipeline import Pipeline
+from dglx_dist.strategies.push_pull.pipeline import InFlightBatch
 from dglx_dist.training.relational import RgcnStages
 from tests.helpers import wide
 from tests.helpers.ranks import run_ranks
@@ -146,11 +146,8 @@ def add_bias_in_every_part(self: Any, inputs: Any, *stages: Any) -> Any:
     return rgcn_gather(self, replace(inputs, by_type=by_type), *stages)
 
 
-complete = Pipeline.complete
-
-
-def weigh_rows_twice(self: Any, batch: Any, gradients: Any) -> Any:
-    return [gradient * batch.weight for gradient in complete(self, batch, gradients)]
+def weigh_rows_twice(self: Any) -> Any:
+    return self.row_gradients
 
 
 WRONG: Mapping[str, tuple[str, Any, str, Any]] = {
@@ -170,7 +167,7 @@ WRONG: Mapping[str, tuple[str, Any, str, Any]] = {
     "a bias counts twice": ("sage", SageStages, "shift", shift_twice),
     "a bias in every share": ("sage", SageStages, "scale", shift_each_share),
     "a projection's bias in every part": ("rgcn", RgcnStages, "gather", add_bias_in_every_part),
-    "gradients of rows are weighed twice": ("rgcn", Pipeline, "complete", weigh_rows_twice),
+    "gradients of rows are weighed twice": ("rgcn", InFlightBatch, "unweigh_row_gradients", weigh_rows_twice),
 }
 """Mistake to its model, the object and name that are replaced, and the replacement."""
 
