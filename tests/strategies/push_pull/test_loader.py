@@ -30,8 +30,7 @@ from dglx_dist.records import EDGE_TYPE, NODE_TYPE, Assignment
 from dglx_dist.strategies.base import STRATEGIES, OpenedStrategy
 from dglx_dist.strategies.push_pull import loader as push_pull_loader
 from dglx_dist.strategies.push_pull.exchange import Group, GroupBatch, PartInput, make_group
-from dglx_dist.strategies.push_pull.loader import PushPullLoader
-from dglx_dist.strategies.push_pull.owner_blocks import BlockSchema, OwnerBlock
+from dglx_dist.strategies.push_pull.loader import BlockSchema, OwnerBlock, PushPullLoader
 from tests.helpers.ranks import run_ranks, start_ranks
 from tests.strategies import edge_equality, equality
 
