@@ -1,8 +1,11 @@
 """push_pull on several node and edge types: weights of one process on any ranks, and bytes of the formula."""
 
+import re
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -11,12 +14,13 @@ import pytest
 import torch
 
 from dglx_dist.comm.session import start_session
+from dglx_dist.errors import ConfigError
 from dglx_dist.graph.dist_graph import DistGraph
 from dglx_dist.layers.convolutions import SageStages
 from dglx_dist.layers.several_types import HeteroStages
 from dglx_dist.planner.costs.push_pull import TypedCounts, inspect_types, typed_bytes
 from dglx_dist.strategies.push_pull.pipeline import InFlightBatch
-from dglx_dist.training.relational import RgcnStages
+from dglx_dist.training.relational import HGT, RgcnStages
 from tests.helpers import wide
 from tests.helpers.ranks import run_ranks
 from tests.strategies.push_pull import several_types
@@ -189,3 +193,125 @@ def test_every_mistake_leaves_other_weights_than_one_process(folder: Path) -> No
         expected = several_types.train_in_one_process(Run(model), 3)
         for result in results:
             assert max(find_differences(result[name], expected).values()) > 1e-4, name
+
+
+KEYED = [Run("sage", dropout=0.5), Run("gat", dropout=0.5), Run("rgcn deep", dropout=0.5)]
+
+
+def test_dropout_is_that_of_one_rank(folder: Path) -> None:
+    (alone,) = run_ranks(train_on_rank, 1, args=(str(folder), KEYED))
+    results = run_ranks(train_on_rank, 3, args=(str(folder), KEYED))
+    for result in results:
+        for run, notes, expected in zip(KEYED, result, alone, strict=True):
+            assert max(find_differences(notes.weights, expected.weights).values()) < TOLERANCE, run
+    without = several_types.train_in_one_process(Run("sage"), 1)
+    assert max(find_differences(alone[0].weights, without).values()) > 1e-3
+
+
+class Changed(several_types.Net):
+    """Changes the rows of a type before the first layer."""
+
+    def __init__(self, change: Any) -> None:
+        super().__init__(CASES["sage"])
+        self.change = change
+
+    def forward(self, blocks: Any, x: Any) -> Any:
+        return super().forward(blocks, self.change(self, dict(x)))
+
+
+def make_net(make: Any, **options: Any) -> several_types.Net:
+    return several_types.Net(several_types.Case(make, **options))
+
+
+def pass_weights(net: Any, x: Any) -> Any:
+    net.first.forward = partial(net.first.forward, mod_kwargs={"cites": {"edge_weight": torch.ones(1)}})
+    return x
+
+
+def share_module(net: several_types.Net) -> several_types.Net:
+    for etype in (("paper", "cites", "paper"), ("paper", "retracts", "paper")):
+        net.first.mod_dict[etype] = net.first.mods[str(("paper", "cites", "paper"))]
+    return net
+
+
+def make_hgt() -> HGT:
+    types: Any = SimpleNamespace(
+        ntypes=list(several_types.NUM_NODES), canonical_etypes=list(several_types.NUM_EDGES)
+    )
+    return HGT(types, WIDTHS, several_types.HIDDEN, several_types.CLASSES, out_types=["paper"])
+
+
+def wide_gcn(etype: Any) -> Any:
+    return several_types.GraphConv(9, several_types.HIDDEN)
+
+
+def gat_everywhere(etype: Any) -> Any:
+    widths = several_types.ALL_WIDTHS
+    return several_types.GATConv((widths[etype[0]], widths[etype[2]]), several_types.HIDDEN, 1)
+
+
+def gcn_aggregator(etype: Any) -> Any:
+    return several_types.SAGEConv(several_types.ALL_WIDTHS[etype[0]], several_types.HIDDEN, "gcn")
+
+
+def scale_venues(net: Any, x: Any) -> Any:
+    return {**x, "venue": 2 * x["venue"]}
+
+
+def leave_out(ntype: str) -> Any:
+    return lambda net, x: {name: rows for name, rows in x.items() if name != ntype}
+
+
+def swap_rows(net: Any, x: Any) -> Any:
+    return {**x, "venue": x["field"]}
+
+
+REFUSED: list[tuple[Any, dict[str, Any], str]] = [
+    (make_hgt, {}, r"several types.*HeteroGraphConv.*RGCN.*paper: 6.*data_parallel"),
+    (
+        lambda: make_net(gat_everywhere),
+        {},
+        r"GATConv of \('author', 'writes', 'paper'\) reads both ends.*SAGEConv",
+    ),
+    (lambda: make_net(gcn_aggregator), {}, r"SAGEConv with one width cannot be split on edges between two"),
+    (lambda: make_net(wide_gcn), {}, r"weight. has 9 columns, but the features of '\w+' have \d"),
+    (lambda: share_module(make_net(several_types.gcn)), {}, "one module for .* and another edge type"),
+    (lambda: Changed(scale_venues), {}, "not the loader's unchanged features"),
+    (lambda: Changed(swap_rows), {}, "not the loader's unchanged features"),
+    (lambda: Changed(leave_out("venue")), {}, "not given the rows of node type 'venue'"),
+    (
+        lambda: Changed(leave_out("author")),
+        {},
+        "not given the rows of node type 'author'.*leave its edge types",
+    ),
+    (lambda: Changed(pass_weights), {}, "mod_kwargs.*data_parallel"),
+    (
+        lambda: make_net(several_types.sage),
+        {"depth": 2},
+        "reads rows of author, which are not features.*depth=1",
+    ),
+    (lambda: make_net(several_types.sage), {"features": "nothing"}, "the nodes have no 'nothing'"),
+    (lambda: make_net(several_types.sage), {}, "^$"),
+]
+"""The model, the options, and words of the message."""
+
+
+def refuse_on_rank(folder: str) -> list[str]:
+    messages = []
+    with start_session(timeout_s=60):
+        g = DistGraph(folder)
+        for make, options, _ in REFUSED:
+            with mock.patch.object(several_types, "make_model", lambda _, make=make: make().double()):
+                try:
+                    several_types.train(g, Run("sage", options=options))
+                    messages.append("")
+                except ConfigError as error:
+                    messages.append(str(error))
+        g.barrier()
+    return messages
+
+
+def test_every_rank_refuses_with_a_remedy(folder: Path) -> None:
+    for messages in run_ranks(refuse_on_rank, 2, args=(str(folder),)):
+        pairs = zip(messages, REFUSED, strict=True)
+        assert not {words: message for message, (*_, words) in pairs if not re.search(words, message)}
