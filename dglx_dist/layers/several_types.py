@@ -38,7 +38,7 @@ def make_typed_stages(
 
 @final
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Relation:
+class SplitRelation:
     """An edge type of a ``HeteroGraphConv`` that reads rows which are cut."""
 
     etype: EdgeType
@@ -121,7 +121,7 @@ class HeteroStages(SplittableConv):
         self.shared, self.own_types = tuple(shared), tuple(dict.fromkeys(own_types))
         self._read_types = tuple(dict.fromkeys((*self.cut_types.values(), *own_types)))
 
-    def _find_relations(self, etypes: Sequence[EdgeType], widths: Mapping[str, int]) -> Iterator[Relation]:
+    def _find_relations(self, etypes: Sequence[EdgeType], widths: Mapping[str, int]) -> Iterator[SplitRelation]:
         names = {module: f"mods.{name}." for name, module in self.mods.items()}
         for number, etype in enumerate(etypes):
             # DGL, too, looks for the edge type before its name.
@@ -129,7 +129,7 @@ class HeteroStages(SplittableConv):
             if module is None or widths.keys().isdisjoint((etype[0], etype[2])):
                 continue
             stages = make_stages(module, bipartite=etype[0] != etype[2])
-            relation = Relation(
+            relation = SplitRelation(
                 etype=etype,
                 number=number,
                 prefix=names[module],
@@ -167,7 +167,7 @@ class HeteroStages(SplittableConv):
     def transform(self, inputs: StageInput) -> list[RelationInput]:
         return [self._transform_relation(relation, inputs) for relation in self._relations.values()]
 
-    def _transform_relation(self, relation: Relation, inputs: StageInput) -> RelationInput:
+    def _transform_relation(self, relation: SplitRelation, inputs: StageInput) -> RelationInput:
         stages = relation.stages
         # The strategy sets the mode of this layer alone.
         stages.training = self.training
@@ -293,7 +293,7 @@ def check_width(name: str, columns: int, ntype: str, widths: Mapping[str, int]) 
         )
 
 
-def _check_relation(relation: Relation, name: str, *, all_cut: bool) -> None:
+def _check_relation(relation: SplitRelation, name: str, *, all_cut: bool) -> None:
     """Raise ConfigError if the stages need something that other parts do not have."""
     stages, etype = relation.stages, relation.etype
     if not all_cut and stages.ends != "apart":
