@@ -31,6 +31,8 @@ def make_typed_stages(
     ``widths`` are the numbers of columns of the node types that are cut. Raises ConfigError, with the reason
     and a remedy, if the layer cannot be split.
     """
+    if type(module) is dglnn.HGTConv:
+        raise ConfigError("the attention of HGTConv is a product of complete rows of both ends")
     if type(module) is dglnn.HeteroGraphConv:
         return HeteroStages(module, etypes, widths)
     return module.make_first_stages(widths) if isinstance(module, SplitsTypes) else None
@@ -121,7 +123,9 @@ class HeteroStages(SplittableConv):
         self.shared, self.own_types = tuple(shared), tuple(dict.fromkeys(own_types))
         self._read_types = tuple(dict.fromkeys((*self.cut_types.values(), *own_types)))
 
-    def _find_relations(self, etypes: Sequence[EdgeType], widths: Mapping[str, int]) -> Iterator[SplitRelation]:
+    def _find_relations(
+        self, etypes: Sequence[EdgeType], widths: Mapping[str, int]
+    ) -> Iterator[SplitRelation]:
         names = {module: f"mods.{name}." for name, module in self.mods.items()}
         for number, etype in enumerate(etypes):
             # DGL, too, looks for the edge type before its name.

@@ -144,12 +144,16 @@ class InputProvenance(Shared):
         """Record the origin of ``rows`` of the own batch. They are kept until the next batch."""
         self._known.append((rows, origin))
 
-    def find(self, rows: Tensor) -> Origin | None:
-        """Return the origin of ``rows``, including a change of dtype, or None if it is unknown."""
-        for tensor, origin in self._known:
+    def find(self, rows: Tensor, ntype: str = "") -> Origin | None:
+        """Return the origin of ``rows``, including a change of dtype, or None if it is unknown.
+
+        ``ntype`` is the node type of the rows, if the caller knows it.
+        """
+        known = [pair for pair in self._known if ntype in ("", pair[1].ntype)]
+        for tensor, origin in known:
             if tensor is rows or _is_same_view(tensor, rows):
                 return origin
-        for tensor, origin in reversed(self._known):
+        for tensor, origin in reversed(known):
             if not rows.requires_grad and _is_copy(tensor, rows, origin):
                 return origin if tensor.dtype == rows.dtype else origin.with_step(Converted(rows.dtype))
         return None
@@ -362,8 +366,8 @@ def read_input_spec(layer: SplittableConv, arguments: StageInput, provenance: In
     for ntype, inputs in (arguments.by_type or {"": arguments}).items():
         if ntype in layer.own_types:
             continue
-        origin = provenance.find(inputs.x)
-        if origin is not None and ntype in ("", origin.ntype):
+        origin = provenance.find(inputs.x, ntype)
+        if origin is not None:
             origins[origin.ntype] = origin
             continue
         raise ConfigError(

@@ -189,6 +189,9 @@ class Run:
     share: str = "uneven"
     options: Mapping[str, Any] = field(default_factory=dict)
     dropout: float = 0.0
+    strategy: str = "push_pull"
+    batch_size: int = 0
+    """0 means all seeds. Smaller batches have two in-edges of each node and relation."""
 
     @property
     def is_relational(self) -> bool:
@@ -230,9 +233,9 @@ def weights_of(module: nn.Module) -> dict[str, Any]:
     return {name: p.detach().numpy().copy() for name, p in module.named_parameters()}
 
 
-def sampler(num_layers: int = 2) -> Any:
-    return dgl.dataloading.MultiLayerFullNeighborSampler(
-        num_layers,
+def make_sampler(run: Run) -> Any:
+    return dgl.dataloading.NeighborSampler(
+        [2 if run.batch_size else -1] * run.num_layers,
         prefetch_node_feats={ntype: ["feat"] for ntype in WIDTHS},
         prefetch_labels={"paper": ["label"]},
     )
@@ -290,8 +293,8 @@ def make_embedding(g: DistGraph, run: Run) -> DistEmbedding:
 def train(g: DistGraph, run: Run) -> Notes:
     """Train on this rank, as a user's loop does."""
     notes, seeds = Notes(), own_papers(g, run.share)
-    strategy = STRATEGIES.get("push_pull")(g.session, run.options).open(g)
-    loader = strategy.loader(seeds[0], sampler(run.num_layers), batch_size=seeds[1])
+    strategy = STRATEGIES.get(run.strategy)(g.session, run.options).open(g)
+    loader = strategy.loader(seeds[0], make_sampler(run), batch_size=run.batch_size or seeds[1])
     inputs = EntityInputs(g, embeddings={"author": make_embedding(g, run)})
     model: Any = strategy.wrap(make_model(run))
     optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
@@ -316,6 +319,7 @@ def train(g: DistGraph, run: Run) -> Notes:
 
 
 def count_block(block: Any) -> Iterator[tuple[Any, int]]:
+    yield "batches", 1
     for ntype in block.srctypes:
         yield ("L0", ntype), block.num_src_nodes(ntype)
         yield ("D1", ntype), block.num_dst_nodes(ntype)

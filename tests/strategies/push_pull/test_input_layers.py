@@ -18,6 +18,7 @@ from dglx_dist.records import NODE_TYPE
 from dglx_dist.strategies.push_pull.exchange import GroupBatch, PartInput
 from dglx_dist.strategies.push_pull.split_model import (
     ColumnEmbedding,
+    Converted,
     InputModule,
     InputProvenance,
     Origin,
@@ -110,6 +111,15 @@ def test_dropout_of_anything_else_is_keyed_by_node_and_in_place_is_refused() -> 
     dropout.inplace = True
     with pytest.raises(ConfigError, match="inplace=False"):
         first(x)
+
+
+def test_converted_rows_without_nodes_belong_to_the_type_that_is_asked_for() -> None:
+    provenance, columns = InputProvenance(0), deal_out_columns(F, 1)
+    origins = {ntype: Origin(ntype=ntype, names=("feat",), runs=columns) for ntype in ("author", "paper")}
+    for origin in origins.values():
+        provenance.add(torch.zeros(0, F, dtype=torch.float64), origin)
+    for ntype, origin in origins.items():
+        assert provenance.find(torch.zeros(0, F), ntype) == origin.with_step(Converted(torch.float32))
 
 
 @pytest.mark.parametrize("optimizer", [torch.optim.SparseAdam, torch.optim.Adagrad, torch.optim.SGD])
