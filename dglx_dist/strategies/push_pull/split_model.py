@@ -749,10 +749,9 @@ def _find_typed_input(model: nn.Module, stores: Mapping[str, ColumnStore], schem
     columns = {ntype: dict(store.widths) for ntype, store in stores.items() if store.names}
     widths = {ntype: sum(by_name.values()) for ntype, by_name in columns.items()}
     name, layer = find_typed_layer(model, schema.etypes, widths)
-    read_types = set(layer.cut_types.values())
-    for ntype in read_types:
+    for ntype in dict.fromkeys(layer.cut_types.values()):
         _check_floats(stores[ntype])
-    return {ntype: columns[ntype] for ntype in columns if ntype in read_types}, (name, layer)
+    return columns, (name, layer)
 
 
 def _find_input(model: nn.Module, stores: Mapping[str, ColumnStore], schema: TypeSchema) -> FoundInput:
@@ -760,9 +759,9 @@ def _find_input(model: nn.Module, stores: Mapping[str, ColumnStore], schema: Typ
     ((ntype, store),) = stores.items()
     num_nodes = schema.num_nodes[ntype]
     inputs = [dict(store.widths)] if store.names else []
-    inputs += [{"": embedding.embedding_dim} for _, embedding in embeddings_of_all_nodes(model, num_nodes)][
-        :1
-    ]
+    embedding = next((embedding for _, embedding in embeddings_of_all_nodes(model, num_nodes)), None)
+    if embedding is not None:
+        inputs.append({"": embedding.embedding_dim})
     errors = []
     for widths in inputs:
         try:

@@ -242,6 +242,18 @@ def pass_weights(net: Any, x: Any) -> Any:
     return x
 
 
+class Skipping(several_types.Net):
+    """Adds a projection of the papers' features to the result."""
+
+    def __init__(self) -> None:
+        super().__init__(CASES["sage"])
+        self.skip = torch.nn.Linear(WIDTHS["paper"], several_types.CLASSES)
+
+    def forward(self, blocks: Any, x: Any) -> Any:
+        scores = super().forward(blocks, x)["paper"]
+        return {"paper": scores + self.skip(x["paper"][: len(scores)])}
+
+
 def share_module(net: several_types.Net) -> several_types.Net:
     for etype in (("paper", "cites", "paper"), ("paper", "retracts", "paper")):
         net.first.mod_dict[etype] = net.first.mods[str(("paper", "cites", "paper"))]
@@ -298,6 +310,7 @@ REFUSED: list[tuple[Any, dict[str, Any], str]] = [
         {},
         "not given the rows of node type 'author'.*leave its edge types",
     ),
+    (Skipping, {}, r"'skip' \(Linear\) was given 3 columns.*no skip connection.*data_parallel"),
     (lambda: Changed(pass_weights), {}, "mod_kwargs.*data_parallel"),
     (
         lambda: make_net(several_types.sage),
