@@ -5,7 +5,7 @@ Venues and fields may have fewer columns than there are ranks.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,6 +24,7 @@ from dglx_dist.graph.dist_graph import DistGraph
 from dglx_dist.graph.embedding import DistEmbedding
 from dglx_dist.records import Assignment, EdgeType, RawGraph
 from dglx_dist.strategies.base import STRATEGIES
+from dglx_dist.strategies.push_pull.pipeline import Version
 from dglx_dist.training.relational import RGCN, EntityInputs
 from tests.strategies import equality
 
@@ -191,7 +192,8 @@ class Run:
     dropout: float = 0.0
     strategy: str = "push_pull"
     batch_size: int = 0
-    """0 means all seeds. Smaller batches have two in-edges of each node and relation."""
+    """0 means all seeds."""
+    fanout: int = -1
 
     @property
     def is_relational(self) -> bool:
@@ -211,7 +213,10 @@ class Notes:
     weights: dict[str, Any] = field(default_factory=dict)
     moved: Counter[str] = field(default_factory=Counter)
     counts: Counter[Any] = field(default_factory=Counter)
-    """L0 and D1 by node type, and E1 by edge type."""
+    """Number of batches, L0 and D1 by node type, and E1 by edge type."""
+    targets: list[list[int]] = field(default_factory=list)
+    """Original ids of the papers of each batch."""
+    log: Sequence[Version] = ()
 
 
 def make_model(run: Run) -> Any:
@@ -235,7 +240,7 @@ def weights_of(module: nn.Module) -> dict[str, Any]:
 
 def make_sampler(run: Run) -> Any:
     return dgl.dataloading.NeighborSampler(
-        [2 if run.batch_size else -1] * run.num_layers,
+        [run.fanout] * run.num_layers,
         prefetch_node_feats={ntype: ["feat"] for ntype in WIDTHS},
         prefetch_labels={"paper": ["label"]},
     )
@@ -301,7 +306,7 @@ def train(g: DistGraph, run: Run) -> Notes:
     sparse = optim.SparseSGD([inputs._embeddings["author"]], lr=RATE)
     before = g.session.ledger.snapshot()
     for _ in range(STEPS):
-        for _, _, blocks in loader:
+        for _, targets, blocks in loader:
             scores = model(blocks, inputs(blocks[0]))["paper"]
             loss = F.cross_entropy(scores, blocks[-1].dstnodes["paper"].data["label"])
             optimizer.zero_grad()
@@ -310,7 +315,9 @@ def train(g: DistGraph, run: Run) -> Notes:
             optimizer.step()
             sparse.step()
             notes.counts.update(dict(count_block(blocks[0])))
+            notes.targets.append(g.orig_ids(targets["paper"], "paper").tolist())
     notes.moved = equality.moved_since(g.session, before)
+    notes.log = getattr(model, "versions", ())
     g.barrier()
     loader.close()
     rows = equality.in_original_order(inputs._embeddings["author"].weight, g, "author").numpy()

@@ -23,7 +23,7 @@ from dglx_dist.strategies.push_pull.pipeline import InFlightBatch
 from dglx_dist.training.relational import HGT, RgcnStages
 from tests.helpers import wide
 from tests.helpers.ranks import run_ranks
-from tests.strategies.push_pull import several_types
+from tests.strategies.push_pull import runs, several_types
 from tests.strategies.push_pull.several_types import CASES, RELATIONAL, WIDTHS, Run
 
 PLACEMENTS = [(2, 1), (4, 2), *wide((1, 1), (3, 3), (4, 4))]
@@ -67,9 +67,10 @@ def find_differences(weights: Mapping[str, Any], expected: Mapping[str, Any]) ->
 
 @pytest.mark.parametrize(("ranks", "ranks_per_server"), PLACEMENTS)
 def test_weights_and_bytes_are_exact(folder: Path, ranks: int, ranks_per_server: int) -> None:
-    runs = list_runs(ranks)
-    by_rank = run_ranks(train_on_rank, ranks, args=(str(folder), runs), ranks_per_server=ranks_per_server)
-    for run, notes in zip(runs, zip(*by_rank, strict=True), strict=True):
+    all_runs = list_runs(ranks)
+    arguments = str(folder), all_runs
+    by_rank = run_ranks(train_on_rank, ranks, args=arguments, ranks_per_server=ranks_per_server)
+    for run, notes in zip(all_runs, zip(*by_rank, strict=True), strict=True):
         expected = several_types.train_in_one_process(run, ranks)
         for result in notes:
             differences = find_differences(result.weights, expected)
@@ -197,16 +198,52 @@ def test_every_mistake_leaves_other_weights_than_one_process(folder: Path) -> No
             assert max(find_differences(result[name], expected).values()) > 1e-4, name
 
 
-BATCHES = [Run(name, batch_size=2) for name in ("sage", "mixed mean", "gcn mean", "rgcn", "rgcn deep")]
+BATCHES = [
+    Run(name, batch_size=2, fanout=2) for name in ("sage", "mixed mean", "gcn mean", "rgcn", "rgcn deep")
+]
 
 
 def test_small_batches_train_as_under_data_parallel(folder: Path) -> None:
     """Batches may lack all nodes of a type."""
-    runs = [replace(run, strategy=strategy) for run in BATCHES for strategy in ("data_parallel", "push_pull")]
-    for result in run_ranks(train_on_rank, 3, args=(str(folder), runs)):
+    strategies = "data_parallel", "push_pull"
+    both = [replace(run, strategy=strategy) for run in BATCHES for strategy in strategies]
+    for result in run_ranks(train_on_rank, 3, args=(str(folder), both)):
         assert min(notes.counts["batches"] for notes in result) > several_types.STEPS
         for expected, notes in zip(result[::2], result[1::2], strict=True):
             assert max(find_differences(notes.weights, expected.weights).values()) < TOLERANCE
+
+
+LATE = [
+    Run("gat", options={"depth": 3, "weights": "split"}, batch_size=2),
+    Run("gat mean", options={"depth": 2}, batch_size=2),
+]
+
+
+def test_batches_in_flight_lag_as_in_a_simulation(folder: Path) -> None:
+    results = run_ranks(train_on_rank, 3, args=(str(folder), LATE))
+    graph = several_types.plain_graph()
+    blocks = [several_types.dgl.to_block(graph, {ntype: graph.nodes(ntype) for ntype in graph.ntypes})] * 2
+    x = {ntype: graph.nodes[ntype].data["feat"] for ntype in WIDTHS}
+    for run, notes in zip(LATE, zip(*results, strict=True), strict=True):
+        targets = runs.of_all_ranks(notes)
+
+        def choose_loss(model: Any, batch: int, targets: list[list[int]] = targets) -> Any:
+            labels = graph.nodes["paper"].data["label"][targets[batch]]
+            return several_types.F.cross_entropy(model(blocks, x)["paper"][targets[batch]], labels)
+
+        model = several_types.make_model(run)
+        part_names = [
+            name for name in several_types.weights_of(model) if "first" in name and "bias" not in name
+        ]
+        log = notes[0].log
+        assert max(entry.written - entry.read for entry in log) == run.options["depth"] - 1
+        simulated = runs.delayed_sgd(
+            model, part_names, log, choose_loss, lambda p: torch.optim.SGD(p, lr=several_types.RATE)
+        )
+        for result in notes:
+            expected = {name: value.numpy() for name, value in simulated.items()}
+            weights = {name: result.weights[name] for name in expected}
+            assert max(find_differences(weights, expected).values()) < TOLERANCE
 
 
 KEYED = [Run("sage", dropout=0.5), Run("gat", dropout=0.5), Run("rgcn deep", dropout=0.5)]
