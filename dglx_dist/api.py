@@ -798,7 +798,8 @@ def _check_auto(config: FitConfig) -> None:
 
 
 def _check_inputs(g: DistGraph, inputs: EntityInputs | None) -> None:
-    if inputs is None or get_strategy(g.session).traits.features == "rows":
+    # Of several types, those without features keep whole rows.
+    if inputs is None or get_strategy(g.session).traits.features == "rows" or len(g.ntypes) > 1:
         return
     embedded = [ntype for ntype in g.ntypes if ntype not in inputs.feature_widths]
     if embedded:

@@ -104,7 +104,7 @@ class BlockTypes:
     def block(
         self,
         edges: Sequence[tuple[int, int, Tensor, Tensor, Mapping[str, Tensor]]],
-        nodes: Sequence[Tensor],
+        nodes: Sequence[Tensor] | None,
         counts: tuple[list[int], list[int]],
     ) -> DGLBlock:
         """Build a block.
@@ -113,7 +113,7 @@ class BlockTypes:
             edges: Numbers of sources and destinations, offsets and sources as in :func:`build_block`, and
                 columns, of each edge type.
             nodes: Global ids of each node type. The first ones are sources, and the first of them
-                destinations.
+                destinations. None: the block has no ids.
             counts: Numbers of sources and of destinations of each node type.
         """
         indices = [_build_bipartite(n, m, offsets, sources) for n, m, offsets, sources, _ in edges]
@@ -121,9 +121,9 @@ class BlockTypes:
         sizes = utils.toindex([*counts[0], *counts[1]], "int64")
         index = heterograph_index.create_heterograph_from_relations(self._metagraph, indices, sizes)
         frames = [
-            Frame({dgl.NID: ids[:count]}, num_rows=count)
+            Frame({} if nodes is None else {dgl.NID: nodes[ntype][:count]}, num_rows=count)
             for side_counts in counts
-            for ids, count in zip(nodes, side_counts, strict=True)
+            for ntype, count in enumerate(side_counts)
         ]
         # Copy the names, because DGL keeps the lists.
         ntypes = list(self._ntypes), list(self._ntypes)

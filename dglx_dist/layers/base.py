@@ -1,10 +1,13 @@
 """Interfaces of convolutions: split by input columns (P3, P-TAGS), stages of workers, and their kernels."""
 
+from __future__ import annotations
+
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeAlias
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import dgl.function as fn
 import torch
@@ -16,6 +19,7 @@ from torch.nn import functional
 from dglx_dist.errors import ConfigError
 from dglx_dist.layers.dropout import DropDraws, drop_attention, drop_entries
 from dglx_dist.layers.masks import ColumnRange
+from dglx_dist.records import EdgeType
 
 PartialSums: TypeAlias = tuple[Tensor, ...]
 """Tensors that are summed over the parts."""
@@ -34,6 +38,13 @@ class StageInput:
     draws: DropDraws | None = None
     """Keys of the dropout before *sync*, so that the parts drop the same as one process. A single part has
     None and draws as torch does."""
+    targets: StageInput | None = None
+    """Destinations, if they are of another node type than the sources. None means the first sources."""
+    by_type: Mapping[str, StageInput] = field(default_factory=dict)
+    """Inputs by node type, if the layer reads several types. Then :attr:`x` has no meaning."""
+    is_own: bool = True
+    """Whether the block is this rank's own. Only its owner has rows that are not cut. Other parts have
+    (L0, 0) rows instead."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,6 +100,17 @@ class SplittableConv(nn.Module, ABC):
     """Whether :meth:`forward` of the unsplit layer reads sources only by sums over in-edges."""
     heads: int = 0
     """Number of attention heads, each with a logit per edge. 0 means no attention."""
+    ends: Literal["one type", "sources", "apart", "together"] = "one type"
+    """How the stages read the ends of an edge type. They must be of one node type. Or only sources are read.
+    Or the result has a term for each end. Or both are read together, and must be of two node types."""
+    target_cut: tuple[str, ...] = ()
+    """Names in :attr:`cut` of parameters that run over the columns of such destinations."""
+    cut_types: Mapping[str, str] = MappingProxyType({})
+    """Parameter name in :attr:`cut` to the node type of its columns, if the layer reads several types."""
+    own_types: tuple[str, ...] = ()
+    """Node types with rows that are not cut, which stages before *sync* read on the block's owner."""
+    replaced: str = "forward"
+    """Method of the user's module that :meth:`forward` replaces."""
     allow_zero_in_degree: bool = True
     """Whether destinations without in-edges are allowed. DGL's convolutions reject them by default."""
 
@@ -124,6 +146,40 @@ class SplittableConv(nn.Module, ABC):
         early = self.heads > 0 or columns > outputs
         summed = (outputs if early else columns) + 6 * self.heads
         return LayerWidths(inputs=columns, outputs=outputs, summed=summed)
+
+    @property
+    def sum_widths(self) -> Mapping[str, int]:
+        """Number of columns of all sums by destination type, if the layer reads several node types."""
+        return {}
+
+    @property
+    def logit_widths(self) -> Mapping[EdgeType, int]:
+        """Number of logits of each source and destination by edge type, if the layer reads several types."""
+        return {}
+
+    @property
+    def is_affine(self) -> bool:
+        """Whether :meth:`apply_nodes` is only :meth:`scale` and :meth:`shift`, so that results add up."""
+        return False
+
+    def scale(self, block: DGLBlock, rows: Tensor) -> Tensor:
+        """Return ``rows`` ((D1, ...), a sum of a single :meth:`gather`) times a factor per destination."""
+        return rows
+
+    def shift(self, rows: Tensor) -> Tensor:
+        """Return scaled ``rows`` plus the bias, if there is one."""
+        return rows
+
+    def split_modules(self) -> set[nn.Module]:
+        """Return the modules that the stages replace."""
+        return set(self.modules())
+
+    def make_input(
+        self, block: DGLBlock, by_type: Mapping[str, StageInput], edges: Mapping[str, Tensor]
+    ) -> StageInput:
+        """Return the input of the stages from the inputs by node type."""
+        (inputs,) = by_type.values()
+        return replace(inputs, edges=edges)
 
     def own_edges(self, block: DGLBlock) -> dict[str, Tensor]:
         """Return (E1, ...) per-edge values that depend on the complete block. There are none by default.
@@ -184,12 +240,23 @@ class SplittableConv(nn.Module, ABC):
         """
         return self._drop(inputs, inputs.x, probability, drop_entries)
 
+    def drop_ends(self, inputs: StageInput, probability: float) -> tuple[Tensor, Tensor]:
+        """Return (L0, F_p) and (D1, F_p): sources and destinations with entries dropped while training.
+
+        Raises as :meth:`drop_inputs`.
+        """
+        x = self.drop_inputs(inputs, probability)
+        if inputs.targets is None:
+            return x, x[: inputs.block.num_dst_nodes()]
+        return x, self.drop_inputs(inputs.targets, probability)
+
     def drop_edges(self, inputs: StageInput, attention: Tensor, probability: float) -> Tensor:
         """Return ``attention`` ((E1, K, 1)) with entries dropped while training.
 
         Raises as :meth:`drop_inputs`.
         """
-        return self._drop(inputs, attention, probability, partial(drop_attention, inputs.block))
+        keys = inputs.targets or inputs
+        return self._drop(keys, attention, probability, partial(drop_attention, inputs.block))
 
     def check_in_edges(self, block: DGLBlock) -> None:
         """Raise DGLError, as DGL's convolutions do, if a destination has no in-edges but needs some."""
@@ -238,6 +305,18 @@ class SplittableConv(nn.Module, ABC):
         return {name: values for name, values in edges.items() if values is not None}
 
 
+class SplitsTypes(ABC):
+    """A module for several node types that contains a first layer which splits by input columns."""
+
+    @abstractmethod
+    def make_first_stages(self, widths: Mapping[str, int]) -> SplittableConv:
+        """Return the stages of the first layer, which share the parameters of this module.
+
+        ``widths`` are the numbers of columns of the node types that are cut. Raises ConfigError if they
+        do not fit.
+        """
+
+
 def sum_in_edges(block: DGLBlock, rows: Tensor, weight: Tensor | None = None, *, how: str = "sum") -> Tensor:
     """Return (D1, ...) sums of the (L0, ...) source rows over in-edges, times ``weight`` ((E1, ...))."""
     # DGL's kernels reject rows without columns.
@@ -257,6 +336,14 @@ def sum_in_edges(block: DGLBlock, rows: Tensor, weight: Tensor | None = None, *,
 
 mean_in_edges = partial(sum_in_edges, how="mean")
 """Return the mean over in-edges instead of the sum, or zeros where there are none."""
+
+
+def lacks_columns(rows: Tensor, weight: Tensor) -> bool:
+    """Return whether this part has none of the (n, F) ``rows`` of an (F, H) ``weight``, but another has all.
+
+    A part without columns of rows that are cut has a weight without rows instead.
+    """
+    return rows.shape[1] == 0 < weight.shape[0]
 
 
 def projects_first(sources: int, targets: int, edges: int, columns: int, width: int) -> bool:

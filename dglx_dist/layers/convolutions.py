@@ -26,6 +26,7 @@ from dglx_dist.layers.base import (
     SplittableConv,
     StageInput,
     apply_to_edges,
+    lacks_columns,
     mean_in_edges,
     project_rows,
     sum_in_edges,
@@ -54,29 +55,35 @@ class GatStages(SplittableConv):
 
     def __init__(self, conv: dglnn.GATConv) -> None:
         super().__init__(conv)
-        if "fc" not in conv._modules:
-            raise ConfigError(
-                "GATConv with separate widths for sources and destinations cannot be the split first layer. "
-                "Build it with one width, or use strategy='data_parallel'."
-            )
         if conv.res_fc is not None and not isinstance(conv.res_fc, nn.Linear):
             raise ConfigError(
                 "GATConv adds its input to its output (residual=True with equal widths), so parts would need "
                 "all columns. Set residual=False in the first layer, or use strategy='data_parallel'."
             )
         self.heads, self._width = conv._num_heads, conv._out_feats
-        self.cut = {"fc.weight": 1} | ({"res_fc.weight": 1} if self.res_fc is not None else {})
+        has_pair = "fc" not in conv._modules
+        self.ends = "together" if has_pair else "one type"
+        projections = ("fc_src.weight", "fc_dst.weight") if has_pair else ("fc.weight",)
+        residual = ("res_fc.weight",) if self.res_fc is not None else ()
+        self.cut = dict.fromkeys((*projections, *residual), 1)
+        self.target_cut = (*projections[1:], *residual)
 
     def transform(self, inputs: StageInput) -> tuple[Tensor, Tensor]:
         """Return the projected source rows (L0, K, H), and the destinations' inputs (D1, F_p)."""
-        x = self.drop_inputs(inputs, self.feat_drop.p)
-        rows = functional.linear(x, self.fc.weight).view(-1, self.heads, self._width)
-        return rows, x[: inputs.block.num_dst_nodes()]
+        x, targets = self.drop_ends(inputs, self.feat_drop.p)
+        weight = self.fc.weight if inputs.targets is None else self.fc_src.weight
+        return self._project(x, weight), targets
+
+    def _project(self, x: Tensor, weight: Tensor) -> Tensor:
+        return functional.linear(x, weight).view(-1, self.heads, self._width)
 
     def scatter(self, inputs: StageInput, transformed: tuple[Tensor, Tensor]) -> PartialSums:
         """Return this part's logits of the sources (L0, K, 1) and of the destinations (D1, K, 1)."""
-        rows = transformed[0]
-        target_rows = rows[: inputs.block.num_dst_nodes()]
+        rows, targets = transformed
+        if inputs.targets is None:
+            target_rows = rows[: inputs.block.num_dst_nodes()]
+        else:
+            target_rows = self._project(targets, self.fc_dst.weight)
         return (rows * self.attn_l).sum(-1, keepdim=True), (target_rows * self.attn_r).sum(-1, keepdim=True)
 
     def gather(
@@ -93,10 +100,16 @@ class GatStages(SplittableConv):
             out = out + functional.linear(targets, self.res_fc.weight).view_as(out)
         return (out,)
 
-    def apply_nodes(self, block: DGLBlock, gathered: PartialSums) -> Tensor:
-        (out,) = gathered
+    @property
+    def is_affine(self) -> bool:
+        return self.activation is None
+
+    def shift(self, rows: Tensor) -> Tensor:
         bias = self.bias if self.res_fc is None else self.res_fc.bias
-        return _apply(self.activation, out if bias is None else out + bias.view(1, self.heads, self._width))
+        return rows if bias is None else rows + bias.view(1, self.heads, self._width)
+
+    def apply_nodes(self, block: DGLBlock, gathered: PartialSums) -> Tensor:
+        return _apply(self.activation, self.shift(*gathered))
 
 
 @final
@@ -162,6 +175,8 @@ _POWER = {"both": -0.5, "left": -1.0, "right": -1.0}
 class GraphConvStages(SplittableConv):
     """Stages of ``GraphConv`` by columns."""
 
+    ends = "sources"
+
     def __init__(self, conv: dglnn.GraphConv) -> None:
         super().__init__(conv)
         if conv.weight is None:
@@ -183,12 +198,21 @@ class GraphConvStages(SplittableConv):
         total = sum_in_edges(inputs.block, transformed, inputs.edges.get("edge_weight"))
         return (project_rows(inputs, total, self.weight, after_sum=True),)
 
+    @property
+    def is_affine(self) -> bool:
+        return self._activation is None
+
+    def scale(self, block: DGLBlock, rows: Tensor) -> Tensor:
+        if self._norm not in ("right", "both"):
+            return rows
+        degrees = block.in_degrees().to(rows).clamp(min=1)
+        return rows * degrees.pow(_POWER[self._norm]).unsqueeze(-1)
+
+    def shift(self, rows: Tensor) -> Tensor:
+        return _add_bias(rows, self.bias)
+
     def apply_nodes(self, block: DGLBlock, gathered: PartialSums) -> Tensor:
-        (out,) = gathered
-        if self._norm in ("right", "both"):
-            degrees = block.in_degrees().to(out).clamp(min=1)
-            out = out * degrees.pow(_POWER[self._norm]).unsqueeze(-1)
-        return _apply(self._activation, _add_bias(out, self.bias))
+        return _apply(self._activation, self.shift(self.scale(block, *gathered)))
 
 
 @final
@@ -266,12 +290,13 @@ class SageStages(SplittableConv):
         self.cut = {"fc_neigh.weight": 1}
         if self._aggregator == "mean":
             self.cut["fc_self.weight"] = 1
+            self.ends, self.target_cut = "apart", ("fc_self.weight",)
 
     def transform(self, inputs: StageInput) -> tuple[Tensor, Tensor]:
         """Return the source rows, projected if that is cheaper now, and the destinations' inputs."""
-        x = self.drop_inputs(inputs, self.feat_drop.p)
-        rows = project_rows(inputs, x, self.fc_neigh.weight.T, after_sum=False)
-        return rows, x[: inputs.block.num_dst_nodes()]
+        x, targets = self.drop_ends(inputs, self.feat_drop.p)
+        matrix = self.fc_neigh.weight.T
+        return x if lacks_columns(x, matrix) else project_rows(inputs, x, matrix, after_sum=False), targets
 
     def gather(
         self, inputs: StageInput, transformed: tuple[Tensor, Tensor], scattered: PartialSums
@@ -279,16 +304,25 @@ class SageStages(SplittableConv):
         block, weight, (rows, target_rows) = inputs.block, inputs.edges.get("edge_weight"), transformed
         matrix = self.fc_neigh.weight.T
         if self._aggregator == "mean":
+            if lacks_columns(rows, matrix):
+                return (functional.linear(target_rows, self.fc_self.weight),)
             neighbor_sums = project_rows(inputs, mean_in_edges(block, rows, weight), matrix, after_sum=True)
+            if lacks_columns(target_rows, self.fc_self.weight.T):
+                return (neighbor_sums,)
             return (neighbor_sums + functional.linear(target_rows, self.fc_self.weight),)
         total = sum_in_edges(block, rows, weight) + rows[: block.num_dst_nodes()]
         total = total / (block.in_degrees().to(total).unsqueeze(-1) + 1)
         return (project_rows(inputs, total, matrix, after_sum=True),)
 
+    @property
+    def is_affine(self) -> bool:
+        return self.activation is None and self.norm is None
+
+    def shift(self, rows: Tensor) -> Tensor:
+        return _add_bias(rows, self.fc_self.bias if self._aggregator == "mean" else self.bias)
+
     def apply_nodes(self, block: DGLBlock, gathered: PartialSums) -> Tensor:
-        (out,) = gathered
-        bias = self.fc_self.bias if self._aggregator == "mean" else self.bias
-        return _apply(self.norm, _apply(self.activation, _add_bias(out, bias)))
+        return _apply(self.norm, _apply(self.activation, self.shift(*gathered)))
 
 
 @final
@@ -357,6 +391,8 @@ class Convolution:
     """Ready-made model of ``training.models`` that has this convolution or a similar one."""
 
 
+_WIDTHS = ("one width", "separate widths for sources and destinations")
+_BETWEEN = ("within one node type", "between two node types")
 _SPREAD = "it takes the maximum, the minimum and the spread of messages of complete rows"
 
 CONVOLUTIONS: Mapping[type[nn.Module], Convolution] = MappingProxyType(
@@ -413,16 +449,23 @@ def sums_sources(module: nn.Module) -> bool:
     return type(module) is dglnn.GraphConv or getattr(module, "sums_sources", False) is True
 
 
-def make_stages(module: nn.Module) -> SplittableConv:
+def make_stages(module: nn.Module, *, bipartite: bool = False) -> SplittableConv:
     """Return ``module`` as stages that share its parameters.
 
-    Raises ConfigError if the module cannot be split. The message has the reason and a remedy.
+    Raises ConfigError if the module cannot be split, or not on edges within one node type (``bipartite``:
+    between two). The message has the reason and a remedy.
     """
-    if isinstance(module, SplittableConv):
-        return module
     convolution = CONVOLUTIONS.get(type(module), Convolution())
-    if convolution.columns is not None:
-        return convolution.columns(module)
+    make = (lambda conv: conv) if isinstance(module, SplittableConv) else convolution.columns
+    if make is not None:
+        stages: SplittableConv = make(module)
+        if stages.ends == ("one type" if bipartite else "together"):
+            raise ConfigError(
+                f"{type(module).__name__} with {_WIDTHS[not bipartite]} cannot be split on edges "
+                f"{_BETWEEN[bipartite]}. Build it with {_WIDTHS[bipartite]} if it supports that, or use "
+                "strategy='data_parallel'."
+            )
+        return stages
     names = [kind.__name__ for kind, conv in CONVOLUTIONS.items() if conv.columns]
     raise ConfigError(
         f"{type(module).__name__} cannot be cut by input columns: "

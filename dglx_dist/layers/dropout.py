@@ -85,6 +85,8 @@ class DropDraws:
     """(L0,) int64 global ids of the sources, the destinations first."""
     runs: tuple[ColumnRange, ...]
     """Columns of the uncut input that the part has, in order."""
+    relation: int = 0
+    """Number of the relation in a layer of several, so that each draws its own masks."""
 
 
 def drop_entries(x: Tensor, probability: float, draws: DropDraws, stream: int = INPUTS) -> Tensor:
@@ -92,6 +94,7 @@ def drop_entries(x: Tensor, probability: float, draws: DropDraws, stream: int = 
 
     The runs of ``draws`` have F_p columns together. Different streams draw independently.
     """
+    stream += 2 * draws.relation
     is_kept = draw_kept_entries(draws.seed, draws.number, stream, draws.nodes, draws.runs, probability)
     return x * _scale_mask(is_kept, probability, x)
 
@@ -104,7 +107,7 @@ def drop_attention(block: DGLBlock, attention: Tensor, probability: float, draws
     owner's.
     """
     indptr, _, edge_ids = block.adj_tensors("csc")
-    stream = stream_key(draws.seed, draws.number, ATTENTION)
+    stream = stream_key(draws.seed, draws.number, ATTENTION + 2 * draws.relation)
     threshold = count_dropped(probability)
     starts = indptr.long()
     nodes = draws.nodes[: block.num_dst_nodes()]
@@ -427,7 +430,11 @@ class NodeDropout(nn.Dropout):
 
 def drop_rows(dropout: nn.Dropout, x: Tensor, nodes: Tensor | None) -> Tensor:
     """Return ``dropout(x)``, keyed by the (n,) int64 ``nodes`` during a pass of a strategy."""
-    return dropout.drop_rows(x, nodes) if isinstance(dropout, NodeDropout) else dropout(x)
+    if isinstance(dropout, NodeDropout):
+        return dropout.drop_rows(x, nodes)
+    # A strategy may have replaced the method of this module.
+    replaced = vars(dropout).get("forward")
+    return dropout(x) if replaced is None else replaced(x, nodes)
 
 
 def make_type_keys(nodes: Any, ntypes: Sequence[str]) -> Tensor | None:

@@ -10,7 +10,7 @@ import dgl
 import torch
 from torch import Tensor, nn
 
-from dglx_dist.layers.base import SplittableConv
+from dglx_dist.layers.base import SplitsTypes, SplittableConv
 
 MODEL_ERRORS = (
     ArithmeticError,
@@ -30,7 +30,7 @@ _EDGE_ARGUMENTS = ("efeat", "efeats", "e", "w")
 def find_convolutions(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Yield the modules of DGL and the splittable modules by name, in the order of their registration."""
     for name, module in model.named_modules():
-        if isinstance(module, SplittableConv) or type(module).__module__.startswith("dgl."):
+        if isinstance(module, SplittableConv | SplitsTypes) or type(module).__module__.startswith("dgl."):
             yield name, module
 
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias, final
 
 import dgl
 import torch
+from dgl.heterograph import DGLBlock
 from dgl.nn.pytorch.utils import WeightBasis
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -21,7 +22,9 @@ from dglx_dist.dataloading.feature_fetch import HALVES
 from dglx_dist.errors import ConfigError
 from dglx_dist.graph.dist_tensor import DistTensor
 from dglx_dist.internals.message_passing import create_block
+from dglx_dist.layers.base import PartialSums, SplitsTypes, SplittableConv, StageInput
 from dglx_dist.layers.dropout import drop_rows, make_type_keys
+from dglx_dist.layers.several_types import check_width, make_typed_input
 from dglx_dist.records import FEATURE, EdgeType
 from dglx_dist.training.models import Layered
 
@@ -200,14 +203,17 @@ class RelationalModel(Layered):
 
     def _layer(self, depth: int, block: Any, h: Rows | Tensor) -> Rows | Tensor:
         rows = {self.ntypes[0]: h} if isinstance(h, Tensor) else dict(h)
-        if depth == 0:
-            rows = {ntype: self._project(ntype, type_rows) for ntype, type_rows in rows.items()}
-        rows = self.apply_layer(depth, block, rows)
+        rows = self.apply_layer(depth, block, rows) if depth else self.apply_first_layer(block, rows)
         if depth == self.num_layers - 1:
             rows = {ntype: type_rows for ntype, type_rows in rows.items() if ntype in self.out_types}
         return rows[self.ntypes[0]] if isinstance(h, Tensor) else rows
 
-    def _project(self, ntype: str, rows: Tensor) -> Tensor:
+    def apply_first_layer(self, block: Any, h: Rows) -> Rows:
+        """Map the input rows of every type to (num_dst, ...) rows of the destinations."""
+        return self.apply_layer(0, block, {ntype: self.project_rows(ntype, x) for ntype, x in h.items()})
+
+    def project_rows(self, ntype: str, rows: Tensor) -> Tensor:
+        """Return (n, hidden) rows of the input rows of one type."""
         if make_module_name(ntype) in self.project:
             return self.project[make_module_name(ntype)](rows)
         if rows.shape[1] != self.hidden:
@@ -219,7 +225,7 @@ class RelationalModel(Layered):
 
 
 @final
-class RGCN(RelationalModel):
+class RGCN(RelationalModel, SplitsTypes):
     """Relational graph convolution (Schlichtkrull et al. 2018): a mean per relation.
 
     ``h_v = W_0 h_v + b + sum_r mean over N_r(v) of W_r h_u``, with a W_0 and b per node type. A relation
@@ -279,21 +285,49 @@ class RGCN(RelationalModel):
             for _ in range((layers - 1) * (norm == "layer"))
         )
 
+    def make_first_stages(self, widths: Mapping[str, int]) -> SplittableConv:
+        return RgcnStages(self, widths)
+
     def apply_layer(self, depth: int, block: Any, h: Rows) -> Rows:
+        num_dst = self.count_destinations(depth, block)
+        rows = self.sum_relations(depth, block, h, num_dst)
+        return self.finish_layer(depth, block, h, rows, num_dst)
+
+    def list_result_types(self, depth: int) -> list[str]:
+        """Return the node types of the rows that a layer returns."""
         is_last = depth == self.num_layers - 1
+        return [ntype for ntype in self.ntypes if ntype in self.out_types or not is_last]
+
+    def count_destinations(self, depth: int, block: Any) -> dict[str, int]:
+        """Return the number of rows of each type that a layer returns."""
+        return {ntype: block.num_dst_nodes(ntype) for ntype in self.list_result_types(depth)}
+
+    def sum_relations(
+        self, depth: int, block: Any, h: Rows, num_dst: Mapping[str, int], *, bias: bool = True
+    ) -> Tensor:
+        """Return own rows plus means of all relations, type by type. Types that ``h`` lacks add nothing."""
         linears: Any = self.own[depth]
-        result_types = [ntype for ntype in self.ntypes if ntype in self.out_types or not is_last]
-        num_dst = {ntype: block.num_dst_nodes(ntype) for ntype in result_types}
-        target_rows = ((ntype, h[ntype][:count]) for ntype, count in num_dst.items())
-        rows = torch.cat([linears[make_module_name(ntype)](x) for ntype, x in target_rows])
-        merged_edges = _merge_relations(block, self.ntypes, self.etypes, num_dst)
-        if merged_edges is not None:
-            merged, sizes, targets = merged_edges
-            weight = self.bases[depth]() if len(self.bases) else self.weights[depth]
-            means = dgl.ops.copy_u_mean(merged, torch.cat([h[ntype] for ntype in self.ntypes]))
-            parts = zip(torch.split(means, list(sizes.values())), sizes, strict=True)
-            rows = rows.index_add(0, targets, torch.cat([part @ weight[k] for part, k in parts]))
-        if is_last:
+        own_rows = []
+        for ntype, count in num_dst.items():
+            linear = linears[make_module_name(ntype)]
+            if ntype not in h:
+                own_rows.append(linear.weight.new_zeros(count, linear.out_features))
+            else:
+                x = h[ntype][:count]
+                own_rows.append(linear(x) if bias else F.linear(x, linear.weight))
+        rows, ntypes = torch.cat(own_rows), [ntype for ntype in self.ntypes if ntype in h]
+        merged_edges = _merge_relations(block, ntypes, self.etypes, num_dst)
+        if merged_edges is None:
+            return rows
+        merged, sizes, targets = merged_edges
+        weight = self.bases[depth]() if len(self.bases) else self.weights[depth]
+        means = dgl.ops.copy_u_mean(merged, torch.cat([h[ntype] for ntype in ntypes]))
+        parts = zip(torch.split(means, list(sizes.values())), sizes, strict=True)
+        return rows.index_add(0, targets, torch.cat([part @ weight[k] for part, k in parts]))
+
+    def finish_layer(self, depth: int, block: Any, h: Rows, rows: Tensor, num_dst: Mapping[str, int]) -> Rows:
+        """Apply what follows the sum of the relations."""
+        if depth == self.num_layers - 1:
             return _split_by_type(rows, num_dst)
         if self._residual and depth:
             rows = rows + torch.cat([h[ntype][:count] for ntype, count in num_dst.items()])
@@ -301,8 +335,86 @@ class RGCN(RelationalModel):
             norms: Any = self.norms[depth]
             by_type = _split_by_type(rows, num_dst).items()
             rows = torch.cat([norms[make_module_name(ntype)](x) for ntype, x in by_type])
-        keys = make_type_keys(block.dstnodes, result_types)
+        keys = make_type_keys(block.dstnodes, list(num_dst))
         return _split_by_type(drop_rows(self.dropout, torch.relu(rows), keys), num_dst)
+
+
+@final
+class RgcnStages(SplittableConv):
+    """Stages of the projections and the first layer of :class:`RGCN`.
+
+    The projections are cut. Other weights before the activation are linear in the projected rows, so every
+    part applies them to its share. The part that owns a block also adds the biases of the projections, and
+    the rows of types that are not cut.
+    """
+
+    replaced = "apply_first_layer"
+    edge_arguments = ()
+
+    def __init__(self, model: RGCN, widths: Mapping[str, int]) -> None:
+        super().__init__(model)
+        # The tuple avoids a registration of the model as a submodule.
+        self._model = (model,)
+        names = {ntype: make_module_name(ntype) for ntype in model.ntypes}
+        self.cut_types = {
+            f"project.{name}.weight": ntype
+            for ntype, name in names.items()
+            if name in model.project and ntype in widths
+        }
+        if not self.cut_types:
+            raise ConfigError("no node type that has features has a projection in feature_widths")
+        for name, ntype in self.cut_types.items():
+            check_width(name, self.get_parameter(name).shape[1], ntype, widths)
+        self.cut = dict.fromkeys(self.cut_types, 1)
+        self._cut_names = {ntype: names[ntype] for ntype in self.cut_types.values()}
+        self.own_types = tuple(ntype for ntype in model.ntypes if ntype not in self._cut_names)
+        used_names = [name for name, _ in model.project.named_parameters("project")]
+        used_names += [f"own.0.{names[ntype]}.weight" for ntype in model.list_result_types(0)]
+        used_names += [
+            name for name, _ in model.bases.named_parameters("bases") if name.startswith("bases.0.")
+        ]
+        used_names += ["weights.0"] * (not len(model.bases))
+        self.shared = tuple(name for name in used_names if name not in self.cut)
+
+    @property
+    def sum_widths(self) -> dict[str, int]:
+        model = self._model[0]
+        linears: Any = model.own[0]
+        return {t: linears[make_module_name(t)].out_features for t in model.list_result_types(0)}
+
+    def split_modules(self) -> set[nn.Module]:
+        # The dropout of the model follows the first layer.
+        return set()
+
+    def make_input(
+        self, block: DGLBlock, by_type: Mapping[str, StageInput], edges: Mapping[str, Tensor]
+    ) -> StageInput:
+        return make_typed_input(block, by_type)
+
+    def gather(self, inputs: StageInput, transformed: Tensor, scattered: PartialSums) -> PartialSums:
+        """Return a (D1, H) share for each type of the result."""
+        model, h = self._model[0], {}
+        for ntype, end in inputs.by_type.items():
+            if ntype in self._cut_names:
+                linear: Any = model.project[self._cut_names[ntype]]
+                h[ntype] = F.linear(end.x, linear.weight, linear.bias if end.is_own else None)
+            elif end.is_own:
+                h[ntype] = model.project_rows(ntype, end.x)
+        num_dst = model.count_destinations(0, inputs.block)
+        rows = model.sum_relations(0, inputs.block, h, num_dst, bias=False)
+        return torch.split(rows, list(num_dst.values()))
+
+    def apply_nodes(self, block: DGLBlock, gathered: PartialSums) -> Tensor:
+        linears: Any = self._model[0].own[0]
+        types = self._model[0].list_result_types(0)
+        pairs = zip(gathered, types, strict=True)
+        return torch.cat([rows + linears[make_module_name(ntype)].bias for rows, ntype in pairs])
+
+    def forward(self, block: DGLBlock, h: Rows) -> Rows:  # type: ignore[override]  # it takes rows by type
+        model = self._model[0]
+        by_type = {ntype: StageInput(block=block, x=h[ntype], edges={}) for ntype in model.ntypes}
+        rows = self.apply_nodes(block, self.sync(make_typed_input(block, by_type)))
+        return model.finish_layer(0, block, h, rows, model.count_destinations(0, block))
 
 
 def _merge_relations(
@@ -319,7 +431,7 @@ def _merge_relations(
     first_src, first_dst = _accumulate_starts(num_src, 0), _accumulate_starts(num_dst, 0)
     sources, degrees, targets, sizes = [], [], [], {}
     for relation, etype in enumerate(etypes):
-        if etype[2] not in num_dst or not block.num_edges(etype):
+        if etype[0] not in num_src or etype[2] not in num_dst or not block.num_edges(etype):
             continue
         indptr, indices, _ = block.adj_tensors("csc", etype)
         degree = indptr.diff()

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import final
 
 import numpy as np
 from torch import nn
 
+from dglx_dist.layers.base import SplittableConv
 from dglx_dist.layers.convolutions import CONVOLUTIONS
 from dglx_dist.planner.costs.base import (
     Cost,
@@ -19,9 +21,10 @@ from dglx_dist.planner.costs.base import (
     present,
     ring_split,
 )
+from dglx_dist.records import EdgeType
 from dglx_dist.strategies.candidate import Candidate
 from dglx_dist.strategies.push_pull.exchange import BACKWARD, FORWARD
-from dglx_dist.strategies.push_pull.split_model import find_first_layer
+from dglx_dist.strategies.push_pull.split_model import find_first_layer, find_typed_layer
 
 _SHORT_ID_BYTES = 4
 _SUMS = (FORWARD, BACKWARD)
@@ -43,18 +46,50 @@ class FirstLayer:
     """Bytes of the gradients of all other parameters, with a flag of one element each on the owner side."""
     known: bool
     """Whether the sums have exactly these widths and no values of edges are sent."""
+    sum_widths: Mapping[str, int] = field(default_factory=dict)
+    """H by destination type, if the layer reads several node types."""
+    logit_widths: Mapping[EdgeType, int] = field(default_factory=dict)
+    """K by edge type, for relations with attention."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TypedCounts:
+    """Totals of the layer-1 blocks of an epoch over all ranks, on a graph of several types."""
+
+    batches: int
+    sources: Mapping[str, int]
+    """L0 by node type."""
+    targets: Mapping[str, int]
+    """D1 by node type."""
+    edges: Mapping[EdgeType, int]
+    """E1 by edge type."""
 
 
 def inspect(model: nn.Module, features: int) -> FirstLayer:
     """Return the sizes of ``model`` split at its ``features``. Raise ConfigError if it cannot be split."""
     name, stages = find_first_layer(model, features)
+    # Edge values are sent with the structure, and a layer of the user may sum anything.
+    known = type(model.get_submodule(name)) in CONVOLUTIONS and not stages.required_edges
+    return _measure(model, stages, known=known, sum_width=stages.sum_width)
+
+
+def inspect_types(model: nn.Module, etypes: Sequence[EdgeType], widths: Mapping[str, int]) -> FirstLayer:
+    """Return the sizes of ``model`` split at the features of several node types, of ``widths`` columns.
+
+    Raises ConfigError if it cannot be split.
+    """
+    _, stages = find_typed_layer(model, etypes, widths)
+    return _measure(model, stages, known=True)
+
+
+def _measure(model: nn.Module, stages: SplittableConv, *, known: bool, sum_width: int = 0) -> FirstLayer:
     cut = [stages.get_parameter(name) for name in stages.cut]
     split = {id(parameter) for parameter in cut}
     replicated = [parameter for parameter in model.parameters() if id(parameter) not in split]
     # Parameters used before the sum have a gradient on every rank, and need no flag.
     unflagged = {id(stages.get_parameter(name)) for name in stages.shared}
     return FirstLayer(
-        sum_width=stages.sum_width,
+        sum_width=sum_width,
         logit_width=stages.heads,
         itemsize=cut[0].element_size(),
         cut_bytes=sum(parameter.numel() * parameter.element_size() for parameter in cut),
@@ -62,8 +97,9 @@ def inspect(model: nn.Module, features: int) -> FirstLayer:
             (parameter.numel() + (id(parameter) not in unflagged)) * parameter.element_size()
             for parameter in replicated
         ),
-        # Edge values are sent with the structure, and a layer of the user may sum anything.
-        known=type(model.get_submodule(name)) in CONVOLUTIONS and not stages.required_edges,
+        known=known,
+        sum_widths=stages.sum_widths,
+        logit_widths=stages.logit_widths,
     )
 
 
@@ -111,15 +147,47 @@ def column_bytes(survey: Survey, first: FirstLayer, *, group_size: int, pushed: 
     ranks, size = survey.ranks, group_size or survey.ranks
     num_values = survey.first_targets * first.sum_width
     num_values += 2 * (survey.input_rows + survey.first_targets) * first.logit_width
-    # Each part's pieces are summed over the groups.
-    cut = 2 * (ranks // size - 1) * first.cut_bytes
     return present(
         structure=(size - 1) * structure_bytes(survey) if pushed else 0,
         activations=(size - 1) * first.itemsize * num_values,
         activation_gradients=(size - 1) * first.itemsize * num_values,
         sampling=survey.sampling_bytes,
         labels=survey.label_bytes,
-        gradients=survey.steps * (2 * (ranks - 1) * first.replicated_bytes + cut),
+        gradients=survey.steps * _step_bytes(first, ranks, size),
+    )
+
+
+def _step_bytes(first: FirstLayer, ranks: int, size: int) -> int:
+    # Each part's pieces are summed over the groups.
+    return 2 * (ranks - 1) * first.replicated_bytes + 2 * (ranks // size - 1) * first.cut_bytes
+
+
+def typed_bytes(
+    counts: TypedCounts, first: FirstLayer, *, ranks: int, group_size: int, pushed: bool
+) -> dict[str, int]:
+    """Return the bytes of all ranks by ledger phase on a graph of several types, without empty phases.
+
+    For each batch, with sums over the T node types t and the edge types r with destination type d(r)::
+
+        structure             (N_f - 1) 4 (sum_t L0_t + sum_r (D1_d(r) + 1 + E1_r) + T)    T: 0 for one type
+        activations           (N_f - 1) s (sum_t D1_t H_t + sum_r 2 (L0_r + D1_r) K_r)
+        activation_gradients  the same, the other way
+        gradients             as in :func:`column_bytes`
+
+    Sampling and labels are not included.
+    """
+    size = group_size or ranks
+    num_values = sum(counts.targets[ntype] * width for ntype, width in first.sum_widths.items())
+    for (source, _, target), heads in first.logit_widths.items():
+        num_values += 2 * heads * (counts.sources[source] + counts.targets[target])
+    num_ids = sum(counts.sources.values()) + counts.batches * (len(counts.sources) > 1) * len(counts.sources)
+    num_ids += sum(counts.targets[target] + counts.batches for _, _, target in counts.edges)
+    num_ids += sum(counts.edges.values())
+    return present(
+        structure=(size - 1) * _SHORT_ID_BYTES * num_ids if pushed else 0,
+        activations=(size - 1) * first.itemsize * num_values,
+        activation_gradients=(size - 1) * first.itemsize * num_values,
+        gradients=counts.batches // ranks * _step_bytes(first, ranks, size),
     )
 
 

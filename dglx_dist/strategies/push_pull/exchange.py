@@ -89,12 +89,17 @@ class PartInput:
 
     block: DGLBlock
     """The owner's layer-1 block. Blocks of other owners have no data."""
-    nodes: Tensor
-    """(L0,) int64 global ids of its sources, the destinations first."""
-    columns: Mapping[str, Tensor]
-    """This part's (L0, F_p) columns of the sources' rows, by feature name."""
+    nodes: Mapping[str, Tensor]
+    """(L0,) int64 global ids of its sources by node type, the destinations first."""
+    columns: Mapping[str, Mapping[str, Tensor]]
+    """This part's (L0, F_p) columns of the sources' rows, by node type and feature name."""
     number: int
     """Number of the batch since the loader's first epoch, equal on all ranks."""
+
+    def keys(self, ntype: str) -> Tensor:
+        """Return (L0,) int64 keys of the sources of a type. Nodes of different types have different keys."""
+        types, nodes = list(self.nodes), self.nodes[ntype]
+        return nodes if len(types) == 1 else nodes * len(types) + types.index(ntype)
 
 
 @final

@@ -153,15 +153,16 @@ def stored_slice(dataset: StoredDataset, ntype: str, name: str, columns: ColumnR
 def write_slices(dataset: StoredDataset, num_parts: int) -> None:
     """Write the columns of each of ``num_parts`` ranks, for every matrix of node features.
 
-    One process calls it. It reads the dataset once, in chunks. Nothing is written for graphs of several node
-    types, because no strategy cuts them by columns. Nothing is written for one rank with one part either,
+    One process calls it. It reads the dataset once, in chunks. Nothing is written for one rank with one part,
     because it maps the rows. Raises StorageError if the folder cannot be written, or a part is damaged.
     """
     manifest = dataset.manifest
-    if len(manifest.node_types) > 1 or num_parts == manifest.num_parts == 1:
+    if num_parts == manifest.num_parts == 1:
         return
-    (ntype,) = manifest.node_types
-    for name, info in manifest.node_columns[ntype].items():
+    columns = [
+        (ntype, *column) for ntype in manifest.node_types for column in manifest.node_columns[ntype].items()
+    ]
+    for ntype, name, info in columns:
         if name != LABEL and len(info.row_shape) == 1 and info.row_shape[0] and manifest.num_nodes(ntype):
             try:
                 _write_feature(dataset, ntype, name, num_parts)
@@ -350,7 +351,7 @@ class ColumnStore:
         ids = nodes.numpy()
         check_ids(ids, len(column_slice.rows), repr(name))
         memory = memory or RowMemory()
-        rows = memory.rows(name, len(ids), column_slice.info)
+        rows = memory.rows(column_slice.key, len(ids), column_slice.info)
         if column_slice.on_disk:
             request_rows(column_slice.rows, 0, ids)
         take_rows(column_slice.rows, ids, view_as_numpy(rows))
@@ -408,9 +409,9 @@ class ColumnStores:
 
     def __init__(self, g: DistGraph, group: Group) -> None:
         self._g, self._group = g, group
-        self._opened: dict[tuple[str, ...], ColumnStore] = {}
+        self._opened: dict[tuple[str, tuple[str, ...]], ColumnStore] = {}
 
-    def open(self, names: Sequence[str]) -> ColumnStore:
+    def open(self, ntype: str, names: Sequence[str]) -> ColumnStore:
         """Return the columns of features of one node type, the same object at each call. All ranks call this.
 
         Raises:
@@ -419,19 +420,20 @@ class ColumnStores:
             RemoteError: a rank could not read its rows. Ranks that did not ask it raise StorageError.
             PeerError: a rank is dead or did not take part within the time-out.
         """
-        g, group, key = self._g, self._group, tuple(names)
+        g, group, key = self._g, self._group, (ntype, tuple(names))
         if key in self._opened:
             return self._opened[key]
         slices = run_on_all_ranks(
-            g.session, lambda: [_make_column_slice(g, name, group) for name in names], ConfigError
+            g.session, lambda: [_make_column_slice(g, ntype, name, group) for name in names], ConfigError
         )
-        request = {"features": list(names), "parts": group.size}
+        request = {"node type": ntype, "features": list(names), "parts": group.size}
         check_equal(g.session, "the request for columns", request, "every rank must ask for the same")
         # Stores that have a feature in common share its slice.
         open_slices = {
             name: column_slice
-            for store in self._opened.values()
+            for (opened_type, _), store in self._opened.items()
             for name, column_slice in store.slices.items()
+            if opened_type == ntype
         }
         missing_slices = [column_slice for column_slice in slices if column_slice.name not in open_slices]
         load_columns(g.kvstore, missing_slices, g.session)
@@ -455,8 +457,8 @@ class ColumnStores:
             self._opened.popitem()[1].close()
 
 
-def _make_column_slice(g: DistGraph, name: str, group: Group) -> ColumnSlice:
-    key = g.ndata[name].kvstore_key
+def _make_column_slice(g: DistGraph, ntype: str, name: str, group: Group) -> ColumnSlice:
+    key = g.nodes[ntype].data[name].kvstore_key
     column = g.kvstore.column(key)
     shape = column.info.row_shape
     if len(shape) != 1 or not shape[0]:
@@ -474,6 +476,6 @@ def _make_column_slice(g: DistGraph, name: str, group: Group) -> ColumnSlice:
         columns=columns,
         info=ColumnInfo(dtype=column.info.dtype, row_shape=(len(columns),)),
         num_rows=column.num_rows,
-        folder=None if column.writable else stored_slice(g.dataset, g.ntypes[0], name, columns).folder,
+        folder=None if column.writable else stored_slice(g.dataset, ntype, name, columns).folder,
         is_leader=all(hosts[rank] != hosts[group.rank] for rank in group.replicas if rank < group.rank),
     )

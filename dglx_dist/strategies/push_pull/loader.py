@@ -11,7 +11,7 @@ import time
 import weakref
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, cast, final
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, TypeVar, cast, final
 
 import dgl
 import torch
@@ -28,7 +28,7 @@ from dglx_dist.dataloading.feature_fetch import RowMemory
 from dglx_dist.dataloading.sampler_spec import read_sampler
 from dglx_dist.dataloading.step_loader import EpochLoader, Items, Maker, Stages, StepLoader
 from dglx_dist.errors import ConfigError
-from dglx_dist.internals.graphs import build_block
+from dglx_dist.internals.graphs import BlockTypes
 from dglx_dist.internals.message_passing import place
 from dglx_dist.internals.pytorch import Copy, ids_to_device
 from dglx_dist.records import Array, EdgeType, StepShare
@@ -50,6 +50,7 @@ SMALL_NODES = 1 << 31
 _EXTRA_BATCHES = 5
 """Number of batches in use beside those made ahead: in flight, looked ahead, and in the training loop."""
 
+T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 
@@ -57,48 +58,102 @@ class OwnerBlock(NamedTuple):
     """The layer-1 block of one owner."""
 
     block: DGLBlock
-    nodes: Tensor
-    """(L0,) int64 global ids of its sources."""
+    nodes: Mapping[str, Tensor]
+    """(L0,) int64 global ids of its sources by node type."""
 
 
 OwnerBlocks: TypeAlias = dict[int, OwnerBlock]
 """Blocks of the other owners, by part."""
 
 
-def pack_block(own: OwnerBlock, *, wide: bool) -> list[Array]:
-    """Return source ids (L0,), indptr (D1 + 1,) and indices (E1,) as int32. With ``wide``, ids are int64."""
-    indptr, indices, _ = own.block.adj_tensors("csc")
-    nodes = own.nodes if wide else own.nodes.to(torch.int32)
-    return [nodes.numpy(), indptr.to(torch.int32).numpy(), indices.to(torch.int32).numpy()]
+@final
+class BlockSchema:
+    """Node and edge types of blocks, and the arrays of a block of these types.
 
-
-def unpack_block(arrays: list[Array], etype: EdgeType, idtype: torch.dtype) -> OwnerBlock:
-    """Rebuild the block from the arrays of :func:`pack_block`. Its edges are numbered in CSC order.
-
-    ``idtype`` is the id type of the owner's block, so that all parts run the same kernels.
+    The arrays are the source ids (L0,) of each node type, and indptr (D1 + 1,) and indices (E1,) of each edge
+    type. Several node types need their numbers of destinations too, because edges may not reach all of them.
     """
-    nodes, indptr, indices = (torch.tensor(array) for array in arrays)
-    block = build_block(indptr.to(idtype), indices.to(idtype), len(nodes), etype)
-    return OwnerBlock(block, nodes.to(torch.int64))
 
+    def __init__(self, ntypes: Sequence[str], etypes: Sequence[EdgeType]) -> None:
+        self._ntypes, self._etypes = tuple(ntypes), tuple(etypes)
+        self._sources = [self._ntypes.index(source) for source, _, _ in etypes]
+        self._targets = [self._ntypes.index(target) for _, _, target in etypes]
+        relations = [relation for _, relation, _ in etypes]
+        self._types = BlockTypes(self._ntypes, relations, self._sources, self._targets)
 
-def _check_block(arrays: Sequence[Array]) -> None:
-    # The sender gets this ValueError. Without it, kernels would read outside of the arrays.
-    if len(arrays) != 3 or any(array.ndim != 1 or array.dtype.kind != "i" for array in arrays):
-        descriptions = [f"{array.dtype} {array.shape}" for array in arrays]
-        raise ValueError(f"arrays {descriptions} are no block; it has three one-dimensional integer arrays")
-    nodes, indptr, indices = arrays
-    if (
-        not len(indptr)
-        or (int(indptr[0]), int(indptr[-1])) != (0, len(indices))
-        or len(indptr) - 1 > len(nodes)
-        or (indptr[1:] < indptr[:-1]).any()
-        or (len(indices) and not 0 <= indices.min() <= indices.max() < len(nodes))
-    ):
-        raise ValueError(
-            f"{[len(array) for array in arrays]} source ids, bounds and indices of in-edges are no block: "
-            "bounds rise from 0 to the number of edges, and indices are positions of source ids"
-        )
+    def key_by_type(self, nodes: Tensor | Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """Return ids by node type. Loaders yield a tensor if there is only one."""
+        return {self._ntypes[0]: nodes} if isinstance(nodes, Tensor) else nodes
+
+    def pack(self, own: OwnerBlock, *, wide: bool) -> list[Array]:
+        """Return the arrays as int32. With ``wide``, ids are int64."""
+        ids = [own.nodes[ntype] for ntype in self._ntypes]
+        arrays = [(nodes if wide else nodes.to(torch.int32)).numpy() for nodes in ids]
+        for etype in self._etypes:
+            indptr, indices, _ = own.block.adj_tensors("csc", etype)
+            arrays += [indptr.to(torch.int32).numpy(), indices.to(torch.int32).numpy()]
+        if len(self._ntypes) > 1:
+            counts = [own.block.num_dst_nodes(ntype) for ntype in self._ntypes]
+            arrays.append(torch.tensor(counts, dtype=torch.int32).numpy())
+        return arrays
+
+    def unpack(self, arrays: Sequence[Array], idtype: torch.dtype) -> OwnerBlock:
+        """Rebuild the block from the arrays of :meth:`pack`. Its edges are numbered in CSC order.
+
+        ``idtype`` is the id type of the owner's block, so that all parts run the same kernels.
+        """
+        tensors = [torch.tensor(array) for array in arrays]
+        nodes = [ids.to(torch.int64) for ids in tensors[: len(self._ntypes)]]
+        edges = [values.to(idtype) for values in tensors[len(nodes) : len(nodes) + 2 * len(self._etypes)]]
+        counts = tensors[-1].tolist() if len(nodes) > 1 else [len(edges[0]) - 1]
+        return self._build(nodes, counts, edges)
+
+    def rebuild(self, block: DGLBlock, nodes: Mapping[str, Tensor]) -> OwnerBlock:
+        """Return the block as :meth:`unpack` returns it, without other data."""
+        edges = [values for etype in self._etypes for values in block.adj_tensors("csc", etype)[:2]]
+        counts = [block.num_dst_nodes(ntype) for ntype in self._ntypes]
+        return self._build([nodes[ntype].to(torch.int64) for ntype in self._ntypes], counts, edges)
+
+    def check(self, arrays: Sequence[Array]) -> None:
+        """Raise ValueError, which the sender gets, if kernels would read outside of the arrays."""
+        num_types, num_arrays = len(self._ntypes), len(self._ntypes) + 2 * len(self._etypes)
+        has_counts = num_types > 1
+        if len(arrays) != num_arrays + has_counts or any(a.ndim != 1 or a.dtype.kind != "i" for a in arrays):
+            descriptions = [f"{array.dtype} {array.shape}" for array in arrays]
+            raise ValueError(
+                f"arrays {descriptions} are no block; it has {num_arrays + has_counts} one-dimensional "
+                "integer arrays"
+            )
+        num_sources = [len(ids) for ids in arrays[:num_types]]
+        counts = arrays[-1].tolist() if has_counts else [len(arrays[1]) - 1]
+        for source, target, (indptr, indices) in self._pair_edges(arrays[num_types:num_arrays]):
+            if (
+                not len(indptr)
+                or (int(indptr[0]), int(indptr[-1])) != (0, len(indices))
+                or len(indptr) - 1 != counts[target]
+                or (indptr[1:] < indptr[:-1]).any()
+                or (len(indices) and not 0 <= indices.min() <= indices.max() < num_sources[source])
+            ):
+                raise ValueError(
+                    f"{[len(array) for array in arrays]} source ids, bounds and indices of in-edges are no "
+                    "block: bounds rise from 0 to the number of edges, and indices are positions of source "
+                    "ids"
+                )
+        if len(counts) != num_types or any(not 0 <= n <= m for n, m in zip(counts, num_sources, strict=True)):
+            raise ValueError(f"{counts} destinations of {num_sources} sources are no block")
+
+    def _pair_edges(self, arrays: Sequence[T]) -> Iterator[tuple[int, int, tuple[T, T]]]:
+        pairs = zip(arrays[::2], arrays[1::2], strict=True)
+        return zip(self._sources, self._targets, pairs, strict=True)
+
+    def _build(self, nodes: Sequence[Tensor], counts: list[int], arrays: Sequence[Tensor]) -> OwnerBlock:
+        num_sources = [len(ids) for ids in nodes]
+        edges: list[Any] = [
+            (num_sources[source], counts[target], indptr, indices, {})
+            for source, target, (indptr, indices) in self._pair_edges(arrays)
+        ]
+        block = self._types.block(edges, None, (num_sources, counts))
+        return OwnerBlock(block, dict(zip(self._ntypes, nodes, strict=True)))
 
 
 @dataclass(kw_only=True, eq=False)
@@ -122,12 +177,13 @@ class GroupedBatch:
 class PushPullLoader(EpochLoader[GroupedBatch, Any]):
     """Yields the batches of ``inner``. ``blocks[0].push_pull`` is the batch as all parts see it.
 
-    ``blocks[0].srcdata`` has this rank's (L0, F_p) columns under the name of each feature. Construction is
+    The data of its sources has this rank's (L0, F_p) columns under the name of each feature. Construction is
     collective, and all ranks must iterate over the same steps. Its threads exchange structure without
     collectives. At the normal end of an epoch, the ``pipelines`` of the models for this loader are drained,
     which is collective.
 
-    ``inner`` is a loader of nodes or edges of one type. It must not fetch features.
+    ``inner`` is a loader of nodes or edges. It must not fetch the features in ``stores``, which are the
+    columns by node type.
 
     Raises:
         ConfigError: the ranks have different depths or features, or structure="resample" is not possible. It
@@ -139,34 +195,42 @@ class PushPullLoader(EpochLoader[GroupedBatch, Any]):
         self,
         inner: StepLoader[Any, Any, Any],
         g: DistGraph,
-        store: ColumnStore,
+        stores: Mapping[str, ColumnStore],
         group: Group,
         options: PushPullOptions,
         pipelines: Sequence[weakref.ref[Pipeline]] = (),
         feature_dtype: torch.dtype | None = None,
     ) -> None:
-        session, (self._etype,) = g.session, g.canonical_etypes
-        self._inner, self._store, self._group, self._pipelines = inner, store, group, pipelines
+        session, self.schema = g.session, BlockSchema(g.ntypes, g.canonical_etypes)
+        self._inner, self._stores, self._group, self._pipelines = inner, stores, group, pipelines
         self._memory = RowMemory((inner.depth + _EXTRA_BATCHES) * group.size, feature_dtype, inner.device)
         self._looks_ahead = options.depth > 1
-        columns = [g.kvstore.column(g.ndata[name].kvstore_key) for name in store.names]
-        if any(column.cache or (column.ahead and g.structure().is_replicated) for column in columns):
+        columns = [
+            g.kvstore.column(g.nodes[ntype].data[name].kvstore_key)
+            for ntype, store in stores.items()
+            for name in store.names
+        ]
+        structures = map(g.structure, g.canonical_etypes)
+        if any(
+            column.cache or (column.ahead and all(structure.is_replicated for structure in structures))
+            for column in columns
+        ):
             log.warning("push_pull fetches no features; policy='lookahead' is for partitioned structure")
         # All ranks construct their loaders in the same order, so the loaders have the same label.
         self._label = f"push_pull.{session.next_number('push_pull')}"
-        self._wide = g.num_nodes() >= SMALL_NODES
+        self._wide = max(map(g.num_nodes, g.ntypes)) >= SMALL_NODES
         advice = (
             "every rank must iterate over the loader alike, even in evaluation; move such calls out of `if "
             "rank == 0`"
         )
-        self._pushes = OneSidedExchange(session, f"{self._label}.structure", advice, _check_block)
+        self._pushes = OneSidedExchange(session, f"{self._label}.structure", advice, self.schema.check)
         self._resampled: Callable[[int], Callable[[int], OwnerBlocks]] | None = None
         super().__init__(session, seed=inner.seed, depth=inner.depth, num_threads=inner.num_threads)
         if options.structure == "resample" and group.size > 1:
             self._resampled = self._open_resampling()
         settings = {
             "depth": inner.depth,
-            "features": store.names,
+            "features": {ntype: store.names for ntype, store in stores.items()},
             "structure": options.structure,
             "look_ahead": self._looks_ahead,
         }
@@ -233,12 +297,12 @@ class PushPullLoader(EpochLoader[GroupedBatch, Any]):
         epoch, step = divmod(made.number, len(self))
         own_block = made.own
         ranks = [rank for _, rank in self._group.peers]
-        messages = dict.fromkeys(ranks, pack_block(own_block, wide=self._wide))
+        messages = dict.fromkeys(ranks, self.schema.pack(own_block, wide=self._wide))
         self._pushes.post(iteration, str(step), messages, phase=STRUCTURE, layer=1)
         description = f"the structure of step {step} of epoch {epoch}"
         received = self._pushes.mailbox.take(iteration, str(step), ranks, description)
         return {
-            part: unpack_block(received[rank], self._etype, own_block.block.idtype)
+            part: self.schema.unpack(received[rank], own_block.block.idtype)
             for part, rank in self._group.peers
         }
 
@@ -249,7 +313,7 @@ class PushPullLoader(EpochLoader[GroupedBatch, Any]):
         node), so all ranks sample equal blocks. Every rank must call this. Raises ConfigError if the sampling
         of a rank cannot be repeated by others. It is raised on all ranks.
         """
-        loader, session, group, etype = self._inner, self._session, self._group, self._etype
+        loader, session, group, schema = self._inner, self._session, self._group, self.schema
         sample = run_on_all_ranks(session, loader.offline, ConfigError)
         # The samplers of the ranks may exclude other edges, or have another seed.
         check_equal(session, "the sampler", loader.sampling_signature())
@@ -270,9 +334,7 @@ class PushPullLoader(EpochLoader[GroupedBatch, Any]):
 
             def sample_block(items: Mapping[Any, Array], step: int) -> OwnerBlock:
                 batch = sample(items, epoch, step)
-                indptr, indices, _ = batch.blocks[0].adj_tensors("csc")
-                block = build_block(indptr, indices, len(batch.input_nodes), etype)
-                return OwnerBlock(block, batch.input_nodes)
+                return schema.rebuild(batch.blocks[0], schema.key_by_type(batch.input_nodes))
 
             return lambda step: {part: sample_block(items_of(step), step) for part, items_of in seeds.items()}
 
@@ -280,13 +342,16 @@ class PushPullLoader(EpochLoader[GroupedBatch, Any]):
 
     def gather_inputs(self, made: GroupedBatch) -> tuple[PartInput, ...]:
         """Return the batches of all owners with this part's columns."""
-        store, batch_number = self._store, self.first_number + made.number
+        batch_number = self.first_number + made.number
         blocks = {self._group.part: made.own, **made.other_blocks}
         return tuple(
             PartInput(
                 block=owner.block,
                 nodes=owner.nodes,
-                columns={name: store.rows(name, owner.nodes, self._memory) for name in store.names},
+                columns={
+                    ntype: {name: store.rows(name, owner.nodes[ntype], self._memory) for name in store.names}
+                    for ntype, store in self._stores.items()
+                },
                 number=batch_number,
             )
             for _, owner in sorted(blocks.items())
@@ -320,9 +385,12 @@ class PushPullLoader(EpochLoader[GroupedBatch, Any]):
         if self._inner.moves_batches:
             # All names refer to one tensor, so that a model's nodes are recognised without reading the
             # device.
-            nodes = block.srcdata[dgl.NID] = made.batch[0].long()
-        for name, columns in inputs[part].columns.items():
-            block.srcdata[name] = columns
+            moved_nodes = self.schema.key_by_type(made.batch[0])
+            nodes = {ntype: ids.long() for ntype, ids in moved_nodes.items()}
+            for ntype, ids in nodes.items():
+                block.srcnodes[ntype].data[dgl.NID] = ids
+        for ntype, columns in inputs[part].columns.items():
+            block.srcnodes[ntype].data.update(columns)
         # The batch gets a view of the user's block, because that refers to the batch. A reference cycle would
         # keep the rows in memory until the garbage collector finds it.
         own_input = replace(inputs[part], block=block.local_var(), nodes=nodes)
@@ -340,8 +408,13 @@ class PushPullLoader(EpochLoader[GroupedBatch, Any]):
                 replace(
                     part_input,
                     block=part_input.block if part == own else place(part_input.block, device, copy=copy),
-                    nodes=part_input.nodes if part == own else ids_to_device(part_input.nodes, device, copy),
-                    columns={name: copy(rows) for name, rows in part_input.columns.items()},
+                    nodes=part_input.nodes
+                    if part == own
+                    else {t: ids_to_device(ids, device, copy) for t, ids in part_input.nodes.items()},
+                    columns={
+                        ntype: {name: copy(rows) for name, rows in columns.items()}
+                        for ntype, columns in part_input.columns.items()
+                    },
                 )
                 for part, part_input in enumerate(group_batch.inputs)
             )
@@ -372,7 +445,8 @@ class GroupStages(Stages[GroupedBatch]):
 
     def sample(self, step: int) -> GroupedBatch:
         batch = self._inner.make(step)
-        own = OwnerBlock(batch.blocks[0], batch.input_nodes.to(torch.int64))
+        nodes = self.loader.schema.key_by_type(batch.input_nodes)
+        own = OwnerBlock(batch.blocks[0], {ntype: ids.to(torch.int64) for ntype, ids in nodes.items()})
         number = self.epoch * len(self.loader) + step
         return GroupedBatch(
             batch=batch, own=own, number=number, sample_s=batch.sample_s, fetch_s=batch.fetch_s
@@ -406,25 +480,42 @@ class GroupStages(Stages[GroupedBatch]):
         self.loader.end(self._iteration, error)
 
 
-def split_prefetch(g: DistGraph, sampler: Any, names: tuple[str, ...]) -> tuple[Any, tuple[str, ...]]:
-    """Return ``sampler`` without prefetched feature matrices, and ``names`` with those matrices.
+def split_prefetch(
+    g: DistGraph, sampler: Any, names: Mapping[str, tuple[str, ...]]
+) -> tuple[Any, dict[str, tuple[str, ...]]]:
+    """Return ``sampler`` without prefetched feature matrices, and ``names`` by type with those matrices.
 
-    Raises ConfigError if the sampler gives blocks edge weights.
+    Of several types, only those that have names lose their matrices. Raises ConfigError if the sampler gives
+    blocks edge weights.
     """
     if isinstance(sampler, EdgePredictionSampler):
         edge_sampler = copy.copy(sampler)
-        edge_sampler.sampler, names = split_prefetch(g, sampler.sampler, names)
-        return edge_sampler, names
+        edge_sampler.sampler, cut_names = split_prefetch(g, sampler.sampler, names)
+        return edge_sampler, cut_names
     plan = read_sampler(sampler)
     if plan.has_edge_weights:
         raise ConfigError(
             "LaborSampler with prob= or importance_sampling= sets edge_weights on blocks, but push_pull does "
             "not send them to other ranks; leave both out, or use strategy='data_parallel'"
         )
-    feats = plan.node_feats
-    prefetched = [name for keys in feats.values() for name in keys] if isinstance(feats, Mapping) else feats
-    matrices = [name for name in prefetched if name in g.ndata and len(g.ndata[name].shape) == 2]
-    names = tuple(dict.fromkeys([*names, *matrices]))
+    feats, cut_names = plan.node_feats, dict(names)
+    if len(names) == 1:
+        (ntype,) = names
+        prefetched = (
+            [name for keys in feats.values() for name in keys] if isinstance(feats, Mapping) else feats
+        )
+        names_by_type = {ntype: prefetched}
+    elif isinstance(feats, Mapping):
+        names_by_type = {str(ntype): columns for ntype, columns in feats.items()}
+    else:
+        return sampler, cut_names  # The inner loader refuses names without a type.
+    kept: dict[str, list[str]] = {}
+    for ntype, prefetched in names_by_type.items():
+        if len(names) == 1 or cut_names.get(ntype):
+            data = g.nodes[ntype].data
+            matrices = [name for name in prefetched if name in data and len(data[name].shape) == 2]
+            cut_names[ntype] = tuple(dict.fromkeys([*cut_names[ntype], *matrices]))
+        kept[ntype] = [name for name in prefetched if name not in cut_names.get(ntype, ())]
     reduced_sampler = copy.copy(sampler)
-    reduced_sampler.prefetch_node_feats = [name for name in prefetched if name not in names]
-    return reduced_sampler, names
+    reduced_sampler.prefetch_node_feats = kept if len(names) > 1 else kept[ntype]
+    return reduced_sampler, cut_names

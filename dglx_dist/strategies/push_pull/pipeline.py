@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
+from types import MappingProxyType
 from typing import Any, Literal, NamedTuple, TypeAlias, cast, final
 
 import torch
@@ -31,6 +32,7 @@ from dglx_dist.errors import ConfigError
 from dglx_dist.internals.pytorch import watch_steps
 from dglx_dist.layers.base import PartialSums, SplittableConv, StageInput
 from dglx_dist.layers.dropout import DropDraws
+from dglx_dist.layers.masks import ColumnRange
 from dglx_dist.strategies.gradient_sync import PHASE, BufferMeans, GradientExchange
 from dglx_dist.strategies.push_pull.exchange import (
     BACKWARD,
@@ -235,16 +237,18 @@ class InFlightBatch:
     number: int
     inputs: tuple[PartInput, ...]
     """(N_f,) inputs by owner."""
-    origin: Origin
-    """Origin of the input rows."""
+    origins: Mapping[str, Origin]
+    """Origins of the input rows by node type."""
     leaves: Leaves
     """Stashed weights of the part side at fM."""
     read: Mapping[Side, int]
     """Number of steps of each side at fM."""
     values: list[Tensor] | None
     """Weights of the owner side at fM, or None if they need not be the same."""
-    sources: list[Tensor] = field(default_factory=list)
-    """(N_f,) tensors from which the inputs of the first layer are computed, (L0, F_p) for each owner."""
+    own_rows: Leaves = field(default_factory=dict)
+    """Leaves with the rows of the own block that are not cut, by node type."""
+    sources: list[Leaves] = field(default_factory=list)
+    """(N_f,) tensors from which the inputs of the first layer are computed, (L0, F_p) by node type."""
     shares: list[list[Tensor]] = field(default_factory=list)
     """This part's shares by gathered tensor, then by owner, with their autograd graph."""
     pulls: list[Transfer] = field(default_factory=list)
@@ -255,12 +259,19 @@ class InFlightBatch:
     """Gradients of the trained parameters over all owners (bM)."""
     source_gradients: Sequence[Tensor | None] = ()
     """(N_f,) gradients of the sources, if they are trained (bM)."""
+    row_gradients: Sequence[Tensor | None] = ()
+    """Gradients of :attr:`own_rows`, times :attr:`weight` (bM)."""
     weight: float = 1.0
     """Weight of this rank's gradient in the step (the gradient rule, docs/development/contracts.md)."""
 
     def sums(self) -> PartialSums:
         """Wait for the parts' shares and return their sums, without a gradient."""
         return tuple(add_in_order(pull()) for pull in self.pulls)
+
+    def unweigh_row_gradients(self) -> list[Tensor | None]:
+        """Return the gradients of this rank's loss by :attr:`own_rows`. The step weighs them itself."""
+        weight = self.weight or 1.0
+        return [None if gradient is None else gradient / weight for gradient in self.row_gradients]
 
 
 def compute_shares(
@@ -330,10 +341,11 @@ class PartSide:
 
     def compute(self, batch: InFlightBatch) -> None:
         """Run the backward of a batch through this part (bM). Collective if the layer scatters."""
-        sources = [source for source in batch.sources if source.requires_grad]
+        sources = [source for by_type in batch.sources for source in by_type.values() if source.requires_grad]
         # Parameters that the user has frozen meanwhile have no gradient.
         trained = [name for name in (*self._cut, *self._shared) if batch.leaves[name].requires_grad]
-        inputs = [*(batch.leaves[name] for name in trained), *sources]
+        own_rows = [rows for rows in batch.own_rows.values() if rows.requires_grad]
+        inputs = [*(batch.leaves[name] for name in trained), *sources, *own_rows]
         shares, received = [], []
         for push, owner_shares in zip(batch.pushes, batch.shares, strict=True):
             for share, gradient in zip(owner_shares, push(), strict=True):
@@ -344,7 +356,12 @@ class PartSide:
         if shares and inputs:
             gradients = torch.autograd.grad(shares, inputs, received, allow_unused=True)
         batch.gradients = dict(zip(trained, gradients, strict=False))
-        batch.source_gradients = gradients[len(trained) :]
+        first_row = len(trained) + len(sources)
+        batch.source_gradients = gradients[len(trained) : first_row]
+        row_gradients = iter(gradients[first_row:])
+        batch.row_gradients = [
+            next(row_gradients) if rows.requires_grad else None for rows in batch.own_rows.values()
+        ]
 
     def add_gradients(self, batch: InFlightBatch) -> None:
         """Add the gradients to ``.grad``. Collective if a parameter is shared or replicated."""
@@ -356,12 +373,14 @@ class PartSide:
             if batch.leaves[name].requires_grad and gradient is not None:
                 parameter, addend = self.parameters[name], gradient.detach()
                 parameter.grad = addend if parameter.grad is None else parameter.grad + addend
-        if batch.source_gradients and batch.origin.embedding is not None:
-            nodes = [part_input.nodes for part_input in batch.inputs]
+        for ntype, origin in batch.origins.items():
+            if not batch.source_gradients or origin.embedding is None:
+                continue
+            nodes = [part_input.nodes[ntype] for part_input in batch.inputs]
             rows = list(zip(nodes, batch.source_gradients, strict=True))
             if len(self._group.replicas) > 1:
-                rows = self._gather_replicas(rows, batch.sources)
-            batch.origin.embedding.add_gradients(rows)
+                rows = self._gather_replicas(rows, [by_type[ntype] for by_type in batch.sources])
+            origin.embedding.add_gradients(rows)
         mark_pieces(self._pieces, self._session, self._group.size)
 
     def _sum_gradients(
@@ -519,10 +538,11 @@ class Pipeline(Shared):
                 )
             self._last_called = weakref.ref(group_batch)
         spec = read_input_spec(layer, stage_input, self._provenance)
+        own_rows = self._read_own_rows(layer, stage_input)
         self._agree_on_edges(stage_input.edges)
         batch = self._get_begun(group_batch)
         if batch is None:
-            batch = self._start(layer, group_batch, spec, stage_input.edges)
+            batch = self._start(layer, group_batch, spec, stage_input.edges, own_rows)
         else:
             self._begun = None
             if self._spec != spec:
@@ -537,7 +557,8 @@ class Pipeline(Shared):
             return sums
         batch.weight, self._current = self.weight, batch
         anchor = torch.zeros((), requires_grad=True, device=sums[0].device)
-        return cast("PartialSums", PullBackward.apply(anchor, self, batch, *sums))  # type: ignore[no-untyped-call]  # torch leaves it bare
+        inputs = (*own_rows.values(), *sums)
+        return cast("PartialSums", PullBackward.apply(anchor, self, batch, *inputs))  # type: ignore[no-untyped-call]  # torch leaves it bare
 
     def drain(self) -> None:
         """Finish and step every batch whose backward has begun. Every rank must call it.
@@ -579,6 +600,14 @@ class Pipeline(Shared):
         while len(self._pushed) > self._delay:
             self._ready.append(self._backward_part(self._pushed.pop(0)))
 
+    def _read_own_rows(self, layer: SplittableConv, stage_input: StageInput) -> dict[str, Tensor]:
+        if layer.own_types and self._looks_ahead:
+            raise ConfigError(
+                f"the first layer reads rows of {', '.join(layer.own_types)}, which are not features "
+                "of the dataset, so no batch can begin before the model is called; use depth=1"
+            )
+        return {ntype: stage_input.by_type[ntype].x for ntype in layer.own_types}
+
     def _agree_on_edges(self, edges: Mapping[str, Tensor]) -> None:
         # If one rank had no edge values, the others would wait for them.
         kinds = {name: f"{list(values.shape[1:])} {values.dtype}" for name, values in sorted(edges.items())}
@@ -601,39 +630,62 @@ class Pipeline(Shared):
         self._begun = self._start(layer, following, spec, edges)
 
     def _start(
-        self, layer: SplittableConv, group_batch: GroupBatch, spec: InputSpec, own_edges: Mapping[str, Tensor]
+        self,
+        layer: SplittableConv,
+        group_batch: GroupBatch,
+        spec: InputSpec,
+        own_edges: Mapping[str, Tensor],
+        own_rows: Mapping[str, Tensor] = MappingProxyType({}),
     ) -> InFlightBatch:
         with self._record_span("forward M", group_batch.number):
             batch = InFlightBatch(
                 number=group_batch.number,
                 inputs=group_batch.inputs,
-                origin=spec.origin,
+                origins=spec.origins,
                 leaves=self._part.make_leaves(copy=self._looks_ahead and torch.is_grad_enabled()),
                 read=dict(self.log.steps),
                 values=self._owner.copy_values() if self._one_version and torch.is_grad_enabled() else None,
             )
-            by_column = dict.fromkeys(layer.edges_by_column, self._split.runs)
+            batch.own_rows = {
+                ntype: rows.detach().requires_grad_(rows.requires_grad) for ntype, rows in own_rows.items()
+            }
+            by_column = {name: runs for runs in self._split.runs.values() for name in layer.edges_by_column}
             inputs = group_batch.inputs
             edges = share_edge_values(own_edges, inputs, by_column, self._group, self._activations)
-            seed, runs = self._session.seed, spec.origin.runs
             with self._part.place(batch.leaves):
-                batch.sources = [spec.origin.read_source(part_input) for part_input in group_batch.inputs]
+                batch.sources = [
+                    {ntype: origin.read_source(part_input) for ntype, origin in spec.origins.items()}
+                    for part_input in inputs
+                ]
                 stage_inputs = [
-                    StageInput(
-                        block=part_input.block,
-                        x=spec.origin.compute_rows(source, part_input),
-                        edges=values,
-                        draws=DropDraws(
-                            seed=seed, number=part_input.number, nodes=part_input.nodes, runs=runs
-                        ),
-                    )
-                    for part_input, source, values in zip(
-                        group_batch.inputs, batch.sources, edges, strict=True
-                    )
+                    layer.make_input(part_input.block, self._compute_inputs(layer, batch, part), values)
+                    for part, (part_input, values) in enumerate(zip(inputs, edges, strict=True))
                 ]
                 batch.shares = compute_shares(layer, stage_inputs, self._group, self._activations)
             batch.pulls = [self._activations.pull(part, FORWARD, batch.number) for part in batch.shares]
         return batch
+
+    def _compute_inputs(
+        self, layer: SplittableConv, batch: InFlightBatch, part: int
+    ) -> dict[str, StageInput]:
+        """Return the inputs of the first layer for the block of one owner, by node type."""
+        part_input, is_own = batch.inputs[part], part == self._group.part
+
+        def make_input(ntype: str, rows: Tensor, runs: tuple[ColumnRange, ...]) -> StageInput:
+            keys, seed = part_input.keys(ntype), self._session.seed
+            draws = DropDraws(seed=seed, number=part_input.number, nodes=keys, runs=runs)
+            return StageInput(block=part_input.block, x=rows, edges={}, draws=draws, is_own=is_own)
+
+        inputs = {
+            ntype: make_input(ntype, origin.compute_rows(batch.sources[part][ntype], part_input), origin.runs)
+            for ntype, origin in batch.origins.items()
+        }
+        for ntype, own_rows in batch.own_rows.items():
+            width = own_rows.shape[1] if is_own else 0
+            rows = own_rows if is_own else own_rows.new_zeros(len(part_input.nodes[ntype]), 0)
+            runs = (ColumnRange(first=0, last=width, width=width),)
+            inputs[ntype] = make_input(ntype, rows, runs)
+        return inputs
 
     def _backward_part(self, batch: InFlightBatch) -> InFlightBatch:
         for push in batch.pushes:
@@ -678,8 +730,9 @@ class PullBackward(torch.autograd.Function):
     """Makes the sums inputs of the owner's graph. Backward sends their gradients to the parts."""
 
     @staticmethod
-    def forward(ctx: Any, anchor: Tensor, pipeline: Pipeline, batch: InFlightBatch, *sums: Tensor) -> Any:
+    def forward(ctx: Any, anchor: Tensor, pipeline: Pipeline, batch: InFlightBatch, *inputs: Tensor) -> Any:
         ctx.pipeline, ctx.batch = pipeline, batch
+        sums = inputs[len(batch.own_rows) :]
         return tuple(total.view_as(total) for total in sums)
 
     @staticmethod
@@ -687,4 +740,5 @@ class PullBackward(torch.autograd.Function):
         # The graph lives as long as the user keeps the loss, but the batch should be freed.
         batch, ctx.batch = ctx.batch, None
         ctx.pipeline.complete(batch, gradients)
-        return gradients[0].new_zeros(()), None, None, *[None] * len(gradients)
+        anchor_gradient = gradients[0].new_zeros(())
+        return anchor_gradient, None, None, *batch.unweigh_row_gradients(), *[None] * len(gradients)

@@ -32,18 +32,20 @@ from dglx_dist.layers.dropout import (
 )
 from dglx_dist.layers.masks import ColumnRange
 from dglx_dist.layers.nn import BatchNorm
+from dglx_dist.layers.several_types import make_typed_stages
 from dglx_dist.layers.tracer import find_convolutions
+from dglx_dist.records import EdgeType
 from dglx_dist.strategies.push_pull.exchange import Group, GroupBatch, PartInput
 from dglx_dist.strategies.push_pull.feature_columns import ColumnStore
 
 _OWN_FORWARD = "_dglx_forward"
-"""Marks a module whose ``forward`` is replaced."""
+"""Attribute of a module with the name of its method that is replaced."""
 
 
 InputStep: TypeAlias = "Converted | Dropped | ColumnLayerNorm"
 """Operation on a part's rows before the first layer. Steps that do the same compare equal.
 
-``apply(rows, owner, runs)`` returns the (L0, F_p) result for the columns ``runs`` of one owner's rows.
+``apply(rows, owner, origin)`` returns the (L0, F_p) result for one owner's rows of this origin.
 """
 
 
@@ -54,7 +56,7 @@ class Converted:
 
     dtype: torch.dtype
 
-    def apply(self, rows: Tensor, owner: PartInput, runs: Sequence[ColumnRange]) -> Tensor:
+    def apply(self, rows: Tensor, owner: PartInput, origin: Origin) -> Tensor:
         return rows.to(self.dtype)
 
 
@@ -68,8 +70,9 @@ class Dropped:
     stream: int
     """Random stream of the dropout module."""
 
-    def apply(self, rows: Tensor, owner: PartInput, runs: Sequence[ColumnRange]) -> Tensor:
-        draws = DropDraws(seed=self.seed, number=owner.number, nodes=owner.nodes, runs=tuple(runs))
+    def apply(self, rows: Tensor, owner: PartInput, origin: Origin) -> Tensor:
+        nodes, runs = owner.keys(origin.ntype), origin.runs
+        draws = DropDraws(seed=self.seed, number=owner.number, nodes=nodes, runs=runs)
         return drop_entries(rows, self.probability, draws, self.stream)
 
 
@@ -78,6 +81,8 @@ class Dropped:
 class Origin:
     """Description of how a part computes its input rows for any owner. Equal descriptions compare equal."""
 
+    ntype: str
+    """Node type of the rows."""
     runs: tuple[ColumnRange, ...]
     """The part's columns of the uncut input, in order. They are keys of dropout."""
     names: tuple[str, ...] = ()
@@ -96,14 +101,14 @@ class Origin:
         """Return the (L0, F_p) rows before the steps: features, or a leaf with rows of an embedding."""
         if self.embedding is not None:
             weight = self.embedding.weight
-            return weight.detach()[owner.nodes].requires_grad_(weight.requires_grad)
-        columns = [owner.columns[name] for name in self.names]
+            return weight.detach()[owner.nodes[self.ntype]].requires_grad_(weight.requires_grad)
+        columns = [owner.columns[self.ntype][name] for name in self.names]
         return columns[0] if len(columns) == 1 else torch.cat(columns, 1)
 
     def compute_rows(self, source: Tensor, owner: PartInput) -> Tensor:
         """Apply the steps to ``source``, and return the (L0, F_p) input of the first layer."""
         for step in self.steps:
-            source = step.apply(source, owner, self.runs)
+            source = step.apply(source, owner, self)
         return source
 
     def with_step(self, step: InputStep) -> Origin:
@@ -129,7 +134,9 @@ class InputProvenance(Shared):
         """Forget the last batch, and begin with ``group_batch``, if there is one."""
         self.own, self._known = None if group_batch is None else group_batch.inputs[part], []
         if self.own is not None and self.dropouts.in_use:
-            self.dropouts.begin(self.own.number, self.own.nodes)
+            # Rows between layers have no keys if they may belong to several types.
+            nodes = next(iter(self.own.nodes.values())) if len(self.own.nodes) == 1 else None
+            self.dropouts.begin(self.own.number, nodes)
         elif self.dropouts.in_use:
             self.dropouts.end()
 
@@ -137,12 +144,16 @@ class InputProvenance(Shared):
         """Record the origin of ``rows`` of the own batch. They are kept until the next batch."""
         self._known.append((rows, origin))
 
-    def find(self, rows: Tensor) -> Origin | None:
-        """Return the origin of ``rows``, including a change of dtype, or None if it is unknown."""
-        for tensor, origin in self._known:
+    def find(self, rows: Tensor, ntype: str = "") -> Origin | None:
+        """Return the origin of ``rows``, including a change of dtype, or None if it is unknown.
+
+        ``ntype`` is the node type of the rows, if the caller knows it.
+        """
+        known = [pair for pair in self._known if ntype in ("", pair[1].ntype)]
+        for tensor, origin in known:
             if tensor is rows or _is_same_view(tensor, rows):
                 return origin
-        for tensor, origin in reversed(self._known):
+        for tensor, origin in reversed(known):
             if not rows.requires_grad and _is_copy(tensor, rows, origin):
                 return origin if tensor.dtype == rows.dtype else origin.with_step(Converted(rows.dtype))
         return None
@@ -188,14 +199,15 @@ class ColumnDropout:
         self._dropout, self._provenance, self._seed = dropout, provenance, seed
         self._number, self._edges = number, edges
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, nodes: Tensor | None = None) -> Tensor:
+        """Return ``x`` with entries dropped. ``nodes`` are (n,) int64 keys of its rows, if they are known."""
         dropout, own = self._dropout, self._provenance.own
         if own is None or not dropout.training or dropout.p == 0:
             return functional.dropout(x, dropout.p, dropout.training, dropout.inplace)
         origin = self._provenance.find(x)
         if origin is None:
             drop = self._provenance.dropouts.drop
-            result = drop(x, dropout.p, module=self._number, edges=self._edges)
+            result = drop(x, dropout.p, module=self._number, edges=self._edges, nodes=nodes)
             return functional.dropout(x, dropout.p) if result is None else result
         if dropout.inplace:
             raise ConfigError(
@@ -203,7 +215,7 @@ class ColumnDropout:
                 "use inplace=False"
             )
         step = Dropped(probability=dropout.p, seed=self._seed, stream=MODULES + self._number)
-        result = step.apply(x, own, origin.runs)
+        result = step.apply(x, own, origin)
         self._provenance.add(result, origin.with_step(step))
         return result
 
@@ -218,10 +230,11 @@ class ColumnEmbedding:
     """
 
     def __init__(
-        self, embedding: nn.Embedding, provenance: InputProvenance, runs: tuple[ColumnRange, ...]
+        self, embedding: nn.Embedding, provenance: InputProvenance, ntype: str, runs: tuple[ColumnRange, ...]
     ) -> None:
         self.cut = {"weight": 1}
-        self._embedding, self._provenance, self._runs = embedding, provenance, runs
+        self._embedding, self._provenance = embedding, provenance
+        self._origin = Origin(ntype=ntype, runs=runs, embedding=self)
         for option in ("max_norm", "scale_grad_by_freq"):
             if value := getattr(embedding, option):
                 raise ConfigError(
@@ -236,9 +249,10 @@ class ColumnEmbedding:
 
     def forward(self, x: Tensor) -> Tensor:
         own = self._provenance.own
+        nodes = None if own is None else own.nodes[self._origin.ntype]
         # The loader's own tensor is recognised without reading it, so the host does not wait for the device.
-        if own is None or not (
-            _is_same_view(x, own.nodes) or (x.shape == own.nodes.shape and torch.equal(x.long(), own.nodes))
+        if nodes is None or not (
+            _is_same_view(x, nodes) or (x.shape == nodes.shape and torch.equal(x.long(), nodes))
         ):
             raise ConfigError(
                 f"nn.Embedding of {len(self.weight)} nodes was cut by columns, so it only has the rows of a "
@@ -246,8 +260,8 @@ class ColumnEmbedding:
                 "input_nodes, or with blocks[0].srcdata[dgl.NID]"
             )
         # The first layer gets rows that the origin computes, so that a batch keeps the rows it began with.
-        rows = self.weight.detach()[own.nodes]
-        self._provenance.add(rows, Origin(runs=self._runs, embedding=self))
+        rows = self.weight.detach()[nodes]
+        self._provenance.add(rows, self._origin)
         return rows
 
     def add_gradients(self, row_gradients: Sequence[tuple[Tensor, Tensor | None]]) -> None:
@@ -304,15 +318,15 @@ class ColumnLayerNorm:
                 "would need all columns in every batch; apply the norm first, or use strategy='data_parallel'"
             )
         with torch.no_grad():
-            rows = self.apply(x, own, self._runs)
+            rows = self.apply(x, own, origin)
         self._provenance.add(rows, origin.with_step(self))
         return rows
 
-    def apply(self, rows: Tensor, owner: PartInput, runs: Sequence[ColumnRange]) -> Tensor:
+    def apply(self, rows: Tensor, owner: PartInput, origin: Origin) -> Tensor:
         """Return the normalized features, with the module's current weights."""
         if self._moments[0].device != rows.device:
             self._moments = self._moments[0].to(rows.device), self._moments[1].to(rows.device)
-        norm, ids, (means, variances) = self._norm, owner.nodes, self._moments
+        norm, ids, (means, variances) = self._norm, owner.nodes[origin.ntype], self._moments
         mean, scale = means[ids], (variances[ids] + norm.eps).rsqrt()
         rows = (rows - mean.to(rows).unsqueeze(1)) * scale.to(rows).unsqueeze(1)
         rows = rows if norm.weight is None else rows * norm.weight
@@ -324,8 +338,8 @@ class ColumnLayerNorm:
 class InputSpec:
     """The origins of the first layer's arguments."""
 
-    origin: Origin
-    """Origin of the input rows."""
+    origins: Mapping[str, Origin]
+    """Origins of the input rows by node type."""
     keys: Mapping[str, str | None]
     """Name of the block's edge data for each edge argument, or None if the model computes it."""
 
@@ -348,10 +362,16 @@ def read_input_spec(layer: SplittableConv, arguments: StageInput, provenance: In
     Raises:
         ConfigError: parts cannot compute such input rows for other owners, or an edge argument is trained.
     """
-    origin = provenance.find(arguments.x)
-    if origin is None:
+    origins = {}
+    for ntype, inputs in (arguments.by_type or {"": arguments}).items():
+        if ntype in layer.own_types:
+            continue
+        origin = provenance.find(inputs.x, ntype)
+        if origin is not None:
+            origins[origin.ntype] = origin
+            continue
         raise ConfigError(
-            f"the first layer ({type(layer).__name__}) was given rows of shape {tuple(arguments.x.shape)} "
+            f"the first layer ({type(layer).__name__}) was given rows of shape {tuple(inputs.x.shape)} "
             "that are not the loader's unchanged features, so the other ranks cannot compute them from "
             "their columns. Only torch.nn.LayerNorm and torch.nn.Dropout may come before the first layer, "
             "and torch.nn.Embedding of the node ids may replace the features; for anything else use "
@@ -366,7 +386,7 @@ def read_input_spec(layer: SplittableConv, arguments: StageInput, provenance: In
             )
     computed = {name: values for name, values in arguments.edges.items() if name not in own_edges}
     keys = {name: _find_edge_key(values, arguments.block) for name, values in computed.items()}
-    return InputSpec(origin=origin, keys=keys)
+    return InputSpec(origins=origins, keys=keys)
 
 
 def _find_edge_key(values: Tensor, block: DGLBlock) -> str | None:
@@ -380,16 +400,15 @@ def find_input_modules(
     model: nn.Module,
     first: nn.Module,
     provenance: InputProvenance,
+    ntype: str,
     runs: tuple[ColumnRange, ...],
     moments: Callable[[], tuple[Tensor, Tensor]],
     *,
     num_nodes: int,
-    seed: int,
 ) -> dict[nn.Module, InputModule]:
-    """Find the modules that work on the input, and their new ``forward``. Every rank must call this.
+    """Find the norms and embeddings that work on the input of one node type. Every rank must call this.
 
-    Every dropout is replaced, because models often use one ``nn.Dropout`` for all layers. Norms and
-    embeddings of all nodes are cut if they are as wide as the input. A norm must also be
+    Norms and embeddings of all nodes are cut if they are as wide as the input. A norm must also be
     registered before the first layer, or no other parameter of the model may be that wide.
 
     Args:
@@ -425,26 +444,26 @@ def find_input_modules(
             "use strategy='data_parallel'"
         )
     replacements: dict[nn.Module, InputModule] = {}
-    replacements |= {rows: ColumnEmbedding(rows, provenance, runs) for rows in embeddings.values()}
+    replacements |= {rows: ColumnEmbedding(rows, provenance, ntype, runs) for rows in embeddings.values()}
     if norms:
         moments_of_rows = moments()
         replacements |= {
             norm: ColumnLayerNorm(norm, provenance, runs, moments_of_rows) for norm in norms.values()
         }
+    return replacements
+
+
+def find_dropouts(
+    model: nn.Module, provenance: InputProvenance, seed: int
+) -> Iterator[tuple[nn.Module, ColumnDropout]]:
+    """Yield every dropout, because models often use one ``nn.Dropout`` for all layers."""
     dropouts = list(_find_modules(model, nn.Dropout))
     provenance.dropouts.is_installed = True
     for number, (name, dropout) in enumerate(dropouts):
         edges = name.rpartition(".")[2] in EDGE_DROPOUTS
-        replacements[dropout] = ColumnDropout(dropout, provenance, seed, number=number, edges=edges)
+        yield dropout, ColumnDropout(dropout, provenance, seed, number=number, edges=edges)
     if any(dropout.p > 0 for _, dropout in dropouts):
         provenance.dropouts.track(model)
-    # The stages of the first layer apply its own dropout.
-    inner_modules = set(first.modules())
-    return {
-        module: replacements[module]
-        for module in model.modules()
-        if module in replacements and module not in inner_modules
-    }
 
 
 def _find_modules(model: nn.Module, kind: type[_Module]) -> Iterator[tuple[str, _Module]]:
@@ -474,6 +493,10 @@ def _is_before(model: nn.Module, module: nn.Module, first: nn.Module, width: int
     )
 
 
+Runs: TypeAlias = tuple[tuple[ColumnRange, ...], ...]
+"""(N_f,) columns of each part, in order."""
+
+
 @final
 @dataclass(frozen=True, kw_only=True)
 class Cut:
@@ -483,8 +506,8 @@ class Cut:
     """Shape of the uncut parameter."""
     dimension: int
     """Dimension over the input columns."""
-    runs: tuple[tuple[ColumnRange, ...], ...]
-    """(N_f,) columns of each part, in their order in the piece."""
+    runs: Runs
+    """Columns of each part, in their order in the piece."""
 
     def piece_shape(self, part: int) -> tuple[int, ...]:
         """Return the shape of the piece of ``part``, which may be empty."""
@@ -493,9 +516,9 @@ class Cut:
         return tuple(shape)
 
 
-def compute_by(module: nn.Module, forward: Callable[..., Tensor]) -> None:
-    """Replace ``forward`` of a user's module. Its :func:`uncut_copy` keeps the old one."""
-    module.__dict__.update({"forward": forward, _OWN_FORWARD: True})
+def compute_by(module: nn.Module, forward: Callable[..., Any], name: str = "forward") -> None:
+    """Replace the method ``name`` of a user's module. Its :func:`uncut_copy` keeps the old one."""
+    module.__dict__.update({name: forward, _OWN_FORWARD: name})
 
 
 def uncut_copy(module: nn.Module, uncut: Mapping[str, Tensor]) -> nn.Module:
@@ -511,7 +534,8 @@ def uncut_copy(module: nn.Module, uncut: Mapping[str, Tensor]) -> nn.Module:
         if isinstance(value, Tensor) and not value.is_leaf
     }
     # The replaced methods hold the last batch and the moments of all rows, so they are not copied.
-    memo |= {id(inner.forward): False for inner in module.modules() if _OWN_FORWARD in vars(inner)}
+    replaced = [vars(inner)[name] for inner in module.modules() if (name := vars(inner).get(_OWN_FORWARD))]
+    memo |= {id(method): False for method in replaced}
     for name, parameter in uncut.items():
         piece = module.get_parameter(name)
         memo[id(piece)] = nn.Parameter(parameter, piece.requires_grad)
@@ -523,8 +547,8 @@ def uncut_copy(module: nn.Module, uncut: Mapping[str, Tensor]) -> nn.Module:
             "a copy; keep such objects out of the model, or give their class a __deepcopy__"
         ) from error
     for inner in result.modules():
-        if inner.__dict__.pop(_OWN_FORWARD, False):
-            del inner.__dict__["forward"]
+        if name := inner.__dict__.pop(_OWN_FORWARD, ""):
+            del inner.__dict__[name]
         inner.__dict__.pop("run_parts", None)
     return result
 
@@ -536,8 +560,8 @@ class SplitModel:
 
     layer: SplittableConv
     """First layer of this part."""
-    runs: tuple[tuple[ColumnRange, ...], ...]
-    """(N_f,) columns of the input for each part."""
+    runs: Mapping[str, Runs]
+    """Columns of the input by node type."""
     features: list[Origin]
     """Origins of the loader's rows: each feature, and the concatenation of all."""
     provenance: InputProvenance
@@ -549,8 +573,23 @@ class SplitModel:
     """Stashed parameters that every part holds uncut."""
 
 
+@final
+@dataclass(frozen=True)
+class TypeSchema:
+    """Types of a graph."""
+
+    num_nodes: Mapping[str, int]
+    """Number of nodes by node type."""
+    etypes: Sequence[EdgeType]
+
+    @property
+    def has_one_type(self) -> bool:
+        """Whether there is one node type and one edge type."""
+        return len(self.num_nodes) == len(self.etypes) == 1
+
+
 def split_model(
-    model: nn.Module, store: ColumnStore, group: Group, *, num_nodes: int, seed: int
+    model: nn.Module, stores: Mapping[str, ColumnStore], group: Group, schema: TypeSchema, *, seed: int
 ) -> SplitModel:
     """Cut the first layer of ``model`` and the modules before it to this rank's part. All ranks call this.
 
@@ -558,15 +597,28 @@ def split_model(
     Raises ConfigError if no layer takes the input's columns and can be split, or a module before it cannot be
     cut.
     """
-    names, widths, (name, layer) = _find_input(model, store, num_nodes)
+    find = _find_input if schema.has_one_type else _find_typed_input
+    columns, (name, layer) = find(model, stores, schema)
     first, provenance = model.get_submodule(name), InputProvenance(seed)
-    runs = deal_out_concatenated(widths, group.size)
-    own_runs = runs[group.part]
-    inputs = find_input_modules(
-        model, first, provenance, own_runs, store.moments, num_nodes=num_nodes, seed=seed
-    )
-    dimensions: dict[nn.Module, Mapping[str, int]] = {first: layer.cut}
-    dimensions |= {module: input_module.cut for module, input_module in inputs.items() if input_module.cut}
+    runs = {ntype: deal_out_concatenated([*widths.values()], group.size) for ntype, widths in columns.items()}
+    own_runs = {ntype: runs_of_parts[group.part] for ntype, runs_of_parts in runs.items()}
+    inputs: dict[nn.Module, InputModule] = {}
+    if schema.has_one_type:
+        ((ntype, part_runs),) = own_runs.items()
+        moments, num_nodes = stores[ntype].moments, schema.num_nodes[ntype]
+        inputs |= find_input_modules(model, first, provenance, ntype, part_runs, moments, num_nodes=num_nodes)
+    inputs |= find_dropouts(model, provenance, seed)
+    # The stages of the first layer apply its own dropout.
+    split_modules = layer.split_modules()
+    inputs = {module: inputs[module] for module in model.modules() if module in inputs.keys() - split_modules}
+    only_type = next(iter(columns))
+    dimensions = {
+        (first, inner_name): (dimension, layer.cut_types.get(inner_name, only_type))
+        for inner_name, dimension in layer.cut.items()
+    }
+    for module, input_module in inputs.items():
+        for inner_name, dimension in input_module.cut.items():
+            dimensions[module, inner_name] = dimension, only_type
     cuts = _find_cuts(model, dimensions, runs)
     prefixes = {module: f"{path}." if path else "" for path, module in model.named_modules()}
     prefix = prefixes[first]
@@ -578,15 +630,16 @@ def split_model(
             if not isinstance(input_module, ColumnEmbedding)
         ]
         compute_by(module, input_module.forward)
-    for module, cut in dimensions.items():
-        cut_in_place(module, cut, own_runs)
+    for (module, inner_name), (dimension, ntype) in dimensions.items():
+        cut_in_place(module, {inner_name: dimension}, own_runs[ntype])
     if layer is not first:
-        compute_by(first, partial(_forward_by_stages, first, layer))
-    features = [Origin(names=(name,), runs=(run,)) for name, run in zip(names, own_runs, strict=bool(names))]
+        compute_by(first, partial(_forward_by_stages, first, layer), layer.replaced)
     return SplitModel(
         layer=layer,
         runs=runs,
-        features=[*features, Origin(names=names, runs=own_runs)] if len(names) > 1 else features,
+        features=[
+            origin for ntype in columns for origin in _list_origins(ntype, columns[ntype], own_runs[ntype])
+        ],
         provenance=provenance,
         cuts=cuts,
         stashed=tuple(stashed),
@@ -594,24 +647,32 @@ def split_model(
     )
 
 
+def _list_origins(ntype: str, widths: Mapping[str, int], runs: tuple[ColumnRange, ...]) -> Iterator[Origin]:
+    # An embedding has a width without a name.
+    names = tuple(name for name in widths if name)
+    for name, run in zip(names, runs, strict=bool(names)):
+        yield Origin(ntype=ntype, names=(name,), runs=(run,))
+    if len(names) > 1:
+        yield Origin(ntype=ntype, names=names, runs=runs)
+
+
 def _find_cuts(
     model: nn.Module,
-    dimensions: Mapping[nn.Module, Mapping[str, int]],
-    runs: tuple[tuple[ColumnRange, ...], ...],
+    dimensions: Mapping[tuple[nn.Module, str], tuple[int, str]],
+    runs: Mapping[str, Runs],
 ) -> dict[str, Cut]:
-    cut_parameters: dict[nn.Parameter, tuple[tuple[nn.Module, str], int]] = {}
-    for module, cut in dimensions.items():
-        for inner_name, dimension in cut.items():
-            owner, _, attribute = inner_name.rpartition(".")
-            cut_parameters.setdefault(
-                module.get_parameter(inner_name), ((module.get_submodule(owner), attribute), dimension)
-            )
+    cut_parameters: dict[nn.Parameter, tuple[tuple[nn.Module, str], tuple[int, str]]] = {}
+    for (module, inner_name), cut in dimensions.items():
+        owner, _, attribute = inner_name.rpartition(".")
+        cut_parameters.setdefault(
+            module.get_parameter(inner_name), ((module.get_submodule(owner), attribute), cut)
+        )
     cuts, tied = {}, {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         owner, _, attribute = name.rpartition(".")
-        owner_and_name, dimension = cut_parameters.get(parameter, (None, 0))
+        owner_and_name, (dimension, ntype) = cut_parameters.get(parameter, (None, (0, "")))
         if owner_and_name == (model.get_submodule(owner), attribute):
-            cuts[name] = Cut(shape=tuple(parameter.shape), dimension=dimension, runs=runs)
+            cuts[name] = Cut(shape=tuple(parameter.shape), dimension=dimension, runs=runs[ntype])
         elif owner_and_name is not None:
             tied[name] = parameter
     for tied_name, parameter in tied.items():
@@ -623,7 +684,7 @@ def _find_cuts(
     return cuts
 
 
-def _forward_by_stages(conv: nn.Module, stages: SplittableConv, *args: Any, **kwargs: Any) -> Tensor:
+def _forward_by_stages(conv: nn.Module, stages: SplittableConv, *args: Any, **kwargs: Any) -> Any:
     # It is bound by a partial instead of a closure, so that a copy computes with its own weights.
     stages.training = conv.training
     return stages.forward(*args, **kwargs)
@@ -655,34 +716,75 @@ def find_first_layer(model: nn.Module, width: int) -> tuple[str, SplittableConv]
     )
 
 
-def _find_input(
-    model: nn.Module, store: ColumnStore, num_nodes: int
-) -> tuple[tuple[str, ...], tuple[int, ...], tuple[str, SplittableConv]]:
-    """Return the names and widths of the input features, and the name and stages of the layer for them.
+def find_typed_layer(
+    model: nn.Module, etypes: Sequence[EdgeType], widths: Mapping[str, int]
+) -> tuple[str, SplittableConv]:
+    """Return the name and the stages of the first layer that reads several types with ``widths`` columns.
 
-    If no layer takes the features, the input is the model's embedding of all nodes, and there are no names.
+    Raises ConfigError if there is none, or it cannot be split.
     """
-    inputs = {store.names: tuple(store.widths.values())} if store.names else {}
-    for _, embedding in embeddings_of_all_nodes(model, num_nodes):
-        inputs.setdefault((), (embedding.embedding_dim,))
-    errors = []
-    for names, widths in inputs.items():
+    reasons = []
+    for name, module in find_convolutions(model):
         try:
-            layer = find_first_layer(model, sum(widths))
+            stages = make_typed_stages(module, etypes, widths)
+        except ConfigError as error:
+            reasons.append(f"; {name or 'the model'}: {error}")
+            continue
+        if stages is not None:
+            return name, stages
+    columns = ", ".join(f"{ntype}: {width}" for ntype, width in widths.items()) or "none"
+    raise ConfigError(
+        "on several types push_pull trains models that begin with dgl.nn.HeteroGraphConv of convolutions "
+        f"that can be split, or the ready-made RGCN, but found no such layer for the columns of the features "
+        f"({columns}){''.join(reasons)}; use such a layer, or strategy='data_parallel'"
+    )
+
+
+FoundInput: TypeAlias = tuple[dict[str, dict[str, int]], tuple[str, SplittableConv]]
+"""Widths of the input by node type and feature name, and the name and stages of the layer for them. An
+embedding has a width without a name."""
+
+
+def _find_typed_input(model: nn.Module, stores: Mapping[str, ColumnStore], schema: TypeSchema) -> FoundInput:
+    columns = {ntype: dict(store.widths) for ntype, store in stores.items() if store.names}
+    widths = {ntype: sum(by_name.values()) for ntype, by_name in columns.items()}
+    name, layer = find_typed_layer(model, schema.etypes, widths)
+    for ntype in dict.fromkeys(layer.cut_types.values()):
+        _check_floats(stores[ntype])
+    return columns, (name, layer)
+
+
+def _find_input(model: nn.Module, stores: Mapping[str, ColumnStore], schema: TypeSchema) -> FoundInput:
+    # If no layer takes the features, the input is the model's embedding of all nodes.
+    ((ntype, store),) = stores.items()
+    num_nodes = schema.num_nodes[ntype]
+    inputs = [dict(store.widths)] if store.names else []
+    embedding = next((embedding for _, embedding in embeddings_of_all_nodes(model, num_nodes)), None)
+    if embedding is not None:
+        inputs.append({"": embedding.embedding_dim})
+    errors = []
+    for widths in inputs:
+        try:
+            layer = find_first_layer(model, sum(widths.values()))
         except ConfigError as error:
             errors.append(error)
             continue
-        for name in names:
-            if not store.dtype(name).is_floating_point:
-                raise ConfigError(
-                    f"the feature {name!r} is {store.dtype(name)}, but the first layer computes with "
-                    "floating-point numbers; store it as float32 or float16, or choose other features with "
-                    "the option features="
-                )
-        return names, widths, layer
+        if "" not in widths:
+            _check_floats(store)
+        return {ntype: widths}, layer
     if errors:
         raise errors[0]
     raise ConfigError(
         "the nodes have none of the configured features, and the model has no "
         f"torch.nn.Embedding({num_nodes}, ...) instead; name the features with the option features="
     )
+
+
+def _check_floats(store: ColumnStore) -> None:
+    for name in store.names:
+        if not store.dtype(name).is_floating_point:
+            raise ConfigError(
+                f"the feature {name!r} is {store.dtype(name)}, but the first layer computes with "
+                "floating-point numbers; store it as float32 or float16, or choose other features with "
+                "the option features="
+            )

@@ -31,7 +31,6 @@ from dglx_dist.strategies.base import (
     Strategy,
     Traits,
     WrappedModel,
-    check_one_type,
     find_share,
     flatten_arguments,
     gradient_weight,
@@ -43,7 +42,7 @@ from dglx_dist.strategies.push_pull.feature_columns import ColumnStore, ColumnSt
 from dglx_dist.strategies.push_pull.loader import PushPullLoader, split_prefetch
 from dglx_dist.strategies.push_pull.options import read_push_pull_options
 from dglx_dist.strategies.push_pull.pipeline import Pipeline, Version, make_replica_group
-from dglx_dist.strategies.push_pull.split_model import split_model, uncut_copy
+from dglx_dist.strategies.push_pull.split_model import TypeSchema, split_model, uncut_copy
 from dglx_dist.strategies.replicated import broadcast_state, check_same_model
 
 if TYPE_CHECKING:
@@ -99,7 +98,6 @@ class OpenedPushPull(OpenedStrategy):
     """The columns of a graph's features, and the pipelines of the models that train on them."""
 
     def __init__(self, strategy: PushPull, g: DistGraph) -> None:
-        check_one_type("push_pull", g)
         super().__init__(strategy, g)
         self._names = self._find_features()
         self.group = make_group(self.session, self.options.group_size or self._choose_group_size())
@@ -119,12 +117,16 @@ class OpenedPushPull(OpenedStrategy):
             dist.destroy_process_group(self._replicas)
 
     @property
-    def columns(self) -> ColumnStore:
-        """The columns of the option ``features``. Opening them is collective."""
+    def columns(self) -> dict[str, ColumnStore]:
+        """The columns of the option ``features`` by node type. Opening them is collective."""
         return self._open_columns(self._names)
 
-    def _open_columns(self, names: Sequence[str]) -> ColumnStore:
-        return self._columns.open(names) if names else ColumnStore([], self.group, self.session)
+    def _open_columns(self, names_by_type: Mapping[str, Sequence[str]]) -> dict[str, ColumnStore]:
+        no_columns = ColumnStore([], self.group, self.session)
+        return {
+            ntype: self._columns.open(ntype, names) if names else no_columns
+            for ntype, names in names_by_type.items()
+        }
 
     def make_loader(self, indices: Tensor, sampler: Any, **loader_options: Any) -> PushPullLoader:
         return self._make_loader(DataLoader, indices, sampler, loader_options)
@@ -140,37 +142,37 @@ class OpenedPushPull(OpenedStrategy):
         loader_options: Mapping[str, Any],
     ) -> PushPullLoader:
         """Return a loader like ``inner_class`` with the columns of matrices that ``sampler`` prefetches."""
-        store = self.columns
+        stores = self.columns
         reduced_sampler, names = run_on_all_ranks(
             self.session, lambda: split_prefetch(self.g, sampler, self._names), ConfigError
         )
         inner_loader = inner_class(self.g, seeds, reduced_sampler, **loader_options)
         if names != self._names:
-            store = self._open_columns(names)
+            stores = self._open_columns(names)
         dtype = loader_options.get("feature_dtype")  # The inner loader has checked it.
-        return PushPullLoader(inner_loader, self.g, store, self.group, self.options, self.pipelines, dtype)
+        return PushPullLoader(inner_loader, self.g, stores, self.group, self.options, self.pipelines, dtype)
 
     def make_model(self, model: nn.Module, reduction: Reduction) -> PushPullModel:
         return PushPullModel(model, self, reduction)
 
-    def _find_features(self) -> tuple[str, ...]:
-        g, names = self.g, self.options.names
-        missing_names = [name for name in names if name not in g.ndata]
-        if missing_names == [FEATURE] and names == (FEATURE,):
-            # The option has its default, so the input may be an embedding.
-            return ()
-        if missing_names:
-            columns = ", ".join(map(repr, g.ndata)) or "none"
+    def _find_features(self) -> dict[str, tuple[str, ...]]:
+        names, data = self.options.names, {ntype: self.g.nodes[ntype].data for ntype in self.g.ntypes}
+        known = dict.fromkeys(name for columns in data.values() for name in columns)
+        missing_names = [name for name in names if name not in known]
+        # If the option has its default, the input may be an embedding.
+        if missing_names and names != (FEATURE,):
+            columns = ", ".join(map(repr, known)) or "none"
             raise ConfigError(f"option features: the nodes have no {missing_names[0]!r} (known: {columns})")
-        return names
+        return {ntype: tuple(name for name in names if name in data[ntype]) for ntype in data}
 
     def _choose_group_size(self) -> int:
         """Return the fewest ranks that can hold the features with ``memory`` bytes each (P3, 3.5)."""
-        world_size, data, names = self.session.topology.world_size, self.g.ndata, self._names
-        if not self.options.memory or not names:
+        world_size, nodes = self.session.topology.world_size, self.g.nodes
+        tensors = [nodes[ntype].data[name] for ntype, names in self._names.items() for name in names]
+        if not self.options.memory or not tensors:
             # The size of an embedding is not known before there is a model.
             return world_size
-        num_bytes = sum(int(np.prod(data[name].shape)) * data[name].dtype.itemsize for name in names)
+        num_bytes = sum(int(np.prod(tensor.shape)) * tensor.dtype.itemsize for tensor in tensors)
         memory_bytes = read_size(self.options.memory)
         for size in range(1, world_size + 1):
             if world_size % size == 0 and -(-num_bytes // size) <= memory_bytes:
@@ -193,14 +195,15 @@ class PushPullModel(WrappedModel):
 
     def __init__(self, model: nn.Module, opened: OpenedPushPull, reduction: Reduction) -> None:
         super().__init__()
-        store, session, group, options = opened.columns, opened.session, opened.group, opened.options
+        stores, session, group, options = opened.columns, opened.session, opened.group, opened.options
         self._opened = opened
         check_same_model(model, session, str(options), reduction)
         broadcast_state(model, session)
         self._session, self._reduction, self._group = session, reduction, group
         # This comes before the cut, so that the user's model stays uncut if another rank fails.
         replicas = opened.replicas()
-        split = split_model(model, store, group, num_nodes=opened.g.num_nodes(), seed=session.seed)
+        schema = TypeSchema({ntype: opened.g.num_nodes(ntype) for ntype in stores}, opened.g.canonical_etypes)
+        split = split_model(model, stores, group, schema, seed=session.seed)
         self.module, self._cuts, self._depth = model, split.cuts, options.depth
         self._exchange = AsyncExchange(session, group)
         self._buffer_means = BufferMeans(self.module, session, reduction)

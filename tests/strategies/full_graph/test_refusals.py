@@ -214,7 +214,7 @@ def two_on_rank(folder: str) -> list[str]:
     with start_session(strategy="full_graph", timeout_s=30) as session:
         g = DistGraph(folder)
         messages = []
-        for name in (*STRATEGY_NAMES, "push_pull"):
+        for name in STRATEGY_NAMES:
             strategy, seeds = STRATEGIES.get(name)(session, {}), {"user": torch.arange(2)}
             messages.append(refused(lambda: strategy.open(g).wrap(runs.first_model("sage"))))  # noqa: B023
             messages.append(refused(lambda: strategy.open(g).loader(seeds, runs.sampler())))  # noqa: B023

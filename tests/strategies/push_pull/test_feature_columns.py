@@ -108,7 +108,7 @@ def open_columns(g: DistGraph, names: Sequence[str], group: Group) -> ColumnStor
     if key not in STORES:
         STORES[key] = ColumnStores(g, group)
         g.on_close.append(STORES[key].close)
-    return STORES[key].open(names)
+    return STORES[key].open(NODE_TYPE, names)
 
 
 @contextmanager
@@ -289,13 +289,20 @@ def test_other_partitions_have_no_columns(tmp_path: Path) -> None:
         PartitionPlan(num_parts=1, method="feature"),
         write_columns=write_slices,
     )
-    partition_to_disk(
-        random_heterogeneous(0),
-        tmp_path / "f",
-        PartitionPlan(num_parts=2, method="feature"),
-        write_columns=write_slices,
-    )
     assert not list(tmp_path.glob("*/cache/columns-*"))
+
+
+def test_each_node_type_has_columns_of_its_matrices(tmp_path: Path) -> None:
+    graph = random_heterogeneous(0)
+    plan = PartitionPlan(num_parts=2, method="feature")
+    partition_to_disk(graph, tmp_path / "f", plan, write_columns=write_slices)
+    dataset = open_dataset(tmp_path / "f")
+    for columns in deal_out_columns(4, 2):
+        rows = stored_slice(dataset, "user", "feat", columns).read()
+        assert rows is not None
+        uncut = np.concatenate([dataset.part(part).node_data("user", "feat") for part in range(2)])
+        assert np.array_equal(rows, uncut[:, columns.cut])
+    assert [path.name for path in tmp_path.glob("f/cache/columns-*/*")] == ["user"]
 
 
 def test_a_dataset_whose_columns_find_no_room_is_whole(

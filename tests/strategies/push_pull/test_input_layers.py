@@ -14,12 +14,15 @@ from torch import Tensor, nn
 from dglx_dist.errors import ConfigError
 from dglx_dist.layers.base import cut_in_place
 from dglx_dist.layers.dropout import LATER_MODULES, ColumnRange, NodeDropouts, deal_out_columns
+from dglx_dist.records import NODE_TYPE
 from dglx_dist.strategies.push_pull.exchange import GroupBatch, PartInput
 from dglx_dist.strategies.push_pull.split_model import (
     ColumnEmbedding,
+    Converted,
     InputModule,
     InputProvenance,
     Origin,
+    find_dropouts,
     find_input_modules,
 )
 
@@ -44,7 +47,10 @@ def modules_of(
     def moments() -> tuple[Tensor, Tensor]:
         return torch.zeros(V), torch.ones(V)
 
-    return find_input_modules(model, first, provenance, (columns,), moments, num_nodes=V, seed=5)
+    runs = (columns,)
+    modules = find_input_modules(model, first, provenance, NODE_TYPE, runs, moments, num_nodes=V)
+    modules |= dict(find_dropouts(model, provenance, seed=5))
+    return {module: modules[module] for module in modules.keys() - set(first.modules())}
 
 
 def begin_batch(
@@ -57,8 +63,10 @@ def begin_batch(
         cut_in_place(module, replacement.cut, (columns,))
     block: Any = None
     x = torch.randn(len(NODES), len(columns), dtype=torch.float64)
-    provenance.begin(GroupBatch(2, (PartInput(block=block, nodes=NODES, columns={"feat": x}, number=2),)), 0)
-    provenance.add(x, Origin(names=("feat",), runs=(columns,)))
+    columns_by_type = {NODE_TYPE: {"feat": x}}
+    part_input = PartInput(block=block, nodes={NODE_TYPE: NODES}, columns=columns_by_type, number=2)
+    provenance.begin(GroupBatch(2, (part_input,)), 0)
+    provenance.add(x, Origin(ntype=NODE_TYPE, names=("feat",), runs=(columns,)))
     named = model.named_modules(remove_duplicate=False)
     return (
         {
@@ -105,10 +113,19 @@ def test_dropout_of_anything_else_is_keyed_by_node_and_in_place_is_refused() -> 
         first(x)
 
 
+def test_converted_rows_without_nodes_belong_to_the_type_that_is_asked_for() -> None:
+    provenance, columns = InputProvenance(0), deal_out_columns(F, 1)
+    origins = {ntype: Origin(ntype=ntype, names=("feat",), runs=columns) for ntype in ("author", "paper")}
+    for origin in origins.values():
+        provenance.add(torch.zeros(0, F, dtype=torch.float64), origin)
+    for ntype, origin in origins.items():
+        assert provenance.find(torch.zeros(0, F), ntype) == origin.with_step(Converted(torch.float32))
+
+
 @pytest.mark.parametrize("optimizer", [torch.optim.SparseAdam, torch.optim.Adagrad, torch.optim.SGD])
 def test_optimizers_take_sparse_gradients_of_parts_without_columns(optimizer: Any) -> None:
     embedding, none = nn.Embedding(V, 2, sparse=True), (ColumnRange(first=2, last=2, width=2),)
-    module = ColumnEmbedding(embedding, InputProvenance(0), none)
+    module = ColumnEmbedding(embedding, InputProvenance(0), NODE_TYPE, none)
     cut_in_place(embedding, module.cut, none)
     module.add_gradients([(NODES, torch.zeros(4, 0))])
     optimizer([embedding.weight], lr=0.1).step()

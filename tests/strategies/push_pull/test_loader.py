@@ -30,13 +30,7 @@ from dglx_dist.records import EDGE_TYPE, NODE_TYPE, Assignment
 from dglx_dist.strategies.base import STRATEGIES, OpenedStrategy
 from dglx_dist.strategies.push_pull import loader as push_pull_loader
 from dglx_dist.strategies.push_pull.exchange import Group, GroupBatch, PartInput, make_group
-from dglx_dist.strategies.push_pull.loader import (
-    OwnerBlock,
-    PushPullLoader,
-    _check_block,
-    pack_block,
-    unpack_block,
-)
+from dglx_dist.strategies.push_pull.loader import BlockSchema, OwnerBlock, PushPullLoader
 from tests.helpers.ranks import run_ranks, start_ranks
 from tests.strategies import edge_equality, equality
 
@@ -112,12 +106,14 @@ def epoch_of(g: DistGraph, loader: PushPullLoader) -> tuple[Epoch, Counter[str]]
         assert own.block.edata.keys() == block.edata.keys()
         for name, values in own.block.edata.items():
             assert values.data_ptr() == block.edata[name].data_ptr()
-        assert torch.equal(block.srcdata[dgl.NID], own.nodes)
-        assert block.srcdata["feat"].data_ptr() == own.columns["feat"].data_ptr()
+        assert torch.equal(block.srcdata[dgl.NID], own.nodes[NODE_TYPE])
+        own_columns = own.columns[NODE_TYPE]["feat"]
+        assert block.srcdata["feat"].data_ptr() == own_columns.data_ptr()
         for part_input in inputs:
-            ids = g.orig_ids(part_input.nodes)[:, None]
+            ids = g.orig_ids(part_input.nodes[NODE_TYPE])[:, None]
             assert torch.equal(
-                part_input.columns["feat"], (ids * 10 + torch.arange(WIDTH)).float()[:, columns.cut]
+                part_input.columns[NODE_TYPE]["feat"],
+                (ids * 10 + torch.arange(WIDTH)).float()[:, columns.cut],
             )
         results.append([describe(part_input) for part_input in inputs])
     return results, equality.moved_since(g.session, before)
@@ -125,7 +121,7 @@ def epoch_of(g: DistGraph, loader: PushPullLoader) -> tuple[Epoch, Counter[str]]
 
 def describe(one: PartInput) -> Seen:
     indptr, indices, _ = one.block.adj_tensors("csc")
-    return one.number, one.nodes.tolist(), indptr.tolist(), indices.tolist(), str(one.block.idtype)
+    return one.number, one.nodes[NODE_TYPE].tolist(), indptr.tolist(), indices.tolist(), str(one.block.idtype)
 
 
 LABOR = LaborSampler(FANOUTS, batch_dependency=2, prefetch_node_feats=["feat"], prefetch_labels=["label"])
@@ -390,7 +386,7 @@ def test_prefetched_matrices_come_as_columns_and_vectors_as_rows(graph: DistGrap
     sampler = sampler_of(prefetch_node_feats=["small", "depth"])
     loader = nodes_of(graph, sampler, feature_dtype=torch.float64)
     for nodes, _, blocks in loader:
-        assert set(blocks[0].push_pull.inputs[0].columns) == {"feat", "small"}
+        assert set(blocks[0].push_pull.inputs[0].columns[NODE_TYPE]) == {"feat", "small"}
         for name in ("feat", "small", "depth"):
             expected = graph.ndata[name][nodes].to(torch.float64)
             assert torch.equal(blocks[0].srcdata[name], expected), name
@@ -429,23 +425,25 @@ def test_the_rank_is_named_long_before_the_time_is_out(folder: Path, how: str) -
 
 
 # 0 <- 2, 1 <- 0, 1 <- 3; listed out of order, so that edge ids are not those of the columns.
+SCHEMA = BlockSchema([NODE_TYPE], [EDGE_TYPE])
 SOURCES, DESTINATIONS, SOURCE_IDS = [3, 2, 0], [1, 0, 1], torch.tensor([70, 10, 40, 20])
 
 
 def block_of(idtype: torch.dtype) -> OwnerBlock:
     ends = torch.tensor(SOURCES, dtype=idtype), torch.tensor(DESTINATIONS, dtype=idtype)
-    return OwnerBlock(block=dgl.create_block(ends, num_src_nodes=4, num_dst_nodes=2), nodes=SOURCE_IDS)
+    block = dgl.create_block(ends, num_src_nodes=4, num_dst_nodes=2)
+    return OwnerBlock(block=block, nodes={NODE_TYPE: SOURCE_IDS})
 
 
 @pytest.mark.parametrize("idtype", [torch.int32, torch.int64])
 @pytest.mark.parametrize("wide", [False, True])
 def test_unpacked_block_equals_the_packed_one(idtype: torch.dtype, wide: bool) -> None:
-    arrays = [array.copy() for array in pack_block(block_of(idtype), wide=wide)]
+    arrays = [array.copy() for array in SCHEMA.pack(block_of(idtype), wide=wide)]
     # 4 [(D1 + 1) + E1 + L0] bytes
     assert [array.nbytes for array in arrays] == [4 * (8 if wide else 4), 4 * 3, 4 * 3]
-    block = unpack_block(arrays, EDGE_TYPE, idtype)
+    block = SCHEMA.unpack(arrays, idtype)
     arrays[2][:] = 1  # it shares nothing with what came
-    assert torch.equal(block.nodes, SOURCE_IDS)
+    assert torch.equal(block.nodes[NODE_TYPE], SOURCE_IDS)
     assert block.block.idtype == idtype
     assert (block.block.num_src_nodes(), block.block.num_dst_nodes()) == (4, 2)
     indptr, indices, edge_ids = block.block.adj_tensors("csc")
@@ -473,5 +471,5 @@ def test_unpacked_block_equals_the_packed_one(idtype: torch.dtype, wide: bool) -
 def test_arrays_that_are_no_block_are_refused(nodes: Any, indptr: Any, indices: Any) -> None:
     arrays = [np.array(values, None if values else np.int32) for values in (nodes, indptr, indices)]
     with pytest.raises(ValueError, match="are no block"):
-        _check_block(arrays)
-    _check_block(pack_block(block_of(torch.int32), wide=False))
+        SCHEMA.check(arrays)
+    SCHEMA.check(SCHEMA.pack(block_of(torch.int32), wide=False))

@@ -14,7 +14,7 @@ from dglx_dist.comm.collectives import gather_json
 from dglx_dist.comm.session import Session, Shared, start_session
 from dglx_dist.errors import ConfigError
 from dglx_dist.layers.dropout import deal_out_concatenated
-from dglx_dist.records import ColumnInfo
+from dglx_dist.records import EDGE_TYPE, NODE_TYPE, ColumnInfo
 from dglx_dist.strategies.push_pull.exchange import make_group
 from dglx_dist.strategies.push_pull.feature_columns import ColumnSlice, ColumnStore
 from dglx_dist.strategies.push_pull.options import PushPullOptions
@@ -63,13 +63,13 @@ def store_of(session: Session, size: int) -> ColumnStore:
 
 
 def wrap(net: nn.Module, session: Session, size: int) -> PushPullModel:
-    graph = SimpleNamespace(session=session, num_nodes=lambda: NODES)
+    graph = SimpleNamespace(session=session, num_nodes=lambda ntype: NODES, canonical_etypes=[EDGE_TYPE])
     opened: Any = SimpleNamespace(
         g=graph,
         session=session,
         group=make_group(session, size),
         options=PushPullOptions(),
-        columns=store_of(session, size),
+        columns={NODE_TYPE: store_of(session, size)},
         pipelines=[],
         replicas=lambda: None,
     )
@@ -213,7 +213,7 @@ def test_gradients_of_an_embedding_are_those_of_torch(padding: int | None, spars
     plain(nodes).backward(gradients)
     parts = [(nodes[:3], gradients[:3]), (nodes[:2], None), (nodes[3:], gradients[3:])]
     there = [(ids.to(device), None if rows is None else rows.to(device)) for ids, rows in parts]
-    ColumnEmbedding(cut.to(device), Any, ()).add_gradients(there)  # type: ignore[arg-type]
+    ColumnEmbedding(cut.to(device), Any, NODE_TYPE, ()).add_gradients(there)  # type: ignore[arg-type]
     expected, gradient = plain.weight.grad, cut.weight.grad
     assert expected is not None
     assert gradient is not None
