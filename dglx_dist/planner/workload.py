@@ -349,7 +349,7 @@ def _score_alone(run: PlannedRun, draws: Draws, server: int) -> Array:
     g, partition = run.g, run.partition
     etype, ntype, total = g.canonical_etypes[0], g.ntypes[0], np.zeros(g.num_nodes())
     fanouts = [{etype: fanout} for fanout in draws.fanouts]
-    shards, counts = {etype: partition.structure.shards[0]}, {ntype: g.num_nodes()}
+    shards, counts = {etype: g.structure().shards[0]}, {ntype: g.num_nodes()}
     for rank in partition.topology.ranks_of_server(server):
         seeds = split_ids(run.seeds, partition.bounds, partition.for_rank(rank), force_even=draws.force_even)
         rank_seeds = {ntype: seeds[: draws.most_seeds]}

@@ -202,7 +202,7 @@ class RelationalModel(Layered):
         rows = {self.ntypes[0]: h} if isinstance(h, Tensor) else dict(h)
         if depth == 0:
             rows = {ntype: self._project(ntype, type_rows) for ntype, type_rows in rows.items()}
-        rows = self.apply_layer(depth, block, rows)
+        rows = self.apply_layer(depth, block, _complete_sources(block, rows))
         if depth == self.num_layers - 1:
             rows = {ntype: type_rows for ntype, type_rows in rows.items() if ntype in self.out_types}
         return rows[self.ntypes[0]] if isinstance(h, Tensor) else rows
@@ -216,6 +216,17 @@ class RelationalModel(Layered):
                 f"{self.hidden}, or set the width in feature_widths."
             )
         return rows
+
+
+def _complete_sources(block: Any, h: Rows) -> Rows:
+    """Return the rows of all sources. A block with sources on other ranks gets their rows, if needed."""
+    rows = {}
+    with block.local_scope():
+        for ntype in sorted(h):
+            data = block.srcnodes[ntype].data
+            data["h"] = h[ntype]
+            rows[ntype] = data["h"]
+    return rows
 
 
 @final

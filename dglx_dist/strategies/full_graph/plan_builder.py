@@ -32,10 +32,9 @@ from dglx_dist.errors import ConfigError, PeerError, RemoteError
 from dglx_dist.graph.dist_graph import DistGraph
 from dglx_dist.graph.partition_book import Ids, Placement, RowOwners, as_ids
 from dglx_dist.graph.row_kernels import number_distinct
-from dglx_dist.graph.structure import InEdges, Structure
+from dglx_dist.graph.structure import InEdges
 from dglx_dist.progress import progress
 from dglx_dist.records import Array
-from dglx_dist.strategies.base import check_one_type
 from dglx_dist.strategies.full_graph.expansion import (
     KHopNeighborhood,
     Selection,
@@ -44,6 +43,12 @@ from dglx_dist.strategies.full_graph.expansion import (
     read_neighborhood,
     split_rows,
     write_neighborhood,
+)
+from dglx_dist.strategies.full_graph.graph_types import (
+    GraphStructure,
+    UnifiedGraph,
+    find_bounds,
+    unify_structure,
 )
 from dglx_dist.strategies.full_graph.halo_plan import (
     NO_IDS,
@@ -71,12 +76,23 @@ NO_SEEDS = "no rank was given a node to compute; give the loader at least one"
 class PartitionContext:
     """The graph, the partition and the ranks of a run."""
 
-    structure: Structure
+    structure: GraphStructure
     bounds: Array
     """(S + 1,) int64 first node of each server."""
     topology: Topology
     """Topology as seen by this rank, or by any rank if there is no job."""
     seed: int
+
+    @classmethod
+    def from_graph(cls, g: DistGraph) -> "PartitionContext":
+        topology, seed = g.session.topology, g.session.seed
+        return cls(structure=unify_structure(g), bounds=find_bounds(g), topology=topology, seed=seed)
+
+    def find_owners(self, nodes: Array) -> Array:
+        """Return the (K,) int64 rank that owns each of the (K,) int64 ``nodes``."""
+        if isinstance(self.structure, UnifiedGraph):
+            return np.searchsorted(self.structure.rank_bounds, nodes, side="right") - 1
+        return RowOwners(self.bounds, self.topology).find_rank(nodes)
 
     def own_range(self, server: int) -> tuple[int, int]:
         """Return the first node of ``server`` and the one after its last."""
@@ -139,14 +155,36 @@ def plan_steps(context: PartitionContext, request: PlanRequest) -> PlanSteps[Ran
     own_rows = _select_own_rows(server_rows, topology.rank)
     layers = yield from _read_layers(context, request.hops, own_rows, server_rows)
     layers = yield from _finish_layers(context, own_rows, layers)
-    if request.cover:
+    if request.cover and not isinstance(context.structure, UnifiedGraph):
         layers = yield from _cover_layers(topology.world_size, layers)
     first, last = context.own_range(topology.server)
-    return RankPlan(
+    plan = RankPlan(
         nodes=own_rows.nodes,
         layers=tuple(layers),
         external_nodes=int(np.count_nonzero((server_rows.nodes < first) | (server_rows.nodes >= last))),
+        edge_counts=(yield from _count_edges(context, layers)),
     )
+    if request.cover and isinstance(context.structure, UnifiedGraph):
+        # Sums of different edge types cannot be added, so each type has its own covers.
+        typed_layers = context.structure.split(plan).layers
+        relations = [
+            layer.relations[etype] for etype in context.structure.structures for layer in typed_layers
+        ]
+        covered = yield from _cover_layers(topology.world_size, relations)
+        plan = replace(plan, covers=tuple(layer.cover for layer in covered if layer.cover is not None))
+    return plan
+
+
+def _count_edges(context: PartitionContext, layers: Sequence[HaloLayer]) -> PlanSteps[Array]:
+    """Return :attr:`RankPlan.edge_counts`. Ranks of a graph of one type send nothing."""
+    graph = context.structure
+    if not isinstance(graph, UnifiedGraph):
+        return NO_IDS
+    num_types, ranks = len(graph.structures), range(context.topology.world_size)
+    counts = [np.bincount(graph.find_relations(layer.edge_ids), minlength=num_types) for layer in layers]
+    outgoing = {rank: [np.concatenate(counts)] for rank in ranks}
+    received = yield PlanStep(name="edges by type", among=ranks, outgoing=outgoing)
+    return np.sum([numbers for (numbers,) in received.values()], axis=0)
 
 
 def _gather_seeds(context: PartitionContext, request: PlanRequest) -> PlanSteps[Array]:
@@ -216,7 +254,7 @@ def _compute_server_rows(
             edge_ids=np.concatenate([NO_IDS, *(chunk.edge_ids for chunk in edges)]),
         )
         if request.hops == 0:
-            holders = RowOwners(context.bounds, topology).find_rank(rows.nodes)
+            holders = context.find_owners(rows.nodes)
         else:
             members = topology.ranks_of_server(topology.server)
             holders = members[0] + split_rows(rows, len(members), context.seed)
@@ -301,7 +339,7 @@ def _find_holders(
     """Ask the servers that own the (K,) ascending ``ids`` for the (K,) int64 ranks that hold these rows."""
     topology = context.topology
     if hops == 0:
-        return RowOwners(context.bounds, topology).find_rank(ids)
+        return context.find_owners(ids)
     ranks, pieces = range(topology.world_size), split_by_server(context, ids)
     serving = Placement(topology.num_servers, topology).serving_ranks
     requests = {rank: [NO_IDS] for rank in ranks}
@@ -539,15 +577,12 @@ class Planner:
     """Makes plans for ``g``, and answers the requests of other ranks. Every rank must construct it.
 
     Raises:
-        ConfigError: the graph has several types, a server has no nodes, or there are more ranks than nodes.
+        ConfigError: a server has no nodes, or there are more ranks than nodes.
     """
 
     def __init__(self, g: DistGraph) -> None:
         check_graph(g)
-        self._session, bounds = g.session, g.get_node_partition_policy(g.ntypes[0]).bounds
-        self._context = PartitionContext(
-            structure=g.structure(), bounds=bounds, topology=g.session.topology, seed=g.session.seed
-        )
+        self._session, self._context = g.session, PartitionContext.from_graph(g)
         self._label = f"full_graph.{broadcast_json(secrets.token_hex(4), self._session)}"
         self._exchange = PlanExchange(self._session, self._label)
         # No rank may send before all ranks listen.
@@ -626,9 +661,7 @@ def make_plans(g: DistGraph, seeds: Ids, num_layers: int, hops: int, **options: 
 
 def check_graph(g: DistGraph) -> None:
     """Raise ConfigError unless full-graph strategies can train on ``g`` with the ranks of the session."""
-    check_one_type("a full-graph strategy", g)
-    topology = g.session.topology
-    counts = np.diff(g.get_node_partition_policy(g.ntypes[0]).bounds)
+    topology, counts = g.session.topology, np.diff(find_bounds(g))
     servers = topology.num_servers
     for server in np.flatnonzero(counts == 0).tolist():
         command = f"partition it again with `dglx partition DATA --parts {servers} --out DIR`, or "
