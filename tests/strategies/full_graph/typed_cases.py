@@ -4,7 +4,9 @@ Papers have labels; papers, venues and topics have features of different widths,
 on one server only, topics have no in-edges, and no edge is of the type "retracts".
 """
 
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from dgl import function as fn
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from dglx_dist.comm.session import start_session
 from dglx_dist.data.storage.writer import write_dataset
@@ -23,7 +26,7 @@ from dglx_dist.graph.embedding import DistEmbedding
 from dglx_dist.internals.message_passing import correct_kernels
 from dglx_dist.records import Array, Assignment, EdgeType, RawGraph
 from dglx_dist.strategies.base import STRATEGIES
-from dglx_dist.training.relational import HGT, RGCN, EntityInputs
+from dglx_dist.training.relational import HGT, RGCN, EntityInputs, _merge_types, _split_by_type
 from tests.strategies import equality
 from tests.strategies.test_hetero_equality import _fill, first_rows
 
@@ -156,6 +159,32 @@ class UpdatesAll(nn.Module):
             return dict(block.dstdata["out"])
 
 
+class Recomputed(nn.Module):
+    """A layer that keeps its inputs only, and runs again in backward."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.inner = hetero_conv(lambda width: dgl.nn.SAGEConv(HIDDEN, width, "mean"))(width)
+
+    def forward(self, block: Any, h: dict[str, Tensor]) -> Any:
+        return checkpoint(self.inner, block, h, use_reentrant=False)
+
+
+class HomogeneousView(nn.Module):
+    """``RelGraphConv`` on a block that the module merges from all types."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.conv = dgl.nn.RelGraphConv(HIDDEN, width, len(ETYPES), "basis", 2)
+
+    def forward(self, block: Any, h: dict[str, Tensor]) -> dict[str, Tensor]:
+        num_dst = {ntype: block.num_dst_nodes(ntype) for ntype in sorted(h)}
+        merged, _, edge_types = _merge_types(block, num_dst, ETYPES)
+        pieces = [rows[:count] for rows, count in zip(map(h.get, num_dst), num_dst.values(), strict=True)]
+        pieces += [rows[count:] for rows, count in zip(map(h.get, num_dst), num_dst.values(), strict=True)]
+        return _split_by_type(self.conv(merged, torch.cat(pieces), edge_types), num_dst)
+
+
 def gat(width: int) -> nn.Module:
     return dgl.nn.GATConv(HIDDEN, width // 2, 2, allow_zero_in_degree=True)
 
@@ -171,6 +200,8 @@ MODELS: dict[str, Callable[[Any], nn.Module]] = {
     "graphconv": lambda graph: Projected(
         hetero_conv(lambda width: dgl.nn.GraphConv(HIDDEN, width, "right", allow_zero_in_degree=True))
     ),
+    "recomputed": lambda graph: Projected(Recomputed),
+    "relgraphconv": lambda graph: Projected(HomogeneousView),
     "loop": lambda graph: Projected(SkipsEmpty),
     "multi": lambda graph: Projected(UpdatesAll),
 }
@@ -185,8 +216,10 @@ def weights_of(model: nn.Module) -> dict[str, Array]:
     return {name: p.detach().numpy().copy() for name, p in model.named_parameters()}
 
 
-def one_process(kind: str, steps: int = STEPS) -> dict[str, Array]:
+def one_process(kind: str, batches: Sequence[Tensor] | None = None) -> dict[str, Array]:
     """Train on the uncut graph, and return the weights and the rows of authors.
+
+    ``batches`` are the papers of each step. By default, all training papers are used in each step.
 
     The sources of DGL's blocks do not begin with the destinations if a type has no in-edges, as topics. And
     DGL's maximum without edges has a gradient, unless it is corrected.
@@ -194,12 +227,12 @@ def one_process(kind: str, steps: int = STEPS) -> dict[str, Array]:
     correct_kernels()
     graph = plain_graph()
     papers = graph.nodes["paper"].data
-    targets = papers["train_mask"].nonzero()[:, 0]
+    everything = papers["train_mask"].nonzero()[:, 0]
     x = {ntype: graph.nodes[ntype].data["feat"] for ntype in WIDTHS}
     table = nn.Embedding.from_pretrained(first_rows(), freeze=False)
     model = make_model(graph, kind)
     optimizer = torch.optim.SGD([*model.parameters(), *table.parameters()], lr=RATE)
-    for _ in range(steps):
+    for targets in batches or [everything] * STEPS:
         scores = model([graph, graph], x | {"author": table.weight})["paper"][targets]
         optimizer.zero_grad()
         F.cross_entropy(scores, papers["label"][targets]).backward()
@@ -222,10 +255,18 @@ def own_seeds(g: DistGraph, share: str = "uneven") -> dict[str, Tensor]:
     return {"paper": equality.cut(ids, equality.SHARES[share], topology.rank, topology.world_size)}
 
 
-def train(
-    g: DistGraph, name: str, options: Mapping[str, Any], kind: str, steps: int = STEPS
-) -> dict[str, Array]:
-    """Train in this rank, and return the weights and the rows of authors in their original order."""
+@dataclass
+class Trained:
+    weights: dict[str, Array]
+    """Weights, and the rows of authors in their original order."""
+    batches: list[Array]
+    """Papers of this rank in each step."""
+    moved: Counter[tuple[str, int]]
+    """Bytes that this rank counted, by phase and layer."""
+
+
+def train(g: DistGraph, name: str, options: Mapping[str, Any], kind: str, epochs: int = STEPS) -> Trained:
+    before = g.session.ledger.snapshot()
     strategy: Any = STRATEGIES.get(name)(g.session, options).open(g)
     loader = strategy.loader(own_seeds(g), sampler())
     authors = DistEmbedding(
@@ -239,8 +280,10 @@ def train(
     model = strategy.wrap(make_model(g, kind))
     optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
     sparse = optim.SparseSGD([authors], lr=RATE)
-    for _ in range(steps):
-        for _, _, blocks in loader:
+    batches = []
+    for _ in range(epochs):
+        for _, output_nodes, blocks in loader:
+            batches.append(g.orig_ids(output_nodes["paper"], "paper").numpy())
             scores = model(blocks, inputs(blocks[0]))["paper"]
             loss = F.cross_entropy(scores, blocks[-1].dstnodes["paper"].data["label"])
             optimizer.zero_grad()
@@ -251,10 +294,13 @@ def train(
     g.barrier()
     rows = equality.in_original_order(authors.weight, g, "author").numpy()
     strategy.close()
-    return weights_of(model.module) | {"rows": rows}
+    moved = Counter[tuple[str, int]]()
+    for row in g.session.ledger.since(before):
+        moved[row.phase, row.layer] += row.num_bytes
+    return Trained(weights_of(model.module) | {"rows": rows}, batches, moved)
 
 
-def on_rank(folder: str, runs: list[tuple[str, dict[str, Any], str]]) -> list[dict[str, Array]]:
+def on_rank(folder: str, runs: list[tuple[str, dict[str, Any], str]]) -> list[Trained]:
     with start_session(timeout_s=60):
         g = DistGraph(folder)
         return [train(g, *run) for run in runs]
