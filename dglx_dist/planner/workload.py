@@ -408,8 +408,8 @@ def check_plannable(manifest: Manifest, where: str) -> None:
     if len(manifest.node_types) != 1 or len(manifest.edge_types) != 1:
         raise ConfigError(
             f"{where} has {len(manifest.node_types)} node and {len(manifest.edge_types)} edge types, but "
-            f"only {DEFAULT_STRATEGY} supports several, so there is nothing to choose. Use --strategy "
-            f"{DEFAULT_STRATEGY}."
+            "costs are counted for one of each, so strategies cannot be compared. Name one: --strategy "
+            f"{DEFAULT_STRATEGY}, full_graph, shared_preload or cooperative."
         )
     columns = manifest.node_columns[manifest.node_types[0]]
     for name in (FEATURE, TRAIN_MASK):

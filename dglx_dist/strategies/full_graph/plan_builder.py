@@ -14,7 +14,7 @@ its own generator and sends messages (:class:`Planner`), or one process runs tho
 import secrets
 import shutil
 import weakref
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Collection, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -34,7 +34,7 @@ from dglx_dist.graph.partition_book import Ids, Placement, RowOwners, as_ids
 from dglx_dist.graph.row_kernels import number_distinct
 from dglx_dist.graph.structure import InEdges
 from dglx_dist.progress import progress
-from dglx_dist.records import Array
+from dglx_dist.records import Array, EdgeType
 from dglx_dist.strategies.full_graph.expansion import (
     KHopNeighborhood,
     Selection,
@@ -626,32 +626,47 @@ class Planner:
         return {leader: server_rows}
 
 
-def border_rows(dataset: StoredDataset, servers: int) -> tuple[int, int]:
-    """Count the rows that servers of one rank send for a layer of all nodes, without and with covers.
+def border_rows(dataset: StoredDataset, servers: int) -> tuple[dict[str, int], int]:
+    """Count the rows that servers of one rank send for a layer of all nodes.
 
-    Any process may call it alone. The dataset must have one node and one edge type, and all its parts must be
-    on this machine. Memory is needed for the edges that a server reads from others.
+    The result is the number of rows of each node type without covers, and the number of all rows with covers.
+    Any process may call it alone. All parts must be on this machine. Memory is needed for the edges that a
+    server reads from others.
     """
-    (etype,), num_sources, num_rows = dataset.manifest.edge_types, 0, 0
-    placement = Placement(dataset.manifest.num_parts, Topology(0, servers, tuple(range(servers))))
-    offsets = dataset.manifest.node_offsets[etype[2]]
-    bounds = placement.server_offsets(offsets)
+    manifest, num_rows, num_covered = dataset.manifest, Counter[str](), 0
+    placement = Placement(manifest.num_parts, Topology(0, servers, tuple(range(servers))))
     for server in range(servers):
-        edges_by_part = []
-        for part in placement.parts_of_server(server):
-            indptr, sources = dataset.part(part).indptr(etype), dataset.part(part).indices(etype)
-            foreign_edges = np.flatnonzero((sources < bounds[server]) | (sources >= bounds[server + 1]))
-            targets = offsets[part] + np.searchsorted(indptr, foreign_edges, "right") - 1
-            edges_by_part.append((sources[foreign_edges], targets))
-        sources, targets = map(np.concatenate, zip(*edges_by_part, strict=True))
-        holders = np.searchsorted(bounds, sources, "right")
-        for holder in np.unique(holders):
-            edges = holders == holder
-            ids, source = np.unique(sources[edges], return_inverse=True)
-            read, target = np.unique(targets[edges], return_inverse=True)
-            num_sources += len(ids)
-            num_rows += int(np.sum(np.concatenate(minimum_cover(source, target, len(ids), len(read)))))
-    return num_sources, num_rows
+        sources_by_type = defaultdict[str, list[Array]](list)
+        for etype in manifest.edge_types:
+            bounds = placement.server_offsets(manifest.node_offsets[etype[0]])
+            sources, targets = _read_foreign_edges(dataset, etype, placement, server)
+            sources_by_type[etype[0]].append(sources)
+            holders = np.searchsorted(bounds, sources, "right")
+            for holder in np.unique(holders):
+                num_covered += _count_cover_rows(sources[holders == holder], targets[holders == holder])
+        num_rows += {ntype: len(np.unique(np.concatenate(ids))) for ntype, ids in sources_by_type.items()}
+    return {ntype: num_rows[ntype] for ntype in manifest.node_types}, num_covered
+
+
+def _read_foreign_edges(
+    dataset: StoredDataset, etype: EdgeType, placement: Placement, server: int
+) -> tuple[Array, Array]:
+    """Return the (E,) sources and targets of the in-edges of ``server`` with a source on another server."""
+    offsets, edges_by_part = dataset.manifest.node_offsets, [(NO_IDS, NO_IDS)]
+    first, last = placement.server_offsets(offsets[etype[0]])[server : server + 2]
+    for part in placement.parts_of_server(server):
+        indptr, sources = dataset.part(part).indptr(etype), dataset.part(part).indices(etype)
+        foreign_edges = np.flatnonzero((sources < first) | (sources >= last))
+        targets = offsets[etype[2]][part] + np.searchsorted(indptr, foreign_edges, "right") - 1
+        edges_by_part.append((sources[foreign_edges], targets))
+    sources, targets = map(np.concatenate, zip(*edges_by_part, strict=True))
+    return sources, targets
+
+
+def _count_cover_rows(sources: Array, targets: Array) -> int:
+    ids, source = np.unique(sources, return_inverse=True)
+    read, target = np.unique(targets, return_inverse=True)
+    return int(np.sum(np.concatenate(minimum_cover(source, target, len(ids), len(read)))))
 
 
 def make_plans(g: DistGraph, seeds: Ids, num_layers: int, hops: int, **options: Any) -> RankPlan:

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from dglx_dist.comm.session import start_session
+from dglx_dist.data.storage.reader import open_dataset
 from dglx_dist.graph.dist_graph import DistGraph
 from dglx_dist.graph.partition_book import RowOwners
 from dglx_dist.records import Array, StepShare
@@ -18,6 +19,7 @@ from dglx_dist.strategies.full_graph import loader as loader_module
 from dglx_dist.strategies.full_graph.graph_types import TypedLayer, TypedPlan
 from dglx_dist.strategies.full_graph.halo_plan import HaloLayer
 from dglx_dist.strategies.full_graph.loader import PlanSource
+from dglx_dist.strategies.full_graph.plan_builder import border_rows
 from tests.helpers import wide
 from tests.helpers.ranks import run_ranks
 from tests.strategies.full_graph import typed_cases as cases
@@ -170,32 +172,32 @@ def train_for_bytes(folder: str) -> tuple[list[Any], dict[str, tuple[Array, Arra
         return [cases.train(g, *run).moved for run in runs], owners
 
 
-def count_halo(owners: dict[str, Array]) -> list[Counter[str]]:
-    """Return the number of pairs of a node and a rank that reads it, by layer and node type."""
-    edges = cases.raw_graph().edges
-    papers = cases.raw_graph().node_data["paper"]["train_mask"]
-    level = {ntype: np.zeros(count, bool) for ntype, count in cases.NUM_NODES.items()}
-    level["paper"] = np.asarray(papers)
-    layers = []
-    for _ in range(2):
-        pairs = dict.fromkeys(cases.NUM_NODES, frozenset[tuple[int, int]]())
-        below = {ntype: mask.copy() for ntype, mask in level.items()}
-        for (source, _, destination), (u, v) in edges.items():
-            is_read = level[destination][v]
-            u, v = u[is_read], v[is_read]
-            below[source][u] = True
-            readers = owners[destination][v]
-            is_halo = readers != owners[source][u]
-            pairs[source] |= set(zip(u[is_halo].tolist(), readers[is_halo].tolist(), strict=True))
-        layers.insert(0, Counter({ntype: len(values) for ntype, values in pairs.items()}))
-        level = below
-    return layers
+def count_halo(
+    owners: dict[str, Array], targets: dict[str, Array]
+) -> tuple[dict[str, int], dict[str, Array]]:
+    """Return the number of pairs of a node and a rank that reads it by type, and masks of the rows read.
+
+    ``targets`` are masks of the computed nodes.
+    """
+    pairs = dict.fromkeys(cases.NUM_NODES, frozenset[tuple[int, int]]())
+    below = {ntype: mask.copy() for ntype, mask in targets.items()}
+    for (source, _, destination), (u, v) in cases.raw_graph().edges.items():
+        u, v = (ends[targets[destination][v]] for ends in (u, v))
+        below[source][u] = True
+        readers = owners[destination][v]
+        is_halo = readers != owners[source][u]
+        pairs[source] |= set(zip(u[is_halo].tolist(), readers[is_halo].tolist(), strict=True))
+    return {ntype: len(values) for ntype, values in pairs.items()}, below
 
 
 @pytest.mark.parametrize(("ranks", "ranks_per_server"), [(3, 1), *wide((4, 2), (2, 2))])
 def test_bytes_are_those_of_the_halos_of_types(folder: Path, ranks: int, ranks_per_server: int) -> None:
     results = run_ranks(train_for_bytes, ranks, args=(str(folder),), ranks_per_server=ranks_per_server)
-    first, second = count_halo(results[0][1])
+    owners = results[0][1]
+    targets = {ntype: np.zeros(count, bool) for ntype, count in cases.NUM_NODES.items()}
+    targets["paper"] = np.asarray(cases.raw_graph().node_data["paper"]["train_mask"])
+    second, targets = count_halo(owners, targets)
+    first, _ = count_halo(owners, targets)
     assert min(first[ntype] for ntype in ("author", "paper", "topic")) > 0
     features = sum(8 * width * first[ntype] for ntype, width in cases.WIDTHS.items())
     # Rows of authors are pulled by id. Below, the rows of topics have no layer to come from.
@@ -206,5 +208,8 @@ def test_bytes_are_those_of_the_halos_of_types(folder: Path, ranks: int, ranks_p
     assert rgcn["halo", 1] == sage["preload", 1] == 0
     above = {ntype: count for ntype, count in second.items() if ntype != "topic"}
     assert sage["halo", 2] == sage["halo_gradients", 2] == hidden * sum(above.values())
+    if ranks == cases.NUM_PARTS:
+        everything = {ntype: np.ones(count, bool) for ntype, count in cases.NUM_NODES.items()}
+        assert border_rows(open_dataset(folder), ranks)[0] == count_halo(owners, everything)[0]
     of_features = {ntype: count for ntype, count in first.items() if ntype in cases.WIDTHS}
     assert sage["halo", 1] == sage["halo_gradients", 1] == hidden * sum(of_features.values())
