@@ -142,28 +142,40 @@ _CUT_EDGE_BYTES = 100
 
 def _show_closure(dataset: StoredDataset, picture: Path, config: InspectCommand) -> None:
     from dglx_dist.graph.analysis import measure_expansion
-    from dglx_dist.memory import machine_memory
     from dglx_dist.report.pictures import draw_expansion
     from dglx_dist.report.tables import build_expansion_table
-    from dglx_dist.strategies.full_graph.plan_builder import border_rows
 
     manifest = dataset.manifest
+    servers = config.servers or manifest.num_parts
+    if len(manifest.node_types) > 1 or len(manifest.edge_types) > 1:
+        _show_border(dataset, servers)
+        return
     hops = HOPS if config.hops is None else config.hops
-    expansion = measure_expansion(dataset, config.servers or manifest.num_parts, hops)
+    expansion = measure_expansion(dataset, servers, hops)
     factors, foreign = expansion.factors.tolist(), expansion.foreign.max(axis=1).tolist()
     work = expansion.work.max(axis=1).tolist()
     show(build_expansion_table(factors, foreign, feature_bytes(manifest), work))
     target = picture.with_name(f"{picture.stem}-closure.png")
+    _show_border(dataset, servers)
+    title = f"{manifest.name}, {len(factors[0])} servers"
+    draw_or_warn(lambda: draw_expansion(factors, target, title=title), target, _ELSEWHERE)
+
+
+def _show_border(dataset: StoredDataset, servers: int) -> None:
+    from dglx_dist.memory import machine_memory
+    from dglx_dist.strategies.full_graph.plan_builder import border_rows
+
+    manifest = dataset.manifest
     cut = manifest.quality.get("cut_edges")
     num_edges = cut if isinstance(cut, int) else sum(map(manifest.num_edges, manifest.edge_types))
     if _CUT_EDGE_BYTES * num_edges <= machine_memory()[1]:
-        sources, rows = border_rows(dataset, len(factors[0]))
-        text = f"for a layer of all nodes: {sources}; {rows} with aggregate=cover"
+        by_type, rows = border_rows(dataset, servers)
+        types = ", ".join(f"{ntype} {count}" for ntype, count in by_type.items())
+        text = f"for a layer of all nodes: {sum(by_type.values())}; {rows} with aggregate=cover"
+        text += f"; by node type: {types}" if len(by_type) > 1 else ""
     else:
         text = f"were not counted, because {num_edges} cut edges do not fit in memory"
     write(f"rows between servers {text}")
-    title = f"{manifest.name}, {len(factors[0])} servers"
-    draw_or_warn(lambda: draw_expansion(factors, target, title=title), target, _ELSEWHERE)
 
 
 def feature_bytes(manifest: Manifest) -> int:

@@ -16,11 +16,12 @@ from dgl import graph_index, heterograph_index, utils
 from dgl.base import ALL as ALL
 from dgl.base import is_all as is_all
 from dgl.core import invoke_node_udf as invoke_node_udf
+from dgl.core import is_builtin, message_passing
 from dgl.frame import Column as Column
 from dgl.frame import Frame as Frame
 from dgl.frame import LazyFeature, infer_scheme
 from dgl.frame import Scheme as Scheme
-from dgl.heterograph import DGLBlock
+from dgl.heterograph import DGLBlock, reduce_dict_data
 from dgl.heterograph_index import HeteroGraphIndex
 from dgl.view import HeteroNodeView
 from torch import Tensor
@@ -45,6 +46,36 @@ def get_block_parts(block: DGLBlock) -> BlockParts:
     half = len(block._ntypes) // 2
     types = block._ntypes[:half], block._ntypes[half:]
     return block._graph, types, block.etypes, block._node_frames, block._edge_frames
+
+
+def get_relation(block: Any, number: int) -> DGLBlock:
+    """Return one edge type of ``block`` as a block that shares its structure and frames."""
+    source, relation, destination = block.canonical_etypes[number]
+    ends = block.get_ntype_id_from_src(source), block.get_ntype_id_from_dst(destination)
+    frames = [block._node_frames[end] for end in ends]
+    structure, edge_frames = block._graph.get_relation_graph(number), [block._edge_frames[number]]
+    return DGLBlock(structure, ([source], [destination]), [relation], frames, edge_frames)
+
+
+def pass_messages(block: DGLBlock, message: Any, reduce: Any) -> dict[str, Tensor]:
+    """Return the destination columns of DGL's message passing, in which missing extrema are infinite."""
+    columns: dict[str, Tensor] = message_passing(block, message, reduce, None)
+    return columns
+
+
+def reduce_over_types(
+    results: Sequence[tuple[int, Mapping[str, Tensor]]], cross_reducer: Any, reduce: Any
+) -> dict[str, Tensor]:
+    """Return the columns that DGL's ``multi_update_all`` computes from the columns of several edge types.
+
+    ``results`` are the numbers of the edge types, and their columns. ``reduce`` is the function of the last
+    edge type.
+    """
+    numbers, columns = zip(*results, strict=True)
+    merged: dict[str, Tensor] = reduce_dict_data(list(columns), cross_reducer, list(numbers))
+    if is_builtin(reduce) and reduce.name in ("min", "max"):
+        merged = {name: rows.masked_fill(rows.isinf(), 0) for name, rows in merged.items()}
+    return merged
 
 
 def frames_by_type(graph: Any) -> Iterator[tuple[str | EdgeType, Frame]]:
@@ -306,9 +337,12 @@ class InEdgesOnlyGraph:
     def pop_column(self, side: int, name: str) -> Any:
         return super()._pop_n_repr(side, name)  # type: ignore[misc]  # every subclass is a DGL graph
 
-    def has_etype(self, keys: Any) -> bool:
-        """Return whether an edge type matches a slice ``(source, name, destination)``."""
-        return bool(self._find_etypes(keys))  # type: ignore[attr-defined]  # every subclass is a DGL graph
+    def find_etypes(self, key: Any) -> list[int]:
+        """Return the numbers of the edge types that the index ``key`` of a graph selects."""
+        keys = key if isinstance(key, tuple) else (slice(None), key, slice(None))
+        if len(keys) != 3:
+            return []
+        return list(self._find_etypes(keys))  # type: ignore[attr-defined]  # every subclass is a DGL graph
 
     def take_structure(self, graph: Any) -> None:
         self._graph = graph._graph

@@ -41,22 +41,25 @@ class GraphCall(NamedTuple):
     key: int | str
     """Position or name of the rows argument."""
     rows: Any
-    """Rows of sources, a pair that begins with them, or a dictionary."""
+    """Rows of sources as a tensor or a dictionary by node type, or a pair that begins with them."""
 
     @property
-    def sources(self) -> Tensor:
-        rows: Tensor = self.rows if torch.is_tensor(self.rows) else self.rows[0]
-        return rows
+    def sources(self) -> Any:
+        """Tensor of the sources' rows, or a dictionary of them by node type."""
+        return self.rows[0] if isinstance(self.rows, tuple) else self.rows
 
 
 def read_call(
-    module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], graph: type = dgl.DGLGraph
+    module: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    graph: type | tuple[type, ...] = dgl.DGLGraph,
 ) -> GraphCall | None:
     """Return the graph of type ``graph`` and the rows with which ``module`` is called, or None.
 
     The rows are the argument after the graph, or else the one before it: a tensor of two or more dimensions,
-    a pair of tensors, or a dictionary. Arguments named "edge...", "efeat", "efeats", "e" or "w" belong to
-    edges.
+    a dictionary of tensors by type, or a pair of these. Arguments named "edge...", "efeat", "efeats", "e" or
+    "w" belong to edges.
     """
     named = named_arguments(module.forward, args, kwargs)
     position = next((i for i, (_, _, value) in enumerate(named) if isinstance(value, graph)), None)
@@ -68,7 +71,7 @@ def read_call(
     # This must not depend on the number of rows of this rank, because all ranks must agree.
     for key, name, value in neighbors:
         is_of_nodes = not name.startswith("edge") and name not in _EDGE_ARGUMENTS
-        if isinstance(value, dict) or (is_of_nodes and _is_rows(value)):
+        if _is_by_type(value) or (is_of_nodes and _is_rows(value)):
             return GraphCall(named[position][2], key, value)
     return None
 
@@ -85,6 +88,10 @@ def named_arguments(
     for name in sorted(kwargs, key=lambda name: order.get(name, len(order))):
         named.append((name, name, kwargs[name]))
     return named
+
+
+def _is_by_type(value: Any) -> bool:
+    return isinstance(value[0] if isinstance(value, tuple) and len(value) == 2 else value, dict)
 
 
 def _is_rows(value: Any) -> bool:

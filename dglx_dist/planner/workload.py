@@ -349,7 +349,7 @@ def _score_alone(run: PlannedRun, draws: Draws, server: int) -> Array:
     g, partition = run.g, run.partition
     etype, ntype, total = g.canonical_etypes[0], g.ntypes[0], np.zeros(g.num_nodes())
     fanouts = [{etype: fanout} for fanout in draws.fanouts]
-    shards, counts = {etype: partition.structure.shards[0]}, {ntype: g.num_nodes()}
+    shards, counts = {etype: g.structure().shards[0]}, {ntype: g.num_nodes()}
     for rank in partition.topology.ranks_of_server(server):
         seeds = split_ids(run.seeds, partition.bounds, partition.for_rank(rank), force_even=draws.force_even)
         rank_seeds = {ntype: seeds[: draws.most_seeds]}
@@ -408,8 +408,8 @@ def check_plannable(manifest: Manifest, where: str) -> None:
     if len(manifest.node_types) != 1 or len(manifest.edge_types) != 1:
         raise ConfigError(
             f"{where} has {len(manifest.node_types)} node and {len(manifest.edge_types)} edge types, but "
-            f"only {DEFAULT_STRATEGY} supports several, so there is nothing to choose. Use --strategy "
-            f"{DEFAULT_STRATEGY}."
+            "costs are counted for one of each, so strategies cannot be compared. Name one: --strategy "
+            f"{DEFAULT_STRATEGY}, full_graph, shared_preload or cooperative."
         )
     columns = manifest.node_columns[manifest.node_types[0]]
     for name in (FEATURE, TRAIN_MASK):

@@ -203,14 +203,18 @@ class RelationalModel(Layered):
 
     def _layer(self, depth: int, block: Any, h: Rows | Tensor) -> Rows | Tensor:
         rows = {self.ntypes[0]: h} if isinstance(h, Tensor) else dict(h)
-        rows = self.apply_layer(depth, block, rows) if depth else self.apply_first_layer(block, rows)
+        if depth:
+            rows = self.apply_layer(depth, block, _complete_sources(block, rows))
+        else:
+            rows = self.apply_first_layer(block, rows)
         if depth == self.num_layers - 1:
             rows = {ntype: type_rows for ntype, type_rows in rows.items() if ntype in self.out_types}
         return rows[self.ntypes[0]] if isinstance(h, Tensor) else rows
 
     def apply_first_layer(self, block: Any, h: Rows) -> Rows:
         """Map the input rows of every type to (num_dst, ...) rows of the destinations."""
-        return self.apply_layer(0, block, {ntype: self.project_rows(ntype, x) for ntype, x in h.items()})
+        rows = {ntype: self.project_rows(ntype, x) for ntype, x in h.items()}
+        return self.apply_layer(0, block, _complete_sources(block, rows))
 
     def project_rows(self, ntype: str, rows: Tensor) -> Tensor:
         """Return (n, hidden) rows of the input rows of one type."""
@@ -222,6 +226,17 @@ class RelationalModel(Layered):
                 f"{self.hidden}, or set the width in feature_widths."
             )
         return rows
+
+
+def _complete_sources(block: Any, h: Rows) -> Rows:
+    """Return the rows of all sources. A block with sources on other ranks gets their rows, if needed."""
+    rows = {}
+    with block.local_scope():
+        for ntype in sorted(h):
+            data = block.srcnodes[ntype].data
+            data["h"] = h[ntype]
+            rows[ntype] = data["h"]
+    return rows
 
 
 @final

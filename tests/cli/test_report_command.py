@@ -66,7 +66,8 @@ def test_inspect_shows_and_draws_it(folder: Path) -> None:
     assert "server 1" in shown.output
     assert "server 2" not in shown.output
     assert "trainers" not in shown.output
-    sources, rows = border_rows(open_dataset(folder), 2)
+    by_type, rows = border_rows(open_dataset(folder), 2)
+    (sources,) = by_type.values()
     assert f"a layer of all nodes: {sources}; {rows} with aggregate=cover" in shown.output
     # The equality graph has 7 float64 features.
     rows = [line.split() for line in shown.output.splitlines() if line.split()[:1] in (["0"], ["1"], ["2"])]

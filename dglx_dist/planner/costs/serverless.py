@@ -49,7 +49,7 @@ class HaloPairs(Work):
             # A job counts only the rows that training needs in the first layer. Intervals exchange all rows.
             work = run.works[_EXCHANGING]
             return work and HaloCounts(outside=work.outside[0], inside=work.inside[0], is_complete=False)
-        shard = run.partition.structure.shards[0]
+        shard = run.g.structure().shards[0]
         return count_halo_pairs(shard.indptr, shard.indices, run.partition.bounds, run.partition.topology)
 
 

@@ -16,9 +16,10 @@ from numba import njit
 from dglx_dist.data.partition.base import PARTITIONERS, PartitionOptions
 from dglx_dist.data.storage.arrays import map_array
 from dglx_dist.errors import StorageError
-from dglx_dist.graph.structure import InEdges, Structure
+from dglx_dist.graph.structure import InEdges
 from dglx_dist.keyed_random import hash_ids, item_key, mix, stream_key
 from dglx_dist.records import EDGE_TYPE, NODE_TYPE, Array, RawGraph
+from dglx_dist.strategies.full_graph.graph_types import GraphStructure, UnifiedGraph
 from dglx_dist.strategies.full_graph.halo_plan import RowPositions
 
 PRELOAD_STRUCTURE = "preload_structure"
@@ -30,7 +31,7 @@ CHUNK = 1 << 16
 _AHEAD = 2
 """Number of requests in flight while one is processed."""
 
-Selection: TypeAlias = Callable[[Structure, tuple[int, int], Array], Array]
+Selection: TypeAlias = Callable[[GraphStructure, tuple[int, int], Array], Array]
 """Function that selects the nodes that a server may use (expansion-aware sampling).
 
 It maps (structure, half-open range of the server's own nodes, (K,) ascending int64 seeds of the server) to
@@ -64,7 +65,7 @@ class KHopNeighborhood:
         return degrees
 
 
-def iterate_in_edges(structure: Structure, nodes: Array) -> Iterator[tuple[Array, InEdges]]:
+def iterate_in_edges(structure: GraphStructure, nodes: Array) -> Iterator[tuple[Array, InEdges]]:
     """Yield chunks of the (K,) int64 ``nodes`` with all their in-edges, in the order of the nodes."""
     pending: deque[tuple[Array, Callable[[], InEdges]]] = deque()
     for first in range(0, len(nodes), CHUNK):
@@ -83,8 +84,21 @@ def keep_edges_from(edges: InEdges, allowed: Array) -> InEdges:
         # The minimum keeps sources above the last allowed id within the array. They compare as unequal.
         positions = np.minimum(np.searchsorted(allowed, edges.sources), len(allowed) - 1)
         mask = allowed[positions] == edges.sources
+    return _keep_edges(edges, mask)
+
+
+def _keep_edges(edges: InEdges, mask: Array) -> InEdges:
     offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(mask)])
     return InEdges(indptr=offsets[edges.indptr], sources=edges.sources[mask], edge_ids=edges.edge_ids[mask])
+
+
+def _split_relations(structure: GraphStructure, edges: InEdges) -> Iterator[InEdges]:
+    if not isinstance(structure, UnifiedGraph):
+        yield edges
+        return
+    relations = structure.find_relations(edges.edge_ids)
+    for number in range(len(structure.structures)):
+        yield _keep_edges(edges, relations == number)
 
 
 Composition: TypeAlias = Literal["random", "ordered"]
@@ -119,7 +133,9 @@ def compose_batches(
     return tuple(np.sort(piece) for piece in np.array_split(seeds[order], num_batches))
 
 
-def cluster_seeds(structure: Structure, nodes: Array, seeds: Array, num_clusters: int, *, seed: int) -> Array:
+def cluster_seeds(
+    structure: GraphStructure, nodes: Array, seeds: Array, num_clusters: int, *, seed: int
+) -> Array:
     """Return the (s,) int64 cluster of each seed. Clusters have about equal numbers of seeds.
 
     The subgraph of the server's own ``nodes``, (n,) int64 ascending, is partitioned by METIS. The (s,)
@@ -225,7 +241,7 @@ class EasOptions:
     hops: int = 1
     """Number of rounds of expansion (m). 0 drops every edge from another server."""
     fanout: int = 15
-    """Number of external in-neighbours selected per node and round (k), or -1 for all."""
+    """Number of external in-neighbours selected per node, edge type and round (k), or -1 for all."""
     policy: EasPolicy = "uniform_external"
     """Whether external in-neighbours are random, or those with the most in-edges from outside the server."""
     inner: Inner = "server"
@@ -236,7 +252,7 @@ def make_selection(options: EasOptions, *, seed: int) -> Selection:
     """Make the :data:`Selection` of plans. It selects once per server unless ``inner`` is "batch"."""
     selected_nodes: dict[tuple[int, int], Array] = {}
 
-    def select_nodes(structure: Structure, own_range: tuple[int, int], seeds: Array) -> Array:
+    def select_nodes(structure: GraphStructure, own_range: tuple[int, int], seeds: Array) -> Array:
         if options.inner == "batch":
             return select_external(structure, own_range, seeds, options, seed=seed)
         if own_range not in selected_nodes:
@@ -248,7 +264,7 @@ def make_selection(options: EasOptions, *, seed: int) -> Selection:
 
 
 def select_external(
-    structure: Structure, own_range: tuple[int, int], inner: Array, options: EasOptions, *, seed: int
+    structure: GraphStructure, own_range: tuple[int, int], inner: Array, options: EasOptions, *, seed: int
 ) -> Array:
     """Expand the (n,) int64 ascending ``inner`` nodes to the (s,) int64 ascending selected nodes.
 
@@ -274,15 +290,16 @@ def select_external(
 
     # A node is in one frontier only. Its choice must not depend on the round, so that selections for several
     # m and k contain each other.
-    stream = stream_key(seed, 0, _EAS_STREAM)
     for _ in range(options.hops):
         external = [np.empty(0, np.int64)]
-        for nodes, edges in iterate_in_edges(structure, frontier):
-            edge_scores = compute_scores(edges.sources, selected)
-            external_sources = choose_external(
-                edges.indptr, edges.sources, nodes, selected, edge_scores, options.fanout, stream
-            )
-            external.append(np.unique(external_sources))
+        for nodes, chunk in iterate_in_edges(structure, frontier):
+            for relation, edges in enumerate(_split_relations(structure, chunk)):
+                edge_scores = compute_scores(edges.sources, selected)
+                stream = stream_key(seed, 0, _EAS_STREAM + relation)
+                external_sources = choose_external(
+                    edges.indptr, edges.sources, nodes, selected, edge_scores, options.fanout, stream
+                )
+                external.append(np.unique(external_sources))
         new_nodes = np.setdiff1d(np.concatenate(external), selected)
         if not len(new_nodes):
             break

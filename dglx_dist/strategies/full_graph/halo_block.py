@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, final
 
 import dgl
@@ -25,6 +25,7 @@ from dglx_dist.internals.graphs import (
     invoke_node_udf,
     is_all,
     make_fetched_frame,
+    pass_messages,
     set_frame,
 )
 from dglx_dist.internals.message_passing import note_edge_order, place
@@ -159,6 +160,26 @@ class RowExchange(Protocol):
 
 
 @final
+class OwnEdgeCount(int):
+    """Number of edges of an edge type that some rank has. It is true, and not equal to 0, even if it is 0.
+
+    Models skip edge types without edges. They must skip the same types on all ranks, because the layer of a
+    type may exchange rows, or add a bias to rows of destinations without edges.
+    """
+
+    def __bool__(self) -> bool:
+        return True
+
+    def __eq__(self, number: object) -> bool:
+        return number != 0 and int(self) == number
+
+    def __gt__(self, number: float) -> bool:
+        return number == 0 or int(self) > number
+
+    __hash__ = int.__hash__
+
+
+@final
 class HaloBlock(InEdgesOnlyGraph, DGLBlock):
     """A block that appends the halo rows of other ranks to (own_rows, ...) tensors. See :func:`halo_block`.
 
@@ -176,8 +197,8 @@ class HaloBlock(InEdgesOnlyGraph, DGLBlock):
     In-degrees are complete. ``out_degrees()`` returns those of the whole graph if they are known.
 
     Functions of the reversed block are not supported (sums over the out-edges of a source, such as
-    ``edge_softmax(norm_by="src")`` and ``EdgeWeightNorm("both")``). Neither are several node or edge types,
-    nor layers that DGL cannot run on blocks. For those use :func:`dglx_dist.local_graph`.
+    ``edge_softmax(norm_by="src")`` and ``EdgeWeightNorm("both")``). Neither are layers that DGL cannot run on
+    blocks. For those use :func:`dglx_dist.local_graph`. For several types see ``TypedHaloBlock``.
     """
 
     def __init__(
@@ -189,20 +210,26 @@ class HaloBlock(InEdgesOnlyGraph, DGLBlock):
     ) -> None:
         super().__init__(*get_block_parts(plain))
         # DGL copies these attributes to the graphs that it derives.
+        self._layer = layer
         self.own_rows, self.halo_rows = layer.own_rows, len(layer.halo_nodes)
         """Number of rows that a model passes to this block, and number of halo rows behind them."""
-        self.repeats_first_row = needs_repeated_row(layer)
         self.has_cover = exchange.cover is not None
         """Whether sums over the in-edges have their own exchange."""
+        self.has_edges_elsewhere = False
+        """Whether other ranks have edges of this type, so that a model must not skip it on this rank."""
         self._exchange, self._fetch_out_degrees, self._is_of_own_rows = exchange, out_degrees, False
         self._sources = self.srcdata[dgl.NID]
-        # The list is shared by blocks with the same structure, because the lookup reads every edge.
-        self._degrees: list[Tensor] = []
+        self.degrees: list[Tensor] = []
+        """Out-degrees of the sources, once they are known. Blocks with the same structure share the list,
+        because the lookup reads every edge."""
 
-    def with_exchange(self, exchange: RowExchange) -> HaloBlock:
-        """Return a :meth:`local_var` for ``exchange``, which is of a layer with equal structure."""
+    def with_exchanges(self, exchanges: Mapping[Any, RowExchange]) -> HaloBlock:
+        """Return a :meth:`local_var` for the exchange of another layer with equal structure.
+
+        ``exchanges`` are by edge type.
+        """
         block: HaloBlock = self.local_var()
-        block._exchange = exchange
+        block._exchange = exchanges[self.canonical_etypes[0]]
         return block
 
     def of_own_rows(self) -> HaloBlock:
@@ -245,18 +272,7 @@ class HaloBlock(InEdgesOnlyGraph, DGLBlock):
         them, only gradients are sent. Raises ConfigError if ``h`` has neither number of rows, and PeerError
         if a rank is dead, silent, or at another layer.
         """
-        count, sources = (len(h) if h.dim() else 0), self.num_src_nodes()
-        if count == sources:
-            return h
-        if count != self.own_rows:
-            raise ConfigError(
-                f"source rows of shape {tuple(h.shape)} for a block of {self.own_rows} own rows, {sources} "
-                f"sources and {self.num_dst_nodes()} destinations; pass a layer the uncut output of the "
-                "previous layer (h[:block.num_dst_nodes()] is for the destinations)"
-            )
-        rows = self._exchange.exchange(h, None if kept is None else kept[: self.halo_rows])
-        # The repeated source has no edge, so its gradient is zero.
-        return torch.cat([rows, h[:1].detach()]) if self.repeats_first_row else rows
+        return complete_rows(h, self._layer, self._exchange, kept)
 
     def set_own(self, name: str, rows: Tensor) -> None:
         """Set the (own_rows, ...) column ``name`` of the sources without an exchange.
@@ -272,16 +288,18 @@ class HaloBlock(InEdgesOnlyGraph, DGLBlock):
         num_rows = self.own_rows + self.halo_rows
         if len(rows) != num_rows:
             raise ConfigError(f"{len(rows)} rows of {name!r} for a block of {num_rows} own and halo rows")
-        if self.repeats_first_row:
-            rows = torch.cat([rows, rows[:1]])
-        super().set_columns(0, ALL, {name: rows})
+        super().set_columns(0, ALL, {name: repeat_first_row(rows, self._layer)})
+
+    def num_edges(self, etype: Any = None) -> int:
+        count = int(super().num_edges(etype))
+        return OwnEdgeCount(count) if self.has_edges_elsewhere else count
 
     def out_degrees(self, u: Any = ALL, etype: Any = None) -> Any:
         if self._fetch_out_degrees is None:
             return super().out_degrees(u, etype)
-        if not self._degrees:
-            self._degrees.append(self._fetch_out_degrees(self._sources))
-        degrees = self._degrees[0] = self._degrees[0].to(device=self.device, dtype=self.idtype)
+        if not self.degrees:
+            self.degrees.append(self._fetch_out_degrees(self._sources))
+        degrees = self.degrees[0] = self.degrees[0].to(device=self.device, dtype=self.idtype)
         if is_all(u):
             return degrees[: self.own_rows] if self._is_of_own_rows else degrees
         return int(degrees[u]) if isinstance(u, int) else degrees[torch.as_tensor(u).long()]
@@ -293,22 +311,40 @@ class HaloBlock(InEdgesOnlyGraph, DGLBlock):
         if not columns:
             block = self._with_fetched_sources()
             # DGL's built-in reductions return zeros that stay connected to the sources in autograd.
-            if self.num_edges() or isinstance(reduce_func, BuiltinFunction):
+            if int(self.num_edges()) or isinstance(reduce_func, BuiltinFunction):
                 DGLBlock.update_all(block, message_func, reduce_func, apply_node_func, etype)
                 return
             columns = reduce_without_edges(block, message_func, reduce_func)
         if apply_node_func is not None:
-            available = {**self.dstdata, **columns}
-            columns = invoke_node_udf(self, ALL, self.dsttypes[0], apply_node_func, ndata=available)
+            columns = self.apply_to_targets(apply_node_func, columns)
         self.set_columns(1, ALL, columns)
+
+    def reduce_messages(self, message: Any, reduce: Any, apply: Any = None) -> dict[str, Tensor]:
+        """Return the (targets, ...) columns of :meth:`update_all` without setting them.
+
+        As in DGL's ``multi_update_all``, maxima and minima without edges are infinite.
+        """
+        block = self._with_fetched_sources()
+        if int(self.num_edges()) or isinstance(reduce, BuiltinFunction):
+            columns = pass_messages(block, message, reduce)
+        else:
+            columns = reduce_without_edges(block, message, reduce)
+        if apply is None:
+            return columns
+        return self.apply_to_targets(apply, columns)
+
+    def apply_to_targets(self, apply: Any, columns: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return the columns that a node function computes from those of the destinations and ``columns``."""
+        available = {**self.dstdata, **columns}
+        result: dict[str, Tensor] = invoke_node_udf(self, ALL, self.dsttypes[0], apply, ndata=available)
+        return result
 
     def apply_edges(self, func: Any, edges: Any = ALL, etype: Any = None) -> None:
         DGLBlock.apply_edges(self._with_fetched_sources(), func, edges, etype)
 
     def __getitem__(self, key: Any) -> Any:
         # A slice made by DGL would lack the halo.
-        keys = key if isinstance(key, tuple) else (slice(None), key, slice(None))
-        if len(keys) != 3 or not self.has_etype(keys):
+        if not self.find_etypes(key):
             raise ConfigError(f"edge type {key!r} is not {self.canonical_etypes[0]}, the block's only one")
         return self
 
@@ -353,9 +389,7 @@ def halo_block(
             not collective. By default the block's own out-degrees are used.
         edge_order: See :func:`~dglx_dist.internals.message_passing.note_edge_order`.
     """
-    own_nodes = nodes[: layer.own_rows]
-    repeated_node = own_nodes[:1] if needs_repeated_row(layer) else own_nodes[:0]
-    sources = torch.cat([own_nodes, torch.from_numpy(layer.halo_nodes), repeated_node])
+    sources = list_sources(layer, nodes)
     plain = build_block(torch.from_numpy(layer.indptr), torch.from_numpy(layer.indices), len(sources), etype)
     plain.srcdata[dgl.NID], plain.dstdata[dgl.NID] = sources, sources[: plain.num_dst_nodes()]
     plain.edata[dgl.EID] = torch.from_numpy(layer.edge_ids)
@@ -367,6 +401,32 @@ def halo_block(
 def needs_repeated_row(layer: HaloLayer) -> bool:
     """Return whether the block of ``layer`` repeats its first own row. See :class:`HaloBlock`."""
     return bool(layer.send) and not len(layer.halo_nodes)
+
+
+def list_sources(layer: HaloLayer, nodes: Tensor) -> Tensor:
+    """Return the ids of the sources of the block of ``layer``, whose own rows are the first of ``nodes``."""
+    own_nodes = nodes[: layer.own_rows]
+    return repeat_first_row(torch.cat([own_nodes, torch.from_numpy(layer.halo_nodes)]), layer)
+
+
+def repeat_first_row(rows: Tensor, layer: HaloLayer) -> Tensor:
+    return torch.cat([rows, rows[:1]]) if needs_repeated_row(layer) else rows
+
+
+def complete_rows(h: Tensor, layer: HaloLayer, exchange: RowExchange, kept: Tensor | None = None) -> Tensor:
+    """Return the rows of all sources of the block of ``layer``. See :meth:`HaloBlock.all_rows`."""
+    count, sources = (len(h) if h.dim() else 0), layer.num_sources + needs_repeated_row(layer)
+    if count == sources:
+        return h
+    if count != layer.own_rows:
+        raise ConfigError(
+            f"source rows of shape {tuple(h.shape)} for a block of {layer.own_rows} own rows, {sources} "
+            f"sources and {layer.targets} destinations; pass a layer the uncut output of the "
+            "previous layer (h[:block.num_dst_nodes()] is for the destinations)"
+        )
+    rows = exchange.exchange(h, None if kept is None else kept[: len(layer.halo_nodes)])
+    # The repeated source has no edge, so its gradient is zero.
+    return torch.cat([rows, h[:1].detach()]) if needs_repeated_row(layer) else rows
 
 
 @final

@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, is_dataclass, replace
+from dataclasses import dataclass, field, is_dataclass, replace
 from typing import Any, TypeAlias, final
 
 import numpy as np
@@ -36,6 +36,8 @@ Received: TypeAlias = tuple[tuple[int, int], ...]
 
 Sent: TypeAlias = tuple[tuple[int, Array], ...]
 """Pairs (rank, (n,) int64 own rows sent to it), ascending by rank, without ranks that receive nothing."""
+
+NO_IDS: Array = np.empty(0, np.int64)
 
 
 @final
@@ -114,6 +116,10 @@ class RankPlan:
     """The L layers, input layer first."""
     external_nodes: int
     """Number of feature rows that this server fetches once from other servers, |R_i^0 without I_i|."""
+    edge_counts: Array = field(default_factory=lambda: NO_IDS)
+    """(L * R,) int64 number of edges of all ranks by layer and edge type. Empty if there is one type."""
+    covers: tuple[Cover, ...] = ()
+    """(R * L,) covers by edge type and layer, if there are several types."""
 
     @property
     def seeds(self) -> int:
@@ -123,9 +129,6 @@ class RankPlan:
         """Return the (n_l,) int64 global ids of this rank's output rows of layer ``level``, from 0 to L."""
         count = self.layers[0].own_rows if level == 0 else self.layers[level - 1].targets
         return self.nodes[:count]
-
-
-NO_IDS: Array = np.empty(0, np.int64)
 
 
 def minimum_cover(sources: Array, targets: Array, num_sources: int, num_targets: int) -> tuple[Array, Array]:
@@ -203,7 +206,11 @@ def find_covers(layer: HaloLayer) -> dict[int, PairCover]:
         edges = np.flatnonzero((layer.indices >= first_source) & (layer.indices < first_source + count))
         sources = layer.indices[edges] - first_source
         targets, target_index = np.unique(target_of[edges], return_inverse=True)
-        is_sent, is_summed = minimum_cover(sources, target_index, count, len(targets))
+        if len(edges):
+            is_sent, is_summed = minimum_cover(sources, target_index, count, len(targets))
+        else:
+            # Other edge types read the rows of this rank.
+            is_sent, is_summed = np.zeros(count, bool), np.zeros(0, bool)
         is_summed_edge = ~is_sent[sources]
         covers[rank] = PairCover(
             rows=np.flatnonzero(is_sent),
@@ -291,7 +298,7 @@ def _find_positions(table: SlotTable, num_ids: int, ids: Array, positions: Array
         positions[k] = find_slot(table, ids[k]) if 0 <= ids[k] < num_ids else -1
 
 
-VERSION = 6
+VERSION = 7
 NUMBERS, ROWS = "numbers", "rows"
 
 
@@ -332,10 +339,14 @@ def read_plan(folder: ArrayFolder) -> RankPlan:
     plan, layers = from_json(header), list[HaloLayer]()
     for layer in plan.pop("layers"):
         if layer is not None and layer["cover"] is not None:
-            layer["cover"]["layer"] = HaloLayer(**layer["cover"]["layer"])
-            layer["cover"] = Cover(**layer["cover"])
+            layer["cover"] = _read_cover(layer["cover"])
         layers.append(HaloLayer(**layer) if layer is not None else layers[-1])
-    return RankPlan(layers=tuple(layers), **plan)
+    covers = tuple(map(_read_cover, plan.pop("covers")))
+    return RankPlan(layers=tuple(layers), covers=covers, **plan)
+
+
+def _read_cover(fields: Mapping[str, Any]) -> Cover:
+    return Cover(**{**fields, "layer": HaloLayer(**fields["layer"])})
 
 
 @final

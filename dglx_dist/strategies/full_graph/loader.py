@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from functools import lru_cache, partial
-from typing import TYPE_CHECKING, Any, TypeAlias, final
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar, final
 
 import dgl
 import numpy as np
@@ -27,10 +27,11 @@ from dglx_dist.dataloading.step_loader import EpochLoader, Stages
 from dglx_dist.errors import ConfigError
 from dglx_dist.graph.kvstore import KVStore
 from dglx_dist.graph.row_kernels import allocate_rows
+from dglx_dist.internals.graphs import OwnRowsColumn
 from dglx_dist.internals.message_passing import is_on_torch_path, place
 from dglx_dist.internals.pytorch import Copy
 from dglx_dist.keyed_random import hash_ids, stream_key
-from dglx_dist.records import Array, StepShare
+from dglx_dist.records import Array, EdgeType, StepShare
 from dglx_dist.strategies.full_graph.expansion import (
     Composition,
     EasOptions,
@@ -38,11 +39,20 @@ from dglx_dist.strategies.full_graph.expansion import (
     compose_batches,
     make_selection,
 )
-from dglx_dist.strategies.full_graph.halo_block import HaloBlock, halo_block
+from dglx_dist.strategies.full_graph.graph_types import (
+    TypedLayer,
+    TypedPlan,
+    find_bounds,
+    has_several_types,
+    split_plan,
+    unify_structure,
+)
+from dglx_dist.strategies.full_graph.halo_block import halo_block, repeat_first_row
 from dglx_dist.strategies.full_graph.halo_exchange import ONCE, HaloExchange
-from dglx_dist.strategies.full_graph.halo_plan import NO_IDS, PlanCache, RankPlan
+from dglx_dist.strategies.full_graph.halo_plan import NO_IDS, HaloLayer, PlanCache, RankPlan
 from dglx_dist.strategies.full_graph.options import LoaderRequest
 from dglx_dist.strategies.full_graph.plan_builder import NO_SEEDS, Planner, PlanRequest
+from dglx_dist.strategies.full_graph.typed_block import AnyHaloBlock, TypeExchanges, typed_halo_block
 
 if TYPE_CHECKING:
     from dglx_dist.graph.dist_graph import DistGraph
@@ -50,6 +60,12 @@ if TYPE_CHECKING:
 
 PHASE = ONCE
 """Ledger phase of features and edge values, which are fetched once."""
+
+K = TypeVar("K", str, EdgeType)
+RowsByType: TypeAlias = dict[K, dict[str, Tensor]]
+"""Rows of columns by type and name."""
+Fetch: TypeAlias = Callable[[Tensor, Tensor], Tensor]
+"""Function that fills the halo rows of a column."""
 
 
 @final
@@ -79,7 +95,7 @@ def gather_seeds(g: DistGraph, seeds: Array) -> ServerSeeds:
     distinct = np.unique(np.concatenate(gather_arrays(seeds, g.session)))
     if not len(distinct):
         raise ConfigError(NO_SEEDS)
-    server_offsets = np.searchsorted(distinct, g.get_node_partition_policy(g.ntypes[0]).bounds)
+    server_offsets = np.searchsorted(distinct, find_bounds(g))
     server = g.session.topology.server
     digest = np.bitwise_xor.reduce(hash_ids(distinct, stream_key(0, 0, 0)), initial=np.uint64(0))
     return ServerSeeds(
@@ -144,8 +160,8 @@ def _compose(g: DistGraph, seeds: ServerSeeds | Array, spec: PlanSpec) -> tuple[
     assert isinstance(seeds, ServerSeeds)
     own_seeds, server, clusters = seeds.own, g.session.topology.server, None
     if spec.composition == "ordered":
-        nodes = np.arange(*g.get_node_partition_policy(g.ntypes[0]).bounds[server : server + 2])
-        clusters = cluster_seeds(g.structure(), nodes, own_seeds, spec.num_batches, seed=spec.seed)
+        nodes = np.arange(*find_bounds(g)[server : server + 2])
+        clusters = cluster_seeds(unify_structure(g), nodes, own_seeds, spec.num_batches, seed=spec.seed)
     return compose_batches(own_seeds, spec.num_batches, spec.composition, seed=spec.seed, clusters=clusters)
 
 
@@ -251,7 +267,7 @@ def _open_cache(g: DistGraph, seeds: ServerSeeds, spec: PlanSpec) -> PlanCache:
         # The spec has the seed of the loader. Rows are split among ranks with the seed of the session.
         "split_seed": g.session.seed,
         "seeds": [seeds.digest, *seeds.counts],
-        "edges": list(g.canonical_etypes[0]),
+        "types": [g.ntypes, g.canonical_etypes],
     }
     return PlanCache(g.dataset.cache, inputs, g.session.topology)
 
@@ -269,36 +285,49 @@ class ColumnReader:
         self._store: KVStore = g.kvstore
         self._columns, self._cache = columns, cache
 
-    def inputs(
-        self, plan: RankPlan, fetch: Callable[[Tensor, Tensor], Tensor] | None = None
-    ) -> dict[str, Tensor]:
+    def inputs(self, plan: TypedPlan, fetch: Mapping[str, Fetch] | None = None) -> RowsByType[str]:
         """Return the features of this rank's rows, or of all sources of layer 1 if there is a ``fetch``.
 
-        ``fetch`` maps (own rows, (n_halo, *row) output) to the filled output, in the stored type. With it,
-        this call is collective.
+        ``fetch`` has a function for each node type. It maps (own rows, (n_halo, *row) output) to the filled
+        output, in the stored type. With it, this call is collective.
         """
-        keys = _get_first_type(self._columns.inputs)
-        if fetch is None:
-            return self._convert(self._read_rows(keys, plan.nodes, PHASE))
+        return {
+            ntype: self._convert(
+                self._read_rows(keys, plan.nodes[ntype], PHASE)
+                if fetch is None
+                else self._read_sources(keys, plan.nodes[ntype], plan.layers[0].rows[ntype], fetch[ntype])
+            )
+            for ntype, keys in self._columns.inputs.items()
+        }
+
+    def _read_sources(
+        self, keys: Mapping[str, str], nodes: Array, layer: HaloLayer, fetch: Fetch
+    ) -> dict[str, Tensor]:
         features = {}
         for name, key in keys.items():
             # Own rows and halo rows are read in place, because features take most of the memory of a rank.
-            rows = allocate_rows(plan.layers[0].num_sources, self._store.column(key).info)
-            local_rows = rows[: len(plan.nodes)]
-            self._store.pull(key, plan.nodes, out=local_rows, distinct=True, phase=PHASE)
-            fetch(local_rows, rows[len(plan.nodes) :])
+            rows = allocate_rows(layer.num_sources, self._store.column(key).info)
+            local_rows = rows[: len(nodes)]
+            self._store.pull(key, nodes, out=local_rows, distinct=True, phase=PHASE)
+            fetch(local_rows, rows[len(nodes) :])
             features[name] = rows
-        return self._convert(features)
+        return features
 
-    def targets(self, plan: RankPlan) -> dict[str, Tensor]:
-        """Return the (seeds, *row) target columns by name."""
-        keys = _get_first_type(self._columns.targets)
-        return self._read_rows(keys, plan.rows(len(plan.layers)), LABEL_PHASE)
+    def targets(self, plan: TypedPlan) -> RowsByType[str]:
+        """Return the (seeds, *row) target columns."""
+        targets = plan.targets()
+        return {
+            ntype: self._read_rows(keys, targets[ntype], LABEL_PHASE)
+            for ntype, keys in self._columns.targets.items()
+        }
 
-    def edges(self, plan: RankPlan) -> dict[str, Tensor]:
+    def edges(self, plan: TypedPlan) -> RowsByType[EdgeType]:
         """Return the (E, *row) edge columns of layer 1. The edges of later layers are a prefix."""
-        keys = _get_first_type(self._columns.edges)
-        return self._convert(self._read_rows(keys, plan.layers[0].edge_ids, PHASE, 1))
+        relations = plan.layers[0].relations
+        return {
+            etype: self._convert(self._read_rows(keys, relations[etype].edge_ids, PHASE, 1))
+            for etype, keys in self._columns.edges.items()
+        }
 
     def _read_rows(
         self, keys: Mapping[str, str], ids: Array, phase: str, layer: int = 0
@@ -323,10 +352,6 @@ class ColumnReader:
         return {name: self._columns.memory.convert(values) for name, values in rows.items()}
 
 
-def _get_first_type(by_type: Mapping[Any, Mapping[str, str]]) -> Mapping[str, str]:
-    return next(iter(by_type.values()), {})
-
-
 @final
 class HaloBatch:
     """The blocks and columns of one plan on one rank, read by one-sided calls, on any thread.
@@ -348,37 +373,39 @@ class HaloBatch:
     ) -> None:
         begin = time.perf_counter()
         self.plan = plan
-        exchanges: list[HaloExchange] = []
-        nodes = torch.from_numpy(plan.nodes)
-        self.blocks: list[HaloBlock] = []
+        typed_plan = split_plan(plan, g)
+        exchanges: list[TypeExchanges] = []
+        self.blocks: list[AnyHaloBlock] = []
         """Input layer first."""
-        for depth, layer in enumerate(plan.layers):
-            if depth and layer is plan.layers[depth - 1]:
+        for depth, layer in enumerate(typed_plan.layers):
+            if depth and layer is typed_plan.layers[depth - 1]:
                 # Deep models have many layers with one structure. It is stored on the device once.
-                exchanges.append(exchanges[-1].for_layer(depth + 1))
-                self.blocks.append(self.blocks[-1].with_exchange(exchanges[-1]))
+                exchanges.append({kind: halo.for_layer(depth + 1) for kind, halo in exchanges[-1].items()})
+                self.blocks.append(self.blocks[-1].with_exchanges(exchanges[-1]))
             else:
-                exchanges.append(HaloExchange(g.session, layer, depth + 1, wire))
-                exchanges[-1].rows_on(device, copy)
-                block = halo_block(
-                    layer,
-                    nodes,
-                    exchanges[-1],
-                    etype=g.canonical_etypes[0],
-                    out_degrees=g.out_degrees,
-                    edge_order=g.orig_edge_ids,
-                )
+                exchanges.append(_open_exchanges(g, layer, depth + 1, wire))
+                for halo in exchanges[-1].values():
+                    halo.rows_on(device, copy)
+                block = _build_block(g, layer, typed_plan.nodes, exchanges[-1])
                 self.blocks.append(place(block, device, copy=copy))
         first, last = self.blocks[0], self.blocks[-1]
-        edges = {name: copy(rows) for name, rows in reader.edges(plan).items()}
-        fetch = partial(exchanges[0].fetch, phase=PHASE) if filled else None
-        for name, rows in reader.inputs(plan, fetch).items():
-            (first.set_all if filled else first.set_own)(name, copy(rows))
-        last.dstdata.update({name: copy(rows) for name, rows in reader.targets(plan).items()})
-        for block, layer in zip(self.blocks, plan.layers, strict=True):
-            block.edata.update({name: rows[: len(layer.edge_ids)] for name, rows in edges.items()})
-        self.input_nodes: Tensor = first.srcdata[dgl.NID] if filled else copy(nodes)
-        """(n,) int64 global ids of the input rows of the model."""
+        edges = {etype: _copy_all(rows, copy) for etype, rows in reader.edges(typed_plan).items()}
+        first_halos, first_rows = exchanges[0], typed_plan.layers[0].rows
+        fetch = {ntype: partial(first_halos[ntype].fetch, phase=PHASE) for ntype in first_rows}
+        for ntype, columns in reader.inputs(typed_plan, fetch if filled else None).items():
+            for name, rows in _copy_all(columns, copy).items():
+                value = repeat_first_row(rows, first_rows[ntype]) if filled else OwnRowsColumn(rows)
+                first.srcnodes[ntype].data[name] = value
+        for ntype, columns in reader.targets(typed_plan).items():
+            last.dstnodes[ntype].data.update(_copy_all(columns, copy))
+        for block, layer in zip(self.blocks, typed_plan.layers, strict=True):
+            for etype, columns in edges.items():
+                count = len(layer.relations[etype].edge_ids)
+                block.edges[etype].data.update({name: rows[:count] for name, rows in columns.items()})
+        own_nodes = {ntype: copy(torch.from_numpy(ids)) for ntype, ids in typed_plan.nodes.items()}
+        own_input = own_nodes if len(own_nodes) > 1 else own_nodes[g.ntypes[0]]
+        self.input_nodes: NodeIds = first.srcdata[dgl.NID] if filled else own_input
+        """(n,) int64 global ids of the input rows of the model, by type if there are several."""
         self.arrive: Callable[[], None] | None = None
         """Function that lets the consumer's stream wait for copies to the device."""
         self.fetch_s = time.perf_counter() - begin
@@ -386,7 +413,34 @@ class HaloBatch:
         self.sample_s = 0.0
 
 
-Batch: TypeAlias = tuple[Tensor, Tensor, list[HaloBlock]]
+def _open_exchanges(g: DistGraph, layer: TypedLayer, number: int, wire: WireDtype) -> TypeExchanges:
+    """Return the exchanges of layer ``number`` by node type and edge type."""
+    halos: dict[str | EdgeType, HaloExchange] = {}
+    for ntype, rows in layer.rows.items():
+        halos[ntype] = HaloExchange(g.session, rows, number, wire)
+    for etype, relation in layer.relations.items():
+        is_shared = relation.cover is layer.rows[etype[0]].cover
+        halos[etype] = halos[etype[0]] if is_shared else HaloExchange(g.session, relation, number, wire)
+    return halos
+
+
+def _build_block(
+    g: DistGraph, layer: TypedLayer, nodes: Mapping[str, Array], exchanges: TypeExchanges
+) -> AnyHaloBlock:
+    graph_data: Any = {"out_degrees": g.out_degrees, "edge_order": g.orig_edge_ids}
+    if has_several_types(g):
+        return typed_halo_block(layer, nodes, exchanges, **graph_data)
+    ((etype, relation),) = layer.relations.items()
+    ids = torch.from_numpy(nodes[etype[0]])
+    return halo_block(relation, ids, exchanges[etype], etype=etype, **graph_data)
+
+
+def _copy_all(columns: Mapping[str, Tensor], copy: Copy) -> dict[str, Tensor]:
+    return {name: copy(rows) for name, rows in columns.items()}
+
+
+NodeIds: TypeAlias = Tensor | dict[str, Tensor]
+Batch: TypeAlias = tuple[NodeIds, NodeIds, list[AnyHaloBlock]]
 """Tuple of the ids of the input rows, the ids of this rank's seeds, and the blocks, input layer first."""
 
 

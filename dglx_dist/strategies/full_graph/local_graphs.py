@@ -32,7 +32,7 @@ from dglx_dist.internals.pytorch import get_version
 from dglx_dist.layers.dropout import RankGraph
 from dglx_dist.options import list_names
 from dglx_dist.records import Array, StepShare
-from dglx_dist.strategies.base import STRATEGIES, count_targets
+from dglx_dist.strategies.base import STRATEGIES, check_one_type, count_targets
 from dglx_dist.strategies.full_graph.halo_block import HaloBlock, OwnCount, halo_block
 from dglx_dist.strategies.full_graph.halo_exchange import HaloExchange
 from dglx_dist.strategies.full_graph.loader import PHASE
@@ -284,6 +284,7 @@ def local_graph(
                 f"{g.session.strategy!r} would weight like own rows; use dx.distribute(graph, "
                 "strategy='full_graph'), or the same strategy in dx.init"
             )
+        check_one_type("dx.local_graph", g)
         check_graph(g)
         names = list(g.ndata) if columns is None else columns
         return _find_keys(g.ndata, names, "ndata"), _find_keys(g.edata, edge_columns, "edata")

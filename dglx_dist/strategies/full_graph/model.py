@@ -5,11 +5,11 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, final
 
-import dgl
 import torch
 from dgl.nn.pytorch import glob
 from dgl.nn.pytorch.conv.graphconv import EdgeWeightNorm
 from dgl.nn.pytorch.conv.hgtconv import HGTConv
+from dgl.nn.pytorch.hetero import HeteroGraphConv
 from torch import Tensor, nn
 from torch.utils.checkpoint import set_checkpoint_early_stop
 
@@ -18,14 +18,15 @@ from dglx_dist.errors import ConfigError
 from dglx_dist.internals.graphs import raise_for_reverse
 from dglx_dist.internals.pytorch import AnyBatchNorm, get_version, replace_floats, tree_leaves
 from dglx_dist.layers.convolutions import CONVOLUTIONS, sums_sources
-from dglx_dist.layers.dropout import install_node_dropouts
-from dglx_dist.layers.nn import install_batch_norms
+from dglx_dist.layers.dropout import find_pass_ids, install_node_dropouts
+from dglx_dist.layers.nn import BatchNorm, install_batch_norms
 from dglx_dist.layers.tracer import GraphCall, named_arguments, read_call
 from dglx_dist.records import StepShare
 from dglx_dist.strategies.base import find_share, flatten_arguments, gradient_weight
 from dglx_dist.strategies.full_graph.halo_block import EmptyPartition, HaloBlock, tie_gradient
 from dglx_dist.strategies.full_graph.halo_exchange import StaleHalos
 from dglx_dist.strategies.full_graph.local_graphs import LocalGraph
+from dglx_dist.strategies.full_graph.typed_block import AnyHaloBlock, TypedHaloBlock
 from dglx_dist.strategies.gradient_sync import check_frozen
 from dglx_dist.strategies.replicated import ReplicatedModel
 
@@ -57,7 +58,7 @@ def install(model: nn.Module) -> None:
 
 
 def _exchange_inputs(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    is_distributed = any(isinstance(value, HaloBlock | LocalGraph) for value in (*args, *kwargs.values()))
+    is_distributed = any(isinstance(value, AnyHaloBlock | LocalGraph) for value in (*args, *kwargs.values()))
     if is_distributed and isinstance(module, EdgeWeightNorm) and module._norm == "both":
         raise_for_reverse("EdgeWeightNorm('both')")
     if not (blocks := _find_blocks(args, kwargs)):
@@ -69,7 +70,9 @@ def _exchange_inputs(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str,
             "with g = dx.local_graph(...)"
         )
     call = _find_rows(module, args, kwargs)
-    if call is not None and call.graph.has_cover and sums_sources(module):
+    if call is not None and isinstance(call.graph, TypedHaloBlock):
+        args, kwargs = _complete_types(module, call, args, kwargs)
+    elif call is not None and call.graph.has_cover and sums_sources(module):
         if len(call.sources) == call.graph.own_rows:
             block = call.graph.of_own_rows()
             args = tuple(block if argument is call.graph else argument for argument in args)
@@ -81,9 +84,31 @@ def _exchange_inputs(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str,
         for key, name, value in named_arguments(module.forward, args, kwargs):
             if name == "ntype" and isinstance(module, HGTConv) and len(value) == call.graph.own_rows:
                 args, kwargs = _replace_argument(args, kwargs, key, call.graph.all_rows(value))
-    if not all(block.num_dst_nodes() for block in blocks):
+    if not all(map(_has_rows, blocks)):
         EmptyPartition(module).turn_on()
     return args, kwargs
+
+
+def _complete_types(
+    module: nn.Module, call: GraphCall, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    block: TypedHaloBlock = call.graph
+    if block.has_cover and isinstance(module, HeteroGraphConv):
+        # The convolutions inside exchange sums if they can.
+        return args, kwargs
+    rows = {block.srctypes[0]: call.sources} if torch.is_tensor(call.sources) else call.sources
+    sources: Any = block.all_rows(rows)
+    if torch.is_tensor(call.sources):
+        (sources,) = sources.values()
+    value = (sources, call.rows[1]) if isinstance(call.rows, tuple) else sources
+    return _replace_argument(args, kwargs, call.key, value)
+
+
+def _has_rows(block: AnyHaloBlock) -> bool:
+    return all(
+        block.num_src_nodes(ntype) and block.num_dst_nodes(ntype)
+        for ntype in (block.dsttypes if isinstance(block, TypedHaloBlock) else [None])
+    )
 
 
 def _replace_argument(
@@ -99,30 +124,34 @@ def _leave_empty_partition(
 ) -> None:
     # This hook also runs after forward has raised. If the exchange raised, the mode is not on, and an active
     # mode belongs to an outer module.
-    if not all(block.num_dst_nodes() for block in _find_blocks(args, kwargs)):
+    if not all(map(_has_rows, _find_blocks(args, kwargs))):
         EmptyPartition.turn_off(module)
 
 
 def _tie_output(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
     # A rank without edges must still reach its exchange in backward.
     call = _find_rows(module, args, kwargs) if _find_blocks(args, kwargs) else None
-    if call is None or call.graph.num_edges():
+    if call is None or int(call.graph.num_edges()):
         return None
-    return tie_gradient(output, call.sources)
+    sources = [call.sources] if torch.is_tensor(call.sources) else [*call.sources.values()]
+    # The exchanges of all types are reached through one of them.
+    return tie_gradient(output, max(sources, key=lambda rows: rows.requires_grad))
 
 
 def _find_rows(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> GraphCall | None:
-    call = read_call(module, args, kwargs, HaloBlock)
-    if call is not None and isinstance(call.rows, dict):
+    call = read_call(module, args, kwargs, (HaloBlock, TypedHaloBlock))
+    is_dict = call is not None and isinstance(call.sources, dict)
+    if call is not None and is_dict and isinstance(call.graph, HaloBlock):
         raise ConfigError(
-            f"{type(module).__name__} got a dict of rows for a block of one node type, but full-graph "
-            "strategies train on graphs of one node and one edge type; use strategy='data_parallel'"
+            f"{type(module).__name__} got a dict of rows for a block of one node and one edge type; pass the "
+            "rows as a tensor"
         )
-    return call
+    # A tensor cannot have rows of several types.
+    return None if call is not None and not is_dict and len(call.graph.srctypes) > 1 else call
 
 
-def _find_blocks(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[HaloBlock]:
-    return [argument for argument in (*args, *kwargs.values()) if isinstance(argument, HaloBlock)]
+def _find_blocks(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[AnyHaloBlock]:
+    return [argument for argument in (*args, *kwargs.values()) if isinstance(argument, AnyHaloBlock)]
 
 
 def _accepts_two_arguments(forward: Callable[..., Any]) -> bool:
@@ -149,9 +178,19 @@ def check_rows_stay_apart(model: nn.Module, features: int = 0) -> None:
             )
 
 
-def check_rows_out(output: Any, blocks: list[HaloBlock]) -> None:
+def check_norms_know_rows(model: nn.Module) -> None:
+    """Raise ConfigError if ``model`` has a batch norm, which is not exact if there are several types."""
+    for name, module in model.named_modules():
+        if isinstance(module, BatchNorm):
+            raise ConfigError(
+                f"{name!r} is a dx.nn.BatchNorm, which does not know the nodes of its rows on a graph of "
+                "several types, so rows on several ranks would count twice; use torch.nn.LayerNorm"
+            )
+
+
+def check_rows_out(output: Any, blocks: list[AnyHaloBlock]) -> None:
     """Raise ConfigError if ``output`` has the rows of an earlier level instead of the seeds."""
-    if not torch.is_tensor(output) or output.dim() < 2:
+    if not torch.is_tensor(output) or output.dim() < 2 or isinstance(blocks[-1], TypedHaloBlock):
         return
     targets = blocks[-1].num_dst_nodes()
     earlier_rows = {block.own_rows for block in blocks} - {targets}
@@ -203,13 +242,13 @@ class HaloModel(ReplicatedModel):
         wrapped model.
         """
         arguments = flatten_arguments((*args, *kwargs.values()))
-        graphs = [graph for graph in arguments if isinstance(graph, HaloBlock | LocalGraph)]
+        graphs = [graph for graph in arguments if isinstance(graph, AnyHaloBlock | LocalGraph)]
         if not graphs:
             return self._call_without_halo(args, kwargs)
         _check_not_weighted((args, kwargs))
         if self.training:
             self._rows.step = graphs[0].step_number
-            self._dropouts.begin(graphs[0].step_number, graphs[0].srcdata[dgl.NID])
+            self._dropouts.begin(graphs[0].step_number, find_pass_ids(graphs[0]))
             if isinstance(graphs[0], LocalGraph):
                 # A loader numbers its blocks, but one local graph serves all steps.
                 graphs[0].step_number += 1
@@ -218,14 +257,14 @@ class HaloModel(ReplicatedModel):
             # The versions of the weights identify an epoch, which lasts until the optimizer's step.
             versions = [get_version(parameter) or 0 for parameter in self.module.parameters()]
             stale = self._stale.active(sum(versions))
-        has_targets = all(graph.num_dst_nodes() for graph in graphs)
+        has_targets = all(map(_has_rows, graphs))
         # Recomputation in backward must not stop early. Otherwise one rank could stop before an exchange and
         # another rank after it.
         with stale, set_checkpoint_early_stop(False), nullcontext() if has_targets else EmptyPartition():
             output = self.module(*args, **kwargs)
         if not torch.is_grad_enabled() or not self._trained:
             return output
-        blocks = [graph for graph in graphs if isinstance(graph, HaloBlock)]
+        blocks = [graph for graph in graphs if isinstance(graph, AnyHaloBlock)]
         if blocks:
             check_rows_out(output, blocks)
         check_frozen(self.module, self._trained)

@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, final, get_args
 
-import numpy as np
 import torch
 from dgl.dataloading import NeighborSampler
 
@@ -20,8 +19,8 @@ from dglx_dist.dataloading.step_loader import read_items, read_loader_options, r
 from dglx_dist.errors import ConfigError
 from dglx_dist.options import Check, at_least, between, check_ranges, one_of, option
 from dglx_dist.records import Array
-from dglx_dist.strategies.base import check_one_type
 from dglx_dist.strategies.full_graph.expansion import ALL, Composition, EasOptions, EasPolicy, Inner
+from dglx_dist.strategies.full_graph.graph_types import unify_nodes
 
 if TYPE_CHECKING:
     from dglx_dist.graph.dist_graph import DistGraph
@@ -139,7 +138,7 @@ class LoaderRequest:
     """Checked arguments of a full-graph loader."""
 
     seeds: Array
-    """(B,) int64 distinct ids of this rank. They may overlap with those of other ranks."""
+    """(B,) int64 distinct unified ids of this rank. They may overlap with those of other ranks."""
     num_layers: int
     """L >= 1, equal on all ranks."""
     columns: Columns
@@ -162,8 +161,8 @@ def read_request(
     Full-graph training uses all seeds and all neighbours, so rank 0 warns of a batch size and of fan-outs.
 
     Raises:
-        ConfigError: the graph has several types, a column does not exist, the sampler or an option is not
-            supported, or the arguments differ between ranks. It is raised on all ranks.
+        ConfigError: a column does not exist, the sampler or an option is not supported, or the arguments
+            differ between ranks. It is raised on all ranks.
         IndexError: a seed is no node. The other ranks raise ConfigError.
     """
     options = dict(loader_options)
@@ -199,7 +198,6 @@ def _warn_of_ignored(strategy: str, fanouts: Sequence[Fanout], batch_size: Any) 
 def _read_arguments(
     strategy: str, g: DistGraph, indices: Any, sampler: Any, loader_options: dict[str, Any]
 ) -> tuple[LoaderRequest, Sequence[Fanout]]:
-    check_one_type(strategy, g)
     options = read_loader_options(loader_options)
     if options.exclude is not None:
         raise ConfigError(
@@ -216,9 +214,9 @@ def _read_arguments(
     plan.check_takes_all(strategy)
     if not plan.fanouts:
         raise ConfigError("the sampler has 0 layers; give it one for each convolution of the model")
-    (ids,) = read_items(indices, {ntype: g.num_nodes(ntype) for ntype in g.ntypes}, "node").ids.values()
+    items = read_items(indices, {ntype: g.num_nodes(ntype) for ntype in g.ntypes}, "node")
     request = LoaderRequest(
-        seeds=np.asarray(ids, np.int64),
+        seeds=unify_nodes(g, items.ids),
         num_layers=len(plan.fanouts),
         columns=find_columns(g, plan, RowMemory(options.depth + _BATCHES_IN_USE, options.feature_dtype)),
         seed=resolve_seed(options, g.session),

@@ -14,7 +14,7 @@ its own generator and sends messages (:class:`Planner`), or one process runs tho
 import secrets
 import shutil
 import weakref
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Collection, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -32,10 +32,9 @@ from dglx_dist.errors import ConfigError, PeerError, RemoteError
 from dglx_dist.graph.dist_graph import DistGraph
 from dglx_dist.graph.partition_book import Ids, Placement, RowOwners, as_ids
 from dglx_dist.graph.row_kernels import number_distinct
-from dglx_dist.graph.structure import InEdges, Structure
+from dglx_dist.graph.structure import InEdges
 from dglx_dist.progress import progress
-from dglx_dist.records import Array
-from dglx_dist.strategies.base import check_one_type
+from dglx_dist.records import Array, EdgeType
 from dglx_dist.strategies.full_graph.expansion import (
     KHopNeighborhood,
     Selection,
@@ -44,6 +43,12 @@ from dglx_dist.strategies.full_graph.expansion import (
     read_neighborhood,
     split_rows,
     write_neighborhood,
+)
+from dglx_dist.strategies.full_graph.graph_types import (
+    GraphStructure,
+    UnifiedGraph,
+    find_bounds,
+    unify_structure,
 )
 from dglx_dist.strategies.full_graph.halo_plan import (
     NO_IDS,
@@ -71,12 +76,23 @@ NO_SEEDS = "no rank was given a node to compute; give the loader at least one"
 class PartitionContext:
     """The graph, the partition and the ranks of a run."""
 
-    structure: Structure
+    structure: GraphStructure
     bounds: Array
     """(S + 1,) int64 first node of each server."""
     topology: Topology
     """Topology as seen by this rank, or by any rank if there is no job."""
     seed: int
+
+    @classmethod
+    def from_graph(cls, g: DistGraph) -> "PartitionContext":
+        topology, seed = g.session.topology, g.session.seed
+        return cls(structure=unify_structure(g), bounds=find_bounds(g), topology=topology, seed=seed)
+
+    def find_owners(self, nodes: Array) -> Array:
+        """Return the (K,) int64 rank that owns each of the (K,) int64 ``nodes``."""
+        if isinstance(self.structure, UnifiedGraph):
+            return np.searchsorted(self.structure.rank_bounds, nodes, side="right") - 1
+        return RowOwners(self.bounds, self.topology).find_rank(nodes)
 
     def own_range(self, server: int) -> tuple[int, int]:
         """Return the first node of ``server`` and the one after its last."""
@@ -139,14 +155,36 @@ def plan_steps(context: PartitionContext, request: PlanRequest) -> PlanSteps[Ran
     own_rows = _select_own_rows(server_rows, topology.rank)
     layers = yield from _read_layers(context, request.hops, own_rows, server_rows)
     layers = yield from _finish_layers(context, own_rows, layers)
-    if request.cover:
+    if request.cover and not isinstance(context.structure, UnifiedGraph):
         layers = yield from _cover_layers(topology.world_size, layers)
     first, last = context.own_range(topology.server)
-    return RankPlan(
+    plan = RankPlan(
         nodes=own_rows.nodes,
         layers=tuple(layers),
         external_nodes=int(np.count_nonzero((server_rows.nodes < first) | (server_rows.nodes >= last))),
+        edge_counts=(yield from _count_edges(context, layers)),
     )
+    if request.cover and isinstance(context.structure, UnifiedGraph):
+        # Sums of different edge types cannot be added, so each type has its own covers.
+        typed_layers = context.structure.split(plan).layers
+        relations = [
+            layer.relations[etype] for etype in context.structure.structures for layer in typed_layers
+        ]
+        covered = yield from _cover_layers(topology.world_size, relations)
+        plan = replace(plan, covers=tuple(layer.cover for layer in covered if layer.cover is not None))
+    return plan
+
+
+def _count_edges(context: PartitionContext, layers: Sequence[HaloLayer]) -> PlanSteps[Array]:
+    """Return :attr:`RankPlan.edge_counts`. Ranks of a graph of one type send nothing."""
+    graph = context.structure
+    if not isinstance(graph, UnifiedGraph):
+        return NO_IDS
+    num_types, ranks = len(graph.structures), range(context.topology.world_size)
+    counts = [np.bincount(graph.find_relations(layer.edge_ids), minlength=num_types) for layer in layers]
+    outgoing = {rank: [np.concatenate(counts)] for rank in ranks}
+    received = yield PlanStep(name="edges by type", among=ranks, outgoing=outgoing)
+    return np.sum([numbers for (numbers,) in received.values()], axis=0)
 
 
 def _gather_seeds(context: PartitionContext, request: PlanRequest) -> PlanSteps[Array]:
@@ -216,7 +254,7 @@ def _compute_server_rows(
             edge_ids=np.concatenate([NO_IDS, *(chunk.edge_ids for chunk in edges)]),
         )
         if request.hops == 0:
-            holders = RowOwners(context.bounds, topology).find_rank(rows.nodes)
+            holders = context.find_owners(rows.nodes)
         else:
             members = topology.ranks_of_server(topology.server)
             holders = members[0] + split_rows(rows, len(members), context.seed)
@@ -301,7 +339,7 @@ def _find_holders(
     """Ask the servers that own the (K,) ascending ``ids`` for the (K,) int64 ranks that hold these rows."""
     topology = context.topology
     if hops == 0:
-        return RowOwners(context.bounds, topology).find_rank(ids)
+        return context.find_owners(ids)
     ranks, pieces = range(topology.world_size), split_by_server(context, ids)
     serving = Placement(topology.num_servers, topology).serving_ranks
     requests = {rank: [NO_IDS] for rank in ranks}
@@ -539,15 +577,12 @@ class Planner:
     """Makes plans for ``g``, and answers the requests of other ranks. Every rank must construct it.
 
     Raises:
-        ConfigError: the graph has several types, a server has no nodes, or there are more ranks than nodes.
+        ConfigError: a server has no nodes, or there are more ranks than nodes.
     """
 
     def __init__(self, g: DistGraph) -> None:
         check_graph(g)
-        self._session, bounds = g.session, g.get_node_partition_policy(g.ntypes[0]).bounds
-        self._context = PartitionContext(
-            structure=g.structure(), bounds=bounds, topology=g.session.topology, seed=g.session.seed
-        )
+        self._session, self._context = g.session, PartitionContext.from_graph(g)
         self._label = f"full_graph.{broadcast_json(secrets.token_hex(4), self._session)}"
         self._exchange = PlanExchange(self._session, self._label)
         # No rank may send before all ranks listen.
@@ -591,32 +626,47 @@ class Planner:
         return {leader: server_rows}
 
 
-def border_rows(dataset: StoredDataset, servers: int) -> tuple[int, int]:
-    """Count the rows that servers of one rank send for a layer of all nodes, without and with covers.
+def border_rows(dataset: StoredDataset, servers: int) -> tuple[dict[str, int], int]:
+    """Count the rows that servers of one rank send for a layer of all nodes.
 
-    Any process may call it alone. The dataset must have one node and one edge type, and all its parts must be
-    on this machine. Memory is needed for the edges that a server reads from others.
+    The result is the number of rows of each node type without covers, and the number of all rows with covers.
+    Any process may call it alone. All parts must be on this machine. Memory is needed for the edges that a
+    server reads from others.
     """
-    (etype,), num_sources, num_rows = dataset.manifest.edge_types, 0, 0
-    placement = Placement(dataset.manifest.num_parts, Topology(0, servers, tuple(range(servers))))
-    offsets = dataset.manifest.node_offsets[etype[2]]
-    bounds = placement.server_offsets(offsets)
+    manifest, num_rows, num_covered = dataset.manifest, Counter[str](), 0
+    placement = Placement(manifest.num_parts, Topology(0, servers, tuple(range(servers))))
     for server in range(servers):
-        edges_by_part = []
-        for part in placement.parts_of_server(server):
-            indptr, sources = dataset.part(part).indptr(etype), dataset.part(part).indices(etype)
-            foreign_edges = np.flatnonzero((sources < bounds[server]) | (sources >= bounds[server + 1]))
-            targets = offsets[part] + np.searchsorted(indptr, foreign_edges, "right") - 1
-            edges_by_part.append((sources[foreign_edges], targets))
-        sources, targets = map(np.concatenate, zip(*edges_by_part, strict=True))
-        holders = np.searchsorted(bounds, sources, "right")
-        for holder in np.unique(holders):
-            edges = holders == holder
-            ids, source = np.unique(sources[edges], return_inverse=True)
-            read, target = np.unique(targets[edges], return_inverse=True)
-            num_sources += len(ids)
-            num_rows += int(np.sum(np.concatenate(minimum_cover(source, target, len(ids), len(read)))))
-    return num_sources, num_rows
+        sources_by_type = defaultdict[str, list[Array]](list)
+        for etype in manifest.edge_types:
+            bounds = placement.server_offsets(manifest.node_offsets[etype[0]])
+            sources, targets = _read_foreign_edges(dataset, etype, placement, server)
+            sources_by_type[etype[0]].append(sources)
+            holders = np.searchsorted(bounds, sources, "right")
+            for holder in np.unique(holders):
+                num_covered += _count_cover_rows(sources[holders == holder], targets[holders == holder])
+        num_rows += {ntype: len(np.unique(np.concatenate(ids))) for ntype, ids in sources_by_type.items()}
+    return {ntype: num_rows[ntype] for ntype in manifest.node_types}, num_covered
+
+
+def _read_foreign_edges(
+    dataset: StoredDataset, etype: EdgeType, placement: Placement, server: int
+) -> tuple[Array, Array]:
+    """Return the (E,) sources and targets of the in-edges of ``server`` with a source on another server."""
+    offsets, edges_by_part = dataset.manifest.node_offsets, [(NO_IDS, NO_IDS)]
+    first, last = placement.server_offsets(offsets[etype[0]])[server : server + 2]
+    for part in placement.parts_of_server(server):
+        indptr, sources = dataset.part(part).indptr(etype), dataset.part(part).indices(etype)
+        foreign_edges = np.flatnonzero((sources < first) | (sources >= last))
+        targets = offsets[etype[2]][part] + np.searchsorted(indptr, foreign_edges, "right") - 1
+        edges_by_part.append((sources[foreign_edges], targets))
+    sources, targets = map(np.concatenate, zip(*edges_by_part, strict=True))
+    return sources, targets
+
+
+def _count_cover_rows(sources: Array, targets: Array) -> int:
+    ids, source = np.unique(sources, return_inverse=True)
+    read, target = np.unique(targets, return_inverse=True)
+    return int(np.sum(np.concatenate(minimum_cover(source, target, len(ids), len(read)))))
 
 
 def make_plans(g: DistGraph, seeds: Ids, num_layers: int, hops: int, **options: Any) -> RankPlan:
@@ -626,9 +676,7 @@ def make_plans(g: DistGraph, seeds: Ids, num_layers: int, hops: int, **options: 
 
 def check_graph(g: DistGraph) -> None:
     """Raise ConfigError unless full-graph strategies can train on ``g`` with the ranks of the session."""
-    check_one_type("a full-graph strategy", g)
-    topology = g.session.topology
-    counts = np.diff(g.get_node_partition_policy(g.ntypes[0]).bounds)
+    topology, counts = g.session.topology, np.diff(find_bounds(g))
     servers = topology.num_servers
     for server in np.flatnonzero(counts == 0).tolist():
         command = f"partition it again with `dglx partition DATA --parts {servers} --out DIR`, or "

@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from dglx_dist.comm.collectives import barrier, check_equal
 from dglx_dist.graph.shared_memory import warn_about_edges
 from dglx_dist.options import read_options
-from dglx_dist.strategies.base import OpenedStrategy, Reduction, Strategy, Traits, check_one_type
+from dglx_dist.strategies.base import OpenedStrategy, Reduction, Strategy, Traits
 from dglx_dist.strategies.candidate import Candidate, CandidateContext
+from dglx_dist.strategies.full_graph.graph_types import has_several_types
 from dglx_dist.strategies.full_graph.loader import (
     FullGraphLoader,
     PlanMaker,
@@ -22,7 +23,7 @@ from dglx_dist.strategies.full_graph.loader import (
     PlanSpec,
     gather_seeds,
 )
-from dglx_dist.strategies.full_graph.model import HaloModel
+from dglx_dist.strategies.full_graph.model import HaloModel, check_norms_know_rows
 from dglx_dist.strategies.full_graph.options import (
     COOPERATIVE,
     EXCHANGING,
@@ -101,10 +102,11 @@ class OpenedFullGraph(OpenedStrategy):
     def make_model(self, model: nn.Module, reduction: Reduction) -> HaloModel:
         """Wrap ``model`` so that its layers exchange rows. Every rank must call it.
 
-        Raises ConfigError if the model mixes rows like a batch norm, the graph has several types, or
-        data_parallel could not train it either.
+        Raises ConfigError if the model mixes rows like a batch norm, or data_parallel could not train it
+        either.
         """
-        check_one_type(self.strategy.name, self.g)
+        if has_several_types(self.g):
+            check_norms_know_rows(model)
         return HaloModel(model, self.session, self.options, reduction=reduction)
 
 

@@ -237,7 +237,7 @@ def test_bytes_are_the_rows_of_the_covers(tmp_path: Path) -> None:
     weights = sum(count for plan in covers for _, count in plan.receive_edges) * SIZE
     assert 0 < cover < halo
     assert weights > 0
-    assert border_rows(open_dataset(folder), 4) == (halo // SIZE, cover // SIZE)
+    assert border_rows(open_dataset(folder), 4) == ({NODE_TYPE: halo // SIZE}, cover // SIZE)
     expected = {
         "symmetric": cover * NARROW,
         "mean": cover * WIDTH,

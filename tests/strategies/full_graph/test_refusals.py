@@ -10,13 +10,20 @@ import dgl
 import numpy as np
 import pytest
 import torch
-from dgl.dataloading import LaborSampler, NeighborSampler, as_edge_prediction_sampler
+from dgl import function as fn
+from dgl.dataloading import (
+    LaborSampler,
+    MultiLayerFullNeighborSampler,
+    NeighborSampler,
+    as_edge_prediction_sampler,
+)
 from torch import Tensor, nn
 
 from dglx_dist.comm.session import start_session
 from dglx_dist.data.storage.writer import write_dataset
 from dglx_dist.errors import ConfigError
 from dglx_dist.graph.dist_graph import DistGraph
+from dglx_dist.layers import nn as dx_nn
 from dglx_dist.records import Assignment, RawGraph
 from dglx_dist.strategies.base import STRATEGIES
 from dglx_dist.strategies.full_graph.local_graphs import local_graph
@@ -213,18 +220,27 @@ def match(message: str, words: str, name: str) -> None:
 def two_on_rank(folder: str) -> list[str]:
     with start_session(strategy="full_graph", timeout_s=30) as session:
         g = DistGraph(folder)
-        messages = []
-        for name in STRATEGY_NAMES:
-            strategy, seeds = STRATEGIES.get(name)(session, {}), {"user": torch.arange(2)}
-            messages.append(refused(lambda: strategy.open(g).wrap(runs.first_model("sage"))))  # noqa: B023
-            messages.append(refused(lambda: strategy.open(g).loader(seeds, runs.sampler())))  # noqa: B023
-        return [*messages, refused(lambda: local_graph(g))]
+        strategy: Any = STRATEGIES.get("full_graph")(session, {}).open(g)
+        ((_, _, blocks),) = strategy.loader({"user": torch.arange(2)}, MultiLayerFullNeighborSampler(1))
+        norm = nn.ModuleDict({"norm": dx_nn.BatchNorm(2)})
+        return [
+            refused(lambda: local_graph(g)),
+            refused(lambda: strategy.wrap(norm)),
+            refused(lambda: blocks[0][:, :, :]),
+            refused(lambda: blocks[0].update_all(fn.copy_u("feat", "m"), fn.sum("m", "h"))),
+        ]
 
 
-def test_graphs_of_several_types_are_refused(folders: tuple[str, str]) -> None:
+def test_names_remedies_on_graphs_of_several_types(folders: tuple[str, str]) -> None:
     (messages,) = run_ranks(two_on_rank, 1, args=(folders[1],))
-    for message in messages:
-        match(message, "graphs of one node and one edge type.*user, item.*strategy='data_parallel'", "two")
+    expected = (
+        "dx.local_graph trains on graphs of one node and one edge type.*user, item.*data_parallel",
+        "'norm' is a dx.nn.BatchNorm.*several types.*LayerNorm",
+        r"selects 2 of the edge types.*use block\[source, relation, destination\]",
+        r"None selects 0 of the edge types.*use block\[source, relation, destination\]",
+    )
+    for message, words in zip(messages, expected, strict=True):
+        match(message, words, "two")
 
 
 def warned_on_rank(folder: str) -> list[str]:

@@ -1,0 +1,245 @@
+"""Graphs of several types as graphs of one type: ids over all types, and plans split by type.
+
+Plans are made with *unified* ids, which number the nodes of all types rank by rank, and type by type within a
+rank. So each rank and each server owns one range. Edges have unified ids, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import TYPE_CHECKING, TypeAlias, final
+
+import numpy as np
+
+from dglx_dist.graph.partition_book import RowOwners
+from dglx_dist.graph.structure import InEdges, Structure
+from dglx_dist.records import Array, EdgeType, IdRanges
+from dglx_dist.strategies.full_graph.halo_plan import NO_IDS, HaloLayer, RankPlan
+
+if TYPE_CHECKING:
+    from dglx_dist.graph.dist_graph import DistGraph
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class UnifiedGraph:
+    """The in-edges of all types over unified ids. It has the methods of a ``Structure`` that plans need."""
+
+    ntypes: tuple[str, ...]
+    structures: Mapping[EdgeType, Structure]
+    """In-edges of each edge type over the ids of its node types."""
+    nodes: IdRanges
+    """Unified ids of nodes, by type and rank."""
+    edges: IdRanges
+    """Unified ids of edges, by type and server."""
+
+    @classmethod
+    def from_graph(cls, g: DistGraph) -> UnifiedGraph:
+        policies = [g.get_node_partition_policy(ntype) for ntype in g.ntypes]
+        topology = g.session.topology
+        return cls(
+            ntypes=tuple(g.ntypes),
+            structures={etype: g.structure(etype) for etype in g.canonical_etypes},
+            nodes=IdRanges.from_offsets([RowOwners(policy.bounds, topology).starts for policy in policies]),
+            edges=IdRanges.from_offsets(g.edge_bounds),
+        )
+
+    @cached_property
+    def rank_bounds(self) -> Array:
+        """(W + 1,) int64 first unified id of each rank, and the end."""
+        return np.concatenate([np.zeros(1, np.int64), np.cumsum(self.nodes.counts.sum(axis=0))])
+
+    def submit(self, op: str, nodes: Array, *, phase: str) -> Callable[[], InEdges]:
+        """Request in-edges of nodes, as ``Structure.submit``. Edges of a node are ordered by type first."""
+        kinds, ids = self.nodes.to_typed(nodes)
+        pending = []
+        for etype, structure in self.structures.items():
+            positions = np.flatnonzero(kinds == self.ntypes.index(etype[2]))
+            pending.append((positions, structure.submit(op, ids[positions], phase=phase)))
+        return lambda: self._join(len(nodes), [(positions, wait()) for positions, wait in pending])
+
+    def _join(self, num_nodes: int, pieces: list[tuple[Array, InEdges]]) -> InEdges:
+        """Join the in-edges of each edge type. Each piece has the positions of its nodes."""
+        counts = np.zeros((num_nodes, len(pieces)), np.int64)
+        for number, (positions, edges) in enumerate(pieces):
+            counts[positions, number] = np.diff(edges.indptr)
+        starts = np.concatenate([np.zeros(1, np.int64), np.cumsum(counts.ravel())])
+        sources, edge_ids = np.empty(starts[-1], np.int64), np.empty(starts[-1], np.int64)
+        for number, ((source, _, _), (positions, edges)) in enumerate(
+            zip(self.structures, pieces, strict=True)
+        ):
+            shifts = starts[positions * len(pieces) + number] - edges.indptr[:-1]
+            places = np.arange(len(edges.sources)) + np.repeat(shifts, np.diff(edges.indptr))
+            sources[places] = self.nodes.from_typed(self.ntypes.index(source), edges.sources)
+            edge_ids[places] = self.edges.from_typed(number, edges.edge_ids)
+        return InEdges(indptr=starts[:: len(pieces)], sources=sources, edge_ids=edge_ids)
+
+    def in_degrees(self, nodes: Array, outside: tuple[int, int] | None = None) -> Array:
+        """Return the (K,) int64 number of in-edges of all types, as ``Structure.in_degrees``."""
+        kinds, ids = self.nodes.to_typed(nodes)
+        total = np.zeros(len(nodes), np.int64)
+        for (source, _, destination), structure in self.structures.items():
+            positions = np.flatnonzero(kinds == self.ntypes.index(destination))
+            typed_range = outside and self.find_typed_range(source, outside)
+            total[positions] += structure.in_degrees(ids[positions], typed_range)
+        return total
+
+    def find_typed_range(self, ntype: str, unified_range: tuple[int, int]) -> tuple[int, int]:
+        """Return the half-open range of the ids of ``ntype`` in a range of unified ids."""
+        kind = self.ntypes.index(ntype)
+        first, last = (
+            int(np.clip(bound - self.nodes.starts[kind], 0, self.nodes.counts[kind]).sum())
+            for bound in unified_range
+        )
+        return first, last
+
+    def unify(self, ids: Mapping[str, Array]) -> Array:
+        """Return the (K,) int64 unified ids of nodes by type."""
+        return np.concatenate(
+            [NO_IDS, *(self.nodes.from_typed(self.ntypes.index(ntype), ids[ntype]) for ntype in ids)]
+        )
+
+    def find_relations(self, edge_ids: Array) -> Array:
+        """Return the (K,) int64 number of the edge type of each unified edge id."""
+        return self.edges.locate(edge_ids)[0]
+
+    def split(self, plan: RankPlan) -> TypedPlan:
+        """Return ``plan``, which has unified ids, by type.
+
+        Rows and edges of a type keep their order. So the rows of a layer are still a prefix of those before.
+        """
+        kinds, ids = self.nodes.to_typed(plan.nodes)
+        splitter = _Splitter(self, kinds, plan)
+        layers: list[TypedLayer] = []
+        for depth, layer in enumerate(plan.layers):
+            is_same = depth > 0 and layer is plan.layers[depth - 1]
+            layers.append(layers[-1] if is_same else splitter.split(depth))
+        nodes = {ntype: ids[kinds == kind] for kind, ntype in enumerate(self.ntypes)}
+        return TypedPlan(nodes=nodes, layers=tuple(layers))
+
+
+GraphStructure: TypeAlias = Structure | UnifiedGraph
+"""The in-edges from which plans are made."""
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class TypedLayer:
+    """The layer of a plan by node and edge type, in the ids of the types."""
+
+    rows: Mapping[str, HaloLayer]
+    """Own rows and halo of each node type, without edges."""
+    relations: Mapping[EdgeType, HaloLayer]
+    """Block of each edge type. Its sources are the rows of the source type. Its targets are the first own
+    rows of the destination type."""
+    skipped: frozenset[EdgeType] = frozenset()
+    """Edge types without edges on any rank."""
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class TypedPlan:
+    """The plan of one rank by node and edge type."""
+
+    nodes: Mapping[str, Array]
+    """(n,) int64 ids of the feature rows of this rank."""
+    layers: tuple[TypedLayer, ...]
+    """The L layers, input layer first. Equal layers are one object."""
+
+    def targets(self) -> dict[str, Array]:
+        """Return the ids of this rank's seeds by node type."""
+        return {ntype: self.nodes[ntype][: rows.targets] for ntype, rows in self.layers[-1].rows.items()}
+
+
+def has_several_types(g: DistGraph) -> bool:
+    return len(g.ntypes) > 1 or len(g.canonical_etypes) > 1
+
+
+def find_bounds(g: DistGraph) -> Array:
+    """Return the (S + 1,) int64 first unified id of each server, and the end."""
+    return np.sum([g.get_node_partition_policy(ntype).bounds for ntype in g.ntypes], axis=0)
+
+
+def unify_structure(g: DistGraph) -> GraphStructure:
+    """Return the in-edges over unified ids."""
+    return UnifiedGraph.from_graph(g) if has_several_types(g) else g.structure()
+
+
+def unify_nodes(g: DistGraph, ids: Mapping[str, Array]) -> Array:
+    """Return the (K,) int64 unified ids of nodes by type. For one type these are its ids."""
+    if has_several_types(g):
+        return UnifiedGraph.from_graph(g).unify(ids)
+    (own_ids,) = ids.values()
+    return own_ids
+
+
+def split_plan(plan: RankPlan, g: DistGraph) -> TypedPlan:
+    """Return ``plan`` by the types of ``g``. Sends nothing."""
+    if has_several_types(g):
+        return UnifiedGraph.from_graph(g).split(plan)
+    (ntype,), (etype,) = g.ntypes, g.canonical_etypes
+    typed = {id(layer): TypedLayer(rows={ntype: layer}, relations={etype: layer}) for layer in plan.layers}
+    return TypedPlan(nodes={ntype: plan.nodes}, layers=tuple(typed[id(layer)] for layer in plan.layers))
+
+
+@final
+class _Splitter:
+    def __init__(self, graph: UnifiedGraph, kinds: Array, plan: RankPlan) -> None:
+        self._graph, self._kinds, self._plan = graph, kinds, plan
+        self._row_in_type = _number_by_kind(kinds)
+
+    def split(self, depth: int) -> TypedLayer:
+        plan, layer = self._plan, self._plan.layers[depth]
+        graph, own_kinds = self._graph, self._kinds[: layer.own_rows]
+        halo_kinds, halo_ids = graph.nodes.to_typed(layer.halo_nodes)
+        rows = {
+            ntype: self._rows_of_type(layer, kind, halo_ids[halo_kinds == kind], halo_kinds == kind)
+            for kind, ntype in enumerate(graph.ntypes)
+        }
+        own_counts = np.bincount(own_kinds, minlength=len(graph.ntypes))
+        halo_rows = own_counts[halo_kinds] + _number_by_kind(halo_kinds)
+        source_rows = np.concatenate([self._row_in_type[: layer.own_rows], halo_rows])
+        targets = np.repeat(self._row_in_type[: layer.targets], np.diff(layer.indptr))
+        edge_kinds, edge_ids = graph.edges.to_typed(layer.edge_ids)
+        relations = {}
+        for number, etype in enumerate(graph.structures):
+            edges, num_targets = np.flatnonzero(edge_kinds == number), rows[etype[2]].targets
+            degrees = np.bincount(targets[edges], minlength=num_targets)
+            relations[etype] = replace(
+                rows[etype[0]],
+                targets=num_targets,
+                indptr=np.concatenate([np.zeros(1, np.int64), np.cumsum(degrees)]),
+                indices=source_rows[layer.indices[edges]],
+                edge_ids=edge_ids[edges],
+                cover=plan.covers[number * len(plan.layers) + depth] if plan.covers else None,
+            )
+        edge_counts = plan.edge_counts.reshape(len(plan.layers), -1)[depth]
+        counts = zip(relations, edge_counts, strict=True)
+        skipped = [etype for etype, count in counts if not count]
+        return TypedLayer(rows=rows, relations=relations, skipped=frozenset(skipped))
+
+    def _rows_of_type(self, layer: HaloLayer, kind: int, halo_ids: Array, is_halo: Array) -> HaloLayer:
+        senders = np.repeat(*np.array(layer.receive, np.int64).reshape(-1, 2).T)[is_halo]
+        ranks, counts = np.unique(senders, return_counts=True)
+        send = [(rank, self._row_in_type[rows[self._kinds[rows] == kind]]) for rank, rows in layer.send]
+        return HaloLayer(
+            own_rows=int(np.count_nonzero(self._kinds[: layer.own_rows] == kind)),
+            targets=int(np.count_nonzero(self._kinds[: layer.targets] == kind)),
+            indptr=np.zeros(1, np.int64),
+            indices=NO_IDS,
+            edge_ids=NO_IDS,
+            halo_nodes=halo_ids,
+            receive=tuple(zip(ranks.tolist(), counts.tolist(), strict=True)),
+            send=tuple((rank, rows) for rank, rows in send if len(rows)),
+        )
+
+
+def _number_by_kind(kinds: Array) -> Array:
+    """Return the (n,) int64 position of each item among the items of its kind."""
+    order = np.argsort(kinds, kind="stable")
+    counts = np.bincount(kinds)
+    numbers = np.empty(len(kinds), np.int64)
+    numbers[order] = np.arange(len(kinds)) - np.repeat(np.cumsum(counts) - counts, counts)
+    return numbers

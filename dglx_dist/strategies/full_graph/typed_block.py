@@ -1,0 +1,189 @@
+"""Blocks of several node and edge types with sources on several ranks."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, Protocol, TypeAlias, final
+
+import dgl
+import torch
+from dgl.heterograph import DGLBlock
+from torch import Tensor
+
+from dglx_dist.errors import ConfigError
+from dglx_dist.internals.graphs import (
+    ALL,
+    BlockTypes,
+    InEdgesOnlyGraph,
+    get_block_parts,
+    get_relation,
+    is_all,
+    reduce_over_types,
+)
+from dglx_dist.internals.message_passing import note_edge_order
+from dglx_dist.records import Array, EdgeType
+from dglx_dist.strategies.full_graph.graph_types import TypedLayer
+from dglx_dist.strategies.full_graph.halo_block import HaloBlock, complete_rows, list_sources
+from dglx_dist.strategies.full_graph.halo_exchange import HaloExchange
+
+TypeExchanges: TypeAlias = Mapping[str | EdgeType, HaloExchange]
+"""Exchanges of the rows of each node type, and of the sources of each edge type."""
+
+
+class _Degrees(Protocol):
+    def __call__(self, u: Tensor, etype: EdgeType) -> Tensor: ...
+
+
+@final
+class TypedHaloBlock(InEdgesOnlyGraph, DGLBlock):
+    """A block of several types that appends the halo rows of other ranks, as :class:`HaloBlock` does.
+
+    All node types are on both sides. ``block[etype]`` is the :class:`HaloBlock` of one edge type, and shares
+    columns with this block. Each node type has its own exchange. If a column of own rows is set on the
+    sources of a type (``block.srcnodes[ntype].data[name] = h``, ``block.srcdata[name] = {ntype: h}``), the
+    halo of this type is exchanged immediately. A module that is called with the block and a dictionary of
+    rows gets the rows of all sources, see :meth:`all_rows`.
+
+    Every rank must run the same layers in the same order, even without nodes of a type or edges of a
+    relation. ``num_edges(etype)`` is not equal to 0 if any rank has edges of this type.
+    """
+
+    def __init__(
+        self,
+        plain: DGLBlock,
+        layer: TypedLayer,
+        exchanges: TypeExchanges,
+        out_degrees: _Degrees | None,
+    ) -> None:
+        super().__init__(*get_block_parts(plain))
+        # DGL copies these attributes to the graphs that it derives.
+        self.own_rows = {ntype: rows.own_rows for ntype, rows in layer.rows.items()}
+        """Number of rows of each node type that a model passes to this block."""
+        self.has_cover = any(exchange.cover is not None for exchange in exchanges.values())
+        """Whether sums over in-edges have their own exchange."""
+        self._layer, self._exchanges, self._fetch_out_degrees = layer, exchanges, out_degrees
+        self._degrees = {etype: list[Tensor]() for etype in layer.relations}
+
+    def with_exchanges(self, exchanges: TypeExchanges) -> TypedHaloBlock:
+        """Return a :meth:`local_var` for ``exchanges``, which are of a layer with equal structure."""
+        block: TypedHaloBlock = self.local_var()
+        block._exchanges = exchanges
+        return block
+
+    def __getitem__(self, key: Any) -> HaloBlock:
+        numbers = self.find_etypes(key)
+        if len(numbers) != 1:
+            raise ConfigError(
+                f"{key!r} selects {len(numbers)} of the edge types {self.canonical_etypes}, but a block with "
+                "rows on several ranks has slices of one type; use block[source, relation, destination]"
+            )
+        etype = self.canonical_etypes[numbers[0]]
+        degrees = None if self._fetch_out_degrees is None else partial(self._fetch_out_degrees, etype=etype)
+        block = HaloBlock(
+            get_relation(self, numbers[0]), self._layer.relations[etype], self._exchanges[etype], degrees
+        )
+        block.has_edges_elsewhere = etype not in self._layer.skipped
+        block.degrees = self._degrees[etype]
+        return block
+
+    def all_rows(self, rows: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return the rows of all sources, by node type. Collective for ranks that share halo rows.
+
+        Rows of a type are exchanged if they are (own_rows, ...), as by :meth:`HaloBlock.all_rows`. Backward
+        returns the gradients of all types if any of them has one. So a rank reaches the exchanges of its
+        peers, even if it does not use a type.
+        """
+        sources = {ntype: self._complete(ntype, rows[ntype]) for ntype in sorted(rows)}
+        trained = {ntype: values for ntype, values in sources.items() if values.requires_grad}
+        if torch.is_grad_enabled() and trained:
+            joined = _JoinTypes.apply(*trained.values())  # type: ignore[no-untyped-call]  # torch leaves it bare
+            sources |= dict(zip(trained, joined, strict=True))
+        return sources
+
+    def num_edges(self, etype: Any = None) -> int:
+        return int(super().num_edges()) if etype is None else self[etype].num_edges()
+
+    def out_degrees(self, u: Any = ALL, etype: Any = None) -> Any:
+        return self[etype].out_degrees(u)
+
+    def update_all(
+        self, message_func: Any, reduce_func: Any, apply_node_func: Any = None, etype: Any = None
+    ) -> None:
+        self[etype].update_all(message_func, reduce_func, apply_node_func)
+
+    def apply_edges(self, func: Any, edges: Any = ALL, etype: Any = None) -> None:
+        self[etype].apply_edges(func, edges)
+
+    def multi_update_all(self, etype_dict: Any, cross_reducer: Any, apply_node_func: Any = None) -> None:
+        reduced = defaultdict[str, list[tuple[int, dict[str, Tensor]]]](list)
+        for etype, functions in etype_dict.items():
+            block = self[etype]
+            columns = block.reduce_messages(*functions)
+            reduced[block.dsttypes[0]].append((self.get_etype_id(etype), columns))
+        for ntype, results in reduced.items():
+            columns = reduce_over_types(results, cross_reducer, functions[1])
+            if apply_node_func is not None:
+                block = self[self.canonical_etypes[results[0][0]]]
+                columns = {**columns, **block.apply_to_targets(apply_node_func, columns)}
+            self.dstnodes[ntype].data.update(columns)
+
+    def set_columns(self, side: int, rows: Any, data: Any) -> None:
+        if side < len(self.own_rows) and is_all(rows):
+            ntype = [*self.own_rows][side]
+            data = {name: self._complete(ntype, column) for name, column in data.items()}
+        super().set_columns(side, rows, data)
+
+    def _complete(self, ntype: str, rows: Tensor) -> Tensor:
+        return complete_rows(rows, self._layer.rows[ntype], self._exchanges[ntype])
+
+
+@final
+class _JoinTypes(torch.autograd.Function):
+    """Identity. If one result has a gradient, all arguments have one."""
+
+    @staticmethod
+    def forward(ctx: Any, *rows: Tensor) -> tuple[Tensor, ...]:
+        return tuple(values.view_as(values) for values in rows)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, ...]:
+        return gradients
+
+
+AnyHaloBlock: TypeAlias = HaloBlock | TypedHaloBlock
+
+
+def typed_halo_block(
+    layer: TypedLayer,
+    nodes: Mapping[str, Array],
+    exchanges: TypeExchanges,
+    *,
+    out_degrees: _Degrees | None = None,
+    edge_order: Callable[..., Tensor] | None = None,
+) -> TypedHaloBlock:
+    """Build the block of ``layer`` on the CPU. Sends nothing. See ``halo_block`` for the arguments.
+
+    ``nodes`` are the ids of this rank's feature rows by node type, and ``exchanges`` have all types.
+    """
+    ntypes, etypes = [*layer.rows], [*layer.relations]
+    own_ids = {ntype: torch.from_numpy(ids) for ntype, ids in nodes.items()}
+    sources = {ntype: list_sources(rows, own_ids[ntype]) for ntype, rows in layer.rows.items()}
+    counts = [len(ids) for ids in sources.values()], [rows.targets for rows in layer.rows.values()]
+    ends = [[ntypes.index(etype[side]) for etype in etypes] for side in (0, 2)]
+    edges = [
+        (
+            len(sources[etype[0]]),
+            relation.targets,
+            torch.from_numpy(relation.indptr),
+            torch.from_numpy(relation.indices),
+            {dgl.EID: torch.from_numpy(relation.edge_ids)},
+        )
+        for etype, relation in layer.relations.items()
+    ]
+    types = BlockTypes(ntypes, [name for _, name, _ in etypes], *ends)
+    plain = types.block(edges, [*sources.values()], counts)
+    if edge_order is not None:
+        note_edge_order(plain, edge_order)
+    return TypedHaloBlock(plain, layer, exchanges, out_degrees)
