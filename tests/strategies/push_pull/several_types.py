@@ -25,6 +25,8 @@ from dglx_dist.graph.embedding import DistEmbedding
 from dglx_dist.records import Assignment, EdgeType, RawGraph
 from dglx_dist.strategies.base import STRATEGIES
 from dglx_dist.strategies.push_pull.pipeline import Version
+from dglx_dist.training import fit
+from dglx_dist.training.fit_config import FitConfig
 from dglx_dist.training.relational import RGCN, EntityInputs
 from tests.strategies import equality
 
@@ -194,6 +196,8 @@ class Run:
     batch_size: int = 0
     """0 means all seeds."""
     fanout: int = -1
+    by_fit: bool = False
+    """Whether dx.fit trains and evaluates, and not a loop of the user."""
 
     @property
     def is_relational(self) -> bool:
@@ -305,7 +309,11 @@ def train(g: DistGraph, run: Run) -> Notes:
     optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
     sparse = optim.SparseSGD([inputs._embeddings["author"]], lr=RATE)
     before = g.session.ledger.snapshot()
-    for _ in range(STEPS):
+    if run.by_fit:
+        config = FitConfig(epochs=STEPS, eval_every=0, ntype="paper", inputs=inputs, show_progress=False)
+        fitted = fit.train(model, loader, optimizer, g, config, sparse=sparse)
+        assert set(fitted.accuracy) == {"train_mask", "val_mask", "test_mask"}
+    for _ in range(0 if run.by_fit else STEPS):
         for _, targets, blocks in loader:
             scores = model(blocks, inputs(blocks[0]))["paper"]
             loss = F.cross_entropy(scores, blocks[-1].dstnodes["paper"].data["label"])

@@ -213,6 +213,13 @@ def test_small_batches_train_as_under_data_parallel(folder: Path) -> None:
             assert max(find_differences(notes.weights, expected.weights).values()) < TOLERANCE
 
 
+def test_fit_trains_and_evaluates_as_one_process(folder: Path) -> None:
+    run = Run("rgcn bases", by_fit=True)
+    expected = several_types.train_in_one_process(run, 2)
+    for (notes,) in run_ranks(train_on_rank, 2, args=(str(folder), [run])):
+        assert max(find_differences(notes.weights, expected).values()) < TOLERANCE
+
+
 LATE = [
     Run("gat", options={"depth": 3, "weights": "split"}, batch_size=2),
     Run("gat mean", options={"depth": 2}, batch_size=2),
