@@ -266,6 +266,33 @@ def test_a_run_on_two_servers_is_that_of_one_process(model: str, tmp_path: Path)
     assert 0.0 <= summary["test_accuracy"] <= 1.0
 
 
+@pytest.mark.parametrize(
+    ("strategy", "model"),
+    [("full_graph", "hgt"), *wide(("shared_preload", "rgcn"), ("cooperative", "rgcn"))],
+)
+def test_trains_whole_graphs_of_several_types_like_mini_batches(
+    strategy: str, model: str, tmp_path: Path
+) -> None:
+    data, options = str(hetero.write_parts(tmp_path)), {"model": model, "epochs": 5, "eval_every": 1}
+    (alone,) = run_ranks(_train_model, 1, args=(data, str(tmp_path / "alone"), options))
+    whole = {
+        "strategy": strategy,
+        "fanouts": None,
+        "batch_size": None,
+        "save_embeddings": str(tmp_path / "rows"),
+    }
+    both = run_ranks(
+        _train_model, 2, args=(data, str(tmp_path / "both"), options | whole), ranks_per_server=1
+    )
+    # One mini-batch has all 20 papers.
+    assert both[0] == both[1]
+    assert [loss for loss, _ in both[0]] == pytest.approx([loss for loss, _ in alone], rel=1e-3)
+    first, second = (json.loads((tmp_path / run / "summary.json").read_text()) for run in ("alone", "both"))
+    assert first["test_accuracy"] == second["test_accuracy"]
+    rows = pyarrow.dataset.dataset(tmp_path / "rows" / "author").to_table()
+    assert sorted(rows["id"].to_pylist()) == list(range(hetero.NUM_NODES["author"]))
+
+
 @pytest.mark.wide
 def test_a_resumed_run_goes_on_with_its_rows(tmp_path: Path) -> None:
     """With the state of both optimizers and of dropout."""

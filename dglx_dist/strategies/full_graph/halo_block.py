@@ -161,7 +161,7 @@ class RowExchange(Protocol):
 
 @final
 class OwnEdgeCount(int):
-    """Number of edges of an edge type that some rank has. It is true, and not equal to 0, even if it is 0.
+    """Number of this rank's edges of an edge type that some rank has. Comparisons treat 0 as positive.
 
     Models skip edge types without edges. They must skip the same types on all ranks, because the layer of a
     type may exchange rows, or add a bias to rows of destinations without edges.
@@ -173,8 +173,20 @@ class OwnEdgeCount(int):
     def __eq__(self, number: object) -> bool:
         return number != 0 and int(self) == number
 
+    def __ne__(self, number: object) -> bool:
+        return not self == number
+
     def __gt__(self, number: float) -> bool:
-        return number == 0 or int(self) > number
+        return max(int(self), 1) > number
+
+    def __ge__(self, number: float) -> bool:
+        return max(int(self), 1) >= number
+
+    def __lt__(self, number: float) -> bool:
+        return not self >= number
+
+    def __le__(self, number: float) -> bool:
+        return not self > number
 
     __hash__ = int.__hash__
 

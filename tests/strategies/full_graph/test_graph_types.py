@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import torch
 
 from dglx_dist.graph.partition_book import RowOwners
 from dglx_dist.graph.structure import ReplicatedStructure
@@ -11,6 +12,7 @@ from dglx_dist.planner.model_shape import build_topology
 from dglx_dist.records import IdRanges
 from dglx_dist.strategies.full_graph.expansion import EasOptions, select_external
 from dglx_dist.strategies.full_graph.graph_types import TypedPlan, UnifiedGraph
+from dglx_dist.strategies.full_graph.halo_block import OwnEdgeCount
 from dglx_dist.strategies.full_graph.plan_builder import PartitionContext, make_all_plans, split_by_server
 from tests.strategies.full_graph import typed_cases as cases
 
@@ -50,6 +52,19 @@ def list_edges(graph: UnifiedGraph, number: int) -> set[tuple[int, int]]:
 def get_graph(context: PartitionContext) -> UnifiedGraph:
     assert isinstance(context.structure, UnifiedGraph)
     return context.structure
+
+
+def test_edge_types_with_edges_elsewhere_are_not_skipped() -> None:
+    count = OwnEdgeCount(0)
+    assert count
+    assert not count == 0  # noqa: SIM201 - models write either
+    assert count != 0
+    assert count > 0
+    assert count >= 1
+    assert not count < 1
+    assert not count <= 0
+    assert len(torch.ones(count)) == int(count) == 0
+    assert OwnEdgeCount(3) == 3 < OwnEdgeCount(4)
 
 
 @pytest.mark.parametrize(("servers", "per_server"), PLACEMENTS)
