@@ -273,7 +273,7 @@ class Controller:
             self._counts += Counts(invocations=len(tasks))
         # Outside the lock: an executor may run the task synchronously, which calls back.
         for task in tasks:
-            self._executor.invoke(task.to_event())
+            self._executor.invoke(task)
 
     def _take(self) -> list[Task]:
         # Returns the tasks that may be sent now, and marks them as running.

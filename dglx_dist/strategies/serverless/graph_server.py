@@ -48,7 +48,6 @@ from dglx_dist.strategies.serverless.tasks import (
     half_length,
     half_rows,
     join_halves,
-    loss_gradient,
 )
 from dglx_dist.strategies.serverless.tensor_program import RowKeys
 
@@ -66,8 +65,6 @@ class TaskKind(Enum):
     """Send boundary rows to halo nodes."""
     WORK = "work"
     """Run a tensor program on a worker, forward, backward or fused."""
-    LOSS = "loss"
-    """Compute the loss where the last step is not fused."""
     PUBLISH = "publish"
     """Publish the gradient of a gathered row to its sources, and compute those of its edges."""
     SOFTMAX_GRADIENT = "softmax_gradient"
@@ -100,12 +97,8 @@ class ScheduledTask:
     barrier: Barrier = Barrier.NONE
 
 
-def epoch_schedule(program: Program, fused: bool) -> tuple[ScheduledTask, ...]:
-    """Return the tasks of an epoch in order.
-
-    Args:
-        fused: Whether one task does the last step forward and backward.
-    """
+def epoch_schedule(program: Program) -> tuple[ScheduledTask, ...]:
+    """Return the tasks of an epoch in order. One task does the last step forward and backward."""
     tasks: list[ScheduledTask] = []
     barrier = Barrier.NONE
     for index, step in enumerate(program.steps):
@@ -117,12 +110,8 @@ def epoch_schedule(program: Program, fused: bool) -> tuple[ScheduledTask, ...]:
             barrier = Barrier.GLOBAL
         elif kind is TaskKind.APPLY and program.covers_halo(step):
             barrier = Barrier.LOCAL
-    last = program.last
-    if fused:
-        tasks[-1] = replace(tasks[-1], direction=Direction.FUSED)
-    else:
-        tasks += [ScheduledTask(kind, last, Direction.BACKWARD) for kind in (TaskKind.LOSS, TaskKind.WORK)]
-    for index in reversed(range(last)):
+    tasks[-1] = replace(tasks[-1], direction=Direction.FUSED)
+    for index in reversed(range(program.last)):
         tasks += [
             ScheduledTask(kind, index, Direction.BACKWARD, _BARRIERS.get(kind, Barrier.NONE))
             for kind in _backward_kinds(program, program.steps[index])
@@ -207,7 +196,7 @@ class GraphServer:
     ) -> None:
         self.part, self.program, self.options, self.run, self.seed = part, program, options, run, seed
         self._parameters = parameters
-        self.schedule = epoch_schedule(program, options.fusion)
+        self.schedule = epoch_schedule(program)
         """The tasks of each epoch."""
         self._rows = dict(part.inputs)
         """The latest rows. A slot of nodes has (n, width), or (n + m, width) with halo rows. A slot of
@@ -224,17 +213,14 @@ class GraphServer:
         """(slot, peer) -> (b, width), the last gradient of boundary rows from the peer."""
         self._allocate()
         each = range(part.num_intervals)
-        # By interval: gradients by slot, saved products by step, rows of sources by step and input.
+        # By interval: gradients by slot, and rows of sources by step and input.
         self._gradients: list[dict[str, Array]] = [{} for _ in each]
-        self._saved: list[dict[int, list[Array]]] = [{} for _ in each]
         self._sources: list[dict[tuple[int, str], Array]] = [{} for _ in each]
         self._statistics: dict[int, dict[int, Array]] = {}
         self._lock = threading.Lock()
         kinds = TaskKind.WORK, TaskKind.APPLY
         self.works = {
-            (task.step, task.direction): TaskComputation(
-                program, task.step, task.direction, options.rematerialise or task.kind is TaskKind.APPLY
-            )
+            (task.step, task.direction): TaskComputation(program, task.step, task.direction)
             for task in self.schedule
             if task.kind in kinds
         }
@@ -277,7 +263,7 @@ class GraphServer:
                     self._rows_at(item.slot, item.end, own, all_rows if item.end == "row" else edges)
                     for item in step.inputs
                 ]
-                work = TaskComputation(self.program, index, Direction.FORWARD, True)
+                work = TaskComputation(self.program, index, Direction.FORWARD)
                 keys = RowKeys(0, 0, torch.arange(0))
                 made = work.half([], inputs, all_rows.stop, keys)
                 for slot, rows in zip(step.outputs, made.rows, strict=True):
@@ -330,12 +316,6 @@ class GraphServer:
                 self._publish(interval, task.step, step)
             case TaskKind.COLLECT, Scatter():
                 self._collect(interval, step)
-            case TaskKind.LOSS, Apply():
-                nodes, name = self.part.nodes_of(interval), self.program.scores.name
-                labels = self.part.labels[nodes]
-                gradient, statistics = loss_gradient(self.program, self._rows[name][nodes], labels)
-                self._add_gradient(interval, name, gradient)
-                self._note(interval, epoch, statistics)
             case _:
                 raise AssertionError(f"{task} is not computed here")
 
@@ -481,15 +461,12 @@ class GraphServer:
     # Rows and gradients of an interval.
 
     def _take_inputs(self, interval: int, task: ScheduledTask) -> list[Array]:
-        """Return the arrays that a tensor task reads. Gradients and saved products are removed."""
-        saved = iter(self._saved[interval].pop(task.step, []))
+        """Return the arrays that a tensor task reads. Gradients are removed."""
         nodes, where = self.part.nodes_of(interval), self.rows_of(interval, task.step)
         arrays = []
         for item in self.works[task.step, task.direction].pulled:
             if item.role is Role.LABELS:
                 arrays.append(self.part.labels[nodes])
-            elif item.role is Role.SAVED:
-                arrays.append(next(saved))
             elif item.role is Role.GRADIENT:
                 arrays.append(self._take_gradient(interval, item.slot, where))
             elif item.end != "source" or self.options.mode != "async":
@@ -525,8 +502,6 @@ class GraphServer:
         for item, array in zip(items, arrays, strict=True):
             if item.role is Role.OUTPUT:
                 self._rows[item.slot][where] = array
-            elif item.role is Role.SAVED:
-                self._saved[interval].setdefault(key.step, []).append(array)
             elif item.role is Role.STATISTICS:
                 self._note(interval, key.epoch, array)
             else:

@@ -40,9 +40,6 @@ class LambdaOptions:
     workers: int = option(0, "Tasks in flight per graph server; 0: tuned.", check=between(0, 10_000))
     batch: int = option(1, "Tasks sent together; fewer after a wait of 5 ms.", check=between(1, 1000))
     retries: int = option(4, "Further attempts at a task before the run fails.", check=between(0, 1000))
-    fusion: bool = option(True, "Whether the last step runs forward and backward in one task.")
-    rematerialise: bool = option(True, "Whether backward recomputes what forward would otherwise send.")
-    streaming: bool = option(True, "Whether workers compute the first half while they receive the second.")
     initialise: Scheme = option("keep", "How ``wrap`` draws trained weights, by the seed; biases are 0.")
     prices: str = field(default=DEFAULT_PRICES, repr=False)
     """Name or file of a price table."""

@@ -63,7 +63,7 @@ class IntervalProgress:
         synchronous_from: int | None = None,
     ) -> None:
         self._options, self._num_train = options, program.num_train
-        self._schedule = epoch_schedule(program, options.fusion)
+        self._schedule = epoch_schedule(program)
         self.floor = start = first_epoch * len(self._schedule)
         """The least position."""
         self.position = [start] * num_intervals
@@ -153,9 +153,7 @@ class IntervalProgress:
         epoch, index = divmod(self.floor, len(self._schedule))
         at_barrier = self._schedule[index].barrier is Barrier.GLOBAL and self.is_synchronous(epoch)
         epoch, index = divmod(self.floor - 1, len(self._schedule))
-        before = self._schedule[index]
-        has_loss = before.kind is TaskKind.LOSS or before.direction is Direction.FUSED
-        is_counted = self._may_switch and has_loss
+        is_counted = self._may_switch and self._schedule[index].direction is Direction.FUSED
         return at_barrier or is_counted, epoch if is_counted else None
 
     def record_position(self, peer: int, position: int) -> None:
@@ -204,8 +202,6 @@ class WorkerPool:
             secrets=secrets,
             timeout_s=min(session.timeout_s, MAX_TIMEOUT_S),
             seed=session.seed,
-            streaming=options.streaming,
-            rematerialise=options.rematerialise,
         )
         # The executor may give notice before the controller exists.
         self._wake: Callable[[], None] = lambda: None
@@ -293,7 +289,6 @@ def _note_spans(
 
 _SPANS = {
     TaskKind.WORK: "open {}",
-    TaskKind.LOSS: "loss of {}",
     TaskKind.PUBLISH: "publish {}",
     TaskKind.SOFTMAX_GRADIENT: "grad{}",
     TaskKind.SEND_BACK: "grad{}",

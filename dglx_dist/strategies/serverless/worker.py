@@ -105,13 +105,9 @@ class Caller(ABC):
 
 @final
 class RemoteCaller(Caller):
-    """Calls over sockets; connections stay open for the next task of the same job.
+    """Calls over sockets; connections stay open for the next task of the same job."""
 
-    ``through`` maps an endpoint to its proxy, such as ``Relay.endpoint``.
-    """
-
-    def __init__(self, through: Callable[[str], str] = str) -> None:
-        self._through = through
+    def __init__(self) -> None:
         self._secrets: Secrets | None = None
         """Secrets of the open connections; None: there are none."""
         self._used_at = 0.0
@@ -134,8 +130,10 @@ class RemoteCaller(Caller):
         # Numbered here: after a restart a rank may come back at another address.
         number = self._numbers.setdefault(to, len(self._numbers))
         if number not in self._peers:
-            endpoint, key = self._through(to.endpoint), _bytes(to.public_key)
-            self._peers[number] = PeerAddress(rank=to.rank, host=to.host, endpoint=endpoint, public_key=key)
+            key = _bytes(to.public_key)
+            self._peers[number] = PeerAddress(
+                rank=to.rank, host=to.host, endpoint=to.endpoint, public_key=key
+            )
         return self._client.send(number, op, name, arrays).result
 
     def close(self) -> None:
@@ -283,22 +281,21 @@ class Worker:
         self._cold = True
         self._run_of_program: object = None
         self._program: Program
-        self._works: dict[tuple[int, Direction, bool], TaskComputation] = {}
+        self._works: dict[tuple[int, Direction], TaskComputation] = {}
 
     def handle(self, event: object, context: object = None) -> dict[str, Json]:
         """Run the task of ``event`` (``Task.to_event``, or its parsed JSON); return ``WorkerAnswer.as_json``.
 
         A functions service adds ``context``. Raises what :meth:`attempt` returns.
         """
-        answer, failure = self.attempt(event)
+        answer, failure = self.attempt(Task.from_event(event))
         if failure is not None:
             raise failure
         return answer.as_json()
 
-    def attempt(self, event: object) -> tuple[WorkerAnswer, DglxError | None]:
-        """Run the task of ``event``; return its answer, and why it failed, with task, attempt and call."""
+    def attempt(self, task: Task) -> tuple[WorkerAnswer, DglxError | None]:
+        """Run ``task``; return its answer, and why it failed, with task, attempt and call."""
         started = time.perf_counter()
-        task = Task.from_event(event)
         cold, self._cold = self._cold, False
         accepted, failure = False, None
         try:
@@ -322,25 +319,23 @@ class Worker:
 
     def _run(self, task: Task) -> bool:
         self._caller.begin()
-        calls, streaming = _Calls(self._caller, task), task.streaming
+        calls = _Calls(self._caller, task)
         work = self._work(task, calls)
         self._hook(TaskPhase.BEFORE_PULL)
         requested = calls.parameters(WEIGHTS) if work.weights else None
         pulled = [calls.rows(calls.pull(0), 0)]
         second = calls.pull(1)
-        if not streaming:
-            pulled.append(calls.rows(second, 1))
         weights = [] if requested is None else requested(task.timeout_s)
         computed: list[Computed] = []
         submitted: list[Answer] = []
-        # Streaming computes the first half while the second arrives; forward, it is also sent meanwhile.
+        # The first half is computed while the second arrives. Forward, it is also sent meanwhile.
         for half in (0, 1):
-            if half == len(pulled):
+            if half:
                 pulled.append(calls.rows(second, 1))
             keys = _keys_of_half(task, half, len(pulled[half][0]) if pulled[half] else 0)
             computed.append(work.half(weights, pulled[half], half_length(task.rows, half), keys))
             self._hook(TaskPhase.HALF)
-            if half == 0 and streaming and task.key.direction is Direction.FORWARD:
+            if half == 0 and task.key.direction is Direction.FORWARD:
                 submitted.append(calls.submit(0, computed[0].rows))
         self._hook(TaskPhase.COMPUTED)
         if work.pushes and work.weights:
@@ -364,7 +359,7 @@ class Worker:
                     f"{program.digest[:12]} instead of {task.program[:12]}: it belongs to another run"
                 )
             self._run_of_program, self._program, self._works = run, program, {}
-        kind = (key.step, key.direction, task.rematerialise)
+        kind = (key.step, key.direction)
         if kind not in self._works:
             key.check(self._program)
             self._works[kind] = TaskComputation(self._program, *kind)

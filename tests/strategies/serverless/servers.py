@@ -70,11 +70,10 @@ class Bench:
     Args:
         program: What is trained.
         rows: Of each interval.
-        rematerialise: As in Task.
     """
 
-    def __init__(self, program: Program, rows: Sequence[int], *, rematerialise: bool = True) -> None:
-        self.program, self.rows, self.rematerialise = program, list(rows), rematerialise
+    def __init__(self, program: Program, rows: Sequence[int]) -> None:
+        self.program, self.rows = program, list(rows)
         self.weights = _weights(program)
         self.late = 0
         """How often a first pull is told "not yet"."""
@@ -97,9 +96,9 @@ class Bench:
         }
 
     def work(self, key: TaskKey) -> TaskComputation:
-        return TaskComputation(self.program, key.step, key.direction, self.rematerialise)
+        return TaskComputation(self.program, key.step, key.direction)
 
-    def task(self, key: TaskKey, *, streaming: bool = True, timeout_s: float = 20.0) -> Task:
+    def task(self, key: TaskKey, *, timeout_s: float = 20.0) -> Task:
         return Task(
             key=key,
             rows=self.rows[key.interval],
@@ -110,8 +109,6 @@ class Bench:
             parameter_server=self.address,
             secrets=self.secrets,
             timeout_s=timeout_s,
-            streaming=streaming,
-            rematerialise=self.rematerialise,
         )
 
     def arrays(self, key: TaskKey) -> list[Array]:

@@ -34,8 +34,7 @@ class Noted(Executor):
         self.dead: list[Lost] = []
         self.ended: list[Invocation] = []
 
-    def invoke(self, event: bytes) -> None:
-        task = Task.from_event(event)
+    def invoke(self, task: Task) -> None:
         self.sent.append(f"{task.key}/{task.attempt}")
 
     def size(self, workers: int) -> None:

@@ -357,7 +357,7 @@ class _Trial:
         self.endpoint, self._secret = endpoint, secret
         captured = capture(_Linear(), FEATURES_IN).with_loss(cross_entropy, CLASS_LABEL, ROWS)
         self._program = captured.program
-        self._work = TaskComputation(self._program, 0, Direction.FUSED, True)
+        self._work = TaskComputation(self._program, 0, Direction.FUSED)
         rng = np.random.default_rng(0)
         self._weights = [rng.normal(size=shape).astype(np.float32) for shape in self._work.weights.values()]
         rows = rng.normal(size=(ROWS, FEATURES_IN)).astype(np.float32)

@@ -22,6 +22,7 @@ from dglx_dist.strategies.serverless.executors.base import (
     WorkerHandle,
     names_of,
 )
+from dglx_dist.strategies.serverless.tasks import Task
 from dglx_dist.strategies.serverless.worker import MAX_ANSWER_BYTES, WorkerAnswer
 from dglx_dist.strategies.serverless.worker_process import Fault
 
@@ -88,9 +89,9 @@ class _Connection(WorkerHandle):
         self._used = False
         self._stopped = threading.Event()
 
-    def invoke(self, event: bytes, fault: Fault | None) -> WorkerAnswer | None:
+    def invoke(self, task: Task, fault: Fault | None) -> WorkerAnswer | None:
         try:
-            status, body = self._post(event)
+            status, body = self._post(task.to_event())
         except (OSError, http.client.HTTPException) as error:
             self._connection.close()
             # Without the query, which may contain a key.
