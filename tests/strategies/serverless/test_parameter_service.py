@@ -1,5 +1,6 @@
 """Parameter servers on real ranks beside torch in one process, their bytes, and errors when one dies."""
 
+import functools
 import threading
 import time
 from collections import Counter
@@ -19,19 +20,19 @@ from dglx_dist.comm.trace import Timeline
 from dglx_dist.errors import ConfigError, PeerError, RemoteError
 from dglx_dist.records import Array
 from dglx_dist.strategies.serverless import parameter_service as ops
-from dglx_dist.strategies.serverless.parameter_server import ParameterPlan, ParameterServer, Update, assign
+from dglx_dist.strategies.serverless.parameter_server import ParameterPlan, ParameterServer, assign
 from dglx_dist.strategies.serverless.parameter_service import ParameterClient, ParameterService
 from dglx_dist.strategies.serverless.tasks import Direction, TaskKey
 from tests.helpers.ranks import run_ranks
 
-from .programs import LINEAR_STEPS, linear
+from .programs import LINEAR_STEPS, linear, make_update
 from .programs import linear_gradients as gradients_of
 from .programs import linear_weights as first_weights
 
 SHAPES = linear().weight_shapes
 STEPS = [step for step, names in LINEAR_STEPS.items() if names]
 SIZE = 6 + 2 + 4
-GROUPS = [{"lr": 0.05, "amsgrad": True, "params": list(SHAPES)}]
+make_adam = functools.partial(make_update, "Adam", list(SHAPES), lr=0.05, amsgrad=True)
 SIZES = [4, 0, 7, 5, 1, 6]
 """Rows of each interval; one has none."""
 EPOCHS = 4
@@ -39,7 +40,7 @@ EPOCHS = 4
 
 def plain_answer() -> tuple[Sequence[Array], dict[str, Array]]:
     """Weights, and the state of the update, after all epochs in one process."""
-    update, weights = Update("Adam", GROUPS, list(SHAPES)), tuple(first_weights())
+    update, weights = make_adam(), tuple(first_weights())
     for epoch in range(EPOCHS):
         each = [
             [array for step in STEPS for array in gradients_of(interval, epoch, step)]
@@ -59,7 +60,7 @@ def serve(
 ) -> Iterator[tuple[ParameterService | None, ParameterClient]]:
     service = None
     if rpc.rank < plan.num_servers:
-        update = Update("Adam", GROUPS, list(SHAPES))
+        update = make_adam()
         server = ParameterServer(plan, rpc.rank, first_weights(), update)
         service = ParameterService(rpc, server, num_ranks, Timeline())
     client = ParameterClient(rpc, plan, listen)
