@@ -30,7 +30,6 @@ _FIRST_S, _LEAST_S, _MAX_BACKOFF = 10.0, 0.5, 8.0
 time-out after it; the largest factor for further attempts."""
 _TICK_S, _TUNE_S = 0.05, 1.0
 """Intervals of the check for deaths and time-outs, and of tuning."""
-_BATCH_WAIT_S = 0.005
 _JOIN_TIMEOUT_S = 5.0
 
 
@@ -94,8 +93,6 @@ class ControllerOptions:
     """Upper bound of a tuned number of workers; see :func:`most_workers`."""
     workers: int | None = None
     """Maximum number of running tasks; None: tuned, starting at ``most``."""
-    batch: int = 1
-    """Tasks to send together while others run; fewer once one has waited 5 ms."""
     retries: int = 8
     """Further attempts at one task before the run fails."""
     prices: PriceTable = field(default_factory=prices)
@@ -114,7 +111,6 @@ class _Pending:
     task: Task
     """Newest attempt."""
     order: int
-    queued: float
     ready: float | None = None
     """When its rows became ready."""
     sent: dict[int, float] = field(default_factory=dict)
@@ -172,11 +168,10 @@ class Controller:
 
     def launch(self, task: Task, *, ready: bool = False) -> None:
         """Send ``task`` as soon as a worker is free; DglxError if the executor rejects it."""
-        now = self._clock()
         with self._lock:
             if task.key in self._pending:
                 raise ConfigError(f"task {task.key} was already launched; launch each task once")
-            work = _Pending(task, next(self._order), queued=now, ready=now if ready else None)
+            work = _Pending(task, next(self._order), ready=self._clock() if ready else None)
             self._pending[task.key] = work
             self._enqueue(work)
         self._send()
@@ -249,8 +244,7 @@ class Controller:
 
     def _tick_until_stopped(self) -> None:
         while True:
-            # Also often enough to send an incomplete batch in time.
-            self._awake.wait(_TICK_S if self._options.batch == 1 else _BATCH_WAIT_S)
+            self._awake.wait(_TICK_S)
             self._awake.clear()
             if self._stopped.is_set():
                 return
@@ -277,12 +271,7 @@ class Controller:
 
     def _take(self) -> list[Task]:
         # Returns the tasks that may be sent now, and marks them as running.
-        options, now, tasks = self._options, self._clock(), list[Task]()
-        if self._running and len(self._pending) - len(self._running) < options.batch:
-            # The batch is incomplete, and others are running.
-            waits = (now - work.queued for key, work in self._pending.items() if key not in self._running)
-            if max(waits, default=0.0) < _BATCH_WAIT_S:
-                return tasks
+        now, tasks = self._clock(), list[Task]()
         while self._heap and len(self._running) < self.workers:
             is_early, _, _, key = self._heap[0]
             if is_early and self._num_early >= self.workers - 1:
@@ -331,7 +320,7 @@ class Controller:
                 "workers' output, or allow more attempts with the option retries"
             )
         del self._running[key]
-        work.task, work.queued = work.task.again(), self._clock()
+        work.task = work.task.again()
         self._enqueue(work)
         self._counts += Counts(relaunched=1)
 

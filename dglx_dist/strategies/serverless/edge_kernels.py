@@ -25,20 +25,26 @@ _AHEAD = 8
 
 
 @njit(cache=True, nogil=True)
-def gather(indptr: Array, sources: Array, values: Array | None, rows: Array, first: int, out: Array) -> None:
-    """Write to ``out[i]``, (nodes, w), the sum of the source rows of node ``first + i``, times the values."""
+def gather(
+    indptr: Array, sources: Array | None, values: Array | None, rows: Array, first: int, out: Array
+) -> None:
+    """Write to ``out[i]``, (nodes, w), the sum of the source rows of node ``first + i``, times the values.
+
+    ``rows`` are those of sources, or of these nodes' in-edges if ``sources`` is None.
+    """
     heads = 1 if values is None else values.shape[1]
     width = rows.shape[1] // heads
-    last_edge = indptr[first + out.shape[0]]
+    begin, last_edge = indptr[first], indptr[first + out.shape[0]]
     for i in range(out.shape[0]):
         out[i, :] = 0
         for edge in range(indptr[first + i], indptr[first + i + 1]):
-            if edge + _AHEAD < last_edge:
+            if sources is not None and edge + _AHEAD < last_edge:
                 read_ahead(rows, sources[edge + _AHEAD])
             for head in range(heads):
                 # Slices, because indices that might be negative keep the loop from becoming vector code.
                 total = out[i, head * width : (head + 1) * width]
-                row = rows[sources[edge], head * width : (head + 1) * width]
+                source = edge - begin if sources is None else sources[edge]
+                row = rows[source, head * width : (head + 1) * width]
                 if values is None:
                     for column in range(width):
                         total[column] += row[column]
@@ -97,20 +103,6 @@ def edge_products(
                 for column in range(head * width, (head + 1) * width):
                     total += gradients[i, column] * rows[source, column]
                 out[edge - begin, head] = total
-
-
-@njit(cache=True, nogil=True)
-def segment_sums(indptr: Array, values: Array, first: int, out: Array) -> None:
-    """Write to ``out[i]``, (nodes, K), the sum over the in-edges of node ``first + i``.
-
-    ``values`` (edges, K) has only the in-edges of these nodes.
-    """
-    begin = indptr[first]
-    for i in range(out.shape[0]):
-        out[i, :] = 0
-        for edge in range(indptr[first + i], indptr[first + i + 1]):
-            for column in range(values.shape[1]):
-                out[i, column] += values[edge - begin, column]
 
 
 @njit(cache=True, nogil=True)

@@ -20,7 +20,6 @@ from dglx_dist.strategies.serverless.edge_kernels import (
     gather_extreme,
     pull_back,
     pull_back_extreme,
-    segment_sums,
     softmax,
     softmax_gradient,
 )
@@ -257,17 +256,16 @@ class GraphServer:
             if isinstance(step, Apply) and step.place == "once":
                 graph = self.part.graph
                 all_rows = slice(0, graph.num_local if step.per == "node" else len(graph.sources))
-                edges = slice(0, len(graph.sources))
-                own = slice(0, graph.num_own)
-                inputs = [
-                    self._rows_at(item.slot, item.end, own, all_rows if item.end == "row" else edges)
-                    for item in step.inputs
-                ]
                 work = TaskComputation(self.program, index, Direction.FORWARD)
-                keys = RowKeys(0, 0, torch.arange(0))
-                made = work.half([], inputs, all_rows.stop, keys)
-                for slot, rows in zip(step.outputs, made.rows, strict=True):
-                    self._rows[slot.name] = rows
+                self._compute_rows(step, work, all_rows, RowKeys(0, 0, torch.arange(0)))
+
+    def _compute_rows(self, step: Apply, work: TaskComputation, where: slice, keys: RowKeys) -> None:
+        """Compute the rows ``where`` of a step without weights."""
+        own = slice(0, self.part.graph.num_own)
+        inputs = [self._rows_at(item.slot, item.end, own, where) for item in step.inputs]
+        computed = work.half([], inputs, where.stop - where.start, keys)
+        for slot, rows in zip(step.outputs, computed.rows, strict=True):
+            self._rows[slot.name][where] = rows
 
     def _zeros(self, length: int, slot: str) -> Array:
         return np.zeros((length, self.program.slots[slot].width), dtype=self.program.dtype_of(slot))
@@ -334,17 +332,11 @@ class GraphServer:
             self._parameters.gradients(key, computed.gradients)
         self._take_results(interval, key, work.given, computed.rows)
         if task.direction is Direction.FORWARD and self.program.covers_halo(step):
-            self._apply_to_halo(interval, epoch, step, work)
-
-    def _apply_to_halo(self, interval: int, epoch: int, step: Apply, work: TaskComputation) -> None:
-        # Each interval computes a share of the halo nodes.
-        graph, count = self.part.graph, self.part.num_intervals
-        share = slice(graph.num_halo * interval // count, graph.num_halo * (interval + 1) // count)
-        halo = slice(graph.num_own + share.start, graph.num_own + share.stop)
-        inputs = [self._rows[item.slot][halo] for item in step.inputs]
-        made = work.half([], inputs, share.stop - share.start, self._keys(epoch, graph.halo[share]))
-        for slot, rows in zip(step.outputs, made.rows, strict=True):
-            self._rows[slot.name][halo] = rows
+            # Each interval computes a share of the halo nodes.
+            graph, count = self.part.graph, self.part.num_intervals
+            share = slice(graph.num_halo * interval // count, graph.num_halo * (interval + 1) // count)
+            halo = slice(graph.num_own + share.start, graph.num_own + share.stop)
+            self._compute_rows(step, work, halo, self._keys(epoch, graph.halo[share]))
 
     def _keys(self, epoch: int, ids: Array) -> RowKeys:
         return RowKeys(self.seed, epoch, torch.from_numpy(np.ascontiguousarray(ids, np.int64)))
@@ -418,31 +410,14 @@ class GraphServer:
         return messages
 
     def receive(self, peer: int, kind: TaskKind, index: int, arrays: Sequence[Array]) -> None:
-        """Accept the positions and rows of a message.
-
-        Raises:
-            ConfigError: a Scatter does not send such arrays.
-        """
-        step = self.program.steps[index] if 0 <= index < len(self.program.steps) else None
-        if not isinstance(step, Scatter) or not 0 <= peer < self.part.graph.num_servers:
-            raise ConfigError(
-                f"rows came from graph server {peer} for step {index}, but there is no such Scatter"
-            )
+        """Accept the positions and rows of a message of :meth:`halo_messages` of ``peer``."""
+        step = self.program.steps[index]
+        assert isinstance(step, Scatter)
         graph, is_gradient = self.part.graph, kind is TaskKind.SEND_BACK
         slots = self._trained_slots(step) if is_gradient else step.slots
         first = 0 if is_gradient else graph.num_own + int(graph.halo_starts[peer])
-        size = len(self.part.boundary[peer]) if is_gradient else len(graph.halo_ids(peer))
-        positions = arrays[0] if arrays else np.empty(0)
-        shapes = [(positions.size, self.program.slots[name].width) for name in slots]
-        dtypes = [self.program.dtype_of(name) for name in slots]
-        expected = [((positions.size,), "int32"), *zip(shapes, dtypes, strict=True)]
-        actual = [(array.shape, array.dtype.name) for array in arrays]
-        if actual != expected or (positions.size and not 0 <= positions.min() <= positions.max() < size):
-            raise ConfigError(
-                f"graph server {peer} sent {actual} for step {step.name!r}, not {expected} with positions "
-                f"below {size}; run the same version everywhere"
-            )
-        for name, rows in zip(slots, arrays[1:], strict=True):
+        positions, *rows_of_slots = arrays
+        for name, rows in zip(slots, rows_of_slots, strict=True):
             stored = self._received[name, peer] if is_gradient else self._rows[name]
             stored[first + positions] = rows
 
@@ -516,7 +491,7 @@ class GraphServer:
         """Return the sums of (edges, width) ``rows`` of the interval over the in-edges of its nodes."""
         nodes = self.part.nodes_of(interval)
         sums = np.zeros((nodes.stop - nodes.start, rows.shape[1]), rows.dtype)
-        segment_sums(self.part.graph.indptr, rows, nodes.start, sums)
+        gather(self.part.graph.indptr, None, None, rows, nodes.start, sums)
         return sums
 
     def _take_gradient(self, interval: int, slot: str, where: slice) -> Array:

@@ -38,7 +38,6 @@ class LambdaOptions:
     parameter_servers: int = option(1, "Ranks that hold weights: the first ones.", check=between(1, 1024))
     executor: str = option("local", "Where workers run: local, inline, aws or http.")
     workers: int = option(0, "Tasks in flight per graph server; 0: tuned.", check=between(0, 10_000))
-    batch: int = option(1, "Tasks sent together; fewer after a wait of 5 ms.", check=between(1, 1000))
     retries: int = option(4, "Further attempts at a task before the run fails.", check=between(0, 1000))
     initialise: Scheme = option("keep", "How ``wrap`` draws trained weights, by the seed; biases are 0.")
     prices: str = field(default=DEFAULT_PRICES, repr=False)

@@ -194,20 +194,6 @@ def test_error_after_all_retries_has_the_last_reason() -> None:
         scene.wait(0)
 
 
-def test_a_batch_goes_out_when_it_is_full_or_has_waited() -> None:
-    scene = Scene(workers=10, batch=3)
-    scene.launch(0)
-    assert len(scene.executor.sent) == 1
-    scene.launch(1)
-    scene.launch(2)
-    assert len(scene.executor.sent) == 1
-    scene.launch(3)
-    assert len(scene.executor.sent) == 4
-    scene.launch(4)
-    assert scene.wait(0.004) == []
-    assert scene.wait(0.002) == ["r0.e0.s1.i4.f/0"]
-
-
 def test_ended_invocations_are_counted_and_billed_by_the_step() -> None:
     scene = Scene(prices=prices("dorylus"))
     for interval in range(3):

@@ -69,8 +69,6 @@ def test_a_scatter_waits_for_all_intervals_of_all_graph_servers() -> None:
     # Gradients of halo nodes: all own intervals first; gradients of own rows: all graph servers.
     assert schedule.task_of(0)[1].kind is TaskKind.SEND_BACK
     assert schedule.startable() == [1]
-    with pytest.raises(ConfigError, match="graph server 4 is not one of the peers"):
-        schedule.record_position(4, 1)
 
 
 def test_without_a_pipeline_every_move_waits_for_the_one_before() -> None:
@@ -107,8 +105,6 @@ def test_counts_may_come_in_any_order() -> None:
     assert schedule.synchronous_from == 4 + 1 + 1
     assert [schedule.is_synchronous(epoch) for epoch in (3, 4, 5, 6)] == [True, False, False, True]
     assert schedule.is_known(99)
-    with pytest.raises(ConfigError, match="graph server 2 of 2 counted"):
-        schedule.record_correct(2, 5, 1)
 
 
 @pytest.mark.parametrize("staleness", [2, *wide(0)])
@@ -162,7 +158,6 @@ def test_a_price_table_is_read_once(tmp_path: Path) -> None:
         ({"switch_at": 1.5, "mode": "async"}, "accuracy from 0 to 1"),
         ({"initialise": "xavier"}, "initialise='xavier' must be keep, xavier_uniform, .* or he_normal"),
         ({"intervals": 0}, "intervals=0 must be from 1"),
-        ({"batch": 0}, "batch=0 must be from 1"),
         ({"parameter_servers": 0}, "parameter_servers=0 must be from 1"),
         ({"intervals": True}, "must be of type int"),
         ({"stalenes": 1}, "no option 'stalenes'.*did you mean 'staleness'"),

@@ -19,7 +19,7 @@ from dglx_dist.comm.ledger import Ledger
 from dglx_dist.comm.rendezvous import find_address_towards
 from dglx_dist.comm.rpc import Handler, Rpc
 from dglx_dist.comm.topology import Topology
-from dglx_dist.errors import ConfigError, PeerError, RemoteError
+from dglx_dist.errors import ConfigError, RemoteError
 from dglx_dist.records import Array
 from dglx_dist.strategies.serverless import worker as ops
 from dglx_dist.strategies.serverless.aws.clients import (
@@ -42,9 +42,9 @@ from dglx_dist.strategies.serverless.tasks import (
     Task,
     TaskComputation,
     TaskKey,
-    add_gradients,
     attempt_name,
     half_rows,
+    join_halves,
     parse_half,
 )
 from dglx_dist.strategies.serverless.tensor_program import RowKeys
@@ -64,7 +64,7 @@ ACTIVE_WITHIN_S = 300.0
 """Creating network interfaces in a VPC takes a minute or two the first time."""
 ROLE_KNOWN_WITHIN_S = 60.0
 _NO_RETRIES = {"MaximumRetryAttempts": 0, "MaximumEventAgeInSeconds": EVENT_AGE_S}
-_PAUSE_S = 1.0
+_PAUSE_S = 1
 ROWS, FEATURES_IN, CLASSES = 101, 16, 4
 TASK_TIMEOUT_S = 20.0
 _MAX_LOG = 1500
@@ -271,28 +271,9 @@ def _create_function(client: Client, **arguments: object) -> None:
 
 
 def _wait(client: Client, name: str, change: Changes, until: str) -> None:
-    state, field = ("Active", "State") if until == "active" else ("Successful", "LastUpdateStatus")
-
-    def wait() -> None:
-        deadline = time.monotonic() + ACTIVE_WITHIN_S
-        while True:
-            now = client.get_function_configuration(FunctionName=name)
-            current, reason = now.get(field, state), now.get(f"{field}Reason", "")
-            if current == state:
-                return
-            if current == "Failed":
-                raise ConfigError(
-                    f"the function {name} cannot be used: {reason}; fix that, then run `dglx lambda "
-                    f"remove {name}` and deploy again"
-                )
-            if time.monotonic() > deadline:
-                raise PeerError(
-                    f"the function {name} is {current} after {ACTIVE_WITHIN_S:g} s ({reason}); run the "
-                    "same command again to resume"
-                )
-            time.sleep(_PAUSE_S)
-
-    change(f"wait until {name} is {until}", wait)
+    waiter = client.get_waiter(f"function_{until}_v2")
+    times = {"Delay": _PAUSE_S, "MaxAttempts": int(ACTIVE_WITHIN_S / _PAUSE_S)}
+    change(f"wait until {name} is {until}", waiter.wait, FunctionName=name, WaiterConfig=times)
 
 
 def _drops_failures(client: Client, name: str) -> bool:
@@ -405,20 +386,15 @@ class _Trial:
         return seconds, worker
 
     def _check(self, name: str, key: TaskKey) -> None:
-        names = [attempt_name(key, 0, 0), attempt_name(key, 1, 0), str(key)]
-        if not self._given.keys() >= set(names):
+        halves = [attempt_name(key, half, 0) for half in (0, 1)]
+        if not self._given.keys() >= {*halves, str(key)}:
             raise ConfigError(f"the function {name} answered but sent no rows or gradients; deploy it again")
-        results = [array for key in names for array in self._given[key]]
+        first, second = (self._given[half] for half in halves)
+        results = [*join_halves(self._work.given, first, second), *self._given[str(key)]]
+        keys = RowKeys(0, 0, torch.arange(ROWS))
+        computed = self._work.compute_halves(self._weights, self._arrays, ROWS, keys)
         # Not bit for bit: BLAS kernels of another processor round sums differently.
-        keys, halves = RowKeys(0, 0, torch.arange(ROWS)), (half_rows(ROWS, half) for half in (0, 1))
-        first, second = (
-            self._work.half(
-                self._weights, [array[part] for array in self._arrays], part.stop - part.start, keys
-            )
-            for part in halves
-        )
-        gradients = add_gradients(first.gradients, second.gradients)
-        for result, reference in zip(results, [*first.rows, *second.rows, *gradients], strict=True):
+        for result, reference in zip(results, [*computed.rows, *computed.gradients], strict=True):
             if not np.allclose(result, reference, rtol=1e-4, atol=1e-5):
                 worst = float(np.max(np.abs(result - reference)))
                 raise ConfigError(
