@@ -20,6 +20,7 @@ from dglx_dist.records import Array
 from dglx_dist.strategies.base import Objective
 from dglx_dist.strategies.serverless.cut import Captured
 from dglx_dist.strategies.serverless.program import EDGE_DATA, FEATURES, Program, Slot
+from dglx_dist.strategies.serverless.tasks import round_rows
 
 if TYPE_CHECKING:
     from dglx_dist.graph.dist_graph import DistGraph
@@ -206,7 +207,8 @@ def cut_intervals(indptr: Array, sources: Array, num_intervals: int) -> Array:
         (k + 1,) int64 ``bounds``. Interval i has the nodes ``bounds[i]:bounds[i + 1]``.
     """
     num_nodes = len(indptr) - 1
-    bounds = num_nodes * np.arange(num_intervals + 1, dtype=np.int64) // num_intervals
+    even = num_nodes * np.arange(1, num_intervals) // num_intervals
+    bounds = np.array([0, *(round_rows(int(end)) for end in even), num_nodes], np.int64)
     best, best_load = bounds, np.inf
     for _ in range(5):
         # The share of each node, half in nodes, half in edges; they sum to 1.
@@ -220,7 +222,7 @@ def cut_intervals(indptr: Array, sources: Array, num_intervals: int) -> Array:
             best, best_load = bounds, load
         # A node goes to the side where most of its share lies.
         inner = np.searchsorted(ends - shares / 2, np.arange(1, num_intervals) / num_intervals)
-        bounds = np.concatenate([[0], inner, [num_nodes]]).astype(np.int64)
+        bounds = np.array([0, *(round_rows(int(end)) for end in inner), num_nodes], np.int64)
     return best
 
 

@@ -48,7 +48,7 @@ from dglx_dist.strategies.serverless.tasks import (
     half_rows,
     join_halves,
 )
-from dglx_dist.strategies.serverless.tensor_program import RowKeys
+from dglx_dist.strategies.serverless.tensor_program import DTYPES, RowKeys
 
 
 class TaskKind(Enum):
@@ -257,9 +257,9 @@ class GraphServer:
                 graph = self.part.graph
                 all_rows = slice(0, graph.num_local if step.per == "node" else len(graph.sources))
                 work = TaskComputation(self.program, index, Direction.FORWARD)
-                self._compute_rows(step, work, all_rows, RowKeys(0, 0, torch.arange(0)))
+                self._compute_rows(step, work, all_rows, None)
 
-    def _compute_rows(self, step: Apply, work: TaskComputation, where: slice, keys: RowKeys) -> None:
+    def _compute_rows(self, step: Apply, work: TaskComputation, where: slice, keys: RowKeys | None) -> None:
         """Compute the rows ``where`` of a step without weights."""
         own = slice(0, self.part.graph.num_own)
         inputs = [self._rows_at(item.slot, item.end, own, where) for item in step.inputs]
@@ -268,7 +268,10 @@ class GraphServer:
             self._rows[slot.name][where] = rows
 
     def _zeros(self, length: int, slot: str) -> Array:
-        return np.zeros((length, self.program.slots[slot].width), dtype=self.program.dtype_of(slot))
+        # Memory of torch is aligned, so that tasks of this process need not copy rows.
+        shape = length, self.program.slots[slot].width
+        rows: Array = torch.zeros(shape, dtype=DTYPES[self.program.dtype_of(slot)]).numpy()
+        return rows
 
     @property
     def rank(self) -> int:
@@ -324,7 +327,9 @@ class GraphServer:
             assert self._parameters is not None, "a step with weights needs the parameter servers"
             weights = self._parameters.weights(key)
         where = self.rows_of(interval, task.step)
-        keys = self._keys(epoch, np.arange(where.start, where.stop) + self.first_id(task.step))
+        keys = None
+        if work.drops:
+            keys = self._keys(epoch, np.arange(where.start, where.stop) + self.first_id(task.step))
         arrays = self._take_inputs(interval, task)
         computed = work.compute_halves(weights, arrays, where.stop - where.start, keys)
         if step.weights and work.pushes:

@@ -267,8 +267,13 @@ def given_items(program: Program, step: int, direction: Direction) -> tuple[Item
 
 def half_rows(rows: int, half: int) -> slice:
     """Return the part of ``rows`` rows in half 0 or 1. The first half has the odd row."""
-    middle = (rows + 1) // 2
+    middle = round_rows((rows + 1) // 2)
     return slice(middle, rows) if half else slice(0, middle)
+
+
+def round_rows(rows: int) -> int:
+    """Return about ``rows``, such that the row with this number is aligned in memory if row 0 is."""
+    return rows // _ALIGNED_ROWS * _ALIGNED_ROWS if rows >= 8 * _ALIGNED_ROWS else rows
 
 
 def half_length(rows: int, half: int) -> int:
@@ -333,10 +338,14 @@ class TaskComputation:
         self._program, self._step, self._direction = program, _apply_step(program, step), direction
         self.weights = program.weights_of(step)
         """Shape of each weight by the user's name, in order."""
+        self.drops = self._step.body.drops
+        """Whether it needs keys of rows."""
         self.pushes = direction is not Direction.FORWARD
         """Whether gradients of the weights, possibly none, go to the parameter server."""
 
-    def half(self, weights: Sequence[Array], arrays: Sequence[Array], rows: int, keys: RowKeys) -> Computed:
+    def half(
+        self, weights: Sequence[Array], arrays: Sequence[Array], rows: int, keys: RowKeys | None
+    ) -> Computed:
         """Compute one half of ``rows`` rows, which may be 0, from one array per item of :attr:`pulled`.
 
         Raises:
@@ -357,14 +366,14 @@ class TaskComputation:
         return self._backward(matrices, tensors, keys)
 
     def compute_halves(
-        self, weights: Sequence[Array], arrays: Sequence[Array], rows: int, keys: RowKeys
+        self, weights: Sequence[Array], arrays: Sequence[Array], rows: int, keys: RowKeys | None
     ) -> Computed:
         """Compute a task of ``rows`` rows as a worker does: the rows of one half, then those of the other."""
         computed = []
         for half in (0, 1):
             part = half_rows(rows, half)
             of_half = [array[part] for array in arrays]
-            half_keys = keys._replace(ids=keys.ids[part])
+            half_keys = keys and keys._replace(ids=keys.ids[part])
             computed.append(self.half(weights, of_half, half_length(rows, half), half_keys))
         first, second = computed
         return Computed(
@@ -379,12 +388,12 @@ class TaskComputation:
         gradients = (np.zeros(shape, dtype) for shape in self.weights.values() if self.pushes)
         return Computed(rows, tuple(gradients))
 
-    def _forward(self, weights: list[Tensor], inputs: list[Tensor], keys: RowKeys) -> Computed:
+    def _forward(self, weights: list[Tensor], inputs: list[Tensor], keys: RowKeys | None) -> Computed:
         values = self._step.body.run(inputs, weights, keys)
         pairs = zip(self.given, self._step.body.outputs, strict=True)
         return Computed(tuple(_to_array(values[n].reshape(-1, item.width)) for item, n in pairs), ())
 
-    def _backward(self, weights: list[Tensor], arrays: list[Tensor], keys: RowKeys) -> Computed:
+    def _backward(self, weights: list[Tensor], arrays: list[Tensor], keys: RowKeys | None) -> Computed:
         step, trained = self._step, self._program.trained_slots
         num_inputs, num_outputs = len(step.inputs), len(step.outputs)
         inputs = [
@@ -444,9 +453,14 @@ def compute_loss(program: Program, scores: Tensor, labels: Tensor) -> Loss:
 def join_halves(items: Sequence[Item], first: Sequence[Array], second: Sequence[Array]) -> Arrays:
     """Return the arrays of a task from those of its halves, one for each of ``items``."""
     return tuple(
-        left + right if item.role is Role.STATISTICS else np.concatenate([left, right])
+        left + right if item.role is Role.STATISTICS else _join_rows(left, right)
         for item, left, right in zip(items, first, second, strict=True)
     )
+
+
+def _join_rows(first: Array, second: Array) -> Array:
+    # In aligned memory.
+    return _to_array(torch.cat([torch.from_numpy(first), torch.from_numpy(second)]))
 
 
 def add_gradients(first: Sequence[Array], second: Sequence[Array]) -> Arrays:
@@ -455,6 +469,8 @@ def add_gradients(first: Sequence[Array], second: Sequence[Array]) -> Arrays:
 
 _ALIGNMENT = 64
 """Bytes. The last bits of MKL's products depend on the alignment of memory."""
+_ALIGNED_ROWS = 16
+"""So many rows of at least 4 bytes a number keep the alignment."""
 
 
 def _to_tensor(array: Array) -> Tensor:

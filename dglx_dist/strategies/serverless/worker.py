@@ -332,7 +332,7 @@ class Worker:
         for half in (0, 1):
             if half:
                 pulled.append(calls.rows(second, 1))
-            keys = _keys_of_half(task, half, len(pulled[half][0]) if pulled[half] else 0)
+            keys = _keys_of_half(task, half, len(pulled[half][0])) if work.drops and pulled[half] else None
             computed.append(work.half(weights, pulled[half], half_length(task.rows, half), keys))
             self._hook(TaskPhase.HALF)
             if half == 0 and task.key.direction is Direction.FORWARD:
