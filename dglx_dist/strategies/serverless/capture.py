@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, NoReturn, final
+from typing import Any, NoReturn, TypeAlias, final
 from unittest.mock import patch
 
 import dgl
@@ -460,46 +460,54 @@ def _name_modules(model: nn.Module, names: list[str]) -> Iterator[None]:
             hook.remove()
 
 
-def find_call(model: nn.Module, features: int, edge_columns: Mapping[str, Slot]) -> ModelCall:
+Recorded: TypeAlias = tuple[Recording, Value]
+"""A recording, and the value of the scores."""
+
+
+def find_call(
+    model: nn.Module, features: int, edge_columns: Mapping[str, Slot]
+) -> tuple[ModelCall, Recorded]:
     """Return the call of ``model`` with the least number of blocks in which it uses most of its weights.
+
+    The recording of that call on the first graph comes with it.
 
     Raises:
         ConfigError: no number of blocks works.
     """
-    call = partial(ModelCall, model=model, features=features, edge_columns=edge_columns)
     errors: list[ConfigError] = []
     for on_blocks in (True, False):
+        call = ModelCall(model=model, features=features, edge_columns=edge_columns, on_blocks=on_blocks)
         try:
-            return _find_number_of_blocks(partial(call, on_blocks=on_blocks), model)
+            return _find_number_of_blocks(call)
         except ConfigError as error:
             errors.append(error)
     # DGL's own checks tell that a layer takes no blocks.
     raise errors[isinstance(errors[0].__cause__, AssertionError | dgl.DGLError)]
 
 
-def _find_number_of_blocks(make_call: Callable[..., ModelCall], model: nn.Module) -> ModelCall:
-    expected = max(1, sum(1 for _ in find_convolutions(model)))
-    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
-    best: tuple[int, ModelCall] | None = None
+def _find_number_of_blocks(call: ModelCall) -> tuple[ModelCall, Recorded]:
+    expected = max(1, sum(1 for _ in find_convolutions(call.model)))
+    trained = {name for name, parameter in call.model.named_parameters() if parameter.requires_grad}
+    best: tuple[int, ModelCall, Recorded] | None = None
     first_error: ConfigError | None = None
     for number in (expected, *(n for n in range(1, _MOST_BLOCKS) if n != expected)):
-        call = make_call(num_blocks=number)
+        candidate = replace(call, num_blocks=number)
         try:
-            _, scores = call.record(0)
+            recorded = candidate.record(0)
         except ConfigError as error:
             first_error = first_error or error
             continue
-        num_unused = len(trained - {value.name for value in list_needed(scores)})
-        if best is not None and num_unused >= best[0] and number > best[1].num_blocks:
-            break
+        num_unused = len(trained - {value.name for value in list_needed(recorded[1])})
         if best is None or num_unused < best[0]:
-            best = num_unused, call
+            best = num_unused, candidate, recorded
+        elif number > best[1].num_blocks:
+            break
         if num_unused == 0:
             break
     if best is None:
         assert first_error is not None
         raise first_error
-    return best[1]
+    return best[1], best[2]
 
 
 def list_needed(scores: Value) -> Iterator[Value]:

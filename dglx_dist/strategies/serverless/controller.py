@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import final
 
 from dglx_dist.errors import ConfigError, DglxError, PeerError
-from dglx_dist.strategies.serverless.cost import Counts, PriceTable, billed_gb_seconds, prices
+from dglx_dist.strategies.serverless.cost import Counts, PriceTable, billed_gb_seconds
 from dglx_dist.strategies.serverless.executors.base import Executor
 from dglx_dist.strategies.serverless.tasks import Direction, Task, TaskKey
 
@@ -84,21 +84,6 @@ class Autotuner:
         self._direction = direction
 
 
-@final
-@dataclass(frozen=True, kw_only=True)
-class ControllerOptions:
-    """Configuration of a controller; ``LambdaOptions`` checks what users give."""
-
-    most: int
-    """Upper bound of a tuned number of workers; see :func:`most_workers`."""
-    workers: int | None = None
-    """Maximum number of running tasks; None: tuned, starting at ``most``."""
-    retries: int = 8
-    """Further attempts at one task before the run fails."""
-    prices: PriceTable = field(default_factory=prices)
-    """Defines how billed durations are rounded."""
-
-
 def _timeout_s(average_s: float | None, attempt: int) -> float:
     # Each further attempt has twice the time: if the machine is slow and the worker alive, relaunching slows
     # it down further.
@@ -128,18 +113,29 @@ class Controller:
     :meth:`ready` when they are. The executor belongs to the caller, whose ``notice`` may call :meth:`wake`.
     ``observer`` is called with the key of each finished task and the times, by ``clock``, when its attempt
     was sent, when its rows became ready, and now; on the thread that calls :meth:`finish`.
+
+    Args:
+        most: Upper bound of a tuned number of workers; see :func:`most_workers`.
+        workers: Maximum number of running tasks; 0: tuned, starting at ``most``.
+        retries: Further attempts at one task before the run fails.
+        prices: Defines how billed durations are rounded.
     """
 
     def __init__(
         self,
         executor: Executor,
-        options: ControllerOptions,
+        *,
+        most: int,
+        workers: int = 0,
+        retries: int,
+        prices: PriceTable,
         clock: Callable[[], float] = time.monotonic,
         observer: Callable[[TaskKey, float, float, float], None] | None = None,
     ) -> None:
-        self._executor, self._options, self._clock, self._observer = executor, options, clock, observer
-        self._tuner = Autotuner(options.most) if options.workers is None else None
-        self.workers = options.workers or options.most
+        self._executor, self._retries, self._prices = executor, retries, prices
+        self._clock, self._observer = clock, observer
+        self._tuner = None if workers else Autotuner(most)
+        self.workers = workers or most
         """Current maximum number of running tasks."""
         self._pending: dict[TaskKey, _Pending] = {}
         self._running: dict[TaskKey, _Pending] = {}
@@ -314,7 +310,7 @@ class Controller:
 
     def _again(self, work: _Pending, reason: str) -> None:
         key = work.task.key
-        if len(work.sent) > self._options.retries:
+        if len(work.sent) > self._retries:
             raise PeerError(
                 f"no worker did task {key} in {len(work.sent)} attempts; the last: {reason}. Check the "
                 "workers' output, or allow more attempts with the option retries"
@@ -326,7 +322,7 @@ class Controller:
 
     def _count_ended(self) -> None:
         for invocation in self._executor.take_billed():
-            spent = billed_gb_seconds(invocation.duration_s, invocation.memory_mb, self._options.prices)
+            spent = billed_gb_seconds(invocation.duration_s, invocation.memory_mb, self._prices)
             with self._lock:
                 self._counts += Counts(
                     cold=invocation.cold, warm=not invocation.cold, billed_s=invocation.duration_s, gb_s=spent

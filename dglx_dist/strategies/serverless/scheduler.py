@@ -25,8 +25,8 @@ from dglx_dist.comm.session import Session
 from dglx_dist.comm.trace import GRAPH_SERVER, NETWORK, WAIT, WORKER, Span, Timeline
 from dglx_dist.errors import ConfigError, DglxError
 from dglx_dist.records import Array
-from dglx_dist.strategies.serverless.controller import Controller, ControllerOptions, most_workers
-from dglx_dist.strategies.serverless.executors.base import EXECUTORS, ExecutorContext
+from dglx_dist.strategies.serverless.controller import Controller, most_workers
+from dglx_dist.strategies.serverless.executors.base import EXECUTORS, Executor, ExecutorContext
 from dglx_dist.strategies.serverless.graph_server import (
     Barrier,
     GraphServer,
@@ -205,19 +205,18 @@ class WorkerPool:
                 handlers=handlers,
                 notice=lambda: self._wake(),
             )
-            executor = EXECUTORS.get(options.executor)(context, options.executor_options)
+            open_executor: Callable[..., Executor] = EXECUTORS.get(options.executor)
+            executor = open_executor(context, options.executor_options)
             undo.callback(executor.close)
             check_reachable(own_host, paid=not executor.simulated)
             self.simulated = executor.simulated
             """True if no provider is paid."""
             self.controller = Controller(
                 executor,
-                ControllerOptions(
-                    most=most_workers(options.intervals, read_link_speed(own_host)),
-                    workers=options.workers or None,
-                    retries=options.retries,
-                    prices=options.price_table,
-                ),
+                most=most_workers(options.intervals, read_link_speed(own_host)),
+                workers=options.workers,
+                retries=options.retries,
+                prices=options.price_table,
                 clock=time.perf_counter,
                 observer=partial(_note_spans, session.timeline, program),
             )

@@ -244,7 +244,7 @@ class Engine:
             self.scheduler.task_done(key, attempt)
         elif result is SubmitResult.LATE and half == 1:
             self.scheduler.duplicate_done(key, attempt)
-        return [np.array([result in (SubmitResult.TAKEN, SubmitResult.LAST)], dtype=np.int64)]
+        return []
 
     def _note_updates(self, updates: int) -> None:
         now = time.perf_counter()

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Annotated, TypeAlias, final
 
-import numpy as np
 import torch
 import zmq
 
@@ -57,8 +56,6 @@ class WorkerAnswer:
 
     key: TaskKey
     attempt: Annotated[int, Within(0, MAX_ATTEMPT)]
-    accepted: bool
-    """Whether the graph server accepted the rows; False: another attempt has done the task."""
     seconds: Annotated[float, Within(0, 1e9)]
     cold: bool
     """Whether it was the first task of its worker."""
@@ -200,7 +197,11 @@ class _Calls:
         """Fetch the program's JSON, and report this worker's numerical kernels."""
         arrays = self._graph_server(PROGRAM, kernels())(self._task.timeout_s)
         if len(arrays) != 1 or arrays[0].nbytes > MAX_PROGRAM_BYTES:
-            raise self._wrong_answer(PROGRAM, f"one program of at most {MAX_PROGRAM_BYTES} bytes")
+            server = self._task.graph_server
+            raise ConfigError(
+                f"rank {server.rank} on {server.host} answered {PROGRAM} without one program of at most "
+                f"{MAX_PROGRAM_BYTES} bytes; run the same version of dglx_dist everywhere"
+            )
         return arrays[0].tobytes()
 
     def pull(self, half: int) -> Answer:
@@ -231,19 +232,6 @@ class _Calls:
 
     def submit(self, half: int, rows: Sequence[Array]) -> Answer:
         return self._graph_server(GIVE, attempt_name(self._task.key, half, self._task.attempt), rows)
-
-    def is_accepted(self, submitted: Answer) -> bool:
-        arrays = submitted(self._task.timeout_s)
-        if len(arrays) != 1 or arrays[0].shape != (1,) or arrays[0].dtype != np.int64:
-            raise self._wrong_answer(GIVE, "one int64")
-        return bool(arrays[0][0] == 1)
-
-    def _wrong_answer(self, op: str, expected: str) -> ConfigError:
-        server = self._task.graph_server
-        return ConfigError(
-            f"rank {server.rank} on {server.host} answered {op} without {expected}; run the same "
-            "version of dglx_dist everywhere"
-        )
 
     def _graph_server(self, op: str, name: str, arrays: Sequence[Array] = ()) -> Answer:
         return self._caller.send(self._task.graph_server, self._task.secrets, op, name, arrays)
@@ -297,9 +285,9 @@ class Worker:
         """Run ``task``; return its answer, and why it failed, with task, attempt and call."""
         started = time.perf_counter()
         cold, self._cold = self._cold, False
-        accepted, failure = False, None
+        failure = None
         try:
-            accepted = self._run(task)
+            self._run(task)
         except _TaskOver:
             pass
         except Exception as error:  # noqa: BLE001 - reported to the caller; the next task may succeed
@@ -310,14 +298,13 @@ class Worker:
         answer = WorkerAnswer(
             key=task.key,
             attempt=task.attempt,
-            accepted=accepted,
             seconds=time.perf_counter() - started,
             cold=cold,
             error=str(failure or ""),
         )
         return answer, failure
 
-    def _run(self, task: Task) -> bool:
+    def _run(self, task: Task) -> None:
         self._caller.begin()
         calls = _Calls(self._caller, task)
         work = self._work(task, calls)
@@ -344,9 +331,9 @@ class Worker:
         self._hook(TaskPhase.PUSHED)
         for half in range(len(submitted), 2):
             submitted.append(calls.submit(half, computed[half].rows))
-        verdicts = [calls.is_accepted(answer) for answer in submitted]
+        for answer in submitted:
+            answer(task.timeout_s)
         self._hook(TaskPhase.END)
-        return all(verdicts)
 
     def _work(self, task: Task, calls: _Calls) -> TaskComputation:
         key, run = task.key, (task.program, task.secrets, task.key.run)

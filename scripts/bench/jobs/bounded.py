@@ -25,7 +25,7 @@ from dglx_dist.graph.split import node_split
 from dglx_dist.memory import peak_bytes
 from dglx_dist.records import FEATURE, NODE_TYPE, EpochRecord
 from dglx_dist.strategies.base import Objective
-from dglx_dist.strategies.serverless.executors.base import PoolExecutor
+from dglx_dist.strategies.serverless.executors.base import Executor
 from dglx_dist.strategies.serverless.parameter_service import READ
 from dglx_dist.strategies.serverless.tasks import Task
 from dglx_dist.strategies.serverless.worker import TaskPhase
@@ -45,7 +45,7 @@ def run(params: Mapping[str, Any], context: JobContext) -> dict[str, Any]:
     """Train as ``params`` (fields of :class:`IntervalParams`) say; ConfigError where a loop is needed."""
     job = read_params(IntervalParams, params)
     timeout_s = min(_LONGEST_WAIT_S, context.timeout_s)
-    emulated = patch.object(PoolExecutor, "fault_of", lambda _, task: draw_pause(job, task))
+    emulated = patch.object(Executor, "fault_of", lambda _, task: draw_pause(job, task))
     with emulated, init(job.strategy, timeout=timeout_s, seed=job.seed, **dict(job.options)) as session:
         g = DistGraph(job.data, structure="partitioned", session=session)
         report = _train(g, job) | {"peak_bytes": peak_bytes()}

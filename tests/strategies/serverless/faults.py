@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from dglx_dist.strategies.serverless.executors.base import PoolExecutor
+from dglx_dist.strategies.serverless.executors.base import Executor
 from dglx_dist.strategies.serverless.tasks import Task, TaskKey
 from dglx_dist.strategies.serverless.worker_process import Fault
 
@@ -21,11 +21,11 @@ def strike(
     is_doubled: Callable[[TaskKey, int], bool] = lambda _key, _attempt: True,
 ) -> None:
     """Let ``fault_of`` an attempt happen, and invoke some attempts twice."""
-    invoke = PoolExecutor.invoke
+    invoke = Executor.invoke
 
-    def invoke_with_duplicates(pool: PoolExecutor, task: Task) -> None:
+    def invoke_with_duplicates(pool: Executor, task: Task) -> None:
         for _ in range(1 + is_doubled(task.key, task.attempt)):
             invoke(pool, task)
 
-    monkeypatch.setattr(PoolExecutor, "invoke", invoke_with_duplicates)
-    monkeypatch.setattr(PoolExecutor, "fault_of", lambda _, task: fault_of(task.key, task.attempt))
+    monkeypatch.setattr(Executor, "invoke", invoke_with_duplicates)
+    monkeypatch.setattr(Executor, "fault_of", lambda _, task: fault_of(task.key, task.attempt))

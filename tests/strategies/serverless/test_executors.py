@@ -21,7 +21,6 @@ from dglx_dist.strategies.serverless.executors.base import (
     ExecutorContext,
     Invocation,
     Lost,
-    PoolExecutor,
 )
 from dglx_dist.strategies.serverless.tasks import Direction, TaskKey
 from dglx_dist.strategies.serverless.worker import RemoteCaller, TaskPhase, Worker
@@ -149,7 +148,7 @@ def test_failed_task_is_reported_with_its_reason(name: str) -> None:
 def test_a_kill_is_known_at_once(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     bench, key = Bench(gcn(), ROWS), TaskKey(0, 4, 3, Direction.FUSED)
     kill = Fault(place=TaskPhase.PUSHED)
-    monkeypatch.setattr(PoolExecutor, "fault_of", lambda _, task: kill if task.attempt else None)
+    monkeypatch.setattr(Executor, "fault_of", lambda _, task: kill if task.attempt else None)
     lost = lost_of(name, bench, key)
     assert (lost.key, lost.attempt) == (key, 1)
     how = "died: no output, as if it was killed" if name == "local" else "was killed by an injected fault"

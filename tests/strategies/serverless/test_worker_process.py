@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 
 from dglx_dist.errors import PeerError
-from dglx_dist.strategies.serverless.executors.base import Lost, PoolExecutor, WorkerHandle
+from dglx_dist.strategies.serverless.executors.base import Executor, Lost, WorkerHandle
 from dglx_dist.strategies.serverless.tasks import Task, TaskKey
 from dglx_dist.strategies.serverless.worker import WorkerAnswer
 from dglx_dist.strategies.serverless.worker_process import Fault
@@ -28,8 +28,8 @@ class Made:
         self.workers.append(FakeWorker(self))
         return self.workers[-1]
 
-    def pool(self) -> PoolExecutor:
-        return PoolExecutor(self.make, self.told.release, memory_mb=192)
+    def pool(self) -> Executor:
+        return Executor(self.make, self.told.release, memory_mb=192)
 
 
 class FakeWorker(WorkerHandle):
@@ -45,9 +45,7 @@ class FakeWorker(WorkerHandle):
         if self.made.error is not None:
             raise self.made.error
         self.made.done.append(task.key)
-        return WorkerAnswer(
-            key=task.key, attempt=task.attempt, accepted=True, seconds=0.5, cold=self.calls == 1
-        )
+        return WorkerAnswer(key=task.key, attempt=task.attempt, seconds=0.5, cold=self.calls == 1)
 
     def stop(self) -> None:
         self.stopped.set()

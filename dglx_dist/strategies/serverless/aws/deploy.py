@@ -404,7 +404,7 @@ class _Trial:
 
     def _take(self, name: str, arrays: Sequence[Array]) -> list[Array]:
         self._given[name] = list(arrays)
-        return [np.array([1])]
+        return []
 
 
 def _reason(payload: bytes) -> str:

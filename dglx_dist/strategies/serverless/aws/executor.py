@@ -20,9 +20,9 @@ from dglx_dist.strategies.serverless.aws.clients import (
     is_amazon,
 )
 from dglx_dist.strategies.serverless.executors.base import (
+    Executor,
     ExecutorContext,
     Invocation,
-    PoolExecutor,
     WorkerHandle,
     names_of,
 )
@@ -137,7 +137,7 @@ class AwsOptions:
 
 
 @final
-class AwsExecutor(PoolExecutor):
+class AwsExecutor(Executor):
     """Invokes a function created by ``dglx lambda deploy``, one event per attempt. Options: ``AwsOptions``.
 
     The graph servers and parameter servers must be reachable from the function's subnets. Credentials come

@@ -1,4 +1,4 @@
-"""Executor interface, and its base with a pool of workers."""
+"""Executors: pools of workers that run tasks."""
 
 from __future__ import annotations
 
@@ -62,53 +62,6 @@ class Invocation:
     memory_mb: int
 
 
-class Executor(ABC):
-    """Runs tasks on workers. Thread-safe.
-
-    Results bypass the executor: a worker sends its rows to the graph server and its gradients to the
-    parameter server. An executor may therefore lose an attempt silently; the caller watches the time.
-
-    Raises:
-        ConfigError: an option is unknown, or this machine does not support it.
-    """
-
-    simulated: bool = True
-    """Whether no provider is paid, so that dollars are an estimate."""
-    in_process: ClassVar[bool] = False
-    """Whether workers are threads of this process, so that no function is paid for."""
-    option_names: ClassVar[tuple[str, ...]] = ()
-    """All supported options; others are rejected before anything is opened."""
-
-    @abstractmethod
-    def __init__(self, context: ExecutorContext, options: Mapping[str, object]) -> None: ...
-
-    @abstractmethod
-    def invoke(self, task: Task) -> None:
-        """Start ``task`` on a worker; returns at once. PeerError if the executor is closed."""
-
-    @abstractmethod
-    def size(self, workers: int) -> None:
-        """Use at most ``workers`` >= 1 workers at the same time from now on."""
-
-    @abstractmethod
-    def take_lost(self) -> list[Lost]:
-        """Return the attempts that failed since the last call, as far as known."""
-
-    @abstractmethod
-    def take_billed(self) -> list[Invocation]:
-        """Return the invocations that ended since the last call."""
-
-    @abstractmethod
-    def close(self) -> None:
-        """Stop all workers at once, also in the middle of a task; may be called twice."""
-
-    def __enter__(self) -> Executor:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-
 def names_of(kind: type) -> tuple[str, ...]:
     """Return the names of the options of the record ``kind``."""
     return tuple(option.name for option in fields(kind))
@@ -134,13 +87,23 @@ class WorkerHandle(ABC):
         self.stop()
 
 
-class PoolExecutor(Executor):
-    """Workers that take tasks in order; an idle worker is used before another one starts.
+class Executor:
+    """Runs tasks on workers, in order; an idle worker is used before another one starts. Thread-safe.
+
+    Results bypass the executor: a worker sends its rows to the graph server and its gradients to the
+    parameter server. An executor may therefore lose an attempt silently; the caller watches the time.
 
     A worker whose task is sent again counts as late: it may hang forever, so another worker may take its
     slot. At most as many workers as there are slots may be late at once. A late worker that returns ends if
     all slots are taken. ``make`` makes a worker quickly; what takes time or may fail belongs to ``invoke``.
     """
+
+    simulated: bool = True
+    """Whether no provider is paid, so that dollars are an estimate."""
+    in_process: ClassVar[bool] = False
+    """Whether workers are threads of this process, so that no function is paid for."""
+    option_names: ClassVar[tuple[str, ...]] = ()
+    """All supported options; others are rejected before anything is opened."""
 
     def __init__(
         self,
@@ -165,6 +128,7 @@ class PoolExecutor(Executor):
         return None
 
     def invoke(self, task: Task) -> None:
+        """Start ``task`` on a worker; returns at once. PeerError if the executor is closed."""
         with self._lock:
             if self._closed:
                 raise PeerError(f"the executor is closed; task {task.key} came too late")
@@ -176,6 +140,7 @@ class PoolExecutor(Executor):
             self._start_threads()
 
     def size(self, workers: int) -> None:
+        """Use at most ``workers`` >= 1 workers at the same time from now on."""
         if workers < 1:
             raise ConfigError(f"{workers} workers cannot run tasks; give at least 1")
         with self._lock:
@@ -186,16 +151,19 @@ class PoolExecutor(Executor):
             worker.end()
 
     def take_lost(self) -> list[Lost]:
+        """Return the attempts that failed since the last call, as far as known."""
         with self._lock:
             attempts, self._lost = self._lost, []
             return attempts
 
     def take_billed(self) -> list[Invocation]:
+        """Return the invocations that ended since the last call."""
         with self._lock:
             invocations, self._billed = self._billed, []
             return invocations
 
     def close(self) -> None:
+        """Stop all workers at once, also in the middle of a task; may be called twice."""
         with self._lock:
             self._closed = True
             self._tasks.clear()
@@ -210,6 +178,12 @@ class PoolExecutor(Executor):
             thread.join(max(deadline - time.monotonic(), 0.0))
             if thread.is_alive():
                 log.warning("%s did not end within %g s of the executor's", thread.name, _END_S)
+
+    def __enter__(self) -> Executor:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     @property
     def _num_up(self) -> int:
@@ -271,7 +245,7 @@ class PoolExecutor(Executor):
 
 EXECUTORS: Registry[Executor] = Registry(
     "executor",
-    Executor,  # type: ignore[type-abstract]  # the registry only asks for subclasses of it
+    Executor,
     builtin={
         "aws": "dglx_dist.strategies.serverless.aws.executor:AwsExecutor",  # imports boto3, only when chosen
         "http": "dglx_dist.strategies.serverless.executors.http:HttpExecutor",

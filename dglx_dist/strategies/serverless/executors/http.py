@@ -16,9 +16,9 @@ from dglx_dist.data.json_fields import Within, printable, read_record
 from dglx_dist.errors import ConfigError, PeerError, RemoteError
 from dglx_dist.strategies.serverless.executors.base import (
     DEFAULT_MEMORY_MB,
+    Executor,
     ExecutorContext,
     MemoryMb,
-    PoolExecutor,
     WorkerHandle,
     names_of,
 )
@@ -49,7 +49,7 @@ class HttpOptions:
 
 
 @final
-class HttpExecutor(PoolExecutor):
+class HttpExecutor(Executor):
     """Posts events to one URL over persistent connections, one per worker. Options: :class:`HttpOptions`.
 
     The service answers 200 with a ``WorkerAnswer``, or 202 or 204 if it only accepts the event; then nothing

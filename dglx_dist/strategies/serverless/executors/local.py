@@ -22,9 +22,9 @@ from dglx_dist.data.json_fields import read_record, write_json
 from dglx_dist.errors import ConfigError, PeerError
 from dglx_dist.strategies.serverless.executors.base import (
     DEFAULT_MEMORY_MB,
+    Executor,
     ExecutorContext,
     MemoryMb,
-    PoolExecutor,
     WorkerHandle,
     names_of,
 )
@@ -73,7 +73,7 @@ class LocalOptions:
 
 
 @final
-class LocalExecutor(PoolExecutor):
+class LocalExecutor(Executor):
     """Starts processes on demand and keeps them warm; they end with this process.
 
     They are copies of one process that has imported torch, so that a start takes milliseconds. It has no
@@ -209,7 +209,7 @@ class _Process(WorkerHandle):
 
 
 @final
-class InlineExecutor(PoolExecutor):
+class InlineExecutor(Executor):
     """Runs workers as threads without sockets; nothing is billed.
 
     A thread finishes its computation after :meth:`close`; its results are rejected.
