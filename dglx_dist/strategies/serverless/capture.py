@@ -276,9 +276,24 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _gather(self, stock: Any, index: Any, operator: str, how: str, rows: Any, edges: Any) -> Tensor:
         if any(operand is not None and self.value_of(operand).per is None for operand in (rows, edges)):
             self.refuse("messages of weights alone", "multiply rows by them")
+        if operator == "copy_lhs" and how == "sum" and (factors := self._find_projection(rows)) is not None:
+            # The sum of products is the product of the sum, which needs neither a Scatter nor a gradient.
+            features, weight = factors
+            return torch.mm(self._gather(stock, index, operator, how, features, None), weight)
         result: Tensor = self._run(stock, index, operator, how, rows, edges)
         self._add("gather", how, (rows, edges), {}, result, "node")
         return result
+
+    def _find_projection(self, rows: Tensor) -> tuple[Tensor, Tensor] | None:
+        """Return the features and the matrix with the product ``rows``, unless features are much wider."""
+        maker = self.value_of(rows).maker
+        if maker is None or maker.name != "mm.default":
+            return None
+        features, matrix = maker.arguments
+        is_wide = features.tensor.shape[1] > 2 * rows.shape[1]
+        if features.per != "node" or not features.is_constant or matrix.per is not None or is_wide:
+            return None
+        return features.tensor, matrix.tensor
 
     def combine(self, index: Any, operator: str, left: Any, right: Any, ends: tuple[str, str]) -> Tensor:
         self._check_graph(index)
