@@ -21,7 +21,7 @@ from dglx_dist.graph.row_kernels import read_ahead
 from dglx_dist.records import Array
 
 _AHEAD = 8
-"""Rows are prefetched this many edges ahead, because sources are scattered in memory."""
+"""Rows are prefetched this many edges ahead, where they are scattered in memory."""
 
 
 @njit(cache=True, nogil=True)
@@ -73,6 +73,8 @@ def pull_back(
     width = gradients.shape[1] // heads
     for i in range(len(nodes)):
         for at in range(out_indptr[nodes[i]], out_indptr[nodes[i] + 1]):
+            if values is not None and at + _AHEAD < len(out_edges):
+                read_ahead(values, out_edges[at + _AHEAD])
             for head in range(heads):
                 total = out[i, head * width : (head + 1) * width]
                 row = gradients[places[at], head * width : (head + 1) * width]
@@ -98,6 +100,8 @@ def edge_products(
     for i in range(gradients.shape[0]):
         for edge in range(indptr[first + i], indptr[first + i + 1]):
             source = sources[edge]
+            if edge + _AHEAD < len(sources):
+                read_ahead(rows, sources[edge + _AHEAD])
             for head in range(out.shape[1]):
                 total = out.dtype.type(0)
                 for column in range(head * width, (head + 1) * width):

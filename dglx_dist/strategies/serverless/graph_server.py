@@ -307,7 +307,7 @@ class GraphServer:
             case TaskKind.SOFTMAX_GRADIENT, Softmax():
                 edges, first = self.part.edges_of(interval), self.part.nodes_of(interval).start
                 gradient = self._take_gradient(interval, step.output.name, edges)
-                result = np.empty_like(gradient)
+                result = self._zeros(len(gradient), step.source)
                 shares = self._rows[step.output.name][edges]
                 softmax_gradient(self.part.graph.indptr, shares, gradient, first, result)
                 self._add_gradient(interval, step.source, result)
@@ -471,7 +471,9 @@ class GraphServer:
             return self._rows[slot][where]
         graph = self.part.graph
         if end == "source":
-            return self._rows[slot].take(graph.sources[where], axis=0)
+            rows = torch.from_numpy(self._rows[slot])
+            sources: Array = rows.index_select(0, torch.from_numpy(graph.sources[where])).numpy()
+            return sources
         degrees = np.diff(graph.indptr[nodes.start : nodes.stop + 1])
         return np.repeat(self._rows[slot][nodes], degrees, axis=0)
 
