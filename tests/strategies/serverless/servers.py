@@ -32,6 +32,7 @@ from dglx_dist.strategies.serverless.tasks import (
     TaskComputation,
     TaskKey,
     half_rows,
+    join_halves,
     parse_attempt,
     parse_half,
 )
@@ -118,22 +119,13 @@ class Bench:
 
     def check(self, key: TaskKey) -> None:
         work, task = self.work(key), self.task(key)
-        weights, halves, gradients = [self.weights[name] for name in work.weights], self.given[key], []
-        assert sorted(halves) == [0, 1]
-        for half in (0, 1):
-            part = half_rows(task.rows, half)
-            keys = RowKeys(
-                3, key.epoch, torch.arange(task.first_row + part.start, task.first_row + part.stop)
-            )
-            arrays = [array[part] for array in self.arrays(key)]
-            expected = work.half(weights, arrays, part.stop - part.start, keys)
-            gradients.append(expected.gradients)
-            for left, right in zip(halves[half], expected.rows, strict=True):
-                assert left.dtype == right.dtype
-                np.testing.assert_array_equal(left, right)
-        sums = [left + right for left, right in zip(*gradients, strict=True)]
-        for left, right in zip(self.pushed.get(key, []), sums, strict=True):
-            np.testing.assert_array_equal(left, right)
+        weights, halves = [self.weights[name] for name in work.weights], self.given[key]
+        keys = RowKeys(3, key.epoch, torch.arange(task.first_row, task.first_row + task.rows))
+        expected = work.compute_halves(weights, self.arrays(key), task.rows, keys)
+        results = [*join_halves(work.given, halves[0], halves[1]), *self.pushed.get(key, [])]
+        for result, reference in zip(results, [*expected.rows, *expected.gradients], strict=True):
+            assert result.dtype == reference.dtype
+            np.testing.assert_array_equal(result, reference)
 
     def wait_for(self, executor: Executor, keys: Sequence[TaskKey]) -> list[Lost]:
         """Wait until all halves of ``keys`` are here; return what was lost meanwhile."""
