@@ -55,16 +55,12 @@ class LambdaOptions:
 
     def __post_init__(self) -> None:
         check_ranges(self, "option {name}={value!r}")
-        if self.staleness and self.mode != "async":
-            raise ConfigError(
-                f"option staleness={self.staleness} has no meaning with mode={self.mode!r}, which has a "
-                "barrier at every Scatter; add mode='async', or leave it out"
-            )
-        if self.switch_at and self.mode != "async":
-            raise ConfigError(
-                f"option switch_at={self.switch_at} ends mode='async', but mode is {self.mode!r}; leave one "
-                "out"
-            )
+        for name, value in (("staleness", self.staleness), ("switch_at", self.switch_at)):
+            if value and self.mode != "async":
+                raise ConfigError(
+                    f"option {name}={value} has no meaning with mode={self.mode!r}, which has a barrier at "
+                    "every Scatter; add mode='async', or leave it out"
+                )
 
     @cached_property
     def price_table(self) -> PriceTable:

@@ -124,7 +124,7 @@ class Engine:
         self._updated_at = {first_epoch: time.perf_counter()}
         self._show: Callable[[], None] = lambda: None
         self._program = np.frombuffer(program.to_json(), np.uint8)
-        self.kernels = {_one_line(kernels())}
+        self.kernels = {kernels()}
         """Numerical kernels of this process and those that workers reported; see ``kernels`` of tasks."""
         self.epoch = first_epoch
         """The next epoch; all intervals have completed the one before it."""
@@ -234,7 +234,7 @@ class Engine:
 
     def _send_program(self, name: str, _arrays: Sequence[Array]) -> Sequence[Array]:
         if name and len(self.kernels) < _MOST_KERNELS:
-            self.kernels.add(_one_line(name))
+            self.kernels.add(printable(name, _LONGEST_KERNELS).replace("\n", " "))
         return [self._program]
 
     def _submit(self, name: str, arrays: Sequence[Array]) -> Sequence[Array]:
@@ -275,10 +275,6 @@ class Engine:
                 f"graph server {self._server.rank} made no progress for {quiet_s:.0f} s: {tasks}{misses}; "
                 "look at the output of the workers, or raise timeout_s (DGLX_TIMEOUT)"
             )
-
-
-def _one_line(text: str) -> str:
-    return printable(text, _LONGEST_KERNELS).replace("\n", " ")
 
 
 def progress_line(engine: Engine, options: LambdaOptions, used: Counts) -> str:

@@ -154,7 +154,7 @@ def test_a_price_table_is_read_once(tmp_path: Path) -> None:
         ({"mode": "fast"}, "mode='fast' must be no_pipe, pipe or async"),
         ({"staleness": 1}, "no meaning with mode='pipe'.*add mode='async'"),
         ({"staleness": -1, "mode": "async"}, "staleness=-1 must be from 0"),
-        ({"switch_at": 0.9}, "leave one out"),
+        ({"switch_at": 0.9}, "leave it out"),
         ({"switch_at": 1.5, "mode": "async"}, "accuracy from 0 to 1"),
         ({"initialise": "xavier"}, "initialise='xavier' must be keep, xavier_uniform, .* or he_normal"),
         ({"intervals": 0}, "intervals=0 must be from 1"),

@@ -1,11 +1,17 @@
-"""Deploys, tests and removes the AWS Lambda function of workers; announces each change before it is made."""
+"""Deploys, tests and removes the AWS Lambda function of workers, and writes the context of its image.
+
+Each change is announced before it is made.
+"""
 
 import base64
+import importlib.metadata
 import json
 import secrets
+import shutil
 import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, final
 from urllib.parse import urlsplit
 
@@ -14,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
+import dglx_dist
 from dglx_dist.comm.auth import Credentials
 from dglx_dist.comm.ledger import Ledger
 from dglx_dist.comm.rendezvous import find_address_towards
@@ -413,3 +420,41 @@ def _reason(payload: bytes) -> str:
     except ValueError:
         return payload[:_MAX_LOG].decode(errors="replace")
     return str(answer.get("errorMessage", answer) if isinstance(answer, dict) else answer)[:_MAX_LOG]
+
+
+HANDLER = "dglx_dist.strategies.serverless.aws.function.handler"
+_LIBRARIES = ("numpy", "numba", "pyzmq", "safetensors")
+_DOCKERFILE = """\
+# Workers of dglx_dist {version}. About 1 GB; AWS accepts 10 GB.
+FROM public.ecr.aws/lambda/python:{python}
+RUN pip install --no-cache-dir torch=={torch} --index-url https://download.pytorch.org/whl/cpu \\
+ && pip install --no-cache-dir {libraries}
+COPY dglx_dist ${{LAMBDA_TASK_ROOT}}/dglx_dist
+# A function can write to /tmp only.
+ENV OMP_NUM_THREADS=1 NUMBA_CACHE_DIR=/tmp/numba
+CMD ["{handler}"]
+"""
+
+
+def write_context(folder: Path, python: str = "3.12") -> None:
+    """Write a Dockerfile and the package's code to ``folder``, which must not exist or be empty.
+
+    Args:
+        python: Version of Python in the image.
+
+    Raises:
+        ConfigError: the folder has files.
+    """
+    if folder.exists() and any(folder.iterdir()):
+        raise ConfigError(f"{folder} is not empty; give another folder, or remove its files")
+    source = Path(dglx_dist.__file__).parent
+    shutil.copytree(source, folder / "dglx_dist", ignore=shutil.ignore_patterns("__pycache__"))
+    versions = {name: importlib.metadata.version(name) for name in ("torch", *_LIBRARIES)}
+    text = _DOCKERFILE.format(
+        version=dglx_dist.__version__,
+        python=python,
+        torch=versions["torch"].partition("+")[0],
+        libraries=" ".join(f"{name}=={versions[name]}" for name in _LIBRARIES),
+        handler=HANDLER,
+    )
+    (folder / "Dockerfile").write_text(text, encoding="utf-8")
