@@ -10,8 +10,6 @@ import pytest
 import torch
 from numba.core.dispatcher import Dispatcher
 
-from dglx_dist.strategies.serverless.aws.image import write_context
-
 torch.set_num_threads(1)
 
 _STARTERS = {"run_ranks", "start_ranks", "run_script", "subprocess"}
@@ -54,6 +52,8 @@ def handlers_of_signals() -> Iterator[None]:
 @pytest.fixture(scope="session")
 def worker_package(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The build context of a worker's image."""
+    from dglx_dist.strategies.serverless.aws.deploy import write_context
+
     target = tmp_path_factory.mktemp("package") / "worker"
     write_context(target)
     return target

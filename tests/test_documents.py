@@ -181,10 +181,10 @@ def test_bytes_of_push_pull_are_those_of_its_page() -> None:
 
 def test_bytes_of_lambda_are_those_of_its_page() -> None:
     page = STRATEGIES / "lambda.md"
-    nodes, halo, intervals, widths = 100, 30, 4, (16, 8, 5)
+    nodes, halo, intervals, widths = 100, 30, 4, (16, 8, 6, 5)
     program = Program.from_json(gcn(widths).to_json().replace(b"float64", b"float32"))
     sizes = PartSizes(nodes=nodes, edges=500, pairs=halo, intervals=intervals)
-    counts = serverless_bytes(program, sizes, LambdaOptions(fusion=False))
+    counts = serverless_bytes(program, sizes)
 
     def cells(start: str) -> list[str]:
         return [re.split(r" down| up", cell)[0] for cell in re.split(r"\s{2,}", line_of(page, start))[1:]]
@@ -195,10 +195,13 @@ def test_bytes_of_lambda_are_those_of_its_page() -> None:
 
     down, up = cells("AV l ")
     back_down, back_up = cells("gradAV l ")
-    both, after_first = range(1, 3), range(2, 3)
-    assert counts["ghosts"] == sum_formula(cells("ghosts ")[0], layers=range(1, 2))
-    assert counts["lambda_down"] == sum_formula(down, layers=both) + sum_formula(back_down, layers=both)
-    assert counts["lambda_up"] == sum_formula(up, layers=both) + sum_formula(back_up, layers=after_first)
+    last_down, last_up = cells("last AV, fused ")
+    first, last = range(1, 3), range(3, 4)
+    assert counts["ghosts"] == sum_formula(cells("ghosts ")[0], layers=first)
+    expected_down = sum_formula(down, layers=first) + sum_formula(back_down, layers=first)
+    assert counts["lambda_down"] == expected_down + sum_formula(last_down, layers=last)
+    expected_up = sum_formula(up, layers=first) + sum_formula(back_up, layers=range(2, 3))
+    assert counts["lambda_up"] == expected_up + sum_formula(last_up, layers=last) + 32 * intervals
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "int8", "int4"])

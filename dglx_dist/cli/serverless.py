@@ -55,7 +55,7 @@ def image(
 
     Example: `dglx lambda image worker && docker build -t dglx-worker worker`
     """
-    from dglx_dist.strategies.serverless.aws.image import write_context
+    from dglx_dist.strategies.serverless.aws.deploy import write_context
 
     write_context(folder, python)
     write(f"{folder}: build it with `docker build -t dglx-worker {folder}`, and push it to a registry of AWS")

@@ -1,6 +1,9 @@
 """Experiments with training in intervals: jobs that can be read, bytes that are those of a real run."""
 
+import math
+from dataclasses import replace
 from pathlib import Path
+from statistics import median, stdev
 from typing import Any
 
 import numpy as np
@@ -9,6 +12,7 @@ import pytest
 from dglx_dist.data.synthetic import SyntheticConfig, generate
 from dglx_dist.records import NODE_TYPE
 from dglx_dist.strategies.serverless.options import read_lambda_options
+from dglx_dist.strategies.serverless.tasks import Address, Direction, Secrets, Task, TaskKey
 from scripts.bench.experiments.serverless import BUILDS, Case, Size, plan_at, plan_of, project_features
 from scripts.bench.jobs import bounded as job
 from scripts.bench.jobs.params import IntervalParams, read_params
@@ -51,10 +55,8 @@ def test_what_a_run_moves_is_predicted_to_the_byte(bench: BenchPlan) -> None:
         Case(name=name, options={"executor": "local", "workers": 1, **options})
         for name, options in {
             "on": {},
-            "fusion": {"fusion": False},
-            "rematerialise": {"rematerialise": False},
-            "streaming": {"streaming": False},
-            "off": {"fusion": False, "rematerialise": False, "mode": "async", "staleness": 1},
+            "no_pipe": {"mode": "no_pipe"},
+            "async": {"mode": "async", "staleness": 1},
         }.items()
     ]
     plan = plan_of(bench, TINY, cases, ())
@@ -71,11 +73,32 @@ def test_what_a_run_moves_is_predicted_to_the_byte(bench: BenchPlan) -> None:
         assert extra["epochs_to_target"] == 1
         assert 0 < extra["test_accuracy"] <= 1
         assert "simulated" in extra["dollars_are"]
-    exact = [name for name in reports if name != "off"]
+    exact = [name for name in reports if name != "async"]
     assert len({tuple(reports[name]["extra"]["losses"]) for name in exact}) == 1
-    # 2 ranks x 2 intervals x 3 tasks, and 4 where the last one is not fused.
+    # 2 ranks x 2 intervals x 3 tasks.
     assert reports["on"]["extra"]["invocations"] == 12
-    assert reports["fusion"]["extra"]["invocations"] == 16
+
+
+KEYS = [TaskKey(epoch=n, step=1, interval=3, direction=Direction.FORWARD) for n in range(2000)]
+ADDRESS = Address(rank=0, host="here", endpoint="tcp://127.0.0.1:1")
+
+
+def draw(attempt: int = 0, **latency: float) -> list[float]:
+    params = IntervalParams(data="unused", **latency)
+    task = Task(
+        key=KEYS[0], rows=1, first_row=0, seed=0, program="0" * 64, graph_server=ADDRESS,
+        parameter_server=ADDRESS, secrets=Secrets(secret="s"), timeout_s=1.0, attempt=attempt,
+    )  # fmt: skip
+    return [pause.seconds for key in KEYS if (pause := job.draw_pause(params, replace(task, key=key)))]
+
+
+def test_the_logarithm_of_pauses_is_normal_around_the_median() -> None:
+    drawn = draw(latency_s=0.02)
+    assert median(drawn) == pytest.approx(0.02, rel=0.05)
+    assert stdev(map(math.log, drawn)) == pytest.approx(0.5, rel=0.05)
+    assert drawn == draw(latency_s=0.02) != draw(latency_s=0.02, attempt=1)
+    assert set(draw(latency_s=0.02, latency_sigma=0.0)) == {0.02}
+    assert draw() == []
 
 
 def test_epochs_are_counted_to_the_first_that_is_good_enough() -> None:

@@ -98,18 +98,17 @@ class PartSizes:
     """Number of intervals of graph servers other than the parameter server's."""
 
 
-def serverless_bytes(program: Program, sizes: PartSizes, options: LambdaOptions) -> dict[str, int]:
+def serverless_bytes(program: Program, sizes: PartSizes) -> dict[str, int]:
     """Return the bytes of an epoch by ledger phase, over all ranks, with one parameter server.
 
     For each task of a worker, on n rows of nodes or edges, with s bytes per number and K intervals::
 
-        lambda_down       n s (columns of inputs, of gradients of outputs, and of saved products)
-        lambda_up         n s (columns of outputs and saved products, or of gradients of inputs)
+        lambda_down       n s (columns of inputs, and of gradients of outputs)
+        lambda_up         n s (columns of outputs, or of gradients of inputs)
         fused last task   n 4 down for classes, 32 K up for loss and count
         weights           K |W| s down, and once up for a backward task
 
-    A Scatter sends (4 + s d) for each pair, and as much back. Dorylus has these formulas for GCN. Streaming
-    does not change them.
+    A Scatter sends (4 + s d) for each pair, and as much back. Dorylus has these formulas for GCN.
     """
     from dglx_dist.strategies.serverless.graph_server import TaskKind, epoch_schedule
     from dglx_dist.strategies.serverless.program import Apply, Scatter
@@ -127,7 +126,7 @@ def serverless_bytes(program: Program, sizes: PartSizes, options: LambdaOptions)
         )
         return rows * columns + statistics
 
-    for task in epoch_schedule(program, options.fusion):
+    for task in epoch_schedule(program):
         step = program.steps[task.step]
         if isinstance(step, Scatter):
             is_back = task.kind is TaskKind.SEND_BACK
@@ -140,9 +139,8 @@ def serverless_bytes(program: Program, sizes: PartSizes, options: LambdaOptions)
             on_worker = task.kind is TaskKind.WORK
             if on_worker:
                 rows = sizes.nodes if step.per == "node" else sizes.edges
-                kind = task.step, task.direction, options.rematerialise
-                totals["lambda_down"] += count(pulled_items(program, *kind), rows)
-                totals["lambda_up"] += count(given_items(program, *kind), rows)
+                totals["lambda_down"] += count(pulled_items(program, task.step, task.direction), rows)
+                totals["lambda_up"] += count(given_items(program, task.step, task.direction), rows)
             weights = sum(map(math.prod, program.weights_of(task.step).values())) * itemsize
             weights *= sizes.intervals if on_worker else sizes.remote_intervals
             totals["weights_down"] += weights
@@ -162,7 +160,7 @@ def _traffic(counts: EpochCounts, halo: HaloCounts, program: Program) -> Traffic
         intervals=intervals * cluster.ranks,
         remote_intervals=intervals * (cluster.ranks - 1),
     )
-    phases = serverless_bytes(program, sizes, LambdaOptions())
+    phases = serverless_bytes(program, sizes)
     # When the pipeline is emptied, all ranks read the weights, except the rank that stores them.
     read = bytes_of_read(program.weight_shapes, program.dtype)
     phases["weights_read"] = read * (cluster.ranks - 1)

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, NoReturn, final
+from typing import Any, NoReturn, TypeAlias, final
 from unittest.mock import patch
 
 import dgl
@@ -276,9 +276,24 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _gather(self, stock: Any, index: Any, operator: str, how: str, rows: Any, edges: Any) -> Tensor:
         if any(operand is not None and self.value_of(operand).per is None for operand in (rows, edges)):
             self.refuse("messages of weights alone", "multiply rows by them")
+        if operator == "copy_lhs" and how == "sum" and (factors := self._find_projection(rows)) is not None:
+            # The sum of products is the product of the sum, which needs neither a Scatter nor a gradient.
+            features, weight = factors
+            return torch.mm(self._gather(stock, index, operator, how, features, None), weight)
         result: Tensor = self._run(stock, index, operator, how, rows, edges)
         self._add("gather", how, (rows, edges), {}, result, "node")
         return result
+
+    def _find_projection(self, rows: Tensor) -> tuple[Tensor, Tensor] | None:
+        """Return the features and the matrix with the product ``rows``, unless features are much wider."""
+        maker = self.value_of(rows).maker
+        if maker is None or maker.name != "mm.default":
+            return None
+        features, matrix = maker.arguments
+        is_wide = features.tensor.shape[1] > 2 * rows.shape[1]
+        if features.per != "node" or not features.is_constant or matrix.per is not None or is_wide:
+            return None
+        return features.tensor, matrix.tensor
 
     def combine(self, index: Any, operator: str, left: Any, right: Any, ends: tuple[str, str]) -> Tensor:
         self._check_graph(index)
@@ -460,46 +475,54 @@ def _name_modules(model: nn.Module, names: list[str]) -> Iterator[None]:
             hook.remove()
 
 
-def find_call(model: nn.Module, features: int, edge_columns: Mapping[str, Slot]) -> ModelCall:
+Recorded: TypeAlias = tuple[Recording, Value]
+"""A recording, and the value of the scores."""
+
+
+def find_call(
+    model: nn.Module, features: int, edge_columns: Mapping[str, Slot]
+) -> tuple[ModelCall, Recorded]:
     """Return the call of ``model`` with the least number of blocks in which it uses most of its weights.
+
+    The recording of that call on the first graph comes with it.
 
     Raises:
         ConfigError: no number of blocks works.
     """
-    call = partial(ModelCall, model=model, features=features, edge_columns=edge_columns)
     errors: list[ConfigError] = []
     for on_blocks in (True, False):
+        call = ModelCall(model=model, features=features, edge_columns=edge_columns, on_blocks=on_blocks)
         try:
-            return _find_number_of_blocks(partial(call, on_blocks=on_blocks), model)
+            return _find_number_of_blocks(call)
         except ConfigError as error:
             errors.append(error)
     # DGL's own checks tell that a layer takes no blocks.
     raise errors[isinstance(errors[0].__cause__, AssertionError | dgl.DGLError)]
 
 
-def _find_number_of_blocks(make_call: Callable[..., ModelCall], model: nn.Module) -> ModelCall:
-    expected = max(1, sum(1 for _ in find_convolutions(model)))
-    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
-    best: tuple[int, ModelCall] | None = None
+def _find_number_of_blocks(call: ModelCall) -> tuple[ModelCall, Recorded]:
+    expected = max(1, sum(1 for _ in find_convolutions(call.model)))
+    trained = {name for name, parameter in call.model.named_parameters() if parameter.requires_grad}
+    best: tuple[int, ModelCall, Recorded] | None = None
     first_error: ConfigError | None = None
     for number in (expected, *(n for n in range(1, _MOST_BLOCKS) if n != expected)):
-        call = make_call(num_blocks=number)
+        candidate = replace(call, num_blocks=number)
         try:
-            _, scores = call.record(0)
+            recorded = candidate.record(0)
         except ConfigError as error:
             first_error = first_error or error
             continue
-        num_unused = len(trained - {value.name for value in list_needed(scores)})
-        if best is not None and num_unused >= best[0] and number > best[1].num_blocks:
-            break
+        num_unused = len(trained - {value.name for value in list_needed(recorded[1])})
         if best is None or num_unused < best[0]:
-            best = num_unused, call
+            best = num_unused, candidate, recorded
+        elif number > best[1].num_blocks:
+            break
         if num_unused == 0:
             break
     if best is None:
         assert first_error is not None
         raise first_error
-    return best[1]
+    return best[1], best[2]
 
 
 def list_needed(scores: Value) -> Iterator[Value]:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import final
 
 from dglx_dist.errors import ConfigError, DglxError, PeerError
-from dglx_dist.strategies.serverless.cost import Counts, PriceTable, billed_gb_seconds, prices
+from dglx_dist.strategies.serverless.cost import Counts, PriceTable, billed_gb_seconds
 from dglx_dist.strategies.serverless.executors.base import Executor
 from dglx_dist.strategies.serverless.tasks import Direction, Task, TaskKey
 
@@ -30,7 +30,6 @@ _FIRST_S, _LEAST_S, _MAX_BACKOFF = 10.0, 0.5, 8.0
 time-out after it; the largest factor for further attempts."""
 _TICK_S, _TUNE_S = 0.05, 1.0
 """Intervals of the check for deaths and time-outs, and of tuning."""
-_BATCH_WAIT_S = 0.005
 _JOIN_TIMEOUT_S = 5.0
 
 
@@ -85,23 +84,6 @@ class Autotuner:
         self._direction = direction
 
 
-@final
-@dataclass(frozen=True, kw_only=True)
-class ControllerOptions:
-    """Configuration of a controller; ``LambdaOptions`` checks what users give."""
-
-    most: int
-    """Upper bound of a tuned number of workers; see :func:`most_workers`."""
-    workers: int | None = None
-    """Maximum number of running tasks; None: tuned, starting at ``most``."""
-    batch: int = 1
-    """Tasks to send together while others run; fewer once one has waited 5 ms."""
-    retries: int = 8
-    """Further attempts at one task before the run fails."""
-    prices: PriceTable = field(default_factory=prices)
-    """Defines how billed durations are rounded."""
-
-
 def _timeout_s(average_s: float | None, attempt: int) -> float:
     # Each further attempt has twice the time: if the machine is slow and the worker alive, relaunching slows
     # it down further.
@@ -114,7 +96,6 @@ class _Pending:
     task: Task
     """Newest attempt."""
     order: int
-    queued: float
     ready: float | None = None
     """When its rows became ready."""
     sent: dict[int, float] = field(default_factory=dict)
@@ -132,18 +113,29 @@ class Controller:
     :meth:`ready` when they are. The executor belongs to the caller, whose ``notice`` may call :meth:`wake`.
     ``observer`` is called with the key of each finished task and the times, by ``clock``, when its attempt
     was sent, when its rows became ready, and now; on the thread that calls :meth:`finish`.
+
+    Args:
+        most: Upper bound of a tuned number of workers; see :func:`most_workers`.
+        workers: Maximum number of running tasks; 0: tuned, starting at ``most``.
+        retries: Further attempts at one task before the run fails.
+        prices: Defines how billed durations are rounded.
     """
 
     def __init__(
         self,
         executor: Executor,
-        options: ControllerOptions,
+        *,
+        most: int,
+        workers: int = 0,
+        retries: int,
+        prices: PriceTable,
         clock: Callable[[], float] = time.monotonic,
         observer: Callable[[TaskKey, float, float, float], None] | None = None,
     ) -> None:
-        self._executor, self._options, self._clock, self._observer = executor, options, clock, observer
-        self._tuner = Autotuner(options.most) if options.workers is None else None
-        self.workers = options.workers or options.most
+        self._executor, self._retries, self._prices = executor, retries, prices
+        self._clock, self._observer = clock, observer
+        self._tuner = None if workers else Autotuner(most)
+        self.workers = workers or most
         """Current maximum number of running tasks."""
         self._pending: dict[TaskKey, _Pending] = {}
         self._running: dict[TaskKey, _Pending] = {}
@@ -172,11 +164,10 @@ class Controller:
 
     def launch(self, task: Task, *, ready: bool = False) -> None:
         """Send ``task`` as soon as a worker is free; DglxError if the executor rejects it."""
-        now = self._clock()
         with self._lock:
             if task.key in self._pending:
                 raise ConfigError(f"task {task.key} was already launched; launch each task once")
-            work = _Pending(task, next(self._order), queued=now, ready=now if ready else None)
+            work = _Pending(task, next(self._order), ready=self._clock() if ready else None)
             self._pending[task.key] = work
             self._enqueue(work)
         self._send()
@@ -249,8 +240,7 @@ class Controller:
 
     def _tick_until_stopped(self) -> None:
         while True:
-            # Also often enough to send an incomplete batch in time.
-            self._awake.wait(_TICK_S if self._options.batch == 1 else _BATCH_WAIT_S)
+            self._awake.wait(_TICK_S)
             self._awake.clear()
             if self._stopped.is_set():
                 return
@@ -273,16 +263,11 @@ class Controller:
             self._counts += Counts(invocations=len(tasks))
         # Outside the lock: an executor may run the task synchronously, which calls back.
         for task in tasks:
-            self._executor.invoke(task.to_event())
+            self._executor.invoke(task)
 
     def _take(self) -> list[Task]:
         # Returns the tasks that may be sent now, and marks them as running.
-        options, now, tasks = self._options, self._clock(), list[Task]()
-        if self._running and len(self._pending) - len(self._running) < options.batch:
-            # The batch is incomplete, and others are running.
-            waits = (now - work.queued for key, work in self._pending.items() if key not in self._running)
-            if max(waits, default=0.0) < _BATCH_WAIT_S:
-                return tasks
+        now, tasks = self._clock(), list[Task]()
         while self._heap and len(self._running) < self.workers:
             is_early, _, _, key = self._heap[0]
             if is_early and self._num_early >= self.workers - 1:
@@ -325,19 +310,19 @@ class Controller:
 
     def _again(self, work: _Pending, reason: str) -> None:
         key = work.task.key
-        if len(work.sent) > self._options.retries:
+        if len(work.sent) > self._retries:
             raise PeerError(
                 f"no worker did task {key} in {len(work.sent)} attempts; the last: {reason}. Check the "
                 "workers' output, or allow more attempts with the option retries"
             )
         del self._running[key]
-        work.task, work.queued = work.task.again(), self._clock()
+        work.task = work.task.again()
         self._enqueue(work)
         self._counts += Counts(relaunched=1)
 
     def _count_ended(self) -> None:
         for invocation in self._executor.take_billed():
-            spent = billed_gb_seconds(invocation.duration_s, invocation.memory_mb, self._options.prices)
+            spent = billed_gb_seconds(invocation.duration_s, invocation.memory_mb, self._prices)
             with self._lock:
                 self._counts += Counts(
                     cold=invocation.cold, warm=not invocation.cold, billed_s=invocation.duration_s, gb_s=spent

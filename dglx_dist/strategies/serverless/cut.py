@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from types import MappingProxyType
@@ -37,6 +37,8 @@ from dglx_dist.strategies.serverless.program import (
     Scatter,
     Slot,
     Softmax,
+    covers_halo,
+    find_trained,
     outputs_of,
     sources_of,
 )
@@ -286,29 +288,16 @@ class Cutter:
     def _add_scatters(self, steps: Sequence[ProgramStep]) -> Iterator[ProgramStep]:
         # Of slots that are read at sources of edges, unless graph servers compute or fetch their halo rows.
         names = {name for step in steps for name in sources_of(step)}
-        with_halo = {value.name for value in self._first.inputs.values()}
+        with_halo, trained = {value.name for value in self._first.inputs.values()}, find_trained(steps)
         for step in steps:
             yield step
             outputs = outputs_of(step)
-            if isinstance(step, Apply) and self._covers_halo(step, with_halo):
+            if covers_halo(step, with_halo, trained):
                 with_halo.update(slot.name for slot in outputs)
                 continue
             slots = tuple(slot.name for slot in outputs if slot.name in names and slot.per == "node")
             if slots:
                 yield Scatter(name=self._name("SC"), slots=slots)
-
-    def _covers_halo(self, step: Apply, with_halo: Collection[str]) -> bool:
-        # Without weights and from such rows only, graph servers compute a step for halo nodes, too.
-        if step.per != "node" or step.place == "worker" or step.weights:
-            return False
-        values = {slot.name: value for value, slot in self._slots.items()}
-        return all(item.slot in with_halo for item in step.inputs) and not any(
-            _depends_on_weights(values[slot.name]) for slot in step.outputs
-        )
-
-
-def _depends_on_weights(value: Value) -> bool:
-    return any(source.name and source.per is None for source in list_needed(value))
 
 
 _EDGE_INTENSITY = 8.0
@@ -501,8 +490,8 @@ def capture(
         ConfigError: a part of the model cannot be a step. The message names it and a remedy.
     """
     _check_parameters(model)
-    call = find_call(model, features, edge_columns)
-    (recording, scores), (second, _) = (call.record(index) for index in range(len(SIZES)))
+    call, (recording, scores) = find_call(model, features, edge_columns)
+    second, _ = call.record(1)
     cutter = Cutter([recording, second], scores, edges_on_workers)
     steps = cutter.cut()
     shape = outputs_of(steps[-1])[0].shape

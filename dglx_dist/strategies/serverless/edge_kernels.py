@@ -21,24 +21,30 @@ from dglx_dist.graph.row_kernels import read_ahead
 from dglx_dist.records import Array
 
 _AHEAD = 8
-"""Rows are prefetched this many edges ahead, because sources are scattered in memory."""
+"""Rows are prefetched this many edges ahead, where they are scattered in memory."""
 
 
 @njit(cache=True, nogil=True)
-def gather(indptr: Array, sources: Array, values: Array | None, rows: Array, first: int, out: Array) -> None:
-    """Write to ``out[i]``, (nodes, w), the sum of the source rows of node ``first + i``, times the values."""
+def gather(
+    indptr: Array, sources: Array | None, values: Array | None, rows: Array, first: int, out: Array
+) -> None:
+    """Write to ``out[i]``, (nodes, w), the sum of the source rows of node ``first + i``, times the values.
+
+    ``rows`` are those of sources, or of these nodes' in-edges if ``sources`` is None.
+    """
     heads = 1 if values is None else values.shape[1]
     width = rows.shape[1] // heads
-    last_edge = indptr[first + out.shape[0]]
+    begin, last_edge = indptr[first], indptr[first + out.shape[0]]
     for i in range(out.shape[0]):
         out[i, :] = 0
         for edge in range(indptr[first + i], indptr[first + i + 1]):
-            if edge + _AHEAD < last_edge:
+            if sources is not None and edge + _AHEAD < last_edge:
                 read_ahead(rows, sources[edge + _AHEAD])
             for head in range(heads):
                 # Slices, because indices that might be negative keep the loop from becoming vector code.
                 total = out[i, head * width : (head + 1) * width]
-                row = rows[sources[edge], head * width : (head + 1) * width]
+                source = edge - begin if sources is None else sources[edge]
+                row = rows[source, head * width : (head + 1) * width]
                 if values is None:
                     for column in range(width):
                         total[column] += row[column]
@@ -67,6 +73,8 @@ def pull_back(
     width = gradients.shape[1] // heads
     for i in range(len(nodes)):
         for at in range(out_indptr[nodes[i]], out_indptr[nodes[i] + 1]):
+            if values is not None and at + _AHEAD < len(out_edges):
+                read_ahead(values, out_edges[at + _AHEAD])
             for head in range(heads):
                 total = out[i, head * width : (head + 1) * width]
                 row = gradients[places[at], head * width : (head + 1) * width]
@@ -92,25 +100,13 @@ def edge_products(
     for i in range(gradients.shape[0]):
         for edge in range(indptr[first + i], indptr[first + i + 1]):
             source = sources[edge]
+            if edge + _AHEAD < len(sources):
+                read_ahead(rows, sources[edge + _AHEAD])
             for head in range(out.shape[1]):
                 total = out.dtype.type(0)
                 for column in range(head * width, (head + 1) * width):
                     total += gradients[i, column] * rows[source, column]
                 out[edge - begin, head] = total
-
-
-@njit(cache=True, nogil=True)
-def segment_sums(indptr: Array, values: Array, first: int, out: Array) -> None:
-    """Write to ``out[i]``, (nodes, K), the sum over the in-edges of node ``first + i``.
-
-    ``values`` (edges, K) has only the in-edges of these nodes.
-    """
-    begin = indptr[first]
-    for i in range(out.shape[0]):
-        out[i, :] = 0
-        for edge in range(indptr[first + i], indptr[first + i + 1]):
-            for column in range(values.shape[1]):
-                out[i, column] += values[edge - begin, column]
 
 
 @njit(cache=True, nogil=True)

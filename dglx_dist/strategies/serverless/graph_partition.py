@@ -20,6 +20,7 @@ from dglx_dist.records import Array
 from dglx_dist.strategies.base import Objective
 from dglx_dist.strategies.serverless.cut import Captured
 from dglx_dist.strategies.serverless.program import EDGE_DATA, FEATURES, Program, Slot
+from dglx_dist.strategies.serverless.tasks import round_rows
 
 if TYPE_CHECKING:
     from dglx_dist.graph.dist_graph import DistGraph
@@ -82,16 +83,10 @@ class ServerGraph:
         """Return the ascending global ids of the halo nodes that graph server ``owner`` owns."""
         return self.halo[self.halo_starts[owner] : self.halo_starts[owner + 1]]
 
-    def own_positions(self, ids: Array, asker: int) -> Array:
-        """Return (k,) int32 local ids of the halo nodes of ``asker`` with the ascending global ``ids``."""
-        first, end = int(self.starts[self.rank]), int(self.starts[self.rank + 1])
-        ascending = ids.dtype == np.int64 and ids.ndim == 1 and bool((np.diff(ids) > 0).all())
-        if not ascending or (len(ids) and not first <= ids[0] <= ids[-1] < end):
-            raise ConfigError(
-                f"graph server {asker} asked {self.rank} for rows that are not among its nodes {first} to "
-                f"{end - 1}; check that both have the same partition"
-            )
-        return (ids - first).astype(np.int32)
+    def own_positions(self, ids: Array) -> Array:
+        """Return (k,) int32 local ids of own nodes with the global ``ids``."""
+        positions: Array = (ids - self.starts[self.rank]).astype(np.int32)
+        return positions
 
 
 def local_graph(
@@ -212,7 +207,8 @@ def cut_intervals(indptr: Array, sources: Array, num_intervals: int) -> Array:
         (k + 1,) int64 ``bounds``. Interval i has the nodes ``bounds[i]:bounds[i + 1]``.
     """
     num_nodes = len(indptr) - 1
-    bounds = num_nodes * np.arange(num_intervals + 1, dtype=np.int64) // num_intervals
+    even = num_nodes * np.arange(1, num_intervals) // num_intervals
+    bounds = np.array([0, *(round_rows(int(end)) for end in even), num_nodes], np.int64)
     best, best_load = bounds, np.inf
     for _ in range(5):
         # The share of each node, half in nodes, half in edges; they sum to 1.
@@ -226,7 +222,7 @@ def cut_intervals(indptr: Array, sources: Array, num_intervals: int) -> Array:
             best, best_load = bounds, load
         # A node goes to the side where most of its share lies.
         inner = np.searchsorted(ends - shares / 2, np.arange(1, num_intervals) / num_intervals)
-        bounds = np.concatenate([[0], inner, [num_nodes]]).astype(np.int64)
+        bounds = np.array([0, *(round_rows(int(end)) for end in inner), num_nodes], np.int64)
     return best
 
 
@@ -267,7 +263,7 @@ def exchange_boundaries(session: Session, graph: ServerGraph) -> list[Array]:
     lists = {peer: [graph.halo_ids(peer)] for peer in range(graph.num_servers)}
     exchange.post(0, "", lists, phase=PRELOAD)
     received = exchange.mailbox.take(0, "", lists, "the list of its halo nodes")
-    return [graph.own_positions(ids, peer) for peer, (ids,) in received.items()]
+    return [graph.own_positions(ids) for (ids,) in received.values()]
 
 
 def read_features(g: DistGraph, graph: ServerGraph, name: str, dtype: str) -> Array:

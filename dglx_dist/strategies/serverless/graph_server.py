@@ -20,7 +20,6 @@ from dglx_dist.strategies.serverless.edge_kernels import (
     gather_extreme,
     pull_back,
     pull_back_extreme,
-    segment_sums,
     softmax,
     softmax_gradient,
 )
@@ -48,9 +47,8 @@ from dglx_dist.strategies.serverless.tasks import (
     half_length,
     half_rows,
     join_halves,
-    loss_gradient,
 )
-from dglx_dist.strategies.serverless.tensor_program import RowKeys
+from dglx_dist.strategies.serverless.tensor_program import DTYPES, RowKeys
 
 
 class TaskKind(Enum):
@@ -66,8 +64,6 @@ class TaskKind(Enum):
     """Send boundary rows to halo nodes."""
     WORK = "work"
     """Run a tensor program on a worker, forward, backward or fused."""
-    LOSS = "loss"
-    """Compute the loss where the last step is not fused."""
     PUBLISH = "publish"
     """Publish the gradient of a gathered row to its sources, and compute those of its edges."""
     SOFTMAX_GRADIENT = "softmax_gradient"
@@ -100,12 +96,8 @@ class ScheduledTask:
     barrier: Barrier = Barrier.NONE
 
 
-def epoch_schedule(program: Program, fused: bool) -> tuple[ScheduledTask, ...]:
-    """Return the tasks of an epoch in order.
-
-    Args:
-        fused: Whether one task does the last step forward and backward.
-    """
+def epoch_schedule(program: Program) -> tuple[ScheduledTask, ...]:
+    """Return the tasks of an epoch in order. One task does the last step forward and backward."""
     tasks: list[ScheduledTask] = []
     barrier = Barrier.NONE
     for index, step in enumerate(program.steps):
@@ -117,12 +109,8 @@ def epoch_schedule(program: Program, fused: bool) -> tuple[ScheduledTask, ...]:
             barrier = Barrier.GLOBAL
         elif kind is TaskKind.APPLY and program.covers_halo(step):
             barrier = Barrier.LOCAL
-    last = program.last
-    if fused:
-        tasks[-1] = replace(tasks[-1], direction=Direction.FUSED)
-    else:
-        tasks += [ScheduledTask(kind, last, Direction.BACKWARD) for kind in (TaskKind.LOSS, TaskKind.WORK)]
-    for index in reversed(range(last)):
+    tasks[-1] = replace(tasks[-1], direction=Direction.FUSED)
+    for index in reversed(range(program.last)):
         tasks += [
             ScheduledTask(kind, index, Direction.BACKWARD, _BARRIERS.get(kind, Barrier.NONE))
             for kind in _backward_kinds(program, program.steps[index])
@@ -207,7 +195,7 @@ class GraphServer:
     ) -> None:
         self.part, self.program, self.options, self.run, self.seed = part, program, options, run, seed
         self._parameters = parameters
-        self.schedule = epoch_schedule(program, options.fusion)
+        self.schedule = epoch_schedule(program)
         """The tasks of each epoch."""
         self._rows = dict(part.inputs)
         """The latest rows. A slot of nodes has (n, width), or (n + m, width) with halo rows. A slot of
@@ -224,17 +212,14 @@ class GraphServer:
         """(slot, peer) -> (b, width), the last gradient of boundary rows from the peer."""
         self._allocate()
         each = range(part.num_intervals)
-        # By interval: gradients by slot, saved products by step, rows of sources by step and input.
+        # By interval: gradients by slot, and rows of sources by step and input.
         self._gradients: list[dict[str, Array]] = [{} for _ in each]
-        self._saved: list[dict[int, list[Array]]] = [{} for _ in each]
         self._sources: list[dict[tuple[int, str], Array]] = [{} for _ in each]
         self._statistics: dict[int, dict[int, Array]] = {}
         self._lock = threading.Lock()
         kinds = TaskKind.WORK, TaskKind.APPLY
         self.works = {
-            (task.step, task.direction): TaskComputation(
-                program, task.step, task.direction, options.rematerialise or task.kind is TaskKind.APPLY
-            )
+            (task.step, task.direction): TaskComputation(program, task.step, task.direction)
             for task in self.schedule
             if task.kind in kinds
         }
@@ -271,20 +256,22 @@ class GraphServer:
             if isinstance(step, Apply) and step.place == "once":
                 graph = self.part.graph
                 all_rows = slice(0, graph.num_local if step.per == "node" else len(graph.sources))
-                edges = slice(0, len(graph.sources))
-                own = slice(0, graph.num_own)
-                inputs = [
-                    self._rows_at(item.slot, item.end, own, all_rows if item.end == "row" else edges)
-                    for item in step.inputs
-                ]
-                work = TaskComputation(self.program, index, Direction.FORWARD, True)
-                keys = RowKeys(0, 0, torch.arange(0))
-                made = work.half([], inputs, all_rows.stop, keys)
-                for slot, rows in zip(step.outputs, made.rows, strict=True):
-                    self._rows[slot.name] = rows
+                work = TaskComputation(self.program, index, Direction.FORWARD)
+                self._compute_rows(step, work, all_rows, None)
+
+    def _compute_rows(self, step: Apply, work: TaskComputation, where: slice, keys: RowKeys | None) -> None:
+        """Compute the rows ``where`` of a step without weights."""
+        own = slice(0, self.part.graph.num_own)
+        inputs = [self._rows_at(item.slot, item.end, own, where) for item in step.inputs]
+        computed = work.half([], inputs, where.stop - where.start, keys)
+        for slot, rows in zip(step.outputs, computed.rows, strict=True):
+            self._rows[slot.name][where] = rows
 
     def _zeros(self, length: int, slot: str) -> Array:
-        return np.zeros((length, self.program.slots[slot].width), dtype=self.program.dtype_of(slot))
+        # Memory of torch is aligned, so that tasks of this process need not copy rows.
+        shape = length, self.program.slots[slot].width
+        rows: Array = torch.zeros(shape, dtype=DTYPES[self.program.dtype_of(slot)]).numpy()
+        return rows
 
     @property
     def rank(self) -> int:
@@ -320,7 +307,7 @@ class GraphServer:
             case TaskKind.SOFTMAX_GRADIENT, Softmax():
                 edges, first = self.part.edges_of(interval), self.part.nodes_of(interval).start
                 gradient = self._take_gradient(interval, step.output.name, edges)
-                result = np.empty_like(gradient)
+                result = self._zeros(len(gradient), step.source)
                 shares = self._rows[step.output.name][edges]
                 softmax_gradient(self.part.graph.indptr, shares, gradient, first, result)
                 self._add_gradient(interval, step.source, result)
@@ -330,12 +317,6 @@ class GraphServer:
                 self._publish(interval, task.step, step)
             case TaskKind.COLLECT, Scatter():
                 self._collect(interval, step)
-            case TaskKind.LOSS, Apply():
-                nodes, name = self.part.nodes_of(interval), self.program.scores.name
-                labels = self.part.labels[nodes]
-                gradient, statistics = loss_gradient(self.program, self._rows[name][nodes], labels)
-                self._add_gradient(interval, name, gradient)
-                self._note(interval, epoch, statistics)
             case _:
                 raise AssertionError(f"{task} is not computed here")
 
@@ -346,7 +327,9 @@ class GraphServer:
             assert self._parameters is not None, "a step with weights needs the parameter servers"
             weights = self._parameters.weights(key)
         where = self.rows_of(interval, task.step)
-        keys = self._keys(epoch, np.arange(where.start, where.stop) + self.first_id(task.step))
+        keys = None
+        if work.drops:
+            keys = self._keys(epoch, np.arange(where.start, where.stop) + self.first_id(task.step))
         arrays = self._take_inputs(interval, task)
         computed = work.compute_halves(weights, arrays, where.stop - where.start, keys)
         if step.weights and work.pushes:
@@ -354,17 +337,11 @@ class GraphServer:
             self._parameters.gradients(key, computed.gradients)
         self._take_results(interval, key, work.given, computed.rows)
         if task.direction is Direction.FORWARD and self.program.covers_halo(step):
-            self._apply_to_halo(interval, epoch, step, work)
-
-    def _apply_to_halo(self, interval: int, epoch: int, step: Apply, work: TaskComputation) -> None:
-        # Each interval computes a share of the halo nodes.
-        graph, count = self.part.graph, self.part.num_intervals
-        share = slice(graph.num_halo * interval // count, graph.num_halo * (interval + 1) // count)
-        halo = slice(graph.num_own + share.start, graph.num_own + share.stop)
-        inputs = [self._rows[item.slot][halo] for item in step.inputs]
-        made = work.half([], inputs, share.stop - share.start, self._keys(epoch, graph.halo[share]))
-        for slot, rows in zip(step.outputs, made.rows, strict=True):
-            self._rows[slot.name][halo] = rows
+            # Each interval computes a share of the halo nodes.
+            graph, count = self.part.graph, self.part.num_intervals
+            share = slice(graph.num_halo * interval // count, graph.num_halo * (interval + 1) // count)
+            halo = slice(graph.num_own + share.start, graph.num_own + share.stop)
+            self._compute_rows(step, work, halo, self._keys(epoch, graph.halo[share]))
 
     def _keys(self, epoch: int, ids: Array) -> RowKeys:
         return RowKeys(self.seed, epoch, torch.from_numpy(np.ascontiguousarray(ids, np.int64)))
@@ -438,31 +415,14 @@ class GraphServer:
         return messages
 
     def receive(self, peer: int, kind: TaskKind, index: int, arrays: Sequence[Array]) -> None:
-        """Accept the positions and rows of a message.
-
-        Raises:
-            ConfigError: a Scatter does not send such arrays.
-        """
-        step = self.program.steps[index] if 0 <= index < len(self.program.steps) else None
-        if not isinstance(step, Scatter) or not 0 <= peer < self.part.graph.num_servers:
-            raise ConfigError(
-                f"rows came from graph server {peer} for step {index}, but there is no such Scatter"
-            )
+        """Accept the positions and rows of a message of :meth:`halo_messages` of ``peer``."""
+        step = self.program.steps[index]
+        assert isinstance(step, Scatter)
         graph, is_gradient = self.part.graph, kind is TaskKind.SEND_BACK
         slots = self._trained_slots(step) if is_gradient else step.slots
         first = 0 if is_gradient else graph.num_own + int(graph.halo_starts[peer])
-        size = len(self.part.boundary[peer]) if is_gradient else len(graph.halo_ids(peer))
-        positions = arrays[0] if arrays else np.empty(0)
-        shapes = [(positions.size, self.program.slots[name].width) for name in slots]
-        dtypes = [self.program.dtype_of(name) for name in slots]
-        expected = [((positions.size,), "int32"), *zip(shapes, dtypes, strict=True)]
-        actual = [(array.shape, array.dtype.name) for array in arrays]
-        if actual != expected or (positions.size and not 0 <= positions.min() <= positions.max() < size):
-            raise ConfigError(
-                f"graph server {peer} sent {actual} for step {step.name!r}, not {expected} with positions "
-                f"below {size}; run the same version everywhere"
-            )
-        for name, rows in zip(slots, arrays[1:], strict=True):
+        positions, *rows_of_slots = arrays
+        for name, rows in zip(slots, rows_of_slots, strict=True):
             stored = self._received[name, peer] if is_gradient else self._rows[name]
             stored[first + positions] = rows
 
@@ -481,15 +441,12 @@ class GraphServer:
     # Rows and gradients of an interval.
 
     def _take_inputs(self, interval: int, task: ScheduledTask) -> list[Array]:
-        """Return the arrays that a tensor task reads. Gradients and saved products are removed."""
-        saved = iter(self._saved[interval].pop(task.step, []))
+        """Return the arrays that a tensor task reads. Gradients are removed."""
         nodes, where = self.part.nodes_of(interval), self.rows_of(interval, task.step)
         arrays = []
         for item in self.works[task.step, task.direction].pulled:
             if item.role is Role.LABELS:
                 arrays.append(self.part.labels[nodes])
-            elif item.role is Role.SAVED:
-                arrays.append(next(saved))
             elif item.role is Role.GRADIENT:
                 arrays.append(self._take_gradient(interval, item.slot, where))
             elif item.end != "source" or self.options.mode != "async":
@@ -514,7 +471,9 @@ class GraphServer:
             return self._rows[slot][where]
         graph = self.part.graph
         if end == "source":
-            return self._rows[slot].take(graph.sources[where], axis=0)
+            rows = torch.from_numpy(self._rows[slot])
+            sources: Array = rows.index_select(0, torch.from_numpy(graph.sources[where])).numpy()
+            return sources
         degrees = np.diff(graph.indptr[nodes.start : nodes.stop + 1])
         return np.repeat(self._rows[slot][nodes], degrees, axis=0)
 
@@ -525,8 +484,6 @@ class GraphServer:
         for item, array in zip(items, arrays, strict=True):
             if item.role is Role.OUTPUT:
                 self._rows[item.slot][where] = array
-            elif item.role is Role.SAVED:
-                self._saved[interval].setdefault(key.step, []).append(array)
             elif item.role is Role.STATISTICS:
                 self._note(interval, key.epoch, array)
             else:
@@ -541,7 +498,7 @@ class GraphServer:
         """Return the sums of (edges, width) ``rows`` of the interval over the in-edges of its nodes."""
         nodes = self.part.nodes_of(interval)
         sums = np.zeros((nodes.stop - nodes.start, rows.shape[1]), rows.dtype)
-        segment_sums(self.part.graph.indptr, rows, nodes.start, sums)
+        gather(self.part.graph.indptr, None, None, rows, nodes.start, sums)
         return sums
 
     def _take_gradient(self, interval: int, slot: str, where: slice) -> Array:

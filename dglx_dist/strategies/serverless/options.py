@@ -38,11 +38,7 @@ class LambdaOptions:
     parameter_servers: int = option(1, "Ranks that hold weights: the first ones.", check=between(1, 1024))
     executor: str = option("local", "Where workers run: local, inline, aws or http.")
     workers: int = option(0, "Tasks in flight per graph server; 0: tuned.", check=between(0, 10_000))
-    batch: int = option(1, "Tasks sent together; fewer after a wait of 5 ms.", check=between(1, 1000))
     retries: int = option(4, "Further attempts at a task before the run fails.", check=between(0, 1000))
-    fusion: bool = option(True, "Whether the last step runs forward and backward in one task.")
-    rematerialise: bool = option(True, "Whether backward recomputes what forward would otherwise send.")
-    streaming: bool = option(True, "Whether workers compute the first half while they receive the second.")
     initialise: Scheme = option("keep", "How ``wrap`` draws trained weights, by the seed; biases are 0.")
     prices: str = field(default=DEFAULT_PRICES, repr=False)
     """Name or file of a price table."""
@@ -59,16 +55,12 @@ class LambdaOptions:
 
     def __post_init__(self) -> None:
         check_ranges(self, "option {name}={value!r}")
-        if self.staleness and self.mode != "async":
-            raise ConfigError(
-                f"option staleness={self.staleness} has no meaning with mode={self.mode!r}, which has a "
-                "barrier at every Scatter; add mode='async', or leave it out"
-            )
-        if self.switch_at and self.mode != "async":
-            raise ConfigError(
-                f"option switch_at={self.switch_at} ends mode='async', but mode is {self.mode!r}; leave one "
-                "out"
-            )
+        for name, value in (("staleness", self.staleness), ("switch_at", self.switch_at)):
+            if value and self.mode != "async":
+                raise ConfigError(
+                    f"option {name}={value} has no meaning with mode={self.mode!r}, which has a barrier at "
+                    "every Scatter; add mode='async', or leave it out"
+                )
 
     @cached_property
     def price_table(self) -> PriceTable:

@@ -3,7 +3,7 @@
 import hashlib
 import math
 import threading
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -12,7 +12,7 @@ from typing import Any, final
 import numpy as np
 import torch
 
-from dglx_dist.errors import CheckpointError, ConfigError, shorten_list
+from dglx_dist.errors import ConfigError, shorten_list
 from dglx_dist.records import Array
 from dglx_dist.strategies.serverless.program import Program
 
@@ -103,64 +103,73 @@ class ParameterPlan:
                 )
 
 
-_STATE_KEYS = {
-    "SGD": ("momentum_buffer",),
-    "Adam": ("step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq"),
-    "AdamW": ("step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq"),
-}
-_IGNORED_SETTINGS = frozenset({"foreach", "fused", "capturable", "differentiable", "initial_lr"})
-"""Choices of torch's kernels, and what learning-rate schedulers add to a group; they change no formula."""
+_KINDS = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)
+_PLAIN = {"foreach": False, "fused": False, "capturable": False, "differentiable": False}
+"""Choices of torch's kernels, which change no formula."""
 
 
 @final
 class Update:
-    """One of torch's optimizers, on the CPU, for all weights of a model.
+    """A copy of the user's optimizer on the CPU, for the weights of a program. The user's is only read.
 
     Args:
-        kind: "SGD", "Adam" or "AdamW".
-        groups: Parameter groups with names of weights as "params"; weights in none stay unchanged.
-        names: Names of all weights, in the order of the arguments of :meth:`apply`.
-        state: :attr:`state` of an earlier instance; CheckpointError if it is of another model or optimizer.
+        optimizer: One of torch's SGD, Adam and AdamW.
+        parameters: The model's parameters by name.
+        names: Names of all weights, in the order of the arguments of :meth:`apply`. Weights that the
+            optimizer lacks stay unchanged.
         clip_norm: Largest norm of the gradient of all weights together. None: gradients are not clipped.
+
+    Raises:
+        ConfigError: the optimizer is another one, or has parameters that are not the model's.
     """
 
     def __init__(
         self,
-        kind: str,
-        groups: Sequence[Mapping[str, Any]],
+        optimizer: torch.optim.Optimizer,
+        parameters: Mapping[str, torch.nn.Parameter],
         names: Sequence[str],
-        state: Mapping[str, Array] | None = None,
         clip_norm: float | None = None,
     ) -> None:
-        self._clip_norm = clip_norm
-        if kind not in _STATE_KEYS:
+        if type(optimizer) not in _KINDS:
             raise ConfigError(
-                f"the parameter servers have no optimizer {kind!r}; use torch.optim.SGD, Adam or AdamW, "
-                "or another strategy"
+                f"the parameter servers have no optimizer {type(optimizer).__name__!r}; use torch.optim.SGD, "
+                "Adam or AdamW, or another strategy"
             )
-        self.names = tuple(names)
+        self.names, self._clip_norm = tuple(names), clip_norm
         # Each call of apply() gives them their values.
-        self._parameters = {name: torch.nn.Parameter(torch.empty(0, device="cpu")) for name in names}
-        self._states: defaultdict[torch.Tensor, Any] = defaultdict(dict)
-        self._optimizers = [self._make_optimizer(kind, group) for group in groups]
-        for path, value in (state or {}).items():
-            name, _, key = path.rpartition("/")
-            if name not in self._parameters or key not in _STATE_KEYS[kind]:
-                raise CheckpointError(
-                    f"the optimizer's state has {path!r}; weights are {', '.join(self.names)}, keys "
-                    f"{', '.join(_STATE_KEYS[kind])}; give the state of this model and optimizer"
-                )
-            self._states[self._parameters[name]][key] = torch.tensor(value, device="cpu")
-        for optimizer in self._optimizers:
-            self._check_complete(kind, optimizer.param_groups[0])
+        self._weights = {name: torch.nn.Parameter(torch.empty(0, device="cpu")) for name in names}
+        copies: dict[torch.Tensor, torch.nn.Parameter | None] = {
+            # A frozen parameter gets no gradient from torch, which then leaves it as it is, decay included.
+            parameter: self._weights.get(name) if parameter.requires_grad else None
+            for name, parameter in parameters.items()
+        }
+        groups = []
+        for number, group in enumerate(optimizer.param_groups):
+            for parameter in group["params"]:
+                if parameter not in copies:
+                    raise ConfigError(
+                        f"group {number} of the optimizer has a parameter of shape {tuple(parameter.shape)} "
+                        "that is not one of the model's; make the optimizer from model.parameters()"
+                    )
+            trained = [copy for each in group["params"] if (copy := copies[each]) is not None]
+            groups.append({**group, **_PLAIN, "params": trained})
+        kind: Any = type(optimizer)
+        self._optimizer: torch.optim.Optimizer = kind(groups)
+        for parameter, entries in optimizer.state.items():
+            if (copy := copies[parameter]) is not None:
+                self._optimizer.state[copy] = {
+                    key: value.detach().cpu().clone() if isinstance(value, torch.Tensor) else value
+                    for key, value in entries.items()
+                }
 
     @property
     def state(self) -> dict[str, Array]:
         """State of all weights, by "<weight>/<torch's key>"."""
         return {
             f"{name}/{key}": value.numpy().copy()
-            for name, parameter in self._parameters.items()
-            for key, value in self._states.get(parameter, {}).items()
+            for name, weight in self._weights.items()
+            for key, value in self._optimizer.state.get(weight, {}).items()
+            if isinstance(value, torch.Tensor)
         }
 
     def apply(
@@ -171,69 +180,22 @@ class Update:
         Args:
             rates: Learning rate of each group. None: those of the groups.
         """
-        for name, weight, gradient in zip(self.names, weights, gradients, strict=True):
-            parameter = self._parameters[name]
+        groups = self._optimizer.param_groups
+        for parameter, weight, gradient in zip(self._weights.values(), weights, gradients, strict=True):
             parameter.data = torch.tensor(weight, device="cpu")
             parameter.grad = torch.as_tensor(gradient, device="cpu")
         if self._clip_norm is not None:
-            trained = (p for optimizer in self._optimizers for p in optimizer.param_groups[0]["params"])
+            trained = [parameter for group in groups for parameter in group["params"]]
             torch.nn.utils.clip_grad_norm_(trained, self._clip_norm)
-        for number, optimizer in enumerate(self._optimizers):
-            if rates is not None:
-                optimizer.param_groups[0]["lr"] = rates[number]
-            optimizer.step()
-        for parameter in self._parameters.values():
+        for group, rate in zip(groups, rates or [], strict=False):
+            group["lr"] = rate
+        self._optimizer.step()
+        for parameter in self._weights.values():
             parameter.grad = None
-        results = tuple(parameter.detach().numpy() for parameter in self._parameters.values())
+        results = tuple(parameter.detach().numpy() for parameter in self._weights.values())
         for result in results:
             result.flags.writeable = False
         return results
-
-    def _check_complete(self, kind: str, group: Mapping[str, Any]) -> None:
-        needed = set() if kind == "SGD" else {"step", "exp_avg", "exp_avg_sq"}
-        if group.get("amsgrad"):
-            needed.add("max_exp_avg_sq")
-        names = {parameter: name for name, parameter in self._parameters.items()}
-        for parameter in group["params"]:
-            lacking = needed - self._states.get(parameter, {}).keys()
-            if parameter in self._states and lacking:
-                raise CheckpointError(
-                    f"the optimizer's state of {names[parameter]!r} lacks {', '.join(sorted(lacking))}; "
-                    "resume with the settings that it was saved with"
-                )
-
-    def _make_optimizer(self, kind: str, group: Mapping[str, Any]) -> torch.optim.Optimizer:
-        # An optimizer for each group: torch checks the settings of a constructor, not those of a group.
-        for name in group["params"]:
-            if name not in self._parameters:
-                raise ConfigError(f"the optimizer has {name!r}, the model only {', '.join(self.names)}")
-        settings = _read_settings(kind, group)
-        # torch refuses a group without parameters, which is one of frozen parameters only.
-        parameters = [self._parameters[name] for name in group["params"]] or [
-            torch.nn.Parameter(torch.empty(0, device="cpu"))
-        ]
-        try:
-            optimizer: torch.optim.Optimizer = getattr(torch.optim, kind)(
-                parameters, **settings, foreach=False
-            )
-        except (ValueError, TypeError, IndexError) as error:
-            description = ", ".join(f"{name}={value!r}" for name, value in settings.items())
-            raise ConfigError(f"the optimizer {kind} does not support {description}: {error}") from error
-        optimizer.state = self._states
-        return optimizer
-
-
-def _read_settings(kind: str, group: Mapping[str, Any]) -> dict[str, Any]:
-    settings = {name: value for name, value in group.items() if name not in {"params", *_IGNORED_SETTINGS}}
-    for name, value in settings.items():
-        numbers = value if isinstance(value, tuple | list) else (value,)
-        if not all(isinstance(number, int | float) and math.isfinite(number) for number in numbers):
-            raise ConfigError(f"{name}={value!r} must be a plain number")
-    if group.get("differentiable"):
-        raise ConfigError("differentiable=True is not supported; leave it out")
-    if kind == "AdamW":
-        settings.pop("decoupled_weight_decay", None)  # implied, and no argument of the constructor
-    return settings
 
 
 @final
@@ -360,19 +322,7 @@ class ParameterServer:
 
     def receive_sums(self, server: int, epoch: int, vector: Array) -> None:
         """Store the sums of another server; ignores repeated ones."""
-        plan = self.plan
-        if not 0 <= server < plan.num_servers or server == self.index:
-            raise ConfigError(f"sums of server {server} came to {self.index} of {plan.num_servers}")
-        if vector.shape != (plan.size,) or vector.dtype != plan.program.dtype:
-            raise ConfigError(
-                f"sums of server {server} are {vector.dtype} of shape {vector.shape}, not "
-                f"{plan.program.dtype} of shape ({plan.size},)"
-            )
         with self._lock:
-            if epoch > self.updates + plan.staleness + 1:
-                raise ConfigError(
-                    f"sums of epoch {epoch} came from server {server} after {self.updates} updates"
-                )
             if epoch >= self.updates:
                 self._received.setdefault(epoch, {}).setdefault(server, vector)
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
-from typing import Annotated, Any, Literal, TypeAlias, final, get_args
+from typing import Annotated, Literal, TypeAlias, final, get_args
 
 from dglx_dist.data.json_fields import Fields, Within, read_record, write_json
 from dglx_dist.errors import ConfigError
@@ -136,6 +136,27 @@ def sources_of(step: ProgramStep) -> Iterator[str]:
         yield from dict.fromkeys(item.slot for item in step.inputs if item.end == "source")
 
 
+def find_trained(steps: Sequence[ProgramStep]) -> frozenset[str]:
+    """Return the slots that depend on a weight."""
+    names: set[str] = set()
+    for step in steps:
+        if (isinstance(step, Apply) and step.weights) or names.intersection(inputs_of(step)):
+            names.update(slot.name for slot in outputs_of(step) if not slot.dtype)
+    return frozenset(names)
+
+
+def covers_halo(step: ProgramStep, with_halo: Collection[str], trained: Collection[str]) -> bool:
+    """Return True if graph servers compute ``step`` for halo nodes, too, so that none sends them.
+
+    Args:
+        with_halo: Slots whose rows at halo nodes are known.
+        trained: Slots that depend on a weight.
+    """
+    if not isinstance(step, Apply) or step.per != "node" or step.place == "worker" or step.weights:
+        return False
+    return all(name in with_halo and name not in trained for name in inputs_of(step))
+
+
 _STEPS: Mapping[str, Callable[..., ProgramStep]] = {
     kind.__name__.lower(): kind for kind in get_args(ProgramStep)
 }
@@ -245,11 +266,7 @@ class Program:
     @cached_property
     def trained_slots(self) -> frozenset[str]:
         """Slots that depend on a weight and therefore have gradients. Inputs never do."""
-        names: set[str] = set()
-        for step in self.steps:
-            if (isinstance(step, Apply) and step.weights) or names.intersection(inputs_of(step)):
-                names.update(slot.name for slot in outputs_of(step) if not slot.dtype)
-        return frozenset(names)
+        return find_trained(self.steps)
 
     @cached_property
     def slots_with_halo(self) -> frozenset[str]:
@@ -258,13 +275,10 @@ class Program:
         for step in self.steps:
             if isinstance(step, Scatter):
                 names.update(step.slots)
-            elif self.covers_halo(step, names):
+            elif covers_halo(step, names, self.trained_slots):
                 names.update(slot.name for slot in outputs_of(step))
         return frozenset(names)
 
-    def covers_halo(self, step: ProgramStep, with_halo: Any = None) -> bool:
-        """Return True if the graph server computes ``step`` for halo nodes, too, so that none sends them."""
-        names = self.slots_with_halo if with_halo is None else with_halo
-        if not isinstance(step, Apply) or step.per != "node" or step.place == "worker" or step.weights:
-            return False
-        return all(name in names and name not in self.trained_slots for name in inputs_of(step))
+    def covers_halo(self, step: ProgramStep) -> bool:
+        """Return True if the graph server computes ``step`` for halo nodes, too."""
+        return covers_halo(step, self.slots_with_halo, self.trained_slots)

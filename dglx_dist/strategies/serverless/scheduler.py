@@ -25,8 +25,8 @@ from dglx_dist.comm.session import Session
 from dglx_dist.comm.trace import GRAPH_SERVER, NETWORK, WAIT, WORKER, Span, Timeline
 from dglx_dist.errors import ConfigError, DglxError
 from dglx_dist.records import Array
-from dglx_dist.strategies.serverless.controller import Controller, ControllerOptions, most_workers
-from dglx_dist.strategies.serverless.executors.base import EXECUTORS, ExecutorContext
+from dglx_dist.strategies.serverless.controller import Controller, most_workers
+from dglx_dist.strategies.serverless.executors.base import EXECUTORS, Executor, ExecutorContext
 from dglx_dist.strategies.serverless.graph_server import (
     Barrier,
     GraphServer,
@@ -63,7 +63,7 @@ class IntervalProgress:
         synchronous_from: int | None = None,
     ) -> None:
         self._options, self._num_train = options, program.num_train
-        self._schedule = epoch_schedule(program, options.fusion)
+        self._schedule = epoch_schedule(program)
         self.floor = start = first_epoch * len(self._schedule)
         """The least position."""
         self.position = [start] * num_intervals
@@ -153,25 +153,16 @@ class IntervalProgress:
         epoch, index = divmod(self.floor, len(self._schedule))
         at_barrier = self._schedule[index].barrier is Barrier.GLOBAL and self.is_synchronous(epoch)
         epoch, index = divmod(self.floor - 1, len(self._schedule))
-        before = self._schedule[index]
-        has_loss = before.kind is TaskKind.LOSS or before.direction is Direction.FUSED
-        is_counted = self._may_switch and has_loss
+        is_counted = self._may_switch and self._schedule[index].direction is Direction.FUSED
         return at_barrier or is_counted, epoch if is_counted else None
 
     def record_position(self, peer: int, position: int) -> None:
-        if peer not in self._peer_positions:
-            raise ConfigError(f"graph server {peer} is not one of the peers {sorted(self._peer_positions)}")
         self._peer_positions[peer] = max(self._peer_positions[peer], position)
 
     def record_correct(self, server: int, epoch: int, correct: int) -> None:
         """Record that ``server`` has ``correct`` correct predictions in ``epoch``; in any order, but once."""
-        num_servers, known = len(self._peer_positions) + 1, self._correct.setdefault(epoch, {})
-        if not 0 <= server < num_servers or server in known:
-            raise ConfigError(
-                f"graph server {server} of {num_servers} counted the predictions of epoch {epoch} twice, or "
-                "does not exist"
-            )
-        known[server] = correct
+        num_servers = len(self._peer_positions) + 1
+        self._correct.setdefault(epoch, {})[server] = correct
         while self._may_switch and len(self._correct.get(self._undecided, ())) == num_servers:
             correct = sum(self._correct.pop(self._undecided).values())
             if correct / self._num_train >= self._options.switch_at:
@@ -204,8 +195,6 @@ class WorkerPool:
             secrets=secrets,
             timeout_s=min(session.timeout_s, MAX_TIMEOUT_S),
             seed=session.seed,
-            streaming=options.streaming,
-            rematerialise=options.rematerialise,
         )
         # The executor may give notice before the controller exists.
         self._wake: Callable[[], None] = lambda: None
@@ -216,20 +205,18 @@ class WorkerPool:
                 handlers=handlers,
                 notice=lambda: self._wake(),
             )
-            executor = EXECUTORS.get(options.executor)(context, options.executor_options)
+            open_executor: Callable[..., Executor] = EXECUTORS.get(options.executor)
+            executor = open_executor(context, options.executor_options)
             undo.callback(executor.close)
             check_reachable(own_host, paid=not executor.simulated)
             self.simulated = executor.simulated
             """True if no provider is paid."""
             self.controller = Controller(
                 executor,
-                ControllerOptions(
-                    most=most_workers(options.intervals, read_link_speed(own_host)),
-                    workers=options.workers or None,
-                    batch=options.batch,
-                    retries=options.retries,
-                    prices=options.price_table,
-                ),
+                most=most_workers(options.intervals, read_link_speed(own_host)),
+                workers=options.workers,
+                retries=options.retries,
+                prices=options.price_table,
                 clock=time.perf_counter,
                 observer=partial(_note_spans, session.timeline, program),
             )
@@ -293,7 +280,6 @@ def _note_spans(
 
 _SPANS = {
     TaskKind.WORK: "open {}",
-    TaskKind.LOSS: "loss of {}",
     TaskKind.PUBLISH: "publish {}",
     TaskKind.SOFTMAX_GRADIENT: "grad{}",
     TaskKind.SEND_BACK: "grad{}",
@@ -429,8 +415,6 @@ class ThreadScheduler:
 
     def _receive_position(self, name: str, arrays: Sequence[Array]) -> list[Array]:
         position, sender = parse_pair(name)
-        if [(array.dtype.name, array.shape) for array in arrays] not in ([], [("int64", (1,))]):
-            raise ConfigError(f"graph server {sender} sent no count of correct predictions at {position}")
         with self._lock:
             self._progress.record_position(sender, position)
             for (correct,) in arrays:

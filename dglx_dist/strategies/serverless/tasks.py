@@ -179,21 +179,14 @@ class Task:
     timeout_s: Annotated[float, Within(1e-3, MAX_TIMEOUT_S)]
     """Time limit of each call."""
     attempt: Annotated[int, Within(0, MAX_ATTEMPT)] = 0
-    # Every choice of these gives the same bits.
-    streaming: bool = True
-    """Compute the first half while the second arrives."""
-    rematerialise: bool = True
-    """Recompute intermediate results in the backward pass instead of transferring them."""
 
     def again(self) -> Task:
         """Return the next attempt."""
         return replace(self, attempt=self.attempt + 1)
 
     def to_event(self) -> bytes:
-        """Return the task as JSON; ConfigError if it is larger than 256 KB or a field is out of bounds."""
-        event = write_json({**asdict(self), "version": _VERSION, "key": str(self.key)})
-        Task.from_event(event)
-        return event
+        """Return the task as JSON."""
+        return write_json({**asdict(self), "version": _VERSION, "key": str(self.key)})
 
     @classmethod
     def from_event(cls, event: object) -> Task:
@@ -217,8 +210,6 @@ class Role(Enum):
     """Gradient of ``slot``, pulled for outputs and sent for inputs."""
     OUTPUT = "output"
     """Computed rows of ``slot``."""
-    SAVED = "saved"
-    """Products of matrices, sent forward and pulled backward unless they are computed again."""
     LABELS = "labels"
     """Labels of nodes, -1 or NaN where there is none. A fused task pulls them."""
     STATISTICS = "statistics"
@@ -247,7 +238,7 @@ def label_item(program: Program) -> Item:
 _STATISTICS = Item(Role.STATISTICS, "float64", 0)
 
 
-def pulled_items(program: Program, step: int, direction: Direction, rematerialise: bool) -> tuple[Item, ...]:
+def pulled_items(program: Program, step: int, direction: Direction) -> tuple[Item, ...]:
     """Return the arrays that a task of ``step`` pulls from its graph server per half."""
     apply = _apply_step(program, step)
     inputs = tuple(_item(program, item.slot, Role.INPUT, item.end) for item in apply.inputs)
@@ -255,19 +246,17 @@ def pulled_items(program: Program, step: int, direction: Direction, rematerialis
         return inputs
     if direction is Direction.FUSED:
         return (*inputs, label_item(program))
-    gradients = tuple(_item(program, slot.name, Role.GRADIENT) for slot in apply.outputs)
-    return inputs + gradients + (() if rematerialise else _list_saved(program, apply))
+    return inputs + tuple(_item(program, slot.name, Role.GRADIENT) for slot in apply.outputs)
 
 
-def given_items(program: Program, step: int, direction: Direction, rematerialise: bool) -> tuple[Item, ...]:
+def given_items(program: Program, step: int, direction: Direction) -> tuple[Item, ...]:
     """Return the arrays that a task of ``step`` sends to its graph server per half.
 
     Input gradients are sent only for slots in ``program.trained_slots``, in the order of the step's inputs.
     """
     apply = _apply_step(program, step)
     if direction is Direction.FORWARD:
-        outputs = tuple(_item(program, slot.name, Role.OUTPUT) for slot in apply.outputs)
-        return outputs + (() if rematerialise else _list_saved(program, apply))
+        return tuple(_item(program, slot.name, Role.OUTPUT) for slot in apply.outputs)
     gradients = tuple(
         _item(program, item.slot, Role.GRADIENT, item.end)
         for item in apply.inputs
@@ -278,8 +267,13 @@ def given_items(program: Program, step: int, direction: Direction, rematerialise
 
 def half_rows(rows: int, half: int) -> slice:
     """Return the part of ``rows`` rows in half 0 or 1. The first half has the odd row."""
-    middle = (rows + 1) // 2
+    middle = round_rows((rows + 1) // 2)
     return slice(middle, rows) if half else slice(0, middle)
+
+
+def round_rows(rows: int) -> int:
+    """Return about ``rows``, such that the row with this number is aligned in memory if row 0 is."""
+    return rows // _ALIGNED_ROWS * _ALIGNED_ROWS if rows >= 8 * _ALIGNED_ROWS else rows
 
 
 def half_length(rows: int, half: int) -> int:
@@ -313,12 +307,6 @@ def _apply_step(program: Program, step: int) -> Apply:
     return apply
 
 
-def _list_saved(program: Program, step: Apply) -> tuple[Item, ...]:
-    dtypes = [program.dtype_of(item.slot) for item in step.inputs]
-    _, widths = step.body.shapes_of(dtypes, program.dtype)
-    return tuple(Item(Role.SAVED, program.dtype, width) for width in widths)
-
-
 @functools.cache
 def kernels() -> str:
     """Describe the arithmetic of this process. Others with another description may compute other bits."""
@@ -342,19 +330,22 @@ class Computed(NamedTuple):
 class TaskComputation:
     """The computation of one kind of task, for any interval and epoch. Stateless and thread-safe."""
 
-    def __init__(self, program: Program, step: int, direction: Direction, rematerialise: bool) -> None:
-        self.pulled = pulled_items(program, step, direction, rematerialise)
+    def __init__(self, program: Program, step: int, direction: Direction) -> None:
+        self.pulled = pulled_items(program, step, direction)
         """Arrays pulled per half."""
-        self.given = given_items(program, step, direction, rematerialise)
+        self.given = given_items(program, step, direction)
         """Arrays sent per half."""
-        self._program, self._step = program, _apply_step(program, step)
-        self._direction, self._rematerialise = direction, rematerialise
+        self._program, self._step, self._direction = program, _apply_step(program, step), direction
         self.weights = program.weights_of(step)
         """Shape of each weight by the user's name, in order."""
+        self.drops = self._step.body.drops
+        """Whether it needs keys of rows."""
         self.pushes = direction is not Direction.FORWARD
         """Whether gradients of the weights, possibly none, go to the parameter server."""
 
-    def half(self, weights: Sequence[Array], arrays: Sequence[Array], rows: int, keys: RowKeys) -> Computed:
+    def half(
+        self, weights: Sequence[Array], arrays: Sequence[Array], rows: int, keys: RowKeys | None
+    ) -> Computed:
         """Compute one half of ``rows`` rows, which may be 0, from one array per item of :attr:`pulled`.
 
         Raises:
@@ -375,14 +366,14 @@ class TaskComputation:
         return self._backward(matrices, tensors, keys)
 
     def compute_halves(
-        self, weights: Sequence[Array], arrays: Sequence[Array], rows: int, keys: RowKeys
+        self, weights: Sequence[Array], arrays: Sequence[Array], rows: int, keys: RowKeys | None
     ) -> Computed:
         """Compute a task of ``rows`` rows as a worker does: the rows of one half, then those of the other."""
         computed = []
         for half in (0, 1):
             part = half_rows(rows, half)
             of_half = [array[part] for array in arrays]
-            half_keys = keys._replace(ids=keys.ids[part])
+            half_keys = keys and keys._replace(ids=keys.ids[part])
             computed.append(self.half(weights, of_half, half_length(rows, half), half_keys))
         first, second = computed
         return Computed(
@@ -397,14 +388,12 @@ class TaskComputation:
         gradients = (np.zeros(shape, dtype) for shape in self.weights.values() if self.pushes)
         return Computed(rows, tuple(gradients))
 
-    def _forward(self, weights: list[Tensor], inputs: list[Tensor], keys: RowKeys) -> Computed:
-        body = self._step.body
-        values = body.run(inputs, weights, keys)
-        numbers = body.outputs if self._rematerialise else (*body.outputs, *body.products)
-        pairs = zip(self.given, numbers, strict=True)
+    def _forward(self, weights: list[Tensor], inputs: list[Tensor], keys: RowKeys | None) -> Computed:
+        values = self._step.body.run(inputs, weights, keys)
+        pairs = zip(self.given, self._step.body.outputs, strict=True)
         return Computed(tuple(_to_array(values[n].reshape(-1, item.width)) for item, n in pairs), ())
 
-    def _backward(self, weights: list[Tensor], arrays: list[Tensor], keys: RowKeys) -> Computed:
+    def _backward(self, weights: list[Tensor], arrays: list[Tensor], keys: RowKeys | None) -> Computed:
         step, trained = self._step, self._program.trained_slots
         num_inputs, num_outputs = len(step.inputs), len(step.outputs)
         inputs = [
@@ -414,11 +403,8 @@ class TaskComputation:
         leaves = [weight.requires_grad_() for weight in weights]
         leaves += [tensor for tensor in inputs if tensor.requires_grad]
         is_fused, statistics = self._direction is Direction.FUSED, []
-        saved = None
-        if not is_fused and not self._rematerialise:
-            saved = arrays[num_inputs + num_outputs :]
         with torch.enable_grad():
-            values = step.body.run(inputs, weights, keys, saved)
+            values = step.body.run(inputs, weights, keys)
             outputs = [values[number] for number in step.body.outputs]
             if is_fused:
                 loss = compute_loss(self._program, outputs[0], arrays[-1])
@@ -464,26 +450,17 @@ def compute_loss(program: Program, scores: Tensor, labels: Tensor) -> Loss:
     return Loss(total * (1 / program.num_train), np.array([total.item(), correct], np.float64))
 
 
-def loss_gradient(program: Program, scores: Array, labels: Array) -> tuple[Array, Array]:
-    """Return the (n, width) gradient of ``scores`` and the statistics, bit for bit as a fused task's."""
-    gradients, statistics = [], np.zeros(2)
-    for half in (0, 1):
-        part = half_rows(len(scores), half)
-        leaf = _to_tensor(scores[part]).reshape(-1, *program.scores.shape).requires_grad_()
-        if len(leaf):
-            loss = compute_loss(program, leaf, torch.from_numpy(labels[part]))
-            (gradient,) = torch.autograd.grad(loss.scaled, leaf)
-            gradients.append(_to_array(gradient.reshape(len(leaf), program.scores.width)))
-            statistics += loss.statistics
-    return np.concatenate([np.zeros((0, program.scores.width), scores.dtype), *gradients]), statistics
-
-
 def join_halves(items: Sequence[Item], first: Sequence[Array], second: Sequence[Array]) -> Arrays:
     """Return the arrays of a task from those of its halves, one for each of ``items``."""
     return tuple(
-        left + right if item.role is Role.STATISTICS else np.concatenate([left, right])
+        left + right if item.role is Role.STATISTICS else _join_rows(left, right)
         for item, left, right in zip(items, first, second, strict=True)
     )
+
+
+def _join_rows(first: Array, second: Array) -> Array:
+    # In aligned memory.
+    return _to_array(torch.cat([torch.from_numpy(first), torch.from_numpy(second)]))
 
 
 def add_gradients(first: Sequence[Array], second: Sequence[Array]) -> Arrays:
@@ -492,6 +469,8 @@ def add_gradients(first: Sequence[Array], second: Sequence[Array]) -> Arrays:
 
 _ALIGNMENT = 64
 """Bytes. The last bits of MKL's products depend on the alignment of memory."""
+_ALIGNED_ROWS = 16
+"""So many rows of at least 4 bytes a number keep the alignment."""
 
 
 def _to_tensor(array: Array) -> Tensor:

@@ -7,14 +7,13 @@ of an allow-list, and evaluates and unpickles nothing. Letters of shapes: n rows
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Annotated, Any, NamedTuple, TypeAlias, final
 
 import torch
 from torch import Tensor
-from torch.autograd import Function
 
 from dglx_dist.data.json_fields import Within
 from dglx_dist.errors import ConfigError
@@ -45,8 +44,6 @@ where xlogy zeros zeros_like
 ALLOWED = frozenset(_NAMES.split())
 """ATen operations that workers run. Each is a function: it neither writes to arguments nor draws numbers."""
 PRODUCTS = ("mm", "addmm", "bmm", "baddbmm")
-_SAVED_PRODUCTS = ("mm.default", "addmm.default")
-"""Products whose results forward tasks send where backward tasks do not compute them again."""
 DTYPES = {
     str(dtype).removeprefix("torch."): dtype
     for dtype in (torch.float32, torch.float64, torch.int64, torch.int32, torch.bool)
@@ -116,9 +113,13 @@ class TensorProgram:
             if constant.dtype not in DTYPES or math.prod(constant.shape) != len(constant.numbers):
                 raise ConfigError(f"{constant} has another number of elements, or an unknown dtype")
         made = set(range(self.first_result))
-        for operation, (_, name) in zip(self.operations, self._steps, strict=True):
+        for operation in self.operations:
+            if operation.name != DROP:
+                find_operation(operation.name)
             if missing := {*_values_in([*operation.arguments, *operation.keywords.values()])} - made:
-                raise ConfigError(f"operation {name!r} reads the values {sorted(missing)} before they exist")
+                raise ConfigError(
+                    f"operation {operation.name!r} reads the values {sorted(missing)} before they exist"
+                )
             made.update(operation.results)
         if missing := {*self.outputs} - made:
             raise ConfigError(f"no operation makes the outputs {sorted(missing)}")
@@ -128,8 +129,22 @@ class TensorProgram:
         return len(self.inputs) + len(self.weights) + len(self.constants)
 
     @cached_property
-    def _steps(self) -> list[tuple[Any, str]]:
-        return [(None if op.name == DROP else find_operation(op.name), op.name) for op in self.operations]
+    def drops(self) -> bool:
+        """Whether an operation is dropout, which needs the ids of the rows."""
+        return any(operation.name == DROP for operation in self.operations)
+
+    @cached_property
+    def _calls(self) -> list[_Call]:
+        # Arguments are parsed once, because a task has few rows and runs many times.
+        return [
+            _Call(
+                None if operation.name == DROP else find_operation(operation.name),
+                [_make_reader(argument) for argument in operation.arguments],
+                {name: _make_reader(value) for name, value in operation.keywords.items()},
+                operation.results,
+            )
+            for operation in self.operations
+        ]
 
     @cached_property
     def _constants(self) -> list[Tensor]:
@@ -138,80 +153,29 @@ class TensorProgram:
             for constant in self.constants
         ]
 
-    @cached_property
-    def products(self) -> tuple[int, ...]:
-        """Results of products of rows and a matrix, which a backward task may get ready-made."""
-        with_rows = set(range(len(self.inputs)))
-        numbers: list[int] = []
-        for operation in self.operations:
-            if not with_rows.isdisjoint(_values_in([*operation.arguments, *operation.keywords.values()])):
-                with_rows.update(operation.results)
-            if operation.name in _SAVED_PRODUCTS and not operation.keywords:
-                *bias, left, right = (next(_values_in(argument)) for argument in operation.arguments)
-                is_vector = all(self._is_vector(number) for number in bias)
-                if left in with_rows and right not in with_rows and is_vector:
-                    numbers.append(operation.results[0])
-        return tuple(numbers)
-
-    def _is_vector(self, number: int) -> bool:
-        first = len(self.inputs)
-        return first <= number < first + len(self.weights) and len(self.weights[number - first]) == 1
-
     def run(
-        self,
-        inputs: Sequence[Tensor],
-        weights: Sequence[Tensor],
-        keys: RowKeys | None,
-        saved: Sequence[Tensor] | None = None,
+        self, inputs: Sequence[Tensor], weights: Sequence[Tensor], keys: RowKeys | None
     ) -> dict[int, Tensor]:
         """Return all values by number.
 
         Args:
             inputs: (n, width) rows of each input.
             keys: None leaves out dropout.
-            saved: (n, width) results of :attr:`products`. They are not computed again then.
         """
         rows = len(inputs[0]) if inputs else 0
         shaped = [array.reshape(rows, *shape) for array, shape in zip(inputs, self.inputs, strict=True)]
         values = dict(enumerate([*shaped, *weights, *self._constants]))
-        known = iter(saved or ())
-        for operation, (function, name) in zip(self.operations, self._steps, strict=True):
-            arguments = [_resolve(argument, values, rows) for argument in operation.arguments]
-            keywords = {key: _resolve(value, values, rows) for key, value in operation.keywords.items()}
-            if name == DROP:
-                results = drop_rows(arguments[0], arguments[1], arguments[2], keys)
-            elif saved is not None and operation.results[0] in self.products:
-                results = _KnownProduct.apply(next(known), *arguments)  # type: ignore[no-untyped-call]
+        for function, readers, keyword_readers, numbers in self._calls:
+            arguments = [read(values, rows) for read in readers]
+            if function is None:
+                source, probability, stream = arguments
+                results = drop_rows(source, probability, stream, keys)
             else:
+                keywords = {name: read(values, rows) for name, read in keyword_readers.items()}
                 results = function(*arguments, **keywords)
             made = results if isinstance(results, tuple | list) else (results,)
-            values |= zip(operation.results, made, strict=True)
+            values.update(zip(numbers, made, strict=True))
         return values
-
-    def shapes_of(self, dtypes: Sequence[str], dtype: str) -> tuple[list[tuple[int, ...]], list[int]]:
-        """Return the shapes of a row of the outputs, and the widths of the products, of zeros.
-
-        Args:
-            dtypes: Names of the dtypes of the inputs.
-            dtype: Name of the dtype of the weights.
-
-        Raises:
-            ConfigError: the operations do not fit the inputs.
-        """
-        rows = 2
-        inputs = [
-            torch.zeros(rows, math.prod(shape), dtype=DTYPES[name])
-            for shape, name in zip(self.inputs, dtypes, strict=True)
-        ]
-        weights = [torch.zeros(shape, dtype=DTYPES[dtype]) for shape in self.weights]
-        try:
-            values = self.run(inputs, weights, None)
-        except (RuntimeError, TypeError, ValueError, IndexError, KeyError) as error:
-            raise ConfigError(f"a tensor program does not fit its inputs: {error}") from error
-        outputs = [tuple(values[number].shape) for number in self.outputs]
-        if any(not shape or shape[0] != rows for shape in outputs):
-            raise ConfigError(f"a tensor program makes the shapes {outputs} from {rows} rows")
-        return [shape[1:] for shape in outputs], [values[n].numel() // rows for n in self.products]
 
 
 def find_operation(name: str) -> Any:
@@ -238,17 +202,33 @@ def _values_in(arguments: Any) -> Iterator[int]:
             yield from _values_in(argument)
 
 
-def _resolve(argument: Any, values: Mapping[int, Tensor], rows: int) -> Any:
+_Reader: TypeAlias = Callable[[Mapping[int, Tensor], int], Any]
+"""Returns an argument from the values and the number of rows."""
+
+
+class _Call(NamedTuple):
+    """An operation that is ready to run."""
+
+    function: Callable[..., Any] | None
+    """None: dropout."""
+    arguments: list[_Reader]
+    keywords: dict[str, _Reader]
+    results: tuple[int, ...]
+
+
+def _make_reader(argument: Any) -> _Reader:
     if isinstance(argument, list | tuple):
-        return [_resolve(item, values, rows) for item in argument]
+        readers = [_make_reader(item) for item in argument]
+        return lambda values, rows: [read(values, rows) for read in readers]
     if not isinstance(argument, Mapping):
-        return argument
+        return lambda _values, _rows: argument
     ((kind, content),) = argument.items()
     if kind == "value":
-        return values[content]
+        return lambda values, _rows: values[content]
     if kind == "rows":
-        return content * rows
-    return DTYPES[content] if kind == "dtype" else float(content)
+        return lambda _values, rows: content * rows
+    constant = DTYPES[content] if kind == "dtype" else float(content)
+    return lambda _values, _rows: constant
 
 
 def drop_rows(rows: Tensor, probability: float, stream: int, keys: RowKeys | None) -> Tensor:
@@ -260,24 +240,3 @@ def drop_rows(rows: Tensor, probability: float, stream: int, keys: RowKeys | Non
     kept = draw_kept_entries(keys.seed, keys.epoch, stream, keys.ids, (columns,), probability)
     scale = 1 / (1 - probability) if probability < 1 else 0.0
     return rows * kept.to(rows.dtype).mul_(scale).reshape(rows.shape)
-
-
-class _KnownProduct(Function):
-    """``mm(x, w)`` or ``addmm(bias, x, w)`` whose result is known, so that only its gradient is computed."""
-
-    @staticmethod
-    def forward(ctx: Any, result: Tensor, *arguments: Tensor) -> Tensor:
-        *bias, left, right = arguments
-        ctx.save_for_backward(left, right)
-        ctx.bias = bool(bias)
-        return result.reshape(len(left), right.shape[1])
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:
-        left, right = ctx.saved_tensors
-        of_left = gradient.mm(right.t()) if ctx.needs_input_grad[-2] else None
-        bias = (gradient.sum(0),) if ctx.bias else ()
-        # As torch computes it for a transposed matrix, to the bit.
-        is_transposed = right.stride() == (1, len(right))
-        of_right = gradient.t().mm(left).t() if is_transposed else left.t().mm(gradient)
-        return None, *bias, of_left, of_right

@@ -124,7 +124,7 @@ class Engine:
         self._updated_at = {first_epoch: time.perf_counter()}
         self._show: Callable[[], None] = lambda: None
         self._program = np.frombuffer(program.to_json(), np.uint8)
-        self.kernels = {_one_line(kernels())}
+        self.kernels = {kernels()}
         """Numerical kernels of this process and those that workers reported; see ``kernels`` of tasks."""
         self.epoch = first_epoch
         """The next epoch; all intervals have completed the one before it."""
@@ -234,7 +234,7 @@ class Engine:
 
     def _send_program(self, name: str, _arrays: Sequence[Array]) -> Sequence[Array]:
         if name and len(self.kernels) < _MOST_KERNELS:
-            self.kernels.add(_one_line(name))
+            self.kernels.add(printable(name, _LONGEST_KERNELS).replace("\n", " "))
         return [self._program]
 
     def _submit(self, name: str, arrays: Sequence[Array]) -> Sequence[Array]:
@@ -244,7 +244,7 @@ class Engine:
             self.scheduler.task_done(key, attempt)
         elif result is SubmitResult.LATE and half == 1:
             self.scheduler.duplicate_done(key, attempt)
-        return [np.array([result in (SubmitResult.TAKEN, SubmitResult.LAST)], dtype=np.int64)]
+        return []
 
     def _note_updates(self, updates: int) -> None:
         now = time.perf_counter()
@@ -275,10 +275,6 @@ class Engine:
                 f"graph server {self._server.rank} made no progress for {quiet_s:.0f} s: {tasks}{misses}; "
                 "look at the output of the workers, or raise timeout_s (DGLX_TIMEOUT)"
             )
-
-
-def _one_line(text: str) -> str:
-    return printable(text, _LONGEST_KERNELS).replace("\n", " ")
 
 
 def progress_line(engine: Engine, options: LambdaOptions, used: Counts) -> str:
@@ -399,44 +395,6 @@ def _check_items(g: DistGraph, indices: Ids, sampler: Any, options: Mapping[str,
     return read_items(indices, {ntype: g.num_nodes(ntype) for ntype in g.ntypes}, "node")
 
 
-def update_of(
-    optimizer: torch.optim.Optimizer, model: nn.Module, names: Sequence[str], clip_norm: float | None = None
-) -> Update:
-    """Return the update that continues from ``optimizer``, bit for bit as on the CPU; it is only read.
-
-    ``names`` are those of the weights in the parameter servers' order. ConfigError for unknown optimizers.
-    """
-    groups, state = _settings(optimizer, model)
-    # torch leaves parameters without a gradient as they are.
-    groups = [{**group, "params": [name for name in group["params"] if name in names]} for group in groups]
-    return Update(type(optimizer).__name__, groups, names, state, clip_norm)
-
-
-def _settings(optimizer: Optimizer, model: nn.Module) -> tuple[list[dict[str, Any]], dict[str, Array]]:
-    # Parameter groups, and the state by "<weight>/<torch's key>".
-    name_of = {id(parameter): name for name, parameter in model.named_parameters()}
-    for number, group in enumerate(optimizer.param_groups):
-        for parameter in group["params"]:
-            if id(parameter) not in name_of:
-                raise ConfigError(
-                    f"group {number} of the optimizer has a parameter of shape {tuple(parameter.shape)} that "
-                    "is not one of the model's; make the optimizer from model.parameters()"
-                )
-    groups = [
-        {key: value for key, value in group.items() if key != "params"}
-        # A frozen parameter gets no gradient from torch, which then leaves it as it is, decay included.
-        | {"params": [name_of[id(parameter)] for parameter in group["params"] if parameter.requires_grad]}
-        for group in optimizer.param_groups
-    ]
-    state = {
-        f"{name_of[id(parameter)]}/{key}": value.detach().cpu().numpy().copy()
-        for parameter, entries in optimizer.state.items()
-        for key, value in entries.items()
-        if isinstance(value, Tensor)
-    }
-    return groups, state
-
-
 def weights_of(model: nn.Module, names: Sequence[str]) -> list[Array]:
     parameters = dict(model.named_parameters())
     return [parameters[name].detach().cpu().numpy().copy() for name in names]
@@ -482,13 +440,22 @@ def write_back(
 
 
 def fingerprint(model: nn.Module, optimizer: Optimizer) -> str:
-    """Return a digest of the training state: parameters, optimizer, what it trains, and its state."""
-    groups, state = _settings(optimizer, model)
+    """Return a digest of the training state: parameters, what is trained, the optimizer and its state."""
+    saved, parameters = optimizer.state_dict(), dict(model.named_parameters())
+    trained = [name for name, parameter in parameters.items() if parameter.requires_grad]
     # Learning rates are given anew with every run.
-    groups = [{key: value for key, value in group.items() if "lr" not in key} for group in groups]
-    digest = hashlib.sha256(repr([type(optimizer).__name__, groups]).encode())
-    weights = {name: weight.detach().cpu().numpy() for name, weight in model.named_parameters()}
-    for name, array in (*weights.items(), *sorted(state.items())):
+    groups = [
+        {key: value for key, value in group.items() if "lr" not in key} for group in saved["param_groups"]
+    ]
+    digest = hashlib.sha256(repr([type(optimizer).__name__, trained, groups]).encode())
+    state = {
+        f"{number}/{key}": value
+        for number, entries in sorted(saved["state"].items())
+        for key, value in sorted(entries.items())
+        if isinstance(value, Tensor)
+    }
+    for name, tensor in (*parameters.items(), *state.items()):
+        array = tensor.detach().cpu().numpy()
         digest.update(f"{name} {array.dtype} {array.shape}".encode() + array.tobytes())
     return digest.hexdigest()
 
@@ -523,7 +490,7 @@ class LambdaTrainer(EpochTrainer):
         )
         self._program = captured.program
         self._names = list(self._program.weight_shapes)
-        run_on_all_ranks(self._session, lambda: update_of(optimizer, model, self._names), ConfigError)
+        run_on_all_ranks(self._session, self._make_update, ConfigError)
         self._part = open_part(loader.g, captured, objective, targets, options.intervals)
         self._engine: Engine | None = None
         self._last_fingerprint = ""
@@ -558,6 +525,10 @@ class LambdaTrainer(EpochTrainer):
             replace(record, bytes_inside=int(inside), bytes_outside=int(outside))
             for record, (inside, outside) in zip(records, np.diff(ends, axis=0), strict=True)
         ], moved
+
+    def _make_update(self) -> Update:
+        parameters = dict(self._model.named_parameters())
+        return Update(self._optimizer, parameters, self._names, self._objective.clip_norm)
 
     def _rates(self, epochs: range) -> dict[int, list[float]]:
         rates = [float(group["lr"]) for group in self._optimizer.param_groups]
@@ -605,7 +576,7 @@ class LambdaTrainer(EpochTrainer):
                 self._part,
                 self._options,
                 weights_of(self._model, self._names),
-                update_of(self._optimizer, self._model, self._names, self._objective.clip_norm),
+                self._make_update(),
                 epoch,
                 # Once training became synchronous, as switch_at requests, it stays so.
                 None if self._synchronous_from is None else epoch,

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Annotated, TypeAlias, final
 
-import numpy as np
 import torch
 import zmq
 
@@ -57,8 +56,6 @@ class WorkerAnswer:
 
     key: TaskKey
     attempt: Annotated[int, Within(0, MAX_ATTEMPT)]
-    accepted: bool
-    """Whether the graph server accepted the rows; False: another attempt has done the task."""
     seconds: Annotated[float, Within(0, 1e9)]
     cold: bool
     """Whether it was the first task of its worker."""
@@ -105,13 +102,9 @@ class Caller(ABC):
 
 @final
 class RemoteCaller(Caller):
-    """Calls over sockets; connections stay open for the next task of the same job.
+    """Calls over sockets; connections stay open for the next task of the same job."""
 
-    ``through`` maps an endpoint to its proxy, such as ``Relay.endpoint``.
-    """
-
-    def __init__(self, through: Callable[[str], str] = str) -> None:
-        self._through = through
+    def __init__(self) -> None:
         self._secrets: Secrets | None = None
         """Secrets of the open connections; None: there are none."""
         self._used_at = 0.0
@@ -134,8 +127,10 @@ class RemoteCaller(Caller):
         # Numbered here: after a restart a rank may come back at another address.
         number = self._numbers.setdefault(to, len(self._numbers))
         if number not in self._peers:
-            endpoint, key = self._through(to.endpoint), _bytes(to.public_key)
-            self._peers[number] = PeerAddress(rank=to.rank, host=to.host, endpoint=endpoint, public_key=key)
+            key = _bytes(to.public_key)
+            self._peers[number] = PeerAddress(
+                rank=to.rank, host=to.host, endpoint=to.endpoint, public_key=key
+            )
         return self._client.send(number, op, name, arrays).result
 
     def close(self) -> None:
@@ -202,7 +197,11 @@ class _Calls:
         """Fetch the program's JSON, and report this worker's numerical kernels."""
         arrays = self._graph_server(PROGRAM, kernels())(self._task.timeout_s)
         if len(arrays) != 1 or arrays[0].nbytes > MAX_PROGRAM_BYTES:
-            raise self._wrong_answer(PROGRAM, f"one program of at most {MAX_PROGRAM_BYTES} bytes")
+            server = self._task.graph_server
+            raise ConfigError(
+                f"rank {server.rank} on {server.host} answered {PROGRAM} without one program of at most "
+                f"{MAX_PROGRAM_BYTES} bytes; run the same version of dglx_dist everywhere"
+            )
         return arrays[0].tobytes()
 
     def pull(self, half: int) -> Answer:
@@ -233,19 +232,6 @@ class _Calls:
 
     def submit(self, half: int, rows: Sequence[Array]) -> Answer:
         return self._graph_server(GIVE, attempt_name(self._task.key, half, self._task.attempt), rows)
-
-    def is_accepted(self, submitted: Answer) -> bool:
-        arrays = submitted(self._task.timeout_s)
-        if len(arrays) != 1 or arrays[0].shape != (1,) or arrays[0].dtype != np.int64:
-            raise self._wrong_answer(GIVE, "one int64")
-        return bool(arrays[0][0] == 1)
-
-    def _wrong_answer(self, op: str, expected: str) -> ConfigError:
-        server = self._task.graph_server
-        return ConfigError(
-            f"rank {server.rank} on {server.host} answered {op} without {expected}; run the same "
-            "version of dglx_dist everywhere"
-        )
 
     def _graph_server(self, op: str, name: str, arrays: Sequence[Array] = ()) -> Answer:
         return self._caller.send(self._task.graph_server, self._task.secrets, op, name, arrays)
@@ -283,26 +269,25 @@ class Worker:
         self._cold = True
         self._run_of_program: object = None
         self._program: Program
-        self._works: dict[tuple[int, Direction, bool], TaskComputation] = {}
+        self._works: dict[tuple[int, Direction], TaskComputation] = {}
 
     def handle(self, event: object, context: object = None) -> dict[str, Json]:
         """Run the task of ``event`` (``Task.to_event``, or its parsed JSON); return ``WorkerAnswer.as_json``.
 
         A functions service adds ``context``. Raises what :meth:`attempt` returns.
         """
-        answer, failure = self.attempt(event)
+        answer, failure = self.attempt(Task.from_event(event))
         if failure is not None:
             raise failure
         return answer.as_json()
 
-    def attempt(self, event: object) -> tuple[WorkerAnswer, DglxError | None]:
-        """Run the task of ``event``; return its answer, and why it failed, with task, attempt and call."""
+    def attempt(self, task: Task) -> tuple[WorkerAnswer, DglxError | None]:
+        """Run ``task``; return its answer, and why it failed, with task, attempt and call."""
         started = time.perf_counter()
-        task = Task.from_event(event)
         cold, self._cold = self._cold, False
-        accepted, failure = False, None
+        failure = None
         try:
-            accepted = self._run(task)
+            self._run(task)
         except _TaskOver:
             pass
         except Exception as error:  # noqa: BLE001 - reported to the caller; the next task may succeed
@@ -313,34 +298,31 @@ class Worker:
         answer = WorkerAnswer(
             key=task.key,
             attempt=task.attempt,
-            accepted=accepted,
             seconds=time.perf_counter() - started,
             cold=cold,
             error=str(failure or ""),
         )
         return answer, failure
 
-    def _run(self, task: Task) -> bool:
+    def _run(self, task: Task) -> None:
         self._caller.begin()
-        calls, streaming = _Calls(self._caller, task), task.streaming
+        calls = _Calls(self._caller, task)
         work = self._work(task, calls)
         self._hook(TaskPhase.BEFORE_PULL)
         requested = calls.parameters(WEIGHTS) if work.weights else None
         pulled = [calls.rows(calls.pull(0), 0)]
         second = calls.pull(1)
-        if not streaming:
-            pulled.append(calls.rows(second, 1))
         weights = [] if requested is None else requested(task.timeout_s)
         computed: list[Computed] = []
         submitted: list[Answer] = []
-        # Streaming computes the first half while the second arrives; forward, it is also sent meanwhile.
+        # The first half is computed while the second arrives. Forward, it is also sent meanwhile.
         for half in (0, 1):
-            if half == len(pulled):
+            if half:
                 pulled.append(calls.rows(second, 1))
-            keys = _keys_of_half(task, half, len(pulled[half][0]) if pulled[half] else 0)
+            keys = _keys_of_half(task, half, len(pulled[half][0])) if work.drops and pulled[half] else None
             computed.append(work.half(weights, pulled[half], half_length(task.rows, half), keys))
             self._hook(TaskPhase.HALF)
-            if half == 0 and streaming and task.key.direction is Direction.FORWARD:
+            if half == 0 and task.key.direction is Direction.FORWARD:
                 submitted.append(calls.submit(0, computed[0].rows))
         self._hook(TaskPhase.COMPUTED)
         if work.pushes and work.weights:
@@ -349,9 +331,9 @@ class Worker:
         self._hook(TaskPhase.PUSHED)
         for half in range(len(submitted), 2):
             submitted.append(calls.submit(half, computed[half].rows))
-        verdicts = [calls.is_accepted(answer) for answer in submitted]
+        for answer in submitted:
+            answer(task.timeout_s)
         self._hook(TaskPhase.END)
-        return all(verdicts)
 
     def _work(self, task: Task, calls: _Calls) -> TaskComputation:
         key, run = task.key, (task.program, task.secrets, task.key.run)
@@ -364,7 +346,7 @@ class Worker:
                     f"{program.digest[:12]} instead of {task.program[:12]}: it belongs to another run"
                 )
             self._run_of_program, self._program, self._works = run, program, {}
-        kind = (key.step, key.direction, task.rematerialise)
+        kind = (key.step, key.direction)
         if kind not in self._works:
             key.check(self._program)
             self._works[kind] = TaskComputation(self._program, *kind)

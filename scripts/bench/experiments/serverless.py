@@ -1,4 +1,4 @@
-"""Y1 to Y5: training in intervals under strategy ``lambda``, with the bytes predicted by phase."""
+"""Y1 to Y3 and Y5: training in intervals under strategy ``lambda``, with the bytes predicted by phase."""
 
 from __future__ import annotations
 
@@ -21,7 +21,6 @@ from dglx_dist.planner.costs.serverless import PartSizes, serverless_bytes
 from dglx_dist.records import FEATURE, LABEL, NODE_TYPE, Array, NodeColumn, RawGraph, SparseRows
 from dglx_dist.strategies.serverless.cost import prices
 from dglx_dist.strategies.serverless.cut import CLASS_LABEL, capture
-from dglx_dist.strategies.serverless.options import read_lambda_options
 from dglx_dist.training.models import build_model
 from scripts.bench import data
 from scripts.bench.experiments.common import builds, bytes_quotient, clustered_graph, quotient
@@ -31,12 +30,10 @@ SERVERS = 2
 CUT = PartitionPlan(num_parts=SERVERS, method="metis")
 COAUTHORS = "coauthor_physics.npz"
 """A graph in the work folder; nothing is fetched."""
-ON, ALONE = "all on", "servers alone"
-"""Variants that Y4 and Y5 compare with."""
+ALONE = "servers alone"
+"""Variant that Y5 compares with."""
 EMULATED = "workers are processes of this machine, their latency is slept"
-MEGABIT = 1e6 / 8
-LAMBDA_BYTES_PER_S = 200 * MEGABIT
-"""Bandwidth of one function when 100 of them run (Dorylus, section 6)."""
+_LOCAL: Mapping[str, Any] = {"executor": "local"}
 _ASYNC = {f"async, S={number}": {"mode": "async", "staleness": number} for number in (0, 1)}
 _MODES: Mapping[str, Mapping[str, Any]] = {"pipe": {"mode": "pipe"}, **_ASYNC}
 
@@ -80,16 +77,6 @@ class Case:
     """Whether its bytes are predicted: not of threads, whose tasks send none."""
 
 
-def slow_workers(size: Size) -> dict[str, Any]:
-    """Return the options of worker processes with latency and the bandwidth of functions."""
-    return {
-        "executor": "local",
-        "latency_s": size.latency_s,
-        "latency_sigma": size.latency_sigma,
-        "bytes_per_s": LAMBDA_BYTES_PER_S,
-    }
-
-
 _GOALS: Mapping[str, Mapping[str, float]] = {
     "built-in": {"target": 0.88, "lr": 0.003, "epochs": 80},
     "coauthor_physics": {"target": 0.9, "lr": 0.02, "epochs": 80},
@@ -130,7 +117,7 @@ def _y1(plan: BenchPlan, size: Size) -> ExperimentPlan:
 def _counting(graph: str, mode: str, size: Size, turns: tuple[dict[str, Any], ...]) -> Case:
     return Case(
         name=f"{graph}, {mode}",
-        options={"executor": "inline", "latency_s": size.latency_s, **_MODES[mode]},
+        options={"executor": "inline", **_MODES[mode]},
         params={**_GOALS[graph], "warmup": 0, "accuracy": True},
         turns=turns,
         simulated="workers are threads, their latency is slept",
@@ -140,9 +127,11 @@ def _counting(graph: str, mode: str, size: Size, turns: tuple[dict[str, Any], ..
 def _y2(plan: BenchPlan, size: Size) -> ExperimentPlan:
     cases, ratios = [], []
     for sigma, words in ((size.latency_sigma, "jitter"), (0.0, "no jitter")):
-        slow, high = slow_workers(replace(size, latency_sigma=sigma)), 0.9 if sigma else None
+        pauses, high = {"latency_sigma": sigma}, 0.9 if sigma else None
         names = {mode: f"{mode}, {words}" for mode in _MODES}
-        cases += [Case(name=names[mode], options={**slow, **of}) for mode, of in _MODES.items()]
+        cases += [
+            Case(name=names[mode], options={**_LOCAL, **of}, params=pauses) for mode, of in _MODES.items()
+        ]
         for mode in _ASYNC:
             name = f"{mode} / pipe, {words}"
             ratios.append(quotient(over=names[mode], under=names["pipe"], name=name, high=high))
@@ -150,45 +139,27 @@ def _y2(plan: BenchPlan, size: Size) -> ExperimentPlan:
 
 
 def _y3(plan: BenchPlan, size: Size) -> ExperimentPlan:
-    slow, params = slow_workers(size), {"warmup": 1}
     cases = [
-        Case(name=name, options={**slow, "mode": mode}, params=params)
+        Case(name=name, options={**_LOCAL, "mode": mode}, params={"warmup": 1})
         for name, mode in (("no-pipe", "no_pipe"), ("pipe", "pipe"))
     ]
     ratios = [quotient(over="no-pipe", under="pipe", low=1.5), _bytes("no-pipe", "pipe", 1.0, 0.001)]
     return plan_of(plan, size, cases, ratios)
 
 
-def _y4(plan: BenchPlan, size: Size) -> ExperimentPlan:
-    named = {
-        "without fusion": {"fusion": False},
-        "without rematerialisation": {"rematerialise": False},
-        "without streaming": {"streaming": False},
-    }
-    named["all off"] = {name: False for off in named.values() for name in off}
-    options: dict[str, dict[str, bool]] = {ON: {}, **named}
-    cases = [Case(name=name, options={**slow_workers(size), **off}) for name, off in options.items()]
-    low = {"all off": 1.1}
-    ratios = [quotient(over=name, under=ON, name=f"{name} / on", low=low.get(name)) for name in named]
-    made = plan_of(plan, size, cases, ratios)
-    total = {name: sum(of.values()) for name, of in made.facts[PREDICTED_BYTES].items()}
-    # The ratio must be the formula's; what ranks tell each other to agree is in it.
-    of_bytes = [_bytes(name, ON, total[name] / total[ON], 0.002, "on") for name in named]
-    return replace(made, ratios=(*made.ratios, *of_bytes))
-
-
-def _bytes(over: str, under: str, predicted: float, tolerance: float, short: str = "") -> Ratio:
+def _bytes(over: str, under: str, predicted: float, tolerance: float) -> Ratio:
     around = {"low": (1 - tolerance) * predicted, "high": (1 + tolerance) * predicted}
-    return bytes_quotient(over, under, f"bytes, {over} / {short or under}", predicted=predicted, **around)
+    return bytes_quotient(over, under, f"bytes, {over} / {under}", predicted=predicted, **around)
 
 
 def _y5(plan: BenchPlan, size: Size) -> ExperimentPlan:
     simulated = EMULATED + "; dollars are those of a price table, nothing was paid"
-    cases = [Case(name=ALONE, options={"executor": "inline"}, simulated=simulated, counted=False)]
+    alone = {"executor": "inline"}
+    cases = [Case(name=ALONE, options=alone, params={"latency_s": 0.0}, simulated=simulated, counted=False)]
     ratios = []
     for mode in ("pipe", "async, S=0"):
         name = f"functions, {mode}"
-        cases.append(Case(name=name, options={**slow_workers(size), **_MODES[mode]}, simulated=simulated))
+        cases.append(Case(name=name, options={**_LOCAL, **_MODES[mode]}, simulated=simulated))
         ratios += [
             Ratio(name=f"value, {name} / alone", over=name, under=ALONE, quantity="value", low=1.11),
             Ratio(name=f"time, alone / {name}", over=ALONE, under=name),
@@ -223,7 +194,6 @@ _PLANS: Mapping[str, tuple[Callable[[BenchPlan, Size], ExperimentPlan], Mapping[
     # Random pauses take most of an epoch, and computing on shared cores takes little.
     "Y2": (_y2, {"nodes": 8000, "features": 64, "latency_s": 0.06}),
     "Y3": (_y3, _BALANCED),
-    "Y4": (_y4, {"hidden": 64, "workers": 4, "epochs": 4}),
     "Y5": (_y5, {}),
 }
 """Id -> what builds it, and what of the size is different."""
@@ -246,9 +216,7 @@ def plan_of(
         ratios=tuple(ratios),
         facts={
             "dataset": data.facts(folder),
-            PREDICTED_BYTES: {
-                case.name: _predict_bytes(case, folder, size, graph.classes) for case in counted
-            },
+            PREDICTED_BYTES: {case.name: _predict_bytes(folder, size, graph.classes) for case in counted},
             **facts,
         },
     )
@@ -268,6 +236,8 @@ def variant_of(case: Case, folder: Path, size: Size, seed: int) -> Variant:
         "options": {"intervals": size.intervals, "workers": size.workers, **case.options},
         "hidden": size.hidden,
         "epochs": size.epochs,
+        "latency_s": size.latency_s,
+        "latency_sigma": size.latency_sigma,
         "warmup": 2,
         "seed": seed,
         **case.params,
@@ -276,7 +246,7 @@ def variant_of(case: Case, folder: Path, size: Size, seed: int) -> Variant:
     return Variant(name=case.name, shape=Shape(servers=SERVERS), job=job, simulated=case.simulated)
 
 
-def _predict_bytes(case: Case, folder: Path, size: Size, classes: int) -> dict[str, int]:
+def _predict_bytes(folder: Path, size: Size, classes: int) -> dict[str, int]:
     manifest = open_dataset(folder).manifest
     halo = manifest.quality["halo_nodes"]
     assert isinstance(halo, Sequence)
@@ -290,9 +260,8 @@ def _predict_bytes(case: Case, folder: Path, size: Size, classes: int) -> dict[s
     # Its degrees are asked for by name only while a model is captured.
     graph = object.__new__(DistGraph)
     model = build_model("gcn", size.features, size.hidden, classes, 2, 0.0, graph=graph)
-    options = read_lambda_options(case.options)
     captured = capture(model, size.features).with_loss(cross_entropy, CLASS_LABEL)
-    return serverless_bytes(captured.program, sizes, options)
+    return serverless_bytes(captured.program, sizes)
 
 
 _SHARES = (0.66, 0.10)

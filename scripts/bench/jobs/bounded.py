@@ -5,10 +5,14 @@ Reports are what the driver reads; those of the ranks agree but for ``peak_bytes
 
 from __future__ import annotations
 
+import hashlib
+import math
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
+from statistics import NormalDist
 from typing import Any
+from unittest.mock import patch
 
 import dgl
 import torch
@@ -21,7 +25,11 @@ from dglx_dist.graph.split import node_split
 from dglx_dist.memory import peak_bytes
 from dglx_dist.records import FEATURE, NODE_TYPE, EpochRecord
 from dglx_dist.strategies.base import Objective
+from dglx_dist.strategies.serverless.executors.base import Executor
 from dglx_dist.strategies.serverless.parameter_service import READ
+from dglx_dist.strategies.serverless.tasks import Task
+from dglx_dist.strategies.serverless.worker import TaskPhase
+from dglx_dist.strategies.serverless.worker_process import Fault
 from dglx_dist.training.inference import evaluate
 from dglx_dist.training.models import build_model
 from scripts.bench.jobs.params import IntervalParams, read_params
@@ -37,11 +45,26 @@ def run(params: Mapping[str, Any], context: JobContext) -> dict[str, Any]:
     """Train as ``params`` (fields of :class:`IntervalParams`) say; ConfigError where a loop is needed."""
     job = read_params(IntervalParams, params)
     timeout_s = min(_LONGEST_WAIT_S, context.timeout_s)
-    with init(job.strategy, timeout=timeout_s, seed=job.seed, **dict(job.options)) as session:
+    emulated = patch.object(Executor, "fault_of", lambda _, task: draw_pause(job, task))
+    with emulated, init(job.strategy, timeout=timeout_s, seed=job.seed, **dict(job.options)) as session:
         g = DistGraph(job.data, structure="partitioned", session=session)
         report = _train(g, job) | {"peak_bytes": peak_bytes()}
         g.close()
         return report
+
+
+def draw_pause(job: IntervalParams, task: Task) -> Fault | None:
+    """Return the log-normal pause of one attempt between computing and submitting its results.
+
+    It stands for the latency of a function, and does not depend on the order of invocations.
+    """
+    if job.latency_s == 0:
+        return None
+    digest = hashlib.sha256(f"latency/{task.key}/{task.attempt}".encode()).digest()
+    # The middle of its cell, so that neither end of the distribution is drawn.
+    share = (int.from_bytes(digest[:6], "little") + 0.5) / (1 << 48)
+    factor = math.exp(NormalDist(0.0, job.latency_sigma).inv_cdf(share)) if job.latency_sigma else 1.0
+    return Fault(place=TaskPhase.COMPUTED, seconds=job.latency_s * factor)
 
 
 def _train(g: DistGraph, job: IntervalParams) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar, Literal, TypeVar
 
 from dglx_dist.errors import ConfigError
-from dglx_dist.options import ABOVE_ZERO, Check, at_least, check_ranges, option
+from dglx_dist.options import ABOVE_ZERO, Check, at_least, between, check_ranges, option
 from dglx_dist.registry import suggest_name
 from dglx_dist.training.model_kinds import check_kind
 from scripts.bench.simulate import ComputeCost
@@ -104,6 +104,8 @@ class IntervalParams(ModelParams):
         "Training accuracy to which epochs are counted.",
         check=Check(lambda value: 0 < value <= 1, "a fraction, or left out"),
     )
+    latency_s: float = option(0.0, "Median pause of a task; 0: none.", check=between(0, 60))
+    latency_sigma: float = option(0.5, "Spread of its logarithm.", check=between(0, 3))
 
 
 Params = TypeVar("Params", bound=ModelParams)

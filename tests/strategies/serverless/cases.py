@@ -26,7 +26,7 @@ from dglx_dist.strategies.serverless.graph_partition import (
 )
 from dglx_dist.strategies.serverless.graph_server import GraphServer
 from dglx_dist.strategies.serverless.options import LambdaOptions, read_lambda_options
-from dglx_dist.strategies.serverless.parameter_server import ParameterPlan, ParameterServer, Update, assign
+from dglx_dist.strategies.serverless.parameter_server import ParameterPlan, ParameterServer, assign
 from dglx_dist.strategies.serverless.program import Program
 from dglx_dist.strategies.serverless.tasks import TaskKey
 from dglx_dist.strategies.serverless.tensor_program import RowKeys, drop_rows
@@ -39,6 +39,7 @@ from tests.strategies.serverless.programs import (
     double_by_default,
     make_model,
     make_program,
+    make_update,
 )
 
 PROGRAMS = {name: functools.partial(make_program, name) for name in (*MODELS, *CONVOLUTIONS)}
@@ -111,9 +112,7 @@ class Case:
 
 
 def boundaries_of(graphs: Sequence[ServerGraph]) -> list[list[Array]]:
-    return [
-        [graph.own_positions(peer.halo_ids(graph.rank), peer.rank) for peer in graphs] for graph in graphs
-    ]
+    return [[graph.own_positions(peer.halo_ids(graph.rank)) for peer in graphs] for graph in graphs]
 
 
 @functools.cache
@@ -194,7 +193,7 @@ def plan_of(
 def parameter_server(program: Program, plan: ParameterPlan, index: int) -> ParameterServer:
     weights = first_weights(program)
     names = list(plan.shapes)
-    update = Update("SGD", [{"lr": LR, "params": names}], names)
+    update = make_update("SGD", names, lr=LR)
     return ParameterServer(plan, index, [weights[name] for name in names], update)
 
 
@@ -244,6 +243,6 @@ def engine(session: Session, name: str, **options: Any) -> Engine:
     graph, names = case().graphs(starts)[session.topology.rank], list(program.weight_shapes)
     part = case().part(program, graph, exchange_boundaries(session, graph), INTERVALS)
     weights = [first_weights(program)[name] for name in names]
-    update = Update("SGD", [{"lr": LR, "params": names}], names)
+    update = make_update("SGD", names, lr=LR)
     read = read_lambda_options({"executor": "inline", "workers": 3} | options)
     return Engine(session, program, part, read, weights, update)

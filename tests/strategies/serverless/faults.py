@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from dglx_dist.strategies.serverless.executors.base import Latency, PoolExecutor
+from dglx_dist.strategies.serverless.executors.base import Executor
 from dglx_dist.strategies.serverless.tasks import Task, TaskKey
 from dglx_dist.strategies.serverless.worker_process import Fault
 
@@ -20,13 +20,12 @@ def strike(
     fault_of: Callable[[TaskKey, int], Fault | None] = none,
     is_doubled: Callable[[TaskKey, int], bool] = lambda _key, _attempt: True,
 ) -> None:
-    """Let ``fault_of`` an attempt happen, in place of an emulated latency; invoke some attempts twice."""
-    invoke = PoolExecutor.invoke
+    """Let ``fault_of`` an attempt happen, and invoke some attempts twice."""
+    invoke = Executor.invoke
 
-    def invoke_with_duplicates(pool: PoolExecutor, event: bytes) -> None:
-        task = Task.from_event(event)
+    def invoke_with_duplicates(pool: Executor, task: Task) -> None:
         for _ in range(1 + is_doubled(task.key, task.attempt)):
-            invoke(pool, event)
+            invoke(pool, task)
 
-    monkeypatch.setattr(PoolExecutor, "invoke", invoke_with_duplicates)
-    monkeypatch.setattr(Latency, "draw", lambda _, key, attempt: fault_of(key, attempt))
+    monkeypatch.setattr(Executor, "invoke", invoke_with_duplicates)
+    monkeypatch.setattr(Executor, "fault_of", lambda _, task: fault_of(task.key, task.attempt))

@@ -12,8 +12,8 @@ from dglx_dist.graph.dist_graph import DistGraph
 from dglx_dist.strategies.serverless.cut import CLASS_LABEL, capture
 from dglx_dist.strategies.serverless.graph_server import GraphServer
 from dglx_dist.strategies.serverless.options import LambdaOptions
-from dglx_dist.strategies.serverless.parameter_server import ParameterServer
-from dglx_dist.strategies.serverless.trainer import update_of, weights_of, write_back
+from dglx_dist.strategies.serverless.parameter_server import ParameterServer, Update
+from dglx_dist.strategies.serverless.trainer import weights_of, write_back
 from tests.strategies import equality
 
 from .cases import Case, DirectParameters, plan_of
@@ -33,7 +33,9 @@ def weights_after(g: DistGraph, kind: str, graph_servers: int, epochs: int) -> l
     plan = plan_of(program, parts, min(2, graph_servers))
     names = list(plan.shapes)
     parameters = [
-        ParameterServer(plan, index, weights_of(model, names), update_of(optimizer, model, names))
+        ParameterServer(
+            plan, index, weights_of(model, names), Update(optimizer, dict(model.named_parameters()), names)
+        )
         for index in range(plan.num_servers)
     ]
     options = LambdaOptions(mode="async")

@@ -17,7 +17,7 @@ from torch.nn.functional import cross_entropy, elu, relu
 
 from dglx_dist.records import Array
 from dglx_dist.strategies.serverless.cut import CLASS_LABEL, capture
-from dglx_dist.strategies.serverless.parameter_server import ParameterServer
+from dglx_dist.strategies.serverless.parameter_server import ParameterServer, Update
 from dglx_dist.strategies.serverless.program import EDGE_DATA, Program, Slot
 
 FEATURES, CLASSES, NUM_TRAIN = 5, 3, 6
@@ -263,3 +263,10 @@ def exchange(servers: Sequence[ParameterServer]) -> int | None:
                 server.receive_sums(second.index, epoch, vector)
     updates = [server.advance() for server in servers]
     return updates[0]
+
+
+def make_update(kind: str, names: Sequence[str], **settings: Any) -> Update:
+    """Make the update of a plain optimizer for weights with these names."""
+    parameters = {name: torch.nn.Parameter(torch.zeros(1)) for name in names}
+    optimizer = getattr(torch.optim, kind)(parameters.values(), **settings)
+    return Update(optimizer, parameters, names)

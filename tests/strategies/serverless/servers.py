@@ -32,6 +32,7 @@ from dglx_dist.strategies.serverless.tasks import (
     TaskComputation,
     TaskKey,
     half_rows,
+    join_halves,
     parse_attempt,
     parse_half,
 )
@@ -70,11 +71,10 @@ class Bench:
     Args:
         program: What is trained.
         rows: Of each interval.
-        rematerialise: As in Task.
     """
 
-    def __init__(self, program: Program, rows: Sequence[int], *, rematerialise: bool = True) -> None:
-        self.program, self.rows, self.rematerialise = program, list(rows), rematerialise
+    def __init__(self, program: Program, rows: Sequence[int]) -> None:
+        self.program, self.rows = program, list(rows)
         self.weights = _weights(program)
         self.late = 0
         """How often a first pull is told "not yet"."""
@@ -97,9 +97,9 @@ class Bench:
         }
 
     def work(self, key: TaskKey) -> TaskComputation:
-        return TaskComputation(self.program, key.step, key.direction, self.rematerialise)
+        return TaskComputation(self.program, key.step, key.direction)
 
-    def task(self, key: TaskKey, *, streaming: bool = True, timeout_s: float = 20.0) -> Task:
+    def task(self, key: TaskKey, *, timeout_s: float = 20.0) -> Task:
         return Task(
             key=key,
             rows=self.rows[key.interval],
@@ -110,8 +110,6 @@ class Bench:
             parameter_server=self.address,
             secrets=self.secrets,
             timeout_s=timeout_s,
-            streaming=streaming,
-            rematerialise=self.rematerialise,
         )
 
     def arrays(self, key: TaskKey) -> list[Array]:
@@ -121,22 +119,13 @@ class Bench:
 
     def check(self, key: TaskKey) -> None:
         work, task = self.work(key), self.task(key)
-        weights, halves, gradients = [self.weights[name] for name in work.weights], self.given[key], []
-        assert sorted(halves) == [0, 1]
-        for half in (0, 1):
-            part = half_rows(task.rows, half)
-            keys = RowKeys(
-                3, key.epoch, torch.arange(task.first_row + part.start, task.first_row + part.stop)
-            )
-            arrays = [array[part] for array in self.arrays(key)]
-            expected = work.half(weights, arrays, part.stop - part.start, keys)
-            gradients.append(expected.gradients)
-            for left, right in zip(halves[half], expected.rows, strict=True):
-                assert left.dtype == right.dtype
-                np.testing.assert_array_equal(left, right)
-        sums = [left + right for left, right in zip(*gradients, strict=True)]
-        for left, right in zip(self.pushed.get(key, []), sums, strict=True):
-            np.testing.assert_array_equal(left, right)
+        weights, halves = [self.weights[name] for name in work.weights], self.given[key]
+        keys = RowKeys(3, key.epoch, torch.arange(task.first_row, task.first_row + task.rows))
+        expected = work.compute_halves(weights, self.arrays(key), task.rows, keys)
+        results = [*join_halves(work.given, halves[0], halves[1]), *self.pushed.get(key, [])]
+        for result, reference in zip(results, [*expected.rows, *expected.gradients], strict=True):
+            assert result.dtype == reference.dtype
+            np.testing.assert_array_equal(result, reference)
 
     def wait_for(self, executor: Executor, keys: Sequence[TaskKey]) -> list[Lost]:
         """Wait until all halves of ``keys`` are here; return what was lost meanwhile."""
@@ -171,10 +160,8 @@ class Bench:
         key.check(self.program)
         self._note("give", name, arrays)
         with self._lock:
-            halves = self.given.setdefault(key, {})
-            fresh = half not in halves
-            halves.setdefault(half, list(arrays))
-        return [np.array([int(fresh)])]
+            self.given.setdefault(key, {}).setdefault(half, list(arrays))
+        return []
 
     def _give_weights(self, name: str, arrays: Sequence[Array]) -> list[Array]:
         names = self.program.weights_of(TaskKey.parse(name).step)

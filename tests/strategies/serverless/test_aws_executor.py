@@ -63,7 +63,7 @@ def test_tasks_come_back_with_their_bill(service: FunctionsService) -> None:
     with serve(bench), executor(service) as running:
         running.size(4)
         for key in keys:
-            running.invoke(bench.task(key).to_event())
+            running.invoke(bench.task(key))
         assert bench.wait_for(running, keys) == []
         billed = list[Invocation]()
         until(lambda: billed.extend(running.take_billed()) or len(billed) == len(keys), "billed")
@@ -107,14 +107,14 @@ def test_task_of_a_dead_container_runs_in_another(service: FunctionsService) -> 
     # The first pull is told "not yet" for long: time enough to kill who waits.
     bench.late = 10**6
     with serve(bench), executor(service, read_log=False) as running:
-        running.invoke(bench.task(key).to_event())
+        running.invoke(bench.task(key))
         until(lambda: ("pull", f"{key}/0") in bench.calls, "asked for rows")
         assert service.kill_busy(NAME) == 1
         (outcome,) = service.wait_for(NAME, 1)
         assert outcome.error == "Sandbox.Exit"
         assert running.take_lost() == []
         bench.late = 0
-        running.invoke(bench.task(key).again().to_event())
+        running.invoke(bench.task(key).again())
         bench.wait_for(running, [key])
     bench.check(key)
 
@@ -172,7 +172,7 @@ def test_an_event_that_aws_does_not_take_is_lost_at_once(service: FunctionsServi
     service.add("gone", write_image(tmp_path, ""))
     with serve(bench), executor(service, function="gone", read_log=False) as running:
         service.discard(service.functions.pop("gone"))
-        running.invoke(bench.task(key).to_event())
+        running.invoke(bench.task(key))
         lost = list[Lost]()
         until(lambda: lost.extend(running.take_lost()) or lost, "lost")
     assert (lost[0].key, lost[0].attempt) == (key, 0)

@@ -17,7 +17,7 @@ from dglx_dist.strategies.serverless.program import Apply, Program, Slot
 from dglx_dist.strategies.serverless.tensor_program import ALLOWED, Operation, TensorProgram, find_operation
 from dglx_dist.training.tasks import choose_loss
 
-from .programs import CONVOLUTIONS, MODELS, WEIGHT, make_program
+from .programs import CONVOLUTIONS, MODELS, WEIGHT, Stack, make_program, program_of
 
 PAGE = Path(__file__).parents[3] / "docs" / "strategies" / "lambda.md"
 NUMBERS = Slot(name="label", shape=(3,), per="node")
@@ -278,3 +278,13 @@ def test_data_of_edges_that_is_not_read_is_not_fetched() -> None:
     assert [
         slot.name for slot in capture(Single(dglnn.SAGEConv(5, 4, "pool")), 5, WEIGHT).program.inputs
     ] == ["x"]
+
+
+@pytest.mark.parametrize(
+    ("features", "begins_with"), [(8, ["GA1", "AV1", "SC1"]), (9, ["AV1", "SC1", "GA1"])]
+)
+def test_features_are_summed_before_a_product_unless_they_are_much_wider(
+    features: int, begins_with: list[str]
+) -> None:
+    model = Stack(dglnn.GraphConv(features, 4, norm="none"), dglnn.GraphConv(4, 3, norm="none"))
+    assert [step.name for step in program_of(model, features).steps][:3] == begins_with

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import threading
 from collections.abc import Mapping
@@ -9,7 +10,7 @@ from collections.abc import Mapping
 import pytest
 
 from dglx_dist.errors import ConfigError, PeerError
-from dglx_dist.strategies.serverless.controller import Autotuner, Controller, ControllerOptions, most_workers
+from dglx_dist.strategies.serverless.controller import Autotuner, Controller, most_workers
 from dglx_dist.strategies.serverless.cost import prices
 from dglx_dist.strategies.serverless.executors.base import Executor, ExecutorContext, Invocation, Lost
 from dglx_dist.strategies.serverless.tasks import Address, Direction, Secrets, Task, TaskKey
@@ -34,8 +35,7 @@ class Noted(Executor):
         self.dead: list[Lost] = []
         self.ended: list[Invocation] = []
 
-    def invoke(self, event: bytes) -> None:
-        task = Task.from_event(event)
+    def invoke(self, task: Task) -> None:
         self.sent.append(f"{task.key}/{task.attempt}")
 
     def size(self, workers: int) -> None:
@@ -52,13 +52,22 @@ class Noted(Executor):
     def close(self) -> None: ...
 
 
+make_controller = functools.partial(Controller, retries=8, prices=prices())
+
+
 class Scene:
     """A controller with a clock that stands still and an executor that only notes."""
 
-    def __init__(self, workers: int | None = 2, intervals: int = 100, **options: object) -> None:
+    def __init__(self, workers: int = 2, intervals: int = 100, **options: object) -> None:
         self.clock, self.executor, self.seen = Clock(), Noted(), list[tuple[TaskKey, float, float, float]]()
-        chosen = ControllerOptions(most=most_workers(intervals), workers=workers, **options)  # type: ignore[arg-type]
-        self.controller = Controller(self.executor, chosen, self.clock, lambda *told: self.seen.append(told))
+        self.controller = make_controller(
+            self.executor,
+            most=most_workers(intervals),
+            workers=workers,
+            clock=self.clock,
+            observer=lambda *told: self.seen.append(told),
+            **options,
+        )
 
     def launch(self, interval: int, epoch: int = 0, *, ready: bool = True) -> TaskKey:
         task = make_task(interval, epoch)
@@ -195,20 +204,6 @@ def test_error_after_all_retries_has_the_last_reason() -> None:
         scene.wait(0)
 
 
-def test_a_batch_goes_out_when_it_is_full_or_has_waited() -> None:
-    scene = Scene(workers=10, batch=3)
-    scene.launch(0)
-    assert len(scene.executor.sent) == 1
-    scene.launch(1)
-    scene.launch(2)
-    assert len(scene.executor.sent) == 1
-    scene.launch(3)
-    assert len(scene.executor.sent) == 4
-    scene.launch(4)
-    assert scene.wait(0.004) == []
-    assert scene.wait(0.002) == ["r0.e0.s1.i4.f/0"]
-
-
 def test_ended_invocations_are_counted_and_billed_by_the_step() -> None:
     scene = Scene(prices=prices("dorylus"))
     for interval in range(3):
@@ -221,7 +216,7 @@ def test_ended_invocations_are_counted_and_billed_by_the_step() -> None:
 
 
 def test_the_number_of_workers_follows_the_queue() -> None:
-    scene, queue = Scene(workers=None, intervals=8), [0.0]
+    scene, queue = Scene(workers=0, intervals=8), [0.0]
     scene.controller.watch(lambda: queue[0])
     assert (scene.controller.workers, scene.executor.sizes) == (8, [8])
     for length in (10.0, 20.0, 40.0):
@@ -240,7 +235,7 @@ def test_the_number_of_workers_follows_the_queue() -> None:
 
 def test_reducing_workers_keeps_one_for_tasks_that_early_ones_wait_for() -> None:
     """All places of three who wait for rows would leave none to the task that gives them, when it dies."""
-    scene, queue = Scene(workers=None, intervals=4), [0.0]
+    scene, queue = Scene(workers=0, intervals=4), [0.0]
     scene.controller.watch(lambda: queue[0])
     first = scene.launch(0)
     early = [scene.launch(interval, ready=False) for interval in (1, 2, 3)]
@@ -261,7 +256,7 @@ def test_reducing_workers_keeps_one_for_tasks_that_early_ones_wait_for() -> None
 def test_a_thread_ticks_when_it_is_woken_and_its_error_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("dglx_dist.strategies.serverless.controller._TICK_S", 60)
     executor = Noted()
-    controller = Controller(executor, ControllerOptions(most=1, workers=1, retries=0))
+    controller = make_controller(executor, most=1, workers=1, retries=0)
     task = make_task(0)
     controller.launch(task, ready=True)
     executor.dead = [Lost(key=task.key, attempt=0, reason="killed")]
@@ -270,7 +265,7 @@ def test_a_thread_ticks_when_it_is_woken_and_its_error_is_kept(monkeypatch: pyte
 
 
 def test_bug_that_ends_the_thread_is_reported() -> None:
-    controller = Controller(Noted(), ControllerOptions(most=1), itertools.count().__next__)
+    controller = make_controller(Noted(), most=1, clock=itertools.count().__next__)
     controller.watch(lambda: 1 / 0)
     with pytest.raises(PeerError, match="stopped: ZeroDivisionError"), controller.run():
         wake_until_it_fails(controller)

@@ -228,10 +228,13 @@ def test_a_role_that_is_not_known_yet_is_waited_for(
 def test_function_that_cannot_be_used_is_an_error(
     deployment: Deployment, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(made.time, "sleep", lambda _: None)
+    monkeypatch.setattr("time.sleep", lambda _: None)
     monkeypatch.setattr(Place, "client", lambda _place, service: client(service))
     states = [{"State": "Pending"}, {"State": "Failed", "StateReason": "no addresses left in subnet-1"}]
-    monkeypatch.setattr(client("lambda"), "get_function_configuration", lambda FunctionName: states.pop(0))
+    answers = ({"Configuration": state} for state in states)
+    waiter = client("lambda").get_waiter("function_active_v2")
+    monkeypatch.setattr(waiter, "_operation_method", lambda FunctionName: next(answers))
+    monkeypatch.setattr(client("lambda"), "get_waiter", lambda _name: waiter)
     with pytest.raises(ConfigError, match="no addresses left in subnet-1"):
         do(deployment)
 

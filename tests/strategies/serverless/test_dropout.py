@@ -97,8 +97,8 @@ def check(results: dict[str, Any], expected_results: dict[str, Any]) -> None:
     "options",
     [
         {"intervals": 1, "mode": "no_pipe"},
-        {"intervals": 7, "fusion": False, "rematerialise": False},
-        {"intervals": 2, "executor": "local", "workers": 1, "streaming": False},
+        {"intervals": 7},
+        {"intervals": 2, "executor": "local", "workers": 1},
     ],
 )
 def test_options_and_intervals_change_nothing(

@@ -28,11 +28,11 @@ GAT = (
 MARK = {Barrier.NONE: "", Barrier.LOCAL: " ,", Barrier.GLOBAL: " |"}
 
 
-def words(program, fused: bool = True) -> str:
+def words(program) -> str:
     return "; ".join(
         f"{program.steps[task.step].name} "
         f"{task.direction.value if task.kind is TaskKind.WORK else task.kind.value}{MARK[task.barrier]}"
-        for task in epoch_schedule(program, fused)
+        for task in epoch_schedule(program)
     )
 
 
@@ -40,7 +40,6 @@ def test_schedules_have_gradient_tasks_where_needed() -> None:
     """Layer 1 of a graph convolution has no gradient of its input; attention has one of everything."""
     assert words(gcn()) == words(sage()) == f"GA1 gather; {GCN}"
     assert words(gat()) == GAT
-    assert words(gcn(), fused=False) == f"GA1 gather; {GCN.replace('AV2 fb', 'AV2 f; AV2 loss; AV2 b')}"
     assert words(gcn((5, 3))) == "GA1 gather; AV1 fb"
 
 
@@ -70,8 +69,6 @@ def test_a_scatter_waits_for_all_intervals_of_all_graph_servers() -> None:
     # Gradients of halo nodes: all own intervals first; gradients of own rows: all graph servers.
     assert schedule.task_of(0)[1].kind is TaskKind.SEND_BACK
     assert schedule.startable() == [1]
-    with pytest.raises(ConfigError, match="graph server 4 is not one of the peers"):
-        schedule.record_position(4, 1)
 
 
 def test_without_a_pipeline_every_move_waits_for_the_one_before() -> None:
@@ -108,8 +105,6 @@ def test_counts_may_come_in_any_order() -> None:
     assert schedule.synchronous_from == 4 + 1 + 1
     assert [schedule.is_synchronous(epoch) for epoch in (3, 4, 5, 6)] == [True, False, False, True]
     assert schedule.is_known(99)
-    with pytest.raises(ConfigError, match="graph server 2 of 2 counted"):
-        schedule.record_correct(2, 5, 1)
 
 
 @pytest.mark.parametrize("staleness", [2, *wide(0)])
@@ -159,15 +154,14 @@ def test_a_price_table_is_read_once(tmp_path: Path) -> None:
         ({"mode": "fast"}, "mode='fast' must be no_pipe, pipe or async"),
         ({"staleness": 1}, "no meaning with mode='pipe'.*add mode='async'"),
         ({"staleness": -1, "mode": "async"}, "staleness=-1 must be from 0"),
-        ({"switch_at": 0.9}, "leave one out"),
+        ({"switch_at": 0.9}, "leave it out"),
         ({"switch_at": 1.5, "mode": "async"}, "accuracy from 0 to 1"),
         ({"initialise": "xavier"}, "initialise='xavier' must be keep, xavier_uniform, .* or he_normal"),
         ({"intervals": 0}, "intervals=0 must be from 1"),
-        ({"batch": 0}, "batch=0 must be from 1"),
         ({"parameter_servers": 0}, "parameter_servers=0 must be from 1"),
-        ({"fusion": 1}, "must be of type bool"),
+        ({"intervals": True}, "must be of type int"),
         ({"stalenes": 1}, "no option 'stalenes'.*did you mean 'staleness'"),
-        ({"executor": "inline", "memory_mb": 192}, "executor='inline' has no option 'memory_mb'.*latency_s"),
+        ({"executor": "inline", "memory_mb": 192}, "executor='inline' has no option 'memory_mb'"),
         ({"executor": "inlin"}, "did you mean 'inline'"),
         ({"prices": "awz"}, "no price table 'awz'"),
         ({"server": "c5.tiny"}, r"no server 'c5\.tiny'"),

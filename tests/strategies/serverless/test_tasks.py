@@ -45,7 +45,6 @@ def task(**changes: Any) -> Task:
         "secrets": Secrets(secret="abc", public_key=KEY, secret_key=KEY),
         "timeout_s": 2.5,
         "attempt": 4,
-        "streaming": False,
     }
     return Task(**{**fields, **changes})
 
@@ -94,7 +93,7 @@ def test_a_key_is_checked_against_the_program() -> None:
 
 
 def test_a_task_comes_back_from_its_event() -> None:
-    for case in (task(), task(secrets=Secrets(secret="s"), attempt=0, streaming=True)):
+    for case in (task(), task(secrets=Secrets(secret="s"), attempt=0)):
         event = case.to_event()
         assert Task.from_event(event) == case
         assert Task.from_event(event.decode()) == case
@@ -108,7 +107,7 @@ def test_nothing_secret_is_shown() -> None:
     assert "sesame" not in repr(single)
     assert "kkk" not in repr(single)
     with pytest.raises(ConfigError, match="secret") as caught:
-        task(secrets=Secrets(secret="open sesame\n")).to_event()
+        Task.from_event(task(secrets=Secrets(secret="open sesame\n")).to_event())
     assert "sesame" not in str(caught.value)
     with pytest.raises(ConfigError, match=r"'secrets' is \(not shown\), expected an object") as caught:
         Task.from_event({**as_json(), "secrets": "open sesame"})
@@ -164,22 +163,16 @@ def test_invalid_events_are_refused(case: str) -> None:
         Task.from_event(event)
 
 
-def test_a_task_that_could_not_be_read_is_not_written() -> None:
-    for bad in (task(rows=-1), task(program="x"), task(attempt=10**6), task(timeout_s=float("nan"))):
-        with pytest.raises(ConfigError):
-            bad.to_event()
-
-
 def test_own_rows_of_features_get_no_gradient() -> None:
     program = sage()
-    assert [item.slot for item in pulled_items(program, 1, F, True)] == ["h1", "x"]
-    assert given_items(program, 1, B, True) == ()
-    assert sorted(item.slot for item in given_items(program, 4, B, True)) == ["h2", "h3"]
-    assert [item.role for item in given_items(gcn((5, 3)), 1, FB, True)] == [Role.STATISTICS]
+    assert [item.slot for item in pulled_items(program, 1, F)] == ["h1", "x"]
+    assert given_items(program, 1, B) == ()
+    assert sorted(item.slot for item in given_items(program, 4, B)) == ["h2", "h3"]
+    assert [item.role for item in given_items(gcn((5, 3)), 1, FB)] == [Role.STATISTICS]
 
 
 def test_arrays_of_another_shape_or_dtype_are_refused() -> None:
-    items = given_items(gcn(), 1, F, True)
+    items = given_items(gcn(), 1, F)
     check_payload(items, [np.zeros((7, 4))], 7, "a gift")
     for wrong in ([np.zeros((6, 4))], [np.zeros((7, 3))], [np.zeros((7, 4), np.float32)], [np.zeros(28)]):
         with pytest.raises(ConfigError, match="a gift has output h2 of shape"):

@@ -22,7 +22,8 @@ from dglx_dist.records import EpochRecord
 from dglx_dist.strategies.base import Objective, WrappedModel
 from dglx_dist.strategies.serverless.graph_partition import read_features, read_structure
 from dglx_dist.strategies.serverless.graph_server import GraphServer
-from dglx_dist.strategies.serverless.trainer import IntervalLoader, draw_weights, update_of, write_back
+from dglx_dist.strategies.serverless.parameter_server import Update
+from dglx_dist.strategies.serverless.trainer import IntervalLoader, draw_weights, write_back
 from dglx_dist.training import checkpoint
 from dglx_dist.training.fit_config import FitConfig
 from tests.helpers.ranks import run_ranks
@@ -32,11 +33,12 @@ from tests.strategies import equality
 def test_what_does_not_fit_is_refused() -> None:
     model = nn.Sequential(nn.Linear(5, 4), nn.Linear(4, 3))
     optimizer = torch.optim.SGD([model[1].weight, model[0].weight], lr=0.1)
-    names = [name for name, _ in model.named_parameters()]
+    parameters = dict(model.named_parameters())
     with pytest.raises(ConfigError, match=r"shape \(3, 4\) that is not one of the model's"):
-        update_of(optimizer, nn.Linear(1, 1), names)
+        Update(optimizer, dict(nn.Linear(1, 1).named_parameters()), ["weight"])
     # The program does not read the first weight, and so it stays as it is.
-    assert "0.weight" not in update_of(optimizer, model, names[1:]).names
+    update = Update(optimizer, parameters, [*parameters][1:])
+    assert update.names == ("0.bias", "1.weight", "1.bias")
     with pytest.raises(ConfigError, match="belongs to no parameter"):
         write_back(model, optimizer, {}, {"9.bias/momentum_buffer": np.zeros(3)})
 

@@ -100,6 +100,11 @@ def explain_errors(purpose: str) -> Iterator[None]:
         remedy = ""
         if isinstance(error, boto.NoCredentialsError | boto.PartialCredentialsError | boto.ProfileNotFound):
             remedy = "; log in with `aws configure` or `aws sso login`"
+        elif isinstance(error, boto.WaiterError):
+            # A waiter of functions gets the configuration, alone or beside other facts.
+            state = error.last_response.get("Configuration", error.last_response)
+            reason = state.get("StateReason") or state.get("LastUpdateStatusReason") or "no reason given"
+            remedy = f" ({reason}); run the command again, or remove the function and deploy it again"
         elif isinstance(error, boto.NoRegionError):
             remedy = "; give --region, or set one with `aws configure`"
         elif (

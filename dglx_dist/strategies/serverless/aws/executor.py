@@ -20,12 +20,13 @@ from dglx_dist.strategies.serverless.aws.clients import (
     is_amazon,
 )
 from dglx_dist.strategies.serverless.executors.base import (
+    Executor,
     ExecutorContext,
     Invocation,
-    PoolExecutor,
     WorkerHandle,
     names_of,
 )
+from dglx_dist.strategies.serverless.tasks import Task
 from dglx_dist.strategies.serverless.worker import WorkerAnswer
 from dglx_dist.strategies.serverless.worker_process import Fault
 
@@ -136,7 +137,7 @@ class AwsOptions:
 
 
 @final
-class AwsExecutor(PoolExecutor):
+class AwsExecutor(Executor):
     """Invokes a function created by ``dglx lambda deploy``, one event per attempt. Options: ``AwsOptions``.
 
     The graph servers and parameter servers must be reachable from the function's subnets. Credentials come
@@ -177,7 +178,8 @@ class _Poster(WorkerHandle):
     def __init__(self, client: Client, function: str, reports: ReportReader | None) -> None:
         self._client, self._function, self._reports = client, function, reports
 
-    def invoke(self, event: bytes, fault: Fault | None) -> WorkerAnswer | None:
+    def invoke(self, task: Task, fault: Fault | None) -> WorkerAnswer | None:
+        event = task.to_event()
         with explain_errors(f"AWS did not accept an event for the function {self._function}"):
             answer = self._client.invoke(FunctionName=self._function, InvocationType="Event", Payload=event)
         if self._reports is not None:

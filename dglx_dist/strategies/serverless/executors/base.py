@@ -1,10 +1,8 @@
-"""Executor interface, its base with a pool of workers, and emulated latency."""
+"""Executors: pools of workers that run tasks."""
 
 from __future__ import annotations
 
-import hashlib
 import logging
-import math
 import tempfile
 import threading
 import time
@@ -13,7 +11,6 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from statistics import NormalDist
 from typing import Annotated, ClassVar, TypeAlias, final
 
 from dglx_dist.comm.rpc import Handler
@@ -21,13 +18,12 @@ from dglx_dist.data.json_fields import Within
 from dglx_dist.errors import ConfigError, DglxError, PeerError
 from dglx_dist.registry import Registry
 from dglx_dist.strategies.serverless.tasks import Task, TaskKey
-from dglx_dist.strategies.serverless.worker import TaskPhase, WorkerAnswer
-from dglx_dist.strategies.serverless.worker_process import MAX_SECONDS, Fault
+from dglx_dist.strategies.serverless.worker import WorkerAnswer
+from dglx_dist.strategies.serverless.worker_process import Fault
 
 MemoryMb: TypeAlias = Annotated[int, Within(1, 1 << 20)]
 DEFAULT_MEMORY_MB = 192
 """Memory of a function in the paper."""
-_USUAL_SIGMA = 0.5
 log = logging.getLogger(__name__)
 _END_S = 10.0
 
@@ -66,94 +62,20 @@ class Invocation:
     memory_mb: int
 
 
-class Executor(ABC):
-    """Runs tasks on workers. Thread-safe.
-
-    Results bypass the executor: a worker sends its rows to the graph server and its gradients to the
-    parameter server. An executor may therefore lose an attempt silently; the caller watches the time.
-
-    Raises:
-        ConfigError: an option is unknown, or this machine does not support it.
-    """
-
-    simulated: bool = True
-    """Whether no provider is paid, so that dollars are an estimate."""
-    in_process: ClassVar[bool] = False
-    """Whether workers are threads of this process, so that no function is paid for."""
-    option_names: ClassVar[tuple[str, ...]] = ()
-    """All supported options; others are rejected before anything is opened."""
-
-    @abstractmethod
-    def __init__(self, context: ExecutorContext, options: Mapping[str, object]) -> None: ...
-
-    @abstractmethod
-    def invoke(self, event: bytes) -> None:
-        """Start the task of ``event`` (``Task.to_event``) on a worker; returns at once.
-
-        Raises PeerError if the executor is closed or cannot take the event.
-        """
-
-    @abstractmethod
-    def size(self, workers: int) -> None:
-        """Use at most ``workers`` >= 1 workers at the same time from now on."""
-
-    @abstractmethod
-    def take_lost(self) -> list[Lost]:
-        """Return the attempts that failed since the last call, as far as known."""
-
-    @abstractmethod
-    def take_billed(self) -> list[Invocation]:
-        """Return the invocations that ended since the last call."""
-
-    @abstractmethod
-    def close(self) -> None:
-        """Stop all workers at once, also in the middle of a task; may be called twice."""
-
-    def __enter__(self) -> Executor:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-
 def names_of(kind: type) -> tuple[str, ...]:
     """Return the names of the options of the record ``kind``."""
     return tuple(option.name for option in fields(kind))
-
-
-@dataclass(frozen=True, kw_only=True)
-class Latency:
-    """Options: emulated log-normal pause of every invocation between computing and submitting its results."""
-
-    latency_s: Annotated[float, Within(0, MAX_SECONDS)] | None = None
-    """Median; None: no pause."""
-    latency_sigma: Annotated[float, Within(0, 3)] | None = None
-    """Standard deviation of the logarithm, 0.5 by default, which is typical of functions."""
-
-    def __post_init__(self) -> None:
-        if self.latency_s is None and self.latency_sigma is not None:
-            raise ConfigError("latency_sigma needs latency_s as well; give it, or leave latency_sigma out")
-
-    def draw(self, key: TaskKey, attempt: int) -> Fault | None:
-        """Return the pause of one attempt; it does not depend on the order of invocations."""
-        if self.latency_s is None:
-            return None
-        sigma = _USUAL_SIGMA if self.latency_sigma is None else self.latency_sigma
-        digest = hashlib.sha256(f"latency/{key}/{attempt}".encode()).digest()
-        # The middle of its cell, so that neither end of the distribution is drawn.
-        share = (int.from_bytes(digest[:6], "little") + 0.5) / (1 << 48)
-        factor = NormalDist(0.0, sigma).inv_cdf(share) if sigma else 0.0
-        return Fault(place=TaskPhase.COMPUTED, seconds=min(self.latency_s * math.exp(factor), MAX_SECONDS))
 
 
 class WorkerHandle(ABC):
     """One worker of a pool. Any thread may call :meth:`stop`; one thread calls the other methods."""
 
     @abstractmethod
-    def invoke(self, event: bytes, fault: Fault | None) -> WorkerAnswer | None:
+    def invoke(self, task: Task, fault: Fault | None) -> WorkerAnswer | None:
         """Run a task and wait for its end; None: a service accepted it and reports nothing more.
 
         Raises DglxError if the worker died or failed; after a death the next call starts another worker.
+        Only workers of this machine have a ``fault``.
         """
 
     @abstractmethod
@@ -165,13 +87,23 @@ class WorkerHandle(ABC):
         self.stop()
 
 
-class PoolExecutor(Executor):
-    """Workers that take events in order; an idle worker is used before another one starts.
+class Executor:
+    """Runs tasks on workers, in order; an idle worker is used before another one starts. Thread-safe.
+
+    Results bypass the executor: a worker sends its rows to the graph server and its gradients to the
+    parameter server. An executor may therefore lose an attempt silently; the caller watches the time.
 
     A worker whose task is sent again counts as late: it may hang forever, so another worker may take its
     slot. At most as many workers as there are slots may be late at once. A late worker that returns ends if
     all slots are taken. ``make`` makes a worker quickly; what takes time or may fail belongs to ``invoke``.
     """
+
+    simulated: bool = True
+    """Whether no provider is paid, so that dollars are an estimate."""
+    in_process: ClassVar[bool] = False
+    """Whether workers are threads of this process, so that no function is paid for."""
+    option_names: ClassVar[tuple[str, ...]] = ()
+    """All supported options; others are rejected before anything is opened."""
 
     def __init__(
         self,
@@ -180,12 +112,10 @@ class PoolExecutor(Executor):
         *,
         memory_mb: int,
         billed: bool = True,
-        latency: Latency | None = None,
     ) -> None:
         self._make, self._notice, self._memory_mb, self._is_billed = make, notice, memory_mb, billed
-        self._latency = latency or Latency()
         self._lock = threading.Lock()
-        self._events: deque[tuple[Task, bytes]] = deque()
+        self._tasks: deque[Task] = deque()
         self._size, self._closed = 1, False
         self._idle: list[WorkerHandle] = []
         self._busy: dict[threading.Thread, tuple[WorkerHandle, Task]] = {}
@@ -193,8 +123,12 @@ class PoolExecutor(Executor):
         self._lost: list[Lost] = []
         self._billed: list[Invocation] = []
 
-    def invoke(self, event: bytes) -> None:
-        task = Task.from_event(event)
+    def fault_of(self, task: Task) -> Fault | None:
+        """Return the fault that the worker of ``task`` has. Tests and simulations replace this method."""
+        return None
+
+    def invoke(self, task: Task) -> None:
+        """Start ``task`` on a worker; returns at once. PeerError if the executor is closed."""
         with self._lock:
             if self._closed:
                 raise PeerError(f"the executor is closed; task {task.key} came too late")
@@ -202,10 +136,11 @@ class PoolExecutor(Executor):
                 is_earlier = running.key == task.key and running.attempt < task.attempt
                 if is_earlier and len(self._late) < self._size:
                     self._late.add(thread)
-            self._events.append((task, event))
+            self._tasks.append(task)
             self._start_threads()
 
     def size(self, workers: int) -> None:
+        """Use at most ``workers`` >= 1 workers at the same time from now on."""
         if workers < 1:
             raise ConfigError(f"{workers} workers cannot run tasks; give at least 1")
         with self._lock:
@@ -216,19 +151,22 @@ class PoolExecutor(Executor):
             worker.end()
 
     def take_lost(self) -> list[Lost]:
+        """Return the attempts that failed since the last call, as far as known."""
         with self._lock:
             attempts, self._lost = self._lost, []
             return attempts
 
     def take_billed(self) -> list[Invocation]:
+        """Return the invocations that ended since the last call."""
         with self._lock:
             invocations, self._billed = self._billed, []
             return invocations
 
     def close(self) -> None:
+        """Stop all workers at once, also in the middle of a task; may be called twice."""
         with self._lock:
             self._closed = True
-            self._events.clear()
+            self._tasks.clear()
             idle, self._idle = self._idle, []
             busy = {thread: worker for thread, (worker, _) in self._busy.items()}
         for worker in busy.values():
@@ -241,6 +179,12 @@ class PoolExecutor(Executor):
             if thread.is_alive():
                 log.warning("%s did not end within %g s of the executor's", thread.name, _END_S)
 
+    def __enter__(self) -> Executor:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
     @property
     def _num_up(self) -> int:
         """Workers that occupy a slot; accessed with the lock held."""
@@ -250,20 +194,18 @@ class PoolExecutor(Executor):
         return len(self._busy) - len(self._late) < self._size
 
     def _start_threads(self) -> None:
-        """Start a thread for each event that a worker may take; the lock is held."""
-        while self._events and self._has_slot():
-            task, event = self._events.popleft()
+        """Start a thread for each task that a worker may take; the lock is held."""
+        while self._tasks and self._has_slot():
+            task = self._tasks.popleft()
             worker = self._idle.pop() if self._idle else self._make()
-            thread = threading.Thread(
-                target=self._run, args=(worker, task, event), name="dglx-worker", daemon=True
-            )
+            thread = threading.Thread(target=self._run, args=(worker, task), name="dglx-worker", daemon=True)
             self._busy[thread] = worker, task
             thread.start()
 
-    def _run(self, worker: WorkerHandle, task: Task, event: bytes) -> None:
+    def _run(self, worker: WorkerHandle, task: Task) -> None:
         me, goes_on = threading.current_thread(), True
         while goes_on:
-            invocation, reason = self._invoke(worker, task, event)
+            invocation, reason = self._invoke(worker, task)
             # In one step: after the report the task may be sent again, and finds this worker.
             with self._lock:
                 if invocation is not None:
@@ -273,10 +215,10 @@ class PoolExecutor(Executor):
                     self._lost.append(Lost(key=task.key, attempt=task.attempt, reason=reason))
                 del self._busy[me]
                 self._late.discard(me)
-                goes_on = bool(self._events) and self._has_slot()
+                goes_on = bool(self._tasks) and self._has_slot()
                 is_idle = not goes_on and not self._closed and self._num_up < self._size
                 if goes_on:
-                    task, event = self._events.popleft()
+                    task = self._tasks.popleft()
                     self._busy[me] = worker, task
                 elif is_idle:
                     self._idle.append(worker)
@@ -285,10 +227,10 @@ class PoolExecutor(Executor):
         if not is_idle:
             worker.end()
 
-    def _invoke(self, worker: WorkerHandle, task: Task, event: bytes) -> tuple[Invocation | None, str]:
+    def _invoke(self, worker: WorkerHandle, task: Task) -> tuple[Invocation | None, str]:
         started = time.monotonic()
         try:
-            answer = worker.invoke(event, self._latency.draw(task.key, task.attempt))
+            answer = worker.invoke(task, self.fault_of(task))
         except Exception as error:  # noqa: BLE001 - reported as a lost attempt
             # A killed worker is billed as well, up to its death.
             seconds, cold = time.monotonic() - started, False
@@ -303,7 +245,7 @@ class PoolExecutor(Executor):
 
 EXECUTORS: Registry[Executor] = Registry(
     "executor",
-    Executor,  # type: ignore[type-abstract]  # the registry only asks for subclasses of it
+    Executor,
     builtin={
         "aws": "dglx_dist.strategies.serverless.aws.executor:AwsExecutor",  # imports boto3, only when chosen
         "http": "dglx_dist.strategies.serverless.executors.http:HttpExecutor",

@@ -16,12 +16,13 @@ from dglx_dist.data.json_fields import Within, printable, read_record
 from dglx_dist.errors import ConfigError, PeerError, RemoteError
 from dglx_dist.strategies.serverless.executors.base import (
     DEFAULT_MEMORY_MB,
+    Executor,
     ExecutorContext,
     MemoryMb,
-    PoolExecutor,
     WorkerHandle,
     names_of,
 )
+from dglx_dist.strategies.serverless.tasks import Task
 from dglx_dist.strategies.serverless.worker import MAX_ANSWER_BYTES, WorkerAnswer
 from dglx_dist.strategies.serverless.worker_process import Fault
 
@@ -48,7 +49,7 @@ class HttpOptions:
 
 
 @final
-class HttpExecutor(PoolExecutor):
+class HttpExecutor(Executor):
     """Posts events to one URL over persistent connections, one per worker. Options: :class:`HttpOptions`.
 
     The service answers 200 with a ``WorkerAnswer``, or 202 or 204 if it only accepts the event; then nothing
@@ -88,9 +89,9 @@ class _Connection(WorkerHandle):
         self._used = False
         self._stopped = threading.Event()
 
-    def invoke(self, event: bytes, fault: Fault | None) -> WorkerAnswer | None:
+    def invoke(self, task: Task, fault: Fault | None) -> WorkerAnswer | None:
         try:
-            status, body = self._post(event)
+            status, body = self._post(task.to_event())
         except (OSError, http.client.HTTPException) as error:
             self._connection.close()
             # Without the query, which may contain a key.

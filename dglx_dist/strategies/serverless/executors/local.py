@@ -1,12 +1,9 @@
-"""Executors on this machine: ``local``, whose workers are isolated processes, throttled on request, and
-``inline``, whose workers are threads of the graph server (the paper's CPU-only servers)."""
+"""Executors on this machine: ``local``, whose workers are isolated processes, and ``inline``, whose workers
+are threads of the graph server (the paper's CPU-only servers)."""
 
 from __future__ import annotations
 
 import contextlib
-import json
-import os
-import signal
 import socket
 import subprocess
 import sys
@@ -15,25 +12,25 @@ import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, NoReturn, final
+from typing import IO, NoReturn, final
+
+import psutil
 
 import dglx_dist
 from dglx_dist.comm.topology import copy_environment
-from dglx_dist.data.json_fields import Json, read_record, write_json
+from dglx_dist.data.json_fields import read_record, write_json
 from dglx_dist.errors import ConfigError, PeerError
-from dglx_dist.options import select_common_fields
 from dglx_dist.strategies.serverless.executors.base import (
     DEFAULT_MEMORY_MB,
+    Executor,
     ExecutorContext,
-    Latency,
     MemoryMb,
-    PoolExecutor,
     WorkerHandle,
     names_of,
 )
 from dglx_dist.strategies.serverless.tasks import Task
 from dglx_dist.strategies.serverless.worker import MAX_ANSWER_BYTES, DirectCaller, Worker, WorkerAnswer
-from dglx_dist.strategies.serverless.worker_process import Fault, FaultInjector, Setup
+from dglx_dist.strategies.serverless.worker_process import Fault, FaultInjector
 
 _BOOT = """
 import sys
@@ -58,7 +55,7 @@ _DECIDES_BITS = (
     *("NPY_ENABLE_CPU_FEATURES", "GLIBC_TUNABLES"),
 )
 """Variables by which torch and its libraries choose kernels. Others may be secrets, and are never passed."""
-_MAX_OUTPUT, _EXIT_WAIT_S, _START_S = 2000, 0.5, 120.0
+_MAX_OUTPUT, _START_S = 2000, 120.0
 
 
 def arithmetic_variables() -> dict[str, str]:
@@ -68,15 +65,15 @@ def arithmetic_variables() -> dict[str, str]:
 
 @final
 @dataclass(frozen=True, kw_only=True)
-class LocalOptions(Latency, Setup):
-    """Options of executor ``local``, besides latency and the limits of a process."""
+class LocalOptions:
+    """Options of executor ``local``."""
 
     memory_mb: MemoryMb = DEFAULT_MEMORY_MB
     """For the bill."""
 
 
 @final
-class LocalExecutor(PoolExecutor):
+class LocalExecutor(Executor):
     """Starts processes on demand and keeps them warm; they end with this process.
 
     They are copies of one process that has imported torch, so that a start takes milliseconds. It has no
@@ -87,14 +84,8 @@ class LocalExecutor(PoolExecutor):
 
     def __init__(self, context: ExecutorContext, options: Mapping[str, object]) -> None:
         settings = read_record(LocalOptions, options, "executor 'local'", defaults=True)
-        setup = select_common_fields(settings, Setup)
         _find_starter()  # begins to import
-        super().__init__(
-            lambda: _Process(setup),
-            context.notice,
-            memory_mb=settings.memory_mb,
-            latency=settings,
-        )
+        super().__init__(_Process, context.notice, memory_mb=settings.memory_mb)
 
 
 _STARTING = threading.Lock()
@@ -138,140 +129,99 @@ class _Starter:
         )
         its.close()
 
-    def start(self) -> tuple[int, socket.socket, IO[bytes]]:
-        """Return a new worker's process id, its stream, and a file with its messages."""
+    def start(self) -> tuple[psutil.Process, socket.socket, IO[bytes]]:
+        """Return a new worker, its stream, and a file with its messages."""
         output = tempfile.TemporaryFile()  # noqa: SIM115 - open as long as the process runs
         own, its = socket.socketpair()
-        with its:
-            answer = self._ask({"start": True}, [its.fileno(), output.fileno()])
-        return int(answer["pid"]), own, output
-
-    def wait(self, pid: int) -> int:
-        """Return the exit code of a worker that has ended, or is about to."""
-        return int(self._ask({"wait": pid}, [])["code"])
+        with its, self._lock:
+            try:
+                socket.send_fds(self._socket, [b"start"], [its.fileno(), output.fileno()])
+                pid = self._socket.recv(64)
+            except OSError as error:
+                # A late answer would be taken for that of the next request.
+                self._process.kill()
+                raise PeerError(f"the process that starts workers does not answer: {error}") from error
+        if not pid:
+            raise PeerError(f"the process that starts workers ended with code {self._process.wait()}")
+        return psutil.Process(int(pid)), own, output
 
     @property
     def is_alive(self) -> bool:
         return self._process.poll() is None
 
-    def _ask(self, request: Mapping[str, Json], files: list[int]) -> Any:
-        with self._lock:
-            try:
-                socket.send_fds(self._socket, [write_json(dict(request))], files)
-                answer = self._socket.recv(4096)
-            except OSError as error:
-                # A late answer would be taken for that of the next request.
-                self._process.kill()
-                raise PeerError(f"the process that starts workers does not answer: {error}") from error
-        if not answer:
-            raise PeerError(f"the process that starts workers ended with code {self._process.wait()}")
-        return json.loads(answer)
-
 
 @final
 class _Process(WorkerHandle):
-    def __init__(self, setup: Mapping[str, Json]) -> None:
-        self._setup = setup
-        self._starter: _Starter
-        """Process that started the running worker."""
-        self._pid = 0
-        """0: none is running."""
-        self._stream: socket.socket | None = None
-        self._answers: IO[bytes] | None = None
-        self._output: IO[bytes] | None = None
+    def __init__(self) -> None:
+        self._process: psutil.Process | None = None
+        self._stream: socket.socket
+        self._answers: IO[bytes]
+        self._output: IO[bytes]
         self._stopping = threading.Lock()
         self._stopped = False
 
-    def invoke(self, event: bytes, fault: Fault | None) -> WorkerAnswer:
+    def invoke(self, task: Task, fault: Fault | None) -> WorkerAnswer:
+        self._start()
         fault_json = write_json(None if fault is None else vars(fault))
-        line = event.replace(b"\n", b" ")  # JSON strings contain no raw newline
-        stream, answers = self._running()
-        _write(stream, b'{"event":' + line + b',"fault":' + fault_json + b"}\n")
+        line = task.to_event().replace(b"\n", b" ")  # JSON strings contain no raw newline
         answer = b""
         with contextlib.suppress(ConnectionError):
-            answer = answers.readline(MAX_ANSWER_BYTES)
+            self._stream.sendall(b'{"event":' + line + b',"fault":' + fault_json + b"}\n")
+            answer = self._answers.readline(MAX_ANSWER_BYTES)
         if not answer.endswith(b"\n"):  # it died
-            task = Task.from_event(event)
-            raise PeerError(f"task {task.key}, attempt {task.attempt}: {self._exit_report()}")
+            raise PeerError(f"task {task.key}, attempt {task.attempt}: {self._report_end()}")
         return WorkerAnswer.from_json(answer)
 
     def stop(self) -> None:
         with self._stopping:
             self._stopped = True
-            self._kill()
+            if self._process is not None:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    self._process.kill()
 
     def end(self) -> None:
         self.stop()
         self._release()
 
-    def _kill(self) -> None:
-        # Until somebody waits for it, its number belongs to no other process.
-        if self._pid:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(self._pid, signal.SIGKILL)
-
-    def _running(self) -> tuple[socket.socket, IO[bytes]]:
-        if self._stream is None or self._answers is None:
-            with self._stopping:
-                if self._stopped:
-                    raise PeerError("the executor is closed")
-                self._starter = _find_starter()
-                self._pid, self._stream, self._output = self._starter.start()
+    def _start(self) -> None:
+        with self._stopping:
+            if self._stopped:
+                raise PeerError("the executor is closed")
+            if self._process is None:
+                self._process, self._stream, self._output = _find_starter().start()
                 self._answers = self._stream.makefile("rb")
-            _write(self._stream, write_json(self._setup) + b"\n")
-        return self._stream, self._answers
 
     def _release(self) -> None:
-        if self._pid:
-            with contextlib.suppress(PeerError):
-                self._starter.wait(self._pid)
-        for file in (self._answers, self._stream, self._output):
-            if file is not None:
+        if self._process is not None:
+            for file in (self._answers, self._stream, self._output):
                 file.close()
-        with self._stopping:
-            self._pid, self._stream, self._answers, self._output = 0, None, None, None
+        self._process = None
 
-    def _exit_report(self) -> str:
-        pid, output = self._pid, b""
-        self._kill()  # in case it only closed its output
-        code = self._starter.wait(pid)
-        self._pid = 0
-        if self._output is not None:
-            self._output.seek(max(self._output.seek(0, 2) - _MAX_OUTPUT, 0))
-            output = self._output.read()
+    def _report_end(self) -> str:
+        assert self._process is not None
+        self._output.seek(max(self._output.seek(0, 2) - _MAX_OUTPUT, 0))
+        output = self._output.read().decode(errors="replace").strip()
+        report = f"worker process {self._process.pid} died: {output or 'no output, as if it was killed'}"
+        with contextlib.suppress(psutil.NoSuchProcess):
+            self._process.kill()  # in case it only closed its stream
         self._release()
-        how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
-        last = output.decode(errors="replace").strip() or "no output"
-        return f"worker process {pid} {how}: {last}"
-
-
-def _write(stream: socket.socket, line: bytes) -> None:
-    with contextlib.suppress(ConnectionError):  # it died; the next read reports that
-        stream.sendall(line)
+        return report
 
 
 @final
-class InlineExecutor(PoolExecutor):
-    """Runs workers as threads without sockets; nothing is billed. Options: :class:`Latency`.
+class InlineExecutor(Executor):
+    """Runs workers as threads without sockets; nothing is billed.
 
     A thread finishes its computation after :meth:`close`; its results are rejected.
     """
 
     in_process = True
-    option_names = names_of(Latency)
 
     def __init__(self, context: ExecutorContext, options: Mapping[str, object]) -> None:
-        latency = read_record(Latency, options, "executor 'inline'", defaults=True)
         handlers = context.handlers
         if not handlers:
             raise ConfigError("executor 'inline' needs the graph server's handlers; pass them in its context")
-        super().__init__(
-            lambda: _Thread(DirectCaller(handlers)),
-            context.notice,
-            memory_mb=0,
-            billed=False,
-            latency=latency,
-        )
+        super().__init__(lambda: _Thread(DirectCaller(handlers)), context.notice, memory_mb=0, billed=False)
 
 
 @final
@@ -281,9 +231,9 @@ class _Thread(WorkerHandle):
         self._faults = FaultInjector(_die)
         self._worker = Worker(caller, self._faults)
 
-    def invoke(self, event: bytes, fault: Fault | None) -> WorkerAnswer:
+    def invoke(self, task: Task, fault: Fault | None) -> WorkerAnswer:
         self._faults.next = fault
-        return self._worker.attempt(event)[0]
+        return self._worker.attempt(task)[0]
 
     def stop(self) -> None:
         self._caller.close()
