@@ -408,8 +408,8 @@ def check_plannable(manifest: Manifest, where: str) -> None:
     if len(manifest.node_types) != 1 or len(manifest.edge_types) != 1:
         raise ConfigError(
             f"{where} has {len(manifest.node_types)} node and {len(manifest.edge_types)} edge types, but "
-            "costs are counted for one of each, so strategies cannot be compared. Name one: --strategy "
-            f"{DEFAULT_STRATEGY}, full_graph, shared_preload or cooperative."
+            "costs are counted for one of each, so strategies cannot be compared. Name one with --strategy, "
+            f"such as {DEFAULT_STRATEGY} (docs/guides/several_types.md lists those for several types)."
         )
     columns = manifest.node_columns[manifest.node_types[0]]
     for name in (FEATURE, TRAIN_MASK):

@@ -161,10 +161,11 @@ class RowExchange(Protocol):
 
 @final
 class OwnEdgeCount(int):
-    """Number of this rank's edges of an edge type that some rank has. Comparisons treat 0 as positive.
+    """Number of this rank's edges of an edge type that some rank has. It counts as positive, even if it is 0.
 
     Models skip edge types without edges. They must skip the same types on all ranks, because the layer of a
-    type may exchange rows, or add a bias to rows of destinations without edges.
+    type may exchange rows, or add a bias to rows of destinations without edges. Only comparisons with 0 are
+    changed. DGL computes ``max(num_edges, 1)``, for example.
     """
 
     def __bool__(self) -> bool:
@@ -177,16 +178,7 @@ class OwnEdgeCount(int):
         return not self == number
 
     def __gt__(self, number: float) -> bool:
-        return max(int(self), 1) > number
-
-    def __ge__(self, number: float) -> bool:
-        return max(int(self), 1) >= number
-
-    def __lt__(self, number: float) -> bool:
-        return not self >= number
-
-    def __le__(self, number: float) -> bool:
-        return not self > number
+        return number == 0 or int(self) > number
 
     __hash__ = int.__hash__
 

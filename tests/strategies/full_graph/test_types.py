@@ -91,9 +91,7 @@ def test_weights_and_rows_match_one_process(
 
 
 def test_comparing_strategies_is_refused(folder: Path) -> None:
-    with pytest.raises(
-        ConfigError, match=r"4 node and 7 edge types.*full_graph, shared_preload or cooperative"
-    ):
+    with pytest.raises(ConfigError, match=r"4 node and 7 edge types.*Name one with --strategy"):
         check_plannable(open_dataset(folder).manifest, str(folder))
 
 

@@ -207,6 +207,10 @@ MODELS: dict[str, Callable[[Any], nn.Module]] = {
 }
 
 
+WITH_ADAM = ("rgcn bases", "gat")
+"""Models beside rows of authors that Adam updates. SGD updates the others."""
+
+
 def make_model(graph: Any, kind: str) -> nn.Module:
     torch.manual_seed(11)
     return MODELS[kind](graph).double()
@@ -229,14 +233,19 @@ def one_process(kind: str, batches: Sequence[Tensor] | None = None) -> dict[str,
     papers = graph.nodes["paper"].data
     everything = papers["train_mask"].nonzero()[:, 0]
     x = {ntype: graph.nodes[ntype].data["feat"] for ntype in WIDTHS}
-    table = nn.Embedding.from_pretrained(first_rows(), freeze=False)
+    uses_adam = kind in WITH_ADAM
+    table = nn.Embedding.from_pretrained(first_rows(), freeze=False, sparse=uses_adam)
     model = make_model(graph, kind)
-    optimizer = torch.optim.SGD([*model.parameters(), *table.parameters()], lr=RATE)
+    optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
+    sparse: Any = (torch.optim.SparseAdam if uses_adam else torch.optim.SGD)(table.parameters(), lr=RATE)
     for targets in batches or [everything] * STEPS:
-        scores = model([graph, graph], x | {"author": table.weight})["paper"][targets]
+        rows = table(torch.arange(NUM_NODES["author"]))
+        scores = model([graph, graph], x | {"author": rows})["paper"][targets]
         optimizer.zero_grad()
+        sparse.zero_grad()
         F.cross_entropy(scores, papers["label"][targets]).backward()
         optimizer.step()
+        sparse.step()
     return weights_of(model) | {"rows": table.weight.detach().numpy().copy()}
 
 
@@ -279,7 +288,7 @@ def train(g: DistGraph, name: str, options: Mapping[str, Any], kind: str, epochs
     inputs = EntityInputs(g, embeddings={"author": authors})
     model = strategy.wrap(make_model(g, kind))
     optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
-    sparse = optim.SparseSGD([authors], lr=RATE)
+    sparse = (optim.SparseAdam if kind in WITH_ADAM else optim.SparseSGD)([authors], lr=RATE)
     batches = []
     for _ in range(epochs):
         for _, output_nodes, blocks in loader:
