@@ -70,7 +70,8 @@ class GraphBlocks(NodeMaker):
         self._batch, self._planner = batch, planner
 
     def sample_blocks(self, batch: MiniBatch, epoch: int, exclude: Excluded, *, step: int) -> None:
-        batch.input_nodes, batch.output_nodes, batch.blocks = torch.empty(0), torch.empty(0), []
+        no_ids = torch.empty(0, dtype=torch.int64)
+        batch.input_nodes, batch.output_nodes, batch.blocks = no_ids, no_ids, []
 
     def offline(self) -> NoReturn:
         raise ConfigError("a batch of edges of a full-graph strategy has blocks of its own rank only")

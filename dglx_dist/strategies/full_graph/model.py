@@ -260,7 +260,7 @@ class HaloModel(ReplicatedModel):
             stale = self._stale.active(sum(versions))
         pairs: PairRows | None = getattr(graphs[-1], "pair_rows", None)
         num_gathers = 0 if pairs is None else pairs.num_calls
-        in_model = nullcontext() if pairs is None else pairs.in_model()
+        in_model = nullcontext() if pairs is None else pairs.in_model(self._dropouts.continue_with)
         has_targets = all(map(_has_rows, graphs))
         # Recomputation in backward must not stop early. Otherwise one rank could stop before an exchange and
         # another rank after it.

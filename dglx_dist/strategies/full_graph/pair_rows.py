@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, final
 
@@ -30,11 +30,13 @@ class PairRows:
     The exchange is exact. Backward adds the gradients of all ranks on the rank that computed a row.
     """
 
-    def __init__(self, exchange: HaloExchange, num_own: int, kept_rows: Tensor, positions: Tensor) -> None:
+    def __init__(
+        self, exchange: HaloExchange, num_own: int, nodes: Tensor, kept_rows: Tensor, positions: Tensor
+    ) -> None:
         self._exchange, self._num_own = exchange, num_own
-        self._kept_rows, self._positions = kept_rows, positions
+        self._nodes, self._kept_rows, self._positions = nodes, kept_rows, positions
         self.num_calls = 0
-        self._is_in_model = False
+        self._note_nodes: Callable[[Tensor], None] | None = None
         self._weight = 1.0
 
     def __call__(self, h: Tensor) -> Tensor:
@@ -52,16 +54,22 @@ class PairRows:
         kept_rows, positions = self._kept_rows.to(h.device), self._positions.to(h.device)
         sources = self._exchange.exchange(h.index_select(0, kept_rows))
         rows = sources.index_select(0, positions)
-        return rows if self._is_in_model else weigh_gradients(rows, self._weight)
+        if self._note_nodes is None:
+            return weigh_gradients(rows, self._weight)
+        self._note_nodes(self._nodes.to(h.device))
+        return rows
 
     @contextmanager
-    def in_model(self) -> Iterator[None]:
-        """Run a wrapped model, which weighs the gradients at its output if it calls this object."""
-        previous, self._is_in_model = self._is_in_model, True
+    def in_model(self, note_nodes: Callable[[Tensor], None]) -> Iterator[None]:
+        """Run a wrapped model, which weighs the gradients at its output if it calls this object.
+
+        ``note_nodes`` is then called with the (n,) int64 nodes of the rows.
+        """
+        self._note_nodes = note_nodes
         try:
             yield
         finally:
-            self._is_in_model = previous
+            self._note_nodes = None
 
     def expect(self, output: Any, weight: float) -> None:
         """Weigh gradients by ``weight`` here, since the model returned rows without calling this object.
@@ -130,7 +138,7 @@ class PairPlanner:
         positions[order[is_own]] = np.searchsorted(kept_rows, own_rows)
         positions[order[~is_own]] = len(kept_rows) + np.arange(len(layer.halo_nodes))
         exchange = HaloExchange(self._session, layer, self._number, self._wire)
-        return PairRows(exchange, len(self._nodes), torch.from_numpy(kept_rows), torch.from_numpy(positions))
+        return PairRows(exchange, len(self._nodes), *map(torch.from_numpy, (nodes, kept_rows, positions)))
 
 
 def weigh_gradients(output: Any, weight: float) -> Any:

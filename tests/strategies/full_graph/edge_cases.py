@@ -19,6 +19,7 @@ from dglx_dist.comm.session import start_session
 from dglx_dist.dataloading import negative
 from dglx_dist.dataloading.edge_loader import gather_pair_rows
 from dglx_dist.graph.dist_graph import DistGraph
+from dglx_dist.layers import nn as dx_nn
 from dglx_dist.records import EDGE_TYPE, NODE_TYPE
 from dglx_dist.strategies.base import STRATEGIES
 from tests.strategies.edge_equality import (
@@ -50,10 +51,13 @@ class Case:
     outside: bool = False
     """Whether the wrapped model is the encoder only, and the pairs are scored outside."""
     shares: Sequence[float] = UNEVEN
+    batch: int = BATCH
+    regular: bool = False
+    """Whether the model has dropout and batch norms, before and behind the rows of pairs."""
 
 
 class Encoder(nn.Module):
-    def __init__(self, kind: str) -> None:
+    def __init__(self, kind: str, regular: bool) -> None:
         super().__init__()
         make: Any = {
             "sage": lambda width: dgl.nn.SAGEConv(width, HIDDEN, "mean"),
@@ -61,20 +65,23 @@ class Encoder(nn.Module):
             "gat": lambda width: dgl.nn.GATConv(width, HIDDEN, 1, allow_zero_in_degree=True),
         }[kind]
         self.convs = nn.ModuleList([make(WIDTH), make(HIDDEN)])
+        self.regular = nn.Sequential(dx_nn.BatchNorm(HIDDEN), nn.Dropout(0.4)) if regular else nn.Identity()
 
     def forward(self, blocks: Any, h: Tensor) -> Tensor:
-        return self.convs[1](blocks[1], torch.tanh(self.convs[0](blocks[0], h).flatten(1))).flatten(1)
+        h = self.regular(torch.tanh(self.convs[0](blocks[0], h).flatten(1)))
+        return self.convs[1](blocks[1], h).flatten(1)
 
 
 class Net(nn.Module):
-    def __init__(self, kind: str, task: str) -> None:
+    def __init__(self, kind: str, task: str, regular: bool) -> None:
         super().__init__()
-        self.encoder, self.task = Encoder(kind), task
+        self.encoder, self.task = Encoder(kind, regular), task
         self.relation = nn.Parameter(torch.rand(HIDDEN))
         self.classes = nn.Linear(2 * HIDDEN, CLASSES)
+        self.regular = nn.Sequential(dx_nn.BatchNorm(HIDDEN), nn.Dropout(0.4)) if regular else nn.Identity()
 
     def forward(self, graphs: Sequence[Any], blocks: Any, h: Tensor) -> list[Tensor]:
-        h = gather_pair_rows(graphs[0], self.encoder(blocks, h))
+        h = self.regular(gather_pair_rows(graphs[0], self.encoder(blocks, h)))
         return [self.score(graph, h) for graph in graphs]
 
     def score(self, graph: Any, h: Tensor) -> Tensor:
@@ -86,7 +93,7 @@ class Net(nn.Module):
 
 def first_net(case: Case) -> Net:
     torch.manual_seed(12)
-    return Net(case.kind, case.task).double()
+    return Net(case.kind, case.task, case.regular).double()
 
 
 def compute_loss(outputs: Sequence[Tensor], labels: Tensor) -> Tensor:
@@ -117,7 +124,7 @@ def train(g: DistGraph, case: Case) -> dict[str, Any]:
     topology = g.session.topology
     own_ids = cut(ids, tuple(case.shares), topology.rank, topology.world_size)
     strategy = STRATEGIES.get(case.strategy)(g.session, case.options).open(g)
-    loader = strategy.edge_loader(own_ids, make_sampler(case), batch_size=BATCH, shuffle=True, seed=9)
+    loader = strategy.edge_loader(own_ids, make_sampler(case), batch_size=case.batch, shuffle=True, seed=9)
     net = first_net(case)
     model: Any = strategy.wrap(net.encoder if case.outside else net)
     optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
@@ -144,11 +151,8 @@ def train(g: DistGraph, case: Case) -> dict[str, Any]:
     return {"steps": steps, "weights": weights, "sent": dict(sent), "foreign": foreign}
 
 
-def one_process(case: Case, steps_of_rank: list[list[Step]], *, counts_rows_twice: bool = False) -> list[Any]:
-    """Return the weights after the steps of all ranks with plain DGL on the graph, batch by batch.
-
-    ``counts_rows_twice`` doubles the gradients of the rows of pairs, which is wrong.
-    """
+def one_process(case: Case, steps_of_rank: list[list[Step]]) -> list[Any]:
+    """Return the weights after the steps of all ranks with plain DGL on the graph, batch by batch."""
     raw = raw_graph()
     columns, labels = (
         raw.edge_data[EDGE_TYPE],
@@ -165,8 +169,6 @@ def one_process(case: Case, steps_of_rank: list[list[Step]], *, counts_rows_twic
     for step in zip(*steps_of_rank, strict=True):
         optimizer.zero_grad()
         h = net.encoder([graph, graph], features)
-        if counts_rows_twice:
-            h.register_hook(lambda gradient: 2 * gradient)
         total, losses = sum(len(part.edges) for part in step), []
         for batch in chain.from_iterable(map(split, step)):
             pairs = [batch.positive] if case.task == "classes" else [batch.positive, batch.negative]
