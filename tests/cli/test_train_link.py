@@ -149,6 +149,13 @@ def test_full_graph_strategies_learn_links_as_one_rank(
     assert losses[0][-1] < losses[0][0] - 0.05
 
 
+def test_logs_that_batches_keep_their_edges(
+    folders: dict[str, Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run(str(folders["ring"]), str(tmp_path / "out"), {"strategy": "full_graph", "epochs": 1, "hidden": 4})
+    assert sum("along all training edges, even those of the batch" in text for text in caplog.messages) == 1
+
+
 def refuse_rows_only(folder: str, out: str) -> str:
     with pytest.raises(ConfigError) as refusal:
         run(folder, out, {"model": "none", "embeddings": 4, "strategy": "full_graph"})

@@ -23,7 +23,7 @@ from dglx_dist.records import EdgeType, StepShare
 from dglx_dist.strategies.full_graph.graph_types import has_several_types
 from dglx_dist.strategies.full_graph.loader import FullGraphLoader, HaloBatch
 from dglx_dist.strategies.full_graph.options import FullGraphOptions
-from dglx_dist.strategies.full_graph.pair_rows import PairPlanner
+from dglx_dist.strategies.full_graph.pair_rows import PairPlanner, PairRows
 
 if TYPE_CHECKING:
     from dglx_dist.graph.dist_graph import DistGraph
@@ -68,6 +68,7 @@ class GraphBlocks(NodeMaker):
     def __init__(self, g: DistGraph, batch: HaloBatch, planner: PairPlanner) -> None:
         super().__init__(g, Columns())
         self._batch, self._planner = batch, planner
+        self._previous: PairRows | None = None
 
     def sample_blocks(self, batch: MiniBatch, epoch: int, exclude: Excluded, *, step: int) -> None:
         no_ids = torch.empty(0, dtype=torch.int64)
@@ -79,10 +80,13 @@ class GraphBlocks(NodeMaker):
     def finish(self, batch: MiniBatch, share: StepShare) -> None:
         assert isinstance(batch, EdgeBatch)
         batch.finish()
+        if self._previous is not None:
+            # Backward checks this too, but an evaluation has none.
+            self._previous.check_calls()
         session = self._g.session
         # HaloModel weighs gradients at its output, so rows outside of it have equal weight on each rank.
         session.step_share = StepShare(num_local=1, num_global=session.topology.world_size)
-        pair_rows = self._planner.plan(batch.seeds[self._g.ntypes[0]])
+        pair_rows = self._previous = self._planner.plan(batch.seeds[self._g.ntypes[0]])
         # The blocks are delivered again, so the model's columns must not be set on them.
         batch.blocks = blocks = [block.local_var() for block in self._batch.blocks]
         for block in blocks:

@@ -35,7 +35,7 @@ class PairRows:
     ) -> None:
         self._exchange, self._num_own = exchange, num_own
         self._nodes, self._kept_rows, self._positions = nodes, kept_rows, positions
-        self.num_calls = 0
+        self.num_calls, self._num_passes = 0, 0
         self._note_nodes: Callable[[Tensor], None] | None = None
         self._weight = 1.0
 
@@ -65,11 +65,20 @@ class PairRows:
 
         ``note_nodes`` is then called with the (n,) int64 nodes of the rows.
         """
+        self._num_passes += 1
         self._note_nodes = note_nodes
         try:
             yield
         finally:
             self._note_nodes = None
+
+    def check_calls(self, num_calls: int = 0) -> None:
+        """Raise ConfigError if a model has run and this object was not called since ``num_calls`` calls."""
+        if self._num_passes and self.num_calls == num_calls:
+            raise ConfigError(
+                "pairs of nodes were scored by the rows of this rank's own nodes, which are not the nodes of "
+                "the pair graph; call h = dx.gather_pair_rows(pair_graph, h) after the last layer"
+            )
 
     def expect(self, output: Any, weight: float) -> None:
         """Weigh gradients by ``weight`` here, since the model returned rows without calling this object.
@@ -79,12 +88,7 @@ class PairRows:
         self._weight, num_calls = weight, self.num_calls
 
         def check_gradient(_: Tensor) -> None:
-            if self.num_calls == num_calls:
-                raise ConfigError(
-                    "a loss over pairs of nodes was computed from the rows of this rank's own nodes, which "
-                    "are not the nodes of the pair graph; call h = dx.gather_pair_rows(pair_graph, h) after "
-                    "the last layer"
-                )
+            self.check_calls(num_calls)
 
         for leaf in tree_leaves(output):
             if torch.is_tensor(leaf) and leaf.requires_grad:

@@ -26,7 +26,7 @@ TOLERANCE = 1e-10
 PAIR_LAYER = 3
 """Number of the exchange behind the two layers."""
 # (ranks, ranks per server, structure)
-PLACEMENTS = [(1, 1, "replicated"), (3, 1, "partitioned"), *wide((2, 2, "replicated"), (3, 3, "partitioned"))]
+PLACEMENTS = [(1, 1, "replicated"), (3, 1, "partitioned"), *wide((2, 2, "replicated"), (3, 2, "partitioned"))]
 CASES = [
     *(Case(kind=kind, task=task) for kind in ("sage", "gcn", "gat") for task in ("dot", "distmult")),
     *(Case(strategy=strategy, task=task) for strategy in ("shared_preload", "cooperative")

@@ -118,6 +118,14 @@ def on_own_rows_of_pairs(strategy: Any, g: DistGraph) -> None:
     h[pairs.edges()[0].clamp(max=len(h) - 1)].sum().backward()
 
 
+def evaluate_own_rows_of_pairs(strategy: Any, g: DistGraph) -> None:
+    sampler = NeighborSampler([-1, -1], prefetch_node_feats=["feat"])
+    model = strategy.wrap(runs.first_model("sage")).eval()
+    with torch.no_grad():
+        for _, _, blocks in strategy.edge_loader(torch.arange(3), sampler, batch_size=1):
+            model(blocks, blocks[0].srcdata["feat"])
+
+
 def on_other_rows_of_pairs(strategy: Any, g: DistGraph) -> None:
     _, pairs, blocks = edge_batch(strategy, g)
     gather_pair_rows(pairs, strategy.wrap(runs.first_model("sage"))(blocks, blocks[0].srcdata["feat"])[:1])
@@ -169,6 +177,7 @@ CASES: Mapping[str, tuple[Case, str]] = {
         "exclude='self' removes other edges in each batch.*mask=.*data_parallel",
     ),
     "edges without gathered rows": (on_own_rows_of_pairs, r"call h = dx\.gather_pair_rows\(pair_graph, h\)"),
+    "evaluation without gathered rows": (evaluate_own_rows_of_pairs, r"call h = dx\.gather_pair_rows\("),
     "other rows of pairs": (
         on_other_rows_of_pairs,
         r"gather_pair_rows got \(1, .*what the last layer returned",
