@@ -288,6 +288,22 @@ def merge_pairs(pair_graph: Any) -> MergedPairs:
     return MergedPairs(index=index, etypes=etypes, sizes=tuple(sizes), ends=joined, relation=relation)
 
 
+def gather_pair_rows(pair_graph: Any, h: Any) -> Any:
+    """Return the rows of the nodes of ``pair_graph``, in their order.
+
+    Args:
+        pair_graph: A pair graph of a loader. Both pair graphs of a batch have the same nodes, so call this
+            once per batch.
+        h: Rows that the last layer of an encoder returned for ``blocks[-1]``.
+
+    Strategies with mini-batches return ``h`` itself and send nothing. Under full_graph, shared_preload and
+    cooperative, ranks exchange the rows, so every rank must call this, with the (own rows, d) result of the
+    last layer. Gradients are returned to the ranks that computed the rows.
+    """
+    gather = getattr(pair_graph, "gather_rows", None)
+    return h if gather is None else gather(h)
+
+
 _TYPE_SHIFT = 44
 """Number of bits of a node id. The bits above hold the type of the node."""
 
@@ -530,33 +546,54 @@ class DistEdgeDataLoader(StepLoader[EdgeType, EdgeBatch, EdgesBatch]):
         **options: Any,
     ) -> None:
         rule = {"exclude": exclude, "reverse_eids": reverse_eids, "reverse_etypes": reverse_etypes}
-        checked = run_on_all_ranks(
-            g.session, lambda: _read_options(g, eids, sampler, rule, negative_sampler, options), ConfigError
-        )
-        mode = "a function" if callable(checked.exclude) else repr(checked.exclude)
-        types = {etype: [*tables] for etype, tables in checked.reverse.items() if None in tables.values()}
-        signature = f"{mode}, reverse_etypes={types}" if types else mode
-        check_equal(g.session, "exclude=", signature)
+        checked = read_edge_options(g, eids, sampler, **rule, negative_sampler=negative_sampler, **options)
         seed = resolve_seed(checked.options, g.session)
-        maker = EdgeMaker(
-            g=g,
-            blocks=open_maker(g, checked.sampler, read_sampler(checked.sampler), checked.options, seed),
-            seed=seed,
-            exclude=open_exclude(g, checked.exclude, checked.reverse),
-            negative=run_on_all_ranks(
-                g.session,
-                lambda: open_negative(g, checked.negative, _find_negative_etypes(g, checked.items)),
-                ConfigError,
-            ),
-            columns=checked.columns,
-            user_function=_find_user_function(checked),
-            signature=f"exclude {signature}, negative_sampler={checked.negative!r}",
-        )
-        super().__init__(g.session, checked.items, checked.options, maker)
+        blocks = open_maker(g, checked.sampler, read_sampler(checked.sampler), checked.options, seed)
+        super().__init__(g.session, checked.items, checked.options, open_edge_maker(g, checked, blocks))
+
+
+def read_edge_options(
+    g: DistGraph,
+    eids: Ids | Mapping[Any, Ids],
+    sampler: Any,
+    *,
+    exclude: Any = None,
+    reverse_eids: Any = None,
+    reverse_etypes: Any = None,
+    negative_sampler: Any = None,
+    **options: Any,
+) -> EdgeOptions:
+    """Check the arguments of :class:`DistEdgeDataLoader`. Every rank must call this. For errors see there."""
+    rule = {"exclude": exclude, "reverse_eids": reverse_eids, "reverse_etypes": reverse_etypes}
+    return run_on_all_ranks(
+        g.session, lambda: _read_options(g, eids, sampler, rule, negative_sampler, options), ConfigError
+    )
+
+
+def open_edge_maker(g: DistGraph, checked: EdgeOptions, blocks: NodeMaker) -> EdgeMaker:
+    """Return the maker of batches of edges with ``blocks`` around them. Every rank must call this."""
+    mode = "a function" if callable(checked.exclude) else repr(checked.exclude)
+    types = {etype: [*tables] for etype, tables in checked.reverse.items() if None in tables.values()}
+    signature = f"{mode}, reverse_etypes={types}" if types else mode
+    check_equal(g.session, "exclude=", signature)
+    return EdgeMaker(
+        g=g,
+        blocks=blocks,
+        seed=resolve_seed(checked.options, g.session),
+        exclude=open_exclude(g, checked.exclude, checked.reverse),
+        negative=run_on_all_ranks(
+            g.session,
+            lambda: open_negative(g, checked.negative, _find_negative_etypes(g, checked.items)),
+            ConfigError,
+        ),
+        columns=checked.columns,
+        user_function=_find_user_function(checked),
+        signature=f"exclude {signature}, negative_sampler={checked.negative!r}",
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
-class _EdgeOptions:
+class EdgeOptions:
     """The checked options of an edge loader. The node sampler is taken out of DGL's wrapper."""
 
     sampler: Any
@@ -576,7 +613,7 @@ def _read_options(
     rule: dict[str, Any],
     negative: Any,
     options: Mapping[str, Any],
-) -> _EdgeOptions:
+) -> EdgeOptions:
     labels: Any = ()
     if isinstance(sampler, EdgePredictionSampler):
         _check_wrapper(sampler, (*rule.values(), negative))
@@ -588,7 +625,7 @@ def _read_options(
     if exclude is not None and not isinstance(exclude, str) and not callable(exclude):
         loader_options, rule = replace(loader_options, exclude=exclude), {**rule, "exclude": None}
     items = read_items(eids, {etype: g.num_edges(etype) for etype in g.canonical_etypes}, "edge")
-    return _EdgeOptions(
+    return EdgeOptions(
         sampler=sampler,
         exclude=rule["exclude"],
         reverse=read_rule(g, items.ids, **rule),
@@ -612,7 +649,7 @@ def _check_wrapper(sampler: EdgePredictionSampler, loader_options: Sequence[Any]
         )
 
 
-def _find_user_function(checked: _EdgeOptions) -> str:
+def _find_user_function(checked: EdgeOptions) -> str:
     if callable(checked.exclude):
         return f"exclude={checked.exclude!r}"
     if checked.negative is not None and not isinstance(checked.negative, NegativeSampler):

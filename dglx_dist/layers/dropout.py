@@ -276,6 +276,12 @@ class NodeDropouts:
             del self._num_calls[next(iter(self._num_calls))]
             self._calls = {key: call for key, call in self._calls.items() if call.step in self._num_calls}
 
+    def continue_with(self, nodes: Tensor) -> None:
+        """Let rows in the rest of the pass belong to the (n,) int64 ``nodes`` if there are n of them."""
+        if self._current is not None:
+            self._current, self._counts = (self._current[0], nodes), {len(nodes)}
+            self._entries.clear()
+
     def track(self, model: nn.Module) -> None:
         """Record the graphs of the modules of ``model`` during their calls, unless this is done already."""
         self.in_use = True

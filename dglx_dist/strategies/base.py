@@ -53,6 +53,8 @@ class Traits:
     """Whether users can write their own training loop. If False, only an :class:`EpochTrainer` can train."""
     on_edges: bool = False
     """Whether the strategy also trains on batches of edges."""
+    excludes_edges: bool = True
+    """Whether the blocks of a batch of edges can leave out these edges."""
     on_gpus: bool = True
     """Whether the strategy trains models on GPUs."""
     complexity: int = 100

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from dglx_dist.comm.collectives import gather_arrays, gather_int64, run_on_all_ranks
-from dglx_dist.dataloading.edge_loader import merge_pairs
+from dglx_dist.dataloading.edge_loader import gather_pair_rows, merge_pairs
 from dglx_dist.dataloading.negative import Uniform
 from dglx_dist.errors import ConfigError
 from dglx_dist.graph.analysis import NO_REVERSE, reverse_edge_ids
@@ -455,6 +455,7 @@ class LinkModel(nn.Module):
         """Return the (E,) scores of each pair graph, ordered like :func:`score_pairs`."""
         if self.encoder is not None:
             rows = self.encoder(blocks, h)
+            rows = gather_pair_rows(pair_graphs[0], rows) if pair_graphs else rows
         else:
             by_type = {blocks[-1].dsttypes[0]: h} if isinstance(h, Tensor) else h
             rows = {ntype: h[: blocks[-1].num_dst_nodes(ntype)] for ntype, h in by_type.items()}
@@ -713,7 +714,8 @@ def link_loader(
     """Return the loader of training edges and their negatives. Every rank must call this.
 
     Messages run along edges of ``train_mask`` (:func:`split_edges`). Edges of the batch, their opposite edges
-    of the same type and those of :func:`find_reverse_types` are left out.
+    of the same type and those of :func:`find_reverse_types` are left out. Full-graph strategies cannot leave
+    them out, and log that on rank 0.
 
     Args:
         fanouts: Neighbours per layer. None: no messages, for a model without encoder.
@@ -721,25 +723,47 @@ def link_loader(
             too if both ends of all targets are of one type.
         inputs: Input rows of the training.
         options: Options of :class:`DistEdgeDataLoader`.
+
+    Raises:
+        ConfigError: ``fanouts`` is None, but the strategy passes messages over the graph in each step.
     """
+    opened = open_strategy(g)
     book = g.get_partition_book()
     eids = {etype: edge_split(g.edges[etype].data[TRAIN], book, etype) for etype in targets}
     replaces_sources = all(etype[0] == etype[2] for etype in targets)
     options["negative_sampler"] = Uniform(negatives, "both" if replaces_sources else "tail")
+    excludes_edges = opened.strategy.traits.excludes_edges
+    if fanouts is None and not excludes_edges:
+        raise ConfigError(
+            f"a model without encoder passes no messages, but strategy {g.session.strategy!r} computes rows "
+            "of all nodes in each step. Use --strategy data_parallel, or a --model other than none."
+        )
     if fanouts is None:
         sampler = dgl.dataloading.NeighborSampler([0])  # one block without edges
     else:
         types = g.ntypes if inputs is None else inputs.feature_widths
         columns = {ntype: [FEATURE if inputs is None else inputs.feature] for ntype in types}
         sampler = dgl.dataloading.NeighborSampler(list(fanouts), mask=TRAIN, prefetch_node_feats=columns)
-        reverse_types = find_reverse_types(g, targets)
-        tables = {
-            etype: {
-                reverse_type: reverse_edge_ids(g, etype, reverse_etype=reverse_type)
-                for reverse_type in [*([etype] if etype[0] == etype[2] else []), *reverse_types[etype]]
-            }
-            for etype in targets
+    if fanouts is not None and excludes_edges:
+        options |= {"exclude": "reverse_id", "reverse_eids": _find_opposite_edges(g, targets)}
+    elif fanouts is not None and g.session.topology.rank == 0:
+        log.warning(
+            "strategy %s passes messages along all training edges, even those of the batch. "
+            "Strategy data_parallel leaves the edges of each batch out.",
+            g.session.strategy,
+        )
+    return opened.edge_loader(eids, sampler, batch_size=batch_size, shuffle=True, **options)
+
+
+def _find_opposite_edges(
+    g: DistGraph, targets: Sequence[EdgeType]
+) -> dict[EdgeType, dict[EdgeType, DistTensor]]:
+    """Return the ids of the opposite edges of each target, by their type. Every rank must call this."""
+    reverse_types = find_reverse_types(g, targets)
+    return {
+        etype: {
+            reverse_type: reverse_edge_ids(g, etype, reverse_etype=reverse_type)
+            for reverse_type in [*([etype] if etype[0] == etype[2] else []), *reverse_types[etype]]
         }
-        options |= {"exclude": "reverse_id", "reverse_eids": tables}
-    loader = open_strategy(g).edge_loader
-    return loader(eids, sampler, batch_size=batch_size, shuffle=True, **options)
+        for etype in targets
+    }

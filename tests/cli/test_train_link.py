@@ -134,6 +134,41 @@ def test_metrics_of_encoders_equal_one_rank(case: str, folders: dict[str, Path],
         assert [rank[key] for key in METRICS] == pytest.approx([alone[key] for key in METRICS], abs=1e-4)
 
 
+@pytest.mark.parametrize("strategy", ["full_graph", *wide("shared_preload", "cooperative")])
+def test_full_graph_strategies_learn_links_as_one_rank(
+    strategy: str, folders: dict[str, Path], tmp_path: Path
+) -> None:
+    """A batch has all edges, and no rank leaves out edges, so steps are equal on any number of ranks."""
+    options = {"strategy": strategy, "epochs": 6, "lr": 0.05, "hidden": 8, "negatives": 2}
+    (alone,) = run_ranks(run, 1, args=(str(folders["ring"]), str(tmp_path / "one"), options))
+    args = str(folders["ring"]), str(tmp_path / "two"), options
+    for rank in run_ranks(run, 2, args=args, ranks_per_server=1):
+        assert [rank[key] for key in METRICS] == pytest.approx([alone[key] for key in METRICS], abs=1e-4)
+    losses = [[record.loss for record in read_epochs(tmp_path / out)] for out in ("one", "two")]
+    assert losses[1] == pytest.approx(losses[0], abs=1e-4)
+    assert losses[0][-1] < losses[0][0] - 0.05
+
+
+def test_logs_that_batches_keep_their_edges(
+    folders: dict[str, Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run(str(folders["ring"]), str(tmp_path / "out"), {"strategy": "full_graph", "epochs": 1, "hidden": 4})
+    assert sum("along all training edges, even those of the batch" in text for text in caplog.messages) == 1
+
+
+def refuse_rows_only(folder: str, out: str) -> str:
+    with pytest.raises(ConfigError) as refusal:
+        run(folder, out, {"model": "none", "embeddings": 4, "strategy": "full_graph"})
+    return str(refusal.value)
+
+
+def test_full_graph_strategies_refuse_a_model_without_encoder(
+    folders: dict[str, Path], tmp_path: Path
+) -> None:
+    (message,) = run_ranks(refuse_rows_only, 1, args=(str(folders["plain"]), str(tmp_path / "out")))
+    assert "computes rows of all nodes in each step. Use --strategy data_parallel" in message
+
+
 def test_training_of_rows_is_that_of_one_rank(folders: dict[str, Path], tmp_path: Path) -> None:
     options = {"model": "none", "embeddings": 8, "epochs": 60, "loss": "bpr", "lr": 0.1}
     (alone,) = run_ranks(run, 1, args=(str(folders["shop"]), str(tmp_path / "one"), options))
@@ -346,9 +381,10 @@ def test_a_relation_may_have_colons() -> None:
 
 
 def test_strategies_without_batches_of_edges_are_refused_before_ranks_start() -> None:
-    for strategy in ("full_graph", "shared_preload", "cooperative", "lambda"):
-        plan = TrainConfig(data="nowhere", ranks=2, task="link", strategy=strategy)
-        with pytest.raises(ConfigError, match=r"has none\. Use --strategy data_parallel or push_pull"):
-            check_before_launch(plan)
+    plan = TrainConfig(data="nowhere", ranks=2, task="link", strategy="lambda")
+    with pytest.raises(
+        ConfigError, match=r"has none\. Use --strategy cooperative or data_parallel or full_g"
+    ):
+        check_before_launch(plan)
     with pytest.raises(ConfigError, match="--embeddings are rows on the servers"):
         check_before_launch(TrainConfig(data="nowhere", ranks=2, embeddings=8, strategy="push_pull"))

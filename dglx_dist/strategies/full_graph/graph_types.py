@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, TypeAlias, final
 
 import numpy as np
 
+from dglx_dist.dataloading.sampler_spec import find_edge_keys
+from dglx_dist.graph.kvstore import KVStore
 from dglx_dist.graph.partition_book import RowOwners
 from dglx_dist.graph.structure import InEdges, Structure
 from dglx_dist.records import Array, EdgeType, IdRanges
@@ -22,13 +24,44 @@ if TYPE_CHECKING:
     from dglx_dist.graph.dist_graph import DistGraph
 
 
+def keep_edges(edges: InEdges, mask: Array) -> InEdges:
+    """Return the ``edges`` that the (E,) bool ``mask`` marks."""
+    offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(mask)])
+    return InEdges(indptr=offsets[edges.indptr], sources=edges.sources[mask], edge_ids=edges.edge_ids[mask])
+
+
+@final
+class MaskedStructure:
+    """The in-edges that an edge column marks with a number other than 0.
+
+    For each edge of another server it sends 8 bytes and receives the value of the column.
+    """
+
+    def __init__(self, structure: Structure, store: KVStore, key: str) -> None:
+        self._structure, self._store, self._key = structure, store, key
+
+    def submit(self, op: str, nodes: Array, *, phase: str) -> Callable[[], InEdges]:
+        """Request the marked in-edges of nodes, as ``Structure.submit``."""
+        wait = self._structure.submit(op, nodes, phase=phase)
+
+        def wait_for_marked() -> InEdges:
+            edges = wait()
+            return keep_edges(edges, self._store.pull(self._key, edges.edge_ids, phase=phase).numpy() != 0)
+
+        return wait_for_marked
+
+    def in_degrees(self, nodes: Array, outside: tuple[int, int] | None = None) -> Array:
+        """Return the (K,) int64 number of all in-edges, marked or not, as ``Structure.in_degrees``."""
+        return self._structure.in_degrees(nodes, outside)
+
+
 @final
 @dataclass(frozen=True, kw_only=True)
 class UnifiedGraph:
     """The in-edges of all types over unified ids. It has the methods of a ``Structure`` that plans need."""
 
     ntypes: tuple[str, ...]
-    structures: Mapping[EdgeType, Structure]
+    structures: Mapping[EdgeType, Structure | MaskedStructure]
     """In-edges of each edge type over the ids of its node types."""
     nodes: IdRanges
     """Unified ids of nodes, by type and rank."""
@@ -36,12 +69,12 @@ class UnifiedGraph:
     """Unified ids of edges, by type and server."""
 
     @classmethod
-    def from_graph(cls, g: DistGraph) -> UnifiedGraph:
+    def from_graph(cls, g: DistGraph, mask: str | None = None) -> UnifiedGraph:
         policies = [g.get_node_partition_policy(ntype) for ntype in g.ntypes]
         topology = g.session.topology
         return cls(
             ntypes=tuple(g.ntypes),
-            structures={etype: g.structure(etype) for etype in g.canonical_etypes},
+            structures={etype: _open_structure(g, etype, mask) for etype in g.canonical_etypes},
             nodes=IdRanges.from_offsets([RowOwners(policy.bounds, topology).starts for policy in policies]),
             edges=IdRanges.from_offsets(g.edge_bounds),
         )
@@ -120,7 +153,7 @@ class UnifiedGraph:
         return TypedPlan(nodes=nodes, layers=tuple(layers))
 
 
-GraphStructure: TypeAlias = Structure | UnifiedGraph
+GraphStructure: TypeAlias = Structure | MaskedStructure | UnifiedGraph
 """The in-edges from which plans are made."""
 
 
@@ -162,9 +195,18 @@ def find_bounds(g: DistGraph) -> Array:
     return np.sum([g.get_node_partition_policy(ntype).bounds for ntype in g.ntypes], axis=0)
 
 
-def unify_structure(g: DistGraph) -> GraphStructure:
-    """Return the in-edges over unified ids."""
-    return UnifiedGraph.from_graph(g) if has_several_types(g) else g.structure()
+def unify_structure(g: DistGraph, mask: str | None = None) -> GraphStructure:
+    """Return the in-edges over unified ids. With ``mask``, only those that this edge column marks."""
+    if has_several_types(g):
+        return UnifiedGraph.from_graph(g, mask)
+    return _open_structure(g, g.canonical_etypes[0], mask)
+
+
+def _open_structure(g: DistGraph, etype: EdgeType, mask: str | None) -> Structure | MaskedStructure:
+    if mask is None:
+        return g.structure(etype)
+    key = find_edge_keys(g, etype, [mask], "mask")[mask]
+    return MaskedStructure(g.structure(etype), g.kvstore, key)
 
 
 def unify_nodes(g: DistGraph, ids: Mapping[str, Array]) -> Array:

@@ -219,6 +219,8 @@ class HaloBlock(InEdgesOnlyGraph, DGLBlock):
         """Number of rows that a model passes to this block, and number of halo rows behind them."""
         self.has_cover = exchange.cover is not None
         """Whether sums over the in-edges have their own exchange."""
+        self.pair_rows: Any = None
+        """Exchange of the rows that the pairs of this batch need, if it is a batch of edges."""
         self.has_edges_elsewhere = False
         """Whether other ranks have edges of this type, so that a model must not skip it on this rank."""
         self._exchange, self._fetch_out_degrees, self._is_of_own_rows = exchange, out_degrees, False

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from functools import lru_cache, partial
-from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar, final
+from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias, TypeVar, final
 
 import dgl
 import numpy as np
@@ -128,11 +128,12 @@ class PlanMaker:
     """Makes plans. Every rank must construct it, and request the same plans in the same order.
 
     ``seeds`` are the seeds of cooperative batches, or this rank's (K,) int64 ids for the only batch.
+    ``mask`` is the edge column that marks the edges of the plans. None: all edges.
     """
 
-    def __init__(self, g: DistGraph, seeds: ServerSeeds | Array) -> None:
-        self.seeds = seeds
-        self._planner = Planner(g)
+    def __init__(self, g: DistGraph, seeds: ServerSeeds | Array, mask: str | None = None) -> None:
+        self.seeds, self.mask = seeds, mask
+        self._planner = Planner(g, mask)
         self._is_leader = g.session.topology.local_rank == 0
         # External nodes of a server are selected once for all of its batches.
         self._composed = lru_cache(1)(partial(_compose, g, seeds))
@@ -196,9 +197,10 @@ class PlanSource:
                     f"{', '.join(map(str, counts))} seeds; give 1 to {max(counts)}"
                 )
             self._sizes = maker.seeds.sizes(spec.num_batches)
-            self._cache = _open_cache(g, maker.seeds, spec)
+            # A mask may have other values in the next run, so plans with a mask are not kept on disk.
+            cache = self._cache = _open_cache(g, maker.seeds, spec) if maker.mask is None else None
             # Ranks make plans together. If one rank lacks a plan on disk, all ranks make it again.
-            own_steps = [step for step in range(spec.num_batches) if self._cache.holds(step)]
+            own_steps = [step for step in range(spec.num_batches) if cache is not None and cache.holds(step)]
             planned_steps: Sequence[Any] = gather_json(own_steps, g.session)
             self._on_disk = set.intersection(*map(set, planned_steps))
             self.row_cache = self._cache if len(self) > 1 else None
@@ -368,10 +370,9 @@ class HaloBatch:
         copy: Copy,
         *,
         filled: bool,
-        device: torch.device,
-        wire: WireDtype,
+        request: LoaderRequest,
     ) -> None:
-        begin = time.perf_counter()
+        begin, device, wire = time.perf_counter(), request.device, request.wire
         self.plan = plan
         typed_plan = split_plan(plan, g)
         exchanges: list[TypeExchanges] = []
@@ -386,7 +387,7 @@ class HaloBatch:
                 exchanges.append(_open_exchanges(g, layer, depth + 1, wire))
                 for halo in exchanges[-1].values():
                     halo.rows_on(device, copy)
-                block = _build_block(g, layer, typed_plan.nodes, exchanges[-1])
+                block = _build_block(g, layer, typed_plan.nodes, exchanges[-1], request.mask)
                 self.blocks.append(place(block, device, copy=copy))
         first, last = self.blocks[0], self.blocks[-1]
         edges = {etype: _copy_all(rows, copy) for etype, rows in reader.edges(typed_plan).items()}
@@ -425,14 +426,23 @@ def _open_exchanges(g: DistGraph, layer: TypedLayer, number: int, wire: WireDtyp
 
 
 def _build_block(
-    g: DistGraph, layer: TypedLayer, nodes: Mapping[str, Array], exchanges: TypeExchanges
+    g: DistGraph, layer: TypedLayer, nodes: Mapping[str, Array], exchanges: TypeExchanges, mask: str | None
 ) -> AnyHaloBlock:
-    graph_data: Any = {"out_degrees": g.out_degrees, "edge_order": g.orig_edge_ids}
+    out_degrees = g.out_degrees if mask is None else partial(_refuse_out_degrees, mask)
+    graph_data: Any = {"out_degrees": out_degrees, "edge_order": g.orig_edge_ids}
     if has_several_types(g):
         return typed_halo_block(layer, nodes, exchanges, **graph_data)
     ((etype, relation),) = layer.relations.items()
     ids = torch.from_numpy(nodes[etype[0]])
     return halo_block(relation, ids, exchanges[etype], etype=etype, **graph_data)
+
+
+def _refuse_out_degrees(mask: str, *_: Any, **__: Any) -> NoReturn:
+    raise ConfigError(
+        f"a layer divides by out-degrees, but messages run along the edges of mask={mask!r} only and "
+        "out-degrees count all edges; use a layer that divides by in-degrees, like SAGEConv or GraphConv "
+        "with norm='right', or leave the mask out"
+    )
 
 
 def _copy_all(columns: Mapping[str, Tensor], copy: Copy) -> dict[str, Tensor]:
@@ -486,11 +496,10 @@ class FullGraphLoader(EpochLoader[HaloBatch, Batch]):
                 return self._kept
             plan = self._source.plan(epoch, step)
             with_halo = self._keeps and self._use_pp
-            device, wire = self._request.device, self._request.wire
             make_batch = partial(
-                HaloBatch, self._g, plan, self._reader, filled=with_halo, device=device, wire=wire
+                HaloBatch, self._g, plan, self._reader, filled=with_halo, request=self._request
             )
-            batch, arrive = copy_async(self._copies, device, make_batch)
+            batch, arrive = copy_async(self._copies, self._request.device, make_batch)
             batch.arrive = arrive
         if self._keeps:
             self._kept = batch

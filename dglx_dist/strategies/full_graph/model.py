@@ -16,7 +16,7 @@ from torch.utils.checkpoint import set_checkpoint_early_stop
 from dglx_dist.comm.exchange import row_exchanges
 from dglx_dist.errors import ConfigError
 from dglx_dist.internals.graphs import raise_for_reverse
-from dglx_dist.internals.pytorch import AnyBatchNorm, get_version, replace_floats, tree_leaves
+from dglx_dist.internals.pytorch import AnyBatchNorm, get_version, tree_leaves
 from dglx_dist.layers.convolutions import CONVOLUTIONS, sums_sources
 from dglx_dist.layers.dropout import find_pass_ids, install_node_dropouts
 from dglx_dist.layers.nn import BatchNorm, install_batch_norms
@@ -26,6 +26,7 @@ from dglx_dist.strategies.base import find_share, flatten_arguments, gradient_we
 from dglx_dist.strategies.full_graph.halo_block import EmptyPartition, HaloBlock, tie_gradient
 from dglx_dist.strategies.full_graph.halo_exchange import StaleHalos
 from dglx_dist.strategies.full_graph.local_graphs import LocalGraph
+from dglx_dist.strategies.full_graph.pair_rows import PairRows, WeighGradients, weigh_gradients
 from dglx_dist.strategies.full_graph.typed_block import AnyHaloBlock, TypedHaloBlock
 from dglx_dist.strategies.gradient_sync import check_frozen
 from dglx_dist.strategies.replicated import ReplicatedModel
@@ -257,28 +258,43 @@ class HaloModel(ReplicatedModel):
             # The versions of the weights identify an epoch, which lasts until the optimizer's step.
             versions = [get_version(parameter) or 0 for parameter in self.module.parameters()]
             stale = self._stale.active(sum(versions))
+        pairs: PairRows | None = getattr(graphs[-1], "pair_rows", None)
+        num_gathers = 0 if pairs is None else pairs.num_calls
+        in_model = nullcontext() if pairs is None else pairs.in_model(self._dropouts.continue_with)
         has_targets = all(map(_has_rows, graphs))
         # Recomputation in backward must not stop early. Otherwise one rank could stop before an exchange and
         # another rank after it.
-        with stale, set_checkpoint_early_stop(False), nullcontext() if has_targets else EmptyPartition():
+        empty = nullcontext() if has_targets else EmptyPartition()
+        with in_model, stale, set_checkpoint_early_stop(False), empty:
             output = self.module(*args, **kwargs)
         if not torch.is_grad_enabled() or not self._trained:
             return output
         blocks = [graph for graph in graphs if isinstance(graph, AnyHaloBlock)]
-        if blocks:
+        if blocks and pairs is None:
             check_rows_out(output, blocks)
         check_frozen(self.module, self._trained)
+        gathers_later = pairs is not None and pairs.num_calls == num_gathers
+        return self._mark_output(output, graphs, pairs if gathers_later else None)
+
+    def _mark_output(self, output: Any, graphs: list[Any], pairs: PairRows | None) -> Any:
+        """Weigh the gradients of ``output``, or those of the rows that ``pairs`` gather from it later."""
         world_size = self._session.topology.world_size
         if self._reduction == "sum":
+            if pairs is not None:
+                pairs.expect(output, 1.0)
             return self._exchange.mark(output, 1.0)
         share = find_share((graphs,), self._session)
-        weight = gradient_weight(share, self._reduction)
+        weight = world_size * gradient_weight(share, self._reduction)
         # Blocks before the last one have no share, because their rows are inputs of another model.
         is_even = share == StepShare(num_local=1, num_global=world_size)
-        weighted_output = output if is_even else _weigh_gradients(output, world_size * weight)
+        if pairs is not None:
+            # Ranks add up the gradients of gathered rows, so each rank weighs its own before they are sent.
+            pairs.expect(output, weight)
+        elif not is_even:
+            output = weigh_gradients(output, weight)
         # The factors W and 1 / W cancel, except for a penalty on the parameters. It bypasses the model's
         # output and must count once in total.
-        return self._exchange.mark(weighted_output, 1.0 / world_size)
+        return self._exchange.mark(output, 1.0 / world_size)
 
     def rank_state(self) -> dict[str, Tensor]:
         return {} if self._stale is None else self._stale.state()
@@ -297,24 +313,6 @@ class HaloModel(ReplicatedModel):
         return self.module(*args, **kwargs)
 
 
-def _weigh_gradients(output: Any, weight: float) -> Any:
-    def weigh(*floats: Tensor) -> list[Tensor]:
-        return [_WeighGradients.apply(tensor, weight) for tensor in floats]  # type: ignore[no-untyped-call]  # torch leaves it bare
-
-    return replace_floats(output, weigh)
-
-
-class _WeighGradients(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, output: Tensor, weight: float) -> Tensor:
-        ctx.weight = weight
-        return output.view_as(output)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        return gradients[0] * ctx.weight, None
-
-
 def _check_not_weighted(arguments: Any) -> None:
     nodes = [leaf.grad_fn for leaf in tree_leaves(arguments) if torch.is_tensor(leaf)]
     visited: set[Any] = set()
@@ -323,7 +321,7 @@ def _check_not_weighted(arguments: Any) -> None:
         if node is None or node in visited:
             continue
         visited.add(node)
-        if getattr(node, "_forward_cls", None) is _WeighGradients:
+        if getattr(node, "_forward_cls", None) is WeighGradients:
             raise ConfigError(
                 "the input of a wrapped model is the output of a wrapped model, so gradients would be "
                 "weighted twice by this rank's share of the targets; put both into one nn.Module and wrap "

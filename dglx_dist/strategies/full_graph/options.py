@@ -14,7 +14,7 @@ from dglx_dist.comm.collectives import check_equal, run_on_all_ranks
 from dglx_dist.comm.devices import resolve_device
 from dglx_dist.comm.session import warn_user
 from dglx_dist.dataloading.feature_fetch import Columns, RowMemory
-from dglx_dist.dataloading.sampler_spec import Fanout, find_columns, read_sampler
+from dglx_dist.dataloading.sampler_spec import Fanout, SamplePlan, find_columns, read_sampler
 from dglx_dist.dataloading.step_loader import read_items, read_loader_options, resolve_seed
 from dglx_dist.errors import ConfigError
 from dglx_dist.options import Check, at_least, between, check_ranges, one_of, option
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 Aggregate: TypeAlias = Literal["sources", "cover"]
 
-COMMON = ("use_pp", "bucket_bytes", "wire_dtype")
+COMMON = ("use_pp", "bucket_bytes", "wire_dtype", "edge_batches_per_step")
 """Options of every full-graph strategy."""
 EXCHANGING = (*COMMON, "aggregate", "staleness")
 """Options of full_graph."""
@@ -80,6 +80,11 @@ class FullGraphOptions:
     external_inner: Inner = option("server", "Nodes from which the expansion starts.")
     batches: int = option(1, "Number of cooperative batches per epoch.", check=at_least(1))
     composition: Composition = option("random", "How seeds are grouped into batches.")
+    edge_batches_per_step: int = option(
+        1,
+        "Number of batches of edges in a step, which share a pass of the encoder.",
+        check=at_least(1),
+    )
 
     def __post_init__(self) -> None:
         check_ranges(self, "option {name}={value!r}")
@@ -149,6 +154,8 @@ class LoaderRequest:
     """Number of batches to make ahead if an epoch has several."""
     device: torch.device
     """Device of the blocks."""
+    mask: str | None = None
+    """Column of the edges along which messages run. None: all edges."""
     wire: WireDtype = "same"
     """Format of exchanged rows."""
 
@@ -173,7 +180,7 @@ def read_request(
     columns = request.columns
     arguments = (
         f"{request.num_layers} layers, seed={request.seed}, depth={request.depth}, "
-        f"inputs={columns.inputs}, targets={columns.targets}, edges={columns.edges}"
+        f"inputs={columns.inputs}, targets={columns.targets}, edges={columns.edges}, mask={request.mask}"
     )
     check_equal(g.session, "a loader", arguments)
     if g.session.topology.rank == 0:
@@ -211,7 +218,9 @@ def _read_arguments(
             "of all seeds; give dgl.dataloading.MultiLayerFullNeighborSampler(number of layers) or "
             f"{NeighborSampler.__name__}, or use strategy='data_parallel'"
         )
-    plan.check_takes_all(strategy)
+    mask = plan.weights if _is_mask(g, plan) else None
+    if mask is None:
+        plan.check_takes_all(strategy)
     if not plan.fanouts:
         raise ConfigError("the sampler has 0 layers; give it one for each convolution of the model")
     items = read_items(indices, {ntype: g.num_nodes(ntype) for ntype in g.ntypes}, "node")
@@ -222,5 +231,14 @@ def _read_arguments(
         seed=resolve_seed(options, g.session),
         depth=options.depth,
         device=resolve_device(options.device, g.session.device),
+        mask=mask,
     )
     return request, plan.fanouts
+
+
+def _is_mask(g: DistGraph, plan: SamplePlan) -> bool:
+    """Return whether the sampler draws by a column that marks edges. Then it takes all marked edges."""
+    if plan.weights is None or plan.has_edge_weights:
+        return False
+    columns = [g.edges[etype].data.get(plan.weights) for etype in g.canonical_etypes]
+    return all(column is not None and column.dtype is torch.bool and column.ndim == 1 for column in columns)

@@ -84,9 +84,9 @@ class PartitionContext:
     seed: int
 
     @classmethod
-    def from_graph(cls, g: DistGraph) -> "PartitionContext":
+    def from_graph(cls, g: DistGraph, mask: str | None = None) -> "PartitionContext":
         topology, seed = g.session.topology, g.session.seed
-        return cls(structure=unify_structure(g), bounds=find_bounds(g), topology=topology, seed=seed)
+        return cls(structure=unify_structure(g, mask), bounds=find_bounds(g), topology=topology, seed=seed)
 
     def find_owners(self, nodes: Array) -> Array:
         """Return the (K,) int64 rank that owns each of the (K,) int64 ``nodes``."""
@@ -572,21 +572,29 @@ class PlanExchange:
         rpc.ask(other_ranks, self._failed_op, name, [text], _NOTIFY_FAILURE_S, phase=CONTROL)
 
 
+def open_plan_exchange(session: Session) -> tuple[PlanExchange, str]:
+    """Return a new exchange and its label. Every rank must call this."""
+    label = f"full_graph.{broadcast_json(secrets.token_hex(4), session)}"
+    exchange = PlanExchange(session, label)
+    # No rank may send before all ranks listen.
+    barrier(session, "making plans")
+    return exchange, label
+
+
 @final
 class Planner:
     """Makes plans for ``g``, and answers the requests of other ranks. Every rank must construct it.
+
+    With ``mask``, plans have only the edges that this edge column marks.
 
     Raises:
         ConfigError: a server has no nodes, or there are more ranks than nodes.
     """
 
-    def __init__(self, g: DistGraph) -> None:
+    def __init__(self, g: DistGraph, mask: str | None = None) -> None:
         check_graph(g)
-        self._session, self._context = g.session, PartitionContext.from_graph(g)
-        self._label = f"full_graph.{broadcast_json(secrets.token_hex(4), self._session)}"
-        self._exchange = PlanExchange(self._session, self._label)
-        # No rank may send before all ranks listen.
-        barrier(self._session, "making plans")
+        self._session, self._context = g.session, PartitionContext.from_graph(g, mask)
+        self._exchange, self._label = open_plan_exchange(self._session)
 
     def plan(self, request: PlanRequest) -> RankPlan:
         """Return this rank's plan. All ranks must call it with the same requests in the same order.

@@ -8,6 +8,7 @@ from dataclasses import asdict, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, final
 
+import torch
 from torch import Tensor, nn
 
 from dglx_dist.comm.collectives import barrier, check_equal
@@ -15,6 +16,7 @@ from dglx_dist.graph.shared_memory import warn_about_edges
 from dglx_dist.options import read_options
 from dglx_dist.strategies.base import OpenedStrategy, Reduction, Strategy, Traits
 from dglx_dist.strategies.candidate import Candidate, CandidateContext
+from dglx_dist.strategies.full_graph.edge_loader import FullGraphEdgeLoader, read_edge_request
 from dglx_dist.strategies.full_graph.graph_types import has_several_types
 from dglx_dist.strategies.full_graph.loader import (
     FullGraphLoader,
@@ -84,7 +86,8 @@ class OpenedFullGraph(OpenedStrategy):
         request = read_request(strategy.name, g, indices, sampler, loader_options)
         request = replace(request, wire=options.wire_dtype)
         warn_about_edges(g.session, g.edge_bounds, strategy.edge_bytes)
-        maker = PlanMaker(g, gather_seeds(g, request.seeds) if strategy.gathers_seeds else request.seeds)
+        seeds = gather_seeds(g, request.seeds) if strategy.gathers_seeds else request.seeds
+        maker = PlanMaker(g, seeds, request.mask)
         spec = PlanSpec(
             num_layers=request.num_layers,
             hops=options.resolve_hops(request.num_layers),
@@ -98,6 +101,20 @@ class OpenedFullGraph(OpenedStrategy):
         if len(source) > 1:
             close_with(self, source)
         return FullGraphLoader(g, source, request, use_pp=options.use_pp)
+
+    def make_edge_loader(self, eids: Any, sampler: Any, **loader_options: Any) -> FullGraphEdgeLoader:
+        """Return the loader of batches of edges. Every rank must call it.
+
+        Each step computes the rows of all nodes. Raises ConfigError as :meth:`make_loader`, and if batches
+        need other blocks in each step, see :func:`read_edge_request`.
+        """
+        arguments = {"eids": eids, "sampler": sampler, **loader_options}
+        checked = read_edge_request(self.strategy.name, self.g, self.options, arguments)
+        names = ("seed", "device", "exclude", "feature_dtype")
+        common = {name: getattr(checked.options, name) for name in names}
+        own_nodes = torch.arange(*self.g.get_node_partition_policy(self.g.ntypes[0]).owned_range)
+        encoder = self.make_loader(own_nodes, checked.sampler, **common)
+        return FullGraphEdgeLoader(self.g, checked, encoder, self.options)
 
     def make_model(self, model: nn.Module, reduction: Reduction) -> HaloModel:
         """Wrap ``model`` so that its layers exchange rows. Every rank must call it.
@@ -138,6 +155,8 @@ class FullGraph(_FullGraphStrategy):
     traits = Traits(
         unit="full_graph",
         summary="activations of border nodes, and their gradients, at every layer; all gradients",
+        on_edges=True,
+        excludes_edges=False,
         complexity=20,
     )
 
@@ -166,6 +185,8 @@ class SharedPreload(_FullGraphStrategy):
     traits = Traits(
         unit="full_graph",
         summary="features of the neighbourhood, once; activations of border nodes above it; all gradients",
+        on_edges=True,
+        excludes_edges=False,
         complexity=30,
     )
     read_options = staticmethod(partial(_read_options, name, names=PRELOADING))
@@ -198,6 +219,8 @@ class Cooperative(_FullGraphStrategy):
     traits = Traits(
         unit="full_graph",
         summary="features of each batch's neighbourhood; activations inside a server; all gradients",
+        on_edges=True,
+        excludes_edges=False,
         complexity=40,
     )
     read_options = staticmethod(partial(_read_options, name, names=COOPERATIVE))

@@ -21,8 +21,10 @@ from torch import Tensor, nn
 
 from dglx_dist.comm.session import start_session
 from dglx_dist.data.storage.writer import write_dataset
+from dglx_dist.dataloading.edge_loader import gather_pair_rows
 from dglx_dist.errors import ConfigError
 from dglx_dist.graph.dist_graph import DistGraph
+from dglx_dist.graph.dist_tensor import DistTensor
 from dglx_dist.layers import nn as dx_nn
 from dglx_dist.records import Assignment, RawGraph
 from dglx_dist.strategies.base import STRATEGIES
@@ -105,6 +107,41 @@ def on_cut_rows(strategy: Any, g: DistGraph) -> None:
     model(blocks, x[: blocks[0].own_rows // 2])
 
 
+def edge_batch(strategy: Any, g: DistGraph, mask: str | None = None) -> Any:
+    sampler = NeighborSampler([-1, -1], mask=mask, prefetch_node_feats=["feat"])
+    return next(iter(strategy.edge_loader(torch.arange(3), sampler, batch_size=3)))
+
+
+def on_own_rows_of_pairs(strategy: Any, g: DistGraph) -> None:
+    _, pairs, blocks = edge_batch(strategy, g)
+    h = strategy.wrap(runs.first_model("sage"))(blocks, blocks[0].srcdata["feat"])
+    h[pairs.edges()[0].clamp(max=len(h) - 1)].sum().backward()
+
+
+def evaluate_own_rows_of_pairs(strategy: Any, g: DistGraph) -> None:
+    sampler = NeighborSampler([-1, -1], prefetch_node_feats=["feat"])
+    model = strategy.wrap(runs.first_model("sage")).eval()
+    with torch.no_grad():
+        for _, _, blocks in strategy.edge_loader(torch.arange(3), sampler, batch_size=1):
+            model(blocks, blocks[0].srcdata["feat"])
+
+
+def on_other_rows_of_pairs(strategy: Any, g: DistGraph) -> None:
+    _, pairs, blocks = edge_batch(strategy, g)
+    gather_pair_rows(pairs, strategy.wrap(runs.first_model("sage"))(blocks, blocks[0].srcdata["feat"])[:1])
+
+
+def on_masked_degrees(strategy: Any, g: DistGraph) -> None:
+    policy = g.get_edge_partition_policy(g.canonical_etypes[0])
+    mask = DistTensor((g.num_edges(),), torch.bool, "marked", None, policy, graph=g)
+    _, _, blocks = edge_batch(strategy, g, "marked")
+    try:
+        conv = dgl.nn.GraphConv(equality.WIDTH, 2, norm="both", allow_zero_in_degree=True).double()
+        conv(blocks[0], blocks[0].srcdata["feat"])
+    finally:
+        mask.delete()
+
+
 CASES: Mapping[str, tuple[Case, str]] = {
     "own code": (
         loads(lambda: OwnCode([-1])),
@@ -136,9 +173,16 @@ CASES: Mapping[str, tuple[Case, str]] = {
         "node 3 more than once",
     ),
     "edge loader": (
-        lambda strategy, g: strategy.edge_loader(torch.arange(3), as_edge_prediction_sampler(runs.sampler())),
-        "trains on nodes, not on batches of edges",
+        lambda strategy, g: strategy.edge_loader(torch.arange(3), runs.sampler(), exclude="self"),
+        "exclude='self' removes other edges in each batch.*mask=.*data_parallel",
     ),
+    "edges without gathered rows": (on_own_rows_of_pairs, r"call h = dx\.gather_pair_rows\(pair_graph, h\)"),
+    "evaluation without gathered rows": (evaluate_own_rows_of_pairs, r"call h = dx\.gather_pair_rows\("),
+    "other rows of pairs": (
+        on_other_rows_of_pairs,
+        r"gather_pair_rows got \(1, .*what the last layer returned",
+    ),
+    "out-degrees of a mask": (on_masked_degrees, "divides by out-degrees.*mask='marked'.*norm='right'"),
     "batch norm": (
         beside(norm=nn.BatchNorm1d(equality.CLASSES).double()),
         "'norm' is a BatchNorm1d.*dx.nn.BatchNorm.convert.*torch.nn.LayerNorm",
@@ -187,6 +231,9 @@ def on_rank(folder: str) -> dict[str, str]:
         results["local graph"] = refused(lambda: local_graph(g))
         too_many: Any = STRATEGIES.get("shared_preload")(session, {"hops": 3}).open(g)
         results["hops"] = refused(lambda: loads()(too_many, g))
+        for name, options in (("cooperative", {"batches": 2}), ("full_graph", {"staleness": 1})):
+            unfit: Any = STRATEGIES.get(name)(session, options).open(g)
+            results[f"edges {name}"] = refused(lambda: edge_batch(unfit, g))  # noqa: B023
         differing: Any = STRATEGIES.get("full_graph")(session, {"use_pp": bool(g.rank())}).open(g)
         results["differing"] = refused(lambda: loads()(differing, g))
         g.barrier()
@@ -202,6 +249,8 @@ def test_every_rank_is_told_what_to_do(folders: tuple[str, str]) -> None:
         words = r"strategy 'dp' would weigh.*dx.distribute\(graph, strategy='full_graph'\)"
         match(result["local graph"], words, "local graph")
         match(result["hops"], "hops=3 is more than the 2 layers of the sampler; give at most 2", "hops")
+        match(result["edges cooperative"], "batches=2.*edges and their negatives.*leave batches out", "edges")
+        match(result["edges full_graph"], "staleness=1.*use staleness=0", "edges")
         match(
             result["differing"], "disagree on an option of full_graph: rank 0 has use_pp=False", "differing"
         )
@@ -226,6 +275,7 @@ def two_on_rank(folder: str) -> list[str]:
         return [
             refused(lambda: local_graph(g)),
             refused(lambda: strategy.wrap(norm)),
+            refused(lambda: strategy.edge_loader({"buys": torch.arange(2)}, NeighborSampler([-1]))),
             refused(lambda: blocks[0][:, :, :]),
             refused(lambda: blocks[0].update_all(fn.copy_u("feat", "m"), fn.sum("m", "h"))),
         ]
@@ -236,6 +286,7 @@ def test_names_remedies_on_graphs_of_several_types(folders: tuple[str, str]) -> 
     expected = (
         "dx.local_graph trains on graphs of one node and one edge type.*user, item.*data_parallel",
         "'norm' is a dx.nn.BatchNorm.*several types.*LayerNorm",
+        "edges of graphs with one node and one edge type.*buys, bought by.*data_parallel",
         r"selects 2 of the edge types.*use block\[source, relation, destination\]",
         r"None selects 0 of the edge types.*use block\[source, relation, destination\]",
     )

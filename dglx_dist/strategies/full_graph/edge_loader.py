@@ -1,0 +1,115 @@
+"""Batches of edges in full-graph training: blocks of the graph, and pair graphs with rows of all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, NoReturn, final
+
+import torch
+
+from dglx_dist.dataloading.edge_loader import (
+    EdgeBatch,
+    EdgeOptions,
+    EdgesBatch,
+    open_edge_maker,
+    read_edge_options,
+)
+from dglx_dist.dataloading.feature_fetch import Columns
+from dglx_dist.dataloading.minibatch import Excluded, MiniBatch, NodeMaker
+from dglx_dist.dataloading.step_loader import StepLoader
+from dglx_dist.errors import ConfigError
+from dglx_dist.records import EdgeType, StepShare
+from dglx_dist.strategies.full_graph.graph_types import has_several_types
+from dglx_dist.strategies.full_graph.loader import FullGraphLoader, HaloBatch
+from dglx_dist.strategies.full_graph.options import FullGraphOptions
+from dglx_dist.strategies.full_graph.pair_rows import PairPlanner, PairRows
+
+if TYPE_CHECKING:
+    from dglx_dist.graph.dist_graph import DistGraph
+
+
+def read_edge_request(
+    strategy: str, g: DistGraph, options: FullGraphOptions, arguments: Mapping[str, Any]
+) -> EdgeOptions:
+    """Check the arguments of an edge loader of ``strategy``. Every rank must call it.
+
+    Raises ConfigError if they need other blocks in each step, or the strategy's options do.
+    """
+    checked = read_edge_options(g, **arguments)
+    if has_several_types(g):
+        raise ConfigError(
+            f"{strategy} trains on batches of edges of graphs with one node and one edge type, but this "
+            f"graph has the edge types {', '.join(g.etypes)}; use strategy='data_parallel'"
+        )
+    if checked.exclude is not None:
+        raise ConfigError(
+            f"exclude={checked.exclude!r} removes other edges in each batch, but {strategy} passes messages "
+            "along the same edges in all steps; leave it out and mark these edges by "
+            "NeighborSampler(..., mask=), or use strategy='data_parallel'"
+        )
+    if options.batches > 1:
+        raise ConfigError(
+            f"option batches={options.batches} computes the rows of a part of the nodes in each step, but "
+            "edges and their negatives end at any node; leave batches out"
+        )
+    if options.staleness:
+        raise ConfigError(
+            f"option staleness={options.staleness} reuses rows of the previous epoch, but each batch of "
+            "edges needs rows of other nodes; use staleness=0"
+        )
+    return checked
+
+
+@final
+class GraphBlocks(NodeMaker):
+    """The stages of batches that all have the blocks of the graph. They are completed when delivered."""
+
+    def __init__(self, g: DistGraph, batch: HaloBatch, planner: PairPlanner) -> None:
+        super().__init__(g, Columns())
+        self._batch, self._planner = batch, planner
+        self._previous: PairRows | None = None
+
+    def sample_blocks(self, batch: MiniBatch, epoch: int, exclude: Excluded, *, step: int) -> None:
+        no_ids = torch.empty(0, dtype=torch.int64)
+        batch.input_nodes, batch.output_nodes, batch.blocks = no_ids, no_ids, []
+
+    def offline(self) -> NoReturn:
+        raise ConfigError("a batch of edges of a full-graph strategy has blocks of its own rank only")
+
+    def finish(self, batch: MiniBatch, share: StepShare) -> None:
+        assert isinstance(batch, EdgeBatch)
+        batch.finish()
+        if self._previous is not None:
+            # Backward checks this too, but an evaluation has none.
+            self._previous.check_calls()
+        session = self._g.session
+        # HaloModel weighs gradients at its output, so rows outside of it have equal weight on each rank.
+        session.step_share = StepShare(num_local=1, num_global=session.topology.world_size)
+        pair_rows = self._previous = self._planner.plan(batch.seeds[self._g.ntypes[0]])
+        # The blocks are delivered again, so the model's columns must not be set on them.
+        batch.blocks = blocks = [block.local_var() for block in self._batch.blocks]
+        for block in blocks:
+            block.step_number = share.step_number
+        blocks[-1].step_share, blocks[-1].pair_rows = share, pair_rows
+        for graph in batch.pairs:
+            graph.gather_rows = pair_rows
+        batch.input_nodes = self._batch.input_nodes
+
+
+@final
+class FullGraphEdgeLoader(StepLoader[EdgeType, EdgeBatch, EdgesBatch]):
+    """Iterates over ``(input_nodes, pair_graph, [negative_pair_graph,] blocks)``. Every rank must iterate.
+
+    Each step passes messages over the graph once. The blocks of a rank compute rows of its own nodes.
+    ``gather_pair_rows`` turns them into the rows of the nodes of the pair graphs. A batch has
+    ``edge_batches_per_step`` times ``batch_size`` edges of each rank.
+    """
+
+    def __init__(
+        self, g: DistGraph, checked: EdgeOptions, encoder: FullGraphLoader, options: FullGraphOptions
+    ) -> None:
+        size = checked.options.batch_size * options.edge_batches_per_step
+        planner = PairPlanner(g, encoder.load(0, 0).plan, options.wire_dtype)
+        maker = open_edge_maker(g, checked, GraphBlocks(g, encoder.load(0, 0), planner))
+        super().__init__(g.session, checked.items, replace(checked.options, batch_size=size), maker)
