@@ -160,25 +160,28 @@ def _fork(count: int) -> list[_ForkedRank] | None:
 
 
 class _ForkedRank:
-    """A forked rank with the interface that torchrun's agent expects. In the rank itself ``pid`` is 0."""
+    """A forked rank with the interface that torchrun's agent expects.
+
+    Creating one forks this process, so the constructor returns twice. In the launcher it returns at once, and
+    ``pid`` is the process of the rank. In the rank it returns when the launcher has called :meth:`start`, and
+    ``pid`` is 0. A rank whose launcher has ended before that ends, too.
+    """
 
     def __init__(self, local_rank: int, earlier_ranks: Sequence[_ForkedRank]) -> None:
-        read, self._pipe = os.pipe()
+        read_end, self._pipe = os.pipe()
         self.pid = os.fork()
         if self.pid:
-            os.close(read)
+            os.close(read_end)
             self.proc, self._process = self, psutil.Process(self.pid)
             return
         os.setsid()
         ctypes.CDLL(None).prctl(_PR_SET_NAME, f"dglx-rank-{local_rank}".encode())
-        for descriptor in (self._pipe, *(rank._pipe for rank in earlier_ranks)):
-            os.close(descriptor)
-        with open(read, encoding="utf-8") as pipe:
-            environment = pipe.read()
-        if not environment:
-            end_process(signal.SIGTERM)  # the launcher has ended
-        set_rank_variables(json.loads(environment))
-        sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # it is a file
+        # A pipe ends when nobody can write to it. So a rank closes the write ends that it has inherited.
+        for write_end in (self._pipe, *(rank._pipe for rank in earlier_ranks)):
+            os.close(write_end)
+        _wait_for_rank_variables(read_end)
+        # The output of a rank is usually a file or pipe, which Python would buffer in blocks.
+        sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # typeshed: stdout is any TextIO
 
     def start(self, environment: Mapping[str, str]) -> _ForkedRank:
         # If the rank has ended in the meantime, poll() will report it.
@@ -191,6 +194,7 @@ class _ForkedRank:
         return self.wait(0)
 
     def wait(self, timeout: float | None = None) -> int | None:
+        """Wait up to ``timeout`` seconds, or without limit. Return the same as :meth:`poll`."""
         with suppress(psutil.TimeoutExpired):
             return self._process.wait(timeout)
         return None
@@ -198,6 +202,15 @@ class _ForkedRank:
     def close(self, death_sig: signal.Signals | None = None) -> None:
         with suppress(ProcessLookupError):
             os.killpg(self.pid, death_sig or signal.SIGTERM)
+
+
+def _wait_for_rank_variables(read_end: int) -> None:
+    """Wait for the environment of this rank, and set it. End the process if the launcher has ended."""
+    with open(read_end, encoding="utf-8") as pipe:
+        environment = pipe.read()
+    if not environment:
+        end_process(signal.SIGTERM)
+    set_rank_variables(json.loads(environment))
 
 
 class _OneAddressRendezvous(StaticTCPRendezvous):

@@ -29,17 +29,18 @@ class NodeTable(NamedTuple):
 
 @njit(cache=True, nogil=True)
 def _slot_of(table: NodeTable, node: int) -> np.uint64:
-    # Returns the slot of the node, or the free slot where it belongs. Hashed tables only.
-    last = np.uint64(len(table.keys) - 1)
-    word = np.uint64(node) * np.uint64(0x9E3779B97F4A7C15)
-    slot = (word >> np.uint64(20)) & last
+    """Return the slot of ``node`` in a hashed table, or the free slot where it belongs."""
+    # The product is meant to overflow: its upper bits depend on all bits of the node.
+    slot_mask = np.uint64(len(table.keys) - 1)
+    hashed = np.uint64(node) * np.uint64(0x9E3779B97F4A7C15)
+    slot = (hashed >> np.uint64(20)) & slot_mask
     while table.slots[slot] >= table.base and table.keys[slot] != node:
-        slot = (slot + np.uint64(1)) & last
+        slot = (slot + np.uint64(1)) & slot_mask
     return slot
 
 
 @njit(cache=True, nogil=True)
-def _number_direct(table: NodeTable, sources: Array, nodes: Array, count: int, local: Array) -> np.int64:
+def _number_direct(table: NodeTable, sources: Array, nodes: Array, count: int, numbers: Array) -> np.int64:
     slots = table.slots
     base = np.uint32(table.base)
     # Unsigned positions, because with signed ones every access would first test for negative values.
@@ -53,12 +54,12 @@ def _number_direct(table: NodeTable, sources: Array, nodes: Array, count: int, l
         slots[node] = value
         nodes[end] = node
         end += np.uint64(fresh)
-        local[i] = value - base
+        numbers[i] = value - base
     return np.int64(end)
 
 
 @njit(cache=True, nogil=True)
-def _number_hashed(table: NodeTable, sources: Array, nodes: Array, count: int, local: Array) -> int:
+def _number_hashed(table: NodeTable, sources: Array, nodes: Array, count: int, numbers: Array) -> int:
     base = np.uint32(table.base)
     for i in range(len(sources)):
         node = np.int64(sources[i])
@@ -68,26 +69,31 @@ def _number_hashed(table: NodeTable, sources: Array, nodes: Array, count: int, l
             table.keys[slot] = node
             nodes[count] = node
             count += 1
-        local[i] = table.slots[slot] - base
+        numbers[i] = table.slots[slot] - base
     return count
 
 
 @njit(cache=True, nogil=True)
-def number_nodes(table: NodeTable, sources: Array, nodes: Array, count: int, local: Array) -> int:
-    """Write the number of each of ``sources`` to ``local``. New nodes get the next free numbers.
+def number_nodes(table: NodeTable, sources: Array, nodes: Array, count: int, numbers: Array) -> int:
+    """Write the number within the batch of each of ``sources`` to ``numbers``.
+
+    A node that the batch does not have yet gets the next number, and is appended to ``nodes``.
 
     Args:
-        table: If hashed, it has at least twice as many slots as distinct nodes; see :func:`grow_table`.
-        sources: (K,) global ids.
-        nodes: (count + K + 1,) global ids by number_nodes; the first ``count`` are set.
-        local: (K,) output.
+        table: Numbers of the nodes of the batch, which are updated. A hashed table must have at least twice
+            as many slots as the batch has nodes afterwards, see :func:`grow_table`.
+        sources: (K,) global ids, which may be repeated.
+        nodes: Global ids by number. The first ``count`` are set. The length is at least ``count`` + K + 1,
+            because an id is written before it is known to be new.
+        count: Number of nodes of the batch before the call.
+        numbers: (K,) output.
 
     Returns:
-        The new count.
+        Number of nodes of the batch after the call.
     """
     if len(table.keys) == 0:
-        return int(_number_direct(table, sources, nodes, count, local))
-    return _number_hashed(table, sources, nodes, count, local)
+        return int(_number_direct(table, sources, nodes, count, numbers))
+    return _number_hashed(table, sources, nodes, count, numbers)
 
 
 @njit(cache=True, nogil=True)
@@ -334,10 +340,10 @@ def grow_table(table: NodeTable, nodes: NumberedNodes, more: int) -> NodeTable:
 
 
 @njit(cache=True, nogil=True)
-def number_type(table: NodeTable, nodes: NumberedNodes, node_type: int, keys: Array, local: Array) -> None:
-    """Write the numbers of the nodes with the (K,) int64 ``keys``, all of ``node_type``, to ``local``."""
+def number_type(table: NodeTable, nodes: NumberedNodes, node_type: int, keys: Array, numbers: Array) -> None:
+    """Write the numbers of the nodes with the (K,) int64 ``keys``, all of ``node_type``, to ``numbers``."""
     segment = nodes.keys[nodes.starts[node_type] : nodes.starts[node_type + 1]]
-    nodes.counts[node_type] = number_nodes(table, keys, segment, nodes.counts[node_type], local)
+    nodes.counts[node_type] = number_nodes(table, keys, segment, nodes.counts[node_type], numbers)
 
 
 @njit(cache=True, nogil=True)

@@ -54,16 +54,19 @@ MAX_BYTES = 64 << 20
 """Maximum size in bytes of unanswered pushes. At the limit, the next push waits for the oldest."""
 
 
-def _cut_into_runs(
-    ids: Array, first: int, last: int, step: int, *, has_repeats: bool
+def _cut_into_ranges(
+    ids: Array, start: int, stop: int, step: int, *, has_repeats: bool
 ) -> Iterator[tuple[int, int]]:
-    """Yield ranges (first, end) of about ``step`` of the sorted ids. Repeated ids are in the same range."""
-    while first < last:
-        end = min(first + step, last)
+    """Cut ``ids[start:stop]``, which are ascending, and yield (start, end) of ranges of about ``step`` ids.
+
+    If ids are repeated, all places of an id are in one range, which may be longer then.
+    """
+    while start < stop:
+        end = min(start + step, stop)
         if has_repeats:
-            end = first + int(np.searchsorted(ids[first:last], ids[end - 1], side="right"))
-        yield first, end
-        first = end
+            end = start + int(np.searchsorted(ids[start:stop], ids[end - 1], side="right"))
+        yield start, end
+        start = end
 
 
 @final
@@ -455,9 +458,9 @@ class KVStore:
             cuts = np.searchsorted(sorted_ids, starts)
         step = column.rows_per_message
         return [
-            (rank, [sorted_ids[first:last], values[first:last]])
+            (rank, [sorted_ids[start:end], values[start:end]])
             for rank, bounds in enumerate(pairwise(cuts[: len(starts)].tolist()))
-            for first, last in _cut_into_runs(sorted_ids, *bounds, step, has_repeats=not accumulate)
+            for start, end in _cut_into_ranges(sorted_ids, *bounds, step, has_repeats=not accumulate)
         ]
 
     def _submit_unanswered(

@@ -22,7 +22,7 @@ from dglx_dist.graph.partition_book import RowOwners
 from dglx_dist.graph.row_kernels import group_by_range, view_as_numpy
 from dglx_dist.graph.sparse_gradient import (
     RowSum,
-    merge_repeated,
+    make_row_sum,
     sum_rows,
     update_adagrad,
     update_adam,
@@ -121,7 +121,7 @@ class OwnedRows:
         self._state_rows = tuple(view_as_numpy(view_owned_rows(state)) for state in states)
         self._dtype = np.dtype(str(embedding.compute_dtype).removeprefix("torch."))
         no_values = np.empty((0, embedding.embedding_dim), self._dtype)
-        self.no_rows = merge_repeated(np.empty(0, np.int64), no_values)
+        self.no_rows = make_row_sum(np.empty(0, np.int64), no_values)
         """The gradient of a rank that touched no row."""
 
     def check(self, gradient: RowSum) -> None:
@@ -139,22 +139,26 @@ class OwnedRows:
 
     def apply(self, gradients: Sequence[RowSum]) -> None:
         """Sum ``gradients`` in their order and update each touched row once. Any thread may call this."""
-        touching = [gradient for gradient in gradients if len(gradient.ids)]
+        nonempty_gradients = [gradient for gradient in gradients if len(gradient.ids)]
         with self.lock:
             self.steps += 1
-            if touching:
-                total = sum_rows(touching)
+            if nonempty_gradients:
+                total = sum_rows(nonempty_gradients)
                 self._update(total._replace(ids=total.ids - self.first))
 
     def _update(self, gradient: RowSum) -> None:
-        rows, compute_dtype, targets = self._rows, self.embedding.compute_dtype, gradient.ids
+        """Update the owned rows ``gradient.ids``, which are counted from the first row of this rank.
+
+        Rows in another dtype than :attr:`DistEmbedding.compute_dtype` are converted, updated and stored back.
+        """
+        rows, compute_dtype, row_numbers = self._rows, self.embedding.compute_dtype, gradient.ids
         if rows.dtype == compute_dtype:
-            self.rule.update(view_as_numpy(rows), targets, self._state_rows, gradient, self.steps)
+            self.rule.update(view_as_numpy(rows), row_numbers, self._state_rows, gradient, self.steps)
             return
-        index = torch.from_numpy(targets)
-        weight = rows[index].to(compute_dtype).numpy()
-        self.rule.update(weight, np.arange(len(targets)), self._state_rows, gradient, self.steps)
-        rows[index] = torch.from_numpy(weight).to(rows.dtype)
+        index = torch.from_numpy(row_numbers)
+        converted = rows[index].to(compute_dtype).numpy()
+        self.rule.update(converted, np.arange(len(index)), self._state_rows, gradient, self.steps)
+        rows[index] = torch.from_numpy(converted).to(rows.dtype)
 
 
 MAX_PARAMETERS = 100
@@ -307,7 +311,7 @@ class SparseExchange:
                 f"optimizer of {len(self._tables)}. Build the optimizers with the same arguments on all "
                 "ranks."
             )
-        gradients = tuple(map(merge_repeated, arrays[::2], arrays[1::2]))
+        gradients = tuple(map(make_row_sum, arrays[::2], arrays[1::2]))
         for table, gradient in zip(self._tables, gradients, strict=not problem):
             table.check(gradient)
         flags = [mark == "1" for mark in used]

@@ -350,16 +350,20 @@ class LinkPrediction:
         _, pairs, negative_pairs, blocks = batch
         rows = gather_input_rows(model, blocks[0], self.feature, self.inputs)
         positive, negative = model(blocks, rows, pairs, negative_pairs)
-        if self.pair_loss is not None:
-            negative = _group_negatives(negative, pairs, negative_pairs)
-            loss, correct = self.pair_loss(positive, negative), (positive[:, None] > negative).all(1)
+        if self.pair_loss is None:
+            labels = torch.cat([torch.ones_like(positive), torch.zeros_like(negative)])
+            loss, is_correct = self.loss(torch.cat([positive, negative]), labels), positive > 0
         else:
-            truth = torch.cat([torch.ones_like(positive), torch.zeros_like(negative)])
-            loss, correct = self.loss(torch.cat([positive, negative]), truth), positive > 0
-        return StepLoss(loss=loss, num_targets=len(positive), num_correct=correct.sum())
+            negatives = _group_negatives(negative, pairs, negative_pairs)
+            loss, is_correct = self.pair_loss(positive, negatives), (positive[:, None] > negatives).all(1)
+        return StepLoss(loss=loss, num_targets=len(positive), num_correct=is_correct.sum())
 
 
 def _group_negatives(negative: Tensor, pairs: Any, negative_pairs: Any) -> Tensor:
+    """Return the (Q,) scores of negatives as (P, Q / P), one row for each positive pair.
+
+    Raises ConfigError unless every edge has the same number of negatives.
+    """
     merged, sizes = merge_pairs(pairs), merge_pairs(negative_pairs).sizes
     total = sum(merged.sizes)
     per_edge = len(negative) // max(1, total)

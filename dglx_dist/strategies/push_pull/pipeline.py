@@ -452,7 +452,13 @@ def make_replica_group(session: Session, group: Group) -> dist.ProcessGroup | No
 class Pipeline(Shared):
     """Runs batches through the first layer of one model, in lock-step with the other ranks.
 
-    ``replicas`` is the process group of the replicas. ``buffers`` are averaged after each backward.
+    The phases of a batch are called fM, fD, bD and bM. They are forward (f) and backward (b), on the part
+    side (M, before the sum over parts) and on the owner side (D, after it).
+
+    Args:
+        replicas: Process group of the ranks with the same columns. None if this rank is the only one.
+        split: The model with its first layer cut by columns.
+        buffers: Buffers of the model, which are averaged after each backward.
     """
 
     def __init__(
@@ -467,22 +473,23 @@ class Pipeline(Shared):
     ) -> None:
         self._session, self._group, self._split = session, group, split
         self._provenance, self._buffers = split.provenance, buffers
-        local = {*split.cuts, *split.shared}
-        trained = [
+        part_names = {*split.cuts, *split.shared}
+        owner_parameters = [
             (name, parameter)
             for name, parameter in module.named_parameters()
-            if parameter.requires_grad and name not in local
+            if parameter.requires_grad and name not in part_names
         ]
         self._part = part = PartSide(session, group, replicas, module, split)
-        self._owner = owner = OwnerSide([parameter for _, parameter in trained])
-        self.exchange = GradientExchange(trained, session, options.bucket_bytes)
+        self._owner = owner = OwnerSide([parameter for _, parameter in owner_parameters])
+        self.exchange = GradientExchange(owner_parameters, session, options.bucket_bytes)
         self._activations = AsyncExchange(session, group, options.wire_dtype)
         self._depth, self._delay, self._looks_ahead = options.depth, options.delay, options.depth > 1
         self._one_version = options.weights == "whole" and self._looks_ahead
         self.exchange.delay = options.delay if self._one_version else 0
         self.exchange.after = self._after_backward
-        by_rows = [module.get_parameter(name) for name in split.cuts if name not in split.stashed]
-        self.log = VersionLog([*part.parameters.values(), *by_rows], owner.parameters)
+        # Embeddings get their gradients by rows, so batches have no leaves of them.
+        embeddings = [module.get_parameter(name) for name in split.cuts if name not in split.stashed]
+        self.log = VersionLog([*part.parameters.values(), *embeddings], owner.parameters)
         self._spec: InputSpec | None = None
         self._edge_kinds: dict[str, str] | None = None
         """Kinds of per-edge values by name that all ranks agreed on last."""
