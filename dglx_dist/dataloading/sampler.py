@@ -244,6 +244,11 @@ class RemoteSource:
     def sample(
         self, request: SampleRequest, exclude: Mapping[EdgeType, Array], workspace: ThreadTable
     ) -> RawBatch:
+        """Draw all hops of a batch, and number its nodes in the order in which the hops reach them.
+
+        ``workspace`` is a table of the calling thread. Its numbers are invalid for the next batch, also after
+        an error. ``exclude`` has ascending edge ids by type.
+        """
         table, nodes = number_seeds(workspace.table, self._offsets, request.seeds, request.seed_ends)
         node_ends, pieces = [nodes.counts.copy()], []
         try:
@@ -269,6 +274,11 @@ class RemoteSource:
     def _draw(
         self, request: SampleRequest, exclude: Mapping[EdgeType, Array], hop: int, frontiers: Sequence[Array]
     ) -> list[InEdges]:
+        """Return the in-edges of one hop by edge type. ``frontiers`` are the nodes of each destination type.
+
+        Requests for all edge types are sent before the first answer is awaited. Edges that were drawn jointly
+        before (:attr:`known`) need no request.
+        """
         if self.known:
             known = zip(self.known[hop], frontiers, strict=True)
             return [_select_known(edges, nodes) for edges, nodes in known]

@@ -528,6 +528,11 @@ class EpochLoader(ABC, Generic[B, T]):
         return iterator
 
     def _iterate(self) -> Generator[T, None, None]:
+        """Yield the batches of the epoch from its next step on.
+
+        If the previous loop was left early, this begins the next epoch. Steps of an optimizer are checked
+        meanwhile on several ranks. A complete pass is reported to the trace.
+        """
         if self._has_started:
             self._epoch, self._next_step = self._epoch + 1, 0
         self._has_started = True
@@ -608,6 +613,10 @@ class EpochLoader(ABC, Generic[B, T]):
             step += 1
 
     def _deliver_next(self, step: int, batches: Iterator[B]) -> T:
+        """Wait for the batch of ``step``, deliver it, and add its times to the totals.
+
+        From here on, a checkpoint continues with the following step.
+        """
         begin = time.perf_counter()
         with self.span(f"{WAIT} for a batch", self._epoch, step, row=COMPUTE):
             batch = next(batches)

@@ -277,6 +277,11 @@ class LookAheadRows:
         return copy_kept_rows
 
     def _reserve_entries(self, count: int) -> None:
+        """Make space for ``count`` further ids in the ring of announced inputs and in the table of ids.
+
+        The ring has a length that is a power of two, so that a mask finds an input. The table stays at most
+        two thirds full.
+        """
         first_input, next_input = self._first_inputs[0], self._next_input
         if next_input + count - first_input > len(self._later_use):
             old_uses, inputs = self._later_use, np.arange(first_input, next_input)

@@ -443,6 +443,11 @@ class KVStore:
     def _split_by_owner(
         self, column: Column, ids: Array, rows: Array, accumulate: bool
     ) -> list[tuple[int, list[Array]]]:
+        """Split a push by the ranks that own the rows. Return (rank, [ids, rows]) of each message.
+
+        With ``accumulate``, rows of repeated ids are summed first. Otherwise their order is kept, so that the
+        last row of an id counts.
+        """
         starts = self._owners[column.name].starts
         if accumulate:
             check_summable(column.name, column.info)

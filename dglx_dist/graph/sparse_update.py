@@ -243,6 +243,11 @@ class SparseExchange:
         self._session.rpc.unregister(self._op)
 
     def _step_together(self, pending: list[Pending], problem: str) -> None:
+        """Apply the gradients of all ranks to this rank's rows. Return when every rank has done so.
+
+        ``pending`` are this rank's own messages. With a ``problem`` of this rank nothing is applied, and the
+        caller raises it. Raises ConfigError if another rank has a problem, and PeerError if one is dead.
+        """
         topology, activity = self._session.topology, f"step {self._step} of {self._op}"
         with report_failed_peers(self._session, activity):
             received = self._mailbox.take(self._step, None, range(topology.world_size), activity)
@@ -256,6 +261,7 @@ class SparseExchange:
         for number, table in enumerate(self._tables):
             if any(message.used[number] for message in received.values()):
                 table.apply([message.gradients[number] for message in received.values()])
+        # This only waits for the other ranks. The gathered numbers are not needed.
         gather_int64([self._step], self._session)
 
     def _bound_lag(self, staleness: int) -> None:
@@ -276,6 +282,11 @@ class SparseExchange:
                 call.result()
 
     def _send(self, sums: Sequence[RowSum | None], used: Sequence[bool], problem: str = "") -> list[Pending]:
+        """Send this rank's gradients of one step to the owners of the rows, and return the calls.
+
+        ``sums`` and ``used`` have one entry for each table. If this rank has a ``problem``, it sends that
+        instead, because the others wait for a message of every rank. The call starts a new step.
+        """
         self._step += 1
         this_rank, world_size = self._session.topology.rank, self._session.topology.world_size
         shares = [] if problem else [self._split(*pair) for pair in zip(self._tables, sums, strict=True)]

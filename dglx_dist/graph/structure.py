@@ -379,6 +379,10 @@ class PartitionedStructure(Structure):
     def _submit_remote(
         self, op: str, nodes: Array, parameters: str, exclude: Array, *, layer: int, phase: str
     ) -> Callable[[], list[Piece]]:
+        """Request the in-edges of nodes of other servers. Return a function that waits for the answers.
+
+        Its result has one piece for each rank that was asked. The parameters are those of :meth:`submit`.
+        """
         plan = plan_remote(nodes, self._node_bounds, self._placement.topology.server)
         calls = []
         for rank, first, last in plan.requests(self._placement.serving_ranks):

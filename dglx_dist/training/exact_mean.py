@@ -148,6 +148,10 @@ class _Means(TorchFunctionMode):
         """Whether a mean has weights, or another number of terms than ``num_seeds``."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Replace a mean over targets in a loss of torch by ``replace(sum of terms, number of terms)``.
+
+        The number is the sum of class weights if there are any. Other functions are called unchanged.
+        """
         if func not in (*_CLASS_LOSSES, *_NUMBER_LOSSES):
             return func(*args, **(kwargs or {}))
         call = signature(func).bind(*args, **_complete_arguments(func, kwargs))
@@ -188,6 +192,11 @@ class ExactMean:
         """Whether means are combined over the ranks. None: the first step decides."""
 
     def __call__(self, scores: Tensor, labels: Tensor) -> Tensor:
+        """Return the loss of this rank's targets, with each mean over targets taken over all ranks.
+
+        Every rank must call it, also without targets. The user's loss runs twice if the ranks must be
+        combined, and the first batch decides whether they must.
+        """
         if self._combines_ranks is False:
             return self._loss(scores, labels)
         sums: list[list[float]] = []

@@ -116,6 +116,11 @@ class TrainingRun:
         """First step of the first epoch."""
 
     def resume(self) -> None:
+        """Load the newest checkpoint, or delete all with ``overwrite``. Every rank must call it.
+
+        Without a checkpoint nothing happens. Raises ConfigError if the run to continue has another
+        configuration.
+        """
         config, folder = self._config, self._config.checkpoint_folder
         if folder is not None and config.overwrite:
             checkpoint.remove_all(folder)

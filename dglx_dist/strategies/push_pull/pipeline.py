@@ -146,6 +146,12 @@ class VersionLog:
             parameter.grad = gradient
 
     def _before_step(self, optimizer: Optimizer) -> None:
+        """Prepare a step of ``optimizer``, as a hook of torch.
+
+        Zero gradients of sides that are held back are removed. An optimizer of the model's parameters is
+        remembered, and replaces earlier ones of the same parameters. Raises ConfigError if it cannot step cut
+        parameters.
+        """
         for parameter in _list_parameters(optimizer) if self.held_back else ():
             if self._side.get(id(parameter)) in self.held_back and _is_zero(parameter.grad):
                 parameter.grad = None
@@ -164,6 +170,10 @@ class VersionLog:
         ]
 
     def _after_step(self, optimizer: Optimizer) -> None:
+        """Record the versions that a step of ``optimizer`` has written, as a hook of torch.
+
+        Warn once if no optimizer steps the part side.
+        """
         sides = {self._side[key] for key in self._find_stepped(optimizer)}
         if not sides:
             return
@@ -386,6 +396,10 @@ class PartSide:
     def _sum_gradients(
         self, batch: InFlightBatch, names: Sequence[str], all_reduce: Callable[[Tensor], Tensor]
     ) -> dict[str, Tensor | None]:
+        """Return the sums of the gradients of ``names`` over the ranks that ``all_reduce`` spans.
+
+        They are summed in one message. A rank without a gradient contributes zeros.
+        """
         if not names:
             return {}
         leaves = [batch.leaves[name] for name in names]
@@ -628,6 +642,7 @@ class Pipeline(Shared):
         return batch if batch is not None and batch.inputs is group_batch.inputs else None
 
     def _begin_following(self, layer: SplittableConv, group_batch: GroupBatch, spec: InputSpec) -> None:
+        """Run fM of the next batch if it has not begun. Its messages travel while this batch computes."""
         following = group_batch.following
         if following is None or self._get_begun(following) is not None:
             return
@@ -644,6 +659,11 @@ class Pipeline(Shared):
         own_edges: Mapping[str, Tensor],
         own_rows: Mapping[str, Tensor] = MappingProxyType({}),
     ) -> InFlightBatch:
+        """Run fM of a batch: compute this part's shares, and begin to pull the shares for this rank.
+
+        Collective within the group. ``own_edges`` are the edge values of the own block, which are sent to the
+        other parts. ``own_rows`` are rows of the own block that are not cut, by node type.
+        """
         with self._record_span("forward M", group_batch.number):
             batch = InFlightBatch(
                 number=group_batch.number,
@@ -710,6 +730,11 @@ class Pipeline(Shared):
             self.log.waiting.append((batch.number, "D", batch.read["D"]))
 
     def _after_backward(self, weight: float) -> None:
+        """Finish a backward, after the gradients of the owner side are summed.
+
+        Add the gradients of the batches that are ready, and note the sides without a gradient in the next
+        step.
+        """
         # Gradients of the part side are added here, because all ranks must sum them after the owner side's.
         self._owner.restore()
         self._buffers.average(weight)

@@ -164,6 +164,11 @@ class InputProvenance(Shared):
         return any(tensor.untyped_storage()._cdata == storage for tensor, _ in self._known)
 
 
+def _has_same_ids(ids: Tensor, nodes: Tensor) -> bool:
+    # The loader's own tensor is recognised without reading it, so the host does not wait for the device.
+    return _is_same_view(ids, nodes) or (ids.shape == nodes.shape and torch.equal(ids.long(), nodes))
+
+
 def _is_same_view(tensor: Tensor, rows: Tensor) -> bool:
     return (
         tensor.shape == rows.shape
@@ -248,12 +253,13 @@ class ColumnEmbedding:
         return self._embedding.weight
 
     def forward(self, x: Tensor) -> Tensor:
+        """Return this part's columns of the rows of the input nodes ``x``, without a gradient.
+
+        Raises ConfigError if ``x`` are not the input nodes of the batch.
+        """
         own = self._provenance.own
         nodes = None if own is None else own.nodes[self._origin.ntype]
-        # The loader's own tensor is recognised without reading it, so the host does not wait for the device.
-        if nodes is None or not (
-            _is_same_view(x, nodes) or (x.shape == nodes.shape and torch.equal(x.long(), nodes))
-        ):
+        if nodes is None or not _has_same_ids(x, nodes):
             raise ConfigError(
                 f"nn.Embedding of {len(self.weight)} nodes was cut by columns, so it only has the rows of a "
                 f"batch's input nodes, but it was given other ids of shape {tuple(x.shape)}; call it with "
@@ -304,6 +310,10 @@ class ColumnLayerNorm:
         self._norm, self._provenance, self._runs, self._moments = norm, provenance, runs, moments
 
     def forward(self, x: Tensor) -> Tensor:
+        """Return this part's columns of the normalized features, without a gradient.
+
+        Raises ConfigError if ``x`` are not the unchanged features of the batch.
+        """
         origin, own, width = self._provenance.find(x), self._provenance.own, self._runs[0].width
         if origin is None or own is None:
             raise ConfigError(
