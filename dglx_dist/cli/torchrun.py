@@ -80,7 +80,7 @@ def launch(arguments: Sequence[str], file: Path | None = None) -> int | None:
     written to ``file``, or shown if it is None.
     """
     mark_as_parent()
-    parsed = run.parse_args(arguments)  # type: ignore[no-untyped-call]  # torch leaves it bare
+    parsed = run.parse_args(arguments)  # type: ignore[no-untyped-call]  # torch does not annotate this
     ranks = _fork(run.determine_local_world_size(parsed.nproc_per_node)) if _can_fork(parsed) else []
     gc.enable()
     if ranks is None:
@@ -88,7 +88,7 @@ def launch(arguments: Sequence[str], file: Path | None = None) -> int | None:
         sys.argv[1:] = parsed.training_script_args
         return None
     waiting = dict(enumerate(ranks))
-    signals, start_process = _Signals(), agent.get_subprocess_handler  # type: ignore[attr-defined]
+    signals, start_process = _Signals(), agent.get_subprocess_handler  # type: ignore[attr-defined]  # the agent imports this name
 
     def start(**process: Any) -> object:
         # A restart is a new process, not a fork.
@@ -96,7 +96,7 @@ def launch(arguments: Sequence[str], file: Path | None = None) -> int | None:
         signals.has_agent = not waiting
         return rank.start(process["env"]) if rank else start_process(**process)
 
-    agent.get_subprocess_handler = start  # type: ignore[assignment, attr-defined]  # of ours, as signals
+    agent.get_subprocess_handler = start  # type: ignore[assignment, attr-defined]  # the agent calls this name with the same arguments
     # The agent logs each rank that it ends, which hides the cause.
     logging.disable(logging.ERROR)
     try:
@@ -105,7 +105,7 @@ def launch(arguments: Sequence[str], file: Path | None = None) -> int | None:
         with tempfile.TemporaryDirectory(prefix="dglx-torchrun-", dir=parent) as logs:
             parsed.log_dir = parsed.log_dir or logs
             _use_one_address(parsed)
-            run.run(parsed)  # type: ignore[no-untyped-call]
+            run.run(parsed)  # type: ignore[no-untyped-call]  # torch does not annotate this
     except agent.SignalException as error:
         return 128 + int(error.sigval)
     except ChildFailedError as error:
@@ -258,7 +258,7 @@ class _Signals:
         """First signal, or 0."""
         self._first_s = 0.0
         # The agent installs this function for SIGTERM and SIGINT, and torch before 2.9 has no other way.
-        agent._terminate_process_handler = self._pass_on  # type: ignore[assignment]  # same call
+        agent._terminate_process_handler = self._pass_on  # type: ignore[assignment]  # the agent calls it with the same arguments
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
             signal.signal(number, self._pass_on)
 

@@ -191,7 +191,7 @@ class Streams:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # torch leaves it bare
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # torch does not annotate this
 
     def use(self) -> AbstractContextManager[Any]:
         """Make the copy stream and its device the current ones of this thread in a ``with`` block."""

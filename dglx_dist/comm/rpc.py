@@ -166,6 +166,7 @@ class Server:
                 self._wake_server()
 
     def _answer(self, head: Head, arrays: Sequence[Array]) -> Buffers:
+        """Call the handler, and return its encoded answer or error. Note how long the operation takes."""
         start_s = time.perf_counter()
         try:
             answer = run_handler(self._handlers, head.op, head.name, arrays)

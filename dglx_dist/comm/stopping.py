@@ -70,7 +70,7 @@ class SignalPipe:
             return
         for number, handler in self._previous.items():
             if signal.getsignal(number) == self._handle:
-                signal.signal(number, handler)  # type: ignore[arg-type]  # It comes from getsignal.
+                signal.signal(number, handler)  # type: ignore[arg-type]  # the handler comes from getsignal
         self._previous = {}
         current = signal.set_wakeup_fd(self._previous_wakeup)
         if current != self._write:

@@ -411,7 +411,7 @@ def load_dataset(
         ConfigError: the source does not have an option, its value is wrong, or the source needs more memory.
     """
     if not isinstance(spec, (str, os.PathLike)):
-        graph = raw_graph_from_dgl(spec, **options)  # type: ignore[arg-type]  # it checks its options
+        graph = raw_graph_from_dgl(spec, **options)  # type: ignore[arg-type]  # raw_graph_from_dgl checks the options
         check_raw_graph(graph, where=f"the DGLGraph {graph.name!r}")
         return graph
     name, location = _find_source(os.fspath(spec))

@@ -398,8 +398,10 @@ def _rule(request: SampleRequest, relation: int) -> Rule:
 
 @njit(cache=True, nogil=True)
 def _scale(weights: Array, shares: Array, fanout: int) -> float:
-    # Return the factor c of one destination. It makes the sum of weight ** 2 / min(1, c * share) over the
-    # edges equal to that of neighbor sampling.
+    """Return the factor c of one destination, so that its estimate varies as in neighbor sampling.
+
+    With c, the sum of weight ** 2 / min(1, c * share) over its edges is that of neighbor sampling.
+    """
     degree = len(weights)
     if degree == 0 or fanout < 0 or fanout >= degree:
         return 1.0 / shares.min() if degree else 0.0
@@ -480,7 +482,7 @@ def draw_by_importance(
 def _draw_by_importance(
     relations: Relations, request: SampleRequest, hop: _Hop, relation: int, frontier: Array, rows: Array
 ) -> tuple[Array, Array]:
-    # Return the drawn edges and their weights. The weights of each destination have mean 1.
+    """Return the drawn edges and their weights, which have mean 1 at each destination."""
     csc, fanout, stream = read_csc(relations, relation), hop.fanouts[relation], hop.streams[relation]
     rule, num_rows = _rule(request, relation), len(frontier)
     indptr, starts = np.empty(num_rows + 1, np.int64), np.empty(num_rows, np.int64)
@@ -506,7 +508,11 @@ def _draw(
     edges_and_weights: tuple[Array, Array],
     by_source: bool | None,
 ) -> tuple[Array, Array]:
-    # Fill in `hop.indptr` and `hop.ends` after `ends[0]`. Return the edges and weights of the batch so far.
+    """Draw one hop, type by type. Return the edges and weights of the batch so far, including this hop.
+
+    ``hop.indptr`` and ``hop.ends`` after ``ends[0]`` are filled in. ``by_source`` is None for plain sampling,
+    which has no weights. The values and capacity of ``edges`` beyond the last end are undefined.
+    """
     first_row, (edges, weights) = 0, edges_and_weights
     for relation in range(len(hop.fanouts)):
         node_type, first = relations.destination_types[relation], hop.ends[relation]

@@ -107,7 +107,7 @@ class _BatchIds(Tensor):
             return func(*args, **(kwargs or {}))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return self.as_subclass(Tensor).__reduce_ex__(protocol)  # type: ignore[no-untyped-call]  # torch has no types for it
+        return self.as_subclass(Tensor).__reduce_ex__(protocol)  # type: ignore[no-untyped-call]  # torch does not annotate this
 
 
 def _is_same_column(column: Tensor, values: Tensor) -> bool:

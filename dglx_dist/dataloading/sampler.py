@@ -297,6 +297,10 @@ class RemoteSource:
     def _number_sources(
         self, table: NodeTable, nodes: NumberedNodes, edges: Sequence[InEdges]
     ) -> tuple[NodeTable, NumberedNodes, list[Array]]:
+        """Number the sources of the in-edges of one hop. New nodes get the next numbers of their types.
+
+        Return the table and nodes, which may be larger copies, and the number of each source by edge type.
+        """
         num_edges_by_type, old_counts = np.zeros(len(nodes.counts), np.int64), nodes.counts.copy()
         np.add.at(num_edges_by_type, self._source_types, [len(in_edges.sources) for in_edges in edges])
         nodes = grow_nodes(nodes, num_edges_by_type)

@@ -739,8 +739,8 @@ def gather_counts(local: Sequence[int], batch_size: int, drop_last: bool, sessio
 
 def _gather_item_counts(items: Items[K], options: LoaderOptions, session: Session) -> tuple[int, ...]:
     """Return the number of items of each rank. Warns if all ranks have the same items. All ranks call it."""
-    local = [len(items), items.digest() if len(items) else 0]
-    rows = gather_counts(local, int(options.batch_size), options.drop_last, session)
+    count_and_digest = [len(items), items.digest() if len(items) else 0]
+    rows = gather_counts(count_and_digest, int(options.batch_size), options.drop_last, session)
     if len(rows) > 1 and len(items) and bool((rows == rows[0]).all()):
         warn_user(
             f"all {len(rows)} ranks have the same {len(items)} indices, so an epoch uses each {len(rows)} "

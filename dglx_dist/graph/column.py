@@ -158,6 +158,7 @@ class LookAheadRows:
         self._reset_numbers()
 
     def _clear_rows(self) -> None:
+        """Forget all cached rows and announced batches."""
         # The table holds the slots of all ids that are announced or cached, or -1 for ids without a slot.
         self.table = _new_table(0)
         if self._num_ids <= _DIRECT_IDS:
@@ -355,6 +356,10 @@ class Column:
             gather_rows(shard.rows, shard.first, ids, out)
 
     def _compute(self, handler: PullHandler, ids: Array, out: Array) -> None:
+        """Write the rows of local ids, which the user's ``handler`` computes, to their places in ``out``.
+
+        Raises ConfigError if the handler returns another shape or dtype than the column has.
+        """
         (shard,) = self.shards  # A tensor in memory has one shard.
         positions = np.flatnonzero((ids >= shard.first) & (ids < shard.first + len(shard.rows)))
         if not len(positions):

@@ -208,7 +208,7 @@ class DistEmbedding(Shared):
             places = to_device(torch.from_numpy(place_of_id), target)
         leaf = self._pull(distinct, target, distinct=True).requires_grad_()
         record = self._make_hook(distinct, self.kvstore.session.step_share)
-        leaf.register_post_accumulate_grad_hook(record)  # type: ignore[no-untyped-call]  # torch has no types for it
+        leaf.register_post_accumulate_grad_hook(record)  # type: ignore[no-untyped-call]  # torch does not annotate this
         return leaf if places is None else F.embedding(places, leaf)
 
     def reset_trace(self) -> None:

@@ -471,6 +471,7 @@ class KVStore:
     def _submit_unanswered(
         self, submit: Callable[[int, list[Array]], Pending], rank: int, arrays: list[Array]
     ) -> None:
+        """Send a push without waiting for its answer. At :data:`MAX_BYTES`, wait for the oldest one first."""
         with self._push_lock:
             while self._unanswered and (
                 self._unanswered_bytes >= MAX_BYTES or self._unanswered[0][1].is_ready()
@@ -480,6 +481,10 @@ class KVStore:
             self._unanswered_bytes += payload_bytes(arrays)
 
     def _finish_oldest(self, time_left_s: float) -> None:
+        """Wait for the oldest unanswered push, up to ``time_left_s``.
+
+        An error of its owner is kept for the next fence. Raises PeerError if the owner is late but not dead.
+        """
         _, call, num_bytes = self._unanswered[0]
         try:
             call.result(call.age_s + time_left_s)

@@ -380,6 +380,12 @@ def number_distinct(ids: Array) -> tuple[Array, Array]:
 
 @njit(cache=True, nogil=True)
 def _plan(ids: Array, bounds: Array, server: int, cached: SlotTable, is_distinct: bool) -> Any:
+    """Plan a pull of (K,) ``ids``: which places are cached, and which distinct ids to ask from each server.
+
+    Returns:
+        (distinct ids by server, start of each server in them, start of each id in the places, places in
+        ``ids`` sorted by id, places of cached ids, and their slots in the cache).
+    """
     misses, hit_places, hit_slots = _split_cached(ids, bounds[server], bounds[server + 1], cached)
     if is_distinct:
         slots, server_starts = group_by_range(ids[misses], bounds)

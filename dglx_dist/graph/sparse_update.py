@@ -265,6 +265,7 @@ class SparseExchange:
         gather_int64([self._step], self._session)
 
     def _bound_lag(self, staleness: int) -> None:
+        """Wait until at most ``staleness`` steps of this rank are not applied, and record the lag."""
         while self._in_flight and all(call.is_ready() for call in self._in_flight[0]):
             self._finish_oldest()
         if len(self._in_flight) > staleness:
@@ -304,6 +305,7 @@ class SparseExchange:
         return pending
 
     def _split(self, table: OwnedRows, total: RowSum | None) -> list[RowSum]:
+        """Return the part of a gradient for each owner, by rank. The parts share the rows of ``total``."""
         total = total or table.no_rows
         places, first = group_by_range(total.ids, table.owners.starts)
         positions = np.empty(len(places), np.int64)
@@ -315,6 +317,7 @@ class SparseExchange:
         return shares
 
     def _receive(self, name: str, arrays: Sequence[Array]) -> list[Array]:
+        """Check and keep the message of another rank. Raise ConfigError if it does not fit the tables."""
         sender, step, used, problem = name.split(" ", 3)
         if len(used) != len(self._tables) or len(arrays) != (0 if problem else 2 * len(self._tables)):
             raise ConfigError(

@@ -459,11 +459,11 @@ class PartitionedStructure(Structure):
         ]
 
         def wait() -> list[Array]:
-            local = np.flatnonzero((ids >= bounds[server]) & (ids < bounds[server + 1]))
-            answers = compute(ids[local])
+            local_positions = np.flatnonzero((ids >= bounds[server]) & (ids < bounds[server + 1]))
+            answers = compute(ids[local_positions])
             out = [np.empty(len(ids), dtype=np.int64) for _ in answers]
             for column, values in zip(out, answers, strict=True):
-                column[local] = values
+                column[local_positions] = values
             for pending, first, last in calls:
                 for column, values in zip(out, pending.result(), strict=True):
                     spread_rows(values, column, plan.starts, plan.positions, first, last)

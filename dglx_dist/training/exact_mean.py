@@ -216,10 +216,10 @@ class ExactMean:
             if not self._combines_ranks:
                 return self._loss(scores, labels)
         # Some ranks may compute fewer means, but the tensors must have the same size on all ranks.
-        local = torch.zeros(_MAX_MEANS, 2, dtype=torch.float64)
+        local_sums = torch.zeros(_MAX_MEANS, 2, dtype=torch.float64)
         # Without means, the tensor of ``sums`` has the shape (0,), not (0, 2).
-        local[: len(sums)] = torch.tensor(sums, dtype=torch.float64).reshape(len(sums), 2)
-        global_sums = iter(sum_over_ranks(local, self._session, phase=PHASE))
+        local_sums[: len(sums)] = torch.tensor(sums, dtype=torch.float64).reshape(len(sums), 2)
+        global_sums = iter(sum_over_ranks(local_sums, self._session, phase=PHASE))
         # The second pass computes the means in the same order and replaces each by the mean over all ranks.
         with _Means(lambda total, _: _divide_sums(total, next(global_sums), self._session)):
             return self._loss(scores, labels)

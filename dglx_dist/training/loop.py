@@ -525,7 +525,7 @@ def _train_step(
             for rows in step.sparse:
                 rows.zero_grad()
         with span("backward"):
-            step.accumulation.weigh(step_loss.loss).backward()  # type: ignore[no-untyped-call]  # torch leaves it bare
+            step.accumulation.weigh(step_loss.loss).backward()  # type: ignore[no-untyped-call]  # torch does not annotate this
     if not is_last:
         return step_loss
     with span("step"):

@@ -119,14 +119,18 @@ def _average_precision(score: Tensor, positive: Tensor, session: Session) -> flo
 
 
 def _roc_auc(score: Tensor, positive: Tensor, session: Session) -> float:
-    ordered = _gather_sorted(score[~positive], session)
-    local = score[positive].double().cpu()
-    below = torch.searchsorted(ordered, local, right=False).sum()
-    below_or_equal = torch.searchsorted(ordered, local, right=True).sum()
-    counts = torch.stack([below + below_or_equal, torch.tensor(len(local))])
+    """Return the share of (positive, negative) pairs over all ranks in which the positive scores higher.
+
+    Ties count half, so twice the number of wins is an integer. NaN without a pair.
+    """
+    negative_scores = _gather_sorted(score[~positive], session)
+    local_scores = score[positive].double().cpu()
+    below = torch.searchsorted(negative_scores, local_scores, right=False).sum()
+    below_or_equal = torch.searchsorted(negative_scores, local_scores, right=True).sum()
+    counts = torch.stack([below + below_or_equal, torch.tensor(len(local_scores))])
     twice_wins, num_positive = sum_over_ranks(counts, session, phase=PHASE).tolist()
-    pairs = num_positive * len(ordered)
-    return twice_wins / (2 * pairs) if pairs else math.nan
+    num_pairs = num_positive * len(negative_scores)
+    return twice_wins / (2 * num_pairs) if num_pairs else math.nan
 
 
 def rmse(predicted: Tensor, target: Tensor, session: Session) -> float:
@@ -319,6 +323,10 @@ def hits_at(k: int, ranks: Tensor, session: Session) -> float:
 def _remove_known(
     scores: Tensor, answer: Tensor, known_answers: tuple[Tensor, Tensor] | None
 ) -> tuple[Tensor, Tensor]:
+    """Return the (b,) scores of the answers, and ``scores`` with NaN at the answers and known answers.
+
+    ``scores`` are overwritten. Raises ConfigError if a score is NaN or an answer has no column.
+    """
     _refuse_nan(scores)
     columns = answer.to(scores.device)
     id_columns = [answer] if known_answers is None else [answer, known_answers[1]]

@@ -417,6 +417,8 @@ Conv: TypeAlias = Callable[..., nn.Module]
 
 
 def _make_builder(conv: Conv, activation: Callable[[Tensor], Tensor] = torch.relu) -> Callable[..., Stack]:
+    """Return a function that builds a stack of such layers from the options of a model."""
+
     def build(
         in_dim: int,
         hidden: int,

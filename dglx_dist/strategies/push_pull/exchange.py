@@ -259,7 +259,7 @@ def sum_over_parts(shares: Sequence[Tensor], exchange: AsyncExchange) -> tuple[T
     ``shares`` has this part's (n_owner, ...) tensor for each owner's block. Each owner adds the shares for
     its block and sends the sum to the parts.
     """
-    return cast("tuple[Tensor, ...]", _SumOverParts.apply(exchange, *shares))  # type: ignore[no-untyped-call]  # torch leaves it bare
+    return cast("tuple[Tensor, ...]", _SumOverParts.apply(exchange, *shares))  # type: ignore[no-untyped-call]  # torch does not annotate this
 
 
 class _SumOverParts(torch.autograd.Function):
@@ -317,7 +317,7 @@ class CutGradient(Tensor):
         return retype(self, Tensor).clone()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return retype(self, Tensor).__reduce_ex__(protocol)  # type: ignore[no-untyped-call]  # torch leaves it bare
+        return retype(self, Tensor).__reduce_ex__(protocol)  # type: ignore[no-untyped-call]  # torch does not annotate this
 
     @classmethod
     def __torch_function__(

@@ -467,6 +467,10 @@ class ColumnStores:
 
 
 def _make_column_slice(g: DistGraph, ntype: str, name: str, group: Group) -> ColumnSlice:
+    """Return this rank's columns of a feature, which are not loaded yet. Not collective.
+
+    Raises ConfigError if the feature is not a matrix, or is computed when it is read.
+    """
     key = g.nodes[ntype].data[name].kvstore_key
     column = g.kvstore.column(key)
     shape = column.info.row_shape

@@ -579,7 +579,7 @@ class Pipeline(Shared):
         batch.weight, self._current = self.weight, batch
         anchor = torch.zeros((), requires_grad=True, device=sums[0].device)
         inputs = (*own_rows.values(), *sums)
-        return cast("PartialSums", PullBackward.apply(anchor, self, batch, *inputs))  # type: ignore[no-untyped-call]  # torch leaves it bare
+        return cast("PartialSums", PullBackward.apply(anchor, self, batch, *inputs))  # type: ignore[no-untyped-call]  # torch does not annotate this
 
     def drain(self) -> None:
         """Finish and step every batch whose backward has begun. Every rank must call it.

@@ -491,6 +491,11 @@ def embeddings_of_all_nodes(model: nn.Module, num_nodes: int) -> Iterator[tuple[
 
 
 def _is_before(model: nn.Module, module: nn.Module, first: nn.Module, width: int) -> bool:
+    """Return whether ``module`` is applied to the inputs of the layer ``first``, as far as one can know.
+
+    Modules are registered in the order of their use, as a rule. A norm that is registered later counts as a
+    norm of the inputs if no other weight outside of ``first`` is as wide as they are.
+    """
     modules, inner_modules = list(model.modules()), set(first.modules())
     if module in inner_modules or modules.index(module) < modules.index(first):
         return module not in inner_modules
@@ -671,6 +676,11 @@ def _find_cuts(
     dimensions: Mapping[tuple[nn.Module, str], tuple[int, str]],
     runs: Mapping[str, Runs],
 ) -> dict[str, Cut]:
+    """Return the cuts by the full names of the parameters.
+
+    ``dimensions`` maps (module, name within it) to the dimension to cut and the node type of its columns.
+    Raises ConfigError if a parameter to cut is also used elsewhere in the model.
+    """
     cut_parameters: dict[nn.Parameter, tuple[tuple[nn.Module, str], tuple[int, str]]] = {}
     for (module, inner_name), cut in dimensions.items():
         owner, _, attribute = inner_name.rpartition(".")
@@ -765,7 +775,11 @@ def _find_typed_input(model: nn.Module, stores: Mapping[str, ColumnStore], schem
 
 
 def _find_input(model: nn.Module, stores: Mapping[str, ColumnStore], schema: TypeSchema) -> FoundInput:
-    # If no layer takes the features, the input is the model's embedding of all nodes.
+    """Return the widths of the input by node type, and the first layer, for a model of one node type.
+
+    If no layer takes the features, the input is the model's embedding of all nodes. Raises ConfigError if
+    there is no such layer.
+    """
     ((ntype, store),) = stores.items()
     num_nodes = schema.num_nodes[ntype]
     inputs = [dict(store.widths)] if store.names else []

@@ -83,11 +83,11 @@ class Node:
 
 
 @final
-class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch does not annotate this
     """Records the operations of one call, as :class:`GraphOperations` those of the graph, too."""
 
     def __init__(self, weights: Mapping[int, str], block: Any = None) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()  # type: ignore[no-untyped-call]  # torch does not annotate this
         self.nodes: list[Node] = []
         self.inputs: dict[str, Value] = {}
         self.modules: list[str] = []
