@@ -146,6 +146,7 @@ def _resolve_policy(
 
 
 def _create(policy: PartitionPolicy, key: str, info: ColumnInfo, init: InitRows | None) -> None:
+    """Add a tensor to the store of ``policy``, in memory that the ranks of a server share. Collective."""
     store = policy.store
     shape = [policy.get_size(), *info.row_shape]
     facts = {"key": key, "shape": shape, "dtype": info.dtype, "bounds": policy.bounds.tolist()}

@@ -213,6 +213,10 @@ def _request(start: int, row_bytes: int, rows: Array) -> None:
 
 @njit(cache=True, nogil=True)
 def _gather(source: Array, first: int, ids: Array, out: Array) -> None:
+    """Copy the rows of ``ids`` to the same places of ``out``. Row 0 of ``source`` has the id ``first``.
+
+    Ids without a row in ``source`` are skipped, so their places keep their values.
+    """
     count, words = source.shape
     last = ids.shape[0] - 1
     for k in range(ids.shape[0]):

@@ -230,6 +230,7 @@ def measure(
 
 
 def _compute_metric(name: str, scores: Tensor, labels: Tensor, session: Session, task: str) -> float:
+    """Return one metric over the rows of all ranks. Every rank must call it, also without rows."""
     if task == REGRESSION:
         metric = metrics.mae if name == "mae" else metrics.rmse
         return metric(scores, _match_scores(labels, scores), session)
@@ -378,6 +379,10 @@ def _group_negatives(negative: Tensor, pairs: Any, negative_pairs: Any) -> Tenso
 
 
 def gather_input_rows(model: nn.Module, block: Any, feature: str, inputs: EntityInputs | None) -> Any:
+    """Return the input rows of a block, or rows by node type, in the dtype of the model's weights.
+
+    Without ``inputs``, they are the column ``feature`` of the block's sources.
+    """
     weight = find_float_parameter(model)
 
     def convert(rows: Tensor) -> Tensor:
