@@ -23,7 +23,10 @@ _TO_UNIT = 2.0**-53
 
 @njit(cache=True, nogil=True)
 def mix(state: np.uint64) -> np.uint64:
-    """Return the output of splitmix64 for ``state``. The function is a bijection of 64-bit words."""
+    """Return the output of splitmix64 for ``state``. The function is a bijection of 64-bit words.
+
+    Its sums and products are meant to overflow: they are modulo 2**64.
+    """
     word = np.uint64(state) + _GOLDEN
     word = (word ^ (word >> np.uint64(30))) * _MIX_1
     word = (word ^ (word >> np.uint64(27))) * _MIX_2
@@ -112,17 +115,23 @@ def hash_ids(ids: Array, stream: np.uint64) -> Array:
 
 
 def words_on_device(stream: np.uint64, ids: Tensor, numbers: Tensor) -> Tensor:
-    """Return (n, k) int64 with the bits of :func:`full_word` for the :func:`item_key` of each id and each
-    number.
+    """Return the random words of n ids on their device, with the same bits as on the host.
 
-    ``ids`` are (n,) int64, and ``numbers`` (k,) or (n, k) int64. Both are on the device that computes.
+    Args:
+        stream: Key of the draws, see :func:`stream_key`.
+        ids: (n,) int64 ids of nodes or edges.
+        numbers: (k,) int64 numbers of the words to return for each id, or (n, k) if they differ by id.
+
+    Returns:
+        (n, k) int64. The bits are those of ``full_word(item_key(stream, id), number)``.
     """
+    # torch has no arithmetic of uint64. Products of int64 overflow to the same bits.
     keys = _mix_on_device(_mix_on_device(ids.long()) ^ _as_int64(stream))
     return _mix_on_device(keys.unsqueeze(1) + numbers * _as_int64(_GOLDEN))
 
 
 def _mix_on_device(words: Tensor) -> Tensor:
-    # int64 wraps around, so sums and products have the same bits as unsigned ones.
+    """Return :func:`mix` of each word. Overflow is intended: int64 wraps to the same bits as uint64."""
     words = words + _as_int64(_GOLDEN)
     for shift, factor in ((30, _MIX_1), (27, _MIX_2)):
         words = (words ^ shift_right(words, shift)) * _as_int64(factor)
@@ -173,6 +182,7 @@ def merge_ids(a: Array, b: Array) -> Array:
 
 @njit(cache=True, nogil=True)
 def _is_plain(csc: Csc, exclude: Array, start: int, end: int) -> bool:
+    """Return whether all edges at the positions [start, end) are drawn, with equal probability."""
     if len(csc.weights) > 0:
         return False
     if len(exclude) == 0:
@@ -183,16 +193,20 @@ def _is_plain(csc: Csc, exclude: Array, start: int, end: int) -> bool:
 
 @njit(cache=True, nogil=True)
 def _list_candidates(csc: Csc, exclude: Array, start: int, end: int, out: Array) -> int:
-    """Write the candidate positions in [start, end) to ``out`` and return their number."""
-    weighted = len(csc.weights) > 0
-    cursor = np.searchsorted(exclude, start + csc.first_edge)
+    """Write the positions in [start, end) of edges that may be drawn to ``out``, and return their number.
+
+    Excluded edges and edges with weight 0 are left out. If ``out`` is too short, it gets the first positions,
+    but all are counted. So an empty ``out`` only counts.
+    """
+    has_weights = len(csc.weights) > 0
+    next_excluded = np.searchsorted(exclude, start + csc.first_edge)
     count = 0
     for position in range(start, end):
-        while cursor < len(exclude) and exclude[cursor] < position + csc.first_edge:
-            cursor += 1
-        if cursor < len(exclude) and exclude[cursor] == position + csc.first_edge:
+        while next_excluded < len(exclude) and exclude[next_excluded] < position + csc.first_edge:
+            next_excluded += 1
+        if next_excluded < len(exclude) and exclude[next_excluded] == position + csc.first_edge:
             continue
-        if weighted and not csc.weights[position] > 0:
+        if has_weights and not csc.weights[position] > 0:
             continue
         if count < len(out):
             out[count] = position

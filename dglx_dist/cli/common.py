@@ -169,14 +169,18 @@ def suggest_training_command(
 
 @contextmanager
 def redirect_libraries_to_stderr() -> Iterator[None]:
-    """Redirect the output of C libraries to standard error. METIS complains about tiny graphs."""
+    """Redirect standard output to standard error while the block runs, also for C libraries.
+
+    METIS, for example, prints complaints about tiny graphs, and standard output is for results. C libraries
+    write to descriptor 1 whatever ``sys.stdout`` is, so the descriptor itself is replaced.
+    """
     sys.stdout.flush()
     stdout_copy = os.dup(1)
     os.dup2(2, 1)
     try:
         yield
     finally:
-        # Their output may still be in the C library's buffer.
+        # Output of the block may still be in the buffer of the C library. NULL flushes all streams.
         ctypes.CDLL(None).fflush(None)
         os.dup2(stdout_copy, 1)
         os.close(stdout_copy)

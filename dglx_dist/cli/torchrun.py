@@ -80,7 +80,7 @@ def launch(arguments: Sequence[str], file: Path | None = None) -> int | None:
     written to ``file``, or shown if it is None.
     """
     mark_as_parent()
-    parsed = run.parse_args(arguments)  # type: ignore[no-untyped-call]  # torch leaves it bare
+    parsed = run.parse_args(arguments)  # type: ignore[no-untyped-call]  # torch does not annotate this
     ranks = _fork(run.determine_local_world_size(parsed.nproc_per_node)) if _can_fork(parsed) else []
     gc.enable()
     if ranks is None:
@@ -88,7 +88,7 @@ def launch(arguments: Sequence[str], file: Path | None = None) -> int | None:
         sys.argv[1:] = parsed.training_script_args
         return None
     waiting = dict(enumerate(ranks))
-    signals, start_process = _Signals(), agent.get_subprocess_handler  # type: ignore[attr-defined]
+    signals, start_process = _Signals(), agent.get_subprocess_handler  # type: ignore[attr-defined]  # the agent imports this name
 
     def start(**process: Any) -> object:
         # A restart is a new process, not a fork.
@@ -96,7 +96,7 @@ def launch(arguments: Sequence[str], file: Path | None = None) -> int | None:
         signals.has_agent = not waiting
         return rank.start(process["env"]) if rank else start_process(**process)
 
-    agent.get_subprocess_handler = start  # type: ignore[assignment, attr-defined]  # of ours, as signals
+    agent.get_subprocess_handler = start  # type: ignore[assignment, attr-defined]  # the agent calls this name with the same arguments
     # The agent logs each rank that it ends, which hides the cause.
     logging.disable(logging.ERROR)
     try:
@@ -105,7 +105,7 @@ def launch(arguments: Sequence[str], file: Path | None = None) -> int | None:
         with tempfile.TemporaryDirectory(prefix="dglx-torchrun-", dir=parent) as logs:
             parsed.log_dir = parsed.log_dir or logs
             _use_one_address(parsed)
-            run.run(parsed)  # type: ignore[no-untyped-call]
+            run.run(parsed)  # type: ignore[no-untyped-call]  # torch does not annotate this
     except agent.SignalException as error:
         return 128 + int(error.sigval)
     except ChildFailedError as error:
@@ -160,25 +160,28 @@ def _fork(count: int) -> list[_ForkedRank] | None:
 
 
 class _ForkedRank:
-    """A forked rank with the interface that torchrun's agent expects. In the rank itself ``pid`` is 0."""
+    """A forked rank with the interface that torchrun's agent expects.
+
+    Creating one forks this process, so the constructor returns twice. In the launcher it returns at once, and
+    ``pid`` is the process of the rank. In the rank it returns when the launcher has called :meth:`start`, and
+    ``pid`` is 0. A rank whose launcher has ended before that ends, too.
+    """
 
     def __init__(self, local_rank: int, earlier_ranks: Sequence[_ForkedRank]) -> None:
-        read, self._pipe = os.pipe()
+        read_end, self._pipe = os.pipe()
         self.pid = os.fork()
         if self.pid:
-            os.close(read)
+            os.close(read_end)
             self.proc, self._process = self, psutil.Process(self.pid)
             return
         os.setsid()
         ctypes.CDLL(None).prctl(_PR_SET_NAME, f"dglx-rank-{local_rank}".encode())
-        for descriptor in (self._pipe, *(rank._pipe for rank in earlier_ranks)):
-            os.close(descriptor)
-        with open(read, encoding="utf-8") as pipe:
-            environment = pipe.read()
-        if not environment:
-            end_process(signal.SIGTERM)  # the launcher has ended
-        set_rank_variables(json.loads(environment))
-        sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # it is a file
+        # A pipe ends when nobody can write to it. So a rank closes the write ends that it has inherited.
+        for write_end in (self._pipe, *(rank._pipe for rank in earlier_ranks)):
+            os.close(write_end)
+        _wait_for_rank_variables(read_end)
+        # The output of a rank is usually a file or pipe, which Python would buffer in blocks.
+        sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # typeshed: stdout is any TextIO
 
     def start(self, environment: Mapping[str, str]) -> _ForkedRank:
         # If the rank has ended in the meantime, poll() will report it.
@@ -191,6 +194,7 @@ class _ForkedRank:
         return self.wait(0)
 
     def wait(self, timeout: float | None = None) -> int | None:
+        """Wait up to ``timeout`` seconds, or without limit. Return the same as :meth:`poll`."""
         with suppress(psutil.TimeoutExpired):
             return self._process.wait(timeout)
         return None
@@ -198,6 +202,15 @@ class _ForkedRank:
     def close(self, death_sig: signal.Signals | None = None) -> None:
         with suppress(ProcessLookupError):
             os.killpg(self.pid, death_sig or signal.SIGTERM)
+
+
+def _wait_for_rank_variables(read_end: int) -> None:
+    """Wait for the environment of this rank, and set it. End the process if the launcher has ended."""
+    with open(read_end, encoding="utf-8") as pipe:
+        environment = pipe.read()
+    if not environment:
+        end_process(signal.SIGTERM)
+    set_rank_variables(json.loads(environment))
 
 
 class _OneAddressRendezvous(StaticTCPRendezvous):
@@ -245,7 +258,7 @@ class _Signals:
         """First signal, or 0."""
         self._first_s = 0.0
         # The agent installs this function for SIGTERM and SIGINT, and torch before 2.9 has no other way.
-        agent._terminate_process_handler = self._pass_on  # type: ignore[assignment]  # same call
+        agent._terminate_process_handler = self._pass_on  # type: ignore[assignment]  # the agent calls it with the same arguments
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
             signal.signal(number, self._pass_on)
 

@@ -151,7 +151,11 @@ def check_launched(ranks: int | None, servers: int | None) -> None:
 
 
 def check_before_launch(config: TrainConfig) -> None:
-    """Check options and device (ConfigError) and the dataset (StorageError) before any process is started."""
+    """Refuse a run that cannot work, before any process is started.
+
+    The checks return their results again in the ranks. Here only their errors matter. Raises ConfigError for
+    an option or a device, and StorageError if the dataset cannot be read.
+    """
     from dglx_dist.comm.devices import check_request
     from dglx_dist.data.storage.manifest import read_manifest
     from dglx_dist.graph.partition_book import resolve_etype
@@ -166,10 +170,10 @@ def check_before_launch(config: TrainConfig) -> None:
     read_options = read_auto_options if is_auto else STRATEGIES.get(strategy).read_options
     read_options({**read_settings().options, **config.strategy_options})
     if config.task == LINK and not STRATEGIES.get(strategy).traits.on_edges:
-        names = [name for name in STRATEGIES.names() if STRATEGIES.get(name).traits.on_edges]
+        alternatives = [name for name in STRATEGIES.names() if STRATEGIES.get(name).traits.on_edges]
         raise ConfigError(
             f"--task link needs batches of edges, but strategy {strategy!r} has none. Use "
-            f"--strategy {' or '.join(names)}."
+            f"--strategy {' or '.join(alternatives)}."
         )
     if config.embeddings and not is_auto and STRATEGIES.get(strategy).traits.features != "rows":
         raise ConfigError(
@@ -180,13 +184,14 @@ def check_before_launch(config: TrainConfig) -> None:
         check_loop(config, STRATEGIES.get(strategy).traits, strategy)
     check_request(config.device, read_settings().device)
     manifest = read_manifest(Path(config.data))
-    for name in config.target:
-        resolve_etype(name, manifest.edge_types)
+    for etype_name in config.target:
+        resolve_etype(etype_name, manifest.edge_types)
     if is_auto:
         check_plannable(manifest, config.data)
-    parts, servers = manifest.num_parts, config.servers or 1
-    if parts < servers:
+    num_parts, num_servers = manifest.num_parts, config.servers or 1
+    if num_parts < num_servers:
         raise ConfigError(
-            f"{config.data} has {plural(parts, 'part')}, too few for --servers {servers}. Use at most "
-            f"{parts} servers, or partition again with `dglx partition DATA --parts {servers} --out DIR`."
+            f"{config.data} has {plural(num_parts, 'part')}, too few for --servers {num_servers}. Use at "
+            f"most {num_parts} servers, or partition again with "
+            f"`dglx partition DATA --parts {num_servers} --out DIR`."
         )

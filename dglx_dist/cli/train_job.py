@@ -239,13 +239,13 @@ def _write_outputs(
             if plan.save_embeddings is not None:
                 tables = rows if len(rows) > 1 else rows[g.ntypes[0]]
                 write_embeddings(tables, g, plan.save_embeddings, name=EMBEDDING, overwrite=True)
-                write_relations(wrapped.whole().decoder, g, plan.save_embeddings)  # type: ignore[arg-type]
+                write_relations(wrapped.whole().decoder, g, plan.save_embeddings)  # type: ignore[arg-type]  # models of links have a decoder
             if plan.predictions is not None:
                 edges = target.test_edges(wrapped, rows)
                 write_edges(edges, g, plan.predictions, scores=plan.scores, overwrite=True)
         return
     module = wrapped.whole()
-    *hidden, last = module.inference_layers()  # type: ignore[operator]  # all models of build() have it
+    *hidden, last = module.inference_layers()  # type: ignore[operator]  # all models of build() have this method
 
     def interpret(scores: Tensor) -> tuple[Tensor, ...]:
         predictions = to_predictions(plan.task, scores)

@@ -154,6 +154,7 @@ class ZapAuthenticator:
         self._requests.send_multipart([version, request_id, b"400", b"not of this job", b"", b""])
 
     def _accepts(self, mechanism: bytes, proofs: list[bytes]) -> bool:
+        """Return whether a handshake proves that the peer belongs to this job. A nonce counts once."""
         credentials = self._credentials
         if credentials.secret_key is not None:
             is_curve = mechanism == b"CURVE" and len(proofs) == 1
@@ -168,6 +169,7 @@ class ZapAuthenticator:
         return True
 
     def _note_event(self) -> None:
+        """Note a new or closed connection. Warn if it closed without a handshake."""
         event, handle = read_event(self._events)
         if event == zmq.EVENT_ACCEPTED:
             self._names[handle] = _find_peer_name(handle)

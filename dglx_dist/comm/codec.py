@@ -102,6 +102,10 @@ def _range(scale: float, bits: int) -> tuple[int, int]:
 
 @njit(cache=True, nogil=True)
 def _encode(rows: Array, scales: Array, bits: int, stream: np.uint64, first: int, out: Array) -> None:
+    """Write rows as codes of ``bits`` bits to the bytes ``out``, rounded up or down at random.
+
+    ``first`` numbers the first row. The draws depend on ``stream``, this number and the column.
+    """
     out[:] = 0
     for i in range(len(rows)):
         key = item_key(stream, first + i)

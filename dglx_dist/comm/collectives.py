@@ -68,10 +68,10 @@ def count_all_reduce(session: Session, phase: str, num_bytes: int, layer: int = 
 
 def gather_int64(values: Sequence[int] | Array, session: Session) -> Array:
     """Return (W, K) int64, row r from rank r; all ranks give the same number K of values."""
-    local = np.ascontiguousarray(values, dtype=np.int64).reshape(-1)
-    if session.topology.world_size == 1 or not len(local):
-        return np.broadcast_to(local, (session.topology.world_size, len(local))).copy()
-    return gather_rows(torch.from_numpy(local), session).numpy()
+    own_values = np.ascontiguousarray(values, dtype=np.int64).reshape(-1)
+    if session.topology.world_size == 1 or not len(own_values):
+        return np.broadcast_to(own_values, (session.topology.world_size, len(own_values))).copy()
+    return gather_rows(torch.from_numpy(own_values), session).numpy()
 
 
 def gather_rows(
@@ -273,7 +273,7 @@ def run_on_all_ranks(session: Session, action: Callable[[], T], error: type[Dglx
     for rank, (text, is_of_data) in enumerate(problems):
         if text:
             raise (DatasetError if is_of_data else error)(f"rank {rank} on {session.hosts[rank]}: {text}")
-    return result  # type: ignore[return-value]  # It is set, because nothing was raised.
+    return result  # type: ignore[return-value]  # the result is set unless an error was raised
 
 
 _CAUSES = (

@@ -39,8 +39,8 @@ def is_built_for_gpus() -> bool:
 
 def explain_missing_gpu() -> str:
     """Return why :func:`count_gpus` is 0."""
-    why = "finds no GPU with a driver here" if is_built_for_gpus() else "is built without CUDA"
-    return f"torch {torch.__version__} {why}"
+    reason = "finds no GPU with a driver here" if is_built_for_gpus() else "is built without CUDA"
+    return f"torch {torch.__version__} {reason}"
 
 
 def check_device(device: object, name: str = "device") -> torch.device:
@@ -112,15 +112,18 @@ def take_device(device: object, local_rank: int, variable: str | None = None) ->
 
 
 def choose_backend(ranks: Sequence[RankDevice], hosts: Sequence[str], backend: str | None) -> str:
-    """Return the backend for the (W,) devices of all ranks. ``backend`` is the choice of the user.
+    """Return the backend of torch.distributed for the devices of all ranks.
+
+    ``ranks`` and ``hosts`` have one entry for each rank. ``backend`` is the choice of the user, which is
+    returned if it is possible. With None, NCCL is chosen if every rank has a GPU of its own, and else gloo.
 
     Raises ConfigError if a rank does not have its requested device, only some ranks have a GPU, or NCCL is
     requested although ranks share a GPU.
     """
     for rank, device in enumerate(ranks):
         if device.problem:
-            where = f"rank {rank} on {hosts[rank]}: " if len(ranks) > 1 else ""
-            raise ConfigError(where + device.problem)
+            location = f"rank {rank} on {hosts[rank]}: " if len(ranks) > 1 else ""
+            raise ConfigError(location + device.problem)
     on_cpu = [rank for rank, device in enumerate(ranks) if not device.card]
     on_gpu = [rank for rank, device in enumerate(ranks) if device.card]
     if on_cpu and on_gpu:
@@ -130,14 +133,15 @@ def choose_backend(ranks: Sequence[RankDevice], hosts: Sequence[str], backend: s
             f"rank {cpu_rank} on {hosts[cpu_rank]} has the CPU ({ranks[cpu_rank].why or 'as requested'}). "
             "Give every rank a GPU, or pass device='cpu' to all."
         )
-    shares = len({device.card for device in ranks}) < len(ranks)
+    shares_gpu = bool(on_gpu) and len({device.card for device in ranks}) < len(ranks)
     if backend is not None:
-        if shares and on_gpu and "nccl" in backend:
+        if shares_gpu and "nccl" in backend:
             raise ConfigError(
                 f"backend={backend!r}, but ranks share a GPU, which NCCL does not support. Leave backend out."
             )
         return backend
-    return "gloo" if shares or not on_gpu or not dist.is_nccl_available() else _NCCL
+    can_use_nccl = on_gpu and not shares_gpu and dist.is_nccl_available()
+    return _NCCL if can_use_nccl else "gloo"
 
 
 def describe(ranks: Sequence[RankDevice], hosts: Sequence[str], backend: str) -> str:
@@ -187,7 +191,7 @@ class Streams:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # torch leaves it bare
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # torch does not annotate this
 
     def use(self) -> AbstractContextManager[Any]:
         """Make the copy stream and its device the current ones of this thread in a ``with`` block."""

@@ -89,6 +89,7 @@ def _derive_pair_key(session: Session, listens: int, connects: int) -> bytes:
 
 
 def _connect(session: Session, peer: int) -> socket.socket:
+    """Connect to ``peer``, and prove this rank to it. Raise PeerError if it cannot be reached."""
     rank = session.topology.rank
     encoded, port = session.rpc.call(peer, _OFFER, "", [], phase=CONTROL)
     address = encoded.tobytes().decode()
@@ -109,6 +110,10 @@ def _connect(session: Session, peer: int) -> socket.socket:
 def _accept(
     session: Session, listener: socket.socket, offers: Mapping[int, bytes], missing: Sequence[int]
 ) -> tuple[int, socket.socket]:
+    """Wait for a connection of one of the ``missing`` ranks. Return the rank that it has proved to be.
+
+    Other connections are refused. Raises PeerError if a rank is dead or none connects in time.
+    """
     started = time.monotonic()
     listener.settimeout(_CHECK_EVERY_S)
     while time.monotonic() - started < session.timeout_s:

@@ -515,6 +515,10 @@ class StreamExchange(Exchange):
     def _transfers(
         self, outgoing: Sequence[Outgoing], incoming: Sequence[Incoming], name: str
     ) -> dict[int, _Transfers]:
+        """Return the transfers to and from each rank, by rank and event of ``selectors``.
+
+        The call numbers the messages, so every rank must make its exchanges in the same order.
+        """
         transfers: dict[int, _Transfers] = defaultdict(dict)
         for message in outgoing:
             rank = message.rank
@@ -530,6 +534,11 @@ class StreamExchange(Exchange):
         return transfers
 
     def _run_transfers(self, transfers: dict[int, _Transfers], name: str, work: Iterator[bool]) -> None:
+        """Send and receive until all transfers and all ``work`` are done.
+
+        ``work`` computes a piece at each ``next``, which returns False if it waits for rows. Raises
+        RuntimeError if nothing moves within the time-out of the session.
+        """
         with selectors.DefaultSelector() as selector:
             num_waiting, has_work, is_idle = 0, True, False
             for rank, unfinished in transfers.items():

@@ -132,6 +132,7 @@ def serve_store(host: str, port: int, world_size: int, timeout: timedelta) -> TC
 
 
 def _connect_store(host: str, port: int, world_size: int, timeout_s: float) -> Store:
+    """Connect to the store of another rank. Raise RuntimeError if it does not answer in time."""
     # This runs on a thread. The time limit of a TCPStore covers the connection, but not the wait for an
     # answer of another program that listens there.
     outcome: queue.SimpleQueue[Store | RuntimeError] = queue.SimpleQueue()
@@ -189,7 +190,7 @@ class SealedStore(Store):
 
     def set(self, key: str, value: str | bytes) -> None:
         raw = value.encode() if isinstance(value, str) else value
-        self.inner.set(key, self._seal(key, raw) + raw)  # type: ignore[arg-type]  # bytes are valid
+        self.inner.set(key, self._seal(key, raw) + raw)  # type: ignore[arg-type]  # the store also takes bytes
 
     def get(self, key: str) -> bytes:
         with _report_silent_store():

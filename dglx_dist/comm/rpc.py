@@ -127,6 +127,10 @@ class Server:
         self._router.close(0)
 
     def _receive(self, peer: bytes) -> None:
+        """Read one request. Answer it here if its operation is fast, or else hand it to a worker thread.
+
+        Malformed messages are dropped with a warning, so that one peer cannot stop the server.
+        """
         first_frame = self._router.recv(copy=False)
         # The message shows that the connection of this file descriptor passed the handshake.
         self._authenticator.confirm(int(first_frame.get(zmq.SRCFD)))
@@ -162,6 +166,7 @@ class Server:
                 self._wake_server()
 
     def _answer(self, head: Head, arrays: Sequence[Array]) -> Buffers:
+        """Call the handler, and return its encoded answer or error. Note how long the operation takes."""
         start_s = time.perf_counter()
         try:
             answer = run_handler(self._handlers, head.op, head.name, arrays)
@@ -321,6 +326,11 @@ class Pending:
         return self._answer
 
     def _wait(self, timeout_s: float) -> list[Array]:
+        """Return the reply. Any thread may receive it for this one.
+
+        ``timeout_s`` counts from the call. Raises PeerError if the peer is dead or silent, and RemoteError if
+        it could not answer.
+        """
         link = self._link
         assert link is not None
         while self._request not in link.replies:
@@ -376,6 +386,10 @@ class Link:
         self._next_request = 0
 
     def send(self, op: str, name: str, arrays: Sequence[Array]) -> Pending:
+        """Send a request and return at once. The reply is read when someone waits on this link.
+
+        Raises PeerError if the connection has ended.
+        """
         self._next_request += 1
         call = Pending(self, self._next_request, f"{op} {name!r}" if name else op)
         buffers = encode(Head(Kind.REQUEST, self._next_request, op, name), arrays)
@@ -429,6 +443,10 @@ class Link:
             raise PeerError("the session was closed on this rank during a call")
 
     def _receive(self) -> None:
+        """Read one message. Its reply is kept in :attr:`replies` if a call waits for it.
+
+        The first message must prove that the server knows the job's secret. Otherwise the link is broken.
+        """
         first_frame = self._socket.recv()
         try:
             head = decode(first_frame)
@@ -485,6 +503,7 @@ class Client:
             self._links.clear()
 
     def _link(self, rank: int) -> Link:
+        """Return this thread's link to ``rank``. It is opened on first use, and after it broke."""
         self._raise_if_closed()
         try:
             links: dict[int, Link] = self._local.links

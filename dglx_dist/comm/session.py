@@ -198,11 +198,16 @@ class FailureWatch:
     def _report_exception(
         self, error_type: type[BaseException], error: BaseException, trace: TracebackType | None
     ) -> None:
+        """Handle an uncaught exception, as ``sys.excepthook``.
+
+        The other ranks are told about it. It is printed unless another rank shows it or its cause.
+        """
         self.failed = True
         self._store.report_failure(f"{error_type.__name__}: {error}")
         mark_error(error, self._store)
-        if not (isinstance(error, DglxError) and error.is_shown_elsewhere):
-            self._previous_hook(error_type, error, trace)
+        if isinstance(error, DglxError) and error.is_shown_elsewhere:
+            return
+        self._previous_hook(error_type, error, trace)
 
 
 _RANK_PREFIX = re.compile(r"^rank \d+ on \S+: ")

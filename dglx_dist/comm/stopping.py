@@ -41,6 +41,10 @@ class SignalPipe:
     """
 
     def __init__(self, numbers: Sequence[int], action: Callable[[int], None]) -> None:
+        """Take over the signals ``numbers`` that have their default handler.
+
+        Outside of the main thread nothing is done, because only that thread may set handlers.
+        """
         self._previous: dict[int, object] = {}
         if threading.current_thread() is not threading.main_thread():
             return
@@ -66,7 +70,7 @@ class SignalPipe:
             return
         for number, handler in self._previous.items():
             if signal.getsignal(number) == self._handle:
-                signal.signal(number, handler)  # type: ignore[arg-type]  # It comes from getsignal.
+                signal.signal(number, handler)  # type: ignore[arg-type]  # the handler comes from getsignal
         self._previous = {}
         current = signal.set_wakeup_fd(self._previous_wakeup)
         if current != self._write:
@@ -76,6 +80,7 @@ class SignalPipe:
             os.close(self._read)  # Otherwise the thread does this. A forked process has no such thread.
 
     def _listen(self) -> None:
+        """Call the action for each signal that arrives in the pipe, until the pipe is closed."""
         # The interpreter writes a signal, and later the handler writes it again. It must count once.
         num_seen: Counter[int] = Counter()
         num_handled: Counter[int] = Counter()

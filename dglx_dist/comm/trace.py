@@ -167,6 +167,10 @@ def open_trace(folder: Path | None, rank: int) -> tuple[TraceWriter | None, str]
 
 
 def _reserve_file(folder: Path, rank: int) -> Path:
+    """Create a file for the trace of this rank under a name that no other session uses, and return the name.
+
+    Raises ConfigError if the folder cannot be written.
+    """
     suffix = 0
     try:
         folder.mkdir(parents=True, exist_ok=True)

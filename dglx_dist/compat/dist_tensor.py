@@ -309,7 +309,7 @@ class DistTensor(Wrapper, of=InnerDistTensor):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Save the tensor of all rows under ``torch.save``, so that it loads without this package."""
-        return self.to_local().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]  # torch leaves it bare
+        return self.to_local().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]  # torch does not annotate this
 
     def __copy__(self) -> DistTensor:
         return self

@@ -208,7 +208,7 @@ class Fields:
             defaults: Whether fields with a default may be missing.
             readers: Functions that read a field by its name, for fields without a supported annotation.
         """
-        declared_fields: Sequence[dataclasses.Field[Any]] = dataclasses.fields(kind)  # type: ignore[arg-type]
+        declared_fields: Sequence[dataclasses.Field[Any]] = dataclasses.fields(kind)  # type: ignore[arg-type]  # kind is a dataclass
         self._hidden = self._hidden or _hides_values(kind)
         hints = _get_hints(kind)
         values = {}

@@ -411,7 +411,7 @@ def load_dataset(
         ConfigError: the source does not have an option, its value is wrong, or the source needs more memory.
     """
     if not isinstance(spec, (str, os.PathLike)):
-        graph = raw_graph_from_dgl(spec, **options)  # type: ignore[arg-type]  # it checks its options
+        graph = raw_graph_from_dgl(spec, **options)  # type: ignore[arg-type]  # raw_graph_from_dgl checks the options
         check_raw_graph(graph, where=f"the DGLGraph {graph.name!r}")
         return graph
     name, location = _find_source(os.fspath(spec))
@@ -501,7 +501,7 @@ def _find_source(spec: str) -> tuple[str, str]:
     )
 
 
-_MASK_OF_PART = dict(zip(("train", "valid", "test"), SPLITS, strict=True))
+_MASK_OF_OGB_SPLIT = dict(zip(("train", "valid", "test"), SPLITS, strict=True))
 
 
 @final
@@ -545,12 +545,16 @@ def raw_graph_from_ogb(
 ) -> RawGraph:
     """Convert an item of ``NodePropPredDataset`` with one node type or several.
 
-    ``graph`` has the (2, E) ``edge_index`` and columns named ``node_*`` and ``edge_*``. ``labels`` is (N, 1)
-    or (N, tasks), and ``split`` has the node ids of ``train``, ``valid`` and ``test``. With several types
-    they are dicts by type, and names end in ``_dict``.
+    N is the number of nodes of a type, and E the number of edges. With several types, each of the values
+    below is a dict by type, and the names in ``graph`` end in ``_dict``.
+
+    Args:
+        graph: The (2, E) ``edge_index`` and columns with names ``node_*`` and ``edge_*``.
+        labels: (N, 1) classes, or (N, tasks) targets.
+        split: Node ids of ``train``, ``valid`` and ``test``.
     """
     if "edge_index_dict" not in graph:
-        graph, labels, split = _as_several_types(graph, labels, split)
+        graph, labels, split = _convert_to_several_types(graph, labels, split)
     num_nodes = {node_type: int(count) for node_type, count in graph["num_nodes_dict"].items()}
     edges: dict[EdgeType, tuple[Array, Array]] = {
         edge_type: (index[0], index[1]) for edge_type, index in graph["edge_index_dict"].items()
@@ -560,10 +564,10 @@ def raw_graph_from_ogb(
         columns = _get_columns(graph, "node_", node_type)
         if node_type in labels:
             columns[LABEL] = np.asarray(labels[node_type])
-        for part, mask_name in _MASK_OF_PART.items():
-            if node_type in split[part]:
+        for split_name, mask_name in _MASK_OF_OGB_SPLIT.items():
+            if node_type in split[split_name]:
                 columns[mask_name] = np.zeros(count, dtype=np.bool_)
-                columns[mask_name][split[part][node_type]] = True
+                columns[mask_name][split[split_name][node_type]] = True
         node_data[node_type] = standard_columns(columns, f"ogb:{name}, nodes {node_type!r}")
     return RawGraph(
         name=name,
@@ -575,7 +579,7 @@ def raw_graph_from_ogb(
     )
 
 
-def _as_several_types(
+def _convert_to_several_types(
     graph: Mapping[str, Any], labels: Any, split: Mapping[str, Any]
 ) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
     by_type: dict[str, Any] = {"num_nodes_dict": {NODE_TYPE: graph["num_nodes"]}}
@@ -583,10 +587,11 @@ def _as_several_types(
         if key != "num_nodes" and value is not None:
             owner: object = NODE_TYPE if key.startswith("node_") else EDGE_TYPE
             by_type[key if key != "edge_index" else "edge_index_dict"] = {owner: value}
-    return by_type, {NODE_TYPE: labels}, {part: {NODE_TYPE: ids} for part, ids in split.items()}
+    return by_type, {NODE_TYPE: labels}, {name: {NODE_TYPE: ids} for name, ids in split.items()}
 
 
 def _get_columns(graph: Mapping[str, Any], prefix: str, owner: object) -> dict[str, Array]:
+    """Return the columns ``prefix*`` of the node or edge type ``owner``, under their names without it."""
     columns = {}
     for key, values in graph.items():
         name = key.removesuffix("_dict")

@@ -117,14 +117,17 @@ def describe_repeated_id(node_id: object, earlier: str) -> str:
 
 
 def first_repeat(values: Array) -> tuple[int, int] | None:
-    """Return the first row of (K,) ``values`` with a repeated value, and the first row with that value."""
+    """Find the first row of (K,) ``values`` that repeats the value of an earlier row.
+
+    Return that row, and the earliest row with the same value. Return None if all values differ.
+    """
     order = np.argsort(values, kind="stable")
-    ordered = values[order]
+    sorted_values = values[order]
     # A stable order keeps equal values in row order, so all except the first of a run are repeats.
-    repeats = order[1:][ordered[1:] == ordered[:-1]]
-    if not len(repeats):
+    repeating_rows = order[1:][sorted_values[1:] == sorted_values[:-1]]
+    if not len(repeating_rows):
         return None
-    row = int(repeats.min())
+    row = int(repeating_rows.min())
     return row, _find_first(values == values[row])
 
 

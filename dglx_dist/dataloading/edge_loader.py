@@ -109,21 +109,24 @@ def read_rule(g: DistGraph, edges: Edges, exclude: Any, reverse_eids: Any, rever
 
 
 def open_exclude(g: DistGraph, exclude: Any, reverse: Reverse) -> Exclude:
-    """Return the exclusion rule as a thread-safe function. Collective for ``reverse_types``.
+    """Return a thread-safe function from the edges of a batch to the edges that its blocks leave out.
 
-    As in DGL, a batch excludes its own edges and their reverse edges at every hop.
+    As in DGL, a batch leaves out its own edges and their reverse edges at every hop. ``exclude`` is the
+    option of the loader, and ``reverse`` the result of :func:`read_rule`. Every rank must call this if the
+    option is ``reverse_types``, because the ranks then compute the reverse edges together.
     """
     if exclude is None:
         return lambda _: NOTHING_EXCLUDED
     if callable(exclude):
         return lambda edges: _call_exclude(g, exclude, edges)
-    tables_by_type = {
+    finders_by_type = {
         etype: {
-            back: table or _look_up(_match_reverse_edges(g, etype, back)) for back, table in tables.items()
+            reverse_etype: find_reverse or _look_up(_match_reverse_edges(g, etype, reverse_etype))
+            for reverse_etype, find_reverse in finders.items()
         }
-        for etype, tables in reverse.items()
+        for etype, finders in reverse.items()
     }
-    return lambda edges: _exclude_with_reverse(edges, tables_by_type)
+    return lambda edges: _exclude_with_reverse(edges, finders_by_type)
 
 
 def _match_reverse_edges(g: DistGraph, etype: EdgeType, back: EdgeType) -> DistTensor:
@@ -351,25 +354,41 @@ def build_pairs(
 def _build_pair_graph(
     ntypes: Sequence[str], etypes: Sequence[EdgeType], starts: Array, pairs: EdgePairs, ends: Array
 ) -> dgl.DGLGraph:
-    """Do what dgl.heterograph does, without its checks. They take most of a step if there are many types."""
-    sizes = [len(pairs[etype][0]) for etype in etypes]
-    merged = torch.from_numpy(ends)
-    number = {ntype: index for index, ntype in enumerate(ntypes)}
-    counts, last, relations = np.diff(starts).tolist(), np.cumsum(sizes).tolist(), []
-    kinds = [(number[source], number[destination]) for source, _, destination in etypes]
-    for (source, destination), size, end in zip(kinds, sizes, last, strict=True):
-        u, v = merged[0, end - size : end], merged[1, end - size : end]
+    """Build the graph of all pairs, and attach their ends to it in merged form (``merged_pairs``).
+
+    The graph is that of dgl.heterograph. The checks of dgl.heterograph are left out, because they would take
+    most of a step if there are many edge types.
+
+    Args:
+        ntypes: All T node types, in the order of dgl.heterograph.
+        etypes: All R edge types, in the order of dgl.heterograph.
+        starts: (T + 1,) int64. Type t has the rows ``starts[t]`` to ``starts[t + 1] - 1``.
+        pairs: Ends of the P pairs by edge type. Only their numbers are used.
+        ends: (2, P) int64 rows of the sources and of the destinations, in the order of ``etypes``.
+    """
+    num_pairs = [len(pairs[etype][0]) for etype in etypes]
+    merged_ends = torch.from_numpy(ends)
+    type_index = {ntype: index for index, ntype in enumerate(ntypes)}
+    num_nodes, stops, unit_graphs = np.diff(starts).tolist(), np.cumsum(num_pairs).tolist(), []
+    end_types = [(type_index[source], type_index[destination]) for source, _, destination in etypes]
+    for (source, destination), size, stop in zip(end_types, num_pairs, stops, strict=True):
+        u, v = merged_ends[0, stop - size : stop], merged_ends[1, stop - size : stop]
+        # Each type numbers its nodes from 0. The first type keeps its views, because it already does.
         u = u - int(starts[source]) if starts[source] else u
         v = v - int(starts[destination]) if starts[destination] else v
-        shape = (1 + (source != destination), counts[source], counts[destination])
-        relations.append(heterograph_index.create_unitgraph_from_coo(*shape, u, v, ["coo", "csr", "csc"]))
-    metagraph = graph_index.from_coo(len(ntypes), *map(list, zip(*kinds, strict=True)), True)
-    make, num_nodes = heterograph_index.create_heterograph_from_relations, utils.toindex(counts, "int64")
-    index = make(metagraph, relations, num_nodes)
-    graph = dgl.DGLGraph(index, list(ntypes), [relation for _, relation, _ in etypes])
-    relation = torch.from_numpy(np.repeat(np.arange(len(sizes)), sizes))
+        num_end_types = 1 if source == destination else 2
+        unit_graph = heterograph_index.create_unitgraph_from_coo(
+            num_end_types, num_nodes[source], num_nodes[destination], u, v, ["coo", "csr", "csc"]
+        )
+        unit_graphs.append(unit_graph)
+    metagraph = graph_index.from_coo(len(ntypes), *map(list, zip(*end_types, strict=True)), True)
+    index = heterograph_index.create_heterograph_from_relations(
+        metagraph, unit_graphs, utils.toindex(num_nodes, "int64")
+    )
+    graph = dgl.DGLGraph(index, list(ntypes), [relation_name for _, relation_name, _ in etypes])
+    relation = torch.from_numpy(np.repeat(np.arange(len(etypes)), num_pairs))
     graph.merged_pairs = MergedPairs(
-        index=index, etypes=tuple(etypes), sizes=tuple(sizes), ends=merged, relation=relation
+        index=index, etypes=tuple(etypes), sizes=tuple(num_pairs), ends=merged_ends, relation=relation
     )
     return graph
 

@@ -307,6 +307,11 @@ class OnDemandColumns(dict[str, Any]):
         self._g, self._type_name, self._warned_columns = g, kind, warned
 
     def __missing__(self, name: str) -> Any:
+        """Fetch a column of the distributed graph that was not prefetched, and keep it.
+
+        The first such read of each column warns the user, because training waits for it. Raises KeyError if
+        the graph has no such column or the ids of the rows are unknown.
+        """
         type_name = self._type_name
         if isinstance(type_name, str):
             columns, option = self._g.nodes[type_name].data, "prefetch_node_feats"

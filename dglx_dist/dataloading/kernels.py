@@ -29,17 +29,18 @@ class NodeTable(NamedTuple):
 
 @njit(cache=True, nogil=True)
 def _slot_of(table: NodeTable, node: int) -> np.uint64:
-    # Returns the slot of the node, or the free slot where it belongs. Hashed tables only.
-    last = np.uint64(len(table.keys) - 1)
-    word = np.uint64(node) * np.uint64(0x9E3779B97F4A7C15)
-    slot = (word >> np.uint64(20)) & last
+    """Return the slot of ``node`` in a hashed table, or the free slot where it belongs."""
+    # The product is meant to overflow: its upper bits depend on all bits of the node.
+    slot_mask = np.uint64(len(table.keys) - 1)
+    hashed = np.uint64(node) * np.uint64(0x9E3779B97F4A7C15)
+    slot = (hashed >> np.uint64(20)) & slot_mask
     while table.slots[slot] >= table.base and table.keys[slot] != node:
-        slot = (slot + np.uint64(1)) & last
+        slot = (slot + np.uint64(1)) & slot_mask
     return slot
 
 
 @njit(cache=True, nogil=True)
-def _number_direct(table: NodeTable, sources: Array, nodes: Array, count: int, local: Array) -> np.int64:
+def _number_direct(table: NodeTable, sources: Array, nodes: Array, count: int, numbers: Array) -> np.int64:
     slots = table.slots
     base = np.uint32(table.base)
     # Unsigned positions, because with signed ones every access would first test for negative values.
@@ -53,12 +54,12 @@ def _number_direct(table: NodeTable, sources: Array, nodes: Array, count: int, l
         slots[node] = value
         nodes[end] = node
         end += np.uint64(fresh)
-        local[i] = value - base
+        numbers[i] = value - base
     return np.int64(end)
 
 
 @njit(cache=True, nogil=True)
-def _number_hashed(table: NodeTable, sources: Array, nodes: Array, count: int, local: Array) -> int:
+def _number_hashed(table: NodeTable, sources: Array, nodes: Array, count: int, numbers: Array) -> int:
     base = np.uint32(table.base)
     for i in range(len(sources)):
         node = np.int64(sources[i])
@@ -68,26 +69,31 @@ def _number_hashed(table: NodeTable, sources: Array, nodes: Array, count: int, l
             table.keys[slot] = node
             nodes[count] = node
             count += 1
-        local[i] = table.slots[slot] - base
+        numbers[i] = table.slots[slot] - base
     return count
 
 
 @njit(cache=True, nogil=True)
-def number_nodes(table: NodeTable, sources: Array, nodes: Array, count: int, local: Array) -> int:
-    """Write the number of each of ``sources`` to ``local``. New nodes get the next free numbers.
+def number_nodes(table: NodeTable, sources: Array, nodes: Array, count: int, numbers: Array) -> int:
+    """Write the number within the batch of each of ``sources`` to ``numbers``.
+
+    A node that the batch does not have yet gets the next number, and is appended to ``nodes``.
 
     Args:
-        table: If hashed, it has at least twice as many slots as distinct nodes; see :func:`grow_table`.
-        sources: (K,) global ids.
-        nodes: (count + K + 1,) global ids by number_nodes; the first ``count`` are set.
-        local: (K,) output.
+        table: Numbers of the nodes of the batch, which are updated. A hashed table must have at least twice
+            as many slots as the batch has nodes afterwards, see :func:`grow_table`.
+        sources: (K,) global ids, which may be repeated.
+        nodes: Global ids by number. The first ``count`` are set. The length is at least ``count`` + K + 1,
+            because an id is written before it is known to be new.
+        count: Number of nodes of the batch before the call.
+        numbers: (K,) output.
 
     Returns:
-        The new count.
+        Number of nodes of the batch after the call.
     """
     if len(table.keys) == 0:
-        return int(_number_direct(table, sources, nodes, count, local))
-    return _number_hashed(table, sources, nodes, count, local)
+        return int(_number_direct(table, sources, nodes, count, numbers))
+    return _number_hashed(table, sources, nodes, count, numbers)
 
 
 @njit(cache=True, nogil=True)
@@ -334,10 +340,10 @@ def grow_table(table: NodeTable, nodes: NumberedNodes, more: int) -> NodeTable:
 
 
 @njit(cache=True, nogil=True)
-def number_type(table: NodeTable, nodes: NumberedNodes, node_type: int, keys: Array, local: Array) -> None:
-    """Write the numbers of the nodes with the (K,) int64 ``keys``, all of ``node_type``, to ``local``."""
+def number_type(table: NodeTable, nodes: NumberedNodes, node_type: int, keys: Array, numbers: Array) -> None:
+    """Write the numbers of the nodes with the (K,) int64 ``keys``, all of ``node_type``, to ``numbers``."""
     segment = nodes.keys[nodes.starts[node_type] : nodes.starts[node_type + 1]]
-    nodes.counts[node_type] = number_nodes(table, keys, segment, nodes.counts[node_type], local)
+    nodes.counts[node_type] = number_nodes(table, keys, segment, nodes.counts[node_type], numbers)
 
 
 @njit(cache=True, nogil=True)
@@ -392,8 +398,10 @@ def _rule(request: SampleRequest, relation: int) -> Rule:
 
 @njit(cache=True, nogil=True)
 def _scale(weights: Array, shares: Array, fanout: int) -> float:
-    # Return the factor c of one destination. It makes the sum of weight ** 2 / min(1, c * share) over the
-    # edges equal to that of neighbor sampling.
+    """Return the factor c of one destination, so that its estimate varies as in neighbor sampling.
+
+    With c, the sum of weight ** 2 / min(1, c * share) over its edges is that of neighbor sampling.
+    """
     degree = len(weights)
     if degree == 0 or fanout < 0 or fanout >= degree:
         return 1.0 / shares.min() if degree else 0.0
@@ -474,7 +482,7 @@ def draw_by_importance(
 def _draw_by_importance(
     relations: Relations, request: SampleRequest, hop: _Hop, relation: int, frontier: Array, rows: Array
 ) -> tuple[Array, Array]:
-    # Return the drawn edges and their weights. The weights of each destination have mean 1.
+    """Return the drawn edges and their weights, which have mean 1 at each destination."""
     csc, fanout, stream = read_csc(relations, relation), hop.fanouts[relation], hop.streams[relation]
     rule, num_rows = _rule(request, relation), len(frontier)
     indptr, starts = np.empty(num_rows + 1, np.int64), np.empty(num_rows, np.int64)
@@ -500,7 +508,11 @@ def _draw(
     edges_and_weights: tuple[Array, Array],
     by_source: bool | None,
 ) -> tuple[Array, Array]:
-    # Fill in `hop.indptr` and `hop.ends` after `ends[0]`. Return the edges and weights of the batch so far.
+    """Draw one hop, type by type. Return the edges and weights of the batch so far, including this hop.
+
+    ``hop.indptr`` and ``hop.ends`` after ``ends[0]`` are filled in. ``by_source`` is None for plain sampling,
+    which has no weights. The values and capacity of ``edges`` beyond the last end are undefined.
+    """
     first_row, (edges, weights) = 0, edges_and_weights
     for relation in range(len(hop.fanouts)):
         node_type, first = relations.destination_types[relation], hop.ends[relation]

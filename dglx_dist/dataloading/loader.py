@@ -67,7 +67,10 @@ def open_maker(g: DistGraph, sampler: Any, plan: SamplePlan, options: LoaderOpti
 def _read_local_plan(
     g: DistGraph, sampler: Any, plan: SamplePlan, options: LoaderOptions, seed: int
 ) -> tuple[Columns, DrawSettings | None]:
-    # If the draws are None, the sampler runs its own code.
+    """Return the columns to fetch and the settings of the draws, without a collective.
+
+    The settings are None if the sampler runs its own code. Raises ConfigError if the options do not fit it.
+    """
     device = resolve_device(options.device, g.session.device)
     memory = RowMemory(options.depth + _SPARE_BUFFERS, options.feature_dtype, device)
     columns = find_columns(g, plan, memory)

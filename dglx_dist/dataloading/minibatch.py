@@ -322,6 +322,10 @@ class KernelMaker(NodeMaker):
         return get_source
 
     def sample_blocks(self, batch: MiniBatch, epoch: int, exclude: Excluded, *, step: int) -> None:
+        """Draw the blocks as raw arrays, and the input nodes of ``batch`` by type. Any thread may call it.
+
+        Draws use a table with an entry for each node. A thread takes an idle table and gives it back.
+        """
         begin = time.perf_counter()
         request = self._draws.request(batch.seeds, epoch, exclude, step)
         source = self._get_source(step)
@@ -351,11 +355,12 @@ class KernelMaker(NodeMaker):
         batch.fetch_s = time.perf_counter() - begin
 
     def build(self, batch: MiniBatch) -> None:
+        """Build the blocks of ``batch`` and attach its columns. Its raw arrays are not kept."""
         begin = time.perf_counter()
         raw, batch.raw = batch.raw, None
         assert raw is not None
-        nodes, batch.blocks = self._builder.blocks(raw)
-        batch.input_nodes = unwrap_single_type(nodes)
+        input_nodes, batch.blocks = self._builder.blocks(raw)
+        batch.input_nodes = unwrap_single_type(input_nodes)
         batch.output_nodes = _seeds_to_node_ids(batch.seeds, self._schema.ntypes)
         batch.sample_s += time.perf_counter() - begin
         wait_for_columns(batch)

@@ -39,12 +39,12 @@ class UserColumns:
             for kind, frame in columns.items()
         }
 
-    def check_seeds(self, g: DistGraph, seeds: Any, what: Literal["node", "edge"]) -> None:
+    def check_seeds(self, g: DistGraph, seeds: Any, item: Literal["node", "edge"]) -> None:
         """Raise ConfigError if ``seeds`` are the ids of a mask in the numbering of the script."""
-        is_node = what == "node"
+        is_node = item == "node"
         counts: dict[Any, int] = {kind: g.num_nodes(kind) for kind in g.ntypes if is_node}
         counts |= {kind: g.num_edges(kind) for kind in g.canonical_etypes if not is_node}
-        for kind, ids in group_by_type(seeds, counts, what).items():
+        for kind, ids in group_by_type(seeds, counts, item).items():
             for name, column in self._columns.get(kind, {}).items():
                 mask = column()
                 if mask is None or mask.dtype != torch.bool or mask.dim() != 1:
@@ -55,12 +55,13 @@ class UserColumns:
                     continue
                 if not (g.nodes if is_node else g.edges)[kind].data[name][torch.from_numpy(ids)].all():
                     raise ConfigError(
-                        f"the {len(ids)} {what}s to train on are the ids of the mask {name!r} before "
-                        f"dx.distribute, but dx.distribute renumbers the {what}s. Pass dx.{what}_split of "
+                        f"the {len(ids)} {item}s to train on are the ids of the mask {name!r} before "
+                        f"dx.distribute, but dx.distribute renumbers the {item}s. Pass dx.{item}_split of "
                         "that column of the distributed graph, or g.new_ids(indices)."
                     )
 
     def find_name(self, values: Tensor) -> str | None:
+        """Return the name of the column that ``values`` are, or have the same rows as. Otherwise None."""
         for columns in self._columns.values():
             for name, reference in columns.items():
                 column = reference()
@@ -86,11 +87,15 @@ class _BatchIds(Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        leaves = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        columns = next((leaf.user_columns for leaf in leaves if isinstance(leaf, cls)), None)
+        """Call ``func`` of torch on plain tensors.
+
+        Raises ConfigError if ``func`` indexes a column of the script's graph by ids of a batch.
+        """
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        columns = next((tensor.user_columns for tensor in tensors if isinstance(tensor, cls)), None)
         name = None
         if columns is not None and func in _INDEXING:
-            names = (columns.find_name(leaf) for leaf in leaves if not isinstance(leaf, cls))
+            names = (columns.find_name(tensor) for tensor in tensors if not isinstance(tensor, cls))
             name = next((name for name in names if name is not None), None)
         if name is not None:
             raise ConfigError(
@@ -102,32 +107,40 @@ class _BatchIds(Tensor):
             return func(*args, **(kwargs or {}))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return self.as_subclass(Tensor).__reduce_ex__(protocol)  # type: ignore[no-untyped-call]  # torch leaves it bare
+        return self.as_subclass(Tensor).__reduce_ex__(protocol)  # type: ignore[no-untyped-call]  # torch does not annotate this
 
 
 def _is_same_column(column: Tensor, values: Tensor) -> bool:
-    # Equal values do not count if they are all the same, or are just the row numbers.
+    """Return whether ``values`` are the column or a copy of it.
+
+    Values that are all equal, and row numbers, are no proof of a copy.
+    """
     if values.dim() == 0 or len(column) != len(values):
         return False
     if column.data_ptr() == values.data_ptr():
         return True
     rows = column.reshape(len(column), -1)
-    flat = values.detach().reshape(len(values), -1).to(rows.device, rows.dtype)
-    if rows.shape != flat.shape or rows.dtype == torch.bool or not bool((flat == rows).all()):
+    value_rows = values.detach().reshape(len(values), -1).to(rows.device, rows.dtype)
+    if rows.dtype == torch.bool or rows.shape != value_rows.shape:
         return False
-    numbers = torch.arange(len(rows), device=rows.device).unsqueeze(1)
-    return not bool((rows == rows[:1]).all()) and not bool((rows == numbers).all())
+    if not bool((value_rows == rows).all()):
+        return False
+    row_numbers = torch.arange(len(rows), device=rows.device).unsqueeze(1)
+    is_ambiguous = bool((rows == rows[:1]).all()) or bool((rows == row_numbers).all())
+    return not is_ambiguous
 
 
-def check_order(g: DistGraph, loader: Any, seeds: Any, what: Literal["node", "edge"]) -> None:
-    """Check the ``seeds`` of ``loader``, and let it check what its first batch indexes. All ranks call this.
+def check_order(g: DistGraph, loader: Any, seeds: Any, item: Literal["node", "edge"]) -> None:
+    """Detect ids in the order of the graph before ``dx.distribute``. Every rank must call this.
 
-    Raises ConfigError on all ranks if the seeds are the ids of a mask before ``dx.distribute``.
+    The ``seeds`` of ``loader``, which are ids of nodes or edges (``item``), are checked here. Later, the ids
+    of its first batch raise ConfigError if they index a column of the script's graph. Nothing is checked with
+    one part, because ids do not change. Raises ConfigError on all ranks if the seeds are the ids of a mask.
     """
     if g.dataset.manifest.num_parts == 1:
         return
     columns: UserColumns | None = g.user_columns  # None on ranks that passed no graph
-    check = (lambda: None) if columns is None else partial(columns.check_seeds, g, seeds, what)
+    check = (lambda: None) if columns is None else partial(columns.check_seeds, g, seeds, item)
     run_on_all_ranks(g.session, check, ConfigError)
     if columns is not None:
         loader.mark = columns.mark

@@ -244,6 +244,11 @@ class RemoteSource:
     def sample(
         self, request: SampleRequest, exclude: Mapping[EdgeType, Array], workspace: ThreadTable
     ) -> RawBatch:
+        """Draw all hops of a batch, and number its nodes in the order in which the hops reach them.
+
+        ``workspace`` is a table of the calling thread. Its numbers are invalid for the next batch, also after
+        an error. ``exclude`` has ascending edge ids by type.
+        """
         table, nodes = number_seeds(workspace.table, self._offsets, request.seeds, request.seed_ends)
         node_ends, pieces = [nodes.counts.copy()], []
         try:
@@ -269,6 +274,11 @@ class RemoteSource:
     def _draw(
         self, request: SampleRequest, exclude: Mapping[EdgeType, Array], hop: int, frontiers: Sequence[Array]
     ) -> list[InEdges]:
+        """Return the in-edges of one hop by edge type. ``frontiers`` are the nodes of each destination type.
+
+        Requests for all edge types are sent before the first answer is awaited. Edges that were drawn jointly
+        before (:attr:`known`) need no request.
+        """
         if self.known:
             known = zip(self.known[hop], frontiers, strict=True)
             return [_select_known(edges, nodes) for edges, nodes in known]
@@ -287,6 +297,10 @@ class RemoteSource:
     def _number_sources(
         self, table: NodeTable, nodes: NumberedNodes, edges: Sequence[InEdges]
     ) -> tuple[NodeTable, NumberedNodes, list[Array]]:
+        """Number the sources of the in-edges of one hop. New nodes get the next numbers of their types.
+
+        Return the table and nodes, which may be larger copies, and the number of each source by edge type.
+        """
         num_edges_by_type, old_counts = np.zeros(len(nodes.counts), np.int64), nodes.counts.copy()
         np.add.at(num_edges_by_type, self._source_types, [len(in_edges.sources) for in_edges in edges])
         nodes = grow_nodes(nodes, num_edges_by_type)

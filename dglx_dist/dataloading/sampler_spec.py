@@ -239,7 +239,10 @@ def _find_keys(data: Any, names: Sequence[str], option: str, data_name: str) -> 
 def _group_names(
     names: Names, types: Sequence[K], resolve_type: Callable[[Any], K], option: str
 ) -> dict[K, tuple[str, ...]]:
-    # As in DGL, a plain list is for the only type.
+    """Return the names by type. As in DGL, a plain list is for the only type.
+
+    Raises ConfigError for a list if there are several types.
+    """
     if isinstance(names, Mapping):
         names_by_type: dict[K, tuple[str, ...]] = {}
         for key, columns in names.items():

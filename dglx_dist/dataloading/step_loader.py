@@ -528,6 +528,11 @@ class EpochLoader(ABC, Generic[B, T]):
         return iterator
 
     def _iterate(self) -> Generator[T, None, None]:
+        """Yield the batches of the epoch from its next step on.
+
+        If the previous loop was left early, this begins the next epoch. Steps of an optimizer are checked
+        meanwhile on several ranks. A complete pass is reported to the trace.
+        """
         if self._has_started:
             self._epoch, self._next_step = self._epoch + 1, 0
         self._has_started = True
@@ -608,6 +613,10 @@ class EpochLoader(ABC, Generic[B, T]):
             step += 1
 
     def _deliver_next(self, step: int, batches: Iterator[B]) -> T:
+        """Wait for the batch of ``step``, deliver it, and add its times to the totals.
+
+        From here on, a checkpoint continues with the following step.
+        """
         begin = time.perf_counter()
         with self.span(f"{WAIT} for a batch", self._epoch, step, row=COMPUTE):
             batch = next(batches)
@@ -730,8 +739,8 @@ def gather_counts(local: Sequence[int], batch_size: int, drop_last: bool, sessio
 
 def _gather_item_counts(items: Items[K], options: LoaderOptions, session: Session) -> tuple[int, ...]:
     """Return the number of items of each rank. Warns if all ranks have the same items. All ranks call it."""
-    local = [len(items), items.digest() if len(items) else 0]
-    rows = gather_counts(local, int(options.batch_size), options.drop_last, session)
+    count_and_digest = [len(items), items.digest() if len(items) else 0]
+    rows = gather_counts(count_and_digest, int(options.batch_size), options.drop_last, session)
     if len(rows) > 1 and len(items) and bool((rows == rows[0]).all()):
         warn_user(
             f"all {len(rows)} ranks have the same {len(items)} indices, so an epoch uses each {len(rows)} "

@@ -233,6 +233,10 @@ def check_budget(policy: str, alpha: float) -> None:
 
 
 def cache_rows(g: OpenedGraph, request: CacheRequest) -> CachePlan:
+    """Keep the rows of other servers that batches need most in the memory of this server.
+
+    Every rank must call it with the same request. One rank of each server chooses the rows.
+    """
     session, store = g.session, g.kvstore
     column = run_on_all_ranks(session, lambda: _find_column(g, request), ConfigError)
     arguments = [request.name, request.ntype, float(request.alpha), request.policy]
@@ -273,6 +277,10 @@ def count_rows_of_rank(alpha: float, local_range: tuple[int, int], num_rows: int
 
 
 def _open_look_ahead(store: KVStore, column: Column, alpha: float, local_range: tuple[int, int]) -> CachePlan:
+    """Give each rank its own space for rows of announced batches. Every rank must call it.
+
+    Raises ConfigError on all ranks if the space of a server does not fit in its free memory.
+    """
     topology, server = store.session.topology, store.session.topology.server
     ranks = [len(topology.ranks_of_server(server_index)) for server_index in range(topology.num_servers)]
     counts = [
@@ -336,18 +344,22 @@ def _halo_scores(g: OpenedGraph, request: CacheRequest, _file_name: str) -> Arra
 
 def compute_vip_scores(g: OpenedGraph, request: CacheRequest, file_name: str) -> Array:
     """Return how many ranks of the server need each row per step on average, in memory that they share."""
-    local = run_on_all_ranks(g.session, lambda: _compute_local_access(g, request), ConfigError)
+    rank_scores = run_on_all_ranks(g.session, lambda: _compute_local_access(g, request), ConfigError)
     info = ColumnInfo(dtype="float64", row_shape=())
-    total = map_shared_rows(g.session, file_name, len(local), info)
+    total = map_shared_rows(g.session, file_name, len(rank_scores), info)
     topology = g.session.topology
     for local_rank in range(max(len(topology.ranks_of_server(s)) for s in range(topology.num_servers))):
         if topology.local_rank == local_rank:
-            total += local
+            total += rank_scores
         barrier(g.session, f"adding up what batches need ({local_rank})")
     return total
 
 
 def _compute_local_access(g: OpenedGraph, request: CacheRequest) -> Array:
+    """Return the probability that a batch of this rank needs each row. Not collective.
+
+    Raises ConfigError if the structure is not replicated, or a fan-out is below -1.
+    """
     structures = {etype: g.structure(etype) for etype in g.canonical_etypes}
     if not all(structure.is_replicated for structure in structures.values()):
         raise ConfigError(

@@ -158,6 +158,7 @@ class LookAheadRows:
         self._reset_numbers()
 
     def _clear_rows(self) -> None:
+        """Forget all cached rows and announced batches."""
         # The table holds the slots of all ids that are announced or cached, or -1 for ids without a slot.
         self.table = _new_table(0)
         if self._num_ids <= _DIRECT_IDS:
@@ -277,6 +278,11 @@ class LookAheadRows:
         return copy_kept_rows
 
     def _reserve_entries(self, count: int) -> None:
+        """Make space for ``count`` further ids in the ring of announced inputs and in the table of ids.
+
+        The ring has a length that is a power of two, so that a mask finds an input. The table stays at most
+        two thirds full.
+        """
         first_input, next_input = self._first_inputs[0], self._next_input
         if next_input + count - first_input > len(self._later_use):
             old_uses, inputs = self._later_use, np.arange(first_input, next_input)
@@ -350,6 +356,10 @@ class Column:
             gather_rows(shard.rows, shard.first, ids, out)
 
     def _compute(self, handler: PullHandler, ids: Array, out: Array) -> None:
+        """Write the rows of local ids, which the user's ``handler`` computes, to their places in ``out``.
+
+        Raises ConfigError if the handler returns another shape or dtype than the column has.
+        """
         (shard,) = self.shards  # A tensor in memory has one shard.
         positions = np.flatnonzero((ids >= shard.first) & (ids < shard.first + len(shard.rows)))
         if not len(positions):

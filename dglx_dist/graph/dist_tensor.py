@@ -110,9 +110,9 @@ class PartitionPolicy:
     def to_local(self, id_tensor: Ids) -> Tensor:
         """Return the ids relative to the local server's first row. Raise IndexError for rows of others."""
         first, last = self.bounds[self.part_id : self.part_id + 2].tolist()
-        local = as_ids(id_tensor, self.get_size(), self.policy_str) - first
-        check_ids(local, last - first, f"{self.policy_str} of this server (ids counted from {first})")
-        return torch.from_numpy(local)
+        local_ids = as_ids(id_tensor, self.get_size(), self.policy_str) - first
+        check_ids(local_ids, last - first, f"{self.policy_str} of this server (ids counted from {first})")
+        return torch.from_numpy(local_ids)
 
     def key(self, name: str) -> str:
         return f"{self.policy_str}~{name}"
@@ -146,6 +146,7 @@ def _resolve_policy(
 
 
 def _create(policy: PartitionPolicy, key: str, info: ColumnInfo, init: InitRows | None) -> None:
+    """Add a tensor to the store of ``policy``, in memory that the ranks of a server share. Collective."""
     store = policy.store
     shape = [policy.get_size(), *info.row_shape]
     facts = {"key": key, "shape": shape, "dtype": info.dtype, "bounds": policy.bounds.tolist()}

@@ -41,24 +41,25 @@ def fill_uniform(rows: Tensor, first: int, seed: int, name: str, scale: float = 
     """
     stream = np.uint64(zlib.crc32(name.encode()) | (seed & 0xFFFFFFFF) << 32)
     if rows.dtype in (torch.float32, torch.float64):
-        _fill(rows.numpy(), first, stream)
+        _fill_with_draws(rows.numpy(), first, stream)
         rows.mul_(scale)
         return
     step = max(1, _CHUNK_BYTES // max(4 * rows.shape[1], 1))
     for start in range(0, len(rows), step):
         piece = rows[start : start + step]
         float_rows = np.empty(piece.shape, dtype=np.float32)
-        _fill(float_rows, first + start, stream)
+        _fill_with_draws(float_rows, first + start, stream)
         piece.copy_(torch.from_numpy(float_rows).mul_(scale))
 
 
 @njit(cache=True, nogil=True)
-def _fill(rows: Array, first: int, stream: np.uint64) -> None:
-    count, columns = rows.shape
-    for row in range(count):
+def _fill_with_draws(rows: Array, first: int, stream: np.uint64) -> None:
+    """Fill the (n, d) ``rows`` with draws in [-1, 1). The id of the first row is ``first``."""
+    num_rows, num_columns = rows.shape
+    for row in range(num_rows):
         key = item_key(stream, first + row)
-        for column in range(columns):
-            # 24 bits make float32 and float64 rows start equal and never reach 1.
+        for column in range(num_columns):
+            # float32 holds 24 bits exactly. So float32 and float64 rows start equal, and no draw rounds to 1.
             rows[row, column] = np.float64(full_word(key, column) >> np.uint64(40)) * 2.0**-23 - 1.0
 
 
@@ -207,7 +208,7 @@ class DistEmbedding(Shared):
             places = to_device(torch.from_numpy(place_of_id), target)
         leaf = self._pull(distinct, target, distinct=True).requires_grad_()
         record = self._make_hook(distinct, self.kvstore.session.step_share)
-        leaf.register_post_accumulate_grad_hook(record)  # type: ignore[no-untyped-call]  # untyped in torch
+        leaf.register_post_accumulate_grad_hook(record)  # type: ignore[no-untyped-call]  # torch does not annotate this
         return leaf if places is None else F.embedding(places, leaf)
 
     def reset_trace(self) -> None:

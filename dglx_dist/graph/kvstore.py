@@ -54,16 +54,19 @@ MAX_BYTES = 64 << 20
 """Maximum size in bytes of unanswered pushes. At the limit, the next push waits for the oldest."""
 
 
-def _cut_into_runs(
-    ids: Array, first: int, last: int, step: int, *, has_repeats: bool
+def _cut_into_ranges(
+    ids: Array, start: int, stop: int, step: int, *, has_repeats: bool
 ) -> Iterator[tuple[int, int]]:
-    """Yield ranges (first, end) of about ``step`` of the sorted ids. Repeated ids are in the same range."""
-    while first < last:
-        end = min(first + step, last)
+    """Cut ``ids[start:stop]``, which are ascending, and yield (start, end) of ranges of about ``step`` ids.
+
+    If ids are repeated, all places of an id are in one range, which may be longer then.
+    """
+    while start < stop:
+        end = min(start + step, stop)
         if has_repeats:
-            end = first + int(np.searchsorted(ids[first:last], ids[end - 1], side="right"))
-        yield first, end
-        first = end
+            end = start + int(np.searchsorted(ids[start:stop], ids[end - 1], side="right"))
+        yield start, end
+        start = end
 
 
 @final
@@ -440,6 +443,11 @@ class KVStore:
     def _split_by_owner(
         self, column: Column, ids: Array, rows: Array, accumulate: bool
     ) -> list[tuple[int, list[Array]]]:
+        """Split a push by the ranks that own the rows. Return (rank, [ids, rows]) of each message.
+
+        With ``accumulate``, rows of repeated ids are summed first. Otherwise their order is kept, so that the
+        last row of an id counts.
+        """
         starts = self._owners[column.name].starts
         if accumulate:
             check_summable(column.name, column.info)
@@ -455,14 +463,15 @@ class KVStore:
             cuts = np.searchsorted(sorted_ids, starts)
         step = column.rows_per_message
         return [
-            (rank, [sorted_ids[first:last], values[first:last]])
+            (rank, [sorted_ids[start:end], values[start:end]])
             for rank, bounds in enumerate(pairwise(cuts[: len(starts)].tolist()))
-            for first, last in _cut_into_runs(sorted_ids, *bounds, step, has_repeats=not accumulate)
+            for start, end in _cut_into_ranges(sorted_ids, *bounds, step, has_repeats=not accumulate)
         ]
 
     def _submit_unanswered(
         self, submit: Callable[[int, list[Array]], Pending], rank: int, arrays: list[Array]
     ) -> None:
+        """Send a push without waiting for its answer. At :data:`MAX_BYTES`, wait for the oldest one first."""
         with self._push_lock:
             while self._unanswered and (
                 self._unanswered_bytes >= MAX_BYTES or self._unanswered[0][1].is_ready()
@@ -472,6 +481,10 @@ class KVStore:
             self._unanswered_bytes += payload_bytes(arrays)
 
     def _finish_oldest(self, time_left_s: float) -> None:
+        """Wait for the oldest unanswered push, up to ``time_left_s``.
+
+        An error of its owner is kept for the next fence. Raises PeerError if the owner is late but not dead.
+        """
         _, call, num_bytes = self._unanswered[0]
         try:
             call.result(call.age_s + time_left_s)

@@ -312,6 +312,10 @@ class SparseOptimizer:
                 yield f"{number}.{name}", table, state
 
     def _open_table(self, param: DistEmbedding, number: int) -> OwnedRows:
+        """Create the state tensors of an embedding, and return the rows of this rank. Collective.
+
+        A name that is taken, for example by another optimizer of the embedding, gets ``number`` as a suffix.
+        """
         policy, weight, states = param.part_policy, param.weight, []
         for state_name in self._rule.state_names:
             name = f"{param.name}_{state_name}"

@@ -217,9 +217,9 @@ class _Ranges(Generic[K]):
 
     def local(self, ids: Ids, partition: int, key: K) -> Tensor:
         first, last = self._get_range(partition, key)
-        local = self._check_ids(ids, key) - first
-        check_ids(local, last - first, f"partition {partition} (ids counted from its first, {first})")
-        return torch.from_numpy(local)
+        local_ids = self._check_ids(ids, key) - first
+        check_ids(local_ids, last - first, f"partition {partition} (ids counted from its first, {first})")
+        return torch.from_numpy(local_ids)
 
     def split_types(self, ids: Ids) -> tuple[Tensor, Tensor]:
         kinds, ids_within_type = self._ids.to_typed(

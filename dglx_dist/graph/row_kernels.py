@@ -213,6 +213,10 @@ def _request(start: int, row_bytes: int, rows: Array) -> None:
 
 @njit(cache=True, nogil=True)
 def _gather(source: Array, first: int, ids: Array, out: Array) -> None:
+    """Copy the rows of ``ids`` to the same places of ``out``. Row 0 of ``source`` has the id ``first``.
+
+    Ids without a row in ``source`` are skipped, so their places keep their values.
+    """
     count, words = source.shape
     last = ids.shape[0] - 1
     for k in range(ids.shape[0]):
@@ -380,6 +384,12 @@ def number_distinct(ids: Array) -> tuple[Array, Array]:
 
 @njit(cache=True, nogil=True)
 def _plan(ids: Array, bounds: Array, server: int, cached: SlotTable, is_distinct: bool) -> Any:
+    """Plan a pull of (K,) ``ids``: which places are cached, and which distinct ids to ask from each server.
+
+    Returns:
+        (distinct ids by server, start of each server in them, start of each id in the places, places in
+        ``ids`` sorted by id, places of cached ids, and their slots in the cache).
+    """
     misses, hit_places, hit_slots = _split_cached(ids, bounds[server], bounds[server + 1], cached)
     if is_distinct:
         slots, server_starts = group_by_range(ids[misses], bounds)

@@ -32,29 +32,39 @@ class RowSum(NamedTuple):
         """Return the same gradient with one row for each id, in order, and weight 1."""
         rows = np.empty((len(self.ids), self.rows.shape[1]), dtype=self.rows.dtype)
         _add(self, np.arange(len(self.ids)), rows, 0)
-        return merge_repeated(self.ids, rows)
+        return make_row_sum(self.ids, rows)
 
 
-def merge_repeated(ids: Array, rows: Array, weight: float = 1.0) -> RowSum:
+def make_row_sum(ids: Array, rows: Array, weight: float = 1.0) -> RowSum:
+    """Return the gradient of (k,) distinct ``ids`` with the (k, d) ``rows`` in the same order."""
     return RowSum(ids, rows, np.arange(len(ids)), weight)
 
 
 def sum_rows(gradients: Sequence[RowSum]) -> RowSum:
-    """Return the sum of at least one gradient, in their order, with each row once."""
+    """Add up gradients of one embedding. The result has one row for each id of any of them.
+
+    ``gradients`` has at least one entry. Rows of an id are added in this order, so that the rounding is the
+    same on every run. A single gradient is returned as it is.
+    """
     if len(gradients) == 1:
         return gradients[0]
     ids, slots = number_distinct(np.concatenate([gradient.ids for gradient in gradients]))
     rows = np.empty((len(ids), gradients[0].rows.shape[1]), gradients[0].rows.dtype)
-    first = num_used = 0
+    start = num_used = 0
     for gradient in gradients:
-        num_used = _add(gradient, slots[first : first + len(gradient.ids)], rows, num_used)
-        first += len(gradient.ids)
-    return merge_repeated(ids, rows)
+        end = start + len(gradient.ids)
+        num_used = _add(gradient, slots[start:end], rows, num_used)
+        start = end
+    return make_row_sum(ids, rows)
 
 
 @njit(cache=True, nogil=True)
 def _add(gradient: RowSum, slots: Array, out: Array, num_used: int) -> int:
-    """Add to the rows ``slots`` of ``out``, numbered by appearance. Return how many rows are used now."""
+    """Add ``gradient`` to the rows ``slots`` of ``out``, and return the number of rows in use afterwards.
+
+    ``out`` is not initialised. Its first ``num_used`` rows are in use. Slots are numbered by appearance, so a
+    new one is always the next row, which is overwritten.
+    """
     factor = out.dtype.type(gradient.weight)
     for k in range(len(slots)):
         slot, source = np.uint64(slots[k]), np.uint64(gradient.places[k])
@@ -188,9 +198,9 @@ def weighted_sum(gradients: Sequence[RowGradient], reduction: Reduction, world_s
 
 
 def sum_weighted(weighted: Sequence[tuple[RowGradient, float]]) -> RowSum | None:
-    """Return the sum of gradient times weight in this order, with each row once, or None for no gradients.
+    """Return the sum of gradient times weight, added in this order, or None for no gradients.
 
-    A single gradient shares its rows with the result.
+    The result has one row for each distinct id. A single gradient shares its rows with the result.
     """
-    sums = [merge_repeated(gradient.ids, gradient.rows, weight) for gradient, weight in weighted]
+    sums = [make_row_sum(gradient.ids, gradient.rows, weight) for gradient, weight in weighted]
     return sum_rows(sums) if sums else None

@@ -22,7 +22,7 @@ from dglx_dist.graph.partition_book import RowOwners
 from dglx_dist.graph.row_kernels import group_by_range, view_as_numpy
 from dglx_dist.graph.sparse_gradient import (
     RowSum,
-    merge_repeated,
+    make_row_sum,
     sum_rows,
     update_adagrad,
     update_adam,
@@ -121,7 +121,7 @@ class OwnedRows:
         self._state_rows = tuple(view_as_numpy(view_owned_rows(state)) for state in states)
         self._dtype = np.dtype(str(embedding.compute_dtype).removeprefix("torch."))
         no_values = np.empty((0, embedding.embedding_dim), self._dtype)
-        self.no_rows = merge_repeated(np.empty(0, np.int64), no_values)
+        self.no_rows = make_row_sum(np.empty(0, np.int64), no_values)
         """The gradient of a rank that touched no row."""
 
     def check(self, gradient: RowSum) -> None:
@@ -139,22 +139,26 @@ class OwnedRows:
 
     def apply(self, gradients: Sequence[RowSum]) -> None:
         """Sum ``gradients`` in their order and update each touched row once. Any thread may call this."""
-        touching = [gradient for gradient in gradients if len(gradient.ids)]
+        nonempty_gradients = [gradient for gradient in gradients if len(gradient.ids)]
         with self.lock:
             self.steps += 1
-            if touching:
-                total = sum_rows(touching)
+            if nonempty_gradients:
+                total = sum_rows(nonempty_gradients)
                 self._update(total._replace(ids=total.ids - self.first))
 
     def _update(self, gradient: RowSum) -> None:
-        rows, compute_dtype, targets = self._rows, self.embedding.compute_dtype, gradient.ids
+        """Update the owned rows ``gradient.ids``, which are counted from the first row of this rank.
+
+        Rows in another dtype than :attr:`DistEmbedding.compute_dtype` are converted, updated and stored back.
+        """
+        rows, compute_dtype, row_numbers = self._rows, self.embedding.compute_dtype, gradient.ids
         if rows.dtype == compute_dtype:
-            self.rule.update(view_as_numpy(rows), targets, self._state_rows, gradient, self.steps)
+            self.rule.update(view_as_numpy(rows), row_numbers, self._state_rows, gradient, self.steps)
             return
-        index = torch.from_numpy(targets)
-        weight = rows[index].to(compute_dtype).numpy()
-        self.rule.update(weight, np.arange(len(targets)), self._state_rows, gradient, self.steps)
-        rows[index] = torch.from_numpy(weight).to(rows.dtype)
+        index = torch.from_numpy(row_numbers)
+        converted = rows[index].to(compute_dtype).numpy()
+        self.rule.update(converted, np.arange(len(index)), self._state_rows, gradient, self.steps)
+        rows[index] = torch.from_numpy(converted).to(rows.dtype)
 
 
 MAX_PARAMETERS = 100
@@ -239,6 +243,11 @@ class SparseExchange:
         self._session.rpc.unregister(self._op)
 
     def _step_together(self, pending: list[Pending], problem: str) -> None:
+        """Apply the gradients of all ranks to this rank's rows. Return when every rank has done so.
+
+        ``pending`` are this rank's own messages. With a ``problem`` of this rank nothing is applied, and the
+        caller raises it. Raises ConfigError if another rank has a problem, and PeerError if one is dead.
+        """
         topology, activity = self._session.topology, f"step {self._step} of {self._op}"
         with report_failed_peers(self._session, activity):
             received = self._mailbox.take(self._step, None, range(topology.world_size), activity)
@@ -252,9 +261,11 @@ class SparseExchange:
         for number, table in enumerate(self._tables):
             if any(message.used[number] for message in received.values()):
                 table.apply([message.gradients[number] for message in received.values()])
+        # This only waits for the other ranks. The gathered numbers are not needed.
         gather_int64([self._step], self._session)
 
     def _bound_lag(self, staleness: int) -> None:
+        """Wait until at most ``staleness`` steps of this rank are not applied, and record the lag."""
         while self._in_flight and all(call.is_ready() for call in self._in_flight[0]):
             self._finish_oldest()
         if len(self._in_flight) > staleness:
@@ -272,6 +283,11 @@ class SparseExchange:
                 call.result()
 
     def _send(self, sums: Sequence[RowSum | None], used: Sequence[bool], problem: str = "") -> list[Pending]:
+        """Send this rank's gradients of one step to the owners of the rows, and return the calls.
+
+        ``sums`` and ``used`` have one entry for each table. If this rank has a ``problem``, it sends that
+        instead, because the others wait for a message of every rank. The call starts a new step.
+        """
         self._step += 1
         this_rank, world_size = self._session.topology.rank, self._session.topology.world_size
         shares = [] if problem else [self._split(*pair) for pair in zip(self._tables, sums, strict=True)]
@@ -289,6 +305,7 @@ class SparseExchange:
         return pending
 
     def _split(self, table: OwnedRows, total: RowSum | None) -> list[RowSum]:
+        """Return the part of a gradient for each owner, by rank. The parts share the rows of ``total``."""
         total = total or table.no_rows
         places, first = group_by_range(total.ids, table.owners.starts)
         positions = np.empty(len(places), np.int64)
@@ -300,6 +317,7 @@ class SparseExchange:
         return shares
 
     def _receive(self, name: str, arrays: Sequence[Array]) -> list[Array]:
+        """Check and keep the message of another rank. Raise ConfigError if it does not fit the tables."""
         sender, step, used, problem = name.split(" ", 3)
         if len(used) != len(self._tables) or len(arrays) != (0 if problem else 2 * len(self._tables)):
             raise ConfigError(
@@ -307,7 +325,7 @@ class SparseExchange:
                 f"optimizer of {len(self._tables)}. Build the optimizers with the same arguments on all "
                 "ranks."
             )
-        gradients = tuple(map(merge_repeated, arrays[::2], arrays[1::2]))
+        gradients = tuple(map(make_row_sum, arrays[::2], arrays[1::2]))
         for table, gradient in zip(self._tables, gradients, strict=not problem):
             table.check(gradient)
         flags = [mark == "1" for mark in used]

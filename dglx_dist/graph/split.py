@@ -128,6 +128,10 @@ def _split(
     force_even: bool,
     trainer_ids: DistTensor | Tensor | Array | None,
 ) -> Tensor:
+    """Return the ids of this rank's share of the marked nodes or edges, see :func:`node_split`.
+
+    ``bounds`` are the first ids of the servers. Without ``rank``, it is that of the session.
+    """
     session = marked.kvstore.session if isinstance(marked, DistTensor) else current_session()
     topology = session.topology
     if rank is not None:

@@ -82,8 +82,8 @@ def join_pieces(count: int, pieces: Sequence[Piece]) -> InEdges:
     sources, edge_ids = np.empty(indptr[-1], np.int64), np.empty(indptr[-1], np.int64)
     for piece in pieces:
         edges = piece.edges
-        _fill(edges.indptr, edges.sources, piece.starts, piece.positions, indptr, sources)
-        _fill(edges.indptr, edges.edge_ids, piece.starts, piece.positions, indptr, edge_ids)
+        _copy_to_positions(edges.indptr, edges.sources, piece.starts, piece.positions, indptr, sources)
+        _copy_to_positions(edges.indptr, edges.edge_ids, piece.starts, piece.positions, indptr, edge_ids)
     return InEdges(indptr=indptr, sources=sources, edge_ids=edge_ids)
 
 
@@ -110,7 +110,7 @@ def from_wire(
         if (position := find_first_outside(ids - start, stop - start)) >= 0:
             raise ValueError(f"the answer has the {name} {ids[position]}, but ids are {start} to {stop - 1}")
     indptr = np.empty(len(nodes) + 1, dtype=np.int64)
-    if _count_runs(nodes, destinations, indptr) != len(destinations):
+    if _find_row_starts(nodes, destinations, indptr) != len(destinations):
         raise ValueError("the answer has edges of nodes that were not requested, or in another order")
     return InEdges(indptr=indptr, sources=sources, edge_ids=edge_ids)
 
@@ -144,7 +144,10 @@ def _count(sources: Array, counts: Array) -> None:
 
 
 @njit(cache=True, nogil=True)
-def _fill(indptr: Array, values: Array, starts: Array, positions: Array, out_ptr: Array, out: Array) -> None:
+def _copy_to_positions(
+    indptr: Array, values: Array, starts: Array, positions: Array, out_ptr: Array, out: Array
+) -> None:
+    """Copy the edge values of each node to all of its positions among the requested nodes, see `Piece`."""
     for node in range(len(indptr) - 1):
         for index in range(starts[node], starts[node + 1]):
             index = out_ptr[positions[index]]
@@ -154,7 +157,11 @@ def _fill(indptr: Array, values: Array, starts: Array, positions: Array, out_ptr
 
 
 @njit(cache=True, nogil=True)
-def _count_runs(nodes: Array, destinations: Array, indptr: Array) -> int:
+def _find_row_starts(nodes: Array, destinations: Array, indptr: Array) -> int:
+    """Write the (k + 1,) ``indptr`` of edges whose (e,) ``destinations`` are in the order of the k ``nodes``.
+
+    Return the number of edges up to the first one out of this order. It is e if all are in order.
+    """
     edge = 0
     indptr[0] = 0
     for k in range(len(nodes)):
@@ -166,6 +173,7 @@ def _count_runs(nodes: Array, destinations: Array, indptr: Array) -> int:
 
 @njit(cache=True, nogil=True)
 def _count_outside(indptr: Array, indices: Array, rows: Array, first: int, last: int) -> Array:
+    """Return for each of (k,) ``rows`` the number of its edges with a source outside [first, last)."""
     counts = np.zeros(len(rows), np.int64)
     for i in range(len(rows)):
         for edge in range(indptr[rows[i]], indptr[rows[i] + 1]):
@@ -371,6 +379,10 @@ class PartitionedStructure(Structure):
     def _submit_remote(
         self, op: str, nodes: Array, parameters: str, exclude: Array, *, layer: int, phase: str
     ) -> Callable[[], list[Piece]]:
+        """Request the in-edges of nodes of other servers. Return a function that waits for the answers.
+
+        Its result has one piece for each rank that was asked. The parameters are those of :meth:`submit`.
+        """
         plan = plan_remote(nodes, self._node_bounds, self._placement.topology.server)
         calls = []
         for rank, first, last in plan.requests(self._placement.serving_ranks):
@@ -447,11 +459,11 @@ class PartitionedStructure(Structure):
         ]
 
         def wait() -> list[Array]:
-            local = np.flatnonzero((ids >= bounds[server]) & (ids < bounds[server + 1]))
-            answers = compute(ids[local])
+            local_positions = np.flatnonzero((ids >= bounds[server]) & (ids < bounds[server + 1]))
+            answers = compute(ids[local_positions])
             out = [np.empty(len(ids), dtype=np.int64) for _ in answers]
             for column, values in zip(out, answers, strict=True):
-                column[local] = values
+                column[local_positions] = values
             for pending, first, last in calls:
                 for column, values in zip(out, pending.result(), strict=True):
                     spread_rows(values, column, plan.starts, plan.positions, first, last)

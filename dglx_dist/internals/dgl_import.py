@@ -47,7 +47,7 @@ class LibraryFinder:
         spec = PathFinder.find_spec(fullname, path, target) if fullname == NAME else None
         if spec is not None and spec.loader is not None:
             execute = spec.loader.exec_module
-            spec.loader.exec_module = lambda module: _execute_or_empty(execute, module)  # type: ignore[method-assign]
+            spec.loader.exec_module = lambda module: _execute_or_empty(execute, module)  # type: ignore[method-assign]  # this loader alone is changed
         return spec
 
 

@@ -109,7 +109,7 @@ def retype(tensor: Tensor, kind: type[Kind]) -> Kind:
 
 
 def current_function_mode() -> object:
-    return _get_current_function_mode()  # type: ignore[no-untyped-call]  # torch leaves it bare
+    return _get_current_function_mode()  # type: ignore[no-untyped-call]  # torch does not annotate this
 
 
 def replace_floats(output: Any, function: Callable[..., Sequence[Tensor]]) -> Any:
@@ -146,7 +146,7 @@ def ids_to_device(ids: Tensor, device: torch.device, copy: Copy | None = None) -
 
 def ids_on_host(ids: Tensor) -> Tensor:
     """Return ``ids`` on the host. Waits for their device, unless they are an unchanged copy from the host."""
-    source = None if ids.is_cpu else _SOURCES.get(ids)  # type: ignore[no-untyped-call]  # torch leaves it bare
+    source = None if ids.is_cpu else _SOURCES.get(ids)  # type: ignore[no-untyped-call]  # torch does not annotate this
     if source is not None and source[1:] == (ids._version, source[0]._version):
         return source[0].detach()
     return ids.detach().cpu()

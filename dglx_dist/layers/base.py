@@ -318,7 +318,17 @@ class SplitsTypes(ABC):
 
 
 def sum_in_edges(block: DGLBlock, rows: Tensor, weight: Tensor | None = None, *, how: str = "sum") -> Tensor:
-    """Return (D1, ...) sums of the (L0, ...) source rows over in-edges, times ``weight`` ((E1, ...))."""
+    """Return the sum over the in-edges of each destination of its sources' rows, times ``weight`` if given.
+
+    Args:
+        block: Block with L0 sources, D1 destinations and E1 edges.
+        rows: (L0, ...) rows of the sources. They may have no columns.
+        weight: (E1, ...) factors of the edges.
+        how: Name of DGL's reduction, "sum" or "mean".
+
+    Returns:
+        (D1, ...) rows, which are zeros for destinations without in-edges.
+    """
     # DGL's kernels reject rows without columns.
     if rows.numel():
         with block.local_scope():
@@ -328,9 +338,11 @@ def sum_in_edges(block: DGLBlock, rows: Tensor, weight: Tensor | None = None, *,
                 block.edata["weight"] = weight
                 message = fn.u_mul_e("row", "weight", "message")
             block.update_all(message, getattr(fn, how)("message", "out"))
-            # A block without edges has no result, but it may have sent rows to other ranks.
+            # DGL writes no result for a block without edges.
             if "out" in block.dstdata:
                 return block.dstdata["out"]
+    # These zeros must depend on ``rows``, so that backward reaches them. Other ranks may have used the rows,
+    # and then backward is a collective that this rank must not miss.
     return rows.new_zeros((block.num_dst_nodes(), *rows.shape[1:])) + 0 * rows.sum()
 
 

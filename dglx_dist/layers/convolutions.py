@@ -268,6 +268,7 @@ class RelationalStages(SplittableConv):
         if "etypes" not in inputs.edges:
             raise ConfigError("RelGraphConv needs the relation of each edge. Pass etypes, (E,) integers.")
         if not rows.numel() or not len(sources):
+            # These zeros must depend on the weights and rows, so that both get a gradient.
             return out + 0 * weight.sum() + 0 * rows.sum()
         messages = gather_mm(rows[sources.long()], weight, idx_b=inputs.edges["etypes"])
         norm = inputs.edges.get("norm")

@@ -264,16 +264,22 @@ class NodeDropouts:
     def begin(self, number: int, nodes: Tensor | None) -> None:
         """Start a forward pass of step ``number``.
 
-        ``nodes`` are (n,) int64 distinct global ids. They are None for a pass over several node types. Then
-        only modules that are called with a graph, and :func:`drop_rows`, know the nodes of their rows. Passes
-        with the same number continue its call count, so two passes over one batch drop different entries.
+        Passes with the same number continue its call count, so two passes over one batch drop different
+        entries. The counts of the oldest steps are dropped.
+
+        Args:
+            number: Number of the step.
+            nodes: (n,) int64 distinct global ids of the nodes of the rows. None for a pass over several node
+                types. Then only modules that are called with a graph, and :func:`drop_rows`, know them.
         """
+        # Removing and adding a step makes it the latest one in the order of the dict.
         self._num_calls[number] = self._num_calls.pop(number, Counter())
         self._current = number, nodes
         self._counts = set()
         self._entries.clear()
         while len(self._num_calls) > _MAX_PASSES:
-            del self._num_calls[next(iter(self._num_calls))]
+            oldest_step = next(iter(self._num_calls))
+            del self._num_calls[oldest_step]
             self._calls = {key: call for key, call in self._calls.items() if call.step in self._num_calls}
 
     def continue_with(self, nodes: Tensor) -> None:

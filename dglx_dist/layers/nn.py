@@ -133,7 +133,7 @@ class BatchNorm(NormWithStatistics):
         if self.exchange is None or not self.training:
             state = self.running_mean, self.running_var, self.weight, self.bias
             return functional.batch_norm(x, *state, self.training, factor, self.eps)
-        normalized: Tensor = _Normalize.apply(x, self, self.exchange, factor)  # type: ignore[no-untyped-call]  # torch leaves it bare
+        normalized: Tensor = _Normalize.apply(x, self, self.exchange, factor)  # type: ignore[no-untyped-call]  # torch does not annotate this
         scaled = normalized if self.weight is None else normalized * self.weight
         return scaled if self.bias is None else scaled + self.bias
 

@@ -129,7 +129,7 @@ def _writing(folder: Path, remedy: str = "free some space and repeat it") -> Ite
 
 def _epoch_line(record: EpochRecord) -> str:
     values = asdict(record) | {"samples_per_second": record.samples_per_second}
-    return json.dumps(_plain(values)) + "\n"
+    return json.dumps(_to_json_value(values)) + "\n"
 
 
 def _read_object(path: Path) -> dict[str, Any]:
@@ -180,11 +180,12 @@ def _read_metrics(values: Fields) -> dict[str, float]:
     return {name: values.optional(name, values.number, math.nan) for name in values.mapping}
 
 
-def _plain(value: object) -> object:
+def _to_json_value(value: object) -> object:
+    """Return ``value`` as a JSON value. NaN and infinity become null, and other objects strings."""
     if isinstance(value, Mapping):
-        return {str(key): _plain(inner) for key, inner in value.items()}
+        return {str(key): _to_json_value(inner) for key, inner in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_plain(inner) for inner in value]
+        return [_to_json_value(inner) for inner in value]
     if isinstance(value, float) and not math.isfinite(value):
         return None
     if value is None or isinstance(value, (str, bool, int, float)):
@@ -194,7 +195,7 @@ def _plain(value: object) -> object:
 
 def write_json(path: Path, value: Mapping[str, object]) -> None:
     """Write JSON atomically, with NaN as null. OSError if it cannot be written."""
-    _write_atomically(path, json.dumps(_plain(value), indent=2) + "\n")
+    _write_atomically(path, json.dumps(_to_json_value(value), indent=2) + "\n")
 
 
 def _write_atomically(path: Path, text: str) -> None:

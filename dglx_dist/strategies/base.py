@@ -334,7 +334,7 @@ class WrappedModel(nn.Module, ABC):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         # Called by .to(), .double() and the like.
-        result = super()._apply(fn, recurse)  # type: ignore[no-untyped-call]  # torch leaves it bare
+        result = super()._apply(fn, recurse)  # type: ignore[no-untyped-call]  # torch does not annotate this
         self.note_buffers()
         return result
 

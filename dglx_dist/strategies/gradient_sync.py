@@ -190,7 +190,7 @@ class GradientExchange:
             _on_accumulation(anchor, lambda _: self._begin(weight, holds))
             # A user's hook on an unused parameter would be called with None, so such parameters are left out.
             parameters = [parameter for parameter in self._parameters if not has_gradient_hooks(parameter)]
-            results = _Mark.apply(anchor, len(outputs), *outputs, *parameters)  # type: ignore[no-untyped-call]  # torch leaves it bare
+            results = _Mark.apply(anchor, len(outputs), *outputs, *parameters)  # type: ignore[no-untyped-call]  # torch does not annotate this
             if len(outputs) == 1:
                 self.watch_gaps(results[0])
             return cast("tuple[Tensor, ...]", results)
@@ -267,7 +267,7 @@ class GradientExchange:
             else:
                 log.warning("rank %d: %s", rank, message)
 
-        scores.register_hook(check_gradient)  # type: ignore[no-untyped-call]  # torch leaves it bare
+        scores.register_hook(check_gradient)  # type: ignore[no-untyped-call]  # torch does not annotate this
 
     def _begin(self, weight: float, holds: bool) -> None:
         graph_task = current_backward()
@@ -405,9 +405,9 @@ class GradientExchange:
             if total is None:
                 parameter.grad = sent
             elif self._holds:
-                local = total.clone()
-                parameter.grad = visible = local if sent is None else sent + local
-                self._held[index] = HeldGradient(local, sent, visible, get_version(visible))
+                unsent = total.clone()
+                parameter.grad = visible = unsent if sent is None else sent + unsent
+                self._held[index] = HeldGradient(unsent, sent, visible, get_version(visible))
             elif sent is not None:
                 parameter.grad = sent.add_(total)
             elif parameter.grad is not None:
@@ -463,7 +463,7 @@ class _Mark(torch.autograd.Function):
 
 
 def _on_accumulation(leaf: Tensor, action: Callable[[Tensor], None]) -> Any:
-    return leaf.register_post_accumulate_grad_hook(action)  # type: ignore[no-untyped-call]  # torch leaves it bare
+    return leaf.register_post_accumulate_grad_hook(action)  # type: ignore[no-untyped-call]  # torch does not annotate this
 
 
 def check_frozen(model: nn.Module, trained: Container[int]) -> None:

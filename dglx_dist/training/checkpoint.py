@@ -188,6 +188,7 @@ def _check_run(
     loader: object,
     random_state: bool,
 ) -> None:
+    """Raise CheckpointError unless the checkpoint fits this dataset, number of ranks and torch."""
     topology = current_session().topology
     for name, value in dataset.items():
         if state["dataset"].get(name, value) != value:
@@ -521,6 +522,10 @@ class CheckpointWriter:
             self._failure = str(error) if isinstance(error, DglxError) else f"{type(error).__name__}: {error}"
 
     def _write_own_files(self, snapshot: _Snapshot, folder: Path, final: Path) -> dict[str, Any]:
+        """Write this rank's files into ``folder``, and return their index entries as JSON values.
+
+        A failure is returned as ``problem``, because all ranks must learn about it.
+        """
         rank = self._session.topology.rank
         try:
             with name_write_failures(final):

@@ -51,6 +51,7 @@ def read_state(folder: Path) -> Iterator[dict[str, Any]]:
 
 
 def _check_state(path: Path, state: Any) -> None:
+    """Raise CheckpointError for another version, and ValueError if values are damaged or of another step."""
     if state.get("version") != VERSION:
         raise CheckpointError(
             f"{path} has version {state.get('version')}, but this package reads {VERSION}. Load it with the "

@@ -511,6 +511,7 @@ class TrainConfig(RunOptions, ModelConfig):
         object.__setattr__(self, "model_sha256", self.model_sha256 or digest)
 
     def _checks(self) -> Iterator[tuple[str, bool, str]]:
+        """Yield (option, whether its value is wrong, allowed values) of options that depend on each other."""
         has_no_use = self.recompute != "none" and not has_option(self.model, "recompute")
         remedy = f"left out with --model {self.model}: only resgcn recomputes layers"
         yield "recompute", has_no_use, remedy
@@ -545,6 +546,7 @@ class TrainConfig(RunOptions, ModelConfig):
         yield "trace", bool(self.trace and self.seeds), "left out with --seeds: each run would replace it"
 
     def _link_checks(self) -> Iterator[tuple[str, bool, str]]:
+        """Yield the checks of :meth:`_checks` of options for links. Raise ConfigError for strategy auto."""
         auto = self.strategy == AUTO
         if self.task != LINK:
             yield "embeddings", self.embeddings is not None and auto, "left out with --strategy auto"

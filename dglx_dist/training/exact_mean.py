@@ -148,6 +148,10 @@ class _Means(TorchFunctionMode):
         """Whether a mean has weights, or another number of terms than ``num_seeds``."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Replace a mean over targets in a loss of torch by ``replace(sum of terms, number of terms)``.
+
+        The number is the sum of class weights if there are any. Other functions are called unchanged.
+        """
         if func not in (*_CLASS_LOSSES, *_NUMBER_LOSSES):
             return func(*args, **(kwargs or {}))
         call = signature(func).bind(*args, **_complete_arguments(func, kwargs))
@@ -188,6 +192,11 @@ class ExactMean:
         """Whether means are combined over the ranks. None: the first step decides."""
 
     def __call__(self, scores: Tensor, labels: Tensor) -> Tensor:
+        """Return the loss of this rank's targets, with each mean over targets taken over all ranks.
+
+        Every rank must call it, also without targets. The user's loss runs twice if the ranks must be
+        combined, and the first batch decides whether they must.
+        """
         if self._combines_ranks is False:
             return self._loss(scores, labels)
         sums: list[list[float]] = []
@@ -207,10 +216,10 @@ class ExactMean:
             if not self._combines_ranks:
                 return self._loss(scores, labels)
         # Some ranks may compute fewer means, but the tensors must have the same size on all ranks.
-        local = torch.zeros(_MAX_MEANS, 2, dtype=torch.float64)
+        local_sums = torch.zeros(_MAX_MEANS, 2, dtype=torch.float64)
         # Without means, the tensor of ``sums`` has the shape (0,), not (0, 2).
-        local[: len(sums)] = torch.tensor(sums, dtype=torch.float64).reshape(len(sums), 2)
-        global_sums = iter(sum_over_ranks(local, self._session, phase=PHASE))
+        local_sums[: len(sums)] = torch.tensor(sums, dtype=torch.float64).reshape(len(sums), 2)
+        global_sums = iter(sum_over_ranks(local_sums, self._session, phase=PHASE))
         # The second pass computes the means in the same order and replaces each by the mean over all ranks.
         with _Means(lambda total, _: _divide_sums(total, next(global_sums), self._session)):
             return self._loss(scores, labels)

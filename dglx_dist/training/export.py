@@ -182,10 +182,14 @@ def write_relations(decoder: nn.Module, g: DistGraph, folder: str | Path) -> Non
 
 
 def _find_tables(rows: DistTensor | Mapping[str, DistTensor], g: DistGraph) -> dict[str, DistTensor]:
+    """Return the rows to write by subfolder, which is "" for a single tensor.
+
+    Raises ConfigError unless all are rows of the nodes of this graph.
+    """
     is_mapping = isinstance(rows, Mapping)
     if is_mapping and not rows:
         raise ConfigError("there are no rows to write. Pass a DistTensor or a mapping from node type to one.")
-    tensors: Mapping[str | None, Any] = dict(rows) if is_mapping else {None: rows}  # type: ignore[arg-type]
+    tensors: Mapping[str | None, Any] = dict(rows) if is_mapping else {None: rows}  # type: ignore[arg-type]  # dict() takes a mapping here
     tables = {}
     for ntype, tensor in tensors.items():
         label = "rows" if ntype is None else f"rows[{ntype!r}]"
@@ -222,6 +226,7 @@ def _is_export(folder: Path) -> bool:
 def _write_share(
     tables: Mapping[str, Mapping[str, DistTensor]], g: DistGraph, partial: Path, classes: Sequence[str]
 ) -> list[dict[str, Any]]:
+    """Write the rows that this rank owns as one Parquet file for each table. Return its index entries."""
     rank = g.session.topology.rank
     files = []
     for subfolder, columns in tables.items():

@@ -383,6 +383,11 @@ def _select_leaves(ntype: str, output: Any, g: DistGraph, count: int) -> dict[Pa
 
 
 def _compute_all(g: DistGraph, compute: _Compute, batch_size: int, ntypes: Sequence[str], name: str) -> _Rows:
+    """Compute the rows of all nodes of ``ntypes`` in batches. Every rank must call it.
+
+    Each rank computes the nodes that it owns. ``name`` describes the barrier at the end. Raises ConfigError
+    on all ranks if a layer does not return the same tensors for all batches of a type.
+    """
     owned = {ntype: g.get_node_partition_policy(ntype).owned_range for ntype in ntypes}
     shares = {ntype: list(_split_nodes(g, ntype, share, batch_size)) for ntype, share in owned.items()}
     # All ranks must know the shapes of the results before allocation, even those without nodes.
@@ -415,6 +420,11 @@ def _compute_all(g: DistGraph, compute: _Compute, batch_size: int, ntypes: Seque
 
 
 def _allocate_rows(g: DistGraph, first_results: Mapping[str, Mapping[Path, Tensor]]) -> _Rows:
+    """Create tensors for the results of all nodes, with the shapes of the first results of any rank.
+
+    Every rank must call it. Raises ConfigError if the ranks' results differ in shape or dtype, or there are
+    none.
+    """
     local_layouts = [
         [list(path), ntype, list(leaf.shape[1:]), str(leaf.dtype).removeprefix("torch.")]
         for ntype, leaves in first_results.items()

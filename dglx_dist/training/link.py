@@ -584,20 +584,25 @@ class LinkEvaluation:
         return columns | dict(zip(("score", "best", "best_scores"), best_columns, strict=True))
 
     def _read(self, model: nn.Module, stored: Any = None) -> tuple[Any, dict[str, Tensor]]:
-        """Return the uncut model and all rows of the ranked types. Every rank must call this."""
+        """Return the uncut model, and all rows of each ranked node type. Every rank must call this.
+
+        The first call also reads the edges of the splits. ``stored`` are rows of all nodes by type that were
+        computed before. With None, they are computed.
+        """
         if self._true_edges is None:
             splits = {name: self._read_split(name) for name in (VALIDATION, TEST)}
-            sizes = [sum(edges.shape[1] for edges in split.values()) for split in splits.values()]
-            totals = gather_int64(sizes, self.g.session).sum(axis=0)
-            totals_by_name = zip(splits, totals, strict=True)
-            self._edges_by_split = {name: splits[name] for name, total in totals_by_name if total}
+            num_local = [sum(edges.shape[1] for edges in split.values()) for split in splits.values()]
+            num_global = gather_int64(num_local, self.g.session).sum(axis=0)
+            # A split without edges on any rank is left out.
+            sizes = zip(splits, num_global, strict=True)
+            self._edges_by_split = {name: splits[name] for name, num_edges in sizes if num_edges}
             self._true_edges = self._find_true_edges(self._edges_by_split.values())
         module: Any = gather_module(model)
         ntypes = {ntype for etype in self.targets for ntype in (etype[0], etype[2])}
-        source: Any = nullcontext(stored)
+        open_rows: Any = nullcontext(stored)
         if stored is None:
-            source = compute_rows(module, self.g, self.inputs, self.feature)
-        with source as rows:
+            open_rows = compute_rows(module, self.g, self.inputs, self.feature)
+        with open_rows as rows:
             return module, {ntype: rows[ntype][:].to(module.bias) for ntype in ntypes}
 
     def _read_split(self, split: str) -> SplitEdges:

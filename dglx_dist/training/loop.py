@@ -116,6 +116,11 @@ class TrainingRun:
         """First step of the first epoch."""
 
     def resume(self) -> None:
+        """Load the newest checkpoint, or delete all with ``overwrite``. Every rank must call it.
+
+        Without a checkpoint nothing happens. Raises ConfigError if the run to continue has another
+        configuration.
+        """
         config, folder = self._config, self._config.checkpoint_folder
         if folder is not None and config.overwrite:
             checkpoint.remove_all(folder)
@@ -520,7 +525,7 @@ def _train_step(
             for rows in step.sparse:
                 rows.zero_grad()
         with span("backward"):
-            step.accumulation.weigh(step_loss.loss).backward()  # type: ignore[no-untyped-call]  # torch leaves it bare
+            step.accumulation.weigh(step_loss.loss).backward()  # type: ignore[no-untyped-call]  # torch does not annotate this
     if not is_last:
         return step_loss
     with span("step"):

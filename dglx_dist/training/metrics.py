@@ -119,14 +119,18 @@ def _average_precision(score: Tensor, positive: Tensor, session: Session) -> flo
 
 
 def _roc_auc(score: Tensor, positive: Tensor, session: Session) -> float:
-    ordered = _gather_sorted(score[~positive], session)
-    local = score[positive].double().cpu()
-    below = torch.searchsorted(ordered, local, right=False).sum()
-    below_or_equal = torch.searchsorted(ordered, local, right=True).sum()
-    counts = torch.stack([below + below_or_equal, torch.tensor(len(local))])
+    """Return the share of (positive, negative) pairs over all ranks in which the positive scores higher.
+
+    Ties count half, so twice the number of wins is an integer. NaN without a pair.
+    """
+    negative_scores = _gather_sorted(score[~positive], session)
+    local_scores = score[positive].double().cpu()
+    below = torch.searchsorted(negative_scores, local_scores, right=False).sum()
+    below_or_equal = torch.searchsorted(negative_scores, local_scores, right=True).sum()
+    counts = torch.stack([below + below_or_equal, torch.tensor(len(local_scores))])
     twice_wins, num_positive = sum_over_ranks(counts, session, phase=PHASE).tolist()
-    pairs = num_positive * len(ordered)
-    return twice_wins / (2 * pairs) if pairs else math.nan
+    num_pairs = num_positive * len(negative_scores)
+    return twice_wins / (2 * num_pairs) if num_pairs else math.nan
 
 
 def rmse(predicted: Tensor, target: Tensor, session: Session) -> float:
@@ -257,15 +261,22 @@ def rank_of_answer(
     max_scores: int = MAX_SCORES,
     after: AfterRanking | None = None,
 ) -> Tensor:
-    """Return the (Q,) float64 ranks of this rank's answers among all candidates. Not collective.
+    """Rank the answer of each query among all candidates. Not collective.
+
+    There are Q queries, and each is a subject, a relation and an answer. Q may be 0.
 
     Args:
-        score_all: Returns the scores of all candidates, which are overwritten. Answer ``a`` is column ``a``.
-        subject: (Q,) int64. Q may be 0.
-        answer: (Q,) int64 columns.
+        score_all: Function that scores all candidates. Its result is overwritten. Candidate ``a`` is
+            column ``a``.
+        subject: (Q,) int64 subjects.
+        relation: (Q,) int64 relations.
+        answer: (Q,) int64 answers, each a column of the scores.
         known: True answers to remove from the candidates (filtered ranking). None: remove none (raw).
-        max_scores: Number of scores held at once. At least one query is scored at a time.
-        after: Called for each b queries that are scored at once.
+        max_scores: Maximum number of scores in memory. At least one query is scored at a time.
+        after: Function that is called with the scores of each group of b queries, see ``AfterRanking``.
+
+    Returns:
+        (Q,) float64 ranks on the CPU. The best rank is 1, and ties count half.
 
     Raises:
         ConfigError: ``max_scores`` is below 1, lengths differ, a score is NaN, or an answer has no column.
@@ -275,19 +286,19 @@ def rank_of_answer(
     _check_lengths(subject, relation, answer, "queries")
     if len(answer) and int(answer.min()) < 0:
         raise ConfigError(f"answer {int(answer.min())} is negative. An answer is the index of a score.")
-    out, first, batch_size = torch.empty(len(answer), dtype=torch.float64), 0, 1
-    while first < len(answer):
-        rows = slice(first, first + batch_size)
+    ranks, start, batch_size = torch.empty(len(answer), dtype=torch.float64), 0, 1
+    while start < len(answer):
+        queries = slice(start, start + batch_size)
         with torch.no_grad():
-            scores = score_all(subject[rows], relation[rows])
-        known_answers = None if known is None else known.find_answers(subject[rows], relation[rows])
-        positive, negatives = _remove_known(scores.detach(), answer[rows], known_answers)
-        out[rows] = _compute_ranks(positive, negatives).cpu()
+            scores = score_all(subject[queries], relation[queries])
+        known_answers = None if known is None else known.find_answers(subject[queries], relation[queries])
+        positive, negatives = _remove_known(scores.detach(), answer[queries], known_answers)
+        ranks[queries] = _compute_ranks(positive, negatives).cpu()
         if after is not None:
             after(positive, negatives)
-        # The number of candidates is known after the first query.
-        first, batch_size = first + batch_size, max(1, max_scores // max(1, scores.shape[1]))
-    return out
+        # The first query is scored alone, because only its scores tell the number of candidates.
+        start, batch_size = start + batch_size, max(1, max_scores // max(1, scores.shape[1]))
+    return ranks
 
 
 def mrr(ranks: Tensor, session: Session) -> float:
@@ -312,6 +323,10 @@ def hits_at(k: int, ranks: Tensor, session: Session) -> float:
 def _remove_known(
     scores: Tensor, answer: Tensor, known_answers: tuple[Tensor, Tensor] | None
 ) -> tuple[Tensor, Tensor]:
+    """Return the (b,) scores of the answers, and ``scores`` with NaN at the answers and known answers.
+
+    ``scores`` are overwritten. Raises ConfigError if a score is NaN or an answer has no column.
+    """
     _refuse_nan(scores)
     columns = answer.to(scores.device)
     id_columns = [answer] if known_answers is None else [answer, known_answers[1]]

@@ -146,6 +146,7 @@ class Layered(nn.Module, ABC):
         return [*layers, last if self.target_scale is None else partial(self._rescale_result, last)]
 
     def _rescale_result(self, last: InferenceLayer, block: Any, h: Any) -> Any:
+        """Call the last layer, and return its rows on the scale of the targets (rows * deviation + mean)."""
         assert self.target_scale is not None
         mean, deviation = self.target_scale.view(torch.float64)
 
@@ -285,6 +286,10 @@ class Stack(Layered):
             self.head = nn.Linear(sum(widths[1:-1]) if jk == "cat" else widths[-2], widths[-1])
 
     def _layer(self, depth: int, block: Any, h: Any) -> Any:
+        """Compute layer ``depth``, and its residual connection, norm, activation, dropout and head.
+
+        With a head (jumping knowledge), each layer passes on a tuple with the rows of all layers so far.
+        """
         inputs = h if isinstance(h, tuple) else (h,)
         out = self.layers[depth](block, inputs[-1], **self._weights(block, inputs[-1]))
         num_dst = block.num_dst_nodes()
@@ -412,6 +417,8 @@ Conv: TypeAlias = Callable[..., nn.Module]
 
 
 def _make_builder(conv: Conv, activation: Callable[[Tensor], Tensor] = torch.relu) -> Callable[..., Stack]:
+    """Return a function that builds a stack of such layers from the options of a model."""
+
     def build(
         in_dim: int,
         hidden: int,

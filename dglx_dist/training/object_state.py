@@ -48,6 +48,10 @@ def split_objects(objects: Mapping[str, Stateful]) -> tuple[dict[str, Tensor], d
 
 
 def _encode(path: str, name: str, value: object, tensors: dict[str, Tensor]) -> Any:
+    """Return ``value`` as JSON values, with its tensors in ``tensors`` under keys that begin with ``name``.
+
+    ``path`` names the value in errors. Raises CheckpointError for a type that only code could load.
+    """
     class_name = type(value).__name__
     if isinstance(value, Tensor) and value.layout == torch.strided:
         key = f"{name}/{len(tensors)}"
@@ -148,6 +152,7 @@ def check_optimizer(
     module: nn.Module,
     tensors: Mapping[str, Any],
 ) -> None:
+    """Raise CheckpointError unless the saved state fits ``optimizer``. None is not checked."""
     if optimizer is None:
         return
     if saved is None:
@@ -184,8 +189,8 @@ def join_optimizer(
     """
     if not isinstance(model, WrappedModel) or not model.parts.local:
         return dict(tensors), dict(plain)
-    local = set(model.parts.local)
-    pieces = {name: parameter for name, parameter in model.module.named_parameters() if name in local}
+    local_names = set(model.parts.local)
+    pieces = {name: parameter for name, parameter in model.module.named_parameters() if name in local_names}
     piece_tensors = {path: value for path, value in tensors.items() if _parameter_name(path) in pieces}
     scalars = {name: values for name, values in plain["scalars"].items() if name in pieces}
     own_tensors = {}

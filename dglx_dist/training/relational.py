@@ -425,7 +425,7 @@ class RgcnStages(SplittableConv):
         pairs = zip(gathered, types, strict=True)
         return torch.cat([rows + linears[make_module_name(ntype)].bias for rows, ntype in pairs])
 
-    def forward(self, block: DGLBlock, h: Rows) -> Rows:  # type: ignore[override]  # it takes rows by type
+    def forward(self, block: DGLBlock, h: Rows) -> Rows:  # type: ignore[override]  # rows are passed by node type
         model = self._model[0]
         by_type = {ntype: StageInput(block=block, x=h[ntype], edges={}) for ntype in model.ntypes}
         rows = self.apply_nodes(block, self.sync(make_typed_input(block, by_type)))

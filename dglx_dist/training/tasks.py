@@ -230,6 +230,7 @@ def measure(
 
 
 def _compute_metric(name: str, scores: Tensor, labels: Tensor, session: Session, task: str) -> float:
+    """Return one metric over the rows of all ranks. Every rank must call it, also without rows."""
     if task == REGRESSION:
         metric = metrics.mae if name == "mae" else metrics.rmse
         return metric(scores, _match_scores(labels, scores), session)
@@ -350,16 +351,20 @@ class LinkPrediction:
         _, pairs, negative_pairs, blocks = batch
         rows = gather_input_rows(model, blocks[0], self.feature, self.inputs)
         positive, negative = model(blocks, rows, pairs, negative_pairs)
-        if self.pair_loss is not None:
-            negative = _group_negatives(negative, pairs, negative_pairs)
-            loss, correct = self.pair_loss(positive, negative), (positive[:, None] > negative).all(1)
+        if self.pair_loss is None:
+            labels = torch.cat([torch.ones_like(positive), torch.zeros_like(negative)])
+            loss, is_correct = self.loss(torch.cat([positive, negative]), labels), positive > 0
         else:
-            truth = torch.cat([torch.ones_like(positive), torch.zeros_like(negative)])
-            loss, correct = self.loss(torch.cat([positive, negative]), truth), positive > 0
-        return StepLoss(loss=loss, num_targets=len(positive), num_correct=correct.sum())
+            negatives = _group_negatives(negative, pairs, negative_pairs)
+            loss, is_correct = self.pair_loss(positive, negatives), (positive[:, None] > negatives).all(1)
+        return StepLoss(loss=loss, num_targets=len(positive), num_correct=is_correct.sum())
 
 
 def _group_negatives(negative: Tensor, pairs: Any, negative_pairs: Any) -> Tensor:
+    """Return the (Q,) scores of negatives as (P, Q / P), one row for each positive pair.
+
+    Raises ConfigError unless every edge has the same number of negatives.
+    """
     merged, sizes = merge_pairs(pairs), merge_pairs(negative_pairs).sizes
     total = sum(merged.sizes)
     per_edge = len(negative) // max(1, total)
@@ -374,6 +379,10 @@ def _group_negatives(negative: Tensor, pairs: Any, negative_pairs: Any) -> Tenso
 
 
 def gather_input_rows(model: nn.Module, block: Any, feature: str, inputs: EntityInputs | None) -> Any:
+    """Return the input rows of a block, or rows by node type, in the dtype of the model's weights.
+
+    Without ``inputs``, they are the column ``feature`` of the block's sources.
+    """
     weight = find_float_parameter(model)
 
     def convert(rows: Tensor) -> Tensor:

@@ -244,7 +244,7 @@ class TypeRows:
         self.labels: Labels | None = None
         if spec.label is not None and spec.label.column is not None:
             self.labels = Labels(spec.label.column, spec.label.task == "regression")
-        self._at_once = output.budget.batch // 16
+        self._rows_per_chunk = output.budget.batch // 16
 
     def scan(self, *more_columns: str) -> Iterator[TablePiece]:
         """Scan all rows for statistics, and yield the pieces, which also have ``more_columns``."""
@@ -269,45 +269,61 @@ class TypeRows:
             self.labels.finalize(where)
 
     def write(self, seed: int, *, ids: IdMap | None = None, reorder: Reorder = lambda rows, _: rows) -> None:
-        """Write features, labels and masks. ``ids`` look up the nodes of split files."""
+        """Write the features, labels and masks of all rows. Call it after :meth:`scan` has read them.
+
+        Args:
+            seed: Seed of splits that are drawn at random.
+            ids: Map from the ids in split files to nodes. Only needed if there are such files.
+            reorder: Function that moves rows from table order to storage order.
+        """
         for name in self._features.names:
             info = self._features.info(name, self.table)
-            self._put(name, info, reorder(self._features.chunks(name, self.table, info), info))
+            self._write_column(name, info, reorder(self._features.chunks(name, self.table, info), info))
         spilled_labels, labels = None, self.labels
         if labels is not None:
-            codes = (labels.codes(part.columns[labels.column]) for part in self.table.pieces([labels.column]))
+            pieces = self.table.pieces([labels.column])
+            codes = (labels.codes(piece.columns[labels.column]) for piece in pieces)
             spilled_labels = Spill(self._output.work / "labels", labels.dtype, codes)
             info = ColumnInfo(dtype=labels.dtype.name, row_shape=())
-            self._put(LABEL, info, reorder(spilled_labels.chunks(self._at_once), info))
+            self._write_column(LABEL, info, reorder(spilled_labels.chunks(self._rows_per_chunk), info))
         if self.spec.label is not None:
-            row_codes = self._split(self.spec.label, spilled_labels, seed, ids)
+            row_codes = self._find_split_codes(self.spec.label, spilled_labels, seed, ids)
             path = self._output.work / "stored_codes"
-            stored_codes = Spill(path, np.uint8, reorder(row_codes.chunks(self._at_once), _CODE))
-            used_codes = {code for chunk in stored_codes.chunks(self._at_once) for code in np.unique(chunk)}
+            stored_codes = Spill(path, np.uint8, reorder(row_codes.chunks(self._rows_per_chunk), _CODE))
+            chunks = stored_codes.chunks(self._rows_per_chunk)
+            used_codes = {code for chunk in chunks for code in np.unique(chunk)}
             for code, name in enumerate(SPLITS):
                 if code in used_codes:
-                    self._put(name, _MASK, (piece == code for piece in stored_codes.chunks(self._at_once)))
+                    masks = (chunk == code for chunk in stored_codes.chunks(self._rows_per_chunk))
+                    self._write_column(name, _MASK, masks)
 
-    def _put(self, name: str, info: ColumnInfo, chunks: Iterable[Array]) -> None:
+    def _write_column(self, name: str, info: ColumnInfo, chunks: Iterable[Array]) -> None:
         self.columns[name] = info
         self._output.write(data_path(self._folder, name), info, self.num_rows, chunks)
 
-    def _split(self, label: LabelSpec, labels: Spill | None, seed: int, ids: IdMap | None) -> Spill:
-        # It returns the (N,) split codes of the rows of the table.
+    def _find_split_codes(
+        self, label: LabelSpec, labels: Spill | None, seed: int, ids: IdMap | None
+    ) -> Spill:
+        """Return the split codes of the N rows of the table, in table order. ``labels`` are None without any.
+
+        Raises DatasetError if a row of a split has no label.
+        """
         if label.split is DEFAULT_SPLIT and self.table.has(SPLIT):  # There is no split_pct.
             pieces = self.table.pieces([SPLIT])  # As uint8, -1 is NO_SPLIT.
             codes: Iterator[Array] = (split_codes(piece.columns[SPLIT]).astype(np.uint8) for piece in pieces)
         elif label.split is not None:
-            num_labelled = sum(int(piece.sum()) for piece in self._has_label(labels))
-            codes = draw_split_codes(self._has_label(labels), num_labelled, label.split, seed)
+            num_labelled = sum(int(piece.sum()) for piece in self._find_labelled(labels))
+            codes = draw_split_codes(self._find_labelled(labels), num_labelled, label.split, seed)
         else:
             assert ids is not None, "only nodes have split files"
             paths = self.spec.files.paths
             owner = f"{paths[0]}{' ...' if len(paths) > 1 else ''}"
             folder = self._output.work / "split"
             codes = read_split_codes(label, ids, owner, folder, self._output.budget.bucket)
-        by_row, first_row = Spill(self._output.work / "codes", np.uint8, codes), 0
-        for has_label, code in zip(self._has_label(labels), by_row.chunks(self._at_once), strict=True):
+        row_codes, first_row = Spill(self._output.work / "codes", np.uint8, codes), 0
+        for has_label, code in zip(
+            self._find_labelled(labels), row_codes.chunks(self._rows_per_chunk), strict=True
+        ):
             is_wrong = (code != NO_SPLIT) & ~has_label
             if is_wrong.any():
                 path, row = self.table.locate(first_row + find_first_true(is_wrong))
@@ -315,13 +331,13 @@ class TypeRows:
                 message = f"no label, but the row is in the {split} split; leave it out of that split"
                 raise column_error(str(path), str(label.column), message, row)
             first_row += len(code)
-        return by_row
+        return row_codes
 
-    def _has_label(self, labels: Spill | None) -> Iterator[Array]:
-        # If there are no labels, every row counts as labelled.
+    def _find_labelled(self, labels: Spill | None) -> Iterator[Array]:
+        """Yield masks of the rows that have a label. Without labels, every row counts as labelled."""
         if labels is None or self.labels is None:
-            for first in range(0, self.num_rows, self._at_once):
-                yield np.ones(min(self._at_once, self.num_rows - first), bool)
+            for first in range(0, self.num_rows, self._rows_per_chunk):
+                yield np.ones(min(self._rows_per_chunk, self.num_rows - first), bool)
             return
-        for piece in labels.chunks(self._at_once):
+        for piece in labels.chunks(self._rows_per_chunk):
             yield ~np.isnan(piece) if self.labels.is_regression else piece >= 0

@@ -172,7 +172,7 @@ def partition_to_disk(
         # Compiled code uses the ids unchecked.
         check_ends(graph, etype)
     graph = _prepare(graph, plan, workspace)
-    weighted_graph = _with_weights(graph, weights or {})
+    weighted_graph = _add_weights(graph, weights or {})
     split = _partition(weighted_graph, plan, workspace)
     if is_first:
         _warn(graph, split.quality)
@@ -331,17 +331,17 @@ def _warn(graph: RawGraph, quality: PartitionQuality) -> None:
         )
 
 
-_SAMPLED, _AT_ONCE = 4096, 1 << 18
+_SAMPLE_SIZE, _CHUNK_ROWS = 4096, 1 << 18
 
 
 def _is_one_way(graph: RawGraph) -> bool:
     """Return whether most of 4,096 sampled edges of a homogeneous graph have no opposite edge."""
     ((src, dst),) = graph.edges.values()
-    sample = np.random.default_rng(0).integers(0, max(len(src), 1), _SAMPLED if len(src) else 0)
+    sample = np.random.default_rng(0).integers(0, max(len(src), 1), _SAMPLE_SIZE if len(src) else 0)
     sample = sample[src[sample] != dst[sample]]
     opposite = np.unique(_make_edge_keys(dst[sample], src[sample], graph.total_nodes))
     has_opposite = np.zeros(len(opposite), np.bool_)
-    for piece in pieces(len(src), _AT_ONCE):
+    for piece in pieces(len(src), _CHUNK_ROWS):
         if 2 * has_opposite.sum() >= len(has_opposite):
             break
         has_opposite |= np.isin(opposite, _make_edge_keys(src[piece], dst[piece], graph.total_nodes))
@@ -367,13 +367,13 @@ def _prepare(graph: RawGraph, plan: PartitionPlan, workspace: Workspace | None) 
             "several types have a weight for a node's own row"
         )
     if plan.add_reverse_edges:
-        graph = _with_reverse_edges(graph, workspace)
+        graph = _add_reverse_edges(graph, workspace)
     if plan.add_self_loops:
-        graph = _with_self_loops(graph, workspace)
-    return _with_rows_normalized(graph, workspace) if plan.normalize_features else graph
+        graph = _add_self_loops(graph, workspace)
+    return _normalize_features(graph, workspace) if plan.normalize_features else graph
 
 
-def _with_reverse_edges(graph: RawGraph, workspace: Workspace | None) -> RawGraph:
+def _add_reverse_edges(graph: RawGraph, workspace: Workspace | None) -> RawGraph:
     if not graph.is_homogeneous:
         name_of = {etype: (etype[2], f"{etype[1]}{REVERSE}", etype[0]) for etype in graph.edges}
         for etype, name in name_of.items():
@@ -394,26 +394,26 @@ def _with_reverse_edges(graph: RawGraph, workspace: Workspace | None) -> RawGrap
     forward = _make_edge_keys(src, dst, graph.total_nodes)
     forward.sort()
     rows_by_piece = []
-    for piece in pieces(len(src), _AT_ONCE):
+    for piece in pieces(len(src), _CHUNK_ROWS):
         keys = _make_edge_keys(dst[piece], src[piece], graph.total_nodes)
         positions = np.minimum(np.searchsorted(forward, keys), len(forward) - 1)
         rows_by_piece.append(piece.start + np.flatnonzero(forward[positions] != keys))
     del forward
     rows = np.concatenate(rows_by_piece)
     del rows_by_piece
-    return _with_edges(graph, (dst[rows], src[rows]), rows, "reverse edges", workspace)
+    return _append_edges(graph, (dst[rows], src[rows]), rows, "reverse edges", workspace)
 
 
-def _with_self_loops(graph: RawGraph, workspace: Workspace | None) -> RawGraph:
+def _add_self_loops(graph: RawGraph, workspace: Workspace | None) -> RawGraph:
     ((src, dst),) = graph.edges.values()
     lacks = np.ones(graph.total_nodes, np.bool_)
-    for piece in pieces(len(src), _AT_ONCE):
+    for piece in pieces(len(src), _CHUNK_ROWS):
         lacks[src[piece][src[piece] == dst[piece]]] = False
     nodes = np.flatnonzero(lacks).astype(src.dtype, copy=False)
-    return _with_edges(graph, (nodes, nodes), None, "self-loops", workspace)
+    return _append_edges(graph, (nodes, nodes), None, "self-loops", workspace)
 
 
-def _with_edges(
+def _append_edges(
     graph: RawGraph,
     ends: tuple[Array, Array],
     rows: Array | None,
@@ -425,7 +425,7 @@ def _with_edges(
     columns, count = graph.edge_data.get(etype, {}), len(ends[0])
 
     def join_rows(old: Array, new: Array | None, name: str = "") -> Iterator[Array]:
-        yield from (old[piece] for piece in pieces(max(len(old), 1), _AT_ONCE))
+        yield from (old[piece] for piece in pieces(max(len(old), 1), _CHUNK_ROWS))
         if name in SPLITS:
             new = np.zeros((count, *old.shape[1:]), old.dtype)
         elif new is None:
@@ -446,24 +446,25 @@ def _with_edges(
     )
 
 
-def _with_rows_normalized(graph: RawGraph, workspace: Workspace | None) -> RawGraph:
+def _normalize_features(graph: RawGraph, workspace: Workspace | None) -> RawGraph:
+    """Divide each row of the features by the sum of its absolute values. Rows of zeros stay as they are."""
     node_data = {ntype: dict(columns) for ntype, columns in graph.node_data.items()}
     for ntype, columns in node_data.items():
         column = columns.get(FEATURE)
         if isinstance(column, SparseRows):
-            rows = np.repeat(np.arange(column.shape[0]), np.diff(column.indptr))
-            sums = np.bincount(rows, np.abs(column.values.astype(np.float64)))
-            columns[FEATURE] = replace(column, values=_divide(column.values, sums[rows]))
+            row_of_value = np.repeat(np.arange(column.shape[0]), np.diff(column.indptr))
+            sums = np.bincount(row_of_value, np.abs(column.values.astype(np.float64)))
+            columns[FEATURE] = replace(column, values=_divide(column.values, sums[row_of_value]))
         elif column is not None:
-            chunks, name = [partial(_normalize_rows, column)], f"features {safe_name(ntype)}"
-            (rows,) = concatenate_chunks(workspace, name, chunks, column.size)
-            columns[FEATURE] = rows.reshape(column.shape)
+            make_chunks, stage = [partial(_normalize_rows, column)], f"features {safe_name(ntype)}"
+            (normalized,) = concatenate_chunks(workspace, stage, make_chunks, column.size)
+            columns[FEATURE] = normalized.reshape(column.shape)
     return replace(graph, node_data=node_data)
 
 
 def _normalize_rows(column: Array) -> Iterator[Array]:
     row_size = max(1, math.prod(column.shape[1:]))
-    for piece in pieces(max(len(column), 1), max(1, _AT_ONCE // row_size)):
+    for piece in pieces(max(len(column), 1), max(1, _CHUNK_ROWS // row_size)):
         rows = column[piece].reshape(-1, row_size)
         yield _divide(rows, np.abs(rows.astype(np.float64)).sum(axis=1, keepdims=True))
 
@@ -503,7 +504,7 @@ def _iterate_arrays(data: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple
             yield name, value
 
 
-def _with_weights(graph: RawGraph, weights: Mapping[str, Array]) -> RawGraph:
+def _add_weights(graph: RawGraph, weights: Mapping[str, Array]) -> RawGraph:
     if not weights:
         return graph
     if len(graph.num_nodes) != 1:

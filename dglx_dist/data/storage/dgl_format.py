@@ -365,10 +365,10 @@ def part_structure(nodes: IdRanges, edges: IdRanges, part: int, ends: tuple[Arra
     source, destination = ends
     owned = (source >= first) & (source < last)
     halo = np.unique(source[~owned])
-    local = np.where(owned, source - first, (last - first) + np.searchsorted(halo, source))
+    local_sources = np.where(owned, source - first, (last - first) + np.searchsorted(halo, source))
     global_ids = np.concatenate([np.arange(first, last), halo])
     kinds, owners = nodes.locate(global_ids)
-    local_ends = torch.from_numpy(local), torch.from_numpy(destination - first)
+    local_ends = torch.from_numpy(local_sources), torch.from_numpy(destination - first)
     structure = dgl.graph(local_ends, num_nodes=len(global_ids))
     structure.ndata[dgl.NID] = _convert_ids(global_ids)
     structure.ndata["part_id"] = _convert_ids(owners)

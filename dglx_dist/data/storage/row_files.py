@@ -182,30 +182,34 @@ def read_rows(folder: Path, saved: SavedRows, first: int, last: int, out: Array)
             "load it into a tensor of its shape"
         )
     for file in _find_overlapping(saved, first, last):
-        begin, end = max(first, file.first), min(last, file.last)
+        start, stop = max(first, file.first), min(last, file.last)
         rows = read_column(folder / file.path, file.name, saved.info, file.num_rows)
-        np.copyto(out[begin - first : end - first], rows[begin - file.first : end - file.first], casting="no")
+        selected_rows = rows[start - file.first : stop - file.first]
+        np.copyto(out[start - first : stop - first], selected_rows, casting="no")
 
 
 def _find_overlapping(saved: SavedRows, first: int, last: int) -> list[RowFile]:
+    """Return the files with any of the rows ``first`` to ``last - 1``."""
     return [file for file in saved.files if file.num_rows and file.first < last and file.last > first]
 
 
 def _build_index(folder: Path, files: Iterable[RowFile], facts: Mapping[str, object]) -> RowIndex:
-    by_name: dict[str, list[RowFile]] = {}
+    """Group files by tensor. Raise StorageError unless they hold each row once, in one format."""
+    files_by_tensor: dict[str, list[RowFile]] = {}
     for file in files:
-        by_name.setdefault(file.name, []).append(file)
+        files_by_tensor.setdefault(file.name, []).append(file)
     tensors = {}
-    for name, parts in by_name.items():
-        parts.sort(key=lambda file: (file.first, file.last))
-        row = 0
-        for part in parts:
-            if part.first != row or part.info != parts[0].info:
+    for name, tensor_files in files_by_tensor.items():
+        # An empty file comes before the file that begins at the same row.
+        tensor_files.sort(key=lambda file: (file.first, file.last))
+        info, next_row = tensor_files[0].info, 0
+        for file in tensor_files:
+            if file.first != next_row or file.info != info:
                 raise StorageError(
-                    f"{folder}: row {row} of the tensor {name!r} should be next, but {part.path} has "
-                    f"{part.dtype} rows of shape {part.row_shape} from {part.first} to {part.last - 1}; "
+                    f"{folder}: row {next_row} of the tensor {name!r} should be next, but {file.path} has "
+                    f"{file.dtype} rows of shape {file.row_shape} from {file.first} to {file.last - 1}; "
                     "save it again"
                 )
-            row = part.last
-        tensors[name] = SavedRows(name=name, info=parts[0].info, files=tuple(parts))
+            next_row = file.last
+        tensors[name] = SavedRows(name=name, info=info, files=tuple(tensor_files))
     return RowIndex(tensors=tensors, facts=facts)

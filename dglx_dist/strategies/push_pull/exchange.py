@@ -163,6 +163,17 @@ class AsyncExchange:
         phase: str,
         batch: int | None,
     ) -> Transfer:
+        """Send ``tensors[p]`` to part p of the group, and receive one tensor from each. Return at once.
+
+        Args:
+            tensors: One tensor for each part. The own one is not sent, but returned without its gradient.
+            like: Tensors with the shapes and dtypes to receive, one for each part.
+            phase: Phase of the traffic ledger.
+            batch: Number of the batch. None for tensors that are never compressed.
+
+        Returns:
+            Function that waits, and returns the received tensors by part on the device of ``tensors``.
+        """
         own_part = tensors[self._group.part].detach()
         peers = self._group.peers
         parts = range(self._group.size)
@@ -248,7 +259,7 @@ def sum_over_parts(shares: Sequence[Tensor], exchange: AsyncExchange) -> tuple[T
     ``shares`` has this part's (n_owner, ...) tensor for each owner's block. Each owner adds the shares for
     its block and sends the sum to the parts.
     """
-    return cast("tuple[Tensor, ...]", _SumOverParts.apply(exchange, *shares))  # type: ignore[no-untyped-call]  # torch leaves it bare
+    return cast("tuple[Tensor, ...]", _SumOverParts.apply(exchange, *shares))  # type: ignore[no-untyped-call]  # torch does not annotate this
 
 
 class _SumOverParts(torch.autograd.Function):
@@ -306,12 +317,16 @@ class CutGradient(Tensor):
         return retype(self, Tensor).clone()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return retype(self, Tensor).__reduce_ex__(protocol)  # type: ignore[no-untyped-call]  # torch leaves it bare
+        return retype(self, Tensor).__reduce_ex__(protocol)  # type: ignore[no-untyped-call]  # torch does not annotate this
 
     @classmethod
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        """Call ``func`` on this rank's piece, and join the results of norms and reductions over the ranks.
+
+        So functions that clip or unscale gradients see the uncut gradient. Every rank must then call them.
+        """
         kwargs, name = kwargs or {}, func.__name__
         first: Any = args[0] if args else None
         with plain_tensors():

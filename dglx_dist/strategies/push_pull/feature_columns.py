@@ -127,13 +127,20 @@ class ColumnSlice:
         return stored[1][VALUES] if stored is not None else None
 
     def find_local(self, store: KVStore) -> Array | None:
-        """Return the rows if this rank has them in memory, in a single part or in a file, else None."""
+        """Return the (V, F_p) values if this rank needs no other rank for them. Otherwise return None.
+
+        They are values that are loaded or empty, all columns of a dataset with one part, or the file.
+        """
+        if self.is_loaded:
+            return self.rows
+        if not self.num_rows or not len(self.columns):
+            return np.empty(self.shape, self.dtype)
         column = store.column(self.key)
-        uncut = [shard.rows for shard in column.shards if len(shard.rows) == self.num_rows]
-        if self.is_loaded or not self.num_rows or not len(self.columns):
-            return self.rows if self.is_loaded else np.empty(self.shape, self.dtype)
-        if uncut and len(self.columns) == self.columns.width and not column.writable:
-            return uncut[0]
+        has_all_columns = len(self.columns) == self.columns.width
+        complete_shards = [shard.rows for shard in column.shards if len(shard.rows) == self.num_rows]
+        # Values of a writable tensor may change after this call.
+        if complete_shards and has_all_columns and not column.writable:
+            return complete_shards[0]
         return self.read()
 
 
@@ -212,8 +219,10 @@ def load_columns(store: KVStore, slices: Sequence[ColumnSlice], session: Session
     the errors of :meth:`ColumnStores.open`.
     """
     for is_last_round in (False, True):
-        local = run_on_all_ranks(session, lambda: [column_slice.find_local(store) for column_slice in slices])
-        for column_slice, rows in zip(slices, local, strict=True):
+        local_rows = run_on_all_ranks(
+            session, lambda: [column_slice.find_local(store) for column_slice in slices]
+        )
+        for column_slice, rows in zip(slices, local_rows, strict=True):
             column_slice.rows = column_slice.rows if rows is None else rows
         missing_slices = [
             column_slice
@@ -458,6 +467,10 @@ class ColumnStores:
 
 
 def _make_column_slice(g: DistGraph, ntype: str, name: str, group: Group) -> ColumnSlice:
+    """Return this rank's columns of a feature, which are not loaded yet. Not collective.
+
+    Raises ConfigError if the feature is not a matrix, or is computed when it is read.
+    """
     key = g.nodes[ntype].data[name].kvstore_key
     column = g.kvstore.column(key)
     shape = column.info.row_shape

@@ -242,6 +242,11 @@ class PushPullLoader(EpochLoader[GroupedBatch, Any]):
         return len(self._inner)
 
     def __iter__(self) -> Iterator[Any]:
+        """Yield the batches of an epoch, and drain the pipelines of the wrapped models after the last one.
+
+        While no model is wrapped, calling one raises ConfigError. A loop that is left early releases its
+        batches.
+        """
         self._iteration = iteration = self._iteration + 1
         stream = cast("Generator[Any, None, None]", super().__iter__())
         hook = None if self._has_model() else register_module_forward_pre_hook(self._refuse_unwrapped)
@@ -374,6 +379,10 @@ class PushPullLoader(EpochLoader[GroupedBatch, Any]):
         return batch.batch
 
     def _deliver_batch(self, made: GroupedBatch) -> GroupedBatch:
+        """Deliver the own block of a group's batch to the user, with its group batch as ``block.push_pull``.
+
+        ``made`` is changed and returned. Its inputs get the nodes and the block on the device of the model.
+        """
         group_batch, part = made.group_batch, self._group.part
         epoch, step = divmod(group_batch.number, len(self))
         # The inner loader is not iterated, but it numbers the steps of the batches that it delivers.

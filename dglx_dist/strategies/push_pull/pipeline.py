@@ -146,6 +146,12 @@ class VersionLog:
             parameter.grad = gradient
 
     def _before_step(self, optimizer: Optimizer) -> None:
+        """Prepare a step of ``optimizer``, as a hook of torch.
+
+        Zero gradients of sides that are held back are removed. An optimizer of the model's parameters is
+        remembered, and replaces earlier ones of the same parameters. Raises ConfigError if it cannot step cut
+        parameters.
+        """
         for parameter in _list_parameters(optimizer) if self.held_back else ():
             if self._side.get(id(parameter)) in self.held_back and _is_zero(parameter.grad):
                 parameter.grad = None
@@ -164,6 +170,10 @@ class VersionLog:
         ]
 
     def _after_step(self, optimizer: Optimizer) -> None:
+        """Record the versions that a step of ``optimizer`` has written, as a hook of torch.
+
+        Warn once if no optimizer steps the part side.
+        """
         sides = {self._side[key] for key in self._find_stepped(optimizer)}
         if not sides:
             return
@@ -386,6 +396,10 @@ class PartSide:
     def _sum_gradients(
         self, batch: InFlightBatch, names: Sequence[str], all_reduce: Callable[[Tensor], Tensor]
     ) -> dict[str, Tensor | None]:
+        """Return the sums of the gradients of ``names`` over the ranks that ``all_reduce`` spans.
+
+        They are summed in one message. A rank without a gradient contributes zeros.
+        """
         if not names:
             return {}
         leaves = [batch.leaves[name] for name in names]
@@ -452,7 +466,13 @@ def make_replica_group(session: Session, group: Group) -> dist.ProcessGroup | No
 class Pipeline(Shared):
     """Runs batches through the first layer of one model, in lock-step with the other ranks.
 
-    ``replicas`` is the process group of the replicas. ``buffers`` are averaged after each backward.
+    The phases of a batch are called fM, fD, bD and bM. They are forward (f) and backward (b), on the part
+    side (M, before the sum over parts) and on the owner side (D, after it).
+
+    Args:
+        replicas: Process group of the ranks with the same columns. None if this rank is the only one.
+        split: The model with its first layer cut by columns.
+        buffers: Buffers of the model, which are averaged after each backward.
     """
 
     def __init__(
@@ -467,22 +487,23 @@ class Pipeline(Shared):
     ) -> None:
         self._session, self._group, self._split = session, group, split
         self._provenance, self._buffers = split.provenance, buffers
-        local = {*split.cuts, *split.shared}
-        trained = [
+        part_names = {*split.cuts, *split.shared}
+        owner_parameters = [
             (name, parameter)
             for name, parameter in module.named_parameters()
-            if parameter.requires_grad and name not in local
+            if parameter.requires_grad and name not in part_names
         ]
         self._part = part = PartSide(session, group, replicas, module, split)
-        self._owner = owner = OwnerSide([parameter for _, parameter in trained])
-        self.exchange = GradientExchange(trained, session, options.bucket_bytes)
+        self._owner = owner = OwnerSide([parameter for _, parameter in owner_parameters])
+        self.exchange = GradientExchange(owner_parameters, session, options.bucket_bytes)
         self._activations = AsyncExchange(session, group, options.wire_dtype)
         self._depth, self._delay, self._looks_ahead = options.depth, options.delay, options.depth > 1
         self._one_version = options.weights == "whole" and self._looks_ahead
         self.exchange.delay = options.delay if self._one_version else 0
         self.exchange.after = self._after_backward
-        by_rows = [module.get_parameter(name) for name in split.cuts if name not in split.stashed]
-        self.log = VersionLog([*part.parameters.values(), *by_rows], owner.parameters)
+        # Embeddings get their gradients by rows, so batches have no leaves of them.
+        embeddings = [module.get_parameter(name) for name in split.cuts if name not in split.stashed]
+        self.log = VersionLog([*part.parameters.values(), *embeddings], owner.parameters)
         self._spec: InputSpec | None = None
         self._edge_kinds: dict[str, str] | None = None
         """Kinds of per-edge values by name that all ranks agreed on last."""
@@ -558,7 +579,7 @@ class Pipeline(Shared):
         batch.weight, self._current = self.weight, batch
         anchor = torch.zeros((), requires_grad=True, device=sums[0].device)
         inputs = (*own_rows.values(), *sums)
-        return cast("PartialSums", PullBackward.apply(anchor, self, batch, *inputs))  # type: ignore[no-untyped-call]  # torch leaves it bare
+        return cast("PartialSums", PullBackward.apply(anchor, self, batch, *inputs))  # type: ignore[no-untyped-call]  # torch does not annotate this
 
     def drain(self) -> None:
         """Finish and step every batch whose backward has begun. Every rank must call it.
@@ -621,6 +642,7 @@ class Pipeline(Shared):
         return batch if batch is not None and batch.inputs is group_batch.inputs else None
 
     def _begin_following(self, layer: SplittableConv, group_batch: GroupBatch, spec: InputSpec) -> None:
+        """Run fM of the next batch if it has not begun. Its messages travel while this batch computes."""
         following = group_batch.following
         if following is None or self._get_begun(following) is not None:
             return
@@ -637,6 +659,11 @@ class Pipeline(Shared):
         own_edges: Mapping[str, Tensor],
         own_rows: Mapping[str, Tensor] = MappingProxyType({}),
     ) -> InFlightBatch:
+        """Run fM of a batch: compute this part's shares, and begin to pull the shares for this rank.
+
+        Collective within the group. ``own_edges`` are the edge values of the own block, which are sent to the
+        other parts. ``own_rows`` are rows of the own block that are not cut, by node type.
+        """
         with self._record_span("forward M", group_batch.number):
             batch = InFlightBatch(
                 number=group_batch.number,
@@ -703,6 +730,11 @@ class Pipeline(Shared):
             self.log.waiting.append((batch.number, "D", batch.read["D"]))
 
     def _after_backward(self, weight: float) -> None:
+        """Finish a backward, after the gradients of the owner side are summed.
+
+        Add the gradients of the batches that are ready, and note the sides without a gradient in the next
+        step.
+        """
         # Gradients of the part side are added here, because all ranks must sum them after the owner side's.
         self._owner.restore()
         self._buffers.average(weight)

@@ -164,6 +164,11 @@ class InputProvenance(Shared):
         return any(tensor.untyped_storage()._cdata == storage for tensor, _ in self._known)
 
 
+def _has_same_ids(ids: Tensor, nodes: Tensor) -> bool:
+    # The loader's own tensor is recognised without reading it, so the host does not wait for the device.
+    return _is_same_view(ids, nodes) or (ids.shape == nodes.shape and torch.equal(ids.long(), nodes))
+
+
 def _is_same_view(tensor: Tensor, rows: Tensor) -> bool:
     return (
         tensor.shape == rows.shape
@@ -248,12 +253,13 @@ class ColumnEmbedding:
         return self._embedding.weight
 
     def forward(self, x: Tensor) -> Tensor:
+        """Return this part's columns of the rows of the input nodes ``x``, without a gradient.
+
+        Raises ConfigError if ``x`` are not the input nodes of the batch.
+        """
         own = self._provenance.own
         nodes = None if own is None else own.nodes[self._origin.ntype]
-        # The loader's own tensor is recognised without reading it, so the host does not wait for the device.
-        if nodes is None or not (
-            _is_same_view(x, nodes) or (x.shape == nodes.shape and torch.equal(x.long(), nodes))
-        ):
+        if nodes is None or not _has_same_ids(x, nodes):
             raise ConfigError(
                 f"nn.Embedding of {len(self.weight)} nodes was cut by columns, so it only has the rows of a "
                 f"batch's input nodes, but it was given other ids of shape {tuple(x.shape)}; call it with "
@@ -304,6 +310,10 @@ class ColumnLayerNorm:
         self._norm, self._provenance, self._runs, self._moments = norm, provenance, runs, moments
 
     def forward(self, x: Tensor) -> Tensor:
+        """Return this part's columns of the normalized features, without a gradient.
+
+        Raises ConfigError if ``x`` are not the unchanged features of the batch.
+        """
         origin, own, width = self._provenance.find(x), self._provenance.own, self._runs[0].width
         if origin is None or own is None:
             raise ConfigError(
@@ -481,6 +491,11 @@ def embeddings_of_all_nodes(model: nn.Module, num_nodes: int) -> Iterator[tuple[
 
 
 def _is_before(model: nn.Module, module: nn.Module, first: nn.Module, width: int) -> bool:
+    """Return whether ``module`` is applied to the inputs of the layer ``first``, as far as one can know.
+
+    Modules are registered in the order of their use, as a rule. A norm that is registered later counts as a
+    norm of the inputs if no other weight outside of ``first`` is as wide as they are.
+    """
     modules, inner_modules = list(model.modules()), set(first.modules())
     if module in inner_modules or modules.index(module) < modules.index(first):
         return module not in inner_modules
@@ -661,6 +676,11 @@ def _find_cuts(
     dimensions: Mapping[tuple[nn.Module, str], tuple[int, str]],
     runs: Mapping[str, Runs],
 ) -> dict[str, Cut]:
+    """Return the cuts by the full names of the parameters.
+
+    ``dimensions`` maps (module, name within it) to the dimension to cut and the node type of its columns.
+    Raises ConfigError if a parameter to cut is also used elsewhere in the model.
+    """
     cut_parameters: dict[nn.Parameter, tuple[tuple[nn.Module, str], tuple[int, str]]] = {}
     for (module, inner_name), cut in dimensions.items():
         owner, _, attribute = inner_name.rpartition(".")
@@ -755,7 +775,11 @@ def _find_typed_input(model: nn.Module, stores: Mapping[str, ColumnStore], schem
 
 
 def _find_input(model: nn.Module, stores: Mapping[str, ColumnStore], schema: TypeSchema) -> FoundInput:
-    # If no layer takes the features, the input is the model's embedding of all nodes.
+    """Return the widths of the input by node type, and the first layer, for a model of one node type.
+
+    If no layer takes the features, the input is the model's embedding of all nodes. Raises ConfigError if
+    there is no such layer.
+    """
     ((ntype, store),) = stores.items()
     num_nodes = schema.num_nodes[ntype]
     inputs = [dict(store.widths)] if store.names else []

@@ -286,6 +286,7 @@ class PushPullModel(WrappedModel):
             handle.remove()
 
     def _check_input(self, module: nn.Module, arguments: tuple[Any, ...]) -> None:
+        """Raise ConfigError if an uncut module with weights is called on this part's columns of the input."""
         name = self._uncut_inputs.get(id(module))
         if name is None:
             return

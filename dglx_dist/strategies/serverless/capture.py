@@ -83,11 +83,11 @@ class Node:
 
 
 @final
-class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch does not annotate this
     """Records the operations of one call, as :class:`GraphOperations` those of the graph, too."""
 
     def __init__(self, weights: Mapping[int, str], block: Any = None) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()  # type: ignore[no-untyped-call]  # torch does not annotate this
         self.nodes: list[Node] = []
         self.inputs: dict[str, Value] = {}
         self.modules: list[str] = []
@@ -155,8 +155,10 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
     def _check_allowed(self, name: str) -> None:
-        base = name.strip("_")
-        if any(base.startswith(word) for word in _RANDOM) or "dropout" in name:
+        """Refuse an ATen operation that draws random numbers or that mixes rows of different nodes."""
+        # In-place and internal variants have underscores around the name.
+        base_name = name.strip("_")
+        if base_name.startswith(_RANDOM) or "dropout" in name:
             self.refuse(f"random numbers ({name})", "use torch.nn.Dropout, whose masks are the same anywhere")
         if any(word in name for word in _OVER_ROWS):
             self.refuse(

@@ -111,17 +111,17 @@ def local_graph(
             f"graph server {rank} has {num_own} own nodes and {len(halo)} halo nodes, but its "
             f"limit is {_MAX_LOCAL}; use more ranks"
         )
-    local = np.empty(len(wide), dtype=np.int32)
-    local[is_own] = wide[is_own] - first
-    local[~is_own] = num_own + np.searchsorted(halo, wide[~is_own])
-    order = np.argsort(local, kind="stable")
-    counts = np.bincount(local, minlength=num_own + len(halo))
+    local_ids = np.empty(len(wide), dtype=np.int32)
+    local_ids[is_own] = wide[is_own] - first
+    local_ids[~is_own] = num_own + np.searchsorted(halo, wide[~is_own])
+    order = np.argsort(local_ids, kind="stable")
+    counts = np.bincount(local_ids, minlength=num_own + len(halo))
     targets = np.repeat(np.arange(num_own, dtype=np.int32), np.diff(indptr))
     return ServerGraph(
         rank=rank,
         starts=bounds,
         indptr=np.ascontiguousarray(indptr, dtype=np.int64),
-        sources=local,
+        sources=local_ids,
         halo=halo,
         halo_starts=np.searchsorted(halo, bounds),
         out_indptr=np.concatenate([[0], np.cumsum(counts)]).astype(np.int64),

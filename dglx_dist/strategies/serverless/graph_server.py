@@ -259,13 +259,15 @@ class GraphServer:
                 work = TaskComputation(self.program, index, Direction.FORWARD)
                 self._compute_rows(step, work, all_rows, None)
 
-    def _compute_rows(self, step: Apply, work: TaskComputation, where: slice, keys: RowKeys | None) -> None:
-        """Compute the rows ``where`` of a step without weights."""
+    def _compute_rows(
+        self, step: Apply, work: TaskComputation, selection: slice, keys: RowKeys | None
+    ) -> None:
+        """Compute the rows ``selection`` of a step without weights."""
         own = slice(0, self.part.graph.num_own)
-        inputs = [self._rows_at(item.slot, item.end, own, where) for item in step.inputs]
-        computed = work.half([], inputs, where.stop - where.start, keys)
+        inputs = [self._read_rows(item.slot, item.end, own, selection) for item in step.inputs]
+        computed = work.half([], inputs, selection.stop - selection.start, keys)
         for slot, rows in zip(step.outputs, computed.rows, strict=True):
-            self._rows[slot.name][where] = rows
+            self._rows[slot.name][selection] = rows
 
     def _zeros(self, length: int, slot: str) -> Array:
         # Memory of torch is aligned, so that tasks of this process need not copy rows.
@@ -326,12 +328,12 @@ class GraphServer:
         if step.weights:
             assert self._parameters is not None, "a step with weights needs the parameter servers"
             weights = self._parameters.weights(key)
-        where = self.rows_of(interval, task.step)
+        selection = self.rows_of(interval, task.step)
         keys = None
         if work.drops:
-            keys = self._keys(epoch, np.arange(where.start, where.stop) + self.first_id(task.step))
+            keys = self._keys(epoch, np.arange(selection.start, selection.stop) + self.first_id(task.step))
         arrays = self._take_inputs(interval, task)
-        computed = work.compute_halves(weights, arrays, where.stop - where.start, keys)
+        computed = work.compute_halves(weights, arrays, selection.stop - selection.start, keys)
         if step.weights and work.pushes:
             assert self._parameters is not None
             self._parameters.gradients(key, computed.gradients)
@@ -347,9 +349,9 @@ class GraphServer:
         return RowKeys(self.seed, epoch, torch.from_numpy(np.ascontiguousarray(ids, np.int64)))
 
     def open(self, interval: int, epoch: int, task: ScheduledTask) -> None:
-        arrays, where = self._take_inputs(interval, task), self.rows_of(interval, task.step)
+        arrays, selection = self._take_inputs(interval, task), self.rows_of(interval, task.step)
         with self._lock:
-            opened = _OpenTask(where.stop - where.start, arrays, {})
+            opened = _OpenTask(selection.stop - selection.start, arrays, {})
             self._open[self.key_of(interval, epoch, task)] = opened
 
     @property
@@ -360,7 +362,7 @@ class GraphServer:
 
     def pull(self, key: TaskKey, half: int) -> list[Array]:
         """Return the arrays of half 0 or 1 of a task, TASK_OVER if it is done, or [] before it is open."""
-        self._work_of(key)
+        self._find_work(key)
         with self._lock:
             if (task := self._open.get(key)) is not None:
                 return [array[half_rows(task.rows, half)] for array in task.arrays]
@@ -368,7 +370,7 @@ class GraphServer:
 
     def submit(self, key: TaskKey, half: int, arrays: Sequence[Array]) -> SubmitResult:
         """Accept a worker's results for half 0 or 1 of a task."""
-        work = self._work_of(key)
+        work = self._find_work(key)
         with self._lock:
             task = self._open.get(key)
             if task is None and not self._is_complete(key):
@@ -385,7 +387,7 @@ class GraphServer:
         self._take_results(key.interval - self.part.first_interval, key, work.given, joined)
         return SubmitResult.LAST
 
-    def _work_of(self, key: TaskKey) -> TaskComputation:
+    def _find_work(self, key: TaskKey) -> TaskComputation:
         key.check_run(self.run)
         first, end = self.part.first_interval, self.part.first_interval + self.part.num_intervals
         if not first <= key.interval < end:
@@ -441,55 +443,64 @@ class GraphServer:
     # Rows and gradients of an interval.
 
     def _take_inputs(self, interval: int, task: ScheduledTask) -> list[Array]:
-        """Return the arrays that a tensor task reads. Gradients are removed."""
-        nodes, where = self.part.nodes_of(interval), self.rows_of(interval, task.step)
+        """Return the arrays that a tensor task reads, in the order of its items.
+
+        Each gradient is returned once: reading it removes it from this graph server.
+        """
+        nodes, selection = self.part.nodes_of(interval), self.rows_of(interval, task.step)
         arrays = []
         for item in self.works[task.step, task.direction].pulled:
             if item.role is Role.LABELS:
                 arrays.append(self.part.labels[nodes])
             elif item.role is Role.GRADIENT:
-                arrays.append(self._take_gradient(interval, item.slot, where))
+                arrays.append(self._take_gradient(interval, item.slot, selection))
             elif item.end != "source" or self.options.mode != "async":
-                arrays.append(self._rows_at(item.slot, item.end, nodes, where))
+                arrays.append(self._read_rows(item.slot, item.end, nodes, selection))
             else:
-                arrays.append(self._stable_sources(interval, task, item, nodes, where))
+                arrays.append(self._read_sources(interval, task, item, nodes, selection))
         return arrays
 
-    def _stable_sources(
-        self, interval: int, task: ScheduledTask, item: Item, nodes: slice, where: slice
+    def _read_sources(
+        self, interval: int, task: ScheduledTask, item: Item, nodes: slice, selection: slice
     ) -> Array:
-        # Halo rows may change before backward, whose gradient must match the forward pass.
+        """Return the rows of the sources of the edges ``selection``, the same in forward and backward.
+
+        Halo rows may change in between. So forward keeps the rows, and backward takes them.
+        """
         key = task.step, item.slot
         if task.direction is Direction.FORWARD:
-            self._sources[interval][key] = self._rows_at(item.slot, item.end, nodes, where)
+            self._sources[interval][key] = self._read_rows(item.slot, item.end, nodes, selection)
             return self._sources[interval][key]
         return self._sources[interval].pop(key)
 
-    def _rows_at(self, slot: str, end: str, nodes: slice, where: slice) -> Array:
-        """Return the rows of ``slot`` of the nodes or edges ``where``, or at ends of the edges ``where``."""
+    def _read_rows(self, slot: str, end: str, nodes: slice, selection: slice) -> Array:
+        """Return the rows of ``slot`` of the nodes or edges ``selection``, or of one end of these edges.
+
+        ``end`` is "row", "source" or "target". ``nodes`` are the destinations of the edges.
+        """
         if end == "row":
-            return self._rows[slot][where]
+            return self._rows[slot][selection]
         graph = self.part.graph
         if end == "source":
             rows = torch.from_numpy(self._rows[slot])
-            sources: Array = rows.index_select(0, torch.from_numpy(graph.sources[where])).numpy()
+            sources: Array = rows.index_select(0, torch.from_numpy(graph.sources[selection])).numpy()
             return sources
         degrees = np.diff(graph.indptr[nodes.start : nodes.stop + 1])
         return np.repeat(self._rows[slot][nodes], degrees, axis=0)
 
     def _take_results(self, interval: int, key: TaskKey, items: Sequence[Item], arrays: Arrays) -> None:
-        where, step = self.rows_of(interval, key.step), self.program.steps[key.step]
+        selection, step = self.rows_of(interval, key.step), self.program.steps[key.step]
         assert isinstance(step, Apply)
         places = iter(at for at, item in enumerate(step.inputs) if item.slot in self.program.trained_slots)
         for item, array in zip(items, arrays, strict=True):
             if item.role is Role.OUTPUT:
-                self._rows[item.slot][where] = array
+                self._rows[item.slot][selection] = array
             elif item.role is Role.STATISTICS:
                 self._note(interval, key.epoch, array)
             else:
                 place = next(places)
                 if item.end == "source":
-                    self._published[item.slot, key.step, place][where] = array
+                    self._published[item.slot, key.step, place][selection] = array
                     continue
                 gradient = self._sum_edges(interval, array) if item.end == "target" else array
                 self._add_gradient(interval, item.slot, gradient)
@@ -501,12 +512,12 @@ class GraphServer:
         gather(self.part.graph.indptr, None, None, rows, nodes.start, sums)
         return sums
 
-    def _take_gradient(self, interval: int, slot: str, where: slice) -> Array:
+    def _take_gradient(self, interval: int, slot: str, selection: slice) -> Array:
         gradient = self._gradients[interval].pop(slot, None)
         if gradient is not None:
             return gradient
         # No later step reads the slot.
-        return self._zeros(where.stop - where.start, slot)
+        return self._zeros(selection.stop - selection.start, slot)
 
     def _add_gradient(self, interval: int, slot: str, gradient: Array) -> None:
         gradients = self._gradients[interval]

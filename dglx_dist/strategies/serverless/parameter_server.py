@@ -346,10 +346,10 @@ class ParameterServer:
         total = received[0].copy()
         for server in range(1, self.plan.num_servers):
             total += received[server]
-        after = self._update.apply(weights, self.plan.unflatten(total), self.rates.get(epoch))
+        new_weights = self._update.apply(weights, self.plan.unflatten(total), self.rates.get(epoch))
         with self._lock:
             self.updates += 1
-            self._versions[self.updates] = after
+            self._versions[self.updates] = new_weights
             self._drop_unused_versions()
             del self._received[epoch], self._sums[epoch]
             self._digests = {key: digest for key, digest in self._digests.items() if key[0] >= epoch}

@@ -281,11 +281,11 @@ class ParameterClient:
     def _take_update(self, name: str, _arrays: Sequence[Array]) -> list[Array]:
         updates, server = parse_pair(name)
         with self._lock:
-            before = min(self._updates)
+            applied_before = min(self._updates)
             self._updates[server] = max(self._updates[server], updates)
-            after = min(self._updates)
-        if after > before:
-            self._on_update(after)
+            applied_now = min(self._updates)
+        if applied_now > applied_before:
+            self._on_update(applied_now)
         return []
 
     def _take_stop(self, reason: str, _arrays: Sequence[Array]) -> list[Array]:

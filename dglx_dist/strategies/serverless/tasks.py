@@ -441,6 +441,7 @@ def compute_loss(program: Program, scores: Tensor, labels: Tensor) -> Loss:
     # Other rows first go: the loss of a made-up label may have an infinite slope.
     chosen, known = scores[has_label], labels[has_label]
     known = known.long() if is_class else known
+    # Without labels the sum is 0, but backward must still reach the scores.
     total, correct = 0 * chosen.sum(), 0
     if len(chosen):
         flat = chosen.reshape(len(chosen), program.scores.width)

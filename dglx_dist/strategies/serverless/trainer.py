@@ -175,11 +175,11 @@ class Engine:
         barrier(self._session, f"the end of epoch {end - 1}")
         if self._parameter_server is not None:
             self._parameter_server.drain()
-        local = [
+        own_statistics = [
             [*self._server.statistics(epoch), self._updated_at[epoch + 1] - self._updated_at[epoch]]
             for epoch in range(first, end)
         ]
-        per_rank = gather_rows(torch.tensor(local, dtype=torch.float64), self._session).numpy()
+        per_rank = gather_rows(torch.tensor(own_statistics, dtype=torch.float64), self._session).numpy()
         num_train = self._server.program.num_train
         return [
             EpochRecord(
@@ -518,8 +518,8 @@ class LambdaTrainer(EpochTrainer):
         self._compare_kernels(sorted(engine.kernels.copy()))
         # Overlapping epochs share the bytes evenly: in the end all have moved the same.
         moved = self._session.ledger.since(counted, control=False)
-        local = [sum(row.num_bytes for row in moved if row.inside is inside) for inside in (True, False)]
-        both = gather_int64(local, self._session).sum(axis=0)
+        own_bytes = [sum(row.num_bytes for row in moved if row.inside is inside) for inside in (True, False)]
+        both = gather_int64(own_bytes, self._session).sum(axis=0)
         ends = np.arange(number + 1)[:, None] * both // number
         return [
             replace(record, bytes_inside=int(inside), bytes_outside=int(outside))
