@@ -778,10 +778,7 @@ def fit(  # noqa: PLR0913 - all but two have defaults
         if batch_size is not None:
             options["batch_size"] = batch_size
         loader = _node_loader(g, config, fanouts, options)
-        batches: dict[str, Any] = {
-            "fanouts": None if fanouts is None else list(fanouts),
-            "batch_size": batch_size,
-        }
+        batches = {"fanouts": None if fanouts is None else list(fanouts), "batch_size": batch_size}
         config = replace(config, configuration={**batches, **config.configuration})
     sampler = getattr(loader, "graph_sampler", None)
     if sampler is not None and not config.edge_feats and config.own_task is None:

@@ -112,10 +112,8 @@ def count(
         sizes = read_row_sizes(g, shape.gradient_bytes, partitioned=config.partitioned)
         caches = tuple(dict.fromkeys((c.cache, c.cache_alpha) for c in candidates if c.cache))
         batches = count_batches(run, config.draws, caches, sizes)
-    counted = [
-        candidate for candidate in candidates if is_counted and candidate.strategy not in shape.refusals
-    ]
-    for work in list_works(counted, context):
+    works = list_works((c for c in candidates if c.strategy not in shape.refusals), context)
+    for work in works if is_counted else ():
         notify(work.describe(run.num_layers))
         run.works[work] = work.count(run)
     counts = EpochCounts(
