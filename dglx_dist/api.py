@@ -48,6 +48,7 @@ from dglx_dist.planner.auto import (
     default_fanouts,
     resolve,
 )
+from dglx_dist.planner.workload import has_one_type
 from dglx_dist.records import FEATURE, Array, RawGraph
 from dglx_dist.registry import AUTO
 from dglx_dist.report.outcome import build_outcome, collect_facts
@@ -56,7 +57,6 @@ from dglx_dist.strategies.base import (
     Reduction,
     WrappedModel,
     begin,
-    get_strategy,
     open_strategy,
     resolve_strategy,
 )
@@ -70,7 +70,7 @@ from dglx_dist.training.loop import TrainingLoader
 from dglx_dist.training.object_state import Stateful
 from dglx_dist.training.relational import EntityInputs
 from dglx_dist.training.resume import resolve_resume
-from dglx_dist.training.tasks import read_task
+from dglx_dist.training.tasks import check_inputs, read_task
 
 if TYPE_CHECKING:
     from dglx_dist.planner.records import Choice
@@ -646,6 +646,8 @@ def choose_strategy(
     fanouts: Sequence[int] | None = None,
     batch_size: int | None = None,
     epochs: int = 20,
+    inputs: EntityInputs | None = None,
+    ntype: str | None = None,
 ) -> Choice:
     """Choose the fastest strategy for ``model`` on ``g`` in a session with ``auto``. All ranks call this.
 
@@ -655,10 +657,12 @@ def choose_strategy(
 
     Args:
         model: The model as it will be wrapped. It is not changed.
-        g: The distributed graph, of one node and edge type.
+        g: The distributed graph.
         fanouts: Fan-outs of the later loader, input-most first. None: 25, then 10, as in ``fit``.
         batch_size: Batch size of the later loader. None: 512.
         epochs: Length of the training.
+        inputs: Input rows on a graph of several types. None: the features of every type.
+        ntype: Node type of the targets. None: the one that has labels.
 
     Returns:
         The measured seconds, bytes and memory of every candidate, the choice and its reason. They are equal
@@ -666,15 +670,22 @@ def choose_strategy(
 
     Raises:
         ConfigError: the session has a strategy already, a value is not supported or differs between ranks,
-            the graph has several types, the model fails on a batch, or no candidate fits.
+            a type has no input rows, the model fails on a batch, or no candidate fits.
         PeerError: a rank is dead or silent.
     """
     if not isinstance(model, nn.Module):
         raise ConfigError(f"choose_strategy takes a torch.nn.Module, not a {type(model).__name__}")
     inner = _check_distributed(g)
-    # own_loop=True excludes strategies that only fit() supports.
-    training = partial(Training, fanouts=fanouts, batch_size=batch_size, epochs=epochs, own_loop=True)
-    return choose_in_job(model, inner, run_on_all_ranks(inner.session, training, ConfigError))
+    batches: dict[str, Any] = {"fanouts": fanouts, "batch_size": batch_size, "epochs": epochs}
+
+    def make_training() -> Training:
+        # own_loop=True excludes strategies that only fit() supports.
+        return Training(own_loop=True, ntype=ntype or find_labelled_type(inner), **batches)
+
+    training = run_on_all_ranks(inner.session, make_training, ConfigError)
+    if inputs is None and len(inner.ntypes) > 1:
+        inputs = EntityInputs(inner)
+    return choose_in_job(model, inner, training, inputs)
 
 
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
@@ -746,21 +757,18 @@ def fit(  # noqa: PLR0913 - all but two have defaults
         raise ConfigError(
             f"{', '.join(loader_options)} cannot be changed in an existing loader; pass them when you make it"
         )
+    if config.inputs is None and config.own_task is None and len(g.ntypes) > 1:
+        config = replace(config, inputs=EntityInputs(g, feature=config.feature))
     choice = None
     if g.session.strategy == AUTO:
-        _check_auto(config)
-        # Strategies that compute steps themselves support only plain classification. All ranks run this.
-        task = read_task(g, find_labelled_type(g, config.label), config.label, str(config.task))[0]
-        own_loop = needs_own_loop(replace(config, task=task)) is not None
-        batches: dict[str, Any] = {"fanouts": fanouts, "batch_size": batch_size, "epochs": config.epochs}
-        training = run_on_all_ranks(g.session, partial(Training, own_loop=own_loop, **batches), ConfigError)
-        _, choice = resolve(model, g, training, config.checkpoint_folder if config.resume else None)
+        _check_auto(config, g)
+        training = _describe_training(config, g, fanouts, batch_size)
+        folder = config.checkpoint_folder if config.resume else None
+        _, choice = resolve(model, g, training, folder, config.inputs)
         if default_batch_size(g.session.strategy) is None:
             # Steps take the whole graph. These options were for the mini-batches in the comparison.
             fanouts, batch_size = None if fanouts is None else [-1] * len(fanouts), None
-    if config.inputs is None and config.own_task is None and len(g.ntypes) > 1:
-        config = replace(config, inputs=EntityInputs(g, feature=config.feature))
-    _check_inputs(g, config.inputs)
+    check_inputs(g, config.inputs, g.session.strategy)
     if loader is None:
         fanouts = default_fanouts(g.session.strategy, 2) if fanouts is None else fanouts
         default = default_batch_size(g.session.strategy)
@@ -786,28 +794,28 @@ def fit(  # noqa: PLR0913 - all but two have defaults
     return wrapped, replace(result, choice=choice)
 
 
-def _check_auto(config: FitConfig) -> None:
+def _describe_training(
+    config: FitConfig, g: DistGraph, fanouts: Sequence[int] | None, batch_size: int | None
+) -> Training:
+    ntype = find_labelled_type(g, config.label) if config.ntype is None else config.ntype
+    # Strategies that compute steps themselves support only plain classification. All ranks run this.
+    task = read_task(g, ntype, config.label, str(config.task))[0]
+    own_loop = needs_own_loop(replace(config, task=task)) is not None
+    batches: dict[str, Any] = {"fanouts": fanouts, "batch_size": batch_size, "epochs": config.epochs}
+    make_training = partial(Training, ntype=ntype, own_loop=own_loop, **batches)
+    return run_on_all_ranks(g.session, make_training, ConfigError)
+
+
+def _check_auto(config: FitConfig, g: DistGraph) -> None:
     has_feature = config.feature != FEATURE or None
-    settings = {"task": config.own_task, "inputs": config.inputs, "feature": has_feature}
+    inputs = config.inputs if has_one_type(g.dataset.manifest) else None
+    settings = {"task": config.own_task, "inputs": inputs, "feature": has_feature}
     for name, value in settings.items():
         if value is not None:
             raise ConfigError(
                 f"strategy 'auto' supports node classification by {FEATURE!r}, but not config.{name}. Name a "
                 "strategy in dx.init."
             )
-
-
-def _check_inputs(g: DistGraph, inputs: EntityInputs | None) -> None:
-    # Of several types, those without features keep whole rows.
-    if inputs is None or get_strategy(g.session).traits.features == "rows" or len(g.ntypes) > 1:
-        return
-    embedded = [ntype for ntype in g.ntypes if ntype not in inputs.feature_widths]
-    if embedded:
-        raise ConfigError(
-            f"config.inputs has a DistEmbedding of the nodes {embedded[0]!r}, but strategy "
-            f"{g.session.strategy!r} does not fetch its rows. Put nn.Embedding(g.num_nodes(), width, "
-            "sparse=True) into the model, which is cut by column, or use strategy='data_parallel'."
-        )
 
 
 def training_nodes(g: DistGraph, ntype: str) -> Tensor:

@@ -160,7 +160,7 @@ def check_before_launch(config: TrainConfig) -> None:
     from dglx_dist.data.storage.manifest import read_manifest
     from dglx_dist.graph.partition_book import resolve_etype
     from dglx_dist.planner.auto import read_auto_options
-    from dglx_dist.planner.workload import check_plannable
+    from dglx_dist.planner.workload import check_choosable
     from dglx_dist.registry import AUTO
     from dglx_dist.strategies.base import STRATEGIES, resolve_strategy
     from dglx_dist.training.fit_config import check_loop
@@ -187,7 +187,7 @@ def check_before_launch(config: TrainConfig) -> None:
     for etype_name in config.target:
         resolve_etype(etype_name, manifest.edge_types)
     if is_auto:
-        check_plannable(manifest, config.data)
+        check_choosable(manifest, config.data)
     num_parts, num_servers = manifest.num_parts, config.servers or 1
     if num_parts < num_servers:
         raise ConfigError(

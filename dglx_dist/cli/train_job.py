@@ -34,7 +34,7 @@ from dglx_dist.layers.tracer import preserve_state, random_block
 from dglx_dist.memory import machine_memory
 from dglx_dist.options import select_common_fields
 from dglx_dist.planner.auto import Training, default_batch_size, default_fanouts, resolve
-from dglx_dist.planner.workload import check_plannable
+from dglx_dist.planner.workload import check_choosable
 from dglx_dist.progress import say
 from dglx_dist.records import FEATURE, LABEL, SPLITS, EdgeType, EpochRecord
 from dglx_dist.registry import AUTO
@@ -83,18 +83,22 @@ PREDICTION, EMBEDDING, SCORES = "prediction", "embedding", "scores"
 """Column names of written results."""
 
 
-def _resolve_auto(plan: TrainConfig, g: DistGraph, module: nn.Module) -> tuple[TrainConfig, Any]:
+def _resolve_auto(
+    plan: TrainConfig, g: DistGraph, target: Target, module: nn.Module, inputs: EntityInputs | None
+) -> tuple[TrainConfig, Any]:
     """Choose a strategy for ``auto``, or resume with that of the checkpoint. Every rank must call this.
 
     Return the plan with the session's strategy, and ``Choice.to_json()`` if there was a choice.
     """
     if plan.strategy != AUTO:
         return plan, None
+    assert isinstance(target, str), "auto compares batches of nodes"
     folder = Path(plan.out)
     own_loop, kind = needs_own_loop(plan) is not None, None if plan.model_file else plan.model
     common = select_common_fields(plan, Training)
-    training = Training(num_layers=plan.layers, kind=kind, own_loop=own_loop, **common)
-    candidate, choice = resolve(module, g, training, folder / CHECKPOINTS if plan.resume else None)
+    training = Training(num_layers=plan.layers, kind=kind, ntype=target, own_loop=own_loop, **common)
+    checkpoints = folder / CHECKPOINTS if plan.resume else None
+    candidate, choice = resolve(module, g, training, checkpoints, inputs)
     choice_json = read_run_plan(folder, g.session) if choice is None else choice.to_json()
     plan = replace(plan, strategy=candidate.strategy, strategy_options=dict(candidate.options))
     if candidate.cache is not None:
@@ -302,7 +306,7 @@ def train_dataset(plan: TrainConfig) -> Trained:
         plan, target, built, notes = _prepare(plan, g)
         module, inputs, _ = built
         module.to(session.device)
-        plan, choice = _resolve_auto(plan, g, module)
+        plan, choice = _resolve_auto(plan, g, target, module, inputs)
         plan = fill_defaults(plan)
         _check_cache(plan, session)
         check_loop(plan, get_strategy(session).traits, session.strategy)
@@ -429,7 +433,7 @@ def fill_defaults(plan: TrainConfig) -> TrainConfig:
 def _check_trainable(plan: TrainConfig, g: DistGraph) -> str:
     """Check that ``g`` has the types and data that the model needs. Return the node type to classify."""
     if plan.strategy == AUTO:
-        check_plannable(g.dataset.manifest, plan.data)
+        check_choosable(g.dataset.manifest, plan.data)
     ntype, columns = find_labelled_type(g), {name: g.nodes[name].data for name in g.ntypes}
     data = columns[ntype]
     missing = f"{g.dataset.folder} has no node data {{!r}} (known: {', '.join(data) or 'none'}). "

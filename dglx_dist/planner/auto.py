@@ -20,15 +20,15 @@ from dglx_dist.graph.cache import TRAIN_MASK, check_budget
 from dglx_dist.graph.dist_graph import DistGraph
 from dglx_dist.graph.embedding import DistEmbedding
 from dglx_dist.graph.split import read_marked_ids
+from dglx_dist.layers.base import LayerWidths
 from dglx_dist.memory import machine_memory, read_size, resident_bytes
 from dglx_dist.options import check_integer, check_ranges, read_options
 from dglx_dist.planner.choose import choose, find_bar, list_choosable, predict
-from dglx_dist.planner.costs.base import EpochCounts
 from dglx_dist.planner.measure import CountConfig, count, probe, sample_blocks, time_step
 from dglx_dist.planner.model_shape import infer_shape
-from dglx_dist.planner.records import Choice, ChoiceOptions, Cluster, Draws
+from dglx_dist.planner.records import Choice, ChoiceOptions, Cluster, Draws, ModelShape
 from dglx_dist.planner.trials import TrialConfig, fill_cache, leave_unchanged, run_trials
-from dglx_dist.planner.workload import check_plannable
+from dglx_dist.planner.workload import check_choosable, has_one_type
 from dglx_dist.progress import progress
 from dglx_dist.records import FEATURE
 from dglx_dist.registry import AUTO
@@ -42,6 +42,7 @@ from dglx_dist.strategies.base import (
 from dglx_dist.strategies.candidate import Candidate
 from dglx_dist.strategies.replicated import check_same_model
 from dglx_dist.training import checkpoint
+from dglx_dist.training.relational import EntityInputs
 from dglx_dist.training.resume import TRAINED_WITH
 
 _DEEP = 4
@@ -50,6 +51,11 @@ _CHECKED_SEEDS = 64
 _NO_BATCHES = (
     f"models of {_DEEP} or more layers use mini-batches only with explicit fan-outs, so only training on "
     "whole graphs is compared (--fanout, --unit)"
+)
+
+_NOT_COUNTED = (
+    "bytes and memory are not counted on graphs of several types, so candidates are compared by trials only, "
+    "without caches, and no formula keeps them within the memory"
 )
 
 
@@ -84,6 +90,8 @@ class Training:
     kind: str | None = None
     """Name of a ready-made model. None: derived from its convolutions."""
     hidden: int | None = None
+    ntype: str | None = None
+    """Type of the training nodes. None: the only one."""
     own_loop: bool = False
     """Whether steps need the user's loop or torch's autocast. Not every strategy supports that."""
 
@@ -161,7 +169,11 @@ def default_batch_size(strategy: str) -> int | None:
 
 
 def resolve(
-    model: nn.Module, g: DistGraph, training: Training, checkpoints: str | Path | None
+    model: nn.Module,
+    g: DistGraph,
+    training: Training,
+    checkpoints: str | Path | None,
+    inputs: EntityInputs | None = None,
 ) -> tuple[Candidate, Choice | None]:
     """Give the session the strategy of the newest checkpoint, or choose one. Every rank must call this.
 
@@ -171,7 +183,7 @@ def resolve(
     """
     extra = None if checkpoints is None else checkpoint.read_extra(checkpoints)
     if extra is None:
-        choice = choose_in_job(model, g, training)
+        choice = choose_in_job(model, g, training, inputs)
         return choice.predictions[choice.picked].candidate, choice
     candidate = _read_checkpointed(extra.get(TRAINED_WITH), checkpoints)
     g.session.adopt(candidate.strategy, candidate.options)
@@ -212,10 +224,13 @@ def _read_checkpointed(value: object, folder: str | Path | None) -> Candidate:
     return replace(candidate, cache=policy, cache_alpha=alpha or 0.0)
 
 
-def choose_in_job(model: nn.Module, g: DistGraph, training: Training) -> Choice:
+def choose_in_job(
+    model: nn.Module, g: DistGraph, training: Training, inputs: EntityInputs | None = None
+) -> Choice:
     """Choose a strategy and set it as the strategy of the session. Every rank must call this.
 
-    Rank 0 prints the choice and its reason.
+    ``inputs`` are the input rows of the run on a graph of several types. Rank 0 prints the choice and its
+    reason.
     """
     session = g.session
     if session.strategy != AUTO:
@@ -227,11 +242,12 @@ def choose_in_job(model: nn.Module, g: DistGraph, training: Training) -> Choice:
     remedy = "strategy 'auto' needs the same options on every rank"
     check_equal(session, "an option", {**asdict(training), **asdict(options)}, remedy)
     check_same_model(model, session)
-    check_plannable(g.dataset.manifest, str(g.dataset.folder))
-    _check_inputs(model, g)
+    check_choosable(g.dataset.manifest, str(g.dataset.folder), training.ntype)
+    inputs = None if has_one_type(g.dataset.manifest) else inputs
+    _check_inputs(model, g, inputs)
     with progress("choosing a strategy", 1, enabled=session.topology.rank == 0) as advance:
         with leave_unchanged(g, find_float_parameter(model).device):
-            choice, draws = _choose(model, g, training, options, advance.show)
+            choice, draws = _choose(model, g, training, options, inputs, advance.show)
         advance(1)
         for line in choice.lines():
             advance.say(line)
@@ -246,15 +262,15 @@ def choose_in_job(model: nn.Module, g: DistGraph, training: Training) -> Choice:
 
 
 def _choose(
-    model: nn.Module, g: DistGraph, training: Training, options: AutoOptions, notify: Callable[[str], None]
+    model: nn.Module,
+    g: DistGraph,
+    training: Training,
+    options: AutoOptions,
+    inputs: EntityInputs | None,
+    notify: Callable[[str], None],
 ) -> tuple[Choice, Draws | None]:
-    begin = time.perf_counter()
-    # The targets of a user's loop may be no labels. The width of the last layer is then unknown.
-    features = g.ndata[FEATURE].shape[1]
-    classes = g.dataset.manifest.num_classes.get(g.ntypes[0], 1)
-    shape_options: dict[str, Any] = {"kind": training.kind or "", "hidden": training.hidden or 0}
-    shape_options["is_guessed"] = training.kind is None
-    shape = infer_shape(model, features, classes, training.num_layers, **shape_options)
+    begin, is_counted = time.perf_counter(), has_one_type(g.dataset.manifest)
+    shape = _describe_model(model, g, training)
     notify("probing the links")
     cluster = _cluster(g.session, options, find_float_parameter(model).device)
     layers, epoch = len(shape.layers), min(1, training.epochs - 1)
@@ -269,15 +285,19 @@ def _choose(
         cluster=cluster,
         draws=draws,
         is_offered=is_offered,
-        caches=options.caches,
-        partitioned=not g.structure().is_replicated and cluster.servers > 1,
+        caches=options.caches and is_counted,
+        partitioned=not g.structure(g.canonical_etypes[0]).is_replicated and cluster.servers > 1,
         in_job=True,
         program_bytes=resident_bytes(),
         epoch=epoch,
-        assumptions=batch_assumptions(options.unit, layers, training.fanouts),
+        assumptions=(
+            *batch_assumptions(options.unit, layers, training.fanouts),
+            *(() if is_counted else (_NOT_COUNTED,)),
+        ),
+        ntype=training.ntype,
     )
     counts, candidates = count(g, shape, requested, lambda text: notify(f"counting: {text}"))
-    _check_model(model, g, counts)
+    base_bytes = counts.fixed_bytes + counts.structure_bytes + counts.own_feature_bytes
     race = TrialConfig(
         g=g,
         model=model,
@@ -286,8 +306,11 @@ def _choose(
         epochs=training.epochs,
         constraints=constraints,
         memory_bytes=cluster.memory_bytes,
-        base_bytes=counts.fixed_bytes + counts.structure_bytes + counts.own_feature_bytes,
+        inputs=inputs,
+        ntype=training.ntype or g.ntypes[0],
+        base_bytes=base_bytes if is_counted else 0,
     )
+    _check_model(race)
     predictions = [predict(candidate, counts) for candidate in candidates]
     predictions, finalists = run_trials(predictions, race, notify)
     choice = choose(predictions, counts, constraints, finalists=finalists)
@@ -296,8 +319,30 @@ def _choose(
     return replace(choice, took_s=float(took_s)), draws
 
 
-def _check_inputs(model: nn.Module, g: DistGraph) -> None:
-    columns = g.ndata[FEATURE].shape[1:]
+def _describe_model(model: nn.Module, g: DistGraph, training: Training) -> ModelShape:
+    # The targets of a user's loop may be no labels. The width of the last layer is then unknown.
+    classes = g.dataset.manifest.num_classes.get(training.ntype or g.ntypes[0], 1)
+    hidden = training.hidden or 0
+    if has_one_type(g.dataset.manifest):
+        options: dict[str, Any] = {"kind": training.kind or "", "is_guessed": training.kind is None}
+        features = g.ndata[FEATURE].shape[1]
+        return infer_shape(model, features, classes, training.num_layers, hidden=hidden, **options)
+    # Widths of layers are for byte formulas, which do not apply to several types.
+    layers = (LayerWidths(inputs=0, outputs=0, summed=0),) * training.num_layers
+    sizes = [parameter.numel() for parameter in model.parameters() if parameter.requires_grad]
+    return ModelShape(
+        kind=training.kind or type(model).__name__,
+        layers=layers,
+        features=0,
+        hidden=hidden,
+        classes=classes,
+        parameters=sum(sizes),
+        tensors=len(sizes),
+    )
+
+
+def _check_inputs(model: nn.Module, g: DistGraph, inputs: EntityInputs | None) -> None:
+    columns = (1,) if inputs is not None else g.ndata[FEATURE].shape[1:]
     if len(columns) != 1:
         raise ConfigError(
             f"node data {FEATURE!r} has rows of shape {tuple(columns)}, but strategy {AUTO!r} supports only "
@@ -308,14 +353,20 @@ def _check_inputs(model: nn.Module, g: DistGraph) -> None:
         raise ConfigError(f"the trials of {AUTO!r} would train the model's DistEmbedding. Name a strategy.")
 
 
-def _check_model(model: nn.Module, g: DistGraph, counts: EpochCounts) -> None:
+def _check_model(config: TrialConfig) -> None:
     """Raise ConfigError on all ranks if the model fails on a few nodes of this graph on any of them."""
-    layers, topology = len(counts.shape.layers), g.session.topology
-    fanouts = (2,) * layers if counts.draws is None else counts.draws.fanouts
-    seeds = read_marked_ids(g.ndata[TRAIN_MASK], g.num_nodes())
+    g, ntype, topology = config.g, config.ntype, config.g.session.topology
+    fanouts = (2,) * config.num_layers if config.draws is None else config.draws.fanouts
+    seeds = read_marked_ids(g.nodes[ntype].data[TRAIN_MASK], g.num_nodes(ntype))
     own_seeds = seeds[topology.rank :: topology.world_size]
-    blocks = sample_blocks(g, own_seeds if len(own_seeds) else seeds[:1], _CHECKED_SEEDS, fanouts)
-    step = partial(time_step, model, blocks, counts.shape.features)
+    blocks = sample_blocks(g, own_seeds if len(own_seeds) else seeds[:1], _CHECKED_SEEDS, fanouts, ntype)
+    tensors = g.ndata[FEATURE] if config.inputs is None else config.inputs.tensors
+    widths = (
+        {name: tensor.shape[1] for name, tensor in tensors.items()}
+        if isinstance(tensors, dict)
+        else tensors.shape[1]
+    )
+    step = partial(time_step, config.model, blocks, widths, ntype)
     run_on_all_ranks(g.session, step, ConfigError)
 
 

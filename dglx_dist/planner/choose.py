@@ -51,10 +51,12 @@ def list_choosable() -> Mapping[str, frozenset[str]]:
 def predict(candidate: Candidate, counts: EpochCounts) -> Prediction:
     """Return bytes and memory of an epoch of ``candidate``, or the reason why it is not feasible."""
     cluster, strategy = counts.cluster, STRATEGIES.get(candidate.strategy)
-    why_not = counts.shape.refusals.get(candidate.strategy) or _find_uncounted(candidate, counts)
+    why_not = ""
+    if counts.is_counted:
+        why_not = counts.shape.refusals.get(candidate.strategy) or _find_uncounted(candidate, counts)
     if cluster.device_memory_bytes and not strategy.traits.on_gpus:
         why_not = "computes on CPUs only"
-    if why_not or not has_costs(candidate):
+    if why_not or not counts.is_counted or not has_costs(candidate):
         cost = Cost()
     else:
         cost = COSTS.get(candidate.strategy).cost(candidate, counts)

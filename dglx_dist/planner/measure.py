@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -31,7 +31,13 @@ from dglx_dist.planner.choose import enumerate_candidates, has_costs, list_works
 from dglx_dist.planner.costs.base import EpochCounts, PlannedRun
 from dglx_dist.planner.model_shape import build_topology
 from dglx_dist.planner.records import Cluster, Draws, ModelShape, Prediction
-from dglx_dist.planner.workload import count_batches, estimate_graph_stats, read_graph_stats, read_row_sizes
+from dglx_dist.planner.workload import (
+    count_batches,
+    estimate_graph_stats,
+    has_one_type,
+    read_graph_stats,
+    read_row_sizes,
+)
 from dglx_dist.records import Array
 from dglx_dist.strategies.base import find_float_parameter
 from dglx_dist.strategies.candidate import CACHE_SIZES, Candidate, CandidateContext
@@ -73,6 +79,8 @@ class CountConfig:
     """Memory of a rank before it opens a graph. It is larger if this process is a rank and uses more."""
     epoch: int = 1
     assumptions: tuple[str, ...] = ()
+    ntype: str | None = None
+    """Type of the training nodes. None: the only one."""
 
 
 def count(
@@ -80,7 +88,8 @@ def count(
 ) -> tuple[EpochCounts, tuple[Candidate, ...]]:
     """Count an epoch and return the counts and the candidates. In a job it is collective, with equal results.
 
-    Outside of a job the session of ``g`` has one rank, and it has the structure of the whole graph. Raises
+    Nothing is counted on graphs of several types. Outside of a job the session of ``g`` has one rank, and it
+    has the structure of the whole graph. Raises
     ConfigError if the graph lacks data or has fewer parts than servers, or the ranks know different
     candidates, and PeerError if a rank is dead or silent.
     """
@@ -97,13 +106,14 @@ def count(
     # Counting is collective, but each rank has its own registry.
     descriptions = [f"{candidate.name} {list_works([candidate], context)}" for candidate in candidates]
     check_equal(run.g.session, "a candidate of strategy", descriptions, "load the same plugins on every rank")
-    batches = None
-    if config.draws is not None:
+    batches, is_counted = None, has_one_type(g.dataset.manifest)
+    if config.draws is not None and is_counted:
         notify("batches of all ranks")
         sizes = read_row_sizes(g, shape.gradient_bytes, partitioned=config.partitioned)
         caches = tuple(dict.fromkeys((c.cache, c.cache_alpha) for c in candidates if c.cache))
         batches = count_batches(run, config.draws, caches, sizes)
-    for work in list_works((c for c in candidates if c.strategy not in shape.refusals), context):
+    works = list_works((c for c in candidates if c.strategy not in shape.refusals), context)
+    for work in works if is_counted else ():
         notify(work.describe(run.num_layers))
         run.works[work] = work.count(run)
     counts = EpochCounts(
@@ -118,6 +128,7 @@ def count(
         epoch=config.epoch,
         assumptions=config.assumptions,
         draws=config.draws,
+        is_counted=is_counted,
     )
     return counts, candidates
 
@@ -139,13 +150,17 @@ def _plan_run(g: DistGraph, num_layers: int, config: CountConfig) -> PlannedRun:
     topology = build_topology(cluster.servers, cluster.ranks_per_server)
     if config.in_job:
         topology = g.session.topology
-    offsets = manifest.node_offsets[manifest.node_types[0]]
-    bounds = Placement(manifest.num_parts, topology).server_offsets(offsets)
-    seeds = read_marked_ids(g.ndata[TRAIN_MASK], g.num_nodes())
+    ntype = config.ntype or manifest.node_types[0]
+    bounds = Placement(manifest.num_parts, topology).server_offsets(manifest.node_offsets[ntype])
+    seeds = read_marked_ids(g.nodes[ntype].data[TRAIN_MASK], g.num_nodes(ntype))
     return PlannedRun(
         g=g,
         partition=PartitionContext(
-            structure=g.structure(), bounds=bounds, topology=topology, seed=g.session.seed
+            # Of several types, no work is counted on it.
+            structure=g.structure(g.canonical_etypes[0]),
+            bounds=bounds,
+            topology=topology,
+            seed=g.session.seed,
         ),
         seeds=seeds,
         graph=estimate_graph_stats(manifest, cluster.servers, len(seeds))
@@ -200,21 +215,29 @@ def _time_mini_batches(g: DistGraph, model: nn.Module, counts: EpochCounts) -> f
     return statistics.median(steps) * counts.mini_batches.steps
 
 
-def sample_blocks(g: DistGraph, seeds: Array, size: int, fanouts: Sequence[int]) -> list[Any]:
-    """Return the blocks of one batch of ``size`` of the (K,) ``seeds``, spread over the graph."""
+def sample_blocks(
+    g: DistGraph, seeds: Array, size: int, fanouts: Sequence[int], ntype: str | None = None
+) -> list[Any]:
+    """Return the blocks of one batch of ``size`` of the (K,) ``seeds``, spread over the graph.
+
+    ``ntype`` is the type of the seeds. None: the only one.
+    """
     spread_seeds = seeds[np.unique(np.linspace(0, len(seeds) - 1, min(size, len(seeds))).astype(np.int64))]
     sampler = dgl.dataloading.NeighborSampler(list(fanouts))
-    loader = DataLoader(g, spread_seeds, sampler, batch_size=len(spread_seeds), num_threads=0, device="cpu")
+    options: dict[str, Any] = {"batch_size": len(spread_seeds), "num_threads": 0, "device": "cpu"}
+    loader = DataLoader(g, spread_seeds if ntype is None else {ntype: spread_seeds}, sampler, **options)
     ((_, _, blocks),) = list(loader)
     return list(blocks)
 
 
-def time_step(model: nn.Module, blocks: Sequence[Any], features: int) -> float:
+def time_step(
+    model: nn.Module, blocks: Sequence[Any], widths: int | Mapping[str, int], ntype: str | None = None
+) -> float:
     """Return the seconds of a training step of a copy of ``model`` on ``blocks``, on its device.
 
-    The input rows have ``features`` columns. The result is the median of three steps after one that is not
-    timed. Dropout is keyed by node, like under the strategies. Raises ConfigError if the model fails on the
-    blocks.
+    The input rows have ``widths`` columns, by node type if it is a mapping. ``ntype`` is the type of the
+    targets. The result is the median of three steps after one that is not timed. Dropout is keyed by node,
+    like under the strategies. Raises ConfigError if the model fails on the blocks.
     """
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise ConfigError(f"the {type(model).__name__} has no parameters to train: nothing to choose")
@@ -225,12 +248,12 @@ def time_step(model: nn.Module, blocks: Sequence[Any], features: int) -> float:
         dropouts = install_node_dropouts(model_copy, 0)
         dropouts.begin(0, find_pass_ids(device_blocks[0]))
         optimizer = make_optimizer(model_copy)
-        rows = weight.new_ones(device_blocks[0].num_src_nodes(), features)
+        rows = _make_ones(device_blocks[0], widths, weight)
         seconds = []
         for _ in range(1 + _REPETITIONS):
             synchronize(weight.device)
             begin = time.perf_counter()
-            take_step(model_copy, optimizer, device_blocks, rows)
+            take_step(model_copy, optimizer, device_blocks, rows, ntype)
             synchronize(weight.device)
             seconds.append(time.perf_counter() - begin)
     except MODEL_ERRORS as error:
@@ -242,6 +265,12 @@ def time_step(model: nn.Module, blocks: Sequence[Any], features: int) -> float:
     return statistics.median(seconds[1:])
 
 
+def _make_ones(block: Any, widths: int | Mapping[str, int], weight: Tensor) -> Any:
+    if isinstance(widths, int):
+        return weight.new_ones(block.num_src_nodes(), widths)
+    return {ntype: weight.new_ones(block.num_src_nodes(ntype), width) for ntype, width in widths.items()}
+
+
 def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
     """Return an optimizer that hardly changes ``model``: Adam, or SGD if gradients of rows are sparse."""
     is_sparse = any(getattr(module, "sparse", False) for module in model.modules())
@@ -250,10 +279,19 @@ def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def take_step(
-    model: nn.Module, optimizer: torch.optim.Optimizer, blocks: Sequence[Any], rows: Tensor
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    blocks: Sequence[Any],
+    rows: Any,
+    ntype: str | None = None,
 ) -> None:
-    """Train ``model`` for a step on (N, F) ``rows``, with classes or values that are all 0."""
+    """Train ``model`` for a step, with classes or values that are all 0.
+
+    ``rows`` are (N, F), or such rows by node type. Scores by node type are those of ``ntype``.
+    """
     scores = model(blocks, rows)
+    if isinstance(scores, dict):
+        scores = scores[ntype or blocks[-1].dsttypes[0]]
     if scores.dim() == 2:
         loss = cross_entropy(scores, scores.new_zeros(len(scores), dtype=torch.int64))
     else:

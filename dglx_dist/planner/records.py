@@ -86,7 +86,7 @@ class Cluster:
 
 @dataclass(frozen=True, kw_only=True)
 class GraphStats:
-    """Statistics of a graph of one node type and one edge type."""
+    """Statistics of a graph: sums over its types."""
 
     name: str
     nodes: int
@@ -94,7 +94,7 @@ class GraphStats:
     features: int
     """Number of feature columns F."""
     feature_bytes: int
-    """Bytes of one node's features as they are stored."""
+    """Bytes of one node's features as they are stored. With several types: of one node of each."""
     classes: int
     train_nodes: int
     edge_cut: float
@@ -115,6 +115,7 @@ class ModelShape:
     layers: tuple[LayerWidths, ...]
     features: int
     hidden: int
+    """Width of the hidden layers. 0: unknown."""
     classes: int
     parameters: int
     """Number of scalars in all parameters."""
@@ -131,7 +132,8 @@ class ModelShape:
 
     @property
     def summary(self) -> str:
-        return f"{self.kind} of {len(self.layers)} layers, hidden width {self.hidden}"
+        hidden = f", hidden width {self.hidden}" if self.hidden else ""
+        return f"{self.kind} of {len(self.layers)} layers{hidden}"
 
     @property
     def gradient_bytes(self) -> int:

@@ -34,7 +34,8 @@ from dglx_dist.records import FEATURE, LABEL
 from dglx_dist.registry import AUTO
 from dglx_dist.strategies.base import STRATEGIES, Objective, OpenedStrategy, find_float_parameter
 from dglx_dist.strategies.candidate import Candidate
-from dglx_dist.training.tasks import gather_input_rows
+from dglx_dist.training.relational import EntityInputs
+from dglx_dist.training.tasks import check_inputs, gather_input_rows
 
 if TYPE_CHECKING:
     from dglx_dist.graph.dist_graph import DistGraph
@@ -64,6 +65,10 @@ class TrialConfig:
     constraints: ChoiceOptions
     memory_bytes: int
     """Memory of a rank for all candidates that are open at a time."""
+    inputs: EntityInputs | None = None
+    """Input rows by node type. None: the features of the only type."""
+    ntype: str
+    """Type of the training nodes."""
     base_bytes: int
     """Part of ``memory_bytes`` that all candidates share: the program, the structure and the features."""
 
@@ -296,6 +301,8 @@ class CandidateRun:
 
     def __init__(self, candidate: Candidate, config: TrialConfig) -> None:
         self._g, self._device = config.g, find_float_parameter(config.model).device
+        self._inputs, self._ntype = config.inputs, config.ntype
+        check_inputs(config.g, config.inputs, candidate.strategy)
         strategy = STRATEGIES.get(candidate.strategy)
         self._cache = None if candidate.cache is None else self._fill_cache(candidate, config.draws)
         with ExitStack() as stack:
@@ -362,8 +369,13 @@ class CandidateRun:
     def _train_on(self, batches: Iterable[Any]) -> None:
         for batch in batches:
             blocks = batch[-1]
-            rows = gather_input_rows(self._model, blocks[0], FEATURE, None)
-            take_step(self._model, self._optimizer, blocks, rows)
+            try:
+                rows = gather_input_rows(self._model, blocks[0], FEATURE, self._inputs)
+                take_step(self._model, self._optimizer, blocks, rows, self._ntype)
+            finally:
+                # Rows of embeddings are not trained, so that they stay as they are.
+                if self._inputs is not None:
+                    self._inputs.drop_gradients()
 
     def _fill_cache(self, candidate: Candidate, draws: Draws | None) -> tuple[Any, Any]:
         assert draws is not None, "caches belong to mini-batches"
@@ -401,17 +413,23 @@ def fill_cache(g: DistGraph, candidate: Candidate, fanouts: Sequence[int], batch
 
 
 def _open_loader(opened: OpenedStrategy, candidate: Candidate, config: TrialConfig) -> Any:
-    g, draws = config.g, config.draws
+    g, draws, inputs, ntype = config.g, config.draws, config.inputs, config.ntype
     takes_all = draws is None or STRATEGIES.get(candidate.strategy).traits.unit == "full_graph"
     fanouts = [-1] * config.num_layers if draws is None or takes_all else list(draws.fanouts)
-    labels = [LABEL] if LABEL in g.ndata else None
-    sampler = dgl.dataloading.NeighborSampler(fanouts, prefetch_node_feats=[FEATURE], prefetch_labels=labels)
+    labels = {ntype: [LABEL]} if LABEL in g.nodes[ntype].data else None
+    feats = {ntype: [FEATURE]}
+    if inputs is not None:
+        feats = {name: [inputs.feature] for name in inputs.feature_widths}
+    sampler = dgl.dataloading.NeighborSampler(fanouts, prefetch_node_feats=feats, prefetch_labels=labels)
     options: dict[str, Any] = {}
     if draws is not None and not takes_all:
         options |= {"batch_size": draws.batch_size, "shuffle": True}
     if (device := find_float_parameter(config.model).device) != g.session.device:
         options["device"] = device
-    return opened.loader(node_split(g.ndata[TRAIN_MASK], g.get_partition_book()), sampler, **options)
+    seeds: Any = node_split(g.nodes[ntype].data[TRAIN_MASK], g.get_partition_book(), ntype)
+    if len(g.ntypes) > 1:
+        seeds = {ntype: seeds}
+    return opened.loader(seeds, sampler, **options)
 
 
 @contextmanager

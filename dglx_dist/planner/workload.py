@@ -40,7 +40,6 @@ from dglx_dist.planner.costs.base import ID_BYTES, BatchWork, CacheHits, Planned
 from dglx_dist.planner.model_shape import build_topology
 from dglx_dist.planner.records import Draws, GraphStats
 from dglx_dist.records import FEATURE, LABEL, Array, ColumnInfo
-from dglx_dist.strategies.base import DEFAULT_STRATEGY
 
 if TYPE_CHECKING:
     from dglx_dist.graph.dist_graph import DistGraph
@@ -385,34 +384,53 @@ def read_graph_stats(dataset: StoredDataset, servers: int) -> GraphStats:
 
 def estimate_graph_stats(manifest: Manifest, servers: int, train_nodes: int) -> GraphStats:
     """Return the statistics of a dataset without reading it."""
-    ntype, etype = manifest.node_types[0], manifest.edge_types[0]
-    info = manifest.node_columns[ntype][FEATURE]
+    infos = [columns[FEATURE] for columns in manifest.node_columns.values() if FEATURE in columns]
     cut, parts = float(str(manifest.quality.get("edge_cut", 0.0))), manifest.num_parts
     # If P parts are on fewer servers, edges between parts of one server are not cut.
     cut_factor = (servers - 1) / servers * parts / max(parts - 1, 1)
     return GraphStats(
         name=manifest.name,
-        nodes=manifest.num_nodes(ntype),
-        edges=manifest.num_edges(etype),
-        features=math.prod(info.row_shape),
-        feature_bytes=numpy_dtype(info.dtype).itemsize * math.prod(info.row_shape),
-        classes=int(manifest.num_classes.get(ntype, 0)),
+        nodes=sum(map(manifest.num_nodes, manifest.node_types)),
+        edges=sum(map(manifest.num_edges, manifest.edge_types)),
+        features=sum(math.prod(info.row_shape) for info in infos),
+        feature_bytes=sum(numpy_dtype(info.dtype).itemsize * math.prod(info.row_shape) for info in infos),
+        classes=max(map(int, manifest.num_classes.values()), default=0),
         train_nodes=train_nodes,
         edge_cut=cut * cut_factor,
         method=manifest.method,
     )
 
 
+def has_one_type(manifest: Manifest) -> bool:
+    """Return whether the dataset has one node type and one edge type, for which costs are counted."""
+    return len(manifest.node_types) == 1 and len(manifest.edge_types) == 1
+
+
 def check_plannable(manifest: Manifest, where: str) -> None:
     """Raise ConfigError unless a plan can be made for the dataset."""
-    if len(manifest.node_types) != 1 or len(manifest.edge_types) != 1:
+    if not has_one_type(manifest):
         raise ConfigError(
             f"{where} has {len(manifest.node_types)} node and {len(manifest.edge_types)} edge types, but "
-            "costs are counted for one of each, so strategies cannot be compared. Name one with --strategy, "
-            f"such as {DEFAULT_STRATEGY} (docs/guides/several_types.md lists those for several types)."
+            "costs are counted for one of each, so there is no plan. Compare strategies in a run with "
+            "`dglx train --strategy auto`, which measures them, or name one with --strategy."
         )
-    columns = manifest.node_columns[manifest.node_types[0]]
-    for name in (FEATURE, TRAIN_MASK):
+    _check_columns(manifest, where, manifest.node_types[0], (FEATURE, TRAIN_MASK))
+
+
+def check_choosable(manifest: Manifest, where: str, ntype: str | None = None) -> None:
+    """Raise ConfigError unless a running job can compare strategies on the dataset.
+
+    ``ntype`` is the type of the training nodes. None: it is not known yet.
+    """
+    if has_one_type(manifest):
+        check_plannable(manifest, where)
+    elif ntype is not None:
+        _check_columns(manifest, where, ntype, (TRAIN_MASK,))
+
+
+def _check_columns(manifest: Manifest, where: str, ntype: str, names: Sequence[str]) -> None:
+    columns = manifest.node_columns[ntype]
+    for name in names:
         if name not in columns:
             raise ConfigError(
                 f"{where} has no node data {name!r} (known: {', '.join(columns) or 'none'}). Partition a "

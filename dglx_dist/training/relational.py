@@ -97,6 +97,11 @@ class EntityInputs:
             for ntype in self._g.ntypes
         }
 
+    def drop_gradients(self) -> None:
+        """Drop the gradients of all embeddings."""
+        for embedding in self._embeddings.values():
+            embedding.reset_trace()
+
     def __call__(self, block: Any) -> Any:
         """Return {node type: (num_src, width)} of the input-most block. Fetch missing features."""
         rows = {ntype: self._rows(block, ntype) for ntype in block.srctypes}

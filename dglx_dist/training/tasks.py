@@ -19,7 +19,7 @@ from dglx_dist.dataloading.edge_loader import merge_pairs
 from dglx_dist.errors import ConfigError
 from dglx_dist.graph.dist_tensor import DistTensor
 from dglx_dist.records import FEATURE, LABEL, SPLITS
-from dglx_dist.strategies.base import WrappedModel, find_float_parameter
+from dglx_dist.strategies.base import STRATEGIES, WrappedModel, find_float_parameter
 from dglx_dist.training import metrics
 from dglx_dist.training.config import AUTO_TASK, CLASSIFICATION, LESS_IS_BETTER, MULTILABEL, REGRESSION
 from dglx_dist.training.relational import EntityInputs
@@ -376,6 +376,20 @@ def _group_negatives(negative: Tensor, pairs: Any, negative_pairs: Any) -> Tenso
                 "or InBatch(k) with batches of more than k edges of each type."
             )
     return negative.view(total, per_edge)
+
+
+def check_inputs(g: DistGraph, inputs: EntityInputs | None, strategy: str) -> None:
+    """Raise ConfigError if ``strategy`` does not fetch the embeddings of ``inputs``."""
+    # Of several types, those without features keep whole rows.
+    if inputs is None or STRATEGIES.get(strategy).traits.features == "rows" or len(g.ntypes) > 1:
+        return
+    embedded = [ntype for ntype in g.ntypes if ntype not in inputs.feature_widths]
+    if embedded:
+        raise ConfigError(
+            f"config.inputs has a DistEmbedding of the nodes {embedded[0]!r}, but strategy "
+            f"{strategy!r} does not fetch its rows. Put nn.Embedding(g.num_nodes(), width, "
+            "sparse=True) into the model, which is cut by column, or use strategy='data_parallel'."
+        )
 
 
 def gather_input_rows(model: nn.Module, block: Any, feature: str, inputs: EntityInputs | None) -> Any:

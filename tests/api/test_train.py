@@ -293,6 +293,22 @@ def test_trains_whole_graphs_of_several_types_like_mini_batches(
     assert sorted(rows["id"].to_pylist()) == list(range(hetero.NUM_NODES["author"]))
 
 
+@pytest.mark.parametrize("model", ["hgt", *wide("rgcn")])
+def test_auto_chooses_on_several_types_without_counts(model: str, tmp_path: Path) -> None:
+    data, run = str(hetero.write_parts(tmp_path)), tmp_path / "run"
+    options = {"model": model, "epochs": 2, "strategy": "auto"}
+    run_ranks(_train_model, 2, args=(data, str(run), options), ranks_per_server=1)
+    plan = json.loads((run / "plan.json").read_text())
+    predictions = {entry["name"]: entry for entry in plan["predictions"]}
+    assert predictions["data_parallel"]["trial"] is not None
+    push_pull = predictions["push_pull structure=push"]
+    assert push_pull["trial"] is not None if model == "rgcn" else "on several types" in push_pull["why_not"]
+    assert not any(entry["memory_bytes"] for entry in predictions.values())
+    assert any("not counted on graphs of several types" in text for text in plan["assumptions"])
+    assert plan["graph"]["nodes"] == sum(hetero.NUM_NODES.values())
+    assert "epochs" in json.loads((run / "summary.json").read_text())
+
+
 @pytest.mark.wide
 def test_a_resumed_run_goes_on_with_its_rows(tmp_path: Path) -> None:
     """With the state of both optimizers and of dropout."""

@@ -40,7 +40,7 @@ def make_config(strategy: str, data: Path, **options: object) -> TrainConfig:
     return TrainConfig(data=str(data), strategy=strategy, ranks=2, servers=2, strategy_options=options)
 
 
-def test_nothing_is_started_where_auto_has_nothing_to_choose_among(tmp_path: Path) -> None:
+def test_auto_starts_on_several_types_and_needs_features_of_one(tmp_path: Path) -> None:
     raw = two_triangles()
     partition_to_disk(raw, tmp_path / "one", PartitionPlan(num_parts=2, method="contiguous"))
     check_before_launch(make_config("auto", tmp_path / "one"))
@@ -48,9 +48,11 @@ def test_nothing_is_started_where_auto_has_nothing_to_choose_among(tmp_path: Pat
     partition_to_disk(
         replace(raw, edges=both), tmp_path / "two", PartitionPlan(num_parts=2, method="contiguous")
     )
-    check_before_launch(make_config("data_parallel", tmp_path / "two"))
-    with pytest.raises(ConfigError, match=r"2 edge types.*Use --strategy data_parallel"):
-        check_before_launch(make_config("auto", tmp_path / "two"))
+    check_before_launch(make_config("auto", tmp_path / "two"))
+    bare = replace(raw, node_data={NODE_TYPE: {}})
+    partition_to_disk(bare, tmp_path / "bare", PartitionPlan(num_parts=2, method="contiguous"))
+    with pytest.raises(ConfigError, match="no node data 'feat'"):
+        check_before_launch(make_config("auto", tmp_path / "bare"))
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,8 @@
 
 import os
 import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -17,18 +19,23 @@ from dglx_dist.data.partition.base import PartitionPlan
 from dglx_dist.data.partition.prepare import partition_to_disk
 from dglx_dist.data.synthetic import SyntheticConfig, generate
 from dglx_dist.errors import ConfigError
+from dglx_dist.graph import optim
 from dglx_dist.graph.cache import PHASE_ROW_CACHE
 from dglx_dist.graph.dist_graph import DistGraph
+from dglx_dist.graph.dist_tensor import view_owned_rows
 from dglx_dist.graph.embedding import DistEmbedding
 from dglx_dist.planner import auto, choose, trials
 from dglx_dist.planner.measure import Links
+from dglx_dist.planner.records import Choice
 from dglx_dist.registry import AUTO
 from dglx_dist.strategies.base import STRATEGIES
 from dglx_dist.strategies.push_pull.strategy import OpenedPushPull
 from dglx_dist.training.fit_config import FitConfig
 from dglx_dist.training.models import build_model
+from dglx_dist.training.relational import RGCN, EntityInputs
 from tests.helpers import wide
 from tests.helpers.ranks import RankError, run_ranks
+from tests.training import hetero
 
 FEATURES, CLASSES, FANOUTS, BATCH = 12, 3, (3, 3), 40
 SIMPLE = ("data_parallel", "full_graph", "cooperative batches=2")
@@ -57,6 +64,45 @@ def sent_by(session: Session) -> list[LedgerRow]:
     return [row for row in session.ledger.rows() if row.phase not in (CONTROL, PHASE_ROW_CACHE, "masks")]
 
 
+@contextmanager
+def choosing(name: str) -> Iterator[None]:
+    """Let the choice be ``name``, after trials of all candidates."""
+
+    def pick(finalists: Any, _: Any) -> Any:
+        return next(finalist for finalist in finalists if finalist.candidate.name == name)
+
+    with (
+        mock.patch.object(choose, "_pick", pick),
+        mock.patch.object(trials._Race, "_drop_slower"),
+        mock.patch.object(trials, "_MOST_ROUNDS", 1),
+    ):
+        yield
+
+
+def choose_by_name(
+    model: nn.Module,
+    g: DistGraph,
+    name: str,
+    data: str,
+    describe: Callable[[], Any] = lambda: None,
+    **options: Any,
+) -> tuple[dict[str, Any], Choice]:
+    """Choose ``name``. Return what was tried, and what the trials have changed in the job."""
+    session = g.session
+
+    def describe_job() -> list[Any]:
+        shares = session.step_share, session.model_share
+        return [sent_by(session), torch.get_rng_state().tolist(), files_of(data), shares, describe()]
+
+    before, weights = describe_job(), [parameter.detach().clone() for parameter in model.parameters()]
+    with choosing(name):
+        choice = choose_strategy(model, g, epochs=2, **options)
+    changed = [(a, b) for a, b in zip(before, describe_job(), strict=True) if a != b]
+    tried = [prediction.candidate.name for prediction in choice.predictions if prediction.trial]
+    is_kept = all(map(torch.equal, weights, model.parameters()))
+    return {"tried": tried, "changed": changed, "weights kept": is_kept}, choice
+
+
 def train(data: str, name: str, *, chosen: bool) -> dict[str, Any]:
     """Train with the candidate ``name``, which ``auto`` has chosen or which is named."""
     strategy, *options = name.split()
@@ -69,26 +115,7 @@ def train(data: str, name: str, *, chosen: bool) -> dict[str, Any]:
         g = DistGraph(data, session=session)
         batches: dict[str, Any] = {"fanouts": FANOUTS, "batch_size": BATCH}
         if chosen:
-            shares = session.step_share, session.model_share
-            before = [sent_by(session), torch.get_rng_state().tolist(), files_of(data), shares]
-            weights = [parameter.detach().clone() for parameter in model.parameters()]
-
-            def pick(finalists: Any, _: Any) -> Any:
-                return next(finalist for finalist in finalists if finalist.candidate.name == name)
-
-            with (
-                mock.patch.object(choose, "_pick", pick),
-                mock.patch.object(trials._Race, "_drop_slower"),
-                mock.patch.object(trials, "_MOST_ROUNDS", 1),
-            ):
-                choice = choose_strategy(model, g, epochs=2, **batches)
-            state["tried"] = [
-                prediction.candidate.name for prediction in choice.predictions if prediction.trial
-            ]
-            shares = session.step_share, session.model_share
-            after = [sent_by(session), torch.get_rng_state().tolist(), files_of(data), shares]
-            state["changed"] = [(a, b) for a, b in zip(before, after, strict=True) if a != b]
-            state["weights kept"] = all(map(torch.equal, weights, model.parameters()))
+            state, _ = choose_by_name(model, g, name, data, **batches)
         elif cache is not None:
             policy, alpha = cache.split(":")
             g.cache_rows("feat", alpha=float(alpha), policy=policy, fanouts=list(FANOUTS), batch_size=BATCH)
@@ -119,6 +146,67 @@ def test_a_run_after_trials_equals_the_named_run(data: str, tmp_path: Path, name
         assert chosen["changed"] == []
         assert chosen["weights kept"]
         assert chosen["run"] == named["run"]
+
+
+TYPED = ("data_parallel", "push_pull structure=push", "cooperative batches=2", "full_graph")
+WAYS = ("chosen", "fitted", "named")
+
+
+def train_typed(data: str, name: str, way: str) -> dict[str, Any]:
+    """Train R-GCN and rows of authors with the candidate ``name``: chosen, chosen by ``fit``, or named."""
+    strategy, *options = name.split()
+    values: dict[str, Any] = dict(option.split("=") for option in options)
+    values = {key: int(value) if value.isdigit() else value for key, value in values.items()}
+    full, state = STRATEGIES.get(strategy).traits.unit == "full_graph", dict[str, Any]()
+    with init(strategy, seed=5, **values) if way == "named" else init(AUTO, unit="any", seed=5) as session:
+        g = DistGraph(data, session=session)
+        options_of_rows: dict[str, Any] = {"graph": g, "dtype": torch.float64}
+        policy = g.get_node_partition_policy("author")
+        authors = DistEmbedding(g.num_nodes("author"), 8, "rows", part_policy=policy, **options_of_rows)
+        inputs, sparse = EntityInputs(g, embeddings={"author": authors}), optim.SparseAdam([authors], lr=0.1)
+        torch.manual_seed(3)
+        widths = inputs.feature_widths
+        model = RGCN(g, widths, 8, hetero.CLASSES, out_types=["paper"], dropout=0.5).double()
+
+        def describe_rows() -> list[Any]:
+            tensors = [view_owned_rows(tensor).tolist() for tensor in (authors.weight, *authors.optm_state)]
+            return [tensors, len(authors._gradients)]
+
+        batches: dict[str, Any] = {"fanouts": (3, 3), "batch_size": 5}
+        if way == "chosen":
+            state, choice = choose_by_name(model, g, name, data, describe_rows, inputs=inputs, **batches)
+            assert any("not counted on graphs of several types" in text for text in choice.assumptions)
+        config = FitConfig(epochs=2, inputs=inputs)
+        if way != "fitted" and full:
+            batches = {}
+        with choosing(name):
+            _, result = fit(model, g, config=config, sparse=sparse, **batches)
+        if way == "fitted":
+            assert result.choice is not None
+            state["why_not"] = {entry.candidate.name: entry.why_not for entry in result.choice.predictions}
+        trained = [parameter.tolist() for parameter in model.parameters()]
+        losses = [epoch.loss for epoch in result.epochs]
+        state["run"] = [losses, trained, result.accuracy, describe_rows(), sent_by(session)]
+        g.close()
+    return state
+
+
+def train_typed_in_all_ways(folders: list[str], name: str) -> list[dict[str, Any]]:
+    return [train_typed(folder, name, way) for folder, way in zip(folders, WAYS, strict=True)]
+
+
+@pytest.mark.parametrize("name", [*wide(TYPED[0]), TYPED[1], *wide(*TYPED[2:])])
+def test_a_run_on_several_types_after_trials_equals_the_named_run(tmp_path: Path, name: str) -> None:
+    folder = hetero.write_parts(tmp_path)
+    folders = [str(shutil.copytree(folder, tmp_path / way)) for way in WAYS]
+    for chosen, fitted, named in run_ranks(
+        train_typed_in_all_ways, 2, args=(folders, name), ranks_per_server=1, timeout_s=200
+    ):
+        assert set(TYPED) <= set(chosen["tried"])
+        assert fitted["why_not"]["lambda"].startswith("lambda trains on graphs of one node and one edge type")
+        assert chosen["changed"] == []
+        assert chosen["weights kept"]
+        assert chosen["run"] == fitted["run"] == named["run"]
 
 
 def refuse(*_: Any) -> None:

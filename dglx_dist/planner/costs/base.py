@@ -160,6 +160,8 @@ class EpochCounts:
     epoch: int
     assumptions: tuple[str, ...] = ()
     draws: Draws | None = None
+    is_counted: bool = True
+    """Whether cost models apply. They do not on graphs of several types."""
 
     @property
     def description(self) -> str:

@@ -90,8 +90,8 @@ def test_weights_and_rows_match_one_process(
             assert error <= TOLERANCE if is_exact else 1e-6 < error < 0.3, run
 
 
-def test_comparing_strategies_is_refused(folder: Path) -> None:
-    with pytest.raises(ConfigError, match=r"4 node and 7 edge types.*Name one with --strategy"):
+def test_a_plan_is_refused(folder: Path) -> None:
+    with pytest.raises(ConfigError, match=r"4 node and 7 edge types.*`dglx train --strategy auto`"):
         check_plannable(open_dataset(folder).manifest, str(folder))
 
 
