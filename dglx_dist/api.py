@@ -767,7 +767,8 @@ def fit(  # noqa: PLR0913 - all but two have defaults
         _, choice = resolve(model, g, training, folder, config.inputs)
         if default_batch_size(g.session.strategy) is None:
             # Steps take the whole graph. These options were for the mini-batches in the comparison.
-            fanouts, batch_size = None if fanouts is None else [-1] * len(fanouts), None
+            fanouts = None if fanouts is None else [-1] * len(fanouts)
+            batch_size = None
     check_inputs(g, config.inputs, g.session.strategy)
     if loader is None:
         fanouts = default_fanouts(g.session.strategy, 2) if fanouts is None else fanouts
@@ -830,7 +831,8 @@ def _node_loader(
     feats = {ntype: [config.feature]}
     if config.inputs is not None:
         feats = {name: [config.inputs.feature] for name in config.inputs.feature_widths}
-    seeds, labels = {ntype: training_nodes(g, ntype)}, {ntype: [config.label]}
+    seeds = {ntype: training_nodes(g, ntype)}
+    labels = {ntype: [config.label]}
     columns = {"prefetch_labels": labels, "prefetch_edge_feats": config.edge_feats or None}
     sampler = dgl.dataloading.NeighborSampler(list(sizes), prefetch_node_feats=feats, **columns)
     stored = {g.nodes[name].data[column].dtype for name, (column,) in feats.items()}

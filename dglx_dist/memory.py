@@ -72,7 +72,9 @@ def machine_memory(
 
 
 # Numbers of <malloc.h>.
-_TRIM_THRESHOLD, _MMAP_THRESHOLD, _MMAP_MAX = -1, -3, -4
+_TRIM_THRESHOLD = -1
+_MMAP_THRESHOLD = -3
+_MMAP_MAX = -4
 
 _NEVER = 2**31 - 1
 
@@ -134,7 +136,9 @@ def read_size(text: str) -> int:
 
 def format_bytes(num_bytes: float) -> str:
     """Format a number of bytes with three digits and a decimal unit: 1536 gives ``1.54 KB``."""
-    value, units = float(num_bytes), ["PB", "TB", "GB", "MB", "KB", "B"]
+    value = float(num_bytes)
+    units = ["PB", "TB", "GB", "MB", "KB", "B"]
     while abs(value) >= 999.5 and len(units) > 1:  # 999.5 would be written as 1e+03
-        value, _ = value / 1000, units.pop()
+        value = value / 1000
+        _ = units.pop()
     return f"{value:.0f} B" if units[-1] == "B" else f"{value:.3g} {units[-1]}"

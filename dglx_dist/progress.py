@@ -116,7 +116,8 @@ def _report_lines(description: str, total: int, say: Callable[[str], None]) -> C
 
     def move(units: int) -> None:
         nonlocal last_report, done
-        done, now = min(done + units, total), time.monotonic()
+        done = min(done + units, total)
+        now = time.monotonic()
         if now - last_report >= _LINE_S and done:
             left = timedelta(seconds=round((now - begin) * (total - done) / done))
             last_report = now

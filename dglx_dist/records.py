@@ -61,7 +61,8 @@ class SparseRows:
     def dense(self, rows: Array) -> Array:
         """Return the dense rows ``rows`` ((K,) int64, any order) as (K, F)."""
         out = np.zeros((len(rows), self.num_columns), dtype=self.values.dtype)
-        first, counts = self.indptr[rows], self.indptr[rows + 1] - self.indptr[rows]
+        first = self.indptr[rows]
+        counts = self.indptr[rows + 1] - self.indptr[rows]
         row_of = np.repeat(np.arange(len(rows)), counts)
         within = np.arange(len(row_of)) - np.repeat(np.cumsum(counts) - counts, counts)
         position = np.repeat(first, counts) + within

@@ -35,6 +35,23 @@ FRAGMENT = re.compile(
 )
 
 
+MAX_PACKED_ASSIGNMENTS = 40
+"""Assignments of three or more values on one line, or of two of which both are computed, that are left."""
+
+
+def is_packed(node: ast.AST) -> bool:
+    """Whether ``node`` is ``a, b = x(), y()``, whose parts a reader has to take apart."""
+    if not isinstance(node, ast.Assign) or not isinstance(node.value, ast.Tuple):
+        return False
+    targets, values = node.targets[0], node.value.elts
+    if not isinstance(targets, ast.Tuple) or len(targets.elts) != len(values):
+        return False
+    assigned = {part.id for part in ast.walk(targets) if isinstance(part, ast.Name)}
+    if assigned & {part.id for part in ast.walk(node.value) if isinstance(part, ast.Name)}:
+        return False  # A swap, or a step of a loop.
+    return len(values) > 2 or all(isinstance(value, ast.Call) for value in values)
+
+
 def offenders(rule: Callable[[Iterable[ast.AST]], list[int]], *, but: tuple[str, ...] = ()) -> list[str]:
     """Return ``file:line`` of what ``rule`` reports, except in files whose names start with ``but``."""
     return [
@@ -209,3 +226,8 @@ def test_all_files_are_checked() -> None:
     names = {source.name for source in sources()}
     assert {"__init__.py", "comm/topology.py", "cli/app.py"} <= names
     assert offenders(lambda nodes: uses(nodes, "os", {"environ"})), "comm/topology.py reads os.environ"
+
+
+def test_assignments_do_not_pack_computations() -> None:
+    packed = offenders(lambda nodes: [node.lineno for node in nodes if is_packed(node)], but=("scripts",))
+    assert len(packed) <= MAX_PACKED_ASSIGNMENTS, packed

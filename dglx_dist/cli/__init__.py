@@ -28,7 +28,8 @@ def run_command_line(app: Callable[..., Any], program: str) -> None:
     """
     # Words after -- belong to another command or are not options.
     end = sys.argv.index("--") if "--" in sys.argv else len(sys.argv)
-    own, positional = sys.argv[1:end], sys.argv[end:]
+    own = sys.argv[1:end]
+    positional = sys.argv[end:]
     debug = "--debug" in own
     arguments = [argument for argument in own if argument not in ("--debug", LAUNCHER, LAUNCHED)] + positional
     for stream in sys.stdout, sys.stderr:

@@ -107,7 +107,8 @@ def command(config: type[C]) -> Callable[[Callable[[C], None]], Callable[..., No
             # An option that is None gets the default of the record.
             for field, option in list_options(config):
                 if (value := values[field.name]) is not None:
-                    parse, flag = option.parse, find_flag(config, field.name)
+                    parse = option.parse
+                    flag = find_flag(config, field.name)
                     parsed[field.name] = value if parse is None else parse(value, flag)
             if "given" in hints:
                 sources = {name: context.get_parameter_source(name) for name in values}

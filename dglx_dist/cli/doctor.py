@@ -28,7 +28,8 @@ _PACKAGES = "torch dgl numpy scipy pandas pyarrow numba pyzmq pymetis kaminpar p
 _BROKEN = (ImportError, OSError, RuntimeError, AttributeError)
 """Errors of packages that do not load."""
 _SHARED_MEMORY = Path("/dev/shm")
-_LEAST_SHARED_MEMORY, _LEAST_FILES = 1 << 30, 1024
+_LEAST_SHARED_MEMORY = 1 << 30
+_LEAST_FILES = 1024
 _ANY_ADDRESS = "192.0.2.1"
 """Address reserved for documentation. It selects the default route. Nothing is sent to it."""
 
@@ -72,7 +73,8 @@ def doctor(config: DoctorConfig) -> None:
 
 
 def _install_dgl(*, ask: bool) -> None:
-    installed, python = dgl_wheel.find_version(), platform.python_version()
+    installed = dgl_wheel.find_version()
+    python = platform.python_version()
     if installed is not None:
         say(f"DGL {installed} is installed already")
         return
@@ -123,7 +125,8 @@ def _check_versions(diagnosis: Diagnosis) -> None:
 
 
 def _check_machine(diagnosis: Diagnosis) -> None:
-    (total, free), (soft, hard) = machine_memory(), resource.getrlimit(resource.RLIMIT_NOFILE)
+    total, free = machine_memory()
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     facts = {
         "system": platform.platform(),
         "cores": os.cpu_count(),

@@ -64,7 +64,8 @@ def measure(plan: PlanConfig, notify: Notify | None = None) -> tuple[EpochCounts
     assert folder is not None, "a PlanConfig has a dataset"
     check_plannable(read_manifest(Path(folder)), folder)
     cluster = build_cluster(plan)
-    threads, cores = torch.get_num_threads(), len(os.sched_getaffinity(0))
+    threads = torch.get_num_threads()
+    cores = len(os.sched_getaffinity(0))
     torch.set_num_threads(min(max(int(cluster.cores), 1), cores))
     try:
         with init(DEFAULT_STRATEGY, seed=plan.seed, device=plan.device) as session:
@@ -96,13 +97,15 @@ def _with_gpus(plan: PlanConfig, cluster: Cluster, device: torch.device) -> Clus
 def _measure_on(
     plan: PlanConfig, g: DistGraph, cluster: Cluster, notify: Notify | None
 ) -> tuple[EpochCounts, list[Prediction]]:
-    features, classes = g.ndata[FEATURE].shape[1], g.num_classes(g.ntypes[0])
+    features = g.ndata[FEATURE].shape[1]
+    classes = g.num_classes(g.ntypes[0])
     sizes = (features, plan.hidden, classes, plan.layers)
     with torch.random.fork_rng(devices=[]):
         module = build_model(plan.model, *sizes, heads=plan.heads, graph=g, **plan.between)
     shape = infer_shape(module, features, classes, plan.layers, kind=plan.model, hidden=plan.hidden)
     module.to(g.session.device)
-    cores_here, assumptions = len(os.sched_getaffinity(0)), []
+    cores_here = len(os.sched_getaffinity(0))
+    assumptions = []
     if cluster.cores > cores_here:
         cores = plural(cluster.cores, "core")
         assumptions = [f"a rank with {cores} computes as fast as the {cores_here} cores here that timed it"]

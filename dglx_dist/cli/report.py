@@ -70,7 +70,8 @@ def inspect(config: InspectCommand) -> None:
     dataset = open_dataset(config.folder, verify=config.verify)
     if config.picture is not None:
         check_picture(config.picture, "--picture", PICTURE)
-    manifest, quality = dataset.manifest, dict(dataset.manifest.quality)
+    manifest = dataset.manifest
+    quality = dict(dataset.manifest.quality)
     sizes = count_part_bytes(manifest)
     cut = f"{plural(manifest.num_parts, 'part')} by {manifest.method}"
     write(f"{manifest.name}, cut into {cut}, seed {manifest.seed}")
@@ -152,7 +153,8 @@ def _show_closure(dataset: StoredDataset, picture: Path, config: InspectCommand)
         return
     hops = HOPS if config.hops is None else config.hops
     expansion = measure_expansion(dataset, servers, hops)
-    factors, foreign = expansion.factors.tolist(), expansion.foreign.max(axis=1).tolist()
+    factors = expansion.factors.tolist()
+    foreign = expansion.foreign.max(axis=1).tolist()
     work = expansion.work.max(axis=1).tolist()
     show(build_expansion_table(factors, foreign, feature_bytes(manifest), work))
     target = picture.with_name(f"{picture.stem}-closure.png")
@@ -264,7 +266,8 @@ def _report_runs(folders: Sequence[Path], spreads: Mapping[Path, Mapping[str, An
     from dglx_dist.report.run_folder import read_run
     from dglx_dist.report.tables import build_runs_table, spread_cells, summarise
 
-    places, means = list[Path](), dict[str, Mapping[str, tuple[object, str]]]()
+    places = list[Path]()
+    means = dict[str, Mapping[str, tuple[object, str]]]()
     for folder in folders:
         with _explain_damage(folder):
             if folder in spreads:
@@ -311,7 +314,8 @@ def report_trace(path: Path, batches: tuple[int, int] | None) -> None:
     from dglx_dist.report.pictures import describe_overlap, draw_trace
 
     with _explain_damage(path):
-        trace, target = read_trace(path), path.with_suffix(".png")
+        trace = read_trace(path)
+        target = path.with_suffix(".png")
         title = " ".join(
             [str(trace.facts.get("strategy", path.stem))]
             + [f"{name}={value}" for name, value in dict(trace.facts.get("options", {})).items()]

@@ -66,7 +66,8 @@ def main(arguments: Sequence[str]) -> int:
     end_with_parent()
     file = None
     if arguments[:1] == ["--failure-file"]:
-        file, arguments = Path(arguments[1]), arguments[2:]
+        file = Path(arguments[1])
+        arguments = arguments[2:]
     code = launch(arguments, file)
     if code is None:
         runpy.run_module("dglx_dist.cli", run_name="__main__", alter_sys=True)
@@ -172,7 +173,8 @@ class _ForkedRank:
         self.pid = os.fork()
         if self.pid:
             os.close(read_end)
-            self.proc, self._process = self, psutil.Process(self.pid)
+            self.proc = self
+            self._process = psutil.Process(self.pid)
             return
         os.setsid()
         ctypes.CDLL(None).prctl(_PR_SET_NAME, f"dglx-rank-{local_rank}".encode())
@@ -232,8 +234,11 @@ class _OneAddressRendezvous(StaticTCPRendezvous):
 def _use_one_address(parsed: argparse.Namespace) -> None:
     """Select :class:`_OneAddressRendezvous` instead of torchrun's static backend and of --standalone."""
     if parsed.standalone:
-        parsed.standalone, parsed.nnodes, parsed.node_rank = False, "1", 0
-        parsed.rdzv_backend, parsed.rdzv_endpoint = "static", "127.0.0.1:0"
+        parsed.standalone = False
+        parsed.nnodes = "1"
+        parsed.node_rank = 0
+        parsed.rdzv_backend = "static"
+        parsed.rdzv_endpoint = "127.0.0.1:0"
     if parsed.rdzv_backend != "static":
         return
     parsed.rdzv_backend = _BACKEND
@@ -241,7 +246,8 @@ def _use_one_address(parsed: argparse.Namespace) -> None:
 
     def create(settings: RendezvousParameters) -> StaticTCPRendezvous:
         host, port = parse_rendezvous_endpoint(settings.endpoint, default_port=29500)
-        nodes, limit_s = settings.max_nodes, int(settings.get("timeout", 600))
+        nodes = settings.max_nodes
+        limit_s = int(settings.get("timeout", 600))
         return _OneAddressRendezvous(host, port, parsed.node_rank, nodes, settings.run_id, limit_s)
 
     rendezvous_handler_registry.register(_BACKEND, create)
@@ -266,7 +272,8 @@ class _Signals:
         ranks = psutil.Process().children()
         is_repeated = number == signal.SIGINT and self.first and time.monotonic() - self._first_s > SAME_KEY_S
         if not self.first:
-            self.first, self._first_s = number, time.monotonic()
+            self.first = number
+            self._first_s = time.monotonic()
         for rank in ranks:
             with suppress(psutil.NoSuchProcess):
                 rank.send_signal(signal.SIGKILL if is_repeated else signal.SIGTERM)

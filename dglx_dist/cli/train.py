@@ -47,7 +47,8 @@ def start_ranks(arguments: Sequence[str], *, ranks: int, servers: int | None) ->
         build_rank_environment(ranks, ranks_per_server=count_ranks_per_server(ranks, servers))
     )
     command = [sys.executable, "-m", "dglx_dist.cli", LAUNCHER, *arguments]
-    process, received = subprocess.Popen(command, env=environment), set[int]()
+    process = subprocess.Popen(command, env=environment)
+    received = set[int]()
 
     def pass_on(number: int, _: object) -> None:
         received.add(number)
@@ -188,7 +189,8 @@ def check_before_launch(config: TrainConfig) -> None:
         resolve_etype(etype_name, manifest.edge_types)
     if is_auto:
         check_choosable(manifest, config.data)
-    num_parts, num_servers = manifest.num_parts, config.servers or 1
+    num_parts = manifest.num_parts
+    num_servers = config.servers or 1
     if num_parts < num_servers:
         raise ConfigError(
             f"{config.data} has {plural(num_parts, 'part')}, too few for --servers {num_servers}. Use at "

@@ -79,7 +79,9 @@ from dglx_dist.training.tracing import check_trace, hide_credentials
 
 CHECKPOINTS = "checkpoints"
 """Folder of checkpoints inside a run folder."""
-PREDICTION, EMBEDDING, SCORES = "prediction", "embedding", "scores"
+PREDICTION = "prediction"
+EMBEDDING = "embedding"
+SCORES = "scores"
 """Column names of written results."""
 
 
@@ -94,7 +96,8 @@ def _resolve_auto(
         return plan, None
     assert isinstance(target, str), "auto compares batches of nodes"
     folder = Path(plan.out)
-    own_loop, kind = needs_own_loop(plan) is not None, None if plan.model_file else plan.model
+    own_loop = needs_own_loop(plan) is not None
+    kind = None if plan.model_file else plan.model
     common = select_common_fields(plan, Training)
     training = Training(num_layers=plan.layers, kind=kind, ntype=target, own_loop=own_loop, **common)
     checkpoints = folder / CHECKPOINTS if plan.resume else None
@@ -196,7 +199,8 @@ def _build_inputs(
     embeddings = {}
     for name in g.ntypes:
         if plan.model == NO_ENCODER or FEATURE not in g.nodes[name].data:
-            policy, count = g.get_node_partition_policy(name), g.num_nodes(name)
+            policy = g.get_node_partition_policy(name)
+            count = g.num_nodes(name)
             width = plan.embeddings or plan.hidden
             options: dict[str, Any] = {"part_policy": policy, "graph": g, "scale": scale}
             embeddings[name] = DistEmbedding(count, width, f"{name}-rows", **options)
@@ -212,7 +216,8 @@ def _choose_decoder(plan: TrainConfig, targets: Sequence[EdgeType]) -> str:
 
 
 def _build_link(plan: TrainConfig, g: DistGraph, targets: Sequence[EdgeType]) -> Built:
-    decoder, etypes = _choose_decoder(plan, targets), g.canonical_etypes
+    decoder = _choose_decoder(plan, targets)
+    etypes = g.canonical_etypes
     if plan.model == NO_ENCODER:
         assert plan.embeddings is not None, "the configuration checks it"
         module = LinkModel(None, DECODERS[decoder](len(etypes), plan.embeddings), etypes)
@@ -393,7 +398,8 @@ def describe_target(plan: TrainConfig, g: DistGraph, target: Target) -> str:
 
 def train_seeds(plan: TrainConfig) -> Trained:
     """Train once with each of the seeds, and write ``summary.json`` for all. Every rank must call it."""
-    folder, runs = Path(plan.out), []
+    folder = Path(plan.out)
+    runs = []
     for seed in plan.seeds:
         name = f"seed-{seed}"
         paths = {"out": plan.out, "predictions": plan.predictions, "save_embeddings": plan.save_embeddings}
@@ -434,7 +440,8 @@ def _check_trainable(plan: TrainConfig, g: DistGraph) -> str:
     """Check that ``g`` has the types and data that the model needs. Return the node type to classify."""
     if plan.strategy == AUTO:
         check_choosable(g.dataset.manifest, plan.data)
-    ntype, columns = find_labelled_type(g), {name: g.nodes[name].data for name in g.ntypes}
+    ntype = find_labelled_type(g)
+    columns = {name: g.nodes[name].data for name in g.ntypes}
     data = columns[ntype]
     missing = f"{g.dataset.folder} has no node data {{!r}} (known: {', '.join(data) or 'none'}). "
     if LABEL not in data:
@@ -457,7 +464,8 @@ def _check_trainable(plan: TrainConfig, g: DistGraph) -> str:
 
 def _check_inputs(plan: TrainConfig, g: DistGraph) -> None:
     """Raise ConfigError unless the model supports the types of ``g`` and has rows for all nodes."""
-    where, relational = g.dataset.folder, plan.model in RELATIONAL_KINDS
+    where = g.dataset.folder
+    relational = plan.model in RELATIONAL_KINDS
     if not relational and (len(g.ntypes) != 1 or len(g.canonical_etypes) != 1):
         link = ", or --model none --embeddings 64, which scores trainable rows" if plan.task == LINK else ""
         raise ConfigError(
@@ -484,7 +492,9 @@ def _edge_columns(plan: TrainConfig) -> tuple[str, ...]:
 
 def _check_edge_weight(plan: TrainConfig, g: DistGraph) -> None:
     """Raise ConfigError unless the edges have the column. Report an unused column with a usual name."""
-    where, name, etype = g.dataset.folder, plan.edge_weight, g.canonical_etypes[0]
+    where = g.dataset.folder
+    name = plan.edge_weight
+    etype = g.canonical_etypes[0]
     shapes = {key: tuple(column.shape[1:]) for key, column in g.edges[etype].data.items()}
     fitting = [key for key, shape in shapes.items() if shape in ((), (1,))]
     if name is None:
@@ -556,7 +566,8 @@ def _fit(
     # A cache that auto chose has been filled already.
     if plan.cache is not None and not g.kvstore.has_cache:
         _cache_features(plan, g, target, plan.cache)
-    folder, options = Path(plan.out) / CHECKPOINTS, select_common_fields(plan, FitConfig)
+    folder = Path(plan.out) / CHECKPOINTS
+    options = select_common_fields(plan, FitConfig)
     options |= {"inputs": inputs, "configuration": facts, "on_begin": begin}
     loading: dict[str, Any] = {"depth": plan.depth, "num_threads": plan.loader_threads}
     loading = {name: value for name, value in loading.items() if value is not None}

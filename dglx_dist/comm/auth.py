@@ -98,7 +98,9 @@ class ZapAuthenticator:
         guarded: zmq.Socket[bytes],
         watch: DescriptorWatch,
     ) -> None:
-        self._rank, self._credentials, self._watch = rank, credentials, watch
+        self._rank = rank
+        self._credentials = credentials
+        self._watch = watch
         self._used_nonces: set[bytes] = set()
         """Nonces of accepted connections. They are not accepted again."""
         self._requests = context.socket(zmq.REP)
@@ -215,7 +217,8 @@ class DescriptorWatch:
             descriptors = os.listdir("/proc/self/fd")
         except OSError:
             return  # There is no /proc, or no free descriptor to read it.
-        was_few, self._is_few = self._is_few, limit - len(descriptors) < _FEW * limit
+        was_few = self._is_few
+        self._is_few = limit - len(descriptors) < _FEW * limit
         if self._is_few and not was_few:
             kinds = Counter(_describe_descriptor(int(descriptor)) for descriptor in descriptors)
             log.error(

@@ -114,7 +114,8 @@ class SessionRanks(Ranks):
 
     def __init__(self, session: Session) -> None:
         self._session = session
-        self.rank, self.count = session.topology.rank, session.topology.world_size
+        self.rank = session.topology.rank
+        self.count = session.topology.world_size
 
     def gather(self, local: Array) -> list[Array]:
         return gather_arrays(local, self._session)
@@ -161,7 +162,8 @@ def report_failed_peers(session: Session, name: str) -> Iterator[None]:
 @contextmanager
 def report_status(session: Session, what: str) -> Iterator[None]:
     """Set the status that this rank reports to others in the ``with`` block."""
-    old_status, session.rpc.status = session.rpc.status, what[:_MAX_STATUS_CHARS]
+    old_status = session.rpc.status
+    session.rpc.status = what[:_MAX_STATUS_CHARS]
     try:
         yield
     finally:

@@ -146,7 +146,8 @@ def choose_backend(ranks: Sequence[RankDevice], hosts: Sequence[str], backend: s
 
 def describe(ranks: Sequence[RankDevice], hosts: Sequence[str], backend: str) -> str:
     """Return one line about the devices of all ranks, how rows travel between them, and why."""
-    names, machines = list(dict.fromkeys(device.name for device in ranks)), len(set(hosts))
+    names = list(dict.fromkeys(device.name for device in ranks))
+    machines = len(set(hosts))
     devices = names[0] if len(names) == 1 else f"{names[0]} to {names[-1]}"
     who = "1 rank" if len(ranks) == 1 else f"{len(ranks)} ranks"
     who += f" on {machines} machines" if machines > 1 else ""

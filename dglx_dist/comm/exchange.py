@@ -170,7 +170,8 @@ class Exchange(ABC):
 
 
 def _encode(codec: RowCodec, message: Outgoing, first: int) -> Outgoing:
-    codes, starts = codec.empty(message.rows), range(0, len(message.rows), _ENCODED_ROWS)
+    codes = codec.empty(message.rows)
+    starts = range(0, len(message.rows), _ENCODED_ROWS)
 
     def pieces() -> Iterator[Tensor]:
         num_encoded = 0
@@ -191,7 +192,8 @@ def _decode_arrived(
         has_progress = False
         for message, transfer in zip(expected, transfers, strict=True):
             row_bytes = message.rows.nbytes // len(message.rows)
-            first, end = message.num_arrived // row_bytes, transfer.num_arrived // codec.row_bytes
+            first = message.num_arrived // row_bytes
+            end = transfer.num_arrived // codec.row_bytes
             message.rows[first:end] = codec.decode(transfer.rows[first:end])
             message.num_arrived = end * row_bytes
             has_progress |= end > first
@@ -271,7 +273,8 @@ class _Inbox:
     """
 
     def __init__(self, session: Session) -> None:
-        self._session, self._lock = session, threading.Lock()
+        self._session = session
+        self._lock = threading.Lock()
         self.expected = Counter[int]()
         """Number of messages that this rank has waited for, by sender."""
         self._sent = Counter[int]()
@@ -322,7 +325,8 @@ class CallExchange(Exchange):
 
     def __init__(self, session: Session, span: str = "") -> None:
         super().__init__(session)
-        op, self._span = f"exchange-{session.next_number('exchange')}", span
+        op = f"exchange-{session.next_number('exchange')}"
+        self._span = span
         self._inbox = _Inbox(session)
         inbox = self._inbox
         get = inbox.expected.__getitem__
@@ -382,7 +386,8 @@ def send_message(connection: socket.socket, header: bytes, message: Outgoing) ->
     Yields when the connection is full. Raises OSError if the connection breaks.
     """
     # With MSG_MORE, the kernel sends the header in one packet with the first rows.
-    unsent, flags = memoryview(header), int(socket.MSG_MORE)
+    unsent = memoryview(header)
+    flags = int(socket.MSG_MORE)
     pieces = iter([message.rows]) if message.pieces is None else message.pieces
     while True:
         while unsent:
@@ -390,7 +395,8 @@ def send_message(connection: socket.socket, header: bytes, message: Outgoing) ->
                 unsent = unsent[connection.send(unsent, flags) :]
             except BlockingIOError:
                 yield
-        piece, flags = next(pieces, None), 0
+        piece = next(pieces, None)
+        flags = 0
         if piece is None:
             return
         unsent = view_bytes(piece)
@@ -402,7 +408,8 @@ def receive_message(connection: socket.socket, expected: bytes, message: Incomin
     Raises PeerError if the header is not ``expected``, so the peer is at another exchange, and OSError if the
     connection broke.
     """
-    header, num_read = memoryview(bytearray(_HEADER.size)), 0
+    header = memoryview(bytearray(_HEADER.size))
+    num_read = 0
     while num_read < _HEADER.size:
         num_read += _receive_into(connection, header[num_read:])
         if num_read == _HEADER.size:
@@ -475,7 +482,8 @@ class StreamExchange(Exchange):
         self._connections = open_streams(session)
         # Close also after a failure. The end of a connection stops peers that wait for this rank's rows.
         session.on_close.append(self._close)
-        self._numbers_to, self._numbers_from = Counter[int](), Counter[int]()
+        self._numbers_to = Counter[int]()
+        self._numbers_from = Counter[int]()
         self._in_use = threading.Lock()
         self._aborted = ""
 
@@ -540,7 +548,9 @@ class StreamExchange(Exchange):
         RuntimeError if nothing moves within the time-out of the session.
         """
         with selectors.DefaultSelector() as selector:
-            num_waiting, has_work, is_idle = 0, True, False
+            num_waiting = 0
+            has_work = True
+            is_idle = False
             for rank, unfinished in transfers.items():
                 self._continue_transfers(rank, unfinished, selectors.EVENT_WRITE)
                 if unfinished:
@@ -567,7 +577,8 @@ class StreamExchange(Exchange):
                     elif sum(unfinished) != key.events:
                         selector.modify(key.fileobj, sum(unfinished), key.data)
                 can_work = next(work, None) if has_work else None
-                has_work, is_idle = can_work is not None, can_work is False
+                has_work = can_work is not None
+                is_idle = can_work is False
 
     def _continue_transfers(self, rank: int, unfinished: _Transfers, events: int) -> None:
         try:
@@ -596,7 +607,8 @@ class RowExchanges:
         encrypted = credentials is not None and credentials.secret_key is not None
         self.streams = CallExchange(session) if encrypted else StreamExchange(session)
         self.devices = DEVICES.get(session)
-        self.sent, self.received = ReusableBuffer(), ReusableBuffer()
+        self.sent = ReusableBuffer()
+        self.received = ReusableBuffer()
         """Host memory for the rows of the current exchange."""
         self.late: CallExchange | None = None
         """Exchange of messages that are in transit until the next step."""

@@ -145,7 +145,8 @@ class OneSidedExchange:
         self._session, self._op = session, op
         self.mailbox: Mailbox[list[Array]] = Mailbox(session, advice)
         mailbox, world_size = self.mailbox, session.topology.world_size
-        deliver, get_round = put or mailbox.put, first_round or (lambda _: mailbox.first_round)
+        deliver = put or mailbox.put
+        get_round = first_round or (lambda _: mailbox.first_round)
 
         def receive(name: str, arrays: Sequence[Array]) -> list[Array]:
             round_number, sender, step = name.split(" ", 2)
@@ -177,7 +178,8 @@ class OneSidedExchange:
 
         Raises PeerError if a rank is dead.
         """
-        topology, submit = self._session.topology, self._session.rpc.submit
+        topology = self._session.topology
+        submit = self._session.rpc.submit
         rounds = dict.fromkeys(arrays, round_number) if isinstance(round_number, int) else round_number
         names = {rank: f"{rounds[rank]} {topology.rank} {step}" for rank in arrays}
         # Start with the next rank, so that the ranks do not all send to the same rank first.

@@ -161,7 +161,8 @@ def _connect_store(host: str, port: int, world_size: int, timeout_s: float) -> S
 
 
 def _host_store(host: str, port: int, world_size: int, timeout_s: float) -> Store:
-    timeout, bind_error = timedelta(seconds=timeout_s), None
+    timeout = timedelta(seconds=timeout_s)
+    bind_error = None
     if host in LOOPBACK_HOSTS:
         try:
             return serve_store(host, port, world_size, timeout)
@@ -238,7 +239,9 @@ class JobStore:
         self.raw = self.unsealed = self._failures = store
         self.key = b""
         """Key of the session, which :meth:`seal` sets."""
-        self.rank, self.world_size, self.timeout_s = rank, world_size, timeout_s
+        self.rank = rank
+        self.world_size = world_size
+        self.timeout_s = timeout_s
         self._barriers = 0
 
     def seal(self, settings: Settings, *, is_local: bool) -> None:
@@ -375,7 +378,8 @@ class JobStore:
                 break
             except PeerError:
                 # A rank may have arrived, and even ended, during the check. Then its silence is no error.
-                old_missing, missing = missing, self._find_missing(keys)
+                old_missing = missing
+                missing = self._find_missing(keys)
                 if missing == old_missing:
                     raise
         return missing
@@ -422,7 +426,8 @@ def _read_private_file(path: str) -> bytes:
 
 def _is_own_secret_file(path: str, process: str) -> bool:
     """Return whether ``path`` is an in-memory secret file of a process of this user."""
-    status, name = os.stat(path), os.readlink(path)
+    status = os.stat(path)
+    name = os.readlink(path)
     is_own = status.st_uid == os.geteuid() == os.stat(process).st_uid
     return is_own and stat.S_ISREG(status.st_mode) and name == f"/memfd:{_SECRET_FILE} (deleted)"
 

@@ -72,7 +72,9 @@ class Server:
         handlers: Mapping[str, Handler],
         watch: DescriptorWatch,
     ) -> None:
-        self._rank, self._credentials, self._handlers = rank, credentials, handlers
+        self._rank = rank
+        self._credentials = credentials
+        self._handlers = handlers
         self._router = context.socket(zmq.ROUTER)
         credentials.guard(self._router)
         _configure(self._router)
@@ -173,7 +175,8 @@ class Server:
             buffers = encode(Head(Kind.REPLY, head.request), answer)
         except BaseException as error:  # noqa: BLE001 - reported to the caller, and this thread must continue
             buffers = _encode_error(head, f"{type(error).__name__}: {error}")
-        elapsed_s, last_s = time.perf_counter() - start_s, self._op_seconds.get(head.op, 0.0)
+        elapsed_s = time.perf_counter() - start_s
+        last_s = self._op_seconds.get(head.op, 0.0)
         self._op_seconds[head.op] = max(elapsed_s, 0.5 * last_s)
         return buffers
 
@@ -292,7 +295,10 @@ class Pending:
     """A call in flight, or the ``answer`` of a call to this rank itself. One thread at a time may wait."""
 
     def __init__(self, link: Link | None, request: int, what: str, answer: list[Array] | None = None) -> None:
-        self._link, self._request, self._what, self._answer = link, request, what, answer
+        self._link = link
+        self._request = request
+        self._what = what
+        self._answer = answer
         self._started = time.monotonic()
         self.timeout_s = 0.0
         """Default time limit of :meth:`result`."""
@@ -485,7 +491,9 @@ class Client:
         peers: Mapping[int, PeerAddress],
         credentials: Credentials,
     ) -> None:
-        self._context, self._peers, self._credentials = context, peers, credentials
+        self._context = context
+        self._peers = peers
+        self._credentials = credentials
         self.closing = threading.Event()
         self._local = threading.local()
         self._links: weakref.WeakSet[Link] = weakref.WeakSet()
@@ -513,7 +521,8 @@ class Client:
         if link is None or link.broken:
             with self._links_lock:
                 self._raise_if_closed()
-                peer, socket = self._peers[rank], self._context.socket(zmq.DEALER)
+                peer = self._peers[rank]
+                socket = self._context.socket(zmq.DEALER)
                 _configure(socket)
                 self._credentials.present(socket, peer.rank, peer.public_key)
                 socket.setsockopt(zmq.IPV6, int("[" in peer.endpoint))
@@ -535,7 +544,9 @@ class Rpc:
     """Serves and makes one-sided calls. ``ledger`` counts their bytes. ``timeout_s`` limits each call."""
 
     def __init__(self, rank: int, ledger: Ledger, timeout_s: float) -> None:
-        self.rank, self.timeout_s, self.ledger = rank, timeout_s, ledger
+        self.rank = rank
+        self.timeout_s = timeout_s
+        self.ledger = ledger
         self.status = ""
         """Collective that this rank waits in, which other ranks can request. "" for none."""
         self._handlers: dict[str, Handler] = {

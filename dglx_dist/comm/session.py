@@ -130,7 +130,9 @@ _END_ALIKE = (
     f"on all ranks (dx.reduce_mean); {CALL_ALIKE}"
 )
 """Remedy if a rank waits for another one that has reached its end."""
-ALL_GATHER, NEXT_BATCH, _END = "all-gather", "the next batch", "the end of the session"
+ALL_GATHER = "all-gather"
+NEXT_BATCH = "the next batch"
+_END = "the end of the session"
 """Statuses of a rank that waits for all ranks, for its loader, and at the end of the session."""
 _APART_AFTER = 3
 """Number of consecutive probes with ranks that wait for each other, until a warning is logged."""
@@ -150,7 +152,9 @@ class FailureWatch:
     """
 
     def __init__(self, store: JobStore, rpc: Rpc, hosts: Sequence[str]) -> None:
-        self._store, self._rpc, self._hosts = store, rpc, hosts
+        self._store = store
+        self._rpc = rpc
+        self._hosts = hosts
         self.failed = False
         self._previous_hook = sys.excepthook
         sys.excepthook = self._report_exception
@@ -165,11 +169,13 @@ class FailureWatch:
         statuses = self._rpc.get_peer_status(peers, probe_s)
         # Read the store after the probe, because ranks that lost a peer, including this rank, may have ended
         # their session meanwhile.
-        own_rank, reasons = self._store.rank, []
+        own_rank = self._store.rank
+        reasons = []
         try:
             failure = self._store.first_failure()
         except PeerError as error:
-            failure, reasons = None, [str(error)]
+            failure = None
+            reasons = [str(error)]
         silent = [rank for rank, status in statuses.items() if status is None]
         if self._store.has_ended(own_rank):
             silent = []
@@ -377,7 +383,9 @@ class Session:
         self._watch: FailureWatch | None = None
         self.stop_point = StopPoint(self.rpc, self.topology.world_size)
         self._pipes: list[SignalPipe] = []
-        self._launcher_pid, self._interrupted_s, self._left_s = os.getppid(), math.inf, math.inf
+        self._launcher_pid = os.getppid()
+        self._interrupted_s = math.inf
+        self._left_s = math.inf
         if self.store is not None:
             self._watch = FailureWatch(self.store, self.rpc, self.hosts)
             self._pipes.append(SignalPipe([signal.SIGTERM], self._on_signal))
@@ -394,7 +402,8 @@ class Session:
 
     def adopt(self, strategy: str, options: Mapping[str, object]) -> None:
         """Switch to another ``strategy``. Every rank must call this before it makes a loader or model."""
-        self.strategy, self.options = strategy, dict(options)
+        self.strategy = strategy
+        self.options = dict(options)
 
     def next_number(self, kind: str) -> int:
         """Return 0, 1, 2, ... for each ``kind``. Ranks that make the same calls get the same numbers."""
@@ -489,7 +498,8 @@ class Session:
 
     def _on_signal(self, signal_number: int) -> None:
         """Stop all ranks, or end this process, even while the main thread hangs in a collective."""
-        now_s, name = time.monotonic(), signal.Signals(signal_number).name
+        now_s = time.monotonic()
+        name = signal.Signals(signal_number).name
         ends_now = signal_number == signal.SIGINT and now_s - self._interrupted_s > SAME_KEY_S
         if signal_number == signal.SIGINT:
             self._interrupted_s = min(self._interrupted_s, now_s)
@@ -620,7 +630,8 @@ def start_session(
     if ranks.world_size == 1:
         session = _start_single(ranks, settings, arguments, device)
     else:
-        correct_nodes, request = topology is None, (device, backend)
+        correct_nodes = topology is None
+        request = (device, backend)
         session = _start_joint(ranks, settings, arguments, request, correct_nodes=correct_nodes)
     _CURRENT.append(session)
     return session
@@ -663,9 +674,11 @@ def warn_user(message: str) -> None:
     """Warn on rank 0, at the line of the user's code that led here."""
     if _CURRENT and _CURRENT[-1].topology.rank:
         return
-    frame, level = sys._getframe(1), 2
+    frame = sys._getframe(1)
+    level = 2
     while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in _LIBRARIES:
-        frame, level = frame.f_back, level + 1
+        frame = frame.f_back
+        level = level + 1
     warnings.warn(message, stacklevel=level)
 
 
@@ -707,7 +720,8 @@ def _start_joint(
     """
     if not is_launched_by_torchrun():
         raise ConfigError(f"{topology.world_size} ranks need torchrun's environment. Start with torchrun.")
-    timeout_s, rendezvous = float(arguments["timeout_s"]), read_rendezvous()
+    timeout_s = float(arguments["timeout_s"])
+    rendezvous = read_rendezvous()
     bind_to_loopback(rendezvous)
     raw_store = open_store(rendezvous, topology.rank, topology.world_size, timeout_s)
     store = JobStore(raw_store, topology.rank, topology.world_size, timeout_s)

@@ -114,7 +114,9 @@ def end_process(number: int) -> None:
     os._exit(128 + number)
 
 
-_ASK, _HOLD, _STOP = "stop.ask", "stop.hold", "stop.at"
+_ASK = "stop.ask"
+_HOLD = "stop.hold"
+_STOP = "stop.at"
 _ANSWER_S = 10.0
 """Seconds for answers of serving threads on a busy machine. A dead process is noticed at once."""
 _NOWHERE = -1
@@ -131,12 +133,15 @@ class StopPoint:
     """
 
     def __init__(self, rpc: Rpc, num_ranks: int) -> None:
-        self._rpc, self._ranks = rpc, range(num_ranks)
+        self._rpc = rpc
+        self._ranks = range(num_ranks)
         self.is_open = False
         """Whether training is under way."""
         self.is_over = False
         """Whether training has stopped since somebody asked."""
-        self._num_passed, self._holds, self._stop_at = 0, False, _NOWHERE
+        self._num_passed = 0
+        self._holds = False
+        self._stop_at = _NOWHERE
         self._answers = 0
         """Number of times that rank 0 has named a point, or none."""
         self._changed = threading.Condition()
@@ -148,7 +153,10 @@ class StopPoint:
     def open(self) -> None:
         """Begin training; :meth:`close` ends it."""
         with self._changed:
-            self.is_open, self.is_over, self._holds, self._stop_at = True, False, False, _NOWHERE
+            self.is_open = True
+            self.is_over = False
+            self._holds = False
+            self._stop_at = _NOWHERE
             # Training that failed may have ended at another point on another rank.
             self._num_passed = 0
 

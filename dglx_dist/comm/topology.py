@@ -24,7 +24,8 @@ _PARENT = "DGLX_PARENT"
 LOOPBACK_HOSTS = ("127.0.0.1", "localhost", "::1")
 _LEAST_SECRET, _MOST_SECRET = 32, 4096
 """Numbers of characters."""
-_TRUE, _FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off", "")
+_TRUE = ("1", "true", "yes", "on")
+_FALSE = ("0", "false", "no", "off", "")
 
 
 @dataclass(frozen=True)

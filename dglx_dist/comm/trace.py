@@ -26,9 +26,13 @@ from dglx_dist.data.storage.files import partial_folder, read_small_file, replac
 from dglx_dist.errors import ConfigError, StorageError
 from dglx_dist.records import EpochRecord
 
-COMPUTE, NETWORK, LOADER = "compute", "network", "loader"
+COMPUTE = "compute"
+NETWORK = "network"
+LOADER = "loader"
 """Rows of a trace: the training loop, data in transit, and the threads of the loader."""
-GRAPH_SERVER, WORKER, PARAMETER_SERVER = "graph server", "worker", "parameter server"
+GRAPH_SERVER = "graph server"
+WORKER = "worker"
+PARAMETER_SERVER = "parameter server"
 """Rows of training in intervals: tasks of a graph server, tasks of its workers, and updates of weights."""
 WAIT = "wait"
 """Prefix of the names of spans in which a row waits."""
@@ -65,7 +69,8 @@ class Timeline:
 
     def start(self) -> None:
         with self._lock:
-            self.spans, self.dropped = [], 0
+            self.spans = []
+            self.dropped = 0
         self.on = True
 
     @contextmanager
@@ -369,7 +374,8 @@ def _read_span(event: Fields) -> Span:
     end_us = begin_us + event.number("dur", 0, _MAX_US)
     args = event.nested_fields("args")
     numbers = {name: args.integer(name) if name in args.mapping else None for name in _NUMBERS}
-    name, row = event.text("name"), event.text("cat")
+    name = event.text("name")
+    row = event.text("cat")
     return Span(name=name, row=row, begin_s=begin_us / 1e6, end_s=end_us / 1e6, **numbers)
 
 

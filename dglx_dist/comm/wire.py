@@ -97,7 +97,8 @@ def encode(head: Head, arrays: Sequence[Array] = ()) -> Buffers:
     Raises WireError if the format does not support a dtype or a number of dimensions, or a limit is exceeded.
     """
     # An error text may be invalid UTF-8 and must arrive nevertheless.
-    op, name = head.op.encode(errors="replace"), head.name.encode(errors="replace")
+    op = head.op.encode(errors="replace")
+    name = head.name.encode(errors="replace")
     if max(len(op), len(name)) > MAX_NAME_BYTES:
         raise WireError(f"a name has {max(len(op), len(name))} bytes, but the maximum is {MAX_NAME_BYTES}")
     if len(arrays) > MAX_ARRAYS:
@@ -140,7 +141,8 @@ def decode(data: bytes) -> Head:
     op_end = _FIXED.size + op_size
     position = op_end + name_size
     try:
-        op, name = data[_FIXED.size : op_end].decode(), data[op_end:position].decode()
+        op = data[_FIXED.size : op_end].decode()
+        name = data[op_end:position].decode()
         specs = []
         for _ in range(count):
             code, dimensions = _ARRAY.unpack_from(data, position)
@@ -166,7 +168,8 @@ def read_arrays(socket: zmq.Socket[bytes], head: Head) -> list[Array]:
 
     Raises WireError if frames are missing, superfluous or of a wrong size. The message is consumed then.
     """
-    arrays, position = [], 0
+    arrays = []
+    position = 0
     try:
         for spec in head.arrays:
             if spec.num_bytes <= INLINE_BYTES:

@@ -76,7 +76,9 @@ class DistDataLoader(_Epochs):
         queue_size: int | None = None,
     ) -> None:
         self._session = current_session()
-        self.dataset, self.shuffle, self.drop_last = dataset, bool(shuffle), bool(drop_last)
+        self.dataset = dataset
+        self.shuffle = bool(shuffle)
+        self.drop_last = bool(drop_last)
         self.batch_size = check_integer("batch_size", batch_size, least=1)
         self.queue_size = 0 if queue_size is None else check_integer("queue_size", queue_size, least=1)
         self.collate_fn = collate_fn or list
@@ -99,7 +101,8 @@ class DistDataLoader(_Epochs):
         return super().__iter__()
 
     def _batches(self) -> Iterator[Any]:
-        order, schedule = self._order, self._schedule()
+        order = self._order
+        schedule = self._schedule()
         # DistributedDataParallel weighs ranks equally, however many items each has.
         weight = self._session.topology.world_size if schedule is self._own else 1
 
@@ -109,7 +112,8 @@ class DistDataLoader(_Epochs):
 
         steps = range(schedule.num_steps)
         try:
-            depth, num_threads = max(self.queue_size, 1), int(self.queue_size > 0)
+            depth = max(self.queue_size, 1)
+            num_threads = int(self.queue_size > 0)
             batches = run_ahead(make, steps, depth=depth, num_threads=num_threads)
             for step, batch in zip(steps, batches, strict=True):
                 share = schedule.share(step)
@@ -124,7 +128,8 @@ class DistDataLoader(_Epochs):
             return self._own
         if self._common is None:
             counts = gather_counts([len(self.dataset)], self.batch_size, self.drop_last, self._session)
-            sizes, rank = counts[:, 0].tolist(), self._session.topology.rank
+            sizes = counts[:, 0].tolist()
+            rank = self._session.topology.rank
             self._common = Schedule.from_counts(sizes, self.batch_size, self.drop_last, rank)
         return self._common
 
@@ -209,7 +214,8 @@ class DistNodeDataLoader(_Loader):
     def __init__(
         self, g: DistGraph, nids: Any, graph_sampler: Any, device: Any = None, **kwargs: Any
     ) -> None:
-        opened, options = _open(inner_graph(g)), _options(kwargs, device)
+        opened = _open(inner_graph(g))
+        options = _options(kwargs, device)
         super().__init__(opened, opened.loader(nids, graph_sampler, **options), options)
 
 
@@ -250,7 +256,8 @@ def _options(kwargs: Mapping[str, Any], device: Any) -> dict[str, Any]:
 
 
 def _edge_options(g: Any, inner: InnerDistGraph, kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    exclude, reverse = kwargs.get("exclude"), kwargs.get("reverse_eids")
+    exclude = kwargs.get("exclude")
+    reverse = kwargs.get("reverse_eids")
     if exclude != "reverse_id":
         # DGL reads it only in that mode.
         reverse = None
@@ -319,7 +326,8 @@ def sample_neighbors(
     """
     if isinstance(exclude_edges, bool):
         exclude_edges, replace = None, exclude_edges
-    inner, options = inner_graph(g), (edge_dir, prob, exclude_edges, replace)
+    inner = inner_graph(g)
+    options = (edge_dir, prob, exclude_edges, replace)
     view = g if isinstance(g, DistGraph) else inner
     return remove_empty_types(view.sample_neighbors(_split_by_type(inner, nodes), fanout, *options))
 

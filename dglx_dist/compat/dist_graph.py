@@ -210,7 +210,8 @@ def find_edges(g: object, edge_ids: Ids) -> tuple[Tensor, Tensor]:
     if len(book.etypes) == len(book.ntypes) == 1:
         return inner.find_edges(edge_ids)
     kinds, typed = book.map_to_per_etype(edge_ids)
-    sources, destinations = torch.empty_like(typed), torch.empty_like(typed)
+    sources = torch.empty_like(typed)
+    destinations = torch.empty_like(typed)
     for number, etype in enumerate(book.canonical_etypes):
         is_of_type = kinds == number
         u, v = inner.find_edges(typed[is_of_type], etype)

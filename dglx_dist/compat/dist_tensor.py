@@ -62,7 +62,8 @@ def find_attached_rows(tensor: InnerDistTensor, index: object) -> Tensor | None:
     return rows[key]() if index is not None and index is input_nodes() and key in rows else None
 
 
-_HIDDEN, _KINDS = "hidden~", ("node~", "edge~")
+_HIDDEN = "hidden~"
+_KINDS = ("node~", "edge~")
 
 
 @final

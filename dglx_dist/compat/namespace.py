@@ -58,7 +58,8 @@ def initialize(
     """
     if get_open_session() is not None:
         raise ConfigError("initialize was called before. Call dgl.distributed.exit_client() between the two.")
-    name, seed = resolve_strategy(strategy), check_integer("seed", seed, least=0)
+    name = resolve_strategy(strategy)
+    seed = check_integer("seed", seed, least=0)
     launcher = read_settings().dgl_processes
     if launcher.get("DGL_ROLE", "client") != "client":
         raise ConfigError(
@@ -219,7 +220,8 @@ SUPPORTED_SUBMODULES: Mapping[str, Mapping[str, Any]] = {
 }
 """Submodule to name to replacement, for names that the package lacks."""
 
-_KEPT, _REMOVED = ("merge_graphs",), ("init_kvstore", "close_kvstore")
+_KEPT = ("merge_graphs",)
+_REMOVED = ("init_kvstore", "close_kvstore")
 """A function of the process modules that only computes, and functions of ``kvstore`` about processes."""
 
 

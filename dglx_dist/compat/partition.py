@@ -130,7 +130,8 @@ def partition_graph(  # noqa: PLR0913 - DGL's signature
     options = PartitionOptions(balance=balance, objective=cast("Any", objtype))
     if num_trainers_per_machine > 1:
         split = assign_two_levels(weighted, method, options, (num_parts, num_trainers_per_machine), seed)
-        assignment, raw = split.parts, with_trainer_ids(raw, split.trainers)
+        assignment = split.parts
+        raw = with_trainer_ids(raw, split.trainers)
     else:
         assignment = PARTITIONERS.get(method)(options).assign(weighted, num_parts, seed)
     config = _replace_files(

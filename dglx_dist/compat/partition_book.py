@@ -205,7 +205,8 @@ def find_book_graph(book: PartitionBook | None) -> DistGraph:
     matching = graphs_of_book or [
         g for g in books if book is None or _count_rows(books[g]) == _count_rows(book)
     ]
-    names, remedy = ", ".join(repr(g.name) for g in books), "Pass g.get_partition_book()."
+    names = ", ".join(repr(g.name) for g in books)
+    remedy = "Pass g.get_partition_book()."
     if not matching:
         raise ConfigError(f"the partition book belongs to none of the open graphs ({names}). {remedy}")
     if len({g.dataset.manifest.checksum for g in matching}) > 1:
@@ -256,7 +257,8 @@ class PartitionPolicy(Wrapper, of=InnerPartitionPolicy):
         if kind not in ("node", "edge"):
             raise ConfigError(f"policy_str is {policy_str!r}, but must begin with 'node' or 'edge'")
         book = partition_book.inner
-        is_node, etype = kind == "node", name or format_type(EDGE_TYPE)
+        is_node = kind == "node"
+        etype = name or format_type(EDGE_TYPE)
         known: Any = name or NODE_TYPE if is_node else resolve_etype(etype, book.canonical_etypes)
         self.inner = InnerPartitionPolicy(
             kind=cast("Any", kind),
@@ -302,5 +304,6 @@ def inner_policy(policy: PartitionPolicy | InnerPartitionPolicy | None) -> Inner
         return policy
     if not isinstance(policy, PartitionPolicy):
         raise ConfigError(f"part_policy is {policy!r}. Pass g.get_node_partition_policy(ntype).")
-    g, key = find_book_graph(policy.inner.partition_book), policy.inner.type_name
+    g = find_book_graph(policy.inner.partition_book)
+    key = policy.inner.type_name
     return g.get_node_partition_policy(key) if isinstance(key, str) else g.get_edge_partition_policy(key)

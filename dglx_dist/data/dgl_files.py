@@ -116,7 +116,9 @@ class _Child:
 
         Raises ConnectionError if the child ended before it got the request.
         """
-        process, text, end_s = self._process, b"", time.monotonic() + limit_s
+        process = self._process
+        text = b""
+        end_s = time.monotonic() + limit_s
         assert process.stdin is not None
         assert process.stdout is not None
         if process.poll() is None:

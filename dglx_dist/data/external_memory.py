@@ -128,7 +128,8 @@ class BucketFiles:
 
     def __init__(self, folder: Path, dtype: Any) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        self._folder, self.dtype = folder, np.dtype(dtype)
+        self._folder = folder
+        self.dtype = np.dtype(dtype)
 
     def append(self, buckets: Array, records: Array) -> None:
         """Append each of the (K,) ``records`` to the file of its bucket number. Their order is kept."""
@@ -203,7 +204,9 @@ class Spill:
     def __init__(self, path: Path, dtype: Any, chunks: Iterable[Array] = ()) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(b"")
-        self.path, self._dtype, self.num_rows = path, np.dtype(dtype), 0
+        self.path = path
+        self._dtype = np.dtype(dtype)
+        self.num_rows = 0
         for rows in chunks:
             self.append(rows)
 
@@ -387,7 +390,8 @@ def _count_slots(edges: EdgeStream, width: int, step: int, advance: Callable[[in
 
 def _find_first_destinations(counts: Array, width: int, max_size: int) -> list[int]:
     # A bucket has at most ``max_size`` edges and destinations in total, unless it is a single slot.
-    starts, bucket_size = [0], 0
+    starts = [0]
+    bucket_size = 0
     for slot, num_edges in enumerate(counts.tolist()):
         if bucket_size and bucket_size + num_edges + width > max_size:
             starts.append(slot * width)
@@ -412,7 +416,8 @@ def _write_buckets(
     step: int,
     advance: Callable[[int], None],
 ) -> BucketFiles:
-    buckets, owns_all = BucketFiles(folder, edges.record), len(bucket_range) == len(starts)
+    buckets = BucketFiles(folder, edges.record)
+    owns_all = len(bucket_range) == len(starts)
     ends = zip(edges.sources(step), edges.destinations(step), strict=True)
     rows = (column.rows(step) for column in edges.columns)
     for (sources, destinations), *columns in zip(ends, *rows, strict=True):
@@ -451,7 +456,8 @@ class Workspace:
         Rank 0 makes the stage, or all ranks together if it is ``shared``. If a stage of an earlier process
         does not match its checksums, a message is printed and the stage is made again.
         """
-        target, sums = self.folder / name, self.folder / f"{name}.json"
+        target = self.folder / name
+        sums = self.folder / f"{name}.json"
 
         def save(partial: Path, target: Path) -> None:
             with replace_atomically(sums) as file:
@@ -506,7 +512,8 @@ def _compute_checksums(folder: Path) -> dict[str, object]:
 
 def _find_damage(stage: Path, sums: Path) -> str | None:
     try:
-        checksums, expected = _compute_checksums(stage), json.loads(read_small_file(sums))
+        checksums = _compute_checksums(stage)
+        expected = json.loads(read_small_file(sums))
         # Files may have been added, such as the cache of a dataset.
         differing = [name for name, file in expected.items() if checksums.get(name) != file]
     except (OSError, ValueError, AttributeError, RecursionError) as error:
@@ -557,7 +564,8 @@ def join_rank_pieces(folder: Path, ranks: Ranks) -> Iterator[Path]:
     ranks.gather_objects(None)
     for rank in range(1, ranks.count) if ranks.is_first else ():
         for path in sorted((folder / f"rank{rank}").iterdir()):
-            target, num_previous = folder / path.name, 0
+            target = folder / path.name
+            num_previous = 0
             if path.stem == "indptr":
                 num_previous = int(np.fromfile(target, np.int64, 1, offset=target.stat().st_size - 8)[0])
             with path.open("rb") as piece, target.open("ab") as file:
@@ -616,7 +624,8 @@ def open_workspace(
     process only. Raises ConfigError if ``folder`` is in memory, or ``limit`` is too small, and StorageError
     if ``folder`` has stages of other settings or foreign files, is in use, or is not writable.
     """
-    folder, ranks = folder.absolute(), ranks or Ranks()
+    folder = folder.absolute()
+    ranks = ranks or Ranks()
     if folder.resolve().is_relative_to(_IN_MEMORY):
         raise ConfigError(f"{folder} is in memory; choose a folder on a disk (--scratch DIR)")
     for rank, rank_settings in enumerate(ranks.gather_objects(dict(settings))):
@@ -681,7 +690,8 @@ def _list_stages(folder: Path) -> list[str]:
 
 
 def _check_key(folder: Path, settings: Mapping[str, object]) -> None:
-    path, expected = folder / _KEY, json.loads(json.dumps(settings))
+    path = folder / _KEY
+    expected = json.loads(json.dumps(settings))
     if not path.exists():
         with replace_atomically(path) as partial:
             partial.write_text(json.dumps(expected, indent=1))

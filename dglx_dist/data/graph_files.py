@@ -113,7 +113,8 @@ def build_graph_from_arrays(arrays: Mapping[str, Array], name: str, where: str) 
         _check_lengths(source_ids, arrays["triple_split"], "splits", where)
         masks = masks_of_split(arrays["triple_split"])
         edge_columns.update({name: mask for name, mask in masks.items() if mask.any()})
-    edges, edge_data = {EDGE_TYPE: (source_ids, destination_ids)}, {EDGE_TYPE: edge_columns}
+    edges = {EDGE_TYPE: (source_ids, destination_ids)}
+    edge_data = {EDGE_TYPE: edge_columns}
     relation = arrays.get("rel", arrays.get("etype"))
     if relation is not None:
         names = arrays.get("relation_names", arrays.get("etype_names"))
@@ -177,7 +178,8 @@ def _read(path: Path, workspace: Workspace | None) -> dict[str, Array]:
                 return _convert_matrix(importlib.import_module("scipy.sparse").load_npz(path), path)
             if workspace is not None:
                 return _unpack(path, workspace)
-            arrays, pickled = {}, []
+            arrays = {}
+            pickled = []
             for name in stored.files:
                 try:
                     arrays[name] = stored[name]
@@ -356,7 +358,8 @@ def _group_by_relation(
     # One stable sort puts each relation's edges together without changing their order.
     order = np.argsort(relation, kind="stable")
     offsets = np.searchsorted(relation[order], np.arange(len(names) + 1))
-    edges, edge_data = {}, {}
+    edges = {}
+    edge_data = {}
     if (repeat := first_repeat(names)) is not None:
         raise DatasetError(f"{where}: two relations have the name {str(names[repeat[0]])!r}; rename one")
     for code, name in enumerate(names):
@@ -395,7 +398,8 @@ class TorchSource(DatasetSource):
     def load(self) -> RawGraph:
         import torch
 
-        where, remedy = str(self._path), "save a dict of tensors: for PyG torch.save(data.to_dict(), FILE)"
+        where = str(self._path)
+        remedy = "save a dict of tensors: for PyG torch.save(data.to_dict(), FILE)"
         magic = b""
         with suppress(OSError), self._path.open("rb") as file:
             magic = file.read(4)
@@ -411,7 +415,8 @@ class TorchSource(DatasetSource):
         has_type = isinstance(values, dict) and not any(isinstance(v, dict) and v for v in values.values())
         if not has_type:
             raise DatasetError(f"{where} does not hold a dict of tensors of one type; {remedy}")
-        arrays, ignored = {}, []
+        arrays = {}
+        ignored = []
         for name, value in values.items():
             if isinstance(value, torch.Tensor) and value.layout == torch.strided and not value.is_quantized:
                 arrays[str(name)] = array_of_tensor(value)
@@ -438,7 +443,8 @@ class NetworkxSource(DatasetSource):
     memory_per_byte = 20
 
     def load(self) -> RawGraph:
-        where, suffix = str(self._path), suffix_of(self._path)
+        where = str(self._path)
+        suffix = suffix_of(self._path)
         try:
             content = read_small_file(self._path, _MAX_BYTES)
             if self._path.suffix == ".gz":
@@ -452,7 +458,8 @@ class NetworkxSource(DatasetSource):
             raise DatasetError(
                 f"{where}: not a readable {suffix} of NetworkX, or cut off: {str(error) or repr(error)}"
             ) from error
-        nodes, edges = list(graph.nodes(data=True)), list(graph.edges(data=True))
+        nodes = list(graph.nodes(data=True))
+        edges = list(graph.edges(data=True))
         if not graph.is_directed():
             edges += [(v, u, _without_split(data)) for u, v, data in edges if u != v]
         # In XML all ids are texts, even numbers.
@@ -525,7 +532,8 @@ def _without_split(data: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _read_attributes(rows: Sequence[Mapping[str, Any]], where: str) -> dict[str, Any]:
-    columns, ignored = {}, []
+    columns = {}
+    ignored = []
     for name in dict.fromkeys(chain.from_iterable(rows)):
         try:
             column = pa.array([row.get(name) for row in rows])
@@ -601,7 +609,8 @@ class EdgeListSource(DatasetSource):
         )
 
     def _load_folder(self) -> RawGraph:
-        files, name = self._find_split_files(), self._path.resolve().name
+        files = self._find_split_files()
+        name = self._path.resolve().name
         if self._format == "interactions":
             return _build_from_item_lists(files, name)
         if self._format == "edges":
@@ -616,7 +625,8 @@ class EdgeListSource(DatasetSource):
     def _load_lines(self) -> RawGraph:
         import pandas as pd
 
-        where, name = str(self._path), self._path.name.removesuffix(suffix_of(self._path))
+        where = str(self._path)
+        name = self._path.name.removesuffix(suffix_of(self._path))
         is_triples = None if self._format is None else self._format == "triples"
         read, lines, are_triples = _read_lines(self._path, is_triples)
         line = lines[0]
@@ -765,7 +775,8 @@ def _read_lines(path: Path, is_triples: bool | None = None) -> tuple[Any, list[s
     """Return the pandas table of ``path``, its first two lines, and which of these look like triples."""
     import pandas as pd
 
-    comments, begin, entries = list[bytes](), list[bytes](), dict[str, Any]()
+    comments, begin = list[bytes](), list[bytes]()
+    entries = dict[str, Any]()
     with open_text(path, "list of edges, or cut off") as file:
         lines = map(bytes.strip, file)
         for line in lines:
@@ -820,8 +831,8 @@ def _read_lines(path: Path, is_triples: bool | None = None) -> tuple[Any, list[s
             if first.isdigit():
                 reason = (
                     f"line {first.decode()} is a count, as in OpenKE's files of head, tail and relation; "
+                    "remove it, and put relations between head and tail (--format triples)"
                 )
-                reason += "remove it, and put relations between head and tail (--format triples)"
             elif path.stem in _CODE_OF_FILE:
                 reason += "; if each line is a user and all its items, add --format interactions"
             raise ValueError(reason) from error

@@ -45,7 +45,9 @@ class Within(NamedTuple):
 
 
 _REPR = reprlib.Repr()  # It cuts off deep nesting and large values.
-_REPR.maxlevel, _REPR.maxstring, _REPR.maxother = 3, 60, 60
+_REPR.maxlevel = 3
+_REPR.maxstring = 60
+_REPR.maxother = 60
 
 
 def _format_value(value: object) -> str:
@@ -81,7 +83,10 @@ class Fields:
         error: type[DglxError] = ConfigError,
         hidden: bool = False,
     ) -> None:
-        self.where, self._key, self._error, self._hidden = where, key, error, hidden
+        self.where = where
+        self._key = key
+        self._error = error
+        self._hidden = hidden
         if not isinstance(value, Mapping) or not all(isinstance(name, str) for name in value):
             shown = "(not shown)" if hidden else _format_value(value)
             subject = f"key {key!r} is {shown}" if key else f"it is {shown}"
@@ -163,7 +168,8 @@ class Fields:
 
     def text(self, name: str, least: int = 0, most: float = math.inf) -> str:
         """Return a text of ``least`` to ``most`` characters. With ``most``, they must be printable."""
-        value, untrusted = self._get(name), most < math.inf
+        value = self._get(name)
+        untrusted = most < math.inf
         is_valid = isinstance(value, str) and least <= len(value) <= most
         if not is_valid or (untrusted and not value.isprintable()):
             text_type = "a printable text" if untrusted else "a text"

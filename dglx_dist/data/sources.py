@@ -597,7 +597,8 @@ def _get_columns(graph: Mapping[str, Any], prefix: str, owner: object) -> dict[s
         name = key.removesuffix("_dict")
         if name == "edge_index" or not name.startswith(prefix) or values is None or values.get(owner) is None:
             continue
-        name, value = name.removeprefix(prefix), np.asarray(values[owner])
+        name = name.removeprefix(prefix)
+        value = np.asarray(values[owner])
         # OGB stores scalars as (K, 1), for example the year of a paper.
         is_scalar = name != "feat" and value.ndim == 2 and value.shape[1] == 1
         columns[FEATURE if name == "feat" else name] = value[:, 0] if is_scalar else value

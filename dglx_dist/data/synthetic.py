@@ -143,9 +143,11 @@ def _draw_neighbours(
     ``communities`` are those of the nodes. A community is a block of a class. With probability
     ``homophily * locality`` a neighbour is in the same community, and with ``homophily`` in the same class.
     """
-    count, num_classes = len(communities), config.classes
+    count = len(communities)
+    num_classes = config.classes
     num_blocks = config.num_communities // num_classes
-    classes, blocks = communities % num_classes, communities // num_classes
+    classes = communities % num_classes
+    blocks = communities // num_classes
     uniform = generator.random(count, dtype=np.float32)
     leaves_block = uniform >= config.homophily * config.locality
     leaves_class = uniform >= config.homophily if num_classes > 1 else np.zeros(count, dtype=np.bool_)
@@ -284,7 +286,8 @@ def parse_config(text: str, options: Mapping[str, object]) -> SyntheticConfig:
         if not equals:
             raise ConfigError(f"{item!r} in synthetic:{text} is not of the form name=value")
         settings[name.strip()] = parse_literal(value.strip())
-    types, settings = types_in(SyntheticConfig), settings | {**options}
+    types = types_in(SyntheticConfig)
+    settings = settings | {**options}
     for name, setting in settings.items():
         if isinstance(setting, float) and setting.is_integer() and types.get(name) is int:
             settings[name] = int(setting)  # It may be written as 2e4.
@@ -419,7 +422,9 @@ class _HalfLinks(NamedTuple):
 
 
 def _make_half_links(config: SyntheticConfig, communities: Array) -> _HalfLinks:
-    generator, count, classes = _make_generator(config, stage=1), config.num_communities, config.classes
+    generator = _make_generator(config, stage=1)
+    count = config.num_communities
+    classes = config.classes
     blocks = count // classes
     community = (communities % classes) * blocks + communities // classes
     order = np.argsort(community, kind="stable").astype(id_dtype(config.nodes))

@@ -245,7 +245,8 @@ def build_graph_from_tables(
     # The order of a set of strings changes from run to run, but ids must not.
     for ntype in sorted({ntype for etype in ends for ntype in (etype[0], etype[2])} - ids.keys()):
         ids[ntype] = _collect_ids_in_edges(ntype, _collect_ends_at(ntype, ends))
-    positions, edge_data = {}, {}
+    positions = {}
+    edge_data = {}
     for etype, etype_ends in ends.items():
         sources, destinations = (
             _find_positions(end, ids[ntype], id_sources.get(ntype))
@@ -377,7 +378,8 @@ def _find_positions(end: TableColumn, ids: Any, table: str | None) -> Array:
         positions = row_numbers.astype(id_dtype(len(ids)))
     else:
         indices = pc.index_in(values, value_set=ids)
-        is_unknown, positions = as_numpy(pc.is_null(indices)), as_numpy(pc.fill_null(indices, -1))
+        is_unknown = as_numpy(pc.is_null(indices))
+        positions = as_numpy(pc.fill_null(indices, -1))
     count = f"(rows of {end.name!r} with unknown ids: {int(is_unknown.sum())})"
     end.refuse(is_unknown, f"is not {origin} {count}", "node id ")
     return positions

@@ -25,7 +25,8 @@ from dglx_dist.records import LABEL, Array
 
 _MIN_ROW_BYTES = 32
 _MAX_ROWS = 1 << 16
-_MIN_BLOCK, _MAX_BLOCK = 1 << 16, 1 << 20
+_MIN_BLOCK = 1 << 16
+_MAX_BLOCK = 1 << 20
 _PROBED_ROWS = 1 << 8
 _LINES = 1 << 12
 LINE_COLUMN = "id"
@@ -100,7 +101,9 @@ class TableColumn:
         Raises DatasetError if values are missing, NaN, infinite or not numbers, or lists differ in length.
         """
         self.refuse_gaps()
-        list_type, width, values = self.values.type, None, self.values
+        list_type = self.values.type
+        width = None
+        values = self.values
         if pa.types.is_list(list_type) or pa.types.is_large_list(list_type):
             width = self.list_width(self.values)
         elif pa.types.is_fixed_size_list(list_type):
@@ -267,7 +270,8 @@ class PiecewiseTable:
 
     def pieces(self, names: Sequence[str]) -> Iterator[TablePiece]:
         """Yield the columns ``names`` of all rows in order. Without names, pieces only have a row count."""
-        row, ends = 0, []
+        row = 0
+        ends = []
         for path in self.files.paths:
             first_row = row
             for batch in self._read(path, list(dict.fromkeys(names))):
@@ -387,7 +391,8 @@ def _estimate_row_bytes(file: Any, group_index: int, names: Sequence[str]) -> in
     texts with a dictionary, a few rows are read as a sample.
     """
     group = file.metadata.row_group(group_index)
-    total, texts = 0, []
+    total = 0
+    texts = []
     for i in range(group.num_columns):
         column = group.column(i)
         if any(f"{column.path_in_schema}.".startswith(f"{name}.") for name in names):
@@ -428,7 +433,8 @@ def numbers_of_text(column: TableColumn, separator: str | None = None) -> Array:
     width, values = None, column.values
     if separator is not None:
         lists = pc.split_pattern(values, separator)
-        width, values = column.list_width(lists), lists.flatten()
+        width = column.list_width(lists)
+        values = lists.flatten()
     trimmed = pc.utf8_trim_whitespace(values)
     try:
         numbers = as_numpy(trimmed.cast(pa.float64()))

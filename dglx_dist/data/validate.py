@@ -47,8 +47,10 @@ def check_raw_graph(graph: RawGraph, where: str) -> None:
         owner = where if graph.is_homogeneous else f"{where}, nodes {node_type!r}"
         if node_type not in graph.num_nodes:
             raise DatasetError(f"{owner}: columns or user ids of a node type that the graph lacks")
-        columns, count = graph.node_data.get(node_type, {}), graph.num_nodes[node_type]
-        classes, label = graph.num_classes.get(node_type), columns.get(LABEL)
+        columns = graph.node_data.get(node_type, {})
+        count = graph.num_nodes[node_type]
+        classes = graph.num_classes.get(node_type)
+        label = columns.get(LABEL)
         check_columns(columns, count, classes, owner)
         if classes is not None and isinstance(label, np.ndarray) and label.ndim == 1:
             _warn_of_classes(label, classes, owner)
@@ -258,7 +260,8 @@ def number_codes(graph: RawGraph, where: str) -> RawGraph:
     The codes become the names of the classes.
     """
     for ntype, columns in graph.node_data.items():
-        label, num_classes = columns.get(LABEL), graph.num_classes.get(ntype, 0)
+        label = columns.get(LABEL)
+        num_classes = graph.num_classes.get(ntype, 0)
         if num_classes <= max(graph.num_nodes[ntype], FEW_CLASSES) or not isinstance(label, np.ndarray):
             continue
         if label.ndim > 1 or label.dtype.kind not in "iu":

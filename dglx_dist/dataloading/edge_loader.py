@@ -138,7 +138,8 @@ def _match_reverse_edges(g: DistGraph, etype: EdgeType, back: EdgeType) -> DistT
     matched_ids = reverse_edge_ids(g, etype, reverse_etype=back, by="position")
     first, last = matched_ids.local_range
     ids = np.arange(first, min(last, first + _NUM_CHECKED))
-    ends, reverse = g.find_edges(ids, etype), g.find_edges(matched_ids[ids], back)
+    ends = g.find_edges(ids, etype)
+    reverse = g.find_edges(matched_ids[ids], back)
     num_wrong = int((ends[0] != reverse[1]).sum() + (ends[1] != reverse[0]).sum())
     if gather_int64([num_wrong], g.session).any():
         return reverse_edge_ids(g, etype, reverse_etype=back)
@@ -148,7 +149,8 @@ def _match_reverse_edges(g: DistGraph, etype: EdgeType, back: EdgeType) -> DistT
 def _check_reverse(g: DistGraph, etype: EdgeType, back: EdgeType, table: FindReverse, ids: Array) -> None:
     # Compare the ends of edges with the ends of their reverse edges.
     reverse = table(ids)
-    ids, reverse = ids[reverse != NO_REVERSE], reverse[reverse != NO_REVERSE]
+    ids = ids[reverse != NO_REVERSE]
+    reverse = reverse[reverse != NO_REVERSE]
     sources, destinations = g.find_edges(ids, etype)
     back_sources, back_destinations = g.find_edges(reverse, back)
     wrong_indices = ((sources != back_destinations) | (destinations != back_sources)).nonzero()[:, 0]
@@ -280,7 +282,8 @@ def merge_pairs(pair_graph: Any) -> MergedPairs:
     counts = map(pair_graph.num_nodes, pair_graph.ntypes)
     first_row = dict(zip(pair_graph.ntypes, accumulate(counts, initial=0), strict=False))
     etypes = tuple(pair_graph.canonical_etypes)
-    ends, sizes = [], []
+    ends = []
+    sizes = []
     for etype in etypes:
         sources, destinations = pair_graph.edges(etype=etype)
         ends.append(torch.stack([sources + first_row[etype[0]], destinations + first_row[etype[2]]]).long())
@@ -327,7 +330,8 @@ def build_pairs(
     """
     pair_sets = [positive] if negative is None else [positive, negative]
     # Use the order of types in dgl.heterograph.
-    ntypes, etypes = sorted(ntypes), sorted(positive)
+    ntypes = sorted(ntypes)
+    etypes = sorted(positive)
     type_bits = {ntype: np.int64(index) << _TYPE_SHIFT for index, ntype in enumerate(ntypes)}
     keys = [
         np.concatenate([pairs[etype][end] + type_bits[etype[2 * end]] for etype in etypes])
@@ -369,10 +373,13 @@ def _build_pair_graph(
     num_pairs = [len(pairs[etype][0]) for etype in etypes]
     merged_ends = torch.from_numpy(ends)
     type_index = {ntype: index for index, ntype in enumerate(ntypes)}
-    num_nodes, stops, unit_graphs = np.diff(starts).tolist(), np.cumsum(num_pairs).tolist(), []
+    num_nodes = np.diff(starts).tolist()
+    stops = np.cumsum(num_pairs).tolist()
+    unit_graphs = []
     end_types = [(type_index[source], type_index[destination]) for source, _, destination in etypes]
     for (source, destination), size, stop in zip(end_types, num_pairs, stops, strict=True):
-        u, v = merged_ends[0, stop - size : stop], merged_ends[1, stop - size : stop]
+        u = merged_ends[0, stop - size : stop]
+        v = merged_ends[1, stop - size : stop]
         # Each type numbers its nodes from 0. The first type keeps its views, because it already does.
         u = u - int(starts[source]) if starts[source] else u
         v = v - int(starts[destination]) if starts[destination] else v
@@ -405,7 +412,8 @@ class EdgeBatch(MiniBatch):
     """Requested columns of the edges: type, name in the frame, and the pending pull."""
 
     def move(self, device: torch.device, copy: Copy) -> None:
-        pairs, self.pairs = self.pairs, [place(graph, device, copy=copy) for graph in self.pairs]
+        pairs = self.pairs
+        self.pairs = [place(graph, device, copy=copy) for graph in self.pairs]
         for graph, before in zip(self.pairs, pairs, strict=True):
             graph.merged_pairs = before.merged_pairs.move(graph, copy)
         super().move(device, copy)
@@ -450,7 +458,8 @@ class EdgeMaker(Maker[EdgeType, EdgeBatch]):
     def sample_items(self, edges: Mapping[EdgeType, Array], epoch: int, *, step: int) -> EdgeBatch:
         begin = time.perf_counter()
         seeds, pairs = self._draw_pairs(edges, epoch)
-        batch, exclude = EdgeBatch(seeds=seeds, edges=edges, pairs=pairs), self.exclude(edges)
+        batch = EdgeBatch(seeds=seeds, edges=edges, pairs=pairs)
+        exclude = self.exclude(edges)
         pairs_s = time.perf_counter() - begin
         self.blocks.sample_blocks(batch, epoch, exclude, step=step)
         batch.sample_s += pairs_s
@@ -477,7 +486,9 @@ class EdgeMaker(Maker[EdgeType, EdgeBatch]):
         # Every graph gets the share, because a model may read the blocks, a pair graph, or both.
         for graph in batch.pairs:
             graph.step_share = share
-        nodes, blocks, pairs = batch.input_nodes, batch.blocks, batch.pairs
+        nodes = batch.input_nodes
+        blocks = batch.blocks
+        pairs = batch.pairs
         return (nodes, pairs[0], blocks) if len(pairs) == 1 else (nodes, pairs[0], pairs[1], blocks)
 
     def _draw_pairs(
@@ -642,7 +653,8 @@ def _read_options(
     loader_options = read_loader_options(options)
     exclude = rule["exclude"]
     if exclude is not None and not isinstance(exclude, str) and not callable(exclude):
-        loader_options, rule = replace(loader_options, exclude=exclude), {**rule, "exclude": None}
+        loader_options = replace(loader_options, exclude=exclude)
+        rule = {**rule, "exclude": None}
     items = read_items(eids, {etype: g.num_edges(etype) for etype in g.canonical_etypes}, "edge")
     return EdgeOptions(
         sampler=sampler,

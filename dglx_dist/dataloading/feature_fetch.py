@@ -32,7 +32,9 @@ from dglx_dist.records import Array, ColumnInfo, EdgeType
 if TYPE_CHECKING:
     from dglx_dist.graph.dist_graph import DistGraph
 
-EDGE_PHASE, LABEL_PHASE, FEATURE_PHASE = "edge_features", "labels", "features"
+EDGE_PHASE = "edge_features"
+LABEL_PHASE = "labels"
+FEATURE_PHASE = "features"
 """Phases of the byte ledger."""
 
 EdgesOfBlock: TypeAlias = Mapping[EdgeType, Array]
@@ -64,7 +66,9 @@ class RowMemory:
     """
 
     def __init__(self, num_batches: int = 4, dtype: torch.dtype | None = None, device: Any = _CPU) -> None:
-        self._num_batches, self._dtype, self.device = num_batches, check_float(dtype), device
+        self._num_batches = num_batches
+        self._dtype = check_float(dtype)
+        self.device = device
         self._arrays: dict[tuple[str, ColumnInfo], list[Array]] = {}
         self._lock = threading.Lock()
         # Measure the number of references, because interpreters differ in the references that a loop holds.
@@ -262,7 +266,8 @@ def submit_columns(
     pending: list[tuple[int, str, Any, str, PendingPull]] = []
     unused_rows = dict(claimed_rows)
     for ntype, name, key in _iterate_columns(columns.inputs):
-        ids, column = inputs.get(ntype, NO_ROWS), store.column(key)
+        ids = inputs.get(ntype, NO_ROWS)
+        column = store.column(key)
         # Allocate the buffer when it is filled, because several requested batches wait at a time.
         out = partial(columns.memory.rows, key, len(ids), column.info)
         # If a column has two names in the blocks, only the first pull may use the announced rows.
@@ -304,7 +309,9 @@ class OnDemandColumns(dict[str, Any]):
         super().__init__(columns)
         # Keep the current ids, because scripts for DistDGL see other edge ids in the frame.
         self._ids = columns.get(_ID)
-        self._g, self._type_name, self._warned_columns = g, kind, warned
+        self._g = g
+        self._type_name = kind
+        self._warned_columns = warned
 
     def __missing__(self, name: str) -> Any:
         """Fetch a column of the distributed graph that was not prefetched, and keep it.
@@ -314,9 +321,11 @@ class OnDemandColumns(dict[str, Any]):
         """
         type_name = self._type_name
         if isinstance(type_name, str):
-            columns, option = self._g.nodes[type_name].data, "prefetch_node_feats"
+            columns = self._g.nodes[type_name].data
+            option = "prefetch_node_feats"
         else:
-            columns, option = self._g.edges[type_name].data, "prefetch_edge_feats"
+            columns = self._g.edges[type_name].data
+            option = "prefetch_edge_feats"
         if name not in columns or self._ids is None:
             raise KeyError(name)  # The message of a wrapped model contains the remedy.
         if name not in self._warned_columns:

@@ -548,7 +548,8 @@ def _draw(
 def draw_first_hop(relations: Relations, request: SampleRequest) -> None:
     """Draw one hop and drop the result. This compiles its kernel before :func:`sample_batch` needs it."""
     nodes = NumberedNodes(request.seeds, request.seeds, request.seed_ends, np.ones(1, np.int64))
-    rows, ends = np.zeros(2, np.int64), np.zeros(2, np.int64)
+    rows = np.zeros(2, np.int64)
+    ends = np.zeros(2, np.int64)
     hop = _Hop(request.fanouts[0], request.streams[0], nodes.counts, rows, ends)
     _draw(relations, request, nodes, hop, (np.empty(0, np.int64), np.empty(0, np.float32)), None)
 

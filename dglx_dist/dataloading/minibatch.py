@@ -66,7 +66,8 @@ class BatchBlockBuilder:
         columns = {dgl.EID: edge_ids}
         if self._has_weights:
             columns["edge_weights"] = torch.from_numpy(batch.edge_weights)
-        edge_ends, num_relations = batch.edge_ends.tolist(), len(self._sources)
+        edge_ends = batch.edge_ends.tolist()
+        num_relations = len(self._sources)
         blocks: list[DGLBlock] = []
         first_offset = 0
         for hop, (num_dst_by_type, num_src_by_type) in enumerate(pairwise(batch.node_ends.tolist())):
@@ -193,7 +194,8 @@ class SamplerMaker(NodeMaker):
     def fetch(self, batch: MiniBatch) -> None:
         begin = time.perf_counter()
         edges = [get_edge_ids(block) for block in batch.blocks] if self._columns.edges else []
-        inputs, targets = self._to_arrays(batch.input_nodes), self._to_arrays(batch.output_nodes)
+        inputs = self._to_arrays(batch.input_nodes)
+        targets = self._to_arrays(batch.output_nodes)
         # The sampler of a user may repeat nodes.
         store = self._g.kvstore
         batch.finish_pull = submit_columns(store, self._columns, inputs, targets, edges, distinct=False)
@@ -283,9 +285,12 @@ class KernelMaker(NodeMaker):
 
     def _draw_jointly(self, source: RemoteSource, steps: Iterator[int]) -> Callable[[int], RemoteSource]:
         """Return a function from step to its source. Consecutive batches share a source and its requests."""
-        lock, max_batches = threading.Lock(), 1
+        lock = threading.Lock()
+        max_batches = 1
         # Don't refer to the maker in the thread that draws, because the thread must end with the maker.
-        request, get_items, epoch = self._draws.request, self.get_items, self.epoch
+        request = self._draws.request
+        get_items = self.get_items
+        epoch = self.epoch
         sources: dict[int, RemoteSource] = {}
 
         def group_requests() -> Iterator[dict[int, SampleRequest]]:
@@ -346,7 +351,9 @@ class KernelMaker(NodeMaker):
         batch.sample_s = time.perf_counter() - begin
 
     def fetch(self, batch: MiniBatch) -> None:
-        begin, store, raw = time.perf_counter(), self._g.kvstore, batch.raw
+        begin = time.perf_counter()
+        store = self._g.kvstore
+        raw = batch.raw
         assert raw is not None
         edges = self._split_edge_ids(raw) if self._columns.edges else []
         batch.finish_pull = submit_columns(
@@ -367,7 +374,8 @@ class KernelMaker(NodeMaker):
 
     def _split_edge_ids(self, batch: RawBatch) -> Sequence[EdgesOfBlock]:
         # The kernels draw the hop at the seeds first, but the last block belongs to the seeds.
-        ends, num_relations = batch.edge_ends, len(self._schema.etypes)
+        ends = batch.edge_ends
+        num_relations = len(self._schema.etypes)
         blocks: list[EdgesOfBlock] = []
         for first in range(0, len(ends) - 1, num_relations):
             edges = {}

@@ -95,13 +95,15 @@ class DrawSettings:
         no_ids = np.empty(0, np.int64)
         nodes = [seeds.get(ntype, no_ids) for ntype in self.schema.ntypes]
         num_hops, num_relations = self.fanouts.shape
-        edges, edge_ends = no_ids, np.zeros(num_relations + 1, np.int64)
+        edges = no_ids
+        edge_ends = np.zeros(num_relations + 1, np.int64)
         if exclude or self.exclude:
             ids_by_type = [
                 merge_ids(self.exclude.get(etype, no_ids), exclude.get(etype, no_ids))
                 for etype in self.schema.etypes
             ]
-            edges, edge_ends = np.concatenate(ids_by_type), _sum_lengths(ids_by_type)
+            edges = np.concatenate(ids_by_type)
+            edge_ends = _sum_lengths(ids_by_type)
         if self.by_source is None:
             streams = _cached_keys(self.seed, epoch, num_hops, num_relations)
         else:
@@ -166,10 +168,12 @@ def load_kernels(tell: Callable[[str], None]) -> None:
     Two processes share the compilation. The caller must have only one thread, because this forks.
     """
     schema = Schema(ntypes=("_N",), num_nodes=(1,), etypes=(("_N", "_E", "_N"),))
-    node, bounds = np.zeros(1, np.int64), np.array([0, 1])
+    node = np.zeros(1, np.int64)
+    bounds = np.array([0, 1])
     source = LocalSource(schema, [Csc(bounds, node.astype(np.int32), np.empty(0, np.float32), 0, 0)])
     draws = DrawSettings(schema=schema, fanouts=np.ones((1, 1), np.int64), replace=False, exclude={}, seed=0)
-    request, table = draws.request({"_N": node}, 0, {}), ThreadTable(1).table
+    request = draws.request({"_N": node}, 0, {})
+    table = ThreadTable(1).table
     if not is_compiled():
         tell("compiling kernels, once after each installation (about 15 s) ...")
         child_pid = os.fork()
@@ -217,7 +221,9 @@ class RemoteSource:
         self, schema: Schema, structures: Sequence[Structure], op: str, known: Sequence[Any] = ()
     ) -> None:
         self._schema, self.known = schema, known
-        self._structures, self._op, self._etypes = tuple(structures), op, schema.etypes
+        self._structures = tuple(structures)
+        self._op = op
+        self._etypes = schema.etypes
         self._offsets = schema.offsets
         self._source_types = schema.source_types.tolist()
         self._destination_types = schema.destination_types.tolist()
@@ -250,7 +256,8 @@ class RemoteSource:
         an error. ``exclude`` has ascending edge ids by type.
         """
         table, nodes = number_seeds(workspace.table, self._offsets, request.seeds, request.seed_ends)
-        node_ends, pieces = [nodes.counts.copy()], []
+        node_ends = [nodes.counts.copy()]
+        pieces = []
         try:
             _check_seeds(request, nodes.counts)
             for hop in range(len(request.fanouts)):
@@ -290,7 +297,8 @@ class RemoteSource:
                 waits.append(partial(InEdges, indptr=starts, sources=NO_EDGES, edge_ids=NO_EDGES))
                 continue
             parameters = pack_hop_parameters(fanout, int(request.streams[hop, relation]))
-            excluded, layer = exclude.get(self._etypes[relation], NO_EDGES), len(request.fanouts) - hop
+            excluded = exclude.get(self._etypes[relation], NO_EDGES)
+            layer = len(request.fanouts) - hop
             waits.append(structure.submit(self._op, frontier, parameters, exclude=excluded, layer=layer))
         return [wait_for_edges() for wait_for_edges in waits]
 
@@ -301,7 +309,8 @@ class RemoteSource:
 
         Return the table and nodes, which may be larger copies, and the number of each source by edge type.
         """
-        num_edges_by_type, old_counts = np.zeros(len(nodes.counts), np.int64), nodes.counts.copy()
+        num_edges_by_type = np.zeros(len(nodes.counts), np.int64)
+        old_counts = nodes.counts.copy()
         np.add.at(num_edges_by_type, self._source_types, [len(in_edges.sources) for in_edges in edges])
         nodes = grow_nodes(nodes, num_edges_by_type)
         table = grow_table(table, nodes, int(num_edges_by_type.sum()))

@@ -99,7 +99,8 @@ class Items(Generic[K]):
         """Return the ids at (k,) ``positions`` by type, in the order of the positions."""
         if len(self.ids) == 1:
             return {key: ids[positions] for key, ids in self.ids.items()}
-        ids_by_type, first = {}, 0
+        ids_by_type = {}
+        first = 0
         for key, ids in self.ids.items():
             positions_of_type = positions[(positions >= first) & (positions < first + len(ids))]
             ids_by_type[key] = ids[positions_of_type - first]
@@ -321,7 +322,9 @@ class Maker(Stages[B], Generic[K, B]):
         self, loader: StepLoader[K, B, Any], epoch: int, steps: Callable[[], Iterator[int]]
     ) -> Maker[K, B]:
         stages = copy(self)
-        stages.loader, stages.epoch, stages.get_items = loader, epoch, loader.order_items(epoch)
+        stages.loader = loader
+        stages.epoch = epoch
+        stages.get_items = loader.order_items(epoch)
         return stages
 
     @abstractmethod
@@ -339,7 +342,8 @@ class Maker(Stages[B], Generic[K, B]):
         """Reserve cache rows for the batches. From then on, batches must be fetched in order."""
 
     def move(self, batch: B, step: int) -> None:
-        loader, record = self.loader, cast("Any", batch)
+        loader = self.loader
+        record = cast("Any", batch)
         if not loader.moves_batches:
             return
         begin = time.perf_counter()
@@ -444,14 +448,19 @@ class EpochLoader(ABC, Generic[B, T]):
 
     def __init__(self, session: Session, *, seed: int, depth: int, num_threads: int) -> None:
         self._session = session
-        self.seed, self.depth, self.num_threads = seed, depth, num_threads
-        self._epoch, self._next_step, self._has_started = 0, 0, False
+        self.seed = seed
+        self.depth = depth
+        self.num_threads = num_threads
+        self._epoch = 0
+        self._next_step = 0
+        self._has_started = False
         self._end_step: int | None = None
         self.first_number = 0
         """Step number of the first step, which keys dropout. Change it if each epoch has a new loader."""
         self.mark: Callable[[Any], Any] | None = None
         """Function that replaces the first batch by one with marked ids, and is then removed."""
-        self._times, self._waited_s = LoaderTimes(), 0.0
+        self._times = LoaderTimes()
+        self._waited_s = 0.0
         self._running_epoch: weakref.ref[Generator[T, None, None]] | None = None
         self._trace_id = 0 if session.trace is None else session.trace.new_loader()
 
@@ -484,7 +493,9 @@ class EpochLoader(ABC, Generic[B, T]):
     def set_epoch(self, epoch: int) -> None:
         """Set the next epoch. If a position within ``epoch`` was loaded, the loader resumes from it."""
         if epoch != self._epoch or self._has_started:
-            self._epoch, self._next_step, self._has_started = check_integer("epoch", epoch, least=0), 0, False
+            self._epoch = check_integer("epoch", epoch, least=0)
+            self._next_step = 0
+            self._has_started = False
 
     def state_dict(self) -> dict[str, int]:
         """Return the position as JSON values. Inside the loop body, the current step counts as done."""
@@ -534,10 +545,12 @@ class EpochLoader(ABC, Generic[B, T]):
         meanwhile on several ranks. A complete pass is reported to the trace.
         """
         if self._has_started:
-            self._epoch, self._next_step = self._epoch + 1, 0
+            self._epoch = self._epoch + 1
+            self._next_step = 0
         self._has_started = True
         epoch, first_step = self._epoch, self._next_step
-        begin_s, waited_before_s = time.perf_counter(), self._waited_s
+        begin_s = time.perf_counter()
+        waited_before_s = self._waited_s
         handle = None
         if self.checks_training and self._session.topology.world_size > 1:
             compares_weights = epoch % max(STEPS_BETWEEN_CHECKS // max(len(self), 1), 1) == 0
@@ -549,7 +562,8 @@ class EpochLoader(ABC, Generic[B, T]):
                 for step in self._iterate_steps():
                     batch = self._deliver_next(step, stream)
                     if self.mark is not None:
-                        batch, self.mark = self.mark(batch), None
+                        batch = self.mark(batch)
+                        self.mark = None
                     yield batch
                     del batch
         finally:
@@ -562,15 +576,19 @@ class EpochLoader(ABC, Generic[B, T]):
         if self._next_step < len(self):
             return
         if first_step == 0 and self._session.trace is not None:
-            seconds, wait_s = time.perf_counter() - begin_s, self._waited_s - waited_before_s
+            seconds = time.perf_counter() - begin_s
+            wait_s = self._waited_s - waited_before_s
             epoch_pass = Pass(loader=self._trace_id, steps=len(self), seconds=seconds, wait_s=wait_s)
             self._session.trace.note_pass(epoch_pass)
-        self._epoch, self._next_step = epoch + 1, 0
+        self._epoch = epoch + 1
+        self._next_step = 0
 
     def _prefetch(self, epoch: int) -> Generator[B, None, None]:
         """Yield the remaining batches of ``epoch``. Threads prepare them ahead of the consumer."""
         stages = self.open_stages(epoch, self._iterate_steps)
-        make, depth, num_threads = stages.make_on_device, self.depth, self.num_threads
+        make = stages.make_on_device
+        depth = self.depth
+        num_threads = self.num_threads
         try:
             if stages.claimed_rows:
                 yield from self._prefetch_in_order(stages)
@@ -602,7 +620,8 @@ class EpochLoader(ABC, Generic[B, T]):
                 return batch
 
             # With 0 threads, the thread of the consumer builds the batches.
-            num_builders, steps = min(1, num_threads), self._iterate_steps()
+            num_builders = min(1, num_threads)
+            steps = self._iterate_steps()
             yield from run_ahead(build_next, steps, depth=depth, num_threads=num_builders)
 
     def _iterate_steps(self) -> Iterator[int]:
@@ -642,13 +661,16 @@ class StepLoader(EpochLoader[B, T], Generic[K, B, T]):
     """
 
     def __init__(self, session: Session, items: Items[K], options: LoaderOptions, maker: Maker[K, B]) -> None:
-        self.items, self._options, self._maker = items, options, maker
+        self.items = items
+        self._options = options
+        self._maker = maker
         self.device = resolve_device(options.device, session.device)
         # DGL does not say which tensors a copy to the GPU fills, so its graphs are moved without a stream.
         self.copies = open_copy_stream(self.device) if is_on_torch_path(self.device) else None
         self.moves_batches = self.device.type != "cpu" or is_on_torch_path(self.device)
         """Whether batches are moved after they are built, to another device or to graphs for plain torch."""
-        counts, size = _gather_item_counts(items, options, session), int(options.batch_size)
+        counts = _gather_item_counts(items, options, session)
+        size = int(options.batch_size)
         self._schedule = Schedule.from_counts(counts, size, options.drop_last, session.topology.rank)
         seed = resolve_seed(options, session)
         super().__init__(session, seed=seed, depth=options.depth, num_threads=options.num_threads)

@@ -100,16 +100,19 @@ def _count_neighborhoods(
     ``bounds`` are the (S + 1,) first own nodes. Each node has one bit per server that tells whether it is in
     the neighborhood of that server.
     """
-    servers, offsets = len(bounds) - 1, dataset.manifest.node_offsets[etype[2]].tolist()
+    servers = len(bounds) - 1
+    offsets = dataset.manifest.node_offsets[etype[2]].tolist()
     kinds = (np.uint8, np.uint16, np.uint32, np.uint64)
     dtype = next(kind for kind in kinds if np.iinfo(kind).bits >= servers)
     bits: Array = np.zeros(offsets[-1], dtype)
     for server in range(servers):
         bits[bounds[server] : bounds[server + 1]] = dtype(1 << server)
-    new_bits, counts_by_hop = bits, []
+    new_bits = bits
+    counts_by_hop = []
     for hop in range(hops + 1):
         if hop:
-            previous_bits, bits = bits, bits.copy()
+            previous_bits = bits
+            bits = bits.copy()
             for number, (first, end) in enumerate(pairwise(offsets)):
                 part = dataset.part(number)
                 _set_bits_of_sources(part.indptr(etype), part.indices(etype), new_bits[first:end], bits)
@@ -249,7 +252,8 @@ def _check_matching(g: DistGraph, etype: EdgeType, back: EdgeType, by: str) -> N
             f"edges of {back} cannot be the reverse of {etype}. They must lead from {etype[2]!r} to "
             f"{etype[0]!r}."
         )
-    num_edges, num_back = g.num_edges(etype), g.num_edges(back)
+    num_edges = g.num_edges(etype)
+    num_back = g.num_edges(back)
     if by == "half" and (etype != back or num_edges % 2):
         raise ConfigError(
             f"by='half' pairs the first half of one edge type with its second, but {etype} has {num_edges} "

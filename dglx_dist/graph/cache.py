@@ -248,7 +248,9 @@ def cache_rows(g: OpenedGraph, request: CacheRequest) -> CachePlan:
     if request.policy == LOOK_AHEAD:
         return _open_look_ahead(store, column, request.alpha, local_range)
     scores = _SCORES[request.policy](g, request, f"scores-{cache_id}")
-    is_leader, top_ids, hit_rate = topology.local_rank == 0, NO_IDS, None
+    is_leader = topology.local_rank == 0
+    top_ids = NO_IDS
+    hit_rate = None
     if is_leader:
         top_ids = select_top_rows(scores, local_range, budget)
         hit_rate = compute_hit_rate(scores, local_range, top_ids) if request.policy == "vip" else None
@@ -281,7 +283,8 @@ def _open_look_ahead(store: KVStore, column: Column, alpha: float, local_range: 
 
     Raises ConfigError on all ranks if the space of a server does not fit in its free memory.
     """
-    topology, server = store.session.topology, store.session.topology.server
+    topology = store.session.topology
+    server = store.session.topology.server
     ranks = [len(topology.ranks_of_server(server_index)) for server_index in range(topology.num_servers)]
     counts = [
         count_rows_of_rank(alpha, server_range, column.num_rows, num_ranks)
@@ -320,7 +323,8 @@ def _find_column(g: OpenedGraph, request: CacheRequest) -> Column:
 
 def _degree_scores(g: OpenedGraph, request: CacheRequest, _file_name: str) -> Array:
     """Return the (N,) number of out-edges of each row. Ranks that do not choose rows may return (0,)."""
-    is_leader, total = g.session.topology.local_rank == 0, np.zeros(0, np.int64)
+    is_leader = g.session.topology.local_rank == 0
+    total = np.zeros(0, np.int64)
     for etype in _select_etypes_from(g, request.ntype):
         structure = g.structure(etype)
         # One rank of each server counts the edges that the server holds.
@@ -333,10 +337,12 @@ def _degree_scores(g: OpenedGraph, request: CacheRequest, _file_name: str) -> Ar
 
 
 def _halo_scores(g: OpenedGraph, request: CacheRequest, _file_name: str) -> Array:
-    server, total = g.session.topology.server, np.zeros(g.num_nodes(request.ntype), np.int64)
+    server = g.session.topology.server
+    total = np.zeros(g.num_nodes(request.ntype), np.int64)
     if g.session.topology.local_rank == 0:
         for etype in _select_etypes_from(g, request.ntype):
-            bounds, structure = g.get_node_partition_policy(etype[2]).bounds, g.structure(etype)
+            bounds = g.get_node_partition_policy(etype[2]).bounds
+            structure = g.structure(etype)
             local_range = int(bounds[server]), int(bounds[server + 1])
             total += count_sources(structure.shards, structure.num_sources, local_range)
     return total

@@ -114,7 +114,8 @@ class JointRequest:
             self._row_indices[order] = np.arange(len(ids))
             starts = np.sum([plan.server_starts for plan in self._plans], axis=0)
             self._replies = self._ask(self._plans[0]._replace(ids=ids[order], server_starts=starts))
-            self._previous_replies, self.is_sent = (), True
+            self._previous_replies = ()
+            self.is_sent = True
         return self._replies
 
     def copy(self, plan: RemotePlan, first: int, out: Array) -> None:
@@ -123,7 +124,8 @@ class JointRequest:
         Raises PeerError or RemoteError if a server does not answer or cannot, as in
         :meth:`KVStore.submit_pull`, and ValueError if a reply does not match the request.
         """
-        replies, indices = self.send(), self._row_indices[first : first + len(plan.ids)]
+        replies = self.send()
+        indices = self._row_indices[first : first + len(plan.ids)]
         for reply, begin, end in replies:
             (answer,) = reply.result()
             check_answer(answer, out, end - begin)
@@ -152,7 +154,9 @@ class LookAheadRows:
         """(C, *row) in NumPy's form of the column's dtype. Slot s is row s."""
         self.announce_more: Callable[[], bool] = lambda: False
         """Function that announces one more batch. Returns False if no batch or no memory is left."""
-        self._local_range, self._num_ids, self._claim_lock = local_range, num_ids, threading.Lock()
+        self._local_range = local_range
+        self._num_ids = num_ids
+        self._claim_lock = threading.Lock()
         self._message_rows = rows_per_message(math.prod(info.row_shape) * self.rows.itemsize)
         self._clear_rows()
         self._reset_numbers()
@@ -176,7 +180,9 @@ class LookAheadRows:
     def _reset_numbers(self) -> None:
         # No batch is pending, so steps and inputs can restart at 0. Steps must fit in 32 bits.
         self._last_input.fill(-1)
-        self._next_input, self._step, self._num_requested = 0, 0, 0
+        self._next_input = 0
+        self._step = 0
+        self._num_requested = 0
         self._joint_request: JointRequest | None = None
 
     @property
@@ -227,7 +233,8 @@ class LookAheadRows:
             Function that waits for the rows, copies them to the (K, *row) rows of the batch, and then copies
             the rows to keep.
         """
-        joint, full_size = self._joint_request, self._message_rows // 2
+        joint = self._joint_request
+        full_size = self._message_rows // 2
         # A batch should not wait for the rows of a much larger one.
         if joint is None or joint.is_sent or (joint.num_rows and joint.num_rows + len(plan.ids) > full_size):
             previous = () if joint is None else [answer for answer, _, _ in joint.send()]
@@ -267,7 +274,8 @@ class LookAheadRows:
         self._first_inputs.popleft()
         self._step += 1
         self._num_unfinished += 1
-        miss_uses, table = uses[num_hits:], self.table
+        miss_uses = uses[num_hits:]
+        table = self.table
         indices, slots = _assign_slots(table, self._ids_by_slot, self._next_use, plan.ids, miss_uses, cut)
         positions_to_keep = plan.positions[indices]
 
@@ -285,7 +293,8 @@ class LookAheadRows:
         """
         first_input, next_input = self._first_inputs[0], self._next_input
         if next_input + count - first_input > len(self._later_use):
-            old_uses, inputs = self._later_use, np.arange(first_input, next_input)
+            old_uses = self._later_use
+            inputs = np.arange(first_input, next_input)
             self._later_use = np.empty(1 << (next_input + count - first_input).bit_length(), np.int32)
             self._later_use[inputs & (len(self._later_use) - 1)] = old_uses[inputs & (len(old_uses) - 1)]
         if len(self.table.keys) and 3 * (self._num_used + count) > 2 * len(self.table.keys):
@@ -366,7 +375,8 @@ class Column:
             return
         indices = torch.from_numpy(ids[positions] - shard.first)
         values = handler(view_as_tensor(shard.rows, self.info), indices)
-        shape, dtype = (len(positions), *self.info.row_shape), torch_dtype(self.info.dtype)
+        shape = (len(positions), *self.info.row_shape)
+        dtype = torch_dtype(self.info.dtype)
         if tuple(values.shape) != shape or values.dtype != dtype:
             raise ConfigError(
                 f"the pull handler of {self.name!r} returned {values.dtype} of shape {tuple(values.shape)}, "

@@ -76,7 +76,8 @@ def import_if_changed(part_config: Path, session: Session) -> Path:
             raise StorageError(f"{part_config} does not exist. Pass the JSON file of DGL's partition_graph.")
 
     def import_files() -> None:
-        stamps, stamp_file = _read_stamps(part_config), folder / _IMPORTED
+        stamps = _read_stamps(part_config)
+        stamp_file = folder / _IMPORTED
         # Compare stamps for equality, not by age, because the clocks of machines differ.
         if not (folder / MANIFEST).exists() or not stamp_file.exists() or stamp_file.read_text() != stamps:
             log.info("importing %s into %s", part_config, folder)
@@ -232,7 +233,8 @@ class DistGraph(Shared):
         # The label is unique for each open graph, so that a session may have several.
         label = broadcast_json(secrets.token_hex(4), self.session)
         self.kvstore = KVStore(self.session, self.placement, label)
-        merge, trainers_per_part = self.placement.server_offsets, manifest.parameters.get(TRAINERS_PER_PART)
+        merge = self.placement.server_offsets
+        trainers_per_part = manifest.parameters.get(TRAINERS_PER_PART)
         nodes = {ntype: merge(offsets) for ntype, offsets in manifest.node_offsets.items()}
         edges = {etype: merge(offsets) for etype, offsets in manifest.edge_offsets.items()}
         num_trainers = manifest.num_parts * trainers_per_part if isinstance(trainers_per_part, int) else None
@@ -530,7 +532,8 @@ class DistGraph(Shared):
         are on this machine.
         """
         key = self._resolve_ntype(ntype, "user_ids(ids, ntype)")
-        policy, id_dtype = self._node_policies[key], self.dataset.manifest.user_ids.get(key)
+        policy = self._node_policies[key]
+        id_dtype = self.dataset.manifest.user_ids.get(key)
         if id_dtype == "string":
             # This reads the files at each call.
             parts = [self.dataset.part(part) for part in range(self.dataset.manifest.num_parts)]
@@ -541,7 +544,8 @@ class DistGraph(Shared):
     def _find_user_ids(self, names: Array, ntype: str) -> Tensor:
         user_ids = self.user_ids(slice(None), ntype)
         if user_ids.dtype.kind == "U" or names.dtype.kind in "UO":
-            user_ids, names = user_ids.astype(str), names.astype(str)
+            user_ids = user_ids.astype(str)
+            names = names.astype(str)
         order = user_ids.argsort()
         positions = order[np.searchsorted(user_ids, names, sorter=order).clip(max=len(order) - 1)]
         if (unknown := user_ids[positions] != names).any():

@@ -562,7 +562,8 @@ class DistTensor(Shared):
 
 def view_owned_rows(tensor: DistTensor) -> Tensor:
     """Return the rows of a tensor in memory that this rank owns, as a view of shared memory."""
-    (first, last), start = tensor.part_policy.owned_range, tensor.local_range[0]
+    first, last = tensor.part_policy.owned_range
+    start = tensor.local_range[0]
     return tensor.local_rows()[first - start : last - start]
 
 
@@ -571,7 +572,8 @@ class DataView(MutableMapping[str, DistTensor]):
     """The named tensors of the nodes or edges of one type."""
 
     def __init__(self, policy: PartitionPolicy) -> None:
-        self._policy, self._prefix = policy, policy.key("")
+        self._policy = policy
+        self._prefix = policy.key("")
         self._own: dict[str, DistTensor] = {}
 
     def __getitem__(self, name: str) -> DistTensor:
@@ -623,7 +625,8 @@ class DataView(MutableMapping[str, DistTensor]):
         return name, self.pop(name)
 
     def __iter__(self) -> Iterator[str]:
-        names, prefix = self._policy.store.names(), self._prefix
+        names = self._policy.store.names()
+        prefix = self._prefix
         stored = [name.removeprefix(prefix) for name in names if name.startswith(prefix)]
         return iter(dict.fromkeys([*stored, *self._own]))
 

@@ -86,7 +86,8 @@ class KVStore:
         self.session = session
         self.placement = placement
         self.label = label
-        self._rank, self._server = placement.topology.rank, placement.topology.server
+        self._rank = placement.topology.rank
+        self._server = placement.topology.server
         self._columns: dict[str, Column] = {}
         self._owners: dict[str, RowOwners] = {}
         self._counts_lock = threading.Lock()
@@ -321,7 +322,8 @@ class KVStore:
         column = self._check_rows(name, ids, rows)
         rows = np.ascontiguousarray(rows)
         if column.on_push is None and not accumulate:
-            op, pieces = "push", self._split_by_server(column, ids, rows)
+            op = "push"
+            pieces = self._split_by_server(column, ids, rows)
             column.write(ids, rows)
         else:
             op = "add" if column.on_push is None else "handle"
@@ -355,7 +357,8 @@ class KVStore:
         with self._push_lock:
             while self._unanswered:
                 self._finish_oldest(deadline - time.monotonic())
-            errors, self._push_errors = self._push_errors, []
+            errors = self._push_errors
+            self._push_errors = []
         if errors:
             if len(errors) > 1:
                 errors[0].add_note(f"{len(errors) - 1} more pushes with wait=False failed too")
@@ -417,7 +420,8 @@ class KVStore:
         column = self.column(name)
         column.check_writable()
         column.check(ids)
-        dtype, shape = numpy_dtype(column.info.dtype), (len(ids), *column.info.row_shape)
+        dtype = numpy_dtype(column.info.dtype)
+        shape = (len(ids), *column.info.row_shape)
         if rows.dtype != dtype or rows.shape != shape:
             raise ConfigError(f"{name!r} takes {dtype} {shape}, not {rows.dtype} {rows.shape}")
         return column
@@ -454,12 +458,15 @@ class KVStore:
             # This plan groups ids by rank, not by server. An extra rank without rows acts as the local rank,
             # so that all ids count as remote.
             plan = plan_remote(ids, np.append(starts, starts[-1]), len(starts) - 1)
-            values, sorted_ids, cuts = sum_repeated(rows, plan, column.info), plan.ids, plan.server_starts
+            values = sum_repeated(rows, plan, column.info)
+            sorted_ids = plan.ids
+            cuts = plan.server_starts
         else:
             # Owners have ascending ranges of ids, so sorting by id groups by owner. Requests may overtake
             # each other, so all rows of one id go into one request.
             order = np.argsort(ids, kind="stable")
-            values, sorted_ids = take_rows(rows, order), ids[order]
+            values = take_rows(rows, order)
+            sorted_ids = ids[order]
             cuts = np.searchsorted(sorted_ids, starts)
         step = column.rows_per_message
         return [
@@ -580,7 +587,8 @@ def _spread_replies(replies: Sequence[tuple[Pending, int, int]], plan: RemotePla
 
 
 def _check_out(out: Tensor, count: int, column: Column) -> None:
-    shape, dtype = (count, *column.info.row_shape), torch_dtype(column.info.dtype)
+    shape = (count, *column.info.row_shape)
+    dtype = torch_dtype(column.info.dtype)
     if tuple(out.shape) != shape or out.dtype != dtype or not out.is_contiguous() or out.device.type != "cpu":
         raise ConfigError(
             f"out for {column.name!r} must be a contiguous CPU tensor of {dtype} and shape {shape}, "

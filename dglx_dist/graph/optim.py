@@ -301,7 +301,8 @@ class SparseOptimizer:
 
     def _identity(self) -> dict[str, object]:
         """Return further facts that must be equal when a state is read."""
-        kind, dataset = self.saved_as or type(self).__name__, self.params[0].dataset
+        kind = self.saved_as or type(self).__name__
+        dataset = self.params[0].dataset
         return {"kind": kind, "dataset": dataset, "settings": dict(self.settings)}
 
     def _tensors(self) -> Iterator[tuple[str, OwnedRows, DistTensor]]:
@@ -316,7 +317,9 @@ class SparseOptimizer:
 
         A name that is taken, for example by another optimizer of the embedding, gets ``number`` as a suffix.
         """
-        policy, weight, states = param.part_policy, param.weight, []
+        policy = param.part_policy
+        weight = param.weight
+        states = []
         for state_name in self._rule.state_names:
             name = f"{param.name}_{state_name}"
             if policy.store.has(policy.hidden_key(name)):

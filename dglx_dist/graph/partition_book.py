@@ -43,7 +43,8 @@ class RowOwners:
         """(W + 1,) int64 starts. Rank r owns the rows ``starts[r]:starts[r + 1]``."""
         starts = []
         for server in range(self._topology.num_servers):
-            first, last = int(self._bounds[server]), int(self._bounds[server + 1])
+            first = int(self._bounds[server])
+            last = int(self._bounds[server + 1])
             ranks = len(self._topology.ranks_of_server(server))
             starts += [first + (last - first) * local // ranks for local in range(ranks)]
         return np.array([*starts, self._bounds[-1]], dtype=np.int64)
@@ -105,7 +106,8 @@ class PartitionBook:
 
     def metadata(self) -> list[dict[str, int]]:
         """Return one record per partition: ``machine_id``, ``num_nodes`` and ``num_edges`` over all types."""
-        nodes, edges = np.diff(self._nodes.ends), np.diff(self._edges.ends)
+        nodes = np.diff(self._nodes.ends)
+        edges = np.diff(self._edges.ends)
         return [
             {"machine_id": part, "num_nodes": int(nodes[part]), "num_edges": int(edges[part])}
             for part in range(self.num_partitions())

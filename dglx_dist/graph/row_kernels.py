@@ -76,7 +76,8 @@ def _prefetch(_context: Any, rows: Any, _row: Any, _column: Any) -> Any:
         array_type = signature.args[0]
         array = context.make_array(array_type)(context, builder, arguments[0])
         pointer = cgutils.get_item_pointer(context, builder, array_type, array, list(arguments[1:]))
-        byte_pointer, int32 = ir.IntType(8).as_pointer(), ir.IntType(32)
+        byte_pointer = ir.IntType(8).as_pointer()
+        int32 = ir.IntType(32)
         signature_type = ir.FunctionType(ir.VoidType(), [byte_pointer, int32, int32, int32])
         prefetch = cgutils.get_or_insert_function(builder.module, signature_type, "llvm.prefetch.p0i8")
         for_reading, locality, data_cache = (ir.Constant(int32, value) for value in (0, 3, 1))
@@ -168,7 +169,8 @@ def spread_rows(
     move_rows(rows, slots, out, positions[ends[0] : ends[-1]])
 
 
-_PAGE_BYTES, _WILL_NEED = mmap.PAGESIZE, int(mmap.MADV_WILLNEED)
+_PAGE_BYTES = mmap.PAGESIZE
+_WILL_NEED = int(mmap.MADV_WILLNEED)
 _madvise = types.ExternalFunction("madvise", types.intc(types.uintp, types.uintp, types.intc))
 
 
@@ -508,7 +510,8 @@ def sum_repeated(rows: Array, plan: RemotePlan, info: ColumnInfo) -> Array:
     wide_rows = _widen(rows, info)
     sums = np.empty((len(plan.ids), *rows.shape[1:]), wide_rows.dtype)
     if sums.size:
-        flat_rows, flat_sums = wide_rows.reshape(len(wide_rows), -1), sums.reshape(len(sums), -1)
+        flat_rows = wide_rows.reshape(len(wide_rows), -1)
+        flat_sums = sums.reshape(len(sums), -1)
         _sum(flat_rows, plan.starts, plan.positions, flat_sums)
     return _round(sums, info)
 

@@ -43,7 +43,8 @@ def make_keyed_draw(rule: Rule, weights: Mapping[int, Array]) -> Draw:
     def draw(shard: CSCShard, nodes: Array, parameters: str, exclude: Array) -> InEdges:
         hop = json.loads(parameters)
         csc = make_csc(shard, weights.get(shard.first_node))
-        fanout, stream = int(hop["fanout"]), np.uint64(hop["stream"])
+        fanout = int(hop["fanout"])
+        stream = np.uint64(hop["stream"])
         batch_rule = rule._replace(exclude=merge_ids(rule.exclude, exclude))
         indptr, sources, edge_ids = draw_edges(csc, nodes, fanout, stream, batch_rule)
         return InEdges(indptr=indptr, sources=sources, edge_ids=edge_ids)
@@ -125,10 +126,12 @@ def build_sampled_graph(
     seeds = group_by_type(seed_nodes, node_counts, "node")
     fanouts = read_fanouts(fanout, g.canonical_etypes)
     excluded = {} if exclude_edges is None else group_by_type(exclude_edges, edge_counts, "edge")
-    edges, edge_ids = {}, {}
+    edges = {}
+    edge_ids = {}
     for etype in g.canonical_etypes:
         _, _, destination_type = etype
-        nodes, exclude = seeds.get(destination_type, NO_IDS), excluded.get(etype, NO_IDS)
+        nodes = seeds.get(destination_type, NO_IDS)
+        exclude = excluded.get(etype, NO_IDS)
         drawn = draw_in_edges(g, g.structure(etype), nodes, fanouts[etype], rule, exclude)
         # The drawn edges are grouped by destination, in the order of `nodes`.
         destinations = np.repeat(nodes, np.diff(drawn.indptr))

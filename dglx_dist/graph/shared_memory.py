@@ -61,7 +61,8 @@ def warn_about_edges(session: Session, edge_bounds: Iterable[Array], edge_bytes:
     ``bounds[s]:bounds[s + 1]``, and each edge takes about ``edge_bytes``.
     """
     counts = [_count_local_rows(session, bounds) for bounds in edge_bounds]
-    edges, free = sum(rows for _, rows in counts), machine_memory()[1]
+    edges = sum(rows for _, rows in counts)
+    free = machine_memory()[1]
     # Each machine logs one message.
     if session.is_first_on_machine and edges * edge_bytes > free:
         log.warning(
@@ -77,7 +78,8 @@ def warn_about_edges(session: Session, edge_bounds: Iterable[Array], edge_bytes:
 
 def _count_local_rows(session: Session, bounds: Array) -> tuple[str, int]:
     # Returns the name of this machine, and the number of rows of its servers.
-    topology, host = session.topology, session.hosts[session.topology.rank]
+    topology = session.topology
+    host = session.hosts[session.topology.rank]
     servers = {server for rank, server in enumerate(topology.server_of_rank) if session.hosts[rank] == host}
     return host, sum(int(bounds[server + 1] - bounds[server]) for server in servers)
 
@@ -202,7 +204,8 @@ def _create_file(path: Path, count: int, info: ColumnInfo, init: InitRows | None
 
 
 def _compute_first_values(init: InitRows, rows: Array, info: ColumnInfo) -> Array:
-    shape, dtype = rows.shape, torch_dtype(info.dtype)
+    shape = rows.shape
+    dtype = torch_dtype(info.dtype)
     try:
         values = init(shape, dtype)
     except Exception as error:

@@ -109,8 +109,11 @@ class OwnedRows:
     """The rows of one embedding that this rank owns. ``states`` are the tensors of ``rule``."""
 
     def __init__(self, embedding: DistEmbedding, states: Sequence[DistTensor], rule: UpdateRule) -> None:
-        policy, topology = embedding.part_policy, embedding.kvstore.session.topology
-        self.embedding, self.states, self.rule = embedding, tuple(states), rule
+        policy = embedding.part_policy
+        topology = embedding.kvstore.session.topology
+        self.embedding = embedding
+        self.states = tuple(states)
+        self.rule = rule
         self.owners = RowOwners(policy.bounds, topology)
         self.first, self.last = self.owners.get_range(topology.rank)
         self.steps = 0
@@ -126,7 +129,9 @@ class OwnedRows:
 
     def check(self, gradient: RowSum) -> None:
         """Raise ConfigError unless ``gradient`` from another rank is for rows of this rank."""
-        ids, rows, dtype = gradient.ids, gradient.rows, self._dtype
+        ids = gradient.ids
+        rows = gradient.rows
+        dtype = self._dtype
         if ids.dtype != np.int64 or ids.ndim != 1 or rows.dtype != dtype:
             raise ConfigError(f"gradients must be int64 ids and {dtype} rows, not {ids.dtype}, {rows.dtype}")
         if rows.shape != (len(ids), self.embedding.embedding_dim):
@@ -151,7 +156,9 @@ class OwnedRows:
 
         Rows in another dtype than :attr:`DistEmbedding.compute_dtype` are converted, updated and stored back.
         """
-        rows, compute_dtype, row_numbers = self._rows, self.embedding.compute_dtype, gradient.ids
+        rows = self._rows
+        compute_dtype = self.embedding.compute_dtype
+        row_numbers = gradient.ids
         if rows.dtype == compute_dtype:
             self.rule.update(view_as_numpy(rows), row_numbers, self._state_rows, gradient, self.steps)
             return
@@ -204,7 +211,10 @@ class SparseExchange:
     """
 
     def __init__(self, session: Session, op: str, tables: Sequence[OwnedRows], staleness: int | None) -> None:
-        self._session, self._op, self._tables, self._staleness = session, op, tuple(tables), staleness
+        self._session = session
+        self._op = op
+        self._tables = tuple(tables)
+        self._staleness = staleness
         self._mailbox: Mailbox[StepMessage] = Mailbox(session, "every rank must call step() in each step")
         self._in_flight: deque[list[Pending]] = deque()
         self._step = self._lag_sum = self._largest = self._waits = 0
@@ -248,7 +258,8 @@ class SparseExchange:
         ``pending`` are this rank's own messages. With a ``problem`` of this rank nothing is applied, and the
         caller raises it. Raises ConfigError if another rank has a problem, and PeerError if one is dead.
         """
-        topology, activity = self._session.topology, f"step {self._step} of {self._op}"
+        topology = self._session.topology
+        activity = f"step {self._step} of {self._op}"
         with report_failed_peers(self._session, activity):
             received = self._mailbox.take(self._step, None, range(topology.world_size), activity)
         for call in pending:
@@ -289,7 +300,8 @@ class SparseExchange:
         instead, because the others wait for a message of every rank. The call starts a new step.
         """
         self._step += 1
-        this_rank, world_size = self._session.topology.rank, self._session.topology.world_size
+        this_rank = self._session.topology.rank
+        world_size = self._session.topology.world_size
         shares = [] if problem else [self._split(*pair) for pair in zip(self._tables, sums, strict=True)]
         # The name of a call does not count as payload.
         name = f"{this_rank} {self._step} {''.join(str(int(flag)) for flag in used)} {problem[:_MAX_PROBLEM]}"

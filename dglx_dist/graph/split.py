@@ -136,8 +136,10 @@ def _split(
     topology = session.topology
     if rank is not None:
         topology = Topology(rank, topology.world_size, topology.server_of_rank)
-    count, world_size = int(bounds[-1]), topology.world_size
-    ids, preferred = read_marked_ids(marked, count), None
+    count = int(bounds[-1])
+    world_size = topology.world_size
+    ids = read_marked_ids(marked, count)
+    preferred = None
     if trainer_ids is not None:
         trainers = _read_values(trainer_ids)
         if trainers.shape != (count,) or trainers.dtype.kind not in "iu":

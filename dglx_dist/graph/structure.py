@@ -79,7 +79,8 @@ def join_pieces(count: int, pieces: Sequence[Piece]) -> InEdges:
         counts = np.diff(piece.edges.indptr)
         spread_rows(counts, sizes, piece.starts, piece.positions, 0, len(counts))
     indptr = np.concatenate([np.zeros(1, np.int64), np.cumsum(sizes)])
-    sources, edge_ids = np.empty(indptr[-1], np.int64), np.empty(indptr[-1], np.int64)
+    sources = np.empty(indptr[-1], np.int64)
+    edge_ids = np.empty(indptr[-1], np.int64)
     for piece in pieces:
         edges = piece.edges
         _copy_to_positions(edges.indptr, edges.sources, piece.starts, piece.positions, indptr, sources)
@@ -105,7 +106,8 @@ def from_wire(
     if any(array.dtype != np.int64 or array.shape != (len(sources),) for array in arrays):
         descriptions = ", ".join(f"{array.dtype} of shape {array.shape}" for array in arrays)
         raise ValueError(f"the answer must have three (e,) int64 arrays of one length, not {descriptions}")
-    first, last = int(edge_range[0]), int(edge_range[1])
+    first = int(edge_range[0])
+    last = int(edge_range[1])
     for name, ids, start, stop in (("source", sources, 0, num_sources), ("edge", edge_ids, first, last)):
         if (position := find_first_outside(ids - start, stop - start)) >= 0:
             raise ValueError(f"the answer has the {name} {ids[position]}, but ids are {start} to {stop - 1}")
@@ -118,7 +120,8 @@ def from_wire(
 def all_in_edges(shard: CSCShard, nodes: Array, _parameters: str = "", _exclude: Array = NO_EDGES) -> InEdges:
     """Return all in-edges of the (k,) int64 ``nodes``, for each node ascending by edge id."""
     rows = nodes - shard.first_node
-    starts, counts = shard.indptr[rows], shard.indptr[rows + 1] - shard.indptr[rows]
+    starts = shard.indptr[rows]
+    counts = shard.indptr[rows + 1] - shard.indptr[rows]
     indptr = np.concatenate([np.zeros(1, np.int64), np.cumsum(counts)])
     edges = np.arange(indptr[-1]) + np.repeat(starts - indptr[:-1], counts)
     sources = shard.indices[edges].astype(np.int64)
@@ -345,7 +348,8 @@ class PartitionedStructure(Structure):
         self, session: Session, dataset: StoredDataset, placement: Placement, label: str, etype: EdgeType
     ) -> None:
         manifest = dataset.manifest
-        node_offsets, edge_offsets = manifest.node_offsets[etype[2]], manifest.edge_offsets[etype]
+        node_offsets = manifest.node_offsets[etype[2]]
+        edge_offsets = manifest.edge_offsets[etype]
         shards = run_on_all_ranks(
             session,
             lambda: tuple(
@@ -452,7 +456,8 @@ class PartitionedStructure(Structure):
         """
         server = self._placement.topology.server
         plan = plan_remote(ids, bounds, server)
-        submit, op = self._session.rpc.submit, self._name_op(op)
+        submit = self._session.rpc.submit
+        op = self._name_op(op)
         calls = [
             (submit(rank, op, parameters, [plan.ids[first:last]], phase="structure"), first, last)
             for rank, first, last in plan.requests(self._placement.serving_ranks)
@@ -478,9 +483,11 @@ class PartitionedStructure(Structure):
         draw = self._get_draw(op)
 
         def answer(parameters: str, arrays: Sequence[Array]) -> list[Array]:
-            nodes, exclude = arrays[0], arrays[1] if len(arrays) > 1 else NO_EDGES
+            nodes = arrays[0]
+            exclude = arrays[1] if len(arrays) > 1 else NO_EDGES
             server = self._placement.topology.server
-            first, last = self._node_bounds[server], self._node_bounds[server + 1]
+            first = self._node_bounds[server]
+            last = self._node_bounds[server + 1]
             if len(nodes) and (nodes.min() < first or nodes.max() >= last):
                 raise IndexError(f"server {server} owns the nodes {first} to {last - 1} of {self.etype[2]!r}")
             edges = join_pieces(len(nodes), self._draw_pieces(draw, nodes, parameters, exclude))

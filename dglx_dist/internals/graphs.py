@@ -53,7 +53,8 @@ def get_relation(block: Any, number: int) -> DGLBlock:
     source, relation, destination = block.canonical_etypes[number]
     ends = block.get_ntype_id_from_src(source), block.get_ntype_id_from_dst(destination)
     frames = [block._node_frames[end] for end in ends]
-    structure, edge_frames = block._graph.get_relation_graph(number), [block._edge_frames[number]]
+    structure = block._graph.get_relation_graph(number)
+    edge_frames = [block._edge_frames[number]]
     return DGLBlock(structure, ([source], [destination]), [relation], frames, edge_frames)
 
 
@@ -101,7 +102,8 @@ def build_block(indptr: Tensor, sources: Tensor, num_src: int, etype: EdgeType =
         indptr: (D + 1,) int32 or int64, CSC offsets of the D >= 0 destinations, which are the first sources.
         sources: (E,) of the dtype of ``indptr``, in [0, ``num_src``).
     """
-    num_dst, (source, relation, destination) = len(indptr) - 1, etype
+    num_dst = len(indptr) - 1
+    source, relation, destination = etype
     nodes = [Frame(num_rows=num_src), Frame(num_rows=num_dst)]
     edges = [Frame(num_rows=len(sources))]
     index = _build_bipartite(num_src, num_dst, indptr, sources)
@@ -170,7 +172,8 @@ def remove_empty_types(graph: dgl.DGLGraph) -> dgl.DGLGraph:
     etypes = [etype for etype in graph.canonical_etypes if graph.num_edges(etype)]
     if len(etypes) in (0, len(graph.canonical_etypes)):
         return graph
-    index, numbers = graph._graph, [graph.get_etype_id(etype) for etype in etypes]
+    index = graph._graph
+    numbers = [graph.get_etype_id(etype) for etype in etypes]
     sources, destinations = zip(*map(index.metagraph.find_edge, numbers), strict=True)
     counts = [index.num_nodes(ntype) for ntype in range(index.number_of_ntypes())]
     metagraph = graph_index.from_coo(len(counts), sources, destinations, True)

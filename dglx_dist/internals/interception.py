@@ -100,5 +100,6 @@ class InterceptedDropout(TorchFunctionMode):
         if function is not torch.nn.functional.dropout:
             return function(*args, **keywords)
         arguments = dict(zip(("input", "p", "training"), args, strict=False)) | keywords
-        rows, probability = arguments["input"], arguments.get("p", 0.5)
+        rows = arguments["input"]
+        probability = arguments.get("p", 0.5)
         return self._drop(rows, probability) if arguments.get("training", True) and probability else rows

@@ -266,7 +266,9 @@ class _Extreme(Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, segments: Segments, how: str) -> Tensor:
         offsets, order = segments.offsets_and_order
-        ordered, ends, count = segments.sort_by_node(rows), segments.ends_in_order, segments.num_edges
+        ordered = segments.sort_by_node(rows)
+        ends = segments.ends_in_order
+        count = segments.num_edges
         best = segments.reduce(ordered, how)
         # Places among the edges of a node are exact in single precision up to 2**24 edges.
         places = torch.arange(count, device=rows.device) - offsets[:-1].index_select(0, ends)
@@ -302,7 +304,9 @@ class _WeightedSum(Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         rows, weights = ctx.saved_tensors
-        relation, row_grad, weight_grad = ctx.relation, None, None
+        relation = ctx.relation
+        row_grad = None
+        weight_grad = None
         size = max(1, _PIECE // max(1, math.prod(grad.shape[1:])))
         if ctx.needs_input_grad[0]:
             row_grad = _weighted_sum(grad, weights, relation.reverse)
@@ -410,7 +414,8 @@ def spmm_hetero(index: TorchIndex, op: str, how: str, num_lhs: int, *operands: R
 
     The result is None for a node type without messages.
     """
-    sources, edges = operands[:num_lhs], operands[num_lhs:]
+    sources = operands[:num_lhs]
+    edges = operands[num_lhs:]
     out: list[Rows] = [None] * index.number_of_ntypes()
     messages_by_type: dict[int, list[tuple[Relation, Tensor]]] = {}
     for etype, relation in enumerate(index.relations):
@@ -420,7 +425,8 @@ def spmm_hetero(index: TorchIndex, op: str, how: str, num_lhs: int, *operands: R
         if lhs is None and rhs is None:
             continue
         if how == "sum":
-            part, total = spmm(relation, op, how, lhs, rhs), out[destination]
+            part = spmm(relation, op, how, lhs, rhs)
+            total = out[destination]
             out[destination] = part if total is None else total + part
         else:
             part = compute_messages(relation, op, lhs, rhs, "ue")
@@ -502,7 +508,8 @@ def multiply_groups(rows: Tensor, matrices: Tensor, segments: Segments) -> Tenso
     Each group is padded to complete blocks of equal size. One batched product then computes all groups, and
     the host need not wait for the group sizes from the device.
     """
-    offsets, groups = segments.offsets_and_order[0].long(), segments.ends_in_order.long()
+    offsets = segments.offsets_and_order[0].long()
+    groups = segments.ends_in_order.long()
     blocks = (offsets.diff() + _BLOCK_ROWS - 1) // _BLOCK_ROWS
     last_block = blocks.cumsum(0)
     num_blocks = len(rows) // _BLOCK_ROWS + len(matrices)  # Upper bound of the number of blocks.
@@ -629,7 +636,8 @@ def _to(graph: Any, device: torch.device | str | None, *, copy: Copy | None = No
     if device is None:
         return graph
     index, target = graph._graph, torch.empty(0, device=device).device  # with its number
-    torch_path, was_torch = is_on_torch_path(target), isinstance(index, TorchIndex)
+    torch_path = is_on_torch_path(target)
+    was_torch = isinstance(index, TorchIndex)
     if not torch_path and not was_torch:
         return _DGL_TO(graph, device, **options)
     if graph.device == target and torch_path == was_torch:
@@ -649,7 +657,8 @@ def _to(graph: Any, device: torch.device | str | None, *, copy: Copy | None = No
 def copy_frame(frame: Frame, device: torch.device, move: Copy) -> Frame:
     result = frame.clone()
     for name, column in frame._columns.items():
-        is_lazy, is_ids = isinstance(column, LazyFeature), name in (dgl.NID, dgl.EID)
+        is_lazy = isinstance(column, LazyFeature)
+        is_ids = name in (dgl.NID, dgl.EID)
         copy = functools.partial(ids_to_device, device=device, copy=move) if is_ids else move
         result._columns[name] = column.to(device) if is_lazy else Column.create(copy(column.data))
         if is_ids and not is_lazy and (positions := getattr(column.data, "positions", None)):
@@ -689,7 +698,8 @@ _TENSOR_FUNCTIONS: dict[str, Callable[..., Any]] = {
 
 def _make_dispatcher(name: str) -> SimpleNamespace:
     """Return a substitute for an autograd function of DGL. Its ``apply`` runs DGL's function or ours."""
-    stock, ours = getattr(sparse, name), {**_INDEX_FUNCTIONS, **_TENSOR_FUNCTIONS}[name]
+    stock = getattr(sparse, name)
+    ours = {**_INDEX_FUNCTIONS, **_TENSOR_FUNCTIONS}[name]
 
     def apply(*args: Any) -> Any:
         if name in _INDEX_FUNCTIONS:

@@ -90,7 +90,9 @@ class GatStages(SplittableConv):
         self, inputs: StageInput, transformed: tuple[Tensor, Tensor], scattered: PartialSums
     ) -> PartialSums:
         """Return this part's share of the output before the bias, one (D1, K, H)."""
-        block, weight, (rows, targets) = inputs.block, inputs.edges.get("edge_weight"), transformed
+        block = inputs.block
+        weight = inputs.edges.get("edge_weight")
+        rows, targets = transformed
         self.check_in_edges(block)
         logits = apply_to_edges(block, fn.u_add_v, *scattered)
         attention = self.drop_edges(inputs, edge_softmax(block, self.leaky_relu(logits)), self.attn_drop.p)
@@ -291,7 +293,8 @@ class SageStages(SplittableConv):
         self.cut = {"fc_neigh.weight": 1}
         if self._aggregator == "mean":
             self.cut["fc_self.weight"] = 1
-            self.ends, self.target_cut = "apart", ("fc_self.weight",)
+            self.ends = "apart"
+            self.target_cut = ("fc_self.weight",)
 
     def transform(self, inputs: StageInput) -> tuple[Tensor, Tensor]:
         """Return the source rows, projected if that is cheaper now, and the destinations' inputs."""
@@ -302,7 +305,9 @@ class SageStages(SplittableConv):
     def gather(
         self, inputs: StageInput, transformed: tuple[Tensor, Tensor], scattered: PartialSums
     ) -> PartialSums:
-        block, weight, (rows, target_rows) = inputs.block, inputs.edges.get("edge_weight"), transformed
+        block = inputs.block
+        weight = inputs.edges.get("edge_weight")
+        rows, target_rows = transformed
         matrix = self.fc_neigh.weight.T
         if self._aggregator == "mean":
             if lacks_columns(rows, matrix):

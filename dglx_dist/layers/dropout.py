@@ -60,13 +60,17 @@ def deal_out_concatenated(widths: Sequence[int], parts: int) -> tuple[tuple[Colu
     offset = 0
     for width in widths:
         for part, columns in enumerate(deal_out_columns(width, parts)):
-            first, last = offset + columns.first, offset + columns.last
+            first = offset + columns.first
+            last = offset + columns.last
             ranges_of_parts[part].append(ColumnRange(first=first, last=last, width=total_width))
         offset += width
     return tuple(map(tuple, ranges_of_parts))
 
 
-INPUTS, ATTENTION, MODULES, LATER_MODULES = 1 << 32, (1 << 32) + 1, 1 << 33, 1 << 34
+INPUTS = 1 << 32
+ATTENTION = (1 << 32) + 1
+MODULES = 1 << 33
+LATER_MODULES = 1 << 34
 """Streams of draws: a layer's inputs, its attention, and the first ones of modules before and behind it.
 
 They are above every hop of a sampler, because its draws use the same seed.
@@ -244,7 +248,8 @@ class NodeDropouts:
     def __deepcopy__(self, memo: dict[int, Any]) -> NodeDropouts:
         # A copied model begins its own passes. Until then its dropouts work like torch's.
         memo[id(self)] = duplicate = NodeDropouts(self._seed, self._first_stream)
-        duplicate._hooks, duplicate.in_use = copy.deepcopy(self._hooks, memo), self.in_use
+        duplicate._hooks = copy.deepcopy(self._hooks, memo)
+        duplicate.in_use = self.in_use
         return duplicate
 
     def __reduce__(self) -> tuple[type[NodeDropouts], tuple[int, int]]:
@@ -285,7 +290,8 @@ class NodeDropouts:
     def continue_with(self, nodes: Tensor) -> None:
         """Let rows in the rest of the pass belong to the (n,) int64 ``nodes`` if there are n of them."""
         if self._current is not None:
-            self._current, self._counts = (self._current[0], nodes), {len(nodes)}
+            self._current = (self._current[0], nodes)
+            self._counts = {len(nodes)}
             self._entries.clear()
 
     def track(self, model: nn.Module) -> None:
@@ -418,7 +424,9 @@ class NodeDropout(nn.Dropout):
     shared: NodeDropouts
 
     def connect(self, shared: NodeDropouts, *, number: int, edges: bool) -> None:
-        self.shared, self._number, self._edges = shared, number, edges
+        self.shared = shared
+        self._number = number
+        self._edges = edges
 
     def forward(self, x: Tensor) -> Tensor:
         """Return ``x`` ((n, ...)) with entries dropped while training.

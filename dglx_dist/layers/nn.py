@@ -155,7 +155,8 @@ class _Normalize(torch.autograd.Function):
         shares = exchange.compute_shares(x)
         weighted = rows * shares
         total = exchange.sum(torch.cat([shares.sum(0), weighted.sum(0), (weighted * rows).sum(0)]))
-        count, mean = float(total[0]), total[1 : 1 + width] / total[0]
+        count = float(total[0])
+        mean = total[1 : 1 + width] / total[0]
         if round(count) == 1:
             raise ConfigError(
                 f"a batch norm of {width} columns needs more than 1 row in training, but all ranks together "
@@ -164,7 +165,9 @@ class _Normalize(torch.autograd.Function):
         variance = (total[1 + width :] / count - mean**2).clamp_(min=0)
         scale = (variance + norm.eps).rsqrt()
         normalized = ((rows - mean) * scale).to(x.dtype)
-        ctx.exchange, ctx.weight, ctx.dtype = exchange, exchange.weight, x.dtype
+        ctx.exchange = exchange
+        ctx.weight = exchange.weight
+        ctx.dtype = x.dtype
         ctx.save_for_backward(normalized, scale, shares / count)
         if count:
             running_mean.lerp_((mean + origin).to(running_mean.dtype), factor)
@@ -198,7 +201,8 @@ def install_batch_norms(model: nn.Module, session: Session, rows: NodeDropouts) 
 
     Warns about batch norms of torch, which use only the rows of this rank.
     """
-    exchange, is_alone = StatisticsExchange(session, rows), session.topology.world_size == 1
+    exchange = StatisticsExchange(session, rows)
+    is_alone = session.topology.world_size == 1
     for norm in [module for module in model.modules() if isinstance(module, BatchNorm)]:
         norm.exchange = None if is_alone else exchange
         if not is_alone:

@@ -103,11 +103,15 @@ class HeteroStages(SplittableConv):
         self._num_sums: dict[EdgeType, int] = {}
         """Number of sums of each relation that is sent apart."""
         self._sum_types = tuple(dict.fromkeys(r.etype[2] for r in relations if r.is_added))
-        self.cut, self.cut_types, shared, own_types = {}, {}, [], []
+        self.cut = {}
+        self.cut_types = {}
+        shared = []
+        own_types = []
         for relation in relations:
             shared += [relation.prefix + name for name in relation.stages.shared]
             for name, dimension in relation.stages.cut.items():
-                ntype, full_name = relation.find_type(name), relation.prefix + name
+                ntype = relation.find_type(name)
+                full_name = relation.prefix + name
                 if full_name in (*self.cut, *shared):
                     raise ConfigError(
                         f"HeteroGraphConv has one module for {relation.etype} and another edge type, but "
@@ -116,11 +120,13 @@ class HeteroStages(SplittableConv):
                     )
                 if ntype in widths:
                     check_width(full_name, self.get_parameter(full_name).shape[dimension], ntype, widths)
-                    self.cut[full_name], self.cut_types[full_name] = dimension, ntype
+                    self.cut[full_name] = dimension
+                    self.cut_types[full_name] = ntype
                 else:
                     shared.append(full_name)
                     own_types.append(ntype)
-        self.shared, self.own_types = tuple(shared), tuple(dict.fromkeys(own_types))
+        self.shared = tuple(shared)
+        self.own_types = tuple(dict.fromkeys(own_types))
         self._read_types = tuple(dict.fromkeys((*self.cut_types.values(), *own_types)))
 
     def _find_relations(
@@ -248,7 +254,8 @@ class HeteroStages(SplittableConv):
             for etype, relation in self._relations.items()
             if not relation.is_added
         }
-        counts, added_types = Counter[str](), set()
+        counts = Counter[str]()
+        added_types = set()
         results: dict[str, list[Tensor]] = {ntype: [] for ntype in block.dsttypes}
         for etype in block.canonical_etypes:
             source, _, target = etype

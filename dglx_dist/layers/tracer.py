@@ -190,5 +190,6 @@ def random_block(targets: int, sources: int, num_edges: int, generator: torch.Ge
     u = torch.randint(sources, (num_edges,), generator=generator)
     v = torch.randint(targets, (num_edges,), generator=generator)
     block = dgl.create_block((torch.cat([loops, u]), torch.cat([loops, v])), sources, targets)
-    block.srcdata[dgl.NID], block.dstdata[dgl.NID] = torch.arange(sources), loops
+    block.srcdata[dgl.NID] = torch.arange(sources)
+    block.dstdata[dgl.NID] = loops
     return block

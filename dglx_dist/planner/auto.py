@@ -209,7 +209,9 @@ def _read_checkpointed(value: object, folder: str | Path | None) -> Candidate:
     Checkpoints are untrusted files, so options that lead to files or addresses are not read from them.
     """
     values: Mapping[str, Any] = value if isinstance(value, dict) else {}
-    name, options, cache = values.get("name"), values.get("options"), values.get("cache")
+    name = values.get("name")
+    options = values.get("options")
+    cache = values.get("cache")
     option_names = list_choosable().get(str(name))
     if option_names is None or not isinstance(options, dict) or not options.keys() <= option_names:
         raise ConfigError(
@@ -219,7 +221,8 @@ def _read_checkpointed(value: object, folder: str | Path | None) -> Candidate:
     candidate = Candidate(unit=STRATEGIES.get(str(name)).traits.unit, strategy=str(name), options=options)
     if not isinstance(cache, dict):
         return candidate
-    policy, alpha = cache.get("policy"), cache.get("alpha")
+    policy = cache.get("policy")
+    alpha = cache.get("alpha")
     check_budget(policy, alpha)  # type: ignore[arg-type]  # checked there
     return replace(candidate, cache=policy, cache_alpha=alpha or 0.0)
 
@@ -269,11 +272,13 @@ def _choose(
     inputs: EntityInputs | None,
     notify: Callable[[str], None],
 ) -> tuple[Choice, Draws | None]:
-    begin, is_counted = time.perf_counter(), has_one_type(g.dataset.manifest)
+    begin = time.perf_counter()
+    is_counted = has_one_type(g.dataset.manifest)
     shape = _describe_model(model, g, training)
     notify("probing the links")
     cluster = _cluster(g.session, options, find_float_parameter(model).device)
-    layers, epoch = len(shape.layers), min(1, training.epochs - 1)
+    layers = len(shape.layers)
+    epoch = min(1, training.epochs - 1)
     draws = plan_draws(options, layers, training.fanouts, training.batch_size, epoch=epoch)
     constraints = options if draws is not None else replace(options, unit="full_graph")
 
@@ -355,7 +360,9 @@ def _check_inputs(model: nn.Module, g: DistGraph, inputs: EntityInputs | None) -
 
 def _check_model(config: TrialConfig) -> None:
     """Raise ConfigError on all ranks if the model fails on a few nodes of this graph on any of them."""
-    g, ntype, topology = config.g, config.ntype, config.g.session.topology
+    g = config.g
+    ntype = config.ntype
+    topology = config.g.session.topology
     fanouts = (2,) * config.num_layers if config.draws is None else config.draws.fanouts
     seeds = read_marked_ids(g.nodes[ntype].data[TRAIN_MASK], g.num_nodes(ntype))
     own_seeds = seeds[topology.rank :: topology.world_size]

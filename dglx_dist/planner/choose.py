@@ -50,7 +50,8 @@ def list_choosable() -> Mapping[str, frozenset[str]]:
 
 def predict(candidate: Candidate, counts: EpochCounts) -> Prediction:
     """Return bytes and memory of an epoch of ``candidate``, or the reason why it is not feasible."""
-    cluster, strategy = counts.cluster, STRATEGIES.get(candidate.strategy)
+    cluster = counts.cluster
+    strategy = STRATEGIES.get(candidate.strategy)
     why_not = ""
     if counts.is_counted:
         why_not = counts.shape.refusals.get(candidate.strategy) or _find_uncounted(candidate, counts)
@@ -209,7 +210,8 @@ def _ratio(prediction: Prediction, picked: Prediction, constraints: ChoiceOption
 
 
 def _describe(prediction: Prediction) -> str:
-    name, traffic = prediction.candidate.name, "an unknown number of bytes"
+    name = prediction.candidate.name
+    traffic = "an unknown number of bytes"
     if prediction.has_costs:
         traffic = format_bytes(prediction.inter_server_bytes)
     if prediction.trial is not None:
@@ -227,7 +229,8 @@ def _format_seconds(seconds: float) -> str:
 
 
 def _compare(prediction: Prediction, picked: Prediction, constraints: ChoiceOptions) -> str:
-    name, ratio = prediction.candidate.name, _ratio(prediction, picked, constraints)
+    name = prediction.candidate.name
+    ratio = _ratio(prediction, picked, constraints)
     if prediction.candidate.unit != picked.candidate.unit:
         # Their epochs are different work, so their bytes are not comparable.
         return f"{name} takes {ratio:.2f} x as long to learn as much"

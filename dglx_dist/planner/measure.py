@@ -51,7 +51,8 @@ PROGRAM_BYTES = 690 * 10**6
 _WITHOUT_COSTS = "it has no cost model, so only a running job with strategy auto can measure it"
 _REPETITIONS = 3
 _TIMED_BATCHES = 3
-_FIRST_BYTES, _MOST_BYTES = 32 * 1024, 64 * 2**20
+_FIRST_BYTES = 32 * 1024
+_MOST_BYTES = 64 * 2**20
 _LONG_ENOUGH_S = 0.1
 """Duration of a round that shows the rate. The first round is ignored, because it begins with a burst."""
 _ROUNDS = 3
@@ -106,7 +107,8 @@ def count(
     # Counting is collective, but each rank has its own registry.
     descriptions = [f"{candidate.name} {list_works([candidate], context)}" for candidate in candidates]
     check_equal(run.g.session, "a candidate of strategy", descriptions, "load the same plugins on every rank")
-    batches, is_counted = None, has_one_type(g.dataset.manifest)
+    batches = None
+    is_counted = has_one_type(g.dataset.manifest)
     if config.draws is not None and is_counted:
         notify("batches of all ranks")
         sizes = read_row_sizes(g, shape.gradient_bytes, partitioned=config.partitioned)
@@ -206,7 +208,8 @@ def predict_and_time(
 def _time_mini_batches(g: DistGraph, model: nn.Module, counts: EpochCounts) -> float:
     if counts.draws is None:
         return 0.0
-    draws, seeds = counts.draws, read_marked_ids(g.ndata[TRAIN_MASK], g.num_nodes())
+    draws = counts.draws
+    seeds = read_marked_ids(g.ndata[TRAIN_MASK], g.num_nodes())
     size = min(draws.batch_size, -(-len(seeds) // counts.cluster.ranks))
     steps = [
         time_step(model, sample_blocks(g, seeds[offset:], size, draws.fanouts), counts.shape.features)
@@ -342,7 +345,9 @@ def _ring_neighbours(members: Sequence[int], rank: int) -> tuple[int, int] | Non
 
 def _measure_bandwidth(session: Session, neighbors: tuple[int, int] | None, seconds: float) -> float:
     """Return the median bytes per second of the rounds within about ``seconds``."""
-    num_bytes, elapsed_s, rounds = _FIRST_BYTES, 0.0, list[float]()
+    num_bytes = _FIRST_BYTES
+    elapsed_s = 0.0
+    rounds = list[float]()
     while len(rounds) <= _ROUNDS and (elapsed_s < seconds or not rounds):
         round_s = max(map(float, gather_json(_time_swap(session, neighbors, num_bytes), session)))
         elapsed_s += round_s

@@ -60,7 +60,8 @@ def infer_shape(
     try:
         layers, first_learns = _trace_layers(module, features, num_layers)
     except MODEL_ERRORS:
-        layers, first_learns = _list_registered(convs, features, hidden, classes, num_layers), False
+        layers = _list_registered(convs, features, hidden, classes, num_layers)
+        first_learns = False
     inspected, refusals = _inspect(module, features)
     parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
     return ModelShape(
@@ -104,10 +105,12 @@ def _read_widths(module: Any) -> LayerWidths:
     Raises ConfigError for other modules.
     """
     if type(module) is dglnn.GATv2Conv:
-        heads, outputs = module._num_heads, module._num_heads * module._out_feats
+        heads = module._num_heads
+        outputs = module._num_heads * module._out_feats
         return LayerWidths(inputs=module._in_src_feats, outputs=outputs, summed=outputs + 6 * heads)
     if type(module) is dglnn.SAGEConv and module._aggre_type == "pool":
-        inputs, outputs = module.fc_pool.in_features, module.fc_neigh.out_features
+        inputs = module.fc_pool.in_features
+        outputs = module.fc_neigh.out_features
         return LayerWidths(inputs=inputs, outputs=outputs, summed=inputs)
     return make_stages(module).widths()
 
@@ -159,7 +162,8 @@ def _list_registered(
 
 
 def _inspect(module: nn.Module, features: int) -> tuple[dict[str, Any], dict[str, str]]:
-    inspected, refusals = {}, {}
+    inspected = {}
+    refusals = {}
     for name in sorted({*STRATEGIES.names()} & {*COSTS.names()}):
         try:
             inspected[name] = COSTS.get(name).inspect(module, features)

@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 
 _of_choice = partial(option, panel="Choice")
 _UNITS = {"gbit": 10**9, "mbit": 10**6, "kbit": 10**3, "bit": 1}
-_LEAST_RATE, _MOST_RATE = 8_000, 10**12
+_LEAST_RATE = 8_000
+_MOST_RATE = 10**12
 """Limits of rates. tc rejects rates above the kernel's limit with an unhelpful message."""
 
 
@@ -307,7 +308,8 @@ class Choice:
         """Return JSON values, including derived ones."""
         value = asdict(self)
         for entry, prediction in zip(value["predictions"], self.predictions, strict=True):
-            entry["name"], entry["feasible"] = prediction.candidate.name, prediction.feasible
+            entry["name"] = prediction.candidate.name
+            entry["feasible"] = prediction.feasible
             entry["epoch_seconds"] = prediction.epoch_seconds
             entry["bytes_outside"] = prediction.inter_server_bytes
             entry["bytes_inside"] = prediction.intra_server_bytes

@@ -42,7 +42,9 @@ if TYPE_CHECKING:
 
 LEAST_S, MOST_SHARE = 15.0, 0.02
 """Minimum time for opening candidates, and its share of the training. The rounds take as long again."""
-_TURN_S, _LEAST_STEPS, _WARM_STEPS = 0.1, 3, 2
+_TURN_S = 0.1
+_LEAST_STEPS = 3
+_WARM_STEPS = 2
 """Minimum duration and steps of a first turn, and steps before a turn that begins within an epoch."""
 _TURNS_OF_ROUND, _MOST_ROUNDS = 3, 4
 _CLEARLY = 1.2
@@ -132,7 +134,9 @@ class _Race:
         notify: Callable[[str], None],
         stack: ExitStack,
     ) -> None:
-        self.predictions, self._config, self._begin = predictions, config, time.perf_counter()
+        self.predictions = predictions
+        self._config = config
+        self._begin = time.perf_counter()
         self._notify, self._stack = notify, stack
         self._session = config.g.session
         self.running: list[_Contestant] = []
@@ -164,7 +168,9 @@ class _Race:
     def halve(self) -> None:
         """Let the candidates alternate, and drop the slower half, until the remaining ones are equal."""
         # First turns are not reliable, because opening has read files and allocated memory.
-        turn_factor, self._begin, self._elapsed = 1, time.perf_counter(), 0.0
+        turn_factor = 1
+        self._begin = time.perf_counter()
+        self._elapsed = 0.0
         for round_index in range(_MOST_ROUNDS):
             if self._are_equal() or self._is_over():
                 break
@@ -184,7 +190,8 @@ class _Race:
         if not ordered:  # the strategies have refused all candidates in this round
             return
         # The negations round up, so that the larger half stays.
-        half, best = -(-len(ordered) // 2), ordered[0]
+        half = -(-len(ordered) // 2)
+        best = ordered[0]
         high = _CLEARLY * best.trial.high * self._weight(best)
         limit = NEAR * self._weigh_seconds(best)
         for index, contestant in enumerate(ordered):
@@ -271,7 +278,9 @@ class _Race:
 
     def _run_turn(self, index: int, time_turn: Callable[[], tuple[float, int]]) -> tuple[float, int, str]:
         """Return the seconds of the slowest rank, the steps, and the reason if the strategy refuses."""
-        seconds, steps, refusal = 0.0, 0, ""
+        seconds = 0.0
+        steps = 0
+        refusal = ""
         try:
             seconds, steps = time_turn()
         except ConfigError as error:
@@ -300,7 +309,8 @@ class CandidateRun:
     """
 
     def __init__(self, candidate: Candidate, config: TrialConfig) -> None:
-        self._g, self._device = config.g, find_float_parameter(config.model).device
+        self._g = config.g
+        self._device = find_float_parameter(config.model).device
         self._inputs, self._ntype = config.inputs, config.ntype
         check_inputs(config.g, config.inputs, candidate.strategy)
         strategy = STRATEGIES.get(candidate.strategy)
@@ -395,7 +405,8 @@ class CandidateRun:
         if self._cache is None:
             yield
             return
-        store, column = self._g.kvstore, self._find_column()
+        store = self._g.kvstore
+        column = self._find_column()
         store.set_cache(column.name, *self._cache)
         try:
             yield
@@ -413,7 +424,10 @@ def fill_cache(g: DistGraph, candidate: Candidate, fanouts: Sequence[int], batch
 
 
 def _open_loader(opened: OpenedStrategy, candidate: Candidate, config: TrialConfig) -> Any:
-    g, draws, inputs, ntype = config.g, config.draws, config.inputs, config.ntype
+    g = config.g
+    draws = config.draws
+    inputs = config.inputs
+    ntype = config.ntype
     takes_all = draws is None or STRATEGIES.get(candidate.strategy).traits.unit == "full_graph"
     fanouts = [-1] * config.num_layers if draws is None or takes_all else list(draws.fanouts)
     labels = {ntype: [LABEL]} if LABEL in g.nodes[ntype].data else None
@@ -440,7 +454,8 @@ def leave_unchanged(g: DistGraph, device: torch.device) -> Iterator[None]:
     go to a separate folder, which is removed.
     """
     session, cache = g.session, g.dataset.cache
-    ledger_before, trace = session.ledger.snapshot(), session.trace
+    ledger_before = session.ledger.snapshot()
+    trace = session.trace
     shares = session.step_share, session.model_share
     parent = g.dataset.folder / CACHE
     folder = parent / str(broadcast_json(partial_name(parent / "trials").name, session))

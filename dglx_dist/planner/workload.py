@@ -123,13 +123,17 @@ def count_rank(
     options: dict[str, Any] = {"shuffle": True, "num_threads": 0, "device": "cpu"}
     loader = DataLoader(g, own_seeds, sampler, batch_size=draws.batch_size, **options)
     own_range = int(bounds[topology.server]), int(bounds[topology.server + 1])
-    layers, steps = len(draws.fanouts), range(len(loader))[: draws.most_batches]
-    sizes, largest = np.zeros((3, layers), np.int64), np.zeros((3, layers), np.int64)
+    layers = len(draws.fanouts)
+    steps = range(len(loader))[: draws.most_batches]
+    sizes = np.zeros((3, layers), np.int64)
+    largest = np.zeros((3, layers), np.int64)
     remote_rows = remote_seeds = requested = returned = 0
     stages = loader.open_stages(draws.epoch, lambda: iter(steps), claims=False)
     for step in steps:
         batch = stages.make(step)
-        inputs, targets, blocks = batch.input_nodes, batch.output_nodes, batch.blocks
+        inputs = batch.input_nodes
+        targets = batch.output_nodes
+        blocks = batch.blocks
         assert isinstance(inputs, Tensor)
         assert isinstance(targets, Tensor)
         remote_ids = inputs.numpy()[_is_outside(inputs.numpy(), own_range)]
@@ -137,7 +141,8 @@ def count_rank(
         remote_seeds += int(_is_outside(targets.numpy(), own_range).sum())
         block_sizes = np.array(count_block_sizes(blocks))
         if inputs_of is not None:
-            offsets, edges = int(block_sizes[1].sum()) + layers, int(block_sizes[2].sum())
+            offsets = int(block_sizes[1].sum()) + layers
+            edges = int(block_sizes[2].sum())
             inputs_of.append((remote_ids, count_batch_bytes(len(inputs), offsets, edges)))
         sizes += block_sizes
         largest = max(largest, block_sizes, key=lambda sizes: int(sizes[0, 0]))
@@ -170,10 +175,13 @@ def simulate_look_ahead(
     topology of the rank, and the (S + 1,) bounds of the rows of the servers.
     """
     (topology, bounds), server = placement, placement[0].server
-    own_range, num_rows = (int(bounds[server]), int(bounds[server + 1])), int(bounds[-1])
+    own_range = (int(bounds[server]), int(bounds[server + 1]))
+    num_rows = int(bounds[-1])
     count = count_rows_of_rank(alpha, own_range, num_rows, len(topology.ranks_of_server(server)))
     rows = LookAheadRows(count, ColumnInfo(dtype="uint8", row_shape=(0,)), own_range, num_rows)
-    waiting, extra, hits = 0, 0, 0
+    waiting = 0
+    extra = 0
+    hits = 0
 
     def announce(epoch: Sequence[Inputs]) -> Iterator[_Announced]:
         nonlocal waiting
@@ -185,7 +193,8 @@ def simulate_look_ahead(
         nonlocal waiting, extra
         plan = plan_remote(batch.inputs[FEATURE], bounds, server, rows.table, distinct=True)
         store = rows.admit(plan)
-        extra, waiting = max(extra, waiting + rows.num_bytes), waiting - batch.num_bytes
+        extra = max(extra, waiting + rows.num_bytes)
+        waiting = waiting - batch.num_bytes
         store(rows.rows)
         batch.hits = len(plan.hit_places)
 
@@ -218,7 +227,8 @@ def count_block_sizes(blocks: Sequence[Any]) -> tuple[list[int], list[int], list
 
 def sum_counts(ranks: Sequence[RankCount], sizes: RowSizes, *, ranks_per_server: int = 1) -> Survey:
     """Return the totals of the counts of all W ranks."""
-    steps, world_size = max(rank.steps for rank in ranks), len(ranks)
+    steps = max(rank.steps for rank in ranks)
+    world_size = len(ranks)
     remote = sum(rank.remote_rows for rank in ranks)
     sampling = sum(ID_BYTES * rank.requested + EDGE_BYTES * rank.returned for rank in ranks)
     label_bytes = 0 if sizes.label is None else ID_BYTES + sizes.label
@@ -289,7 +299,8 @@ def count_batches(
     cached_rows = _mask_rows(run, draws, [alpha for policy, alpha in caches if policy == "vip"])
     counts = []
     for rank in run.ranks_here:
-        placement, inputs = (partition.for_rank(rank), partition.bounds), list[Inputs]()
+        placement = (partition.for_rank(rank), partition.bounds)
+        inputs = list[Inputs]()
         count = count_rank(run.g, draws, run.seeds, placement, inputs_of=inputs if caches else None)
         previous: list[Inputs] = []
         # Counting is collective, and the condition is equal on all ranks.
@@ -328,7 +339,9 @@ def _count_cache(
 
 def _mask_rows(run: PlannedRun, draws: Draws, alphas: Sequence[float]) -> dict[tuple[int, float], Array]:
     """Return (N,) masks of rows in caches of ``vip``, by (server counted here, size). All ranks call it."""
-    g, topology, masks = run.g, run.partition.topology, {}
+    g = run.g
+    topology = run.partition.topology
+    masks = {}
     for server in dict.fromkeys(topology.server_of_rank[rank] for rank in run.ranks_here) if alphas else ():
         scores = _score_in_job(g, draws) if run.in_job else _score_alone(run, draws, server)
         own_range = run.partition.own_range(server)
@@ -346,9 +359,12 @@ def _score_in_job(g: DistGraph, draws: Draws) -> Array:
 
 def _score_alone(run: PlannedRun, draws: Draws, server: int) -> Array:
     g, partition = run.g, run.partition
-    etype, ntype, total = g.canonical_etypes[0], g.ntypes[0], np.zeros(g.num_nodes())
+    etype = g.canonical_etypes[0]
+    ntype = g.ntypes[0]
+    total = np.zeros(g.num_nodes())
     fanouts = [{etype: fanout} for fanout in draws.fanouts]
-    shards, counts = {etype: g.structure().shards[0]}, {ntype: g.num_nodes()}
+    shards = {etype: g.structure().shards[0]}
+    counts = {ntype: g.num_nodes()}
     for rank in partition.topology.ranks_of_server(server):
         seeds = split_ids(run.seeds, partition.bounds, partition.for_rank(rank), force_even=draws.force_even)
         rank_seeds = {ntype: seeds[: draws.most_seeds]}
@@ -372,7 +388,8 @@ def read_graph_stats(dataset: StoredDataset, servers: int) -> GraphStats:
     bounds = placement.server_offsets(manifest.node_offsets[ntype])
     cut = train = 0
     for part_id in range(manifest.num_parts):
-        part, server = dataset.part(part_id), int(placement.server_of_part[part_id])
+        part = dataset.part(part_id)
+        server = int(placement.server_of_part[part_id])
         indices = part.indices(etype)
         for start in range(0, len(indices), _EDGES_AT_ONCE):
             piece = indices[start : start + _EDGES_AT_ONCE]
@@ -385,7 +402,8 @@ def read_graph_stats(dataset: StoredDataset, servers: int) -> GraphStats:
 def estimate_graph_stats(manifest: Manifest, servers: int, train_nodes: int) -> GraphStats:
     """Return the statistics of a dataset without reading it."""
     infos = [columns[FEATURE] for columns in manifest.node_columns.values() if FEATURE in columns]
-    cut, parts = float(str(manifest.quality.get("edge_cut", 0.0))), manifest.num_parts
+    cut = float(str(manifest.quality.get("edge_cut", 0.0)))
+    parts = manifest.num_parts
     # If P parts are on fewer servers, edges between parts of one server are not cut.
     cut_factor = (servers - 1) / servers * parts / max(parts - 1, 1)
     return GraphStats(

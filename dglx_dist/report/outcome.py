@@ -51,7 +51,8 @@ def build_outcome(epoch: int, epochs: Sequence[EpochRecord], facts: Mapping[str,
 
 def summarize_plan(value: Mapping[str, Any]) -> dict[str, object]:
     """Return the entry of ``summary.json`` for ``Choice.to_json()``: prediction, and outcome if any."""
-    picked, outcome = value["predictions"][value["picked"]], value["outcome"]
+    picked = value["predictions"][value["picked"]]
+    outcome = value["outcome"]
     entry: dict[str, object] = {
         "chosen": picked["name"],
         "why": "; ".join(value["why"]),

@@ -65,7 +65,8 @@ def write_page(runs: Mapping[str, Run], path: Path, means: Mapping[str, Cells] |
 
 def render_page(runs: Mapping[str, Run], plotly: str, means: Mapping[str, Cells] | None = None) -> str:
     """Return the page. ``plotly`` is the text of plotly.js. Only that and the page's own script can run."""
-    figures, title = _Figures(), escape(", ".join(runs))
+    figures = _Figures()
+    title = escape(", ".join(runs))
     summaries = {name: run.summary or summarise({}, run.epochs) for name, run in runs.items()}
     rows = {name: flat_cells({**summary, "auto": {}}) for name, summary in summaries.items()}
     # The figures are in the order of the page, because the script finds their places by number.
@@ -135,7 +136,8 @@ def _memory(figures: _Figures, summaries: Mapping[str, Values]) -> str:
     for number, (name, summary) in enumerate(summaries.items()):
         peak = summary.get("peak_memory_bytes")
         held = summary.get("rank_memory_bytes") or ([peak] if peak else [])
-        color, ranks = COLORS[number % len(COLORS)], [f"rank {rank}" for rank in range(len(held))]
+        color = COLORS[number % len(COLORS)]
+        ranks = [f"rank {rank}" for rank in range(len(held))]
         if held:
             bars.append(_bar(_label(name), ranks, [num_bytes / 1e6 for num_bytes in held], color))
     layout = _axes("", "MB", showlegend=len(bars) > 1)
@@ -152,7 +154,8 @@ def _cost(figures: _Figures, name: str, run: Run) -> str:
     line_style = {"type": "scatter", "mode": "lines", "line": {"dash": "dash"}}
     lines = [bar | line_style for bar in make_bars(*HIDDEN)]
     moved = (("inside a server", "bytes_inside", INSIDE), ("between servers", "bytes_outside", OUTSIDE))
-    times, sizes = _axes("epoch", "s", barmode="stack"), _axes("epoch", "MB", barmode="stack")
+    times = _axes("epoch", "s", barmode="stack")
+    sizes = _axes("epoch", "MB", barmode="stack")
     drawn = figures.place(f"{name}: seconds of an epoch", make_bars(*PHASES) + lines, times)
     return drawn + figures.place(f"{name}: payload of an epoch", make_bars(*moved, unit=1e6), sizes)
 
@@ -167,7 +170,8 @@ def _traffic(figures: _Figures, name: str, summary: Values) -> str:
     parts = [[f"{source} to {destination}" for destination in labels] for source in labels]
     for phase, rows in phases.items():
         for source, destination, num_bytes in rows:
-            row, column = ranks.index(source), ranks.index(destination)
+            row = ranks.index(source)
+            column = ranks.index(destination)
             sums[row][column] = (sums[row][column] or 0) + num_bytes
             parts[row][column] += f"<br>{_label(phase)}: {format_bytes(num_bytes)}"
     texts = [["" if total is None else format_bytes(total) for total in row] for row in sums]

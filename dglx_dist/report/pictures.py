@@ -94,7 +94,8 @@ def _window(
         and first <= span.batch <= last
         and not is_wait(span)
     ]
-    begin, end = min(span.begin_s for span in shown), max(span.end_s for span in shown)
+    begin = min(span.begin_s for span in shown)
+    end = max(span.end_s for span in shown)
     margin = 0.01 * (end - begin)
     return begin - margin, end + margin
 
@@ -200,7 +201,8 @@ def draw_expansion(factors: Sequence[Sequence[float]], path: str | Path, *, titl
 
     ``factors`` are the (K + 1, S) numbers of nodes within h hops of a server's own nodes, relative to these.
     """
-    hops, servers = range(len(factors)), len(factors[0])
+    hops = range(len(factors))
+    servers = len(factors[0])
     with _picture(path, (6, 3.5), title) as (axes,):
         for server in range(servers):
             axes.plot(hops, [row[server] for row in factors], marker="o", label=f"server {server}")
@@ -266,15 +268,19 @@ def draw_trace(
     epochs, each interval has a colour, and backward is hatched. Return the first and the last batch or epoch.
     Raises ConfigError if the trace has no such batch or epoch.
     """
-    by_epoch, names = has_intervals(trace), SHORT
+    by_epoch = has_intervals(trace)
+    names = SHORT
     if by_epoch:
         # The first epoch compiles kernels and starts workers.
         first, last = _choose(trace, GRAPH_SERVER, batches, unit="epoch", usual=2, early=1)
-        window, units, names = _window(trace, first, last), "epochs", {}
+        window = _window(trace, first, last)
+        units = "epochs"
+        names = {}
     else:
         # The first batches compile kernels and open connections, and the last ones are drained.
         first, last = _choose(trace, COMPUTE, batches, unit="batch", usual=4)
-        window, units = _window(trace, first, last, (COMPUTE,)), "batches"
+        window = _window(trace, first, last, (COMPUTE,))
+        units = "batches"
         if any(span.name == "forward M" for rank in trace.ranks for span in rank.spans):
             names = SHORT | SPLIT
     rows = [row for rank in trace.ranks for row in _list_rows(rank, window, by_epoch)]
@@ -285,7 +291,8 @@ def draw_trace(
                 color_id, prefix = (span.interval, " i") if by_epoch else (span.batch, "")
                 is_backward = by_epoch and span.name.startswith(_BACKWARD_PREFIXES)
                 color = UNNUMBERED if color_id is None else COLORS[color_id % len(COLORS)]
-                ends, waits = _clip(span, window), is_wait(span)
+                ends = _clip(span, window)
+                waits = is_wait(span)
                 _draw_box(axes, height, ends, color, waits=waits, hatched=is_backward)
                 label = names.get(span.name, span.name) + ("" if color_id is None else f"{prefix}{color_id}")
                 # Nested spans come later and lie on top.
@@ -312,16 +319,21 @@ def _list_rows(
 
 def describe_overlap(trace: TraceFile) -> str:
     """Return ``82.0 % of the network's time beside compute``, or the time of workers for a pipeline."""
-    row, no_spans, overlap_text = NETWORK, "nothing on the network", "the network's time beside compute"
+    row = NETWORK
+    no_spans = "nothing on the network"
+    overlap_text = "the network's time beside compute"
     if has_intervals(trace):
-        row, no_spans, overlap_text = WORKER, "no task of a worker", "the workers' time beside graph servers"
+        row = WORKER
+        no_spans = "no task of a worker"
+        overlap_text = "the workers' time beside graph servers"
     fraction = overlap(trace, row)
     return no_spans if fraction is None else f"{format_percent(fraction)} of {overlap_text}"
 
 
 def _longest_part(span: Span, later: Sequence[Span]) -> Span:
     """Return the longest part of ``span`` that no span of ``later`` (in order) covers."""
-    gaps, begin = [(span.begin_s, span.begin_s)], span.begin_s
+    gaps = [(span.begin_s, span.begin_s)]
+    begin = span.begin_s
     for cover in later:
         if cover.begin_s >= span.end_s:
             break

@@ -14,7 +14,10 @@ from dglx_dist.data.storage.files import read_small_file, replace_atomically
 from dglx_dist.errors import ConfigError, StorageError
 from dglx_dist.records import EpochRecord
 
-CONFIG, METRICS, SUMMARY, PICTURE = "config.json", "metrics.jsonl", "summary.json", "picture.png"
+CONFIG = "config.json"
+METRICS = "metrics.jsonl"
+SUMMARY = "summary.json"
+PICTURE = "picture.png"
 PLAN = "plan.json"
 """File with the candidates of ``auto``, if it chose the strategy."""
 

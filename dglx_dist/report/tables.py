@@ -64,7 +64,8 @@ _PLAN_COLUMNS = (
     "", "strategy, options", "s", "from", "to", "compute", "network", "bytes out", "bytes in", "memory",
     "GPU", "steps", "",
 )  # fmt: skip
-_OF_TRIALS, _OF_PLANS = ("from", "to"), ("compute", "network")
+_OF_TRIALS = ("from", "to")
+_OF_PLANS = ("compute", "network")
 _PLAN_LEGEND = (
     "s: seconds of an epoch. {seconds}. bytes: payload of an epoch between servers and inside of them, "
     "counted, or expected with ~. memory: peak of a rank on the host, and on its GPU. exact: the same "
@@ -151,7 +152,8 @@ def summarise(facts: Mapping[str, object], epochs: Sequence[EpochRecord]) -> dic
     """
     warm = list(epochs[1:]) or list(epochs)
     evaluated = [e for e in epochs if e.evaluation_s]
-    hits, misses = sum(e.cache_hits for e in warm), sum(e.cache_misses for e in warm)
+    hits = sum(e.cache_hits for e in warm)
+    misses = sum(e.cache_misses for e in warm)
     return {
         **facts,
         "epochs": len(epochs),

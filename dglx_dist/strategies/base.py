@@ -403,7 +403,10 @@ class OpenedStrategy(ABC):
     """A strategy on one graph. It makes loaders and models, and holds the data that they share."""
 
     def __init__(self, strategy: Strategy, g: DistGraph) -> None:
-        self.strategy, self.g, self.session, self.options = strategy, g, g.session, strategy.options
+        self.strategy = strategy
+        self.g = g
+        self.session = g.session
+        self.options = strategy.options
         self.on_close: list[Callable[[], None]] = []
         """Functions to call on all ranks when the graph or this object is closed, the last one first."""
         self.is_closed = False
@@ -540,7 +543,8 @@ def open_strategy(g: DistGraph) -> OpenedStrategy:
 
     Raises ConfigError if the strategy does not train on this graph, or in the cases of :func:`get_strategy`.
     """
-    strategy, opened_by_label = get_strategy(g.session), _OPENED.get(g.session)
+    strategy = get_strategy(g.session)
+    opened_by_label = _OPENED.get(g.session)
     opened = opened_by_label.get(g.kvstore.label)
     if opened is None or opened.is_closed or not opened.strategy.is_same(strategy):
         opened = opened_by_label[g.kvstore.label] = strategy.open(g)

@@ -71,7 +71,8 @@ class Bucket:
     def clear(self) -> None:
         """Set all gradients to zero and mark them as not computed."""
         self.flat.zero_()
-        self.missing, self._num_computed = len(self.indices), 0
+        self.missing = len(self.indices)
+        self._num_computed = 0
 
     def put(self, index: int, gradient: Tensor, weight: float) -> None:
         """Store ``weight * gradient``. Weight 0 gives exact zeros, even if the gradient is not finite."""
@@ -108,7 +109,8 @@ def make_buckets(parameters: Sequence[nn.Parameter], bucket_bytes: int) -> list[
         num_bytes = parameter.numel() * parameter.element_size()
         if not groups or size + num_bytes > bucket_bytes or group_type != (parameter.dtype, parameter.device):
             groups.append([])
-            size, group_type = 0, (parameter.dtype, parameter.device)
+            size = 0
+            group_type = (parameter.dtype, parameter.device)
         groups[-1].append(index)
         size += num_bytes
     return [Bucket(group, [parameters[index] for index in group]) for group in groups]
@@ -203,7 +205,9 @@ class GradientExchange:
         self._unwatch()
         for hook in self._hooks:
             hook.remove()
-        self._buckets, self._bucket_of, self._layout = [], {}, ()
+        self._buckets = []
+        self._bucket_of = {}
+        self._layout = ()
         self._in_flight.clear()
         self._pending.clear()
 
@@ -250,7 +254,8 @@ class GradientExchange:
             if session.is_loss_exact or not self.warns_of_gaps:
                 return
             rows = gradient.reshape(num_seeds, -1)
-            is_zero, is_nan = (rows == 0).all(1), rows.isnan().any(1)
+            is_zero = (rows == 0).all(1)
+            is_nan = rows.isnan().any(1)
             if is_zero.any():
                 is_zero &= values.reshape(num_seeds, -1).abs().amax(1) <= _MAX_SCORE
             count = int((is_zero | is_nan).sum())
@@ -285,7 +290,9 @@ class GradientExchange:
             # An earlier backward raised an error. Its sums may still run, so its buckets cannot be reused.
             self._in_flight = []
             self._layout = ()
-        self._graph_task, self._weight, self._holds = graph_task, weight, holds
+        self._graph_task = graph_task
+        self._weight = weight
+        self._holds = holds
         self._sent_gradients = [self._get_sent_gradient(index) for index in range(len(self._parameters))]
         for parameter in self._parameters:
             parameter.grad = None
@@ -303,7 +310,8 @@ class GradientExchange:
 
     def _get_sent_gradient(self, index: int) -> Tensor | None:
         """Return the gradient that all ranks have, and forget a held gradient that the user has cleared."""
-        gradient, held = self._parameters[index].grad, self._held.get(index)
+        gradient = self._parameters[index].grad
+        held = self._held.get(index)
         if held is None:
             return gradient
         if gradient is held.shown and get_version(gradient) == held.version:
@@ -425,7 +433,8 @@ class GradientExchange:
         """
         if len(self._pending) <= delay:
             return {}
-        (buckets, works), started = self._pending.popleft(), time.perf_counter()
+        buckets, works = self._pending.popleft()
+        started = time.perf_counter()
         timeline = self._session.timeline
         waiting = timeline.span(f"{WAIT} for the all-reduce", COMPUTE) if timeline.on else nullcontext()
         with report_failed_peers(self._session, "the sum of gradients"), waiting:
@@ -481,7 +490,9 @@ class BufferMeans:
     """Averages a model's floating-point buffers over the ranks, weighted like the gradients."""
 
     def __init__(self, model: nn.Module, session: Session, reduction: Reduction) -> None:
-        self._model, self._session, self._reduction = model, session, reduction
+        self._model = model
+        self._session = session
+        self._reduction = reduction
         self._values: list[Tensor] = []
         self.note()
 

@@ -26,7 +26,9 @@ class ReplicatedModel(WrappedModel):
         check_same_model(model, session, f"bucket_bytes={options.bucket_bytes}", reduction)
         self._check(model)
         broadcast_state(model, session)
-        self._session, self._options, self._reduction = session, options, reduction
+        self._session = session
+        self._options = options
+        self._reduction = reduction
         self._attach(model)
 
     def _check(self, model: nn.Module) -> None:
@@ -45,7 +47,9 @@ class ReplicatedModel(WrappedModel):
         """Return an independent copy that trains with the other ranks. Every rank must copy the model."""
         result = memo[id(self)] = type(self).__new__(type(self))
         WrappedModel.__init__(result)
-        result._session, result._options, result._reduction = self._session, self._options, self._reduction
+        result._session = self._session
+        result._options = self._options
+        result._reduction = self._reduction
         result._attach(copy.deepcopy(self.module, memo))
         result.training = self.training
         return result

@@ -27,7 +27,8 @@ def write_safetensors(state: Mapping[str, Tensor], path: Path, **facts: object) 
     Tied tensors are written under each of their names, so that a strict ``load_state_dict`` finds all of
     them.
     """
-    tensors, storages = dict(state), set[int]()
+    tensors = dict(state)
+    storages = set[int]()
     for name, value in state.items():
         if isinstance(value, Tensor) and value.layout == torch.strided:
             tensor = value.detach().cpu().contiguous()
@@ -56,7 +57,8 @@ class WeightFiles:
     """The two files of weights of a run in ``folder``. None: there are no files. All ranks call it alike."""
 
     def __init__(self, folder: str | Path | None, model: nn.Module) -> None:
-        self._folder, self._model = None if folder is None else Path(folder), model
+        self._folder = None if folder is None else Path(folder)
+        self._model = model
         self._is_first = current_session().topology.rank == 0
 
     def begin(self, best_epoch: int | None) -> None:
@@ -95,7 +97,8 @@ class BestWeights:
     """A copy in memory of the weights of the best epoch, without checkpoints. All ranks make it."""
 
     def __init__(self, model: nn.Module, sparse: Sequence[SparseOptimizer]) -> None:
-        self._model, self._rows = model, [rows for optimizer in sparse for rows in optimizer.own_rows]
+        self._model = model
+        self._rows = [rows for optimizer in sparse for rows in optimizer.own_rows]
         self._weights = {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
         self._best_rows = [rows.clone() for rows in self._rows]
 
@@ -116,7 +119,9 @@ class EarlyStopping:
     """
 
     def __init__(self, patience: int | None, less_is_better: bool, min_delta: float = 0.0) -> None:
-        self._patience, self._sign, self._min_delta = patience, -1 if less_is_better else 1, min_delta
+        self._patience = patience
+        self._sign = -1 if less_is_better else 1
+        self._min_delta = min_delta
         self._last: float | None = None
         """Last score by which training went on."""
         self.epoch: int | None = None
@@ -143,5 +148,6 @@ class EarlyStopping:
 
     def resume(self, best: tuple[int | None, float | None], evaluations_since: int) -> None:
         """Continue from the best epoch and its score in a checkpoint."""
-        (self.epoch, self.score), self.evaluations_since = best, evaluations_since
+        self.epoch, self.score = best
+        self.evaluations_since = evaluations_since
         self._last = self.score

@@ -142,9 +142,11 @@ def write_tensors(tensors: Mapping[str, Tensor], path: Path) -> dict[str, dict[s
 
 def _read_entry(folder: Path, name: str, entry: Mapping[str, Any]) -> SavedTensor:
     """Check an entry of ``state.json``. Nothing is allocated, as an untrusted entry may have any size."""
-    file_name, dtype = entry["file"], parse_dtype(entry["dtype"])
+    file_name = entry["file"]
+    dtype = parse_dtype(entry["dtype"])
     shape = tuple(read_count(size) for size in entry["shape"])
-    path, start = folder / file_name, read_count(entry["first_byte"])
+    path = folder / file_name
+    start = read_count(entry["first_byte"])
     num_bytes = read_count(entry["num_bytes"])
     if path.name != file_name:
         raise CheckpointError(f"{folder} refers to {file_name!r} outside of it. Load another checkpoint.")
@@ -165,7 +167,8 @@ def _select_prefix(prefix: str, tensors: Mapping[str, Any]) -> dict[str, Any]:
 def _check_model(path: Path, saved_tensors: Mapping[str, SavedTensor], model: Mapping[str, Tensor]) -> None:
     saved_entries = _select_prefix("model/", saved_tensors)
     for name in dict.fromkeys([*model, *saved_entries]):
-        tensor, saved = model.get(name), saved_entries.get(name)
+        tensor = model.get(name)
+        saved = saved_entries.get(name)
         if tensor is None or saved is None:
             owner, other_side = (path, "this model") if tensor is None else ("this model", path)
             remedy = "Build the model as in the saved run."
@@ -203,7 +206,8 @@ def _check_run(
         )
     if loader is not None and state["loader"][0] is None:
         raise CheckpointError(f"{path} has no loader position. Load it without ``loader``.")
-    saved, current = tensors.get(f"random/{topology.rank}/cpu"), torch.get_rng_state()
+    saved = tensors.get(f"random/{topology.rank}/cpu")
+    current = torch.get_rng_state()
     if random_state and saved is not None and (saved.shape, saved.dtype) != (current.shape, current.dtype):
         raise CheckpointError(f"{path} has a random state of another torch. Load with random_state=False.")
 
@@ -219,7 +223,8 @@ def list_optimizers(sparse: Sparse) -> Sequence[SparseOptimizer]:
 
 
 def _check_sparse(checkpoint: Path, checksums: Sequence[int], sparse: Sparse) -> None:
-    optimizers, saved = list_optimizers(sparse), len(checksums)
+    optimizers = list_optimizers(sparse)
+    saved = len(checksums)
     if len(optimizers) != saved:
         raise CheckpointError(
             f"{checkpoint} has {saved} optimizers of embeddings, but sparse= has {len(optimizers)}. Pass the "
@@ -402,7 +407,8 @@ class CheckpointWriter:
         copy is short on a rank, all ranks write without a copy before they return.
         """
         self.wait()
-        stack, final = ExitStack(), self._folder / folder_name(epoch, step)
+        stack = ExitStack()
+        final = self._folder / folder_name(epoch, step)
         facts = {"version": VERSION, "epoch": epoch, "step": step, "extra": dict(extra)}
         snapshot, copied = self._snapshot(facts, wait=wait)
         folder = stack.enter_context(open_partial_folder(self._session, final))
@@ -439,8 +445,12 @@ class CheckpointWriter:
 
     def _snapshot(self, facts: Mapping[str, object], *, wait: bool) -> tuple[_Snapshot, bool]:
         """Return this rank's share, and whether its tensors are copies. Every rank must call this."""
-        session, model, optimizer = self._session, self._run.model, self._run.optimizer
-        module, loader, dataset = _plain_module(model), self._run.loader, self._run.dataset
+        session = self._session
+        model = self._run.model
+        optimizer = self._run.optimizer
+        module = _plain_module(model)
+        loader = self._run.loader
+        dataset = self._run.dataset
         # state_dict() comes first, because it completes the steps that a pipeline has in flight. These steps
         # also change the optimizer.
         weights = model.state_dict()
@@ -601,7 +611,8 @@ class Checkpoints:
             raise ConfigError(f"every={every!r} must be {EVERY.allowed}")
         self._loader = loader
         run = RunState(model=model, optimizer=optimizer, loader=loader, sparse=sparse, state=state or {})
-        self._writer, self._steps_of_epoch = CheckpointWriter(folder, run, keep), len(loader)
+        self._writer = CheckpointWriter(folder, run, keep)
+        self._steps_of_epoch = len(loader)
         self._steps_between = max(1, count_steps_between(every, len(loader)))
         lock_folder(folder)
         self.epoch = 0
@@ -610,8 +621,10 @@ class Checkpoints:
         """JSON values of your own, saved with each checkpoint and loaded."""
         if read_extra(folder) is not None:
             resumed = load(folder, **vars(run), which=NEWEST)
-            self.epoch, self.extra = resumed.epoch, dict(resumed.extra)
-        self._folder, self._open = folder, ExitStack()
+            self.epoch = resumed.epoch
+            self.extra = dict(resumed.extra)
+        self._folder = folder
+        self._open = ExitStack()
         self._stop_point = self._open.enter_context(current_session().stoppable())
         current_session().before_close.append(self.close)
 
@@ -629,7 +642,8 @@ class Checkpoints:
             Stopped: a rank received SIGTERM, SIGUSR1 or Ctrl-C. A checkpoint of this step is saved.
         """
         position = _find_next_position(self._loader)
-        epoch, step = int(position["epoch"]), int(position["step"])
+        epoch = int(position["epoch"])
+        step = int(position["step"])
         stops = self._stop_point.should_stop()
         if stops or (epoch * self._steps_of_epoch + step) % self._steps_between == 0:
             self._writer.save(epoch=epoch, step=step, extra=self.extra, wait=stops)
@@ -708,7 +722,8 @@ def load(  # noqa: PLR0913 - one for each object that can be loaded
         PeerError: a rank is dead or silent.
     """
     kind = NEWEST if which is None and not (optimizer is None and loader is None) else which
-    session, module, weights = current_session(), _plain_module(model), model.state_dict()
+    session, module = current_session(), _plain_module(model)
+    weights = model.state_dict()
     rank = session.topology.rank
     choice = run_on_all_ranks(session, lambda: choose(folder, kind) if rank == 0 else None, CheckpointError)
     path = Path(broadcast_json(choice and str(choice[0]), session))
@@ -759,7 +774,8 @@ def _read_objects(
     objects: Mapping[str, Stateful],
 ) -> dict[str, Any]:
     """Return the saved states of ``objects`` by name. Earlier versions saved none."""
-    session, entries = current_session(), contents.get("objects", {})
+    session = current_session()
+    entries = contents.get("objects", {})
     values = select_values(path, entries, objects, session)
     prefix = find_prefix(entries, session.topology.rank)
     selected = _select_prefix(prefix, tensors) if objects else {}

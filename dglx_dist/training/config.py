@@ -59,7 +59,8 @@ _METRICS = tuple(dict.fromkeys(name for known in METRICS_OF.values() for name in
 
 def list_metrics(task: str, metrics: Sequence[str]) -> tuple[str, ...]:
     """Return ``metrics``, or the defaults of ``task``. Raise ConfigError for a metric of another task."""
-    allowed, metrics = METRICS_OF.get(task, ()), list_names(metrics)
+    allowed = METRICS_OF.get(task, ())
+    metrics = list_names(metrics)
     for name in metrics:
         if name not in allowed:
             raise ConfigError(
@@ -217,7 +218,8 @@ class RunOptions:
 
 def compute_rate_factor(config: RunOptions, step: int, steps_of_epoch: int) -> float:
     """Return the factor of the learning rate in a step. Steps are counted from the start of the run."""
-    rising, steps = config.warmup * steps_of_epoch, config.epochs * steps_of_epoch
+    rising = config.warmup * steps_of_epoch
+    steps = config.epochs * steps_of_epoch
     if step < rising:
         return (step + 1) / rising
     share = (step - rising) / max(1, steps - rising)

@@ -57,7 +57,8 @@ def global_mean(total: Tensor, count: float | Tensor, reduction: Reduction = "me
         ConfigError: on all ranks, if the number of seeds of this step is unknown, because no batch of a
             loader went through the wrapped model, or if a value of some rank is wrong.
     """
-    session, message = current_session(), _check_number("count", count, limit=0.0)
+    session = current_session()
+    message = _check_number("count", count, limit=0.0)
     if not isinstance(total, Tensor) or total.dim() or not total.is_floating_point():
         message = f"total={_show(total)} must be the sum of this rank's losses, a tensor of shape ()"
     if reduction not in ("mean", "sum"):
@@ -163,7 +164,9 @@ class _Means(TorchFunctionMode):
         terms = func(**{**options, "reduction": "none"})
         if terms.dim() == 0:
             return func(**options)  # A scalar is not a mean over targets. It may be a penalty.
-        target, weight, known_terms = options["target"], options.get("weight"), terms
+        target = options["target"]
+        weight = options.get("weight")
+        known_terms = terms
         if func in _CLASS_LOSSES and not target.is_floating_point():
             known_terms = target[target != options["ignore_index"]]
             weight = None if weight is None else weight[known_terms]

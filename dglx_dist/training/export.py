@@ -114,7 +114,8 @@ def write_edges(
         # All ids are read once, because each call reads the texts from the files of all parts.
         ntypes = dict.fromkeys(chain.from_iterable(edges))
         ids = {ntype: pa.array(g.user_ids(np.arange(g.num_nodes(ntype)), ntype)) for ntype in ntypes}
-        names, files = pa.array([etype[1] for etype in g.canonical_etypes], pa.string()), []
+        names = pa.array([etype[1] for etype in g.canonical_etypes], pa.string())
+        files = []
         for (source, destination), columns in edges.items():
             subfolder = f"{safe_name(source)}.{safe_name(destination)}" if len(edges) > 1 else ""
             path = Path(subfolder) / f"part-{g.session.topology.rank:05d}.parquet"
@@ -131,7 +132,8 @@ def write_edges(
 
 
 def _edge_table(columns: Mapping[str, Tensor], ids: Mapping[str, pa.Array]) -> pa.Table:
-    is_candidate, arrays = columns["best_scores"] > -math.inf, {}
+    is_candidate = columns["best_scores"] > -math.inf
+    arrays = {}
     offsets = np.concatenate([[0], is_candidate.sum(1).cumsum(0).numpy()]).astype(np.int32)
     for name in filter(columns.__contains__, _COLUMNS):
         values = columns[name]
@@ -231,7 +233,8 @@ def _write_share(
     files = []
     for subfolder, columns in tables.items():
         rows = next(iter(columns.values()))
-        ntype, (first, last) = str(rows.part_policy.type_name), rows.part_policy.owned_range
+        ntype = str(rows.part_policy.type_name)
+        first, last = rows.part_policy.owned_range
         path = Path(subfolder) / f"part-{rank:05d}.parquet"
         is_text = g.dataset.manifest.user_ids.get(ntype) == "string"
         types = {
@@ -290,7 +293,8 @@ def _read_texts(g: DistGraph, ntype: str, ids: Array) -> Iterator[Array]:
     """Yield the text ids of a range of local nodes, part by part. No files of other machines are read."""
     offsets = g.dataset.manifest.node_offsets[ntype]
     for part in range(len(offsets) - 1):
-        first, last = max(ids[0], offsets[part]), min(ids[-1] + 1, offsets[part + 1])
+        first = max(ids[0], offsets[part])
+        last = min(ids[-1] + 1, offsets[part + 1])
         if first < last:
             texts = g.dataset.part(part).user_ids(ntype)
             if texts is None:

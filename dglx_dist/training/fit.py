@@ -192,7 +192,8 @@ def _show_progress(
 ) -> AbstractContextManager[Advance]:
     first, end = run.result.first_epoch, config.epochs
     title = f"training epoch {first}" if first + 1 == end else f"training epochs {first} to {end - 1}"
-    done, total = len(loader) * first + run.first_step, len(loader) * end
+    done = len(loader) * first + run.first_step
+    total = len(loader) * end
 
     def figures(num_done: float, speed: float) -> dict[str, str]:
         step = done + int(num_done)

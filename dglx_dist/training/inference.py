@@ -56,7 +56,8 @@ class _FullBlock(DGLBlock):
 
     def __getitem__(self, key: Any) -> Any:
         etype_slice = super().__getitem__(key)
-        etype_slice.graph, etype_slice.host_block = self.graph, self.host_block
+        etype_slice.graph = self.graph
+        etype_slice.host_block = self.host_block
         return etype_slice
 
     def out_degrees(self, u: Any = "__ALL__", etype: Any = None) -> Tensor:
@@ -89,7 +90,8 @@ def list_layers(
             )
         layers = get_layers()
     elif isinstance(layers, str):
-        name, layers = layers, getattr(module, layers, None)
+        name = layers
+        layers = getattr(module, layers, None)
         if not isinstance(layers, (nn.ModuleList, nn.Sequential, list, tuple)):
             raise ConfigError(
                 f"layers={name!r}, but {class_name} has no list of layers of that name. Pass the name of its "
@@ -214,7 +216,8 @@ def layerwise_inference(  # noqa: PLR0913 - all but two have defaults
             does not return one row for each destination.
     """
     module = gather_module(model)
-    steps, rows = list_layers(module, layers, between), read_first_rows(g, feature, inputs)
+    steps = list_layers(module, layers, between)
+    rows = read_first_rows(g, feature, inputs)
     if layers is not None and list(rows) == [()] and len(rows[()].shape) == 2:
         names_by_type: Any = read_column_names(edge_feats, "edge_feats")
         data = g.edges[g.canonical_etypes[0]].data
@@ -442,7 +445,8 @@ def _allocate_rows(g: DistGraph, first_results: Mapping[str, Mapping[Path, Tenso
     ordered = sorted(layouts.items(), key=lambda item: g.ntypes.index(item[1][0]))
     tensors = {}
     for path, (ntype, row_shape, dtype) in ordered:
-        policy, shape = g.get_node_partition_policy(ntype), (g.num_nodes(ntype), *row_shape)
+        policy = g.get_node_partition_policy(ntype)
+        shape = (g.num_nodes(ntype), *row_shape)
         tensors[path] = DistTensor(shape, torch_dtype(dtype), part_policy=policy, is_gdata=False, graph=g)
     return tensors
 
@@ -627,7 +631,8 @@ def check_layers(
 
     if not any(isinstance(layer, nn.Module) for layer in layers):
         return
-    weight, generator = find_float_parameter(module), torch.Generator().manual_seed(0)
+    weight = find_float_parameter(module)
+    generator = torch.Generator().manual_seed(0)
     sizes = range(_NUM_CHECKED * (len(steps) + 1), 0, -_NUM_CHECKED)
     blocks = [random_block(num_dst, num_src, 3 * num_dst, generator) for num_src, num_dst in pairwise(sizes)]
     graph = dgl.add_self_loop(dgl.rand_graph(_NUM_CHECKED, _NUM_CHECKED))
@@ -653,7 +658,8 @@ def check_layers(
         except MODEL_ERRORS as error:
             raise ConfigError(f"forward() runs, but its layers fail in turn ({error}); {_REMEDY}") from error
         for depth, layer in enumerate(layers):
-            a, b = forward_rows[id(layer)], step_rows[id(layer)]
+            a = forward_rows[id(layer)]
+            b = step_rows[id(layer)]
             if len(a) == len(b) == 1 and (a[0].shape != b[0].shape or not _is_close(a[0], b[0])):
                 raise ConfigError(
                     f"layer {depth} gets other rows in forward() than from the layers in turn, so the scores "

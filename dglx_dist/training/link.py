@@ -183,7 +183,8 @@ def split_edges(g: DistGraph, targets: Sequence[EdgeType]) -> bool:
 
 def count_marked(g: DistGraph, targets: Sequence[EdgeType], mask: str) -> int:
     """Return the number of marked edges of ``targets`` on all ranks. Every rank must call this."""
-    book, columns = g.get_partition_book(), [(g.edges[etype].data, etype) for etype in targets]
+    book = g.get_partition_book()
+    columns = [(g.edges[etype].data, etype) for etype in targets]
     marked = sum(len(edge_split(data[mask], book, etype)) for data, etype in columns if mask in data)
     return int(gather_int64([marked], g.session).sum())
 
@@ -203,7 +204,8 @@ def _is_on_side(g: DistGraph, etype: EdgeType, side: int, ids: Array) -> Array:
     ends = []
     for ntype, nodes in zip((etype[0], etype[2]), g.find_edges(ids, etype), strict=True):
         ends.append(g.orig_ids(nodes, ntype).numpy() + (g.ntypes.index(ntype) << _TYPE_SHIFT))
-    low, high = np.minimum(*ends), np.maximum(*ends)
+    low = np.minimum(*ends)
+    high = np.maximum(*ends)
     words = splitmix64(hash_ids(low, stream_key(0, 0, 0)) ^ hash_ids(high, stream_key(0, 0, 1)))
     # The words are uniform below 2**64, so the quotients are uniform in [0, 1).
     return np.asarray(np.searchsorted(_SHARES, words / 2.0**64, side="right") == side)
@@ -312,7 +314,8 @@ class TransE(Decoder):
 
     def __init__(self, num_relations: int, width: int, margin: float = 12.0) -> None:
         super().__init__()
-        self.margin, self.row_scale = margin, (margin + 2) / width
+        self.margin = margin
+        self.row_scale = (margin + 2) / width
         self.relations = nn.Parameter(torch.empty(num_relations, width))
         nn.init.uniform_(self.relations, -self.row_scale, self.row_scale)
 
@@ -338,7 +341,8 @@ class RotatE(Decoder):
     def __init__(self, num_relations: int, width: int, margin: float = 12.0) -> None:
         super().__init__()
         _check_halves("RotatE", width)
-        self.margin, self.row_scale = margin, 2 * (margin + 2) / width
+        self.margin = margin
+        self.row_scale = 2 * (margin + 2) / width
         self.angles = nn.Parameter(torch.empty(num_relations, width // 2).uniform_(-math.pi, math.pi))
 
     def query(self, rows: Tensor, relation: Tensor, *, of_subjects: bool = False) -> Tensor:
@@ -409,7 +413,8 @@ def score_pairs(
     """
     merged = merge_pairs(pair_graph)
     if not isinstance(h, Tensor):
-        template, pieces = next(iter(h.values())), []
+        template = next(iter(h.values()))
+        pieces = []
         for ntype in pair_graph.ntypes:
             count = pair_graph.num_nodes(ntype)
             # A type without a target may have no rows. A model may return rows of more nodes.
@@ -447,7 +452,9 @@ class LinkModel(nn.Module):
                 "the encoder (model gcn, or GraphConv with norm 'both' or 'left') divides by degrees of the "
                 "whole graph, which count validation and test edges. Use --model sage, sgc or gat."
             )
-        self.encoder, self.decoder, self.etypes = encoder, decoder, list(etypes)
+        self.encoder = encoder
+        self.decoder = decoder
+        self.etypes = list(etypes)
         # Without the bias, a dot product of trainable rows would have no weight.
         self.bias = nn.Parameter(torch.zeros(()))
 
@@ -519,8 +526,11 @@ class LinkEvaluation:
         metrics: Sequence[str] = (),
         feature: str = FEATURE,
     ) -> None:
-        self.g, self.targets, self.inputs = g, targets, inputs
-        self.metrics, self.feature = list_names(metrics) or list_metrics(LINK, ()), feature
+        self.g = g
+        self.targets = targets
+        self.inputs = inputs
+        self.metrics = list_names(metrics) or list_metrics(LINK, ())
+        self.feature = feature
         self._edges_by_split: dict[str, SplitEdges] = {}
         self._true_edges: KnownEdges | None = None
 
@@ -607,7 +617,8 @@ class LinkEvaluation:
 
     def _read_split(self, split: str) -> SplitEdges:
         """Return this rank's edges of a split. The ids of the edges determine the random destinations."""
-        g, columns_by_ntypes = self.g, dict[tuple[str, str], list[Array]]()
+        g = self.g
+        columns_by_ntypes = dict[tuple[str, str], list[Array]]()
         for relation, etype in enumerate(g.canonical_etypes):
             if etype in self.targets and split in g.edges[etype].data:
                 ids = edge_split(g.edges[etype].data[split], g.get_partition_book(), etype).numpy()
@@ -641,7 +652,8 @@ class LinkEvaluation:
             for ntypes, edges in split.items():
                 queries += self._make_queries(ntypes, edges)
         keys = np.unique(make_keys(np.concatenate(queries, 1)))
-        query_keys, answers = np.unique(np.concatenate(gather_arrays(keys, g.session))), [empty]
+        query_keys = np.unique(np.concatenate(gather_arrays(keys, g.session)))
+        answers = [empty]
         for relation, etype in enumerate(g.canonical_etypes):
             owned = g.get_edge_partition_policy(etype).owned_range if etype in self.targets else (0, 0)
             for first, last in split_range(owned, _EDGES_AT_ONCE):
@@ -658,7 +670,8 @@ class LinkEvaluation:
         """Return the metrics of a split by name. Every rank must call this."""
 
         def score_edges() -> tuple[Tensor, Tensor]:
-            ranks, scores = [torch.empty(0)], [torch.empty(2, 0)]
+            ranks = [torch.empty(0)]
+            scores = [torch.empty(2, 0)]
             for ntypes, edges in split_edges.items():
                 source, destination = (rows[ntype] for ntype in ntypes)
                 ranks += self._rank(decoder, source, destination, self._make_queries(ntypes, edges))

@@ -74,7 +74,10 @@ class TrainingRun:
         facts: Mapping[str, object],
         objects: Mapping[str, Any],
     ) -> None:
-        self._loader, self._g, self._config, self._step = loader, g, config, step
+        self._loader = loader
+        self._g = g
+        self._config = config
+        self._step = step
         self._facts = facts
         self._session: Session = g.session
         self._state = checkpoint.RunState(
@@ -88,7 +91,8 @@ class TrainingRun:
         )
         self._scheduler = objects.get(SCHEDULER)
         self.files = WeightFiles(config.weights_folder, step.model)
-        folder, every = config.checkpoint_folder, count_steps_between(config.checkpoint_every, len(loader))
+        folder = config.checkpoint_folder
+        every = count_steps_between(config.checkpoint_every, len(loader))
         # If checkpoints only keep the best epoch, one is enough.
         keep = config.keep or (1 if config.patience and not every else None)
         self._writer = None if folder is None else checkpoint.CheckpointWriter(folder, self._state, keep)
@@ -134,7 +138,8 @@ class TrainingRun:
             differences = find_differences(extra, self._facts)
             suffix = f" of another configuration ({differences}), with its settings of the optimizer"
             log.warning("resuming from %s%s", resumed.path, suffix if differences else "")
-        saved, self._saved_at = Progress(resumed.extra), (resumed.epoch, resumed.step)
+        saved = Progress(resumed.extra)
+        self._saved_at = (resumed.epoch, resumed.step)
         self._next_epoch = resumed.epoch
         if self._is_comparable(saved, folder):
             self._stopping.resume(saved.best, saved.evaluations_since_best)
@@ -213,7 +218,8 @@ class TrainingRun:
             weights.load()
         else:
             self._writer.wait()
-            path, step = self._checkpoint_path(epoch), self._step
+            path = self._checkpoint_path(epoch)
+            step = self._step
             loaded = checkpoint.load(path, model=step.model, sparse=step.sparse, random_state=False)
             scores = Progress(loaded.extra)
         self.result = replace(self.result, accuracy=scores.accuracy, metrics=scores.metrics)
@@ -259,7 +265,8 @@ class TrainingRun:
 
     def _train_epoch(self, after_step: Callable[[], None]) -> EpochRecord | None:
         """Train the remaining steps of the next epoch, with checkpoints. Return None if it was stopped."""
-        stop_point, overlaps = self._session.stop_point, self._step.model.overlaps_steps
+        stop_point = self._session.stop_point
+        overlaps = self._step.model.overlaps_steps
 
         def after_each() -> None:
             after_step()
@@ -287,7 +294,8 @@ class TrainingRun:
                 return None
             pause = self._save(step)
             self._figures = {**self._figures, "checkpoint_s": self._figures.get("checkpoint_s", 0) + pause}
-        totals, self._figures = self._figures, {}
+        totals = self._figures
+        self._figures = {}
         record = tracing.gather_figures(gather_json(totals, self._session), self._next_epoch)
         return self._without_accuracy(record)
 
@@ -317,7 +325,8 @@ class TrainingRun:
         config = self._config
         is_last = self._next_epoch == config.epochs
         if is_last or (config.eval_every and self._next_epoch % config.eval_every == 0):
-            begin, before = time.perf_counter(), self._session.ledger.snapshot()
+            begin = time.perf_counter()
+            before = self._session.ledger.snapshot()
             record = self._evaluate(record)
             figures = (
                 time.perf_counter() - begin,
@@ -484,7 +493,9 @@ def train_pass(
             steps.append((step_loss.loss.detach(), step_loss.num_correct, step_loss.num_targets))
         after_step()
     # The values are read at the end, because reading them in each step would wait for the device.
-    loss, correct, targets = before.get("loss", 0.0), 0, 0
+    loss = before.get("loss", 0.0)
+    correct = 0
+    targets = 0
     for step_loss_value, num_correct, num_targets in steps:
         loss += float(step_loss_value) * num_targets
         correct += int(num_correct)
@@ -542,7 +553,9 @@ class Accumulation:
     """Weighs the mean losses of ``number`` batches by the number of terms that all ranks have in each."""
 
     def __init__(self, number: int, session: Session) -> None:
-        self.number, self._session, self._sum = number, session, 0.0
+        self.number = number
+        self._session = session
+        self._sum = 0.0
 
     def find_last_step(self, step: int, steps_of_epoch: int) -> int:
         """Return the step of the epoch after which the gradients of ``step`` are complete."""
@@ -556,7 +569,8 @@ class Accumulation:
         """Return the loss of a batch multiplied by its number of terms."""
         if self.number == 1:
             return loss
-        share, counts = self._session.model_share, set(NUM_TERMS.get(self._session))
+        share = self._session.model_share
+        counts = set(NUM_TERMS.get(self._session))
         if len(counts) > 1 or share is None:
             raise ConfigError(
                 f"accumulate={self.number} needs a loss that is one mean over a known number of terms, but "

@@ -66,7 +66,9 @@ def f1(
     counts = run_on_all_ranks(session, count, ConfigError)
     hit, positive, true = sum_over_ranks(counts, session, phase=PHASE).to(torch.float64)
     if average == "micro":
-        hit, positive, true = hit.sum()[None], positive.sum()[None], true.sum()[None]
+        hit = hit.sum()[None]
+        positive = positive.sum()[None]
+        true = true.sum()[None]
     occurs = (positive + true) > 0
     if not bool(occurs.any()):
         return math.nan
@@ -203,7 +205,8 @@ class KnownEdges:
     """
 
     def __init__(self, subject: Tensor, relation: Tensor, answer: Tensor) -> None:
-        subjects, relations = _read_ids(subject, "subject"), _read_ids(relation, "relation")
+        subjects = _read_ids(subject, "subject")
+        relations = _read_ids(relation, "relation")
         answers = _read_ids(answer, "answer")
         _check_lengths(subjects, relations, answers, "edges")
         self._num_subjects = 1 + int(subjects.max(initial=-1))
@@ -222,7 +225,8 @@ class KnownEdges:
 
     def find_answers(self, subject: Tensor, relation: Tensor) -> tuple[Tensor, Tensor]:
         """Return all known answers of (b,) ``subject`` and ``relation`` as (row, answer), each (M,) int64."""
-        subjects, relations = _read_ids(subject, "subject"), _read_ids(relation, "relation")
+        subjects = _read_ids(subject, "subject")
+        relations = _read_ids(relation, "relation")
         keys = relations * self._num_subjects + subjects
         # The key of an unknown larger subject would belong to the next relation.
         keys[subjects >= self._num_subjects] = -1
@@ -286,7 +290,9 @@ def rank_of_answer(
     _check_lengths(subject, relation, answer, "queries")
     if len(answer) and int(answer.min()) < 0:
         raise ConfigError(f"answer {int(answer.min())} is negative. An answer is the index of a score.")
-    ranks, start, batch_size = torch.empty(len(answer), dtype=torch.float64), 0, 1
+    ranks = torch.empty(len(answer), dtype=torch.float64)
+    start = 0
+    batch_size = 1
     while start < len(answer):
         queries = slice(start, start + batch_size)
         with torch.no_grad():
@@ -297,7 +303,8 @@ def rank_of_answer(
         if after is not None:
             after(positive, negatives)
         # The first query is scored alone, because only its scores tell the number of candidates.
-        start, batch_size = start + batch_size, max(1, max_scores // max(1, scores.shape[1]))
+        start = start + batch_size
+        batch_size = max(1, max_scores // max(1, scores.shape[1]))
     return ranks
 
 

@@ -79,7 +79,8 @@ class SymmetricConv(SplittableConv):
         if self.run_parts is not None or edges or named:
             return super().forward(block, x, *edges, **named)
         # A strategy that exchanges sums passes only the rows of this rank.
-        rows, weight = self._read_sources(block, x), self.conv.weight
+        rows = self._read_sources(block, x)
+        weight = self.conv.weight
         source_factors, target_factors = self._compute_norm_factors(block, len(rows))
         rows = rows * source_factors.to(rows).unsqueeze(-1)
         # The order depends on widths only, because all ranks must send the same number of columns.
@@ -199,7 +200,8 @@ class ResGCN(Layered):
         convs = [dgl.nn.SAGEConv(hidden, hidden, "mean") for _ in range(layers)]
         self.encoder = nn.Linear(in_dim, hidden)
         self.norms = nn.ModuleList(nn.LayerNorm(hidden) for _ in range(layers + 1))
-        self.layers, self.num_layers = nn.ModuleList(convs), layers
+        self.layers = nn.ModuleList(convs)
+        self.num_layers = layers
         self.dropout = nn.Dropout(dropout)
         self.decoder = nn.Linear(hidden, classes)
         self.recompute = recompute
@@ -273,7 +275,8 @@ class Stack(Layered):
         super().__init__()
         if norm not in ("none", "layer") or jk not in ("none", "cat", "max"):
             raise ConfigError(f"norm={norm!r} and jk={jk!r} must be none or layer, and none, cat or max")
-        self.layers, self.num_layers = nn.ModuleList(convs), len(convs)
+        self.layers = nn.ModuleList(convs)
+        self.num_layers = len(convs)
         self.dropout = nn.Dropout(dropout)
         self._activation, self._jk = activation, jk
         # Norms follow the layers, because a norm before the first layer would be split with it.
@@ -325,7 +328,8 @@ class APPNP(Layered):
         self.encoder = nn.Sequential(
             nn.Linear(in_dim, hidden), nn.ReLU(), nn.Dropout(dropout), nn.Linear(hidden, classes)
         )
-        self.layers, self.num_layers = nn.ModuleList(_make_hops(classes, layers)), layers
+        self.layers = nn.ModuleList(_make_hops(classes, layers))
+        self.num_layers = layers
         self.teleport = teleport
 
     def _layer(self, depth: int, block: Any, h: Any) -> Any:

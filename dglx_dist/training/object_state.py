@@ -206,7 +206,8 @@ def join_optimizer(
     joined = {path: value for path, value in tensors.items() if path not in piece_tensors}
     # Each join is collective, so every rank goes through them in the same order.
     for path in sorted(described):
-        dtype, values = parse_dtype(described[path]["dtype"]), described[path]["values"]
+        dtype = parse_dtype(described[path]["dtype"])
+        values = described[path]["values"]
         if values is not None:
             joined[path] = torch.tensor(values, dtype=dtype)
             continue

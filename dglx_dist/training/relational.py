@@ -56,7 +56,9 @@ class EntityInputs:
         embeddings: Mapping[str, DistEmbedding] | None = None,
         as_tensor: bool = False,
     ) -> None:
-        self._g, self.feature, self._as_tensor = g, feature, as_tensor
+        self._g = g
+        self.feature = feature
+        self._as_tensor = as_tensor
         self._embeddings = dict(embeddings or {})
         for ntype, embedding in self._embeddings.items():
             if len(embedding.weight) != g.get_node_partition_policy(ntype).get_size():
@@ -129,14 +131,17 @@ def _merge_types(
     num_other = {ntype: block.num_src_nodes(ntype) - count for ntype, count in num_dst.items()}
     first_dst = _accumulate_starts(num_dst, 0)
     first_other = _accumulate_starts(num_other, sum(num_dst.values()))
-    sources, destinations, edge_types = [], [], []
+    sources = []
+    destinations = []
+    edge_types = []
     for index, (source, relation, destination) in enumerate(etypes):
         u, v = (ends.long() for ends in block.edges(etype=(source, relation, destination)))
         is_dst = u < num_dst[source]
         sources.append(torch.where(is_dst, u + first_dst[source], u - num_dst[source] + first_other[source]))
         destinations.append(v + first_dst[destination])
         edge_types.append(torch.full_like(u, index))
-    counts, total = [*num_dst.values(), *num_other.values()], sum(num_dst.values())
+    counts = [*num_dst.values(), *num_other.values()]
+    total = sum(num_dst.values())
     ends = torch.cat(destinations), torch.cat(sources)
     merged = create_block("coo", *ends, num_src=sum(counts), num_dst=total)
     # A tensor of counts is avoided, because copying it to a device would block.
@@ -287,9 +292,12 @@ class RGCN(RelationalModel, SplitsTypes):
                 f"(there are {len(relations)} types of {len(set(relations))} names)"
             )
         widths = [hidden] * layers + [out_dim]
-        self.weights, self.own, self.bases = nn.ParameterList(), nn.ModuleList(), nn.ModuleList()
+        self.weights = nn.ParameterList()
+        self.own = nn.ModuleList()
+        self.bases = nn.ModuleList()
         for depth in range(layers):
-            into, out = widths[depth], widths[depth + 1]
+            into = widths[depth]
+            out = widths[depth + 1]
             if num_bases is None:
                 weights = torch.empty(len(relations), into, out)
                 for weight in weights:
@@ -299,7 +307,8 @@ class RGCN(RelationalModel, SplitsTypes):
             self.own.append(nn.ModuleDict(linears))
             if num_bases is not None:
                 self.bases.append(WeightBasis((into, out), num_bases, len(relations)))
-        self.dropout, self._residual = nn.Dropout(dropout), residual
+        self.dropout = nn.Dropout(dropout)
+        self._residual = residual
         self.norms = nn.ModuleList(
             nn.ModuleDict({make_module_name(ntype): nn.LayerNorm(hidden) for ntype in self.ntypes})
             for _ in range((layers - 1) * (norm == "layer"))
@@ -335,7 +344,8 @@ class RGCN(RelationalModel, SplitsTypes):
             else:
                 x = h[ntype][:count]
                 own_rows.append(linear(x) if bias else F.linear(x, linear.weight))
-        rows, ntypes = torch.cat(own_rows), [ntype for ntype in self.ntypes if ntype in h]
+        rows = torch.cat(own_rows)
+        ntypes = [ntype for ntype in self.ntypes if ntype in h]
         merged_edges = _merge_relations(block, ntypes, self.etypes, num_dst)
         if merged_edges is None:
             return rows
@@ -413,7 +423,8 @@ class RgcnStages(SplittableConv):
 
     def gather(self, inputs: StageInput, transformed: Tensor, scattered: PartialSums) -> PartialSums:
         """Return a (D1, H) share for each type of the result."""
-        model, h = self._model[0], {}
+        model = self._model[0]
+        h = {}
         for ntype, end in inputs.by_type.items():
             if ntype in self._cut_names:
                 linear: Any = model.project[self._cut_names[ntype]]
@@ -448,8 +459,12 @@ def _merge_relations(
     """
     # One product covers all relations. Separate products would each touch all sources and destinations.
     num_src = {ntype: block.num_src_nodes(ntype) for ntype in ntypes}
-    first_src, first_dst = _accumulate_starts(num_src, 0), _accumulate_starts(num_dst, 0)
-    sources, degrees, targets, sizes = [], [], [], {}
+    first_src = _accumulate_starts(num_src, 0)
+    first_dst = _accumulate_starts(num_dst, 0)
+    sources = []
+    degrees = []
+    targets = []
+    sizes = {}
     for relation, etype in enumerate(etypes):
         if etype[0] not in num_src or etype[2] not in num_dst or not block.num_edges(etype):
             continue

@@ -25,7 +25,9 @@ if TYPE_CHECKING:
     from dglx_dist.graph.dist_graph import DistGraph
 
 Options = TypeVar("Options", bound=RunOptions)
-FACTS, LAUNCH, PRECISION = "configuration", "launch", "precision"
+FACTS = "configuration"
+LAUNCH = "launch"
+PRECISION = "precision"
 """Keys in ``extra`` of a checkpoint: the facts that :func:`check_same` compares, the torchrun start that
 saved it, and the precision of forward passes.
 """

@@ -47,8 +47,10 @@ def read_task(g: DistGraph, ntype: str, label: str, requested: str = AUTO_TASK) 
     if label not in data:
         return (CLASSIFICATION if requested == AUTO_TASK else requested), 0
     column = data[label]
-    shape, is_real = tuple(column.shape[1:]), column.dtype.is_floating_point
-    width, is_row = math.prod(shape), len(shape) <= 1
+    shape = tuple(column.shape[1:])
+    is_real = column.dtype.is_floating_point
+    width = math.prod(shape)
+    is_row = len(shape) <= 1
     is_binary = is_row and shape != () and (requested == MULTILABEL or not (is_real and width == 1))
     is_binary = is_binary and requested in (AUTO_TASK, MULTILABEL) and _is_binary(column, g, ntype)
     fits = {
@@ -77,12 +79,15 @@ def read_task(g: DistGraph, ntype: str, label: str, requested: str = AUTO_TASK) 
 def _check_classes(g: DistGraph, ntype: str, label: str, *, is_guess: bool) -> None:
     """Raise ConfigError if there are too many classes. The limit is lower if the task was guessed."""
     manifest, minimum = g.dataset.manifest, _FEW_CLASSES
-    classes, num_nodes, nodes = manifest.num_classes.get(ntype, 0), g.num_nodes(ntype), "nodes"
+    classes = manifest.num_classes.get(ntype, 0)
+    num_nodes = g.num_nodes(ntype)
+    nodes = "nodes"
     has_names = bool(manifest.class_names.get(ntype))
     is_guess = is_guess and _CLASSES_OF_FEW < classes <= max(num_nodes, minimum) and not has_names
     if is_guess and SPLITS[0] in g.nodes[ntype].data:
         count = torch.tensor([len(_read_labels(g, ntype, label, SPLITS[0]))])
-        num_nodes, minimum = int(sum_over_ranks(count, g.session, phase=metrics.PHASE)), _CLASSES_OF_FEW
+        num_nodes = int(sum_over_ranks(count, g.session, phase=metrics.PHASE))
+        minimum = _CLASSES_OF_FEW
         nodes = "training nodes"
     if classes > max(num_nodes, minimum):
         raise ConfigError(
@@ -176,7 +181,8 @@ def compute_class_weights(g: DistGraph, ntype: str, label: str, task: str) -> Te
     counts = torch.bincount(labels, minlength=classes) if is_class else labels.double().sum(0).long()
     counts = torch.cat([counts, torch.tensor([len(labels)])])
     counts = sum_over_ranks(counts, g.session, phase=metrics.PHASE)
-    ones, num_rows = counts[:-1].float(), float(counts[-1])
+    ones = counts[:-1].float()
+    num_rows = float(counts[-1])
     if is_class:
         return torch.where(ones > 0, num_rows / (classes * ones), torch.tensor(0.0))
     return torch.where((ones > 0) & (ones < num_rows), (num_rows - ones) / ones, torch.tensor(1.0))
@@ -216,12 +222,14 @@ def measure(
     """Return the metrics ``names`` of (N, C) scores in a mask, NaN if it is empty. All ranks call this."""
     if not names:
         return {}
-    data, empty = g.nodes[ntype].data, slice(0, 0)
+    data = g.nodes[ntype].data
+    empty = slice(0, 0)
     if task != CLASSIFICATION:
         _check_columns(data[label], scores)  # on all ranks, because some may have no rows
     pieces = [(scores[empty], data[label][empty])]
     for rows in split_owned_rows(g, ntype):
-        labels, is_counted = data[label][rows], data[mask][rows].bool()
+        labels = data[label][rows]
+        is_counted = data[mask][rows].bool()
         if task == CLASSIFICATION:
             is_counted = is_counted & (labels >= 0)
         pieces.append((scores[rows][is_counted], labels[is_counted]))
@@ -234,19 +242,22 @@ def _compute_metric(name: str, scores: Tensor, labels: Tensor, session: Session,
     if task == REGRESSION:
         metric = metrics.mae if name == "mae" else metrics.rmse
         return metric(scores, _match_scores(labels, scores), session)
-    predictions, classes = to_predictions(task, scores), scores.shape[1]
+    predictions = to_predictions(task, scores)
+    classes = scores.shape[1]
     if name == "accuracy":
         is_correct = (predictions == labels.bool()).all(1).long()
         return metrics.accuracy(is_correct, torch.ones_like(is_correct), session)
     if name in ("f1_micro", "f1_macro"):
         average: Literal["micro", "macro"] = "micro" if name == "f1_micro" else "macro"
         return metrics.f1(predictions, labels, classes, session, average=average)
-    probabilities, truth = to_probabilities(task, scores.double()), labels
+    probabilities = to_probabilities(task, scores.double())
+    truth = labels
     if task == CLASSIFICATION:
         truth = (labels[:, None] == torch.arange(classes)).long()
         if classes == 2:
             # The second class is the positive one. The first would count the same pairs again.
-            probabilities, truth = probabilities[:, 1:], truth[:, 1:]
+            probabilities = probabilities[:, 1:]
+            truth = truth[:, 1:]
     score_metric = metrics.roc_auc if name == "roc_auc" else metrics.average_precision
     return score_metric(probabilities, truth, session)
 
@@ -254,18 +265,21 @@ def _compute_metric(name: str, scores: Tensor, labels: Tensor, session: Session,
 def warn_of_guesses(task: str, values: Mapping[str, float], g: DistGraph, ntype: str, label: str) -> None:
     """Warn on rank 0 if the test metrics in ``values`` are hardly better than guesses. All ranks call it."""
     name = "auc" if "test_auc" in values else "roc_auc"
-    guess, is_poor = 0.5, values.get(f"test_{name}", 1.0) < 0.55
+    guess = 0.5
+    is_poor = values.get(f"test_{name}", 1.0) < 0.55
     reason = (
         "that of guesses. Train longer, or with another --lr or --embeddings, or for links another --loss"
     )
     if task == CLASSIFICATION and "test_accuracy" in values:
         guess = _majority_share(g, ntype, label)
-        name, is_poor = "accuracy", values["test_accuracy"] <= guess
+        name = "accuracy"
+        is_poor = values["test_accuracy"] <= guess
         reason = "the share of the largest class. See --metric f1_macro and --class-weight balanced"
         reason = "because all test targets have one class" if guess == 1 else reason
     elif task == REGRESSION and "test_rmse" in values:
         guess = float(compute_moments(g, ntype, label, SPLITS[2])[1].square().mean().sqrt())
-        name, is_poor = "rmse", values["test_rmse"] > 0.9 * guess > 0
+        name = "rmse"
+        is_poor = values["test_rmse"] > 0.9 * guess > 0
         reason = "the standard deviation of the labels. Train longer, or with another --lr"
     if is_poor and g.session.topology.rank == 0:
         value = values[f"test_{name}"]
@@ -274,7 +288,8 @@ def warn_of_guesses(task: str, values: Mapping[str, float], g: DistGraph, ntype:
 
 
 def _read_labels(g: DistGraph, ntype: str, label: str, mask: str) -> Tensor:
-    data, pieces = g.nodes[ntype].data, (slice(0, 0), *split_owned_rows(g, ntype))
+    data = g.nodes[ntype].data
+    pieces = (slice(0, 0), *split_owned_rows(g, ntype))
     return torch.cat([data[label][rows][data[mask][rows].bool()] for rows in pieces])
 
 
@@ -353,10 +368,12 @@ class LinkPrediction:
         positive, negative = model(blocks, rows, pairs, negative_pairs)
         if self.pair_loss is None:
             labels = torch.cat([torch.ones_like(positive), torch.zeros_like(negative)])
-            loss, is_correct = self.loss(torch.cat([positive, negative]), labels), positive > 0
+            loss = self.loss(torch.cat([positive, negative]), labels)
+            is_correct = positive > 0
         else:
             negatives = _group_negatives(negative, pairs, negative_pairs)
-            loss, is_correct = self.pair_loss(positive, negatives), (positive[:, None] > negatives).all(1)
+            loss = self.pair_loss(positive, negatives)
+            is_correct = (positive[:, None] > negatives).all(1)
         return StepLoss(loss=loss, num_targets=len(positive), num_correct=is_correct.sum())
 
 
@@ -365,7 +382,8 @@ def _group_negatives(negative: Tensor, pairs: Any, negative_pairs: Any) -> Tenso
 
     Raises ConfigError unless every edge has the same number of negatives.
     """
-    merged, sizes = merge_pairs(pairs), merge_pairs(negative_pairs).sizes
+    merged = merge_pairs(pairs)
+    sizes = merge_pairs(negative_pairs).sizes
     total = sum(merged.sizes)
     per_edge = len(negative) // max(1, total)
     for etype, num_edges, num_negatives in zip(merged.etypes, merged.sizes, sizes, strict=True):

@@ -57,7 +57,9 @@ def record_steps(file: str | Path | None, num_steps: int, session: Session) -> I
     if file is None or session.timeline.on:
         yield lambda: None
         return
-    path, timeline, steps = Path(file).absolute(), session.timeline, 0
+    path = Path(file).absolute()
+    timeline = session.timeline
+    steps = 0
     check_trace(path, session)
     # The traces of an earlier failed run would be misleading beside the new one.
     run_on_all_ranks(session, lambda: remove_trace(rank_path(path, session.topology.rank)))
@@ -96,7 +98,8 @@ def _collect_spans(session: Session, clock: Clock) -> RankSpans:
 
 def _gather_spans(local_spans: RankSpans, session: Session) -> list[RankSpans]:
     """Return the spans of all ranks on rank 0, and an empty list on other ranks. All ranks call this."""
-    ranks, payload = [], asdict(local_spans)
+    ranks = []
+    payload = asdict(local_spans)
     for source in range(session.topology.world_size):
         # The ranks send in turn, because the spans of a rank may have megabytes.
         rank_spans = broadcast_json(payload, session, source)

@@ -60,7 +60,9 @@ def make_transforms(spec: FeatureSpec) -> tuple[Transform, ...]:
         "to_categorical": Categorical,
         "no-op": Unchanged,
     }
-    cls, count, result = classes[spec.transform], len(spec.columns), []
+    cls = classes[spec.transform]
+    count = len(spec.columns)
+    result = []
     for i, column in enumerate(spec.columns):
         settings = {
             key: value[i] if count > 1 and isinstance(value, list) and len(value) == count else value
@@ -145,7 +147,8 @@ class MaxMin(_Scaled):
             bound = self._bounds[name]
             if key in self._missing and bound is not None:
                 self._statistics[key] = clip(self._statistics[key], bound)
-        low, high = self._statistics["min_val"], self._statistics["max_val"]
+        low = self._statistics["min_val"]
+        high = self._statistics["max_val"]
         if (high <= low).any():
             reason = f"has the maximum {high.max()}, which is not above its minimum {low.min()}"
             reason = f"{reason}, so max_min_norm would divide by 0"
@@ -154,7 +157,8 @@ class MaxMin(_Scaled):
 
     def apply(self, rows: TableColumn) -> Array:
         matrix = self._read_matrix(rows).astype(np.float64, copy=False)
-        low, high = self._statistics["min_val"], self._statistics["max_val"]
+        low = self._statistics["min_val"]
+        high = self._statistics["max_val"]
         return np.clip((matrix - low) / (high - low), 0, 1).astype(np.float32)
 
 
@@ -207,7 +211,8 @@ class Categorical(Transform):
         known_texts = pa.array(list(self._codes), pa.large_string())
         columns = np.array(list(self._codes.values()), np.int64)
         indices = pc.index_in(texts, value_set=known_texts)
-        is_known, codes = ~as_numpy(pc.is_null(indices)), as_numpy(pc.fill_null(indices, 0))
+        is_known = ~as_numpy(pc.is_null(indices))
+        codes = as_numpy(pc.fill_null(indices, 0))
         one_hot = np.zeros((len(rows.values), len(self._codes)), np.int8)
         one_hot[row_of[is_known], columns[codes[is_known]]] = 1
         return one_hot
@@ -291,7 +296,8 @@ class Features:
 
     def chunks(self, name: str, table: PiecewiseTable, info: ColumnInfo) -> Iterator[Array]:
         """Yield the (k, *row) rows of one tensor, in the dtype of ``info``."""
-        transforms, width = self._tensors[name], max(1, int(np.prod(info.row_shape)))
+        transforms = self._tensors[name]
+        width = max(1, int(np.prod(info.row_shape)))
         chunk_rows = max(1, self._batch_bytes // (8 * width))
         for piece in table.pieces([transform.column for transform in transforms]):
             # Errors should name all columns of the tensor.

@@ -54,7 +54,8 @@ class Ingested:
 def _ingest_nodes(
     spec: TypeSpec[str], *, is_text: bool, seed: int, output: DatasetOutput
 ) -> tuple[TypeRows, IdMap]:
-    folder, column = node_folder(0, spec.kind), next(iter(spec.id_columns), None)
+    folder = node_folder(0, spec.kind)
+    column = next(iter(spec.id_columns), None)
     rows = TypeRows(spec, folder, output)
     names = [] if column else rows.table.names(spec.files.paths[0])
     if candidates := [name for name in names if is_node_id(name, spec.kind)]:
@@ -66,7 +67,8 @@ def _ingest_nodes(
             ids = parse_ids(piece.columns[column], is_text=is_text)
             id_bytes += (pc.sum(pc.binary_length(ids)).as_py() or 0) if is_text else 8 * len(ids)
             is_range = is_range and np.array_equal(ids, np.arange(piece.row, piece.row + len(ids)))
-    num_nodes, step = rows.num_rows, output.budget.batch // 8
+    num_nodes = rows.num_rows
+    step = output.budget.batch // 8
     id_map = IdMap(
         output.work / "ids",
         num_nodes,
@@ -146,7 +148,8 @@ def _write_structure(
         num_destinations=num_destinations,
     )
     edges = sort_edges(stream, output.work / name, output.budget)
-    folder, chunk_rows = edge_folder(0, etype), output.budget.batch // 8
+    folder = edge_folder(0, etype)
+    chunk_rows = output.budget.batch // 8
     output.write(f"{folder}/indptr.arrow", IDS, num_destinations + 1, edges.indptr.chunks(chunk_rows))
     info = ColumnInfo(dtype=id_dtype(num_sources).__name__, row_shape=())
     output.write(f"{folder}/indices.arrow", info, edges.indices.num_rows, edges.indices.chunks(chunk_rows))
@@ -157,8 +160,11 @@ def _write_structure(
 
 def _make_reordering(rows: Spill, output: DatasetOutput) -> Reorder:
     """Return a function that reorders table rows like the edges. ``rows`` has the table row of each edge."""
-    folder, memory = output.work / "forward" / "arrange", output.budget.bucket
-    num_edges, names, offset = rows.num_rows, count(), 0
+    folder = output.work / "forward" / "arrange"
+    memory = output.budget.bucket
+    num_edges = rows.num_rows
+    names = count()
+    offset = 0
     scatter = ScatteredRows(folder / "scatter", num_edges, np.int64, memory=memory)
     for chunk in rows.chunks(memory // 64 + 1):
         scatter.put(chunk, np.arange(offset, offset + len(chunk)))
@@ -206,7 +212,9 @@ def ingest(config: IngestConfig, plan: IngestPlan) -> Ingested:
         progress("Ingesting", _count_steps(config, len(reverse))) as advance,
     ):
         output = DatasetOutput(folder=partial, work=work, budget=budget, advance=advance)
-        nodes, ids, edges = {}, {}, {}
+        nodes = {}
+        ids = {}
+        edges = {}
         for i, node in enumerate(config.nodes):
             scoped = replace(output, work=work / f"nodes{i}")
             result = _ingest_nodes(node, is_text=is_text[node.kind], seed=plan.seed, output=scoped)
@@ -306,7 +314,8 @@ def _make_manifest(
     columns = {etype: rows.columns for etype, rows in edges.items()}
     counts = {etype: rows.num_rows for etype, rows in edges.items()}
     for etype, reverse_type in reverse.items():
-        columns[reverse_type], counts[reverse_type] = {}, counts[etype]
+        columns[reverse_type] = {}
+        counts[reverse_type] = counts[etype]
     labels = {ntype: rows.labels for ntype, rows in nodes.items()}
     all_labels = {**labels, **{":".join(etype): rows.labels for etype, rows in edges.items()}}
     names = {kind: list(item.names) for kind, item in all_labels.items() if item is not None and item.names}

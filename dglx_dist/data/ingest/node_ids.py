@@ -32,7 +32,9 @@ class IdMap:
     def __init__(
         self, folder: Path, num_nodes: int, *, is_text: bool, id_bytes: int | None, memory: int
     ) -> None:
-        self.num_nodes, self.is_text, self.is_range = num_nodes, is_text, id_bytes is None
+        self.num_nodes = num_nodes
+        self.is_text = is_text
+        self.is_range = id_bytes is None
         self._folder, self._memory = folder, memory
         self._num_buckets = max(1, -(-((id_bytes or 0) + _TABLE_BYTES * num_nodes) // memory))
 
@@ -46,7 +48,8 @@ class IdMap:
 
         Each bucket is a file with a sequence of Arrow streams.
         """
-        folder, buckets = folder or self._folder, self._find_buckets(ids)
+        folder = folder or self._folder
+        buckets = self._find_buckets(ids)
         folder.mkdir(parents=True, exist_ok=True)
         order = np.argsort(buckets, kind="stable")
         rows = pa.record_batch([pa.array(first_row + order), ids.take(pa.array(order))], ["number", "id"])
@@ -143,7 +146,9 @@ def read_ids(path: Path, max_bytes: int | None) -> Iterator[tuple[Array, Any]]:
     """
     if not path.is_file():
         return
-    size, tables, num_bytes = path.stat().st_size, [], 0
+    size = path.stat().st_size
+    tables = []
+    num_bytes = 0
     with path.open("rb") as file:
         while file.tell() < size:
             tables.append(pa.ipc.open_stream(file).read_all())
@@ -151,4 +156,5 @@ def read_ids(path: Path, max_bytes: int | None) -> Iterator[tuple[Array, Any]]:
             if file.tell() == size or (max_bytes is not None and num_bytes >= max_bytes):
                 joined = pa.concat_tables(tables).combine_chunks()
                 yield joined["number"].chunk(0).to_numpy(), joined["id"].chunk(0)
-                tables, num_bytes = [], 0
+                tables = []
+                num_bytes = 0

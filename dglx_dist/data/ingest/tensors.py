@@ -147,7 +147,8 @@ def draw_split_codes(
         )
     sizes = _count_shares(num_labelled, shares)
     remaining = np.array([*sizes, num_labelled - sum(sizes)], np.int64)
-    random, unused_codes = np.random.Generator(np.random.PCG64(seed)), np.empty(0, np.uint8)
+    random = np.random.Generator(np.random.PCG64(seed))
+    unused_codes = np.empty(0, np.uint8)
     for piece in has_label:
         num_codes = int(piece.sum())
         while len(unused_codes) < num_codes:
@@ -158,7 +159,8 @@ def draw_split_codes(
             block = np.repeat(np.array([0, 1, 2, NO_SPLIT], np.uint8), counts)
             unused_codes = np.concatenate([unused_codes, random.permutation(block)])
         codes = np.full(len(piece), NO_SPLIT, np.uint8)
-        codes[piece], unused_codes = unused_codes[:num_codes], unused_codes[num_codes:]
+        codes[piece] = unused_codes[:num_codes]
+        unused_codes = unused_codes[num_codes:]
         yield codes
 
 
@@ -177,7 +179,8 @@ def _count_shares(count: int, shares: Sequence[float]) -> list[int]:
 def read_split_codes(spec: LabelSpec, ids: IdMap, owner: str, folder: Path, memory: int) -> Iterator[Array]:
     """Yield the split codes of all nodes in order, from the files of ``custom_split_filenames``."""
     codes = ScatteredRows(folder / "codes", ids.num_nodes, np.uint8, memory=memory, fill=NO_SPLIT)
-    num_unseen, column = 0, spec.id_column or LINE_COLUMN
+    num_unseen = 0
+    column = spec.id_column or LINE_COLUMN
     for code, name in enumerate(SPLIT_FILES):
         if name not in spec.files:
             continue
@@ -233,7 +236,9 @@ class TypeRows:
     """
 
     def __init__(self, spec: TypeSpec[Any], folder: str, output: DatasetOutput) -> None:
-        self.spec, self._folder, self._output = spec, folder, output
+        self.spec = spec
+        self._folder = folder
+        self._output = output
         self.table = PiecewiseTable(spec.files, output.budget.batch)
         self.num_rows = 0
         self.columns: dict[str, ColumnInfo] = {}
@@ -259,7 +264,8 @@ class TypeRows:
                 self.labels.scan(piece.columns[self.labels.column])
             yield piece
             self.num_rows += piece.num_rows
-        where, spec = str(self.spec.files.paths[0]), self.spec
+        where = str(self.spec.files.paths[0])
+        spec = self.spec
         if not self.num_rows and (isinstance(spec.kind, str) or spec.features or spec.label):
             remedy = "leave it, or its features and labels, out of the description"
             raise DatasetError(f"{where}: the table of {spec.kind} has no row; {remedy}")
@@ -320,7 +326,8 @@ class TypeRows:
             owner = f"{paths[0]}{' ...' if len(paths) > 1 else ''}"
             folder = self._output.work / "split"
             codes = read_split_codes(label, ids, owner, folder, self._output.budget.bucket)
-        row_codes, first_row = Spill(self._output.work / "codes", np.uint8, codes), 0
+        row_codes = Spill(self._output.work / "codes", np.uint8, codes)
+        first_row = 0
         for has_label, code in zip(
             self._find_labelled(labels), row_codes.chunks(self._rows_per_chunk), strict=True
         ):

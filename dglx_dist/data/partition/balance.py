@@ -66,7 +66,8 @@ def measure(graph: RawGraph, assignment: Assignment) -> PartitionQuality:
     owned = np.bincount(part, minlength=num_parts)
     edges = sum_by_part(part, in_degrees(graph), num_parts).astype(np.int64)
     remote, halo = _count_remote_and_halo(graph, part, num_parts)
-    num_cut, num_edges = int(remote.sum()), graph.total_edges
+    num_cut = int(remote.sum())
+    num_edges = graph.total_edges
     tolerance = assignment.parameters.get("tolerance")
     missed = assignment.parameters.get("missed")
     return PartitionQuality(
@@ -231,7 +232,8 @@ def rebalance(graph: SymmetricGraph, weights: BalanceWeights, part_of_node: Arra
     """
     part = part_of_node.copy()
     # Weights are integers, so capacities are rounded down. The 1e-6 allows for rounding errors in the shares.
-    loads, capacity = weights.loads(part), np.floor(weights.capacities() + 1e-6)
+    loads = weights.loads(part)
+    capacity = np.floor(weights.capacities() + 1e-6)
     totals = np.maximum(loads.sum(axis=1), 1.0)
     matrix = np.empty((len(part), len(totals)))
     for c, column in enumerate(weights.columns):

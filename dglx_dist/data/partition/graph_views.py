@@ -72,7 +72,8 @@ class BalanceWeights:
 
     def find_unmet(self, part_of_node: Array) -> dict[str, float]:
         """Return load / share of the most loaded part, for each constraint with a part above its capacity."""
-        loads, capacities = self.loads(part_of_node), self.capacities()
+        loads = self.loads(part_of_node)
+        capacities = self.capacities()
         return {
             name: imbalance(loads[c], self.shares)
             for c, name in enumerate(self.names)
@@ -155,9 +156,11 @@ def node_slices(graph: RawGraph) -> dict[str, slice]:
 
 def in_degrees(graph: RawGraph, etypes: Collection[EdgeType] | None = None) -> Array:
     """Return the (N,) int64 in-degrees over ``etypes``, or over all edge types."""
-    degrees, rows = np.zeros(graph.total_nodes, np.int64), node_slices(graph)
+    degrees = np.zeros(graph.total_nodes, np.int64)
+    rows = node_slices(graph)
     for etype in graph.edges if etypes is None else etypes:
-        destinations, type_degrees = graph.edges[etype][1], degrees[rows[etype[2]]]
+        destinations = graph.edges[etype][1]
+        type_degrees = degrees[rows[etype[2]]]
         for piece in pieces(len(destinations)):
             # bincount would cast a copy, and return counts of all nodes for each piece.
             _count_ids(destinations[piece], type_degrees)
@@ -282,7 +285,8 @@ class SymmetricGraph:
     def open(folder: Path) -> SymmetricGraph:
         """Return the memory-mapped graph that :func:`write_rows` wrote."""
         weights = map_spill(folder, "weights") if any(folder.glob("weights.*")) else None
-        indptr, indices = map_spill(folder, "indptr"), map_spill(folder, "indices")
+        indptr = map_spill(folder, "indptr")
+        indices = map_spill(folder, "indices")
         return SymmetricGraph(indptr=indptr, indices=indices, edge_weights=weights)
 
 
@@ -331,7 +335,8 @@ def symmetrise(
 
 def _compute_starts(graph: RawGraph) -> Array:
     # One slot is added, so that indptr[v + 1] can be the next free position of row v while rows are filled.
-    first_id, indptr = first_ids(graph), np.zeros(graph.total_nodes + 2, dtype=np.int64)
+    first_id = first_ids(graph)
+    indptr = np.zeros(graph.total_nodes + 2, dtype=np.int64)
     for (src_type, _, dst_type), (src, dst) in graph.edges.items():
         _count(src, dst, first_id[src_type], first_id[dst_type], indptr)
     return np.cumsum(indptr, out=indptr)
@@ -344,7 +349,8 @@ def _fill_rows(graph: RawGraph, first: int, last: int, free: Array, indices: Arr
 
 
 def _write_symmetric(graph: RawGraph, folder: Path, weighted: bool, workspace: Workspace) -> None:
-    starts, weight_dtype = _compute_starts(graph)[1:], np.int32 if weighted else None
+    starts = _compute_starts(graph)[1:]
+    weight_dtype = np.int32 if weighted else None
     write_rows(folder, starts, partial(_fill_rows, graph), weight_dtype, workspace, "Symmetrising")
     for path in folder.glob("weights.*") if workspace.ranks.is_first else ():
         if _is_nearly_uniform(map_spill(folder, "weights")):
@@ -380,13 +386,15 @@ def write_rows(
     Raises:
         ConfigError: the memory is too small for the arrays of nodes, or for one row.
     """
-    num_rows, dtype = len(starts) - 1, np.dtype(id_dtype(len(starts) - 1))
+    num_rows = len(starts) - 1
+    dtype = np.dtype(id_dtype(len(starts) - 1))
     entry_bytes = dtype.itemsize + (0 if weight_dtype is None else np.dtype(weight_dtype).itemsize)
     largest = int(np.diff(starts).max(initial=0))
     min_bytes = entry_bytes * max(int(starts[-1]) // _MAX_PASSES, largest)
     purpose = f"a graph of {num_rows} nodes of up to {largest} neighbours"
     step = workspace.remaining(2 * NODE_BYTES * num_rows, min_bytes, purpose) // entry_bytes
-    position, ranks = np.full(num_rows, -1, dtype=np.int64), workspace.ranks
+    position = np.full(num_rows, -1, dtype=np.int64)
+    ranks = workspace.ranks
     bounds = np.searchsorted(starts, starts[-1] * np.arange(1, ranks.count) // ranks.count)
     first, end = [0, *bounds.tolist(), num_rows][ranks.rank : ranks.rank + 2]
     with (

@@ -209,7 +209,8 @@ def with_trainer_ids(graph: RawGraph, trainers: Assignment, workspace: Workspace
     }
 
     def iterate_edge_trainers(etype: EdgeType) -> Iterator[Array]:
-        part_of, destinations = trainers.part_of[etype[2]], graph.edges[etype][1]
+        part_of = trainers.part_of[etype[2]]
+        destinations = graph.edges[etype][1]
         for first in range(0, max(len(destinations), 1), _EDGES_AT_ONCE):
             yield part_of[destinations[first : first + _EDGES_AT_ONCE]]
 

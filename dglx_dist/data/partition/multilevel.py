@@ -46,7 +46,8 @@ def part_graph_with_dgl(
     for name, column in zip(weights.names, weights.columns, strict=True):
         if name not in _DGL_WEIGHTS:
             node_types = node_types * 2 + column
-    dgl, torch = importlib.import_module("dgl"), importlib.import_module("torch")
+    dgl = importlib.import_module("dgl")
+    torch = importlib.import_module("torch")
     csc = tuple(torch.from_numpy(a) for a in (symmetric.indptr, symmetric.indices.astype(np.int64)))
     homogeneous = dgl.graph(("csc", (*csc, torch.empty(0, dtype=torch.int64))))
     # DGL prints the time of each step, which is suppressed.
@@ -65,7 +66,11 @@ def part_graph_with_dgl(
 
 # Indices of the options array, its length, and return codes, as in metis.h of METIS 5.1.
 _NUM_OPTIONS = 40
-_OBJTYPE, _NITER, _NCUTS, _SEED, _NUMBERING = 1, 6, 7, 8, 17
+_OBJTYPE = 1
+_NITER = 6
+_NCUTS = 7
+_SEED = 8
+_NUMBERING = 17
 _RETURN_CODES = {-2: "bad input", -3: "not enough memory", -4: "internal error"}
 _MAX_SEED = 2**31 - 1
 
@@ -89,7 +94,8 @@ def part_graph(
     """
     library = ctypes.CDLL(path)
     used = [c for c, column in enumerate(weights.columns) if column.any()]
-    num_nodes, num_constraints = graph.num_nodes, max(len(used), 1)
+    num_nodes = graph.num_nodes
+    num_constraints = max(len(used), 1)
     node_weights = None
     if len(used) > 1 or (used and weights.names[used[0]] != "nodes"):
         node_weights = np.stack([weights.columns[c] for c in used], axis=1)
@@ -168,7 +174,8 @@ class _Multilevel(Partitioner):
 
         def fits(coarse_graph: SymmetricGraph) -> bool:
             has_weights = coarse_graph.edge_weights is not None
-            num_nodes, num_entries = coarse_graph.num_nodes, len(coarse_graph.indices)
+            num_nodes = coarse_graph.num_nodes
+            num_entries = len(coarse_graph.indices)
             num_bytes = self._estimate_bytes(num_nodes, num_entries, has_weights, num_weights)
             return workspace_beside_columns.fits(num_bytes)
 
@@ -222,7 +229,10 @@ class Metis(_Multilevel):
 
 _HEADER_BYTES = 24
 # Bits of the version word say that an array is absent or has 32-bit numbers.
-NO_EDGE_WEIGHTS, NO_NODE_WEIGHTS, SHORT_NODE_IDS, SHORT_EDGE_WEIGHTS = 1, 2, 8, 32
+NO_EDGE_WEIGHTS = 1
+NO_NODE_WEIGHTS = 2
+SHORT_NODE_IDS = 8
+SHORT_EDGE_WEIGHTS = 32
 _SHARED_MEMORY = Path("/dev/shm")
 
 
@@ -260,7 +270,8 @@ class Kaminpar(_Multilevel):
         return 150 * num_nodes + (28 if has_weights else 16) * num_entries
 
     def _compute(self, seed: int, graph: SymmetricGraph, weights: BalanceWeights) -> Array:
-        library, workspace = importlib.import_module("kaminpar"), self.workspace
+        library = importlib.import_module("kaminpar")
+        workspace = self.workspace
         node_weights = None if weights.names == ("nodes",) else weights.columns[0]
         # The Python binding only reads graphs from files. A file in shared memory costs one copy.
         folder = _SHARED_MEMORY if _SHARED_MEMORY.is_dir() else None

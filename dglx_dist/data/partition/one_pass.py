@@ -101,7 +101,8 @@ class File(Partitioner):
         if self.options.file is None:
             raise ConfigError("method file needs a .npy file of part ids; set file (--file)")
         path = Path(self.options.file)
-        parts, num_nodes = read_parts(path), graph.total_nodes
+        parts = read_parts(path)
+        num_nodes = graph.total_nodes
         if parts.ndim != 1 or parts.dtype.kind not in "iu":
             raise DatasetError(
                 f"{path.name} holds {parts.dtype} of shape {parts.shape}; part ids are {num_nodes} integers"
@@ -194,7 +195,8 @@ class _Streaming(Partitioner):
     def assign(self, graph: RawGraph, num_parts: int, seed: int) -> Assignment:
         def compute(symmetric: SymmetricGraph, weights: BalanceWeights) -> Array:
             # A graph on disk is read in the order of the file.
-            on_disk, num_nodes = isinstance(symmetric.indices, np.memmap), graph.total_nodes
+            on_disk = isinstance(symmetric.indices, np.memmap)
+            num_nodes = graph.total_nodes
             if on_disk and self.workspace is not None:
                 num_bytes = (24 + 16 * len(weights.columns)) * num_nodes
                 self.workspace.remaining(num_bytes, 0, f"placing {num_nodes} nodes by all weights")
@@ -237,7 +239,8 @@ def stream(
     """
     order = np.arange(graph.num_nodes) if order is None else order
     part = np.full(graph.num_nodes, -1, dtype=np.int32)
-    matrix, capacity = weights.matrix(), np.ascontiguousarray(weights.capacities().T)
+    matrix = weights.matrix()
+    capacity = np.ascontiguousarray(weights.capacities().T)
     for _ in range(passes):
         _stream(graph.indptr, graph.indices, order, matrix, capacity, weights.shares, fennel, part)
     return part

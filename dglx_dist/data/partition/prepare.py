@@ -263,7 +263,8 @@ def _assign_once(graph: RawGraph, plan: PartitionPlan, workspace: Workspace | No
         return _Split(parts=parts, quality=measure(graph, parts))
     size = (plan.num_parts, plan.trainers_per_part)
     split = assign_two_levels(graph, plan.partitioner, plan.options, size, plan.seed, workspace)
-    trainer_quality, quality = measure(graph, split.trainers), measure(graph, split.parts)
+    trainer_quality = measure(graph, split.trainers)
+    quality = measure(graph, split.parts)
     figures = ("num_parts", "num_nodes", "num_edges", "edge_cut", "balance", "missed")
     trainer_figures = {name: getattr(trainer_quality, name) for name in figures}
     return _Split(parts=split.parts, quality=quality, trainers=split.trainers, of_trainers=trainer_figures)
@@ -331,7 +332,8 @@ def _warn(graph: RawGraph, quality: PartitionQuality) -> None:
         )
 
 
-_SAMPLE_SIZE, _CHUNK_ROWS = 4096, 1 << 18
+_SAMPLE_SIZE = 4096
+_CHUNK_ROWS = 1 << 18
 
 
 def _is_one_way(graph: RawGraph) -> bool:
@@ -422,7 +424,8 @@ def _append_edges(
 ) -> RawGraph:
     """Append edges to a homogeneous ``graph``. They get the columns of the edges ``rows``, or 1."""
     ((etype, (src, dst)),) = graph.edges.items()
-    columns, count = graph.edge_data.get(etype, {}), len(ends[0])
+    columns = graph.edge_data.get(etype, {})
+    count = len(ends[0])
 
     def join_rows(old: Array, new: Array | None, name: str = "") -> Iterator[Array]:
         yield from (old[piece] for piece in pieces(max(len(old), 1), _CHUNK_ROWS))
@@ -456,7 +459,8 @@ def _normalize_features(graph: RawGraph, workspace: Workspace | None) -> RawGrap
             sums = np.bincount(row_of_value, np.abs(column.values.astype(np.float64)))
             columns[FEATURE] = replace(column, values=_divide(column.values, sums[row_of_value]))
         elif column is not None:
-            make_chunks, stage = [partial(_normalize_rows, column)], f"features {safe_name(ntype)}"
+            make_chunks = [partial(_normalize_rows, column)]
+            stage = f"features {safe_name(ntype)}"
             (normalized,) = concatenate_chunks(workspace, stage, make_chunks, column.size)
             columns[FEATURE] = normalized.reshape(column.shape)
     return replace(graph, node_data=node_data)

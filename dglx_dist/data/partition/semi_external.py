@@ -53,7 +53,8 @@ def partition(
     ``solve`` is. Raises ConfigError if the arrays of nodes do not fit in the workspace.
     """
     # The names differ from the original ones, because a cluster has the weight of all its nodes.
-    names, levels = tuple(f"{name} of clusters" for name in weights.names), [(graph, weights)]
+    names = tuple(f"{name} of clusters" for name in weights.names)
+    levels = [(graph, weights)]
     while not fits(levels[-1][0]):
         fine, columns = levels[-1]
         make_level = functools.partial(_coarsen, fine, columns, workspace, seed)
@@ -117,7 +118,8 @@ def _make_adjacency(graph: SymmetricGraph) -> _Adjacency:
 
 def _find_clusters(graph: SymmetricGraph, weights: BalanceWeights, key: np.uint64, ranks: Ranks) -> Array:
     """Return the (N,) cluster of each node. Clusters are numbered by the ids of their first members."""
-    num_nodes, matrix = graph.num_nodes, weights.matrix()
+    num_nodes = graph.num_nodes
+    matrix = weights.matrix()
     share = _TOLERANCE * float(weights.shares.min())
     # A cluster may weigh at most what a part may exceed its share by, or capacities would grow with clusters.
     # A heavier node stays alone, because clusters of its weight could not be balanced.
@@ -166,9 +168,12 @@ def _propagate(
         key: Random key that decides between labels with equal numbers of neighbours.
         refining: Whether labels are parts with loads that should be even, instead of clusters.
     """
-    num_nodes, adjacency = graph.num_nodes, _make_adjacency(graph)
-    active, marked = np.ones(num_nodes, np.bool_), np.zeros(num_nodes, np.bool_)
-    rating, streams = np.zeros(len(labelling[1]), np.int64), _cut_streams(graph)
+    num_nodes = graph.num_nodes
+    adjacency = _make_adjacency(graph)
+    active = np.ones(num_nodes, np.bool_)
+    marked = np.zeros(num_nodes, np.bool_)
+    rating = np.zeros(len(labelling[1]), np.int64)
+    streams = _cut_streams(graph)
     begin, end = ((len(streams) - 1) * rank // ranks.count for rank in (ranks.rank, ranks.rank + 1))
     label = "Refining" if refining else "Clustering"
     shows_progress = ranks.is_first and num_nodes >= SHOWN_FROM

@@ -67,7 +67,9 @@ class ArrayStream:
     """
 
     def __init__(self, path: Path, dtype: np.dtype[Any], shape: tuple[int, ...]) -> None:
-        self._path, self._dtype, self._shape = path, dtype, shape
+        self._path = path
+        self._dtype = dtype
+        self._shape = shape
         num_bytes = math.prod(shape) * dtype.itemsize
         if shutil.disk_usage(path.parent).free < num_bytes:
             raise OSError(errno.ENOSPC, f"no room for {num_bytes} bytes", str(path.parent))
@@ -109,7 +111,9 @@ class ArrayWriter:
     """Writes the arrays of one folder under a temporary name. See :meth:`ArrayFolder.open_writer`."""
 
     def __init__(self, folder: ArrayFolder, partial: Path, stack: ExitStack) -> None:
-        self._folder, self._partial, self._stack = folder, partial, stack
+        self._folder = folder
+        self._partial = partial
+        self._stack = stack
         self._streams: dict[str, ArrayStream] = {}
 
     def stream(self, name: str, dtype: np.dtype[Any], shape: tuple[int, ...]) -> ArrayStream:
@@ -167,9 +171,11 @@ class ArrayFolder:
             stamp = json.loads(read_small_file(self.path / STAMP))
             if not isinstance(stamp, dict) or stamp.get("crc32") != checksum_of(stamp.get("head")):
                 raise ValueError(f"{STAMP} does not match its checksum")
-            stored_metadata, arrays = stamp["head"]["told"], {}
+            stored_metadata = stamp["head"]["told"]
+            arrays = {}
             for name, (num_bytes, crc32) in stamp["head"]["files"].items():
-                path, expected = self.path / name, FileInfo(num_bytes=num_bytes, checksum=crc32)
+                path = self.path / name
+                expected = FileInfo(num_bytes=num_bytes, checksum=crc32)
                 if path.parent != self.path or not path.is_file():
                     raise ValueError(f"{name} is not a file in it")
                 size = path.stat().st_size
@@ -270,7 +276,9 @@ class ArrayCache:
     """
 
     def __init__(self, folder: Path, content: str, *, trusted: bool = False) -> None:
-        self._folder, self._content, self._trusted = folder, content, trusted
+        self._folder = folder
+        self._content = content
+        self._trusted = trusted
         self._locks: dict[Path, int] = {}
         weakref.finalize(self, _release, self._locks)
 
@@ -310,10 +318,12 @@ class ArrayCache:
             if is_evicted:
                 total -= entry.num_bytes
                 if entry.num_bytes:
-                    size, days = format_bytes(entry.num_bytes), age_s / 86400
+                    size = format_bytes(entry.num_bytes)
+                    days = age_s / 86400
                     _LOG.info("%s (%s, unused for %.1f days) was evicted", entry.path, size, days)
         if total > max_bytes:
-            size, limit = format_bytes(total), format_bytes(max_bytes)
+            size = format_bytes(total)
+            limit = format_bytes(max_bytes)
             _LOG.warning(
                 "%s takes %s, which is more than a quarter of the free disk (%s), but it is in use; make "
                 "room",

@@ -90,7 +90,8 @@ def text_buffers(texts: Any) -> tuple[Array, Array]:
     """Return the (K + 1,) int64 offsets from 0 and the (offsets[-1],) bytes of a large_string array."""
     _, offsets, data = texts.buffers()
     ends = np.frombuffer(offsets, np.int64)[texts.offset : texts.offset + len(texts) + 1]
-    first, last = int(ends[0]), int(ends[-1])
+    first = int(ends[0])
+    last = int(ends[-1])
     values = np.frombuffer(data, np.uint8)[first:last] if data is not None else np.empty(0, np.uint8)
     return ends - first, values
 
@@ -164,7 +165,8 @@ def read_strings(path: Path, name: str, num_rows: int) -> Array:
 
 def string_pieces(path: Path, name: str, num_rows: int, step: int) -> Iterator[Array]:
     """Yield the texts of :func:`read_strings` in arrays of up to ``step`` texts, all of the same dtype."""
-    column, starts = _open_strings(path, name, num_rows), range(0, num_rows, step)
+    column = _open_strings(path, name, num_rows)
+    starts = range(0, num_rows, step)
     lists = (column.slice(first, step).to_pylist() for first in starts)
     width = max((len(text) for texts in lists for text in texts), default=0)
     for first in starts:
@@ -183,7 +185,9 @@ def _open_strings(path: Path, name: str, num_rows: int) -> pa.Array:
 
 
 def checksum(path: Path) -> FileInfo:
-    value, num_bytes, block = 0, 0, bytearray(1 << 15)
+    value = 0
+    num_bytes = 0
+    block = bytearray(1 << 15)
     with path.open("rb", buffering=0) as file:
         while count := file.readinto(block):
             value = zlib.crc32(memoryview(block)[:count], value)

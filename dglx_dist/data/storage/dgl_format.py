@@ -200,7 +200,8 @@ class _DglReader:
             raise StorageError(
                 f"{path} has no {min(missing)!r} for its nodes or edges, so it is not a part written by DGL"
             )
-        nodes, edges = structure.ndata[dgl.NID].numpy(), structure.edata[dgl.EID].numpy()
+        nodes = structure.ndata[dgl.NID].numpy()
+        edges = structure.edata[dgl.EID].numpy()
         inner_nodes = structure.ndata["inner_node"].numpy() == 1
         # A part only has the data of edges into owned nodes.
         inner_edges = structure.edata["inner_edge"].numpy() == 1
@@ -250,10 +251,12 @@ class _DglReader:
             # Keys are type/column. Old files with one type leave it out.
             type_name, slash, name = key.partition("/")
             if not slash and len(owners) == 1:
-                type_name, name = next(iter(owners)), key
+                type_name = next(iter(owners))
+                name = key
             if type_name not in owners:
                 raise StorageError(f"{path}: {key!r} names none of the types {', '.join(owners)}")
-            owner, kind = owners[type_name], list(owners).index(type_name)
+            owner = owners[type_name]
+            kind = list(owners).index(type_name)
             owned_ids = ids_of_type[kinds == kind]
             if len(tensor) != len(owned_ids):
                 raise StorageError(f"{path}: {name!r} has {len(tensor)} rows for {len(owned_ids)} owned ids")
@@ -452,7 +455,8 @@ class _DglWriter:
         }
 
     def _find_ends(self, part: int) -> tuple[Array, Array]:
-        sources, destinations = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
+        sources = [np.empty(0, np.int64)]
+        destinations = [np.empty(0, np.int64)]
         for etype, order in self._edges.items():
             nodes = self._nodes[etype[2]].offsets
             kind = self._ntypes.index(etype[2])
@@ -463,7 +467,8 @@ class _DglWriter:
             sources.append(self._node_ranges.from_typed(self._ntypes.index(etype[0]), indices))
             if not self._renumbers:
                 by_source_id = np.argsort(rows_of(order, part))
-                sources[-1], destinations[-1] = sources[-1][by_source_id], destinations[-1][by_source_id]
+                sources[-1] = sources[-1][by_source_id]
+                destinations[-1] = destinations[-1][by_source_id]
         return np.concatenate(sources), np.concatenate(destinations)
 
     def _make_tensor(

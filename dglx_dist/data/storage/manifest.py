@@ -185,7 +185,10 @@ def from_json(value: object, where: str) -> Manifest:
     top = Fields(value, where, error=StorageError)
     _check_format(top)
     num_parts = top.integer("num_parts", 1)
-    node_offsets, node_columns, num_classes, user_ids = {}, {}, {}, {}
+    node_offsets = {}
+    node_columns = {}
+    num_classes = {}
+    user_ids = {}
     for item in top.nested_list("node_types", 1):
         ntype = item.text("name")
         node_offsets[ntype] = _read_offsets(item, num_parts)
@@ -195,7 +198,8 @@ def from_json(value: object, where: str) -> Manifest:
         if (kind := item.choice("user_ids", ("int64", "string", None))) is not None:
             user_ids[ntype] = kind
         item.reject_unread()
-    edge_offsets, edge_columns = {}, {}
+    edge_offsets = {}
+    edge_columns = {}
     for item in top.nested_list("edge_types"):
         source, relation, destination = item.value("name", _EtypeName)
         etype = (source, relation, destination)
@@ -342,7 +346,8 @@ def _check_files(manifest: Manifest, where: str) -> None:
         raise StorageError(f"{where}: key 'files' {problem} {wrong[0]!r}; partition the graph again")
 
 
-_PART_FOLDER, _DESCRIPTION = re.compile(r"part\d+"), "a dataset of this program"
+_PART_FOLDER = re.compile(r"part\d+")
+_DESCRIPTION = "a dataset of this program"
 
 
 def check_target(folder: Path, overwrite: bool | None) -> None:

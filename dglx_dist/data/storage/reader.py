@@ -63,7 +63,8 @@ def verify_files(folder: Path, manifest: Manifest, verify: Verify) -> None:
     """
     if verify == "never":
         return
-    files, parts = manifest.files, range(manifest.num_parts)
+    files = manifest.files
+    parts = range(manifest.num_parts)
     arrays = (item for part in parts for item in part_arrays(manifest, part).items())
     ids = {path: array for path, array in arrays if array.upper_bound is not None}
     stamps = _read_stamps(folder) if verify == "auto" else {}
@@ -86,7 +87,8 @@ def verify_files(folder: Path, manifest: Manifest, verify: Verify) -> None:
 
 
 def _check_values(folder: Path, path: str, array: StoredArray) -> None:
-    name, bound = Path(path).stem, array.upper_bound or 0
+    name = Path(path).stem
+    bound = array.upper_bound or 0
     values = read_column(folder / path, name, array.info if "/data/" in path else None, array.num_rows)
     where = f"{folder}: part {path.split('/')[0].removeprefix('part')} is wrong: in {path}, {name}"
     remedy = "copy the part again or partition the graph again"
@@ -284,7 +286,8 @@ class StoredPart:
     def _map_array(self, path: str) -> Array:
         # Two threads may both map a file. Either view is valid.
         if path not in self._arrays:
-            file, stored = self._folder / path, self._stored[path]
+            file = self._folder / path
+            stored = self._stored[path]
             self._arrays[path] = (
                 read_strings(file, path, stored.num_rows)
                 if stored.info == STRINGS
@@ -342,7 +345,8 @@ def load_raw_graph(dataset: StoredDataset, workspace: Workspace | None = None) -
 def _expand_destinations(
     part: StoredPart, manifest: Manifest, workspace: Workspace | None
 ) -> dict[EdgeType, Array]:
-    etypes, num_edges = manifest.edge_types, sum(map(manifest.num_edges, manifest.edge_types))
+    etypes = manifest.edge_types
+    num_edges = sum(map(manifest.num_edges, manifest.edge_types))
     makers = [
         partial(expand_indptr, part.indptr(etype), id_dtype(manifest.num_nodes(etype[2]))) for etype in etypes
     ]
@@ -391,7 +395,8 @@ def open_structure(dataset: StoredDataset, etype: EdgeType) -> CSC:
     if manifest.num_parts == 1:
         part = dataset.part(0)
         return CSC(indptr=part.indptr(etype), indices=part.indices(etype))
-    parts, offsets = range(manifest.num_parts), manifest.edge_offsets[etype]
+    parts = range(manifest.num_parts)
+    offsets = manifest.edge_offsets[etype]
 
     def pieces(name: str) -> Iterator[Array]:
         if name == "indptr":

@@ -132,7 +132,8 @@ def read_index(folder: Path) -> RowIndex:
         body = {name: value for name, value in top.mapping.items() if name != "checksum"}
         if top.text("checksum") != f"{checksum_of(body):08x}":
             raise top.error("its checksum differs")
-        version, facts = top.integer("version"), top.nested_fields("facts").mapping
+        version = top.integer("version")
+        facts = top.nested_fields("facts").mapping
         files = top.value("files", tuple[RowFile, ...])
         if any(Path(file.path).name != file.path for file in files):
             raise top.error("it names files outside the folder")
@@ -182,7 +183,8 @@ def read_rows(folder: Path, saved: SavedRows, first: int, last: int, out: Array)
             "load it into a tensor of its shape"
         )
     for file in _find_overlapping(saved, first, last):
-        start, stop = max(first, file.first), min(last, file.last)
+        start = max(first, file.first)
+        stop = min(last, file.last)
         rows = read_column(folder / file.path, file.name, saved.info, file.num_rows)
         selected_rows = rows[start - file.first : stop - file.first]
         np.copyto(out[start - first : stop - first], selected_rows, casting="no")

@@ -230,7 +230,8 @@ def relabel_edges(graph: RawGraph, etype: EdgeType, sources: NodeOrder, destinat
     check_ends(graph, etype)
     src, dst = graph.edges[etype]
     dtype = id_dtype(len(src))
-    by_source, new_to_old = np.empty(len(src), dtype=dtype), np.arange(len(src), dtype=dtype)
+    by_source = np.empty(len(src), dtype=dtype)
+    new_to_old = np.arange(len(src), dtype=dtype)
     indptr = _count(dst, destinations.old_to_new)
     # Sorting by source first and then stably by destination gives ascending sources per destination.
     _fill(src, sources.old_to_new, new_to_old, _count(src, sources.old_to_new), by_source)
@@ -263,7 +264,9 @@ def relabel_on_disk(
     Arrays are memory-mapped from a stage of ``workspace``. Raises ConfigError if the memory of the workspace
     is too small.
     """
-    (src, dst), sources, destinations = graph.edges[etype], orders[etype[0]], orders[etype[2]]
+    src, dst = graph.edges[etype]
+    sources = orders[etype[0]]
+    destinations = orders[etype[2]]
     ids = graph.edge_ids.get(etype)
     columns = graph.edge_data.get(etype, {})
     num_edges = len(src)
@@ -484,7 +487,8 @@ class _PartWriter:
         user_ids = graph.user_ids.get(ntype)
         for part in range(self._num_parts):
             self._part = part
-            folder, rows = node_folder(part, ntype), rows_of(order, part)
+            folder = node_folder(part, ntype)
+            rows = rows_of(order, part)
             self._write_column(f"{folder}/original_ids.arrow", IDS, rows, None)
             path = f"{folder}/user_ids.arrow"
             if user_ids is not None and user_ids.dtype.kind == "U":
@@ -513,7 +517,8 @@ class _PartWriter:
         else:
             order, data = on_disk
             ids = order.new_to_old
-        node_offsets, source_info = orders[destination].offsets, make_column_info(order.indices, "sources")
+        node_offsets = orders[destination].offsets
+        source_info = make_column_info(order.indices, "sources")
         for part in range(self._num_parts):
             self._part = part
             folder = edge_folder(part, etype)

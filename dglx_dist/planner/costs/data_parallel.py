@@ -25,7 +25,8 @@ class DataParallelCosts(CostModel):
 
     @staticmethod
     def cost(candidate: Candidate, counts: EpochCounts) -> Cost:
-        work, cache = counts.mini_batches, counts.find_cache(candidate) or CacheHits(policy="", alpha=0.0)
+        work = counts.mini_batches
+        cache = counts.find_cache(candidate) or CacheHits(policy="", alpha=0.0)
         row = ID_BYTES + counts.graph.feature_bytes
         missed = work.survey.feature_bytes - cache.hits * row
         phases = count_row_bytes(replace(work.survey, feature_bytes=missed))

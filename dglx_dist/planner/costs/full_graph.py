@@ -132,7 +132,8 @@ class FullGraphScheme(Work):
         ]
         # A server may have fewer seeds than there are batches.
         steps = [step for step in zip(*pieces, strict=True) if any(map(len, step))]
-        topology, make_plans = partition.topology, self._make_planner(run, covers)
+        topology = partition.topology
+        make_plans = self._make_planner(run, covers)
         largest = _LargestPlan()
 
         def count_plan(plan: RankPlan) -> list[Array]:
@@ -245,7 +246,8 @@ class LocalExchange:
 
 def build_blocks(plan: RankPlan) -> list[HaloBlock]:
     """Return blocks for all layers of ``plan`` that compute without the other ranks."""
-    nodes, blocks = torch.from_numpy(plan.nodes), list[HaloBlock]()
+    nodes = torch.from_numpy(plan.nodes)
+    blocks = list[HaloBlock]()
     for depth, layer in enumerate(plan.layers):
         is_same = depth and layer is plan.layers[depth - 1]
         exchange = LocalExchange(len(layer.halo_nodes))

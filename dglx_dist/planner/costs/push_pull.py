@@ -144,7 +144,8 @@ def column_bytes(survey: Survey, first: FirstLayer, *, group_size: int, pushed: 
         group_size: Number of parts that together hold all columns: a divisor of the ranks, or 0 for all.
         pushed: Whether owners send the structure of their first blocks.
     """
-    ranks, size = survey.ranks, group_size or survey.ranks
+    ranks = survey.ranks
+    size = group_size or survey.ranks
     num_values = survey.first_targets * first.sum_width
     num_values += 2 * (survey.input_rows + survey.first_targets) * first.logit_width
     return present(

@@ -30,7 +30,8 @@ from dglx_dist.strategies.serverless.options import LambdaOptions
 if TYPE_CHECKING:
     from dglx_dist.strategies.serverless.program import Program
 
-_SHORT_ID_BYTES, _STATISTICS_BYTES = 4, 2 * 2 * 8
+_SHORT_ID_BYTES = 4
+_STATISTICS_BYTES = 2 * 2 * 8
 """Bytes of an id, and of loss and correct predictions: two float64 for each half of a fused task."""
 _HALO_PHASES = ("ghosts", "ghost_gradients")
 _EXCHANGING = FullGraphScheme(0)
@@ -71,9 +72,11 @@ def count_halo_pairs(indptr: Array, indices: Array, bounds: Array, topology: Top
     starts = RowOwners(bounds, topology).starts
     outside = inside = 0
     for rank in range(topology.world_size):
-        first, last = int(starts[rank]), int(starts[rank + 1])
+        first = int(starts[rank])
+        last = int(starts[rank + 1])
         server = topology.server_of_rank[rank]
-        is_read, edges = np.zeros(int(bounds[-1]), np.bool_), indices[int(indptr[first]) : int(indptr[last])]
+        is_read = np.zeros(int(bounds[-1]), np.bool_)
+        edges = indices[int(indptr[first]) : int(indptr[last])]
         for start in range(0, len(edges), _EDGES_AT_ONCE):
             is_read[edges[start : start + _EDGES_AT_ONCE]] = True
         sources = np.flatnonzero(is_read)
@@ -151,7 +154,9 @@ def serverless_bytes(program: Program, sizes: PartSizes) -> dict[str, int]:
 def _traffic(counts: EpochCounts, halo: HaloCounts, program: Program) -> Traffic:
     from dglx_dist.strategies.serverless.parameter_service import bytes_of_read
 
-    cluster, shape, total = counts.cluster, counts.shape, halo.outside + halo.inside
+    cluster = counts.cluster
+    shape = counts.shape
+    total = halo.outside + halo.inside
     intervals = LambdaOptions().intervals
     sizes = PartSizes(
         nodes=counts.graph.nodes,

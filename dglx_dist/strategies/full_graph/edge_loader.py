@@ -72,7 +72,9 @@ class GraphBlocks(NodeMaker):
 
     def sample_blocks(self, batch: MiniBatch, epoch: int, exclude: Excluded, *, step: int) -> None:
         no_ids = torch.empty(0, dtype=torch.int64)
-        batch.input_nodes, batch.output_nodes, batch.blocks = no_ids, no_ids, []
+        batch.input_nodes = no_ids
+        batch.output_nodes = no_ids
+        batch.blocks = []
 
     def offline(self) -> NoReturn:
         raise ConfigError("a batch of edges of a full-graph strategy has blocks of its own rank only")

@@ -139,7 +139,8 @@ def cluster_seeds(
     """
     if num_clusters == 1 or not len(seeds):
         return np.zeros(len(seeds), np.int64)
-    sources, destinations = [], []
+    sources = []
+    destinations = []
     for chunk, in_edges in iterate_in_edges(structure, nodes):
         edges = keep_edges_from(in_edges, nodes)
         sources.append(np.searchsorted(nodes, edges.sources))
@@ -298,7 +299,8 @@ def select_external(
         new_nodes = np.setdiff1d(np.concatenate(external), selected)
         if not len(new_nodes):
             break
-        selected, frontier = np.union1d(selected, new_nodes), new_nodes
+        selected = np.union1d(selected, new_nodes)
+        frontier = new_nodes
     return selected
 
 
@@ -361,7 +363,8 @@ def group_work(closure: KHopNeighborhood) -> dict[str, Array]:
     """
     distinct_counts = np.unique(closure.counts[1:])
     groups = np.array_split(distinct_counts, min(len(distinct_counts), MAX_GROUPS))
-    row_indices, degrees = np.arange(len(closure.nodes)), closure.in_degrees + 1
+    row_indices = np.arange(len(closure.nodes))
+    degrees = closure.in_degrees + 1
     weights = {}
     for group_index, group in enumerate(groups):
         layers = closure.counts[1:][np.isin(closure.counts[1:], group)]

@@ -38,7 +38,9 @@ class MaskedStructure:
     """
 
     def __init__(self, structure: Structure, store: KVStore, key: str) -> None:
-        self._structure, self._store, self._key = structure, store, key
+        self._structure = structure
+        self._store = store
+        self._key = key
 
     def submit(self, op: str, nodes: Array, *, phase: str) -> Callable[[], InEdges]:
         """Request the marked in-edges of nodes, as ``Structure.submit``."""
@@ -99,7 +101,8 @@ class UnifiedGraph:
         for number, (positions, edges) in enumerate(pieces):
             counts[positions, number] = np.diff(edges.indptr)
         starts = np.concatenate([np.zeros(1, np.int64), np.cumsum(counts.ravel())])
-        sources, edge_ids = np.empty(starts[-1], np.int64), np.empty(starts[-1], np.int64)
+        sources = np.empty(starts[-1], np.int64)
+        edge_ids = np.empty(starts[-1], np.int64)
         for number, ((source, _, _), (positions, edges)) in enumerate(
             zip(self.structures, pieces, strict=True)
         ):
@@ -229,12 +232,15 @@ def split_plan(plan: RankPlan, g: DistGraph) -> TypedPlan:
 @final
 class _Splitter:
     def __init__(self, graph: UnifiedGraph, kinds: Array, plan: RankPlan) -> None:
-        self._graph, self._kinds, self._plan = graph, kinds, plan
+        self._graph = graph
+        self._kinds = kinds
+        self._plan = plan
         self._row_in_type = _number_by_kind(kinds)
 
     def split(self, depth: int) -> TypedLayer:
         plan, layer = self._plan, self._plan.layers[depth]
-        graph, own_kinds = self._graph, self._kinds[: layer.own_rows]
+        graph = self._graph
+        own_kinds = self._kinds[: layer.own_rows]
         halo_kinds, halo_ids = graph.nodes.to_typed(layer.halo_nodes)
         rows = {
             ntype: self._rows_of_type(layer, kind, halo_ids[halo_kinds == kind], halo_kinds == kind)
@@ -247,7 +253,8 @@ class _Splitter:
         edge_kinds, edge_ids = graph.edges.to_typed(layer.edge_ids)
         relations = {}
         for number, etype in enumerate(graph.structures):
-            edges, num_targets = np.flatnonzero(edge_kinds == number), rows[etype[2]].targets
+            edges = np.flatnonzero(edge_kinds == number)
+            num_targets = rows[etype[2]].targets
             degrees = np.bincount(targets[edges], minlength=num_targets)
             relations[etype] = replace(
                 rows[etype[0]],

@@ -141,7 +141,8 @@ class _TieGradient(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, *outputs: Tensor) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
-        ctx.shape, ctx.options = rows.shape, {"dtype": rows.dtype, "device": rows.device}
+        ctx.shape = rows.shape
+        ctx.options = {"dtype": rows.dtype, "device": rows.device}
         # The outputs are cloned, because autograd forbids in-place changes of views of several outputs.
         return tuple(output.clone() for output in outputs)
 
@@ -215,7 +216,8 @@ class HaloBlock(InEdgesOnlyGraph, DGLBlock):
         super().__init__(*get_block_parts(plain))
         # DGL copies these attributes to the graphs that it derives.
         self._layer = layer
-        self.own_rows, self.halo_rows = layer.own_rows, len(layer.halo_nodes)
+        self.own_rows = layer.own_rows
+        self.halo_rows = len(layer.halo_nodes)
         """Number of rows that a model passes to this block, and number of halo rows behind them."""
         self.has_cover = exchange.cover is not None
         """Whether sums over the in-edges have their own exchange."""
@@ -223,7 +225,9 @@ class HaloBlock(InEdgesOnlyGraph, DGLBlock):
         """Exchange of the rows that the pairs of this batch need, if it is a batch of edges."""
         self.has_edges_elsewhere = False
         """Whether other ranks have edges of this type, so that a model must not skip it on this rank."""
-        self._exchange, self._fetch_out_degrees, self._is_of_own_rows = exchange, out_degrees, False
+        self._exchange = exchange
+        self._fetch_out_degrees = out_degrees
+        self._is_of_own_rows = False
         self._sources = self.srcdata[dgl.NID]
         self.degrees: list[Tensor] = []
         """Out-degrees of the sources, once they are known. Blocks with the same structure share the list,
@@ -258,7 +262,8 @@ class HaloBlock(InEdgesOnlyGraph, DGLBlock):
         if isinstance(message, CopyMessageFunction) and message.name == "copy_u":
             name = message.in_field
         elif isinstance(message, BinaryMessageFunction) and message.name == "u_mul_e":
-            name, weights = message.lhs_field, (message.rhs_field, self.edata[message.rhs_field])
+            name = message.lhs_field
+            weights = (message.rhs_field, self.edata[message.rhs_field])
         rows = own_rows(name) if name and message.out_field == reduce.msg_field else None
         if rows is None or not rows.is_floating_point():
             return {}
@@ -421,7 +426,8 @@ def repeat_first_row(rows: Tensor, layer: HaloLayer) -> Tensor:
 
 def complete_rows(h: Tensor, layer: HaloLayer, exchange: RowExchange, kept: Tensor | None = None) -> Tensor:
     """Return the rows of all sources of the block of ``layer``. See :meth:`HaloBlock.all_rows`."""
-    count, sources = (len(h) if h.dim() else 0), layer.num_sources + needs_repeated_row(layer)
+    count = len(h) if h.dim() else 0
+    sources = layer.num_sources + needs_repeated_row(layer)
     if count == sources:
         return h
     if count != layer.own_rows:

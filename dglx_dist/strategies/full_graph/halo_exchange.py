@@ -106,7 +106,9 @@ def _count_rows_per_piece(piece_bytes: int, rows: Tensor) -> int:
     return max(piece_bytes // max(row_bytes, 1), 1)
 
 
-FORWARD, BACKWARD, ONCE = "halo", "halo_gradients", "preload"
+FORWARD = "halo"
+BACKWARD = "halo_gradients"
+ONCE = "preload"
 """Ledger phases of forward, of backward, and of rows that are exchanged once."""
 
 
@@ -121,9 +123,11 @@ class HaloExchange:
     """
 
     def __init__(self, session: Session, layer: HaloLayer, number: int, wire: WireDtype = "same") -> None:
-        self._session, self._exchanges = session, row_exchanges(session)
+        self._session = session
+        self._exchanges = row_exchanges(session)
         self.number, self.wire = number, wire
-        self.own_rows, self.num_halo = layer.own_rows, len(layer.halo_nodes)
+        self.own_rows = layer.own_rows
+        self.num_halo = len(layer.halo_nodes)
         self.num_edges = len(layer.edge_ids)
         rows = [torch.from_numpy(rows) for _, rows in layer.send]
         self._sent_rows = {torch.device("cpu"): rows}
@@ -184,7 +188,8 @@ class HaloExchange:
     def append(self, h: Tensor, kept: Tensor | None) -> Tensor:
         """Run :meth:`exchange` without gradient, always into new memory."""
         sources = h.new_empty((self.own_rows + self.num_halo, *h.shape[1:]))
-        local_rows, halo = sources[: self.own_rows], sources[self.own_rows :]
+        local_rows = sources[: self.own_rows]
+        halo = sources[self.own_rows :]
         if kept is None:
             self._receive(h, halo, FORWARD, local_rows)
         else:
@@ -199,7 +204,8 @@ class HaloExchange:
         is a new tensor with the (own_rows, ...) sums.
         """
         gradient = gradient.detach()
-        local_gradient, halo = gradient[: self.own_rows], gradient[self.own_rows :]
+        local_gradient = gradient[: self.own_rows]
+        halo = gradient[self.own_rows :]
         # Half precision would round after each addition.
         sum_dtype = torch.float32 if gradient.dtype in HALVES else gradient.dtype
         total = torch.empty(local_gradient.shape, dtype=sum_dtype, device=gradient.device)
@@ -212,7 +218,8 @@ class HaloExchange:
         return total.to(gradient.dtype)
 
     def _receive(self, h: Tensor, halo: Tensor, phase: str, local_rows: Tensor | None = None) -> None:
-        is_readable, rows_to = self._is_readable(h), self.rows_on(h.device)
+        is_readable = self._is_readable(h)
+        rows_to = self.rows_on(h.device)
         target = halo if is_readable else allocate_host_memory(halo.shape, halo)
         if is_readable:
             sent = self._reserve_memory(self._exchanges.sent, self._num_sent, h)
@@ -389,7 +396,8 @@ class _AppendLate(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> Any:
         halo: HaloExchange = ctx.halo
-        own_gradient, halo_gradient = gradient[: halo.own_rows], gradient[halo.own_rows :]
+        own_gradient = gradient[: halo.own_rows]
+        halo_gradient = gradient[halo.own_rows :]
         sent_counts, received_counts = halo.counts(BACKWARD)
         received = ctx.gradients.swap(
             (part for _, part in _cut_by_counts(halo_gradient, sent_counts)), halo, BACKWARD, own_gradient
@@ -409,7 +417,8 @@ class LateRows:
 
     def __init__(self, exchange: CallExchange) -> None:
         self._exchange = exchange
-        self._out, self._in = ReusableBuffer(), ReusableBuffer()
+        self._out = ReusableBuffer()
+        self._in = ReusableBuffer()
         self._wait: Wait | None = None
         self.rows: Tensor | None = None
         self._peers: object = None
@@ -467,14 +476,18 @@ class StaleHalos:
         self._exchanges = row_exchanges(session)
         exchange = self._exchanges.late = self._exchanges.late or CallExchange(session)
         self._late = defaultdict[str, LateRows](lambda: LateRows(exchange))
-        self._epoch, self._passes, self._calls = -1, 0, Counter[int]()
+        self._epoch = -1
+        self._passes = 0
+        self._calls = Counter[int]()
 
     @contextmanager
     def active(self, epoch: int) -> Iterator[None]:
         """Use late rows in this block, which is one forward pass of the model."""
         self._passes += 1
         if self._epoch != epoch:
-            self._epoch, self._passes, self._calls = epoch, 1, Counter()
+            self._epoch = epoch
+            self._passes = 1
+            self._calls = Counter()
             for late in self._late.values():
                 if not late.is_used:
                     late.arrive(keep=False)

@@ -145,7 +145,8 @@ def minimum_cover(sources: Array, targets: Array, num_sources: int, num_targets:
     # Alternating paths lead from source to source. An extra node has edges to all unmatched sources, so one
     # search from it finds all sources on alternating paths.
     edge_sources = np.repeat(np.arange(num_sources), np.diff(graph.indptr))
-    next_source, unmatched = matched_source[graph.indices], np.flatnonzero(match_of_source < 0)
+    next_source = matched_source[graph.indices]
+    unmatched = np.flatnonzero(match_of_source < 0)
     indices = np.concatenate([np.where(next_source < 0, edge_sources, next_source), unmatched])
     indptr = np.append(graph.indptr, len(indices))
     paths = csr_matrix((np.ones(len(indices)), indices, indptr), shape=(num_sources + 1, num_sources + 1))
@@ -183,7 +184,8 @@ class PairCover:
 
         Raises PeerError if the numbers are inconsistent, or refer to other rows.
         """
-        sizes, values = numbers[:3], numbers[3:]
+        sizes = numbers[:3]
+        values = numbers[3:]
         is_array = numbers.dtype == np.int64 and numbers.ndim == 1
         if is_array and len(sizes) == 3 and numbers.min() >= 0:
             rows, counts, sources = np.split(values, np.cumsum(sizes[:2]))
@@ -200,7 +202,8 @@ class PairCover:
 
 def find_covers(layer: HaloLayer) -> dict[int, PairCover]:
     """Return the smallest exchange for sums over the in-edges of ``layer``, by sending rank."""
-    target_of, first_source = _expand_edge_targets(layer), layer.own_rows
+    target_of = _expand_edge_targets(layer)
+    first_source = layer.own_rows
     covers: dict[int, PairCover] = {}
     for rank, count in layer.receive:
         edges = np.flatnonzero((layer.indices >= first_source) & (layer.indices < first_source + count))
@@ -210,7 +213,8 @@ def find_covers(layer: HaloLayer) -> dict[int, PairCover]:
             is_sent, is_summed = minimum_cover(sources, target_index, count, len(targets))
         else:
             # Other edge types read the rows of this rank.
-            is_sent, is_summed = np.zeros(count, bool), np.zeros(0, bool)
+            is_sent = np.zeros(count, bool)
+            is_summed = np.zeros(0, bool)
         is_summed_edge = ~is_sent[sources]
         covers[rank] = PairCover(
             rows=np.flatnonzero(is_sent),
@@ -225,15 +229,20 @@ def find_covers(layer: HaloLayer) -> dict[int, PairCover]:
 
 def build_cover(layer: HaloLayer, received: Mapping[int, PairCover], sent: Mapping[int, PairCover]) -> Cover:
     """Build the cover of ``layer`` from the exchanges with its peers, by ascending rank."""
-    own_rows, send, summands = layer.own_rows, list[tuple[int, Array]](), [NO_IDS]
+    own_rows = layer.own_rows
+    send = list[tuple[int, Array]]()
+    summands = [NO_IDS]
     for rank, rows in layer.send:
         pair = sent[rank]
         sums = own_rows + np.arange(len(pair.counts))
         send.append((rank, np.concatenate([rows[pair.rows], sums])))
         summands.append(rows[pair.sources])
         own_rows += len(sums)
-    is_kept, new_rows = np.ones(len(layer.indices), bool), np.arange(layer.num_sources)
-    old_row, new_row, sum_rows = layer.own_rows, own_rows, [NO_IDS]
+    is_kept = np.ones(len(layer.indices), bool)
+    new_rows = np.arange(layer.num_sources)
+    old_row = layer.own_rows
+    new_row = own_rows
+    sum_rows = [NO_IDS]
     for rank, count in layer.receive:
         pair = received[rank]
         is_kept[pair.edges] = False
@@ -241,7 +250,8 @@ def build_cover(layer: HaloLayer, received: Mapping[int, PairCover], sent: Mappi
         new_row += len(pair.rows) + len(pair.targets)
         sum_rows.append(np.arange(new_row - len(pair.targets), new_row))
         old_row += count
-    edges, pairs = np.flatnonzero(is_kept), received.values()
+    edges = np.flatnonzero(is_kept)
+    pairs = received.values()
     target = np.concatenate([_expand_edge_targets(layer)[edges], *(pair.targets for pair in pairs)])
     order = np.argsort(target, kind="stable")
     sums = np.concatenate(sum_rows)
@@ -336,7 +346,8 @@ def read_plan(folder: ArrayFolder) -> RankPlan:
             return arrays[NUMBERS][slice(*value["at"])]
         return {name: from_json(field) for name, field in value.items()}
 
-    plan, layers = from_json(header), list[HaloLayer]()
+    plan = from_json(header)
+    layers = list[HaloLayer]()
     for layer in plan.pop("layers"):
         if layer is not None and layer["cover"] is not None:
             layer["cover"] = _read_cover(layer["cover"])
@@ -361,7 +372,8 @@ class PlanCache:
         text = json.dumps({**facts, "version": VERSION}, sort_keys=True)
         key = hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
         # The entry cannot be evicted as long as the cache object lives.
-        self._cache, self.folder = cache, cache.entry("cobatches", key)
+        self._cache = cache
+        self.folder = cache.entry("cobatches", key)
         self._topology, self._can_write = topology, True
 
     def holds(self, step: int) -> bool:

@@ -82,7 +82,8 @@ class ServerSeeds:
 
     def sizes(self, num_batches: int) -> Array:
         """Return the (R,) int64 number of seeds of all servers in each cooperative batch."""
-        counts, step = np.array(self.counts, np.int64), np.arange(num_batches)[:, None]
+        counts = np.array(self.counts, np.int64)
+        step = np.arange(num_batches)[:, None]
         return np.sum(counts // num_batches + (step < counts % num_batches), axis=1)
 
 
@@ -159,7 +160,9 @@ class PlanMaker:
 
 def _compose(g: DistGraph, seeds: ServerSeeds | Array, spec: PlanSpec) -> tuple[Array, ...]:
     assert isinstance(seeds, ServerSeeds)
-    own_seeds, server, clusters = seeds.own, g.session.topology.server, None
+    own_seeds = seeds.own
+    server = g.session.topology.server
+    clusters = None
     if spec.composition == "ordered":
         nodes = np.arange(*find_bounds(g)[server : server + 2])
         clusters = cluster_seeds(unify_structure(g), nodes, own_seeds, spec.num_batches, seed=spec.seed)
@@ -334,9 +337,11 @@ class ColumnReader:
     def _read_rows(
         self, keys: Mapping[str, str], ids: Array, phase: str, layer: int = 0
     ) -> dict[str, Tensor]:
-        rows, pulls = {}, {}
+        rows = {}
+        pulls = {}
         for name, key in keys.items():
-            column, cache = self._store.column(key), self._cache
+            column = self._store.column(key)
+            cache = self._cache
             cache = cache if cache is not None and cache.accepts(column, ids) else None
             stored = None if cache is None else cache.read_rows(column, ids)
             if stored is None:
@@ -372,7 +377,9 @@ class HaloBatch:
         filled: bool,
         request: LoaderRequest,
     ) -> None:
-        begin, device, wire = time.perf_counter(), request.device, request.wire
+        begin = time.perf_counter()
+        device = request.device
+        wire = request.wire
         self.plan = plan
         typed_plan = split_plan(plan, g)
         exchanges: list[TypeExchanges] = []
@@ -468,9 +475,12 @@ class FullGraphLoader(EpochLoader[HaloBatch, Batch]):
     """
 
     def __init__(self, g: DistGraph, source: PlanSource, request: LoaderRequest, *, use_pp: bool) -> None:
-        self._g, self._source, self._request = g, source, request
+        self._g = g
+        self._source = source
+        self._request = request
         self._reader = ColumnReader(g, request.columns, source.row_cache)
-        self._keeps, self._use_pp = len(source) == 1, use_pp
+        self._keeps = len(source) == 1
+        self._use_pp = use_pp
         self._kept: HaloBatch | None = None
         device = request.device
         # A kept batch is copied once. Copies through page-locked memory would keep all that memory.

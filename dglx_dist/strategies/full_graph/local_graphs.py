@@ -315,7 +315,8 @@ def local_graph(
 
 
 def _find_keys(view: DataView, names: Sequence[str], view_name: str) -> dict[str, str]:
-    columns, names = list(view), list_names(names)
+    columns = list(view)
+    names = list_names(names)
     for name in names:
         if name not in columns or name in (dgl.NID, dgl.EID):
             raise ConfigError(f"g.{view_name} has no column {name!r} (known: {', '.join(columns) or 'none'})")

@@ -34,7 +34,9 @@ class PairRows:
         self, exchange: HaloExchange, num_own: int, nodes: Tensor, kept_rows: Tensor, positions: Tensor
     ) -> None:
         self._exchange, self._num_own = exchange, num_own
-        self._nodes, self._kept_rows, self._positions = nodes, kept_rows, positions
+        self._nodes = nodes
+        self._kept_rows = kept_rows
+        self._positions = positions
         self.num_calls, self._num_passes = 0, 0
         self._note_nodes: Callable[[Tensor], None] | None = None
         self._weight = 1.0
@@ -51,7 +53,8 @@ class PairRows:
                 "pass what the last layer returned for blocks[-1], and call it once per batch"
             )
         self.num_calls += 1
-        kept_rows, positions = self._kept_rows.to(h.device), self._positions.to(h.device)
+        kept_rows = self._kept_rows.to(h.device)
+        positions = self._positions.to(h.device)
         sources = self._exchange.exchange(h.index_select(0, kept_rows))
         rows = sources.index_select(0, positions)
         if self._note_nodes is None:
@@ -103,7 +106,9 @@ class PairPlanner:
     """
 
     def __init__(self, g: DistGraph, plan: RankPlan, wire: WireDtype) -> None:
-        self._session, self._wire, self._number = g.session, wire, len(plan.layers) + 1
+        self._session = g.session
+        self._wire = wire
+        self._number = len(plan.layers) + 1
         self._nodes = plan.rows(len(plan.layers))
         self._holders = np.empty(g.num_nodes(), np.int32)
         for rank, nodes in enumerate(gather_arrays(self._nodes, g.session)):
@@ -119,7 +124,8 @@ class PairPlanner:
         order = np.argsort(holders, kind="stable")
         bounds = np.searchsorted(holders[order], np.arange(topology.world_size + 1))
         pieces = np.split(nodes[order], bounds[1:-1])
-        own_nodes, pieces[topology.rank] = pieces[topology.rank], NO_IDS
+        own_nodes = pieces[topology.rank]
+        pieces[topology.rank] = NO_IDS
         with self._exchange.job():
             outgoing = {rank: [ids] for rank, ids in enumerate(pieces)}
             step = PlanStep(name="rows of pairs", among=range(topology.world_size), outgoing=outgoing)

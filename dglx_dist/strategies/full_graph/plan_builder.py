@@ -180,7 +180,8 @@ def _count_edges(context: PartitionContext, layers: Sequence[HaloLayer]) -> Plan
     graph = context.structure
     if not isinstance(graph, UnifiedGraph):
         return NO_IDS
-    num_types, ranks = len(graph.structures), range(context.topology.world_size)
+    num_types = len(graph.structures)
+    ranks = range(context.topology.world_size)
     counts = [np.bincount(graph.find_relations(layer.edge_ids), minlength=num_types) for layer in layers]
     outgoing = {rank: [np.concatenate(counts)] for rank in ranks}
     received = yield PlanStep(name="edges by type", among=ranks, outgoing=outgoing)
@@ -191,7 +192,8 @@ def _gather_seeds(context: PartitionContext, request: PlanRequest) -> PlanSteps[
     """Send the seeds to the leaders that compute them. Return the received seeds; only leaders get any."""
     topology = context.topology
     seeds = np.unique(as_ids(request.seeds, int(context.bounds[-1]), "the nodes"))
-    ranks, pieces = range(topology.world_size), _split_by_leader(context, seeds)
+    ranks = range(topology.world_size)
+    pieces = _split_by_leader(context, seeds)
     outgoing = {rank: [np.array([len(seeds)]), pieces.get(rank, NO_IDS)] for rank in ranks}
     received = yield PlanStep(name="seeds", among=ranks, outgoing=outgoing)
     if not any(num_seeds for num_seeds, _ in received.values()):
@@ -222,10 +224,13 @@ def _compute_server_rows(
     exchange the ids that they read from each other. Below, a server computes everything that its rows read.
     ``seeds`` are its (K,) ascending distinct int64 output rows.
     """
-    topology, leaders = context.topology, _find_leaders(context)
+    topology = context.topology
+    leaders = _find_leaders(context)
     own_range = context.own_range(topology.server)
     allowed = request.eas and np.union1d(request.eas(context.structure, own_range, seeds), seeds)
-    levels, known_rows, sources_so_far = [seeds], seeds, NO_IDS
+    levels = [seeds]
+    known_rows = seeds
+    sources_so_far = NO_IDS
     edges: list[InEdges] = []
     enabled = request.show_progress and topology.rank == 0 and context.bounds[-1] >= MIN_NODES_FOR_PROGRESS
     with progress("finding rows", request.num_layers + 1, enabled=enabled) as advance:
@@ -318,7 +323,8 @@ def _read_layers(
     first, last = context.own_range(context.topology.server)
     positions = RowPositions(server_rows.nodes, num_nodes).find(own_rows.sources)
     server_holders = np.where(positions >= 0, server_rows.holders[positions], -1).astype(np.int64)
-    all_holders, counts = server_holders.copy(), own_rows.counts
+    all_holders = server_holders.copy()
+    counts = own_rows.counts
     if hops < len(counts) - 1:
         inside = (own_rows.sources >= first) & (own_rows.sources < last)
         outside = np.flatnonzero(~inside & own_rows.is_read_by(hops + 1))
@@ -340,7 +346,8 @@ def _find_holders(
     topology = context.topology
     if hops == 0:
         return context.find_owners(ids)
-    ranks, pieces = range(topology.world_size), split_by_server(context, ids)
+    ranks = range(topology.world_size)
+    pieces = split_by_server(context, ids)
     serving = Placement(topology.num_servers, topology).serving_ranks
     requests = {rank: [NO_IDS] for rank in ranks}
     requests |= {rank: [piece] for rank, piece in zip(serving, pieces, strict=True)}
@@ -362,7 +369,8 @@ def _build_layer(own_rows: _RankRows, layer: int, holders: Array, own_index: Arr
     For each of the d sources, ``holders`` has the rank that holds its row, and ``own_index`` has the position
     of its row among the rows of this rank, or -1.
     """
-    num_own, num_targets = int(own_rows.counts[layer - 1]), int(own_rows.counts[layer])
+    num_own = int(own_rows.counts[layer - 1])
+    num_targets = int(own_rows.counts[layer])
     indptr = own_rows.indptr[: num_targets + 1]
     source_of = own_rows.source_of[: indptr[-1]]
     halo_sources = np.flatnonzero(own_rows.is_read_by(layer) & (holders != rank))
@@ -419,7 +427,9 @@ def _finish_layers(
 def _find_requested_rows(own_rows: _RankRows, index: RowPositions, message: Sequence[Array]) -> list[Array]:
     """Return the (n,) int64 own rows that a message requests for each layer. Equal rows are one object."""
     counts, ids = message
-    rows, rows_of_layers, offset = index.find(ids), [NO_IDS], 0
+    rows = index.find(ids)
+    rows_of_layers = [NO_IDS]
+    offset = 0
     assert not (rows < 0).any(), "another rank requests rows that this one does not hold"
     for layer, count in enumerate(counts.tolist()):
         if count == _SAME_AS_PREVIOUS:
@@ -471,7 +481,8 @@ def make_all_plans(
     ``seeds`` has one array for each server: the ascending ids of output nodes that this server owns.
     ``options`` are further fields of a :class:`PlanRequest`.
     """
-    topology, seeds_of = context.topology, dict(zip(_find_leaders(context), seeds, strict=True))
+    topology = context.topology
+    seeds_of = dict(zip(_find_leaders(context), seeds, strict=True))
     request = PlanRequest(seeds=NO_IDS, num_layers=num_layers, hops=hops, show_progress=False, **options)
     generators = []
     for rank in range(topology.world_size):
@@ -509,7 +520,8 @@ class PlanExchange:
 
     def __init__(self, session: Session, label: str) -> None:
         self._session = session
-        self._failed_op, self._job_op = f"{label}.failed", f"{label}.job"
+        self._failed_op = f"{label}.failed"
+        self._job_op = f"{label}.job"
         self._job, self._current = 0, (current := [0])
         self._arrays = OneSidedExchange(session, f"{label}.deliver", "create the same loaders on every rank")
         self._mailbox = mailbox = self._arrays.mailbox
@@ -593,7 +605,8 @@ class Planner:
 
     def __init__(self, g: DistGraph, mask: str | None = None) -> None:
         check_graph(g)
-        self._session, self._context = g.session, PartitionContext.from_graph(g, mask)
+        self._session = g.session
+        self._context = PartitionContext.from_graph(g, mask)
         self._exchange, self._label = open_plan_exchange(self._session)
 
     def plan(self, request: PlanRequest) -> RankPlan:
@@ -620,7 +633,8 @@ class Planner:
 
     def _share(self, step: PlanStep, job: int) -> dict[int, Any]:
         """Return the leader's rows by the rank of the leader. Ranks of a server share them as files."""
-        leader, server_rows = min(step.among), step.outgoing.get(self._session.topology.rank)
+        leader = min(step.among)
+        server_rows = step.outgoing.get(self._session.topology.rank)
         if len(step.among) > 1:
             folder = self._session.scratch / f"{self._label}-{job}"
             if server_rows is not None:
@@ -641,7 +655,9 @@ def border_rows(dataset: StoredDataset, servers: int) -> tuple[dict[str, int], i
     Any process may call it alone. All parts must be on this machine. Memory is needed for the edges that a
     server reads from others.
     """
-    manifest, num_rows, num_covered = dataset.manifest, Counter[str](), 0
+    manifest = dataset.manifest
+    num_rows = Counter[str]()
+    num_covered = 0
     placement = Placement(manifest.num_parts, Topology(0, servers, tuple(range(servers))))
     for server in range(servers):
         sources_by_type = defaultdict[str, list[Array]](list)
@@ -660,10 +676,12 @@ def _read_foreign_edges(
     dataset: StoredDataset, etype: EdgeType, placement: Placement, server: int
 ) -> tuple[Array, Array]:
     """Return the (E,) sources and targets of the in-edges of ``server`` with a source on another server."""
-    offsets, edges_by_part = dataset.manifest.node_offsets, [(NO_IDS, NO_IDS)]
+    offsets = dataset.manifest.node_offsets
+    edges_by_part = [(NO_IDS, NO_IDS)]
     first, last = placement.server_offsets(offsets[etype[0]])[server : server + 2]
     for part in placement.parts_of_server(server):
-        indptr, sources = dataset.part(part).indptr(etype), dataset.part(part).indices(etype)
+        indptr = dataset.part(part).indptr(etype)
+        sources = dataset.part(part).indices(etype)
         foreign_edges = np.flatnonzero((sources < first) | (sources >= last))
         targets = offsets[etype[2]][part] + np.searchsorted(indptr, foreign_edges, "right") - 1
         edges_by_part.append((sources[foreign_edges], targets))
@@ -684,7 +702,8 @@ def make_plans(g: DistGraph, seeds: Ids, num_layers: int, hops: int, **options: 
 
 def check_graph(g: DistGraph) -> None:
     """Raise ConfigError unless full-graph strategies can train on ``g`` with the ranks of the session."""
-    topology, counts = g.session.topology, np.diff(find_bounds(g))
+    topology = g.session.topology
+    counts = np.diff(find_bounds(g))
     servers = topology.num_servers
     for server in np.flatnonzero(counts == 0).tolist():
         command = f"partition it again with `dglx partition DATA --parts {servers} --out DIR`, or "

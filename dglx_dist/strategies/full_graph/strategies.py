@@ -42,7 +42,8 @@ def _read_options(strategy: str, options: Mapping[str, object], *, names: Sequen
     return read_options(f"strategy {strategy!r}", FullGraphOptions, options, names)
 
 
-_EXTERNAL_HOPS, _EXTERNAL_FANOUT = (1, 2), 15
+_EXTERNAL_HOPS = (1, 2)
+_EXTERNAL_FANOUT = 15
 """Numbers of expansion rounds to compare, and the paper's fan-out."""
 _BATCH_COUNTS = (2, 8, 32)
 """Numbers of cooperative batches to compare. Graphs that do not fit in memory need several."""
@@ -81,7 +82,9 @@ class OpenedFullGraph(OpenedStrategy):
         columns to prefetch. A batch size has no effect. Raises ConfigError if an argument or option is not
         supported, see :func:`read_request`, and PeerError if a rank did not take part.
         """
-        g, options, strategy = self.g, self.options, self.strategy
+        g = self.g
+        options = self.options
+        strategy = self.strategy
         check_equal(g.session, f"an option of {strategy.name}", asdict(options))
         request = read_request(strategy.name, g, indices, sampler, loader_options)
         request = replace(request, wire=options.wire_dtype)
@@ -130,7 +133,8 @@ class OpenedFullGraph(OpenedStrategy):
 def close_with(opened: OpenedStrategy, source: PlanSource) -> None:
     """Close ``source`` together with the strategy or the session, and wait for the other ranks."""
     # The reference is weak, so that the graph does not keep the data of a deleted loader alive.
-    source_ref, session = weakref.ref(source), opened.session
+    source_ref = weakref.ref(source)
+    session = opened.session
 
     def close_source() -> None:
         session.before_close.remove(close_source)
@@ -215,7 +219,9 @@ class Cooperative(_FullGraphStrategy):
     docs/strategies/shared_preload.md.
     """
 
-    name, gathers_seeds, edge_bytes = "cooperative", True, 260
+    name = "cooperative"
+    gathers_seeds = True
+    edge_bytes = 260
     traits = Traits(
         unit="full_graph",
         summary="features of each batch's neighbourhood; activations inside a server; all gradients",

@@ -63,7 +63,9 @@ class TypedHaloBlock(InEdgesOnlyGraph, DGLBlock):
         """Number of rows of each node type that a model passes to this block."""
         self.has_cover = any(exchange.cover is not None for exchange in exchanges.values())
         """Whether sums over in-edges have their own exchange."""
-        self._layer, self._exchanges, self._fetch_out_degrees = layer, exchanges, out_degrees
+        self._layer = layer
+        self._exchanges = exchanges
+        self._fetch_out_degrees = out_degrees
         self._degrees = {etype: list[Tensor]() for etype in layer.relations}
 
     def with_exchanges(self, exchanges: TypeExchanges) -> TypedHaloBlock:
@@ -167,7 +169,8 @@ def typed_halo_block(
 
     ``nodes`` are the ids of this rank's feature rows by node type, and ``exchanges`` have all types.
     """
-    ntypes, etypes = [*layer.rows], [*layer.relations]
+    ntypes = [*layer.rows]
+    etypes = [*layer.relations]
     own_ids = {ntype: torch.from_numpy(ids) for ntype, ids in nodes.items()}
     sources = {ntype: list_sources(rows, own_ids[ntype]) for ntype, rows in layer.rows.items()}
     counts = [len(ids) for ids in sources.values()], [rows.targets for rows in layer.rows.values()]

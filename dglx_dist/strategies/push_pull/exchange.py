@@ -98,7 +98,8 @@ class PartInput:
 
     def keys(self, ntype: str) -> Tensor:
         """Return (L0,) int64 keys of the sources of a type. Nodes of different types have different keys."""
-        types, nodes = list(self.nodes), self.nodes[ntype]
+        types = list(self.nodes)
+        nodes = self.nodes[ntype]
         return nodes if len(types) == 1 else nodes * len(types) + types.index(ntype)
 
 
@@ -132,7 +133,9 @@ class AsyncExchange:
     """
 
     def __init__(self, session: Session, group: Group, wire: WireDtype = "same") -> None:
-        self._group, self._devices, self._wire = group, DEVICES.get(session), wire
+        self._group = group
+        self._devices = DEVICES.get(session)
+        self._wire = wire
         # Pulls and pushes may overtake each other on the wire.
         self._pulls = CallExchange(session, "pull")
         self._pushes = CallExchange(session, "push gradient")
@@ -327,7 +330,8 @@ class CutGradient(Tensor):
 
         So functions that clip or unscale gradients see the uncut gradient. Every rank must then call them.
         """
-        kwargs, name = kwargs or {}, func.__name__
+        kwargs = kwargs or {}
+        name = func.__name__
         first: Any = args[0] if args else None
         with plain_tensors():
             if isinstance(first, cls) and (name.endswith("norm") or name in ("max", "amax")):

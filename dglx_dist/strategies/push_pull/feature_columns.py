@@ -376,7 +376,8 @@ class ColumnStore:
             slices = [self._get_slice(name) for name in self.names]
             # Other groups hold the same columns. They add zeros, so all ranks get the same bits.
             summed_slices = slices if min(self._group.replicas) == self._group.rank else []
-            width, num_rows = sum(column_slice.columns.width for column_slice in slices), slices[0].num_rows
+            width = sum(column_slice.columns.width for column_slice in slices)
+            num_rows = slices[0].num_rows
 
             def compute_mean(function: Callable[[Tensor, slice], Tensor]) -> Tensor:
                 # The function gets (k, F_p) float64 values and their rows.
@@ -429,7 +430,9 @@ class ColumnStores:
             RemoteError: a rank could not read its rows. Ranks that did not ask it raise StorageError.
             PeerError: a rank is dead or did not take part within the time-out.
         """
-        g, group, key = self._g, self._group, (ntype, tuple(names))
+        g = self._g
+        group = self._group
+        key = (ntype, tuple(names))
         if key in self._opened:
             return self._opened[key]
         slices = run_on_all_ranks(

@@ -75,7 +75,8 @@ class BlockSchema:
     """
 
     def __init__(self, ntypes: Sequence[str], etypes: Sequence[EdgeType]) -> None:
-        self._ntypes, self._etypes = tuple(ntypes), tuple(etypes)
+        self._ntypes = tuple(ntypes)
+        self._etypes = tuple(etypes)
         self._sources = [self._ntypes.index(source) for source, _, _ in etypes]
         self._targets = [self._ntypes.index(target) for _, _, target in etypes]
         relations = [relation for _, relation, _ in etypes]
@@ -116,7 +117,8 @@ class BlockSchema:
 
     def check(self, arrays: Sequence[Array]) -> None:
         """Raise ValueError, which the sender gets, if kernels would read outside of the arrays."""
-        num_types, num_arrays = len(self._ntypes), len(self._ntypes) + 2 * len(self._etypes)
+        num_types = len(self._ntypes)
+        num_arrays = len(self._ntypes) + 2 * len(self._etypes)
         has_counts = num_types > 1
         if len(arrays) != num_arrays + has_counts or any(a.ndim != 1 or a.dtype.kind != "i" for a in arrays):
             descriptions = [f"{array.dtype} {array.shape}" for array in arrays]
@@ -201,8 +203,12 @@ class PushPullLoader(EpochLoader[GroupedBatch, Any]):
         pipelines: Sequence[weakref.ref[Pipeline]] = (),
         feature_dtype: torch.dtype | None = None,
     ) -> None:
-        session, self.schema = g.session, BlockSchema(g.ntypes, g.canonical_etypes)
-        self._inner, self._stores, self._group, self._pipelines = inner, stores, group, pipelines
+        session = g.session
+        self.schema = BlockSchema(g.ntypes, g.canonical_etypes)
+        self._inner = inner
+        self._stores = stores
+        self._group = group
+        self._pipelines = pipelines
         self._memory = RowMemory((inner.depth + _EXTRA_BATCHES) * group.size, feature_dtype, inner.device)
         self._looks_ahead = options.depth > 1
         columns = [
@@ -318,7 +324,10 @@ class PushPullLoader(EpochLoader[GroupedBatch, Any]):
         node), so all ranks sample equal blocks. Every rank must call this. Raises ConfigError if the sampling
         of a rank cannot be repeated by others. It is raised on all ranks.
         """
-        loader, session, group, schema = self._inner, self._session, self._group, self.schema
+        loader = self._inner
+        session = self._session
+        group = self._group
+        schema = self.schema
         sample = run_on_all_ranks(session, loader.offline, ConfigError)
         # The samplers of the ranks may exclude other edges, or have another seed.
         check_equal(session, "the sampler", loader.sampling_signature())
@@ -409,7 +418,9 @@ class PushPullLoader(EpochLoader[GroupedBatch, Any]):
 
     def move(self, made: GroupedBatch) -> None:
         """Begin to copy the batch to the device. The own block is copied with the user's batch."""
-        own, device, group_batch = self._group.part, self._inner.device, made.group_batch
+        own = self._group.part
+        device = self._inner.device
+        group_batch = made.group_batch
 
         def move(copy: Copy) -> None:
             made.batch.move(device, copy)
@@ -449,7 +460,9 @@ class GroupStages(Stages[GroupedBatch]):
         resample: Callable[[int], OwnerBlocks] | None,
         iteration: int,
     ) -> None:
-        self.loader, self.epoch, self._inner = loader, epoch, inner
+        self.loader = loader
+        self.epoch = epoch
+        self._inner = inner
         self._resample, self._iteration = resample, iteration
 
     def sample(self, step: int) -> GroupedBatch:
@@ -462,7 +475,8 @@ class GroupStages(Stages[GroupedBatch]):
         )
 
     def fetch(self, made: GroupedBatch) -> None:
-        begin, step = time.perf_counter(), made.number % len(self.loader)
+        begin = time.perf_counter()
+        step = made.number % len(self.loader)
         with self.span("push structure", step):
             made.other_blocks = (
                 self.loader.exchange_blocks(made, self._iteration)
@@ -507,7 +521,8 @@ def split_prefetch(
             "LaborSampler with prob= or importance_sampling= sets edge_weights on blocks, but push_pull does "
             "not send them to other ranks; leave both out, or use strategy='data_parallel'"
         )
-    feats, cut_names = plan.node_feats, dict(names)
+    feats = plan.node_feats
+    cut_names = dict(names)
     if len(names) == 1:
         (ntype,) = names
         prefetched = (

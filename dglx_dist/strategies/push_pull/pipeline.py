@@ -134,14 +134,17 @@ class VersionLog:
         optimizers = [optimizer_or_none for ref in self._known if (optimizer_or_none := ref()) is not None]
         parameters = [parameter for optimizer in optimizers for parameter in _list_parameters(optimizer)]
         user_gradients = [parameter.grad for parameter in parameters]
-        held_back, self.held_back = self.held_back, ()
-        waiting, self.waiting = self.waiting, []
+        held_back = self.held_back
+        self.held_back = ()
+        waiting = self.waiting
+        self.waiting = []
         for parameter in parameters:
             parameter.grad = None
         yield
         for optimizer in optimizers:
             optimizer.step()
-        self.held_back, self.waiting = held_back, waiting + self.waiting
+        self.held_back = held_back
+        self.waiting = waiting + self.waiting
         for parameter, gradient in zip(parameters, user_gradients, strict=True):
             parameter.grad = gradient
 
@@ -320,7 +323,9 @@ class PartSide:
         model: nn.Module,
         split: SplitModel,
     ) -> None:
-        self._session, self._group, self._replicas = session, group, replicas
+        self._session = session
+        self._group = group
+        self._replicas = replicas
         self.parameters: dict[str, nn.Parameter] = {name: model.get_parameter(name) for name in split.stashed}
         places = {name: name.rpartition(".") for name in split.stashed}
         self._pieces = [model.get_parameter(name) for name in split.cuts]
@@ -356,7 +361,8 @@ class PartSide:
         trained = [name for name in (*self._cut, *self._shared) if batch.leaves[name].requires_grad]
         own_rows = [rows for rows in batch.own_rows.values() if rows.requires_grad]
         inputs = [*(batch.leaves[name] for name in trained), *sources, *own_rows]
-        shares, received = [], []
+        shares = []
+        received = []
         for push, owner_shares in zip(batch.pushes, batch.shares, strict=True):
             for share, gradient in zip(owner_shares, push(), strict=True):
                 if share.requires_grad:
@@ -381,7 +387,8 @@ class PartSide:
         gradients |= self._sum_gradients(batch, self._shared, self._sum_over_all)
         for name, gradient in gradients.items():
             if batch.leaves[name].requires_grad and gradient is not None:
-                parameter, addend = self.parameters[name], gradient.detach()
+                parameter = self.parameters[name]
+                addend = gradient.detach()
                 parameter.grad = addend if parameter.grad is None else parameter.grad + addend
         for ntype, origin in batch.origins.items():
             if not batch.source_gradients or origin.embedding is None:
@@ -485,7 +492,9 @@ class Pipeline(Shared):
         split: SplitModel,
         buffers: BufferMeans,
     ) -> None:
-        self._session, self._group, self._split = session, group, split
+        self._session = session
+        self._group = group
+        self._split = split
         self._provenance, self._buffers = split.provenance, buffers
         part_names = {*split.cuts, *split.shared}
         owner_parameters = [
@@ -497,7 +506,9 @@ class Pipeline(Shared):
         self._owner = owner = OwnerSide([parameter for _, parameter in owner_parameters])
         self.exchange = GradientExchange(owner_parameters, session, options.bucket_bytes)
         self._activations = AsyncExchange(session, group, options.wire_dtype)
-        self._depth, self._delay, self._looks_ahead = options.depth, options.delay, options.depth > 1
+        self._depth = options.depth
+        self._delay = options.delay
+        self._looks_ahead = options.depth > 1
         self._one_version = options.weights == "whole" and self._looks_ahead
         self.exchange.delay = options.delay if self._one_version else 0
         self.exchange.after = self._after_backward
@@ -599,7 +610,8 @@ class Pipeline(Shared):
         """Forget all batches, and remove the hooks from the optimizers."""
         self._owner.restore()
         self._begun = self._current = None
-        self._pushed, self._ready = [], []
+        self._pushed = []
+        self._ready = []
         self.log.close()
         self.exchange.close()
 
@@ -696,10 +708,12 @@ class Pipeline(Shared):
         self, layer: SplittableConv, batch: InFlightBatch, part: int
     ) -> dict[str, StageInput]:
         """Return the inputs of the first layer for the block of one owner, by node type."""
-        part_input, is_own = batch.inputs[part], part == self._group.part
+        part_input = batch.inputs[part]
+        is_own = part == self._group.part
 
         def make_input(ntype: str, rows: Tensor, runs: tuple[ColumnRange, ...]) -> StageInput:
-            keys, seed = part_input.keys(ntype), self._session.seed
+            keys = part_input.keys(ntype)
+            seed = self._session.seed
             draws = DropDraws(seed=seed, number=part_input.number, nodes=keys, runs=runs)
             return StageInput(block=part_input.block, x=rows, edges={}, draws=draws, is_own=is_own)
 

@@ -71,7 +71,8 @@ class Dropped:
     """Random stream of the dropout module."""
 
     def apply(self, rows: Tensor, owner: PartInput, origin: Origin) -> Tensor:
-        nodes, runs = owner.keys(origin.ntype), origin.runs
+        nodes = owner.keys(origin.ntype)
+        runs = origin.runs
         draws = DropDraws(seed=self.seed, number=owner.number, nodes=nodes, runs=runs)
         return drop_entries(rows, self.probability, draws, self.stream)
 
@@ -132,7 +133,8 @@ class InputProvenance(Shared):
 
     def begin(self, group_batch: GroupBatch | None, part: int) -> None:
         """Forget the last batch, and begin with ``group_batch``, if there is one."""
-        self.own, self._known = None if group_batch is None else group_batch.inputs[part], []
+        self.own = None if group_batch is None else group_batch.inputs[part]
+        self._known = []
         if self.own is not None and self.dropouts.in_use:
             # Rows between layers have no keys if they may belong to several types.
             nodes = next(iter(self.own.nodes.values())) if len(self.own.nodes) == 1 else None
@@ -201,7 +203,9 @@ class ColumnDropout:
     def __init__(
         self, dropout: nn.Dropout, provenance: InputProvenance, seed: int, *, number: int, edges: bool
     ) -> None:
-        self._dropout, self._provenance, self._seed = dropout, provenance, seed
+        self._dropout = dropout
+        self._provenance = provenance
+        self._seed = seed
         self._number, self._edges = number, edges
 
     def forward(self, x: Tensor, nodes: Tensor | None = None) -> Tensor:
@@ -307,14 +311,19 @@ class ColumnLayerNorm:
         moments: tuple[Tensor, Tensor],
     ) -> None:
         self.cut = {name: 0 for name, _ in norm.named_parameters(recurse=False)}
-        self._norm, self._provenance, self._runs, self._moments = norm, provenance, runs, moments
+        self._norm = norm
+        self._provenance = provenance
+        self._runs = runs
+        self._moments = moments
 
     def forward(self, x: Tensor) -> Tensor:
         """Return this part's columns of the normalized features, without a gradient.
 
         Raises ConfigError if ``x`` are not the unchanged features of the batch.
         """
-        origin, own, width = self._provenance.find(x), self._provenance.own, self._runs[0].width
+        origin = self._provenance.find(x)
+        own = self._provenance.own
+        width = self._runs[0].width
         if origin is None or own is None:
             raise ConfigError(
                 f"LayerNorm({width}) was cut by input columns, because it is as wide as the features, but it "
@@ -336,8 +345,11 @@ class ColumnLayerNorm:
         """Return the normalized features, with the module's current weights."""
         if self._moments[0].device != rows.device:
             self._moments = self._moments[0].to(rows.device), self._moments[1].to(rows.device)
-        norm, ids, (means, variances) = self._norm, owner.nodes[origin.ntype], self._moments
-        mean, scale = means[ids], (variances[ids] + norm.eps).rsqrt()
+        norm = self._norm
+        ids = owner.nodes[origin.ntype]
+        means, variances = self._moments
+        mean = means[ids]
+        scale = (variances[ids] + norm.eps).rsqrt()
         rows = (rows - mean.to(rows).unsqueeze(1)) * scale.to(rows).unsqueeze(1)
         rows = rows if norm.weight is None else rows * norm.weight
         return rows if norm.bias is None else rows + norm.bias
@@ -496,7 +508,8 @@ def _is_before(model: nn.Module, module: nn.Module, first: nn.Module, width: int
     Modules are registered in the order of their use, as a rule. A norm that is registered later counts as a
     norm of the inputs if no other weight outside of ``first`` is as wide as they are.
     """
-    modules, inner_modules = list(model.modules()), set(first.modules())
+    modules = list(model.modules())
+    inner_modules = set(first.modules())
     if module in inner_modules or modules.index(module) < modules.index(first):
         return module not in inner_modules
     norms = (nn.LayerNorm, nn.BatchNorm1d, BatchNorm)
@@ -614,13 +627,15 @@ def split_model(
     """
     find = _find_input if schema.has_one_type else _find_typed_input
     columns, (name, layer) = find(model, stores, schema)
-    first, provenance = model.get_submodule(name), InputProvenance(seed)
+    first = model.get_submodule(name)
+    provenance = InputProvenance(seed)
     runs = {ntype: deal_out_concatenated([*widths.values()], group.size) for ntype, widths in columns.items()}
     own_runs = {ntype: runs_of_parts[group.part] for ntype, runs_of_parts in runs.items()}
     inputs: dict[nn.Module, InputModule] = {}
     if schema.has_one_type:
         ((ntype, part_runs),) = own_runs.items()
-        moments, num_nodes = stores[ntype].moments, schema.num_nodes[ntype]
+        moments = stores[ntype].moments
+        num_nodes = schema.num_nodes[ntype]
         inputs |= find_input_modules(model, first, provenance, ntype, part_runs, moments, num_nodes=num_nodes)
     inputs |= find_dropouts(model, provenance, seed)
     # The stages of the first layer apply its own dropout.
@@ -687,7 +702,8 @@ def _find_cuts(
         cut_parameters.setdefault(
             module.get_parameter(inner_name), ((module.get_submodule(owner), attribute), cut)
         )
-    cuts, tied = {}, {}
+    cuts = {}
+    tied = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         owner, _, attribute = name.rpartition(".")
         owner_and_name, (dimension, ntype) = cut_parameters.get(parameter, (None, (0, "")))

@@ -156,7 +156,8 @@ class OpenedPushPull(OpenedStrategy):
         return PushPullModel(model, self, reduction)
 
     def _find_features(self) -> dict[str, tuple[str, ...]]:
-        names, data = self.options.names, {ntype: self.g.nodes[ntype].data for ntype in self.g.ntypes}
+        names = self.options.names
+        data = {ntype: self.g.nodes[ntype].data for ntype in self.g.ntypes}
         known = dict.fromkeys(name for columns in data.values() for name in columns)
         missing_names = [name for name in names if name not in known]
         # If the option has its default, the input may be an embedding.
@@ -195,16 +196,23 @@ class PushPullModel(WrappedModel):
 
     def __init__(self, model: nn.Module, opened: OpenedPushPull, reduction: Reduction) -> None:
         super().__init__()
-        stores, session, group, options = opened.columns, opened.session, opened.group, opened.options
+        stores = opened.columns
+        session = opened.session
+        group = opened.group
+        options = opened.options
         self._opened = opened
         check_same_model(model, session, str(options), reduction)
         broadcast_state(model, session)
-        self._session, self._reduction, self._group = session, reduction, group
+        self._session = session
+        self._reduction = reduction
+        self._group = group
         # This comes before the cut, so that the user's model stays uncut if another rank fails.
         replicas = opened.replicas()
         schema = TypeSchema({ntype: opened.g.num_nodes(ntype) for ntype in stores}, opened.g.canonical_etypes)
         split = split_model(model, stores, group, schema, seed=session.seed)
-        self.module, self._cuts, self._depth = model, split.cuts, options.depth
+        self.module = model
+        self._cuts = split.cuts
+        self._depth = options.depth
         self._exchange = AsyncExchange(session, group)
         self._buffer_means = BufferMeans(self.module, session, reduction)
         self._trained = {id(p) for p in self.module.parameters() if p.requires_grad}
@@ -213,7 +221,8 @@ class PushPullModel(WrappedModel):
         opened.pipelines.append(weakref.ref(self._pipeline))
         split.layer.run_parts = self._pipeline
         self._statistics = install_batch_norms(model, session, split.provenance.dropouts)
-        self._provenance, self._first = split.provenance, type(split.layer).__name__
+        self._provenance = split.provenance
+        self._first = type(split.layer).__name__
         modules = set(split.layer.modules())
         cut = {model.get_parameter(name) for name in split.cuts}
         self._uncut_inputs = {
@@ -343,7 +352,8 @@ class PushPullModel(WrappedModel):
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         self.drain()
-        state, prefix = self.module.state_dict(*args, **kwargs), kwargs.get("prefix", "")
+        state = self.module.state_dict(*args, **kwargs)
+        prefix = kwargs.get("prefix", "")
         for name in self._cuts:
             state[prefix + name] = self.join_state(name, state[prefix + name].detach())
         return state

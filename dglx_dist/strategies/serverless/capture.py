@@ -328,7 +328,8 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch do
     def drop(self, rows: Tensor, probability: float) -> Tensor:
         if self.value_of(rows).per is None:
             self.refuse("dropout of weights", "drop entries of rows")
-        stream, self._num_drops = MODULES + self._num_drops, self._num_drops + 1
+        stream = MODULES + self._num_drops
+        self._num_drops = self._num_drops + 1
         result = self._run(drop_rows, rows, probability, stream, RowKeys(0, 0, torch.arange(len(rows))))
         self._add("drop", "drop", (rows, probability, stream), {}, result)
         return result
@@ -363,7 +364,8 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch do
 
 
 def _has_factor_per_head(rows: Tensor, edges: Tensor) -> bool:
-    of_row, of_edge = tuple(rows.shape[1:]), tuple(edges.shape[1:])
+    of_row = tuple(rows.shape[1:])
+    of_edge = tuple(edges.shape[1:])
     while of_edge and of_edge[-1] == 1:
         of_edge = of_edge[:-1]
     return of_row[: len(of_edge)] == of_edge
@@ -528,7 +530,8 @@ def _find_number_of_blocks(call: ModelCall) -> tuple[ModelCall, Recorded]:
 
 
 def list_needed(scores: Value) -> Iterator[Value]:
-    seen, waiting = {scores}, [scores]
+    seen = {scores}
+    waiting = [scores]
     while waiting:
         value = waiting.pop()
         yield value

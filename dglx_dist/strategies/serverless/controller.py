@@ -25,7 +25,9 @@ WORKER_BYTES_PER_S = 25e6
 _LEAST_POWER = 1 / 16
 _USUAL_FACTOR, _USUAL_KEEP = 5.0, 0.95
 """A time-out is so many moving averages, in which the past has this weight."""
-_FIRST_S, _LEAST_S, _MAX_BACKOFF = 10.0, 0.5, 8.0
+_FIRST_S = 10.0
+_LEAST_S = 0.5
+_MAX_BACKOFF = 8.0
 """Time-out before the first task of a kind has finished, as workers may have to start and import; the least
 time-out after it; the largest factor for further attempts."""
 _TICK_S, _TUNE_S = 0.05, 1.0
@@ -77,10 +79,12 @@ class Autotuner:
 
     def _adapt_step(self, direction: int) -> None:
         if self._direction and direction != self._direction:
-            self._power, self._num_same = max(_LEAST_POWER, self._power / 2), 0
+            self._power = max(_LEAST_POWER, self._power / 2)
+            self._num_same = 0
         self._num_same += 1
         if self._num_same > 3:
-            self._power, self._num_same = min(2 * self._power, 1.0), 1
+            self._power = min(2 * self._power, 1.0)
+            self._num_same = 1
         self._direction = direction
 
 
@@ -132,7 +136,9 @@ class Controller:
         clock: Callable[[], float] = time.monotonic,
         observer: Callable[[TaskKey, float, float, float], None] | None = None,
     ) -> None:
-        self._executor, self._retries, self._prices = executor, retries, prices
+        self._executor = executor
+        self._retries = retries
+        self._prices = prices
         self._clock, self._observer = clock, observer
         self._tuner = None if workers else Autotuner(most)
         self.workers = workers or most
@@ -149,7 +155,8 @@ class Controller:
         self._tuned = clock()
         self._counts = Counts()
         self._lock = threading.Lock()
-        self._awake, self._stopped = threading.Event(), threading.Event()
+        self._awake = threading.Event()
+        self._stopped = threading.Event()
         self._failure: DglxError | None = None
         executor.size(self.workers)
 
@@ -196,7 +203,8 @@ class Controller:
             sent = work.sent.get(attempt, now)
             ready = sent if work.ready is None else work.ready
             if attempt in work.sent:
-                took, kind = now - max(sent, ready), (key.step, key.direction)
+                took = now - max(sent, ready)
+                kind = (key.step, key.direction)
                 before = self._averages.get(kind, took)
                 self._averages[kind] = _USUAL_KEEP * before + (1 - _USUAL_KEEP) * took
         if self._observer is not None:
@@ -267,7 +275,8 @@ class Controller:
 
     def _take(self) -> list[Task]:
         # Returns the tasks that may be sent now, and marks them as running.
-        now, tasks = self._clock(), list[Task]()
+        now = self._clock()
+        tasks = list[Task]()
         while self._heap and len(self._running) < self.workers:
             is_early, _, _, key = self._heap[0]
             if is_early and self._num_early >= self.workers - 1:
@@ -337,6 +346,7 @@ class Controller:
         with self._lock:
             # Tasks that wait for rows keep their workers; one more must remain for what they wait for.
             number = max(number, self._num_early + 1)
-            changed, self.workers = number != self.workers, number
+            changed = number != self.workers
+            self.workers = number
         if changed:
             self._executor.size(number)

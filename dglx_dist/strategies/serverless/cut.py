@@ -210,7 +210,8 @@ class Cutter:
 
     def _materialise(self, value: Value, depth: _Depth, *, is_scores: bool = False) -> None:
         """Make ``value`` a slot. Without an operation of its own, a piece of ``depth`` passes it on."""
-        home, is_spread = self._home(value), value.maker is not None and value.maker.kind == "spread"
+        home = self._home(value)
+        is_spread = value.maker is not None and value.maker.kind == "spread"
         if home is not None:
             home.outputs[value] = None
         elif is_spread or is_scores:
@@ -288,7 +289,8 @@ class Cutter:
     def _add_scatters(self, steps: Sequence[ProgramStep]) -> Iterator[ProgramStep]:
         # Of slots that are read at sources of edges, unless graph servers compute or fetch their halo rows.
         names = {name for step in steps for name in sources_of(step)}
-        with_halo, trained = {value.name for value in self._first.inputs.values()}, find_trained(steps)
+        with_halo = {value.name for value in self._first.inputs.values()}
+        trained = find_trained(steps)
         for step in steps:
             yield step
             outputs = outputs_of(step)
@@ -328,7 +330,9 @@ class _BodyWriter:
     def __init__(
         self, twin_values: Mapping[Value, Value], twins: Mapping[Node, Node], piece: TensorPiece
     ) -> None:
-        self._twin_values, self._twins, self._piece = twin_values, twins, piece
+        self._twin_values = twin_values
+        self._twins = twins
+        self._piece = piece
         self.weights: dict[str, Value] = {}
         """Weights that it reads, by the user's name."""
         self._constants: list[Value] = []
@@ -516,7 +520,8 @@ def capture_loss(loss: Loss, shape: tuple[int, ...], label: Slot, dtype: torch.d
 
     ``loss`` must be the mean of the losses of its rows. ConfigError if it is not.
     """
-    recordings, results = [], []
+    recordings = []
+    results = []
     # As many rows as classes, so that each has its own weight.
     classes = math.prod(shape) if label.dtype else 1
     for num_rows in (max(size, classes) for size, _ in SIZES):

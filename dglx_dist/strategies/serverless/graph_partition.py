@@ -101,7 +101,8 @@ def local_graph(
         ConfigError: the graph is too large for int32 local ids.
     """
     bounds = np.asarray(starts, dtype=np.int64)
-    first, end = int(bounds[rank]), int(bounds[rank + 1])
+    first = int(bounds[rank])
+    end = int(bounds[rank + 1])
     wide = sources.astype(np.int64, copy=False)
     is_own = (wide >= first) & (wide < end)
     halo = np.unique(wide[~is_own])

@@ -193,7 +193,11 @@ class GraphServer:
         run: int = 0,
         seed: int = 0,
     ) -> None:
-        self.part, self.program, self.options, self.run, self.seed = part, program, options, run, seed
+        self.part = part
+        self.program = program
+        self.options = options
+        self.run = run
+        self.seed = seed
         self._parameters = parameters
         self.schedule = epoch_schedule(program)
         """The tasks of each epoch."""
@@ -303,11 +307,13 @@ class GraphServer:
             case TaskKind.GATHER, Gather():
                 self._gather(interval, task.step, step)
             case TaskKind.SOFTMAX, Softmax():
-                edges, first = self.part.edges_of(interval), self.part.nodes_of(interval).start
+                edges = self.part.edges_of(interval)
+                first = self.part.nodes_of(interval).start
                 scores = self._rows[step.source][edges]
                 softmax(self.part.graph.indptr, scores, first, self._rows[step.output.name][edges])
             case TaskKind.SOFTMAX_GRADIENT, Softmax():
-                edges, first = self.part.edges_of(interval), self.part.nodes_of(interval).start
+                edges = self.part.edges_of(interval)
+                first = self.part.nodes_of(interval).start
                 gradient = self._take_gradient(interval, step.output.name, edges)
                 result = self._zeros(len(gradient), step.source)
                 shares = self._rows[step.output.name][edges]
@@ -323,7 +329,8 @@ class GraphServer:
                 raise AssertionError(f"{task} is not computed here")
 
     def _apply(self, interval: int, epoch: int, task: ScheduledTask, step: Apply) -> None:
-        work, key = self.works[task.step, task.direction], self.key_of(interval, epoch, task)
+        work = self.works[task.step, task.direction]
+        key = self.key_of(interval, epoch, task)
         weights = []
         if step.weights:
             assert self._parameters is not None, "a step with weights needs the parameter servers"
@@ -349,7 +356,8 @@ class GraphServer:
         return RowKeys(self.seed, epoch, torch.from_numpy(np.ascontiguousarray(ids, np.int64)))
 
     def open(self, interval: int, epoch: int, task: ScheduledTask) -> None:
-        arrays, selection = self._take_inputs(interval, task), self.rows_of(interval, task.step)
+        arrays = self._take_inputs(interval, task)
+        selection = self.rows_of(interval, task.step)
         with self._lock:
             opened = _OpenTask(selection.stop - selection.start, arrays, {})
             self._open[self.key_of(interval, epoch, task)] = opened
@@ -389,7 +397,8 @@ class GraphServer:
 
     def _find_work(self, key: TaskKey) -> TaskComputation:
         key.check_run(self.run)
-        first, end = self.part.first_interval, self.part.first_interval + self.part.num_intervals
+        first = self.part.first_interval
+        end = self.part.first_interval + self.part.num_intervals
         if not first <= key.interval < end:
             raise ConfigError(
                 f"task {key} is of no interval from {first} to {end - 1}, those of this graph server"
@@ -420,7 +429,8 @@ class GraphServer:
         """Accept the positions and rows of a message of :meth:`halo_messages` of ``peer``."""
         step = self.program.steps[index]
         assert isinstance(step, Scatter)
-        graph, is_gradient = self.part.graph, kind is TaskKind.SEND_BACK
+        graph = self.part.graph
+        is_gradient = kind is TaskKind.SEND_BACK
         slots = self._trained_slots(step) if is_gradient else step.slots
         first = 0 if is_gradient else graph.num_own + int(graph.halo_starts[peer])
         positions, *rows_of_slots = arrays
@@ -447,7 +457,8 @@ class GraphServer:
 
         Each gradient is returned once: reading it removes it from this graph server.
         """
-        nodes, selection = self.part.nodes_of(interval), self.rows_of(interval, task.step)
+        nodes = self.part.nodes_of(interval)
+        selection = self.rows_of(interval, task.step)
         arrays = []
         for item in self.works[task.step, task.direction].pulled:
             if item.role is Role.LABELS:
@@ -489,7 +500,8 @@ class GraphServer:
         return np.repeat(self._rows[slot][nodes], degrees, axis=0)
 
     def _take_results(self, interval: int, key: TaskKey, items: Sequence[Item], arrays: Arrays) -> None:
-        selection, step = self.rows_of(interval, key.step), self.program.steps[key.step]
+        selection = self.rows_of(interval, key.step)
+        step = self.program.steps[key.step]
         assert isinstance(step, Apply)
         places = iter(at for at, item in enumerate(step.inputs) if item.slot in self.program.trained_slots)
         for item, array in zip(items, arrays, strict=True):
@@ -524,7 +536,9 @@ class GraphServer:
         gradients[slot] = gradients[slot] + gradient if slot in gradients else gradient
 
     def _gather(self, interval: int, index: int, step: Gather) -> None:
-        nodes, edges, graph = self.part.nodes_of(interval), self.part.edges_of(interval), self.part.graph
+        nodes = self.part.nodes_of(interval)
+        edges = self.part.edges_of(interval)
+        graph = self.part.graph
         # Not in place, because other intervals may read the rows meanwhile.
         result = self._zeros(nodes.stop - nodes.start, step.output.name)
         of_edges = None if step.edges is None else self._rows[step.edges]
@@ -540,7 +554,9 @@ class GraphServer:
         self._rows[step.output.name][nodes] = result
 
     def _publish(self, interval: int, index: int, step: Gather) -> None:
-        nodes, edges, graph = self.part.nodes_of(interval), self.part.edges_of(interval), self.part.graph
+        nodes = self.part.nodes_of(interval)
+        edges = self.part.edges_of(interval)
+        graph = self.part.graph
         gradients = self._take_gradient(interval, step.output.name, nodes)
         trained = self.program.trained_slots
         if step.source is not None and step.source in trained:
@@ -600,7 +616,9 @@ class GraphServer:
         for (source, index, _), gradients in self._published.items():
             if source != slot:
                 continue
-            step, places, values = self.program.steps[index], graph.out_edges, None
+            step = self.program.steps[index]
+            places = graph.out_edges
+            values = None
             if isinstance(step, Gather):
                 if step.how != "sum":
                     best = self._best[index]
@@ -608,7 +626,8 @@ class GraphServer:
                         graph.out_indptr, graph.out_targets, graph.out_edges, best, gradients, nodes, out
                     )
                     continue
-                places, values = graph.out_targets, None if step.edges is None else self._rows[step.edges]
+                places = graph.out_targets
+                values = None if step.edges is None else self._rows[step.edges]
             pull_back(graph.out_indptr, places, graph.out_edges, values, gradients, nodes, out)
 
     def _trained_slots(self, step: Scatter) -> list[str]:

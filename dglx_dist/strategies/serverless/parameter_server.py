@@ -34,7 +34,8 @@ def assign(sizes: Sequence[int] | Array, num_servers: int) -> Array:
             f"parameter_servers={num_servers} with {len(sizes)} intervals; give 1 to {len(sizes)}, or more "
             "intervals"
         )
-    loads, server_of = [0] * num_servers, np.zeros(len(sizes), dtype=np.int64)
+    loads = [0] * num_servers
+    server_of = np.zeros(len(sizes), dtype=np.int64)
     for interval in sorted(range(len(sizes)), key=lambda index: (-int(sizes[index]), index)):
         server = loads.index(min(loads))
         # + 1 for the fixed cost of a task; it also spreads empty intervals.
@@ -135,7 +136,8 @@ class Update:
                 f"the parameter servers have no optimizer {type(optimizer).__name__!r}; use torch.optim.SGD, "
                 "Adam or AdamW, or another strategy"
             )
-        self.names, self._clip_norm = tuple(names), clip_norm
+        self.names = tuple(names)
+        self._clip_norm = clip_norm
         # Each call of apply() gives them their values.
         self._weights = {name: torch.nn.Parameter(torch.empty(0, device="cpu")) for name in names}
         copies: dict[torch.Tensor, torch.nn.Parameter | None] = {
@@ -237,9 +239,12 @@ class ParameterServer:
 
     def __init__(self, plan: ParameterPlan, index: int, weights: Sequence[Array], update: Update) -> None:
         plan.check_weights(plan.shapes, weights, "the first weights")
-        self.plan, self.index, self.updates = plan, index, plan.first_epoch
+        self.plan = plan
+        self.index = index
+        self.updates = plan.first_epoch
         """Number of updates, which is the latest version and the next epoch to be summed."""
-        self._update, self._lock = update, threading.Lock()
+        self._update = update
+        self._lock = threading.Lock()
         self.rates: dict[int, Sequence[float]] = {}
         """Learning rates of the groups by epoch, where they are not those of the update."""
         self._versions = {self.updates: tuple(weights)}
@@ -286,7 +291,8 @@ class ParameterServer:
         subject = f"gradients of interval {interval}, epoch {epoch}, step {step}"
         self._check_key(interval, epoch, step)
         self.plan.check_weights(self.plan.steps[step], arrays, subject)
-        digest, key = _digest(arrays), (epoch, interval, step)
+        digest = _digest(arrays)
+        key = (epoch, interval, step)
         with self._lock:
             self._check_begun(interval, epoch)
             if key in self._digests or epoch < self.updates:
@@ -304,7 +310,8 @@ class ParameterServer:
     def own_sums(self) -> tuple[int, Array] | None:
         """Return (epoch, (|theta|,) sums) of the next update; None while gradients are missing."""
         with self._lock:
-            epoch, sums = self.updates, self._sums.get(self.updates)
+            epoch = self.updates
+            sums = self._sums.get(self.updates)
             if sums is None or any(step_sum.left for step_sum in sums.values()):
                 return None
             received = self._received.setdefault(epoch, {})
@@ -341,7 +348,8 @@ class ParameterServer:
             return None
         with self._lock:
             self._drop_unused_versions()  # first, so that never more than S + 2 lie in memory
-            epoch, weights = self.updates, self._versions[self.updates]
+            epoch = self.updates
+            weights = self._versions[self.updates]
             received = self._received[epoch]
         total = received[0].copy()
         for server in range(1, self.plan.num_servers):

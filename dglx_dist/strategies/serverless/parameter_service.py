@@ -20,20 +20,29 @@ from dglx_dist.strategies.serverless.parameter_server import ParameterPlan, Para
 from dglx_dist.strategies.serverless.tasks import Direction, TaskKey
 from dglx_dist.strategies.serverless.worker import GRADIENTS, WEIGHTS
 
-WEIGHTS_FOR_RANK, GRADIENTS_OF_RANK = "lambda.weights_for_rank", "lambda.gradients_of_rank"
+WEIGHTS_FOR_RANK = "lambda.weights_for_rank"
+GRADIENTS_OF_RANK = "lambda.gradients_of_rank"
 """Variants of WEIGHTS and GRADIENTS for ranks that run a task themselves; the caller counts the bytes."""
 SUMS = "lambda.sums"
 """Called by other servers; name: "epoch/server"; one vector (|theta|,)."""
 UPDATED, STOPPED = "lambda.updated", "lambda.stopped"
 """Sent to graph servers; name: "updates/server", or the reason."""
-MISSING, LATEST, STATE = "lambda.missing", "lambda.latest", "lambda.state"
+MISSING = "lambda.missing"
+LATEST = "lambda.latest"
+STATE = "lambda.state"
 """Called by ranks: missing inputs of the next update, the latest weights, the state of the update."""
 
-DOWN, UP, BETWEEN, READ = "weights_down", "weights_up", "parameter_sums", "weights_read"
+DOWN = "weights_down"
+UP = "weights_up"
+BETWEEN = "parameter_sums"
+READ = "weights_read"
 """Ledger phases."""
 
 log = logging.getLogger(__name__)
-_POLL_S, _PROBE_S, _NOTIFY_S, _JOIN_TIMEOUT_S = 1.0, 5.0, 2.0, 5.0
+_POLL_S = 1.0
+_PROBE_S = 5.0
+_NOTIFY_S = 2.0
+_JOIN_TIMEOUT_S = 5.0
 _MAX_REASON = 1000
 
 
@@ -93,10 +102,15 @@ class ParameterService:
     def __init__(
         self, rpc: Rpc, server: ParameterServer, num_ranks: int, timeline: Timeline, run: int = 0
     ) -> None:
-        self.server, self._timeline, self._number = server, timeline, run
-        self._rpc, self._ranks, self._timeout_s = rpc, range(num_ranks), rpc.timeout_s
+        self.server = server
+        self._timeline = timeline
+        self._number = run
+        self._rpc = rpc
+        self._ranks = range(num_ranks)
+        self._timeout_s = rpc.timeout_s
         self._failure = ""
-        self._changed, self._closing = threading.Event(), threading.Event()
+        self._changed = threading.Event()
+        self._closing = threading.Event()
         self._handlers: dict[str, Handler] = {
             WEIGHTS: self._give_worker,
             WEIGHTS_FOR_RANK: self._give,
@@ -139,7 +153,8 @@ class ParameterService:
             self._stop(error)
 
     def _update(self, epoch: int, sums: Array) -> None:
-        index, other_servers = self.server.index, {*range(self.server.plan.num_servers)} - {self.server.index}
+        index = self.server.index
+        other_servers = {*range(self.server.plan.num_servers)} - {self.server.index}
         self._rpc.call_all(other_servers, SUMS, pair_name(epoch, index), [sums], phase=BETWEEN)
         self._wait_for_sums(epoch)
         updates = self.server.advance()
@@ -236,7 +251,9 @@ class ParameterClient:
     """
 
     def __init__(self, rpc: Rpc, plan: ParameterPlan, on_update: Callable[[int], None]) -> None:
-        self._rpc, self._plan, self._on_update = rpc, plan, on_update
+        self._rpc = rpc
+        self._plan = plan
+        self._on_update = on_update
         self._updates = [plan.first_epoch] * plan.num_servers
         self._failure = ""
         self._lock = threading.Lock()

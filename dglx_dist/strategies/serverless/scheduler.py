@@ -142,7 +142,8 @@ class IntervalProgress:
         """Mark the task of ``interval`` as finished; return True if the least position advanced."""
         self.running.remove(interval)
         self.position[interval] += 1
-        before, self.floor = self.floor, min(self.position)
+        before = self.floor
+        self.floor = min(self.position)
         return self.floor > before
 
     def news(self) -> tuple[bool, int | None]:
@@ -220,8 +221,10 @@ class WorkerPool:
                 clock=time.perf_counter,
                 observer=partial(_note_spans, session.timeline, program),
             )
-            self._wake, self.ready = self.controller.wake, self.controller.ready
-            self.done, self.raise_if_failed = self.controller.finish, self.controller.raise_if_failed
+            self._wake = self.controller.wake
+            self.ready = self.controller.ready
+            self.done = self.controller.finish
+            self.raise_if_failed = self.controller.raise_if_failed
             undo.enter_context(self.controller.run())
             self.close = undo.pop_all().close
             """Stops all workers immediately; idempotent."""
@@ -295,7 +298,9 @@ EXCHANGED = {TaskKind.SCATTER: (HALO_ROWS, "ghosts"), TaskKind.SEND_BACK: (HALO_
 _CHECK_INTERVAL_S, _JOIN_TIMEOUT_S = 0.5, 5.0
 _NETWORK_THREADS = 2
 """They mostly wait for replies: one waits while the other packs."""
-_STOP, _ANNOUNCE, _IMMEDIATELY = -3, -2, -1
+_STOP = -3
+_ANNOUNCE = -2
+_IMMEDIATELY = -1
 """Before all positions."""
 
 _Queue: TypeAlias = PriorityQueue[tuple[int, int, Callable[[], None] | None]]
@@ -314,7 +319,9 @@ class ThreadScheduler:
     def __init__(
         self, session: Session, server: GraphServer, progress: IntervalProgress, workers: WorkerPool
     ) -> None:
-        self._server, self._progress, self._workers = server, progress, workers
+        self._server = server
+        self._progress = progress
+        self._workers = workers
         self._rpc, self._timeline = session.rpc, session.timeline
         # This rank's share of the cores of its machine, at least 1.
         cores = len(os.sched_getaffinity(0)) // Counter(session.hosts)[session.hosts[server.rank]]
@@ -330,7 +337,8 @@ class ThreadScheduler:
         self._changed = threading.Condition(self._lock)
         self._queues: dict[str, _Queue] = {row: PriorityQueue() for row in (GRAPH_SERVER, NETWORK)}
         self._failure: BaseException | None = None
-        self._stopping, self._progress_at = True, time.monotonic()
+        self._stopping = True
+        self._progress_at = time.monotonic()
         self._handlers: dict[str, Handler] = {
             HALO_ROWS: partial(self._receive_rows, TaskKind.SCATTER),
             HALO_GRADIENTS: partial(self._receive_rows, TaskKind.SEND_BACK),
@@ -374,7 +382,8 @@ class ThreadScheduler:
             thread.start()
         try:
             with self._lock:
-                self._stopping, self._progress_at = False, time.monotonic()
+                self._stopping = False
+                self._progress_at = time.monotonic()
                 self._progress.end = end
                 self._enqueue_all()
             self._wait(check)
@@ -434,7 +443,8 @@ class ThreadScheduler:
                 if self._failure is None and not self._progress.is_done:
                     self._changed.wait(_CHECK_INTERVAL_S)
                 failure, done = self._failure, self._progress.is_done
-                quiet_s, behind = time.monotonic() - self._progress_at, self._progress.waited_for()
+                quiet_s = time.monotonic() - self._progress_at
+                behind = self._progress.waited_for()
             if failure is not None:
                 raise failure
             if done:
@@ -463,7 +473,8 @@ class ThreadScheduler:
         if self._stopping:
             return
         if self._progress.finish(interval):
-            position, (is_awaited, counted) = self._progress.floor, self._progress.news()
+            position = self._progress.floor
+            is_awaited, counted = self._progress.news()
             if is_awaited:
                 self._queues[NETWORK].put((_ANNOUNCE, position, partial(self._announce, position, counted)))
             self._enqueue_all()
@@ -505,12 +516,14 @@ class ThreadScheduler:
             self._launch(interval, key, ready=True)
 
     def _launch(self, interval: int, key: TaskKey, *, ready: bool) -> None:
-        rows, first_id = self._server.rows_of(interval, key.step), self._server.first_id(key.step)
+        rows = self._server.rows_of(interval, key.step)
+        first_id = self._server.first_id(key.step)
         self._workers.launch(key, rows, first_id, ready=ready)
 
     def _send(self, interval: int, task: ScheduledTask) -> None:
         op, phase = EXCHANGED[task.kind]
-        name, submit = pair_name(task.step, self._server.rank), self._rpc.submit
+        name = pair_name(task.step, self._server.rank)
+        submit = self._rpc.submit
         sent = [
             submit(peer, op, name, arrays, phase=phase, layer=task.step)
             for peer, arrays in self._server.halo_messages(interval, task)
@@ -520,7 +533,8 @@ class ThreadScheduler:
 
     def _announce(self, position: int, counted: int | None) -> None:
         # To all peers; waits for their replies.
-        rank, counts = self._server.rank, list[Array]()
+        rank = self._server.rank
+        counts = list[Array]()
         if counted is not None:
             counts = [np.array([self._server.correct(counted)], dtype=np.int64)]
         peers = {*range(self._server.part.graph.num_servers)} - {rank}

@@ -68,7 +68,8 @@ class Lambda(Strategy):
 
     def __init__(self, session: Session, options: Mapping[str, object]) -> None:
         super().__init__(session, options)
-        num_servers, num_ranks = self.options.parameter_servers, session.topology.world_size
+        num_servers = self.options.parameter_servers
+        num_ranks = session.topology.world_size
         if num_servers > num_ranks:
             raise ConfigError(
                 f"option parameter_servers={num_servers}, but there are {num_ranks} ranks; give at most as "

@@ -31,7 +31,10 @@ with warnings.catch_warnings():
     torch.from_numpy(np.frombuffer(bytes(8)))
 Arrays: TypeAlias = tuple[Array, ...]
 MAX_EVENT_BYTES = 256 * 1024
-MAX_ATTEMPT, MAX_ROWS, MAX_RANK, MAX_TIMEOUT_S = 10**6 - 1, 1 << 40, 10**6, 86_400.0
+MAX_ATTEMPT = 10**6 - 1
+MAX_ROWS = 1 << 40
+MAX_RANK = 10**6
+MAX_TIMEOUT_S = 86_400.0
 _VERSION = 1
 _Text: TypeAlias = Annotated[str, Within(1, 1024)]
 _Z85Key: TypeAlias = Annotated[str, Within(40, 40)]
@@ -335,7 +338,9 @@ class TaskComputation:
         """Arrays pulled per half."""
         self.given = given_items(program, step, direction)
         """Arrays sent per half."""
-        self._program, self._step, self._direction = program, _apply_step(program, step), direction
+        self._program = program
+        self._step = _apply_step(program, step)
+        self._direction = direction
         self.weights = program.weights_of(step)
         """Shape of each weight by the user's name, in order."""
         self.drops = self._step.body.drops
@@ -395,20 +400,23 @@ class TaskComputation:
 
     def _backward(self, weights: list[Tensor], arrays: list[Tensor], keys: RowKeys | None) -> Computed:
         step, trained = self._step, self._program.trained_slots
-        num_inputs, num_outputs = len(step.inputs), len(step.outputs)
+        num_inputs = len(step.inputs)
+        num_outputs = len(step.outputs)
         inputs = [
             tensor.detach().requires_grad_() if item.slot in trained else tensor
             for item, tensor in zip(step.inputs, arrays[:num_inputs], strict=True)
         ]
         leaves = [weight.requires_grad_() for weight in weights]
         leaves += [tensor for tensor in inputs if tensor.requires_grad]
-        is_fused, statistics = self._direction is Direction.FUSED, []
+        is_fused = self._direction is Direction.FUSED
+        statistics = []
         with torch.enable_grad():
             values = step.body.run(inputs, weights, keys)
             outputs = [values[number] for number in step.body.outputs]
             if is_fused:
                 loss = compute_loss(self._program, outputs[0], arrays[-1])
-                outputs, cotangents = [loss.scaled], [torch.ones_like(loss.scaled)]
+                outputs = [loss.scaled]
+                cotangents = [torch.ones_like(loss.scaled)]
                 statistics.append(loss.statistics)
             else:
                 cotangents = list(arrays[num_inputs : num_inputs + num_outputs])
@@ -442,7 +450,8 @@ def compute_loss(program: Program, scores: Tensor, labels: Tensor) -> Loss:
     chosen, known = scores[has_label], labels[has_label]
     known = known.long() if is_class else known
     # Without labels the sum is 0, but backward must still reach the scores.
-    total, correct = 0 * chosen.sum(), 0
+    total = 0 * chosen.sum()
+    correct = 0
     if len(chosen):
         flat = chosen.reshape(len(chosen), program.scores.width)
         total = program.loss.run([flat, known], [], None)[program.loss.outputs[0]].sum()

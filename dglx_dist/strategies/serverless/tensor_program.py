@@ -19,7 +19,10 @@ from dglx_dist.data.json_fields import Within
 from dglx_dist.errors import ConfigError
 from dglx_dist.layers.masks import ColumnRange, draw_kept_entries
 
-MAX_OPERATIONS, MAX_ARRAYS, MAX_DIMENSIONS, MAX_WIDTH = 4096, 256, 8, 1 << 20
+MAX_OPERATIONS = 4096
+MAX_ARRAYS = 256
+MAX_DIMENSIONS = 8
+MAX_WIDTH = 1 << 20
 """Largest number of operations, of arrays of a kind, of dimensions of a row, and of columns."""
 MAX_CONSTANT = 1 << 14
 """Largest number of elements of a constant."""

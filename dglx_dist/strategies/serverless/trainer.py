@@ -84,7 +84,9 @@ def _counts_of_ranks(own: Counts, session: Session) -> Counts:
     return Counts(**{name: type(value)(math.fsum(column)) for (name, value), column in sums})
 
 
-PROGRAM_PHASE, DOWN, UP = "lambda_program", "lambda_down", "lambda_up"
+PROGRAM_PHASE = "lambda_program"
+DOWN = "lambda_down"
+UP = "lambda_up"
 """Ledger phases. Workers have no ledger, so the graph server counts their traffic."""
 _MOST_KERNELS, _LONGEST_KERNELS = 16, 400
 _PEER_CHECK_S = 5.0
@@ -109,7 +111,9 @@ class Engine:
         first_epoch: int = 0,
         synchronous_from: int | None = None,
     ) -> None:
-        self._session, rank, rpc = session, session.topology.rank, session.rpc
+        self._session = session
+        rank = session.topology.rank
+        rpc = session.rpc
         self._peers = [peer for peer in range(session.topology.world_size) if peer != rank]
         num_servers = self._num_servers = options.parameter_servers
         plan = ParameterPlan(
@@ -139,7 +143,8 @@ class Engine:
                 part, program, options, self.parameters, run=number, seed=session.seed
             )
             if self._parameter_server is not None:
-                world_size, timeline = session.topology.world_size, session.timeline
+                world_size = session.topology.world_size
+                timeline = session.timeline
                 service = ParameterService(rpc, self._parameter_server, world_size, timeline, server.run)
                 undo.callback(service.close)
             self.workers = WorkerPool(session, program, plan, options, handlers)
@@ -166,8 +171,10 @@ class Engine:
         PeerError, naming who is missing, if a rank is dead or there was no progress for the session's
         time-out; or if a task failed in all allowed attempts.
         """
-        first, end = self.epoch, self.epoch + epochs
-        self._updated_at, self._show = {first: time.perf_counter()}, show
+        first = self.epoch
+        end = self.epoch + epochs
+        self._updated_at = {first: time.perf_counter()}
+        self._show = show
         if self._parameter_server is not None:
             self._parameter_server.rates = dict(rates)
         self.scheduler.run(end, self._check)
@@ -441,7 +448,8 @@ def write_back(
 
 def fingerprint(model: nn.Module, optimizer: Optimizer) -> str:
     """Return a digest of the training state: parameters, what is trained, the optimizer and its state."""
-    saved, parameters = optimizer.state_dict(), dict(model.named_parameters())
+    saved = optimizer.state_dict()
+    parameters = dict(model.named_parameters())
     trained = [name for name, parameter in parameters.items() if parameter.requires_grad]
     # Learning rates are given anew with every run.
     groups = [
@@ -480,7 +488,9 @@ class LambdaTrainer(EpochTrainer):
         options: LambdaOptions,
         show: Callable[[str], None] | None,
     ) -> None:
-        self._model, self._optimizer, self._loader = model, optimizer, loader
+        self._model = model
+        self._optimizer = optimizer
+        self._loader = loader
         self._objective = objective
         self._options, self._show = options, show
         self._session = loader.g.session
@@ -495,12 +505,15 @@ class LambdaTrainer(EpochTrainer):
         self._engine: Engine | None = None
         self._last_fingerprint = ""
         self._synchronous_from: int | None = None
-        self._past, self._simulated, self._warned = Counts(), True, False
+        self._past = Counts()
+        self._simulated = True
+        self._warned = False
 
     def run(self, first: int, number: int) -> tuple[list[EpochRecord], Sequence[LedgerRow]]:
         # Before ranks meet: workers of one that has begun call the parameter servers of all.
         counted = self._session.ledger.snapshot()
-        engine, began = self._engine_from(first), time.perf_counter()
+        engine = self._engine_from(first)
+        began = time.perf_counter()
 
         def show() -> None:
             seconds = time.perf_counter() - began
@@ -541,7 +554,8 @@ class LambdaTrainer(EpochTrainer):
                 engine.abandon()
             else:
                 engine.close()
-            self._past, self._engine = self._used(), None
+            self._past = self._used()
+            self._engine = None
 
     def account(self) -> dict[str, object]:
         used = _counts_of_ranks(self._used(), self._session)

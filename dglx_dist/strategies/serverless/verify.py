@@ -58,7 +58,8 @@ def _gather(block: Any, step: Gather, rows: Mapping[str, Tensor]) -> Tensor:
         return stock(index, "copy_rhs", step.how, None, rows[step.edges or ""])
     if step.edges is None:
         return stock(index, "copy_lhs", step.how, rows[step.source], None)
-    source, factors = rows[step.source], rows[step.edges]
+    source = rows[step.source]
+    factors = rows[step.edges]
     heads = source.reshape(len(source), factors.shape[1], -1)
     return stock(index, "mul", "sum", heads, factors.unsqueeze(-1)).flatten(1)
 
@@ -98,7 +99,8 @@ def _check_with(
 
     def drop(x: Tensor, probability: float) -> Tensor:
         nonlocal drops
-        stream, drops = MODULES + drops, drops + 1
+        stream = MODULES + drops
+        drops = drops + 1
         return drop_rows(x, probability, stream, RowKeys(0, 0, torch.arange(len(x))))
 
     trained = {name: parameter for name, parameter in weights.items() if parameter.requires_grad}

@@ -42,7 +42,9 @@ _LONGEST_ERROR = 4000
 _IDLE_S = 5.0
 """Connections idle for longer are reopened: a function's container is frozen between invocations, and its
 peers have dropped a silent connection by then."""
-PROGRAM, PULL, GIVE = "lambda.program", "lambda.pull", "lambda.give"
+PROGRAM = "lambda.program"
+PULL = "lambda.pull"
+GIVE = "lambda.give"
 """Operations of graph servers; see :class:`_Calls`."""
 WEIGHTS, GRADIENTS = "lambda.weights", "lambda.gradients"
 """Operations of parameter servers."""
@@ -209,11 +211,13 @@ class _Calls:
 
     def rows(self, answer: Answer, half: int) -> list[Array]:
         """Wait for the answer to :meth:`pull`; PeerError if the graph server lacks the rows for too long."""
-        task, requested_at = self._task, time.monotonic()
+        task = self._task
+        requested_at = time.monotonic()
         while not (arrays := answer(task.timeout_s)):
             waited_s = time.monotonic() - requested_at
             if waited_s > task.timeout_s:
-                server, name = task.graph_server, half_name(task.key, half)
+                server = task.graph_server
+                name = half_name(task.key, half)
                 raise PeerError(
                     f"rank {server.rank} on {server.host} had no rows for {PULL} {name!r} "
                     f"within {task.timeout_s:g} s; check the tasks before this one, or raise timeout_s"
@@ -336,7 +340,8 @@ class Worker:
         self._hook(TaskPhase.END)
 
     def _work(self, task: Task, calls: _Calls) -> TaskComputation:
-        key, run = task.key, (task.program, task.secrets, task.key.run)
+        key = task.key
+        run = (task.program, task.secrets, task.key.run)
         # Fetched again for each run even if programs are equal: the call also reports the worker's kernels.
         if self._run_of_program != run:
             program = Program.from_json(calls.program())
@@ -345,7 +350,9 @@ class Worker:
                     f"rank {task.graph_server.rank} on {task.graph_server.host} gave program "
                     f"{program.digest[:12]} instead of {task.program[:12]}: it belongs to another run"
                 )
-            self._run_of_program, self._program, self._works = run, program, {}
+            self._run_of_program = run
+            self._program = program
+            self._works = {}
         kind = (key.step, key.direction)
         if kind not in self._works:
             key.check(self._program)

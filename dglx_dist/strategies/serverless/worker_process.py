@@ -63,7 +63,8 @@ def serve_starts(number: int) -> None:
     A request has two files: the worker's stream and its standard error. The answer is the worker's process
     id. With one thread for torch, this process has no other thread that a copy would lack.
     """
-    requests, parent = socket.socket(fileno=number), os.getppid()
+    requests = socket.socket(fileno=number)
+    parent = os.getppid()
     _warm_up()
     # The system removes workers that end.
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)

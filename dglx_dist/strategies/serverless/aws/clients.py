@@ -24,7 +24,8 @@ _FORBIDDEN = (
 )
 TAG = "dglx_dist"
 """Marks resources created by dglx; others are never changed or removed."""
-MEMORY_MB, MAX_TIMEOUT_S = (128, 10_240), 900
+MEMORY_MB = (128, 10_240)
+MAX_TIMEOUT_S = 900
 EVENT_AGE_S = 60
 """An event that waits longer is dropped: by then the controller has sent another attempt."""
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")

@@ -72,7 +72,9 @@ ACTIVE_WITHIN_S = 300.0
 ROLE_KNOWN_WITHIN_S = 60.0
 _NO_RETRIES = {"MaximumRetryAttempts": 0, "MaximumEventAgeInSeconds": EVENT_AGE_S}
 _PAUSE_S = 1
-ROWS, FEATURES_IN, CLASSES = 101, 16, 4
+ROWS = 101
+FEATURES_IN = 16
+CLASSES = 4
 TASK_TIMEOUT_S = 20.0
 _MAX_LOG = 1500
 
@@ -106,7 +108,8 @@ def deploy(deployment: Deployment, change: Changes) -> None:
             belongs to a function that dglx did not create.
         PeerError: AWS is unreachable.
     """
-    client, name = deployment.place.client("lambda"), deployment.name
+    client = deployment.place.client("lambda")
+    name = deployment.name
     function = _own_function(client, name)
     settings = {
         "Role": _role_arn(deployment, change),
@@ -166,8 +169,11 @@ def remove(name: str, place: Place, change: Changes) -> None:
     """
     check_name(name)
     client, iam, logs = (place.client(service) for service in ("lambda", "iam", "logs"))
-    function, role = _own_function(client, name), _find_role(iam, default_role(name))
-    has_role, has_log, group = role is not None and _owner(role) == name, False, f"/aws/lambda/{name}"
+    function = _own_function(client, name)
+    role = _find_role(iam, default_role(name))
+    has_role = role is not None and _owner(role) == name
+    has_log = False
+    group = f"/aws/lambda/{name}"
     # A log has no tag of its creator: it is deleted together with a function or role that has one.
     if function is not None or has_role:
         with explain_errors(f"could not look for the log {group}"):
@@ -193,7 +199,8 @@ def _role_arn(deployment: Deployment, change: Changes) -> str | None:
     role = deployment.role
     if role is not None and role.startswith("arn:"):
         return role
-    iam, name = deployment.place.client("iam"), role or default_role(deployment.name)
+    iam = deployment.place.client("iam")
+    name = role or default_role(deployment.name)
     existing = _find_role(iam, name)
     if role is not None:
         if existing is None:
@@ -248,7 +255,8 @@ def _owner(role: Found) -> object:
 
 
 def _own_function(client: Client, name: str) -> Found | None:
-    purpose, missing = f"could not look for the function {name}", client.exceptions.ResourceNotFoundException
+    purpose = f"could not look for the function {name}"
+    missing = client.exceptions.ResourceNotFoundException
     function = found_or_none(purpose, missing, client.get_function, FunctionName=name)
     if function is not None and function.get("Tags", {}).get(TAG) != name:
         raise ConfigError(
@@ -284,7 +292,8 @@ def _wait(client: Client, name: str, change: Changes, until: str) -> None:
 
 
 def _drops_failures(client: Client, name: str) -> bool:
-    missing, read = client.exceptions.ResourceNotFoundException, client.get_function_event_invoke_config
+    missing = client.exceptions.ResourceNotFoundException
+    read = client.get_function_event_invoke_config
     now = found_or_none(f"could not read how {name} treats failed events", missing, read, FunctionName=name)
     return now is not None and _NO_RETRIES.items() <= now.items()
 
@@ -307,7 +316,8 @@ def try_function(
     """
     # The invocation is synchronous, so the client waits for the longest time-out of a function.
     client = place.client("lambda", timeout_s=MAX_TIMEOUT_S + 10)
-    url, secret = urlsplit(client.meta.endpoint_url), secrets.token_hex(32)
+    url = urlsplit(client.meta.endpoint_url)
+    secret = secrets.token_hex(32)
     address = address or find_address_towards(
         url.hostname, url.port or 443, f"AWS at {url.hostname}", "give --address"
     )

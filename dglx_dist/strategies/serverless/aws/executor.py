@@ -68,11 +68,14 @@ class ReportReader:
     """
 
     def __init__(self, client: Client, function: str, every_s: float) -> None:
-        self._client, self._group, self._every_s = client, f"/aws/lambda/{function}", every_s
+        self._client = client
+        self._group = f"/aws/lambda/{function}"
+        self._every_s = every_s
         self._since_ms = int(time.time() * 1e3) - _LOOK_BACK_MS
         self._waited: set[str] = set()
         self._found: list[Invocation] = []
-        self._lock, self._stopped = threading.Lock(), threading.Event()
+        self._lock = threading.Lock()
+        self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, name="dglx-reports", daemon=True)
         self._thread.start()
 
@@ -84,7 +87,8 @@ class ReportReader:
     def take_found(self) -> list[Invocation]:
         """Return the invocations found since the last call."""
         with self._lock:
-            invocations, self._found = self._found, []
+            invocations = self._found
+            self._found = []
             return invocations
 
     def close(self) -> None:
@@ -106,7 +110,8 @@ class ReportReader:
     def _read(self) -> None:
         query = {"logGroupName": self._group, "startTime": self._since_ms, "filterPattern": "REPORT"}
         pages = self._client.get_paginator("filter_log_events").paginate(**query)
-        newest, missing = self._since_ms, self._client.exceptions.ResourceNotFoundException
+        newest = self._since_ms
+        missing = self._client.exceptions.ResourceNotFoundException
         # The first invocation creates the log.
         with explain_errors(f"could not read the log {self._group}"), suppress(missing):
             for page in pages:
@@ -176,7 +181,9 @@ class AwsExecutor(Executor):
 @final
 class _Poster(WorkerHandle):
     def __init__(self, client: Client, function: str, reports: ReportReader | None) -> None:
-        self._client, self._function, self._reports = client, function, reports
+        self._client = client
+        self._function = function
+        self._reports = reports
 
     def invoke(self, task: Task, fault: Fault | None) -> WorkerAnswer | None:
         event = task.to_event()

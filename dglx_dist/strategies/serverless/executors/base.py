@@ -113,7 +113,10 @@ class Executor:
         memory_mb: int,
         billed: bool = True,
     ) -> None:
-        self._make, self._notice, self._memory_mb, self._is_billed = make, notice, memory_mb, billed
+        self._make = make
+        self._notice = notice
+        self._memory_mb = memory_mb
+        self._is_billed = billed
         self._lock = threading.Lock()
         self._tasks: deque[Task] = deque()
         self._size, self._closed = 1, False
@@ -153,13 +156,15 @@ class Executor:
     def take_lost(self) -> list[Lost]:
         """Return the attempts that failed since the last call, as far as known."""
         with self._lock:
-            attempts, self._lost = self._lost, []
+            attempts = self._lost
+            self._lost = []
             return attempts
 
     def take_billed(self) -> list[Invocation]:
         """Return the invocations that ended since the last call."""
         with self._lock:
-            invocations, self._billed = self._billed, []
+            invocations = self._billed
+            self._billed = []
             return invocations
 
     def close(self) -> None:
@@ -167,7 +172,8 @@ class Executor:
         with self._lock:
             self._closed = True
             self._tasks.clear()
-            idle, self._idle = self._idle, []
+            idle = self._idle
+            self._idle = []
             busy = {thread: worker for thread, (worker, _) in self._busy.items()}
         for worker in busy.values():
             worker.stop()
@@ -203,7 +209,8 @@ class Executor:
             thread.start()
 
     def _run(self, worker: WorkerHandle, task: Task) -> None:
-        me, goes_on = threading.current_thread(), True
+        me = threading.current_thread()
+        goes_on = True
         while goes_on:
             invocation, reason = self._invoke(worker, task)
             # In one step: after the report the task may be sent again, and finds this worker.
@@ -233,12 +240,15 @@ class Executor:
             answer = worker.invoke(task, self.fault_of(task))
         except Exception as error:  # noqa: BLE001 - reported as a lost attempt
             # A killed worker is billed as well, up to its death.
-            seconds, cold = time.monotonic() - started, False
+            seconds = time.monotonic() - started
+            cold = False
             reason = str(error) if isinstance(error, DglxError) else f"{type(error).__name__}: {error}"
         else:
             if answer is None:
                 return None, ""
-            seconds, cold, reason = answer.seconds, answer.cold, answer.error
+            seconds = answer.seconds
+            cold = answer.cold
+            reason = answer.error
         billed = Invocation(duration_s=seconds, cold=cold, memory_mb=self._memory_mb)
         return (billed if self._is_billed else None), reason
 

@@ -78,9 +78,12 @@ class HttpExecutor(Executor):
 @final
 class _Connection(WorkerHandle):
     def __init__(self, url: SplitResult, options: HttpOptions, trust: ssl.SSLContext | None) -> None:
-        self._url, self._path = url, (url.path or "/") + (f"?{url.query}" if url.query else "")
+        self._url = url
+        self._path = (url.path or "/") + (f"?{url.query}" if url.query else "")
         self._headers = {"Content-Type": "application/json", **(options.headers or {})}
-        host, port, timeout_s = url.hostname or "", url.port, options.timeout_s
+        host = url.hostname or ""
+        port = url.port
+        timeout_s = options.timeout_s
         self._connection = (
             http.client.HTTPConnection(host, port, timeout=timeout_s)
             if trust is None

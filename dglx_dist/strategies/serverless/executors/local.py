@@ -109,7 +109,8 @@ class _Starter:
     def __init__(self, variables: Mapping[str, str]) -> None:
         own, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         own.settimeout(_START_S)
-        self._socket, self._lock = own, threading.Lock()
+        self._socket = own
+        self._lock = threading.Lock()
         # -I: nothing of the user's environment or folder.
         self._process = subprocess.Popen(
             [
