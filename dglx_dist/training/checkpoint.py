@@ -739,8 +739,12 @@ def load(  # noqa: PLR0913 - one for each object that can be loaded
             check_optimizer(path, contents["optimizer"], optimizer, module, saved_tensors)
             _check_sparse(path, contents["sparse"], sparse)
             is_same_size = contents["world_size"] == session.topology.world_size
-            needs = {"model/": True, "optimizer/": optimizer is not None, f"rank/{rank}/": is_same_size}
-            needs[f"random/{rank}/"] = is_same_size and random_state
+            needs = {
+                "model/": True,
+                "optimizer/": optimizer is not None,
+                f"rank/{rank}/": is_same_size,
+                f"random/{rank}/": is_same_size and random_state,
+            }
             prefixes = tuple(filter(needs.get, needs))
             values = {name: entry.read(name) for name, entry in tensors.items() if name.startswith(prefixes)}
             needs_state = state is not None or optimizer is not None
