@@ -53,13 +53,16 @@ def remember_batch(g: DistGraph, input_nodes: object, blocks: Any) -> None:
 
 
 def find_attached_rows(tensor: InnerDistTensor, index: object) -> Tensor | None:
-    """Return the rows of ``tensor`` on the last batch's first block if ``index`` is its input nodes.
+    """Return the rows of ``tensor`` that the first block of the last batch has, or None.
 
-    If features are cut by column, these are this rank's columns, which the wrapped model expects.
+    ``index`` must be the tensor of input nodes that this batch gave to the script. If features are cut by
+    column, the block has this rank's columns, which the wrapped model expects.
     """
     input_nodes, rows = _BATCH.get(tensor.kvstore.session)
     key = tensor.kvstore, tensor.kvstore_key
-    return rows[key]() if index is not None and index is input_nodes() and key in rows else None
+    if index is None or index is not input_nodes() or key not in rows:
+        return None
+    return rows[key]()
 
 
 _HIDDEN = "hidden~"

@@ -474,10 +474,10 @@ def _find_graph_ids(graph: Any, count: int) -> Tensor | None:
     if not has_rows(graph) and count != graph.num_nodes():
         return None
     ids: Tensor | None = graph.srcdata.get(dgl.NID)
-    # Blocks that ready-made models merge know only the ids of their destinations. Destinations of the
-    # sources' type are the first sources.
-    belongs_to_destinations = graph.srctypes != graph.dsttypes and count == graph.num_dst_nodes()
-    return graph.dstdata.get(dgl.NID) if ids is None or belongs_to_destinations else ids
+    # Blocks that ready-made models merge know only the ids of their destinations. If sources and destinations
+    # are of one type, the destinations are the first sources, so the ids of the sources serve both.
+    has_target_rows = graph.srctypes != graph.dsttypes and count == graph.num_dst_nodes()
+    return graph.dstdata.get(dgl.NID) if ids is None or has_target_rows else ids
 
 
 def _find_edge_ids(graph: Any, count: int) -> Tensor | None:

@@ -199,7 +199,10 @@ def structure_bytes(survey: Survey) -> int:
 
 
 def _traffic(counts: EpochCounts, first: FirstLayer, size: int, *, pushed: bool) -> Traffic:
-    """Return the traffic of an epoch with groups of ``size`` ranks. ``pushed`` is whether blocks are sent."""
+    """Return the traffic of an epoch with groups of ``size`` ranks.
+
+    ``pushed`` tells whether the ranks of a group send each other their blocks (``structure="push"``).
+    """
     cluster, work = counts.cluster, counts.mini_batches
     phases = column_bytes(work.survey, first, group_size=size, pushed=pushed)
     in_group = {name: phases.get(name, 0) for name in ("structure", *_SUMS)}
@@ -209,20 +212,21 @@ def _traffic(counts: EpochCounts, first: FirstLayer, size: int, *, pushed: bool)
     remote_pairs = int((groups[:, :, None] != groups[:, None, :]).sum())
     crossing = {name: count * remote_pairs // pairs if pairs else 0 for name, count in in_group.items()}
     inside = {name: count - crossing[name] for name, count in in_group.items()}
-    sums = ring_split(first.replicated_bytes, cluster.server_of_rank, work.steps)
+    sums_outside, sums_inside = ring_split(first.replicated_bytes, cluster.server_of_rank, work.steps)
     if len(groups) > 1:
         # Every part's ring has the same bytes, up to columns that do not divide evenly.
         cut_bytes = 2 * (len(groups) - 1) * first.cut_bytes * work.steps
         server_of = cluster.server_of_rank
         far = sum(server != server_of[(rank + size) % cluster.ranks] for rank, server in enumerate(server_of))
         outside = cut_bytes * far // cluster.ranks
-        sums = sums[0] + outside, sums[1] + cut_bytes - outside
+        sums_outside += outside
+        sums_inside += cut_bytes - outside
     remote_bytes = counts.graph.nodes * (cluster.servers - 1) // cluster.servers * counts.graph.feature_bytes
     is_aligned = size % cluster.ranks_per_server == 0 or cluster.ranks_per_server % size == 0
     return build_traffic(
         {**phases, **crossing},
         inside,
-        sums,
+        (sums_outside, sums_inside),
         startup_bytes=cluster.ranks * remote_bytes // size,
         # The first layer of a custom model may get values of edges.
         is_exact=work.is_complete and is_aligned and first.known and not counts.shape.is_guessed,

@@ -93,9 +93,10 @@ def _exchange_inputs(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str,
 def _complete_types(
     module: nn.Module, call: GraphCall, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the arguments of ``module`` with the rows of all sources in place of this rank's own rows."""
     block: TypedHaloBlock = call.graph
     if block.has_cover and isinstance(module, HeteroGraphConv):
-        # The convolutions inside exchange sums if they can.
+        # The convolutions in this module exchange sums, or else rows, when they are called.
         return args, kwargs
     rows = {block.srctypes[0]: call.sources} if torch.is_tensor(call.sources) else call.sources
     sources: Any = block.all_rows(rows)

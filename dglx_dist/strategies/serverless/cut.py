@@ -310,12 +310,14 @@ functions move 2.5 GB a second, 200 Mbit/s each (Dorylus, section 6)."""
 
 
 def _moves_less_than_it_computes(piece: TensorPiece) -> bool:
+    """Return whether ``piece`` makes at least ``_EDGE_INTENSITY`` operations for each byte that it moves."""
     rows = next(iter(piece.outputs)).tensor.shape[0]
     computed = 0
     for node in piece.nodes:
         for result in node.outputs:
             inner = 1
             if node.name.partition(".")[0] in PRODUCTS:
+                # A product of (n, k) and (k, m) multiplies and adds k times for each result.
                 inner = 2 * node.inputs[-2].tensor.shape[-1]
             computed += inner * (result.tensor.numel() if isinstance(result.tensor, Tensor) else 0)
     values = [*(value for value, _ in piece.inputs), *piece.outputs]

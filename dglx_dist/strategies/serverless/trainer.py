@@ -510,7 +510,8 @@ class LambdaTrainer(EpochTrainer):
         self._warned = False
 
     def run(self, first: int, number: int) -> tuple[list[EpochRecord], Sequence[LedgerRow]]:
-        # Before ranks meet: workers of one that has begun call the parameter servers of all.
+        # Bytes are counted from here. As soon as another rank has begun, its workers call the parameter
+        # servers of this one.
         counted = self._session.ledger.snapshot()
         engine = self._engine_from(first)
         began = time.perf_counter()
@@ -529,7 +530,7 @@ class LambdaTrainer(EpochTrainer):
         if self._synchronous_from is None:
             self._synchronous_from = engine.progress.synchronous_from
         self._compare_kernels(sorted(engine.kernels.copy()))
-        # Overlapping epochs share the bytes evenly: in the end all have moved the same.
+        # Epochs overlap, so the bytes of a single epoch are not known. Each epoch gets an equal share.
         moved = self._session.ledger.since(counted, control=False)
         own_bytes = [sum(row.num_bytes for row in moved if row.inside is inside) for inside in (True, False)]
         both = gather_int64(own_bytes, self._session).sum(axis=0)
