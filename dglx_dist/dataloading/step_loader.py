@@ -425,7 +425,10 @@ def _find_replicated(optimizer: Optimizer) -> dict[str, Tensor]:
     names: dict[int, str] = {}
     model: Any
     for model in WRAPPED_MODELS:
-        parameters = dict(model.module.named_parameters())
+        module = getattr(model, "module", None)
+        if module is None:
+            continue  # Wrapping has failed, and the wrapper is not freed yet.
+        parameters = dict(module.named_parameters())
         names |= {id(parameters[name]): name for name in model.parts.replicated}
     weights: dict[str, Tensor] = {}
     for number, parameter in enumerate(p for group in optimizer.param_groups for p in group["params"]):

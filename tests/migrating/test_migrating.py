@@ -89,7 +89,8 @@ def test_changed_scripts_learn_on_any_number_of_ranks(tmp_path: Path, ranks: int
 def test_the_page_shows_what_is_changed_and_corrected_in_a_script_of_distdgl() -> None:
     # tests/compat runs it, as it is and with these lines changed.
     script = (SCRIPTS / "node_classification.py").read_text().splitlines()
-    blocks = re.findall(r"```diff\n(.*?)```", PAGE.read_text(), flags=re.DOTALL)
+    page = PAGE.with_name("migrating_distdgl.md").read_text()
+    blocks = re.findall(r"```diff\n(.*?)```", page, flags=re.DOTALL)
     change, corrected = ([line for line in block.splitlines() if line] for block in blocks[-2:])
     assert change == ["+import dglx_dist", f"-    {DDP}", f"+    {WRAP}"]
     assert [line[0] for line in corrected if (line[1:] in script) == (line[0] == "+")] == list("-++-+")
