@@ -79,10 +79,10 @@ from dglx_dist.training.tracing import check_trace, hide_credentials
 
 CHECKPOINTS = "checkpoints"
 """Folder of checkpoints inside a run folder."""
+# Column names of written results.
 PREDICTION = "prediction"
 EMBEDDING = "embedding"
 SCORES = "scores"
-"""Column names of written results."""
 
 
 def _resolve_auto(

@@ -608,8 +608,9 @@ class RowExchanges:
         self.streams = CallExchange(session) if encrypted else StreamExchange(session)
         self.devices = DEVICES.get(session)
         self.sent = ReusableBuffer()
+        """Host memory for the rows that the current exchange sends."""
         self.received = ReusableBuffer()
-        """Host memory for the rows of the current exchange."""
+        """Host memory for the rows that it receives."""
         self.late: CallExchange | None = None
         """Exchange of messages that are in transit until the next step."""
         self.stale: Any = None

@@ -131,9 +131,11 @@ _END_ALIKE = (
 )
 """Remedy if a rank waits for another one that has reached its end."""
 ALL_GATHER = "all-gather"
+"""Status of a rank that waits for all ranks."""
 NEXT_BATCH = "the next batch"
+"""Status of a rank that waits for its loader."""
 _END = "the end of the session"
-"""Statuses of a rank that waits for all ranks, for its loader, and at the end of the session."""
+"""Status of a rank that waits at the end of the session."""
 _APART_AFTER = 3
 """Number of consecutive probes with ranks that wait for each other, until a warning is logged."""
 _PROBE_S = 5.0

@@ -27,13 +27,17 @@ from dglx_dist.errors import ConfigError, StorageError
 from dglx_dist.records import EpochRecord
 
 COMPUTE = "compute"
+"""Row of a trace for the training loop."""
 NETWORK = "network"
+"""Row for data in transit."""
 LOADER = "loader"
-"""Rows of a trace: the training loop, data in transit, and the threads of the loader."""
+"""Row for the threads of the loader."""
 GRAPH_SERVER = "graph server"
+"""Row for the tasks of a graph server, if training runs in intervals."""
 WORKER = "worker"
+"""Row for the tasks of workers."""
 PARAMETER_SERVER = "parameter server"
-"""Rows of training in intervals: tasks of a graph server, tasks of its workers, and updates of weights."""
+"""Row for updates of weights."""
 WAIT = "wait"
 """Prefix of the names of spans in which a row waits."""
 MAX_SPANS = 50_000

@@ -221,8 +221,9 @@ SUPPORTED_SUBMODULES: Mapping[str, Mapping[str, Any]] = {
 """Submodule to name to replacement, for names that the package lacks."""
 
 _KEPT = ("merge_graphs",)
+"""Functions of the process modules that only compute."""
 _REMOVED = ("init_kvstore", "close_kvstore")
-"""A function of the process modules that only computes, and functions of ``kvstore`` about processes."""
+"""Functions of ``kvstore`` about processes."""
 
 
 def _find_replacements(submodule: ModuleType) -> dict[str, Any]:

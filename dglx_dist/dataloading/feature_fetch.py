@@ -32,10 +32,10 @@ from dglx_dist.records import Array, ColumnInfo, EdgeType
 if TYPE_CHECKING:
     from dglx_dist.graph.dist_graph import DistGraph
 
+# Phases of the byte ledger.
 EDGE_PHASE = "edge_features"
 LABEL_PHASE = "labels"
 FEATURE_PHASE = "features"
-"""Phases of the byte ledger."""
 
 EdgesOfBlock: TypeAlias = Mapping[EdgeType, Array]
 """Map from edge type to the (E,) ids of the edges of a block."""

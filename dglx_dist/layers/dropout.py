@@ -67,14 +67,15 @@ def deal_out_concatenated(widths: Sequence[int], parts: int) -> tuple[tuple[Colu
     return tuple(map(tuple, ranges_of_parts))
 
 
+# Streams of draws. They are above every hop of a sampler, because its draws use the same seed.
 INPUTS = 1 << 32
+"""Stream of a layer's inputs."""
 ATTENTION = (1 << 32) + 1
+"""Stream of a layer's attention."""
 MODULES = 1 << 33
+"""First stream of modules before the layer."""
 LATER_MODULES = 1 << 34
-"""Streams of draws: a layer's inputs, its attention, and the first ones of modules before and behind it.
-
-They are above every hop of a sampler, because its draws use the same seed.
-"""
+"""First stream of modules behind the layer."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 
 _of_choice = partial(option, panel="Choice")
 _UNITS = {"gbit": 10**9, "mbit": 10**6, "kbit": 10**3, "bit": 1}
+# tc rejects rates above the kernel's limit with an unhelpful message.
 _LEAST_RATE = 8_000
 _MOST_RATE = 10**12
-"""Limits of rates. tc rejects rates above the kernel's limit with an unhelpful message."""
 
 
 @dataclass(frozen=True, order=True)

@@ -43,9 +43,11 @@ if TYPE_CHECKING:
 LEAST_S, MOST_SHARE = 15.0, 0.02
 """Minimum time for opening candidates, and its share of the training. The rounds take as long again."""
 _TURN_S = 0.1
+"""Minimum duration of a first turn."""
 _LEAST_STEPS = 3
+"""Minimum number of steps of a first turn."""
 _WARM_STEPS = 2
-"""Minimum duration and steps of a first turn, and steps before a turn that begins within an epoch."""
+"""Number of steps before a turn that begins within an epoch."""
 _TURNS_OF_ROUND, _MOST_ROUNDS = 3, 4
 _CLEARLY = 1.2
 """Candidates slower by this factor are dropped at once. Epochs of the same run differ by a tenth."""

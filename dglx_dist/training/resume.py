@@ -26,11 +26,11 @@ if TYPE_CHECKING:
 
 Options = TypeVar("Options", bound=RunOptions)
 FACTS = "configuration"
+"""Key in ``extra`` of a checkpoint: the facts that :func:`check_same` compares."""
 LAUNCH = "launch"
+"""Key of the torchrun start that saved the checkpoint."""
 PRECISION = "precision"
-"""Keys in ``extra`` of a checkpoint: the facts that :func:`check_same` compares, the torchrun start that
-saved it, and the precision of forward passes.
-"""
+"""Key of the precision of forward passes."""
 
 
 def resolve_resume(config: Options, checkpoints: str | Path | None, session: Session) -> Options:

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 _SHORT_ID_BYTES = 4
 _STATISTICS_BYTES = 2 * 2 * 8
-"""Bytes of an id, and of loss and correct predictions: two float64 for each half of a fused task."""
+"""Bytes of loss and correct predictions, which are two float64 for each half of a fused task."""
 _HALO_PHASES = ("ghosts", "ghost_gradients")
 _EXCHANGING = FullGraphScheme(0)
 

@@ -217,8 +217,9 @@ class HaloBlock(InEdgesOnlyGraph, DGLBlock):
         # DGL copies these attributes to the graphs that it derives.
         self._layer = layer
         self.own_rows = layer.own_rows
+        """Number of rows that a model passes to this block."""
         self.halo_rows = len(layer.halo_nodes)
-        """Number of rows that a model passes to this block, and number of halo rows behind them."""
+        """Number of halo rows behind the own rows."""
         self.has_cover = exchange.cover is not None
         """Whether sums over the in-edges have their own exchange."""
         self.pair_rows: Any = None

@@ -107,9 +107,11 @@ def _count_rows_per_piece(piece_bytes: int, rows: Tensor) -> int:
 
 
 FORWARD = "halo"
+"""Ledger phase of forward."""
 BACKWARD = "halo_gradients"
+"""Ledger phase of backward."""
 ONCE = "preload"
-"""Ledger phases of forward, of backward, and of rows that are exchanged once."""
+"""Ledger phase of rows that are exchanged once."""
 
 
 @final

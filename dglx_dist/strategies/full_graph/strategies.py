@@ -43,8 +43,9 @@ def _read_options(strategy: str, options: Mapping[str, object], *, names: Sequen
 
 
 _EXTERNAL_HOPS = (1, 2)
+"""Numbers of expansion rounds to compare."""
 _EXTERNAL_FANOUT = 15
-"""Numbers of expansion rounds to compare, and the paper's fan-out."""
+"""Fan-out of the paper."""
 _BATCH_COUNTS = (2, 8, 32)
 """Numbers of cooperative batches to compare. Graphs that do not fit in memory need several."""
 _MOST_BATCHES = 16

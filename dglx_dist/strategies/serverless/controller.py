@@ -26,10 +26,11 @@ _LEAST_POWER = 1 / 16
 _USUAL_FACTOR, _USUAL_KEEP = 5.0, 0.95
 """A time-out is so many moving averages, in which the past has this weight."""
 _FIRST_S = 10.0
+"""Time-out before the first task of a kind has finished, because workers may have to start and import."""
 _LEAST_S = 0.5
+"""Least time-out after the first task."""
 _MAX_BACKOFF = 8.0
-"""Time-out before the first task of a kind has finished, as workers may have to start and import; the least
-time-out after it; the largest factor for further attempts."""
+"""Largest factor of the time-outs of further attempts."""
 _TICK_S, _TUNE_S = 0.05, 1.0
 """Intervals of the check for deaths and time-outs, and of tuning."""
 _JOIN_TIMEOUT_S = 5.0

@@ -20,23 +20,23 @@ from dglx_dist.strategies.serverless.parameter_server import ParameterPlan, Para
 from dglx_dist.strategies.serverless.tasks import Direction, TaskKey
 from dglx_dist.strategies.serverless.worker import GRADIENTS, WEIGHTS
 
+# Variants of WEIGHTS and GRADIENTS for ranks that run a task themselves. The caller counts the bytes.
 WEIGHTS_FOR_RANK = "lambda.weights_for_rank"
 GRADIENTS_OF_RANK = "lambda.gradients_of_rank"
-"""Variants of WEIGHTS and GRADIENTS for ranks that run a task themselves; the caller counts the bytes."""
 SUMS = "lambda.sums"
 """Called by other servers; name: "epoch/server"; one vector (|theta|,)."""
 UPDATED, STOPPED = "lambda.updated", "lambda.stopped"
 """Sent to graph servers; name: "updates/server", or the reason."""
+# Ranks ask for the missing inputs of the next update, the latest weights, and the state of the update.
 MISSING = "lambda.missing"
 LATEST = "lambda.latest"
 STATE = "lambda.state"
-"""Called by ranks: missing inputs of the next update, the latest weights, the state of the update."""
 
+# Ledger phases.
 DOWN = "weights_down"
 UP = "weights_up"
 BETWEEN = "parameter_sums"
 READ = "weights_read"
-"""Ledger phases."""
 
 log = logging.getLogger(__name__)
 _POLL_S = 1.0

@@ -298,10 +298,10 @@ EXCHANGED = {TaskKind.SCATTER: (HALO_ROWS, "ghosts"), TaskKind.SEND_BACK: (HALO_
 _CHECK_INTERVAL_S, _JOIN_TIMEOUT_S = 0.5, 5.0
 _NETWORK_THREADS = 2
 """They mostly wait for replies: one waits while the other packs."""
+# These come before all positions.
 _STOP = -3
 _ANNOUNCE = -2
 _IMMEDIATELY = -1
-"""Before all positions."""
 
 _Queue: TypeAlias = PriorityQueue[tuple[int, int, Callable[[], None] | None]]
 """(position, interval or announced position, action), least first; no action: the thread ends."""

@@ -20,10 +20,13 @@ from dglx_dist.errors import ConfigError
 from dglx_dist.layers.masks import ColumnRange, draw_kept_entries
 
 MAX_OPERATIONS = 4096
+"""Largest number of operations."""
 MAX_ARRAYS = 256
+"""Largest number of arrays of a kind."""
 MAX_DIMENSIONS = 8
+"""Largest number of dimensions of a row."""
 MAX_WIDTH = 1 << 20
-"""Largest number of operations, of arrays of a kind, of dimensions of a row, and of columns."""
+"""Largest number of columns of a dimension."""
 MAX_CONSTANT = 1 << 14
 """Largest number of elements of a constant."""
 

@@ -84,10 +84,10 @@ def _counts_of_ranks(own: Counts, session: Session) -> Counts:
     return Counts(**{name: type(value)(math.fsum(column)) for (name, value), column in sums})
 
 
+# Ledger phases. Workers have no ledger, so the graph server counts their traffic.
 PROGRAM_PHASE = "lambda_program"
 DOWN = "lambda_down"
 UP = "lambda_up"
-"""Ledger phases. Workers have no ledger, so the graph server counts their traffic."""
 _MOST_KERNELS, _LONGEST_KERNELS = 16, 400
 _PEER_CHECK_S = 5.0
 

@@ -42,10 +42,10 @@ _LONGEST_ERROR = 4000
 _IDLE_S = 5.0
 """Connections idle for longer are reopened: a function's container is frozen between invocations, and its
 peers have dropped a silent connection by then."""
+# Operations of graph servers, see :class:`_Calls`.
 PROGRAM = "lambda.program"
 PULL = "lambda.pull"
 GIVE = "lambda.give"
-"""Operations of graph servers; see :class:`_Calls`."""
 WEIGHTS, GRADIENTS = "lambda.weights", "lambda.gradients"
 """Operations of parameter servers."""
 _SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 0.002, 0.02
