@@ -48,7 +48,6 @@ from dglx_dist.planner.auto import (
     default_fanouts,
     resolve,
 )
-from dglx_dist.planner.workload import has_one_type
 from dglx_dist.records import FEATURE, Array, RawGraph
 from dglx_dist.registry import AUTO
 from dglx_dist.report.outcome import build_outcome, collect_facts
@@ -809,7 +808,7 @@ def _describe_training(
 
 def _check_auto(config: FitConfig, g: DistGraph) -> None:
     has_feature = config.feature != FEATURE or None
-    inputs = config.inputs if has_one_type(g.dataset.manifest) else None
+    inputs = config.inputs if g.is_homogeneous else None
     settings = {"task": config.own_task, "inputs": inputs, "feature": has_feature}
     for name, value in settings.items():
         if value is not None:

@@ -466,7 +466,7 @@ def _check_inputs(plan: TrainConfig, g: DistGraph) -> None:
     """Raise ConfigError unless the model supports the types of ``g`` and has rows for all nodes."""
     where = g.dataset.folder
     relational = plan.model in RELATIONAL_KINDS
-    if not relational and (len(g.ntypes) != 1 or len(g.canonical_etypes) != 1):
+    if not relational and not g.is_homogeneous:
         link = ", or --model none --embeddings 64, which scores trainable rows" if plan.task == LINK else ""
         raise ConfigError(
             f"{where} has {len(g.ntypes)} node and {len(g.canonical_etypes)} edge types, but --model "

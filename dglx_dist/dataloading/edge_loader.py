@@ -576,7 +576,7 @@ class DistEdgeDataLoader(StepLoader[EdgeType, EdgeBatch, EdgesBatch]):
         **options: Any,
     ) -> None:
         rule = {"exclude": exclude, "reverse_eids": reverse_eids, "reverse_etypes": reverse_etypes}
-        checked = read_edge_options(g, eids, sampler, **rule, negative_sampler=negative_sampler, **options)
+        checked = read_edge_options(g, eids, sampler, negative_sampler=negative_sampler, **rule, **options)
         seed = resolve_seed(checked.options, g.session)
         blocks = open_maker(g, checked.sampler, read_sampler(checked.sampler), checked.options, seed)
         super().__init__(g.session, checked.items, checked.options, open_edge_maker(g, checked, blocks))
@@ -587,14 +587,11 @@ def read_edge_options(
     eids: Ids | Mapping[Any, Ids],
     sampler: Any,
     *,
-    exclude: Any = None,
-    reverse_eids: Any = None,
-    reverse_etypes: Any = None,
     negative_sampler: Any = None,
     **options: Any,
 ) -> EdgeOptions:
     """Check the arguments of :class:`DistEdgeDataLoader`. Every rank must call this. For errors see there."""
-    rule = {"exclude": exclude, "reverse_eids": reverse_eids, "reverse_etypes": reverse_etypes}
+    rule = {name: options.pop(name, None) for name in ("exclude", "reverse_eids", "reverse_etypes")}
     return run_on_all_ranks(
         g.session, lambda: _read_options(g, eids, sampler, rule, negative_sampler, options), ConfigError
     )

@@ -295,6 +295,11 @@ class DistGraph(Shared):
         return list(self._edge_policies)
 
     @property
+    def is_homogeneous(self) -> bool:
+        """Whether there is one node type and one edge type."""
+        return len(self._node_policies) == len(self._edge_policies) == 1
+
+    @property
     def ndata(self) -> DataView:
         """Tensors of the nodes. Raises ConfigError if there are several node types."""
         return self._node_views[_get_only_type(self._node_views, "node", "g.nodes[ntype].data")]

@@ -50,6 +50,11 @@ class InEdges:
     edge_ids: Array
     """(e,) int64 global edge ids."""
 
+    def keep(self, mask: Array) -> "InEdges":
+        """Return the edges that the (e,) bool ``mask`` marks."""
+        offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(mask)])
+        return InEdges(indptr=offsets[self.indptr], sources=self.sources[mask], edge_ids=self.edge_ids[mask])
+
 
 NO_EDGES: Array = np.empty(0, dtype=np.int64)
 

@@ -28,7 +28,7 @@ from dglx_dist.planner.measure import CountConfig, count, probe, sample_blocks, 
 from dglx_dist.planner.model_shape import infer_shape
 from dglx_dist.planner.records import Choice, ChoiceOptions, Cluster, Draws, ModelShape
 from dglx_dist.planner.trials import TrialConfig, fill_cache, leave_unchanged, run_trials
-from dglx_dist.planner.workload import check_choosable, has_one_type
+from dglx_dist.planner.workload import check_choosable
 from dglx_dist.progress import progress
 from dglx_dist.records import FEATURE
 from dglx_dist.registry import AUTO
@@ -246,7 +246,7 @@ def choose_in_job(
     check_equal(session, "an option", {**asdict(training), **asdict(options)}, remedy)
     check_same_model(model, session)
     check_choosable(g.dataset.manifest, str(g.dataset.folder), training.ntype)
-    inputs = None if has_one_type(g.dataset.manifest) else inputs
+    inputs = None if g.is_homogeneous else inputs
     _check_inputs(model, g, inputs)
     with progress("choosing a strategy", 1, enabled=session.topology.rank == 0) as advance:
         with leave_unchanged(g, find_float_parameter(model).device):
@@ -273,7 +273,7 @@ def _choose(
     notify: Callable[[str], None],
 ) -> tuple[Choice, Draws | None]:
     begin = time.perf_counter()
-    is_counted = has_one_type(g.dataset.manifest)
+    is_counted = g.is_homogeneous
     shape = _describe_model(model, g, training)
     notify("probing the links")
     cluster = _cluster(g.session, options, find_float_parameter(model).device)
@@ -328,7 +328,7 @@ def _describe_model(model: nn.Module, g: DistGraph, training: Training) -> Model
     # The targets of a user's loop may be no labels. The width of the last layer is then unknown.
     classes = g.dataset.manifest.num_classes.get(training.ntype or g.ntypes[0], 1)
     hidden = training.hidden or 0
-    if has_one_type(g.dataset.manifest):
+    if g.is_homogeneous:
         options: dict[str, Any] = {"kind": training.kind or "", "is_guessed": training.kind is None}
         features = g.ndata[FEATURE].shape[1]
         return infer_shape(model, features, classes, training.num_layers, hidden=hidden, **options)

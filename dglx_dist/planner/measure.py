@@ -31,13 +31,7 @@ from dglx_dist.planner.choose import enumerate_candidates, has_costs, list_works
 from dglx_dist.planner.costs.base import EpochCounts, PlannedRun
 from dglx_dist.planner.model_shape import build_topology
 from dglx_dist.planner.records import Cluster, Draws, ModelShape, Prediction
-from dglx_dist.planner.workload import (
-    count_batches,
-    estimate_graph_stats,
-    has_one_type,
-    read_graph_stats,
-    read_row_sizes,
-)
+from dglx_dist.planner.workload import count_batches, estimate_graph_stats, read_graph_stats, read_row_sizes
 from dglx_dist.records import Array
 from dglx_dist.strategies.base import find_float_parameter
 from dglx_dist.strategies.candidate import CACHE_SIZES, Candidate, CandidateContext
@@ -108,7 +102,7 @@ def count(
     descriptions = [f"{candidate.name} {list_works([candidate], context)}" for candidate in candidates]
     check_equal(run.g.session, "a candidate of strategy", descriptions, "load the same plugins on every rank")
     batches = None
-    is_counted = has_one_type(g.dataset.manifest)
+    is_counted = g.is_homogeneous
     if config.draws is not None and is_counted:
         notify("batches of all ranks")
         sizes = read_row_sizes(g, shape.gradient_bytes, partitioned=config.partitioned)

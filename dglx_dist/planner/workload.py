@@ -419,14 +419,9 @@ def estimate_graph_stats(manifest: Manifest, servers: int, train_nodes: int) -> 
     )
 
 
-def has_one_type(manifest: Manifest) -> bool:
-    """Return whether the dataset has one node type and one edge type, for which costs are counted."""
-    return len(manifest.node_types) == 1 and len(manifest.edge_types) == 1
-
-
 def check_plannable(manifest: Manifest, where: str) -> None:
     """Raise ConfigError unless a plan can be made for the dataset."""
-    if not has_one_type(manifest):
+    if not manifest.is_homogeneous:
         raise ConfigError(
             f"{where} has {len(manifest.node_types)} node and {len(manifest.edge_types)} edge types, but "
             "costs are counted for one of each, so there is no plan. Compare strategies in a run with "
@@ -440,7 +435,7 @@ def check_choosable(manifest: Manifest, where: str, ntype: str | None = None) ->
 
     ``ntype`` is the type of the training nodes. None: it is not known yet.
     """
-    if has_one_type(manifest):
+    if manifest.is_homogeneous:
         check_plannable(manifest, where)
     elif ntype is not None:
         _check_columns(manifest, where, ntype, (TRAIN_MASK,))

@@ -496,7 +496,7 @@ class OpenedStrategy(ABC):
 
 
 def check_one_type(strategy: str, g: DistGraph) -> None:
-    if len(g.ntypes) != 1 or len(g.canonical_etypes) != 1:
+    if not g.is_homogeneous:
         raise ConfigError(
             f"{strategy} trains on graphs of one node and one edge type, but this graph has the node types "
             f"{shorten_list(g.ntypes)} and the edge types {shorten_list(g.canonical_etypes)}; use "

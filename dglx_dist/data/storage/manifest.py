@@ -74,6 +74,11 @@ class Manifest:
         return tuple(self.edge_columns)
 
     @property
+    def is_homogeneous(self) -> bool:
+        """Whether there is one node type and one edge type."""
+        return len(self.node_types) == len(self.edge_types) == 1
+
+    @property
     def class_names(self) -> dict[str, list[str]]:
         """Names of the classes by type, for types with names in the source."""
         names_by_type = self.parameters.get("class_names")

@@ -20,7 +20,6 @@ from dglx_dist.dataloading.minibatch import Excluded, MiniBatch, NodeMaker
 from dglx_dist.dataloading.step_loader import StepLoader
 from dglx_dist.errors import ConfigError
 from dglx_dist.records import EdgeType, StepShare
-from dglx_dist.strategies.full_graph.graph_types import has_several_types
 from dglx_dist.strategies.full_graph.loader import FullGraphLoader, HaloBatch
 from dglx_dist.strategies.full_graph.options import FullGraphOptions
 from dglx_dist.strategies.full_graph.pair_rows import PairPlanner, PairRows
@@ -37,7 +36,7 @@ def read_edge_request(
     Raises ConfigError if they need other blocks in each step, or the strategy's options do.
     """
     checked = read_edge_options(g, **arguments)
-    if has_several_types(g):
+    if not g.is_homogeneous:
         raise ConfigError(
             f"{strategy} trains on batches of edges of graphs with one node and one edge type, but this "
             f"graph has the edge types {', '.join(g.etypes)}; use strategy='data_parallel'"
@@ -112,6 +111,7 @@ class FullGraphEdgeLoader(StepLoader[EdgeType, EdgeBatch, EdgesBatch]):
         self, g: DistGraph, checked: EdgeOptions, encoder: FullGraphLoader, options: FullGraphOptions
     ) -> None:
         size = checked.options.batch_size * options.edge_batches_per_step
-        planner = PairPlanner(g, encoder.load(0, 0).plan, options.wire_dtype)
-        maker = open_edge_maker(g, checked, GraphBlocks(g, encoder.load(0, 0), planner))
+        batch = encoder.load(0, 0)
+        planner = PairPlanner(g, batch.plan, options.wire_dtype)
+        maker = open_edge_maker(g, checked, GraphBlocks(g, batch, planner))
         super().__init__(g.session, checked.items, replace(checked.options, batch_size=size), maker)

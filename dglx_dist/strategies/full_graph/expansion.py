@@ -19,7 +19,7 @@ from dglx_dist.errors import StorageError
 from dglx_dist.graph.structure import InEdges
 from dglx_dist.keyed_random import hash_ids, item_key, mix, stream_key
 from dglx_dist.records import EDGE_TYPE, NODE_TYPE, Array, RawGraph
-from dglx_dist.strategies.full_graph.graph_types import GraphStructure, UnifiedGraph, keep_edges
+from dglx_dist.strategies.full_graph.graph_types import GraphStructure, UnifiedGraph
 from dglx_dist.strategies.full_graph.halo_plan import RowPositions
 
 PRELOAD_STRUCTURE = "preload_structure"
@@ -84,7 +84,7 @@ def keep_edges_from(edges: InEdges, allowed: Array) -> InEdges:
         # The minimum keeps sources above the last allowed id within the array. They compare as unequal.
         positions = np.minimum(np.searchsorted(allowed, edges.sources), len(allowed) - 1)
         mask = allowed[positions] == edges.sources
-    return keep_edges(edges, mask)
+    return edges.keep(mask)
 
 
 def _split_relations(structure: GraphStructure, edges: InEdges) -> Iterator[InEdges]:
@@ -93,7 +93,7 @@ def _split_relations(structure: GraphStructure, edges: InEdges) -> Iterator[InEd
         return
     relations = structure.find_relations(edges.edge_ids)
     for number in range(len(structure.structures)):
-        yield keep_edges(edges, relations == number)
+        yield edges.keep(relations == number)
 
 
 Composition: TypeAlias = Literal["random", "ordered"]

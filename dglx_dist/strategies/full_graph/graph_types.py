@@ -24,12 +24,6 @@ if TYPE_CHECKING:
     from dglx_dist.graph.dist_graph import DistGraph
 
 
-def keep_edges(edges: InEdges, mask: Array) -> InEdges:
-    """Return the ``edges`` that the (E,) bool ``mask`` marks."""
-    offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(mask)])
-    return InEdges(indptr=offsets[edges.indptr], sources=edges.sources[mask], edge_ids=edges.edge_ids[mask])
-
-
 @final
 class MaskedStructure:
     """The in-edges that an edge column marks with a number other than 0.
@@ -48,7 +42,7 @@ class MaskedStructure:
 
         def wait_for_marked() -> InEdges:
             edges = wait()
-            return keep_edges(edges, self._store.pull(self._key, edges.edge_ids, phase=phase).numpy() != 0)
+            return edges.keep(self._store.pull(self._key, edges.edge_ids, phase=phase).numpy() != 0)
 
         return wait_for_marked
 
@@ -189,10 +183,6 @@ class TypedPlan:
         return {ntype: self.nodes[ntype][: rows.targets] for ntype, rows in self.layers[-1].rows.items()}
 
 
-def has_several_types(g: DistGraph) -> bool:
-    return len(g.ntypes) > 1 or len(g.canonical_etypes) > 1
-
-
 def find_bounds(g: DistGraph) -> Array:
     """Return the (S + 1,) int64 first unified id of each server, and the end."""
     return np.sum([g.get_node_partition_policy(ntype).bounds for ntype in g.ntypes], axis=0)
@@ -200,7 +190,7 @@ def find_bounds(g: DistGraph) -> Array:
 
 def unify_structure(g: DistGraph, mask: str | None = None) -> GraphStructure:
     """Return the in-edges over unified ids. With ``mask``, only those that this edge column marks."""
-    if has_several_types(g):
+    if not g.is_homogeneous:
         return UnifiedGraph.from_graph(g, mask)
     return _open_structure(g, g.canonical_etypes[0], mask)
 
@@ -214,7 +204,7 @@ def _open_structure(g: DistGraph, etype: EdgeType, mask: str | None) -> Structur
 
 def unify_nodes(g: DistGraph, ids: Mapping[str, Array]) -> Array:
     """Return the (K,) int64 unified ids of nodes by type. For one type these are its ids."""
-    if has_several_types(g):
+    if not g.is_homogeneous:
         return UnifiedGraph.from_graph(g).unify(ids)
     (own_ids,) = ids.values()
     return own_ids
@@ -222,7 +212,7 @@ def unify_nodes(g: DistGraph, ids: Mapping[str, Array]) -> Array:
 
 def split_plan(plan: RankPlan, g: DistGraph) -> TypedPlan:
     """Return ``plan`` by the types of ``g``. Sends nothing."""
-    if has_several_types(g):
+    if not g.is_homogeneous:
         return UnifiedGraph.from_graph(g).split(plan)
     (ntype,), (etype,) = g.ntypes, g.canonical_etypes
     typed = {id(layer): TypedLayer(rows={ntype: layer}, relations={etype: layer}) for layer in plan.layers}

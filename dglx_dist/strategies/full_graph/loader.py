@@ -43,7 +43,6 @@ from dglx_dist.strategies.full_graph.graph_types import (
     TypedLayer,
     TypedPlan,
     find_bounds,
-    has_several_types,
     split_plan,
     unify_structure,
 )
@@ -437,7 +436,7 @@ def _build_block(
 ) -> AnyHaloBlock:
     out_degrees = g.out_degrees if mask is None else partial(_refuse_out_degrees, mask)
     graph_data: Any = {"out_degrees": out_degrees, "edge_order": g.orig_edge_ids}
-    if has_several_types(g):
+    if not g.is_homogeneous:
         return typed_halo_block(layer, nodes, exchanges, **graph_data)
     ((etype, relation),) = layer.relations.items()
     ids = torch.from_numpy(nodes[etype[0]])

@@ -17,7 +17,6 @@ from dglx_dist.options import read_options
 from dglx_dist.strategies.base import OpenedStrategy, Reduction, Strategy, Traits
 from dglx_dist.strategies.candidate import Candidate, CandidateContext
 from dglx_dist.strategies.full_graph.edge_loader import FullGraphEdgeLoader, read_edge_request
-from dglx_dist.strategies.full_graph.graph_types import has_several_types
 from dglx_dist.strategies.full_graph.loader import (
     FullGraphLoader,
     PlanMaker,
@@ -126,7 +125,7 @@ class OpenedFullGraph(OpenedStrategy):
         Raises ConfigError if the model mixes rows like a batch norm, or data_parallel could not train it
         either.
         """
-        if has_several_types(self.g):
+        if not self.g.is_homogeneous:
             check_norms_know_rows(model)
         return HaloModel(model, self.session, self.options, reduction=reduction)
 

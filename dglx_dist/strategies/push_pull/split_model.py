@@ -611,7 +611,7 @@ class TypeSchema:
     etypes: Sequence[EdgeType]
 
     @property
-    def has_one_type(self) -> bool:
+    def is_homogeneous(self) -> bool:
         """Whether there is one node type and one edge type."""
         return len(self.num_nodes) == len(self.etypes) == 1
 
@@ -625,14 +625,14 @@ def split_model(
     Raises ConfigError if no layer takes the input's columns and can be split, or a module before it cannot be
     cut.
     """
-    find = _find_input if schema.has_one_type else _find_typed_input
+    find = _find_input if schema.is_homogeneous else _find_typed_input
     columns, (name, layer) = find(model, stores, schema)
     first = model.get_submodule(name)
     provenance = InputProvenance(seed)
     runs = {ntype: deal_out_concatenated([*widths.values()], group.size) for ntype, widths in columns.items()}
     own_runs = {ntype: runs_of_parts[group.part] for ntype, runs_of_parts in runs.items()}
     inputs: dict[nn.Module, InputModule] = {}
-    if schema.has_one_type:
+    if schema.is_homogeneous:
         ((ntype, part_runs),) = own_runs.items()
         moments = stores[ntype].moments
         num_nodes = schema.num_nodes[ntype]
