@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from dglx_dist.comm.session import start_session
 from dglx_dist.graph import optim
 from dglx_dist.graph.dist_graph import DistGraph
-from dglx_dist.graph.dist_tensor import DistTensor
 from dglx_dist.graph.embedding import DistEmbedding
 from dglx_dist.strategies.base import STRATEGIES
 from dglx_dist.training.fit import train
@@ -27,6 +26,7 @@ from tests.helpers import wide
 from tests.helpers.ranks import run_ranks
 from tests.strategies import equality
 from tests.training import hetero
+from tests.training.hetero import fill_authors, take_step, weights_of
 
 HIDDEN, STEPS, RATE = 8, 10, 0.3
 PLACEMENTS = [(1, 1), (2, 1), *wide((2, 2), (3, 3), (3, 2))]
@@ -69,10 +69,6 @@ def one_process(case: str) -> tuple[dict[str, Any], Any]:
     return weights_of(model), table.weight.detach().numpy().copy()
 
 
-def weights_of(model: nn.Module) -> dict[str, Any]:
-    return {name: p.detach().numpy().copy() for name, p in model.named_parameters()}
-
-
 def _train(folder: str, share: str) -> dict[str, Any]:
     session = start_session(timeout_s=60)
     g = DistGraph(folder)
@@ -87,7 +83,7 @@ def _train(folder: str, share: str) -> dict[str, Any]:
             prefetch_labels={"paper": ["label"]},
         )
         authors = DistEmbedding(40, HIDDEN, f"rows-{case}", part_policy=policy, dtype=torch.float64)
-        _fill(authors.weight, g)
+        fill_authors(authors.weight, g, first_rows())
         strategy = STRATEGIES.get("data_parallel")(session, {}).open(g)
         loader = strategy.loader({"paper": own_ids}, sampler, batch_size=len(ids))
         inputs = EntityInputs(g, embeddings={"author": authors})
@@ -101,27 +97,13 @@ def _train(folder: str, share: str) -> dict[str, Any]:
             assert set(fitted.accuracy) == {"train_mask", "val_mask", "test_mask"}
         for _ in range(0 if case == "bases" else STEPS):
             for _, _, blocks in loader:
-                scores = model(blocks, inputs(blocks[0]))["paper"]
-                loss = F.cross_entropy(scores, blocks[-1].dstnodes["paper"].data["label"])
-                optimizer.zero_grad()
-                sparse.zero_grad()
-                loss.backward()
-                optimizer.step()
-                sparse.step()
+                take_step(model, inputs, blocks, optimizer, sparse)
         g.barrier()
         results[case] = (
             weights_of(model.module),
             equality.in_original_order(authors.weight, g, "author").numpy(),
         )
     return results
-
-
-def _fill(rows: DistTensor, g: DistGraph) -> None:
-    first, last = rows.local_range
-    if g.session.topology.local_rank == 0 and last > first:
-        own_rows = torch.arange(first, last)
-        rows[own_rows] = first_rows()[g.orig_ids(own_rows, "author")]
-    g.barrier()
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,6 @@ on one server only, topics have no in-edges, and no edge is of the type "retract
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import dgl
@@ -19,20 +18,20 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from dglx_dist.comm.session import start_session
-from dglx_dist.data.storage.writer import write_dataset
 from dglx_dist.graph import optim
 from dglx_dist.graph.dist_graph import DistGraph
 from dglx_dist.graph.embedding import DistEmbedding
 from dglx_dist.internals.message_passing import correct_kernels
-from dglx_dist.records import Array, Assignment, EdgeType, RawGraph
+from dglx_dist.records import Array, EdgeType
 from dglx_dist.strategies.base import STRATEGIES
 from dglx_dist.training.relational import HGT, RGCN, EntityInputs, _merge_types, _split_by_type
 from tests.strategies import equality
-from tests.strategies.test_hetero_equality import _fill, first_rows
+from tests.strategies.test_hetero_equality import first_rows
+from tests.training.hetero import CLASSES, TypedGraph, fill_authors, take_step, weights_of
 
 NUM_NODES = {"author": 40, "paper": 60, "venue": 5, "topic": 7}
 WIDTHS = {"paper": 6, "venue": 3, "topic": 2}
-HIDDEN, CLASSES, NUM_PARTS, STEPS, RATE = 8, 4, 3, 4, 0.3
+HIDDEN, NUM_PARTS, STEPS, RATE = 8, 3, 4, 0.3
 NUM_EDGES: dict[EdgeType, int] = {
     ("author", "writes", "paper"): 120,
     ("paper", "written_by", "author"): 110,
@@ -45,54 +44,10 @@ NUM_EDGES: dict[EdgeType, int] = {
 ETYPES = sorted(NUM_EDGES)
 
 
-def raw_graph() -> RawGraph:
-    random = np.random.default_rng(5)
-    papers = np.arange(NUM_NODES["paper"])
-    features = {
-        ntype: {"feat": random.standard_normal((NUM_NODES[ntype], width))} for ntype, width in WIDTHS.items()
-    }
-    labels = {
-        "label": random.integers(CLASSES, size=len(papers)),
-        "train_mask": papers % 3 == 0,
-        "val_mask": papers % 3 == 1,
-        "test_mask": papers % 3 == 2,
-    }
-    return RawGraph(
-        name="typed",
-        num_nodes=NUM_NODES,
-        edges={
-            etype: (
-                random.integers(NUM_NODES[etype[0]], size=count),
-                random.integers(NUM_NODES[etype[2]], size=count),
-            )
-            for etype, count in NUM_EDGES.items()
-        },
-        node_data={**features, "paper": features["paper"] | labels},
-        edge_data={("paper", "cites", "paper"): {"weight": random.random((150, 1))}},
-        num_classes={"paper": CLASSES},
-    )
-
-
-def write_parts(folder: Path) -> Path:
-    random = np.random.default_rng(6)
-    part_of = {
-        ntype: random.integers(ntype == "author", NUM_PARTS, count).astype(np.int32)
-        for ntype, count in NUM_NODES.items()
-    }
-    part_of["venue"][:] = 0
-    assignment = Assignment(num_parts=NUM_PARTS, part_of=part_of, method="test", seed=6)
-    write_dataset(raw_graph(), assignment, folder / "parts")
-    return folder / "parts"
-
-
-def plain_graph() -> Any:
-    raw = raw_graph()
-    graph = dgl.heterograph(raw.edges, num_nodes_dict=dict(raw.num_nodes))
-    for ntype, columns in raw.node_data.items():
-        for name, column in columns.items():
-            graph.nodes[ntype].data[name] = torch.from_numpy(np.asarray(column))
-    graph.edges["cites"].data["weight"] = torch.from_numpy(raw.edge_data["paper", "cites", "paper"]["weight"])
-    return graph
+GRAPH = TypedGraph(NUM_NODES, WIDTHS, NUM_EDGES, NUM_PARTS, weighted=(("paper", "cites", "paper"),))
+raw_graph = GRAPH.raw
+write_parts = GRAPH.write_parts
+plain_graph = GRAPH.plain
 
 
 class Projected(nn.Module):
@@ -216,10 +171,6 @@ def make_model(graph: Any, kind: str) -> nn.Module:
     return MODELS[kind](graph).double()
 
 
-def weights_of(model: nn.Module) -> dict[str, Array]:
-    return {name: p.detach().numpy().copy() for name, p in model.named_parameters()}
-
-
 def one_process(kind: str, batches: Sequence[Tensor] | None = None) -> dict[str, Array]:
     """Train on the uncut graph, and return the weights and the rows of authors.
 
@@ -284,7 +235,7 @@ def train(g: DistGraph, name: str, options: Mapping[str, Any], kind: str, epochs
         part_policy=g.get_node_partition_policy("author"),
         dtype=torch.float64,
     )
-    _fill(authors.weight, g)
+    fill_authors(authors.weight, g, first_rows())
     inputs = EntityInputs(g, embeddings={"author": authors})
     model = strategy.wrap(make_model(g, kind))
     optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
@@ -293,13 +244,7 @@ def train(g: DistGraph, name: str, options: Mapping[str, Any], kind: str, epochs
     for _ in range(epochs):
         for _, output_nodes, blocks in loader:
             batches.append(g.orig_ids(output_nodes["paper"], "paper").numpy())
-            scores = model(blocks, inputs(blocks[0]))["paper"]
-            loss = F.cross_entropy(scores, blocks[-1].dstnodes["paper"].data["label"])
-            optimizer.zero_grad()
-            sparse.zero_grad()
-            loss.backward()
-            optimizer.step()
-            sparse.step()
+            take_step(model, inputs, blocks, optimizer, sparse)
     g.barrier()
     rows = equality.in_original_order(authors.weight, g, "author").numpy()
     strategy.close()

@@ -7,32 +7,30 @@ Venues and fields may have fewer columns than there are ranks.
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import dgl
-import numpy as np
 import torch
 import torch.nn.functional as F
 from dgl.nn.pytorch import GATConv, GINConv, GraphConv, HeteroGraphConv, SAGEConv
 from torch import Tensor, nn
 
-from dglx_dist.data.storage.writer import write_dataset
 from dglx_dist.graph import optim
 from dglx_dist.graph.dist_graph import DistGraph
 from dglx_dist.graph.embedding import DistEmbedding
-from dglx_dist.records import Assignment, EdgeType, RawGraph
+from dglx_dist.records import EdgeType
 from dglx_dist.strategies.base import STRATEGIES
 from dglx_dist.strategies.push_pull.pipeline import Version
 from dglx_dist.training import fit
 from dglx_dist.training.fit_config import FitConfig
 from dglx_dist.training.relational import RGCN, EntityInputs
 from tests.strategies import equality
+from tests.training.hetero import CLASSES, TypedGraph, fill_authors, take_step, weights_of
 
 NUM_NODES = {"author": 30, "field": 8, "paper": 50, "venue": 6}
 WIDTHS = {"field": 2, "paper": 6, "venue": 3}
-AUTHOR_WIDTH, HIDDEN, CLASSES, STEPS, RATE = 5, 8, 4, 4, 0.2
+AUTHOR_WIDTH, HIDDEN, STEPS, RATE = 5, 8, 4, 0.2
 NUM_PARTS = 4
 NUM_EDGES: dict[EdgeType, int] = {
     ("author", "knows", "author"): 60,
@@ -46,46 +44,10 @@ NUM_EDGES: dict[EdgeType, int] = {
 }
 
 
-def raw_graph() -> RawGraph:
-    """The same at every call. Some nodes of each type have no in-edges of a relation."""
-    random = np.random.default_rng(5)
-    edges = {
-        etype: (random.integers(NUM_NODES[etype[0]], size=n), random.integers(NUM_NODES[etype[2]], size=n))
-        for etype, n in NUM_EDGES.items()
-    }
-    papers = np.arange(NUM_NODES["paper"])
-    node_data: dict[str, dict[str, Any]] = {
-        ntype: {"feat": random.standard_normal((NUM_NODES[ntype], width))} for ntype, width in WIDTHS.items()
-    }
-    node_data["paper"] |= {
-        "label": random.integers(CLASSES, size=len(papers)),
-        "train_mask": papers % 3 == 0,
-        "val_mask": papers % 3 == 1,
-        "test_mask": papers % 3 == 2,
-    }
-    classes = {"paper": CLASSES}
-    return RawGraph(name="types", num_nodes=NUM_NODES, edges=edges, node_data=node_data, num_classes=classes)
-
-
-def write_parts(folder: Path) -> Path:
-    random = np.random.default_rng(6)
-    part_of = {
-        ntype: random.integers(0, NUM_PARTS, count).astype(np.int32) for ntype, count in NUM_NODES.items()
-    }
-    part_of["venue"][:] = 0
-    part_of["author"] = np.maximum(part_of["author"], 1).astype(np.int32)
-    assignment = Assignment(num_parts=NUM_PARTS, part_of=part_of, method="test", seed=6)
-    write_dataset(raw_graph(), assignment, folder / "parts")
-    return folder / "parts"
-
-
-def plain_graph() -> Any:
-    raw = raw_graph()
-    graph = dgl.heterograph(raw.edges, num_nodes_dict=dict(raw.num_nodes))
-    for ntype, columns in raw.node_data.items():
-        for name, column in columns.items():
-            graph.nodes[ntype].data[name] = torch.from_numpy(np.asarray(column))
-    return graph
+GRAPH = TypedGraph(NUM_NODES, WIDTHS, NUM_EDGES, NUM_PARTS)
+raw_graph = GRAPH.raw
+write_parts = GRAPH.write_parts
+plain_graph = GRAPH.plain
 
 
 Make = Callable[[EdgeType], nn.Module | None]
@@ -238,10 +200,6 @@ def first_rows(run: Run) -> Tensor:
     return torch.randn(NUM_NODES["author"], run.row_width, dtype=torch.float64, generator=generator)
 
 
-def weights_of(module: nn.Module) -> dict[str, Any]:
-    return {name: p.detach().numpy().copy() for name, p in module.named_parameters()}
-
-
 def make_sampler(run: Run) -> Any:
     return dgl.dataloading.NeighborSampler(
         [run.fanout] * run.num_layers,
@@ -291,11 +249,7 @@ def make_embedding(g: DistGraph, run: Run) -> DistEmbedding:
     policy, label = g.get_node_partition_policy("author"), f"rows {g.session.next_number('rows')}"
     size = NUM_NODES["author"], run.row_width
     authors = DistEmbedding(*size, label, part_policy=policy, dtype=torch.float64)
-    first, last = authors.weight.local_range
-    if g.session.topology.local_rank == 0 and last > first:
-        own_rows = torch.arange(first, last)
-        authors.weight[own_rows] = first_rows(run)[g.orig_ids(own_rows, "author")]
-    g.barrier()
+    fill_authors(authors.weight, g, first_rows(run))
     return authors
 
 
@@ -315,13 +269,7 @@ def train(g: DistGraph, run: Run) -> Notes:
         assert set(fitted.accuracy) == {"train_mask", "val_mask", "test_mask"}
     for _ in range(0 if run.by_fit else STEPS):
         for _, targets, blocks in loader:
-            scores = model(blocks, inputs(blocks[0]))["paper"]
-            loss = F.cross_entropy(scores, blocks[-1].dstnodes["paper"].data["label"])
-            optimizer.zero_grad()
-            sparse.zero_grad()
-            loss.backward()
-            optimizer.step()
-            sparse.step()
+            take_step(model, inputs, blocks, optimizer, sparse)
             notes.counts.update(dict(count_block(blocks[0])))
             notes.targets.append(g.orig_ids(targets["paper"], "paper").tolist())
     notes.moved = equality.moved_since(g.session, before)
