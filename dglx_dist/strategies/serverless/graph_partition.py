@@ -83,10 +83,20 @@ class ServerGraph:
         """Return the ascending global ids of the halo nodes that graph server ``owner`` owns."""
         return self.halo[self.halo_starts[owner] : self.halo_starts[owner + 1]]
 
-    def own_positions(self, ids: Array) -> Array:
-        """Return (k,) int32 local ids of own nodes with the global ``ids``."""
-        positions: Array = (ids - self.starts[self.rank]).astype(np.int32)
-        return positions
+    def own_positions(self, ids: Array, asker: int) -> Array:
+        """Return (k,) int32 local ids of the halo nodes of ``asker`` with the ascending global ``ids``.
+
+        Raises ConfigError if they are no ascending ids of this rank's nodes.
+        """
+        first = int(self.starts[self.rank])
+        end = int(self.starts[self.rank + 1])
+        is_ascending = ids.dtype == np.int64 and ids.ndim == 1 and bool((np.diff(ids) > 0).all())
+        if not is_ascending or (len(ids) and not first <= ids[0] <= ids[-1] < end):
+            raise ConfigError(
+                f"graph server {asker} asked {self.rank} for rows that are not among its nodes {first} to "
+                f"{end - 1}; check that both have the same partition"
+            )
+        return (ids - first).astype(np.int32)
 
 
 def local_graph(
@@ -264,7 +274,7 @@ def exchange_boundaries(session: Session, graph: ServerGraph) -> list[Array]:
     lists = {peer: [graph.halo_ids(peer)] for peer in range(graph.num_servers)}
     exchange.post(0, "", lists, phase=PRELOAD)
     received = exchange.mailbox.take(0, "", lists, "the list of its halo nodes")
-    return [graph.own_positions(ids) for (ids,) in received.values()]
+    return [graph.own_positions(ids, peer) for peer, (ids,) in received.items()]
 
 
 def read_features(g: DistGraph, graph: ServerGraph, name: str, dtype: str) -> Array:

@@ -426,15 +426,32 @@ class GraphServer:
         return messages
 
     def receive(self, peer: int, kind: TaskKind, index: int, arrays: Sequence[Array]) -> None:
-        """Accept the positions and rows of a message of :meth:`halo_messages` of ``peer``."""
-        step = self.program.steps[index]
-        assert isinstance(step, Scatter)
+        """Accept the positions and rows of a message of :meth:`halo_messages` of ``peer``.
+
+        Raises:
+            ConfigError: a Scatter does not send such arrays.
+        """
+        step = self.program.steps[index] if 0 <= index < len(self.program.steps) else None
+        if not isinstance(step, Scatter) or not 0 <= peer < self.part.graph.num_servers:
+            raise ConfigError(
+                f"rows came from graph server {peer} for step {index}, but there is no such Scatter"
+            )
         graph = self.part.graph
         is_gradient = kind is TaskKind.SEND_BACK
         slots = self._trained_slots(step) if is_gradient else step.slots
         first = 0 if is_gradient else graph.num_own + int(graph.halo_starts[peer])
-        positions, *rows_of_slots = arrays
-        for name, rows in zip(slots, rows_of_slots, strict=True):
+        size = len(self.part.boundary[peer]) if is_gradient else len(graph.halo_ids(peer))
+        positions = arrays[0] if arrays else np.empty(0)
+        shapes = [(positions.size, self.program.slots[name].width) for name in slots]
+        dtypes = [self.program.dtype_of(name) for name in slots]
+        expected = [((positions.size,), "int32"), *zip(shapes, dtypes, strict=True)]
+        actual = [(array.shape, array.dtype.name) for array in arrays]
+        if actual != expected or (positions.size and not 0 <= positions.min() <= positions.max() < size):
+            raise ConfigError(
+                f"graph server {peer} sent {actual} for step {step.name!r}, not {expected} with positions "
+                f"below {size}; run the same version everywhere"
+            )
+        for name, rows in zip(slots, arrays[1:], strict=True):
             stored = self._received[name, peer] if is_gradient else self._rows[name]
             stored[first + positions] = rows
 

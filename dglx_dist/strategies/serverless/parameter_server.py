@@ -328,8 +328,23 @@ class ParameterServer:
         return np.concatenate([totals[name].reshape(-1) for name in self.plan.shapes])
 
     def receive_sums(self, server: int, epoch: int, vector: Array) -> None:
-        """Store the sums of another server; ignores repeated ones."""
+        """Store the sums of another server. Repeated ones are ignored.
+
+        Raises ConfigError if no server sends such sums now.
+        """
+        plan = self.plan
+        if not 0 <= server < plan.num_servers or server == self.index:
+            raise ConfigError(f"sums of server {server} came to {self.index} of {plan.num_servers}")
+        if vector.shape != (plan.size,) or vector.dtype != plan.program.dtype:
+            raise ConfigError(
+                f"sums of server {server} are {vector.dtype} of shape {vector.shape}, not "
+                f"{plan.program.dtype} of shape ({plan.size},)"
+            )
         with self._lock:
+            if epoch > self.updates + plan.staleness + 1:
+                raise ConfigError(
+                    f"sums of epoch {epoch} came from server {server} after {self.updates} updates"
+                )
             if epoch >= self.updates:
                 self._received.setdefault(epoch, {}).setdefault(server, vector)
 

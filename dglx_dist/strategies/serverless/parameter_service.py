@@ -3,6 +3,7 @@
 import json
 import logging
 import math
+import re
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -17,6 +18,7 @@ from dglx_dist.comm.wire import payload_bytes
 from dglx_dist.errors import ConfigError, DglxError, PeerError
 from dglx_dist.records import Array
 from dglx_dist.strategies.serverless.parameter_server import ParameterPlan, ParameterServer
+from dglx_dist.strategies.serverless.program import DTYPES
 from dglx_dist.strategies.serverless.tasks import Direction, TaskKey
 from dglx_dist.strategies.serverless.worker import GRADIENTS, WEIGHTS
 
@@ -38,6 +40,7 @@ UP = "weights_up"
 BETWEEN = "parameter_sums"
 READ = "weights_read"
 
+_PAIR = re.compile(r"(0|[1-9][0-9]{0,17})/(0|[1-9][0-9]{0,5})")
 log = logging.getLogger(__name__)
 _POLL_S = 1.0
 _PROBE_S = 5.0
@@ -52,9 +55,11 @@ def pair_name(number: int, server: int) -> str:
 
 
 def parse_pair(name: str) -> tuple[int, int]:
-    """Read :func:`pair_name`."""
-    number, server = name.split("/")
-    return int(number), int(server)
+    """Read :func:`pair_name`. Raises ConfigError if it is invalid."""
+    match = _PAIR.fullmatch(name)
+    if match is None:
+        raise ConfigError(f"{name[:80]!r} names no number and server; write it like 3/1")
+    return int(match[1]), int(match[2])
 
 
 def pack_state(state: Mapping[str, Array]) -> list[Array]:
@@ -64,15 +69,26 @@ def pack_state(state: Mapping[str, Array]) -> list[Array]:
     return [np.frombuffer(json.dumps(table).encode(), np.uint8), np.frombuffer(numbers, np.uint8)]
 
 
-def unpack_state(packed: Sequence[Array]) -> dict[str, Array]:
-    """Read :func:`pack_state` into new arrays."""
+def unpack_state(plan: ParameterPlan, packed: Sequence[Array]) -> dict[str, Array]:
+    """Read :func:`pack_state` into new arrays.
+
+    Raises ConfigError if it does not fit the weights of ``plan``.
+    """
     state: dict[str, Array] = {}
-    table, numbers = (array.tobytes() for array in packed)
     begin = 0
-    for path, dtype, shape in json.loads(table):
-        values = np.frombuffer(numbers, dtype, math.prod(shape), begin)
-        state[path] = values.reshape(shape).copy()
-        begin += values.nbytes
+    try:
+        table, numbers = (array.tobytes() for array in packed)
+        for path, dtype, shape in json.loads(table):
+            name = path.rpartition("/")[0]
+            if dtype not in DTYPES or name not in plan.shapes or tuple(shape) not in ((), plan.shapes[name]):
+                raise ValueError(f"{path[:80]!r}, {dtype} of shape {shape}, belongs to no weight here")
+            values = np.frombuffer(numbers, dtype, math.prod(shape), begin)
+            state[path] = values.reshape(shape).copy()
+            begin += values.nbytes
+    except (ValueError, TypeError, AttributeError, RecursionError) as error:
+        raise ConfigError(
+            f"the optimizer's state cannot be read: {error}; run the same version everywhere"
+        ) from None
     return state
 
 
@@ -210,6 +226,8 @@ class ParameterService:
 
     def _take_sums(self, name: str, arrays: Sequence[Array]) -> list[Array]:
         epoch, server = parse_pair(name)
+        if len(arrays) != 1:
+            raise ConfigError(f"sums {name} have {len(arrays)} arrays instead of one")
         self.server.receive_sums(server, epoch, arrays[0])
         self._changed.set()
         return []
@@ -281,11 +299,16 @@ class ParameterClient:
     def latest(self) -> dict[str, Array]:
         """Fetch the latest weights by name; all servers have the same while nothing is in flight."""
         (vector,) = self._rpc.call(self._nearest(), LATEST, "", [], phase=READ)
+        if vector.shape != (self._plan.size,) or vector.dtype != self._plan.program.dtype:
+            raise ConfigError(
+                f"the latest weights, {vector.dtype} of shape {vector.shape}, belong to another model"
+            )
         return dict(zip(self._plan.shapes, self._plan.unflatten(vector), strict=True))
 
     def state(self) -> dict[str, Array]:
         """Fetch the state of the update by "<weight>/<key>"; see :meth:`latest`."""
-        return unpack_state(self._rpc.call(self._nearest(), STATE, "", [], phase=READ))
+        packed = self._rpc.call(self._nearest(), STATE, "", [], phase=READ)
+        return unpack_state(self._plan, packed)
 
     def close(self) -> None:
         self._rpc.unregister(UPDATED)
@@ -297,6 +320,8 @@ class ParameterClient:
 
     def _take_update(self, name: str, _arrays: Sequence[Array]) -> list[Array]:
         updates, server = parse_pair(name)
+        if server >= len(self._updates):
+            raise ConfigError(f"there is no parameter server {server} of {len(self._updates)}")
         with self._lock:
             applied_before = min(self._updates)
             self._updates[server] = max(self._updates[server], updates)

@@ -112,7 +112,9 @@ class Case:
 
 
 def boundaries_of(graphs: Sequence[ServerGraph]) -> list[list[Array]]:
-    return [[graph.own_positions(peer.halo_ids(graph.rank)) for peer in graphs] for graph in graphs]
+    return [
+        [graph.own_positions(peer.halo_ids(graph.rank), peer.rank) for peer in graphs] for graph in graphs
+    ]
 
 
 @functools.cache

@@ -7,7 +7,7 @@ import pytest
 
 from dglx_dist.errors import ConfigError
 from dglx_dist.strategies.serverless.graph_partition import crossing_edges, cut_intervals
-from dglx_dist.strategies.serverless.graph_server import SubmitResult
+from dglx_dist.strategies.serverless.graph_server import SubmitResult, TaskKind
 from dglx_dist.strategies.serverless.tasks import TASK_OVER, TaskKey
 
 from . import cases
@@ -15,6 +15,33 @@ from .programs import gcn
 from .serial_scheduler import compute_task
 
 STARTS = [0, 17, 40]
+
+
+def test_messages_that_are_not_what_a_scatter_sends_are_refused() -> None:
+    (server, peer), _ = cases.servers(gcn(), STARTS, 2)
+    ((_, good),) = peer.halo_messages(1, peer.schedule[2])
+    assert good[1].shape == (len(good[0]), 4)
+    server.receive(1, TaskKind.SCATTER, 2, good)
+    size = len(server.part.graph.halo_ids(1))
+    wrong = (
+        [good[0]],
+        [good[0].astype(np.int64), good[1]],
+        [good[0] + np.int32(size), good[1]],
+        [good[0] - good[0][0] - np.int32(1), good[1]],
+        [good[0], good[1][:, :3]],
+        [good[0], good[1].astype(np.float32)],
+        [good[0][:1], good[1][:0]],
+        [],
+        [np.int32(0) + np.zeros((), np.int32), good[1]],
+    )
+    for arrays in wrong:
+        with pytest.raises(
+            ConfigError, match=rf"graph server 1 sent .* 'SC1', not .* positions below {size}"
+        ):
+            server.receive(1, TaskKind.SCATTER, 2, arrays)
+    for peer_number, step in ((1, 1), (1, 99), (1, -1), (2, 2), (-1, 2)):
+        with pytest.raises(ConfigError, match="no such Scatter"):
+            server.receive(peer_number, TaskKind.SCATTER, step, good)
 
 
 def test_each_half_is_taken_once_and_only_while_its_task_is_open() -> None:
@@ -37,6 +64,16 @@ def test_each_half_is_taken_once_and_only_while_its_task_is_open() -> None:
         assert server.pull(key, half) == [TASK_OVER]
     rows = server.part.nodes_of(0)
     np.testing.assert_array_equal(server._rows["h2"][rows], np.concatenate([first[0], second[0]]))
+
+
+def test_lists_of_another_partition_are_refused() -> None:
+    first = cases.case().graphs(STARTS)[0]
+    assert first.own_positions(np.array([0, 1, 16]), 1).dtype == np.int32
+    for wrong in ([17], [-1, 0], [1, 0], [0, 0]):
+        with pytest.raises(ConfigError, match=r"graph server 1 asked 0 .* nodes 0 to 16"):
+            first.own_positions(np.array(wrong), 1)
+    with pytest.raises(ConfigError, match="same partition"):
+        first.own_positions(np.array([0], np.int32), 1)
 
 
 def test_edges_of_a_path_cross_where_it_is_cut() -> None:

@@ -139,6 +139,10 @@ def test_keys_of_another_server_or_epoch_are_refused() -> None:
         first.gradients(second_one, 0, 3, gradients_of(second_one, 0, 3))
     with pytest.raises(ConfigError, match="beyond staleness 1"):
         first.weights(own, 2, 3)
+    vector = np.zeros(plan.size)
+    for sender, epoch, sums in ((0, 0, vector), (2, 0, vector), (1, 3, vector), (1, 0, vector[:1])):
+        with pytest.raises(ConfigError, match="server"):
+            first.receive_sums(sender, epoch, sums)
     assert (
         first.missing() == second.missing().replace(str(second_one), str(own)) or "step 0" in first.missing()
     )

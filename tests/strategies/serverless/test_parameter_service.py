@@ -17,7 +17,7 @@ from dglx_dist.comm.rpc import Rpc
 from dglx_dist.comm.session import Session, start_session
 from dglx_dist.comm.topology import Topology
 from dglx_dist.comm.trace import Timeline
-from dglx_dist.errors import PeerError, RemoteError
+from dglx_dist.errors import ConfigError, PeerError, RemoteError
 from dglx_dist.records import Array
 from dglx_dist.strategies.serverless import parameter_service as ops
 from dglx_dist.strategies.serverless.parameter_server import ParameterPlan, ParameterServer, assign
@@ -191,6 +191,20 @@ def test_timeout_error_names_the_missing_gradients() -> None:
     assert "parameter server 0 on rank 0" in str(caught.value)
 
 
+def test_invalid_messages_of_servers_are_refused() -> None:
+    """Messages that workers must not send are in test_worker_access.py."""
+    rpc = alone()
+    with serve(rpc, plan_of(1)):
+        for op, name, arrays, says in (
+            (ops.SUMS, "0/0", [np.zeros(SIZE)], "sums of server 0"),
+            (ops.SUMS, "0", [np.zeros(SIZE)], "no number and server"),
+            (ops.SUMS, "0/1", [], "0 arrays"),
+            (ops.UPDATED, "1/1", [], "no parameter server 1"),
+        ):
+            with pytest.raises(RemoteError, match=says):
+                rpc.call(0, op, name, arrays, phase="test")
+
+
 def test_an_update_that_fails_ends_the_waiting_and_the_service() -> None:
     rpc = alone()
     with serve(rpc, plan_of(1)) as (service, client):
@@ -244,15 +258,25 @@ def broken(_weights: Sequence[Array], _gradients: Sequence[Array], _rates: objec
     raise ValueError("no room")
 
 
-def test_a_state_comes_back() -> None:
+def test_a_state_comes_back_and_others_are_refused() -> None:
     state = {
         "first.weight/step": np.array(3, np.float32),
         "first.weight/exp_avg": np.ones((2, 3)),
         "first.bias/exp_avg": np.zeros(2),
     }
-    result = ops.unpack_state(ops.pack_state(state))
+    table, numbers = ops.pack_state(state)
+    result = ops.unpack_state(plan_of(1), [table, numbers])
     assert list(result) == list(state)
     assert all(np.array_equal(result[path], value) for path, value in state.items())
+    for bad in (
+        [],
+        [table],
+        [table, numbers[:9]],
+        [table[:-1], numbers],
+        ops.pack_state({"x/step": np.ones(1)}),
+    ):
+        with pytest.raises(ConfigError, match="state cannot be read"):
+            ops.unpack_state(plan_of(1), bad)
 
 
 def test_listeners_hear_of_each_update_once() -> None:
