@@ -109,9 +109,10 @@ class Registry(Generic[T]):
 
         def add(plugin: type[T]) -> type[T]:
             # The entry point of a package may name a class that its module registers, too.
-            own_names = {point.value for point in _entry_points(self._group) if point.name == name}
-            is_free = own_names == {f"{plugin.__module__}:{plugin.__qualname__}"} or name not in self.names()
-            if not is_free or name in self._aliases:
+            own_value = f"{plugin.__module__}:{plugin.__qualname__}"
+            points = [point for point in _entry_points(self._group) if point.name == name]
+            is_taken = name in self._paths or name in self._added or name in self._aliases
+            if is_taken or any(point.value != own_value for point in points):
                 raise ConfigError(f"the {self._kind} name {name!r} is taken. Choose another one.")
             self._added[name] = self._check(name, plugin)
             return plugin

@@ -2,6 +2,7 @@
 
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -61,6 +62,19 @@ def test_a_decorated_class_is_known_and_a_taken_name_is_refused() -> None:
     for name in ("square", "circle", "disc"):
         with pytest.raises(ConfigError, match=f"{name}' is taken"):
             registry.register(name)(Box)
+
+
+def test_an_entry_point_frees_no_name_that_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    registry = make()
+
+    class Round(Shape):
+        pass
+
+    point = SimpleNamespace(name="circle", value=f"{Round.__module__}:{Round.__qualname__}")
+    monkeypatch.setattr("dglx_dist.registry._entry_points", lambda group: [point])
+    with pytest.raises(ConfigError, match="circle' is taken"):
+        registry.register("circle")(Round)
+    assert registry.get("circle") is Circle
 
 
 def test_a_plugin_of_another_kind_is_refused() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 import weakref
 from abc import ABC, abstractmethod
@@ -412,11 +413,12 @@ class StepCheck:
 
     def __init__(self, session: Session, *, compares_weights: bool) -> None:
         self._session, self._compares_weights = session, compares_weights
+        self._compared: list[Optimizer] = []
 
     def __call__(self, optimizer: Optimizer, *_: object) -> None:
         refuse_unwrapped(optimizer)
-        if self._compares_weights:
-            self._compares_weights = False
+        if self._compares_weights and not any(optimizer is compared for compared in self._compared):
+            self._compared.append(optimizer)
             check_replicas(_find_replicated(optimizer), self._session)
 
 
@@ -556,7 +558,7 @@ class EpochLoader(ABC, Generic[B, T]):
         waited_before_s = self._waited_s
         handle = None
         if self.checks_training and self._session.topology.world_size > 1:
-            compares_weights = epoch % max(STEPS_BETWEEN_CHECKS // max(len(self), 1), 1) == 0
+            compares_weights = epoch % math.ceil(STEPS_BETWEEN_CHECKS / max(len(self), 1)) == 0
             check = StepCheck(self._session, compares_weights=compares_weights)
             handle = register_optimizer_step_pre_hook(check)
         try:

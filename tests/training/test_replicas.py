@@ -1,5 +1,6 @@
 """Ranks that train apart are found at the next epoch, evaluation or checkpoint."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import dglx_dist as dx
+from dglx_dist.comm.collectives import check_replicas
 from dglx_dist.comm.ledger import CONTROL
+from dglx_dist.comm.session import start_session
 from dglx_dist.dataloading.step_loader import STEPS_BETWEEN_CHECKS
 from dglx_dist.errors import ConfigError
 from dglx_dist.training.fit_config import FitConfig
@@ -172,6 +175,76 @@ def fit_apart(strategy: str) -> tuple[str, int]:
 def test_fit_compares_the_weights_after_each_epoch() -> None:
     results = run_each(fit_apart, [(strategy,) for strategy in STRATEGIES], 2)
     assert results == [[(strategy, 0)] * 2 for strategy in STRATEGIES]
+
+
+REPLICAS: dict[str, Callable[[int, Tensor], dict[str, Tensor]]] = {
+    "another order": lambda rank, x: {"a": x, "b": x} if rank == 0 else {"b": x, "a": x},
+    "rounded": lambda rank, x: {"a": x, "b": x * (1 + 1e-9 * rank)},
+    "missing": lambda rank, x: {"a": x, "b": x} if rank == 0 else {"a": x},
+    "negated": lambda rank, x: {"a": x * (1 - 2 * rank)},
+    "exchanged": lambda rank, x: {"a": x.flip(0) if rank else x},
+    "the second": lambda rank, x: {"a": x * (1 + 1e-9 * rank), "b": x + rank},
+}
+
+
+def compare_replicas(case: str) -> str:
+    with start_session(timeout_s=60) as session:
+        # Ranks on different machines may round differently.
+        session.hosts = [f"host {rank}" for rank in range(session.topology.world_size)]
+        x = torch.randn(40, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+        try:
+            check_replicas(REPLICAS[case](session.topology.rank, x), session)
+        except ConfigError as error:
+            return str(error)
+        return ""
+
+
+def test_only_rounding_may_differ_between_machines() -> None:
+    results = run_each(compare_replicas, [(case,) for case in REPLICAS], 2)
+    for case, (first, second) in zip(REPLICAS, results, strict=True):
+        assert first == second, case
+        assert ("differs between rank 0 and ranks 1" in first) == (
+            case not in ("another order", "rounded")
+        ), case
+
+
+class Pair(nn.Module):
+    """Two models in one, which two optimizers train."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = Layers()
+        self.second = nn.Linear(3, 3).double()
+
+    def forward(self, blocks: Any, x: Tensor) -> Tensor:
+        return self.second(self.first(blocks, x))
+
+
+def train_by_two_optimizers() -> str:
+    with dx.init(seed=0) as session:
+        g = dx.distribute(plain_graph(), parts=2)
+        sampler = dgl.dataloading.MultiLayerFullNeighborSampler(
+            2, prefetch_node_feats=["feat"], prefetch_labels=["label"]
+        )
+        model = dx.wrap(Pair(), g)
+        parts = model.module.first, model.module.second
+        optimizers = [torch.optim.SGD(part.parameters(), lr=0.1) for part in parts]
+        model.module.second.bias.data += session.topology.rank
+        try:
+            for _, _, blocks in dx.DataLoader(g, dx.node_split(g.ndata["train_mask"]), sampler):
+                F.cross_entropy(
+                    model(blocks, blocks[0].srcdata["feat"]), blocks[-1].dstdata["label"]
+                ).backward()
+                for optimizer in optimizers:
+                    optimizer.step()
+        except ConfigError as error:
+            return str(error)
+        return ""
+
+
+def test_weights_of_every_optimizer_are_compared() -> None:
+    for message in run_ranks(train_by_two_optimizers, 2):
+        assert "'second.bias' differs between rank 0 and ranks 1" in message
 
 
 def wrap_twice() -> None:

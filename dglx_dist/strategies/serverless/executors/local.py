@@ -193,18 +193,20 @@ class _Process(WorkerHandle):
                 self._answers = self._stream.makefile("rb")
 
     def _release(self) -> None:
-        if self._process is not None:
-            for file in (self._answers, self._stream, self._output):
-                file.close()
-        self._process = None
+        with self._stopping:
+            if self._process is not None:
+                for file in (self._answers, self._stream, self._output):
+                    file.close()
+            self._process = None
 
     def _report_end(self) -> str:
-        assert self._process is not None
+        process = self._process
+        assert process is not None
         self._output.seek(max(self._output.seek(0, 2) - _MAX_OUTPUT, 0))
         output = self._output.read().decode(errors="replace").strip()
-        report = f"worker process {self._process.pid} died: {output or 'no output, as if it was killed'}"
+        report = f"worker process {process.pid} died: {output or 'no output, as if it was killed'}"
         with contextlib.suppress(psutil.NoSuchProcess):
-            self._process.kill()  # in case it only closed its stream
+            process.kill()  # in case it only closed its stream
         self._release()
         return report
 
