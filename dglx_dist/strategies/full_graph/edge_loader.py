@@ -84,15 +84,9 @@ class GraphBlocks(NodeMaker):
         if self._previous is not None:
             # Backward checks this too, but an evaluation has none.
             self._previous.check_calls()
-        session = self._g.session
-        # HaloModel weighs gradients at its output, so rows outside of it have equal weight on each rank.
-        session.step_share = StepShare(num_local=1, num_global=session.topology.world_size)
         pair_rows = self._previous = self._planner.plan(batch.seeds[self._g.ntypes[0]])
-        # The blocks are delivered again, so the model's columns must not be set on them.
-        batch.blocks = blocks = [block.local_var() for block in self._batch.blocks]
-        for block in blocks:
-            block.step_number = share.step_number
-        blocks[-1].step_share, blocks[-1].pair_rows = share, pair_rows
+        batch.blocks = blocks = self._batch.open_blocks(self._g.session, share.step_number, share)
+        blocks[-1].pair_rows = pair_rows
         for graph in batch.pairs:
             graph.gather_rows = pair_rows
         batch.input_nodes = self._batch.input_nodes

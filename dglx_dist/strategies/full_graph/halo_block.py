@@ -181,6 +181,9 @@ class OwnEdgeCount(int):
     def __gt__(self, number: float) -> bool:
         return number == 0 or int(self) > number
 
+    def __le__(self, number: float) -> bool:
+        return not self > number
+
     __hash__ = int.__hash__
 
 

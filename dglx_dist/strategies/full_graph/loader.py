@@ -21,6 +21,7 @@ from dglx_dist.comm.codec import WireDtype
 from dglx_dist.comm.collectives import gather_arrays, gather_int64, gather_json
 from dglx_dist.comm.devices import copy_async, open_copy_stream
 from dglx_dist.comm.exchange import row_exchanges
+from dglx_dist.comm.session import Session
 from dglx_dist.comm.trace import LOADER
 from dglx_dist.dataloading.feature_fetch import LABEL_PHASE, Columns
 from dglx_dist.dataloading.step_loader import EpochLoader, Stages
@@ -174,9 +175,9 @@ class PlanSource:
 
     All ranks have the same number of steps and request them in the same order. Requests use no collectives,
     so a thread can make plans one step ahead while the model trains. All epochs have the same plans. Plans of
-    cooperative batches are stored on disk, with their fetched rows if there are several batches. Raises
-    ConfigError if there are more batches than the largest server has seeds, and PeerError if a rank did not
-    take part.
+    cooperative batches are stored on disk, with their fetched rows if there are several batches. With a mask
+    both stay in memory, because the mask may have other values in the next run. Raises ConfigError if there
+    are more batches than the largest server has seeds, and PeerError if a rank did not take part.
     """
 
     def __init__(self, g: DistGraph, maker: PlanMaker, spec: PlanSpec) -> None:
@@ -184,7 +185,7 @@ class PlanSource:
         self._cache: PlanCache | None = None
         self._on_disk: set[int] = set()
         self._held: dict[int, RankPlan] = {}
-        """Plans in memory by step: the plan of a single batch, and plans that could not be stored on disk."""
+        """Plans in memory by step: the plan of a single batch, and plans that are not stored on disk."""
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="dglx-plans")
         self._pending: dict[tuple[int, int], Future[RankPlan]] = {}
         self._position = (0, spec.num_batches)
@@ -199,7 +200,6 @@ class PlanSource:
                     f"{', '.join(map(str, counts))} seeds; give 1 to {max(counts)}"
                 )
             self._sizes = maker.seeds.sizes(spec.num_batches)
-            # A mask may have other values in the next run, so plans with a mask are not kept on disk.
             cache = self._cache = _open_cache(g, maker.seeds, spec) if maker.mask is None else None
             # Ranks make plans together. If one rank lacks a plan on disk, all ranks make it again.
             own_steps = [step for step in range(spec.num_batches) if cache is not None and cache.holds(step)]
@@ -419,6 +419,20 @@ class HaloBatch:
         """Seconds spent in the constructor, or 0 once they have been counted."""
         self.sample_s = 0.0
 
+    def open_blocks(self, session: Session, step_number: int | None, share: StepShare) -> list[AnyHaloBlock]:
+        """Return the blocks for a step with the ``share`` of this rank, and set the share of the session.
+
+        A kept batch is delivered again, so the blocks are copies, on which a model may set columns.
+        """
+        # HaloModel applies n_local / n_global to the gradient at the model's output. So rows outside of the
+        # model, such as embeddings, have equal weight on each rank.
+        session.step_share = StepShare(num_local=1, num_global=session.topology.world_size)
+        blocks = [block.local_var() for block in self.blocks]
+        for block in blocks:
+            block.step_number = step_number
+        blocks[-1].step_share = share
+        return blocks
+
 
 def _open_exchanges(g: DistGraph, layer: TypedLayer, number: int, wire: WireDtype) -> TypeExchanges:
     """Return the exchanges of layer ``number`` by node type and edge type."""
@@ -518,14 +532,8 @@ class FullGraphLoader(EpochLoader[HaloBatch, Batch]):
         batch.fetch_s = 0.0  # A kept batch is read once.
         if batch.arrive is not None:
             batch.arrive()
-        # HaloModel applies n_local / n_global to the gradient at the model's output. So rows outside of the
-        # model, such as embeddings, have equal weight on each rank.
-        self._session.step_share = StepShare(num_local=1, num_global=self._session.topology.world_size)
-        # A kept batch is delivered again, so the model's columns must not be set on its blocks.
-        blocks = [block.local_var() for block in batch.blocks]
-        for block in blocks:
-            block.step_number = self.first_number + self._epoch * len(self) + step
-        blocks[-1].step_share = self._source.share(step, batch.plan)
+        number = self.first_number + self._epoch * len(self) + step
+        blocks = batch.open_blocks(self._session, number, self._source.share(step, batch.plan))
         return batch.input_nodes, blocks[-1].dstdata[dgl.NID], blocks
 
 

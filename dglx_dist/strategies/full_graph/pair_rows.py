@@ -12,7 +12,7 @@ from torch import Tensor
 
 from dglx_dist.comm.codec import WireDtype
 from dglx_dist.comm.collectives import gather_arrays
-from dglx_dist.errors import ConfigError
+from dglx_dist.errors import ConfigError, PeerError
 from dglx_dist.internals.pytorch import replace_floats, tree_leaves
 from dglx_dist.records import Array
 from dglx_dist.strategies.full_graph.halo_exchange import HaloExchange
@@ -27,7 +27,8 @@ if TYPE_CHECKING:
 class PairRows:
     """The rows of the nodes of one batch of pairs, of all ranks that computed them.
 
-    The exchange is exact. Backward adds the gradients of all ranks on the rank that computed a row.
+    Backward adds the gradients of all ranks on the rank that computed a row. Rows and gradients are sent in
+    the format ``wire_dtype``.
     """
 
     def __init__(
@@ -130,7 +131,7 @@ class PairPlanner:
             outgoing = {rank: [ids] for rank, ids in enumerate(pieces)}
             step = PlanStep(name="rows of pairs", among=range(topology.world_size), outgoing=outgoing)
             received = self._exchange.exchange(step)
-        requested = {rank: np.searchsorted(self._nodes, ids) for rank, (ids,) in received.items() if len(ids)}
+        requested = {rank: self._find_rows(rank, ids) for rank, (ids,) in received.items() if len(ids)}
         own_rows = np.searchsorted(self._nodes, own_nodes)
         kept_rows = np.unique(np.concatenate([own_rows, *requested.values()]))
         layer = HaloLayer(
@@ -149,6 +150,15 @@ class PairPlanner:
         positions[order[~is_own]] = len(kept_rows) + np.arange(len(layer.halo_nodes))
         exchange = HaloExchange(self._session, layer, self._number, self._wire)
         return PairRows(exchange, len(self._nodes), *map(torch.from_numpy, (nodes, kept_rows, positions)))
+
+    def _find_rows(self, rank: int, ids: Array) -> Array:
+        """Return the (k,) rows of the own nodes ``ids``, which another rank requests."""
+        if not np.isin(ids, self._nodes).all():
+            raise PeerError(
+                f"rank {rank} requests rows of nodes that this rank does not compute; run the same version "
+                "on all ranks, on the same files"
+            )
+        return np.searchsorted(self._nodes, ids)
 
 
 def weigh_gradients(output: Any, weight: float) -> Any:

@@ -5,15 +5,18 @@ from typing import Any
 from unittest.mock import patch
 
 import dgl
+import numpy as np
 import pytest
 import torch
 from dgl.dataloading import NeighborSampler
 
 from dglx_dist.comm.session import current_session, start_session
+from dglx_dist.errors import PeerError, RemoteError
 from dglx_dist.graph.dist_graph import DistGraph
 from dglx_dist.strategies.base import STRATEGIES
 from dglx_dist.strategies.full_graph import pair_rows
 from dglx_dist.strategies.full_graph.halo_exchange import HaloExchange
+from dglx_dist.strategies.full_graph.plan_builder import make_plans
 from tests.helpers import wide
 from tests.helpers.ranks import run_ranks
 from tests.strategies import edge_equality
@@ -90,6 +93,26 @@ def test_dropout_and_batch_norms_are_those_of_one_rank(folder: Path) -> None:
     ):
         for case, single, several in zip(REGULAR, alone, result, strict=True):
             assert difference(several["weights"], single["weights"]) <= TOLERANCE, case
+
+
+def request_rows(folder: str) -> str:
+    """Ask rank 0 for a row that it does not compute."""
+    with start_session(strategy="full_graph", timeout_s=30) as session:
+        g = DistGraph(folder)
+        own_nodes = np.arange(*g.get_node_partition_policy(g.ntypes[0]).owned_range)
+        planner = pair_rows.PairPlanner(g, make_plans(g, own_nodes, 1, 0), "same")
+        if session.topology.rank:
+            planner._holders[:] = 0
+        try:
+            planner.plan(own_nodes[:3])
+        except (PeerError, RemoteError) as error:
+            return str(error)
+        return ""
+
+
+def test_refuses_requests_of_rows_that_are_not_computed(folder: Path) -> None:
+    first, _ = run_ranks(request_rows, 2, args=(str(folder),), ranks_per_server=1)
+    assert "rank 1 requests rows of nodes that this rank does not compute" in first
 
 
 WRONG = [Case(), Case(outside=True), Case(strategy="shared_preload", task="classes")]

@@ -60,6 +60,7 @@ def test_edge_types_with_edges_elsewhere_are_not_skipped() -> None:
     assert not count == 0  # noqa: SIM201 - models write either
     assert count != 0
     assert count > 0
+    assert not count <= 0
     assert max(count, 1) == 1
     assert len(torch.ones(count)) == int(count) == 0
     assert OwnEdgeCount(3) == 3 < OwnEdgeCount(4)
