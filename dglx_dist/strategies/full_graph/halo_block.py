@@ -50,7 +50,9 @@ class EmptyPartition(TorchFunctionMode):
         self._owner = owner
 
     def turn_on(self) -> None:
-        self.__enter__()  # type: ignore[no-untyped-call]  # torch leaves it bare
+        """Turn on the mode, unless one is on already, which an outer module or model has turned on."""
+        if not isinstance(current_function_mode(), EmptyPartition):
+            self.__enter__()  # type: ignore[no-untyped-call]  # torch leaves it bare
 
     def __exit__(self, *error: Any) -> None:
         # An interrupt may have left nested modes on, because torch calls no hooks then.
