@@ -339,11 +339,10 @@ class RGCN(RelationalModel, SplitsTypes):
         own_rows = []
         for ntype, count in num_dst.items():
             linear = linears[make_module_name(ntype)]
-            if ntype not in h:
-                own_rows.append(linear.weight.new_zeros(count, linear.out_features))
-            else:
-                x = h[ntype][:count]
-                own_rows.append(linear(x) if bias else F.linear(x, linear.weight))
+            x = h[ntype][:count] if ntype in h else linear.weight.new_zeros(0, linear.in_features)
+            product = linear(x) if bias else F.linear(x, linear.weight)
+            # Zeros have the dtype of products too, because autocast chooses it.
+            own_rows.append(product if ntype in h else product.new_zeros(count, linear.out_features))
         rows = torch.cat(own_rows)
         ntypes = [ntype for ntype in self.ntypes if ntype in h]
         merged_edges = _merge_relations(block, ntypes, self.etypes, num_dst)

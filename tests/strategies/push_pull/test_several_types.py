@@ -213,6 +213,22 @@ def test_small_batches_train_as_under_data_parallel(folder: Path) -> None:
             assert max(find_differences(notes.weights, expected.weights).values()) < TOLERANCE
 
 
+AUTOCAST = [
+    Run(name, strategy=strategy, dtype=torch.float32, autocast=autocast)
+    for name in ("rgcn", "rgcn bases", "sage")
+    for strategy, autocast in (("data_parallel", False), ("data_parallel", True), ("push_pull", True))
+]
+
+
+def test_bfloat16_is_data_parallel_but_for_rounding(folder: Path) -> None:
+    """Parts do not have the authors' rows of other owners, but must send sums of the same dtype."""
+    for result in run_ranks(train_on_rank, 2, args=(str(folder), AUTOCAST)):
+        for single, rounded, notes in zip(*(result[start::3] for start in range(3)), strict=True):
+            rounding = max(find_differences(rounded.weights, single.weights).values())
+            error = max(find_differences(notes.weights, rounded.weights).values())
+            assert 0 < error <= 2 * rounding < 0.1
+
+
 def test_fit_trains_and_evaluates_as_one_process(folder: Path) -> None:
     run = Run("rgcn bases", by_fit=True)
     expected = several_types.train_in_one_process(run, 2)
