@@ -213,6 +213,12 @@ class RelationalModel(Layered):
 
     def _layer(self, depth: int, block: Any, h: Rows | Tensor) -> Rows | Tensor:
         rows = {self.ntypes[0]: h} if isinstance(h, Tensor) else dict(h)
+        for ntype in self.ntypes:
+            if ntype not in rows:
+                raise ConfigError(
+                    f"layer {depth} was not given the rows of node type {ntype!r}. Pass the rows of all node "
+                    f"types ({', '.join(self.ntypes)})."
+                )
         if depth:
             rows = self.apply_layer(depth, block, _complete_sources(block, rows))
         else:

@@ -151,6 +151,12 @@ def test_types_may_be_called_as_no_module_may(kind: str) -> None:
         assert model.load_state_dict(model.state_dict()).missing_keys == []
 
 
+def call_without(kind: str, ntype: str) -> Any:
+    x = inputs()
+    del x[ntype]
+    return model_of(kind)([hetero.whole_block()] * 2, x)
+
+
 TWINS = dgl.heterograph({("a", "to", "a"): ([0], [0]), ("a", "to", "b"): ([0], [0])})
 
 
@@ -169,6 +175,11 @@ TWINS = dgl.heterograph({("a", "to", "a"): ([0], [0]), ("a", "to", "b"): ([0], [
             r"rows of 'author' have width 7 .*width 8",
         ),
         (lambda _: model_of("rgcn")([hetero.whole_block()], inputs()), "2 layers need 2 blocks, not 1"),
+        (
+            lambda _: call_without("rgcn", "venue"),
+            r"not given the rows of node type 'venue'.*author, paper, venue",
+        ),
+        (lambda _: call_without("hgt", "author"), "layer 0 was not given the rows of node type 'author'"),
     ],
 )
 def test_bad_arguments(call: Any, message: str) -> None:

@@ -24,7 +24,7 @@ from dglx_dist.training.relational import HGT, RgcnStages
 from tests.helpers import wide
 from tests.helpers.ranks import run_ranks
 from tests.strategies.push_pull import runs, several_types
-from tests.strategies.push_pull.several_types import CASES, RELATIONAL, WIDTHS, Run
+from tests.strategies.push_pull.several_types import CASES, RELATIONAL, WIDTHS, Run, make_model
 
 PLACEMENTS = [(2, 1), (4, 2), *wide((1, 1), (3, 3), (4, 4))]
 TOLERANCE = 1e-10
@@ -320,6 +320,17 @@ def share_module(net: several_types.Net) -> several_types.Net:
     return net
 
 
+class WithoutAuthors(torch.nn.Module):
+    """Calls RGCN without the rows of authors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rgcn = make_model(Run("rgcn"))
+
+    def forward(self, blocks: Any, x: Any) -> Any:
+        return self.rgcn(blocks, leave_out("author")(self, x))
+
+
 def make_hgt() -> HGT:
     types: Any = SimpleNamespace(
         ntypes=list(several_types.NUM_NODES), canonical_etypes=list(several_types.NUM_EDGES)
@@ -369,6 +380,11 @@ REFUSED: list[tuple[Any, dict[str, Any], str]] = [
         lambda: Changed(leave_out("author")),
         {},
         "not given the rows of node type 'author'.*leave its edge types",
+    ),
+    (
+        WithoutAuthors,
+        {},
+        "layer 0 was not given the rows of node type 'author'.*Pass the rows of all node types",
     ),
     (Skipping, {}, r"'skip' \(Linear\) was given 3 columns.*no skip connection.*data_parallel"),
     (lambda: Changed(pass_weights), {}, "mod_kwargs.*data_parallel"),
