@@ -245,14 +245,22 @@ class RelationalModel(Layered):
 
 
 def _complete_sources(block: Any, h: Rows) -> Rows:
-    """Return the rows of all sources. A block with sources on other ranks gets their rows, if needed."""
-    rows = {}
-    with block.local_scope():
-        for ntype in sorted(h):
-            data = block.srcnodes[ntype].data
-            data["h"] = h[ntype]
-            rows[ntype] = data["h"]
-    return rows
+    """Return the rows of all sources. A block with sources on other ranks gets their rows.
+
+    Raises ConfigError if ``block`` has another number of sources.
+    """
+    complete = getattr(block, "all_rows", None)
+    if complete is not None:
+        is_homogeneous = len(block.srctypes) == len(block.etypes) == 1
+        rows: Rows = {ntype: complete(x) for ntype, x in h.items()} if is_homogeneous else complete(h)
+        return rows
+    for ntype, x in h.items():
+        if len(x) != block.num_src_nodes(ntype):
+            raise ConfigError(
+                f"a layer was given {len(x)} rows of node type {ntype!r} for {block.num_src_nodes(ntype)} "
+                "sources of its block. Pass the rows of the block's sources."
+            )
+    return h
 
 
 @final
