@@ -15,7 +15,7 @@ from dgl.nn import pytorch as dglnn
 from torch import Tensor, nn
 
 from dglx_dist.errors import ConfigError
-from dglx_dist.layers.base import PartialSums, SplitsTypes, SplittableConv, StageInput
+from dglx_dist.layers.base import PartialSums, SplitsTypes, SplittableConv, StageInput, check_targets
 from dglx_dist.layers.convolutions import make_stages
 from dglx_dist.records import EdgeType
 
@@ -236,12 +236,8 @@ class HeteroStages(SplittableConv):
                     "or reads beside cut rows. Pass them, or leave its edge types out of the HeteroGraphConv."
                 )
         if targets is not rows:
-            for ntype, count in ((t, block.num_dst_nodes(t)) for t in rows):
-                if ntype not in targets or targets[ntype].shape != rows[ntype][:count].shape:
-                    raise ConfigError(
-                        f"HeteroGraphConv was given other rows of destinations of {ntype!r} than the first "
-                        "sources. Pass a dictionary with the rows of all sources."
-                    )
+            for ntype, sources in rows.items():
+                check_targets(sources, targets.get(ntype), block.num_dst_nodes(ntype), ntype)
         return dict(rows)
 
     def _aggregate_relations(
