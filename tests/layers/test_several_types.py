@@ -5,7 +5,7 @@ from typing import Any
 import dgl
 import pytest
 import torch
-from dgl.nn.pytorch import HeteroGraphConv, SAGEConv
+from dgl.nn.pytorch import GraphConv, HeteroGraphConv, SAGEConv
 from torch import Tensor
 
 from dglx_dist.errors import ConfigError
@@ -41,3 +41,12 @@ def test_destinations_without_rows_are_refused() -> None:
     stages = HeteroStages(HeteroGraphConv({"rel": SAGEConv(6, 2, "mean")}), USERS, {"user": 6})
     with pytest.raises(ConfigError, match=r"destinations of 'user' were given no rows.*Pass only the rows"):
         stages(BLOCK, ({"user": ROWS["user"]}, dict[str, Tensor]()))
+
+
+def test_a_module_of_a_cut_and_an_uncut_relation_is_refused() -> None:
+    etypes = [*USERS, ("tag", "rel", "user")]
+    for order in (etypes, etypes[::-1]):
+        with pytest.raises(
+            ConfigError, match=r"one module for \('user', 'rel', 'user'\) and another edge type"
+        ):
+            HeteroStages(HeteroGraphConv({"rel": GraphConv(6, 8)}), order, {"user": 6})
