@@ -218,7 +218,7 @@ class SplittableConv(nn.Module, ABC):
 
         Args:
             x: Inputs of the sources, with the destinations first, as in every block. Or a pair, as DGL's
-                convolutions take it, with those first rows as its second tensor.
+                convolutions take it, with those first rows as its second tensor. Others raise ConfigError.
             edges, named: Per-edge arguments in the order of :attr:`edge_arguments`, or by name. Others raise
                 ConfigError.
         """
@@ -284,12 +284,7 @@ class SplittableConv(nn.Module, ABC):
         if isinstance(x, Tensor):
             return x
         sources, targets = x
-        if targets.shape != sources[: block.num_dst_nodes()].shape:
-            raise ConfigError(
-                f"the pair of inputs has shapes {tuple(sources.shape)} and {tuple(targets.shape)}, but the "
-                f"block has {block.num_dst_nodes()} destinations, which are its first sources. Pass h, or "
-                "(h, h[:block.num_dst_nodes()])."
-            )
+        check_targets(sources, targets, block.num_dst_nodes())
         return sources
 
     def _name_edges(
@@ -315,6 +310,30 @@ class SplitsTypes(ABC):
         ``widths`` are the numbers of columns of the node types that are cut. Raises ConfigError if they
         do not fit.
         """
+
+
+def is_same_view(tensor: Tensor, rows: Tensor) -> bool:
+    """Return whether both are the same view of the same memory."""
+    return (
+        tensor.shape == rows.shape
+        and tensor.dtype == rows.dtype
+        and tensor.stride() == rows.stride()
+        and tensor.storage_offset() == rows.storage_offset()
+        and tensor.untyped_storage()._cdata == rows.untyped_storage()._cdata
+    )
+
+
+def check_targets(sources: Tensor, targets: Tensor | None, num_targets: int, ntype: str = "") -> None:
+    """Raise ConfigError unless ``targets`` are the first ``num_targets`` rows of ``sources``."""
+    rows = sources[:num_targets]
+    # Views are recognised without reading them, so the host does not wait for the device.
+    if targets is None or not (is_same_view(rows, targets) or torch.equal(rows, targets)):
+        raise ConfigError(
+            f"the destinations{f' of {ntype!r}' if ntype else ''} were given "
+            f"{'no rows' if targets is None else f'rows of shape {tuple(targets.shape)}'}, which are not the "
+            f"first {num_targets} of the source rows of shape {tuple(sources.shape)}. Pass only the rows of "
+            "the sources. A block's destinations are its first sources."
+        )
 
 
 def sum_in_edges(block: DGLBlock, rows: Tensor, weight: Tensor | None = None, *, how: str = "sum") -> Tensor:

@@ -15,7 +15,7 @@ from dgl.nn import pytorch as dglnn
 from torch import Tensor, nn
 
 from dglx_dist.errors import ConfigError
-from dglx_dist.layers.base import PartialSums, SplitsTypes, SplittableConv, StageInput
+from dglx_dist.layers.base import PartialSums, SplitsTypes, SplittableConv, StageInput, check_targets
 from dglx_dist.layers.convolutions import make_stages
 from dglx_dist.records import EdgeType
 
@@ -112,12 +112,6 @@ class HeteroStages(SplittableConv):
             for name, dimension in relation.stages.cut.items():
                 ntype = relation.find_type(name)
                 full_name = relation.prefix + name
-                if full_name in (*self.cut, *shared):
-                    raise ConfigError(
-                        f"HeteroGraphConv has one module for {relation.etype} and another edge type, but "
-                        "push_pull cuts a module by the columns of one. Use a module for each edge type, or "
-                        "strategy='data_parallel'."
-                    )
                 if ntype in widths:
                     check_width(full_name, self.get_parameter(full_name).shape[dimension], ntype, widths)
                     self.cut[full_name] = dimension
@@ -133,9 +127,9 @@ class HeteroStages(SplittableConv):
         self, etypes: Sequence[EdgeType], widths: Mapping[str, int]
     ) -> Iterator[SplitRelation]:
         names = {module: f"mods.{name}." for name, module in self.mods.items()}
-        for number, etype in enumerate(etypes):
-            # DGL, too, looks for the edge type before its name.
-            module = self.mod_dict.get(etype) or self.mod_dict.get(etype[1])
+        # DGL, too, looks for the edge type before its name.
+        modules = [self.mod_dict.get(etype) or self.mod_dict.get(etype[1]) for etype in etypes]
+        for number, (etype, module) in enumerate(zip(etypes, modules, strict=True)):
             if module is None or widths.keys().isdisjoint((etype[0], etype[2])):
                 continue
             stages = make_stages(module, bipartite=etype[0] != etype[2])
@@ -149,6 +143,12 @@ class HeteroStages(SplittableConv):
             is_cut = [ntype in widths for ntype in relation.read_types]
             if any(is_cut):
                 _check_relation(relation, type(module).__name__, all_cut=all(is_cut))
+                if modules.count(module) > 1:
+                    raise ConfigError(
+                        f"HeteroGraphConv has one module for {etype} and another edge type, but push_pull "
+                        "cuts a module by the columns of one. Use a module for each edge type, or "
+                        "strategy='data_parallel'."
+                    )
                 yield relation
 
     @property
@@ -236,12 +236,8 @@ class HeteroStages(SplittableConv):
                     "or reads beside cut rows. Pass them, or leave its edge types out of the HeteroGraphConv."
                 )
         if targets is not rows:
-            for ntype, count in ((t, block.num_dst_nodes(t)) for t in rows):
-                if ntype not in targets or targets[ntype].shape != rows[ntype][:count].shape:
-                    raise ConfigError(
-                        f"HeteroGraphConv was given other rows of destinations of {ntype!r} than the first "
-                        "sources. Pass a dictionary with the rows of all sources."
-                    )
+            for ntype, sources in rows.items():
+                check_targets(sources, targets.get(ntype), block.num_dst_nodes(ntype), ntype)
         return dict(rows)
 
     def _aggregate_relations(

@@ -213,6 +213,12 @@ class RelationalModel(Layered):
 
     def _layer(self, depth: int, block: Any, h: Rows | Tensor) -> Rows | Tensor:
         rows = {self.ntypes[0]: h} if isinstance(h, Tensor) else dict(h)
+        for ntype in self.ntypes:
+            if ntype not in rows:
+                raise ConfigError(
+                    f"layer {depth} was not given the rows of node type {ntype!r}. Pass the rows of all node "
+                    f"types ({', '.join(self.ntypes)})."
+                )
         if depth:
             rows = self.apply_layer(depth, block, _complete_sources(block, rows))
         else:
@@ -239,14 +245,22 @@ class RelationalModel(Layered):
 
 
 def _complete_sources(block: Any, h: Rows) -> Rows:
-    """Return the rows of all sources. A block with sources on other ranks gets their rows, if needed."""
-    rows = {}
-    with block.local_scope():
-        for ntype in sorted(h):
-            data = block.srcnodes[ntype].data
-            data["h"] = h[ntype]
-            rows[ntype] = data["h"]
-    return rows
+    """Return the rows of all sources. A block with sources on other ranks gets their rows.
+
+    Raises ConfigError if ``block`` has another number of sources.
+    """
+    complete = getattr(block, "all_rows", None)
+    if complete is not None:
+        is_homogeneous = len(block.srctypes) == len(block.etypes) == 1
+        rows: Rows = {ntype: complete(x) for ntype, x in h.items()} if is_homogeneous else complete(h)
+        return rows
+    for ntype, x in h.items():
+        if len(x) != block.num_src_nodes(ntype):
+            raise ConfigError(
+                f"a layer was given {len(x)} rows of node type {ntype!r} for {block.num_src_nodes(ntype)} "
+                "sources of its block. Pass the rows of the block's sources."
+            )
+    return h
 
 
 @final
@@ -339,11 +353,10 @@ class RGCN(RelationalModel, SplitsTypes):
         own_rows = []
         for ntype, count in num_dst.items():
             linear = linears[make_module_name(ntype)]
-            if ntype not in h:
-                own_rows.append(linear.weight.new_zeros(count, linear.out_features))
-            else:
-                x = h[ntype][:count]
-                own_rows.append(linear(x) if bias else F.linear(x, linear.weight))
+            x = h[ntype][:count] if ntype in h else linear.weight.new_zeros(0, linear.in_features)
+            product = linear(x) if bias else F.linear(x, linear.weight)
+            # Zeros have the dtype of products too, because autocast chooses it.
+            own_rows.append(product if ntype in h else product.new_zeros(count, linear.out_features))
         rows = torch.cat(own_rows)
         ntypes = [ntype for ntype in self.ntypes if ntype in h]
         merged_edges = _merge_relations(block, ntypes, self.etypes, num_dst)

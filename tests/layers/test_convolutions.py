@@ -182,6 +182,16 @@ def test_relations_that_are_not_passed_are_named() -> None:
         staged(block, x)
 
 
+def test_pairs_have_the_first_sources_as_destinations() -> None:
+    block, x, _ = block_and_rows(3)
+    conv, staged = make("sage-mean", 3)
+    for targets in (x[:12], x[:12].clone()):
+        close(staged(block, (x, targets)), conv(block, (x, targets)))
+    for targets in (2 * x[:12], x[1:13], x):
+        with pytest.raises(ConfigError, match=r"not the first 12 of the source rows.*Pass only the rows"):
+            staged(block, (x, targets))
+
+
 @pytest.mark.parametrize("out", [3, 9])
 @pytest.mark.parametrize("weighted", [False, True])
 def test_one_hop_of_sgc_equals_dgls_on_a_graph(out: int, weighted: bool) -> None:

@@ -3,7 +3,7 @@
 :data:`GRAPH` has five relations. Other tests make graphs with more types and relations.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -123,7 +123,7 @@ def fill_authors(rows: DistTensor, g: DistGraph, values: Tensor) -> None:
     g.barrier()
 
 
-def take_step(model: nn.Module, inputs: Any, blocks: Any, *optimizers: Any) -> None:
+def take_step(model: Callable[..., Any], inputs: Any, blocks: Any, *optimizers: Any) -> None:
     """Train on the papers of a batch, as a user's loop does."""
     scores = model(blocks, inputs(blocks[0]))["paper"]
     loss = F.cross_entropy(scores, blocks[-1].dstnodes["paper"].data["label"])

@@ -12,10 +12,15 @@ import torch
 from torch import Tensor
 
 import dglx_dist as dx
+from dglx_dist.comm.session import start_session
 from dglx_dist.data.partition.base import PartitionPlan
 from dglx_dist.data.partition.prepare import partition_to_disk
 from dglx_dist.errors import ConfigError
+from dglx_dist.records import NODE_TYPE
+from dglx_dist.strategies.base import STRATEGIES
 from dglx_dist.training.relational import HGT, RGCN, EntityInputs, RelationalModel
+from tests.helpers.ranks import run_ranks
+from tests.strategies import equality
 from tests.training import hetero
 
 HIDDEN = 8
@@ -122,6 +127,36 @@ def test_one_node_type_takes_and_gives_tensors() -> None:
     assert torch.equal(out, model([block, block], {"_N": x})["_N"])
 
 
+def make_rgcn_of_one_type(graph: Any) -> RGCN:
+    torch.manual_seed(11)
+    return RGCN(graph, {NODE_TYPE: equality.WIDTH}, equality.HIDDEN, equality.CLASSES).double()
+
+
+def train_on_halo_blocks(folder: str) -> dict[str, Any]:
+    with start_session(timeout_s=60) as session:
+        g, rank, ranks = dx.DistGraph(folder), session.topology.rank, session.topology.world_size
+        ids = equality.new_ids_of_training(g)
+        own_ids = equality.cut(ids, equality.SHARES["uneven"], rank, ranks)
+        strategy = STRATEGIES.get("full_graph")(session, {}).open(g)
+        model = strategy.wrap(make_rgcn_of_one_type(g))
+        equality.train(model, equality._loader(strategy, g, own_ids, len(ids)), equality.STEPS)
+        return hetero.weights_of(model.module)
+
+
+def test_rgcn_of_one_type_reads_the_halo(tmp_path: Path) -> None:
+    graph = equality.plain_graph()
+    model = make_rgcn_of_one_type(graph)
+    targets = graph.ndata["train_mask"].nonzero()[:, 0]
+    nodes, _, blocks = dgl.dataloading.MultiLayerFullNeighborSampler(2).sample_blocks(graph, targets)
+    blocks[0].srcdata["feat"] = graph.ndata["feat"][nodes]
+    blocks[1].dstdata["label"] = graph.ndata["label"][targets]
+    optimizer = torch.optim.SGD(model.parameters(), lr=equality.RATE)
+    equality.loop(model, [(nodes, targets, blocks)], optimizer, equality.STEPS)
+    for weights in run_ranks(train_on_halo_blocks, 2, args=(str(equality.write_parts(tmp_path)),)):
+        for name, values in hetero.weights_of(model).items():
+            np.testing.assert_allclose(weights[name], values, rtol=0, atol=1e-10, err_msg=name)
+
+
 def test_the_order_in_which_types_are_listed_does_not_matter() -> None:
     graph = hetero.plain_graph()
 
@@ -151,6 +186,12 @@ def test_types_may_be_called_as_no_module_may(kind: str) -> None:
         assert model.load_state_dict(model.state_dict()).missing_keys == []
 
 
+def call_without(kind: str, ntype: str) -> Any:
+    x = inputs()
+    del x[ntype]
+    return model_of(kind)([hetero.whole_block()] * 2, x)
+
+
 TWINS = dgl.heterograph({("a", "to", "a"): ([0], [0]), ("a", "to", "b"): ([0], [0])})
 
 
@@ -169,6 +210,17 @@ TWINS = dgl.heterograph({("a", "to", "a"): ([0], [0]), ("a", "to", "b"): ([0], [
             r"rows of 'author' have width 7 .*width 8",
         ),
         (lambda _: model_of("rgcn")([hetero.whole_block()], inputs()), "2 layers need 2 blocks, not 1"),
+        (
+            lambda _: call_without("rgcn", "venue"),
+            r"not given the rows of node type 'venue'.*author, paper, venue",
+        ),
+        (
+            lambda _: model_of("rgcn")(
+                [hetero.whole_block()] * 2, inputs() | {"venue": torch.ones(4, 3).double()}
+            ),
+            "4 rows of node type 'venue' for 5 sources of its block. Pass the rows of the block's sources",
+        ),
+        (lambda _: call_without("hgt", "author"), "layer 0 was not given the rows of node type 'author'"),
     ],
 )
 def test_bad_arguments(call: Any, message: str) -> None:

@@ -19,7 +19,7 @@ from torch.nn import functional
 
 from dglx_dist.comm.session import Shared
 from dglx_dist.errors import ConfigError
-from dglx_dist.layers.base import SplittableConv, StageInput, cut_in_place
+from dglx_dist.layers.base import SplittableConv, StageInput, cut_in_place, is_same_view
 from dglx_dist.layers.convolutions import make_stages
 from dglx_dist.layers.dropout import (
     EDGE_DROPOUTS,
@@ -153,7 +153,7 @@ class InputProvenance(Shared):
         """
         known = [pair for pair in self._known if ntype in ("", pair[1].ntype)]
         for tensor, origin in known:
-            if tensor is rows or _is_same_view(tensor, rows):
+            if tensor is rows or is_same_view(tensor, rows):
                 return origin
         for tensor, origin in reversed(known):
             if not rows.requires_grad and _is_copy(tensor, rows, origin):
@@ -168,17 +168,7 @@ class InputProvenance(Shared):
 
 def _has_same_ids(ids: Tensor, nodes: Tensor) -> bool:
     # The loader's own tensor is recognised without reading it, so the host does not wait for the device.
-    return _is_same_view(ids, nodes) or (ids.shape == nodes.shape and torch.equal(ids.long(), nodes))
-
-
-def _is_same_view(tensor: Tensor, rows: Tensor) -> bool:
-    return (
-        tensor.shape == rows.shape
-        and tensor.dtype == rows.dtype
-        and tensor.stride() == rows.stride()
-        and tensor.storage_offset() == rows.storage_offset()
-        and tensor.untyped_storage()._cdata == rows.untyped_storage()._cdata
-    )
+    return is_same_view(ids, nodes) or (ids.shape == nodes.shape and torch.equal(ids.long(), nodes))
 
 
 def _is_copy(tensor: Tensor, rows: Tensor, origin: Origin) -> bool:
@@ -412,7 +402,7 @@ def read_input_spec(layer: SplittableConv, arguments: StageInput, provenance: In
 
 
 def _find_edge_key(values: Tensor, block: DGLBlock) -> str | None:
-    return next((str(key) for key, stored in block.edata.items() if _is_same_view(stored, values)), None)
+    return next((str(key) for key, stored in block.edata.items() if is_same_view(stored, values)), None)
 
 
 _Module = TypeVar("_Module", bound=nn.Module)

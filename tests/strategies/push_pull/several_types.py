@@ -160,6 +160,9 @@ class Run:
     fanout: int = -1
     by_fit: bool = False
     """Whether dx.fit trains and evaluates, and not a loop of the user."""
+    dtype: torch.dtype = torch.float64
+    autocast: bool = False
+    """Whether the loop computes scores in bfloat16."""
 
     @property
     def is_relational(self) -> bool:
@@ -188,10 +191,10 @@ class Notes:
 def make_model(run: Run) -> Any:
     torch.manual_seed(11)
     if not run.is_relational:
-        return Net(CASES[run.name], run.dropout).double()
+        return Net(CASES[run.name], run.dropout).to(run.dtype)
     graph: Any = SimpleNamespace(ntypes=list(NUM_NODES), canonical_etypes=list(NUM_EDGES))
     options = {"out_types": ["paper"], "dropout": run.dropout, **RELATIONAL[run.name]}
-    return RGCN(graph, WIDTHS, HIDDEN, CLASSES, **options).double()
+    return RGCN(graph, WIDTHS, HIDDEN, CLASSES, **options).to(run.dtype)
 
 
 def first_rows(run: Run) -> Tensor:
@@ -262,6 +265,12 @@ def train(g: DistGraph, run: Run) -> Notes:
     model: Any = strategy.wrap(make_model(run))
     optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
     sparse = optim.SparseSGD([inputs._embeddings["author"]], lr=RATE)
+
+    def compute_scores(blocks: Any, x: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        with torch.autocast("cpu", torch.bfloat16, enabled=run.autocast):
+            scores = model(blocks, {ntype: rows.to(run.dtype) for ntype, rows in x.items()})
+        return {ntype: rows.to(run.dtype) for ntype, rows in scores.items()}
+
     before = g.session.ledger.snapshot()
     if run.by_fit:
         config = FitConfig(epochs=STEPS, eval_every=0, ntype="paper", inputs=inputs, show_progress=False)
@@ -269,7 +278,7 @@ def train(g: DistGraph, run: Run) -> Notes:
         assert set(fitted.accuracy) == {"train_mask", "val_mask", "test_mask"}
     for _ in range(0 if run.by_fit else STEPS):
         for _, targets, blocks in loader:
-            take_step(model, inputs, blocks, optimizer, sparse)
+            take_step(compute_scores, inputs, blocks, optimizer, sparse)
             notes.counts.update(dict(count_block(blocks[0])))
             notes.targets.append(g.orig_ids(targets["paper"], "paper").tolist())
     notes.moved = equality.moved_since(g.session, before)

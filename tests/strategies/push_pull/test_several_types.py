@@ -24,7 +24,7 @@ from dglx_dist.training.relational import HGT, RgcnStages
 from tests.helpers import wide
 from tests.helpers.ranks import run_ranks
 from tests.strategies.push_pull import runs, several_types
-from tests.strategies.push_pull.several_types import CASES, RELATIONAL, WIDTHS, Run
+from tests.strategies.push_pull.several_types import CASES, RELATIONAL, WIDTHS, Run, make_model
 
 PLACEMENTS = [(2, 1), (4, 2), *wide((1, 1), (3, 3), (4, 4))]
 TOLERANCE = 1e-10
@@ -213,6 +213,22 @@ def test_small_batches_train_as_under_data_parallel(folder: Path) -> None:
             assert max(find_differences(notes.weights, expected.weights).values()) < TOLERANCE
 
 
+AUTOCAST = [
+    Run(name, strategy=strategy, dtype=torch.float32, autocast=autocast)
+    for name in ("rgcn", "rgcn bases", "sage")
+    for strategy, autocast in (("data_parallel", False), ("data_parallel", True), ("push_pull", True))
+]
+
+
+def test_bfloat16_is_data_parallel_but_for_rounding(folder: Path) -> None:
+    """Parts do not have the authors' rows of other owners, but must send sums of the same dtype."""
+    for result in run_ranks(train_on_rank, 2, args=(str(folder), AUTOCAST)):
+        for single, rounded, notes in zip(*(result[start::3] for start in range(3)), strict=True):
+            rounding = max(find_differences(rounded.weights, single.weights).values())
+            error = max(find_differences(notes.weights, rounded.weights).values())
+            assert 0 < error <= 2 * rounding < 0.1
+
+
 def test_fit_trains_and_evaluates_as_one_process(folder: Path) -> None:
     run = Run("rgcn bases", by_fit=True)
     expected = several_types.train_in_one_process(run, 2)
@@ -304,6 +320,17 @@ def share_module(net: several_types.Net) -> several_types.Net:
     return net
 
 
+class WithoutAuthors(torch.nn.Module):
+    """Calls RGCN without the rows of authors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rgcn = make_model(Run("rgcn"))
+
+    def forward(self, blocks: Any, x: Any) -> Any:
+        return self.rgcn(blocks, leave_out("author")(self, x))
+
+
 def make_hgt() -> HGT:
     types: Any = SimpleNamespace(
         ntypes=list(several_types.NUM_NODES), canonical_etypes=list(several_types.NUM_EDGES)
@@ -353,6 +380,11 @@ REFUSED: list[tuple[Any, dict[str, Any], str]] = [
         lambda: Changed(leave_out("author")),
         {},
         "not given the rows of node type 'author'.*leave its edge types",
+    ),
+    (
+        WithoutAuthors,
+        {},
+        "layer 0 was not given the rows of node type 'author'.*Pass the rows of all node types",
     ),
     (Skipping, {}, r"'skip' \(Linear\) was given 3 columns.*no skip connection.*data_parallel"),
     (lambda: Changed(pass_weights), {}, "mod_kwargs.*data_parallel"),
