@@ -1,11 +1,15 @@
 """Plans of ``dglx plan``: the fastest strategy for ready-made models on real or hypothetical servers."""
 
 import os
+import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
+import psutil
 import torch
+from torch import nn
 
 from dglx_dist.api import init
 from dglx_dist.comm.devices import count_gpus, get_device_memory
@@ -16,14 +20,15 @@ from dglx_dist.memory import machine_memory
 from dglx_dist.planner.auto import batch_assumptions, plan_draws
 from dglx_dist.planner.choose import choose
 from dglx_dist.planner.config import PlanConfig
-from dglx_dist.planner.costs.base import EpochCounts
+from dglx_dist.planner.costs.base import EpochCounts, TypedFeatures
 from dglx_dist.planner.measure import CountConfig, count, predict_and_time
-from dglx_dist.planner.model_shape import infer_shape
-from dglx_dist.planner.records import Choice, ChoiceOptions, Cluster, Draws, Prediction, Rate
+from dglx_dist.planner.model_shape import describe_relational, infer_shape
+from dglx_dist.planner.records import Choice, ChoiceOptions, Cluster, Draws, ModelShape, Prediction, Rate
 from dglx_dist.planner.workload import check_plannable
 from dglx_dist.records import FEATURE
 from dglx_dist.report.tables import plural
 from dglx_dist.strategies.base import DEFAULT_STRATEGY
+from dglx_dist.training.model_kinds import KINDS, RELATIONAL_KINDS
 from dglx_dist.training.models import build_model
 
 Notify = Callable[[str], None]
@@ -33,6 +38,8 @@ _PAYLOAD = 0.94
 _LOOPBACK_BYTES_PER_S = 1.2e9
 """Rate of sockets between the processes of a server."""
 _DEFAULT_RATE = "1gbit"
+_MAX_FOREIGN_CORES = 0.3
+"""Number of cores that other programs may use while the model is timed, without a warning."""
 _EPOCH = 1
 """Number of the counted epoch. The first one only warms the caches."""
 
@@ -62,7 +69,7 @@ def measure(plan: PlanConfig, notify: Notify | None = None) -> tuple[EpochCounts
     """Count and time like :func:`make_plan`, and return the costs of all candidates."""
     folder = plan.data
     assert folder is not None, "a PlanConfig has a dataset"
-    check_plannable(read_manifest(Path(folder)), folder)
+    ntype = check_plannable(read_manifest(Path(folder)), folder)
     cluster = build_cluster(plan)
     threads = torch.get_num_threads()
     cores = len(os.sched_getaffinity(0))
@@ -71,7 +78,7 @@ def measure(plan: PlanConfig, notify: Notify | None = None) -> tuple[EpochCounts
         with init(DEFAULT_STRATEGY, seed=plan.seed, device=plan.device) as session:
             cluster = _with_gpus(plan, cluster, session.device)
             g = DistGraph(folder, structure="replicated", session=session)
-            result = _measure_on(plan, g, cluster, notify)
+            result = _measure_on(plan, g, ntype, cluster, notify)
             g.close()
     finally:
         torch.set_num_threads(threads)
@@ -94,15 +101,34 @@ def _with_gpus(plan: PlanConfig, cluster: Cluster, device: torch.device) -> Clus
     return replace(cluster, device_memory_bytes=limit, assumptions=(*cluster.assumptions, assumption))
 
 
+def _build_model(plan: PlanConfig, g: DistGraph, ntype: str) -> tuple[nn.Module, ModelShape]:
+    """Return the model that ``dglx train`` would build for nodes of ``ntype``, and its shape."""
+    classes = g.num_classes(ntype)
+    if plan.model in RELATIONAL_KINDS:
+        types = [name for name in g.ntypes if FEATURE in g.nodes[name].data]
+        widths = {name: g.nodes[name].data[FEATURE].shape[1] for name in types}
+        features = TypedFeatures(etypes=tuple(g.canonical_etypes), widths=widths)
+        kind = KINDS[plan.model]
+        options: dict[str, Any] = {name: getattr(plan, name) for name in kind.options}
+        options |= {"layers": plan.layers, "out_types": [ntype]}
+        relational = kind.build(g, widths, plan.hidden, classes, **options)
+        return relational, describe_relational(relational, features, classes, kind=plan.model)
+    if not g.is_homogeneous:
+        raise ConfigError(
+            f"{plan.data} has {len(g.ntypes)} node and {len(g.canonical_etypes)} edge types, but --model "
+            f"{plan.model} supports one of each. Use --model {' or '.join(RELATIONAL_KINDS)}."
+        )
+    width = g.ndata[FEATURE].shape[1]
+    sizes = (width, plan.hidden, classes, plan.layers)
+    module = build_model(plan.model, *sizes, heads=plan.heads, graph=g, **plan.between)
+    return module, infer_shape(module, width, classes, plan.layers, kind=plan.model, hidden=plan.hidden)
+
+
 def _measure_on(
-    plan: PlanConfig, g: DistGraph, cluster: Cluster, notify: Notify | None
+    plan: PlanConfig, g: DistGraph, ntype: str, cluster: Cluster, notify: Notify | None
 ) -> tuple[EpochCounts, list[Prediction]]:
-    features = g.ndata[FEATURE].shape[1]
-    classes = g.num_classes(g.ntypes[0])
-    sizes = (features, plan.hidden, classes, plan.layers)
     with torch.random.fork_rng(devices=[]):
-        module = build_model(plan.model, *sizes, heads=plan.heads, graph=g, **plan.between)
-    shape = infer_shape(module, features, classes, plan.layers, kind=plan.model, hidden=plan.hidden)
+        module, shape = _build_model(plan, g, ntype)
     module.to(g.session.device)
     cores_here = len(os.sched_getaffinity(0))
     assumptions = []
@@ -112,6 +138,8 @@ def _measure_on(
     requested = CountConfig(
         cluster=cluster,
         draws=_plan_draws(plan),
+        caches=g.is_homogeneous,
+        ntype=ntype,
         partitioned=_is_partitioned(plan, 8 * g.num_nodes() + 4 * g.num_edges()),
         epoch=_EPOCH,
         assumptions=(*batch_assumptions(plan.unit, plan.layers, plan.fanouts), *assumptions),
@@ -119,7 +147,37 @@ def _measure_on(
     counts, candidates = count(g, shape, requested, notify)
     if notify is not None:
         notify("the model on some batches and plans")
-    return counts, predict_and_time(g, module, counts, candidates)
+    begin = _CpuTimes.read()
+    predictions = predict_and_time(g, module, counts, candidates, ntype)
+    foreign_cores = _CpuTimes.read().count_foreign_cores(begin)
+    if foreign_cores > _MAX_FOREIGN_CORES:
+        warning = (
+            f"other programs used {foreign_cores:.1f} of {cores_here} cores while the model was timed, so "
+            "compute seconds are too long and differ between plans; plan again on an idle machine"
+        )
+        counts = replace(counts, assumptions=(*counts.assumptions, warning))
+    return counts, predictions
+
+
+@dataclass(frozen=True)
+class _CpuTimes:
+    """Seconds at one moment."""
+
+    wall: float
+    machine: float
+    """CPU time of all processes and cores since the machine has started."""
+    process: float
+    """CPU time of this process."""
+
+    @classmethod
+    def read(cls) -> "_CpuTimes":
+        times = psutil.cpu_times()
+        return cls(time.perf_counter(), times.user + times.nice + times.system, time.process_time())
+
+    def count_foreign_cores(self, begin: "_CpuTimes") -> float:
+        """Return how many cores other processes have used on average since ``begin``."""
+        foreign = (self.machine - begin.machine) - (self.process - begin.process)
+        return foreign / max(self.wall - begin.wall, 1e-9)
 
 
 def build_cluster(plan: PlanConfig) -> Cluster:

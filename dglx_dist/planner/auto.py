@@ -24,8 +24,9 @@ from dglx_dist.layers.base import LayerWidths
 from dglx_dist.memory import machine_memory, read_size, resident_bytes
 from dglx_dist.options import check_integer, check_ranges, read_options
 from dglx_dist.planner.choose import choose, find_bar, list_choosable, predict
+from dglx_dist.planner.costs.base import TypedFeatures
 from dglx_dist.planner.measure import CountConfig, count, probe, sample_blocks, time_step
-from dglx_dist.planner.model_shape import infer_shape
+from dglx_dist.planner.model_shape import describe_relational, infer_shape
 from dglx_dist.planner.records import Choice, ChoiceOptions, Cluster, Draws, ModelShape
 from dglx_dist.planner.trials import TrialConfig, fill_cache, leave_unchanged, run_trials
 from dglx_dist.planner.workload import check_choosable
@@ -42,7 +43,7 @@ from dglx_dist.strategies.base import (
 from dglx_dist.strategies.candidate import Candidate
 from dglx_dist.strategies.replicated import check_same_model
 from dglx_dist.training import checkpoint
-from dglx_dist.training.relational import EntityInputs
+from dglx_dist.training.relational import EntityInputs, RelationalModel
 from dglx_dist.training.resume import TRAINED_WITH
 
 _DEEP = 4
@@ -54,8 +55,8 @@ _NO_BATCHES = (
 )
 
 _NOT_COUNTED = (
-    "bytes and memory are not counted on graphs of several types, so candidates are compared by trials only, "
-    "without caches, and no formula keeps them within the memory"
+    "bytes and memory are not counted for a model of your own on several types, so candidates are compared "
+    "by trials only, and no formula keeps them within the memory"
 )
 
 
@@ -273,8 +274,8 @@ def _choose(
     notify: Callable[[str], None],
 ) -> tuple[Choice, Draws | None]:
     begin = time.perf_counter()
-    is_counted = g.is_homogeneous
-    shape = _describe_model(model, g, training)
+    shape = _describe_model(model, g, training, inputs)
+    is_counted = shape.has_widths
     notify("probing the links")
     cluster = _cluster(g.session, options, find_float_parameter(model).device)
     layers = len(shape.layers)
@@ -290,7 +291,7 @@ def _choose(
         cluster=cluster,
         draws=draws,
         is_offered=is_offered,
-        caches=options.caches and is_counted,
+        caches=options.caches and g.is_homogeneous,
         partitioned=not g.structure(g.canonical_etypes[0]).is_replicated and cluster.servers > 1,
         in_job=True,
         program_bytes=resident_bytes(),
@@ -324,7 +325,9 @@ def _choose(
     return replace(choice, took_s=float(took_s)), draws
 
 
-def _describe_model(model: nn.Module, g: DistGraph, training: Training) -> ModelShape:
+def _describe_model(
+    model: nn.Module, g: DistGraph, training: Training, inputs: EntityInputs | None
+) -> ModelShape:
     # The targets of a user's loop may be no labels. The width of the last layer is then unknown.
     classes = g.dataset.manifest.num_classes.get(training.ntype or g.ntypes[0], 1)
     hidden = training.hidden or 0
@@ -332,7 +335,16 @@ def _describe_model(model: nn.Module, g: DistGraph, training: Training) -> Model
         options: dict[str, Any] = {"kind": training.kind or "", "is_guessed": training.kind is None}
         features = g.ndata[FEATURE].shape[1]
         return infer_shape(model, features, classes, training.num_layers, hidden=hidden, **options)
-    # Widths of layers are for byte formulas, which do not apply to several types.
+    if isinstance(model, RelationalModel) and inputs is not None:
+        widths = inputs.feature_widths
+        rows = [tensor for ntype, tensor in inputs.tensors.items() if ntype not in widths]
+        return describe_relational(
+            model,
+            TypedFeatures(etypes=tuple(g.canonical_etypes), widths=widths),
+            classes,
+            kind=training.kind or type(model).__name__,
+            trained_row_bytes=max((row.shape[1] * row.dtype.itemsize for row in rows), default=0),
+        )
     layers = (LayerWidths(inputs=0, outputs=0, summed=0),) * training.num_layers
     sizes = [parameter.numel() for parameter in model.parameters() if parameter.requires_grad]
     return ModelShape(
@@ -343,6 +355,7 @@ def _describe_model(model: nn.Module, g: DistGraph, training: Training) -> Model
         classes=classes,
         parameters=sum(sizes),
         tensors=len(sizes),
+        has_widths=False,
     )
 
 

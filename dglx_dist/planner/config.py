@@ -8,7 +8,7 @@ from dglx_dist.memory import read_size
 from dglx_dist.options import ABOVE_ZERO, at_least, option, path_option, prefix_errors
 from dglx_dist.planner.records import ChoiceOptions, Rate
 from dglx_dist.training.config import ModelConfig, count_ranks_per_server
-from dglx_dist.training.model_kinds import MODEL_KINDS, check_kind
+from dglx_dist.training.model_kinds import KINDS, check_kind
 
 _of_servers = partial(option, panel="Servers")
 _MAX_BITS_PER_S = 10**14
@@ -56,7 +56,7 @@ class PlanConfig(ChoiceOptions, ModelConfig):
     """Fields whose options are on the command line."""
 
     def __post_init__(self) -> None:
-        check_kind(self.model, MODEL_KINDS)
+        check_kind(self.model, KINDS)
         super().__post_init__()
         if self.folder is not None:
             if self.data not in (None, self.folder):

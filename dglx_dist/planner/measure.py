@@ -35,6 +35,7 @@ from dglx_dist.planner.workload import count_batches, estimate_graph_stats, read
 from dglx_dist.records import Array
 from dglx_dist.strategies.base import find_float_parameter
 from dglx_dist.strategies.candidate import CACHE_SIZES, Candidate, CandidateContext
+from dglx_dist.strategies.full_graph.graph_types import GraphStructure, UnifiedGraph
 from dglx_dist.strategies.full_graph.plan_builder import PartitionContext
 
 if TYPE_CHECKING:
@@ -83,14 +84,13 @@ def count(
 ) -> tuple[EpochCounts, tuple[Candidate, ...]]:
     """Count an epoch and return the counts and the candidates. In a job it is collective, with equal results.
 
-    Nothing is counted on graphs of several types. Outside of a job the session of ``g`` has one rank, and it
-    has the structure of the whole graph. Raises
-    ConfigError if the graph lacks data or has fewer parts than servers, or the ranks know different
-    candidates, and PeerError if a rank is dead or silent.
+    Nothing is counted for a model without known widths. Outside of a job the session of ``g`` has one rank,
+    and it has the structure of the whole graph. Raises ConfigError if the graph lacks data or has fewer
+    parts than servers, or the ranks know different candidates, and PeerError if a rank is dead or silent.
     """
     notify = notify or (lambda _: None)
     notify("figures of the graph")
-    run = _plan_run(g, len(shape.layers), config)
+    run = _plan_run(g, shape, config)
     if not len(run.seeds):
         raise ConfigError(
             f"node data {TRAIN_MASK!r} of {g.dataset.folder} marks no node, so there is nothing to plan for. "
@@ -102,10 +102,10 @@ def count(
     descriptions = [f"{candidate.name} {list_works([candidate], context)}" for candidate in candidates]
     check_equal(run.g.session, "a candidate of strategy", descriptions, "load the same plugins on every rank")
     batches = None
-    is_counted = g.is_homogeneous
+    is_counted = shape.has_widths
     if config.draws is not None and is_counted:
         notify("batches of all ranks")
-        sizes = read_row_sizes(g, shape.gradient_bytes, partitioned=config.partitioned)
+        sizes = read_row_sizes(g, shape.gradient_bytes, run.ntype, partitioned=config.partitioned)
         caches = tuple(dict.fromkeys((c.cache, c.cache_alpha) for c in candidates if c.cache))
         batches = count_batches(run, config.draws, caches, sizes)
     works = list_works((c for c in candidates if c.strategy not in shape.refusals), context)
@@ -141,45 +141,57 @@ def _make_context(run: PlannedRun, config: CountConfig) -> CandidateContext:
     )
 
 
-def _plan_run(g: DistGraph, num_layers: int, config: CountConfig) -> PlannedRun:
+def _plan_run(g: DistGraph, shape: ModelShape, config: CountConfig) -> PlannedRun:
     manifest, cluster = g.dataset.manifest, config.cluster
     topology = build_topology(cluster.servers, cluster.ranks_per_server)
     if config.in_job:
         topology = g.session.topology
     ntype = config.ntype or manifest.node_types[0]
-    bounds = Placement(manifest.num_parts, topology).server_offsets(manifest.node_offsets[ntype])
+    widths = shape.feature_widths
+    placement = Placement(manifest.num_parts, topology)
+    bounds = {name: placement.server_offsets(manifest.node_offsets[name]) for name in g.ntypes}
+    structure: GraphStructure = g.structure(g.canonical_etypes[0])
+    if not g.is_homogeneous:
+        structure = UnifiedGraph.from_graph(g, bounds=bounds, topology=topology)
     seeds = read_marked_ids(g.nodes[ntype].data[TRAIN_MASK], g.num_nodes(ntype))
     return PlannedRun(
         g=g,
         partition=PartitionContext(
-            # Of several types, no work is counted on it.
-            structure=g.structure(g.canonical_etypes[0]),
-            bounds=bounds,
+            structure=structure,
+            bounds=np.sum([*bounds.values()], axis=0),
             topology=topology,
             seed=g.session.seed,
         ),
+        ntype=ntype,
+        bounds=bounds,
         seeds=seeds,
+        trained_types=frozenset() if widths is None else frozenset(g.ntypes) - widths.keys(),
         graph=estimate_graph_stats(manifest, cluster.servers, len(seeds))
         if config.in_job
         else read_graph_stats(g.dataset, cluster.servers),
         cluster=cluster,
-        num_layers=num_layers,
+        num_layers=len(shape.layers),
         in_job=config.in_job,
     )
 
 
 def predict_and_time(
-    g: DistGraph, model: nn.Module, counts: EpochCounts, candidates: Sequence[Candidate]
+    g: DistGraph,
+    model: nn.Module,
+    counts: EpochCounts,
+    candidates: Sequence[Candidate],
+    ntype: str | None = None,
 ) -> list[Prediction]:
     """Return the costs of an epoch of each candidate, with the seconds that its steps compute here.
 
-    Steps of mini-batches are timed on a few drawn batches, and steps of whole graphs on the plan of the rank
-    with the largest step. If ranks have less than a core each, the seconds are multiplied accordingly.
+    ``ntype`` is the type of the training nodes. None: the only one. Steps of mini-batches are timed on a few
+    drawn batches, and steps of whole graphs on the plan of the rank with the largest step. If ranks have less
+    than a core each, the seconds are multiplied accordingly.
     """
     predictions = [predict(candidate, counts) for candidate in candidates]
-    features = counts.shape.features
+    widths = _list_input_widths(g, counts.shape)
     slowdown = 1.0 / min(counts.cluster.cores, 1.0)
-    batch_seconds = _time_mini_batches(g, model, counts) * slowdown
+    batch_seconds = _time_mini_batches(g, model, counts, ntype) * slowdown
     work_seconds: dict[object, float] = {}
     results = []
     for prediction in predictions:
@@ -193,20 +205,30 @@ def predict_and_time(
                 step = work.blocks(counts.works[work])
                 work_seconds[work] = 0.0
                 if step is not None:
-                    work_seconds[work] = step[1] * time_step(model, step[0], features) * slowdown
+                    work_seconds[work] = step[1] * time_step(model, step[0], widths, ntype) * slowdown
             seconds = work_seconds[work]
         results.append(replace(prediction, compute_s=seconds))
     return results
 
 
-def _time_mini_batches(g: DistGraph, model: nn.Module, counts: EpochCounts) -> float:
+def _list_input_widths(g: DistGraph, shape: ModelShape) -> int | dict[str, int]:
+    """Return the number of input columns, by node type for a model of several types."""
+    widths = shape.feature_widths
+    if widths is None:
+        return shape.features
+    return {ntype: widths.get(ntype, shape.hidden) for ntype in g.ntypes}
+
+
+def _time_mini_batches(g: DistGraph, model: nn.Module, counts: EpochCounts, ntype: str | None) -> float:
     if counts.draws is None:
         return 0.0
     draws = counts.draws
-    seeds = read_marked_ids(g.ndata[TRAIN_MASK], g.num_nodes())
+    ntype = ntype or g.ntypes[0]
+    seeds = read_marked_ids(g.nodes[ntype].data[TRAIN_MASK], g.num_nodes(ntype))
     size = min(draws.batch_size, -(-len(seeds) // counts.cluster.ranks))
+    widths = _list_input_widths(g, counts.shape)
     steps = [
-        time_step(model, sample_blocks(g, seeds[offset:], size, draws.fanouts), counts.shape.features)
+        time_step(model, sample_blocks(g, seeds[offset:], size, draws.fanouts, ntype), widths, ntype)
         for offset in range(min(_TIMED_BATCHES, len(seeds)))
     ]
     return statistics.median(steps) * counts.mini_batches.steps

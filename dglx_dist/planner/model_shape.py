@@ -1,5 +1,6 @@
 """Size and work of a model: widths, products, parameters and exchanged rows of each layer."""
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -23,10 +24,11 @@ from dglx_dist.layers.tracer import (
     replace_forwards,
     trace_calls,
 )
-from dglx_dist.planner.costs.base import COSTS
+from dglx_dist.planner.costs.base import COSTS, TypedFeatures
 from dglx_dist.planner.records import ModelShape
 from dglx_dist.strategies.base import STRATEGIES, find_float_parameter
 from dglx_dist.training.models import OwnRows
+from dglx_dist.training.relational import RelationalModel
 
 
 def build_topology(servers: int, ranks_per_server: int) -> Topology:
@@ -77,6 +79,43 @@ def infer_shape(
         first_learns=first_learns,
         itemsize=parameters[0].element_size() if parameters else 4,
         is_guessed=is_guessed,
+    )
+
+
+def describe_relational(
+    module: RelationalModel,
+    features: TypedFeatures,
+    classes: int,
+    *,
+    kind: str,
+    trained_row_bytes: int | None = None,
+) -> ModelShape:
+    """Return the shape of a ready-made model of several types that returns rows of ``classes`` columns.
+
+    ``trained_row_bytes`` are the bytes of the rows of types without features. None: rows of the hidden width.
+    """
+    relations_into = Counter(destination for _, _, destination in features.etypes)
+    outputs = [module.hidden] * (module.num_layers - 1) + [classes]
+    # Each relation has its own sum for every destination.
+    summed = module.hidden * max(relations_into.values())
+    inspected, refusals = _inspect(module, features)
+    parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    itemsize = parameters[0].element_size()
+    return ModelShape(
+        kind=kind,
+        layers=tuple(LayerWidths(inputs=module.hidden, outputs=width, summed=summed) for width in outputs),
+        features=max(module.hidden, *features.widths.values()),
+        hidden=module.hidden,
+        classes=classes,
+        parameters=sum(parameter.numel() for parameter in parameters),
+        tensors=len(parameters),
+        inspected=inspected,
+        refusals=refusals,
+        # The rows of all types are mapped to the hidden width before layer 1.
+        first_learns=True,
+        itemsize=itemsize,
+        feature_widths=features.widths,
+        trained_row_bytes=module.hidden * itemsize if trained_row_bytes is None else trained_row_bytes,
     )
 
 
@@ -161,7 +200,7 @@ def _list_registered(
     return tuple(LayerWidths(inputs=a, outputs=b, summed=min(a, b)) for a, b in pairwise(widths))
 
 
-def _inspect(module: nn.Module, features: int) -> tuple[dict[str, Any], dict[str, str]]:
+def _inspect(module: nn.Module, features: int | TypedFeatures) -> tuple[dict[str, Any], dict[str, str]]:
     inspected = {}
     refusals = {}
     for name in sorted({*STRATEGIES.names()} & {*COSTS.names()}):

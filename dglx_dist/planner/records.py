@@ -96,6 +96,8 @@ class GraphStats:
     """Number of feature columns F."""
     feature_bytes: int
     """Bytes of one node's features as they are stored. With several types: of one node of each."""
+    all_feature_bytes: int
+    """Bytes of the features of all nodes."""
     classes: int
     train_nodes: int
     edge_cut: float
@@ -130,6 +132,13 @@ class ModelShape:
     itemsize: int = 4
     is_guessed: bool = False
     """Whether the layers are those of the most similar ready-made model."""
+    feature_widths: Mapping[str, int] | None = None
+    """Number of feature columns by node type, for a model of several types. Nodes of types that are missing
+    here have trainable rows. None: the model has one type."""
+    trained_row_bytes: int = 0
+    """Bytes of a trainable row."""
+    has_widths: bool = True
+    """Whether :attr:`layers` has the widths. Models of your own on several types have unknown widths."""
 
     @property
     def summary(self) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias, final
 
 import dgl
 import numpy as np
@@ -22,7 +22,7 @@ from dglx_dist.data.storage.manifest import Manifest
 from dglx_dist.data.storage.reader import StoredDataset
 from dglx_dist.dataloading.feature_fetch import look_ahead
 from dglx_dist.dataloading.loader import DataLoader
-from dglx_dist.dataloading.minibatch import count_batch_bytes
+from dglx_dist.dataloading.minibatch import MiniBatch, count_batch_bytes
 from dglx_dist.errors import ConfigError
 from dglx_dist.graph.cache import (
     LOOK_AHEAD,
@@ -34,12 +34,20 @@ from dglx_dist.graph.cache import (
     select_top_rows,
 )
 from dglx_dist.graph.column import LookAheadRows
-from dglx_dist.graph.partition_book import Placement, split_ids
+from dglx_dist.graph.partition_book import Placement, RowOwners, split_ids
 from dglx_dist.graph.row_kernels import plan_remote
-from dglx_dist.planner.costs.base import ID_BYTES, BatchWork, CacheHits, PlannedRun, Survey
+from dglx_dist.planner.costs.base import (
+    ID_BYTES,
+    BatchWork,
+    CacheHits,
+    PlannedRun,
+    Survey,
+    TrainedRows,
+    TypedCounts,
+)
 from dglx_dist.planner.model_shape import build_topology
 from dglx_dist.planner.records import Draws, GraphStats
-from dglx_dist.records import FEATURE, LABEL, Array, ColumnInfo
+from dglx_dist.records import FEATURE, LABEL, Array, ColumnInfo, EdgeType
 
 if TYPE_CHECKING:
     from dglx_dist.graph.dist_graph import DistGraph
@@ -60,8 +68,10 @@ class RankCount:
     steps: int
     """Number of batches of the rank's loader, counted or not. In a job it is equal on all ranks."""
     counted_steps: int
-    remote_rows: int
-    """Number of input rows that other servers own."""
+    remote_rows: dict[str, int]
+    """Number of input rows that other servers own, by node type."""
+    peer_rows: dict[str, int] = field(default_factory=dict)
+    """Number of input rows that other ranks of the same server own, by node type."""
     remote_seeds: int
     """Number of targets of the last layer with labels on another server."""
     sources: list[int]
@@ -76,6 +86,11 @@ class RankCount:
     """Number of in-edges drawn for them."""
     largest: list[list[int]]
     """(3, L) sources, targets and edges of the batch with the most input rows."""
+    first_sources: dict[str, int] = field(default_factory=dict)
+    """Number of sources of layer 1 by node type."""
+    first_targets: dict[str, int] = field(default_factory=dict)
+    first_edges: list[int] = field(default_factory=list)
+    """(R,) edges of layer 1 by edge type."""
     caches: list[dict[str, Any]] = field(default_factory=list)
     """The :class:`CacheHits` of this rank for each counted cache."""
 
@@ -84,85 +99,156 @@ class RankCount:
 class RowSizes:
     """Bytes of rows and gradients."""
 
-    feature: int
+    features: Mapping[str, int]
+    """Bytes of the features of a node, for the node types that have features."""
     label: int | None
     """Bytes of a label. None: labels are not sent."""
     gradients: int
     """Bytes of all gradients of a step, with a flag of one element for each tensor."""
     partitioned: bool
     """Whether servers ask each other for in-edges."""
+    etypes: tuple[EdgeType, ...] = ()
+    """The R edge types, in the order of :attr:`RankCount.first_edges`."""
 
 
-def read_row_sizes(g: DistGraph, gradients: int, *, partitioned: bool) -> RowSizes:
-    def read_size(name: str) -> int:
-        column = g.ndata[name]
+def read_row_sizes(g: DistGraph, gradients: int, ntype: str | None = None, *, partitioned: bool) -> RowSizes:
+    """Return the sizes of the rows of ``g``. Labels are those of ``ntype``, by default the only type."""
+
+    def read_size(ntype: str, name: str) -> int:
+        column = g.nodes[ntype].data[name]
         return math.prod(column.shape[1:]) * column.dtype.itemsize
 
-    label = read_size(LABEL) if LABEL in g.ndata else None
-    return RowSizes(feature=read_size(FEATURE), label=label, gradients=gradients, partitioned=partitioned)
+    ntype = ntype or g.ntypes[0]
+    return RowSizes(
+        features={name: read_size(name, FEATURE) for name in g.ntypes if FEATURE in g.nodes[name].data},
+        label=read_size(ntype, LABEL) if LABEL in g.nodes[ntype].data else None,
+        gradients=gradients,
+        partitioned=partitioned,
+        etypes=tuple(g.canonical_etypes),
+    )
 
 
 def count_rank(
     g: DistGraph,
     draws: Draws,
     seeds: Array,
-    placement: tuple[Topology, Array],
+    placement: tuple[Topology, Mapping[str, Array]],
     *,
+    ntype: str | None = None,
     inputs_of: list[Inputs] | None = None,
 ) -> RankCount:
     """Build and count the batches of one rank. ``g`` may be open on one rank. All ranks call this.
 
     Args:
         seeds: (K,) int64 marked nodes of all ranks, ascending. The rank counts its share.
-        placement: Topology of the rank, and the (S + 1,) int64 first node of each server.
-        inputs_of: The remote inputs of each batch are appended to this list.
+        placement: Topology of the rank, and the (S + 1,) int64 first node of each server by node type.
+        ntype: Type of the seeds. None: the only one.
+        inputs_of: The remote inputs of each batch of a graph of one type are appended to this list.
     """
     topology, bounds = placement
-    own_seeds = split_ids(seeds, bounds, topology, force_even=draws.force_even)[: draws.most_seeds]
+    ntype = ntype or g.ntypes[0]
+    own_seeds = split_ids(seeds, bounds[ntype], topology, force_even=draws.force_even)[: draws.most_seeds]
     sampler = dgl.dataloading.NeighborSampler(list(draws.fanouts))
     options: dict[str, Any] = {"shuffle": True, "num_threads": 0, "device": "cpu"}
-    loader = DataLoader(g, own_seeds, sampler, batch_size=draws.batch_size, **options)
-    own_range = int(bounds[topology.server]), int(bounds[topology.server + 1])
-    layers = len(draws.fanouts)
+    loader = DataLoader(g, {ntype: own_seeds}, sampler, batch_size=draws.batch_size, **options)
+    counter = _BatchCounter(g, ntype, placement, len(draws.fanouts))
     steps = range(len(loader))[: draws.most_batches]
-    sizes = np.zeros((3, layers), np.int64)
-    largest = np.zeros((3, layers), np.int64)
-    remote_rows = remote_seeds = requested = returned = 0
     stages = loader.open_stages(draws.epoch, lambda: iter(steps), claims=False)
     for step in steps:
-        batch = stages.make(step)
-        inputs = batch.input_nodes
-        targets = batch.output_nodes
-        blocks = batch.blocks
-        assert isinstance(inputs, Tensor)
-        assert isinstance(targets, Tensor)
-        remote_ids = inputs.numpy()[_is_outside(inputs.numpy(), own_range)]
-        remote_rows += len(remote_ids)
-        remote_seeds += int(_is_outside(targets.numpy(), own_range).sum())
-        block_sizes = np.array(count_block_sizes(blocks))
+        inputs = counter.add(stages.make(step))
         if inputs_of is not None:
-            offsets = int(block_sizes[1].sum()) + layers
-            edges = int(block_sizes[2].sum())
-            inputs_of.append((remote_ids, count_batch_bytes(len(inputs), offsets, edges)))
-        sizes += block_sizes
-        largest = max(largest, block_sizes, key=lambda sizes: int(sizes[0, 0]))
-        for block in blocks:
-            is_remote = _is_outside(block.dstdata[dgl.NID], own_range)
-            requested += int(is_remote.sum())
-            returned += int(block.in_degrees()[is_remote].sum())
+            inputs_of.append(inputs)
+    sources, targets, edges = counter.sizes.tolist()
     return RankCount(
         seeds=len(own_seeds),
         steps=len(loader),
         counted_steps=len(steps),
-        remote_rows=remote_rows,
-        remote_seeds=remote_seeds,
-        sources=sizes[0].tolist(),
-        targets=sizes[1].tolist(),
-        edges=sizes[2].tolist(),
-        requested=requested,
-        returned=returned,
-        largest=largest.tolist(),
+        remote_rows=dict(counter.remote_rows),
+        peer_rows=dict(counter.peer_rows),
+        remote_seeds=counter.remote_seeds,
+        sources=sources,
+        targets=targets,
+        edges=edges,
+        requested=counter.requested,
+        returned=counter.returned,
+        largest=counter.largest.tolist(),
+        first_sources=dict(counter.first_sources),
+        first_targets=dict(counter.first_targets),
+        first_edges=counter.first_edges.tolist(),
     )
+
+
+@final
+class _BatchCounter:
+    """Sums over the batches of one rank."""
+
+    def __init__(
+        self, g: DistGraph, ntype: str, placement: tuple[Topology, Mapping[str, Array]], num_layers: int
+    ) -> None:
+        topology, bounds = placement
+        server = topology.server
+        self._g = g
+        self._ntype = ntype
+        self._server_ranges = {
+            name: (int(starts[server]), int(starts[server + 1])) for name, starts in bounds.items()
+        }
+        self._rank_ranges = {
+            name: RowOwners(starts, topology).get_range(topology.rank) for name, starts in bounds.items()
+        }
+        self.sizes = np.zeros((3, num_layers), np.int64)
+        """Sources, targets and edges of each layer, summed over the batches."""
+        self.largest = np.zeros((3, num_layers), np.int64)
+        """The same numbers of the batch with the most input rows."""
+        self.remote_rows = dict.fromkeys(g.ntypes, 0)
+        self.peer_rows = dict.fromkeys(g.ntypes, 0)
+        self.remote_seeds = 0
+        self.requested = 0
+        self.returned = 0
+        self.first_sources = dict.fromkeys(g.ntypes, 0)
+        self.first_targets = dict.fromkeys(g.ntypes, 0)
+        self.first_edges = np.zeros(len(g.canonical_etypes), np.int64)
+
+    def add(self, batch: MiniBatch) -> Inputs:
+        """Count ``batch``. Return its remote input rows of the type of the seeds, and its size in bytes."""
+        ntype = self._ntype
+        inputs = _by_type(batch.input_nodes, self._g)
+        for name, ids in inputs.items():
+            num_remote = int(_is_outside(ids, self._server_ranges[name]).sum())
+            self.remote_rows[name] += num_remote
+            self.peer_rows[name] += int(_is_outside(ids, self._rank_ranges[name]).sum()) - num_remote
+        targets = _by_type(batch.output_nodes, self._g)[ntype]
+        self.remote_seeds += int(_is_outside(targets, self._server_ranges[ntype]).sum())
+
+        sizes = np.array(count_block_sizes(batch.blocks))
+        self.sizes += sizes
+        self.largest = max(self.largest, sizes, key=lambda sizes: int(sizes[0, 0]))
+        self._add_first_block(batch.blocks[0])
+        for block in batch.blocks:
+            self._add_requests(block)
+
+        num_offsets = int(sizes[1].sum()) + sizes.shape[1]
+        remote_ids = inputs[ntype][_is_outside(inputs[ntype], self._server_ranges[ntype])]
+        return remote_ids, count_batch_bytes(len(inputs[ntype]), num_offsets, int(sizes[2].sum()))
+
+    def _add_first_block(self, block: Any) -> None:
+        for name in self._g.ntypes:
+            self.first_sources[name] += int(block.num_src_nodes(name))
+            self.first_targets[name] += int(block.num_dst_nodes(name))
+        self.first_edges += [int(block.num_edges(etype)) for etype in self._g.canonical_etypes]
+
+    def _add_requests(self, block: Any) -> None:
+        """Count the nodes of other servers for which in-edges were drawn, and these edges."""
+        for etype in self._g.canonical_etypes:
+            nodes = block.dstnodes[etype[2]].data[dgl.NID].numpy()
+            is_remote = _is_outside(nodes, self._server_ranges[etype[2]])
+            self.requested += int(is_remote.sum())
+            self.returned += int(block.in_degrees(etype=etype).numpy()[is_remote].sum())
+
+
+def _by_type(nodes: Tensor | Mapping[str, Tensor], g: DistGraph) -> dict[str, Array]:
+    """Return (K,) int64 ids by node type. A tensor has the ids of the only type."""
+    tensors = {g.ntypes[0]: nodes} if isinstance(nodes, Tensor) else nodes
+    return {ntype: ids.numpy() for ntype, ids in tensors.items()}
 
 
 def simulate_look_ahead(
@@ -229,22 +315,40 @@ def sum_counts(ranks: Sequence[RankCount], sizes: RowSizes, *, ranks_per_server:
     """Return the totals of the counts of all W ranks."""
     steps = max(rank.steps for rank in ranks)
     world_size = len(ranks)
-    remote = sum(rank.remote_rows for rank in ranks)
+    remote, peers, sources, targets = (
+        _sum_by_type([getattr(rank, name) for rank in ranks])
+        for name in ("remote_rows", "peer_rows", "first_sources", "first_targets")
+    )
+    edges = np.sum([rank.first_edges for rank in ranks], axis=0).astype(np.int64).tolist()
     sampling = sum(ID_BYTES * rank.requested + EDGE_BYTES * rank.returned for rank in ranks)
     label_bytes = 0 if sizes.label is None else ID_BYTES + sizes.label
     return Survey(
         steps=steps,
         input_rows=sum(rank.sources[0] for rank in ranks),
-        remote_rows=remote,
+        remote_rows=sum(remote.values()),
         edges=sum(sum(rank.edges) for rank in ranks),
         seeds_per_rank=[rank.seeds for rank in ranks],
-        feature_bytes=(ID_BYTES + sizes.feature) * remote,
+        feature_bytes=sum((ID_BYTES + sizes.features[name]) * remote[name] for name in sizes.features),
         sampling_bytes=sampling if sizes.partitioned and world_size > ranks_per_server else 0,
         label_bytes=label_bytes * sum(rank.remote_seeds for rank in ranks),
         gradient_bytes=2 * (world_size - 1) * sizes.gradients * steps,
         first_targets=sum(rank.targets[0] for rank in ranks),
         first_edges=sum(rank.edges[0] for rank in ranks),
+        trained_rows=TrainedRows(
+            outside=sum(count for name, count in remote.items() if name not in sizes.features),
+            inside=sum(count for name, count in peers.items() if name not in sizes.features),
+        ),
+        first_layer=TypedCounts(
+            batches=world_size * steps,
+            sources=sources,
+            targets=targets,
+            edges=dict(zip(sizes.etypes, edges, strict=False)),
+        ),
     )
+
+
+def _sum_by_type(counts: Sequence[Mapping[str, int]]) -> dict[str, int]:
+    return {name: sum(count[name] for count in counts) for name in counts[0]}
 
 
 def combine_counts(ranks: Sequence[RankCount], topology: Topology, sizes: RowSizes) -> BatchWork:
@@ -272,7 +376,9 @@ def _scale_to_epoch(count: RankCount) -> RankCount:
     factor = count.seeds / max(count.targets[-1], 1)
 
     def scale(value: Any) -> Any:
-        return [round(factor * item) for item in value] if isinstance(value, list) else round(factor * value)
+        if isinstance(value, dict):
+            return {name: scale(count) for name, count in value.items()}
+        return [scale(item) for item in value] if isinstance(value, list) else round(factor * value)
 
     unscaled = ("seeds", "steps", "counted_steps", "largest", "caches")
     values = {name: value if name in unscaled else scale(value) for name, value in vars(count).items()}
@@ -299,15 +405,20 @@ def count_batches(
     cached_rows = _mask_rows(run, draws, [alpha for policy, alpha in caches if policy == "vip"])
     counts = []
     for rank in run.ranks_here:
-        placement = (partition.for_rank(rank), partition.bounds)
+        topology = partition.for_rank(rank)
+        placement = (topology, run.bounds)
         inputs = list[Inputs]()
-        count = count_rank(run.g, draws, run.seeds, placement, inputs_of=inputs if caches else None)
+        options: dict[str, Any] = {"ntype": run.ntype, "inputs_of": inputs if caches else None}
+        count = count_rank(run.g, draws, run.seeds, placement, **options)
         previous: list[Inputs] = []
         # Counting is collective, and the condition is equal on all ranks.
         if draws.epoch and count.counted_steps >= count.steps and looks_ahead:
             count_rank(run.g, replace(draws, epoch=draws.epoch - 1), run.seeds, placement, inputs_of=previous)
         rows = [previous, inputs]
-        cache_hits = [_count_cache(cache, placement, rows, cached_rows, sizes.feature) for cache in caches]
+        location = (topology, partition.bounds)
+        cache_hits = [
+            _count_cache(cache, location, rows, cached_rows, sizes.features[run.ntype]) for cache in caches
+        ]
         counts.append(replace(count, caches=list(map(asdict, cache_hits))))
     gathered = gather_json([asdict(count) for count in counts], run.g.session)
     ranks = [RankCount(**count) for counts_here in gathered for count in counts_here]
@@ -378,30 +489,34 @@ _EDGES_AT_ONCE = 1 << 20
 def read_graph_stats(dataset: StoredDataset, servers: int) -> GraphStats:
     """Return the statistics of a dataset on ``servers`` servers. All its edges are read once.
 
-    Raises ConfigError if several types, missing columns, or fewer parts than servers, and StorageError if a
+    Raises ConfigError if columns are missing, or there are fewer parts than servers, and StorageError if a
     part is missing or damaged.
     """
     manifest = dataset.manifest
-    check_plannable(manifest, str(dataset.folder))
-    ntype, etype = manifest.node_types[0], manifest.edge_types[0]
+    ntype = check_plannable(manifest, str(dataset.folder))
     placement = Placement(manifest.num_parts, build_topology(servers, 1))
-    bounds = placement.server_offsets(manifest.node_offsets[ntype])
+    bounds = {name: placement.server_offsets(offsets) for name, offsets in manifest.node_offsets.items()}
     cut = train = 0
     for part_id in range(manifest.num_parts):
         part = dataset.part(part_id)
         server = int(placement.server_of_part[part_id])
-        indices = part.indices(etype)
-        for start in range(0, len(indices), _EDGES_AT_ONCE):
-            piece = indices[start : start + _EDGES_AT_ONCE]
-            cut += int(np.count_nonzero((piece < bounds[server]) | (piece >= bounds[server + 1])))
+        for etype in manifest.edge_types:
+            first, end = bounds[etype[0]][server : server + 2].tolist()
+            indices = part.indices(etype)
+            for start in range(0, len(indices), _EDGES_AT_ONCE):
+                piece = indices[start : start + _EDGES_AT_ONCE]
+                cut += int(np.count_nonzero(_is_outside(piece, (first, end))))
         train += int(np.count_nonzero(part.node_data(ntype, TRAIN_MASK)))
-    edge_cut = cut / max(manifest.num_edges(etype), 1)
-    return replace(estimate_graph_stats(manifest, servers, train), edge_cut=edge_cut)
+    stats = estimate_graph_stats(manifest, servers, train)
+    return replace(stats, edge_cut=cut / max(stats.edges, 1))
 
 
 def estimate_graph_stats(manifest: Manifest, servers: int, train_nodes: int) -> GraphStats:
     """Return the statistics of a dataset without reading it."""
-    infos = [columns[FEATURE] for columns in manifest.node_columns.values() if FEATURE in columns]
+    infos = {name: columns[FEATURE] for name, columns in manifest.node_columns.items() if FEATURE in columns}
+    row_bytes = {
+        name: numpy_dtype(info.dtype).itemsize * math.prod(info.row_shape) for name, info in infos.items()
+    }
     cut = float(str(manifest.quality.get("edge_cut", 0.0)))
     parts = manifest.num_parts
     # If P parts are on fewer servers, edges between parts of one server are not cut.
@@ -410,8 +525,9 @@ def estimate_graph_stats(manifest: Manifest, servers: int, train_nodes: int) -> 
         name=manifest.name,
         nodes=sum(map(manifest.num_nodes, manifest.node_types)),
         edges=sum(map(manifest.num_edges, manifest.edge_types)),
-        features=sum(math.prod(info.row_shape) for info in infos),
-        feature_bytes=sum(numpy_dtype(info.dtype).itemsize * math.prod(info.row_shape) for info in infos),
+        features=sum(math.prod(info.row_shape) for info in infos.values()),
+        feature_bytes=sum(row_bytes.values()),
+        all_feature_bytes=sum(size * manifest.num_nodes(name) for name, size in row_bytes.items()),
         classes=max(map(int, manifest.num_classes.values()), default=0),
         train_nodes=train_nodes,
         edge_cut=cut * cut_factor,
@@ -419,15 +535,20 @@ def estimate_graph_stats(manifest: Manifest, servers: int, train_nodes: int) -> 
     )
 
 
-def check_plannable(manifest: Manifest, where: str) -> None:
-    """Raise ConfigError unless a plan can be made for the dataset."""
-    if not manifest.is_homogeneous:
+def check_plannable(manifest: Manifest, where: str) -> str:
+    """Return the type of the training nodes. Raise ConfigError unless a plan can be made for the dataset."""
+    if manifest.is_homogeneous:
+        ntype = manifest.node_types[0]
+        _check_columns(manifest, where, ntype, (FEATURE, TRAIN_MASK))
+        return ntype
+    trained = [ntype for ntype, columns in manifest.node_columns.items() if TRAIN_MASK in columns]
+    if len(trained) != 1:
         raise ConfigError(
-            f"{where} has {len(manifest.node_types)} node and {len(manifest.edge_types)} edge types, but "
-            "costs are counted for one of each, so there is no plan. Compare strategies in a run with "
-            "`dglx train --strategy auto`, which measures them, or name one with --strategy."
+            f"{where} has training nodes of {len(trained)} types ({', '.join(trained) or 'none'}), but a "
+            "plan is for nodes of one type. Partition a graph with a split of one node type, or "
+            "compare strategies in a run with `dglx train --strategy auto`."
         )
-    _check_columns(manifest, where, manifest.node_types[0], (FEATURE, TRAIN_MASK))
+    return trained[0]
 
 
 def check_choosable(manifest: Manifest, where: str, ntype: str | None = None) -> None:

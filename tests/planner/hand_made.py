@@ -3,7 +3,7 @@
 from dataclasses import replace
 from typing import Any
 
-from dglx_dist.planner.costs.base import BatchWork, EpochCounts, Survey
+from dglx_dist.planner.costs.base import BatchWork, EpochCounts, Survey, TrainedRows
 from dglx_dist.planner.costs.full_graph import FullGraphScheme, FullWork, StepSizes
 from dglx_dist.planner.costs.serverless import HaloCounts, HaloPairs
 from dglx_dist.planner.model_shape import infer_shape
@@ -13,7 +13,7 @@ from dglx_dist.training.models import build_model
 
 GRAPH = GraphStats(
     name="by hand", nodes=1000, edges=10_000, features=100, feature_bytes=400, classes=10, train_nodes=100,
-    edge_cut=0.5, method="random",
+    edge_cut=0.5, method="random", all_feature_bytes=400_000,
 )  # fmt: skip
 CLUSTER = Cluster(
     servers=2, ranks_per_server=1, external_bytes_per_s=1e6, internal_bytes_per_s=1e9,
@@ -32,6 +32,7 @@ WHOLE = FullWork(
     outside=(400, 200),
     inside=(0, 0),
     external_rows=0,
+    trained_rows=TrainedRows(),
 )
 
 

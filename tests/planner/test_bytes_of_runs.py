@@ -10,6 +10,7 @@ import pytest
 
 from dglx_dist.api import fit, init
 from dglx_dist.cli.plan_job import measure
+from dglx_dist.comm.session import Session
 from dglx_dist.data.partition.base import PartitionPlan
 from dglx_dist.data.partition.prepare import partition_to_disk
 from dglx_dist.data.synthetic import SyntheticConfig, generate
@@ -79,6 +80,27 @@ def train_each(data: str, cases: list[dict[str, Any]]) -> list[dict[str, dict[st
     return [train(data, **case) for case in cases]
 
 
+class EpochBytes:
+    """Callback of two epochs that notes what this rank sends in the second one."""
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        self._snapshots: list[Any] = []
+        self._sent: dict[str, Counter[str]] = {"outside": Counter(), "inside": Counter()}
+
+    def __call__(self, _: Any) -> None:
+        ledger = self._session.ledger
+        if len(self._snapshots) == 1:
+            for row in ledger.since(self._snapshots[0]):
+                if row.phase not in BESIDE:
+                    self._sent["inside" if row.inside else "outside"][row.phase] += row.num_bytes
+        self._snapshots.append(ledger.snapshot())
+
+    def by_phase(self) -> dict[str, dict[str, int]]:
+        """Return bytes by phase, outside and inside of the server."""
+        return {side: dict(counts) for side, counts in self._sent.items()}
+
+
 def train(
     data: str, model: str, strategy: str, options: Mapping[str, Any], cache: str | None, alpha: float
 ) -> dict[str, dict[str, int]]:
@@ -89,16 +111,7 @@ def train(
             more: dict[str, Any] = {"fanouts": list(FANOUTS), "batch_size": BATCH} if cache == "vip" else {}
             g.cache_rows("feat", alpha=alpha, policy=cache, **more)
         module = build_model(model, FEATURES, HIDDEN, CLASSES, len(FANOUTS), 0.0, graph=g)
-        snapshots: list[Any] = []
-        sent: dict[str, Counter[str]] = {"outside": Counter(), "inside": Counter()}
-
-        def note(_: Any) -> None:
-            if len(snapshots) == 1:
-                for row in session.ledger.since(snapshots[0]):
-                    if row.phase not in BESIDE:
-                        sent["inside" if row.inside else "outside"][row.phase] += row.num_bytes
-            snapshots.append(session.ledger.snapshot())
-
+        sent = EpochBytes(session)
         # Every epoch ends by itself, and nothing is sent for an evaluation.
         fit(
             module,
@@ -106,10 +119,10 @@ def train(
             config=FitConfig(epochs=2, eval_every=1, evaluate=lambda _: {}),
             fanouts=FANOUTS if mini_batches else None,
             batch_size=BATCH if mini_batches else None,
-            callbacks=[note],
+            callbacks=[sent],
         )
         g.close()
-    return {side: dict(counts) for side, counts in sent.items()}
+    return sent.by_phase()
 
 
 def sum_phases(ranks: list[Any], place: int, side: str) -> dict[str, int]:

@@ -53,7 +53,8 @@ def test_more_cooperative_batches_than_seeds_are_counted() -> None:
             graph=SimpleNamespace(edges=300),
             num_layers=LAYERS,
             in_job=False,
-            seeds=np.array([3, 4, 100]),
+            ranks_here=range(2),
+            plan_seeds=np.array([3, 4, 100]),
         )
         work = FullGraphScheme(LAYERS, cooperative_batches=8).count(run)
     assert work.steps == 2, "the servers have 2 seeds and 1"
@@ -63,7 +64,7 @@ def test_steps_are_summed_and_the_largest_is_kept() -> None:
     """Two ranks, two steps of one layer; rank 1 has more edges, and server 0 sends what server 1 receives."""
 
     def sizes(edges: int, received: list[int]) -> list[int]:
-        return [10, 5, 10 + edges, edges, edges + 1, 3, *received]
+        return [10, 5, 10 + edges, edges, edges + 1, 3, *received, 0, 0]
 
     steps = [[sizes(1, [0, 0]), sizes(4, [2, 0])], [sizes(2, [0, 1]), sizes(6, [7, 0])]]
     work = decode_work(np.array(steps), build_topology(2, 1))

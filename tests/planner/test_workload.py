@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -25,12 +26,13 @@ from dglx_dist.training.models import build_model
 from tests.helpers.ranks import run_ranks
 from tests.planner.hand_made import CLUSTER
 
-SIZES = RowSizes(feature=40, label=8, gradients=100, partitioned=False)
+SIZES = RowSizes(features={"_N": 40}, label=8, gradients=100, partitioned=False)
 BUSY = RankCount(
     seeds=45,
     steps=5,
     counted_steps=2,
-    remote_rows=60,
+    remote_rows={"_N": 60},
+    peer_rows={"_N": 0},
     remote_seeds=4,
     sources=[200, 60],
     targets=[60, 20],
@@ -38,8 +40,17 @@ BUSY = RankCount(
     requested=0,
     returned=0,
     largest=[[110, 30], [30, 10], [210, 55]],
+    first_sources={"_N": 200},
+    first_targets={"_N": 60},
+    first_edges=[400],
 )
-IDLE = RankCount(**{name: (0 * np.array(value)).tolist() for name, value in vars(BUSY).items()})
+
+
+def erase(value: Any) -> Any:
+    return dict.fromkeys(value, 0) if isinstance(value, dict) else (0 * np.array(value)).tolist()
+
+
+IDLE = RankCount(**{name: erase(value) for name, value in vars(BUSY).items()})
 
 
 def test_some_batches_stand_for_as_many_seeds_as_there_are() -> None:

@@ -15,9 +15,10 @@ from torch import nn
 
 from dglx_dist.comm.ledger import ring_bytes
 from dglx_dist.planner.records import Cluster, Draws, GraphStats, ModelShape
-from dglx_dist.records import Array
+from dglx_dist.records import Array, EdgeType
 from dglx_dist.registry import Registry
 from dglx_dist.strategies.candidate import Candidate, CandidateContext
+from dglx_dist.strategies.full_graph.graph_types import UnifiedGraph
 
 if TYPE_CHECKING:
     from dglx_dist.graph.dist_graph import DistGraph
@@ -61,8 +62,14 @@ class PlannedRun:
 
     g: DistGraph
     partition: PartitionContext
+    ntype: str
+    """Type of the training nodes."""
+    bounds: Mapping[str, Array]
+    """(S + 1,) int64 first node of each server by node type."""
     seeds: Array
-    """(K,) ascending int64 training nodes, of all servers."""
+    """(K,) ascending int64 training nodes of ``ntype``, of all servers."""
+    trained_types: frozenset[str] = frozenset()
+    """Node types with trainable rows instead of features."""
     graph: GraphStats
     cluster: Cluster
     num_layers: int
@@ -72,10 +79,59 @@ class PlannedRun:
     """Counts of the works that are already done."""
 
     @property
+    def plan_seeds(self) -> Array:
+        """(K,) int64 training nodes in the ids of :attr:`partition`, which are unified ids of all types."""
+        structure = self.partition.structure
+        return (
+            structure.unify({self.ntype: self.seeds}) if isinstance(structure, UnifiedGraph) else self.seeds
+        )
+
+    @property
     def ranks_here(self) -> Sequence[int]:
         """Ranks that this process counts for."""
         topology = self.partition.topology
         return [topology.rank] if self.in_job else range(topology.world_size)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainedRows:
+    """Number of trainable rows that ranks read in an epoch and do not own, over all ranks and steps."""
+
+    outside: int = 0
+    """Rows of another server."""
+    inside: int = 0
+    """Rows of another rank of the same server."""
+
+    def traffic(self, row_bytes: int) -> tuple[dict[str, int], dict[str, int]]:
+        """Return the bytes between servers and within servers by ledger phase.
+
+        Rows of other servers are pulled, with their ids. Gradients are sent to the rank that owns the row.
+        """
+        size = ID_BYTES + row_bytes
+        outside = present(embeddings=size * self.outside, sparse_gradients=size * self.outside)
+        return outside, present(sparse_gradients=size * self.inside)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TypedFeatures:
+    """Input of a model of several types."""
+
+    etypes: tuple[EdgeType, ...]
+    widths: Mapping[str, int]
+    """Number of feature columns by node type. Types without features are missing."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TypedCounts:
+    """Totals of the layer-1 blocks of an epoch over all ranks, by type."""
+
+    batches: int
+    sources: Mapping[str, int]
+    """L0 by node type."""
+    targets: Mapping[str, int]
+    """D1 by node type."""
+    edges: Mapping[EdgeType, int]
+    """E1 by edge type."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,6 +155,8 @@ class Survey:
     first_targets: int = 0
     """D1, the destinations of the layer-1 blocks. Their sources, L0, are ``input_rows``."""
     first_edges: int = 0
+    trained_rows: TrainedRows = TrainedRows()
+    first_layer: TypedCounts | None = None
 
     @property
     def ranks(self) -> int:
@@ -161,7 +219,7 @@ class EpochCounts:
     assumptions: tuple[str, ...] = ()
     draws: Draws | None = None
     is_counted: bool = True
-    """Whether cost models apply. They do not on graphs of several types."""
+    """Whether cost models apply. They do not for models with unknown widths."""
 
     @property
     def description(self) -> str:
@@ -192,8 +250,8 @@ class EpochCounts:
 
     @property
     def own_feature_bytes(self) -> int:
-        """Bytes of the feature rows of a server, which its ranks share."""
-        return -(-self.graph.nodes // self.cluster.servers) * self.graph.feature_bytes
+        """Bytes of the features of a server, which its ranks share."""
+        return -(-self.graph.all_feature_bytes // self.cluster.servers)
 
     def activations(self, targets: Sequence[int], sources: Sequence[int]) -> list[int]:
         """Return (L,) bytes that forward keeps for backward, for (L,) target and source rows of a layer.
@@ -278,9 +336,10 @@ class CostModel(ABC):
     """Bytes and memory of the candidates of one strategy."""
 
     @staticmethod
-    def inspect(model: nn.Module, features: int) -> Any:
-        """Return what :meth:`cost` must know of a model with ``features`` input columns. It is stored in
-        ``shape.inspected``.
+    def inspect(model: nn.Module, features: Any) -> Any:
+        """Return what :meth:`cost` must know of a model. It is stored in ``shape.inspected``.
+
+        ``features`` is the number of input columns, or :class:`TypedFeatures` for several types.
 
         Raises ConfigError if the strategy cannot train the model, as far as that is known without a step.
         """

@@ -29,12 +29,15 @@ class DataParallelCosts(CostModel):
         cache = counts.find_cache(candidate) or CacheHits(policy="", alpha=0.0)
         row = ID_BYTES + counts.graph.feature_bytes
         missed = work.survey.feature_bytes - cache.hits * row
-        phases = count_row_bytes(replace(work.survey, feature_bytes=missed))
+        trained_outside, inside = work.survey.trained_rows.traffic(counts.shape.trained_row_bytes)
+        outside = {**count_row_bytes(replace(work.survey, feature_bytes=missed)), **trained_outside}
         sums = ring_split(counts.shape.gradient_bytes, counts.cluster.server_of_rank, work.steps)
         shared = cache.server_bytes + counts.own_feature_bytes
         startup_bytes = cache.once_rows * row
         return Cost(
-            traffic=build_traffic(phases, {}, sums, startup_bytes=startup_bytes, is_exact=work.is_complete),
+            traffic=build_traffic(
+                outside, inside, sums, startup_bytes=startup_bytes, is_exact=work.is_complete
+            ),
             memory=counts.batch_memory(held=shared + cache.rank_bytes),
             shared=shared + counts.structure_bytes,
             on_host=counts.program_bytes + shared + cache.rank_bytes + counts.structure_bytes,

@@ -28,6 +28,7 @@ from dglx_dist.planner.costs.base import (
     EpochCounts,
     PlannedRun,
     Traffic,
+    TrainedRows,
     Work,
     build_traffic,
     present,
@@ -38,12 +39,14 @@ from dglx_dist.records import Array
 from dglx_dist.strategies.base import STRATEGIES
 from dglx_dist.strategies.candidate import Candidate, CandidateContext
 from dglx_dist.strategies.full_graph.expansion import EasOptions, compose_batches, make_selection
+from dglx_dist.strategies.full_graph.graph_types import TypedLayer, TypedPlan, UnifiedGraph
 from dglx_dist.strategies.full_graph.halo_block import HaloBlock, halo_block
 from dglx_dist.strategies.full_graph.halo_exchange import CoverExchange
-from dglx_dist.strategies.full_graph.halo_plan import NO_IDS, RankPlan
+from dglx_dist.strategies.full_graph.halo_plan import NO_IDS, HaloLayer, RankPlan
 from dglx_dist.strategies.full_graph.model import check_rows_stay_apart
 from dglx_dist.strategies.full_graph.options import FullGraphOptions
 from dglx_dist.strategies.full_graph.plan_builder import Planner, PlanRequest, make_all_plans, split_by_server
+from dglx_dist.strategies.full_graph.typed_block import TypedHaloBlock, typed_halo_block
 
 _MOST_EDGES = 200_000_000
 """Largest plans to build, in edges over layers and cooperative batches. A million edges take a second."""
@@ -92,10 +95,12 @@ class FullWork:
     """(L,) pairs whose row another rank of the same server computes."""
     external_rows: int
     """Feature rows preloaded from other servers, over all servers and steps."""
+    trained_rows: TrainedRows
+    """Trainable input rows. Layer 1 reads them by id, so :attr:`outside` and :attr:`inside` lack them."""
     steps: int = 1
     cover: FullWork | None = None
     """The same work if layers above the first exchange the rows of covers. None: they were not counted."""
-    plan: RankPlan | None = None
+    plan: RankPlan | TypedPlan | None = None
     """Plan of the largest step of any rank. None: another process has it."""
 
 
@@ -123,12 +128,14 @@ class FullGraphScheme(Work):
         free_bytes = machine_memory()[1] if not run.in_job else sys.maxsize
         if run.graph.edges * _PLAN_BYTES > free_bytes:
             return None
-        covers = self.cooperative_batches == 1 and not self.eas
+        graph = run.partition.structure
+        is_typed = isinstance(graph, UnifiedGraph)
+        covers = self.cooperative_batches == 1 and not self.eas and not is_typed
         covers &= run.graph.edges * (_PLAN_BYTES + _COVER_BYTES) <= free_bytes
         partition, num_batches = run.partition, self.cooperative_batches
         pieces = [
             [ids] if num_batches == 1 else compose_batches(ids, num_batches, "random", seed=partition.seed)
-            for ids in split_by_server(partition, run.seeds)
+            for ids in split_by_server(partition, run.plan_seeds)
         ]
         # A server may have fewer seeds than there are batches.
         steps = [step for step in zip(*pieces, strict=True) if any(map(len, step))]
@@ -136,17 +143,20 @@ class FullGraphScheme(Work):
         make_plans = self._make_planner(run, covers)
         largest = _LargestPlan()
 
-        def count_plan(plan: RankPlan) -> list[Array]:
+        def count_plan(rank: int, plan: RankPlan) -> list[Array]:
             largest.consider(plan)
+            trained = find_trained_rows(run, plan, rank)
             variants = [plan, use_covers(plan)] if covers else [plan]
-            return [pack_sizes(variant, topology.world_size) for variant in variants]
+            return [pack_sizes(variant, topology.world_size, trained) for variant in variants]
 
-        sizes = np.array([[count_plan(plan) for plan in make_plans([*step])] for step in steps])
+        sizes = np.array([[*map(count_plan, run.ranks_here, make_plans([*step]))] for step in steps])
         # (processes, R, ranks of a process, variants, K) to (variants, R, W, K)
         gathered = gather_int64(sizes, run.g.session).reshape(-1, *sizes.shape).transpose(3, 1, 0, 2, 4)
         ordered = gathered.reshape(len(gathered), len(steps), topology.world_size, -1)
         works = [decode_work(variant, topology) for variant in ordered]
-        plan = None if run.in_job else largest.plan
+        plan: RankPlan | TypedPlan | None = None if run.in_job else largest.plan
+        if isinstance(graph, UnifiedGraph) and isinstance(plan, RankPlan):
+            plan = graph.split(plan)
         return replace(works[0], cover=works[1] if covers else None, plan=plan)
 
     def _make_planner(self, run: PlannedRun, covers: bool) -> Callable[[list[Array]], list[RankPlan]]:
@@ -180,19 +190,46 @@ class _LargestPlan:
             self.plan, self._size = plan, size
 
 
-def pack_sizes(plan: RankPlan, world_size: int) -> Array:
+def find_trained_rows(run: PlannedRun, plan: RankPlan, rank: int) -> tuple[Array, Array]:
+    """Count the trainable rows that are inputs of ``rank``.
+
+    Returns:
+        (W,) int64 number of these rows by the rank that owns them, without own rows, and (W,) int64 number
+        of those in the halo of layer 1 by the rank that would send them.
+    """
+    world_size = run.partition.topology.world_size
+    graph = run.partition.structure
+    if not isinstance(graph, UnifiedGraph):
+        return np.zeros(world_size, np.int64), np.zeros(world_size, np.int64)
+    types = [number for number, ntype in enumerate(graph.ntypes) if ntype in run.trained_types]
+    first = plan.layers[0]
+    rows = np.concatenate([plan.nodes, first.halo_nodes])
+    is_trained = np.isin(graph.nodes.locate(rows)[0], types)
+    owners = run.partition.find_owners(rows[is_trained])
+    senders = np.repeat(*np.array(first.receive, np.int64).reshape(-1, 2).T)
+    trained_senders = senders[is_trained[len(plan.nodes) :]]
+    return (
+        np.bincount(owners[owners != rank], minlength=world_size),
+        np.bincount(trained_senders, minlength=world_size),
+    )
+
+
+def pack_sizes(plan: RankPlan, world_size: int, trained: tuple[Array, Array] | None = None) -> Array:
     """Return the sizes of a plan as one int64 array, which :func:`decode_work` unpacks.
 
     The array holds, for L layers and W ranks: the fields of the result of :func:`read_step_sizes` in their
-    order, the number of feature rows that the server fetches from other servers, and the (L, W) numbers of
-    halo rows by the rank that sends them.
+    order, the number of feature rows that the server fetches from other servers, the (L, W) numbers of halo
+    rows by the rank that sends them, without trainable rows of layer 1, and the (W,) numbers of trainable
+    rows by the rank that owns them. ``trained`` is the result of :func:`find_trained_rows`.
     """
+    trained_rows, trained_halo = trained or (np.zeros(world_size, np.int64),) * 2
     received = np.zeros((len(plan.layers), world_size), np.int64)
     for row, layer in zip(received, plan.layers, strict=True):
         for rank, count in layer.receive:
             row[rank] = count
+    received[0] -= trained_halo
     sizes = vars(read_step_sizes(plan)).values()
-    return np.concatenate([*sizes, [plan.external_nodes], received.reshape(-1)])
+    return np.concatenate([*sizes, [plan.external_nodes], received.reshape(-1), trained_rows])
 
 
 def use_covers(plan: RankPlan) -> RankPlan:
@@ -208,9 +245,9 @@ def use_covers(plan: RankPlan) -> RankPlan:
 def decode_work(sizes: Array, topology: Topology) -> FullWork:
     """Return the work of an epoch from the (R, W, K) int64 :func:`pack_sizes` of the plans of its steps."""
     world_size, num_servers = topology.world_size, topology.num_servers
-    layers = (sizes.shape[2] - 2) // (4 + world_size)
-    ends = np.cumsum([layers + 1, layers, layers, layers, 1])
-    *step_fields, external, received = np.split(sizes, ends, axis=2)
+    layers = (sizes.shape[2] - 2 - world_size) // (4 + world_size)
+    ends = np.cumsum([layers + 1, layers, layers, layers, 1, layers * world_size])
+    *step_fields, external, received, trained = np.split(sizes, ends, axis=2)
     rows, _, edges, _ = step_fields
     step, rank = divmod(int((edges.sum(axis=2) + rows.sum(axis=2)).argmax()), world_size)
     leaders = [topology.ranks_of_server(server)[0] for server in range(num_servers)]
@@ -218,6 +255,7 @@ def decode_work(sizes: Array, topology: Topology) -> FullWork:
     is_same = server[:, None] == server
     # Numbers of halo rows by receiving rank, layer and sending rank.
     halo = received.sum(axis=0).reshape(world_size, layers, world_size)
+    trained_rows = trained.sum(axis=0)
 
     def to_ints(counts: Array) -> tuple[int, ...]:
         return tuple(counts.tolist())
@@ -227,6 +265,9 @@ def decode_work(sizes: Array, topology: Topology) -> FullWork:
         outside=to_ints((halo * ~is_same[:, None]).sum(axis=(0, 2))),
         inside=to_ints((halo * is_same[:, None]).sum(axis=(0, 2))),
         external_rows=int(external[:, leaders].sum()),
+        trained_rows=TrainedRows(
+            outside=int((trained_rows * ~is_same).sum()), inside=int((trained_rows * is_same).sum())
+        ),
         steps=len(sizes),
     )
 
@@ -244,15 +285,22 @@ class LocalExchange:
         return functional.pad(h, [0, 0] * (h.dim() - 1) + [0, self.num_halo]) if self.num_halo else h
 
 
-def build_blocks(plan: RankPlan) -> list[HaloBlock]:
+def build_blocks(plan: RankPlan | TypedPlan) -> list[Any]:
     """Return blocks for all layers of ``plan`` that compute without the other ranks."""
-    nodes = torch.from_numpy(plan.nodes)
-    blocks = list[HaloBlock]()
-    for depth, layer in enumerate(plan.layers):
-        is_same = depth and layer is plan.layers[depth - 1]
-        exchange = LocalExchange(len(layer.halo_nodes))
-        blocks.append(blocks[-1].local_var() if is_same else halo_block(layer, nodes, exchange))
+    blocks = list[Any]()
+    layers: Sequence[HaloLayer | TypedLayer] = plan.layers
+    for depth, layer in enumerate(layers):
+        is_same = depth and layer is layers[depth - 1]
+        blocks.append(blocks[-1].local_var() if is_same else _build_block(layer, plan.nodes))
     return blocks
+
+
+def _build_block(layer: HaloLayer | TypedLayer, nodes: Any) -> HaloBlock | TypedHaloBlock:
+    if isinstance(layer, HaloLayer):
+        return halo_block(layer, torch.from_numpy(nodes), LocalExchange(len(layer.halo_nodes)))
+    halos = [*layer.rows.items(), *layer.relations.items()]
+    exchanges: Any = {kind: LocalExchange(len(halo.halo_nodes)) for kind, halo in halos}
+    return typed_halo_block(layer, nodes, exchanges)
 
 
 @final
@@ -270,6 +318,8 @@ class FullGraphCosts(CostModel):
     def cost(candidate: Candidate, counts: EpochCounts) -> Cost:
         options = _read_options(candidate)
         work: FullWork = counts.works[FullGraphCosts.works(candidate, counts.context)[0]]
+        if work.steps < options.batches:
+            return Cost(why_not=f"servers have training nodes for at most {work.steps} batches")
         if options.aggregate == "cover":
             return _build_cover_cost(counts, work)
         # If there are several batches, none of them keeps the features of its halo.
@@ -295,6 +345,8 @@ def _build_cost(counts: EpochCounts, traffic: Traffic, memory: int) -> Cost:
 
 
 def _build_cover_cost(counts: EpochCounts, sources: FullWork) -> Cost:
+    if counts.shape.feature_widths is not None:
+        return Cost(why_not="covers of several edge types are not counted; name the strategy and this option")
     first, *above = counts.shape.layers
     if not above or not all(layer.sums_sources for layer in above):
         return Cost(why_not="a layer reads its sources by more than a sum or mean")
@@ -356,10 +408,15 @@ def count_exchanged_bytes(
 
 
 def _traffic(counts: EpochCounts, work: FullWork, *, use_pp: bool, wire: WireDtype = "same") -> Traffic:
-    row = counts.graph.feature_bytes
+    # With several types, this is the mean over the nodes.
+    row = round(counts.graph.all_feature_bytes / counts.graph.nodes)
     outside, inside = (
-        count_exchanged_bytes(pairs, counts.shape, use_pp=use_pp, wire=wire)
-        for pairs in (work.outside, work.inside)
+        {**count_exchanged_bytes(pairs, counts.shape, use_pp=use_pp, wire=wire), **trained}
+        for pairs, trained in zip(
+            (work.outside, work.inside),
+            work.trained_rows.traffic(counts.shape.trained_row_bytes),
+            strict=True,
+        )
     )
     halo = work.outside[0] * row if use_pp else 0
     one_planner = work.steps == 1 or counts.cluster.ranks_per_server == 1

@@ -17,6 +17,8 @@ from dglx_dist.planner.costs.base import (
     EpochCounts,
     Survey,
     Traffic,
+    TypedCounts,
+    TypedFeatures,
     build_traffic,
     present,
     ring_split,
@@ -52,21 +54,10 @@ class FirstLayer:
     """K by edge type, for relations with attention."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class TypedCounts:
-    """Totals of the layer-1 blocks of an epoch over all ranks, on a graph of several types."""
-
-    batches: int
-    sources: Mapping[str, int]
-    """L0 by node type."""
-    targets: Mapping[str, int]
-    """D1 by node type."""
-    edges: Mapping[EdgeType, int]
-    """E1 by edge type."""
-
-
-def inspect(model: nn.Module, features: int) -> FirstLayer:
+def inspect(model: nn.Module, features: int | TypedFeatures) -> FirstLayer:
     """Return the sizes of ``model`` split at its ``features``. Raise ConfigError if it cannot be split."""
+    if isinstance(features, TypedFeatures):
+        return inspect_types(model, features.etypes, features.widths)
     name, stages = find_first_layer(model, features)
     # Edge values are sent with the structure, and a layer of the user may sum anything.
     known = type(model.get_submodule(name)) in CONVOLUTIONS and not stages.required_edges
@@ -116,7 +107,11 @@ class PushPullCosts(CostModel):
         size = int(candidate.options.get("group_size", counts.cluster.ranks))
         depth = int(candidate.options.get("depth", 1))
         pushed = candidate.options.get("structure", "push") == "push"
-        columns = counts.graph.nodes * counts.graph.feature_bytes // size
+        if depth > 1 and _reads_trained_rows(counts):
+            return Cost(why_not="batches begin early only if all node types have features; use depth=1")
+        if not pushed and counts.structure_partitioned:
+            return Cost(why_not="drawing the batches of other ranks needs the whole structure on each server")
+        columns = counts.graph.all_feature_bytes // size
         held_bytes = columns + counts.own_feature_bytes
         late_sums = (depth - 1) * 4 * work.largest[1][0] * counts.shape.layers[0].outputs
         return Cost(
@@ -125,6 +120,12 @@ class PushPullCosts(CostModel):
             shared=counts.own_feature_bytes + counts.structure_bytes,
             on_host=counts.program_bytes + held_bytes + counts.structure_bytes,
         )
+
+
+def _reads_trained_rows(counts: EpochCounts) -> bool:
+    widths = counts.shape.feature_widths
+    first_layer = counts.mini_batches.survey.first_layer
+    return widths is not None and first_layer is not None and bool(first_layer.sources.keys() - widths)
 
 
 def column_bytes(survey: Survey, first: FirstLayer, *, group_size: int, pushed: bool) -> dict[str, int]:
@@ -146,16 +147,22 @@ def column_bytes(survey: Survey, first: FirstLayer, *, group_size: int, pushed: 
     """
     ranks = survey.ranks
     size = group_size or survey.ranks
+    beside = present(sampling=survey.sampling_bytes, labels=survey.label_bytes)
+    if first.sum_widths:
+        assert survey.first_layer is not None, "layers of several types need counts by type"
+        typed = typed_bytes(survey.first_layer, first, ranks=ranks, group_size=size, pushed=pushed)
+        return {**typed, **beside}
     num_values = survey.first_targets * first.sum_width
     num_values += 2 * (survey.input_rows + survey.first_targets) * first.logit_width
-    return present(
-        structure=(size - 1) * structure_bytes(survey) if pushed else 0,
-        activations=(size - 1) * first.itemsize * num_values,
-        activation_gradients=(size - 1) * first.itemsize * num_values,
-        sampling=survey.sampling_bytes,
-        labels=survey.label_bytes,
-        gradients=survey.steps * _step_bytes(first, ranks, size),
-    )
+    return {
+        **present(
+            structure=(size - 1) * structure_bytes(survey) if pushed else 0,
+            activations=(size - 1) * first.itemsize * num_values,
+            activation_gradients=(size - 1) * first.itemsize * num_values,
+            gradients=survey.steps * _step_bytes(first, ranks, size),
+        ),
+        **beside,
+    }
 
 
 def _step_bytes(first: FirstLayer, ranks: int, size: int) -> int:
@@ -204,7 +211,9 @@ def _traffic(counts: EpochCounts, first: FirstLayer, size: int, *, pushed: bool)
     ``pushed`` tells whether the ranks of a group send each other their blocks (``structure="push"``).
     """
     cluster, work = counts.cluster, counts.mini_batches
-    phases = column_bytes(work.survey, first, group_size=size, pushed=pushed)
+    survey = work.survey
+    phases = column_bytes(survey, first, group_size=size, pushed=pushed)
+    trained_outside, trained_inside = survey.trained_rows.traffic(counts.shape.trained_row_bytes)
     in_group = {name: phases.get(name, 0) for name in ("structure", *_SUMS)}
     # Ordered pairs of different ranks of a group, and the number of pairs on different servers.
     pairs = cluster.ranks * (size - 1)
@@ -221,11 +230,11 @@ def _traffic(counts: EpochCounts, first: FirstLayer, size: int, *, pushed: bool)
         outside = cut_bytes * far // cluster.ranks
         sums_outside += outside
         sums_inside += cut_bytes - outside
-    remote_bytes = counts.graph.nodes * (cluster.servers - 1) // cluster.servers * counts.graph.feature_bytes
+    remote_bytes = counts.graph.all_feature_bytes * (cluster.servers - 1) // cluster.servers
     is_aligned = size % cluster.ranks_per_server == 0 or cluster.ranks_per_server % size == 0
     return build_traffic(
-        {**phases, **crossing},
-        inside,
+        {**phases, **crossing, **trained_outside},
+        {**inside, **trained_inside},
         (sums_outside, sums_inside),
         startup_bytes=cluster.ranks * remote_bytes // size,
         # The first layer of a custom model may get values of edges.

@@ -11,6 +11,7 @@ import numpy as np
 from torch import nn
 
 from dglx_dist.comm.topology import Topology
+from dglx_dist.errors import ConfigError
 from dglx_dist.graph.partition_book import RowOwners
 from dglx_dist.planner.costs.base import (
     ID_BYTES,
@@ -19,6 +20,7 @@ from dglx_dist.planner.costs.base import (
     EpochCounts,
     PlannedRun,
     Traffic,
+    TypedFeatures,
     Work,
     build_traffic,
 )
@@ -183,7 +185,9 @@ class LambdaCosts(CostModel):
     """Border rows between graph servers, and rows and weights to and from workers on the same servers."""
 
     @staticmethod
-    def inspect(model: nn.Module, features: int) -> Program:
+    def inspect(model: nn.Module, features: int | TypedFeatures) -> Program:
+        if isinstance(features, TypedFeatures):
+            raise ConfigError("lambda does not train models of several node or edge types")
         # Other strategies do not need the capture of models.
         from torch.nn.functional import cross_entropy
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, TypeAlias, final
 
 import numpy as np
 
+from dglx_dist.comm.topology import Topology
 from dglx_dist.dataloading.sampler_spec import find_edge_keys
 from dglx_dist.graph.kvstore import KVStore
 from dglx_dist.graph.partition_book import RowOwners
@@ -65,13 +66,25 @@ class UnifiedGraph:
     """Unified ids of edges, by type and server."""
 
     @classmethod
-    def from_graph(cls, g: DistGraph, mask: str | None = None) -> UnifiedGraph:
-        policies = [g.get_node_partition_policy(ntype) for ntype in g.ntypes]
-        topology = g.session.topology
+    def from_graph(
+        cls,
+        g: DistGraph,
+        mask: str | None = None,
+        *,
+        bounds: Mapping[str, Array] | None = None,
+        topology: Topology | None = None,
+    ) -> UnifiedGraph:
+        """Return the in-edges of ``g``, or only those that the edge column ``mask`` marks.
+
+        ``bounds`` are the (S + 1,) first nodes of each server by node type, and ``topology`` has its ranks.
+        By default they are those of the session.
+        """
+        bounds = bounds or {ntype: g.get_node_partition_policy(ntype).bounds for ntype in g.ntypes}
+        topology = topology or g.session.topology
         return cls(
             ntypes=tuple(g.ntypes),
             structures={etype: _open_structure(g, etype, mask) for etype in g.canonical_etypes},
-            nodes=IdRanges.from_offsets([RowOwners(policy.bounds, topology).starts for policy in policies]),
+            nodes=IdRanges.from_offsets([RowOwners(bounds[ntype], topology).starts for ntype in g.ntypes]),
             edges=IdRanges.from_offsets(g.edge_bounds),
         )
 

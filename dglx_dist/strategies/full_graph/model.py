@@ -162,7 +162,7 @@ def _accepts_two_arguments(forward: Callable[..., Any]) -> bool:
     return len(kinds) > 1 or any(kind in many for kind in kinds)
 
 
-def check_rows_stay_apart(model: nn.Module, features: int = 0) -> None:
+def check_rows_stay_apart(model: nn.Module, features: Any = 0) -> None:
     """Raise ConfigError if a module of ``model`` mixes rows of nodes that are not neighbours."""
     for name, module in model.named_modules():
         where = f"{name!r} is a {type(module).__name__}" if name else f"the model is {type(module).__name__}"

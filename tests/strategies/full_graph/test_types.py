@@ -12,10 +12,8 @@ import torch
 
 from dglx_dist.comm.session import start_session
 from dglx_dist.data.storage.reader import open_dataset
-from dglx_dist.errors import ConfigError
 from dglx_dist.graph.dist_graph import DistGraph
 from dglx_dist.graph.partition_book import RowOwners
-from dglx_dist.planner.workload import check_plannable
 from dglx_dist.records import Array, StepShare
 from dglx_dist.strategies.full_graph import loader as loader_module
 from dglx_dist.strategies.full_graph.graph_types import TypedLayer, TypedPlan
@@ -88,11 +86,6 @@ def test_weights_and_rows_match_one_process(
             error = largest_difference(trained.weights, plain[run[2]])
             is_exact = ranks == 1 or (run[0] == "shared_preload" and ranks == ranks_per_server)
             assert error <= TOLERANCE if is_exact else 1e-6 < error < 0.3, run
-
-
-def test_a_plan_is_refused(folder: Path) -> None:
-    with pytest.raises(ConfigError, match=r"4 node and 7 edge types.*`dglx train --strategy auto`"):
-        check_plannable(open_dataset(folder).manifest, str(folder))
 
 
 # Mistakes that leave other weights.

@@ -18,7 +18,8 @@ from dglx_dist.errors import ConfigError
 from dglx_dist.graph.dist_graph import DistGraph
 from dglx_dist.layers.convolutions import SageStages
 from dglx_dist.layers.several_types import HeteroStages
-from dglx_dist.planner.costs.push_pull import TypedCounts, inspect_types, typed_bytes
+from dglx_dist.planner.costs.base import TypedCounts
+from dglx_dist.planner.costs.push_pull import inspect_types, typed_bytes
 from dglx_dist.strategies.push_pull.pipeline import InFlightBatch
 from dglx_dist.training.relational import HGT, RgcnStages
 from tests.helpers import wide
