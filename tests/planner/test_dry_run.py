@@ -53,7 +53,7 @@ def test_more_cooperative_batches_than_seeds_are_counted() -> None:
             graph=SimpleNamespace(edges=300),
             num_layers=LAYERS,
             in_job=False,
-            ranks_here=range(2),
+            ranks_here=range(4),
             plan_seeds=np.array([3, 4, 100]),
         )
         work = FullGraphScheme(LAYERS, cooperative_batches=8).count(run)
