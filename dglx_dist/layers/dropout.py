@@ -449,13 +449,16 @@ class NodeDropout(nn.Dropout):
         return x.copy_(dropped) if self.inplace else dropped
 
 
+DROP_ROWS = "_dglx_drop_rows"
+"""Attribute in which a strategy stores its replacement of a dropout, a function of rows and their keys."""
+
+
 def drop_rows(dropout: nn.Dropout, x: Tensor, nodes: Tensor | None) -> Tensor:
     """Return ``dropout(x)``, keyed by the (n,) int64 ``nodes`` during a pass of a strategy."""
     if isinstance(dropout, NodeDropout):
         return dropout.drop_rows(x, nodes)
-    # A strategy may have replaced the method of this module.
-    replaced = vars(dropout).get("forward")
-    return dropout(x) if replaced is None else replaced(x, nodes)
+    drop = vars(dropout).get(DROP_ROWS)
+    return drop(x, nodes) if drop else dropout(x)
 
 
 def make_type_keys(nodes: Any, ntypes: Sequence[str]) -> Tensor | None:

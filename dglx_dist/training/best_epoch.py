@@ -42,15 +42,14 @@ def write_safetensors(state: Mapping[str, Tensor], path: Path, **facts: object) 
         log.warning("%s is not written, because safetensors cannot hold it (%s). Use dx.save.", path, error)
         return
     with name_write_failures(path), replace_atomically(path) as partial:
-        partial.write_bytes(sort_header(raw))
-
-
-def sort_header(raw: bytes) -> bytes:
-    """Return a safetensors file with a sorted header, so that equal tensors and facts are equal files."""
-    # The library writes the facts in random order. A header begins with its length in 8 bytes.
-    end = 8 + int.from_bytes(raw[:8], "little")
-    header = json.dumps(json.loads(raw[8:end]), sort_keys=True, separators=(",", ":"), ensure_ascii=False)
-    return raw[:8] + header.encode().ljust(end - 8) + raw[end:]
+        # The library writes the facts in random order. A header begins with its length in 8 bytes.
+        header_end = 8 + int.from_bytes(raw[:8], "little")
+        header = json.loads(raw[8:header_end])
+        # With a sorted header, equal tensors and facts are equal files.
+        text = json.dumps(header, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
+        with partial.open("wb") as file:
+            file.write(raw[:8] + text.encode().ljust(header_end - 8))
+            file.write(memoryview(raw)[header_end:])
 
 
 class WeightFiles:

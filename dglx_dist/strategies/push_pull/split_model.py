@@ -22,6 +22,7 @@ from dglx_dist.errors import ConfigError
 from dglx_dist.layers.base import SplittableConv, StageInput, cut_in_place, is_same_view
 from dglx_dist.layers.convolutions import make_stages
 from dglx_dist.layers.dropout import (
+    DROP_ROWS,
     EDGE_DROPOUTS,
     LATER_MODULES,
     MODULES,
@@ -629,8 +630,8 @@ def split_model(
         inputs |= find_input_modules(model, first, provenance, ntype, part_runs, moments, num_nodes=num_nodes)
     inputs |= find_dropouts(model, provenance, seed)
     # The stages of the first layer apply its own dropout.
-    split_modules = layer.split_modules()
-    inputs = {module: inputs[module] for module in model.modules() if module in inputs.keys() - split_modules}
+    replaced_modules = inputs.keys() - layer.split_modules()
+    inputs = {module: inputs[module] for module in model.modules() if module in replaced_modules}
     only_type = next(iter(columns))
     dimensions = {
         (first, inner_name): (dimension, layer.cut_types.get(inner_name, only_type))
@@ -649,7 +650,11 @@ def split_model(
             for inner_name in input_module.cut
             if not isinstance(input_module, ColumnEmbedding)
         ]
-        compute_by(module, input_module.forward)
+        forward = input_module.forward
+        compute_by(module, forward)
+        if isinstance(input_module, ColumnDropout):
+            # Set like this, because modules register attributes that are modules.
+            vars(module)[DROP_ROWS] = forward
     for (module, inner_name), (dimension, ntype) in dimensions.items():
         cut_in_place(module, {inner_name: dimension}, own_runs[ntype])
     if layer is not first:
