@@ -202,8 +202,8 @@ class ClientAccess:
     addresses: Mapping[int, PeerAddress]
     """Client endpoints by rank."""
     credentials: Credentials
-    """Credentials for clients of this rank. They hold a secret for clients only. With ``DGLX_CURVE`` they also
-    hold a key pair that only the client endpoints accept."""
+    """Credentials for clients of this rank. They hold a secret for clients only. With ``DGLX_CURVE`` they
+    also hold a key pair that only the client endpoints accept."""
 
 
 def open_client_access(session: Session, interface: str = "") -> ClientAccess:
