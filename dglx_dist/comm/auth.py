@@ -75,7 +75,6 @@ class Credentials:
             socket.setsockopt(zmq.PLAIN_USERNAME, nonce)
             socket.setsockopt(zmq.PLAIN_PASSWORD, self.proof("calls", server, nonce))
             return
-
         socket.setsockopt(zmq.CURVE_SERVERKEY, server_key)
         socket.setsockopt(zmq.CURVE_PUBLICKEY, self.public_key)
         socket.setsockopt(zmq.CURVE_SECRETKEY, self.secret_key)

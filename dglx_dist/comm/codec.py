@@ -77,7 +77,6 @@ class RowCodec:
         """Return the (n, *row_shape) bfloat16 or float32 rows of any (n, row_bytes) uint8 ``codes``."""
         if self.bits == 16:
             return codes.view(torch.bfloat16).view(-1, *self.row_shape)
-
         rows = torch.empty(len(codes), math.prod(self.row_shape))
         scales = codes[:, :_SCALE_BYTES].reshape(-1).clone().view(torch.float32)
         _decode(codes[:, _SCALE_BYTES:].numpy(), scales.numpy(), self.bits, rows.numpy())
@@ -95,7 +94,6 @@ def row_codec(wire: WireDtype, rows: Tensor, keys: Sequence[int]) -> RowCodec | 
     row_bytes = wire_bytes(wire, width, rows.element_size())
     if not rows.is_floating_point() or row_bytes == width * rows.element_size():
         return None
-
     seed, step, stream_number = keys
     stream = stream_key(seed, step, _STREAMS + stream_number)
     return RowCodec(bits=_BITS[wire], row_shape=shape, row_bytes=row_bytes, stream=stream)
@@ -139,7 +137,6 @@ def _decode(codes: Array, scales: Array, bits: int, rows: Array) -> None:
     for i in range(len(codes)):
         largest = abs(np.float64(scales[i]))
         zero, steps = _range(scales[i], bits)
-
         for j in range(rows.shape[1]):
             code = np.int64(codes[i, j * bits >> 3]) >> (j * bits & 7) & code_mask
             rows[i, j] = largest * (code - zero) / steps

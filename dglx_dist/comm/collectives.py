@@ -91,9 +91,7 @@ def gather_rows(
         return tensor.unsqueeze(0)
 
     rows = [torch.empty_like(tensor) for _ in range(topology.world_size)]
-    name = ALL_GATHER
-    if phase != CONTROL:
-        name = f"{ALL_GATHER} ({phase})"
+    name = ALL_GATHER if phase == CONTROL else f"{ALL_GATHER} ({phase})"
     with report_failed_peers(session, name):
         dist.all_gather(rows, tensor, group=group)
 
@@ -113,7 +111,6 @@ def gather_arrays(array: Array, session: Session) -> list[Array]:
     lengths = gather_int64([len(array)], session)[:, 0]
     padded = np.zeros((int(lengths.max()), *array.shape[1:]), array.dtype)
     padded[: len(array)] = array
-
     rows = gather_rows(torch.from_numpy(padded), session).numpy()
     return [row[:length] for row, length in zip(rows, lengths, strict=True)]
 

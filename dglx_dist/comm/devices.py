@@ -29,7 +29,6 @@ def use_gpu(index: int) -> str:
     """Select a GPU, compute on it, and return its identity. Raise RuntimeError if it cannot compute."""
     torch.cuda.set_device(index)  # This is what "cuda" without an index means in the user's code.
     torch.ones(1, device=torch.device("cuda", index)).add_(1).item()
-
     uuid = getattr(torch.cuda.get_device_properties(index), "uuid", None)
     return str(uuid or f"{socket.gethostname()}, cuda:{index}")
 
@@ -40,9 +39,8 @@ def is_built_for_gpus() -> bool:
 
 def explain_missing_gpu() -> str:
     """Return why :func:`count_gpus` is 0."""
-    if is_built_for_gpus():
-        return f"torch {torch.__version__} finds no GPU with a driver here"
-    return f"torch {torch.__version__} is built without CUDA"
+    reason = "finds no GPU with a driver here" if is_built_for_gpus() else "is built without CUDA"
+    return f"torch {torch.__version__} {reason}"
 
 
 def check_device(device: object, name: str = "device") -> torch.device:
@@ -78,7 +76,6 @@ def check_request(device: object, variable: str | None) -> torch.device | None:
     name, value = _select_request(device, variable)
     if value in (None, AUTO):
         return None
-
     requested = check_device(value, name)
     if requested.type not in ("cpu", "cuda"):
         raise ConfigError(f"{name}={str(value)!r}: ranks train on GPUs or CPUs. Use auto, cuda or cpu.")
@@ -211,7 +208,6 @@ def resolve_device(requested: torch.device | str | None, rank_device: torch.devi
     """
     if requested is None:
         return rank_device
-
     device = check_device(requested)
     if device.index is None and device.type == rank_device.type:
         return rank_device

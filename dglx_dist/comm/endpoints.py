@@ -151,7 +151,6 @@ def prove_rank(connection: socket.socket, rank: int, secret: bytes) -> None:
     """Prove to the listening end that this is ``rank``. Raise OSError unless it knows ``secret``."""
     own_nonce = secrets.token_bytes(_NONCE_BYTES)
     connection.sendall(_HELLO.pack(_MAGIC, rank, own_nonce))
-
     answer = _read(connection, _NONCE_BYTES + _PROOF_BYTES)
     nonce, proof = answer[:_NONCE_BYTES], answer[_NONCE_BYTES:]
     if not hmac.compare_digest(proof, _make_proof(secret, b"listens", own_nonce, nonce)):

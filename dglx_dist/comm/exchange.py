@@ -249,7 +249,6 @@ class DeviceExchange(Exchange):
             _do_independent_work(work)
             for request in requests:
                 request.wait()
-
             # All rows are here now, so the work that waited for rows can finish.
             for message in incoming:
                 message.num_arrived = message.rows.nbytes
@@ -270,11 +269,9 @@ def _do_independent_work(work: Iterator[bool]) -> None:
 def open_devices(session: Session) -> DeviceExchange | None:
     """Return the exchange between accelerators, or None unless each rank has its own. All ranks call this."""
     device = session.device
-    uses_nccl = False
     # A single rank has no process group.
-    if device.type == "cuda" and dist.is_initialized():
-        uses_nccl = "nccl" in dist.get_backend_config()
-
+    uses_gpu = device.type == "cuda" and dist.is_initialized()
+    uses_nccl = uses_gpu and "nccl" in dist.get_backend_config()
     has_own_device = gather_json(uses_nccl and session.ranks_of_device == 1, session)
     return DeviceExchange(session, device) if all(has_own_device) else None
 

@@ -4,6 +4,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from functools import partial
 from typing import Any, Generic, TypeAlias, TypeVar, final
 
 from dglx_dist.comm.collectives import raise_for_missing
@@ -207,12 +208,9 @@ class OneSidedExchange:
 
         # Start with the next rank, so that the ranks do not all send to the same rank first.
         order = sorted(arrays, key=lambda rank: (rank - topology.rank) % topology.world_size)
-        calls = []
-        for rank in order:
-            name = f"{round_of_rank[rank]} {topology.rank} {step}"
-            rows = list(arrays[rank])
-            calls.append(self._session.rpc.submit(rank, self._op, name, rows, phase=phase, layer=layer))
-        return calls
+        names = {rank: f"{round_of_rank[rank]} {topology.rank} {step}" for rank in order}
+        submit = partial(self._session.rpc.submit, phase=phase, layer=layer)
+        return [submit(rank, self._op, names[rank], list(arrays[rank])) for rank in order]
 
     def post(
         self, round_number: int, step: str, arrays: Mapping[int, Sequence[Array]], **counted: Any

@@ -184,13 +184,7 @@ def _host_store(host: str, port: int, world_size: int, timeout_s: float) -> Stor
     # may belong to an earlier session of this process. Its store is then shared.
     try:
         return TCPStore(
-            host,
-            port,
-            world_size,
-            is_master=True,
-            timeout=timeout,
-            wait_for_workers=False,
-            multi_tenant=True,
+            host, port, world_size, is_master=True, timeout=timeout, wait_for_workers=False, multi_tenant=True
         )
     except RuntimeError as error:
         raise bind_error or error from None
@@ -278,7 +272,6 @@ class JobStore:
         secret = settings.secret
         if secret is None and settings.require_secret and not is_local:
             raise ConfigError(f"DGLX_REQUIRE_SECRET is set, but there is no secret. {_SECRET_HINT}")
-
         if self.rank == 0:
             self._publish_secret(secret, is_local=is_local)
             return
@@ -291,7 +284,6 @@ class JobStore:
         new_secret = b""
         if secret is None:
             secret = new_secret = secrets.token_hex(_SEAL_BYTES).encode()
-
         # Keep the file open until all ranks use the secret. An empty value tells them that the user set one.
         with _private_file(new_secret if is_local else b"") as path:
             self.raw.set(_SECRET, path or new_secret.decode())
@@ -315,7 +307,6 @@ class JobStore:
         """Seal the values with ``secret``, and agree with all ranks on a key of this session."""
         sealed_store = SealedStore(self.raw, derive_key(secret, "store", VERSION))
         self.raw = self._failures = sealed_store
-
         # Values of another session have a valid seal, too, but their nonces lead to a different key.
         own_nonce = secrets.token_hex(_SEAL_BYTES)
         nonces = self.exchange("start", own_nonce)
@@ -443,7 +434,6 @@ def _private_file(content: bytes) -> Iterator[str]:
     if not content:
         yield ""
         return
-
     descriptor = os.memfd_create(_SECRET_FILE)
     try:
         os.write(descriptor, content)
@@ -494,7 +484,6 @@ def choose_listening_address(rendezvous: Rendezvous) -> str:
     """
     if rendezvous.interface:
         return find_interface_address(rendezvous.interface)
-
     remedy = "Use a name or address that every machine resolves, or set GLOO_SOCKET_IFNAME."
     setting = f"MASTER_ADDR={rendezvous.host!r}"
     address = find_address_towards(rendezvous.host, rendezvous.port, setting, remedy)
@@ -513,7 +502,6 @@ def find_interface_address(name: str, setting: str = "GLOO_SOCKET_IFNAME") -> st
     if name not in interfaces:
         known_names = ", ".join(interfaces)
         raise ConfigError(f"{setting}={name!r} is no network interface here (known: {known_names})")
-
     # Prefer an IPv4 address.
     for family in (socket.AF_INET, socket.AF_INET6):
         for address in interfaces[name]:

@@ -216,12 +216,10 @@ def _encode_error(request: Head, text: str) -> Buffers:
 
 def _configure(socket: zmq.Socket[bytes]) -> None:
     socket.setsockopt(zmq.LINGER, 0)
-
     # The number of calls in flight limits the queues. A full queue would drop replies silently.
     socket.setsockopt(zmq.SNDHWM, 0)
     socket.setsockopt(zmq.SNDTIMEO, 0)
     socket.setsockopt(zmq.RCVHWM, 0)
-
     socket.setsockopt(zmq.HEARTBEAT_IVL, 2_000)
     # A connection counts as broken after this silence.
     socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 10_000)
@@ -304,10 +302,7 @@ def open_endpoints(
     def make_credentials(keys: tuple[bytes | None, bytes | None]) -> Credentials:
         public_key, secret_key = keys
         return Credentials(
-            secret=job_key,
-            public_key=public_key,
-            secret_key=secret_key,
-            accepted_keys=accepted_keys,
+            secret=job_key, public_key=public_key, secret_key=secret_key, accepted_keys=accepted_keys
         )
 
     # Listen, and tell all ranks the endpoints.
@@ -317,10 +312,7 @@ def open_endpoints(
     for rank, host in enumerate(hosts):
         server_key, _ = public_keys[rank]
         addresses[rank] = PeerAddress(
-            rank=rank,
-            host=host,
-            endpoint=str(endpoints[rank]),
-            public_key=server_key and server_key.encode(),
+            rank=rank, host=host, endpoint=str(endpoints[rank]), public_key=server_key and server_key.encode()
         )
     return make_credentials(client_keys), addresses
 
@@ -362,7 +354,6 @@ class Pending:
         """
         if self._answer is not None:
             return self._answer
-
         limit_s = self.timeout_s if timeout_s is None else timeout_s
         self._answer = self._wait(limit_s)
         if self.count is not None:
@@ -536,10 +527,7 @@ class Client:
     """Opens links at first use, one per thread and peer."""
 
     def __init__(
-        self,
-        context: zmq.Context[Any],
-        peers: Mapping[int, PeerAddress],
-        credentials: Credentials,
+        self, context: zmq.Context[Any], peers: Mapping[int, PeerAddress], credentials: Credentials
     ) -> None:
         self._context = context
         self._peers = peers
@@ -652,14 +640,7 @@ class Rpc:
         self._client_handlers.pop(op, None)
 
     def submit(
-        self,
-        rank: int,
-        op: str,
-        name: str,
-        arrays: Sequence[Array],
-        *,
-        phase: str | None,
-        layer: int = 0,
+        self, rank: int, op: str, name: str, arrays: Sequence[Array], *, phase: str | None, layer: int = 0
     ) -> Pending:
         """Call ``rank`` and return at once. ``arrays`` must not change until the result arrives. Thread-safe.
 
@@ -720,7 +701,6 @@ class Rpc:
         for rank in ranks:
             with contextlib.suppress(PeerError, RemoteError):
                 calls[rank] = self.submit(rank, op, name, arrays, phase=phase)
-
         for rank, call in calls.items():
             with contextlib.suppress(PeerError, RemoteError):
                 answers[rank] = call.result(timeout_s)

@@ -247,14 +247,12 @@ def mark_error(error: BaseException, store: JobStore) -> None:
     """Record in an error whether another rank shows it or its cause."""
     if not isinstance(error, DglxError) or error.is_shown_elsewhere:
         return
-
     # An error that quotes the failure of another rank follows from it, and that rank shows the failure.
     if isinstance(error, PeerError):
         failure = store.first_failure()
         if failure is not None and failure[0] != store.rank and failure[1] in str(error):
             error.is_shown_elsewhere = True
             return
-
     is_first = store.claim_message(_RANK_PREFIX.sub("", str(error)))
     error.is_shown_elsewhere = not is_first
 
@@ -301,11 +299,9 @@ class Scratch:
 
     def __init__(self, job: str, server: int, base: Path | None = None) -> None:
         if base is None:
-            has_shared_memory = os.access(_SHARED_MEMORY, os.W_OK)
-            base = _SHARED_MEMORY if has_shared_memory else Path(tempfile.gettempdir())
+            base = _SHARED_MEMORY if os.access(_SHARED_MEMORY, os.W_OK) else Path(tempfile.gettempdir())
         elif not (base.is_dir() and os.access(base, os.W_OK)):
             raise ConfigError(f"DGLX_SCRATCH={base} is no writable folder. Make it, or unset DGLX_SCRATCH.")
-
         self.path = base / f"{_PREFIX}{os.getuid()}-{job}-s{server}"
         _remove_abandoned(base)
         self._lock = lock_shared(self.path / _LOCK, mode=0o700)
@@ -657,10 +653,7 @@ def _find_rank_apart(statuses: Mapping[int, str | None], what: str) -> int | Non
     statuses_apart = {ALL_GATHER, _END}
     if what == _END:
         statuses_apart = {status for status in statuses.values() if status} - {NEXT_BATCH}
-    for rank, status in statuses.items():
-        if status in statuses_apart:
-            return rank
-    return None
+    return next((rank for rank, status in statuses.items() if status in statuses_apart), None)
 
 
 def start_session(
@@ -767,7 +760,6 @@ def warn_user(message: str) -> None:
     """Warn on rank 0, at the line of the user's code that led here."""
     if _CURRENT and _CURRENT[-1].topology.rank:
         return
-
     # Skip the frames of this package and of torch.
     frame = sys._getframe(1)
     level = 2

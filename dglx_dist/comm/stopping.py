@@ -27,7 +27,6 @@ def end_with_parent() -> None:
     The signal is sent at once if the parent was one of our processes and has already ended.
     """
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-
     if take_parent() not in (None, os.getppid()):
         os.kill(os.getpid(), signal.SIGTERM)
 
@@ -221,7 +220,6 @@ class StopPoint:
                 # Rank 0 answers in time, unless it has died.
                 if not is_answered and self._rpc.find_silent([0], _ANSWER_S):
                     self._holds = False
-
             is_at_stop = last or self._num_passed >= self._stop_at
             self.is_over = self._holds and is_at_stop
             return self.is_over

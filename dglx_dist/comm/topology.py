@@ -140,7 +140,6 @@ def read_topology(variables: Mapping[str, str] = os.environ) -> Topology:
     """
     if not is_launched_by_torchrun(variables):
         return Topology(0, 1, (0,))
-
     world_size = _read_integer(variables, "WORLD_SIZE", least=1)
     rank = _read_integer(variables, "RANK", least=0, below=world_size)
     per_node = _read_integer(variables, "LOCAL_WORLD_SIZE", least=1, default=world_size)
@@ -159,7 +158,6 @@ def assign_servers(
         local_rank = rank - node_of_rank.index(node)
         virtual_server = local_rank // per_server if per_server else 0
         groups.append((node, virtual_server))
-
     server_of_group = {group: server for server, group in enumerate(dict.fromkeys(groups))}
     return replace(topology, server_of_rank=tuple(server_of_group[group] for group in groups))
 
@@ -214,7 +212,6 @@ def read_launch() -> tuple[str, int]:
     attempt = _read_integer(variables, "TORCHELASTIC_RESTART_COUNT", least=0, default=0)
     if _read_integer(variables, "GROUP_WORLD_SIZE", least=1, default=1) > 1:
         return variables.get("TORCHELASTIC_RUN_ID", ""), attempt
-
     # The path is FOLDER/JOB_RANDOM/attempt_1/0/error.json. JOB_RANDOM stays the same after a restart.
     parents = Path(variables.get("TORCHELASTIC_ERROR_FILE", "")).parents
     name = parents[2].name if len(parents) > 2 else ""
@@ -296,12 +293,7 @@ def copy_environment() -> dict[str, str]:
 
 
 def _read_integer(
-    values: Mapping[str, str],
-    name: str,
-    *,
-    least: int,
-    below: int | None = None,
-    default: int | None = None,
+    values: Mapping[str, str], name: str, *, least: int, below: int | None = None, default: int | None = None
 ) -> int:
     if name not in values:
         if default is not None:
@@ -440,7 +432,6 @@ def build_rank_environment(
     """
     if num_ranks < 1 or (ranks_per_server is not None and ranks_per_server < 1):
         raise ConfigError(f"{num_ranks} ranks, {ranks_per_server} per server: both must be at least 1")
-
     if environment is None:
         environment = os.environ
     num_threads = max(len(os.sched_getaffinity(0)) // num_ranks, 1)

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
-from itertools import count
+from itertools import chain, count
 from pathlib import Path
 from typing import Any, final
 
@@ -214,7 +214,6 @@ def _try_to_reserve(path: Path) -> bool:
         os.close(os.open(part_path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644))
     except FileExistsError:
         return False
-
     # Check this last. Another session may have renamed its reserved file meanwhile.
     if path.exists():
         part_path.unlink()
@@ -306,11 +305,8 @@ def write_trace(path: Path, trace: TraceFile) -> None:
             file.write(_HEAD + ", " + run_json[1:])
             file.write(', "displayTimeUnit": "ms", "traceEvents": [\n')
 
-            separator = ""
-            for rank in trace.ranks:
-                for event in _make_events(rank, origin_s):
-                    file.write(separator + json.dumps(event))
-                    separator = ",\n"
+            events = chain.from_iterable(_make_events(rank, origin_s) for rank in trace.ranks)
+            file.write(",\n".join(map(json.dumps, events)))
             file.write("\n]}\n")
     except OSError as error:
         raise StorageError(f"cannot write the trace {path}: {error}. Free some space.") from error
@@ -435,8 +431,5 @@ def _read_span(event: Fields) -> Span:
 
 
 def shift_spans(spans: Iterable[Span], offset_s: float) -> tuple[Span, ...]:
-    shifted = []
-    for span in spans:
-        begin_s = span.begin_s + offset_s
-        shifted.append(replace(span, begin_s=begin_s, end_s=span.end_s + offset_s))
+    shifted = [replace(span, begin_s=span.begin_s + offset_s, end_s=span.end_s + offset_s) for span in spans]
     return tuple(sorted(shifted, key=lambda span: span.begin_s))
