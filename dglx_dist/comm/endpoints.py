@@ -100,7 +100,8 @@ def _connect(session: Session, peer: int) -> socket.socket:
     """Connect to ``peer``, and prove this rank to it. Raise PeerError if it cannot be reached."""
     rank = session.topology.rank
     encoded_address, port_array = session.rpc.call(peer, _OFFER, "", [], phase=CONTROL)
-    address, port = encoded_address.tobytes().decode(), int(port_array[0])
+    address = encoded_address.tobytes().decode()
+    port = int(port_array[0])
     with ExitStack() as close_on_error:
         try:
             connection = socket.create_connection((address, port), timeout=session.timeout_s)

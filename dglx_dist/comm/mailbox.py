@@ -170,7 +170,8 @@ class OneSidedExchange:
 
         def receive(name: str, arrays: Sequence[Array]) -> list[Array]:
             round_text, sender_text, step = name.split(" ", 2)
-            round_number, sender = int(round_text), int(sender_text)
+            round_number = int(round_text)
+            sender = int(sender_text)
             if not 0 <= sender < world_size:
                 raise ValueError(f"sender {sender} is not one of the {world_size} ranks")
 

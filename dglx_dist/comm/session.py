@@ -83,8 +83,7 @@ def check_hellos(facts: list[Any]) -> None:
         "curve": "set DGLX_CURVE to the same value",
     }
     for name, remedy in remedies.items():
-        values = [hello[name] for hello in facts]
-        check_values_equal(f"the {name}", values, f"{remedy} on all ranks")
+        check_values_equal(f"the {name}", [hello[name] for hello in facts], f"{remedy} on all ranks")
 
 
 def check_values_equal(
@@ -206,9 +205,7 @@ class FailureWatch:
         if not reasons:
             # All ranks are alive, so they are in different collectives.
             reasons = self._describe_collectives(statuses)
-        if not reasons:
-            reasons = ["no rank is known to have ended"]
-        return f"{activity}: " + "; ".join(reasons)
+        return f"{activity}: " + ("; ".join(reasons) or "no rank is known to have ended")
 
     def _describe_collectives(self, statuses: Mapping[int, str | None]) -> list[str]:
         """Describe the ranks that are alive, but not in the collective of this rank."""
@@ -280,8 +277,7 @@ def _show_error(error_type: type[BaseException], error: BaseException, trace: Tr
 
 
 def _is_library(frame: FrameType) -> bool:
-    module_name = frame.f_globals.get("__name__", "")
-    return module_name.partition(".")[0] in _LIBRARIES
+    return frame.f_globals.get("__name__", "").partition(".")[0] in _LIBRARIES
 
 
 _PREFIX = "dglx-"
@@ -416,7 +412,6 @@ class Session:
         """Values by :class:`SessionField`."""
         self._closed = False
         self._num_apart = 0
-        """Number of consecutive probes in which ranks waited for each other."""
         self._scratch = Scratch(self.job, self.topology.server, self.scratch_in)
         self.stop_point = StopPoint(self.rpc, self.topology.world_size)
         self._launcher_pid = os.getppid()
@@ -509,7 +504,6 @@ class Session:
         if self.owns_group and dist.is_initialized():
             dist.destroy_process_group()
         self._scratch.close()
-
         if _CURRENT and _CURRENT[-1] is self:
             _CURRENT.pop()
 
@@ -536,7 +530,6 @@ class Session:
         self._pipes.append(pipe)
         self._interrupted_s = self._left_s = math.inf
         self.stop_point.open()
-
         failed = True
         try:
             yield self.stop_point
@@ -575,7 +568,6 @@ class Session:
         if self._watch is not None:
             activity = self._watch.describe(activity, _PROBE_AT_END_S)
         log.error("%s", activity)
-
         sys.stdout.flush()
         sys.stderr.flush()
         with contextlib.suppress(OSError):
@@ -629,7 +621,11 @@ class Session:
         if not is_main_thread and self.rpc.status != NEXT_BATCH:
             return
 
-        peer = _find_rank_apart(statuses, what)
+        # A rank at its end still serves rows, but joins no collective call.
+        statuses_apart = {ALL_GATHER, _END}
+        if what == _END:
+            statuses_apart = {status for status in statuses.values() if status} - {NEXT_BATCH}
+        peer = next((rank for rank, status in statuses.items() if status in statuses_apart), None)
         if peer is None:
             self._num_apart = 0
             return
@@ -645,15 +641,6 @@ class Session:
             raise PeerError(message)
         if self._num_apart == _APART_AFTER:
             log.warning("%s", message)
-
-
-def _find_rank_apart(statuses: Mapping[int, str | None], what: str) -> int | None:
-    """Return the first rank that waits for this rank, which waits at ``what``, or None."""
-    # A rank at its end still serves rows, but joins no collective call.
-    statuses_apart = {ALL_GATHER, _END}
-    if what == _END:
-        statuses_apart = {status for status in statuses.values() if status} - {NEXT_BATCH}
-    return next((rank for rank, status in statuses.items() if status in statuses_apart), None)
 
 
 def start_session(
@@ -704,13 +691,8 @@ def start_session(
     if is_launched_by_torchrun() and not settings.allocator_set:
         keep_memory()
 
-    arguments = {
-        "strategy": strategy,
-        "options": dict(options or {}),
-        "timeout_s": limit_s,
-        "seed": seed,
-        "scratch_in": settings.scratch,
-    }
+    arguments = {"strategy": strategy, "options": dict(options or {}), "seed": seed}
+    arguments |= {"timeout_s": limit_s, "scratch_in": settings.scratch}
     if ranks.world_size == 1:
         session = _start_single(ranks, settings, arguments, device)
     else:
@@ -732,9 +714,7 @@ def current_session() -> Session:
 
 def _check_group(world_size: int) -> None:
     """Raise ConfigError if torch.distributed has a process group of another size than the session."""
-    if not dist.is_initialized():
-        return
-    group_size = dist.get_world_size()
+    group_size = dist.get_world_size() if dist.is_initialized() else world_size
     if group_size != world_size:
         raise ConfigError(
             f"the process group of torch.distributed has {group_size} ranks, but this session has "
@@ -810,8 +790,6 @@ def _start_joint(
     if not is_launched_by_torchrun():
         raise ConfigError(f"{topology.world_size} ranks need torchrun's environment. Start with torchrun.")
     timeout_s = float(arguments["timeout_s"])
-
-    # Join the rendezvous.
     rendezvous = read_rendezvous()
     bind_to_loopback(rendezvous)
     raw_store = open_store(rendezvous, topology.rank, topology.world_size, timeout_s)
@@ -834,7 +812,6 @@ def _start_joint(
     hellos: list[Any] = store.exchange("settings", hello)
     check_hellos(hellos)
 
-    # Choose what depends on all ranks.
     hosts = tuple(str(hello["host"]) for hello in hellos)
     devices = [RankDevice(**hello["device"]) for hello in hellos]
     backend = choose_backend(devices, hosts, backend)
@@ -844,7 +821,6 @@ def _start_joint(
     if own_device.card:
         ranks_of_device = sum(peer.card == own_device.card for peer in devices)
 
-    # Connect to the other ranks.
     ledger = Ledger(topology)
     rpc = Rpc(topology.rank, ledger, timeout_s)
     with ExitStack() as close_on_error:
@@ -869,7 +845,6 @@ def _start_joint(
                 "gradients, are not",
                 backend,
             )
-
     return Session(
         **arguments,
         topology=topology,
