@@ -226,15 +226,15 @@ class DescriptorWatch:
         limit = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
         with contextlib.suppress(OSError, ValueError):
             resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))
-        self._next_look_s = 0.0
+        self._look_at_s = 0.0
         self._is_few = False
 
     def look(self) -> None:
         """Log an error if few descriptors are left. Looks at most once a second and raises nothing."""
         now_s = time.monotonic()
-        if now_s < self._next_look_s:
+        if now_s < self._look_at_s:
             return
-        self._next_look_s = now_s + _WATCH_INTERVAL_MS / 1000
+        self._look_at_s = now_s + _WATCH_INTERVAL_MS / 1000
 
         try:
             limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
