@@ -19,12 +19,16 @@ _BITS = {"bfloat16": 16, "int8": 8, "int4": 4}
 
 _STREAMS = 1 << 34
 """First stream of draws, above those of samplers and dropouts."""
+_SCALE_BYTES = 4
 
 
 def wire_bytes(wire: WireDtype, width: int, itemsize: int) -> int:
     """Return the size in bytes of a row of ``width`` floats on the wire. It never grows."""
     bits = _BITS.get(wire, 8 * itemsize)
-    return min(-(-bits * width // 8) + (4 if bits < 16 else 0), width * itemsize)
+    num_bytes = -(-bits * width // 8)
+    if bits < 16:
+        num_bytes += _SCALE_BYTES
+    return min(num_bytes, width * itemsize)
 
 
 @final
@@ -32,12 +36,12 @@ def wire_bytes(wire: WireDtype, width: int, itemsize: int) -> int:
 class RowCodec:
     """Encodes rows of ``row_shape`` floats in host memory.
 
-    As int8 or int4, a row is a scale and codes of equal steps. The scale is the largest absolute number as
-    float32. The codes range from minus that number to it. In a row without negative numbers they start from
-    0, and the scale is negative. Numbers are rounded up or down by keyed draws with the number as their mean.
-    Zeros are exact.
-    Errors are below a step: 1/127 or 1/7 of the largest number, or 1/255 or 1/15 without negative numbers. A
-    row with a number that is not finite becomes NaN. As bfloat16, numbers are rounded to the nearest.
+    As int8 or int4, a row is a scale and codes of equal steps. The scale is the largest absolute number of
+    the row as float32. The codes cover the range from minus this number to this number. In a row without
+    negative numbers the codes start from 0, and a negative scale marks such a row. Numbers are rounded up or
+    down at random, so that their mean is exact. Zeros are exact. Errors are below a step, which is 1/127 or
+    1/7 of the largest number, or 1/255 or 1/15 without negative numbers. A row with a number that is not
+    finite becomes NaN. As bfloat16, numbers are rounded to the nearest.
     """
 
     bits: int
@@ -50,36 +54,40 @@ class RowCodec:
         """Return (n, row_bytes) uint8 memory for the codes of (n, *row_shape) ``rows``."""
         return torch.empty((len(rows), self.row_bytes), dtype=torch.uint8)
 
-    def encode(self, rows: Tensor, out: Tensor, first: int) -> None:
+    def encode(self, rows: Tensor, out: Tensor, row_offset: int) -> None:
         """Write the (n, *row_shape) ``rows`` of any float type to the (n, row_bytes) uint8 ``out``.
 
-        ``first`` is the number of the first row among all rows with this key.
+        ``row_offset`` is the index of the first row among all rows with the same key.
         """
         floats = rows.reshape(len(rows), math.prod(self.row_shape)).to(torch.float32)
         if self.bits == 16:
             out.view(torch.bfloat16).copy_(floats)
             return
+
         largest = floats.abs().amax(1)
-        scales = torch.where((floats < 0).any(1), largest, -largest)
+        has_negative = (floats < 0).any(1)
+        scales = torch.where(has_negative, largest, -largest)
         scales[~largest.isfinite()] = math.nan
-        out[:, :4] = scales.view(-1, 1).view(torch.uint8)
-        _encode(floats.numpy(), scales.numpy(), self.bits, self.stream, first, out[:, 4:].numpy())
+
+        out[:, :_SCALE_BYTES] = scales.view(-1, 1).view(torch.uint8)
+        codes = out[:, _SCALE_BYTES:].numpy()
+        _encode(floats.numpy(), scales.numpy(), self.bits, self.stream, row_offset, codes)
 
     def decode(self, codes: Tensor) -> Tensor:
         """Return the (n, *row_shape) bfloat16 or float32 rows of any (n, row_bytes) uint8 ``codes``."""
         if self.bits == 16:
             return codes.view(torch.bfloat16).view(-1, *self.row_shape)
         rows = torch.empty(len(codes), math.prod(self.row_shape))
-        scales = codes[:, :4].reshape(-1).clone().view(torch.float32)
-        _decode(codes[:, 4:].numpy(), scales.numpy(), self.bits, rows.numpy())
+        scales = codes[:, :_SCALE_BYTES].reshape(-1).clone().view(torch.float32)
+        _decode(codes[:, _SCALE_BYTES:].numpy(), scales.numpy(), self.bits, rows.numpy())
         return rows.view(-1, *self.row_shape)
 
 
 def row_codec(wire: WireDtype, rows: Tensor, keys: Sequence[int]) -> RowCodec | None:
     """Return the codec of ``rows``. It is equal on ranks with the same dtype and row shape.
 
-    ``keys`` are the seed, the step, and a number for everything else. The result is None if the rows travel
-    unchanged, because they are integers or would not get smaller.
+    ``keys`` are the seed, the step and a number that is unique within the step. The result is None if the
+    rows travel unchanged, because they are integers or would not get smaller.
     """
     shape = tuple(rows.shape[1:])
     width = math.prod(shape)
@@ -101,18 +109,22 @@ def _range(scale: float, bits: int) -> tuple[int, int]:
 
 
 @njit(cache=True, nogil=True)
-def _encode(rows: Array, scales: Array, bits: int, stream: np.uint64, first: int, out: Array) -> None:
+def _encode(rows: Array, scales: Array, bits: int, stream: np.uint64, row_offset: int, out: Array) -> None:
     """Write rows as codes of ``bits`` bits to the bytes ``out``, rounded up or down at random.
 
-    ``first`` numbers the first row. The draws depend on ``stream``, this number and the column.
+    ``row_offset`` is the index of the first row. The draws depend on ``stream``, the row's index and the
+    column.
     """
     out[:] = 0
     for i in range(len(rows)):
-        key = item_key(stream, first + i)
         largest = abs(np.float64(scales[i]))
+        if not largest > 0:
+            # A row of zeros has the code 0, and a NaN scale makes the decoded row NaN.
+            continue
+
+        key = item_key(stream, row_offset + i)
         zero, steps = _range(scales[i], bits)
-        num_columns = rows.shape[1] if largest > 0 else 0
-        for j in range(num_columns):
+        for j in range(rows.shape[1]):
             # Draws keep away from 0 and 1, so that rounding errors of the product stay within the range.
             draw = (np.float64(half_word(key, j)) + 0.5) * 2.0**-32
             code = zero + math.floor(rows[i, j] * (steps / largest) + draw)
@@ -121,9 +133,10 @@ def _encode(rows: Array, scales: Array, bits: int, stream: np.uint64, first: int
 
 @njit(cache=True, nogil=True)
 def _decode(codes: Array, scales: Array, bits: int, rows: Array) -> None:
+    code_mask = (1 << bits) - 1
     for i in range(len(codes)):
         largest = abs(np.float64(scales[i]))
         zero, steps = _range(scales[i], bits)
         for j in range(rows.shape[1]):
-            code = np.int64(codes[i, j * bits >> 3]) >> (j * bits & 7) & ((1 << bits) - 1)
+            code = np.int64(codes[i, j * bits >> 3]) >> (j * bits & 7) & code_mask
             rows[i, j] = largest * (code - zero) / steps

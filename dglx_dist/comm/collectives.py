@@ -49,10 +49,13 @@ def sum_over_ranks(
     Raises:
         PeerError: a rank is dead or silent.
     """
-    total = tensor.detach() if in_place else tensor.detach().clone(memory_format=torch.contiguous_format)
     topology = session.topology
+    total = tensor.detach()
+    if not in_place:
+        total = total.clone(memory_format=torch.contiguous_format)
     if topology.world_size == 1 or total.numel() == 0:
         return total
+
     with report_failed_peers(session, f"all-reduce ({phase})"):
         dist.all_reduce(total, group=group)
     count_all_reduce(session, phase, total.numel() * total.element_size(), layer)
@@ -60,52 +63,56 @@ def sum_over_ranks(
 
 
 def count_all_reduce(session: Session, phase: str, num_bytes: int, layer: int = 0) -> None:
-    """Count this rank's bytes to the next one in a ring all-reduce of ``num_bytes``: 2 (W-1)/W of them."""
+    """Count the bytes that this rank sends to the next rank in a ring all-reduce of ``num_bytes``."""
     topology = session.topology
-    sent = ring_bytes(num_bytes, topology.world_size, topology.rank)
-    session.ledger.add(phase, layer, topology.rank, _next_rank(session), sent)
+    num_sent = ring_bytes(num_bytes, topology.world_size, topology.rank)
+    session.ledger.add(phase, layer, topology.rank, _next_rank(session), num_sent)
 
 
 def gather_int64(values: Sequence[int] | Array, session: Session) -> Array:
-    """Return (W, K) int64, row r from rank r; all ranks give the same number K of values."""
+    """Return (W, K) int64 with the values of rank r in row r. All ranks pass the same number K of values."""
     own_values = np.ascontiguousarray(values, dtype=np.int64).reshape(-1)
-    if session.topology.world_size == 1 or not len(own_values):
-        return np.broadcast_to(own_values, (session.topology.world_size, len(own_values))).copy()
+    num_ranks = session.topology.world_size
+    if num_ranks == 1 or not len(own_values):
+        return np.broadcast_to(own_values, (num_ranks, len(own_values))).copy()
     return gather_rows(torch.from_numpy(own_values), session).numpy()
 
 
 def gather_rows(
-    local: Tensor, session: Session, *, phase: str = CONTROL, group: dist.ProcessGroup | None = None
+    tensor: Tensor, session: Session, *, phase: str = CONTROL, group: dist.ProcessGroup | None = None
 ) -> Tensor:
-    """Return the tensors of all W ranks as one (W, ...) tensor on the device of ``local``.
+    """Return the tensors of all W ranks as one (W, ...) tensor on the device of ``tensor``.
 
     Row r is the tensor of rank r. All ranks must pass the same shape and dtype. For ``group`` see
     :func:`sum_over_ranks`.
     """
     topology = session.topology
     if topology.world_size == 1:
-        return local.unsqueeze(0)
-    rows = [torch.empty_like(local) for _ in range(topology.world_size)]
-    with report_failed_peers(session, ALL_GATHER if phase == CONTROL else f"{ALL_GATHER} ({phase})"):
-        dist.all_gather(rows, local, group=group)
-    size = local.numel() * local.element_size()
-    session.ledger.add(phase, 0, topology.rank, _next_rank(session), size * (topology.world_size - 1))
+        return tensor.unsqueeze(0)
+
+    rows = [torch.empty_like(tensor) for _ in range(topology.world_size)]
+    name = ALL_GATHER if phase == CONTROL else f"{ALL_GATHER} ({phase})"
+    with report_failed_peers(session, name):
+        dist.all_gather(rows, tensor, group=group)
+
+    num_sent = tensor.numel() * tensor.element_size() * (topology.world_size - 1)
+    session.ledger.add(phase, 0, topology.rank, _next_rank(session), num_sent)
     return torch.stack(rows)
 
 
 def gather_json(value: object, session: Session) -> list[Any]:
-    """Return the JSON values of all ranks, by rank; TypeError if ``value`` is none."""
-    raw = np.frombuffer(json.dumps(value).encode(), np.uint8)
-    return [json.loads(row.tobytes()) for row in gather_arrays(raw, session)]
+    """Return the JSON values of all ranks, by rank. Raise TypeError if ``value`` is not a JSON value."""
+    encoded = np.frombuffer(json.dumps(value).encode(), np.uint8)
+    return [json.loads(row.tobytes()) for row in gather_arrays(encoded, session)]
 
 
-def gather_arrays(local: Array, session: Session) -> list[Array]:
-    """Return the arrays (k, *row) of all ranks, by rank; they differ in k only."""
-    counts = gather_int64([len(local)], session)[:, 0]
-    padded = np.zeros((int(counts.max()), *local.shape[1:]), local.dtype)
-    padded[: len(local)] = local
+def gather_arrays(array: Array, session: Session) -> list[Array]:
+    """Return the (k, ...) arrays of all ranks, by rank. Only the length k may differ between ranks."""
+    lengths = gather_int64([len(array)], session)[:, 0]
+    padded = np.zeros((int(lengths.max()), *array.shape[1:]), array.dtype)
+    padded[: len(array)] = array
     rows = gather_rows(torch.from_numpy(padded), session).numpy()
-    return [row[:count] for row, count in zip(rows, counts, strict=True)]
+    return [row[:length] for row, length in zip(rows, lengths, strict=True)]
 
 
 @final
@@ -128,17 +135,20 @@ def broadcast_json(value: object, session: Session, source: int = 0) -> Any:
     """Return the JSON value of rank ``source``. The values of other ranks are ignored."""
     topology = session.topology
     is_source = topology.rank == source
-    raw = json.dumps(value).encode() if is_source or topology.world_size == 1 else b""
     if topology.world_size == 1:
-        return json.loads(raw)
-    size = int(gather_int64([len(raw)], session)[source, 0])
+        return json.loads(json.dumps(value))
+
+    encoded = json.dumps(value).encode() if is_source else b""
+    size = int(gather_int64([len(encoded)], session)[source, 0])
     buffer = torch.empty(size, dtype=torch.uint8)
     if is_source:
-        buffer = torch.frombuffer(bytearray(raw), dtype=torch.uint8)
+        buffer = torch.frombuffer(bytearray(encoded), dtype=torch.uint8)
+
     with report_failed_peers(session, "broadcast"):
         dist.broadcast(buffer, source)
-    for rank in range(topology.world_size) if is_source else ():
-        session.ledger.add(CONTROL, 0, source, rank, size)
+    if is_source:
+        for rank in range(topology.world_size):
+            session.ledger.add(CONTROL, 0, source, rank, size)
     return json.loads(buffer.numpy().tobytes())
 
 
@@ -191,26 +201,35 @@ class Clock:
 def measure_clock(session: Session) -> Clock:
     """Compare this rank's clock with the clock of rank 0. Collective, on one thread at a time.
 
-    The fastest of 20 round trips counts. Rank 0 read its clock within it, so the middle is wrong by at most
-    half of it. Clocks of machines drift apart afterwards, usually by less than 10 us per second.
+    The fastest of 20 round trips counts. Rank 0 reads its clock during the round trip. So the middle of the
+    round trip differs from that moment by at most half of its duration. Clocks of machines drift apart
+    afterwards, usually by less than 10 us per second.
     """
-    serves = session.topology.rank == 0
-    if serves:
-        session.rpc.register(_CLOCK_OP, lambda _name, _arrays: [np.array([time.perf_counter()])])
+    if session.topology.rank == 0:
+        _serve_clock(session)
+        return Clock(offset_s=0.0, error_s=0.0)
+
+    barrier(session, "comparing clocks")
+    clocks = []
+    for _ in range(_ROUND_TRIPS):
+        start_s = time.perf_counter()
+        (reading,) = session.rpc.call(0, _CLOCK_OP, "", [], phase=CONTROL)
+        end_s = time.perf_counter()
+
+        offset_s = float(reading.reshape(-1)[0]) - (start_s + end_s) / 2
+        clocks.append(Clock(offset_s=offset_s, error_s=(end_s - start_s) / 2))
+    barrier(session, "clocks compared")
+    return min(clocks, key=lambda clock: clock.error_s)
+
+
+def _serve_clock(session: Session) -> None:
+    """Tell the other ranks this rank's clock until all of them have measured it."""
+    session.rpc.register(_CLOCK_OP, lambda _name, _arrays: [np.array([time.perf_counter()])])
     try:
         barrier(session, "comparing clocks")
-        clocks = [Clock(offset_s=0.0, error_s=0.0)] if serves else []
-        for _ in range(0 if serves else _ROUND_TRIPS):
-            before = time.perf_counter()
-            (reading,) = session.rpc.call(0, _CLOCK_OP, "", [], phase=CONTROL)
-            after = time.perf_counter()
-            offset = float(reading.reshape(-1)[0]) - (before + after) / 2
-            clocks.append(Clock(offset_s=offset, error_s=(after - before) / 2))
         barrier(session, "clocks compared")
     finally:
-        if serves:
-            session.rpc.unregister(_CLOCK_OP)
-    return min(clocks, key=lambda clock: clock.error_s)
+        session.rpc.unregister(_CLOCK_OP)
 
 
 def raise_for_missing(
@@ -218,16 +237,20 @@ def raise_for_missing(
 ) -> None:
     """Raise PeerError if one of the ``missing`` ranks, which should send ``what``, failed or is dead.
 
-    If time is up (``late``), raise for all of them, with ``advice`` as the remedy.
+    If ``late``, the time limit is over. Then raise for all missing ranks, with ``advice`` as the remedy.
     """
     failure = session.store.first_failure() if session.store is not None else None
-    if failure is not None and failure[0] in missing:
-        raise PeerError(f"rank {failure[0]} failed before it sent {what}: {failure[1]}")
+    if failure is not None:
+        failed_rank, reason = failure
+        if failed_rank in missing:
+            raise PeerError(f"rank {failed_rank} failed before it sent {what}: {reason}")
+
     session.raise_for_dead(list(missing), what)
     if late:
         names = ", ".join(f"rank {rank} on {session.hosts[rank]}" for rank in missing)
+        cause = session.describe_failure(what)
         raise PeerError(
-            f"{names} did not send {what} within {session.timeout_s:g} s ({session.describe_failure(what)}); "
+            f"{names} did not send {what} within {session.timeout_s:g} s ({cause}); "
             f"{advice}, or raise timeout_s (DGLX_TIMEOUT)"
         )
 
@@ -248,15 +271,15 @@ def check_equal(
     def convert(item: Any) -> Any:
         return item.item() if hasattr(item, "item") else repr(item)
 
-    plain = json.loads(json.dumps(value, default=convert))
-    check_values_equal(what, gather_json(plain, session), remedy, error)
+    json_value = json.loads(json.dumps(value, default=convert))
+    check_values_equal(what, gather_json(json_value, session), remedy, error)
 
 
 def run_on_all_ranks(session: Session, action: Callable[[], T], error: type[DglxError] = StorageError) -> T:
     """Return the result of ``action``. If it raises on one rank, all ranks raise. Every rank must call this.
 
-    ``action`` must not call a collective. The other ranks raise ``error`` with the failed rank and its
-    message, or DatasetError if the failed rank does.
+    ``action`` must not call a collective. On the rank where ``action`` failed, its error is raised. The other
+    ranks raise ``error`` with the failed rank and its message, or DatasetError if that was raised there.
     """
     problem, result = "", None
     own_error: Exception | None = None
@@ -264,18 +287,28 @@ def run_on_all_ranks(session: Session, action: Callable[[], T], error: type[Dglx
         result = action()
     except Exception as error_here:  # noqa: BLE001
         # Catch every error. A value of a wrong type on one rank must not leave the others waiting.
-        is_explained = isinstance(error_here, DglxError | IndexError) and str(error_here)
         own_error = error_here
-        problem = str(error_here) if is_explained else f"{type(error_here).__name__}: {error_here}"
+        problem = _describe_error(error_here)
+
     try:
         problems = gather_json([problem, isinstance(own_error, DatasetError)], session)
     finally:
+        # The error of this rank is more useful than an error of the gathering.
         if own_error is not None:
             raise own_error
-    for rank, (text, is_of_data) in enumerate(problems):
+
+    for rank, (text, is_dataset_error) in enumerate(problems):
         if text:
-            raise (DatasetError if is_of_data else error)(f"rank {rank} on {session.hosts[rank]}: {text}")
+            error_type = DatasetError if is_dataset_error else error
+            raise error_type(f"rank {rank} on {session.hosts[rank]}: {text}")
     return result  # type: ignore[return-value]  # the result is set unless an error was raised
+
+
+def _describe_error(error: Exception) -> str:
+    """Return the message of ``error``, with its type unless the message explains the problem alone."""
+    if isinstance(error, DglxError | IndexError) and str(error):
+        return str(error)
+    return f"{type(error).__name__}: {error}"
 
 
 _CAUSES = (
@@ -286,26 +319,42 @@ _CAUSES = (
 
 
 def check_replicas(weights: Mapping[str, Tensor], session: Session) -> None:
-    """Raise ConfigError on all ranks unless their ``weights`` are equal to the bit. All ranks call this."""
+    """Raise ConfigError on all ranks unless their ``weights`` are equal to the bit. All ranks call this.
+
+    Ranks on different machines may differ by rounding, because their processors may round differently. Then
+    only a warning is logged.
+    """
     if session.topology.world_size == 1:
         return
+
+    # Compare one digest per rank. The digests of each weight are needed only for the error message.
     rows = {name: tensor.detach().cpu().contiguous().view(-1) for name, tensor in weights.items()}
     digests = {name: zlib.crc32(row.view(torch.uint8).numpy().data) for name, row in rows.items()}
-    total_digests = gather_int64([zlib.crc32(repr(sorted(digests.items())).encode())], session)[:, 0]
-    if not (total_digests != total_digests[0]).any():
+    total_digest = zlib.crc32(repr(sorted(digests.items())).encode())
+    total_digests = gather_int64([total_digest], session)[:, 0]
+    if (total_digests == total_digests[0]).all():
         return
+
     all_digests = gather_json(digests, session)
     differing_ranks = [rank for rank, digest in enumerate(all_digests) if digest != all_digests[0]]
     all_names = {**all_digests[0], **all_digests[differing_ranks[0]]}
     names = [name for name in all_names if len({digest.get(name) for digest in all_digests}) > 1]
     message = f"{names[0]!r} differs between rank 0 and ranks {', '.join(map(str, differing_ranks))}"
-    if len(set(session.hosts)) > 1 and all(digest.keys() == digests.keys() for digest in all_digests):
-        # Processors of different machines may round differently.
-        sums = gather_rows(torch.stack([_sum_in_three_ways(rows[name]) for name in names]), session)
-        if ((sums - sums[0]).abs() <= 1e-6 * sums[0, :, :1]).all():
+
+    has_equal_names = all(digest.keys() == digests.keys() for digest in all_digests)
+    if len(set(session.hosts)) > 1 and has_equal_names:
+        differing_rows = [rows[name] for name in names]
+        if _are_equal_up_to_rounding(differing_rows, session):
             warn_user(f"{message} by no more than rounding")
             return
     raise ConfigError(f"{message}, so the ranks train different models. Likely causes: {_CAUSES}")
+
+
+def _are_equal_up_to_rounding(rows: Sequence[Tensor], session: Session) -> bool:
+    """Return whether the sums of ``rows`` are nearly equal on all ranks. Every rank must call this."""
+    sums = gather_rows(torch.stack([_sum_in_three_ways(row) for row in rows]), session)
+    magnitudes = sums[0, :, :1]
+    return bool(((sums - sums[0]).abs() <= 1e-6 * magnitudes).all())
 
 
 def _sum_in_three_ways(row: Tensor) -> Tensor:

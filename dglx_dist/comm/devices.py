@@ -25,12 +25,12 @@ def count_gpus() -> int:
     return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 
-def use_gpu(number: int) -> str:
+def use_gpu(index: int) -> str:
     """Select a GPU, compute on it, and return its identity. Raise RuntimeError if it cannot compute."""
-    torch.cuda.set_device(number)  # This is what "cuda" without a number means in the user's code.
-    torch.ones(1, device=torch.device("cuda", number)).add_(1).item()
-    uuid = getattr(torch.cuda.get_device_properties(number), "uuid", None)
-    return str(uuid or f"{socket.gethostname()}, cuda:{number}")
+    torch.cuda.set_device(index)  # This is what "cuda" without an index means in the user's code.
+    torch.ones(1, device=torch.device("cuda", index)).add_(1).item()
+    uuid = getattr(torch.cuda.get_device_properties(index), "uuid", None)
+    return str(uuid or f"{socket.gethostname()}, cuda:{index}")
 
 
 def is_built_for_gpus() -> bool:
@@ -51,18 +51,21 @@ def check_device(device: object, name: str = "device") -> torch.device:
         raise ConfigError(f"{name}={device!r} is not a device. Use 'cpu', 'cuda', or 'cuda:0'.") from error
     if checked.type != "cuda":
         return checked
+
     count = count_gpus()
     if not count:
         raise ConfigError(f"{name}={str(device)!r}, but {explain_missing_gpu()}. {_REMEDY}")
     if (checked.index or 0) >= count:
-        available = ", ".join(f"cuda:{number}" for number in range(count))
+        available = ", ".join(f"cuda:{index}" for index in range(count))
         raise ConfigError(f"{name}={str(device)!r}, but this machine has {available}. Use one of them.")
     return checked
 
 
 def _select_request(device: object, variable: str | None) -> tuple[str, object]:
-    # Returns the name of the request in messages, and its value.
-    return ("DGLX_DEVICE", variable) if variable and device in (None, AUTO) else ("device", device)
+    """Return the name of the request in messages, and its value. DGLX_DEVICE replaces ``auto``."""
+    if variable and device in (None, AUTO):
+        return "DGLX_DEVICE", variable
+    return "device", device
 
 
 def check_request(device: object, variable: str | None) -> torch.device | None:
@@ -71,8 +74,10 @@ def check_request(device: object, variable: str | None) -> torch.device | None:
     ``variable`` is the value of DGLX_DEVICE, which replaces ``auto``.
     """
     name, value = _select_request(device, variable)
-    requested = None if value in (None, AUTO) else check_device(value, name)
-    if requested is not None and requested.type not in ("cpu", "cuda"):
+    if value in (None, AUTO):
+        return None
+    requested = check_device(value, name)
+    if requested.type not in ("cpu", "cuda"):
         raise ConfigError(f"{name}={str(value)!r}: ranks train on GPUs or CPUs. Use auto, cuda or cpu.")
     return requested
 
@@ -91,71 +96,96 @@ class RankDevice:
 
 
 def take_device(device: object, local_rank: int, variable: str | None = None) -> RankDevice:
-    """Take the requested device, and choose a GPU by the rank's number. Errors are in the result."""
+    """Take the requested device, or choose a GPU by ``local_rank``.
+
+    Raises nothing. A problem is in the result, because the other ranks have to learn about it.
+    """
     try:
         requested = check_request(device, variable)
     except ConfigError as error:
         return RankDevice(problem=str(error))
     if requested is not None and requested.type == "cpu":
         return RankDevice()
-    if not (count := count_gpus()):
+
+    num_gpus = count_gpus()
+    if num_gpus == 0:
         return RankDevice(why=explain_missing_gpu())
-    number = local_rank % count if requested is None or requested.index is None else requested.index
+    index = local_rank % num_gpus
+    if requested is not None and requested.index is not None:
+        index = requested.index
+
     try:
-        return RankDevice(name=f"cuda:{number}", card=use_gpu(number))
+        return RankDevice(name=f"cuda:{index}", card=use_gpu(index))
     except RuntimeError as error:
-        unusable = f"cuda:{number} cannot be used ({str(error).splitlines()[0]})"
+        reason = f"cuda:{index} cannot be used ({str(error).splitlines()[0]})"
     if requested is None:
-        return RankDevice(why=unusable)
+        return RankDevice(why=reason)
     name, value = _select_request(device, variable)
-    return RankDevice(problem=f"{name}={str(value)!r}: {unusable}. See nvidia-smi. {_REMEDY}")
+    return RankDevice(problem=f"{name}={str(value)!r}: {reason}. See nvidia-smi. {_REMEDY}")
 
 
 def choose_backend(ranks: Sequence[RankDevice], hosts: Sequence[str], backend: str | None) -> str:
     """Return the backend of torch.distributed for the devices of all ranks.
 
     ``ranks`` and ``hosts`` have one entry for each rank. ``backend`` is the choice of the user, which is
-    returned if it is possible. With None, NCCL is chosen if every rank has a GPU of its own, and else gloo.
+    returned if it is possible. If it is None, NCCL is chosen if every rank has its own GPU, and gloo
+    otherwise.
 
-    Raises ConfigError if a rank does not have its requested device, only some ranks have a GPU, or NCCL is
+    Raises ConfigError if a rank does not have its requested device, if only some ranks have a GPU, or if NCCL
+    is requested although ranks share a GPU.
     requested although ranks share a GPU.
     """
     for rank, device in enumerate(ranks):
         if device.problem:
             location = f"rank {rank} on {hosts[rank]}: " if len(ranks) > 1 else ""
             raise ConfigError(location + device.problem)
+
     on_cpu = [rank for rank, device in enumerate(ranks) if not device.card]
     on_gpu = [rank for rank, device in enumerate(ranks) if device.card]
     if on_cpu and on_gpu:
         gpu_rank, cpu_rank = on_gpu[0], on_cpu[0]
+        cpu_reason = ranks[cpu_rank].why or "as requested"
         raise ConfigError(
             f"ranks have different devices: rank {gpu_rank} on {hosts[gpu_rank]} has {ranks[gpu_rank].name}, "
-            f"rank {cpu_rank} on {hosts[cpu_rank]} has the CPU ({ranks[cpu_rank].why or 'as requested'}). "
+            f"rank {cpu_rank} on {hosts[cpu_rank]} has the CPU ({cpu_reason}). "
             "Give every rank a GPU, or pass device='cpu' to all."
         )
-    shares_gpu = bool(on_gpu) and len({device.card for device in ranks}) < len(ranks)
-    if backend is not None:
-        if shares_gpu and "nccl" in backend:
-            raise ConfigError(
-                f"backend={backend!r}, but ranks share a GPU, which NCCL does not support. Leave backend out."
-            )
-        return backend
-    can_use_nccl = on_gpu and not shares_gpu and dist.is_nccl_available()
-    return _NCCL if can_use_nccl else "gloo"
+
+    shares_gpu = _share_gpu(ranks)
+    if backend is None:
+        can_use_nccl = on_gpu and not shares_gpu and dist.is_nccl_available()
+        return _NCCL if can_use_nccl else "gloo"
+    if shares_gpu and "nccl" in backend:
+        raise ConfigError(
+            f"backend={backend!r}, but ranks share a GPU, which NCCL does not support. Leave backend out."
+        )
+    return backend
+
+
+def _share_gpu(ranks: Sequence[RankDevice]) -> bool:
+    cards = [device.card for device in ranks if device.card]
+    return len(set(cards)) < len(cards)
 
 
 def describe(ranks: Sequence[RankDevice], hosts: Sequence[str], backend: str) -> str:
     """Return one line about the devices of all ranks, how rows travel between them, and why."""
     names = list(dict.fromkeys(device.name for device in ranks))
-    machines = len(set(hosts))
     devices = names[0] if len(names) == 1 else f"{names[0]} to {names[-1]}"
-    who = "1 rank" if len(ranks) == 1 else f"{len(ranks)} ranks"
-    who += f" on {machines} machines" if machines > 1 else ""
-    if len({device.card for device in ranks}) < len(ranks) and ranks[0].card:
-        return f"{who} share {devices}: rows go through host memory by gloo"
-    by = "NCCL" if ranks[0].card and "nccl" in backend else "gloo"
-    how = "" if len(ranks) == 1 else f", {by}"
-    return f"{who}, {devices}{how}" + (f": {ranks[0].why}" if ranks[0].why else "")
+    num_machines = len(set(hosts))
+    group = "1 rank" if len(ranks) == 1 else f"{len(ranks)} ranks"
+    if num_machines > 1:
+        group += f" on {num_machines} machines"
+
+    if _share_gpu(ranks):
+        return f"{group} share {devices}: rows go through host memory by gloo"
+
+    line = f"{group}, {devices}"
+    if len(ranks) > 1:
+        uses_nccl = ranks[0].card and "nccl" in backend
+        line += ", NCCL" if uses_nccl else ", gloo"
+    if ranks[0].why:
+        line += f": {ranks[0].why}"
+    return line
 
 
 def synchronize(device: torch.device) -> None:
@@ -181,9 +211,10 @@ def resolve_device(requested: torch.device | str | None, rank_device: torch.devi
     device = check_device(requested)
     if device.index is None and device.type == rank_device.type:
         return rank_device
-    # On another thread than this one, "cuda" without an index would mean the first GPU.
-    has_index = device.index is not None or device.type != "cuda"
-    return device if has_index else torch.device("cuda", torch.cuda.current_device())
+    if device.index is None and device.type == "cuda":
+        # On another thread than this one, "cuda" without an index would mean the first GPU.
+        return torch.device("cuda", torch.cuda.current_device())
+    return device
 
 
 @final

@@ -18,7 +18,7 @@ import secrets
 import socket
 import struct
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import final
@@ -56,26 +56,34 @@ def open_streams(session: Session) -> dict[int, socket.socket]:
     rank, world_size = session.topology.rank, session.topology.world_size
     if world_size == 1:
         return {}
+
     address = session.rpc.address
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    with ExitStack() as undo:
-        listener = undo.enter_context(socket.create_server((address, 0), family=family, backlog=world_size))
-        offers = {peer: _derive_pair_key(session, rank, peer) for peer in range(rank + 1, world_size)}
+    connections: dict[int, socket.socket] = {}
+    with ExitStack() as cleanup:
+        # Publish the address of a new port to the other ranks.
+        listener = socket.create_server((address, 0), family=family, backlog=world_size)
+        cleanup.enter_context(listener)
         port = np.array([listener.getsockname()[1]])
         own_address: list[Array] = [np.frombuffer(address.encode(), np.uint8), port]
         session.rpc.register(_OFFER, lambda _name, _arrays: own_address)
-        undo.callback(session.rpc.unregister, _OFFER)
+        cleanup.callback(session.rpc.unregister, _OFFER)
         barrier(session, _OPENING)
-        connections: dict[int, socket.socket] = {}
-        closing = undo.enter_context(ExitStack())
+
+        # Connect to the lower ranks, and accept a connection of each higher rank.
+        close_on_error = cleanup.enter_context(ExitStack())
         for peer in range(rank):
-            connections[peer] = closing.enter_context(_connect(session, peer))
-        while missing := [peer for peer in offers if peer not in connections]:
-            peer, accepted = _accept(session, listener, offers, missing)
-            connections[peer] = closing.enter_context(accepted)
-        # No rank may withdraw its offer before all have read it, or fail alone.
+            connections[peer] = close_on_error.enter_context(_connect(session, peer))
+        pair_keys = {peer: _derive_pair_key(session, rank, peer) for peer in range(rank + 1, world_size)}
+        while pair_keys:
+            peer, connection = _accept(session, listener, pair_keys)
+            connections[peer] = close_on_error.enter_context(connection)
+            del pair_keys[peer]
+
+        # No rank may withdraw its address before all ranks have read it, or fail alone.
         barrier(session, _OPENING)
-        closing.pop_all()
+        close_on_error.pop_all()
+
     for connection in connections.values():
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -83,54 +91,57 @@ def open_streams(session: Session) -> dict[int, socket.socket]:
     return connections
 
 
-def _derive_pair_key(session: Session, listens: int, connects: int) -> bytes:
+def _derive_pair_key(session: Session, listening_rank: int, connecting_rank: int) -> bytes:
     assert session.store is not None
-    return derive_key(session.store.key, "stream", listens, connects)
+    return derive_key(session.store.key, "stream", listening_rank, connecting_rank)
 
 
 def _connect(session: Session, peer: int) -> socket.socket:
     """Connect to ``peer``, and prove this rank to it. Raise PeerError if it cannot be reached."""
     rank = session.topology.rank
-    encoded, port = session.rpc.call(peer, _OFFER, "", [], phase=CONTROL)
-    address = encoded.tobytes().decode()
-    with ExitStack() as undo:
+    encoded_address, port_array = session.rpc.call(peer, _OFFER, "", [], phase=CONTROL)
+    address = encoded_address.tobytes().decode()
+    port = int(port_array[0])
+    with ExitStack() as close_on_error:
         try:
-            connection = socket.create_connection((address, int(port[0])), timeout=session.timeout_s)
-            prove_rank(undo.enter_context(connection), rank, _derive_pair_key(session, peer, rank))
+            connection = socket.create_connection((address, port), timeout=session.timeout_s)
+            close_on_error.enter_context(connection)
+            prove_rank(connection, rank, _derive_pair_key(session, peer, rank))
         except OSError as error:
             raise PeerError(
-                f"rank {rank} cannot connect to rank {peer} on {session.hosts[peer]} at {address}:{port[0]} "
+                f"rank {rank} cannot connect to rank {peer} on {session.hosts[peer]} at {address}:{port} "
                 f"({error}). Every rank must reach every other rank. Check whether a firewall is between "
                 "them, or whether that rank is dead."
             ) from error
-        undo.pop_all()
+        close_on_error.pop_all()
     return connection
 
 
 def _accept(
-    session: Session, listener: socket.socket, offers: Mapping[int, bytes], missing: Sequence[int]
+    session: Session, listener: socket.socket, pair_keys: Mapping[int, bytes]
 ) -> tuple[int, socket.socket]:
-    """Wait for a connection of one of the ``missing`` ranks. Return the rank that it has proved to be.
+    """Wait for a connection of one of the ranks in ``pair_keys``. Return that rank and the connection.
 
-    Other connections are refused. Raises PeerError if a rank is dead or none connects in time.
+    Connections that cannot prove to be such a rank are refused. Raises PeerError if a rank is dead or none
+    connects in time.
     """
-    started = time.monotonic()
+    deadline = time.monotonic() + session.timeout_s
     listener.settimeout(_CHECK_EVERY_S)
-    while time.monotonic() - started < session.timeout_s:
+    while time.monotonic() < deadline:
         try:
             connection, address = listener.accept()
         except TimeoutError:
-            session.raise_for_dead(list(missing), _OPENING)
+            session.raise_for_dead(list(pair_keys), _OPENING)
             continue
+
         connection.settimeout(_HANDSHAKE_S)
         try:
-            peer = authenticate(connection, {rank: offers[rank] for rank in missing})
+            return authenticate(connection, pair_keys), connection
         except OSError as error:
             log.warning("refused a connection from %s: %s", address[0], error)
             connection.close()
-        else:
-            return peer, connection
-    names = ", ".join(f"rank {peer} on {session.hosts[peer]}" for peer in missing)
+
+    names = ", ".join(f"rank {peer} on {session.hosts[peer]}" for peer in pair_keys)
     raise PeerError(
         f"{names} did not connect within {session.timeout_s:g} s. Look at their output, or raise timeout_s "
         "(DGLX_TIMEOUT)."
@@ -138,29 +149,27 @@ def _accept(
 
 
 def prove_rank(connection: socket.socket, rank: int, secret: bytes) -> None:
-    """Prove to the listening end that this is ``rank``. Raise OSError if it does not know ``secret``."""
-    our_nonce = secrets.token_bytes(_NONCE_BYTES)
-    connection.sendall(_HELLO.pack(_MAGIC, rank, our_nonce))
+    """Prove to the listening end that this is ``rank``. Raise OSError unless it knows ``secret``."""
+    own_nonce = secrets.token_bytes(_NONCE_BYTES)
+    connection.sendall(_HELLO.pack(_MAGIC, rank, own_nonce))
     answer = _read(connection, _NONCE_BYTES + _PROOF_BYTES)
-    nonce = answer[:_NONCE_BYTES]
-    proof = answer[_NONCE_BYTES:]
-    if not hmac.compare_digest(proof, _make_proof(secret, b"listens", our_nonce, nonce)):
+    nonce, proof = answer[:_NONCE_BYTES], answer[_NONCE_BYTES:]
+    if not hmac.compare_digest(proof, _make_proof(secret, b"listens", own_nonce, nonce)):
         raise ConnectionRefusedError("it does not know this job's secret")
-    connection.sendall(_make_proof(secret, b"connects", our_nonce, nonce))
+    connection.sendall(_make_proof(secret, b"connects", own_nonce, nonce))
 
 
-def authenticate(connection: socket.socket, offers: Mapping[int, bytes]) -> int:
-    """Return the rank of the other end, which must be one of the ranks in ``offers``.
-
-    Otherwise raise OSError.
-    """
+def authenticate(connection: socket.socket, pair_keys: Mapping[int, bytes]) -> int:
+    """Return the rank of the other end. Raise OSError unless it proves to be in ``pair_keys``."""
     magic, rank, nonce = _HELLO.unpack(_read(connection, _HELLO.size))
-    if magic != _MAGIC or rank not in offers:
+    if magic != _MAGIC or rank not in pair_keys:
         raise ConnectionRefusedError("it does not speak this job's protocol")
-    our_nonce = secrets.token_bytes(_NONCE_BYTES)
-    connection.sendall(our_nonce + _make_proof(offers[rank], b"listens", nonce, our_nonce))
+
+    key = pair_keys[rank]
+    own_nonce = secrets.token_bytes(_NONCE_BYTES)
+    connection.sendall(own_nonce + _make_proof(key, b"listens", nonce, own_nonce))
     proof = _read(connection, _PROOF_BYTES)
-    if not hmac.compare_digest(proof, _make_proof(offers[rank], b"connects", nonce, our_nonce)):
+    if not hmac.compare_digest(proof, _make_proof(key, b"connects", nonce, own_nonce)):
         raise ConnectionRefusedError("it does not know this job's secret")
     return int(rank)
 
@@ -170,16 +179,17 @@ def _make_proof(secret: bytes, role: bytes, connecting: bytes, listening: bytes)
 
 
 def _read(connection: socket.socket, size: int) -> bytes:
-    # The time limit holds for the whole message, because a stranger may send it byte by byte.
+    # The time limit holds for the entire message, because a stranger may send it byte by byte.
     limit_s = connection.gettimeout() or 0.0
     deadline = time.monotonic() + limit_s
     data = b""
     while len(data) < size:
         connection.settimeout(max(deadline - time.monotonic(), 1e-3))
-        piece = connection.recv(size - len(data))
-        if not piece:
+        received = connection.recv(size - len(data))
+        if not received:
             raise ConnectionResetError("it closed the connection")
-        data += piece
+        data += received
+
     connection.settimeout(limit_s)
     return data
 
@@ -192,8 +202,8 @@ class ClientAccess:
     addresses: Mapping[int, PeerAddress]
     """Client endpoints by rank."""
     credentials: Credentials
-    """Credentials for clients of this rank: a secret of the job for clients only, and with ``DGLX_CURVE`` a
-    key pair that only the client endpoints accept."""
+    """Credentials for clients of this rank. They hold a secret for clients only. With ``DGLX_CURVE`` they
+    also hold a key pair that only the client endpoints accept."""
 
 
 def open_client_access(session: Session, interface: str = "") -> ClientAccess:
@@ -205,13 +215,20 @@ def open_client_access(session: Session, interface: str = "") -> ClientAccess:
     access = _CLIENT_ACCESS.get(session)
     if access is not None:
         return access
-    default = find_interface_address(interface, "option interface") if interface else "127.0.0.1"
-    address = session.rpc.address or default
+
+    address = session.rpc.address or "127.0.0.1"
+    if interface and not session.rpc.address:
+        address = find_interface_address(interface, "option interface")
+
+    def exchange_alone(_what: str, value: object) -> list[object]:
+        return [value]
+
+    store = session.store
     credentials, addresses = open_endpoints(
-        (lambda _, value: [value]) if session.store is None else session.store.exchange,
+        exchange_alone if store is None else store.exchange,
         session.hosts,
         lambda credentials: session.rpc.listen_to_clients(address, credentials),
-        secret=secrets.token_bytes(32) if session.store is None else session.store.key,
+        secret=secrets.token_bytes(32) if store is None else store.key,
         encrypted=read_settings().curve,
         for_clients=True,
     )

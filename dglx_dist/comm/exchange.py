@@ -13,10 +13,10 @@ import time
 import weakref
 from abc import ABC, abstractmethod
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from typing import Any, TypeAlias, final
+from typing import Any, NoReturn, TypeAlias, final
 
 import numpy as np
 import torch
@@ -135,17 +135,20 @@ class Exchange(ABC):
         Raises:
             PeerError: a peer is dead, or the session is closed.
         """
+        own_rank = self.session.topology.rank
         messages = [message for message in outgoing if message.rows.numel()]
-        expected = transfers = [message for message in incoming if message.rows.numel()]
+        expected = [message for message in incoming if message.rows.numel()]
+        transfers = expected
         if codec is not None:
-            rank = self.session.topology.rank
             # Random rounding is keyed by the row number, so each pair of ranks needs a range of its own.
-            messages = [_encode(codec, message, (rank << 12 | message.rank) << 36) for message in messages]
+            messages = [
+                _encode(codec, message, (own_rank << 12 | message.rank) << 36) for message in messages
+            ]
             transfers = [replace(message, rows=codec.empty(message.rows)) for message in expected]
             # The name contains the code size. Otherwise ranks with other dtypes might read codes as rows.
             name = f"{name}, {codec.bits} bits x {math.prod(codec.row_shape)}"
+
         if phase is not None:
-            own_rank = self.session.topology.rank
             for message in messages:
                 self.session.ledger.add(phase, layer, own_rank, message.rank, message.rows.nbytes)
         finish = self._post(messages, transfers, name, batch)
@@ -153,9 +156,11 @@ class Exchange(ABC):
         def wait(meanwhile: Iterable[bool] = ()) -> list[Tensor]:
             start_s = time.perf_counter()
             work = iter(meanwhile)
+            if codec is not None:
+                work = _decode_arrived(codec, transfers, expected, work)
             try:
                 with report_failed_peers(self.session, name):
-                    finish(work if codec is None else _decode_arrived(codec, transfers, expected, work))
+                    finish(work)
             finally:
                 self.waited_s += time.perf_counter() - start_s
             return [message.rows for message in incoming]
@@ -169,36 +174,43 @@ class Exchange(ABC):
         """Post messages with bytes. Return a function that works and waits, and may raise RuntimeError."""
 
 
-def _encode(codec: RowCodec, message: Outgoing, first: int) -> Outgoing:
+def _encode(codec: RowCodec, message: Outgoing, row_offset: int) -> Outgoing:
+    """Return ``message`` with codes in place of rows. Each piece is encoded when the exchange takes it."""
     codes = codec.empty(message.rows)
-    starts = range(0, len(message.rows), _ENCODED_ROWS)
+    pieces = message.pieces or iter(torch.split(message.rows, _ENCODED_ROWS))
 
-    def pieces() -> Iterator[Tensor]:
-        num_encoded = 0
-        for rows in message.pieces or (message.rows[start : start + _ENCODED_ROWS] for start in starts):
-            piece = codes[num_encoded : num_encoded + len(rows)]
-            codec.encode(rows, piece, first + num_encoded)
-            num_encoded += len(rows)
+    def encode_pieces() -> Iterator[Tensor]:
+        start = 0
+        for rows in pieces:
+            piece = codes[start : start + len(rows)]
+            codec.encode(rows, piece, row_offset + start)
+            start += len(rows)
             yield piece
 
-    return replace(message, rows=codes, pieces=pieces())
+    return replace(message, rows=codes, pieces=encode_pieces())
 
 
 def _decode_arrived(
     codec: RowCodec, transfers: Sequence[Incoming], expected: Sequence[Incoming], work: Iterator[bool]
 ) -> Iterator[bool]:
-    """Decode the codes that arrived in ``transfers`` into ``expected``, in turn with steps of ``work``."""
+    """Decode the codes that arrived in ``transfers`` into ``expected``, in turn with steps of ``work``.
+
+    Yields True if the next step can be done at once, as ``work`` does.
+    """
     while True:
         has_progress = False
         for message, transfer in zip(expected, transfers, strict=True):
             row_bytes = message.rows.nbytes // len(message.rows)
-            first = message.num_arrived // row_bytes
+            start = message.num_arrived // row_bytes
             end = transfer.num_arrived // codec.row_bytes
-            message.rows[first:end] = codec.decode(transfer.rows[first:end])
+            message.rows[start:end] = codec.decode(transfer.rows[start:end])
             message.num_arrived = end * row_bytes
-            has_progress |= end > first
+            if end > start:
+                has_progress = True
+
         can_work = next(work, None)
-        if can_work is None and all(message.num_arrived == message.rows.nbytes for message in expected):
+        is_complete = all(message.num_arrived == message.rows.nbytes for message in expected)
+        if can_work is None and is_complete:
             return
         yield has_progress or bool(can_work)
 
@@ -223,37 +235,45 @@ class DeviceExchange(Exchange):
     def _post(
         self, outgoing: Sequence[Outgoing], incoming: Sequence[Incoming], name: str, batch: int | None
     ) -> Callable[[Iterator[bool]], None]:
-        begin = time.perf_counter()
+        begin_s = time.perf_counter()
         with report_failed_peers(self.session, name), self._in_use:
             _fill_pieces(outgoing)
-            group = self._group
-            ops = [dist.P2POp(dist.isend, _as_bytes(sent.rows), sent.rank, group) for sent in outgoing]
-            ops += [dist.P2POp(dist.irecv, _as_bytes(due.rows), due.rank, group) for due in incoming]
+            ops = []
+            for message in outgoing:
+                ops.append(dist.P2POp(dist.isend, _as_bytes(message.rows), message.rank, self._group))
+            for due in incoming:
+                ops.append(dist.P2POp(dist.irecv, _as_bytes(due.rows), due.rank, self._group))
             requests = dist.batch_isend_irecv(ops) if ops else []
 
         def finish(work: Iterator[bool]) -> None:
-            # Work that needs no message is done first, while the messages travel.
-            while next(work, False):
-                pass
+            _do_independent_work(work)
             for request in requests:
                 request.wait()
+            # All rows are here now, so the work that waited for rows can finish.
             for message in incoming:
                 message.num_arrived = message.rows.nbytes
             for _ in work:
                 pass
             if self.session.timeline.on:
-                self.session.timeline.add(name, NETWORK, begin, time.perf_counter(), batch)
+                self.session.timeline.add(name, NETWORK, begin_s, time.perf_counter(), batch)
 
         return finish
+
+
+def _do_independent_work(work: Iterator[bool]) -> None:
+    """Do the steps of ``work`` that need no more rows, while the messages travel."""
+    while next(work, False):
+        pass
 
 
 def open_devices(session: Session) -> DeviceExchange | None:
     """Return the exchange between accelerators, or None unless each rank has its own. All ranks call this."""
     device = session.device
     # A single rank has no process group.
-    on_nccl = device.type == "cuda" and dist.is_initialized() and "nccl" in dist.get_backend_config()
-    alone = gather_json(on_nccl and session.ranks_of_device == 1, session)
-    return DeviceExchange(session, device) if all(alone) else None
+    uses_gpu = device.type == "cuda" and dist.is_initialized()
+    uses_nccl = uses_gpu and "nccl" in dist.get_backend_config()
+    has_own_device = gather_json(uses_nccl and session.ranks_of_device == 1, session)
+    return DeviceExchange(session, device) if all(has_own_device) else None
 
 
 DEVICES: SessionField[DeviceExchange | None] = SessionField(open_devices)
@@ -278,32 +298,35 @@ class _Inbox:
         self.expected = Counter[int]()
         """Number of messages that this rank has waited for, by sender."""
         self._sent = Counter[int]()
-        self._posted: weakref.WeakValueDictionary[tuple[int, int], _Arrived] = weakref.WeakValueDictionary()
+        # A mailbox exists until its wait function is dropped.
+        self._posted: weakref.WeakValueDictionary[tuple[int, int], _Arrived]
+        self._posted = weakref.WeakValueDictionary()
         self._early: dict[tuple[int, int], tuple[float, str, Array]] = {}
         """Messages that arrived for exchanges that this rank has not posted yet."""
 
     def post(self, receivers: Iterable[int], senders: Iterable[int]) -> tuple[dict[int, int], _Arrived]:
         """Start an exchange. Return the number of its message to each receiver, and its mailbox."""
-        arrived: _Arrived = Mailbox(self._session, _ADVICE)
+        mailbox: _Arrived = Mailbox(self._session, _ADVICE)
         with self._lock:
             for sender in senders:
                 key = sender, self.expected[sender]
                 self.expected[sender] += 1
-                self._posted[key] = arrived
+                self._posted[key] = mailbox
                 if key in self._early:
-                    arrived.put(0, "", sender, self._early.pop(key))
+                    mailbox.put(0, "", sender, self._early.pop(key))
+
             numbers = {receiver: self._sent[receiver] for receiver in receivers}
             self._sent.update(numbers.keys())
-        return numbers, arrived
+        return numbers, mailbox
 
     def put(self, number: int, name: str, sender: int, rows: list[Array]) -> None:
         message = time.perf_counter(), name, rows[0]
         with self._lock:
-            arrived = self._posted.get((sender, number))
-            if arrived is None and number >= self.expected[sender]:
+            mailbox = self._posted.get((sender, number))
+            if mailbox is None and number >= self.expected[sender]:
                 self._early[sender, number] = message
-        if arrived is not None:
-            arrived.put(0, "", sender, message)
+        if mailbox is not None:
+            mailbox.put(0, "", sender, message)
 
     def __len__(self) -> int:
         return len(self._posted) + len(self._early)
@@ -329,44 +352,49 @@ class CallExchange(Exchange):
         self._span = span
         self._inbox = _Inbox(session)
         inbox = self._inbox
-        get = inbox.expected.__getitem__
-        self._calls = OneSidedExchange(session, op, _ADVICE, _check_bytes, inbox.put, get)
+        get_round = inbox.expected.__getitem__
+        self._calls = OneSidedExchange(session, op, _ADVICE, _check_bytes, inbox.put, get_round)
         barrier(session, f"opening of {op}")
 
     def _post(
         self, outgoing: Sequence[Outgoing], incoming: Sequence[Incoming], name: str, batch: int | None
     ) -> Callable[[Iterator[bool]], None]:
         _fill_pieces(outgoing)
-        begin = time.perf_counter()
-        rows_to = {message.rank: [_as_bytes(message.rows).numpy()] for message in outgoing}
-        numbers, mailbox = self._inbox.post(rows_to, [message.rank for message in incoming])
-        pending = self._calls.submit(numbers, name, rows_to, phase=None)
+        begin_s = time.perf_counter()
+        senders = [message.rank for message in incoming]
+        rows_of_receiver = {message.rank: [_as_bytes(message.rows).numpy()] for message in outgoing}
+        numbers, mailbox = self._inbox.post(rows_of_receiver, senders)
+        calls = self._calls.submit(numbers, name, rows_of_receiver, phase=None)
 
         def finish(work: Iterator[bool]) -> None:
-            # Work that needs no message is done first, while the messages travel.
-            while next(work, False):
-                pass
-            arrived = mailbox.take(0, "", [message.rank for message in incoming], name)
+            _do_independent_work(work)
+            arrived = mailbox.take(0, "", senders, name)
             for message in incoming:
                 _, sent_name, rows = arrived[message.rank]
-                message.num_arrived = message.rows.nbytes
-                if (len(rows), sent_name) != (message.num_arrived, name):
-                    expected = f"{message.num_arrived} bytes of {name!r}"
-                    raise _make_order_error(message.rank, f"{len(rows)} bytes of {sent_name!r}", expected)
+                num_bytes = message.rows.nbytes
+                if len(rows) != num_bytes or sent_name != name:
+                    sent = f"{len(rows)} bytes of {sent_name!r}"
+                    raise _make_order_error(message.rank, sent, f"{num_bytes} bytes of {name!r}")
                 _as_bytes(message.rows).numpy()[:] = rows
+                message.num_arrived = num_bytes
+
+            # All rows are here now, so the work that waited for rows can finish.
             for _ in work:
                 pass
-            for call in pending:
+            for call in calls:
                 call.result(call.age_s + self.session.timeout_s)
+
             if self.session.timeline.on:
                 # Rows of a rank that is ahead arrived before this rank posted.
-                end = max([begin, *(arrival_s for arrival_s, _, _ in arrived.values())])
-                self.session.timeline.add(self._span or name, NETWORK, begin, end, batch)
+                arrivals_s = [arrival_s for arrival_s, _, _ in arrived.values()]
+                end_s = max([begin_s, *arrivals_s])
+                self.session.timeline.add(self._span or name, NETWORK, begin_s, end_s, batch)
 
         return finish
 
 
 def _fill_pieces(outgoing: Sequence[Outgoing]) -> None:
+    """Fill the rows of messages that are filled piece by piece."""
     for message in outgoing:
         for _ in message.pieces or ():
             pass
@@ -392,29 +420,32 @@ def send_message(connection: socket.socket, header: bytes, message: Outgoing) ->
     while True:
         while unsent:
             try:
-                unsent = unsent[connection.send(unsent, flags) :]
+                num_sent = connection.send(unsent, flags)
+                unsent = unsent[num_sent:]
             except BlockingIOError:
                 yield
+
         piece = next(pieces, None)
-        flags = 0
         if piece is None:
             return
         unsent = view_bytes(piece)
+        flags = 0
 
 
-def receive_message(connection: socket.socket, expected: bytes, message: Incoming) -> Iterator[None]:
+def receive_message(connection: socket.socket, expected_header: bytes, message: Incoming) -> Iterator[None]:
     """Receive ``message`` over a non-blocking connection. Yields after each read.
 
-    Raises PeerError if the header is not ``expected``, so the peer is at another exchange, and OSError if the
-    connection broke.
+    Raises PeerError if the peer sends another header than ``expected_header``, because it is at another
+    exchange, and OSError if the connection broke.
     """
     header = memoryview(bytearray(_HEADER.size))
     num_read = 0
     while num_read < _HEADER.size:
         num_read += _receive_into(connection, header[num_read:])
         if num_read == _HEADER.size:
-            _check_header(bytes(header), expected, message.rank)
+            _check_header(bytes(header), expected_header, message.rank)
         yield
+
     rows = view_bytes(message.rows)
     while True:
         start = message.num_arrived
@@ -425,6 +456,7 @@ def receive_message(connection: socket.socket, expected: bytes, message: Incomin
 
 
 def _receive_into(connection: socket.socket, buffer: memoryview) -> int:
+    """Read into ``buffer`` and return the number of bytes, or 0 if no bytes have arrived."""
     try:
         num_bytes = connection.recv_into(buffer)
     except BlockingIOError:
@@ -443,6 +475,7 @@ def message_header(number: int, rows: Tensor, name: str) -> bytes:
 def _check_header(header: bytes, expected: bytes, rank: int) -> None:
     if header == expected:
         return
+
     magic, number, num_bytes, name = _HEADER.unpack(header)
     _, expected_number, expected_bytes, expected_name = _HEADER.unpack(expected)
     if magic != _MAGIC:
@@ -466,6 +499,7 @@ def _decode_name(name: bytes) -> str:
     return name.rstrip(b"\0").decode(errors="replace")
 
 
+_FINISHED = object()
 _Transfers: TypeAlias = dict[int, Iterator[None]]
 """Unfinished messages to and from one peer, by the connection event that each message waits for."""
 
@@ -496,15 +530,19 @@ class StreamExchange(Exchange):
                     f"two threads exchange halo rows at the same time ({name}), so their order can differ "
                     "between ranks. Run the layers of a model on one thread."
                 )
+
             try:
                 if self._aborted:
                     raise PeerError(
                         f"{name} cannot be exchanged: an earlier exchange ({self._aborted}) was aborted on "
                         "this rank. End the session and restart from the last checkpoint."
                     )
+
+                # The name is reset only after success, because a broken exchange leaves bytes on connections.
                 self._aborted = name
                 with self.session.timeline.span(name, NETWORK, batch):
-                    self._run_transfers(self._transfers(outgoing, incoming, name), name, work)
+                    transfers = self._start_transfers(outgoing, incoming, name)
+                    self._run_transfers(transfers, name, work)
                 self._aborted = ""
             finally:
                 self._in_use.release()
@@ -513,14 +551,15 @@ class StreamExchange(Exchange):
 
     def _close(self) -> None:
         while self._connections:
-            self._connections.popitem()[1].close()
+            _, connection = self._connections.popitem()
+            connection.close()
 
     def _get_connection(self, rank: int) -> socket.socket:
         if rank not in self._connections:
             raise PeerError(f"there is no connection to rank {rank}: it is this rank, or the session ended")
         return self._connections[rank]
 
-    def _transfers(
+    def _start_transfers(
         self, outgoing: Sequence[Outgoing], incoming: Sequence[Incoming], name: str
     ) -> dict[int, _Transfers]:
         """Return the transfers to and from each rank, by rank and event of ``selectors``.
@@ -534,11 +573,13 @@ class StreamExchange(Exchange):
             header = message_header(self._numbers_to[rank], message.rows, name)
             transfer = send_message(self._get_connection(rank), header, message)
             transfers[rank][selectors.EVENT_WRITE] = transfer
+
         for due in incoming:
             rank = due.rank
             self._numbers_from[rank] += 1
             header = message_header(self._numbers_from[rank], due.rows, name)
-            transfers[rank][selectors.EVENT_READ] = receive_message(self._get_connection(rank), header, due)
+            transfer = receive_message(self._get_connection(rank), header, due)
+            transfers[rank][selectors.EVENT_READ] = transfer
         return transfers
 
     def _run_transfers(self, transfers: dict[int, _Transfers], name: str, work: Iterator[bool]) -> None:
@@ -548,26 +589,20 @@ class StreamExchange(Exchange):
         RuntimeError if nothing moves within the time-out of the session.
         """
         with selectors.DefaultSelector() as selector:
-            num_waiting = 0
-            has_work = True
-            is_idle = False
             for rank, unfinished in transfers.items():
                 self._continue_transfers(rank, unfinished, selectors.EVENT_WRITE)
                 if unfinished:
                     selector.register(self._get_connection(rank), sum(unfinished), rank)
-                    num_waiting += 1
-            while num_waiting or has_work:
-                is_busy = has_work and not is_idle
-                ready = selector.select(0 if is_busy else self.session.timeout_s) if num_waiting else []
-                if not ready and not is_busy:
-                    # If all messages have arrived and the work still waits, it would wait forever.
-                    assert num_waiting, f"work beside the {name} waits for more bytes than expected"
-                    late = ", ".join(self._describe_rank(rank) for rank, queue in transfers.items() if queue)
-                    raise RuntimeError(
-                        f"exchange {name!r} made no progress for {self.session.timeout_s:g} s on rank "
-                        f"{self.session.topology.rank}, which waits for {late}. Check their output, or raise "
-                        "timeout_s (DGLX_TIMEOUT)."
-                    )
+
+            num_waiting = len(selector.get_map())
+            can_work: bool | None = True
+            while num_waiting or can_work is not None:
+                # Do not wait for the network while there is work that needs no more rows.
+                limit_s = 0 if can_work else self.session.timeout_s
+                ready = selector.select(limit_s) if num_waiting else []
+                if not ready and not can_work:
+                    self._raise_without_progress(transfers, name)
+
                 for key, events in ready:
                     unfinished = transfers[key.data]
                     self._continue_transfers(key.data, unfinished, events)
@@ -576,14 +611,26 @@ class StreamExchange(Exchange):
                         num_waiting -= 1
                     elif sum(unfinished) != key.events:
                         selector.modify(key.fileobj, sum(unfinished), key.data)
-                can_work = next(work, None) if has_work else None
-                has_work = can_work is not None
-                is_idle = can_work is False
+
+                can_work = next(work, None)
+
+    def _raise_without_progress(self, transfers: Mapping[int, _Transfers], name: str) -> NoReturn:
+        late = [self._describe_rank(rank) for rank, unfinished in transfers.items() if unfinished]
+        # If all messages have arrived and the work still waits, it would wait forever.
+        assert late, f"work beside the {name} waits for more bytes than expected"
+        raise RuntimeError(
+            f"exchange {name!r} made no progress for {self.session.timeout_s:g} s on rank "
+            f"{self.session.topology.rank}, which waits for {', '.join(late)}. Check their output, or raise "
+            "timeout_s (DGLX_TIMEOUT)."
+        )
 
     def _continue_transfers(self, rank: int, unfinished: _Transfers, events: int) -> None:
+        """Continue the transfers with ``rank`` that wait for ``events``. Remove finished transfers."""
         try:
             for event in (selectors.EVENT_READ, selectors.EVENT_WRITE):
-                if events & event and event in unfinished and next(unfinished[event], self) is self:
+                if not events & event or event not in unfinished:
+                    continue
+                if next(unfinished[event], _FINISHED) is _FINISHED:
                     del unfinished[event]
         except PeerError:
             raise
@@ -619,10 +666,13 @@ class RowExchanges:
         """Number of the training step, which keys random rounding."""
 
     def seconds(self, *, reset: bool = False) -> float:
-        exchanges = [exchange for exchange in (self.streams, self.devices, self.late) if exchange is not None]
-        total_s = sum(exchange.waited_s for exchange in exchanges)
-        if reset:
-            for exchange in exchanges:
+        """Return the seconds that all exchanges have waited since the last ``reset``."""
+        total_s = 0.0
+        for exchange in (self.streams, self.devices, self.late):
+            if exchange is None:
+                continue
+            total_s += exchange.waited_s
+            if reset:
                 exchange.waited_s = 0.0
         return total_s
 

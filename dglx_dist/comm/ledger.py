@@ -55,11 +55,14 @@ class Ledger:
 
     def total(self, *, phase: str | None = None, outside: bool | None = None) -> int:
         """Return the bytes of one phase or of all. ``outside`` selects traffic between or within servers."""
-        return sum(
-            row.num_bytes
-            for row in self.rows()
-            if phase in (None, row.phase) and outside in (None, not row.inside)
-        )
+        total = 0
+        for row in self.rows():
+            if phase is not None and row.phase != phase:
+                continue
+            if outside is not None and row.inside == outside:
+                continue
+            total += row.num_bytes
+        return total
 
     def rows(self) -> list[LedgerRow]:
         return self.since({})
@@ -78,27 +81,30 @@ class Ledger:
 
         Counts of CONTROL are included if ``control``.
         """
-        now = self.snapshot()
-        is_same_server = self._topology.is_same_server
-        return [
-            LedgerRow(
+        rows = []
+        for key, total in sorted(self.snapshot().items()):
+            phase, layer, source, destination = key
+            num_bytes = total - snapshot.get(key, 0)
+            if num_bytes == 0 or (phase == CONTROL and not control):
+                continue
+
+            has_worker = WORKER in (source, destination)
+            row = LedgerRow(
                 phase=phase,
                 layer=layer,
                 source=source,
                 destination=destination,
-                inside=WORKER not in (source, destination) and is_same_server(source, destination),
-                num_bytes=added,
+                inside=not has_worker and self._topology.is_same_server(source, destination),
+                num_bytes=num_bytes,
             )
-            for (phase, layer, source, destination), total in sorted(now.items())
-            if (added := total - snapshot.get((phase, layer, source, destination), 0))
-            and (control or phase != CONTROL)
-        ]
+            rows.append(row)
+        return rows
 
 
 def ring_bytes(num_bytes: int, world_size: int, rank: int) -> int:
     """Return the bytes that ``rank`` sends in a ring all-reduce of ``num_bytes``: 2 (W - 1) / W of them.
 
-    If W does not divide the bytes, the first ranks send one more, so that the sum over ranks is exactly
+    If W does not divide the bytes, the first ranks send one byte more. So the sum over ranks is exactly
     2 (W - 1) ``num_bytes`` (Patarasuk and Yuan's bound). The backend may choose another algorithm.
     """
     share, remainder = divmod(2 * (world_size - 1) * num_bytes, world_size)

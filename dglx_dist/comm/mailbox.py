@@ -4,6 +4,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from functools import partial
 from typing import Any, Generic, TypeAlias, TypeVar, final
 
 from dglx_dist.comm.collectives import raise_for_missing
@@ -34,11 +35,14 @@ class Mailbox(Generic[M]):
     """
 
     def __init__(self, session: Session, advice: str) -> None:
-        self._session, self._advice = session, advice
-        self._arrived: dict[tuple[int, Hashable], dict[int, M]] = {}
+        self._session = session
+        self._advice = advice
         self._condition = threading.Condition()
         self.first_round = 0
+        self._arrived: dict[tuple[int, Hashable], dict[int, M]] = {}
+        """Messages by round and step, and then by sender."""
         self._reason: BaseException | None = None
+        """Error for threads that wait for a round before :attr:`first_round`."""
         # Functions that create the exceptions. A stored exception would hold the frames of its traceback.
         self._failures: dict[int, Callable[[], BaseException]] = {}
 
@@ -52,10 +56,15 @@ class Mailbox(Generic[M]):
     def begin(self, round_number: int, reason: BaseException | None = None) -> None:
         """End all rounds before ``round_number``. Threads that wait for them raise the first ``reason``."""
         with self._condition:
-            if round_number > self.first_round:
-                self.first_round, self._reason = round_number, reason
-                self._arrived = {key: value for key, value in self._arrived.items() if key[0] >= round_number}
-                self._failures = {key: value for key, value in self._failures.items() if key >= round_number}
+            if round_number <= self.first_round:
+                return
+
+            self.first_round = round_number
+            self._reason = reason
+            for key in [key for key in self._arrived if key[0] < round_number]:
+                del self._arrived[key]
+            for failed_round in [number for number in self._failures if number < round_number]:
+                del self._failures[failed_round]
             self._condition.notify_all()
 
     def fail(self, round_number: int, reason: Callable[[], BaseException]) -> None:
@@ -86,36 +95,45 @@ class Mailbox(Generic[M]):
             result = self._collect(round_number, step, senders, deadline)
             if isinstance(result, dict):
                 return result
+
             raise_for_missing(self._session, result, what, advice=self._advice, late=False)
             if time.monotonic() < deadline:
                 continue
-            if idle_senders := [rank for rank in result if not is_busy(rank)]:
+
+            idle_senders = [rank for rank in result if not is_busy(rank)]
+            if idle_senders:
                 raise_for_missing(self._session, idle_senders, what, advice=self._advice, late=True)
             deadline = time.monotonic() + self._session.timeout_s
 
     def _collect(
         self, round_number: int, step: Hashable, senders: Collection[int], deadline: float
     ) -> list[int] | dict[int, M]:
-        """Wait for all messages until the next probe. Return them by rank, or the missing ranks."""
+        """Wait until all messages have arrived, or until it is time to probe the missing ranks.
+
+        Return the messages by rank, or the list of the missing ranks.
+        """
 
         def find_missing() -> list[int]:
-            return sorted(set(senders) - self._arrived.get((round_number, step), {}).keys())
+            arrived = self._arrived.get((round_number, step), {})
+            return sorted(set(senders) - arrived.keys())
 
+        def can_return() -> bool:
+            has_ended = round_number < self.first_round
+            return has_ended or round_number in self._failures or not find_missing()
+
+        remaining_s = max(deadline - time.monotonic(), 0.0)
         with self._condition:
-            self._condition.wait_for(
-                lambda: (
-                    round_number < self.first_round or round_number in self._failures or not find_missing()
-                ),
-                min(_CHECK_EVERY_S, max(deadline - time.monotonic(), 0.0)),
-            )
+            self._condition.wait_for(can_return, min(_CHECK_EVERY_S, remaining_s))
             if round_number < self.first_round:
                 raise self._reason or RoundEnded(f"round {round_number} ended before step {step}")
-            if find_missing() and round_number in self._failures:
+
+            missing = find_missing()
+            if not missing:
+                messages = self._arrived.pop((round_number, step), {})
+                return {rank: messages[rank] for rank in senders}
+            if round_number in self._failures:
                 raise self._failures[round_number]()
-            if missing := find_missing():
-                return missing
-            messages = self._arrived.pop((round_number, step), {})
-            return {rank: messages[rank] for rank in senders}
+            return missing
 
 
 Put: TypeAlias = Callable[[int, str, int, list[Array]], None]
@@ -142,22 +160,27 @@ class OneSidedExchange:
         put: Put | None = None,
         first_round: Callable[[int], int] | None = None,
     ) -> None:
-        self._session, self._op = session, op
+        self._session = session
+        self._op = op
         self.mailbox: Mailbox[list[Array]] = Mailbox(session, advice)
+        # The local function below refers to these variables, because it must not refer to this exchange.
         mailbox, world_size = self.mailbox, session.topology.world_size
         deliver = put or mailbox.put
         get_round = first_round or (lambda _: mailbox.first_round)
 
         def receive(name: str, arrays: Sequence[Array]) -> list[Array]:
-            round_number, sender, step = name.split(" ", 2)
-            if not 0 <= int(sender) < world_size:
+            round_text, sender_text, step = name.split(" ", 2)
+            round_number = int(round_text)
+            sender = int(sender_text)
+            if not 0 <= sender < world_size:
                 raise ValueError(f"sender {sender} is not one of the {world_size} ranks")
-            current_round = get_round(int(sender))
-            if not 0 <= int(round_number) < current_round + MAX_AHEAD:
+
+            current_round = get_round(sender)
+            if not 0 <= round_number < current_round + MAX_AHEAD:
                 raise ValueError(f"{step!r} of round {round_number} is not kept: rank is at {current_round}")
             if check is not None:
                 check(arrays)
-            deliver(int(round_number), step, int(sender), list(arrays))
+            deliver(round_number, step, sender, list(arrays))
             return []
 
         # Register a function, because a method would hold this exchange until the session ends.
@@ -179,15 +202,16 @@ class OneSidedExchange:
         Raises PeerError if a rank is dead.
         """
         topology = self._session.topology
-        submit = self._session.rpc.submit
-        rounds = dict.fromkeys(arrays, round_number) if isinstance(round_number, int) else round_number
-        names = {rank: f"{rounds[rank]} {topology.rank} {step}" for rank in arrays}
+        if isinstance(round_number, int):
+            round_of_rank: Mapping[int, int] = dict.fromkeys(arrays, round_number)
+        else:
+            round_of_rank = round_number
+
         # Start with the next rank, so that the ranks do not all send to the same rank first.
         order = sorted(arrays, key=lambda rank: (rank - topology.rank) % topology.world_size)
-        return [
-            submit(rank, self._op, names[rank], list(arrays[rank]), phase=phase, layer=layer)
-            for rank in order
-        ]
+        names = {rank: f"{round_of_rank[rank]} {topology.rank} {step}" for rank in order}
+        submit = partial(self._session.rpc.submit, phase=phase, layer=layer)
+        return [submit(rank, self._op, names[rank], list(arrays[rank])) for rank in order]
 
     def post(
         self, round_number: int, step: str, arrays: Mapping[int, Sequence[Array]], **counted: Any

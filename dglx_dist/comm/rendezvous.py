@@ -39,6 +39,7 @@ _CHECK_EVERY_S = 1.0
 _LOCAL_STORE_S = 10.0
 """Seconds to wait for the store of a local launcher, which starts before the ranks unless it was killed."""
 _FIRST_ERROR = "first_error"
+_MAX_REASON_CHARS = 2000
 _SECRET, _SECRET_FILE = "secret", "dglx-secret"
 _SEAL_BYTES = 32
 _SECRET_HINT = (
@@ -59,11 +60,12 @@ def open_store(rendezvous: Rendezvous, rank: int, world_size: int, timeout_s: fl
     """
     host, port = rendezvous.host, rendezvous.port
     is_host = rank == 0 and not rendezvous.hosted_by_agent
+    open_tcp_store = _host_store if is_host else _connect_store
     limit_s = timeout_s
     if rendezvous.hosted_by_agent and rendezvous.is_local:
         limit_s = min(timeout_s, _LOCAL_STORE_S)
+
     try:
-        open_tcp_store = _host_store if is_host else _connect_store
         store = open_tcp_store(host, port, world_size, limit_s)
         store.set_timeout(timedelta(seconds=timeout_s))
     except OSError as error:
@@ -72,30 +74,37 @@ def open_store(rendezvous: Rendezvous, rank: int, world_size: int, timeout_s: fl
             "MASTER_PORT to a free port, and MASTER_ADDR to an address of rank 0's machine, on all ranks."
         ) from error
     except RuntimeError as error:
-        try:
-            # Check the name after the failure, because the first look-up of a new name may fail.
-            socket.getaddrinfo(host, port)
-        except OSError as lookup_error:
-            raise ConfigError(f"MASTER_ADDR={host!r} is not a known host ({lookup_error})") from None
+        # Check the name after the failure, because the first look-up of a new name may fail.
+        _check_host(host, port)
+        reason = _read_first_line(error)
         if is_host:
-            reason = _read_first_line(error)
             raise PeerError(f"rank 0 cannot serve the rendezvous at {host}:{port}: {reason}") from error
-        peer = "The launcher" if rendezvous.hosted_by_agent else "Rank 0"
+        server = "The launcher" if rendezvous.hosted_by_agent else "Rank 0"
         raise PeerError(
-            f"rank {rank} found no rendezvous at {host}:{port} within {limit_s:g} s. {peer} should serve it. "
-            f"Is it running, and is the port open? ({_read_first_line(error)})"
+            f"rank {rank} found no rendezvous at {host}:{port} within {limit_s:g} s. {server} should serve "
+            f"it. Is it running, and is the port open? ({reason})"
         ) from error
+
     job = PrefixStore(f"dglx/{rendezvous.job}/{rendezvous.attempt}", store)
     # Each rank counts its sessions, and each session has its own prefix, so that old keys are not visible.
     with _report_silent_store():
-        return PrefixStore(str(job.add(f"sessions/{rank}", 1)), job)
+        session_number = job.add(f"sessions/{rank}", 1)
+    return PrefixStore(str(session_number), job)
+
+
+def _check_host(host: str, port: int) -> None:
+    """Raise ConfigError unless the name ``host`` has an address."""
+    try:
+        socket.getaddrinfo(host, port)
+    except OSError as error:
+        raise ConfigError(f"MASTER_ADDR={host!r} is not a known host ({error})") from None
 
 
 @contextmanager
 def _report_silent_store() -> Iterator[None]:
-    """Raise PeerError if the store does not answer.
+    """Turn errors of the store in a ``with`` block into a PeerError.
 
-    A failed read or an invalid number ends its connection.
+    The store closes the connection of a client after a failed read or an invalid number.
     """
     try:
         yield
@@ -127,14 +136,13 @@ def serve_store(host: str, port: int, world_size: int, timeout: timedelta) -> TC
     )
     try:
         return serve()
-    except NotImplementedError:  # torch 2.4 uses libuv by default, which takes no socket.
+    except NotImplementedError:
+        # torch 2.4 uses libuv by default, which takes no socket.
         return serve(use_libuv=False)
 
 
 def _connect_store(host: str, port: int, world_size: int, timeout_s: float) -> Store:
     """Connect to the store of another rank. Raise RuntimeError if it does not answer in time."""
-    # This runs on a thread. The time limit of a TCPStore covers the connection, but not the wait for an
-    # answer of another program that listens there.
     outcome: queue.SimpleQueue[Store | RuntimeError] = queue.SimpleQueue()
 
     def connect() -> None:
@@ -145,16 +153,19 @@ def _connect_store(host: str, port: int, world_size: int, timeout_s: float) -> S
         except RuntimeError as error:
             outcome.put(error)
 
+    # Connect on a thread. The time limit of a TCPStore covers the connection, but not the wait for an answer
+    # of another program that listens there.
     threading.Thread(target=connect, daemon=True, name="dglx-store").start()
     try:
         result = outcome.get(timeout=timeout_s + _CHECK_EVERY_S)
     except queue.Empty:
-        # A TCPStore may also retry for longer than its time limit.
+        # A TCPStore may also retry for longer than its time limit, so check whether anything listens.
         try:
             socket.create_connection((host, port), _CHECK_EVERY_S).close()
         except OSError as error:
             raise RuntimeError(str(error)) from None
         raise RuntimeError("something else listens there. Set MASTER_PORT to a free port.") from None
+
     if isinstance(result, RuntimeError):
         raise result
     return result
@@ -168,6 +179,7 @@ def _host_store(host: str, port: int, world_size: int, timeout_s: float) -> Stor
             return serve_store(host, port, world_size, timeout)
         except OSError as error:
             bind_error = error
+
     # Any other host may be a name in another network, to which nothing here can bind. A port that is in use
     # may belong to an earlier session of this process. Its store is then shared.
     try:
@@ -187,11 +199,13 @@ class SealedStore(Store):
 
     def __init__(self, inner: Store, secret: bytes) -> None:
         super().__init__()
-        self.inner, self._secret = inner, secret
+        self.inner = inner
+        self._secret = secret
 
     def set(self, key: str, value: str | bytes) -> None:
-        raw = value.encode() if isinstance(value, str) else value
-        self.inner.set(key, self._seal(key, raw) + raw)  # type: ignore[arg-type]  # the store also takes bytes
+        content = value.encode() if isinstance(value, str) else value
+        sealed = self._seal(key, content) + content
+        self.inner.set(key, sealed)  # type: ignore[arg-type]  # the store also takes bytes
 
     def get(self, key: str) -> bytes:
         with _report_silent_store():
@@ -220,8 +234,8 @@ class SealedStore(Store):
         return hmac.digest(derive_key(self._secret, "value", key), value, "sha256")
 
     def _unseal(self, key: str, sealed: bytes) -> bytes:
-        value = sealed[_SEAL_BYTES:]
-        if not hmac.compare_digest(sealed[:_SEAL_BYTES], self._seal(key, value)):
+        seal, value = sealed[:_SEAL_BYTES], sealed[_SEAL_BYTES:]
+        if not hmac.compare_digest(seal, self._seal(key, value)):
             raise PeerError(
                 f"{key!r} in the rendezvous store (its last part is a rank) does not carry this job's seal. "
                 "That rank has another secret or version, or another process writes to the store. Give all "
@@ -236,13 +250,16 @@ class JobStore:
     """Values, barriers and failures of the ranks of one session in the rendezvous store. Thread-safe."""
 
     def __init__(self, store: Store, rank: int, world_size: int, timeout_s: float) -> None:
-        self.raw = self.unsealed = self._failures = store
+        self.raw = store
+        """Store of the session's values. :meth:`seal` replaces it by a store that checks them."""
+        self.unsealed = store
+        self._failures = store
         self.key = b""
         """Key of the session, which :meth:`seal` sets."""
         self.rank = rank
         self.world_size = world_size
         self.timeout_s = timeout_s
-        self._barriers = 0
+        self._num_barriers = 0
 
     def seal(self, settings: Settings, *, is_local: bool) -> None:
         """Agree on the job's secret, and seal all later values with it.
@@ -252,43 +269,53 @@ class JobStore:
         it to the store, with a warning. Raises ConfigError if only some ranks have a secret, or if a secret
         is required but missing.
         """
-        secret, new_secret = settings.secret, b""
+        secret = settings.secret
         if secret is None and settings.require_secret and not is_local:
             raise ConfigError(f"DGLX_REQUIRE_SECRET is set, but there is no secret. {_SECRET_HINT}")
         if self.rank == 0:
-            if secret is None:
-                secret = new_secret = secrets.token_hex(_SEAL_BYTES).encode()
-            with _private_file(new_secret if is_local else b"") as path:
-                self.raw.set(_SECRET, path or new_secret.decode())
-                if new_secret and not path:
-                    log.warning("%s %s", _OPEN_SECRET_WARNING, _SECRET_HINT)
-                self._use_secret(secret)
+            self._publish_secret(secret, is_local=is_local)
             return
         if secret is None:
-            self._wait_for([_SECRET], "the start", None)
-            secret = self.raw.get(_SECRET)
-            if not secret:
-                # Without this value, the other ranks would wait. They refuse it, because it has no seal.
-                self.raw.set(f"start/{self.rank}", "")
-                raise ConfigError(f"rank 0 has a secret and rank {self.rank} has none. {_SECRET_HINT}")
-            if is_local:
-                secret = _read_private_file(secret.decode(errors="replace"))
+            secret = self._fetch_secret(is_local=is_local)
         self._use_secret(secret)
 
+    def _publish_secret(self, secret: bytes | None, *, is_local: bool) -> None:
+        """Use ``secret``, or make a secret and give it to the other ranks."""
+        new_secret = b""
+        if secret is None:
+            secret = new_secret = secrets.token_hex(_SEAL_BYTES).encode()
+        # Keep the file open until all ranks use the secret. An empty value tells them that the user set one.
+        with _private_file(new_secret if is_local else b"") as path:
+            self.raw.set(_SECRET, path or new_secret.decode())
+            if new_secret and not path:
+                log.warning("%s %s", _OPEN_SECRET_WARNING, _SECRET_HINT)
+            self._use_secret(secret)
+
+    def _fetch_secret(self, *, is_local: bool) -> bytes:
+        """Return the secret that rank 0 made. Raise ConfigError if rank 0 has a secret of the user."""
+        self._wait_for([_SECRET], "the start", None)
+        secret = self.raw.get(_SECRET)
+        if not secret:
+            # Without this value, the other ranks would wait. They refuse it, because it has no seal.
+            self.raw.set(f"start/{self.rank}", "")
+            raise ConfigError(f"rank 0 has a secret and rank {self.rank} has none. {_SECRET_HINT}")
+        if is_local:
+            return _read_private_file(secret.decode(errors="replace"))
+        return secret
+
     def _use_secret(self, secret: bytes) -> None:
-        self.raw = self._failures = SealedStore(self.raw, derive_key(secret, "store", VERSION))
+        """Seal the values with ``secret``, and agree with all ranks on a key of this session."""
+        sealed_store = SealedStore(self.raw, derive_key(secret, "store", VERSION))
+        self.raw = self._failures = sealed_store
+        # Values of another session have a valid seal, too, but their nonces lead to a different key.
         own_nonce = secrets.token_hex(_SEAL_BYTES)
         nonces = self.exchange("start", own_nonce)
-        # Values of another session have a valid seal, too, but their nonces lead to a different key.
         nonces[self.rank] = own_nonce
-        self.raw = self.raw.with_new_secret(nonces)
+        self.raw = sealed_store.with_new_secret(nonces)
         self.key = derive_key(secret, "session", nonces)
 
     def exchange(self, what: str, value: object) -> list[object]:
-        """Send ``value`` (JSON) to every rank and return the values of all ranks.
-
-        Every rank calls this once.
-        """
+        """Return the ``value`` (JSON) of every rank, by rank. Every rank calls this once per ``what``."""
         self.raw.set(f"{what}/{self.rank}", json.dumps(value))
         keys = [f"{what}/{rank}" for rank in range(self.world_size)]
         self._wait_for(keys, what, None)
@@ -300,12 +327,13 @@ class JobStore:
         ``check`` is called periodically with the missing ranks and may raise. Raises PeerError with the ranks
         that are missing after the time limit, or that are at another barrier.
         """
-        self._barriers += 1
-        keys = [f"barrier/{self._barriers}/{rank}" for rank in range(self.world_size)]
+        self._num_barriers += 1
+        keys = [f"barrier/{self._num_barriers}/{rank}" for rank in range(self.world_size)]
         self.raw.set(keys[self.rank], what)
         self._wait_for(keys, what, check)
-        for rank, name in enumerate(self.raw.multi_get(keys)):
-            other_barrier = name.decode(errors="replace")
+
+        for rank, encoded in enumerate(self.raw.multi_get(keys)):
+            other_barrier = encoded.decode(errors="replace")
             if other_barrier != what:
                 raise PeerError(
                     f"rank {rank} is at {other_barrier!r}, but rank {self.rank} is at {what!r}. The ranks "
@@ -328,14 +356,17 @@ class JobStore:
                         f"ranks missing: {ranks} (of {self.world_size}) at {what!r} after {self.timeout_s:g} "
                         "s. Look at their output, or raise timeout_s (DGLX_TIMEOUT)."
                     )
+
             # Poll, because Store.wait blocks the connection that other threads need, and warns on stderr.
             time.sleep(min(0.0005 + waited_s / 20, 0.05))
 
     def report_failure(self, text: str) -> None:
         """Store ``text`` as the reason why this rank ends, unless another rank was first."""
-        with contextlib.suppress(RuntimeError):  # The store is gone, so no rank could read it.
+        # If the store is gone, no rank could read the reason.
+        with contextlib.suppress(RuntimeError):
             if not self._failures.check([_FIRST_ERROR]):
-                self._failures.set(_FIRST_ERROR, json.dumps({"rank": self.rank, "text": text[:2000]}))
+                failure = {"rank": self.rank, "text": text[:_MAX_REASON_CHARS]}
+                self._failures.set(_FIRST_ERROR, json.dumps(failure))
 
     def claim_message(self, text: str) -> bool:
         """Return whether this rank is the first rank that asks to show an error with this ``text``."""
@@ -370,12 +401,10 @@ class JobStore:
         missing = self._find_missing(keys)
         while missing:
             try:
-                failure = self.first_failure()
-                if failure is not None and failure[0] in missing:
-                    raise PeerError(f"rank {failure[0]} failed before {what!r}: {failure[1]}")
+                self._raise_for_failed(missing, what)
                 if check is not None:
                     check(missing)
-                break
+                return missing
             except PeerError:
                 # A rank may have arrived, and even ended, during the check. Then its silence is no error.
                 old_missing = missing
@@ -383,6 +412,13 @@ class JobStore:
                 if missing == old_missing:
                     raise
         return missing
+
+    def _raise_for_failed(self, missing: Sequence[int], what: str) -> None:
+        failure = self.first_failure()
+        if failure is not None:
+            rank, reason = failure
+            if rank in missing:
+                raise PeerError(f"rank {rank} failed before {what!r}: {reason}")
 
     def _find_missing(self, keys: Sequence[str]) -> list[int]:
         return [rank for rank, key in enumerate(keys) if not self._has_keys([key])]
@@ -407,17 +443,20 @@ def _private_file(content: bytes) -> Iterator[str]:
 
 
 def _read_private_file(path: str) -> bytes:
+    """Return the secret of rank 0 from a path of :func:`_private_file`. Raise PeerError if that fails."""
     reason = "no such file of this user"
     try:
         # The path comes from the store, so accept only a file of a secret, and open none that blocks.
         process = re.fullmatch(r"(/proc/[0-9]{1,10})/fd/[0-9]{1,10}", path)
         if process is not None and _is_own_secret_file(path, process[1]):
-            with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
+            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+            with open(descriptor, "rb") as file:
                 # Check the open file again, because the process may have replaced it or ended.
-                if _is_own_secret_file(f"/proc/self/fd/{file.fileno()}", process[1]):
+                if _is_own_secret_file(f"/proc/self/fd/{descriptor}", process[1]):
                     return file.read(2 * _SEAL_BYTES)
     except OSError as error:
         reason = str(error.strerror)
+
     raise PeerError(
         f"the secret of rank 0 cannot be read ({reason}). Ranks run as different users or in different "
         f"containers, or another process writes to the rendezvous store. {_SECRET_HINT}"
@@ -427,13 +466,15 @@ def _read_private_file(path: str) -> bytes:
 def _is_own_secret_file(path: str, process: str) -> bool:
     """Return whether ``path`` is an in-memory secret file of a process of this user."""
     status = os.stat(path)
-    name = os.readlink(path)
-    is_own = status.st_uid == os.geteuid() == os.stat(process).st_uid
-    return is_own and stat.S_ISREG(status.st_mode) and name == f"/memfd:{_SECRET_FILE} (deleted)"
+    process_status = os.stat(process)
+    is_own = status.st_uid == os.geteuid() == process_status.st_uid
+    is_secret = os.readlink(path) == f"/memfd:{_SECRET_FILE} (deleted)"
+    return is_own and is_secret and stat.S_ISREG(status.st_mode)
 
 
 def _read_first_line(error: Exception) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0][:200]
+    lines = str(error).splitlines() or [type(error).__name__]
+    return lines[0][:200]
 
 
 def choose_listening_address(rendezvous: Rendezvous) -> str:
@@ -459,7 +500,9 @@ def find_interface_address(name: str, setting: str = "GLOO_SOCKET_IFNAME") -> st
     """
     interfaces = psutil.net_if_addrs()
     if name not in interfaces:
-        raise ConfigError(f"{setting}={name!r} is no network interface here (known: {', '.join(interfaces)})")
+        known_names = ", ".join(interfaces)
+        raise ConfigError(f"{setting}={name!r} is no network interface here (known: {known_names})")
+    # Prefer an IPv4 address.
     for family in (socket.AF_INET, socket.AF_INET6):
         for address in interfaces[name]:
             if address.family == family:
@@ -473,33 +516,40 @@ def read_link_speed(address: str) -> float | None:
     The result is None if the kernel does not know it, as for loopback and many virtual cards.
     """
     cards = psutil.net_if_stats()
-    for name, addresses in psutil.net_if_addrs().items():
-        if name in cards and any(entry.address == address for entry in addresses):
-            return cards[name].speed * 1e6 / 8 or None
+    for name, entries in psutil.net_if_addrs().items():
+        has_address = any(entry.address == address for entry in entries)
+        if has_address and name in cards:
+            megabits_per_s = cards[name].speed
+            return megabits_per_s * 1e6 / 8 or None
     return None
 
 
 def find_address_towards(host: str | None, port: int, setting: str, remedy: str) -> str:
     """Return the local address from which this machine reaches ``host``. Messages name the ``setting``."""
     try:
-        family, kind, protocol, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, kind, protocol) as probe:
-            probe.connect(target)  # This chooses the route. A datagram socket sends nothing yet.
+        candidates = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)
+        family, socket_type, protocol, _, target = candidates[0]
+        with socket.socket(family, socket_type, protocol) as probe:
+            # Connecting chooses the route. A datagram socket sends nothing yet.
+            probe.connect(target)
             return str(probe.getsockname()[0])
     except OSError as error:
         raise ConfigError(f"{setting} cannot be reached from here: {error}. {remedy}") from error
 
 
 def _find_own_address() -> str:
+    """Return an address of this machine's host name that is not loopback, or raise ConfigError."""
     name = socket.gethostname()
     try:
-        addresses = {str(entry[4][0]) for entry in socket.getaddrinfo(name, None)}
+        entries = socket.getaddrinfo(name, None)
     except OSError:
-        addresses = set()
-    reachable = sorted(ip for ip in addresses if not ipaddress.ip_address(ip.split("%")[0]).is_loopback)
-    if not reachable:
-        raise ConfigError(
-            f"several machines take part, but this one ({name}) knows itself only by a loopback address. Set "
-            "GLOO_SOCKET_IFNAME to the network interface that the others reach."
-        )
-    return reachable[0]
+        entries = []
+
+    for address in sorted({str(entry[4][0]) for entry in entries}):
+        without_scope = address.split("%")[0]
+        if not ipaddress.ip_address(without_scope).is_loopback:
+            return address
+    raise ConfigError(
+        f"several machines take part, but this one ({name}) knows itself only by a loopback address. Set "
+        "GLOO_SOCKET_IFNAME to the network interface that the others reach."
+    )

@@ -75,30 +75,40 @@ class Server:
         self._rank = rank
         self._credentials = credentials
         self._handlers = handlers
+
         self._router = context.socket(zmq.ROUTER)
         credentials.guard(self._router)
         _configure(self._router)
         self._authenticator = ZapAuthenticator(context, rank, credentials, self._router, watch)
         self._router.setsockopt(zmq.IPV6, int(":" in address))
         self._router.bind(_WAKE_ENDPOINT)
+
         self._waker = context.socket(zmq.DEALER)
         self._waker.setsockopt(zmq.ROUTING_ID, _WAKE)
         self._waker.setsockopt(zmq.SNDTIMEO, 0)
         self._waker.connect(_WAKE_ENDPOINT)
         self._waker_lock = threading.Lock()
-        port = self._router.bind_to_random_port(format_endpoint(address, 0).rsplit(":", 1)[0])
+
+        # Bind to a random port of the address.
+        host_endpoint = format_endpoint(address, 0).rsplit(":", 1)[0]
+        port = self._router.bind_to_random_port(host_endpoint)
         self.endpoint = format_endpoint(address, port)
         self._replies: deque[tuple[bytes, Buffers]] = deque()
+        """Replies of worker threads, which the serving thread sends."""
         self._close_event = threading.Event()
         self._op_seconds: dict[str, float] = {}
-        self._slow_requests: queue.SimpleQueue[tuple[bytes, Head, list[Array]] | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._serve, name="dglx-serve", daemon=True)
+        """Duration of each operation, which tells slow operations from fast ones."""
+        self._slow_requests: queue.SimpleQueue[tuple[bytes, Head, list[Array]] | None]
+        self._slow_requests = queue.SimpleQueue()
+
         # Threads of concurrent.futures would end before a script's exit handlers run. A session that such a
         # handler closes must still serve the other ranks.
-        self._workers = [
-            threading.Thread(target=self._run_slow_handlers, name=f"dglx-handler-{worker_index}", daemon=True)
-            for worker_index in range(_NUM_WORKERS)
-        ]
+        self._thread = threading.Thread(target=self._serve, name="dglx-serve", daemon=True)
+        self._workers = []
+        for index in range(_NUM_WORKERS):
+            name = f"dglx-handler-{index}"
+            worker = threading.Thread(target=self._run_slow_handlers, name=name, daemon=True)
+            self._workers.append(worker)
         for thread in (self._thread, *self._workers):
             thread.start()
 
@@ -106,25 +116,29 @@ class Server:
         """Stop serving. Waits for running handlers and drops unsent replies."""
         if self._close_event.is_set():
             return
+
         self._close_event.set()
         self._wake_server()
         for _ in self._workers:
             self._slow_requests.put(None)
         for thread in (self._thread, *self._workers):
             thread.join()
+
         self._authenticator.close()
         self._waker.close(0)
 
     def _serve(self) -> None:
+        """Receive requests, and send the replies of worker threads, until the server is closed."""
         # A blocking receive is the fastest way to wait. A message of `_waker` interrupts it.
         while not self._close_event.is_set():
             peer = self._router.recv()
-            if peer == _WAKE:
-                self._router.recv()
-                while self._replies:
-                    self._send(*self._replies.popleft())
-            else:
+            if peer != _WAKE:
                 self._receive(peer)
+                continue
+            self._router.recv()
+            while self._replies:
+                self._send(*self._replies.popleft())
+
         self._router.disable_monitor()
         self._router.close(0)
 
@@ -136,6 +150,7 @@ class Server:
         first_frame = self._router.recv(copy=False)
         # The message shows that the connection of this file descriptor passed the handshake.
         self._authenticator.confirm(int(first_frame.get(zmq.SRCFD)))
+
         try:
             head = decode(first_frame.bytes)
             if head.kind is not Kind.REQUEST:
@@ -146,8 +161,8 @@ class Server:
                 return
             if head.op not in self._handlers:
                 # Arrays of unregistered operations are not read, which matters for external clients.
-                reason = f"LookupError: {_unknown_operation(head.op, self._handlers)}"
-                self._send(peer, _encode_error(head, reason))
+                error_text = f"LookupError: {_unknown_operation(head.op, self._handlers)}"
+                self._send(peer, _encode_error(head, error_text))
                 return
             arrays = read_arrays(self._router, head)
         except WireError as error:
@@ -155,6 +170,7 @@ class Server:
             return
         finally:
             skip(self._router)
+
         if self._op_seconds.get(head.op, _SLOW_S) < _SLOW_S:
             self._send(peer, self._answer(head, arrays))
         else:
@@ -162,10 +178,11 @@ class Server:
 
     def _run_slow_handlers(self) -> None:
         while (request := self._slow_requests.get()) is not None:
-            if not self._close_event.is_set():
-                peer, head, arrays = request
-                self._replies.append((peer, self._answer(head, arrays)))
-                self._wake_server()
+            if self._close_event.is_set():
+                continue
+            peer, head, arrays = request
+            self._replies.append((peer, self._answer(head, arrays)))
+            self._wake_server()
 
     def _answer(self, head: Head, arrays: Sequence[Array]) -> Buffers:
         """Call the handler, and return its encoded answer or error. Note how long the operation takes."""
@@ -175,6 +192,8 @@ class Server:
             buffers = encode(Head(Kind.REPLY, head.request), answer)
         except BaseException as error:  # noqa: BLE001 - reported to the caller, and this thread must continue
             buffers = _encode_error(head, f"{type(error).__name__}: {error}")
+
+        # One fast call does not make a slow operation fast.
         elapsed_s = time.perf_counter() - start_s
         last_s = self._op_seconds.get(head.op, 0.0)
         self._op_seconds[head.op] = max(elapsed_s, 0.5 * last_s)
@@ -186,10 +205,8 @@ class Server:
         send_message(self._router, buffers)
 
     def _wake_server(self) -> None:
-        with (
-            self._waker_lock,
-            contextlib.suppress(zmq.Again),
-        ):  # Again means that the serving thread has ended.
+        # Again means that the serving thread has ended.
+        with self._waker_lock, contextlib.suppress(zmq.Again):
             self._waker.send(b"")
 
 
@@ -262,32 +279,42 @@ def open_endpoints(
         gather: Function from (what, JSON value) to the values of all ranks.
         hosts: (W,) machine of each rank.
         listen: Function that serves with the given credentials and returns the endpoint.
-        secret: Secret of all ranks. It gives access unless ``encrypted``. Then each rank makes a key pair.
-        encrypted: Whether connections are encrypted.
-        for_clients: Whether external clients connect instead of ranks. They get another key pair than the
-            endpoints.
+        secret: Secret of all ranks. It gives access unless ``encrypted``.
+        encrypted: Whether connections are encrypted. Then each rank makes a key pair, which gives access.
+        for_clients: Whether external clients connect instead of ranks. They get a key pair that differs from
+            the key pair of the endpoints.
 
     Returns:
         Credentials that this rank, or its clients, present, and the addresses of all ranks.
     """
-    server = zmq.curve_keypair() if encrypted else (None, None)
-    client = zmq.curve_keypair() if encrypted and for_clients else server
+    server_keys = zmq.curve_keypair() if encrypted else (None, None)
+    client_keys = server_keys
+    if encrypted and for_clients:
+        client_keys = zmq.curve_keypair()
+
+    # Tell all ranks the public keys.
     purpose = "clients" if for_clients else "ranks"
-    public_keys = gather(f"keys of {purpose}", [key and key.decode() for key in (server[0], client[0])])
+    own_keys = [key and key.decode() for key in (server_keys[0], client_keys[0])]
+    public_keys = gather(f"keys of {purpose}", own_keys)
     job_key = derive_key(secret, purpose)
-    accepted_keys = frozenset(key.encode() for _, key in public_keys if key)
-    own_credentials, server_credentials = (
-        Credentials(secret=job_key, public_key=public, secret_key=secret_key, accepted_keys=accepted_keys)
-        for public, secret_key in (client, server)
-    )
-    endpoints = gather(f"endpoints of {purpose}", listen(server_credentials))
-    addresses = {
-        rank: PeerAddress(
-            rank=rank, host=host, endpoint=str(endpoint), public_key=None if key is None else key.encode()
+    accepted_keys = frozenset(client_key.encode() for _, client_key in public_keys if client_key)
+
+    def make_credentials(keys: tuple[bytes | None, bytes | None]) -> Credentials:
+        public_key, secret_key = keys
+        return Credentials(
+            secret=job_key, public_key=public_key, secret_key=secret_key, accepted_keys=accepted_keys
         )
-        for rank, (host, endpoint, (key, _)) in enumerate(zip(hosts, endpoints, public_keys, strict=True))
-    }
-    return own_credentials, addresses
+
+    # Listen, and tell all ranks the endpoints.
+    endpoint = listen(make_credentials(server_keys))
+    endpoints = gather(f"endpoints of {purpose}", endpoint)
+    addresses = {}
+    for rank, host in enumerate(hosts):
+        server_key, _ = public_keys[rank]
+        addresses[rank] = PeerAddress(
+            rank=rank, host=host, endpoint=str(endpoints[rank]), public_key=server_key and server_key.encode()
+        )
+    return make_credentials(client_keys), addresses
 
 
 @final
@@ -299,7 +326,7 @@ class Pending:
         self._request = request
         self._what = what
         self._answer = answer
-        self._started = time.monotonic()
+        self._start_s = time.monotonic()
         self.timeout_s = 0.0
         """Default time limit of :meth:`result`."""
         self.count: Callable[[int], None] | None = None
@@ -307,7 +334,7 @@ class Pending:
 
     @property
     def age_s(self) -> float:
-        return time.monotonic() - self._started
+        return time.monotonic() - self._start_s
 
     def is_ready(self) -> bool:
         """Return whether :meth:`result` would return or raise without waiting."""
@@ -325,34 +352,39 @@ class Pending:
             PeerError: the rank is dead or silent. The message names it.
             RemoteError: the handler of the rank raised.
         """
-        if self._answer is None:
-            self._answer = self._wait(self.timeout_s if timeout_s is None else timeout_s)
-            if self.count is not None:
-                self.count(payload_bytes(self._answer))
+        if self._answer is not None:
+            return self._answer
+        limit_s = self.timeout_s if timeout_s is None else timeout_s
+        self._answer = self._wait(limit_s)
+        if self.count is not None:
+            self.count(payload_bytes(self._answer))
         return self._answer
 
     def _wait(self, timeout_s: float) -> list[Array]:
-        """Return the reply. Any thread may receive it for this one.
+        """Return the reply, which any thread may receive.
 
         ``timeout_s`` counts from the call. Raises PeerError if the peer is dead or silent, and RemoteError if
-        it could not answer.
+        the peer could not answer.
         """
         link = self._link
         assert link is not None
         while self._request not in link.replies:
-            time_left_s = 0.0 if link.broken else timeout_s - self.age_s
+            remaining_s = 0.0 if link.broken else timeout_s - self.age_s
+            remaining_ms = max(int(remaining_s * 1000), 0)
             # Receive even after the deadline, and check again, because another thread may have got the reply.
-            has_message = link.pump(min(_POLL_MS, max(int(time_left_s * 1000), 0) + 1))
+            has_message = link.pump(min(_POLL_MS, remaining_ms + 1))
             if has_message or self._request in link.replies:
                 continue
+
             if link.broken:
                 elapsed = f" ({self.age_s:.1f} s after the call)"
                 raise PeerError(f"{link.name} {link.broken} during {self._what}{elapsed}")
-            if time_left_s <= 0:
+            if remaining_s <= 0:
                 raise PeerError(
                     f"{link.name} did not answer {self._what} within {round(timeout_s, 3):g} s. It may hang "
                     "or be overloaded. Look at its output, or raise timeout_s (DGLX_TIMEOUT)."
                 )
+
         head, arrays = link.replies.pop(self._request)
         if head.kind is Kind.ERROR:
             raise RemoteError(f"{link.name} failed at {self._what}: {head.name}")
@@ -373,23 +405,28 @@ class Link:
     ) -> None:
         self.name = f"rank {peer.rank} on {peer.host}"
         self.broken = ""
-        self._socket, self._closing = socket, closing
-        # Sockets of ZeroMQ are not thread-safe. Another thread must not close one during a call.
+        self._socket = socket
+        self._closing = closing
+        self._waiting: set[int] = set()
+        """Numbers of requests that have no reply yet."""
+        self.replies: dict[int, tuple[Head, list[Array]]] = {}
+        self._next_request = 0
+        self._receive_timeout_ms = -1
+        # Sockets of ZeroMQ are not thread-safe. Another thread must not close a socket during a call.
         self._in_use = threading.Lock()
+
         # Choose a unique name. The default of pyzmq contains the file descriptor, which a new socket may get
         # before the monitor of the old socket has ended.
-        self._monitor = socket.get_monitor_socket(_WATCHED, f"inproc://link-{uuid.uuid4().hex}")
+        monitor_name = f"inproc://link-{uuid.uuid4().hex}"
+        self._monitor = socket.get_monitor_socket(_WATCHED, monitor_name)
         socket.connect(peer.endpoint)
+
         nonce = secrets.token_hex(16)
         self._due_proof: bytes | None = credentials.proof("serves", peer.rank, nonce.encode())
         """Proof that the server still has to present, or None."""
-        # Ignore Again: the connection has already ended, and the first call reports that.
+        # Ignore Again, because the connection has ended then, and the first call reports that.
         with contextlib.suppress(zmq.Again):
             send_message(socket, encode(Head(Kind.REQUEST, 0, _PROVE, nonce)))
-        self._receive_timeout_ms = -1
-        self._waiting: set[int] = set()
-        self.replies: dict[int, tuple[Head, list[Array]]] = {}
-        self._next_request = 0
 
     def send(self, op: str, name: str, arrays: Sequence[Array]) -> Pending:
         """Send a request and return at once. The reply is read when someone waits on this link.
@@ -397,9 +434,11 @@ class Link:
         Raises PeerError if the connection has ended.
         """
         self._next_request += 1
-        call = Pending(self, self._next_request, f"{op} {name!r}" if name else op)
-        buffers = encode(Head(Kind.REQUEST, self._next_request, op, name), arrays)
-        self._waiting.add(self._next_request)
+        request = self._next_request
+        call = Pending(self, request, f"{op} {name!r}" if name else op)
+        buffers = encode(Head(Kind.REQUEST, request, op, name), arrays)
+        self._waiting.add(request)
+
         with self._in_use:
             self._raise_if_closed()
             try:
@@ -423,6 +462,7 @@ class Link:
         """
         if not self._in_use.acquire(blocking=timeout_ms > 0):
             return False
+
         try:
             self._raise_if_closed()
             if timeout_ms != self._receive_timeout_ms:
@@ -449,7 +489,7 @@ class Link:
             raise PeerError("the session was closed on this rank during a call")
 
     def _receive(self) -> None:
-        """Read one message. Its reply is kept in :attr:`replies` if a call waits for it.
+        """Read one message. Keep it in :attr:`replies` if it answers a call that still waits.
 
         The first message must prove that the server knows the job's secret. Otherwise the link is broken.
         """
@@ -461,6 +501,7 @@ class Link:
                     self.broken = "does not know this job's secret"
                     return
                 self._due_proof = None
+
             arrays = read_arrays(self._socket, head)
             if head.request in self._waiting:
                 self._waiting.discard(head.request)
@@ -486,10 +527,7 @@ class Client:
     """Opens links at first use, one per thread and peer."""
 
     def __init__(
-        self,
-        context: zmq.Context[Any],
-        peers: Mapping[int, PeerAddress],
-        credentials: Credentials,
+        self, context: zmq.Context[Any], peers: Mapping[int, PeerAddress], credentials: Credentials
     ) -> None:
         self._context = context
         self._peers = peers
@@ -511,24 +549,29 @@ class Client:
             self._links.clear()
 
     def _link(self, rank: int) -> Link:
-        """Return this thread's link to ``rank``. It is opened on first use, and after it broke."""
+        """Return this thread's link to ``rank``. Open it at first use and after it broke."""
         self._raise_if_closed()
         try:
             links: dict[int, Link] = self._local.links
         except AttributeError:
             links = self._local.links = {}
+
         link = links.get(rank)
         if link is None or link.broken:
+            # Close waits for this lock, so it does not miss the new link.
             with self._links_lock:
                 self._raise_if_closed()
-                peer = self._peers[rank]
-                socket = self._context.socket(zmq.DEALER)
-                _configure(socket)
-                self._credentials.present(socket, peer.rank, peer.public_key)
-                socket.setsockopt(zmq.IPV6, int("[" in peer.endpoint))
-                links[rank] = link = Link(socket, peer, self._credentials, self.closing)
+                link = self._open_link(self._peers[rank])
+                links[rank] = link
                 self._links.add(link)
         return link
+
+    def _open_link(self, peer: PeerAddress) -> Link:
+        socket = self._context.socket(zmq.DEALER)
+        _configure(socket)
+        self._credentials.present(socket, peer.rank, peer.public_key)
+        socket.setsockopt(zmq.IPV6, int("[" in peer.endpoint))
+        return Link(socket, peer, self._credentials, self.closing)
 
     def _raise_if_closed(self) -> None:
         if self.closing.is_set():
@@ -549,11 +592,7 @@ class Rpc:
         self.ledger = ledger
         self.status = ""
         """Collective that this rank waits in, which other ranks can request. "" for none."""
-        self._handlers: dict[str, Handler] = {
-            _PING: lambda _name, _arrays: [
-                np.frombuffer(self.status.encode()[:_MAX_STATUS_BYTES], dtype=np.uint8)
-            ]
-        }
+        self._handlers: dict[str, Handler] = {_PING: self._on_ping}
         self._client_handlers: dict[str, Handler] = {}
         self._contexts: list[zmq.Context[zmq.Socket[bytes]]] = []
         """One context for each server, because all sockets of a context share one authenticator."""
@@ -569,7 +608,8 @@ class Rpc:
 
     def listen(self, address: str, credentials: Credentials) -> str:
         """Start serving on ``address``. Return the endpoint to publish."""
-        self.address, self.credentials = address, credentials
+        self.address = address
+        self.credentials = credentials
         return self._serve(address, credentials, self._handlers)
 
     def connect(self, peers: Mapping[int, PeerAddress]) -> None:
@@ -605,15 +645,20 @@ class Rpc:
         """Call ``rank`` and return at once. ``arrays`` must not change until the result arrives. Thread-safe.
 
         ``phase`` is the key of the ledger that counts the bytes, or None to count nothing. A call to this
-        rank itself runs the handler at once, without a socket. Raises RemoteError if this rank called itself,
-        and its handler raised, and PeerError if there is no such rank, or the session is closed.
+        rank itself runs the handler at once, without a socket.
+
+        Raises:
+            PeerError: there is no such rank, or the session is closed.
+            RemoteError: this rank called itself, and its handler raised.
         """
         if rank == self.rank:
             try:
-                return Pending(None, 0, op, run_handler(self._handlers, op, name, arrays))
+                answer = run_handler(self._handlers, op, name, arrays)
             except Exception as error:
                 text = f"rank {self.rank} failed at {op} {name!r}: {type(error).__name__}: {error}"
                 raise RemoteError(text) from error
+            return Pending(None, 0, op, answer)
+
         if self._client is None:
             raise PeerError(f"there is no rank {rank}: this session runs alone")
         call = self._client.send(rank, op, name, arrays)
@@ -631,7 +676,10 @@ class Rpc:
     def call_all(
         self, ranks: Iterable[int], op: str, name: str, arrays: Sequence[Array], *, phase: str
     ) -> None:
-        for call in [self.submit(rank, op, name, arrays, phase=phase) for rank in ranks]:
+        """Call all ``ranks`` at once, and wait for their answers."""
+        calls = [self.submit(rank, op, name, arrays, phase=phase) for rank in ranks]
+        for call in calls:
+            call.result()
             call.result()
 
     def ask(
@@ -644,9 +692,9 @@ class Rpc:
         *,
         phase: str | None,
     ) -> dict[int, list[Array]]:
-        """Call all ``ranks`` at once. Return the answers without errors, by rank.
+        """Call all ``ranks`` at once. Return the answers by rank, without ranks that failed to answer.
 
-        ``timeout_s`` starts with the calls, so all calls together take no longer.
+        ``timeout_s`` counts from each call, so all calls together take no longer than one.
         """
         calls: dict[int, Pending] = {}
         answers: dict[int, list[Array]] = {}
@@ -659,14 +707,17 @@ class Rpc:
         return answers
 
     def find_silent(self, ranks: Sequence[int], timeout_s: float) -> list[int]:
-        """Return the ``ranks`` that do not answer within ``timeout_s``. All are asked at once."""
-        return [rank for rank, status in self.get_peer_status(ranks, timeout_s).items() if status is None]
+        """Return the ``ranks`` that do not answer within ``timeout_s``. All ranks are called at once."""
+        statuses = self.get_peer_status(ranks, timeout_s)
+        return [rank for rank, status in statuses.items() if status is None]
 
     def get_peer_status(self, ranks: Sequence[int], timeout_s: float) -> dict[int, str | None]:
         """Return the collective that each rank waits in, "" for none, or None if the rank is silent."""
+        statuses: dict[int, str | None] = dict.fromkeys(sorted(ranks))
         answers = self.ask(sorted(ranks), _PING, "", [], timeout_s, phase=CONTROL)
-        texts = {rank: status.tobytes().decode(errors="replace") for rank, (status,) in answers.items()}
-        return {rank: texts.get(rank) for rank in sorted(ranks)}
+        for rank, (status,) in answers.items():
+            statuses[rank] = status.tobytes().decode(errors="replace")
+        return statuses
 
     def close(self) -> None:
         """Stop serving and calling. Does not wait for other ranks. May be called twice."""
@@ -684,7 +735,13 @@ class Rpc:
             self._client.closing.set()
 
     def _serve(self, address: str, credentials: Credentials, handlers: Mapping[str, Handler]) -> str:
-        self._contexts.append(zmq.Context())
-        server = Server(self._contexts[-1], self.rank, address, credentials, handlers, self._watch)
+        # Each server needs a context of its own. See `_contexts`.
+        context = zmq.Context()
+        self._contexts.append(context)
+        server = Server(context, self.rank, address, credentials, handlers, self._watch)
         self._servers.append(server)
-        return self._servers[-1].endpoint
+        return server.endpoint
+
+    def _on_ping(self, _name: str, _arrays: Sequence[Array]) -> list[Array]:
+        status = self.status.encode()[:_MAX_STATUS_BYTES]
+        return [np.frombuffer(status, dtype=np.uint8)]

@@ -27,7 +27,7 @@ from datetime import timedelta
 from itertools import count, zip_longest
 from pathlib import Path
 from traceback import walk_tb
-from types import TracebackType
+from types import FrameType, TracebackType
 from typing import Any, Generic, TypeVar, final
 
 import torch
@@ -66,14 +66,16 @@ def collect_shared_facts(
 ) -> dict[str, Any]:
     """Return the settings that must be equal on all ranks, as JSON. Types replace other values."""
     shared = {name: value for name, value in options.items() if name not in _MACHINE_OPTIONS}
-    comparable = json.loads(json.dumps(shared, default=lambda value: type(value).__name__))
-    return {"strategy": strategy, "options": comparable, "seed": seed, "curve": curve}
+    as_json = json.dumps(shared, default=lambda value: type(value).__name__)
+    return {"strategy": strategy, "options": json.loads(as_json), "seed": seed, "curve": curve}
 
 
 def check_hellos(facts: list[Any]) -> None:
     """Raise ConfigError if a rank reports an error, or has other settings than rank 0."""
-    for problem in [hello["no_trace"] for hello in facts if hello["no_trace"]]:
-        raise ConfigError(problem)
+    for hello in facts:
+        if hello["no_trace"]:
+            raise ConfigError(hello["no_trace"])
+
     remedies = {
         "strategy": "pass the same --strategy",
         "options": "pass the same options of the strategy",
@@ -90,20 +92,27 @@ def check_values_equal(
     """Raise ``error`` with the first difference unless the JSON ``values`` of all ranks are equal."""
     for rank, value in enumerate(values):
         if _differ(values[0], value):
-            first, second = _find_first_difference(values[0], value)
-            raise error(f"ranks disagree on {what}: rank 0 has {first}, rank {rank} has {second}; {remedy}")
+            expected, actual = _find_first_difference(values[0], value)
+            raise error(
+                f"ranks disagree on {what}: rank 0 has {expected}, rank {rank} has {actual}; {remedy}"
+            )
 
 
 _MISSING_VALUE = object()
 
 
 def _find_first_difference(a: Any, b: Any) -> tuple[str, str]:
+    """Return both values as text. Of dictionaries and lists, return the first items that differ."""
     if isinstance(a, dict) and isinstance(b, dict):
-        pairs = ((name, a.get(name, _MISSING_VALUE), b.get(name, _MISSING_VALUE)) for name in {**a, **b})
-        name, a, b = next(pair for pair in pairs if _differ(pair[1], pair[2]))
-        return f"{name}={_show_value(a, b)}", f"{name}={_show_value(b, a)}"
+        for name in {**a, **b}:
+            value_a = a.get(name, _MISSING_VALUE)
+            value_b = b.get(name, _MISSING_VALUE)
+            if _differ(value_a, value_b):
+                return f"{name}={_show_value(value_a, value_b)}", f"{name}={_show_value(value_b, value_a)}"
+
     if isinstance(a, list) and isinstance(b, list):
-        a, b = next(pair for pair in zip_longest(a, b, fillvalue=_MISSING_VALUE) if _differ(*pair))
+        pairs = zip_longest(a, b, fillvalue=_MISSING_VALUE)
+        a, b = next(pair for pair in pairs if _differ(*pair))
     return _show_value(a, b), _show_value(b, a)
 
 
@@ -115,6 +124,7 @@ def _differ(a: object, b: object) -> bool:
 def _show_value(value: object, counterpart: object) -> str:
     if value is _MISSING_VALUE:
         return "nothing"
+    # Show the type, like the quotes of a string, only if the values look equal without it.
     return repr(value) if str(value) == str(counterpart) else str(value)
 
 
@@ -129,7 +139,7 @@ _END_ALIKE = (
     "end the training loop after the same step on every rank, so give early stopping a number that is equal "
     f"on all ranks (dx.reduce_mean); {CALL_ALIKE}"
 )
-"""Remedy if a rank waits for another one that has reached its end."""
+"""Remedy if a rank waits for another rank that has reached its end."""
 ALL_GATHER = "all-gather"
 """Status of a rank that waits for all ranks."""
 NEXT_BATCH = "the next batch"
@@ -167,48 +177,57 @@ class FailureWatch:
 
     def describe(self, activity: str, probe_s: float = _PROBE_S) -> str:
         """Describe the other ranks: the first failure, silent ranks, and ranks in another collective."""
-        peers = [rank for rank in range(self._store.world_size) if rank != self._store.rank]
+        own_rank = self._store.rank
+        peers = [rank for rank in range(self._store.world_size) if rank != own_rank]
         statuses = self._rpc.get_peer_status(peers, probe_s)
+
         # Read the store after the probe, because ranks that lost a peer, including this rank, may have ended
         # their session meanwhile.
-        own_rank = self._store.rank
         reasons = []
         try:
             failure = self._store.first_failure()
+            if failure is not None:
+                reasons.append(f"rank {failure[0]} failed first: {failure[1]}")
         except PeerError as error:
-            failure = None
-            reasons = [str(error)]
+            reasons.append(str(error))
+
         silent = [rank for rank, status in statuses.items() if status is None]
         if self._store.has_ended(own_rank):
             silent = []
         ended = [rank for rank in silent if self._store.has_ended(rank)]
-        other_statuses = {
-            rank: status
-            for rank, status in statuses.items()
-            if status is not None and status != self._rpc.status
-        }
-        if failure is not None:
-            reasons.append(f"rank {failure[0]} failed first: {failure[1]}")
-        if dead := [f"rank {rank} on {self._hosts[rank]}" for rank in silent if rank not in ended]:
-            reasons.append(f"{', '.join(dead)} did not answer within {probe_s:g} s and is probably dead")
-        reasons = reasons or [f"rank {rank} on {self._hosts[rank]} has ended" for rank in ended]
+        dead = [rank for rank in silent if rank not in ended]
+        if dead:
+            names = ", ".join(self._describe_rank(rank) for rank in dead)
+            reasons.append(f"{names} did not answer within {probe_s:g} s and is probably dead")
+
+        if not reasons:
+            reasons = [f"{self._describe_rank(rank)} has ended" for rank in ended]
         if not reasons:
             # All ranks are alive, so they are in different collectives.
-            reasons = [
-                f"rank {rank} on {self._hosts[rank]} is not in it, but "
-                + (f"waits at {status!r}" if status else "computes")
-                for rank, status in other_statuses.items()
-            ]
-            alike = _END_ALIKE if _END in statuses.values() else CALL_ALIKE
-            reasons += [alike] if reasons else []
-        return f"{activity}: " + ("; ".join(reasons) if reasons else "no rank is known to have ended")
+            reasons = self._describe_collectives(statuses)
+        return f"{activity}: " + ("; ".join(reasons) or "no rank is known to have ended")
+
+    def _describe_collectives(self, statuses: Mapping[int, str | None]) -> list[str]:
+        """Describe the ranks that are alive, but not in the collective of this rank."""
+        reasons = []
+        for rank, status in statuses.items():
+            if status is None or status == self._rpc.status:
+                continue
+            state = f"waits at {status!r}" if status else "computes"
+            reasons.append(f"{self._describe_rank(rank)} is not in it, but {state}")
+        if reasons:
+            reasons.append(_END_ALIKE if _END in statuses.values() else CALL_ALIKE)
+        return reasons
+
+    def _describe_rank(self, rank: int) -> str:
+        return f"rank {rank} on {self._hosts[rank]}"
 
     def _report_exception(
         self, error_type: type[BaseException], error: BaseException, trace: TracebackType | None
     ) -> None:
-        """Handle an uncaught exception, as ``sys.excepthook``.
+        """Report an uncaught exception to the other ranks, as ``sys.excepthook``.
 
-        The other ranks are told about it. It is printed unless another rank shows it or its cause.
+        The exception is printed unless another rank shows it or its cause.
         """
         self.failed = True
         self._store.report_failure(f"{error_type.__name__}: {error}")
@@ -223,11 +242,16 @@ _RANK_PREFIX = re.compile(r"^rank \d+ on \S+: ")
 
 def mark_error(error: BaseException, store: JobStore) -> None:
     """Record in an error whether another rank shows it or its cause."""
-    if isinstance(error, DglxError) and not error.is_shown_elsewhere:
-        failure = store.first_failure() if isinstance(error, PeerError) else None
-        is_effect = failure is not None and failure[0] != store.rank and failure[1] in str(error)
-        is_first = is_effect or store.claim_message(_RANK_PREFIX.sub("", str(error)))
-        error.is_shown_elsewhere = is_effect or not is_first
+    if not isinstance(error, DglxError) or error.is_shown_elsewhere:
+        return
+    # An error that quotes the failure of another rank follows from it, and that rank shows the failure.
+    if isinstance(error, PeerError):
+        failure = store.first_failure()
+        if failure is not None and failure[0] != store.rank and failure[1] in str(error):
+            error.is_shown_elsewhere = True
+            return
+    is_first = store.claim_message(_RANK_PREFIX.sub("", str(error)))
+    error.is_shown_elsewhere = not is_first
 
 
 def show_briefly() -> None:
@@ -237,17 +261,23 @@ def show_briefly() -> None:
 
 
 def _show_error(error_type: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """Print an error of this package with the last line of the user's code, as ``sys.excepthook``."""
     if not isinstance(error, DglxError):
         sys.__excepthook__(error_type, error, trace)
         return
     if error.is_shown_elsewhere:
         return
+
     location = ""
     for frame, line in walk_tb(trace):
-        if frame.f_globals.get("__name__", "").partition(".")[0] not in _LIBRARIES:
+        if not _is_library(frame):
             location = f"{frame.f_code.co_filename}:{line}: "
     # With a process group, torch adds the rank as a prefix.
     sys.stderr.write(f"{location}{error_type.__name__}: {error}\n")
+
+
+def _is_library(frame: FrameType) -> bool:
+    return frame.f_globals.get("__name__", "").partition(".")[0] in _LIBRARIES
 
 
 _PREFIX = "dglx-"
@@ -380,17 +410,22 @@ class Session:
         self._counters: defaultdict[str, Iterator[int]] = defaultdict(count)
         self._fields: dict[object, Any] = {}
         """Values by :class:`SessionField`."""
-        self._closed, self._num_apart = False, 0
+        self._closed = False
+        self._num_apart = 0
         self._scratch = Scratch(self.job, self.topology.server, self.scratch_in)
-        self._watch: FailureWatch | None = None
         self.stop_point = StopPoint(self.rpc, self.topology.world_size)
-        self._pipes: list[SignalPipe] = []
         self._launcher_pid = os.getppid()
         self._interrupted_s = math.inf
+        """Time of the first SIGINT, or infinity."""
         self._left_s = math.inf
+        """Time at which the last block of :meth:`stoppable` ended, or infinity."""
+
+        self._watch: FailureWatch | None = None
+        self._pipes: list[SignalPipe] = []
         if self.store is not None:
             self._watch = FailureWatch(self.store, self.rpc, self.hosts)
             self._pipes.append(SignalPipe([signal.SIGTERM], self._on_signal))
+
         atexit.register(self._at_exit)
         os.register_at_fork(after_in_child=call_if_alive(self._release_in_fork))
 
@@ -433,18 +468,21 @@ class Session:
         """End the session. May be called twice.
 
         This rank serves until the other ranks close their sessions, because they may still read its rows. If
-        ``failed``, it does not wait. It never waits for a failed or dead rank. If outstanding work failed,
-        this raises DglxError after closing the session.
+        ``failed``, this rank does not wait. It never waits for a failed or dead rank. If outstanding work
+        failed, this raises DglxError after closing the session.
         """
         if self._closed:
             return
+
         try:
-            for action in () if failed else [*self.before_close]:
-                action()
+            if not failed:
+                for action in list(self.before_close):
+                    action()
         except DglxError as error:
             self.fail(error)
             self.close(failed=True)
             raise
+
         self._closed = True
         atexit.unregister(self._at_exit)
         for release in self.on_close:
@@ -452,8 +490,13 @@ class Session:
         self.rpc.status = _END
         if self.trace is not None:
             self.trace.write(self.job, self.topology, self.ledger, failed=failed)
+
+        # After this barrier no rank reads rows of this rank, so the connections may end.
         if self.store is not None:
-            self.store.report_end() if failed else self._wait_for_peers(self.store)
+            if failed:
+                self.store.report_end()
+            else:
+                self._wait_for_peers(self.store)
         if self._watch is not None:
             self._watch.close()
         self._close_pipes()
@@ -479,9 +522,9 @@ class Session:
     def stoppable(self) -> Iterator[StopPoint]:
         """Let SIGTERM, SIGUSR1 and SIGINT stop the ``with`` blocks of all ranks at the same point.
 
-        Schedulers send SIGTERM. torchrun sends SIGTERM to the other ranks if a rank dies, and the kernel if
-        torchrun is killed. This rank ends at once after a second SIGINT, a signal that not all ranks can
-        follow, or a signal outside of the block. The user's own handlers stay in effect.
+        Schedulers send SIGTERM. If a rank dies, torchrun sends SIGTERM to the other ranks. If torchrun is
+        killed, the kernel sends SIGTERM. This rank ends at once after a second SIGINT, a signal that not all
+        ranks can follow, or a signal outside of the block. The user's own handlers stay in effect.
         """
         pipe = SignalPipe([signal.SIGTERM, signal.SIGUSR1, signal.SIGINT], self._on_signal)
         self._pipes.append(pipe)
@@ -494,7 +537,8 @@ class Session:
         finally:
             self.stop_point.close(failed=failed)
             self._left_s = time.monotonic()
-            if pipe in self._pipes:  # Otherwise the session was closed meanwhile, or this process is a fork.
+            # Otherwise the session was closed meanwhile, or this process is a fork.
+            if pipe in self._pipes:
                 self._pipes.remove(pipe)
             pipe.close()
 
@@ -502,14 +546,16 @@ class Session:
         """Stop all ranks, or end this process, even while the main thread hangs in a collective."""
         now_s = time.monotonic()
         name = signal.Signals(signal_number).name
-        ends_now = signal_number == signal.SIGINT and now_s - self._interrupted_s > SAME_KEY_S
+        ends_now = now_s - self._left_s > _LEAVES_S
         if signal_number == signal.SIGINT:
+            ends_now |= now_s - self._interrupted_s > SAME_KEY_S
             self._interrupted_s = min(self._interrupted_s, now_s)
-        ends_now = ends_now or now_s - self._left_s > _LEAVES_S
         if self.stop_point.is_over and not ends_now:
             return
+
         activity = f"rank {self.topology.rank} was told to end ({name})"
         if os.getppid() != self._launcher_pid:
+            # No launcher will kill this rank if it hangs, so it limits the time itself.
             activity = f"rank {self.topology.rank} ends, because the process that started it has ended"
             timer = threading.Timer(_WITHOUT_LAUNCHER_S, self._end, (signal_number, activity))
             timer.daemon = True
@@ -518,13 +564,17 @@ class Session:
             self._end(signal_number, activity)
 
     def _end(self, signal_number: int, activity: str) -> None:
-        log.error("%s", activity if self._watch is None else self._watch.describe(activity, _PROBE_AT_END_S))
+        """Log ``activity`` with the state of the other ranks, and end the process."""
+        if self._watch is not None:
+            activity = self._watch.describe(activity, _PROBE_AT_END_S)
+        log.error("%s", activity)
         sys.stdout.flush()
         sys.stderr.flush()
         with contextlib.suppress(OSError):
             self._scratch.close()
         if self.store is not None:
             self.store.report_end()
+
         # The main thread may hang in a collective forever, so it cannot end the process.
         end_process(signal_number)
 
@@ -557,25 +607,35 @@ class Session:
     def raise_for_dead(self, missing: list[int], what: str) -> None:
         """Raise PeerError if one of the ranks ``missing`` at ``what`` is silent, or waits for this rank."""
         statuses = self.rpc.get_peer_status(missing, _PROBE_S)
-        for rank in [rank for rank, status in statuses.items() if status is None]:
-            ended = self.store is not None and self.store.has_ended(rank)
-            raise PeerError(
-                f"rank {rank} on {self.hosts[rank]} did not come to {what!r} and "
-                + ("has ended" if ended else "does not answer. It is probably dead. Look at its output.")
-            )
-        if threading.current_thread() is not threading.main_thread() and self.rpc.status != NEXT_BATCH:
+        for rank, status in statuses.items():
+            if status is None:
+                has_ended = self.store is not None and self.store.has_ended(rank)
+                state = "does not answer. It is probably dead. Look at its output."
+                raise PeerError(
+                    f"rank {rank} on {self.hosts[rank]} did not come to {what!r} and "
+                    f"{'has ended' if has_ended else state}"
+                )
+
+        # Another thread may wait while the main thread computes, unless the main thread waits for the loader.
+        is_main_thread = threading.current_thread() is threading.main_thread()
+        if not is_main_thread and self.rpc.status != NEXT_BATCH:
             return
+
         # A rank at its end still serves rows, but joins no collective call.
-        hopeless = {*statuses.values()} - {"", None, NEXT_BATCH} if what == _END else {ALL_GATHER, _END}
-        peer = next((rank for rank, status in statuses.items() if status in hopeless), None)
-        self._num_apart = 0 if peer is None else self._num_apart + 1
+        statuses_apart = {ALL_GATHER, _END}
+        if what == _END:
+            statuses_apart = {status for status in statuses.values() if status} - {NEXT_BATCH}
+        peer = next((rank for rank, status in statuses.items() if status in statuses_apart), None)
         if peer is None:
+            self._num_apart = 0
             return
+        self._num_apart += 1
         remedy = _END_ALIKE if _END in (what, statuses[peer]) else CALL_ALIKE
         message = (
             f"rank {peer} on {self.hosts[peer]} waits at {statuses[peer]!r}, but rank "
             f"{self.topology.rank} waits at {what!r}; {remedy}"
         )
+
         # Wait before the error, because an earlier message may still be in transit on a slow network.
         if self._num_apart > self.timeout_s / 4:
             raise PeerError(message)
@@ -616,6 +676,8 @@ def start_session(
     if _CURRENT or _LATER:
         origin = "" if _CURRENT else " (dgl.distributed.initialize() requested it)"
         raise ConfigError(f"a session is already open{origin}. Close it by dglx_dist.shutdown(), or use it.")
+
+    # Check everything that needs no other rank.
     if topology is None:
         _check_group(read_topology().world_size)
     settings = read_settings()
@@ -623,18 +685,19 @@ def start_session(
     if not 0 < limit_s < float("inf"):
         raise ConfigError(f"timeout_s={limit_s} must be a number of seconds above 0")
     ranks = topology or read_topology()
+
     if is_started_by_agent():
         end_with_parent()
     if is_launched_by_torchrun() and not settings.allocator_set:
         keep_memory()
-    arguments = {"strategy": strategy, "options": dict(options or {}), "timeout_s": limit_s, "seed": seed}
-    arguments["scratch_in"] = settings.scratch
+
+    arguments = {"strategy": strategy, "options": dict(options or {}), "seed": seed}
+    arguments |= {"timeout_s": limit_s, "scratch_in": settings.scratch}
     if ranks.world_size == 1:
         session = _start_single(ranks, settings, arguments, device)
     else:
-        correct_nodes = topology is None
         request = (device, backend)
-        session = _start_joint(ranks, settings, arguments, request, correct_nodes=correct_nodes)
+        session = _start_joint(ranks, settings, arguments, request, correct_nodes=topology is None)
     _CURRENT.append(session)
     return session
 
@@ -651,11 +714,12 @@ def current_session() -> Session:
 
 def _check_group(world_size: int) -> None:
     """Raise ConfigError if torch.distributed has a process group of another size than the session."""
-    if dist.is_initialized() and dist.get_world_size() != world_size:
+    group_size = dist.get_world_size() if dist.is_initialized() else world_size
+    if group_size != world_size:
         raise ConfigError(
-            f"the process group of torch.distributed has {dist.get_world_size()} ranks, but this session has "
+            f"the process group of torch.distributed has {group_size} ranks, but this session has "
             f"{world_size}, so each process would train alone. Start the ranks with torchrun "
-            f"--nproc-per-node {dist.get_world_size()} script.py instead of mp.spawn, and leave out "
+            f"--nproc-per-node {group_size} script.py instead of mp.spawn, and leave out "
             "init_process_group."
         )
 
@@ -676,11 +740,12 @@ def warn_user(message: str) -> None:
     """Warn on rank 0, at the line of the user's code that led here."""
     if _CURRENT and _CURRENT[-1].topology.rank:
         return
+    # Skip the frames of this package and of torch.
     frame = sys._getframe(1)
     level = 2
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in _LIBRARIES:
+    while frame.f_back is not None and _is_library(frame):
         frame = frame.f_back
-        level = level + 1
+        level += 1
     warnings.warn(message, stacklevel=level)
 
 
@@ -695,6 +760,7 @@ def _start_single(
     hosts = (socket.gethostname(),)
     own_device = take_device(device, 0, settings.device)
     _log_devices([own_device], hosts, choose_backend([own_device], hosts, None))
+
     return Session(
         **arguments,
         topology=topology,
@@ -718,7 +784,8 @@ def _start_joint(
 ) -> Session:
     """Start a session with the other ranks.
 
-    ``arguments`` are stored in the session. ``request`` is (device, backend), as in :func:`start_session`.
+    ``arguments`` are stored in the session. ``request`` is (device, backend), as in :func:`start_session`. If
+    ``correct_nodes``, the machines that the ranks report replace the ones of ``topology``.
     """
     if not is_launched_by_torchrun():
         raise ConfigError(f"{topology.world_size} ranks need torchrun's environment. Start with torchrun.")
@@ -728,6 +795,8 @@ def _start_joint(
     raw_store = open_store(rendezvous, topology.rank, topology.world_size, timeout_s)
     store = JobStore(raw_store, topology.rank, topology.world_size, timeout_s)
     store.seal(settings, is_local=rendezvous.is_local)
+
+    # Tell the other ranks the facts of this rank, and check that all ranks can work together.
     trace, trace_error = open_trace(settings.trace, topology.rank)
     device, backend = request
     own_device = take_device(device, rendezvous.local_rank, settings.device)
@@ -742,15 +811,20 @@ def _start_joint(
     }
     hellos: list[Any] = store.exchange("settings", hello)
     check_hellos(hellos)
+
     hosts = tuple(str(hello["host"]) for hello in hellos)
     devices = [RankDevice(**hello["device"]) for hello in hellos]
     backend = choose_backend(devices, hosts, backend)
     if correct_nodes:
         topology = assign_servers(topology, tuple(hello["node"] for hello in hellos))
+    ranks_of_device = 1
+    if own_device.card:
+        ranks_of_device = sum(peer.card == own_device.card for peer in devices)
+
     ledger = Ledger(topology)
     rpc = Rpc(topology.rank, ledger, timeout_s)
-    with ExitStack() as cleanup:
-        cleanup.callback(rpc.close)
+    with ExitStack() as close_on_error:
+        close_on_error.callback(rpc.close)
         address = choose_listening_address(rendezvous)
         _, addresses = open_endpoints(
             store.exchange,
@@ -761,7 +835,8 @@ def _start_joint(
         )
         rpc.connect(addresses)
         owns_group = _make_group(store, topology, timeout_s, backend)
-        cleanup.pop_all()
+        close_on_error.pop_all()
+
     if topology.rank == 0:
         _log_devices(devices, hosts, dist.get_backend_config())
         if settings.curve:
@@ -777,7 +852,7 @@ def _start_joint(
         ledger=ledger,
         hosts=hosts,
         device=torch.device(own_device.name),
-        ranks_of_device=sum(peer.card == own_device.card for peer in devices) if own_device.card else 1,
+        ranks_of_device=ranks_of_device,
         job=derive_key(store.key, "name of the job").decode()[:16],
         trace=trace,
         store=store,
@@ -786,17 +861,20 @@ def _start_joint(
 
 
 def _log_devices(ranks: Sequence[RankDevice], hosts: Sequence[str], backend: str) -> None:
-    # Log a warning, which Python shows without configured logging, if there is a GPU or torch is built for
-    # GPUs. Users must then see which device is used.
+    # If there is a GPU or torch is built for GPUs, users must see which device is used. So log a warning,
+    # which Python shows without configured logging.
     is_worth_warning = ranks[0].card or (ranks[0].why and is_built_for_gpus())
-    log.log(logging.WARNING if is_worth_warning else logging.INFO, "%s", describe(ranks, hosts, backend))
+    level = logging.WARNING if is_worth_warning else logging.INFO
+    log.log(level, "%s", describe(ranks, hosts, backend))
 
 
 def _make_group(store: JobStore, topology: Topology, timeout_s: float, backend: str) -> bool:
+    """Create the process group. Return False if one exists already."""
     if dist.is_initialized():
         return False
     # The sealed store is Python code, but threads of NCCL may use the store after the interpreter has ended.
     group_store = store.raw if backend == "gloo" else store.unsealed
+
     dist.init_process_group(
         backend,
         store=PrefixStore("group", group_store),

@@ -35,9 +35,9 @@ def end_with_parent() -> None:
 class SignalPipe:
     """Calls ``action`` with the number of a signal on a thread, even while the main thread is blocked.
 
-    Python runs signal handlers only between two steps of the main thread. The interpreter's C handler writes
-    to the wake-up descriptor at once. This handles the signals of ``numbers`` that have their default
-    handler. Handlers that the user sets later stay in effect.
+    Python runs signal handlers only between two steps of the main thread. But the interpreter's C handler
+    writes to the wake-up descriptor at once, and a thread of this class reads it. This class handles the
+    signals of ``numbers`` that have their default handler. Handlers that the user sets later stay in effect.
     """
 
     def __init__(self, numbers: Sequence[int], action: Callable[[int], None]) -> None:
@@ -48,11 +48,15 @@ class SignalPipe:
         self._previous: dict[int, object] = {}
         if threading.current_thread() is not threading.main_thread():
             return
-        defaults = (signal.SIG_DFL, signal.default_int_handler)
-        handlers = {number: signal.getsignal(number) for number in numbers}
-        self._previous = {number: handler for number, handler in handlers.items() if handler in defaults}
+
+        default_handlers = (signal.SIG_DFL, signal.default_int_handler)
+        for number in numbers:
+            handler = signal.getsignal(number)
+            if handler in default_handlers:
+                self._previous[number] = handler
         if not self._previous:
             return
+
         self._action = action
         self._read, self._write = os.pipe2(os.O_CLOEXEC)
         os.set_blocking(self._write, False)
@@ -62,22 +66,27 @@ class SignalPipe:
         threading.Thread(target=self._listen, name="dglx-signals", daemon=True).start()
 
     def close(self, *, forked: bool = False) -> None:
-        """Restore the handlers. If another thread than the main one calls this, signals end the process."""
+        """Restore the handlers. If this is not the main thread, signals end the process from now on."""
         if not self._previous:
             return
         if not forked and threading.current_thread() is not threading.main_thread():
-            self._action = end_process  # Only the main thread may set handlers, so the pipe must stay.
+            # Only the main thread may set handlers, so the pipe must stay.
+            self._action = end_process
             return
+
         for number, handler in self._previous.items():
             if signal.getsignal(number) == self._handle:
                 signal.signal(number, handler)  # type: ignore[arg-type]  # the handler comes from getsignal
         self._previous = {}
+
         current = signal.set_wakeup_fd(self._previous_wakeup)
         if current != self._write:
-            signal.set_wakeup_fd(current)  # The descriptor has another owner now.
+            # The descriptor has another owner now.
+            signal.set_wakeup_fd(current)
         os.close(self._write)
         if forked:
-            os.close(self._read)  # Otherwise the thread does this. A forked process has no such thread.
+            # Otherwise the listening thread closes it. A forked process does not have this thread.
+            os.close(self._read)
 
     def _listen(self) -> None:
         """Call the action for each signal that arrives in the pipe, until the pipe is closed."""
@@ -92,10 +101,13 @@ class SignalPipe:
                     if num_handled[number] <= num_seen[number]:
                         continue
                 elif self._previous_wakeup >= 0:
+                    # The previous owner of the wake-up descriptor must get the signal, too.
                     with contextlib.suppress(OSError):
                         os.write(self._previous_wakeup, bytes([byte]))
+
                 num_seen[number] += 1
-                if number in self._previous and signal.getsignal(number) == self._handle:
+                is_handled_here = signal.getsignal(number) == self._handle
+                if number in self._previous and is_handled_here:
                     self._action(number)
         os.close(self._read)
 
@@ -120,16 +132,17 @@ _STOP = "stop.at"
 _ANSWER_S = 10.0
 """Seconds for answers of serving threads on a busy machine. A dead process is noticed at once."""
 _NOWHERE = -1
+"""Number in place of a point if there is none, because a rank is not in training."""
 
 
 @final
 class StopPoint:
     """Agreement of all ranks on the point of training at which they stop.
 
-    Training passes the same points in the same order on all ranks. When one rank asks, rank 0 lets all of
-    them hold at their next point and return how many points they have passed. All stop at the maximum plus
-    one. Until then they continue, because a rank may wait for others in a collective. The serving threads
-    answer these calls. As long as nobody asks, training only reads an attribute.
+    Training passes the same points in the same order on all ranks. When a rank asks to stop, rank 0 holds all
+    ranks at their next point and collects how many points they have passed. All ranks stop at the maximum
+    plus one. Until then they continue, because a rank may wait for others in a collective. The serving
+    threads answer these calls. As long as no rank asks, training only reads an attribute.
     """
 
     def __init__(self, rpc: Rpc, num_ranks: int) -> None:
@@ -140,18 +153,22 @@ class StopPoint:
         self.is_over = False
         """Whether training has stopped since somebody asked."""
         self._num_passed = 0
+        """Number of points that training has passed."""
         self._holds = False
+        """Whether training waits at its next point until rank 0 names the point to stop at."""
         self._stop_at = _NOWHERE
-        self._answers = 0
+        self._num_decisions = 0
         """Number of times that rank 0 has named a point, or none."""
         self._changed = threading.Condition()
         self._coordinates = threading.Lock()
+        """Lock that rank 0 holds while it asks the ranks."""
+
         rpc.register(_ASK, self._on_ask)
         rpc.register(_HOLD, self._on_hold)
         rpc.register(_STOP, self._on_stop)
 
     def open(self) -> None:
-        """Begin training; :meth:`close` ends it."""
+        """Begin training. :meth:`close` ends it."""
         with self._changed:
             self.is_open = True
             self.is_over = False
@@ -162,7 +179,7 @@ class StopPoint:
 
     def should_stop(self) -> bool:
         """Pass a point. Return whether all ranks stop here."""
-        # The order matters: a rank that is not held here is counted with this point.
+        # Increase the count before reading the flag. A rank that is not held here is counted with this point.
         self._num_passed += 1
         return self._holds and self._stops()
 
@@ -182,23 +199,29 @@ class StopPoint:
         if self._stop_at != _NOWHERE:
             peers = [rank for rank in self._ranks if rank != self._rpc.rank]
             return not self._rpc.find_silent(peers, _ANSWER_S)
-        answers = self._answers
+
+        num_decisions = self._num_decisions
         if not self.is_open or self._call([0], _ASK, _NOWHERE) is None:
             return False
+
+        # Rank 0 may answer the request of another rank before it gets the request of this rank.
+        def has_decision() -> bool:
+            return self._stop_at != _NOWHERE or self._num_decisions > num_decisions
+
         with self._changed:
-            # The request of another rank may be answered before this one is made.
-            self._changed.wait_for(
-                lambda: self._stop_at != _NOWHERE or self._answers > answers, 3 * _ANSWER_S
-            )
+            self._changed.wait_for(has_decision, 3 * _ANSWER_S)
             return self._stop_at != _NOWHERE
 
     def _stops(self, *, last: bool = False) -> bool:
+        """Wait for the decision of rank 0. Return whether training stops here, or at its ``last`` point."""
         with self._changed:
             while self._holds and self._stop_at == _NOWHERE:
+                is_answered = self._changed.wait(_ANSWER_S)
                 # Rank 0 answers in time, unless it has died.
-                if not self._changed.wait(_ANSWER_S) and self._rpc.find_silent([0], _ANSWER_S):
+                if not is_answered and self._rpc.find_silent([0], _ANSWER_S):
                     self._holds = False
-            self.is_over = self._holds and (last or self._num_passed >= self._stop_at)
+            is_at_stop = last or self._num_passed >= self._stop_at
+            self.is_over = self._holds and is_at_stop
             return self.is_over
 
     def _on_ask(self, _name: str, _arrays: Sequence[Array]) -> list[Array]:
@@ -207,28 +230,34 @@ class StopPoint:
         return [np.array([0])]
 
     def _coordinate(self) -> None:
+        """Hold all ranks, and tell them the point at which all can stop."""
         try:
             counts = self._call(self._ranks, _HOLD, _NOWHERE)
-            together = counts is not None and _NOWHERE not in counts
-            self._call(self._ranks, _STOP, max(counts or ()) + 1 if together else _NOWHERE)
+            stop_at = _NOWHERE
+            if counts is not None and _NOWHERE not in counts:
+                stop_at = max(counts) + 1
+            self._call(self._ranks, _STOP, stop_at)
         finally:
             self._coordinates.release()
 
     def _on_hold(self, _name: str, _arrays: Sequence[Array]) -> list[Array]:
         with self._changed:
-            # This must happen before the count is read; see `should_stop`.
+            # Set the flag before reading the count. See `should_stop`.
             self._holds = self.is_open
-            return [np.array([self._num_passed if self.is_open else _NOWHERE])]
+            count = self._num_passed if self.is_open else _NOWHERE
+            return [np.array([count])]
 
     def _on_stop(self, _name: str, arrays: Sequence[Array]) -> list[Array]:
         with self._changed:
             self._stop_at = int(arrays[0][0])
             self._holds = self._stop_at != _NOWHERE
-            self._answers += 1
+            self._num_decisions += 1
             self._changed.notify_all()
         return [np.array([0])]
 
     def _call(self, ranks: Sequence[int], op: str, value: int) -> list[int] | None:
-        """Return the answers of ``ranks``, which are all asked at once, or None unless all answered."""
+        """Call all ``ranks`` at once. Return their answers, or None unless all ranks answered."""
         answers = self._rpc.ask(ranks, op, "", [np.array([value])], _ANSWER_S, phase=None)
-        return [int(number[0]) for (number,) in answers.values()] if len(answers) == len(ranks) else None
+        if len(answers) < len(ranks):
+            return None
+        return [int(count[0]) for (count,) in answers.values()]

@@ -22,8 +22,7 @@ T = TypeVar("T")
 _LOOPBACK = "lo"
 _PARENT = "DGLX_PARENT"
 LOOPBACK_HOSTS = ("127.0.0.1", "localhost", "::1")
-_LEAST_SECRET, _MOST_SECRET = 32, 4096
-"""Numbers of characters."""
+_MIN_SECRET_CHARS, _MAX_SECRET_CHARS = 32, 4096
 _TRUE = ("1", "true", "yes", "on")
 _FALSE = ("0", "false", "no", "off", "")
 
@@ -43,8 +42,10 @@ class Topology:
                 f"rank {self.rank} of {self.world_size} with servers {self.server_of_rank} is not a "
                 "topology. Pass one server per rank and a rank in [0, world_size)."
             )
-        steps = [b - a for a, b in zip((-1, *self.server_of_rank), self.server_of_rank, strict=False)]
-        if steps[0] != 1 or any(step not in (0, 1) for step in steps):
+
+        is_sorted = list(self.server_of_rank) == sorted(self.server_of_rank)
+        servers = sorted(set(self.server_of_rank))
+        if not is_sorted or servers != list(range(len(servers))):
             raise ConfigError(
                 f"servers must be numbered from 0 with contiguous ranks, but are {self.server_of_rank}"
             )
@@ -134,8 +135,8 @@ def read_topology(variables: Mapping[str, str] = os.environ) -> Topology:
     """Read the topology of this process. Without torchrun it is the only rank.
 
     Assumes the same number of ranks on every machine. :func:`assign_servers` corrects that later.
-    ``DGLX_RANKS_PER_SERVER`` cuts each machine into virtual servers of that many ranks. The last one may be
-    smaller. Raises ConfigError if a variable is wrong. The message names it.
+    ``DGLX_RANKS_PER_SERVER`` cuts each machine into virtual servers of that many ranks. The last server of a
+    machine may be smaller. Raises ConfigError with the name of a variable that is wrong.
     """
     if not is_launched_by_torchrun(variables):
         return Topology(0, 1, (0,))
@@ -143,7 +144,8 @@ def read_topology(variables: Mapping[str, str] = os.environ) -> Topology:
     rank = _read_integer(variables, "RANK", least=0, below=world_size)
     per_node = _read_integer(variables, "LOCAL_WORLD_SIZE", least=1, default=world_size)
     node_of_rank = tuple(member // per_node for member in range(world_size))
-    return assign_servers(Topology(rank, world_size, (0,) * world_size), node_of_rank, variables)
+    single_server = Topology(rank, world_size, (0,) * world_size)
+    return assign_servers(single_server, node_of_rank, variables)
 
 
 def assign_servers(
@@ -154,7 +156,8 @@ def assign_servers(
     groups: list[tuple[int, int]] = []
     for rank, node in enumerate(node_of_rank):
         local_rank = rank - node_of_rank.index(node)
-        groups.append((node, local_rank // per_server if per_server else 0))
+        virtual_server = local_rank // per_server if per_server else 0
+        groups.append((node, virtual_server))
     server_of_group = {group: server for server, group in enumerate(dict.fromkeys(groups))}
     return replace(topology, server_of_rank=tuple(server_of_group[group] for group in groups))
 
@@ -166,27 +169,36 @@ def read_rendezvous(variables: Mapping[str, str] = os.environ) -> Rendezvous:
             "RANK and WORLD_SIZE are set but MASTER_ADDR is not. Start the script with torchrun, or unset "
             "RANK and WORLD_SIZE to run one process."
         )
+
     world_size = _read_integer(variables, "WORLD_SIZE", least=1)
     per_node = _read_integer(variables, "LOCAL_WORLD_SIZE", least=1, default=world_size)
     rank = _read_integer(variables, "RANK", least=0, below=world_size)
-    interface = variables.get("GLOO_SOCKET_IFNAME", "").split(",")[0].strip()
-    hosted_by_agent = _read_flag(variables, "TORCHELASTIC_USE_AGENT_STORE")
-    attempt = 0
+    default_nodes = -(-world_size // per_node)
+    num_nodes = _read_integer(variables, "GROUP_WORLD_SIZE", least=1, default=default_nodes)
+
     # Each launcher counts its own restarts, so a machine that came back starts at 0. The store of a launcher
     # outlives attempts, but the store of rank 0 does not.
+    hosted_by_agent = _read_flag(variables, "TORCHELASTIC_USE_AGENT_STORE")
+    attempt = 0
     if hosted_by_agent:
         attempt = _read_integer(variables, "TORCHELASTIC_RESTART_COUNT", least=0, default=0)
+
+    host = variables["MASTER_ADDR"]
+    has_one_node = variables.get("GROUP_WORLD_SIZE") == "1"
+    interface = _read_first_entry(variables, "GLOO_SOCKET_IFNAME")
+    if not interface and has_one_node:
+        interface = _LOOPBACK
     return Rendezvous(
-        host=variables["MASTER_ADDR"],
+        host=host,
         port=_read_integer(variables, "MASTER_PORT", least=1, below=65536),
         hosted_by_agent=hosted_by_agent,
         attempt=attempt,
         job=variables.get("TORCHELASTIC_RUN_ID", "none"),
-        num_nodes=_read_integer(variables, "GROUP_WORLD_SIZE", least=1, default=-(-world_size // per_node)),
+        num_nodes=num_nodes,
         node=_read_integer(variables, "GROUP_RANK", least=0, default=rank // per_node),
         local_rank=_read_integer(variables, "LOCAL_RANK", least=0, default=rank % per_node),
-        is_local=variables.get("GROUP_WORLD_SIZE") == "1" or variables["MASTER_ADDR"] in LOOPBACK_HOSTS,
-        interface=interface or (_LOOPBACK if variables.get("GROUP_WORLD_SIZE") == "1" else None),
+        is_local=has_one_node or host in LOOPBACK_HOSTS,
+        interface=interface or None,
     )
 
 
@@ -196,13 +208,14 @@ def read_launch() -> tuple[str, int]:
     On several machines the name is the id of the job, which the user may use again. It must not name the
     launcher of one machine, because rank 0 may move.
     """
-    # FOLDER/JOB_RANDOM/attempt_1/0/error.json: the name with random letters is the same after a restart.
     variables = os.environ
-    parents = Path(variables.get("TORCHELASTIC_ERROR_FILE", "")).parents
     attempt = _read_integer(variables, "TORCHELASTIC_RESTART_COUNT", least=0, default=0)
     if _read_integer(variables, "GROUP_WORLD_SIZE", least=1, default=1) > 1:
         return variables.get("TORCHELASTIC_RUN_ID", ""), attempt
-    return (parents[2].name, attempt) if len(parents) > 2 else ("", attempt)
+    # The path is FOLDER/JOB_RANDOM/attempt_1/0/error.json. JOB_RANDOM stays the same after a restart.
+    parents = Path(variables.get("TORCHELASTIC_ERROR_FILE", "")).parents
+    name = parents[2].name if len(parents) > 2 else ""
+    return name, attempt
 
 
 def is_started_by_agent() -> bool:
@@ -226,7 +239,9 @@ def read_settings(variables: Mapping[str, str] = os.environ) -> Settings:
     per_server = None
     if "DGLX_RANKS_PER_SERVER" in variables:
         per_server = _read_integer(variables, "DGLX_RANKS_PER_SERVER", least=1)
-    threads = variables.get("OMP_NUM_THREADS", "").split(",")[0].strip()
+
+    threads = _read_first_entry(variables, "OMP_NUM_THREADS")
+    omp_threads = int(threads) if threads.isdecimal() else 0
     return Settings(
         strategy=variables.get("DGLX_STRATEGY") or None,
         timeout_s=_read_seconds(variables, "DGLX_TIMEOUT"),
@@ -235,17 +250,20 @@ def read_settings(variables: Mapping[str, str] = os.environ) -> Settings:
         secret=_read_secret(variables),
         require_secret=_read_flag(variables, "DGLX_REQUIRE_SECRET"),
         ranks_per_server=per_server,
-        omp_threads=int(threads) if threads.isdecimal() and int(threads) else None,
-        allocator_set=any(
-            name.startswith("MALLOC_") or (name in ("GLIBC_TUNABLES", "LD_PRELOAD") and value)
-            for name, value in variables.items()
-        ),
+        omp_threads=omp_threads or None,
+        allocator_set=_configures_allocator(variables),
         options=_read_object(variables, "DGLX_OPTIONS"),
-        part_config=Path(variables["DGL_CONF_PATH"]) if variables.get("DGL_CONF_PATH") else None,
+        part_config=_read_path(variables, "DGL_CONF_PATH"),
         dgl_processes={name: variables[name] for name in _DGL_VARIABLES if name in variables},
-        trace=Path(variables["DGLX_TRACE"]) if variables.get("DGLX_TRACE") else None,
-        scratch=Path(variables["DGLX_SCRATCH"]) if variables.get("DGLX_SCRATCH") else None,
+        trace=_read_path(variables, "DGLX_TRACE"),
+        scratch=_read_path(variables, "DGLX_SCRATCH"),
     )
+
+
+def _configures_allocator(variables: Mapping[str, str]) -> bool:
+    if variables.get("GLIBC_TUNABLES") or variables.get("LD_PRELOAD"):
+        return True
+    return any(name.startswith("MALLOC_") for name in variables)
 
 
 def set_settings(strategy: str, options: Mapping[str, object]) -> None:
@@ -275,58 +293,80 @@ def copy_environment() -> dict[str, str]:
 
 
 def _read_integer(
-    values: Mapping[str, str],
-    name: str,
-    *,
-    least: int,
-    below: int | None = None,
-    default: int | None = None,
+    values: Mapping[str, str], name: str, *, least: int, below: int | None = None, default: int | None = None
 ) -> int:
     if name not in values:
         if default is not None:
             return default
         raise ConfigError(f"{name} is not set. Start the script with torchrun, or unset RANK.")
 
-    def parse(text: str) -> int | None:
-        value = int(text)
-        return value if least <= value and (below is None or value < below) else None
+    form = f"a whole number of at least {least}"
+    if below is not None:
+        form += f" and below {below}"
 
-    description = f"a whole number of at least {least}" + ("" if below is None else f" and below {below}")
-    return _read_value(values, name, parse, description)
+    def parse(text: str) -> int:
+        value = int(text)
+        if value < least or (below is not None and value >= below):
+            raise ValueError
+        return value
+
+    return _read_value(values, name, parse, form)
 
 
 def _read_secret(variables: Mapping[str, str]) -> bytes | None:
     # No message may show any part of the secret.
-    name = variables.get("DGLX_SECRET_FILE", "")
-    content = _read_private_file(name) if name else os.fsencode(variables.get("DGLX_SECRET", ""))
-    secret = content.strip()
-    if not name and not secret:
-        return None
-    if not _LEAST_SECRET <= len(secret) <= _MOST_SECRET:
+    path = variables.get("DGLX_SECRET_FILE", "")
+    if path:
+        name = "DGLX_SECRET_FILE"
+        secret = _read_private_file(path).strip()
+    else:
+        name = "DGLX_SECRET"
+        secret = os.fsencode(variables.get(name, "")).strip()
+        if not secret:
+            return None
+
+    if not _MIN_SECRET_CHARS <= len(secret) <= _MAX_SECRET_CHARS:
         raise ConfigError(
-            f"{'DGLX_SECRET_FILE' if name else 'DGLX_SECRET'} has {len(secret)} characters, outside "
-            f"[{_LEAST_SECRET}, {_MOST_SECRET}]. Make a secret with `openssl rand -hex 32`."
+            f"{name} has {len(secret)} characters, outside [{_MIN_SECRET_CHARS}, {_MAX_SECRET_CHARS}]. "
+            "Make a secret with `openssl rand -hex 32`."
         )
     return secret
 
 
-def _read_private_file(name: str) -> bytes:
+def _read_private_file(path: str) -> bytes:
+    """Return the content of a file that only this user can read. Raise ConfigError for any other file."""
     try:
-        with open(name, "rb", opener=lambda path, flags: os.open(path, flags | os.O_NONBLOCK)) as file:
-            status = os.fstat(file.fileno())
-            if not stat.S_ISREG(status.st_mode) or status.st_mode & 0o077 or status.st_uid != os.getuid():
+        # Opening a pipe must not wait for its writer.
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        with os.fdopen(descriptor, "rb") as file:
+            status = os.fstat(descriptor)
+            is_open_to_others = status.st_mode & 0o077 or status.st_uid != os.getuid()
+            if is_open_to_others or not stat.S_ISREG(status.st_mode):
                 raise ConfigError(
-                    f"DGLX_SECRET_FILE={name!r} must be a file of yours that nobody else can read. Run "
-                    f"`chmod 600 {name}` as the user of this job."
+                    f"DGLX_SECRET_FILE={path!r} must be a file of yours that nobody else can read. Run "
+                    f"`chmod 600 {path}` as the user of this job."
                 )
-            return file.read(2 * _MOST_SECRET)
+            return file.read(2 * _MAX_SECRET_CHARS)
     except OSError as error:
-        raise ConfigError(f"DGLX_SECRET_FILE={name!r} cannot be read: {error.strerror}") from None
+        raise ConfigError(f"DGLX_SECRET_FILE={path!r} cannot be read: {error.strerror}") from None
+
+
+def _read_first_entry(variables: Mapping[str, str], name: str) -> str:
+    """Return the first entry of a list that is separated by commas, or "" if the variable is not set."""
+    return variables.get(name, "").split(",")[0].strip()
+
+
+def _read_path(variables: Mapping[str, str], name: str) -> Path | None:
+    path = variables.get(name)
+    return Path(path) if path else None
 
 
 def _read_object(variables: Mapping[str, str], name: str) -> dict[str, object]:
-    def parse(text: str) -> dict[str, object] | None:
-        return value if isinstance(value := json.loads(text), dict) else None
+    def parse(text: str) -> dict[str, object]:
+        value = json.loads(text)
+        if not isinstance(value, dict):
+            raise ValueError
+        return value
 
     if not variables.get(name):
         return {}
@@ -334,27 +374,34 @@ def _read_object(variables: Mapping[str, str], name: str) -> dict[str, object]:
 
 
 def _read_seconds(variables: Mapping[str, str], name: str) -> float | None:
-    def parse(text: str) -> float | None:
-        return value if 0 < (value := float(text)) < float("inf") else None
+    def parse(text: str) -> float:
+        seconds = float(text)
+        if not 0 < seconds < float("inf"):
+            raise ValueError
+        return seconds
 
-    return _read_value(variables, name, parse, "a number of seconds above 0") if variables.get(name) else None
+    if not variables.get(name):
+        return None
+    return _read_value(variables, name, parse, "a number of seconds above 0")
 
 
 def _read_flag(variables: Mapping[str, str], name: str) -> bool:
-    words = dict.fromkeys(_TRUE, True) | dict.fromkeys(_FALSE, False)
-    description = "one of 1, true, yes, on, 0, false, no, off"
-    return _read_value(variables, name, lambda text: words.get(text.strip().lower()), description)
+    def parse(text: str) -> bool:
+        word = text.strip().lower()
+        if word not in _TRUE + _FALSE:
+            raise ValueError
+        return word in _TRUE
+
+    return _read_value(variables, name, parse, "one of 1, true, yes, on, 0, false, no, off")
 
 
-def _read_value(variables: Mapping[str, str], name: str, parse: Callable[[str], T | None], form: str) -> T:
+def _read_value(variables: Mapping[str, str], name: str, parse: Callable[[str], T], form: str) -> T:
+    """Return the value of a variable. Raise ConfigError if ``parse`` raises ValueError for its text."""
     text = variables.get(name, "")
     try:
-        value = parse(text)
+        return parse(text)
     except ValueError:
-        value = None
-    if value is None:
-        raise ConfigError(f"{name}={text!r} must be {form}. Correct or unset it.")
-    return value
+        raise ConfigError(f"{name}={text!r} must be {form}. Correct or unset it.") from None
 
 
 _RANK_DEFAULTS = {
@@ -385,9 +432,10 @@ def build_rank_environment(
     """
     if num_ranks < 1 or (ranks_per_server is not None and ranks_per_server < 1):
         raise ConfigError(f"{num_ranks} ranks, {ranks_per_server} per server: both must be at least 1")
-    environment = os.environ if environment is None else environment
-    threads = max(len(os.sched_getaffinity(0)) // num_ranks, 1)
-    variables = {**_RANK_DEFAULTS, "OMP_NUM_THREADS": str(threads), **environment}
+    if environment is None:
+        environment = os.environ
+    num_threads = max(len(os.sched_getaffinity(0)) // num_ranks, 1)
+    variables = {**_RANK_DEFAULTS, "OMP_NUM_THREADS": str(num_threads), **environment}
     if ranks_per_server is not None:
         variables["DGLX_RANKS_PER_SERVER"] = str(ranks_per_server)
     return variables
@@ -399,4 +447,7 @@ def set_rank_variables(variables: Mapping[str, str]) -> None:
 
 
 def format_endpoint(address: str, port: int | str) -> str:
-    return f"tcp://[{address}]:{port}" if ":" in address else f"tcp://{address}:{port}"
+    # URLs enclose IPv6 addresses in brackets.
+    if ":" in address:
+        return f"tcp://[{address}]:{port}"
+    return f"tcp://{address}:{port}"

@@ -5,7 +5,6 @@ after a failure. A second session of the same rank writes ``rank-<r>.1.json``, a
 Otherwise sessions have no :class:`TraceWriter`. ``scripts/netlab/traces.py`` reads the folder.
 """
 
-import contextlib
 import json
 import logging
 import math
@@ -15,7 +14,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
-from itertools import count
+from itertools import chain, count
 from pathlib import Path
 from typing import Any, final
 
@@ -81,15 +80,25 @@ class Timeline:
     def span(
         self, name: str, row: str, batch: int | None = None, interval: int | None = None
     ) -> Iterator[None]:
+        """Record the time of a ``with`` block as a span, if the timeline is on."""
         if not self.on:
             yield
             return
-        begin = time.perf_counter()
+
+        begin_s = time.perf_counter()
         try:
             yield
         finally:
-            end = time.perf_counter()
-            self.note(Span(name=name, row=row, begin_s=begin, end_s=end, batch=batch, interval=interval))
+            self.note(
+                Span(
+                    name=name,
+                    row=row,
+                    begin_s=begin_s,
+                    end_s=time.perf_counter(),
+                    batch=batch,
+                    interval=interval,
+                )
+            )
 
     def add(self, name: str, row: str, begin_s: float, end_s: float, batch: int | None = None) -> None:
         self.note(Span(name=name, row=row, begin_s=begin_s, end_s=end_s, batch=batch))
@@ -142,8 +151,9 @@ class TraceWriter:
 
     def note_epoch(self, record: EpochRecord) -> None:
         values = asdict(record)
-        # JSON has neither NaN nor infinity.
-        self._epochs.append(values | {"loss": record.loss if math.isfinite(record.loss) else None})
+        if not math.isfinite(record.loss):
+            values["loss"] = None  # JSON has neither NaN nor infinity.
+        self._epochs.append(values)
 
     def write(self, job: str, topology: Topology, ledger: Ledger, *, failed: bool) -> None:
         """Write the file. An error is only logged, because the traced work is done."""
@@ -158,9 +168,11 @@ class TraceWriter:
             "passes": [asdict(loader_pass) for loader_pass in self._passes],
             "epochs": self._epochs,
         }
+
         try:
-            _get_part_path(self._path).write_text(json.dumps(values) + "\n", encoding="utf-8")
-            _get_part_path(self._path).replace(self._path)
+            part_path = _get_part_path(self._path)
+            part_path.write_text(json.dumps(values) + "\n", encoding="utf-8")
+            part_path.replace(self._path)
         except OSError as error:
             log.warning("the trace %s of rank %d could not be written: %s", self._path, self._rank, error)
 
@@ -180,23 +192,33 @@ def _reserve_file(folder: Path, rank: int) -> Path:
 
     Raises ConfigError if the folder cannot be written.
     """
-    suffix = 0
+    path = folder / f"rank-{rank}.json"
+    num_taken = 0
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        while True:
-            path = folder / (f"rank-{rank}.{suffix}.json" if suffix else f"rank-{rank}.json")
-            suffix += 1
-            with contextlib.suppress(FileExistsError):
-                os.close(os.open(_get_part_path(path), os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644))
-                # Check this last. Another session may have renamed its reserved file meanwhile.
-                if not path.exists():
-                    return path
-                _get_part_path(path).unlink()
+        while not _try_to_reserve(path):
+            num_taken += 1
+            path = folder / f"rank-{rank}.{num_taken}.json"
     except OSError as error:
         raise ConfigError(
             f"DGLX_TRACE={str(folder)!r}: rank {rank} cannot write its trace there ({error}). Use a folder "
             "that every rank can write, or unset DGLX_TRACE."
         ) from error
+    return path
+
+
+def _try_to_reserve(path: Path) -> bool:
+    """Create the unfinished file of ``path``. Return False if another session uses this name."""
+    part_path = _get_part_path(path)
+    try:
+        os.close(os.open(part_path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644))
+    except FileExistsError:
+        return False
+    # Check this last. Another session may have renamed its reserved file meanwhile.
+    if path.exists():
+        part_path.unlink()
+        return False
+    return True
 
 
 def _get_part_path(path: Path) -> Path:
@@ -204,6 +226,7 @@ def _get_part_path(path: Path) -> Path:
 
 
 _FORMAT = "dglx_dist trace 1"
+_MAX_FILE_BYTES = 1 << 30
 _MAX_US = 1e18
 _HEAD = f'{{"otherData": {{"format": "{_FORMAT}"'
 _NUMBERS = ("batch", "interval")
@@ -244,9 +267,11 @@ def check_replaceable(path: Path) -> None:
                 f"{path} holds something other than a trace and is not overwritten. Choose another file, or "
                 "remove it yourself."
             )
+
         path.parent.mkdir(parents=True, exist_ok=True)
+        # Check whether the folder can be made.
         with partial_folder(path):
-            pass  # This checks whether the folder can be made.
+            pass
     except OSError as error:
         raise StorageError(f"cannot write the trace {path}: {error}. Choose another place.") from error
 
@@ -272,12 +297,15 @@ def write_trace(path: Path, trace: TraceFile) -> None:
         }
         for rank in trace.ranks
     ]
+    run_json = json.dumps({"run": trace.facts, "ranks": ranks}, default=str)
+
     try:
         with replace_atomically(path) as partial, partial.open("w", encoding="utf-8") as file:
             # The head comes first, so that a trace is recognized without reading all of it.
-            file.write(_HEAD + ", " + json.dumps({"run": trace.facts, "ranks": ranks}, default=str)[1:])
+            file.write(_HEAD + ", " + run_json[1:])
             file.write(', "displayTimeUnit": "ms", "traceEvents": [\n')
-            events = (event for rank in trace.ranks for event in _make_events(rank, origin_s))
+
+            events = chain.from_iterable(_make_events(rank, origin_s) for rank in trace.ranks)
             file.write(",\n".join(map(json.dumps, events)))
             file.write("\n]}\n")
     except OSError as error:
@@ -285,34 +313,35 @@ def write_trace(path: Path, trace: TraceFile) -> None:
 
 
 def read_trace(path: str | Path) -> TraceFile:
-    """Read a file of :func:`write_trace`.
-
-    Raise StorageError if it is missing, damaged or no trace of ours.
-    """
+    """Read a file of :func:`write_trace`. Raise StorageError if it is missing or not such a file."""
     try:
-        fields = Fields(json.loads(read_small_file(Path(path), 1 << 30)), str(path), error=StorageError)
+        values = json.loads(read_small_file(Path(path), _MAX_FILE_BYTES))
+        fields = Fields(values, str(path), error=StorageError)
     except FileNotFoundError as error:
         raise StorageError(f"there is no file {path}. `dglx train --trace FILE` writes traces.") from error
     except (OSError, ValueError, RecursionError) as error:
         raise StorageError(f"{path} is no trace, or damaged ({error}). Record it again.") from error
+
     facts = fields.nested_fields("otherData")
     facts.choice("format", [_FORMAT])
-    events = fields.nested_list("traceEvents")
     spans: dict[int, list[Span]] = {}
-    for event in events:
+    for event in fields.nested_list("traceEvents"):
         if event.text("ph") == "X":
             spans.setdefault(event.integer("pid", 0), []).append(_read_span(event))
-    ranks = tuple(
-        RankSpans(
-            rank=(rank := record.integer("rank", 0)),
+
+    ranks = []
+    for record in facts.nested_list("ranks"):
+        rank = record.integer("rank", 0)
+        sorted_spans = sorted(spans.get(rank, ()), key=lambda span: span.begin_s)
+        rank_spans = RankSpans(
+            rank=rank,
             host=record.text("host"),
-            spans=tuple(sorted(spans.get(rank, ()), key=lambda span: span.begin_s)),
+            spans=tuple(sorted_spans),
             clock_error_s=record.number("clock_error_us", 0, _MAX_US) / 1e6,
             dropped=record.integer("dropped", 0),
         )
-        for record in facts.nested_list("ranks")
-    )
-    return TraceFile(ranks=ranks, facts=facts.nested_fields("run").mapping)
+        ranks.append(rank_spans)
+    return TraceFile(ranks=tuple(ranks), facts=facts.nested_fields("run").mapping)
 
 
 def _is_trace(path: Path) -> bool:
@@ -321,34 +350,45 @@ def _is_trace(path: Path) -> bool:
 
 
 def _make_events(rank_spans: RankSpans, origin_s: float) -> Iterator[dict[str, Any]]:
-    def metadata(name: str, thread: int, args: Mapping[str, object]) -> dict[str, Any]:
+    """Yield the trace events of one rank: the names of its threads, and its spans.
+
+    Spans of one row that overlap without being nested need several threads of the drawing.
+    """
+
+    def make_metadata(name: str, thread: int, args: Mapping[str, object]) -> dict[str, Any]:
         return {"name": name, "ph": "M", "pid": rank_spans.rank, "tid": thread, "args": args}
 
-    yield metadata("process_name", 0, {"name": f"rank {rank_spans.rank} on {rank_spans.host}"})
-    yield metadata("process_sort_index", 0, {"sort_index": rank_spans.rank})
+    title = f"rank {rank_spans.rank} on {rank_spans.host}"
+    yield make_metadata("process_name", 0, {"name": title})
+    yield make_metadata("process_sort_index", 0, {"sort_index": rank_spans.rank})
+
+    spans_of_row: dict[str, list[Span]] = {row: [] for row in _ROWS}
+    for span in rank_spans.spans:
+        spans_of_row.setdefault(span.row, []).append(span)
+    other_rows = sorted(spans_of_row.keys() - set(_ROWS))
+
     thread = 0
-    used = {span.row for span in rank_spans.spans}
-    rows = [*(row for row in _ROWS if row in used), *sorted(used.difference(_ROWS))]
-    for row in rows:
-        for number, track in enumerate(assign_tracks(span for span in rank_spans.spans if span.row == row)):
+    for row in [*_ROWS, *other_rows]:
+        for track_index, track in enumerate(assign_tracks(spans_of_row[row])):
             thread += 1
-            name = row if number == 0 else f"{row} {number + 1}"
-            yield metadata("thread_name", thread, {"name": name})
-            yield metadata("thread_sort_index", thread, {"sort_index": thread})
+            name = row if track_index == 0 else f"{row} {track_index + 1}"
+            yield make_metadata("thread_name", thread, {"name": name})
+            yield make_metadata("thread_sort_index", thread, {"sort_index": thread})
             for span in track:
                 yield _make_event(span, rank_spans.rank, thread, origin_s)
 
 
 def _make_event(span: Span, rank: int, thread: int, origin_s: float) -> dict[str, Any]:
-    numbers = {name: getattr(span, name) for name in _NUMBERS}
-    begin = round(1e9 * (span.begin_s - origin_s))
+    # Round both ends. A rounded duration may reach beyond the span around this span.
+    begin_ns = round(1e9 * (span.begin_s - origin_s))
+    end_ns = round(1e9 * (span.end_s - origin_s))
+    numbers = {"batch": span.batch, "interval": span.interval}
     return {
         "name": span.name,
         "cat": span.row,
         "ph": "X",
-        # Both ends are rounded, because a rounded duration may reach beyond the span around it.
-        "ts": begin / 1e3,
-        "dur": (round(1e9 * (span.end_s - origin_s)) - begin) / 1e3,
+        "ts": begin_ns / 1e3,
+        "dur": (end_ns - begin_ns) / 1e3,
         "pid": rank,
         "tid": thread,
         "args": {name: value for name, value in numbers.items() if value is not None},
@@ -356,9 +396,11 @@ def _make_event(span: Span, rank: int, thread: int, origin_s: float) -> dict[str
 
 
 def assign_tracks(spans: Iterable[Span], *, nested: bool = True) -> list[list[Span]]:
-    """Return the fewest lists of spans in which spans are disjoint or, if allowed, nested."""
+    """Return the fewest lists of spans in which the spans are disjoint or, if ``nested``, nested."""
     tracks: list[list[Span]] = []
     open_until: list[list[float]] = []
+
+    # Put each span on the first track where it fits. Each track has a stack of the ends of its open spans.
     for span in sorted(spans, key=lambda span: (span.begin_s, -span.end_s)):
         for track, ends in zip(tracks, open_until, strict=True):
             while ends and ends[-1] <= span.begin_s:
@@ -377,10 +419,15 @@ def _read_span(event: Fields) -> Span:
     begin_us = event.number("ts", 0, _MAX_US)
     end_us = begin_us + event.number("dur", 0, _MAX_US)
     args = event.nested_fields("args")
-    numbers = {name: args.integer(name) if name in args.mapping else None for name in _NUMBERS}
-    name = event.text("name")
-    row = event.text("cat")
-    return Span(name=name, row=row, begin_s=begin_us / 1e6, end_s=end_us / 1e6, **numbers)
+    batch, interval = (args.integer(name) if name in args.mapping else None for name in _NUMBERS)
+    return Span(
+        name=event.text("name"),
+        row=event.text("cat"),
+        begin_s=begin_us / 1e6,
+        end_s=end_us / 1e6,
+        batch=batch,
+        interval=interval,
+    )
 
 
 def shift_spans(spans: Iterable[Span], offset_s: float) -> tuple[Span, ...]:

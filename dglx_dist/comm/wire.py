@@ -1,7 +1,7 @@
 """Wire format of messages: a validated binary head, then raw buffers.
 
-The head is little-endian: the fixed part (:data:`_FIXED`), the operation name, the argument name, then for
-each array its dtype code, number of dimensions and shape, then the bytes of arrays up to
+The head is little-endian. It consists of the fixed part (:data:`_FIXED`), the operation name and the argument
+name. Then it has the dtype code, number of dimensions and shape of each array, and the bytes of arrays up to
 :data:`INLINE_BYTES`. Each larger array follows in frames of :data:`FRAME_BYTES`, and its last frame may be
 smaller. Nothing is evaluated or unpickled. Sizes are checked against the limits below and against the arrived
 buffers before they are used.
@@ -11,7 +11,6 @@ import math
 import struct
 from collections.abc import Sequence
 from enum import IntEnum
-from operator import attrgetter
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -99,38 +98,49 @@ def encode(head: Head, arrays: Sequence[Array] = ()) -> Buffers:
     # An error text may be invalid UTF-8 and must arrive nevertheless.
     op = head.op.encode(errors="replace")
     name = head.name.encode(errors="replace")
-    if max(len(op), len(name)) > MAX_NAME_BYTES:
-        raise WireError(f"a name has {max(len(op), len(name))} bytes, but the maximum is {MAX_NAME_BYTES}")
+    longest = max(len(op), len(name))
+    if longest > MAX_NAME_BYTES:
+        raise WireError(f"a name has {longest} bytes, but the maximum is {MAX_NAME_BYTES}")
     if len(arrays) > MAX_ARRAYS:
         raise WireError(f"a message has {len(arrays)} arrays, but the maximum is {MAX_ARRAYS}")
-    parts = [_FIXED.pack(MAGIC, VERSION, head.kind, len(arrays), head.request, len(op), len(name)), op, name]
+
+    sizes = (len(arrays), head.request, len(op), len(name))
+    fields = [_FIXED.pack(MAGIC, VERSION, head.kind, *sizes), op, name]
     inline: Buffers = []
     large: Buffers = []
     for array in arrays:
-        raw = raw_bytes(array)
+        content = raw_bytes(array)
         if array.ndim > MAX_DIMENSIONS:
             raise WireError(f"an array of {array.ndim} dimensions, which are more than {MAX_DIMENSIONS}")
-        kind = _CODES[_get_wire_dtype(array)]
-        parts.append(_ARRAY.pack(kind, array.ndim) + _SHAPES[array.ndim].pack(*array.shape))
-        (inline if len(raw) <= INLINE_BYTES else large).append(raw)
-    return [b"".join([*parts, *inline]), *large]
+
+        code = _CODES[_get_wire_dtype(array)]
+        fields.append(_ARRAY.pack(code, array.ndim) + _SHAPES[array.ndim].pack(*array.shape))
+        if len(content) <= INLINE_BYTES:
+            inline.append(content)
+        else:
+            large.append(content)
+    return [b"".join([*fields, *inline]), *large]
 
 
 def send_message(socket: zmq.Socket[bytes], buffers: Buffers) -> None:
     """Send one message. Large buffers are referenced until they are sent, and must not change."""
-    last = len(buffers) - 1
+    last_index = len(buffers) - 1
     for index, buffer in enumerate(buffers):
-        more = zmq.SNDMORE if index < last else 0
+        flags = zmq.SNDMORE if index < last_index else 0
         if len(buffer) <= _COPY_BYTES:
-            socket.send(buffer, more)
+            socket.send(buffer, flags)
             continue
+
         for start in range(0, len(buffer), FRAME_BYTES):
             end = start + FRAME_BYTES
-            socket.send(buffer[start:end], zmq.SNDMORE if end < len(buffer) else more, copy=False)
+            frame_flags = zmq.SNDMORE if end < len(buffer) else flags
+            socket.send(buffer[start:end], frame_flags, copy=False)
 
 
 def decode(data: bytes) -> Head:
     """Decode a head and check every field. Raise WireError if it violates the format."""
+
+    # Check the fixed part.
     if not _FIXED.size <= len(data) <= MAX_HEAD_BYTES:
         raise WireError(f"a head of {len(data)} bytes is outside [{_FIXED.size}, {MAX_HEAD_BYTES}]")
     magic, version, kind, count, request, op_size, name_size = _FIXED.unpack_from(data)
@@ -138,6 +148,8 @@ def decode(data: bytes) -> Head:
         raise WireError(f"starts with {magic!r} version {version}, not {MAGIC!r} version {VERSION}")
     if kind not in _KINDS or max(op_size, name_size) > MAX_NAME_BYTES or count > MAX_ARRAYS:
         raise WireError(f"kind {kind}, names of {op_size} and {name_size} bytes and {count} arrays")
+
+    # Read the names, and the dtype and shape of each array.
     op_end = _FIXED.size + op_size
     position = op_end + name_size
     try:
@@ -149,34 +161,40 @@ def decode(data: bytes) -> Head:
             shape = _SHAPES[dimensions].unpack_from(data, position + _ARRAY.size)
             position += _ARRAY.size + 8 * dimensions
             # math.prod of Python integers cannot overflow, so a malicious shape fails below.
-            specs.append(ArraySpec(_DTYPES[code], shape, math.prod(shape) * _DTYPES[code].itemsize))
+            num_bytes = math.prod(shape) * _DTYPES[code].itemsize
+            specs.append(ArraySpec(_DTYPES[code], shape, num_bytes))
     except (UnicodeDecodeError, struct.error, LookupError) as error:
         raise WireError(f"the head ends too early, or has a wrong name or dtype ({error})") from None
-    inline = 0
+
+    # Check the sizes of the arrays.
+    num_inline = 0
     for spec in specs:
-        if (spec.shape and min(spec.shape) < 0) or spec.num_bytes > MAX_ARRAY_BYTES:
+        has_negative = bool(spec.shape) and min(spec.shape) < 0
+        if has_negative or spec.num_bytes > MAX_ARRAY_BYTES:
             raise WireError(f"an array of shape {spec.shape}, negative or above {MAX_ARRAY_BYTES} bytes")
         if spec.num_bytes <= INLINE_BYTES:
-            inline += spec.num_bytes
-    if position + inline != len(data):
-        raise WireError(f"a head has {len(data)} bytes, but its fields end at {position + inline}")
-    return Head(_KINDS[kind], request, op, name, tuple(specs), data[position:] if inline else b"")
+            num_inline += spec.num_bytes
+    if position + num_inline != len(data):
+        raise WireError(f"a head has {len(data)} bytes, but its fields end at {position + num_inline}")
+    return Head(_KINDS[kind], request, op, name, tuple(specs), data[position:])
 
 
 def read_arrays(socket: zmq.Socket[bytes], head: Head) -> list[Array]:
     """Read the writable and aligned arrays of a message after its ``head``.
 
-    Raises WireError if frames are missing, superfluous or of a wrong size. The message is consumed then.
+    Raises WireError if frames are missing, superfluous or of a wrong size. All frames are consumed then.
     """
     arrays = []
     position = 0
     try:
         for spec in head.arrays:
-            if spec.num_bytes <= INLINE_BYTES:
-                arrays.append(_array_from(spec, bytearray(head.inline[position : position + spec.num_bytes])))
-                position += spec.num_bytes
-            else:
+            if spec.num_bytes > INLINE_BYTES:
                 arrays.append(_read_array(socket, spec))
+                continue
+            end = position + spec.num_bytes
+            arrays.append(_array_from(spec, bytearray(head.inline[position:end])))
+            position = end
+
         if socket.getsockopt(zmq.RCVMORE):
             raise WireError("more frames than arrays")
     finally:
@@ -198,7 +216,7 @@ def raw_bytes(array: Array) -> memoryview:
 
 
 def payload_bytes(arrays: Sequence[Array]) -> int:
-    return sum(map(_NBYTES, arrays))
+    return sum(array.nbytes for array in arrays)
 
 
 def _get_wire_dtype(array: Array) -> np.dtype[Any]:
@@ -218,24 +236,27 @@ def _array_from(spec: ArraySpec, buffer: bytearray | memoryview) -> Array:
 
 
 def _read_array(socket: zmq.Socket[bytes], spec: ArraySpec) -> Array:
+    """Read an array that follows the head in frames of its own."""
     frames: list[memoryview] = []
     for start in range(0, spec.num_bytes, FRAME_BYTES):
-        due = min(FRAME_BYTES, spec.num_bytes - start)
+        expected_size = min(FRAME_BYTES, spec.num_bytes - start)
         if not socket.getsockopt(zmq.RCVMORE):
             raise WireError("a buffer is missing")
-        frames.append(socket.recv(copy=False).buffer)
-        if len(frames[-1]) != due:
-            raise WireError(f"a frame has {len(frames[-1])} bytes instead of {due}")
+        frame = socket.recv(copy=False).buffer
+        if len(frame) != expected_size:
+            raise WireError(f"a frame has {len(frame)} bytes instead of {expected_size}")
+        frames.append(frame)
+
+    # The memory of a single large frame becomes the array without a copy, if it is suitable.
     if len(frames) == 1 and spec.num_bytes > _SMALL_BYTES:
         array = _array_from(spec, frames[0])
-        return array if array.flags.aligned and array.flags.writeable else array.copy()
+        is_usable = array.flags.aligned and array.flags.writeable
+        return array if is_usable else array.copy()
     try:
         return _array_from(spec, bytearray().join(frames))
     except MemoryError:
         raise WireError(f"there is no memory for {spec.dtype} of shape {spec.shape}") from None
 
-
-_NBYTES = attrgetter("nbytes")
 
 _EVENT = struct.Struct("=Hi")
 
