@@ -74,7 +74,10 @@ class RowCodec:
         _encode(floats.numpy(), scales.numpy(), self.bits, self.stream, row_offset, codes)
 
     def decode(self, codes: Tensor) -> Tensor:
-        """Return the (n, *row_shape) bfloat16 or float32 rows of any (n, row_bytes) uint8 ``codes``."""
+        """Decode ``codes``, (n, row_bytes) uint8, to (n, *row_shape) rows.
+
+        The rows are bfloat16 if a number has 16 bits, and float32 otherwise.
+        """
         if self.bits == 16:
             return codes.view(torch.bfloat16).view(-1, *self.row_shape)
         rows = torch.empty(len(codes), math.prod(self.row_shape))

@@ -39,8 +39,9 @@ def sum_over_ranks(
 ) -> Tensor:
     """Return the sum of ``tensor`` over all ranks, without gradient. Every rank must call this.
 
-    Every rank gets the same bits. ``tensor`` has the same shape and dtype on all ranks. The ledger counts a
-    ring all-reduce: 2 (W - 1) / W of its bytes per rank, to the next rank.
+    The result is bitwise equal on all ranks. ``tensor`` must have the same shape and dtype on all of them.
+    The ledger counts the bytes of a ring: each of the W ranks sends 2 (W - 1) / W times the bytes of
+    ``tensor`` to the next rank.
 
     Args:
         in_place: Whether to overwrite ``tensor``, which must be contiguous.

@@ -69,9 +69,9 @@ def _select_request(device: object, variable: str | None) -> tuple[str, object]:
 
 
 def check_request(device: object, variable: str | None) -> torch.device | None:
-    """Return the device for a session, or None for ``auto``. Raise ConfigError if there is no such device.
+    """Return the requested device, or None for ``auto``. Raise ConfigError if the device does not exist.
 
-    ``variable`` is the value of DGLX_DEVICE, which replaces ``auto``.
+    ``variable`` is the value of DGLX_DEVICE, which applies if ``device`` is ``auto``.
     """
     name, value = _select_request(device, variable)
     if value in (None, AUTO):

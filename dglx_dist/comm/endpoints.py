@@ -149,14 +149,17 @@ def _accept(
 
 
 def prove_rank(connection: socket.socket, rank: int, secret: bytes) -> None:
-    """Prove to the listening end that this is ``rank``. Raise OSError unless it knows ``secret``."""
+    """Prove to the listening end that this process is ``rank``, and let the listening end prove itself.
+
+    Raises OSError if the listening end does not know ``secret``.
+    """
     own_nonce = secrets.token_bytes(_NONCE_BYTES)
     connection.sendall(_HELLO.pack(_MAGIC, rank, own_nonce))
     answer = _read(connection, _NONCE_BYTES + _PROOF_BYTES)
-    nonce, proof = answer[:_NONCE_BYTES], answer[_NONCE_BYTES:]
-    if not hmac.compare_digest(proof, _make_proof(secret, b"listens", own_nonce, nonce)):
+    peer_nonce, proof = answer[:_NONCE_BYTES], answer[_NONCE_BYTES:]
+    if not hmac.compare_digest(proof, _make_proof(secret, b"listens", own_nonce, peer_nonce)):
         raise ConnectionRefusedError("it does not know this job's secret")
-    connection.sendall(_make_proof(secret, b"connects", own_nonce, nonce))
+    connection.sendall(_make_proof(secret, b"connects", own_nonce, peer_nonce))
 
 
 def authenticate(connection: socket.socket, pair_keys: Mapping[int, bytes]) -> int:
@@ -207,10 +210,12 @@ class ClientAccess:
 
 
 def open_client_access(session: Session, interface: str = "") -> ClientAccess:
-    """Return the access for external clients. The first call is collective, and later calls return the same.
+    """Return the addresses and credentials for external clients.
 
-    A session of one rank listens on ``interface``, or for clients on this machine by default. Several ranks
-    listen where they listen to each other. Raises ConfigError if there is no such interface.
+    The first call of a session is collective. Later calls return its result. A session of one rank listens
+    on the network interface ``interface``. By default it accepts only clients on this machine. A session of
+    several ranks listens on the addresses that its ranks already use. Raises ConfigError if ``interface``
+    does not exist.
     """
     access = _CLIENT_ACCESS.get(session)
     if access is not None:

@@ -175,7 +175,7 @@ class Exchange(ABC):
 
 
 def _encode(codec: RowCodec, message: Outgoing, row_offset: int) -> Outgoing:
-    """Return ``message`` with codes in place of rows. Each piece is encoded when the exchange takes it."""
+    """Return ``message`` with codes instead of rows. Rows are encoded piece by piece while they are sent."""
     codes = codec.empty(message.rows)
     pieces = message.pieces or iter(torch.split(message.rows, _ENCODED_ROWS))
 
@@ -249,7 +249,7 @@ class DeviceExchange(Exchange):
             _do_independent_work(work)
             for request in requests:
                 request.wait()
-            # All rows are here now, so the work that waited for rows can finish.
+            # All rows have arrived, so the remaining work does not wait any more.
             for message in incoming:
                 message.num_arrived = message.rows.nbytes
             for _ in work:
@@ -267,7 +267,7 @@ def _do_independent_work(work: Iterator[bool]) -> None:
 
 
 def open_devices(session: Session) -> DeviceExchange | None:
-    """Return the exchange between accelerators, or None unless each rank has its own. All ranks call this."""
+    """Return the exchange between accelerators, or None if ranks share one or have none. Collective."""
     device = session.device
     # A single rank has no process group.
     uses_gpu = device.type == "cuda" and dist.is_initialized()
@@ -378,14 +378,14 @@ class CallExchange(Exchange):
                 _as_bytes(message.rows).numpy()[:] = rows
                 message.num_arrived = num_bytes
 
-            # All rows are here now, so the work that waited for rows can finish.
+            # All rows have arrived, so the remaining work does not wait any more.
             for _ in work:
                 pass
             for call in calls:
                 call.result(call.age_s + self.session.timeout_s)
 
             if self.session.timeline.on:
-                # Rows of a rank that is ahead arrived before this rank posted.
+                # Rows may have arrived before ``begin_s``, if their sender was faster than this rank.
                 arrivals_s = [arrival_s for arrival_s, _, _ in arrived.values()]
                 end_s = max([begin_s, *arrivals_s])
                 self.session.timeline.add(self._span or name, NETWORK, begin_s, end_s, batch)
@@ -433,10 +433,10 @@ def send_message(connection: socket.socket, header: bytes, message: Outgoing) ->
 
 
 def receive_message(connection: socket.socket, expected_header: bytes, message: Incoming) -> Iterator[None]:
-    """Receive ``message`` over a non-blocking connection. Yields after each read.
+    """Receive ``message`` over a non-blocking connection. Yield whenever more bytes have to arrive.
 
-    Raises PeerError if the peer sends another header than ``expected_header``, because it is at another
-    exchange, and OSError if the connection broke.
+    Raises PeerError if the header of the peer is not ``expected_header``. The peer then takes part in a
+    different exchange. Raises OSError if the connection breaks.
     """
     header = memoryview(bytearray(_HEADER.size))
     num_read = 0
@@ -514,7 +514,7 @@ class StreamExchange(Exchange):
     def __init__(self, session: Session) -> None:
         super().__init__(session)
         self._connections = open_streams(session)
-        # Close also after a failure. The end of a connection stops peers that wait for this rank's rows.
+        # A failed rank closes its connections, too. Peers that wait for its rows then stop waiting.
         session.on_close.append(self._close)
         self._numbers_to = Counter[int]()
         self._numbers_from = Counter[int]()
@@ -635,7 +635,7 @@ class StreamExchange(Exchange):
         except PeerError:
             raise
         except OSError as error:
-            # report_failed_peers, around this call, finds the rank that died or failed first.
+            # The caller runs inside of report_failed_peers, which names the rank that failed first.
             raise RuntimeError(f"the connection to {self._describe_rank(rank)} broke: {error}") from error
 
     def _describe_rank(self, rank: int) -> str:

@@ -197,9 +197,10 @@ class OneSidedExchange:
         phase: str | None,
         layer: int = 0,
     ) -> list[Pending]:
-        """Send each rank its ``arrays`` and return at once. The round may be one number, or a number by rank.
+        """Send each rank its ``arrays`` without waiting for an answer.
 
-        Raises PeerError if a rank is dead.
+        ``round_number`` is one number for all ranks, or a mapping from ranks to numbers. Raises PeerError if
+        a rank is dead.
         """
         topology = self._session.topology
         if isinstance(round_number, int):

@@ -251,11 +251,11 @@ class JobStore:
 
     def __init__(self, store: Store, rank: int, world_size: int, timeout_s: float) -> None:
         self.raw = store
-        """Store of the session's values. :meth:`seal` replaces it by a store that checks them."""
+        """Store of the session's values. :meth:`seal` replaces it with a store that authenticates values."""
         self.unsealed = store
         self._failures = store
         self.key = b""
-        """Key of the session, which :meth:`seal` sets."""
+        """Key that authenticates the values of the session. Empty before :meth:`seal`."""
         self.rank = rank
         self.world_size = world_size
         self.timeout_s = timeout_s
@@ -292,11 +292,12 @@ class JobStore:
             self._use_secret(secret)
 
     def _fetch_secret(self, *, is_local: bool) -> bytes:
-        """Return the secret that rank 0 made. Raise ConfigError if rank 0 has a secret of the user."""
+        """Return the secret that rank 0 generated. Raise ConfigError if the user gave rank 0 a secret."""
         self._wait_for([_SECRET], "the start", None)
         secret = self.raw.get(_SECRET)
         if not secret:
-            # Without this value, the other ranks would wait. They refuse it, because it has no seal.
+            # Other ranks wait for a value of this rank. They refuse this one, because it has no seal, and
+            # so they stop at once.
             self.raw.set(f"start/{self.rank}", "")
             raise ConfigError(f"rank 0 has a secret and rank {self.rank} has none. {_SECRET_HINT}")
         if is_local:
@@ -511,9 +512,9 @@ def find_interface_address(name: str, setting: str = "GLOO_SOCKET_IFNAME") -> st
 
 
 def read_link_speed(address: str) -> float | None:
-    """Return the bytes per second of the network card with the numeric local ``address``.
+    """Return the speed in bytes per second of the network card that has the numeric local ``address``.
 
-    The result is None if the kernel does not know it, as for loopback and many virtual cards.
+    The result is None if the kernel reports no speed, as for loopback and many virtual cards.
     """
     cards = psutil.net_if_stats()
     for name, entries in psutil.net_if_addrs().items():

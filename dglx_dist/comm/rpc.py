@@ -185,7 +185,7 @@ class Server:
             self._wake_server()
 
     def _answer(self, head: Head, arrays: Sequence[Array]) -> Buffers:
-        """Call the handler, and return its encoded answer or error. Note how long the operation takes."""
+        """Call the handler, and return its encoded answer or error. Record the seconds of the operation."""
         start_s = time.perf_counter()
         try:
             answer = run_handler(self._handlers, head.op, head.name, arrays)
@@ -193,7 +193,7 @@ class Server:
         except BaseException as error:  # noqa: BLE001 - reported to the caller, and this thread must continue
             buffers = _encode_error(head, f"{type(error).__name__}: {error}")
 
-        # One fast call does not make a slow operation fast.
+        # The estimate falls slowly, because one fast call does not mean that the next one is fast.
         elapsed_s = time.perf_counter() - start_s
         last_s = self._op_seconds.get(head.op, 0.0)
         self._op_seconds[head.op] = max(elapsed_s, 0.5 * last_s)
@@ -361,17 +361,17 @@ class Pending:
         return self._answer
 
     def _wait(self, timeout_s: float) -> list[Array]:
-        """Return the reply, which any thread may receive.
+        """Wait for the reply and return its arrays. Another thread may receive the reply for this one.
 
-        ``timeout_s`` counts from the call. Raises PeerError if the peer is dead or silent, and RemoteError if
-        the peer could not answer.
+        ``timeout_s`` counts from the time of the request. Raises PeerError if the peer is dead or silent, and
+        RemoteError if the peer could not answer.
         """
         link = self._link
         assert link is not None
         while self._request not in link.replies:
             remaining_s = 0.0 if link.broken else timeout_s - self.age_s
             remaining_ms = max(int(remaining_s * 1000), 0)
-            # Receive even after the deadline, and check again, because another thread may have got the reply.
+            # One more message is received after the deadline, because the reply may already be here.
             has_message = link.pump(min(_POLL_MS, remaining_ms + 1))
             if has_message or self._request in link.replies:
                 continue
@@ -591,7 +591,7 @@ class Rpc:
         self.timeout_s = timeout_s
         self.ledger = ledger
         self.status = ""
-        """Collective that this rank waits in, which other ranks can request. "" for none."""
+        """Collective in which this rank waits. Other ranks ask for this text. Empty if it does not wait."""
         self._handlers: dict[str, Handler] = {_PING: self._on_ping}
         self._client_handlers: dict[str, Handler] = {}
         self._contexts: list[zmq.Context[zmq.Socket[bytes]]] = []
@@ -604,7 +604,7 @@ class Rpc:
         self.addresses: Mapping[int, PeerAddress] = {}
         """Addresses of all ranks, including this one. Empty in a session of one rank."""
         self.address = ""
-        """Numeric address of this rank, also for other sockets of the job. "" before :meth:`listen`."""
+        """Numeric address on which this rank listens. Empty before :meth:`listen`."""
 
     def listen(self, address: str, credentials: Credentials) -> str:
         """Start serving on ``address``. Return the endpoint to publish."""

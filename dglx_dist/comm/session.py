@@ -89,7 +89,7 @@ def check_hellos(facts: list[Any]) -> None:
 def check_values_equal(
     what: str, values: Sequence[Any], remedy: str, error: type[DglxError] = ConfigError
 ) -> None:
-    """Raise ``error`` with the first difference unless the JSON ``values`` of all ranks are equal."""
+    """Compare the JSON ``values`` of all ranks. Raise ``error``, which shows the first difference."""
     for rank, value in enumerate(values):
         if _differ(values[0], value):
             expected, actual = _find_first_difference(values[0], value)
@@ -176,13 +176,12 @@ class FailureWatch:
             sys.excepthook = self._previous_hook
 
     def describe(self, activity: str, probe_s: float = _PROBE_S) -> str:
-        """Describe the other ranks: the first failure, silent ranks, and ranks in another collective."""
+        """Explain why ``activity`` cannot continue: failed ranks, silent ranks, or different collectives."""
         own_rank = self._store.rank
         peers = [rank for rank in range(self._store.world_size) if rank != own_rank]
         statuses = self._rpc.get_peer_status(peers, probe_s)
 
-        # Read the store after the probe, because ranks that lost a peer, including this rank, may have ended
-        # their session meanwhile.
+        # The store is read after the probe. A rank that lost a peer may end its session during the probe.
         reasons = []
         try:
             failure = self._store.first_failure()
@@ -586,7 +585,7 @@ class Session:
         self.close(failed=self._watch is not None and self._watch.failed)
 
     def _release_in_fork(self) -> None:
-        """Release all resources in a forked process without closing them, because the parent is the rank."""
+        """Drop the session in a forked process. Connections stay open, because the parent uses them."""
         if self._closed:
             return
         self._closed = True
@@ -737,7 +736,7 @@ _LIBRARIES = {__name__.partition(".")[0], "dgl", "torch", "collections"}
 
 
 def warn_user(message: str) -> None:
-    """Warn on rank 0, at the line of the user's code that led here."""
+    """Show a warning on rank 0. It points to the line of the user's code that called this package."""
     if _CURRENT and _CURRENT[-1].topology.rank:
         return
     # Skip the frames of this package and of torch.

@@ -168,13 +168,13 @@ class StopPoint:
         rpc.register(_STOP, self._on_stop)
 
     def open(self) -> None:
-        """Begin training. :meth:`close` ends it."""
+        """Note that training begins. :meth:`close` notes its end."""
         with self._changed:
             self.is_open = True
             self.is_over = False
             self._holds = False
             self._stop_at = _NOWHERE
-            # Training that failed may have ended at another point on another rank.
+            # After a failure, ranks may have taken different numbers of steps.
             self._num_passed = 0
 
     def should_stop(self) -> bool:
@@ -230,7 +230,7 @@ class StopPoint:
         return [np.array([0])]
 
     def _coordinate(self) -> None:
-        """Hold all ranks, and tell them the point at which all can stop."""
+        """Pause all ranks, and tell them after how many steps all of them can stop."""
         try:
             counts = self._call(self._ranks, _HOLD, _NOWHERE)
             stop_at = _NOWHERE

@@ -151,7 +151,11 @@ def read_topology(variables: Mapping[str, str] = os.environ) -> Topology:
 def assign_servers(
     topology: Topology, node_of_rank: tuple[int, ...], variables: Mapping[str, str] = os.environ
 ) -> Topology:
-    """Return ``topology`` with servers from the (W,) contiguous real machines of the ranks."""
+    """Return ``topology`` with the servers of all ranks.
+
+    ``node_of_rank`` has the machine of each of the W ranks. The ranks of a machine are contiguous. They form
+    one server, unless the settings divide them into servers of ``ranks_per_server`` ranks.
+    """
     per_server = read_settings(variables).ranks_per_server
     groups: list[tuple[int, int]] = []
     for rank, node in enumerate(node_of_rank):

@@ -178,7 +178,10 @@ class TraceWriter:
 
 
 def open_trace(folder: Path | None, rank: int) -> tuple[TraceWriter | None, str]:
-    """Return (writer, ""), or (None, error). The caller must send the error to all ranks."""
+    """Return the writer of the trace and an error message. Without ``folder`` there is no writer.
+
+    The message is empty if there is no error. The caller sends it to all ranks, so that all of them stop.
+    """
     if folder is None:
         return None, ""
     try:
@@ -188,9 +191,9 @@ def open_trace(folder: Path | None, rank: int) -> tuple[TraceWriter | None, str]
 
 
 def _reserve_file(folder: Path, rank: int) -> Path:
-    """Create a file for the trace of this rank under a name that no other session uses, and return the name.
+    """Create an empty file for the trace of this rank and return its path. No other session uses the path.
 
-    Raises ConfigError if the folder cannot be written.
+    Raises ConfigError if files cannot be created in ``folder``.
     """
     path = folder / f"rank-{rank}.json"
     num_taken = 0
@@ -202,19 +205,19 @@ def _reserve_file(folder: Path, rank: int) -> Path:
     except OSError as error:
         raise ConfigError(
             f"DGLX_TRACE={str(folder)!r}: rank {rank} cannot write its trace there ({error}). Use a folder "
-            "that every rank can write, or unset DGLX_TRACE."
+            "to which every rank can write, or unset DGLX_TRACE."
         ) from error
     return path
 
 
 def _try_to_reserve(path: Path) -> bool:
-    """Create the unfinished file of ``path``. Return False if another session uses this name."""
+    """Create the unfinished file for ``path``. Return False if another session uses ``path``."""
     part_path = _get_part_path(path)
     try:
         os.close(os.open(part_path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644))
     except FileExistsError:
         return False
-    # Check this last. Another session may have renamed its reserved file meanwhile.
+    # This check is the last one, because another session may have renamed its unfinished file to ``path``.
     if path.exists():
         part_path.unlink()
         return False

@@ -31,6 +31,7 @@ PROGRAMS: Mapping[str, tuple[str, str]] = {
     "regret": ("micro.regret:main", "the choice of auto on real graphs beside every exact way"),
     "tasks": ("micro.tasks:main", "every task on real graphs beside a plain loop of DGL"),
     "real_data": ("micro.real_data:main", "accuracy on real graphs, one process beside two ranks"),
+    "typed_epochs": ("micro.typed_epochs:main", "epochs of R-GCN on several types under slow links"),
     "large": ("large:main", "graphs larger than memory: partitioned, then trained on"),
     "worker": ("worker:serve", ""),
 }
