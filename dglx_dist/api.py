@@ -79,24 +79,26 @@ log = logging.getLogger(__name__)
 
 
 def partition_cached(graph: RawGraph, plan: PartitionPlan, cache: Path) -> Path:
-    """Return the folder in ``cache`` with the partitions of ``graph``. Partition the graph unless they are
-    intact.
+    """Return the folder in ``cache`` with the partitions of ``graph``. Make it, unless it exists intact.
 
     One process calls this function. If another run partitions the same graph into the same cache at the same
     time, the result of the first one is used. Incomplete folders of killed runs are removed. Raises
     StorageError if the cache cannot be written. This is checked before the graph is partitioned.
     """
     folder = (cache / f"{Path(graph.name).name}-{content_key(graph, plan)}").absolute()
-    if not (folder / MANIFEST).is_file():
-        check_target(folder, overwrite=None)
-    elif not (damage := _find_damage(folder)):
-        return folder
-    else:
+    if (folder / MANIFEST).is_file():
+        damage = _find_damage(folder)
+        if not damage:
+            return folder
         log.warning("%s is partitioned again: %s", folder, damage)
+    else:
+        check_target(folder, overwrite=None)
+
     with ExitStack() as stack:
         with name_write_failures(cache):
             partitioned = stack.enter_context(partial_folder(folder)) / "dataset"
             remove_abandoned(folder.parent, below=False)
+
         partition_to_disk(graph, partitioned, plan, write_columns=write_slices)
         with name_write_failures(cache):
             # Another run may have published an intact folder in the meantime, and may train on it.
@@ -106,9 +108,11 @@ def partition_cached(graph: RawGraph, plan: PartitionPlan, cache: Path) -> Path:
 
 
 def _find_damage(folder: Path) -> str:
+    """Return why the dataset in ``folder`` cannot be used, or an empty text if all its files are intact."""
     try:
-        # The key of the folder has read every byte of the graph too, so "full" costs little. The dataset is
-        # not opened, because opening it cleans the cache.
+        # All bytes are verified. That costs little, because the name of the folder is a checksum of the whole
+        # graph, and computing it has read as many bytes. The dataset is not opened, because opening it cleans
+        # the cache.
         verify_files(folder, read_manifest(folder), "full")
     except (DatasetError, StorageError) as problem:
         return str(problem)
@@ -141,9 +145,7 @@ def partition_graph(  # noqa: PLR0913  # the signature is DGL's
     overwrite: bool = False,
     feature_dtype: torch.dtype | str | Mapping[str, torch.dtype | str] | None = None,
 ) -> tuple[OriginalIds, OriginalIds] | None:
-    """Partition ``g`` into ``out_path/graph_name``. The arguments are those of DGL's function and our own.
-
-    One process calls it, without :func:`init`. Open the result with ``DistGraph(out_path/graph_name)``.
+    """Partition ``g`` into ``out_path/graph_name``, which ``DistGraph`` opens. One process calls it.
 
     Args:
         g: Homogeneous or heterogeneous graph with its node and edge data.
@@ -182,10 +184,14 @@ def partition_graph(  # noqa: PLR0913  # the signature is DGL's
         StorageError: the folder exists and ``overwrite`` is not set.
     """
     _check_dgl_arguments(num_hops, graph_formats, use_graphbolt, return_mapping and format == "dgl")
-    edge_weights = (("etype",) if len(g.canonical_etypes) > 1 else ("degree",)) if balance_edges else ()
     type_weights = _type_weights(balance_ntypes)
+    balanced = [*list_names(balance), *type_weights]
+    if balance_edges:
+        balanced.append("etype" if len(g.canonical_etypes) > 1 else "degree")
+
     options = PartitionOptions(
-        balance=tuple(dict.fromkeys((*list_names(balance), *type_weights, *edge_weights))),
+        # A name may be given twice.
+        balance=tuple(dict.fromkeys(balanced)),
         tolerance={} if tolerance is None else tolerance,
         objective=objtype,
         fast=fast,
@@ -200,6 +206,7 @@ def partition_graph(  # noqa: PLR0913  # the signature is DGL's
         trainers_per_part=num_trainers_per_machine,
         feature_dtype=_format_dtypes(feature_dtype),
     )
+
     folder = Path(out_path) if format == "dgl" else Path(out_path) / graph_name
     graph = load_dataset(g, name=graph_name)
     partition_to_disk(graph, folder, plan, weights=type_weights, write_columns=write_slices)
@@ -218,12 +225,13 @@ def original_ids(folder: str | Path) -> tuple[OriginalIds, OriginalIds]:
         StorageError: the dataset is missing or damaged, or a part is on another machine.
     """
     dataset = open_dataset(folder)
-    parts = [dataset.part(part) for part in range(dataset.manifest.num_parts)]
-    nodes = {t: _concatenate([p.original_node_ids(t) for p in parts]) for t in dataset.manifest.node_types}
-    edges = {t: _concatenate([p.original_edge_ids(t) for p in parts]) for t in dataset.manifest.edge_types}
-    if len(nodes) == 1 and len(edges) == 1:
-        return next(iter(nodes.values())), next(iter(edges.values()))
-    return dict(nodes), dict(edges)
+    manifest = dataset.manifest
+    parts = [dataset.part(number) for number in range(manifest.num_parts)]
+    nodes: Any = {t: _concatenate([part.original_node_ids(t) for part in parts]) for t in manifest.node_types}
+    edges: Any = {t: _concatenate([part.original_edge_ids(t) for part in parts]) for t in manifest.edge_types}
+    if manifest.is_homogeneous:
+        return nodes[manifest.node_types[0]], edges[manifest.edge_types[0]]
+    return nodes, edges
 
 
 def distribute(
@@ -272,14 +280,17 @@ def distribute(
     session = _session_for(strategy)
 
     def locate() -> dict[str, str] | None:
+        """Return {argument of DistGraph: path of the dataset} on rank 0, and None on other ranks."""
         if session.topology.rank != 0:
             return None
+
         if isinstance(graph, (str, PathLike)):
             argument = _find_dataset_argument(Path(graph).expanduser())
             if argument is not None:
                 balanced = list_names(balance)
                 _refuse_partitioning(graph, parts=parts, method=method, balance=balanced, seed=seed)
                 return {argument: str(graph)}
+
         plan = PartitionPlan(
             num_parts=session.topology.num_servers if parts is None else parts,
             method=method,
@@ -293,6 +304,7 @@ def distribute(
     # Rank 0 decides, because another machine may not see the new files on a shared disk yet.
     with _explain_timeout(session):
         location = broadcast_json(run_on_all_ranks(session, locate, ConfigError), session)
+
     paths: dict[str, Any] = {argument: Path(path).expanduser() for argument, path in location.items()}
     g = DistGraph(**paths, structure=structure, session=session)
     if isinstance(graph, dgl.DGLGraph) and g.dataset.manifest.num_parts > 1:
@@ -383,7 +395,8 @@ class DistDataset:
     """
 
     def __init__(self, g: DistGraph, num_classes: int | None) -> None:
-        self._g, self._num_classes = g, num_classes
+        self._g = g
+        self._num_classes = num_classes
 
     def __getitem__(self, index: int) -> DistGraph:
         """Return the graph. Raise IndexError if ``index`` is not 0."""
@@ -592,26 +605,35 @@ def wrap(model: nn.Module, g: DistGraph | ScriptGraph, reduction: Reduction = "m
         raise ConfigError(f"wrap takes a torch.nn.Module, not a {type(model).__name__}")
     if isinstance(model, WrappedModel):
         raise ConfigError("the model is wrapped already. Call wrap once, with the module that you built.")
-    # fully_shard() replaces the parameters. FSDP is recognised by its module's name, because importing it
-    # takes a second.
-    sharded = any(type(parameter).__name__ == "DTensor" for parameter in model.parameters())
-    sharded |= any(kind.__module__.startswith("torch.distributed.fsdp") for kind in type(model).__mro__)
-    if sharded or isinstance(model, nn.parallel.DistributedDataParallel):
+
+    if _is_distributed_by_torch(model):
         raise ConfigError(
             f"wrap takes the module itself, but torch already distributes this one ({type(model).__name__}). "
             "Call dx.wrap without DistributedDataParallel and FSDP."
         )
-    lazy = next((name for name, p in model.named_parameters() if is_lazy(p)), None)
-    if lazy is not None:
-        raise ConfigError(
-            f"parameter {lazy!r} belongs to a lazy module and has no shape yet. Run one forward pass of the "
-            "model on a batch (under torch.no_grad()) before dx.wrap, or give the layer its input size."
-        )
+
+    for name, parameter in model.named_parameters():
+        if is_lazy(parameter):
+            raise ConfigError(
+                f"parameter {name!r} belongs to a lazy module and has no shape yet. Run one forward pass of "
+                "the model on a batch (under torch.no_grad()) before dx.wrap, or give the layer its input "
+                "size."
+            )
+
     inner = _check_distributed(g)
     wrapped = open_strategy(inner).wrap(model, reduction)
     inner.session.has_wrapped_model = True
-    # Scripts for DistDGL evaluate model.module with their own code.
+    # Scripts for DistDGL evaluate model.module with their own code, so it has to be uncut.
     return ScriptModel(wrapped) if g is not inner and wrapped.parts.local else wrapped
+
+
+def _is_distributed_by_torch(model: nn.Module) -> bool:
+    if isinstance(model, nn.parallel.DistributedDataParallel):
+        return True
+    # FSDP is recognised by names, because importing its classes takes a second.
+    has_sharded_parameters = any(type(parameter).__name__ == "DTensor" for parameter in model.parameters())
+    is_sharded = any(kind.__module__.startswith("torch.distributed.fsdp") for kind in type(model).__mro__)
+    return has_sharded_parameters or is_sharded
 
 
 def local_device() -> torch.device:
@@ -675,9 +697,9 @@ def choose_strategy(
     if not isinstance(model, nn.Module):
         raise ConfigError(f"choose_strategy takes a torch.nn.Module, not a {type(model).__name__}")
     inner = _check_distributed(g)
-    batches: dict[str, Any] = {"fanouts": fanouts, "batch_size": batch_size, "epochs": epochs}
 
     def make_training() -> Training:
+        batches: dict[str, Any] = {"fanouts": fanouts, "batch_size": batch_size, "epochs": epochs}
         # own_loop=True excludes strategies that only fit() supports.
         return Training(own_loop=True, ntype=ntype or find_labelled_type(inner), **batches)
 
@@ -708,12 +730,11 @@ def fit(  # noqa: PLR0913 - all but two have defaults
     state: Mapping[str, Stateful] | None = None,
     **loader_options: Any,
 ) -> tuple[WrappedModel, FitResult]:
-    """Train ``model`` with the current strategy. ``auto`` chooses one here. Every rank must call it.
+    """Train ``model`` with the current strategy. Every rank must call it.
 
-    A resumed run keeps the strategy of its checkpoint.
-
-    It trains on the nodes of ``train_mask``. With several node types, these are the nodes of the type that
-    has labels. With ``loader`` and ``config.task`` it trains on your own batches, for instance of edges.
+    ``auto`` chooses a strategy here, but a resumed run keeps the strategy of its checkpoint. By default the
+    targets are the nodes of ``train_mask``, and with several node types those of the type that has labels.
+    With ``loader`` and ``config.task`` it trains on your own batches, for instance of edges.
 
     Args:
         model: Called as ``model(blocks, features)`` with one block per fan-out. With several node types, or
@@ -749,69 +770,92 @@ def fit(  # noqa: PLR0913 - all but two have defaults
         StorageError: the trace cannot be written.
         Stopped: a rank received a signal to stop, and all ranks have saved a checkpoint.
     """
-    overrides: dict[str, Any] = {"trace": trace, "precision": precision}
-    config = replace(config or FitConfig(), **{k: v for k, v in overrides.items() if v is not None})
-    config = resolve_resume(config, config.checkpoint_folder, g.session)
+    config = _complete_config(config or FitConfig(), g, trace, precision)
     if loader is not None and loader_options:
         raise ConfigError(
             f"{', '.join(loader_options)} cannot be changed in an existing loader; pass them when you make it"
         )
-    if config.inputs is None and config.own_task is None and len(g.ntypes) > 1:
-        config = replace(config, inputs=EntityInputs(g, feature=config.feature))
+
     choice = None
     if g.session.strategy == AUTO:
-        _check_auto(config, g)
-        training = _describe_training(config, g, fanouts, batch_size)
-        folder = config.checkpoint_folder if config.resume else None
-        _, choice = resolve(model, g, training, folder, config.inputs)
+        choice = _resolve_auto(model, g, config, fanouts, batch_size)
         if default_batch_size(g.session.strategy) is None:
             # Steps take the whole graph. These options were for the mini-batches in the comparison.
             fanouts = None if fanouts is None else [-1] * len(fanouts)
             batch_size = None
     check_inputs(g, config.inputs, g.session.strategy)
+
     if loader is None:
-        fanouts = default_fanouts(g.session.strategy, 2) if fanouts is None else fanouts
-        default = default_batch_size(g.session.strategy)
-        batch_size = default if batch_size is None else batch_size
-        # A loader of whole graphs would warn that shuffle has no effect.
-        options = {"shuffle": True, **loader_options} if default is not None else loader_options
-        if batch_size is not None:
-            options["batch_size"] = batch_size
-        loader = _node_loader(g, config, fanouts, options)
-        batches = {"fanouts": None if fanouts is None else list(fanouts), "batch_size": batch_size}
+        if fanouts is None:
+            fanouts = default_fanouts(g.session.strategy, 2)
+        if batch_size is None:
+            batch_size = default_batch_size(g.session.strategy)
+        loader = _open_node_loader(g, config, fanouts, batch_size, loader_options)
+        batches = {"fanouts": list(fanouts), "batch_size": batch_size}
         config = replace(config, configuration={**batches, **config.configuration})
+
+    # Evaluation needs the edge columns that the user's sampler fetches in training.
     sampler = getattr(loader, "graph_sampler", None)
     if sampler is not None and not config.edge_feats and config.own_task is None:
         config = replace(config, edge_feats=getattr(sampler, "prefetch_edge_feats", ()) or ())
+
     wrapped = wrap(model, g)
-    build_optimizer: MakeOptimizer = make_optimizer or partial(torch.optim.Adam, lr=lr)
-    optimizer = build_optimizer(wrapped.parameters())
-    objects: dict[str, Any] = {"scheduler": make_scheduler and make_scheduler(optimizer), "state": state}
-    result = train(wrapped, loader, optimizer, g, config, callbacks=callbacks, sparse=sparse, **objects)
+    if make_optimizer is None:
+        make_optimizer = partial(torch.optim.Adam, lr=lr)
+    optimizer = make_optimizer(wrapped.parameters())
+    objects: dict[str, Any] = {"sparse": sparse, "state": state}
+    if make_scheduler is not None:
+        objects["scheduler"] = make_scheduler(optimizer)
+    result = train(wrapped, loader, optimizer, g, config, callbacks=callbacks, **objects)
+
     if choice is not None and result.epochs:
         facts = collect_facts(wrapped, g.session, result)
         choice = replace(choice, outcome=build_outcome(choice.epoch, result.epochs, facts))
     return wrapped, replace(result, choice=choice)
 
 
-def _describe_training(
-    config: FitConfig, g: DistGraph, fanouts: Sequence[int] | None, batch_size: int | None
-) -> Training:
+def _complete_config(
+    config: FitConfig, g: DistGraph, trace: str | Path | None, precision: str | None
+) -> FitConfig:
+    """Return ``config`` with the given trace and precision. Add input rows if there are several types."""
+    if trace is not None:
+        config = replace(config, trace=trace)
+    if precision is not None:
+        config = replace(config, precision=precision)
+    config = resolve_resume(config, config.checkpoint_folder, g.session)
+    if config.inputs is None and config.own_task is None and len(g.ntypes) > 1:
+        config = replace(config, inputs=EntityInputs(g, feature=config.feature))
+    return config
+
+
+def _resolve_auto(
+    model: nn.Module,
+    g: DistGraph,
+    config: FitConfig,
+    fanouts: Sequence[int] | None,
+    batch_size: int | None,
+) -> Choice | None:
+    """Give the session a strategy, and return the choice. A resumed run has none. Collective."""
+    _check_auto(config, g)
     ntype = find_labelled_type(g, config.label) if config.ntype is None else config.ntype
-    # Strategies that compute steps themselves support only plain classification. All ranks run this.
+    # Strategies that compute steps themselves support only plain classification.
     task = read_task(g, ntype, config.label, str(config.task))[0]
     own_loop = needs_own_loop(replace(config, task=task)) is not None
     batches: dict[str, Any] = {"fanouts": fanouts, "batch_size": batch_size, "epochs": config.epochs}
     make_training = partial(Training, ntype=ntype, own_loop=own_loop, **batches)
-    return run_on_all_ranks(g.session, make_training, ConfigError)
+    training = run_on_all_ranks(g.session, make_training, ConfigError)
+
+    checkpoints = config.checkpoint_folder if config.resume else None
+    _, choice = resolve(model, g, training, checkpoints, config.inputs)
+    return choice
 
 
 def _check_auto(config: FitConfig, g: DistGraph) -> None:
-    has_feature = config.feature != FEATURE or None
-    inputs = config.inputs if g.is_homogeneous else None
-    settings = {"task": config.own_task, "inputs": inputs, "feature": has_feature}
-    for name, value in settings.items():
-        if value is not None:
+    has_task = config.own_task is not None
+    has_inputs = config.inputs is not None and g.is_homogeneous
+    has_feature = config.feature != FEATURE
+    for name, is_set in {"task": has_task, "inputs": has_inputs, "feature": has_feature}.items():
+        if is_set:
             raise ConfigError(
                 f"strategy 'auto' supports node classification by {FEATURE!r}, but not config.{name}. Name a "
                 "strategy in dx.init."
@@ -823,18 +867,33 @@ def training_nodes(g: DistGraph, ntype: str) -> Tensor:
     return node_split(g.nodes[ntype].data["train_mask"], g.get_partition_book(), ntype)
 
 
-def _node_loader(
-    g: DistGraph, config: FitConfig, sizes: Sequence[int], options: Mapping[str, Any]
+def _open_node_loader(
+    g: DistGraph,
+    config: FitConfig,
+    fanouts: Sequence[int],
+    batch_size: int | None,
+    loader_options: Mapping[str, Any],
 ) -> TrainingLoader:
+    """Return a loader of the training nodes that prefetches all columns that ``config`` names."""
+    options = dict(loader_options)
+    if batch_size is not None:
+        options["batch_size"] = batch_size
+    # A loader of whole graphs would warn that shuffle has no effect.
+    if default_batch_size(g.session.strategy) is not None:
+        options.setdefault("shuffle", True)
+
     ntype = find_labelled_type(g, config.label) if config.ntype is None else config.ntype
     feats = {ntype: [config.feature]}
     if config.inputs is not None:
         feats = {name: [config.inputs.feature] for name in config.inputs.feature_widths}
-    seeds = {ntype: training_nodes(g, ntype)}
-    labels = {ntype: [config.label]}
-    columns = {"prefetch_labels": labels, "prefetch_edge_feats": config.edge_feats or None}
-    sampler = dgl.dataloading.NeighborSampler(list(sizes), prefetch_node_feats=feats, **columns)
+
+    sampler = dgl.dataloading.NeighborSampler(
+        list(fanouts),
+        prefetch_node_feats=feats,
+        prefetch_labels={ntype: [config.label]},
+        prefetch_edge_feats=config.edge_feats or None,
+    )
     stored = {g.nodes[name].data[column].dtype for name, (column,) in feats.items()}
     if config.precision == BF16 and stored == {torch.bfloat16}:
-        options = {"feature_dtype": torch.bfloat16, **options}
-    return DataLoader(g, seeds, sampler, **options)
+        options.setdefault("feature_dtype", torch.bfloat16)
+    return DataLoader(g, {ntype: training_nodes(g, ntype)}, sampler, **options)
