@@ -31,6 +31,10 @@ PROGRAMS: Mapping[str, tuple[str, str]] = {
     "regret": ("micro.regret:main", "the choice of auto on real graphs beside every exact way"),
     "tasks": ("micro.tasks:main", "every task on real graphs beside a plain loop of DGL"),
     "real_data": ("micro.real_data:main", "accuracy on real graphs, one process beside two ranks"),
+    "several_types": (
+        "micro.several_types:main",
+        "R-GCN on real graphs of several relations, under every strategy beside plain DGL",
+    ),
     "large": ("large:main", "graphs larger than memory: partitioned, then trained on"),
     "worker": ("worker:serve", ""),
 }
