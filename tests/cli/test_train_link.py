@@ -147,6 +147,7 @@ BOTH_WAYS = ("buys", "buys-rev")
         *wide(
             ("shared_preload", "ring", {}),
             ("cooperative", "ring", {}),
+            ("full_graph", "plain", {"embeddings": 6, "loss": "bce"}),
             ("full_graph", "ids", {"model": "rgcn", "loss": "bce"}),
         ),
     ],

@@ -5,12 +5,18 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import dgl
+import numpy as np
 import pytest
 import torch
+from dgl.dataloading import NeighborSampler
 
 from dglx_dist.comm.session import start_session
+from dglx_dist.data.storage.writer import write_dataset
 from dglx_dist.dataloading import edge_loader
 from dglx_dist.graph.dist_graph import DistGraph
+from dglx_dist.records import Assignment, RawGraph
+from dglx_dist.strategies.base import STRATEGIES
 from dglx_dist.strategies.full_graph import pair_rows
 from dglx_dist.strategies.full_graph.halo_exchange import HaloExchange
 from tests.helpers import wide
@@ -67,6 +73,34 @@ def check_bytes(case: Case, by_rank: Sequence[Any]) -> None:
         assert result["sent"].get(("plan", 0), 0) == number * 8, case
     if len(by_rank) > 1 and not case.etypes:
         assert all(sum(result["foreign"][ntype] for result in by_rank) for ntype in ("paper", "venue"))
+
+
+def gather_ids(folder: str, relations: str) -> list[bool]:
+    """Gather the ids of nodes as their rows. With one node type, rows may be a tensor."""
+    with start_session(timeout_s=60) as session:
+        equal = []
+        for name, etypes in ((folder, list(cases.ETYPES)), (relations, [("_N", "b", "_N")])):
+            g = DistGraph(name)
+            strategy: Any = STRATEGIES.get("shared_preload")(session, {}).open(g)
+            seeds = {etype: torch.arange(*g.get_edge_partition_policy(etype).owned_range) for etype in etypes}
+            for _, pairs, blocks in strategy.edge_loader(seeds, NeighborSampler([-1]), batch_size=50):
+                ids = {ntype: blocks[-1].dstnodes[ntype].data[dgl.NID].double() for ntype in g.ntypes}
+                rows = edge_loader.gather_pair_rows(pairs, ids)
+                if len(ids) == 1:
+                    equal.append(torch.equal(edge_loader.gather_pair_rows(pairs, ids["_N"]), rows["_N"]))
+                equal += [torch.equal(rows[ntype].long(), pairs.nodes[ntype].data[dgl.NID]) for ntype in rows]
+        return equal
+
+
+def test_each_node_gets_its_row(folder: Path, tmp_path: Path) -> None:
+    ends = np.arange(30)
+    edges = {("_N", name, "_N"): (ends, (ends * 7 + shift) % 30) for shift, name in enumerate("ab")}
+    raw = RawGraph(name="relations", num_nodes={"_N": 30}, edges=edges)
+    part_of = {"_N": (ends % 3).astype(np.int32)}
+    write_dataset(raw, Assignment(num_parts=3, part_of=part_of, method="test", seed=0), tmp_path / "parts")
+    for equal in run_ranks(gather_ids, 3, args=(str(folder), str(tmp_path / "parts")), ranks_per_server=1):
+        assert len(equal) > 10
+        assert all(equal)
 
 
 # Mistakes that leave other weights.
