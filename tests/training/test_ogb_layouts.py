@@ -136,11 +136,12 @@ def train(folder: str, out: str, options: dict[str, Any]) -> dict[str, Any]:
     ],
 )
 def test_ranks_learn_like_one_rank(name: str, strategy: str, folders: dict[str, str], tmp_path: Path) -> None:
-    """Steps have all seeds. Batches of links that leave their own edges out are those of their rank."""
+    """Steps have all seeds. A rank of data_parallel leaves out its own edges, so those steps differ."""
     options = {**OPTIONS[name], "strategy": strategy}
     if strategy in ("data_parallel", "push_pull"):
         options |= {"fanouts": (-1, -1)}
-    if strategy == "data_parallel" and name != "mag":
+    is_apart = strategy == "data_parallel" and name != "mag"
+    if is_apart:
         options["lr"] = 1e-9
     runs = {}
     for ranks in (1, 2):
@@ -149,7 +150,7 @@ def test_ranks_learn_like_one_rank(name: str, strategy: str, folders: dict[str, 
         runs[ranks]["losses"] = [epoch.loss for epoch in read_epochs(Path(out))]
     metrics = [key for key in runs[1] if key.startswith(("val_", "test_"))]
     assert len(metrics) == (10 if "task" in options else 2)
-    for key in (*metrics, "losses"):
+    for key in (*metrics, *([] if is_apart else ["losses"])):
         assert runs[2][key] == pytest.approx(runs[1][key], abs=1e-4), key
 
 
