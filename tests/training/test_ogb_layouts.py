@@ -102,11 +102,11 @@ def wikikg2() -> RawGraph:
 
 
 GRAPHS: dict[str, Callable[[], RawGraph]] = {"mag": mag, "biokg": biokg, "wikikg2": wikikg2}
-LINKS: dict[str, Any] = {"task": "link", "decoder": "distmult", "loss": "bce", "negatives": 2, "lr": 0.02}
+LINKS: dict[str, Any] = {"task": "link", "decoder": "distmult", "loss": "bce", "negatives": 2}
 OPTIONS: dict[str, dict[str, Any]] = {
-    "mag": {"lr": 0.02},
+    "mag": {},
     "biokg": {**LINKS, "target": tuple(etype[1] for etype in biokg().edges)},
-    "wikikg2": {**LINKS},
+    "wikikg2": LINKS,
 }
 
 
@@ -121,8 +121,8 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 
 def train(folder: str, out: str, options: dict[str, Any]) -> dict[str, Any]:
-    config = {"model": "rgcn", "hidden": 8, "epochs": 2, "batch_size": 5000, "dropout": 0.0, **options}
-    return dict(train_dataset(TrainConfig(data=folder, out=out, **config)).summary)
+    config = {"model": "rgcn", "hidden": 8, "epochs": 2, "batch_size": 5000, "dropout": 0.2, "lr": 0.02}
+    return dict(train_dataset(TrainConfig(data=folder, out=out, **{**config, **options})).summary)
 
 
 @pytest.mark.parametrize(

@@ -65,11 +65,12 @@ def learn_links(o: argparse.Namespace, g: Any, *, leaves_out: bool) -> float:
     train, test = (edges[:3, edges[3] == side] for side in (0, 2))
     score, model = tasks.Score(o, len(g.canonical_etypes), o.hidden), OneLayer(g.canonical_etypes, o.hidden)
     trainer = tasks.Trainer(o, g.num_nodes(), o.hidden, score, model)
+    everything = torch.arange(g.num_nodes())
     for _ in range(o.epochs):
         for batch in torch.randperm(train.shape[1]).split(2 * o.batch_size):
             loss = torch.zeros(())
             for half in batch.chunk(2) if leaves_out else [batch]:
-                h = model(keep_messages(g, train, half if leaves_out else half[:0]), trainer.rows.weight)
+                h = model(keep_messages(g, train, half if leaves_out else half[:0]), trainer.rows(everything))
                 positive, negative = (
                     train[:, half],
                     tasks.with_negatives(train[:, half], candidates, o.negatives),
@@ -78,7 +79,7 @@ def learn_links(o: argparse.Namespace, g: Any, *, leaves_out: bool) -> float:
                 loss = loss + tasks.link_loss(o.loss, *scores) * len(half) / len(batch)
             trainer.step(loss)
     with torch.no_grad():
-        h = model(keep_messages(g, train, train[0, :0]), trainer.rows.weight)
+        h = model(keep_messages(g, train, train[0, :0]), trainer.rows(everything))
         return 100 * tasks.rank_metrics(score, h, edges[:3], test, candidates)["mrr"]
 
 
