@@ -16,7 +16,7 @@ from dglx_dist.comm.collectives import gather_arrays
 from dglx_dist.errors import ConfigError, PeerError
 from dglx_dist.internals.pytorch import replace_floats, tree_leaves
 from dglx_dist.records import Array
-from dglx_dist.strategies.full_graph.graph_types import split_plan
+from dglx_dist.strategies.full_graph.graph_types import split_nodes
 from dglx_dist.strategies.full_graph.halo_exchange import HaloExchange
 from dglx_dist.strategies.full_graph.halo_plan import NO_IDS, HaloLayer, RankPlan
 from dglx_dist.strategies.full_graph.plan_builder import PlanStep, open_plan_exchange
@@ -159,7 +159,7 @@ class PairPlanner:
         self._session = g.session
         self._wire = wire
         self._number = len(plan.layers) + 1
-        self._nodes = split_plan(plan, g).targets()
+        self._nodes = split_nodes(g, plan.rows(len(plan.layers)))
         self._holders = {ntype: np.empty(g.num_nodes(ntype), np.int32) for ntype in self._nodes}
         for ntype, own_nodes in self._nodes.items():
             for rank, nodes in enumerate(gather_arrays(own_nodes, g.session)):
