@@ -300,11 +300,12 @@ def gather_pair_rows(pair_graph: Any, h: Any) -> Any:
     Args:
         pair_graph: A pair graph of a loader. Both pair graphs of a batch have the same nodes, so call this
             once per batch.
-        h: Rows that the last layer of an encoder returned for ``blocks[-1]``.
+        h: Rows that the last layer of an encoder returned for ``blocks[-1]``. With several node types, a
+            dictionary by type.
 
     Strategies with mini-batches return ``h`` itself and send nothing. Under full_graph, shared_preload and
     cooperative, ranks exchange the rows, so every rank must call this, with the (own rows, d) result of the
-    last layer. Gradients are returned to the ranks that computed the rows.
+    last layer and rows of the same types. Gradients are returned to the ranks that computed the rows.
     """
     gather = getattr(pair_graph, "gather_rows", None)
     return h if gather is None else gather(h)

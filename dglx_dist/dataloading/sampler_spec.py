@@ -285,9 +285,9 @@ def check_every_type_has(g: DistGraph, name: str) -> None:
     missing = [etype for etype in g.canonical_etypes if name not in g.edges[etype].data]
     if missing:
         raise ConfigError(
-            f"prob names {name!r}, but {len(missing)} of {len(g.canonical_etypes)} edge types have no such "
-            f"column: {', '.join(map(str, missing))} (the first has {sorted(g.edges[missing[0]].data)}). "
-            "Add the column, filled with ones for uniform draws."
+            f"prob or mask names {name!r}, but {len(missing)} of {len(g.canonical_etypes)} edge types have "
+            f"no such column: {', '.join(map(str, missing))} (the first has "
+            f"{sorted(g.edges[missing[0]].data)}). Add the column, filled with ones to draw all edges alike."
         )
 
 

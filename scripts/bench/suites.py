@@ -32,6 +32,10 @@ PROGRAMS: Mapping[str, tuple[str, str]] = {
     "tasks": ("micro.tasks:main", "every task on real graphs beside a plain loop of DGL"),
     "real_data": ("micro.real_data:main", "accuracy on real graphs, one process beside two ranks"),
     "typed_epochs": ("micro.typed_epochs:main", "epochs of R-GCN on several types under slow links"),
+    "several_types": (
+        "micro.several_types:main",
+        "R-GCN on real graphs of several relations, under every strategy beside plain DGL",
+    ),
     "large": ("large:main", "graphs larger than memory: partitioned, then trained on"),
     "worker": ("worker:serve", ""),
 }

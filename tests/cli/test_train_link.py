@@ -134,14 +134,31 @@ def test_metrics_of_encoders_equal_one_rank(case: str, folders: dict[str, Path],
         assert [rank[key] for key in METRICS] == pytest.approx([alone[key] for key in METRICS], abs=1e-4)
 
 
-@pytest.mark.parametrize("strategy", ["full_graph", *wide("shared_preload", "cooperative")])
+BOTH_WAYS = ("buys", "buys-rev")
+
+
+@pytest.mark.parametrize(
+    ("strategy", "name", "options"),
+    [
+        ("full_graph", "ring", {}),
+        ("full_graph", "shop", {"model": "rgcn", "loss": "bce"}),
+        ("shared_preload", "shop", {"model": "hgt", "heads": 2, "target": BOTH_WAYS, "loss": "bce"}),
+        ("cooperative", "shop", {"model": "rgcn", "target": BOTH_WAYS, "loss": "bce"}),
+        *wide(
+            ("shared_preload", "ring", {}),
+            ("cooperative", "ring", {}),
+            ("full_graph", "plain", {"embeddings": 6, "loss": "bce"}),
+            ("full_graph", "ids", {"model": "rgcn", "loss": "bce"}),
+        ),
+    ],
+)
 def test_full_graph_strategies_learn_links_as_one_rank(
-    strategy: str, folders: dict[str, Path], tmp_path: Path
+    strategy: str, name: str, options: dict[str, Any], folders: dict[str, Path], tmp_path: Path
 ) -> None:
     """A batch has all edges, and no rank leaves out edges, so steps are equal on any number of ranks."""
-    options = {"strategy": strategy, "epochs": 6, "lr": 0.05, "hidden": 8, "negatives": 2}
-    (alone,) = run_ranks(run, 1, args=(str(folders["ring"]), str(tmp_path / "one"), options))
-    args = str(folders["ring"]), str(tmp_path / "two"), options
+    options = {"strategy": strategy, "epochs": 6, "lr": 0.05, "hidden": 8, "negatives": 2, **options}
+    (alone,) = run_ranks(run, 1, args=(str(folders[name]), str(tmp_path / "one"), options))
+    args = str(folders[name]), str(tmp_path / "two"), options
     for rank in run_ranks(run, 2, args=args, ranks_per_server=1):
         assert [rank[key] for key in METRICS] == pytest.approx([alone[key] for key in METRICS], abs=1e-4)
     losses = [[record.loss for record in read_epochs(tmp_path / out)] for out in ("one", "two")]

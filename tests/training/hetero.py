@@ -64,16 +64,18 @@ class TypedGraph:
             num_classes={"paper": CLASSES},
         )
 
-    def write_parts(self, folder: Path) -> Path:
-        """Write parts in which the first one has all venues and no authors."""
+    def assign(self) -> Assignment:
+        """Return parts of which the first one has all venues and no authors."""
         random = np.random.default_rng(6)
         part_of = {
             ntype: random.integers(ntype == "author", self.num_parts, count).astype(np.int32)
             for ntype, count in self.num_nodes.items()
         }
         part_of["venue"][:] = 0
-        assignment = Assignment(num_parts=self.num_parts, part_of=part_of, method="test", seed=6)
-        write_dataset(self.raw(), assignment, folder / "parts")
+        return Assignment(num_parts=self.num_parts, part_of=part_of, method="test", seed=6)
+
+    def write_parts(self, folder: Path) -> Path:
+        write_dataset(self.raw(), self.assign(), folder / "parts")
         return folder / "parts"
 
     def plain(self) -> Any:

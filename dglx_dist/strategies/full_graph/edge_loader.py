@@ -36,11 +36,6 @@ def read_edge_request(
     Raises ConfigError if they need other blocks in each step, or the strategy's options do.
     """
     checked = read_edge_options(g, **arguments)
-    if not g.is_homogeneous:
-        raise ConfigError(
-            f"{strategy} trains on batches of edges of graphs with one node and one edge type, but this "
-            f"graph has the edge types {', '.join(g.etypes)}; use strategy='data_parallel'"
-        )
     if checked.exclude is not None:
         raise ConfigError(
             f"exclude={checked.exclude!r} removes other edges in each batch, but {strategy} passes messages "
@@ -84,7 +79,7 @@ class GraphBlocks(NodeMaker):
         if self._previous is not None:
             # Backward checks this too, but an evaluation has none.
             self._previous.check_calls()
-        pair_rows = self._previous = self._planner.plan(batch.seeds[self._g.ntypes[0]])
+        pair_rows = self._previous = self._planner.plan(batch.seeds)
         batch.blocks = blocks = self._batch.open_blocks(self._g.session, share.step_number, share)
         blocks[-1].pair_rows = pair_rows
         for graph in batch.pairs:

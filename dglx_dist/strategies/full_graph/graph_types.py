@@ -223,6 +223,14 @@ def unify_nodes(g: DistGraph, ids: Mapping[str, Array]) -> Array:
     return own_ids
 
 
+def split_nodes(g: DistGraph, nodes: Array) -> dict[str, Array]:
+    """Return the ids of the (K,) unified ``nodes`` by type, in their order."""
+    if g.is_homogeneous:
+        return {g.ntypes[0]: nodes}
+    kinds, ids = UnifiedGraph.from_graph(g).nodes.to_typed(nodes)
+    return {ntype: ids[kinds == kind] for kind, ntype in enumerate(g.ntypes)}
+
+
 def split_plan(plan: RankPlan, g: DistGraph) -> TypedPlan:
     """Return ``plan`` by the types of ``g``. Sends nothing."""
     if not g.is_homogeneous:

@@ -14,7 +14,13 @@ from dglx_dist.comm.collectives import check_equal, run_on_all_ranks
 from dglx_dist.comm.devices import resolve_device
 from dglx_dist.comm.session import warn_user
 from dglx_dist.dataloading.feature_fetch import Columns, RowMemory
-from dglx_dist.dataloading.sampler_spec import Fanout, SamplePlan, find_columns, read_sampler
+from dglx_dist.dataloading.sampler_spec import (
+    Fanout,
+    SamplePlan,
+    check_every_type_has,
+    find_columns,
+    read_sampler,
+)
 from dglx_dist.dataloading.step_loader import read_items, read_loader_options, resolve_seed
 from dglx_dist.errors import ConfigError
 from dglx_dist.options import Check, at_least, between, check_ranges, one_of, option
@@ -237,8 +243,14 @@ def _read_arguments(
 
 
 def _is_mask(g: DistGraph, plan: SamplePlan) -> bool:
-    """Return whether the sampler draws by a column that marks edges. Then it takes all marked edges."""
+    """Return whether the sampler draws by a column that marks edges. Then it takes all marked edges.
+
+    Raises ConfigError if edges of some types only have this column.
+    """
     if plan.weights is None or plan.has_edge_weights:
         return False
     columns = [g.edges[etype].data.get(plan.weights) for etype in g.canonical_etypes]
-    return all(column is not None and column.dtype is torch.bool and column.ndim == 1 for column in columns)
+    marks = [column is not None and column.dtype is torch.bool and column.ndim == 1 for column in columns]
+    if any(marks):
+        check_every_type_has(g, plan.weights)
+    return all(marks)

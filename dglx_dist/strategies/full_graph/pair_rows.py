@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, final
 
 import numpy as np
@@ -15,12 +16,37 @@ from dglx_dist.comm.collectives import gather_arrays
 from dglx_dist.errors import ConfigError, PeerError
 from dglx_dist.internals.pytorch import replace_floats, tree_leaves
 from dglx_dist.records import Array
+from dglx_dist.strategies.full_graph.graph_types import split_nodes
 from dglx_dist.strategies.full_graph.halo_exchange import HaloExchange
 from dglx_dist.strategies.full_graph.halo_plan import NO_IDS, HaloLayer, RankPlan
 from dglx_dist.strategies.full_graph.plan_builder import PlanStep, open_plan_exchange
+from dglx_dist.strategies.full_graph.typed_block import join_gradients
 
 if TYPE_CHECKING:
     from dglx_dist.graph.dist_graph import DistGraph
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class TypePairRows:
+    """The nodes of one type in a batch of pairs, and the exchange of their rows."""
+
+    exchange: HaloExchange
+    num_own: int
+    """Number of rows of the last layer on this rank."""
+    nodes: Tensor
+    """(n,) int64 distinct nodes of the pairs."""
+    kept_rows: Tensor
+    """(k,) int64 rows of the last layer that this rank or another one needs."""
+    positions: Tensor
+    """(n,) int64 position of each node among the kept rows and the received rows after them."""
+
+    def gather(self, h: Tensor) -> Tensor:
+        """Return the (n, ...) rows of the nodes. ``h`` are the (num_own, ...) rows of the last layer."""
+        kept_rows = self.kept_rows.to(h.device)
+        positions = self.positions.to(h.device)
+        sources = self.exchange.exchange(h.index_select(0, kept_rows))
+        return sources.index_select(0, positions)
 
 
 @final
@@ -31,37 +57,56 @@ class PairRows:
     the format ``wire_dtype``.
     """
 
-    def __init__(
-        self, exchange: HaloExchange, num_own: int, nodes: Tensor, kept_rows: Tensor, positions: Tensor
-    ) -> None:
-        self._exchange, self._num_own = exchange, num_own
-        self._nodes = nodes
-        self._kept_rows = kept_rows
-        self._positions = positions
+    def __init__(self, types: Mapping[str, TypePairRows]) -> None:
+        self._types = types
         self.num_calls, self._num_passes = 0, 0
         self._note_nodes: Callable[[Tensor], None] | None = None
         self._weight = 1.0
 
-    def __call__(self, h: Tensor) -> Tensor:
+    def __call__(self, h: Any) -> Any:
         """Return the (n, ...) rows of the pair graph's nodes. Every rank must call it.
 
-        ``h`` are the (own rows, ...) rows of the last layer. Raises ConfigError if it has other rows.
+        ``h`` are the (own rows, ...) rows of the last layer. With several node types it is a dictionary by
+        type, and so is the result. All ranks must pass the same types. Raises ConfigError if ``h`` has other
+        rows.
         """
-        if not isinstance(h, Tensor) or h.dim() == 0 or len(h) != self._num_own:
-            shape = tuple(h.shape) if isinstance(h, Tensor) else type(h).__name__
-            raise ConfigError(
-                f"gather_pair_rows got {shape}, but the last layer of this rank has {self._num_own} rows; "
-                "pass what the last layer returned for blocks[-1], and call it once per batch"
-            )
+        own_rows = self._read_own_rows(h)
         self.num_calls += 1
-        kept_rows = self._kept_rows.to(h.device)
-        positions = self._positions.to(h.device)
-        sources = self._exchange.exchange(h.index_select(0, kept_rows))
-        rows = sources.index_select(0, positions)
+        # A rank may score no pairs of a type, but in backward it must reach the exchanges of its peers.
+        rows = join_gradients(
+            {ntype: self._types[ntype].gather(own_rows[ntype]) for ntype in sorted(own_rows)}
+        )
         if self._note_nodes is None:
-            return weigh_gradients(rows, self._weight)
-        self._note_nodes(self._nodes.to(h.device))
-        return rows
+            rows = weigh_gradients(rows, self._weight)
+        elif len(self._types) == 1:
+            # In a pass over several node types, dropouts do not know the nodes of rows.
+            for ntype, type_rows in rows.items():
+                self._note_nodes(self._types[ntype].nodes.to(type_rows.device))
+        return rows if isinstance(h, Mapping) else rows[next(iter(rows))]
+
+    def _read_own_rows(self, h: Any) -> Mapping[str, Tensor]:
+        """Return the rows of the last layer by node type. Raise ConfigError if they have another shape."""
+        ntypes = [*self._types]
+        if not isinstance(h, Mapping):
+            if len(ntypes) > 1:
+                raise ConfigError(
+                    f"gather_pair_rows got {_describe(h)}, but the graph has the node types "
+                    f"{', '.join(ntypes)}; pass a dictionary of rows by node type"
+                )
+            h = {ntypes[0]: h}
+        for ntype, rows in h.items():
+            if ntype not in ntypes:
+                raise ConfigError(
+                    f"gather_pair_rows got rows of {ntype!r}, but the node types are {', '.join(ntypes)}"
+                )
+            num_own = self._types[ntype].num_own
+            if not isinstance(rows, Tensor) or rows.dim() == 0 or len(rows) != num_own:
+                raise ConfigError(
+                    f"gather_pair_rows got {_describe(rows)} for nodes of type {ntype!r}, but the last layer "
+                    f"of this rank has {num_own} rows of them; pass what the last layer returned for "
+                    "blocks[-1], and call it once per batch"
+                )
+        return h
 
     @contextmanager
     def in_model(self, note_nodes: Callable[[Tensor], None]) -> Iterator[None]:
@@ -99,6 +144,10 @@ class PairRows:
                 leaf.register_hook(check_gradient)  # type: ignore[no-untyped-call]  # torch leaves it bare
 
 
+def _describe(rows: Any) -> str:
+    return str(tuple(rows.shape)) if isinstance(rows, Tensor) else type(rows).__name__
+
+
 @final
 class PairPlanner:
     """Finds for each batch of pairs which rows of the last layer the ranks send. Construction is collective.
@@ -110,55 +159,78 @@ class PairPlanner:
         self._session = g.session
         self._wire = wire
         self._number = len(plan.layers) + 1
-        self._nodes = plan.rows(len(plan.layers))
-        self._holders = np.empty(g.num_nodes(), np.int32)
-        for rank, nodes in enumerate(gather_arrays(self._nodes, g.session)):
-            self._holders[nodes] = rank
+        self._nodes = split_nodes(g, plan.rows(len(plan.layers)))
+        self._holders = {ntype: np.empty(g.num_nodes(ntype), np.int32) for ntype in self._nodes}
+        for ntype, own_nodes in self._nodes.items():
+            for rank, nodes in enumerate(gather_arrays(own_nodes, g.session)):
+                self._holders[ntype][nodes] = rank
         self._exchange, _ = open_plan_exchange(g.session)
 
-    def plan(self, nodes: Array) -> PairRows:
-        """Return the rows of the (n,) int64 distinct ``nodes``. Every rank must call it, with its own nodes.
+    def plan(self, nodes: Mapping[str, Array]) -> PairRows:
+        """Return the rows of the (n,) int64 ascending ``nodes`` of each type. Every rank must call it.
 
         The ledger counts the 8 bytes of each requested id under ``plan``.
         """
-        topology, holders = self._session.topology, self._holders[nodes]
-        order = np.argsort(holders, kind="stable")
-        bounds = np.searchsorted(holders[order], np.arange(topology.world_size + 1))
-        pieces = np.split(nodes[order], bounds[1:-1])
-        own_nodes = pieces[topology.rank]
-        pieces[topology.rank] = NO_IDS
+        topology = self._session.topology
+        ranks = range(topology.world_size)
+        pieces = {ntype: self._split_by_holder(ntype, nodes[ntype]) for ntype in self._nodes}
+        outgoing = {rank: [by_holder[rank] for by_holder in pieces.values()] for rank in ranks}
+        outgoing[topology.rank] = [NO_IDS] * len(pieces)
         with self._exchange.job():
-            outgoing = {rank: [ids] for rank, ids in enumerate(pieces)}
-            step = PlanStep(name="rows of pairs", among=range(topology.world_size), outgoing=outgoing)
+            step = PlanStep(name="rows of pairs", among=ranks, outgoing=outgoing)
             received = self._exchange.exchange(step)
-        requested = {rank: self._find_rows(rank, ids) for rank, (ids,) in received.items() if len(ids)}
-        own_rows = np.searchsorted(self._nodes, own_nodes)
-        kept_rows = np.unique(np.concatenate([own_rows, *requested.values()]))
+        types = {}
+        for number, (ntype, by_holder) in enumerate(pieces.items()):
+            requested = {rank: ids[number] for rank, ids in received.items()}
+            types[ntype] = self._plan_type(ntype, nodes[ntype], by_holder, requested)
+        return PairRows(types)
+
+    def _split_by_holder(self, ntype: str, nodes: Array) -> list[Array]:
+        """Return the nodes that each rank computes, by rank."""
+        holders = self._holders[ntype][nodes]
+        order = np.argsort(holders, kind="stable")
+        bounds = np.searchsorted(holders[order], np.arange(1, self._session.topology.world_size))
+        return np.split(nodes[order], bounds)
+
+    def _plan_type(
+        self, ntype: str, nodes: Array, by_holder: Sequence[Array], requested: Mapping[int, Array]
+    ) -> TypePairRows:
+        """Return the rows of ``nodes``. They are split by holder, and ``requested`` are the peers' ids."""
+        rank, own_nodes = self._session.topology.rank, self._nodes[ntype]
+        sent_rows = {peer: self._find_rows(ntype, peer, ids) for peer, ids in requested.items() if len(ids)}
+        own_rows = np.searchsorted(own_nodes, by_holder[rank])
+        kept_rows = np.unique(np.concatenate([own_rows, *sent_rows.values()]))
+        received = [(peer, ids) for peer, ids in enumerate(by_holder) if peer != rank and len(ids)]
         layer = HaloLayer(
             own_rows=len(kept_rows),
             targets=0,
             indptr=np.zeros(1, np.int64),
             indices=NO_IDS,
             edge_ids=NO_IDS,
-            halo_nodes=np.concatenate(pieces),
-            receive=tuple((rank, len(ids)) for rank, ids in enumerate(pieces) if len(ids)),
-            send=tuple((rank, np.searchsorted(kept_rows, rows)) for rank, rows in requested.items()),
+            halo_nodes=np.concatenate([NO_IDS, *(ids for _, ids in received)]),
+            receive=tuple((peer, len(ids)) for peer, ids in received),
+            send=tuple((peer, np.searchsorted(kept_rows, rows)) for peer, rows in sent_rows.items()),
         )
         positions = np.empty(len(nodes), np.int64)
-        is_own = holders[order] == topology.rank
-        positions[order[is_own]] = np.searchsorted(kept_rows, own_rows)
-        positions[order[~is_own]] = len(kept_rows) + np.arange(len(layer.halo_nodes))
-        exchange = HaloExchange(self._session, layer, self._number, self._wire)
-        return PairRows(exchange, len(self._nodes), *map(torch.from_numpy, (nodes, kept_rows, positions)))
+        positions[np.searchsorted(nodes, by_holder[rank])] = np.searchsorted(kept_rows, own_rows)
+        halo_positions = np.searchsorted(nodes, layer.halo_nodes)
+        positions[halo_positions] = len(kept_rows) + np.arange(len(layer.halo_nodes))
+        return TypePairRows(
+            exchange=HaloExchange(self._session, layer, self._number, self._wire),
+            num_own=len(own_nodes),
+            nodes=torch.from_numpy(nodes),
+            kept_rows=torch.from_numpy(kept_rows),
+            positions=torch.from_numpy(positions),
+        )
 
-    def _find_rows(self, rank: int, ids: Array) -> Array:
+    def _find_rows(self, ntype: str, rank: int, ids: Array) -> Array:
         """Return the (k,) rows of the own nodes ``ids``, which another rank requests."""
-        if not np.isin(ids, self._nodes).all():
+        if not np.isin(ids, self._nodes[ntype]).all():
             raise PeerError(
                 f"rank {rank} requests rows of nodes that this rank does not compute; run the same version "
                 "on all ranks, on the same files"
             )
-        return np.searchsorted(self._nodes, ids)
+        return np.searchsorted(self._nodes[ntype], ids)
 
 
 def weigh_gradients(output: Any, weight: float) -> Any:

@@ -9,7 +9,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, final
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from dglx_dist.comm.collectives import barrier, check_equal
 from dglx_dist.graph.shared_memory import warn_about_edges
@@ -75,7 +75,7 @@ class OpenedFullGraph(OpenedStrategy):
     strategy: _FullGraphStrategy
     options: FullGraphOptions
 
-    def make_loader(self, indices: Tensor, sampler: Any, **loader_options: Any) -> FullGraphLoader:
+    def make_loader(self, indices: Any, sampler: Any, **loader_options: Any) -> FullGraphLoader:
         """Return the loader. Every rank must call it.
 
         The rank or server that owns a seed computes it. The sampler gives the number of layers and the
@@ -115,7 +115,8 @@ class OpenedFullGraph(OpenedStrategy):
         checked = read_edge_request(self.strategy.name, self.g, self.options, arguments)
         names = ("seed", "device", "exclude", "feature_dtype")
         common = {name: getattr(checked.options, name) for name in names}
-        own_nodes = torch.arange(*self.g.get_node_partition_policy(self.g.ntypes[0]).owned_range)
+        policies = {ntype: self.g.get_node_partition_policy(ntype) for ntype in self.g.ntypes}
+        own_nodes = {ntype: torch.arange(*policy.owned_range) for ntype, policy in policies.items()}
         encoder = self.make_loader(own_nodes, checked.sampler, **common)
         return FullGraphEdgeLoader(self.g, checked, encoder, self.options)
 

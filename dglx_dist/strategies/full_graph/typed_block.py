@@ -97,12 +97,7 @@ class TypedHaloBlock(InEdgesOnlyGraph, DGLBlock):
         returns the gradients of all types if any of them has one. So a rank reaches the exchanges of its
         peers, even if it does not use a type.
         """
-        sources = {ntype: self._complete(ntype, rows[ntype]) for ntype in sorted(rows)}
-        trained = {ntype: values for ntype, values in sources.items() if values.requires_grad}
-        if torch.is_grad_enabled() and trained:
-            joined = _JoinTypes.apply(*trained.values())  # type: ignore[no-untyped-call]  # torch leaves it bare
-            sources |= dict(zip(trained, joined, strict=True))
-        return sources
+        return join_gradients({ntype: self._complete(ntype, rows[ntype]) for ntype in sorted(rows)})
 
     def num_edges(self, etype: Any = None) -> int:
         return int(super().num_edges()) if etype is None else self[etype].num_edges()
@@ -139,6 +134,15 @@ class TypedHaloBlock(InEdgesOnlyGraph, DGLBlock):
 
     def _complete(self, ntype: str, rows: Tensor) -> Tensor:
         return complete_rows(rows, self._layer.rows[ntype], self._exchanges[ntype])
+
+
+def join_gradients(rows: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return ``rows`` by type, all of which have a gradient in backward if one of them has."""
+    trained = {ntype: values for ntype, values in rows.items() if values.requires_grad}
+    if not (torch.is_grad_enabled() and trained):
+        return dict(rows)
+    joined = _JoinTypes.apply(*trained.values())  # type: ignore[no-untyped-call]  # torch leaves it bare
+    return {**rows, **dict(zip(trained, joined, strict=True))}
 
 
 @final

@@ -102,9 +102,9 @@ def request_rows(folder: str) -> str:
         own_nodes = np.arange(*g.get_node_partition_policy(g.ntypes[0]).owned_range)
         planner = pair_rows.PairPlanner(g, make_plans(g, own_nodes, 1, 0), "same")
         if session.topology.rank:
-            planner._holders[:] = 0
+            planner._holders["_N"][:] = 0
         try:
-            planner.plan(own_nodes[:3])
+            planner.plan({"_N": own_nodes[:3]})
         except (PeerError, RemoteError) as error:
             return str(error)
         return ""

@@ -52,6 +52,7 @@ def two_types() -> tuple[RawGraph, Assignment]:
         num_nodes=counts,
         edges={("user", "buys", "item"): (ends, ends), ("item", "bought by", "user"): (ends, ends)},
         node_data={name: {"feat": np.ones((6, equality.WIDTH)), "label": ends % 2} for name in counts},
+        edge_data={("user", "buys", "item"): {"paid": ends > 1}},
         num_classes=dict.fromkeys(counts, 2),
     )
     part_of = {name: np.zeros(6, np.int32) for name in counts}
@@ -266,6 +267,11 @@ def match(message: str, words: str, name: str) -> None:
     assert re.search(words, message), f"{name}: {message!r}"
 
 
+def gather_rows_of_pairs(strategy: Any, choose: Callable[[dict[str, Tensor]], Any]) -> None:
+    (batch,) = strategy.edge_loader({"buys": torch.arange(2)}, NeighborSampler([-1]), batch_size=2)
+    gather_pair_rows(batch[1], choose({ntype: torch.ones(6, 2) for ntype in ("user", "item")}))
+
+
 def two_on_rank(folder: str) -> list[str]:
     with start_session(strategy="full_graph", timeout_s=30) as session:
         g = DistGraph(folder)
@@ -275,7 +281,10 @@ def two_on_rank(folder: str) -> list[str]:
         return [
             refused(lambda: local_graph(g)),
             refused(lambda: strategy.wrap(norm)),
-            refused(lambda: strategy.edge_loader({"buys": torch.arange(2)}, NeighborSampler([-1]))),
+            refused(lambda: gather_rows_of_pairs(strategy, lambda rows: rows["user"])),
+            refused(lambda: gather_rows_of_pairs(strategy, lambda rows: {"author": rows["user"]})),
+            refused(lambda: gather_rows_of_pairs(strategy, lambda rows: {"user": rows["user"][:2]})),
+            refused(lambda: strategy.loader({"user": torch.arange(2)}, NeighborSampler([-1], mask="paid"))),
             refused(lambda: blocks[0][:, :, :]),
             refused(lambda: blocks[0].update_all(fn.copy_u("feat", "m"), fn.sum("m", "h"))),
         ]
@@ -286,7 +295,10 @@ def test_names_remedies_on_graphs_of_several_types(folders: tuple[str, str]) -> 
     expected = (
         "dx.local_graph trains on graphs of one node and one edge type.*user, item.*data_parallel",
         "'norm' is a dx.nn.BatchNorm.*several types.*LayerNorm",
-        "edges of graphs with one node and one edge type.*buys, bought by.*data_parallel",
+        r"got \(6, 2\), but the graph has the node types user, item; pass a dictionary of rows by node type",
+        "got rows of 'author', but the node types are user, item",
+        r"got \(2, 2\) for nodes of type 'user'.* 6 rows of them; pass what the last layer returned",
+        r"mask names 'paid', but 1 of 2 edge types have no such column: .*'bought by'.* filled with ones",
         r"selects 2 of the edge types.*use block\[source, relation, destination\]",
         r"None selects 0 of the edge types.*use block\[source, relation, destination\]",
     )
