@@ -143,7 +143,10 @@ def measure_strategy(o: argparse.Namespace, path: Path, out: Path, strategy: str
 def compare(graph: str, metric: str, figures: dict[str, list[float]]) -> list[dict[str, str]]:
     """Return the lines of the table for a graph."""
     lines = []
-    for way, plain in [*WAYS[graph].items(), *((plain, plain) for plain in {*WAYS[graph].values()})]:
+    for way, plain in [
+        *WAYS[graph].items(),
+        *((plain, plain) for plain in dict.fromkeys(WAYS[graph].values())),
+    ]:
         values, expected = figures[way], figures[plain]
         difference = fmean(values) - fmean(expected)
         error = ((stdev(values) ** 2 + stdev(expected) ** 2) / len(values)) ** 0.5
